@@ -1,0 +1,45 @@
+"""A mixed-precision training step as a value: pure functions over immutable pytrees of tensors. In the order of a step:"""
+
+from ._functional import make_functional as make_functional
+
+from ._precision import (
+    Policy as Policy,
+    policy as policy,
+    with_policy as with_policy,
+    norms_in_float32 as norms_in_float32,
+)
+
+from ._scaler import (
+    DynamicScale as DynamicScale,
+    StaticScale as StaticScale,
+    NoScale as NoScale,
+    ScalerState as ScalerState,
+    scale_loss as scale_loss,
+    unscale_and_check as unscale_and_check,
+    check_scaler as check_scaler,
+)
+
+from ._collectives import all_reduce_found_inf as all_reduce_found_inf
+
+from ._clip import clip_by_global_norm as clip_by_global_norm, clip_by_value as clip_by_value
+
+from ._optim import (
+    Optimizer as Optimizer,
+    OptState as OptState,
+    from_torch as from_torch,
+    from_transformation as from_transformation,
+)
+
+from ._step import (
+    maybe_step as maybe_step,
+    unscale_and_step as unscale_and_step,
+    Stepped as Stepped,
+    init_train_state as init_train_state,
+    train_step as train_step,
+    TrainState as TrainState,
+    StepInfo as StepInfo,
+)
+
+from ._tree import select as select
+
+__version__ = "0.1.0"

@@ -1,0 +1,100 @@
+"""Clipping, after unscaling and before the step."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _tree
+from ._tree import Tree
+
+
+def clip_by_global_norm(
+    grads: Tree, max_norm: float | Tensor, norm_type: float = 2.0, donate: bool = False
+) -> tuple[Tree, Tensor]:
+    """Equal to `grads = tree_map(lambda g: g * min(1, max_norm / (norm + 1e-6)), grads)`, with the norm before clipping.
+
+    Arguments:
+    - `grads`: a pytree of unscaled gradients; `None` passes through. Sparse and complex leaves count with their values.
+    - `max_norm`: above 0; a number or a 0-d tensor. `inf` only measures.
+    - `norm_type`: any p above 0, `math.inf` included.
+    - `donate`: `grads` may be overwritten; the caller gives them up. Same bits.
+
+    Returns the gradients in their own dtypes and the norm, 0-d float32. The norm is exact also where squares overflow or
+    vanish: gradients of 1e30 have a norm and are clipped to `max_norm`. With inf or NaN among them the norm is inf or NaN.
+
+    Raises `ValueError` for `max_norm <= 0` or `norm_type <= 0`.
+
+    >>> import torch
+    >>> clip_by_global_norm({"w": torch.tensor([3e30, 4e30])}, max_norm=5.0)
+    ({'w': tensor([3., 4.])}, tensor(5.0000e+30))
+
+    Source of the rule: Pascanu et al. (arXiv 1211.5063); torch.nn.utils.clip_grad_norm_, whose norm is inf here.
+    """
+    check_above_zero("max_norm", max_norm)
+    check_above_zero("norm_type", norm_type)
+    leaves, structure = _tree.flatten(grads)
+    norm = _global_norm([leaf for leaf in leaves if leaf is not None], float(norm_type))
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).to(torch.float32)
+    return structure.unflatten(_tree.multiply(leaves, factor, donate=donate)), norm.to(torch.float32)
+
+
+def clip_by_value(grads: Tree, clip_value: float | Tensor, donate: bool = False) -> Tree:
+    """Equal to `tree_map(lambda g: g.clamp(-clip_value, clip_value), grads)`.
+
+    `clip_value`: above 0, a number or a 0-d tensor. `None` passes through, NaN stays NaN; check for inf before, since inf
+    becomes `clip_value`. `donate`: `grads` may be overwritten; same bits. Dtypes and shapes stay.
+
+    Raises `ValueError` for `clip_value <= 0`, `TypeError` for complex gradients, which have no order.
+
+    >>> import torch
+    >>> clip_by_value([torch.tensor([-3.0, 0.5])], clip_value=1.0)
+    [tensor([-1.0000,  0.5000])]
+
+    Source of the rule: torch.nn.utils.clip_grad_value_.
+    """
+    check_above_zero("clip_value", clip_value)
+    leaves, structure = _tree.flatten(grads)
+    for index, leaf in enumerate(leaves):
+        if leaf is not None and leaf.is_complex():
+            raise TypeError(
+                f"{_tree.paths(grads, 'grads')[index]} has dtype {leaf.dtype}; complex numbers have no order to clip by. "
+                f"Cure: clip_by_global_norm."
+            )
+
+    return structure.unflatten([None if leaf is None else _clamped(leaf, clip_value, donate=donate) for leaf in leaves])
+
+
+def _clamped(leaf: Tensor, bound: float | Tensor, *, donate: bool) -> Tensor:
+    if donate and _tree.donatable(leaf):
+        return leaf.clamp_(-bound, bound)
+    return _tree.on_values(lambda values: values.clamp(-bound, bound), leaf)
+
+
+def _global_norm(leaves: list[Tensor], norm_type: float) -> Tensor:
+    """The norm as a 0-d tensor in the widest dtype of the device; over magnitudes divided by the largest, so no power overflows."""
+    device = leaves[0].device if leaves else None
+    values = [_tree.stored_values(leaf) for leaf in leaves]
+    biggest = _tree.largest(values, device)
+    wide = torch.float32 if biggest.device.type == "mps" else torch.float64
+    if math.isinf(norm_type):
+        return biggest.to(wide)
+    unit = torch.where(biggest > 0, biggest, 1.0)
+    norms = [_tree.full(torch.linalg.vector_norm(_tree.at_least_float32(v) / unit, norm_type)).to(wide) for v in values]
+    total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), dtype=wide)
+    return biggest.to(wide) * total
+
+
+def check_above_zero(name: str, value: Any) -> None:
+    """Refuse a number that is not above 0; a tensor's value is not looked at."""
+    if isinstance(value, Tensor):
+        if value.ndim:
+            raise ValueError(f"{name} must be a number or a 0-d tensor, got shape {tuple(value.shape)}.")
+    elif isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__}).")
+    elif not value > 0:
+        raise ValueError(f"{name} must be above 0, got {value!r}. Cure: None to leave this clipping out.")

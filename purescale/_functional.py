@@ -1,0 +1,107 @@
+"""An `nn.Module` as a pure function of its parameters and buffers."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+Tensors = dict[str, Tensor]
+
+NORM_MODULES: tuple[type[nn.Module], ...] = (
+    nn.modules.batchnorm._NormBase,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Apply:
+    """`apply(params, buffers, *args, train=True, **kwargs) -> (out, new_buffers)`; made by `make_functional`."""
+
+    _training: nn.Module
+    _evaluating: nn.Module
+    norm_params: frozenset[str]  # the weights and biases of normalisation layers
+    frozen_params: frozenset[str]  # parameters with requires_grad=False; they stand among the buffers
+
+    def __call__(self, params: Tensors, buffers: Tensors, *args: Any, train: bool = True, **kwargs: Any) -> tuple[Any, Tensors]:
+        # functional_call writes updated running statistics into the dict and the tensors it is given.
+        new_buffers = {name: buffer.clone() for name, buffer in buffers.items()}
+        skeleton = self._training if train else self._evaluating
+        out = functional_call(skeleton, (params, new_buffers), args, kwargs, strict=True)
+        return out, new_buffers
+
+
+def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
+    """Equal to `apply = lambda params, buffers, *a, **k: (functional_call(copy_of_model, (params, copy_of_buffers), a, k), copy_of_buffers)`.
+
+    Returns `apply, params, buffers`, the last two as dicts of detached copies by dotted name.
+    `out, new_buffers = apply(params, buffers, *args, train=True, **kwargs)` changes neither `params` nor `buffers` and works
+    under `torch.compile`, `torch.vmap` and `torch.func.grad`.
+
+    - The model is copied without its tensors (they lie on the meta device), so later changes to `model` cannot reach `apply`
+      and `apply` cannot reach `model`. Tied weights stay tied and have one name, their first.
+    - `train` is the mode of every module, except that a module in eval mode inside a model in train mode was frozen and
+      stays so. In a model that is in eval mode as a whole, `train` decides for all.
+    - A parameter with `requires_grad=False` is not trained: it stands in `buffers`, unless no parameter requires a gradient.
+    - Buffers, whether persistent or not, are state. Attributes of other kinds that `forward` sets are not: they stay in the copy.
+    - Random numbers (dropout) come from torch's global generator, unless `train_step` is given an `rng`.
+
+    Raises `TypeError` for what is no module, `ValueError` for lazy parameters that have not seen a batch.
+
+    >>> from torch import nn, ones
+    >>> apply, params, buffers = make_functional(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+    >>> out, new_buffers = apply(params, buffers, ones(4, 3))
+    >>> buffers["1.num_batches_tracked"], new_buffers["1.num_batches_tracked"]
+    (tensor(0), tensor(1))
+
+    Source: torch.func.functional_call, which writes into the buffers it is given and keeps hold of the live module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"make_functional takes an nn.Module, got {type(model).__name__}. Cure: a plain function of tensors is pure already.")
+    params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    for name, tensor in (*params.items(), *buffers.items()):
+        if nn.parameter.is_lazy(tensor):
+            raise ValueError(
+                f"{name} is not initialised yet: a lazy module learns its shapes from the first batch. "
+                f"Cure: run `model(example_batch)` once before make_functional(model)."
+            )
+    frozen = {name for name, p in params.items() if not p.requires_grad}
+    if len(frozen) == len(params):
+        frozen = set()
+    norms = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        if isinstance(module, NORM_MODULES)
+        for name, _ in module.named_parameters()
+    }
+    training = _skeleton(model)
+    for module in training.modules():
+        if not model.training:
+            module.training = True
+    evaluating = copy.deepcopy(training).eval()
+    return (
+        Apply(training, evaluating, frozenset(norms), frozenset(frozen)),
+        {name: p.detach().clone() for name, p in params.items() if name not in frozen},
+        {name: t.detach().clone() for name, t in ({n: params[n] for n in params if n in frozen} | buffers).items()},
+    )
+
+
+def _skeleton(model: nn.Module) -> nn.Module:
+    """A copy of `model` whose parameters and buffers lie on the meta device; what was one tensor in two places stays one."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for name, value in vars(module).items():
+            # Left by torch.nn.utils.weight_norm and its kind, computed anew in each forward; deepcopy refuses such tensors.
+            if isinstance(value, Tensor) and not value.is_leaf:
+                memo[id(value)] = value.detach().to("meta")
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.detach().to("meta")
+    return copy.deepcopy(model, memo)

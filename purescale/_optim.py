@@ -1,0 +1,521 @@
+"""Optimizers as pure functions. None is written here: the arithmetic is torch.optim's, or that of the transformation given."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import functools
+import inspect
+import numbers
+import types
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from . import _tree
+from ._tree import Tree
+
+Schedule = Callable[[Tensor], "Tensor | float"]
+Slots = dict[str, dict[str, Tensor]]
+
+
+class Optimizer(Protocol):
+    """Anything with these two pure methods."""
+
+    def init(self, params: Tree) -> Any: ...
+
+    def step(self, params: Tree, grads: Tree, opt_state: Any) -> tuple[Tree, Any]: ...
+
+
+class OptState(NamedTuple):
+    """What a torch optimizer remembers. Its structure is final from `init` on."""
+
+    count: Tensor  # int64: steps applied; what a schedule is a function of
+    slots: Slots  # by parameter name, then by torch's own names: {"conv.weight": {"step": ..., "exp_avg": ...}}
+
+
+def from_torch(
+    cls: type[torch.optim.Optimizer],
+    lr: float | Tensor | Schedule | None = None,
+    overrides: Mapping[str, Mapping[str, Any]] | None = None,
+    **settings: Any,
+) -> TorchOptimizer:
+    """Equal to `opt = cls(params, lr=lr, **settings); opt.step()` on copies of everything, bit for bit.
+
+    Arguments:
+    - `cls`: a class of torch.optim, or a subclass that keeps its `step`.
+    - `lr`: a number, a 0-d tensor (which can be differentiated), or a schedule: a function from the number of steps applied
+      so far, a 0-d int64 tensor, to the learning rate. A skipped step is not applied, so a schedule never advances on it.
+    - `overrides`: settings for some parameters, by dotted name or glob; later patterns win:
+      `{"*.bias": {"weight_decay": 0.0}, "head.*": {"lr": 1e-2}}`.
+    - `settings`: the class's own. A flag named here (`foreach`, `fused`, `capturable`, `differentiable`) is kept.
+
+    Which of torch's implementations runs, where no flag is named: the fused kernel where the class has one and everything
+    is floating and dense; else the capturable formula, or the for-loop where a class has neither. None of these reads a
+    tensor's value in Python, so none syncs. Inside torch.compile and torch.func transforms it is the capturable and
+    differentiable formula. The bits of these differ a little (1e-6 relative).
+
+    `optimizer.init(params)`, `optimizer.step(params, grads, opt_state)`, `optimizer.to_state_dict(opt_state)` and
+    `optimizer.from_state_dict(sd, params)` (torch.optim's own format) take any pytree of parameters. Step hooks do not run.
+
+    Raises `TypeError` or `ValueError` when made, and in torch's own words for settings that the class refuses: for LBFGS
+    (needs a closure), SparseAdam (takes no dense gradients), Adafactor without a named `foreach` (each of torch's
+    implementations reads three values per parameter, so name the one that may), classes outside of torch.optim's pattern.
+    `init` and `step` raise for a pattern in `overrides` that matches no parameter.
+
+    >>> import torch
+    >>> optimizer = from_torch(torch.optim.SGD, lr=0.5, momentum=0.9)
+    >>> params = {"w": torch.tensor([1.0])}
+    >>> state = optimizer.init(params)
+    >>> params, state = optimizer.step(params, {"w": torch.tensor([1.0])}, state)
+    >>> params, state.count
+    ({'w': tensor([0.5000])}, tensor(1))
+
+    Source of the rules: torch.optim.
+    """
+    return TorchOptimizer(cls, lr, overrides or {}, settings)
+
+
+class TorchOptimizer:
+    """A torch.optim class as pure functions; made by `from_torch`. Holds settings, never state."""
+
+    def __init__(self, cls: Any, lr: Any, overrides: Mapping[str, Mapping[str, Any]], settings: dict[str, Any]) -> None:
+        _check_class(cls, settings)
+        self._cls: type[torch.optim.Optimizer] = cls
+        accepted = inspect.signature(cls).parameters
+        self._lr = accepted["lr"].default if lr is None else lr
+        self._patterns = tuple(overrides)
+        self._overrides = tuple(dict(extra) for extra in overrides.values())
+        self._settings = settings
+        self._flag_named = any(settings.get(name) is not None for name in _FLAGS)
+        self._defaults = self._checked_defaults("from_torch", {**settings, "lr": self._lr})
+        for pattern, extra in overrides.items():
+            self._checked_defaults(f"overrides[{pattern!r}]", {**settings, "lr": self._lr, **extra})
+        # torch's SGD ignores dampening in the step that makes the momentum buffer.
+        self._first_step_differs = issubclass(cls, torch.optim.SGD) and any(
+            extra.get("dampening") for extra in (settings, *self._overrides)
+        )
+        self._lrs = (self._lr, *(extra.get("lr") for extra in self._overrides))
+        self._tensor_lrs = {str(index): rate for index, rate in enumerate(self._lrs) if isinstance(rate, Tensor)}
+        # Dynamo will not trace a torch optimizer; the compiler behind it traces this plain Python.
+        self._opaque = torch._dynamo.nonstrict_trace(self._formula)
+
+    def __repr__(self) -> str:
+        extra = {"lr": self._lr, **self._settings}
+        if self._patterns:
+            extra["overrides"] = dict(zip(self._patterns, self._overrides, strict=True))
+        return f"from_torch({self._cls.__name__}, {', '.join(f'{name}={value!r}' for name, value in extra.items())})"
+
+    # ---- what a user calls
+
+    def init(self, params: Tree) -> OptState:
+        """The state of an optimizer that has made no step, in fresh memory; no step changes its structure."""
+        named = _by_name(params)
+        probes = {name: leaf.detach().clone() for name, leaf in named.items()}
+        for probe in probes.values():
+            probe.grad = torch.zeros_like(probe)
+        slots: Slots = {}
+        for names, group in self._groups(tuple(named), lrs=None):
+            optimizer = self._cls([probes[name] for name in names], **self._constructor(group))
+            lists = len(inspect.signature(optimizer._init_group).parameters) - 1  # type: ignore[attr-defined]
+            optimizer._init_group(optimizer.param_groups[0], *([] for _ in range(lists)))  # type: ignore[attr-defined]
+            for name in names:
+                probe = probes[name]
+                slots[name] = {key: value.to(probe.device) for key, value in optimizer.state[probe].items()}
+                if issubclass(self._cls, torch.optim.SGD) and group["momentum"] != 0:
+                    # torch makes this buffer in the first step, as a copy of the gradient; -0.0 * momentum + g is g for every g.
+                    slots[name]["momentum_buffer"] = torch.full_like(probe, -0.0)
+        device = next((leaf.device for leaf in named.values()), None)
+        return OptState(count=torch.zeros((), dtype=torch.int64, device=device), slots={name: slots[name] for name in named})
+
+    def step(self, params: Tree, grads: Tree, opt_state: OptState) -> tuple[Tree, OptState]:
+        """Parameters and state after one step, in fresh memory. A parameter whose gradient is None stays, as in torch.optim."""
+        if self.has_fused_kernel(params, grads):
+            return self.fused_step(params, grads, opt_state, found_inf=None)
+        leaves, structure = _tree.flatten(params)
+        names, weights, gradients = _prepare(params, leaves, grads, opt_state)
+        run = self._opaque if torch.compiler.is_compiling() else self._formula
+        stepped, slots = run(weights, gradients, opt_state.slots, opt_state.count, self._tensor_lrs)
+        return structure.unflatten([stepped.get(name) for name in names]), OptState(opt_state.count + 1, slots)
+
+    def to_state_dict(self, opt_state: OptState) -> dict[str, Any]:
+        """Equal to `cls(groups).state_dict()` of an optimizer that made the same steps: tensors copied, `lr` as it is now.
+
+        The groups are, in order: the parameters that no override matches, then those that the overrides match.
+        """
+        state: dict[int, dict[str, Tensor]] = {}
+        groups = []
+        for names, group in self._groups(tuple(opt_state.slots), self._learning_rates(opt_state.count, self._tensor_lrs)):
+            indices = [len(state) + offset for offset in range(len(names))]
+            # torch keeps step counts on the CPU, and moves them itself where an implementation wants them elsewhere.
+            for index, name in zip(indices, names, strict=True):
+                state[index] = {k: v.cpu().clone() if k == "step" else v.clone() for k, v in opt_state.slots[name].items()}
+            groups.append({**group, "params": indices})
+        return {"state": {index: slot for index, slot in state.items() if slot}, "param_groups": groups}
+
+    def from_state_dict(self, sd: Mapping[str, Any], params: Tree) -> OptState:
+        """The state in `cls(groups).state_dict()`, copied. The settings in it are not read: `from_torch` has them.
+
+        `params` are taken in the order in which `to_state_dict` lists them, or in their own where `sd` has one group.
+        `count` is the largest step count in `sd`; where the class keeps none (SGD, Muon) it is 0:
+        `opt_state._replace(count=...)` if a schedule needs it. Raises `ValueError` for another class's or another model's state.
+        """
+        fresh = self.init(params)
+        order = [name for names, _ in self._groups(tuple(fresh.slots), lrs=None) for name in names]
+        saved_groups = [list(group["params"]) for group in sd["param_groups"]]
+        if len(saved_groups) == 1:
+            order = list(fresh.slots)
+        if sum(map(len, saved_groups)) != len(order):
+            raise ValueError(f"the state dict has {sum(map(len, saved_groups))} parameters, params has {len(order)}. Cure: give the params the optimizer had.")
+        slots: Slots = {}
+        for name, index in zip(order, (index for group in saved_groups for index in group), strict=True):
+            saved = {key: value for key, value in sd["state"].get(index, {}).items() if value is not None}
+            slots[name] = _restored(name, saved, fresh.slots[name])
+        steps = [slot["step"] for slot in slots.values() if "step" in slot]
+        count = torch.stack(steps).max().to(torch.int64) if steps else fresh.count
+        return OptState(count, {name: slots[name] for name in fresh.slots})
+
+    # ---- the fused kernel, which skips and unscales by itself
+
+    def has_fused_kernel(self, params: Tree, grads: Tree) -> bool:
+        """Whether torch's fused kernel can make this step: static facts only."""
+        if _tree.traced() or self._first_step_differs or "fused" not in self._defaults:
+            return False
+        if self._flag_named and not self._settings.get("fused"):
+            return False
+        return all(
+            isinstance(leaf, Tensor) and _tree.is_dense(leaf) and leaf.is_floating_point() and leaf.device.type in ("cpu", "cuda")
+            for leaf in (*_tree.flatten(params)[0], *_tree.flatten(grads)[0])
+            if leaf is not None
+        )
+
+    def fused_step(
+        self,
+        params: Tree,
+        grads: Tree,
+        opt_state: OptState,
+        found_inf: Tensor | None,
+        grad_scale: Tensor | None = None,
+        donate: bool = False,
+    ) -> tuple[Tree, OptState]:
+        """`step`, over gradients still scaled by `grad_scale` (which are then overwritten), and only where not `found_inf`."""
+        leaves, structure = _tree.flatten(params)
+        names, weights, gradients = _prepare(params, leaves, grads, opt_state)
+
+        def mine(tensor: Tensor) -> Tensor:
+            return tensor.detach() if donate and _tree.donatable(tensor) else tensor.detach().clone()
+
+        weights = {name: mine(weight) for name, weight in weights.items()}
+        slots = {name: {key: mine(value) for key, value in slot.items()} for name, slot in opt_state.slots.items()}
+        lrs = self._learning_rates(opt_state.count, self._tensor_lrs)
+        run = inspect.unwrap(self._cls.step)
+        flag = None if found_inf is None else found_inf.to(torch.float32)
+        self._run(run, weights, gradients, slots, lrs, {"fused": True}, grad_scale=grad_scale, found_inf=flag)
+        applied = 1 if found_inf is None else ~found_inf
+        return structure.unflatten([weights.get(name) for name in names]), OptState(opt_state.count + applied, slots)
+
+    # ---- torch's formula
+
+    def _formula(
+        self, weights: dict[str, Tensor], gradients: dict[str, Tensor], slots: Slots, count: Tensor, tensor_lrs: dict[str, Tensor]
+    ) -> tuple[dict[str, Tensor], Slots]:
+        traced = _tree.traced()
+        differentiable = traced or bool(self._settings.get("differentiable"))
+
+        def mine(tensor: Tensor) -> Tensor:
+            return tensor.clone() if differentiable else tensor.detach().clone()
+
+        lrs = self._learning_rates(count, tensor_lrs)
+        flags: dict[str, bool] = {}
+        run = inspect.unwrap(self._cls.step)
+        if not self._flag_named:
+            flags = {"foreach": False, "fused": False, "capturable": True, "differentiable": traced}
+            run = _without_reads(self._cls)
+
+        def stepped(slots: Slots) -> tuple[dict[str, Tensor], Slots]:
+            new_weights = {name: mine(weight) for name, weight in weights.items()}
+            new_slots = {name: {key: mine(value) for key, value in slot.items()} for name, slot in slots.items()}
+            with torch.set_grad_enabled(differentiable), _PlainArithmetic():
+                self._run(run, new_weights, gradients, new_slots, lrs, flags)
+            return new_weights, new_slots
+
+        later: tuple[dict[str, Tensor], Slots] = stepped(slots)
+        if not self._first_step_differs:
+            return later
+        first = stepped({name: {} for name in slots})
+        return tuple(_tree.map(functools.partial(torch.where, count == 0), *pair) for pair in zip(first, later, strict=True))  # type: ignore[return-value]
+
+    def _run(
+        self,
+        run: Callable[[Any], Any],
+        weights: dict[str, Tensor],
+        gradients: dict[str, Tensor],
+        slots: Slots,
+        lrs: list[Any],
+        flags: dict[str, bool],
+        **amp: Tensor | None,
+    ) -> None:
+        """torch's own `step` over these very tensors, in place, through an optimizer object that was never constructed."""
+        optimizer: Any = object.__new__(self._cls)
+        optimizer.__dict__.update(amp, defaults=self._defaults, state=defaultdict(dict), _warned_capturable_if_run_uncaptured=True)
+        optimizer.param_groups = []
+        for names, group in self._groups(tuple(weights), lrs):
+            group.update((name, value) for name, value in flags.items() if name in group)
+            present = [name for name in names if name in gradients]
+            for name in present:
+                weights[name].grad = gradients[name]
+                optimizer.state[weights[name]] = slots[name]
+            optimizer.param_groups.append({**group, "params": [weights[name] for name in present]})
+        run(optimizer)
+        for name in gradients:
+            weights[name].grad = None
+
+    # ---- settings
+
+    def _groups(self, names: tuple[str, ...], lrs: list[Any] | None) -> list[tuple[list[str], dict[str, Any]]]:
+        """torch's parameter groups: the names of each with its complete settings; `lrs` None stands for any valid one."""
+        members: dict[tuple[int, ...], list[str]] = {}
+        for name, matching in zip(names, _matching(names, self._patterns), strict=True):
+            members.setdefault(matching, []).append(name)
+        groups = []
+        for matching in sorted(members):
+            settings = dict(self._defaults)
+            rate = 0
+            for index in matching:
+                settings.update(self._overrides[index])
+                rate = index + 1 if "lr" in self._overrides[index] else rate
+            settings["lr"] = _ANY_LR if lrs is None else lrs[rate]
+            groups.append((members[matching], settings))
+        return groups
+
+    def _learning_rates(self, count: Tensor, tensor_lrs: dict[str, Tensor]) -> list[Any]:
+        """The rate of from_torch, then of each override (None where it names none), as of `count` steps applied."""
+        rates: list[Any] = []
+        for index, rate in enumerate(self._lrs):
+            value = tensor_lrs[str(index)] if str(index) in tensor_lrs else rate(count) if callable(rate) else rate
+            rates.append(value.to(count.device) if isinstance(value, Tensor) else value)
+        return rates
+
+    def _constructor(self, group: dict[str, Any]) -> dict[str, Any]:
+        accepted = inspect.signature(self._cls).parameters
+        return {name: value for name, value in group.items() if name in accepted}
+
+    def _checked_defaults(self, where: str, settings: dict[str, Any]) -> dict[str, Any]:
+        """Every setting of the class; torch's own words for those that it refuses."""
+        accepted = [name for name in inspect.signature(self._cls).parameters if name != "params"]
+        for name, value in settings.items():
+            if name not in accepted:
+                raise ValueError(f"{where}: {self._cls.__name__} has no setting {name!r}. It has: {', '.join(accepted)}.")
+            if isinstance(value, Tensor) and (name != "lr" or value.ndim):
+                raise TypeError(
+                    f"{where}: {name} is a tensor of shape {tuple(value.shape)}; only lr may be one, 0-d, since torch's {self._cls.__name__} "
+                    f"reads the others in Python. Cure: a number."
+                )
+        lr = settings["lr"]
+        if not (callable(lr) or isinstance(lr, (Tensor, numbers.Real))) or isinstance(lr, bool):
+            raise TypeError(f"{where}: lr must be a number, a 0-d tensor or a function of the step count, got {lr!r}.")
+        fixed = {**settings, "lr": _ANY_LR if callable(lr) or isinstance(lr, Tensor) else lr}
+        return dict(self._cls([torch.zeros(1, 1)], **fixed).defaults)
+
+
+_ANY_LR = 1e-3  # stands where torch wants a number to check and a schedule or tensor will take its place
+_FLAGS = ("foreach", "fused", "capturable", "differentiable")
+
+
+def _prepare(params: Tree, leaves: list[Any], grads: Tree, opt_state: OptState) -> tuple[list[str], dict[str, Tensor], dict[str, Tensor]]:
+    """Checked: the names of the parameters, the parameters by name, and those gradients that are there by name."""
+    gradients = _tree.leaves_like("grads", grads, "params", params)
+    names = _tree.names(params)
+    if opt_state.slots.keys() != {name for name, leaf in zip(names, leaves, strict=True) if leaf is not None}:
+        raise ValueError(
+            f"opt_state knows the parameters {_tree.some(list(opt_state.slots))}, params has {_tree.some(names)}. "
+            f"Cure: `opt_state = optimizer.init(params)` for these params."
+        )
+    present: dict[str, Tensor] = {}
+    for name, weight, gradient in zip(names, leaves, gradients, strict=True):
+        if gradient is None or weight is None:
+            continue
+        if gradient.shape != weight.shape:
+            raise ValueError(f"grads: {name} has shape {tuple(gradient.shape)}, its parameter {tuple(weight.shape)}. Cure: gradients of these params.")
+        present[name] = gradient if gradient.dtype is weight.dtype else _saturating(gradient, weight.dtype)
+    return names, {name: leaf for name, leaf in zip(names, leaves, strict=True) if leaf is not None}, present
+
+
+def _saturating(gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 gradients of half parameters: what is finite stays finite, what is not stays as it is."""
+    limit = torch.finfo(dtype).max
+    return torch.where(torch.isfinite(gradient), gradient.clamp(-limit, limit), gradient).to(dtype)
+
+
+def _restored(name: str, saved: dict[str, Any], fresh: dict[str, Tensor]) -> dict[str, Tensor]:
+    if not saved:
+        return fresh
+    if saved.keys() != fresh.keys():
+        raise ValueError(
+            f"the state of {name} has {sorted(saved)}, this optimizer keeps {sorted(fresh)}. Likely cause: the state dict of another class "
+            f"or of other settings (momentum, amsgrad, centered). Cure: from_torch with the class and settings that wrote it."
+        )
+    restored = {}
+    for key, like in fresh.items():
+        value = torch.as_tensor(saved[key])
+        if value.shape != like.shape:
+            raise ValueError(f"the state of {name} has {key} of shape {tuple(value.shape)}, expected {tuple(like.shape)}. Cure: params in the order the optimizer had them.")
+        restored[key] = value.detach().to(like.device, like.dtype, copy=True)
+    return restored
+
+
+@functools.lru_cache(maxsize=64)
+def _matching(names: tuple[str, ...], patterns: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    """For each name the patterns that match it."""
+    matching = tuple(tuple(i for i, pattern in enumerate(patterns) if fnmatch.fnmatchcase(name, pattern)) for name in names)
+    for index, pattern in enumerate(patterns):
+        if not any(index in hits for hits in matching):
+            raise ValueError(f"overrides: {pattern!r} matches no parameter. The names are: {_tree.some(list(names), 20)}. A glob is '*.bias'.")
+    return matching
+
+
+def _by_name(params: Tree) -> dict[str, Tensor]:
+    leaves = _tree.flatten(params)[0]
+    named = dict(zip(_tree.names(params), leaves, strict=True))
+    if len(named) != len(leaves):
+        raise ValueError("params: two leaves have the same dotted name, such as {'a.b': ...} beside {'a': {'b': ...}}. Cure: rename one.")
+    for name, leaf in named.items():
+        if leaf is not None and not (isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())):
+            what = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
+            raise TypeError(f"params: {name} is {what}; a parameter is a floating or complex tensor. Cure: put it among the buffers.")
+    return {name: leaf for name, leaf in named.items() if leaf is not None}
+
+
+# ---- torch.optim without its reads -----------------------------------------------------------------------------------
+
+
+class _Everywhere(list[str]):
+    """The devices on which the capturable formula is allowed. It is right on all; torch lists those with graph capture."""
+
+    def __contains__(self, device: object) -> bool:
+        return True
+
+
+@functools.lru_cache(maxsize=None)
+def _without_reads(cls: type[torch.optim.Optimizer]) -> Callable[[Any], Any]:
+    """torch's own `cls.step`, whose helper functions keep step counts as tensors instead of reading them.
+
+    torch's functions are not changed: copies of them look up three names elsewhere.
+    """
+    step = inspect.unwrap(cls.step)
+    module = step.__globals__
+    name = module["__name__"].rpartition(".")[2].lstrip("_")
+    single = _copy_of(
+        module[f"_single_tensor_{name}"],
+        _get_capturable_supported_devices=lambda *args, **kwargs: _Everywhere(),
+        _get_value=lambda value: value,
+    )
+    return _copy_of(step, **{name: _copy_of(module[name], **{f"_single_tensor_{name}": single})})
+
+
+def _copy_of(function: Any, **names: Any) -> Any:
+    function = inspect.unwrap(function)
+    copied = types.FunctionType(
+        function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__, function.__closure__
+    )
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
+class _PlainArithmetic(TorchFunctionMode):
+    """`p.add_(g, alpha=t)` and its kin as mul, div and add, where torch would read a tensor `t` or has no vmap rule."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = dict(kwargs or {})
+        plain = _tree.under_transform() and func in (Tensor.lerp_, Tensor.addcmul_, Tensor.addcdiv_)
+        factor = kwargs.get("alpha", kwargs.get("value"))
+        if not plain and not (isinstance(factor, Tensor) and func in _SCALED):
+            return func(*args, **kwargs)
+        target, first, *rest = args
+        if func is Tensor.lerp_:
+            return target.add_((first - target) * rest[0])
+        if func is Tensor.addcdiv_:
+            first = first / rest[0]
+        elif func is Tensor.addcmul_:
+            first = first * rest[0]
+        scaled = first if factor is None else first * factor
+        return target.add(scaled) if func is Tensor.add else target.add_(scaled)
+
+
+_SCALED = (Tensor.add, Tensor.add_, Tensor.addcmul_, Tensor.addcdiv_)
+
+
+def _check_class(cls: Any, settings: dict[str, Any]) -> None:
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise TypeError(f"from_torch takes a class of torch.optim, got {cls!r}. Cure: from_torch(torch.optim.AdamW, lr=1e-3), the class and not an instance.")
+    if issubclass(cls, torch.optim.LBFGS):
+        raise ValueError("LBFGS evaluates the loss again inside its step, so it is no function of gradients. Cure: torch.optim.AdamW, or your own loop around LBFGS.")
+    if issubclass(cls, torch.optim.SparseAdam):
+        raise ValueError("SparseAdam takes sparse gradients only and counts its steps in Python. Cure: SGD or Adagrad, which take sparse gradients here.")
+    if issubclass(cls, torch.optim.Adafactor) and settings.get("foreach") is None:
+        raise ValueError(
+            "each of torch's implementations of Adafactor reads three values per parameter in Python (a sync on a GPU, and no compile or "
+            "vmap). Cure: name the one that may, from_torch(Adafactor, foreach=False)."
+        )
+    module = inspect.unwrap(cls.step).__globals__
+    name = module.get("__name__", "").rpartition(".")[2].lstrip("_")
+    if not hasattr(cls, "_init_group") or f"_single_tensor_{name}" not in module:
+        raise ValueError(
+            f"{cls.__name__} is not built like the classes of torch.optim, so its state cannot be found before its first step. "
+            f"Cure: from_transformation(tx) with an (init, update) pair, or an object of your own with `init` and `step`."
+        )
+
+
+# ---- (init, update) pairs --------------------------------------------------------------------------------------------
+
+
+def from_transformation(tx: Any) -> TransformationOptimizer:
+    """Equal to `updates, opt_state = tx.update(grads, opt_state, params); params = tree_map(add, params, updates)`.
+
+    `tx`: any optax-style pair, `init(params) -> state` and `update(grads, state, params) -> (updates, state)`, as an object
+    or a tuple, on trees of torch tensors. TorchOpt's, which write into the gradients by default, are called with
+    `inplace=False`. What its state holds must be tensors, or equal before and after a step.
+
+    Raises `TypeError` for what has no `init` and `update`.
+
+    >>> import torch
+    >>> from types import SimpleNamespace
+    >>> sgd = SimpleNamespace(init=lambda params: (), update=lambda grads, state, params: ({"w": -0.5 * grads["w"]}, state))
+    >>> from_transformation(sgd).step({"w": torch.tensor(1.0)}, {"w": torch.tensor(1.0)}, ())
+    ({'w': tensor(0.5000)}, ())
+
+    Source of the form: optax.GradientTransformation.
+    """
+    return TransformationOptimizer(tx)
+
+
+class TransformationOptimizer:
+    """An (init, update) pair as an optimizer; made by `from_transformation`."""
+
+    def __init__(self, tx: Any) -> None:
+        pair = (getattr(tx, "init", None), getattr(tx, "update", None))
+        if pair == (None, None) and isinstance(tx, tuple) and len(tx) == 2:
+            pair = tx
+        if not (callable(pair[0]) and callable(pair[1])):
+            raise TypeError(f"from_transformation takes an (init, update) pair of functions, got {tx!r}.")
+        self._init, update = pair
+        parameters = inspect.signature(update).parameters
+        self._update = functools.partial(update, inplace=False) if "inplace" in parameters else update
+        self._params_by_keyword = "params" in parameters and parameters["params"].kind is inspect.Parameter.KEYWORD_ONLY
+
+    def init(self, params: Tree) -> Any:
+        """The state of `tx`, in fresh memory."""
+        return _tree.clone(self._init(params))
+
+    def step(self, params: Tree, grads: Tree, opt_state: Any) -> tuple[Tree, Any]:
+        """Parameters and state after one step. A parameter whose gradient is None is given to `tx` with None."""
+        _tree.leaves_like("grads", grads, "params", params)
+        if self._params_by_keyword:
+            updates, new_state = self._update(grads, opt_state, params=params)
+        else:
+            updates, new_state = self._update(grads, opt_state, params)
+        return _tree.map(lambda p, u: p.clone() if u is None else (p + u).to(p.dtype), params, updates), new_state

@@ -1,0 +1,356 @@
+"""Loss scaling as a value: a state, a rule that moves it, and the two functions that use it.
+
+The state that scaled is the state that unscales; the transition comes last. Scales are powers of two in float32, so that
+scaling and unscaling are exact.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from . import _tree
+from ._collectives import all_reduce_found_inf
+from ._tree import Tree
+
+
+class ScalerState(NamedTuple):
+    """What a rule remembers. Four 0-d tensors on one device; make it with `rule.init(device)`."""
+
+    scale: Tensor  # float32: what the loss is multiplied by
+    growth_tracker: Tensor  # int32: clean steps since the scale last moved
+    hysteresis_tracker: Tensor  # int32: overflows still tolerated before the scale backs off
+    consecutive_skips: Tensor  # int32: overflows in a row, for check_scaler
+
+
+class HasScale(Protocol):
+    """Any NamedTuple of 0-d tensors with a `scale`: what a rule of your own may keep."""
+
+    @property
+    def scale(self) -> Tensor: ...
+
+
+State = TypeVar("State", bound=HasScale)
+
+
+class Rule(Protocol[State]):
+    """Anything with these two pure methods is a rule. Neither raises, and neither reads a tensor's value."""
+
+    def init(self, device: torch.device | str | None = None) -> State: ...
+
+    def update(self, scaler: State, found_inf: Tensor) -> State: ...
+
+
+def _fresh(scale: float, hysteresis: int, device: torch.device | str | None) -> ScalerState:
+    def zero() -> Tensor:
+        return torch.zeros((), dtype=torch.int32, device=device)
+
+    return ScalerState(
+        scale=torch.full((), scale, dtype=torch.float32, device=device),
+        growth_tracker=zero(),
+        hysteresis_tracker=zero() + hysteresis,
+        consecutive_skips=zero(),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicScale:
+    """Halve the scale on an overflow, double it after `growth_interval` clean steps in a row.
+
+    Equal, for `hysteresis=1` and wherever floor and ceiling do not bind, bit for bit to
+    `torch.ops.aten._amp_update_scale(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)`.
+
+    Settings, checked when made (`ValueError`, `TypeError`):
+    - `init_scale`, `growth_factor`, `backoff_factor`, `min_scale`, `max_scale`: powers of two that float32 holds, with
+      `min_scale <= init_scale <= max_scale`, `growth_factor > 1` and `0 < backoff_factor < 1`. A power of two changes no
+      bit of a mantissa; any other scale rounds every gradient twice.
+    - `growth_interval`: steps; growth comes on exactly that clean step. Lowering it in mid-run works: the count is compared with >=.
+    - `hysteresis`: how many overflows it takes to back off; until then the step is skipped and the scale stays.
+    - `refill`: when the tolerance is restored. `"growth"` (Megatron-LM, DeepSpeed's default): when the growth interval is
+      reached. `"clean"` (DeepSpeed's consecutive_hysteresis, apex's kernel): on every clean step.
+
+    A scale of 0, inf or NaN, as a damaged checkpoint may hold, becomes `min_scale` on the next update; one outside of
+    `[min_scale, max_scale]` is brought back to the nearer end.
+
+    >>> import torch
+    >>> rule = DynamicScale(init_scale=8.0, growth_interval=2)
+    >>> state = rule.init()
+    >>> for overflow in [True, False, False]:
+    ...     state = rule.update(state, torch.tensor(overflow))
+    ...     print(state.scale.item())
+    4.0
+    4.0
+    8.0
+
+    Source of the rule: Micikevicius et al., Mixed Precision Training (arXiv 1710.03740), and torch's `_amp_update_scale_`;
+    hysteresis from Megatron-LM's DynamicGradScaler and apex's update_scale_hysteresis.
+    """
+
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    min_scale: float = 2.0**-24
+    max_scale: float = 2.0**24
+    hysteresis: int = 1
+    refill: str = "growth"
+
+    def __post_init__(self) -> None:
+        for name in ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale"):
+            _check_power_of_two(name, getattr(self, name))
+        for name in ("growth_interval", "hysteresis"):
+            _check_count(name, getattr(self, name))
+        if self.growth_factor <= 1:
+            raise ValueError(f"growth_factor must be above 1, got {self.growth_factor!r}: the scale would never grow. Usual: 2.0.")
+        if self.backoff_factor >= 1:
+            raise ValueError(
+                f"backoff_factor must lie between 0 and 1, got {self.backoff_factor!r}: an overflow would repeat for ever. Usual: 0.5."
+            )
+        if not self.min_scale <= self.init_scale <= self.max_scale:
+            raise ValueError(
+                f"min_scale <= init_scale <= max_scale must hold, got {self.min_scale!r}, {self.init_scale!r}, {self.max_scale!r}. "
+                f"Cure: move the bound that init_scale crosses, for example max_scale={max(self.init_scale, self.max_scale)!r}."
+            )
+        if self.refill not in ("growth", "clean"):
+            raise ValueError(f"refill must be 'growth' (Megatron-LM) or 'clean' (apex), got {self.refill!r}.")
+
+    def init(self, device: torch.device | str | None = None) -> ScalerState:
+        """The state to start from, on `device` (that of the gradients)."""
+        return _fresh(self.init_scale, self.hysteresis, device)
+
+    def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
+        """The state for the next step. `found_inf`: 0-d bool, True = the step was bad. Reads no value and never raises."""
+        scale, tolerance = scaler.scale, scaler.hysteresis_tracker
+        bad = _tree.flag(found_inf, like=scale)
+
+        clean_steps = scaler.growth_tracker + 1
+        # >= and not ==, or lowering growth_interval below the count would stop growth for good.
+        interval_reached = ~bad & (clean_steps >= self.growth_interval)
+        # Kept from going negative, so that a job that overflows for ever cannot wrap it around.
+        tolerance = torch.where(bad, (tolerance - 1).clamp(min=0), tolerance)
+        back_off = bad & (tolerance <= 0)
+
+        moved = torch.where(interval_reached, scale * self.growth_factor, scale)
+        moved = torch.where(back_off, scale * self.backoff_factor, moved)
+        return ScalerState(
+            scale=torch.where(_usable(scale), moved.clamp(self.min_scale, self.max_scale), self.min_scale),
+            growth_tracker=torch.where(bad | interval_reached, 0, clean_steps),
+            hysteresis_tracker=torch.where(interval_reached if self.refill == "growth" else ~bad, self.hysteresis, tolerance),
+            consecutive_skips=torch.where(bad, scaler.consecutive_skips + 1, 0),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class StaticScale:
+    """A scale that never moves. Steps that overflow are still skipped.
+
+    `scale` is a power of two that float32 holds (`ValueError` otherwise). A restored state with another scale is brought
+    back to it by the next update.
+
+    >>> StaticScale(512.0).init().scale
+    tensor(512.)
+
+    Source of the rule: mmpose's Fp16OptimizerHook (512), apex's `loss_scale=128.0`; unlike those two, which step on inf.
+    """
+
+    scale: float
+
+    def __post_init__(self) -> None:
+        _check_power_of_two("scale", self.scale)
+
+    def init(self, device: torch.device | str | None = None) -> ScalerState:
+        """The state to start from, on `device` (that of the gradients)."""
+        return _fresh(self.scale, 0, device)
+
+    def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
+        """The same scale; only `consecutive_skips` moves."""
+        bad = _tree.flag(found_inf, like=scaler.scale)
+        return ScalerState(
+            scale=torch.full_like(scaler.scale, self.scale),
+            growth_tracker=torch.zeros_like(scaler.growth_tracker),
+            hysteresis_tracker=torch.zeros_like(scaler.hysteresis_tracker),
+            consecutive_skips=torch.where(bad, scaler.consecutive_skips + 1, 0),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class NoScale(StaticScale):
+    """`StaticScale(1.0)`: for float32 and bfloat16, so that a loop needs no `enabled=` branch. Bad steps are still skipped.
+
+    >>> NoScale().init().scale
+    tensor(1.)
+
+    Source of the rule: jmp's NoOpLossScale.
+    """
+
+    scale: float = dataclasses.field(default=1.0, init=False)
+
+
+def scale_loss(scaler: HasScale, loss: Tree) -> Tree:
+    """Equal to `loss.float() * scaler.scale` (float64 stays float64), so a half loss cannot overflow here.
+
+    `loss`: one tensor or a pytree of them, each floating and of one element. Returned in float32 or float64, same shape.
+    Differentiate what comes back; the caller unscales the gradients with `unscale_and_check` and the same `scaler`.
+
+    Raises `ValueError` for a loss of several elements or on another device than `scaler`, `TypeError` for one that is not
+    floating.
+
+    >>> import torch
+    >>> scaler = DynamicScale(init_scale=2.0**16).init()
+    >>> scale_loss(scaler, torch.tensor([2.0], dtype=torch.float16))
+    tensor([131072.])
+
+    Source of the rule: torch.amp.GradScaler.scale; there a float16 loss of shape (1,) becomes inf.
+    """
+    leaves, structure = _tree.flatten(loss)
+    for index, leaf in enumerate(leaves):
+        if leaf is not None:
+            _check_loss(leaf, scaler.scale, lambda index=index: _tree.paths(loss, "loss")[index])
+    return structure.unflatten([None if leaf is None else _wide(leaf) * scaler.scale for leaf in leaves])
+
+
+def _wide(loss: Tensor) -> Tensor:
+    return loss.to(torch.promote_types(loss.dtype, torch.float32)) if loss.dtype.itemsize > 1 else loss.to(torch.float32)
+
+
+def unscale_and_check(scaler: HasScale, grads: Tree, donate: bool = False, group: Any = None) -> tuple[Tree, Tensor]:
+    """Equal to `grads = tree_map(lambda g: g.float() / scaler.scale, grads)` and `found_inf = not all(isfinite(grads))`.
+
+    Arguments:
+    - `scaler`: the state that scaled the loss of these gradients, not the next one.
+    - `grads`: a pytree of dense, sparse or distributed tensors of any floating or complex dtype. float16 comes back as
+      float32 (1e-3 * 2**-16 is 0 in float16), complex32 as complex64, all others in their own dtype; `None` stays `None`.
+      Duplicate indices of a sparse gradient are summed after unscaling, so that they cannot overflow before it.
+    - `donate`: `grads` may be overwritten; the caller gives them up. Same bits.
+    - `group`: a process group whose ranks decide together; `None` decides for this rank alone. DTensors always reduce over
+      their own mesh.
+
+    Returns the gradients and `found_inf`, 0-d bool: True when an input or an unscaled output is not finite, or when the
+    scale itself is 0, negative, inf or NaN. A sum or a norm that overflows is not an overflow. Without any gradient it is False.
+
+    Raises `TypeError` for integer and bool leaves, `ValueError` for leaves on another device than `scaler`.
+
+    >>> import torch
+    >>> scaler = DynamicScale(init_scale=4.0).init()
+    >>> unscale_and_check(scaler, {"w": torch.tensor([4.0, 8.0], dtype=torch.float16), "frozen": None})
+    ({'w': tensor([1., 2.]), 'frozen': None}, tensor(False))
+
+    Source of the rule: torch's `_amp_foreach_non_finite_check_and_unscale_`, which checks its input only (finding 4 of
+    pytorch#96755: scale 2**-140 makes a parameter inf), and flax's DynamicScale, which checks the output.
+    """
+    leaves, structure = _tree.flatten(grads)
+    check_grads(scaler.scale, grads, leaves)
+    unscaled = _tree.divide(leaves, scaler.scale, donate=donate)
+    found_inf = ~_tree.all_finite(unscaled, torch.ones_like(scaler.scale)) | ~_usable(scaler.scale)
+    return structure.unflatten(unscaled), found_inf if group is None else all_reduce_found_inf(found_inf, group)
+
+
+def check_scaler(scaler: HasScale, rule: Any, max_skips: int | None = None) -> None:
+    """Syncs with the host, and raises `FloatingPointError` when training has stopped moving. Call it now and then, not every step.
+
+    Raises when the scale is not positive and finite; when the last step overflowed with the scale already at
+    `rule.min_scale`; when more than `max_skips` steps in a row were skipped.
+
+    >>> rule = DynamicScale()
+    >>> check_scaler(rule.init(), rule, max_skips=10)
+
+    Source of the rule: fairseq's FloatingPointError at min_loss_scale, DeepSpeed's raise_error_at_min_scale.
+    """
+    scale = float(scaler.scale)
+    skips = int(getattr(scaler, "consecutive_skips", 0))
+    floor = getattr(rule, "min_scale", None)
+    if not (math.isfinite(scale) and scale > 0):
+        raise FloatingPointError(
+            f"the loss scale is {scale}, which no rule of purescale produces: the state was damaged or written by something else. "
+            f"The next update brings it back to the floor. Cure: `scaler = rule.init(device)`."
+        )
+    if skips and floor is not None and scale <= floor:
+        raise FloatingPointError(
+            f"gradients overflow at the smallest scale, {scale} (min_scale), {skips} step(s) in a row. No scale helps: the loss or its "
+            f"gradients are inf or NaN by themselves. Look at the data, the learning rate, a division or log of 0."
+        )
+    if max_skips is not None and skips > max_skips:
+        raise FloatingPointError(
+            f"{skips} steps in a row were skipped, more than max_skips={max_skips}; the scale is {scale}. A few skips at the start are "
+            f"normal. Look at the data and the learning rate, or start lower: DynamicScale(init_scale={max(scale, 2.0**-126)!r})."
+        )
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def _usable(scale: Tensor) -> Tensor:
+    """Whether anything scaled by `scale` can be trusted: division by 0, inf or NaN could turn garbage into finite numbers."""
+    return torch.isfinite(scale) & (scale > 0)
+
+
+def check_grads(scale: Tensor, grads: Tree, leaves: list[Any]) -> None:
+    """Refuse, naming the leaf, what cannot be a gradient under `scale`."""
+    for index, leaf in enumerate(leaves):
+        if leaf is None or (isinstance(leaf, Tensor) and _differentiable(leaf) and leaf.device == scale.device):
+            continue
+        path = _tree.paths(grads, "grads")[index]
+        if not isinstance(leaf, Tensor):
+            raise TypeError(
+                f"{path} is {type(leaf).__name__} {leaf!r}; every gradient must be a tensor or None. Cure: put tensors into the tree; "
+                f"dict, list, tuple and NamedTuple are looked into, other containers are not."
+            )
+        if not _differentiable(leaf):
+            raise TypeError(
+                f"{path} has dtype {leaf.dtype}; a gradient is floating or complex. Likely cause: an integer buffer, a mask or a token "
+                f"count stands in the tree of gradients. Cure: leave it out, or put None in its place."
+            )
+        raise ValueError(
+            f"{path} is on {leaf.device}, the scaler state on {scale.device}; they must be on one device, or each step would wait for a "
+            f"copy. Cure: `scaler = rule.init(device={str(leaf.device)!r})`, or for a restored state "
+            f"`scaler = type(scaler)(*(t.to({str(leaf.device)!r}) for t in scaler))`."
+        )
+
+
+def _differentiable(leaf: Tensor) -> bool:
+    return leaf.is_floating_point() or leaf.is_complex()
+
+
+def _check_loss(loss: Any, scale: Tensor, path: Any) -> None:
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"{path()} is {type(loss).__name__} {loss!r}; a loss is a tensor. Cure: return what the loss function computed, not `.item()`.")
+    if not loss.is_floating_point():
+        raise TypeError(
+            f"{path()} has dtype {loss.dtype}; a loss is real and floating. Likely cause: a count of errors, or predictions, instead of a "
+            f"loss. Cure: `loss.float()` if that is meant; `loss.abs()` of a complex one."
+        )
+    if loss.numel() != 1:
+        raise ValueError(
+            f"{path()} has shape {tuple(loss.shape)}; a loss is one number. Likely cause: reduction='none'. Cure: `loss.mean()`; for one "
+            f"loss a member of an ensemble, call this under `torch.vmap`."
+        )
+    if loss.device != scale.device:
+        raise ValueError(
+            f"{path()} is on {loss.device}, the scaler state on {scale.device}; they must be on one device. "
+            f"Cure: `scaler = rule.init(device={str(loss.device)!r})`."
+        )
+
+
+def _check_power_of_two(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__}).")
+    number = float(value)
+    exact = math.isfinite(number) and number > 0 and math.frexp(number)[0] == 0.5
+    if not exact or not 2.0**-149 <= number <= 2.0**127:
+        near = 2.0 ** min(max(round(math.log2(number)), -149), 127) if math.isfinite(number) and number > 0 else 2.0**16
+        raise ValueError(
+            f"{name} must be a power of two between 2**-149 and 2**127, got {value!r}: any other factor rounds every gradient. "
+            f"Cure: {name}={near!r}."
+        )
+
+
+def _check_count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} must be a whole number of steps, got {value!r} ({type(value).__name__}).")
+    if not 1 <= value < 2**31:
+        raise ValueError(f"{name} must be from 1 to 2**31 - 1, got {value!r}.")

@@ -1,0 +1,420 @@
+"""One training step: skip or apply, and the thin composer of everything else."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import numbers
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import _tree
+from ._clip import check_above_zero, clip_by_global_norm, clip_by_value
+from ._collectives import all_reduce_found_inf
+from ._optim import Optimizer, TorchOptimizer
+from ._scaler import HasScale, Rule, _usable, check_grads, scale_loss, unscale_and_check
+from ._tree import Tree
+
+LossFn = Callable[[Tree, Tree, Any], "tuple[Tensor, Tree] | tuple[Tensor, Tree, Any]"]
+
+
+class Stepped(NamedTuple):
+    """What `unscale_and_step` returns."""
+
+    params: Tree
+    opt_state: Any
+    found_inf: Tensor  # bool []
+    grad_norm: Any  # float32 [], before clipping; () where max_norm is None
+
+
+class TrainState(NamedTuple):
+    """Everything a step changes. Make it with `init_train_state`; a checkpoint of it replays the run."""
+
+    params: Tree
+    buffers: Tree
+    opt_state: Any
+    scaler: Any
+    step: Tensor  # int64 []: steps applied, skipped ones not counted
+    rng: Any  # uint8 [n], a generator's state; () for torch's global generator
+
+
+class StepInfo(NamedTuple):
+    """What a step has to tell: 0-d tensors, so that infos can be stacked. Reading one syncs; do it when you log."""
+
+    loss: Tensor  # float32 (float64 for a float64 loss): unscaled, the weighted mean of the microbatches
+    found_inf: Tensor  # bool: the step was skipped
+    scale: Tensor  # float32: the scale that was used
+    grad_norm: Any  # float32, before clipping; () where max_norm is None
+    retries: Tensor  # int32
+    aux: Any  # what loss_fn returned third, one a microbatch; () where it returns two
+
+
+def maybe_step(
+    optimizer: Optimizer, params: Tree, grads: Tree, opt_state: Any, found_inf: Tensor | bool, donate: bool = False
+) -> tuple[Tree, Any]:
+    """Equal to `select(found_inf, (params, opt_state), optimizer.step(params, grads, opt_state))`.
+
+    Where `found_inf` is True parameters, optimizer state and step count come back bit for bit as they were; no value is
+    read to decide it. `found_inf`: 0-d bool. `donate`: `params` and `opt_state` may be overwritten; the caller gives them
+    up. Without it the results share no memory with the arguments.
+
+    Raises `ValueError`, naming the leaf, when `grads` do not match `params` or `opt_state` belongs to other parameters.
+
+    >>> import torch
+    >>> from purescale import from_torch
+    >>> sgd = from_torch(torch.optim.SGD, lr=1.0)
+    >>> params = {"w": torch.tensor([1.0])}
+    >>> maybe_step(sgd, params, {"w": torch.tensor([float("nan")])}, sgd.init(params), torch.tensor(True))[0]
+    {'w': tensor([1.])}
+
+    Source of the rule: apply_if_finite of optax; the flag as a tensor from torch's fused optimizers.
+    """
+    bad = _tree.flag(found_inf, like=next(iter(_tree.tensors(params)), None))
+    if isinstance(optimizer, TorchOptimizer) and optimizer.has_fused_kernel(params, grads):
+        return optimizer.fused_step(params, grads, opt_state, bad, donate=donate)
+    stepped = optimizer.step(params, grads, opt_state)
+    new_params, new_opt_state = _tree.where(bad, (params, opt_state), stepped, donate=donate)
+    return new_params, new_opt_state
+
+
+def unscale_and_step(
+    optimizer: Optimizer,
+    scaler: HasScale,
+    params: Tree,
+    scaled_grads: Tree,
+    opt_state: Any,
+    max_norm: float | Tensor | None = None,
+    clip_value: float | Tensor | None = None,
+    group: Any = None,
+    donate: bool = False,
+) -> Stepped:
+    """Equal to `unscale_and_check`, `clip_by_global_norm`, `clip_by_value` and `maybe_step` in turn, bit for bit.
+
+    `donate`: `params`, `scaled_grads` and `opt_state` may be overwritten; the caller gives them up. The optimizers of
+    `from_torch` that have a fused kernel then need one read of the gradients and one pass that unscales, skips and updates.
+    `max_norm=None` and `clip_value=None` leave that clipping out; `group` as in `unscale_and_check`.
+
+    Returns `Stepped(params, opt_state, found_inf, grad_norm)`; `grad_norm` is `()` where `max_norm` is None (`inf` measures
+    without clipping).
+
+    >>> import torch
+    >>> from purescale import DynamicScale, from_torch
+    >>> sgd, scaler = from_torch(torch.optim.SGD, lr=1.0), DynamicScale(init_scale=4.0).init()
+    >>> params = {"w": torch.tensor([1.0])}
+    >>> unscale_and_step(sgd, scaler, params, {"w": torch.tensor([2.0])}, sgd.init(params)).params
+    {'w': tensor([0.5000])}
+    """
+    return _unscale_and_step(
+        optimizer, scaler, params, scaled_grads, opt_state, max_norm, clip_value, group, donate=donate, donate_grads=donate
+    )
+
+
+def _unscale_and_step(
+    optimizer: Optimizer,
+    scaler: HasScale,
+    params: Tree,
+    scaled_grads: Tree,
+    opt_state: Any,
+    max_norm: float | Tensor | None,
+    clip_value: float | Tensor | None,
+    group: Any,
+    *,
+    donate: bool,
+    donate_grads: bool,
+    empty: Tensor | None = None,
+) -> Stepped:
+    for name, setting in (("max_norm", max_norm), ("clip_value", clip_value)):
+        if setting is not None:
+            check_above_zero(name, setting)
+    if donate_grads and max_norm is None and clip_value is None and _fuses(optimizer, params, scaled_grads):
+        leaves = _tree.flatten(scaled_grads)[0]
+        check_grads(scaler.scale, scaled_grads, leaves)
+        found_inf = ~_tree.all_finite(leaves, scaler.scale) | ~_usable(scaler.scale)
+        found_inf = found_inf if group is None else all_reduce_found_inf(found_inf, group)
+        skip = found_inf if empty is None else found_inf | empty
+        stepped = optimizer.fused_step(params, scaled_grads, opt_state, skip, grad_scale=scaler.scale, donate=donate)  # type: ignore[attr-defined]
+        return Stepped(*stepped, found_inf, ())
+    grads, found_inf = unscale_and_check(scaler, scaled_grads, donate=donate_grads, group=group)
+    grad_norm: Any = ()
+    if max_norm is not None:
+        grads, grad_norm = clip_by_global_norm(grads, max_norm, donate=True)
+    if clip_value is not None:
+        grads = clip_by_value(grads, clip_value, donate=True)
+    skip = found_inf if empty is None else found_inf | empty
+    return Stepped(*maybe_step(optimizer, params, grads, opt_state, skip, donate=donate), found_inf, grad_norm)
+
+
+def _fuses(optimizer: Optimizer, params: Tree, grads: Tree) -> bool:
+    """Whether one kernel can unscale, skip and update in place of the gradients: each leaf its own, none to be cast."""
+    if not (isinstance(optimizer, TorchOptimizer) and optimizer.has_fused_kernel(params, grads)):
+        return False
+    gradients = [leaf for leaf in _tree.flatten(grads)[0] if leaf is not None]
+    dtypes = {leaf.dtype for leaf in (*gradients, *_tree.tensors(params))}
+    distinct = len({id(leaf) for leaf in gradients}) == len(gradients)
+    return len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64} and distinct and all(map(_tree.donatable, gradients))
+
+
+# ---- the composer ----------------------------------------------------------------------------------------------------
+
+
+def init_train_state(params: Tree, buffers: Tree, optimizer: Optimizer, rule: Rule[Any], rng: Tensor | None = None) -> TrainState:
+    """Equal to `TrainState(params, buffers, optimizer.init(params), rule.init(device), step=0, rng)`, in fresh memory.
+
+    `device` is that of the parameters. `rng`: the state of a generator of that device,
+    `torch.Generator(device).manual_seed(0).get_state()`; with it dropout is a function of the state and a step replays bit
+    for bit. Without it (`()` in the state) torch's global generator is used and moves on.
+
+    Raises `ValueError` for params without a tensor, `TypeError` for integer parameters or an `rng` that is no generator state.
+
+    >>> import torch
+    >>> from purescale import DynamicScale, from_torch
+    >>> state = init_train_state({"w": torch.ones(2)}, {}, from_torch(torch.optim.SGD, lr=0.1), DynamicScale())
+    >>> state.step, state.scaler.scale
+    (tensor(0), tensor(65536.))
+    """
+    weights = _tree.tensors(params)
+    if not weights:
+        raise ValueError(f"init_train_state got params without a tensor, {params!r}. Cure: `apply, params, buffers = make_functional(model)`.")
+    if rng is not None and not (isinstance(rng, Tensor) and rng.dtype is torch.uint8):
+        raise TypeError(
+            f"rng must be the state of a generator, a uint8 tensor, got {rng if isinstance(rng, int) else type(rng).__name__}. "
+            f"Cure: rng=torch.Generator({weights[0].device.type!r}).manual_seed(0).get_state()."
+        )
+    device = weights[0].device
+    return TrainState(
+        params=_tree.clone(params),
+        buffers=_tree.clone(buffers),
+        opt_state=optimizer.init(params),
+        scaler=rule.init(device),
+        step=torch.zeros((), dtype=torch.int64, device=device),
+        rng=() if rng is None else rng.clone(),
+    )
+
+
+def train_step(
+    state: TrainState,
+    microbatches: list[Any],
+    *,
+    loss_fn: LossFn,
+    optimizer: Optimizer,
+    rule: Rule[Any],
+    weight_fn: Callable[[Any], float | Tensor] | None = None,
+    max_norm: float | Tensor | None = None,
+    clip_value: float | Tensor | None = None,
+    on_nonfinite: str = "drop_window",
+    bn_update: str = "each",
+    group: Any = None,
+    max_retries: int = 0,
+    donate: bool = False,
+) -> tuple[TrainState, StepInfo]:
+    """Equal to, with one microbatch and `s = state`:
+
+    ```
+    scaled = lambda params: scale_loss(s.scaler, loss_fn(params, s.buffers, microbatch)[0])
+    out = unscale_and_step(optimizer, s.scaler, s.params, grad(scaled)(s.params), s.opt_state, max_norm, clip_value)
+    buffers = select(out.found_inf, s.buffers, new_buffers)
+    s = TrainState(out.params, buffers, out.opt_state, rule.update(s.scaler, out.found_inf), s.step + ~out.found_inf, rng)
+    ```
+
+    Arguments:
+    - `state`: from `init_train_state`, or what the last step returned.
+    - `microbatches`: a list; its gradients are averaged in float32 and make one step. For one batch: `[batch]`.
+    - `loss_fn(params, buffers, microbatch)` returns `(loss, new_buffers)` or `(loss, new_buffers, aux)`; loss unscaled, real,
+      of one element. Buffers thread through the microbatches; return `buffers` where nothing changes them.
+    - `weight_fn(microbatch)`: its weight in the average, a number or a 0-d tensor, not negative: samples or tokens. Default:
+      equal. What has weight 0 counts for nothing, and a step whose weights are all 0 leaves all but `rng` as it was.
+    - `max_norm`, `clip_value`: as in `clip_by_global_norm` and `clip_by_value`, on the averaged, unscaled gradients.
+    - `donate`: the tensors of `state` may be overwritten; the caller gives them up. Same bits.
+    - `on_nonfinite`, `bn_update`, `group`, `max_retries`: only their defaults are there in this version.
+
+    Returns the next state and `StepInfo`. On an overflow parameters, optimizer state, buffers and `step` come back bit for
+    bit; the scale backs off. Reads no tensor's value, so nothing syncs; works under `torch.compile(fullgraph=True)`,
+    `torch.vmap` and `torch.func.grad`. Parameters that the loss does not use have a gradient of 0.
+
+    Raises before any work is done: `TypeError` and `ValueError` for microbatches that are no list or an empty one and for
+    settings; before anything is changed: for what `loss_fn` returns.
+
+    >>> import torch
+    >>> from purescale import DynamicScale, from_torch
+    >>> optimizer, rule = from_torch(torch.optim.SGD, lr=0.5), DynamicScale(growth_interval=1)
+    >>> state = init_train_state({"w": torch.tensor([1.0])}, {}, optimizer, rule)
+    >>> def loss_fn(params, buffers, x):
+    ...     return (params["w"] * x).pow(2).sum(), buffers
+    >>> state, info = train_step(state, [torch.tensor([1.0])], loss_fn=loss_fn, optimizer=optimizer, rule=rule)
+    >>> state.params, info.loss, info.scale, state.scaler.scale
+    ({'w': tensor([0.])}, tensor(1.), tensor(65536.), tensor(131072.))
+    """
+    _check_call(state, microbatches, max_norm, clip_value, on_nonfinite, bn_update, group, max_retries)
+    with _generator(state) as rng:
+        window = _window(state, microbatches, loss_fn, weight_fn)
+    empty = None if weight_fn is None else window.weight == 0
+    out = _unscale_and_step(
+        optimizer, state.scaler, state.params, window.grads, state.opt_state, max_norm, clip_value, None,
+        donate=donate, donate_grads=True, empty=empty,
+    )  # fmt: skip
+    skip, scaler = out.found_inf, rule.update(state.scaler, out.found_inf)
+    if empty is not None:
+        skip, scaler = skip | empty, _tree.where(empty, state.scaler, scaler, donate=False)
+    new_state = TrainState(
+        params=out.params,
+        buffers=_tree.where(skip, state.buffers, window.buffers, donate=donate),
+        opt_state=out.opt_state,
+        scaler=scaler,
+        step=state.step + ~skip,
+        rng=rng(),
+    )
+    info = StepInfo(
+        loss=window.loss,
+        found_inf=skip,
+        scale=state.scaler.scale.clone(),
+        grad_norm=out.grad_norm,
+        retries=torch.zeros((), dtype=torch.int32, device=skip.device),
+        aux=window.aux,
+    )
+    return new_state, info
+
+
+class _Window(NamedTuple):
+    """Gradients, loss and total weight of the microbatches gone through."""
+
+    grads: Tree  # still scaled
+    loss: Tensor
+    weight: Any
+    buffers: Tree
+    aux: tuple[Any, ...]
+
+
+def _window(state: TrainState, microbatches: list[Any], loss_fn: LossFn, weight_fn: Callable[[Any], float | Tensor] | None) -> _Window:
+    grads: list[Any] = []
+    loss: Any = None
+    total: Any = 0.0
+    buffers, aux = state.buffers, []
+    structure = None
+    for microbatch in microbatches:
+        weight = 1.0 if weight_fn is None else _weight(weight_fn(microbatch), state.scaler.scale)
+        tree, (this_loss, buffers, this_aux) = _scaled_grads(state, buffers, microbatch, loss_fn)
+        new, structure = _tree.flatten(tree)
+        total = total + weight
+        share = 1.0 / total if weight_fn is None else torch.where(total > 0, weight / total, 0.0)
+        *grads, loss = _mean([*grads, loss], [*new, this_loss], share)
+        aux += this_aux
+    assert structure is not None, "microbatches is not empty: checked at the call"
+    return _Window(structure.unflatten(grads), loss, total, buffers, tuple(aux))
+
+
+def _mean(mean: list[Any], new: list[Any], share: Any) -> list[Any]:
+    """`mean * (1 - share) + new * share`, which cannot overflow; where `share` is 0 even inf and NaN count for nothing."""
+    counted = []
+    for value in new:
+        value = _tree.at_least_float32(value)
+        if isinstance(share, Tensor):
+            value = torch.where(share > 0, value, 0) * share
+        elif share != 1.0:
+            value = value * share
+        counted.append(value)
+    if len(mean) != len(new):
+        return counted
+    return [value if old is None else old * (1 - share) + value for old, value in zip(mean, counted, strict=True)]
+
+
+def _scaled_grads(state: TrainState, buffers: Tree, microbatch: Any, loss_fn: LossFn) -> tuple[Tree, tuple[Tensor, Tree, list[Any]]]:
+    """The gradients of the scaled loss, and the unscaled loss, the new buffers and aux off the graph."""
+
+    def scaled(params: Tree) -> tuple[Tensor, tuple[Tensor, Tree, list[Any]]]:
+        loss, new_buffers, aux = _checked(loss_fn(params, buffers, microbatch), buffers)
+        return scale_loss(state.scaler, loss).reshape(()), (loss.reshape(()), new_buffers, aux)
+
+    if _tree.traced():
+        grads, (_, outputs) = torch.func.grad_and_value(scaled, has_aux=True)(state.params)
+        return grads, outputs
+
+    # torch.func.grad would give the same bits; this also takes checkpointing and custom Functions of the older form.
+    leaves, structure = _tree.flatten(state.params)
+    with torch.enable_grad():
+        inputs = [leaf.detach().requires_grad_() for leaf in leaves]
+        loss, outputs = scaled(structure.unflatten(inputs))
+        if not loss.requires_grad:
+            raise ValueError(
+                "the loss does not depend on params. Likely cause: loss_fn calls the module and not `apply(params, buffers, ...)`, or runs "
+                "under torch.no_grad. Cure: `out, buffers = apply(params, buffers, x)` and a loss of that `out`."
+            )
+        grads = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
+    return structure.unflatten(list(grads)), _detached(outputs)
+
+
+def _detached(tree: Any) -> Any:
+    return torch.utils._pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def _checked(returned: Any, buffers: Tree) -> tuple[Tensor, Tree, list[Any]]:
+    if not (isinstance(returned, tuple) and len(returned) in (2, 3)):
+        what = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else type(returned).__name__
+        raise TypeError(
+            f"loss_fn returned {what}; expected (loss, new_buffers) or (loss, new_buffers, aux). "
+            f"Cure: `return loss, new_buffers`, or `return loss, buffers` where nothing changes them."
+        )
+    loss, new_buffers, *aux = returned
+    if isinstance(loss, (tuple, list, dict)) or not isinstance(loss, Tensor):
+        raise TypeError(f"loss_fn returned {type(loss).__name__} as its loss; expected a tensor of one element. Cure: loss first, `return loss, new_buffers`.")
+    _tree.leaves_like("new_buffers", new_buffers, "buffers", buffers)
+    return loss, new_buffers, aux
+
+
+def _weight(weight: Any, like: Tensor) -> Tensor:
+    if isinstance(weight, Tensor):
+        if weight.ndim:
+            raise ValueError(f"weight_fn returned a tensor of shape {tuple(weight.shape)}; a weight is 0-d. Cure: `mask.sum()`.")
+        return weight.to(like.device, torch.float32)
+    if isinstance(weight, bool) or not isinstance(weight, numbers.Real):
+        raise TypeError(f"weight_fn returned {weight!r}; a weight is a number or a 0-d tensor. Cure: `weight_fn=lambda batch: len(batch[0])`.")
+    if not (math.isfinite(weight) and weight >= 0):
+        raise ValueError(f"weight_fn returned {weight!r}; a weight is finite and not negative: samples or tokens.")
+    return torch.full((), float(weight), device=like.device)
+
+
+@contextlib.contextmanager
+def _generator(state: TrainState) -> Iterator[Callable[[], Any]]:
+    """Draw random numbers from `state.rng`; yields a function that gives the next one. The global generator is put back."""
+    if isinstance(state.rng, tuple):
+        yield lambda: ()
+        return
+    device = _tree.tensors(state.params)[0].device
+    module: Any = torch if device.type == "cpu" else getattr(torch, device.type)
+    where = () if device.type == "cpu" else (device,)
+    before, after = module.get_rng_state(*where), []
+    module.set_rng_state(state.rng.clone(), *where)
+    try:
+        yield lambda: after[0]
+        after.append(module.get_rng_state(*where))
+    finally:
+        module.set_rng_state(before, *where)
+
+
+def _check_call(
+    state: TrainState, microbatches: Any, max_norm: Any, clip_value: Any, on_nonfinite: str, bn_update: str, group: Any, max_retries: int
+) -> None:
+    if not isinstance(state, TrainState):
+        raise TypeError(f"train_step takes a TrainState, got {type(state).__name__}. Cure: `state = init_train_state(params, buffers, optimizer, rule)`.")
+    if not isinstance(microbatches, list):
+        raise TypeError(
+            f"microbatches is a {type(microbatches).__name__}; expected a list, one step for all of it. Likely cause: one (input, target) "
+            f"batch was passed. Cure: `train_step(state, [batch], ...)`."
+        )
+    if not microbatches:
+        raise ValueError("microbatches is an empty list; a step needs at least one. Likely cause: a loader that ran out. Cure: end the loop there.")
+    for name, setting in (("max_norm", max_norm), ("clip_value", clip_value)):
+        if setting is not None:
+            check_above_zero(name, setting)
+    if on_nonfinite != "drop_window" or bn_update != "each" or group is not None or max_retries != 0:
+        raise ValueError(
+            f"this version has on_nonfinite='drop_window', bn_update='each', group=None and max_retries=0 only; got {on_nonfinite!r}, "
+            f"{bn_update!r}, {group!r}, {max_retries!r}. Cure: the loop by hand, where unscale_and_check takes a group."
+        )
+    if not isinstance(state.rng, tuple) and _tree.traced():
+        raise ValueError(
+            "a step with rng in its state cannot be traced: torch's generators are outside of torch.compile and torch.func. "
+            "Cure: state._replace(rng=()), torch.manual_seed before the step, and for vmap randomness='different'."
+        )

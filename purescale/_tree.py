@@ -1,0 +1,318 @@
+"""Pytrees of tensors. The only module that knows optree, and the only one that chooses between foreach and plain ops.
+
+A tree is any nesting of dict, list, tuple and NamedTuple. `None` is a leaf here and passes through every function.
+Dicts keep their key order: a compiled step whose outputs came back in sorted order would be traced a second time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import optree
+import torch
+import torch.utils._pytree as torch_pytree
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+Tree: TypeAlias = Any
+Leaves: TypeAlias = list[Any]
+
+
+# ---- structure -------------------------------------------------------------------------------------------------------
+
+
+def flatten(tree: Tree) -> tuple[Leaves, Any]:
+    """The leaves of `tree` and its structure, which has `.unflatten(leaves)` and `.flatten_up_to(other)`."""
+    if torch.compiler.is_compiling():
+        # optree cannot be traced where a dict is empty, as the buffers of a net without BatchNorm are.
+        return torch_pytree.tree_flatten(tree)
+    leaves, structure = optree.tree_flatten(tree, none_is_leaf=True)
+    return leaves, structure
+
+
+def map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
+    """`fn` over the leaves of `tree` and of the trees that start with its structure; `None` stays `None`."""
+    leaves, structure = flatten(tree)
+    columns = [leaves, *(structure.flatten_up_to(other) for other in rest)]
+    return structure.unflatten([None if row[0] is None else fn(*row) for row in zip(*columns, strict=True)])
+
+
+def tensors(tree: Tree) -> list[Tensor]:
+    return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor)]
+
+
+def clone(tree: Tree) -> Tree:
+    """`tree` in fresh memory, off the autograd graph."""
+    return map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def paths(tree: Tree, name: str) -> list[str]:
+    """Where each leaf stands, as Python: `grads['conv']['weight']`."""
+    return [accessor.codify(name) for accessor in optree.tree_accessors(tree, none_is_leaf=True)]
+
+
+def names(tree: Tree) -> list[str]:
+    """Where each leaf stands, dotted: `conv.weight`, in the order of `flatten`. A flat dict of parameters gives its own keys."""
+    if not torch.compiler.is_compiling():
+        return [".".join(str(part) for part in path) for path in optree.tree_paths(tree, none_is_leaf=True)]
+    if isinstance(tree, dict):
+        children = list(tree.items())
+    elif isinstance(tree, (list, tuple)):
+        children = list(enumerate(tree))
+    else:
+        return [""]
+    return [f"{key}.{name}" if name else str(key) for key, child in children for name in names(child)]
+
+
+def leaves_like(name: str, tree: Tree, like_name: str, like: Tree) -> Leaves:
+    """The leaves of `tree` in the order of `like`'s, or an error that lists the paths in which the two differ."""
+    leaves, structure = flatten(like)
+    try:
+        found: Leaves = structure.flatten_up_to(tree)
+        if not any(isinstance(leaf, (dict, list, tuple)) for leaf in found):
+            return found
+    except ValueError:
+        pass
+    if torch.compiler.is_compiling():
+        raise ValueError(f"{name} and {like_name} differ in structure: run the step once without torch.compile to see where.")
+    ours, theirs = dict.fromkeys(paths(tree, "")), dict.fromkeys(paths(like, ""))
+    missing = [path for path in theirs if path not in ours]
+    extra = [path for path in ours if path not in theirs]
+    raise ValueError(
+        f"{name} does not match {like_name}: missing {some(missing)}; not in {like_name}: {some(extra)}. "
+        f"Both must be the same nesting of the same keys (with None for what is absent). Likely cause: {name} was made "
+        f"from other {like_name} than these, or some leaves were dropped. Cure: take both from one place, for example "
+        f"`{name} = {{key: {name}.get(key) for key in {like_name}}}` for flat dicts."
+    )
+
+
+def some(items: list[str], most: int = 5) -> str:
+    if not items:
+        return "nothing"
+    return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
+
+
+# ---- what stands around a call ---------------------------------------------------------------------------------------
+
+
+def under_transform() -> bool:
+    """Whether this code runs inside vmap, grad or another torch.func transform (foreach ops have no vmap rule there)."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def traced() -> bool:
+    """Whether plain ops are needed: while compiling (both kinds fuse the same) or inside a torch.func transform."""
+    return torch.compiler.is_compiling() or under_transform()
+
+
+# ---- arithmetic over many tensors ------------------------------------------------------------------------------------
+
+
+def cast(tree: Tree, dtype: torch.dtype, *, copy: bool = False) -> Tree:
+    """Floating tensors of `tree` in `dtype`; everything else as it is. Reaches into types registered with torch's pytree too."""
+
+    def convert(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.to(dtype if leaf.is_floating_point() else leaf.dtype, copy=copy)
+
+    return torch_pytree.tree_map(convert, tree)
+
+
+def select(found_inf: Tensor | bool, old: Tree, new: Tree) -> Tree:
+    """Equal to `tree_map(lambda o, n: torch.where(found_inf, o, n), old, new)`: `old` where the step is bad, else `new`.
+
+    For anything of your own that must stand still on a skipped step: an EMA of the weights, buffers, a schedule's state.
+    It selects and never multiplies, so a NaN in `new` cannot leak through (`0 * nan` is `nan`).
+
+    Shapes and dtypes: `found_inf` is 0-d bool, True = bad. The leaves of `old` and `new` agree in shape and dtype.
+    A leaf that is no tensor must be the same in both. The result shares no memory with either.
+
+    Raises `ValueError` when the trees differ in structure or two leaves in shape or dtype.
+
+    >>> import torch
+    >>> select(torch.tensor(True), {"ema": torch.tensor(1.0)}, {"ema": torch.tensor(float("nan"))})
+    {'ema': tensor(1.)}
+
+    Source of the rule: `select_tree` of jmp.
+    """
+    return where(found_inf, old, new, donate=False)
+
+
+def where(found_inf: Tensor | bool, old: Tree, new: Tree, *, donate: bool) -> Tree:
+    """`select` that may write its result into the tensors of `old`."""
+    leaves, structure = flatten(old)
+    others = leaves_like("new", new, "old", old)
+    for index, (a, b) in enumerate(zip(leaves, others, strict=True)):
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            if a.shape != b.shape or a.dtype != b.dtype:
+                where_ = "" if torch.compiler.is_compiling() else paths(old, "tree")[index]
+                raise ValueError(
+                    f"select: {where_} is {a.dtype} {tuple(a.shape)} in old and {b.dtype} {tuple(b.shape)} in new. Both must agree "
+                    f"in dtype and shape. Cure: `.to(old.dtype)` what was computed in another dtype."
+                )
+        elif type(a) is not type(b) or a != b:
+            where_ = "" if torch.compiler.is_compiling() else paths(old, "tree")[index]
+            raise ValueError(
+                f"select: {where_} is {a!r} in old and {b!r} in new. What changes in a step must be a tensor, or a skipped step could "
+                f"not keep the old value without reading the flag. Cure: `torch.tensor({b!r})`."
+            )
+    bad = flag(found_inf, like=next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None))
+
+    def pick(a: Any, b: Any) -> Any:
+        if not isinstance(a, Tensor):
+            return a
+        if not (donate and donatable(a)):
+            return torch.where(bad, a, b)
+        return a.copy_(torch.where(bad, a, b)) if torch.compiler.is_compiling() else torch.where(bad, a, b, out=a)
+
+    return structure.unflatten([pick(a, b) for a, b in zip(leaves, others, strict=True)])
+
+
+def flag(found_inf: Tensor | bool, like: Tensor | None = None) -> Tensor:
+    """`found_inf` as a 0-d bool tensor; a Python bool is put on the device of `like`."""
+    if isinstance(found_inf, Tensor):
+        if found_inf.ndim != 0:
+            raise ValueError(
+                f"found_inf has shape {tuple(found_inf.shape)}; one flag decides for everything, so it must be 0-d. "
+                f"Cure: `found_inf.any()`; for stacked states, call this under `torch.vmap`."
+            )
+        return found_inf if found_inf.dtype is torch.bool else found_inf != 0
+    if isinstance(found_inf, bool):
+        return torch.tensor(found_inf, device=None if like is None else like.device)
+    raise TypeError(f"found_inf must be a 0-d bool tensor (True = bad), got {found_inf!r}.")
+
+
+def is_dense(leaf: Tensor) -> bool:
+    """Whether foreach ops and their fast paths take `leaf`."""
+    return leaf.layout is torch.strided and not isinstance(leaf, DTensor)
+
+
+def donatable(leaf: Tensor) -> bool:
+    """Whether `leaf` may be written to: dense, no two of its elements in one place, no leaf of an autograd graph."""
+    if under_transform() or leaf.layout is not torch.strided or (leaf.requires_grad and leaf.is_leaf):
+        return False
+    return leaf.is_contiguous() or (leaf.ndim == 4 and leaf.is_contiguous(memory_format=torch.channels_last))
+
+
+def divide(leaves: Sequence[Tensor | None], divisor: Tensor, *, donate: bool) -> Leaves:
+    """Every leaf over a 0-d tensor, float16 in float32; in place where `donate` allows it or the leaf was just widened."""
+    wide = [None if leaf is None else at_least_float32(leaf) for leaf in leaves]
+    owned = [donate or new is not old for new, old in zip(wide, leaves, strict=True)]
+    return _each(torch.div, torch._foreach_div, torch._foreach_div_, wide, divisor, owned)
+
+
+def multiply(leaves: Sequence[Tensor | None], factor: Tensor, *, donate: bool) -> Leaves:
+    """Every leaf times a 0-d tensor, in the leaf's own dtype; in place where `donate` allows it."""
+    return _each(torch.mul, torch._foreach_mul, torch._foreach_mul_, leaves, factor, [donate] * len(leaves))
+
+
+def _each(
+    plain: Callable[..., Tensor],
+    foreach: Callable[..., Any],
+    foreach_: Callable[..., Any],
+    leaves: Sequence[Tensor | None],
+    operand: Tensor,
+    owned: Sequence[bool],
+) -> Leaves:
+    results: Leaves = list(leaves)
+    fresh: list[int] = []
+    in_place: list[int] = []
+    seen: set[int] = set()
+    for index, leaf in enumerate(leaves):
+        if leaf is None:
+            continue
+        if traced() or leaf.ndim == 0 or not is_dense(leaf):
+            result = on_values(functools.partial(_in_own_dtype, plain, operand=operand), leaf)
+            compiled_in_place = owned[index] and torch.compiler.is_compiling() and donatable(leaf)
+            results[index] = leaf.copy_(result) if compiled_in_place else result
+        # One tensor that stands in two places must not be divided twice.
+        elif owned[index] and donatable(leaf) and id(leaf) not in seen:
+            seen.add(id(leaf))
+            in_place.append(index)
+        else:
+            fresh.append(index)
+    if fresh:
+        for index, result in zip(fresh, foreach([leaves[index] for index in fresh], operand), strict=True):
+            results[index] = result
+    if in_place:
+        foreach_([leaves[index] for index in in_place], operand)
+    return results
+
+
+def _in_own_dtype(plain: Callable[..., Tensor], leaf: Tensor, *, operand: Tensor) -> Tensor:
+    # Two 0-d tensors promote to the wider dtype, so a 0-d bfloat16 leaf would come back as float32.
+    result: Tensor = plain(leaf, operand).to(leaf.dtype)
+    return result
+
+
+def on_values(fn: Callable[[Tensor], Tensor], leaf: Tensor) -> Tensor:
+    """`fn` on a dense leaf, or on the stored values of a sparse one, whose duplicate indices are then summed."""
+    if leaf.layout is torch.strided:
+        return fn(leaf)
+    if leaf.layout is torch.sparse_coo:
+        values = fn(leaf._values())
+        return torch.sparse_coo_tensor(leaf._indices(), values, leaf.shape, is_coalesced=leaf.is_coalesced()).coalesce()
+    return torch.sparse_compressed_tensor(*_compressed_indices(leaf), fn(leaf.values()), leaf.shape, layout=leaf.layout)
+
+
+def _compressed_indices(leaf: Tensor) -> tuple[Tensor, Tensor]:
+    if leaf.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return leaf.crow_indices(), leaf.col_indices()
+    return leaf.ccol_indices(), leaf.row_indices()
+
+
+def at_least_float32(leaf: Tensor) -> Tensor:
+    """float16 and narrower in float32, complex32 in complex64; bfloat16 has float32's range and stays."""
+    narrow = leaf.is_floating_point() and leaf.dtype.itemsize <= 2 and leaf.dtype is not torch.bfloat16
+    if narrow or leaf.dtype is torch.complex32:
+        return on_values(lambda values: values.to(torch.float32 if narrow else torch.complex64), leaf)
+    return leaf
+
+
+def stored_values(leaf: Tensor) -> Tensor:
+    """What a leaf stores, as real numbers, off the autograd graph: a sparse leaf's values, a complex leaf's two parts."""
+    if leaf.layout is torch.sparse_coo:
+        leaf = leaf.coalesce().values()
+    elif leaf.layout is not torch.strided:
+        leaf = leaf.values()
+    leaf = leaf if traced() else leaf.detach()
+    return torch.view_as_real(leaf.resolve_conj().resolve_neg()) if leaf.is_complex() else leaf
+
+
+def full(value: Tensor) -> Tensor:
+    """A reduction of a sharded DTensor is partial until it is gathered; on any other tensor this does nothing."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def all_finite(leaves: Sequence[Tensor | None], scale: Tensor) -> Tensor:
+    """Whether every element of every `leaf / scale` is finite: a 0-d bool tensor, from one read pass, with no host sync.
+
+    Division by a power of two is monotone, so the extremes decide for all; and what is not finite is not finite after it.
+    """
+    facts: list[Tensor] = []
+    extremes: dict[torch.dtype, list[Tensor]] = {}
+    for leaf in leaves:
+        values = None if leaf is None else stored_values(leaf)
+        if values is None or values.numel() == 0:
+            continue
+        if traced() or isinstance(values, DTensor):
+            facts.append(full(torch.isfinite(at_least_float32(values) / scale).all()))
+        else:
+            # aminmax propagates NaN, and on a CPU takes a tenth of the time of isfinite().all().
+            extremes.setdefault(values.dtype, []).extend(torch.aminmax(values))
+    facts += [torch.isfinite(at_least_float32(torch.stack(ends)) / scale).all() for ends in extremes.values()]
+    return torch.stack(facts).all() if facts else torch.ones((), dtype=torch.bool, device=scale.device)
+
+
+def largest(leaves: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The largest magnitude in `leaves`, NaN if there is one, at least float32."""
+    ends = [torch.zeros((), device=device)]
+    for leaf in leaves:
+        if leaf.numel():
+            # Under autograd the two ends of aminmax are cheaper than a copy of absolute values.
+            low, high = (leaf.abs().amax(),) * 2 if traced() or isinstance(leaf, DTensor) else torch.aminmax(leaf)
+            ends.append(full(torch.maximum(-low, high) if low is not high else high))
+    return functools.reduce(lambda a, b: torch.maximum(a, b), (at_least_float32(end) for end in ends))

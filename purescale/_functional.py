@@ -30,11 +30,10 @@ class Apply:
     frozen_params: frozenset[str]  # parameters with requires_grad=False; they stand among the buffers
 
     def __call__(self, params: Tensors, buffers: Tensors, *args: Any, train: bool = True, **kwargs: Any) -> tuple[Any, Tensors]:
-        # functional_call writes updated running statistics into the dict and the tensors it is given.
-        new_buffers = {name: buffer.clone() for name, buffer in buffers.items()}
-        skeleton = self._training if train else self._evaluating
-        out = functional_call(skeleton, (params, new_buffers), args, kwargs, strict=True)
-        return out, new_buffers
+        # functional_call leaves updated buffers in the dict it is given: written in place, or replaced.
+        tensors = {**params, **{name: buffer.clone() for name, buffer in buffers.items()}}
+        out = functional_call(self._training if train else self._evaluating, tensors, args, kwargs, strict=True)
+        return out, {name: tensors[name] for name in buffers}
 
 
 def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:

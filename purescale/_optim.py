@@ -9,7 +9,7 @@ import inspect
 import numbers
 import types
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -34,7 +34,7 @@ class Optimizer(Protocol):
 class OptState(NamedTuple):
     """What a torch optimizer remembers. Its structure is final from `init` on."""
 
-    count: Tensor  # int64: steps applied; what a schedule is a function of
+    applied: Tensor  # int64 []: steps applied; what a schedule is a function of
     slots: Slots  # by parameter name, then by torch's own names: {"conv.weight": {"step": ..., "exp_avg": ...}}
 
 
@@ -48,8 +48,9 @@ def from_torch(
 
     Arguments:
     - `cls`: a class of torch.optim, or a subclass that keeps its `step`.
-    - `lr`: a number, a 0-d tensor (which can be differentiated), or a schedule: a function from the number of steps applied
-      so far, a 0-d int64 tensor, to the learning rate. A skipped step is not applied, so a schedule never advances on it.
+    - `lr`: a number, a 0-d tensor, or a schedule: a function from the number of steps applied so far, a 0-d int64 tensor, to
+      the learning rate. A skipped step is not applied, so a schedule never advances on it. As a tensor it can be
+      differentiated where torch's formula allows it: SGD, Adam, AdamW, Adamax, NAdam, RAdam.
     - `overrides`: settings for some parameters, by dotted name or glob; later patterns win:
       `{"*.bias": {"weight_decay": 0.0}, "head.*": {"lr": 1e-2}}`.
     - `settings`: the class's own. A flag named here (`foreach`, `fused`, `capturable`, `differentiable`) is kept.
@@ -72,7 +73,7 @@ def from_torch(
     >>> params = {"w": torch.tensor([1.0])}
     >>> state = optimizer.init(params)
     >>> params, state = optimizer.step(params, {"w": torch.tensor([1.0])}, state)
-    >>> params, state.count
+    >>> params, state.applied
     ({'w': tensor([0.5000])}, tensor(1))
 
     Source of the rules: torch.optim.
@@ -115,12 +116,15 @@ class TorchOptimizer:
     def init(self, params: Tree) -> OptState:
         """The state of an optimizer that has made no step, in fresh memory; no step changes its structure."""
         named = _by_name(params)
+        device = next((leaf.device for leaf in named.values()), None)
+        applied = torch.zeros((), dtype=torch.int64, device=device)
         probes = {name: leaf.detach().clone() for name, leaf in named.items()}
         for probe in probes.values():
             probe.grad = torch.zeros_like(probe)
         slots: Slots = {}
-        for names, group in self._groups(tuple(named), lrs=None):
-            optimizer = self._cls([probes[name] for name in names], **self._constructor(group))
+        for names, group in self._groups(tuple(named), self._learning_rates(applied, self._tensor_lrs)):
+            optimizer = self._cls([probes[name] for name in names], **{**self._constructor(group), "lr": _ANY_LR})
+            optimizer.param_groups[0]["lr"] = group["lr"]  # the constructor would read a tensor
             lists = len(inspect.signature(optimizer._init_group).parameters) - 1  # type: ignore[attr-defined]
             optimizer._init_group(optimizer.param_groups[0], *([] for _ in range(lists)))  # type: ignore[attr-defined]
             for name in names:
@@ -129,8 +133,7 @@ class TorchOptimizer:
                 if issubclass(self._cls, torch.optim.SGD) and group["momentum"] != 0:
                     # torch makes this buffer in the first step, as a copy of the gradient; -0.0 * momentum + g is g for every g.
                     slots[name]["momentum_buffer"] = torch.full_like(probe, -0.0)
-        device = next((leaf.device for leaf in named.values()), None)
-        return OptState(count=torch.zeros((), dtype=torch.int64, device=device), slots={name: slots[name] for name in named})
+        return OptState(applied, {name: slots[name] for name in named})
 
     def step(self, params: Tree, grads: Tree, opt_state: OptState) -> tuple[Tree, OptState]:
         """Parameters and state after one step, in fresh memory. A parameter whose gradient is None stays, as in torch.optim."""
@@ -139,8 +142,8 @@ class TorchOptimizer:
         leaves, structure = _tree.flatten(params)
         names, weights, gradients = _prepare(params, leaves, grads, opt_state)
         run = self._opaque if torch.compiler.is_compiling() else self._formula
-        stepped, slots = run(weights, gradients, opt_state.slots, opt_state.count, self._tensor_lrs)
-        return structure.unflatten([stepped.get(name) for name in names]), OptState(opt_state.count + 1, slots)
+        stepped, slots = run(weights, gradients, opt_state.slots, opt_state.applied, self._tensor_lrs)
+        return structure.unflatten([stepped.get(name) for name in names]), OptState(opt_state.applied + 1, slots)
 
     def to_state_dict(self, opt_state: OptState) -> dict[str, Any]:
         """Equal to `cls(groups).state_dict()` of an optimizer that made the same steps: tensors copied, `lr` as it is now.
@@ -149,7 +152,7 @@ class TorchOptimizer:
         """
         state: dict[int, dict[str, Tensor]] = {}
         groups = []
-        for names, group in self._groups(tuple(opt_state.slots), self._learning_rates(opt_state.count, self._tensor_lrs)):
+        for names, group in self._groups(tuple(opt_state.slots), self._learning_rates(opt_state.applied, self._tensor_lrs)):
             indices = [len(state) + offset for offset in range(len(names))]
             # torch keeps step counts on the CPU, and moves them itself where an implementation wants them elsewhere.
             for index, name in zip(indices, names, strict=True):
@@ -161,11 +164,11 @@ class TorchOptimizer:
         """The state in `cls(groups).state_dict()`, copied. The settings in it are not read: `from_torch` has them.
 
         `params` are taken in the order in which `to_state_dict` lists them, or in their own where `sd` has one group.
-        `count` is the largest step count in `sd`; where the class keeps none (SGD, Muon) it is 0:
-        `opt_state._replace(count=...)` if a schedule needs it. Raises `ValueError` for another class's or another model's state.
+        `applied` is the largest step count in `sd`; where the class keeps none (SGD, Muon) it is 1 if `sd` holds any state, else 0:
+        `opt_state._replace(applied=...)` if a schedule needs the true one. Raises `ValueError` for another class's or another model's state.
         """
         fresh = self.init(params)
-        order = [name for names, _ in self._groups(tuple(fresh.slots), lrs=None) for name in names]
+        order = [name for names, _ in self._groups(tuple(fresh.slots), self._lrs) for name in names]
         saved_groups = [list(group["params"]) for group in sd["param_groups"]]
         if len(saved_groups) == 1:
             order = list(fresh.slots)
@@ -176,8 +179,8 @@ class TorchOptimizer:
             saved = {key: value for key, value in sd["state"].get(index, {}).items() if value is not None}
             slots[name] = _restored(name, saved, fresh.slots[name])
         steps = [slot["step"] for slot in slots.values() if "step" in slot]
-        count = torch.stack(steps).max().to(torch.int64) if steps else fresh.count
-        return OptState(count, {name: slots[name] for name in fresh.slots})
+        applied = torch.stack(steps).max().to(torch.int64) if steps else fresh.applied + bool(sd["state"])
+        return OptState(applied, {name: slots[name] for name in fresh.slots})
 
     # ---- the fused kernel, which skips and unscales by itself
 
@@ -211,12 +214,12 @@ class TorchOptimizer:
 
         weights = {name: mine(weight) for name, weight in weights.items()}
         slots = {name: {key: mine(value) for key, value in slot.items()} for name, slot in opt_state.slots.items()}
-        lrs = self._learning_rates(opt_state.count, self._tensor_lrs)
+        lrs = self._learning_rates(opt_state.applied, self._tensor_lrs)
         run = inspect.unwrap(self._cls.step)
         flag = None if found_inf is None else found_inf.to(torch.float32)
         self._run(run, weights, gradients, slots, lrs, {"fused": True}, grad_scale=grad_scale, found_inf=flag)
         applied = 1 if found_inf is None else ~found_inf
-        return structure.unflatten([weights.get(name) for name in names]), OptState(opt_state.count + applied, slots)
+        return structure.unflatten([weights.get(name) for name in names]), OptState(opt_state.applied + applied, slots)
 
     # ---- torch's formula
 
@@ -276,8 +279,8 @@ class TorchOptimizer:
 
     # ---- settings
 
-    def _groups(self, names: tuple[str, ...], lrs: list[Any] | None) -> list[tuple[list[str], dict[str, Any]]]:
-        """torch's parameter groups: the names of each with its complete settings; `lrs` None stands for any valid one."""
+    def _groups(self, names: tuple[str, ...], lrs: Sequence[Any]) -> list[tuple[list[str], dict[str, Any]]]:
+        """torch's parameter groups: the names of each with its complete settings."""
         members: dict[tuple[int, ...], list[str]] = {}
         for name, matching in zip(names, _matching(names, self._patterns), strict=True):
             members.setdefault(matching, []).append(name)
@@ -288,7 +291,7 @@ class TorchOptimizer:
             for index in matching:
                 settings.update(self._overrides[index])
                 rate = index + 1 if "lr" in self._overrides[index] else rate
-            settings["lr"] = _ANY_LR if lrs is None else lrs[rate]
+            settings["lr"] = lrs[rate]
             groups.append((members[matching], settings))
         return groups
 
@@ -431,6 +434,8 @@ class _PlainArithmetic(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = dict(kwargs or {})
+        if func is Tensor.clamp_ and torch._C._functorch.is_batchedtensor(args[0]):
+            return args[0].copy_(args[0].clamp(*args[1:], **kwargs))
         plain = _tree.under_transform() and func in (Tensor.lerp_, Tensor.addcmul_, Tensor.addcdiv_)
         factor = kwargs.get("alpha", kwargs.get("value"))
         if not plain and not (isinstance(factor, Tensor) and func in _SCALED):

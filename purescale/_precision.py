@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -157,9 +157,9 @@ def with_policy(apply: Callable[..., tuple[Any, dict[str, Tensor]]], policy: Pol
         frozen = {name: buffer for name, buffer in buffers.items() if name in frozen_params}
         if not rules.autocast:
             args, kwargs = _tree.cast((args, kwargs), rules.compute_dtype)
-        with ExitStack() as stack:
-            for context in _contexts(rules, params):
-                stack.enter_context(context)
+        device = next((weight.device.type for weight in params.values()), "cpu")
+        norms = _NormsIn(rules.norm_dtype, given=(rules.compute_dtype,)) if rules.compute_dtype is not torch.float32 else nullcontext()
+        with torch.autocast(device, rules.compute_dtype) if rules.autocast else nullcontext(), norms:
             out, new_buffers = apply(compute(params), {**buffers, **compute(frozen)}, *args, **kwargs)
         if not rules.autocast:
             new_buffers = {**new_buffers, **{name: buffer.clone() for name, buffer in frozen.items()}}
@@ -167,16 +167,6 @@ def with_policy(apply: Callable[..., tuple[Any, dict[str, Tensor]]], policy: Pol
 
     cast_apply.norm_params, cast_apply.frozen_params = norm_params, frozen_params  # type: ignore[attr-defined]
     return cast_apply
-
-
-def _contexts(rules: Policy, params: dict[str, Tensor]) -> list[AbstractContextManager[Any]]:
-    contexts: list[AbstractContextManager[Any]] = []
-    if rules.autocast:
-        device = next((weight.device.type for weight in params.values()), "cpu")
-        contexts.append(torch.autocast(device, rules.compute_dtype))
-    if rules.compute_dtype in _HALF:
-        contexts.append(_NormsIn(rules.norm_dtype))
-    return contexts
 
 
 def _check_params(params: dict[str, Tensor], rules: Policy) -> None:
@@ -199,16 +189,17 @@ _RUNNING_STATISTICS: dict[Callable[..., Any], tuple[tuple[int, str], ...]] = {
 
 
 class _NormsIn(TorchFunctionMode):
-    """Half inputs of a norm, its weights and its running statistics in `dtype` inside; out as they came in."""
+    """Norms whose input is one of the `given` dtypes: input, weights and running statistics in `dtype` inside, out as they came in."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, given: tuple[torch.dtype, ...]) -> None:
         super().__init__()
         self.dtype = dtype
+        self.given = given
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        given = args[0] if args else kwargs.get("input")
-        if func not in _RUNNING_STATISTICS or not isinstance(given, Tensor) or given.dtype not in _HALF:
+        x = args[0] if args else kwargs.get("input")
+        if func not in _RUNNING_STATISTICS or not isinstance(x, Tensor) or x.dtype not in self.given:
             return func(*args, **kwargs)
 
         cast_args, cast_kwargs = list(_tree.cast(args, self.dtype)), _tree.cast(kwargs, self.dtype)
@@ -217,7 +208,7 @@ class _NormsIn(TorchFunctionMode):
             stored, used = (args[position], cast_args[position]) if position < len(args) else (kwargs.get(name), cast_kwargs.get(name))
             if stored is not None and used is not stored:
                 stored.copy_(used)
-        return out.to(given.dtype)
+        return out.to(x.dtype)
 
 
 class norms_in_float32(_NormsIn):  # noqa: N801, a context manager is used like a function
@@ -235,4 +226,4 @@ class norms_in_float32(_NormsIn):  # noqa: N801, a context manager is used like 
     """
 
     def __init__(self) -> None:
-        super().__init__(torch.float32)
+        super().__init__(torch.float32, given=_HALF)

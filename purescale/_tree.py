@@ -19,6 +19,12 @@ from torch.distributed.tensor import DTensor
 Tree: TypeAlias = Any
 Leaves: TypeAlias = list[Any]
 
+# optree sorts dict keys unless told not to; the order of the parameters is that of a torch optimizer's state. This
+# setting is that of our own namespace and reaches nobody else.
+_OURS: dict[str, Any] = {"none_is_leaf": True, "namespace": "purescale"}
+_insertion_ordered = optree.dict_insertion_ordered(True, namespace="purescale")
+_insertion_ordered.__enter__()
+
 
 # ---- structure -------------------------------------------------------------------------------------------------------
 
@@ -28,7 +34,7 @@ def flatten(tree: Tree) -> tuple[Leaves, Any]:
     if torch.compiler.is_compiling():
         # optree cannot be traced where a dict is empty, as the buffers of a net without BatchNorm are.
         return torch_pytree.tree_flatten(tree)
-    leaves, structure = optree.tree_flatten(tree, none_is_leaf=True)
+    leaves, structure = optree.tree_flatten(tree, **_OURS)
     return leaves, structure
 
 
@@ -50,13 +56,13 @@ def clone(tree: Tree) -> Tree:
 
 def paths(tree: Tree, name: str) -> list[str]:
     """Where each leaf stands, as Python: `grads['conv']['weight']`."""
-    return [accessor.codify(name) for accessor in optree.tree_accessors(tree, none_is_leaf=True)]
+    return [accessor.codify(name) for accessor in optree.tree_accessors(tree, **_OURS)]
 
 
 def names(tree: Tree) -> list[str]:
     """Where each leaf stands, dotted: `conv.weight`, in the order of `flatten`. A flat dict of parameters gives its own keys."""
     if not torch.compiler.is_compiling():
-        return [".".join(str(part) for part in path) for path in optree.tree_paths(tree, none_is_leaf=True)]
+        return [".".join(str(part) for part in path) for path in optree.tree_paths(tree, **_OURS)]
     if isinstance(tree, dict):
         children = list(tree.items())
     elif isinstance(tree, (list, tuple)):
@@ -254,8 +260,8 @@ def on_values(fn: Callable[[Tensor], Tensor], leaf: Tensor) -> Tensor:
         return fn(leaf)
     if leaf.layout is torch.sparse_coo:
         values = fn(leaf._values())
-        return torch.sparse_coo_tensor(leaf._indices(), values, leaf.shape, is_coalesced=leaf.is_coalesced()).coalesce()
-    return torch.sparse_compressed_tensor(*_compressed_indices(leaf), fn(leaf.values()), leaf.shape, layout=leaf.layout)
+        return torch.sparse_coo_tensor(leaf._indices(), values, leaf.shape, is_coalesced=leaf.is_coalesced(), check_invariants=False).coalesce()
+    return torch.sparse_compressed_tensor(*_compressed_indices(leaf), fn(leaf.values()), leaf.shape, layout=leaf.layout, check_invariants=False)
 
 
 def _compressed_indices(leaf: Tensor) -> tuple[Tensor, Tensor]:

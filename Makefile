@@ -1,0 +1,42 @@
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+CONFORMANCE := .venv/.conformance
+
+.PHONY: demo test lint types notebooks conformance bench clean
+
+demo: $(READY)
+	$(BIN)/python examples/digits.py
+
+test: $(READY)
+	$(BIN)/python -m pytest -n 2 tests --ignore=tests/conformance
+	$(BIN)/python -m pytest --doctest-modules purescale
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+notebooks: $(READY)
+	$(BIN)/python -m pytest --nbmake notebooks
+
+conformance: $(CONFORMANCE)
+	$(BIN)/python -m pytest tests/conformance
+
+bench: $(READY)
+	$(BIN)/python benchmarks/post_backward.py
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "purescale needs Python 3.11 or newer: make PYTHON=python3.11")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+$(CONFORMANCE): $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[conformance]'
+	touch $@

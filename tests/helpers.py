@@ -1,0 +1,169 @@
+"""What the tests look at: bits, versions and memory of whole trees."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import hypothesis.strategies as st
+import torch
+import torch.nn.functional as F
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import purescale as ps
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def clone(tree: Any) -> Any:
+    return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def stack(trees: list[Any]) -> Any:
+    return pytree.tree_map(lambda *leaves: torch.stack(leaves), *trees)
+
+
+def unstack(tree: Any, index: int) -> Any:
+    return pytree.tree_map(lambda leaf: leaf[index], tree)
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    """Equal structure, dtype, shape and bits: NaN equals the same NaN, 0.0 differs from -0.0."""
+    leaves_a, spec_a = pytree.tree_flatten(a)
+    leaves_b, spec_b = pytree.tree_flatten(b)
+    return spec_a == spec_b and all(_same(x, y) for x, y in zip(leaves_a, leaves_b, strict=True))
+
+
+def _same(x: Any, y: Any) -> bool:
+    if not isinstance(x, Tensor):
+        return type(x) is type(y) and x == y
+    if x.dtype is not y.dtype or x.shape != y.shape or x.layout is not y.layout:
+        return False
+    if x.is_sparse:
+        return _same(x.coalesce().indices(), y.coalesce().indices()) and _same(x.coalesce().values(), y.coalesce().values())
+    x, y = (t.detach().resolve_conj().contiguous() for t in (x, y))
+    if x.is_complex():
+        x, y = torch.view_as_real(x).contiguous(), torch.view_as_real(y).contiguous()
+    if not x.is_floating_point():
+        return torch.equal(x, y)
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize]
+    return torch.equal(x.view(integer), y.view(integer))
+
+
+def assert_close(a: Any, b: Any, **tolerance: float) -> None:
+    torch.testing.assert_close(tensors(a), tensors(b), **tolerance)
+
+
+class Untouched:
+    """Fails on exit when a tensor of `tree` was written to (values or version) inside."""
+
+    def __init__(self, tree: Any) -> None:
+        self.tree = tree
+
+    def __enter__(self) -> None:
+        self.values = clone(self.tree)
+        self.versions = [t._version for t in tensors(self.tree)]
+
+    def __exit__(self, kind: Any, *rest: Any) -> None:
+        if kind is None:
+            assert same_bits(self.tree, self.values)
+            assert [t._version for t in tensors(self.tree)] == self.versions
+
+
+def _storages(tree: Any) -> set[int]:
+    dense = [p for t in tensors(tree) for p in ([t._indices(), t._values()] if t.is_sparse else [t])]
+    return {t.untyped_storage().data_ptr() for t in dense if t.numel()}
+
+
+def shares_memory(a: Any, b: Any) -> bool:
+    return bool(_storages(a) & _storages(b))
+
+
+class Dispatched(TorchDispatchMode):
+    """Counts the operators that run inside; `reads` are those that bring a tensor's value to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(func)
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def reads(self) -> int:
+        return sum(func is torch.ops.aten._local_scalar_dense.default for func in self.ops)
+
+
+# ---- a small training job --------------------------------------------------------------------------------------------
+
+
+def small_net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 3)
+    )
+
+
+def batch(seed: int = 0, size: int = 8) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 1, 6, 6, generator=generator), torch.randint(0, 3, (size,), generator=generator)
+
+
+HALF = "params=float32,compute=float16,output=float32"
+
+
+def job(optimizer: Any, rule: Any, policy: str = HALF, **settings: Any) -> tuple[Any, Any]:
+    """(state, step): a net with BatchNorm on random images, `step(state, microbatches)`."""
+    apply, params, buffers = ps.make_functional(small_net())
+    apply = ps.with_policy(apply, policy)
+
+    def loss_fn(params: Any, buffers: Any, microbatch: Any) -> Any:
+        x, y = microbatch
+        logits, buffers = apply(params, buffers, x)
+        return F.cross_entropy(logits, y), buffers
+
+    step = functools.partial(ps.train_step, loss_fn=loss_fn, optimizer=optimizer, rule=rule, **settings)
+    return ps.init_train_state(params, buffers, optimizer, rule), step
+
+
+def scaled_by(state: Any, scale: float) -> Any:
+    return state._replace(scaler=state.scaler._replace(scale=torch.tensor(scale)))
+
+
+# ---- Hypothesis ------------------------------------------------------------------------------------------------------
+
+powers_of_two = st.integers(-24, 24).map(lambda exponent: 2.0**exponent)
+finite32 = st.floats(-(2.0**60), 2.0**60, width=32).filter(lambda x: x == 0 or abs(x) > 2.0**-60)
+any32 = st.floats(width=32)
+
+
+def vectors(elements: st.SearchStrategy[float], dtype: torch.dtype = torch.float32) -> st.SearchStrategy[Tensor]:
+    return st.lists(elements, min_size=1, max_size=6).map(lambda values: torch.tensor(values, dtype=torch.float64).to(dtype))
+
+
+def trees(elements: st.SearchStrategy[float]) -> st.SearchStrategy[Any]:
+    leaf = vectors(elements)
+    return st.fixed_dictionaries({"b": leaf, "a": st.tuples(leaf, st.none() | leaf), "n": st.lists(leaf, max_size=2)})
+
+
+legal_rules = st.builds(
+    lambda init, interval, hysteresis, refill, low, high: ps.DynamicScale(
+        init_scale=2.0**init,
+        growth_interval=interval,
+        hysteresis=hysteresis,
+        refill=refill,
+        min_scale=2.0 ** (init - low),
+        max_scale=2.0 ** (init + high),
+    ),
+    st.integers(-20, 20),
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.sampled_from(["growth", "clean"]),
+    st.integers(0, 20),
+    st.integers(0, 20),
+)

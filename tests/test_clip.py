@@ -1,0 +1,123 @@
+"""Clipping."""
+
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from helpers import Untouched, finite32, same_bits, shares_memory, trees
+from hypothesis import given
+
+import purescale as ps
+
+norm_types = st.sampled_from([1.0, 2.0, 3.0, 0.5, math.inf])
+bounds = st.sampled_from([1e-3, 0.5, 1.0, 100.0, math.inf])
+moderate = st.floats(-1e4, 1e4, width=32).filter(lambda x: x == 0 or abs(x) > 1e-4)
+
+
+def leaves(tree):
+    return [t for t in pytree.tree_leaves(tree) if t is not None]
+
+
+@given(trees(moderate), bounds, st.sampled_from([1.0, 2.0, 3.0, math.inf]))
+def test_clipping_by_norm_agrees_with_torch(tree, max_norm, norm_type):
+    mirror = [torch.zeros_like(t).requires_grad_() for t in leaves(tree)]
+    for m, t in zip(mirror, leaves(tree), strict=True):
+        m.grad = t.clone()
+    expected = torch.nn.utils.clip_grad_norm_(mirror, max_norm, norm_type)
+    clipped, norm = ps.clip_by_global_norm(tree, max_norm, norm_type)
+    torch.testing.assert_close(norm, expected, rtol=2e-6, atol=0)
+    torch.testing.assert_close(leaves(clipped), [m.grad for m in mirror], rtol=2e-6, atol=1e-30)
+
+
+@given(trees(finite32), norm_types)
+def test_the_norm_agrees_with_float64(tree, norm_type):
+    flat = torch.cat([t.double().flatten() for t in leaves(tree)])
+    largest = flat.abs().max()
+    expected = 0.0 if largest == 0 else torch.linalg.vector_norm(flat / largest, norm_type) * largest
+    _, norm = ps.clip_by_global_norm(tree, math.inf, norm_type)
+    torch.testing.assert_close(norm.double(), torch.as_tensor(expected, dtype=torch.float64), rtol=1e-5, atol=1e-44)
+
+
+@pytest.mark.parametrize("size", [1e30, 1e-30, 3e38])
+def test_the_norm_is_exact_where_squares_overflow_or_vanish(size):
+    clipped, norm = ps.clip_by_global_norm([torch.full((4,), size)], max_norm=size)
+    assert norm.item() == pytest.approx(2 * size) or (size == 3e38 and norm.isinf())
+    assert clipped[0].tolist() == pytest.approx([size / 2 if size > 1e-6 else size * size / (2 * size + 1e-6)] * 4, rel=1e-3)
+
+
+def test_gradients_below_the_bound_come_back_bit_for_bit():
+    grads = {"w": torch.randn(5), "b": None}
+    assert same_bits(ps.clip_by_global_norm(grads, 1e6)[0], grads)
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_norm_of_what_is_not_finite_is_not_finite(bad):
+    assert not torch.isfinite(ps.clip_by_global_norm([torch.tensor([1.0, bad])], 1.0)[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64])
+def test_dtypes_stay(dtype):
+    clipped, norm = ps.clip_by_global_norm([torch.full((4,), 3, dtype=dtype), torch.tensor(0, dtype=dtype)], 3.0)
+    assert [t.dtype for t in clipped] == [dtype, dtype]
+    assert norm.dtype is torch.float32
+    torch.testing.assert_close(clipped[0].abs().float(), torch.full((4,), 1.5), rtol=1e-2, atol=0)
+
+
+def test_a_sparse_gradient_counts_with_its_summed_values():
+    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 0]]), torch.tensor([3.0, 1.0]), (2,), check_invariants=True)
+    clipped, norm = ps.clip_by_global_norm([sparse, torch.tensor([3.0])], 2.5)
+    assert norm == 5
+    torch.testing.assert_close(clipped[0].to_dense(), torch.tensor([2.0, 0.0]))
+
+
+def test_an_empty_tree_has_norm_zero():
+    assert ps.clip_by_global_norm({"frozen": None}, 1.0) == ({"frozen": None}, torch.tensor(0.0))
+
+
+@given(trees(moderate), bounds)
+def test_clipping_by_norm_is_pure_and_donation_gives_the_same_bits(tree, max_norm):
+    with Untouched(tree):
+        expected = ps.clip_by_global_norm(tree, max_norm)
+    assert not shares_memory(tree, expected)
+    assert same_bits(ps.clip_by_global_norm(tree, max_norm, donate=True), expected)
+
+
+@given(trees(moderate), st.sampled_from([1e-3, 1.0, 100.0]))
+def test_clipping_by_value_agrees_with_torch_is_pure_and_donates(tree, bound):
+    with Untouched(tree):
+        clipped = ps.clip_by_value(tree, bound)
+    assert not shares_memory(tree, clipped)
+    assert same_bits(leaves(clipped), [t.clamp(-bound, bound) for t in leaves(tree)])
+    assert same_bits(ps.clip_by_value(tree, bound, donate=True), clipped)
+
+
+@given(trees(moderate), bounds)
+def test_clipping_under_vmap_equals_a_loop(tree, max_norm):
+    tree = pytree.tree_map(lambda t: torch.zeros(2) if t is None else t, tree)
+    stacked = pytree.tree_map(lambda t: torch.stack([t, 3 * t]), tree)
+    batched = torch.vmap(lambda g: ps.clip_by_value(ps.clip_by_global_norm(g, max_norm)[0], 10.0))(stacked)
+    for index in range(2):
+        one = pytree.tree_map(lambda t, i=index: t[i], stacked)
+        expected = ps.clip_by_value(ps.clip_by_global_norm(one, max_norm)[0], 10.0)
+        torch.testing.assert_close(leaves(pytree.tree_map(lambda t, i=index: t[i], batched)), leaves(expected), rtol=2e-6, atol=1e-30)
+
+
+def test_clipping_differentiates_in_the_bound():
+    derivative = torch.func.grad(lambda m: ps.clip_by_global_norm([torch.tensor([3.0, 4.0])], m)[0][0].sum())(torch.tensor(1.0))
+    assert derivative.item() == pytest.approx(7 / 5, rel=1e-5)
+
+
+@pytest.mark.parametrize("value", [0, -1.0])
+def test_a_bound_that_is_not_above_zero_is_refused(value):
+    for call in (lambda: ps.clip_by_global_norm([torch.ones(1)], value), lambda: ps.clip_by_global_norm([torch.ones(1)], 1.0, value)):
+        with pytest.raises(ValueError, match="must be above 0"):
+            call()
+    with pytest.raises(ValueError, match="clip_value must be above 0"):
+        ps.clip_by_value([torch.ones(1)], value)
+
+
+def test_complex_gradients_have_no_order_to_clip_by():
+    with pytest.raises(TypeError, match=r"grads\['w'\] has dtype torch.complex64"):
+        ps.clip_by_value({"w": torch.ones(1, dtype=torch.complex64)}, 1.0)

@@ -1,0 +1,249 @@
+"""What runs in which dtype."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import HALF, Untouched, batch, same_bits, shares_memory, small_net
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+import purescale as ps
+
+f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+
+# ---- the grammar
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("params=float32,compute=float16,output=float32", ps.Policy(f32, f16, f32)),
+        ("p=f32, c=bf16, o=f32", ps.Policy(f32, bf16, f32)),
+        ("c=f16", ps.Policy(f32, f16, f16)),
+        ("params=float16", ps.Policy(f16, f16, f16)),
+        ("half", ps.Policy(f16, f16, f16)),
+        ("full", ps.Policy(f32, f32, f32)),
+        ("float64", ps.Policy(f64, f64, f64, norm_dtype=f64)),
+        ("compute=float16,norms=float16", ps.Policy(f32, f16, f16, norm_dtype=f16)),
+        ("compute=autocast(float16),output=float32", ps.Policy(f32, f16, f32, autocast=True)),
+        ("compute=autocast(bf16)", ps.Policy(f32, bf16, bf16, autocast=True)),
+    ],
+)
+def test_a_policy_string_means(text, expected):
+    assert ps.policy(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("float15", "'float15' is no dtype"),
+        ("compute=int8", "'int8' is no dtype"),
+        ("compute=", "'' is no dtype"),
+        ("weights=float16", "'weights=float16' is not understood"),
+        ("params=float32,float16", "'float16' is not understood"),
+        ("compute=float16,c=float16", "'c=float16' is given twice"),
+        ("params=autocast(float16)", "is no dtype"),
+        ("compute=autocast(float32)", "autocast computes in float16 or bfloat16"),
+        ("", "is no dtype"),
+    ],
+)
+def test_an_unknown_policy_string_is_refused(text, message):
+    with pytest.raises(ValueError) as error:
+        ps.policy(text)
+    assert message in str(error.value)
+
+
+def test_a_policy_of_integers_is_refused():
+    with pytest.raises(TypeError, match=r"Policy.compute_dtype must be a floating torch.dtype, got torch.int8"):
+        ps.Policy(compute_dtype=torch.int8)
+
+
+@pytest.mark.parametrize(("cast", "dtype"), [("cast_to_param", f64), ("cast_to_compute", f16), ("cast_to_output", bf16)])
+def test_casting_a_tree_casts_floats_only_and_shares_nothing(cast, dtype):
+    tree = {"x": torch.ones(2), "same": torch.ones(2, dtype=dtype), "n": [torch.tensor(1), None, "text"], "c": (torch.ones(1, dtype=torch.complex64),)}
+    with Untouched(tree):
+        out = getattr(ps.Policy(f64, f16, bf16), cast)(tree)
+    assert not shares_memory(tree, out)
+    assert out["x"].dtype is out["same"].dtype is dtype
+    assert (out["n"][0].dtype, out["n"][1:], out["c"][0].dtype) == (torch.int64, [None, "text"], torch.complex64)
+
+
+# ---- with_policy
+
+
+class Seen(TorchFunctionMode):
+    """The dtypes that reach each function."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = {}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in (F.conv2d, F.batch_norm, F.linear):
+            self.dtypes[func.__name__] = [a.dtype for a in args if isinstance(a, torch.Tensor)] + [
+                a.dtype for a in (kwargs or {}).values() if isinstance(a, torch.Tensor)
+            ]
+        return func(*args, **(kwargs or {}))
+
+
+def test_compute_is_half_and_norms_and_masters_are_float32():
+    apply, params, buffers = ps.make_functional(small_net())
+    with Seen() as seen:
+        out, new_buffers = ps.with_policy(apply, HALF)(params, buffers, batch()[0])
+    assert set(seen.dtypes["linear"]) == {f16}
+    assert out.dtype is f32
+    assert new_buffers["1.running_mean"].dtype is f32
+    grads = torch.func.grad(lambda p: ps.with_policy(apply, HALF)(p, buffers, batch()[0])[0].sum())(params)
+    assert {g.dtype for g in grads.values()} == {f32}
+
+
+def test_float32_throughout_equals_no_policy():
+    apply, params, buffers = ps.make_functional(small_net())
+    assert same_bits(ps.with_policy(apply, "float32")(params, buffers, batch()[0]), apply(params, buffers, batch()[0]))
+
+
+def test_half_compute_agrees_with_float64():
+    apply, params, buffers = ps.make_functional(small_net())
+    exact = ps.with_policy(apply, "params=float32,compute=float64")(params, buffers, batch()[0])
+    half = ps.with_policy(apply, HALF)(params, buffers, batch()[0])
+    torch.testing.assert_close(half[0].double(), exact[0], rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(half[1]["1.running_var"].double(), exact[1]["1.running_var"].double(), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [f16, bf16])
+def test_autocast_equals_torchs_autocast(dtype):
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.Softmax(-1), nn.Linear(8, 2))
+    apply, params, buffers = ps.make_functional(model)
+    name = str(dtype).removeprefix("torch.")
+    out, _ = ps.with_policy(apply, f"compute=autocast({name})")(params, buffers, torch.ones(3, 4))
+    with torch.autocast("cpu", dtype):
+        expected = model(torch.ones(3, 4))
+    assert same_bits(out, expected.detach())
+
+
+def test_autocast_of_a_convolutional_net_equals_torchs_autocast():
+    model = small_net()
+    apply, params, buffers = ps.make_functional(model)
+    out, new_buffers = ps.with_policy(apply, "compute=autocast(float16),output=float32")(params, buffers, batch()[0])
+    with torch.autocast("cpu", f16):
+        expected = model(batch()[0])
+    torch.testing.assert_close(out, expected.detach().float(), rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(new_buffers, dict(model.named_buffers()), rtol=1e-3, atol=1e-3)
+
+
+def test_with_policy_is_pure():
+    apply, params, buffers = ps.make_functional(small_net())
+    x = batch()[0]
+    with Untouched((params, buffers, x)):
+        out, new_buffers = ps.with_policy(apply, HALF)(params, buffers, x)
+    assert not shares_memory((params, buffers, x), (out, new_buffers))
+
+
+def test_inputs_in_any_container_are_cast_and_integers_are_not():
+    def apply(params, buffers, *args, **kwargs):
+        return {"args": args, "kwargs": kwargs}, buffers
+
+    out, _ = ps.with_policy(apply, "compute=float16,output=float16")({}, {}, [torch.ones(1)], tokens=torch.tensor([1]), deep={"x": (torch.ones(1),)})
+    assert out["args"][0][0].dtype is f16
+    assert out["kwargs"]["tokens"].dtype is torch.int64
+    assert out["kwargs"]["deep"]["x"][0].dtype is f16
+
+
+def test_a_frozen_parameter_computes_in_half_and_is_kept_in_float32():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model[0].requires_grad_(False)
+    apply, params, buffers = ps.make_functional(model)
+    out, new_buffers = ps.with_policy(apply, HALF)(params, buffers, torch.ones(1, 2))
+    assert same_bits(new_buffers, buffers)
+    torch.testing.assert_close(out, model(torch.ones(1, 2)).detach(), rtol=1e-2, atol=1e-2)
+
+
+def test_a_parameter_in_another_dtype_than_the_policy_keeps_is_refused_by_name():
+    apply, params, buffers = ps.make_functional(nn.Linear(2, 1).half())
+    with pytest.raises(TypeError, match=r"params\['weight'\] is torch.float16; the policy keeps parameters in torch.float32"):
+        ps.with_policy(apply, HALF)(params, buffers, torch.ones(1, 2))
+
+
+def test_what_is_no_policy_is_refused():
+    with pytest.raises(TypeError, match="takes a Policy or its string"):
+        ps.with_policy(lambda p, b: (None, b), torch.float16)
+
+
+# ---- norms
+
+NORMS = {
+    "batch": (nn.BatchNorm1d(4), 16),
+    "layer": (nn.LayerNorm(4), 0),
+    "group": (nn.GroupNorm(2, 4), 0),
+    "rms": (nn.RMSNorm(4), 0),
+    "instance": (nn.InstanceNorm1d(4, affine=True, track_running_stats=True), 0),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("dtype", [f16, bf16])
+def test_norms_in_float32_equals_upcasting_by_hand(name, dtype):
+    shape = (3, 4, 5) if name == "instance" else (3, 4)
+    x = (torch.randn(shape) * 100).to(dtype)
+    module, oracle = (type(NORMS[name][0])(*((2, 4) if name == "group" else (4,))) for _ in range(2))
+    with ps.norms_in_float32():
+        out = module(x)
+    assert same_bits(out.detach(), oracle(x.float()).to(dtype).detach())
+    assert same_bits(dict(module.named_buffers()), dict(oracle.named_buffers()))
+
+
+def test_norms_in_float32_leaves_float32_and_other_functions_alone():
+    x = torch.randn(3, 4)
+    with ps.norms_in_float32():
+        assert same_bits(F.layer_norm(x, (4,)), F.layer_norm(x, (4,)))
+        assert F.linear(x.half(), x.half()).dtype is f16
+
+
+def test_half_running_statistics_are_updated_and_stay_half():
+    module = nn.BatchNorm1d(4).half()
+    with ps.norms_in_float32():
+        module(torch.randn(8, 4).half() + 2)
+    assert module.running_mean.dtype is f16
+    assert module.running_mean.min() > 0.1
+
+
+def test_the_mode_ends_with_its_block():
+    with ps.norms_in_float32():
+        pass
+    assert torch.overrides._get_current_function_mode() is None
+
+
+@pytest.mark.parametrize("norms", ["float32", "float16"])
+def test_a_half_policy_with_norms_in_either_dtype_keeps_running_statistics_as_stored(norms):
+    apply, params, buffers = ps.make_functional(small_net())
+    out, new_buffers = ps.with_policy(apply, HALF + f",norms={norms}")(params, buffers, batch()[0])
+    assert new_buffers["1.running_var"].dtype is f32
+    expected = apply(params, buffers, batch()[0])
+    torch.testing.assert_close(new_buffers["1.running_var"], expected[1]["1.running_var"], rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(out, expected[0], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("policy", [HALF, "compute=autocast(float16),output=float32", "compute=autocast(bfloat16),output=float32", HALF + ",norms=float16"])
+def test_a_policy_under_vmap_equals_a_loop(policy):
+    apply, params, buffers = ps.make_functional(small_net())
+    half = ps.with_policy(apply, policy)
+    stacks = [{n: torch.stack([t, t if t.dtype is torch.int64 else t * 1.5]) for n, t in tree.items()} for tree in (params, buffers)]
+    x = batch()[0]
+    batched = torch.vmap(lambda p, b: half(p, b, x))(*stacks)
+    for index in range(2):
+        one = [{n: t[index] for n, t in tree.items()} for tree in stacks]
+        expected = half(*one, x)
+        torch.testing.assert_close(batched[0][index], expected[0], rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close({n: t[index] for n, t in batched[1].items()}, expected[1], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("policy", [HALF, "compute=autocast(float16),output=float32", HALF + ",norms=float16"])
+def test_a_policy_compiles_in_one_graph(policy):
+    apply, params, buffers = ps.make_functional(small_net())
+    half = ps.with_policy(apply, policy)
+    compiled = torch.compile(lambda p, b, x: half(p, b, x), fullgraph=True, backend="aot_eager")
+    expected = half(params, buffers, batch()[0])
+    out, new_buffers = compiled(params, buffers, batch()[0])
+    torch.testing.assert_close(out, expected[0], rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(new_buffers, expected[1], rtol=2e-2, atol=2e-2)

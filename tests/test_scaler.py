@@ -1,0 +1,411 @@
+"""The rules and the two functions that use a scale."""
+
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from helpers import Untouched, any32, finite32, legal_rules, powers_of_two, same_bits, shares_memory, trees
+from hypothesis import given
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+import purescale as ps
+
+flags = st.lists(st.booleans(), min_size=1, max_size=40)
+
+
+def at(scale, **other):
+    state = ps.DynamicScale().init()
+    return state._replace(scale=torch.tensor(scale, dtype=torch.float32), **{k: torch.tensor(v, dtype=torch.int32) for k, v in other.items()})
+
+
+def trace(rule, pattern, state=None):
+    state = rule.init() if state is None else state
+    scales = []
+    for bad in pattern:
+        state = rule.update(state, torch.tensor(bad))
+        scales.append(state.scale.item())
+    return scales
+
+
+def pattern(text):
+    """`.` a clean step, `O` an overflow."""
+    return [letter == "O" for letter in text]
+
+
+def is_power_of_two(value):
+    return math.isfinite(value) and value > 0 and math.frexp(value)[0] == 0.5
+
+
+# ---- transitions
+
+
+@given(st.integers(-100, 100), flags, st.integers(1, 6), st.sampled_from([2.0, 4.0]), st.sampled_from([0.5, 0.25]), st.integers(0, 8))
+def test_update_equals_torchs_operator_bit_for_bit(exponent, pattern, interval, growth, backoff, tracker):
+    rule = ps.DynamicScale(2.0**exponent, growth, backoff, interval, min_scale=2.0**-149, max_scale=2.0**127)
+    state = rule.init()._replace(growth_tracker=torch.tensor(min(tracker, interval - 1), dtype=torch.int32))
+    scale, count = state.scale, state.growth_tracker
+    for bad in pattern:
+        expected, count = torch.ops.aten._amp_update_scale(scale, count, torch.tensor([float(bad)]), growth, backoff, interval)
+        state = rule.update(state, torch.tensor(bad))
+        if expected == 0:  # torch has lost its scale for good; the floor binds here
+            assert state.scale == rule.min_scale
+            return
+        scale = expected
+        assert same_bits((state.scale, state.growth_tracker), (scale, count))
+
+
+class AgainstGradScaler(RuleBasedStateMachine):
+    """Random runs of a real GradScaler and of ours over the same gradients, parameters included."""
+
+    @initialize(exponent=st.integers(0, 20), interval=st.integers(1, 4), momentum=st.sampled_from([0.0, 0.5]))
+    def start(self, exponent, interval, momentum):
+        self.rule = ps.DynamicScale(2.0**exponent, growth_interval=interval, min_scale=2.0**-120, max_scale=2.0**100)
+        self.optimizer = ps.from_torch(torch.optim.SGD, lr=0.5, momentum=momentum, foreach=False)
+        self.weight = torch.nn.Parameter(torch.ones(3))
+        self.params = {"w": torch.ones(3)}
+        self.opt_state, self.state = self.optimizer.init(self.params), self.rule.init()
+        self.torchs = torch.optim.SGD([self.weight], lr=0.5, momentum=momentum, foreach=False)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**exponent, growth_interval=interval)
+
+    @rule(grad=st.lists(st.floats(-4, 4, width=32), min_size=3, max_size=3), bad=st.sampled_from([None, math.inf, -math.inf, math.nan]))
+    def step(self, grad, bad):
+        grad = torch.tensor([*grad[:2], grad[2] if bad is None else bad])
+        self.torchs.zero_grad()
+        self.scaler.scale((self.weight * grad).sum()).backward()
+        self.scaler.step(self.torchs)
+        self.scaler.update()
+
+        def scaled(params):
+            return ps.scale_loss(self.state, (params["w"] * grad).sum())
+
+        out = ps.unscale_and_step(self.optimizer, self.state, self.params, torch.func.grad(scaled)(self.params), self.opt_state)
+        self.params, self.opt_state = out.params, out.opt_state
+        self.state = self.rule.update(self.state, out.found_inf)
+
+    @invariant()
+    def same_scale_count_and_parameters(self):
+        assert self.state.scale.item() == self.scaler.get_scale()
+        assert self.state.growth_tracker.item() == self.scaler._get_growth_tracker()
+        assert torch.equal(self.params["w"], self.weight.detach())
+
+
+TestAgainstGradScaler = AgainstGradScaler.TestCase
+
+
+@given(legal_rules, flags)
+def test_the_scale_stays_a_power_of_two_between_floor_and_ceiling(rule, pattern):
+    for scale in trace(rule, pattern):
+        assert is_power_of_two(scale)
+        assert rule.min_scale <= scale <= rule.max_scale
+
+
+@given(legal_rules, st.sampled_from([0.0, -0.0, math.inf, -math.inf, math.nan, -8.0]), st.booleans())
+def test_a_damaged_scale_is_repaired_to_the_floor(rule, scale, bad):
+    assert rule.update(at(scale), torch.tensor(bad)).scale == rule.min_scale
+
+
+@pytest.mark.parametrize(("scale", "expected"), [(2.0**-20, 2.0**-4), (2.0**20, 2.0**4)])
+def test_a_restored_scale_outside_of_the_bounds_is_brought_back(scale, expected):
+    rule = ps.DynamicScale(1.0, min_scale=2.0**-4, max_scale=2.0**4)
+    assert rule.update(at(scale), torch.tensor(False)).scale == expected
+
+
+def test_growth_comes_on_exactly_the_interval():
+    assert trace(ps.DynamicScale(8.0, growth_interval=3), pattern("...O..." "...")) == [8, 8, 16, 8, 8, 8, 16, 16, 16, 32]
+
+
+def test_lowering_the_interval_below_the_count_still_grows():
+    assert trace(ps.DynamicScale(8.0, growth_interval=3), pattern("."), at(8.0, growth_tracker=1000, hysteresis_tracker=1)) == [16]
+
+
+def test_hysteresis_refilled_by_growth_is_megatrons():
+    # field notes, Megatron H=2: O.OO.O -> 16,16,8,4,4,2
+    rule = ps.DynamicScale(16.0, growth_interval=1000, hysteresis=2, refill="growth")
+    assert trace(rule, pattern("O.OO.O")) == [16, 16, 8, 4, 4, 2]
+
+
+def test_hysteresis_refilled_by_growth_is_deepspeeds_default():
+    # field notes, DeepSpeed h=2 not consecutive: O.O.OO -> 16,16,8,8,4,2
+    rule = ps.DynamicScale(16.0, growth_interval=1000, hysteresis=2, refill="growth")
+    assert trace(rule, pattern("O.O.OO")) == [16, 16, 8, 8, 4, 2]
+
+
+def test_hysteresis_refilled_by_clean_steps_is_deepspeeds_consecutive():
+    # field notes, DeepSpeed h=2 consecutive: O.O.OO -> 16,16,16,16,16,8
+    rule = ps.DynamicScale(16.0, growth_interval=1000, hysteresis=2, refill="clean")
+    assert trace(rule, pattern("O.O.OO")) == [16, 16, 16, 16, 16, 8]
+
+
+def test_growth_restores_the_tolerance():
+    rule = ps.DynamicScale(16.0, growth_interval=2, hysteresis=2, refill="growth")
+    assert trace(rule, pattern("O..O")) == [16, 16, 32, 32]
+
+
+@given(legal_rules, flags)
+def test_floor_and_ceiling_survive_a_pytree_round_trip(rule, pattern):
+    state = rule.init()
+    for bad in pattern:
+        turned = pytree.tree_map(lambda t: t.clone(), state)
+        assert same_bits(rule.update(turned, torch.tensor(bad)), rule.update(state, torch.tensor(bad)))
+        state = rule.update(turned, torch.tensor(bad))
+
+
+@pytest.mark.parametrize("rule", [ps.StaticScale(512.0), ps.NoScale()])
+@given(pattern=flags)
+def test_a_static_scale_never_moves(rule, pattern):
+    assert set(trace(rule, pattern)) == {rule.scale}
+
+
+def test_a_static_scale_comes_back_from_a_damaged_state():
+    assert ps.StaticScale(512.0).update(at(math.nan), torch.tensor(False)).scale == 512
+
+
+def test_consecutive_skips_are_counted_and_forgotten():
+    rule, state = ps.DynamicScale(), ps.DynamicScale().init()
+    counts = []
+    for bad in pattern("OO.O"):
+        state = rule.update(state, torch.tensor(bad))
+        counts.append(state.consecutive_skips.item())
+    assert counts == [1, 2, 0, 1]
+
+
+@given(legal_rules, st.booleans())
+def test_update_is_pure(rule, bad):
+    state, flag = rule.init(), torch.tensor(bad)
+    with Untouched((state, flag)):
+        new = rule.update(state, flag)
+    assert not shares_memory(state, new)
+
+
+@given(flags)
+def test_update_under_vmap_equals_a_loop(pattern):
+    rule = ps.DynamicScale(growth_interval=2, hysteresis=2)
+    states = [rule.init()._replace(scale=torch.tensor(2.0 ** (i % 9))) for i, _ in enumerate(pattern)]
+    stacked = pytree.tree_map(lambda *t: torch.stack(t), *states)
+    batched = torch.vmap(rule.update)(stacked, torch.tensor(pattern))
+    loop = [rule.update(s, torch.tensor(bad)) for s, bad in zip(states, pattern, strict=True)]
+    assert same_bits(batched, pytree.tree_map(lambda *t: torch.stack(t), *loop))
+
+
+def test_rules_are_values():
+    assert ps.DynamicScale() == ps.DynamicScale()
+    assert hash(ps.StaticScale(2.0)) == hash(ps.StaticScale(2.0))
+    with pytest.raises(AttributeError):
+        ps.DynamicScale().init_scale = 1.0
+
+
+# ---- scaling and unscaling
+
+
+@given(trees(finite32), powers_of_two)
+def test_unscaling_what_was_scaled_is_the_identity(tree, scale):
+    state = at(scale)
+    scaled = pytree.tree_map(lambda t: None if t is None else torch.vmap(lambda x: ps.scale_loss(state, x))(t), tree)
+    unscaled, found_inf = ps.unscale_and_check(state, scaled)
+    assert same_bits(unscaled, tree)
+    assert not found_inf
+
+
+@given(finite32, st.integers(-20, 20))
+def test_the_identity_holds_on_the_step_where_the_scale_grows(value, exponent):
+    rule = ps.DynamicScale(2.0**exponent, growth_interval=1)
+    state = rule.init()
+    grads = torch.func.grad(lambda w: ps.scale_loss(state, w * value))(torch.tensor(1.0))
+    unscaled, found_inf = ps.unscale_and_check(state, grads)
+    assert rule.update(state, found_inf).scale == 2 * state.scale
+    assert unscaled == value
+
+
+@given(trees(any32), powers_of_two)
+def test_found_inf_is_whether_an_input_or_output_is_not_finite(tree, scale):
+    leaves = [t for t in pytree.tree_leaves(tree) if t is not None]
+    oracle = any(not torch.isfinite(t).all() or not torch.isfinite((t.double() / scale).float()).all() for t in leaves)
+    assert ps.unscale_and_check(at(scale), tree)[1].item() is oracle
+
+
+@given(trees(any32), powers_of_two)
+def test_unscaling_agrees_with_float64_division(tree, scale):
+    unscaled, _ = ps.unscale_and_check(at(scale), tree)
+    expected = pytree.tree_map(lambda t: None if t is None else (t.double() / scale).float(), tree)
+    torch.testing.assert_close(pytree.tree_leaves(unscaled), pytree.tree_leaves(expected), rtol=0, atol=0, equal_nan=True)
+
+
+@given(trees(any32), powers_of_two)
+def test_unscaling_is_pure(tree, scale):
+    state = at(scale)
+    with Untouched((tree, state)):
+        unscaled, found_inf = ps.unscale_and_check(state, tree)
+    assert not shares_memory((tree, state), (unscaled, found_inf))
+
+
+@given(trees(any32), powers_of_two)
+def test_unscaling_with_donation_gives_the_same_bits(tree, scale):
+    expected = ps.unscale_and_check(at(scale), tree)
+    assert same_bits(ps.unscale_and_check(at(scale), tree, donate=True), expected)
+
+
+def test_donation_divides_a_gradient_that_stands_twice_once():
+    grad = torch.tensor([8.0])
+    unscaled, _ = ps.unscale_and_check(at(4.0), {"a": grad, "b": grad}, donate=True)
+    assert unscaled["a"] == unscaled["b"] == 2
+
+
+@given(trees(any32), powers_of_two)
+def test_unscaling_under_vmap_equals_a_loop(tree, scale):
+    tree = pytree.tree_map(lambda t: torch.zeros(2) if t is None else t, tree)
+    states = [at(scale), at(2 * scale)]
+    stacked = pytree.tree_map(lambda t: torch.stack([t, t]), tree)
+    batched = torch.vmap(ps.unscale_and_check)(pytree.tree_map(lambda *t: torch.stack(t), *states), stacked)
+    for index, state in enumerate(states):
+        assert same_bits(pytree.tree_map(lambda t, i=index: t[i], batched), ps.unscale_and_check(state, tree))
+
+
+def test_unscaling_differentiates():
+    grad = torch.func.grad(lambda g: ps.unscale_and_check(at(4.0), {"w": g})[0]["w"].sum())(torch.ones(2))
+    assert grad.tolist() == [0.25, 0.25]
+
+
+@pytest.mark.parametrize("scale", [2.0**-149, 2.0**-140, 2.0**-127, 2.0**126, 2.0**127])
+def test_unscaling_is_exact_where_the_reciprocal_overflows(scale):
+    unscaled, found_inf = ps.unscale_and_check(at(scale), [torch.tensor(3.0) * scale])
+    assert unscaled[0] == (3.0 if scale < 2.0**127 else math.inf)
+    assert found_inf.item() is (scale == 2.0**127)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
+def test_nothing_scaled_by_a_damaged_scale_is_trusted(scale):
+    assert ps.unscale_and_check(at(scale), [torch.ones(2)])[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_scaled_loss_is_at_least_float32(dtype, shape):
+    scaled = ps.scale_loss(at(2.0**16), torch.full(shape, 2.0, dtype=dtype))
+    assert scaled.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
+    assert scaled.shape == shape
+    assert scaled.item() == 2.0**17
+
+
+def test_a_tree_of_losses_is_scaled_leaf_by_leaf():
+    scaled = ps.scale_loss(at(8.0), {"g": torch.tensor(1.0), "d": (torch.tensor(2.0), None)})
+    assert scaled == {"g": torch.tensor(8.0), "d": (torch.tensor(16.0), None)}
+
+
+def test_scaling_the_loss_is_pure():
+    state, loss = at(1.0), torch.tensor(3.0)
+    with Untouched((state, loss)):
+        scaled = ps.scale_loss(state, loss)
+    assert not shares_memory((state, loss), scaled)
+
+
+# ---- check_scaler
+
+
+def test_check_scaler_is_silent_while_training_moves():
+    rule = ps.DynamicScale()
+    ps.check_scaler(rule.update(rule.init(), torch.tensor(True)), rule, max_skips=1)
+
+
+@pytest.mark.parametrize("scale", [0.0, math.inf, math.nan])
+def test_check_scaler_raises_on_a_damaged_scale(scale):
+    with pytest.raises(FloatingPointError, match=r"rule\.init"):
+        ps.check_scaler(at(scale), ps.DynamicScale())
+
+
+def test_check_scaler_raises_at_the_floor():
+    rule = ps.DynamicScale(1.0, min_scale=1.0)
+    with pytest.raises(FloatingPointError, match="smallest scale"):
+        ps.check_scaler(rule.update(rule.init(), torch.tensor(True)), rule)
+
+
+def test_check_scaler_raises_after_too_many_skips():
+    rule = ps.StaticScale(1.0)
+    state = rule.update(rule.update(rule.init(), torch.tensor(True)), torch.tensor(True))
+    ps.check_scaler(state, rule, max_skips=2)
+    with pytest.raises(FloatingPointError, match="2 steps in a row"):
+        ps.check_scaler(state, rule, max_skips=1)
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize("value", [0.0, -2.0, math.nan, math.inf, 3.0, 1000, 2.0**128, 2.0**-150])
+@pytest.mark.parametrize("name", ["init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale"])
+def test_a_setting_that_is_no_power_of_two_is_refused_by_name(name, value):
+    with pytest.raises(ValueError, match=rf"{name} must be a power of two.*Cure: {name}="):
+        ps.DynamicScale(**{name: value})
+
+
+@pytest.mark.parametrize("value", ["65536", None, True, [2.0]])
+def test_a_scale_that_is_no_number_is_refused(value):
+    with pytest.raises(TypeError, match="init_scale must be a number"):
+        ps.DynamicScale(init_scale=value)
+    with pytest.raises(TypeError, match="scale must be a number"):
+        ps.StaticScale(value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"growth_factor": 1.0}, "growth_factor must be above 1"),
+        ({"growth_factor": 0.5}, "growth_factor must be above 1"),
+        ({"backoff_factor": 1.0}, "backoff_factor must lie between 0 and 1"),
+        ({"backoff_factor": 2.0}, "backoff_factor must lie between 0 and 1"),
+        ({"growth_interval": 0}, "growth_interval must be from 1"),
+        ({"hysteresis": 0}, "hysteresis must be from 1"),
+        ({"min_scale": 4.0, "init_scale": 8.0, "max_scale": 2.0}, "min_scale <= init_scale <= max_scale"),
+        ({"init_scale": 2.0**30}, r"max_scale=1073741824\.0"),
+        ({"refill": "sometimes"}, "refill must be 'growth'"),
+    ],
+)
+def test_settings_that_contradict_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        ps.DynamicScale(**settings)
+
+
+def test_an_interval_that_is_no_whole_number_is_refused():
+    with pytest.raises(TypeError, match="growth_interval must be a whole number"):
+        ps.DynamicScale(growth_interval=10.5)
+
+
+@pytest.mark.parametrize("loss", [torch.ones(2), torch.ones(1, 2), torch.ones(0)])
+def test_a_loss_of_several_elements_is_refused(loss):
+    with pytest.raises(ValueError, match=r"loss\['g'\] has shape .*Cure: `loss.mean\(\)`"):
+        ps.scale_loss(at(1.0), {"g": loss})
+
+
+@pytest.mark.parametrize("loss", [torch.tensor(1), torch.tensor(True), torch.tensor(1j)])
+def test_a_loss_that_is_not_floating_is_refused(loss):
+    with pytest.raises(TypeError, match=f"dtype {loss.dtype}"):
+        ps.scale_loss(at(1.0), loss)
+
+
+def test_a_loss_that_is_no_tensor_is_refused():
+    with pytest.raises(TypeError, match="a loss is a tensor"):
+        ps.scale_loss(at(1.0), 1.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8])
+def test_an_integer_gradient_is_refused_by_path_and_nothing_is_changed(dtype):
+    grads = {"conv": {"weight": torch.ones(2)}, "mask": [torch.ones(2, dtype=dtype)]}
+    with Untouched(grads), pytest.raises(TypeError, match=rf"grads\['mask'\]\[0\] has dtype {dtype}"):
+        ps.unscale_and_check(at(2.0), grads, donate=True)
+
+
+def test_a_gradient_that_is_no_tensor_is_refused():
+    with pytest.raises(TypeError, match=r"grads\['w'\] is float"):
+        ps.unscale_and_check(at(1.0), {"w": 1.0})
+
+
+def test_a_state_on_another_device_than_the_gradients_is_refused():
+    with pytest.raises(ValueError, match=r"grads\['w'\] is on meta, the scaler state on cpu"):
+        ps.unscale_and_check(at(1.0), {"w": torch.ones(2, device="meta")})
+    with pytest.raises(ValueError, match="loss is on meta, the scaler state on cpu"):
+        ps.scale_loss(at(1.0), torch.ones((), device="meta"))
+
+
+def test_a_flag_that_is_not_0d_is_refused():
+    with pytest.raises(ValueError, match="one flag decides"):
+        ps.DynamicScale().update(ps.DynamicScale().init(), torch.tensor([True, False]))

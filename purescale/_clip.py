@@ -24,7 +24,7 @@ def clip_by_global_norm(
     - `norm_type`: any p above 0, `math.inf` included.
     - `donate`: `grads` may be overwritten; the caller gives them up. Same bits.
 
-    Returns the gradients in their own dtypes and the norm, 0-d float32. The norm is exact also where squares overflow or
+    Returns the gradients in their own dtypes and the norm, 0-d float32 (float64 if a leaf is). The norm is exact also where squares overflow or
     vanish: gradients of 1e30 have a norm and are clipped to `max_norm`. With inf or NaN among them the norm is inf or NaN.
 
     Raises `ValueError` for `max_norm <= 0` or `norm_type <= 0`.
@@ -38,9 +38,12 @@ def clip_by_global_norm(
     check_above_zero("max_norm", max_norm)
     check_above_zero("norm_type", norm_type)
     leaves, structure = _tree.flatten(grads)
-    norm = _global_norm([leaf for leaf in leaves if leaf is not None], float(norm_type))
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).to(torch.float32)
-    return structure.unflatten(_tree.multiply(leaves, factor, donate=donate)), norm.to(torch.float32)
+    _tree.check_gradients(grads, leaves)
+    present = [leaf for leaf in leaves if leaf is not None]
+    norm = _global_norm(present, float(norm_type))
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    double = any(leaf.dtype in (torch.float64, torch.complex128) for leaf in present)
+    return structure.unflatten(_tree.multiply(leaves, factor, donate=donate)), norm if double else norm.to(torch.float32)
 
 
 def clip_by_value(grads: Tree, clip_value: float | Tensor, donate: bool = False) -> Tree:
@@ -59,6 +62,7 @@ def clip_by_value(grads: Tree, clip_value: float | Tensor, donate: bool = False)
     """
     check_above_zero("clip_value", clip_value)
     leaves, structure = _tree.flatten(grads)
+    _tree.check_gradients(grads, leaves)
     for index, leaf in enumerate(leaves):
         if leaf is not None and leaf.is_complex():
             raise TypeError(
@@ -66,21 +70,27 @@ def clip_by_value(grads: Tree, clip_value: float | Tensor, donate: bool = False)
                 f"Cure: clip_by_global_norm."
             )
 
-    return structure.unflatten([None if leaf is None else _clamped(leaf, clip_value, donate=donate) for leaf in leaves])
+    mine = _tree.exclusive(leaves) if donate else [False] * len(leaves)
+    return structure.unflatten(
+        [None if leaf is None else _clamp(leaf, clip_value, in_place=own) for leaf, own in zip(leaves, mine, strict=True)]
+    )
 
 
-def _clamped(leaf: Tensor, bound: float | Tensor, *, donate: bool) -> Tensor:
-    if donate and _tree.donatable(leaf):
-        return leaf.clamp_(-bound, bound)
-    return _tree.on_values(lambda values: values.clamp(-bound, bound), leaf)
+def _clamp(leaf: Tensor, bound: float | Tensor, *, in_place: bool) -> Tensor:
+    # A bound beyond the dtype's range is no bound, but torch refuses it.
+    limit: Any = bound.to(leaf) if isinstance(bound, Tensor) else min(float(bound), torch.finfo(leaf.dtype).max)
+    if in_place:
+        return leaf.clamp_(-limit, limit)
+    summed = leaf.coalesce() if leaf.layout is torch.sparse_coo else leaf
+    return _tree.on_values(lambda values: values.clamp(-limit, limit), summed)
 
 
-def _global_norm(leaves: list[Tensor], norm_type: float) -> Tensor:
+def _global_norm(leaves: list[Any], norm_type: float) -> Tensor:
     """The norm as a 0-d tensor in the widest dtype of the device; over magnitudes divided by the largest, so no power overflows."""
     device = leaves[0].device if leaves else None
     values = [_tree.stored_values(leaf) for leaf in leaves]
     biggest = _tree.largest(values, device)
-    wide = torch.float32 if biggest.device.type == "mps" else torch.float64
+    wide = _tree.widest_float(biggest.device)
     if math.isinf(norm_type):
         return biggest.to(wide)
     unit = torch.where(biggest > 0, biggest, 1.0)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from . import _tree
+
 Tensors = dict[str, Tensor]
 
 NORM_MODULES: tuple[type[nn.Module], ...] = (
@@ -28,11 +30,22 @@ class Apply:
     _evaluating: nn.Module
     norm_params: frozenset[str]  # the weights and biases of normalisation layers
     frozen_params: frozenset[str]  # parameters with requires_grad=False; they stand among the buffers
+    _renormed: frozenset[str]  # weights of embeddings with max_norm, which write into them
 
     def __call__(self, params: Tensors, buffers: Tensors, *args: Any, train: bool = True, **kwargs: Any) -> tuple[Any, Tensors]:
         # functional_call leaves updated buffers in the dict it is given: written in place, or replaced.
-        tensors = {**params, **{name: buffer.clone() for name, buffer in buffers.items()}}
+        tensors = {
+            **{name: param.clone() if name in self._renormed else param for name, param in params.items()},
+            **{name: buffer.clone() for name, buffer in buffers.items()},
+        }
+        versions = None if _tree.traced() else {name: param._version for name, param in params.items() if not param.is_inference()}
         out = functional_call(self._training if train else self._evaluating, tensors, args, kwargs, strict=True)
+        for name, version in (versions or {}).items():
+            if params[name]._version != version:
+                raise RuntimeError(
+                    f"the forward of the model wrote into its parameter {name}, so params[{name!r}] has changed. A parameter is an argument "
+                    f"here. Cure: compute with a changed copy in forward, or change params between steps."
+                )
         return out, {name: tensors[name] for name in buffers}
 
 
@@ -49,9 +62,13 @@ def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
       stays so. In a model that is in eval mode as a whole, `train` decides for all.
     - A parameter with `requires_grad=False` is not trained: it stands in `buffers`, unless no parameter requires a gradient.
     - Buffers, whether persistent or not, are state. Attributes of other kinds that `forward` sets are not: they stay in the copy.
+    - `out` is what the module returns, which may be an argument or a view of one.
+    - `apply.norm_params` names the weights of torch's own normalisation layers, for `with_policy`. For a class of your own:
+      `dataclasses.replace(apply, norm_params=apply.norm_params | {"my_norm.weight"})`.
     - Random numbers (dropout) come from torch's global generator, unless `train_step` is given an `rng`.
 
-    Raises `TypeError` for what is no module, `ValueError` for lazy parameters that have not seen a batch.
+    Raises `TypeError` for what is no module, `ValueError` for lazy parameters that have not seen a batch; `apply` raises
+    `RuntimeError` for a module that writes into its own parameters.
 
     >>> from torch import nn, ones
     >>> apply, params, buffers = make_functional(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
@@ -79,13 +96,18 @@ def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
         if isinstance(module, NORM_MODULES)
         for name, _ in module.named_parameters()
     }
+    renormed = {
+        f"{prefix}.weight" if prefix else "weight"
+        for prefix, module in model.named_modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
+    }
     training = _skeleton(model)
     for module in training.modules():
         if not model.training:
             module.training = True
     evaluating = copy.deepcopy(training).eval()
     return (
-        Apply(training, evaluating, frozenset(norms), frozenset(frozen)),
+        Apply(training, evaluating, frozenset(norms), frozenset(frozen), frozenset(renormed)),
         {name: p.detach().clone() for name, p in params.items() if name not in frozen},
         {name: t.detach().clone() for name, t in ({n: params[n] for n in params if n in frozen} | buffers).items()},
     )

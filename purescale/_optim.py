@@ -58,7 +58,8 @@ def from_torch(
     Which of torch's implementations runs, where no flag is named: the fused kernel where the class has one and everything
     is floating and dense; else the capturable formula, or the for-loop where a class has neither. None of these reads a
     tensor's value in Python, so none syncs. Inside torch.compile and torch.func transforms it is the capturable and
-    differentiable formula. The bits of these differ a little (1e-6 relative).
+    differentiable formula. The bits of these differ a little (1e-6 relative). All but ASGD and Muon can be differentiated;
+    RAdam from its sixth step on.
 
     `optimizer.init(params)`, `optimizer.step(params, grads, opt_state)`, `optimizer.to_state_dict(opt_state)` and
     `optimizer.from_state_dict(sd, params)` (torch.optim's own format) take any pytree of parameters. Step hooks do not run.
@@ -97,6 +98,7 @@ class TorchOptimizer:
         for pattern, extra in overrides.items():
             self._checked_defaults(f"overrides[{pattern!r}]", {**settings, "lr": self._lr, **extra})
         # torch's SGD ignores dampening in the step that makes the momentum buffer.
+        self.differentiable = bool(settings.get("differentiable"))
         self._first_step_differs = issubclass(cls, torch.optim.SGD) and any(
             extra.get("dampening") for extra in (settings, *self._overrides)
         )
@@ -146,10 +148,12 @@ class TorchOptimizer:
         return structure.unflatten([stepped.get(name) for name in names]), OptState(opt_state.applied + 1, slots)
 
     def to_state_dict(self, opt_state: OptState) -> dict[str, Any]:
-        """Equal to `cls(groups).state_dict()` of an optimizer that made the same steps: tensors copied, `lr` as it is now.
+        """Equal to `cls(groups).state_dict()` of an optimizer that made the same steps: tensors copied, `lr` as it is now. Syncs.
 
         The groups are, in order: the parameters that no override matches, then those that the overrides match.
         """
+        if self._first_step_differs and opt_state.applied == 0:
+            opt_state = opt_state._replace(slots={name: {} for name in opt_state.slots})
         state: dict[int, dict[str, Tensor]] = {}
         groups = []
         for names, group in self._groups(tuple(opt_state.slots), self._learning_rates(opt_state.applied, self._tensor_lrs)):
@@ -168,12 +172,16 @@ class TorchOptimizer:
         `opt_state._replace(applied=...)` if a schedule needs the true one. Raises `ValueError` for another class's or another model's state.
         """
         fresh = self.init(params)
-        order = [name for names, _ in self._groups(tuple(fresh.slots), self._lrs) for name in names]
+        groups = [names for names, _ in self._groups(tuple(fresh.slots), self._lrs)]
         saved_groups = [list(group["params"]) for group in sd["param_groups"]]
         if len(saved_groups) == 1:
-            order = list(fresh.slots)
-        if sum(map(len, saved_groups)) != len(order):
-            raise ValueError(f"the state dict has {sum(map(len, saved_groups))} parameters, params has {len(order)}. Cure: give the params the optimizer had.")
+            groups = [list(fresh.slots)]
+        if list(map(len, saved_groups)) != list(map(len, groups)):
+            raise ValueError(
+                f"the state dict has groups of {list(map(len, saved_groups))} parameters, this optimizer has {list(map(len, groups))}. Likely cause: "
+                f"other params, or other overrides. Cure: overrides that match the groups of the optimizer that wrote it, in its order."
+            )
+        order = [name for names in groups for name in names]
         slots: Slots = {}
         for name, index in zip(order, (index for group in saved_groups for index in group), strict=True):
             saved = {key: value for key, value in sd["state"].get(index, {}).items() if value is not None}
@@ -209,11 +217,18 @@ class TorchOptimizer:
         leaves, structure = _tree.flatten(params)
         names, weights, gradients = _prepare(params, leaves, grads, opt_state)
 
-        def mine(tensor: Tensor) -> Tensor:
-            return tensor.detach() if donate and _tree.donatable(tensor) else tensor.detach().clone()
+        state = [value for slot in opt_state.slots.values() for value in slot.values()]
+        given = [*weights.values(), *state]
+        mine = dict(zip(map(id, given), _tree.exclusive(given, list(gradients.values())), strict=True)) if donate else {}
 
-        weights = {name: mine(weight) for name, weight in weights.items()}
-        slots = {name: {key: mine(value) for key, value in slot.items()} for name, slot in opt_state.slots.items()}
+        def own(tensor: Tensor, weight: Tensor | None = None) -> Tensor:
+            if mine.get(id(tensor), False) and (weight is None or _alike(tensor, weight)):
+                return tensor.detach()
+            return _laid_out_like(tensor, weight)
+
+        weights = {name: own(weight) for name, weight in weights.items()}
+        slots = {name: {key: own(value, weights[name]) for key, value in slot.items()} for name, slot in opt_state.slots.items()}
+        gradients = {name: g if _alike(g, weights[name]) else _laid_out_like(g, weights[name]) for name, g in gradients.items()}
         lrs = self._learning_rates(opt_state.applied, self._tensor_lrs)
         run = inspect.unwrap(self._cls.step)
         flag = None if found_inf is None else found_inf.to(torch.float32)
@@ -227,7 +242,7 @@ class TorchOptimizer:
         self, weights: dict[str, Tensor], gradients: dict[str, Tensor], slots: Slots, count: Tensor, tensor_lrs: dict[str, Tensor]
     ) -> tuple[dict[str, Tensor], Slots]:
         traced = _tree.traced()
-        differentiable = traced or bool(self._settings.get("differentiable"))
+        differentiable = traced or self.differentiable
 
         def mine(tensor: Tensor) -> Tensor:
             return tensor.clone() if differentiable else tensor.detach().clone()
@@ -242,6 +257,8 @@ class TorchOptimizer:
         def stepped(slots: Slots) -> tuple[dict[str, Tensor], Slots]:
             new_weights = {name: mine(weight) for name, weight in weights.items()}
             new_slots = {name: {key: mine(value) for key, value in slot.items()} for name, slot in slots.items()}
+            if _tree.under_transform():
+                _batch_alike(new_weights, new_slots, gradients, lrs)
             with torch.set_grad_enabled(differentiable), _PlainArithmetic():
                 self._run(run, new_weights, gradients, new_slots, lrs, flags)
             return new_weights, new_slots
@@ -249,7 +266,7 @@ class TorchOptimizer:
         later: tuple[dict[str, Tensor], Slots] = stepped(slots)
         if not self._first_step_differs:
             return later
-        first = stepped({name: {} for name in slots})
+        first = stepped({name: {} if name in gradients else slot for name, slot in slots.items()})
         return tuple(_tree.map(functools.partial(torch.where, count == 0), *pair) for pair in zip(first, later, strict=True))  # type: ignore[return-value]
 
     def _run(
@@ -349,9 +366,34 @@ def _prepare(params: Tree, leaves: list[Any], grads: Tree, opt_state: OptState) 
 
 
 def _saturating(gradient: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 gradients of half parameters: what is finite stays finite, what is not stays as it is."""
+    """A gradient in its parameter's dtype: what is finite stays finite where that is narrower, what is not stays as it is."""
     limit = torch.finfo(dtype).max
-    return torch.where(torch.isfinite(gradient), gradient.clamp(-limit, limit), gradient).to(dtype)
+    if gradient.is_complex() or limit >= torch.finfo(gradient.dtype).max:
+        return gradient.to(dtype)
+    return _tree.on_values(lambda g: torch.where(torch.isfinite(g), g.clamp(-limit, limit), g).to(dtype), gradient)
+
+
+def _alike(tensor: Tensor, weight: Tensor) -> bool:
+    return tensor.shape != weight.shape or tensor.stride() == weight.stride()
+
+
+def _laid_out_like(tensor: Tensor, weight: Tensor | None) -> Tensor:
+    """A copy; in the memory layout of its weight, since torch's fused kernels walk all of them by one pointer."""
+    if weight is None or _alike(tensor, weight):
+        return tensor.detach().clone()
+    return torch.empty_like(weight, dtype=tensor.dtype).copy_(tensor.detach())
+
+
+def _batch_alike(weights: dict[str, Tensor], slots: Slots, gradients: dict[str, Tensor], lrs: list[Any]) -> None:
+    """Under vmap a batched value cannot be written into an unbatched one: make weights and slots as batched as what they meet."""
+    rates = [rate for rate in lrs if isinstance(rate, Tensor)]
+    for name, gradient in gradients.items():
+        met = sum((rate.to(gradient.dtype) for rate in rates), gradient) if rates else gradient
+        everywhere = torch.ones_like(met, dtype=torch.bool)
+        weights[name] = torch.where(everywhere, weights[name], gradient)
+        for key, value in slots[name].items():
+            if value.shape == gradient.shape and value.dtype == gradient.dtype:
+                slots[name][key] = torch.where(everywhere, value, gradient)
 
 
 def _restored(name: str, saved: dict[str, Any], fresh: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -523,4 +565,6 @@ class TransformationOptimizer:
             updates, new_state = self._update(grads, opt_state, params=params)
         else:
             updates, new_state = self._update(grads, opt_state, params)
-        return _tree.map(lambda p, u: p.clone() if u is None else (p + u).to(p.dtype), params, updates), new_state
+        stepped = _tree.map(lambda p, u: p.clone() if u is None else (p + u).to(p.dtype), params, updates)
+        given = {id(leaf) for leaf in _tree.tensors((params, grads, opt_state))}
+        return stepped, _tree.map(lambda leaf: leaf.clone() if id(leaf) in given else leaf, new_state)

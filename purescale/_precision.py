@@ -124,7 +124,8 @@ def with_policy(apply: Callable[..., tuple[Any, dict[str, Tensor]]], policy: Pol
     - Floating inputs, positional and by keyword, are cast to `policy.compute_dtype`, floating outputs to `policy.output_dtype`,
       in any container that torch's pytree knows. Buffers are never cast, and come back in the dtype they have.
       Frozen parameters compute like the others; what a half forward writes into them is dropped.
-    - With `compute=autocast(...)` nothing is cast but the output: torch's op lists choose.
+    - With `compute=autocast(...)` nothing is cast but the output: torch's op lists choose. It is the way for a net that
+      mixes floating buffers (positional encodings, say) into its activations, which plain half compute would refuse.
 
     Raises `TypeError`, naming the leaf, for a parameter in another dtype than `policy.param_dtype`.
 
@@ -204,7 +205,9 @@ class _NormsIn(TorchFunctionMode):
 
         cast_args, cast_kwargs = list(_tree.cast(args, self.dtype)), _tree.cast(kwargs, self.dtype)
         out = func(*cast_args, **cast_kwargs)
-        for position, name in _RUNNING_STATISTICS[func]:
+        # In eval mode the statistics are only read; a round trip through a narrower dtype would change them.
+        updated = args[5] if len(args) > 5 else kwargs.get("training", kwargs.get("use_input_stats", func is F.instance_norm))
+        for position, name in _RUNNING_STATISTICS[func] if updated else ():
             stored, used = (args[position], cast_args[position]) if position < len(args) else (kwargs.get(name), cast_kwargs.get(name))
             if stored is not None and used is not stored:
                 stored.copy_(used)

@@ -128,7 +128,7 @@ class DynamicScale:
         scale, tolerance = scaler.scale, scaler.hysteresis_tracker
         bad = _tree.flag(found_inf, like=scale)
 
-        clean_steps = scaler.growth_tracker + 1
+        clean_steps = scaler.growth_tracker.clamp(0, 2**31 - 2) + 1
         # >= and not ==, or lowering growth_interval below the count would stop growth for good.
         interval_reached = ~bad & (clean_steps >= self.growth_interval)
         # Kept from going negative, so that a job that overflows for ever cannot wrap it around.
@@ -291,29 +291,14 @@ def _usable(scale: Tensor) -> Tensor:
 
 def check_grads(scale: Tensor, grads: Tree, leaves: list[Any]) -> None:
     """Refuse, naming the leaf, what cannot be a gradient under `scale`."""
+    _tree.check_gradients(grads, leaves)
     for index, leaf in enumerate(leaves):
-        if leaf is None or (isinstance(leaf, Tensor) and _differentiable(leaf) and leaf.device == scale.device):
-            continue
-        path = _tree.paths(grads, "grads")[index]
-        if not isinstance(leaf, Tensor):
-            raise TypeError(
-                f"{path} is {type(leaf).__name__} {leaf!r}; every gradient must be a tensor or None. Cure: put tensors into the tree; "
-                f"dict, list, tuple and NamedTuple are looked into, other containers are not."
+        if leaf is not None and leaf.device != scale.device:
+            raise ValueError(
+                f"{_tree.paths(grads, 'grads')[index]} is on {leaf.device}, the scaler state on {scale.device}; they must be on one device, "
+                f"or each step would wait for a copy. Cure: `scaler = rule.init(device={str(leaf.device)!r})`, or for a restored state "
+                f"`scaler = type(scaler)(*(t.to({str(leaf.device)!r}) for t in scaler))`."
             )
-        if not _differentiable(leaf):
-            raise TypeError(
-                f"{path} has dtype {leaf.dtype}; a gradient is floating or complex. Likely cause: an integer buffer, a mask or a token "
-                f"count stands in the tree of gradients. Cure: leave it out, or put None in its place."
-            )
-        raise ValueError(
-            f"{path} is on {leaf.device}, the scaler state on {scale.device}; they must be on one device, or each step would wait for a "
-            f"copy. Cure: `scaler = rule.init(device={str(leaf.device)!r})`, or for a restored state "
-            f"`scaler = type(scaler)(*(t.to({str(leaf.device)!r}) for t in scaler))`."
-        )
-
-
-def _differentiable(leaf: Tensor) -> bool:
-    return leaf.is_floating_point() or leaf.is_complex()
 
 
 def _check_loss(loss: Any, scale: Tensor, path: Any) -> None:
@@ -350,7 +335,7 @@ def _check_power_of_two(name: str, value: Any) -> None:
 
 
 def _check_count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+    if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be a whole number of steps, got {value!r} ({type(value).__name__}).")
     if not 1 <= value < 2**31:
         raise ValueError(f"{name} must be from 1 to 2**31 - 1, got {value!r}.")

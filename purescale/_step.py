@@ -75,9 +75,17 @@ def maybe_step(
     bad = _tree.flag(found_inf, like=next(iter(_tree.tensors(params)), None))
     if isinstance(optimizer, TorchOptimizer) and optimizer.has_fused_kernel(params, grads):
         return optimizer.fused_step(params, grads, opt_state, bad, donate=donate)
-    stepped = optimizer.step(params, grads, opt_state)
-    new_params, new_opt_state = _tree.where(bad, (params, opt_state), stepped, donate=donate)
+    with _off_the_graph(optimizer):
+        stepped = optimizer.step(params, grads, opt_state)
+        new_params, new_opt_state = _tree.where(bad, (params, opt_state), stepped, donate=donate)
     return new_params, new_opt_state
+
+
+def _off_the_graph(optimizer: Optimizer) -> contextlib.AbstractContextManager[Any]:
+    """As torch.optim: a step over parameters that require a gradient would else hold on to every step before it."""
+    if _tree.traced() or getattr(optimizer, "differentiable", False):
+        return contextlib.nullcontext()
+    return torch.no_grad()
 
 
 def unscale_and_step(
@@ -107,8 +115,10 @@ def unscale_and_step(
     >>> unscale_and_step(sgd, scaler, params, {"w": torch.tensor([2.0])}, sgd.init(params)).params
     {'w': tensor([0.5000])}
     """
+    # Unscaling in place must not reach parameters or state that stand in the gradients' memory.
+    alone = donate and (_tree.traced() or not _tree.share_memory(scaled_grads, (params, opt_state, scaler)))
     return _unscale_and_step(
-        optimizer, scaler, params, scaled_grads, opt_state, max_norm, clip_value, group, donate=donate, donate_grads=donate
+        optimizer, scaler, params, scaled_grads, opt_state, max_norm, clip_value, group, donate=donate, donate_grads=alone
     )
 
 
@@ -151,10 +161,9 @@ def _fuses(optimizer: Optimizer, params: Tree, grads: Tree) -> bool:
     """Whether one kernel can unscale, skip and update in place of the gradients: each leaf its own, none to be cast."""
     if not (isinstance(optimizer, TorchOptimizer) and optimizer.has_fused_kernel(params, grads)):
         return False
-    gradients = [leaf for leaf in _tree.flatten(grads)[0] if leaf is not None]
-    dtypes = {leaf.dtype for leaf in (*gradients, *_tree.tensors(params))}
-    distinct = len({id(leaf) for leaf in gradients}) == len(gradients)
-    return len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64} and distinct and all(map(_tree.donatable, gradients))
+    weights, gradients = _tree.tensors(params), _tree.tensors(grads)
+    dtypes = {leaf.dtype for leaf in (*gradients, *weights)}
+    return len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64} and all(_tree.exclusive(gradients, weights))
 
 
 # ---- the composer ----------------------------------------------------------------------------------------------------
@@ -175,6 +184,7 @@ def init_train_state(params: Tree, buffers: Tree, optimizer: Optimizer, rule: Ru
     >>> state.step, state.scaler.scale
     (tensor(0), tensor(65536.))
     """
+    _check_parts(optimizer, rule)
     weights = _tree.tensors(params)
     if not weights:
         raise ValueError(f"init_train_state got params without a tensor, {params!r}. Cure: `apply, params, buffers = make_functional(model)`.")
@@ -225,7 +235,8 @@ def train_step(
     - `loss_fn(params, buffers, microbatch)` returns `(loss, new_buffers)` or `(loss, new_buffers, aux)`; loss unscaled, real,
       of one element. Buffers thread through the microbatches; return `buffers` where nothing changes them.
     - `weight_fn(microbatch)`: its weight in the average, a number or a 0-d tensor, not negative: samples or tokens. Default:
-      equal. What has weight 0 counts for nothing, and a step whose weights are all 0 leaves all but `rng` as it was.
+      equal. What has weight 0 counts for nothing. A step whose weights are all 0, or where one is not finite or negative,
+      leaves all but `rng` as it was.
     - `max_norm`, `clip_value`: as in `clip_by_global_norm` and `clip_by_value`, on the averaged, unscaled gradients.
     - `donate`: the tensors of `state` may be overwritten; the caller gives them up. Same bits.
     - `on_nonfinite`, `bn_update`, `group`, `max_retries`: only their defaults are there in this version.
@@ -247,10 +258,10 @@ def train_step(
     >>> state.params, info.loss, info.scale, state.scaler.scale
     ({'w': tensor([0.])}, tensor(1.), tensor(65536.), tensor(131072.))
     """
-    _check_call(state, microbatches, max_norm, clip_value, on_nonfinite, bn_update, group, max_retries)
+    _check_call(state, microbatches, optimizer, rule, max_norm, clip_value, on_nonfinite, bn_update, group, max_retries)
     with _generator(state) as rng:
         window = _window(state, microbatches, loss_fn, weight_fn)
-    empty = None if weight_fn is None else window.weight == 0
+    empty = None if weight_fn is None else (window.weight == 0) | ~window.weights_ok
     out = _unscale_and_step(
         optimizer, state.scaler, state.params, window.grads, state.opt_state, max_norm, clip_value, None,
         donate=donate, donate_grads=True, empty=empty,
@@ -283,70 +294,77 @@ class _Window(NamedTuple):
     grads: Tree  # still scaled
     loss: Tensor
     weight: Any
+    weights_ok: Any  # whether every weight was finite and not negative; True where there is no weight_fn
     buffers: Tree
     aux: tuple[Any, ...]
 
 
 def _window(state: TrainState, microbatches: list[Any], loss_fn: LossFn, weight_fn: Callable[[Any], float | Tensor] | None) -> _Window:
-    grads: list[Any] = []
-    loss: Any = None
+    mean: list[Any] = []
+    structure: Any = None
     total: Any = 0.0
+    weights_ok: Any = True
     buffers, aux = state.buffers, []
-    structure = None
     for microbatch in microbatches:
         weight = 1.0 if weight_fn is None else _weight(weight_fn(microbatch), state.scaler.scale)
-        tree, (this_loss, buffers, this_aux) = _scaled_grads(state, buffers, microbatch, loss_fn)
-        new, structure = _tree.flatten(tree)
+        grads, (loss, new_buffers, new_aux) = _scaled_grads(state, buffers, microbatch, loss_fn)
+        new, structure = _tree.flatten((loss, grads))
         total = total + weight
-        share = 1.0 / total if weight_fn is None else torch.where(total > 0, weight / total, 0.0)
-        *grads, loss = _mean([*grads, loss], [*new, this_loss], share)
-        aux += this_aux
-    assert structure is not None, "microbatches is not empty: checked at the call"
-    return _Window(structure.unflatten(grads), loss, total, buffers, tuple(aux))
+        if isinstance(weight, Tensor):
+            weights_ok = weights_ok & torch.isfinite(weight) & (weight >= 0)
+            new_buffers = _tree.where(weight == 0, buffers, new_buffers, donate=False)
+            mean = _mean(mean, new, torch.where(weight > 0, weight / total, 0.0))
+        else:
+            mean = _mean(mean, new, weight / total)
+        buffers = new_buffers
+        aux += new_aux
+    loss, grads = structure.unflatten(mean)
+    return _Window(grads, loss, total, weights_ok, buffers, tuple(aux))
 
 
 def _mean(mean: list[Any], new: list[Any], share: Any) -> list[Any]:
-    """`mean * (1 - share) + new * share`, which cannot overflow; where `share` is 0 even inf and NaN count for nothing."""
-    counted = []
-    for value in new:
-        value = _tree.at_least_float32(value)
-        if isinstance(share, Tensor):
-            value = torch.where(share > 0, value, 0) * share
-        elif share != 1.0:
-            value = value * share
-        counted.append(value)
-    if len(mean) != len(new):
-        return counted
-    return [value if old is None else old * (1 - share) + value for old, value in zip(mean, counted, strict=True)]
+    """`mean * (1 - share) + new * share` in at least float32, which cannot overflow; at a share of 0 even inf and NaN count for nothing."""
+
+    def counted(value: Tensor) -> Tensor:
+        wide = value.to(torch.promote_types(value.dtype, torch.float32))
+        return ((torch.where(share > 0, wide, 0) if isinstance(share, Tensor) else wide) * share).to(wide.dtype)
+
+    if not isinstance(share, Tensor) and share == 1.0:
+        return new
+    parts = [None if value is None else _tree.on_values(counted, value) for value in new]
+    if not mean:
+        return parts
+    return [part if old is None else (old * (1 - share) + part).to(part.dtype) for old, part in zip(mean, parts, strict=True)]
 
 
 def _scaled_grads(state: TrainState, buffers: Tree, microbatch: Any, loss_fn: LossFn) -> tuple[Tree, tuple[Tensor, Tree, list[Any]]]:
-    """The gradients of the scaled loss, and the unscaled loss, the new buffers and aux off the graph."""
+    """The gradients of the scaled loss; the unscaled loss, the new buffers and aux, off the graph and in memory of their own."""
+    leaves, structure = _tree.flatten(state.params)
+    inputs = [leaf for leaf in leaves if leaf is not None]
 
-    def scaled(params: Tree) -> tuple[Tensor, tuple[Tensor, Tree, list[Any]]]:
+    def scaled(inputs: list[Tensor]) -> tuple[Tensor, tuple[Tensor, Tree, list[Any]]]:
+        present = iter(inputs)
+        params = structure.unflatten([None if leaf is None else next(present) for leaf in leaves])
         loss, new_buffers, aux = _checked(loss_fn(params, buffers, microbatch), buffers)
         return scale_loss(state.scaler, loss).reshape(()), (loss.reshape(()), new_buffers, aux)
 
     if _tree.traced():
-        grads, (_, outputs) = torch.func.grad_and_value(scaled, has_aux=True)(state.params)
-        return grads, outputs
-
-    # torch.func.grad would give the same bits; this also takes checkpointing and custom Functions of the older form.
-    leaves, structure = _tree.flatten(state.params)
-    with torch.enable_grad():
-        inputs = [leaf.detach().requires_grad_() for leaf in leaves]
-        loss, outputs = scaled(structure.unflatten(inputs))
-        if not loss.requires_grad:
-            raise ValueError(
-                "the loss does not depend on params. Likely cause: loss_fn calls the module and not `apply(params, buffers, ...)`, or runs "
-                "under torch.no_grad. Cure: `out, buffers = apply(params, buffers, x)` and a loss of that `out`."
-            )
-        grads = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
-    return structure.unflatten(list(grads)), _detached(outputs)
-
-
-def _detached(tree: Any) -> Any:
-    return torch.utils._pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, tree)
+        grads, (_, outputs) = torch.func.grad_and_value(scaled, has_aux=True)(inputs)
+        outputs = _tree.fresh(outputs)
+    else:
+        # torch.func.grad would give the same bits; this also takes checkpointing and custom Functions of the older form.
+        with torch.enable_grad():
+            inputs = [leaf.detach().requires_grad_() for leaf in inputs]
+            loss, outputs = scaled(inputs)
+            if not loss.requires_grad:
+                raise ValueError(
+                    "the loss does not depend on params. Likely cause: loss_fn calls the module and not `apply(params, buffers, ...)`, or "
+                    "runs under torch.no_grad. Cure: `out, buffers = apply(params, buffers, x)` and a loss of that `out`."
+                )
+            grads = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
+        outputs = _tree.fresh(outputs, (state, microbatch))
+    present = iter(grads)
+    return structure.unflatten([None if leaf is None else next(present) for leaf in leaves]), outputs
 
 
 def _checked(returned: Any, buffers: Tree) -> tuple[Tensor, Tree, list[Any]]:
@@ -359,7 +377,8 @@ def _checked(returned: Any, buffers: Tree) -> tuple[Tensor, Tree, list[Any]]:
     loss, new_buffers, *aux = returned
     if isinstance(loss, (tuple, list, dict)) or not isinstance(loss, Tensor):
         raise TypeError(f"loss_fn returned {type(loss).__name__} as its loss; expected a tensor of one element. Cure: loss first, `return loss, new_buffers`.")
-    _tree.leaves_like("new_buffers", new_buffers, "buffers", buffers)
+    for index, (old, new) in enumerate(zip(_tree.flatten(buffers)[0], _tree.leaves_like("new_buffers", new_buffers, "buffers", buffers), strict=True)):
+        _tree.check_pair(old, new, buffers, index, "buffers", "new_buffers")
     return loss, new_buffers, aux
 
 
@@ -367,12 +386,12 @@ def _weight(weight: Any, like: Tensor) -> Tensor:
     if isinstance(weight, Tensor):
         if weight.ndim:
             raise ValueError(f"weight_fn returned a tensor of shape {tuple(weight.shape)}; a weight is 0-d. Cure: `mask.sum()`.")
-        return weight.to(like.device, torch.float32)
+        return weight.to(like.device, _tree.widest_float(like.device))
     if isinstance(weight, bool) or not isinstance(weight, numbers.Real):
         raise TypeError(f"weight_fn returned {weight!r}; a weight is a number or a 0-d tensor. Cure: `weight_fn=lambda batch: len(batch[0])`.")
     if not (math.isfinite(weight) and weight >= 0):
         raise ValueError(f"weight_fn returned {weight!r}; a weight is finite and not negative: samples or tokens.")
-    return torch.full((), float(weight), device=like.device)
+    return torch.full((), float(weight), dtype=_tree.widest_float(like.device), device=like.device)
 
 
 @contextlib.contextmanager
@@ -394,10 +413,20 @@ def _generator(state: TrainState) -> Iterator[Callable[[], Any]]:
 
 
 def _check_call(
-    state: TrainState, microbatches: Any, max_norm: Any, clip_value: Any, on_nonfinite: str, bn_update: str, group: Any, max_retries: int
+    state: TrainState,
+    microbatches: Any,
+    optimizer: Any,
+    rule: Any,
+    max_norm: Any,
+    clip_value: Any,
+    on_nonfinite: str,
+    bn_update: str,
+    group: Any,
+    max_retries: int,
 ) -> None:
     if not isinstance(state, TrainState):
         raise TypeError(f"train_step takes a TrainState, got {type(state).__name__}. Cure: `state = init_train_state(params, buffers, optimizer, rule)`.")
+    _check_parts(optimizer, rule)
     if not isinstance(microbatches, list):
         raise TypeError(
             f"microbatches is a {type(microbatches).__name__}; expected a list, one step for all of it. Likely cause: one (input, target) "
@@ -418,3 +447,13 @@ def _check_call(
             "a step with rng in its state cannot be traced: torch's generators are outside of torch.compile and torch.func. "
             "Cure: state._replace(rng=()), torch.manual_seed before the step, and for vmap randomness='different'."
         )
+
+
+def _check_parts(optimizer: Any, rule: Any) -> None:
+    if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "step", None))):
+        raise TypeError(
+            f"optimizer is {type(optimizer).__name__}; expected an object with `init` and `step`. "
+            f"Cure: from_torch(torch.optim.AdamW, lr=1e-3), or from_transformation(tx)."
+        )
+    if not (callable(getattr(rule, "init", None)) and callable(getattr(rule, "update", None))):
+        raise TypeError(f"rule is {type(rule).__name__}; expected an object with `init` and `update`. Cure: DynamicScale(), StaticScale(512.0) or NoScale().")

@@ -6,6 +6,7 @@ Dicts keep their key order: a compiled step whose outputs came back in sorted or
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -52,6 +53,20 @@ def tensors(tree: Tree) -> list[Tensor]:
 def clone(tree: Tree) -> Tree:
     """`tree` in fresh memory, off the autograd graph."""
     return map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def fresh(tree: Any, inputs: Any = None) -> Any:
+    """`tree`, in any container that torch's pytree knows, off the graph; copied where it may share memory with `inputs`."""
+    if traced():
+        return torch_pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
+    taken = {storage(leaf) for leaf in torch_pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)}
+
+    def own(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.detach().clone() if storage(leaf) in taken else leaf.detach()
+
+    return torch_pytree.tree_map(own, tree)
 
 
 def paths(tree: Tree, name: str) -> list[str]:
@@ -152,29 +167,40 @@ def where(found_inf: Tensor | bool, old: Tree, new: Tree, *, donate: bool) -> Tr
     leaves, structure = flatten(old)
     others = leaves_like("new", new, "old", old)
     for index, (a, b) in enumerate(zip(leaves, others, strict=True)):
-        if isinstance(a, Tensor) and isinstance(b, Tensor):
-            if a.shape != b.shape or a.dtype != b.dtype:
-                where_ = "" if torch.compiler.is_compiling() else paths(old, "tree")[index]
-                raise ValueError(
-                    f"select: {where_} is {a.dtype} {tuple(a.shape)} in old and {b.dtype} {tuple(b.shape)} in new. Both must agree "
-                    f"in dtype and shape. Cure: `.to(old.dtype)` what was computed in another dtype."
-                )
-        elif type(a) is not type(b) or a != b:
-            where_ = "" if torch.compiler.is_compiling() else paths(old, "tree")[index]
-            raise ValueError(
-                f"select: {where_} is {a!r} in old and {b!r} in new. What changes in a step must be a tensor, or a skipped step could "
-                f"not keep the old value without reading the flag. Cure: `torch.tensor({b!r})`."
-            )
+        check_pair(a, b, old, index, "old", "new")
     bad = flag(found_inf, like=next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None))
 
-    def pick(a: Any, b: Any) -> Any:
-        if not isinstance(a, Tensor):
-            return a
-        if not (donate and donatable(a)):
-            return torch.where(bad, a, b)
-        return a.copy_(torch.where(bad, a, b)) if torch.compiler.is_compiling() else torch.where(bad, a, b, out=a)
+    mine = [False] * len(leaves)
+    if donate:
+        mine = exclusive(leaves, [b for a, b in zip(leaves, others, strict=True) if b is not a])
+    # Whatever is not written in place comes first: it may read what is about to be overwritten.
+    compiling = torch.compiler.is_compiling()
+    results = [
+        torch.where(bad, a, b) if isinstance(a, Tensor) and (compiling or not own) else a
+        for a, b, own in zip(leaves, others, mine, strict=True)
+    ]
+    for index, (a, b, own) in enumerate(zip(leaves, others, mine, strict=True)):
+        if own and b is not a:
+            results[index] = a.copy_(results[index]) if compiling else torch.where(bad, a, b, out=a)
+    return structure.unflatten(results)
 
-    return structure.unflatten([pick(a, b) for a, b in zip(leaves, others, strict=True)])
+
+def check_pair(a: Any, b: Any, tree: Tree, index: int, name: str, other: str) -> None:
+    """Refuse two leaves of which the flag could not pick one."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype:
+        return
+    if not isinstance(a, Tensor) and type(a) is type(b) and a == b:
+        return
+    path = f"leaf {index}" if torch.compiler.is_compiling() else paths(tree, name)[index]
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        raise ValueError(
+            f"{path} is {a.dtype} {tuple(a.shape)}, but {b.dtype} {tuple(b.shape)} in {other}. A skipped step keeps the one, an applied step "
+            f"takes the other, so both must agree. Cure: `.to({a.dtype})` what was computed in another dtype."
+        )
+    raise ValueError(
+        f"{path} is {a!r}, but {b!r} in {other}. What changes in a step must be a tensor, or a skipped step could not keep the old value "
+        f"without reading the flag. Cure: `torch.tensor(...)`."
+    )
 
 
 def flag(found_inf: Tensor | bool, like: Tensor | None = None) -> Tensor:
@@ -189,6 +215,30 @@ def flag(found_inf: Tensor | bool, like: Tensor | None = None) -> Tensor:
     if isinstance(found_inf, bool):
         return torch.tensor(found_inf, device=None if like is None else like.device)
     raise TypeError(f"found_inf must be a 0-d bool tensor (True = bad), got {found_inf!r}.")
+
+
+def storage(leaf: Tensor) -> int:
+    """What two tensors have in common that share memory."""
+    if leaf.layout is torch.sparse_coo:
+        leaf = leaf._values()
+    elif leaf.layout is not torch.strided:
+        leaf = leaf.values()
+    return (leaf.to_local() if isinstance(leaf, DTensor) else leaf).untyped_storage().data_ptr()
+
+
+def share_memory(a: Tree, b: Tree) -> bool:
+    return not {storage(leaf) for leaf in tensors(a)}.isdisjoint(storage(leaf) for leaf in tensors(b))
+
+
+def exclusive(leaves: Sequence[Any], others: Sequence[Any] = ()) -> list[bool]:
+    """Which leaves may be written to: donatable, and no other of all these tensors stands in the same memory."""
+    if under_transform():
+        return [False] * len(leaves)
+    if torch.compiler.is_compiling():
+        # The caller computes everything before it writes anything, so that shared memory does no harm.
+        return [isinstance(leaf, Tensor) and donatable(leaf) for leaf in leaves]
+    users = collections.Counter(storage(leaf) for leaf in (*leaves, *others) if isinstance(leaf, Tensor))
+    return [isinstance(leaf, Tensor) and donatable(leaf) and users[storage(leaf)] == 1 for leaf in leaves]
 
 
 def is_dense(leaf: Tensor) -> bool:
@@ -226,29 +276,28 @@ def _each(
     results: Leaves = list(leaves)
     fresh: list[int] = []
     in_place: list[int] = []
-    seen: set[int] = set()
+    mine = [own and alone for own, alone in zip(owned, exclusive(leaves), strict=True)] if any(owned) else owned
     for index, leaf in enumerate(leaves):
         if leaf is None:
             continue
-        if traced() or leaf.ndim == 0 or not is_dense(leaf):
-            result = on_values(functools.partial(_in_own_dtype, plain, operand=operand), leaf)
-            compiled_in_place = owned[index] and torch.compiler.is_compiling() and donatable(leaf)
-            results[index] = leaf.copy_(result) if compiled_in_place else result
-        # One tensor that stands in two places must not be divided twice.
-        elif owned[index] and donatable(leaf) and id(leaf) not in seen:
-            seen.add(id(leaf))
-            in_place.append(index)
+        if traced() or leaf.ndim == 0 or leaf.is_complex() or not is_dense(leaf):
+            results[index] = on_values(functools.partial(_in_own_dtype, plain, operand=operand), leaf)
         else:
-            fresh.append(index)
+            (in_place if mine[index] else fresh).append(index)
     if fresh:
         for index, result in zip(fresh, foreach([leaves[index] for index in fresh], operand), strict=True):
             results[index] = result
     if in_place:
         foreach_([leaves[index] for index in in_place], operand)
+    if torch.compiler.is_compiling():
+        results = [leaf.copy_(new) if own and leaf is not None else new for leaf, new, own in zip(leaves, results, mine, strict=True)]
     return results
 
 
 def _in_own_dtype(plain: Callable[..., Tensor], leaf: Tensor, *, operand: Tensor) -> Tensor:
+    if leaf.is_complex():
+        # Complex division is not exact where real division is: 0 / 2**-149 is NaN.
+        return torch.view_as_complex(plain(torch.view_as_real(leaf.resolve_conj().resolve_neg()), operand))
     # Two 0-d tensors promote to the wider dtype, so a 0-d bfloat16 leaf would come back as float32.
     result: Tensor = plain(leaf, operand).to(leaf.dtype)
     return result
@@ -260,14 +309,31 @@ def on_values(fn: Callable[[Tensor], Tensor], leaf: Tensor) -> Tensor:
         return fn(leaf)
     if leaf.layout is torch.sparse_coo:
         values = fn(leaf._values())
-        return torch.sparse_coo_tensor(leaf._indices(), values, leaf.shape, is_coalesced=leaf.is_coalesced(), check_invariants=False).coalesce()
+        return torch.sparse_coo_tensor(leaf._indices().clone(), values, leaf.shape, is_coalesced=leaf.is_coalesced(), check_invariants=False).coalesce()
     return torch.sparse_compressed_tensor(*_compressed_indices(leaf), fn(leaf.values()), leaf.shape, layout=leaf.layout, check_invariants=False)
 
 
 def _compressed_indices(leaf: Tensor) -> tuple[Tensor, Tensor]:
     if leaf.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return leaf.crow_indices(), leaf.col_indices()
-    return leaf.ccol_indices(), leaf.row_indices()
+        return leaf.crow_indices().clone(), leaf.col_indices().clone()
+    return leaf.ccol_indices().clone(), leaf.row_indices().clone()
+
+
+def check_gradients(grads: Tree, leaves: Leaves) -> None:
+    """Refuse, naming the leaf, what cannot be a gradient."""
+    for index, leaf in enumerate(leaves):
+        if leaf is None or (isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())):
+            continue
+        path = paths(grads, "grads")[index]
+        if not isinstance(leaf, Tensor):
+            raise TypeError(
+                f"{path} is {type(leaf).__name__} {leaf!r}; every gradient must be a tensor or None. Cure: put tensors into the tree; "
+                f"dict, list, tuple and NamedTuple are looked into, other containers are not."
+            )
+        raise TypeError(
+            f"{path} has dtype {leaf.dtype}; a gradient is floating or complex. Likely cause: an integer buffer, a mask or a token "
+            f"count stands in the tree of gradients. Cure: leave it out, or put None in its place."
+        )
 
 
 def at_least_float32(leaf: Tensor) -> Tensor:
@@ -276,6 +342,11 @@ def at_least_float32(leaf: Tensor) -> Tensor:
     if narrow or leaf.dtype is torch.complex32:
         return on_values(lambda values: values.to(torch.float32 if narrow else torch.complex64), leaf)
     return leaf
+
+
+def widest_float(device: torch.device) -> torch.dtype:
+    """For a handful of 0-d tensors, whose precision costs nothing."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def stored_values(leaf: Tensor) -> Tensor:

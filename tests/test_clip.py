@@ -61,7 +61,7 @@ def test_a_norm_of_what_is_not_finite_is_not_finite(bad):
 def test_dtypes_stay(dtype):
     clipped, norm = ps.clip_by_global_norm([torch.full((4,), 3, dtype=dtype), torch.tensor(0, dtype=dtype)], 3.0)
     assert [t.dtype for t in clipped] == [dtype, dtype]
-    assert norm.dtype is torch.float32
+    assert norm.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
     torch.testing.assert_close(clipped[0].abs().float(), torch.full((4,), 1.5), rtol=1e-2, atol=0)
 
 
@@ -121,3 +121,27 @@ def test_a_bound_that_is_not_above_zero_is_refused(value):
 def test_complex_gradients_have_no_order_to_clip_by():
     with pytest.raises(TypeError, match=r"grads\['w'\] has dtype torch.complex64"):
         ps.clip_by_value({"w": torch.ones(1, dtype=torch.complex64)}, 1.0)
+
+
+def test_float64_gradients_are_clipped_in_float64():
+    clipped, norm = ps.clip_by_global_norm([torch.tensor([3e300, 4e300], dtype=torch.float64)], 5.0)
+    assert norm.item() == pytest.approx(5e300, rel=1e-14)
+    assert clipped[0].tolist() == pytest.approx([3.0, 4.0], rel=1e-14)
+
+
+def test_duplicate_sparse_values_are_summed_before_they_are_clipped():
+    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 0]]), torch.tensor([3.0, 3.0]), (2,), check_invariants=True)
+    assert ps.clip_by_value([sparse], 1.0)[0].to_dense().tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("bound", [1e5, torch.tensor(1e5)])
+@pytest.mark.parametrize("grad", [torch.tensor([-2.0, 2.0]).half(), torch.tensor(2.0).half()])
+def test_a_bound_beyond_the_range_of_the_dtype_is_no_bound(grad, bound):
+    assert same_bits(ps.clip_by_value([grad], bound), [grad])
+
+
+@pytest.mark.parametrize("leaf", [1.0, torch.tensor([1])])
+def test_what_is_no_gradient_is_refused_by_path(leaf):
+    for clip in (ps.clip_by_global_norm, ps.clip_by_value):
+        with pytest.raises(TypeError, match=r"grads\['w'\]"):
+            clip({"w": leaf}, 1.0)

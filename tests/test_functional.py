@@ -238,3 +238,26 @@ def test_a_deep_copy_of_the_state_is_independent():
     copied = clone(params)
     copied["weight"].zero_()
     assert params["weight"].any()
+
+
+def test_an_embedding_that_renormalises_its_weight_leaves_params_alone():
+    module = nn.Embedding(3, 2, max_norm=0.1)
+    apply, params, buffers = ps.make_functional(module)
+    with Untouched(params):
+        out, _ = apply(params, buffers, torch.tensor([0, 2]))
+    torch.testing.assert_close(out, module(torch.tensor([0, 2])).detach())
+
+
+def test_a_module_that_writes_into_its_parameter_is_refused_by_name():
+    class Clamped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(2))
+
+        def forward(self, x):
+            with torch.no_grad():
+                self.w.clamp_(max=0.5)
+            return x * self.w
+
+    with pytest.raises(RuntimeError, match=r"wrote into its parameter w, so params\['w'\] has changed"):
+        (lambda f: f[0](f[1], f[2], torch.ones(2)))(ps.make_functional(Clamped()))

@@ -149,6 +149,7 @@ def test_a_schedule_does_not_advance_on_a_skipped_step():
     sgd = ps.from_torch(torch.optim.SGD, lr=schedule)
     params = {"w": torch.tensor([8.0])}
     opt_state = sgd.init(params)
+    seen.clear()
     for bad in [False, True, True, False]:
         params, opt_state = ps.maybe_step(sgd, params, {"w": torch.ones(1)}, opt_state, torch.tensor(bad))
     assert [s.item() for s in seen] == [0, 1, 1, 1]

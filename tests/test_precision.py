@@ -1,5 +1,7 @@
 """What runs in which dtype."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -247,3 +249,25 @@ def test_a_policy_compiles_in_one_graph(policy):
     out, new_buffers = compiled(params, buffers, batch()[0])
     torch.testing.assert_close(out, expected[0], rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(new_buffers, expected[1], rtol=2e-2, atol=2e-2)
+
+
+def test_half_norms_do_not_change_running_statistics_in_eval_mode():
+    apply, params, buffers = ps.make_functional(small_net())
+    buffers["1.running_var"].fill_(112345.0)
+    _, new_buffers = ps.with_policy(apply, HALF + ",norms=float16")(params, buffers, batch()[0], train=False)
+    assert same_bits(new_buffers, buffers)
+
+
+def test_further_norm_weights_can_be_named():
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gamma = nn.Parameter(torch.ones(2))
+
+        def forward(self, x):
+            return F.rms_norm(x.float(), (2,)) * self.gamma, self.gamma.dtype
+
+    apply, params, buffers = ps.make_functional(Scale())
+    named = dataclasses.replace(apply, norm_params=apply.norm_params | {"gamma"})
+    assert ps.with_policy(apply, HALF)(params, buffers, torch.ones(1, 2))[0][1] is f16
+    assert ps.with_policy(named, HALF)(params, buffers, torch.ones(1, 2))[0][1] is f32

@@ -409,3 +409,18 @@ def test_a_state_on_another_device_than_the_gradients_is_refused():
 def test_a_flag_that_is_not_0d_is_refused():
     with pytest.raises(ValueError, match="one flag decides"):
         ps.DynamicScale().update(ps.DynamicScale().init(), torch.tensor([True, False]))
+
+
+@pytest.mark.parametrize("scale", [2.0**-149, 2.0**-130, 2.0**127])
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex32])
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_complex_zeros_unscale_to_zeros_at_every_scale(scale, dtype):
+    unscaled, found_inf = ps.unscale_and_check(at(scale), [torch.zeros(2, dtype=dtype)])
+    assert unscaled[0].tolist() == [0, 0]
+    assert unscaled[0].dtype is torch.complex64
+    assert not found_inf
+
+
+def test_a_count_at_the_end_of_its_range_does_not_wrap():
+    state = at(8.0, growth_tracker=2**31 - 1, hysteresis_tracker=1)
+    assert ps.DynamicScale(growth_interval=2**31 - 1).update(state, torch.tensor(False)).scale == 16

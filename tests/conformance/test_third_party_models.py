@@ -21,13 +21,20 @@ both_policies = pytest.mark.parametrize("policy", [PLAIN, AUTOCAST], ids=["cast"
 
 
 def gpt2():
-    config = transformers.GPT2Config(vocab_size=VOCABULARY, n_positions=16, n_embd=WIDTH, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_positions=16, n_embd=WIDTH, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+    )
     return transformers.GPT2LMHeadModel(config)
 
 
 def bert():
     config = transformers.BertConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, max_position_embeddings=16
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=16,
     )
     return transformers.BertForMaskedLM(config)
 
@@ -75,7 +82,7 @@ def tensors_of(model):
     return dict(model.named_parameters()) | dict(model.named_buffers())
 
 
-def job(model, how, policy, init_scale=2.0**16):
+def job(model, how, policy, init_scale=2.0**16, **settings):
     """(state, step): AdamW under a dynamic scale, dropout drawn from the state; `step(state, microbatches)`."""
     apply, params, buffers = ps.make_functional(model)
     apply = ps.with_policy(apply, policy)
@@ -93,7 +100,7 @@ def job(model, how, policy, init_scale=2.0**16):
         return loss, seen[0]
 
     def step(state, microbatches):
-        return ps.train_step(state, microbatches, loss_fn=loss_fn, optimizer=optimizer, rule=rule)
+        return ps.train_step(state, microbatches, loss_fn=loss_fn, optimizer=optimizer, rule=rule, **settings)
 
     return ps.init_train_state(params, buffers, optimizer, rule, rng=torch.Generator().manual_seed(0).get_state()), step
 
@@ -179,13 +186,17 @@ def test_the_loss_falls_over_ten_steps_on_one_batch(made, tokens, policy):
     assert all(p.dtype is torch.float32 for p in state.params.values())
 
 
-def test_the_loss_of_a_half_step_is_that_of_the_float32_module(made, tokens):
+@both_policies
+def test_loss_and_gradient_norm_of_a_half_step_are_those_of_the_float32_module(made, tokens, policy):
     model, how = made
-    state, step = job(model, how, PLAIN)
+    state, step = job(model, how, policy, init_scale=2.0**10, max_norm=math.inf)  # which only measures
     _, info = step(state, [tokens])
     torch.set_rng_state(state.rng.clone())
-    expected, _ = how(model, tokens)
-    assert_close(info.loss, expected.detach(), rtol=5e-3, atol=0.0)
+    loss, _ = how(model, tokens)
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    assert not info.found_inf
+    assert_close((info.loss, info.grad_norm), (loss.detach(), norm), rtol=5e-3, atol=0.0)
 
 
 @pytest.mark.parametrize("name", ["bert", "t5", "x_transformer"])

@@ -1,0 +1,604 @@
+"""One step: skipped or applied as a whole, replayed bit for bit."""
+
+import functools
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils._pytree as pytree
+from helpers import Dispatched, Untouched, any32, batch, clone, finite32, job, powers_of_two, same_bits, scaled_by, shares_memory, trees
+from hypothesis import given, settings
+from torch import nn
+
+import purescale as ps
+
+O = torch.optim
+ADAMW = ps.from_torch(O.AdamW, lr=0.01)
+SGD = ps.from_torch(O.SGD, lr=0.1, momentum=0.9)
+RULE = ps.DynamicScale(init_scale=2.0**10, growth_interval=3)
+optimizers = pytest.mark.parametrize("optimizer", [ADAMW, SGD, ps.from_torch(O.RMSprop)], ids=["AdamW", "SGD", "RMSprop"])
+
+OVERFLOWS = 2.0**24  # a scale under which the small net overflows float16
+
+
+def run(state, step, count, start=0):
+    infos = []
+    for index in range(start, start + count):
+        state, info = step(state, [batch(index)])
+        infos.append(info)
+    return state, infos
+
+
+# ---- select
+
+
+@given(trees(any32), st.booleans())
+def test_select_takes_one_tree_whole(tree, bad):
+    other = pytree.tree_map(lambda t: None if t is None else t + 1, tree)
+    with Untouched((tree, other)):
+        picked = ps.select(torch.tensor(bad), tree, other)
+    assert same_bits(picked, tree if bad else other)
+    assert not shares_memory((tree, other), picked)
+
+
+def test_select_under_vmap_equals_a_loop():
+    picked = torch.vmap(ps.select)(torch.tensor([True, False]), {"a": torch.tensor([1.0, 2.0])}, {"a": torch.tensor([3.0, 4.0])})
+    assert picked["a"].tolist() == [1, 4]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ({"a": torch.ones(1)}, {"b": torch.ones(1)}, r"new does not match old: missing \['a'\]; not in old: \['b'\]"),
+        ({"a": torch.ones(1)}, {"a": torch.ones(2)}, r"old\['a'\] is torch.float32 \(1,\), but torch.float32 \(2,\) in new"),
+        ({"a": torch.ones(1)}, {"a": torch.ones(1).half()}, r"torch.float16 \(1,\) in new"),
+        ({"a": 1}, {"a": 2}, r"old\['a'\] is 1, but 2 in new"),
+        ({"a": torch.ones(1)}, {"a": None}, r"old\['a'\] is .*, but None in new"),
+    ],
+)
+def test_select_refuses_trees_that_differ(old, new, message):
+    with pytest.raises(ValueError, match=message):
+        ps.select(torch.tensor(True), old, new)
+
+
+def test_one_flag_decides_so_it_is_0d():
+    with pytest.raises(ValueError, match="one flag decides"):
+        ps.select(torch.tensor([True]), torch.ones(1), torch.ones(1))
+    with pytest.raises(TypeError, match="found_inf must be a 0-d bool tensor"):
+        ps.select(None, torch.ones(1), torch.ones(1))
+
+
+# ---- unscale_and_step
+
+
+@given(trees(any32), powers_of_two, st.sampled_from([None, 0.5]), st.sampled_from([None, 0.1]), st.booleans())
+def test_unscale_and_step_equals_its_parts_bit_for_bit(grads, scale, max_norm, clip_value, donate):
+    scaler = RULE.init()._replace(scale=torch.tensor(scale))
+    params = pytree.tree_map(lambda t: None if t is None else torch.ones_like(t), grads)
+    for optimizer in (ADAMW, SGD):
+        state = optimizer.init(params)
+        parts, found_inf = ps.unscale_and_check(scaler, grads)
+        norm = ()
+        if max_norm is not None:
+            parts, norm = ps.clip_by_global_norm(parts, max_norm)
+        if clip_value is not None:
+            parts = ps.clip_by_value(parts, clip_value)
+        expected = (*ps.maybe_step(optimizer, params, parts, state, found_inf), found_inf, norm)
+        with Untouched((params, grads, state) if not donate else ()):
+            out = ps.unscale_and_step(
+                optimizer, scaler, *((clone(params), clone(grads), clone(state)) if donate else (params, grads, state)), max_norm, clip_value, donate=donate
+            )
+        assert same_bits(tuple(out), expected)
+
+
+@given(trees(finite32), powers_of_two)
+def test_unscale_and_step_without_donation_shares_no_memory(grads, scale):
+    scaler = RULE.init()._replace(scale=torch.tensor(scale))
+    params = pytree.tree_map(lambda t: None if t is None else torch.ones_like(t), grads)
+    state = ADAMW.init(params)
+    assert not shares_memory((scaler, params, grads, state), ps.unscale_and_step(ADAMW, scaler, params, grads, state))
+
+
+def test_half_parameters_do_not_become_inf_from_a_finite_gradient():
+    sgd = ps.from_torch(O.SGD, lr=1e-3)
+    params = {"w": torch.ones(1, dtype=torch.float16)}
+    stepped, _ = ps.maybe_step(sgd, params, {"w": torch.tensor([1e6])}, sgd.init(params), torch.tensor(False))
+    assert torch.isfinite(stepped["w"]).all()
+
+
+# ---- train_step
+
+
+@optimizers
+def test_train_step_equals_the_small_functions(optimizer):
+    state, step = job(optimizer, RULE, max_norm=1.0)
+    new, info = step(state, [batch()])
+
+    apply, _, _ = ps.make_functional(__import__("helpers").small_net())
+    apply = ps.with_policy(apply, "params=float32,compute=float16,output=float32")
+
+    def scaled(params):
+        logits, buffers = apply(params, state.buffers, batch()[0])
+        loss = F.cross_entropy(logits, batch()[1])
+        return ps.scale_loss(state.scaler, loss), (loss, buffers)
+
+    grads, (_, (loss, buffers)) = torch.func.grad_and_value(scaled, has_aux=True)(state.params)
+    grads, found_inf = ps.unscale_and_check(state.scaler, grads)
+    grads, norm = ps.clip_by_global_norm(grads, 1.0)
+    params, opt_state = ps.maybe_step(optimizer, state.params, grads, state.opt_state, found_inf)
+    expected = (params, ps.select(found_inf, state.buffers, buffers), opt_state, RULE.update(state.scaler, found_inf), torch.tensor(1), ())
+    assert same_bits(tuple(new), expected)
+    assert same_bits((info.loss, info.found_inf, info.scale, info.grad_norm, info.aux), (loss, found_inf, state.scaler.scale, norm, ()))
+
+
+@optimizers
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_skipped_step_returns_all_but_the_scaler_bit_for_bit(optimizer, donate):
+    state, step = job(optimizer, RULE)
+    state, _ = run(state, step, 3)
+    state = scaled_by(state, OVERFLOWS)
+    new, info = step(clone(state), [batch()], donate=donate)
+    assert info.found_inf
+    assert same_bits(new._replace(scaler=state.scaler), state)
+    assert new.scaler.scale == OVERFLOWS / 2
+
+
+@optimizers
+def test_a_step_is_pure_and_replays_bit_for_bit(optimizer):
+    state, step = job(optimizer, RULE)
+    state, _ = run(state, step, 2)
+    microbatches = [batch(5), batch(6)]
+    with Untouched((state, microbatches)):
+        once = step(state, microbatches)
+    assert not shares_memory((state, microbatches), once)
+    assert same_bits(once, step(state, microbatches))
+
+
+@optimizers
+def test_donation_gives_the_same_bits(optimizer):
+    state, step = job(optimizer, RULE)
+    other = clone(state)
+    for index in range(8):  # overflow, growth and clean steps
+        scale = OVERFLOWS if index == 2 else None
+        state, other = (scaled_by(s, scale) if scale else s for s in (state, other))
+        (state, info), (other, donated) = step(state, [batch(index)]), step(other, [batch(index)], donate=True)
+        assert same_bits((state, info), (other, donated))
+
+
+def test_an_older_state_survives_later_donation():
+    state, step = job(ADAMW, RULE)
+    later, _ = step(state, [batch()])
+    kept = clone(state)
+    step(later, [batch()], donate=True)
+    assert same_bits(state, kept)
+
+
+def test_init_train_state_shares_no_memory_with_what_it_was_given():
+    _, params, buffers = ps.make_functional(nn.BatchNorm1d(2))
+    rng = torch.Generator().manual_seed(0).get_state()
+    assert not shares_memory((params, buffers, rng), ps.init_train_state(params, buffers, SGD, RULE, rng=rng))
+
+
+def test_a_step_reads_no_tensor_value():
+    for optimizer in (ADAMW, SGD):
+        state, step = job(optimizer, RULE, max_norm=1.0, clip_value=0.5, weight_fn=lambda b: b[0].shape[0])
+        with Dispatched() as counted:
+            state, _ = step(state, [batch(0), batch(1)])
+            step(scaled_by(state, OVERFLOWS), [batch(0)], donate=True)
+        assert len(counted.ops) > 100
+        assert counted.reads == 0
+
+
+def test_the_scale_grows_on_schedule_and_the_loss_falls():
+    state, step = job(ADAMW, RULE)
+    losses = []
+    for _ in range(12):
+        state, info = step(state, [batch()])
+        losses.append(info.loss.item())
+    assert state.step == 12
+    assert state.scaler.scale == 2.0**14
+    assert losses[-1] < 0.85 * losses[0]
+
+
+def test_the_unscaled_loss_is_reported_in_float32():
+    state, step = job(SGD, RULE)
+    for scale in (1.0, OVERFLOWS):
+        loss = step(scaled_by(state, scale), [batch()])[1].loss
+        assert loss.dtype is torch.float32
+        assert 0 < loss < 3
+
+
+# ---- microbatches
+
+
+@settings(max_examples=20)
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=5))
+def test_any_split_weighted_by_samples_gives_the_full_batch_step(sizes):
+    x, y = torch.randn(sum(sizes), 3, dtype=torch.float64), torch.randn(sum(sizes), dtype=torch.float64)
+    params = {"w": torch.randn(3, dtype=torch.float64)}
+
+    def loss_fn(params, buffers, microbatch):
+        a, b = microbatch
+        return (a @ params["w"] - b).square().mean(), buffers
+
+    sgd = ps.from_torch(O.SGD, lr=1.0)
+    state = ps.init_train_state(params, {}, sgd, ps.StaticScale(2.0**10))
+    split = list(zip(x.split(sizes), y.split(sizes), strict=True))
+    common = {"loss_fn": loss_fn, "optimizer": sgd, "rule": ps.StaticScale(2.0**10), "weight_fn": lambda m: len(m[1])}
+    whole, parts = ps.train_step(state, [(x, y)], **common), ps.train_step(state, split, **common)
+    torch.testing.assert_close(parts[0].params, whole[0].params, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(parts[1].loss, whole[1].loss, rtol=1e-6, atol=1e-9)
+
+
+def mean_job(weight_fn=None):
+    """A step whose gradient is the weighted mean of its microbatches."""
+    sgd = ps.from_torch(O.SGD, lr=1.0)
+    state = ps.init_train_state({"w": torch.tensor(0.0)}, {"n": torch.tensor(0)}, sgd, RULE)
+
+    def loss_fn(params, buffers, g):
+        return params["w"] * g, {"n": buffers["n"] + 1}, g
+
+    return state, lambda microbatches, s=state: ps.train_step(
+        s, microbatches, loss_fn=loss_fn, optimizer=sgd, rule=RULE, weight_fn=weight_fn
+    )
+
+
+def test_microbatches_are_averaged():
+    _, step = mean_job()
+    state, info = step([torch.tensor(1.0), torch.tensor(2.0), torch.tensor(6.0)])
+    assert state.params["w"] == -3
+    assert state.buffers["n"] == 3
+    assert info.aux == (torch.tensor(1.0), torch.tensor(2.0), torch.tensor(6.0))
+
+
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_weights_are_numbers_or_tensors(kind):
+    state, step = mean_job(lambda g: kind(1.0) if g < 5 else kind(3.0))
+    assert step([torch.tensor(2.0), torch.tensor(6.0)])[0].params["w"] == -5
+
+
+def test_what_has_weight_zero_counts_for_nothing():
+    state, step = mean_job(lambda g: 1.0 if torch.isfinite(g) else 0.0)
+    for microbatches in ([math.nan, 2.0], [2.0, math.inf], [math.nan, 2.0, math.nan]):
+        new, info = step([torch.tensor(g) for g in microbatches])
+        assert new.params["w"] == -2
+        assert not info.found_inf
+
+
+def test_a_window_of_weight_zero_leaves_everything_as_it_was():
+    state, step = mean_job(lambda g: 0.0)
+    new, info = step([torch.tensor(1.0), torch.tensor(math.inf)])
+    assert same_bits(new, state)
+    assert info.found_inf
+
+
+@pytest.mark.parametrize("weight", [math.nan, math.inf, -1.0])
+def test_a_weight_tensor_that_is_no_weight_skips_the_step(weight):
+    state, step = mean_job(lambda g: torch.tensor(weight) if g > 1 else torch.tensor(1.0))
+    new, info = step([torch.tensor(1.0), torch.tensor(2.0)])
+    assert info.found_inf
+    assert same_bits(new, state)
+
+
+def test_a_microbatch_of_weight_zero_does_not_reach_the_buffers():
+    state = ps.init_train_state({"w": torch.tensor(1.0)}, {"mean": torch.tensor(0.0)}, SGD, RULE)
+    new, _ = ps.train_step(
+        state, [torch.tensor(1.0), torch.tensor(math.nan)], optimizer=SGD, rule=RULE,
+        loss_fn=lambda p, b, x: (p["w"] * x, {"mean": b["mean"] + x}), weight_fn=lambda x: torch.isfinite(x).float(),
+    )  # fmt: skip
+    assert new.buffers["mean"] == 1
+
+
+def test_sparse_gradients_are_averaged_by_weight():
+    apply, params, buffers = ps.make_functional(nn.Embedding(4, 2, sparse=True))
+    sgd = ps.from_torch(O.SGD, lr=1.0)
+
+    def loss_fn(params, buffers, tokens):
+        out, buffers = apply(params, buffers, tokens)
+        return out.sum(), buffers
+
+    state = ps.init_train_state(params, buffers, sgd, RULE)
+    microbatches = [torch.tensor([0, 0]), torch.tensor([1])]
+    for weight_fn, expected in ((None, [1.0, 0.5, 0, 0]), (lambda t: float(len(t)), [4 / 3, 1 / 3, 0, 0])):
+        new, _ = ps.train_step(state, microbatches, loss_fn=loss_fn, optimizer=sgd, rule=RULE, weight_fn=weight_fn)
+        torch.testing.assert_close((params["weight"] - new.params["weight"])[:, 0], torch.tensor(expected))
+
+
+def test_a_parameter_that_is_none_passes_through():
+    state = ps.init_train_state({"w": torch.ones(1), "b": None}, {}, SGD, RULE)
+    new, _ = ps.train_step(state, [None], loss_fn=lambda p, b, _: (p["w"].sum(), b), optimizer=SGD, rule=RULE)
+    assert new.params["b"] is None
+    torch.func.grad(lambda w: ps.train_step(state._replace(params={"w": w, "b": None}), [None], loss_fn=lambda p, b, _: (p["w"].sum(), b), optimizer=SGD, rule=RULE)[1].loss)(torch.ones(1))
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_one_bad_microbatch_skips_the_window_and_the_next_window_steps(position):
+    state, step = mean_job()
+    bad = [torch.tensor(math.inf if i == position else 1.0) for i in range(3)]
+    skipped, info = step(bad)
+    assert info.found_inf
+    assert same_bits(skipped._replace(scaler=state.scaler), state)
+    assert step([torch.tensor(1.0)], skipped)[0].params["w"] == -1
+
+
+def test_half_gradients_are_averaged_in_float32():
+    sgd = ps.from_torch(O.SGD, lr=1.0)
+    state = ps.init_train_state({"w": torch.tensor([0.0], dtype=torch.bfloat16)}, {}, sgd, ps.NoScale())
+    small, n = torch.tensor(2.0**-9, dtype=torch.bfloat16), 8
+    new, _ = ps.train_step(
+        state, [torch.tensor(1.0, dtype=torch.bfloat16)] + [small] * (n - 1),
+        loss_fn=lambda p, b, g: ((p["w"] * g).sum(), b), optimizer=sgd, rule=ps.NoScale(),
+    )  # fmt: skip
+    expected = torch.tensor((1.0 + (n - 1) * 2.0**-9) / n).to(torch.bfloat16)
+    assert -new.params["w"] == expected
+
+
+# ---- random numbers
+
+
+def dropout_job(rng):
+    apply, params, buffers = ps.make_functional(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 1)))
+
+    def loss_fn(params, buffers, x):
+        out, buffers = apply(params, buffers, x)
+        return out.square().mean(), buffers
+
+    state = ps.init_train_state(params, buffers, SGD, RULE, rng=rng)
+    return state, lambda s: ps.train_step(s, [torch.ones(4, 8)] * 2, loss_fn=loss_fn, optimizer=SGD, rule=RULE)
+
+
+def test_with_rng_a_step_replays_bit_for_bit_whatever_the_global_generator():
+    state, step = dropout_job(torch.Generator().manual_seed(3).get_state())
+    torch.manual_seed(1)
+    once = step(state)
+    torch.manual_seed(2)
+    assert same_bits(once, step(state))
+
+
+def test_with_rng_the_global_generator_is_left_as_it_was():
+    state, step = dropout_job(torch.Generator().manual_seed(3).get_state())
+    before = torch.get_rng_state()
+    step(state)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_with_rng_the_next_step_draws_other_numbers():
+    state, step = dropout_job(torch.Generator().manual_seed(3).get_state())
+    second, info = step(state)
+    assert not torch.equal(second.rng, state.rng)
+    assert step(second._replace(params=state.params))[1].loss != info.loss
+
+
+def test_with_rng_the_generator_is_put_back_when_the_loss_raises():
+    state, _ = dropout_job(torch.Generator().manual_seed(3).get_state())
+    before = torch.get_rng_state()
+    with pytest.raises(ZeroDivisionError):
+        ps.train_step(state, [1], loss_fn=lambda p, b, x: 1 / 0, optimizer=SGD, rule=RULE)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_without_rng_the_global_generator_decides():
+    state, step = dropout_job(None)
+    assert state.rng == ()
+    losses = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        losses.append(step(state)[1].loss.item())
+    assert losses[0] == losses[1] != losses[2]
+
+
+# ---- what the loss function may be
+
+
+def test_unused_parameters_get_a_gradient_of_zero():
+    sgd = ps.from_torch(O.SGD, lr=1.0)
+    state = ps.init_train_state({"used": torch.ones(1), "unused": torch.ones(1)}, {}, sgd, RULE)
+    new, info = ps.train_step(state, [None], loss_fn=lambda p, b, _: (p["used"].sum(), b), optimizer=sgd, rule=RULE)
+    assert (new.params["used"], new.params["unused"]) == (0, 1)
+    assert not info.found_inf
+
+
+def test_a_step_trains_under_no_grad():
+    state, step = job(SGD, RULE)
+    with torch.no_grad():
+        inside = step(state, [batch()])
+    assert same_bits(inside, step(state, [batch()]))
+
+
+def test_nothing_returned_carries_a_graph():
+    state, step = job(SGD, RULE)
+    assert not any(t.requires_grad for t in pytree.tree_leaves(step(state, [batch()])))
+
+
+def test_an_autograd_function_of_the_older_form_is_taken():
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2
+
+    sgd = ps.from_torch(O.SGD, lr=1.0)
+    state = ps.init_train_state({"w": torch.ones(1)}, {}, sgd, RULE)
+    new, _ = ps.train_step(state, [None], loss_fn=lambda p, b, _: (Double.apply(p["w"]).sum(), b), optimizer=sgd, rule=RULE)
+    assert new.params["w"] == -1
+
+
+@pytest.mark.parametrize(
+    ("returned", "error", "message"),
+    [
+        (lambda w, b: w.sum(), TypeError, r"loss_fn returned Tensor; expected \(loss, new_buffers\)"),
+        (lambda w, b: (w.sum(),), TypeError, "returned a tuple of 1"),
+        (lambda w, b: (w.sum(), b, 1, 2), TypeError, "returned a tuple of 4"),
+        (lambda w, b: [w.sum(), b], TypeError, "returned list"),
+        (lambda w, b: (b, w.sum()), TypeError, "returned dict as its loss"),
+        (lambda w, b: (1.0, b), TypeError, "returned float as its loss"),
+        (lambda w, b: (w, b), ValueError, r"has shape \(2,\); a loss is one number"),
+        (lambda w, b: (w.sum().long(), b), TypeError, "dtype torch.int64"),
+        (lambda w, b: (w.sum(), {}), ValueError, r"new_buffers does not match buffers: missing \['n'\]"),
+        (lambda w, b: (w.sum(), None), ValueError, "new_buffers does not match buffers"),
+        (lambda w, b: (torch.ones(()), b), ValueError, "the loss does not depend on params"),
+        (lambda w, b: (w.sum(), {"n": torch.ones(3)}), ValueError, r"buffers\['n'\] is torch.float32 \(1,\), but torch.float32 \(3,\) in new_buffers"),
+    ],
+)
+def test_a_loss_fn_that_returns_the_wrong_thing_is_refused_and_nothing_changes(returned, error, message):
+    state = ps.init_train_state({"w": torch.ones(2)}, {"n": torch.zeros(1)}, SGD, RULE)
+    with Untouched(state), pytest.raises(error, match=message):
+        ps.train_step(state, [None], loss_fn=lambda p, b, _: returned(p["w"], b), optimizer=SGD, rule=RULE)
+
+
+# ---- bad calls
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "error", "message"),
+    [
+        ([], ValueError, "empty list"),
+        (batch(), TypeError, r"is a tuple; expected a list.*`train_step\(state, \[batch\], \.\.\.\)`"),
+        (torch.ones(2), TypeError, "is a Tensor; expected a list"),
+        (iter([1]), TypeError, "expected a list"),
+    ],
+)
+def test_microbatches_that_are_no_list_are_refused_before_any_work(microbatches, error, message):
+    state, step = job(SGD, RULE)
+    with pytest.raises(error, match=message):
+        step(state, microbatches)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"max_norm": 0.0}, ValueError, "max_norm must be above 0"),
+        ({"max_norm": "1"}, TypeError, "max_norm must be a number"),
+        ({"clip_value": -1.0}, ValueError, "clip_value must be above 0"),
+        ({"weight_fn": lambda b: -1.0}, ValueError, r"weight_fn returned -1\.0"),
+        ({"weight_fn": lambda b: math.nan}, ValueError, "weight_fn returned nan"),
+        ({"weight_fn": lambda b: "8"}, TypeError, "weight_fn returned '8'"),
+        ({"weight_fn": lambda b: torch.ones(2)}, ValueError, r"weight_fn returned a tensor of shape \(2,\)"),
+        ({"on_nonfinite": "ignore"}, ValueError, "on_nonfinite='drop_window'"),
+        ({"max_retries": 3}, ValueError, "max_retries=0"),
+        ({"bn_update": "window"}, ValueError, "bn_update='each'"),
+        ({"group": "world"}, ValueError, "group=None"),
+    ],
+)
+def test_bad_settings_of_a_step_are_refused(settings, error, message):
+    state, step = job(SGD, RULE)
+    with pytest.raises(error, match=message):
+        step(state, [batch()], **settings)
+
+
+def test_a_state_that_is_no_train_state_is_refused():
+    _, step = job(SGD, RULE)
+    with pytest.raises(TypeError, match="takes a TrainState, got dict"):
+        step({}, [batch()])
+
+
+@pytest.mark.parametrize("params", [{}, {"w": None}, []])
+def test_a_state_without_parameters_is_refused(params):
+    with pytest.raises(ValueError, match="params without a tensor"):
+        ps.init_train_state(params, {}, SGD, RULE)
+
+
+@pytest.mark.parametrize("rng", [0, torch.Generator(), torch.ones(4)])
+def test_an_rng_that_is_no_generator_state_is_refused(rng):
+    with pytest.raises(TypeError, match=r"rng=torch.Generator\('cpu'\).manual_seed\(0\).get_state\(\)"):
+        ps.init_train_state({"w": torch.ones(1)}, {}, SGD, RULE, rng=rng)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"optimizer": O.SGD([torch.zeros(1)])}, r"optimizer is SGD.*Cure: from_torch\(torch.optim.AdamW"),
+        ({"rule": torch.amp.GradScaler("cpu")}, r"rule is GradScaler.*Cure: DynamicScale"),
+    ],
+)
+def test_an_optimizer_or_rule_of_torch_is_refused_before_any_work(parts, message):
+    state, step = job(SGD, RULE)
+    with pytest.raises(TypeError, match=message):
+        step(state, [batch()], **parts)
+    with pytest.raises(TypeError, match=message):
+        ps.init_train_state(state.params, {}, **{"optimizer": SGD, "rule": RULE, **parts})
+
+
+# ---- memory that is shared
+
+
+def aliasing_job(loss_fn, buffers):
+    sgd = ps.from_torch(O.SGD, lr=1.0)
+    state = ps.init_train_state({"w": torch.ones(3)}, buffers, sgd, RULE)
+    return state, lambda s, **settings: ps.train_step(s, [torch.ones(3)], loss_fn=loss_fn, optimizer=sgd, rule=RULE, **settings)
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+@pytest.mark.parametrize(
+    "new_buffers",
+    [lambda p, b: {"x": p["w"], "y": b["y"]}, lambda p, b: {"x": b["y"], "y": b["x"]}, lambda p, b: {"x": p["w"].view(3), "y": p["w"]}],
+    ids=["target network", "swapped", "views"],
+)
+def test_donation_gives_the_same_bits_when_new_buffers_are_old_tensors(new_buffers, way):
+    state, step = aliasing_job(lambda p, b, x: ((p["w"] * x).sum(), new_buffers(p, b), p["w"]), {"x": torch.zeros(3), "y": torch.full((3,), 2.0)})
+    expected = step(state)
+    donating = functools.partial(step, donate=True)
+    if way == "compiled":
+        donating = torch.compile(donating, fullgraph=True, backend="aot_eager")
+    assert same_bits(donating(clone(state)), expected)
+
+
+def test_what_loss_fn_returns_shares_no_memory_with_the_state():
+    state, step = aliasing_job(lambda p, b, x: (p["w"][0], b, (p["w"], b["x"], x)), {"x": torch.zeros(3)})
+    assert not shares_memory(state, step(state))
+
+
+@pytest.mark.parametrize("optimizer", [SGD, ps.from_torch(O.RMSprop)], ids=["fused", "formula"])
+def test_donation_of_one_tensor_in_two_places_gives_the_same_bits(optimizer):
+    def given():
+        t = torch.full((4,), 8.0)
+        return {"a": t, "b": t, "c": t[:2]}, {"a": torch.ones(4), "b": 2 * torch.ones(4), "c": torch.ones(2)}
+
+    results = []
+    for donate in (False, True):
+        params, grads = given()
+        results.append(ps.maybe_step(optimizer, params, grads, optimizer.init(params), torch.tensor(False), donate=donate))
+    assert same_bits(*results)
+
+
+def test_donation_of_gradients_that_are_views_of_one_another_gives_the_same_bits():
+    scaler = RULE.init()._replace(scale=torch.tensor(4.0))
+    t = torch.full((4,), 8.0)
+    unscaled, _ = ps.unscale_and_check(scaler, {"a": t, "b": t.view(2, 2), "c": t[:2]}, donate=True)
+    assert {x.item() for leaf in unscaled.values() for x in leaf.flatten()} == {2.0}
+    t = torch.full((4,), 8.0)
+    clipped, _ = ps.clip_by_global_norm({"a": t, "b": t}, 8.0, donate=True)
+    assert torch.equal(clipped["a"], ps.clip_by_global_norm({"a": torch.full((4,), 8.0), "b": torch.full((4,), 8.0)}, 8.0)[0]["a"])
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_transformation_whose_state_keeps_the_parameters_is_safe(donate):
+    optimizer = ps.from_transformation((lambda p: {"prev": p}, lambda g, s, p: (pytree.tree_map(torch.neg, g), {"prev": p})))
+    params = {"w": torch.ones(1)}
+    stepped, state = ps.maybe_step(optimizer, params, {"w": torch.ones(1)}, optimizer.init(params), torch.tensor(False), donate=donate)
+    assert (stepped["w"], state["prev"]["w"]) == (0, 1)
+
+
+def test_donated_gradients_may_be_the_parameters_themselves():
+    params = {"w": torch.tensor([2.0])}
+    out = ps.unscale_and_step(ps.from_torch(O.SGD, lr=0.5), RULE.init()._replace(scale=torch.tensor(2.0)), params, params, ps.from_torch(O.SGD, lr=0.5).init(params), donate=True)
+    assert out.params["w"] == 1.5
+
+
+def test_a_gradient_in_another_layout_trains_the_same():
+    sgd = ps.from_torch(O.SGD, lr=1.0)
+    c = torch.randn(3, 2)
+    state = ps.init_train_state({"w": torch.zeros(2, 3)}, {}, sgd, RULE)
+    new, _ = ps.train_step(state, [c], loss_fn=lambda p, b, c: ((p["w"].t() * c).sum(), b), optimizer=sgd, rule=RULE)
+    torch.testing.assert_close(new.params["w"], -c.t())
+
+
+def test_nothing_is_stepped_when_new_buffers_come_in_another_dtype():
+    state, step = aliasing_job(lambda p, b, x: (p["w"].sum(), {"x": b["x"].double()}), {"x": torch.zeros(3)})
+    with Untouched(state), pytest.raises(ValueError, match=r"buffers\['x'\] is torch.float32 \(3,\), but torch.float64 \(3,\) in new_buffers"):
+        step(state, donate=True)

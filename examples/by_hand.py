@@ -35,4 +35,6 @@ for x, y in torch.utils.data.DataLoader(dataset, batch_size=64, shuffle=True, dr
     scaler = rule.update(scaler, found_inf)
 # -- the end of the loop
 
-print(f"loss {loss.item():.3f}, scale 2**{scaler.scale.log2().item():.0f}, {opt_state.applied.item()} steps applied of {len(dataset) // 64}")
+print(
+    f"loss {loss.item():.3f}, scale 2**{scaler.scale.log2().item():.0f}, {opt_state.applied.item()} steps applied of {len(dataset) // 64}"
+)

@@ -6,6 +6,7 @@ Run `make demo`. Prints a table and writes digits.png: loss and scale over the s
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -142,7 +143,7 @@ def with_grad_scaler(title: str, data: Data, epochs: int) -> Run:
     seconds = time.perf_counter() - start
 
     scales.append(scaler.get_scale())
-    skipped = torch.tensor([after < before for before, after in zip(scales, scales[1:], strict=False)])
+    skipped = torch.tensor([after < before for before, after in itertools.pairwise(scales)])
     model.eval()
     with torch.no_grad(), torch.autocast("cpu", torch.float16):
         logits = model(data.test_x)

@@ -25,10 +25,11 @@ from ._clip import clip_by_global_norm as clip_by_global_norm, clip_by_value as 
 
 from ._optim import (
     Optimizer as Optimizer,
-    OptState as OptState,
     from_torch as from_torch,
     from_transformation as from_transformation,
 )
+
+from ._torch_optim import OptState as OptState
 
 from ._step import (
     maybe_step as maybe_step,

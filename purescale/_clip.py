@@ -13,9 +13,7 @@ from . import _tree
 from ._tree import Tree
 
 
-def clip_by_global_norm(
-    grads: Tree, max_norm: float | Tensor, norm_type: float = 2.0, donate: bool = False
-) -> tuple[Tree, Tensor]:
+def clip_by_global_norm(grads: Tree, max_norm: float | Tensor, norm_type: float = 2.0, donate: bool = False) -> tuple[Tree, Tensor]:
     """Equal to `grads = tree_map(lambda g: g * min(1, max_norm / (norm + 1e-6)), grads)`, with the norm before clipping.
 
     Arguments:
@@ -24,8 +22,9 @@ def clip_by_global_norm(
     - `norm_type`: any p above 0, `math.inf` included.
     - `donate`: `grads` may be overwritten; the caller gives them up. Same bits.
 
-    Returns the gradients in their own dtypes and the norm, 0-d float32 (float64 if a leaf is). The norm is exact also where squares overflow or
-    vanish: gradients of 1e30 have a norm and are clipped to `max_norm`. With inf or NaN among them the norm is inf or NaN.
+    Returns the gradients in their own dtypes and the norm, 0-d float32 (float64 if a leaf is). The norm is exact also where
+    squares overflow or vanish: gradients of 1e30 have a norm and are clipped to `max_norm`. With inf or NaN among them the
+    norm is inf or NaN.
 
     Raises `ValueError` for `max_norm <= 0` or `norm_type <= 0`.
 
@@ -87,7 +86,7 @@ def _clamp(leaf: Tensor, bound: float | Tensor, *, in_place: bool) -> Tensor:
 
 def _global_norm(leaves: list[Any], norm_type: float) -> Tensor:
     """The norm as a 0-d tensor in the widest dtype of the device; over magnitudes divided by the largest, so no power overflows."""
-    device = leaves[0].device if leaves else None
+    device = leaves[0].device if leaves else torch.device("cpu")
     values = [_tree.stored_values(leaf) for leaf in leaves]
     biggest = _tree.largest(values, device)
     wide = _tree.widest_float(biggest.device)
@@ -106,5 +105,5 @@ def check_above_zero(name: str, value: Any) -> None:
             raise ValueError(f"{name} must be a number or a 0-d tensor, got shape {tuple(value.shape)}.")
     elif isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__}).")
-    elif not value > 0:
+    elif not float(value) > 0:
         raise ValueError(f"{name} must be above 0, got {value!r}. Cure: None to leave this clipping out.")

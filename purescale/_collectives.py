@@ -26,5 +26,6 @@ def all_reduce_found_inf(found_inf: Tensor, group: Any = None) -> Tensor:
         return found_inf.clone()
     from torch.distributed._functional_collectives import all_reduce
 
-    reduced: Tensor = all_reduce(found_inf.to(torch.int32), "max", dist.group.WORLD if group is None else group)
+    ranks: Any = dist.group.WORLD if group is None else group
+    reduced: Tensor = all_reduce(found_inf.to(torch.int32), "max", ranks)
     return reduced.to(torch.bool)

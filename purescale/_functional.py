@@ -6,7 +6,6 @@ import copy
 import dataclasses
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -43,14 +42,15 @@ class Apply:
         for name, version in (versions or {}).items():
             if params[name]._version != version:
                 raise RuntimeError(
-                    f"the forward of the model wrote into its parameter {name}, so params[{name!r}] has changed. A parameter is an argument "
+                    f"the forward of the model wrote into its parameter {name}, so params[{name!r}] has changed. A parameter is "
+                    f"an argument "
                     f"here. Cure: compute with a changed copy in forward, or change params between steps."
                 )
         return out, {name: tensors[name] for name in buffers}
 
 
 def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
-    """Equal to `apply = lambda params, buffers, *a, **k: (functional_call(copy_of_model, (params, copy_of_buffers), a, k), copy_of_buffers)`.
+    """Equal to `apply = lambda params, buffers, *args: (functional_call(model, {**params, **(b := copy(buffers))}, args), b)`.
 
     Returns `apply, params, buffers`, the last two as dicts of detached copies by dotted name.
     `out, new_buffers = apply(params, buffers, *args, train=True, **kwargs)` changes neither `params` nor `buffers` and works
@@ -79,7 +79,9 @@ def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
     Source: torch.func.functional_call, which writes into the buffers it is given and keeps hold of the live module.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"make_functional takes an nn.Module, got {type(model).__name__}. Cure: a plain function of tensors is pure already.")
+        raise TypeError(
+            f"make_functional takes an nn.Module, got {type(model).__name__}. Cure: a plain function of tensors is pure already."
+        )
     params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     for name, tensor in (*params.items(), *buffers.items()):
         if nn.parameter.is_lazy(tensor):
@@ -117,7 +119,7 @@ def _skeleton(model: nn.Module) -> nn.Module:
     """A copy of `model` whose parameters and buffers lie on the meta device; what was one tensor in two places stays one."""
     memo: dict[int, Any] = {}
     for module in model.modules():
-        for name, value in vars(module).items():
+        for value in vars(module).values():
             # Left by torch.nn.utils.weight_norm and its kind, computed anew in each forward; deepcopy refuses such tensors.
             if isinstance(value, Tensor) and not value.is_leaf:
                 memo[id(value)] = value.detach().to("meta")

@@ -22,7 +22,16 @@ _DTYPES = {
     **dict.fromkeys(("float32", "f32", "full"), torch.float32),
     **dict.fromkeys(("float64", "f64"), torch.float64),
 }
-_KEYS = {"params": "params", "p": "params", "compute": "compute", "c": "compute", "output": "output", "o": "output", "norms": "norms", "n": "norms"}
+_KEYS = {
+    "params": "params",
+    "p": "params",
+    "compute": "compute",
+    "c": "compute",
+    "output": "output",
+    "o": "output",
+    "norms": "norms",
+    "n": "norms",
+}
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -47,7 +56,10 @@ class Policy:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name != "autocast" and not (isinstance(value, torch.dtype) and value.is_floating_point):
-                raise TypeError(f"Policy.{field.name} must be a floating torch.dtype, got {value!r}. Cure: torch.float32, or policy('params=float32,...').")
+                raise TypeError(
+                    f"Policy.{field.name} must be a floating torch.dtype, got {value!r}. Cure: torch.float32, or "
+                    f"policy('params=float32,...')."
+                )
         if self.autocast and self.compute_dtype not in _HALF:
             raise ValueError(f"autocast computes in float16 or bfloat16, not in {self.compute_dtype}. Cure: compute=autocast(bfloat16).")
 
@@ -109,7 +121,10 @@ def policy(text: str) -> Policy:
 
 def _dtype(text: str, name: str) -> torch.dtype:
     if name not in _DTYPES:
-        raise ValueError(f"policy {text!r}: {name!r} is no dtype. Expected one of {', '.join(_DTYPES)}; for compute also autocast(float16), autocast(bfloat16).")
+        raise ValueError(
+            f"policy {text!r}: {name!r} is no dtype. Expected one of {', '.join(_DTYPES)}; for compute also autocast(float16), "
+            f"autocast(bfloat16)."
+        )
     return _DTYPES[name]
 
 
@@ -140,7 +155,9 @@ def with_policy(apply: Callable[..., tuple[Any, dict[str, Tensor]]], policy: Pol
     """
     rules = globals()["policy"](policy) if isinstance(policy, str) else policy
     if not isinstance(rules, Policy):
-        raise TypeError(f"with_policy takes a Policy or its string, got {policy!r}. Cure: policy('params=float32,compute=float16,output=float32').")
+        raise TypeError(
+            f"with_policy takes a Policy or its string, got {policy!r}. Cure: policy('params=float32,compute=float16,output=float32')."
+        )
     norm_params: frozenset[str] = getattr(apply, "norm_params", frozenset())
     frozen_params: frozenset[str] = getattr(apply, "frozen_params", frozenset())
 
@@ -175,7 +192,8 @@ def _check_params(params: dict[str, Tensor], rules: Policy) -> None:
         if weight.is_floating_point() and weight.dtype is not rules.param_dtype:
             raise TypeError(
                 f"params[{name!r}] is {weight.dtype}; the policy keeps parameters in {rules.param_dtype}, and casts them itself where it "
-                f"computes. Cure: `params = policy.cast_to_param(params)`, or 'params={str(weight.dtype).removeprefix('torch.')}' in the policy."
+                f"computes. Cure: `params = policy.cast_to_param(params)`, or "
+                f"'params={str(weight.dtype).removeprefix('torch.')}' in the policy."
             )
 
 
@@ -215,10 +233,11 @@ class _NormsIn(TorchFunctionMode):
 
 
 class norms_in_float32(_NormsIn):  # noqa: N801, a context manager is used like a function
-    """Equal to calling every `F.batch_norm`, `layer_norm`, `rms_norm`, `group_norm` and `instance_norm` inside as `norm(x.float()).to(x.dtype)`.
+    """Equal to calling every norm of torch.nn.functional inside as `norm(x.float()).to(x.dtype)`.
 
-    A context manager. Only half inputs are touched; weights are cast too, running statistics are updated in float32 and
-    stored in the dtype they have. Works under compile and vmap, where half BatchNorm otherwise raises.
+    A context manager, for batch, layer, rms, group and instance norm. Only half inputs are touched; weights are cast too,
+    running statistics are updated in float32 and stored in the dtype they have. Works under compile and vmap, where half
+    BatchNorm otherwise raises.
 
     >>> import torch
     >>> with norms_in_float32():

@@ -138,7 +138,7 @@ class DynamicScale:
         moved = torch.where(interval_reached, scale * self.growth_factor, scale)
         moved = torch.where(back_off, scale * self.backoff_factor, moved)
         return ScalerState(
-            scale=torch.where(_usable(scale), moved.clamp(self.min_scale, self.max_scale), self.min_scale),
+            scale=torch.where(is_usable(scale), moved.clamp(self.min_scale, self.max_scale), self.min_scale),
             growth_tracker=torch.where(bad | interval_reached, 0, clean_steps),
             hysteresis_tracker=torch.where(interval_reached if self.refill == "growth" else ~bad, self.hysteresis, tolerance),
             consecutive_skips=torch.where(bad, scaler.consecutive_skips + 1, 0),
@@ -246,7 +246,7 @@ def unscale_and_check(scaler: HasScale, grads: Tree, donate: bool = False, group
     leaves, structure = _tree.flatten(grads)
     check_grads(scaler.scale, grads, leaves)
     unscaled = _tree.divide(leaves, scaler.scale, donate=donate)
-    found_inf = ~_tree.all_finite(unscaled, torch.ones_like(scaler.scale)) | ~_usable(scaler.scale)
+    found_inf = ~_tree.all_finite(unscaled, torch.ones_like(scaler.scale)) | ~is_usable(scaler.scale)
     return structure.unflatten(unscaled), found_inf if group is None else all_reduce_found_inf(found_inf, group)
 
 
@@ -284,7 +284,7 @@ def check_scaler(scaler: HasScale, rule: Any, max_skips: int | None = None) -> N
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
-def _usable(scale: Tensor) -> Tensor:
+def is_usable(scale: Tensor) -> Tensor:
     """Whether anything scaled by `scale` can be trusted: division by 0, inf or NaN could turn garbage into finite numbers."""
     return torch.isfinite(scale) & (scale > 0)
 
@@ -295,7 +295,8 @@ def check_grads(scale: Tensor, grads: Tree, leaves: list[Any]) -> None:
     for index, leaf in enumerate(leaves):
         if leaf is not None and leaf.device != scale.device:
             raise ValueError(
-                f"{_tree.paths(grads, 'grads')[index]} is on {leaf.device}, the scaler state on {scale.device}; they must be on one device, "
+                f"{_tree.paths(grads, 'grads')[index]} is on {leaf.device}, the scaler state on {scale.device}; they must be on "
+                f"one device, "
                 f"or each step would wait for a copy. Cure: `scaler = rule.init(device={str(leaf.device)!r})`, or for a restored state "
                 f"`scaler = type(scaler)(*(t.to({str(leaf.device)!r}) for t in scaler))`."
             )
@@ -303,7 +304,9 @@ def check_grads(scale: Tensor, grads: Tree, leaves: list[Any]) -> None:
 
 def _check_loss(loss: Any, scale: Tensor, path: Any) -> None:
     if not isinstance(loss, Tensor):
-        raise TypeError(f"{path()} is {type(loss).__name__} {loss!r}; a loss is a tensor. Cure: return what the loss function computed, not `.item()`.")
+        raise TypeError(
+            f"{path()} is {type(loss).__name__} {loss!r}; a loss is a tensor. Cure: return what the loss function computed, not `.item()`."
+        )
     if not loss.is_floating_point():
         raise TypeError(
             f"{path()} has dtype {loss.dtype}; a loss is real and floating. Likely cause: a count of errors, or predictions, instead of a "

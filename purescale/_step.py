@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import math
-import numbers
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -14,11 +12,11 @@ from torch import Tensor
 from . import _tree
 from ._clip import check_above_zero, clip_by_global_norm, clip_by_value
 from ._collectives import all_reduce_found_inf
-from ._optim import Optimizer, TorchOptimizer
-from ._scaler import HasScale, Rule, _usable, check_grads, scale_loss, unscale_and_check
+from ._optim import Optimizer
+from ._scaler import HasScale, Rule, check_grads, is_usable, unscale_and_check
+from ._torch_optim import TorchOptimizer
 from ._tree import Tree
-
-LossFn = Callable[[Tree, Tree, Any], "tuple[Tensor, Tree] | tuple[Tensor, Tree, Any]"]
+from ._window import LossFn, gather
 
 
 class Stepped(NamedTuple):
@@ -142,11 +140,11 @@ def _unscale_and_step(
     if donate_grads and max_norm is None and clip_value is None and _fuses(optimizer, params, scaled_grads):
         leaves = _tree.flatten(scaled_grads)[0]
         check_grads(scaler.scale, scaled_grads, leaves)
-        found_inf = ~_tree.all_finite(leaves, scaler.scale) | ~_usable(scaler.scale)
+        found_inf = ~_tree.all_finite(leaves, scaler.scale) | ~is_usable(scaler.scale)
         found_inf = found_inf if group is None else all_reduce_found_inf(found_inf, group)
         skip = found_inf if empty is None else found_inf | empty
-        stepped = optimizer.fused_step(params, scaled_grads, opt_state, skip, grad_scale=scaler.scale, donate=donate)  # type: ignore[attr-defined]
-        return Stepped(*stepped, found_inf, ())
+        params, opt_state = optimizer.fused_step(params, scaled_grads, opt_state, skip, grad_scale=scaler.scale, donate=donate)
+        return Stepped(params, opt_state, found_inf, ())
     grads, found_inf = unscale_and_check(scaler, scaled_grads, donate=donate_grads, group=group)
     grad_norm: Any = ()
     if max_norm is not None:
@@ -154,10 +152,11 @@ def _unscale_and_step(
     if clip_value is not None:
         grads = clip_by_value(grads, clip_value, donate=True)
     skip = found_inf if empty is None else found_inf | empty
-    return Stepped(*maybe_step(optimizer, params, grads, opt_state, skip, donate=donate), found_inf, grad_norm)
+    params, opt_state = maybe_step(optimizer, params, grads, opt_state, skip, donate=donate)
+    return Stepped(params, opt_state, found_inf, grad_norm)
 
 
-def _fuses(optimizer: Optimizer, params: Tree, grads: Tree) -> bool:
+def _fuses(optimizer: Optimizer, params: Tree, grads: Tree) -> TypeGuard[TorchOptimizer]:
     """Whether one kernel can unscale, skip and update in place of the gradients: each leaf its own, none to be cast."""
     if not (isinstance(optimizer, TorchOptimizer) and optimizer.has_fused_kernel(params, grads)):
         return False
@@ -187,10 +186,12 @@ def init_train_state(params: Tree, buffers: Tree, optimizer: Optimizer, rule: Ru
     _check_parts(optimizer, rule)
     weights = _tree.tensors(params)
     if not weights:
-        raise ValueError(f"init_train_state got params without a tensor, {params!r}. Cure: `apply, params, buffers = make_functional(model)`.")
+        raise ValueError(
+            f"init_train_state got params without a tensor, {params!r}. Cure: `apply, params, buffers = make_functional(model)`."
+        )
     if rng is not None and not (isinstance(rng, Tensor) and rng.dtype is torch.uint8):
         raise TypeError(
-            f"rng must be the state of a generator, a uint8 tensor, got {rng if isinstance(rng, int) else type(rng).__name__}. "
+            f"rng must be the state of a generator, a uint8 tensor, got {type(rng).__name__}. "
             f"Cure: rng=torch.Generator({weights[0].device.type!r}).manual_seed(0).get_state()."
         )
     device = weights[0].device
@@ -260,7 +261,7 @@ def train_step(
     """
     _check_call(state, microbatches, optimizer, rule, max_norm, clip_value, on_nonfinite, bn_update, group, max_retries)
     with _generator(state) as rng:
-        window = _window(state, microbatches, loss_fn, weight_fn)
+        window = gather(state.params, state.buffers, state.scaler, microbatches, loss_fn, weight_fn)
     empty = None if weight_fn is None else (window.weight == 0) | ~window.weights_ok
     out = _unscale_and_step(
         optimizer, state.scaler, state.params, window.grads, state.opt_state, max_norm, clip_value, None,
@@ -288,112 +289,6 @@ def train_step(
     return new_state, info
 
 
-class _Window(NamedTuple):
-    """Gradients, loss and total weight of the microbatches gone through."""
-
-    grads: Tree  # still scaled
-    loss: Tensor
-    weight: Any
-    weights_ok: Any  # whether every weight was finite and not negative; True where there is no weight_fn
-    buffers: Tree
-    aux: tuple[Any, ...]
-
-
-def _window(state: TrainState, microbatches: list[Any], loss_fn: LossFn, weight_fn: Callable[[Any], float | Tensor] | None) -> _Window:
-    mean: list[Any] = []
-    structure: Any = None
-    total: Any = 0.0
-    weights_ok: Any = True
-    buffers, aux = state.buffers, []
-    for microbatch in microbatches:
-        weight = 1.0 if weight_fn is None else _weight(weight_fn(microbatch), state.scaler.scale)
-        grads, (loss, new_buffers, new_aux) = _scaled_grads(state, buffers, microbatch, loss_fn)
-        new, structure = _tree.flatten((loss, grads))
-        total = total + weight
-        if isinstance(weight, Tensor):
-            weights_ok = weights_ok & torch.isfinite(weight) & (weight >= 0)
-            new_buffers = _tree.where(weight == 0, buffers, new_buffers, donate=False)
-            mean = _mean(mean, new, torch.where(weight > 0, weight / total, 0.0))
-        else:
-            mean = _mean(mean, new, weight / total)
-        buffers = new_buffers
-        aux += new_aux
-    loss, grads = structure.unflatten(mean)
-    return _Window(grads, loss, total, weights_ok, buffers, tuple(aux))
-
-
-def _mean(mean: list[Any], new: list[Any], share: Any) -> list[Any]:
-    """`mean * (1 - share) + new * share` in at least float32, which cannot overflow; at a share of 0 even inf and NaN count for nothing."""
-
-    def counted(value: Tensor) -> Tensor:
-        wide = value.to(torch.promote_types(value.dtype, torch.float32))
-        return ((torch.where(share > 0, wide, 0) if isinstance(share, Tensor) else wide) * share).to(wide.dtype)
-
-    if not isinstance(share, Tensor) and share == 1.0:
-        return new
-    parts = [None if value is None else _tree.on_values(counted, value) for value in new]
-    if not mean:
-        return parts
-    return [part if old is None else (old * (1 - share) + part).to(part.dtype) for old, part in zip(mean, parts, strict=True)]
-
-
-def _scaled_grads(state: TrainState, buffers: Tree, microbatch: Any, loss_fn: LossFn) -> tuple[Tree, tuple[Tensor, Tree, list[Any]]]:
-    """The gradients of the scaled loss; the unscaled loss, the new buffers and aux, off the graph and in memory of their own."""
-    leaves, structure = _tree.flatten(state.params)
-    inputs = [leaf for leaf in leaves if leaf is not None]
-
-    def scaled(inputs: list[Tensor]) -> tuple[Tensor, tuple[Tensor, Tree, list[Any]]]:
-        present = iter(inputs)
-        params = structure.unflatten([None if leaf is None else next(present) for leaf in leaves])
-        loss, new_buffers, aux = _checked(loss_fn(params, buffers, microbatch), buffers)
-        return scale_loss(state.scaler, loss).reshape(()), (loss.reshape(()), new_buffers, aux)
-
-    if _tree.traced():
-        grads, (_, outputs) = torch.func.grad_and_value(scaled, has_aux=True)(inputs)
-        outputs = _tree.fresh(outputs)
-    else:
-        # torch.func.grad would give the same bits; this also takes checkpointing and custom Functions of the older form.
-        with torch.enable_grad():
-            inputs = [leaf.detach().requires_grad_() for leaf in inputs]
-            loss, outputs = scaled(inputs)
-            if not loss.requires_grad:
-                raise ValueError(
-                    "the loss does not depend on params. Likely cause: loss_fn calls the module and not `apply(params, buffers, ...)`, or "
-                    "runs under torch.no_grad. Cure: `out, buffers = apply(params, buffers, x)` and a loss of that `out`."
-                )
-            grads = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
-        outputs = _tree.fresh(outputs, (state, microbatch))
-    present = iter(grads)
-    return structure.unflatten([None if leaf is None else next(present) for leaf in leaves]), outputs
-
-
-def _checked(returned: Any, buffers: Tree) -> tuple[Tensor, Tree, list[Any]]:
-    if not (isinstance(returned, tuple) and len(returned) in (2, 3)):
-        what = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else type(returned).__name__
-        raise TypeError(
-            f"loss_fn returned {what}; expected (loss, new_buffers) or (loss, new_buffers, aux). "
-            f"Cure: `return loss, new_buffers`, or `return loss, buffers` where nothing changes them."
-        )
-    loss, new_buffers, *aux = returned
-    if isinstance(loss, (tuple, list, dict)) or not isinstance(loss, Tensor):
-        raise TypeError(f"loss_fn returned {type(loss).__name__} as its loss; expected a tensor of one element. Cure: loss first, `return loss, new_buffers`.")
-    for index, (old, new) in enumerate(zip(_tree.flatten(buffers)[0], _tree.leaves_like("new_buffers", new_buffers, "buffers", buffers), strict=True)):
-        _tree.check_pair(old, new, buffers, index, "buffers", "new_buffers")
-    return loss, new_buffers, aux
-
-
-def _weight(weight: Any, like: Tensor) -> Tensor:
-    if isinstance(weight, Tensor):
-        if weight.ndim:
-            raise ValueError(f"weight_fn returned a tensor of shape {tuple(weight.shape)}; a weight is 0-d. Cure: `mask.sum()`.")
-        return weight.to(like.device, _tree.widest_float(like.device))
-    if isinstance(weight, bool) or not isinstance(weight, numbers.Real):
-        raise TypeError(f"weight_fn returned {weight!r}; a weight is a number or a 0-d tensor. Cure: `weight_fn=lambda batch: len(batch[0])`.")
-    if not (math.isfinite(weight) and weight >= 0):
-        raise ValueError(f"weight_fn returned {weight!r}; a weight is finite and not negative: samples or tokens.")
-    return torch.full((), float(weight), dtype=_tree.widest_float(like.device), device=like.device)
-
-
 @contextlib.contextmanager
 def _generator(state: TrainState) -> Iterator[Callable[[], Any]]:
     """Draw random numbers from `state.rng`; yields a function that gives the next one. The global generator is put back."""
@@ -403,7 +298,8 @@ def _generator(state: TrainState) -> Iterator[Callable[[], Any]]:
     device = _tree.tensors(state.params)[0].device
     module: Any = torch if device.type == "cpu" else getattr(torch, device.type)
     where = () if device.type == "cpu" else (device,)
-    before, after = module.get_rng_state(*where), []
+    before = module.get_rng_state(*where)
+    after: list[Tensor] = []
     module.set_rng_state(state.rng.clone(), *where)
     try:
         yield lambda: after[0]
@@ -425,7 +321,10 @@ def _check_call(
     max_retries: int,
 ) -> None:
     if not isinstance(state, TrainState):
-        raise TypeError(f"train_step takes a TrainState, got {type(state).__name__}. Cure: `state = init_train_state(params, buffers, optimizer, rule)`.")
+        raise TypeError(
+            f"train_step takes a TrainState, got {type(state).__name__}. Cure: `state = init_train_state(params, buffers, "
+            f"optimizer, rule)`."
+        )
     _check_parts(optimizer, rule)
     if not isinstance(microbatches, list):
         raise TypeError(
@@ -433,7 +332,9 @@ def _check_call(
             f"batch was passed. Cure: `train_step(state, [batch], ...)`."
         )
     if not microbatches:
-        raise ValueError("microbatches is an empty list; a step needs at least one. Likely cause: a loader that ran out. Cure: end the loop there.")
+        raise ValueError(
+            "microbatches is an empty list; a step needs at least one. Likely cause: a loader that ran out. Cure: end the loop there."
+        )
     for name, setting in (("max_norm", max_norm), ("clip_value", clip_value)):
         if setting is not None:
             check_above_zero(name, setting)
@@ -456,4 +357,7 @@ def _check_parts(optimizer: Any, rule: Any) -> None:
             f"Cure: from_torch(torch.optim.AdamW, lr=1e-3), or from_transformation(tx)."
         )
     if not (callable(getattr(rule, "init", None)) and callable(getattr(rule, "update", None))):
-        raise TypeError(f"rule is {type(rule).__name__}; expected an object with `init` and `update`. Cure: DynamicScale(), StaticScale(512.0) or NoScale().")
+        raise TypeError(
+            f"rule is {type(rule).__name__}; expected an object with `init` and `update`. Cure: DynamicScale(), "
+            f"StaticScale(512.0) or NoScale()."
+        )

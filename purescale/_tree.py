@@ -89,7 +89,7 @@ def names(tree: Tree) -> list[str]:
 
 def leaves_like(name: str, tree: Tree, like_name: str, like: Tree) -> Leaves:
     """The leaves of `tree` in the order of `like`'s, or an error that lists the paths in which the two differ."""
-    leaves, structure = flatten(like)
+    structure = flatten(like)[1]
     try:
         found: Leaves = structure.flatten_up_to(tree)
         if not any(isinstance(leaf, (dict, list, tuple)) for leaf in found):
@@ -194,7 +194,8 @@ def check_pair(a: Any, b: Any, tree: Tree, index: int, name: str, other: str) ->
     path = f"leaf {index}" if torch.compiler.is_compiling() else paths(tree, name)[index]
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         raise ValueError(
-            f"{path} is {a.dtype} {tuple(a.shape)}, but {b.dtype} {tuple(b.shape)} in {other}. A skipped step keeps the one, an applied step "
+            f"{path} is {a.dtype} {tuple(a.shape)}, but {b.dtype} {tuple(b.shape)} in {other}. A skipped step keeps the one, an "
+            f"applied step "
             f"takes the other, so both must agree. Cure: `.to({a.dtype})` what was computed in another dtype."
         )
     raise ValueError(
@@ -309,8 +310,12 @@ def on_values(fn: Callable[[Tensor], Tensor], leaf: Tensor) -> Tensor:
         return fn(leaf)
     if leaf.layout is torch.sparse_coo:
         values = fn(leaf._values())
-        return torch.sparse_coo_tensor(leaf._indices().clone(), values, leaf.shape, is_coalesced=leaf.is_coalesced(), check_invariants=False).coalesce()
-    return torch.sparse_compressed_tensor(*_compressed_indices(leaf), fn(leaf.values()), leaf.shape, layout=leaf.layout, check_invariants=False)
+        return torch.sparse_coo_tensor(
+            leaf._indices().clone(), values, leaf.shape, is_coalesced=leaf.is_coalesced(), check_invariants=False
+        ).coalesce()
+    return torch.sparse_compressed_tensor(
+        *_compressed_indices(leaf), fn(leaf.values()), leaf.shape, layout=leaf.layout, check_invariants=False
+    )
 
 
 def _compressed_indices(leaf: Tensor) -> tuple[Tensor, Tensor]:

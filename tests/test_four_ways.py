@@ -11,10 +11,10 @@ from torch._dynamo.utils import counters
 
 import purescale as ps
 
-O = torch.optim
+OPTIM = torch.optim
 OPTIMIZERS = {
-    "AdamW": functools.partial(ps.from_torch, O.AdamW, lr=1e-3),
-    "SGD-momentum": functools.partial(ps.from_torch, O.SGD, lr=0.05, momentum=0.9),
+    "AdamW": functools.partial(ps.from_torch, OPTIM.AdamW, lr=1e-3),
+    "SGD-momentum": functools.partial(ps.from_torch, OPTIM.SGD, lr=0.05, momentum=0.9),
 }
 RULE = ps.DynamicScale(init_scale=2.0**23, growth_interval=6)
 
@@ -170,7 +170,7 @@ def test_differentiated_in_the_initial_parameters_agrees_with_finite_differences
         torch.testing.assert_close(derivative[index], numeric, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize(("cls", "settings"), [(O.AdamW, {}), (O.SGD, {"momentum": 0.9})])
+@pytest.mark.parametrize(("cls", "settings"), [(OPTIM.AdamW, {}), (OPTIM.SGD, {"momentum": 0.9})])
 def test_differentiated_in_the_learning_rate_agrees_with_finite_differences(cls, settings):
     params, data = {"w": torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)}, torch.full((3,), 0.3, dtype=torch.float64)
 
@@ -207,13 +207,17 @@ def test_a_gradient_of_gradients_compiles():
 
         def final(params):
             s, _ = ps.train_step(
-                state._replace(params=params), [data], loss_fn=lambda p, b, x: (((p["w"] - x) ** 2).sum(), b), optimizer=optimizer, rule=rule
+                state._replace(params=params),
+                [data],
+                loss_fn=lambda p, b, x: (((p["w"] - x) ** 2).sum(), b),
+                optimizer=optimizer,
+                rule=rule,
             )
             return s.params["w"].square().sum()
 
         return torch.func.grad(final)(params)
 
-    OPT = ps.from_torch(O.AdamW, lr=0.1)
+    OPT = ps.from_torch(OPTIM.AdamW, lr=0.1)
     INIT = OPT.init(params)
     compiled = torch.compile(differentiated, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(params, data), differentiated(params, data))

@@ -229,7 +229,7 @@ def test_a_lazy_parameter_is_refused_by_name(make):
 
 
 def test_what_is_no_module_is_refused():
-    with pytest.raises(TypeError, match="takes an nn.Module, got function"):
+    with pytest.raises(TypeError, match=r"takes an nn\.Module, got function"):
         ps.make_functional(lambda x: x)
 
 

@@ -63,7 +63,12 @@ def test_a_policy_of_integers_is_refused():
 
 @pytest.mark.parametrize(("cast", "dtype"), [("cast_to_param", f64), ("cast_to_compute", f16), ("cast_to_output", bf16)])
 def test_casting_a_tree_casts_floats_only_and_shares_nothing(cast, dtype):
-    tree = {"x": torch.ones(2), "same": torch.ones(2, dtype=dtype), "n": [torch.tensor(1), None, "text"], "c": (torch.ones(1, dtype=torch.complex64),)}
+    tree = {
+        "x": torch.ones(2),
+        "same": torch.ones(2, dtype=dtype),
+        "n": [torch.tensor(1), None, "text"],
+        "c": (torch.ones(1, dtype=torch.complex64),),
+    }
     with Untouched(tree):
         out = getattr(ps.Policy(f64, f16, bf16), cast)(tree)
     assert not shares_memory(tree, out)
@@ -146,7 +151,9 @@ def test_inputs_in_any_container_are_cast_and_integers_are_not():
     def apply(params, buffers, *args, **kwargs):
         return {"args": args, "kwargs": kwargs}, buffers
 
-    out, _ = ps.with_policy(apply, "compute=float16,output=float16")({}, {}, [torch.ones(1)], tokens=torch.tensor([1]), deep={"x": (torch.ones(1),)})
+    out, _ = ps.with_policy(apply, "compute=float16,output=float16")(
+        {}, {}, [torch.ones(1)], tokens=torch.tensor([1]), deep={"x": (torch.ones(1),)}
+    )
     assert out["args"][0][0].dtype is f16
     assert out["kwargs"]["tokens"].dtype is torch.int64
     assert out["kwargs"]["deep"]["x"][0].dtype is f16
@@ -226,7 +233,9 @@ def test_a_half_policy_with_norms_in_either_dtype_keeps_running_statistics_as_st
     torch.testing.assert_close(out, expected[0], rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("policy", [HALF, "compute=autocast(float16),output=float32", "compute=autocast(bfloat16),output=float32", HALF + ",norms=float16"])
+@pytest.mark.parametrize(
+    "policy", [HALF, "compute=autocast(float16),output=float32", "compute=autocast(bfloat16),output=float32", HALF + ",norms=float16"]
+)
 def test_a_policy_under_vmap_equals_a_loop(policy):
     apply, params, buffers = ps.make_functional(small_net())
     half = ps.with_policy(apply, policy)

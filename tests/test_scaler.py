@@ -17,7 +17,9 @@ flags = st.lists(st.booleans(), min_size=1, max_size=40)
 
 def at(scale, **other):
     state = ps.DynamicScale().init()
-    return state._replace(scale=torch.tensor(scale, dtype=torch.float32), **{k: torch.tensor(v, dtype=torch.int32) for k, v in other.items()})
+    return state._replace(
+        scale=torch.tensor(scale, dtype=torch.float32), **{k: torch.tensor(v, dtype=torch.int32) for k, v in other.items()}
+    )
 
 
 def trace(rule, pattern, state=None):
@@ -113,7 +115,7 @@ def test_a_restored_scale_outside_of_the_bounds_is_brought_back(scale, expected)
 
 
 def test_growth_comes_on_exactly_the_interval():
-    assert trace(ps.DynamicScale(8.0, growth_interval=3), pattern("...O..." "...")) == [8, 8, 16, 8, 8, 8, 16, 16, 16, 32]
+    assert trace(ps.DynamicScale(8.0, growth_interval=3), pattern("...O......")) == [8, 8, 16, 8, 8, 8, 16, 16, 16, 32]
 
 
 def test_lowering_the_interval_below_the_count_still_grows():

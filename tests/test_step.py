@@ -14,11 +14,11 @@ from torch import nn
 
 import purescale as ps
 
-O = torch.optim
-ADAMW = ps.from_torch(O.AdamW, lr=0.01)
-SGD = ps.from_torch(O.SGD, lr=0.1, momentum=0.9)
+OPTIM = torch.optim
+ADAMW = ps.from_torch(OPTIM.AdamW, lr=0.01)
+SGD = ps.from_torch(OPTIM.SGD, lr=0.1, momentum=0.9)
 RULE = ps.DynamicScale(init_scale=2.0**10, growth_interval=3)
-optimizers = pytest.mark.parametrize("optimizer", [ADAMW, SGD, ps.from_torch(O.RMSprop)], ids=["AdamW", "SGD", "RMSprop"])
+optimizers = pytest.mark.parametrize("optimizer", [ADAMW, SGD, ps.from_torch(OPTIM.RMSprop)], ids=["AdamW", "SGD", "RMSprop"])
 
 OVERFLOWS = 2.0**24  # a scale under which the small net overflows float16
 
@@ -88,7 +88,12 @@ def test_unscale_and_step_equals_its_parts_bit_for_bit(grads, scale, max_norm, c
         expected = (*ps.maybe_step(optimizer, params, parts, state, found_inf), found_inf, norm)
         with Untouched((params, grads, state) if not donate else ()):
             out = ps.unscale_and_step(
-                optimizer, scaler, *((clone(params), clone(grads), clone(state)) if donate else (params, grads, state)), max_norm, clip_value, donate=donate
+                optimizer,
+                scaler,
+                *((clone(params), clone(grads), clone(state)) if donate else (params, grads, state)),
+                max_norm,
+                clip_value,
+                donate=donate,
             )
         assert same_bits(tuple(out), expected)
 
@@ -102,7 +107,7 @@ def test_unscale_and_step_without_donation_shares_no_memory(grads, scale):
 
 
 def test_half_parameters_do_not_become_inf_from_a_finite_gradient():
-    sgd = ps.from_torch(O.SGD, lr=1e-3)
+    sgd = ps.from_torch(OPTIM.SGD, lr=1e-3)
     params = {"w": torch.ones(1, dtype=torch.float16)}
     stepped, _ = ps.maybe_step(sgd, params, {"w": torch.tensor([1e6])}, sgd.init(params), torch.tensor(False))
     assert torch.isfinite(stepped["w"]).all()
@@ -223,7 +228,7 @@ def test_any_split_weighted_by_samples_gives_the_full_batch_step(sizes):
         a, b = microbatch
         return (a @ params["w"] - b).square().mean(), buffers
 
-    sgd = ps.from_torch(O.SGD, lr=1.0)
+    sgd = ps.from_torch(OPTIM.SGD, lr=1.0)
     state = ps.init_train_state(params, {}, sgd, ps.StaticScale(2.0**10))
     split = list(zip(x.split(sizes), y.split(sizes), strict=True))
     common = {"loss_fn": loss_fn, "optimizer": sgd, "rule": ps.StaticScale(2.0**10), "weight_fn": lambda m: len(m[1])}
@@ -234,7 +239,7 @@ def test_any_split_weighted_by_samples_gives_the_full_batch_step(sizes):
 
 def mean_job(weight_fn=None):
     """A step whose gradient is the weighted mean of its microbatches."""
-    sgd = ps.from_torch(O.SGD, lr=1.0)
+    sgd = ps.from_torch(OPTIM.SGD, lr=1.0)
     state = ps.init_train_state({"w": torch.tensor(0.0)}, {"n": torch.tensor(0)}, sgd, RULE)
 
     def loss_fn(params, buffers, g):
@@ -255,12 +260,12 @@ def test_microbatches_are_averaged():
 
 @pytest.mark.parametrize("kind", [float, torch.tensor])
 def test_weights_are_numbers_or_tensors(kind):
-    state, step = mean_job(lambda g: kind(1.0) if g < 5 else kind(3.0))
+    _state, step = mean_job(lambda g: kind(1.0) if g < 5 else kind(3.0))
     assert step([torch.tensor(2.0), torch.tensor(6.0)])[0].params["w"] == -5
 
 
 def test_what_has_weight_zero_counts_for_nothing():
-    state, step = mean_job(lambda g: 1.0 if torch.isfinite(g) else 0.0)
+    _state, step = mean_job(lambda g: 1.0 if torch.isfinite(g) else 0.0)
     for microbatches in ([math.nan, 2.0], [2.0, math.inf], [math.nan, 2.0, math.nan]):
         new, info = step([torch.tensor(g) for g in microbatches])
         assert new.params["w"] == -2
@@ -293,7 +298,7 @@ def test_a_microbatch_of_weight_zero_does_not_reach_the_buffers():
 
 def test_sparse_gradients_are_averaged_by_weight():
     apply, params, buffers = ps.make_functional(nn.Embedding(4, 2, sparse=True))
-    sgd = ps.from_torch(O.SGD, lr=1.0)
+    sgd = ps.from_torch(OPTIM.SGD, lr=1.0)
 
     def loss_fn(params, buffers, tokens):
         out, buffers = apply(params, buffers, tokens)
@@ -310,7 +315,13 @@ def test_a_parameter_that_is_none_passes_through():
     state = ps.init_train_state({"w": torch.ones(1), "b": None}, {}, SGD, RULE)
     new, _ = ps.train_step(state, [None], loss_fn=lambda p, b, _: (p["w"].sum(), b), optimizer=SGD, rule=RULE)
     assert new.params["b"] is None
-    torch.func.grad(lambda w: ps.train_step(state._replace(params={"w": w, "b": None}), [None], loss_fn=lambda p, b, _: (p["w"].sum(), b), optimizer=SGD, rule=RULE)[1].loss)(torch.ones(1))
+    torch.func.grad(
+        lambda w: (
+            ps.train_step(
+                state._replace(params={"w": w, "b": None}), [None], loss_fn=lambda p, b, _: (p["w"].sum(), b), optimizer=SGD, rule=RULE
+            )[1].loss
+        )
+    )(torch.ones(1))
 
 
 @pytest.mark.parametrize("position", [0, 1, 2])
@@ -324,7 +335,7 @@ def test_one_bad_microbatch_skips_the_window_and_the_next_window_steps(position)
 
 
 def test_half_gradients_are_averaged_in_float32():
-    sgd = ps.from_torch(O.SGD, lr=1.0)
+    sgd = ps.from_torch(OPTIM.SGD, lr=1.0)
     state = ps.init_train_state({"w": torch.tensor([0.0], dtype=torch.bfloat16)}, {}, sgd, ps.NoScale())
     small, n = torch.tensor(2.0**-9, dtype=torch.bfloat16), 8
     new, _ = ps.train_step(
@@ -393,7 +404,7 @@ def test_without_rng_the_global_generator_decides():
 
 
 def test_unused_parameters_get_a_gradient_of_zero():
-    sgd = ps.from_torch(O.SGD, lr=1.0)
+    sgd = ps.from_torch(OPTIM.SGD, lr=1.0)
     state = ps.init_train_state({"used": torch.ones(1), "unused": torch.ones(1)}, {}, sgd, RULE)
     new, info = ps.train_step(state, [None], loss_fn=lambda p, b, _: (p["used"].sum(), b), optimizer=sgd, rule=RULE)
     assert (new.params["used"], new.params["unused"]) == (0, 1)
@@ -422,7 +433,7 @@ def test_an_autograd_function_of_the_older_form_is_taken():
         def backward(ctx, grad):
             return grad * 2
 
-    sgd = ps.from_torch(O.SGD, lr=1.0)
+    sgd = ps.from_torch(OPTIM.SGD, lr=1.0)
     state = ps.init_train_state({"w": torch.ones(1)}, {}, sgd, RULE)
     new, _ = ps.train_step(state, [None], loss_fn=lambda p, b, _: (Double.apply(p["w"]).sum(), b), optimizer=sgd, rule=RULE)
     assert new.params["w"] == -1
@@ -442,7 +453,11 @@ def test_an_autograd_function_of_the_older_form_is_taken():
         (lambda w, b: (w.sum(), {}), ValueError, r"new_buffers does not match buffers: missing \['n'\]"),
         (lambda w, b: (w.sum(), None), ValueError, "new_buffers does not match buffers"),
         (lambda w, b: (torch.ones(()), b), ValueError, "the loss does not depend on params"),
-        (lambda w, b: (w.sum(), {"n": torch.ones(3)}), ValueError, r"buffers\['n'\] is torch.float32 \(1,\), but torch.float32 \(3,\) in new_buffers"),
+        (
+            lambda w, b: (w.sum(), {"n": torch.ones(3)}),
+            ValueError,
+            r"buffers\['n'\] is torch.float32 \(1,\), but torch.float32 \(3,\) in new_buffers",
+        ),
     ],
 )
 def test_a_loss_fn_that_returns_the_wrong_thing_is_refused_and_nothing_changes(returned, error, message):
@@ -512,7 +527,7 @@ def test_an_rng_that_is_no_generator_state_is_refused(rng):
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"optimizer": O.SGD([torch.zeros(1)])}, r"optimizer is SGD.*Cure: from_torch\(torch.optim.AdamW"),
+        ({"optimizer": OPTIM.SGD([torch.zeros(1)])}, r"optimizer is SGD.*Cure: from_torch\(torch.optim.AdamW"),
         ({"rule": torch.amp.GradScaler("cpu")}, r"rule is GradScaler.*Cure: DynamicScale"),
     ],
 )
@@ -528,7 +543,7 @@ def test_an_optimizer_or_rule_of_torch_is_refused_before_any_work(parts, message
 
 
 def aliasing_job(loss_fn, buffers):
-    sgd = ps.from_torch(O.SGD, lr=1.0)
+    sgd = ps.from_torch(OPTIM.SGD, lr=1.0)
     state = ps.init_train_state({"w": torch.ones(3)}, buffers, sgd, RULE)
     return state, lambda s, **settings: ps.train_step(s, [torch.ones(3)], loss_fn=loss_fn, optimizer=sgd, rule=RULE, **settings)
 
@@ -540,7 +555,9 @@ def aliasing_job(loss_fn, buffers):
     ids=["target network", "swapped", "views"],
 )
 def test_donation_gives_the_same_bits_when_new_buffers_are_old_tensors(new_buffers, way):
-    state, step = aliasing_job(lambda p, b, x: ((p["w"] * x).sum(), new_buffers(p, b), p["w"]), {"x": torch.zeros(3), "y": torch.full((3,), 2.0)})
+    state, step = aliasing_job(
+        lambda p, b, x: ((p["w"] * x).sum(), new_buffers(p, b), p["w"]), {"x": torch.zeros(3), "y": torch.full((3,), 2.0)}
+    )
     expected = step(state)
     donating = functools.partial(step, donate=True)
     if way == "compiled":
@@ -553,7 +570,7 @@ def test_what_loss_fn_returns_shares_no_memory_with_the_state():
     assert not shares_memory(state, step(state))
 
 
-@pytest.mark.parametrize("optimizer", [SGD, ps.from_torch(O.RMSprop)], ids=["fused", "formula"])
+@pytest.mark.parametrize("optimizer", [SGD, ps.from_torch(OPTIM.RMSprop)], ids=["fused", "formula"])
 def test_donation_of_one_tensor_in_two_places_gives_the_same_bits(optimizer):
     def given():
         t = torch.full((4,), 8.0)
@@ -586,12 +603,19 @@ def test_a_transformation_whose_state_keeps_the_parameters_is_safe(donate):
 
 def test_donated_gradients_may_be_the_parameters_themselves():
     params = {"w": torch.tensor([2.0])}
-    out = ps.unscale_and_step(ps.from_torch(O.SGD, lr=0.5), RULE.init()._replace(scale=torch.tensor(2.0)), params, params, ps.from_torch(O.SGD, lr=0.5).init(params), donate=True)
+    out = ps.unscale_and_step(
+        ps.from_torch(OPTIM.SGD, lr=0.5),
+        RULE.init()._replace(scale=torch.tensor(2.0)),
+        params,
+        params,
+        ps.from_torch(OPTIM.SGD, lr=0.5).init(params),
+        donate=True,
+    )
     assert out.params["w"] == 1.5
 
 
 def test_a_gradient_in_another_layout_trains_the_same():
-    sgd = ps.from_torch(O.SGD, lr=1.0)
+    sgd = ps.from_torch(OPTIM.SGD, lr=1.0)
     c = torch.randn(3, 2)
     state = ps.init_train_state({"w": torch.zeros(2, 3)}, {}, sgd, RULE)
     new, _ = ps.train_step(state, [c], loss_fn=lambda p, b, c: ((p["w"].t() * c).sum(), b), optimizer=sgd, rule=RULE)
@@ -600,5 +624,8 @@ def test_a_gradient_in_another_layout_trains_the_same():
 
 def test_nothing_is_stepped_when_new_buffers_come_in_another_dtype():
     state, step = aliasing_job(lambda p, b, x: (p["w"].sum(), {"x": b["x"].double()}), {"x": torch.zeros(3)})
-    with Untouched(state), pytest.raises(ValueError, match=r"buffers\['x'\] is torch.float32 \(3,\), but torch.float64 \(3,\) in new_buffers"):
+    with (
+        Untouched(state),
+        pytest.raises(ValueError, match=r"buffers\['x'\] is torch.float32 \(3,\), but torch.float64 \(3,\) in new_buffers"),
+    ):
         step(state, donate=True)

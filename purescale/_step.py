@@ -72,7 +72,8 @@ def maybe_step(
     """
     bad = _tree.flag(found_inf, like=next(iter(_tree.tensors(params)), None))
     if isinstance(optimizer, TorchOptimizer) and optimizer.has_fused_kernel(params, grads):
-        return optimizer.fused_step(params, grads, opt_state, bad, donate=donate)
+        owned = _tree.writable(_tree.tensors((params, opt_state)), _tree.tensors(grads)) if donate else set()
+        return optimizer.fused_step(params, grads, opt_state, bad, owned=owned)
     with _off_the_graph(optimizer):
         stepped = optimizer.step(params, grads, opt_state)
         new_params, new_opt_state = _tree.where(bad, (params, opt_state), stepped, donate=donate)
@@ -113,10 +114,8 @@ def unscale_and_step(
     >>> unscale_and_step(sgd, scaler, params, {"w": torch.tensor([2.0])}, sgd.init(params)).params
     {'w': tensor([0.5000])}
     """
-    # Unscaling in place must not reach parameters or state that stand in the gradients' memory.
-    alone = donate and (_tree.traced() or not _tree.share_memory(scaled_grads, (params, opt_state, scaler)))
     return _unscale_and_step(
-        optimizer, scaler, params, scaled_grads, opt_state, max_norm, clip_value, group, donate=donate, donate_grads=alone
+        optimizer, scaler, params, scaled_grads, opt_state, max_norm, clip_value, group, donate=donate, donate_grads=donate
     )
 
 
@@ -137,13 +136,18 @@ def _unscale_and_step(
     for name, setting in (("max_norm", max_norm), ("clip_value", clip_value)):
         if setting is not None:
             check_above_zero(name, setting)
+    leaves, state = _tree.tensors(scaled_grads), _tree.tensors((params, opt_state))
+    owned = _tree.writable([*leaves, *state], _tree.tensors(scaler)) if donate_grads else set()
+    # Unscaling in place must not reach parameters or state that stand in the gradients' memory.
+    donate_grads = len(owned) > 0 and all(id(leaf) in owned for leaf in leaves)
     if donate_grads and max_norm is None and clip_value is None and _fuses(optimizer, params, scaled_grads):
-        leaves = _tree.flatten(scaled_grads)[0]
         check_grads(scaler.scale, scaled_grads, leaves)
         found_inf = ~_tree.all_finite(leaves, scaler.scale) | ~is_usable(scaler.scale)
         found_inf = found_inf if group is None else all_reduce_found_inf(found_inf, group)
         skip = found_inf if empty is None else found_inf | empty
-        params, opt_state = optimizer.fused_step(params, scaled_grads, opt_state, skip, grad_scale=scaler.scale, donate=donate)
+        params, opt_state = optimizer.fused_step(
+            params, scaled_grads, opt_state, skip, grad_scale=scaler.scale, owned=owned if donate else set()
+        )
         return Stepped(params, opt_state, found_inf, ())
     grads, found_inf = unscale_and_check(scaler, scaled_grads, donate=donate_grads, group=group)
     grad_norm: Any = ()
@@ -157,12 +161,11 @@ def _unscale_and_step(
 
 
 def _fuses(optimizer: Optimizer, params: Tree, grads: Tree) -> TypeGuard[TorchOptimizer]:
-    """Whether one kernel can unscale, skip and update in place of the gradients: each leaf its own, none to be cast."""
+    """Whether one kernel can unscale, skip and update, with nothing to be cast."""
     if not (isinstance(optimizer, TorchOptimizer) and optimizer.has_fused_kernel(params, grads)):
         return False
-    weights, gradients = _tree.tensors(params), _tree.tensors(grads)
-    dtypes = {leaf.dtype for leaf in (*gradients, *weights)}
-    return len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64} and all(_tree.exclusive(gradients, weights))
+    dtypes = {leaf.dtype for leaf in _tree.tensors((params, grads))}
+    return len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64}
 
 
 # ---- the composer ----------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import functools
 import inspect
 import numbers
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -159,18 +159,17 @@ class TorchOptimizer:
         opt_state: OptState,
         found_inf: Tensor | None,
         grad_scale: Tensor | None = None,
-        donate: bool = False,
+        owned: Set[int] = frozenset(),
     ) -> tuple[Tree, OptState]:
-        """`step`, over gradients still scaled by `grad_scale` (which are then overwritten), and only where not `found_inf`."""
+        """`step`, over gradients still scaled by `grad_scale`, and only where not `found_inf`.
+
+        Writes into the tensors whose ids are `owned`, and into the gradients where there is a `grad_scale`.
+        """
         leaves, structure = _tree.flatten(params)
         names, weights, gradients = _prepare(params, leaves, grads, opt_state)
 
-        state = [value for slot in opt_state.slots.values() for value in slot.values()]
-        given = [*weights.values(), *state]
-        mine = dict(zip(map(id, given), _tree.exclusive(given, list(gradients.values())), strict=True)) if donate else {}
-
         def own(tensor: Tensor, weight: Tensor | None = None) -> Tensor:
-            if mine.get(id(tensor), False) and (weight is None or _alike(tensor, weight)):
+            if id(tensor) in owned and (weight is None or _alike(tensor, weight)):
                 return tensor.detach()
             return _laid_out_like(tensor, weight)
 

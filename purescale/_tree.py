@@ -7,6 +7,7 @@ Dicts keep their key order: a compiled step whose outputs came back in sorted or
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -170,9 +171,8 @@ def where(found_inf: Tensor | bool, old: Tree, new: Tree, *, donate: bool) -> Tr
         check_pair(a, b, old, index, "old", "new")
     bad = flag(found_inf, like=next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None))
 
-    mine = [False] * len(leaves)
-    if donate:
-        mine = exclusive(leaves, [b for a, b in zip(leaves, others, strict=True) if b is not a])
+    owned = writable(leaves, [b for a, b in zip(leaves, others, strict=True) if b is not a]) if donate else set()
+    mine = [id(leaf) in owned for leaf in leaves]
     # Whatever is not written in place comes first: it may read what is about to be overwritten.
     compiling = torch.compiler.is_compiling()
     results = [
@@ -220,26 +220,25 @@ def flag(found_inf: Tensor | bool, like: Tensor | None = None) -> Tensor:
 
 def storage(leaf: Tensor) -> int:
     """What two tensors have in common that share memory."""
-    if leaf.layout is torch.sparse_coo:
-        leaf = leaf._values()
-    elif leaf.layout is not torch.strided:
-        leaf = leaf.values()
-    return (leaf.to_local() if isinstance(leaf, DTensor) else leaf).untyped_storage().data_ptr()
+    if leaf.layout is not torch.strided:
+        leaf = leaf._values() if leaf.layout is torch.sparse_coo else leaf.values()
+    elif isinstance(leaf, DTensor):
+        leaf = leaf.to_local()
+    return leaf.untyped_storage().data_ptr()
 
 
-def share_memory(a: Tree, b: Tree) -> bool:
-    return not {storage(leaf) for leaf in tensors(a)}.isdisjoint(storage(leaf) for leaf in tensors(b))
-
-
-def exclusive(leaves: Sequence[Any], others: Sequence[Any] = ()) -> list[bool]:
-    """Which leaves may be written to: donatable, and no other of all these tensors stands in the same memory."""
+def writable(leaves: Sequence[Any], others: Sequence[Any] = ()) -> set[int]:
+    """The ids of those leaves that may be written to: donatable, and no other of all these tensors in the same memory."""
     if under_transform():
-        return [False] * len(leaves)
+        return set()
+    mine = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if torch.compiler.is_compiling():
         # The caller computes everything before it writes anything, so that shared memory does no harm.
-        return [isinstance(leaf, Tensor) and donatable(leaf) for leaf in leaves]
-    users = collections.Counter(storage(leaf) for leaf in (*leaves, *others) if isinstance(leaf, Tensor))
-    return [isinstance(leaf, Tensor) and donatable(leaf) and users[storage(leaf)] == 1 for leaf in leaves]
+        return {id(leaf) for leaf in mine if donatable(leaf)}
+    storages = [storage(leaf) for leaf in mine]
+    users = collections.Counter(storages)
+    users.update(storage(leaf) for leaf in others if isinstance(leaf, Tensor))
+    return {id(leaf) for leaf, where in zip(mine, storages, strict=True) if users[where] == 1 and donatable(leaf)}
 
 
 def is_dense(leaf: Tensor) -> bool:
@@ -249,7 +248,7 @@ def is_dense(leaf: Tensor) -> bool:
 
 def donatable(leaf: Tensor) -> bool:
     """Whether `leaf` may be written to: dense, no two of its elements in one place, no leaf of an autograd graph."""
-    if under_transform() or leaf.layout is not torch.strided or (leaf.requires_grad and leaf.is_leaf):
+    if leaf.layout is not torch.strided or (leaf.requires_grad and leaf.is_leaf):
         return False
     return leaf.is_contiguous() or (leaf.ndim == 4 and leaf.is_contiguous(memory_format=torch.channels_last))
 
@@ -277,7 +276,8 @@ def _each(
     results: Leaves = list(leaves)
     fresh: list[int] = []
     in_place: list[int] = []
-    mine = [own and alone for own, alone in zip(owned, exclusive(leaves), strict=True)] if any(owned) else owned
+    alone = writable(leaves) if any(owned) else set()
+    mine = [own and id(leaf) in alone for own, leaf in zip(owned, leaves, strict=True)]
     for index, leaf in enumerate(leaves):
         if leaf is None:
             continue
@@ -355,12 +355,9 @@ def widest_float(device: torch.device) -> torch.dtype:
 
 
 def stored_values(leaf: Tensor) -> Tensor:
-    """What a leaf stores, as real numbers, off the autograd graph: a sparse leaf's values, a complex leaf's two parts."""
-    if leaf.layout is torch.sparse_coo:
-        leaf = leaf.coalesce().values()
-    elif leaf.layout is not torch.strided:
-        leaf = leaf.values()
-    leaf = leaf if traced() else leaf.detach()
+    """What a leaf stores, as real numbers: a sparse leaf's summed values, a complex leaf's two parts."""
+    if leaf.layout is not torch.strided:
+        leaf = leaf.coalesce().values() if leaf.layout is torch.sparse_coo else leaf.values()
     return torch.view_as_real(leaf.resolve_conj().resolve_neg()) if leaf.is_complex() else leaf
 
 
@@ -374,19 +371,21 @@ def all_finite(leaves: Sequence[Tensor | None], scale: Tensor) -> Tensor:
 
     Division by a power of two is monotone, so the extremes decide for all; and what is not finite is not finite after it.
     """
+    plain = traced()
     facts: list[Tensor] = []
     extremes: dict[torch.dtype, list[Tensor]] = {}
-    for leaf in leaves:
-        values = None if leaf is None else stored_values(leaf)
-        if values is None or values.numel() == 0:
-            continue
-        if traced() or isinstance(values, DTensor):
-            facts.append(full(torch.isfinite(at_least_float32(values) / scale).all()))
-        else:
-            # aminmax propagates NaN, and on a CPU takes a tenth of the time of isfinite().all().
-            extremes.setdefault(values.dtype, []).extend(torch.aminmax(values))
-    facts += [torch.isfinite(at_least_float32(torch.stack(ends)) / scale).all() for ends in extremes.values()]
-    return torch.stack(facts).all() if facts else torch.ones((), dtype=torch.bool, device=scale.device)
+    with contextlib.nullcontext() if plain else torch.no_grad():
+        for leaf in leaves:
+            values = None if leaf is None else stored_values(leaf)
+            if values is None or values.numel() == 0:
+                continue
+            if plain or isinstance(values, DTensor):
+                facts.append(full(torch.isfinite(at_least_float32(values) / scale).all()))
+            else:
+                # aminmax propagates NaN, and on a CPU takes a tenth of the time of isfinite().all().
+                extremes.setdefault(values.dtype, []).extend(torch.aminmax(values))
+        facts += [torch.isfinite(at_least_float32(torch.stack(ends)) / scale).all() for ends in extremes.values()]
+        return torch.stack(facts).all() if facts else torch.ones((), dtype=torch.bool, device=scale.device)
 
 
 def largest(leaves: Sequence[Tensor], device: torch.device) -> Tensor:

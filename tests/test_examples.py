@@ -1,0 +1,78 @@
+"""What a newcomer runs: the demo, the loop by hand, the code in the README."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+import purescale as ps
+
+ROOT = Path(__file__).parent.parent
+pytest.importorskip("sklearn")
+
+# matplotlib's and scikit-learn's own
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning")
+
+
+def test_the_demo_trains_three_times_and_draws_its_picture(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    import digits
+
+    runs = digits.main(["--epochs", "1", "--picture", str(tmp_path / "digits.png")])
+    assert [run.title for run in runs] == ["float32", "float16, purescale", "float16, GradScaler"]
+    assert (tmp_path / "digits.png").stat().st_size > 10_000
+    assert runs[1].skipped.sum() >= 1
+    assert runs[1].skipped.sum() == runs[2].skipped.sum()
+    assert all(torch.isfinite(run.losses).all() for run in runs)
+    assert "test accuracy" in capsys.readouterr().out
+
+
+def test_the_demo_with_purescale_follows_grad_scaler(monkeypatch):
+    """Same seeds, data and arithmetic: the losses of the first clean steps agree to float16's rounding."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    import digits
+
+    data = digits.load()
+    small = data._replace(train_x=data.train_x[:256], train_y=data.train_y[:256])
+    rule = ps.DynamicScale(init_scale=digits.INIT_SCALE, growth_interval=digits.GROWTH_INTERVAL)
+    ours = digits.with_purescale("ours", "params=float32,compute=autocast(float16),output=float32", rule, small, 3)
+    theirs = digits.with_grad_scaler("theirs", small, 3)
+    assert torch.equal(ours.scales, theirs.scales)
+    torch.testing.assert_close(ours.losses, theirs.losses, rtol=2e-2, atol=2e-2)
+
+
+def test_the_loop_by_hand_runs_and_is_short(capsys):
+    path = ROOT / "examples" / "by_hand.py"
+    runpy.run_path(str(path))
+    loss, steps = re.search(r"loss ([\d.]+), scale .*, (\d+) steps applied", capsys.readouterr().out).groups()
+    assert float(loss) < 1.0
+    assert int(steps) >= 10
+    loop = path.read_text().split("# -- the loop\n")[1].split("# -- the end of the loop")[0]
+    assert len([line for line in loop.splitlines() if line.strip()]) <= 25
+    assert "train_step" not in loop
+
+
+def test_the_python_of_the_readme_runs():
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert blocks
+    namespace = {}
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), namespace)
+    assert torch.isfinite(namespace["loss"])
+    assert len(blocks[0].strip().splitlines()) <= 28
+
+
+def test_every_public_name_has_a_docstring_and_an_example():
+    for name in dir(ps):
+        thing = getattr(ps, name)
+        if name.startswith("_") or not callable(thing):
+            continue
+        assert thing.__doc__, name
+        if not (isinstance(thing, type) and (issubclass(thing, tuple) or getattr(thing, "_is_protocol", False))):
+            assert ">>>" in thing.__doc__, name
+
+
+def test_the_package_is_typed():
+    assert (Path(ps.__file__).parent / "py.typed").exists()

@@ -69,8 +69,10 @@ def clip_by_value(grads: Tree, clip_value: float | Tensor, donate: bool = False)
                 f"Cure: clip_by_global_norm."
             )
 
-    owned = _tree.writable(leaves) if donate else set()
-    return structure.unflatten([None if leaf is None else _clamp(leaf, clip_value, in_place=id(leaf) in owned) for leaf in leaves])
+    mine = _tree.writable(leaves) if donate else [False] * len(leaves)
+    return structure.unflatten(
+        [None if leaf is None else _clamp(leaf, clip_value, in_place=own) for leaf, own in zip(leaves, mine, strict=True)]
+    )
 
 
 def _clamp(leaf: Tensor, bound: float | Tensor, *, in_place: bool) -> Tensor:

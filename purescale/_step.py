@@ -72,8 +72,8 @@ def maybe_step(
     """
     bad = _tree.flag(found_inf, like=next(iter(_tree.tensors(params)), None))
     if isinstance(optimizer, TorchOptimizer) and optimizer.has_fused_kernel(params, grads):
-        owned = _tree.writable(_tree.tensors((params, opt_state)), _tree.tensors(grads)) if donate else set()
-        return optimizer.fused_step(params, grads, opt_state, bad, owned=owned)
+        given = _tree.tensors((params, opt_state)) if donate else []
+        return optimizer.fused_step(params, grads, opt_state, bad, owned=_ids(given, _tree.writable(given, _tree.tensors(grads))))
     with _off_the_graph(optimizer):
         stepped = optimizer.step(params, grads, opt_state)
         new_params, new_opt_state = _tree.where(bad, (params, opt_state), stepped, donate=donate)
@@ -137,16 +137,21 @@ def _unscale_and_step(
         if setting is not None:
             check_above_zero(name, setting)
     leaves, state = _tree.tensors(scaled_grads), _tree.tensors((params, opt_state))
-    owned = _tree.writable([*leaves, *state], _tree.tensors(scaler)) if donate_grads else set()
+    mine = _tree.writable([*leaves, *state], _tree.tensors(scaler)) if donate_grads else [False]
     # Unscaling in place must not reach parameters or state that stand in the gradients' memory.
-    donate_grads = len(owned) > 0 and all(id(leaf) in owned for leaf in leaves)
+    donate_grads = all(mine[: len(leaves)])
     if donate_grads and max_norm is None and clip_value is None and _fuses(optimizer, params, scaled_grads):
         check_grads(scaler.scale, scaled_grads, leaves)
         found_inf = ~_tree.all_finite(leaves, scaler.scale) | ~is_usable(scaler.scale)
         found_inf = found_inf if group is None else all_reduce_found_inf(found_inf, group)
         skip = found_inf if empty is None else found_inf | empty
         params, opt_state = optimizer.fused_step(
-            params, scaled_grads, opt_state, skip, grad_scale=scaler.scale, owned=owned if donate else set()
+            params,
+            scaled_grads,
+            opt_state,
+            skip,
+            grad_scale=scaler.scale,
+            owned=_ids(state, mine[len(leaves) :]) if donate else frozenset(),
         )
         return Stepped(params, opt_state, found_inf, ())
     grads, found_inf = unscale_and_check(scaler, scaled_grads, donate=donate_grads, group=group)
@@ -158,6 +163,10 @@ def _unscale_and_step(
     skip = found_inf if empty is None else found_inf | empty
     params, opt_state = maybe_step(optimizer, params, grads, opt_state, skip, donate=donate)
     return Stepped(params, opt_state, found_inf, grad_norm)
+
+
+def _ids(tensors: list[Tensor], chosen: list[bool]) -> set[int]:
+    return {id(tensor) for tensor, own in zip(tensors, chosen, strict=True) if own}
 
 
 def _fuses(optimizer: Optimizer, params: Tree, grads: Tree) -> TypeGuard[TorchOptimizer]:

@@ -171,8 +171,8 @@ def where(found_inf: Tensor | bool, old: Tree, new: Tree, *, donate: bool) -> Tr
         check_pair(a, b, old, index, "old", "new")
     bad = flag(found_inf, like=next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None))
 
-    owned = writable(leaves, [b for a, b in zip(leaves, others, strict=True) if b is not a]) if donate else set()
-    mine = [id(leaf) in owned for leaf in leaves]
+    replacements = [b for a, b in zip(leaves, others, strict=True) if b is not a]
+    mine = writable(leaves, replacements) if donate else [False] * len(leaves)
     # Whatever is not written in place comes first: it may read what is about to be overwritten.
     compiling = torch.compiler.is_compiling()
     results = [
@@ -227,18 +227,17 @@ def storage(leaf: Tensor) -> int:
     return leaf.untyped_storage().data_ptr()
 
 
-def writable(leaves: Sequence[Any], others: Sequence[Any] = ()) -> set[int]:
-    """The ids of those leaves that may be written to: donatable, and no other of all these tensors in the same memory."""
+def writable(leaves: Sequence[Any], others: Sequence[Any] = ()) -> list[bool]:
+    """Which leaves may be written to: donatable, and no other of all these tensors stands in the same memory."""
     if under_transform():
-        return set()
-    mine = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return [False] * len(leaves)
     if torch.compiler.is_compiling():
         # The caller computes everything before it writes anything, so that shared memory does no harm.
-        return {id(leaf) for leaf in mine if donatable(leaf)}
-    storages = [storage(leaf) for leaf in mine]
+        return [isinstance(leaf, Tensor) and donatable(leaf) for leaf in leaves]
+    storages = [storage(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
     users = collections.Counter(storages)
     users.update(storage(leaf) for leaf in others if isinstance(leaf, Tensor))
-    return {id(leaf) for leaf, where in zip(mine, storages, strict=True) if users[where] == 1 and donatable(leaf)}
+    return [where is not None and users[where] == 1 and donatable(leaf) for leaf, where in zip(leaves, storages, strict=True)]
 
 
 def is_dense(leaf: Tensor) -> bool:
@@ -276,8 +275,8 @@ def _each(
     results: Leaves = list(leaves)
     fresh: list[int] = []
     in_place: list[int] = []
-    alone = writable(leaves) if any(owned) else set()
-    mine = [own and id(leaf) in alone for own, leaf in zip(owned, leaves, strict=True)]
+    alone = writable(leaves) if any(owned) else owned
+    mine = [a and b for a, b in zip(owned, alone, strict=True)]
     for index, leaf in enumerate(leaves):
         if leaf is None:
             continue

@@ -24,10 +24,10 @@ def _rank(rank, port, body):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2)
-    try:
-        body(rank)
-    finally:
-        dist.destroy_process_group()
+    body(rank)
+    dist.barrier()
+    # gloo's threads of torch 2.11 now and then abort a process that ends in the ordinary way.
+    os._exit(0)
 
 
 def _flags(rank):

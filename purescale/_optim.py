@@ -109,7 +109,7 @@ class TransformationOptimizer:
 
     def step(self, params: Tree, grads: Tree, opt_state: Any) -> tuple[Tree, Any]:
         """Parameters and state after one step. A parameter whose gradient is None is given to `tx` with None."""
-        _tree.leaves_like("grads", grads, "params", params)
+        _tree.gradients_like(grads, params)
         if self._params_by_keyword:
             updates, new_state = self._update(grads, opt_state, params=params)
         else:

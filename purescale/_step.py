@@ -136,6 +136,7 @@ def _unscale_and_step(
     for name, setting in (("max_norm", max_norm), ("clip_value", clip_value)):
         if setting is not None:
             check_above_zero(name, setting)
+    _tree.gradients_like(scaled_grads, params)  # before anything is written in place
     leaves, state = _tree.tensors(scaled_grads), _tree.tensors((params, opt_state))
     mine = _tree.writable([*leaves, *state], _tree.tensors(scaler)) if donate_grads else [False]
     # Unscaling in place must not reach parameters or state that stand in the gradients' memory.

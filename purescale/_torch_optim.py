@@ -297,7 +297,7 @@ _FLAGS = ("foreach", "fused", "capturable", "differentiable")
 
 def _prepare(params: Tree, leaves: list[Any], grads: Tree, opt_state: OptState) -> tuple[list[str], dict[str, Tensor], dict[str, Tensor]]:
     """Checked: the names of the parameters, the parameters by name, and those gradients that are there by name."""
-    gradients = _tree.leaves_like("grads", grads, "params", params)
+    gradients = _tree.gradients_like(grads, params)
     names = _tree.names(params)
     if opt_state.slots.keys() != {name for name, leaf in zip(names, leaves, strict=True) if leaf is not None}:
         raise ValueError(
@@ -306,12 +306,8 @@ def _prepare(params: Tree, leaves: list[Any], grads: Tree, opt_state: OptState) 
         )
     present: dict[str, Tensor] = {}
     for name, weight, gradient in zip(names, leaves, gradients, strict=True):
-        if gradient is None or weight is None:
+        if gradient is None:
             continue
-        if gradient.shape != weight.shape:
-            raise ValueError(
-                f"grads: {name} has shape {tuple(gradient.shape)}, its parameter {tuple(weight.shape)}. Cure: gradients of these params."
-            )
         present[name] = gradient if gradient.dtype is weight.dtype else _saturating(gradient, weight.dtype)
     return names, {name: leaf for name, leaf in zip(names, leaves, strict=True) if leaf is not None}, present
 

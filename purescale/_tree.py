@@ -110,6 +110,20 @@ def leaves_like(name: str, tree: Tree, like_name: str, like: Tree) -> Leaves:
     )
 
 
+def gradients_like(grads: Tree, params: Tree) -> Leaves:
+    """The leaves of `grads` in the order of the parameters; refused, naming the leaf, unless each has its parameter's shape or is None."""
+    gradients = leaves_like("grads", grads, "params", params)
+    for index, (gradient, weight) in enumerate(zip(gradients, flatten(params)[0], strict=True)):
+        if gradient is not None and (weight is None or gradient.shape != weight.shape):
+            path = f"leaf {index}" if torch.compiler.is_compiling() else paths(params, "grads")[index]
+            shape = None if weight is None else tuple(weight.shape)
+            raise ValueError(
+                f"{path} has shape {tuple(gradient.shape)}, its parameter {shape}. Cure: the gradients of these params, "
+                f"`torch.func.grad(scaled_loss)(params)`."
+            )
+    return gradients
+
+
 def some(items: list[str], most: int = 5) -> str:
     if not items:
         return "nothing"

@@ -86,7 +86,8 @@ def _scaled_grads(
         present = iter(inputs)
         weights = structure.unflatten([None if leaf is None else next(present) for leaf in leaves])
         loss, new_buffers, aux = _checked(loss_fn(weights, buffers, microbatch), buffers)
-        return _scalar(scale_loss(scaler, loss)), (_scalar(loss), new_buffers, aux)
+        unscaled = loss.to(torch.promote_types(loss.dtype, torch.float32))
+        return scale_loss(scaler, loss).reshape(()), (unscaled.reshape(()), new_buffers, aux)
 
     if _tree.traced():
         grads, (_, outputs) = torch.func.grad_and_value(scaled, has_aux=True)(inputs)
@@ -115,14 +116,13 @@ def _checked(returned: Any, buffers: Tree) -> tuple[Tensor, Tree, list[Any]]:
             f"Cure: `return loss, new_buffers`, or `return loss, buffers` where nothing changes them."
         )
     loss, new_buffers, *aux = returned
-    if isinstance(loss, (tuple, list, dict)) or not isinstance(loss, Tensor):
+    if not isinstance(loss, Tensor):
         raise TypeError(
             f"loss_fn returned {type(loss).__name__} as its loss; expected a tensor of one element. Cure: loss first, `return "
             f"loss, new_buffers`."
         )
-    for index, (old, new) in enumerate(
-        zip(_tree.flatten(buffers)[0], _tree.leaves_like("new_buffers", new_buffers, "buffers", buffers), strict=True)
-    ):
+    new_leaves = _tree.leaves_like("new_buffers", new_buffers, "buffers", buffers)
+    for index, (old, new) in enumerate(zip(_tree.flatten(buffers)[0], new_leaves, strict=True)):
         _tree.check_pair(old, new, buffers, index, "buffers", "new_buffers")
     return loss, new_buffers, aux
 
@@ -139,7 +139,3 @@ def _weight(weight: Any, like: Tensor) -> Tensor:
     if not (math.isfinite(weight) and float(weight) >= 0):
         raise ValueError(f"weight_fn returned {weight!r}; a weight is finite and not negative: samples or tokens.")
     return torch.full((), float(weight), dtype=_tree.widest_float(like.device), device=like.device)
-
-
-def _scalar(loss: Tensor) -> Tensor:
-    return loss.reshape(())

@@ -513,7 +513,7 @@ def test_an_override_that_matches_nothing_is_refused():
         (lambda g: {**g, "extra": torch.ones(1)}, r"not in params: \['extra'\]"),
         (lambda g: {**g, "gain": {"deep": torch.ones(1)}}, r"\['gain'\]\['deep'\]"),
         (lambda g: list(g.values()), "grads does not match params"),
-        (lambda g: {**g, "gain": torch.ones(7)}, r"gain has shape \(7,\), its parameter \(1, 1\)"),
+        (lambda g: {**g, "gain": torch.ones(7)}, r"grads\['gain'\] has shape \(7,\), its parameter \(1, 1\)"),
     ],
 )
 def test_gradients_that_do_not_match_the_parameters_are_refused_and_nothing_changes(spoil, message):
@@ -522,6 +522,8 @@ def test_gradients_that_do_not_match_the_parameters_are_refused_and_nothing_chan
     state, grads = adam.init(params), spoil(grads_at(0, params))
     with Untouched((params, state, grads)), pytest.raises(ValueError, match=message):
         ps.maybe_step(adam, params, grads, state, torch.tensor(False), donate=True)
+    with Untouched((params, state, grads)), pytest.raises(ValueError, match=message):
+        ps.unscale_and_step(adam, ps.StaticScale(4.0).init(), params, grads, state, max_norm=1.0, donate=True)
 
 
 def test_a_state_of_other_parameters_is_refused():

@@ -215,6 +215,14 @@ def test_the_unscaled_loss_is_reported_in_float32():
         assert 0 < loss < 3
 
 
+def test_a_half_loss_is_reported_in_float32():
+    sgd = ps.from_torch(OPTIM.SGD, lr=1.0)
+    state = ps.init_train_state({"w": torch.ones(1)}, {}, sgd, RULE)
+    _, info = ps.train_step(state, [None], loss_fn=lambda p, b, _: (p["w"].half(), b), optimizer=sgd, rule=RULE)
+    assert info.loss.dtype is torch.float32
+    assert info.loss.shape == ()
+
+
 # ---- microbatches
 
 

@@ -637,3 +637,40 @@ def test_nothing_is_stepped_when_new_buffers_come_in_another_dtype():
         pytest.raises(ValueError, match=r"buffers\['x'\] is torch.float32 \(3,\), but torch.float64 \(3,\) in new_buffers"),
     ):
         step(state, donate=True)
+
+
+# ---- properties over random runs
+
+
+@settings(max_examples=30)
+@given(trees(any32), st.sampled_from([ADAMW, SGD]), st.booleans())
+def test_maybe_step_is_pure_and_keeps_everything_on_a_skip(tree, optimizer, bad):
+    params = pytree.tree_map(lambda t: None if t is None else torch.zeros_like(t), tree)
+    state, flag = optimizer.init(params), torch.tensor(bad)
+    with Untouched((params, tree, state, flag)):
+        new = ps.maybe_step(optimizer, params, tree, state, flag)
+    assert not shares_memory((params, tree, state), new)
+    assert new[1].applied == int(not bad)
+    if bad:
+        assert same_bits(new, (params, state))
+
+
+@settings(max_examples=15)
+@given(st.lists(st.sampled_from([0.5, -2.0, math.inf, math.nan]), min_size=1, max_size=12), st.integers(1, 4), st.booleans())
+def test_a_run_is_the_clean_steps_and_the_rules_trace(gradients, interval, donate):
+    """Skipped steps might as well not have been there, but for the scale."""
+    rule = ps.DynamicScale(2.0**4, growth_interval=interval)
+    step = functools.partial(ps.train_step, loss_fn=lambda p, b, g: ((p["w"] * g).sum(), {"n": b["n"] + 1}), optimizer=SGD, rule=rule)
+    clean = ps.init_train_state({"w": torch.zeros(2)}, {"n": torch.tensor(0)}, SGD, rule)
+    state = clone(clean)
+    scaler = rule.init()
+    for g in gradients:
+        state, info = step(state, [torch.tensor([g, 1.0])], donate=donate)
+        scaler = rule.update(scaler, torch.tensor(not math.isfinite(g)))
+        if math.isfinite(g):
+            clean, _ = step(clean, [torch.tensor([g, 1.0])])
+        assert info.found_inf.item() is not math.isfinite(g)
+        assert same_bits(state.scaler, scaler)
+        assert same_bits(
+            (state.params, state.opt_state, state.buffers, state.step), (clean.params, clean.opt_state, clean.buffers, clean.step)
+        )

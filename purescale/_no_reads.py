@@ -65,8 +65,7 @@ class PlainArithmetic(TorchFunctionMode):
             first = first / rest[0]
         elif func is Tensor.addcmul_:
             first = first * rest[0]
-        scaled = first if factor is None else first * factor
-        return target.add(scaled) if func is Tensor.add else target.add_(scaled)
+        return target.add_(first if factor is None else first * factor)
 
 
-_SCALED = (Tensor.add, Tensor.add_, Tensor.addcmul_, Tensor.addcdiv_)
+_SCALED = (Tensor.add_, Tensor.addcdiv_)

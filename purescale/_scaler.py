@@ -132,7 +132,7 @@ class DynamicScale:
         # >= and not ==, or lowering growth_interval below the count would stop growth for good.
         interval_reached = ~bad & (clean_steps >= self.growth_interval)
         # Kept from going negative, so that a job that overflows for ever cannot wrap it around.
-        tolerance = torch.where(bad, (tolerance - 1).clamp(min=0), tolerance)
+        tolerance = torch.where(bad, tolerance.clamp(min=1) - 1, tolerance)
         back_off = bad & (tolerance <= 0)
 
         moved = torch.where(interval_reached, scale * self.growth_factor, scale)
@@ -168,7 +168,7 @@ class StaticScale:
         return _fresh(self.scale, 0, device)
 
     def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
-        """The same scale; only `consecutive_skips` moves."""
+        """The same scale whatever the state holds; `consecutive_skips` is counted, the other counters stay 0."""
         bad = _tree.flag(found_inf, like=scaler.scale)
         return ScalerState(
             scale=torch.full_like(scaler.scale, self.scale),

@@ -135,7 +135,9 @@ def some(items: list[str], most: int = 5) -> str:
 
 def under_transform() -> bool:
     """Whether this code runs inside vmap, grad or another torch.func transform (foreach ops have no vmap rule there)."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    # While compiling, an interpreter stack that is None comes back wrapped in something that is not.
+    active: bool = torch._C._are_functorch_transforms_active()
+    return active
 
 
 def traced() -> bool:

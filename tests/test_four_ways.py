@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import HALF, Dispatched, batch, job, same_bits, scaled_by, stack, tensors, unstack
+from helpers import HALF, Dispatched, batch, job, same_bits, scaled_by, shares_memory, stack, tensors, unstack
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
@@ -56,7 +56,9 @@ def test_compiled_by_inductor_with_donation_agrees(name):
     donated = torch.utils._pytree.tree_map(lambda t: t.clone(), state)
     for index in range(3):
         state, expected = step(state, images(index))
+        given = donated
         donated, info = compiled(donated, images(index))
+        assert shares_memory(given.params, donated.params)
         torch.testing.assert_close(tensors((donated, info)), tensors((state, expected)), rtol=1e-4, atol=1e-4)
 
 

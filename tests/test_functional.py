@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import Untouched, clone, same_bits, shares_memory
+from helpers import Untouched, same_bits, shares_memory
 from torch import nn
 
 import purescale as ps
@@ -231,13 +231,6 @@ def test_a_lazy_parameter_is_refused_by_name(make):
 def test_what_is_no_module_is_refused():
     with pytest.raises(TypeError, match=r"takes an nn\.Module, got function"):
         ps.make_functional(lambda x: x)
-
-
-def test_a_deep_copy_of_the_state_is_independent():
-    _, params, _ = ps.make_functional(nn.Linear(2, 2))
-    copied = clone(params)
-    copied["weight"].zero_()
-    assert params["weight"].any()
 
 
 def test_an_embedding_that_renormalises_its_weight_leaves_params_alone():

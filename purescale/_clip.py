@@ -61,6 +61,15 @@ def clip_by_value(grads: Tree, clip_value: float | Tensor, donate: bool = False)
     """
     check_above_zero("clip_value", clip_value)
     leaves, structure = _tree.flatten(grads)
+    check_ordered(grads, leaves)
+    mine = _tree.writable(leaves) if donate else [False] * len(leaves)
+    return structure.unflatten(
+        [None if leaf is None else _clamp(leaf, clip_value, in_place=own) for leaf, own in zip(leaves, mine, strict=True)]
+    )
+
+
+def check_ordered(grads: Tree, leaves: list[Any]) -> None:
+    """Refuse, naming the leaf, what cannot be clipped by value."""
     _tree.check_gradients(grads, leaves)
     for index, leaf in enumerate(leaves):
         if leaf is not None and leaf.is_complex():
@@ -68,11 +77,6 @@ def clip_by_value(grads: Tree, clip_value: float | Tensor, donate: bool = False)
                 f"{_tree.paths(grads, 'grads')[index]} has dtype {leaf.dtype}; complex numbers have no order to clip by. "
                 f"Cure: clip_by_global_norm."
             )
-
-    mine = _tree.writable(leaves) if donate else [False] * len(leaves)
-    return structure.unflatten(
-        [None if leaf is None else _clamp(leaf, clip_value, in_place=own) for leaf, own in zip(leaves, mine, strict=True)]
-    )
 
 
 def _clamp(leaf: Tensor, bound: float | Tensor, *, in_place: bool) -> Tensor:

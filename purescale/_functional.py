@@ -92,17 +92,11 @@ def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
     frozen = {name for name, p in params.items() if not p.requires_grad}
     if len(frozen) == len(params):
         frozen = set()
-    norms = {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in model.named_modules()
-        if isinstance(module, NORM_MODULES)
-        for name, _ in module.named_parameters()
-    }
-    renormed = {
-        f"{prefix}.weight" if prefix else "weight"
-        for prefix, module in model.named_modules()
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
-    }
+    # By identity: a tied weight is known by its first name, wherever else it stands.
+    names = {id(parameter): name for name, parameter in params.items()}
+    norms = {names[id(p)] for module in model.modules() if isinstance(module, NORM_MODULES) for p in module.parameters()}
+    embeddings = (module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
+    renormed = {names[id(module.weight)] for module in embeddings if module.max_norm is not None}
     training = _skeleton(model)
     for module in training.modules():
         if not model.training:

@@ -119,6 +119,9 @@ def policy(text: str) -> Policy:
     )
 
 
+_parsed = policy  # with_policy has a parameter of that name
+
+
 def _dtype(text: str, name: str) -> torch.dtype:
     if name not in _DTYPES:
         raise ValueError(
@@ -153,7 +156,7 @@ def with_policy(apply: Callable[..., tuple[Any, dict[str, Tensor]]], policy: Pol
 
     Source of the rule: jmp.Policy; mmpose's patch_norm_fp32 and apex's keep_batchnorm_fp32, which rewrite the module instead.
     """
-    rules = globals()["policy"](policy) if isinstance(policy, str) else policy
+    rules = _parsed(policy) if isinstance(policy, str) else policy
     if not isinstance(rules, Policy):
         raise TypeError(
             f"with_policy takes a Policy or its string, got {policy!r}. Cure: policy('params=float32,compute=float16,output=float32')."

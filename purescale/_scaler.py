@@ -114,7 +114,7 @@ class DynamicScale:
         if not self.min_scale <= self.init_scale <= self.max_scale:
             raise ValueError(
                 f"min_scale <= init_scale <= max_scale must hold, got {self.min_scale!r}, {self.init_scale!r}, {self.max_scale!r}. "
-                f"Cure: move the bound that init_scale crosses, for example max_scale={max(self.init_scale, self.max_scale)!r}."
+                f"Cure: move the bound that is crossed; the widest are min_scale=2.0**-149 and max_scale=2.0**127."
             )
         if self.refill not in ("growth", "clean"):
             raise ValueError(f"refill must be 'growth' (Megatron-LM) or 'clean' (apex), got {self.refill!r}.")
@@ -180,7 +180,7 @@ class StaticScale:
 
 @dataclasses.dataclass(frozen=True)
 class NoScale(StaticScale):
-    """`StaticScale(1.0)`: for float32 and bfloat16, so that a loop needs no `enabled=` branch. Bad steps are still skipped.
+    """A static scale of 1: for float32 and bfloat16, so that a loop needs no `enabled=` branch. Bad steps are still skipped.
 
     >>> NoScale().init().scale
     tensor(1.)
@@ -330,7 +330,8 @@ def _check_power_of_two(name: str, value: Any) -> None:
     number = float(value)
     exact = math.isfinite(number) and number > 0 and math.frexp(number)[0] == 0.5
     if not exact or not 2.0**-149 <= number <= 2.0**127:
-        near = 2.0 ** min(max(round(math.log2(number)), -149), 127) if math.isfinite(number) and number > 0 else 2.0**16
+        usual = {"growth_factor": 2.0, "backoff_factor": 0.5}.get(name, 2.0**16)
+        near = 2.0 ** min(max(round(math.log2(number)), -149), 127) if math.isfinite(number) and number > 0 else usual
         raise ValueError(
             f"{name} must be a power of two between 2**-149 and 2**127, got {value!r}: any other factor rounds every gradient. "
             f"Cure: {name}={near!r}."

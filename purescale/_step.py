@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 
 from . import _tree
-from ._clip import check_above_zero, clip_by_global_norm, clip_by_value
+from ._clip import check_above_zero, check_ordered, clip_by_global_norm, clip_by_value
 from ._collectives import all_reduce_found_inf
 from ._optim import Optimizer
 from ._scaler import HasScale, Rule, check_grads, is_usable, unscale_and_check
@@ -57,7 +57,8 @@ def maybe_step(
 
     Where `found_inf` is True parameters, optimizer state and step count come back bit for bit as they were; no value is
     read to decide it. `found_inf`: 0-d bool. `donate`: `params` and `opt_state` may be overwritten; the caller gives them
-    up. Without it the results share no memory with the arguments.
+    up. Same bits; only inside torch.compile, where that cannot be seen, no two donated tensors may share memory. Without
+    `donate` the results share no memory with the arguments.
 
     Raises `ValueError`, naming the leaf, when `grads` do not match `params` or `opt_state` belongs to other parameters.
 
@@ -70,13 +71,28 @@ def maybe_step(
 
     Source of the rule: apply_if_finite of optax; the flag as a tensor from torch's fused optimizers.
     """
+    return _maybe_step(optimizer, params, grads, opt_state, found_inf, donate=donate)
+
+
+def _maybe_step(
+    optimizer: Optimizer,
+    params: Tree,
+    grads: Tree,
+    opt_state: Any,
+    found_inf: Tensor | bool,
+    *,
+    donate: bool,
+    keep: Sequence[Tensor] = (),
+) -> tuple[Tree, Any]:
+    """`maybe_step` that writes into none of `keep`."""
     bad = _tree.flag(found_inf, like=next(iter(_tree.tensors(params)), None))
     if isinstance(optimizer, TorchOptimizer) and optimizer.has_fused_kernel(params, grads):
         given = _tree.tensors((params, opt_state)) if donate else []
-        return optimizer.fused_step(params, grads, opt_state, bad, owned=_ids(given, _tree.writable(given, _tree.tensors(grads))))
+        owned = _ids(given, _tree.writable(given, [*_tree.tensors(grads), *keep]))
+        return optimizer.fused_step(params, grads, opt_state, bad, owned=owned)
     with _off_the_graph(optimizer):
         stepped = optimizer.step(params, grads, opt_state)
-        new_params, new_opt_state = _tree.where(bad, (params, opt_state), stepped, donate=donate)
+        new_params, new_opt_state = _tree.where(bad, (params, opt_state), stepped, donate=donate, keep=keep)
     return new_params, new_opt_state
 
 
@@ -131,29 +147,31 @@ def _unscale_and_step(
     *,
     donate: bool,
     donate_grads: bool,
-    empty: Tensor | None = None,
+    keep: Sequence[Tensor] = (),
+    also_skip: Tensor | None = None,
 ) -> Stepped:
+    """`unscale_and_step` that writes into none of `keep`, and leaves everything as it was where `also_skip`."""
     for name, setting in (("max_norm", max_norm), ("clip_value", clip_value)):
         if setting is not None:
             check_above_zero(name, setting)
-    _tree.gradients_like(scaled_grads, params)  # before anything is written in place
+    leaves = _tree.flatten(scaled_grads)[0]
+    check_grads(scaler.scale, scaled_grads, leaves)
+    if isinstance(optimizer, TorchOptimizer):
+        optimizer.check(params, scaled_grads, opt_state)
+    if clip_value is not None:
+        check_ordered(scaled_grads, leaves)
+
     leaves, state = _tree.tensors(scaled_grads), _tree.tensors((params, opt_state))
-    mine = _tree.writable([*leaves, *state], _tree.tensors(scaler)) if donate_grads else [False]
-    # Unscaling in place must not reach parameters or state that stand in the gradients' memory.
-    donate_grads = all(mine[: len(leaves)])
+    mine = _tree.writable([*leaves, *state], [*_tree.tensors(scaler), *keep]) if donate_grads else [False]
+    # Unscaling in place must not reach parameters or state that stand in the gradients' memory. While compiling that cannot be
+    # seen, and nothing is gained: what is computed in between is fused.
+    donate_grads = all(mine[: len(leaves)]) and not torch.compiler.is_compiling()
+    owned = _ids(state, mine[len(leaves) :]) if donate and donate_grads else frozenset()
     if donate_grads and max_norm is None and clip_value is None and _fuses(optimizer, params, scaled_grads):
-        check_grads(scaler.scale, scaled_grads, leaves)
         found_inf = ~_tree.all_finite(leaves, scaler.scale) | ~is_usable(scaler.scale)
         found_inf = found_inf if group is None else all_reduce_found_inf(found_inf, group)
-        skip = found_inf if empty is None else found_inf | empty
-        params, opt_state = optimizer.fused_step(
-            params,
-            scaled_grads,
-            opt_state,
-            skip,
-            grad_scale=scaler.scale,
-            owned=_ids(state, mine[len(leaves) :]) if donate else frozenset(),
-        )
+        skip = found_inf if also_skip is None else found_inf | also_skip
+        params, opt_state = optimizer.fused_step(params, scaled_grads, opt_state, skip, grad_scale=scaler.scale, owned=owned)
         return Stepped(params, opt_state, found_inf, ())
     grads, found_inf = unscale_and_check(scaler, scaled_grads, donate=donate_grads, group=group)
     grad_norm: Any = ()
@@ -161,8 +179,8 @@ def _unscale_and_step(
         grads, grad_norm = clip_by_global_norm(grads, max_norm, donate=True)
     if clip_value is not None:
         grads = clip_by_value(grads, clip_value, donate=True)
-    skip = found_inf if empty is None else found_inf | empty
-    params, opt_state = maybe_step(optimizer, params, grads, opt_state, skip, donate=donate)
+    skip = found_inf if also_skip is None else found_inf | also_skip
+    params, opt_state = _maybe_step(optimizer, params, grads, opt_state, skip, donate=donate, keep=keep)
     return Stepped(params, opt_state, found_inf, grad_norm)
 
 
@@ -252,7 +270,7 @@ def train_step(
       equal. What has weight 0 counts for nothing. A step whose weights are all 0, or where one is not finite or negative,
       leaves all but `rng` as it was.
     - `max_norm`, `clip_value`: as in `clip_by_global_norm` and `clip_by_value`, on the averaged, unscaled gradients.
-    - `donate`: the tensors of `state` may be overwritten; the caller gives them up. Same bits.
+    - `donate`: the tensors of `state` may be overwritten; the caller gives them up. Same bits, as in `maybe_step`.
     - `on_nonfinite`, `bn_update`, `group`, `max_retries`: only their defaults are there in this version.
 
     Returns the next state and `StepInfo`. On an overflow parameters, optimizer state, buffers and `step` come back bit for
@@ -277,24 +295,36 @@ def train_step(
         window = gather(state.params, state.buffers, state.scaler, microbatches, loss_fn, weight_fn)
     empty = None if weight_fn is None else (window.weight == 0) | ~window.weights_ok
     out = _unscale_and_step(
-        optimizer, state.scaler, state.params, window.grads, state.opt_state, max_norm, clip_value, None,
-        donate=donate, donate_grads=True, empty=empty,
-    )  # fmt: skip
+        optimizer,
+        state.scaler,
+        state.params,
+        window.grads,
+        state.opt_state,
+        max_norm,
+        clip_value,
+        None,
+        donate=donate,
+        donate_grads=True,
+        # A gradient may be the very tensor that a custom backward returned, and parts of a state may share memory.
+        keep=_tree.tensors((state.buffers, state.scaler, state.step, state.rng, microbatches, window.buffers, window.aux)),
+        also_skip=empty,
+    )
     skip, scaler = out.found_inf, rule.update(state.scaler, out.found_inf)
     if empty is not None:
         skip, scaler = skip | empty, _tree.where(empty, state.scaler, scaler, donate=False)
+    step, scale = state.step + ~skip, state.scaler.scale.clone()  # before buffers are written, whose memory they may stand in
     new_state = TrainState(
         params=out.params,
         buffers=_tree.where(skip, state.buffers, window.buffers, donate=donate),
         opt_state=out.opt_state,
         scaler=scaler,
-        step=state.step + ~skip,
+        step=step,
         rng=rng(),
     )
     info = StepInfo(
         loss=window.loss,
         found_inf=skip,
-        scale=state.scaler.scale.clone(),
+        scale=scale,
         grad_norm=out.grad_norm,
         retries=torch.zeros((), dtype=torch.int32, device=skip.device),
         aux=window.aux,

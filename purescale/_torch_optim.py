@@ -43,13 +43,13 @@ class TorchOptimizer:
         self._defaults = self._checked_defaults("from_torch", {**settings, "lr": self._lr})
         for pattern, extra in overrides.items():
             self._checked_defaults(f"overrides[{pattern!r}]", {**settings, "lr": self._lr, **extra})
-        # torch's SGD ignores dampening in the step that makes the momentum buffer.
         self.differentiable = bool(settings.get("differentiable"))
+        # torch's SGD ignores dampening in the step that makes the momentum buffer.
         self._first_step_differs = issubclass(cls, torch.optim.SGD) and any(
             extra.get("dampening") for extra in (settings, *self._overrides)
         )
         self._lrs = (self._lr, *(extra.get("lr") for extra in self._overrides))
-        self._tensor_lrs = {str(index): rate for index, rate in enumerate(self._lrs) if isinstance(rate, Tensor)}
+        self._tensor_lrs = {str(index): rate.clone() for index, rate in enumerate(self._lrs) if isinstance(rate, Tensor)}
         # Dynamo will not trace a torch optimizer; the compiler behind it traces this plain Python.
         self._opaque = torch._dynamo.nonstrict_trace(self._formula)
 
@@ -107,8 +107,13 @@ class TorchOptimizer:
             # torch keeps step counts on the CPU, and moves them itself where an implementation wants them elsewhere.
             for index, name in zip(indices, names, strict=True):
                 state[index] = {k: v.cpu().clone() if k == "step" else v.clone() for k, v in opt_state.slots[name].items()}
-            groups.append({**group, "params": indices})
+            lr = group["lr"]
+            groups.append({**group, "lr": lr.clone() if isinstance(lr, Tensor) else lr, "params": indices})
         return {"state": {index: slot for index, slot in state.items() if slot}, "param_groups": groups}
+
+    def check(self, params: Tree, grads: Tree, opt_state: OptState) -> None:
+        """Refuse what `step` would refuse."""
+        _prepare(params, _tree.flatten(params)[0], grads, opt_state)
 
     def from_state_dict(self, sd: Mapping[str, Any], params: Tree) -> OptState:
         """The state in `cls(groups).state_dict()`, copied. The settings in it are not read: `from_torch` has them.
@@ -147,7 +152,7 @@ class TorchOptimizer:
         if self._flag_named and not self._settings.get("fused"):
             return False
         return all(
-            isinstance(leaf, Tensor) and _tree.is_dense(leaf) and leaf.is_floating_point() and leaf.device.type in ("cpu", "cuda")
+            isinstance(leaf, Tensor) and _tree.is_dense(leaf) and leaf.is_floating_point() and (leaf.is_cpu or leaf.is_cuda)
             for leaf in (*_tree.flatten(params)[0], *_tree.flatten(grads)[0])
             if leaf is not None
         )
@@ -235,12 +240,29 @@ class TorchOptimizer:
             group.update((name, value) for name, value in flags.items() if name in group)
             present = [name for name in names if name in gradients]
             for name in present:
+                # Where this is missing torch would begin anew, and the structure of the state would change.
+                if issubclass(self._cls, torch.optim.SGD):
+                    foreign = group["momentum"] != 0 and "momentum_buffer" not in slots[name] and not self._first_step_differs
+                else:
+                    foreign = not slots[name]
+                if foreign:
+                    raise self._foreign_state("momentum_buffer" if slots[name] else "state")
                 weights[name].grad = gradients[name]
                 optimizer.state[weights[name]] = slots[name]
             optimizer.param_groups.append({**group, "params": [weights[name] for name in present]})
-        run(optimizer)
-        for name in gradients:
-            weights[name].grad = None
+        try:
+            run(optimizer)
+        except KeyError as error:
+            raise self._foreign_state(str(error)) from None
+        finally:
+            for name in gradients:
+                weights[name].grad = None
+
+    def _foreign_state(self, missing: str) -> ValueError:
+        return ValueError(
+            f"opt_state has no {missing} that {self._cls.__name__} keeps. Likely cause: the state of another class or of other settings. "
+            f"Cure: `opt_state = optimizer.init(params)`."
+        )
 
     # ---- settings
 
@@ -248,7 +270,7 @@ class TorchOptimizer:
         """torch's parameter groups: the names of each with its complete settings."""
         members: dict[tuple[int, ...], list[str]] = {}
         for name, matching in zip(names, _matching(names, self._patterns), strict=True):
-            members.setdefault(matching, []).append(name)
+            members.setdefault(self._canonical(matching), []).append(name)
         groups = []
         for matching in sorted(members):
             settings = dict(self._defaults)
@@ -259,6 +281,20 @@ class TorchOptimizer:
             settings["lr"] = lrs[rate]
             groups.append((members[matching], settings))
         return groups
+
+    def _canonical(self, matching: tuple[int, ...]) -> tuple[int, ...]:
+        """The first of all patterns that says the same: `{"*.bias": no_decay, "norm.*": no_decay}` is one group."""
+        if not matching:
+            return matching
+        merged: dict[str, Any] = {}
+        for index in matching:
+            merged.update(self._overrides[index])
+        for index, extra in enumerate(self._overrides):
+            if extra.keys() == merged.keys() and all(
+                extra[k] is v or (not isinstance(v, Tensor) and extra[k] == v) for k, v in merged.items()
+            ):
+                return (index,)
+        return matching
 
     def _learning_rates(self, count: Tensor, tensor_lrs: dict[str, Tensor]) -> list[Any]:
         """The rate of from_torch, then of each override (None where it names none), as of `count` steps applied."""
@@ -292,6 +328,7 @@ class TorchOptimizer:
 
 
 _ANY_LR = 1e-3  # stands where torch wants a number to check and a schedule or tensor will take its place
+_FACTORS = ("row_var", "col_var")
 _FLAGS = ("foreach", "fused", "capturable", "differentiable")
 
 
@@ -299,6 +336,10 @@ def _prepare(params: Tree, leaves: list[Any], grads: Tree, opt_state: OptState) 
     """Checked: the names of the parameters, the parameters by name, and those gradients that are there by name."""
     gradients = _tree.gradients_like(grads, params)
     names = _tree.names(params)
+    if not isinstance(opt_state, OptState):
+        raise TypeError(
+            f"opt_state is {type(opt_state).__name__}. Cure: `opt_state = optimizer.init(params)`, or what the last step returned."
+        )
     if opt_state.slots.keys() != {name for name, leaf in zip(names, leaves, strict=True) if leaf is not None}:
         raise ValueError(
             f"opt_state knows the parameters {_tree.some(list(opt_state.slots))}, params has {_tree.some(names)}. "
@@ -309,7 +350,17 @@ def _prepare(params: Tree, leaves: list[Any], grads: Tree, opt_state: OptState) 
         if gradient is None:
             continue
         present[name] = gradient if gradient.dtype is weight.dtype else _saturating(gradient, weight.dtype)
-    return names, {name: leaf for name, leaf in zip(names, leaves, strict=True) if leaf is not None}, present
+    weights = {name: leaf for name, leaf in zip(names, leaves, strict=True) if leaf is not None}
+    for name, slot in opt_state.slots.items():
+        for key, value in slot.items():
+            # torch's fused kernels would walk past the end of a shorter one. Adafactor's factors have shapes of their own.
+            if value.ndim and key not in _FACTORS and (value.shape != weights[name].shape or value.dtype is not weights[name].dtype):
+                raise ValueError(
+                    f"opt_state: {key} of {name} is {value.dtype} {tuple(value.shape)}, the parameter {weights[name].dtype} "
+                    f"{tuple(weights[name].shape)}. Likely cause: the state of another model, or of the model before it was changed. "
+                    f"Cure: `opt_state = optimizer.init(params)`."
+                )
+    return names, weights, present
 
 
 def _saturating(gradient: Tensor, dtype: torch.dtype) -> Tensor:
@@ -321,7 +372,7 @@ def _saturating(gradient: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _alike(tensor: Tensor, weight: Tensor) -> bool:
-    return tensor.shape != weight.shape or tensor.stride() == weight.stride()
+    return tensor.ndim == 0 or tensor.stride() == weight.stride() or tensor.shape != weight.shape
 
 
 def _laid_out_like(tensor: Tensor, weight: Tensor | None) -> Tensor:
@@ -335,8 +386,10 @@ def _batch_alike(weights: dict[str, Tensor], slots: Slots, gradients: dict[str, 
     """Under vmap a batched value cannot be written into an unbatched one: make weights and slots as batched as what they meet."""
     rates = [rate for rate in lrs if isinstance(rate, Tensor)]
     for name, gradient in gradients.items():
-        met = sum((rate.to(gradient.dtype) for rate in rates), gradient) if rates else gradient
-        everywhere = torch.ones_like(met, dtype=torch.bool)
+        met = torch.zeros_like(gradient)
+        for value in (weights[name], *slots[name].values(), *rates):
+            met = met + torch.zeros_like(value, dtype=gradient.dtype)
+        everywhere = torch.ones_like(met, dtype=torch.bool)  # where(everywhere, a, b) is a, as batched as both and the mask
         weights[name] = torch.where(everywhere, weights[name], gradient)
         for key, value in slots[name].items():
             if value.shape == gradient.shape and value.dtype == gradient.dtype:

@@ -111,17 +111,27 @@ def leaves_like(name: str, tree: Tree, like_name: str, like: Tree) -> Leaves:
 
 
 def gradients_like(grads: Tree, params: Tree) -> Leaves:
-    """The leaves of `grads` in the order of the parameters; refused, naming the leaf, unless each has its parameter's shape or is None."""
+    """The leaves of `grads` in the order of the parameters; refused, naming the leaf, unless each could be added to its parameter."""
     gradients = leaves_like("grads", grads, "params", params)
+    check_gradients(params, gradients)
     for index, (gradient, weight) in enumerate(zip(gradients, flatten(params)[0], strict=True)):
-        if gradient is not None and (weight is None or gradient.shape != weight.shape):
+        if gradient is None:
+            continue
+        misfit = "no parameter there" if weight is None else _misfit(gradient, weight)
+        if misfit:
             path = f"leaf {index}" if torch.compiler.is_compiling() else paths(params, "grads")[index]
-            shape = None if weight is None else tuple(weight.shape)
-            raise ValueError(
-                f"{path} has shape {tuple(gradient.shape)}, its parameter {shape}. Cure: the gradients of these params, "
-                f"`torch.func.grad(scaled_loss)(params)`."
-            )
+            raise ValueError(f"{path} has {misfit}. Cure: the gradients of these params, `torch.func.grad(scaled_loss)(params)`.")
     return gradients
+
+
+def _misfit(gradient: Tensor, weight: Tensor) -> str:
+    if gradient.shape != weight.shape:
+        return f"shape {tuple(gradient.shape)}, its parameter {tuple(weight.shape)}"
+    if gradient.device != weight.device:
+        return f"device {gradient.device}, its parameter {weight.device}"
+    if gradient.is_complex() and not weight.is_complex():
+        return f"dtype {gradient.dtype}, its parameter {weight.dtype}, which has no imaginary part"
+    return ""
 
 
 def some(items: list[str], most: int = 5) -> str:
@@ -179,8 +189,8 @@ def select(found_inf: Tensor | bool, old: Tree, new: Tree) -> Tree:
     return where(found_inf, old, new, donate=False)
 
 
-def where(found_inf: Tensor | bool, old: Tree, new: Tree, *, donate: bool) -> Tree:
-    """`select` that may write its result into the tensors of `old`."""
+def where(found_inf: Tensor | bool, old: Tree, new: Tree, *, donate: bool, keep: Sequence[Tensor] = ()) -> Tree:
+    """`select` that may write its result into the tensors of `old`, but for those in the memory of `keep`."""
     leaves, structure = flatten(old)
     others = leaves_like("new", new, "old", old)
     for index, (a, b) in enumerate(zip(leaves, others, strict=True)):
@@ -188,7 +198,7 @@ def where(found_inf: Tensor | bool, old: Tree, new: Tree, *, donate: bool) -> Tr
     bad = flag(found_inf, like=next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None))
 
     replacements = [b for a, b in zip(leaves, others, strict=True) if b is not a]
-    mine = writable(leaves, replacements) if donate else [False] * len(leaves)
+    mine = writable(leaves, [*replacements, *keep]) if donate else [False] * len(leaves)
     # Whatever is not written in place comes first: it may read what is about to be overwritten.
     compiling = torch.compiler.is_compiling()
     results = [
@@ -248,12 +258,12 @@ def writable(leaves: Sequence[Any], others: Sequence[Any] = ()) -> list[bool]:
     if under_transform():
         return [False] * len(leaves)
     if torch.compiler.is_compiling():
-        # The caller computes everything before it writes anything, so that shared memory does no harm.
+        # Memory cannot be compared here. Callers compute everything before they write, and document what that leaves open.
         return [isinstance(leaf, Tensor) and donatable(leaf) for leaf in leaves]
     storages = [storage(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
     users = collections.Counter(storages)
     users.update(storage(leaf) for leaf in others if isinstance(leaf, Tensor))
-    return [where is not None and users[where] == 1 and donatable(leaf) for leaf, where in zip(leaves, storages, strict=True)]
+    return [memory is not None and users[memory] == 1 and donatable(leaf) for leaf, memory in zip(leaves, storages, strict=True)]
 
 
 def is_dense(leaf: Tensor) -> bool:
@@ -289,7 +299,7 @@ def _each(
     owned: Sequence[bool],
 ) -> Leaves:
     results: Leaves = list(leaves)
-    fresh: list[int] = []
+    apart: list[int] = []
     in_place: list[int] = []
     alone = writable(leaves) if any(owned) else owned
     mine = [a and b for a, b in zip(owned, alone, strict=True)]
@@ -299,9 +309,9 @@ def _each(
         if traced() or leaf.ndim == 0 or leaf.is_complex() or not is_dense(leaf):
             results[index] = on_values(functools.partial(_in_own_dtype, plain, operand=operand), leaf)
         else:
-            (in_place if mine[index] else fresh).append(index)
-    if fresh:
-        for index, result in zip(fresh, foreach([leaves[index] for index in fresh], operand), strict=True):
+            (in_place if mine[index] else apart).append(index)
+    if apart:
+        for index, result in zip(apart, foreach([leaves[index] for index in apart], operand), strict=True):
             results[index] = result
     if in_place:
         foreach_([leaves[index] for index in in_place], operand)

@@ -100,7 +100,7 @@ def _scaled_grads(
             if not loss.requires_grad:
                 raise ValueError(
                     "the loss does not depend on params. Likely cause: loss_fn calls the module and not `apply(params, buffers, ...)`, or "
-                    "runs under torch.no_grad. Cure: `out, buffers = apply(params, buffers, x)` and a loss of that `out`."
+                    "runs under torch.no_grad or inference_mode. Cure: `out, buffers = apply(params, buffers, x)` and a loss of that `out`."
                 )
             grads = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
         outputs = _tree.fresh(outputs, (params, buffers, scaler, microbatch))

@@ -580,3 +580,157 @@ def test_an_integer_parameter_has_no_dtype_to_keep():
 def test_the_path_of_a_refused_loss_is_its_own():
     with pytest.raises(ValueError, match=r"loss\['g'\] has shape"):
         ps.scale_loss(at(1.0), {"d": torch.tensor(1.0), "g": torch.ones(2)})
+
+
+# ---- memory and state that do not belong together
+
+
+@pytest.mark.parametrize("cls", [OPTIM.AdamW, OPTIM.Adadelta], ids=["fused", "formula"])
+@pytest.mark.parametrize(
+    "tie",
+    [
+        lambda s: s._replace(buffers={"e": s.params["w"]}),
+        lambda s: s._replace(step=s.opt_state.applied),
+        lambda s: s._replace(buffers={"e": next(iter(v for v in s.opt_state.slots["w"].values() if v.ndim))}),
+    ],
+    ids=["a buffer is the parameter", "step is the optimizer's count", "a buffer is a slot"],
+)
+def test_donation_of_a_state_whose_parts_share_memory_gives_the_same_bits(cls, tie):
+    optimizer = ps.from_torch(cls, lr=0.1)
+    call = {"loss_fn": lambda p, b, x: ((p["w"] * x).sum(), {"e": b["e"] + 1}), "optimizer": optimizer, "rule": RULE}
+    state = ps.init_train_state({"w": torch.arange(4.0)}, {"e": torch.zeros(4)}, optimizer, RULE)
+    expected = ps.train_step(tie(clone(state)), [torch.ones(4)], **call)
+    assert same_bits(ps.train_step(tie(clone(state)), [torch.ones(4)], donate=True, **call), expected)
+
+
+def test_a_gradient_that_is_the_microbatch_itself_is_not_written_into():
+    class Dot(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, w, x):
+            ctx.save_for_backward(x)
+            return (w * x).sum()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return ctx.saved_tensors[0], None
+
+    sgd = ps.from_torch(OPTIM.SGD, lr=1.0)
+    state, x = ps.init_train_state({"w": torch.ones(3)}, {}, sgd, RULE), torch.ones(3)
+    with Untouched((state, x)):
+        _, info = ps.train_step(state, [x], loss_fn=lambda p, b, x: (Dot.apply(p["w"], x), b, x * 2), optimizer=sgd, rule=RULE)
+    assert info.aux[0].tolist() == [2, 2, 2]
+
+
+def test_compiled_donation_of_gradients_that_are_the_parameters_gives_the_same_bits():
+    sgd, scaler = ps.from_torch(OPTIM.SGD, lr=0.5), at(2.0)
+
+    def step(params, grads, state):
+        return ps.unscale_and_step(sgd, scaler, params, grads, state, max_norm=1e9, donate=True).params
+
+    params = {"w": torch.tensor([2.0])}
+    expected = step(clone(params), clone(params), sgd.init(params))
+    assert same_bits(torch.compile(step, fullgraph=True, backend="aot_eager")(params, params, sgd.init(params)), expected)
+
+
+def test_an_embedding_with_max_norm_that_is_tied_leaves_params_alone():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(4, 5, bias=False)
+            self.emb = nn.Embedding(5, 4, max_norm=0.5)
+            self.emb.weight = self.head.weight
+
+        def forward(self, tokens):
+            return self.emb(tokens)
+
+    apply, params, buffers = ps.make_functional(Tied())
+    with Untouched(params):
+        assert apply(params, buffers, torch.tensor([1]))[0].norm() <= 0.51
+
+
+@pytest.mark.parametrize("cls", [OPTIM.AdamW, OPTIM.RMSprop], ids=["fused", "formula"])
+def test_the_state_of_a_model_of_another_shape_is_refused(cls):
+    optimizer = ps.from_torch(cls)
+    params = {"w": torch.ones(300)}
+    with pytest.raises(ValueError, match=r"exp_avg|square_avg of w is torch.float32 \(2,\), the parameter torch.float32 \(300,\)"):
+        ps.maybe_step(optimizer, params, {"w": torch.ones(300)}, optimizer.init({"w": torch.ones(2)}), torch.tensor(False))
+
+
+@pytest.mark.parametrize(("cls", "other"), [(OPTIM.AdamW, OPTIM.SGD), (OPTIM.RMSprop, OPTIM.Adagrad), (OPTIM.RMSprop, OPTIM.SGD)])
+def test_the_state_of_another_class_is_refused(cls, other):
+    optimizer, params = ps.from_torch(cls), {"w": torch.ones(3)}
+    with pytest.raises(ValueError, match=rf"opt_state has no .* that {cls.__name__} keeps"):
+        ps.maybe_step(optimizer, params, params, ps.from_torch(other).init(params), torch.tensor(False))
+    with pytest.raises(TypeError, match=r"opt_state is dict. Cure: `opt_state = optimizer.init\(params\)`"):
+        optimizer.step(params, params, {})
+
+
+def test_the_state_of_another_class_is_refused_by_sgd():
+    sgd, params = ps.from_torch(OPTIM.SGD, momentum=0.9), {"w": torch.ones(3)}
+    with pytest.raises(ValueError, match="opt_state has no momentum_buffer that SGD keeps"):
+        sgd.step(params, params, ps.from_torch(OPTIM.AdamW).init(params))
+
+
+@pytest.mark.parametrize(
+    ("settings", "grads", "state"),
+    [({}, {"w": torch.ones(3)}, {"v": torch.ones(3)}), ({"clip_value": 1.0}, {"w": torch.ones(3, dtype=torch.complex64)}, None)],
+    ids=["another state", "complex and clip_value"],
+)
+def test_what_is_refused_is_refused_before_gradients_are_donated(settings, grads, state):
+    optimizer = ps.from_torch(OPTIM.Adadelta)
+    params = {"w": torch.ones_like(grads["w"])}
+    opt_state = optimizer.init(state or params)
+    with Untouched((grads, params, opt_state)), pytest.raises((ValueError, TypeError)):
+        ps.unscale_and_step(optimizer, at(4.0), params, grads, opt_state, donate=True, **settings)
+
+
+@pytest.mark.parametrize(
+    ("grad", "error", "message"),
+    [
+        (torch.ones(2, dtype=torch.int64), TypeError, r"grads\['w'\] has dtype torch.int64"),
+        (1.0, TypeError, r"grads\['w'\] is float"),
+        (torch.ones(2, dtype=torch.complex64), ValueError, r"grads\['w'\] has dtype torch.complex64, its parameter torch.float32"),
+        (torch.ones(2, device="meta"), ValueError, r"grads\['w'\] has device meta, its parameter cpu"),
+    ],
+)
+def test_a_gradient_that_could_not_be_added_to_its_parameter_is_refused(grad, error, message):
+    params = {"w": torch.ones(2)}
+    with pytest.raises(error, match=message):
+        ps.maybe_step(SGD, params, {"w": grad}, SGD.init(params), torch.tensor(False))
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad", "RMSprop", "NAdam"])
+@pytest.mark.parametrize("batched", ["state", "params"])
+def test_vmap_over_one_part_alone_equals_a_loop(name, batched):
+    settings = {"momentum": 0.9} if name == "SGD" else {}
+    optimizer = ps.from_torch(getattr(OPTIM, name), weight_decay=0.1, **settings)
+    params = {"w": torch.arange(1.0, 4.0)}
+    grads = {"w": torch.tensor([0.1, -0.2, 0.3])}
+    _, state = optimizer.step(params, grads, optimizer.init(params))
+    given = state if batched == "state" else params
+    stacked = pytree.tree_map(lambda t: torch.stack([t, t * 2]) if t.is_floating_point() and t.ndim else torch.stack([t, t]), given)
+
+    def step(part):
+        return optimizer.step(params, grads, part)[0] if batched == "state" else optimizer.step(part, grads, state)[0]
+
+    out = torch.vmap(step)(stacked)["w"]
+    for index in range(2):
+        expected = step(pytree.tree_map(lambda t, i=index: t[i], stacked))["w"]
+        torch.testing.assert_close(out[index], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_patterns_that_say_the_same_are_one_group():
+    no_decay = {"weight_decay": 0.0}
+    params = {"fc.weight": torch.ones(2, 2), "fc.bias": torch.ones(2), "norm.weight": torch.ones(2), "norm.bias": torch.ones(2)}
+    optimizer = ps.from_torch(OPTIM.AdamW, overrides={"*.bias": no_decay, "norm.*": no_decay})
+    names, groups = list(params), optimizer.to_state_dict(optimizer.init(params))["param_groups"]
+    assert [len(group["params"]) for group in groups] == [1, 3]
+    theirs = OPTIM.AdamW([{"params": [params["fc.weight"]]}, {"params": [params[n] for n in names[1:]], **no_decay}])
+    assert groups == theirs.state_dict()["param_groups"]
+
+
+def test_a_rate_given_as_a_tensor_is_copied():
+    lr = torch.tensor(1.0)
+    sgd, params = ps.from_torch(OPTIM.SGD, lr=lr), {"w": torch.zeros(1)}
+    lr.fill_(100.0)
+    assert sgd.step(params, {"w": torch.ones(1)}, sgd.init(params))[0]["w"] == -1

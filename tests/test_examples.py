@@ -54,13 +54,15 @@ def test_the_loop_by_hand_runs_and_is_short(capsys):
     assert "train_step" not in loop
 
 
-def test_the_python_of_the_readme_runs():
+def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     assert blocks
     namespace = {}
     for block in blocks:
         exec(compile(block, "README.md", "exec"), namespace)
     assert torch.isfinite(namespace["loss"])
+    assert isinstance(namespace["state"], ps.TrainState)
     assert len(blocks[0].strip().splitlines()) <= 28
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from . import _tree
 from ._tree import Tree
@@ -40,9 +41,11 @@ def clip_by_global_norm(grads: Tree, max_norm: float | Tensor, norm_type: float 
     _tree.check_gradients(grads, leaves)
     present = [leaf for leaf in leaves if leaf is not None]
     norm = _global_norm(present, float(norm_type))
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     double = any(leaf.dtype in (torch.float64, torch.complex128) for leaf in present)
-    return structure.unflatten(_tree.multiply(leaves, factor, donate=donate)), norm if double else norm.to(torch.float32)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    if not double:  # a float64 factor would take float32 leaves through a slower kernel
+        factor, norm = factor.to(torch.float32), norm.to(torch.float32)
+    return structure.unflatten(_tree.multiply(leaves, factor, donate=donate)), norm
 
 
 def clip_by_value(grads: Tree, clip_value: float | Tensor, donate: bool = False) -> Tree:
@@ -97,9 +100,30 @@ def _global_norm(leaves: list[Any], norm_type: float) -> Tensor:
     if math.isinf(norm_type):
         return biggest.to(wide)
     unit = torch.where(biggest > 0, biggest, 1.0)
-    norms = [_tree.full(torch.linalg.vector_norm(_tree.at_least_float32(v) / unit, norm_type)).to(wide) for v in values]
+    norms = [norm.to(wide) for norm in _norms(values, unit, norm_type)]
     total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), dtype=wide)
     return biggest.to(wide) * total
+
+
+_CHUNK = 2**20  # elements
+
+
+def _norms(values: list[Any], unit: Tensor, norm_type: float) -> list[Tensor]:
+    """The norms of `value / unit`, of each value or of its chunks."""
+    norms = []
+    buffers: dict[torch.dtype, Tensor] = {}
+    for value in values:
+        wide = value.to(torch.promote_types(value.dtype, torch.float32))
+        if _tree.traced() or isinstance(value, DTensor) or value.device.type != "cpu":
+            norms.append(_tree.full(torch.linalg.vector_norm(wide / unit, norm_type)))
+            continue
+        # On a CPU fresh memory for each quotient would cost more than the arithmetic: one buffer for all.
+        for chunk in wide.detach().reshape(-1).split(_CHUNK):
+            if chunk.dtype not in buffers or len(buffers[chunk.dtype]) < len(chunk):
+                buffers[chunk.dtype] = torch.empty_like(chunk)
+            quotient = torch.div(chunk, unit, out=buffers[chunk.dtype][: len(chunk)])
+            norms.append(torch.linalg.vector_norm(quotient, norm_type))
+    return norms
 
 
 def check_above_zero(name: str, value: Any) -> None:

@@ -146,3 +146,15 @@ def test_what_is_no_gradient_is_refused_by_path(leaf):
     for clip in (ps.clip_by_global_norm, ps.clip_by_value):
         with pytest.raises(TypeError, match=r"grads\['w'\]"):
             clip({"w": leaf}, 1.0)
+
+
+def test_the_norm_of_bfloat16_gradients_is_exact_to_float32():
+    grads = [torch.randn(300).bfloat16(), torch.randn(7).bfloat16()]
+    expected = torch.linalg.vector_norm(torch.cat([g.double() for g in grads]))
+    torch.testing.assert_close(ps.clip_by_global_norm(grads, 1.0)[1].double(), expected, rtol=1e-6, atol=0)
+
+
+def test_a_gradient_larger_than_a_chunk_counts_whole():
+    grads = [torch.randn(2**20 + 5), torch.randn(3)]
+    expected = torch.linalg.vector_norm(torch.cat(grads).double())
+    torch.testing.assert_close(ps.clip_by_global_norm(grads, 1.0)[1].double(), expected, rtol=1e-4, atol=0)  # torch adds up in float32

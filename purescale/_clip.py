@@ -64,6 +64,7 @@ def clip_by_value(grads: Tree, clip_value: float | Tensor, donate: bool = False)
     """
     check_above_zero("clip_value", clip_value)
     leaves, structure = _tree.flatten(grads)
+    _tree.check_gradients(grads, leaves)
     check_ordered(grads, leaves)
     mine = _tree.writable(leaves) if donate else [False] * len(leaves)
     return structure.unflatten(
@@ -72,8 +73,7 @@ def clip_by_value(grads: Tree, clip_value: float | Tensor, donate: bool = False)
 
 
 def check_ordered(grads: Tree, leaves: list[Any]) -> None:
-    """Refuse, naming the leaf, what cannot be clipped by value."""
-    _tree.check_gradients(grads, leaves)
+    """Refuse, naming the leaf, gradients that cannot be clipped by value."""
     for index, leaf in enumerate(leaves):
         if leaf is not None and leaf.is_complex():
             raise TypeError(
@@ -124,6 +124,13 @@ def _norms(values: list[Any], unit: Tensor, norm_type: float) -> list[Tensor]:
             quotient = torch.div(chunk, unit, out=buffers[chunk.dtype][: len(chunk)])
             norms.append(torch.linalg.vector_norm(quotient, norm_type))
     return norms
+
+
+def check_bounds(max_norm: Any, clip_value: Any) -> None:
+    """Refuse bounds that are neither None nor above 0."""
+    for name, bound in (("max_norm", max_norm), ("clip_value", clip_value)):
+        if bound is not None:
+            check_above_zero(name, bound)
 
 
 def check_above_zero(name: str, value: Any) -> None:

@@ -37,14 +37,13 @@ class Apply:
             **{name: param.clone() if name in self._renormed else param for name, param in params.items()},
             **{name: buffer.clone() for name, buffer in buffers.items()},
         }
-        versions = None if _tree.traced() else {name: param._version for name, param in params.items() if not param.is_inference()}
+        versions = {} if _tree.traced() else {name: param._version for name, param in params.items() if not param.is_inference()}
         out = functional_call(self._training if train else self._evaluating, tensors, args, kwargs, strict=True)
-        for name, version in (versions or {}).items():
+        for name, version in versions.items():
             if params[name]._version != version:
                 raise RuntimeError(
-                    f"the forward of the model wrote into its parameter {name}, so params[{name!r}] has changed. A parameter is "
-                    f"an argument "
-                    f"here. Cure: compute with a changed copy in forward, or change params between steps."
+                    f"the forward of the model wrote into its parameter {name}, so params[{name!r}] has changed. "
+                    f"A parameter is an argument here. Cure: compute with a changed copy in forward, or change params between steps."
                 )
         return out, {name: tensors[name] for name in buffers}
 
@@ -98,9 +97,9 @@ def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
     embeddings = (module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
     renormed = {names[id(module.weight)] for module in embeddings if module.max_norm is not None}
     training = _skeleton(model)
-    for module in training.modules():
-        if not model.training:
-            module.training = True
+    if not model.training:
+        for module in training.modules():
+            module.training = True  # and not training.train(), which a class may have replaced
     evaluating = copy.deepcopy(training).eval()
     return (
         Apply(training, evaluating, frozenset(norms), frozenset(frozen), frozenset(renormed)),

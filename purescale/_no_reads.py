@@ -26,7 +26,7 @@ class _Everywhere(list[str]):
 def without_reads(cls: type) -> Callable[[Any], Any]:
     """torch's own `cls.step`, whose helper functions keep step counts as tensors instead of reading them.
 
-    torch's functions are not changed: copies of them look up three names elsewhere.
+    torch's functions are not changed: copies of them look up a few names elsewhere.
     """
     step: Any = inspect.unwrap(cls.step)  # type: ignore[attr-defined]
     module = step.__globals__

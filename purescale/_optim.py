@@ -107,9 +107,13 @@ class TransformationOptimizer:
         """The state of `tx`, in fresh memory."""
         return _tree.clone(self._init(params))
 
+    def check(self, params: Tree, grads: Tree, opt_state: Any) -> None:
+        """Refuse gradients that are not those of `params`."""
+        _tree.gradients_like(grads, params)
+
     def step(self, params: Tree, grads: Tree, opt_state: Any) -> tuple[Tree, Any]:
         """Parameters and state after one step. A parameter whose gradient is None is given to `tx` with None."""
-        _tree.gradients_like(grads, params)
+        self.check(params, grads, opt_state)
         if self._params_by_keyword:
             updates, new_state = self._update(grads, opt_state, params=params)
         else:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import _tree
-from ._clip import check_above_zero, check_ordered, clip_by_global_norm, clip_by_value
+from ._clip import check_bounds, check_ordered, clip_by_global_norm, clip_by_value
 from ._collectives import all_reduce_found_inf
 from ._optim import Optimizer
 from ._scaler import HasScale, Rule, check_grads, is_usable, unscale_and_check
@@ -71,7 +71,16 @@ def maybe_step(
 
     Source of the rule: apply_if_finite of optax; the flag as a tensor from torch's fused optimizers.
     """
-    return _maybe_step(optimizer, params, grads, opt_state, found_inf, donate=donate)
+    bad = _tree.flag(found_inf, like=next(iter(_tree.tensors(params)), None))
+    _check_step(optimizer, params, grads, opt_state)
+    return _maybe_step(optimizer, params, grads, opt_state, bad, donate=donate)
+
+
+def _check_step(optimizer: Optimizer, params: Tree, grads: Tree, opt_state: Any) -> None:
+    """What an optimizer would refuse in `step`, refused before; one of your own may leave `check` out."""
+    check = getattr(optimizer, "check", None)
+    if check is not None:
+        check(params, grads, opt_state)
 
 
 def _maybe_step(
@@ -79,13 +88,12 @@ def _maybe_step(
     params: Tree,
     grads: Tree,
     opt_state: Any,
-    found_inf: Tensor | bool,
+    bad: Tensor,
     *,
     donate: bool,
     keep: Sequence[Tensor] = (),
 ) -> tuple[Tree, Any]:
-    """`maybe_step` that writes into none of `keep`."""
-    bad = _tree.flag(found_inf, like=next(iter(_tree.tensors(params)), None))
+    """`maybe_step` of what `_check_step` let through; writes into none of `keep`."""
     if isinstance(optimizer, TorchOptimizer) and optimizer.has_fused_kernel(params, grads):
         given = _tree.tensors((params, opt_state)) if donate else []
         owned = _ids(given, _tree.writable(given, [*_tree.tensors(grads), *keep]))
@@ -148,18 +156,15 @@ def _unscale_and_step(
     donate: bool,
     donate_grads: bool,
     keep: Sequence[Tensor] = (),
-    also_skip: Tensor | None = None,
+    also_skip: Tensor | bool = False,
 ) -> Stepped:
     """`unscale_and_step` that writes into none of `keep`, and leaves everything as it was where `also_skip`."""
-    for name, setting in (("max_norm", max_norm), ("clip_value", clip_value)):
-        if setting is not None:
-            check_above_zero(name, setting)
-    leaves = _tree.flatten(scaled_grads)[0]
-    check_grads(scaler.scale, scaled_grads, leaves)
-    if isinstance(optimizer, TorchOptimizer):
-        optimizer.check(params, scaled_grads, opt_state)
+    # Everything is refused here, before anything is written in place.
+    check_bounds(max_norm, clip_value)
+    check_grads(scaler.scale, scaled_grads, _tree.flatten(scaled_grads)[0])
+    _check_step(optimizer, params, scaled_grads, opt_state)
     if clip_value is not None:
-        check_ordered(scaled_grads, leaves)
+        check_ordered(scaled_grads, _tree.flatten(scaled_grads)[0])
 
     leaves, state = _tree.tensors(scaled_grads), _tree.tensors((params, opt_state))
     mine = _tree.writable([*leaves, *state], [*_tree.tensors(scaler), *keep]) if donate_grads else [False]
@@ -170,8 +175,9 @@ def _unscale_and_step(
     if donate_grads and max_norm is None and clip_value is None and _fuses(optimizer, params, scaled_grads):
         found_inf = ~_tree.all_finite(leaves, scaler.scale) | ~is_usable(scaler.scale)
         found_inf = found_inf if group is None else all_reduce_found_inf(found_inf, group)
-        skip = found_inf if also_skip is None else found_inf | also_skip
-        params, opt_state = optimizer.fused_step(params, scaled_grads, opt_state, skip, grad_scale=scaler.scale, owned=owned)
+        params, opt_state = optimizer.fused_step(
+            params, scaled_grads, opt_state, found_inf | also_skip, grad_scale=scaler.scale, owned=owned
+        )
         return Stepped(params, opt_state, found_inf, ())
     grads, found_inf = unscale_and_check(scaler, scaled_grads, donate=donate_grads, group=group)
     grad_norm: Any = ()
@@ -179,8 +185,7 @@ def _unscale_and_step(
         grads, grad_norm = clip_by_global_norm(grads, max_norm, donate=True)
     if clip_value is not None:
         grads = clip_by_value(grads, clip_value, donate=True)
-    skip = found_inf if also_skip is None else found_inf | also_skip
-    params, opt_state = _maybe_step(optimizer, params, grads, opt_state, skip, donate=donate, keep=keep)
+    params, opt_state = _maybe_step(optimizer, params, grads, opt_state, found_inf | also_skip, donate=donate, keep=keep)
     return Stepped(params, opt_state, found_inf, grad_norm)
 
 
@@ -293,7 +298,6 @@ def train_step(
     _check_call(state, microbatches, optimizer, rule, max_norm, clip_value, on_nonfinite, bn_update, group, max_retries)
     with _generator(state) as rng:
         window = gather(state.params, state.buffers, state.scaler, microbatches, loss_fn, weight_fn)
-    empty = None if weight_fn is None else (window.weight == 0) | ~window.weights_ok
     out = _unscale_and_step(
         optimizer,
         state.scaler,
@@ -307,11 +311,11 @@ def train_step(
         donate_grads=True,
         # A gradient may be the very tensor that a custom backward returned, and parts of a state may share memory.
         keep=_tree.tensors((state.buffers, state.scaler, state.step, state.rng, microbatches, window.buffers, window.aux)),
-        also_skip=empty,
+        also_skip=window.empty,
     )
-    skip, scaler = out.found_inf, rule.update(state.scaler, out.found_inf)
-    if empty is not None:
-        skip, scaler = skip | empty, _tree.where(empty, state.scaler, scaler, donate=False)
+    skip, scaler = out.found_inf | window.empty, rule.update(state.scaler, out.found_inf)
+    if weight_fn is not None:
+        scaler = _tree.where(window.empty, state.scaler, scaler, donate=False)
     step, scale = state.step + ~skip, state.scaler.scale.clone()  # before buffers are written, whose memory they may stand in
     new_state = TrainState(
         params=out.params,
@@ -365,8 +369,8 @@ def _check_call(
 ) -> None:
     if not isinstance(state, TrainState):
         raise TypeError(
-            f"train_step takes a TrainState, got {type(state).__name__}. Cure: `state = init_train_state(params, buffers, "
-            f"optimizer, rule)`."
+            f"train_step takes a TrainState, got {type(state).__name__}. "
+            f"Cure: `state = init_train_state(params, buffers, optimizer, rule)`."
         )
     _check_parts(optimizer, rule)
     if not isinstance(microbatches, list):
@@ -378,9 +382,7 @@ def _check_call(
         raise ValueError(
             "microbatches is an empty list; a step needs at least one. Likely cause: a loader that ran out. Cure: end the loop there."
         )
-    for name, setting in (("max_norm", max_norm), ("clip_value", clip_value)):
-        if setting is not None:
-            check_above_zero(name, setting)
+    check_bounds(max_norm, clip_value)
     if on_nonfinite != "drop_window" or bn_update != "each" or group is not None or max_retries != 0:
         raise ValueError(
             f"this version has on_nonfinite='drop_window', bn_update='each', group=None and max_retries=0 only; got {on_nonfinite!r}, "
@@ -401,6 +403,6 @@ def _check_parts(optimizer: Any, rule: Any) -> None:
         )
     if not (callable(getattr(rule, "init", None)) and callable(getattr(rule, "update", None))):
         raise TypeError(
-            f"rule is {type(rule).__name__}; expected an object with `init` and `update`. Cure: DynamicScale(), "
-            f"StaticScale(512.0) or NoScale()."
+            f"rule is {type(rule).__name__}; expected an object with `init` and `update`. "
+            f"Cure: DynamicScale(), StaticScale(512.0) or NoScale()."
         )

@@ -35,6 +35,7 @@ class TorchOptimizer:
         _check_class(cls, settings)
         self._cls = cls
         accepted = inspect.signature(cls).parameters
+        self._accepted = [name for name in accepted if name != "params"]
         self._lr = accepted["lr"].default if lr is None else lr
         self._patterns = tuple(overrides)
         self._overrides = tuple(dict(extra) for extra in overrides.values())
@@ -71,7 +72,8 @@ class TorchOptimizer:
             probe.grad = torch.zeros_like(probe)
         slots: Slots = {}
         for names, group in self._groups(tuple(named), self._learning_rates(applied, self._tensor_lrs)):
-            optimizer = self._cls([probes[name] for name in names], **{**self._constructor(group), "lr": _ANY_LR})
+            constructor = {name: value for name, value in group.items() if name in self._accepted}
+            optimizer = self._cls([probes[name] for name in names], **{**constructor, "lr": _ANY_LR})
             optimizer.param_groups[0]["lr"] = group["lr"]  # the constructor would read a tensor
             lists = len(inspect.signature(optimizer._init_group).parameters) - 1
             optimizer._init_group(optimizer.param_groups[0], *([] for _ in range(lists)))
@@ -85,10 +87,11 @@ class TorchOptimizer:
 
     def step(self, params: Tree, grads: Tree, opt_state: OptState) -> tuple[Tree, OptState]:
         """Parameters and state after one step, in fresh memory. A parameter whose gradient is None stays, as in torch.optim."""
+        self.check(params, grads, opt_state)
         if self.has_fused_kernel(params, grads):
             return self.fused_step(params, grads, opt_state, found_inf=None)
-        leaves, structure = _tree.flatten(params)
-        names, weights, gradients = _prepare(params, leaves, grads, opt_state)
+        structure = _tree.flatten(params)[1]
+        names, weights, gradients = _by_names(params, grads)
         run = self._opaque if torch.compiler.is_compiling() else self._formula
         stepped, slots = run(weights, gradients, opt_state.slots, opt_state.applied, self._tensor_lrs)
         return structure.unflatten([stepped.get(name) for name in names]), OptState(opt_state.applied + 1, slots)
@@ -112,8 +115,29 @@ class TorchOptimizer:
         return {"state": {index: slot for index, slot in state.items() if slot}, "param_groups": groups}
 
     def check(self, params: Tree, grads: Tree, opt_state: OptState) -> None:
-        """Refuse what `step` would refuse."""
-        _prepare(params, _tree.flatten(params)[0], grads, opt_state)
+        """Refuse gradients and a state that are not those of `params`."""
+        _tree.gradients_like(grads, params)
+        if not isinstance(opt_state, OptState):
+            raise TypeError(
+                f"opt_state is {type(opt_state).__name__}. Cure: `opt_state = optimizer.init(params)`, or what the last step returned."
+            )
+        names = _tree.names(params)
+        weights = {name: leaf for name, leaf in zip(names, _tree.flatten(params)[0], strict=True) if leaf is not None}
+        if opt_state.slots.keys() != weights.keys():
+            raise ValueError(
+                f"opt_state knows the parameters {_tree.some(list(opt_state.slots))}, params has {_tree.some(names)}. "
+                f"Cure: `opt_state = optimizer.init(params)` for these params."
+            )
+        for name, slot in opt_state.slots.items():
+            weight = weights[name]
+            for key, value in slot.items():
+                # torch's fused kernels would walk past the end of a shorter one. Adafactor's factors have shapes of their own.
+                if value.ndim and key not in _FACTORS and (value.shape != weight.shape or value.dtype is not weight.dtype):
+                    raise ValueError(
+                        f"opt_state: {key} of {name} is {value.dtype} {tuple(value.shape)}, the parameter {weight.dtype} "
+                        f"{tuple(weight.shape)}. Likely cause: the state of another model, or of the model before it was changed. "
+                        f"Cure: `opt_state = optimizer.init(params)`."
+                    )
 
     def from_state_dict(self, sd: Mapping[str, Any], params: Tree) -> OptState:
         """The state in `cls(groups).state_dict()`, copied. The settings in it are not read: `from_torch` has them.
@@ -131,8 +155,8 @@ class TorchOptimizer:
         if list(map(len, saved_groups)) != list(map(len, groups)):
             raise ValueError(
                 f"the state dict has groups of {list(map(len, saved_groups))} parameters, this optimizer has "
-                f"{list(map(len, groups))}. Likely cause: "
-                f"other params, or other overrides. Cure: overrides that match the groups of the optimizer that wrote it, in its order."
+                f"{list(map(len, groups))}. Likely cause: other params, or other overrides. "
+                f"Cure: overrides that match the groups of the optimizer that wrote it, in its order."
             )
         order = [name for names in groups for name in names]
         slots: Slots = {}
@@ -166,12 +190,12 @@ class TorchOptimizer:
         grad_scale: Tensor | None = None,
         owned: Set[int] = frozenset(),
     ) -> tuple[Tree, OptState]:
-        """`step`, over gradients still scaled by `grad_scale`, and only where not `found_inf`.
+        """`step` of what `check` let through, over gradients still scaled by `grad_scale`, and only where not `found_inf`.
 
         Writes into the tensors whose ids are `owned`, and into the gradients where there is a `grad_scale`.
         """
-        leaves, structure = _tree.flatten(params)
-        names, weights, gradients = _prepare(params, leaves, grads, opt_state)
+        structure = _tree.flatten(params)[1]
+        names, weights, gradients = _by_names(params, grads)
 
         def own(tensor: Tensor, weight: Tensor | None = None) -> Tensor:
             if id(tensor) in owned and (weight is None or _alike(tensor, weight)):
@@ -268,9 +292,11 @@ class TorchOptimizer:
 
     def _groups(self, names: tuple[str, ...], lrs: Sequence[Any]) -> list[tuple[list[str], dict[str, Any]]]:
         """torch's parameter groups: the names of each with its complete settings."""
+        matches = _matching(names, self._patterns)
+        canonical = {matching: self._canonical(matching) for matching in set(matches)}
         members: dict[tuple[int, ...], list[str]] = {}
-        for name, matching in zip(names, _matching(names, self._patterns), strict=True):
-            members.setdefault(self._canonical(matching), []).append(name)
+        for name, matching in zip(names, matches, strict=True):
+            members.setdefault(canonical[matching], []).append(name)
         groups = []
         for matching in sorted(members):
             settings = dict(self._defaults)
@@ -304,21 +330,15 @@ class TorchOptimizer:
             rates.append(value.to(count.device) if isinstance(value, Tensor) else value)
         return rates
 
-    def _constructor(self, group: dict[str, Any]) -> dict[str, Any]:
-        accepted = inspect.signature(self._cls).parameters
-        return {name: value for name, value in group.items() if name in accepted}
-
     def _checked_defaults(self, where: str, settings: dict[str, Any]) -> dict[str, Any]:
         """Every setting of the class; torch's own words for those that it refuses."""
-        accepted = [name for name in inspect.signature(self._cls).parameters if name != "params"]
         for name, value in settings.items():
-            if name not in accepted:
-                raise ValueError(f"{where}: {self._cls.__name__} has no setting {name!r}. It has: {', '.join(accepted)}.")
+            if name not in self._accepted:
+                raise ValueError(f"{where}: {self._cls.__name__} has no setting {name!r}. It has: {', '.join(self._accepted)}.")
             if isinstance(value, Tensor) and (name != "lr" or value.ndim):
                 raise TypeError(
-                    f"{where}: {name} is a tensor of shape {tuple(value.shape)}; only lr may be one, 0-d, since torch's "
-                    f"{self._cls.__name__} "
-                    f"reads the others in Python. Cure: a number."
+                    f"{where}: {name} is a tensor of shape {tuple(value.shape)}; only lr may be one, 0-d, "
+                    f"since torch's {self._cls.__name__} reads the others in Python. Cure: a number."
                 )
         lr = settings["lr"]
         if not (callable(lr) or isinstance(lr, (Tensor, numbers.Real))) or isinstance(lr, bool):
@@ -332,35 +352,16 @@ _FACTORS = ("row_var", "col_var")
 _FLAGS = ("foreach", "fused", "capturable", "differentiable")
 
 
-def _prepare(params: Tree, leaves: list[Any], grads: Tree, opt_state: OptState) -> tuple[list[str], dict[str, Tensor], dict[str, Tensor]]:
-    """Checked: the names of the parameters, the parameters by name, and those gradients that are there by name."""
-    gradients = _tree.gradients_like(grads, params)
-    names = _tree.names(params)
-    if not isinstance(opt_state, OptState):
-        raise TypeError(
-            f"opt_state is {type(opt_state).__name__}. Cure: `opt_state = optimizer.init(params)`, or what the last step returned."
-        )
-    if opt_state.slots.keys() != {name for name, leaf in zip(names, leaves, strict=True) if leaf is not None}:
-        raise ValueError(
-            f"opt_state knows the parameters {_tree.some(list(opt_state.slots))}, params has {_tree.some(names)}. "
-            f"Cure: `opt_state = optimizer.init(params)` for these params."
-        )
-    present: dict[str, Tensor] = {}
-    for name, weight, gradient in zip(names, leaves, gradients, strict=True):
-        if gradient is None:
-            continue
-        present[name] = gradient if gradient.dtype is weight.dtype else _saturating(gradient, weight.dtype)
+def _by_names(params: Tree, grads: Tree) -> tuple[list[str], dict[str, Tensor], dict[str, Tensor]]:
+    """The name of every leaf; the parameters by name; the gradients that are there by name, in their parameters' dtypes."""
+    names, leaves = _tree.names(params), _tree.flatten(params)[0]
     weights = {name: leaf for name, leaf in zip(names, leaves, strict=True) if leaf is not None}
-    for name, slot in opt_state.slots.items():
-        for key, value in slot.items():
-            # torch's fused kernels would walk past the end of a shorter one. Adafactor's factors have shapes of their own.
-            if value.ndim and key not in _FACTORS and (value.shape != weights[name].shape or value.dtype is not weights[name].dtype):
-                raise ValueError(
-                    f"opt_state: {key} of {name} is {value.dtype} {tuple(value.shape)}, the parameter {weights[name].dtype} "
-                    f"{tuple(weights[name].shape)}. Likely cause: the state of another model, or of the model before it was changed. "
-                    f"Cure: `opt_state = optimizer.init(params)`."
-                )
-    return names, weights, present
+    gradients = {
+        name: gradient if gradient.dtype is weights[name].dtype else _saturating(gradient, weights[name].dtype)
+        for name, gradient in zip(names, _tree.leaves_like("grads", grads, "params", params), strict=True)
+        if gradient is not None
+    }
+    return names, weights, gradients
 
 
 def _saturating(gradient: Tensor, dtype: torch.dtype) -> Tensor:

@@ -220,9 +220,8 @@ def check_pair(a: Any, b: Any, tree: Tree, index: int, name: str, other: str) ->
     path = f"leaf {index}" if torch.compiler.is_compiling() else paths(tree, name)[index]
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         raise ValueError(
-            f"{path} is {a.dtype} {tuple(a.shape)}, but {b.dtype} {tuple(b.shape)} in {other}. A skipped step keeps the one, an "
-            f"applied step "
-            f"takes the other, so both must agree. Cure: `.to({a.dtype})` what was computed in another dtype."
+            f"{path} is {a.dtype} {tuple(a.shape)}, but {b.dtype} {tuple(b.shape)} in {other}. A skipped step keeps the "
+            f"one, an applied step takes the other, so both must agree. Cure: `.to({a.dtype})` what was computed in another dtype."
         )
     raise ValueError(
         f"{path} is {a!r}, but {b!r} in {other}. What changes in a step must be a tensor, or a skipped step could not keep the old value "
@@ -415,10 +414,13 @@ def all_finite(leaves: Sequence[Tensor | None], scale: Tensor) -> Tensor:
 
 def largest(leaves: Sequence[Tensor], device: torch.device) -> Tensor:
     """The largest magnitude in `leaves`, NaN if there is one, at least float32."""
-    ends = [torch.zeros((), device=device)]
+    tops = [torch.zeros((), device=device)]
     for leaf in leaves:
-        if leaf.numel():
-            # Under autograd the two ends of aminmax are cheaper than a copy of absolute values.
-            low, high = (leaf.abs().amax(),) * 2 if traced() or isinstance(leaf, DTensor) else torch.aminmax(leaf)
-            ends.append(full(torch.maximum(-low, high) if low is not high else high))
-    return functools.reduce(lambda a, b: torch.maximum(a, b), (at_least_float32(end) for end in ends))
+        if leaf.numel() == 0:
+            continue
+        if traced() or isinstance(leaf, DTensor):
+            tops.append(full(leaf.abs().amax()))
+        else:
+            low, high = torch.aminmax(leaf)  # a read, where absolute values would be a copy
+            tops.append(torch.maximum(-low, high))
+    return functools.reduce(torch.maximum, (at_least_float32(top) for top in tops))

@@ -18,12 +18,11 @@ LossFn = Callable[[Tree, Tree, Any], "tuple[Tensor, Tree] | tuple[Tensor, Tree, 
 
 
 class Window(NamedTuple):
-    """Gradients, loss and total weight of the microbatches gone through."""
+    """What the microbatches gone through amount to."""
 
     grads: Tree  # still scaled
     loss: Tensor
-    weight: Any
-    weights_ok: Any  # whether every weight was finite and not negative; True where there is no weight_fn
+    empty: Tensor | bool  # nothing to step on: all weights 0, or one that is no weight; False where there is no weight_fn
     buffers: Tree
     aux: tuple[Any, ...]
 
@@ -56,7 +55,8 @@ def gather(
         buffers = new_buffers
         aux += new_aux
     loss, grads = structure.unflatten(mean)
-    return Window(grads, loss, total, weights_ok, buffers, tuple(aux))
+    empty = False if weight_fn is None else (total == 0) | ~weights_ok
+    return Window(grads, loss, empty, buffers, tuple(aux))
 
 
 def _mean(mean: list[Any], new: list[Any], share: Any) -> list[Any]:
@@ -118,8 +118,8 @@ def _checked(returned: Any, buffers: Tree) -> tuple[Tensor, Tree, list[Any]]:
     loss, new_buffers, *aux = returned
     if not isinstance(loss, Tensor):
         raise TypeError(
-            f"loss_fn returned {type(loss).__name__} as its loss; expected a tensor of one element. Cure: loss first, `return "
-            f"loss, new_buffers`."
+            f"loss_fn returned {type(loss).__name__} as its loss; expected a tensor of one element. "
+            f"Cure: loss first, `return loss, new_buffers`."
         )
     new_leaves = _tree.leaves_like("new_buffers", new_buffers, "buffers", buffers)
     for index, (old, new) in enumerate(zip(_tree.flatten(buffers)[0], new_leaves, strict=True)):

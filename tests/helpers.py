@@ -131,6 +131,12 @@ def job(optimizer: Any, rule: Any, policy: str = HALF, **settings: Any) -> tuple
     return ps.init_train_state(params, buffers, optimizer, rule), step
 
 
+def at(scale: float, **counters: int) -> ps.ScalerState:
+    """A scaler state with this scale and these counters."""
+    changed = {name: torch.tensor(value, dtype=torch.int32) for name, value in counters.items()}
+    return ps.DynamicScale().init()._replace(scale=torch.tensor(scale, dtype=torch.float32), **changed)
+
+
 def scaled_by(state: Any, scale: float) -> Any:
     return state._replace(scaler=state.scaler._replace(scale=torch.tensor(scale)))
 

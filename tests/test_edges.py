@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from helpers import Untouched, batch, clone, job, same_bits, shares_memory
+from helpers import Untouched, at, batch, clone, job, same_bits, shares_memory
 from torch import nn
 
 import purescale as ps
@@ -13,13 +13,6 @@ import purescale as ps
 OPTIM = torch.optim
 SGD = ps.from_torch(OPTIM.SGD, lr=0.1, momentum=0.9)
 RULE = ps.DynamicScale(init_scale=2.0**10, growth_interval=3)
-
-
-def at(scale, **other):
-    state = ps.DynamicScale().init()
-    return state._replace(
-        scale=torch.tensor(scale, dtype=torch.float32), **{k: torch.tensor(v, dtype=torch.int32) for k, v in other.items()}
-    )
 
 
 def test_a_lazy_buffer_is_refused_by_name():
@@ -669,6 +662,13 @@ def test_the_state_of_another_class_is_refused_by_sgd():
     sgd, params = ps.from_torch(OPTIM.SGD, momentum=0.9), {"w": torch.ones(3)}
     with pytest.raises(ValueError, match="opt_state has no momentum_buffer that SGD keeps"):
         sgd.step(params, params, ps.from_torch(OPTIM.AdamW).init(params))
+
+
+def test_gradients_that_a_transformation_could_not_take_are_refused_before_they_are_donated():
+    optimizer = ps.from_transformation((lambda p: (), lambda g, s, p: (g, s)))
+    params, grads = {"w": torch.ones(3)}, {"w": torch.ones(2)}
+    with Untouched((params, grads)), pytest.raises(ValueError, match=r"grads\['w'\] has shape \(2,\)"):
+        ps.unscale_and_step(optimizer, at(4.0), params, grads, (), donate=True)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import HALF, Dispatched, batch, job, same_bits, scaled_by, shares_memory, stack, tensors, unstack
+from helpers import HALF, Dispatched, batch, job, same_bits, scaled_by, shares_memory, small_net, stack, tensors, unstack
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
@@ -90,7 +90,7 @@ def test_a_compiled_skip_is_bit_equal():
 def test_a_compiled_loop_written_by_hand_is_one_graph():
     optimizer, rule = OPTIMIZERS["SGD-momentum"](), RULE
     state, _ = job(optimizer, rule)
-    apply, _, _ = ps.make_functional(__import__("helpers").small_net())
+    apply, _, _ = ps.make_functional(small_net())
     half = ps.with_policy(apply, HALF)
 
     def step(params, buffers, opt_state, scaler, x, y):

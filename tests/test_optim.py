@@ -1,6 +1,8 @@
 """Optimizers as pure functions, against the real ones."""
 
 import functools
+import inspect
+import sys
 import types
 
 import pytest
@@ -50,7 +52,7 @@ def grads_at(step, params):
 def capturable_on_cpu(monkeypatch):
     """torch refuses its capturable formula where there is no graph capture; as an oracle it is right there too."""
     for name in CAPTURABLE:
-        module = __import__("sys").modules[getattr(OPTIM, name).__module__]
+        module = sys.modules[getattr(OPTIM, name).__module__]
         monkeypatch.setattr(module, "_get_capturable_supported_devices", lambda *a, **k: ["cpu"])
 
 
@@ -95,7 +97,7 @@ def test_twenty_steps_equal_the_real_optimizer_bit_for_bit(name, settings):
 @pytest.mark.parametrize("flags", [{"foreach": False}, {"foreach": True}, {"differentiable": True}, {"fused": True}], ids=str)
 @pytest.mark.parametrize(("name", "settings"), CASES)
 def test_a_named_flag_is_kept(name, settings, flags):
-    accepted = __import__("inspect").signature(getattr(OPTIM, name)).parameters
+    accepted = inspect.signature(getattr(OPTIM, name)).parameters
     if not flags.keys() <= accepted.keys() or (name == "Adafactor"):
         flags = {}
     if not flags and name != "Adafactor":
@@ -107,7 +109,7 @@ def test_a_named_flag_is_kept(name, settings, flags):
 
 @pytest.mark.parametrize(("name", "settings"), CASES)
 def test_the_default_agrees_with_the_for_loop(name, settings):
-    accepted = __import__("inspect").signature(getattr(OPTIM, name)).parameters
+    accepted = inspect.signature(getattr(OPTIM, name)).parameters
     flags = {"foreach": False} if "foreach" in accepted and "foreach" not in settings else {}
     expected, _ = real(name, settings, flags)
     torch.testing.assert_close(ours(ps.from_torch(getattr(OPTIM, name), **settings))[0], expected, rtol=1e-5, atol=1e-6)

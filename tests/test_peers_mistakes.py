@@ -5,14 +5,10 @@ import math
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from helpers import batch, job, same_bits, small_net
+from helpers import at, batch, job, same_bits, small_net
 from torch import nn
 
 import purescale as ps
-
-
-def at(scale):
-    return ps.DynamicScale().init()._replace(scale=torch.tensor(scale, dtype=torch.float32))
 
 
 def test_the_scale_never_reaches_zero_and_params_never_become_nan():

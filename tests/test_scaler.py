@@ -6,20 +6,13 @@ import hypothesis.strategies as st
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from helpers import Untouched, any32, finite32, legal_rules, powers_of_two, same_bits, shares_memory, trees
+from helpers import Untouched, any32, at, finite32, legal_rules, powers_of_two, same_bits, shares_memory, trees
 from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import purescale as ps
 
 flags = st.lists(st.booleans(), min_size=1, max_size=40)
-
-
-def at(scale, **other):
-    state = ps.DynamicScale().init()
-    return state._replace(
-        scale=torch.tensor(scale, dtype=torch.float32), **{k: torch.tensor(v, dtype=torch.int32) for k, v in other.items()}
-    )
 
 
 def trace(rule, pattern, state=None):

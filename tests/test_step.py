@@ -8,7 +8,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
-from helpers import Dispatched, Untouched, any32, batch, clone, finite32, job, powers_of_two, same_bits, scaled_by, shares_memory, trees
+from helpers import (
+    Dispatched,
+    Untouched,
+    any32,
+    batch,
+    clone,
+    finite32,
+    job,
+    powers_of_two,
+    same_bits,
+    scaled_by,
+    shares_memory,
+    small_net,
+    trees,
+)
 from hypothesis import given, settings
 from torch import nn
 
@@ -121,7 +135,7 @@ def test_train_step_equals_the_small_functions(optimizer):
     state, step = job(optimizer, RULE, max_norm=1.0)
     new, info = step(state, [batch()])
 
-    apply, _, _ = ps.make_functional(__import__("helpers").small_net())
+    apply, _, _ = ps.make_functional(small_net())
     apply = ps.with_policy(apply, "params=float32,compute=float16,output=float32")
 
     def scaled(params):

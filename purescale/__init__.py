@@ -21,7 +21,21 @@ from ._scaler import (
 
 from ._collectives import all_reduce_found_inf as all_reduce_found_inf
 
-from ._clip import clip_by_global_norm as clip_by_global_norm, clip_by_value as clip_by_value
+from ._accum import (
+    AccumState as AccumState,
+    init_accum as init_accum,
+    accumulate_grads as accumulate_grads,
+    accumulated_grads as accumulated_grads,
+    merge_accum as merge_accum,
+    accumulation_window as accumulation_window,
+    Window as Window,
+)
+
+from ._clip import (
+    clip_by_global_norm as clip_by_global_norm,
+    clip_by_value as clip_by_value,
+    check_grad_norm as check_grad_norm,
+)
 
 from ._optim import (
     Optimizer as Optimizer,

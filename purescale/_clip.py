@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from . import _tree
+from . import _foreach, _tree
 from ._tree import Tree
 
 
@@ -37,15 +36,41 @@ def clip_by_global_norm(grads: Tree, max_norm: float | Tensor, norm_type: float 
     """
     check_above_zero("max_norm", max_norm)
     check_above_zero("norm_type", norm_type)
-    leaves, structure = _tree.flatten(grads)
+    leaves = _tree.flatten(grads)[0]
     _tree.check_gradients(grads, leaves)
-    present = [leaf for leaf in leaves if leaf is not None]
-    norm = _global_norm(present, float(norm_type))
-    double = any(leaf.dtype in (torch.float64, torch.complex128) for leaf in present)
+    device = next((leaf.device for leaf in leaves if leaf is not None), torch.device("cpu"))
+    norm = _foreach.extent(leaves, device, float(norm_type)).norm
+    return clip_to(grads, norm, max_norm, donate=donate)
+
+
+def clip_to(grads: Tree, norm: Any, max_norm: float | Tensor, *, donate: bool) -> tuple[Tree, Tensor]:
+    """`clip_by_global_norm` of gradients whose norm is known, in the widest dtype of their device."""
+    leaves, structure = _tree.flatten(grads)
+    double = any(leaf.dtype in (torch.float64, torch.complex128) for leaf in leaves if leaf is not None)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if not double:  # a float64 factor would take float32 leaves through a slower kernel
         factor, norm = factor.to(torch.float32), norm.to(torch.float32)
-    return structure.unflatten(_tree.multiply(leaves, factor, donate=donate)), norm
+    return structure.unflatten(_foreach.multiply(leaves, factor, donate=donate)), norm
+
+
+def check_grad_norm(norm: Tensor) -> None:
+    """Syncs with the host, and raises `FloatingPointError` when the norm is inf or NaN: `error_if_nonfinite=True` of torch.
+
+    `norm`: what `clip_by_global_norm` returned, or `StepInfo.grad_norm`. A training loop with a loss scale need not call it:
+    there an overflow is a skipped step. It is for float32 loops that must stop instead.
+
+    >>> check_grad_norm(clip_by_global_norm([torch.ones(4)], max_norm=1.0)[1])
+
+    Source of the rule: torch.nn.utils.clip_grad_norm_.
+    """
+    if not (isinstance(norm, Tensor) and norm.ndim == 0):
+        raise TypeError(f"norm is {norm!r}; expected the 0-d tensor that clip_by_global_norm returns. Cure: give train_step a max_norm.")
+    value = float(norm)
+    if not math.isfinite(value):
+        raise FloatingPointError(
+            f"the global norm of the gradients is {value}. Likely cause: an overflow, or a loss that is not finite. "
+            f"Cure: skip the step, with `found_inf` of unscale_and_check and maybe_step."
+        )
 
 
 def clip_by_value(grads: Tree, clip_value: float | Tensor, donate: bool = False) -> Tree:
@@ -88,49 +113,15 @@ def _clamp(leaf: Tensor, bound: float | Tensor, *, in_place: bool) -> Tensor:
     if in_place:
         return leaf.clamp_(-limit, limit)
     summed = leaf.coalesce() if leaf.layout is torch.sparse_coo else leaf
-    return _tree.on_values(lambda values: values.clamp(-limit, limit), summed)
+    return _foreach.on_values(lambda values: values.clamp(-limit, limit), summed)
 
 
-def _global_norm(leaves: list[Any], norm_type: float) -> Tensor:
-    """The norm as a 0-d tensor in the widest dtype of the device; over magnitudes divided by the largest, so no power overflows."""
-    device = leaves[0].device if leaves else torch.device("cpu")
-    values = [_tree.stored_values(leaf) for leaf in leaves]
-    biggest = _tree.largest(values, device)
-    wide = _tree.widest_float(biggest.device)
-    if math.isinf(norm_type):
-        return biggest.to(wide)
-    unit = torch.where(biggest > 0, biggest, 1.0)
-    norms = [norm.to(wide) for norm in _norms(values, unit, norm_type)]
-    total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), dtype=wide)
-    return biggest.to(wide) * total
-
-
-_CHUNK = 2**20  # elements
-
-
-def _norms(values: list[Any], unit: Tensor, norm_type: float) -> list[Tensor]:
-    """The norms of `value / unit`, of each value or of its chunks."""
-    norms = []
-    buffers: dict[torch.dtype, Tensor] = {}
-    for value in values:
-        wide = value.to(torch.promote_types(value.dtype, torch.float32))
-        if _tree.traced() or isinstance(value, DTensor) or value.device.type != "cpu":
-            norms.append(_tree.full(torch.linalg.vector_norm(wide / unit, norm_type)))
-            continue
-        # On a CPU fresh memory for each quotient would cost more than the arithmetic: one buffer for all.
-        for chunk in wide.detach().reshape(-1).split(_CHUNK):
-            if chunk.dtype not in buffers or len(buffers[chunk.dtype]) < len(chunk):
-                buffers[chunk.dtype] = torch.empty_like(chunk)
-            quotient = torch.div(chunk, unit, out=buffers[chunk.dtype][: len(chunk)])
-            norms.append(torch.linalg.vector_norm(quotient, norm_type))
-    return norms
-
-
-def check_bounds(max_norm: Any, clip_value: Any) -> None:
+def check_bounds(max_norm: Any, clip_value: Any, norm_type: Any = 2.0) -> None:
     """Refuse bounds that are neither None nor above 0."""
     for name, bound in (("max_norm", max_norm), ("clip_value", clip_value)):
         if bound is not None:
             check_above_zero(name, bound)
+    check_above_zero("norm_type", norm_type)
 
 
 def check_above_zero(name: str, value: Any) -> None:

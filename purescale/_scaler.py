@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from . import _tree
+from . import _foreach, _tree
 from ._collectives import all_reduce_found_inf
 from ._tree import Tree
 
@@ -245,8 +245,8 @@ def unscale_and_check(scaler: HasScale, grads: Tree, donate: bool = False, group
     """
     leaves, structure = _tree.flatten(grads)
     check_grads(scaler.scale, grads, leaves)
-    unscaled = _tree.divide(leaves, scaler.scale, donate=donate)
-    found_inf = ~_tree.all_finite(unscaled, torch.ones_like(scaler.scale)) | ~is_usable(scaler.scale)
+    unscaled = _foreach.divide(leaves, scaler.scale, donate=donate)
+    found_inf = ~_foreach.all_finite(unscaled, torch.ones_like(scaler.scale)) | ~is_usable(scaler.scale)
     return structure.unflatten(unscaled), found_inf if group is None else all_reduce_found_inf(found_inf, group)
 
 

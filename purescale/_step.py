@@ -9,14 +9,15 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from . import _tree
-from ._clip import check_bounds, check_ordered, clip_by_global_norm, clip_by_value
+from . import _foreach, _tree
+from ._accum import OnNonfinite, check_on_nonfinite
+from ._clip import check_bounds, check_ordered, clip_by_global_norm, clip_by_value, clip_to
 from ._collectives import all_reduce_found_inf
 from ._optim import Optimizer
-from ._scaler import HasScale, Rule, check_grads, is_usable, unscale_and_check
+from ._scaler import HasScale, Rule, StaticScale, check_grads, is_usable
 from ._torch_optim import TorchOptimizer
 from ._tree import Tree
-from ._window import LossFn, gather
+from ._window import Gathered, LossFn, gather
 
 
 class Stepped(NamedTuple):
@@ -121,12 +122,14 @@ def unscale_and_step(
     clip_value: float | Tensor | None = None,
     group: Any = None,
     donate: bool = False,
+    norm_type: float = 2.0,
 ) -> Stepped:
     """Equal to `unscale_and_check`, `clip_by_global_norm`, `clip_by_value` and `maybe_step` in turn, bit for bit.
 
     `donate`: `params`, `scaled_grads` and `opt_state` may be overwritten; the caller gives them up. The optimizers of
     `from_torch` that have a fused kernel then need one read of the gradients and one pass that unscales, skips and updates.
-    `max_norm=None` and `clip_value=None` leave that clipping out; `group` as in `unscale_and_check`.
+    `max_norm=None` and `clip_value=None` leave that clipping out; `norm_type` as in `clip_by_global_norm`, `group` as in
+    `unscale_and_check`.
 
     Returns `Stepped(params, opt_state, found_inf, grad_norm)`; `grad_norm` is `()` where `max_norm` is None (`inf` measures
     without clipping).
@@ -138,9 +141,16 @@ def unscale_and_step(
     >>> unscale_and_step(sgd, scaler, params, {"w": torch.tensor([2.0])}, sgd.init(params)).params
     {'w': tensor([0.5000])}
     """
-    return _unscale_and_step(
-        optimizer, scaler, params, scaled_grads, opt_state, max_norm, clip_value, group, donate=donate, donate_grads=donate
-    )
+    clip = Clip(max_norm, clip_value, norm_type)
+    return _unscale_and_step(optimizer, scaler, params, scaled_grads, opt_state, clip, group, donate=donate, donate_grads=donate)
+
+
+class Clip(NamedTuple):
+    """How the averaged, unscaled gradients are bounded."""
+
+    max_norm: float | Tensor | None
+    value: float | Tensor | None
+    norm_type: float
 
 
 def _unscale_and_step(
@@ -149,43 +159,67 @@ def _unscale_and_step(
     params: Tree,
     scaled_grads: Tree,
     opt_state: Any,
-    max_norm: float | Tensor | None,
-    clip_value: float | Tensor | None,
-    group: Any,
+    clip: Clip,
+    group: Any = None,
     *,
     donate: bool,
     donate_grads: bool,
     keep: Sequence[Tensor] = (),
-    also_skip: Tensor | bool = False,
+    found_inf: Tensor | None = None,
 ) -> Stepped:
-    """`unscale_and_step` that writes into none of `keep`, and leaves everything as it was where `also_skip`."""
+    """`unscale_and_step` that writes into none of `keep`; `found_inf` where it is known already."""
     # Everything is refused here, before anything is written in place.
-    check_bounds(max_norm, clip_value)
-    check_grads(scaler.scale, scaled_grads, _tree.flatten(scaled_grads)[0])
+    check_bounds(*clip)
+    leaves = _tree.flatten(scaled_grads)[0]
+    check_grads(scaler.scale, scaled_grads, leaves)
     _check_step(optimizer, params, scaled_grads, opt_state)
-    if clip_value is not None:
-        check_ordered(scaled_grads, _tree.flatten(scaled_grads)[0])
+    if clip.value is not None:
+        check_ordered(scaled_grads, leaves)
 
-    leaves, state = _tree.tensors(scaled_grads), _tree.tensors((params, opt_state))
-    mine = _tree.writable([*leaves, *state], [*_tree.tensors(scaler), *keep]) if donate_grads else [False]
+    given, state = _tree.tensors(scaled_grads), _tree.tensors((params, opt_state))
+    mine = _tree.writable([*given, *state], [*_tree.tensors(scaler), *keep]) if donate_grads else [False]
     # Unscaling in place must not reach parameters or state that stand in the gradients' memory. While compiling that cannot be
     # seen, and nothing is gained: what is computed in between is fused.
-    donate_grads = all(mine[: len(leaves)]) and not torch.compiler.is_compiling()
-    owned = _ids(state, mine[len(leaves) :]) if donate and donate_grads else frozenset()
-    if donate_grads and max_norm is None and clip_value is None and _fuses(optimizer, params, scaled_grads):
-        found_inf = ~_tree.all_finite(leaves, scaler.scale) | ~is_usable(scaler.scale)
-        found_inf = found_inf if group is None else all_reduce_found_inf(found_inf, group)
-        params, opt_state = optimizer.fused_step(
-            params, scaled_grads, opt_state, found_inf | also_skip, grad_scale=scaler.scale, owned=owned
-        )
+    donate_grads = all(mine[: len(given)]) and not torch.compiler.is_compiling()
+    owned = _ids(state, mine[len(given) :]) if donate and donate_grads else frozenset()
+
+    if donate_grads and clip.max_norm is None and clip.value is None and _fuses(optimizer, params, scaled_grads):
+        if found_inf is None:
+            found_inf = ~_foreach.all_finite(leaves, scaler.scale) | ~is_usable(scaler.scale)
+            found_inf = found_inf if group is None else all_reduce_found_inf(found_inf, group)
+        params, opt_state = optimizer.fused_step(params, scaled_grads, opt_state, found_inf, grad_scale=scaler.scale, owned=owned)
         return Stepped(params, opt_state, found_inf, ())
-    grads, found_inf = unscale_and_check(scaler, scaled_grads, donate=donate_grads, group=group)
+    leaves = _foreach.divide(leaves, scaler.scale, donate=donate_grads)
+    norm = None
+    if found_inf is None:
+        size = _foreach.extent(leaves, scaler.scale.device, None if clip.max_norm is None else clip.norm_type)
+        norm, found_inf = size.norm, ~_foreach.fits(size, torch.ones_like(scaler.scale)) | ~is_usable(scaler.scale)
+        found_inf = found_inf if group is None else all_reduce_found_inf(found_inf, group)
+    grads = _tree.flatten(scaled_grads)[1].unflatten(leaves)
+    return _clip_and_step(optimizer, params, grads, opt_state, clip, found_inf, norm=norm, donate=donate, keep=keep)
+
+
+def _clip_and_step(
+    optimizer: Optimizer,
+    params: Tree,
+    grads: Tree,
+    opt_state: Any,
+    clip: Clip,
+    found_inf: Tensor,
+    *,
+    norm: Tensor | None = None,
+    donate: bool,
+    keep: Sequence[Tensor],
+) -> Stepped:
+    """Clip gradients that are nobody else's, by their `norm` where it is known, and step."""
     grad_norm: Any = ()
-    if max_norm is not None:
-        grads, grad_norm = clip_by_global_norm(grads, max_norm, donate=True)
-    if clip_value is not None:
-        grads = clip_by_value(grads, clip_value, donate=True)
-    params, opt_state = _maybe_step(optimizer, params, grads, opt_state, found_inf | also_skip, donate=donate, keep=keep)
+    if clip.max_norm is not None and norm is not None:
+        grads, grad_norm = clip_to(grads, norm, clip.max_norm, donate=True)
+    elif clip.max_norm is not None:
+        grads, grad_norm = clip_by_global_norm(grads, clip.max_norm, clip.norm_type, donate=True)
+    if clip.value is not None:
+        grads = clip_by_value(grads, clip.value, donate=True)
+    params, opt_state = _maybe_step(optimizer, params, grads, opt_state, found_inf, donate=donate, keep=keep)
     return Stepped(params, opt_state, found_inf, grad_norm)
 
 
@@ -251,11 +285,12 @@ def train_step(
     weight_fn: Callable[[Any], float | Tensor] | None = None,
     max_norm: float | Tensor | None = None,
     clip_value: float | Tensor | None = None,
-    on_nonfinite: str = "drop_window",
+    on_nonfinite: OnNonfinite = "drop_window",
     bn_update: str = "each",
     group: Any = None,
     max_retries: int = 0,
     donate: bool = False,
+    norm_type: float = 2.0,
 ) -> tuple[TrainState, StepInfo]:
     """Equal to, with one microbatch and `s = state`:
 
@@ -295,45 +330,87 @@ def train_step(
     >>> state.params, info.loss, info.scale, state.scaler.scale
     ({'w': tensor([0.])}, tensor(1.), tensor(65536.), tensor(131072.))
     """
-    _check_call(state, microbatches, optimizer, rule, max_norm, clip_value, on_nonfinite, bn_update, group, max_retries)
-    with _generator(state) as rng:
-        window = gather(state.params, state.buffers, state.scaler, microbatches, loss_fn, weight_fn)
-    out = _unscale_and_step(
-        optimizer,
-        state.scaler,
-        state.params,
-        window.grads,
-        state.opt_state,
-        max_norm,
-        clip_value,
-        None,
-        donate=donate,
-        donate_grads=True,
-        # A gradient may be the very tensor that a custom backward returned, and parts of a state may share memory.
-        keep=_tree.tensors((state.buffers, state.scaler, state.step, state.rng, microbatches, window.buffers, window.aux)),
-        also_skip=window.empty,
-    )
-    skip, scaler = out.found_inf | window.empty, rule.update(state.scaler, out.found_inf)
-    if weight_fn is not None:
-        scaler = _tree.where(window.empty, state.scaler, scaler, donate=False)
-    step, scale = state.step + ~skip, state.scaler.scale.clone()  # before buffers are written, whose memory they may stand in
+    clip = Clip(max_norm, clip_value, norm_type)
+    _check_call(state, microbatches, optimizer, rule, clip, on_nonfinite, bn_update, group, max_retries)
+    scaler, gathered, rng, retries = _gather_until_finite(state, microbatches, loss_fn, rule, weight_fn, on_nonfinite, max_retries)
+    # A gradient may be the very tensor that a custom backward returned, and parts of a state may share memory.
+    keep = _tree.tensors((state.buffers, state.scaler, scaler, state.step, state.rng, microbatches, gathered.buffers, gathered.aux))
+    arguments = (state.params, gathered.grads, state.opt_state, clip)
+    if gathered.scaled:
+        out = _unscale_and_step(optimizer, scaler, *arguments, donate=donate, donate_grads=True, keep=keep, found_inf=gathered.found_inf)
+    else:
+        _check_step(optimizer, state.params, gathered.grads, state.opt_state)
+        out = _clip_and_step(optimizer, *arguments, gathered.found_inf, donate=donate, keep=keep)
+
+    skip, overflow = gathered.found_inf, gathered.overflow
+    # Where every try overflowed, the scale ends as after one ordinary skip.
+    used = scaler if retries == 0 else _tree.where(overflow, state.scaler, scaler, donate=False)
+    next_scaler = rule.update(used, overflow)
+    if overflow is not skip:  # a window that its weights alone made empty leaves the scale as it was
+        next_scaler = _tree.where(skip & ~overflow, state.scaler, next_scaler, donate=False)
+    step, scale = state.step + ~skip, scaler.scale.clone()  # before buffers are written, whose memory they may stand in
     new_state = TrainState(
         params=out.params,
-        buffers=_tree.where(skip, state.buffers, window.buffers, donate=donate),
+        buffers=_tree.where(skip, state.buffers, gathered.buffers, donate=donate),
         opt_state=out.opt_state,
-        scaler=scaler,
+        scaler=next_scaler,
         step=step,
-        rng=rng(),
+        rng=rng,
     )
     info = StepInfo(
-        loss=window.loss,
+        loss=gathered.loss,
         found_inf=skip,
         scale=scale,
         grad_norm=out.grad_norm,
-        retries=torch.zeros((), dtype=torch.int32, device=skip.device),
-        aux=window.aux,
+        retries=torch.full((), retries, dtype=torch.int32, device=skip.device),
+        aux=gathered.aux,
     )
     return new_state, info
+
+
+def _gather_until_finite(
+    state: TrainState,
+    microbatches: list[Any],
+    loss_fn: LossFn,
+    rule: Rule[Any],
+    weight_fn: Callable[[Any], float | Tensor] | None,
+    on_nonfinite: OnNonfinite,
+    max_retries: int,
+) -> tuple[Any, Gathered, Any, int]:
+    """The window and the next `rng`, at the scale of the state or, in a retry, at a lower one; the scaler that was used."""
+    scaler, retries = state.scaler, 0
+    drawn = _global_generators(state) if max_retries else []
+    while True:
+        with _generator(state) as rng:
+            gathered = gather(state.params, state.buffers, scaler, microbatches, loss_fn, weight_fn, on_nonfinite)
+        if retries == max_retries or not bool(gathered.curable):
+            return scaler, gathered, rng(), retries
+        lower = _backed_off(rule, scaler)
+        if lower is None:
+            return scaler, gathered, rng(), retries
+        del gathered  # its memory is needed for the next one
+        scaler, retries = lower, retries + 1
+        for module, where, before in drawn:
+            module.set_rng_state(before, *where)
+
+
+def _backed_off(rule: Rule[Any], scaler: Any) -> Any | None:
+    """The first state with a lower scale that overflows lead to; `None` at the floor. Syncs."""
+    lower = scaler
+    for _ in range(getattr(rule, "hysteresis", 1)):
+        lower = rule.update(lower, torch.ones((), dtype=torch.bool, device=scaler.scale.device))
+        if bool(lower.scale < scaler.scale):
+            return lower
+    return None
+
+
+def _global_generators(state: TrainState) -> list[tuple[Any, tuple[Any, ...], Tensor]]:
+    """The generators that a loss may draw from, and where each stands."""
+    device = _tree.tensors(state.params)[0].device
+    generators: list[tuple[Any, tuple[Any, ...]]] = [(torch, ())]
+    if device.type != "cpu":
+        generators.append((getattr(torch, device.type), (device,)))
+    return [(module, where, module.get_rng_state(*where)) for module, where in generators]
 
 
 @contextlib.contextmanager
@@ -342,10 +419,7 @@ def _generator(state: TrainState) -> Iterator[Callable[[], Any]]:
     if isinstance(state.rng, tuple):
         yield lambda: ()
         return
-    device = _tree.tensors(state.params)[0].device
-    module: Any = torch if device.type == "cpu" else getattr(torch, device.type)
-    where = () if device.type == "cpu" else (device,)
-    before = module.get_rng_state(*where)
+    module, where, before = _global_generators(state)[-1]
     after: list[Tensor] = []
     module.set_rng_state(state.rng.clone(), *where)
     try:
@@ -360,12 +434,11 @@ def _check_call(
     microbatches: Any,
     optimizer: Any,
     rule: Any,
-    max_norm: Any,
-    clip_value: Any,
+    clip: Clip,
     on_nonfinite: str,
     bn_update: str,
     group: Any,
-    max_retries: int,
+    max_retries: Any,
 ) -> None:
     if not isinstance(state, TrainState):
         raise TypeError(
@@ -382,11 +455,24 @@ def _check_call(
         raise ValueError(
             "microbatches is an empty list; a step needs at least one. Likely cause: a loader that ran out. Cure: end the loop there."
         )
-    check_bounds(max_norm, clip_value)
-    if on_nonfinite != "drop_window" or bn_update != "each" or group is not None or max_retries != 0:
+    check_bounds(*clip)
+    check_on_nonfinite(on_nonfinite)
+    if bn_update != "each" or group is not None:
         raise ValueError(
-            f"this version has on_nonfinite='drop_window', bn_update='each', group=None and max_retries=0 only; got {on_nonfinite!r}, "
-            f"{bn_update!r}, {group!r}, {max_retries!r}. Cure: the loop by hand, where unscale_and_check takes a group."
+            f"this version has bn_update='each' and group=None only; got {bn_update!r}, {group!r}. "
+            f"Cure: the loop by hand, where unscale_and_check takes a group."
+        )
+    if isinstance(max_retries, bool) or not isinstance(max_retries, int) or max_retries < 0:
+        raise ValueError(f"max_retries must be a whole number, 0 or more, got {max_retries!r}.")
+    if max_retries and isinstance(rule, StaticScale):
+        raise ValueError(
+            f"max_retries={max_retries} with {rule!r}, whose scale never moves: every try would overflow again. Cure: DynamicScale(), or "
+            f"max_retries=0."
+        )
+    if max_retries and _tree.traced():
+        raise ValueError(
+            "max_retries reads the flag on the host, which a traced step cannot. Cure: max_retries=0 under torch.compile and torch.func; "
+            "the next step is taken at the lower scale anyway."
         )
     if not isinstance(state.rng, tuple) and _tree.traced():
         raise ValueError(

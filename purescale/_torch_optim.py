@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _tree
+from . import _foreach, _tree
 from ._no_reads import PlainArithmetic, without_reads
 from ._tree import Tree
 
@@ -176,7 +176,7 @@ class TorchOptimizer:
         if self._flag_named and not self._settings.get("fused"):
             return False
         return all(
-            isinstance(leaf, Tensor) and _tree.is_dense(leaf) and leaf.is_floating_point() and (leaf.is_cpu or leaf.is_cuda)
+            isinstance(leaf, Tensor) and _foreach.is_dense(leaf) and leaf.is_floating_point() and (leaf.is_cpu or leaf.is_cuda)
             for leaf in (*_tree.flatten(params)[0], *_tree.flatten(grads)[0])
             if leaf is not None
         )
@@ -369,7 +369,7 @@ def _saturating(gradient: Tensor, dtype: torch.dtype) -> Tensor:
     limit = torch.finfo(dtype).max
     if gradient.is_complex() or limit >= torch.finfo(gradient.dtype).max:
         return gradient.to(dtype)
-    return _tree.on_values(lambda g: torch.where(torch.isfinite(g), g.clamp(-limit, limit), g).to(dtype), gradient)
+    return _foreach.on_values(lambda g: torch.where(torch.isfinite(g), g.clamp(-limit, limit), g).to(dtype), gradient)
 
 
 def _alike(tensor: Tensor, weight: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Pytrees of tensors. The only module that knows optree, and the only one that chooses between foreach and plain ops.
+"""Pytrees of tensors: structure, selection, who may be written to. The only module that knows optree.
 
 A tree is any nesting of dict, list, tuple and NamedTuple. `None` is a leaf here and passes through every function.
 Dicts keep their key order: a compiled step whose outputs came back in sorted order would be traced a second time.
@@ -7,8 +7,6 @@ Dicts keep their key order: a compiled step whose outputs came back in sorted or
 from __future__ import annotations
 
 import collections
-import contextlib
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -155,7 +153,7 @@ def traced() -> bool:
     return torch.compiler.is_compiling() or under_transform()
 
 
-# ---- arithmetic over many tensors ------------------------------------------------------------------------------------
+# ---- leaves ----------------------------------------------------------------------------------------------------------
 
 
 def cast(tree: Tree, dtype: torch.dtype, *, copy: bool = False) -> Tree:
@@ -265,9 +263,9 @@ def writable(leaves: Sequence[Any], others: Sequence[Any] = ()) -> list[bool]:
     return [memory is not None and users[memory] == 1 and donatable(leaf) for leaf, memory in zip(leaves, storages, strict=True)]
 
 
-def is_dense(leaf: Tensor) -> bool:
-    """Whether foreach ops and their fast paths take `leaf`."""
-    return leaf.layout is torch.strided and not isinstance(leaf, DTensor)
+def all_writable(leaves: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether all may be written to at no risk for `others`; not while compiling, where that cannot be seen and gains nothing."""
+    return not torch.compiler.is_compiling() and all(writable(leaves, others))
 
 
 def donatable(leaf: Tensor) -> bool:
@@ -277,83 +275,12 @@ def donatable(leaf: Tensor) -> bool:
     return leaf.is_contiguous() or (leaf.ndim == 4 and leaf.is_contiguous(memory_format=torch.channels_last))
 
 
-def divide(leaves: Sequence[Tensor | None], divisor: Tensor, *, donate: bool) -> Leaves:
-    """Every leaf over a 0-d tensor, float16 in float32; in place where `donate` allows it or the leaf was just widened."""
-    wide = [None if leaf is None else at_least_float32(leaf) for leaf in leaves]
-    owned = [donate or new is not old for new, old in zip(wide, leaves, strict=True)]
-    return _each(torch.div, torch._foreach_div, torch._foreach_div_, wide, divisor, owned)
-
-
-def multiply(leaves: Sequence[Tensor | None], factor: Tensor, *, donate: bool) -> Leaves:
-    """Every leaf times a 0-d tensor, in the leaf's own dtype; in place where `donate` allows it."""
-    return _each(torch.mul, torch._foreach_mul, torch._foreach_mul_, leaves, factor, [donate] * len(leaves))
-
-
-def _each(
-    plain: Callable[..., Tensor],
-    foreach: Callable[..., Any],
-    foreach_: Callable[..., Any],
-    leaves: Sequence[Tensor | None],
-    operand: Tensor,
-    owned: Sequence[bool],
-) -> Leaves:
-    results: Leaves = list(leaves)
-    apart: list[int] = []
-    in_place: list[int] = []
-    alone = writable(leaves) if any(owned) else owned
-    mine = [a and b for a, b in zip(owned, alone, strict=True)]
-    for index, leaf in enumerate(leaves):
-        if leaf is None:
-            continue
-        if traced() or leaf.ndim == 0 or leaf.is_complex() or not is_dense(leaf):
-            results[index] = on_values(functools.partial(_in_own_dtype, plain, operand=operand), leaf)
-        else:
-            (in_place if mine[index] else apart).append(index)
-    if apart:
-        for index, result in zip(apart, foreach([leaves[index] for index in apart], operand), strict=True):
-            results[index] = result
-    if in_place:
-        foreach_([leaves[index] for index in in_place], operand)
-    if torch.compiler.is_compiling():
-        results = [leaf.copy_(new) if own and leaf is not None else new for leaf, new, own in zip(leaves, results, mine, strict=True)]
-    return results
-
-
-def _in_own_dtype(plain: Callable[..., Tensor], leaf: Tensor, *, operand: Tensor) -> Tensor:
-    if leaf.is_complex():
-        # Complex division is not exact where real division is: 0 / 2**-149 is NaN.
-        return torch.view_as_complex(plain(torch.view_as_real(leaf.resolve_conj().resolve_neg()), operand))
-    # Two 0-d tensors promote to the wider dtype, so a 0-d bfloat16 leaf would come back as float32.
-    result: Tensor = plain(leaf, operand).to(leaf.dtype)
-    return result
-
-
-def on_values(fn: Callable[[Tensor], Tensor], leaf: Tensor) -> Tensor:
-    """`fn` on a dense leaf, or on the stored values of a sparse one, whose duplicate indices are then summed."""
-    if leaf.layout is torch.strided:
-        return fn(leaf)
-    if leaf.layout is torch.sparse_coo:
-        values = fn(leaf._values())
-        return torch.sparse_coo_tensor(
-            leaf._indices().clone(), values, leaf.shape, is_coalesced=leaf.is_coalesced(), check_invariants=False
-        ).coalesce()
-    return torch.sparse_compressed_tensor(
-        *_compressed_indices(leaf), fn(leaf.values()), leaf.shape, layout=leaf.layout, check_invariants=False
-    )
-
-
-def _compressed_indices(leaf: Tensor) -> tuple[Tensor, Tensor]:
-    if leaf.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return leaf.crow_indices().clone(), leaf.col_indices().clone()
-    return leaf.ccol_indices().clone(), leaf.row_indices().clone()
-
-
-def check_gradients(grads: Tree, leaves: Leaves) -> None:
-    """Refuse, naming the leaf, what cannot be a gradient."""
+def check_gradients(grads: Tree, leaves: Leaves, name: str = "grads") -> None:
+    """Refuse, naming the leaf, what cannot be a gradient or have one."""
     for index, leaf in enumerate(leaves):
         if leaf is None or (isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())):
             continue
-        path = paths(grads, "grads")[index]
+        path = paths(grads, name)[index]
         if not isinstance(leaf, Tensor):
             raise TypeError(
                 f"{path} is {type(leaf).__name__} {leaf!r}; every gradient must be a tensor or None. Cure: put tensors into the tree; "
@@ -363,64 +290,3 @@ def check_gradients(grads: Tree, leaves: Leaves) -> None:
             f"{path} has dtype {leaf.dtype}; a gradient is floating or complex. Likely cause: an integer buffer, a mask or a token "
             f"count stands in the tree of gradients. Cure: leave it out, or put None in its place."
         )
-
-
-def at_least_float32(leaf: Tensor) -> Tensor:
-    """float16 and narrower in float32, complex32 in complex64; bfloat16 has float32's range and stays."""
-    narrow = leaf.is_floating_point() and leaf.dtype.itemsize <= 2 and leaf.dtype is not torch.bfloat16
-    if narrow or leaf.dtype is torch.complex32:
-        return on_values(lambda values: values.to(torch.float32 if narrow else torch.complex64), leaf)
-    return leaf
-
-
-def widest_float(device: torch.device) -> torch.dtype:
-    """For a handful of 0-d tensors, whose precision costs nothing."""
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
-def stored_values(leaf: Tensor) -> Tensor:
-    """What a leaf stores, as real numbers: a sparse leaf's summed values, a complex leaf's two parts."""
-    if leaf.layout is not torch.strided:
-        leaf = leaf.coalesce().values() if leaf.layout is torch.sparse_coo else leaf.values()
-    return torch.view_as_real(leaf.resolve_conj().resolve_neg()) if leaf.is_complex() else leaf
-
-
-def full(value: Tensor) -> Tensor:
-    """A reduction of a sharded DTensor is partial until it is gathered; on any other tensor this does nothing."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def all_finite(leaves: Sequence[Tensor | None], scale: Tensor) -> Tensor:
-    """Whether every element of every `leaf / scale` is finite: a 0-d bool tensor, from one read pass, with no host sync.
-
-    Division by a power of two is monotone, so the extremes decide for all; and what is not finite is not finite after it.
-    """
-    plain = traced()
-    facts: list[Tensor] = []
-    extremes: dict[torch.dtype, list[Tensor]] = {}
-    with contextlib.nullcontext() if plain else torch.no_grad():
-        for leaf in leaves:
-            values = None if leaf is None else stored_values(leaf)
-            if values is None or values.numel() == 0:
-                continue
-            if plain or isinstance(values, DTensor):
-                facts.append(full(torch.isfinite(at_least_float32(values) / scale).all()))
-            else:
-                # aminmax propagates NaN, and on a CPU takes a tenth of the time of isfinite().all().
-                extremes.setdefault(values.dtype, []).extend(torch.aminmax(values))
-        facts += [torch.isfinite(at_least_float32(torch.stack(ends)) / scale).all() for ends in extremes.values()]
-        return torch.stack(facts).all() if facts else torch.ones((), dtype=torch.bool, device=scale.device)
-
-
-def largest(leaves: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The largest magnitude in `leaves`, NaN if there is one, at least float32."""
-    tops = [torch.zeros((), device=device)]
-    for leaf in leaves:
-        if leaf.numel() == 0:
-            continue
-        if traced() or isinstance(leaf, DTensor):
-            tops.append(full(leaf.abs().amax()))
-        else:
-            low, high = torch.aminmax(leaf)  # a read, where absolute values would be a copy
-            tops.append(torch.maximum(-low, high))
-    return functools.reduce(torch.maximum, (at_least_float32(top) for top in tops))

@@ -1,28 +1,30 @@
-"""The microbatches of one step: their gradients averaged, their buffers threaded through."""
+"""One time through the microbatches of a step: gradients averaged, buffers threaded through."""
 
 from __future__ import annotations
 
-import math
-import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import _tree
-from ._scaler import HasScale, scale_loss
+from . import _foreach, _tree
+from ._accum import AccumState, OnNonfinite, accumulate_grads, accumulated_grads, as_weight, init_accum
+from ._scaler import HasScale, is_usable, scale_loss, unscale_and_check
 from ._tree import Tree
 
 LossFn = Callable[[Tree, Tree, Any], "tuple[Tensor, Tree] | tuple[Tensor, Tree, Any]"]
 
 
-class Window(NamedTuple):
-    """What the microbatches gone through amount to."""
+class Gathered(NamedTuple):
+    """What the microbatches amount to."""
 
-    grads: Tree  # still scaled
-    loss: Tensor
-    empty: Tensor | bool  # nothing to step on: all weights 0, or one that is no weight; False where there is no weight_fn
+    grads: Tree  # their mean
+    scaled: bool  # `grads` still are: those of a single microbatch, which one pass unscales and steps
+    loss: Tensor  # the mean of those that count
+    found_inf: Tensor  # the step must be skipped
+    overflow: Tensor  # a microbatch that has a weight overflowed
+    curable: Tensor  # at a lower scale fewer microbatches may be lost: what overflowed has a finite loss
     buffers: Tree
     aux: tuple[Any, ...]
 
@@ -34,45 +36,57 @@ def gather(
     microbatches: list[Any],
     loss_fn: LossFn,
     weight_fn: Callable[[Any], float | Tensor] | None,
-) -> Window:
-    """The weighted mean of the microbatches' scaled gradients and unscaled losses; buffers thread through them."""
-    mean: list[Any] = []
-    structure: Any = None
-    total: Any = 0.0
-    weights_ok: Any = True
-    aux: list[Any] = []
+    on_nonfinite: OnNonfinite,
+) -> Gathered:
+    """The weighted mean of the microbatches' gradients and losses."""
+    single = len(microbatches) == 1
+    accum: AccumState | None = None
+    weights: list[Tensor] = []
+    losses: list[Tensor] = []
+    overflows: list[Tensor] = []
+    aux: tuple[Any, ...] = ()
+    start = buffers
     for microbatch in microbatches:
-        weight = 1.0 if weight_fn is None else _weight(weight_fn(microbatch), scaler.scale)
+        weight = as_weight("weight_fn returned", 1.0 if weight_fn is None else weight_fn(microbatch), scaler.scale)
         grads, (loss, new_buffers, new_aux) = _scaled_grads(params, buffers, scaler, microbatch, loss_fn)
-        new, structure = _tree.flatten((loss, grads))
-        total = total + weight
-        if isinstance(weight, Tensor):
-            weights_ok = weights_ok & torch.isfinite(weight) & (weight >= 0)
-            new_buffers = _tree.where(weight == 0, buffers, new_buffers, donate=False)
-            mean = _mean(mean, new, torch.where(weight > 0, weight / total, 0.0))
+        aux += tuple(new_aux)
+        scaled = single and all(_foreach.is_dense(leaf) for leaf in _tree.tensors(grads))
+        if scaled:
+            overflow = ~_foreach.all_finite(_tree.flatten(grads)[0], scaler.scale) | ~is_usable(scaler.scale)
         else:
-            mean = _mean(mean, new, weight / total)
+            given = _tree.tensors((params, start, buffers, new_buffers, scaler, microbatches, aux))
+            grads, overflow = unscale_and_check(scaler, grads, donate=_tree.all_writable(_tree.tensors(grads), given))
+        if not single:
+            accum = accumulate_grads(accum or init_accum(grads), grads, weight, overflow, donate=True)
+        drop = ~(weight > 0) | overflow if on_nonfinite == "drop_microbatch" else ~(weight > 0)
+        if not single and (weight_fn is not None or on_nonfinite == "drop_microbatch"):
+            new_buffers = _tree.where(drop, buffers, new_buffers, donate=False)
         buffers = new_buffers
-        aux += new_aux
-    loss, grads = structure.unflatten(mean)
-    empty = False if weight_fn is None else (total == 0) | ~weights_ok
-    return Window(grads, loss, empty, buffers, tuple(aux))
+        weights, losses, overflows = [*weights, weight], [*losses, loss], [*overflows, overflow]
+
+    if accum is not None:
+        grads, _ = accumulated_grads(accum, donate=True)
+    elif weight_fn is None:
+        return Gathered(grads, scaled, loss, overflow, overflow, overflow & torch.isfinite(loss), buffers, aux)
+    return Gathered(grads, scaled, *_summary(torch.stack(weights), torch.stack(losses), torch.stack(overflows), on_nonfinite), buffers, aux)
 
 
-def _mean(mean: list[Any], new: list[Any], share: Any) -> list[Any]:
-    """`mean * (1 - share) + new * share` in at least float32, which cannot overflow; at a share of 0 even inf and NaN count for nothing."""
-
-    def counted(value: Tensor) -> Tensor:
-        wide: Tensor = value.to(torch.promote_types(value.dtype, torch.float32))
-        shared: Tensor = (torch.where(share > 0, wide, 0) if isinstance(share, Tensor) else wide) * share
-        return shared.to(wide.dtype)
-
-    if not isinstance(share, Tensor) and share == 1.0:
-        return new
-    parts: list[Any] = [None if value is None else _tree.on_values(counted, value) for value in new]
-    if not mean:
-        return parts
-    return [part if old is None else (old * (1 - share) + part).to(part.dtype) for old, part in zip(mean, parts, strict=True)]
+def _summary(weight: Tensor, loss: Tensor, overflow: Tensor, on_nonfinite: OnNonfinite) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`loss`, `found_inf`, `overflow` and `curable` of a window, from those of its microbatches."""
+    invalid = ~torch.isfinite(weight) | (weight < 0)
+    counts = ~invalid & (weight > 0)
+    overflow = overflow & counts
+    good = counts & ~overflow
+    if on_nonfinite == "drop_microbatch":
+        found_inf, curable = ~good.any(), (overflow & torch.isfinite(loss)).any()
+        counts = torch.where(good.any(), good, counts)  # where all were dropped, the loss of all says why
+    else:
+        found_inf = (invalid | overflow).any() | ~good.any()
+        curable = overflow.any() & (torch.isfinite(loss) | ~counts).all()
+    share = torch.where(counts, weight, 0)
+    share = share / torch.where(counts.any(), share.sum(), 1)
+    mean = (torch.where(counts, loss, 0) * share).sum().to(loss.dtype)
+    return mean, found_inf, overflow.any(), curable
 
 
 def _scaled_grads(
@@ -125,17 +139,3 @@ def _checked(returned: Any, buffers: Tree) -> tuple[Tensor, Tree, list[Any]]:
     for index, (old, new) in enumerate(zip(_tree.flatten(buffers)[0], new_leaves, strict=True)):
         _tree.check_pair(old, new, buffers, index, "buffers", "new_buffers")
     return loss, new_buffers, aux
-
-
-def _weight(weight: Any, like: Tensor) -> Tensor:
-    if isinstance(weight, Tensor):
-        if weight.ndim:
-            raise ValueError(f"weight_fn returned a tensor of shape {tuple(weight.shape)}; a weight is 0-d. Cure: `mask.sum()`.")
-        return weight.to(like.device, _tree.widest_float(like.device))
-    if isinstance(weight, bool) or not isinstance(weight, numbers.Real):
-        raise TypeError(
-            f"weight_fn returned {weight!r}; a weight is a number or a 0-d tensor. Cure: `weight_fn=lambda batch: len(batch[0])`."
-        )
-    if not (math.isfinite(weight) and float(weight) >= 0):
-        raise ValueError(f"weight_fn returned {weight!r}; a weight is finite and not negative: samples or tokens.")
-    return torch.full((), float(weight), dtype=_tree.widest_float(like.device), device=like.device)

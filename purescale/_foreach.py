@@ -1,0 +1,283 @@
+"""Arithmetic over many tensors. The only module that chooses between foreach, fused and plain ops.
+
+Plain ops while compiling, where both kinds fuse the same, and inside torch.func transforms, which have no rule for foreach.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from . import _tree
+from ._tree import Leaves
+
+
+def is_dense(leaf: Tensor) -> bool:
+    """Whether foreach ops and their fast paths take `leaf`."""
+    return leaf.layout is torch.strided and not isinstance(leaf, DTensor)
+
+
+def divide(leaves: Sequence[Tensor | None], divisor: Tensor, *, donate: bool) -> Leaves:
+    """Every leaf over a 0-d tensor, float16 in float32; in place where `donate` allows it or the leaf was just widened."""
+    wide = [None if leaf is None else at_least_float32(leaf) for leaf in leaves]
+    owned = [donate or new is not old for new, old in zip(wide, leaves, strict=True)]
+    return _each(torch.div, torch._foreach_div, torch._foreach_div_, wide, divisor, owned)
+
+
+def multiply(leaves: Sequence[Tensor | None], factor: Tensor, *, donate: bool) -> Leaves:
+    """Every leaf times a 0-d tensor, in the leaf's own dtype; in place where `donate` allows it."""
+    return _each(torch.mul, torch._foreach_mul, torch._foreach_mul_, leaves, factor, [donate] * len(leaves))
+
+
+def _each(
+    plain: Callable[..., Tensor],
+    foreach: Callable[..., Any],
+    foreach_: Callable[..., Any],
+    leaves: Sequence[Tensor | None],
+    operand: Tensor,
+    owned: Sequence[bool],
+) -> Leaves:
+    results: Leaves = list(leaves)
+    apart: list[int] = []
+    in_place: list[int] = []
+    alone = _tree.writable(leaves) if any(owned) else owned
+    mine = [a and b for a, b in zip(owned, alone, strict=True)]
+    for index, leaf in enumerate(leaves):
+        if leaf is None:
+            continue
+        if _tree.traced() or leaf.ndim == 0 or leaf.is_complex() or not is_dense(leaf):
+            results[index] = on_values(functools.partial(_in_own_dtype, plain, operand=operand), leaf)
+        else:
+            (in_place if mine[index] else apart).append(index)
+    if apart:
+        for index, result in zip(apart, foreach([leaves[index] for index in apart], operand), strict=True):
+            results[index] = result
+    if in_place:
+        foreach_([leaves[index] for index in in_place], operand)
+    if torch.compiler.is_compiling():
+        results = [leaf.copy_(new) if own and leaf is not None else new for leaf, new, own in zip(leaves, results, mine, strict=True)]
+    return results
+
+
+_BATCH = 2**20  # elements: what one operation brought into a CPU's cache, the next still finds there
+
+
+def blend(old: Sequence[Tensor | None], new: Sequence[Tensor | None], share: Tensor, good: Tensor, *, owned: Sequence[bool]) -> Leaves:
+    """`old * (1 - share) + new * share` where `good`, else `old`; written into those of `old` that are `owned`.
+
+    The textbook `old + (new - old) * share` overflows on opposite signs. `share` is 0-d, and 0 where not `good`. A `None` in
+    `new` stands for 0.
+    """
+    results: Leaves = list(old)
+    lists: dict[torch.dtype, list[tuple[Tensor, Tensor, Tensor]]] = {}
+    for index, (a, n, own) in enumerate(zip(old, new, owned, strict=True)):
+        if a is None:
+            continue
+        if n is not None and not _tree.traced() and _takes_fused(a, n):
+            results[index] = a if own else torch.empty_like(a)
+            same = n.dtype is a.dtype and n.is_contiguous()
+            lists.setdefault(a.dtype, []).append((a, n if same else torch.empty_like(a).copy_(n), results[index]))
+        else:
+            blended = _blend_plain(a, torch.zeros((), dtype=a.dtype, device=a.device) if n is None else n, share, good)
+            results[index] = a.copy_(blended) if own and torch.compiler.is_compiling() else blended
+    for dtype, rows in lists.items():
+        factor, bad = share.to(dtype), (~good).to(torch.float32)
+        keep = (1 - share).to(dtype)
+        for olds, news, targets in _batches(rows):
+            if targets[0] is not olds[0]:
+                torch._foreach_copy_(targets, olds)
+            torch._foreach_mul_(targets, keep)
+            # `target += new * factor` in one pass, left out where bad: the one list kernel that can leave inf and NaN behind.
+            torch._fused_sgd_(
+                targets, news, [], lr=-factor, found_inf=bad, weight_decay=0.0, momentum=0.0, dampening=0.0, nesterov=False,
+                maximize=False, is_first_step=False,
+            )  # fmt: skip
+    return results
+
+
+def _takes_fused(a: Tensor, n: Tensor) -> bool:
+    """Whether torch's fused kernels, which ignore strides and graphs, give the right result for `a` and `n`."""
+    plain = torch.is_grad_enabled() and (a.requires_grad or n.requires_grad)
+    exact = a.dtype is torch.float32 or (a.dtype is torch.float64 and a.is_cpu)
+    return exact and not plain and (a.is_cpu or a.is_cuda) and is_dense(a) and is_dense(n) and a.is_contiguous() and n.is_floating_point()
+
+
+def _batches(rows: list[tuple[Tensor, Tensor, Tensor]]) -> Iterator[tuple[list[Tensor], list[Tensor], list[Tensor]]]:
+    """The contiguous tensors of `rows` in batches of about `_BATCH` elements, large ones in pieces."""
+    batch: list[Sequence[Tensor]] = []
+    size = 0
+    for row in rows:
+        pieces: Any = [row]
+        if row[0].numel() > _BATCH:
+            pieces = zip(*(torch.split(tensor.view(-1), _BATCH) for tensor in row), strict=True)
+        for piece in pieces:
+            batch.append(piece)
+            size += piece[0].numel()
+            if size >= _BATCH:
+                yield _columns(batch)
+                batch, size = [], 0
+    if batch:
+        yield _columns(batch)
+
+
+def _columns(rows: list[Sequence[Tensor]]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    first, second, third = zip(*rows, strict=True)
+    return list(first), list(second), list(third)
+
+
+def _blend_plain(a: Tensor, n: Tensor, share: Tensor, good: Tensor) -> Tensor:
+    wide = torch.promote_types(a.dtype, torch.float32)
+    real = {torch.complex64: torch.float32, torch.complex128: torch.float64}.get(wide, wide)
+    factor, keep = share.to(real), (1 - share).to(real)
+    counted = on_values(lambda values: torch.where(good, values.to(wide), 0).mul(factor).to(wide), n)
+    return (a.to(wide) * keep + counted).to(a.dtype)
+
+
+def _in_own_dtype(plain: Callable[..., Tensor], leaf: Tensor, *, operand: Tensor) -> Tensor:
+    if leaf.is_complex():
+        # Complex division is not exact where real division is: 0 / 2**-149 is NaN.
+        return torch.view_as_complex(plain(torch.view_as_real(leaf.resolve_conj().resolve_neg()), operand))
+    # Two 0-d tensors promote to the wider dtype, so a 0-d bfloat16 leaf would come back as float32.
+    result: Tensor = plain(leaf, operand).to(leaf.dtype)
+    return result
+
+
+def on_values(fn: Callable[[Tensor], Tensor], leaf: Tensor) -> Tensor:
+    """`fn` on a dense leaf, or on the stored values of a sparse one, whose duplicate indices are then summed."""
+    if leaf.layout is torch.strided:
+        return fn(leaf)
+    if leaf.layout is torch.sparse_coo:
+        values = fn(leaf._values())
+        return torch.sparse_coo_tensor(
+            leaf._indices().clone(), values, leaf.shape, is_coalesced=leaf.is_coalesced(), check_invariants=False
+        ).coalesce()
+    return torch.sparse_compressed_tensor(
+        *_compressed_indices(leaf), fn(leaf.values()), leaf.shape, layout=leaf.layout, check_invariants=False
+    )
+
+
+def _compressed_indices(leaf: Tensor) -> tuple[Tensor, Tensor]:
+    if leaf.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return leaf.crow_indices().clone(), leaf.col_indices().clone()
+    return leaf.ccol_indices().clone(), leaf.row_indices().clone()
+
+
+def at_least_float32(leaf: Tensor) -> Tensor:
+    """float16 and narrower in float32, complex32 in complex64; bfloat16 has float32's range and stays."""
+    narrow = leaf.is_floating_point() and leaf.dtype.itemsize <= 2 and leaf.dtype is not torch.bfloat16
+    if narrow or leaf.dtype is torch.complex32:
+        return on_values(lambda values: values.to(torch.float32 if narrow else torch.complex64), leaf)
+    return leaf
+
+
+def widest_float(device: torch.device) -> torch.dtype:
+    """For a handful of 0-d tensors, whose precision costs nothing."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def stored_values(leaf: Tensor) -> Tensor:
+    """What a leaf stores, as real numbers: a sparse leaf's summed values, a complex leaf's two parts."""
+    if leaf.layout is not torch.strided:
+        leaf = leaf.coalesce().values() if leaf.layout is torch.sparse_coo else leaf.values()
+    return torch.view_as_real(leaf.resolve_conj().resolve_neg()) if leaf.is_complex() else leaf
+
+
+def full(value: Tensor) -> Tensor:
+    """A reduction of a sharded DTensor is partial until it is gathered; on any other tensor this does nothing."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+class Extent(NamedTuple):
+    """How large some leaves are."""
+
+    tops: list[Tensor]  # the largest magnitude, one a dtype, at least float32; NaN if there is one
+    norm: Tensor | None  # in the widest dtype of the device
+
+
+def extent(leaves: Sequence[Tensor | None], device: torch.device, norm_type: float | None = None) -> Extent:
+    """The extent of `leaves`, from one read of them and with no host sync; the norm where a `norm_type` asks for it."""
+    plain = _tree.traced()
+    power = None if norm_type is None or math.isinf(norm_type) else norm_type
+    tops: list[Tensor] = []
+    ends: dict[torch.dtype, list[Tensor]] = {}
+    norms: list[Tensor] = []
+    alike: dict[torch.dtype, list[Tensor]] = {}
+    with contextlib.nullcontext() if plain else torch.no_grad():
+        for leaf in leaves:
+            if leaf is None or leaf.numel() == 0:
+                continue
+            value = stored_values(leaf)
+            if plain or isinstance(value, DTensor):
+                tops.append(at_least_float32(full(value.abs().amax())))
+                norms += [] if power is None else [full(_norm(value, power))]
+            else:
+                alike.setdefault(value.dtype, []).append(value)
+        for dtype, values in alike.items():
+            for piece in _pieces(values):
+                # aminmax propagates NaN, and on a CPU takes a tenth of the time of isfinite().all().
+                low, high = torch.aminmax(piece)
+                ends.setdefault(dtype, []).extend((low, high))
+                norms += [] if power is None else [_norm(piece, power, torch.maximum(-low, high))]
+        tops += [at_least_float32(torch.stack(both)).abs().amax() for both in ends.values()]
+        if norm_type is None:
+            return Extent(tops, None)
+        wide = widest_float(device)
+        if math.isinf(norm_type):
+            norms = [top.to(wide) for top in tops]
+        return Extent(tops, _norm(torch.stack(norms), norm_type) if norms else torch.zeros((), dtype=wide, device=device))
+
+
+_PIECE = 2**18  # elements: what a CPU keeps in its cache from one read to the next
+
+
+def _pieces(values: list[Tensor]) -> Iterator[Tensor]:
+    """`values` in pieces of about that size: large ones cut, small ones put together, so that few operations do for all."""
+    small: list[Tensor] = []
+    size = 0
+    for value in values:
+        if value.numel() > _PIECE // 8:
+            yield from torch.split(value.view(-1), _PIECE) if value.is_cpu and value.is_contiguous() else [value]
+            continue
+        small.append(value.reshape(-1))
+        size += value.numel()
+        if size > _PIECE:
+            yield torch.cat(small)
+            small, size = [], 0
+    if small:
+        yield torch.cat(small) if len(small) > 1 else small[0]
+
+
+def _norm(value: Tensor, norm_type: float, top: Tensor | None = None) -> Tensor:
+    """The norm in the widest dtype of the device, also where powers of `value` overflow its own. `top`: its largest magnitude."""
+    wide = widest_float(value.device)
+    if top is None or not value.is_cpu:
+        if value.dtype.itemsize <= 4 and wide is torch.float64 and norm_type <= 4:
+            norm: Tensor = torch.linalg.vector_norm(value, norm_type, dtype=wide)  # 3e38 ** 4 fits
+            return norm
+        top = value.abs().amax()
+    value = value.to(torch.promote_types(value.dtype, torch.float32))
+    unit = top.to(value.dtype).clamp(min=torch.finfo(value.dtype).tiny)
+    scaled = value / unit
+    if norm_type == 2 and scaled.ndim == 1:
+        norm = torch.dot(scaled, scaled).sqrt()  # a third of the time of vector_norm, and less rounding
+    else:
+        norm = torch.linalg.vector_norm(scaled, norm_type)
+    return norm.to(wide) * unit
+
+
+def all_finite(leaves: Sequence[Tensor | None], scale: Tensor) -> Tensor:
+    """Whether every element of every `leaf / scale` is finite: a 0-d bool tensor."""
+    return fits(extent(leaves, scale.device), scale)
+
+
+def fits(size: Extent, scale: Tensor) -> Tensor:
+    """Whether what has this extent is finite over `scale`: division is monotone, and what is not finite is not finite after it."""
+    facts = [torch.isfinite(top / scale) for top in size.tops]
+    return torch.stack(facts).all() if facts else torch.ones((), dtype=torch.bool, device=scale.device)

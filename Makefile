@@ -27,6 +27,7 @@ conformance: $(CONFORMANCE)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/post_backward.py
+	$(BIN)/python benchmarks/accumulate.py
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

@@ -6,28 +6,16 @@ fused AdamW in the same round. `memcpy` is the yardstick: one read and one write
 
 from __future__ import annotations
 
-import argparse
-import platform
-import statistics
-import time
 from collections.abc import Callable
 
 import torch
+from harness import SIZES, Job, compare, options
 from torch import Tensor
 
 import purescale as ps
 
-SIZES = {  # name: shapes of the parameters
-    "transformer-like, 27M in 147": [(512, 512)] * 48 + [(2048, 512)] * 12 + [(512,)] * 86 + [(3300, 512)],
-    "small conv net, 0.2M in 60": [(32, 32, 3, 3)] * 20 + [(32,)] * 40,
-}
 MAX_NORM = 1.0
 SCALE = 2.0**10
-
-
-def sync(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 class GradScaler:
@@ -94,48 +82,18 @@ class Memcpy:
         torch._foreach_copy_(self.target, self.source)
 
 
-def measure(rows: dict[str, Callable[[], object]], rounds: int, device: str) -> dict[str, list[float]]:
-    """Milliseconds of each row in each round, the rows in turn so that a slow moment hits all of them."""
-    jobs = {name: make() for name, make in rows.items()}
-    times: dict[str, list[float]] = {name: [] for name in rows}
-    for index in range(rounds + 3):
-        for name, job in jobs.items():
-            job.prepare()
-            sync(device)
-            start = time.perf_counter()
-            job.run()
-            sync(device)
-            if index >= 3:
-                times[name].append(1e3 * (time.perf_counter() - start))
-    return times
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    options = parser.parse_args()
-
-    where = torch.cuda.get_device_name() if options.device == "cuda" else f"{torch.get_num_threads()} CPU threads"
-    print(f"torch {torch.__version__}, Python {platform.python_version()}, {where}, median of {options.rounds} rounds\n")
+    given = options(__doc__)
     for size, shapes in SIZES.items():
         for clip in (False, True):
-            baseline = "GradScaler + fused AdamW"
-            rows: dict[str, Callable[[], object]] = {
-                baseline: lambda s=shapes, c=clip: GradScaler(s, options.device, c, fused=True),
-                "GradScaler + foreach AdamW": lambda s=shapes, c=clip: GradScaler(s, options.device, c, foreach=True),
-                "purescale, donate=True": lambda s=shapes, c=clip: Purescale(s, options.device, c, donate=True),
-                "purescale": lambda s=shapes, c=clip: Purescale(s, options.device, c, donate=False),
-                "memcpy": lambda s=shapes: Memcpy(s, options.device),
+            rows: dict[str, Callable[[], Job]] = {
+                "GradScaler + fused AdamW": lambda s=shapes, c=clip: GradScaler(s, given.device, c, fused=True),
+                "GradScaler + foreach AdamW": lambda s=shapes, c=clip: GradScaler(s, given.device, c, foreach=True),
+                "purescale, donate=True": lambda s=shapes, c=clip: Purescale(s, given.device, c, donate=True),
+                "purescale": lambda s=shapes, c=clip: Purescale(s, given.device, c, donate=False),
+                "memcpy": lambda s=shapes: Memcpy(s, given.device),
             }
-            times = measure(rows, options.rounds, options.device)
-            print(f"### {size} tensors, {'max_norm' if clip else 'no clipping'}\n")
-            print("| row | ms | against GradScaler + fused | quartiles |\n|---|---|---|---|")
-            for name, values in times.items():
-                ratios = [a / b for a, b in zip(values, times[baseline], strict=True)]
-                low, middle, high = statistics.quantiles(ratios, n=4)
-                print(f"| {name} | {statistics.median(values):.2f} | {middle:.2f} | {low:.2f} to {high:.2f} |")
-            print()
+            compare(f"{size} tensors, {'max_norm' if clip else 'no clipping'}", rows, given)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""The step of `train_step` written out with the small functions only: float16 compute, float32 masters, dynamic loss scale."""
+"""The step of `train_step` written out with the small functions only: float16 compute, float32 masters, dynamic loss scale.
+
+First one batch a step, then the same with four microbatches a step.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -38,3 +41,21 @@ for x, y in torch.utils.data.DataLoader(dataset, batch_size=64, shuffle=True, dr
 print(
     f"loss {loss.item():.3f}, scale 2**{scaler.scale.log2().item():.0f}, {opt_state.applied.item()} steps applied of {len(dataset) // 64}"
 )
+
+# -- the loop, accumulating
+microbatches = torch.utils.data.DataLoader(dataset, batch_size=16, shuffle=True)
+accum, new_buffers = ps.init_accum(params), buffers
+for index, (x, y) in enumerate(microbatches):
+    grads, (_, (loss, new_buffers)) = torch.func.grad_and_value(scaled_loss, has_aux=True)(params, new_buffers, scaler, x, y)
+    grads, found_inf = ps.unscale_and_check(scaler, grads)
+    accum = ps.accumulate_grads(accum, grads, weight=len(x), found_inf=found_inf)
+    if ps.accumulation_window(index, every=4, total=len(microbatches)).should_update:
+        grads, found_inf = ps.accumulated_grads(accum)
+        grads, norm = ps.clip_by_global_norm(grads, max_norm=1.0)
+        params, opt_state = ps.maybe_step(optimizer, params, grads, opt_state, found_inf)
+        buffers = new_buffers = ps.select(found_inf, buffers, new_buffers)
+        scaler = rule.update(scaler, accum.found_inf)
+        accum = ps.init_accum(params)
+# -- the end of the accumulating loop
+
+print(f"loss {loss.item():.3f}, {opt_state.applied.item()} steps applied after {len(microbatches)} more microbatches")

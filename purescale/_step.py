@@ -43,11 +43,11 @@ class TrainState(NamedTuple):
 class StepInfo(NamedTuple):
     """What a step has to tell: 0-d tensors, so that infos can be stacked. Reading one syncs; do it when you log."""
 
-    loss: Tensor  # float32 (float64 for a float64 loss): unscaled, the weighted mean of the microbatches
+    loss: Tensor  # float32 (float64 for a float64 loss): unscaled, the weighted mean of the microbatches that count
     found_inf: Tensor  # bool: the step was skipped
     scale: Tensor  # float32: the scale that was used
     grad_norm: Any  # float32, before clipping; () where max_norm is None
-    retries: Tensor  # int32
+    retries: Tensor  # int32: how often the window was gone through again
     aux: Any  # what loss_fn returned third, one a microbatch; () where it returns two
 
 
@@ -307,11 +307,17 @@ def train_step(
     - `loss_fn(params, buffers, microbatch)` returns `(loss, new_buffers)` or `(loss, new_buffers, aux)`; loss unscaled, real,
       of one element. Buffers thread through the microbatches; return `buffers` where nothing changes them.
     - `weight_fn(microbatch)`: its weight in the average, a number or a 0-d tensor, not negative: samples or tokens. Default:
-      equal. What has weight 0 counts for nothing. A step whose weights are all 0, or where one is not finite or negative,
-      leaves all but `rng` as it was.
-    - `max_norm`, `clip_value`: as in `clip_by_global_norm` and `clip_by_value`, on the averaged, unscaled gradients.
+      equal. What has weight 0 counts for nothing. A step whose weights are all 0 leaves all but `rng` as it was. A tensor that
+      is negative or not finite drops what an overflow would drop, and leaves the scale alone.
+    - `on_nonfinite`: what one overflowing microbatch drops, `"drop_window"` or `"drop_microbatch"` (with what it did to the
+      buffers), as in `accumulated_grads`. Either way the scale backs off once.
+    - `max_norm`, `norm_type`, `clip_value`: as in `clip_by_global_norm` and `clip_by_value`, on the averaged, unscaled gradients.
+    - `max_retries`: above 0 it syncs with the host. A window that overflows is gone through again, the same microbatches with
+      the same random numbers, at the scale that the rule backs off to, until it is finite: the step is the one that this scale
+      would have taken at once. Where no try is, the step ends as one ordinary skip. A loss that itself is not finite is not
+      tried again. Not traceable.
     - `donate`: the tensors of `state` may be overwritten; the caller gives them up. Same bits, as in `maybe_step`.
-    - `on_nonfinite`, `bn_update`, `group`, `max_retries`: only their defaults are there in this version.
+    - `bn_update`, `group`: only their defaults are there in this version.
 
     Returns the next state and `StepInfo`. On an overflow parameters, optimizer state, buffers and `step` come back bit for
     bit; the scale backs off. Reads no tensor's value, so nothing syncs; works under `torch.compile(fullgraph=True)`,

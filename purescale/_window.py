@@ -56,18 +56,19 @@ def gather(
         else:
             given = _tree.tensors((params, start, buffers, new_buffers, scaler, microbatches, aux))
             grads, overflow = unscale_and_check(scaler, grads, donate=_tree.all_writable(_tree.tensors(grads), given))
+        if single and weight_fn is None:
+            return Gathered(grads, scaled, loss, overflow, overflow, overflow & torch.isfinite(loss), new_buffers, aux)
         if not single:
             accum = accumulate_grads(accum or init_accum(grads), grads, weight, overflow, donate=True)
-        drop = ~(weight > 0) | overflow if on_nonfinite == "drop_microbatch" else ~(weight > 0)
-        if not single and (weight_fn is not None or on_nonfinite == "drop_microbatch"):
-            new_buffers = _tree.where(drop, buffers, new_buffers, donate=False)
+        if weight_fn is not None or on_nonfinite == "drop_microbatch":
+            dropped = ~(torch.isfinite(weight) & (weight > 0))
+            dropped = dropped | overflow if on_nonfinite == "drop_microbatch" else dropped
+            new_buffers = _tree.where(dropped, buffers, new_buffers, donate=False)
         buffers = new_buffers
         weights, losses, overflows = [*weights, weight], [*losses, loss], [*overflows, overflow]
 
     if accum is not None:
         grads, _ = accumulated_grads(accum, donate=True)
-    elif weight_fn is None:
-        return Gathered(grads, scaled, loss, overflow, overflow, overflow & torch.isfinite(loss), buffers, aux)
     return Gathered(grads, scaled, *_summary(torch.stack(weights), torch.stack(losses), torch.stack(overflows), on_nonfinite), buffers, aux)
 
 

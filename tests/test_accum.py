@@ -1,0 +1,563 @@
+"""The gradients of a window as a value: a weighted mean that can be split, merged, saved and read under two policies."""
+
+import copy
+import io
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils._pytree as pytree
+from helpers import (
+    Dispatched,
+    Untouched,
+    assert_close,
+    at,
+    clone,
+    finite32,
+    powers_of_two,
+    same_bits,
+    shares_memory,
+    stack,
+    tensors,
+    trees,
+    unstack,
+)
+from hypothesis import given, settings
+
+import purescale as ps
+
+INF = math.inf
+weights = st.sampled_from([0, 1, 2.5, 1000, 0.001])
+bad_values = st.sampled_from([INF, -INF, math.nan])
+
+
+def window(gradients, weights=None, donate=False, **kwargs):
+    """An AccumState over some gradients."""
+    accum = ps.init_accum(gradients[0], **kwargs)
+    for index, grads in enumerate(gradients):
+        accum = ps.accumulate_grads(accum, grads, 1.0 if weights is None else weights[index], donate=donate)
+    return accum
+
+
+def scalars(*values):
+    return [[torch.tensor([float(v)])] for v in values]
+
+
+def with_values(tree, values):
+    """Trees like `tree`, filled with each value."""
+    return [pytree.tree_map(lambda t, v=v: None if t is None else torch.full_like(t, v), tree) for v in values]
+
+
+# ---- the mean
+
+
+@given(trees(finite32), st.lists(st.tuples(st.floats(-1e6, 1e6, width=32), weights), min_size=1, max_size=5))
+def test_the_mean_is_the_weighted_mean_in_float64(tree, parts):
+    gradients = [pytree.tree_map(lambda t, f=f: None if t is None else t.clamp(-1e6, 1e6) + f, tree) for f, _ in parts]
+    accum = window(gradients, [w for _, w in parts])
+    total = sum(w for _, w in parts)
+    assert accum.weight == pytest.approx(total)
+    for index, mean in enumerate(tensors(accum.grads)):
+        exact = sum(tensors(g)[index].double() * w for g, (_, w) in zip(gradients, parts, strict=True)) / (total or 1)
+        torch.testing.assert_close(mean.double(), exact.double(), rtol=1e-6, atol=1.0)  # atol: 1e-6 of the largest
+
+
+@given(trees(finite32), st.lists(weights, min_size=1, max_size=4), st.booleans())
+def test_accumulating_is_pure(tree, some_weights, bad):
+    accum = ps.init_accum(tree)
+    for weight in some_weights:
+        flag = torch.tensor(bad)
+        with Untouched((accum, tree, flag)):
+            new = ps.accumulate_grads(accum, tree, weight, found_inf=flag)
+        assert not shares_memory((accum, tree, flag), new)
+        accum = new
+    with Untouched(accum):
+        read = ps.accumulated_grads(accum)
+    assert not shares_memory(accum, read)
+
+
+@given(trees(finite32), st.lists(st.tuples(st.sampled_from([0.5, -3.0, INF, math.nan]), weights), min_size=1, max_size=5))
+def test_donation_gives_the_same_bits(tree, parts):
+    gradients = with_values(tree, [v for v, _ in parts])
+    plain, donated = (window(gradients, [w for _, w in parts], donate=donate) for donate in (False, True))
+    assert same_bits(plain, donated)
+    assert same_bits(ps.merge_accum(plain, plain), ps.merge_accum(clone(plain), plain, donate=True))
+    assert same_bits(ps.accumulated_grads(plain), ps.accumulated_grads(donated, donate=True))
+
+
+def test_donation_writes_into_the_mean():
+    accum = ps.init_accum([torch.zeros(3)])
+    new = ps.accumulate_grads(accum, [torch.ones(3)], donate=True)
+    assert new.grads[0].data_ptr() == accum.grads[0].data_ptr()
+    assert ps.accumulated_grads(new, donate=True)[0][0] is new.grads[0]
+
+
+def test_a_donated_mean_that_is_the_gradient_itself_gives_the_same_bits():
+    accum = window(scalars(3.0))
+    expected = ps.accumulate_grads(accum, accum.grads, weight=3)
+    assert same_bits(ps.accumulate_grads(accum, accum.grads, weight=3, donate=True), expected)
+    assert same_bits(ps.merge_accum(accum, accum), ps.merge_accum(accum, accum, donate=True))
+
+
+def test_one_large_leaf_and_many_small_ones_are_all_averaged():
+    torch.manual_seed(0)
+    shapes = [(3_000_001,), (5,), (700, 1500), (), (0,), (2, 3, 4, 5)] + [(300_000,)] * 5
+    gradients = [{i: torch.randn(s) for i, s in enumerate(shapes)} for _ in range(3)]
+    for name in (5,):
+        gradients[1][name] = gradients[1][name].to(memory_format=torch.channels_last)
+    gradients[2][2] = gradients[2][2].t().contiguous().t()
+    expected = pytree.tree_map(lambda *g: (g[0].double() + 2 * g[1].double() + 5 * g[2].double()) / 8, *gradients)
+    for donate in (False, True):
+        accum = window(gradients, [1, 2, 5], donate=donate)
+        torch.testing.assert_close(pytree.tree_map(torch.Tensor.double, accum.grads), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_of_opposite_sign_near_the_maximum_do_not_overflow():
+    # acc + (g - acc) * f would be inf.
+    top = torch.finfo(torch.float32).max * (1 - 1e-6)
+    for values, expected in (((top, -top), 0.0), ((top, top), top), ((-top, top, -top), -top / 3)):
+        accum = window(scalars(*values))
+        assert not accum.found_inf
+        assert accum.grads[0].item() == pytest.approx(expected, rel=1e-6, abs=1e-6 * top)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_gradients_lose_no_bits_in_the_mean(dtype):
+    torch.manual_seed(0)
+    gradients = [{"w": torch.randn(64).to(dtype)} for _ in range(256)]
+    accum = window(gradients)
+    exact = torch.stack([g["w"].double() for g in gradients]).mean(0)
+    assert accum.grads["w"].dtype is torch.float32
+    assert (accum.grads["w"].double() - exact).norm() / exact.norm() < 1e-6  # a bfloat16 sum: 2e-2
+
+
+@pytest.mark.parametrize(
+    ("leaf", "dtype", "expected"),
+    [
+        (torch.float16, None, torch.float32),
+        (torch.bfloat16, None, torch.float32),
+        (torch.float64, None, torch.float64),
+        (torch.complex64, None, torch.complex64),
+        (torch.float16, torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.float64, torch.float64),
+        (torch.complex64, torch.float64, torch.complex128),
+        (torch.complex64, torch.float32, torch.complex64),
+    ],
+)
+def test_the_dtype_of_the_mean(leaf, dtype, expected):
+    params = {"w": torch.tensor([1.0], dtype=leaf, requires_grad=True)}
+    accum = ps.accumulate_grads(ps.init_accum(params, dtype=dtype), {"w": torch.tensor([3.0], dtype=leaf)}, weight=2)
+    accum = ps.accumulate_grads(accum, {"w": torch.tensor([6.0], dtype=leaf)}, weight=1)
+    assert accum.grads["w"].dtype is expected
+    assert accum.grads["w"].item() == 4
+    assert not accum.grads["w"].requires_grad
+
+
+def test_complex_gradients_are_averaged():
+    accum = window([[torch.tensor([1 + 2j])], [torch.tensor([3 - 4j])], [torch.tensor([complex(0, INF)])]])
+    assert accum.grads[0].item() == 2 - 1j
+    assert accum.num_bad == 1
+
+
+def test_sparse_gradients_are_averaged_into_a_dense_or_a_sparse_mean():
+    def sparse(index, value):
+        return torch.sparse_coo_tensor(torch.tensor([[index, index]]), torch.tensor([value, value]), (3,), check_invariants=True)
+
+    gradients = [[sparse(0, 1.0)], [sparse(2, 3.0)], [sparse(1, INF)]]
+    for like in (torch.zeros(3), sparse(0, 1.0)):
+        accum = ps.init_accum([like])
+        for grads in gradients:
+            accum = ps.accumulate_grads(accum, grads)
+        mean = accum.grads[0]
+        assert mean.is_sparse is like.is_sparse
+        assert (mean.to_dense() if mean.is_sparse else mean).tolist() == [1, 0, 3]
+        assert (accum.num_good, accum.num_bad) == (2, 1)
+
+
+def test_none_passes_through_and_counts_as_zero_where_there_is_a_mean():
+    accum = ps.init_accum({"w": torch.zeros(1), "frozen": None})
+    accum = ps.accumulate_grads(accum, {"w": torch.tensor([4.0]), "frozen": None})
+    accum = ps.accumulate_grads(accum, {"w": None, "frozen": None})
+    assert accum.grads["frozen"] is None
+    assert accum.grads["w"] == 2
+
+
+# ---- what is bad, and what counts for nothing
+
+
+@pytest.mark.parametrize("position", range(4))
+@pytest.mark.parametrize("bad", [INF, math.nan])
+def test_one_bad_microbatch_under_both_policies_and_then_a_clean_window(position, bad):
+    values = [1.0, 2.0, 6.0, 3.0]
+    good = [v for i, v in enumerate(values) if i != position]
+    accum = window(scalars(*[bad if i == position else v for i, v in enumerate(values)]), weights=[1, 1, 1, 1])
+    assert (accum.num_good, accum.num_bad, accum.weight, accum.bad_weight) == (3, 1, 3, 1)
+    assert accum.found_inf
+    assert ps.accumulated_grads(accum)[1]
+    grads, found_inf = ps.accumulated_grads(accum, on_nonfinite="drop_microbatch")
+    assert not found_inf
+    assert grads[0].item() == pytest.approx(sum(good) / 3)
+    # optax's accumulator stays NaN: (1 - emit) * nan is nan
+    clean = window(scalars(5.0, 7.0))
+    assert ps.accumulated_grads(clean)[0][0] == 6
+    assert not ps.accumulated_grads(clean)[1]
+
+
+@given(trees(finite32), bad_values, weights.filter(bool))
+def test_a_bad_microbatch_leaves_no_trace_in_the_mean(tree, bad, weight):
+    accum = window([tree])
+    for value in with_values(tree, [bad]):
+        after = ps.accumulate_grads(accum, value, weight)
+    assert all(torch.equal(a, b) for a, b in zip(tensors(accum.grads), tensors(after.grads), strict=True))
+    assert torch.equal(after.weight, accum.weight)
+    if tensors(tree):
+        assert after.bad_weight == weight
+
+
+def test_a_window_of_only_bad_microbatches_is_skipped_under_both_policies():
+    accum = window(scalars(INF, math.nan))
+    assert all(ps.accumulated_grads(accum, on_nonfinite=policy)[1] for policy in ("drop_window", "drop_microbatch"))
+
+
+def test_what_has_weight_zero_counts_for_nothing_be_it_nan():
+    accum = window(scalars(3.0, math.nan, 5.0), weights=[1, 0, 1])
+    assert (accum.num_good, accum.num_bad) == (2, 0)
+    assert accum.grads[0] == 4
+    assert not accum.found_inf
+
+
+def test_a_window_of_weight_zero_is_skipped_without_being_bad():
+    accum = window(scalars(1.0, INF), weights=[0, 0])
+    assert not accum.found_inf
+    assert all(ps.accumulated_grads(accum, on_nonfinite=policy)[1] for policy in ("drop_window", "drop_microbatch"))
+
+
+@pytest.mark.parametrize("weight", [math.nan, INF, -1.0])
+def test_a_weight_tensor_that_is_no_weight_makes_its_microbatch_bad(weight):
+    accum = window(scalars(1.0, 2.0), weights=[1, torch.tensor(weight)])
+    assert accum.found_inf
+    assert accum.num_bad == 1
+    assert accum.bad_weight == 0
+    assert accum.grads[0] == 1
+    assert accum.weight == 1
+
+
+def test_token_counts_beyond_2_to_the_24_are_added_exactly():
+    accum = window(scalars(1.0, 1.0, 1.0), weights=[2**24, 1, 1])
+    assert accum.weight == 2**24 + 2
+
+
+def test_the_scale_may_change_in_the_middle_of_a_window():
+    # GradScaler adds gradients of different scales to one sum: wrong by a factor that differs from element to element.
+    true = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, -2.0]), torch.tensor([8.0, 0.5])]
+    accum = ps.init_accum([true[0]])
+    for grads, scale in zip(true, [2.0**16, 2.0**15, 2.0**-3], strict=True):
+        unscaled, found_inf = ps.unscale_and_check(at(scale), [grads * scale])
+        accum = ps.accumulate_grads(accum, unscaled, found_inf=found_inf)
+    torch.testing.assert_close(accum.grads[0], torch.stack(true).mean(0))
+
+
+@given(powers_of_two, st.floats(-100, 100, width=32))
+def test_a_window_of_one_is_its_gradient_bit_for_bit(weight, value):
+    grads = [torch.tensor([value + 0.0, 1e-30])]
+    accum = window([grads], weights=[weight])
+    assert same_bits(accum.grads, grads) or value == 0
+
+
+# ---- full batch and tokens
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=5), st.randoms(use_true_random=False))
+def test_any_split_weighted_by_samples_gives_the_full_batch_gradient_in_any_order(sizes, random):
+    torch.manual_seed(random.randint(0, 2**31))
+    x, y, w = torch.randn(sum(sizes), 3), torch.randn(sum(sizes)), torch.randn(3)
+
+    def loss(w, x, y):
+        return (torch.tanh(x @ w) - y).square().mean()
+
+    exact = torch.func.grad(loss)(w.double(), x.double(), y.double())
+    parts = list(zip(x.split(sizes), y.split(sizes), strict=True))
+    for _ in range(2):
+        accum = ps.init_accum(w)
+        for a, b in parts:
+            accum = ps.accumulate_grads(accum, torch.func.grad(loss)(w, a, b), weight=len(b))
+        torch.testing.assert_close(accum.grads.double(), exact, rtol=1e-5, atol=1e-6)
+        random.shuffle(parts)
+
+
+def test_variable_lengths_weighted_by_tokens_give_the_gradient_of_the_unsplit_loss():
+    """The mean of the means, which the trainer of HF had until 2024, is off by a factor of two here."""
+    torch.manual_seed(0)
+    lengths = [5, 50, 200, 10]
+    w = torch.zeros(8, 16)
+    texts = [(torch.randn(n, 8), torch.randint(0, 16, (n,))) for n in lengths]
+
+    def loss(w, x, y):
+        return F.cross_entropy(x @ w, y)
+
+    x, y = (torch.cat(part) for part in zip(*texts, strict=True))
+    exact = torch.func.grad(loss)(w.double(), x.double(), y)
+    accum, unweighted = ps.init_accum(w), ps.init_accum(w)
+    for x, y in texts:
+        mask = torch.ones(len(y), dtype=torch.int64)
+        accum = ps.accumulate_grads(accum, torch.func.grad(loss)(w, x, y), weight=mask.sum())
+        unweighted = ps.accumulate_grads(unweighted, torch.func.grad(loss)(w, x, y))
+    assert (accum.grads.double() - exact).norm() / exact.norm() < 1e-6
+    assert (unweighted.grads.double() - exact).norm() / exact.norm() > 1
+
+
+# ---- merging
+
+states = st.lists(st.tuples(st.floats(-1e3, 1e3, width=32) | bad_values, weights), max_size=3).map(
+    lambda parts: window([[torch.zeros(1)], *scalars(*[v for v, _ in parts])], weights=[0, *[w for _, w in parts]])
+)
+
+
+def alike(a, b):
+    assert_close(a.grads, b.grads, rtol=1e-5, atol=1e-2)  # 1e-5 of the largest gradient
+    assert_close(a[1:], b[1:])
+
+
+@given(states, states, states)
+def test_merging_is_associative_and_commutative_with_the_empty_window_as_its_unit(a, b, c):
+    alike(ps.merge_accum(a, b), ps.merge_accum(b, a))
+    alike(ps.merge_accum(ps.merge_accum(a, b), c), ps.merge_accum(a, ps.merge_accum(b, c)))
+    empty = ps.init_accum([torch.zeros(1)])
+    assert_close(ps.merge_accum(a, empty), a, rtol=0, atol=0)
+    assert_close(ps.merge_accum(empty, a), a, rtol=0, atol=0)
+
+
+@given(st.lists(st.tuples(st.floats(-1e3, 1e3, width=32) | bad_values, weights), min_size=2, max_size=6), st.integers(0, 6))
+def test_two_halves_merged_are_one_window(parts, cut):
+    values, some_weights = [[torch.tensor([v])] for v, _ in parts], [w for _, w in parts]
+    whole = window(values, some_weights)
+    zero = [[torch.zeros(1)]]
+    first = window(zero + values[:cut], [0, *some_weights[:cut]])
+    second = window(zero + values[cut:], [0, *some_weights[cut:]])
+    with Untouched((first, second)):
+        merged = ps.merge_accum(first, second)
+    assert not shares_memory((first, second), merged)
+    alike(merged, whole)
+
+
+# ---- saved, compiled, vmapped, differentiated
+
+
+def test_a_window_saved_in_the_middle_and_resumed_has_the_bits_of_the_uninterrupted_one():
+    torch.manual_seed(0)
+    gradients = [{"w": torch.randn(5), "b": torch.randn(2, 2)} for _ in range(6)]
+    accum = window(gradients[:3], [1, 2, 3])
+    file = io.BytesIO()
+    torch.save(accum._asdict(), file)
+    file.seek(0)
+    resumed = ps.AccumState(**torch.load(file, weights_only=True))
+    for index in (3, 4, 5):
+        accum, resumed = (ps.accumulate_grads(s, gradients[index], index) for s in (accum, resumed))
+    assert same_bits(accum, resumed)
+    assert same_bits(accum, copy.deepcopy(accum))
+
+
+def body(accum, grads, weight):
+    accum = ps.accumulate_grads(accum, grads, weight)
+    accum = ps.merge_accum(accum, accum)
+    return accum, ps.accumulated_grads(accum), ps.accumulated_grads(accum, on_nonfinite="drop_microbatch")
+
+
+def some_windows(count=4):
+    torch.manual_seed(0)
+    shapes = {"w": (4, 3), "b": (3,), "s": ()}
+    accums = [window([{k: torch.randn(s) for k, s in shapes.items()}], [i + 1]) for i in range(count)]
+    grads = [{k: torch.randn(s) for k, s in shapes.items()} for _ in range(count)]
+    grads[1]["b"][0] = INF
+    return accums, grads, [torch.tensor(w) for w in (1.0, 2.0, 0.0, math.nan)]
+
+
+def test_under_vmap_it_equals_a_loop():
+    """To 1e-6: other kernels."""
+    accums, grads, some_weights = some_windows()
+    batched = torch.vmap(body)(stack(accums), stack(grads), torch.stack(some_weights))
+    for index, arguments in enumerate(zip(accums, grads, some_weights, strict=True)):
+        assert_close(unstack(batched, index), body(*arguments), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_compiled_it_is_one_graph_for_any_weight_and_agrees(donate):
+    """To 1e-6: fused arithmetic."""
+    accums, grads, some_weights = some_windows()
+
+    def step(accum, grads, weight):
+        return ps.accumulate_grads(accum, grads, weight, donate=donate)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for arguments in zip(accums, grads, some_weights, strict=True):
+            expected = step(*clone(arguments))
+            assert_close(compiled(*clone(arguments)), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_it_is_differentiated_as_the_weighted_mean_it_is():
+    def mean(g, w):
+        accum = ps.accumulate_grads(ps.init_accum([g]), [torch.ones(2)], weight=3.0)
+        accum = ps.accumulate_grads(accum, [g], weight=w)
+        return ps.accumulated_grads(accum)[0][0].sum()
+
+    g, w = torch.tensor([4.0, 6.0]), torch.tensor(1.0)
+    by_g, by_w = torch.func.grad(mean, argnums=(0, 1))(g, w)
+    torch.testing.assert_close(by_g, torch.full((2,), 0.25))
+    torch.testing.assert_close(by_w, torch.tensor(((4 - 1) + (6 - 1)) * 3 / 16))
+    g = g.requires_grad_()
+    torch.testing.assert_close(torch.autograd.grad(mean(g, w), g)[0], by_g)
+
+
+def test_no_value_is_read_and_the_passes_over_the_gradients_do_not_grow_with_their_number():
+    """One read of the gradients and one read and write of the means, in two list operations whose second finds the means cached."""
+    counts = []
+    for number in (10, 200):
+        grads = [torch.randn(64) for _ in range(number)]
+        accum = ps.init_accum(grads)
+        with Dispatched() as counted:
+            ps.accumulate_grads(accum, grads, weight=3, found_inf=torch.tensor(False), donate=True)
+        assert counted.reads == 0
+        assert sum("_foreach_mul_" in str(op) for op in counted.ops) == 1
+        assert sum("_fused_sgd_" in str(op) for op in counted.ops) == 1
+        counts.append(len(counted.ops))
+    assert counts[0] == counts[1]
+
+
+def test_the_check_reads_many_small_gradients_at_once():
+    counts = []
+    for number in (10, 200):
+        grads = [torch.randn(64) for _ in range(number)]
+        with Dispatched() as counted:
+            ps.unscale_and_check(at(2.0), grads, donate=True)
+        assert counted.reads == 0
+        counts.append(sum("aminmax" in str(op) for op in counted.ops))
+    assert counts == [1, 1]
+
+
+# ---- windows as host arithmetic
+
+
+def test_a_remainder_window_has_its_own_divisor_and_is_a_whole_step():
+    # OptimWrapper, accumulative_counts=3, max_counts=10: divisors 3,3,3|3,3,3|3,3,3|1, steps after 3, 6, 9, 10
+    windows = [ps.accumulation_window(i, every=3, total=10) for i in range(10)]
+    assert [w.divisor for w in windows] == [3] * 9 + [1]
+    assert [i + 1 for i, w in enumerate(windows) if w.should_update] == [3, 6, 9, 10]
+    assert all(w.should_sync == w.should_update for w in windows)
+
+
+def test_without_a_total_all_windows_are_full():
+    assert {ps.accumulation_window(i, every=3).divisor for i in range(10)} == {3}
+
+
+@given(st.integers(1, 7), st.integers(1, 40), st.integers(0, 39))
+def test_the_shares_of_every_window_sum_to_one(every, total, start):
+    """Also of the first after an unaligned resume (OptimWrapper: 2/3 of a step) and of the last."""
+    shares = 0.0
+    for index in range(min(start, total), total):
+        window = ps.accumulation_window(index, every, total, start=min(start, total))
+        shares += 1 / window.divisor
+        assert window.should_update == ((index + 1) % every == 0 or index + 1 == total)
+        if window.should_update:
+            assert shares == pytest.approx(1)
+            shares = 0.0
+    assert shares == 0
+
+
+def test_resuming_at_97_of_103_starts_with_a_window_of_two():
+    assert [ps.accumulation_window(i, 3, 103, start=97).divisor for i in range(97, 103)] == [2, 2, 3, 3, 3, 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((0, 0), ValueError, "every must be at least 1, got 0"),
+        ((0, 2.0), TypeError, r"every must be a whole number, got 2\.0"),
+        ((True, 2), TypeError, "index must be a whole number"),
+        ((-1, 2), ValueError, "index must be at least 0"),
+        ((10, 3, 10), ValueError, r"index 10 is beyond total=10: the last microbatch has index 9.*total=epochs \* len\(loader\)"),
+        ((0, 3, -1), ValueError, "total must be at least 0"),
+        ((1, 3, 10, 2), ValueError, "index 1 is before start=2"),
+        ((1, 3, 10, None), TypeError, "start must be a whole number, got None"),
+    ],
+)
+def test_a_window_that_cannot_be_is_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        ps.accumulation_window(*arguments)
+
+
+# ---- bad input
+
+ACCUM = {"w": torch.zeros(2), "c": torch.zeros(1, dtype=torch.complex64), "none": None}
+
+
+@pytest.mark.parametrize(
+    ("grads", "weight", "error", "message"),
+    [
+        ({}, -1, ValueError, "weight is -1; a weight is finite and not negative"),
+        ({}, INF, ValueError, "weight is inf"),
+        ({}, math.nan, ValueError, "weight is nan"),
+        ({}, "3", TypeError, "weight is '3'; a weight is a number or a 0-d tensor"),
+        ({}, True, TypeError, "weight is True"),
+        ({}, torch.ones(2), ValueError, r"weight is a tensor of shape \(2,\)"),
+        ({"w": torch.zeros(3)}, 1, ValueError, r"grads\['w'\] is \(3,\) on cpu, but \(2,\) on cpu in accum.grads. Cure: init_accum"),
+        ({"w": torch.zeros(2, dtype=torch.complex64)}, 1, ValueError, r"grads\['w'\] has dtype torch.complex64, its mean torch.float32"),
+        ({"c": torch.zeros(1)}, 1, ValueError, r"grads\['c'\] has dtype torch.float32, its mean torch.complex64"),
+        ({"w": torch.zeros(2).double()}, 1, ValueError, r"may not fit. Cure: init_accum\(params, dtype=torch.float64\)"),
+        ({"w": torch.zeros(2, dtype=torch.int64)}, 1, TypeError, r"grads\['w'\] has dtype torch.int64"),
+        ({"w": 1.0}, 1, TypeError, r"grads\['w'\] is float 1.0; every gradient must be a tensor"),
+        ({"none": torch.zeros(1)}, 1, ValueError, r"grads\['none'\] is a tensor, but None in accum.grads"),
+        ({"more": torch.zeros(1)}, 1, ValueError, r"grads does not match accum.grads: missing nothing; not in accum.grads: \['more'\]"),
+    ],
+)
+def test_bad_gradients_and_weights_are_refused_before_anything_is_written(grads, weight, error, message):
+    accum = ps.init_accum(ACCUM)
+    with Untouched(accum), pytest.raises(error, match=message):
+        ps.accumulate_grads(accum, {**ACCUM, **grads}, weight, donate=True)
+
+
+def test_an_unknown_policy_is_refused():
+    with pytest.raises(ValueError, match="on_nonfinite must be 'drop_window' or 'drop_microbatch', got 'drop'"):
+        ps.accumulated_grads(ps.init_accum(ACCUM), on_nonfinite="drop")
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"w": torch.zeros(2)}, r"b.grads does not match a.grads: missing \['c'\], \['none'\]"),
+        ({**ACCUM, "w": torch.zeros(3)}, r"a.grads\['w'\] is torch.float32 \(2,\), but torch.float32 \(3,\) in b.grads"),
+        ({**ACCUM, "w": torch.zeros(2).double()}, "but torch.float64"),
+    ],
+)
+def test_merging_windows_of_different_trees_is_refused(other, message):
+    with pytest.raises(ValueError, match=message):
+        ps.merge_accum(ps.init_accum(ACCUM), ps.init_accum(other))
+
+
+@pytest.mark.parametrize(
+    ("params", "dtype", "error", "message"),
+    [
+        ({"n": torch.zeros(1, dtype=torch.int64)}, None, TypeError, r"params\['n'\] has dtype torch.int64"),
+        ({"n": 1.0}, None, TypeError, r"params\['n'\] is float"),
+        (ACCUM, torch.float16, ValueError, "init_accum got dtype=torch.float16; expected torch.float32, torch.bfloat16, torch.float64"),
+    ],
+)
+def test_what_cannot_be_accumulated_is_refused(params, dtype, error, message):
+    with pytest.raises(error, match=message):
+        ps.init_accum(params, dtype=dtype)
+
+
+# ---- the norm of the mean
+
+
+@pytest.mark.parametrize("norm", [torch.tensor(INF), torch.tensor(math.nan)])
+def test_a_norm_that_is_not_finite_can_be_made_an_error(norm):
+    with pytest.raises(FloatingPointError, match=r"the global norm of the gradients is (inf|nan)"):
+        ps.check_grad_norm(norm)
+    ps.check_grad_norm(torch.tensor(1e30))
+    with pytest.raises(TypeError, match="expected the 0-d tensor that clip_by_global_norm returns"):
+        ps.check_grad_norm(())

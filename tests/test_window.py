@@ -1,0 +1,394 @@
+"""Windows of several microbatches inside a step: what is dropped, what is tried again, what the buffers see."""
+
+import functools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import Dispatched, Untouched, assert_close, at, batch, clone, job, same_bits, scaled_by, shares_memory, stack, unstack
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import purescale as ps
+
+INF = math.inf
+SGD = ps.from_torch(torch.optim.SGD, lr=1.0)
+RULE = ps.DynamicScale(init_scale=2.0**10, growth_interval=3)
+
+
+def mean_job(weight_fn=None, rule=RULE, **settings):
+    """A step whose gradient is the mean of its microbatches; it overflows where a microbatch times the scale leaves float32."""
+    state = ps.init_train_state({"w": torch.tensor(0.0)}, {"mean": torch.tensor(0.0)}, SGD, rule)
+
+    def loss_fn(params, buffers, g):
+        return params["w"] * g, {"mean": buffers["mean"] + g}, g
+
+    step = functools.partial(ps.train_step, loss_fn=loss_fn, optimizer=SGD, rule=rule, weight_fn=weight_fn, **settings)
+    return state, step
+
+
+def numbers(*values):
+    return [torch.tensor(float(v)) for v in values]
+
+
+# ---- train_step is the small functions
+
+
+@pytest.mark.parametrize("policy", ["drop_window", "drop_microbatch"])
+@pytest.mark.parametrize("overflow", [None, 0, 2])
+@pytest.mark.parametrize("clip", [{}, {"max_norm": 0.01}, {"max_norm": 0.01, "norm_type": INF, "clip_value": 0.005}])
+def test_a_window_equals_the_small_functions(policy, overflow, clip):
+    optimizer = ps.from_torch(torch.optim.AdamW, lr=0.01)
+    state, step = job(optimizer, RULE, policy="float32", on_nonfinite=policy, weight_fn=lambda b: len(b[1]), **clip)
+    microbatches = [batch(0, 4), batch(1, 8), batch(2, 2)]
+    if overflow is not None:
+        microbatches[overflow] = (microbatches[overflow][0] * INF, microbatches[overflow][1])
+    loss_fn = step.keywords["loss_fn"]
+
+    accum, buffers, losses = ps.init_accum(state.params), state.buffers, []
+    for microbatch in microbatches:
+
+        def scaled(params, buffers=buffers, microbatch=microbatch):
+            loss, new_buffers = loss_fn(params, buffers, microbatch)
+            return ps.scale_loss(state.scaler, loss), (loss, new_buffers)
+
+        grads, (_, (loss, new_buffers)) = torch.func.grad_and_value(scaled, has_aux=True)(state.params)
+        grads, bad = ps.unscale_and_check(state.scaler, grads)
+        accum = ps.accumulate_grads(accum, grads, len(microbatch[1]), bad)
+        buffers = ps.select(bad, buffers, new_buffers) if policy == "drop_microbatch" else new_buffers
+        losses.append((loss, len(microbatch[1]), bad))
+    grads, found_inf = ps.accumulated_grads(accum, on_nonfinite=policy)
+    norm = ()
+    if clip:
+        grads, norm = ps.clip_by_global_norm(grads, 0.01, clip.get("norm_type", 2.0))
+    if "clip_value" in clip:
+        grads = ps.clip_by_value(grads, 0.005)
+    params, opt_state = ps.maybe_step(optimizer, state.params, grads, state.opt_state, found_inf)
+
+    with Untouched((state, microbatches)):
+        new, info = step(state, microbatches)
+    assert info.found_inf == (overflow is not None and policy == "drop_window")
+    expected = (params, ps.select(found_inf, state.buffers, buffers), opt_state, RULE.update(state.scaler, accum.found_inf))
+    assert same_bits(tuple(new)[:4], expected)
+    assert same_bits(info.grad_norm, norm)
+    counted = [(loss, n) for loss, n, bad in losses if policy == "drop_window" or not bad]
+    torch.testing.assert_close(info.loss, sum(loss * n for loss, n in counted) / sum(n for _, n in counted), equal_nan=True)
+    donated = step(clone(state), microbatches, donate=True)
+    assert same_bits(donated, (new, info))
+
+
+# ---- policies
+
+
+@pytest.mark.parametrize("position", range(3))
+def test_one_bad_microbatch_is_dropped_alone_with_what_it_did_to_the_buffers(position):
+    state, step = mean_job(on_nonfinite="drop_microbatch")
+    values = [1.0, 2.0, 6.0]
+    values[position] = INF
+    good = sum(v for v in values if v != INF)
+    new, info = step(state, numbers(*values))
+    assert not info.found_inf
+    assert new.params["w"] == -good / 2
+    assert new.buffers["mean"] == good
+    assert new.step == 1
+    assert new.scaler.scale == 2.0**9, "the scale follows any bad microbatch, or data that overflows is left out for ever"
+    after, _ = step(new, numbers(4))
+    assert after.params["w"] == new.params["w"] - 4
+
+
+def test_a_window_of_only_bad_microbatches_is_a_skipped_step_and_its_loss_says_why():
+    for policy in ("drop_window", "drop_microbatch"):
+        state, step = mean_job(on_nonfinite=policy)
+        new, info = step(state, numbers(math.nan, INF))
+        assert info.found_inf
+        assert math.isnan(info.loss)
+        assert same_bits(new._replace(scaler=state.scaler), state)
+        assert new.scaler.scale == 2.0**9
+
+
+def test_the_loss_is_the_mean_of_what_counts():
+    for policy, expected in (("drop_window", math.nan), ("drop_microbatch", 4.0)):
+        state, step = mean_job(on_nonfinite=policy)
+        _, info = step(state._replace(params={"w": torch.tensor(2.0)}), numbers(1, math.nan, 3))
+        assert info.loss.item() == pytest.approx(expected, nan_ok=True)
+
+
+@pytest.mark.parametrize("bad", [math.nan, -1.0, INF])
+def test_a_weight_tensor_that_is_no_weight_drops_its_microbatch_and_leaves_the_scale(bad):
+    state, step = mean_job(lambda g: torch.where(g > 5, bad, 1.0), on_nonfinite="drop_microbatch")
+    new, info = step(state, numbers(6, 2, 4))
+    assert new.params["w"] == -3
+    assert new.buffers["mean"] == 6
+    assert not info.found_inf
+    assert new.scaler.scale == 2.0**10
+
+
+@pytest.mark.parametrize("policy", ["drop_window", "drop_microbatch"])
+def test_a_window_of_weight_zero_leaves_everything_as_it_was(policy):
+    state, step = mean_job(lambda g: 0, on_nonfinite=policy)
+    for microbatches in (numbers(1, INF), numbers(INF), numbers(1)):
+        new, info = step(state, microbatches)
+        assert info.found_inf
+        assert same_bits(new, state)
+
+
+@pytest.mark.parametrize("policy", ["drop_window", "drop_microbatch"])
+def test_batch_norm_statistics_survive_a_bad_window(policy):
+    # torch: running_mean is -inf after the skipped step, and the model is dead at eval.
+    state, step = job(SGD, RULE, policy="float32", on_nonfinite=policy)
+    x, y = batch(0)
+    new, _ = step(state, [batch(1), (x * INF, y), batch(2)])
+    clean, _ = step(state, [batch(1), batch(2)])
+    assert same_bits(new.buffers, state.buffers if policy == "drop_window" else clean.buffers)
+
+
+@settings(max_examples=30)
+@given(st.lists(st.tuples(st.sampled_from([1.0, -2.0, 5.0, INF, math.nan]), st.sampled_from([0, 1, 3])), min_size=1, max_size=5))
+def test_dropping_microbatches_equals_the_window_without_them(parts):
+    state, step = mean_job(lambda g: g[1], on_nonfinite="drop_microbatch")
+    step = functools.partial(step, loss_fn=lambda p, b, g: (p["w"] * g[0], {"mean": b["mean"] + g[0]}))
+    microbatches = [(torch.tensor(v), w) for v, w in parts]
+    new, info = step(state, microbatches)
+    kept = [m for m in microbatches if torch.isfinite(m[0]) and m[1]]
+    if not kept:
+        assert info.found_inf
+        return
+    expected, _ = step(state, kept)
+    assert_close(new._replace(scaler=()), expected._replace(scaler=()), rtol=1e-6, atol=1e-6)
+
+
+# ---- retry
+
+
+def overflowing(scale):
+    """A state whose next window fits float32 at 2**100 and not above."""
+    state, step = mean_job()
+    state = state._replace(scaler=at(2.0**scale))
+    rule = ps.DynamicScale(init_scale=2.0**10, max_scale=2.0**120, growth_interval=3)
+    return state, functools.partial(step, rule=rule), numbers(2.0**27, 2.0**26)
+
+
+def test_a_retried_window_is_the_step_that_the_lower_scale_would_have_taken():
+    state, step, microbatches = overflowing(104)
+    with Untouched((state, microbatches)):
+        new, info = step(state, microbatches, max_retries=10)
+    assert info.retries == 4
+    assert info.scale == 2.0**100
+    assert not info.found_inf
+    scaler = state.scaler
+    for _ in range(4):
+        scaler = step.keywords["rule"].update(scaler, torch.tensor(True))
+    expected, plain = step(state._replace(scaler=scaler), microbatches)
+    assert same_bits(new, expected)
+    assert same_bits(info._replace(retries=plain.retries), plain)
+
+
+@pytest.mark.parametrize("retries", [1, 3])
+def test_when_the_bound_is_reached_the_step_ends_as_one_ordinary_skip(retries):
+    # nnabla leaves the scale divided by 2**101.
+    state, step, microbatches = overflowing(104)
+    new, info = step(state, microbatches, max_retries=retries)
+    expected, _ = step(state, microbatches)
+    assert same_bits(new, expected)
+    assert info.retries == retries
+    assert info.found_inf
+
+
+def test_a_clean_window_is_not_tried_again():
+    state, step, microbatches = overflowing(60)
+    assert same_bits(step(state, microbatches, max_retries=5), step(state, microbatches))
+
+
+@pytest.mark.parametrize("microbatches", [numbers(math.nan), numbers(INF, 2.0**27), numbers(math.nan, 1)])
+def test_a_loss_that_itself_is_not_finite_is_not_tried_again(microbatches):
+    state, step, _ = overflowing(104)
+    calls = []
+
+    def loss_fn(params, buffers, g):
+        calls.append(g)
+        return (params["w"] + 1) * g, buffers
+
+    new, info = step(state, microbatches, max_retries=5, loss_fn=loss_fn)
+    assert len(calls) == len(microbatches)
+    assert info.retries == 0
+    assert same_bits(new, step(state, microbatches, loss_fn=loss_fn)[0])
+
+
+def test_a_single_microbatch_is_tried_again():
+    state, step, microbatches = overflowing(104)
+    new, info = step(state, microbatches[:1], max_retries=10)
+    assert info.retries == 4
+    assert new.params["w"] == -(2.0**27)
+
+
+def test_a_retry_saves_what_a_lower_scale_can_save_and_drops_the_rest():
+    state, step, _ = overflowing(104)
+    loss_fn = lambda p, b, g: (p["w"] * g + g * 0, b)  # noqa: E731
+    new, info = step(state, numbers(2.0**27, math.nan, 2.0**26), max_retries=10, on_nonfinite="drop_microbatch", loss_fn=loss_fn)
+    assert info.retries == 4
+    assert not info.found_inf
+    assert new.params["w"] == -(2.0**27 + 2.0**26) / 2
+    assert new.scaler.scale == 2.0**103, "one microbatch is still bad: the scale ends as after one ordinary skip"
+
+
+def test_retries_stop_at_the_smallest_scale():
+    rule = ps.DynamicScale(init_scale=2.0**10, min_scale=2.0**8)
+    state, step = mean_job(rule=rule)
+    new, info = step(state, numbers(1), max_retries=50, loss_fn=lambda p, b, g: (torch.where(p["w"] == 0, p["w"] * INF * 0 + p["w"], 0), b))
+    assert info.found_inf in (True, False)  # whatever it is, it ends
+    overflow = lambda p, b, g: (Overflows.apply(p["w"]), b)  # noqa: E731
+    new, info = step(state, numbers(1), max_retries=50, loss_fn=overflow)
+    assert info.retries == 2
+    assert new.scaler.scale == 2.0**9
+
+
+class Overflows(torch.autograd.Function):
+    """A finite loss whose gradient is inf at any scale."""
+
+    @staticmethod
+    def forward(ctx, w):
+        return w * 1.0
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * INF
+
+
+def test_a_retry_waits_for_the_rule_to_lower_the_scale():
+    rule = ps.DynamicScale(init_scale=2.0**10, max_scale=2.0**120, hysteresis=3)
+    state, step = mean_job(rule=rule)
+    state = state._replace(scaler=at(2.0**102, hysteresis_tracker=3))
+    new, info = step(state, numbers(2.0**27), max_retries=2)
+    assert info.retries == 2
+    assert info.scale == 2.0**100
+    assert new.params["w"] == -(2.0**27)
+
+
+@pytest.mark.parametrize("own_rng", [False, True])
+def test_a_retry_draws_the_same_random_numbers_and_consumes_nothing(own_rng):
+    apply, params, buffers = ps.make_functional(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 1)))
+    rule = ps.DynamicScale(init_scale=2.0**10, max_scale=2.0**127)
+    rng = torch.Generator().manual_seed(3).get_state() if own_rng else None
+    state = ps.init_train_state(params, buffers, SGD, rule, rng=rng)
+    seen = []
+
+    def loss_fn(params, buffers, x):
+        out, buffers = apply(params, buffers, x)
+        seen.append(out.detach().clone())
+        return out.square().mean() * 1e4, buffers
+
+    step = functools.partial(ps.train_step, loss_fn=loss_fn, optimizer=SGD, rule=rule)
+    microbatches = [torch.ones(4, 8)] * 2
+    torch.manual_seed(1)
+    new, info = step(scaled_by(state, 2.0**125), microbatches, max_retries=20)
+    after = torch.get_rng_state()
+    assert info.retries > 0
+    assert all(torch.equal(seen[i], seen[i % 2]) for i in range(len(seen)))
+    assert not torch.equal(seen[0], seen[1])
+    torch.manual_seed(1)
+    scaler = scaled_by(state, 2.0**125).scaler
+    for _ in range(info.retries):
+        scaler = rule.update(scaler, torch.tensor(True))
+    expected, _ = step(state._replace(scaler=scaler), microbatches)
+    assert same_bits(new, expected)
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_retries_work_with_donation():
+    state, step, microbatches = overflowing(104)
+    for retries in (2, 10):
+        expected = step(state, microbatches, max_retries=retries)
+        assert same_bits(step(clone(state), microbatches, max_retries=retries, donate=True), expected)
+
+
+def test_without_retries_nothing_is_read():
+    state, step = job(SGD, RULE, on_nonfinite="drop_microbatch", weight_fn=lambda b: len(b[1]))
+    with Dispatched() as counted:
+        step(state, [batch(0), batch(1)])
+    assert counted.reads == 0
+
+
+def test_retries_are_refused_where_they_cannot_be():
+    state, step, microbatches = overflowing(104)
+    with pytest.raises(ValueError, match="max_retries reads the flag on the host, which a traced step cannot"):
+        torch.vmap(lambda s: step(s, microbatches, max_retries=1))(stack([state, state]))
+
+
+# ---- compiled, vmapped, differentiated
+
+
+@pytest.mark.parametrize("policy", ["drop_window", "drop_microbatch"])
+def test_a_compiled_window_agrees_without_recompiling(policy):
+    """To 1e-5: fused arithmetic."""
+    state, step = job(
+        ps.from_torch(torch.optim.AdamW, lr=1e-3), RULE, policy="float32", on_nonfinite=policy, weight_fn=lambda b: b[1].sum() + 1
+    )
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True)
+    eager = state
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for index in range(4):
+            x, y = batch(index)
+            microbatches = [batch(10 + index), (x * INF, y) if index == 1 else (x, y), batch(20 + index)]
+            eager, expected = step(eager, microbatches)
+            state, info = compiled(state, microbatches)
+            assert_close(state, eager, rtol=1e-5, atol=1e-5)
+            assert info.found_inf == expected.found_inf
+
+
+def test_windows_under_vmap_equal_a_loop():
+    states, windows = [], [numbers(1, 2), numbers(INF, 4), numbers(3, math.nan)]
+    state, step = mean_job(on_nonfinite="drop_microbatch")
+    states = [scaled_by(state, 2.0**i) for i in range(3)]
+    batched = torch.vmap(step)(stack(states), [torch.stack([w[i] for w in windows]) for i in range(2)])
+    for index in range(3):
+        assert_close(unstack(batched, index), step(states[index], windows[index]), rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+def test_a_window_is_differentiated_through():
+    def final(w, g):
+        state, step = mean_job(lambda g: 1.0)
+        state, _ = step(state._replace(params={"w": w}), [g, 3 * g])
+        return state.params["w"]
+
+    by_w, by_g = torch.func.grad(final, argnums=(0, 1))(torch.tensor(2.0), torch.tensor(5.0))
+    assert by_w == 1
+    assert by_g == -2
+
+
+# ---- resumed in mid-window
+
+
+def test_a_hand_written_window_saved_in_the_middle_resumes_bit_for_bit():
+    apply, params, buffers = ps.make_functional(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)))
+    optimizer, every = ps.from_torch(torch.optim.AdamW, lr=0.01), 3
+    torch.manual_seed(0)
+    data = [(torch.randn(6, 4), torch.randint(0, 2, (6,))) for _ in range(10)]
+
+    def run(state, first, last):
+        for index in range(first, last):
+            params, buffers, opt_state, scaler, accum = state
+
+            def scaled(params, buffers=buffers, scaler=scaler, index=index):
+                logits, new = apply(params, buffers, data[index][0])
+                return ps.scale_loss(scaler, F.cross_entropy(logits, data[index][1])), new
+
+            grads, (_, buffers) = torch.func.grad_and_value(scaled, has_aux=True)(params)
+            grads, bad = ps.unscale_and_check(scaler, grads)
+            accum = ps.accumulate_grads(accum, grads, found_inf=bad)
+            if ps.accumulation_window(index, every, total=len(data)).should_update:
+                grads, found_inf = ps.accumulated_grads(accum)
+                params, opt_state = ps.maybe_step(optimizer, params, grads, opt_state, found_inf)
+                scaler, accum = RULE.update(scaler, accum.found_inf), ps.init_accum(params)
+            state = params, buffers, opt_state, scaler, accum
+        return state
+
+    start = (params, buffers, optimizer.init(params), RULE.init(), ps.init_accum(params))
+    whole = run(start, 0, 10)
+    for cut in (1, 4, 5, 9):
+        middle = clone(run(start, 0, cut))
+        assert not shares_memory(middle, start)
+        assert same_bits(run(middle, cut, 10), whole)
+    assert whole[2].applied == 4

@@ -19,7 +19,10 @@ from ._scaler import (
     check_scaler as check_scaler,
 )
 
-from ._collectives import all_reduce_found_inf as all_reduce_found_inf
+from ._collectives import (
+    all_reduce_found_inf as all_reduce_found_inf,
+    all_reduce_bn_stats as all_reduce_bn_stats,
+)
 
 from ._accum import (
     AccumState as AccumState,
@@ -44,6 +47,16 @@ from ._optim import (
 )
 
 from ._torch_optim import OptState as OptState
+
+from ._bn import (
+    BNStatsState as BNStatsState,
+    BNLayerStats as BNLayerStats,
+    init_bn_stats as init_bn_stats,
+    accumulate_bn_stats as accumulate_bn_stats,
+    merge_bn_stats as merge_bn_stats,
+    bn_buffers as bn_buffers,
+    precise_bn as precise_bn,
+)
 
 from ._step import (
     maybe_step as maybe_step,

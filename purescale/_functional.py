@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.overrides import _get_current_function_mode_stack
 
 from . import _tree
 
@@ -120,4 +121,17 @@ def _skeleton(model: nn.Module) -> nn.Module:
         memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.detach().to("meta")
-    return copy.deepcopy(model, memo)
+    skeleton = copy.deepcopy(model, memo)
+    for module in skeleton.modules():
+        if type(module) is nn.SyncBatchNorm:
+            module.__class__ = _SyncBatchNorm
+    return skeleton
+
+
+class _SyncBatchNorm(nn.SyncBatchNorm):
+    """SyncBatchNorm that can be told to look at this rank alone: its statistics are then gathered here and reduced afterwards."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if any(getattr(mode, "local_statistics", False) for mode in _get_current_function_mode_stack()):  # type: ignore[no-untyped-call]
+            return nn.modules.batchnorm._BatchNorm.forward(self, input)
+        return super().forward(input)

@@ -17,7 +17,7 @@ from ._optim import Optimizer
 from ._scaler import HasScale, Rule, StaticScale, check_grads, is_usable
 from ._torch_optim import TorchOptimizer
 from ._tree import Tree
-from ._window import Gathered, LossFn, gather
+from ._window import BNUpdate, Gathered, LossFn, gather
 
 
 class Stepped(NamedTuple):
@@ -286,7 +286,7 @@ def train_step(
     max_norm: float | Tensor | None = None,
     clip_value: float | Tensor | None = None,
     on_nonfinite: OnNonfinite = "drop_window",
-    bn_update: str = "each",
+    bn_update: BNUpdate = "each",
     group: Any = None,
     max_retries: int = 0,
     donate: bool = False,
@@ -317,7 +317,9 @@ def train_step(
       would have taken at once. Where no try is, the step ends as one ordinary skip. A loss that itself is not finite is not
       tried again. Not traceable.
     - `donate`: the tensors of `state` may be overwritten; the caller gives them up. Same bits, as in `maybe_step`.
-    - `bn_update`, `group`: only their defaults are there in this version.
+    - `bn_update="each"`: batch norm updates its running averages with every microbatch, so k of them weigh as k steps.
+      `"window"`: once, with the pooled statistics of the microbatches that count.
+    - `group`: only `None` is there in this version.
 
     Returns the next state and `StepInfo`. On an overflow parameters, optimizer state, buffers and `step` come back bit for
     bit; the scale backs off. Reads no tensor's value, so nothing syncs; works under `torch.compile(fullgraph=True)`,
@@ -338,7 +340,9 @@ def train_step(
     """
     clip = Clip(max_norm, clip_value, norm_type)
     _check_call(state, microbatches, optimizer, rule, clip, on_nonfinite, bn_update, group, max_retries)
-    scaler, gathered, rng, retries = _gather_until_finite(state, microbatches, loss_fn, rule, weight_fn, on_nonfinite, max_retries)
+    scaler, gathered, rng, retries = _gather_until_finite(
+        state, microbatches, loss_fn, rule, weight_fn, on_nonfinite, bn_update, max_retries
+    )
     # A gradient may be the very tensor that a custom backward returned, and parts of a state may share memory.
     keep = _tree.tensors((state.buffers, state.scaler, scaler, state.step, state.rng, microbatches, gathered.buffers, gathered.aux))
     arguments = (state.params, gathered.grads, state.opt_state, clip)
@@ -381,6 +385,7 @@ def _gather_until_finite(
     rule: Rule[Any],
     weight_fn: Callable[[Any], float | Tensor] | None,
     on_nonfinite: OnNonfinite,
+    bn_update: BNUpdate,
     max_retries: int,
 ) -> tuple[Any, Gathered, Any, int]:
     """The window and the next `rng`, at the scale of the state or, in a retry, at a lower one; the scaler that was used."""
@@ -388,7 +393,7 @@ def _gather_until_finite(
     drawn = _global_generators(state) if max_retries else []
     while True:
         with _generator(state) as rng:
-            gathered = gather(state.params, state.buffers, scaler, microbatches, loss_fn, weight_fn, on_nonfinite)
+            gathered = gather(state.params, state.buffers, scaler, microbatches, loss_fn, weight_fn, on_nonfinite, bn_update)
         if retries == max_retries or not bool(gathered.curable):
             return scaler, gathered, rng(), retries
         lower = _backed_off(rule, scaler)
@@ -463,11 +468,10 @@ def _check_call(
         )
     check_bounds(*clip)
     check_on_nonfinite(on_nonfinite)
-    if bn_update != "each" or group is not None:
-        raise ValueError(
-            f"this version has bn_update='each' and group=None only; got {bn_update!r}, {group!r}. "
-            f"Cure: the loop by hand, where unscale_and_check takes a group."
-        )
+    if bn_update not in ("each", "window"):
+        raise ValueError(f"bn_update must be 'each' or 'window', got {bn_update!r}.")
+    if group is not None:
+        raise ValueError(f"this version has group=None only, got {group!r}. Cure: the loop by hand, where unscale_and_check takes a group.")
     if isinstance(max_retries, bool) or not isinstance(max_retries, int) or max_retries < 0:
         raise ValueError(f"max_retries must be a whole number, 0 or more, got {max_retries!r}.")
     if max_retries and isinstance(rule, StaticScale):

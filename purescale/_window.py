@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import _foreach, _tree
 from ._accum import AccumState, OnNonfinite, accumulate_grads, accumulated_grads, as_weight, init_accum
+from ._bn import CatchBatchNorm, absorb, has_layers, init_bn_stats, named_calls, updated_once, without_update
 from ._scaler import HasScale, is_usable, scale_loss, unscale_and_check
 from ._tree import Tree
 
+BNUpdate = Literal["each", "window"]
 LossFn = Callable[[Tree, Tree, Any], "tuple[Tensor, Tree] | tuple[Tensor, Tree, Any]"]
 
 
@@ -37,8 +39,39 @@ def gather(
     loss_fn: LossFn,
     weight_fn: Callable[[Any], float | Tensor] | None,
     on_nonfinite: OnNonfinite,
+    bn_update: BNUpdate,
 ) -> Gathered:
-    """The weighted mean of the microbatches' gradients and losses."""
+    """The weighted mean of the microbatches' gradients and losses, and what they make of the buffers."""
+    if bn_update == "each" or not has_layers(buffers):
+        return _gather(params, buffers, scaler, microbatches, loss_fn, weight_fn, on_nonfinite)
+    momenta: dict[str, float] = {}
+
+    def catching(params: Tree, carried: Tree, microbatch: Any) -> Any:
+        buffers, stats = carried
+        with CatchBatchNorm(evaluating=False) as caught:
+            returned = loss_fn(params, buffers, microbatch)
+        if not isinstance(returned, tuple) or len(returned) < 2 or not isinstance(returned[1], dict):
+            return returned  # to be refused
+        loss, new_buffers, *aux = returned
+        calls = named_calls(caught.calls, new_buffers)
+        momenta.update((name, call.momentum) for name, call in calls)
+        return loss, (without_update(new_buffers, buffers, momenta), absorb(stats, calls)), *aux
+
+    # The statistics travel with the buffers, so whatever is dropped is dropped from them too.
+    gathered = _gather(params, (buffers, init_bn_stats(buffers)), scaler, microbatches, catching, weight_fn, on_nonfinite)
+    carried, stats = gathered.buffers
+    return gathered._replace(buffers=updated_once(carried, stats, momenta))
+
+
+def _gather(
+    params: Tree,
+    buffers: Tree,
+    scaler: HasScale,
+    microbatches: list[Any],
+    loss_fn: LossFn,
+    weight_fn: Callable[[Any], float | Tensor] | None,
+    on_nonfinite: OnNonfinite,
+) -> Gathered:
     single = len(microbatches) == 1
     accum: AccumState | None = None
     weights: list[Tensor] = []

@@ -521,7 +521,7 @@ def test_microbatches_that_are_no_list_are_refused_before_any_work(microbatches,
         ({"max_retries": True}, ValueError, "max_retries must be a whole number"),
         ({"max_retries": 1, "rule": ps.StaticScale(2.0)}, ValueError, r"with StaticScale\(scale=2.0\), whose scale never moves"),
         ({"max_norm": 1.0, "norm_type": 0}, ValueError, "norm_type must be above 0"),
-        ({"bn_update": "window"}, ValueError, "bn_update='each'"),
+        ({"bn_update": "never"}, ValueError, "bn_update must be 'each' or 'window', got 'never'"),
         ({"group": "world"}, ValueError, "group=None"),
     ],
 )

@@ -1,29 +1,32 @@
-"""Two processes on one machine: one rank's overflow is every rank's skipped step."""
+"""Several processes on one machine: one rank's overflow is every rank's skipped step, and all their data one sample."""
 
 import math
 import os
 import socket
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import torch.utils._pytree as pytree
+from torch import nn
 
 import purescale as ps
 
 RULE = ps.DynamicScale(init_scale=4.0)
 
 
-def in_two_processes(body):
+def in_processes(body, count=2):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(_rank, args=(port, body), nprocs=2, join=True)
+    mp.spawn(_rank, args=(port, body, count), nprocs=count, join=True)
 
 
-def _rank(rank, port, body):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
+def _rank(rank, port, body, count):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(count))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    dist.init_process_group("gloo", rank=rank, world_size=count)
     body(rank)
     dist.barrier()
     # gloo's threads of torch 2.11 now and then abort a process that ends in the ordinary way.
@@ -39,7 +42,7 @@ def _flags(rank):
 
 
 def test_the_flag_of_one_rank_is_the_flag_of_all():
-    in_two_processes(_flags)
+    in_processes(_flags)
 
 
 def _steps(rank):
@@ -56,7 +59,7 @@ def _steps(rank):
 
 
 def test_with_a_group_every_rank_skips():
-    in_two_processes(_steps)
+    in_processes(_steps)
 
 
 def _sharded(rank):
@@ -77,7 +80,7 @@ def _sharded(rank):
 
 
 def test_an_overflow_in_another_ranks_shard_is_found():
-    in_two_processes(_sharded)
+    in_processes(_sharded)
 
 
 def test_without_a_process_group_the_flag_is_copied():
@@ -85,3 +88,79 @@ def test_without_a_process_group_the_flag_is_copied():
     reduced = ps.all_reduce_found_inf(flag)
     assert reduced
     assert reduced.data_ptr() != flag.data_ptr()
+
+
+# ---- batch-norm statistics
+
+
+def bn_net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 3), nn.SyncBatchNorm(3))
+
+
+def share(rank):
+    """Uneven, shifted data; the last rank of three has none."""
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(n, 1, 8, 8, generator=generator) * (1 + rank) + 3 * rank for n in ((7, 4), (2,), ())[rank]]
+
+
+def close(a, b, **tolerance):
+    torch.testing.assert_close(pytree.tree_leaves(a), pytree.tree_leaves(b), **tolerance)
+
+
+def _bn_stats(rank):
+    apply, params, buffers = ps.make_functional(bn_net())
+
+    def gathered(batches):
+        stats = ps.init_bn_stats(buffers)
+        for x in batches:
+            stats = ps.accumulate_bn_stats(stats, apply, params, buffers, x)
+        return stats
+
+    everything = [x for r in range(dist.get_world_size()) for x in share(r)]
+    mine = gathered(share(rank))
+    kept = pytree.tree_map(torch.clone, mine)
+    for group in (None, dist.group.WORLD):
+        close(ps.all_reduce_bn_stats(mine, group), gathered(everything), rtol=1e-12, atol=1e-12)
+    close(mine, kept, rtol=0, atol=0)
+    new = ps.precise_bn(apply, params, buffers, share(rank), group=dist.group.WORLD)
+    close(new, ps.bn_buffers(gathered(everything), buffers), rtol=1e-6, atol=1e-6)
+    alone = ps.precise_bn(apply, params, buffers, everything)
+    close(new, alone, rtol=1e-6, atol=1e-6)
+    sequential = ps.precise_bn(apply, params, buffers, share(rank), group=dist.group.WORLD, normalize="sequential")
+    close(sequential, ps.precise_bn(apply, params, buffers, everything, normalize="sequential"), rtol=1e-5, atol=1e-6)
+    # seven samples of rank 0, counted over all ranks: one batch each, whatever they hold
+    few = ps.precise_bn(apply, params, buffers, share(rank), num_samples=8, group=dist.group.WORLD)
+    firsts = [x for r in range(dist.get_world_size()) for x in share(r)[:1]]
+    close(few["1.running_mean"], ps.precise_bn(apply, params, buffers, firsts)["1.running_mean"], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_uneven_data_on_several_ranks_reduce_to_the_statistics_of_one_process(ranks):
+    """To 1e-12, with SyncBatchNorm in the model, and with a rank that has no data."""
+    in_processes(_bn_stats, ranks)
+
+
+def _bn_failures(rank):
+    apply, params, buffers = ps.make_functional(bn_net())
+
+    def broken():
+        yield torch.randn(4, 1, 8, 8)
+        raise OSError("disk")
+
+    settings = {"group": dist.group.WORLD}
+    with pytest.raises(OSError if rank else RuntimeError, match="disk" if rank else "failed on another rank of the group"):
+        ps.precise_bn(apply, params, buffers, broken() if rank else [torch.randn(4, 1, 8, 8)] * 2, **settings)
+    with pytest.raises(ValueError, match="the loader gave no batch on any rank"):
+        ps.precise_bn(apply, params, buffers, [], **settings)
+
+
+def test_a_rank_that_fails_or_has_no_data_leaves_nobody_waiting():
+    in_processes(_bn_failures)
+
+
+def test_without_a_process_group_the_statistics_are_copied():
+    stats = ps.init_bn_stats({"running_mean": torch.zeros(2), "running_var": torch.ones(2)})
+    reduced = ps.all_reduce_bn_stats(stats)
+    close(reduced, stats, rtol=0, atol=0)
+    assert reduced.layers[""].mean.data_ptr() != stats.layers[""].mean.data_ptr()

@@ -1,0 +1,744 @@
+"""Batch-norm statistics: exact over any batches, never touching the model."""
+
+import io
+import logging
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils._pytree as pytree
+from helpers import Untouched, assert_close, batch, clone, job, same_bits, shares_memory, small_net, stack, tensors, unstack
+from hypothesis import given, settings
+from torch import nn
+
+import purescale as ps
+
+INF = math.inf
+
+
+def gathered(model, batches, policy=None):
+    """(BNStatsState, params, buffers, apply) of some batches."""
+    apply, params, buffers = ps.make_functional(model)
+    apply = apply if policy is None else ps.with_policy(apply, policy)
+    stats = ps.init_bn_stats(buffers)
+    for x in batches:
+        stats = ps.accumulate_bn_stats(stats, apply, params, buffers, x)
+    return stats, params, buffers, apply
+
+
+def truth(batches):
+    """float64 mean and unbiased variance a channel of everything together."""
+    values = torch.cat([x.double().transpose(0, 1).reshape(x.shape[1], -1) for x in batches], 1)
+    return values.mean(1), values.var(1)
+
+
+def errors(batches, model=None, dtype=torch.float32):
+    """(mean error in sigmas, relative variance error, smallest variance) of the buffers."""
+    x = batches[0]
+    layer = model or {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d}[x.ndim](x.shape[1])
+    stats, _, buffers, _ = gathered(layer, batches)
+    new = ps.bn_buffers(stats, {k: v.double() if v.is_floating_point() else v for k, v in buffers.items()})
+    mean, var = truth(batches)
+    return (
+        ((new["running_mean"] - mean).abs() / var.sqrt()).max().item(),
+        (new["running_var"] / var - 1).abs().max().item(),
+        new["running_var"].min().item(),
+    )
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU(),
+        nn.Conv2d(6, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5), nn.BatchNorm1d(5),
+    )  # fmt: skip
+
+
+def images(*sizes, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(n, 1, 8, 8, generator=generator) * (1 + i) + i for i, n in enumerate(sizes)]
+
+
+# ---- exact
+
+
+def normal(*shape, mean=0.0, sigma=1.0, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * sigma + mean
+
+
+CASES = {
+    "equal": [normal(32, 16, 8, 8, seed=i) for i in range(8)],
+    "batch means shift": [normal(32, 16, 8, 8, mean=float(normal(1, seed=100 + i)), seed=i) for i in range(8)],
+    "batches of two": [normal(2, 16, seed=i) for i in range(64)],
+    "last of 1": [*(normal(32, 16, 8, 8, seed=i) for i in range(4)), normal(1, 16, 8, 8, mean=2.0)],
+    "last of 2, no space": [*(normal(64, 16, seed=i) for i in range(4)), normal(2, 16, mean=2.0)],
+    "last of 1, no space": [*(normal(64, 16, seed=i) for i in range(4)), normal(1, 16, mean=2.0)],
+    "lengths": [normal(8, 16, 100), normal(8, 16, 10, mean=2.0)],
+    "half at mean 100": [normal(32, 16, 8, 8, mean=100.0, seed=i).half() for i in range(8)],
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_buffers_are_the_float64_truth(case):
+    """Relative error of the variance at most 1e-6; fvcore, update_bn and mmpretrain are off by up to 1.1 on these."""
+    mean, var, _ = errors(CASES[case])
+    assert mean < 1e-6
+    assert var < 1e-6
+
+
+@pytest.mark.parametrize(("mean", "sigma", "most"), [(100, 0.1, 1e-5), (1e3, 0.1, 1e-4), (1e4, 1.0, 1e-4), (1e4, 0.1, 2e-4)])
+def test_a_mean_far_from_zero_cancels_nothing(mean, sigma, most):
+    # fvcore's float32 E[x^2] - E[x]^2 is negative in a third of the channels here, and the model NaN at eval.
+    _, var, smallest = errors([normal(32, 16, 8, 8, mean=mean, sigma=sigma, seed=i) for i in range(8)])
+    assert var < most
+    assert smallest > 0
+
+
+def test_thousands_of_batches_lose_nothing():
+    assert errors([normal(4, 8, 2, 2, seed=i) for i in range(1500)])[1] < 1e-6
+
+
+@settings(max_examples=25)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 1000), st.sampled_from([(), (3,), (2, 2)]))
+def test_how_the_data_is_cut_and_ordered_does_not_matter(sizes, seed, space):
+    x = normal(sum(sizes) + 1, 4, *space, mean=3.0, seed=seed)
+    cut = [*x[1:].split(sizes), x[:1]]
+    bn = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d}[len(space)](4)
+    whole, parts, shuffled = (gathered(bn, b)[0].layers[""] for b in ([x], cut, cut[::-1]))
+    for other in (parts, shuffled):
+        assert other.count == whole.count == x.numel() / 4
+        torch.testing.assert_close(other.mean, whole.mean, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(other.m2, whole.m2, rtol=1e-5, atol=1e-5)
+
+
+def test_correction_chooses_the_variance_of_the_sample_or_of_the_population():
+    stats, _, buffers, _ = gathered(nn.BatchNorm1d(1), [torch.tensor([[1.0], [3.0]])])
+    assert ps.bn_buffers(stats, buffers)["running_var"] == 2
+    assert ps.bn_buffers(stats, buffers, correction=0)["running_var"] == 1
+
+
+@pytest.mark.parametrize("sizes", [(8, 8, 8), (8, 3, 1)])
+def test_within_is_the_weighted_mean_of_the_batch_variances(sizes):
+    batches = [normal(n, 4, mean=float(i), seed=i) for i, n in enumerate(sizes)]
+    stats, _, buffers, _ = gathered(nn.BatchNorm1d(4), batches)
+    within = ps.bn_buffers(stats, buffers, estimator="within")
+    variances = torch.stack([x.double().var(0) if len(x) > 1 else torch.zeros(4).double() for x in batches])
+    freedom = torch.tensor([n - 1 for n in sizes]).double()[:, None]
+    torch.testing.assert_close(within["running_var"].double(), (variances * freedom).sum(0) / freedom.sum(), rtol=1e-5, atol=1e-6)
+    if len(set(sizes)) == 1:  # what mmpretrain and swa_utils.update_bn compute
+        torch.testing.assert_close(within["running_var"].double(), variances.mean(0), rtol=1e-5, atol=1e-6)
+        model = nn.BatchNorm1d(4)
+        torch.optim.swa_utils.update_bn(batches, model)
+        torch.testing.assert_close(within["running_var"], model.running_var, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(within["running_mean"], model.running_mean, rtol=1e-5, atol=1e-6)
+    biased = ps.bn_buffers(stats, buffers, estimator="within", correction=0)["running_var"]
+    torch.testing.assert_close(biased.double(), (variances * freedom).sum(0) / sum(sizes), rtol=1e-5, atol=1e-6)
+
+
+# ---- pure
+
+
+def test_gathering_changes_nothing_also_when_the_forward_raises():
+    model = net()
+    apply, params, buffers = ps.make_functional(model)
+    stats = ps.init_bn_stats(buffers)
+    (x,) = images(4)
+    before = torch.get_rng_state()
+    with Untouched((params, buffers, stats, x, dict(model.named_buffers()))):
+        new = ps.accumulate_bn_stats(stats, apply, params, buffers, x)
+        with pytest.raises(RuntimeError):
+            ps.accumulate_bn_stats(stats, apply, params, buffers, x[:, :, :1])
+    assert not shares_memory((params, buffers, stats, x), new)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.overrides._get_current_function_mode_stack()
+    with Untouched((new, buffers)):
+        read = ps.bn_buffers(new, buffers)
+    assert not shares_memory((new, buffers), read)
+    assert same_bits(read["1.num_batches_tracked"], buffers["1.num_batches_tracked"])
+    assert set(read) == set(buffers)
+
+
+def test_dropout_is_off_and_draws_nothing():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn = nn.BatchNorm1d(3)
+            self.drop = nn.Dropout(0.5)
+            self.attention = nn.MultiheadAttention(3, 1, dropout=0.5, batch_first=True)
+
+        def forward(self, x):
+            x = F.dropout(self.drop(x), 0.5, training=True)
+            x = torch.rrelu(x + 10, 0.1, 0.9, True) - 10
+            y = x[None]
+            y = y + 0 * self.attention(y, y, y, need_weights=False)[0] + 0 * F.scaled_dot_product_attention(y, y, y, None, 0.5)
+            return self.bn(y[0])
+
+    model, before = Model(), torch.get_rng_state()
+    stats, *_ = gathered(model, [normal(64, 3)])
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.testing.assert_close(stats.layers["bn"].mean, normal(64, 3).double().mean(0), rtol=1e-5, atol=1e-5)
+
+
+def test_a_batch_with_inf_or_nan_is_left_out_for_all_layers_and_counted():
+    x, y, z = images(8, 8, 8)
+    bad = y.clone()
+    bad[0, 0, 0, 0] = INF
+    stats, *_ = gathered(net(), [x, bad, z, bad * 0])
+    clean, *_ = gathered(net(), [x, z])
+    assert same_bits(stats.layers, clean.layers)
+    assert (stats.num_batches, stats.num_skipped) == (2, 2)
+
+
+def test_running_statistics_that_are_nan_are_repaired():
+    # fvcore and mmpretrain: 0 * nan + x is nan.
+    model = net()
+    model[1].running_var.fill_(math.nan)
+    model[1].running_mean.fill_(math.nan)
+    stats, _, buffers, _ = gathered(model, images(8, 8))
+    clean, *_ = gathered(net(), images(8, 8))
+    assert same_bits(stats, clean)
+    assert all(torch.isfinite(t).all() for t in ps.bn_buffers(stats, buffers).values())
+
+
+def test_a_shared_layer_pools_all_its_calls():
+    # mmpretrain keeps the last call, fvcore asserts.
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn = nn.BatchNorm1d(3)
+
+        def forward(self, x):
+            return self.bn(x) + self.bn(2 * x[:3] + 5).sum()
+
+    x = normal(8, 3)
+    stats, *_ = gathered(Twice(), [x])
+    mean, var = truth([x, 2 * x[:3] + 5])
+    layer = stats.layers["bn"]
+    torch.testing.assert_close(layer.mean, mean)
+    torch.testing.assert_close(layer.m2 / (layer.count - 1), var, rtol=1e-6, atol=0)
+    assert layer.calls == 2
+
+
+def test_frozen_unused_and_untracked_layers_keep_their_buffers():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.frozen, self.unused = nn.BatchNorm1d(3), nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+            self.untracked, self.instance = nn.BatchNorm1d(3, track_running_stats=False), nn.InstanceNorm1d(3, track_running_stats=True)
+            self.frozen.eval()
+
+        def forward(self, x):
+            return self.instance(self.frozen(self.untracked(self.used(x)))[..., None].expand(-1, -1, 2))
+
+    stats, _, buffers, _ = gathered(Model(), [normal(8, 3, mean=4.0)])
+    new = ps.bn_buffers(stats, buffers)
+    assert new["used.running_mean"].mean() > 3
+    assert "untracked" not in stats.layers
+    for name in ("frozen", "unused", "instance"):
+        assert same_bits([v for k, v in new.items() if k.startswith(name)], [v for k, v in buffers.items() if k.startswith(name)])
+
+
+def test_a_layer_with_too_few_values_keeps_its_buffers():
+    stats, _, buffers, _ = gathered(nn.BatchNorm1d(2), [torch.ones(1, 2)])
+    assert same_bits(ps.bn_buffers(stats, buffers), buffers)
+    assert ps.bn_buffers(stats, buffers, correction=0)["running_mean"].tolist() == [1, 1]
+
+
+def test_an_empty_batch_counts_for_nothing():
+    stats, *_ = gathered(nn.BatchNorm2d(3), [normal(4, 3, 2, 2), normal(0, 3, 2, 2)])
+    assert same_bits(stats.layers, gathered(nn.BatchNorm2d(3), [normal(4, 3, 2, 2)])[0].layers)
+
+
+@pytest.mark.parametrize("policy", ["params=float32,compute=float16", "compute=autocast(bfloat16),output=float32", "compute=bfloat16"])
+def test_policies_are_gathered_through(policy):
+    """Half arithmetic in front of the layers: agreement with float32 to 2e-2."""
+    half, *_ = gathered(net(), images(16, 16), policy=policy)
+    full, *_ = gathered(net(), images(16, 16))
+    for name in full.layers:
+        torch.testing.assert_close(half.layers[name].mean, full.layers[name].mean, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("norms", [False, True])
+def test_a_half_model_is_gathered_in_float32_and_keeps_its_dtype(dtype, norms):
+    name = str(dtype).removeprefix("torch.")
+    policy = f"params={name},compute={name}" if norms else None
+    model = nn.BatchNorm2d(16).to(dtype)
+    batches = [normal(32, 16, 8, 8, mean=100.0, seed=i).to(dtype) for i in range(4)]
+    stats, _, buffers, _ = gathered(model, batches, policy=policy)
+    mean, var = truth(batches)
+    layer = stats.layers[""]
+    torch.testing.assert_close(layer.m2 / (layer.count - 1), var, rtol=1e-6, atol=0)
+    torch.testing.assert_close(layer.mean, mean, rtol=1e-6, atol=0)
+    assert ps.bn_buffers(stats, buffers)["running_var"].dtype is dtype
+
+
+def test_a_half_model_with_a_frozen_layer_runs():
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3)).half()
+    model[1].eval()
+    stats, *_ = gathered(model, [normal(8, 3).half()])
+    assert stats.layers["0"].count == 8
+    assert stats.layers["1"].count == 0
+
+
+def test_hand_written_batch_norms_are_caught():
+    def apply(params, buffers, x):
+        new = {name: t.clone() for name, t in buffers.items()}
+        x = F.batch_norm(x, new["a.running_mean"], new["a.running_var"], None, None, True)
+        return torch.batch_norm(x, None, None, new["b.running_mean"], new["b.running_var"], True, 0.1, 1e-5, False), new
+
+    buffers = {f"{n}.{k}": torch.full((3,), v) for n in "ab" for k, v in (("running_mean", 0.0), ("running_var", 1.0))}
+    x = normal(8, 3, mean=2.0)
+    stats = ps.accumulate_bn_stats(ps.init_bn_stats(buffers), apply, {}, buffers, x)
+    torch.testing.assert_close(stats.layers["a"].mean, x.double().mean(0))
+    torch.testing.assert_close(stats.layers["b"].m2 / 7, torch.ones(3).double() * 8 / 7, rtol=1e-4, atol=1e-4)
+
+
+def test_sync_batch_norm_is_gathered_on_this_rank():
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3)))
+    stats, *_ = gathered(model, [normal(8, 3, mean=2.0)])
+    torch.testing.assert_close(stats.layers["0"].mean, normal(8, 3, mean=2.0).double().mean(0))
+    assert type(model[0]) is nn.SyncBatchNorm
+
+
+# ---- merged, saved, compiled, vmapped
+
+batches = st.lists(st.tuples(st.integers(1, 5), st.floats(-5, 5)), max_size=3).map(
+    lambda parts: gathered(nn.BatchNorm1d(2), [normal(n, 2, mean=m, seed=i) for i, (n, m) in enumerate(parts)])[0]
+)
+
+
+@settings(max_examples=30)
+@given(batches, batches, batches)
+def test_merging_is_associative_and_commutative_with_the_empty_state_as_its_unit(a, b, c):
+    close = {"rtol": 1e-10, "atol": 1e-10}
+    with Untouched((a, b)):
+        merged = ps.merge_bn_stats(a, b)
+    assert not shares_memory((a, b), merged)
+    assert_close(merged, ps.merge_bn_stats(b, a), **close)
+    assert_close(ps.merge_bn_stats(merged, c), ps.merge_bn_stats(a, ps.merge_bn_stats(b, c)), **close)
+    empty = ps.init_bn_stats({"running_mean": torch.zeros(2), "running_var": torch.ones(2)})
+    assert same_bits(ps.merge_bn_stats(a, empty), a)
+    assert same_bits(ps.merge_bn_stats(empty, a), a)
+
+
+def test_a_state_can_be_saved_in_the_middle_and_resumed_bit_for_bit():
+    apply, params, buffers = ps.make_functional(net())
+    first, second = images(8, 8)
+    stats = ps.accumulate_bn_stats(ps.init_bn_stats(buffers), apply, params, buffers, first)
+    file = io.BytesIO()
+    torch.save(pytree.tree_leaves(stats), file)
+    file.seek(0)
+    resumed = pytree.tree_unflatten(torch.load(file), pytree.tree_structure(stats))
+    whole = ps.accumulate_bn_stats(stats, apply, params, buffers, second)
+    assert same_bits(ps.accumulate_bn_stats(resumed, apply, params, buffers, second), whole)
+    halves = [ps.accumulate_bn_stats(ps.init_bn_stats(buffers), apply, params, buffers, x) for x in (first, second)]
+    assert_close(ps.merge_bn_stats(*halves), whole, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("what", ["the whole", "apply"])
+def test_compiled_it_agrees(what):
+    """To 1e-5: fused arithmetic."""
+    apply, params, buffers = ps.make_functional(net())
+    torch._dynamo.reset()
+
+    def step(stats, x, apply=apply):
+        return ps.accumulate_bn_stats(stats, apply, params, buffers, x)
+
+    eager = compiled = ps.init_bn_stats(buffers)
+    fast = torch.compile(apply, fullgraph=True)
+    compiled_step = torch.compile(step, fullgraph=True) if what == "the whole" else lambda s, x: step(s, x, fast)
+    for x in images(8, 8):
+        eager, compiled = step(eager, x), compiled_step(compiled, x)
+    assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
+    assert eager.layers["1"].count == 16 * 36
+
+
+def test_under_vmap_it_equals_a_loop():
+    """To 1e-6: other kernels."""
+    apply, params, buffers = ps.make_functional(net())
+    models = [pytree.tree_map(lambda t, i=i: t * (1 + i), params) for i in range(2)]
+    stats, x = ps.init_bn_stats(buffers), stack(images(8, 8))
+    run = torch.vmap(lambda s, p, b, x: ps.accumulate_bn_stats(s, apply, p, b, x))
+    batched = run(stack([stats] * 2), stack(models), stack([buffers] * 2), x)
+    read = torch.vmap(ps.bn_buffers)(batched, stack([buffers] * 2))
+    for index in range(2):
+        expected = ps.accumulate_bn_stats(stats, apply, models[index], buffers, x[index])
+        assert_close(unstack(batched, index), expected, rtol=1e-6, atol=1e-6)
+        assert_close(unstack(read, index), ps.bn_buffers(expected, buffers), rtol=1e-5, atol=1e-5)
+
+
+# ---- precise_bn
+
+
+def loader(*sizes):
+    return [(x, torch.zeros(len(x))) for x in images(*sizes)]
+
+
+def first(forward, batch):
+    return forward(batch[0])
+
+
+def test_precise_bn_is_the_small_functions_over_a_loader():
+    apply, params, buffers = ps.make_functional(net())
+    data = loader(8, 8, 3)
+    with Untouched((params, buffers)):
+        new = ps.precise_bn(apply, params, buffers, data, call=first)
+    stats, *_ = gathered(net(), [x for x, _ in data])
+    assert same_bits(new, ps.bn_buffers(stats, buffers))
+    assert not shares_memory((params, buffers), new)
+    within = ps.precise_bn(apply, params, buffers, data, call=first, estimator="within", correction=0)
+    assert same_bits(within, ps.bn_buffers(stats, buffers, estimator="within", correction=0))
+
+
+@pytest.mark.parametrize(("num_samples", "taken"), [(1, 1), (8, 1), (15, 1), (16, 2), (10_000, 3)])
+def test_num_samples_is_rounded_down_by_the_first_batch_but_never_to_none(num_samples, taken):
+    # mmpretrain writes zeros into running_mean and running_var when it rounds down to no batch.
+    seen = []
+
+    def batches():
+        for x in images(8, 8, 8):
+            seen.append(x)
+            yield x
+
+    apply, params, buffers = ps.make_functional(net())
+    new = ps.precise_bn(apply, params, buffers, batches(), num_samples=num_samples)
+    assert len(seen) == taken, "and not one batch more is pulled"
+    assert same_bits(new, ps.bn_buffers(gathered(net(), seen)[0], buffers))
+
+
+@pytest.mark.parametrize(
+    "batch", [torch.ones(4, 3), (torch.ones(4, 3),), [torch.ones(4, 3)], {"x": torch.ones(4, 3)}], ids=["tensor", "tuple", "list", "dict"]
+)
+def test_the_default_feeds_tensors_tuples_lists_and_dicts(batch):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn = nn.BatchNorm1d(3)
+
+        def forward(self, x):
+            return self.bn(x)
+
+    apply, params, buffers = ps.make_functional(Model())
+    assert ps.precise_bn(apply, params, buffers, [batch])["bn.running_mean"].tolist() == [1, 1, 1]
+
+
+def test_call_is_given_what_the_model_returns():
+    apply, params, buffers = ps.make_functional(net())
+    outs = []
+    ps.precise_bn(apply, params, buffers, loader(4, 4), call=lambda forward, batch: outs.append(forward(batch[0])))
+    assert [tuple(out.shape) for out in outs] == [(4, 5), (4, 5)]
+
+
+def test_the_report_names_layers_skipped_batches_and_what_was_left_alone(caplog):
+    model = nn.Sequential(nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.InstanceNorm2d(4), nn.BatchNorm2d(4).eval())
+    apply, params, buffers = ps.make_functional(model)
+    with caplog.at_level(logging.INFO, logger="purescale"):
+        ps.precise_bn(apply, params, buffers, [normal(4, 4, 8, 8), normal(4, 4, 8, 8) * INF])
+    report = caplog.text
+    assert "1 layers from 1 batches, 1 more skipped as not finite; 1 layers saw no data and keep their buffers: 3" in report
+    assert "instance and group norms have no statistics of the batch and are left alone: 1, 2" in report
+    assert "too few" not in report
+
+
+def test_too_few_values_for_the_batch_regime_are_warned_about(caplog):
+    apply, params, buffers = ps.make_functional(net())
+    ps.precise_bn(apply, params, buffers, images(4, 4))
+    assert "layer '9' has 4 values per channel in a batch" in caplog.text
+    assert "normalize='sequential'" in caplog.text
+    caplog.clear()
+    ps.precise_bn(apply, params, buffers, images(4, 4), normalize="sequential")
+    assert not caplog.text
+
+
+def test_a_pass_of_only_bad_batches_keeps_the_buffers_and_warns(caplog):
+    apply, params, buffers = ps.make_functional(net())
+    assert same_bits(ps.precise_bn(apply, params, buffers, [x * INF for x in images(4)]), buffers)
+    assert "all 1 batches were skipped as not finite" in caplog.text
+
+
+def test_a_bar_is_shown_on_demand(capfd):
+    apply, params, buffers = ps.make_functional(net())
+    quiet = ps.precise_bn(apply, params, buffers, images(4, 4))
+    assert "precise_bn" not in capfd.readouterr().err
+    assert same_bits(ps.precise_bn(apply, params, buffers, images(4, 4), progress=True), quiet)
+    assert "precise_bn: 100%" in capfd.readouterr().err
+
+
+# ---- sequential
+
+
+def eval_inputs(model, buffers, batches):
+    """What each batch norm of the model sees at eval."""
+    model.load_state_dict(buffers, strict=False)
+    seen = {}
+    hooks = [
+        module.register_forward_pre_hook(lambda m, args, name=name: seen.setdefault(name, []).append(args[0]))
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+    ]
+    model.eval()
+    with torch.no_grad():
+        for x in batches:
+            model(x)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+def test_sequential_statistics_are_those_that_the_model_sees_at_eval():
+    """Self-consistent to 1e-6; the regime of the batch is off by more than 1e-3 here."""
+    batches = images(6, 6, 3)
+    model = nn.Sequential(net(), nn.Dropout(0.5), nn.Linear(5, 4), nn.BatchNorm1d(4))
+    apply, params, buffers = ps.make_functional(model)
+    worst = {}
+    for normalize in ("sequential", "batch"):
+        new = ps.precise_bn(apply, params, buffers, batches, normalize=normalize)
+        errors = []
+        for name, inputs in eval_inputs(model, new, batches).items():
+            mean, var = truth(inputs)
+            errors += [(new[f"{name}.running_var"] / var - 1).abs().max(), ((new[f"{name}.running_mean"] - mean) / var.sqrt()).abs().max()]
+        worst[normalize] = max(errors).item()
+    assert worst["sequential"] < 1e-6
+    assert worst["batch"] > 1e-3
+
+
+def test_sequential_does_not_depend_on_how_the_data_is_cut():
+    (x,) = images(12)
+    apply, params, buffers = ps.make_functional(net())
+    one = ps.precise_bn(apply, params, buffers, [x], normalize="sequential")
+    many = ps.precise_bn(apply, params, buffers, list(x.split([5, 1, 6])), normalize="sequential")
+    assert_close(one, many, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [lambda: iter(images(4)), lambda: (x for x in images(4))])
+def test_sequential_refuses_a_one_shot_iterator_before_anything_is_drawn(make):
+    apply, params, buffers = ps.make_functional(net())
+    once = make()
+    with pytest.raises(ValueError, match=r"goes through the loader once a layer.*list\(batches\)"):
+        ps.precise_bn(apply, params, buffers, once, normalize="sequential")
+    assert len(next(once)) == 4
+
+
+def test_sequential_refuses_a_layer_that_is_called_several_times():
+    bn = nn.BatchNorm1d(3)
+    apply, params, buffers = ps.make_functional(nn.Sequential(bn, nn.ReLU(), bn))
+    with pytest.raises(ValueError, match=r"'0' is called 2 times in a forward. Cure: normalize='batch'"):
+        ps.precise_bn(apply, params, buffers, [normal(8, 3)], normalize="sequential")
+
+
+def test_sequential_refuses_layers_whose_order_changes():
+    class Swap(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+
+        def forward(self, x):
+            return self.a(self.b(x)) if len(x) % 2 else self.b(self.a(x))
+
+    apply, params, buffers = ps.make_functional(Swap())
+    with pytest.raises(ValueError, match="needs the same layers in the same order in every forward; got b, a after a, b"):
+        ps.precise_bn(apply, params, buffers, [normal(8, 3), normal(7, 3)], normalize="sequential")
+
+
+# ---- bad input
+
+
+class Labelled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm1d(3)
+
+    def forward(self, x):
+        return self.bn(x)
+
+
+def test_a_loader_of_images_and_labels_that_the_default_cannot_feed_shows_the_cure():
+    apply, params, buffers = ps.make_functional(Labelled())
+    with pytest.raises(TypeError, match=r"a tuple of 2, passed as 2 arguments.*Cure: call=lambda forward, batch: forward\(batch\[0\]\)"):
+        ps.precise_bn(apply, params, buffers, [(torch.ones(4, 3), torch.ones(4))])
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"loader": []}, ValueError, "the loader gave no batch. Likely cause: it is empty"),
+        ({"loader": 3}, TypeError, "loader is int; expected an iterable"),
+        ({"num_samples": 0}, ValueError, "num_samples must be a whole number above 0, got 0; less than one batch means one batch"),
+        ({"num_samples": 1.5}, ValueError, r"got 1\.5"),
+        ({"normalize": "running"}, ValueError, "normalize must be 'batch' or 'sequential', got 'running'"),
+        ({"estimator": "mean"}, ValueError, "estimator must be 'pooled' or 'within', got 'mean'"),
+        ({"correction": -1}, ValueError, "correction must be 0 or a positive whole number, got -1"),
+        ({"call": lambda forward, batch: None}, ValueError, "did not call forward"),
+    ],
+)
+def test_bad_settings_are_refused(settings, error, message):
+    apply, params, buffers = ps.make_functional(Labelled())
+    call = {"loader": [torch.ones(4, 3)], **settings}
+    with Untouched((params, buffers)), pytest.raises(error, match=message):
+        ps.precise_bn(apply, params, buffers, **call)
+
+
+@pytest.mark.parametrize("model", [nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False), nn.LayerNorm(2)])
+def test_a_model_without_batch_norm_is_refused(model):
+    apply, params, buffers = ps.make_functional(model)
+    with pytest.raises(ValueError, match=r"no layer with a running_mean and a running_var.*Cure: leave this call out"):
+        ps.precise_bn(apply, params, buffers, [torch.ones(4, 2)])
+
+
+def test_what_the_loader_raises_goes_through():
+    def broken():
+        yield torch.ones(4, 3)
+        raise OSError("disk")
+
+    apply, params, buffers = ps.make_functional(Labelled())
+    with Untouched((params, buffers)), pytest.raises(OSError, match="disk"):
+        ps.precise_bn(apply, params, buffers, broken())
+
+
+def test_stats_and_buffers_of_different_models_are_refused():
+    stats, params, buffers, apply = gathered(Labelled(), [normal(4, 3)])
+    other = ps.init_bn_stats({"running_mean": torch.zeros(3), "running_var": torch.ones(3)})
+    wide = ps.init_bn_stats({"bn.running_mean": torch.zeros(4), "bn.running_var": torch.ones(4)})
+    for wrong in (other, wide):
+        with pytest.raises(ValueError, match="the stats do not belong to this model: layer 'bn' with 3 channels"):
+            ps.accumulate_bn_stats(wrong, apply, params, buffers, normal(4, 3))
+        with pytest.raises(ValueError, match="the buffers do not belong to the stats"):
+            ps.bn_buffers(wrong, buffers)
+        with pytest.raises(ValueError, match=r"b does not match a|but torch.float64 \(4,\) in b"):
+            ps.merge_bn_stats(stats, wrong)
+
+
+def test_buffers_that_apply_does_not_hand_back_are_refused():
+    def copying(params, buffers, x):
+        out, new = apply(params, buffers, x)
+        return out, {name: t.clone() for name, t in new.items()}
+
+    apply, params, buffers = ps.make_functional(Labelled())
+    with pytest.raises(ValueError, match="Likely cause: new_buffers were copied or cast on the way out"):
+        ps.accumulate_bn_stats(ps.init_bn_stats(buffers), copying, params, buffers, normal(4, 3))
+    with pytest.raises(TypeError, match=r"apply returned Tensor; expected \(out, new_buffers\)"):
+        ps.accumulate_bn_stats(ps.init_bn_stats(buffers), lambda p, b, x: x, params, buffers, normal(4, 3))
+
+
+# ---- one update a window
+
+RULE = ps.DynamicScale(init_scale=2.0**10)
+SGD = ps.from_torch(torch.optim.SGD, lr=0.1)
+
+
+@pytest.mark.parametrize("policy", ["float32", "params=float32,compute=float16,output=float32"])
+@pytest.mark.parametrize("sizes", [(8,), (4, 4, 4), (6, 2)])
+def test_a_window_updates_the_running_statistics_once_with_the_pooled_ones(policy, sizes):
+    state, step = job(SGD, RULE, policy=policy, bn_update="window")
+    state, _ = step(state, [batch(9)])
+    microbatches = [batch(i, n) for i, n in enumerate(sizes)]
+    new, _ = step(state, microbatches)
+    inputs = [F.conv2d(x, state.params["0.weight"], padding=1) for x, _ in microbatches]
+    mean, var = truth(inputs)
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if policy == "float32" else {"rtol": 1e-2, "atol": 1e-3}
+    torch.testing.assert_close(new.buffers["1.running_mean"].double(), 0.9 * state.buffers["1.running_mean"] + 0.1 * mean, **tolerance)
+    torch.testing.assert_close(new.buffers["1.running_var"].double(), 0.9 * state.buffers["1.running_var"] + 0.1 * var, **tolerance)
+    assert new.buffers["1.num_batches_tracked"] == 2
+
+
+def test_one_microbatch_a_window_is_torchs_own_update():
+    """To 1e-6: one multiplication more."""
+    state, step = job(SGD, RULE, policy="float32")
+    each, info = step(state, [batch()])
+    window, other = step(state, [batch()], bn_update="window")
+    assert_close(each.buffers, window.buffers, rtol=1e-6, atol=1e-6)
+    assert same_bits((each.params, info.loss), (window.params, other.loss))
+
+
+@pytest.mark.parametrize("on_nonfinite", ["drop_window", "drop_microbatch"])
+def test_what_a_window_drops_is_dropped_from_its_statistics_too(on_nonfinite):
+    state, step = job(SGD, RULE, policy="float32", bn_update="window", on_nonfinite=on_nonfinite)
+    x, y = batch(5)
+    new, _ = step(state, [batch(1), (x * INF, y), batch(2)])
+    clean, _ = step(state, [batch(1), batch(2)])
+    assert same_bits(new.buffers, state.buffers if on_nonfinite == "drop_window" else clean.buffers)
+
+
+def test_weight_zero_keeps_a_microbatch_out_of_the_statistics():
+    state, step = job(SGD, RULE, policy="float32", bn_update="window")
+    weigh = {"weight_fn": lambda b: len(b[1]) % 2}
+    new, _ = step(state, [batch(1, 3), batch(2, 4)], **weigh)
+    clean, _ = step(state, [batch(1, 3)], **weigh)
+    assert same_bits(new.buffers, clean.buffers)
+
+
+def test_other_buffers_still_thread_through_the_microbatches():
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = small_net()
+            self.register_buffer("calls", torch.tensor(0))
+
+        def forward(self, x):
+            self.calls += 1
+            return self.net(x)
+
+    apply, params, buffers = ps.make_functional(Counts())
+    state = ps.init_train_state(params, buffers, SGD, RULE)
+
+    def loss_fn(params, buffers, microbatch):
+        logits, buffers = apply(params, buffers, microbatch[0])
+        return F.cross_entropy(logits, microbatch[1]), buffers
+
+    new, _ = ps.train_step(state, [batch(0), batch(1)], loss_fn=loss_fn, optimizer=SGD, rule=RULE, bn_update="window")
+    assert new.buffers["calls"] == 2
+    assert new.buffers["net.1.num_batches_tracked"] == 1
+
+
+def test_a_model_without_batch_norm_takes_windows_too():
+    state = ps.init_train_state({"w": torch.ones(1)}, {"n": torch.tensor(0)}, SGD, RULE)
+    call = {"loss_fn": lambda p, b, x: (p["w"].sum() * x, {"n": b["n"] + 1}), "optimizer": SGD, "rule": RULE}
+    assert same_bits(ps.train_step(state, [1.0, 2.0], **call), ps.train_step(state, [1.0, 2.0], bn_update="window", **call))
+
+
+def test_windows_compile_and_vmap():
+    """To 1e-5: fused arithmetic, other kernels."""
+    state, step = job(SGD, RULE, policy="float32", bn_update="window")
+    microbatches = [batch(0), batch(1)]
+    expected, _ = step(state, microbatches)
+    torch._dynamo.reset()
+    compiled, _ = torch.compile(step, fullgraph=True)(clone(state), microbatches)
+    assert_close(compiled, expected, rtol=1e-5, atol=1e-5)
+    batched, _ = torch.vmap(step)(stack([state, state]), stack([microbatches, microbatches]))
+    assert_close(unstack(batched, 1), expected, rtol=1e-5, atol=1e-5)
+
+
+# ---- a real case
+
+
+def test_precise_statistics_beat_the_running_ones_after_training_on_small_batches():
+    data = pytest.importorskip("sklearn.datasets").load_digits(return_X_y=True)
+    x, y = torch.tensor(data[0], dtype=torch.float32).reshape(-1, 1, 8, 8) / 16, torch.tensor(data[1])
+    train_x, train_y, test_x, test_y = x[:1200], y[:1200], x[1200:], y[1200:]
+    better = 0
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model = nn.Sequential(
+            nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
+            nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, 10),
+        )  # fmt: skip
+        apply, params, buffers = ps.make_functional(model)
+        optimizer = ps.from_torch(torch.optim.SGD, lr=0.1)
+
+        def loss_fn(params, buffers, index, apply=apply):
+            logits, buffers = apply(params, buffers, train_x[index])
+            return F.cross_entropy(logits, train_y[index]), buffers
+
+        state = ps.init_train_state(params, buffers, optimizer, ps.NoScale())
+        for index in torch.randperm(1200)[:600].split(4):
+            state, _ = ps.train_step(state, [index], loss_fn=loss_fn, optimizer=optimizer, rule=ps.NoScale(), donate=True)
+        precise = ps.precise_bn(apply, state.params, state.buffers, train_x.split(200))
+        running_loss, precise_loss = (
+            F.cross_entropy(apply(state.params, b, test_x, train=False)[0], test_y) for b in (state.buffers, precise)
+        )
+        better += bool(precise_loss < running_loss)
+    assert better == 3
+    assert tensors(precise)

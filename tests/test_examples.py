@@ -26,7 +26,10 @@ def test_the_demo_trains_three_times_and_draws_its_picture(tmp_path, monkeypatch
     assert runs[1].skipped.sum() >= 1
     assert runs[1].skipped.sum() == runs[2].skipped.sum()
     assert all(torch.isfinite(run.losses).all() for run in runs)
-    assert "test accuracy" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "test accuracy" in out
+    running, precise = (float(re.search(rf"^{kind} +([\d.]+)$", out, re.M)[1]) for kind in ("running averages", "precise_bn"))
+    assert precise > running
 
 
 def test_the_demo_with_purescale_follows_grad_scaler(monkeypatch):

@@ -76,23 +76,21 @@ def blend(old: Sequence[Tensor | None], new: Sequence[Tensor | None], share: Ten
     `new` stands for 0.
     """
     results: Leaves = list(old)
-    lists: dict[torch.dtype, list[tuple[Tensor, Tensor, Tensor]]] = {}
+    lists: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
     for index, (a, n, own) in enumerate(zip(old, new, owned, strict=True)):
         if a is None:
             continue
         if n is not None and not _tree.traced() and _takes_fused(a, n):
-            results[index] = a if own else torch.empty_like(a)
+            results[index] = a if own else a.clone()
             same = n.dtype is a.dtype and n.is_contiguous()
-            lists.setdefault(a.dtype, []).append((a, n if same else torch.empty_like(a).copy_(n), results[index]))
+            lists.setdefault(a.dtype, []).append((results[index], n if same else torch.empty_like(a).copy_(n)))
         else:
             blended = _blend_plain(a, torch.zeros((), dtype=a.dtype, device=a.device) if n is None else n, share, good)
             results[index] = a.copy_(blended) if own and torch.compiler.is_compiling() else blended
     for dtype, rows in lists.items():
         factor, bad = share.to(dtype), (~good).to(torch.float32)
         keep = (1 - share).to(dtype)
-        for olds, news, targets in _batches(rows):
-            if targets[0] is not olds[0]:
-                torch._foreach_copy_(targets, olds)
+        for targets, news in _batches(rows):
             torch._foreach_mul_(targets, keep)
             # `target += new * factor` in one pass, left out where bad: the one list kernel that can leave inf and NaN behind.
             torch._fused_sgd_(
@@ -109,27 +107,25 @@ def _takes_fused(a: Tensor, n: Tensor) -> bool:
     return exact and not plain and (a.is_cpu or a.is_cuda) and is_dense(a) and is_dense(n) and a.is_contiguous() and n.is_floating_point()
 
 
-def _batches(rows: list[tuple[Tensor, Tensor, Tensor]]) -> Iterator[tuple[list[Tensor], list[Tensor], list[Tensor]]]:
-    """The contiguous tensors of `rows` in batches of about `_BATCH` elements, large ones in pieces."""
-    batch: list[Sequence[Tensor]] = []
+def _batches(pairs: list[tuple[Tensor, Tensor]]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """The contiguous tensors of `pairs` in batches of about `_BATCH` elements, large ones in pieces."""
+    targets: list[Tensor] = []
+    news: list[Tensor] = []
     size = 0
-    for row in rows:
-        pieces: Any = [row]
-        if row[0].numel() > _BATCH:
-            pieces = zip(*(torch.split(tensor.view(-1), _BATCH) for tensor in row), strict=True)
-        for piece in pieces:
-            batch.append(piece)
-            size += piece[0].numel()
+    for pair in pairs:
+        for target, new in zip(*(_cut(tensor) for tensor in pair), strict=True):
+            targets.append(target)
+            news.append(new)
+            size += target.numel()
             if size >= _BATCH:
-                yield _columns(batch)
-                batch, size = [], 0
-    if batch:
-        yield _columns(batch)
+                yield targets, news
+                targets, news, size = [], [], 0
+    if targets:
+        yield targets, news
 
 
-def _columns(rows: list[Sequence[Tensor]]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    first, second, third = zip(*rows, strict=True)
-    return list(first), list(second), list(third)
+def _cut(tensor: Tensor) -> Sequence[Tensor]:
+    return [tensor] if tensor.numel() <= _BATCH else torch.split(tensor.view(-1), _BATCH)
 
 
 def _blend_plain(a: Tensor, n: Tensor, share: Tensor, good: Tensor) -> Tensor:

@@ -101,6 +101,18 @@ def test_a_donated_mean_that_is_the_gradient_itself_gives_the_same_bits():
     assert same_bits(ps.merge_accum(accum, accum), ps.merge_accum(accum, accum, donate=True))
 
 
+def test_of_donated_means_those_in_shared_memory_are_copied_and_the_others_written_into():
+    shared = torch.tensor([1.0, 2.0])
+    means = [torch.tensor([3.0]), shared, torch.tensor([4.0]), shared[:1]]
+    accum = ps.init_accum(means)._replace(grads=means, weight=torch.tensor(1.0).double())
+    grads = [torch.full_like(mean, 5.0) for mean in means]
+    expected = ps.accumulate_grads(accum, grads)
+    donated = ps.accumulate_grads(accum, grads, donate=True)
+    assert same_bits(donated, expected)
+    assert donated.grads[0] is means[0]
+    assert shared.tolist() == [1, 2]
+
+
 def test_one_large_leaf_and_many_small_ones_are_all_averaged():
     torch.manual_seed(0)
     shapes = [(3_000_001,), (5,), (700, 1500), (), (0,), (2, 3, 4, 5)] + [(300_000,)] * 5

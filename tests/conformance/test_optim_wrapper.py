@@ -1,6 +1,7 @@
 """MMEngine's OptimWrapper itself as the oracle for windows of accumulation, where it is right; and where it is not."""
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -76,3 +77,11 @@ def test_beyond_its_total_optim_wrapper_divides_by_one_or_fails():
     for total in (3, 4):
         with pytest.raises(ValueError, match="is beyond total"):
             ps.accumulation_window(total, 3, total)
+
+
+def test_training_code_moved_from_mmengine_and_mmpose_gives_the_same_parameters(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
+    import from_mmengine
+
+    assert all(apart < 1e-6 for apart in from_mmengine.main().values())
+    assert from_mmengine.new_amp_optim_wrapper()["the scale"] != 2.0**24

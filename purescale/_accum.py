@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from . import _foreach, _tree
 from ._tree import Tree
 
+HEAVIEST = 2.0**64  # of one microbatch; beyond any count of tokens, and no sum of such overflows
 OnNonfinite = Literal["drop_window", "drop_microbatch"]
 
 
@@ -66,14 +67,14 @@ def accumulate_grads(
 ) -> AccumState:
     """Equal to `accum.grads * (1 - f) + grads * f` with `f = weight / (accum.weight + weight)`, unless `grads` are bad.
 
-    The mean is right after every microbatch, so neither their number nor the total weight need be known, and it never
-    grows beyond the largest gradient.
+    The mean is right after every microbatch, so neither their number nor the total weight need be known, and but for rounding it
+    never grows beyond the largest gradient.
 
     Arguments:
     - `grads`: of one microbatch, unscaled with the state that scaled them: the scale may change in the middle of a window.
       The tree, shapes and devices of `accum.grads`; real for real. A leaf `None` counts as 0.
-    - `weight`: finite and not negative: 1.0, samples, tokens. A 0-d tensor is not read; one that is NaN, inf or negative
-      makes the microbatch bad. What has weight 0 counts for nothing, be it NaN.
+    - `weight`: 0 to 2**64: 1.0, samples, tokens. A 0-d tensor is not read; one outside of that, or NaN, makes the
+      microbatch bad. What has weight 0 counts for nothing, be it NaN.
     - `found_inf`: 0-d bool from `unscale_and_check`. Left out, `grads` are checked here, which reads them once more.
     - `donate`: `accum` may be overwritten; the caller gives it up. Same bits.
 
@@ -92,25 +93,34 @@ def accumulate_grads(
     Source of the rule: West's running weighted mean (CACM 22(9), 1979) in its convex form; optax's MultiSteps, whose
     accumulator stays NaN for ever after one bad microbatch.
     """
-    leaves, structure = _tree.flatten(accum.grads)
     new = _leaves_for(accum, grads)
-    share_of = as_weight("weight is", weight, accum.weight)
+    checked = as_weight("weight is", weight, accum.weight)
     bad = ~_foreach.all_finite(new, torch.ones_like(accum.weight)) if found_inf is None else _tree.flag(found_inf, like=accum.weight)
+    return add(accum, new, checked, bad, donate=donate)
 
-    usable = torch.isfinite(share_of) & (share_of >= 0)
-    good = ~bad & usable & (share_of > 0)
-    bad = (bad & (share_of > 0)) | ~usable
-    total = accum.weight + torch.where(good, share_of, 0)
-    share = torch.where(good, share_of / total, 0)
-    owned = _tree.writable(leaves, [*_tree.tensors(grads), *accum[1:]]) if donate else [False] * len(leaves)
+
+def add(accum: AccumState, new: list[Any], weight: Tensor, bad: Tensor, *, scale: Tensor | None = None, donate: bool) -> AccumState:
+    """`accumulate_grads` of checked leaves, still scaled by `scale`."""
+    leaves, structure = _tree.flatten(accum.grads)
+    usable = (weight >= 0) & (weight <= HEAVIEST)
+    good = ~bad & usable & (weight > 0)
+    bad = (bad & (weight > 0)) | ~usable
+    counted = torch.where(good, weight, 0)
+    owned = _tree.writable(leaves, [*_tree.tensors(new), *accum[1:]]) if donate else [False] * len(leaves)
     return AccumState(
-        grads=structure.unflatten(_foreach.blend(leaves, new, share, good, owned=owned)),
-        weight=total,
+        grads=structure.unflatten(_foreach.blend(leaves, new, _share(counted, accum.weight), good, owned=owned, scale=scale)),
+        weight=accum.weight + counted,
         found_inf=accum.found_inf | bad,
         num_good=accum.num_good + good,
         num_bad=accum.num_bad + bad,
-        bad_weight=accum.bad_weight + torch.where(bad & usable, share_of, 0),
+        bad_weight=accum.bad_weight + torch.where(bad & usable, weight, 0),
     )
+
+
+def _share(weight: Tensor, others: Tensor) -> Tensor:
+    """`weight / (others + weight)`, and 0 where both are: of a division by 0 the gradient would be NaN also where it is not taken."""
+    total = others + weight
+    return weight / torch.where(total > 0, total, 1)
 
 
 def accumulated_grads(accum: AccumState, on_nonfinite: OnNonfinite = "drop_window", donate: bool = False) -> tuple[Tree, Tensor]:
@@ -157,14 +167,11 @@ def merge_accum(a: AccumState, b: AccumState, donate: bool = False) -> AccumStat
     leaves, structure = _tree.flatten(a.grads)
     others = _tree.leaves_like("b.grads", b.grads, "a.grads", a.grads)
     for index, (x, y) in enumerate(zip(leaves, others, strict=True)):
-        _tree.check_pair(x, y, a.grads, index, "a.grads", "b.grads")
-    total = a.weight + b.weight
-    good = b.weight > 0
-    share = torch.where(good, b.weight / total, 0)
+        _tree.check_pair(x, y, a.grads, index, "a.grads", "b.grads", "The halves of one window are of the same params.")
     owned = _tree.writable(leaves, [*_tree.tensors(b), *a[1:]]) if donate else [False] * len(leaves)
     return AccumState(
-        grads=structure.unflatten(_foreach.blend(leaves, others, share, good, owned=owned)),
-        weight=total,
+        grads=structure.unflatten(_foreach.blend(leaves, others, _share(b.weight, a.weight), b.weight > 0, owned=owned)),
+        weight=a.weight + b.weight,
         found_inf=a.found_inf | b.found_inf,
         num_good=a.num_good + b.num_good,
         num_bad=a.num_bad + b.num_bad,
@@ -198,7 +205,7 @@ def accumulation_window(index: int, every: int, total: int | None = None, start:
     Source of the rule: OptimWrapper of MMEngine, except where it steps twice as far beyond `total` and two thirds as far after an
     unaligned resume.
     """
-    for name, value, least in (("index", index, 0), ("every", every, 1), ("total", total, 0), ("start", start, 0)):
+    for name, value, least in (("index", index, 0), ("every", every, 1), ("total", total, 1), ("start", start, 0)):
         if value is None and name == "total":
             continue
         if isinstance(value, bool) or not isinstance(value, int):
@@ -238,8 +245,10 @@ def as_weight(what: str, weight: Any, like: Tensor) -> Tensor:
         raise TypeError(
             f"{what} {weight!r}; a weight is a number or a 0-d tensor. Cure: `len(batch[0])` for samples, `mask.sum()` for tokens."
         )
-    if not (math.isfinite(weight) and float(weight) >= 0):
-        raise ValueError(f"{what} {weight!r}; a weight is finite and not negative. Cure: samples or tokens; 0 for what must not count.")
+    if not 0 <= weight <= HEAVIEST:  # type: ignore[operator]
+        raise ValueError(
+            f"{what} {weight!r}; a weight is finite and not negative, 2**64 at most. Cure: samples or tokens; 0 for what must not count."
+        )
     return torch.full((), float(weight), dtype=dtype, device=like.device)
 
 
@@ -263,6 +272,8 @@ def _misfit(gradient: Tensor, mean: Tensor | None) -> str | None:
             f"is {tuple(gradient.shape)} on {gradient.device}, but {tuple(mean.shape)} on {mean.device} in accum.grads. "
             f"Cure: init_accum of the params that these are the gradients of."
         )
+    if isinstance(gradient, DTensor) != isinstance(mean, DTensor):
+        return "and its mean are not both DTensors. Cure: init_accum of the params that these are the gradients of."
     if gradient.is_complex() != mean.is_complex():
         return f"has dtype {gradient.dtype}, its mean {mean.dtype}; one is complex. Cure: init_accum(params) of the params they belong to."
     if gradient.dtype.itemsize > mean.dtype.itemsize and gradient.dtype in (torch.float64, torch.complex128):

@@ -114,7 +114,7 @@ def merge_bn_stats(a: BNStatsState, b: BNStatsState) -> BNStatsState:
     """
     leaves, others = _tree.flatten(a)[0], _tree.leaves_like("b", b, "a", a)
     for index, (x, y) in enumerate(zip(leaves, others, strict=True)):
-        _tree.check_pair(x, y, a, index, "a", "b")
+        _tree.check_pair(x, y, a, index, "a", "b", "Only statistics of the same layers can be merged.")
     return BNStatsState(
         layers={name: _merged(layer, b.layers[name]) for name, layer in a.layers.items()},
         num_batches=a.num_batches + b.num_batches,

@@ -35,7 +35,7 @@ def clip_by_global_norm(grads: Tree, max_norm: float | Tensor, norm_type: float 
     Source of the rule: Pascanu et al. (arXiv 1211.5063); torch.nn.utils.clip_grad_norm_, whose norm is inf here.
     """
     check_above_zero("max_norm", max_norm)
-    check_above_zero("norm_type", norm_type)
+    check_norm_type(norm_type)
     leaves = _tree.flatten(grads)[0]
     _tree.check_gradients(grads, leaves)
     device = next((leaf.device for leaf in leaves if leaf is not None), torch.device("cpu"))
@@ -48,6 +48,11 @@ def clip_to(grads: Tree, norm: Any, max_norm: float | Tensor, *, donate: bool) -
     leaves, structure = _tree.flatten(grads)
     double = any(leaf.dtype in (torch.float64, torch.complex128) for leaf in leaves if leaf is not None)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    unbounded = max_norm == math.inf
+    if isinstance(unbounded, Tensor):
+        factor = torch.where(unbounded, 1.0, factor)  # inf / inf is NaN
+    elif unbounded:
+        factor = torch.ones_like(factor)
     if not double:  # a float64 factor would take float32 leaves through a slower kernel
         factor, norm = factor.to(torch.float32), norm.to(torch.float32)
     return structure.unflatten(_foreach.multiply(leaves, factor, donate=donate)), norm
@@ -97,12 +102,12 @@ def clip_by_value(grads: Tree, clip_value: float | Tensor, donate: bool = False)
     )
 
 
-def check_ordered(grads: Tree, leaves: list[Any]) -> None:
+def check_ordered(grads: Tree, leaves: list[Any], name: str = "grads") -> None:
     """Refuse, naming the leaf, gradients that cannot be clipped by value."""
     for index, leaf in enumerate(leaves):
         if leaf is not None and leaf.is_complex():
             raise TypeError(
-                f"{_tree.paths(grads, 'grads')[index]} has dtype {leaf.dtype}; complex numbers have no order to clip by. "
+                f"{_tree.paths(grads, name)[index]} has dtype {leaf.dtype}; complex numbers have no order to clip by. "
                 f"Cure: clip_by_global_norm."
             )
 
@@ -121,7 +126,13 @@ def check_bounds(max_norm: Any, clip_value: Any, norm_type: Any = 2.0) -> None:
     for name, bound in (("max_norm", max_norm), ("clip_value", clip_value)):
         if bound is not None:
             check_above_zero(name, bound)
-    check_above_zero("norm_type", norm_type)
+    check_norm_type(norm_type)
+
+
+def check_norm_type(norm_type: Any) -> None:
+    """Refuse what is no p of a p-norm."""
+    if isinstance(norm_type, bool) or not isinstance(norm_type, numbers.Real) or not float(norm_type) > 0:
+        raise ValueError(f"norm_type must be above 0, a number or math.inf, got {norm_type!r}. Cure: 2.0, the usual norm.")
 
 
 def check_above_zero(name: str, value: Any) -> None:

@@ -69,29 +69,39 @@ def _each(
 _BATCH = 2**20  # elements: what one operation brought into a CPU's cache, the next still finds there
 
 
-def blend(old: Sequence[Tensor | None], new: Sequence[Tensor | None], share: Tensor, good: Tensor, *, owned: Sequence[bool]) -> Leaves:
-    """`old * (1 - share) + new * share` where `good`, else `old`; written into those of `old` that are `owned`.
+def blend(
+    old: Sequence[Tensor | None],
+    new: Sequence[Tensor | None],
+    share: Tensor,
+    good: Tensor,
+    *,
+    owned: Sequence[bool],
+    scale: Tensor | None = None,
+) -> Leaves:
+    """`old * (1 - share) + new / scale * share` where `good`, else `old`; written into those of `old` that are `owned`.
 
     The textbook `old + (new - old) * share` overflows on opposite signs. `share` is 0-d, and 0 where not `good`. A `None` in
-    `new` stands for 0.
+    `new` stands for 0. `new` is never written into.
     """
     results: Leaves = list(old)
     lists: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
     for index, (a, n, own) in enumerate(zip(old, new, owned, strict=True)):
         if a is None:
             continue
-        if n is not None and not _tree.traced() and _takes_fused(a, n):
+        if n is not None and not _tree.traced() and _takes_fused(a, n, share):
             results[index] = a if own else a.clone()
             same = n.dtype is a.dtype and n.is_contiguous()
             lists.setdefault(a.dtype, []).append((results[index], n if same else torch.empty_like(a).copy_(n)))
         else:
-            blended = _blend_plain(a, torch.zeros((), dtype=a.dtype, device=a.device) if n is None else n, share, good)
-            results[index] = a.copy_(blended) if own and torch.compiler.is_compiling() else blended
+            results[index] = _blend_plain(a, n, share, good, scale)
+    if torch.compiler.is_compiling():
+        results = [a.copy_(result) if own and a is not None else result for a, result, own in zip(old, results, owned, strict=True)]
     for dtype, rows in lists.items():
         factor, bad = share.to(dtype), (~good).to(torch.float32)
         keep = (1 - share).to(dtype)
         for targets, news in _batches(rows):
             torch._foreach_mul_(targets, keep)
+            news = news if scale is None else list(torch._foreach_div(news, scale))
             # `target += new * factor` in one pass, left out where bad: the one list kernel that can leave inf and NaN behind.
             torch._fused_sgd_(
                 targets, news, [], lr=-factor, found_inf=bad, weight_decay=0.0, momentum=0.0, dampening=0.0, nesterov=False,
@@ -100,11 +110,16 @@ def blend(old: Sequence[Tensor | None], new: Sequence[Tensor | None], share: Ten
     return results
 
 
-def _takes_fused(a: Tensor, n: Tensor) -> bool:
-    """Whether torch's fused kernels, which ignore strides and graphs, give the right result for `a` and `n`."""
-    plain = torch.is_grad_enabled() and (a.requires_grad or n.requires_grad)
+def _takes_fused(a: Tensor, n: Tensor, share: Tensor) -> bool:
+    """Whether torch's fused kernels, which ignore strides, graphs and lazy negation, give the right result."""
     exact = a.dtype is torch.float32 or (a.dtype is torch.float64 and a.is_cpu)
-    return exact and not plain and (a.is_cpu or a.is_cuda) and is_dense(a) and is_dense(n) and a.is_contiguous() and n.is_floating_point()
+    contiguous = is_dense(a) and is_dense(n) and a.is_contiguous() and n.is_floating_point() and not (a.is_neg() or n.is_neg())
+    return exact and contiguous and (a.is_cpu or a.is_cuda) and not _on_a_graph([a, n, share])
+
+
+def _on_a_graph(leaves: Sequence[Tensor | None]) -> bool:
+    """Whether torch.autograd would differentiate through what is computed of these."""
+    return torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in leaves)
 
 
 def _batches(pairs: list[tuple[Tensor, Tensor]]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
@@ -128,12 +143,23 @@ def _cut(tensor: Tensor) -> Sequence[Tensor]:
     return [tensor] if tensor.numel() <= _BATCH else torch.split(tensor.view(-1), _BATCH)
 
 
-def _blend_plain(a: Tensor, n: Tensor, share: Tensor, good: Tensor) -> Tensor:
+def _blend_plain(a: Tensor, n: Tensor | None, share: Tensor, good: Tensor, scale: Tensor | None) -> Tensor:
     wide = torch.promote_types(a.dtype, torch.float32)
     real = {torch.complex64: torch.float32, torch.complex128: torch.float64}.get(wide, wide)
-    factor, keep = share.to(real), (1 - share).to(real)
-    counted = on_values(lambda values: torch.where(good, values.to(wide), 0).mul(factor).to(wide), n)
-    return (a.to(wide) * keep + counted).to(a.dtype)
+    factor, kept = share.to(real), a.to(wide) * (1 - share).to(real)
+
+    def counted(values: Tensor) -> Tensor:
+        values = values.to(wide)
+        values = values if scale is None else _in_own_dtype(torch.div, values, operand=scale)
+        return torch.where(good, values, 0).mul(factor).to(wide)
+
+    if n is None:
+        return kept.to(a.dtype)
+    added = on_values(counted, n)
+    mean: Tensor = added + kept if added.layout is torch.strided else kept + added  # torch takes dense + sparse in this order only
+    if a.dtype is torch.bfloat16:
+        mean = mean.clamp(-torch.finfo(a.dtype).max, torch.finfo(a.dtype).max)  # what is finite must not round to inf
+    return mean.to(a.dtype)
 
 
 def _in_own_dtype(plain: Callable[..., Tensor], leaf: Tensor, *, operand: Tensor) -> Tensor:
@@ -199,7 +225,7 @@ class Extent(NamedTuple):
 
 def extent(leaves: Sequence[Tensor | None], device: torch.device, norm_type: float | None = None) -> Extent:
     """The extent of `leaves`, from one read of them and with no host sync; the norm where a `norm_type` asks for it."""
-    plain = _tree.traced()
+    plain = _tree.traced() or _on_a_graph(leaves)
     power = None if norm_type is None or math.isinf(norm_type) else norm_type
     tops: list[Tensor] = []
     ends: dict[torch.dtype, list[Tensor]] = {}
@@ -207,10 +233,13 @@ def extent(leaves: Sequence[Tensor | None], device: torch.device, norm_type: flo
     alike: dict[torch.dtype, list[Tensor]] = {}
     with contextlib.nullcontext() if plain else torch.no_grad():
         for leaf in leaves:
-            if leaf is None or leaf.numel() == 0:
+            value = None if leaf is None else stored_values(leaf)
+            if leaf is None or value is None or value.numel() == 0:
                 continue
-            value = stored_values(leaf)
-            if plain or isinstance(value, DTensor):
+            if leaf.is_complex() and norm_type not in (None, 2):
+                norms.append(full(_norm(leaf.abs(), norm_type)))  # a complex number counts with its magnitude
+                tops.append(at_least_float32(full(value.abs().amax())))
+            elif plain or isinstance(value, DTensor):
                 tops.append(at_least_float32(full(value.abs().amax())))
                 norms += [] if power is None else [full(_norm(value, power))]
             else:
@@ -226,7 +255,7 @@ def extent(leaves: Sequence[Tensor | None], device: torch.device, norm_type: flo
             return Extent(tops, None)
         wide = widest_float(device)
         if math.isinf(norm_type):
-            norms = [top.to(wide) for top in tops]
+            norms += [top.to(wide) for top in tops]
         return Extent(tops, _norm(torch.stack(norms), norm_type) if norms else torch.zeros((), dtype=wide, device=device))
 
 
@@ -253,18 +282,23 @@ def _pieces(values: list[Tensor]) -> Iterator[Tensor]:
 def _norm(value: Tensor, norm_type: float, top: Tensor | None = None) -> Tensor:
     """The norm in the widest dtype of the device, also where powers of `value` overflow its own. `top`: its largest magnitude."""
     wide = widest_float(value.device)
+    if math.isinf(norm_type):
+        return value.abs().amax().to(wide)
     if top is None or not value.is_cpu:
         if value.dtype.itemsize <= 4 and wide is torch.float64 and norm_type <= 4:
             norm: Tensor = torch.linalg.vector_norm(value, norm_type, dtype=wide)  # 3e38 ** 4 fits
             return norm
-        top = value.abs().amax()
+        top, eager = value.abs().amax(), False
+    else:
+        eager = True
     value = value.to(torch.promote_types(value.dtype, torch.float32))
-    unit = top.to(value.dtype).clamp(min=torch.finfo(value.dtype).tiny)
+    unit = top.to(value.dtype)
+    unit = torch.where((unit > 0) & torch.isfinite(unit), unit, 1)
     scaled = value / unit
-    if norm_type == 2 and scaled.ndim == 1:
+    if eager and norm_type == 2 and scaled.ndim == 1:
         norm = torch.dot(scaled, scaled).sqrt()  # a third of the time of vector_norm, and less rounding
     else:
-        norm = torch.linalg.vector_norm(scaled, norm_type)
+        norm = torch.linalg.vector_norm(scaled, norm_type, dtype=wide)
     return norm.to(wide) * unit
 
 

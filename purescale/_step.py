@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
+import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
 from . import _foreach, _tree
@@ -313,9 +314,10 @@ def train_step(
       buffers), as in `accumulated_grads`. Either way the scale backs off once.
     - `max_norm`, `norm_type`, `clip_value`: as in `clip_by_global_norm` and `clip_by_value`, on the averaged, unscaled gradients.
     - `max_retries`: above 0 it syncs with the host. A window that overflows is gone through again, the same microbatches with
-      the same random numbers, at the scale that the rule backs off to, until it is finite: the step is the one that this scale
-      would have taken at once. Where no try is, the step ends as one ordinary skip. A loss that itself is not finite is not
-      tried again. Not traceable.
+      the same random numbers of torch's generators, at the scale that the rule backs off to, until it is finite: the step is
+      the one that this scale would have taken at once. Where no try is, the scale ends as after one ordinary skip, and
+      `"drop_microbatch"` steps with the try that lost the fewest. A loss that itself is not finite is not tried again. Not
+      traceable.
     - `donate`: the tensors of `state` may be overwritten; the caller gives them up. Same bits, as in `maybe_step`.
     - `bn_update="each"`: batch norm updates its running averages with every microbatch, so k of them weigh as k steps.
       `"window"`: once, with the pooled statistics of the microbatches that count.
@@ -343,21 +345,22 @@ def train_step(
     scaler, gathered, rng, retries = _gather_until_finite(
         state, microbatches, loss_fn, rule, weight_fn, on_nonfinite, bn_update, max_retries
     )
-    # A gradient may be the very tensor that a custom backward returned, and parts of a state may share memory.
-    keep = _tree.tensors((state.buffers, state.scaler, scaler, state.step, state.rng, microbatches, gathered.buffers, gathered.aux))
-    arguments = (state.params, gathered.grads, state.opt_state, clip)
-    if gathered.scaled:
-        out = _unscale_and_step(optimizer, scaler, *arguments, donate=donate, donate_grads=True, keep=keep, found_inf=gathered.found_inf)
-    else:
-        _check_step(optimizer, state.params, gathered.grads, state.opt_state)
-        out = _clip_and_step(optimizer, *arguments, gathered.found_inf, donate=donate, keep=keep)
-
     skip, overflow = gathered.found_inf, gathered.overflow
-    # Where every try overflowed, the scale ends as after one ordinary skip.
+    # Where no try was finite, the scale ends as after one ordinary skip.
     used = scaler if retries == 0 else _tree.where(overflow, state.scaler, scaler, donate=False)
     next_scaler = rule.update(used, overflow)
     if overflow is not skip:  # a window that its weights alone made empty leaves the scale as it was
         next_scaler = _tree.where(skip & ~overflow, state.scaler, next_scaler, donate=False)
+
+    # A gradient may be the very tensor that a custom backward returned, and parts of a state may share memory.
+    given = (state.buffers, state.scaler, scaler, next_scaler, state.step, state.rng, microbatches, gathered._replace(grads=()))
+    keep = [leaf for leaf in torch_pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
+    arguments = (state.params, gathered.grads, state.opt_state, clip)
+    if gathered.scaled:
+        out = _unscale_and_step(optimizer, scaler, *arguments, donate=donate, donate_grads=True, keep=keep, found_inf=skip)
+    else:
+        _check_step(optimizer, state.params, gathered.grads, state.opt_state)
+        out = _clip_and_step(optimizer, *arguments, skip, donate=donate, keep=keep)
     step, scale = state.step + ~skip, scaler.scale.clone()  # before buffers are written, whose memory they may stand in
     new_state = TrainState(
         params=out.params,
@@ -388,29 +391,35 @@ def _gather_until_finite(
     bn_update: BNUpdate,
     max_retries: int,
 ) -> tuple[Any, Gathered, Any, int]:
-    """The window and the next `rng`, at the scale of the state or, in a retry, at a lower one; the scaler that was used."""
+    """The window and the next `rng`, at the scale of the state or, in a retry, at a lower one; the scaler that was used.
+
+    Where no try is finite, the one that lost the fewest microbatches, and of those the one at the highest scale.
+    """
     scaler, retries = state.scaler, 0
+    best: tuple[Any, Gathered, Any] | None = None
     drawn = _global_generators(state) if max_retries else []
     while True:
         with _generator(state) as rng:
             gathered = gather(state.params, state.buffers, scaler, microbatches, loss_fn, weight_fn, on_nonfinite, bn_update)
-        if retries == max_retries or not bool(gathered.curable):
-            return scaler, gathered, rng(), retries
-        lower = _backed_off(rule, scaler)
+        if best is None or bool(gathered.lost < best[1].lost):
+            best = scaler, gathered, rng()
+        lower = _backed_off(rule, scaler) if retries < max_retries and bool(gathered.curable) else None
         if lower is None:
-            return scaler, gathered, rng(), retries
-        del gathered  # its memory is needed for the next one
+            return (*best, retries)
         scaler, retries = lower, retries + 1
         for module, where, before in drawn:
             module.set_rng_state(before, *where)
 
 
+_PATIENCE = 100  # overflows that a rule may let pass before it lowers the scale
+
+
 def _backed_off(rule: Rule[Any], scaler: Any) -> Any | None:
-    """The first state with a lower scale that overflows lead to; `None` at the floor. Syncs."""
+    """The first state with a lower scale, or a usable one, that overflows lead to; `None` where the scale is the smallest. Syncs."""
     lower = scaler
-    for _ in range(getattr(rule, "hysteresis", 1)):
+    for _ in range(_PATIENCE):
         lower = rule.update(lower, torch.ones((), dtype=torch.bool, device=scaler.scale.device))
-        if bool(lower.scale < scaler.scale):
+        if bool((lower.scale < scaler.scale) | (is_usable(lower.scale) & ~is_usable(scaler.scale))):
             return lower
     return None
 
@@ -467,6 +476,8 @@ def _check_call(
             "microbatches is an empty list; a step needs at least one. Likely cause: a loader that ran out. Cure: end the loop there."
         )
     check_bounds(*clip)
+    if clip.value is not None:
+        check_ordered(state.params, _tree.flatten(state.params)[0], "params")
     check_on_nonfinite(on_nonfinite)
     if bn_update not in ("each", "window"):
         raise ValueError(f"bn_update must be 'each' or 'window', got {bn_update!r}.")

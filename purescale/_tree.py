@@ -209,8 +209,11 @@ def where(found_inf: Tensor | bool, old: Tree, new: Tree, *, donate: bool, keep:
     return structure.unflatten(results)
 
 
-def check_pair(a: Any, b: Any, tree: Tree, index: int, name: str, other: str) -> None:
-    """Refuse two leaves of which the flag could not pick one."""
+_EITHER = "A skipped step keeps the one, an applied step takes the other, so both must agree."
+
+
+def check_pair(a: Any, b: Any, tree: Tree, index: int, name: str, other: str, why: str = _EITHER) -> None:
+    """Refuse two leaves of different shape or dtype, or of which the flag could not pick one."""
     if isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype:
         return
     if not isinstance(a, Tensor) and type(a) is type(b) and a == b:
@@ -218,8 +221,8 @@ def check_pair(a: Any, b: Any, tree: Tree, index: int, name: str, other: str) ->
     path = f"leaf {index}" if torch.compiler.is_compiling() else paths(tree, name)[index]
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         raise ValueError(
-            f"{path} is {a.dtype} {tuple(a.shape)}, but {b.dtype} {tuple(b.shape)} in {other}. A skipped step keeps the "
-            f"one, an applied step takes the other, so both must agree. Cure: `.to({a.dtype})` what was computed in another dtype."
+            f"{path} is {a.dtype} {tuple(a.shape)}, but {b.dtype} {tuple(b.shape)} in {other}. {why} "
+            f"Cure: `.to({a.dtype})` what was computed in another dtype."
         )
     raise ValueError(
         f"{path} is {a!r}, but {b!r} in {other}. What changes in a step must be a tensor, or a skipped step could not keep the old value "
@@ -263,15 +266,12 @@ def writable(leaves: Sequence[Any], others: Sequence[Any] = ()) -> list[bool]:
     return [memory is not None and users[memory] == 1 and donatable(leaf) for leaf, memory in zip(leaves, storages, strict=True)]
 
 
-def all_writable(leaves: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Whether all may be written to at no risk for `others`; not while compiling, where that cannot be seen and gains nothing."""
-    return not torch.compiler.is_compiling() and all(writable(leaves, others))
-
-
 def donatable(leaf: Tensor) -> bool:
     """Whether `leaf` may be written to: dense, no two of its elements in one place, no leaf of an autograd graph."""
     if leaf.layout is not torch.strided or (leaf.requires_grad and leaf.is_leaf):
         return False
+    if not torch.compiler.is_compiling() and leaf.is_inference() and not torch.is_inference_mode_enabled():
+        return False  # torch refuses to write into it here
     return leaf.is_contiguous() or (leaf.ndim == 4 and leaf.is_contiguous(memory_format=torch.channels_last))
 
 

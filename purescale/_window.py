@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import _foreach, _tree
-from ._accum import AccumState, OnNonfinite, accumulate_grads, accumulated_grads, as_weight, init_accum
+from ._accum import HEAVIEST, AccumState, OnNonfinite, add, as_weight, init_accum
 from ._bn import CatchBatchNorm, absorb, has_layers, init_bn_stats, named_calls, updated_once, without_update
 from ._scaler import HasScale, is_usable, scale_loss, unscale_and_check
 from ._tree import Tree
@@ -27,6 +27,7 @@ class Gathered(NamedTuple):
     found_inf: Tensor  # the step must be skipped
     overflow: Tensor  # a microbatch that has a weight overflowed
     curable: Tensor  # at a lower scale fewer microbatches may be lost: what overflowed has a finite loss
+    lost: Tensor  # how many overflowed
     buffers: Tree
     aux: tuple[Any, ...]
 
@@ -78,36 +79,39 @@ def _gather(
     losses: list[Tensor] = []
     overflows: list[Tensor] = []
     aux: tuple[Any, ...] = ()
-    start = buffers
     for microbatch in microbatches:
         weight = as_weight("weight_fn returned", 1.0 if weight_fn is None else weight_fn(microbatch), scaler.scale)
         grads, (loss, new_buffers, new_aux) = _scaled_grads(params, buffers, scaler, microbatch, loss_fn)
         aux += tuple(new_aux)
-        scaled = single and all(_foreach.is_dense(leaf) for leaf in _tree.tensors(grads))
-        if scaled:
-            overflow = ~_foreach.all_finite(_tree.flatten(grads)[0], scaler.scale) | ~is_usable(scaler.scale)
-        else:
-            given = _tree.tensors((params, start, buffers, new_buffers, scaler, microbatches, aux))
-            grads, overflow = unscale_and_check(scaler, grads, donate=_tree.all_writable(_tree.tensors(grads), given))
+        scale: Tensor | None = scaler.scale
+        leaves = _tree.flatten(grads)[0]
+        if all(_foreach.is_dense(leaf) for leaf in leaves if leaf is not None):
+            overflow = ~_foreach.all_finite(leaves, scaler.scale) | ~is_usable(scaler.scale)
+        else:  # duplicate indices are summed after unscaling
+            grads, overflow = unscale_and_check(scaler, grads)
+            leaves, scale = _tree.flatten(grads)[0], None
         if single and weight_fn is None:
-            return Gathered(grads, scaled, loss, overflow, overflow, overflow & torch.isfinite(loss), new_buffers, aux)
+            return Gathered(grads, scale is not None, loss, overflow, overflow, overflow & torch.isfinite(loss), overflow, new_buffers, aux)
         if not single:
-            accum = accumulate_grads(accum or init_accum(grads), grads, weight, overflow, donate=True)
+            # Not unscaled in place: a gradient may be the very tensor that a custom backward keeps.
+            accum = add(accum or init_accum(grads), leaves, weight, overflow, scale=scale, donate=True)
         if weight_fn is not None or on_nonfinite == "drop_microbatch":
-            dropped = ~(torch.isfinite(weight) & (weight > 0))
+            dropped = ~((weight > 0) & (weight <= HEAVIEST))
             dropped = dropped | overflow if on_nonfinite == "drop_microbatch" else dropped
             new_buffers = _tree.where(dropped, buffers, new_buffers, donate=False)
         buffers = new_buffers
         weights, losses, overflows = [*weights, weight], [*losses, loss], [*overflows, overflow]
 
     if accum is not None:
-        grads, _ = accumulated_grads(accum, donate=True)
-    return Gathered(grads, scaled, *_summary(torch.stack(weights), torch.stack(losses), torch.stack(overflows), on_nonfinite), buffers, aux)
+        grads, scale = accum.grads, None
+    return Gathered(
+        grads, scale is not None, *_summary(torch.stack(weights), torch.stack(losses), torch.stack(overflows), on_nonfinite), buffers, aux
+    )
 
 
-def _summary(weight: Tensor, loss: Tensor, overflow: Tensor, on_nonfinite: OnNonfinite) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`loss`, `found_inf`, `overflow` and `curable` of a window, from those of its microbatches."""
-    invalid = ~torch.isfinite(weight) | (weight < 0)
+def _summary(weight: Tensor, loss: Tensor, overflow: Tensor, on_nonfinite: OnNonfinite) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`loss`, `found_inf`, `overflow`, `curable` and `lost` of a window, from those of its microbatches."""
+    invalid = ~((weight >= 0) & (weight <= HEAVIEST))
     counts = ~invalid & (weight > 0)
     overflow = overflow & counts
     good = counts & ~overflow
@@ -116,11 +120,11 @@ def _summary(weight: Tensor, loss: Tensor, overflow: Tensor, on_nonfinite: OnNon
         counts = torch.where(good.any(), good, counts)  # where all were dropped, the loss of all says why
     else:
         found_inf = (invalid | overflow).any() | ~good.any()
-        curable = overflow.any() & (torch.isfinite(loss) | ~counts).all()
+        curable = overflow.any() & (torch.isfinite(loss) | ~counts).all() & ~invalid.any()
     share = torch.where(counts, weight, 0)
     share = share / torch.where(counts.any(), share.sum(), 1)
     mean = (torch.where(counts, loss, 0) * share).sum().to(loss.dtype)
-    return mean, found_inf, overflow.any(), curable
+    return mean, found_inf, overflow.any(), curable, overflow.sum()
 
 
 def _scaled_grads(

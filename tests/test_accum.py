@@ -492,7 +492,7 @@ def test_resuming_at_97_of_103_starts_with_a_window_of_two():
         ((True, 2), TypeError, "index must be a whole number"),
         ((-1, 2), ValueError, "index must be at least 0"),
         ((10, 3, 10), ValueError, r"index 10 is beyond total=10: the last microbatch has index 9.*total=epochs \* len\(loader\)"),
-        ((0, 3, -1), ValueError, "total must be at least 0"),
+        ((0, 3, 0), ValueError, "total must be at least 1"),
         ((1, 3, 10, 2), ValueError, "index 1 is before start=2"),
         ((1, 3, 10, None), TypeError, "start must be a whole number, got None"),
     ],
@@ -573,3 +573,98 @@ def test_a_norm_that_is_not_finite_can_be_made_an_error(norm):
     ps.check_grad_norm(torch.tensor(1e30))
     with pytest.raises(TypeError, match="expected the 0-d tensor that clip_by_global_norm returns"):
         ps.check_grad_norm(())
+
+
+# ---- what a review found
+
+
+def test_a_number_that_varies_as_weight_compiles():
+    torch._dynamo.reset()
+    compiled = torch.compile(ps.accumulate_grads, fullgraph=True)
+    eager = accum = ps.init_accum([torch.zeros(2)])
+    for weight in (1.0, 2.5, 4.0, 3, 7):
+        accum, eager = compiled(accum, [torch.ones(2) * weight], weight), ps.accumulate_grads(eager, [torch.ones(2) * weight], weight)
+        assert_close(accum, eager, rtol=1e-6, atol=1e-6)
+
+
+def test_a_sparse_mean_takes_none_and_dense_gradients():
+    sparse = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.tensor([1.0]), (3,), check_invariants=True)
+    accum = ps.accumulate_grads(ps.init_accum([sparse]), [sparse])
+    assert ps.accumulate_grads(accum, [None]).grads[0].to_dense().tolist() == [0.5, 0, 0]
+    assert ps.accumulate_grads(accum, [torch.ones(3)]).grads[0].tolist() == [1, 0.5, 0.5]
+
+
+def test_a_sparse_gradient_that_stores_nothing_is_finite():
+    nothing = torch.sparse_coo_tensor(torch.zeros(1, 0, dtype=torch.int64), torch.zeros(0), (3,), check_invariants=True)
+    assert not ps.unscale_and_check(at(2.0), [nothing])[1]
+    assert ps.clip_by_global_norm([nothing], 1.0)[1] == 0
+    assert not ps.accumulate_grads(ps.init_accum([torch.zeros(3)]), [nothing]).found_inf
+
+
+@pytest.mark.parametrize("weight", [0.0, math.nan])
+def test_a_weight_of_zero_has_a_finite_derivative(weight):
+    def mean(w):
+        accum = ps.accumulate_grads(ps.init_accum([torch.ones(1)]), [torch.ones(1)], w)
+        merged = ps.merge_accum(accum, ps.accumulate_grads(ps.init_accum([torch.ones(1)]), [torch.ones(1) * 3], w))
+        return ps.accumulate_grads(merged, [torch.ones(1) * 3], 1.0).grads[0].sum()
+
+    assert torch.isfinite(torch.func.grad(mean)(torch.tensor(weight)))
+
+
+def test_eager_autograd_sees_weights_and_halves():
+    w = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
+    one = ps.accumulate_grads(ps.init_accum([torch.ones(1)]), [torch.ones(1)], 3.0)
+    (by_w,) = torch.autograd.grad(ps.accumulate_grads(one, [torch.full((1,), 5.0)], w).grads[0].sum(), w)
+    assert by_w.item() == pytest.approx((5 - 1) * 3 / 16)
+    other = ps.init_accum([torch.ones(1)])._replace(grads=[torch.full((1,), 5.0)], weight=w)
+    (by_w,) = torch.autograd.grad(ps.merge_accum(one, other).grads[0].sum(), w)
+    assert by_w.item() == pytest.approx((5 - 1) * 3 / 16)
+
+
+def test_a_bfloat16_mean_does_not_round_to_inf():
+    accum = ps.accumulate_grads(ps.init_accum([torch.zeros(1)], dtype=torch.bfloat16), [torch.tensor([3.4e38])])
+    assert torch.isfinite(accum.grads[0]).all()
+
+
+@pytest.mark.parametrize("weight", [1e308, 10**400])
+def test_a_weight_beyond_all_counts_is_refused_or_bad(weight):
+    with pytest.raises(ValueError, match=r"2\*\*64 at most"):
+        ps.accumulate_grads(ps.init_accum([torch.zeros(1)]), [torch.ones(1)], weight)
+    accum = ps.accumulate_grads(ps.init_accum([torch.zeros(1)]), [torch.ones(1)], torch.tensor(1e308, dtype=torch.float64))
+    assert accum.num_bad == 1
+
+
+def test_a_gradient_that_is_another_leafs_mean_gives_the_same_bits_compiled():
+    def step(accum, new):
+        return ps.accumulate_grads(accum, {"a": new, "b": accum.grads["a"]}, donate=True)
+
+    accum = window([{"a": torch.ones(2), "b": torch.full((2,), 5.0)}])
+    expected = step(clone(accum), torch.full((2,), 9.0))
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(clone(accum), torch.full((2,), 9.0))
+    assert_close(compiled.grads, expected.grads, rtol=0, atol=0)
+
+
+def test_negated_views_and_tensors_of_inference_mode_are_taken():
+    negative = torch._neg_view(torch.ones(2))
+    assert ps.accumulate_grads(ps.init_accum([torch.zeros(2)]), [negative]).grads[0].tolist() == [-1, -1]
+    with torch.inference_mode():
+        accum = ps.init_accum([torch.zeros(2)])
+    assert ps.accumulate_grads(accum, [torch.ones(2)], donate=True).grads[0].tolist() == [1, 1]
+
+
+def test_the_fields_of_a_fresh_state_are_tensors_of_their_own():
+    accum = ps.init_accum([torch.zeros(1)])
+    assert len({t.data_ptr() for t in tensors(accum)}) == len(tensors(accum))
+
+
+def test_a_donated_mean_may_be_the_weight():
+    mean = torch.zeros((), dtype=torch.float64)
+    accum = ps.init_accum([mean])._replace(grads=[mean], weight=mean)
+    expected = ps.accumulate_grads(clone(accum), [torch.tensor(2.0).double()])
+    assert same_bits(ps.accumulate_grads(accum, [torch.tensor(2.0).double()], donate=True), expected)
+
+
+def test_gradients_on_another_device_are_refused():
+    with pytest.raises(ValueError, match=r"grads\[0\] is \(1,\) on meta, but \(1,\) on cpu in accum.grads"):
+        ps.accumulate_grads(ps.init_accum([torch.zeros(1)]), [torch.zeros(1, device="meta")])

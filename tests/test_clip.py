@@ -158,3 +158,51 @@ def test_a_gradient_larger_than_a_chunk_counts_whole():
     grads = [torch.randn(2**20 + 5), torch.randn(3)]
     expected = torch.linalg.vector_norm(torch.cat(grads).double())
     torch.testing.assert_close(ps.clip_by_global_norm(grads, 1.0)[1].double(), expected, rtol=1e-4, atol=0)  # torch adds up in float32
+
+
+# ---- what a review found
+
+
+def test_norms_of_any_p_neither_overflow_nor_vanish():
+    grads, norm = ps.clip_by_global_norm([torch.full((300_000,), 1e-30)], 1.0, norm_type=0.1)
+    assert norm == pytest.approx(300_000**10 * 1e-30, rel=1e-4)
+    assert torch.isfinite(grads[0]).all()
+    for p, value in ((10.0, 1e-44), (100.0, 1e-40), (3.0, 1e38), (0.5, 1e-40)):
+        leaf = torch.full((2,), value)
+        expected = leaf.double().norm(p).item()
+        assert ps.clip_by_global_norm([leaf], 1.0, norm_type=p)[1].item() == pytest.approx(expected, rel=2e-2 if value < 1e-43 else 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_norm_of_zeros_has_a_finite_derivative(dtype):
+    zeros, ones = torch.zeros(2, dtype=dtype), torch.ones(2, dtype=dtype)
+    by_ones, by_zeros = torch.func.grad(lambda a, b: ps.clip_by_global_norm([a, b], 1.0)[1], argnums=(0, 1))(ones, zeros)
+    assert torch.isfinite(by_ones).all()
+    assert by_zeros.tolist() == [0, 0]
+    assert torch.isfinite(torch.func.grad(lambda x: ps.clip_by_global_norm([x], 1.0)[0][0].sum())(zeros)).all()
+
+
+def test_eager_autograd_sees_the_norm():
+    x = torch.tensor([3.0, 4.0], requires_grad=True)
+    (gradient,) = torch.autograd.grad(ps.clip_by_global_norm([x], 1.0)[0][0][0], x)
+    torch.testing.assert_close(gradient, torch.tensor([0.128, -0.096]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, math.inf])
+def test_a_complex_number_counts_with_its_magnitude_as_in_torch(p):
+    leaves = [torch.tensor([3 + 4j, 1 - 1j]), torch.tensor([2.0, -1.0])]
+    expected = torch.cat([leaves[0].abs(), leaves[1].abs()]).norm(p)
+    torch.testing.assert_close(ps.clip_by_global_norm(leaves, 1.0, norm_type=p)[1], expected)
+
+
+@pytest.mark.parametrize("bound", [math.inf, torch.tensor(math.inf)])
+def test_a_bound_of_inf_only_measures_even_inf(bound):
+    grads, norm = ps.clip_by_global_norm([torch.tensor([math.inf, 1.0])], bound)
+    assert norm == math.inf
+    assert grads[0].tolist() == [math.inf, 1.0]
+
+
+@pytest.mark.parametrize("p", [0, -1, "2", None, torch.tensor(2.0)])
+def test_what_is_no_p_is_refused(p):
+    with pytest.raises(ValueError, match=r"norm_type must be above 0, a number or math\.inf"):
+        ps.clip_by_global_norm([torch.ones(1)], 1.0, norm_type=p)

@@ -392,3 +392,127 @@ def test_a_hand_written_window_saved_in_the_middle_resumes_bit_for_bit():
         assert not shares_memory(middle, start)
         assert same_bits(run(middle, cut, 10), whole)
     assert whole[2].applied == 4
+
+
+# ---- what a review found
+
+
+def test_retries_that_only_underflow_the_others_are_not_used():
+    """One microbatch has a finite loss and a NaN gradient at any scale; at the lowest scale the other one vanishes in float16."""
+    rule = ps.DynamicScale(init_scale=2.0**12)
+    state = ps.init_train_state({"w": torch.zeros(2)}, {}, SGD, rule)
+
+    def loss_fn(params, buffers, m):
+        return (params["w"].sum().abs().sqrt() if m is None else (params["w"].half() * m).sum()), buffers
+
+    step = functools.partial(ps.train_step, loss_fn=loss_fn, optimizer=SGD, rule=rule, on_nonfinite="drop_microbatch")
+    microbatches = [torch.tensor(1e-6).half(), None]
+    plain, _ = step(state, microbatches)
+    new, info = step(state, microbatches, max_retries=25)
+    assert same_bits(new, plain)
+    assert info.scale == 2.0**12
+    assert info.retries == 25
+    assert new.params["w"][0] < 0
+
+
+def test_an_invalid_weight_beside_an_overflow_is_not_tried_again_and_the_scale_backs_off():
+    state, step, microbatches = overflowing(104)
+    weigh = {"weight_fn": lambda g: torch.where(g == 2.0**26, math.nan, 1.0)}
+    for retries in (0, 5):
+        new, info = step(state, microbatches, max_retries=retries, **weigh)
+        assert info.retries == 0
+        assert new.scaler.scale == 2.0**103
+
+
+def test_a_retry_waits_for_a_tolerance_that_was_restored_and_for_rules_of_ones_own():
+    class Patient:
+        """Backs off at every third overflow, and says nothing of it."""
+
+        def __init__(self):
+            self.inner = ps.DynamicScale(init_scale=2.0**10, max_scale=2.0**120, hysteresis=3, refill="clean")
+
+        def init(self, device=None):
+            return self.inner.init(device)
+
+        def update(self, scaler, found_inf):
+            return self.inner.update(scaler, found_inf)
+
+    state, step, microbatches = overflowing(102)
+    state = state._replace(scaler=at(2.0**102, hysteresis_tracker=7))
+    for rule in (ps.DynamicScale(init_scale=2.0**10, max_scale=2.0**120), Patient()):
+        _, info = step(state, microbatches, max_retries=5, rule=rule)
+        assert info.retries == 2
+        assert not info.found_inf
+
+
+@pytest.mark.parametrize("scale", [0.0, math.nan, INF])
+def test_a_window_at_an_unusable_scale_is_tried_again_at_a_usable_one(scale):
+    state, step, _ = overflowing(10)
+    _, info = step(state._replace(scaler=at(scale)), numbers(1.0, 2.0), max_retries=3)
+    assert info.retries >= 1
+    assert not info.found_inf
+    for microbatches in (numbers(1.0), numbers(1.0, 2.0)):
+        assert step(state._replace(scaler=at(scale)), microbatches)[1].found_inf
+
+
+class Keeps(torch.autograd.Function):
+    """Its gradient is a tensor that it keeps."""
+
+    @staticmethod
+    def forward(ctx, w, kept):
+        ctx.kept = kept
+        return (w * kept).sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.kept, None
+
+
+def test_a_gradient_that_a_custom_backward_keeps_is_not_written_into():
+    kept = torch.full((3,), 1024.0)
+    state = ps.init_train_state({"w": torch.ones(3)}, {}, SGD, RULE)
+    new, _ = ps.train_step(state, [0, 0], loss_fn=lambda p, b, m: (Keeps.apply(p["w"], kept), b), optimizer=SGD, rule=RULE)
+    assert kept.tolist() == [1024] * 3
+    assert new.params["w"].tolist() == [0] * 3
+
+
+def test_a_gradient_that_is_the_loss_does_not_change_it():
+    class Self(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, w):
+            ctx.out = w * 2.5
+            return ctx.out
+
+        @staticmethod
+        def backward(ctx, grad):
+            return ctx.out
+
+    state = ps.init_train_state({"w": torch.ones(())}, {}, SGD, RULE)
+    _, info = ps.train_step(state, [0], loss_fn=lambda p, b, m: (Self.apply(p["w"]), b), optimizer=SGD, rule=RULE, max_norm=1.0)
+    assert info.loss == 2.5
+
+
+def test_nothing_is_written_when_a_rule_of_ones_own_changes_dtypes():
+    class Wider(ps.DynamicScale):
+        def update(self, scaler, found_inf):
+            new = super().update(scaler, found_inf)
+            return new._replace(growth_tracker=new.growth_tracker.long())
+
+    state, step = mean_job(rule=Wider(init_scale=2.0**10))
+    with Untouched(state), pytest.raises(ValueError, match=r"growth_tracker is torch\.int32"):
+        step(state, numbers(1, 2), donate=True)
+
+
+def test_complex_parameters_and_clip_value_are_refused_before_any_work():
+    state = ps.init_train_state({"w": torch.ones(1, dtype=torch.complex64)}, {}, SGD, RULE)
+    called = []
+    for microbatches in ([0], [0, 0]):
+        with pytest.raises(TypeError, match=r"params\['w'\] has dtype torch.complex64; complex numbers have no order"):
+            ps.train_step(state, microbatches, loss_fn=lambda *a: called.append(a), optimizer=SGD, rule=RULE, clip_value=1.0)
+    assert not called
+
+
+def test_the_scale_reported_and_the_state_share_no_memory():
+    state, step = mean_job()
+    new, info = step(state, numbers(1, 2))
+    assert not shares_memory(info, (state, new))

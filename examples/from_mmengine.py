@@ -68,7 +68,7 @@ def new_optim_wrapper():
 def old_amp_optim_wrapper():
     model = make_model()
     # It wants a GPU; the scaler of the CPU has the same rule.
-    with mock.patch("mmengine.optim.optimizer.amp_optimizer_wrapper.is_cuda_available", lambda: True), warnings.catch_warnings():
+    with mock.patch("mmengine.optim.optimizer.amp_optimizer_wrapper.is_cuda_available", return_value=True), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         wrapper = AmpOptimWrapper(optimizer=torch.optim.SGD(model.parameters(), lr=0.1), accumulative_counts=2)
     wrapper.loss_scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=3)

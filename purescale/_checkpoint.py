@@ -32,8 +32,9 @@ def to_state_dict(tree: Tree) -> dict[str, Any]:
     `from_state_dict` takes them from `like`.
 
     The tensors are those of `tree`, off the graph and in the same memory, so that
-    `torch.distributed.checkpoint.load(d, checkpoint_id=...)` loads into it in place; call it on a tree that you give up. The
-    version is a tensor too, since it restores whatever else stands in a dict by running a pickle.
+    `torch.distributed.checkpoint.load(d, checkpoint_id=...)` loads in place, into a tree that you give up. It casts where
+    dtypes differ and passes over what `d` has not, before `from_state_dict` can see it. The version is a tensor too, since
+    it restores anything else in a dict by running a pickle.
 
     Raises `TypeError` for a leaf that is no tensor, `ValueError` where two keys of a dict are one string.
 
@@ -179,7 +180,7 @@ def load(path: Path, like: Tree) -> Tree:
             d = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:
             raise ValueError(
-                f"load: {name!r} is not a file that purescale.save wrote, {type(error).__name__}. Likely cause: another kind of file, one "
+                f"load: {name!r} is not a file that purescale.save wrote ({type(error).__name__}). Likely cause: another kind of file, one "
                 f"that was cut off when it was copied, or a pickle with code in it, which is never run. Cure: the file that "
                 f"`save(path, tree)` wrote."
             ) from error

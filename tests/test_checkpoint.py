@@ -700,9 +700,12 @@ def save_for_ever(path):
 def save_until(path, line):
     """Saves of(2) and dies on the way at the line with this number, counting each that is run; ends with 0 if there is none."""
     lines = itertools.count()
+    writing = {"save", "_save", "_remove_abandoned", "_sync_directory", "_open_zipfile_writer", "__exit__"}  # ours and torch's
 
     def trace(frame, event, argument):
         if not frame.f_code.co_filename.endswith(("_checkpoint.py", os.path.join("torch", "serialization.py"))):
+            return None
+        if frame.f_code.co_name not in writing:
             return None
         if event == "line" and next(lines) == line:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -719,7 +722,7 @@ def test_a_kill_at_any_time_leaves_one_of_the_two_states(saver):
     path = folder / "state.pt"
     begun = time.monotonic()
     ps.save(path, of(1))
-    several_saves = 5 * max(time.monotonic() - begun, 0.01)
+    several_saves = 5 * min(max(time.monotonic() - begun, 0.01), 0.1)
     moments, found = random.Random(0), set()
     for _ in range(50):
         pid = start(-1)
@@ -736,7 +739,9 @@ def test_a_kill_at_any_time_leaves_one_of_the_two_states(saver):
 def test_a_kill_at_any_line_of_save_leaves_the_old_or_the_new_state(saver):
     folder, start, wait = saver
     path, found, code = folder / "state.pt", [], -signal.SIGKILL
-    for line in itertools.count(0, 11):
+    for line in range(500):
+        for left in folder.glob(".purescale-*.tmp"):
+            left.unlink()  # or each kill would make the next save longer
         ps.save(path, of(1))
         start(line)
         code = wait()
@@ -746,9 +751,10 @@ def test_a_kill_at_any_line_of_save_leaves_the_old_or_the_new_state(saver):
         if code == 0:
             break
         assert code == -signal.SIGKILL
+    assert code == 0
     assert found == sorted(found)
     assert set(found) == {1, 2}
-    assert len(found) > 20
+    assert len(found) > 50
 
 
 if __name__ == "__main__":

@@ -68,6 +68,13 @@ from ._step import (
     StepInfo as StepInfo,
 )
 
+from ._checkpoint import (
+    to_state_dict as to_state_dict,
+    from_state_dict as from_state_dict,
+    save as save,
+    load as load,
+)
+
 from ._tree import select as select
 
 __version__ = "0.1.0"

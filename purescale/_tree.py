@@ -86,6 +86,11 @@ def names(tree: Tree) -> list[str]:
     return [f"{key}.{name}" if name else str(key) for key, child in children for name in names(child)]
 
 
+def keys(tree: Tree) -> list[tuple[str, ...]]:
+    """The names on the way to each leaf: keys of dicts, fields of NamedTuples, positions in lists and tuples."""
+    return [tuple(str(getattr(entry, "field", entry.entry)) for entry in way) for way in optree.tree_accessors(tree, **_OURS)]
+
+
 def leaves_like(name: str, tree: Tree, like_name: str, like: Tree) -> Leaves:
     """The leaves of `tree` in the order of `like`'s, or an error that lists the paths in which the two differ."""
     structure = flatten(like)[1]

@@ -1,5 +1,6 @@
 """Several processes on one machine: one rank's overflow is every rank's skipped step, and all their data one sample."""
 
+import functools
 import math
 import os
 import socket
@@ -81,6 +82,41 @@ def _sharded(rank):
 
 def test_an_overflow_in_another_ranks_shard_is_found():
     in_processes(_sharded)
+
+
+def _checkpointed(folder, rank):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+
+    def tree(values, number):
+        sharded = distribute_tensor(values, mesh, [Shard(0)])
+        return {"params": {"w": sharded, "b": values * 2}, "step": torch.tensor(number), "none": None}
+
+    saved, like = tree(torch.arange(6.0), 3), tree(torch.zeros(6), 0)
+    dcp.save(ps.to_state_dict(saved), checkpoint_id=folder)
+    d = ps.to_state_dict(like)
+    dcp.load(d, checkpoint_id=folder)
+    restored = ps.from_state_dict(d, like)
+    like["params"]["w"].zero_()
+    w = restored["params"]["w"]
+    assert isinstance(w, DTensor)
+    assert w.placements == (Shard(0),)
+    assert w.to_local().tolist() == [[0, 1, 2], [3, 4, 5]][rank]
+    assert w.full_tensor().tolist() == [0, 1, 2, 3, 4, 5]
+    assert restored["params"]["b"].tolist() == [0, 2, 4, 6, 8, 10]
+    assert restored["step"] == 3
+
+    with pytest.raises(ValueError, match=r"\['w'\] is torch.float32 \(6,\) DTensor \(Shard\(dim=0\),\), expected torch.float32 \(6,\)\. "):
+        ps.from_state_dict(d, {**like, "params": {"w": torch.zeros(6), "b": torch.zeros(6)}})
+    with pytest.raises(TypeError, match=r"tree\['params'\]\['w'\] is a DTensor: .*Cure: `torch.distributed.checkpoint.save\("):
+        ps.save(os.path.join(folder, "state.pt"), saved)
+
+
+def test_sharded_states_go_through_distributed_checkpoint(tmp_path):
+    in_two_processes(functools.partial(_checkpointed, str(tmp_path)))
 
 
 def test_without_a_process_group_the_flag_is_copied():

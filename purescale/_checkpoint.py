@@ -1,0 +1,287 @@
+"""A tree of tensors as a plain dict, and as a file that is written whole or not at all and read without running anything."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import glob
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from . import _tree
+from ._tree import Tree
+
+Path: TypeAlias = str | os.PathLike[str]
+
+_VERSION = 1
+_VERSION_KEY = "purescale_version"
+_ABANDONED = 3600.0  # seconds without a write
+
+
+def to_state_dict(tree: Tree) -> dict[str, Any]:
+    """Equal to `{"purescale_version": tensor(1), "tree": {...}}`: `tree` as nested dicts of tensors with string keys.
+
+    A field of a NamedTuple stands under its name, an item of a list or tuple under its position, one of a dict under its
+    key: `d["tree"]["opt_state"]["slots"]["conv.weight"]["exp_avg"]`. `None` and containers without a tensor are left out;
+    `from_state_dict` takes them from `like`.
+
+    The tensors are those of `tree`, off the graph and in the same memory, so that
+    `torch.distributed.checkpoint.load(d, checkpoint_id=...)` loads in place, into a tree that you give up. It casts where
+    dtypes differ and passes over what `d` has not, before `from_state_dict` can see it. The version is a tensor too, since
+    it restores anything else in a dict by running a pickle.
+
+    Raises `TypeError` for a leaf that is no tensor, `ValueError` where two keys of a dict are one string.
+
+    >>> from purescale import StaticScale
+    >>> to_state_dict(StaticScale(8.0).init())["tree"]["scale"]
+    tensor(8.)
+
+    Source of the form: flax.serialization.to_state_dict.
+    """
+    return _to_state_dict(tree, "tree")
+
+
+def _to_state_dict(tree: Tree, name: str) -> dict[str, Any]:
+    d: dict[str, Any] = {_VERSION_KEY: torch.tensor(_VERSION, device="cpu")}
+    for index, (keys, leaf) in enumerate(zip(_tree.keys(tree), _tree.flatten(tree)[0], strict=True)):
+        if leaf is None:
+            continue
+        if not isinstance(leaf, Tensor) or leaf.is_nested:
+            raise TypeError(
+                f"{_tree.paths(tree, name)[index]} is {_kind(leaf)}; a checkpoint holds dense, sparse and distributed tensors. Cure: "
+                f"`torch.tensor(...)` of a number; settings belong to the code that makes the state. dict, list, tuple and NamedTuple are "
+                f"looked into, other containers are not."
+            )
+        node: Any = d
+        *outer, last = ("tree", *keys)
+        for key in outer:
+            node = node.setdefault(key, {}) if isinstance(node, dict) else None
+        if not isinstance(node, dict) or last in node:
+            raise ValueError(
+                f"{_tree.paths(tree, name)[index]} has the name of another leaf, {'.'.join(keys)!r}. Likely cause: a dict with a key "
+                f"and its string, such as 0 and '0'. Cure: rename one."
+            )
+        node[last] = leaf.detach()
+    d.setdefault("tree", {})
+    return d
+
+
+def from_state_dict(d: Mapping[str, Any], like: Tree) -> Tree:
+    """Equal to `tree` where `d = to_state_dict(tree)`, in fresh memory, on the devices of `like`.
+
+    `like` is any tree of the structure, shapes and dtypes of the one that was saved, such as a new state; its values are not
+    looked at. What it has in containers, `None` and empty ones, the result has too: `d` knows names, not types. The result
+    shares memory with neither, and is off the graph. Values are not judged: NaN is loaded as NaN. The one number read is
+    the version.
+
+    Raises one `ValueError` that lists what is missing, what is too much, and where type, shape, dtype, layout or version
+    differ, before anything is copied.
+
+    >>> from purescale import StaticScale
+    >>> d = to_state_dict(StaticScale(8.0).init())
+    >>> from_state_dict(d, like=StaticScale(1.0).init()).scale
+    tensor(8.)
+
+    Source of the form: flax.serialization.from_state_dict, which takes any shape and dtype.
+    """
+    return _from_state_dict("d", d, like, donate=False)
+
+
+def _from_state_dict(name: str, d: Any, like: Tree, *, donate: bool) -> Tree:
+    expected = _to_state_dict(like, "like")
+    _check_version(name, d, expected[_VERSION_KEY])
+    _check_equal(name, d, expected)
+    leaves, structure = _tree.flatten(like)
+    found = [None if leaf is None else _at(d["tree"], keys).detach() for keys, leaf in zip(_tree.keys(like), leaves, strict=True)]
+    # Two leaves of a file may stand in one piece of memory, as tied weights do: a later donation of the one would reach the other.
+    mine = _tree.writable(found) if donate else [False] * len(found)
+    return structure.unflatten(
+        [None if leaf is None else leaf.to(old.device, copy=not own) for leaf, old, own in zip(found, leaves, mine, strict=True)]
+    )
+
+
+def save(path: Path, tree: Tree) -> None:
+    """Syncs with the host and with the disk. Equal to `torch.save(to_state_dict(tree), path)`, made whole or not at all.
+
+    A kill, a full disk or an error at any moment leaves the old file or the new one. Once the call is back the new one
+    survives a power failure too. It is written beside `path`, as `.purescale-*.tmp`, synced, and renamed. Only a kill leaves
+    such a file behind: it is harmless, and a later save into that directory removes those that nobody wrote to for an hour.
+
+    `path`: `str` or `os.PathLike`; a link is followed. Call it on one rank.
+
+    Raises `FileNotFoundError` for a missing directory, `ValueError` for a path that is no file, `TypeError` for a `DTensor`
+    and for what `to_state_dict` refuses, `OSError` as the disk has it.
+
+    >>> import tempfile
+    >>> from purescale import StaticScale
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save(f"{folder}/scaler.pt", StaticScale(8.0).init())
+    ...     load(f"{folder}/scaler.pt", like=StaticScale(1.0).init()).scale
+    tensor(8.)
+
+    Source of the rule: Pillai et al., All File Systems Are Not Created Equal (OSDI 2014).
+    """
+    target = os.path.realpath(os.fsdecode(path))
+    folder = os.path.dirname(target)
+    if not os.path.isdir(folder):
+        raise FileNotFoundError(f"save: there is no directory {folder!r} for {path!r}. Cure: `os.makedirs({folder!r}, exist_ok=True)`.")
+    if os.path.exists(target) and not os.path.isfile(target):
+        raise ValueError(
+            f"save: {path!r} is a directory or a device; expected the name of a file. "
+            f"Cure: `save(os.path.join({str(path)!r}, 'state.pt'), tree)`."
+        )
+    d = to_state_dict(_tree.map(_compact, tree))
+    for where, leaf in zip(_tree.paths(tree, "tree"), _tree.flatten(tree)[0], strict=True):
+        if isinstance(leaf, DTensor):
+            raise TypeError(
+                f"{where} is a DTensor: this rank has a part of it, and one file is written by one rank. "
+                f"Cure: `torch.distributed.checkpoint.save(to_state_dict(tree), checkpoint_id={str(path)!r})`."
+            )
+
+    temporary = os.path.join(folder, f".purescale-{secrets.token_hex(8)}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            _remove_abandoned(folder, temporary)
+            torch.save(d, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    _sync_directory(folder)
+
+
+def load(path: Path, like: Tree) -> Tree:
+    """Equal to `from_state_dict(torch.load(path, weights_only=True), like)`: what `save` wrote, on the devices of `like`.
+
+    Nothing in the file is run, whatever it holds. `like` as in `from_state_dict`; its tensors are not written to.
+
+    Raises `ValueError` for a file that is truncated or no checkpoint, and for one that does not match `like`, with the
+    paths in which it differs; `OSError` where it cannot be opened.
+
+    >>> import tempfile
+    >>> from purescale import StaticScale
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save(f"{folder}/scaler.pt", {"scaler": StaticScale(8.0).init(), "none": None})
+    ...     load(f"{folder}/scaler.pt", like={"scaler": StaticScale(1.0).init(), "none": None})["scaler"].scale
+    tensor(8.)
+    """
+    name = os.fsdecode(path)
+    with open(name, "rb") as file:
+        try:
+            d = torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise ValueError(
+                f"load: {name!r} is not a file that purescale.save wrote ({type(error).__name__}). Likely cause: another kind of file, one "
+                f"that was cut off when it was copied, or a pickle with code in it, which is never run. Cure: the file that "
+                f"`save(path, tree)` wrote."
+            ) from error
+    return _from_state_dict(f"torch.load({name!r})", d, like, donate=True)
+
+
+# ---- what differs ----------------------------------------------------------------------------------------------------
+
+
+def _check_version(name: str, d: Any, expected: Tensor) -> None:
+    version = d.get(_VERSION_KEY) if isinstance(d, Mapping) else None
+    if not isinstance(version, Tensor) or _kind(version) != _kind(expected):
+        what = f"has the keys {_tree.some([_key(key) for key in d])}" if isinstance(d, Mapping) else f"is {_kind(d)}"
+        raise ValueError(
+            f"{name} is no state dict of purescale: it {what}, expected {_VERSION_KEY!r} (a 0-d int64 tensor) and 'tree'. Likely cause: "
+            f"the state dict of a module or a torch optimizer. Cure: what `to_state_dict(tree)` returned; for a torch optimizer's, "
+            f"`optimizer.from_state_dict(d, params)`."
+        )
+    if int(version) != _VERSION:
+        raise ValueError(
+            f"{name}[{_VERSION_KEY!r}] is {int(version)}, this purescale reads version {_VERSION}. Likely cause: written by a newer "
+            f"purescale. Cure: `pip install --upgrade purescale`."
+        )
+
+
+def _check_equal(name: str, d: Any, expected: dict[str, Any]) -> None:
+    differences = list(_differences(name, d, expected))
+    if differences:
+        kinds = dict.fromkeys(kind for kind, _ in differences)
+        lists = "; ".join(f"{kind}: {_tree.some([where for k, where in differences if k == kind], 20)}" for kind in kinds)
+        raise ValueError(
+            f"{name} does not match like: {lists}. Likely cause: the state of another model, optimizer or settings than `like`. Cure: make "
+            f"`like` as the saved tree was made, `init_train_state(params, buffers, optimizer, rule, rng)` with the same arguments; change "
+            f"what was loaded afterwards."
+        )
+
+
+def _differences(path: str, got: Any, expected: Any) -> Iterator[tuple[str, str]]:
+    """What is wrong with `got` and where; goes only where `expected` goes, since what comes from a file may contain itself."""
+    if isinstance(got, Mapping) and isinstance(expected, dict):
+        for key, child in expected.items():
+            if key in got:
+                yield from _differences(f"{path}[{key!r}]", got[key], child)
+            else:
+                yield "missing", f"{path}[{key!r}]"
+        yield from (("not in like", f"{path}[{_key(key)}]") for key in got if key not in expected)
+    elif isinstance(expected, dict):
+        yield "different", f"{path} is {_kind(got)}, expected a dict of {_tree.some([_key(key) for key in expected])}"
+    elif _kind(got) != _kind(expected):
+        yield "different", f"{path} is {_kind(got)}, expected {_kind(expected)}"
+
+
+def _kind(value: Any) -> str:
+    """All of a tensor that must agree. Of anything else no more than its type: its repr may be endless, or refused."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    if value.is_nested:
+        return "a nested tensor"
+    layout = "" if value.layout is torch.strided else f" {value.layout}"
+    placements = f" DTensor {value.placements}" if isinstance(value, DTensor) else ""
+    return f"{value.dtype} {tuple(value.shape)}{layout}{placements}{' without values, on meta' if value.is_meta else ''}"
+
+
+def _key(key: Any) -> str:
+    return repr(key) if isinstance(key, str) else f"<{type(key).__name__}>"
+
+
+def _at(node: Any, keys: tuple[str, ...]) -> Any:
+    for key in keys:
+        node = node[key]
+    return node
+
+
+# ---- the disk --------------------------------------------------------------------------------------------------------
+
+
+def _compact(leaf: Any) -> Any:
+    """torch.save writes all of the memory that a tensor is a view of: for one member of an ensemble, the whole ensemble."""
+    if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor) or leaf.layout is not torch.strided or leaf.is_nested:
+        return leaf
+    return leaf if leaf.untyped_storage().nbytes() <= leaf.numel() * leaf.element_size() else leaf.detach().clone()
+
+
+def _remove_abandoned(folder: str, mine: str) -> None:
+    """What killed saves left in `folder`. By age, since whose a file is cannot be seen on a network disk, and by the disk's clock."""
+    now = os.stat(mine).st_mtime
+    for other in glob.glob(os.path.join(glob.escape(folder), ".purescale-*.tmp")):
+        with contextlib.suppress(OSError):
+            if now - os.stat(other).st_mtime > _ABANDONED:
+                os.unlink(other)
+
+
+def _sync_directory(folder: str) -> None:
+    """Until this a power failure may bring the old name back. Windows has no such call, some network disks refuse it."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EBADF):
+            raise
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,761 @@
+"""A state as a plain dict and as a file: round trips bit for bit, one clear error for what does not fit, old or new after any kill."""
+
+import errno
+import functools
+import itertools
+import os
+import pathlib
+import pickle
+import random
+import signal
+import stat
+import subprocess
+import sys
+import time
+import warnings
+from typing import Any, NamedTuple
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+import torch.utils._pytree as pytree
+from helpers import Dispatched, Untouched, batch, clone, job, same_bits, shares_memory, tensors
+from hypothesis import assume, given, settings
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+import purescale as ps
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse", "ignore:The PyTorch API of nested tensors")
+RULE = ps.DynamicScale(init_scale=2.0**10, growth_interval=2)
+ADAMW = ps.from_torch(torch.optim.AdamW, lr=0.01)
+
+
+class Mine(NamedTuple):
+    ema: Any
+    count: Any
+
+
+def zeros(tree):
+    """Another tree of the same structure."""
+    return pytree.tree_map(lambda leaf: torch.zeros_like(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
+def differs(tree):
+    return not same_bits(tree, zeros(tree))
+
+
+def train_state(steps=0, optimizer=ADAMW):
+    state, step = job(optimizer, RULE)
+    for index in range(steps):
+        state, _ = step(state, [batch(index)])
+    return state, step
+
+
+# ---- any tree of purescale and of users
+
+DTYPES = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
+]
+
+
+@st.composite
+def leaves(draw):
+    shape = draw(st.sampled_from([(), (0,), (2,), (2, 3), (0, 4), (2, 1, 3)]))
+    dtype = draw(st.sampled_from(DTYPES))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+    leaf = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)[..., : dtype.itemsize].contiguous()
+    leaf = (leaf > 127).reshape(shape) if dtype is torch.bool else leaf.view(dtype).reshape(shape)
+    kind = draw(st.sampled_from(["dense", "dense", "view", "expanded", "permuted", "conj", "parameter", "sparse"]))
+    if kind == "view":
+        return torch.stack([leaf, leaf])[1]
+    if kind == "expanded":
+        return leaf.expand(2, *shape)
+    if kind == "permuted":
+        return leaf.movedim(0, -1) if shape else leaf
+    if kind == "conj" and dtype.is_complex:
+        return leaf.conj()
+    if kind == "parameter" and (dtype.is_floating_point or dtype.is_complex):
+        return torch.nn.Parameter(leaf)
+    if kind == "sparse" and dtype in (torch.float32, torch.complex64) and shape:
+        return torch.sparse_coo_tensor(torch.tensor([[1, 0, 1]]), torch.stack([torch.ones_like(leaf)] * 3), (3, *shape))
+    return leaf
+
+
+trees = st.recursive(
+    st.none() | leaves(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.sampled_from(["weight", "0.bias", "", "ä b", "tree", 0, 1]), inner, max_size=3)
+        | st.builds(Mine, inner, inner)
+    ),
+    max_leaves=6,
+)
+
+
+def check_restored(restored, tree, *others):
+    assert same_bits(restored, tree)
+    assert not any(shares_memory(restored, other) for other in others)
+    assert not any(leaf.requires_grad for leaf in tensors(restored))
+    parts = tensors(restored)
+    assert not any(shares_memory(a, b) for a, b in itertools.combinations(parts, 2))
+
+
+@given(trees)
+def test_a_tree_comes_back_from_its_dict_bit_for_bit_in_fresh_memory(tree):
+    like = zeros(tree)
+    with Untouched((tree, like)):
+        d = ps.to_state_dict(tree)
+        check_restored(ps.from_state_dict(d, like), tree, d, like, tree)
+    assert same_bits(d, ps.to_state_dict(tree))
+    for path, leaf in pytree.tree_flatten_with_path(d)[0]:
+        assert isinstance(leaf, torch.Tensor)
+        assert all(type(entry) is pytree.MappingKey and type(entry.key) is str for entry in path)
+
+
+@settings(max_examples=30)
+@given(trees)
+def test_a_tree_comes_back_from_a_file_bit_for_bit_in_fresh_memory(tmp_path_factory, tree):
+    path = tmp_path_factory.getbasetemp() / "tree.pt"
+    like = zeros(tree)
+    with Untouched((tree, like)):
+        ps.save(path, tree)
+        restored = ps.load(path, like)
+    check_restored(restored, tree, like, tree)
+    assert same_bits(ps.load(path, like=tree), restored)
+
+
+def states():
+    state, _ = train_state(steps=2)
+    accum = ps.accumulate_grads(ps.init_accum(state.params), state.params, weight=3)
+    return {
+        "TrainState": state,
+        "TrainState with rng": state._replace(rng=torch.Generator().get_state()),
+        "ScalerState": state.scaler,
+        "OptState": state.opt_state,
+        "AccumState": accum,
+        "mine": {"state": state, "ema": Mine([state.params], (torch.tensor(3), None, {}, ()))},
+        "one tensor": torch.tensor(3.0),
+        "nothing": {"none": None, "empty": ()},
+    }
+
+
+@pytest.mark.parametrize("name", states())
+def test_every_state_comes_back_from_dict_and_file(name, tmp_path):
+    tree = states()[name]
+    like = zeros(tree)
+    assert differs(tree) == bool(tensors(tree))
+    check_restored(ps.from_state_dict(ps.to_state_dict(tree), like), tree, tree, like)
+    ps.save(tmp_path / "state.pt", tree)
+    check_restored(ps.load(tmp_path / "state.pt", like), tree, tree, like)
+
+
+def test_a_person_can_read_the_keys():
+    params = {"fc.weight": torch.ones(1)}
+    momentum = ps.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
+    d = ps.to_state_dict(ps.init_train_state(params, {}, momentum, RULE)._replace(rng=[params, None]))
+    counters = ["growth_tracker", "hysteresis_tracker", "consecutive_skips"]
+    assert pytree.tree_map(lambda leaf: tuple(leaf.shape), d) == {
+        "purescale_version": (),
+        "tree": {
+            "params": {"fc.weight": (1,)},
+            "opt_state": {"applied": (), "slots": {"fc.weight": {"momentum_buffer": (1,)}}},
+            "scaler": {"scale": (), **dict.fromkeys(counters, ())},
+            "step": (),
+            "rng": {"0": {"fc.weight": (1,)}},
+        },
+    }
+
+
+def test_the_dict_is_a_view_of_the_tree_and_reads_no_value():
+    state, _ = train_state(steps=1)
+    with Untouched(state), Dispatched() as counted:
+        d = ps.to_state_dict(state)
+    assert counted.reads == 0
+    d["tree"]["params"]["0.weight"].zero_()
+    assert not state.params["0.weight"].any()
+    assert not any(leaf.requires_grad for leaf in tensors(ps.to_state_dict(list(torch.nn.Linear(1, 1).parameters()))))
+
+
+def test_the_version_stays_on_the_cpu_whatever_the_default_device():
+    with torch.device("meta"):
+        d = ps.to_state_dict(())
+    assert d["purescale_version"].device == torch.device("cpu")
+    assert ps.from_state_dict(d, like=()) == ()
+
+
+def test_what_stands_in_other_containers_is_found_by_its_name():
+    a, b = torch.tensor([1.0, 2.0])
+    assert ps.from_state_dict(ps.to_state_dict([a, b]), like=(b, a)) == (a, b)
+    assert ps.from_state_dict(ps.to_state_dict({"count": a, "ema": b}), like=Mine(a, b)) == Mine(ema=b, count=a)
+
+
+@given(st.permutations(["0.weight", "1.weight", "1.bias", "5.weight", "5.bias"]))
+def test_the_order_of_the_keys_does_not_matter(order):
+    state, _ = train_state(steps=1)
+    d = ps.to_state_dict(state)
+    d["tree"]["params"] = {key: d["tree"]["params"][key] for key in order}
+    restored = ps.from_state_dict(d, zeros(state))
+    assert same_bits(restored, state)
+    assert list(restored.params) == list(state.params)
+
+
+def test_no_value_is_judged():
+    values = {"x": torch.tensor([float("nan"), float("inf"), -0.0])}
+    assert same_bits(ps.from_state_dict(ps.to_state_dict(values), zeros(values)), values)
+
+
+# ---- a run goes on
+
+
+@pytest.mark.parametrize("optimizer", [ADAMW, ps.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5)])
+def test_a_saved_state_continues_bit_for_bit(optimizer, tmp_path):
+    state, step = train_state(optimizer=optimizer)
+    like = state
+
+    def run(state, indices):
+        for index in indices:
+            x, y = batch(index)
+            state, _ = step(state, [(x * float("inf") if index == 2 else x, y)])
+        return state
+
+    for stop in (1, 3):
+        ps.save(tmp_path / "state.pt", run(state, range(stop)))
+        resumed = ps.load(tmp_path / "state.pt", like)
+        assert same_bits(run(resumed, range(stop, 5)), run(state, range(5)))
+
+
+def test_a_saved_state_continues_with_the_same_random_numbers(tmp_path):
+    params = {"w": torch.ones(64)}
+
+    def loss_fn(params, buffers, x):
+        return F.dropout(params["w"] * x).sum(), buffers
+
+    step = functools.partial(ps.train_step, loss_fn=loss_fn, optimizer=ADAMW, rule=RULE)
+
+    def fresh(seed):
+        return ps.init_train_state(params, {}, ADAMW, RULE, rng=torch.Generator().manual_seed(seed).get_state())
+
+    state, _ = step(fresh(1), [torch.ones(64)])
+    ps.save(tmp_path / "state.pt", state)
+    resumed = ps.load(tmp_path / "state.pt", like=fresh(2))
+    expected = step(state, [torch.ones(64)])
+    assert same_bits(step(resumed, [torch.ones(64)]), expected)
+    assert not same_bits(step(resumed._replace(rng=fresh(2).rng), [torch.ones(64)]), expected)
+
+
+def test_a_window_saved_in_the_middle_continues_bit_for_bit(tmp_path):
+    grads = [{"w": torch.randn(3), "h": torch.randn(2).half(), "none": None} for _ in range(4)]
+    accum = ps.init_accum(grads[0])
+    for index in (0, 1):
+        accum = ps.accumulate_grads(accum, grads[index], weight=index + 1)
+    ps.save(tmp_path / "window.pt", accum)
+    resumed = ps.load(tmp_path / "window.pt", like=ps.init_accum(grads[0]))
+    for index in (2, 3):
+        accum, resumed = (ps.accumulate_grads(a, grads[index], weight=index + 1) for a in (accum, resumed))
+    assert same_bits(resumed, accum)
+
+
+def test_leaves_that_shared_memory_do_not_after_loading_so_that_all_may_be_donated(tmp_path):
+    tied = torch.ones(3)
+    tree = {"a": tied, "b": tied, "c": tied[:2]}
+    ps.save(tmp_path / "tied.pt", tree)
+    torch.save(ps.to_state_dict(tree), tmp_path / "views.pt")
+    for name in ("tied.pt", "views.pt"):
+        check_restored(ps.load(tmp_path / name, like=tree), tree, tree)
+
+
+def test_one_member_of_an_ensemble_is_saved_without_the_others(tmp_path):
+    ensemble = torch.randn(100, 1000)
+    tree = {"member": ensemble[7], "column": ensemble[:, 0], "expanded": ensemble[:1].expand(3, 1000)}
+    ps.save(tmp_path / "member.pt", tree)
+    assert os.path.getsize(tmp_path / "member.pt") < 4 * 1000 * 6
+    assert same_bits(ps.load(tmp_path / "member.pt", zeros(tree)), tree)
+
+
+# ---- torch.distributed.checkpoint
+
+alone = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated")
+
+
+@alone
+def test_distributed_checkpoint_saves_the_dict_and_loads_into_it_in_place(tmp_path):
+    kinds = {"bf16": torch.ones(2).bfloat16(), "complex": torch.randn(2, dtype=torch.complex64), "empty": torch.empty(0, 3), "none": None}
+    tree = {"state": train_state(steps=2)[0], "kinds": [kinds, torch.tensor(True), torch.randn(2, 3).t(), ()]}
+    with Untouched(tree):
+        dcp.save(ps.to_state_dict(tree), checkpoint_id=tmp_path / "dcp")
+    other = zeros(tree)
+    d = ps.to_state_dict(other)
+    dcp.load(d, checkpoint_id=tmp_path / "dcp")
+    assert same_bits(other, tree)
+    check_restored(ps.from_state_dict(d, like=other), tree, other)
+
+
+@alone
+def test_what_distributed_checkpoint_wrote_can_be_made_a_file_for_load(tmp_path):
+    state, _ = train_state(steps=1)
+    dcp.save(ps.to_state_dict(state), checkpoint_id=tmp_path / "dcp")
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "state.pt")
+    assert same_bits(ps.load(tmp_path / "state.pt", zeros(state)), state)
+
+
+@alone
+def test_the_version_that_distributed_checkpoint_found_is_the_one_checked(tmp_path):
+    later = {**ps.to_state_dict({"w": torch.ones(1)}), "purescale_version": torch.tensor(2)}
+    dcp.save(later, checkpoint_id=tmp_path / "dcp")
+    d = ps.to_state_dict({"w": torch.zeros(1)})
+    dcp.load(d, checkpoint_id=tmp_path / "dcp")
+    with pytest.raises(ValueError, match=r"d\['purescale_version'\] is 2, this purescale reads version 1.*newer.*--upgrade"):
+        ps.from_state_dict(d, {"w": torch.zeros(1)})
+
+
+# ---- what does not fit
+
+
+def changed(d, path, value):
+    """A copy of `d` with `value` at `path`; without it where `value` is `...`."""
+    *outer, last = path
+    copied = pytree.tree_map(lambda leaf: leaf, d)
+    node = functools.reduce(lambda node, key: node[key], outer, copied)
+    node[last] = value
+    if value is ...:
+        del node[last]
+    return copied
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (["tree", "scaler"], ..., r"missing: d\['tree'\]\['scaler'\]\. "),
+        (["tree", "params", "1.bias"], ..., r"missing: d\['tree'\]\['params'\]\['1\.bias'\]\. "),
+        (["tree", "rng"], torch.zeros(16), r"not in like: d\['tree'\]\['rng'\]\. Likely cause: .*init_train_state"),
+        (["tree", "step"], torch.tensor([3]), r"different: d\['tree'\]\['step'\] is torch\.int64 \(1,\), expected torch\.int64 \(\)\. "),
+        (["tree", "scaler", "scale"], torch.tensor(1.0).double(), r"is torch\.float64 \(\), expected torch\.float32 \(\)"),
+        (["tree", "scaler", "scale"], 65536.0, r"\['scale'\] is float, expected torch\.float32 \(\)"),
+        (["tree", "scaler", "scale"], {"scale": 1}, r"\['scale'\] is dict, expected"),
+        (["tree", "scaler"], torch.ones(4), r"is torch\.float32 \(4,\), expected a dict of 'scale', 'growth_tracker'"),
+        (["tree", "params", "1.bias"], torch.zeros(4).to_sparse(), r"\(4,\) torch\.sparse_coo, expected torch\.float32 \(4,\)\. "),
+        (["tree", "params", "1.bias"], torch.zeros(4, device="meta"), r"is torch\.float32 \(4,\) without values, on meta, expected"),
+        (["tree"], ..., r"missing: d\['tree'\]\. "),
+        (["tree"], [], r"d\['tree'\] is list, expected a dict of 'params'"),
+        (["more"], torch.ones(1), r"not in like: d\['more'\]\. "),
+        (["tree", 0], torch.ones(1), r"not in like: d\['tree'\]\[<int>\]\. "),
+        (["purescale_version"], ..., r"d is no state dict of purescale: it has the keys 'tree', expected 'purescale_version'"),
+        (["purescale_version"], 1, "d is no state dict of purescale"),
+        (["purescale_version"], torch.tensor(1.0), "d is no state dict of purescale"),
+        (["purescale_version"], torch.tensor(-(2**62)), r"d\['purescale_version'\] is -4611686018427387904"),
+    ],
+)
+def test_what_differs_is_one_error_with_its_path(path, value, message):
+    state, _ = train_state()
+    d = changed(ps.to_state_dict(state), path, value)
+    with Untouched(state), pytest.raises(ValueError, match=message):
+        ps.from_state_dict(d, like=state)
+
+
+def test_all_differences_are_in_one_error():
+    d = ps.to_state_dict({"a": torch.ones(1), "b": torch.ones(2), "c": {"x": torch.ones(3), "y": torch.ones(1)}})
+    like = {"b": torch.ones(3), "c": {"x": torch.ones(3).int(), "z": torch.ones(1)}, "e": [torch.ones(1)] * 2}
+    with pytest.raises(ValueError, match="d does not match like") as caught:
+        ps.from_state_dict(d, like)
+    for part in (
+        "missing: d['tree']['c']['z'], d['tree']['e'];",
+        "not in like: d['tree']['c']['y'], d['tree']['a'].",
+        "different: d['tree']['b'] is torch.float32 (2,), expected torch.float32 (3,), d['tree']['c']['x'] is torch.float32 (3,), ",
+    ):
+        assert part in str(caught.value)
+
+
+def test_a_like_without_values_is_refused(tmp_path):
+    tree = {"w": torch.ones(2)}
+    ps.save(tmp_path / "w.pt", tree)
+    with pytest.raises(ValueError, match=r"is torch\.float32 \(2,\), expected torch\.float32 \(2,\) without values, on meta"):
+        ps.load(tmp_path / "w.pt", like={"w": torch.ones(2, device="meta")})
+
+
+def nested_tensor():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+
+
+JUNK = [
+    *(None, "65536.0", "", 10**4000, -1, float("nan"), True, b"\x80", 1j, [], [torch.ones(2)], (), {}, {"a": {}}, {"tree": None}, set()),
+    *(torch.ones(7, 7), torch.ones((), dtype=torch.int16), torch.ones(2).to_sparse(), torch.ones(2, device="meta"), nested_tensor()),
+]
+junk = st.sampled_from(JUNK)
+SMALL = {"state": ps.init_train_state({"w": torch.ones(2), "b": torch.ones(())}, {}, ADAMW, RULE), "list": [torch.ones(3), None]}
+SOUND = ps.to_state_dict(SMALL)
+
+
+def identity(d):
+    leaves, structure = pytree.tree_flatten(d)
+    return structure, [id(leaf) for leaf in leaves]
+
+
+def nodes(d, path=()):
+    yield path
+    if isinstance(d, dict):
+        for key, child in d.items():
+            yield from nodes(child, (*path, key))
+
+
+@st.composite
+def damaged(draw):
+    """SMALL's dict with one to three things wrong."""
+    d = SOUND
+    for _ in range(draw(st.integers(1, 3))):
+        *outer, last = draw(st.sampled_from([path for path in nodes(d) if path]))
+        what = draw(st.sampled_from(["drop", "replace", "add"]))
+        if what == "add":
+            last = draw(st.sampled_from(["extra", 0, 10**4000, None, (1, "a")]))
+        d = changed(d, [*outer, last], ... if what == "drop" else draw(junk))
+        if not d:
+            break
+    assume(identity(d) != identity(SOUND))  # what was added may have been dropped again
+    return d
+
+
+def check_refused(call):
+    with Untouched(SMALL), pytest.raises(ValueError, match=r"Likely cause.*Cure") as caught:
+        call()
+    assert len(str(caught.value)) < 3000  # and so without any repr of what was found
+
+
+@settings(max_examples=200)
+@given(damaged())
+def test_a_damaged_dict_is_always_the_clear_error(d):
+    check_refused(lambda: ps.from_state_dict(d, like=SMALL))
+
+
+@settings(max_examples=100)
+@given(damaged())
+def test_a_damaged_dict_in_a_file_is_always_the_clear_error(tmp_path_factory, d):
+    path = tmp_path_factory.getbasetemp() / "damaged.pt"
+    torch.save(d, path)
+    check_refused(lambda: ps.load(path, like=SMALL))
+
+
+@given(st.recursive(junk, lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner), max_leaves=5))
+def test_anything_else_is_always_the_clear_error(d):
+    check_refused(lambda: ps.from_state_dict(d, like=SMALL))
+
+
+def test_a_dict_that_contains_itself_is_the_clear_error(tmp_path):
+    d = ps.to_state_dict(SMALL)
+    d["tree"]["state"]["params"] = d["tree"]
+    check_refused(lambda: ps.from_state_dict(d, like=SMALL))
+    torch.save(d, tmp_path / "itself.pt")
+    check_refused(lambda: ps.load(tmp_path / "itself.pt", like=SMALL))
+
+
+@pytest.mark.parametrize(
+    ("tree", "error", "message"),
+    [
+        ({"epoch": 3}, TypeError, r"tree\['epoch'\] is int; a checkpoint holds.*torch\.tensor"),
+        ({"names": {"a"}}, TypeError, r"tree\['names'\] is set; .*other containers are not"),
+        ([nested_tensor()], TypeError, r"tree\[0\] is a nested tensor"),
+        ({0: torch.ones(1), "0": torch.ones(1)}, ValueError, r"tree\['0'\] has the name of another leaf, '0'.*Cure: rename"),
+        ({"0": torch.ones(1), 0: {"a": torch.ones(1)}}, ValueError, "has the name of another leaf"),
+        ({0: {"a": torch.ones(1)}, "0": torch.ones(1)}, ValueError, "has the name of another leaf"),
+    ],
+)
+def test_a_tree_that_no_checkpoint_can_hold_is_refused(tree, error, message, tmp_path):
+    with pytest.raises(error, match=message):
+        ps.to_state_dict(tree)
+    with pytest.raises(error, match=message):
+        ps.save(tmp_path / "tree.pt", tree)
+    assert not os.listdir(tmp_path)
+    with pytest.raises(error, match=message.replace("tree", "like")):
+        ps.from_state_dict(ps.to_state_dict(()), like=tree)
+
+
+# ---- files that are none
+
+
+class Trap:
+    """A pickle that makes a file where it is loaded."""
+
+    def __init__(self, victim):
+        self.victim = victim
+
+    def __reduce__(self):
+        return pathlib.Path.touch, (pathlib.Path(self.victim),)
+
+
+def test_no_code_in_a_file_is_run(tmp_path):
+    victim = tmp_path / "victim"
+    d = ps.to_state_dict(SMALL)
+    trapped = [Trap(victim), {**d, "more": Trap(victim)}, changed(d, ["tree", "state", "step"], Trap(victim))]
+    for value, zipped in itertools.product(trapped, [True, False]):
+        torch.save(value, tmp_path / "trap.pt", _use_new_zipfile_serialization=zipped)
+        check_refused(lambda: ps.load(tmp_path / "trap.pt", like=SMALL))
+        (tmp_path / "trap.pt").write_bytes(pickle.dumps(value))
+        check_refused(lambda: ps.load(tmp_path / "trap.pt", like=SMALL))
+        assert not victim.exists()
+    pickle.loads((tmp_path / "trap.pt").read_bytes())
+    assert victim.exists()  # the trap works
+
+
+@pytest.mark.parametrize("content", [b"", b"\0", b"loss,accuracy\n1,2\n", b"\x80\x04.", b"PK\x03\x04", os.urandom(1000)])
+def test_a_file_that_is_no_checkpoint_is_the_clear_error(content, tmp_path):
+    (tmp_path / "x.pt").write_bytes(content)
+    with pytest.raises(ValueError, match=r"x\.pt' is not a file that purescale\.save wrote.*Likely cause.*Cure"):
+        ps.load(tmp_path / "x.pt", like=SMALL)
+
+
+def test_the_state_dict_of_something_else_is_the_clear_error(tmp_path):
+    net = torch.nn.Linear(2, 2)
+    peers = [net, torch.optim.AdamW(net.parameters()), torch.amp.GradScaler("cpu")]
+    for other in (*(peer.state_dict() for peer in peers), torch.ones(1), [1, 2]):
+        torch.save(other, tmp_path / "x.pt")
+        with pytest.raises(ValueError, match=r"torch\.load\('.*x\.pt'\) is no state dict of purescale"):
+            ps.load(tmp_path / "x.pt", like=SMALL)
+
+
+def test_a_mismatch_in_a_file_has_the_paths_as_code(tmp_path):
+    path = str(tmp_path / "x.pt")
+    ps.save(path, {"a": torch.ones(2)})
+    with pytest.raises(ValueError, match="does not match like") as caught:
+        ps.load(path, like={"a": torch.ones(3)})
+    where = str(caught.value).split("different: ")[1].split(" is ")[0]
+    assert eval(where, {"torch": torch}).shape == (2,)
+
+
+@settings(max_examples=100)
+@given(st.floats(0, 1, exclude_max=True))
+def test_a_file_that_was_cut_off_is_the_clear_error(tmp_path_factory, share):
+    path = tmp_path_factory.getbasetemp() / "cut.pt"
+    ps.save(path, SMALL)
+    os.truncate(path, int(os.path.getsize(path) * share))
+    check_refused(lambda: ps.load(path, like=SMALL))
+
+
+# ---- where it is written
+
+
+@pytest.mark.parametrize("make", [str, pathlib.Path, os.fsencode, os.path.relpath])
+def test_any_path_will_do(make, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path.parent)
+    ps.save(make(tmp_path / "[1] ä.pt"), SMALL)
+    assert same_bits(ps.load(make(tmp_path / "[1] ä.pt"), SMALL), SMALL)
+    assert os.listdir(tmp_path) == ["[1] ä.pt"]
+
+
+def test_a_path_that_cannot_be_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"save: there is no directory '.*missing' for .*Cure: `os\.makedirs\("):
+        ps.save(tmp_path / "missing" / "x.pt", SMALL)
+    os.mkfifo(tmp_path / "fifo")  # stands for a device, which a rename would replace
+    for path in (tmp_path, tmp_path / "fifo"):
+        with pytest.raises(ValueError, match=r"is a directory or a device; expected the name of a file\. Cure"):
+            ps.save(path, SMALL)
+    for call in (lambda: ps.save(3, SMALL), lambda: ps.load(3, SMALL), lambda: ps.save(SMALL, tmp_path / "x.pt")):
+        with pytest.raises(TypeError, match=r"expected str, bytes or os\.PathLike object, not (int|dict)"):
+            call()
+    with pytest.raises(FileNotFoundError, match=r"x\.pt"):
+        ps.load(tmp_path / "x.pt", SMALL)
+    assert os.listdir(tmp_path) == ["fifo"]
+    assert not os.path.isfile(tmp_path / "fifo")
+
+
+def test_it_has_the_permissions_of_any_new_file_and_follows_links(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "latest.pt").symlink_to(tmp_path / "folder" / "1.pt")
+    before = os.umask(0o027)
+    try:
+        ps.save(tmp_path / "latest.pt", SMALL)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "latest.pt").is_symlink()
+    assert stat.S_IMODE((tmp_path / "folder" / "1.pt").stat().st_mode) == 0o640
+    assert os.listdir(tmp_path / "folder") == ["1.pt"]
+
+
+def test_equal_trees_are_equal_files(tmp_path):
+    for name in ("a.pt", "b.pt"):
+        ps.save(tmp_path / name, clone(SMALL))
+    assert (tmp_path / "a.pt").read_bytes() == (tmp_path / "b.pt").read_bytes()
+
+
+# ---- what fails leaves the old file
+
+
+def fails_at(monkeypatch, module, name, times):
+    """The function raises on call number `times`, as a full disk does."""
+    real, calls = getattr(module, name), itertools.count(1)
+
+    def failing(*args, **kwargs):
+        if next(calls) == times:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, failing)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "times", "kept"),
+    [
+        (os, "fsync", 1, 1),
+        (os, "replace", 1, 1),
+        (torch, "save", 1, 1),
+        (os, "fsync", 2, 2),  # of the directory: the new file is there, but a power failure may take it back
+    ],
+)
+def test_a_disk_that_fails_leaves_the_old_file_and_nothing_else(module, name, times, kept, tmp_path, monkeypatch):
+    like = {"w": torch.zeros(10)}
+    ps.save(tmp_path / "x.pt", {"w": torch.full((10,), 1.0)})
+    with monkeypatch.context() as patch:
+        fails_at(patch, module, name, times)
+        with pytest.raises(OSError, match="No space left on device"):
+            ps.save(tmp_path / "x.pt", {"w": torch.full((10,), 2.0)})
+    assert os.listdir(tmp_path) == ["x.pt"]
+    assert same_bits(ps.load(tmp_path / "x.pt", like), {"w": torch.full((10,), float(kept))})
+
+
+def test_what_is_written_is_synced_before_it_has_the_name_and_the_name_after(tmp_path, monkeypatch):
+    events = []
+    fsync, replace = os.fsync, os.replace
+
+    def recorded_fsync(descriptor):
+        is_directory = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+        events.append("sync directory" if is_directory else f"sync {os.fstat(descriptor).st_size} bytes")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "replace", lambda *paths: (events.append("replace"), replace(*paths)))
+    ps.save(tmp_path / "x.pt", SMALL)
+    assert events == [f"sync {os.path.getsize(tmp_path / 'x.pt')} bytes", "replace", "sync directory"]
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EBADF])
+def test_a_network_disk_that_cannot_sync_directories_will_do(code, tmp_path, monkeypatch):
+    fsync = os.fsync
+
+    def refusing(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(code, os.strerror(code))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refusing)
+    ps.save(tmp_path / "x.pt", SMALL)
+    assert same_bits(ps.load(tmp_path / "x.pt", SMALL), SMALL)
+
+
+def test_a_later_save_removes_what_killed_ones_left_but_not_what_may_be_alive(tmp_path):
+    dead, alive, foreign = (tmp_path / name for name in (".purescale-1.tmp", ".purescale-2.tmp", "purescale-3.tmp"))
+    for file in (dead, alive, foreign):
+        file.touch()
+    hours_ago = time.time() - 2 * 3600
+    os.utime(dead, (hours_ago, hours_ago))
+    os.utime(foreign, (hours_ago, hours_ago))
+    ps.save(tmp_path / "x.pt", SMALL)
+    assert not dead.exists()
+    assert alive.exists()
+    assert foreign.exists()
+
+
+# ---- a kill at any moment leaves the old file or the new one
+
+
+def of(value):
+    """A state that is long enough in writing to be hit."""
+    return {name: torch.full((50_000,), float(value)) for name in "abcde"}
+
+
+@pytest.fixture(scope="module")
+def saver(tmp_path_factory):
+    """`start(line)` returns the id of a process that saves of(1), of(2), of(1), ... for ever, or once until that line; `wait()` its end."""
+    folder = tmp_path_factory.mktemp("killed")
+    with subprocess.Popen([sys.executable, __file__, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+
+        def ask(text):
+            server.stdin.write(f"{text}\n")
+            server.stdin.flush()
+            return int(server.stdout.readline())
+
+        yield folder, ask, lambda: int(server.stdout.readline())
+        server.stdin.close()
+
+
+def serve(folder):
+    """Forks for each line of stdin, since importing torch takes seconds."""
+    torch.set_num_threads(1)
+    path = pathlib.Path(folder) / "state.pt"
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            save_for_ever(path) if int(line) < 0 else save_until(path, int(line))
+        print(pid, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+
+
+def save_for_ever(path):
+    for value in itertools.cycle([1, 2]):
+        ps.save(path, of(value))
+
+
+def save_until(path, line):
+    """Saves of(2) and dies on the way at the line with this number, counting each that is run; ends with 0 if there is none."""
+    lines = itertools.count()
+    writing = {"save", "_save", "_remove_abandoned", "_sync_directory", "_open_zipfile_writer", "__exit__"}  # ours and torch's
+
+    def trace(frame, event, argument):
+        if not frame.f_code.co_filename.endswith(("_checkpoint.py", os.path.join("torch", "serialization.py"))):
+            return None
+        if frame.f_code.co_name not in writing:
+            return None
+        if event == "line" and next(lines) == line:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return trace
+
+    sys.settrace(trace)
+    ps.save(path, of(2))
+    sys.settrace(None)
+    os._exit(0)
+
+
+def test_a_kill_at_any_time_leaves_one_of_the_two_states(saver):
+    folder, start, wait = saver
+    path = folder / "state.pt"
+    begun = time.monotonic()
+    ps.save(path, of(1))
+    several_saves = 5 * min(max(time.monotonic() - begun, 0.01), 0.1)
+    moments, found = random.Random(0), set()
+    for _ in range(50):
+        pid = start(-1)
+        time.sleep(moments.uniform(0, several_saves))
+        os.kill(pid, signal.SIGKILL)
+        assert wait() == -signal.SIGKILL
+        state = ps.load(path, like=of(0))
+        found.add(int(state["a"][0]))
+        assert same_bits(state, of(int(state["a"][0])))
+    assert found == {1, 2}
+    assert list(folder.glob(".purescale-*.tmp"))  # some were killed while they wrote
+
+
+def test_a_kill_at_any_line_of_save_leaves_the_old_or_the_new_state(saver):
+    folder, start, wait = saver
+    path, found, code = folder / "state.pt", [], -signal.SIGKILL
+    for line in range(500):
+        for left in folder.glob(".purescale-*.tmp"):
+            left.unlink()  # or each kill would make the next save longer
+        ps.save(path, of(1))
+        start(line)
+        code = wait()
+        state = ps.load(path, like=of(0))
+        found.append(int(state["a"][0]))
+        assert same_bits(state, of(found[-1]))
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+    assert code == 0
+    assert found == sorted(found)
+    assert set(found) == {1, 2}
+    assert len(found) > 50
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])

@@ -116,7 +116,7 @@ def _checkpointed(folder, rank):
 
 
 def test_sharded_states_go_through_distributed_checkpoint(tmp_path):
-    in_two_processes(functools.partial(_checkpointed, str(tmp_path)))
+    in_processes(functools.partial(_checkpointed, str(tmp_path)))
 
 
 def test_without_a_process_group_the_flag_is_copied():

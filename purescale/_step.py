@@ -167,8 +167,9 @@ def _unscale_and_step(
     donate_grads: bool,
     keep: Sequence[Tensor] = (),
     found_inf: Tensor | None = None,
+    norm: Tensor | None = None,
 ) -> Stepped:
-    """`unscale_and_step` that writes into none of `keep`; `found_inf` where it is known already."""
+    """`unscale_and_step` that writes into none of `keep`; `found_inf` and the `norm` of the unscaled gradients where they are known."""
     # Everything is refused here, before anything is written in place.
     check_bounds(*clip)
     leaves = _tree.flatten(scaled_grads)[0]
@@ -191,7 +192,6 @@ def _unscale_and_step(
         params, opt_state = optimizer.fused_step(params, scaled_grads, opt_state, found_inf, grad_scale=scaler.scale, owned=owned)
         return Stepped(params, opt_state, found_inf, ())
     leaves = _foreach.divide(leaves, scaler.scale, donate=donate_grads)
-    norm = None
     if found_inf is None:
         size = _foreach.extent(leaves, scaler.scale.device, None if clip.max_norm is None else clip.norm_type)
         norm, found_inf = size.norm, ~_foreach.fits(size, torch.ones_like(scaler.scale)) | ~is_usable(scaler.scale)
@@ -343,7 +343,7 @@ def train_step(
     clip = Clip(max_norm, clip_value, norm_type)
     _check_call(state, microbatches, optimizer, rule, clip, on_nonfinite, bn_update, group, max_retries)
     scaler, gathered, rng, retries = _gather_until_finite(
-        state, microbatches, loss_fn, rule, weight_fn, on_nonfinite, bn_update, max_retries
+        state, microbatches, loss_fn, rule, weight_fn, on_nonfinite, bn_update, max_retries, None if max_norm is None else norm_type
     )
     skip, overflow = gathered.found_inf, gathered.overflow
     # Where no try was finite, the scale ends as after one ordinary skip.
@@ -357,7 +357,8 @@ def train_step(
     keep = [leaf for leaf in torch_pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
     arguments = (state.params, gathered.grads, state.opt_state, clip)
     if gathered.scaled:
-        out = _unscale_and_step(optimizer, scaler, *arguments, donate=donate, donate_grads=True, keep=keep, found_inf=skip)
+        known: dict[str, Any] = {"found_inf": skip, "norm": gathered.norm}
+        out = _unscale_and_step(optimizer, scaler, *arguments, donate=donate, donate_grads=True, keep=keep, **known)
     else:
         _check_step(optimizer, state.params, gathered.grads, state.opt_state)
         out = _clip_and_step(optimizer, *arguments, skip, donate=donate, keep=keep)
@@ -390,6 +391,7 @@ def _gather_until_finite(
     on_nonfinite: OnNonfinite,
     bn_update: BNUpdate,
     max_retries: int,
+    norm_type: float | None,
 ) -> tuple[Any, Gathered, Any, int]:
     """The window and the next `rng`, at the scale of the state or, in a retry, at a lower one; the scaler that was used.
 
@@ -400,7 +402,7 @@ def _gather_until_finite(
     drawn = _global_generators(state) if max_retries else []
     while True:
         with _generator(state) as rng:
-            gathered = gather(state.params, state.buffers, scaler, microbatches, loss_fn, weight_fn, on_nonfinite, bn_update)
+            gathered = gather(state.params, state.buffers, scaler, microbatches, loss_fn, weight_fn, on_nonfinite, bn_update, norm_type)
         if best is None or bool(gathered.lost < best[1].lost):
             best = scaler, gathered, rng()
         lower = _backed_off(rule, scaler) if retries < max_retries and bool(gathered.curable) else None

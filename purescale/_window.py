@@ -23,6 +23,7 @@ class Gathered(NamedTuple):
 
     grads: Tree  # their mean
     scaled: bool  # `grads` still are: those of a single microbatch, which one pass unscales and steps
+    norm: Tensor | None  # of the unscaled gradients, where it is known
     loss: Tensor  # the mean of those that count
     found_inf: Tensor  # the step must be skipped
     overflow: Tensor  # a microbatch that has a weight overflowed
@@ -41,10 +42,11 @@ def gather(
     weight_fn: Callable[[Any], float | Tensor] | None,
     on_nonfinite: OnNonfinite,
     bn_update: BNUpdate,
+    norm_type: float | None,
 ) -> Gathered:
     """The weighted mean of the microbatches' gradients and losses, and what they make of the buffers."""
     if bn_update == "each" or not has_layers(buffers):
-        return _gather(params, buffers, scaler, microbatches, loss_fn, weight_fn, on_nonfinite)
+        return _gather(params, buffers, scaler, microbatches, loss_fn, weight_fn, on_nonfinite, norm_type)
     momenta: dict[str, float] = {}
 
     def catching(params: Tree, carried: Tree, microbatch: Any) -> Any:
@@ -59,7 +61,7 @@ def gather(
         return loss, (without_update(new_buffers, buffers, momenta), absorb(stats, calls)), *aux
 
     # The statistics travel with the buffers, so whatever is dropped is dropped from them too.
-    gathered = _gather(params, (buffers, init_bn_stats(buffers)), scaler, microbatches, catching, weight_fn, on_nonfinite)
+    gathered = _gather(params, (buffers, init_bn_stats(buffers)), scaler, microbatches, catching, weight_fn, on_nonfinite, norm_type)
     carried, stats = gathered.buffers
     return gathered._replace(buffers=updated_once(carried, stats, momenta))
 
@@ -72,6 +74,7 @@ def _gather(
     loss_fn: LossFn,
     weight_fn: Callable[[Any], float | Tensor] | None,
     on_nonfinite: OnNonfinite,
+    norm_type: float | None,
 ) -> Gathered:
     single = len(microbatches) == 1
     accum: AccumState | None = None
@@ -79,6 +82,7 @@ def _gather(
     losses: list[Tensor] = []
     overflows: list[Tensor] = []
     aux: tuple[Any, ...] = ()
+    norm: Tensor | None = None
     for microbatch in microbatches:
         weight = as_weight("weight_fn returned", 1.0 if weight_fn is None else weight_fn(microbatch), scaler.scale)
         grads, (loss, new_buffers, new_aux) = _scaled_grads(params, buffers, scaler, microbatch, loss_fn)
@@ -86,12 +90,22 @@ def _gather(
         scale: Tensor | None = scaler.scale
         leaves = _tree.flatten(grads)[0]
         if all(_foreach.is_dense(leaf) for leaf in leaves if leaf is not None):
-            overflow = ~_foreach.all_finite(leaves, scaler.scale) | ~is_usable(scaler.scale)
+            # Of a single microbatch one read gives the norm too.
+            size = _foreach.extent(leaves, scaler.scale.device, norm_type if single else None)
+            overflow = ~_foreach.fits(size, scaler.scale) | ~is_usable(scaler.scale)
+            norm = None if size.norm is None else size.norm / scaler.scale
         else:  # duplicate indices are summed after unscaling
             grads, overflow = unscale_and_check(scaler, grads)
             leaves, scale = _tree.flatten(grads)[0], None
         if single and weight_fn is None:
-            return Gathered(grads, scale is not None, loss, overflow, overflow, overflow & torch.isfinite(loss), overflow, new_buffers, aux)
+            facts = {
+                "loss": loss,
+                "found_inf": overflow,
+                "overflow": overflow,
+                "curable": overflow & torch.isfinite(loss),
+                "lost": overflow,
+            }
+            return Gathered(grads=grads, scaled=scale is not None, norm=norm, buffers=new_buffers, aux=aux, **facts)
         if not single:
             # Not unscaled in place: a gradient may be the very tensor that a custom backward keeps.
             accum = add(accum or init_accum(grads), leaves, weight, overflow, scale=scale, donate=True)
@@ -104,12 +118,11 @@ def _gather(
 
     if accum is not None:
         grads, scale = accum.grads, None
-    return Gathered(
-        grads, scale is not None, *_summary(torch.stack(weights), torch.stack(losses), torch.stack(overflows), on_nonfinite), buffers, aux
-    )
+    facts = _summary(torch.stack(weights), torch.stack(losses), torch.stack(overflows), on_nonfinite)
+    return Gathered(grads=grads, scaled=scale is not None, norm=norm, buffers=buffers, aux=aux, **facts)
 
 
-def _summary(weight: Tensor, loss: Tensor, overflow: Tensor, on_nonfinite: OnNonfinite) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _summary(weight: Tensor, loss: Tensor, overflow: Tensor, on_nonfinite: OnNonfinite) -> dict[str, Tensor]:
     """`loss`, `found_inf`, `overflow`, `curable` and `lost` of a window, from those of its microbatches."""
     invalid = ~((weight >= 0) & (weight <= HEAVIEST))
     counts = ~invalid & (weight > 0)
@@ -124,7 +137,7 @@ def _summary(weight: Tensor, loss: Tensor, overflow: Tensor, on_nonfinite: OnNon
     share = torch.where(counts, weight, 0)
     share = share / torch.where(counts.any(), share.sum(), 1)
     mean = (torch.where(counts, loss, 0) * share).sum().to(loss.dtype)
-    return mean, found_inf, overflow.any(), curable, overflow.sum()
+    return {"loss": mean, "found_inf": found_inf, "overflow": overflow.any(), "curable": curable, "lost": overflow.sum()}
 
 
 def _scaled_grads(

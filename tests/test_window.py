@@ -516,3 +516,17 @@ def test_the_scale_reported_and_the_state_share_no_memory():
     state, step = mean_job()
     new, info = step(state, numbers(1, 2))
     assert not shares_memory(info, (state, new))
+
+
+def test_the_norm_and_the_finite_check_share_one_read():
+    counts = []
+    for clip in ({}, {"max_norm": 1.0}):
+        state, step = job(SGD, RULE, **clip)
+        with Dispatched() as counted:
+            step(state, [batch(0)])
+        counts.append(sum("aminmax" in str(op) for op in counted.ops))
+        grads = [torch.ones(4)]
+        with Dispatched() as counted:
+            ps.unscale_and_step(SGD, at(2.0), grads, grads, SGD.init(grads), **clip)
+        counts.append(sum("aminmax" in str(op) for op in counted.ops))
+    assert counts == [1, 1, 1, 1]

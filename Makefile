@@ -2,6 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 CONFORMANCE := .venv/.conformance
+BENCH := .venv/.bench
 
 .PHONY: demo test lint types notebooks conformance bench clean
 
@@ -25,9 +26,10 @@ notebooks: $(READY)
 conformance: $(CONFORMANCE)
 	$(BIN)/python -m pytest tests/conformance
 
-bench: $(READY)
+bench: $(BENCH)
 	$(BIN)/python benchmarks/post_backward.py
 	$(BIN)/python benchmarks/accumulate.py
+	$(BIN)/python benchmarks/batch_norm.py
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
@@ -40,4 +42,8 @@ $(READY): pyproject.toml constraints.txt
 
 $(CONFORMANCE): $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[conformance]'
+	touch $@
+
+$(BENCH): $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	touch $@

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sized
+import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -57,6 +58,7 @@ def init_bn_stats(buffers: Tensors) -> BNStatsState:
     >>> list(init_bn_stats(buffers).layers)
     ['1']
     """
+    check_flat(buffers)
     names = _layers(buffers)
     if not names:
         raise ValueError(
@@ -78,10 +80,11 @@ def accumulate_bn_stats(stats: BNStatsState, apply: ApplyFn, params: Tensors, bu
 
     One forward under `no_grad`; it costs little more than that forward alone, and changes neither model nor buffers. Each
     layer in train mode normalises with the statistics of this batch, in float32 for half inputs. A layer that is called several
-    times pools its calls; frozen layers and those without running statistics are left alone. Dropout is off, as it will be
-    where the statistics are used, so no random numbers are drawn for it.
+    times pools its calls; frozen layers and those without running statistics are left alone. The dropout of
+    torch.nn.functional is off, as it will be where the statistics are used, and draws nothing; that inside an LSTM is not.
 
-    A batch in which a layer sees inf or NaN is left out for all layers and counted in `num_skipped`. A batch of one value a
+    A batch in which a layer sees inf or NaN, or numbers whose variance float32 cannot hold, is left out for all layers and
+    counted in `num_skipped`. A batch of one value a
     channel counts. `apply` is that of `make_functional`, `with_policy` of it, or any function whose `new_buffers` are the
     tensors that its batch norms were given.
 
@@ -176,7 +179,7 @@ def precise_bn(
 
     Arguments:
     - `loader`: any iterable of batches. As many are taken as make up `num_samples` over all ranks, rounded down by the size
-      of the first, and at least one; a shorter loader is fine.
+      of the first (the first dimension of the first array in it), and at least one; a shorter loader is fine.
     - `call(forward, batch)` feeds one batch: `call=lambda forward, batch: forward(batch[0].to(device))`. The default passes
       a tuple or list as arguments, a dict as keyword arguments, anything else as the one argument.
     - `estimator`, `correction`: as in `bn_buffers`.
@@ -198,20 +201,22 @@ def precise_bn(
     Source of the rule: Wu and Johnson (arXiv 2105.07576); mmpretrain's PreciseBNHook and fvcore's precise_bn. `"sequential"`
     has no source that we know.
     """
-    _check_settings(loader, num_samples, normalize)
-    gather = functools.partial(
-        _gather, apply, params, loader=loader, num_samples=num_samples, call=call, group=group, progress=progress,
-        once=normalize == "sequential",
-    )  # fmt: skip
+    _check_settings(num_samples, normalize)
     bn_buffers(init_bn_stats(buffers), buffers, estimator, correction)  # raises for what it would refuse at the end
+    sequential = normalize == "sequential"
+    gather = functools.partial(
+        _gather, apply, params, loader=loader, num_samples=num_samples, call=call, group=group, progress=progress, once=sequential
+    )
     stats, order = gather(buffers)
     new = bn_buffers(stats, buffers, estimator, correction)
-    if normalize == "sequential":
-        new = buffers
+    if sequential:
+        new = _tree.clone(buffers)
+        final = dict(stats.layers)
         for settled, name in enumerate(order):
-            if settled:
-                stats, _ = gather(new, order=order, settled=settled)
-            new = bn_buffers(stats._replace(layers={name: stats.layers[name]}), new, estimator, correction)
+            stats, _ = gather(new, order=order, settled=settled) if settled else (stats, order)
+            final[name] = stats.layers[name]
+            new = bn_buffers(stats._replace(layers={name: final[name]}), new, estimator, correction)
+        stats = stats._replace(layers=final)
     _report(stats, apply, normalize)
     return new
 
@@ -244,15 +249,17 @@ _RANDOM: dict[Any, tuple[int, str, Any]] = {
 
 
 class CatchBatchNorm(TorchFunctionMode):
-    """Batch norms in train mode leave their running statistics alone; what they were given stands in `calls`.
+    """Puts what each batch norm in train mode was given into `calls`.
 
-    `evaluating`: for statistics to be used at eval. Dropout is off, a single value a channel is taken, SyncBatchNorm is
-    local, and the first `settled` calls normalise with their running statistics.
+    `evaluating`: for statistics to be used at eval. Running statistics are left alone, half inputs computed in float32, dropout
+    is off, a single value a channel is taken, SyncBatchNorm is local, and the first `settled` calls normalise with their
+    running statistics. Otherwise everything is as without the mode.
     """
 
     def __init__(self, evaluating: bool, settled: int = 0) -> None:
         super().__init__()
         self.calls: list[Call] = []
+        self.clones: list[tuple[Tensor, Tensor]] = []
         self.local_statistics = evaluating
         self.evaluating = evaluating
         self.settled = settled
@@ -263,6 +270,8 @@ class CatchBatchNorm(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.copy_ or func is Tensor.clone:
+            return self._followed(func, args, kwargs)
         if self.evaluating and func in _RANDOM:
             position, name, off = _RANDOM[func]
             if len(args) > position:
@@ -275,6 +284,15 @@ class CatchBatchNorm(TorchFunctionMode):
         given.pop("cudnn_enabled", None)
         return self._batch_norm(**given)
 
+    def _followed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Follow running statistics: a policy casts them and stores them back, a second `apply` clones those of the first."""
+        out = func(*args, **kwargs)
+        if func is Tensor.clone and any(call.running_mean is args[0] for call in self.calls):
+            self.clones.append((args[0], out))
+        if func is Tensor.copy_ and len(args) > 1:
+            self.calls = [call._replace(running_mean=args[0]) if call.running_mean is args[1] else call for call in self.calls]
+        return out
+
     def _batch_norm(
         self,
         input: Tensor,
@@ -286,63 +304,87 @@ class CatchBatchNorm(TorchFunctionMode):
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Tensor:
-        wide = torch.promote_types(input.dtype, torch.float32)
-        x, w, b = input.to(wide), _to(weight, wide), _to(bias, wide)
         if input.numel() == 0 and self.evaluating:
             return input.clone()
+        kept = running_mean.dtype if running_mean is not None else input.dtype
+        wide = torch.promote_types(input.dtype, torch.float32)
+        if self.evaluating:
+            kept, x, w, b = wide, input.to(wide), _to(weight, wide), _to(bias, wide)
+            frozen = _to(running_mean, wide), _to(running_var, wide)
+        else:
+            x, w, b, frozen = input, weight, bias, (running_mean, running_var)
         if not training or running_mean is None or running_var is None:
-            return F.batch_norm(x, _to(running_mean, wide), _to(running_var, wide), w, b, training, momentum, eps).to(input.dtype)
+            return _normalized(x, w, b, *frozen, training, momentum, eps).to(input.dtype)
 
-        count = input.numel() // input.shape[1]
-        mean, var = torch.zeros_like(running_mean, dtype=wide), torch.zeros_like(running_var, dtype=wide)
+        values = input.numel() // input.shape[1]
+        mean, var = torch.zeros_like(running_mean, dtype=kept), torch.zeros_like(running_var, dtype=kept)
         if len(self.calls) < self.settled:
-            out = F.batch_norm(x, running_mean.to(wide), running_var.to(wide), w, b, False, momentum, eps)
-        elif count == 1 and self.evaluating:
-            mean = x.reshape(-1)
-            out = F.batch_norm(x, mean, var, w, b, False, momentum, eps)
+            mean, var = torch.aminmax(x.detach())  # only whether they are finite will be asked
+            out = _normalized(x, w, b, *frozen, False, momentum, eps)
+        elif values == 1 and self.evaluating:
+            mean = x.detach().reshape(-1).clone()
+            out = _normalized(x, w, b, mean, var, False, momentum, eps)
         else:
             # With a momentum of 1 the statistics of this batch come out beside its result, at no cost.
-            out = F.batch_norm(x, mean, var, w, b, True, 1.0, eps)
-        self.calls.append(Call(running_mean, mean, var, count, momentum))
+            out = _normalized(x, w, b, mean, var, True, 1.0, eps)
+        if not self.evaluating:
+            for running, now in ((running_mean, mean), (running_var, var)):
+                running.mul_(1 - momentum).add_(now * momentum)
+        self.calls.append(Call(running_mean, mean, var, values, momentum))
         return out.to(input.dtype)
+
+
+def _normalized(x: Tensor, w: Any, b: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float) -> Tensor:
+    # Not by the names that are caught: a forward compiled by the backend "eager" runs this while the mode is still on.
+    out: Tensor = torch.ops.aten.batch_norm.default(x, w, b, mean, var, training, momentum, eps, torch.backends.cudnn.enabled)
+    return out
 
 
 def _to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if tensor is None else tensor.to(dtype)
 
 
-def named_calls(calls: list[Call], new_buffers: Tensors) -> list[tuple[str, Call]]:
-    """Each call with the name of its layer, known by the identity of its running mean."""
+def named_calls(caught: CatchBatchNorm, new_buffers: Tensors) -> list[tuple[str, Call]]:
+    """Each call with the name of its layer, known by the identity of its running mean.
+
+    What has no name is refused where statistics are gathered. In training it is a batch norm with statistics of its own.
+    """
     named = []
-    for call in calls:
-        name = next((name for name in _layers(new_buffers) if new_buffers[_key(name, "running_mean")] is call.running_mean), None)
-        if name is None:
+    for call in caught.calls:
+        same = [call.running_mean]
+        for old, new in caught.clones:
+            same += [new] if any(old is one for one in same) else []
+        names = [name for name in _layers(new_buffers) if any(new_buffers[_key(name, "running_mean")] is one for one in same)]
+        if names:
+            named.append((names[0], call))
+        elif caught.evaluating:
             raise ValueError(
                 "a batch norm was given running statistics that are not among the new_buffers of apply, so its layer cannot be known. "
                 "Likely cause: new_buffers were copied or cast on the way out. Cure: return them as they are, or use make_functional."
             )
-        named.append((name, call))
     return named
 
 
-def absorb(stats: BNStatsState, calls: list[tuple[str, Call]], good: Tensor | None = None) -> BNStatsState:
-    """`stats` with the calls of one batch merged in, where all of them are finite and the batch is `good`."""
-    layers = dict(stats.layers)
-    seen = [fact for _, call in calls for fact in (call.mean, call.var)]
-    finite = torch.isfinite(torch.cat(seen)).all() if seen else torch.ones((), dtype=torch.bool, device=stats.num_batches.device)
-    counts = finite if good is None else finite & good
-    for name, call in calls:
-        layer = layers.get(name)
+def absorb(stats: BNStatsState, calls: list[tuple[str, Call]], settled: int = 0) -> BNStatsState:
+    """`stats` with the calls of one batch merged in, but for the `settled` ones, where all of them are finite."""
+    for name, call in calls[settled:]:
+        layer = stats.layers.get(name)
         if layer is None or layer.mean.shape != call.mean.shape:
             have = f"has {tuple(layer.mean.shape)} channels there" if layer is not None else "is not in them"
             raise ValueError(
                 f"the stats do not belong to this model: layer {name!r} with {len(call.mean)} channels {have}. "
                 f"Cure: stats = init_bn_stats(buffers) with the buffers that apply is given."
             )
-        mean, var = (torch.where(counts, fact, 0).to(layer.mean.dtype) for fact in (call.mean, call.var))
-        n = torch.where(counts, call.values, 0).to(layer.count.dtype)
-        m2 = var * (n - 1).clamp(min=0)
-        layers[name] = _merged(layer, BNLayerStats(n, mean, m2, m2, torch.where(counts, 1, 0).to(n.dtype)))
+    layers: dict[str, BNLayerStats] = _tree.clone(stats.layers)
+    facts = [fact.reshape(-1) for _, call in calls for fact in (call.mean, call.var)]
+    none = torch.ones((), dtype=torch.bool, device=stats.num_batches.device)
+    counts = torch.isfinite(torch.cat(facts)).all() if facts else none
+    for name, call in calls[settled:]:
+        layer = layers[name]
+        mean, var = torch.where(counts, torch.stack((call.mean, call.var)), 0).to(layer.mean.dtype).unbind()
+        n = counts.to(layer.count.dtype)
+        m2 = var * max(call.values - 1, 0)
+        layers[name] = _merged(layer, BNLayerStats(n * call.values, mean, m2, m2, n))
     return BNStatsState(layers, stats.num_batches + counts, stats.num_skipped + ~counts)
 
 
@@ -369,19 +411,13 @@ def updated_once(buffers: Tensors, stats: BNStatsState, momenta: dict[str, float
 def _forward(
     apply: ApplyFn, params: Tensors, buffers: Tensors, args: Any, kwargs: Any, settled: int = 0
 ) -> tuple[Any, list[tuple[str, Call]]]:
-    # In float32, so that nothing casts them again on the way and hides which layer they belong to.
-    wide = {
-        name: buffer.to(torch.float32) if buffer.dtype in (torch.float16, torch.bfloat16) and "running_" in name else buffer
-        for name, buffer in buffers.items()
-    }
-    mode = CatchBatchNorm(evaluating=True, settled=settled)
-    with torch.no_grad(), mode:
-        returned = apply(params, wide, *args, **kwargs)
+    with torch.no_grad(), CatchBatchNorm(evaluating=True, settled=settled) as caught:
+        returned = apply(params, buffers, *args, **kwargs)
     if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)):
         raise TypeError(
             f"apply returned {type(returned).__name__}; expected (out, new_buffers). Cure: apply, params, buffers = make_functional(model)."
         )
-    return returned[0], named_calls(mode.calls, returned[1])
+    return returned[0], named_calls(caught, returned[1])
 
 
 def _merged(a: BNLayerStats, b: BNLayerStats) -> BNLayerStats:
@@ -425,12 +461,14 @@ def _gather(
         nonlocal stats
         out, calls = _forward(apply, params, buffers, args, kwargs, settled)
         called.append([name for name, _ in calls])
-        _check_order(called[-1], once, order)
-        stats = absorb(stats, calls[settled:])
+        if once and calls:
+            _check_order(called[-1], order or next(names for names in called if names))
+        stats = absorb(stats, calls, settled)
         return out
 
     failure: Exception | None = None
     try:
+        _check_loader(loader, once)
         for batch in _taken(loader, num_samples, 1 if group is None else dist.get_world_size(group), progress, group):
             before = len(called)
             _feed(forward, batch) if call is None else call(forward, batch)
@@ -440,7 +478,7 @@ def _gather(
         if group is None:
             raise
         failure = error
-    first = called[0] if called else []
+    first = next((names for names in called if names), [])
     if group is not None:
         # A rank that failed, or had no data, must not leave the others waiting.
         device = stats.num_batches.device
@@ -460,14 +498,14 @@ def _gather(
     return stats, first
 
 
-def _check_order(called: list[str], once: bool, order: list[str] | None) -> None:
-    if once and len(set(called)) < len(called):
+def _check_order(called: list[str], order: list[str]) -> None:
+    if len(set(called)) < len(called):
         twice = next(name for name in called if called.count(name) > 1)
         raise ValueError(
             f"normalize='sequential' settles one layer after the other, but {twice!r} is called {called.count(twice)} times in a "
             f"forward. Cure: normalize='batch', or a layer of its own for each call."
         )
-    if order is not None and called != order:
+    if called != order:
         raise ValueError(
             f"normalize='sequential' needs the same layers in the same order in every forward; got {_tree.some(called)} after "
             f"{_tree.some(order)}. Cure: normalize='batch'."
@@ -482,7 +520,7 @@ def _taken(loader: Iterable[Any], num_samples: int, world: int, progress: bool, 
         for index, batch in enumerate(loader):
             if index == 0:
                 wanted = max(1, num_samples // max(1, _rows(batch) * world))
-                bar = _bar(min(wanted, len(loader)) if isinstance(loader, Sized) else wanted, group) if progress else None
+                bar = _bar(min(wanted, _length(loader)), group) if progress else None
             yield batch
             if bar is not None:
                 bar.update()
@@ -493,21 +531,28 @@ def _taken(loader: Iterable[Any], num_samples: int, world: int, progress: bool, 
             bar.close()
 
 
+def _length(loader: Any) -> float:
+    try:
+        return len(loader)
+    except TypeError:  # also of a DataLoader over an IterableDataset
+        return math.inf
+
+
 def _rows(batch: Any) -> int:
-    """How many samples a batch holds, by its first tensor."""
+    """How many samples a batch holds: the first dimension of its first array."""
     for leaf in torch_pytree.tree_leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.ndim:
-            return leaf.shape[0]
+        if getattr(leaf, "shape", ()):
+            return int(leaf.shape[0])
     return len(batch) if hasattr(batch, "__len__") else 1
 
 
-def _bar(total: int, group: Any) -> Any:
+def _bar(total: float, group: Any) -> Any:
     try:
         from tqdm.auto import tqdm
     except ImportError as error:
         raise ImportError("progress=True needs tqdm. Cure: pip install 'purescale[progress]', or progress=False.") from error
     rank = dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
-    return tqdm(total=total, desc="precise_bn", unit="batch", disable=rank != 0)
+    return tqdm(total=None if math.isinf(total) else total, desc="precise_bn", unit="batch", disable=rank != 0)
 
 
 def _feed(forward: Callable[..., Any], batch: Any) -> Any:
@@ -516,6 +561,8 @@ def _feed(forward: Callable[..., Any], batch: Any) -> Any:
             return forward(**batch)
         return forward(*batch) if isinstance(batch, (tuple, list)) else forward(batch)
     except TypeError as error:
+        if "argument" not in str(error):  # not of the call, but of something in the model
+            raise
         if isinstance(batch, (tuple, list)):
             how = f"a {type(batch).__name__} of {len(batch)}, passed as {len(batch)} arguments"
         else:
@@ -560,9 +607,19 @@ def _key(name: str, buffer: str) -> str:
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
-def has_layers(buffers: Any) -> bool:
+def check_flat(buffers: Any) -> None:
+    """Refuse buffers in which layers cannot be known by name."""
+    if not isinstance(buffers, dict) or not all(isinstance(key, str) and isinstance(value, Tensor) for key, value in buffers.items()):
+        what = f"a dict of {_tree.some([repr(key) for key in buffers])}" if isinstance(buffers, dict) else type(buffers).__name__
+        raise TypeError(
+            f"buffers is {what}; expected the flat dict of tensors by dotted name that make_functional returns. Cure: of several models "
+            f"merge the dicts under a prefix, {{f'generator.{{name}}': t for name, t in generator_buffers.items()}}."
+        )
+
+
+def has_layers(buffers: Tensors) -> bool:
     """Whether these are the buffers of a model with batch norm."""
-    return isinstance(buffers, dict) and bool(_layers(buffers))
+    return bool(_layers(buffers))
 
 
 def _layers(buffers: Tensors) -> list[str]:
@@ -581,14 +638,17 @@ def _check_layers(stats: BNStatsState, buffers: Tensors) -> None:
                 )
 
 
-def _check_settings(loader: Any, num_samples: Any, normalize: Any) -> None:
+def _check_settings(num_samples: Any, normalize: Any) -> None:
     if normalize not in ("batch", "sequential"):
         raise ValueError(f"normalize must be 'batch' or 'sequential', got {normalize!r}.")
     if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1:
         raise ValueError(f"num_samples must be a whole number above 0, got {num_samples!r}; less than one batch means one batch.")
+
+
+def _check_loader(loader: Any, several_passes: bool) -> None:
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
         raise TypeError(f"loader is {type(loader).__name__}; expected an iterable of batches. Cure: [batch] for a single one.")
-    if normalize == "sequential" and iter(loader) is loader:
+    if several_passes and isinstance(loader, Iterator):
         raise ValueError(
             f"normalize='sequential' goes through the loader once a layer, but {type(loader).__name__} can be gone through once only. "
             f"Cure: a DataLoader, or list(batches)."

@@ -55,20 +55,25 @@ def all_reduce_bn_stats(stats: Any, group: Any = None) -> Any:
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return _tree.clone(stats)
     layers = list(stats.layers.values())
-    sizes = [len(layer.mean) for layer in layers]
+    sizes = [layer.mean.numel() for layer in layers]
     wide = layers[0].mean.dtype
     scalars = torch.stack([layer.count for layer in layers] + [layer.calls for layer in layers] + [stats.num_batches, stats.num_skipped])
-    vectors = [layer.mean * layer.count for layer in layers] + [layer.within for layer in layers]
+    vectors = [(layer.mean * layer.count).reshape(-1) for layer in layers] + [layer.within.reshape(-1) for layer in layers]
     sums = all_reduce(torch.cat([scalars.to(wide), *vectors]), "sum", group)
     scalars, *vectors = torch.split(sums, [len(scalars), *sizes, *sizes])
     counts, calls = scalars[: len(layers)], scalars[len(layers) : 2 * len(layers)]
     means = [total / torch.where(count > 0, count, 1) for total, count in zip(vectors, counts, strict=False)]
     # From the common mean: two passes, so that nothing cancels.
-    m2 = [layer.m2 + layer.count * (layer.mean - mean).square() for layer, mean in zip(layers, means, strict=True)]
+    m2 = [layer.m2.reshape(-1) + layer.count * (layer.mean.reshape(-1) - mean).square() for layer, mean in zip(layers, means, strict=True)]
     reduced = torch.split(all_reduce(torch.cat(m2), "sum", group), sizes)
     parts = zip(stats.layers, layers, counts, means, reduced, vectors[len(layers) :], calls, strict=True)
+
+    def rebuilt(layer: Any, count: Tensor, *rest: Tensor) -> Any:
+        *vectors, calls = rest
+        return type(layer)(count.clone(), *(vector.clone().view_as(layer.mean) for vector in vectors), calls.clone())
+
     return type(stats)(
-        layers={name: type(layer)(n.clone(), mean, m.clone(), w.clone(), c.clone()) for name, layer, n, mean, m, w, c in parts},
+        layers={name: rebuilt(*part) for name, *part in parts},
         num_batches=scalars[-2].to(torch.int64),
         num_skipped=scalars[-1].to(torch.int64),
     )

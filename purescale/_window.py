@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import _foreach, _tree
 from ._accum import HEAVIEST, AccumState, OnNonfinite, add, as_weight, init_accum
-from ._bn import CatchBatchNorm, absorb, has_layers, init_bn_stats, named_calls, updated_once, without_update
+from ._bn import CatchBatchNorm, absorb, check_flat, has_layers, init_bn_stats, named_calls, updated_once, without_update
 from ._scaler import HasScale, is_usable, scale_loss, unscale_and_check
 from ._tree import Tree
 
@@ -45,6 +45,8 @@ def gather(
     norm_type: float | None,
 ) -> Gathered:
     """The weighted mean of the microbatches' gradients and losses, and what they make of the buffers."""
+    if bn_update == "window" and buffers:
+        check_flat(buffers)
     if bn_update == "each" or not has_layers(buffers):
         return _gather(params, buffers, scaler, microbatches, loss_fn, weight_fn, on_nonfinite, norm_type)
     momenta: dict[str, float] = {}
@@ -56,8 +58,9 @@ def gather(
         if not isinstance(returned, tuple) or len(returned) < 2 or not isinstance(returned[1], dict):
             return returned  # to be refused
         loss, new_buffers, *aux = returned
-        calls = named_calls(caught.calls, new_buffers)
-        momenta.update((name, call.momentum) for name, call in calls)
+        calls = named_calls(caught, new_buffers)
+        for name, call in calls:
+            momenta.setdefault(name, call.momentum)
         return loss, (without_update(new_buffers, buffers, momenta), absorb(stats, calls)), *aux
 
     # The statistics travel with the buffers, so whatever is dropped is dropped from them too.
@@ -158,7 +161,7 @@ def _scaled_grads(
         grads, (_, outputs) = torch.func.grad_and_value(scaled, has_aux=True)(inputs)
         outputs = _tree.fresh(outputs)
     else:
-        # torch.func.grad would give the same bits; this also takes checkpointing and custom Functions of the older form.
+        # torch.func.grad would give the same bits; this also takes checkpointing around `apply` and custom Functions of the older form.
         with torch.enable_grad():
             inputs = [leaf.detach().requires_grad_() for leaf in inputs]
             loss, outputs = scaled(inputs)

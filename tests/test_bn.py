@@ -160,17 +160,21 @@ def test_gathering_changes_nothing_also_when_the_forward_raises():
     assert set(read) == set(buffers)
 
 
+DROPOUTS = {F.dropout1d: 3, F.dropout2d: 4, F.dropout3d: 5, F.alpha_dropout: 2, F.feature_alpha_dropout: 5}  # and the dimensions they want
+
+
+@pytest.mark.filterwarnings("ignore:dropout1d:UserWarning", "ignore:dropout2d:UserWarning")
 def test_dropout_is_off_and_draws_nothing():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
             self.bn = nn.BatchNorm1d(3)
-            self.drop = nn.Dropout(0.5)
+            self.drop, self.leak = nn.Dropout(0.5), nn.RReLU()
             self.attention = nn.MultiheadAttention(3, 1, dropout=0.5, batch_first=True)
 
         def forward(self, x):
             x = F.dropout(self.drop(x), 0.5, training=True)
-            x = torch.rrelu(x + 10, 0.1, 0.9, True) - 10
+            x = x + 0 * (self.leak(x) + sum(f(x.reshape(*x.shape, *[1] * (n - 2)), 0.5, True).sum() for f, n in DROPOUTS.items()))
             y = x[None]
             y = y + 0 * self.attention(y, y, y, need_weights=False)[0] + 0 * F.scaled_dot_product_attention(y, y, y, None, 0.5)
             return self.bn(y[0])
@@ -614,7 +618,7 @@ def test_stats_and_buffers_of_different_models_are_refused():
 def test_buffers_that_apply_does_not_hand_back_are_refused():
     def copying(params, buffers, x):
         out, new = apply(params, buffers, x)
-        return out, {name: t.clone() for name, t in new.items()}
+        return out, {name: t + 0 for name, t in new.items()}
 
     apply, params, buffers = ps.make_functional(Labelled())
     with pytest.raises(ValueError, match="Likely cause: new_buffers were copied or cast on the way out"):
@@ -742,3 +746,262 @@ def test_precise_statistics_beat_the_running_ones_after_training_on_small_batche
         better += bool(precise_loss < running_loss)
     assert better == 3
     assert tensors(precise)
+
+
+# ---- what a review found
+
+
+class Rescaled(nn.Module):
+    """A batch norm whose output the next one sees, with an unusual eps."""
+
+    def __init__(self, eps=0.5):
+        super().__init__()
+        self.a, self.b = nn.BatchNorm1d(3, eps=eps), nn.BatchNorm1d(3, eps=eps)
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_a_layer_hands_on_what_it_would_in_training(count):
+    model = Rescaled()
+    nn.init.constant_(model.a.bias, 3.0)
+    nn.init.constant_(model.a.weight, 5.0)
+    x = normal(count, 3, mean=2.0)
+    stats, *_ = gathered(model, [x])
+    inputs = model.a(x).detach() if count > 1 else torch.full((1, 3), 3.0)
+    torch.testing.assert_close(stats.layers["b"].mean, inputs.double().mean(0), rtol=1e-5, atol=1e-5)
+    if count > 1:
+        torch.testing.assert_close(stats.layers["b"].m2 / (count - 1), inputs.double().var(0), rtol=1e-5, atol=1e-5)
+    frozen = Rescaled()
+    frozen.a.eval()
+    stats, *_ = gathered(frozen, [x])
+    torch.testing.assert_close(stats.layers["b"].mean, frozen.a(x).detach().double().mean(0), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_module_is_gathered_by_any_backend(backend):
+    torch._dynamo.reset()
+    x = normal(64, 3, mean=3.0)
+    apply, params, buffers = ps.make_functional(torch.compile(nn.Sequential(nn.BatchNorm1d(3)), backend=backend))
+    new = ps.precise_bn(apply, params, buffers, [x])
+    torch.testing.assert_close(next(v for k, v in new.items() if "running_mean" in k), x.mean(0))
+
+
+def test_the_activation_of_a_single_value_may_be_changed_afterwards():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn = nn.BatchNorm1d(3)
+
+        def forward(self, x):
+            h = x * 1.0
+            y = self.bn(h)
+            h.add_(100.0)
+            return y
+
+    x = normal(1, 3)
+    torch.testing.assert_close(gathered(Model(), [x])[0].layers["bn"].mean, x[0].double())
+
+
+POLICIES = [
+    "params=bfloat16,compute=bfloat16", "params=float16", "compute=float16,norms=float16", "compute=autocast(bfloat16),norms=bfloat16",
+    "params=float32,compute=float64", "params=float32,compute=float16,output=float32",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_is_gathered_and_trained_through(policy):
+    """Agreement with the values that the layer is given, to the precision of the policy's norms."""
+    model = nn.Sequential(nn.BatchNorm1d(3)).to(ps.policy(policy).param_dtype)
+    x = normal(64, 3, mean=2.0)
+    stats, params, buffers, apply = gathered(model, [x], policy=policy)
+    torch.testing.assert_close(stats.layers["0"].mean, x.double().mean(0), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(stats.layers["0"].m2 / 63, x.double().var(0), rtol=1e-2, atol=1e-2)
+
+    def loss_fn(params, buffers, x):
+        out, buffers = apply(params, buffers, x)
+        return out.float().square().mean(), buffers
+
+    state = ps.init_train_state(params, buffers, SGD, ps.NoScale())
+    call = {"loss_fn": loss_fn, "optimizer": SGD, "rule": ps.NoScale()}
+    each, _ = ps.train_step(state, [x], **call)
+    window, _ = ps.train_step(state, [x], bn_update="window", **call)
+    assert_close(window.buffers, each.buffers, rtol=1e-2, atol=1e-2)
+
+
+def test_untouched_layers_come_out_in_fresh_memory():
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
+    model[1].eval()
+    apply, params, buffers = ps.make_functional(model)
+    stats = ps.init_bn_stats(buffers)
+    assert not shares_memory(stats, ps.accumulate_bn_stats(stats, apply, params, buffers, normal(8, 3)))
+    model[0].eval()
+    apply, params, buffers = ps.make_functional(model)
+    for normalize in ("batch", "sequential"):
+        assert not shares_memory(buffers, ps.precise_bn(apply, params, buffers, [normal(8, 3)], normalize=normalize))
+
+
+def test_sequential_leaves_a_bad_batch_out_of_every_layer():
+    class Hides(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+
+        def forward(self, x):
+            return self.b(torch.relu(self.a(x)))
+
+    apply, params, buffers = ps.make_functional(Hides())
+    x, bad = normal(64, 3), normal(64, 3, mean=3.0, seed=1)
+    bad[0, 0] = -INF
+    with_bad, without = (ps.precise_bn(apply, params, buffers, data, normalize="sequential") for data in ([x, bad], [x]))
+    assert same_bits(with_bad, without)
+
+
+def test_sequential_passes_over_empty_batches_and_reports_all_layers(caplog):
+    apply, params, buffers = ps.make_functional(Rescaled())
+    x = normal(64, 3, mean=2.0)
+    expected = ps.precise_bn(apply, params, buffers, [x], normalize="sequential")
+    with caplog.at_level(logging.INFO, logger="purescale"):
+        for data in ([x, x[:0]], [x[:0], x]):
+            assert same_bits(ps.precise_bn(apply, params, buffers, data, normalize="sequential"), expected)
+    assert "2 layers from 2 batches" in caplog.text
+    assert "0 layers saw no data" in caplog.text
+
+
+def test_sequential_goes_through_the_loader_once_a_layer_with_its_own_estimator():
+    passes = []
+
+    class Loader:
+        def __iter__(self):
+            passes.append(1)
+            return iter([normal(8, 3), normal(4, 3, mean=5.0, seed=1)])
+
+    apply, params, buffers = ps.make_functional(Rescaled())
+    within = ps.precise_bn(apply, params, buffers, Loader(), normalize="sequential", estimator="within", correction=0)
+    assert len(passes) == 2
+    pooled = ps.precise_bn(apply, params, buffers, Loader(), normalize="sequential")
+    assert (within["a.running_var"] < 0.5 * pooled["a.running_var"]).all()
+
+
+def test_nested_buffers_are_refused_with_the_cure():
+    _, _, buffers = ps.make_functional(Rescaled())
+    for wrong in ({"g": buffers}, None, {0: torch.ones(1)}):
+        with pytest.raises(TypeError, match="expected the flat dict of tensors by dotted name"):
+            ps.init_bn_stats(wrong)
+    state = ps.init_train_state({"w": torch.ones(1)}, {"g": buffers}, SGD, RULE)
+    with pytest.raises(TypeError, match="Cure: of several models merge the dicts under a prefix"):
+        ps.train_step(state, [1.0], loss_fn=lambda p, b, x: (p["w"].sum(), b), optimizer=SGD, rule=RULE, bn_update="window")
+
+
+def test_a_window_takes_two_views_and_a_teacher_with_statistics_of_its_own():
+    apply, params, buffers = ps.make_functional(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    teacher, teacher_params, teacher_buffers = ps.make_functional(nn.BatchNorm1d(3))
+
+    def loss_fn(params, buffers, x):
+        one, buffers = apply(params, buffers, x)
+        two, buffers = apply(params, buffers, x + 1)
+        target, _ = teacher(teacher_params, teacher_buffers, x)
+        return (one - two).square().mean() + (one - target).square().mean(), buffers
+
+    state = ps.init_train_state(params, buffers, SGD, RULE)
+    x = normal(16, 3)
+    new, _ = ps.train_step(state, [x], loss_fn=loss_fn, optimizer=SGD, rule=RULE, bn_update="window")
+    hidden = torch.cat([F.linear(v, params["0.weight"], params["0.bias"]) for v in (x, x + 1)])
+    torch.testing.assert_close(new.buffers["1.running_mean"], 0.1 * hidden.mean(0), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(new.buffers["1.running_var"], 0.9 + 0.1 * hidden.var(0), rtol=1e-5, atol=1e-6)
+
+
+def test_a_window_leaves_buffers_alone_that_the_loss_does_not_change():
+    apply, params, buffers = ps.make_functional(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    state = ps.init_train_state(params, buffers, SGD, RULE)
+    loss_fn = lambda p, b, x: (apply(p, b, x)[0].square().mean(), b)  # noqa: E731
+    new, _ = ps.train_step(state, [normal(8, 3)], loss_fn=loss_fn, optimizer=SGD, rule=RULE, bn_update="window")
+    assert same_bits(new.buffers, state.buffers)
+
+
+def test_a_window_takes_checkpointing_under_autocast():
+    from torch.utils.checkpoint import checkpoint
+
+    apply, params, buffers = ps.make_functional(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
+
+    def loss_fn(params, buffers, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            out, new = checkpoint(lambda p, x: apply(p, buffers, x), params, x, use_reentrant=False)
+        return out.float().square().mean(), new
+
+    state = ps.init_train_state(params, buffers, SGD, RULE)
+    each, window = (
+        ps.train_step(state, [normal(8, 3)], loss_fn=loss_fn, optimizer=SGD, rule=RULE, bn_update=update)[0]
+        for update in ("each", "window")
+    )
+    assert_close(window, each, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("momentum", [None, 0.3])
+def test_a_window_uses_the_momentum_of_the_layer(momentum):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w, self.bn = nn.Parameter(torch.ones(())), nn.BatchNorm1d(3, momentum=momentum)
+
+        def forward(self, x):
+            return self.bn(x * self.w).square().mean() + self.bn(x + 1).mean()
+
+    apply, params, buffers = ps.make_functional(Twice())
+    state = ps.init_train_state(params, buffers, SGD, RULE)
+    x = normal(32, 3, mean=10.0)
+    new, _ = ps.train_step(state, [x], loss_fn=apply, optimizer=SGD, rule=RULE, bn_update="window")
+    pooled = torch.cat([x, x + 1]).mean(0)
+    torch.testing.assert_close(new.buffers["bn.running_mean"], pooled * (momentum or 1.0), rtol=1e-5, atol=1e-5)
+
+
+def test_a_loader_without_a_length_shows_its_bar(capfd):
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter([torch.ones(3), torch.zeros(3)])
+
+    apply, params, buffers = ps.make_functional(nn.BatchNorm1d(3))
+    loader = torch.utils.data.DataLoader(Stream(), batch_size=2)
+    assert ps.precise_bn(apply, params, buffers, loader, progress=True)["running_mean"].tolist() == [0.5] * 3
+    assert "precise_bn" in capfd.readouterr().err
+
+
+def test_samples_of_numpy_batches_are_counted():
+    import numpy
+
+    apply, params, buffers = ps.make_functional(nn.BatchNorm1d(3))
+    data = [(numpy.ones((32, 3), dtype="float32"), numpy.ones(32)) for _ in range(4)]
+    seen = []
+
+    def call(forward, batch):
+        seen.append(batch)
+        return forward(torch.from_numpy(batch[0]))
+
+    ps.precise_bn(apply, params, buffers, data, num_samples=64, call=call)
+    assert len(seen) == 2
+
+
+def test_errors_inside_the_model_are_not_blamed_on_the_loader():
+    _, params, buffers = ps.make_functional(nn.BatchNorm1d(3))
+    with pytest.raises(TypeError, match=r"^apply returned Tensor; expected \(out, new_buffers\)"):
+        ps.precise_bn(lambda p, b, x: x, params, buffers, [(normal(4, 3),)])
+
+
+def test_every_batch_must_reach_forward():
+    apply, params, buffers = ps.make_functional(nn.BatchNorm1d(3))
+    calls = iter([True, False])
+    with pytest.raises(ValueError, match="did not call forward"):
+        ps.precise_bn(apply, params, buffers, [normal(4, 3)] * 2, call=lambda forward, b: forward(b) if next(calls) else None)
+
+
+def test_a_variance_beyond_float32_skips_the_batch():
+    stats, *_ = gathered(nn.BatchNorm1d(1), [torch.tensor([[1e30], [-1e30]]), torch.tensor([[1.0], [2.0]])])
+    assert (stats.num_batches, stats.num_skipped) == (1, 1)
+
+
+def test_gathering_builds_no_graph():
+    apply, params, buffers = ps.make_functional(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    params = {name: p.requires_grad_() for name, p in params.items()}
+    stats = ps.accumulate_bn_stats(ps.init_bn_stats(buffers), apply, params, buffers, normal(8, 3))
+    assert not any(t.requires_grad for t in tensors(stats))

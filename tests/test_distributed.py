@@ -169,6 +169,13 @@ def _bn_stats(rank):
     few = ps.precise_bn(apply, params, buffers, share(rank), num_samples=8, group=dist.group.WORLD)
     firsts = [x for r in range(dist.get_world_size()) for x in share(r)[:1]]
     close(few["1.running_mean"], ps.precise_bn(apply, params, buffers, firsts)["1.running_mean"], rtol=1e-6, atol=1e-6)
+    taken = []
+    twos = [torch.ones(2, 1, 8, 8)] * 8
+    settings = {"num_samples": 8 * dist.get_world_size(), "group": dist.group.WORLD, "call": lambda f, x: taken.append(f(x))}
+    ps.precise_bn(apply, params, buffers, twos, **settings)
+    assert len(taken) == 4  # eight samples of each rank
+    skips = mine._replace(num_skipped=torch.tensor(rank + 1))
+    assert ps.all_reduce_bn_stats(skips).num_skipped == sum(r + 1 for r in range(dist.get_world_size()))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -187,6 +194,9 @@ def _bn_failures(rank):
     settings = {"group": dist.group.WORLD}
     with pytest.raises(OSError if rank else RuntimeError, match="disk" if rank else "failed on another rank of the group"):
         ps.precise_bn(apply, params, buffers, broken() if rank else [torch.randn(4, 1, 8, 8)] * 2, **settings)
+    once = [torch.randn(4, 1, 8, 8)] * 2
+    with pytest.raises(ValueError if rank else RuntimeError, match="once only" if rank else "failed on another rank"):
+        ps.precise_bn(apply, params, buffers, iter(once) if rank else once, normalize="sequential", **settings)
     with pytest.raises(ValueError, match="the loader gave no batch on any rank"):
         ps.precise_bn(apply, params, buffers, [], **settings)
 

@@ -191,7 +191,7 @@ def test_nnabla_equals_its_oracle(pattern, scale, factor, interval, change_at, n
     st.integers(0, 319),
     st.sampled_from([0.0, 0.2, 0.7]),
 )
-@settings(max_examples=25)
+@settings(max_examples=60)
 def test_fairseq_equals_its_oracle_until_it_raises_and_check_scaler_raises_then(
     pattern, scale, factor, window, tolerance, threshold, minimum, change_at, new_tolerance
 ):
@@ -222,6 +222,32 @@ def test_fairseq_stays_at_the_floor_and_can_grow_again():
 
 
 MOST = torch.finfo(torch.float32).max  # flax's ceiling, which is no power of two
+
+
+@given(
+    flags,
+    st.floats(2.0**-126, 2.0**127),
+    st.floats(1.001, 20),
+    st.floats(0.01, 0.999),
+    st.integers(1, 4),
+    st.integers(0, 5),
+)
+def test_torch_amp_equals_torchs_operator_with_any_setting(pattern, scale, growth, backoff, interval, count):
+    rule = interop.torch_amp.rule(scale, growth, backoff, interval)
+    state = rule.init()._replace(growth_tracker=torch.tensor(count, dtype=torch.int32))
+    expected = state[:2]
+    for bad in pattern:
+        expected = torch.ops.aten._amp_update_scale(*expected, torch.tensor([float(bad)]), growth, backoff, interval)
+        state = rule.update(state, torch.tensor(bad))
+        assert same_bits(state[:2], expected)
+
+
+@pytest.mark.parametrize(("overflows", "scale"), [(10**8 - 2, 16.0), (10**8 - 1, 8.0)])
+def test_fairseqs_share_of_overflows_is_not_rounded(overflows, scale):
+    rule = interop.fairseq.rule(init_scale=16.0, tolerance=0.1)
+    counts = {"iteration": 10**9, "last_rescale_iter": 0, "overflows_since_rescale": overflows}
+    state = rule.init()._replace(**{name: torch.tensor(count) for name, count in counts.items()})
+    assert rule.update(state, torch.tensor(True)).scale == scale
 
 
 # ---- the field's notes, peer by peer: where growth comes, and how the tolerance is refilled
@@ -267,6 +293,7 @@ def test_growth_comes_where_the_peers_does(rule, fresh, then, after_overflow):
         (interop.deepspeed.rule(0.25, min_scale=1.0, delayed_shift=1), "OO", [1, 1]),
         (interop.megatron.rule(2.0, min_scale=1.5, hysteresis=1), "OO", [1.5, 1.5]),
         (interop.jmp.rule(2.0), "OO", [1, 1]),
+        (interop.fairseq.rule(8.0, threshold=3.0), "OOO", [4, 3, 3]),
         (interop.flax.rule(scale=2.0**127, growth_interval=1), "...O", [2.0**127, MOST, MOST, MOST / 2]),
         (interop.torch_amp.rule(2.0**127, growth_interval=1), "..", [2.0**127] * 2),
         (interop.jmp.rule(2.0**127, period=1), "..", [2.0**127] * 2),
@@ -342,6 +369,14 @@ def test_update_under_vmap_equals_a_loop(name, pattern):
     batched = torch.vmap(rule.update)(stack(states), torch.tensor(pattern))
     for index, (state, bad) in enumerate(zip(states, pattern, strict=True)):
         assert same_bits(unstack(batched, index), rule.update(state, torch.tensor(bad)))
+
+
+@each_rule
+def test_overflows_in_a_row_are_counted_for_check_scaler(name):
+    rule = RULES[name]
+    assert [run(rule, [letter == "O" for letter in text]).consecutive_skips for text in ("", "O", "OO", "OO.", "OO.O")] == [0, 1, 2, 0, 1]
+    with pytest.raises(FloatingPointError):
+        ps.check_scaler(run(rule, [True] * 3), rule, max_skips=2)
 
 
 PATTERN = [letter == "O" for letter in "...O.O...OOO....O...."]
@@ -524,10 +559,12 @@ def test_fairseqs_optimizer_dict_restores_the_scale_and_starts_the_counts_anew()
 
 
 def test_a_fixed_scale_of_mmengine_uses_the_restored_one_once():
-    d = interop.mmengine.to_state_dict(interop.mmengine.rule(), interop.mmengine.rule().init())
+    dynamic = interop.mmengine.rule()
+    d = interop.mmengine.to_state_dict(dynamic, run(dynamic, [False] * 3))
     rule, state = interop.mmengine.from_state_dict(d, loss_scale=512.0)
-    assert state.scale == 65536
-    assert run(rule, [True], state).scale == 512
+    assert (state.scale, state.growth_tracker) == (65536, 3)
+    state = run(rule, [True, False], state)
+    assert (state.scale, state.growth_tracker) == (512, 3)
 
 
 @each_peer

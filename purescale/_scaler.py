@@ -266,8 +266,8 @@ def check_scaler(scaler: HasScale, rule: Any, max_skips: int | None = None) -> N
     floor = getattr(rule, "min_scale", None)
     if not (math.isfinite(scale) and scale > 0):
         raise FloatingPointError(
-            f"the loss scale is {scale}, which no rule of purescale produces: the state was damaged or written by something else. "
-            f"The next update brings it back to the floor. Cure: `scaler = rule.init(device)`."
+            f"the loss scale is {scale}, and no step can be taken with it: the state was damaged, or it is that of an interop rule whose "
+            f"peer has no floor or no ceiling. DynamicScale comes back by itself. Cure: `scaler = rule.init(device)`."
         )
     if skips and floor is not None and scale <= floor:
         raise FloatingPointError(

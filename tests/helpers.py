@@ -173,3 +173,15 @@ legal_rules = st.builds(
     st.integers(0, 20),
     st.integers(0, 20),
 )
+
+# Clean steps between overflows, for runs of 300 steps and more: long stretches and bursts.
+overflow_patterns = st.lists(st.integers(0, 25), min_size=20, max_size=40).map(
+    lambda gaps: ([bad for gap in gaps for bad in [False] * gap + [True]] + [False] * 300)[:320]
+)
+
+
+def steered(bad: bool, scale: float) -> bool:
+    """`bad`, unless the scale is about to leave the range of float32, where jax rounds to 0 and Python floats go on."""
+    if not 2.0**-100 < scale < 2.0**100:
+        return scale > 1
+    return bad

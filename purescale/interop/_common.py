@@ -1,0 +1,244 @@
+"""What the peers' files share: states made and moved, settings checked, state dicts read and told apart."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from .. import _tree
+from .._scaler import ScalerState
+
+Device = torch.device | str | None
+
+# ---- states ----------------------------------------------------------------------------------------------------------
+
+
+def scalar(value: float, dtype: torch.dtype, device: Device) -> Tensor:
+    """A 0-d tensor."""
+    return torch.full((), value, dtype=dtype, device=device)
+
+
+def scaler_state(scale: float, growth_tracker: int = 0, hysteresis_tracker: int = 0, device: Device = None) -> ScalerState:
+    """A `ScalerState` from host numbers."""
+    return ScalerState(
+        scale=scalar(scale, torch.float32, device),
+        growth_tracker=scalar(growth_tracker, torch.int32, device),
+        hysteresis_tracker=scalar(hysteresis_tracker, torch.int32, device),
+        consecutive_skips=scalar(0, torch.int32, device),
+    )
+
+
+def flag(found_inf: Any, scaler: Any, kind: type[Any]) -> Tensor:
+    """`found_inf` as a 0-d bool tensor, once it is sure that `scaler` is the state of this rule."""
+    if not isinstance(scaler, kind):
+        raise TypeError(f"update got a {type(scaler).__name__}; this rule's state is a {kind.__name__}. Cure: `rule.init(device)`.")
+    return _tree.flag(found_inf, like=scaler.scale)
+
+
+def moved(scaler: ScalerState, bad: Tensor, scale: Tensor, growth_tracker: Tensor) -> ScalerState:
+    """The next state of a rule without hysteresis. No tensor of `scaler` is handed on: a later donation would reach back into it."""
+    return ScalerState(
+        scale=scale,
+        growth_tracker=growth_tracker,
+        hysteresis_tracker=torch.zeros_like(scaler.hysteresis_tracker),
+        consecutive_skips=next_skips(scaler.consecutive_skips, bad),
+    )
+
+
+def next_skips(skips: Tensor, bad: Tensor) -> Tensor:
+    """Overflows in a row, for `check_scaler`."""
+    return torch.where(bad, skips + 1, 0)
+
+
+# ---- settings --------------------------------------------------------------------------------------------------------
+
+
+def settle(rule: Any, *names: str) -> None:
+    """Put fields of a frozen rule as `positive` floats, so that an equal setting is an equal rule whatever type it came in."""
+    for name in names:
+        object.__setattr__(rule, name, positive(name, getattr(rule, name)))
+
+
+def settle_counts(rule: Any, *names: str, least: int = 1) -> None:
+    """Put fields of a frozen rule as ints from `least` up."""
+    for name in names:
+        object.__setattr__(rule, name, whole(name, getattr(rule, name), least))
+
+
+def positive(name: str, value: Any) -> float:
+    """`value` as a float that is a positive, finite float32 too."""
+    number = float(real(name, value))
+    if not (math.isfinite(number) and 2.0**-149 <= number <= torch.finfo(torch.float32).max):
+        raise ValueError(f"{name} must be positive and finite in float32, got {value!r}. Cure: a power of two, as {name}=2.0.")
+    return number
+
+
+def check_factors(growth: tuple[str, float], backoff: tuple[str, float] | None = None) -> None:
+    """Refuse factors that do not grow, or do not back off."""
+    if growth[1] <= 1:
+        raise ValueError(f"{growth[0]} must be above 1, got {growth[1]!r}: the scale would never grow. Usual: 2.0.")
+    if backoff is not None and backoff[1] >= 1:
+        raise ValueError(f"{backoff[0]} must lie between 0 and 1, got {backoff[1]!r}: an overflow would repeat for ever. Usual: 0.5.")
+
+
+def check_bool(name: str, value: Any) -> None:
+    """Refuse what is not True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r} ({type(value).__name__}).")
+
+
+def whole(name: str, value: Any, least: int = 0, most: int = 2**31 - 1) -> int:
+    """`value` as an int from `least` to `most`."""
+    number = real(name, value)
+    if isinstance(number, numbers.Integral):
+        number = int(number)
+    if not isinstance(number, int):
+        raise TypeError(f"{name} must be a whole number, got {value!r} ({type(value).__name__}).")
+    if not least <= number <= most:
+        raise ValueError(f"{name} must be from {least} to {most}, got {value!r}.")
+    return int(number)
+
+
+def real(name: str, value: Any) -> Any:
+    """A host number. The arrays of jax and numpy count as such where they are 0-d: it is how their libraries keep one."""
+    if isinstance(value, Tensor):
+        raise TypeError(
+            f"{name} is a tensor of shape {tuple(value.shape)}, {value.dtype}; expected a number. Likely cause: the dict was put through "
+            f"something that turns numbers into tensors, or comes from another library. Cure: `{name}.item()`."
+        )
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__}).")
+    return value
+
+
+# ---- state dicts -----------------------------------------------------------------------------------------------------
+
+_OWNERS = {
+    "torch_amp": "torch.amp.GradScaler's",
+    "apex": "apex.amp's",
+    "nnabla": "nnabla's DynamicLossScalingUpdater's",
+    "deepspeed": "DeepSpeed's",
+    "megatron": "Megatron-LM's DynamicGradScaler's",
+    "flax": "flax's DynamicScale's",
+    "jmp": "jmp's DynamicLossScale's",
+    "keras": "Keras' LossScaleOptimizer's",
+    "fairseq": "fairseq's",
+    "mmengine": "MMEngine's OptimWrapper's",
+    "mmcv": "mmcv's LossScaler's",
+    "purescale": "a ScalerState of purescale's own",
+}
+
+# Keys that only this one has all of, asked in this order: a set that holds another comes first.
+_TELLING_KEYS = (
+    ("mmengine", {"apex_amp"}),
+    ("mmcv", {"cur_scale", "cur_iter", "mode"}),
+    ("deepspeed", {"cur_scale", "cur_iter"}),
+    ("purescale", {"scale", "growth_tracker", "hysteresis_tracker", "consecutive_skips"}),
+    ("megatron", {"scale", "growth_tracker", "hysteresis_tracker"}),
+    ("torch_amp", {"scale", "growth_factor", "_growth_tracker"}),
+    ("flax", {"scale", "fin_steps"}),
+    ("nnabla", {"scale", "_counter"}),
+    ("keras", {"dynamic_scale", "step_counter"}),
+    ("jmp", {"loss_scale", "counter"}),
+    ("fairseq", {"loss_scale", "_iter"}),
+    ("fairseq", {"loss_scale", "param_groups"}),
+)
+
+
+def owner(d: Mapping[str, Any]) -> str | None:
+    """Whose state dict this looks like."""
+    keys = set(d)
+    if any(isinstance(key, str) and re.fullmatch(r"loss_scaler\d+", key) for key in keys):
+        return "apex"
+    if "loss_scaler" in keys:
+        return "mmengine" if isinstance(d["loss_scaler"], Mapping) and "cur_scale" not in d["loss_scaler"] else "deepspeed"
+    return next((peer for peer, telling in _TELLING_KEYS if telling <= keys), None)
+
+
+def check_dict(d: Any, peer: str, required: Sequence[str], optional: Sequence[str] | None = ()) -> None:
+    """Refuse what is not `peer`'s state dict, saying whose it looks like. `optional=None`: it may hold anything besides."""
+    if not isinstance(d, Mapping):
+        raise TypeError(
+            f"interop.{peer}.from_state_dict takes a state dict with {_listed(required)}, got {type(d).__name__}. "
+            f"Cure: pass what `state_dict()` returned, or what torch.load read, not the object or its path."
+        )
+    if not d:
+        raise ValueError(
+            f"interop.{peer}.from_state_dict got an empty dict; expected {_listed(required)}. Likely cause: it was saved from a disabled "
+            f"scaler (enabled=False), which has no state. Cure: `rule = NoScale(); state = rule.init(device)`."
+        )
+    missing = [key for key in required if key not in d]
+    extra = [] if optional is None else [key for key in d if key not in required and key not in optional]
+    if missing or extra:
+        refuse(d, peer, required, missing, extra)
+
+
+def refuse(d: Mapping[str, Any], peer: str, required: Sequence[str], missing: Iterable[str] = (), extra: Iterable[Any] = ()) -> NoReturn:
+    """Say what is wrong with the keys of `d`, and whose it may be."""
+    found = owner(d)
+    if found in (peer, None):
+        cure = "Cure: pass the scaler's own dict as it was saved, not a checkpoint that holds it."
+    elif found in ("mmcv", "purescale"):
+        cure = f"This looks like {_OWNERS[found]}, for which there is no file here."
+    else:
+        cure = f"This looks like {_OWNERS[found]}. Cure: `interop.{found}.from_state_dict(d)`."
+    wrong = "".join(f" {what} {_listed(sorted(map(str, keys)))}." for what, keys in (("Missing:", missing), ("Unexpected:", extra)) if keys)
+    raise ValueError(f"interop.{peer}.from_state_dict expects {_listed(required)}; got {_listed(sorted(map(str, d)))}.{wrong} {cure}")
+
+
+def _listed(keys: Sequence[str]) -> str:
+    return _tree.some([repr(key) for key in keys], most=12)
+
+
+def with_settings(d: Mapping[str, Any], names: Iterable[str], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """`settings` and those of `d` in one; an error where the two differ."""
+    merged = dict(settings)
+    for name in names:
+        if name not in d:
+            continue
+        if name in merged and merged[name] != d[name]:
+            raise ValueError(
+                f"{name}={merged[name]!r} contradicts the state dict, which has {d[name]!r}. Cure: leave it out, and change the rule "
+                f"afterwards if that is meant: `dataclasses.replace(rule, {name}={merged[name]!r})`."
+            )
+        merged[name] = d[name]
+    return merged
+
+
+def saved_scale(name: str, value: Any) -> float:
+    """A scale out of a state dict, one that training can go on with."""
+    number = float(real(name, value))
+    if not (math.isfinite(number) and 2.0**-149 <= number <= torch.finfo(torch.float32).max):
+        raise ValueError(
+            f"the saved scale, {name}, is {value!r}; a loss can only be scaled by a positive, finite float32. Likely cause: the job had "
+            f"overflowed or grown without end before it was saved. Cure: `state = rule(...).init(device)`."
+        )
+    return number
+
+
+def check_saveable(peer: str, rule: Any, rule_kinds: tuple[type[Any], ...], scaler: Any, state_kind: type[Any]) -> None:
+    """Refuse a rule or a state that `peer`'s format cannot hold."""
+    if not isinstance(rule, rule_kinds):
+        raise TypeError(
+            f"interop.{peer}.to_state_dict got the rule {rule!r}; expected one that `interop.{peer}.rule(...)` returned. "
+            f"Likely cause: a rule of another library, whose settings have no place in this format."
+        )
+    if not isinstance(scaler, state_kind):
+        raise TypeError(
+            f"interop.{peer}.to_state_dict got a {type(scaler).__name__}; expected a {state_kind.__name__}. Likely cause: rule and state "
+            f"swapped, or the state of a whole step. Cure: to_state_dict(rule, state.scaler)."
+        )
+    stacked = [name for name, leaf in zip(scaler._fields, scaler, strict=True) if leaf.ndim]
+    if stacked:
+        raise ValueError(
+            f"interop.{peer}.to_state_dict takes one state of 0-d tensors; {_listed(stacked)} have more dimensions. Likely cause: states "
+            f"of an ensemble. Cure: one at a time, `type(state)(*(t[i] for t in state))`."
+        )

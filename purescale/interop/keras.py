@@ -1,0 +1,102 @@
+"""Keras' LossScaleOptimizer: factors of 2, neither floor nor ceiling."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._scaler import ScalerState
+from ._common import Device, check_dict, check_saveable, flag, moved, saved_scale, scaler_state, settle, settle_counts, whole, with_settings
+
+_STATE = ("step_counter", "dynamic_scale")
+_SETTINGS = ("initial_scale", "dynamic_growth_steps")
+
+
+@dataclasses.dataclass(frozen=True)
+class KerasScale:
+    """Equal to `scale / 2, 0` when bad, else `(scale * 2, 0) if step_counter == dynamic_growth_steps - 1 else (scale, step_counter + 1)`.
+
+    Bit for bit, except below 2**-126: jax, as a backend of Keras, rounds such a scale to 0. There is no floor and no
+    ceiling; a scale of 0 or inf takes no step, and `check_scaler` raises.
+
+    `initial_scale`: positive float32. `dynamic_growth_steps`: steps. Raises `ValueError` and `TypeError` otherwise, when made.
+
+    >>> import torch
+    >>> scaler = rule(initial_scale=8.0, dynamic_growth_steps=1)
+    >>> scaler.update(scaler.init(), torch.tensor(False)).scale
+    tensor(16.)
+
+    Source of the rule: keras/src/optimizers/loss_scale_optimizer.py.
+    """
+
+    initial_scale: float = 2.0**15
+    dynamic_growth_steps: int = 2000
+
+    def __post_init__(self) -> None:
+        settle(self, "initial_scale")
+        settle_counts(self, "dynamic_growth_steps")
+
+    def init(self, device: Device = None) -> ScalerState:
+        """The state to start from, on `device` (that of the gradients)."""
+        return scaler_state(self.initial_scale, device=device)
+
+    def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
+        """The state for the next step. `found_inf`: 0-d bool, True = the step was bad. Reads no value and never raises."""
+        bad = flag(found_inf, scaler, ScalerState)
+        grows = scaler.growth_tracker == self.dynamic_growth_steps - 1
+        scale = torch.where(grows, scaler.scale * 2, scaler.scale)
+        return moved(
+            scaler,
+            bad,
+            scale=torch.where(bad, scaler.scale * 0.5, scale),
+            growth_tracker=torch.where(bad | grows, 0, scaler.growth_tracker + 1),
+        )
+
+
+rule = KerasScale
+
+
+def from_state_dict(d: Mapping[str, Any], *, device: Device = None, **settings: Any) -> tuple[KerasScale, ScalerState]:
+    """Equal to `rule(**settings), state of d["dynamic_scale"], d["step_counter"]`.
+
+    `d`: Keras saves these two among the variables of the optimizer, so take its attributes:
+    `{"step_counter": int(optimizer.step_counter), "dynamic_scale": float(optimizer.dynamic_scale)}`. `dynamic_growth_steps` and
+    `initial_scale` may stand in it or in `settings`. `device`: that of the gradients.
+
+    Raises `ValueError` for another library's dict, an empty one, a scale that cannot train and a setting that contradicts
+    `d`; `TypeError` for what is no number.
+
+    >>> from_state_dict({"step_counter": 7, "dynamic_scale": 1024.0}, dynamic_growth_steps=100)[1].scale
+    tensor(1024.)
+
+    Source of the names: the variables of keras.optimizers.LossScaleOptimizer.
+    """
+    check_dict(d, "keras", _STATE, _SETTINGS)
+    scale = saved_scale("dynamic_scale", d["dynamic_scale"])
+    made = rule(**{"initial_scale": scale, **with_settings(d, _SETTINGS, settings)})
+    return made, scaler_state(scale, whole("step_counter", d["step_counter"]), device=device)
+
+
+def to_state_dict(rule: KerasScale, scaler: ScalerState) -> dict[str, Any]:
+    """Syncs with the host. Equal to the optimizer's attributes at this point: assign the first two, construct with the others.
+
+    `optimizer.step_counter.assign(d["step_counter"]); optimizer.dynamic_scale.assign(d["dynamic_scale"])`.
+
+    Raises `TypeError` for another library's rule, `ValueError` for stacked states.
+
+    >>> to_state_dict(rule(), rule().init())
+    {'step_counter': 0, 'dynamic_scale': 32768.0, 'initial_scale': 32768.0, 'dynamic_growth_steps': 2000}
+
+    Source of the names: the variables and arguments of keras.optimizers.LossScaleOptimizer.
+    """
+    check_saveable("keras", rule, (KerasScale,), scaler, ScalerState)
+    return {
+        "step_counter": int(scaler.growth_tracker),
+        "dynamic_scale": float(scaler.scale),
+        "initial_scale": rule.initial_scale,
+        "dynamic_growth_steps": rule.dynamic_growth_steps,
+    }

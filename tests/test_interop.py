@@ -1,0 +1,935 @@
+"""Rules of other libraries: their transitions, the laws, their state dicts, Apex's opt levels."""
+
+import dataclasses
+import math
+import types
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from helpers import Dispatched, Untouched, batch, clone, job, overflow_patterns, same_bits, shares_memory, stack, steered, tensors, unstack
+from hypothesis import given, settings
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import purescale as ps
+from purescale import interop
+
+PEERS = ("torch_amp", "apex", "nnabla", "deepspeed", "megatron", "flax", "jmp", "keras", "fairseq", "mmengine")
+
+# One rule a behaviour, each with an interval that a few steps reach.
+RULES = {
+    "torch_amp": interop.torch_amp.rule(init_scale=8.0, growth_factor=2.1, backoff_factor=0.3, growth_interval=2),
+    "apex": interop.apex.rule(init_scale=8.0, scale_window=2, min_loss_scale=1.0),
+    "apex-no-floor": interop.apex.rule(init_scale=8.0, scale_window=2),
+    "apex-static": interop.apex.rule(loss_scale=128.0),
+    "nnabla": interop.nnabla.rule(N=1),
+    "deepspeed": interop.deepspeed.rule(init_scale=8.0, scale_window=2),
+    "deepspeed-consecutive": interop.deepspeed.rule(init_scale=8.0, scale_window=2, consecutive_hysteresis=True),
+    "deepspeed-config": interop.deepspeed.rule(init_scale=8.0, scale_window=2, delayed_shift=1),
+    "deepspeed-static": interop.deepspeed.rule(init_scale=8.0, dynamic=False),
+    "megatron": interop.megatron.rule(initial_scale=8.0, growth_interval=2),
+    "flax": interop.flax.rule(scale=8.0, growth_interval=1),
+    "flax-no-floor": interop.flax.rule(scale=8.0, growth_interval=1, minimum_scale=None),
+    "jmp": interop.jmp.rule(loss_scale=8.0, period=2),
+    "keras": interop.keras.rule(initial_scale=8.0, dynamic_growth_steps=2),
+    "fairseq": interop.fairseq.rule(init_scale=8.0, scale_window=2, tolerance=0.3),
+    "fairseq-threshold": interop.fairseq.rule(init_scale=8.0, scale_window=2, threshold=1.0),
+    "mmengine": interop.mmengine.rule({"init_scale": 8.0, "growth_interval": 2}),
+    "mmengine-fixed": interop.mmengine.rule(100.0),
+}
+each_rule = pytest.mark.parametrize("name", RULES)
+each_peer = pytest.mark.parametrize("peer", PEERS)
+
+flags = st.lists(st.booleans(), min_size=1, max_size=12)
+
+
+def peer_of(name):
+    return getattr(interop, name.partition("-")[0])
+
+
+def run(rule, pattern, state=None):
+    state = rule.init() if state is None else state
+    for bad in pattern:
+        state = rule.update(state, torch.tensor(bad))
+    return state
+
+
+def scales(rule, text):
+    """`.` a clean step, `O` an overflow."""
+    state, seen = rule.init(), []
+    for letter in text:
+        state = rule.update(state, torch.tensor(letter == "O"))
+        seen.append(state.scale.item())
+    return seen
+
+
+# ---- oracles, written from the field's notes in plain Python floats
+
+
+class ApexOracle:
+    def __init__(self, *, dynamic, scale, window, floor, ceiling):
+        self.dynamic, self.window, self.floor, self.ceiling = dynamic, window, floor, ceiling
+        self.scale, self.unskipped = min(ceiling, scale) if dynamic else scale, 0
+
+    def update(self, bad):
+        if bad and self.dynamic:
+            half = self.scale / 2
+            self.scale = max(self.floor, half) if self.floor else half
+            self.unskipped = 0
+        else:
+            self.unskipped += 1
+        if self.unskipped == self.window and self.dynamic:
+            self.scale = min(self.ceiling, 2 * self.scale)
+            self.unskipped = 0
+
+
+class NnablaOracle:
+    def __init__(self, scale, factor, interval):
+        self.scale, self.factor, self.interval, self.counter = scale, factor, interval, 0
+
+    def update(self, bad):
+        if bad:
+            self.scale, self.counter = self.scale / self.factor, 0
+            return
+        if self.counter > self.interval:
+            self.scale, self.counter = self.scale * self.factor, 0
+        self.counter += 1
+
+
+class FairseqOracle:
+    """Two entry points: after a clean step, and on an overflow. Counts iterations, never clean steps."""
+
+    def __init__(self, scale, factor, window, tolerance, threshold, minimum):
+        self.scale, self.factor, self.window, self.tolerance = scale, factor, window, tolerance
+        self.threshold, self.minimum = threshold, minimum
+        self.iteration, self.overflow_at, self.rescaled_at, self.overflows = 0, -1, -1, 0
+
+    def update(self, bad):
+        if not bad:
+            if (self.iteration - self.overflow_at) % self.window == 0:
+                self.scale *= self.factor
+                self.rescaled_at = self.iteration
+        else:
+            before, since = self.scale, self.iteration - self.rescaled_at
+            self.overflow_at = self.iteration
+            self.overflows += 1
+            if self.overflows / float(since or 1000) >= self.tolerance:
+                self.scale /= self.factor
+                if self.threshold is not None:
+                    self.scale = max(self.scale, self.threshold)
+                self.rescaled_at, self.overflows = self.iteration, 0
+            if self.scale <= self.minimum:
+                self.scale = before
+                raise FloatingPointError
+        self.iteration += 1
+
+
+powers = st.integers(-10, 20).map(lambda exponent: 2.0**exponent)
+factors = st.sampled_from([2.0, 4.0, 16.0])
+
+
+@given(
+    overflow_patterns,
+    powers,
+    st.integers(1, 9),
+    st.one_of(st.none(), st.just(0.0), st.integers(-20, 10).map(lambda e: 2.0**e)),
+    st.integers(11, 30).map(lambda e: 2.0**e),
+    st.integers(0, 319),
+    st.integers(1, 9),
+)
+@settings(max_examples=25)
+def test_apex_equals_its_oracle(pattern, scale, window, floor, ceiling, change_at, new_window):
+    rule = interop.apex.rule(init_scale=scale, scale_window=window, min_loss_scale=floor, max_loss_scale=ceiling)
+    oracle = ApexOracle(dynamic=True, scale=scale, window=window, floor=floor, ceiling=ceiling)
+    state = rule.init()
+    for index, bad in enumerate(pattern):
+        if index == change_at:
+            rule, oracle.window = dataclasses.replace(rule, scale_window=new_window), new_window
+        bad = steered(bad, oracle.scale)
+        oracle.update(bad)
+        state = rule.update(state, torch.tensor(bad))
+        assert (state.scale.item(), state.growth_tracker.item()) == (oracle.scale, oracle.unskipped)
+
+
+@given(overflow_patterns, powers)
+@settings(max_examples=5)
+def test_apex_static_equals_its_oracle(pattern, scale):
+    rule, oracle = (
+        interop.apex.rule(loss_scale=str(scale)),
+        ApexOracle(dynamic=False, scale=scale, window=2000, floor=None, ceiling=2.0**24),
+    )
+    state = rule.init()
+    for bad in pattern:
+        oracle.update(bad)
+        state = rule.update(state, torch.tensor(bad))
+        assert (state.scale.item(), state.growth_tracker.item()) == (oracle.scale, oracle.unskipped)
+
+
+@given(overflow_patterns, powers, factors, st.integers(0, 9), st.integers(0, 319), st.integers(0, 9))
+@settings(max_examples=25)
+def test_nnabla_equals_its_oracle(pattern, scale, factor, interval, change_at, new_interval):
+    rule, oracle = interop.nnabla.rule(scale=scale, scaling_factor=factor, N=interval), NnablaOracle(scale, factor, interval)
+    state = rule.init()
+    for index, bad in enumerate(pattern):
+        if index == change_at:
+            rule, oracle.interval = dataclasses.replace(rule, N=new_interval), new_interval
+        bad = steered(bad, oracle.scale)
+        oracle.update(bad)
+        state = rule.update(state, torch.tensor(bad))
+        assert (state.scale.item(), state.growth_tracker.item()) == (oracle.scale, oracle.counter)
+
+
+@given(
+    overflow_patterns,
+    powers,
+    factors,
+    st.integers(1, 9),
+    st.sampled_from([0.0, 0.05, 0.1, 0.25, 1 / 3, 0.5, 1.0]),
+    st.one_of(st.none(), st.integers(-20, 10).map(lambda e: 2.0**e)),
+    st.sampled_from([0.0, 1e-4, 2.0**-90]),
+    st.integers(0, 319),
+    st.sampled_from([0.0, 0.2, 0.7]),
+)
+@settings(max_examples=60)
+def test_fairseq_equals_its_oracle_until_it_raises_and_check_scaler_raises_then(
+    pattern, scale, factor, window, tolerance, threshold, minimum, change_at, new_tolerance
+):
+    rule = interop.fairseq.rule(scale, factor, window, tolerance, threshold, minimum)
+    oracle = FairseqOracle(scale, factor, window, tolerance, threshold, minimum)
+    state = rule.init()
+    for index, bad in enumerate(pattern):
+        if index == change_at:
+            rule, oracle.tolerance = dataclasses.replace(rule, tolerance=new_tolerance), new_tolerance
+        bad = steered(bad, oracle.scale)
+        state = rule.update(state, torch.tensor(bad))
+        try:
+            oracle.update(bad)
+        except FloatingPointError:
+            with pytest.raises(FloatingPointError, match="smallest scale"):
+                ps.check_scaler(state, rule)
+            assert 0 < state.scale.item() <= minimum
+            return
+        ps.check_scaler(state, rule)
+        assert state.scale.item() == oracle.scale
+        counts = (oracle.iteration, oracle.overflow_at, oracle.rescaled_at, oracle.overflows)
+        assert tuple(count.item() for count in state[1:5]) == counts
+
+
+def test_fairseq_stays_at_the_floor_and_can_grow_again():
+    rule = interop.fairseq.rule(init_scale=4.0, min_loss_scale=1.0, scale_window=2)
+    assert scales(rule, "OOO....") == [2, 1, 1, 1, 2, 2, 4]
+
+
+MOST = torch.finfo(torch.float32).max  # flax's ceiling, which is no power of two
+
+
+@given(
+    flags,
+    st.floats(2.0**-126, 2.0**127),
+    st.floats(1.001, 20),
+    st.floats(0.01, 0.999),
+    st.integers(1, 4),
+    st.integers(0, 5),
+)
+def test_torch_amp_equals_torchs_operator_with_any_setting(pattern, scale, growth, backoff, interval, count):
+    rule = interop.torch_amp.rule(scale, growth, backoff, interval)
+    state = rule.init()._replace(growth_tracker=torch.tensor(count, dtype=torch.int32))
+    expected = state[:2]
+    for bad in pattern:
+        expected = torch.ops.aten._amp_update_scale(*expected, torch.tensor([float(bad)]), growth, backoff, interval)
+        state = rule.update(state, torch.tensor(bad))
+        assert same_bits(state[:2], expected)
+
+
+@pytest.mark.parametrize(("overflows", "scale"), [(10**8 - 2, 16.0), (10**8 - 1, 8.0)])
+def test_fairseqs_share_of_overflows_is_not_rounded(overflows, scale):
+    rule = interop.fairseq.rule(init_scale=16.0, tolerance=0.1)
+    counts = {"iteration": 10**9, "last_rescale_iter": 0, "overflows_since_rescale": overflows}
+    state = rule.init()._replace(**{name: torch.tensor(count) for name, count in counts.items()})
+    assert rule.update(state, torch.tensor(True)).scale == scale
+
+
+# ---- the field's notes, peer by peer: where growth comes, and how the tolerance is refilled
+
+
+@pytest.mark.parametrize(
+    ("rule", "fresh", "then", "after_overflow"),
+    [
+        (interop.torch_amp.rule(growth_interval=3), 3, 3, 3),
+        (interop.apex.rule(scale_window=3), 3, 3, 3),
+        (interop.nnabla.rule(N=3), 5, 4, 5),
+        (interop.deepspeed.rule(scale_window=3), 4, 3, 4),
+        (interop.megatron.rule(growth_interval=3), 3, 3, 3),
+        (interop.flax.rule(growth_interval=3), 4, 4, 4),
+        (interop.jmp.rule(loss_scale=8.0, period=3), 3, 3, 3),
+        (interop.keras.rule(dynamic_growth_steps=3), 3, 3, 3),
+        (interop.fairseq.rule(scale_window=3), 3, 3, 3),
+    ],
+    ids=lambda value: type(value).__name__ if dataclasses.is_dataclass(value) else None,
+)
+def test_growth_comes_where_the_peers_does(rule, fresh, then, after_overflow):
+    def clean_steps_until_growth(state):
+        for steps in range(1, 10):
+            new = rule.update(state, torch.tensor(False))
+            if new.scale > state.scale:
+                return steps, new
+            state = new
+        raise AssertionError
+
+    steps, state = clean_steps_until_growth(rule.init())
+    assert steps == fresh
+    steps, state = clean_steps_until_growth(state)
+    assert steps == then
+    assert clean_steps_until_growth(rule.update(state, torch.tensor(True)))[0] == after_overflow
+
+
+@pytest.mark.parametrize(
+    ("rule", "text", "expected"),
+    [
+        (interop.deepspeed.rule(16.0, scale_window=1000, delayed_shift=2), "O.O.OO", [16, 16, 8, 8, 4, 2]),
+        (interop.deepspeed.rule(16.0, scale_window=1000, delayed_shift=2, consecutive_hysteresis=True), "O.O.OO", [16, 16, 16, 16, 16, 8]),
+        (interop.megatron.rule(16.0, hysteresis=2), "O.OO.O", [16, 16, 8, 4, 4, 2]),
+        (interop.deepspeed.rule(0.25, min_scale=1.0, delayed_shift=1), "OO", [1, 1]),
+        (interop.megatron.rule(2.0, min_scale=1.5, hysteresis=1), "OO", [1.5, 1.5]),
+        (interop.jmp.rule(2.0), "OO", [1, 1]),
+        (interop.fairseq.rule(8.0, threshold=3.0), "OOO", [4, 3, 3]),
+        (interop.flax.rule(scale=2.0**127, growth_interval=1), "...O", [2.0**127, MOST, MOST, MOST / 2]),
+        (interop.torch_amp.rule(2.0**127, growth_interval=1), "..", [2.0**127] * 2),
+        (interop.jmp.rule(2.0**127, period=1), "..", [2.0**127] * 2),
+        (interop.megatron.rule(2.0**127, growth_interval=1), "..O", [math.inf] * 3),
+        (interop.keras.rule(2.0**127, dynamic_growth_steps=1), "..O", [math.inf] * 3),
+        (interop.torch_amp.rule(2.0**-148), "OOO.", [2.0**-149, 0, 0, 0]),
+        (interop.apex.rule(init_scale=2.0**-148), "OOO.", [2.0**-149, 0, 0, 0]),
+    ],
+)  # fmt: skip
+def test_tolerance_floor_and_ceiling_are_the_peers(rule, text, expected):
+    assert scales(rule, text) == expected
+
+
+def test_torchs_count_resets_even_where_growth_is_refused():
+    rule = interop.torch_amp.rule(2.0**127, growth_interval=2)
+    assert run(rule, [False] * 2).growth_tracker == 0
+
+
+@pytest.mark.parametrize(
+    ("rule", "change", "grows"),
+    [
+        (interop.torch_amp.rule(), {"growth_interval": 3}, False),
+        (interop.megatron.rule(), {"growth_interval": 3}, False),
+        (interop.keras.rule(), {"dynamic_growth_steps": 3}, False),
+        (interop.apex.rule(), {"scale_window": 3}, False),
+        (interop.jmp.rule(8.0), {"period": 3}, True),
+        (interop.deepspeed.rule(), {"scale_window": 3}, True),
+        (interop.nnabla.rule(), {"N": 3}, True),
+        (interop.fairseq.rule(), {"scale_window": 3}, True),
+    ],
+    ids=lambda value: type(value).__name__ if dataclasses.is_dataclass(value) else None,
+)
+def test_an_interval_lowered_below_the_count_stops_growth_where_it_does_in_the_peer(rule, change, grows):
+    state = run(rule, [False] * 7)
+    assert (run(dataclasses.replace(rule, **change), [False] * 20, state).scale > state.scale).item() is grows
+
+
+def test_deepspeed_raises_where_check_scaler_raises():
+    rule = interop.deepspeed.rule(init_scale=2.0, min_scale=1.0, delayed_shift=1)
+    state = run(rule, [True, True])  # the second is the one that raises there
+    assert state.scale == 1
+    with pytest.raises(FloatingPointError, match="smallest scale"):
+        ps.check_scaler(state, rule)
+
+
+# ---- the laws
+
+
+@each_rule
+@given(pattern=flags)
+@settings(max_examples=10)
+def test_update_is_pure_and_reads_nothing(name, pattern):
+    rule = RULES[name]
+    state = rule.init()
+    for bad in pattern:
+        flag = torch.tensor(bad)
+        with Untouched((state, flag)), Dispatched() as dispatched:
+            new = rule.update(state, flag)
+        assert dispatched.reads == 0
+        assert not shares_memory((state, flag), new)
+        assert [(leaf.dtype, leaf.shape) for leaf in new] == [(leaf.dtype, leaf.shape) for leaf in state]
+        assert type(new) is type(state)
+        assert same_bits(new, rule.update(state, flag))
+        state = new
+
+
+@each_rule
+@given(pattern=flags)
+@settings(max_examples=10)
+def test_update_under_vmap_equals_a_loop(name, pattern):
+    rule = RULES[name]
+    states = [run(rule, pattern[:index]) for index in range(len(pattern))]
+    batched = torch.vmap(rule.update)(stack(states), torch.tensor(pattern))
+    for index, (state, bad) in enumerate(zip(states, pattern, strict=True)):
+        assert same_bits(unstack(batched, index), rule.update(state, torch.tensor(bad)))
+
+
+@each_rule
+def test_overflows_in_a_row_are_counted_for_check_scaler(name):
+    rule = RULES[name]
+    assert [run(rule, [letter == "O" for letter in text]).consecutive_skips for text in ("", "O", "OO", "OO.", "OO.O")] == [0, 1, 2, 0, 1]
+    with pytest.raises(FloatingPointError):
+        ps.check_scaler(run(rule, [True] * 3), rule, max_skips=2)
+
+
+PATTERN = [letter == "O" for letter in "...O.O...OOO....O...."]
+
+
+@each_rule
+def test_update_compiles_to_one_graph_with_the_same_bits(name):
+    rule = RULES[name]
+    backend = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(rule.update, fullgraph=True, backend=backend)
+    eager = other = rule.init()
+    for bad in PATTERN:
+        eager, other = rule.update(eager, torch.tensor(bad)), compiled(other, torch.tensor(bad))
+        assert same_bits(eager, other)
+    assert backend.frame_count == 1
+
+
+def test_all_rules_compiled_by_inductor_have_the_same_bits():
+    def update(states, bad):
+        return {name: RULES[name].update(state, bad) for name, state in states.items()}
+
+    compiled = torch.compile(update, fullgraph=True)
+    eager = other = {name: rule.init() for name, rule in RULES.items()}
+    for bad in PATTERN:
+        eager, other = update(eager, torch.tensor(bad)), compiled(other, torch.tensor(bad))
+        assert same_bits(eager, other)
+
+
+@each_rule
+def test_rules_are_values(name):
+    rule = RULES[name]
+    assert rule == dataclasses.replace(rule)
+    assert hash(rule) == hash(dataclasses.replace(rule))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        rule.scale_window = 1
+
+
+def test_equal_settings_are_equal_rules_whatever_type_they_came_in():
+    assert interop.apex.rule(loss_scale="128.0") == interop.apex.rule(loss_scale=128) == interop.apex.rule(loss_scale=128.0)
+    assert interop.jmp.rule(
+        np.asarray(8.0, np.float32), np.zeros([], np.int32), min_loss_scale=np.ones([], np.float32)
+    ) == interop.jmp.rule(8)
+    assert hash(interop.flax.rule(scale=np.float32(8))) == hash(interop.flax.rule(scale=8.0))
+
+
+@each_rule
+@given(
+    scale=st.sampled_from([0.0, math.inf, math.nan, 2.0**-149, 2.0**-140, 2.0**-20, 2.0**100, 2.0**127, 3.4e38]),
+    grad=st.lists(st.floats(width=32), min_size=2, max_size=2),
+)
+@settings(max_examples=25)
+def test_parameters_stay_finite_at_whatever_scale_a_replica_reaches(name, scale, grad):
+    state = RULES[name].init()._replace(scale=torch.tensor(scale))
+    sgd, params = ps.from_torch(torch.optim.SGD, lr=2.0**-10), {"w": torch.ones(2)}
+    scaled = {"w": torch.tensor(grad) * state.scale}
+    out = ps.unscale_and_step(sgd, state, params, scaled, sgd.init(params))
+    assert torch.isfinite(out.params["w"]).all()
+    if not (math.isfinite(scale) and scale > 0):
+        assert out.found_inf
+        assert same_bits(out.params, params)
+    with Untouched(state):
+        RULES[name].update(state, out.found_inf)
+
+
+@each_rule
+def test_a_rule_goes_where_dynamic_scale_goes(name):
+    state, step = job(ps.from_torch(torch.optim.SGD, lr=0.1), RULES[name])
+    first = state
+    for index in range(3):
+        state, info = step(state, [batch(index)])
+        assert not info.found_inf
+    assert type(state.scaler) is type(first.scaler)
+    assert not same_bits(state.params, first.params)
+
+
+@each_rule
+def test_another_rules_state_is_refused(name):
+    rule = RULES[name]
+    wrong = interop.fairseq.rule().init() if not name.startswith("fairseq") else ps.DynamicScale().init()
+    with pytest.raises(TypeError, match="this rule's state is a"):
+        rule.update(wrong, torch.tensor(False))
+
+
+# ---- state dicts
+
+
+def given_settings(name, rule):
+    """What the peer's state dict does not hold, for `from_state_dict`."""
+    held = {
+        "torch_amp": ("init_scale",),
+        "apex": tuple(field.name for field in dataclasses.fields(rule)),
+        "nnabla": (),
+        "deepspeed": ("init_scale",),
+        "megatron": tuple(field.name for field in dataclasses.fields(rule)),
+        "flax": ("growth_factor", "backoff_factor", "growth_interval", "minimum_scale"),
+        "jmp": (),
+        "keras": (),
+        "fairseq": ("init_scale",),
+        "mmengine": ("loss_scale",) if name == "mmengine-fixed" else ("init_scale",),
+    }
+    return {key: getattr(rule, key) for key in held[name.partition("-")[0]]}
+
+
+@each_rule
+@given(pattern=flags)
+@settings(max_examples=10)
+def test_a_state_dict_restores_rule_and_state(name, pattern):
+    rule, peer = RULES[name], peer_of(name)
+    state = run(rule, pattern)
+    d = peer.to_state_dict(rule, state)
+    restored_rule, restored = peer.from_state_dict(d, **given_settings(name, rule))
+    assert same_bits(restored[:-1], state[:-1])
+    assert restored.consecutive_skips == 0
+    assert peer.to_state_dict(restored_rule, restored) == d
+    # What init starts from is the saved state in those that call it scale and counter.
+    began_at = {"nnabla": ("scale",), "flax": ("scale", "fin_steps"), "jmp": ("loss_scale", "counter")}.get(name.partition("-")[0], ())
+    assert dataclasses.replace(restored_rule, **{key: getattr(rule, key) for key in began_at}) == rule
+    assert same_bits(run(rule, PATTERN, restored), run(restored_rule, PATTERN, restored))
+
+
+@each_rule
+def test_a_state_dict_holds_no_tensor_of_the_state_and_torch_load_takes_it(name, tmp_path):
+    rule, peer = RULES[name], peer_of(name)
+    state = rule.init()
+    d = peer.to_state_dict(rule, state)
+    assert not shares_memory(d, state)
+    torch.save(d, tmp_path / "scaler.pt")
+    assert (
+        peer.to_state_dict(*peer.from_state_dict(torch.load(tmp_path / "scaler.pt", weights_only=True), **given_settings(name, rule))) == d
+    )
+
+
+def test_apex_with_several_losses_keeps_them_in_order():
+    _, rules = interop.apex.initialize("O1", num_losses=12)
+    states = tuple(run(rule, [True] * index) for index, rule in enumerate(rules))
+    d = interop.apex.to_state_dict(rules, states)
+    assert list(d) == [f"loss_scaler{index}" for index in range(12)]
+    restored_rules, restored = interop.apex.from_state_dict(dict(reversed(d.items())), init_scale=2.0**16)
+    assert restored_rules == rules
+    assert [state.scale.item() for state in restored] == [2.0 ** (16 - index) for index in range(12)]
+    wrapped = interop.mmengine.to_state_dict(rules, states)
+    assert wrapped == {"apex_amp": d}
+    assert interop.mmengine.from_state_dict(wrapped, init_scale=2.0**16)[0] == rules
+
+
+def test_deepspeeds_flat_format_has_no_hysteresis():
+    d = {"dynamic_loss_scale": True, "cur_scale": 256.0, "cur_iter": 40, "last_overflow_iter": 30, "scale_factor": 2.0, "scale_window": 100}
+    rule, state = interop.deepspeed.from_state_dict({**d, "optimizer_state_dict": {}, "clip_grad": 0.0}, min_scale=0.25)
+    assert (rule.delayed_shift, rule.min_scale, rule.scale_window) == (1, 0.25, 100)
+    assert run(rule, [True] * 11, state).scale == 0.25
+
+
+@pytest.mark.parametrize("as_object", [True, False])
+def test_deepspeeds_zero_format_keeps_hysteresis(as_object):
+    attributes = {
+        "cur_scale": 256.0, "dynamic": True, "cur_iter": 40, "last_overflow_iter": 30, "scale_factor": 2.0, "scale_window": 100,
+        "min_scale": 1, "delayed_shift": 3, "cur_hysteresis": 2, "consecutive_hysteresis": True, "raise_error_at_min_scale": False,
+        "dtype": torch.half,
+    }  # fmt: skip
+    scaler = types.SimpleNamespace(**attributes) if as_object else attributes
+    rule, state = interop.deepspeed.from_state_dict({"loss_scaler": scaler, "dynamic_loss_scale": True, "overflow": False})
+    assert state.cur_hysteresis == 2
+    assert rule == interop.deepspeed.rule(256.0, 100, 1.0, 3, True, False)
+
+
+def test_deepspeeds_static_scaler():
+    for d in (
+        {"dynamic_loss_scale": False, "cur_scale": 128.0, "cur_iter": 3},
+        {"loss_scaler": types.SimpleNamespace(cur_scale=128, dynamic=False), "dynamic_loss_scale": False},
+    ):
+        rule, state = interop.deepspeed.from_state_dict(d)
+        assert run(rule, [False, True, True], state).scale == 128
+
+
+def test_fairseqs_optimizer_dict_restores_the_scale_and_starts_the_counts_anew():
+    d = {"state": {}, "param_groups": [], "loss_scale": 64.0}
+    rule, state = interop.fairseq.from_state_dict(d, scale_window=3)
+    assert same_bits(state, interop.fairseq.rule(64.0, scale_window=3).init())
+    assert rule.scale_window == 3
+
+
+def test_a_fixed_scale_of_mmengine_uses_the_restored_one_once():
+    dynamic = interop.mmengine.rule()
+    d = interop.mmengine.to_state_dict(dynamic, run(dynamic, [False] * 3))
+    rule, state = interop.mmengine.from_state_dict(d, loss_scale=512.0)
+    assert (state.scale, state.growth_tracker) == (65536, 3)
+    state = run(rule, [True, False], state)
+    assert (state.scale, state.growth_tracker) == (512, 3)
+
+
+@each_peer
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_restored_state_is_on_the_device_that_is_asked_for(peer, device):
+    module, rule = getattr(interop, peer), RULES[peer]
+    _, state = module.from_state_dict(module.to_state_dict(rule, rule.init()), device=device, **given_settings(peer, rule))
+    assert {t.device.type for t in tensors(state)} == {t.device.type for t in tensors(rule.init(device))} == {device}
+
+
+# ---- bad state dicts
+
+
+def sample(peer):
+    return getattr(interop, peer).to_state_dict(RULES[peer], RULES[peer].init())
+
+
+@pytest.mark.parametrize("other", PEERS)
+@each_peer
+def test_another_peers_state_dict_is_named(peer, other):
+    if peer == other:
+        return
+    with pytest.raises(ValueError, match=rf"interop\.{peer}\..* expects .*This looks like .*`interop\.{other}\.from_state_dict\(d\)`"):
+        getattr(interop, peer).from_state_dict(sample(other))
+
+
+@each_peer
+def test_the_state_dicts_of_those_without_a_file_are_named(peer):
+    mmcv = {"cur_scale": 4.0, "cur_iter": 1, "mode": "dynamic", "last_overflow_iter": -1, "scale_factor": 2.0, "scale_window": 1000}
+    for d, whose in ((mmcv, "mmcv's LossScaler"), (ps.DynamicScale().init()._asdict(), "a ScalerState of purescale's own")):
+        with pytest.raises(ValueError, match=f"This looks like {whose}"):
+            getattr(interop, peer).from_state_dict(d)
+
+
+@each_peer
+def test_the_empty_dict_of_a_disabled_scaler_is_named(peer):
+    with pytest.raises(ValueError, match=r"disabled scaler .*NoScale\(\)"):
+        getattr(interop, peer).from_state_dict({})
+
+
+def test_a_disabled_scaler_inside_of_mmengines_dict_is_named():
+    with pytest.raises(ValueError, match="disabled scaler"):
+        interop.mmengine.from_state_dict({"state": {}, "param_groups": [], "loss_scaler": {}})
+
+
+@each_peer
+@pytest.mark.parametrize("d", [None, [], "scaler.pt", 1.0, torch.ones(1)])
+def test_what_is_no_dict_is_refused(peer, d):
+    with pytest.raises(TypeError, match="takes a state dict"):
+        getattr(interop, peer).from_state_dict(d)
+
+
+@each_peer
+def test_a_whole_checkpoint_is_refused(peer):
+    with pytest.raises(ValueError, match="not a checkpoint that holds it"):
+        getattr(interop, peer).from_state_dict({"model": {}, "epoch": 3})
+
+
+def innermost(d):
+    """The dict that holds the numbers."""
+    for key in ("apex_amp", "loss_scaler", "loss_scaler0"):
+        if key in d:
+            return innermost(d[key])
+    return d
+
+
+SCALES = {"scale", "loss_scale", "cur_scale", "dynamic_scale"}
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan, 1e39, 1e-60])
+@each_peer
+def test_a_scale_that_cannot_train_is_refused(peer, value):
+    d = sample(peer)
+    (key,) = SCALES & set(innermost(d))
+    innermost(d)[key] = torch.tensor([value]) if peer == "megatron" else value
+    with pytest.raises(ValueError, match=r"the saved scale.*Cure: `state = rule\("):
+        getattr(interop, peer).from_state_dict(d)
+
+
+@each_peer
+def test_tensors_where_numbers_are_expected_are_refused(peer):
+    for key in innermost(sample(peer)):
+        d = sample(peer)
+        value = innermost(d)[key]
+        if peer == "megatron" and key == "scale":
+            innermost(d)[key] = 8.0
+            match = "float32 tensor of one element"
+        elif isinstance(value, (bool, str, type(None))):
+            continue
+        else:
+            innermost(d)[key] = torch.tensor(value)
+            match = r"is a tensor of shape \(\), .*\.item\(\)"
+        with pytest.raises(TypeError, match=match):
+            getattr(interop, peer).from_state_dict(d)
+
+
+rubbish = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.floats(),
+    st.text(max_size=3),
+    st.just({}),
+    st.just([1]),
+    st.builds(torch.tensor, st.floats(width=32)),
+    st.builds(torch.ones, st.sampled_from([0, 1, 2])),
+    st.just(object()),
+)
+
+
+@each_peer
+@given(data=st.data())
+@settings(max_examples=60)
+def test_a_fuzzed_state_dict_is_a_clear_error_or_a_usable_state(peer, data):
+    d = sample(peer)
+    inner = innermost(d)
+    key = data.draw(st.sampled_from(sorted(inner)))
+    what = data.draw(st.sampled_from(["drop", "replace", "add"]))
+    if what == "drop":
+        del inner[key]
+    elif what == "replace":
+        inner[key] = data.draw(rubbish)
+    else:
+        inner[data.draw(st.one_of(st.text(max_size=3), st.integers(), st.just("param_groups")))] = data.draw(rubbish)
+    before, names = clone(d), list(inner)
+    try:
+        rule, state = getattr(interop, peer).from_state_dict(d)
+    except (TypeError, ValueError) as error:
+        refused = str(error)
+    else:
+        refused = None
+        ps.check_scaler(rule.update(state, torch.tensor(False)), rule)
+    assert refused is None or any(word in refused for word in ("from_state_dict", *map(str, names)))
+    assert [*d] == [*before]
+
+
+@pytest.mark.parametrize(
+    ("peer", "contradiction"),
+    [
+        ("torch_amp", {"growth_interval": 3}),
+        ("apex", {"loss_scale": 4.0}),
+        ("nnabla", {"N": 3}),
+        ("nnabla", {"scale": 3.0}),
+        ("deepspeed", {"delayed_shift": 9}),
+        ("flax", {"scale": 3.0}),
+        ("flax", {"fin_steps": 3}),
+        ("jmp", {"period": 3}),
+        ("jmp", {"min_loss_scale": 0.5}),
+        ("keras", {"dynamic_growth_steps": 3}),
+        ("fairseq", {"tolerance": 0.5}),
+        ("mmengine", {"growth_interval": 3}),
+        ("mmengine", {"loss_scale": {"growth_factor": 4.0}}),
+    ],
+)
+def test_a_setting_that_contradicts_the_state_dict_is_refused(peer, contradiction):
+    with pytest.raises(ValueError, match="contradicts"):
+        getattr(interop, peer).from_state_dict(sample(peer), **contradiction)
+
+
+def test_a_setting_that_agrees_with_the_state_dict_is_taken():
+    assert interop.torch_amp.from_state_dict(sample("torch_amp"), growth_interval=2)[0].growth_interval == 2
+
+
+@each_peer
+def test_an_unknown_setting_is_refused_by_name(peer):
+    with pytest.raises(TypeError, match="patience"):
+        getattr(interop, peer).from_state_dict(sample(peer), patience=3)
+
+
+@each_peer
+def test_a_rule_or_state_that_the_format_cannot_hold_is_refused(peer):
+    module, rule = getattr(interop, peer), RULES[peer]
+    with pytest.raises(TypeError, match="expected one that"):
+        module.to_state_dict(ps.DynamicScale(), ps.DynamicScale().init())
+    with pytest.raises(TypeError, match="swapped"):
+        module.to_state_dict(rule, {"scale": 8.0})
+    with pytest.raises(ValueError, match="states of an ensemble"):
+        module.to_state_dict(rule, stack([rule.init(), rule.init()]))
+
+
+def test_as_many_states_as_rules():
+    rule = interop.apex.rule()
+    with pytest.raises(ValueError, match=r"2 rule\(s\) and 1 state\(s\)"):
+        interop.apex.to_state_dict((rule, rule), (rule.init(),))
+
+
+# ---- bad settings
+
+
+@pytest.mark.parametrize(
+    ("peer", "bad", "message"),
+    [
+        ("torch_amp", {"init_scale": -1.0}, "init_scale must be positive"),
+        ("torch_amp", {"init_scale": math.nan}, "init_scale must be positive"),
+        ("torch_amp", {"growth_factor": 1.0}, "growth_factor must be above 1"),
+        ("torch_amp", {"backoff_factor": 1.0}, "backoff_factor must lie between"),
+        ("torch_amp", {"backoff_factor": -1.0}, "backoff_factor must be positive"),
+        ("torch_amp", {"growth_interval": 0}, "growth_interval must be from 1"),
+        ("apex", {"loss_scale": "dynamik"}, "'dynamic', a number.*'dynamik'.*Cure"),
+        ("apex", {"loss_scale": 0.0}, "loss_scale must be positive"),
+        ("apex", {"loss_scale": "inf"}, "loss_scale must be positive"),
+        ("apex", {"min_loss_scale": 2.0**30}, "min_loss_scale <= max_loss_scale"),
+        ("apex", {"min_loss_scale": -2.0}, "min_loss_scale must be positive"),
+        ("apex", {"scale_window": 0}, "scale_window must be from 1"),
+        ("nnabla", {"N": -1}, "N must be from 0"),
+        ("nnabla", {"scaling_factor": 1.0}, "scaling_factor must be above 1"),
+        ("deepspeed", {"delayed_shift": 0}, "delayed_shift must be from 1"),
+        ("deepspeed", {"scale_factor": 0.5}, "scale_factor must be above 1"),
+        ("deepspeed", {"min_scale": 0.0}, "min_scale must be positive"),
+        ("megatron", {"min_scale": 2.0**40}, "min_scale <= initial_scale"),
+        ("megatron", {"hysteresis": 0}, "hysteresis must be from 1"),
+        ("flax", {"minimum_scale": 0.0}, "minimum_scale must be positive"),
+        ("flax", {"fin_steps": -1}, "fin_steps must be from 0"),
+        ("jmp", {"loss_scale": 8.0, "factor": 1}, "factor must be above 1"),
+        ("jmp", {"loss_scale": 8.0, "period": 0}, "period must be from 1"),
+        ("keras", {"dynamic_growth_steps": 0}, "dynamic_growth_steps must be from 1"),
+        ("fairseq", {"tolerance": 1.5}, "tolerance must be from 0 to 1"),
+        ("fairseq", {"threshold": -1.0}, "threshold must be finite and not negative"),
+        ("fairseq", {"min_loss_scale": math.nan}, "min_loss_scale must be finite"),
+        ("mmengine", {"loss_scale": "dynamik"}, "'dynamic', a float, or a dict"),
+        ("mmengine", {"loss_scale": 0.0}, "loss_scale must be positive"),
+    ],
+)
+def test_a_setting_out_of_range_is_refused_by_name(peer, bad, message):
+    with pytest.raises(ValueError, match=message):
+        getattr(interop, peer).rule(**bad)
+
+
+@pytest.mark.parametrize(
+    ("peer", "bad", "message"),
+    [
+        ("torch_amp", {"init_scale": "65536"}, "init_scale must be a number"),
+        ("torch_amp", {"init_scale": torch.tensor(8.0)}, "init_scale is a tensor"),
+        ("torch_amp", {"growth_interval": 2.5}, "growth_interval must be a whole number"),
+        ("apex", {"loss_scale": True}, "loss_scale must be a number"),
+        ("apex", {"loss_scale": None}, "loss_scale must be a number"),
+        ("nnabla", {"N": 2.5}, "N must be a whole number"),
+        ("deepspeed", {"consecutive_hysteresis": 1}, "consecutive_hysteresis must be True or False"),
+        ("jmp", {"loss_scale": [8.0]}, "loss_scale must be a number"),
+        ("fairseq", {"threshold": "1"}, "threshold must be a number"),
+        ("mmengine", {"loss_scale": None}, "loss_scale must be a number"),
+    ],
+)
+def test_a_setting_of_the_wrong_type_is_refused_by_name(peer, bad, message):
+    with pytest.raises(TypeError, match=message):
+        getattr(interop, peer).rule(**bad)
+
+
+# ---- Apex's opt levels
+
+LEVELS = {
+    "O0": ("params=float32,compute=float32,output=float32", 1.0),
+    "O1": ("params=float32,compute=autocast(float16),output=float32", "dynamic"),
+    "O2": ("params=float32,compute=float16,output=float32,norms=float32", "dynamic"),
+    "O3": ("params=float16,compute=float16,output=float32,norms=float16", 1.0),
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_opt_level_is_apexs(level):
+    policy, rule = interop.apex.initialize(level)
+    assert policy == ps.policy(LEVELS[level][0])
+    assert rule == interop.apex.rule(loss_scale=LEVELS[level][1])
+
+
+def test_o1_is_the_default():
+    assert interop.apex.initialize() == interop.apex.initialize("O1")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("given", "expected"), [("dynamic", "dynamic"), ("128.0", 128.0), (128.0, 128.0), (128, 128.0)])
+def test_loss_scale_overrides_every_level(level, given, expected):
+    assert interop.apex.initialize(level, loss_scale=given)[1] == interop.apex.rule(loss_scale=expected)
+
+
+def test_floor_and_ceiling_reach_the_rule():
+    rule = interop.apex.initialize("O2", min_loss_scale=4.0, max_loss_scale=16.0)[1]
+    assert (rule.init().scale, rule.min_scale) == (16.0, 4.0)
+    assert run(rule, [True] * 5).scale == 4
+
+
+@pytest.mark.parametrize(
+    ("level", "overrides", "expected"),
+    [
+        ("O2", {"keep_batchnorm_fp32": "False"}, "params=float32,compute=float16,output=float32,norms=float16"),
+        ("O2", {"keep_batchnorm_fp32": True}, "params=float32,compute=float16,output=float32,norms=float32"),
+        ("O2", {"master_weights": False}, "params=float16,compute=float16,output=float32,norms=float32"),
+        ("O2", {"cast_model_type": torch.bfloat16}, "params=float32,compute=bfloat16,output=float32,norms=float32"),
+        ("O2", {"cast_model_type": False}, "float32"),
+        ("O2", {"cast_model_outputs": torch.float16}, "params=float32,compute=float16,output=float16,norms=float32"),
+        ("O3", {"keep_batchnorm_fp32": "True"}, "params=float16,compute=float16,output=float32,norms=float32"),
+        ("O3", {"master_weights": True}, "params=float32,compute=float16,output=float32,norms=float16"),
+        ("O3", {"patch_torch_functions": False}, "params=float16,compute=float16,output=float32,norms=float16"),
+        ("O0", {"cast_model_type": torch.float64}, "params=float64,compute=float64,output=float32,norms=float64"),
+        ("O1", {"patch_torch_functions": False}, "float32"),
+        ("O1", {"cast_model_type": torch.float32}, "params=float32,compute=autocast(float16),output=float32"),
+        ("O1", {"cast_model_outputs": torch.float16}, "params=float32,compute=autocast(float16),output=float16"),
+    ],
+)
+def test_an_override_changes_the_policy(level, overrides, expected):
+    assert interop.apex.initialize(level, **overrides)[0] == ps.policy(expected)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_level_trains(level):
+    policy, rule = interop.apex.initialize(level)
+    apply, params, buffers = ps.make_functional(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 1)))
+    params, apply = policy.cast_to_param(params), ps.with_policy(apply, policy)
+    scaler = rule.init()._replace(scale=torch.tensor(8.0))
+    grads = torch.func.grad(lambda p: ps.scale_loss(scaler, apply(p, buffers, torch.ones(2, 3))[0].square().mean()))(params)
+    assert {grad.dtype for grad in grads.values()} == {policy.param_dtype}
+    assert not ps.unscale_and_check(scaler, grads)[1]
+
+
+def test_several_losses_have_a_rule_each():
+    policy, rules = interop.apex.initialize("O2", num_losses=3)
+    assert policy == interop.apex.initialize("O2")[0]
+    assert rules == (interop.apex.rule(),) * 3
+
+
+def test_disabled_is_float32_without_a_scale_whatever_the_level():
+    assert interop.apex.initialize("O2", enabled=False) == (ps.policy("float32"), ps.NoScale())
+    assert interop.apex.initialize(None, num_losses=2, enabled=False)[1] == (ps.NoScale(),) * 2
+
+
+@pytest.mark.parametrize("level", ["o1", "02", 2, None, "O4", ["O1"]])
+def test_an_unknown_opt_level_is_refused(level):
+    with pytest.raises(RuntimeError, match=r"unknown opt_level .*expected 'O0', 'O1', 'O2' or 'O3'.*Cure: opt_level='O\d'"):
+        interop.apex.initialize(level)
+
+
+@pytest.mark.parametrize(
+    ("level", "overrides", "message"),
+    [
+        ("O1", {"cast_model_type": torch.float16}, "cast_model_type=torch.float16 contradicts"),
+        ("O1", {"keep_batchnorm_fp32": True}, "keep_batchnorm_fp32=True contradicts"),
+        ("O1", {"keep_batchnorm_fp32": "False"}, "keep_batchnorm_fp32=False contradicts"),
+        ("O1", {"master_weights": True}, "master_weights=True contradicts"),
+        ("O1", {"master_weights": False}, "master_weights=False contradicts"),
+        ("O0", {"patch_torch_functions": True}, "patch_torch_functions=True contradicts opt_level='O0'"),
+        ("O2", {"patch_torch_functions": True}, "patch_torch_functions=True contradicts opt_level='O2'"),
+        ("O3", {"patch_torch_functions": True}, "patch_torch_functions=True contradicts opt_level='O3'"),
+    ],
+)
+def test_what_contradicts_the_level_is_refused_as_in_apex(level, overrides, message):
+    with pytest.raises(RuntimeError, match=rf"{message}.*Cure"):
+        interop.apex.initialize(level, **overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error", "message"),
+    [
+        ({"loss_scale": "dynamik"}, ValueError, "loss_scale must be 'dynamic'"),
+        ({"keep_batchnorm_fp32": "yes"}, ValueError, "keep_batchnorm_fp32 must be True, False, 'True', 'False' or None, got 'yes'"),
+        ({"master_weights": 1}, ValueError, "master_weights must be True, False or None"),
+        ({"patch_torch_functions": "True"}, ValueError, "patch_torch_functions must be True, False or None"),
+        ({"cast_model_type": "float16"}, TypeError, "cast_model_type must be a floating torch.dtype"),
+        ({"cast_model_type": torch.int8}, TypeError, "cast_model_type must be a floating torch.dtype"),
+        ({"cast_model_outputs": False}, TypeError, "cast_model_outputs must be a floating torch.dtype"),
+        ({"num_losses": 0}, ValueError, "num_losses must be from 1"),
+        ({"num_losses": 1.5}, TypeError, "num_losses must be a whole number"),
+        ({"max_loss_scale": None}, TypeError, "max_loss_scale must be a number"),
+        ({"min_loss_scale": "4"}, TypeError, "min_loss_scale must be a number"),
+    ],
+)
+def test_a_value_that_apex_does_not_take_is_refused(overrides, error, message):
+    with pytest.raises(error, match=message):
+        interop.apex.initialize("O2", **overrides)

@@ -442,6 +442,12 @@ def test_jmp_changed_midway_over_and_back(pattern, scale, factor, period, floor,
     assert first + last == rows
 
 
+def test_jmp_with_a_period_below_the_count():
+    rule = interop.jmp.rule(8.0, counter=7, period=3)
+    rows = [(state.scale.item(), state.growth_tracker.item()) for state in states(rule, [False] * 9)]
+    assert looped(jmp_step, 8.0, 7, (2.0, 1.0), [False] * 9, [3] * 9) == rows
+
+
 def test_jmp_step_by_step_at_the_top_of_float32_and_through_a_pytree():
     jmp, jax, jnp = peer("jmp"), peer("jax"), peer("jax.numpy")
     jmps, rule = jmp.DynamicLossScale(jnp.float32(2.0**126), period=1), interop.jmp.rule(2.0**126, period=1)

@@ -14,7 +14,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from helpers import overflow_patterns, same_bits, steered
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 
 import purescale as ps
 from purescale import interop
@@ -33,7 +33,9 @@ def peer(name):
         return importlib.import_module(name)
 
 
-few = settings(max_examples=12)
+# Runs of 320 steps are compared as a whole: to shrink one takes minutes, and it stays long.
+unshrunk = settings(phases=(Phase.explicit, Phase.reuse, Phase.generate), print_blob=True)
+few = settings(unshrunk, max_examples=12)
 powers = st.integers(-10, 20).map(lambda exponent: 2.0**exponent)
 power_factors = st.sampled_from([2.0, 4.0, 16.0])
 intervals = st.integers(1, 9)
@@ -86,7 +88,7 @@ def same_as_torch(state, peer):
     return same_bits((state.scale, state.growth_tracker.item()), peer.row())
 
 
-@settings(max_examples=30)
+@settings(unshrunk, max_examples=30)
 @given(overflow_patterns, any_scale, growths, backoffs, intervals, steps, growths, backoffs, intervals, any_scale)
 def test_torch_with_any_setting_changed_midway(
     pattern, scale, growth, backoff, interval, change_at, new_growth, new_backoff, shorter, given
@@ -117,7 +119,7 @@ def test_torch_at_the_ends_of_float32(scale, bad):
         assert same_as_torch(state, torchs)
 
 
-@settings(max_examples=30)
+@settings(unshrunk, max_examples=30)
 @given(overflow_patterns, any_scale, growths, backoffs, intervals, steps)
 def test_torch_state_dicts_there_and_back(pattern, scale, growth, backoff, interval, move_at):
     whole = Torch(init_scale=scale, growth_factor=growth, backoff_factor=backoff, growth_interval=interval)
@@ -268,7 +270,7 @@ def deepspeed_row(state):
     return tuple(leaf.item() for leaf in state[:4])
 
 
-@settings(max_examples=20)
+@settings(unshrunk, max_examples=20)
 @given(
     overflow_patterns,
     powers,
@@ -373,7 +375,7 @@ def flax_step(carry, growth, backoff, floor, bad, interval):
     return (new.scale, new.fin_steps), (new.scale, new.fin_steps)
 
 
-@few
+@settings(unshrunk, max_examples=30)
 @given(
     overflow_patterns,
     powers,
@@ -423,7 +425,7 @@ def jmp_step(carry, factor, floor, bad, period):
     return (new.loss_scale, new.counter), (new.loss_scale, new.counter)
 
 
-@few
+@settings(unshrunk, max_examples=30)
 @given(overflow_patterns, powers, power_factors, intervals, st.integers(-110, 0).map(lambda exponent: 2.0**exponent), steps, intervals)
 def test_jmp_changed_midway_over_and_back(pattern, scale, factor, period, floor, change_at, new_period):
     jmp, jnp = peer("jmp"), peer("jax.numpy")
@@ -438,6 +440,12 @@ def test_jmp_changed_midway_over_and_back(pattern, scale, factor, period, floor,
     assert d == dataclasses.asdict(held)
     last = looped(jmp_step, d["loss_scale"], d["counter"], (d["factor"], d["min_loss_scale"]), pattern[change_at:], after)
     assert first + last == rows
+
+
+def test_jmp_with_a_period_below_the_count():
+    rule = interop.jmp.rule(8.0, counter=7, period=3)
+    rows = [(state.scale.item(), state.growth_tracker.item()) for state in states(rule, [False] * 9)]
+    assert looped(jmp_step, 8.0, 7, (2.0, 1.0), [False] * 9, [3] * 9) == rows
 
 
 def test_jmp_step_by_step_at_the_top_of_float32_and_through_a_pytree():

@@ -222,12 +222,11 @@ class Pass:
         self.once()
 
 
-def cost(given: argparse.Namespace) -> None:
+def cost(given: argparse.Namespace, width: int, variants: bool) -> None:
     torch.manual_seed(0)
 
-    # A quarter of the width of ResNet-18: a round stays short, and what is paid per layer weighs more, not less.
     def make() -> nn.Module:
-        return resnet(3, width=16, stages=4, blocks=2).to(given.device)
+        return resnet(3, width=width, stages=4, blocks=2).to(given.device)
 
     batches = [torch.randn(32, 3, 32, 32, device=given.device) for _ in range(4)]
     apply, params, buffers = ps.make_functional(make())
@@ -246,8 +245,10 @@ def cost(given: argparse.Namespace) -> None:
         return job
 
     norms = sum(isinstance(module, nn.BatchNorm2d) for module in make().modules())
-    title = f"One pass over 4 batches of 32x3x32x32, ResNet-18-like, width 16, {norms} layers"
+    title = f"One pass over 4 batches of 32x3x32x32, ResNet-18-like, width {width}, {norms} layers"
     compare(title, {**pair(apply), **{name: peer(way) for name, way in peers().items()}}, given)
+    if not variants:
+        return
     compare(f"{title}, autocast(bfloat16)", pair(ps.with_policy(apply, "params=float32,compute=autocast(bfloat16)")), given)
 
     compiled = torch.compile(apply)
@@ -339,7 +340,8 @@ def main() -> None:
     if update_bn_stats is None:
         print("fvcore is left out: it is not installed.\n")
     accuracy(given.device)
-    cost(given)
+    cost(given, width=64, variants=False)  # that of ResNet-18
+    cost(given, width=16, variants=True)  # so small that what is paid per layer shows
     digits(given.device)
 
 

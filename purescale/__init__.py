@@ -77,4 +77,6 @@ from ._checkpoint import (
 
 from ._tree import select as select
 
+from . import interop as interop
+
 __version__ = "0.1.0"

@@ -350,13 +350,14 @@ def named_calls(caught: CatchBatchNorm, new_buffers: Tensors) -> list[tuple[str,
     What has no name is refused where statistics are gathered. In training it is a batch norm with statistics of its own.
     """
     named = []
+    layers = [(name, new_buffers[_key(name, "running_mean")]) for name in _layers(new_buffers)]
     for call in caught.calls:
         same = [call.running_mean]
         for old, new in caught.clones:
             same += [new] if any(old is one for one in same) else []
-        names = [name for name in _layers(new_buffers) if any(new_buffers[_key(name, "running_mean")] is one for one in same)]
-        if names:
-            named.append((names[0], call))
+        found = next((name for name, mean in layers if any(mean is one for one in same)), None)
+        if found is not None:
+            named.append((found, call))
         elif caught.evaluating:
             raise ValueError(
                 "a batch norm was given running statistics that are not among the new_buffers of apply, so its layer cannot be known. "
@@ -375,16 +376,19 @@ def absorb(stats: BNStatsState, calls: list[tuple[str, Call]], settled: int = 0)
                 f"the stats do not belong to this model: layer {name!r} with {len(call.mean)} channels {have}. "
                 f"Cure: stats = init_bn_stats(buffers) with the buffers that apply is given."
             )
-    layers: dict[str, BNLayerStats] = _tree.clone(stats.layers)
-    facts = [fact.reshape(-1) for _, call in calls for fact in (call.mean, call.var)]
-    none = torch.ones((), dtype=torch.bool, device=stats.num_batches.device)
-    counts = torch.isfinite(torch.cat(facts)).all() if facts else none
-    for name, call in calls[settled:]:
-        layer = layers[name]
-        mean, var = torch.where(counts, torch.stack((call.mean, call.var)), 0).to(layer.mean.dtype).unbind()
-        n = counts.to(layer.count.dtype)
-        m2 = var * max(call.values - 1, 0)
-        layers[name] = _merged(layer, BNLayerStats(n * call.values, mean, m2, m2, n))
+    called = {name for name, _ in calls[settled:]}
+    layers = {name: layer if name in called else _tree.clone(layer) for name, layer in stats.layers.items()}
+    counts = torch.ones((), dtype=torch.bool, device=stats.num_batches.device)
+    if calls:
+        facts = [fact.reshape(-1) for _, call in calls for fact in (call.mean, call.var)]
+        together = torch.cat(facts)
+        counts = torch.isfinite(together).all()
+        wide = torch.where(counts, together, 0).to(next(iter(layers.values())).mean.dtype)
+        values = torch.split(wide, [fact.numel() for fact in facts])[2 * settled :]
+        n = counts.to(wide.dtype)
+    for (name, call), mean, var in zip(calls[settled:], values[::2], values[1::2], strict=True) if calls else ():
+        m2 = (var * max(call.values - 1, 0)).view_as(call.var)
+        layers[name] = _merged(layers[name], BNLayerStats(n * call.values, mean.view_as(call.mean), m2, m2, n))
     return BNStatsState(layers, stats.num_batches + counts, stats.num_skipped + ~counts)
 
 

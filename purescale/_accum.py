@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from . import _foreach, _tree
 from ._tree import Tree
 
-HEAVIEST = 2.0**64  # of one microbatch; beyond any count of tokens, and no sum of such overflows
+_HEAVIEST = 2.0**64  # of one microbatch; beyond any count of tokens, and no sum of such overflows
 OnNonfinite = Literal["drop_window", "drop_microbatch"]
 
 
@@ -102,7 +102,7 @@ def accumulate_grads(
 def add(accum: AccumState, new: list[Any], weight: Tensor, bad: Tensor, *, scale: Tensor | None = None, donate: bool) -> AccumState:
     """`accumulate_grads` of checked leaves, still scaled by `scale`."""
     leaves, structure = _tree.flatten(accum.grads)
-    usable = (weight >= 0) & (weight <= HEAVIEST)
+    usable = is_weight(weight)
     good = ~bad & usable & (weight > 0)
     bad = (bad & (weight > 0)) | ~usable
     counted = torch.where(good, weight, 0)
@@ -164,10 +164,8 @@ def merge_accum(a: AccumState, b: AccumState, donate: bool = False) -> AccumStat
 
     Source of the rule: Chan, Golub, LeVeque (1979), the mean of two samples.
     """
-    leaves, structure = _tree.flatten(a.grads)
-    others = _tree.leaves_like("b.grads", b.grads, "a.grads", a.grads)
-    for index, (x, y) in enumerate(zip(leaves, others, strict=True)):
-        _tree.check_pair(x, y, a.grads, index, "a.grads", "b.grads", "The halves of one window are of the same params.")
+    why = "The halves of one window are of the same params."
+    leaves, others, structure = _tree.paired(a.grads, b.grads, "a.grads", "b.grads", why)
     owned = _tree.writable(leaves, [*_tree.tensors(b), *a[1:]]) if donate else [False] * len(leaves)
     return AccumState(
         grads=structure.unflatten(_foreach.blend(leaves, others, _share(b.weight, a.weight), b.weight > 0, owned=owned)),
@@ -234,6 +232,11 @@ def check_on_nonfinite(on_nonfinite: Any) -> None:
         raise ValueError(f"on_nonfinite must be 'drop_window' or 'drop_microbatch', got {on_nonfinite!r}.")
 
 
+def is_weight(weight: Tensor) -> Tensor:
+    """Whether a tensor is a weight: a value that cannot be refused, since it is not read, makes its microbatch bad."""
+    return (weight >= 0) & (weight <= _HEAVIEST)
+
+
 def as_weight(what: str, weight: Any, like: Tensor) -> Tensor:
     """A microbatch's weight as a 0-d tensor on the device of `like`; `what` opens the message that refuses it."""
     dtype = _foreach.widest_float(like.device)
@@ -245,7 +248,7 @@ def as_weight(what: str, weight: Any, like: Tensor) -> Tensor:
         raise TypeError(
             f"{what} {weight!r}; a weight is a number or a 0-d tensor. Cure: `len(batch[0])` for samples, `mask.sum()` for tokens."
         )
-    if not 0 <= weight <= HEAVIEST:  # type: ignore[operator]
+    if not 0 <= weight <= _HEAVIEST:  # type: ignore[operator]
         raise ValueError(
             f"{what} {weight!r}; a weight is finite and not negative, 2**64 at most. Cure: samples or tokens; 0 for what must not count."
         )
@@ -259,8 +262,7 @@ def _leaves_for(accum: AccumState, grads: Tree) -> list[Any]:
     for index, (mean, gradient) in enumerate(zip(_tree.flatten(accum.grads)[0], new, strict=True)):
         misfit = None if gradient is None else _misfit(gradient, mean)
         if misfit:
-            path = f"leaf {index}" if torch.compiler.is_compiling() else _tree.paths(accum.grads, "grads")[index]
-            raise ValueError(f"{path} {misfit}")
+            raise ValueError(f"{_tree.path(accum.grads, 'grads', index)} {misfit}")
     return new
 
 

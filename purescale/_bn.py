@@ -84,9 +84,8 @@ def accumulate_bn_stats(stats: BNStatsState, apply: ApplyFn, params: Tensors, bu
     torch.nn.functional is off, as it will be where the statistics are used, and draws nothing; that inside an LSTM is not.
 
     A batch in which a layer sees inf or NaN, or numbers whose variance float32 cannot hold, is left out for all layers and
-    counted in `num_skipped`. A batch of one value a
-    channel counts. `apply` is that of `make_functional`, `with_policy` of it, or any function whose `new_buffers` are the
-    tensors that its batch norms were given.
+    counted in `num_skipped`. A batch of one value a channel counts. `apply` is that of `make_functional`, `with_policy` of it,
+    or any function whose `new_buffers` are the tensors that its batch norms were given.
 
     Raises `ValueError` for layers that are not in `stats`; `TypeError` for an `apply` that returns something else.
 
@@ -115,9 +114,7 @@ def merge_bn_stats(a: BNStatsState, b: BNStatsState) -> BNStatsState:
 
     Source of the rule: Chan, Golub, LeVeque (1979).
     """
-    leaves, others = _tree.flatten(a)[0], _tree.leaves_like("b", b, "a", a)
-    for index, (x, y) in enumerate(zip(leaves, others, strict=True)):
-        _tree.check_pair(x, y, a, index, "a", "b", "Only statistics of the same layers can be merged.")
+    _tree.paired(a, b, "a", "b", "Only statistics of the same layers can be merged.")
     return BNStatsState(
         layers={name: _merged(layer, b.layers[name]) for name, layer in a.layers.items()},
         num_batches=a.num_batches + b.num_batches,
@@ -172,10 +169,10 @@ def precise_bn(
     group: Any = None,
     progress: bool = False,
 ) -> Tensors:
-    """Equal to `bn_buffers(stats, buffers)` with `stats = accumulate_bn_stats(stats, apply, params, buffers, batch)` over the loader.
+    """Syncs with the host at the end. Equal to `bn_buffers(stats, buffers)`, `stats` those of `accumulate_bn_stats` over the loader.
 
-    The statistics of the weights as they are now, in place of the running average over weights long gone. Syncs with the host
-    at the end, for its report to the logger "purescale": layers, samples, skipped batches, what was left alone.
+    The statistics of the weights as they are now, in place of the running average over weights long gone. It reads them for its
+    report to the logger "purescale": layers, batches, skipped batches, what was left alone.
 
     Arguments:
     - `loader`: any iterable of batches. As many are taken as make up `num_samples` over all ranks, rounded down by the size
@@ -208,8 +205,9 @@ def precise_bn(
         _gather, apply, params, loader=loader, num_samples=num_samples, call=call, group=group, progress=progress, once=sequential
     )
     stats, order = gather(buffers)
-    new = bn_buffers(stats, buffers, estimator, correction)
-    if sequential:
+    if not sequential:
+        new = bn_buffers(stats, buffers, estimator, correction)
+    else:
         new = _tree.clone(buffers)
         final = dict(stats.layers)
         for settled, name in enumerate(order):
@@ -454,7 +452,7 @@ def _gather(
     order: list[str] | None = None,
     settled: int = 0,
 ) -> tuple[BNStatsState, list[str]]:
-    """The statistics of one pass over the loader, reduced over the ranks, and the layers in the order of their calls.
+    """Syncs with the host at its end. The statistics of one pass over the loader and all ranks, and the layers in the order of their calls.
 
     `once`: a layer that is called several times in a forward is refused.
     """
@@ -578,6 +576,7 @@ def _feed(forward: Callable[..., Any], batch: Any) -> Any:
 
 
 def _report(stats: BNStatsState, apply: ApplyFn, normalize: str) -> None:
+    """Syncs with the host: says what was gathered."""
     log = logging.getLogger("purescale")
     counts = {name: (int(layer.count), int(layer.calls)) for name, layer in stats.layers.items()}
     unseen = [name for name, (count, _) in counts.items() if not count]

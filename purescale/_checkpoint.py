@@ -73,7 +73,7 @@ def _to_state_dict(tree: Tree, name: str) -> dict[str, Any]:
 
 
 def from_state_dict(d: Mapping[str, Any], like: Tree) -> Tree:
-    """Equal to `tree` where `d = to_state_dict(tree)`, in fresh memory, on the devices of `like`.
+    """Reads the version on the host. Equal to `tree` where `d = to_state_dict(tree)`, in fresh memory, on the devices of `like`.
 
     `like` is any tree of the structure, shapes and dtypes of the one that was saved, such as a new state; its values are not
     looked at. What it has in containers, `None` and empty ones, the result has too: `d` knows names, not types. The result
@@ -160,7 +160,7 @@ def save(path: Path, tree: Tree) -> None:
 
 
 def load(path: Path, like: Tree) -> Tree:
-    """Equal to `from_state_dict(torch.load(path, weights_only=True), like)`: what `save` wrote, on the devices of `like`.
+    """Syncs with the host and the disk. Equal to `from_state_dict(torch.load(path, weights_only=True), like)`: what `save` wrote.
 
     Nothing in the file is run, whatever it holds. `like` as in `from_state_dict`; its tensors are not written to.
 

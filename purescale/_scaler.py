@@ -246,8 +246,14 @@ def unscale_and_check(scaler: HasScale, grads: Tree, donate: bool = False, group
     leaves, structure = _tree.flatten(grads)
     check_grads(scaler.scale, grads, leaves)
     unscaled = _foreach.divide(leaves, scaler.scale, donate=donate)
-    found_inf = ~_foreach.all_finite(unscaled, torch.ones_like(scaler.scale)) | ~is_usable(scaler.scale)
-    return structure.unflatten(unscaled), found_inf if group is None else all_reduce_found_inf(found_inf, group)
+    size = _foreach.extent(unscaled, scaler.scale.device)
+    return structure.unflatten(unscaled), overflowed(size, scaler.scale, scaled=False, group=group)
+
+
+def overflowed(size: _foreach.Extent, scale: Tensor, *, scaled: bool, group: Any = None) -> Tensor:
+    """`found_inf` of gradients of this extent, which still are `scaled` or not, on any rank of `group`."""
+    found_inf = ~_foreach.fits(size, scale if scaled else torch.ones_like(scale)) | ~is_usable(scale)
+    return found_inf if group is None else all_reduce_found_inf(found_inf, group)
 
 
 def check_scaler(scaler: HasScale, rule: Any, max_skips: int | None = None) -> None:

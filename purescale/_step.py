@@ -13,9 +13,8 @@ from torch import Tensor
 from . import _foreach, _tree
 from ._accum import OnNonfinite, check_on_nonfinite
 from ._clip import check_bounds, check_ordered, clip_by_global_norm, clip_by_value, clip_to
-from ._collectives import all_reduce_found_inf
 from ._optim import Optimizer
-from ._scaler import HasScale, Rule, StaticScale, check_grads, is_usable
+from ._scaler import HasScale, Rule, StaticScale, check_grads, is_usable, overflowed
 from ._torch_optim import TorchOptimizer
 from ._tree import Tree
 from ._window import BNUpdate, Gathered, LossFn, gather
@@ -187,15 +186,13 @@ def _unscale_and_step(
 
     if donate_grads and clip.max_norm is None and clip.value is None and _fuses(optimizer, params, scaled_grads):
         if found_inf is None:
-            found_inf = ~_foreach.all_finite(leaves, scaler.scale) | ~is_usable(scaler.scale)
-            found_inf = found_inf if group is None else all_reduce_found_inf(found_inf, group)
+            found_inf = overflowed(_foreach.extent(leaves, scaler.scale.device), scaler.scale, scaled=True, group=group)
         params, opt_state = optimizer.fused_step(params, scaled_grads, opt_state, found_inf, grad_scale=scaler.scale, owned=owned)
         return Stepped(params, opt_state, found_inf, ())
     leaves = _foreach.divide(leaves, scaler.scale, donate=donate_grads)
     if found_inf is None:
         size = _foreach.extent(leaves, scaler.scale.device, None if clip.max_norm is None else clip.norm_type)
-        norm, found_inf = size.norm, ~_foreach.fits(size, torch.ones_like(scaler.scale)) | ~is_usable(scaler.scale)
-        found_inf = found_inf if group is None else all_reduce_found_inf(found_inf, group)
+        norm, found_inf = size.norm, overflowed(size, scaler.scale, scaled=False, group=group)
     grads = _tree.flatten(scaled_grads)[1].unflatten(leaves)
     return _clip_and_step(optimizer, params, grads, opt_state, clip, found_inf, norm=norm, donate=donate, keep=keep)
 
@@ -293,7 +290,7 @@ def train_step(
     donate: bool = False,
     norm_type: float = 2.0,
 ) -> tuple[TrainState, StepInfo]:
-    """Equal to, with one microbatch and `s = state`:
+    """Syncs with the host only where `max_retries` is above 0. Equal to, with one microbatch and `s = state`:
 
     ```
     scaled = lambda params: scale_loss(s.scaler, loss_fn(params, s.buffers, microbatch)[0])
@@ -393,7 +390,7 @@ def _gather_until_finite(
     max_retries: int,
     norm_type: float | None,
 ) -> tuple[Any, Gathered, Any, int]:
-    """The window and the next `rng`, at the scale of the state or, in a retry, at a lower one; the scaler that was used.
+    """Syncs with the host where `max_retries` is above 0. The scaler that was used, the window, the next `rng`, how many retries.
 
     Where no try is finite, the one that lost the fewest microbatches, and of those the one at the highest scale.
     """
@@ -417,7 +414,7 @@ _PATIENCE = 100  # overflows that a rule may let pass before it lowers the scale
 
 
 def _backed_off(rule: Rule[Any], scaler: Any) -> Any | None:
-    """The first state with a lower scale, or a usable one, that overflows lead to; `None` where the scale is the smallest. Syncs."""
+    """Syncs with the host. The first state with a lower scale, or a usable one, that overflows lead to; `None` at the smallest scale."""
     lower = scaler
     for _ in range(_PATIENCE):
         lower = rule.update(lower, torch.ones((), dtype=torch.bool, device=scaler.scale.device))

@@ -91,6 +91,11 @@ def keys(tree: Tree) -> list[tuple[str, ...]]:
     return [tuple(str(getattr(entry, "field", entry.entry)) for entry in way) for way in optree.tree_accessors(tree, **_OURS)]
 
 
+def path(tree: Tree, name: str, index: int) -> str:
+    """Where leaf `index` stands, as Python; while compiling, where optree cannot be asked, only its number."""
+    return f"leaf {index}" if torch.compiler.is_compiling() else paths(tree, name)[index]
+
+
 def leaves_like(name: str, tree: Tree, like_name: str, like: Tree) -> Leaves:
     """The leaves of `tree` in the order of `like`'s, or an error that lists the paths in which the two differ."""
     structure = flatten(like)[1]
@@ -122,8 +127,9 @@ def gradients_like(grads: Tree, params: Tree) -> Leaves:
             continue
         misfit = "no parameter there" if weight is None else _misfit(gradient, weight)
         if misfit:
-            path = f"leaf {index}" if torch.compiler.is_compiling() else paths(params, "grads")[index]
-            raise ValueError(f"{path} has {misfit}. Cure: the gradients of these params, `torch.func.grad(scaled_loss)(params)`.")
+            raise ValueError(
+                f"{path(params, 'grads', index)} has {misfit}. Cure: the gradients of these params, `torch.func.grad(scaled_loss)(params)`."
+            )
     return gradients
 
 
@@ -194,10 +200,7 @@ def select(found_inf: Tensor | bool, old: Tree, new: Tree) -> Tree:
 
 def where(found_inf: Tensor | bool, old: Tree, new: Tree, *, donate: bool, keep: Sequence[Tensor] = ()) -> Tree:
     """`select` that may write its result into the tensors of `old`, but for those in the memory of `keep`."""
-    leaves, structure = flatten(old)
-    others = leaves_like("new", new, "old", old)
-    for index, (a, b) in enumerate(zip(leaves, others, strict=True)):
-        check_pair(a, b, old, index, "old", "new")
+    leaves, others, structure = paired(old, new, "old", "new")
     bad = flag(found_inf, like=next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None))
 
     replacements = [b for a, b in zip(leaves, others, strict=True) if b is not a]
@@ -217,20 +220,28 @@ def where(found_inf: Tensor | bool, old: Tree, new: Tree, *, donate: bool, keep:
 _EITHER = "A skipped step keeps the one, an applied step takes the other, so both must agree."
 
 
-def check_pair(a: Any, b: Any, tree: Tree, index: int, name: str, other: str, why: str = _EITHER) -> None:
-    """Refuse two leaves of different shape or dtype, or of which the flag could not pick one."""
+def paired(tree: Tree, other: Tree, name: str, other_name: str, why: str = _EITHER) -> tuple[Leaves, Leaves, Any]:
+    """The leaves of two trees, those of `other` in the order of `tree`'s, and the structure; refused unless all but values agree."""
+    leaves, structure = flatten(tree)
+    others = leaves_like(other_name, other, name, tree)
+    for index, (a, b) in enumerate(zip(leaves, others, strict=True)):
+        _check_pair(a, b, tree, index, name, other_name, why)
+    return leaves, others, structure
+
+
+def _check_pair(a: Any, b: Any, tree: Tree, index: int, name: str, other: str, why: str) -> None:
     if isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype:
         return
     if not isinstance(a, Tensor) and type(a) is type(b) and a == b:
         return
-    path = f"leaf {index}" if torch.compiler.is_compiling() else paths(tree, name)[index]
+    at = path(tree, name, index)
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         raise ValueError(
-            f"{path} is {a.dtype} {tuple(a.shape)}, but {b.dtype} {tuple(b.shape)} in {other}. {why} "
+            f"{at} is {a.dtype} {tuple(a.shape)}, but {b.dtype} {tuple(b.shape)} in {other}. {why} "
             f"Cure: `.to({a.dtype})` what was computed in another dtype."
         )
     raise ValueError(
-        f"{path} is {a!r}, but {b!r} in {other}. What changes in a step must be a tensor, or a skipped step could not keep the old value "
+        f"{at} is {a!r}, but {b!r} in {other}. What changes in a step must be a tensor, or a skipped step could not keep the old value "
         f"without reading the flag. Cure: `torch.tensor(...)`."
     )
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from . import _foreach, _tree
-from ._accum import HEAVIEST, AccumState, OnNonfinite, add, as_weight, init_accum
+from ._accum import AccumState, OnNonfinite, add, as_weight, init_accum, is_weight
 from ._bn import CatchBatchNorm, absorb, check_flat, has_layers, init_bn_stats, named_calls, updated_once, without_update
-from ._scaler import HasScale, is_usable, scale_loss, unscale_and_check
+from ._scaler import HasScale, overflowed, scale_loss, unscale_and_check
 from ._tree import Tree
 
 BNUpdate = Literal["each", "window"]
@@ -95,7 +95,7 @@ def _gather(
         if all(_foreach.is_dense(leaf) for leaf in leaves if leaf is not None):
             # Of a single microbatch one read gives the norm too.
             size = _foreach.extent(leaves, scaler.scale.device, norm_type if single else None)
-            overflow = ~_foreach.fits(size, scaler.scale) | ~is_usable(scaler.scale)
+            overflow = overflowed(size, scaler.scale, scaled=True)
             norm = None if size.norm is None else size.norm / scaler.scale
         else:  # duplicate indices are summed after unscaling
             grads, overflow = unscale_and_check(scaler, grads)
@@ -113,11 +113,13 @@ def _gather(
             # Not unscaled in place: a gradient may be the very tensor that a custom backward keeps.
             accum = add(accum or init_accum(grads), leaves, weight, overflow, scale=scale, donate=True)
         if weight_fn is not None or on_nonfinite == "drop_microbatch":
-            dropped = ~((weight > 0) & (weight <= HEAVIEST))
+            dropped = ~(is_weight(weight) & (weight > 0))
             dropped = dropped | overflow if on_nonfinite == "drop_microbatch" else dropped
             new_buffers = _tree.where(dropped, buffers, new_buffers, donate=False)
         buffers = new_buffers
-        weights, losses, overflows = [*weights, weight], [*losses, loss], [*overflows, overflow]
+        weights.append(weight)
+        losses.append(loss)
+        overflows.append(overflow)
 
     if accum is not None:
         grads, scale = accum.grads, None
@@ -127,7 +129,7 @@ def _gather(
 
 def _summary(weight: Tensor, loss: Tensor, overflow: Tensor, on_nonfinite: OnNonfinite) -> dict[str, Tensor]:
     """`loss`, `found_inf`, `overflow`, `curable` and `lost` of a window, from those of its microbatches."""
-    invalid = ~((weight >= 0) & (weight <= HEAVIEST))
+    invalid = ~is_weight(weight)
     counts = ~invalid & (weight > 0)
     overflow = overflow & counts
     good = counts & ~overflow
@@ -189,7 +191,5 @@ def _checked(returned: Any, buffers: Tree) -> tuple[Tensor, Tree, list[Any]]:
             f"loss_fn returned {type(loss).__name__} as its loss; expected a tensor of one element. "
             f"Cure: loss first, `return loss, new_buffers`."
         )
-    new_leaves = _tree.leaves_like("new_buffers", new_buffers, "buffers", buffers)
-    for index, (old, new) in enumerate(zip(_tree.flatten(buffers)[0], new_leaves, strict=True)):
-        _tree.check_pair(old, new, buffers, index, "buffers", "new_buffers")
+    _tree.paired(buffers, new_buffers, "buffers", "new_buffers")
     return loss, new_buffers, aux

@@ -223,8 +223,7 @@ def test_a_compressed_sparse_gradient_shares_no_indices_with_its_result():
 @pytest.fixture
 def one_rank_overflows(monkeypatch):
     """A group whose other rank has found inf."""
-    for module in ("_scaler", "_step"):
-        monkeypatch.setattr(f"purescale.{module}.all_reduce_found_inf", lambda found_inf, group: torch.ones_like(found_inf))
+    monkeypatch.setattr("purescale._scaler.all_reduce_found_inf", lambda found_inf, group: torch.ones_like(found_inf))
 
 
 @pytest.mark.usefixtures("one_rank_overflows")

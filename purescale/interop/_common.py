@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -74,9 +73,13 @@ def settle_counts(rule: Any, *names: str, least: int = 1) -> None:
 def positive(name: str, value: Any) -> float:
     """`value` as a float that is a positive, finite float32 too."""
     number = float(real(name, value))
-    if not (math.isfinite(number) and 2.0**-149 <= number <= torch.finfo(torch.float32).max):
+    if not _is_positive_float32(number):
         raise ValueError(f"{name} must be positive and finite in float32, got {value!r}. Cure: a power of two, as {name}=2.0.")
     return number
+
+
+def _is_positive_float32(number: float) -> bool:
+    return 2.0**-149 <= number <= torch.finfo(torch.float32).max  # NaN and inf are not
 
 
 def check_factors(growth: tuple[str, float], backoff: tuple[str, float] | None = None) -> None:
@@ -216,7 +219,7 @@ def with_settings(d: Mapping[str, Any], names: Iterable[str], settings: Mapping[
 def saved_scale(name: str, value: Any) -> float:
     """A scale out of a state dict, one that training can go on with."""
     number = float(real(name, value))
-    if not (math.isfinite(number) and 2.0**-149 <= number <= torch.finfo(torch.float32).max):
+    if not _is_positive_float32(number):
         raise ValueError(
             f"the saved scale, {name}, is {value!r}; a loss can only be scaled by a positive, finite float32. Likely cause: the job had "
             f"overflowed or grown without end before it was saved. Cure: `state = rule(...).init(device)`."

@@ -46,6 +46,12 @@ def clip_by_global_norm(grads: Tree, max_norm: float | Tensor, norm_type: float 
 def clip_to(grads: Tree, norm: Any, max_norm: float | Tensor, *, donate: bool) -> tuple[Tree, Tensor]:
     """`clip_by_global_norm` of gradients whose norm is known, in the widest dtype of their device."""
     leaves, structure = _tree.flatten(grads)
+    factor, norm = clip_factor(leaves, norm, max_norm)
+    return structure.unflatten(_foreach.multiply(leaves, factor, donate=donate)), norm
+
+
+def clip_factor(leaves: list[Any], norm: Any, max_norm: float | Tensor) -> tuple[Tensor, Tensor]:
+    """What to multiply the leaves by, and the norm, both in the dtype that the leaves call for."""
     double = any(leaf.dtype in (torch.float64, torch.complex128) for leaf in leaves if leaf is not None)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     unbounded = max_norm == math.inf
@@ -53,9 +59,8 @@ def clip_to(grads: Tree, norm: Any, max_norm: float | Tensor, *, donate: bool) -
         factor = torch.where(unbounded, 1.0, factor)  # inf / inf is NaN
     elif unbounded:
         factor = torch.ones_like(factor)
-    if not double:  # a float64 factor would take float32 leaves through a slower kernel
-        factor, norm = factor.to(torch.float32), norm.to(torch.float32)
-    return structure.unflatten(_foreach.multiply(leaves, factor, donate=donate)), norm
+    # A float64 factor would take float32 leaves through a slower kernel.
+    return (factor, norm) if double else (factor.to(torch.float32), norm.to(torch.float32))
 
 
 def check_grad_norm(norm: Tensor) -> None:
@@ -98,7 +103,7 @@ def clip_by_value(grads: Tree, clip_value: float | Tensor, donate: bool = False)
     check_ordered(grads, leaves)
     mine = _tree.writable(leaves) if donate else [False] * len(leaves)
     return structure.unflatten(
-        [None if leaf is None else _clamp(leaf, clip_value, in_place=own) for leaf, own in zip(leaves, mine, strict=True)]
+        [None if leaf is None else _foreach.clamp(leaf, clip_value, in_place=own) for leaf, own in zip(leaves, mine, strict=True)]
     )
 
 
@@ -110,15 +115,6 @@ def check_ordered(grads: Tree, leaves: list[Any], name: str = "grads") -> None:
                 f"{_tree.paths(grads, name)[index]} has dtype {leaf.dtype}; complex numbers have no order to clip by. "
                 f"Cure: clip_by_global_norm."
             )
-
-
-def _clamp(leaf: Tensor, bound: float | Tensor, *, in_place: bool) -> Tensor:
-    # A bound beyond the dtype's range is no bound, but torch refuses it.
-    limit: Any = bound.to(leaf) if isinstance(bound, Tensor) else min(float(bound), torch.finfo(leaf.dtype).max)
-    if in_place:
-        return leaf.clamp_(-limit, limit)
-    summed = leaf.coalesce() if leaf.layout is torch.sparse_coo else leaf
-    return _foreach.on_values(lambda values: values.clamp(-limit, limit), summed)
 
 
 def check_bounds(max_norm: Any, clip_value: Any, norm_type: Any = 2.0) -> None:

@@ -167,8 +167,8 @@ def _in_own_dtype(plain: Callable[..., Tensor], leaf: Tensor, *, operand: Tensor
         # Complex division is not exact where real division is: 0 / 2**-149 is NaN.
         return torch.view_as_complex(plain(torch.view_as_real(leaf.resolve_conj().resolve_neg()), operand))
     # Two 0-d tensors promote to the wider dtype, so a 0-d bfloat16 leaf would come back as float32.
-    result: Tensor = plain(leaf, operand).to(leaf.dtype)
-    return result
+    result: Tensor = plain(leaf.reshape(1), operand).reshape(()) if leaf.ndim == 0 else plain(leaf, operand)
+    return result.to(leaf.dtype)
 
 
 def on_values(fn: Callable[[Tensor], Tensor], leaf: Tensor) -> Tensor:
@@ -197,6 +197,24 @@ def at_least_float32(leaf: Tensor) -> Tensor:
     if narrow or leaf.dtype is torch.complex32:
         return on_values(lambda values: values.to(torch.float32 if narrow else torch.complex64), leaf)
     return leaf
+
+
+def saturating(leaf: Tensor, dtype: torch.dtype) -> Tensor:
+    """`leaf` in another dtype: what is finite stays finite where that is narrower, what is not stays as it is."""
+    limit = torch.finfo(dtype).max
+    if leaf.is_complex() or limit >= torch.finfo(leaf.dtype).max:
+        return leaf.to(dtype)
+    return on_values(lambda values: torch.where(torch.isfinite(values), values.clamp(-limit, limit), values).to(dtype), leaf)
+
+
+def clamp(leaf: Tensor, bound: float | Tensor, *, in_place: bool = False) -> Tensor:
+    """`leaf` between plus and minus `bound`; NaN stays NaN."""
+    # A bound beyond the dtype's range is no bound, but torch refuses it.
+    limit: Any = bound.to(leaf) if isinstance(bound, Tensor) else min(float(bound), torch.finfo(leaf.dtype).max)
+    if in_place:
+        return leaf.clamp_(-limit, limit)
+    summed = leaf.coalesce() if leaf.layout is torch.sparse_coo else leaf
+    return on_values(lambda values: values.clamp(-limit, limit), summed)
 
 
 def widest_float(device: torch.device) -> torch.dtype:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as torch_pytree
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from . import _foreach, _tree
 from ._accum import OnNonfinite, check_on_nonfinite
-from ._clip import check_bounds, check_ordered, clip_by_global_norm, clip_by_value, clip_to
+from ._clip import check_bounds, check_ordered, clip_by_value, clip_factor, clip_to
+from ._fused import Treatment, overwrites_gradients
 from ._optim import Optimizer
 from ._scaler import HasScale, Rule, StaticScale, check_grads, is_usable, overflowed
 from ._torch_optim import TorchOptimizer
@@ -96,13 +97,17 @@ def _maybe_step(
 ) -> tuple[Tree, Any]:
     """`maybe_step` of what `_check_step` let through; writes into none of `keep`."""
     if isinstance(optimizer, TorchOptimizer) and optimizer.has_fused_kernel(params, grads):
-        given = _tree.tensors((params, opt_state)) if donate else []
-        owned = _ids(given, _tree.writable(given, [*_tree.tensors(grads), *keep]))
+        owned = _owned(_tree.tensors((params, opt_state)), [*_tree.tensors(grads), *keep]) if donate else frozenset()
         return optimizer.fused_step(params, grads, opt_state, bad, owned=owned)
     with _off_the_graph(optimizer):
         stepped = optimizer.step(params, grads, opt_state)
         new_params, new_opt_state = _tree.where(bad, (params, opt_state), stepped, donate=donate, keep=keep)
     return new_params, new_opt_state
+
+
+def _owned(tensors: list[Tensor], others: Sequence[Tensor]) -> set[int]:
+    """The ids of those that may be written to."""
+    return {id(tensor) for tensor, own in zip(tensors, _tree.writable(tensors, others), strict=True) if own}
 
 
 def _off_the_graph(optimizer: Optimizer) -> contextlib.AbstractContextManager[Any]:
@@ -142,7 +147,10 @@ def unscale_and_step(
     {'w': tensor([0.5000])}
     """
     clip = Clip(max_norm, clip_value, norm_type)
-    return _unscale_and_step(optimizer, scaler, params, scaled_grads, opt_state, clip, group, donate=donate, donate_grads=donate)
+    check_bounds(*clip)
+    check_grads(scaler.scale, scaled_grads, _tree.flatten(scaled_grads)[0])
+    keep = _tree.tensors(scaler)
+    return _step(optimizer, params, scaled_grads, opt_state, clip, scaler.scale, group, donate=donate, spent=donate, keep=keep)
 
 
 class Clip(NamedTuple):
@@ -153,84 +161,68 @@ class Clip(NamedTuple):
     norm_type: float
 
 
-def _unscale_and_step(
-    optimizer: Optimizer,
-    scaler: HasScale,
-    params: Tree,
-    scaled_grads: Tree,
-    opt_state: Any,
-    clip: Clip,
-    group: Any = None,
-    *,
-    donate: bool,
-    donate_grads: bool,
-    keep: Sequence[Tensor] = (),
-    found_inf: Tensor | None = None,
-    norm: Tensor | None = None,
-) -> Stepped:
-    """`unscale_and_step` that writes into none of `keep`; `found_inf` and the `norm` of the unscaled gradients where they are known."""
-    # Everything is refused here, before anything is written in place.
-    check_bounds(*clip)
-    leaves = _tree.flatten(scaled_grads)[0]
-    check_grads(scaler.scale, scaled_grads, leaves)
-    _check_step(optimizer, params, scaled_grads, opt_state)
-    if clip.value is not None:
-        check_ordered(scaled_grads, leaves)
-
-    given, state = _tree.tensors(scaled_grads), _tree.tensors((params, opt_state))
-    mine = _tree.writable([*given, *state], [*_tree.tensors(scaler), *keep]) if donate_grads else [False]
-    # Unscaling in place must not reach parameters or state that stand in the gradients' memory. While compiling that cannot be
-    # seen, and nothing is gained: what is computed in between is fused.
-    donate_grads = all(mine[: len(given)]) and not torch.compiler.is_compiling()
-    owned = _ids(state, mine[len(given) :]) if donate and donate_grads else frozenset()
-
-    if donate_grads and clip.max_norm is None and clip.value is None and _fuses(optimizer, params, scaled_grads):
-        if found_inf is None:
-            found_inf = overflowed(_foreach.extent(leaves, scaler.scale.device), scaler.scale, scaled=True, group=group)
-        params, opt_state = optimizer.fused_step(params, scaled_grads, opt_state, found_inf, grad_scale=scaler.scale, owned=owned)
-        return Stepped(params, opt_state, found_inf, ())
-    leaves = _foreach.divide(leaves, scaler.scale, donate=donate_grads)
-    if found_inf is None:
-        size = _foreach.extent(leaves, scaler.scale.device, None if clip.max_norm is None else clip.norm_type)
-        norm, found_inf = size.norm, overflowed(size, scaler.scale, scaled=False, group=group)
-    grads = _tree.flatten(scaled_grads)[1].unflatten(leaves)
-    return _clip_and_step(optimizer, params, grads, opt_state, clip, found_inf, norm=norm, donate=donate, keep=keep)
-
-
-def _clip_and_step(
+def _step(
     optimizer: Optimizer,
     params: Tree,
     grads: Tree,
     opt_state: Any,
     clip: Clip,
-    found_inf: Tensor,
+    scale: Tensor | None,
+    group: Any = None,
     *,
-    norm: Tensor | None = None,
     donate: bool,
+    spent: bool,
     keep: Sequence[Tensor],
+    found_inf: Tensor | None = None,
+    norm: Tensor | None = None,
 ) -> Stepped:
-    """Clip gradients that are nobody else's, by their `norm` where it is known, and step."""
-    grad_norm: Any = ()
-    if clip.max_norm is not None and norm is not None:
+    """`unscale_and_step` of gradients scaled by `scale`, which may be overwritten where they are `spent`; writes into none of `keep`.
+
+    `found_inf` and the `norm` of the unscaled gradients where they are known.
+    """
+    # Everything is refused here, before anything is written in place.
+    leaves, structure = _tree.flatten(grads)
+    _check_step(optimizer, params, grads, opt_state)
+    if clip.value is not None:
+        check_ordered(grads, leaves)
+    if isinstance(optimizer, TorchOptimizer) and optimizer.has_fused_kernel(params, grads):
+        found_inf, norm = _extent(leaves, clip, scale, found_inf, norm, group, scaled=scale is not None)
+        factor, grad_norm = (None, ()) if clip.max_norm is None else clip_factor(leaves, norm, clip.max_norm)
+        state, given = _tree.tensors((params, opt_state)), _tree.tensors(grads)
+        parts = (state, donate), (given, spent and overwrites_gradients(given))
+        mine = [leaf for part, ours in parts if ours for leaf in part]
+        owned = _owned(mine, [*(leaf for part, ours in parts if not ours for leaf in part), *keep]) if mine else frozenset()
+        treatment = Treatment(scale, factor, clip.value)
+        return Stepped(*optimizer.fused_step(params, grads, opt_state, found_inf, treatment, owned), found_inf, grad_norm)
+
+    if scale is not None:
+        # Unscaling in place must not reach parameters or state that stand in the gradients' memory. While compiling that cannot be
+        # seen, and nothing is gained: what is computed in between is fused.
+        others = [*_tree.tensors((params, opt_state)), *keep]
+        in_place = spent and not torch.compiler.is_compiling() and all(_tree.writable(_tree.tensors(grads), others))
+        leaves = _foreach.divide(leaves, scale, donate=in_place)
+    found_inf, norm = _extent(leaves, clip, scale, found_inf, norm, group, scaled=False)
+    grads, grad_norm = structure.unflatten(leaves), ()
+    if clip.max_norm is not None:
         grads, grad_norm = clip_to(grads, norm, clip.max_norm, donate=True)
-    elif clip.max_norm is not None:
-        grads, grad_norm = clip_by_global_norm(grads, clip.max_norm, clip.norm_type, donate=True)
     if clip.value is not None:
         grads = clip_by_value(grads, clip.value, donate=True)
-    params, opt_state = _maybe_step(optimizer, params, grads, opt_state, found_inf, donate=donate, keep=keep)
-    return Stepped(params, opt_state, found_inf, grad_norm)
+    return Stepped(*_maybe_step(optimizer, params, grads, opt_state, found_inf, donate=donate, keep=keep), found_inf, grad_norm)
 
 
-def _ids(tensors: list[Tensor], chosen: list[bool]) -> set[int]:
-    return {id(tensor) for tensor, own in zip(tensors, chosen, strict=True) if own}
-
-
-def _fuses(optimizer: Optimizer, params: Tree, grads: Tree) -> TypeGuard[TorchOptimizer]:
-    """Whether one kernel can unscale, skip and update, with nothing to be cast."""
-    if not (isinstance(optimizer, TorchOptimizer) and optimizer.has_fused_kernel(params, grads)):
-        return False
-    dtypes = {leaf.dtype for leaf in _tree.tensors((params, grads))}
-    return len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64}
+def _extent(
+    leaves: list[Any], clip: Clip, scale: Tensor | None, found_inf: Tensor | None, norm: Tensor | None, group: Any, *, scaled: bool
+) -> tuple[Tensor, Tensor | None]:
+    """`found_inf`, and where clipping needs it the norm of the unscaled gradients, from at most one read of `leaves`."""
+    norm_type = None if clip.max_norm is None else clip.norm_type
+    if found_inf is not None and (norm is not None or norm_type is None):
+        return found_inf, norm
+    present = next((leaf for leaf in leaves if leaf is not None), scale)
+    size = _foreach.extent(leaves, torch.device("cpu") if present is None else present.device, norm_type)
+    if found_inf is None:
+        assert scale is not None
+        found_inf = overflowed(size, scale, scaled=scaled, group=group)
+    return found_inf, size.norm / scale if scaled and scale is not None and size.norm is not None else size.norm
 
 
 # ---- the composer ----------------------------------------------------------------------------------------------------
@@ -352,13 +344,9 @@ def train_step(
     # A gradient may be the very tensor that a custom backward returned, and parts of a state may share memory.
     given = (state.buffers, state.scaler, scaler, next_scaler, state.step, state.rng, microbatches, gathered._replace(grads=()))
     keep = [leaf for leaf in torch_pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
-    arguments = (state.params, gathered.grads, state.opt_state, clip)
-    if gathered.scaled:
-        known: dict[str, Any] = {"found_inf": skip, "norm": gathered.norm}
-        out = _unscale_and_step(optimizer, scaler, *arguments, donate=donate, donate_grads=True, keep=keep, **known)
-    else:
-        _check_step(optimizer, state.params, gathered.grads, state.opt_state)
-        out = _clip_and_step(optimizer, *arguments, skip, donate=donate, keep=keep)
+    known: dict[str, Any] = {"found_inf": skip, "norm": gathered.norm, "keep": keep}
+    scale = scaler.scale if gathered.scaled else None
+    out = _step(optimizer, state.params, gathered.grads, state.opt_state, clip, scale, donate=donate, spent=True, **known)
     step, scale = state.step + ~skip, scaler.scale.clone()  # before buffers are written, whose memory they may stand in
     new_state = TrainState(
         params=out.params,

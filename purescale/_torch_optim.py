@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import _foreach, _tree
+from ._fused import Row, Treatment, kernel_of, update
 from ._no_reads import PlainArithmetic, without_reads
 from ._tree import Tree
 
@@ -49,6 +50,7 @@ class TorchOptimizer:
         self._first_step_differs = issubclass(cls, torch.optim.SGD) and any(
             extra.get("dampening") for extra in (settings, *self._overrides)
         )
+        self._kernel = kernel_of(cls)
         self._lrs = (self._lr, *(extra.get("lr") for extra in self._overrides))
         self._tensor_lrs = {str(index): rate.clone() for index, rate in enumerate(self._lrs) if isinstance(rate, Tensor)}
         # Dynamo will not trace a torch optimizer; the compiler behind it traces this plain Python.
@@ -171,7 +173,7 @@ class TorchOptimizer:
 
     def has_fused_kernel(self, params: Tree, grads: Tree) -> bool:
         """Whether torch's fused kernel can make this step: static facts only."""
-        if _tree.traced() or self._first_step_differs or "fused" not in self._defaults:
+        if self._kernel is None or self._first_step_differs or _tree.traced():
             return False
         if self._flag_named and not self._settings.get("fused"):
             return False
@@ -187,30 +189,58 @@ class TorchOptimizer:
         grads: Tree,
         opt_state: OptState,
         found_inf: Tensor | None,
-        grad_scale: Tensor | None = None,
+        treatment: Treatment = Treatment(),  # noqa: B008
         owned: Set[int] = frozenset(),
     ) -> tuple[Tree, OptState]:
-        """`step` of what `check` let through, over gradients still scaled by `grad_scale`, and only where not `found_inf`.
+        """`step` of what `check` let through, over gradients that are still to be treated, and only where not `found_inf`.
 
-        Writes into the tensors whose ids are `owned`, and into the gradients where there is a `grad_scale`.
+        Writes into the tensors whose ids are `owned`; a gradient among them may hold anything afterwards.
         """
-        structure = _tree.flatten(params)[1]
-        names, weights, gradients = _by_names(params, grads)
-
-        def own(tensor: Tensor, weight: Tensor | None = None) -> Tensor:
-            if id(tensor) in owned and (weight is None or _alike(tensor, weight)):
-                return tensor.detach()
-            return _laid_out_like(tensor, weight)
-
-        weights = {name: own(weight) for name, weight in weights.items()}
-        slots = {name: {key: own(value, weights[name]) for key, value in slot.items()} for name, slot in opt_state.slots.items()}
-        gradients = {name: g if _alike(g, weights[name]) else _laid_out_like(g, weights[name]) for name, g in gradients.items()}
-        lrs = self._learning_rates(opt_state.applied, self._tensor_lrs)
-        run = inspect.unwrap(self._cls.step)
-        flag = None if found_inf is None else found_inf.to(torch.float32)
-        self._run(run, weights, gradients, slots, lrs, {"fused": True}, grad_scale=grad_scale, found_inf=flag)
+        assert self._kernel is not None
+        leaves, structure = _tree.flatten(params)
+        names = _tree.names(params)
+        weights = {name: leaf for name, leaf in zip(names, leaves, strict=True) if leaf is not None}
+        gradients = dict(zip(names, structure.flatten_up_to(grads), strict=True))
+        slots: Slots = {}
+        for members, settings in self._groups(tuple(weights), self._learning_rates(opt_state.applied, self._tensor_lrs)):
+            rows = []
+            updated = self._kernel.slots(settings)
+            for name in members:
+                if gradients[name] is None:
+                    weights[name] = _kept(weights[name], owned)
+                    slots[name] = {key: _kept(value, owned) for key, value in opt_state.slots[name].items()}
+                    continue
+                row, slots[name] = self._row(weights[name], gradients[name], opt_state.slots[name], updated, owned)
+                weights[name] = row.targets[0]
+                rows.append(row)
+            with torch.no_grad():
+                update(self._kernel, settings, rows, found_inf, treatment, spent=all(id(row.gradient) in owned for row in rows))
         applied = 1 if found_inf is None else ~found_inf
+        slots = {name: slots[name] for name in opt_state.slots}
         return structure.unflatten([weights.get(name) for name in names]), OptState(opt_state.applied + applied, slots)
+
+    def _row(
+        self, weight: Tensor, gradient: Tensor, slot: dict[str, Tensor], updated: tuple[str, ...], owned: Set[int]
+    ) -> tuple[Row, dict[str, Tensor]]:
+        """What the kernel writes into for one parameter, and its next slots, which are some of the same tensors."""
+        fresh: list[Tensor] = []
+        old: list[Tensor] = []
+
+        def target(tensor: Tensor, like: Tensor) -> Tensor:
+            if id(tensor) in owned and _alike(tensor, like):
+                return tensor.detach() if tensor.requires_grad else tensor
+            fresh.append(torch.empty_like(like, dtype=tensor.dtype))
+            old.append(tensor)
+            return fresh[-1]
+
+        new_weight = target(weight, weight)
+        for key in updated:
+            if key not in slot:
+                raise self._foreign_state(key)
+        new_slot = {key: target(value, new_weight) if key in updated else _kept(value, owned) for key, value in slot.items()}
+        if not _alike(gradient, new_weight):
+            gradient = _laid_out_like(gradient, new_weight)
+        return Row(gradient, new_slot.get("step"), [new_weight, *(new_slot[key] for key in updated)], fresh, old), new_slot
 
     # ---- torch's formula
 
@@ -254,11 +284,10 @@ class TorchOptimizer:
         slots: Slots,
         lrs: list[Any],
         flags: dict[str, bool],
-        **amp: Tensor | None,
     ) -> None:
         """torch's own `step` over these very tensors, in place, through an optimizer object that was never constructed."""
         optimizer: Any = object.__new__(self._cls)
-        optimizer.__dict__.update(amp, defaults=self._defaults, state=defaultdict(dict), _warned_capturable_if_run_uncaptured=True)
+        optimizer.__dict__.update(defaults=self._defaults, state=defaultdict(dict), _warned_capturable_if_run_uncaptured=True)
         optimizer.param_groups = []
         for names, group in self._groups(tuple(weights), lrs):
             group.update((name, value) for name, value in flags.items() if name in group)
@@ -357,30 +386,26 @@ def _by_names(params: Tree, grads: Tree) -> tuple[list[str], dict[str, Tensor], 
     names, leaves = _tree.names(params), _tree.flatten(params)[0]
     weights = {name: leaf for name, leaf in zip(names, leaves, strict=True) if leaf is not None}
     gradients = {
-        name: gradient if gradient.dtype is weights[name].dtype else _saturating(gradient, weights[name].dtype)
+        name: gradient if gradient.dtype is weights[name].dtype else _foreach.saturating(gradient, weights[name].dtype)
         for name, gradient in zip(names, _tree.leaves_like("grads", grads, "params", params), strict=True)
         if gradient is not None
     }
     return names, weights, gradients
 
 
-def _saturating(gradient: Tensor, dtype: torch.dtype) -> Tensor:
-    """A gradient in its parameter's dtype: what is finite stays finite where that is narrower, what is not stays as it is."""
-    limit = torch.finfo(dtype).max
-    if gradient.is_complex() or limit >= torch.finfo(gradient.dtype).max:
-        return gradient.to(dtype)
-    return _foreach.on_values(lambda g: torch.where(torch.isfinite(g), g.clamp(-limit, limit), g).to(dtype), gradient)
-
-
 def _alike(tensor: Tensor, weight: Tensor) -> bool:
     return tensor.ndim == 0 or tensor.stride() == weight.stride() or tensor.shape != weight.shape
 
 
-def _laid_out_like(tensor: Tensor, weight: Tensor | None) -> Tensor:
-    """A copy; in the memory layout of its weight, since torch's fused kernels walk all of them by one pointer."""
-    if weight is None or _alike(tensor, weight):
-        return tensor.detach().clone()
+def _laid_out_like(tensor: Tensor, weight: Tensor) -> Tensor:
+    """A copy in the memory layout of its weight, since torch's fused kernels walk all of them by one pointer."""
     return torch.empty_like(weight, dtype=tensor.dtype).copy_(tensor.detach())
+
+
+def _kept(tensor: Tensor, owned: Set[int]) -> Tensor:
+    if id(tensor) not in owned:
+        return tensor.detach().clone()
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _batch_alike(weights: dict[str, Tensor], slots: Slots, gradients: dict[str, Tensor], lrs: list[Any]) -> None:

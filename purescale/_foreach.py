@@ -201,6 +201,8 @@ def at_least_float32(leaf: Tensor) -> Tensor:
 
 def saturating(leaf: Tensor, dtype: torch.dtype) -> Tensor:
     """`leaf` in another dtype: what is finite stays finite where that is narrower, what is not stays as it is."""
+    if leaf.dtype is dtype:
+        return leaf
     limit = torch.finfo(dtype).max
     if leaf.is_complex() or limit >= torch.finfo(leaf.dtype).max:
         return leaf.to(dtype)
@@ -288,13 +290,13 @@ def _pieces(values: list[Tensor]) -> Iterator[Tensor]:
         if value.numel() > _PIECE // 8:
             yield from torch.split(value.view(-1), _PIECE) if value.is_cpu and value.is_contiguous() else [value]
             continue
-        small.append(value.reshape(-1))
+        small.append(value)
         size += value.numel()
         if size > _PIECE:
-            yield torch.cat(small)
+            yield torch._utils._flatten_dense_tensors(small)
             small, size = [], 0
     if small:
-        yield torch.cat(small) if len(small) > 1 else small[0]
+        yield torch._utils._flatten_dense_tensors(small) if len(small) > 1 else small[0].reshape(-1)
 
 
 def _norm(value: Tensor, norm_type: float, top: Tensor | None = None) -> Tensor:

@@ -21,6 +21,10 @@ class Treatment(NamedTuple):
     factor: Tensor | None = None  # times this
     bound: float | Tensor | None = None  # clamped to plus and minus this
 
+    @property
+    def is_nothing(self) -> bool:
+        return self.scale is None and self.factor is None and self.bound is None
+
 
 class Row(NamedTuple):
     """A parameter in an update. All of its tensors are dense and laid out alike."""
@@ -110,7 +114,7 @@ def update(kernel: Kernel, settings: Settings, rows: list[Row], found_inf: Tenso
             one = torch.ones_like(steps[0])
             flag = None if skip is None else skip.to(one.device)
             _sgd(_PLUS, [one] * len(steps), [], steps, found_inf=flag)
-        tiled = not overwrites_gradients([row.gradient for row in alike]) and (treatment != Treatment() or any(row.fresh for row in alike))
+        tiled = not overwrites_gradients([row.gradient for row in alike]) and (not treatment.is_nothing or any(row.fresh for row in alike))
         for grads, counts, targets, fresh, old in _tiles(alike) if tiled else [_columns(alike)]:
             if fresh:
                 torch._foreach_copy_(fresh, old)
@@ -124,6 +128,12 @@ def update(kernel: Kernel, settings: Settings, rows: list[Row], found_inf: Tenso
 def _treated(grads: list[Tensor], treatment: Treatment, dtype: torch.dtype) -> list[Tensor]:
     """The gradients as the kernel is to see them, in memory of their own but for those that nothing changes."""
     scale, factor, bound = treatment
+    if treatment.is_nothing:
+        return [_foreach.saturating(g, dtype) for g in grads]
+    if all(g.is_cpu and g.dtype is grads[0].dtype for g in grads) and len(grads) > 1:
+        # One operation for all: what is spent on a small tensor is the call.
+        sizes = [g.numel() for g in grads]
+        return list(torch.split(_treated([torch._utils._flatten_dense_tensors(grads)], treatment, dtype)[0], sizes))
     if scale is not None:
         grads = list(torch._foreach_div([_foreach.at_least_float32(g) for g in grads], scale))
     if factor is not None and scale is not None:
@@ -132,7 +142,7 @@ def _treated(grads: list[Tensor], treatment: Treatment, dtype: torch.dtype) -> l
         grads = list(torch._foreach_mul(grads, factor))
     if bound is not None:
         grads = [_foreach.clamp(g, bound) for g in grads]
-    return [g if g.dtype is dtype else _foreach.saturating(g, dtype) for g in grads]
+    return [_foreach.saturating(g, dtype) for g in grads]
 
 
 def _one_divisor(grads: list[Tensor], treatment: Treatment, dtype: torch.dtype) -> Tensor | None:

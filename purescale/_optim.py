@@ -109,7 +109,7 @@ class TransformationOptimizer:
 
     def check(self, params: Tree, grads: Tree, opt_state: Any) -> None:
         """Refuse gradients that are not those of `params`."""
-        _tree.gradients_like(grads, params)
+        _tree.aligned(params, grads)
 
     def step(self, params: Tree, grads: Tree, opt_state: Any) -> tuple[Tree, Any]:
         """Parameters and state after one step. A parameter whose gradient is None is given to `tx` with None."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from . import _foreach, _tree
 from ._accum import OnNonfinite, check_on_nonfinite
 from ._clip import check_bounds, check_ordered, clip_by_value, clip_factor, clip_to
-from ._fused import Treatment, overwrites_gradients
+from ._fused import Treatment
 from ._optim import Optimizer
 from ._scaler import HasScale, Rule, StaticScale, check_grads, is_usable, overflowed
 from ._torch_optim import TorchOptimizer
@@ -74,15 +74,16 @@ def maybe_step(
     Source of the rule: apply_if_finite of optax; the flag as a tensor from torch's fused optimizers.
     """
     bad = _tree.flag(found_inf, like=next(iter(_tree.tensors(params)), None))
-    _check_step(optimizer, params, grads, opt_state)
+    problem = _check_step(optimizer, params, grads, opt_state)
+    if isinstance(optimizer, TorchOptimizer) and optimizer.has_fused_kernel(problem):
+        return optimizer.fused_step(problem, opt_state, bad, donate=donate)
     return _maybe_step(optimizer, params, grads, opt_state, bad, donate=donate)
 
 
-def _check_step(optimizer: Optimizer, params: Tree, grads: Tree, opt_state: Any) -> None:
+def _check_step(optimizer: Optimizer, params: Tree, grads: Tree, opt_state: Any) -> Any:
     """What an optimizer would refuse in `step`, refused before; one of your own may leave `check` out."""
     check = getattr(optimizer, "check", None)
-    if check is not None:
-        check(params, grads, opt_state)
+    return None if check is None else check(params, grads, opt_state)
 
 
 def _maybe_step(
@@ -96,18 +97,10 @@ def _maybe_step(
     keep: Sequence[Tensor] = (),
 ) -> tuple[Tree, Any]:
     """`maybe_step` of what `_check_step` let through; writes into none of `keep`."""
-    if isinstance(optimizer, TorchOptimizer) and optimizer.has_fused_kernel(params, grads):
-        owned = _owned(_tree.tensors((params, opt_state)), [*_tree.tensors(grads), *keep]) if donate else frozenset()
-        return optimizer.fused_step(params, grads, opt_state, bad, owned=owned)
     with _off_the_graph(optimizer):
         stepped = optimizer.step(params, grads, opt_state)
         new_params, new_opt_state = _tree.where(bad, (params, opt_state), stepped, donate=donate, keep=keep)
     return new_params, new_opt_state
-
-
-def _owned(tensors: list[Tensor], others: Sequence[Tensor]) -> set[int]:
-    """The ids of those that may be written to."""
-    return {id(tensor) for tensor, own in zip(tensors, _tree.writable(tensors, others), strict=True) if own}
 
 
 def _off_the_graph(optimizer: Optimizer) -> contextlib.AbstractContextManager[Any]:
@@ -182,18 +175,15 @@ def _step(
     """
     # Everything is refused here, before anything is written in place.
     leaves, structure = _tree.flatten(grads)
-    _check_step(optimizer, params, grads, opt_state)
+    problem = _check_step(optimizer, params, grads, opt_state)
     if clip.value is not None:
         check_ordered(grads, leaves)
-    if isinstance(optimizer, TorchOptimizer) and optimizer.has_fused_kernel(params, grads):
+    if isinstance(optimizer, TorchOptimizer) and optimizer.has_fused_kernel(problem):
         found_inf, norm = _extent(leaves, clip, scale, found_inf, norm, group, scaled=scale is not None)
         factor, grad_norm = (None, ()) if clip.max_norm is None else clip_factor(leaves, norm, clip.max_norm)
-        state, given = _tree.tensors((params, opt_state)), _tree.tensors(grads)
-        parts = (state, donate), (given, spent and overwrites_gradients(given))
-        mine = [leaf for part, ours in parts if ours for leaf in part]
-        owned = _owned(mine, [*(leaf for part, ours in parts if not ours for leaf in part), *keep]) if mine else frozenset()
         treatment = Treatment(scale, factor, clip.value)
-        return Stepped(*optimizer.fused_step(params, grads, opt_state, found_inf, treatment, owned), found_inf, grad_norm)
+        stepped = optimizer.fused_step(problem, opt_state, found_inf, treatment, donate=donate, spent=spent, keep=keep)
+        return Stepped(*stepped, found_inf, grad_norm)
 
     if scale is not None:
         # Unscaling in place must not reach parameters or state that stand in the gradients' memory. While compiling that cannot be

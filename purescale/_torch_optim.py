@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import _foreach, _tree
-from ._fused import Row, Treatment, kernel_of, update
+from ._fused import Row, Treatment, kernel_of, overwrites_gradients, update
 from ._no_reads import PlainArithmetic, without_reads
 from ._tree import Tree
 
@@ -27,6 +27,23 @@ class OptState(NamedTuple):
 
     applied: Tensor  # int64 []: steps applied; what a schedule is a function of
     slots: Slots  # by parameter name, then by torch's own names: {"conv.weight": {"step": ..., "exp_avg": ...}}
+
+
+class Problem(NamedTuple):
+    """What a step is over, by name."""
+
+    structure: Any  # of the parameters
+    names: list[str]  # of every leaf, None included
+    weights: dict[str, Tensor]
+    gradients: dict[str, Tensor]  # those that are there
+
+    def cast_gradients(self) -> dict[str, Tensor]:
+        """The gradients in their parameters' dtypes."""
+        return {name: _foreach.saturating(g, self.weights[name].dtype) for name, g in self.gradients.items()}
+
+    def tree(self, weights: dict[str, Tensor]) -> Tree:
+        """Parameters in the structure of the given ones."""
+        return self.structure.unflatten([weights.get(name) for name in self.names])
 
 
 class TorchOptimizer:
@@ -89,14 +106,13 @@ class TorchOptimizer:
 
     def step(self, params: Tree, grads: Tree, opt_state: OptState) -> tuple[Tree, OptState]:
         """Parameters and state after one step, in fresh memory. A parameter whose gradient is None stays, as in torch.optim."""
-        self.check(params, grads, opt_state)
-        if self.has_fused_kernel(params, grads):
-            return self.fused_step(params, grads, opt_state, found_inf=None)
-        structure = _tree.flatten(params)[1]
-        names, weights, gradients = _by_names(params, grads)
+        problem = self.check(params, grads, opt_state)
+        if self.has_fused_kernel(problem):
+            return self.fused_step(problem, opt_state, found_inf=None)
+        weights, gradients = problem.weights, problem.cast_gradients()
         run = self._opaque if torch.compiler.is_compiling() else self._formula
         stepped, slots = run(weights, gradients, opt_state.slots, opt_state.applied, self._tensor_lrs)
-        return structure.unflatten([stepped.get(name) for name in names]), OptState(opt_state.applied + 1, slots)
+        return problem.tree(stepped), OptState(opt_state.applied + 1, slots)
 
     def to_state_dict(self, opt_state: OptState) -> dict[str, Any]:
         """Equal to `cls(groups).state_dict()` of an optimizer that made the same steps: tensors copied, `lr` as it is now. Syncs.
@@ -116,15 +132,15 @@ class TorchOptimizer:
             groups.append({**group, "lr": lr.clone() if isinstance(lr, Tensor) else lr, "params": indices})
         return {"state": {index: slot for index, slot in state.items() if slot}, "param_groups": groups}
 
-    def check(self, params: Tree, grads: Tree, opt_state: OptState) -> None:
-        """Refuse gradients and a state that are not those of `params`."""
-        _tree.gradients_like(grads, params)
+    def check(self, params: Tree, grads: Tree, opt_state: OptState) -> Problem:
+        """What a step is over; refuses gradients and a state that are not those of `params`."""
+        structure, leaves, gradients = _tree.aligned(params, grads)
         if not isinstance(opt_state, OptState):
             raise TypeError(
                 f"opt_state is {type(opt_state).__name__}. Cure: `opt_state = optimizer.init(params)`, or what the last step returned."
             )
         names = _tree.names(params)
-        weights = {name: leaf for name, leaf in zip(names, _tree.flatten(params)[0], strict=True) if leaf is not None}
+        weights = {name: leaf for name, leaf in zip(names, leaves, strict=True) if leaf is not None}
         if opt_state.slots.keys() != weights.keys():
             raise ValueError(
                 f"opt_state knows the parameters {_tree.some(list(opt_state.slots))}, params has {_tree.some(names)}. "
@@ -132,14 +148,16 @@ class TorchOptimizer:
             )
         for name, slot in opt_state.slots.items():
             weight = weights[name]
+            shape, dtype = weight.shape, weight.dtype
             for key, value in slot.items():
                 # torch's fused kernels would walk past the end of a shorter one. Adafactor's factors have shapes of their own.
-                if value.ndim and key not in _FACTORS and (value.shape != weight.shape or value.dtype is not weight.dtype):
+                if value.ndim and key not in _FACTORS and (value.shape != shape or value.dtype is not dtype):
                     raise ValueError(
-                        f"opt_state: {key} of {name} is {value.dtype} {tuple(value.shape)}, the parameter {weight.dtype} "
-                        f"{tuple(weight.shape)}. Likely cause: the state of another model, or of the model before it was changed. "
+                        f"opt_state: {key} of {name} is {value.dtype} {tuple(value.shape)}, the parameter {dtype} "
+                        f"{tuple(shape)}. Likely cause: the state of another model, or of the model before it was changed. "
                         f"Cure: `opt_state = optimizer.init(params)`."
                     )
+        return Problem(structure, names, weights, {name: g for name, g in zip(names, gradients, strict=True) if g is not None})
 
     def from_state_dict(self, sd: Mapping[str, Any], params: Tree) -> OptState:
         """The state in `cls(groups).state_dict()`, copied. The settings in it are not read: `from_torch` has them.
@@ -171,42 +189,45 @@ class TorchOptimizer:
 
     # ---- the fused kernel, which skips and unscales by itself
 
-    def has_fused_kernel(self, params: Tree, grads: Tree) -> bool:
+    def has_fused_kernel(self, problem: Problem) -> bool:
         """Whether torch's fused kernel can make this step: static facts only."""
         if self._kernel is None or self._first_step_differs or _tree.traced():
             return False
         if self._flag_named and not self._settings.get("fused"):
             return False
         return all(
-            isinstance(leaf, Tensor) and _foreach.is_dense(leaf) and leaf.is_floating_point() and (leaf.is_cpu or leaf.is_cuda)
-            for leaf in (*_tree.flatten(params)[0], *_tree.flatten(grads)[0])
-            if leaf is not None
+            _foreach.is_dense(leaf) and leaf.is_floating_point() and (leaf.is_cpu or leaf.is_cuda)
+            for leaf in (*problem.weights.values(), *problem.gradients.values())
         )
 
     def fused_step(
         self,
-        params: Tree,
-        grads: Tree,
+        problem: Problem,
         opt_state: OptState,
         found_inf: Tensor | None,
         treatment: Treatment = Treatment(),  # noqa: B008
-        owned: Set[int] = frozenset(),
+        *,
+        donate: bool = False,
+        spent: bool = False,
+        keep: Sequence[Tensor] = (),
     ) -> tuple[Tree, OptState]:
-        """`step` of what `check` let through, over gradients that are still to be treated, and only where not `found_inf`.
+        """`step` over gradients that are still to be treated, and only where not `found_inf`.
 
-        Writes into the tensors whose ids are `owned`; a gradient among them may hold anything afterwards.
+        With `donate` it writes into the parameters and the state; gradients that are `spent` may hold anything afterwards. Into
+        what stands in the memory of another of these tensors, or of `keep`, it writes in no case.
         """
         assert self._kernel is not None
-        leaves, structure = _tree.flatten(params)
-        names = _tree.names(params)
-        weights = {name: leaf for name, leaf in zip(names, leaves, strict=True) if leaf is not None}
-        gradients = dict(zip(names, structure.flatten_up_to(grads), strict=True))
+        weights, gradients = dict(problem.weights), problem.gradients
+        given = list(gradients.values())
+        state = [*weights.values(), *(value for slot in opt_state.slots.values() for value in slot.values())]
+        spent = spent and overwrites_gradients(given) and all(_tree.writable(given, [*state, *keep]))
+        owned = _owned(state, [*given, opt_state.applied, *keep]) if donate else set()
         slots: Slots = {}
         for members, settings in self._groups(tuple(weights), self._learning_rates(opt_state.applied, self._tensor_lrs)):
             rows = []
             updated = self._kernel.slots(settings)
             for name in members:
-                if gradients[name] is None:
+                if name not in gradients:
                     weights[name] = _kept(weights[name], owned)
                     slots[name] = {key: _kept(value, owned) for key, value in opt_state.slots[name].items()}
                     continue
@@ -214,10 +235,9 @@ class TorchOptimizer:
                 weights[name] = row.targets[0]
                 rows.append(row)
             with torch.no_grad():
-                update(self._kernel, settings, rows, found_inf, treatment, spent=all(id(row.gradient) in owned for row in rows))
+                update(self._kernel, settings, rows, found_inf, treatment, spent=spent)
         applied = 1 if found_inf is None else ~found_inf
-        slots = {name: slots[name] for name in opt_state.slots}
-        return structure.unflatten([weights.get(name) for name in names]), OptState(opt_state.applied + applied, slots)
+        return problem.tree(weights), OptState(opt_state.applied + applied, {name: slots[name] for name in opt_state.slots})
 
     def _row(
         self, weight: Tensor, gradient: Tensor, slot: dict[str, Tensor], updated: tuple[str, ...], owned: Set[int]
@@ -227,20 +247,23 @@ class TorchOptimizer:
         old: list[Tensor] = []
 
         def target(tensor: Tensor, like: Tensor) -> Tensor:
-            if id(tensor) in owned and _alike(tensor, like):
+            if id(tensor) in owned and (tensor is like or _alike(tensor, like)):
                 return tensor.detach() if tensor.requires_grad else tensor
             fresh.append(torch.empty_like(like, dtype=tensor.dtype))
             old.append(tensor)
             return fresh[-1]
 
-        new_weight = target(weight, weight)
+        targets = [target(weight, weight)]
+        new_slot = {}
+        for key, value in slot.items():
+            new_slot[key] = target(value, targets[0]) if key in updated else _kept(value, owned)
         for key in updated:
             if key not in slot:
                 raise self._foreign_state(key)
-        new_slot = {key: target(value, new_weight) if key in updated else _kept(value, owned) for key, value in slot.items()}
-        if not _alike(gradient, new_weight):
-            gradient = _laid_out_like(gradient, new_weight)
-        return Row(gradient, new_slot.get("step"), [new_weight, *(new_slot[key] for key in updated)], fresh, old), new_slot
+            targets.append(new_slot[key])
+        if not _alike(gradient, targets[0]):
+            gradient = _laid_out_like(gradient, targets[0])
+        return Row(gradient, new_slot.get("step"), targets, fresh, old), new_slot
 
     # ---- torch's formula
 
@@ -381,16 +404,9 @@ _FACTORS = ("row_var", "col_var")
 _FLAGS = ("foreach", "fused", "capturable", "differentiable")
 
 
-def _by_names(params: Tree, grads: Tree) -> tuple[list[str], dict[str, Tensor], dict[str, Tensor]]:
-    """The name of every leaf; the parameters by name; the gradients that are there by name, in their parameters' dtypes."""
-    names, leaves = _tree.names(params), _tree.flatten(params)[0]
-    weights = {name: leaf for name, leaf in zip(names, leaves, strict=True) if leaf is not None}
-    gradients = {
-        name: gradient if gradient.dtype is weights[name].dtype else _foreach.saturating(gradient, weights[name].dtype)
-        for name, gradient in zip(names, _tree.leaves_like("grads", grads, "params", params), strict=True)
-        if gradient is not None
-    }
-    return names, weights, gradients
+def _owned(tensors: list[Tensor], others: Sequence[Tensor]) -> set[int]:
+    """The ids of those that may be written to."""
+    return {id(tensor) for tensor, own in zip(tensors, _tree.writable(tensors, others), strict=True) if own}
 
 
 def _alike(tensor: Tensor, weight: Tensor) -> bool:

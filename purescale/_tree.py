@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import optree
 import torch
@@ -75,6 +75,8 @@ def paths(tree: Tree, name: str) -> list[str]:
 
 def names(tree: Tree) -> list[str]:
     """Where each leaf stands, dotted: `conv.weight`, in the order of `flatten`. A flat dict of parameters gives its own keys."""
+    if type(tree) is dict and all(isinstance(child, Tensor) or child is None for child in tree.values()):
+        return [str(key) for key in tree]
     if not torch.compiler.is_compiling():
         return [".".join(str(part) for part in path) for path in optree.tree_paths(tree, **_OURS)]
     if isinstance(tree, dict):
@@ -96,9 +98,9 @@ def path(tree: Tree, name: str, index: int) -> str:
     return f"leaf {index}" if torch.compiler.is_compiling() else paths(tree, name)[index]
 
 
-def leaves_like(name: str, tree: Tree, like_name: str, like: Tree) -> Leaves:
+def leaves_like(name: str, tree: Tree, like_name: str, like: Tree, structure: Any = None) -> Leaves:
     """The leaves of `tree` in the order of `like`'s, or an error that lists the paths in which the two differ."""
-    structure = flatten(like)[1]
+    structure = flatten(like)[1] if structure is None else structure
     try:
         found: Leaves = structure.flatten_up_to(tree)
         if not any(isinstance(leaf, (dict, list, tuple)) for leaf in found):
@@ -118,11 +120,20 @@ def leaves_like(name: str, tree: Tree, like_name: str, like: Tree) -> Leaves:
     )
 
 
-def gradients_like(grads: Tree, params: Tree) -> Leaves:
-    """The leaves of `grads` in the order of the parameters; refused, naming the leaf, unless each could be added to its parameter."""
-    gradients = leaves_like("grads", grads, "params", params)
+class Aligned(NamedTuple):
+    """Parameters and their gradients in one order."""
+
+    structure: Any  # of the parameters
+    weights: Leaves
+    gradients: Leaves
+
+
+def aligned(params: Tree, grads: Tree) -> Aligned:
+    """The leaves of both; refused, naming the leaf, unless each gradient could be added to its parameter."""
+    weights, structure = flatten(params)
+    gradients = leaves_like("grads", grads, "params", params, structure)
     check_gradients(params, gradients)
-    for index, (gradient, weight) in enumerate(zip(gradients, flatten(params)[0], strict=True)):
+    for index, (gradient, weight) in enumerate(zip(gradients, weights, strict=True)):
         if gradient is None:
             continue
         misfit = "no parameter there" if weight is None else _misfit(gradient, weight)
@@ -130,7 +141,7 @@ def gradients_like(grads: Tree, params: Tree) -> Leaves:
             raise ValueError(
                 f"{path(params, 'grads', index)} has {misfit}. Cure: the gradients of these params, `torch.func.grad(scaled_loss)(params)`."
             )
-    return gradients
+    return Aligned(structure, weights, gradients)
 
 
 def _misfit(gradient: Tensor, weight: Tensor) -> str:
@@ -223,7 +234,7 @@ _EITHER = "A skipped step keeps the one, an applied step takes the other, so bot
 def paired(tree: Tree, other: Tree, name: str, other_name: str, why: str = _EITHER) -> tuple[Leaves, Leaves, Any]:
     """The leaves of two trees, those of `other` in the order of `tree`'s, and the structure; refused unless all but values agree."""
     leaves, structure = flatten(tree)
-    others = leaves_like(other_name, other, name, tree)
+    others = leaves_like(other_name, other, name, tree, structure)
     for index, (a, b) in enumerate(zip(leaves, others, strict=True)):
         _check_pair(a, b, tree, index, name, other_name, why)
     return leaves, others, structure
@@ -262,11 +273,9 @@ def flag(found_inf: Tensor | bool, like: Tensor | None = None) -> Tensor:
 
 def storage(leaf: Tensor) -> int:
     """What two tensors have in common that share memory."""
-    if leaf.layout is not torch.strided:
-        leaf = leaf._values() if leaf.layout is torch.sparse_coo else leaf.values()
-    elif isinstance(leaf, DTensor):
-        leaf = leaf.to_local()
-    return leaf.untyped_storage().data_ptr()
+    if leaf.layout is torch.strided:
+        return (leaf.to_local() if isinstance(leaf, DTensor) else leaf).untyped_storage().data_ptr()
+    return (leaf._values() if leaf.layout is torch.sparse_coo else leaf.values()).untyped_storage().data_ptr()
 
 
 def writable(leaves: Sequence[Any], others: Sequence[Any] = ()) -> list[bool]:
@@ -278,16 +287,18 @@ def writable(leaves: Sequence[Any], others: Sequence[Any] = ()) -> list[bool]:
         return [isinstance(leaf, Tensor) and donatable(leaf) for leaf in leaves]
     storages = [storage(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
     users = collections.Counter(storages)
-    users.update(storage(leaf) for leaf in others if isinstance(leaf, Tensor))
-    return [memory is not None and users[memory] == 1 and donatable(leaf) for leaf, memory in zip(leaves, storages, strict=True)]
+    users.update([storage(leaf) for leaf in others if isinstance(leaf, Tensor)])
+    inference = torch.is_inference_mode_enabled()  # outside of it torch refuses to write into its tensors
+    return [
+        memory is not None and users[memory] == 1 and donatable(leaf) and (inference or not leaf.is_inference())
+        for leaf, memory in zip(leaves, storages, strict=True)
+    ]
 
 
 def donatable(leaf: Tensor) -> bool:
     """Whether `leaf` may be written to: dense, no two of its elements in one place, no leaf of an autograd graph."""
     if leaf.layout is not torch.strided or (leaf.requires_grad and leaf.is_leaf):
         return False
-    if not torch.compiler.is_compiling() and leaf.is_inference() and not torch.is_inference_mode_enabled():
-        return False  # torch refuses to write into it here
     return leaf.is_contiguous() or (leaf.ndim == 4 and leaf.is_contiguous(memory_format=torch.channels_last))
 
 

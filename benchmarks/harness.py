@@ -67,6 +67,7 @@ def options(description: str | None, rounds: int = 25) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=DTYPES, help="of autocast, where there is a forward; default: float16 on CUDA, else float32")
+    parser.add_argument("--slow", action="store_true", help="also what takes many minutes to compile")
     parser.add_argument("--record", action="store_true", help="write the tables to results/ too, for plot.py")
     given = parser.parse_args()
     given.dtype = given.dtype or ("float16" if given.device == "cuda" else "float32")

@@ -81,8 +81,6 @@ def vmapped(count: int, given: argparse.Namespace, wrap: Callable[[Any], Any] = 
 def main() -> None:
     given = options(__doc__)
     whole = functools.partial(torch.compile, fullgraph=True, dynamic=False)
-    # Each copy has guards of its own in the one cache of nn.Sequential, which has room for 8.
-    torch._dynamo.config.recompile_limit = 128
     for count in (4, 16, 64):
         torch.compiler.reset()
         rows = {

@@ -61,11 +61,11 @@ def main() -> None:
     )
     figure, axes = plt.subplots(1, 3, figsize=(14, 4.8), width_ratios=(1.2, 1, 1), layout="constrained")
     ratios(axes[0], sizes)
-    growth(axes[1], grown, "parameters", "in 100 tensors")
-    growth(axes[2], grown, "tensors", "1M parameters")
+    growth(axes[1], grown, "parameters", "After backward, 100 tensors")
+    growth(axes[2], grown, "tensors", "After backward, 1M parameters")
     handles = [plt.Line2D([], [], marker="o", color=colour, label=row) for row, colour in COLOURS.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
-    figure.savefig(given.out, dpi=110)
+    figure.savefig(given.out, dpi=100)
 
 
 if __name__ == "__main__":

@@ -27,9 +27,10 @@ conformance: $(CONFORMANCE)
 	$(BIN)/python -m pytest tests/conformance
 
 bench: $(BENCH)
-	$(BIN)/python benchmarks/post_backward.py
-	$(BIN)/python benchmarks/accumulate.py
-	$(BIN)/python benchmarks/batch_norm.py
+	for name in post_backward growth accumulate train_step ensemble memory batch_norm; do \
+		$(BIN)/python benchmarks/$$name.py --record || exit 1; \
+	done
+	$(BIN)/python benchmarks/plot.py
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

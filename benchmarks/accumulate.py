@@ -6,26 +6,17 @@ an element read and written in place of 12.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from harness import SIZES, Job, compare, options
+from harness import SIZES, Call, Rows, compare, options
 
 import purescale as ps
 
 
-class Foreach:
+def foreach_add(shapes: list[tuple[int, ...]], device: str) -> Call:
     """What a loop without checks or weights pays."""
-
-    def __init__(self, shapes: list[tuple[int, ...]], device: str) -> None:
-        self.sums = [torch.zeros(s, device=device) for s in shapes]
-        self.grads = [torch.randn(s, device=device) for s in shapes]
-
-    def prepare(self) -> None:
-        pass
-
-    def run(self) -> None:
-        torch._foreach_add_(self.sums, self.grads)
+    sums = [torch.zeros(s, device=device) for s in shapes]
+    grads = [torch.randn(s, device=device) for s in shapes]
+    return Call(lambda: torch._foreach_add_(sums, grads))
 
 
 class Accumulate:
@@ -47,13 +38,13 @@ class Accumulate:
 def main() -> None:
     given = options(__doc__)
     for size, shapes in SIZES.items():
-        rows: dict[str, Callable[[], Job]] = {
-            "foreach add": lambda s=shapes: Foreach(s, given.device),
+        rows: Rows = {
+            "foreach add": lambda s=shapes: foreach_add(s, given.device),
             "flag known, donate=True": lambda s=shapes: Accumulate(s, given.device, known=True, donate=True),
             "with the check, donate=True": lambda s=shapes: Accumulate(s, given.device, known=False, donate=True),
             "with the check": lambda s=shapes: Accumulate(s, given.device, known=False, donate=False),
         }
-        compare(f"{size} tensors", rows, given)
+        compare(f"{size} tensors", rows, given, size=size)
 
 
 if __name__ == "__main__":

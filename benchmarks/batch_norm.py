@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from harness import Job, compare, options
+from harness import Call, Job, compare, options
+from models import resnet
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
@@ -182,46 +183,6 @@ def accuracy(device: str) -> None:
 # ---- cost ------------------------------------------------------------------------------------------------------------
 
 
-class Block(nn.Module):
-    def __init__(self, before: int, after: int, stride: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(before, after, 3, stride, 1, bias=False),
-            nn.BatchNorm2d(after),
-            nn.ReLU(),
-            nn.Conv2d(after, after, 3, 1, 1, bias=False),
-            nn.BatchNorm2d(after),
-        )
-        same = before == after and stride == 1
-        self.shortcut = nn.Identity() if same else nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.body(x) + self.shortcut(x))
-
-
-def resnet(channels: int, width: int, stages: int, blocks: int, classes: int = 10) -> nn.Module:
-    layers: list[nn.Module] = [nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
-    for stage in range(stages):
-        after = width * 2**stage
-        for index in range(blocks):
-            first = index == 0 and stage > 0
-            layers.append(Block(after // 2 if first else after, after, 2 if first else 1))
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(after, classes))
-
-
-class Pass:
-    """One pass over the batches."""
-
-    def __init__(self, once: Callable[[], object]) -> None:
-        self.once = once
-
-    def prepare(self) -> None:
-        pass
-
-    def run(self) -> None:
-        self.once()
-
-
 def cost(given: argparse.Namespace, width: int, variants: bool) -> None:
     torch.manual_seed(0)
 
@@ -233,14 +194,14 @@ def cost(given: argparse.Namespace, width: int, variants: bool) -> None:
 
     def pair(apply: Apply) -> dict[str, Callable[[], Job]]:
         return {
-            "plain train-mode forward": lambda: Pass(lambda: plain_pass(apply, params, buffers, batches)),
-            "purescale": lambda: Pass(lambda: purescale_pass(apply, params, buffers, batches)),
+            "plain train-mode forward": lambda: Call(lambda: plain_pass(apply, params, buffers, batches)),
+            "purescale": lambda: Call(lambda: purescale_pass(apply, params, buffers, batches)),
         }
 
     def peer(way: Way) -> Callable[[], Job]:
         def job() -> Job:
             model = make()
-            return Pass(lambda: way(model, batches))
+            return Call(lambda: way(model, batches))
 
         return job
 

@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import json
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
+
+RESULTS = Path(__file__).parent / "results"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def _resnet18() -> list[tuple[int, ...]]:
+    shapes: list[tuple[int, ...]] = [(64, 3, 7, 7), (64,), (64,)]
+    for before, after in ((64, 64), (64, 128), (128, 256), (256, 512)):
+        convs = [(after, before, 3, 3), *[(after, after, 3, 3)] * 3, *[(after, before, 1, 1)] * (before != after)]
+        shapes += [shape for conv in convs for shape in (conv, (after,), (after,))]
+    return [*shapes, (1000, 512), (1000,)]
+
 
 SIZES = {  # name: shapes of the parameters
     "transformer-like, 27M in 147": [(512, 512)] * 48 + [(2048, 512)] * 12 + [(512,)] * 86 + [(3300, 512)],
+    "ResNet-18, 11.7M in 62": _resnet18(),
     "small conv net, 0.2M in 60": [(32, 32, 3, 3)] * 20 + [(32,)] * 40,
 }
 
@@ -24,15 +41,49 @@ class Job(Protocol):
     def run(self) -> None: ...
 
 
-def options(description: str | None) -> argparse.Namespace:
+Rows = dict[str, Callable[[], Job]]
+
+
+class Call:
+    """A row with nothing to prepare."""
+
+    def __init__(self, once: Callable[[], object]) -> None:
+        self.run = once
+
+    def prepare(self) -> None:
+        pass
+
+
+def memcpy(shapes: list[tuple[int, ...]], device: str) -> Call:
+    """The yardstick: one read and one write of each parameter."""
+    source: list[Tensor] = [torch.randn(s, device=device) for s in shapes]
+    target = [torch.empty_like(t) for t in source]
+    return Call(lambda: torch._foreach_copy_(target, source))
+
+
+def options(description: str | None, rounds: int = 25) -> argparse.Namespace:
     """The command line; prints where this runs."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=DTYPES, help="of autocast, where there is a forward; default: float16 on CUDA, else float32")
+    parser.add_argument("--slow", action="store_true", help="also what takes many minutes to compile")
+    parser.add_argument("--record", action="store_true", help="write the tables to results/ too, for plot.py")
     given = parser.parse_args()
+    given.dtype = given.dtype or ("float16" if given.device == "cuda" else "float32")
     where = torch.cuda.get_device_name() if given.device == "cuda" else f"{torch.get_num_threads()} CPU threads"
     print(f"torch {torch.__version__}, Python {platform.python_version()}, {where}, median of {given.rounds} rounds\n")
+    if given.record:
+        given.record = RESULTS / given.device / f"{Path(sys.argv[0]).stem}.jsonl"
+        given.record.parent.mkdir(parents=True, exist_ok=True)
+        given.record.write_text("")
     return given
+
+
+def record(given: argparse.Namespace, **fields: Any) -> None:
+    if given.record:
+        with given.record.open("a") as file:
+            file.write(json.dumps(fields) + "\n")
 
 
 def sync(device: str) -> None:
@@ -40,29 +91,56 @@ def sync(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def measure(rows: dict[str, Callable[[], Job]], rounds: int, device: str) -> dict[str, list[float]]:
+def seconds(run: Callable[[], object], device: str) -> float:
+    sync(device)
+    start = time.perf_counter()
+    run()
+    sync(device)
+    return time.perf_counter() - start
+
+
+def warm(rows: Rows, device: str) -> dict[str, Job]:
+    """The rows that can run here, after three rounds; what is left out says so."""
+    jobs = {}
+    for name, make in rows.items():
+        try:
+            job = make()
+            for _ in range(3):
+                job.prepare()
+                job.run()
+            sync(device)
+            jobs[name] = job
+        except (ImportError, RuntimeError, ValueError) as error:
+            print(f"{name} is left out: {type(error).__name__}: {str(error).strip().splitlines()[0]}\n")
+    return jobs
+
+
+def measure(rows: Rows, rounds: int, device: str) -> dict[str, list[float]]:
     """Milliseconds of each row in each round, the rows in turn so that a slow moment hits all of them."""
-    jobs = {name: make() for name, make in rows.items()}
-    times: dict[str, list[float]] = {name: [] for name in rows}
-    for index in range(rounds + 3):
+    jobs = warm(rows, device)
+    times: dict[str, list[float]] = {name: [] for name in jobs}
+    for _ in range(rounds):
         for name, job in jobs.items():
             job.prepare()
-            sync(device)
-            start = time.perf_counter()
-            job.run()
-            sync(device)
-            if index >= 3:
-                times[name].append(1e3 * (time.perf_counter() - start))
+            times[name].append(1e3 * seconds(job.run, device))
     return times
 
 
-def compare(title: str, rows: dict[str, Callable[[], Job]], given: argparse.Namespace) -> None:
-    """Print each row against the first: the median over the rounds of the ratio in the same round, and its quartiles."""
-    baseline = next(iter(rows))
+def compare(title: str, rows: Rows, given: argparse.Namespace, **axes: Any) -> None:
+    """Print each row against the first: the median over the rounds of the ratio in the same round, and its quartiles.
+
+    `axes` are recorded beside the figures, for a plot over them.
+    """
     times = measure(rows, given.rounds, given.device)
+    baseline = next(iter(rows))
+    if baseline not in times:
+        print(f"{title} is left out, for want of its first row.\n")
+        return
     print(f"### {title}\n\n| row | ms | against {baseline} | quartiles |\n|---|---|---|---|")
     for name, values in times.items():
         ratios = [a / b for a, b in zip(values, times[baseline], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        print(f"| {name} | {statistics.median(values):.2f} | {middle:.2f} | {low:.2f} to {high:.2f} |")
-    print()
+        low, ratio, high = statistics.quantiles(ratios, n=4)
+        ms = statistics.median(values)
+        print(f"| {name} | {ms:.2f} | {ratio:.2f} | {low:.2f} to {high:.2f} |")
+        record(given, title=title, row=name, baseline=baseline, ms=ms, ratio=ratio, low=low, high=high, **axes)
+    print(flush=True)

@@ -6,11 +6,8 @@ fused AdamW in the same round. `memcpy` is the yardstick: one read and one write
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from harness import SIZES, Job, compare, options
-from torch import Tensor
+from harness import SIZES, Rows, compare, memcpy, options
 
 import purescale as ps
 
@@ -68,32 +65,18 @@ class Purescale:
         self.scaler = self.rule.update(self.scaler, out.found_inf)
 
 
-class Memcpy:
-    """One read and one write of each parameter."""
-
-    def __init__(self, shapes: list[tuple[int, ...]], device: str) -> None:
-        self.source: list[Tensor] = [torch.randn(s, device=device) for s in shapes]
-        self.target = [torch.empty_like(t) for t in self.source]
-
-    def prepare(self) -> None:
-        pass
-
-    def run(self) -> None:
-        torch._foreach_copy_(self.target, self.source)
-
-
 def main() -> None:
     given = options(__doc__)
     for size, shapes in SIZES.items():
         for clip in (False, True):
-            rows: dict[str, Callable[[], Job]] = {
+            rows: Rows = {
                 "GradScaler + fused AdamW": lambda s=shapes, c=clip: GradScaler(s, given.device, c, fused=True),
                 "GradScaler + foreach AdamW": lambda s=shapes, c=clip: GradScaler(s, given.device, c, foreach=True),
                 "purescale, donate=True": lambda s=shapes, c=clip: Purescale(s, given.device, c, donate=True),
                 "purescale": lambda s=shapes, c=clip: Purescale(s, given.device, c, donate=False),
-                "memcpy": lambda s=shapes: Memcpy(s, given.device),
+                "memcpy": lambda s=shapes: memcpy(s, given.device),
             }
-            compare(f"{size} tensors, {'max_norm' if clip else 'no clipping'}", rows, given)
+            compare(f"{size} tensors, {'max_norm' if clip else 'no clipping'}", rows, given, size=size, clip=clip)
 
 
 if __name__ == "__main__":

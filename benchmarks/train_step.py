@@ -1,0 +1,243 @@
+"""A whole training step, AdamW: forward, backward and everything after. Run `make bench`.
+
+The baseline is the hand-written GradScaler loop with fused AdamW, eager against eager and `torch.compile(model)` against the whole
+step compiled; Lightning Fabric and accelerate run the loops of their own documentation. Then what it takes to compile, as models
+grow deeper.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import models
+import torch
+import torch.nn.functional as F
+from harness import DTYPES, Call, Job, Rows, compare, options, record, seconds
+from torch import Tensor, nn
+from torch._inductor.utils import fresh_cache
+
+import purescale as ps
+
+LR = 1e-3
+SCALE = 2.0**10  # low enough that no step overflows under float16: a skipped one would be cheaper
+PRECISION = {  # what Fabric and accelerate call it
+    "float32": ("32-true", "no"),
+    "bfloat16": ("bf16-mixed", "bf16"),
+    "float16": ("16-mixed", "fp16"),
+}
+
+
+class Task(NamedTuple):
+    title: str
+    model: Callable[[], nn.Module]
+    shape: tuple[int, ...]  # of a batch
+
+    def make(self, device: str, microbatches: int = 1) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
+        torch.manual_seed(0)
+        x, y = models.batch(*self.shape, device=device)
+        return self.model().to(device), list(zip(x.chunk(microbatches), y.chunk(microbatches), strict=True))
+
+
+TASKS = [
+    Task("small conv net", models.conv_net, (32, 3, 32, 32)),
+    Task("ResNet-18-like, width 16", lambda: models.resnet(3, width=16, stages=4, blocks=2), (32, 3, 32, 32)),
+    Task("small transformer", models.transformer, (16, 32, 32)),
+]
+
+
+# ---- the rows --------------------------------------------------------------------------------------------------------
+
+
+def grad_scaler(
+    task: Task,
+    given: argparse.Namespace,
+    max_norm: float | None = None,
+    microbatches: int = 1,
+    wrap: Callable[[nn.Module], Any] = lambda model: model,
+    **implementation: bool,
+) -> Job:
+    """The loop of torch's documentation."""
+    model, data = task.make(given.device, microbatches)
+    forward = wrap(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, **implementation)
+    scaler = torch.amp.GradScaler(given.device, init_scale=SCALE)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        for x, y in data:
+            with torch.autocast(given.device, DTYPES[given.dtype], enabled=given.dtype != "float32"):
+                loss = F.cross_entropy(forward(x), y)
+            scaler.scale(loss / microbatches if microbatches > 1 else loss).backward()
+        if max_norm is not None:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return Call(step)
+
+
+def refuse_float16_on_cpu(given: argparse.Namespace) -> None:
+    """accelerate refuses it, Fabric takes bfloat16 in its place."""
+    if (given.device, given.dtype) == ("cpu", "float16"):
+        raise ValueError("it has no float16 on a CPU")
+
+
+def fabric(task: Task, given: argparse.Namespace) -> Job:
+    from lightning.fabric import Fabric
+
+    refuse_float16_on_cpu(given)
+    model, [(x, y)] = task.make(given.device)
+    fabric = Fabric(accelerator=given.device, devices=1, precision=PRECISION[given.dtype][0])
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=LR, fused=True))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        fabric.backward(loss)
+        optimizer.step()
+
+    return Call(step)
+
+
+def accelerate(task: Task, given: argparse.Namespace) -> Job:
+    from accelerate import Accelerator
+
+    refuse_float16_on_cpu(given)
+    model, [(x, y)] = task.make(given.device)
+    accelerator = Accelerator(cpu=given.device == "cpu", mixed_precision=PRECISION[given.dtype][1])
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=LR, fused=True))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        accelerator.backward(loss)
+        optimizer.step()
+
+    return Call(step)
+
+
+def purescale(
+    task: Task,
+    given: argparse.Namespace,
+    microbatches: int = 1,
+    wrap: Callable[[Any], Any] = lambda step: step,
+    static: bool = False,
+    **settings: Any,
+) -> Job:
+    """`train_step`. `static`: the donated tensors stay where they are, as CUDA graphs that write into them must know."""
+    model, data = task.make(given.device, microbatches)
+    apply, params, buffers = ps.make_functional(model)
+    if given.dtype != "float32":
+        apply = ps.with_policy(apply, f"params=float32,compute=autocast({given.dtype}),output=float32")
+    optimizer, rule = ps.from_torch(torch.optim.AdamW, lr=LR), ps.DynamicScale(init_scale=SCALE)
+
+    def loss_fn(params: dict[str, Tensor], buffers: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Any:
+        x, y = batch
+        logits, buffers = apply(params, buffers, x)
+        return F.cross_entropy(logits, y), buffers
+
+    step = wrap(functools.partial(ps.train_step, loss_fn=loss_fn, optimizer=optimizer, rule=rule, **settings))
+    state = ps.init_train_state(params, buffers, optimizer, rule)
+    if static:
+        torch.utils._pytree.tree_map_only(Tensor, torch._dynamo.mark_static_address, state)
+
+    def once() -> None:
+        nonlocal state
+        state, _ = step(state, data)
+
+    return Call(once)
+
+
+# ---- the tables ------------------------------------------------------------------------------------------------------
+
+
+def eager(task: Task, given: argparse.Namespace) -> Rows:
+    unscaled = "" if given.dtype == "float16" else ", which does not scale here"
+    names = PRECISION[given.dtype]
+    return {
+        "GradScaler + fused AdamW": lambda: grad_scaler(task, given, fused=True),
+        "GradScaler + foreach AdamW": lambda: grad_scaler(task, given, foreach=True),
+        "GradScaler + for-loop AdamW": lambda: grad_scaler(task, given, foreach=False),
+        f"Fabric {names[0]} + fused AdamW{unscaled}": lambda: fabric(task, given),
+        f"accelerate {names[1]} + fused AdamW{unscaled}": lambda: accelerate(task, given),
+        "purescale, donate=True": lambda: purescale(task, given, donate=True),
+        "purescale": lambda: purescale(task, given),
+    }
+
+
+def with_settings(task: Task, given: argparse.Namespace, **settings: Any) -> Rows:
+    return {
+        "GradScaler + fused AdamW": lambda: grad_scaler(task, given, fused=True, **settings),
+        "purescale, donate=True": lambda: purescale(task, given, donate=True, **settings),
+        "purescale": lambda: purescale(task, given, **settings),
+    }
+
+
+def compile_seconds(job: Job, device: str) -> float:
+    """Until steps are as fast as they get: the second may be compiled anew. Nothing comes from a cache on disk."""
+    with fresh_cache():
+        return seconds(lambda: [job.run() for _ in range(3)], device)
+
+
+def compiled(task: Task, given: argparse.Namespace) -> Rows:
+    whole = functools.partial(torch.compile, fullgraph=True)
+    rows: Rows = {
+        "GradScaler + fused AdamW, torch.compile(model)": lambda: grad_scaler(task, given, wrap=torch.compile, fused=True),
+        "purescale, donate=True, compiled": lambda: purescale(task, given, wrap=whole, donate=True),
+        "purescale, compiled": lambda: purescale(task, given, wrap=whole),
+    }
+    if given.device == "cuda":
+        mode = {"mode": "reduce-overhead"}
+        model, step = functools.partial(torch.compile, **mode), functools.partial(whole, **mode)
+        rows["GradScaler + fused AdamW, reduce-overhead"] = lambda: grad_scaler(task, given, wrap=model, fused=True)
+        rows["purescale, donate=True, reduce-overhead"] = lambda: purescale(task, given, wrap=step, static=True, donate=True)
+
+    def timed(name: str, make: Callable[[], Job]) -> Job:
+        job = make()
+        print(f"{compile_seconds(job, given.device):.1f} s to compile: {name}\n")
+        return job
+
+    return {name: functools.partial(timed, name, make) for name, make in rows.items()}
+
+
+def compile_times(given: argparse.Namespace) -> None:
+    columns = ("layers", "tensors", "torch.compile(model)", "purescale, donate=True", "ratio")
+    print(f"### Seconds to compile an MLP\n\n| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+    whole = functools.partial(torch.compile, fullgraph=True)
+    for depth in (5, 10, 20, 30, 100) if given.slow else (5, 10, 20):
+        task = Task("MLP", functools.partial(models.mlp, 64, depth), (32, 64))
+        took = []
+        for make in (
+            lambda task=task: grad_scaler(task, given, wrap=torch.compile, fused=True),
+            lambda task=task: purescale(task, given, wrap=whole, donate=True),
+        ):
+            torch.compiler.reset()
+            took.append(compile_seconds(make(), given.device))
+        theirs, ours = took
+        print(f"| {depth} | {2 * depth} | {theirs:.1f} | {ours:.1f} | {ours / theirs:.2f} |", flush=True)
+        record(given, title="compile", tensors=2 * depth, baseline="torch.compile(model)", seconds=ours, ratio=ours / theirs)
+    print()
+
+
+def main() -> None:
+    given = options(__doc__)
+    for task in TASKS:
+        title = f"{task.title}, {models.describe(task.model())}, {given.dtype}"
+        compare(title, eager(task, given), given, task=task.title)
+        compare(f"{title}, max_norm", with_settings(task, given, max_norm=1.0), given, task=task.title, max_norm=1.0)
+        compare(f"{title}, 4 microbatches", with_settings(task, given, microbatches=4), given, task=task.title, microbatches=4)
+    # What the first compilation of a process pays once, finding out about the compiler, is nobody's.
+    compile_seconds(Call(functools.partial(torch.compile(torch.sin), torch.ones(8, device=given.device))), given.device)
+    for task in TASKS if given.slow else TASKS[:1]:
+        torch.compiler.reset()
+        title = f"{task.title}, {models.describe(task.model())}, {given.dtype}, torch.compile"
+        compare(title, compiled(task, given), given, task=task.title, compiled=True)
+    compile_times(given)
+
+
+if __name__ == "__main__":
+    main()

@@ -114,10 +114,10 @@ def _takes_fused(a: Tensor, n: Tensor, share: Tensor) -> bool:
     """Whether torch's fused kernels, which ignore strides, graphs and lazy negation, give the right result."""
     exact = a.dtype is torch.float32 or (a.dtype is torch.float64 and a.is_cpu)
     contiguous = is_dense(a) and is_dense(n) and a.is_contiguous() and n.is_floating_point() and not (a.is_neg() or n.is_neg())
-    return exact and contiguous and (a.is_cpu or a.is_cuda) and not _on_a_graph([a, n, share])
+    return exact and contiguous and (a.is_cpu or a.is_cuda) and not is_on_a_graph([a, n, share])
 
 
-def _on_a_graph(leaves: Sequence[Tensor | None]) -> bool:
+def is_on_a_graph(leaves: Sequence[Tensor | None]) -> bool:
     """Whether torch.autograd would differentiate through what is computed of these."""
     return torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in leaves)
 
@@ -245,12 +245,11 @@ class Extent(NamedTuple):
 
 def extent(leaves: Sequence[Tensor | None], device: torch.device, norm_type: float | None = None) -> Extent:
     """The extent of `leaves`, from one read of them and with no host sync; the norm where a `norm_type` asks for it."""
-    plain = _tree.traced() or _on_a_graph(leaves)
+    plain = _tree.under_transform() or is_on_a_graph(leaves)
     power = None if norm_type is None or math.isinf(norm_type) else norm_type
     tops: list[Tensor] = []
-    ends: dict[torch.dtype, list[Tensor]] = {}
     norms: list[Tensor] = []
-    alike: dict[torch.dtype, list[Tensor]] = {}
+    dense: list[Tensor] = []
     with contextlib.nullcontext() if plain else torch.no_grad():
         for leaf in leaves:
             value = None if leaf is None else stored_values(leaf)
@@ -263,20 +262,46 @@ def extent(leaves: Sequence[Tensor | None], device: torch.device, norm_type: flo
                 tops.append(at_least_float32(full(value.abs().amax())))
                 norms += [] if power is None else [full(_norm(value, power))]
             else:
-                alike.setdefault(value.dtype, []).append(value)
-        for dtype, values in alike.items():
-            for piece in _pieces(values):
-                # aminmax propagates NaN, and on a CPU takes a tenth of the time of isfinite().all().
-                low, high = torch.aminmax(piece)
-                ends.setdefault(dtype, []).extend((low, high))
-                norms += [] if power is None else [_norm(piece, power, torch.maximum(-low, high))]
-        tops += [at_least_float32(torch.stack(both)).abs().amax() for both in ends.values()]
+                dense.append(value)
+        if dense:
+            found = _extent_node(dense, power) if torch.compiler.is_compiling() else _extent(dense, power)
+            tops += found if power is None else found[:-1]
+            norms += [] if power is None else found[-1:]
         if norm_type is None:
             return Extent(tops, None)
         wide = widest_float(device)
         if math.isinf(norm_type):
             norms += [top.to(wide) for top in tops]
-        return Extent(tops, _norm(torch.stack(norms), norm_type) if norms else torch.zeros((), dtype=wide, device=device))
+        if not norms:
+            return Extent(tops, torch.zeros((), dtype=wide, device=device))
+        return Extent(tops, _norm(torch.stack(norms), norm_type) if len(norms) > 1 else norms[0])
+
+
+def _extent(dense: Sequence[Tensor], power: float | None) -> list[Tensor]:
+    """The largest magnitude of each dtype, in the order in which they come, and where there is a `power` the norm."""
+    tops: list[Tensor] = []
+    norms: list[Tensor] = []
+    for dtype in dict.fromkeys(value.dtype for value in dense):
+        ends: list[Tensor] = []
+        for piece in _pieces([value for value in dense if value.dtype is dtype]):
+            # aminmax propagates NaN, and on a CPU takes a tenth of the time of isfinite().all().
+            low, high = torch.aminmax(piece)
+            ends += (low, high)
+            norms += [] if power is None else [_norm(piece, power, torch.maximum(-low, high))]
+        tops.append(at_least_float32(torch.stack(ends)).abs().amax())
+    return tops if power is None else [*tops, _norm(torch.stack(norms), power)]
+
+
+@torch.library.custom_op("purescale::extent", mutates_args=())
+def _extent_node(dense: Sequence[Tensor], power: float | None) -> list[Tensor]:
+    """`_extent` as one node of a compiled graph, in place of a reduction for each leaf."""
+    return _extent(dense, power)
+
+
+@_extent_node.register_fake
+def _(dense: Sequence[Tensor], power: float | None) -> list[Tensor]:
+    tops = [at_least_float32(dense[0].new_empty((), dtype=dtype)) for dtype in dict.fromkeys(value.dtype for value in dense)]
+    return tops if power is None else [*tops, dense[0].new_empty((), dtype=widest_float(dense[0].device))]
 
 
 _PIECE = 2**18  # elements: what a CPU keeps in its cache from one read to the next
@@ -293,10 +318,16 @@ def _pieces(values: list[Tensor]) -> Iterator[Tensor]:
         small.append(value)
         size += value.numel()
         if size > _PIECE:
-            yield torch._utils._flatten_dense_tensors(small)
+            yield flat(small)
             small, size = [], 0
     if small:
-        yield torch._utils._flatten_dense_tensors(small) if len(small) > 1 else small[0].reshape(-1)
+        yield flat(small) if len(small) > 1 else small[0].reshape(-1)
+
+
+def flat(values: list[Tensor]) -> Tensor:
+    """The elements of all in one row."""
+    row: Tensor = torch._utils._flatten_dense_tensors(values)  # type: ignore[no-untyped-call]
+    return row
 
 
 def _norm(value: Tensor, norm_type: float, top: Tensor | None = None) -> Tensor:

@@ -32,7 +32,7 @@ class Row(NamedTuple):
     gradient: Tensor
     step: Tensor | None
     targets: list[Tensor]  # the parameter and the slots that its kernel names, written into
-    fresh: list[Tensor]  # those of `targets` that hold nothing yet
+    fresh: list[int]  # which of `targets` hold nothing yet
     old: list[Tensor]  # what they shall hold
 
 
@@ -42,43 +42,61 @@ class Row(NamedTuple):
 class Kernel(NamedTuple):
     """One of torch's fused kernels."""
 
+    name: str
     slots: Callable[[Settings], tuple[str, ...]]  # what it updates besides the parameter
-    launch: Callable[..., None]  # (settings, gradients, steps, weights, *slots, **amp)
+    numbers: Callable[[Settings], list[float]]  # its settings but for the learning rate
+    launch: Callable[..., None]  # (lr, numbers, gradients, steps, weights, *slots, **amp)
 
 
-def _adam(settings: Settings, grads: list[Tensor], steps: list[Tensor], *targets: list[Tensor], **amp: Any) -> None:
+def _adam(lr: Any, numbers: Sequence[float], grads: list[Tensor], steps: list[Tensor], *targets: list[Tensor], **amp: Any) -> None:
     weights, means, squares, *maxima = targets
-    kernel: Any = torch._fused_adamw_ if settings["decoupled_weight_decay"] else torch._fused_adam_
-    beta1, beta2 = settings["betas"]
-    named = {name: settings[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
-    kernel(weights, grads, means, squares, *(maxima or [[]]), steps, beta1=beta1, beta2=beta2, **named, **amp)
+    beta1, beta2, weight_decay, eps, amsgrad, maximize, decoupled = numbers
+    kernel: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    settings = {"weight_decay": weight_decay, "eps": eps, "amsgrad": bool(amsgrad), "maximize": bool(maximize)}
+    kernel(weights, grads, means, squares, *(maxima or [[]]), steps, lr=lr, beta1=beta1, beta2=beta2, **settings, **amp)
 
 
-def _adam_slots(settings: Settings) -> tuple[str, ...]:
-    return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if settings["amsgrad"] else ("exp_avg", "exp_avg_sq")
-
-
-def _sgd(settings: Settings, grads: list[Tensor], steps: list[Tensor], *targets: list[Tensor], **amp: Any) -> None:
+def _sgd(lr: Any, numbers: Sequence[float], grads: list[Tensor], steps: list[Tensor], *targets: list[Tensor], **amp: Any) -> None:
     weights, *momenta = targets
-    named = {name: settings[name] for name in ("lr", "weight_decay", "momentum", "dampening", "nesterov", "maximize")}
+    weight_decay, momentum, dampening, nesterov, maximize = numbers
+    settings = {"weight_decay": weight_decay, "momentum": momentum, "dampening": dampening}
+    flags = {"nesterov": bool(nesterov), "maximize": bool(maximize), "is_first_step": False}
     kernel: Any = torch._fused_sgd_
-    kernel(weights, grads, *(momenta or [[]]), is_first_step=False, **named, **amp)
+    kernel(weights, grads, *(momenta or [[]]), lr=lr, **settings, **flags, **amp)
 
 
-_PLUS = {"lr": -1.0, "weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0, "nesterov": False, "maximize": False}
-
-
-def _adagrad(settings: Settings, grads: list[Tensor], steps: list[Tensor], *targets: list[Tensor], **amp: Any) -> None:
-    named = {name: settings[name] for name in ("lr", "lr_decay", "weight_decay", "eps", "maximize")}
+def _adagrad(lr: Any, numbers: Sequence[float], grads: list[Tensor], steps: list[Tensor], *targets: list[Tensor], **amp: Any) -> None:
+    weights, sums = targets
+    lr_decay, weight_decay, eps, maximize = numbers
+    settings = {"lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps, "maximize": bool(maximize)}
     kernel: Any = torch._fused_adagrad_
-    kernel(targets[0], grads, targets[1], steps, **named, **amp)
+    kernel(weights, grads, sums, steps, lr=lr, **settings, **amp)
 
 
+def _named(*names: str) -> Callable[[Settings], list[float]]:
+    return lambda settings: [float(settings[name]) for name in names]
+
+
+_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _KERNELS: dict[Any, Kernel] = {
-    torch.optim.Adam: Kernel(_adam_slots, _adam),  # and AdamW, its subclass
-    torch.optim.SGD: Kernel(lambda settings: ("momentum_buffer",) if settings["momentum"] else (), _sgd),
-    torch.optim.Adagrad: Kernel(lambda settings: ("sum",), _adagrad),
+    torch.optim.Adam: Kernel(  # and AdamW, its subclass
+        "adam",
+        lambda settings: _MOMENTS if settings["amsgrad"] else _MOMENTS[:2],
+        lambda settings: [
+            *map(float, settings["betas"]),
+            *_named("weight_decay", "eps", "amsgrad", "maximize", "decoupled_weight_decay")(settings),
+        ],
+        _adam,
+    ),
+    torch.optim.SGD: Kernel(
+        "sgd",
+        lambda settings: ("momentum_buffer",) if settings["momentum"] else (),
+        _named("weight_decay", "momentum", "dampening", "nesterov", "maximize"),
+        _sgd,
+    ),
+    torch.optim.Adagrad: Kernel("adagrad", lambda settings: ("sum",), _named("lr_decay", "weight_decay", "eps", "maximize"), _adagrad),
 }
+_BY_NAME = {kernel.name: kernel for kernel in _KERNELS.values()}
 
 
 def kernel_of(cls: Any) -> Kernel | None:
@@ -104,6 +122,65 @@ def overwrites_gradients(grads: Sequence[Tensor]) -> bool:
 
 def update(kernel: Kernel, settings: Settings, rows: list[Row], found_inf: Tensor | None, treatment: Treatment, *, spent: bool) -> None:
     """The update of `rows`, in place, unless `found_inf`. `spent`: the gradients may be overwritten."""
+    lr, numbers = settings["lr"], kernel.numbers(settings)
+    if not rows:
+        return
+    if not torch.compiler.is_compiling():
+        _update(kernel, lr, numbers, rows, found_inf, treatment, spent=spent)
+        return
+    scale, factor, bound = treatment
+    columns = [
+        [row.gradient for row in rows],
+        [row.step for row in rows if row.step is not None],
+        [target for row in rows for target in row.targets],
+        [len(row.targets) * index + place for index, row in enumerate(rows) for place in row.fresh],
+        [tensor for row in rows for tensor in row.old],
+    ]
+    rate, lr = (0.0, lr) if isinstance(lr, Tensor) else (float(lr), None)
+    bound, limit = (0.0, bound) if isinstance(bound, Tensor) else (float(bound or 0.0), None)
+    _node(kernel.name, *columns, rate, lr, numbers, found_inf, scale, factor, bound, limit)
+
+
+@torch.library.custom_op("purescale::fused_update", mutates_args=("steps", "targets"))
+def _node(
+    kernel: str,
+    grads: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    fresh: Sequence[int],
+    old: Sequence[Tensor],
+    rate: float,
+    lr: Tensor | None,
+    numbers: Sequence[float],
+    found_inf: Tensor | None,
+    scale: Tensor | None,
+    factor: Tensor | None,
+    bound: float,
+    limit: Tensor | None,
+) -> None:
+    """`_update` as one node of a compiled graph: traced op by op, the compiler would take minutes over a hundred parameters."""
+    width = len(targets) // len(grads)
+    into = dict(zip(fresh, old, strict=True))
+    rows = []
+    for index, gradient in enumerate(grads):
+        first = index * width
+        missing = [place for place in range(width) if first + place in into]
+        step = steps[index] if steps else None
+        rows.append(Row(gradient, step, list(targets[first : first + width]), missing, [into[first + place] for place in missing]))
+    treatment = Treatment(scale, factor, limit if limit is not None else bound or None)
+    _update(_BY_NAME[kernel], rate if lr is None else lr, numbers, rows, found_inf, treatment, spent=False)
+
+
+def _update(
+    kernel: Kernel,
+    lr: Any,
+    numbers: Sequence[float],
+    rows: list[Row],
+    found_inf: Tensor | None,
+    treatment: Treatment,
+    *,
+    spent: bool,
+) -> None:
     kinds = {(row.targets[0].device, row.targets[0].dtype) for row in rows}
     for device, dtype in kinds:
         alike = rows if len(kinds) == 1 else [row for row in rows if (row.targets[0].device, row.targets[0].dtype) == (device, dtype)]
@@ -112,17 +189,15 @@ def update(kernel: Kernel, settings: Settings, rows: list[Row], found_inf: Tenso
         if steps:
             # Plus 1, unless the flag forbids it: the one list kernel that leaves that to the device.
             one = torch.ones_like(steps[0])
-            flag = None if skip is None else skip.to(one.device)
-            _sgd(_PLUS, [one] * len(steps), [], steps, found_inf=flag)
-        tiled = not overwrites_gradients([row.gradient for row in alike]) and (not treatment.is_nothing or any(row.fresh for row in alike))
+            _sgd(-1.0, [0.0] * 5, [one] * len(steps), [], steps, found_inf=None if skip is None else skip.to(one.device))
+        tiled = not overwrites_gradients([row.gradient for row in alike])
+        tiled = tiled and (not treatment.is_nothing or any(row.fresh for row in alike))
         for grads, counts, targets, fresh, old in _tiles(alike) if tiled else [_columns(alike)]:
             if fresh:
                 torch._foreach_copy_(fresh, old)
-            divisor = None
-            if spent and not tiled:
-                divisor = _one_divisor(grads, treatment, dtype)
+            divisor = _one_divisor(grads, treatment, dtype) if spent and not tiled else None
             ready = grads if divisor is not None else _treated(grads, treatment, dtype)
-            kernel.launch(settings, ready, counts, *targets, grad_scale=divisor, found_inf=skip)
+            kernel.launch(lr, numbers, ready, counts, *targets, grad_scale=divisor, found_inf=skip)
 
 
 def _treated(grads: list[Tensor], treatment: Treatment, dtype: torch.dtype) -> list[Tensor]:
@@ -133,7 +208,7 @@ def _treated(grads: list[Tensor], treatment: Treatment, dtype: torch.dtype) -> l
     if all(g.is_cpu and g.dtype is grads[0].dtype for g in grads) and len(grads) > 1:
         # One operation for all: what is spent on a small tensor is the call.
         sizes = [g.numel() for g in grads]
-        return list(torch.split(_treated([torch._utils._flatten_dense_tensors(grads)], treatment, dtype)[0], sizes))
+        return list(torch.split(_treated([_foreach.flat(grads)], treatment, dtype)[0], sizes))
     if scale is not None:
         grads = list(torch._foreach_div([_foreach.at_least_float32(g) for g in grads], scale))
     if factor is not None and scale is not None:
@@ -162,7 +237,7 @@ def _columns(rows: list[Row]) -> _Columns:
         [row.gradient for row in rows],
         [row.step for row in rows if row.step is not None],
         [list(column) for column in zip(*(row.targets for row in rows), strict=True)],
-        [tensor for row in rows for tensor in row.fresh],
+        [row.targets[place] for row in rows for place in row.fresh],
         [tensor for row in rows for tensor in row.old],
     )
 
@@ -173,11 +248,11 @@ def _tiles(rows: list[Row]) -> Iterator[_Columns]:
     size = 0
     for row in reversed(rows):
         if row.gradient.numel() > _TILE:
-            tensors = (row.gradient, *row.targets, *row.fresh, *row.old)
-            count, middle = 1 + len(row.targets), 1 + len(row.targets) + len(row.fresh)
-            for pieces in reversed(list(zip(*map(_cut, tensors), strict=True))):
-                targets, fresh, old = pieces[1:count], list(pieces[count:middle]), list(pieces[middle:])
-                yield [pieces[0]], [] if row.step is None else [row.step], [[piece] for piece in targets], fresh, old
+            width = len(row.targets)
+            for gradient, *pieces in reversed(list(zip(*map(_cut, (row.gradient, *row.targets, *row.old)), strict=True))):
+                targets, old = pieces[:width], pieces[width:]
+                counts = [] if row.step is None else [row.step]
+                yield [gradient], counts, [[piece] for piece in targets], [targets[place] for place in row.fresh], old
             continue
         small.append(row)
         size += row.gradient.numel()

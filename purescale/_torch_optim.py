@@ -7,7 +7,7 @@ import functools
 import inspect
 import numbers
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -191,7 +191,9 @@ class TorchOptimizer:
 
     def has_fused_kernel(self, problem: Problem) -> bool:
         """Whether torch's fused kernel can make this step: static facts only."""
-        if self._kernel is None or self._first_step_differs or _tree.traced():
+        if self._kernel is None or self._first_step_differs or _tree.under_transform():
+            return False
+        if torch.compiler.is_compiling() and _foreach.is_on_a_graph([*problem.weights.values(), *problem.gradients.values()]):
             return False
         if self._flag_named and not self._settings.get("fused"):
             return False
@@ -219,50 +221,50 @@ class TorchOptimizer:
         assert self._kernel is not None
         weights, gradients = dict(problem.weights), problem.gradients
         given = list(gradients.values())
-        state = [*weights.values(), *(value for slot in opt_state.slots.values() for value in slot.values())]
+        state = [tensor for name, weight in weights.items() for tensor in (weight, *opt_state.slots[name].values())]
         spent = spent and overwrites_gradients(given) and all(_tree.writable(given, [*state, *keep]))
-        owned = _owned(state, [*given, opt_state.applied, *keep]) if donate else set()
+        owned = iter(_tree.writable(state, [*given, opt_state.applied, *keep]) if donate else [False] * len(state))
+        ours = {name: [next(owned) for _ in range(1 + len(opt_state.slots[name]))] for name in weights}
         slots: Slots = {}
         for members, settings in self._groups(tuple(weights), self._learning_rates(opt_state.applied, self._tensor_lrs)):
             rows = []
             updated = self._kernel.slots(settings)
             for name in members:
-                if name not in gradients:
-                    weights[name] = _kept(weights[name], owned)
-                    slots[name] = {key: _kept(value, owned) for key, value in opt_state.slots[name].items()}
-                    continue
-                row, slots[name] = self._row(weights[name], gradients[name], opt_state.slots[name], updated, owned)
-                weights[name] = row.targets[0]
-                rows.append(row)
+                weight, slot = weights[name], opt_state.slots[name]
+                if name in gradients:
+                    row, slots[name] = self._row(weight, gradients[name], slot, updated, ours[name])
+                    weights[name] = row.targets[0]
+                    rows.append(row)
+                else:
+                    weights[name], *kept = (_kept(tensor, own) for tensor, own in zip((weight, *slot.values()), ours[name], strict=True))
+                    slots[name] = dict(zip(slot, kept, strict=True))
             with torch.no_grad():
                 update(self._kernel, settings, rows, found_inf, treatment, spent=spent)
         applied = 1 if found_inf is None else ~found_inf
         return problem.tree(weights), OptState(opt_state.applied + applied, {name: slots[name] for name in opt_state.slots})
 
     def _row(
-        self, weight: Tensor, gradient: Tensor, slot: dict[str, Tensor], updated: tuple[str, ...], owned: Set[int]
+        self, weight: Tensor, gradient: Tensor, slot: dict[str, Tensor], updated: tuple[str, ...], owned: list[bool]
     ) -> tuple[Row, dict[str, Tensor]]:
         """What the kernel writes into for one parameter, and its next slots, which are some of the same tensors."""
-        fresh: list[Tensor] = []
-        old: list[Tensor] = []
-
-        def target(tensor: Tensor, like: Tensor) -> Tensor:
-            if id(tensor) in owned and (tensor is like or _alike(tensor, like)):
-                return tensor.detach() if tensor.requires_grad else tensor
-            fresh.append(torch.empty_like(like, dtype=tensor.dtype))
-            old.append(tensor)
-            return fresh[-1]
-
-        targets = [target(weight, weight)]
-        new_slot = {}
-        for key, value in slot.items():
-            new_slot[key] = target(value, targets[0]) if key in updated else _kept(value, owned)
         for key in updated:
             if key not in slot:
                 raise self._foreign_state(key)
-            targets.append(new_slot[key])
-        if not _alike(gradient, targets[0]):
-            gradient = _laid_out_like(gradient, targets[0])
+        new_weight = _kept(weight, True) if owned[0] else torch.empty_like(weight, requires_grad=False)
+        targets, fresh, old = [new_weight], [] if owned[0] else [0], [] if owned[0] else [weight]
+        new_slot = {}
+        for (key, value), own in zip(slot.items(), owned[1:], strict=True):
+            if key not in updated:
+                new_slot[key] = _kept(value, own)
+            elif own and _alike(value, new_weight):
+                new_slot[key] = _kept(value, True)
+            else:
+                new_slot[key] = torch.empty_like(new_weight, dtype=value.dtype)
+                fresh.append(1 + updated.index(key))
+                old.append(value)
+        targets += [new_slot[key] for key in updated]
+        if not _alike(gradient, new_weight):
+            gradient = _laid_out_like(gradient, new_weight)
         return Row(gradient, new_slot.get("step"), targets, fresh, old), new_slot
 
     # ---- torch's formula
@@ -404,11 +406,6 @@ _FACTORS = ("row_var", "col_var")
 _FLAGS = ("foreach", "fused", "capturable", "differentiable")
 
 
-def _owned(tensors: list[Tensor], others: Sequence[Tensor]) -> set[int]:
-    """The ids of those that may be written to."""
-    return {id(tensor) for tensor, own in zip(tensors, _tree.writable(tensors, others), strict=True) if own}
-
-
 def _alike(tensor: Tensor, weight: Tensor) -> bool:
     return tensor.ndim == 0 or tensor.stride() == weight.stride() or tensor.shape != weight.shape
 
@@ -418,8 +415,8 @@ def _laid_out_like(tensor: Tensor, weight: Tensor) -> Tensor:
     return torch.empty_like(weight, dtype=tensor.dtype).copy_(tensor.detach())
 
 
-def _kept(tensor: Tensor, owned: Set[int]) -> Tensor:
-    if id(tensor) not in owned:
+def _kept(tensor: Tensor, own: bool) -> Tensor:
+    if not own:
         return tensor.detach().clone()
     return tensor.detach() if tensor.requires_grad else tensor
 
@@ -458,9 +455,14 @@ def _restored(name: str, saved: dict[str, Any], fresh: dict[str, Tensor]) -> dic
     return restored
 
 
-@functools.lru_cache(maxsize=64)
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # of names and patterns, which dynamo need not look into
 def _matching(names: tuple[str, ...], patterns: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
     """For each name the patterns that match it."""
+    return _cached_matching(names, patterns)
+
+
+@functools.lru_cache(maxsize=64)
+def _cached_matching(names: tuple[str, ...], patterns: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
     matching = tuple(tuple(i for i, pattern in enumerate(patterns) if fnmatch.fnmatchcase(name, pattern)) for name in names)
     for index, pattern in enumerate(patterns):
         if not any(index in hits for hits in matching):

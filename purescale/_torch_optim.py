@@ -250,21 +250,27 @@ class TorchOptimizer:
         for key in updated:
             if key not in slot:
                 raise self._foreign_state(key)
-        new_weight = _kept(weight, True) if owned[0] else torch.empty_like(weight, requires_grad=False)
-        targets, fresh, old = [new_weight], [] if owned[0] else [0], [] if owned[0] else [weight]
+        fresh: list[int] = []
+        old: list[Tensor] = []
+
+        def target(place: int, tensor: Tensor, like: Tensor, own: bool) -> Tensor:
+            if own and _alike(tensor, like):
+                return _kept(tensor, True)
+            new = torch.empty_like(like, dtype=tensor.dtype, requires_grad=False)
+            if not _alike(tensor, new):
+                return new.copy_(tensor.detach())
+            fresh.append(place)
+            old.append(tensor.detach())
+            return new
+
+        targets = [target(0, weight, weight, owned[0])]
         new_slot = {}
         for (key, value), own in zip(slot.items(), owned[1:], strict=True):
-            if key not in updated:
-                new_slot[key] = _kept(value, own)
-            elif own and _alike(value, new_weight):
-                new_slot[key] = _kept(value, True)
-            else:
-                new_slot[key] = torch.empty_like(new_weight, dtype=value.dtype)
-                fresh.append(1 + updated.index(key))
-                old.append(value)
+            new_slot[key] = target(1 + updated.index(key), value, targets[0], own) if key in updated else _kept(value, own)
         targets += [new_slot[key] for key in updated]
-        if not _alike(gradient, new_weight):
-            gradient = _laid_out_like(gradient, new_weight)
+        if not _alike(gradient, targets[0]):
+            # torch's fused kernels walk all of a parameter's tensors by one pointer.
+            gradient = torch.empty_like(targets[0], dtype=gradient.dtype).copy_(gradient.detach())
         return Row(gradient, new_slot.get("step"), targets, fresh, old), new_slot
 
     # ---- torch's formula
@@ -408,11 +414,6 @@ _FLAGS = ("foreach", "fused", "capturable", "differentiable")
 
 def _alike(tensor: Tensor, weight: Tensor) -> bool:
     return tensor.ndim == 0 or tensor.stride() == weight.stride() or tensor.shape != weight.shape
-
-
-def _laid_out_like(tensor: Tensor, weight: Tensor) -> Tensor:
-    """A copy in the memory layout of its weight, since torch's fused kernels walk all of them by one pointer."""
-    return torch.empty_like(weight, dtype=tensor.dtype).copy_(tensor.detach())
 
 
 def _kept(tensor: Tensor, own: bool) -> Tensor:

@@ -1,0 +1,276 @@
+"""What a step costs, counted and not timed: operators, passes over the gradients, memory, syncs."""
+
+import contextlib
+import itertools
+
+import pytest
+import torch
+from helpers import Dispatched, Untouched, assert_close, clone, same_bits, tensors
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
+
+import purescale as ps
+from purescale import _foreach, _fused
+
+ADAMW = ps.from_torch(torch.optim.AdamW, lr=0.1, weight_decay=0.1)
+FUSED = {
+    "AdamW": ADAMW,
+    "AdamW, amsgrad": ps.from_torch(torch.optim.AdamW, lr=torch.tensor(0.1), amsgrad=True),
+    "Adam": ps.from_torch(torch.optim.Adam, lr=0.1, weight_decay=0.1, maximize=True),
+    "SGD": ps.from_torch(torch.optim.SGD, lr=0.1),
+    "SGD, momentum": ps.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "Adagrad": ps.from_torch(torch.optim.Adagrad, lr=0.1, lr_decay=0.1),
+    "overrides": ps.from_torch(torch.optim.AdamW, lr=0.1, overrides={"0": {"lr": 0.5, "weight_decay": 0.0}}),
+}
+SCALE = 1024.0
+VIEWS = ("view", "_unsafe_view", "split", "detach", "alias", "as_strided", "unsqueeze", "slice", "select", "expand", "reshape")
+
+
+def problem(shapes, optimizer=ADAMW, dtype=torch.float32, grad_dtype=None):
+    """(scaler, params, scaled gradients, state) after a first step."""
+    generator = torch.Generator().manual_seed(0)
+    params = {str(i): torch.randn(shape, generator=generator).to(dtype) for i, shape in enumerate(shapes)}
+    grads = {n: (SCALE * torch.randn(p.shape, generator=generator)).to(grad_dtype or dtype) for n, p in params.items()}
+    state = optimizer.init(params)
+    params, state = optimizer.step(params, {n: g.to(dtype) for n, g in grads.items()}, state)
+    return ps.DynamicScale(init_scale=SCALE).init(), params, grads, state
+
+
+def by_parts(optimizer, scaler, params, grads, state, max_norm=None, clip_value=None):
+    """What `unscale_and_step` is equal to."""
+    grads, found_inf = ps.unscale_and_check(scaler, grads)
+    norm = ()
+    if max_norm is not None:
+        grads, norm = ps.clip_by_global_norm(grads, max_norm)
+    if clip_value is not None:
+        grads = ps.clip_by_value(grads, clip_value)
+    return (*ps.maybe_step(optimizer, params, grads, state, found_inf), found_inf, norm)
+
+
+@contextlib.contextmanager
+def changed(module, **names):
+    before = {name: getattr(module, name) for name in names}
+    try:
+        for name, value in names.items():
+            setattr(module, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)
+
+
+# ---- one pass, tile by tile ------------------------------------------------------------------------------------------
+
+
+@given(
+    name=st.sampled_from(sorted(FUSED)),
+    tile=st.sampled_from([16, 32, 48]),  # a vector at least: within one and at the end of a tensor torch's kernels round apart
+    shapes=st.lists(st.sampled_from([(), (0,), (1,), (7,), (16,), (5, 6), (50,), (2, 3, 4, 7)]), min_size=1, max_size=5),
+    grad_dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    max_norm=st.sampled_from([None, 0.5, 1e9, float("inf")]),
+    clip_value=st.sampled_from([None, 0.1]),
+    donate=st.booleans(),
+    bad=st.booleans(),
+)
+def test_a_step_tile_by_tile_has_the_bits_of_its_parts(name, tile, shapes, grad_dtype, max_norm, clip_value, donate, bad):
+    optimizer = FUSED[name]
+    if name == "overrides" and len(shapes) == 1:
+        shapes = [*shapes, (3,)]
+    scaler, params, grads, state = problem(shapes, optimizer, grad_dtype=grad_dtype)
+    if bad and grads["0"].numel():
+        grads["0"] = grads["0"] * float("nan")
+    expected = by_parts(optimizer, scaler, params, grads, state, max_norm, clip_value)
+    before = clone(grads)
+    with changed(_fused, _TILE=tile):
+        out = ps.unscale_and_step(optimizer, scaler, clone(params), grads, clone(state), max_norm, clip_value, donate=donate)
+    assert same_bits(tuple(out)[:3], expected[:3])
+    assert same_bits(out.grad_norm, expected[3]) or (out.grad_norm.isnan() and expected[3].isnan())  # NaN has a sign
+    assert same_bits(grads, before)
+
+
+@pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format])
+@pytest.mark.parametrize("of", ["params", "grads", "both"])
+def test_layouts_give_the_same_step_tile_by_tile(memory_format, of):
+    scaler, params, grads, state = problem([(2, 3, 4, 5), (3, 4, 2, 2)])
+    expected = by_parts(ADAMW, scaler, params, grads, state)
+
+    def laid_out(tree):
+        return {n: t.contiguous(memory_format=memory_format).transpose(0, 1).contiguous().transpose(0, 1) for n, t in tree.items()}
+
+    params = laid_out(params) if of != "grads" else params
+    grads = laid_out(grads) if of != "params" else grads
+    for donate in (False, True):
+        with changed(_fused, _TILE=16):
+            out = ps.unscale_and_step(ADAMW, scaler, clone(params), grads, clone(state), donate=donate)
+        assert_close(out.params, expected[0], rtol=0, atol=0)
+
+
+def test_a_large_parameter_has_the_bits_of_torchs_own_step():
+    scaler, params, grads, state = problem([(2**19 + 37,), (5,)])
+    real = [p.clone().requires_grad_() for p in params.values()]
+    theirs = torch.optim.AdamW(real, lr=0.1, weight_decay=0.1, fused=True)
+    theirs.load_state_dict(ADAMW.to_state_dict(state))
+    theirs.param_groups[0]["fused"] = True  # which the state dict leaves open
+    for p, g in zip(real, grads.values(), strict=True):
+        p.grad = g / SCALE
+    theirs.step()
+    out = ps.unscale_and_step(ADAMW, scaler, params, grads, state, donate=True)
+    assert same_bits(list(out.params.values()), [p.detach() for p in real])
+
+
+# ---- one pass as a whole, as on a GPU --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(FUSED))
+@pytest.mark.parametrize(("max_norm", "clip_value"), [(None, None), (None, 0.1), (0.5, None), (0.5, 0.1), (1e9, None)])
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.float16])
+def test_a_kernel_that_divides_by_itself_agrees(name, max_norm, clip_value, grad_dtype):
+    optimizer = FUSED[name]
+    scaler, params, grads, state = problem([(3, 5), (), (40,)], optimizer, grad_dtype=grad_dtype)
+    expected = by_parts(optimizer, scaler, params, grads, state, max_norm, clip_value)
+    outs = []
+    for donate in (False, True):
+        with changed(_fused, overwrites_gradients=lambda grads: True):
+            arguments = clone((params, grads, state))
+            outs.append(ps.unscale_and_step(optimizer, scaler, *arguments, max_norm, clip_value, donate=donate))
+            assert donate or same_bits(arguments, (params, grads, state))
+    for out in outs:
+        if max_norm == 0.5 and clip_value is None:
+            assert_close(tuple(out), expected, rtol=1e-6, atol=1e-6)  # clipping is folded into the division: it rounds once, not twice
+        else:
+            assert same_bits(tuple(out), expected)
+    assert same_bits(*map(tuple, outs))
+
+
+def test_a_gradient_that_is_needed_elsewhere_is_not_divided_in_place():
+    scaler, params, grads, state = problem([(8,), (8,)])
+    expected = by_parts(ADAMW, scaler, params, {"0": grads["0"], "1": grads["0"]}, state)
+    with changed(_fused, overwrites_gradients=lambda grads: True):
+        out = ps.unscale_and_step(ADAMW, scaler, params, {"0": grads["0"], "1": grads["0"]}, state, donate=True)
+    assert same_bits(tuple(out), expected)
+
+
+# ---- counts ----------------------------------------------------------------------------------------------------------
+
+
+def step_over(shapes, optimizer=ADAMW, **settings):
+    arguments = problem(shapes, optimizer)
+    return arguments, lambda: ps.unscale_and_step(optimizer, *arguments, **settings)
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_a_donated_step_computes_with_as_many_operators_for_a_thousand_tensors_as_for_ten(max_norm):
+    counts = []
+    for number in (10, 1000):
+        _, step = step_over([(8,)] * number, donate=True, max_norm=max_norm)
+        with Dispatched() as dispatched:
+            step()
+        counts.append(len([op for op in dispatched.ops if op.overloadpacket.__name__ not in VIEWS]))
+    assert counts[0] == counts[1] < 100
+
+
+class Reads(Dispatched):
+    """How many elements of some tensors operators read, and wrote."""
+
+    def __init__(self, watched):
+        super().__init__()
+        self.storages = {t.untyped_storage().data_ptr() for t in watched}
+        self.read = self.written = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ not in VIEWS:
+            seen = [t for t in tensors((args, kwargs)) if t.untyped_storage().data_ptr() in self.storages]
+            versions = [t._version for t in seen]
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+            self.read += sum(t.numel() for t in seen)
+            self.written += sum(t.numel() for t, version in zip(seen, versions, strict=True) if t._version != version)
+            return result
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize(("max_norm", "passes"), [(None, 2), (1.0, 3)])
+@pytest.mark.parametrize("shapes", [[(2**19,), (2**18,)], [(8,)] * 100])
+def test_a_step_reads_the_gradients_once_to_check_and_once_to_step_and_never_writes_them(shapes, max_norm, passes):
+    """The third read, for the norm, is of a piece that the check has just brought into the cache."""
+    for donate in (True, False):
+        (_, _, grads, _), step = step_over(shapes, donate=donate, max_norm=max_norm)
+        total = sum(g.numel() for g in grads.values())
+        if len(shapes) == 100 and max_norm:
+            passes = 2  # small ones are put in a row first
+        with Reads(grads.values()) as reads:
+            step()
+        assert (reads.read, reads.written) == (passes * total, 0)
+
+
+def test_a_donated_step_reads_parameters_and_moments_once():
+    (_, params, _, state), step = step_over([(2**19,), (2**18,), (8,)], donate=True)
+    watched = [*params.values(), *(slot[key] for slot in state.slots.values() for key in ("exp_avg", "exp_avg_sq"))]
+    with Reads(watched) as reads:
+        step()
+    assert reads.read == sum(t.numel() for t in watched)
+
+
+def peak(run):
+    """Bytes above what stood before, from the events of torch's own allocator."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as traced:
+        result = run()
+    events = [event for event in traced.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = list(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+    del result
+    return max(now, default=0)
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_a_donated_step_needs_the_memory_of_some_tiles_whatever_the_size(max_norm):
+    tile = 4 * _fused._TILE
+    for shapes in ([(2**22,)], [(2**20,)] * 12, [(64,)] * 2000):
+        _, step = step_over(shapes, donate=True, max_norm=max_norm)
+        assert peak(step) < 4 * tile
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_a_step_without_donation_needs_its_results_and_some_tiles(max_norm):
+    _, step = step_over([(2**20,)] * 4, donate=False, max_norm=max_norm)
+    assert peak(step) < 3 * 4 * 2**22 + 4 * 4 * _fused._TILE
+
+
+@pytest.mark.parametrize("name", sorted(FUSED))
+@pytest.mark.parametrize("donate", [False, True])
+def test_nothing_is_read_by_the_host(name, donate):
+    settings = {"max_norm": torch.tensor(1.0), "clip_value": 0.5, "donate": donate}
+    _, step = step_over([(300, 1000), (5,)], FUSED[name], **settings)
+    with Dispatched() as dispatched:
+        step()
+    assert len(dispatched.ops) > 20
+    assert dispatched.reads == 0
+
+
+def test_without_donation_nothing_given_is_changed():
+    arguments, step = step_over([(2**19,), (5,)], donate=False, max_norm=1.0)
+    with Untouched(arguments):
+        step()
+
+
+# ---- the check -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", [0, 2**18 - 1, 2**18, 2**19 + 36])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64])
+def test_one_bad_element_is_found_wherever_it_is(where, value, dtype):
+    leaf = torch.zeros(2**19 + 37, dtype=dtype)
+    scaler = ps.NoScale().init()
+    assert not ps.unscale_and_check(scaler, [leaf, torch.ones(3)])[1]
+    leaf[where] = value
+    assert ps.unscale_and_check(scaler, [leaf, torch.ones(3)])[1]
+    assert ps.unscale_and_check(scaler, [torch.ones(3), leaf])[1]
+
+
+@given(st.integers(1, 64), st.lists(st.integers(0, 70), min_size=1, max_size=6), st.floats(1.0, 4.0))
+def test_the_norm_in_pieces_equals_float64(piece, sizes, power):
+    leaves = [torch.randn(size) * 10.0 ** (7 * index) for index, size in enumerate(sizes)]
+    with changed(_foreach, _PIECE=piece):
+        norm = _foreach.extent(leaves, torch.device("cpu"), power).norm
+    expected = torch.linalg.vector_norm(torch.cat(leaves).double(), power)
+    torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)

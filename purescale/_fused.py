@@ -208,7 +208,8 @@ def _treated(grads: list[Tensor], treatment: Treatment, dtype: torch.dtype) -> l
     if all(g.is_cpu and g.dtype is grads[0].dtype for g in grads) and len(grads) > 1:
         # One operation for all: what is spent on a small tensor is the call.
         sizes = [g.numel() for g in grads]
-        return list(torch.split(_treated([_foreach.flat(grads)], treatment, dtype)[0], sizes))
+        in_memory_order = [g if g.is_contiguous() else g.as_strided((g.numel(),), (1,)) for g in grads]
+        return list(torch.split(_treated([_foreach.flat(in_memory_order)], treatment, dtype)[0], sizes))
     if scale is not None:
         grads = list(torch._foreach_div([_foreach.at_least_float32(g) for g in grads], scale))
     if factor is not None and scale is not None:
@@ -243,11 +244,11 @@ def _columns(rows: list[Row]) -> _Columns:
 
 
 def _tiles(rows: list[Row]) -> Iterator[_Columns]:
-    """`rows` in tiles: large ones cut, small ones together. The last first, since of the gradients those were read last."""
+    """`rows` in tiles: small ones together, the others alone or cut. The last first, since of the gradients those were read last."""
     small: list[Row] = []
     size = 0
     for row in reversed(rows):
-        if row.gradient.numel() > _TILE:
+        if row.gradient.numel() > _TILE // 8:
             width = len(row.targets)
             for gradient, *pieces in reversed(list(zip(*map(_cut, (row.gradient, *row.targets, *row.old)), strict=True))):
                 targets, old = pieces[:width], pieces[width:]

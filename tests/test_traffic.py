@@ -91,7 +91,8 @@ def test_a_step_tile_by_tile_has_the_bits_of_its_parts(name, tile, shapes, grad_
 
 @pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format])
 @pytest.mark.parametrize("of", ["params", "grads", "both"])
-def test_layouts_give_the_same_step_tile_by_tile(memory_format, of):
+@pytest.mark.parametrize("tile", [16, 2**18])
+def test_layouts_give_the_same_step_tile_by_tile(memory_format, of, tile):
     scaler, params, grads, state = problem([(2, 3, 4, 5), (3, 4, 2, 2)])
     expected = by_parts(ADAMW, scaler, params, grads, state)
 
@@ -101,7 +102,7 @@ def test_layouts_give_the_same_step_tile_by_tile(memory_format, of):
     params = laid_out(params) if of != "grads" else params
     grads = laid_out(grads) if of != "params" else grads
     for donate in (False, True):
-        with changed(_fused, _TILE=16):
+        with changed(_fused, _TILE=tile):
             out = ps.unscale_and_step(ADAMW, scaler, clone(params), grads, clone(state), donate=donate)
         assert_close(out.params, expected[0], rtol=0, atol=0)
 

@@ -1,13 +1,16 @@
 """What a compiled step costs: how often it is compiled, and what the code that comes out allocates."""
 
 import functools
+import itertools
 import math
 import re
 
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
 from helpers import HALF, batch, job, scaled_by, stack, tensors
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
@@ -34,7 +37,7 @@ def test_a_hundred_steps_with_overflow_and_growth_are_compiled_once(count):
         overflows += info.found_inf.item()
     assert backend.frame_count == 1
     assert 0 < overflows < 50
-    assert any(later == 2 * earlier for earlier, later in zip(scales, scales[1:], strict=False))
+    assert any(later == 2 * earlier for earlier, later in itertools.pairwise(scales))
 
 
 def test_a_window_of_another_length_costs_one_more_graph_and_then_none():
@@ -98,3 +101,19 @@ def test_a_vmapped_ensemble_is_one_graph_with_no_loop_over_its_members(settings)
         torch._C._functorch._set_vmap_fallback_enabled(loops)
     assert info.found_inf.tolist() == [False, False, True]
     assert all(tensor.isfinite().all() for tensor in tensors(expected.params))
+
+
+@pytest.mark.parametrize("settings", [{}, {"weight_fn": lambda batch: batch[1].ge(0).sum(), "on_nonfinite": "drop_microbatch"}])
+def test_a_compiled_step_makes_no_tensor_on_another_device(settings):
+    """One CPU scalar would keep a CUDA graph away, or make each step wait; the meta device stands for the GPU."""
+    state, step, data = linear(donate=True, max_norm=1.0, **settings)
+    state, data = torch.utils._pytree.tree_map(lambda t: t.to("meta"), (state, data))
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    torch.compile(step, fullgraph=True, backend=aot_autograd(fw_compiler=keep))(state, data * 2)
+    made = [node.meta["val"] for graph in graphs for node in graph.graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)]
+    assert {value.device.type for value in made} == {"meta"}

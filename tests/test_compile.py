@@ -1,0 +1,119 @@
+"""What a compiled step costs: how often it is compiled, and what the code that comes out allocates."""
+
+import functools
+import itertools
+import math
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func
+from helpers import HALF, batch, job, scaled_by, stack, tensors
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import fresh_cache, run_and_get_code
+
+import purescale as ps
+
+ADAMW = functools.partial(ps.from_torch, torch.optim.AdamW, lr=1e-3)
+RULE = ps.DynamicScale(init_scale=2.0**23, growth_interval=6)
+
+
+def window(index, count):
+    return [batch(10 * index + offset) for offset in range(count)]
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_hundred_steps_with_overflow_and_growth_are_compiled_once(count):
+    state, step = job(ADAMW(), RULE, max_norm=1.0, donate=True)
+    backend = CompileCounterWithBackend("eager")
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    scales, overflows = [], 0
+    for index in range(100):
+        with torch._dynamo.config.patch(error_on_recompile=index > 0):
+            state, info = compiled(state, window(index, count))
+        scales.append(state.scaler.scale.item())
+        overflows += info.found_inf.item()
+    assert backend.frame_count == 1
+    assert 0 < overflows < 50
+    assert any(later == 2 * earlier for earlier, later in itertools.pairwise(scales))
+
+
+def test_a_window_of_another_length_costs_one_more_graph_and_then_none():
+    state, step = job(ADAMW(), RULE)
+    backend = CompileCounterWithBackend("eager")
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    for count in (3, 2):
+        state, _ = compiled(state, window(0, count))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for index, count in enumerate((3, 3, 2, 3, 2)):
+            state, _ = compiled(state, window(index, count))
+    assert backend.frame_count == 2
+
+
+WEIGHT = (48, 40)
+
+
+def linear(**settings):
+    """(state, step, data) of one layer, whose weight has a size that nothing else in the step has."""
+
+    def loss_fn(params, buffers, microbatch):
+        x, y = microbatch
+        return F.mse_loss(F.linear(x, params["w"], params["b"]), y), buffers
+
+    params = {"w": torch.randn(WEIGHT), "b": torch.zeros(WEIGHT[0])}
+    optimizer, rule = ADAMW(), ps.DynamicScale()
+    step = functools.partial(ps.train_step, loss_fn=loss_fn, optimizer=optimizer, rule=rule, **settings)
+    return ps.init_train_state(params, {}, optimizer, rule), step, [(torch.randn(8, WEIGHT[1]), torch.randn(8, WEIGHT[0]))]
+
+
+def allocated(code):
+    """How many buffers of the size of the weight the generated code asks for."""
+    shapes = [re.findall(r"\d+", shape) for shape in re.findall(r"= empty_strided\w*\(\(([\d, ]*)\)", code)]
+    assert shapes
+    return sum(math.prod(map(int, shape)) == math.prod(WEIGHT) for shape in shapes)
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0}])
+def test_a_donated_compiled_step_writes_in_place_and_allocates_nothing_but_the_gradient(settings):
+    state, step, data = linear(donate=True, **settings)
+    before = [tensor.data_ptr() for tensor in tensors((state.params, state.opt_state.slots))]
+    with fresh_cache():
+        (state, info), codes = run_and_get_code(torch.compile(step, fullgraph=True), state, data)
+    assert not info.found_inf
+    assert [tensor.data_ptr() for tensor in tensors((state.params, state.opt_state.slots))] == before
+    assert sum(map(allocated, codes)) <= 1
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0, "clip_value": 0.1}, {"on_nonfinite": "drop_microbatch", "bn_update": "window"}])
+def test_a_vmapped_ensemble_is_one_graph_with_no_loop_over_its_members(settings):
+    state, step = job(ADAMW(), RULE, policy=HALF, **settings)
+    members = stack([scaled_by(state, scale) for scale in (2.0, 2.0**10, 2.0**24)])
+    data = stack([window(index, 2) for index in range(3)])
+    ensemble = torch.vmap(step)
+    loops = torch._C._functorch._is_vmap_fallback_enabled()
+    torch._C._functorch._set_vmap_fallback_enabled(False)  # an operator without a batching rule is an error now
+    try:
+        expected, _ = ensemble(members, data)
+        _, info = torch.compile(ensemble, fullgraph=True, backend="aot_eager")(members, data)
+    finally:
+        torch._C._functorch._set_vmap_fallback_enabled(loops)
+    assert info.found_inf.tolist() == [False, False, True]
+    assert all(tensor.isfinite().all() for tensor in tensors(expected.params))
+
+
+@pytest.mark.parametrize("settings", [{}, {"weight_fn": lambda batch: batch[1].ge(0).sum(), "on_nonfinite": "drop_microbatch"}])
+def test_a_compiled_step_makes_no_tensor_on_another_device(settings):
+    """One CPU scalar would keep a CUDA graph away, or make each step wait; the meta device stands for the GPU."""
+    state, step, data = linear(donate=True, max_norm=1.0, **settings)
+    state, data = torch.utils._pytree.tree_map(lambda t: t.to("meta"), (state, data))
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    torch.compile(step, fullgraph=True, backend=aot_autograd(fw_compiler=keep))(state, data * 2)
+    made = [node.meta["val"] for graph in graphs for node in graph.graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)]
+    assert {value.device.type for value in made} == {"meta"}

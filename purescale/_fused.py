@@ -112,12 +112,13 @@ def kernel_of(cls: Any) -> Kernel | None:
 
 # ---- one pass --------------------------------------------------------------------------------------------------------
 
-_TILE = 2**18  # elements: what a CPU has just unscaled is still in its cache when the kernel reads it
+_TILE = 2**19  # elements: what a CPU has just unscaled is still in its cache when the kernel reads it
+_SMALL = 2**12  # elements: below this a call costs more than a copy
 
 
-def overwrites_gradients(grads: Sequence[Tensor]) -> bool:
-    """Whether a pass over memory is saved by leaving unscaling to the kernel, which writes the gradients back; not tile by tile."""
-    return not all(g.is_cpu for g in grads)
+def counts_launches(device: torch.device) -> bool:
+    """Whether an operation costs by itself, however small; on a CPU what it leaves in the cache is worth more."""
+    return device.type != "cpu"
 
 
 def update(kernel: Kernel, settings: Settings, rows: list[Row], found_inf: Tensor | None, treatment: Treatment, *, spent: bool) -> None:
@@ -190,43 +191,71 @@ def _update(
             # Plus 1, unless the flag forbids it: the one list kernel that leaves that to the device.
             one = torch.ones_like(steps[0])
             _sgd(-1.0, [0.0] * 5, [one] * len(steps), [], steps, found_inf=None if skip is None else skip.to(one.device))
-        tiled = not overwrites_gradients([row.gradient for row in alike])
-        tiled = tiled and (not treatment.is_nothing or any(row.fresh for row in alike))
-        for grads, counts, targets, fresh, old in _tiles(alike) if tiled else [_columns(alike)]:
+        divisor = _one_divisor(alike, treatment, device, dtype)
+        if divisor is not None and spent:
+            grads, counts, targets, fresh, old = _columns(alike)
             if fresh:
                 torch._foreach_copy_(fresh, old)
-            divisor = _one_divisor(grads, treatment, dtype) if spent and not tiled else None
-            ready = grads if divisor is not None else _treated(grads, treatment, dtype)
-            kernel.launch(lr, numbers, ready, counts, *targets, grad_scale=divisor, found_inf=skip)
+            kernel.launch(lr, numbers, grads, counts, *targets, grad_scale=divisor, found_inf=skip)
+            continue
+        treatment = treatment if divisor is None else Treatment(scale=divisor)
+        tiled = not counts_launches(device) and (not treatment.is_nothing or any(row.fresh for row in alike))
+        if not tiled:
+            grads, counts, targets, fresh, old = _columns(alike)
+            if fresh:
+                torch._foreach_copy_(fresh, old)
+            kernel.launch(lr, numbers, _treated(grads, treatment, dtype), counts, *targets, found_inf=skip)
+            continue
+        scratch = torch.empty(0 if treatment.is_nothing else 2 * _TILE, dtype=torch.promote_types(dtype, torch.float32))
+        for grads, counts, targets, fresh, old in _tiles(alike):
+            if fresh:
+                torch._foreach_copy_(fresh, old)
+            kernel.launch(lr, numbers, _treated_in(scratch, grads, treatment, dtype), counts, *targets, found_inf=skip)
+
+
+def _one_divisor(rows: list[Row], treatment: Treatment, device: torch.device, dtype: torch.dtype) -> Tensor | None:
+    """What the kernel could divide by in place of all treatment, overwriting the gradients: a pass less."""
+    scale, factor, bound = treatment
+    if scale is None or bound is not None or dtype.itemsize < 4 or any(row.gradient.dtype is not dtype for row in rows):
+        return None
+    if factor is None:
+        return scale
+    return scale / factor.to(scale.dtype) if counts_launches(device) else None  # rounds once, and not twice as the parts do
 
 
 def _treated(grads: list[Tensor], treatment: Treatment, dtype: torch.dtype) -> list[Tensor]:
     """The gradients as the kernel is to see them, in memory of their own but for those that nothing changes."""
     scale, factor, bound = treatment
-    if treatment.is_nothing:
-        return [_foreach.saturating(g, dtype) for g in grads]
-    if all(g.is_cpu and g.dtype is grads[0].dtype for g in grads) and len(grads) > 1:
-        # One operation for all: what is spent on a small tensor is the call.
-        sizes = [g.numel() for g in grads]
-        in_memory_order = [g if g.is_contiguous() else g.as_strided((g.numel(),), (1,)) for g in grads]
-        return list(torch.split(_treated([_foreach.flat(in_memory_order)], treatment, dtype)[0], sizes))
+    grads = [g.reshape(1) if g.ndim == 0 else g for g in grads]  # two 0-d tensors would promote to the wider dtype
     if scale is not None:
         grads = list(torch._foreach_div([_foreach.at_least_float32(g) for g in grads], scale))
-    if factor is not None and scale is not None:
-        torch._foreach_mul_(grads, factor)
-    elif factor is not None:
+    if factor is not None:
         grads = list(torch._foreach_mul(grads, factor))
     if bound is not None:
         grads = [_foreach.clamp(g, bound) for g in grads]
     return [_foreach.saturating(g, dtype) for g in grads]
 
 
-def _one_divisor(grads: list[Tensor], treatment: Treatment, dtype: torch.dtype) -> Tensor | None:
-    """What the kernel itself can divide by, in place of all treatment: a pass less, and clipping rounds once and not twice."""
+def _treated_in(scratch: Tensor, grads: list[Tensor], treatment: Treatment, dtype: torch.dtype) -> list[Tensor]:
+    """`_treated` of a tile in memory that is used again, since fresh memory is what is slow."""
     scale, factor, bound = treatment
-    if scale is None or bound is not None or any(g.dtype is not dtype for g in grads) or dtype.itemsize < 4:
-        return None
-    return scale if factor is None else scale / factor.to(scale.dtype)
+    if treatment.is_nothing or any(g.dtype is not scratch.dtype for g in grads):
+        return _treated(grads, treatment, dtype)
+    sizes = [g.numel() for g in grads]
+    row = scratch[: sum(sizes)]
+    places = list(torch.split(row, sizes))
+    if scale is not None and sizes[0] > _SMALL:
+        for place, gradient in zip(places, grads, strict=True):
+            torch.div(in_memory_order(gradient), scale, out=place)
+    else:  # one operation for all: what is spent on a small tensor is the call
+        torch.cat([in_memory_order(g) for g in grads], out=row)
+        if scale is not None:
+            row.div_(scale)
+    if factor is not None:
+        row.mul_(factor)
+    if bound is not None:
+        _foreach.clamp(row, bound, in_place=True)
+    return [_foreach.saturating(place, dtype) for place in places]
 
 
 _Columns = tuple[list[Tensor], list[Tensor], list[list[Tensor]], list[Tensor], list[Tensor]]
@@ -244,25 +273,29 @@ def _columns(rows: list[Row]) -> _Columns:
 
 
 def _tiles(rows: list[Row]) -> Iterator[_Columns]:
-    """`rows` in tiles: small ones together, the others alone or cut. The last first, since of the gradients those were read last."""
-    small: list[Row] = []
-    size = 0
+    """`rows` in tiles of about that size: large ones cut, small ones apart. The last first, since of the gradients those were read last."""
+    waiting: dict[bool, list[Row]] = {True: [], False: []}
+    sizes = {True: 0, False: 0}
     for row in reversed(rows):
-        if row.gradient.numel() > _TILE // 8:
-            width = len(row.targets)
-            for gradient, *pieces in reversed(list(zip(*map(_cut, (row.gradient, *row.targets, *row.old)), strict=True))):
-                targets, old = pieces[:width], pieces[width:]
-                counts = [] if row.step is None else [row.step]
-                yield [gradient], counts, [[piece] for piece in targets], [targets[place] for place in row.fresh], old
-            continue
-        small.append(row)
-        size += row.gradient.numel()
-        if size > _TILE:
-            yield _columns(small)
-            small, size = [], 0
-    if small:
-        yield _columns(small)
+        for piece in _cut(row):
+            size = piece.gradient.numel()
+            small = size <= _SMALL
+            waiting[small].append(piece)
+            sizes[small] += size
+            if sizes[small] >= _TILE:
+                yield _columns(waiting[small])
+                waiting[small], sizes[small] = [], 0
+    yield from (_columns(pieces) for pieces in waiting.values() if pieces)
 
 
-def _cut(tensor: Tensor) -> Sequence[Tensor]:
-    return torch.split(tensor.as_strided((tensor.numel(),), (1,)), _TILE)
+def _cut(row: Row) -> list[Row]:
+    if row.gradient.numel() <= _TILE:
+        return [row]
+    width = len(row.targets)
+    pieces = zip(*(torch.split(in_memory_order(t), _TILE) for t in (row.gradient, *row.targets, *row.old)), strict=True)
+    return [Row(first, row.step, list(rest[:width]), row.fresh, list(rest[width:])) for first, *rest in reversed(list(pieces))]
+
+
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """The elements of a dense tensor in one row, whatever its layout."""
+    return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))

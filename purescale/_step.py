@@ -76,7 +76,7 @@ def maybe_step(
     bad = _tree.flag(found_inf, like=next(iter(_tree.tensors(params)), None))
     problem = _check_step(optimizer, params, grads, opt_state)
     if isinstance(optimizer, TorchOptimizer) and optimizer.has_fused_kernel(problem):
-        return optimizer.fused_step(problem, opt_state, bad, donate=donate)
+        return optimizer.run_fused(optimizer.plan_fused(problem, opt_state, donate=donate), bad)
     return _maybe_step(optimizer, params, grads, opt_state, bad, donate=donate)
 
 
@@ -179,10 +179,11 @@ def _step(
     if clip.value is not None:
         check_ordered(grads, leaves)
     if isinstance(optimizer, TorchOptimizer) and optimizer.has_fused_kernel(problem):
+        # Before the gradients are read, which drives from the cache what Python looks at.
+        plan = optimizer.plan_fused(problem, opt_state, donate=donate, spent=spent, keep=keep)
         found_inf, norm = _extent(leaves, clip, scale, found_inf, norm, group, scaled=scale is not None)
         factor, grad_norm = (None, ()) if clip.max_norm is None else clip_factor(leaves, norm, clip.max_norm)
-        treatment = Treatment(scale, factor, clip.value)
-        stepped = optimizer.fused_step(problem, opt_state, found_inf, treatment, donate=donate, spent=spent, keep=keep)
+        stepped = optimizer.run_fused(plan, found_inf, Treatment(scale, factor, clip.value))
         return Stepped(*stepped, found_inf, grad_norm)
 
     if scale is not None:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import fnmatch
 import functools
 import inspect
+import itertools
 import numbers
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import _foreach, _tree
-from ._fused import Row, Treatment, kernel_of, overwrites_gradients, update
+from ._fused import Row, Treatment, kernel_of, update
 from ._no_reads import PlainArithmetic, without_reads
 from ._tree import Tree
 
@@ -44,6 +45,16 @@ class Problem(NamedTuple):
     def tree(self, weights: dict[str, Tensor]) -> Tree:
         """Parameters in the structure of the given ones."""
         return self.structure.unflatten([weights.get(name) for name in self.names])
+
+
+class Plan(NamedTuple):
+    """A step that is ready to run."""
+
+    problem: Problem
+    work: list[tuple[dict[str, Any], list[Row]]]  # the settings of a group, and what is updated under them
+    weights: dict[str, Tensor]  # what will be the result
+    opt_state: OptState  # likewise, but for the count
+    spent: bool
 
 
 class TorchOptimizer:
@@ -108,7 +119,7 @@ class TorchOptimizer:
         """Parameters and state after one step, in fresh memory. A parameter whose gradient is None stays, as in torch.optim."""
         problem = self.check(params, grads, opt_state)
         if self.has_fused_kernel(problem):
-            return self.fused_step(problem, opt_state, found_inf=None)
+            return self.run_fused(self.plan_fused(problem, opt_state), found_inf=None)
         weights, gradients = problem.weights, problem.cast_gradients()
         run = self._opaque if torch.compiler.is_compiling() else self._formula
         stepped, slots = run(weights, gradients, opt_state.slots, opt_state.applied, self._tensor_lrs)
@@ -202,49 +213,55 @@ class TorchOptimizer:
             for leaf in (*problem.weights.values(), *problem.gradients.values())
         )
 
-    def fused_step(
-        self,
-        problem: Problem,
-        opt_state: OptState,
-        found_inf: Tensor | None,
-        treatment: Treatment = Treatment(),  # noqa: B008
-        *,
-        donate: bool = False,
-        spent: bool = False,
-        keep: Sequence[Tensor] = (),
-    ) -> tuple[Tree, OptState]:
-        """`step` over gradients that are still to be treated, and only where not `found_inf`.
+    def plan_fused(
+        self, problem: Problem, opt_state: OptState, *, donate: bool = False, spent: bool = False, keep: Sequence[Tensor] = ()
+    ) -> Plan:
+        """All of a step but the arithmetic; nothing is written yet.
 
-        With `donate` it writes into the parameters and the state; gradients that are `spent` may hold anything afterwards. Into
-        what stands in the memory of another of these tensors, or of `keep`, it writes in no case.
+        With `donate` the step will write into the parameters and the state, and gradients that are `spent` may hold anything
+        afterwards. What stands in the memory of another of these tensors, or of `keep`, is written into in no case.
         """
         assert self._kernel is not None
         weights, gradients = dict(problem.weights), problem.gradients
+        groups = self._groups(tuple(weights), self._learning_rates(opt_state.applied, self._tensor_lrs))
         given = list(gradients.values())
-        state = [tensor for name, weight in weights.items() for tensor in (weight, *opt_state.slots[name].values())]
-        spent = spent and overwrites_gradients(given) and all(_tree.writable(given, [*state, *keep]))
-        owned = iter(_tree.writable(state, [*given, opt_state.applied, *keep]) if donate else [False] * len(state))
-        ours = {name: [next(owned) for _ in range(1 + len(opt_state.slots[name]))] for name in weights}
+        state: list[Tensor] = []
+        for members, _ in groups:
+            for name in members:
+                state.append(weights[name])
+                state += opt_state.slots[name].values()
+        all_of_them = [*state, *given]
+        mine = _tree.writable(all_of_them, [opt_state.applied, *keep]) if donate or spent else [False] * len(all_of_them)
+        spent = spent and all(mine[len(state) :])
+        owned = iter(mine) if donate else itertools.repeat(False)
         slots: Slots = {}
-        for members, settings in self._groups(tuple(weights), self._learning_rates(opt_state.applied, self._tensor_lrs)):
+        work = []
+        for members, settings in groups:
             rows = []
             updated = self._kernel.slots(settings)
             for name in members:
                 weight, slot = weights[name], opt_state.slots[name]
                 if name in gradients:
-                    row, slots[name] = self._row(weight, gradients[name], slot, updated, ours[name])
+                    row, slots[name] = self._row(weight, gradients[name], slot, updated, owned)
                     weights[name] = row.targets[0]
                     rows.append(row)
                 else:
-                    weights[name], *kept = (_kept(tensor, own) for tensor, own in zip((weight, *slot.values()), ours[name], strict=True))
-                    slots[name] = dict(zip(slot, kept, strict=True))
-            with torch.no_grad():
-                update(self._kernel, settings, rows, found_inf, treatment, spent=spent)
-        applied = 1 if found_inf is None else ~found_inf
-        return problem.tree(weights), OptState(opt_state.applied + applied, {name: slots[name] for name in opt_state.slots})
+                    weights[name] = _kept(weight, next(owned))
+                    slots[name] = {key: _kept(value, next(owned)) for key, value in slot.items()}
+            work.append((settings, rows))
+        return Plan(problem, work, weights, OptState(opt_state.applied, {name: slots[name] for name in opt_state.slots}), spent)
+
+    def run_fused(self, plan: Plan, found_inf: Tensor | None, treatment: Treatment = Treatment()) -> tuple[Tree, OptState]:  # noqa: B008
+        """`step` over gradients that are still to be treated, and only where not `found_inf`."""
+        assert self._kernel is not None
+        with torch.no_grad():
+            for settings, rows in plan.work:
+                update(self._kernel, settings, rows, found_inf, treatment, spent=plan.spent)
+        applied = plan.opt_state.applied + (1 if found_inf is None else ~found_inf)
+        return plan.problem.tree(plan.weights), plan.opt_state._replace(applied=applied)
 
     def _row(
-        self, weight: Tensor, gradient: Tensor, slot: dict[str, Tensor], updated: tuple[str, ...], owned: list[bool]
+        self, weight: Tensor, gradient: Tensor, slot: dict[str, Tensor], updated: tuple[str, ...], owned: Iterator[bool]
     ) -> tuple[Row, dict[str, Tensor]]:
         """What the kernel writes into for one parameter, and its next slots, which are some of the same tensors."""
         for key in updated:
@@ -253,9 +270,9 @@ class TorchOptimizer:
         fresh: list[int] = []
         old: list[Tensor] = []
 
-        def target(place: int, tensor: Tensor, like: Tensor, own: bool) -> Tensor:
-            if own and _alike(tensor, like):
-                return _kept(tensor, True)
+        def target(place: int, tensor: Tensor, like: Tensor) -> Tensor:
+            if next(owned) and (tensor is like or _alike(tensor, like)):
+                return tensor.detach() if tensor.requires_grad else tensor
             new = torch.empty_like(like, dtype=tensor.dtype, requires_grad=False)
             if not _alike(tensor, new):
                 return new.copy_(tensor.detach())
@@ -263,15 +280,14 @@ class TorchOptimizer:
             old.append(tensor.detach())
             return new
 
-        targets = [target(0, weight, weight, owned[0])]
+        new_weight = target(0, weight, weight)
         new_slot = {}
-        for (key, value), own in zip(slot.items(), owned[1:], strict=True):
-            new_slot[key] = target(1 + updated.index(key), value, targets[0], own) if key in updated else _kept(value, own)
-        targets += [new_slot[key] for key in updated]
-        if not _alike(gradient, targets[0]):
+        for key, value in slot.items():
+            new_slot[key] = target(1 + updated.index(key), value, new_weight) if key in updated else _kept(value, next(owned))
+        if not _alike(gradient, new_weight):
             # torch's fused kernels walk all of a parameter's tensors by one pointer.
-            gradient = torch.empty_like(targets[0], dtype=gradient.dtype).copy_(gradient.detach())
-        return Row(gradient, new_slot.get("step"), targets, fresh, old), new_slot
+            gradient = torch.empty_like(new_weight, dtype=gradient.dtype).copy_(gradient.detach())
+        return Row(gradient, new_slot.get("step"), [new_weight, *[new_slot[key] for key in updated]], fresh, old), new_slot
 
     # ---- torch's formula
 
@@ -413,7 +429,7 @@ _FLAGS = ("foreach", "fused", "capturable", "differentiable")
 
 
 def _alike(tensor: Tensor, weight: Tensor) -> bool:
-    return tensor.ndim == 0 or tensor.stride() == weight.stride() or tensor.shape != weight.shape
+    return tensor.stride() == weight.stride() or tensor.ndim == 0 or tensor.shape != weight.shape
 
 
 def _kept(tensor: Tensor, own: bool) -> Tensor:

@@ -297,7 +297,9 @@ def writable(leaves: Sequence[Any], others: Sequence[Any] = ()) -> list[bool]:
 
 def donatable(leaf: Tensor) -> bool:
     """Whether `leaf` may be written to: dense, no two of its elements in one place, no leaf of an autograd graph."""
-    if leaf.layout is not torch.strided or (leaf.requires_grad and leaf.is_leaf):
+    if leaf.requires_grad and leaf.is_leaf:
+        return False
+    if leaf.layout is not torch.strided:
         return False
     return leaf.is_contiguous() or (leaf.ndim == 4 and leaf.is_contiguous(memory_format=torch.channels_last))
 

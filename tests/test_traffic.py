@@ -86,7 +86,7 @@ def test_a_step_tile_by_tile_has_the_bits_of_its_parts(name, tile, shapes, grad_
         out = ps.unscale_and_step(optimizer, scaler, clone(params), grads, clone(state), max_norm, clip_value, donate=donate)
     assert same_bits(tuple(out)[:3], expected[:3])
     assert same_bits(out.grad_norm, expected[3]) or (out.grad_norm.isnan() and expected[3].isnan())  # NaN has a sign
-    assert same_bits(grads, before)
+    assert donate or same_bits(grads, before)
 
 
 @pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format])
@@ -132,7 +132,7 @@ def test_a_kernel_that_divides_by_itself_agrees(name, max_norm, clip_value, grad
     expected = by_parts(optimizer, scaler, params, grads, state, max_norm, clip_value)
     outs = []
     for donate in (False, True):
-        with changed(_fused, overwrites_gradients=lambda grads: True):
+        with changed(_fused, counts_launches=lambda device: True):
             arguments = clone((params, grads, state))
             outs.append(ps.unscale_and_step(optimizer, scaler, *arguments, max_norm, clip_value, donate=donate))
             assert donate or same_bits(arguments, (params, grads, state))
@@ -147,7 +147,7 @@ def test_a_kernel_that_divides_by_itself_agrees(name, max_norm, clip_value, grad
 def test_a_gradient_that_is_needed_elsewhere_is_not_divided_in_place():
     scaler, params, grads, state = problem([(8,), (8,)])
     expected = by_parts(ADAMW, scaler, params, {"0": grads["0"], "1": grads["0"]}, state)
-    with changed(_fused, overwrites_gradients=lambda grads: True):
+    with changed(_fused, counts_launches=lambda device: True):
         out = ps.unscale_and_step(ADAMW, scaler, params, {"0": grads["0"], "1": grads["0"]}, state, donate=True)
     assert same_bits(tuple(out), expected)
 

@@ -31,6 +31,7 @@ class Apply:
     norm_params: frozenset[str]  # the weights and biases of normalisation layers
     frozen_params: frozenset[str]  # parameters with requires_grad=False; they stand among the buffers
     _renormed: frozenset[str]  # weights of embeddings with max_norm, which write into them
+    _tied: bool  # a tensor has several names; to look for them takes functional_call a while
 
     def __call__(self, params: Tensors, buffers: Tensors, *args: Any, train: bool = True, **kwargs: Any) -> tuple[Any, Tensors]:
         # functional_call leaves updated buffers in the dict it is given: written in place, or replaced.
@@ -39,7 +40,7 @@ class Apply:
             **{name: buffer.clone() for name, buffer in buffers.items()},
         }
         versions = {} if _tree.traced() else {name: param._version for name, param in params.items() if not param.is_inference()}
-        out = functional_call(self._training if train else self._evaluating, tensors, args, kwargs, strict=True)
+        out = functional_call(self._training if train else self._evaluating, tensors, args, kwargs, tie_weights=self._tied, strict=True)
         for name, version in versions.items():
             if params[name]._version != version:
                 raise RuntimeError(
@@ -97,13 +98,20 @@ def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
     norms = {names[id(p)] for module in model.modules() if isinstance(module, NORM_MODULES) for p in module.parameters()}
     embeddings = (module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
     renormed = {names[id(module.weight)] for module in embeddings if module.max_norm is not None}
+    tied = any(
+        len(list(every)) > len(once)
+        for every, once in (
+            (model.named_parameters(remove_duplicate=False), params),
+            (model.named_buffers(remove_duplicate=False), buffers),
+        )
+    )
     training = _skeleton(model)
     if not model.training:
         for module in training.modules():
             module.training = True  # and not training.train(), which a class may have replaced
     evaluating = copy.deepcopy(training).eval()
     return (
-        Apply(training, evaluating, frozenset(norms), frozenset(frozen), frozenset(renormed)),
+        Apply(training, evaluating, frozenset(norms), frozenset(frozen), frozenset(renormed), tied),
         {name: p.detach().clone() for name, p in params.items() if name not in frozen},
         {name: t.detach().clone() for name, t in ({n: params[n] for n in params if n in frozen} | buffers).items()},
     )

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
 from . import _foreach, _tree
@@ -334,8 +333,7 @@ def train_step(
 
     # A gradient may be the very tensor that a custom backward returned, and parts of a state may share memory.
     given = (state.buffers, state.scaler, scaler, next_scaler, state.step, state.rng, microbatches, gathered._replace(grads=()))
-    keep = [leaf for leaf in torch_pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
-    known: dict[str, Any] = {"found_inf": skip, "norm": gathered.norm, "keep": keep}
+    known: dict[str, Any] = {"found_inf": skip, "norm": gathered.norm, "keep": [] if _tree.traced() else _tree.all_tensors(given)}
     scale = scaler.scale if gathered.scaled else None
     out = _step(optimizer, state.params, gathered.grads, state.opt_state, clip, scale, donate=donate, spent=True, **known)
     step, scale = state.step + ~skip, scaler.scale.clone()  # before buffers are written, whose memory they may stand in

@@ -54,18 +54,28 @@ def clone(tree: Tree) -> Tree:
     return map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree)
 
 
+def all_tensors(tree: Any) -> list[Tensor]:
+    """`tensors` that also looks into the containers that only torch's pytree knows, which is slower."""
+    found: list[Tensor] = []
+    for leaf in flatten(tree)[0]:
+        rest = [leaf] if leaf is None or isinstance(leaf, Tensor) else torch_pytree.tree_leaves(leaf)
+        found += [part for part in rest if isinstance(part, Tensor)]
+    return found
+
+
 def fresh(tree: Any, inputs: Any = None) -> Any:
     """`tree`, in any container that torch's pytree knows, off the graph; copied where it may share memory with `inputs`."""
     if traced():
         return torch_pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
-    taken = {storage(leaf) for leaf in torch_pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)}
+    taken = {storage(leaf) for leaf in all_tensors(inputs)}
 
     def own(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         return leaf.detach().clone() if storage(leaf) in taken else leaf.detach()
 
-    return torch_pytree.tree_map(own, tree)
+    leaves, structure = flatten(tree)
+    return structure.unflatten([own(leaf) if isinstance(leaf, Tensor) else torch_pytree.tree_map(own, leaf) for leaf in leaves])
 
 
 def paths(tree: Tree, name: str) -> list[str]:

@@ -275,3 +275,47 @@ def test_the_norm_in_pieces_equals_float64(piece, sizes, power):
         norm = _foreach.extent(leaves, torch.device("cpu"), power).norm
     expected = torch.linalg.vector_norm(torch.cat(leaves).double(), power)
     torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+
+
+# ---- as one node of a compiled graph ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(FUSED))
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_compiled_step_has_the_bits_of_the_eager_one(name, donate):
+    optimizer = FUSED[name]
+    scaler, params, grads, state = problem([(3, 5), (), (40,), (2, 3, 4, 2)], optimizer)
+    grads["2"] = None
+    compiled = torch.compile(ps.unscale_and_step, fullgraph=True, backend="aot_eager")
+    for bad in (False, True):
+        given = grads | {"0": grads["0"] * float("nan")} if bad else grads
+        for settings in ({}, {"max_norm": 0.5, "clip_value": torch.tensor(0.1)}, {"clip_value": 0.1}):
+            expected = ps.unscale_and_step(optimizer, scaler, params, given, state, **settings)
+            arguments = clone((params, given, state))
+            out = compiled(optimizer, scaler, *arguments, **settings, donate=donate)
+            assert same_bits(tuple(out)[:3], tuple(expected)[:3])
+            assert_close(out.grad_norm, expected.grad_norm, rtol=0, atol=0, equal_nan=True)
+            assert donate or same_bits(arguments, (params, given, state))
+            written = [a.data_ptr() == b.data_ptr() for a, b in zip(tensors(out.params), tensors(arguments[0]), strict=True)]
+            assert all(written) if donate else not any(written)
+
+
+def test_a_compiled_step_with_a_schedule_and_half_gradients_has_the_bits_of_the_eager_one():
+    optimizer = ps.from_torch(torch.optim.AdamW, lr=lambda applied: 0.1 / (1 + applied), overrides={"1": {"weight_decay": 0.0}})
+    scaler, params, grads, state = problem([(3, 5), (40,)], optimizer, grad_dtype=torch.float16)
+    expected = ps.unscale_and_step(optimizer, scaler, params, grads, state, max_norm=1.0)
+    compiled = torch.compile(ps.unscale_and_step, fullgraph=True)
+    assert same_bits(tuple(compiled(optimizer, scaler, params, grads, state, max_norm=1.0)), tuple(expected))
+
+
+def test_a_compiled_step_over_parameters_on_a_graph_can_be_differentiated():
+    sgd = ps.from_torch(torch.optim.SGD, lr=0.5)
+    params = {"w": torch.ones(3, requires_grad=True)}
+    grads = {"w": torch.ones(3)}
+
+    def moved(params):
+        return ps.maybe_step(sgd, params, grads, sgd_state, torch.tensor(False))[0]["w"].sum()
+
+    sgd_state = sgd.init({"w": torch.ones(3)})
+    torch.compile(moved, fullgraph=True, backend="aot_eager")(params).backward()
+    assert params["w"].grad.tolist() == [1.0, 1.0, 1.0]

@@ -33,7 +33,7 @@ def peak(run: Callable[[], object], device: str) -> int:
         run()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as traced:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as traced:
         run()
     events = [event for event in traced.profiler.kineto_results.events() if event.name() == "[memory]"]
     now = most = 0

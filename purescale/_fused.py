@@ -21,10 +21,6 @@ class Treatment(NamedTuple):
     factor: Tensor | None = None  # times this
     bound: float | Tensor | None = None  # clamped to plus and minus this
 
-    @property
-    def is_nothing(self) -> bool:
-        return self.scale is None and self.factor is None and self.bound is None
-
 
 class Row(NamedTuple):
     """A parameter in an update. All of its tensors are dense and laid out alike."""
@@ -199,18 +195,22 @@ def _update(
             kernel.launch(lr, numbers, grads, counts, *targets, grad_scale=divisor, found_inf=skip)
             continue
         treatment = treatment if divisor is None else Treatment(scale=divisor)
-        tiled = not counts_launches(device) and (not treatment.is_nothing or any(row.fresh for row in alike))
+        tiled = not counts_launches(device) and (not _is_nothing(treatment) or any(row.fresh for row in alike))
         if not tiled:
             grads, counts, targets, fresh, old = _columns(alike)
             if fresh:
                 torch._foreach_copy_(fresh, old)
             kernel.launch(lr, numbers, _treated(grads, treatment, dtype), counts, *targets, found_inf=skip)
             continue
-        scratch = torch.empty(0 if treatment.is_nothing else 2 * _TILE, dtype=torch.promote_types(dtype, torch.float32))
+        scratch = torch.empty(0 if _is_nothing(treatment) else 2 * _TILE, dtype=torch.promote_types(dtype, torch.float32))
         for grads, counts, targets, fresh, old in _tiles(alike):
             if fresh:
                 torch._foreach_copy_(fresh, old)
             kernel.launch(lr, numbers, _treated_in(scratch, grads, treatment, dtype), counts, *targets, found_inf=skip)
+
+
+def _is_nothing(treatment: Treatment) -> bool:
+    return treatment.scale is None and treatment.factor is None and treatment.bound is None
 
 
 def _one_divisor(rows: list[Row], treatment: Treatment, device: torch.device, dtype: torch.dtype) -> Tensor | None:
@@ -239,7 +239,7 @@ def _treated(grads: list[Tensor], treatment: Treatment, dtype: torch.dtype) -> l
 def _treated_in(scratch: Tensor, grads: list[Tensor], treatment: Treatment, dtype: torch.dtype) -> list[Tensor]:
     """`_treated` of a tile in memory that is used again, since fresh memory is what is slow."""
     scale, factor, bound = treatment
-    if treatment.is_nothing or any(g.dtype is not scratch.dtype for g in grads):
+    if _is_nothing(treatment) or any(g.dtype is not scratch.dtype for g in grads):
         return _treated(grads, treatment, dtype)
     sizes = [g.numel() for g in grads]
     row = scratch[: sum(sizes)]

@@ -38,14 +38,6 @@ class Problem(NamedTuple):
     weights: dict[str, Tensor]
     gradients: dict[str, Tensor]  # those that are there
 
-    def cast_gradients(self) -> dict[str, Tensor]:
-        """The gradients in their parameters' dtypes."""
-        return {name: _foreach.saturating(g, self.weights[name].dtype) for name, g in self.gradients.items()}
-
-    def tree(self, weights: dict[str, Tensor]) -> Tree:
-        """Parameters in the structure of the given ones."""
-        return self.structure.unflatten([weights.get(name) for name in self.names])
-
 
 class Plan(NamedTuple):
     """A step that is ready to run."""
@@ -120,10 +112,10 @@ class TorchOptimizer:
         problem = self.check(params, grads, opt_state)
         if self.has_fused_kernel(problem):
             return self.run_fused(self.plan_fused(problem, opt_state), found_inf=None)
-        weights, gradients = problem.weights, problem.cast_gradients()
+        weights, gradients = problem.weights, _cast_gradients(problem)
         run = self._opaque if torch.compiler.is_compiling() else self._formula
         stepped, slots = run(weights, gradients, opt_state.slots, opt_state.applied, self._tensor_lrs)
-        return problem.tree(stepped), OptState(opt_state.applied + 1, slots)
+        return _tree_of(problem, stepped), OptState(opt_state.applied + 1, slots)
 
     def to_state_dict(self, opt_state: OptState) -> dict[str, Any]:
         """Equal to `cls(groups).state_dict()` of an optimizer that made the same steps: tensors copied, `lr` as it is now. Syncs.
@@ -258,7 +250,7 @@ class TorchOptimizer:
             for settings, rows in plan.work:
                 update(self._kernel, settings, rows, found_inf, treatment, spent=plan.spent)
         applied = plan.opt_state.applied + (1 if found_inf is None else ~found_inf)
-        return plan.problem.tree(plan.weights), plan.opt_state._replace(applied=applied)
+        return _tree_of(plan.problem, plan.weights), OptState(applied, plan.opt_state.slots)
 
     def _row(
         self, weight: Tensor, gradient: Tensor, slot: dict[str, Tensor], updated: tuple[str, ...], owned: Iterator[bool]
@@ -426,6 +418,16 @@ class TorchOptimizer:
 _ANY_LR = 1e-3  # stands where torch wants a number to check and a schedule or tensor will take its place
 _FACTORS = ("row_var", "col_var")
 _FLAGS = ("foreach", "fused", "capturable", "differentiable")
+
+
+def _cast_gradients(problem: Problem) -> dict[str, Tensor]:
+    """The gradients in their parameters' dtypes."""
+    return {name: _foreach.saturating(g, problem.weights[name].dtype) for name, g in problem.gradients.items()}
+
+
+def _tree_of(problem: Problem, weights: dict[str, Tensor]) -> Tree:
+    """Parameters in the structure of the given ones."""
+    return problem.structure.unflatten([weights.get(name) for name in problem.names])
 
 
 def _alike(tensor: Tensor, weight: Tensor) -> bool:

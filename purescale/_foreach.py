@@ -288,7 +288,7 @@ def _extent(dense: Sequence[Tensor], power: float | None) -> list[Tensor]:
         units: list[Tensor] = []
         squares: list[Tensor] = []
         scratch: Tensor | None = None  # fresh memory is what is slow
-        for piece in _pieces([value for value in dense if value.dtype is dtype]):
+        for piece in _pieces([value for value in dense if value.dtype is dtype], cut=power is not None):
             # aminmax propagates NaN, and on a CPU takes a tenth of the time of isfinite().all().
             low, high = torch.aminmax(piece)
             ends += (low, high)
@@ -322,19 +322,17 @@ def _(dense: Sequence[Tensor], power: float | None) -> list[Tensor]:
     return tops if power is None else [*tops, dense[0].new_empty((), dtype=widest_float(dense[0].device))]
 
 
-_PIECE = 2**18  # elements: what a CPU keeps in its cache from one read to the next
+_PIECE = 2**19  # elements: what a CPU keeps in its cache from one read to the next
 
 
-def _pieces(values: list[Tensor]) -> Iterator[Tensor]:
-    """`values` in pieces of about that size: large ones cut, small ones put together, so that few operations do for all."""
+def _pieces(values: list[Tensor], *, cut: bool) -> Iterator[Tensor]:
+    """`values`, small ones put together so that few operations do for all; large ones in pieces of about that size where `cut`."""
     small: list[Tensor] = []
     size = 0
     for value in values:
         count = value.numel()
-        if count > _PIECE and value.is_cpu and value.is_contiguous():
-            yield from torch.split(value.view(-1), _PIECE)
-        elif count > _PIECE // 8:
-            yield value.view(-1) if value.is_contiguous() else value
+        if count > _PIECE // 8:
+            yield from torch.split(value.view(-1), _PIECE) if cut and value.is_cpu and value.is_contiguous() else [value]
         else:
             small.append(value)
             size += count

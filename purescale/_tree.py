@@ -288,6 +288,18 @@ def storage(leaf: Tensor) -> int:
     return (leaf._values() if leaf.layout is torch.sparse_coo else leaf.values()).untyped_storage().data_ptr()
 
 
+def _storages(leaves: Sequence[Any]) -> list[int | None]:
+    """`storage` of each tensor; the usual case without a call."""
+    return [
+        leaf.untyped_storage().data_ptr()
+        if type(leaf) is Tensor and leaf.layout is torch.strided
+        else storage(leaf)
+        if isinstance(leaf, Tensor)
+        else None
+        for leaf in leaves
+    ]
+
+
 def writable(leaves: Sequence[Any], others: Sequence[Any] = ()) -> list[bool]:
     """Which leaves may be written to: donatable, and no other of all these tensors stands in the same memory."""
     if under_transform():
@@ -295,9 +307,9 @@ def writable(leaves: Sequence[Any], others: Sequence[Any] = ()) -> list[bool]:
     if torch.compiler.is_compiling():
         # Memory cannot be compared here. Callers compute everything before they write, and document what that leaves open.
         return [isinstance(leaf, Tensor) and donatable(leaf) for leaf in leaves]
-    storages = [storage(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
+    storages = _storages(leaves)
     users = collections.Counter(storages)
-    users.update([storage(leaf) for leaf in others if isinstance(leaf, Tensor)])
+    users.update(_storages(others))
     inference = torch.is_inference_mode_enabled()  # outside of it torch refuses to write into its tensors
     return [
         memory is not None and users[memory] == 1 and donatable(leaf) and (inference or not leaf.is_inference())

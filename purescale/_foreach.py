@@ -322,6 +322,7 @@ def _(dense: Sequence[Tensor], power: float | None) -> list[Tensor]:
     return tops if power is None else [*tops, dense[0].new_empty((), dtype=widest_float(dense[0].device))]
 
 
+SMALL = 2**13  # elements: below this a call costs more than a copy
 _PIECE = 2**19  # elements: what a CPU keeps in its cache from one read to the next
 
 
@@ -331,7 +332,7 @@ def _pieces(values: list[Tensor], *, cut: bool) -> Iterator[Tensor]:
     size = 0
     for value in values:
         count = value.numel()
-        if count > _PIECE // 8:
+        if count > (_PIECE // 16 if cut else SMALL):
             yield from torch.split(value.view(-1), _PIECE) if cut and value.is_cpu and value.is_contiguous() else [value]
         else:
             small.append(value)

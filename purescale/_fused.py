@@ -109,7 +109,6 @@ def kernel_of(cls: Any) -> Kernel | None:
 # ---- one pass --------------------------------------------------------------------------------------------------------
 
 _TILE = 2**19  # elements: what a CPU has just unscaled is still in its cache when the kernel reads it
-_SMALL = 2**12  # elements: below this a call costs more than a copy
 
 
 def counts_launches(device: torch.device) -> bool:
@@ -188,25 +187,15 @@ def _update(
             one = torch.ones_like(steps[0])
             _sgd(-1.0, [0.0] * 5, [one] * len(steps), [], steps, found_inf=None if skip is None else skip.to(one.device))
         divisor = _one_divisor(alike, treatment, device, dtype)
-        if divisor is not None and spent:
-            grads, counts, targets, fresh, old = _columns(alike)
+        whole = spent and divisor is not None
+        then = treatment if divisor is None else Treatment(scale=divisor)
+        tiled = not whole and not counts_launches(device) and (not _is_nothing(then) or any(row.fresh for row in alike))
+        scratch = torch.empty(2 * _TILE if tiled and not _is_nothing(then) else 0, dtype=torch.promote_types(dtype, torch.float32))
+        for grads, counts, targets, fresh, old in _tiles(alike) if tiled else [_columns(alike)]:
             if fresh:
                 torch._foreach_copy_(fresh, old)
-            kernel.launch(lr, numbers, grads, counts, *targets, grad_scale=divisor, found_inf=skip)
-            continue
-        treatment = treatment if divisor is None else Treatment(scale=divisor)
-        tiled = not counts_launches(device) and (not _is_nothing(treatment) or any(row.fresh for row in alike))
-        if not tiled:
-            grads, counts, targets, fresh, old = _columns(alike)
-            if fresh:
-                torch._foreach_copy_(fresh, old)
-            kernel.launch(lr, numbers, _treated(grads, treatment, dtype), counts, *targets, found_inf=skip)
-            continue
-        scratch = torch.empty(0 if _is_nothing(treatment) else 2 * _TILE, dtype=torch.promote_types(dtype, torch.float32))
-        for grads, counts, targets, fresh, old in _tiles(alike):
-            if fresh:
-                torch._foreach_copy_(fresh, old)
-            kernel.launch(lr, numbers, _treated_in(scratch, grads, treatment, dtype), counts, *targets, found_inf=skip)
+            ready = grads if whole else _treated_in(scratch, grads, then, dtype) if tiled else _treated(grads, then, dtype)
+            kernel.launch(lr, numbers, ready, counts, *targets, grad_scale=divisor if whole else None, found_inf=skip)
 
 
 def _is_nothing(treatment: Treatment) -> bool:
@@ -244,7 +233,7 @@ def _treated_in(scratch: Tensor, grads: list[Tensor], treatment: Treatment, dtyp
     sizes = [g.numel() for g in grads]
     row = scratch[: sum(sizes)]
     places = list(torch.split(row, sizes))
-    if scale is not None and sizes[0] > _SMALL:
+    if scale is not None and sizes[0] > _foreach.SMALL:
         for place, gradient in zip(places, grads, strict=True):
             torch.div(in_memory_order(gradient), scale, out=place)
     else:  # one operation for all: what is spent on a small tensor is the call
@@ -279,7 +268,7 @@ def _tiles(rows: list[Row]) -> Iterator[_Columns]:
     for row in reversed(rows):
         for piece in _cut(row):
             size = piece.gradient.numel()
-            small = size <= _SMALL
+            small = size <= _foreach.SMALL
             waiting[small].append(piece)
             sizes[small] += size
             if sizes[small] >= _TILE:

@@ -236,6 +236,9 @@ def full(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
+INLINE = 16  # tensors: up to here a compiler's own kernels are faster than one node, beyond it takes minutes to make them
+
+
 class Extent(NamedTuple):
     """How large some leaves are."""
 
@@ -245,7 +248,7 @@ class Extent(NamedTuple):
 
 def extent(leaves: Sequence[Tensor | None], device: torch.device, norm_type: float | None = None) -> Extent:
     """The extent of `leaves`, from one read of them and with no host sync; the norm where a `norm_type` asks for it."""
-    plain = _tree.under_transform() or is_on_a_graph(leaves)
+    plain = _tree.under_transform() or is_on_a_graph(leaves) or (torch.compiler.is_compiling() and len(leaves) <= INLINE)
     power = None if norm_type is None or math.isinf(norm_type) else norm_type
     tops: list[Tensor] = []
     norms: list[Tensor] = []

@@ -196,7 +196,9 @@ class TorchOptimizer:
         """Whether torch's fused kernel can make this step: static facts only."""
         if self._kernel is None or self._first_step_differs or _tree.under_transform():
             return False
-        if torch.compiler.is_compiling() and _foreach.is_on_a_graph([*problem.weights.values(), *problem.gradients.values()]):
+        if torch.compiler.is_compiling() and (
+            len(problem.weights) <= _foreach.INLINE or _foreach.is_on_a_graph([*problem.weights.values(), *problem.gradients.values()])
+        ):
             return False
         if self._flag_named and not self._settings.get("fused"):
             return False

@@ -280,9 +280,15 @@ def test_the_norm_in_pieces_equals_float64(piece, sizes, power):
 # ---- as one node of a compiled graph ---------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def as_one_node(monkeypatch):
+    """As with many parameters."""
+    monkeypatch.setattr(_foreach, "INLINE", 0)
+
+
 @pytest.mark.parametrize("name", sorted(FUSED))
 @pytest.mark.parametrize("donate", [False, True])
-def test_a_compiled_step_has_the_bits_of_the_eager_one(name, donate):
+def test_a_compiled_step_has_the_bits_of_the_eager_one(name, donate, as_one_node):
     optimizer = FUSED[name]
     scaler, params, grads, state = problem([(3, 5), (), (40,), (2, 3, 4, 2)], optimizer)
     grads["2"] = None
@@ -300,7 +306,7 @@ def test_a_compiled_step_has_the_bits_of_the_eager_one(name, donate):
             assert all(written) if donate else not any(written)
 
 
-def test_a_compiled_step_with_a_schedule_and_half_gradients_has_the_bits_of_the_eager_one():
+def test_a_compiled_step_with_a_schedule_and_half_gradients_has_the_bits_of_the_eager_one(as_one_node):
     optimizer = ps.from_torch(torch.optim.AdamW, lr=lambda applied: 0.1 / (1 + applied), overrides={"1": {"weight_decay": 0.0}})
     scaler, params, grads, state = problem([(3, 5), (40,)], optimizer, grad_dtype=torch.float16)
     expected = ps.unscale_and_step(optimizer, scaler, params, grads, state, max_norm=1.0)
@@ -309,7 +315,7 @@ def test_a_compiled_step_with_a_schedule_and_half_gradients_has_the_bits_of_the_
 
 
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 cuts the graph at what dynamo traces without looking inside")
-def test_a_compiled_step_over_parameters_on_a_graph_can_be_differentiated():
+def test_a_compiled_step_over_parameters_on_a_graph_can_be_differentiated(as_one_node):
     sgd = ps.from_torch(torch.optim.SGD, lr=0.5)
     params = {"w": torch.ones(3, requires_grad=True)}
     grads = {"w": torch.ones(3)}
@@ -320,3 +326,18 @@ def test_a_compiled_step_over_parameters_on_a_graph_can_be_differentiated():
     sgd_state = sgd.init({"w": torch.ones(3)})
     torch.compile(moved, fullgraph=True, backend="aot_eager")(params).backward()
     assert params["w"].grad.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_compiled_step_of_many_parameters_has_two_nodes_for_all_after_backward():
+    scaler, params, grads, state = problem([(4,)] * 40)
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(ps.unscale_and_step, fullgraph=True, backend=keep)
+    out = compiled(ADAMW, scaler, params, grads, state, max_norm=1.0)
+    assert same_bits(tuple(out), tuple(ps.unscale_and_step(ADAMW, scaler, params, grads, state, max_norm=1.0)))
+    called = [node.target for node in graphs[0].graph.nodes if node.op == "call_function" and "purescale" in str(node.target)]
+    assert called == [torch.ops.purescale.extent.default, torch.ops.purescale.fused_update.default]

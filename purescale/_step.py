@@ -123,8 +123,11 @@ def unscale_and_step(
 ) -> Stepped:
     """Equal to `unscale_and_check`, `clip_by_global_norm`, `clip_by_value` and `maybe_step` in turn, bit for bit.
 
-    `donate`: `params`, `scaled_grads` and `opt_state` may be overwritten; the caller gives them up. The optimizers of
-    `from_torch` that have a fused kernel then need one read of the gradients and one pass that unscales, skips and updates.
+    The optimizers of `from_torch` that have a fused kernel (Adam, AdamW, SGD, Adagrad) need one read of the gradients and one
+    pass that unscales, clips, skips and updates. On a GPU that pass rounds once where clipping by norm and its parts round
+    twice: 1e-6.
+
+    `donate`: `params`, `scaled_grads` and `opt_state` may be overwritten; the caller gives them up. Same bits.
     `max_norm=None` and `clip_value=None` leave that clipping out; `norm_type` as in `clip_by_global_norm`, `group` as in
     `unscale_and_check`.
 

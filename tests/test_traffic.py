@@ -341,3 +341,20 @@ def test_a_compiled_step_of_many_parameters_has_two_nodes_for_all_after_backward
     assert same_bits(tuple(out), tuple(ps.unscale_and_step(ADAMW, scaler, params, grads, state, max_norm=1.0)))
     called = [node.target for node in graphs[0].graph.nodes if node.op == "call_function" and "purescale" in str(node.target)]
     assert called == [torch.ops.purescale.extent.default, torch.ops.purescale.fused_update.default]
+
+
+@pytest.mark.parametrize("name", sorted(set(FUSED) - {"SGD", "overrides"}))
+def test_the_nodes_of_a_compiled_graph_do_what_their_schema_says(name):
+    optimizer = FUSED[name]
+    scaler, params, grads, state = problem([(3, 5), (40,)], optimizer)
+    kernel = optimizer._kernel
+    settings = optimizer._groups(("0", "1"), optimizer._learning_rates(state.applied, optimizer._tensor_lrs))[0][1]
+    slots = list(state.slots.values())
+    targets = [t for p, slot in zip(params.values(), slots, strict=True) for t in (p, *(slot[key] for key in kernel.slots(settings)))]
+    steps = [slot["step"] for slot in slots if "step" in slot]
+    flags = torch.tensor(False), scaler.scale, torch.tensor(0.5), 0.1, None
+    arguments = (kernel.name, list(grads.values()), steps, targets, [], [], 0.1, None, kernel.numbers(settings), *flags)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.purescale.fused_update.default, arguments, test_utils=checks)
+    for power in (None, 2.0, 3.0):
+        torch.library.opcheck(torch.ops.purescale.extent.default, (list(grads.values()), power), test_utils=checks)

@@ -45,8 +45,8 @@ def from_torch(
     Which of torch's implementations runs, where no flag is named: the fused kernel where the class has one and everything
     is floating and dense; else the capturable formula, or the for-loop where a class has neither. None of these reads a
     tensor's value in Python, so none syncs. Inside torch.func transforms it is the capturable and differentiable formula,
-    inside torch.compile too up to 16 parameters, or where they are to be differentiated. The bits of these differ a little (1e-6 relative). All but ASGD and Muon can be differentiated;
-    RAdam from its sixth step on.
+    inside torch.compile too up to 16 parameters, or where they are to be differentiated. The bits of these differ a little
+    (1e-6 relative). All but ASGD and Muon can be differentiated; RAdam from its sixth step on.
 
     `optimizer.init(params)`, `optimizer.step(params, grads, opt_state)`, `optimizer.to_state_dict(opt_state)` and
     `optimizer.from_state_dict(sd, params)` (torch.optim's own format) take any pytree of parameters. Step hooks do not run.

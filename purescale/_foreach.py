@@ -102,12 +102,15 @@ def blend(
         for targets, news in _batches(rows):
             torch._foreach_mul_(targets, keep)
             news = news if scale is None else list(torch._foreach_div(news, scale))
-            # `target += new * factor` in one pass, left out where bad: the one list kernel that can leave inf and NaN behind.
-            torch._fused_sgd_(
-                targets, news, [], lr=-factor, found_inf=bad, weight_decay=0.0, momentum=0.0, dampening=0.0, nesterov=False,
-                maximize=False, is_first_step=False,
-            )  # fmt: skip
+            add_unless(bad, targets, news, factor)
     return results
+
+
+def add_unless(bad: Tensor | None, targets: list[Tensor], news: list[Tensor], factor: float | Tensor) -> None:
+    """`target += new * factor` in one pass, left out where `bad`, a flag in float32: the one list kernel that can leave NaN behind."""
+    settings = {"weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0, "nesterov": False, "maximize": False, "is_first_step": False}
+    kernel: Any = torch._fused_sgd_
+    kernel(targets, news, [], lr=-factor, found_inf=bad, **settings)
 
 
 def _takes_fused(a: Tensor, n: Tensor, share: Tensor) -> bool:
@@ -128,7 +131,7 @@ def _batches(pairs: list[tuple[Tensor, Tensor]]) -> Iterator[tuple[list[Tensor],
     news: list[Tensor] = []
     size = 0
     for pair in pairs:
-        for target, new in zip(*(_cut(tensor) for tensor in pair), strict=True):
+        for target, new in cut(pair, _BATCH):
             targets.append(target)
             news.append(new)
             size += target.numel()
@@ -139,8 +142,16 @@ def _batches(pairs: list[tuple[Tensor, Tensor]]) -> Iterator[tuple[list[Tensor],
         yield targets, news
 
 
-def _cut(tensor: Tensor) -> Sequence[Tensor]:
-    return [tensor] if tensor.numel() <= _BATCH else torch.split(tensor.view(-1), _BATCH)
+def cut(tensors: Sequence[Tensor], size: int) -> list[tuple[Tensor, ...]]:
+    """Dense tensors that are laid out alike in pieces of at most `size` elements, those of one place together."""
+    if tensors[0].numel() <= size:
+        return [tuple(tensors)]
+    return list(zip(*(torch.split(in_memory_order(tensor), size) for tensor in tensors), strict=True))
+
+
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """The elements of a dense tensor in one row, whatever its layout."""
+    return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _blend_plain(a: Tensor, n: Tensor | None, share: Tensor, good: Tensor, scale: Tensor | None) -> Tensor:

@@ -183,9 +183,8 @@ def _update(
         skip = None if found_inf is None else found_inf.to(device, torch.float32)
         steps = [row.step for row in alike if row.step is not None]
         if steps:
-            # Plus 1, unless the flag forbids it: the one list kernel that leaves that to the device.
             one = torch.ones_like(steps[0])
-            _sgd(-1.0, [0.0] * 5, [one] * len(steps), [], steps, found_inf=None if skip is None else skip.to(one.device))
+            _foreach.add_unless(None if skip is None else skip.to(one.device), steps, [one] * len(steps), 1.0)
         divisor = _one_divisor(alike, treatment, device, dtype)
         whole = spent and divisor is not None
         then = treatment if divisor is None else Treatment(scale=divisor)
@@ -235,9 +234,9 @@ def _treated_in(scratch: Tensor, grads: list[Tensor], treatment: Treatment, dtyp
     places = list(torch.split(row, sizes))
     if scale is not None and sizes[0] > _foreach.SMALL:
         for place, gradient in zip(places, grads, strict=True):
-            torch.div(in_memory_order(gradient), scale, out=place)
+            torch.div(_foreach.in_memory_order(gradient), scale, out=place)
     else:  # one operation for all: what is spent on a small tensor is the call
-        torch.cat([in_memory_order(g) for g in grads], out=row)
+        torch.cat([_foreach.in_memory_order(g) for g in grads], out=row)
         if scale is not None:
             row.div_(scale)
     if factor is not None:
@@ -266,7 +265,7 @@ def _tiles(rows: list[Row]) -> Iterator[_Columns]:
     waiting: dict[bool, list[Row]] = {True: [], False: []}
     sizes = {True: 0, False: 0}
     for row in reversed(rows):
-        for piece in _cut(row):
+        for piece in _pieces(row):
             size = piece.gradient.numel()
             small = size <= _foreach.SMALL
             waiting[small].append(piece)
@@ -277,14 +276,9 @@ def _tiles(rows: list[Row]) -> Iterator[_Columns]:
     yield from (_columns(pieces) for pieces in waiting.values() if pieces)
 
 
-def _cut(row: Row) -> list[Row]:
+def _pieces(row: Row) -> list[Row]:
     if row.gradient.numel() <= _TILE:
         return [row]
     width = len(row.targets)
-    pieces = zip(*(torch.split(in_memory_order(t), _TILE) for t in (row.gradient, *row.targets, *row.old)), strict=True)
-    return [Row(first, row.step, list(rest[:width]), row.fresh, list(rest[width:])) for first, *rest in reversed(list(pieces))]
-
-
-def in_memory_order(tensor: Tensor) -> Tensor:
-    """The elements of a dense tensor in one row, whatever its layout."""
-    return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+    pieces = reversed(_foreach.cut((row.gradient, *row.targets, *row.old), _TILE))
+    return [Row(first, row.step, list(rest[:width]), row.fresh, list(rest[width:])) for first, *rest in pieces]

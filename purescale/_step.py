@@ -162,16 +162,17 @@ def _step(
     grads: Tree,
     opt_state: Any,
     clip: Clip,
-    scale: Tensor | None,
+    scale: Tensor,
     group: Any = None,
     *,
+    scaled: bool = True,
     donate: bool,
     spent: bool,
     keep: Sequence[Tensor],
     found_inf: Tensor | None = None,
     norm: Tensor | None = None,
 ) -> Stepped:
-    """`unscale_and_step` of gradients scaled by `scale`, which may be overwritten where they are `spent`; writes into none of `keep`.
+    """`unscale_and_step` of gradients still `scaled` or not, which may be overwritten where they are `spent`; writes into none of `keep`.
 
     `found_inf` and the `norm` of the unscaled gradients where they are known.
     """
@@ -183,12 +184,12 @@ def _step(
     if isinstance(optimizer, TorchOptimizer) and optimizer.has_fused_kernel(problem):
         # Before the gradients are read, which drives from the cache what Python looks at.
         plan = optimizer.plan_fused(problem, opt_state, donate=donate, spent=spent, keep=keep)
-        found_inf, norm = _extent(leaves, clip, scale, found_inf, norm, group, scaled=scale is not None)
+        found_inf, norm = _extent(leaves, clip, scale, found_inf, norm, group, scaled=scaled)
         factor, grad_norm = (None, ()) if clip.max_norm is None else clip_factor(leaves, norm, clip.max_norm)
-        stepped = optimizer.run_fused(plan, found_inf, Treatment(scale, factor, clip.value))
+        stepped = optimizer.run_fused(plan, found_inf, Treatment(scale if scaled else None, factor, clip.value))
         return Stepped(*stepped, found_inf, grad_norm)
 
-    if scale is not None:
+    if scaled:
         # Unscaling in place must not reach parameters or state that stand in the gradients' memory. While compiling that cannot be
         # seen, and nothing is gained: what is computed in between is fused.
         others = [*_tree.tensors((params, opt_state)), *keep]
@@ -204,18 +205,16 @@ def _step(
 
 
 def _extent(
-    leaves: list[Any], clip: Clip, scale: Tensor | None, found_inf: Tensor | None, norm: Tensor | None, group: Any, *, scaled: bool
+    leaves: list[Any], clip: Clip, scale: Tensor, found_inf: Tensor | None, norm: Tensor | None, group: Any, *, scaled: bool
 ) -> tuple[Tensor, Tensor | None]:
     """`found_inf`, and where clipping needs it the norm of the unscaled gradients, from at most one read of `leaves`."""
     norm_type = None if clip.max_norm is None else clip.norm_type
     if found_inf is not None and (norm is not None or norm_type is None):
         return found_inf, norm
-    present = next((leaf for leaf in leaves if leaf is not None), scale)
-    size = _foreach.extent(leaves, torch.device("cpu") if present is None else present.device, norm_type)
+    size = _foreach.extent(leaves, scale.device, norm_type)
     if found_inf is None:
-        assert scale is not None
         found_inf = overflowed(size, scale, scaled=scaled, group=group)
-    return found_inf, size.norm / scale if scaled and scale is not None and size.norm is not None else size.norm
+    return found_inf, size.norm / scale if scaled and size.norm is not None else size.norm
 
 
 # ---- the composer ----------------------------------------------------------------------------------------------------
@@ -336,9 +335,9 @@ def train_step(
 
     # A gradient may be the very tensor that a custom backward returned, and parts of a state may share memory.
     given = (state.buffers, state.scaler, scaler, next_scaler, state.step, state.rng, microbatches, gathered._replace(grads=()))
-    known: dict[str, Any] = {"found_inf": skip, "norm": gathered.norm, "keep": [] if _tree.traced() else _tree.all_tensors(given)}
-    scale = scaler.scale if gathered.scaled else None
-    out = _step(optimizer, state.params, gathered.grads, state.opt_state, clip, scale, donate=donate, spent=True, **known)
+    keep = [] if _tree.traced() else _tree.all_tensors(given)
+    known: dict[str, Any] = {"scaled": gathered.scaled, "found_inf": skip, "norm": gathered.norm, "keep": keep}
+    out = _step(optimizer, state.params, gathered.grads, state.opt_state, clip, scaler.scale, donate=donate, spent=True, **known)
     step, scale = state.step + ~skip, scaler.scale.clone()  # before buffers are written, whose memory they may stand in
     new_state = TrainState(
         params=out.params,

@@ -67,7 +67,7 @@ def _to_state_dict(tree: Tree, name: str) -> dict[str, Any]:
                 f"{_tree.paths(tree, name)[index]} has the name of another leaf, {'.'.join(keys)!r}. Likely cause: a dict with a key "
                 f"and its string, such as 0 and '0'. Cure: rename one."
             )
-        node[last] = leaf.detach()
+        node[last] = _tree.off_graph(leaf)
     d.setdefault("tree", {})
     return d
 
@@ -98,7 +98,7 @@ def _from_state_dict(name: str, d: Any, like: Tree, *, donate: bool) -> Tree:
     _check_version(name, d, expected[_VERSION_KEY])
     _check_equal(name, d, expected)
     leaves, structure = _tree.flatten(like)
-    found = [None if leaf is None else _at(d["tree"], keys).detach() for keys, leaf in zip(_tree.keys(like), leaves, strict=True)]
+    found = [None if leaf is None else _tree.off_graph(_at(d["tree"], keys)) for keys, leaf in zip(_tree.keys(like), leaves, strict=True)]
     # Two leaves of a file may stand in one piece of memory, as tied weights do: a later donation of the one would reach the other.
     mine = _tree.writable(found) if donate else [False] * len(found)
     return structure.unflatten(

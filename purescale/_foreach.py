@@ -49,10 +49,11 @@ def _each(
     in_place: list[int] = []
     alone = _tree.writable(leaves) if any(owned) else owned
     mine = [a and b for a, b in zip(owned, alone, strict=True)]
+    plain_ops = _tree.traced() or is_on_a_graph([*leaves, operand])  # foreach ops have no derivative by a 0-d operand
     for index, leaf in enumerate(leaves):
         if leaf is None:
             continue
-        if _tree.traced() or leaf.ndim == 0 or leaf.is_complex() or not is_dense(leaf):
+        if plain_ops or leaf.ndim == 0 or leaf.is_complex() or not is_dense(leaf):
             results[index] = on_values(functools.partial(_in_own_dtype, plain, operand=operand), leaf)
         else:
             (in_place if mine[index] else apart).append(index)

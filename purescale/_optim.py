@@ -29,6 +29,7 @@ def from_torch(
     cls: type[torch.optim.Optimizer],
     lr: float | Tensor | Schedule | None = None,
     overrides: Mapping[str, Mapping[str, Any]] | None = None,
+    lr_in_state: bool = False,
     **settings: Any,
 ) -> TorchOptimizer:
     """Equal to `opt = cls(params, lr=lr, **settings); opt.step()` on copies of everything, bit for bit.
@@ -37,7 +38,10 @@ def from_torch(
     - `cls`: a class of torch.optim, or a subclass that keeps its `step`.
     - `lr`: a number, a 0-d tensor, or a schedule: a function from the number of steps applied so far, a 0-d int64 tensor, to
       the learning rate. A skipped step is not applied, so a schedule never advances on it. As a tensor it can be
-      differentiated where torch's formula allows it: SGD, Adam, AdamW, Adamax, NAdam, RAdam.
+      differentiated. A schedule is tried once, here, and refused where it reads the value of the count.
+    - `lr_in_state`: steps use `opt_state.lr`, a 0-d float32 tensor that `init` makes of `lr`: data, so that one compiled step
+      serves every rate, a vmapped ensemble has one a member, and it is saved and differentiated. `opt_state._replace(lr=...)`
+      between steps moves it. Rates in `overrides` stay settings. Without it `opt_state.lr` is `()`.
     - `overrides`: settings for some parameters, by dotted name or glob; later patterns win:
       `{"*.bias": {"weight_decay": 0.0}, "head.*": {"lr": 1e-2}}`.
     - `settings`: the class's own. A flag named here (`foreach`, `fused`, `capturable`, `differentiable`) is kept.
@@ -46,7 +50,8 @@ def from_torch(
     is floating and dense; else the capturable formula, or the for-loop where a class has neither. None of these reads a
     tensor's value in Python, so none syncs. Inside torch.func transforms it is the capturable and differentiable formula,
     inside torch.compile too up to 16 parameters, or where they are to be differentiated. The bits of these differ a little
-    (1e-6 relative). All but ASGD and Muon can be differentiated; RAdam from its sixth step on.
+    (1e-6 relative). Each can be differentiated; where torch's square root has an infinite derivative, at a gradient of exactly
+    0, it is taken for 0. `.backward()` goes through a step only with `differentiable=True`, and is refused in words otherwise.
 
     `optimizer.init(params)`, `optimizer.step(params, grads, opt_state)`, `optimizer.to_state_dict(opt_state)` and
     `optimizer.from_state_dict(sd, params)` (torch.optim's own format) take any pytree of parameters. Step hooks do not run.
@@ -54,7 +59,8 @@ def from_torch(
     Raises `TypeError` or `ValueError` when made, and in torch's own words for settings that the class refuses: for LBFGS
     (needs a closure), SparseAdam (takes no dense gradients), Adafactor without a named `foreach` (each of torch's
     implementations reads three values per parameter, so name the one that may), classes outside of torch.optim's pattern.
-    `init` and `step` raise for a pattern in `overrides` that matches no parameter.
+    `init` and `step` raise for a pattern in `overrides` that matches no parameter; `step` for a state that is not that of
+    these parameters (shapes, dtypes and devices of every slot), before torch's kernel is called.
 
     >>> import torch
     >>> optimizer = from_torch(torch.optim.SGD, lr=0.5, momentum=0.9)
@@ -66,7 +72,12 @@ def from_torch(
 
     Source of the rules: torch.optim.
     """
-    return TorchOptimizer(cls, lr, overrides or {}, settings)
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            "from_torch was called inside of a compiled function, where torch's optimizers cannot be made. Cure: make the optimizer "
+            "outside; a rate that the function is given goes through from_torch(..., lr_in_state=True) and opt_state._replace(lr=...)."
+        )
+    return TorchOptimizer(cls, lr, overrides or {}, settings, lr_in_state=lr_in_state)
 
 
 def from_transformation(tx: Any) -> TransformationOptimizer:
@@ -119,5 +130,4 @@ class TransformationOptimizer:
         else:
             updates, new_state = self._update(grads, opt_state, params)
         stepped = _tree.map(lambda p, u: p.clone() if u is None else (p + u).to(p.dtype), params, updates)
-        given = {id(leaf) for leaf in _tree.tensors((params, grads, opt_state))}
-        return stepped, _tree.map(lambda leaf: leaf.clone() if id(leaf) in given else leaf, new_state)
+        return stepped, _tree.apart(new_state, (params, grads, opt_state))

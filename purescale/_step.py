@@ -81,6 +81,8 @@ def maybe_step(
 
 def _check_step(optimizer: Optimizer, params: Tree, grads: Tree, opt_state: Any) -> Any:
     """What an optimizer would refuse in `step`, refused before; one of your own may leave `check` out."""
+    if not getattr(optimizer, "differentiable", False):
+        _tree.refuse_graphs(params=params, grads=grads, opt_state=opt_state)
     check = getattr(optimizer, "check", None)
     return None if check is None else check(params, grads, opt_state)
 
@@ -223,6 +225,7 @@ def _extent(
 def init_train_state(params: Tree, buffers: Tree, optimizer: Optimizer, rule: Rule[Any], rng: Tensor | None = None) -> TrainState:
     """Equal to `TrainState(params, buffers, optimizer.init(params), rule.init(device), step=0, rng)`, in fresh memory.
 
+    Off the graph of torch.autograd; inside torch.func it can be differentiated with respect to `params` and `buffers`.
     `device` is that of the parameters. `rng`: the state of a generator of that device,
     `torch.Generator(device).manual_seed(0).get_state()`; with it dropout is a function of the state and a step replays bit
     for bit. Without it (`()` in the state) torch's global generator is used and moves on.
@@ -246,6 +249,7 @@ def init_train_state(params: Tree, buffers: Tree, optimizer: Optimizer, rule: Ru
             f"rng must be the state of a generator, a uint8 tensor, got {type(rng).__name__}. "
             f"Cure: rng=torch.Generator({weights[0].device.type!r}).manual_seed(0).get_state()."
         )
+    _tree.refuse_graphs(params=params, buffers=buffers)
     device = weights[0].device
     return TrainState(
         params=_tree.clone(params),

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from . import _foreach, _tree
 from ._fused import Row, Treatment, kernel_of, update
-from ._no_reads import PlainArithmetic, without_reads
+from ._no_reads import PlainArithmetic, Rate, without_reads
 from ._tree import Tree
 
 Schedule = Callable[[Tensor], "Tensor | float"]
@@ -28,6 +29,7 @@ class OptState(NamedTuple):
 
     applied: Tensor  # int64 []: steps applied; what a schedule is a function of
     slots: Slots  # by parameter name, then by torch's own names: {"conv.weight": {"step": ..., "exp_avg": ...}}
+    lr: Any = ()  # float32 []: the rate that steps use, where from_torch was told lr_in_state=True; else ()
 
 
 class Problem(NamedTuple):
@@ -52,7 +54,9 @@ class Plan(NamedTuple):
 class TorchOptimizer:
     """A torch.optim class as pure functions; made by `from_torch`. Holds settings, never state."""
 
-    def __init__(self, cls: Any, lr: Any, overrides: Mapping[str, Mapping[str, Any]], settings: dict[str, Any]) -> None:
+    def __init__(
+        self, cls: Any, lr: Any, overrides: Mapping[str, Mapping[str, Any]], settings: dict[str, Any], *, lr_in_state: bool = False
+    ) -> None:
         _check_class(cls, settings)
         self._cls = cls
         accepted = inspect.signature(cls).parameters
@@ -62,22 +66,49 @@ class TorchOptimizer:
         self._overrides = tuple(dict(extra) for extra in overrides.values())
         self._settings = settings
         self._flag_named = any(settings.get(name) is not None for name in _FLAGS)
-        self._defaults = self._checked_defaults("from_torch", {**settings, "lr": self._lr})
+        self._defaults, slots = self._probed("from_torch", {**settings, "lr": self._lr})
         for pattern, extra in overrides.items():
-            self._checked_defaults(f"overrides[{pattern!r}]", {**settings, "lr": self._lr, **extra})
+            slots |= self._probed(f"overrides[{pattern!r}]", {**settings, "lr": self._lr, **extra})[1]
+        # What torch keeps, learnt from a parameter of shape (2, 3): step counts and the like, and what is shaped like its parameter.
+        self._counts = {key: torch.float32 if key == "step" else value.dtype for key, value in slots.items() if value.ndim == 0}
+        self._shaped = {key for key, value in slots.items() if value.shape == (2, 3)} | {"momentum_buffer"}
         self.differentiable = bool(settings.get("differentiable"))
-        # torch's SGD ignores dampening in the step that makes the momentum buffer.
+        # torch's SGD ignores dampening in the step that makes a parameter's momentum buffer.
         self._first_step_differs = issubclass(cls, torch.optim.SGD) and any(
             extra.get("dampening") for extra in (settings, *self._overrides)
         )
+        if self._first_step_differs:
+            self._counts = {**self._counts, _FIRST: torch.bool}
         self._kernel = kernel_of(cls)
         self._lrs = (self._lr, *(extra.get("lr") for extra in self._overrides))
-        self._tensor_lrs = {str(index): rate.clone() for index, rate in enumerate(self._lrs) if isinstance(rate, Tensor)}
-        # Dynamo will not trace a torch optimizer; the compiler behind it traces this plain Python.
+        if lr_in_state and callable(self._lr):
+            raise ValueError(
+                f"lr_in_state=True with a schedule, lr={self._lr!r}: a rate is data or a function of the step count. "
+                f"Cure: lr=1e-3 to start from and `opt_state._replace(lr=...)` between steps, or leave lr_in_state out."
+            )
+        if lr_in_state and issubclass(cls, torch.optim.Rprop):
+            raise ValueError(
+                "lr_in_state=True with Rprop, whose lr is only what its step sizes start from: they are in the state already, "
+                "`opt_state.slots[name]['step_size']`. Cure: leave lr_in_state out."
+            )
+        self._lr_in_state = lr_in_state
+        self._tensor_lrs = {index: rate.clone() for index, rate in enumerate(self._lrs) if isinstance(rate, Tensor)}
+        # Dynamo will not trace a torch optimizer; the compiler behind it traces this plain Python. Nothing in there is guarded,
+        # so a compiled step is guarded by `_key` instead: all that the formula reads but for its arguments.
         self._opaque = torch._dynamo.nonstrict_trace(self._formula)
+        self._key = repr((cls.__module__, cls.__qualname__, id(cls), self._patterns, self._plain(), self._lr_in_state))
+
+    def _plain(self) -> list[Any]:
+        """The settings that are numbers, strings and flags; rates that are tensors or schedules reach the formula as arguments."""
+        every = ({**self._defaults, **self._settings, "lr": self._lr}, *self._overrides)
+        return [
+            sorted((name, value) for name, value in extra.items() if not (isinstance(value, Tensor) or callable(value))) for extra in every
+        ]
 
     def __repr__(self) -> str:
         extra = {"lr": self._lr, **self._settings}
+        if self._lr_in_state:
+            extra["lr_in_state"] = True
         if self._patterns:
             extra["overrides"] = dict(zip(self._patterns, self._overrides, strict=True))
         return f"from_torch({self._cls.__name__}, {', '.join(f'{name}={value!r}' for name, value in extra.items())})"
@@ -89,48 +120,64 @@ class TorchOptimizer:
         named = _by_name(params)
         device = next((leaf.device for leaf in named.values()), None)
         applied = torch.zeros((), dtype=torch.int64, device=device)
-        probes = {name: leaf.detach().clone() for name, leaf in named.items()}
-        for probe in probes.values():
-            probe.grad = torch.zeros_like(probe)
+        lr: Any = ()
+        if self._lr_in_state:
+            given = self._tensor_lrs.get(0, self._lr)
+            lr = given.to(device, torch.float32, copy=True) if isinstance(given, Tensor) else torch.tensor(float(given), device=device)
         slots: Slots = {}
-        for names, group in self._groups(tuple(named), self._learning_rates(applied, self._tensor_lrs)):
-            constructor = {name: value for name, value in group.items() if name in self._accepted}
-            optimizer = self._cls([probes[name] for name in names], **{**constructor, "lr": _ANY_LR})
-            optimizer.param_groups[0]["lr"] = group["lr"]  # the constructor would read a tensor
-            lists = len(inspect.signature(optimizer._init_group).parameters) - 1
-            optimizer._init_group(optimizer.param_groups[0], *([] for _ in range(lists)))
-            for name in names:
-                probe = probes[name]
-                slots[name] = {key: value.to(probe.device) for key, value in optimizer.state[probe].items()}
-                if issubclass(self._cls, torch.optim.SGD) and group["momentum"] != 0:
-                    # torch makes this buffer in the first step, as a copy of the gradient; -0.0 * momentum + g is g for every g.
-                    slots[name]["momentum_buffer"] = torch.full_like(probe, -0.0)
-        return OptState(applied, {name: slots[name] for name in named})
+        for names, group in self._groups(tuple(named), self._learning_rates(applied, lr)):
+            # These stand in the memory of the parameters: torch makes the state from their shapes and only that is kept.
+            probes = [named[name].detach() for name in names]
+            for probe in probes:
+                probe.grad = probe.detach()
+            for name, slot in zip(names, self._new_slots(probes, group), strict=True):
+                slots[name] = slot
+        return OptState(applied, {name: slots[name] for name in named}, lr)
+
+    def _new_slots(self, probes: list[Tensor], group: dict[str, Any]) -> list[dict[str, Tensor]]:
+        """What torch's class keeps for these tensors before their first step."""
+        rate = group["lr"]
+        optimizer = _with_slots(self._cls, probes, {name: value for name, value in group.items() if name in self._accepted}, rate)
+        slots = []
+        for probe in probes:
+            slot = {key: value.to(probe.device) for key, value in optimizer.state[probe].items()}
+            if issubclass(self._cls, torch.optim.SGD) and group["momentum"] != 0:
+                # torch makes this buffer in the first step, as a copy of the gradient; -0.0 * momentum + g is g for every g.
+                slot["momentum_buffer"] = torch.full_like(probe, -0.0)
+                if self._first_step_differs:
+                    slot[_FIRST] = torch.ones((), dtype=torch.bool, device=probe.device)
+            if issubclass(self._cls, torch.optim.ASGD) and isinstance(rate, Tensor):
+                slot["eta"] = rate.to(slot["eta"], copy=True)  # torch detaches it
+            if isinstance(slot.get("step"), Tensor):
+                slot["step"] = slot["step"].to(torch.float32)  # what torch's kernels read, also under another default dtype
+            slots.append(slot)
+        return slots
 
     def step(self, params: Tree, grads: Tree, opt_state: OptState) -> tuple[Tree, OptState]:
         """Parameters and state after one step, in fresh memory. A parameter whose gradient is None stays, as in torch.optim."""
+        if not self.differentiable:
+            _tree.refuse_graphs(params=params, grads=grads, opt_state=opt_state)
         problem = self.check(params, grads, opt_state)
         if self.has_fused_kernel(problem):
             return self.run_fused(self.plan_fused(problem, opt_state), found_inf=None)
-        weights, gradients = problem.weights, _cast_gradients(problem)
+        rates = self._moving(opt_state)
         run = self._opaque if torch.compiler.is_compiling() else self._formula
-        stepped, slots = run(weights, gradients, opt_state.slots, opt_state.applied, self._tensor_lrs)
-        return _tree_of(problem, stepped), OptState(opt_state.applied + 1, slots)
+        stepped, slots = run(self._key, problem.weights, _cast_gradients(problem), opt_state.slots, rates)
+        return _tree_of(problem, stepped), OptState(opt_state.applied + 1, slots, self._copy(opt_state.lr))
 
     def to_state_dict(self, opt_state: OptState) -> dict[str, Any]:
         """Equal to `cls(groups).state_dict()` of an optimizer that made the same steps: tensors copied, `lr` as it is now. Syncs.
 
         The groups are, in order: the parameters that no override matches, then those that the overrides match.
         """
-        if self._first_step_differs and opt_state.applied == 0:
-            opt_state = opt_state._replace(slots={name: {} for name in opt_state.slots})
+        slots = {name: {} if slot.get(_FIRST, False) else slot for name, slot in opt_state.slots.items()}
         state: dict[int, dict[str, Tensor]] = {}
         groups = []
-        for names, group in self._groups(tuple(opt_state.slots), self._learning_rates(opt_state.applied, self._tensor_lrs)):
+        for names, group in self._groups(tuple(slots), self._learning_rates(opt_state.applied, opt_state.lr)):
             indices = [len(state) + offset for offset in range(len(names))]
             # torch keeps step counts on the CPU, and moves them itself where an implementation wants them elsewhere.
             for index, name in zip(indices, names, strict=True):
-                state[index] = {k: v.cpu().clone() if k == "step" else v.clone() for k, v in opt_state.slots[name].items()}
+                state[index] = {k: v.cpu().clone() if k == "step" else v.clone() for k, v in slots[name].items() if k != _FIRST}
             lr = group["lr"]
             groups.append({**group, "lr": lr.clone() if isinstance(lr, Tensor) else lr, "params": indices})
         return {"state": {index: slot for index, slot in state.items() if slot}, "param_groups": groups}
@@ -150,45 +197,67 @@ class TorchOptimizer:
                 f"Cure: `opt_state = optimizer.init(params)` for these params."
             )
         for name, slot in opt_state.slots.items():
-            weight = weights[name]
-            shape, dtype = weight.shape, weight.dtype
             for key, value in slot.items():
-                # torch's fused kernels would walk past the end of a shorter one. Adafactor's factors have shapes of their own.
-                if value.ndim and key not in _FACTORS and (value.shape != shape or value.dtype is not dtype):
-                    raise ValueError(
-                        f"opt_state: {key} of {name} is {value.dtype} {tuple(value.shape)}, the parameter {dtype} "
-                        f"{tuple(shape)}. Likely cause: the state of another model, or of the model before it was changed. "
-                        f"Cure: `opt_state = optimizer.init(params)`."
-                    )
-        return Problem(structure, names, weights, {name: g for name, g in zip(names, gradients, strict=True) if g is not None})
+                if not self._fits(key, value, weights[name]):
+                    raise self._misfit(key, value, name, weights[name])
+        _check_rate_of(opt_state, self._lr_in_state)
+        given = {name: g for name, g in zip(names, gradients, strict=True) if g is not None}
+        if not torch.compiler.is_compiling():  # torch's kernels know nothing of lazy negation and conjugation
+            weights, given = ({name: _resolved(leaf) for name, leaf in column.items()} for column in (weights, given))
+        return Problem(structure, names, weights, given)
+
+    def _fits(self, key: str, value: Tensor, weight: Tensor) -> bool:
+        """Whether a slot is what `init` makes for this parameter: torch's kernels take its memory for that without a look."""
+        if key in self._counts:
+            return value.ndim == 0 and value.dtype is self._counts[key] and value.device == weight.device
+        alike = value.dtype is weight.dtype and value.layout is weight.layout and value.device == weight.device
+        return key not in self._shaped or (alike and value.shape == weight.shape)
+
+    def _misfit(self, key: str, value: Tensor, name: str, weight: Tensor) -> ValueError:
+        what = f"a count {self._counts[key]} ()" if key in self._counts else f"the parameter {_described(weight)}"
+        where = f" on {value.device}, its parameter on {weight.device}" if value.device != weight.device else ""
+        return ValueError(
+            f"opt_state: {key} of {name} is {_described(value)}, {what}{where}. Likely cause: the state of another model, or of the "
+            f"model before it was changed or moved. Cure: `opt_state = optimizer.init(params)`."
+        )
 
     def from_state_dict(self, sd: Mapping[str, Any], params: Tree) -> OptState:
-        """The state in `cls(groups).state_dict()`, copied. The settings in it are not read: `from_torch` has them.
+        """Syncs. The state in `cls(groups).state_dict()`, copied; of its settings only the rate, and only with lr_in_state.
 
         `params` are taken in the order in which `to_state_dict` lists them, or in their own where `sd` has one group.
         `applied` is the largest step count in `sd`; where the class keeps none (SGD, Muon) it is 1 if `sd` holds any state,
         else 0: `opt_state._replace(applied=...)` if a schedule needs the true one. Raises `ValueError` for another class's
         or another model's state.
         """
+        saved_groups, states = _checked_state_dict(sd)
         fresh = self.init(params)
         groups = [names for names, _ in self._groups(tuple(fresh.slots), self._lrs)]
-        saved_groups = [list(group["params"]) for group in sd["param_groups"]]
         if len(saved_groups) == 1:
             groups = [list(fresh.slots)]
-        if list(map(len, saved_groups)) != list(map(len, groups)):
+        sizes = [len(group["params"]) for group in saved_groups]
+        if sizes != list(map(len, groups)):
             raise ValueError(
-                f"the state dict has groups of {list(map(len, saved_groups))} parameters, this optimizer has "
+                f"the state dict has groups of {sizes} parameters, this optimizer has "
                 f"{list(map(len, groups))}. Likely cause: other params, or other overrides. "
                 f"Cure: overrides that match the groups of the optimizer that wrote it, in its order."
             )
         order = [name for names in groups for name in names]
-        slots: Slots = {}
-        for name, index in zip(order, (index for group in saved_groups for index in group), strict=True):
-            saved = {key: value for key, value in sd["state"].get(index, {}).items() if value is not None}
-            slots[name] = _restored(name, saved, fresh.slots[name])
+        slots = fresh.slots  # replaced one by one, so that no two states are there at a time
+        for name, index in zip(order, (index for group in saved_groups for index in group["params"]), strict=True):
+            saved = {key: value for key, value in states.get(index, {}).items() if value is not None}
+            slots[name] = _restored(name, saved, slots[name])
         steps = [slot["step"] for slot in slots.values() if "step" in slot]
-        applied = torch.stack(steps).max().to(torch.int64) if steps else fresh.applied + bool(sd["state"])
-        return OptState(applied, {name: slots[name] for name in fresh.slots})
+        if steps and not bool(torch.isfinite(torch.stack(steps)).all()):
+            raise ValueError(
+                "the state dict has a step count that is inf or NaN. Likely cause: a damaged file, or a step that was taken with such a "
+                "count. Cure: an older state dict."
+            )
+        applied = torch.stack(steps).max().to(torch.int64) if steps else fresh.applied + bool(states)
+        lr = fresh.lr
+        if self._lr_in_state:
+            rate = saved_groups[0].get("lr", lr)
+            lr = torch.as_tensor(rate).detach().to(lr.device, torch.float32, copy=True)
+        return OptState(applied, slots, lr)
 
     # ---- the fused kernel, which skips and unscales by itself
 
@@ -217,7 +286,7 @@ class TorchOptimizer:
         """
         assert self._kernel is not None
         weights, gradients = dict(problem.weights), problem.gradients
-        groups = self._groups(tuple(weights), self._learning_rates(opt_state.applied, self._tensor_lrs))
+        groups = self._groups(tuple(weights), self._learning_rates(opt_state.applied, opt_state.lr))
         given = list(gradients.values())
         state: list[Tensor] = []
         for members, _ in groups:
@@ -225,7 +294,11 @@ class TorchOptimizer:
                 state.append(weights[name])
                 state += opt_state.slots[name].values()
         all_of_them = [*state, *given]
-        mine = _tree.writable(all_of_them, [opt_state.applied, *keep]) if donate or spent else [False] * len(all_of_them)
+        mine = (
+            _tree.writable(all_of_them, [opt_state.applied, *_tree.tensors(opt_state.lr), *keep])
+            if donate or spent
+            else [False] * len(all_of_them)
+        )
         spent = spent and all(mine[len(state) :])
         owned = iter(mine) if donate else itertools.repeat(False)
         slots: Slots = {}
@@ -243,7 +316,7 @@ class TorchOptimizer:
                     weights[name] = _kept(weight, next(owned))
                     slots[name] = {key: _kept(value, next(owned)) for key, value in slot.items()}
             work.append((settings, rows))
-        return Plan(problem, work, weights, OptState(opt_state.applied, {name: slots[name] for name in opt_state.slots}), spent)
+        return Plan(problem, work, weights, opt_state._replace(slots={name: slots[name] for name in opt_state.slots}), spent)
 
     def run_fused(self, plan: Plan, found_inf: Tensor | None, treatment: Treatment = Treatment()) -> tuple[Tree, OptState]:  # noqa: B008
         """`step` over gradients that are still to be treated, and only where not `found_inf`."""
@@ -252,7 +325,7 @@ class TorchOptimizer:
             for settings, rows in plan.work:
                 update(self._kernel, settings, rows, found_inf, treatment, spent=plan.spent)
         applied = plan.opt_state.applied + (1 if found_inf is None else ~found_inf)
-        return _tree_of(plan.problem, plan.weights), OptState(applied, plan.opt_state.slots)
+        return _tree_of(plan.problem, plan.weights), OptState(applied, plan.opt_state.slots, self._copy(plan.opt_state.lr))
 
     def _row(
         self, weight: Tensor, gradient: Tensor, slot: dict[str, Tensor], updated: tuple[str, ...], owned: Iterator[bool]
@@ -286,36 +359,58 @@ class TorchOptimizer:
     # ---- torch's formula
 
     def _formula(
-        self, weights: dict[str, Tensor], gradients: dict[str, Tensor], slots: Slots, count: Tensor, tensor_lrs: dict[str, Tensor]
+        self,
+        key: str,
+        weights: dict[str, Tensor],
+        gradients: dict[str, Tensor],
+        slots: Slots,
+        rates: dict[int, Any],
     ) -> tuple[dict[str, Tensor], Slots]:
+        """A step. A compiler looks only at the arguments: `key` stands for the settings, `rates` are the rates that move."""
         traced = _tree.traced()
         differentiable = traced or self.differentiable
-
-        def mine(tensor: Tensor) -> Tensor:
-            return tensor.clone() if differentiable else tensor.detach().clone()
-
-        lrs = self._learning_rates(count, tensor_lrs)
+        lrs = [rates.get(index, rate) for index, rate in enumerate(self._lrs)]
         flags: dict[str, bool] = {}
         run = inspect.unwrap(self._cls.step)
         if not self._flag_named:
             flags = {"foreach": False, "fused": False, "capturable": True, "differentiable": traced}
             run = without_reads(self._cls)
 
-        def stepped(slots: Slots) -> tuple[dict[str, Tensor], Slots]:
-            new_weights = {name: mine(weight) for name, weight in weights.items()}
-            new_slots = {name: {key: mine(value) for key, value in slot.items()} for name, slot in slots.items()}
+        def stepped(**changed: Any) -> tuple[dict[str, Tensor], Slots]:
+            new_weights = {name: self._copy(weight) for name, weight in weights.items()}
+            new_slots = {name: {key: self._copy(value) for key, value in slot.items()} for name, slot in slots.items()}
+            if self._lr_in_state and issubclass(self._cls, torch.optim.ASGD):
+                for slot in new_slots.values():  # made from the rate that `init` knew
+                    slot["eta"] = torch.where(slot["step"] == 0, lrs[0], slot["eta"]).to(slot["eta"].dtype)
             if _tree.under_transform():
                 _batch_alike(new_weights, new_slots, gradients, lrs)
             with torch.set_grad_enabled(differentiable), PlainArithmetic():
-                self._run(run, new_weights, gradients, new_slots, lrs, flags)
+                self._run(run, new_weights, gradients, new_slots, lrs, {**flags, **changed})
             return new_weights, new_slots
 
-        later: tuple[dict[str, Tensor], Slots] = stepped(slots)
+        later = stepped()
         if not self._first_step_differs:
             return later
-        first = stepped({name: {} if name in gradients else slot for name, slot in slots.items()})
-        chosen: tuple[dict[str, Tensor], Slots] = _tree.map(functools.partial(torch.where, count == 0), first, later)
-        return chosen
+        # -0.0 * momentum + g is g: without dampening, what torch does in the step that makes a buffer, and to be differentiated too.
+        first = stepped(dampening=0)
+
+        def chosen(name: str, first: Tensor, later: Tensor) -> Tensor:
+            return torch.where(slots[name][_FIRST], first, later) if _FIRST in slots[name] else later
+
+        new_weights = {name: chosen(name, first[0][name], weight) for name, weight in later[0].items()}
+        new_slots = {
+            name: {key: chosen(name, first[1][name][key], value) for key, value in slot.items()} for name, slot in later[1].items()
+        }
+        for name in gradients:
+            if _FIRST in new_slots[name]:
+                new_slots[name][_FIRST] = torch.zeros_like(new_slots[name][_FIRST])
+        return new_weights, new_slots
+
+    def _copy(self, tensor: Any) -> Any:
+        """In fresh memory, on the graph only where a step is to be differentiated."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        return tensor.clone() if self.differentiable or _tree.traced() else tensor.detach().clone()
 
     def _run(
         self,
@@ -332,11 +427,13 @@ class TorchOptimizer:
         optimizer.param_groups = []
         for names, group in self._groups(tuple(weights), lrs):
             group.update((name, value) for name, value in flags.items() if name in group)
+            if isinstance(group["lr"], Tensor) and not self._flag_named:
+                group["lr"] = Rate.of(group["lr"])
             present = [name for name in names if name in gradients]
             for name in present:
                 # Where this is missing torch would begin anew, and the structure of the state would change.
                 if issubclass(self._cls, torch.optim.SGD):
-                    foreign = group["momentum"] != 0 and "momentum_buffer" not in slots[name] and not self._first_step_differs
+                    foreign = group["momentum"] != 0 and "momentum_buffer" not in slots[name]
                 else:
                     foreign = not slots[name]
                 if foreign:
@@ -392,33 +489,52 @@ class TorchOptimizer:
                 return (index,)
         return matching
 
-    def _learning_rates(self, count: Tensor, tensor_lrs: dict[str, Tensor]) -> list[Any]:
-        """The rate of from_torch, then of each override (None where it names none), as of `count` steps applied."""
+    def _learning_rates(self, count: Tensor, lr: Any) -> list[Any]:
+        """The rate of from_torch, or that in the state, then of each override (None where it names none), after `count` steps."""
         rates: list[Any] = []
         for index, rate in enumerate(self._lrs):
-            value = tensor_lrs[str(index)] if str(index) in tensor_lrs else rate(count) if callable(rate) else rate
-            rates.append(value.to(count.device) if isinstance(value, Tensor) else value)
+            if index in self._tensor_lrs:
+                rate = self._tensor_lrs[index]
+            elif callable(rate):
+                rate = rate(count)
+                _check_scheduled(rate)
+            if index == 0 and self._lr_in_state:
+                rate = lr
+            if isinstance(rate, Tensor) and rate.requires_grad and torch.is_grad_enabled() and not (self.differentiable or _tree.traced()):
+                raise ValueError(
+                    "the learning rate requires a gradient, and `.backward()` cannot go through a step. Cure: torch.func.grad of a "
+                    "function that makes the step, or from_torch(..., differentiable=True)."
+                )
+            rates.append(rate.to(count.device) if isinstance(rate, Tensor) else rate)
         return rates
 
-    def _checked_defaults(self, where: str, settings: dict[str, Any]) -> dict[str, Any]:
-        """Every setting of the class; torch's own words for those that it refuses."""
+    def _moving(self, opt_state: OptState) -> dict[int, Any]:
+        """The learning rates that are no plain numbers of from_torch, as of the steps applied."""
+        rates = self._learning_rates(opt_state.applied, opt_state.lr)
+        moving = {index: rate for index, rate in enumerate(rates) if isinstance(rate, Tensor) or callable(self._lrs[index])}
+        if not torch.compiler.is_compiling():
+            return moving
+        return {index: _as_tensor(rate, opt_state.applied) for index, rate in moving.items()}  # it would take a number for a constant
+
+    def _probed(self, where: str, settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Every setting of the class, with torch's own words for those that it refuses, and what it keeps for one parameter."""
         for name, value in settings.items():
             if name not in self._accepted:
                 raise ValueError(f"{where}: {self._cls.__name__} has no setting {name!r}. It has: {', '.join(self._accepted)}.")
-            if isinstance(value, Tensor) and (name != "lr" or value.ndim):
+            if isinstance(value, Tensor) and (name != "lr" or value.ndim or not value.is_floating_point()):
                 raise TypeError(
-                    f"{where}: {name} is a tensor of shape {tuple(value.shape)}; only lr may be one, 0-d, "
+                    f"{where}: {name} is a tensor of shape {tuple(value.shape)}, {value.dtype}; only lr may be one, floating and 0-d, "
                     f"since torch's {self._cls.__name__} reads the others in Python. Cure: a number."
                 )
-        lr = settings["lr"]
-        if not (callable(lr) or isinstance(lr, (Tensor, numbers.Real))) or isinstance(lr, bool):
-            raise TypeError(f"{where}: lr must be a number, a 0-d tensor or a function of the step count, got {lr!r}.")
-        fixed = {**settings, "lr": _ANY_LR if callable(lr) or isinstance(lr, Tensor) else lr}
-        return dict(self._cls([torch.zeros(1, 1)], **fixed).defaults)
+        _check_rate(where, settings["lr"])
+        probe = torch.zeros(2, 3, device="cpu")
+        probe.grad = torch.zeros_like(probe)
+        optimizer = _with_slots(self._cls, [probe], settings, settings["lr"])
+        return dict(optimizer.defaults), {key: value for key, value in optimizer.state[probe].items() if isinstance(value, Tensor)}
 
 
 _ANY_LR = 1e-3  # stands where torch wants a number to check and a schedule or tensor will take its place
-_FACTORS = ("row_var", "col_var")
+_FIRST = "is_first_step"  # a slot of our own: the momentum buffer of this parameter is still to be made
 _FLAGS = ("foreach", "fused", "capturable", "differentiable")
 
 
@@ -459,21 +575,130 @@ def _batch_alike(weights: dict[str, Tensor], slots: Slots, gradients: dict[str, 
 def _restored(name: str, saved: dict[str, Any], fresh: dict[str, Tensor]) -> dict[str, Tensor]:
     if not saved:
         return fresh
-    if saved.keys() != fresh.keys():
+    kept = fresh.keys() - {_FIRST}
+    if saved.keys() != kept:
         raise ValueError(
-            f"the state of {name} has {sorted(saved)}, this optimizer keeps {sorted(fresh)}. Likely cause: the state dict of another class "
-            f"or of other settings (momentum, amsgrad, centered). Cure: from_torch with the class and settings that wrote it."
+            f"the state of {name} has {sorted(map(str, saved))}, this optimizer keeps {sorted(kept)}. Likely cause: the state dict of "
+            f"another class or of other settings (momentum, amsgrad, centered). Cure: from_torch with the class and settings that wrote it."
         )
     restored = {}
     for key, like in fresh.items():
-        value = torch.as_tensor(saved[key])
-        if value.shape != like.shape:
+        if key == _FIRST:
+            restored[key] = torch.zeros_like(like)
+            continue
+        value = saved[key]
+        if not isinstance(value, (Tensor, numbers.Real)):
+            raise TypeError(
+                f"the state of {name} has {key} = {type(value).__name__}; expected a tensor. Cure: `opt.state_dict()`, unchanged."
+            )
+        value = torch.as_tensor(value)
+        if value.shape != like.shape or (value.is_complex() and not like.is_complex()):
             raise ValueError(
-                f"the state of {name} has {key} of shape {tuple(value.shape)}, expected {tuple(like.shape)}. Cure: params in "
-                f"the order the optimizer had them."
+                f"the state of {name} has {key} of shape {tuple(value.shape)}, {value.dtype}, expected {tuple(like.shape)}, {like.dtype}. "
+                f"Cure: params in the order the optimizer had them."
             )
         restored[key] = value.detach().to(like.device, like.dtype, copy=True)
     return restored
+
+
+def _checked_state_dict(sd: Any) -> tuple[list[Mapping[str, Any]], Mapping[Any, Any]]:
+    """The groups and the states of `torch.optim.Optimizer.state_dict()`, refused in words where it is none."""
+    groups: Any = sd.get("param_groups") if isinstance(sd, Mapping) else None
+    states = sd.get("state") if isinstance(sd, Mapping) else None
+    sound = isinstance(groups, (list, tuple)) and all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple)) for group in groups
+    )
+    if not (sound and isinstance(states, Mapping) and all(isinstance(state, Mapping) for state in states.values())):
+        what = f"a dict with the keys {_tree.some([repr(key) for key in sd])}" if isinstance(sd, Mapping) else type(sd).__name__
+        raise ValueError(
+            f"sd is {what}; expected {{'state': {{index: slots}}, 'param_groups': [{{'params': [index, ...], ...}}]}}. Likely cause: a "
+            f"checkpoint that holds the optimizer's state dict among others, or a module's. Cure: `optimizer.from_state_dict("
+            f"checkpoint['optimizer'], params)`, what `torch.optim.Optimizer.state_dict()` returned."
+        )
+    return list(groups), states
+
+
+def _with_slots(cls: Any, probes: list[Tensor], settings: dict[str, Any], rate: Any) -> Any:
+    """An optimizer of torch that has made its state for parameters whose gradients are there."""
+    with torch.device("cpu"), PlainArithmetic():  # where torch has step counts, whatever the default device is
+        optimizer = cls(probes, **{**settings, "lr": _ANY_LR if isinstance(rate, Tensor) or callable(rate) else rate})
+        if isinstance(rate, Tensor):  # the constructor would read it
+            optimizer.param_groups[0]["lr"] = Rate.of(rate) if issubclass(cls, torch.optim.Rprop) else rate
+        lists = len(inspect.signature(optimizer._init_group).parameters) - 1
+        optimizer._init_group(optimizer.param_groups[0], *([] for _ in range(lists)))
+    return optimizer
+
+
+def _resolved(leaf: Tensor) -> Tensor:
+    return leaf.resolve_conj().resolve_neg() if leaf.is_neg() or leaf.is_conj() else leaf
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)}{'' if tensor.layout is torch.strided else f' {tensor.layout}'}"
+
+
+# ---- learning rates
+
+
+def _as_tensor(rate: Any, like: Tensor) -> Tensor:
+    return rate if isinstance(rate, Tensor) else torch.full((), rate, dtype=_foreach.widest_float(like.device), device=like.device)
+
+
+def _check_rate(where: str, lr: Any) -> None:
+    """Refuse what is no learning rate; of a schedule also one that reads the count, which would break later, in a traced step."""
+    if isinstance(lr, (bool, type)) or not (callable(lr) or isinstance(lr, (Tensor, numbers.Real))):
+        likely = "a scheduler of torch, which holds an optimizer and counts by itself. " if _is_scheduler(lr) else "a string, or None. "
+        raise TypeError(
+            f"{where}: lr must be a number, a 0-d tensor or a function of the step count, got {lr!r}. Likely cause: {likely}"
+            f"Cure: lr=1e-3, or lr=lambda applied: 1e-3 * 0.95**applied."
+        )
+    if not callable(lr) or _tree.traced():
+        return
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            rate = lr(torch.zeros((), dtype=torch.int64, device="cpu"))
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        raise TypeError(
+            f"{where}: the schedule {lr!r} reads the value of the step count. It works step by step and breaks when the step is compiled "
+            f"or vmapped, or makes a GPU wait. Likely cause: math.cos, an `if`, `int(applied)` or a list indexed by the count. "
+            f"Cure: torch.cos, torch.where(applied < 100, a, b), torch.tensor(rates).take(applied)."
+        ) from None
+    _check_scheduled(rate)
+
+
+def _is_scheduler(lr: Any) -> bool:
+    kind = lr if isinstance(lr, type) else type(lr)
+    return issubclass(kind, torch.optim.lr_scheduler.LRScheduler)
+
+
+def _check_scheduled(rate: Any) -> None:
+    if isinstance(rate, Tensor):
+        sound = rate.ndim == 0 and rate.is_floating_point()
+    else:
+        sound = isinstance(rate, (numbers.Real, torch.SymFloat)) and rate is not True and rate is not False
+    if sound:
+        return
+    what = f"a tensor {rate.dtype} {tuple(rate.shape)}" if isinstance(rate, Tensor) else repr(rate)
+    raise TypeError(
+        f"the schedule lr returned {what}; a learning rate is a number or a floating 0-d tensor. Likely cause: a missing `return`, or a "
+        f"table of rates. Cure: `lambda applied: 1e-3 * 0.95**applied`; of a table, `rates.take(applied)`."
+    )
+
+
+def _check_rate_of(opt_state: OptState, in_state: bool) -> None:
+    lr = opt_state.lr
+    if (isinstance(lr, Tensor) and lr.ndim == 0 and lr.is_floating_point()) if in_state else isinstance(lr, tuple):
+        return
+    if in_state:
+        raise ValueError(
+            f"opt_state.lr is {_described(lr) if isinstance(lr, Tensor) else repr(lr)}, expected a floating 0-d tensor: this optimizer "
+            f"was made with lr_in_state=True. Cure: `opt_state = optimizer.init(params)`, or `opt_state._replace(lr=torch.tensor(1e-3))`; "
+            f"a rate for each member of an ensemble goes through torch.vmap."
+        )
+    raise ValueError(
+        f"opt_state.lr is {lr!r}, but this optimizer takes its rate from from_torch, and it would be passed over. "
+        f"Cure: from_torch(..., lr_in_state=True)."
+    )
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # of names and patterns, which dynamo need not look into

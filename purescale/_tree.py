@@ -50,8 +50,13 @@ def tensors(tree: Tree) -> list[Tensor]:
 
 
 def clone(tree: Tree) -> Tree:
-    """`tree` in fresh memory, off the autograd graph."""
-    return map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree)
+    """`tree` in fresh memory; off the graph of torch.autograd, on that of a torch.func transform."""
+    return map(lambda leaf: off_graph(leaf).clone() if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def off_graph(leaf: Tensor) -> Tensor:
+    """`leaf.detach()`, but for torch.func, whose derivatives must come through."""
+    return leaf if under_transform() else leaf.detach()
 
 
 def all_tensors(tree: Any) -> list[Tensor]:
@@ -76,6 +81,22 @@ def fresh(tree: Any, inputs: Any = None) -> Any:
 
     leaves, structure = flatten(tree)
     return structure.unflatten([own(leaf) if isinstance(leaf, Tensor) else torch_pytree.tree_map(own, leaf) for leaf in leaves])
+
+
+def apart(tree: Tree, inputs: Tree) -> Tree:
+    """`tree`, on its graph, copied where it may share memory with `inputs` or one leaf with another."""
+    if traced():
+        return map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
+    taken = {storage(leaf) for leaf in tensors(inputs)}
+
+    def own(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        leaf = leaf.clone() if storage(leaf) in taken else leaf
+        taken.add(storage(leaf))
+        return leaf
+
+    return map(own, tree)
 
 
 def paths(tree: Tree, name: str) -> list[str]:
@@ -174,15 +195,33 @@ def some(items: list[str], most: int = 5) -> str:
 
 
 def under_transform() -> bool:
-    """Whether this code runs inside vmap, grad or another torch.func transform (foreach ops have no vmap rule there)."""
+    """Whether this code runs inside vmap, grad or another torch.func transform, or inside of forward_ad.dual_level.
+
+    foreach ops have no vmap rule there, and fused ones drop what is being differentiated.
+    """
     # While compiling, an interpreter stack that is None comes back wrapped in something that is not.
     active: bool = torch._C._are_functorch_transforms_active()
-    return active
+    return active or (not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level >= 0)
 
 
 def traced() -> bool:
     """Whether plain ops are needed: while compiling (both kinds fuse the same) or inside a torch.func transform."""
     return torch.compiler.is_compiling() or under_transform()
+
+
+def refuse_graphs(**trees: Tree) -> None:
+    """Refuse what stands on a graph of torch.autograd, which a step would leave without a word."""
+    if traced() or not torch.is_grad_enabled():
+        return
+    for name, tree in trees.items():
+        for index, leaf in enumerate(flatten(tree)[0]):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                raise ValueError(
+                    f"{paths(tree, name)[index]} is a result of torch.autograd ({leaf.grad_fn.name()}), and `.backward()` cannot "
+                    f"go through a step. Likely cause: a derivative through the step is wanted, or gradients were made with "
+                    f"create_graph=True. Cure: torch.func.grad of a function that makes the step, or from_torch(..., "
+                    f"differentiable=True); to drop the graph as torch.optim does, `with torch.no_grad():` around the step."
+                )
 
 
 # ---- leaves ----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,9 @@
 
 import functools
 import inspect
+import itertools
+import math
+import subprocess
 import sys
 import types
 
@@ -9,6 +12,7 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from helpers import Dispatched, Untouched, clone, same_bits, shares_memory
+from torch.profiler import ProfilerActivity, profile
 
 import purescale as ps
 
@@ -91,7 +95,9 @@ def test_twenty_steps_equal_the_real_optimizer_bit_for_bit(name, settings):
     params, state = ours(ps.from_torch(getattr(OPTIM, name), **settings))
     assert same_bits(params, expected)
     for slot, p in zip(state.slots.values(), optimizer.param_groups[0]["params"], strict=True):
-        assert same_bits(slot, {k: v.detach() for k, v in optimizer.state[p].items() if v is not None})
+        theirs = {k: v.detach() for k, v in optimizer.state[p].items() if v is not None}
+        ours_alone = {"is_first_step": torch.tensor(False)} if settings.get("dampening") else {}
+        assert same_bits(slot, theirs | ours_alone)
 
 
 @pytest.mark.parametrize("flags", [{"foreach": False}, {"foreach": True}, {"differentiable": True}, {"fused": True}], ids=str)
@@ -234,11 +240,11 @@ def test_a_step_under_vmap_equals_a_loop(name, settings):
         )
 
 
-@pytest.mark.parametrize(("name", "settings"), [case for case in NO_READS if case.values[0] not in ("ASGD", "Muon")])
+@pytest.mark.parametrize(("name", "settings"), NO_READS)
 def test_a_step_differentiates(name, settings):
     optimizer = ps.from_torch(getattr(OPTIM, name), **settings)
     params = {n: p.double() for n, p in make_params().items()}
-    _, state = ours(optimizer, steps=8, params=params)  # RAdam's formula has no derivative before its sixth step
+    _, state = ours(optimizer, steps=2, params=params)
     grads = {n: g.double() for n, g in grads_at(3, params).items()}
 
     def distance(w):
@@ -282,7 +288,7 @@ def test_a_schedule_equals_setting_the_rate_by_hand(name, capturable_on_cpu):
     )
 
 
-@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "NAdam", "Adamax"])
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "NAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta"])
 def test_the_rate_differentiates(name):
     params = {"w": torch.ones(3, 2, dtype=torch.float64)}
 
@@ -634,3 +640,395 @@ def test_parameters_that_require_a_gradient_grow_no_graph(name):
     for donate in (False, True):
         stepped, state = ps.maybe_step(optimizer, params, grads_at(0, params), optimizer.init(params), torch.tensor(False), donate=donate)
         assert not any(t.requires_grad for t in pytree.tree_leaves((stepped, state)))
+
+
+# ---- a first step is each parameter's own
+
+
+def by_torch(steps, **settings):
+    """The parameters after torch's own steps over these gradients, in which None stands for none."""
+    params = {name: torch.zeros(1) for name in steps[0]}
+    optimizer = OPTIM.SGD(params.values(), **settings)
+    for grads in steps:
+        for name, p in params.items():
+            p.grad = None if grads[name] is None else torch.full((1,), grads[name])
+        optimizer.step()
+    return {name: p.detach() for name, p in params.items()}, optimizer
+
+
+def by_us(optimizer, params, state, steps, **flags):
+    for grads in steps:
+        grads = {name: None if g is None else torch.full((1,), g) for name, g in grads.items()}
+        params, state = ps.maybe_step(optimizer, params, grads, state, torch.tensor(False), **flags)
+    return params, state
+
+
+LATE = [{"a": 1.0, "b": None}, {"a": 1.0, "b": 1.0}, {"a": -2.0, "b": 0.5}, {"a": None, "b": 3.0}]
+DAMPED = {"lr": 1.0, "momentum": 0.9, "dampening": 0.5}
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_dampening_begins_with_each_parameters_first_gradient(donate):
+    sgd = ps.from_torch(OPTIM.SGD, **DAMPED)
+    params = {"a": torch.zeros(1), "b": torch.zeros(1)}
+    params, _ = by_us(sgd, params, sgd.init(params), LATE, donate=donate)
+    assert same_bits(params, by_torch(LATE, **DAMPED)[0])
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_dampening_goes_on_after_a_state_dict_of_torch(cut):
+    sgd = ps.from_torch(OPTIM.SGD, **DAMPED)
+    params, theirs = by_torch(LATE[:cut], **DAMPED)
+    params, state = by_us(sgd, params, sgd.from_state_dict(theirs.state_dict(), params), LATE[cut:])
+    assert same_bits(params, by_torch(LATE, **DAMPED)[0])
+    again = sgd.from_state_dict(sgd.to_state_dict(state), params)
+    assert same_bits(again.slots, state.slots)
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_dampening_goes_on_in_torch(cut):
+    sgd = ps.from_torch(OPTIM.SGD, **DAMPED)
+    params = {"a": torch.zeros(1), "b": torch.zeros(1)}
+    params, state = by_us(sgd, params, sgd.init(params), LATE[:cut])
+    theirs = OPTIM.SGD(params.values(), **DAMPED)
+    theirs.load_state_dict(sgd.to_state_dict(state))
+    for grads in LATE[cut:]:
+        for name, p in params.items():
+            p.grad = None if grads[name] is None else torch.full((1,), grads[name])
+        theirs.step()
+    assert same_bits({name: p.detach() for name, p in params.items()}, by_torch(LATE, **DAMPED)[0])
+
+
+def test_a_skipped_first_step_is_still_to_come():
+    sgd, params = ps.from_torch(OPTIM.SGD, **DAMPED), {"a": torch.zeros(1)}
+    _, skipped = ps.maybe_step(sgd, params, {"a": torch.ones(1)}, sgd.init(params), torch.tensor(True))
+    assert skipped.slots["a"]["is_first_step"]
+    moved, _ = sgd.step(params, {"a": torch.ones(1)}, skipped)
+    assert moved["a"] == -1
+
+
+# ---- states that do not fit
+
+
+def test_no_kernel_is_called_with_a_slot_that_is_not_its_parameters():
+    """In a process of its own: torch's kernels would write past the end of what is too short."""
+    program = """
+import itertools, torch, purescale as ps
+wrong = {
+    "0-d": lambda t: torch.tensor(1.0),
+    "short": lambda t: torch.zeros(2),
+    "long": lambda t: torch.zeros(t.numel() + 1),
+    "reshaped": lambda t: torch.zeros(2, t.numel() // 2),
+    "double": lambda t: t.double(),
+    "half": lambda t: t.half(),
+    "complex": lambda t: t.to(torch.complex64),
+    "meta": lambda t: t.to("meta"),
+    "sparse": lambda t: t.to_sparse(),
+}
+counts = {"1-d": lambda t: t.reshape(1), "long": lambda t: torch.ones(8), "double": lambda t: t.double(), "meta": lambda t: t.to("meta")}
+O = torch.optim
+refused = 0
+classes = {O.AdamW: {"amsgrad": True}, O.Adam: {}, O.SGD: {"momentum": 0.9}, O.Adagrad: {}, O.RMSprop: {}, O.NAdam: {}}
+calls = ("maybe_step", "unscale_and_step", "step")
+for cls, settings in classes.items():
+    optimizer, params = ps.from_torch(cls, **settings), {"s": torch.ones(8)}
+    for key, slot in optimizer.init(params).slots["s"].items():
+        spoilt = (wrong if slot.ndim else counts).items()
+        for (kind, spoil), donate, call in itertools.product(spoilt, (False, True), calls):
+            state = optimizer.init(params)
+            state.slots["s"][key] = spoil(slot)
+            grads = {"s": torch.ones(8)}
+            try:
+                if call == "step":
+                    optimizer.step(params, grads, state)
+                elif call == "maybe_step":
+                    ps.maybe_step(optimizer, params, grads, state, False, donate=donate)
+                else:
+                    ps.unscale_and_step(optimizer, ps.NoScale().init(), params, grads, state, donate=donate)
+            except ValueError as error:
+                assert f"opt_state: {key} of s is" in str(error), error
+                refused += 1
+            else:
+                raise SystemExit(f"{cls.__name__}: {key} {kind} was taken by {call}, donate={donate}")
+assert params["s"].tolist() == [1.0] * 8
+print("refused", refused)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(done.stdout.split()[-1]) > 300
+
+
+def test_the_state_of_a_0_d_parameter_is_not_that_of_a_longer_one():
+    adamw = ps.from_torch(OPTIM.AdamW)
+    state = adamw.init({"s": torch.tensor(1.0)})
+    with pytest.raises(ValueError, match=r"exp_avg of s is torch.float32 \(\), the parameter torch.float32 \(8,\)"):
+        ps.maybe_step(adamw, {"s": torch.ones(8)}, {"s": torch.ones(8)}, state, False, donate=True)
+
+
+# ---- lazy negation and conjugation
+
+
+def views(kind):
+    """A tensor of that kind, as autograd gives it, and its values in plain memory."""
+    z = torch.tensor([1 + 2j, -3 + 0.5j, 0.25 - 1j])
+    if kind == "negative":
+        lazy = z.conj().imag
+        assert lazy.is_neg()
+    else:
+        lazy = z.conj()
+        assert lazy.is_conj()
+    return lazy, lazy.resolve_conj().resolve_neg().clone()
+
+
+@pytest.mark.parametrize("kind", ["negative", "conjugate"])
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "Adagrad", "RMSprop"])
+@pytest.mark.parametrize("where", ["grads", "params"])
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_lazy_view_makes_the_step_of_its_values(kind, name, where, donate):
+    optimizer = ps.from_torch(getattr(OPTIM, name))
+    lazy, plain = views(kind)
+    results = []
+    for leaf in (lazy, plain):
+        given = {"params": {"w": torch.ones_like(plain)}, "grads": {"w": torch.ones_like(plain)}, where: {"w": leaf}}
+        state = optimizer.init(given["params"])
+        params, after = ps.maybe_step(optimizer, given["params"], given["grads"], state, torch.tensor(False), donate=donate)
+        results.append((params, after.slots))
+    assert same_bits(*results)
+    if not donate:
+        assert same_bits(lazy.resolve_conj().resolve_neg(), plain)
+
+
+# ---- where a state is made
+
+
+@pytest.mark.parametrize(("name", "settings"), CASES)
+def test_another_default_device_changes_nothing(name, settings):
+    optimizer = ps.from_torch(getattr(OPTIM, name), **settings)
+    expected = ours(optimizer, steps=2)
+    params, gradients = make_params(), [grads_at(step, make_params()) for step in range(2)]
+    with torch.device("meta"):
+        optimizer = ps.from_torch(getattr(OPTIM, name), **settings)
+        state = optimizer.init(params)
+        for grads in gradients:
+            params, state = optimizer.step(params, grads, state)
+    assert same_bits((params, state), expected)
+
+
+def test_a_schedule_is_made_on_another_default_device():
+    with torch.device("meta"):
+        optimizer = ps.from_torch(OPTIM.AdamW, lr=lambda applied: 0.1 / (1 + applied))
+        params = {"w": torch.ones(2, device="cpu")}
+        assert optimizer.step(params, params, optimizer.init(params))[0]["w"].is_cpu
+
+
+def test_another_default_dtype_changes_no_count():
+    torch.set_default_dtype(torch.float64)
+    try:
+        optimizer = ps.from_torch(OPTIM.AdamW)
+        params = {"w": torch.ones(2, dtype=torch.float32)}
+        params, state = optimizer.step(params, params, optimizer.init(params))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert state.slots["w"]["step"].dtype is torch.float32
+
+
+@pytest.mark.parametrize(("name", "settings"), CASES)
+def test_init_needs_no_memory_beyond_the_state(name, settings):
+    """A model that just fits with its state must not fail at start-up."""
+    optimizer = ps.from_torch(getattr(OPTIM, name), **settings)
+    params = {f"w{index}": torch.zeros(300, 100) for index in range(5)}
+    state = []
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as traced:
+        state.append(optimizer.init(params))
+    events = [event for event in traced.profiler.kineto_results.events() if event.name() == "[memory]"]
+    most = max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())), default=0)
+    kept = sum(t.numel() * t.element_size() for t in pytree.tree_leaves(state))
+    assert most <= kept + 100_000  # of 120 kB a parameter
+
+
+def test_init_leaves_the_parameters_alone():
+    params = {"w": torch.ones(3, requires_grad=True)}
+    params["w"].grad = torch.full((3,), 7.0)
+    with Untouched(params):
+        state = ps.from_torch(OPTIM.AdamW).init(params)
+    assert params["w"].grad.tolist() == [7, 7, 7]
+    assert not shares_memory(params, state)
+
+
+# ---- a rate in the state
+
+
+def test_a_rate_in_the_state_is_what_steps_use():
+    optimizer = ps.from_torch(OPTIM.SGD, lr=0.5, lr_in_state=True)
+    params = {"w": torch.zeros(1)}
+    state = optimizer.init(params)
+    assert same_bits(state.lr, torch.tensor(0.5))
+    assert optimizer.step(params, {"w": torch.ones(1)}, state)[0]["w"] == -0.5
+    assert optimizer.step(params, {"w": torch.ones(1)}, state._replace(lr=torch.tensor(2.0)))[0]["w"] == -2
+
+
+@pytest.mark.parametrize(("name", "settings"), [case for case in CASES if case.values[0] not in ("Rprop", "Adafactor")])
+def test_a_rate_in_the_state_agrees_with_the_same_number(name, settings):
+    fixed = ps.from_torch(getattr(OPTIM, name), lr=0.25, **settings)
+    moving = ps.from_torch(getattr(OPTIM, name), lr=1.0, lr_in_state=True, **settings)
+    state = moving.init(make_params())._replace(lr=torch.tensor(0.25))
+    (expected, _), (params, after) = ours(fixed, steps=5), ours(moving, steps=5, state=state)
+    torch.testing.assert_close(list(params.values()), list(expected.values()), rtol=1e-5, atol=1e-6)
+    assert same_bits(after.lr, torch.tensor(0.25))
+
+
+def test_without_it_the_rate_is_no_part_of_the_state():
+    optimizer = ps.from_torch(OPTIM.AdamW)
+    assert optimizer.init({"w": torch.ones(1)}).lr == ()
+
+
+def test_a_rate_in_the_state_is_one_a_member_under_vmap():
+    optimizer, params = ps.from_torch(OPTIM.RMSprop, lr_in_state=True), {"w": torch.ones(3)}
+    rates = torch.tensor([0.1, 0.2, 0.4])
+
+    def member(lr):
+        return optimizer.step(params, params, optimizer.init(params)._replace(lr=lr))
+
+    stacked, state = torch.vmap(member)(rates)
+    assert torch.equal(state.lr, rates)
+    for index, rate in enumerate(rates):
+        torch.testing.assert_close(stacked["w"][index], member(rate)[0]["w"])
+
+
+def test_a_rate_in_the_state_is_differentiated():
+    optimizer, params = ps.from_torch(OPTIM.SGD, lr_in_state=True), {"w": torch.ones(1)}
+
+    def after(lr):
+        stepped, state = params, optimizer.init(params)._replace(lr=lr)
+        for _ in range(2):
+            stepped, state = ps.maybe_step(optimizer, stepped, {"w": torch.full((1,), 3.0)}, state, False)
+        return stepped["w"].sum()
+
+    assert torch.func.grad(after)(torch.tensor(0.1)) == -6
+
+
+def test_a_rate_in_the_state_is_saved_and_goes_into_a_state_dict_and_back(tmp_path):
+    optimizer, params = ps.from_torch(OPTIM.AdamW, lr_in_state=True), {"w": torch.ones(2)}
+    state = optimizer.init(params)._replace(lr=torch.tensor(0.125))
+    ps.save(tmp_path / "state.pt", state)
+    assert same_bits(ps.load(tmp_path / "state.pt", like=optimizer.init(params)), state)
+    sd = optimizer.to_state_dict(state)
+    assert sd["param_groups"][0]["lr"] == 0.125
+    assert same_bits(optimizer.from_state_dict(sd, params).lr, state.lr)
+
+
+def test_a_skipped_step_keeps_the_rate_of_the_state():
+    optimizer, params = ps.from_torch(OPTIM.AdamW, lr_in_state=True), {"w": torch.ones(2)}
+    state = optimizer.init(params)._replace(lr=torch.tensor(0.125))
+    assert same_bits(ps.maybe_step(optimizer, params, params, state, torch.tensor(True)), (params, state))
+
+
+@pytest.mark.parametrize(
+    ("change", "in_state", "message"),
+    [
+        ({"lr": ()}, True, "made with lr_in_state=True.*optimizer.init"),
+        ({"lr": torch.ones(2)}, True, "expected a floating 0-d tensor"),
+        ({"lr": torch.tensor(0.1)}, False, "would be passed over.*lr_in_state=True"),
+    ],
+)
+def test_a_state_whose_rate_is_elsewhere_is_refused(change, in_state, message):
+    optimizer, params = ps.from_torch(OPTIM.AdamW, lr_in_state=in_state), {"w": torch.ones(2)}
+    with pytest.raises(ValueError, match=message):
+        optimizer.step(params, params, optimizer.init(params)._replace(**change))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ps.from_torch(OPTIM.SGD, lr=lambda n: 0.1, lr_in_state=True), "lr_in_state=True with a schedule"),
+        (lambda: ps.from_torch(OPTIM.Rprop, lr_in_state=True), "step sizes start from"),
+    ],
+)
+def test_what_cannot_have_its_rate_in_the_state_says_so(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+# ---- words
+
+
+def test_an_optimizer_made_inside_of_a_compiled_function_says_where_to_make_it():
+    def step(rate):
+        optimizer, params = ps.from_torch(OPTIM.SGD, lr=rate), {"w": torch.ones(2)}
+        return optimizer.step(params, params, optimizer.init(params))
+
+    with pytest.raises(Exception, match=r"inside of a compiled function.*lr_in_state=True"):
+        torch.compile(step, fullgraph=True, backend="eager")(torch.tensor(0.1))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (lambda applied: None, "the schedule lr returned None.*a missing `return`"),
+        (lambda applied: torch.ones(3), r"the schedule lr returned a tensor torch.float32 \(3,\)"),
+        (lambda applied: applied, r"the schedule lr returned a tensor torch.int64 \(\)"),
+        (lambda applied: math.cos(applied), "reads the value of the step count.*torch.cos"),
+        (lambda applied: 0.1 if applied < 5 else 0.01, "reads the value of the step count.*torch.where"),
+        (lambda applied: [0.1, 0.2][applied], "reads the value of the step count"),
+        (lambda applied: 0.1 * int(applied), "reads the value of the step count"),
+        (lambda applied: 0.1 * applied.item(), "reads the value of the step count"),
+    ],
+)
+@pytest.mark.parametrize("where", ["lr", "overrides"])
+def test_a_schedule_that_would_break_later_is_refused_when_made(schedule, message, where):
+    given = {"lr": schedule} if where == "lr" else {"overrides": {"*": {"lr": schedule}}}
+    with pytest.raises(TypeError, match=message):
+        ps.from_torch(OPTIM.AdamW, **given)
+
+
+def test_a_scheduler_of_torch_is_refused_with_the_way_to_write_one():
+    p = torch.nn.Parameter(torch.ones(1))
+    scheduler = OPTIM.lr_scheduler.LambdaLR(OPTIM.SGD([p], lr=1.0), lambda n: 0.5)
+    for lr in (scheduler, OPTIM.lr_scheduler.LambdaLR):
+        with pytest.raises(TypeError, match=r"a scheduler of torch.*lr=lambda applied"):
+            ps.from_torch(OPTIM.SGD, lr=lr)
+
+
+@pytest.mark.parametrize(
+    "sd",
+    [
+        {},
+        None,
+        {"state": None, "param_groups": []},
+        {"state": {}, "param_groups": None},
+        {"state": {}, "param_groups": [{}]},
+        {"state": {0: 3}, "param_groups": [{"params": [0]}]},
+    ],
+    ids=str,
+)
+def test_what_is_no_state_dict_is_refused_in_words(sd):
+    with pytest.raises(ValueError, match=r"expected \{'state':.*Cure: `optimizer.from_state_dict"):
+        ps.from_torch(OPTIM.AdamW).from_state_dict(sd, {"w": torch.ones(2)})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda slot: {**slot, "step": torch.tensor(nan)}, "a step count that is inf or NaN"),
+        (lambda slot: {**slot, "step": torch.tensor(float("inf"))}, "a step count that is inf or NaN"),
+        (lambda slot: {**slot, "exp_avg": slot["exp_avg"] * 1j}, r"exp_avg of shape \(2,\), torch.complex64, expected"),
+        (lambda slot: {**slot, "exp_avg": "no"}, "exp_avg = str; expected a tensor"),
+    ],
+)
+def test_a_slot_that_cannot_be_restored_is_refused(spoil, message):
+    adamw, params = ps.from_torch(OPTIM.AdamW), {"w": torch.ones(2)}
+    sd = adamw.to_state_dict(adamw.step(params, params, adamw.init(params))[1])
+    sd["state"][0] = spoil(sd["state"][0])
+    with pytest.raises((ValueError, TypeError), match=message):
+        adamw.from_state_dict(sd, params)
+
+
+def test_a_transformations_state_shares_no_memory_with_what_it_was_given():
+    def update(grads, state, params):
+        return grads, {"last": grads["w"][:2], "view": params["w"].view(-1), "twice": [state["last"], state["last"]]}
+
+    tx = ps.from_transformation((lambda params: {"last": params["w"][:2]}, update))
+    params, grads, state = {"w": torch.ones(4)}, {"w": torch.full((4,), 2.0)}, {"last": torch.zeros(2)}
+    stepped, after = tx.step(params, grads, state)
+    assert not shares_memory((params, grads, state), (stepped, after))
+    assert not shares_memory(after["twice"][0], after["twice"][1])

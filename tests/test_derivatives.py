@@ -1,0 +1,250 @@
+"""Derivatives through a step: torch.func, forward mode, and in words what cannot be had."""
+
+import functools
+
+import pytest
+import torch
+from helpers import at, job, tensors
+from torch.autograd import forward_ad
+
+import purescale as ps
+
+OPTIM = torch.optim
+RULE = ps.DynamicScale(init_scale=2.0**4)
+EVERY = {
+    "Adadelta": {},
+    "Adagrad": {},
+    "Adam": {"amsgrad": True},
+    "AdamW": {},
+    "Adamax": {},
+    "ASGD": {},
+    "NAdam": {},
+    "RAdam": {},
+    "RMSprop": {"momentum": 0.9, "centered": True},
+    "Rprop": {},
+    "SGD": {"momentum": 0.9, "dampening": 0.5},
+}
+WEIGHT = torch.tensor([[0.5, -1.0, 2.0], [1.5, 0.25, -0.75]], dtype=torch.float64)
+GRAD = torch.tensor([[1.0, 2.0, -0.5], [-1.0, 0.25, 3.0]], dtype=torch.float64)
+
+
+def stepped(name, lr, weight, grad, steps=7, **settings):
+    optimizer = ps.from_torch(getattr(OPTIM, name), lr=lr, **settings)
+    params = {"w": weight}
+    state = optimizer.init(params)
+    for step in range(steps):
+        params, state = ps.maybe_step(optimizer, params, {"w": grad * (step + 1)}, state, torch.tensor(step == 2))
+    return params["w"].sum()
+
+
+def difference(fn, x, width):
+    """The derivative of `fn` in the direction of ones, by differences in float64."""
+    return (fn(x + width) - fn(x - width)) / (2 * width)
+
+
+@pytest.mark.parametrize(("name", "settings"), EVERY.items())
+def test_the_derivative_by_the_rate_is_that_of_differences(name, settings):
+    of_rate = functools.partial(stepped, name, weight=WEIGHT, grad=GRAD, **settings)
+    rate = torch.tensor(0.01, dtype=torch.float64)
+    torch.testing.assert_close(torch.func.grad(of_rate)(rate), difference(of_rate, rate, 1e-5), rtol=1e-3, atol=1e-6)
+
+
+def test_the_derivative_by_muons_rate_is_that_of_differences():
+    """In float32: torch orthogonalises in bfloat16, where gradients themselves have no useful differences."""
+    of_rate = functools.partial(stepped, "Muon", weight=WEIGHT.float(), grad=GRAD.float())
+    rate = torch.tensor(0.01)
+    torch.testing.assert_close(torch.func.grad(of_rate)(rate), difference(of_rate, rate, 5e-3), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(("name", "settings"), [(name, settings) for name, settings in EVERY.items() if name != "Rprop"])
+def test_the_derivative_by_the_gradients_is_that_of_differences(name, settings):
+    def of_grad(grad):
+        return stepped(name, 0.01, WEIGHT, grad, **settings)
+
+    total = torch.func.grad(of_grad)(GRAD).sum()
+    torch.testing.assert_close(total, difference(of_grad, GRAD, 1e-6), rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "settings"), EVERY.items())
+def test_the_derivative_by_the_initial_parameters_comes_through(name, settings):
+    derivative = torch.func.grad(lambda weight: stepped(name, 0.01, weight, GRAD, **settings))(WEIGHT)
+    torch.testing.assert_close(derivative, torch.ones_like(WEIGHT), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(("name", "settings"), [*EVERY.items(), ("Muon", {})])
+def test_no_derivative_is_nan_where_an_element_of_the_gradient_is_zero(name, settings):
+    grad = GRAD.clone()
+    grad[0, 1] = 0.0
+    found = torch.func.grad(functools.partial(stepped, name, **settings), argnums=(0, 1, 2))(torch.tensor(0.01).double(), WEIGHT, grad)
+    assert all(tensor.isfinite().all() for tensor in found)
+
+
+def test_a_first_step_with_dampening_has_the_derivative_of_its_gradient():
+    def of_grad(grad):
+        return stepped("SGD", 1.0, WEIGHT, grad, steps=1, momentum=0.9, dampening=0.5)
+
+    assert torch.equal(torch.func.grad(of_grad)(GRAD), -torch.ones_like(GRAD))
+
+
+def trained(weight, x, count=1, **settings):
+    optimizer = ps.from_torch(OPTIM.AdamW, lr=0.1)
+    state = ps.init_train_state({"w": weight}, {"seen": x.sum()}, optimizer, RULE)
+    for _ in range(2):
+        state, info = ps.train_step(
+            state,
+            [x] * count,
+            loss_fn=lambda p, b, x: ((p["w"] * x).sin().sum(), {"seen": b["seen"] + x.sum()}),
+            optimizer=optimizer,
+            rule=RULE,
+            **settings,
+        )
+    return state.params["w"].sum() + state.buffers["seen"] + info.loss
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0}], ids=str)
+@pytest.mark.parametrize("which", ["weight", "data"])
+def test_a_derivative_comes_through_init_train_state(count, settings, which):
+    def of(moved):
+        return trained(*((moved, GRAD) if which == "weight" else (WEIGHT, moved)), count, **settings)
+
+    at_ = WEIGHT if which == "weight" else GRAD
+    total = torch.func.grad(of)(at_).sum()
+    assert total.abs() > 0.1
+    torch.testing.assert_close(total, difference(of, at_, 1e-6), rtol=1e-4, atol=1e-6)
+
+
+def accumulated(grad):
+    accum = ps.init_accum({"w": grad})
+    accum = ps.accumulate_grads(accum, {"w": grad})
+    accum = ps.accumulate_grads(accum, {"w": grad * 2}, weight=3, found_inf=torch.tensor(False))
+    accum = ps.merge_accum(accum, ps.accumulate_grads(ps.init_accum({"w": grad}), {"w": grad * 3}))
+    return ps.accumulated_grads(accum)[0]["w"].square().sum()
+
+
+FUNCTIONS = {
+    "scale_loss": lambda x: ps.scale_loss(at(8.0), x.square().sum()),
+    "unscale_and_check": lambda x: ps.unscale_and_check(at(8.0), {"w": x.square()})[0]["w"].sum(),
+    "clip_by_global_norm": lambda x: sum(t.sum() for t in ps.clip_by_global_norm([x.square(), x], 1.0)[0]),
+    "clip_by_value": lambda x: ps.clip_by_value([x.square()], 2.0)[0].sum(),
+    "accumulation": accumulated,
+    "select": lambda x: ps.select(torch.tensor(True), x * 2, x * 3).sum(),
+    "unscale_and_step": lambda x: (
+        ps.unscale_and_step((o := ps.from_torch(OPTIM.AdamW, lr=0.1)), at(8.0), {"w": x}, {"w": x * 16}, o.init({"w": x}), 1.0).params["w"]
+    ).sum(),
+    "step": lambda x: (o := ps.from_torch(OPTIM.AdamW, lr=0.1)).step({"w": x}, {"w": x}, o.init({"w": x}))[0]["w"].sum(),
+    "train_step": lambda x: trained(x, GRAD),
+    "train_step of two": lambda x: trained(x, GRAD, 2, max_norm=1.0),
+    "bn_buffers": lambda x: ps.bn_buffers(
+        ps.init_bn_stats({"running_mean": x, "running_var": x}), {"running_mean": x * 2, "running_var": x * 3}
+    )["running_mean"].sum(),
+    "from_state_dict": lambda x: ps.from_state_dict(ps.to_state_dict({"w": x * 2}), like={"w": x})["w"].sum(),
+}
+BACKWARD = ("scale_loss", "unscale_and_check", "clip_by_global_norm", "clip_by_value", "accumulation", "select")
+RATE = torch.tensor(0.1, requires_grad=True)
+X = torch.tensor([0.5, 1.5, 3.0], dtype=torch.float64)
+Y = {name: GRAD if "train_step" in name else X for name in FUNCTIONS}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_public_function_is_differentiated_by_torch_func(name):
+    fn, x = FUNCTIONS[name], Y[name]
+    total = torch.func.grad(fn)(x).sum()
+    assert total.abs() > 1e-3
+    torch.testing.assert_close(total, difference(fn, x, 1e-6), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_public_function_carries_the_tangents_of_forward_mode(name):
+    fn, x = FUNCTIONS[name], Y[name]
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(fn(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+    assert tangent is not None
+    torch.testing.assert_close(tangent, torch.func.grad(fn)(x).sum())
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+def test_backward_goes_through_every_function_before_the_step(name):
+    x = X.clone().requires_grad_()
+    FUNCTIONS[name](x).backward()
+    torch.testing.assert_close(x.grad, torch.func.grad(FUNCTIONS[name])(X))
+
+
+def on_a_graph(where):
+    leaf = torch.ones(3, requires_grad=True)
+    given = {"params": {"w": torch.ones(3)}, "grads": {"w": torch.ones(3)}, "opt_state": ps.from_torch(OPTIM.AdamW).init({"w": leaf})}
+    if where == "opt_state":
+        given["opt_state"].slots["w"]["exp_avg"] = leaf * 2
+    else:
+        given[where]["w"] = leaf * 2
+    return given
+
+
+@pytest.mark.parametrize("where", ["params", "grads", "opt_state"])
+@pytest.mark.parametrize("call", ["step", "maybe_step", "unscale_and_step"])
+def test_a_step_on_a_graph_of_autograd_says_that_torch_func_is_the_way(where, call):
+    given, adamw = on_a_graph(where), ps.from_torch(OPTIM.AdamW)
+    run = {
+        "step": lambda params, grads, opt_state: adamw.step(params, grads, opt_state),
+        "maybe_step": lambda params, grads, opt_state: ps.maybe_step(adamw, params, grads, opt_state, False),
+        "unscale_and_step": lambda params, grads, opt_state: ps.unscale_and_step(adamw, at(1.0), params, grads, opt_state),
+    }[call]
+    with pytest.raises(ValueError, match=rf"{where}.*is a result of torch\.autograd.*torch\.func\.grad"):
+        run(**given)
+    with torch.no_grad():
+        assert not any(tensor.requires_grad for tensor in tensors(run(**given)))
+
+
+def test_a_transformation_on_a_graph_says_so_too():
+    tx = ps.from_transformation((lambda params: (), lambda grads, state, params: (grads, state)))
+    given = on_a_graph("grads")
+    with pytest.raises(ValueError, match=r"grads\['w'\] is a result of torch\.autograd"):
+        ps.maybe_step(tx, given["params"], given["grads"], (), False)
+
+
+def test_parameters_on_a_graph_are_refused_by_init_train_state():
+    leaf = torch.ones(3, requires_grad=True)
+    with pytest.raises(ValueError, match=r"params\['w'\] is a result of torch\.autograd.*torch\.func\.grad"):
+        ps.init_train_state({"w": leaf * 2}, {}, ps.from_torch(OPTIM.SGD), RULE)
+
+
+@pytest.mark.parametrize("given", [{"lr": RATE}, {"lr": lambda applied: RATE * 1}])
+def test_a_rate_that_requires_a_gradient_says_that_torch_func_is_the_way(given):
+    sgd, params = ps.from_torch(OPTIM.SGD, **given), {"w": torch.ones(3)}
+    with pytest.raises(ValueError, match=r"learning rate requires a gradient.*torch\.func\.grad"):
+        sgd.step(params, params, sgd.init(params))
+
+
+@pytest.mark.parametrize("name", ["SGD", "RMSprop"])
+def test_backward_goes_through_an_optimizer_that_was_told_to_be_differentiable(name):
+    def of(x):
+        optimizer = ps.from_torch(getattr(OPTIM, name), lr=0.1, differentiable=True)
+        params, state = {"w": torch.ones(3)}, optimizer.init({"w": torch.ones(3)})
+        for _ in range(2):
+            params, state = ps.maybe_step(optimizer, params, {"w": x * 2}, state, False)
+        return params["w"].sum()
+
+    x = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    of(x).backward()
+    torch.testing.assert_close(x.grad, torch.func.grad(of)(x.detach()), rtol=1e-5, atol=1e-6)
+
+
+def test_a_whole_training_job_is_differentiated_by_its_initial_parameters():
+    optimizer = ps.from_torch(OPTIM.SGD, lr=0.1, momentum=0.9, dampening=0.1)
+    state, step = job(optimizer, RULE, "float32")
+
+    def after(params):
+        fresh = ps.init_train_state(params, state.buffers, optimizer, RULE)
+        x = torch.linspace(-1, 1, 8 * 36).view(8, 1, 6, 6)
+        fresh, _ = step(fresh, [(x, torch.arange(8) % 3)])
+        return step(fresh, [(x, torch.arange(8) % 3)])[1].loss
+
+    derivative = torch.func.grad(after)(state.params)
+    assert all(tensor.isfinite().all() for tensor in derivative.values())
+    direction = {name: torch.sign(tensor) for name, tensor in derivative.items()}
+
+    def along(width):
+        return after({name: state.params[name] + width * direction[name] for name in direction})
+
+    expected = sum(tensor.abs().sum() for tensor in derivative.values())
+    torch.testing.assert_close(difference(along, torch.tensor(0.0), 1e-3), expected, rtol=2e-2, atol=1e-3)

@@ -1,0 +1,226 @@
+"""Many settings in one process, as a sweep has them: a compiled step never runs with the settings of an earlier one.
+
+Nothing is reset between the runs of a test. Agreement with the eager step to 1e-4: other kernels round otherwise, Muon's in
+bfloat16. Which settings a graph has is decided before a backend sees it, so the larger tests use the cheapest one.
+"""
+
+import functools
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_close, batch, job, small_net, stack, tensors, unstack
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import purescale as ps
+from purescale import interop
+
+OPTIM = torch.optim
+FEW, MANY = 2, 17  # tensors: traced into the compiler's own kernels, and as one node
+
+
+@pytest.fixture(autouse=True)
+def _many_graphs():
+    # Left alone torch compiles a function eight times and then refuses.
+    with torch._dynamo.config.patch(recompile_limit=64, accumulated_recompile_limit=512):
+        yield
+
+
+def compile(fn, backend="aot_eager"):
+    return torch.compile(fn, fullgraph=True, backend=backend)
+
+
+def three_steps(step, optimizer, count, donate=False):
+    params = {f"w{i}": torch.linspace(-1, 1, 6).view(2, 3) + i for i in range(count)}
+    state = optimizer.init(params)
+    for index in range(3):
+        grads = {name: torch.full_like(p, 0.5 + index + len(name)) for name, p in params.items()}
+        params, state = step(optimizer, params, grads, state, torch.tensor(index == 1))
+    return params
+
+
+def agrees(compiled, optimizer, count):
+    assert_close(three_steps(compiled, optimizer, count), three_steps(ps.maybe_step, optimizer, count), rtol=1e-3, atol=1e-4)
+
+
+SWEEPS = {
+    "AdamW": [
+        {"lr": 1e-3},
+        {"lr": 1e-1},
+        {"lr": 1e-1, "weight_decay": 0.5},
+        {"lr": 1e-1, "betas": (0.5, 0.6)},
+        {"lr": 1e-1, "eps": 1.0},
+        {"lr": 1e-1, "maximize": True},
+        {"lr": 1e-1, "amsgrad": True},
+        {"lr": 1e-1, "overrides": {"w0": {"lr": 1.0}}},
+        {"lr": 1e-1, "overrides": {"w1": {"lr": 1.0}}},
+        {"lr": 1e-1, "overrides": {"w1": {"weight_decay": 1.0}}},
+        {"lr": torch.tensor(0.1)},
+        {"lr": torch.tensor(0.5)},
+        {"lr": lambda applied: 0.1 + 0.1 * applied},
+        {"lr": lambda applied: 0.5 / (1 + applied)},
+        {"lr": 1e-1, "lr_in_state": True},
+        {"lr": 1e-2, "lr_in_state": True},
+    ],
+    "SGD": [
+        {"lr": 0.1},
+        {"lr": 1.0},
+        {"lr": 0.1, "momentum": 0.9},
+        {"lr": 0.1, "momentum": 0.5},
+        {"lr": 0.1, "momentum": 0.5, "dampening": 0.5},
+        {"lr": 0.1, "momentum": 0.5, "dampening": 0.9},
+        {"lr": 0.1, "momentum": 0.5, "nesterov": True},
+        {"lr": 0.1, "foreach": False},
+    ],
+    "RMSprop": [{"lr": 0.1}, {"lr": 1.0}, {"lr": 0.1, "alpha": 0.5}, {"lr": 0.1, "centered": True}, {"lr": lambda applied: 1.0 + applied}],
+    "NAdam": [{"lr": 0.1}, {"lr": 1.0}, {"lr": 0.1, "momentum_decay": 0.5}],
+    "Adagrad": [{"lr": 0.1}, {"lr": 1.0}, {"lr": 0.1, "lr_decay": 0.5}],
+}
+
+
+@pytest.mark.parametrize(("name", "count"), [*((name, FEW) for name in SWEEPS), *((name, MANY) for name in ("AdamW", "SGD", "Adagrad"))])
+def test_one_compiled_function_serves_every_optimizer_with_its_own_settings(name, count):
+    compiled = compile(lambda *arguments: ps.maybe_step(*arguments), "aot_eager" if count == FEW else "eager")
+    optimizers = [ps.from_torch(getattr(OPTIM, name), **settings) for settings in SWEEPS[name]]
+    for optimizer in (*optimizers, *reversed(optimizers)):
+        agrees(compiled, optimizer, count)
+
+
+@pytest.mark.parametrize("count", [FEW, MANY])
+def test_many_compiled_functions_over_one_body_keep_to_their_own_optimizers(count):
+    def build(optimizer):
+        return compile(lambda _, *arguments: ps.maybe_step(optimizer, *arguments), "eager")
+
+    for settings in SWEEPS["AdamW"][:6]:
+        optimizer = ps.from_torch(OPTIM.AdamW, **settings)
+        agrees(build(optimizer), optimizer, count)
+
+
+def test_classes_take_turns_in_one_compiled_function():
+    compiled = compile(lambda *arguments: ps.maybe_step(*arguments))
+    classes = [OPTIM.AdamW, OPTIM.Adam, OPTIM.RMSprop, OPTIM.Adamax, type("Mine", (OPTIM.AdamW,), {}), OPTIM.SGD]
+    for cls in (*classes, *classes):
+        agrees(compiled, ps.from_torch(cls, lr=0.1), 2)
+
+
+def test_equal_settings_share_a_graph():
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = compile(lambda *arguments: ps.maybe_step(*arguments), counter)
+    for _ in range(3):
+        agrees(compiled, ps.from_torch(OPTIM.AdamW, lr=0.1, weight_decay=0.2), 2)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("count", [FEW, MANY])
+def test_a_schedule_that_reads_a_cell_sees_what_is_in_it(count):
+    peak = 0.1
+
+    def schedule(applied):
+        return peak * (1 + applied)
+
+    optimizer = ps.from_torch(OPTIM.RMSprop if count == FEW else OPTIM.AdamW, lr=schedule)
+    compiled = compile(lambda *arguments: ps.maybe_step(*arguments))
+    for peak in (0.1, 1.0, 0.3, 0.1):  # noqa: B007, what the schedule reads
+        agrees(compiled, optimizer, count)
+
+
+@pytest.mark.parametrize(("name", "count"), [*((name, FEW) for name in ("AdamW", "RMSprop", "ASGD", "Adadelta", "Muon")), ("AdamW", MANY)])
+def test_a_rate_in_the_state_is_one_graph_for_every_rate(name, count):
+    optimizer = ps.from_torch(getattr(OPTIM, name), lr=1.0, lr_in_state=True)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = compile(functools.partial(ps.maybe_step, optimizer), counter)
+    params = {f"w{i}": torch.linspace(-1, 1, 6).view(2, 3) + i for i in range(count)}
+    grads = {name: torch.full_like(p, 0.5) for name, p in params.items()}
+    for rate in (0.1, 1.0, 0.01):
+        state = optimizer.init(params)._replace(lr=torch.tensor(rate))
+        fixed = ps.from_torch(getattr(OPTIM, name), lr=rate)
+        expected, _ = fixed.step(params, grads, fixed.init(params))
+        new, after = compiled(params, grads, state, torch.tensor(False))
+        assert_close(new, expected, rtol=1e-3, atol=1e-4)
+        assert after.lr == state.lr
+    assert counter.frame_count == 1
+
+
+RULES = [
+    ps.DynamicScale(init_scale=2.0**8, growth_interval=2),
+    ps.DynamicScale(init_scale=2.0**8, growth_interval=3),
+    ps.DynamicScale(init_scale=2.0**8, growth_interval=2, min_scale=2.0**8),
+    ps.DynamicScale(init_scale=2.0**8, growth_interval=2, max_scale=2.0**8),
+    ps.DynamicScale(init_scale=2.0**8, growth_interval=2, backoff_factor=0.25),
+    ps.DynamicScale(init_scale=2.0**8, growth_interval=2, growth_factor=4.0),
+    ps.DynamicScale(init_scale=2.0**8, growth_interval=2, hysteresis=2),
+    ps.DynamicScale(init_scale=2.0**8, growth_interval=2, hysteresis=2, refill="clean"),
+    ps.StaticScale(8.0),
+    ps.StaticScale(16.0),
+    ps.NoScale(),
+    *(interop.torch_amp.rule(init_scale=2.0**8, growth_interval=n) for n in (1, 2)),
+    *(interop.megatron.rule(initial_scale=2.0**8, min_scale=1.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=n, hysteresis=h)
+      for n, h in ((1, 1), (2, 1), (2, 2))),
+]  # fmt: skip
+
+
+def test_one_compiled_function_serves_every_rule():
+    compiled = compile(lambda rule, state, bad: rule.update(state, bad))
+    for rule in (*RULES, *reversed(RULES)):
+        eager = state = rule.init()
+        for bad in (False, True, True, False, False, False):
+            eager, state = rule.update(eager, torch.tensor(bad)), compiled(rule, state, torch.tensor(bad))
+            torch.testing.assert_close(tensors(state), tensors(eager), rtol=0, atol=0)
+
+
+def test_one_compiled_train_step_serves_every_rule_policy_and_bound():
+    def body(state, data, loss_fn, optimizer, rule, max_norm, clip_value):
+        return ps.train_step(state, [data], loss_fn=loss_fn, optimizer=optimizer, rule=rule, max_norm=max_norm, clip_value=clip_value)
+
+    compiled = compile(body, "eager")
+    rules = (RULES[0], RULES[4], ps.StaticScale(4.0))
+    policies = (
+        "float32",
+        "params=float32,compute=bfloat16,output=float32",
+        "params=float32,compute=bfloat16,norms=bfloat16,output=float32",
+    )
+    bounds = ((None, None), (0.1, None), (0.01, None), (None, 0.01), (None, 1e-3))
+    runs = [(rule, policies[0], (None, None)) for rule in rules]
+    runs += [(rules[0], policy, (None, None)) for policy in policies]
+    runs += [(rules[0], policies[0], bound) for bound in bounds]
+    made = {policy: job(ps.from_torch(OPTIM.SGD, lr=1.0), rules[0], policy) for policy in policies}
+    for rule, policy, bound in (*runs, *reversed(runs)):
+        optimizer, loss_fn = made[policy][1].keywords["optimizer"], made[policy][1].keywords["loss_fn"]
+        state = made[policy][0]._replace(scaler=rule.init())
+        expected, told = body(state, batch(), loss_fn, optimizer, rule, *bound)
+        new, info = compiled(state, batch(), loss_fn, optimizer, rule, *bound)
+        assert_close((new, info), (expected, told), rtol=1e-4, atol=1e-4)
+
+
+def test_an_ensemble_with_a_rate_a_member_equals_a_run_for_each_rate():
+    """Vmapped and compiled, in one graph, against optimizers made with that rate."""
+    rates = torch.tensor([1e-3, 1e-2, 1e-1])
+    optimizer, rule = ps.from_torch(OPTIM.AdamW, lr=1e-3, lr_in_state=True), RULES[0]
+    state, step = job(optimizer, rule, "float32")
+    members = stack([state._replace(opt_state=state.opt_state._replace(lr=rate)) for rate in rates])
+    counter = CompileCounterWithBackend("aot_eager")
+    ensemble = compile(torch.vmap(lambda state, data: step(state, [data])), counter)
+    for index in range(3):
+        members, info = ensemble(members, stack([batch(index)] * 3))
+    assert counter.frame_count == 1
+    for member, rate in enumerate(rates.tolist()):
+        alone, alone_step = job(ps.from_torch(OPTIM.AdamW, lr=rate), rule, "float32")
+        for index in range(3):
+            alone, told = alone_step(alone, [batch(index)])
+        assert_close(unstack(members.params, member), alone.params, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(info.loss[member], told.loss, rtol=1e-4, atol=1e-5)
+    assert len({round(loss, 4) for loss in info.loss.tolist()}) == 3
+
+
+def test_two_models_with_the_same_names_take_turns_in_one_compiled_loss():
+    def loss(apply, params, buffers, x, y):
+        return F.cross_entropy(apply(params, buffers, x)[0], y)
+
+    compiled = compile(torch.func.grad(loss, argnums=1))
+    nets = [small_net(), torch.nn.Sequential(*(*small_net()[:2], torch.nn.Tanh(), *small_net()[3:]))]
+    parts = [ps.make_functional(net) for net in nets]
+    for (apply, params, buffers), policy in itertools.product(parts, ["float32", "params=float32,compute=bfloat16"]):
+        apply = ps.with_policy(apply, policy)
+        expected = torch.func.grad(loss, argnums=1)(apply, params, buffers, *batch())
+        assert_close(compiled(apply, params, buffers, *batch()), expected, rtol=2e-2, atol=2e-2)

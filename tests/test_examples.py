@@ -60,6 +60,16 @@ def test_the_loop_by_hand_runs_and_is_short(capsys):
         assert "train_step" not in loop
 
 
+def test_the_ensemble_trains_each_rate_as_torch_would(capsys):
+    runpy.run_path(str(ROOT / "examples" / "ensemble.py"))
+    out = capsys.readouterr().out
+    rows = [tuple(map(float, row)) for row in re.findall(r"^([\d.]+) {3}([\d.]+) {3}([\d.]+)$", out, re.M)]
+    assert len({rate for rate, *_ in rows}) == len({loss for _, loss, _ in rows}) == 8
+    assert max(accuracy for *_, accuracy in rows) > 0.8
+    alone, together = map(float, re.search(r"loss ([\d.]+), in the ensemble ([\d.]+)", out).groups())
+    assert together == pytest.approx(alone, rel=2e-2)
+
+
 def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)

@@ -156,7 +156,7 @@ def _scaled_grads(
         present = iter(inputs)
         weights = structure.unflatten([None if leaf is None else next(present) for leaf in leaves])
         loss, new_buffers, aux = _checked(loss_fn(weights, buffers, microbatch), buffers)
-        unscaled = loss.to(torch.promote_types(loss.dtype, torch.float32))
+        unscaled = loss.to(_foreach.wide_dtype(loss.dtype))
         return scale_loss(scaler, loss).reshape(()), (unscaled.reshape(()), new_buffers, aux)
 
     if _tree.traced():
@@ -165,7 +165,8 @@ def _scaled_grads(
     else:
         # torch.func.grad would give the same bits; this also takes checkpointing around `apply` and custom Functions of the older form.
         with torch.enable_grad():
-            inputs = [leaf.detach().requires_grad_() for leaf in inputs]
+            inputs = [_tree.recordable(leaf).detach().requires_grad_() for leaf in inputs]
+            buffers = _tree.map(_tree.recordable, buffers)
             loss, outputs = scaled(inputs)
             if not loss.requires_grad:
                 raise ValueError(

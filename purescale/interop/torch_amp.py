@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import _foreach
+from .._checks import whole
 from .._scaler import ScalerState
 from ._common import (
     Device,
@@ -22,7 +23,6 @@ from ._common import (
     scaler_state,
     settle,
     settle_counts,
-    whole,
     with_settings,
 )
 

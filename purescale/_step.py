@@ -286,7 +286,9 @@ def train_step(
 
     Arguments:
     - `state`: from `init_train_state`, or what the last step returned.
-    - `microbatches`: a list; its gradients are averaged in float32 and make one step. For one batch: `[batch]`.
+    - `microbatches`: a list; its gradients are averaged in float32 and make one step. For one batch: `[batch]`. The mean loss
+      of each is scaled whole, where torch's recipe scales `loss / k`: with k of them a dynamic scale settles k times lower
+      than GradScaler's, at the same gradients. `interop.torch_amp.from_state_dict(d, accumulated=k)` takes one over.
     - `loss_fn(params, buffers, microbatch)` returns `(loss, new_buffers)` or `(loss, new_buffers, aux)`; loss unscaled, real,
       of one element. Buffers thread through the microbatches; return `buffers` where nothing changes them.
     - `weight_fn(microbatch)`: its weight in the average, a number or a 0-d tensor, not negative: samples or tokens. Default:

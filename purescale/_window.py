@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +15,13 @@ from ._scaler import HasScale, overflowed, scale_loss, unscale_and_check
 from ._tree import Tree
 
 BNUpdate = Literal["each", "window"]
-LossFn = Callable[[Tree, Tree, Any], "tuple[Tensor, Tree] | tuple[Tensor, Tree, Any]"]
+
+
+class LossFn(Protocol):
+    """What `train_step` differentiates: a pure function of parameters, buffers and one microbatch."""
+
+    def __call__(self, params: Tree, buffers: Tree, microbatch: Any, /) -> tuple[Tensor, Tree] | tuple[Tensor, Tree, Any]:
+        """The unscaled loss, the new buffers (`buffers` where nothing changes them), and what else the step shall return."""
 
 
 class Gathered(NamedTuple):

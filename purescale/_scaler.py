@@ -309,12 +309,17 @@ def is_usable(scale: Tensor) -> Tensor:
     return torch.isfinite(scale) & (scale > 0)
 
 
-def check_grads(scale: Tensor, grads: Tree, leaves: list[Any], name: str = "grads") -> None:
+def check_grads(scale: Tensor, grads: Tree, leaves: list[Any]) -> None:
     """Refuse, naming the leaf, what cannot be a gradient under `scale`."""
-    _tree.check_gradients(grads, leaves, name)
+    _tree.check_gradients(grads, leaves)
+    check_device(scale, grads, leaves, "grads")
+
+
+def check_device(scale: Tensor, tree: Tree, leaves: list[Any], name: str) -> None:
+    """Refuse, naming the leaf, what is not where the scaler is."""
     for index, leaf in enumerate(leaves):
         if leaf is not None and leaf.device != scale.device:
-            at = _tree.path(grads, name, index)
+            at = _tree.path(tree, name, index)
             if leaf.is_meta:
                 raise ValueError(f"{at} is on meta, the scaler state on {scale.device}. {_tree.elsewhere(leaf.device)}")
             raise ValueError(

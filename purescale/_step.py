@@ -16,7 +16,7 @@ from ._checks import shown
 from ._clip import Clip, check_ordered, checked, clip_by_value, clip_factor, clip_to, told
 from ._fused import Treatment
 from ._optim import Optimizer
-from ._scaler import HasScale, Rule, StaticScale, check_grads, is_usable, overflowed
+from ._scaler import HasScale, Rule, StaticScale, check_device, check_grads, is_usable, overflowed
 from ._torch_optim import TorchOptimizer
 from ._tree import Tree
 from ._window import BNUpdate, Gathered, LossFn, gather
@@ -460,7 +460,7 @@ def _check_call(
         )
     leaves = _tree.flatten(state.params)[0]
     _tree.check_parameters(state.params, leaves, "state.params")
-    check_grads(state.scaler.scale, state.params, leaves, "state.params")
+    check_device(state.scaler.scale, state.params, leaves, "state.params")
     if clip.value is not None:
         check_ordered(state.params, leaves, "params")
     check_on_nonfinite(on_nonfinite)

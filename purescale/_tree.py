@@ -258,10 +258,12 @@ def paired(tree: Tree, other: Tree, name: str, other_name: str, why: str = _EITH
 
 
 def _check_pair(a: Any, b: Any, tree: Tree, index: int, name: str, other: str, why: str) -> None:
-    if isinstance(a, Tensor) and isinstance(b, Tensor) and (misfit := unfit(a) or unfit(b)):
-        raise TypeError(f"{path(tree, name, index)} {misfit}")
-    if isinstance(a, Tensor) and isinstance(b, Tensor) and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device):
-        return
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        misfit = unfit(a) or unfit(b)
+        if misfit:
+            raise TypeError(f"{path(tree, name, index)} {misfit}")
+        if a.shape == b.shape and a.dtype == b.dtype and a.device == b.device:
+            return
     if not isinstance(a, Tensor) and type(a) is type(b) and a == b:
         return
     at = path(tree, name, index)
@@ -334,7 +336,7 @@ def _writable(leaves: Sequence[Any], others: Sequence[Any]) -> list[bool]:
         and users[memory] == 1
         and donatable(leaf)
         and (inference or not leaf.is_inference())
-        and not (leaf.is_neg() or leaf.is_conj())  # lazily: torch's list operations refuse to write into such a view
+        and not leaf.is_neg()  # lazily: torch's list operations refuse to write into such a view
         for leaf, memory in zip(leaves, storages, strict=True)
     ]
 
@@ -387,37 +389,52 @@ def unfit(leaf: Tensor) -> str:
     return ""
 
 
+# What everything here computes in; a look-up takes a third of the time of asking a tensor.
+_USUAL = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.complex128))
+
+
 def check_gradients(grads: Tree, leaves: Leaves, name: str = "grads") -> None:
     """Refuse, naming the leaf, what cannot be a gradient or have one."""
-    for index, leaf in enumerate(leaves):
-        if leaf is None:
-            continue
-        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
-            misfit = unfit(leaf)
-            if misfit:
-                raise TypeError(f"{path(grads, name, index)} {misfit}")
-            continue
-        at = path(grads, name, index)
-        if not isinstance(leaf, Tensor):
-            raise TypeError(
-                f"{at} is {type(leaf).__name__} {leaf!r}; every gradient must be a tensor or None. Cure: put tensors into the tree; "
-                f"dict, list, tuple and NamedTuple are looked into, other containers are not."
-            )
-        raise TypeError(
-            f"{at} has dtype {leaf.dtype}; a gradient is floating or complex. Likely cause: an integer buffer, a mask or a token "
-            f"count stands in the tree of gradients. Cure: leave it out, or put None in its place."
-        )
+    for index, leaf in _unusual(leaves):
+        _check_gradient(leaf, path(grads, name, index))
 
 
 def check_parameters(params: Tree, leaves: Leaves, name: str = "params") -> None:
     """Refuse, naming the leaf, what no step can be taken from."""
-    check_gradients(params, leaves, name)
-    for index, leaf in enumerate(leaves):
-        if leaf is not None and leaf.dtype.itemsize == 1:
+    for index, leaf in _unusual(leaves):
+        at = path(params, name, index)
+        _check_gradient(leaf, at)
+        if leaf.dtype.itemsize == 1:
             raise TypeError(
-                f"{path(params, name, index)} has dtype {leaf.dtype}, in which torch cannot compute and a step would round to nothing. "
+                f"{at} has dtype {leaf.dtype}, in which torch cannot compute and a step would round to nothing. "
                 f"Cure: float32 parameters, cast where they are used."
             )
+
+
+def _unusual(leaves: Leaves) -> list[tuple[int, Any]]:
+    """The leaves that need a second look, and where they stand."""
+    usual, strided = _USUAL, torch.strided
+    return [
+        (index, leaf)
+        for index, leaf in enumerate(leaves)
+        if leaf is not None and not (isinstance(leaf, Tensor) and leaf.dtype in usual and leaf.layout is strided and not leaf.is_nested)
+    ]
+
+
+def _check_gradient(leaf: Any, at: str) -> None:
+    if not isinstance(leaf, Tensor):
+        raise TypeError(
+            f"{at} is {type(leaf).__name__} {leaf!r}; every gradient must be a tensor or None. Cure: put tensors into the tree; "
+            f"dict, list, tuple and NamedTuple are looked into, other containers are not."
+        )
+    if not (leaf.is_floating_point() or leaf.is_complex()):
+        raise TypeError(
+            f"{at} has dtype {leaf.dtype}; a gradient is floating or complex. Likely cause: an integer buffer, a mask or a token "
+            f"count stands in the tree of gradients. Cure: leave it out, or put None in its place."
+        )
+    misfit = unfit(leaf)
+    if misfit:
+        raise TypeError(f"{at} {misfit}")
 
 
 def device_of(tree: Tree, leaves: Leaves, name: str) -> torch.device:

@@ -153,6 +153,17 @@ def test_a_state_made_in_inference_mode_trains_outside_of_it(settings):
     assert same_bits(step(state, window, **settings)[0], expected)
 
 
+def test_a_buffer_made_in_inference_mode_may_be_multiplied_with():
+    state = ps.init_train_state({"w": torch.ones(2)}, {}, SGD, ps.NoScale())
+    with torch.inference_mode():
+        buffers = {"b": torch.full((2,), 3.0)}
+    new, _ = ps.train_step(
+        state._replace(buffers=buffers), [None], loss_fn=lambda p, b, _: ((p["w"] * b["b"]).sum(), b), optimizer=SGD, rule=ps.NoScale()
+    )
+    torch.testing.assert_close(new.params["w"], torch.full((2,), 0.7))
+    assert not any(t.is_inference() for t in tensors(new))
+
+
 def test_a_scaler_made_in_inference_mode_scales_a_loss_on_the_graph():
     with torch.inference_mode():
         scaler = RULE.init()
@@ -249,6 +260,14 @@ def test_buffers_of_a_subclass_without_memory_of_its_own_thread_through_a_step()
         )
         assert inner(new.buffers)[0].tolist() == [2.0, 2.0]
         state = ps.init_train_state({"p": torch.ones(2)}, {}, SGD, RULE)._replace(buffers=buffers)
+
+
+def test_what_a_step_returns_in_a_subclass_shares_no_memory_with_the_state():
+    state = ps.init_train_state({"p": torch.ones(2)}, {}, SGD, RULE)
+    _, info = ps.train_step(
+        state, [None], loss_fn=lambda p, b, _: (p["p"].sum(), b, Wrapper(p["p"].detach())), optimizer=SGD, rule=RULE, donate=True
+    )
+    assert info.aux[0].inner.tolist() == [1.0, 1.0]
 
 
 STRANGE = {

@@ -1,4 +1,78 @@
-"""A mixed-precision training step as a value: pure functions over immutable pytrees of tensors. In the order of a step:"""
+"""A mixed-precision training step as a value: pure functions over immutable pytrees of tensors. In the order of a step:
+
+A module as a function:
+    make_functional       a module as `apply(params, buffers, *args)`, its parameters and its buffers
+
+What runs in which dtype:
+    Policy                dtypes of parameters, computation, output and norms
+    policy                a Policy from text: "params=float32,compute=float16,output=float32"
+    with_policy           `apply` under a policy
+    norms_in_float32      a scope in which half inputs of norms are computed in float32
+
+The loss scale:
+    Rule                  what moves a scale: `init(device)` and `update(scaler, found_inf)`
+    HasScale              what a rule remembers: tensors, one of them `scale`
+    DynamicScale          the rule: halve on an overflow, double after clean steps
+    StaticScale           the rule: a scale that never moves
+    NoScale               the rule: a scale of 1
+    ScalerState           what these three remember
+    scale_loss            the loss times the scale, in float32
+    unscale_and_check     gradients over the scale, and `found_inf`
+    check_scaler          syncs; raises where training has stopped moving
+
+Over ranks:
+    all_reduce_found_inf  one rank's overflow is every rank's
+    all_reduce_bn_stats   batch-norm statistics of all ranks
+
+Accumulation:
+    AccumState            a running weighted mean of gradients
+    init_accum            the empty one
+    accumulate_grads      one microbatch more
+    accumulated_grads     the mean, and whether to skip
+    merge_accum           the halves of two workers
+    accumulation_window   where a microbatch stands in its window
+    Window                what that returns
+
+Clipping:
+    clip_by_global_norm   gradients within a norm, and the norm that they had
+    clip_by_value         gradients between two bounds
+    check_grad_norm       syncs; raises where a norm is not finite
+
+Optimizers:
+    Optimizer             anything with pure `init` and `step`
+    from_torch            a class of torch.optim as one
+    from_transformation   an optax-style (init, update) pair as one
+    OptState              what a torch optimizer remembers
+
+Batch-norm statistics:
+    BNStatsState          statistics gathered over batches
+    BNLayerStats          those of one layer
+    init_bn_stats         the empty ones
+    accumulate_bn_stats   one batch more
+    merge_bn_stats        the halves of two workers
+    bn_buffers            buffers that hold them
+    precise_bn            all of that over a loader
+
+The step:
+    LossFn                `loss_fn(params, buffers, microbatch)`, what a step differentiates
+    maybe_step            the optimizer's step, unless `found_inf`
+    unscale_and_step      unscale, check, clip and step in the fewest passes
+    Stepped               what that returns
+    init_train_state      everything that a step changes, as one value
+    train_step            a whole step over a list of microbatches
+    TrainState            what it maps to the next one
+    StepInfo              what it tells: loss, found_inf, scale, grad_norm
+
+Checkpoints:
+    to_state_dict         any state as nested dicts of tensors
+    from_state_dict       the state again
+    save                  a state as a file, whole or not at all
+    load                  the state again, nothing in the file is run
+
+Besides:
+    select                the old tree where `found_inf`, else the new one
+    interop               the scalers of other libraries as rules, their state dicts both ways
+"""
 
 from ._functional import make_functional as make_functional
 
@@ -10,6 +84,8 @@ from ._precision import (
 )
 
 from ._scaler import (
+    Rule as Rule,
+    HasScale as HasScale,
     DynamicScale as DynamicScale,
     StaticScale as StaticScale,
     NoScale as NoScale,
@@ -58,6 +134,8 @@ from ._bn import (
     precise_bn as precise_bn,
 )
 
+from ._window import LossFn as LossFn
+
 from ._step import (
     maybe_step as maybe_step,
     unscale_and_step as unscale_and_step,
@@ -78,5 +156,59 @@ from ._checkpoint import (
 from ._tree import select as select
 
 from . import interop as interop
+
+__all__ = [  # noqa: RUF022  in the order of a step
+    "make_functional",
+    "Policy",
+    "policy",
+    "with_policy",
+    "norms_in_float32",
+    "Rule",
+    "HasScale",
+    "DynamicScale",
+    "StaticScale",
+    "NoScale",
+    "ScalerState",
+    "scale_loss",
+    "unscale_and_check",
+    "check_scaler",
+    "all_reduce_found_inf",
+    "all_reduce_bn_stats",
+    "AccumState",
+    "init_accum",
+    "accumulate_grads",
+    "accumulated_grads",
+    "merge_accum",
+    "accumulation_window",
+    "Window",
+    "clip_by_global_norm",
+    "clip_by_value",
+    "check_grad_norm",
+    "Optimizer",
+    "from_torch",
+    "from_transformation",
+    "OptState",
+    "BNStatsState",
+    "BNLayerStats",
+    "init_bn_stats",
+    "accumulate_bn_stats",
+    "merge_bn_stats",
+    "bn_buffers",
+    "precise_bn",
+    "LossFn",
+    "maybe_step",
+    "unscale_and_step",
+    "Stepped",
+    "init_train_state",
+    "train_step",
+    "TrainState",
+    "StepInfo",
+    "to_state_dict",
+    "from_state_dict",
+    "save",
+    "load",
+    "select",
+    "interop",
+]
 
 __version__ = "0.1.0"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from . import _foreach, _tree
+from ._checks import as_float, shown, whole
 from ._tree import Tree
 
 _HEAVIEST = 2.0**64  # of one microbatch; beyond any count of tokens, and no sum of such overflows
@@ -49,7 +49,7 @@ def init_accum(params: Tree, dtype: torch.dtype | None = None) -> AccumState:
         )
     leaves, structure = _tree.flatten(params)
     _tree.check_gradients(params, leaves, "params")
-    device = next((leaf.device for leaf in leaves if leaf is not None), torch.device("cpu"))
+    device = _tree.device_of(params, leaves, "params")
     zero = torch.zeros((), dtype=_foreach.widest_float(device), device=device)
     count = torch.zeros((), dtype=torch.int32, device=device)
     return AccumState(
@@ -96,7 +96,10 @@ def accumulate_grads(
     new = _leaves_for(accum, grads)
     checked = as_weight("weight is", weight, accum.weight)
     bad = ~_foreach.all_finite(new, torch.ones_like(accum.weight)) if found_inf is None else _tree.flag(found_inf, like=accum.weight)
-    return add(accum, new, checked, bad, donate=donate)
+    added = add(accum, new, checked, bad, donate=donate)
+    if donate:
+        _tree.poison(accum, keep=(added, grads, weight, found_inf))
+    return added
 
 
 def add(accum: AccumState, new: list[Any], weight: Tensor, bad: Tensor, *, scale: Tensor | None = None, donate: bool) -> AccumState:
@@ -129,6 +132,7 @@ def accumulated_grads(accum: AccumState, on_nonfinite: OnNonfinite = "drop_windo
     `on_nonfinite="drop_window"`: one bad microbatch skips the step, as in torch. `"drop_microbatch"`: the step is taken with
     the others, whose weights count as the whole. Either way a window in which nothing counted is skipped. The next loss scale
     follows any bad microbatch, `rule.update(scaler, accum.found_inf)`: else data that overflows would be left out for ever.
+    The mean is that of the good ones also where the step must be skipped, and 0 where there are none: `found_inf` decides, not its norm.
 
     `donate`: the result may be the tensors of `accum`; the caller gives it up. Start the next window with `init_accum`.
 
@@ -146,7 +150,13 @@ def accumulated_grads(accum: AccumState, on_nonfinite: OnNonfinite = "drop_windo
     check_on_nonfinite(on_nonfinite)
     empty = ~(accum.weight > 0)
     found_inf = empty if on_nonfinite == "drop_microbatch" else accum.found_inf | empty
-    return accum.grads if donate else _tree.map(torch.clone, accum.grads), found_inf
+    if not donate or _tree.DEBUG_DONATION:
+        grads = _tree.map(torch.clone, accum.grads)
+    else:
+        grads = accum.grads
+    if donate:
+        _tree.poison(accum, keep=(grads, found_inf))
+    return grads, found_inf
 
 
 def merge_accum(a: AccumState, b: AccumState, donate: bool = False) -> AccumState:
@@ -167,7 +177,7 @@ def merge_accum(a: AccumState, b: AccumState, donate: bool = False) -> AccumStat
     why = "The halves of one window are of the same params."
     leaves, others, structure = _tree.paired(a.grads, b.grads, "a.grads", "b.grads", why)
     owned = _tree.writable(leaves, [*_tree.tensors(b), *a[1:]]) if donate else [False] * len(leaves)
-    return AccumState(
+    merged = AccumState(
         grads=structure.unflatten(_foreach.blend(leaves, others, _share(b.weight, a.weight), b.weight > 0, owned=owned)),
         weight=a.weight + b.weight,
         found_inf=a.found_inf | b.found_inf,
@@ -175,6 +185,9 @@ def merge_accum(a: AccumState, b: AccumState, donate: bool = False) -> AccumStat
         num_bad=a.num_bad + b.num_bad,
         bad_weight=a.bad_weight + b.bad_weight,
     )
+    if donate:
+        _tree.poison(a, keep=(merged, b))
+    return merged
 
 
 class Window(NamedTuple):
@@ -203,13 +216,8 @@ def accumulation_window(index: int, every: int, total: int | None = None, start:
     Source of the rule: OptimWrapper of MMEngine, except where it steps twice as far beyond `total` and two thirds as far after an
     unaligned resume.
     """
-    for name, value, least in (("index", index, 0), ("every", every, 1), ("total", total, 1), ("start", start, 0)):
-        if value is None and name == "total":
-            continue
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be a whole number, got {value!r} ({type(value).__name__}).")
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value!r}.")
+    index, every, start = whole("index", index, 0, None), whole("every", every, 1, None), whole("start", start, 0, None)
+    total = None if total is None else whole("total", total, 1, None)
     if total is not None and index >= total:
         raise ValueError(
             f"index {index} is beyond total={total}: the last microbatch has index {total - 1}. Likely cause: a count that goes on over "
@@ -241,24 +249,26 @@ def as_weight(what: str, weight: Any, like: Tensor) -> Tensor:
     """A microbatch's weight as a 0-d tensor on the device of `like`; `what` opens the message that refuses it."""
     dtype = _foreach.widest_float(like.device)
     if isinstance(weight, Tensor):
-        if weight.ndim or weight.is_complex():
+        if weight.ndim or weight.is_complex():  # a bool is a weight: of what is masked out, 0
             raise ValueError(f"{what} a tensor of shape {tuple(weight.shape)}, {weight.dtype}; a weight is one number. Cure: `mask.sum()`.")
         return weight.to(like.device, dtype)
-    if isinstance(weight, bool) or not isinstance(weight, numbers.Real):
+    number = as_float(weight)
+    if number is None:
         raise TypeError(
-            f"{what} {weight!r}; a weight is a number or a 0-d tensor. Cure: `len(batch[0])` for samples, `mask.sum()` for tokens."
+            f"{what} {shown(weight)}; a weight is a number or a 0-d tensor. Cure: `len(batch[0])` for samples, `mask.sum()` for tokens."
         )
-    if not 0 <= weight <= _HEAVIEST:  # type: ignore[operator]
+    if not 0 <= number <= _HEAVIEST:
         raise ValueError(
-            f"{what} {weight!r}; a weight is finite and not negative, 2**64 at most. Cure: samples or tokens; 0 for what must not count."
+            f"{what} {shown(weight)}; a weight is finite and not negative, 2**64 at most. "
+            f"Cure: samples or tokens; 0 for what must not count."
         )
-    return torch.full((), float(weight), dtype=dtype, device=like.device)
+    return torch.full((), number, dtype=dtype, device=like.device)
 
 
 def _leaves_for(accum: AccumState, grads: Tree) -> list[Any]:
     """The leaves of `grads` in the order of `accum.grads`, or an error that names the one that cannot be averaged there."""
     new = _tree.leaves_like("grads", grads, "accum.grads", accum.grads)
-    _tree.check_gradients(grads, new)
+    _tree.check_gradients(accum.grads, new, "grads")
     for index, (mean, gradient) in enumerate(zip(_tree.flatten(accum.grads)[0], new, strict=True)):
         misfit = None if gradient is None else _misfit(gradient, mean)
         if misfit:
@@ -285,7 +295,7 @@ def _misfit(gradient: Tensor, mean: Tensor | None) -> str | None:
 
 def _wide(leaf: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     if dtype is None:
-        return torch.promote_types(leaf.dtype, torch.float32)
+        return _foreach.wide_dtype(leaf.dtype)
     if not leaf.is_complex():
         return dtype
     return torch.complex128 if dtype is torch.float64 else torch.complex64

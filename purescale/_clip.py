@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import numbers
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import _foreach, _tree
+from ._checks import as_float, bound, shown
 from ._tree import Tree
 
 
@@ -34,13 +34,14 @@ def clip_by_global_norm(grads: Tree, max_norm: float | Tensor, norm_type: float 
 
     Source of the rule: Pascanu et al. (arXiv 1211.5063); torch.nn.utils.clip_grad_norm_, whose norm is inf here.
     """
-    check_above_zero("max_norm", max_norm)
-    check_norm_type(norm_type)
+    max_norm, norm_type = bound("max_norm", max_norm), checked_norm_type(norm_type)
     leaves = _tree.flatten(grads)[0]
     _tree.check_gradients(grads, leaves)
-    device = next((leaf.device for leaf in leaves if leaf is not None), torch.device("cpu"))
-    norm = _foreach.extent(leaves, device, float(norm_type)).norm
-    return clip_to(grads, norm, max_norm, donate=donate)
+    norm = _foreach.extent(leaves, _tree.device_of(grads, leaves, "grads"), norm_type).norm
+    clipped = clip_to(grads, norm, max_norm, donate=donate)
+    if donate:
+        _tree.poison(grads, keep=(clipped, max_norm))
+    return clipped
 
 
 def clip_to(grads: Tree, norm: Any, max_norm: float | Tensor, *, donate: bool) -> tuple[Tree, Tensor]:
@@ -61,6 +62,11 @@ def clip_factor(leaves: list[Any], norm: Any, max_norm: float | Tensor) -> tuple
         factor = torch.ones_like(factor)
     # A float64 factor would take float32 leaves through a slower kernel.
     return (factor, norm) if double else (factor.to(torch.float32), norm.to(torch.float32))
+
+
+def told(norm: Any, found_inf: Tensor) -> Any:
+    """The norm that a step reports: not finite where it is skipped, be it for what was dropped before or for another rank."""
+    return torch.where(found_inf, norm.clamp(min=math.inf), norm) if isinstance(norm, Tensor) else norm
 
 
 def check_grad_norm(norm: Tensor) -> None:
@@ -97,14 +103,17 @@ def clip_by_value(grads: Tree, clip_value: float | Tensor, donate: bool = False)
 
     Source of the rule: torch.nn.utils.clip_grad_value_.
     """
-    check_above_zero("clip_value", clip_value)
+    clip_value = bound("clip_value", clip_value)
     leaves, structure = _tree.flatten(grads)
     _tree.check_gradients(grads, leaves)
     check_ordered(grads, leaves)
     mine = _tree.writable(leaves) if donate else [False] * len(leaves)
-    return structure.unflatten(
+    clipped = structure.unflatten(
         [None if leaf is None else _foreach.clamp(leaf, clip_value, in_place=own) for leaf, own in zip(leaves, mine, strict=True)]
     )
+    if donate:
+        _tree.poison(grads, keep=(clipped, clip_value))
+    return clipped
 
 
 def check_ordered(grads: Tree, leaves: list[Any], name: str = "grads") -> None:
@@ -117,26 +126,26 @@ def check_ordered(grads: Tree, leaves: list[Any], name: str = "grads") -> None:
             )
 
 
-def check_bounds(max_norm: Any, clip_value: Any, norm_type: Any = 2.0) -> None:
-    """Refuse bounds that are neither None nor above 0."""
-    for name, bound in (("max_norm", max_norm), ("clip_value", clip_value)):
-        if bound is not None:
-            check_above_zero(name, bound)
-    check_norm_type(norm_type)
+class Clip(NamedTuple):
+    """How the averaged, unscaled gradients are bounded."""
+
+    max_norm: float | Tensor | None
+    value: float | Tensor | None
+    norm_type: float
 
 
-def check_norm_type(norm_type: Any) -> None:
-    """Refuse what is no p of a p-norm."""
-    if isinstance(norm_type, bool) or not isinstance(norm_type, numbers.Real) or not float(norm_type) > 0:
-        raise ValueError(f"norm_type must be above 0, a number or math.inf, got {norm_type!r}. Cure: 2.0, the usual norm.")
+def checked(max_norm: Any, clip_value: Any, norm_type: Any) -> Clip:
+    """Bounds as floats and tensors; refuses what is neither None nor above 0."""
+    return Clip(
+        None if max_norm is None else bound("max_norm", max_norm),
+        None if clip_value is None else bound("clip_value", clip_value),
+        checked_norm_type(norm_type),
+    )
 
 
-def check_above_zero(name: str, value: Any) -> None:
-    """Refuse a number that is not above 0; a tensor's value is not looked at."""
-    if isinstance(value, Tensor):
-        if value.ndim:
-            raise ValueError(f"{name} must be a number or a 0-d tensor, got shape {tuple(value.shape)}.")
-    elif isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__}).")
-    elif not float(value) > 0:
-        raise ValueError(f"{name} must be above 0, got {value!r}. Cure: None to leave this clipping out.")
+def checked_norm_type(norm_type: Any) -> float:
+    """The p of a p-norm."""
+    power = as_float(norm_type)
+    if power is None or not power > 0:
+        raise ValueError(f"norm_type must be above 0, a number or math.inf, got {shown(norm_type)}. Cure: 2.0, the usual norm.")
+    return power

@@ -53,7 +53,7 @@ def _each(
     for index, leaf in enumerate(leaves):
         if leaf is None:
             continue
-        if plain_ops or leaf.ndim == 0 or leaf.is_complex() or not is_dense(leaf):
+        if plain_ops or leaf.ndim == 0 or leaf.is_complex() or leaf.dtype.itemsize == 1 or not is_dense(leaf):
             results[index] = on_values(functools.partial(_in_own_dtype, plain, operand=operand), leaf)
         else:
             (in_place if mine[index] else apart).append(index)
@@ -156,7 +156,7 @@ def in_memory_order(tensor: Tensor) -> Tensor:
 
 
 def _blend_plain(a: Tensor, n: Tensor | None, share: Tensor, good: Tensor, scale: Tensor | None) -> Tensor:
-    wide = torch.promote_types(a.dtype, torch.float32)
+    wide = wide_dtype(a.dtype)
     real = {torch.complex64: torch.float32, torch.complex128: torch.float64}.get(wide, wide)
     factor, kept = share.to(real), a.to(wide) * (1 - share).to(real)
 
@@ -178,8 +178,9 @@ def _in_own_dtype(plain: Callable[..., Tensor], leaf: Tensor, *, operand: Tensor
     if leaf.is_complex():
         # Complex division is not exact where real division is: 0 / 2**-149 is NaN.
         return torch.view_as_complex(plain(torch.view_as_real(leaf.resolve_conj().resolve_neg()), operand))
+    own = leaf.to(torch.float32) if leaf.dtype.itemsize == 1 else leaf
     # Two 0-d tensors promote to the wider dtype, so a 0-d bfloat16 leaf would come back as float32.
-    result: Tensor = plain(leaf.reshape(1), operand).reshape(()) if leaf.ndim == 0 else plain(leaf, operand)
+    result: Tensor = plain(own.reshape(1), operand).reshape(()) if own.ndim == 0 else plain(own, operand)
     return result.to(leaf.dtype)
 
 
@@ -190,10 +191,10 @@ def on_values(fn: Callable[[Tensor], Tensor], leaf: Tensor) -> Tensor:
     if leaf.layout is torch.sparse_coo:
         values = fn(leaf._values())
         return torch.sparse_coo_tensor(
-            leaf._indices().clone(), values, leaf.shape, is_coalesced=leaf.is_coalesced(), check_invariants=False
+            leaf._indices().clone(), values, leaf.shape, device=leaf.device, is_coalesced=leaf.is_coalesced(), check_invariants=False
         ).coalesce()
     return torch.sparse_compressed_tensor(
-        *_compressed_indices(leaf), fn(leaf.values()), leaf.shape, layout=leaf.layout, check_invariants=False
+        *_compressed_indices(leaf), fn(leaf.values()), leaf.shape, layout=leaf.layout, device=leaf.device, check_invariants=False
     )
 
 
@@ -201,6 +202,11 @@ def _compressed_indices(leaf: Tensor) -> tuple[Tensor, Tensor]:
     if leaf.layout in (torch.sparse_csr, torch.sparse_bsr):
         return leaf.crow_indices().clone(), leaf.col_indices().clone()
     return leaf.ccol_indices().clone(), leaf.row_indices().clone()
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """`dtype`, or float32 where that is wider; torch promotes no float8."""
+    return torch.float32 if dtype.itemsize == 1 else torch.promote_types(dtype, torch.float32)
 
 
 def at_least_float32(leaf: Tensor) -> Tensor:
@@ -225,6 +231,8 @@ def clamp(leaf: Tensor, bound: float | Tensor, *, in_place: bool = False) -> Ten
     """`leaf` between plus and minus `bound`; NaN stays NaN."""
     # A bound beyond the dtype's range is no bound, but torch refuses it.
     limit: Any = bound.to(leaf) if isinstance(bound, Tensor) else min(float(bound), torch.finfo(leaf.dtype).max)
+    if leaf.dtype.itemsize == 1:  # in which torch does not compute
+        return clamp(leaf.to(torch.float32), bound).to(leaf.dtype)
     if in_place:
         return leaf.clamp_(-limit, limit)
     summed = leaf.coalesce() if leaf.layout is torch.sparse_coo else leaf
@@ -240,6 +248,8 @@ def stored_values(leaf: Tensor) -> Tensor:
     """What a leaf stores, as real numbers: a sparse leaf's summed values, a complex leaf's two parts."""
     if leaf.layout is not torch.strided:
         leaf = leaf.coalesce().values() if leaf.layout is torch.sparse_coo else leaf.values()
+    if leaf.dtype.itemsize == 1:
+        leaf = leaf.to(torch.float32)
     return torch.view_as_real(leaf.resolve_conj().resolve_neg()) if leaf.is_complex() else leaf
 
 
@@ -312,7 +322,7 @@ def _extent(dense: Sequence[Tensor], power: float | None) -> list[Tensor]:
                 unit = torch.maximum(-low, high).to(torch.promote_types(dtype, torch.float32))
                 unit = unit.clamp(torch.finfo(unit.dtype).tiny, torch.finfo(unit.dtype).max)
                 if scratch is None or scratch.numel() < piece.numel():
-                    scratch = torch.empty(max(_PIECE, piece.numel()), dtype=unit.dtype)
+                    scratch = torch.empty(max(_PIECE, piece.numel()), dtype=unit.dtype, device=unit.device)
                 scaled = torch.div(piece.to(unit.dtype), unit, out=scratch[: piece.numel()])
                 units.append(unit)
                 squares.append(torch.dot(scaled, scaled))

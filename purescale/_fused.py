@@ -189,7 +189,9 @@ def _update(
         whole = spent and divisor is not None
         then = treatment if divisor is None else Treatment(scale=divisor)
         tiled = not whole and not counts_launches(device) and (not _is_nothing(then) or any(row.fresh for row in alike))
-        scratch = torch.empty(2 * _TILE if tiled and not _is_nothing(then) else 0, dtype=torch.promote_types(dtype, torch.float32))
+        scratch = torch.empty(
+            2 * _TILE if tiled and not _is_nothing(then) else 0, dtype=torch.promote_types(dtype, torch.float32), device="cpu"
+        )
         for grads, counts, targets, fresh, old in _tiles(alike) if tiled else [_columns(alike)]:
             if fresh:
                 torch._foreach_copy_(fresh, old)

@@ -7,14 +7,14 @@ scaling and unscaling are exact.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-import numbers
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from . import _foreach, _tree
+from . import _checks, _foreach, _tree
 from ._collectives import all_reduce_found_inf
 from ._tree import Tree
 
@@ -101,10 +101,8 @@ class DynamicScale:
     refill: str = "growth"
 
     def __post_init__(self) -> None:
-        for name in ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale"):
-            _check_power_of_two(name, getattr(self, name))
-        for name in ("growth_interval", "hysteresis"):
-            _check_count(name, getattr(self, name))
+        _checks.settle(self, _checks.power_of_two, "init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale")
+        _checks.settle(self, functools.partial(_checks.whole, least=1), "growth_interval", "hysteresis")
         if self.growth_factor <= 1:
             raise ValueError(f"growth_factor must be above 1, got {self.growth_factor!r}: the scale would never grow. Usual: 2.0.")
         if self.backoff_factor >= 1:
@@ -161,7 +159,7 @@ class StaticScale:
     scale: float
 
     def __post_init__(self) -> None:
-        _check_power_of_two("scale", self.scale)
+        _checks.settle(self, _checks.power_of_two, "scale")
 
     def init(self, device: torch.device | str | None = None) -> ScalerState:
         """The state to start from, on `device` (that of the gradients)."""
@@ -211,11 +209,12 @@ def scale_loss(scaler: HasScale, loss: Tree) -> Tree:
     for index, leaf in enumerate(leaves):
         if leaf is not None:
             _check_loss(leaf, scaler.scale, lambda index=index: _tree.paths(loss, "loss")[index])
-    return structure.unflatten([None if leaf is None else _wide(leaf) * scaler.scale for leaf in leaves])
+    scale = _tree.recordable(scaler.scale)
+    return structure.unflatten([None if leaf is None else _wide(leaf) * scale for leaf in leaves])
 
 
 def _wide(loss: Tensor) -> Tensor:
-    return loss.to(torch.promote_types(loss.dtype, torch.float32)) if loss.dtype.itemsize > 1 else loss.to(torch.float32)
+    return loss.to(_foreach.wide_dtype(loss.dtype))
 
 
 def unscale_and_check(scaler: HasScale, grads: Tree, donate: bool = False, group: Any = None) -> tuple[Tree, Tensor]:
@@ -246,8 +245,10 @@ def unscale_and_check(scaler: HasScale, grads: Tree, donate: bool = False, group
     leaves, structure = _tree.flatten(grads)
     check_grads(scaler.scale, grads, leaves)
     unscaled = _foreach.divide(leaves, scaler.scale, donate=donate)
-    size = _foreach.extent(unscaled, scaler.scale.device)
-    return structure.unflatten(unscaled), overflowed(size, scaler.scale, scaled=False, group=group)
+    found_inf = overflowed(_foreach.extent(unscaled, scaler.scale.device), scaler.scale, scaled=False, group=group)
+    if donate:
+        _tree.poison(grads, keep=(unscaled, found_inf, scaler))
+    return structure.unflatten(unscaled), found_inf
 
 
 def overflowed(size: _foreach.Extent, scale: Tensor, *, scaled: bool, group: Any = None) -> Tensor:
@@ -260,13 +261,26 @@ def check_scaler(scaler: HasScale, rule: Any, max_skips: int | None = None) -> N
     """Syncs with the host, and raises `FloatingPointError` when training has stopped moving. Call it now and then, not every step.
 
     Raises when the scale is not positive and finite; when the last step overflowed with the scale already at
-    `rule.min_scale`; when more than `max_skips` steps in a row were skipped.
+    `rule.min_scale`; when more than `max_skips` steps in a row were skipped. The last two need a state that counts them in
+    `consecutive_skips`: `TypeError` for `max_skips` with one that does not.
 
     >>> rule = DynamicScale()
     >>> check_scaler(rule.init(), rule, max_skips=10)
 
     Source of the rule: fairseq's FloatingPointError at min_loss_scale, DeepSpeed's raise_error_at_min_scale.
     """
+    if not isinstance(getattr(scaler, "scale", None), Tensor) or scaler.scale.ndim:
+        raise TypeError(
+            f"check_scaler takes the state of one scaler, its `scale` a 0-d tensor, got {_checks.shown(scaler)}. Cure: "
+            f"`check_scaler(state.scaler, rule)` of a TrainState; of an ensemble one at a time."
+        )
+    if max_skips is not None:
+        max_skips = _checks.whole("max_skips", max_skips)
+        if not hasattr(scaler, "consecutive_skips"):
+            raise TypeError(
+                f"max_skips={max_skips} with a {type(scaler).__name__}, which does not count skips. Cure: a field `consecutive_skips` in "
+                f"it, an int32 tensor that starts at 0 and that `update` sets to `torch.where(found_inf, scaler.consecutive_skips + 1, 0)`."
+            )
     scale = float(scaler.scale)
     skips = int(getattr(scaler, "consecutive_skips", 0))
     floor = getattr(rule, "min_scale", None)
@@ -298,11 +312,18 @@ def is_usable(scale: Tensor) -> Tensor:
 def check_grads(scale: Tensor, grads: Tree, leaves: list[Any]) -> None:
     """Refuse, naming the leaf, what cannot be a gradient under `scale`."""
     _tree.check_gradients(grads, leaves)
+    check_device(scale, grads, leaves, "grads")
+
+
+def check_device(scale: Tensor, tree: Tree, leaves: list[Any], name: str) -> None:
+    """Refuse, naming the leaf, what is not where the scaler is."""
     for index, leaf in enumerate(leaves):
         if leaf is not None and leaf.device != scale.device:
+            at = _tree.path(tree, name, index)
+            if leaf.is_meta:
+                raise ValueError(f"{at} is on meta, the scaler state on {scale.device}. {_tree.elsewhere(leaf.device)}")
             raise ValueError(
-                f"{_tree.paths(grads, 'grads')[index]} is on {leaf.device}, the scaler state on {scale.device}; they must be on "
-                f"one device, "
+                f"{at} is on {leaf.device}, the scaler state on {scale.device}; they must be on one device, "
                 f"or each step would wait for a copy. Cure: `scaler = rule.init(device={str(leaf.device)!r})`, or for a restored state "
                 f"`scaler = type(scaler)(*(t.to({str(leaf.device)!r}) for t in scaler))`."
             )
@@ -318,6 +339,9 @@ def _check_loss(loss: Any, scale: Tensor, path: Any) -> None:
             f"{path()} has dtype {loss.dtype}; a loss is real and floating. Likely cause: a count of errors, or predictions, instead of a "
             f"loss. Cure: `loss.float()` if that is meant; `loss.abs()` of a complex one."
         )
+    misfit = _tree.unfit(loss)
+    if misfit:
+        raise TypeError(f"{path()} {misfit}")
     if loss.numel() != 1:
         raise ValueError(
             f"{path()} has shape {tuple(loss.shape)}; a loss is one number. Likely cause: reduction='none'. Cure: `loss.mean()`; for one "
@@ -328,24 +352,3 @@ def _check_loss(loss: Any, scale: Tensor, path: Any) -> None:
             f"{path()} is on {loss.device}, the scaler state on {scale.device}; they must be on one device. "
             f"Cure: `scaler = rule.init(device={str(loss.device)!r})`."
         )
-
-
-def _check_power_of_two(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__}).")
-    number = float(value)
-    exact = math.isfinite(number) and number > 0 and math.frexp(number)[0] == 0.5
-    if not exact or not 2.0**-149 <= number <= 2.0**127:
-        usual = {"growth_factor": 2.0, "backoff_factor": 0.5}.get(name, 2.0**16)
-        near = 2.0 ** min(max(round(math.log2(number)), -149), 127) if math.isfinite(number) and number > 0 else usual
-        raise ValueError(
-            f"{name} must be a power of two between 2**-149 and 2**127, got {value!r}: any other factor rounds every gradient. "
-            f"Cure: {name}={near!r}."
-        )
-
-
-def _check_count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be a whole number of steps, got {value!r} ({type(value).__name__}).")
-    if not 1 <= value < 2**31:
-        raise ValueError(f"{name} must be from 1 to 2**31 - 1, got {value!r}.")

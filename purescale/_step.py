@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import numbers
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -11,10 +12,11 @@ from torch import Tensor
 
 from . import _foreach, _tree
 from ._accum import OnNonfinite, check_on_nonfinite
-from ._clip import check_bounds, check_ordered, clip_by_value, clip_factor, clip_to
+from ._checks import shown
+from ._clip import Clip, check_ordered, checked, clip_by_value, clip_factor, clip_to, told
 from ._fused import Treatment
 from ._optim import Optimizer
-from ._scaler import HasScale, Rule, StaticScale, check_grads, is_usable, overflowed
+from ._scaler import HasScale, Rule, StaticScale, check_device, check_grads, is_usable, overflowed
 from ._torch_optim import TorchOptimizer
 from ._tree import Tree
 from ._window import BNUpdate, Gathered, LossFn, gather
@@ -26,7 +28,7 @@ class Stepped(NamedTuple):
     params: Tree
     opt_state: Any
     found_inf: Tensor  # bool []
-    grad_norm: Any  # float32 [], before clipping; () where max_norm is None
+    grad_norm: Any  # float32 [], before clipping; not finite where found_inf; () where max_norm is None
 
 
 class TrainState(NamedTuple):
@@ -46,7 +48,7 @@ class StepInfo(NamedTuple):
     loss: Tensor  # float32 (float64 for a float64 loss): unscaled, the weighted mean of the microbatches that count
     found_inf: Tensor  # bool: the step was skipped
     scale: Tensor  # float32: the scale that was used
-    grad_norm: Any  # float32, before clipping; () where max_norm is None
+    grad_norm: Any  # float32, before clipping; not finite where found_inf; () where max_norm is None
     retries: Tensor  # int32: how often the window was gone through again
     aux: Any  # what loss_fn returned third, one a microbatch; () where it returns two
 
@@ -75,8 +77,12 @@ def maybe_step(
     bad = _tree.flag(found_inf, like=next(iter(_tree.tensors(params)), None))
     problem = _check_step(optimizer, params, grads, opt_state)
     if isinstance(optimizer, TorchOptimizer) and optimizer.has_fused_kernel(problem):
-        return optimizer.run_fused(optimizer.plan_fused(problem, opt_state, donate=donate), bad)
-    return _maybe_step(optimizer, params, grads, opt_state, bad, donate=donate)
+        stepped = optimizer.run_fused(optimizer.plan_fused(problem, opt_state, donate=donate), bad)
+    else:
+        stepped = _maybe_step(optimizer, params, grads, opt_state, bad, donate=donate)
+    if donate:
+        _tree.poison((params, opt_state), keep=(stepped, grads, found_inf))
+    return stepped
 
 
 def _check_step(optimizer: Optimizer, params: Tree, grads: Tree, opt_state: Any) -> Any:
@@ -143,19 +149,13 @@ def unscale_and_step(
     >>> unscale_and_step(sgd, scaler, params, {"w": torch.tensor([2.0])}, sgd.init(params)).params
     {'w': tensor([0.5000])}
     """
-    clip = Clip(max_norm, clip_value, norm_type)
-    check_bounds(*clip)
+    clip = checked(max_norm, clip_value, norm_type)
     check_grads(scaler.scale, scaled_grads, _tree.flatten(scaled_grads)[0])
     keep = _tree.tensors(scaler)
-    return _step(optimizer, params, scaled_grads, opt_state, clip, scaler.scale, group, donate=donate, spent=donate, keep=keep)
-
-
-class Clip(NamedTuple):
-    """How the averaged, unscaled gradients are bounded."""
-
-    max_norm: float | Tensor | None
-    value: float | Tensor | None
-    norm_type: float
+    out = _step(optimizer, params, scaled_grads, opt_state, clip, scaler.scale, group, donate=donate, spent=donate, keep=keep)
+    if donate:
+        _tree.poison((params, scaled_grads, opt_state), keep=(out, scaler, max_norm, clip_value))
+    return out
 
 
 def _step(
@@ -189,7 +189,7 @@ def _step(
         found_inf, norm = _extent(leaves, clip, scale, found_inf, norm, group, scaled=scaled)
         factor, grad_norm = (None, ()) if clip.max_norm is None else clip_factor(leaves, norm, clip.max_norm)
         stepped = optimizer.run_fused(plan, found_inf, Treatment(scale if scaled else None, factor, clip.value))
-        return Stepped(*stepped, found_inf, grad_norm)
+        return Stepped(*stepped, found_inf, told(grad_norm, found_inf))
 
     if scaled:
         # Unscaling in place must not reach parameters or state that stand in the gradients' memory. While compiling that cannot be
@@ -203,7 +203,8 @@ def _step(
         grads, grad_norm = clip_to(grads, norm, clip.max_norm, donate=True)
     if clip.value is not None:
         grads = clip_by_value(grads, clip.value, donate=True)
-    return Stepped(*_maybe_step(optimizer, params, grads, opt_state, found_inf, donate=donate, keep=keep), found_inf, grad_norm)
+    stepped = _maybe_step(optimizer, params, grads, opt_state, found_inf, donate=donate, keep=keep)
+    return Stepped(*stepped, found_inf, told(grad_norm, found_inf))
 
 
 def _extent(
@@ -289,7 +290,9 @@ def train_step(
 
     Arguments:
     - `state`: from `init_train_state`, or what the last step returned.
-    - `microbatches`: a list; its gradients are averaged in float32 and make one step. For one batch: `[batch]`.
+    - `microbatches`: a list; its gradients are averaged in float32 and make one step. For one batch: `[batch]`. The mean loss
+      of each is scaled whole, where torch's recipe scales `loss / k`: with k of them a dynamic scale settles k times lower
+      than GradScaler's, at the same gradients. `interop.torch_amp.from_state_dict(d, accumulated=k)` takes one over.
     - `loss_fn(params, buffers, microbatch)` returns `(loss, new_buffers)` or `(loss, new_buffers, aux)`; loss unscaled, real,
       of one element. Buffers thread through the microbatches; return `buffers` where nothing changes them.
     - `weight_fn(microbatch)`: its weight in the average, a number or a 0-d tensor, not negative: samples or tokens. Default:
@@ -325,10 +328,10 @@ def train_step(
     >>> state.params, info.loss, info.scale, state.scaler.scale
     ({'w': tensor([0.])}, tensor(1.), tensor(65536.), tensor(131072.))
     """
-    clip = Clip(max_norm, clip_value, norm_type)
+    clip = checked(max_norm, clip_value, norm_type)
     _check_call(state, microbatches, optimizer, rule, clip, on_nonfinite, bn_update, group, max_retries)
     scaler, gathered, rng, retries = _gather_until_finite(
-        state, microbatches, loss_fn, rule, weight_fn, on_nonfinite, bn_update, max_retries, None if max_norm is None else norm_type
+        state, microbatches, loss_fn, rule, weight_fn, on_nonfinite, bn_update, max_retries, None if max_norm is None else clip.norm_type
     )
     skip, overflow = gathered.found_inf, gathered.overflow
     # Where no try was finite, the scale ends as after one ordinary skip.
@@ -359,6 +362,8 @@ def train_step(
         retries=torch.full((), retries, dtype=torch.int32, device=skip.device),
         aux=gathered.aux,
     )
+    if donate:
+        _tree.poison(state, keep=(new_state, info, microbatches, max_norm, clip_value))
     return new_state, info
 
 
@@ -457,16 +462,18 @@ def _check_call(
         raise ValueError(
             "microbatches is an empty list; a step needs at least one. Likely cause: a loader that ran out. Cure: end the loop there."
         )
-    check_bounds(*clip)
+    leaves = _tree.flatten(state.params)[0]
+    _tree.check_parameters(state.params, leaves, "state.params")
+    check_device(state.scaler.scale, state.params, leaves, "state.params")
     if clip.value is not None:
-        check_ordered(state.params, _tree.flatten(state.params)[0], "params")
+        check_ordered(state.params, leaves, "params")
     check_on_nonfinite(on_nonfinite)
     if bn_update not in ("each", "window"):
         raise ValueError(f"bn_update must be 'each' or 'window', got {bn_update!r}.")
     if group is not None:
         raise ValueError(f"this version has group=None only, got {group!r}. Cure: the loop by hand, where unscale_and_check takes a group.")
-    if isinstance(max_retries, bool) or not isinstance(max_retries, int) or max_retries < 0:
-        raise ValueError(f"max_retries must be a whole number, 0 or more, got {max_retries!r}.")
+    if isinstance(max_retries, bool) or not isinstance(max_retries, numbers.Integral) or max_retries < 0:
+        raise ValueError(f"max_retries must be a whole number, 0 or more, got {shown(max_retries)}.")
     if max_retries and isinstance(rule, StaticScale):
         raise ValueError(
             f"max_retries={max_retries} with {rule!r}, whose scale never moves: every try would overflow again. Cure: DynamicScale(), or "
@@ -485,13 +492,18 @@ def _check_call(
 
 
 def _check_parts(optimizer: Any, rule: Any) -> None:
-    if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "step", None))):
+    if isinstance(optimizer, type) or not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "step", None))):
+        got = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else type(optimizer).__name__
         raise TypeError(
-            f"optimizer is {type(optimizer).__name__}; expected an object with `init` and `step`. "
+            f"optimizer is {got}; expected an object with `init` and `step`. "
             f"Cure: from_torch(torch.optim.AdamW, lr=1e-3), or from_transformation(tx)."
         )
-    if not (callable(getattr(rule, "init", None)) and callable(getattr(rule, "update", None))):
+    if isinstance(rule, type):
+        raise TypeError(f"rule is the class {rule.__name__}; expected one that was made. Cure: rule={rule.__name__}().")
+    missing = [name for name in ("init", "update") if not callable(getattr(rule, name, None))]
+    if missing:
         raise TypeError(
-            f"rule is {type(rule).__name__}; expected an object with `init` and `update`. "
-            f"Cure: DynamicScale(), StaticScale(512.0) or NoScale()."
+            f"rule is {type(rule).__name__}, without {' and '.join(f'`{name}`' for name in missing)}; expected an object with "
+            f"`init(device)`, which gives the state to start from, and `update(scaler, found_inf)`, which gives the next one. "
+            f"Cure: DynamicScale(), StaticScale(512.0) or NoScale(); the README has a rule of one's own."
         )

@@ -256,7 +256,7 @@ class TorchOptimizer:
         lr = fresh.lr
         if self._lr_in_state:
             rate = saved_groups[0].get("lr", lr)
-            lr = torch.as_tensor(rate).detach().to(lr.device, torch.float32, copy=True)
+            lr = _as_tensor(rate, lr).detach().to(lr.device, torch.float32, copy=True)
         return OptState(applied, slots, lr)
 
     # ---- the fused kernel, which skips and unscales by itself
@@ -591,7 +591,7 @@ def _restored(name: str, saved: dict[str, Any], fresh: dict[str, Tensor]) -> dic
             raise TypeError(
                 f"the state of {name} has {key} = {type(value).__name__}; expected a tensor. Cure: `opt.state_dict()`, unchanged."
             )
-        value = torch.as_tensor(value)
+        value = value if isinstance(value, Tensor) else torch.tensor(float(value), device=like.device)
         if value.shape != like.shape or (value.is_complex() and not like.is_complex()):
             raise ValueError(
                 f"the state of {name} has {key} of shape {tuple(value.shape)}, {value.dtype}, expected {tuple(like.shape)}, {like.dtype}. "
@@ -727,6 +727,7 @@ def _by_name(params: Tree) -> dict[str, Tensor]:
         if leaf is not None and not (isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())):
             what = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
             raise TypeError(f"params: {name} is {what}; a parameter is a floating or complex tensor. Cure: put it among the buffers.")
+    _tree.check_parameters(params, leaves)
     return {name: leaf for name, leaf in named.items() if leaf is not None}
 
 

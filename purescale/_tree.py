@@ -7,6 +7,7 @@ Dicts keep their key order: a compiled step whose outputs came back in sorted or
 from __future__ import annotations
 
 import collections
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -72,7 +73,7 @@ def fresh(tree: Any, inputs: Any = None) -> Any:
     """`tree`, in any container that torch's pytree knows, off the graph; copied where it may share memory with `inputs`."""
     if traced():
         return torch_pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
-    taken = {storage(leaf) for leaf in all_tensors(inputs)}
+    taken = {None, *_storages(all_tensors(inputs))}
 
     def own(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -162,6 +163,7 @@ class Aligned(NamedTuple):
 def aligned(params: Tree, grads: Tree) -> Aligned:
     """The leaves of both; refused, naming the leaf, unless each gradient could be added to its parameter."""
     weights, structure = flatten(params)
+    check_parameters(params, weights)
     gradients = leaves_like("grads", grads, "params", params, structure)
     check_gradients(params, gradients)
     for index, (gradient, weight) in enumerate(zip(gradients, weights, strict=True)):
@@ -238,6 +240,11 @@ def cast(tree: Tree, dtype: torch.dtype, *, copy: bool = False) -> Tree:
     return torch_pytree.tree_map(convert, tree)
 
 
+def recordable(leaf: Any) -> Any:
+    """A tensor made under inference_mode as a copy that autograd takes; anything else as it is."""
+    return leaf.clone() if isinstance(leaf, Tensor) and not traced() and leaf.is_inference() else leaf
+
+
 def select(found_inf: Tensor | bool, old: Tree, new: Tree) -> Tree:
     """Equal to `tree_map(lambda o, n: torch.where(found_inf, o, n), old, new)`: `old` where the step is bad, else `new`.
 
@@ -290,12 +297,18 @@ def paired(tree: Tree, other: Tree, name: str, other_name: str, why: str = _EITH
 
 
 def _check_pair(a: Any, b: Any, tree: Tree, index: int, name: str, other: str, why: str) -> None:
-    if isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype:
-        return
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        misfit = unfit(a) or unfit(b)
+        if misfit:
+            raise TypeError(f"{path(tree, name, index)} {misfit}")
+        if a.shape == b.shape and a.dtype == b.dtype and a.device == b.device:
+            return
     if not isinstance(a, Tensor) and type(a) is type(b) and a == b:
         return
     at = path(tree, name, index)
     if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if a.device != b.device:
+            raise ValueError(f"{at} is on {a.device}, but on {b.device} in {other}. {why} {elsewhere(b.device)}")
         raise ValueError(
             f"{at} is {a.dtype} {tuple(a.shape)}, but {b.dtype} {tuple(b.shape)} in {other}. {why} "
             f"Cure: `.to({a.dtype})` what was computed in another dtype."
@@ -320,11 +333,14 @@ def flag(found_inf: Tensor | bool, like: Tensor | None = None) -> Tensor:
     raise TypeError(f"found_inf must be a 0-d bool tensor (True = bad), got {found_inf!r}.")
 
 
-def storage(leaf: Tensor) -> int:
-    """What two tensors have in common that share memory."""
-    if leaf.layout is torch.strided:
-        return (leaf.to_local() if isinstance(leaf, DTensor) else leaf).untyped_storage().data_ptr()
-    return (leaf._values() if leaf.layout is torch.sparse_coo else leaf.values()).untyped_storage().data_ptr()
+def storage(leaf: Tensor) -> int | None:
+    """What two tensors have in common that share memory; `None` of one that has none of its own, as a subclass that wraps others."""
+    try:
+        if leaf.layout is torch.strided:
+            return (leaf.to_local() if isinstance(leaf, DTensor) else leaf).untyped_storage().data_ptr()
+        return (leaf._values() if leaf.layout is torch.sparse_coo else leaf.values()).untyped_storage().data_ptr()
+    except RuntimeError:
+        return None
 
 
 def _storages(leaves: Sequence[Any]) -> list[int | None]:
@@ -346,12 +362,20 @@ def writable(leaves: Sequence[Any], others: Sequence[Any] = ()) -> list[bool]:
     if torch.compiler.is_compiling():
         # Memory cannot be compared here. Callers compute everything before they write, and document what that leaves open.
         return [isinstance(leaf, Tensor) and donatable(leaf) for leaf in leaves]
+    return [False] * len(leaves) if DEBUG_DONATION else _writable(leaves, others)
+
+
+def _writable(leaves: Sequence[Any], others: Sequence[Any]) -> list[bool]:
     storages = _storages(leaves)
     users = collections.Counter(storages)
     users.update(_storages(others))
     inference = torch.is_inference_mode_enabled()  # outside of it torch refuses to write into its tensors
     return [
-        memory is not None and users[memory] == 1 and donatable(leaf) and (inference or not leaf.is_inference())
+        memory is not None
+        and users[memory] == 1
+        and donatable(leaf)
+        and (inference or not leaf.is_inference())
+        and not leaf.is_neg()  # lazily: torch's list operations refuse to write into such a view
         for leaf, memory in zip(leaves, storages, strict=True)
     ]
 
@@ -365,18 +389,110 @@ def donatable(leaf: Tensor) -> bool:
     return leaf.is_contiguous() or (leaf.ndim == 4 and leaf.is_contiguous(memory_format=torch.channels_last))
 
 
+DEBUG_DONATION = os.environ.get("PURESCALE_DEBUG_DONATION", "0") not in ("", "0")
+
+
+def poison(given: Any, keep: Any) -> None:
+    """Fill what was donated with NaN, so that its use is seen at once: where `PURESCALE_DEBUG_DONATION=1` was set before the import.
+
+    With it nothing is written in place: results stand in fresh memory and have the same bits. Then every floating and complex
+    tensor of `given` becomes NaN that donation might have written to: dense, off the graph, its memory not shared with
+    another of `given` or with `keep`, which holds the results and what the caller did not give up. Integers and bools are left.
+    Nothing is done while compiling or inside torch.func transforms. In a test:
+    `monkeypatch.setattr("purescale._tree.DEBUG_DONATION", True)`.
+    """
+    if not DEBUG_DONATION or traced():
+        return
+    leaves = all_tensors(given)
+    for leaf, mine in zip(leaves, _writable(leaves, all_tensors(keep)), strict=True):
+        if mine and not leaf.requires_grad and (leaf.is_floating_point() or leaf.is_complex()):
+            leaf.fill_(float("nan"))
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+_LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+_PACKED = getattr(torch, "float4_e2m1fn_x2", None)
+
+
+def unfit(leaf: Tensor) -> str:
+    """What keeps a tensor out of every tree here, and the cure; nothing for the usual kinds."""
+    if leaf.is_nested:
+        return "is a nested tensor, whose parts differ in shape. Cure: `torch.nested.to_padded_tensor(t, 0.0)`, or a list of its parts."
+    if leaf.layout not in _LAYOUTS:
+        return f"has the layout {leaf.layout}, which most of torch's operators do not take. Cure: `.to_dense()`."
+    if leaf.is_quantized:
+        return f"is quantized, {leaf.dtype}. Cure: `.dequantize()`."
+    if leaf.dtype is _PACKED:
+        return f"has dtype {leaf.dtype}, two numbers a byte, which torch cannot compute with. Cure: what it was packed from."
+    return ""
+
+
+# What everything here computes in; a look-up takes a third of the time of asking a tensor.
+_USUAL = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.complex128))
+
+
 def check_gradients(grads: Tree, leaves: Leaves, name: str = "grads") -> None:
     """Refuse, naming the leaf, what cannot be a gradient or have one."""
-    for index, leaf in enumerate(leaves):
-        if leaf is None or (isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())):
-            continue
-        path = paths(grads, name)[index]
-        if not isinstance(leaf, Tensor):
+    for index, leaf in _unusual(leaves):
+        _check_gradient(leaf, path(grads, name, index))
+
+
+def check_parameters(params: Tree, leaves: Leaves, name: str = "params") -> None:
+    """Refuse, naming the leaf, what no step can be taken from."""
+    for index, leaf in _unusual(leaves):
+        at = path(params, name, index)
+        _check_gradient(leaf, at)
+        if leaf.dtype.itemsize == 1:
             raise TypeError(
-                f"{path} is {type(leaf).__name__} {leaf!r}; every gradient must be a tensor or None. Cure: put tensors into the tree; "
-                f"dict, list, tuple and NamedTuple are looked into, other containers are not."
+                f"{at} has dtype {leaf.dtype}, in which torch cannot compute and a step would round to nothing. "
+                f"Cure: float32 parameters, cast where they are used."
             )
+
+
+def _unusual(leaves: Leaves) -> list[tuple[int, Any]]:
+    """The leaves that need a second look, and where they stand."""
+    usual, strided = _USUAL, torch.strided
+    return [
+        (index, leaf)
+        for index, leaf in enumerate(leaves)
+        if leaf is not None and not (isinstance(leaf, Tensor) and leaf.dtype in usual and leaf.layout is strided and not leaf.is_nested)
+    ]
+
+
+def _check_gradient(leaf: Any, at: str) -> None:
+    if not isinstance(leaf, Tensor):
         raise TypeError(
-            f"{path} has dtype {leaf.dtype}; a gradient is floating or complex. Likely cause: an integer buffer, a mask or a token "
+            f"{at} is {type(leaf).__name__} {leaf!r}; every gradient must be a tensor or None. Cure: put tensors into the tree; "
+            f"dict, list, tuple and NamedTuple are looked into, other containers are not."
+        )
+    if not (leaf.is_floating_point() or leaf.is_complex()):
+        raise TypeError(
+            f"{at} has dtype {leaf.dtype}; a gradient is floating or complex. Likely cause: an integer buffer, a mask or a token "
             f"count stands in the tree of gradients. Cure: leave it out, or put None in its place."
         )
+    misfit = unfit(leaf)
+    if misfit:
+        raise TypeError(f"{at} {misfit}")
+
+
+def device_of(tree: Tree, leaves: Leaves, name: str) -> torch.device:
+    """The device of the leaves, the CPU where there is none; refused, naming the leaf, unless all are on one."""
+    device: torch.device | None = None
+    for index, leaf in enumerate(leaves):
+        if leaf is None or leaf.device == device:
+            continue
+        if device is not None:
+            raise ValueError(
+                f"{path(tree, name, index)} is on {leaf.device}, what comes before it on {device}; they must be on one device. "
+                f"{elsewhere(leaf.device)}"
+            )
+        device = leaf.device
+    return torch.device("cpu") if device is None else device
+
+
+def elsewhere(device: torch.device) -> str:
+    """Why a leaf may be on another device than the rest, and the cure."""
+    if device.type == "meta":
+        return "A tensor on meta has no values. Likely cause: a model that was never filled. Cure: load or initialise it, then begin."
+    return "Cure: `.to(device)` of what was left behind."

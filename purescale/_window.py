@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +15,13 @@ from ._scaler import HasScale, overflowed, scale_loss, unscale_and_check
 from ._tree import Tree
 
 BNUpdate = Literal["each", "window"]
-LossFn = Callable[[Tree, Tree, Any], "tuple[Tensor, Tree] | tuple[Tensor, Tree, Any]"]
+
+
+class LossFn(Protocol):
+    """What `train_step` differentiates: a pure function of parameters, buffers and one microbatch."""
+
+    def __call__(self, params: Tree, buffers: Tree, microbatch: Any, /) -> tuple[Tensor, Tree] | tuple[Tensor, Tree, Any]:
+        """The unscaled loss, the new buffers (`buffers` where nothing changes them), and what else the step shall return."""
 
 
 class Gathered(NamedTuple):
@@ -156,7 +162,7 @@ def _scaled_grads(
         present = iter(inputs)
         weights = structure.unflatten([None if leaf is None else next(present) for leaf in leaves])
         loss, new_buffers, aux = _checked(loss_fn(weights, buffers, microbatch), buffers)
-        unscaled = loss.to(torch.promote_types(loss.dtype, torch.float32))
+        unscaled = loss.to(_foreach.wide_dtype(loss.dtype))
         return scale_loss(scaler, loss).reshape(()), (unscaled.reshape(()), new_buffers, aux)
 
     if _tree.traced():
@@ -165,7 +171,8 @@ def _scaled_grads(
     else:
         # torch.func.grad would give the same bits; this also takes checkpointing around `apply` and custom Functions of the older form.
         with torch.enable_grad():
-            inputs = [leaf.detach().requires_grad_() for leaf in inputs]
+            inputs = [_tree.recordable(leaf).detach().requires_grad_() for leaf in inputs]
+            buffers = _tree.map(_tree.recordable, buffers)
             loss, outputs = scaled(inputs)
             if not loss.requires_grad:
                 raise ValueError(

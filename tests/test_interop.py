@@ -933,3 +933,60 @@ def test_what_contradicts_the_level_is_refused_as_in_apex(level, overrides, mess
 def test_a_value_that_apex_does_not_take_is_refused(overrides, error, message):
     with pytest.raises(error, match=message):
         interop.apex.initialize("O2", **overrides)
+
+
+# ---- a job that accumulated
+
+
+@pytest.mark.parametrize("k", [1, 2, 8])
+def test_a_job_that_scaled_a_kth_of_each_loss_goes_on_with_the_same_overflows(k):
+    """GradScaler over `loss / k`, k times a step, beside a step over k microbatches; gradients in float16, which overflow."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**9, growth_interval=2)
+    weight = torch.nn.Parameter(torch.tensor(0.0))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+
+    def loss_of(w, g):
+        return (w.half() * g).float()
+
+    def theirs(windows):
+        seen = []
+        for window in windows:
+            scales = scaler.get_scale()
+            optimizer.zero_grad()
+            for g in window:
+                scaler.scale(loss_of(weight, g) / k).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            seen.append((scales, scaler.get_scale() < scales))
+        return seen
+
+    windows = [[torch.tensor(float(3 + (i + j) % 5)).half() for j in range(k)] for i in range(30)]
+    theirs(windows[:12])
+    rule, state = interop.torch_amp.from_state_dict(scaler.state_dict(), accumulated=k)
+    assert interop.torch_amp.to_state_dict(rule, state, accumulated=k) == scaler.state_dict()
+    sgd = ps.from_torch(torch.optim.SGD, lr=1.0)
+    ours = ps.init_train_state({"w": weight.detach().clone()}, {}, sgd, rule)._replace(scaler=state)
+    skips = 0
+    for window, (scale, overflow) in zip(windows[12:], theirs(windows[12:]), strict=True):
+        ours, info = ps.train_step(ours, window, loss_fn=lambda p, b, g: (loss_of(p["w"], g), b), optimizer=sgd, rule=rule)
+        assert (info.scale.item() * k, info.found_inf.item()) == (scale, overflow)
+        skips += overflow
+    assert skips
+    torch.testing.assert_close(ours.params["w"], weight.detach())
+    assert interop.torch_amp.to_state_dict(rule, ours.scaler, accumulated=k) == scaler.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("k", "error", "words"), [(3, ValueError, "power of two.*accumulated=4"), (0, ValueError, "from 1"), (2.0, TypeError, "whole")]
+)
+def test_an_accumulated_that_is_no_power_of_two_is_refused(k, error, words):
+    d = torch.amp.GradScaler("cpu").state_dict()
+    rule, state = interop.torch_amp.from_state_dict(d)
+    for call in (lambda: interop.torch_amp.from_state_dict(d, accumulated=k), lambda: interop.torch_amp.to_state_dict(rule, state, k)):
+        with pytest.raises(error, match=words):
+            call()
+
+
+def test_mmengines_accumulative_counts_are_taken_over():
+    d = {"state": {}, "param_groups": [], "loss_scaler": torch.amp.GradScaler("cpu", init_scale=2.0**10).state_dict()}
+    assert interop.mmengine.from_state_dict(d, accumulated=4)[1].scale == 2.0**8

@@ -1,6 +1,7 @@
 """The rules and the two functions that use a scale."""
 
 import math
+from typing import NamedTuple
 
 import hypothesis.strategies as st
 import pytest
@@ -419,3 +420,26 @@ def test_complex_zeros_unscale_to_zeros_at_every_scale(scale, dtype):
 def test_a_count_at_the_end_of_its_range_does_not_wrap():
     state = at(8.0, growth_tracker=2**31 - 1, hysteresis_tracker=1)
     assert ps.DynamicScale(growth_interval=2**31 - 1).update(state, torch.tensor(False)).scale == 16
+
+
+class Bare(NamedTuple):
+    scale: torch.Tensor
+
+
+def test_a_state_that_counts_no_skips_cannot_be_asked_how_many_there_were():
+    # after 50 overflows in a row the check would pass
+    state = Bare(torch.tensor(8.0))
+    ps.check_scaler(state, ps.DynamicScale())
+    with pytest.raises(TypeError, match=r"max_skips=3 with a Bare, which does not count skips. Cure: a field `consecutive_skips`"):
+        ps.check_scaler(state, ps.DynamicScale(), max_skips=3)
+
+
+def test_check_scaler_takes_one_state():
+    state = ps.DynamicScale().init()
+    stacked = type(state)(*(torch.stack([t, t]) for t in state))
+    for wrong in (stacked, ps.DynamicScale(), None, 8.0):
+        with pytest.raises(TypeError, match=r"check_scaler takes the state of one scaler.*Cure: `check_scaler\(state.scaler, rule\)`"):
+            ps.check_scaler(wrong, ps.DynamicScale(), max_skips=3)
+    for bound in (2.5, "3", True):
+        with pytest.raises(TypeError, match="max_skips must be a whole number"):
+            ps.check_scaler(state, ps.DynamicScale(), max_skips=bound)

@@ -691,3 +691,42 @@ def test_a_run_is_the_clean_steps_and_the_rules_trace(gradients, interval, donat
         assert same_bits(
             (state.params, state.opt_state, state.buffers, state.step), (clean.params, clean.opt_state, clean.buffers, clean.step)
         )
+
+
+# ---- rules and optimizers that are none
+
+
+class OnlyUpdate:
+    def update(self, scaler, found_inf):
+        return scaler
+
+
+class OnlyInit:
+    def init(self, device=None):
+        return RULE.init(device)
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        (ps.DynamicScale, r"rule is the class DynamicScale; .*Cure: rule=DynamicScale\(\)"),
+        (OnlyUpdate(), r"rule is OnlyUpdate, without `init`; .*`init\(device\)`, which gives the state to start from"),
+        (OnlyInit(), r"rule is OnlyInit, without `update`; .*`update\(scaler, found_inf\)`"),
+        (torch.amp.GradScaler("cpu"), r"rule is GradScaler, without `init`; .*Cure: DynamicScale\(\)"),
+        (None, r"rule is NoneType, without `init` and `update`"),
+    ],
+    ids=["class", "no init", "no update", "GradScaler", "None"],
+)
+def test_what_is_no_rule_is_refused_with_what_it_lacks(rule, words):
+    state, step = job(SGD, RULE)
+    with pytest.raises(TypeError, match=words):
+        step(state, [batch()], rule=rule)
+    with pytest.raises(TypeError, match=words):
+        ps.init_train_state(state.params, state.buffers, SGD, rule)
+
+
+def test_the_class_of_an_optimizer_is_no_optimizer():
+    state, step = job(SGD, RULE)
+    for wrong, name in ((torch.optim.AdamW, "AdamW"), (type(SGD), "TorchOptimizer")):
+        with pytest.raises(TypeError, match=rf"optimizer is the class {name}; expected an object with `init` and `step`.*Cure: from_torch"):
+            step(state, [batch()], optimizer=wrong)

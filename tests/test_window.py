@@ -72,7 +72,7 @@ def test_a_window_equals_the_small_functions(policy, overflow, clip):
     assert info.found_inf == (overflow is not None and policy == "drop_window")
     expected = (params, ps.select(found_inf, state.buffers, buffers), opt_state, RULE.update(state.scaler, accum.found_inf))
     assert same_bits(tuple(new)[:4], expected)
-    assert same_bits(info.grad_norm, norm)
+    assert same_bits(info.grad_norm, norm if not (clip and info.found_inf) else torch.tensor(INF))
     counted = [(loss, n) for loss, n, bad in losses if policy == "drop_window" or not bad]
     torch.testing.assert_close(info.loss, sum(loss * n for loss, n in counted) / sum(n for _, n in counted), equal_nan=True)
     donated = step(clone(state), microbatches, donate=True)
@@ -530,3 +530,79 @@ def test_the_norm_and_the_finite_check_share_one_read():
             ps.unscale_and_step(SGD, at(2.0), grads, grads, SGD.init(grads), **clip)
         counts.append(sum("aminmax" in str(op) for op in counted.ops))
     assert counts == [1, 1, 1, 1]
+
+
+# ---- the norm that a step reports
+
+
+VALUES = st.sampled_from([0.0, 1.0, -2.0, 5.0, 3e38, INF, math.nan])
+WEIGHTS = st.sampled_from([0.0, 1.0, 3.0, math.nan, -1.0])
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.tuples(VALUES, VALUES, WEIGHTS), min_size=1, max_size=4),
+    st.sampled_from(["drop_window", "drop_microbatch"]),
+    st.sampled_from([torch.float32, torch.float64]),
+    st.sampled_from([1.0, INF]),
+    st.sampled_from([0, 2]),
+    st.booleans(),
+    st.sampled_from([SGD, ps.from_torch(torch.optim.Adamax, lr=1.0)]),
+    st.sampled_from([1.0, 2.0, INF]),
+)
+def test_a_skipped_step_has_no_finite_norm_and_one_that_was_taken_has_the_true_one(
+    parts, policy, dtype, max_norm, retries, weighted, optimizer, p
+):
+    rule = ps.DynamicScale(init_scale=4.0)
+    state = ps.init_train_state({"v": torch.zeros(2, dtype=dtype)}, {}, optimizer, rule)
+    microbatches = [(torch.tensor([a, b], dtype=dtype), torch.tensor(w)) for a, b, w in parts]
+    _, info = ps.train_step(
+        state,
+        microbatches,
+        loss_fn=lambda params, buffers, m: ((params["v"] * m[0]).sum(), buffers),
+        optimizer=optimizer,
+        rule=rule,
+        weight_fn=(lambda m: m[1]) if weighted else None,
+        on_nonfinite=policy,
+        max_norm=max_norm,
+        norm_type=p,
+        max_retries=retries,
+    )
+    assert info.grad_norm.dtype is dtype
+    if info.found_inf:
+        assert not torch.isfinite(info.grad_norm)
+        with pytest.raises(FloatingPointError, match="the global norm of the gradients is"):
+            ps.check_grad_norm(info.grad_norm)
+        return
+    weights = [w if weighted else 1.0 for _, _, w in parts]
+    scaled = [torch.tensor([a, b], dtype=dtype) * info.scale for a, b, _ in parts]
+    counted = [(g.double() / info.scale, w) for g, w in zip(scaled, weights, strict=True) if w > 0 and g.isfinite().all()]
+    mean = sum(g * w for g, w in counted) / sum(w for _, w in counted)
+    expected = torch.linalg.vector_norm(mean / 1e38, p).item() * 1e38
+    if expected < torch.finfo(dtype).max:
+        assert info.grad_norm.item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("how", ["vmap", "compile"])
+def test_a_skipped_step_has_no_finite_norm_however_it_is_run(how):
+    state, step = mean_job(max_norm=1.0, on_nonfinite="drop_microbatch")
+    windows = [numbers(2, 4), numbers(INF, 4), numbers(math.nan, INF)]
+    if how == "vmap":
+        infos = torch.vmap(lambda *w: step(state, list(w))[1])(*[torch.stack(column) for column in zip(*windows, strict=True)])
+        norms, flags = infos.grad_norm.tolist(), infos.found_inf.tolist()
+    else:
+        compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+        infos = [compiled(state, window)[1] for window in windows]
+        norms, flags = [i.grad_norm.item() for i in infos], [i.found_inf.item() for i in infos]
+    assert flags == [False, False, True]
+    assert norms[:2] == pytest.approx([3.0, 4.0])
+    assert not math.isfinite(norms[2])
+
+
+@pytest.mark.parametrize("scale", [INF, 0.0, -4.0, math.nan])
+@pytest.mark.parametrize("optimizer", [SGD, ps.from_torch(torch.optim.Adamax, lr=1.0)], ids=["fused", "formula"])
+def test_under_a_scale_that_cannot_be_trusted_the_norm_is_not_finite(scale, optimizer):
+    params = {"w": torch.ones(2)}
+    out = ps.unscale_and_step(optimizer, at(scale), params, {"w": torch.ones(2)}, optimizer.init(params), max_norm=1.0)
+    assert out.found_inf
+    assert not torch.isfinite(out.grad_norm)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import numbers
+import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -10,7 +10,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from .. import _tree
+from .. import _checks, _tree
+from .._checks import is_positive_float32, positive, real, shown, whole
 from .._scaler import ScalerState
 
 Device = torch.device | str | None
@@ -60,26 +61,12 @@ def next_skips(skips: Tensor, bad: Tensor) -> Tensor:
 
 def settle(rule: Any, *names: str) -> None:
     """Put fields of a frozen rule as `positive` floats, so that an equal setting is an equal rule whatever type it came in."""
-    for name in names:
-        object.__setattr__(rule, name, positive(name, getattr(rule, name)))
+    _checks.settle(rule, positive, *names)
 
 
 def settle_counts(rule: Any, *names: str, least: int = 1) -> None:
     """Put fields of a frozen rule as ints from `least` up."""
-    for name in names:
-        object.__setattr__(rule, name, whole(name, getattr(rule, name), least))
-
-
-def positive(name: str, value: Any) -> float:
-    """`value` as a float that is a positive, finite float32 too."""
-    number = float(real(name, value))
-    if not _is_positive_float32(number):
-        raise ValueError(f"{name} must be positive and finite in float32, got {value!r}. Cure: a power of two, as {name}=2.0.")
-    return number
-
-
-def _is_positive_float32(number: float) -> bool:
-    return 2.0**-149 <= number <= torch.finfo(torch.float32).max  # NaN and inf are not
+    _checks.settle(rule, functools.partial(whole, least=least), *names)
 
 
 def check_factors(growth: tuple[str, float], backoff: tuple[str, float] | None = None) -> None:
@@ -94,32 +81,6 @@ def check_bool(name: str, value: Any) -> None:
     """Refuse what is not True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r} ({type(value).__name__}).")
-
-
-def whole(name: str, value: Any, least: int = 0, most: int = 2**31 - 1) -> int:
-    """`value` as an int from `least` to `most`."""
-    number = real(name, value)
-    if isinstance(number, numbers.Integral):
-        number = int(number)
-    if not isinstance(number, int):
-        raise TypeError(f"{name} must be a whole number, got {value!r} ({type(value).__name__}).")
-    if not least <= number <= most:
-        raise ValueError(f"{name} must be from {least} to {most}, got {value!r}.")
-    return int(number)
-
-
-def real(name: str, value: Any) -> Any:
-    """A host number. The arrays of jax and numpy count as such where they are 0-d: it is how their libraries keep one."""
-    if isinstance(value, Tensor):
-        raise TypeError(
-            f"{name} is a tensor of shape {tuple(value.shape)}, {value.dtype}; expected a number. Likely cause: the dict was put through "
-            f"something that turns numbers into tensors, or comes from another library. Cure: `{name}.item()`."
-        )
-    if getattr(value, "shape", None) == () and hasattr(value, "item"):
-        value = value.item()
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__}).")
-    return value
 
 
 # ---- state dicts -----------------------------------------------------------------------------------------------------
@@ -209,8 +170,8 @@ def with_settings(d: Mapping[str, Any], names: Iterable[str], settings: Mapping[
             continue
         if name in merged and merged[name] != d[name]:
             raise ValueError(
-                f"{name}={merged[name]!r} contradicts the state dict, which has {d[name]!r}. Cure: leave it out, and change the rule "
-                f"afterwards if that is meant: `dataclasses.replace(rule, {name}={merged[name]!r})`."
+                f"{name}={shown(merged[name])} contradicts the state dict, which has {shown(d[name])}. Cure: leave it out, and change the "
+                f"rule afterwards if that is meant: `dataclasses.replace(rule, {name}={shown(merged[name])})`."
             )
         merged[name] = d[name]
     return merged
@@ -218,11 +179,11 @@ def with_settings(d: Mapping[str, Any], names: Iterable[str], settings: Mapping[
 
 def saved_scale(name: str, value: Any) -> float:
     """A scale out of a state dict, one that training can go on with."""
-    number = float(real(name, value))
-    if not _is_positive_float32(number):
+    number = real(name, value)
+    if not is_positive_float32(number):
         raise ValueError(
-            f"the saved scale, {name}, is {value!r}; a loss can only be scaled by a positive, finite float32. Likely cause: the job had "
-            f"overflowed or grown without end before it was saved. Cure: `state = rule(...).init(device)`."
+            f"the saved scale, {name}, is {shown(value)}; a loss can only be scaled by a positive, finite float32. Likely cause: the job "
+            f"had overflowed or grown without end before it was saved. Cure: `state = rule(...).init(device)`."
         )
     return number
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._checks import positive, real, whole
 from .._precision import Policy
 from .._scaler import NoScale, ScalerState
 from ._common import (
@@ -17,13 +18,10 @@ from ._common import (
     check_saveable,
     flag,
     moved,
-    positive,
-    real,
     saved_scale,
     scaler_state,
     settle,
     settle_counts,
-    whole,
 )
 
 _ENTRY = ("loss_scale", "unskipped")

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._checks import whole
 from ._common import (
     Device,
     check_bool,
@@ -22,7 +23,6 @@ from ._common import (
     scalar,
     settle,
     settle_counts,
-    whole,
     with_settings,
 )
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import _foreach
+from .._checks import real, shown, whole
 from ._common import (
     Device,
     check_dict,
@@ -17,13 +18,11 @@ from ._common import (
     check_saveable,
     flag,
     next_skips,
-    real,
     refuse,
     saved_scale,
     scalar,
     settle,
     settle_counts,
-    whole,
     with_settings,
 )
 
@@ -86,9 +85,10 @@ class FairseqScale:
             value = getattr(self, name)
             if name == "threshold" and value is None:
                 continue
-            number = float(real(name, value))
+            number = real(name, value)
             if not 0 <= number <= (1.0 if name == "tolerance" else torch.finfo(torch.float32).max):
-                raise ValueError(f"{name} must be {'from 0 to 1' if name == 'tolerance' else 'finite and not negative'}, got {value!r}.")
+                expected = "from 0 to 1" if name == "tolerance" else "finite and not negative"
+                raise ValueError(f"{name} must be {expected}, got {shown(value)}.")
             object.__setattr__(self, name, number)
 
     @property

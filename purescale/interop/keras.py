@@ -9,8 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._checks import whole
 from .._scaler import ScalerState
-from ._common import Device, check_dict, check_saveable, flag, moved, saved_scale, scaler_state, settle, settle_counts, whole, with_settings
+from ._common import (
+    Device,
+    check_dict,
+    check_saveable,
+    flag,
+    moved,
+    saved_scale,
+    scaler_state,
+    settle,
+    settle_counts,
+    with_settings,
+)
 
 _STATE = ("step_counter", "dynamic_scale")
 _SETTINGS = ("initial_scale", "dynamic_growth_steps")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._checks import real, whole
 from .._scaler import ScalerState
 from ._common import (
     Device,
@@ -21,7 +22,6 @@ from ._common import (
     scaler_state,
     settle,
     settle_counts,
-    whole,
 )
 
 _KEYS = ("scale", "growth_tracker", "hysteresis_tracker")
@@ -117,7 +117,7 @@ def from_state_dict(d: Mapping[str, Any], *, device: Device = None, **settings: 
         )
     scale = saved_scale("scale", saved.item())
     if "initial_scale" not in settings:
-        settings["initial_scale"] = max(scale, settings.get("min_scale", rule.min_scale))
+        settings["initial_scale"] = max(scale, real("min_scale", settings.get("min_scale", rule.min_scale)))
     counts = whole("growth_tracker", d["growth_tracker"]), whole("hysteresis_tracker", d["hysteresis_tracker"], least=-(2**31))
     return rule(**settings), scaler_state(scale, *counts, device=device)
 

@@ -9,9 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._checks import whole
 from .._scaler import ScalerState
 from . import apex, torch_amp
-from ._common import Device, check_dict, check_saveable, flag, moved, refuse, saved_scale, scaler_state, settle, whole
+from ._common import (
+    Device,
+    check_dict,
+    check_saveable,
+    flag,
+    moved,
+    refuse,
+    saved_scale,
+    scaler_state,
+    settle,
+)
 
 _GROWTH = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._checks import whole
 from .._scaler import ScalerState
 from ._common import (
     Device,
@@ -21,7 +22,6 @@ from ._common import (
     scaler_state,
     settle,
     settle_counts,
-    whole,
     with_settings,
 )
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import _foreach
+from .._checks import whole
 from .._scaler import ScalerState
 from ._common import (
     Device,
@@ -22,7 +23,6 @@ from ._common import (
     scaler_state,
     settle,
     settle_counts,
-    whole,
     with_settings,
 )
 
@@ -85,14 +85,20 @@ class TorchAmpScale:
 rule = TorchAmpScale
 
 
-def from_state_dict(d: Mapping[str, Any], *, device: Device = None, **settings: Any) -> tuple[TorchAmpScale, ScalerState]:
+def from_state_dict(
+    d: Mapping[str, Any], *, device: Device = None, accumulated: int = 1, **settings: Any
+) -> tuple[TorchAmpScale, ScalerState]:
     """Equal to `rule(init_scale=d["scale"], growth_factor=d["growth_factor"], ...), state of d["scale"], d["_growth_tracker"]`.
 
     `d`: what `torch.amp.GradScaler.state_dict()` returned. It holds every setting; `settings` under `rule()`'s names may
     repeat them. `init_scale` becomes the saved scale, as in GradScaler.load_state_dict. `device`: that of the gradients.
 
-    Raises `ValueError` for another library's dict, the `{}` of a disabled scaler, a scale that cannot train and a setting
-    that contradicts `d`; `TypeError` for what is no number.
+    `accumulated=k`, a power of two: of a job that made a step of k times `scaler.scale(loss / k).backward()`. Here the mean of
+    each microbatch is scaled whole, so the same gradients need a scale that is k times lower: the saved one over k. Without
+    it the first steps may overflow, about log2(k) of them, until the scale has come down by itself.
+
+    Raises `ValueError` for another library's dict, the `{}` of a disabled scaler, a scale that cannot train, a setting
+    that contradicts `d` and an `accumulated` that is no power of two; `TypeError` for what is no number.
 
     >>> d = torch.amp.GradScaler("cpu", init_scale=8.0).state_dict()
     >>> from_state_dict(d)[0]
@@ -101,15 +107,17 @@ def from_state_dict(d: Mapping[str, Any], *, device: Device = None, **settings: 
     Source of the format: torch.amp.GradScaler.state_dict.
     """
     check_dict(d, "torch_amp", _KEYS)
-    scale = saved_scale("scale", d["scale"])
+    scale = saved_scale("scale", saved_scale("scale", d["scale"]) / _parts(accumulated))
     made = rule(**{"init_scale": scale, **with_settings(d, _SETTINGS, settings)})
     return made, scaler_state(scale, whole("_growth_tracker", d["_growth_tracker"]), device=device)
 
 
-def to_state_dict(rule: TorchAmpScale, scaler: ScalerState) -> dict[str, Any]:
+def to_state_dict(rule: TorchAmpScale, scaler: ScalerState, accumulated: int = 1) -> dict[str, Any]:
     """Syncs with the host. Equal to what `GradScaler.state_dict()` returns at this point; `load_state_dict` takes it.
 
-    Raises `TypeError` for another library's rule, `ValueError` for stacked states.
+    `accumulated=k`, as in `from_state_dict`, of a job that will go on with `loss / k`: the scale times k.
+
+    Raises `TypeError` for another library's rule, `ValueError` for stacked states and an `accumulated` that is no power of two.
 
     >>> sorted(to_state_dict(rule(), rule().init()))
     ['_growth_tracker', 'backoff_factor', 'growth_factor', 'growth_interval', 'scale']
@@ -118,9 +126,19 @@ def to_state_dict(rule: TorchAmpScale, scaler: ScalerState) -> dict[str, Any]:
     """
     check_saveable("torch_amp", rule, (TorchAmpScale,), scaler, ScalerState)
     return {
-        "scale": float(scaler.scale),
+        "scale": float(scaler.scale) * _parts(accumulated),
         "growth_factor": rule.growth_factor,
         "backoff_factor": rule.backoff_factor,
         "growth_interval": rule.growth_interval,
         "_growth_tracker": int(scaler.growth_tracker),
     }
+
+
+def _parts(accumulated: Any) -> int:
+    count = whole("accumulated", accumulated, least=1)
+    if count & (count - 1):
+        raise ValueError(
+            f"accumulated must be a power of two, got {count}: any other would round every gradient from here on. "
+            f"Cure: the next one, accumulated={1 << count.bit_length()}; the scale grows back by itself."
+        )
+    return count

@@ -1,0 +1,114 @@
+"""Numbers that come from the host: settings, weights, counts, what a state dict holds. Shared with `interop`."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def as_float(value: Any) -> float | None:
+    """A real number of any type as a float, inf where it is beyond the range of one; `None` for what is none (a bool, a tensor)."""
+    number = _plain(value)
+    if isinstance(number, bool) or not isinstance(number, numbers.Real):
+        return None
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf if bool(number > 0) else -math.inf  # type: ignore[operator]
+
+
+def real(name: str, value: Any) -> float:
+    """`as_float`, or an error in words."""
+    number = as_float(value)
+    if number is None:
+        raise _no_number(name, value, "a number")
+    return number
+
+
+def whole(name: str, value: Any, least: int = 0, most: int | None = 2**31 - 1) -> int:
+    """`value` as an int from `least` to `most`."""
+    plain = _plain(value)
+    if isinstance(plain, bool) or not isinstance(plain, numbers.Integral):
+        raise _no_number(name, value, "a whole number")
+    number = int(plain)
+    if number < least or (most is not None and number > most):
+        bounds = f"at least {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(f"{name} must be {bounds}, got {shown(value)}.")
+    return number
+
+
+def positive(name: str, value: Any) -> float:
+    """`value` as a float that is a positive, finite float32 too."""
+    number = real(name, value)
+    if not is_positive_float32(number):
+        raise ValueError(f"{name} must be positive and finite in float32, got {shown(value)}. Cure: a power of two, as {name}=2.0.")
+    return number
+
+
+def is_positive_float32(number: float) -> bool:
+    """Whether a loss could be scaled by it; NaN and inf are not."""
+    return 2.0**-149 <= number <= torch.finfo(torch.float32).max
+
+
+def power_of_two(name: str, value: Any) -> float:
+    """`value` as a float that float32 holds and that changes no bit of a mantissa."""
+    number = real(name, value)
+    exact = math.isfinite(number) and number > 0 and math.frexp(number)[0] == 0.5
+    if not exact or not 2.0**-149 <= number <= 2.0**127:
+        usual = {"growth_factor": 2.0, "backoff_factor": 0.5}.get(name, 2.0**16)
+        near = 2.0 ** min(max(round(math.log2(number)), -149), 127) if math.isfinite(number) and number > 0 else usual
+        raise ValueError(
+            f"{name} must be a power of two between 2**-149 and 2**127, got {shown(value)}: any other factor rounds every gradient. "
+            f"Cure: {name}={near!r}."
+        )
+    return number
+
+
+def settle(rule: Any, check: Callable[[str, Any], Any], *names: str) -> None:
+    """Put fields of a frozen dataclass as what `check` makes of them, so that an equal setting is equal whatever type it came in."""
+    for name in names:
+        object.__setattr__(rule, name, check(name, getattr(rule, name)))
+
+
+def bound(name: str, value: Any) -> float | Tensor:
+    """A number above 0, as a float; of a 0-d tensor the value is not looked at."""
+    if isinstance(value, Tensor):
+        if value.ndim:
+            raise ValueError(f"{name} must be a number or a 0-d tensor, got shape {tuple(value.shape)}.")
+        if value.is_complex() or value.dtype is torch.bool:
+            raise TypeError(f"{name} must be a real number, got a tensor of {value.dtype}. Cure: `torch.tensor(1.0)`.")
+        return value
+    number = real(name, value)
+    if not number > 0:
+        raise ValueError(f"{name} must be above 0, got {shown(value)}. Cure: None to leave this clipping out.")
+    return number
+
+
+def _plain(value: Any) -> Any:
+    """The 0-d arrays of jax and numpy as Python numbers: it is how their libraries keep one."""
+    if type(value) in (float, int) or isinstance(value, Tensor):
+        return value
+    return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
+
+
+def _no_number(name: str, value: Any, what: str) -> TypeError:
+    if isinstance(value, Tensor):
+        return TypeError(
+            f"{name} is a tensor of shape {tuple(value.shape)}, {value.dtype}; expected {what}. Likely cause: a dict that was put through "
+            f"something that turns numbers into tensors, or that comes from another library. Cure: `{name}.item()`."
+        )
+    return TypeError(f"{name} must be {what}, got {shown(value)} ({type(value).__name__}).")
+
+
+def shown(value: Any, most: int = 80) -> str:
+    """`repr(value)` for a message; Python refuses that of an int of 5000 digits."""
+    try:
+        text = repr(value)
+    except ValueError:
+        return f"a number beyond any {type(value).__name__} that can be shown"
+    return text if len(text) <= most else f"{text[: most // 2]}... ({len(text)} characters)"

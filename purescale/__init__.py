@@ -1,6 +1,9 @@
 """A mixed-precision training step as a value: pure functions over immutable pytrees of tensors. In the order of a step:"""
 
-from ._functional import make_functional as make_functional
+from ._functional import (
+    make_functional as make_functional,
+    load_into as load_into,
+)
 
 from ._precision import (
     Policy as Policy,

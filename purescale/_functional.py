@@ -27,11 +27,11 @@ NORM_MODULES: tuple[type[nn.Module], ...] = (
 
 
 class _Place(NamedTuple):
-    """A module of a skeleton, and where tensors go: its own name for one -> the dotted name, and what stands there between calls."""
+    """A module of a skeleton, and which tensors go into it: its own name for one -> the dotted name."""
 
     module: nn.Module
-    parameters: dict[str, tuple[str, Tensor]]
-    buffers: dict[str, tuple[str, Tensor]]
+    parameters: dict[str, str]
+    buffers: dict[str, str]
     children: tuple[nn.Module | None, ...]
     attributes: frozenset[str] | None  # its own, which its forward may set; None for torch's modules, where it sets nothing
 
@@ -194,7 +194,7 @@ def _called(skeleton: _Skeleton, tensors: Tensors, copies: Tensors, args: Any, k
         own = vars(place.module)
         kept.append(own)
         object.__setattr__(place.module, "__dict__", own.copy())  # attributes that the forward sets go with it
-    _put(skeleton, tensors)
+    before = _put(skeleton, tensors)
     out = skeleton.root(*args, **kwargs)
     for place in skeleton.places:
         if tuple(place.module._modules.values()) != place.children:
@@ -202,7 +202,7 @@ def _called(skeleton: _Skeleton, tensors: Tensors, copies: Tensors, args: Any, k
                 f"the forward of the model put another module into {type(place.module).__name__}. Its tensors would be no arguments of "
                 f"`apply`. Cure: make it in `__init__`, or run `model(example_batch)` once before make_functional(model)."
             )
-    new_buffers = _taken(skeleton, tensors, copies)
+    new_buffers = _taken(skeleton, tensors, copies, before)
     for place, own in zip(skeleton.places, kept, strict=True):
         object.__setattr__(place.module, "__dict__", own)
     return out, new_buffers
@@ -215,9 +215,9 @@ def _traced(skeleton: _Skeleton, tensors: Tensors, copies: Tensors, args: Any, k
         for place in skeleton.places
         if place.attributes is not None
     ]
-    _put(skeleton, tensors)
+    before = _put(skeleton, tensors)
     out = skeleton.root(*args, **kwargs)
-    new_buffers = _taken(skeleton, tensors, copies)
+    new_buffers = _taken(skeleton, tensors, copies, before)
     for module, attributes in kept:
         for key in [key for key in module.__dict__ if key not in _OF_EVERY_MODULE and key not in attributes]:
             delattr(module, key)
@@ -227,22 +227,27 @@ def _traced(skeleton: _Skeleton, tensors: Tensors, copies: Tensors, args: Any, k
     return out, new_buffers
 
 
-def _put(skeleton: _Skeleton, tensors: Tensors) -> None:
+def _put(skeleton: _Skeleton, tensors: Tensors) -> list[Tensor]:
+    """What stood where `tensors` stand now: nothing but shapes, or in a compiled call inside of another the tensors of that one."""
+    before = []
     for place in skeleton.places:
-        for key, (name, _) in place.parameters.items():
-            place.module._parameters[key] = tensors[name]  # type: ignore[assignment]
-        for key, (name, _) in place.buffers.items():
-            place.module._buffers[key] = tensors[name]
+        stores: Any = ((place.module._parameters, place.parameters), (place.module._buffers, place.buffers))
+        for store, names in stores:
+            for key, name in names.items():
+                before.append(store[key])
+                store[key] = tensors[name]
+    return before
 
 
-def _taken(skeleton: _Skeleton, tensors: Tensors, copies: Tensors) -> Tensors:
-    """What the forward left where the buffers stood: written in place, or replaced."""
-    new = dict(copies)
+def _taken(skeleton: _Skeleton, tensors: Tensors, copies: Tensors, before: list[Tensor]) -> Tensors:
+    """What the forward left where the buffers stood: written in place, or replaced. Puts back what stood there `before`."""
+    new, earlier = dict(copies), iter(before)
     for place in skeleton.places:
-        for store, cells in ((place.module._parameters, place.parameters), (place.module._buffers, place.buffers)):
-            for key, (name, empty) in cells.items():
+        stores: Any = ((place.module._parameters, place.parameters), (place.module._buffers, place.buffers))
+        for store, names in stores:
+            for key, name in names.items():
                 value = store.get(key)
-                store[key] = empty  # type: ignore[assignment]
+                store[key] = next(earlier)
                 if value is tensors[name]:
                     continue
                 if name not in copies:
@@ -254,10 +259,10 @@ def _taken(skeleton: _Skeleton, tensors: Tensors, copies: Tensors) -> Tensors:
                         f"one forward."
                     )
                 new[name] = value.clone()  # it may be an argument
-            if len(store) == len(cells):
+            if len(store) == len(names):
                 continue
             for key, value in store.items():
-                if value is not None and key not in cells:
+                if value is not None and key not in names:
                     raise RuntimeError(
                         f"the forward of the model registered {key!r} in its {type(place.module).__name__}. Parameters and buffers are "
                         f"arguments and results of `apply`, so all must be there from the start. Likely cause: it is made in the first "
@@ -389,8 +394,8 @@ def _skeleton(root: nn.Module) -> _Skeleton:
         tuple(
             _Place(
                 module,
-                {key: (parameters[id(tensor)], tensor) for key, tensor in module._parameters.items() if tensor is not None},
-                {key: (buffers[id(tensor)], tensor) for key, tensor in module._buffers.items() if tensor is not None},
+                {key: parameters[id(tensor)] for key, tensor in module._parameters.items() if tensor is not None},
+                {key: buffers[id(tensor)] for key, tensor in module._buffers.items() if tensor is not None},
                 tuple(module._modules.values()),
                 None if _is_torchs(module) else frozenset(vars(module)) - _OF_EVERY_MODULE,
             )

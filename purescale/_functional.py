@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils._pytree as torch_pytree
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import _get_current_function_mode_stack
 
 from . import _tree
@@ -134,6 +135,8 @@ class _Argument(Tensor):
 
     # As of nn.Parameter: operators cost nothing more, and their results are plain tensors.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    _is_param = True  # for isinstance(..., nn.Parameter); torch's compiled functions take no other subclass everywhere
+    grad = None  # no leaf; torch would warn where one looks
     at: str
     reads: list[Tensor]
 
@@ -143,8 +146,9 @@ class _Argument(Tensor):
     def _read(self) -> Tensor:
         # Versions do not count what is written through the real `.data`, and in inference mode nothing.
         with torch.inference_mode(False):
-            read = _argument(self.at, self.detach().clone())
-        vars(self).setdefault("reads", []).append(read)
+            read = super().detach().clone()
+        if not torch.compiler.is_compiling():
+            vars(self).setdefault("reads", []).append(read)
         return read
 
     def _assign(self, value: Tensor) -> None:
@@ -368,12 +372,19 @@ def load_into(model: nn.Module, params: Tensors, buffers: Tensors) -> None:
     faults += [f"{name} is not in the model" for name in given if name not in targets]
     faults += [f"{name} stands in both" for name in params if name in buffers]
     for name, target in targets.items():
+        source = given.get(name)
         if nn.parameter.is_lazy(target):
-            faults.append(f"{name} is not initialised yet: run `model(example_batch)` once")
-        elif name in given and given[name].shape != target.shape:
-            faults.append(f"{name} has shape {tuple(given[name].shape)}, in the model {tuple(target.shape)}")
-        elif name in given and given[name].is_complex() and not target.is_complex():
-            faults.append(f"{name} is {given[name].dtype}, in the model {target.dtype}")
+            faults.append(f"{name} is not initialised yet, run `model(example_batch)` once")
+        elif target.is_meta:
+            faults.append(f"{name} of the model has no memory, run `model.to_empty(device=...)` first")
+        elif source is None:
+            continue
+        elif source.shape != target.shape:
+            faults.append(f"{name} has shape {tuple(source.shape)}, in the model {tuple(target.shape)}")
+        elif source.is_complex() and not target.is_complex():
+            faults.append(f"{name} is {source.dtype}, in the model {target.dtype}")
+        elif source.layout is not target.layout or isinstance(source, DTensor) is not isinstance(target, DTensor):
+            faults.append(f"{name} is {type(source).__name__} of {source.layout}, in the model {type(target).__name__} of {target.layout}")
     if faults:
         raise ValueError(
             f"params and buffers do not fit the model, so nothing was copied: {_tree.some(faults, 8)}. Likely cause: they are of another "

@@ -136,7 +136,6 @@ class _Argument(Tensor):
     # As of nn.Parameter: operators cost nothing more, and their results are plain tensors.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _is_param = True  # for isinstance(..., nn.Parameter); torch's compiled functions take no other subclass everywhere
-    grad = None  # no leaf; torch would warn where one looks
     at: str
     reads: list[Tensor]
 

@@ -2,6 +2,7 @@
 
 A module as a function:
     make_functional       a module as `apply(params, buffers, *args)`, its parameters and its buffers
+    load_into             parameters and buffers copied back into a module
 
 What runs in which dtype:
     Policy                dtypes of parameters, computation, output and norms
@@ -74,7 +75,10 @@ Besides:
     interop               the scalers of other libraries as rules, their state dicts both ways
 """
 
-from ._functional import make_functional as make_functional
+from ._functional import (
+    make_functional as make_functional,
+    load_into as load_into,
+)
 
 from ._precision import (
     Policy as Policy,
@@ -159,6 +163,7 @@ from . import interop as interop
 
 __all__ = [  # noqa: RUF022  in the order of a step
     "make_functional",
+    "load_into",
     "Policy",
     "policy",
     "with_policy",

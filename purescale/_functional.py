@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
+import torch
+import torch.utils._pytree as torch_pytree
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.distributed.tensor import DTensor
 from torch.overrides import _get_current_function_mode_stack
 
 from . import _tree
 
 Tensors = dict[str, Tensor]
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 
 NORM_MODULES: tuple[type[nn.Module], ...] = (
     nn.modules.batchnorm._NormBase,
@@ -22,32 +27,251 @@ NORM_MODULES: tuple[type[nn.Module], ...] = (
 )
 
 
+class _Place(NamedTuple):
+    """A module of a skeleton, and which tensors go into it: its own name for one -> the dotted name."""
+
+    module: nn.Module
+    parameters: dict[str, str]
+    buffers: dict[str, str]
+    children: tuple[nn.Module | None, ...]
+    attributes: frozenset[str] | None  # its own, which its forward may set; None for torch's modules, where it sets nothing
+
+
+class _Skeleton(NamedTuple):
+    """A copy of the model whose tensors lie on the meta device; each of its modules is one place, whatever names it has."""
+
+    root: nn.Module
+    places: tuple[_Place, ...]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Apply:
     """`apply(params, buffers, *args, train=True, **kwargs) -> (out, new_buffers)`; made by `make_functional`."""
 
-    _training: nn.Module
-    _evaluating: nn.Module
+    _skeletons: dict[bool, _Skeleton]  # by `train`
+    _params: frozenset[str]
+    _buffers: frozenset[str]
     norm_params: frozenset[str]  # the weights and biases of normalisation layers
     frozen_params: frozenset[str]  # parameters with requires_grad=False; they stand among the buffers
     _renormed: frozenset[str]  # weights of embeddings with max_norm, which write into them
-    _tied: bool  # a tensor has several names; to look for them takes functional_call a while
+    # Skeletons that no call is using. A call inside of another, or in another thread, takes one of its own.
+    _idle: dict[bool, list[_Skeleton]] = dataclasses.field(default_factory=lambda: {True: [], False: []}, repr=False)
 
     def __call__(self, params: Tensors, buffers: Tensors, *args: Any, train: bool = True, **kwargs: Any) -> tuple[Any, Tensors]:
-        # functional_call leaves updated buffers in the dict it is given: written in place, or replaced.
-        tensors = {
-            **{name: param.clone() if name in self._renormed else param for name, param in params.items()},
-            **{name: buffer.clone() for name, buffer in buffers.items()},
-        }
-        versions = {} if _tree.traced() else {name: param._version for name, param in params.items() if not param.is_inference()}
-        out = functional_call(self._training if train else self._evaluating, tensors, args, kwargs, tie_weights=self._tied, strict=True)
-        for name, version in versions.items():
-            if params[name]._version != version:
-                raise RuntimeError(
-                    f"the forward of the model wrote into its parameter {name}, so params[{name!r}] has changed. "
-                    f"A parameter is an argument here. Cure: compute with a changed copy in forward, or change params between steps."
-                )
-        return out, {name: tensors[name] for name in buffers}
+        check_dicts(params, buffers)
+        if set(params) != self._params or set(buffers) != self._buffers:
+            raise RuntimeError(self._misfit(params, buffers))
+        skeleton = self._skeletons[bool(train)]
+        copies = {name: buffer.clone() for name, buffer in buffers.items()}
+        if torch.compiler.is_compiling():
+            # What is written into these copies does not reach params, and the compiler drops those that nothing writes into.
+            return _traced(skeleton, {**{name: param.clone() for name, param in params.items()}, **copies}, copies, args, kwargs)
+
+        with torch.enable_grad():
+            given = {name: param.clone() if name in self._renormed else _argument(name, param) for name, param in params.items()}
+        versions = _versions(params.values())
+        idle = self._idle[bool(train)]
+        try:
+            skeleton = idle.pop()
+        except IndexError:
+            skeleton = copy.deepcopy(skeleton)
+        # Where the forward fails, its skeleton is thrown away as it stands.
+        out, new_buffers = _called(skeleton, {**given, **copies}, copies, args, kwargs)
+        idle.append(skeleton)
+        if _versions(params.values()) != versions:
+            name = next(name for name, before, now in zip(params, versions, _versions(params.values()), strict=True) if before != now)
+            raise RuntimeError(f"the forward of the model wrote into its parameter {name}, so params[{name!r}] has changed. {_CURE}")
+        for name, argument in given.items():
+            if any(_versions(vars(argument).get("reads", ()))):
+                raise RuntimeError(f"the forward of the model wrote into `.data` of its parameter {name}. {_CURE}")
+        if type(out) is not Tensor:
+            out = torch_pytree.tree_map_only(_Argument, lambda argument: argument.as_subclass(Tensor), out)
+        return out, new_buffers
+
+    @property
+    def _training(self) -> nn.Module:
+        return self._skeletons[True].root
+
+    @property
+    def _evaluating(self) -> nn.Module:
+        return self._skeletons[False].root
+
+    def _misfit(self, params: Tensors, buffers: Tensors) -> str:
+        found = []
+        for which, tree, expected in (("params", params, self._params), ("buffers", buffers, self._buffers)):
+            if set(tree) != expected:
+                missing, extra = sorted(expected - set(tree)), [str(name) for name in tree if name not in expected]
+                found.append(f"{which} has the wrong names: missing {_tree.some(missing)}; not in the model: {_tree.some(extra)}")
+        cause = "these are of another model, or of this one before it was changed"
+        if set(params) == self._buffers and set(buffers) == self._params:
+            cause = "params and buffers in each other's place"
+        elif set(params) | set(buffers) == self._params | self._buffers:
+            cause = "a parameter with requires_grad=False stands among the buffers, every other among params"
+        return f"{'; '.join(found)}. Likely cause: {cause}. Cure: `apply, params, buffers = make_functional(model)`, all three of one call."
+
+
+def check_dicts(params: Any, buffers: Any) -> None:
+    """Refuse what cannot be the params and buffers of `make_functional`."""
+    for which, tree in (("params", params), ("buffers", buffers)):
+        if not isinstance(tree, dict):
+            what = f"a tensor of shape {tuple(tree.shape)}" if isinstance(tree, Tensor) else type(tree).__name__
+            raise TypeError(
+                f"{which} is {what}; expected the dict of tensors by dotted name that make_functional returns. Likely "
+                f"cause: an argument was forgotten. Cure: `out, buffers = apply(params, buffers, x)`, also for a model without buffers, "
+                f"where they are {{}}."
+            )
+        for name, value in tree.items():
+            if not isinstance(value, Tensor):
+                raise TypeError(f"{which}[{name!r}] is {type(value).__name__} {value!r}; expected a tensor.")
+
+
+# ---- a call ----------------------------------------------------------------------------------------------------------
+
+_CURE = "A parameter is an argument here. Cure: compute with a changed copy in forward, or change params between steps."
+
+
+class _Argument(Tensor):
+    """A parameter as a forward sees it: in its memory and on its graph, but refusing to be written into."""
+
+    # As of nn.Parameter: operators cost nothing more, and their results are plain tensors.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    _is_param = True  # for isinstance(..., nn.Parameter); torch's compiled functions take no other subclass everywhere
+    at: str
+    reads: list[Tensor]
+
+    def detach(self) -> Tensor:
+        return _argument(self.at, super().detach())
+
+    def _read(self) -> Tensor:
+        # Versions do not count what is written through the real `.data`, and in inference mode nothing.
+        with torch.inference_mode(False):
+            read = super().detach().clone()
+        if not torch.compiler.is_compiling():
+            vars(self).setdefault("reads", []).append(read)
+        return read
+
+    def _assign(self, value: Tensor) -> None:
+        raise RuntimeError(f"the forward of the model assigns to `.data` of its parameter {self.at}. {_CURE}")
+
+    data = property(_read, _assign)
+
+
+def _refusing(method: str) -> Callable[..., Any]:
+    def refuse(self: _Argument, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(f"the forward of the model would write into its parameter {self.at} (`{method}`). {_CURE}")
+
+    return refuse
+
+
+for _name in dir(Tensor):
+    _operator = _name.startswith("__i") and hasattr(Tensor, f"__{_name[3:]}")  # __iadd__, and not __iter__
+    if _operator or _name == "__setitem__" or (_name.endswith("_") and not _name.startswith("_") and _name != "requires_grad_"):
+        setattr(_Argument, _name, _refusing(_name))
+
+
+def _argument(name: str, tensor: Tensor) -> Tensor:
+    if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
+        return tensor  # a class of its own must stay what it is
+    argument = tensor.as_subclass(_Argument)
+    argument.at = name
+    return argument
+
+
+def _versions(tensors: Iterable[Tensor]) -> list[int]:
+    """How often each was written into; under vmap and grad, the tensor that the transform wraps."""
+    if _tree.under_transform():
+        tensors = [_unwrapped(tensor) for tensor in tensors]
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def _unwrapped(tensor: Tensor) -> Tensor:
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def _called(skeleton: _Skeleton, tensors: Tensors, copies: Tensors, args: Any, kwargs: Any) -> tuple[Any, Tensors]:
+    """The forward with `tensors` in their places, and nothing of it left there afterwards."""
+    kept = []
+    for place in skeleton.places:
+        own = vars(place.module)
+        kept.append(own)
+        object.__setattr__(place.module, "__dict__", own.copy())  # attributes that the forward sets go with it
+    before = _put(skeleton, tensors)
+    out = skeleton.root(*args, **kwargs)
+    for place in skeleton.places:
+        if tuple(place.module._modules.values()) != place.children:
+            raise RuntimeError(
+                f"the forward of the model put another module into {type(place.module).__name__}. Its tensors would be no arguments of "
+                f"`apply`. Cure: make it in `__init__`, or run `model(example_batch)` once before make_functional(model)."
+            )
+    new_buffers = _taken(skeleton, tensors, copies, before)
+    for place, own in zip(skeleton.places, kept, strict=True):
+        object.__setattr__(place.module, "__dict__", own)
+    return out, new_buffers
+
+
+def _traced(skeleton: _Skeleton, tensors: Tensors, copies: Tensors, args: Any, kwargs: Any) -> tuple[Any, Tensors]:
+    """`_called` for a compiler, which follows single attributes only, and only where they are put back one by one."""
+    kept = [
+        (place.module, {key: place.module.__dict__[key] for key in place.attributes})
+        for place in skeleton.places
+        if place.attributes is not None
+    ]
+    before = _put(skeleton, tensors)
+    out = skeleton.root(*args, **kwargs)
+    new_buffers = _taken(skeleton, tensors, copies, before)
+    for module, attributes in kept:
+        for key in [key for key in module.__dict__ if key not in _OF_EVERY_MODULE and key not in attributes]:
+            delattr(module, key)
+        for key, value in attributes.items():
+            if key not in module.__dict__ or module.__dict__[key] is not value:
+                setattr(module, key, value)
+    return out, new_buffers
+
+
+def _put(skeleton: _Skeleton, tensors: Tensors) -> list[Tensor]:
+    """What stood where `tensors` stand now: nothing but shapes, or in a compiled call inside of another the tensors of that one."""
+    before = []
+    for place in skeleton.places:
+        stores: Any = ((place.module._parameters, place.parameters), (place.module._buffers, place.buffers))
+        for store, names in stores:
+            for key, name in names.items():
+                before.append(store[key])
+                store[key] = tensors[name]
+    return before
+
+
+def _taken(skeleton: _Skeleton, tensors: Tensors, copies: Tensors, before: list[Tensor]) -> Tensors:
+    """What the forward left where the buffers stood: written in place, or replaced. Puts back what stood there `before`."""
+    new, earlier = dict(copies), iter(before)
+    for place in skeleton.places:
+        stores: Any = ((place.module._parameters, place.parameters), (place.module._buffers, place.buffers))
+        for store, names in stores:
+            for key, name in names.items():
+                value = store.get(key)
+                store[key] = next(earlier)
+                if value is tensors[name]:
+                    continue
+                if name not in copies:
+                    raise RuntimeError(f"the forward of the model put another tensor in the place of its parameter {name}. {_CURE}")
+                if value is None:
+                    raise RuntimeError(
+                        f"the forward of the model removed its buffer {name}, or set it to None. Buffers are the state of a step "
+                        f"and the same ones before and after. Cure: fill it with zeros, or keep in a plain attribute what lives within "
+                        f"one forward."
+                    )
+                new[name] = value.clone()  # it may be an argument
+            if len(store) == len(names):
+                continue
+            for key, value in store.items():
+                if value is not None and key not in names:
+                    raise RuntimeError(
+                        f"the forward of the model registered {key!r} in its {type(place.module).__name__}. Parameters and buffers are "
+                        f"arguments and results of `apply`, so all must be there from the start. Likely cause: it is made in the first "
+                        f"forward. Cure: run `model(example_batch)` once before make_functional(model)."
+                    )
+    return new
 
 
 def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
@@ -62,14 +286,18 @@ def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
     - `train` is the mode of every module, except that a module in eval mode inside a model in train mode was frozen and
       stays so. In a model that is in eval mode as a whole, `train` decides for all.
     - A parameter with `requires_grad=False` is not trained: it stands in `buffers`, unless no parameter requires a gradient.
-    - Buffers, whether persistent or not, are state. Attributes of other kinds that `forward` sets are not: they stay in the copy.
+    - Buffers, whether persistent or not, are state, and the same ones before and after. Attributes of other kinds that `forward`
+      sets are not: after the call they are as they were at first, so what is cached in one is made anew in each call.
+    - `apply` may be called inside of itself, again in the backward pass (checkpointing around it) and from several threads.
     - `out` is what the module returns, which may be an argument or a view of one.
     - `apply.norm_params` names the weights of torch's own normalisation layers, for `with_policy`. For a class of your own:
       `dataclasses.replace(apply, norm_params=apply.norm_params | {"my_norm.weight"})`.
     - Random numbers (dropout) come from torch's global generator, unless `train_step` is given an `rng`.
 
-    Raises `TypeError` for what is no module, `ValueError` for lazy parameters that have not seen a batch; `apply` raises
-    `RuntimeError` for a module that writes into its own parameters.
+    Raises `TypeError` for what is no module, `ValueError` for lazy parameters that have not seen a batch. `apply` raises
+    `RuntimeError` for names of another model and for a forward that writes into its parameters, also through `.data` (most
+    writes before they happen; under `torch.compile` they change a copy and are dropped), or that registers, replaces or
+    removes what must be there in every call.
 
     >>> from torch import nn, ones
     >>> apply, params, buffers = make_functional(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
@@ -98,26 +326,99 @@ def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
     norms = {names[id(p)] for module in model.modules() if isinstance(module, NORM_MODULES) for p in module.parameters()}
     embeddings = (module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
     renormed = {names[id(module.weight)] for module in embeddings if module.max_norm is not None}
-    tied = any(
-        len(list(every)) > len(once)
-        for every, once in (
-            (model.named_parameters(remove_duplicate=False), params),
-            (model.named_buffers(remove_duplicate=False), buffers),
-        )
-    )
-    training = _skeleton(model)
+    training = _without_tensors(model)
     if not model.training:
         for module in training.modules():
             module.training = True  # and not training.train(), which a class may have replaced
     evaluating = copy.deepcopy(training).eval()
-    return (
-        Apply(training, evaluating, frozenset(norms), frozenset(frozen), frozenset(renormed), tied),
-        {name: p.detach().clone() for name, p in params.items() if name not in frozen},
-        {name: t.detach().clone() for name, t in ({n: params[n] for n in params if n in frozen} | buffers).items()},
+    trained = {name: p.detach().clone() for name, p in params.items() if name not in frozen}
+    state = {name: t.detach().clone() for name, t in ({n: params[n] for n in params if n in frozen} | buffers).items()}
+    apply = Apply(
+        _skeletons={True: _skeleton(training), False: _skeleton(evaluating)},
+        _params=frozenset(trained),
+        _buffers=frozenset(state),
+        norm_params=frozenset(norms),
+        frozen_params=frozenset(frozen),
+        _renormed=frozenset(renormed),
+    )
+    return apply, trained, state
+
+
+def load_into(model: nn.Module, params: Tensors, buffers: Tensors) -> None:
+    """Equal to `model.load_state_dict({**params, **buffers})`, for every model: tied weights, frozen ones, all buffers.
+
+    The way back of `make_functional`: copies into the tensors that `model` has, so an optimizer, a tied weight or a hook that
+    knows them sees the new values. Changes nothing unless everything fits. Names are those that `make_functional` gives, so it
+    takes those of `with_policy` too, and frozen parameters may stand in either dict. Buffers that are not saved are copied
+    as well. What is kept in another dtype is cast to that of the model, as load_state_dict does; any device will do.
+
+    Raises `ValueError` that lists missing and unexpected names and other shapes; `TypeError` for what is no dict of tensors.
+
+    >>> model = nn.BatchNorm1d(2)
+    >>> apply, params, buffers = make_functional(model)
+    >>> load_into(model, {**params, "weight": torch.tensor([2.0, 3.0])}, buffers)
+    >>> model.weight.tolist()
+    [2.0, 3.0]
+
+    Source of the rule: torch.nn.Module.load_state_dict, which wants every name of a tied weight and no buffer that is not saved.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"load_into takes an nn.Module first, got {type(model).__name__}. Cure: load_into(model, params, buffers).")
+    check_dicts(params, buffers)
+    targets = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    given = {**params, **buffers}
+    faults = [f"missing {name}" for name in targets if name not in given]
+    faults += [f"{name} is not in the model" for name in given if name not in targets]
+    faults += [f"{name} stands in both" for name in params if name in buffers]
+    for name, target in targets.items():
+        source = given.get(name)
+        if nn.parameter.is_lazy(target):
+            faults.append(f"{name} is not initialised yet, run `model(example_batch)` once")
+        elif target.is_meta:
+            faults.append(f"{name} of the model has no memory, run `model.to_empty(device=...)` first")
+        elif source is None:
+            continue
+        elif source.shape != target.shape:
+            faults.append(f"{name} has shape {tuple(source.shape)}, in the model {tuple(target.shape)}")
+        elif source.is_complex() and not target.is_complex():
+            faults.append(f"{name} is {source.dtype}, in the model {target.dtype}")
+        elif source.layout is not target.layout or isinstance(source, DTensor) is not isinstance(target, DTensor):
+            faults.append(f"{name} is {type(source).__name__} of {source.layout}, in the model {type(target).__name__} of {target.layout}")
+    if faults:
+        raise ValueError(
+            f"params and buffers do not fit the model, so nothing was copied: {_tree.some(faults, 8)}. Likely cause: they are of another "
+            f"model, stacked over an ensemble, or incomplete. Cure: `load_into(model, state.params, state.buffers)` with the model that "
+            f"they were made from."
+        )
+    with torch.no_grad():
+        for name, target in targets.items():
+            target.copy_(given[name])
+
+
+def _skeleton(root: nn.Module) -> _Skeleton:
+    # By identity: one tensor has one name, its first, in all of its places.
+    parameters = {id(tensor): name for name, tensor in root.named_parameters()}
+    buffers = {id(tensor): name for name, tensor in root.named_buffers()}
+    return _Skeleton(
+        root,
+        tuple(
+            _Place(
+                module,
+                {key: parameters[id(tensor)] for key, tensor in module._parameters.items() if tensor is not None},
+                {key: buffers[id(tensor)] for key, tensor in module._buffers.items() if tensor is not None},
+                tuple(module._modules.values()),
+                None if _is_torchs(module) else frozenset(vars(module)) - _OF_EVERY_MODULE,
+            )
+            for module in root.modules()
+        ),
     )
 
 
-def _skeleton(model: nn.Module) -> nn.Module:
+def _is_torchs(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.modules.") and not module._forward_pre_hooks and not module._forward_hooks
+
+
+def _without_tensors(model: nn.Module) -> nn.Module:
     """A copy of `model` whose parameters and buffers lie on the meta device; what was one tensor in two places stays one."""
     memo: dict[int, Any] = {}
     for module in model.modules():

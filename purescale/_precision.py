@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from . import _tree
+from ._functional import check_dicts
 from ._tree import Tree
 
 _DTYPES = {
@@ -174,6 +175,7 @@ def with_policy(apply: Callable[..., tuple[Any, dict[str, Tensor]]], policy: Pol
 
     @functools.wraps(apply)
     def cast_apply(params: dict[str, Tensor], buffers: dict[str, Tensor], *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Tensor]]:
+        check_dicts(params, buffers)
         _check_params(params, rules)
         frozen = {name: buffer for name, buffer in buffers.items() if name in frozen_params}
         if not rules.autocast:

@@ -251,7 +251,8 @@ def select(found_inf: Tensor | bool, old: Tree, new: Tree) -> Tree:
     For anything of your own that must stand still on a skipped step: an EMA of the weights, buffers, a schedule's state.
     It selects and never multiplies, so a NaN in `new` cannot leak through (`0 * nan` is `nan`).
 
-    Shapes and dtypes: `found_inf` is 0-d bool, True = bad. The leaves of `old` and `new` agree in shape and dtype.
+    Shapes and dtypes: `found_inf` is 0-d bool, True = bad. The leaves of `old` and `new` agree in shape, dtype and layout,
+    sparse ones in how many values they hold too (torch takes those in eager mode only).
     A leaf that is no tensor must be the same in both. The result shares no memory with either.
 
     Raises `ValueError` when the trees differ in structure or two leaves in shape or dtype.
@@ -275,13 +276,42 @@ def where(found_inf: Tensor | bool, old: Tree, new: Tree, *, donate: bool, keep:
     # Whatever is not written in place comes first: it may read what is about to be overwritten.
     compiling = torch.compiler.is_compiling()
     results = [
-        torch.where(bad, a, b) if isinstance(a, Tensor) and (compiling or not own) else a
+        _either(bad, a, b) if isinstance(a, Tensor) and (compiling or not own) else a
         for a, b, own in zip(leaves, others, mine, strict=True)
     ]
     for index, (a, b, own) in enumerate(zip(leaves, others, mine, strict=True)):
         if own and b is not a:
             results[index] = a.copy_(results[index]) if compiling else torch.where(bad, a, b, out=a)
     return structure.unflatten(results)
+
+
+def _either(bad: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """`torch.where(bad, a, b)`, of sparse tensors part by part."""
+    if a.layout not in _SPARSE:
+        return torch.where(bad, a, b)
+    if under_transform():
+        raise ValueError(
+            f"a tensor of layout {a.layout} cannot be chosen under torch.func or vmap, where torch cannot put sparse tensors together. "
+            f"Likely cause: a buffer like a graph's adjacency. Cure: keep it dense, or out of the module and hand it to the forward."
+        )
+    *indices, values = (torch.where(bad, x, y) for x, y in zip(_parts(a), _parts(b), strict=True))
+    # To check what is consistent already would read it.
+    if a.layout is torch.sparse_coo:
+        together = a.is_coalesced() and b.is_coalesced()
+        return torch.sparse_coo_tensor(indices[0], values, a.shape, is_coalesced=together, check_invariants=False)
+    return torch.sparse_compressed_tensor(indices[0], indices[1], values, a.shape, layout=a.layout, check_invariants=False)
+
+
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+def _parts(leaf: Tensor) -> list[Tensor]:
+    """The dense tensors that a sparse one is made of: indices, and values last."""
+    if leaf.layout is torch.sparse_coo:
+        return [leaf._indices(), leaf._values()]
+    if leaf.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [leaf.crow_indices(), leaf.col_indices(), leaf.values()]
+    return [leaf.ccol_indices(), leaf.row_indices(), leaf.values()]
 
 
 _EITHER = "A skipped step keeps the one, an applied step takes the other, so both must agree."
@@ -297,16 +327,25 @@ def paired(tree: Tree, other: Tree, name: str, other_name: str, why: str = _EITH
 
 
 def _check_pair(a: Any, b: Any, tree: Tree, index: int, name: str, other: str, why: str) -> None:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
+    both = isinstance(a, Tensor) and isinstance(b, Tensor)
+    if both:
         misfit = unfit(a) or unfit(b)
         if misfit:
             raise TypeError(f"{path(tree, name, index)} {misfit}")
-        if a.shape == b.shape and a.dtype == b.dtype and a.device == b.device:
+    if both and a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and a.layout is b.layout:
+        if a.layout not in _SPARSE or all(x.shape == y.shape and x.dtype == y.dtype for x, y in zip(_parts(a), _parts(b), strict=True)):
             return
+        raise ValueError(
+            f"{path(tree, name, index)} is sparse with {len(_parts(a)[-1])} values, but with {len(_parts(b)[-1])} in {other}. {why} "
+            f"Which values there are cannot depend on a flag that is not read. Cure: the same number of values, zeros among them, or a "
+            f"dense tensor."
+        )
     if not isinstance(a, Tensor) and type(a) is type(b) and a == b:
         return
     at = path(tree, name, index)
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
+    if both and a.layout is not b.layout:
+        raise ValueError(f"{at} is {a.layout}, but {b.layout} in {other}. {why} Cure: `.to_dense()` what was computed as a sparse tensor.")
+    if both:
         if a.device != b.device:
             raise ValueError(f"{at} is on {a.device}, but on {b.device} in {other}. {why} {elsewhere(b.device)}")
         raise ValueError(
@@ -411,7 +450,6 @@ def poison(given: Any, keep: Any) -> None:
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
-_LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _PACKED = getattr(torch, "float4_e2m1fn_x2", None)
 
 
@@ -419,7 +457,7 @@ def unfit(leaf: Tensor) -> str:
     """What keeps a tensor out of every tree here, and the cure; nothing for the usual kinds."""
     if leaf.is_nested:
         return "is a nested tensor, whose parts differ in shape. Cure: `torch.nested.to_padded_tensor(t, 0.0)`, or a list of its parts."
-    if leaf.layout not in _LAYOUTS:
+    if leaf.layout is not torch.strided and leaf.layout not in _SPARSE:
         return f"has the layout {leaf.layout}, which most of torch's operators do not take. Cure: `.to_dense()`."
     if leaf.is_quantized:
         return f"is quantized, {leaf.dtype}. Cure: `.dequantize()`."

@@ -198,5 +198,26 @@ def _checked(returned: Any, buffers: Tree) -> tuple[Tensor, Tree, list[Any]]:
             f"loss_fn returned {type(loss).__name__} as its loss; expected a tensor of one element. "
             f"Cure: loss first, `return loss, new_buffers`."
         )
+    if not _like_buffers(new_buffers, buffers):
+        raise ValueError(
+            f"new_buffers does not match buffers: loss_fn returned {_described(new_buffers)} where the new buffers belong, "
+            f"{_described(buffers)}. Likely cause: `return loss, aux`. Cure: `return loss, new_buffers, aux`, or "
+            f"`return loss, buffers, aux` where nothing changes them."
+        )
     _tree.paired(buffers, new_buffers, "buffers", "new_buffers")
     return loss, new_buffers, aux
+
+
+def _like_buffers(returned: Any, buffers: Tree) -> bool:
+    """Whether it can be meant for the new buffers: of their kind, with a name in common."""
+    if isinstance(buffers, dict):
+        return isinstance(returned, dict) and (not returned or any(name in buffers for name in returned))
+    return type(returned) is type(buffers)
+
+
+def _described(tree: Any) -> str:
+    if isinstance(tree, Tensor):
+        return f"a tensor of shape {tuple(tree.shape)}"
+    if isinstance(tree, dict):
+        return f"a dict of {_tree.some([repr(name) for name in tree])}"
+    return type(tree).__name__

@@ -1,11 +1,19 @@
 """A module as a pure function, for modules that nobody here wrote, as they come."""
 
+import gc
+import threading
+import weakref
+
+import hypothesis.strategies as st
 import pytest
 import torch
-from helpers import Untouched, same_bits, shares_memory
+from helpers import Dispatched, Untouched, same_bits, shares_memory
+from hypothesis import given
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import purescale as ps
+from purescale import _tree
 
 # torch says so of the LSTM with projections, and takes another kernel.
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
@@ -241,7 +249,7 @@ def test_an_embedding_that_renormalises_its_weight_leaves_params_alone():
     torch.testing.assert_close(out, module(torch.tensor([0, 2])).detach())
 
 
-def test_a_module_that_writes_into_its_parameter_is_refused_by_name():
+def test_a_module_that_writes_into_its_parameter_is_refused_by_name_before_it_is_written():
     class Clamped(nn.Module):
         def __init__(self):
             super().__init__()
@@ -252,5 +260,509 @@ def test_a_module_that_writes_into_its_parameter_is_refused_by_name():
                 self.w.clamp_(max=0.5)
             return x * self.w
 
+    apply, params, buffers = ps.make_functional(Clamped())
+    with Untouched(params), pytest.raises(RuntimeError, match=r"would write into its parameter w \(`clamp_`\).*Cure: "):
+        apply(params, buffers, torch.ones(2))
+
+
+# ---- a forward that writes into its parameters
+
+
+class Writes(nn.Module):
+    """Does `write` to itself, without autograd, before it computes."""
+
+    def __init__(self, write, frozen=False):
+        super().__init__()
+        self.w = nn.Parameter(torch.full((3, 3), 2.0))
+        self.v = nn.Parameter(torch.ones(3), requires_grad=not frozen)
+        self.register_buffer("running", torch.ones(3))
+        self.write = write
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.write(self)
+        return x @ self.w * self.v * self.running
+
+
+BEFORE = {  # refused before anything is written to
+    "clamp_": lambda m: m.w.clamp_(0, 1),
+    "*=": lambda m: m.w.__imul__(0.5),
+    "[0] =": lambda m: m.w.__setitem__(0, 0),
+    "detached": lambda m: m.w.detach().zero_(),
+    "nn.init": lambda m: nn.init.zeros_(m.w),
+    ".data =": lambda m: setattr(m.w, "data", torch.renorm(m.w, 2, 0, 1.0)),
+    ".data.clamp_": lambda m: m.w.data.clamp_(0, 1),
+    "a view of .data": lambda m: m.w.data.view(-1)[0].zero_(),
+    "torch.clamp_ of .data": lambda m: torch.clamp_(m.w.data, 0, 1),
+    "a new parameter": lambda m: setattr(m, "w", nn.Parameter(m.w / 2)),
+}
+AFTER = {  # seen when it has happened
+    "torch.clamp_": lambda m: torch.clamp_(m.w, 0, 1),
+    "a view": lambda m: m.w[0].zero_(),
+    "foreach": lambda m: torch._foreach_zero_([m.w]),
+}
+HOW = {
+    "eager": lambda f: f,
+    "no_grad": torch.no_grad(),
+    "inference_mode": torch.inference_mode(),
+    "grad": torch.func.grad,
+    "vmap": lambda f: lambda p: torch.vmap(lambda _: f(p))(torch.ones(2)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("write", BEFORE)
+def test_a_forward_that_writes_into_a_parameter_is_refused_and_params_stay(write, how):
+    apply, params, buffers = ps.make_functional(Writes(BEFORE[write]))
+    with Untouched((params, buffers)), pytest.raises(RuntimeError, match=r"its parameter w.*Cure: "):
+        HOW[how](lambda p: apply(p, buffers, torch.ones(1, 3))[0].sum())(params)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("write", AFTER)
+def test_a_write_that_is_seen_too_late_is_an_error_that_says_so(write, how):
+    apply, params, buffers = ps.make_functional(Writes(AFTER[write]))
     with pytest.raises(RuntimeError, match=r"wrote into its parameter w, so params\['w'\] has changed"):
-        (lambda f: f[0](f[1], f[2], torch.ones(2)))(ps.make_functional(Clamped()))
+        HOW[how](lambda p: apply(p, buffers, torch.ones(1, 3))[0].sum())(params)
+
+
+@pytest.mark.parametrize("write", [BEFORE[".data.clamp_"], BEFORE["clamp_"], AFTER["torch.clamp_"], AFTER["a view"]])
+@pytest.mark.parametrize("how", ["eager", "grad"])
+def test_a_compiled_forward_that_writes_into_a_parameter_leaves_params_alone(write, how):
+    apply, params, buffers = ps.make_functional(Writes(write))
+    forward = HOW[how](lambda p: apply(p, buffers, torch.ones(1, 3))[0].sum())
+    with Untouched(params):
+        torch.compile(forward, fullgraph=True, backend="aot_eager")(params)
+
+
+def test_data_may_be_read():
+    apply, params, buffers = ps.make_functional(Writes(lambda m: m.running.mul_(m.w.data.norm())))
+    _, new_buffers = apply(params, buffers, torch.ones(1, 3))
+    assert same_bits(new_buffers["running"], torch.full((3,), params["w"].norm().item()))
+
+
+@pytest.mark.parametrize("write", [lambda m: m.running.data.mul_(2), lambda m: setattr(m.running, "data", m.running * 2)])
+def test_buffers_may_be_written_through_data(write):
+    apply, params, buffers = ps.make_functional(Writes(write))
+    with Untouched(buffers):
+        assert same_bits(apply(params, buffers, torch.ones(1, 3))[1]["running"], torch.full((3,), 2.0))
+
+
+def test_a_frozen_parameter_is_written_like_a_buffer():
+    apply, params, buffers = ps.make_functional(Writes(lambda m: m.v.data.mul_(2), frozen=True))
+    with Untouched(buffers):
+        assert same_bits(apply(params, buffers, torch.ones(1, 3))[1]["v"], torch.full((3,), 2.0))
+
+
+def test_a_parameter_in_a_forward_is_a_parameter_and_what_comes_out_is_a_tensor():
+    class Shows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(2))
+
+        def forward(self):
+            assert isinstance(self.w, nn.Parameter)
+            return {"w": self.w, "parts": [self.w.detach(), self.w * 2]}
+
+    apply, params, buffers = ps.make_functional(Shows())
+    out, _ = apply(params, buffers)
+    assert {type(t) for t in (out["w"], *out["parts"])} == {torch.Tensor}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own look at an input
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_piece_inside_of_an_eager_forward_takes_its_parameters(backend):
+    class Pieces(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(5, 4)
+            self.piece = torch.compile(lambda t, w: torch.sort(nn.functional.embedding(t, w), dim=1)[0], fullgraph=True, backend=backend)
+
+        def forward(self, tokens):
+            return self.piece(tokens, self.embed.weight)
+
+    apply, params, buffers = ps.make_functional(Pieces())
+    tokens = torch.tensor([1, 2])
+    weight = params["embed.weight"].requires_grad_()
+    out, _ = apply(params, buffers, tokens)
+    assert same_bits(out.detach(), weight.detach()[tokens].sort(dim=1)[0])
+    assert torch.autograd.grad(out.sum(), weight)[0].sum() == 8
+
+
+# ---- nothing of a call stays
+
+
+class TwoNames(nn.Module):
+    """One module under two names, with a weight that is tied besides."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(3, 3)
+        self.again = self.a
+        self.b = nn.Linear(3, 3)
+        self.b.weight = self.a.weight
+
+    def forward(self, x):
+        return self.b(self.again(self.a(x)))
+
+
+class Remembers(nn.Module):
+    """Sets attributes in its forward, and a counter that changes what it returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.rnn = nn.LSTM(3, 3)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        self.cache = self.linear.weight * 2
+        return self.linear(x) * self.calls + self.cache.sum() + self.rnn(x)[0]
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        self.cache = x * self.calls
+        return self.linear(x) + self.cache
+
+
+@pytest.mark.parametrize("make", [TwoNames, Counts])
+def test_call_after_call_is_the_same_and_compiled_one_graph(make):
+    apply, params, buffers = ps.make_functional(make())
+    compiled = torch.compile(lambda p, x: apply(p, buffers, x)[0], fullgraph=True, backend="aot_eager")
+    torch._dynamo.utils.counters.clear()
+    for step in range(4):
+        x, moved = torch.full((1, 3), float(step)), {name: p + step for name, p in params.items()}
+        assert same_bits(apply(moved, buffers, x)[0], apply(moved, buffers, x)[0])
+        torch.testing.assert_close(compiled(moved, x), apply(moved, buffers, x)[0])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("make", [TwoNames, Remembers, Structured, lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))])
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_tensor_of_a_call_is_kept_alive(make, fails):
+    apply, params, buffers = ps.make_functional(make())
+    mine = {name: p.clone() for name, p in params.items()}
+    memory = [weakref.ref(p.untyped_storage()) for p in mine.values()]
+    width = 4 if make is Structured else 3
+    if fails:
+        with pytest.raises(RuntimeError):
+            apply(mine, buffers, torch.ones(1, width + 3))
+    else:
+        apply(mine, buffers, torch.ones(1, width))
+    del mine
+    gc.collect()
+    assert [ref() for ref in memory] == [None] * len(memory)
+
+
+def test_a_call_after_one_that_failed_is_as_before():
+    apply, params, buffers = ps.make_functional(TwoNames())
+    before = apply(params, buffers, torch.ones(1, 3))
+    with pytest.raises(RuntimeError):
+        apply(params, buffers, torch.ones(1, 4))
+    assert same_bits(apply(params, buffers, torch.ones(1, 3)), before)
+
+
+class Calls(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x, then=None):
+        return self.linear(x) if then is None else then(self.linear(x)) + self.linear(x)
+
+
+@pytest.mark.parametrize("how", [lambda f: f, lambda f: torch.compile(f, fullgraph=True, backend="aot_eager")])
+def test_apply_inside_of_apply_has_parameters_of_its_own(how):
+    apply, params, buffers = ps.make_functional(Calls())
+    others, x = {name: p * 2 for name, p in params.items()}, torch.ones(1, 3)
+    nested = how(lambda p, q, x: apply(p, buffers, x, then=lambda y: apply(q, buffers, y)[0])[0])(params, others, x)
+    inner = apply(params, buffers, x)[0]
+    torch.testing.assert_close(nested, apply(others, buffers, inner)[0] + inner)
+
+
+def test_threads_do_not_see_each_others_parameters():
+    apply, params, buffers = ps.make_functional(Calls())
+    wrong = []
+
+    def work(number):
+        mine = {name: torch.full_like(p, float(number)) for name, p in params.items()}
+        for _ in range(100):
+            out, _ = apply(mine, buffers, torch.ones(1, 3))
+            wrong.extend([] if torch.equal(out, torch.full((1, 3), 4.0 * number)) else [number])
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_checkpointing_around_apply_gives_the_same_gradients():
+    apply, params, buffers = ps.make_functional(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    params, x = {name: p.requires_grad_() for name, p in params.items()}, torch.arange(12.0).reshape(4, 3)
+
+    def grads(call):
+        return torch.autograd.grad(call(lambda p: apply(p, buffers, x)[0], params).pow(3).sum(), list(params.values()))
+
+    assert same_bits(grads(lambda f, p: checkpoint(f, p, use_reentrant=False)), grads(lambda f, p: f(p)))
+
+
+# ---- buffers that come, go and change
+
+
+class Does(nn.Module):
+    def __init__(self, what):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("state", torch.zeros(2))
+        self.register_buffer("later", None)
+        self.what = what
+
+    def forward(self, x):
+        self.what(self, x)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        (lambda m, x: m.register_buffer("cos", x), "registered 'cos' in its Does.*Cure: run `model.example_batch.` once before"),
+        (lambda m, x: setattr(m, "later", x), "registered 'later' in its Does"),
+        (lambda m, x: setattr(m, "more", nn.Parameter(torch.ones(1))), "registered 'more' in its Does"),
+        (lambda m, x: setattr(m, "part", nn.Linear(1, 1)), "put another module into Does"),
+        (lambda m, x: setattr(m, "state", None), "removed its buffer state, or set it to None"),
+        (lambda m, x: delattr(m, "state"), "removed its buffer state, or set it to None"),
+    ],
+)
+def test_what_is_not_there_in_every_call_is_refused_every_time(what, message):
+    apply, params, buffers = ps.make_functional(Does(what))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=message):
+            apply(params, buffers, torch.ones(1, 3))
+
+
+def test_a_model_that_has_seen_a_batch_has_its_late_buffer():
+    class Rotary(nn.Module):
+        def forward(self, x):
+            if not hasattr(self, "cos"):
+                self.register_buffer("cos", torch.cos(x))
+            return x * self.cos
+
+    model, x = Rotary(), torch.ones(2)
+    model(x)
+    apply, params, buffers = ps.make_functional(model)
+    assert same_bits(apply(params, buffers, x)[0], model(x))
+
+
+def test_a_buffer_that_is_replaced_by_an_argument_shares_no_memory_with_it():
+    apply, params, buffers = ps.make_functional(Does(lambda m, x: setattr(m, "state", x)))
+    x = torch.ones(1, 3)
+    new = apply(params, buffers, x)[1]["state"]
+    assert same_bits(new, x)
+    assert not shares_memory(new, x)
+
+
+# ---- what is given
+
+
+@pytest.mark.parametrize("wrap", [lambda apply: apply, lambda apply: ps.with_policy(apply, "float32")])
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (lambda p, b, x: (p, x), TypeError, r"buffers is a tensor of shape \(4, 2\).*forgotten.*Cure: `out, buffers = apply"),
+        (lambda p, b, x: (list(p.values()), b, x), TypeError, "params is list"),
+        (lambda p, b, x: (p | {"weight": None}, b, x), TypeError, r"params\['weight'\] is NoneType"),
+        (lambda p, b, x: (b, p, x), RuntimeError, "params and buffers in each other's place"),
+        (lambda p, b, x: ({}, b, x), RuntimeError, "params has the wrong names: missing bias, weight; not in the model: nothing"),
+        (lambda p, b, x: (p, b | {"k": x}, x), RuntimeError, "buffers has the wrong names: missing nothing; not in the model: k"),
+    ],
+)
+def test_what_are_no_params_and_buffers_of_the_model_is_refused(wrap, arguments, error, message):
+    apply, params, buffers = ps.make_functional(nn.BatchNorm1d(2))
+    with pytest.raises(error, match=message):
+        wrap(apply)(*arguments(params, buffers, torch.ones(4, 2)))
+
+
+# ---- and back
+
+
+class Everything(nn.Module):
+    """Tied, frozen and normal parameters; buffers that are saved, are not, are sparse."""
+
+    def __init__(self):
+        super().__init__()
+        self.tied = Tied()
+        self.norm = nn.BatchNorm1d(4)
+        self.frozen = nn.Linear(2, 2).requires_grad_(False)
+        self.register_buffer("offset", torch.randn(2), persistent=False)
+        self.register_buffer("adjacency", torch.eye(2).to_sparse())
+
+
+def tensors_of(model):
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+@given(st.integers(0, 2**31), st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
+def test_load_into_is_the_way_back_of_make_functional_in_any_dtype(seed, dtype):
+    torch.manual_seed(seed)
+    source, target = Everything().to(dtype), Everything()
+    before = tensors_of(target)
+    _, params, buffers = ps.make_functional(source)
+    ps.load_into(target, params, buffers)
+    assert all(tensors_of(target)[name] is tensor for name, tensor in before.items())
+    assert target.tied.head.weight is target.tied.embed.weight
+    expected = {name: t.detach().to(before[name].dtype) for name, t in tensors_of(source).items()}
+    assert same_bits({name: t.detach() for name, t in tensors_of(target).items()}, expected)
+
+
+def test_load_into_shares_no_memory_and_an_optimizer_of_the_model_sees_it():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    params = {"weight": torch.ones(1, 2), "bias": torch.ones(1)}
+    ps.load_into(model, params, {})
+    model(torch.ones(1, 2)).backward()
+    with Untouched(params):
+        optimizer.step()
+    assert same_bits(model.weight.detach(), torch.zeros(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda p, b: (p | {"weight": torch.ones(3)}, b), r"weight has shape \(3,\), in the model \(2,\)"),
+        (lambda p, b: ({"bias": p["bias"]}, b), "missing weight"),
+        (lambda p, b: (p, {}), "missing running_mean, missing running_var, missing num_batches_tracked"),
+        (lambda p, b: (p | {"gamma": p["weight"]}, b), "gamma is not in the model"),
+        (lambda p, b: (p | b, b), "running_mean stands in both"),
+        (lambda p, b: (p | {"bias": p["bias"].to(torch.complex64)}, b), "bias is torch.complex64, in the model torch.float32"),
+        (lambda p, b: (p | {"bias": p["bias"].to_sparse()}, b), "bias is Tensor of torch.sparse_coo"),
+    ],
+)
+def test_load_into_names_what_does_not_fit_and_changes_nothing(change, message):
+    model = nn.BatchNorm1d(2)
+    _, params, buffers = ps.make_functional(nn.BatchNorm1d(2))
+    params = {name: p + 1 for name, p in params.items()}
+    with Untouched(tensors_of(model)), pytest.raises(ValueError, match=message):
+        ps.load_into(model, *change(params, buffers))
+
+
+def test_load_into_a_model_without_memory_is_refused():
+    _, params, buffers = ps.make_functional(nn.Linear(2, 1))
+    with torch.device("meta"):
+        model = nn.Linear(2, 1)
+    with pytest.raises(ValueError, match="weight of the model has no memory"):
+        ps.load_into(model, params, buffers)
+
+
+@pytest.mark.parametrize("arguments", [(torch.ones(1), {}, {}), (nn.Linear(1, 1), [], {}), (nn.Linear(1, 1), {}, None)])
+def test_load_into_refuses_what_is_no_model_and_no_dict(arguments):
+    with pytest.raises(TypeError, match="Cure: "):
+        ps.load_into(*arguments)
+
+
+# ---- sparse buffers
+
+LAYOUTS = {
+    "coo": lambda t: t.to_sparse(),
+    "csr": lambda t: t.to_sparse_csr(),
+    "csc": lambda t: t.to_sparse_csc(),
+    "bsr": lambda t: t.to_sparse_bsr((2, 2)),
+    "bsc": lambda t: t.to_sparse_bsc((2, 2)),
+}
+pytestmark = [pytestmark, pytest.mark.filterwarnings("ignore:Sparse (CSR|CSC|BSR|BSC) tensor support is in beta")]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("bad", [True, False])
+def test_a_sparse_leaf_is_selected_without_a_read(layout, bad):
+    old, new = (LAYOUTS[layout](t) for t in (torch.eye(4), 3 * torch.eye(4).flip(0)))
+    with Dispatched() as seen:
+        chosen = ps.select(torch.tensor(bad), {"a": old}, {"a": new})["a"]
+    assert seen.reads == 0
+    assert chosen.layout is old.layout
+    assert torch.equal(chosen.to_dense(), (old if bad else new).to_dense())
+    assert {t.untyped_storage().data_ptr() for t in _tree._parts(chosen)}.isdisjoint(
+        t.untyped_storage().data_ptr() for tree in (old, new) for t in _tree._parts(tree)
+    )
+
+
+@pytest.mark.parametrize(
+    ("new", "message"),
+    [
+        (torch.ones(4, 4).to_sparse(), r"old\['a'\] is sparse with 4 values, but with 16 in new.*Cure: "),
+        (torch.eye(4), r"old\['a'\] is torch.sparse_coo, but torch.strided in new.*Cure: "),
+    ],
+)
+def test_sparse_leaves_that_differ_in_form_are_refused(new, message):
+    with pytest.raises(ValueError, match=message):
+        ps.select(True, {"a": torch.eye(4).to_sparse()}, {"a": new})
+
+
+def test_a_sparse_leaf_under_a_transform_is_refused_in_words():
+    sparse = {"a": torch.eye(2).to_sparse()}
+    with pytest.raises(ValueError, match=r"cannot be chosen under torch.func or vmap.*Cure: keep it dense"):
+        torch.vmap(lambda bad: ps.select(bad, sparse, sparse))(torch.tensor([True, False]))
+
+
+@pytest.mark.parametrize("settings", [{}, {"donate": True}, {"on_nonfinite": "drop_microbatch"}, {"max_retries": 1}])
+def test_a_step_of_a_net_over_a_graph_keeps_its_sparse_adjacency(settings):
+    class Graph(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
+            self.register_buffer("adjacency", torch.eye(4).to_sparse())
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls.add_(1)
+            return self.adjacency @ self.linear(x)
+
+    apply, params, buffers = ps.make_functional(Graph())
+    optimizer, rule = ps.from_torch(torch.optim.SGD, lr=0.1), ps.DynamicScale()
+
+    def loss_fn(params, buffers, x):
+        out, buffers = apply(params, buffers, x)
+        return out.square().sum(), buffers
+
+    state = ps.init_train_state(params, buffers, optimizer, rule)
+    for x in (torch.ones(4, 3), torch.full((4, 3), torch.inf), torch.ones(4, 3)):
+        state, _ = ps.train_step(state, [x], loss_fn=loss_fn, optimizer=optimizer, rule=rule, **settings)
+    assert state.buffers["calls"] == 2
+    assert torch.equal(state.buffers["adjacency"].to_dense(), torch.eye(4))
+
+
+# ---- a loss_fn that returns something else
+
+
+@pytest.mark.parametrize("model", [nn.Linear(2, 1), nn.BatchNorm1d(2)])
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        (lambda out: out, r"a tensor of shape \(3, [12]\)"),
+        (lambda out: {"logits": out}, "a dict of 'logits'"),
+        (lambda out: [out], "list"),
+        (lambda out: None, "NoneType"),
+    ],
+)
+def test_aux_where_the_new_buffers_belong_is_refused_with_the_cure(model, what, named):
+    apply, params, buffers = ps.make_functional(model)
+    optimizer, rule = ps.from_torch(torch.optim.SGD, lr=0.1), ps.DynamicScale()
+
+    def loss_fn(params, buffers, x):
+        out, _ = apply(params, buffers, x)
+        return out.sum(), what(out)
+
+    state = ps.init_train_state(params, buffers, optimizer, rule)
+    with pytest.raises(ValueError, match=f"loss_fn returned {named} where the new buffers belong.*Cure: `return loss, new_buffers, aux`"):
+        ps.train_step(state, [torch.ones(3, 2)], loss_fn=loss_fn, optimizer=optimizer, rule=rule)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import _get_current_function_mode_stack
 
 from . import _tree
+from ._argument import CURE, Argument, argument
 
 Tensors = dict[str, Tensor]
 
@@ -68,7 +69,7 @@ class Apply:
             return _traced(skeleton, {**{name: param.clone() for name, param in params.items()}, **copies}, copies, args, kwargs)
 
         with torch.enable_grad():
-            given = {name: param.clone() if name in self._renormed else _argument(name, param) for name, param in params.items()}
+            given = {name: param.clone() if name in self._renormed else argument(name, param) for name, param in params.items()}
         versions = _versions(params.values())
         idle = self._idle[bool(train)]
         try:
@@ -80,12 +81,12 @@ class Apply:
         idle.append(skeleton)
         if _versions(params.values()) != versions:
             name = next(name for name, before, now in zip(params, versions, _versions(params.values()), strict=True) if before != now)
-            raise RuntimeError(f"the forward of the model wrote into its parameter {name}, so params[{name!r}] has changed. {_CURE}")
-        for name, argument in given.items():
-            if any(_versions(vars(argument).get("reads", ()))):
-                raise RuntimeError(f"the forward of the model wrote into `.data` of its parameter {name}. {_CURE}")
+            raise RuntimeError(f"the forward of the model wrote into its parameter {name}, so params[{name!r}] has changed. {CURE}")
+        for name, alias in given.items():
+            if any(_versions(vars(alias).get("reads", ()))):
+                raise RuntimeError(f"the forward of the model wrote into `.data` of its parameter {name}. {CURE}")
         if type(out) is not Tensor:
-            out = torch_pytree.tree_map_only(_Argument, lambda argument: argument.as_subclass(Tensor), out)
+            out = torch_pytree.tree_map_only(Argument, lambda alias: alias.as_subclass(Tensor), out)
         return out, new_buffers
 
     @property
@@ -126,55 +127,6 @@ def check_dicts(params: Any, buffers: Any) -> None:
 
 
 # ---- a call ----------------------------------------------------------------------------------------------------------
-
-_CURE = "A parameter is an argument here. Cure: compute with a changed copy in forward, or change params between steps."
-
-
-class _Argument(Tensor):
-    """A parameter as a forward sees it: in its memory and on its graph, but refusing to be written into."""
-
-    # As of nn.Parameter: operators cost nothing more, and their results are plain tensors.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    _is_param = True  # for isinstance(..., nn.Parameter); torch's compiled functions take no other subclass everywhere
-    at: str
-    reads: list[Tensor]
-
-    def detach(self) -> Tensor:
-        return _argument(self.at, super().detach())
-
-    def _read(self) -> Tensor:
-        # Versions do not count what is written through the real `.data`, and in inference mode nothing.
-        with torch.inference_mode(False):
-            read = super().detach().clone()
-        if not torch.compiler.is_compiling():
-            vars(self).setdefault("reads", []).append(read)
-        return read
-
-    def _assign(self, value: Tensor) -> None:
-        raise RuntimeError(f"the forward of the model assigns to `.data` of its parameter {self.at}. {_CURE}")
-
-    data = property(_read, _assign)
-
-
-def _refusing(method: str) -> Callable[..., Any]:
-    def refuse(self: _Argument, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(f"the forward of the model would write into its parameter {self.at} (`{method}`). {_CURE}")
-
-    return refuse
-
-
-for _name in dir(Tensor):
-    _operator = _name.startswith("__i") and hasattr(Tensor, f"__{_name[3:]}")  # __iadd__, and not __iter__
-    if _operator or _name == "__setitem__" or (_name.endswith("_") and not _name.startswith("_") and _name != "requires_grad_"):
-        setattr(_Argument, _name, _refusing(_name))
-
-
-def _argument(name: str, tensor: Tensor) -> Tensor:
-    if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
-        return tensor  # a class of its own must stay what it is
-    argument = tensor.as_subclass(_Argument)
-    argument.at = name
-    return argument
 
 
 def _versions(tensors: Iterable[Tensor]) -> list[int]:
@@ -254,7 +206,7 @@ def _taken(skeleton: _Skeleton, tensors: Tensors, copies: Tensors, before: list[
                 if value is tensors[name]:
                     continue
                 if name not in copies:
-                    raise RuntimeError(f"the forward of the model put another tensor in the place of its parameter {name}. {_CURE}")
+                    raise RuntimeError(f"the forward of the model put another tensor in the place of its parameter {name}. {CURE}")
                 if value is None:
                     raise RuntimeError(
                         f"the forward of the model removed its buffer {name}, or set it to None. Buffers are the state of a step "

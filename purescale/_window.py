@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import _foreach, _tree
 from ._accum import AccumState, OnNonfinite, add, as_weight, init_accum, is_weight
+from ._argument import argument
 from ._bn import CatchBatchNorm, absorb, check_flat, has_layers, init_bn_stats, named_calls, updated_once, without_update
 from ._scaler import HasScale, overflowed, scale_loss, unscale_and_check
 from ._tree import Tree
@@ -171,7 +172,9 @@ def _scaled_grads(
     else:
         # torch.func.grad would give the same bits; this also takes checkpointing around `apply` and custom Functions of the older form.
         with torch.enable_grad():
-            inputs = [_tree.recordable(leaf).detach().requires_grad_() for leaf in inputs]
+            # Leaves, so that autocast casts a weight once however often it is used.
+            names = [name for name, leaf in zip(_tree.names(params), leaves, strict=True) if leaf is not None]
+            inputs = [argument(name, _tree.recordable(leaf).detach()).requires_grad_() for name, leaf in zip(names, inputs, strict=True)]
             buffers = _tree.map(_tree.recordable, buffers)
             loss, outputs = scaled(inputs)
             if not loss.requires_grad:
@@ -180,6 +183,7 @@ def _scaled_grads(
                     "runs under torch.no_grad or inference_mode. Cure: `out, buffers = apply(params, buffers, x)` and a loss of that `out`."
                 )
             grads = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
+            grads = [grad.detach() if grad.requires_grad else grad for grad in grads]  # a backward may return what it was given
         outputs = _tree.fresh(outputs, (params, buffers, scaler, microbatch))
     present = iter(grads)
     return structure.unflatten([None if leaf is None else next(present) for leaf in leaves]), outputs

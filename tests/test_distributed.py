@@ -192,14 +192,16 @@ STATISTICS = ("running_mean", "running_var")
 
 
 def _any_stats(rank):
-    """Statistics in which no two numbers are equal, so that none can stand in for another; the last rank of three knows one layer only."""
+    """No two numbers are equal, so that none can stand in for another. The last rank of three knows one layer only, and none knows `d`."""
     generator = torch.Generator().manual_seed(rank)
 
     def vector(size):
         return torch.rand(size, dtype=torch.float64, generator=generator) + rank
 
-    empty = ps.init_bn_stats({f"{name}.{key}": torch.zeros(size) for name, size in (("a", 2), ("b", 3), ("c", 2)) for key in STATISTICS})
-    known = [name for name in empty.layers if rank < 2 or name == "b"]
+    empty = ps.init_bn_stats(
+        {f"{name}.{key}": torch.zeros(size) for name, size in (("a", 2), ("b", 3), ("c", 2), ("d", 1)) for key in STATISTICS}
+    )
+    known = "abc" if rank < 2 else "b"
     layers = {
         name: type(layer)(
             count=torch.tensor(10.0 + index + 100 * rank, dtype=torch.float64),

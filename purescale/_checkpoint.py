@@ -292,7 +292,7 @@ def _check_storable(where: str, leaf: Tensor, path: Path) -> None:
 
 
 def _parts(leaf: Tensor) -> list[Tensor]:
-    """The dense tensors that make up `leaf`, in the order in which torch.save writes them."""
+    """The dense tensors that make up `leaf`."""
     if leaf.layout is torch.strided:
         return [leaf]
     if leaf.layout is torch.sparse_coo:

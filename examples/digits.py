@@ -80,7 +80,8 @@ def load() -> Data:
 
 def batches(data: Data, epochs: int, title: str) -> Iterator[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(1)
-    with tqdm(total=epochs * (len(data.train_x) // BATCH), desc=f"{title:22}", unit="step") as bar:
+    steps = epochs * (len(data.train_x) // BATCH)
+    with tqdm(total=steps, desc=f"{title:22}", unit="step", disable=None) as bar:  # None: off where there is no terminal
         for _ in range(epochs):
             order = torch.randperm(len(data.train_x), generator=generator)
             for index in order.split(BATCH):

@@ -175,8 +175,9 @@ def precise_bn(
     report to the logger "purescale": layers, batches, skipped batches, what was left alone.
 
     Arguments:
-    - `loader`: any iterable of batches. As many are taken as make up `num_samples` over all ranks, rounded down by the size
-      of the first (the first dimension of the first array in it), and at least one; a shorter loader is fine.
+    - `loader`: any iterable of batches. As many are taken as make up `num_samples` over all ranks, rounded down: none once
+      another of the size of the last would be too many. At least one; a shorter loader is fine. What counts is what `forward`
+      was given, in all its calls: the first dimension of the first array among the arguments. Each rank counts its own.
     - `call(forward, batch)` feeds one batch: `call=lambda forward, batch: forward(batch[0].to(device))`. The default passes
       a tuple or list as arguments, a dict as keyword arguments, anything else as the one argument.
     - `estimator`, `correction`: as in `bn_buffers`.
@@ -184,7 +185,7 @@ def precise_bn(
       use large batches. `"sequential"`: with the final statistics of the layers before it, exactly what it will see at
       eval. It takes one pass over the loader a layer, so the loader must be re-iterable and should give the same data.
     - `group`: ranks whose data are one sample; all get the same buffers. `None`: this rank alone.
-    - `progress`: a bar, on rank 0 (needs tqdm).
+    - `progress`: a bar, on rank 0 (needs tqdm); where no terminal would show it, a line a minute.
 
     Raises `ValueError` for settings, a model without batch norm, a loader without a batch on any rank; in `"sequential"` for a
     one-shot iterator or a layer called several times; `TypeError` when the default cannot feed a batch. What the
@@ -458,9 +459,11 @@ def _gather(
     """
     stats = init_bn_stats(buffers)
     called: list[list[str]] = []
+    rows = 0
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        nonlocal stats
+        nonlocal stats, rows
+        rows += _rows(args, kwargs)
         out, calls = _forward(apply, params, buffers, args, kwargs, settled)
         called.append([name for name, _ in calls])
         if once and calls:
@@ -471,7 +474,8 @@ def _gather(
     failure: Exception | None = None
     try:
         _check_loader(loader, once)
-        for batch in _taken(loader, num_samples, 1 if group is None else dist.get_world_size(group), progress, group):
+        most = num_samples // (1 if group is None else dist.get_world_size(group))
+        for batch in _taken(loader, most, lambda: rows, _bar(group) if progress else None):
             before = len(called)
             _feed(forward, batch) if call is None else call(forward, batch)
             if len(called) == before:
@@ -514,19 +518,18 @@ def _check_order(called: list[str], order: list[str]) -> None:
         )
 
 
-def _taken(loader: Iterable[Any], num_samples: int, world: int, progress: bool, group: Any) -> Iterator[Any]:
-    """As many batches of the loader as make up `num_samples` over all ranks, and not one more."""
-    bar = None
-    wanted = 1
+def _taken(loader: Iterable[Any], most: int, rows: Callable[[], int], bar: Any) -> Iterator[Any]:
+    """Batches of the loader, one at least, until another like the last would bring `rows()` above `most`."""
     try:
         for index, batch in enumerate(loader):
-            if index == 0:
-                wanted = max(1, num_samples // max(1, _rows(batch) * world))
-                bar = _bar(min(wanted, _length(loader)), group) if progress else None
+            before = rows()
             yield batch
+            size = rows() - before
+            if bar is not None and index == 0:
+                bar.reset(total=min(max(1, most // max(1, size)), _length(loader)))
             if bar is not None:
                 bar.update()
-            if index + 1 >= wanted:
+            if rows() + size > most:
                 return
     finally:
         if bar is not None:
@@ -540,21 +543,25 @@ def _length(loader: Any) -> float:
         return math.inf
 
 
-def _rows(batch: Any) -> int:
-    """How many samples a batch holds: the first dimension of its first array."""
-    for leaf in torch_pytree.tree_leaves(batch):
+def _rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """How many samples a forward is given: the first dimension of the first array; without one, the length of the first argument."""
+    for leaf in torch_pytree.tree_leaves((args, kwargs)):
         if getattr(leaf, "shape", ()):
             return int(leaf.shape[0])
-    return len(batch) if hasattr(batch, "__len__") else 1
+    first: Any = next(iter((*args, *kwargs.values())), None)
+    return len(first) if hasattr(first, "__len__") else 1
 
 
-def _bar(total: float, group: Any) -> Any:
+def _bar(group: Any) -> Any:
     try:
         from tqdm.auto import tqdm
     except ImportError as error:
         raise ImportError("progress=True needs tqdm. Cure: pip install 'purescale[progress]', or progress=False.") from error
     rank = dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
-    return tqdm(total=None if math.isinf(total) else total, desc="precise_bn", unit="batch", disable=rank != 0)
+    bar = tqdm(desc="precise_bn", unit="batch", disable=rank != 0)
+    if not bar.disable and not bar.gui and not bar.fp.isatty():
+        bar.mininterval = 60.0  # seconds: in a log each refresh stays, as a line
+    return bar
 
 
 def _feed(forward: Callable[..., Any], batch: Any) -> Any:

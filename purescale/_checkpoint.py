@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import glob
+import logging
 import os
 import secrets
+import stat
+import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,6 +26,9 @@ Path: TypeAlias = str | os.PathLike[str]
 _VERSION = 1
 _VERSION_KEY = "purescale_version"
 _ABANDONED = 3600.0  # seconds without a write
+_MARK = b"purescale crc32 "  # and four bytes: the comment of the zip that torch.save writes
+_END = b"PK\5\6"  # where a zip without a comment has its last 22 bytes
+_SOUND = 0x2144DF1C  # the CRC-32 of anything that ends with its CRC-32
 
 
 def to_state_dict(tree: Tree) -> dict[str, Any]:
@@ -52,11 +59,11 @@ def _to_state_dict(tree: Tree, name: str) -> dict[str, Any]:
     for index, (keys, leaf) in enumerate(zip(_tree.keys(tree), _tree.flatten(tree)[0], strict=True)):
         if leaf is None:
             continue
-        if not isinstance(leaf, Tensor) or leaf.is_nested:
+        if not isinstance(leaf, Tensor) or leaf.is_nested or leaf.is_mkldnn:
             raise TypeError(
                 f"{_tree.paths(tree, name)[index]} is {_kind(leaf)}; a checkpoint holds dense, sparse and distributed tensors. Cure: "
-                f"`torch.tensor(...)` of a number; settings belong to the code that makes the state. dict, list, tuple and NamedTuple are "
-                f"looked into, other containers are not."
+                f"`torch.tensor(...)` of a number, `.to_dense()` of a tensor in mkldnn's layout; settings belong to the code that makes "
+                f"the state. dict, list, tuple and NamedTuple are looked into, other containers are not."
             )
         node: Any = d
         *outer, last = ("tree", *keys)
@@ -107,16 +114,20 @@ def _from_state_dict(name: str, d: Any, like: Tree, *, donate: bool) -> Tree:
 
 
 def save(path: Path, tree: Tree) -> None:
-    """Syncs with the host and with the disk. Equal to `torch.save(to_state_dict(tree), path)`, made whole or not at all.
+    """Syncs with the host and with the disk. Equal to `torch.save(to_state_dict(tree), path)` with a checksum, whole or not at all.
 
     A kill, a full disk or an error at any moment leaves the old file or the new one. Once the call is back the new one
-    survives a power failure too. It is written beside `path`, as `.purescale-*.tmp`, synced, and renamed. Only a kill leaves
-    such a file behind: it is harmless, and a later save into that directory removes those that nobody wrote to for an hour.
+    survives a power failure too, where the disk can sync a directory and this user may read it. It is written beside
+    `path`, as `.purescale-*.tmp`, synced, and renamed. Only a kill leaves such a file behind: it is harmless, and a later
+    save into that directory removes those that nobody wrote to for an hour.
 
-    `path`: `str` or `os.PathLike`; a link is followed. Call it on one rank.
+    `path`: `str` or `os.PathLike`; a link is followed. A file that is replaced hands on its permissions, and its owner where
+    this user may give it; a new one has those of any new file. Call it on one rank. `torch.load` reads the file too: the
+    checksum, of every byte, stands in the comment of the zip that `torch.save` writes.
 
-    Raises `FileNotFoundError` for a missing directory, `ValueError` for a path that is no file, `TypeError` for a `DTensor`
-    and for what `to_state_dict` refuses, `OSError` as the disk has it.
+    Raises `FileNotFoundError` for a missing directory, `ValueError` for a path that is no file, `TypeError` for a `DTensor`,
+    for another subclass of tensors (an `nn.Parameter` is stored as a plain one), for a tensor without values, and for what
+    `to_state_dict` refuses, `OSError` as the disk has it.
 
     >>> import tempfile
     >>> from purescale import StaticScale
@@ -127,28 +138,25 @@ def save(path: Path, tree: Tree) -> None:
 
     Source of the rule: Pillai et al., All File Systems Are Not Created Equal (OSDI 2014).
     """
-    target = os.path.realpath(os.fsdecode(path))
+    target = _target(path)
     folder = os.path.dirname(target)
-    if not os.path.isdir(folder):
-        raise FileNotFoundError(f"save: there is no directory {folder!r} for {path!r}. Cure: `os.makedirs({folder!r}, exist_ok=True)`.")
-    if os.path.exists(target) and not os.path.isfile(target):
-        raise ValueError(
-            f"save: {path!r} is a directory or a device; expected the name of a file. "
-            f"Cure: `save(os.path.join({str(path)!r}, 'state.pt'), tree)`."
-        )
-    d = to_state_dict(_tree.map(_compact, tree))
+    to_state_dict(tree)  # raises for what it would refuse below
     for where, leaf in zip(_tree.paths(tree, "tree"), _tree.flatten(tree)[0], strict=True):
-        if isinstance(leaf, DTensor):
-            raise TypeError(
-                f"{where} is a DTensor: this rank has a part of it, and one file is written by one rank. "
-                f"Cure: `torch.distributed.checkpoint.save(to_state_dict(tree), checkpoint_id={str(path)!r})`."
-            )
+        if leaf is not None:
+            _check_storable(where, leaf, path)
+    d = to_state_dict(_tree.map(_compact, tree))
 
     temporary = os.path.join(folder, f".purescale-{secrets.token_hex(8)}.tmp")
+    old = os.stat(target) if os.path.exists(target) else None
+    allowed = 0o666 if old is None else stat.S_IMODE(old.st_mode)
     try:
-        with open(temporary, "xb") as file:
+        # Never open to more than the file that it will be.
+        with open(temporary, "x+b", opener=lambda name, flags: os.open(name, flags, allowed & 0o666 | 0o600)) as file:
             _remove_abandoned(folder, temporary)
+            if old is not None:
+                _inherit(temporary, target, old)
             torch.save(d, file)
+            _seal(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
@@ -162,10 +170,12 @@ def save(path: Path, tree: Tree) -> None:
 def load(path: Path, like: Tree) -> Tree:
     """Syncs with the host and the disk. Equal to `from_state_dict(torch.load(path, weights_only=True), like)`: what `save` wrote.
 
-    Nothing in the file is run, whatever it holds. `like` as in `from_state_dict`; its tensors are not written to.
+    Nothing in the file is run, whatever it holds. `like` as in `from_state_dict`; its tensors are not written to. Of a file
+    that `save` wrote every byte is checked first; one without a checksum, from `torch.save(to_state_dict(tree), path)` or an
+    older purescale, is loaded with a line to the logger "purescale".
 
-    Raises `ValueError` for a file that is truncated or no checkpoint, and for one that does not match `like`, with the
-    paths in which it differs; `OSError` where it cannot be opened.
+    Raises `ValueError` for a file that is damaged, with the leaf in which it is; that is truncated or no checkpoint; and for
+    one that does not match `like`, with the paths in which it differs; `OSError` where it cannot be opened.
 
     >>> import tempfile
     >>> from purescale import StaticScale
@@ -176,14 +186,13 @@ def load(path: Path, like: Tree) -> Tree:
     """
     name = os.fsdecode(path)
     with open(name, "rb") as file:
+        checked = _check_seal(name, file)
         try:
-            d = torch.load(file, map_location="cpu", weights_only=True)
+            d = _read(file)
         except Exception as error:
-            raise ValueError(
-                f"load: {name!r} is not a file that purescale.save wrote ({type(error).__name__}). Likely cause: another kind of file, one "
-                f"that was cut off when it was copied, or a pickle with code in it, which is never run. Cure: the file that "
-                f"`save(path, tree)` wrote."
-            ) from error
+            raise _foreign(name, type(error).__name__) from error
+    if not checked:
+        logging.getLogger("purescale").warning("load: %r has no checksum, so whether it is damaged is not known; `save` writes one", name)
     return _from_state_dict(f"torch.load({name!r})", d, like, donate=True)
 
 
@@ -254,14 +263,151 @@ def _at(node: Any, keys: tuple[str, ...]) -> Any:
     return node
 
 
-# ---- the disk --------------------------------------------------------------------------------------------------------
+# ---- what a file can hold --------------------------------------------------------------------------------------------
+
+
+def _check_storable(where: str, leaf: Tensor, path: Path) -> None:
+    """Refuse what `load` would: it makes plain tensors and runs no code to make others."""
+    if isinstance(leaf, DTensor):
+        raise TypeError(
+            f"{where} is a DTensor: this rank has a part of it, and one file is written by one rank. "
+            f"Cure: `torch.distributed.checkpoint.save(to_state_dict(tree), checkpoint_id={os.fspath(path)!r})`."
+        )
+    kind = type(leaf.detach())
+    if kind is not Tensor:
+        raise TypeError(
+            f"{where} is a {kind.__name__}, a subclass of tensors; a file holds plain ones, since `load` runs no code that it finds "
+            f"there. Cure: `{where}.as_subclass(torch.Tensor)`, or of one that wraps others those others, each with its name."
+        )
+    if leaf.is_meta:
+        raise TypeError(f"{where} is {_kind(leaf)}; a file holds values. Cure: `torch.empty_like({where}, device='cpu')`, and fill it.")
+    try:
+        for part in _parts(leaf):
+            part.untyped_storage().data_ptr()
+    except RuntimeError as error:
+        raise TypeError(
+            f"{where} has no memory of its own. Likely cause: `save` inside torch.vmap, torch.func.grad or a trace. "
+            f"Cure: return the state from the transformed function and save it there."
+        ) from error
+
+
+def _parts(leaf: Tensor) -> list[Tensor]:
+    """The dense tensors that make up `leaf`."""
+    if leaf.layout is torch.strided:
+        return [leaf]
+    if leaf.layout is torch.sparse_coo:
+        return [leaf._indices(), leaf._values()]
+    by_row = leaf.layout in (torch.sparse_csr, torch.sparse_bsr)
+    outer, inner = (leaf.crow_indices(), leaf.col_indices()) if by_row else (leaf.ccol_indices(), leaf.row_indices())
+    return [outer, inner, leaf.values()]
 
 
 def _compact(leaf: Any) -> Any:
     """torch.save writes all of the memory that a tensor is a view of: for one member of an ensemble, the whole ensemble."""
-    if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor) or leaf.layout is not torch.strided or leaf.is_nested:
+    if leaf.layout is not torch.strided:
         return leaf
     return leaf if leaf.untyped_storage().nbytes() <= leaf.numel() * leaf.element_size() else leaf.detach().clone()
+
+
+# ---- the checksum ----------------------------------------------------------------------------------------------------
+
+
+def _seal(file: BinaryIO) -> None:
+    """Give the zip in `file` a comment that ends with the CRC-32 of all before it."""
+    file.seek(-2, os.SEEK_END)
+    file.write((len(_MARK) + 4).to_bytes(2, "little") + _MARK)
+    file.write(_crc32(file).to_bytes(4, "little"))
+
+
+def _check_seal(name: str, file: BinaryIO) -> bool:
+    """Whether `file` has a checksum; refused unless it is sound, or a whole zip without one."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - 22))
+    tail = file.read()
+    if tail[-len(_MARK) - 4 : -4] != _MARK:
+        if not tail.startswith(_END):
+            raise _foreign(name, "no zip of torch.save")
+        return False
+    if _crc32(file) != _SOUND:
+        raise ValueError(
+            f"load: {name!r} is damaged: {_damaged(name, file)} is not what was saved. Likely cause: a disk, a memory or a copy that "
+            f"changed bits. Cure: another copy of the file, or the checkpoint before it."
+        )
+    return True
+
+
+def _crc32(file: BinaryIO) -> int:
+    """Of all of `file`, which is left at its end."""
+    file.seek(0)
+    crc = 0
+    while block := file.read(2**20):
+        crc = zlib.crc32(block, crc)
+    return crc
+
+
+def _damaged(name: str, file: BinaryIO) -> str:
+    """What in a damaged file is damaged: torch.save writes each piece of memory as a record with a CRC-32, numbered as they come."""
+    with contextlib.suppress(Exception):
+        number = int((zipfile.ZipFile(file).testzip() or "").rpartition("/data/")[2])
+        d = _read(file)
+        records: dict[Any, str] = {}
+        for where, leaf in zip(_tree.paths(d, f"torch.load({name!r})"), _tree.flatten(d)[0], strict=True):
+            for part in _parts(leaf):
+                records.setdefault(part.untyped_storage(), where)
+        return list(records.values())[number]
+    return "something beside the values, a name, a shape or an index,"
+
+
+def _read(file: BinaryIO) -> Any:
+    file.seek(0)
+    return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def _foreign(name: str, what: str) -> ValueError:
+    return ValueError(
+        f"load: {name!r} is not a file that purescale.save wrote ({what}). Likely cause: another kind of file, one that was cut off when "
+        f"it was copied, or a pickle with code in it, which is never run. Cure: the file that `save(path, tree)` wrote."
+    )
+
+
+# ---- the disk --------------------------------------------------------------------------------------------------------
+
+
+def _target(path: Path) -> str:
+    """The file that `path` means, refused where it can be none."""
+    name = os.fsdecode(path)
+    if "\0" in name:
+        raise ValueError(f"save: {path!r} has a NUL in it, which no name of a file has. Cure: `path.replace('\\0', '')`.")
+    target = os.path.realpath(name)
+    folder = os.path.dirname(target)
+    if not os.path.isdir(folder):
+        raise FileNotFoundError(f"save: there is no directory {folder!r} for {path!r}. Cure: `os.makedirs({folder!r}, exist_ok=True)`.")
+    # "runs/", "runs/.", "": each is the name of a directory, also where there is none.
+    if os.path.basename(name) in ("", os.curdir, os.pardir) or (os.path.exists(target) and not os.path.isfile(target)):
+        raise ValueError(
+            f"save: {path!r} is a directory or a device; expected the name of a file. "
+            f"Cure: `save(os.path.join({name!r}, 'state.pt'), tree)`."
+        )
+    if os.path.islink(target):
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), name)
+    return target
+
+
+def _inherit(temporary: str, target: str, old: os.stat_result) -> None:
+    """What `target` has and this user may give: permissions, owner, access lists. Where not, less is allowed and never more."""
+    mode, mine, lists = stat.S_IMODE(old.st_mode), os.stat(temporary), hasattr(os, "listxattr")
+    if (mine.st_uid, mine.st_gid) != (old.st_uid, old.st_gid):
+        with contextlib.suppress(OSError):
+            os.chown(temporary, old.st_uid, -1)
+        try:
+            os.chown(temporary, -1, old.st_gid)
+        except OSError:
+            mode, lists = mode & ~0o070 | (mode & 0o007) << 3, False  # what its group was allowed is not for another
+    with contextlib.suppress(OSError):
+        os.chmod(temporary, mode)
+        for name in os.listxattr(target) if lists else ():
+            with contextlib.suppress(OSError):
+                os.setxattr(temporary, name, os.getxattr(target, name))
 
 
 def _remove_abandoned(folder: str, mine: str) -> None:
@@ -277,7 +423,10 @@ def _sync_directory(folder: str) -> None:
     """Until this a power failure may bring the old name back. Windows has no such call, some network disks refuse it."""
     if os.name != "posix":
         return
-    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except PermissionError:  # one that may be written to and not be read; the new file is in place
+        return
     try:
         os.fsync(descriptor)
     except OSError as error:

@@ -1,8 +1,10 @@
 """Batch-norm statistics: exact over any batches, never touching the model."""
 
 import io
+import itertools
 import logging
 import math
+import sys
 
 import hypothesis.strategies as st
 import pytest
@@ -413,6 +415,75 @@ def test_num_samples_is_rounded_down_by_the_first_batch_but_never_to_none(num_sa
     assert same_bits(new, ps.bn_buffers(gathered(net(), seen)[0], buffers))
 
 
+def taken(batches, num_samples, **settings):
+    """How many of these batches precise_bn takes."""
+    seen = []
+
+    def counted():
+        for x in batches:
+            seen.append(x)
+            yield x
+
+    apply, params, buffers = ps.make_functional(nn.BatchNorm1d(3))
+    ps.precise_bn(apply, params, buffers, counted(), num_samples=num_samples, **settings)
+    return len(seen)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_samples", "expected"),
+    [
+        ([0, *[64] * 200], 128, 3),  # the empty one and two more
+        ([0, 0, *[64] * 200], 1, 3),
+        ([64, 0, *[64] * 200], 128, 3),
+        ([1, *[64] * 200], 128, 2),
+        ([1, *[64] * 200], 129, 3),
+        ([64, 8, *[64] * 200], 128, 3),
+        ([0, 0], 128, 2),
+    ],
+)
+def test_samples_are_counted_as_they_come_so_that_an_odd_batch_is_no_measure_of_the_others(sizes, num_samples, expected):
+    assert taken([torch.ones(size, 3) for size in sizes], num_samples) == expected
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(1, 40))
+def test_of_batches_that_do_not_grow_as_many_are_taken_as_fit_and_one_at_least(sizes, num_samples):
+    sizes.sort(reverse=True)
+    count = taken([torch.ones(size, 3) for size in sizes], num_samples)
+    assert count == 1 or sum(sizes[:count]) <= num_samples
+    assert count == len(sizes) or sum(sizes[:count]) + sizes[count - 1] > num_samples
+
+
+@pytest.mark.parametrize(
+    ("make", "call"),
+    [
+        (lambda: normal(3, 8), lambda forward, image: forward(image.mean(1)[None])),
+        (lambda: (normal(3, 8), 7), lambda forward, batch: forward(batch[0].mean(1)[None])),
+        (lambda: "one text", lambda forward, text: forward(torch.ones(1, 3))),
+        (lambda: {"names": ["a", "b"], "x": normal(1, 3)}, lambda forward, batch: forward(batch["x"])),
+    ],
+)
+def test_a_sample_is_a_row_that_forward_was_given_whatever_the_batch_looks_like(make, call):
+    assert taken([make() for _ in range(20)], 6, call=call) == 6
+
+
+def test_a_batch_that_is_fed_in_parts_counts_as_all_of_them():
+    batches = [normal(8, 3) for _ in range(20)]
+    assert taken(batches, 16, call=lambda forward, x: [forward(part) for part in x.split(2)]) == 2
+
+
+def test_what_is_no_array_is_counted_by_its_length():
+    apply, params, buffers = ps.make_functional(nn.BatchNorm1d(3))
+    fed = []
+
+    def texts(params, buffers, names):
+        fed.append(names)
+        return apply(params, buffers, torch.ones(len(names), 3))
+
+    ps.precise_bn(texts, params, buffers, [("a", "b", "c")] * 9, num_samples=6, call=lambda forward, batch: forward(batch))
+    assert len(fed) == 2
+
+
 @pytest.mark.parametrize(
     "batch", [torch.ones(4, 3), (torch.ones(4, 3),), [torch.ones(4, 3)], {"x": torch.ones(4, 3)}], ids=["tensor", "tuple", "list", "dict"]
 )
@@ -469,6 +540,24 @@ def test_a_bar_is_shown_on_demand(capfd):
     assert "precise_bn" not in capfd.readouterr().err
     assert same_bits(ps.precise_bn(apply, params, buffers, images(4, 4), progress=True), quiet)
     assert "precise_bn: 100%" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_bar_in_a_log_is_a_line_a_minute(terminal, monkeypatch):
+    tqdm = pytest.importorskip("tqdm.std")
+
+    class Screen(io.StringIO):
+        def isatty(self):
+            return terminal
+
+    clock = itertools.count()  # a second between any two looks at it
+    monkeypatch.setattr(tqdm, "time", lambda: float(next(clock)))
+    monkeypatch.setattr(sys, "stderr", Screen())
+    apply, params, buffers = ps.make_functional(nn.BatchNorm1d(3))
+    ps.precise_bn(apply, params, buffers, [normal(4, 3)] * 100, progress=True)
+    lines = sys.stderr.getvalue().count("precise_bn")
+    assert lines > 90 if terminal else 3 <= lines < 10
+    assert "precise_bn: 100%" in sys.stderr.getvalue()
 
 
 # ---- sequential

@@ -3,6 +3,7 @@
 import errno
 import functools
 import itertools
+import logging
 import os
 import pathlib
 import pickle
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import time
 import warnings
+import zipfile
 from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
@@ -534,6 +536,216 @@ def test_a_file_that_was_cut_off_is_the_clear_error(tmp_path_factory, share):
     check_refused(lambda: ps.load(path, like=SMALL))
 
 
+# ---- files that are damaged
+
+
+def kinds():
+    return {
+        "float32": torch.arange(3.0),
+        "0-d": torch.tensor(2.0).bfloat16(),
+        "empty": torch.empty(0, 2),
+        "complex": torch.tensor([1 + 2j]).conj(),
+        "float8": torch.arange(5.0).to(torch.float8_e4m3fn),
+        "sparse": torch.eye(3).to_sparse(),
+        "csc": torch.eye(2).to_sparse_csc(),
+        "a key": [torch.tensor([7, 8])],
+    }
+
+
+def flipped(path, *bits):
+    """`path` with these bits turned over."""
+    content = bytearray(path.read_bytes())
+    for bit in bits:
+        content[bit // 8 % len(content)] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+def test_a_flip_in_any_byte_of_a_file_is_the_clear_error(tmp_path):
+    tree = {"a": torch.tensor([1.0, 2.0])}
+    ps.save(tmp_path / "x.pt", tree)
+    for bit in range(0, 8 * os.path.getsize(tmp_path / "x.pt"), 9):
+        flipped(tmp_path / "x.pt", bit)
+        with pytest.raises(ValueError, match=r"^load: .* is (damaged|not a file that purescale\.save wrote).*Likely cause.*Cure"):
+            ps.load(tmp_path / "x.pt", like=tree)
+        flipped(tmp_path / "x.pt", bit)
+    assert same_bits(ps.load(tmp_path / "x.pt", like=tree), tree)
+
+
+@given(st.sets(st.integers(0, 10**6), min_size=1, max_size=3))
+def test_a_flip_of_any_bits_of_any_kind_of_tensor_is_the_clear_error(tmp_path_factory, bits):
+    path = tmp_path_factory.getbasetemp() / "flipped.pt"
+    tree = kinds()
+    ps.save(path, tree)
+    sound = path.read_bytes()
+    flipped(path, *bits)
+    assume(path.read_bytes() != sound)
+    with pytest.raises(ValueError, match=r"is damaged|is not a file that"):
+        ps.load(path, like=tree)
+
+
+def test_the_leaf_that_is_damaged_is_named(tmp_path):
+    path = tmp_path / "x.pt"
+    tied = {"tied": torch.ones(3)}
+    tree = {**kinds(), **tied, "again": tied["tied"], "last": torch.ones(2)}
+    records = ["float32", "0-d", "complex", "float8", *["sparse"] * 2, *["csc"] * 3, "a key", "tied", "last"]
+    ps.save(path, tree)
+    named = []
+    for info in zipfile.ZipFile(path).infolist():
+        if "/data/" not in info.filename or not info.file_size:
+            continue
+        ps.save(path, tree)
+        with open(path, "rb") as file:
+            file.seek(info.header_offset + 26)
+            start = sum(int.from_bytes(file.read(2), "little") for _ in range(2)) + info.header_offset + 30
+        flipped(path, 8 * start)
+        with pytest.raises(ValueError, match="is damaged") as caught:
+            ps.load(path, like=tree)
+        named.append(str(caught.value).split("is damaged: ")[1].split(" is not what was saved")[0])
+    where = f"torch.load({str(path)!r})"
+    leaves = [f"{where}['tree'][{name!r}]" + ("[0]" if name == "a key" else "") for name in records]
+    # a list comes back as a dict by position
+    assert named == [f"{where}['purescale_version']", *(leaf.replace("[0]", "['0']") for leaf in leaves)]
+
+
+def test_what_is_damaged_beside_the_values_is_said(tmp_path):
+    ps.save(tmp_path / "x.pt", kinds())
+    flipped(tmp_path / "x.pt", 8 * (tmp_path / "x.pt").read_bytes().index(b"a key"))
+    with pytest.raises(ValueError, match="is damaged: something beside the values, a name, a shape or an index, is not what was saved"):
+        ps.load(tmp_path / "x.pt", like=kinds())
+
+
+def test_a_file_without_a_checksum_is_loaded_and_the_log_says_so(tmp_path, caplog):
+    ps.save(tmp_path / "new.pt", SMALL)
+    torch.save(ps.to_state_dict(SMALL), tmp_path / "old.pt")
+    with caplog.at_level(logging.INFO, logger="purescale"):
+        assert same_bits(ps.load(tmp_path / "new.pt", zeros(SMALL)), SMALL)
+        assert not caplog.records
+        assert same_bits(ps.load(tmp_path / "old.pt", zeros(SMALL)), SMALL)
+    (record,) = caplog.records
+    assert "old.pt' has no checksum" in record.getMessage()
+
+
+def test_with_its_checksum_it_is_still_a_file_of_torch(tmp_path):
+    path = tmp_path / "x.pt"
+    ps.save(path, SMALL)
+    for mmap in (False, True):
+        assert same_bits(torch.load(path, weights_only=True, mmap=mmap), ps.to_state_dict(SMALL))
+    assert zipfile.ZipFile(path).testzip() is None
+    assert len(zipfile.ZipFile(path).comment) == 20
+
+
+# ---- what a file can hold
+
+
+class Mark(torch.Tensor):
+    pass
+
+
+class Wrapper(torch.Tensor):
+    """A tensor without storage of its own."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        args, kwargs = pytree.tree_map(lambda leaf: leaf.inner if isinstance(leaf, cls) else leaf, (args, kwargs or {}))
+        return pytree.tree_map(lambda leaf: cls(leaf) if isinstance(leaf, torch.Tensor) else leaf, func(*args, **kwargs))
+
+
+def fake():
+    with torch._subclasses.FakeTensorMode():
+        return torch.ones(2)
+
+
+REFUSED = {
+    "a subclass": (lambda: torch.ones(2).as_subclass(Mark), r"is a Mark, a subclass.*Cure: `tree\['x'\]\.as_subclass\(torch\.Tensor\)`"),
+    "a parameter of one": (lambda: torch.nn.Parameter(torch.ones(2).as_subclass(Mark)), "is a Mark, a subclass"),
+    "a wrapper": (lambda: Wrapper(torch.ones(2)), "is a Wrapper, a subclass.*or of one that wraps others"),
+    "fake": (fake, "is a FakeTensor, a subclass"),
+    "meta": (lambda: torch.ones(2, device="meta"), r"is torch\.float32 \(2,\) without values, on meta; a file holds values\. Cure"),
+    "zeros that are nowhere": (lambda: torch._efficientzerotensor(2), "has no memory of its own.*Cure"),
+    "mkldnn": (lambda: torch.ones(2, 2).to_mkldnn(), r"is torch\.float32 \(2, 2\) torch\._mkldnn; .*Cure: .*\.to_dense\(\)"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_load_could_not_read_is_refused_and_the_old_file_kept(kind, tmp_path):
+    make, message = REFUSED[kind]
+    ps.save(tmp_path / "x.pt", SMALL)
+    with pytest.raises(TypeError, match=rf"^tree\['x'\] {message}"):
+        ps.save(tmp_path / "x.pt", {"x": make()})
+    assert os.listdir(tmp_path) == ["x.pt"]
+    assert same_bits(ps.load(tmp_path / "x.pt", SMALL), SMALL)
+
+
+@pytest.mark.parametrize("kind", ["a subclass", "a wrapper"])
+def test_a_subclass_goes_through_a_dict(kind):
+    leaf = REFUSED[kind][0]()
+    d = ps.to_state_dict([leaf])
+    restored = ps.from_state_dict(d, like=[torch.zeros_like(leaf)])[0]
+    assert type(restored) is type(leaf)
+    assert restored is not d["tree"]["0"]
+    plain = restored.inner if kind == "a wrapper" else restored.as_subclass(torch.Tensor)
+    assert torch.equal(plain, torch.ones(2))
+
+
+def test_a_layout_that_cannot_be_copied_is_refused_for_dicts_too():
+    with pytest.raises(TypeError, match=r"^tree\[0\] is .*mkldnn.*to_dense"):
+        ps.to_state_dict([torch.ones(2, 2).to_mkldnn()])
+
+
+@pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad])
+def test_inside_a_transform_there_is_nothing_to_save(transform, tmp_path):
+    def body(x):
+        ps.save(tmp_path / "x.pt", {"x": x})
+        return x.sum()
+
+    with pytest.raises(TypeError, match=r"^tree\['x'\] has no memory of its own\. Likely cause: .*torch\.vmap.*Cure: return the state"):
+        transform(body)(torch.ones(2))
+    assert not os.listdir(tmp_path)
+
+
+def same_bytes(a, b):
+    a, b = (leaf.detach().clone() for leaf in (a, b))
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and bytes(a.untyped_storage()) == bytes(b.untyped_storage())
+
+
+FLOAT8 = [value for name, value in vars(torch).items() if name.startswith("float8_")]
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("dtype", [*FLOAT8, torch.complex32, torch.uint16, torch.uint32, torch.uint64])
+def test_rare_dtypes_come_back_from_dict_and_file(dtype, tmp_path):
+    source = torch.arange(32, dtype=torch.uint8).view(dtype)
+    tree = {"x": source, "view": torch.stack([source, source])[1], "empty": source[:0], "0-d": source[1]}
+    ps.save(tmp_path / "x.pt", tree)
+    like = {name: torch.empty_like(leaf) for name, leaf in tree.items()}
+    for restored in (ps.load(tmp_path / "x.pt", like), ps.from_state_dict(ps.to_state_dict(tree), like)):
+        assert all(same_bytes(restored[name], leaf) for name, leaf in tree.items())
+
+
+def test_parameters_and_buffers_of_a_module_are_stored_as_plain_tensors(tmp_path):
+    tree = {"p": torch.nn.Parameter(torch.ones(2)), "b": torch.nn.Buffer(torch.ones(3))}
+    ps.save(tmp_path / "x.pt", tree)
+    assert [type(leaf) for leaf in ps.load(tmp_path / "x.pt", tree).values()] == [torch.Tensor, torch.Tensor]
+
+
+def test_a_state_made_in_inference_mode_comes_back_fit_for_training(tmp_path):
+    with torch.inference_mode():
+        state, step = train_state()
+        ps.save(tmp_path / "x.pt", state)
+    d = ps.to_state_dict(state)
+    for restored in (ps.load(tmp_path / "x.pt", state), ps.from_state_dict(d, state)):
+        assert same_bits(restored, state)
+        assert not any(leaf.is_inference() for leaf in tensors(restored))
+    step(restored, [batch(0)], donate=True)
+
+
 # ---- where it is written
 
 
@@ -559,6 +771,111 @@ def test_a_path_that_cannot_be_is_refused(tmp_path):
         ps.load(tmp_path / "x.pt", SMALL)
     assert os.listdir(tmp_path) == ["fifo"]
     assert not os.path.isfile(tmp_path / "fifo")
+
+
+@pytest.mark.parametrize("name", ["new/", "new/.", "new/..", "there/", "", ".", "..", b"new/"])
+def test_a_path_that_names_a_directory_is_refused_also_where_there_is_none(name, tmp_path, monkeypatch):
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"is a directory or a device; expected the name of a file\. Cure: .*os\.path\.join\('"):
+        ps.save(name, SMALL)
+    assert os.listdir(tmp_path) == ["there"]
+    assert not os.listdir(tmp_path / "there")
+
+
+def test_a_path_with_a_nul_and_a_link_to_itself_are_refused(tmp_path):
+    for path in (f"{tmp_path}/a\0b", os.fsencode(tmp_path) + b"/\0"):
+        with pytest.raises(ValueError, match=r"^save: .* has a NUL in it.*Cure"):
+            ps.save(path, SMALL)
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(OSError, match="symbolic links"):
+        ps.save(tmp_path / "loop", SMALL)
+    assert os.listdir(tmp_path) == ["loop"]
+    assert (tmp_path / "loop").is_symlink()
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o444, 0o666])
+def test_a_file_that_is_replaced_hands_on_its_permissions_before_there_is_anything_to_read(mode, tmp_path, monkeypatch):
+    path, seen, torch_save = tmp_path / "x.pt", [], torch.save
+    ps.save(path, SMALL)
+    path.chmod(mode)
+
+    def recorded(d, file):
+        seen.append(stat.S_IMODE(os.fstat(file.fileno()).st_mode))
+        torch_save(d, file)
+
+    monkeypatch.setattr(torch, "save", recorded)
+    ps.save(path, SMALL)
+    assert [*seen, stat.S_IMODE(path.stat().st_mode)] == [mode, mode]
+    assert same_bits(ps.load(path, SMALL), SMALL)
+
+
+def test_what_is_written_is_never_open_to_more_than_the_file_that_it_replaces(tmp_path, monkeypatch):
+    made, os_open = [], os.open
+
+    def recorded(path, flags, mode=0o777, **rest):
+        descriptor = os_open(path, flags, mode, **rest)
+        made.append(stat.S_IMODE(os.fstat(descriptor).st_mode))
+        return descriptor
+
+    ps.save(tmp_path / "x.pt", SMALL)
+    (tmp_path / "x.pt").chmod(0o600)
+    monkeypatch.setattr(os, "open", recorded)
+    ps.save(tmp_path / "x.pt", SMALL)
+    assert made[0] == 0o600
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root may give files away")
+def test_a_file_that_is_replaced_keeps_its_owner_where_that_can_be(tmp_path, monkeypatch):
+    path = tmp_path / "x.pt"
+    ps.save(path, SMALL)
+    os.chown(path, 12345, 23456)
+    path.chmod(0o640)
+    ps.save(path, SMALL)
+    found = path.stat()
+    assert (found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)) == (12345, 23456, 0o640)
+
+    def refused(*args, **kwargs):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "chown", refused)
+    ps.save(path, SMALL)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600  # what the group might read, another one may not
+
+
+def test_a_file_that_is_replaced_hands_on_its_attributes_access_lists_among_them(tmp_path):
+    path = tmp_path / "x.pt"
+    ps.save(path, SMALL)
+    try:
+        os.setxattr(path, "user.note", b"mine")
+    except (AttributeError, OSError):
+        pytest.skip("this disk has no attributes")
+    ps.save(path, SMALL)
+    assert os.getxattr(path, "user.note") == b"mine"
+
+
+def test_a_disk_without_permissions_will_do(tmp_path, monkeypatch):
+    def refused(*args, **kwargs):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    ps.save(tmp_path / "x.pt", SMALL)
+    for name in ("chmod", "chown", "listxattr"):
+        monkeypatch.setattr(os, name, refused)
+    ps.save(tmp_path / "x.pt", clone(SMALL))
+    assert same_bits(ps.load(tmp_path / "x.pt", SMALL), SMALL)
+
+
+def test_a_directory_that_may_be_written_to_and_not_be_read_will_do(tmp_path, monkeypatch):
+    os_open = os.open
+
+    def unreadable(path, flags, *rest, **more):
+        if os.path.isdir(path):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return os_open(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", unreadable)
+    ps.save(tmp_path / "x.pt", SMALL)
+    assert same_bits(ps.load(tmp_path / "x.pt", SMALL), SMALL)
 
 
 def test_it_has_the_permissions_of_any_new_file_and_follows_links(tmp_path):
@@ -667,12 +984,12 @@ def of(value):
 
 @pytest.fixture(scope="module")
 def saver(tmp_path_factory):
-    """`start(line)` returns the id of a process that saves of(1), of(2), of(1), ... for ever, or once until that line; `wait()` its end."""
+    """`start(kind, number)` returns the id of a process that saves as `serve` says; `wait()` how it ended."""
     folder = tmp_path_factory.mktemp("killed")
     with subprocess.Popen([sys.executable, __file__, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
 
-        def ask(text):
-            server.stdin.write(f"{text}\n")
+        def ask(kind, number=0):
+            server.stdin.write(f"{kind} {number}\n")
             server.stdin.flush()
             return int(server.stdout.readline())
 
@@ -684,23 +1001,36 @@ def serve(folder):
     """Forks for each line of stdin, since importing torch takes seconds."""
     torch.set_num_threads(1)
     path = pathlib.Path(folder) / "state.pt"
-    for line in sys.stdin:
+    kinds = {"for ever": save_for_ever, "until line": save_until_line, "until byte": save_until_byte}
+    for request in sys.stdin:
+        kind, number = request.rsplit(maxsplit=1)
         pid = os.fork()
         if pid == 0:
-            save_for_ever(path) if int(line) < 0 else save_until(path, int(line))
+            kinds[kind](path, int(number))
         print(pid, flush=True)
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 
 
-def save_for_ever(path):
+def save_for_ever(path, _):
     for value in itertools.cycle([1, 2]):
         ps.save(path, of(value))
 
 
-def save_until(path, line):
+def save_until_byte(path, size):
+    """Saves of(2) and dies on the way where a file would grow longer than `size`, the kernel's doing; ends with 0 if none would."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    ps.save(path, of(2))
+    os._exit(0)
+
+
+def save_until_line(path, line):
     """Saves of(2) and dies on the way at the line with this number, counting each that is run; ends with 0 if there is none."""
     lines = itertools.count()
-    writing = {"save", "_save", "_remove_abandoned", "_sync_directory", "_open_zipfile_writer", "__exit__"}  # ours and torch's
+    writing = {"save", "_inherit", "_seal", "_remove_abandoned", "_sync_directory"} | {"_save", "_open_zipfile_writer", "__exit__"}
 
     def trace(frame, event, argument):
         if not frame.f_code.co_filename.endswith(("_checkpoint.py", os.path.join("torch", "serialization.py"))):
@@ -718,22 +1048,43 @@ def save_until(path, line):
 
 
 def test_a_kill_at_any_time_leaves_one_of_the_two_states(saver):
+    """Kills until both states were found and a save was hit, however long a save takes here."""
     folder, start, wait = saver
     path = folder / "state.pt"
-    begun = time.monotonic()
     ps.save(path, of(1))
-    several_saves = 5 * min(max(time.monotonic() - begun, 0.01), 0.1)
-    moments, found = random.Random(0), set()
-    for _ in range(50):
-        pid = start(-1)
-        time.sleep(moments.uniform(0, several_saves))
+    moments, longest, found, hit = random.Random(0), 0.01, set(), False
+    for kills in range(1, 1001):
+        pid = start("for ever")
+        time.sleep(moments.uniform(0, longest))
         os.kill(pid, signal.SIGKILL)
         assert wait() == -signal.SIGKILL
         state = ps.load(path, like=of(0))
         found.add(int(state["a"][0]))
         assert same_bits(state, of(int(state["a"][0])))
-    assert found == {1, 2}
-    assert list(folder.glob(".purescale-*.tmp"))  # some were killed while they wrote
+        for left in folder.glob(".purescale-*.tmp"):
+            hit = True
+            left.unlink()
+        if kills >= 30 and hit and found == {1, 2}:
+            return
+        longest = min(1.1 * longest, 10.0)
+    pytest.fail(f"after 1000 kills: {found}, {hit}")
+
+
+def test_a_kill_at_any_byte_leaves_the_old_state(saver):
+    folder, start, wait = saver
+    path = folder / "state.pt"
+    ps.save(path, of(1))
+    size = os.path.getsize(path)
+    for limit in [*range(0, size, size // 40), *range(size - 30, size)]:
+        start("until byte", limit)
+        assert wait() == -signal.SIGXFSZ
+        (left,) = folder.glob(".purescale-*.tmp")
+        assert os.path.getsize(left) == limit
+        left.unlink()
+        assert same_bits(ps.load(path, like=of(0)), of(1))
+    start("until byte", size)
+    assert wait() == 0
+    assert same_bits(ps.load(path, like=of(0)), of(2))
 
 
 def test_a_kill_at_any_line_of_save_leaves_the_old_or_the_new_state(saver):
@@ -743,7 +1094,7 @@ def test_a_kill_at_any_line_of_save_leaves_the_old_or_the_new_state(saver):
         for left in folder.glob(".purescale-*.tmp"):
             left.unlink()  # or each kill would make the next save longer
         ps.save(path, of(1))
-        start(line)
+        start("until line", line)
         code = wait()
         state = ps.load(path, like=of(0))
         found.append(int(state["a"][0]))

@@ -174,6 +174,10 @@ def _bn_stats(rank):
     settings = {"num_samples": 8 * dist.get_world_size(), "group": dist.group.WORLD, "call": lambda f, x: taken.append(f(x))}
     ps.precise_bn(apply, params, buffers, twos, **settings)
     assert len(taken) == 4  # eight samples of each rank
+    taken.clear()
+    odd = [torch.ones(2 * rank, 1, 8, 8), *twos]  # none of the first rank, another number on each
+    ps.precise_bn(apply, params, buffers, odd, **settings)
+    assert len(taken) == (5 if rank == 0 else 4 if rank == 1 else 3)
     skips = mine._replace(num_skipped=torch.tensor(rank + 1))
     assert ps.all_reduce_bn_stats(skips).num_skipped == sum(r + 1 for r in range(dist.get_world_size()))
 
@@ -182,6 +186,70 @@ def _bn_stats(rank):
 def test_uneven_data_on_several_ranks_reduce_to_the_statistics_of_one_process(ranks):
     """To 1e-12, with SyncBatchNorm in the model, and with a rank that has no data."""
     in_processes(_bn_stats, ranks)
+
+
+STATISTICS = ("running_mean", "running_var")
+
+
+def _any_stats(rank):
+    """No two numbers are equal, so that none can stand in for another. The last rank of three knows one layer only, and none knows `d`."""
+    generator = torch.Generator().manual_seed(rank)
+
+    def vector(size):
+        return torch.rand(size, dtype=torch.float64, generator=generator) + rank
+
+    empty = ps.init_bn_stats(
+        {f"{name}.{key}": torch.zeros(size) for name, size in (("a", 2), ("b", 3), ("c", 2), ("d", 1)) for key in STATISTICS}
+    )
+    known = "abc" if rank < 2 else "b"
+    layers = {
+        name: type(layer)(
+            count=torch.tensor(10.0 + index + 100 * rank, dtype=torch.float64),
+            mean=vector(layer.mean.shape),
+            m2=vector(layer.mean.shape) + 7,
+            within=vector(layer.mean.shape) + 3,
+            calls=torch.tensor(4.0 + index + 20 * rank, dtype=torch.float64),
+        )
+        for index, (name, layer) in enumerate(empty.layers.items())
+        if name in known
+    }
+    return type(empty)({**empty.layers, **layers}, torch.tensor(1000 + rank), torch.tensor(2000 + 3 * rank))
+
+
+def _bn_reduced(rank):
+    mine, everybody = _any_stats(rank), [_any_stats(other) for other in range(dist.get_world_size())]
+    kept = pytree.tree_map(torch.clone, mine)
+    reduced = ps.all_reduce_bn_stats(mine)
+    close(reduced, functools.reduce(ps.merge_bn_stats, everybody), rtol=1e-12, atol=1e-12)
+    close(mine, kept, rtol=0, atol=0)
+    assert list(reduced.layers) == list(mine.layers)
+    assert all(type(a) is type(b) for a, b in zip(reduced.layers.values(), mine.layers.values(), strict=True))
+
+
+def test_reduced_statistics_are_the_merged_ones_field_by_field():
+    in_processes(_bn_reduced, 3)
+
+
+def _bn_called_twice(rank):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.once, self.twice = nn.BatchNorm2d(1), nn.BatchNorm2d(1)
+
+        def forward(self, x):
+            return self.twice(self.twice(self.once(x)) + 1)
+
+    apply, params, buffers = ps.make_functional(Twice())
+    stats = ps.init_bn_stats(buffers)
+    for x in share(rank):
+        stats = ps.accumulate_bn_stats(stats, apply, params, buffers, x)
+    reduced = ps.all_reduce_bn_stats(stats)
+    assert reduced.num_batches == 3
+    assert [layer.calls.item() for layer in reduced.layers.values()] == [3, 6]
+
+
+def test_a_layer_that_is_called_twice_counts_its_calls_and_not_the_batches():
+    in_processes(_bn_called_twice)
 
 
 def _bn_failures(rank):

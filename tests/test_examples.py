@@ -27,7 +27,8 @@ def test_the_demo_trains_three_times_and_draws_its_picture(tmp_path, monkeypatch
     assert runs[1].skipped.sum() >= 1
     assert runs[1].skipped.sum() == runs[2].skipped.sum()
     assert all(torch.isfinite(run.losses).all() for run in runs)
-    out = capsys.readouterr().out
+    out, log = capsys.readouterr()
+    assert not log, "no bar where there is no terminal"
     assert "test accuracy" in out
     running, precise = (float(re.search(rf"^{kind} +([\d.]+)$", out, re.M)[1]) for kind in ("running averages", "precise_bn"))
     assert precise > running

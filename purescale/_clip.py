@@ -53,7 +53,7 @@ def clip_to(grads: Tree, norm: Any, max_norm: float | Tensor, *, donate: bool) -
 
 def clip_factor(leaves: list[Any], norm: Any, max_norm: float | Tensor) -> tuple[Tensor, Tensor]:
     """What to multiply the leaves by, and the norm, both in the dtype that the leaves call for."""
-    double = any(leaf.dtype in (torch.float64, torch.complex128) for leaf in leaves if leaf is not None)
+    double = not {leaf.dtype for leaf in leaves if leaf is not None}.isdisjoint((torch.float64, torch.complex128))
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     unbounded = max_norm == math.inf
     if isinstance(unbounded, Tensor):

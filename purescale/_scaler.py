@@ -253,7 +253,10 @@ def unscale_and_check(scaler: HasScale, grads: Tree, donate: bool = False, group
 
 def overflowed(size: _foreach.Extent, scale: Tensor, *, scaled: bool, group: Any = None) -> Tensor:
     """`found_inf` of gradients of this extent, which still are `scaled` or not, on any rank of `group`."""
-    found_inf = ~_foreach.fits(size, scale if scaled else torch.ones_like(scale)) | ~is_usable(scale)
+    if scaled and size.fit_over is scale:
+        found_inf = torch.zeros((), dtype=torch.bool, device=scale.device)
+    else:
+        found_inf = ~_foreach.fits(size, scale if scaled else torch.ones_like(scale)) | ~is_usable(scale)
     return found_inf if group is None else all_reduce_found_inf(found_inf, group)
 
 

@@ -14,10 +14,9 @@ from . import _foreach, _tree
 from ._accum import OnNonfinite, check_on_nonfinite
 from ._checks import shown
 from ._clip import Clip, check_ordered, checked, clip_by_value, clip_factor, clip_to, told
-from ._fused import Treatment
+from ._kernels import Treatment
 from ._optim import Optimizer
 from ._scaler import HasScale, Rule, StaticScale, check_device, check_grads, is_usable, overflowed
-from ._torch_optim import TorchOptimizer
 from ._tree import Tree
 from ._window import BNUpdate, Gathered, LossFn, gather
 
@@ -75,14 +74,19 @@ def maybe_step(
     Source of the rule: apply_if_finite of optax; the flag as a tensor from torch's fused optimizers.
     """
     bad = _tree.flag(found_inf, like=next(iter(_tree.tensors(params)), None))
-    problem = _check_step(optimizer, params, grads, opt_state)
-    if isinstance(optimizer, TorchOptimizer) and optimizer.has_fused_kernel(problem):
-        stepped = optimizer.run_fused(optimizer.plan_fused(problem, opt_state, donate=donate), bad)
-    else:
-        stepped = _maybe_step(optimizer, params, grads, opt_state, bad, donate=donate)
+    plan = _planned(optimizer, params, grads, opt_state, donate=donate)
+    if plan is None:
+        _check_step(optimizer, params, grads, opt_state)
+    stepped = _maybe_step(optimizer, params, grads, opt_state, bad, donate=donate) if plan is None else plan.run(bad)
     if donate:
         _tree.poison((params, opt_state), keep=(stepped, grads, found_inf))
     return stepped
+
+
+def _planned(optimizer: Optimizer, *arguments: Any, known: bool = False, **settings: Any) -> Any:
+    """A step that skips and unscales by itself, from an optimizer that can plan one; else None. `known`: only if it need not check."""
+    plan = getattr(optimizer, "remembered" if known else "plan", None)
+    return None if plan is None else plan(*arguments, **settings)
 
 
 def _check_step(optimizer: Optimizer, params: Tree, grads: Tree, opt_state: Any) -> Any:
@@ -150,9 +154,9 @@ def unscale_and_step(
     {'w': tensor([0.5000])}
     """
     clip = checked(max_norm, clip_value, norm_type)
-    check_grads(scaler.scale, scaled_grads, _tree.flatten(scaled_grads)[0])
-    keep = _tree.tensors(scaler)
-    out = _step(optimizer, params, scaled_grads, opt_state, clip, scaler.scale, group, donate=donate, spent=donate, keep=keep)
+    out = _step(
+        optimizer, params, scaled_grads, opt_state, clip, scaler.scale, group, donate=donate, spent=donate, keep=_tree.tensors(scaler)
+    )
     if donate:
         _tree.poison((params, scaled_grads, opt_state), keep=(out, scaler, max_norm, clip_value))
     return out
@@ -179,18 +183,27 @@ def _step(
     `found_inf` and the `norm` of the unscaled gradients where they are known.
     """
     # Everything is refused here, before anything is written in place.
-    leaves, structure = _tree.flatten(grads)
-    problem = _check_step(optimizer, params, grads, opt_state)
-    if clip.value is not None:
-        check_ordered(grads, leaves)
-    if isinstance(optimizer, TorchOptimizer) and optimizer.has_fused_kernel(problem):
-        # Before the gradients are read, which drives from the cache what Python looks at.
-        plan = optimizer.plan_fused(problem, opt_state, donate=donate, spent=spent, keep=keep)
-        found_inf, norm = _extent(leaves, clip, scale, found_inf, norm, group, scaled=scaled)
-        factor, grad_norm = (None, ()) if clip.max_norm is None else clip_factor(leaves, norm, clip.max_norm)
-        stepped = optimizer.run_fused(plan, found_inf, Treatment(scale if scaled else None, factor, clip.value))
-        return Stepped(*stepped, found_inf, told(grad_norm, found_inf))
-
+    settings: dict[str, Any] = {"donate": donate, "spent": spent, "keep": keep}
+    plan = _planned(optimizer, params, grads, opt_state, known=True, **settings)
+    if plan is None or (plan.gradients[:1] and plan.gradients[0].device != scale.device):
+        leaves, structure = _tree.flatten(grads)
+        check_grads(scale, grads, leaves)
+        if clip.value is not None:
+            check_ordered(grads, leaves)
+        plan = _planned(optimizer, params, grads, opt_state, **settings)
+    grad_norm: Any = ()
+    if plan is not None:
+        # The plan was made before the gradients are read, which drives from the cache what Python looks at.
+        found_inf, norm = _extent(plan.gradients, clip, scale, found_inf, norm, group, scaled=scaled, dense=True)
+        divisor = scale if scaled else None
+        if clip.max_norm is not None:
+            factor, grad_norm = clip_factor(plan.gradients, norm, clip.max_norm)
+            divisor = (1 / factor if divisor is None else divisor / factor).to(factor.dtype)
+            # One that is not finite would turn gradients into 0.
+            found_inf = found_inf | ~torch.isfinite(divisor)
+        stepped = plan.run(found_inf, Treatment(divisor, clip.value))
+        return Stepped(stepped[0], stepped[1], found_inf, told(grad_norm, found_inf))
+    _check_step(optimizer, params, grads, opt_state)
     if scaled:
         # Unscaling in place must not reach parameters or state that stand in the gradients' memory. While compiling that cannot be
         # seen, and nothing is gained: what is computed in between is fused.
@@ -198,7 +211,7 @@ def _step(
         in_place = spent and not torch.compiler.is_compiling() and all(_tree.writable(_tree.tensors(grads), others))
         leaves = _foreach.divide(leaves, scale, donate=in_place)
     found_inf, norm = _extent(leaves, clip, scale, found_inf, norm, group, scaled=False)
-    grads, grad_norm = structure.unflatten(leaves), ()
+    grads = structure.unflatten(leaves)
     if clip.max_norm is not None:
         grads, grad_norm = clip_to(grads, norm, clip.max_norm, donate=True)
     if clip.value is not None:
@@ -208,13 +221,21 @@ def _step(
 
 
 def _extent(
-    leaves: list[Any], clip: Clip, scale: Tensor, found_inf: Tensor | None, norm: Tensor | None, group: Any, *, scaled: bool
+    leaves: list[Any],
+    clip: Clip,
+    scale: Tensor,
+    found_inf: Tensor | None,
+    norm: Tensor | None,
+    group: Any,
+    *,
+    scaled: bool,
+    dense: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """`found_inf`, and where clipping needs it the norm of the unscaled gradients, from at most one read of `leaves`."""
     norm_type = None if clip.max_norm is None else clip.norm_type
     if found_inf is not None and (norm is not None or norm_type is None):
         return found_inf, norm
-    size = _foreach.extent(leaves, scale.device, norm_type)
+    size = _foreach.extent(leaves, scale.device, norm_type, scale if scaled else None, dense=dense)
     if found_inf is None:
         found_inf = overflowed(size, scale, scaled=scaled, group=group)
     return found_inf, size.norm / scale if scaled and size.norm is not None else size.norm

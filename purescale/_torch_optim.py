@@ -5,18 +5,19 @@ from __future__ import annotations
 import fnmatch
 import functools
 import inspect
-import itertools
 import numbers
+import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
-from . import _foreach, _tree
-from ._fused import Row, Treatment, kernel_of, update
+from . import _foreach, _plan, _tree
+from ._door import Entered, Memo, enter
+from ._kernels import Kernel, Treatment, kernel_of
 from ._no_reads import PlainArithmetic, Rate, without_reads
 from ._tree import Tree
 
@@ -42,13 +43,28 @@ class Problem(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A step that is ready to run."""
+    """A step by torch's fused kernel that is checked and put in order; nothing is written yet."""
 
-    problem: Problem
-    work: list[tuple[dict[str, Any], list[Row]]]  # the settings of a group, and what is updated under them
-    weights: dict[str, Tensor]  # what will be the result
-    opt_state: OptState  # likewise, but for the count
+    kernel: Kernel
+    facts: _plan.Facts
+    columns: list[Tensor]
+    gradients: list[Tensor]  # the last of the columns
+    rates: list[Any]
     spent: bool
+    rebuild: Callable[[list[Any]], Tree]  # all leaves of the parameters as a tree like theirs
+    leaves: list[Any]  # of the parameters, None included
+    opt_state: OptState
+
+    def run(self, found_inf: Tensor | None, treatment: Treatment = Treatment()) -> tuple[Tree, OptState]:  # noqa: B008
+        """The step over gradients that are still to be treated, and only where not `found_inf`."""
+        results = _plan.run(self.kernel, self.facts, self.columns, self.rates, found_inf, treatment, spent=self.spent)
+        moved, opt_state = iter(results), self.opt_state
+        params = self.rebuild([None if leaf is None else next(moved) for leaf in self.leaves])
+        slots = opt_state.slots  # where all is written in place, they are the next ones
+        if not self.facts.in_place:
+            slots = {name: {key: next(moved) for key in slot} for name, slot in slots.items()}
+        lr = opt_state.lr.detach().clone() if isinstance(opt_state.lr, Tensor) else opt_state.lr
+        return params, OptState(opt_state.applied + (1 if found_inf is None else ~found_inf), slots, lr)
 
 
 class TorchOptimizer:
@@ -80,6 +96,7 @@ class TorchOptimizer:
         if self._first_step_differs:
             self._counts = {**self._counts, _FIRST: torch.bool}
         self._kernel = kernel_of(cls)
+        self._memo: Memo[_plan.Facts] = Memo()
         self._lrs = (self._lr, *(extra.get("lr") for extra in self._overrides))
         if lr_in_state and callable(self._lr):
             raise ValueError(
@@ -155,11 +172,12 @@ class TorchOptimizer:
 
     def step(self, params: Tree, grads: Tree, opt_state: OptState) -> tuple[Tree, OptState]:
         """Parameters and state after one step, in fresh memory. A parameter whose gradient is None stays, as in torch.optim."""
+        plan = self.plan(params, grads, opt_state)
+        if plan is not None:
+            return plan.run(found_inf=None)
         if not self.differentiable:
             _tree.refuse_graphs(params=params, grads=grads, opt_state=opt_state)
         problem = self.check(params, grads, opt_state)
-        if self.has_fused_kernel(problem):
-            return self.run_fused(self.plan_fused(problem, opt_state), found_inf=None)
         rates = self._moving(opt_state)
         run = self._opaque if torch.compiler.is_compiling() else self._formula
         stepped, slots = run(self._key, problem.weights, _cast_gradients(problem), opt_state.slots, rates)
@@ -276,85 +294,70 @@ class TorchOptimizer:
             for leaf in (*problem.weights.values(), *problem.gradients.values())
         )
 
-    def plan_fused(
-        self, problem: Problem, opt_state: OptState, *, donate: bool = False, spent: bool = False, keep: Sequence[Tensor] = ()
-    ) -> Plan:
-        """All of a step but the arithmetic; nothing is written yet.
+    def plan(
+        self, params: Tree, grads: Tree, opt_state: OptState, *, donate: bool = False, spent: bool = False, keep: Sequence[Tensor] = ()
+    ) -> Plan | None:
+        """A step by torch's fused kernel; `None` where there is no kernel for it.
 
         With `donate` the step will write into the parameters and the state, and gradients that are `spent` may hold anything
         afterwards. What stands in the memory of another of these tensors, or of `keep`, is written into in no case.
         """
-        assert self._kernel is not None
-        weights, gradients = dict(problem.weights), problem.gradients
-        groups = self._groups(tuple(weights), self._learning_rates(opt_state.applied, opt_state.lr))
-        given = list(gradients.values())
-        state: list[Tensor] = []
-        for members, _ in groups:
-            for name in members:
-                state.append(weights[name])
-                state += opt_state.slots[name].values()
-        all_of_them = [*state, *given]
-        mine = (
-            _tree.writable(all_of_them, [opt_state.applied, *_tree.tensors(opt_state.lr), *keep])
-            if donate or spent
-            else [False] * len(all_of_them)
+        known = self.remembered(params, grads, opt_state, donate=donate, spent=spent, keep=keep)
+        if known is not None:
+            return known
+        if self._kernel is None or _tree.under_transform():
+            return None
+        problem = self.check(params, grads, opt_state)
+        if not self.has_fused_kernel(problem):
+            return None
+        if not self.differentiable:
+            _tree.refuse_graphs(params=params, grads=grads, opt_state=opt_state)
+        columns = [*problem.weights.values(), *_slots_of(opt_state), *problem.gradients.values()]
+        others = [opt_state.applied, *_tree.tensors(opt_state.lr), *keep]
+        mine = _tree.writable(columns, others, leaves_too=True) if donate or spent else [False] * len(columns)
+        count = len(columns) - len(problem.gradients)
+        facts = _plan.facts(
+            self._kernel,
+            self._groups(tuple(problem.weights), range(len(self._lrs))),
+            problem.weights,
+            opt_state.slots,
+            problem.gradients,
+            [donate and own for own in mine[:count]] + mine[count:],
+            self._foreign_state,
         )
-        spent = spent and all(mine[len(state) :])
-        owned = iter(mine) if donate else itertools.repeat(False)
-        slots: Slots = {}
-        work = []
-        for members, settings in groups:
-            rows = []
-            updated = self._kernel.slots(settings)
-            for name in members:
-                weight, slot = weights[name], opt_state.slots[name]
-                if name in gradients:
-                    row, slots[name] = self._row(weight, gradients[name], slot, updated, owned)
-                    weights[name] = row.targets[0]
-                    rows.append(row)
-                else:
-                    weights[name] = _kept(weight, next(owned))
-                    slots[name] = {key: _kept(value, next(owned)) for key, value in slot.items()}
-            work.append((settings, rows))
-        return Plan(problem, work, weights, opt_state._replace(slots={name: slots[name] for name in opt_state.slots}), spent)
+        entered = self._entered(params, grads, opt_state, donate=donate, spent=spent, keep=keep)
+        same = entered is not None and all(map(operator.is_, [*entered.state, *entered.gradients], columns))
+        # Only what does not depend on what else there is today is remembered.
+        if entered is not None and same and (not (donate or spent) or mine == _tree.writable(columns, leaves_too=True)):
+            self._memo.add(entered, facts)
+        rates = self._learning_rates(opt_state.applied, opt_state.lr)
+        leaves = [problem.weights.get(name) for name in problem.names]
+        gradients = columns[count:]
+        return Plan(
+            self._kernel, facts, columns, gradients, rates, spent and facts.spendable, problem.structure.unflatten, leaves, opt_state
+        )
 
-    def run_fused(self, plan: Plan, found_inf: Tensor | None, treatment: Treatment = Treatment()) -> tuple[Tree, OptState]:  # noqa: B008
-        """`step` over gradients that are still to be treated, and only where not `found_inf`."""
-        assert self._kernel is not None
-        with torch.no_grad():
-            for settings, rows in plan.work:
-                update(self._kernel, settings, rows, found_inf, treatment, spent=plan.spent)
-        applied = plan.opt_state.applied + (1 if found_inf is None else ~found_inf)
-        return _tree_of(plan.problem, plan.weights), OptState(applied, plan.opt_state.slots, self._copy(plan.opt_state.lr))
+    def remembered(
+        self, params: Tree, grads: Tree, opt_state: Any, *, donate: bool = False, spent: bool = False, keep: Sequence[Tensor] = ()
+    ) -> Plan | None:
+        """`plan` of arguments that differ from earlier ones in their values only, so that nothing need be checked again."""
+        entered = self._entered(params, grads, opt_state, donate=donate, spent=spent, keep=keep)
+        known = None if entered is None else self._memo.find(entered)
+        if entered is None or known is None or self._kernel is None:
+            return None
+        facts, alone = known
+        _check_rate_of(opt_state, self._lr_in_state)
+        rates = self._learning_rates(opt_state.applied, opt_state.lr)
+        columns = [*entered.state, *entered.gradients]
+        spent = spent and alone and facts.spendable
+        rebuild = functools.partial(_dict_of, entered.names)
+        return Plan(self._kernel, facts, columns, entered.gradients, rates, spent, rebuild, entered.weights, opt_state)
 
-    def _row(
-        self, weight: Tensor, gradient: Tensor, slot: dict[str, Tensor], updated: tuple[str, ...], owned: Iterator[bool]
-    ) -> tuple[Row, dict[str, Tensor]]:
-        """What the kernel writes into for one parameter, and its next slots, which are some of the same tensors."""
-        for key in updated:
-            if key not in slot:
-                raise self._foreign_state(key)
-        fresh: list[int] = []
-        old: list[Tensor] = []
-
-        def target(place: int, tensor: Tensor, like: Tensor) -> Tensor:
-            if next(owned) and (tensor is like or _alike(tensor, like)):
-                return tensor.detach() if tensor.requires_grad else tensor
-            new = torch.empty_like(like, dtype=tensor.dtype, requires_grad=False)
-            if not _alike(tensor, new):
-                return new.copy_(tensor.detach())
-            fresh.append(place)
-            old.append(tensor.detach())
-            return new
-
-        new_weight = target(0, weight, weight)
-        new_slot = {}
-        for key, value in slot.items():
-            new_slot[key] = target(1 + updated.index(key), value, new_weight) if key in updated else _kept(value, next(owned))
-        if not _alike(gradient, new_weight):
-            # torch's fused kernels walk all of a parameter's tensors by one pointer.
-            gradient = torch.empty_like(new_weight, dtype=gradient.dtype).copy_(gradient.detach())
-        return Row(gradient, new_slot.get("step"), [new_weight, *[new_slot[key] for key in updated]], fresh, old), new_slot
+    def _entered(self, params: Tree, grads: Tree, opt_state: Any, *, donate: bool, spent: bool, keep: Sequence[Tensor]) -> Entered | None:
+        if self._kernel is None or _tree.traced() or _tree.DEBUG_DONATION or not isinstance(opt_state, OptState):
+            return None
+        others = [opt_state.applied, *_tree.tensors(opt_state.lr), *keep]
+        return enter(params, grads, opt_state.slots, others, donate=donate, spent=spent)
 
     # ---- torch's formula
 
@@ -548,14 +551,12 @@ def _tree_of(problem: Problem, weights: dict[str, Tensor]) -> Tree:
     return problem.structure.unflatten([weights.get(name) for name in problem.names])
 
 
-def _alike(tensor: Tensor, weight: Tensor) -> bool:
-    return tensor.stride() == weight.stride() or tensor.ndim == 0 or tensor.shape != weight.shape
+def _dict_of(names: list[str], leaves: list[Any]) -> dict[str, Any]:
+    return dict(zip(names, leaves, strict=True))
 
 
-def _kept(tensor: Tensor, own: bool) -> Tensor:
-    if not own:
-        return tensor.detach().clone()
-    return tensor.detach() if tensor.requires_grad else tensor
+def _slots_of(opt_state: OptState) -> list[Tensor]:
+    return [tensor for slot in opt_state.slots.values() for tensor in slot.values()]
 
 
 def _batch_alike(weights: dict[str, Tensor], slots: Slots, gradients: dict[str, Tensor], lrs: list[Any]) -> None:

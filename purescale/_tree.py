@@ -394,17 +394,20 @@ def _storages(leaves: Sequence[Any]) -> list[int | None]:
     ]
 
 
-def writable(leaves: Sequence[Any], others: Sequence[Any] = ()) -> list[bool]:
-    """Which leaves may be written to: donatable, and no other of all these tensors stands in the same memory."""
+def writable(leaves: Sequence[Any], others: Sequence[Any] = (), *, leaves_too: bool = False) -> list[bool]:
+    """Which leaves may be written to: donatable, and no other of all these tensors stands in the same memory.
+
+    `leaves_too`: also leaves of a graph, where what is written is written off it, as torch.optim does.
+    """
     if under_transform():
         return [False] * len(leaves)
     if torch.compiler.is_compiling():
         # Memory cannot be compared here. Callers compute everything before they write, and document what that leaves open.
         return [isinstance(leaf, Tensor) and donatable(leaf) for leaf in leaves]
-    return [False] * len(leaves) if DEBUG_DONATION else _writable(leaves, others)
+    return [False] * len(leaves) if DEBUG_DONATION else _writable(leaves, others, leaves_too=leaves_too)
 
 
-def _writable(leaves: Sequence[Any], others: Sequence[Any]) -> list[bool]:
+def _writable(leaves: Sequence[Any], others: Sequence[Any], *, leaves_too: bool = False) -> list[bool]:
     storages = _storages(leaves)
     users = collections.Counter(storages)
     users.update(_storages(others))
@@ -412,16 +415,16 @@ def _writable(leaves: Sequence[Any], others: Sequence[Any]) -> list[bool]:
     return [
         memory is not None
         and users[memory] == 1
-        and donatable(leaf)
+        and donatable(leaf, leaves_too=leaves_too)
         and (inference or not leaf.is_inference())
         and not leaf.is_neg()  # lazily: torch's list operations refuse to write into such a view
         for leaf, memory in zip(leaves, storages, strict=True)
     ]
 
 
-def donatable(leaf: Tensor) -> bool:
+def donatable(leaf: Tensor, *, leaves_too: bool = False) -> bool:
     """Whether `leaf` may be written to: dense, no two of its elements in one place, no leaf of an autograd graph."""
-    if leaf.requires_grad and leaf.is_leaf:
+    if leaf.requires_grad and leaf.is_leaf and not leaves_too:
         return False
     if leaf.layout is not torch.strided:
         return False

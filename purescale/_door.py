@@ -1,0 +1,149 @@
+"""What is static about the trees of a step is worked out once and remembered; the trees come in as columns.
+
+A column is one list of tensors: the parameters, their gradients, one moment.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
+
+T = TypeVar("T")
+
+
+class Entered(NamedTuple):
+    """Parameters, their gradients and their slots as columns."""
+
+    names: list[str]
+    weights: list[Any]  # None included, as in the tree
+    state: list[Any]  # parameters and slots
+    gradients: list[Any]
+    keep: Sequence[Tensor]  # what is written into in no case
+    marks: Any  # what must be as it was for what is known to hold, besides the tensors themselves
+
+
+def enter(
+    params: Any, grads: Any, slots: dict[str, dict[str, Tensor]], keep: Sequence[Tensor], *, donate: bool, spent: bool
+) -> Entered | None:
+    """Flat dicts as columns; `None` for all other trees, which take the long way."""
+    if type(params) is not dict or type(grads) is not dict or params.keys() != grads.keys():
+        return None
+    names, weights = list(params), list(params.values())
+    gradients = list(grads.values()) if list(grads) == names else [grads[name] for name in names]
+    absent: list[int] = []
+    held, present = weights, gradients
+    if type(None) in set(map(type, gradients)):
+        absent = [place for place, gradient in enumerate(gradients) if gradient is None]
+        present = [gradient for gradient in gradients if gradient is not None]
+        held = [weight for weight in weights if weight is not None]
+    every = slots.values()
+    state = [*held, *itertools.chain.from_iterable(map(dict.values, every))]
+    marks = (donate, spent, absent, list(slots), list(map(tuple, every)), torch.is_inference_mode_enabled())
+    return Entered(names, weights, state, present, keep, marks)
+
+
+# ---- what is remembered ----------------------------------------------------------------------------------------------
+
+
+class _Known(NamedTuple):
+    names: list[str]
+    marks: Any
+    guard: TensorGuards
+    graphs: list[int]  # which of the tensors may stand on a graph
+    addresses: list[int] | None  # of the state, where something will be written
+    starts: list[int]  # the memory of the state, in order
+    ends: list[int]
+    sizes: list[int]  # bytes from the first to the last element of each gradient
+    facts: Any
+
+
+class Memo(Generic[T]):
+    """Static facts of the columns of a step: pure, since they are known again by what they follow from, not by identity.
+
+    That is names, class, dtype, device, shape, strides, whether a gradient is required, lazy negation and conjugation, and where
+    something will be written, the addresses. No tensor is kept alive, no value remembered, and to forget changes no bit.
+    """
+
+    KEPT = 4  # of the latest
+
+    def __init__(self) -> None:
+        self._known: tuple[_Known, ...] = ()
+
+    def find(self, entered: Entered) -> tuple[T, bool] | None:
+        """What is known of such columns, and whether the gradients stand in memory of their own."""
+        names, _, state, gradients, keep, marks = entered
+        for place, known in enumerate(self._known):
+            if known.marks != marks or known.names != names:
+                continue
+            try:
+                addresses = list(map(Tensor.data_ptr, state)) if known.addresses is not None else None
+                if addresses != known.addresses or not known.guard.check(*state, *gradients):
+                    continue
+                alone = addresses is None or self._alone(known, gradients, keep)
+            except (TypeError, RuntimeError, AttributeError, NotImplementedError):  # no plain tensors
+                return None
+            if alone is None or (known.graphs and any((*state, *gradients)[index].grad_fn is not None for index in known.graphs)):
+                return None
+            if place:
+                self._known = (known, *self._known[:place], *self._known[place + 1 :])
+            return known.facts, alone
+        return None
+
+    @staticmethod
+    def _alone(known: _Known, gradients: Sequence[Tensor], keep: Sequence[Tensor]) -> bool | None:
+        """Whether the gradients stand in memory of their own; `None` where something stands in that of the state."""
+        starts = list(map(Tensor.data_ptr, gradients))
+        ends = list(map(operator.add, starts, known.sizes))
+        memory = list(map(Tensor.untyped_storage, keep))
+        kept = [storage.data_ptr() for storage in memory]
+        kept_ends = [storage.data_ptr() + storage.nbytes() for storage in memory]
+        if _apart(known.starts + starts + kept, known.ends + ends + kept_ends):
+            return True
+        for start, end in zip((*starts, *kept), (*ends, *kept_ends), strict=True):
+            if not _apart([*known.starts, start], [*known.ends, end]):
+                return None
+        return False
+
+    def add(self, entered: Entered, facts: T) -> None:
+        """Remember `facts`, and forget what was added longest ago."""
+        tensors = [*entered.state, *entered.gradients]
+        if not all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors):
+            return
+        donate, spent, *_ = entered.marks
+        addresses = list(map(Tensor.data_ptr, entered.state)) if donate or spent else None
+        starts = list(map(Tensor.data_ptr, entered.state))
+        known = _Known(
+            entered.names,
+            entered.marks,
+            TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None),
+            [place for place, tensor in enumerate(tensors) if tensor.requires_grad],
+            addresses,
+            sorted(starts),
+            sorted(start + _reach(tensor) for start, tensor in zip(starts, entered.state, strict=True)),
+            list(map(_reach, entered.gradients)),
+            facts,
+        )
+        # One assignment: another thread sees the memo as it was or as it is.
+        self._known = (known, *self._known[: self.KEPT - 1])
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._known = ()
+
+
+def _reach(tensor: Tensor) -> int:
+    """Bytes from the first element to the end of the last."""
+    if tensor.numel() == 0:
+        return 0
+    return (1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))) * tensor.element_size()
+
+
+def _apart(starts: list[int], ends: list[int]) -> bool:
+    """Whether no two of these pieces of memory overlap: in order, each then ends before the next begins."""
+    return all(map(operator.le, sorted(ends), sorted(starts)[1:]))

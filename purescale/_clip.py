@@ -53,15 +53,29 @@ def clip_to(grads: Tree, norm: Any, max_norm: float | Tensor, *, donate: bool) -
 
 def clip_factor(leaves: list[Any], norm: Any, max_norm: float | Tensor) -> tuple[Tensor, Tensor]:
     """What to multiply the leaves by, and the norm, both in the dtype that the leaves call for."""
-    double = not {leaf.dtype for leaf in leaves if leaf is not None}.isdisjoint((torch.float64, torch.complex128))
+    # A float64 factor would take float32 leaves through a slower kernel.
+    dtype = dtype_of(leaves)
+    return _factor(norm, max_norm).to(dtype), norm.to(dtype)
+
+
+def clip_divisor(leaves: list[Any], norm: Any, max_norm: float | Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What to divide leaves still scaled by `scale` by, to unscale and to clip them at once, and the norm; dtypes as in `clip_factor`."""
+    factor, dtype = _factor(norm, max_norm), dtype_of(leaves)
+    return ((1.0 if scale is None else scale) / factor).to(dtype), norm.to(dtype)
+
+
+def dtype_of(leaves: list[Any]) -> torch.dtype:
+    """float64 if a leaf is, else float32."""
+    found = {leaf.dtype for leaf in leaves if leaf is not None}
+    return torch.float32 if found.isdisjoint((torch.float64, torch.complex128)) else torch.float64
+
+
+def _factor(norm: Any, max_norm: float | Tensor) -> Tensor:
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     unbounded = max_norm == math.inf
     if isinstance(unbounded, Tensor):
-        factor = torch.where(unbounded, 1.0, factor)  # inf / inf is NaN
-    elif unbounded:
-        factor = torch.ones_like(factor)
-    # A float64 factor would take float32 leaves through a slower kernel.
-    return (factor, norm) if double else (factor.to(torch.float32), norm.to(torch.float32))
+        return torch.where(unbounded, 1.0, factor)  # inf / inf is NaN
+    return torch.ones_like(factor) if unbounded else factor
 
 
 def told(norm: Any, found_inf: Tensor) -> Any:

@@ -351,7 +351,7 @@ def _quick_extent(dense: Sequence[Tensor], norm_type: float | None, scale: Tenso
 
 
 def _by_dtype(values: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-    dtypes = {value.dtype for value in values}
+    dtypes = dict.fromkeys(value.dtype for value in values)
     return [values] if len(dtypes) == 1 else [[value for value in values if value.dtype is dtype] for dtype in dtypes]
 
 
@@ -372,6 +372,14 @@ def _extent(dense: Sequence[Tensor], power: float | None) -> list[Tensor]:
     """The largest magnitude of each dtype, in the order in which they come, and where there is a `power` the norm."""
     tops: list[Tensor] = []
     norms: list[Tensor] = []
+    if not dense[0].is_cpu:  # an operation costs by itself there, however small
+        for values in _by_dtype(dense):
+            tops.append(at_least_float32(torch.stack(torch._foreach_norm(values, math.inf)).amax()))
+            if power is not None:
+                wide = widest_float(values[0].device)
+                each = torch._foreach_norm(values, power, dtype=torch.promote_types(values[0].dtype, wide))
+                norms.append(_norm(torch.stack(each), power))
+        return tops if power is None else [*tops, _norm(torch.stack(norms), power) if len(norms) > 1 else norms[0]]
     for dtype in dict.fromkeys(value.dtype for value in dense):
         ends: list[Tensor] = []
         units: list[Tensor] = []
@@ -401,8 +409,9 @@ def _extent(dense: Sequence[Tensor], power: float | None) -> list[Tensor]:
 
 @torch.library.custom_op("purescale::extent", mutates_args=())
 def _extent_node(dense: Sequence[Tensor], power: float | None) -> list[Tensor]:
-    """`_extent` as one node of a compiled graph, in place of a reduction for each leaf."""
-    return _extent(dense, power)
+    """`_extent` as one node of a compiled graph, in place of a reduction for each leaf; the norm as of an eager step."""
+    quick = _quick_extent(dense, 2, None) if power == 2 else None
+    return _extent(dense, power) if quick is None or quick.norm is None else [*_extent(dense, None), quick.norm]
 
 
 @_extent_node.register_fake

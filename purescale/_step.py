@@ -13,7 +13,7 @@ from torch import Tensor
 from . import _foreach, _tree
 from ._accum import OnNonfinite, check_on_nonfinite
 from ._checks import shown
-from ._clip import Clip, check_ordered, checked, clip_by_value, clip_factor, clip_to, told
+from ._clip import Clip, check_ordered, checked, clip_by_value, clip_divisor, clip_to, told
 from ._kernels import Treatment
 from ._optim import Optimizer
 from ._scaler import HasScale, Rule, StaticScale, check_device, check_grads, is_usable, overflowed
@@ -197,8 +197,7 @@ def _step(
         found_inf, norm = _extent(plan.gradients, clip, scale, found_inf, norm, group, scaled=scaled, dense=True)
         divisor = scale if scaled else None
         if clip.max_norm is not None:
-            factor, grad_norm = clip_factor(plan.gradients, norm, clip.max_norm)
-            divisor = (1 / factor if divisor is None else divisor / factor).to(factor.dtype)
+            divisor, grad_norm = clip_divisor(plan.gradients, norm, clip.max_norm, divisor)
             # One that is not finite would turn gradients into 0.
             found_inf = found_inf | ~torch.isfinite(divisor)
         stepped = plan.run(found_inf, Treatment(divisor, clip.value))

@@ -83,6 +83,9 @@ def shares_memory(a: Any, b: Any) -> bool:
     return bool(_storages(a) & _storages(b))
 
 
+LOOKS = 2  # at most, on a CPU in eager mode: of the sum of squares, and of the scale that it is over
+
+
 class Dispatched(TorchDispatchMode):
     """Counts the operators that run inside; `reads` are those that bring a tensor's value to the host."""
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from helpers import (
+    LOOKS,
     Dispatched,
     Untouched,
     assert_close,
@@ -446,8 +447,8 @@ def test_the_check_reads_many_small_gradients_at_once():
         grads = [torch.randn(64) for _ in range(number)]
         with Dispatched() as counted:
             ps.unscale_and_check(at(2.0), grads, donate=True)
-        assert counted.reads == 0
-        counts.append(sum("aminmax" in str(op) for op in counted.ops))
+        assert counted.reads <= LOOKS
+        counts.append(sum("dot" in str(op) for op in counted.ops))
     assert counts == [1, 1]
 
 

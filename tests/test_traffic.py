@@ -5,13 +5,13 @@ import itertools
 
 import pytest
 import torch
-from helpers import Dispatched, Untouched, assert_close, clone, same_bits, tensors
+from helpers import LOOKS, Dispatched, Untouched, assert_close, clone, same_bits, tensors
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 import purescale as ps
-from purescale import _foreach, _fused
+from purescale import _foreach
 
 ADAMW = ps.from_torch(torch.optim.AdamW, lr=0.1, weight_decay=0.1)
 FUSED = {
@@ -60,12 +60,21 @@ def changed(module, **names):
             setattr(module, name, value)
 
 
-# ---- one pass, tile by tile ------------------------------------------------------------------------------------------
+# ---- one pass --------------------------------------------------------------------------------------------------------
+
+
+def agrees(out, expected, max_norm):
+    """Flags, skips and counts identical; values too, but to 1e-6 where the clip factor is part of the divisor: one rounding, not two."""
+    assert same_bits(out.found_inf, expected[2])
+    assert same_bits(out.opt_state.applied, expected[1].applied)
+    if max_norm == 0.5:
+        assert_close((out.params, out.opt_state.slots), (expected[0], expected[1].slots), rtol=1e-6, atol=1e-6)
+    else:
+        assert same_bits((out.params, out.opt_state), expected[:2])
 
 
 @given(
     name=st.sampled_from(sorted(FUSED)),
-    tile=st.sampled_from([16, 32, 48]),  # a vector at least: within one and at the end of a tensor torch's kernels round apart
     shapes=st.lists(st.sampled_from([(), (0,), (1,), (7,), (16,), (5, 6), (50,), (2, 3, 4, 7)]), min_size=1, max_size=5),
     grad_dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
     max_norm=st.sampled_from([None, 0.5, 1e9, float("inf")]),
@@ -73,7 +82,7 @@ def changed(module, **names):
     donate=st.booleans(),
     bad=st.booleans(),
 )
-def test_a_step_tile_by_tile_has_the_bits_of_its_parts(name, tile, shapes, grad_dtype, max_norm, clip_value, donate, bad):
+def test_a_step_agrees_with_its_parts(name, shapes, grad_dtype, max_norm, clip_value, donate, bad):
     optimizer = FUSED[name]
     if name == "overrides" and len(shapes) == 1:
         shapes = [*shapes, (3,)]
@@ -82,17 +91,18 @@ def test_a_step_tile_by_tile_has_the_bits_of_its_parts(name, tile, shapes, grad_
         grads["0"] = grads["0"] * float("nan")
     expected = by_parts(optimizer, scaler, params, grads, state, max_norm, clip_value)
     before = clone(grads)
-    with changed(_fused, _TILE=tile):
-        out = ps.unscale_and_step(optimizer, scaler, clone(params), grads, clone(state), max_norm, clip_value, donate=donate)
-    assert same_bits(tuple(out)[:3], expected[:3])
-    assert same_bits(out.grad_norm, expected[3]) or (out.grad_norm.isnan() and expected[3].isnan())  # NaN has a sign
-    assert donate or same_bits(grads, before)
+    for _ in range(2):  # with the memo cold, then warm
+        arguments = clone((params, before, state))
+        out = ps.unscale_and_step(optimizer, scaler, *arguments, max_norm, clip_value, donate=donate)
+        agrees(out, expected, max_norm)
+        if max_norm is not None and not expected[2]:
+            assert same_bits(out.grad_norm, expected[3])
+        assert donate or same_bits(arguments, (params, before, state))
 
 
 @pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format])
 @pytest.mark.parametrize("of", ["params", "grads", "both"])
-@pytest.mark.parametrize("tile", [16, 2**18])
-def test_layouts_give_the_same_step_tile_by_tile(memory_format, of, tile):
+def test_layouts_give_the_same_step(memory_format, of):
     scaler, params, grads, state = problem([(2, 3, 4, 5), (3, 4, 2, 2)])
     expected = by_parts(ADAMW, scaler, params, grads, state)
 
@@ -101,9 +111,8 @@ def test_layouts_give_the_same_step_tile_by_tile(memory_format, of, tile):
 
     params = laid_out(params) if of != "grads" else params
     grads = laid_out(grads) if of != "params" else grads
-    for donate in (False, True):
-        with changed(_fused, _TILE=tile):
-            out = ps.unscale_and_step(ADAMW, scaler, clone(params), grads, clone(state), donate=donate)
+    for donate in (False, True, False, True):
+        out = ps.unscale_and_step(ADAMW, scaler, clone(params), clone(grads), clone(state), donate=donate)
         assert_close(out.params, expected[0], rtol=0, atol=0)
 
 
@@ -120,35 +129,10 @@ def test_a_large_parameter_has_the_bits_of_torchs_own_step():
     assert same_bits(list(out.params.values()), [p.detach() for p in real])
 
 
-# ---- one pass as a whole, as on a GPU --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", sorted(FUSED))
-@pytest.mark.parametrize(("max_norm", "clip_value"), [(None, None), (None, 0.1), (0.5, None), (0.5, 0.1), (1e9, None)])
-@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.float16])
-def test_a_kernel_that_divides_by_itself_agrees(name, max_norm, clip_value, grad_dtype):
-    optimizer = FUSED[name]
-    scaler, params, grads, state = problem([(3, 5), (), (40,)], optimizer, grad_dtype=grad_dtype)
-    expected = by_parts(optimizer, scaler, params, grads, state, max_norm, clip_value)
-    outs = []
-    for donate in (False, True):
-        with changed(_fused, counts_launches=lambda device: True):
-            arguments = clone((params, grads, state))
-            outs.append(ps.unscale_and_step(optimizer, scaler, *arguments, max_norm, clip_value, donate=donate))
-            assert donate or same_bits(arguments, (params, grads, state))
-    for out in outs:
-        if max_norm == 0.5 and clip_value is None:
-            assert_close(tuple(out), expected, rtol=1e-6, atol=1e-6)  # clipping is folded into the division: it rounds once, not twice
-        else:
-            assert same_bits(tuple(out), expected)
-    assert same_bits(*map(tuple, outs))
-
-
 def test_a_gradient_that_is_needed_elsewhere_is_not_divided_in_place():
     scaler, params, grads, state = problem([(8,), (8,)])
     expected = by_parts(ADAMW, scaler, params, {"0": grads["0"], "1": grads["0"]}, state)
-    with changed(_fused, counts_launches=lambda device: True):
-        out = ps.unscale_and_step(ADAMW, scaler, params, {"0": grads["0"], "1": grads["0"]}, state, donate=True)
+    out = ps.unscale_and_step(ADAMW, scaler, params, {"0": grads["0"], "1": grads["0"]}, state, donate=True)
     assert same_bits(tuple(out), expected)
 
 
@@ -190,18 +174,24 @@ class Reads(Dispatched):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-@pytest.mark.parametrize(("max_norm", "passes"), [(None, 2), (1.0, 3)])
+@pytest.mark.parametrize("max_norm", [None, 1.0])
 @pytest.mark.parametrize("shapes", [[(2**19,), (2**18,)], [(8,)] * 100])
-def test_a_step_reads_the_gradients_once_to_check_and_once_to_step_and_never_writes_them(shapes, max_norm, passes):
-    """The third read, for the norm, is of a piece that the check has just brought into the cache."""
-    for donate in (True, False):
-        (_, _, grads, _), step = step_over(shapes, donate=donate, max_norm=max_norm)
-        total = sum(g.numel() for g in grads.values())
-        if len(shapes) == 100 and max_norm:
-            passes = 2  # small ones are put in a row first
-        with Reads(grads.values()) as reads:
-            step()
-        assert (reads.read, reads.written) == (passes * total, 0)
+def test_a_donated_step_reads_the_gradients_once_to_check_and_once_to_step(shapes, max_norm):
+    """The norm is the same read as the check; a kernel that divides leaves the gradients divided."""
+    (_, _, grads, _), step = step_over(shapes, donate=True, max_norm=max_norm)
+    total = sum(g.numel() for g in grads.values())
+    pair = 1 if len(shapes) == 100 else 2  # a dot names its one argument twice
+    with Reads(grads.values()) as reads:
+        step()
+    assert reads.read == (pair + 1) * total
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_a_step_without_donation_never_writes_the_gradients(max_norm):
+    (_, _, grads, _), step = step_over([(2**19,), (8,)], max_norm=max_norm)
+    with Reads(grads.values()) as reads:
+        step()
+    assert reads.written == 0
 
 
 def test_a_donated_step_reads_parameters_and_moments_once():
@@ -223,28 +213,27 @@ def peak(run):
 
 
 @pytest.mark.parametrize("max_norm", [None, 1.0])
-def test_a_donated_step_needs_the_memory_of_some_tiles_whatever_the_size(max_norm):
-    tile = 4 * _fused._TILE
+def test_a_donated_step_needs_the_memory_of_a_row_of_small_tensors_whatever_the_size(max_norm):
     for shapes in ([(2**22,)], [(2**20,)] * 12, [(64,)] * 2000):
         _, step = step_over(shapes, donate=True, max_norm=max_norm)
-        assert peak(step) < 4 * tile
+        assert peak(step) < 2**20
 
 
 @pytest.mark.parametrize("max_norm", [None, 1.0])
-def test_a_step_without_donation_needs_its_results_and_some_tiles(max_norm):
+def test_a_step_without_donation_needs_its_results_and_a_copy_of_the_gradients(max_norm):
     _, step = step_over([(2**20,)] * 4, donate=False, max_norm=max_norm)
-    assert peak(step) < 3 * 4 * 2**22 + 4 * 4 * _fused._TILE
+    assert peak(step) < 4 * 4 * 2**22 + 2**20
 
 
 @pytest.mark.parametrize("name", sorted(FUSED))
 @pytest.mark.parametrize("donate", [False, True])
-def test_nothing_is_read_by_the_host(name, donate):
+def test_nothing_is_read_by_the_host_but_the_sum_of_squares_and_the_scale(name, donate):
     settings = {"max_norm": torch.tensor(1.0), "clip_value": 0.5, "donate": donate}
     _, step = step_over([(300, 1000), (5,)], FUSED[name], **settings)
     with Dispatched() as dispatched:
         step()
     assert len(dispatched.ops) > 20
-    assert dispatched.reads == 0
+    assert dispatched.reads <= LOOKS
 
 
 def test_without_donation_nothing_given_is_changed():
@@ -348,11 +337,11 @@ def test_the_nodes_of_a_compiled_graph_do_what_their_schema_says(name):
     optimizer = FUSED[name]
     scaler, params, grads, state = problem([(3, 5), (40,)], optimizer)
     kernel = optimizer._kernel
-    settings = optimizer._groups(("0", "1"), optimizer._learning_rates(state.applied, optimizer._tensor_lrs))[0][1]
+    settings = optimizer._groups(("0", "1"), optimizer._learning_rates(state.applied, state.lr))[0][1]
     slots = list(state.slots.values())
-    targets = [t for p, slot in zip(params.values(), slots, strict=True) for t in (p, *(slot[key] for key in kernel.slots(settings)))]
+    targets = [*params.values(), *(slot[key] for key in kernel.slots(settings) for slot in slots)]
     steps = [slot["step"] for slot in slots if "step" in slot]
-    flags = torch.tensor(False), scaler.scale, torch.tensor(0.5), 0.1, None
+    flags = torch.tensor(False), scaler.scale, 0.1, None
     arguments = (kernel.name, list(grads.values()), steps, targets, [], [], 0.1, None, kernel.numbers(settings), *flags)
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.purescale.fused_update.default, arguments, test_utils=checks)

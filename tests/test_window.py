@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Dispatched, Untouched, assert_close, at, batch, clone, job, same_bits, scaled_by, shares_memory, stack, unstack
+from helpers import LOOKS, Dispatched, Untouched, assert_close, at, batch, clone, job, same_bits, scaled_by, shares_memory, stack, unstack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -71,7 +71,11 @@ def test_a_window_equals_the_small_functions(policy, overflow, clip):
         new, info = step(state, microbatches)
     assert info.found_inf == (overflow is not None and policy == "drop_window")
     expected = (params, ps.select(found_inf, state.buffers, buffers), opt_state, RULE.update(state.scaler, accum.found_inf))
-    assert same_bits(tuple(new)[:4], expected)
+    if "max_norm" in clip:  # clipping and unscaling are one division
+        assert same_bits((new.buffers, new.scaler, new.opt_state.applied), (expected[1], expected[3], opt_state.applied))
+        assert_close(tuple(new)[:4], expected, rtol=1e-6, atol=1e-6)
+    else:
+        assert same_bits(tuple(new)[:4], expected)
     assert same_bits(info.grad_norm, norm if not (clip and info.found_inf) else torch.tensor(INF))
     counted = [(loss, n) for loss, n, bad in losses if policy == "drop_window" or not bad]
     torch.testing.assert_close(info.loss, sum(loss * n for loss, n in counted) / sum(n for _, n in counted), equal_nan=True)
@@ -303,11 +307,11 @@ def test_retries_work_with_donation():
         assert same_bits(step(clone(state), microbatches, max_retries=retries, donate=True), expected)
 
 
-def test_without_retries_nothing_is_read():
+def test_without_retries_only_the_size_of_the_gradients_is_looked_at():
     state, step = job(SGD, RULE, on_nonfinite="drop_microbatch", weight_fn=lambda b: len(b[1]))
     with Dispatched() as counted:
         step(state, [batch(0), batch(1)])
-    assert counted.reads == 0
+    assert counted.reads <= 2 * LOOKS
 
 
 def test_retries_are_refused_where_they_cannot_be():
@@ -524,11 +528,11 @@ def test_the_norm_and_the_finite_check_share_one_read():
         state, step = job(SGD, RULE, **clip)
         with Dispatched() as counted:
             step(state, [batch(0)])
-        counts.append(sum("aminmax" in str(op) for op in counted.ops))
+        counts.append(sum("dot" in str(op) for op in counted.ops))
         grads = [torch.ones(4)]
         with Dispatched() as counted:
             ps.unscale_and_step(SGD, at(2.0), grads, grads, SGD.init(grads), **clip)
-        counts.append(sum("aminmax" in str(op) for op in counted.ops))
+        counts.append(sum("dot" in str(op) for op in counted.ops))
     assert counts == [1, 1, 1, 1]
 
 

@@ -1,0 +1,258 @@
+"""What is remembered of the columns of a step is pure: warm, cold or stale, a step has the same bits, and nothing is kept alive."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from helpers import clone, same_bits, tensors
+from hypothesis import given
+from hypothesis import strategies as st
+
+import purescale as ps
+from purescale import _door
+
+ADAMW = {"lr": 0.1, "weight_decay": 0.1}
+SCALER = ps.DynamicScale(init_scale=8.0).init()
+
+
+def start(count=3, size=4):
+    params = {f"w{i}": torch.linspace(-1, 1, size) + i for i in range(count)}
+    return params, ps.from_torch(torch.optim.AdamW, **ADAMW)
+
+
+def grads_at(step, params):
+    return {name: torch.full_like(p, 8.0 * (step + 1)) for name, p in params.items()}
+
+
+def stepped(optimizer, params, state, step, forget=False, **settings):
+    if forget:
+        optimizer._memo.clear()
+    out = ps.unscale_and_step(optimizer, SCALER, params, grads_at(step, params), state, **settings)
+    return out.params, out.opt_state
+
+
+def is_warm(optimizer, params, state, **settings):
+    return optimizer.remembered(params, grads_at(0, params), state, **settings) is not None
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), st.booleans(), st.sampled_from([None, 0.5]), st.booleans()), min_size=1, max_size=8),
+    st.integers(1, 4),
+)
+def test_to_forget_at_any_moment_changes_no_bit(steps, count):
+    """Donated and not, clipped and not, with and without a gradient, in any order."""
+    results = []
+    for forgetting in (True, False):
+        params, optimizer = start(count)
+        state = optimizer.init(params)
+        for index, (forget, donate, max_norm, absent) in enumerate(steps):
+            if forget or forgetting:
+                optimizer._memo.clear()
+            grads = grads_at(index, params)
+            if absent:
+                grads["w0"] = None
+            out = ps.unscale_and_step(optimizer, SCALER, params, grads, state, max_norm=max_norm, donate=donate)
+            params, state = out.params, out.opt_state
+        results.append((params, state))
+    assert same_bits(*results)
+
+
+def test_a_second_step_is_known_again():
+    for donate in (True, False):
+        params, optimizer = start()
+        params, state = stepped(optimizer, params, optimizer.init(params), 0, donate=donate)
+        assert is_warm(optimizer, params, state, donate=donate, spent=donate)
+        optimizer._memo.clear()
+        assert not is_warm(optimizer, params, state, donate=donate, spent=donate)
+
+
+def other_data(t):
+    t.data = torch.full_like(t, 3.0)
+
+
+def other_memory(t):
+    t.set_(torch.full((4,), 3.0))
+
+
+def other_size(t):
+    t.resize_(2)
+
+
+def transposed(t):
+    t.t_()
+
+
+def watched(t):
+    t.requires_grad_()
+
+
+@pytest.mark.parametrize("change", [other_data, other_memory, watched])
+@pytest.mark.parametrize("which", ["parameter", "slot"])
+@pytest.mark.parametrize("donate", [True, False])
+def test_what_is_changed_in_place_is_stepped_as_it_is_now(change, which, donate):
+    params, optimizer = start()
+    params, state = stepped(optimizer, params, optimizer.init(params), 0, donate=donate)
+    change(params["w1"] if which == "parameter" else state.slots["w1"]["exp_avg"])
+    if which == "slot" and change is watched:
+        state.slots["w1"]["exp_avg"].requires_grad_(False)
+    _, fresh = start()
+    expected = stepped(fresh, *clone(torch.utils._pytree.tree_map(lambda t: t.detach(), (params, state))), 1)
+    new = stepped(optimizer, params, state, 1, donate=donate)
+    assert same_bits(new, expected)
+
+
+@pytest.mark.parametrize("change", [other_size, transposed])
+@pytest.mark.parametrize("which", ["parameter", "slot"])
+def test_another_shape_in_place_is_refused(change, which):
+    params = {"w": torch.ones(2, 4)}
+    optimizer = ps.from_torch(torch.optim.AdamW, **ADAMW)
+    params, state = stepped(optimizer, params, optimizer.init(params), 0, donate=True)
+    grads = grads_at(1, params)
+    change(params["w"] if which == "parameter" else state.slots["w"]["exp_avg"])
+    with pytest.raises(ValueError, match=r"shape|exp_avg of w is"):
+        ps.unscale_and_step(optimizer, SCALER, params, grads, state, donate=True)
+
+
+def test_another_layout_of_the_same_memory_is_seen():
+    params = {"w": torch.arange(9.0).view(3, 3)}
+    optimizer = ps.from_torch(torch.optim.AdamW, **ADAMW)
+    params, state = stepped(optimizer, params, optimizer.init(params), 0, donate=True)
+    params["w"].t_()
+    grads = {"w": torch.arange(9.0).view(3, 3)}
+    expected = ps.from_torch(torch.optim.AdamW, **ADAMW).step({"w": params["w"].clone()}, grads, clone(state))
+    new = ps.maybe_step(optimizer, params, grads, state, False, donate=True)
+    torch.testing.assert_close(new[0]["w"], expected[0]["w"], rtol=0, atol=0)
+
+
+def test_memory_that_is_used_again_is_known_for_what_it_is():
+    """Tensors are freed and others made in a loop, so that ids and addresses come back."""
+    optimizer = ps.from_torch(torch.optim.SGD, lr=1.0)
+    for index in range(200):
+        size = 1 + index % 7
+        params = {"w": torch.full((size,), float(index)), "v": torch.zeros(size, 2 if index % 3 else 1)}
+        grads = {"w": torch.ones(size), "v": torch.ones_like(params["v"])}
+        new, _ = ps.maybe_step(optimizer, params, grads, optimizer.init(params), False, donate=bool(index % 2))
+        assert new["w"].tolist() == [index - 1.0] * size
+        assert new["v"].tolist() == [[-1.0] * new["v"].shape[1]] * size
+
+
+def test_nothing_is_kept_alive():
+    params, optimizer = start()
+    state = optimizer.init(params)
+    for index in range(3):
+        params, state = stepped(optimizer, params, state, index, donate=True)
+    references = [weakref.ref(tensor) for tensor in tensors((params, state))]
+    assert optimizer._memo._known
+    del params, state
+    gc.collect()
+    assert not any(reference() is not None for reference in references)
+
+
+def test_no_more_is_remembered_than_a_few():
+    optimizer = ps.from_torch(torch.optim.SGD, lr=1.0)
+    for size in range(1, 20):
+        params = {"w": torch.ones(size)}
+        optimizer.step(params, params, optimizer.init(params))
+    assert len(optimizer._memo._known) == _door.Memo.KEPT
+
+
+@pytest.mark.parametrize("spoil", ["microbatch", "gradient", "scaler"])
+def test_what_shares_memory_with_the_state_today_is_not_written_over(spoil):
+    """The memo is warm from a step in which everything stood apart."""
+    params, optimizer = start(count=2)
+    params, state = stepped(optimizer, params, optimizer.init(params), 0, donate=True)
+    scaler, grads = SCALER, grads_at(1, params)
+    if spoil == "gradient":
+        grads["w0"] = params["w1"]
+    elif spoil == "scaler":
+        params["w0"].fill_(8.0)
+        scaler = SCALER._replace(scale=params["w0"][0])
+    else:
+        grads["w0"] = grads["w1"]
+    expected = ps.unscale_and_step(optimizer, clone(scaler), *clone((params, grads, state)))
+    out = ps.unscale_and_step(optimizer, scaler, params, grads, state, donate=True)
+    assert same_bits((out.params, out.opt_state), (expected.params, expected.opt_state))
+
+
+def test_parameters_in_one_piece_of_memory_are_written_in_place_where_they_do_not_overlap():
+    flat = torch.zeros(8)
+    optimizer = ps.from_torch(torch.optim.SGD, lr=1.0)
+    params = {"a": flat[:4], "b": flat[4:], "c": flat[2:6]}
+    grads = {name: torch.full((4,), float(index + 1)) for index, name in enumerate(params)}
+    expected, _ = optimizer.step(clone(params), grads, optimizer.init(params))
+    for _ in range(2):
+        given = torch.zeros(8)
+        new, _ = ps.maybe_step(
+            optimizer, {"a": given[:4], "b": given[4:], "c": given[2:6]}, clone(grads), optimizer.init(params), False, donate=True
+        )
+        assert same_bits(new, expected)
+
+
+def test_threads_step_their_own_models_with_one_optimizer():
+    optimizer = ps.from_torch(torch.optim.AdamW, **ADAMW)
+    expected = []
+    for number in range(4):
+        params, _ = start(count=1 + number)
+        state = optimizer.init(params)
+        for index in range(20):
+            params, state = stepped(optimizer, params, state, index)
+        expected.append((params, state))
+    found = [None] * 4
+
+    def work(number):
+        params, _ = start(count=1 + number)
+        state = optimizer.init(params)
+        for index in range(20):
+            params, state = stepped(optimizer, params, state, index, donate=bool(index % 2), forget=index % 5 == 4)
+        found[number] = (params, state)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_step_under_inference_mode_is_not_taken_for_one_outside():
+    params, optimizer = start()
+    state = optimizer.init(params)
+    for index in range(4):
+        if index == 2:
+            with torch.inference_mode():
+                params, state = stepped(optimizer, params, state, index)
+        else:
+            params, state = stepped(optimizer, params, state, index)
+    expected, _ = start()
+    other = optimizer.init(expected)
+    for index in range(4):
+        expected, other = stepped(optimizer, expected, other, index, forget=True)
+    assert same_bits((params, state), (expected, other))
+
+
+def test_nothing_is_remembered_where_it_is_traced():
+    params, optimizer = start()
+    state = optimizer.init(params)
+    torch.compile(optimizer.step, fullgraph=True, backend="eager")(params, params, state)
+    torch.func.vmap(lambda p: optimizer.step(p, p, optimizer.init(p)))({name: torch.stack([p, p]) for name, p in params.items()})
+    assert optimizer._memo._known == ()
+
+
+def test_a_wrapped_models_own_parameters_are_written_in_place_off_the_graph():
+    model = torch.nn.Linear(3, 2)
+    optimizer = ps.from_torch(torch.optim.AdamW, **ADAMW)
+    twin = torch.nn.Linear(3, 2)
+    twin.load_state_dict(model.state_dict())
+    theirs = torch.optim.AdamW(twin.parameters(), fused=True, **ADAMW)
+    state = optimizer.init(dict(model.named_parameters()))
+    for _ in range(3):
+        for net in (model, twin):
+            net.zero_grad()
+            net(torch.ones(4, 3)).square().sum().backward()
+        theirs.step()
+        params = dict(model.named_parameters())
+        _, state = ps.maybe_step(optimizer, params, {n: p.grad for n, p in params.items()}, state, torch.tensor(False), donate=True)
+    assert same_bits([p.detach() for p in model.parameters()], [p.detach() for p in twin.parameters()])
+    assert all(p.requires_grad and p.is_leaf for p in model.parameters())

@@ -71,8 +71,12 @@ def test_a_window_equals_the_small_functions(policy, overflow, clip):
         new, info = step(state, microbatches)
     assert info.found_inf == (overflow is not None and policy == "drop_window")
     expected = (params, ps.select(found_inf, state.buffers, buffers), opt_state, RULE.update(state.scaler, accum.found_inf))
-    assert same_bits(tuple(new)[:4], expected)
-    assert same_bits(info.grad_norm, norm if not (clip and info.found_inf) else torch.tensor(INF))
+    if policy == "drop_window" and overflow is None:  # a mean that is checked and unscaled once, at its end
+        assert_close(tuple(new)[:4], expected, rtol=1e-6, atol=1e-7)
+        assert_close(info.grad_norm, norm, rtol=1e-6, atol=0)
+    else:
+        assert same_bits(tuple(new)[:4], expected)
+        assert same_bits(info.grad_norm, norm if not (clip and info.found_inf) else torch.tensor(INF))
     counted = [(loss, n) for loss, n, bad in losses if policy == "drop_window" or not bad]
     torch.testing.assert_close(info.loss, sum(loss * n for loss, n in counted) / sum(n for _, n in counted), equal_nan=True)
     donated = step(clone(state), microbatches, donate=True)

@@ -112,25 +112,30 @@ def mix(sums: Leaves | None, new: Leaves, share: float | Tensor, counts: Tensor 
     One pass. Shares whose sum is 1 cannot overflow but for rounding. A `share` that is a tensor is not read; it comes with the flag
     `counts`, and what does not count may be NaN. Uses up the list `new`, but writes into none of its tensors.
     """
-    if _tree.traced() or is_on_a_graph([*new, share] if isinstance(share, Tensor) else new):
+    if _tree.traced() or (isinstance(share, Tensor) and is_on_a_graph([share])):
         return [_mixed(a, n, share, counts) for a, n in zip(sums or [None] * len(new), new, strict=True)]
-    if sums is None and not isinstance(share, Tensor):
-        return _begun(new, share)
+    if isinstance(share, Tensor):
+        return _mix_unread(sums, new, share, counts)
     if sums is None:
-        sums = [torch.zeros_like(n, dtype=wide_dtype(n.dtype)) for n in new]
+        return _begun(new, share)
+    if all(map(is_dense, new)):
+        torch._foreach_add_(sums, new, alpha=share)
+        return sums
+    return [_mixed(a, n, share, None) for a, n in zip(sums, new, strict=True)]
+
+
+def _mix_unread(sums: Leaves | None, new: Leaves, share: Tensor, counts: Any) -> Leaves:
+    sums = sums or [torch.zeros_like(n, dtype=wide_dtype(n.dtype)) for n in new]
     lists: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for index, (a, n) in enumerate(zip(sums, new, strict=True)):
-        if _takes_fused(a, n, share) if isinstance(share, Tensor) else is_dense(n):
+        if _takes_fused(a, n, share):
             targets, news = lists.setdefault(a.dtype, ([], []))
             targets.append(a)
-            news.append(_laid_out_as(a, n) if isinstance(share, Tensor) else n)
+            news.append(_laid_out_as(a, n))
         else:
             sums[index] = _mixed(a, n, share, counts)
     for dtype, (targets, news) in lists.items():
-        if counts is None or not isinstance(share, Tensor):
-            torch._foreach_add_(targets, news, alpha=share)  # type: ignore[arg-type]
-        else:
-            add_unless((~counts).to(torch.float32), targets, news, share.to(dtype))
+        add_unless((~counts).to(torch.float32), targets, news, share.to(dtype))
     return sums
 
 

@@ -55,7 +55,7 @@ def gather(
 ) -> Gathered:
     """The weighted mean of the microbatches' gradients and losses, and what they make of the buffers.
 
-    `exact`: each microbatch is looked at by itself also where one bad one drops them all.
+    `exact`: say which microbatches overflowed also where one drops them all, for which each has to be read.
     """
     if bn_update == "window" and buffers:
         check_flat(buffers)
@@ -96,7 +96,7 @@ def _gather(
     weights = _weights(microbatches, weight_fn, scaler.scale)
     differentiate = _Differentiate(params, buffers, scaler, loss_fn)
     single = len(microbatches) == 1
-    together = single or (on_nonfinite == "drop_window" and not exact)
+    together = single or on_nonfinite == "drop_window"
     carried = differentiate.buffers
     mean: Leaves | None = None
     accum: AccumState | None = None
@@ -113,12 +113,16 @@ def _gather(
         if single:
             mean, counts = grads, True  # what is dropped is the step
         elif together:
+            if exact:
+                size = _foreach.extent(grads, scaler.scale.device)
+                overflows.append(overflowed(size, scaler.scale, scaled=False))
             flag = counts if isinstance(counts, Tensor) else None
             mean = mean if counts is False else _foreach.mix(mean, grads, weights.shares[index], flag)
         else:
             accum, overflow = _add(accum, grads, weights.vector[index], scaler)
             overflows.append(overflow)
             counts = counts & ~overflow if on_nonfinite == "drop_microbatch" else counts
+        del grads  # before the next are made: their memory serves again
         if counts is True:
             carried = new_buffers
         elif counts is not False:
@@ -130,12 +134,15 @@ def _gather(
     elif not together:
         mean, overflow = unscale_and_check(scaler, mean)
     else:
-        mean = [torch.zeros_like(gradient, dtype=_foreach.wide_dtype(gradient.dtype)) for gradient in grads] if mean is None else mean
+        mean = differentiate.zeros() if mean is None else mean
         size = _foreach.extent(mean, scaler.scale.device, norm_type)  # one read gives the norm too
         overflow = overflowed(size, scaler.scale, scaled=True)
         norm = None if size.norm is None else size.norm / scaler.scale
         if norm is not None and not single:
             norm = torch.where(overflow, torch.inf, norm)
+        if overflows:
+            each = torch.stack(overflows)
+            overflow = torch.where(each.any(), each, overflow)
     facts = _summary(weights, torch.stack(losses), overflow, on_nonfinite)
     buffers = differentiate.buffer_structure.unflatten(carried)
     return Gathered(grads=differentiate.tree(mean), scaled=together, norm=norm, buffers=buffers, aux=aux, **facts)
@@ -216,8 +223,11 @@ class _Differentiate:
         self.inputs = [leaf for leaf in leaves if leaf is not None]
         if not _tree.traced():
             self.names = [name for name, here in zip(_tree.names(params), self.present, strict=True) if here]
-            self.taken = {None, *_tree.storages([*self.inputs, *_tree.all_tensors((buffers, scaler))])}
-            self.inputs = [_tree.recordable(leaf) for leaf in self.inputs]
+            self.taken = {None, *_tree.storages([*self.inputs, *self.buffers, *_tree.tensors(scaler)])}
+            self.inputs = _recordable(self.inputs)
+
+    def zeros(self) -> Leaves:
+        return [torch.zeros_like(leaf, dtype=_foreach.wide_dtype(leaf.dtype)) for leaf in self.inputs]
 
     def tree(self, leaves: Leaves) -> Tree:
         present = iter(leaves)
@@ -225,7 +235,7 @@ class _Differentiate:
 
     def __call__(self, buffers: Leaves, microbatch: Any) -> tuple[Leaves, tuple[Tensor, Leaves, list[Any]]]:
         def scaled(inputs: Leaves) -> tuple[Tensor, tuple[Tensor, Leaves, list[Any]]]:
-            given = self.buffer_structure.unflatten([_tree.recordable(leaf) for leaf in buffers])
+            given = self.buffer_structure.unflatten(buffers)
             loss, new_buffers, aux = self._checked(self.loss_fn(self.tree(inputs), given, microbatch))
             unscaled = loss.to(_foreach.wide_dtype(loss.dtype))
             return scale_loss(self.scaler, loss).reshape(()), (unscaled.reshape(()), new_buffers, aux)
@@ -234,6 +244,7 @@ class _Differentiate:
             grads, (_, outputs) = torch.func.grad_and_value(scaled, has_aux=True)(self.inputs)
             return list(grads), _tree.fresh(outputs)
         # torch.func.grad would give the same bits; this also takes checkpointing around `apply` and custom Functions of the older form.
+        buffers = _recordable(buffers)
         with torch.enable_grad():
             # Leaves, so that autocast casts a weight once however often it is used; new ones, as a loss may hang a hook on them.
             inputs = [argument(name, leaf.detach()).requires_grad_() for name, leaf in zip(self.names, self.inputs, strict=True)]
@@ -270,6 +281,11 @@ class _Differentiate:
         flat = self.buffers, self.buffer_structure
         leaves = _tree.paired(buffers, new_buffers, "buffers", "new_buffers", flat=flat)[1]
         return loss, leaves, aux
+
+
+def _recordable(leaves: Leaves) -> Leaves:
+    """Tensors made under inference_mode as copies that autograd takes; all others as they are."""
+    return [leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf for leaf in leaves]
 
 
 def _like_buffers(returned: Any, buffers: Tree) -> bool:

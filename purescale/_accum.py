@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from . import _foreach, _tree
 from ._checks import as_float, shown, whole
-from ._tree import Tree
+from ._tree import Leaves, Tree
 
 _HEAVIEST = 2.0**64  # of one microbatch; beyond any count of tokens, and no sum of such overflows
 OnNonfinite = Literal["drop_window", "drop_microbatch"]
@@ -93,25 +93,26 @@ def accumulate_grads(
     Source of the rule: West's running weighted mean (CACM 22(9), 1979) in its convex form; optax's MultiSteps, whose
     accumulator stays NaN for ever after one bad microbatch.
     """
-    new = _leaves_for(accum, grads)
+    leaves, structure = _tree.flatten(accum.grads)
+    new = _leaves_for(accum, grads, leaves, structure)
     checked = as_weight("weight is", weight, accum.weight)
     bad = ~_foreach.all_finite(new, torch.ones_like(accum.weight)) if found_inf is None else _tree.flag(found_inf, like=accum.weight)
-    added = add(accum, new, checked, bad, donate=donate)
+    added = add(accum._replace(grads=leaves), new, checked, bad, donate=donate)
+    added = added._replace(grads=structure.unflatten(added.grads))
     if donate:
         _tree.poison(accum, keep=(added, grads, weight, found_inf))
     return added
 
 
 def add(accum: AccumState, new: list[Any], weight: Tensor, bad: Tensor, *, scale: Tensor | None = None, donate: bool) -> AccumState:
-    """`accumulate_grads` of checked leaves, still scaled by `scale`."""
-    leaves, structure = _tree.flatten(accum.grads)
+    """`accumulate_grads` of checked leaves to a list of means, still scaled by `scale`."""
     usable = is_weight(weight)
     good = ~bad & usable & (weight > 0)
     bad = (bad & (weight > 0)) | ~usable
     counted = torch.where(good, weight, 0)
-    owned = _tree.writable(leaves, [*_tree.tensors(new), *accum[1:]]) if donate else [False] * len(leaves)
+    owned = _tree.writable(accum.grads, [*new, *accum[1:]]) if donate else [False] * len(new)
     return AccumState(
-        grads=structure.unflatten(_foreach.blend(leaves, new, _share(counted, accum.weight), good, owned=owned, scale=scale)),
+        grads=_foreach.blend(accum.grads, new, _share(counted, accum.weight), good, owned=owned, scale=scale),
         weight=accum.weight + counted,
         found_inf=accum.found_inf | bad,
         num_good=accum.num_good + good,
@@ -265,11 +266,11 @@ def as_weight(what: str, weight: Any, like: Tensor) -> Tensor:
     return torch.full((), number, dtype=dtype, device=like.device)
 
 
-def _leaves_for(accum: AccumState, grads: Tree) -> list[Any]:
+def _leaves_for(accum: AccumState, grads: Tree, means: Leaves, structure: Any) -> Leaves:
     """The leaves of `grads` in the order of `accum.grads`, or an error that names the one that cannot be averaged there."""
-    new = _tree.leaves_like("grads", grads, "accum.grads", accum.grads)
+    new = _tree.leaves_like("grads", grads, "accum.grads", accum.grads, structure)
     _tree.check_gradients(accum.grads, new, "grads")
-    for index, (mean, gradient) in enumerate(zip(_tree.flatten(accum.grads)[0], new, strict=True)):
+    for index, (mean, gradient) in enumerate(zip(means, new, strict=True)):
         misfit = None if gradient is None else _misfit(gradient, mean)
         if misfit:
             raise ValueError(f"{_tree.path(accum.grads, 'grads', index)} {misfit}")

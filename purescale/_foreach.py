@@ -91,8 +91,7 @@ def blend(
             continue
         if n is not None and not _tree.traced() and _takes_fused(a, n, share):
             results[index] = a if own else a.clone()
-            same = n.dtype is a.dtype and n.is_contiguous()
-            lists.setdefault(a.dtype, []).append((results[index], n if same else torch.empty_like(a).copy_(n)))
+            lists.setdefault(a.dtype, []).append((results[index], _laid_out_as(a, n)))
         else:
             results[index] = _blend_plain(a, n, share, good, scale)
     if torch.compiler.is_compiling():
@@ -104,6 +103,53 @@ def blend(
             torch._foreach_mul_(targets, keep)
             news = news if scale is None else list(torch._foreach_div(news, scale))
             add_unless(bad, targets, news, factor)
+    return results
+
+
+def mix(sums: Leaves | None, new: Leaves, share: float | Tensor, counts: Tensor | None = None) -> Leaves:
+    """`sums + new * share`, written into `sums`; the first time `new * share`, in memory of its own. At least in float32.
+
+    One pass. Shares whose sum is 1 cannot overflow but for rounding. A `share` that is a tensor is not read; it comes with the flag
+    `counts`, and what does not count may be NaN. Uses up the list `new`, but writes into none of its tensors.
+    """
+    if _tree.traced() or (isinstance(share, Tensor) and is_on_a_graph([share])):
+        return [_mixed(a, n, share, counts) for a, n in zip(sums or [None] * len(new), new, strict=True)]
+    if isinstance(share, Tensor):
+        return _mix_unread(sums, new, share, counts)
+    if sums is None:
+        return _begun(new, share)
+    if all(map(is_dense, new)):
+        torch._foreach_add_(sums, new, alpha=share)
+        return sums
+    return [_mixed(a, n, share, None) for a, n in zip(sums, new, strict=True)]
+
+
+def _mix_unread(sums: Leaves | None, new: Leaves, share: Tensor, counts: Any) -> Leaves:
+    sums = sums or [torch.zeros_like(n, dtype=wide_dtype(n.dtype)) for n in new]
+    lists: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for index, (a, n) in enumerate(zip(sums, new, strict=True)):
+        if _takes_fused(a, n, share):
+            targets, news = lists.setdefault(a.dtype, ([], []))
+            targets.append(a)
+            news.append(_laid_out_as(a, n))
+        else:
+            sums[index] = _mixed(a, n, share, counts)
+    for dtype, (targets, news) in lists.items():
+        add_unless((~counts).to(torch.float32), targets, news, share.to(dtype))
+    return sums
+
+
+def _begun(new: Leaves, share: float) -> Leaves:
+    """`new * share`; on a CPU a little at a time, in the memory of what was read before it: fresh memory is what is slow."""
+    results: Leaves = []
+    most = _BATCH // 8 if new and new[0].is_cpu else math.inf
+    new.reverse()
+    while new:
+        batch, size = [], 0.0
+        while new and size < most:
+            batch.append(new.pop())
+            size += batch[-1].numel()
+        results += torch._foreach_mul([n.to(wide_dtype(n.dtype)) for n in batch], share)
     return results
 
 
@@ -119,6 +165,10 @@ def _takes_fused(a: Tensor, n: Tensor, share: Tensor) -> bool:
     exact = a.dtype is torch.float32 or (a.dtype is torch.float64 and a.is_cpu)
     contiguous = is_dense(a) and is_dense(n) and a.is_contiguous() and n.is_floating_point() and not (a.is_neg() or n.is_neg())
     return exact and contiguous and (a.is_cpu or a.is_cuda) and not is_on_a_graph([a, n, share])
+
+
+def _laid_out_as(a: Tensor, n: Tensor) -> Tensor:
+    return n if n.dtype is a.dtype and n.is_contiguous() else torch.empty_like(a).copy_(n)
 
 
 def is_on_a_graph(leaves: Sequence[Tensor | None]) -> bool:
@@ -157,21 +207,35 @@ def in_memory_order(tensor: Tensor) -> Tensor:
 
 def _blend_plain(a: Tensor, n: Tensor | None, share: Tensor, good: Tensor, scale: Tensor | None) -> Tensor:
     wide = wide_dtype(a.dtype)
-    real = {torch.complex64: torch.float32, torch.complex128: torch.float64}.get(wide, wide)
-    factor, kept = share.to(real), a.to(wide) * (1 - share).to(real)
+    kept = a.to(wide) * (1 - share).to(_real(wide))
+    if n is None:
+        return kept.to(a.dtype)
+    mean = _mixed(kept, n, share, good, scale)
+    if a.dtype is torch.bfloat16:
+        mean = mean.clamp(-torch.finfo(a.dtype).max, torch.finfo(a.dtype).max)  # what is finite must not round to inf
+    return mean.to(a.dtype)
+
+
+def _mixed(a: Tensor | None, n: Tensor, share: float | Tensor, counts: Tensor | None, scale: Tensor | None = None) -> Tensor:
+    """`a + n / scale * share` where `n` counts, in plain ops."""
+    wide = wide_dtype(n.dtype) if a is None else a.dtype
+    factor: Any = share.to(_real(wide)) if isinstance(share, Tensor) else share
 
     def counted(values: Tensor) -> Tensor:
         values = values.to(wide)
         values = values if scale is None else _in_own_dtype(torch.div, values, operand=scale)
-        return torch.where(good, values, 0).mul(factor).to(wide)
+        values = values if counts is None else torch.where(counts, values, 0)
+        return values.mul(factor).to(wide)
 
-    if n is None:
-        return kept.to(a.dtype)
     added = on_values(counted, n)
-    mean: Tensor = added + kept if added.layout is torch.strided else kept + added  # torch takes dense + sparse in this order only
-    if a.dtype is torch.bfloat16:
-        mean = mean.clamp(-torch.finfo(a.dtype).max, torch.finfo(a.dtype).max)  # what is finite must not round to inf
-    return mean.to(a.dtype)
+    if a is None:
+        return added
+    # torch takes dense + sparse in this order only.
+    return added + a if added.layout is torch.strided else a + added
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return {torch.complex64: torch.float32, torch.complex128: torch.float64}.get(dtype, dtype)
 
 
 def _in_own_dtype(plain: Callable[..., Tensor], leaf: Tensor, *, operand: Tensor) -> Tensor:
@@ -374,10 +438,10 @@ def _extent(dense: Sequence[Tensor], power: float | None) -> list[Tensor]:
     norms: list[Tensor] = []
     if not dense[0].is_cpu:  # an operation costs by itself there, however small
         for values in _by_dtype(dense):
-            tops.append(at_least_float32(torch.stack(torch._foreach_norm(values, math.inf)).amax()))
+            tops.append(at_least_float32(torch.stack(torch._foreach_norm(list(values), math.inf)).amax()))
             if power is not None:
                 wide = widest_float(values[0].device)
-                each = torch._foreach_norm(values, power, dtype=torch.promote_types(values[0].dtype, wide))
+                each = torch._foreach_norm(list(values), power, dtype=torch.promote_types(values[0].dtype, wide))
                 norms.append(_norm(torch.stack(each), power))
         return tops if power is None else [*tops, _norm(torch.stack(norms), power) if len(norms) > 1 else norms[0]]
     for dtype in dict.fromkeys(value.dtype for value in dense):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import numbers
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +16,10 @@ from ._checks import shown
 from ._clip import Clip, check_ordered, checked, clip_by_value, clip_divisor, clip_to, told
 from ._kernels import Treatment
 from ._optim import Optimizer
-from ._scaler import HasScale, Rule, StaticScale, check_device, check_grads, is_usable, overflowed
+from ._retry import gather_until_finite
+from ._scaler import HasScale, Rule, StaticScale, check_device, check_grads, overflowed
 from ._tree import Tree
-from ._window import BNUpdate, Gathered, LossFn, gather
+from ._window import BNUpdate, LossFn
 
 
 class Stepped(NamedTuple):
@@ -350,8 +351,10 @@ def train_step(
     """
     clip = checked(max_norm, clip_value, norm_type)
     _check_call(state, microbatches, optimizer, rule, clip, on_nonfinite, bn_update, group, max_retries)
-    scaler, gathered, rng, retries = _gather_until_finite(
-        state, microbatches, loss_fn, rule, weight_fn, on_nonfinite, bn_update, max_retries, None if max_norm is None else clip.norm_type
+    scaler, gathered, rng, retries = gather_until_finite(
+        *(state.params, state.buffers, state.scaler, state.rng),
+        *(microbatches, loss_fn, rule, weight_fn),
+        *(on_nonfinite, bn_update, max_retries, None if max_norm is None else clip.norm_type),
     )
     skip, overflow = gathered.found_inf, gathered.overflow
     # Where no try was finite, the scale ends as after one ordinary skip.
@@ -359,6 +362,8 @@ def train_step(
     next_scaler = rule.update(used, overflow)
     if overflow is not skip:  # a window that its weights alone made empty leaves the scale as it was
         next_scaler = _tree.where(skip & ~overflow, state.scaler, next_scaler, donate=False)
+    else:
+        _tree.paired(state.scaler, next_scaler, "state.scaler", "the state that the rule gave")
 
     # A gradient may be the very tensor that a custom backward returned, and parts of a state may share memory.
     given = (state.buffers, state.scaler, scaler, next_scaler, state.step, state.rng, microbatches, gathered._replace(grads=()))
@@ -385,75 +390,6 @@ def train_step(
     if donate:
         _tree.poison(state, keep=(new_state, info, microbatches, max_norm, clip_value))
     return new_state, info
-
-
-def _gather_until_finite(
-    state: TrainState,
-    microbatches: list[Any],
-    loss_fn: LossFn,
-    rule: Rule[Any],
-    weight_fn: Callable[[Any], float | Tensor] | None,
-    on_nonfinite: OnNonfinite,
-    bn_update: BNUpdate,
-    max_retries: int,
-    norm_type: float | None,
-) -> tuple[Any, Gathered, Any, int]:
-    """Syncs with the host where `max_retries` is above 0. The scaler that was used, the window, the next `rng`, how many retries.
-
-    Where no try is finite, the one that lost the fewest microbatches, and of those the one at the highest scale.
-    """
-    scaler, retries = state.scaler, 0
-    best: tuple[Any, Gathered, Any] | None = None
-    drawn = _global_generators(state) if max_retries else []
-    while True:
-        with _generator(state) as rng:
-            gathered = gather(state.params, state.buffers, scaler, microbatches, loss_fn, weight_fn, on_nonfinite, bn_update, norm_type)
-        if best is None or bool(gathered.lost < best[1].lost):
-            best = scaler, gathered, rng()
-        lower = _backed_off(rule, scaler) if retries < max_retries and bool(gathered.curable) else None
-        if lower is None:
-            return (*best, retries)
-        scaler, retries = lower, retries + 1
-        for module, where, before in drawn:
-            module.set_rng_state(before, *where)
-
-
-_PATIENCE = 100  # overflows that a rule may let pass before it lowers the scale
-
-
-def _backed_off(rule: Rule[Any], scaler: Any) -> Any | None:
-    """Syncs with the host. The first state with a lower scale, or a usable one, that overflows lead to; `None` at the smallest scale."""
-    lower = scaler
-    for _ in range(_PATIENCE):
-        lower = rule.update(lower, torch.ones((), dtype=torch.bool, device=scaler.scale.device))
-        if bool((lower.scale < scaler.scale) | (is_usable(lower.scale) & ~is_usable(scaler.scale))):
-            return lower
-    return None
-
-
-def _global_generators(state: TrainState) -> list[tuple[Any, tuple[Any, ...], Tensor]]:
-    """The generators that a loss may draw from, and where each stands."""
-    device = _tree.tensors(state.params)[0].device
-    generators: list[tuple[Any, tuple[Any, ...]]] = [(torch, ())]
-    if device.type != "cpu":
-        generators.append((getattr(torch, device.type), (device,)))
-    return [(module, where, module.get_rng_state(*where)) for module, where in generators]
-
-
-@contextlib.contextmanager
-def _generator(state: TrainState) -> Iterator[Callable[[], Any]]:
-    """Draw random numbers from `state.rng`; yields a function that gives the next one. The global generator is put back."""
-    if isinstance(state.rng, tuple):
-        yield lambda: ()
-        return
-    module, where, before = _global_generators(state)[-1]
-    after: list[Tensor] = []
-    module.set_rng_state(state.rng.clone(), *where)
-    try:
-        yield lambda: after[0]
-        after.append(module.get_rng_state(*where))
-    finally:
-        module.set_rng_state(before, *where)
 
 
 def _check_call(

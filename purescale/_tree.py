@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple, TypeAlias
 
 import optree
@@ -69,11 +69,10 @@ def all_tensors(tree: Any) -> list[Tensor]:
     return found
 
 
-def fresh(tree: Any, inputs: Any = None) -> Any:
-    """`tree`, in any container that torch's pytree knows, off the graph; copied where it may share memory with `inputs`."""
+def fresh(tree: Any, taken: Set[int | None] = frozenset()) -> Any:
+    """`tree`, in any container that torch's pytree knows, off the graph; copied where it may stand in memory that is `taken`."""
     if traced():
         return torch_pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
-    taken = {None, *_storages(all_tensors(inputs))}
 
     def own(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -317,9 +316,14 @@ def _parts(leaf: Tensor) -> list[Tensor]:
 _EITHER = "A skipped step keeps the one, an applied step takes the other, so both must agree."
 
 
-def paired(tree: Tree, other: Tree, name: str, other_name: str, why: str = _EITHER) -> tuple[Leaves, Leaves, Any]:
-    """The leaves of two trees, those of `other` in the order of `tree`'s, and the structure; refused unless all but values agree."""
-    leaves, structure = flatten(tree)
+def paired(
+    tree: Tree, other: Tree, name: str, other_name: str, why: str = _EITHER, flat: tuple[Leaves, Any] | None = None
+) -> tuple[Leaves, Leaves, Any]:
+    """The leaves of two trees, those of `other` in the order of `tree`'s, and the structure; refused unless all but values agree.
+
+    `flat`: of `tree`, where it is known.
+    """
+    leaves, structure = flatten(tree) if flat is None else flat
     others = leaves_like(other_name, other, name, tree, structure)
     for index, (a, b) in enumerate(zip(leaves, others, strict=True)):
         _check_pair(a, b, tree, index, name, other_name, why)
@@ -382,7 +386,7 @@ def storage(leaf: Tensor) -> int | None:
         return None
 
 
-def _storages(leaves: Sequence[Any]) -> list[int | None]:
+def storages(leaves: Sequence[Any]) -> list[int | None]:
     """`storage` of each tensor; the usual case without a call."""
     return [
         leaf.untyped_storage().data_ptr()
@@ -408,9 +412,9 @@ def writable(leaves: Sequence[Any], others: Sequence[Any] = (), *, leaves_too: b
 
 
 def _writable(leaves: Sequence[Any], others: Sequence[Any], *, leaves_too: bool = False) -> list[bool]:
-    storages = _storages(leaves)
-    users = collections.Counter(storages)
-    users.update(_storages(others))
+    memories = storages(leaves)
+    users = collections.Counter(memories)
+    users.update(storages(others))
     inference = torch.is_inference_mode_enabled()  # outside of it torch refuses to write into its tensors
     return [
         memory is not None
@@ -418,7 +422,7 @@ def _writable(leaves: Sequence[Any], others: Sequence[Any], *, leaves_too: bool 
         and donatable(leaf, leaves_too=leaves_too)
         and (inference or not leaf.is_inference())
         and not leaf.is_neg()  # lazily: torch's list operations refuse to write into such a view
-        for leaf, memory in zip(leaves, storages, strict=True)
+        for leaf, memory in zip(leaves, memories, strict=True)
     ]
 
 

@@ -1,0 +1,102 @@
+"""The microbatches of a step gone through again at a lower scale, with the same random numbers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._accum import OnNonfinite
+from ._scaler import Rule, is_usable
+from ._tree import Tree
+from ._window import BNUpdate, Gathered, LossFn, gather
+
+
+def gather_until_finite(
+    params: Tree,
+    buffers: Tree,
+    scaler: Any,
+    rng: Any,
+    microbatches: list[Any],
+    loss_fn: LossFn,
+    rule: Rule[Any],
+    weight_fn: Callable[[Any], float | Tensor] | None,
+    on_nonfinite: OnNonfinite,
+    bn_update: BNUpdate,
+    max_retries: int,
+    norm_type: float | None,
+) -> tuple[Any, Gathered, Any, int]:
+    """Syncs with the host where `max_retries` is above 0. The scaler that was used, the window, the next `rng`, how many retries.
+
+    Where no try is finite, the one that lost the fewest microbatches, and of those the one at the highest scale.
+    """
+    device = scaler.scale.device
+    retries = 0
+    best: tuple[Any, Gathered, Any] | None = None
+    drawn = _generators(device) if max_retries else []
+    exact = max_retries > 0
+    while True:
+        with _drawing_from(rng, device) as after:
+            gathered = gather(
+                params,
+                buffers,
+                scaler,
+                microbatches,
+                loss_fn,
+                weight_fn,
+                on_nonfinite,
+                bn_update,
+                norm_type,
+                exact,
+            )
+        if best is None or bool(gathered.lost < best[1].lost):
+            best = scaler, gathered, after()
+        lower = None
+        if retries < max_retries and bool(gathered.curable):
+            lower = _backed_off(rule, scaler)
+        if lower is None:
+            return (*best, retries)
+        scaler, retries = lower, retries + 1
+        for module, where, before in drawn:
+            module.set_rng_state(before, *where)
+
+
+_PATIENCE = 100  # overflows that a rule may let pass before it lowers the scale
+
+
+def _backed_off(rule: Rule[Any], scaler: Any) -> Any | None:
+    """Syncs with the host. The first state with a lower scale, or a usable one, that overflows lead to; `None` at the smallest scale."""
+    lower = scaler
+    for _ in range(_PATIENCE):
+        lower = rule.update(lower, torch.ones((), dtype=torch.bool, device=scaler.scale.device))
+        usable = is_usable(lower.scale) & ~is_usable(scaler.scale)
+        if bool((lower.scale < scaler.scale) | usable):
+            return lower
+    return None
+
+
+def _generators(device: torch.device) -> list[tuple[Any, tuple[Any, ...], Tensor]]:
+    """The global generators that a loss may draw from, and where each stands."""
+    generators: list[tuple[Any, tuple[Any, ...]]] = [(torch, ())]
+    if device.type != "cpu":
+        generators.append((getattr(torch, device.type), (device,)))
+    return [(module, where, module.get_rng_state(*where)) for module, where in generators]
+
+
+@contextlib.contextmanager
+def _drawing_from(rng: Any, device: torch.device) -> Iterator[Callable[[], Any]]:
+    """Draw random numbers from `rng`; yields a function that gives the next one. The global generator is put back."""
+    if isinstance(rng, tuple):
+        yield lambda: ()
+        return
+    module, where, before = _generators(device)[-1]
+    after: list[Tensor] = []
+    module.set_rng_state(rng.clone(), *where)
+    try:
+        yield lambda: after[0]
+        after.append(module.get_rng_state(*where))
+    finally:
+        module.set_rng_state(before, *where)

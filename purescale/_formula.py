@@ -170,13 +170,12 @@ class _Lists:
         return getattr(torch, name)
 
     @staticmethod
-    def _foreach_add_(targets: Any, others: Any, *, alpha: Any = 1) -> None:
-        if isinstance(alpha, Dampening):
-            torch._foreach_add_(targets, torch._foreach_mul(others, alpha.shares(targets)))
-        elif isinstance(alpha, Tensor):
-            torch._foreach_add_(targets, torch._foreach_mul(others, alpha))
-        else:
-            torch._foreach_add_(targets, others, alpha=alpha)
+    def _foreach_add_(targets: Any, others: Any, **settings: Any) -> None:
+        alpha = settings.get("alpha")
+        if isinstance(alpha, (Dampening, Tensor)):
+            factor = alpha.shares(targets) if isinstance(alpha, Dampening) else alpha
+            others, settings = torch._foreach_mul(others, factor), {}
+        torch._foreach_add_(targets, others, **settings)
 
 
 _LISTS = _Lists()

@@ -283,14 +283,17 @@ def where(found_inf: Tensor | bool, old: Tree, new: Tree, *, donate: bool, keep:
     columns: dict[Any, list[int]] = {}
     in_place: list[tuple[int, Tensor]] = []
     # Whatever is not written in place comes first: it may read what is about to be overwritten.
-    plain = traced() or (torch.is_grad_enabled() and any(leaf.requires_grad for leaf in tensors([leaves, others])))
+    plain = traced() or (torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (*leaves, *others)))
+    spent = spent and not plain
     for index, (a, b, own) in enumerate(zip(leaves, others, mine, strict=True)):
         if not isinstance(a, Tensor) or (own and b is a and not compiling):
             continue
-        kind = None if plain else _columns.chosen_together(a, b, own=own and spent)
+        kind = None
+        if not plain and (spent or _columns.counts_launches(a)):
+            kind = _columns.chosen_together(a, b, own=own and spent)
         if kind is not None:
             columns.setdefault(kind, []).append(index)
-        elif not compiling and (own or (spent and not plain and _columns.is_plain(b))):
+        elif not compiling and (own or (spent and _columns.is_plain(b))):
             in_place.append((index, a if own else b))
         else:
             results[index] = _either(bad, a, b)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import _columns
 from ._kernels import Batch, Kernel, Treatment, update
 
 Slots = dict[str, dict[str, Tensor]]
@@ -112,11 +113,20 @@ def run(
 def _make_room(launch: Launch, columns: Sequence[Tensor], results: list[Any]) -> list[tuple[Tensor, Tensor]]:
     """Memory for what may not be written where it stands; the targets that hold nothing yet, and what they shall hold."""
     fresh = []
-    for place in launch.steps:
-        if results[place] is None:
-            results[place] = columns[place].clone()
+    missing = [place for place in launch.steps if results[place] is None]
+    for place, copy in zip(missing, _columns.clone([columns[place] for place in missing]), strict=True):
+        results[place] = copy
     weights = launch.targets[0]
     for column in launch.targets:
+        if _columns.counts_launches(columns[column[0]]):
+            # Where the layouts agree, as nearly always, a column is copied in one go.
+            alike = [
+                place
+                for place, weight in zip(column, weights, strict=True)
+                if results[place] is None and columns[place].stride() == columns[weight].stride()
+            ]
+            for place, copy in zip(alike, _columns.clone([columns[place] for place in alike]), strict=True):
+                results[place] = copy
         for place, weight in zip(column, weights, strict=True):
             old, like = columns[place], columns[weight] if place == weight else results[weight]
             if results[place] is not None and _alike(old, like):

@@ -111,7 +111,8 @@ def _maybe_step(
     """`maybe_step` of what `_check_step` let through; writes into none of `keep`."""
     with _off_the_graph(optimizer):
         stepped = optimizer.step(params, grads, opt_state)
-        new_params, new_opt_state = _tree.where(bad, (params, opt_state), stepped, donate=donate, keep=keep)
+        apart = getattr(optimizer, "steps_apart", False) and not _tree.traced()
+        new_params, new_opt_state = _tree.where(bad, (params, opt_state), stepped, donate=donate, keep=keep, spent=apart)
     return new_params, new_opt_state
 
 

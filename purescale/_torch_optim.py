@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import functools
 import inspect
+import itertools
 import numbers
 import operator
 from collections import defaultdict
@@ -15,10 +17,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
-from . import _foreach, _plan, _tree
+from . import _columns, _foreach, _plan, _tree
 from ._door import Entered, Memo, enter
+from ._formula import Dampening, PlainArithmetic, Rate, has_lists, without_reads
 from ._kernels import Kernel, Treatment, kernel_of
-from ._no_reads import PlainArithmetic, Rate, without_reads
 from ._tree import Tree
 
 Schedule = Callable[[Tensor], "Tensor | float"]
@@ -97,6 +99,11 @@ class TorchOptimizer:
             self._counts = {**self._counts, _FIRST: torch.bool}
         self._kernel = kernel_of(cls)
         self._memo: Memo[_plan.Facts] = Memo()
+        self._has_lists = has_lists(cls)
+        # torch's SGD over lists then adds the momentum to the gradients themselves.
+        self._nesterov = issubclass(cls, torch.optim.SGD) and any(extra.get("nesterov") for extra in (settings, *self._overrides))
+        # What a class of somebody else's returns may stand in the memory of its arguments.
+        self.steps_apart = inspect.unwrap(cls.step).__module__.startswith("torch.optim.") and not self.differentiable
         self._lrs = (self._lr, *(extra.get("lr") for extra in self._overrides))
         if lr_in_state and callable(self._lr):
             raise ValueError(
@@ -373,26 +380,34 @@ class TorchOptimizer:
         traced = _tree.traced()
         differentiable = traced or self.differentiable
         lrs = [rates.get(index, rate) for index, rate in enumerate(self._lrs)]
+        lists = not differentiable and self._over_lists([*weights.values(), *gradients.values()], slots)
         flags: dict[str, bool] = {}
         run = inspect.unwrap(self._cls.step)
         if not self._flag_named:
-            flags = {"foreach": False, "fused": False, "capturable": True, "differentiable": traced}
-            run = without_reads(self._cls)
+            flags = {"foreach": lists, "fused": False, "capturable": True, "differentiable": traced}
+            run = without_reads(self._cls, lists=lists)
+        if self._nesterov and (lists or self._settings.get("foreach")):
+            gradients = dict(zip(gradients, _columns.clone(list(gradients.values())), strict=True))
 
         def stepped(**changed: Any) -> tuple[dict[str, Tensor], Slots]:
-            new_weights = {name: self._copy(weight) for name, weight in weights.items()}
-            new_slots = {name: {key: self._copy(value) for key, value in slot.items()} for name, slot in slots.items()}
+            if differentiable:
+                new_weights = {name: self._copy(weight) for name, weight in weights.items()}
+                new_slots = {name: {key: self._copy(value) for key, value in slot.items()} for name, slot in slots.items()}
+            else:
+                copies = iter(_columns.clone([*weights.values(), *(t for slot in slots.values() for t in slot.values())]))
+                new_weights = {name: next(copies) for name in weights}
+                new_slots = {name: {key: next(copies) for key in slot} for name, slot in slots.items()}
             if self._lr_in_state and issubclass(self._cls, torch.optim.ASGD):
-                for slot in new_slots.values():  # made from the rate that `init` knew
-                    slot["eta"] = torch.where(slot["step"] == 0, lrs[0], slot["eta"]).to(slot["eta"].dtype)
+                _begin_at(lrs[0], list(new_slots.values()), lists=lists)  # eta is made from the rate that `init` knew
             if _tree.under_transform():
                 _batch_alike(new_weights, new_slots, gradients, lrs)
-            with torch.set_grad_enabled(differentiable), PlainArithmetic():
+            arithmetic = contextlib.nullcontext() if lists else PlainArithmetic()
+            with torch.set_grad_enabled(differentiable), arithmetic:
                 self._run(run, new_weights, gradients, new_slots, lrs, {**flags, **changed})
             return new_weights, new_slots
 
         later = stepped()
-        if not self._first_step_differs:
+        if not self._first_step_differs or lists:
             return later
         # -0.0 * momentum + g is g: without dampening, what torch does in the step that makes a buffer, and to be differentiated too.
         first = stepped(dampening=0)
@@ -408,6 +423,13 @@ class TorchOptimizer:
             if _FIRST in new_slots[name]:
                 new_slots[name][_FIRST] = torch.zeros_like(new_slots[name][_FIRST])
         return new_weights, new_slots
+
+    def _over_lists(self, tensors: list[Tensor], slots: Slots) -> bool:
+        """Whether launches are what a step costs, and torch has a formula whose launches do not grow with the tensors."""
+        if self._flag_named or not self._has_lists:
+            return False
+        every = itertools.chain(tensors, (value for slot in slots.values() for value in slot.values()))
+        return all(_columns.is_plain(tensor) and _columns.counts_launches(tensor) for tensor in every)
 
     def _copy(self, tensor: Any) -> Any:
         """In fresh memory, on the graph only where a step is to be differentiated."""
@@ -428,11 +450,15 @@ class TorchOptimizer:
         optimizer: Any = object.__new__(self._cls)
         optimizer.__dict__.update(defaults=self._defaults, state=defaultdict(dict), _warned_capturable_if_run_uncaptured=True)
         optimizer.param_groups = []
+        lists = flags.get("foreach", False)
         for names, group in self._groups(tuple(weights), lrs):
             group.update((name, value) for name, value in flags.items() if name in group)
-            if isinstance(group["lr"], Tensor) and not self._flag_named:
+            if isinstance(group["lr"], Tensor) and not (lists or self._flag_named):
                 group["lr"] = Rate.of(group["lr"])
             present = [name for name in names if name in gradients]
+            if lists and self._first_step_differs:
+                first = {name: slots[name] for name in present if _FIRST in slots[name]}
+                group["dampening"] = Dampening(group["dampening"], {id(slot["momentum_buffer"]): slot[_FIRST] for slot in first.values()})
             for name in present:
                 # Where this is missing torch would begin anew, and the structure of the state would change.
                 if issubclass(self._cls, torch.optim.SGD):
@@ -446,6 +472,9 @@ class TorchOptimizer:
             optimizer.param_groups.append({**group, "params": [weights[name] for name in present]})
         try:
             run(optimizer)
+            spent = [slots[name][_FIRST] for name in gradients if _FIRST in slots[name]]
+            if lists and spent:
+                torch._foreach_zero_(spent)
         except KeyError as error:
             raise self._foreign_state(str(error)) from None
         finally:
@@ -557,6 +586,17 @@ def _dict_of(names: list[str], leaves: list[Any]) -> dict[str, Any]:
 
 def _slots_of(opt_state: OptState) -> list[Tensor]:
     return [tensor for slot in opt_state.slots.values() for tensor in slot.values()]
+
+
+def _begin_at(rate: Any, slots: list[dict[str, Tensor]], *, lists: bool) -> None:
+    """ASGD's step sizes of parameters that have made no step, from this rate."""
+    if not lists:
+        for slot in slots:
+            slot["eta"] = torch.where(slot["step"] == 0, rate, slot["eta"]).to(slot["eta"].dtype)
+    elif slots:
+        etas = [slot["eta"] for slot in slots]
+        begun = torch.where(torch.stack([slot["step"] for slot in slots]) == 0, rate, torch.stack(etas))
+        torch._foreach_copy_(etas, begun.unbind())
 
 
 def _batch_alike(weights: dict[str, Tensor], slots: Slots, gradients: dict[str, Tensor], lrs: list[Any]) -> None:

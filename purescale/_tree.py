@@ -17,6 +17,8 @@ import torch.utils._pytree as torch_pytree
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from . import _columns
+
 Tree: TypeAlias = Any
 Leaves: TypeAlias = list[Any]
 
@@ -265,22 +267,47 @@ def select(found_inf: Tensor | bool, old: Tree, new: Tree) -> Tree:
     return where(found_inf, old, new, donate=False)
 
 
-def where(found_inf: Tensor | bool, old: Tree, new: Tree, *, donate: bool, keep: Sequence[Tensor] = ()) -> Tree:
-    """`select` that may write its result into the tensors of `old`, but for those in the memory of `keep`."""
+def where(found_inf: Tensor | bool, old: Tree, new: Tree, *, donate: bool, keep: Sequence[Tensor] = (), spent: bool = False) -> Tree:
+    """`select` that may write its result into the tensors of `old`, but for those in the memory of `keep`.
+
+    `spent`: every tensor of `new` stands in memory that nobody else sees, and may hold anything afterwards.
+    """
     leaves, others, structure = paired(old, new, "old", "new")
     bad = flag(found_inf, like=next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None))
 
     replacements = [b for a, b in zip(leaves, others, strict=True) if b is not a]
     mine = writable(leaves, [*replacements, *keep]) if donate else [False] * len(leaves)
-    # Whatever is not written in place comes first: it may read what is about to be overwritten.
     compiling = torch.compiler.is_compiling()
-    results = [
-        _either(bad, a, b) if isinstance(a, Tensor) and (compiling or not own) else a
-        for a, b, own in zip(leaves, others, mine, strict=True)
-    ]
+    results = list(leaves)
+    columns: dict[Any, list[int]] = {}
+    in_place: list[tuple[int, Tensor]] = []
+    # Whatever is not written in place comes first: it may read what is about to be overwritten.
+    plain = traced() or (torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (*leaves, *others)))
+    spent = spent and not plain
     for index, (a, b, own) in enumerate(zip(leaves, others, mine, strict=True)):
-        if own and b is not a:
-            results[index] = a.copy_(results[index]) if compiling else torch.where(bad, a, b, out=a)
+        if not isinstance(a, Tensor) or (own and b is a and not compiling):
+            continue
+        kind = None
+        if not plain and (spent or _columns.counts_launches(a)):
+            kind = _columns.chosen_together(a, b, own=own and spent)
+        if kind is not None:
+            columns.setdefault(kind, []).append(index)
+        elif not compiling and (own or (spent and _columns.is_plain(b))):
+            in_place.append((index, a if own else b))
+        else:
+            results[index] = _either(bad, a, b)
+            if own and b is not a:
+                in_place.append((index, a))
+    for index, target in in_place:
+        if compiling:
+            results[index] = target.copy_(results[index])
+        else:
+            results[index] = torch.where(bad, leaves[index], others[index], out=target)
+    for places in columns.values():
+        pairs = [leaves[i] for i in places], [others[i] for i in places]
+        chosen = _columns.choose(bad, *pairs, [mine[i] for i in places], spent=spent)
+        for index, leaf in zip(places, chosen, strict=True):
+            results[index] = leaf
     return structure.unflatten(results)
 
 

@@ -1,0 +1,107 @@
+"""Lists of tensors, in operations whose number does not grow with the list. It knows no trees.
+
+A column is one list: parameters, one moment, gradients, buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+_PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
+_EXACT = (torch.float32, torch.float64)
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def counts_launches(tensor: Tensor) -> bool:
+    """Whether an operation on `tensor` costs by itself, however small."""
+    return not tensor.is_cpu
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether list operations take `tensor`: dense, of no type that wraps others, not lazily negated or conjugated."""
+    plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
+    return plain and not (tensor.is_neg() or tensor.is_conj())
+
+
+def clone(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """`[t.detach().clone() for t in tensors]`."""
+    copies: list[Any] = list(tensors)
+    kinds: dict[Any, list[int]] = {}
+    with torch.no_grad():
+        for index, tensor in enumerate(tensors):
+            if is_plain(tensor):
+                kinds.setdefault((tensor.device, tensor.dtype), []).append(index)
+            else:
+                copies[index] = tensor.detach().clone()
+        for places in kinds.values():
+            for index, copy in zip(places, _clone([tensors[i] for i in places]), strict=True):
+                copies[index] = copy
+    return copies
+
+
+def _clone_by_two(tensors: list[Tensor]) -> Sequence[Tensor]:
+    """In torch 2.11, which has no such list operation: memory from one, values from another."""
+    copies = torch._foreach_mul(tensors, True)
+    torch._foreach_copy_(copies, tensors)
+    return copies
+
+
+_clone: Callable[[list[Tensor]], Sequence[Tensor]] = getattr(torch, "_foreach_clone", _clone_by_two)
+
+
+# ---- old or new ------------------------------------------------------------------------------------------------------
+
+
+def chosen_together(old: Tensor, new: Tensor, *, own: bool) -> Any:
+    """The kind of pairs with which `choose` does this one in one go; `None` where `torch.where` is to do it.
+
+    `own`: `old` may be written into and `new` holds what nobody needs. Other pairs are copied first, which is worth it only
+    where a launch is what costs.
+    """
+    dtype, few = old.dtype, counts_launches(old)
+    if not (few or (own and dtype in _EXACT)) or not (is_plain(old) and is_plain(new)):
+        return None
+    if not (old.is_cpu or old.is_cuda):
+        return None
+    if dtype in _EXACT or dtype in _HALF:
+        if old.is_contiguous() and new.is_contiguous():
+            return old.device, dtype
+        # The kernel walks both by one pointer.
+        alike = old.stride() == new.stride() and old.is_contiguous(memory_format=torch.channels_last)
+        return (old.device, dtype) if old.ndim == 4 and alike else None
+    return (old.device, dtype) if old.ndim == 0 and not (dtype.is_floating_point or dtype.is_complex) else None
+
+
+def choose(bad: Tensor, old: Sequence[Tensor], new: Sequence[Tensor], mine: Sequence[bool], *, spent: bool) -> list[Tensor]:
+    """`torch.where(bad, o, n)` of each pair of one kind, bit for bit; written into those of `old` that are `mine`.
+
+    `spent`: `new` is memory that nobody else sees, and may hold anything afterwards. In half precision a NaN stays a NaN, of
+    another payload.
+    """
+    kept = list(old)
+    foreign = [index for index, own in enumerate(mine) if not own]
+    if foreign:
+        for index, copy in zip(foreign, clone([old[i] for i in foreign]), strict=True):
+            kept[index] = copy
+    with torch.no_grad():
+        if kept[0].is_floating_point():
+            keep_unless(bad.to(kept[0].device, torch.float32), kept, list(new) if spent else clone(new))
+        else:
+            chosen = torch.where(bad.to(kept[0].device), torch.stack(kept), torch.stack(list(new)))
+            torch._foreach_copy_(kept, chosen.unbind())
+    return kept
+
+
+def keep_unless(bad: Tensor, targets: list[Tensor], new: list[Tensor]) -> None:
+    """`target := new` unless `bad`, a flag in float32, in one pass; `new` holds anything afterwards.
+
+    torch's SGD sets the momentum buffer to the gradient in its first step, which is all that is wanted of it.
+    """
+    kernel: Any = torch._fused_sgd_
+    settings = {"lr": 0.0, "momentum": 1.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
+    kernel(new, new, targets, found_inf=bad, is_first_step=True, **settings)

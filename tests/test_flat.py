@@ -1,0 +1,375 @@
+"""Launches do not grow with the number of tensors: operators of a step counted on fake CUDA tensors, and what makes it so."""
+
+import contextlib
+import inspect
+import struct
+import sys
+
+import pytest
+import torch
+from helpers import Untouched, assert_close, clone, same_bits, shares_memory
+from hypothesis import given
+from hypothesis import strategies as st
+from test_optim import SETTINGS, grads_at, make_params
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import purescale as ps
+from purescale import _columns, _tree
+
+LISTS = {name: many for name, many in SETTINGS.items() if name not in ("Muon", "Adafactor")}
+CASES = [pytest.param(name, settings, id=f"{name}-{i}") for name, many in LISTS.items() for i, settings in enumerate(many)]
+FORMULA = [case for case in CASES if case.values[0] not in ("Adam", "AdamW", "Adagrad", "SGD") or case.values[1].get("dampening")]
+nan, inf = float("nan"), float("inf")
+
+
+# ---- operators, on fake CUDA tensors ---------------------------------------------------------------------------------
+
+
+class Launched(TorchDispatchMode):
+    """Counts operators, views among them. Fused kernels are not run; reading a value of a fake tensor raises by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.ops = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace != "prim":  # `.device` of a subclass
+            self.ops.append(func)
+        if func.overloadpacket.__name__.startswith("_fused_"):
+            return None
+        return func(*args, **(kwargs or {}))
+
+
+class WithoutDriver(TorchFunctionMode):
+    """`~t` asks for the driver, also of a fake tensor."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        func = torch.logical_not if func is torch.Tensor.__invert__ else func
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def fake_cuda():
+    """Tensors in here say that they are on a GPU. Their memory has no address, so each storage is told by its identity."""
+    with pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"), WithoutDriver():
+        patch.setattr(_tree, "storage", lambda leaf: leaf.untyped_storage()._cdata)
+        yield
+
+
+def problem(optimizer, count):
+    params = {str(i): torch.empty(8, 4) for i in range(count)}
+    grads = {name: torch.empty(8, 4) for name in params}
+    return ps.DynamicScale().init("cuda"), params, grads, optimizer.init(params)
+
+
+def operators(optimizer, count, **how):
+    with fake_cuda():
+        scaler, params, grads, state = problem(optimizer, count)
+        with Launched() as launched:
+            ps.unscale_and_step(optimizer, scaler, params, grads, state, **how)
+    return len(launched.ops)
+
+
+HOW = [pytest.param({"max_norm": m, "donate": d}, id=f"max_norm={m}, donate={d}") for m in (None, 1.0) for d in (False, True)]
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_step_of_adamw_is_few_operators_whatever_the_number_of_tensors(how):
+    optimizer = ps.from_torch(torch.optim.AdamW, lr=0.1)
+    counts = {count: operators(optimizer, count, **how) for count in (10, 100, 1000)}
+    assert len(set(counts.values())) == 1, counts
+    assert counts[10] <= 60
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(("name", "settings"), CASES)
+def test_a_step_of_every_class_over_lists_is_few_operators_whatever_the_number_of_tensors(name, settings, how):
+    optimizer = ps.from_torch(getattr(torch.optim, name), **settings)
+    counts = {count: operators(optimizer, count, **how) for count in (10, 100, 1000)}
+    assert len(set(counts.values())) == 1, counts
+    assert counts[10] <= 120
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize(("name", "settings"), FORMULA)
+def test_a_maybe_step_is_few_operators_whatever_the_number_of_tensors(name, settings, donate):
+    optimizer = ps.from_torch(getattr(torch.optim, name), **settings)
+    counts = {}
+    for count in (10, 100, 1000):
+        with fake_cuda():
+            _, params, grads, state = problem(optimizer, count)
+            bad = torch.zeros((), dtype=torch.bool)
+            with Launched() as launched:
+                ps.maybe_step(optimizer, params, grads, state, bad, donate=donate)
+        counts[count] = len(launched.ops)
+    assert len(set(counts.values())) == 1, counts
+    assert counts[10] <= 100
+
+
+@pytest.mark.parametrize("name", ["SGD", "RMSprop", "Adadelta", "ASGD", "NAdam", "RAdam", "Adamax"])
+@pytest.mark.parametrize("lr", ["schedule", "tensor", "state"])
+def test_a_rate_that_is_data_is_not_read(name, lr):
+    settings = {"dampening": 0.5, "momentum": 0.9} if name == "SGD" else {}
+    rate = {"schedule": lambda applied: 1e-3 * 0.9**applied, "tensor": torch.tensor(1e-3), "state": 1e-3}[lr]
+    optimizer = ps.from_torch(getattr(torch.optim, name), lr=rate, lr_in_state=lr == "state", **settings)
+    counts = set()
+    for count in (10, 100):
+        with fake_cuda():
+            _, params, grads, state = problem(optimizer, count)
+            with Launched() as launched:
+                optimizer.step(params, grads, state)
+        counts.add(len(launched.ops))
+    assert len(counts) == 1
+    assert max(counts) <= 100
+
+
+def resnet_buffers():
+    """267 as a ResNet-50 has: means, variances and counts of 53 layers and more."""
+    return {str(i): torch.zeros((), dtype=torch.int64) if i % 3 == 2 else torch.zeros(64) for i in range(267)}
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_267_buffers_stand_still_in_a_handful_of_operators(donate):
+    with fake_cuda():
+        old, new, bad = resnet_buffers(), resnet_buffers(), torch.zeros((), dtype=torch.bool)
+        with Launched() as launched:
+            _tree.where(bad, old, new, donate=donate)
+    assert len(launched.ops) <= 12
+
+
+# ---- old or new ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def as_on_an_accelerator():
+    """Launches count, here too."""
+    before, _columns.counts_launches = _columns.counts_launches, lambda tensor: True
+    try:
+        yield
+    finally:
+        _columns.counts_launches = before
+
+
+SPECIAL = [0.0, -0.0, 1.0, inf, -inf, nan, 2.0**-149, -(2.0**-149), 1e-310, 3e38, 1e300]
+PAYLOADS = [struct.unpack("d", struct.pack("Q", bits))[0] for bits in (0x7FF8000000000001, 0xFFF8000000000000, 0xFFF80000DEAD0000)]
+LAYOUTS = {
+    "contiguous": lambda t: t,
+    "channels_last": lambda t: t.contiguous(memory_format=torch.channels_last) if t.ndim == 4 else t,
+    "transposed": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1) if t.ndim > 1 else t,
+    "strided": lambda t: torch.stack([t, t], dim=-1)[..., 0],
+    "expanded": lambda t: t[:1].expand_as(t) if t.ndim and t.numel() else t,
+}
+KINDS = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool, torch.complex64]
+
+
+@st.composite
+def leaf_pairs(draw):
+    """An old and a new tensor of one shape and dtype, each in a layout of its own, full of special values."""
+    dtype = draw(st.sampled_from(KINDS))
+    shape = draw(st.sampled_from([(), (0,), (1,), (7,), (33,), (2, 3), (2, 3, 4, 5)]))
+    half = dtype in (torch.float16, torch.bfloat16)
+
+    def filled():
+        values = torch.tensor(draw(st.lists(st.sampled_from(SPECIAL + ([] if half else PAYLOADS)), min_size=5, max_size=5)))
+        values = values.double().nan_to_num(1.0, 2.0, 3.0) if not dtype.is_floating_point else values.double()
+        count = torch.Size(shape).numel()
+        return LAYOUTS[draw(st.sampled_from(sorted(LAYOUTS)))](values.repeat(count)[:count].reshape(shape).to(dtype))
+
+    return filled(), filled()
+
+
+flags = st.booleans().map(torch.tensor)
+
+
+@given(pairs=st.lists(leaf_pairs(), max_size=6), bad=flags, donate=st.booleans(), spent=st.booleans(), launches=st.booleans())
+def test_a_choice_over_lists_has_the_bits_and_the_layout_of_torch_where(pairs, bad, donate, spent, launches):
+    old, new = ([pair[side].clone(memory_format=torch.preserve_format) for pair in pairs] for side in (0, 1))
+    expected = [torch.where(bad, a, b) for a, b in zip(old, new, strict=True)]
+    with as_on_an_accelerator() if launches else contextlib.nullcontext():
+        found = _tree.where(bad, clone(old), clone(new), donate=donate, spent=spent)
+    assert same_bits(found, expected)
+    assert all(a.stride() == b.stride() or a.numel() < 2 or donate or spent for a, b in zip(found, expected, strict=True))
+
+
+@given(pairs=st.lists(leaf_pairs(), max_size=6), bad=flags, donate=st.booleans(), launches=st.booleans())
+def test_a_choice_over_lists_writes_only_into_what_was_given_up(pairs, bad, donate, launches):
+    old, new = ([pair[side] for pair in pairs] for side in (0, 1))
+    with as_on_an_accelerator() if launches else contextlib.nullcontext(), Untouched(new if donate else (old, new)):
+        found = _tree.where(bad, old, new, donate=donate)
+    assert not shares_memory(new, found)
+    assert donate or not shares_memory(old, found)
+    memories = [t.untyped_storage().data_ptr() for t in found if t.numel()]
+    assert donate or len(set(memories)) == len(memories)  # else none of them could be donated later
+
+
+@pytest.mark.parametrize("launches", [False, True])
+@pytest.mark.parametrize("bad", [False, True])
+def test_what_is_donated_stays_where_it_was(launches, bad):
+    with as_on_an_accelerator() if launches else contextlib.nullcontext():
+        old = {"w": torch.ones(3), "n": torch.tensor(1), "x": torch.ones(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)}
+        new = {name: t + 1 for name, t in old.items()}
+        found = _tree.where(torch.tensor(bad), old, new, donate=True, spent=True)
+    assert [t.data_ptr() for t in found.values()] == [t.data_ptr() for t in old.values()]
+
+
+@pytest.mark.parametrize("launches", [False, True])
+def test_tensors_that_share_memory_are_not_written_into(launches):
+    row = torch.arange(4.0)
+    old, new = {"a": row[:2], "b": row[2:]}, {"a": row[1:3], "b": row[:2]}
+    with as_on_an_accelerator() if launches else contextlib.nullcontext(), Untouched(row):
+        found = ps.select(torch.tensor(False), old, new)
+        donated = _tree.where(torch.tensor(False), old, new, donate=True)
+    assert same_bits((found, donated), (new, new))
+
+
+def test_copies_over_lists_are_clones():
+    images = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    mixed = [torch.tensor(2), torch.tensor(True), torch.randn(3), torch.randn(2, 3).t(), torch.randn(2).half(), images]
+    mixed += [torch.randn(3, requires_grad=True), torch.randn(2, 3).to_sparse(), torch.zeros(0), torch.randn(3, 4)[:, ::2]]
+    mixed += [torch.randn(3).to(torch.complex64), torch.randn(4).to(torch.complex64).conj()]
+    for by in (_columns._clone, _columns._clone_by_two):
+        before, _columns._clone = _columns._clone, by
+        try:
+            copies = _columns.clone(mixed)
+        finally:
+            _columns._clone = before
+        assert same_bits(copies, [t.detach() for t in mixed])
+        assert not shares_memory(copies, mixed)
+        assert [t.stride() for t in copies if not t.is_sparse] == [t.clone().stride() for t in mixed if not t.is_sparse]
+        assert not any(t.requires_grad for t in copies)
+
+
+# ---- formulas over lists ---------------------------------------------------------------------------------------------
+
+
+def steps(optimizer, params, count=10, skipped=4, **how):
+    """`count` steps of which one is bad."""
+    state = optimizer.init(params)
+    for step in range(count):
+        grads = grads_at(step, params)
+        if step == skipped:
+            grads = {name: g * nan for name, g in grads.items()}
+        params, state = ps.maybe_step(optimizer, params, grads, state, torch.tensor(step == skipped), **how)
+    return params, state
+
+
+def theirs(name, settings, params, count=10, skipped=4):
+    """torch's own implementation over lists, with step counts that it does not read where it has such."""
+    accepted = inspect.signature(getattr(torch.optim, name)).parameters
+    flags = {"foreach": True, **({"capturable": True} if "capturable" in accepted else {})}
+    params = clone(params)
+    optimizer = getattr(torch.optim, name)(params.values(), **settings, **flags)
+    for step in range(count):
+        for p, g in zip(params.values(), grads_at(step, params).values(), strict=True):
+            p.grad = g
+        if step != skipped:
+            optimizer.step()
+    return params, {n: dict(optimizer.state[p]) for n, p in params.items()}
+
+
+@pytest.fixture
+def capturable(monkeypatch):
+    """torch refuses its capturable formula where there is no graph capture; as an oracle it is right there too."""
+    for name in LISTS:
+        module = sys.modules[inspect.unwrap(getattr(torch.optim, name).step).__module__]
+        if hasattr(module, "_get_capturable_supported_devices"):
+            monkeypatch.setattr(module, "_get_capturable_supported_devices", lambda *a, **k: ["cpu"])
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Optimizers that take torch's formula over lists, also where there is a fused kernel, as they do for complex parameters."""
+
+    def make(name, settings):
+        optimizer = ps.from_torch(getattr(torch.optim, name), **settings)
+        monkeypatch.setattr(optimizer, "_kernel", None)
+        return optimizer
+
+    return make
+
+
+@pytest.mark.usefixtures("capturable")
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize(("name", "settings"), CASES)
+def test_a_formula_over_lists_is_torchs_own_bit_for_bit(name, settings, dtype, donate, made):
+    params = make_params(dtype)
+    expected, slots = theirs(name, settings, params)
+    with as_on_an_accelerator():
+        found, state = steps(made(name, settings), clone(params), donate=donate)
+    slots = {n: {k: v for k, v in slot.items() if v is not None} for n, slot in slots.items()}
+    found_slots = {n: {k: state.slots[n][k] for k in slot} for n, slot in slots.items()}
+    if name == "Adagrad" or settings.get("dampening"):  # torch reads the count there, and has one dampening for all
+        rounding = 1e-2 if dtype is torch.bfloat16 else 1e-6
+        return assert_close((found, found_slots), (expected, slots), rtol=rounding, atol=rounding)
+    assert same_bits((found, found_slots), (expected, slots))
+
+
+@pytest.mark.parametrize(("name", "settings"), CASES)
+def test_a_formula_over_lists_agrees_with_that_tensor_by_tensor(name, settings, made):
+    expected = steps(made(name, settings), make_params())
+    with as_on_an_accelerator():
+        found = steps(made(name, settings), make_params())
+    assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize(("name", "settings"), CASES)
+def test_a_skipped_step_over_lists_returns_everything_bit_for_bit(name, settings, donate, made):
+    optimizer = made(name, settings)
+    with as_on_an_accelerator():
+        params, state = steps(optimizer, make_params(), count=3)
+        bad = {n: torch.full_like(g, nan) for n, g in params.items()}
+        skipped = ps.maybe_step(optimizer, clone(params), bad, clone(state), torch.tensor(True), donate=donate)
+    assert same_bits(skipped, (params, state))
+
+
+@pytest.mark.parametrize(("name", "settings"), CASES)
+def test_a_step_over_lists_is_pure(name, settings, made):
+    optimizer = made(name, settings)
+    with as_on_an_accelerator():
+        params, state = steps(optimizer, make_params(), count=2)
+        grads, fine = grads_at(5, params), torch.tensor(False)
+        with Untouched((params, grads, state)):
+            new = optimizer.step(params, grads, state)
+            chosen = ps.maybe_step(optimizer, params, grads, state, fine)
+        assert not shares_memory((params, grads, state), (new, chosen))
+        assert same_bits(new, chosen)
+        with Untouched(grads):
+            donated = ps.maybe_step(optimizer, clone(params), grads, clone(state), fine, donate=True)
+        assert same_bits(new, donated)
+        assert not shares_memory(grads, donated)
+
+
+@pytest.mark.parametrize("name", ["RMSprop", "NAdam", "RAdam", "Rprop", "ASGD"])
+def test_groups_dtypes_and_missing_gradients_go_over_lists(name):
+    params = {"a": torch.randn(3), "b": torch.randn(2, 3).double(), "c": torch.randn(4), "d.bias": torch.randn(2), "e": torch.zeros(0)}
+    grads = {n: None if n == "c" else torch.randn_like(p) for n, p in params.items()}
+    optimizer = ps.from_torch(getattr(torch.optim, name), overrides={"*.bias": {"lr": 0.5}})
+    state = optimizer.init(params)
+    expected = optimizer.step(params, grads, state)
+    with as_on_an_accelerator():
+        found = ps.maybe_step(optimizer, params, grads, state, torch.tensor(False))
+    assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert same_bits(found[0]["c"], params["c"])
+
+
+@pytest.mark.parametrize("name", ["RMSprop", "Rprop"])
+def test_leaves_that_lists_do_not_take_go_tensor_by_tensor(name):
+    params = {"a": torch.randn(3), "b": torch.randn(3, 2).t()[:, ::2], "c": torch.randn(2)}
+    grads = {n: torch._neg_view(torch.randn_like(p)) if n == "c" else torch.randn(p.shape) for n, p in params.items()}
+    optimizer = ps.from_torch(getattr(torch.optim, name))
+    state = optimizer.init(params)
+    expected = optimizer.step(params, grads, state)
+    with as_on_an_accelerator():
+        assert_close(optimizer.step(params, grads, state), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_named_implementation_over_lists_leaves_the_gradients_alone():
+    optimizer = ps.from_torch(torch.optim.SGD, momentum=0.9, nesterov=True, foreach=True)
+    params = make_params()
+    grads = grads_at(0, params)
+    with Untouched(grads):
+        optimizer.step(params, grads, optimizer.init(params))

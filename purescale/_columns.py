@@ -30,6 +30,8 @@ def is_plain(tensor: Tensor) -> bool:
 
 def clone(tensors: Sequence[Tensor]) -> list[Tensor]:
     """`[t.detach().clone() for t in tensors]`."""
+    if torch.compiler.is_compiling():
+        return [tensor.detach().clone() for tensor in tensors]
     copies: list[Any] = list(tensors)
     kinds: dict[Any, list[int]] = {}
     with torch.no_grad():

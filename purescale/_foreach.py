@@ -303,6 +303,16 @@ def clamp(leaf: Tensor, bound: float | Tensor, *, in_place: bool = False) -> Ten
     return on_values(lambda values: values.clamp(-limit, limit), summed)
 
 
+def clamp_list(leaves: Sequence[Tensor], bound: float | Tensor) -> list[Tensor]:
+    """`clamp` of dense leaves, out of place."""
+    if isinstance(bound, Tensor) or _tree.traced() or leaves[0].is_cpu:
+        return [clamp(leaf, bound) for leaf in leaves]
+    limit = min(float(bound), torch.finfo(leaves[0].dtype).max)
+    clamped = torch._foreach_clamp_min(list(leaves), -limit)
+    torch._foreach_clamp_max_(clamped, limit)
+    return list(clamped)
+
+
 def widest_float(device: torch.device) -> torch.dtype:
     """For a handful of 0-d tensors, whose precision costs nothing."""
     return torch.float32 if device.type == "mps" else torch.float64
@@ -437,13 +447,11 @@ def _extent(dense: Sequence[Tensor], power: float | None) -> list[Tensor]:
     tops: list[Tensor] = []
     norms: list[Tensor] = []
     if not dense[0].is_cpu:  # an operation costs by itself there, however small
-        for values in _by_dtype(dense):
-            tops.append(at_least_float32(torch.stack(torch._foreach_norm(list(values), math.inf)).amax()))
+        for values in map(list, _by_dtype(dense)):
+            tops.append(at_least_float32(torch.stack(torch._foreach_norm(values, math.inf)).amax()))
             if power is not None:
-                wide = widest_float(values[0].device)
-                each = torch._foreach_norm(list(values), power, dtype=torch.promote_types(values[0].dtype, wide))
-                norms.append(_norm(torch.stack(each), power))
-        return tops if power is None else [*tops, _norm(torch.stack(norms), power) if len(norms) > 1 else norms[0]]
+                norms.append(_norm_of_list(values, power))
+        return tops if power is None else [*tops, norms[0] if len(norms) == 1 else _norm(torch.stack(norms), power)]
     for dtype in dict.fromkeys(value.dtype for value in dense):
         ends: list[Tensor] = []
         units: list[Tensor] = []
@@ -512,12 +520,24 @@ def flat(values: list[Tensor]) -> Tensor:
     return row
 
 
+def _norm_of_list(values: list[Tensor], power: float) -> Tensor:
+    wide = widest_float(values[0].device)
+    if values[0].dtype.itemsize > 4 or wide is not torch.float64 or power > _SAFE_POWER:
+        return _norm(torch.stack([_norm(value, power) for value in values]), power)
+    each = torch.stack(torch._foreach_norm(values, power, dtype=wide))
+    norm: Tensor = torch.linalg.vector_norm(each, power)
+    return norm
+
+
+_SAFE_POWER = 4  # of float32's largest number, and of sums of it, fits into float64
+
+
 def _norm(value: Tensor, norm_type: float) -> Tensor:
     """The norm in the widest dtype of the device, also where powers of `value` overflow its own."""
     wide = widest_float(value.device)
     if math.isinf(norm_type):
         return value.abs().amax().to(wide)
-    if not value.is_cpu and value.dtype.itemsize <= 4 and wide is torch.float64 and norm_type <= 4:
+    if not value.is_cpu and value.dtype.itemsize <= 4 and wide is torch.float64 and norm_type <= _SAFE_POWER:
         norm: Tensor = torch.linalg.vector_norm(value, norm_type, dtype=wide)  # 3e38 ** 4 fits
         return norm
     value = value.to(torch.promote_types(value.dtype, torch.float32))

@@ -174,5 +174,6 @@ def _treated(grads: list[Tensor], divisor: Tensor | None, bound: float | Tensor 
         # Two 0-d tensors would promote to the wider dtype.
         grads = list(torch._foreach_div([_foreach.at_least_float32(g.reshape(1) if g.ndim == 0 else g) for g in grads], divisor))
     if bound is not None:
-        grads = [_foreach.clamp(g, bound) for g in grads]
+        alike = len({g.dtype for g in grads}) == 1
+        grads = _foreach.clamp_list(grads, bound) if alike else [_foreach.clamp(g, bound) for g in grads]
     return [_foreach.saturating(g, dtype) for g in grads]

@@ -118,7 +118,7 @@ def _make_room(launch: Launch, columns: Sequence[Tensor], results: list[Any]) ->
         results[place] = copy
     weights = launch.targets[0]
     for column in launch.targets:
-        if _columns.counts_launches(columns[column[0]]):
+        if not torch.compiler.is_compiling() and _columns.counts_launches(columns[column[0]]):
             # Where the layouts agree, as nearly always, a column is copied in one go.
             alike = [
                 place

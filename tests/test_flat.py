@@ -1,4 +1,4 @@
-"""Launches do not grow with the number of tensors: operators of a step counted on fake CUDA tensors, and what makes it so."""
+"""Operators do not grow with the number of tensors: those of a step counted on fake CUDA tensors, and what makes it so."""
 
 import contextlib
 import inspect
@@ -87,9 +87,14 @@ def test_a_step_of_adamw_is_few_operators_whatever_the_number_of_tensors(how):
 @pytest.mark.parametrize(("name", "settings"), CASES)
 def test_a_step_of_every_class_over_lists_is_few_operators_whatever_the_number_of_tensors(name, settings, how):
     optimizer = ps.from_torch(getattr(torch.optim, name), **settings)
-    counts = {count: operators(optimizer, count, **how) for count in (10, 100, 1000)}
+    counts = {count: operators(optimizer, count, **how) for count in (10, 100)}
     assert len(set(counts.values())) == 1, counts
     assert counts[10] <= 120
+
+
+def test_a_thousand_tensors_are_no_more_operators_by_a_formula_either():
+    optimizer = ps.from_torch(torch.optim.RMSprop)
+    assert operators(optimizer, 1000, max_norm=1.0, donate=True) == operators(optimizer, 10, max_norm=1.0, donate=True)
 
 
 @pytest.mark.parametrize("donate", [False, True])
@@ -97,7 +102,7 @@ def test_a_step_of_every_class_over_lists_is_few_operators_whatever_the_number_o
 def test_a_maybe_step_is_few_operators_whatever_the_number_of_tensors(name, settings, donate):
     optimizer = ps.from_torch(getattr(torch.optim, name), **settings)
     counts = {}
-    for count in (10, 100, 1000):
+    for count in (10, 100):
         with fake_cuda():
             _, params, grads, state = problem(optimizer, count)
             bad = torch.zeros((), dtype=torch.bool)

@@ -8,14 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import _torch
+
 
 def all_reduce(tensor: Tensor, op: str, group: Any) -> Tensor:
     """`tensor` reduced over the ranks of `group` (`None`: all of them), out of place."""
-    from torch.distributed._functional_collectives import all_reduce
-
-    ranks: Any = dist.group.WORLD if group is None else group
-    reduced: Tensor = all_reduce(tensor, op, ranks)
-    return reduced
+    return _torch.all_reduce(tensor, op, dist.group.WORLD if group is None else group)
 
 
 def all_reduce_found_inf(found_inf: Tensor, group: Any = None) -> Tensor:

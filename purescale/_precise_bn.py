@@ -11,10 +11,9 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.utils._pytree as torch_pytree
 from torch import nn
 
-from . import _tree
+from . import _torch, _tree
 from ._bn import BNStatsState, Estimator, absorb, all_reduce_bn_stats, bn_buffers, init_bn_stats
 from ._bn_catch import ApplyFn, calls_of
 from ._collectives import all_reduce, all_reduce_found_inf
@@ -182,7 +181,7 @@ def _length(loader: Any) -> float:
 
 def _rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """How many samples a forward is given: the first dimension of the first array; without one, the length of the first argument."""
-    for leaf in torch_pytree.tree_leaves((args, kwargs)):
+    for leaf in _torch.pytree.tree_leaves((args, kwargs)):
         if getattr(leaf, "shape", ()):
             return int(leaf.shape[0])
     first: Any = next(iter((*args, *kwargs.values())), None)
@@ -239,7 +238,7 @@ def _report(stats: BNStatsState, apply: ApplyFn, normalize: str) -> None:
         )  # fmt: skip
     inner = inspect.unwrap(apply)
     modules = inner._training.named_modules() if isinstance(inner, Apply) else ()
-    others = [name for name, module in modules if isinstance(module, (nn.modules.instancenorm._InstanceNorm, nn.GroupNorm))]
+    others = [name for name, module in modules if isinstance(module, (_torch.InstanceNorm, nn.GroupNorm))]
     if others:
         log.info("precise_bn: instance and group norms have no statistics of the batch and are left alone: %s", _tree.some(others))
 

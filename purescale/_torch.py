@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +50,7 @@ unwrapped: Callable[[Tensor], Tensor] = _find("torch._C._functorch.get_unwrapped
 function_modes: Callable[[], list[Any]] = _find("torch.overrides._get_current_function_mode_stack")
 without_modes: Any = _find("torch.utils._python_dispatch._disable_current_modes")
 nonstrict_trace: Any = _find("torch._dynamo.nonstrict_trace")
+TensorGuards: Any = _find("torch._C._dynamo.guards.TensorGuards")
 _find("torch.autograd.forward_ad._current_level")
 
 
@@ -115,15 +117,13 @@ with without_modes():
 
 # ---- list kernels --------------------------------------------------------------------------------
 
-foreach_copy_: Any = _find("torch._foreach_copy_")
-foreach_div: Any = _find("torch._foreach_div")
-foreach_div_: Any = _find("torch._foreach_div_")
-foreach_mul: Any = _find("torch._foreach_mul")
-foreach_mul_: Any = _find("torch._foreach_mul_")
-fused_adagrad_: Any = _find("torch._fused_adagrad_")
-fused_adam_: Any = _find("torch._fused_adam_")
-fused_adamw_: Any = _find("torch._fused_adamw_")
-fused_sgd_: Any = _find("torch._fused_sgd_")
+_FOREACH = """
+    abs add add_ addcdiv_ addcmul_ clamp_max clamp_max_ clamp_min clamp_min_ copy_ div div_ lerp_
+    maximum_ minimum_ mul mul_ neg neg_ norm reciprocal_ sign sign_ sqrt sub_ zero_
+"""
+foreach: Any = SimpleNamespace(**{op: _find(f"torch._foreach_{op}") for op in _FOREACH.split()})
+_FUSED = ("adagrad_", "adam_", "adamw_", "sgd_")
+fused: Any = SimpleNamespace(**{op: _find(f"torch._fused_{op}") for op in _FUSED})
 
 
 def masked_add_(targets: list[Tensor], news: list[Tensor], factor: float | Tensor, bad: Tensor | None) -> None:
@@ -133,7 +133,7 @@ def masked_add_(targets: list[Tensor], news: list[Tensor], factor: float | Tenso
     """
     numbers = {"weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0}
     flags = {"nesterov": False, "maximize": False, "is_first_step": False}
-    fused_sgd_(targets, news, [], lr=-factor, found_inf=bad, **numbers, **flags)
+    fused.sgd_(targets, news, [], lr=-factor, found_inf=bad, **numbers, **flags)
 
 
 def _check_masked_add() -> None:

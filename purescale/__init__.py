@@ -99,10 +99,8 @@ from ._scaler import (
     check_scaler as check_scaler,
 )
 
-from ._collectives import (
-    all_reduce_found_inf as all_reduce_found_inf,
-    all_reduce_bn_stats as all_reduce_bn_stats,
-)
+from ._collectives import all_reduce_found_inf as all_reduce_found_inf
+from ._bn import all_reduce_bn_stats as all_reduce_bn_stats
 
 from ._accum import (
     AccumState as AccumState,
@@ -135,8 +133,8 @@ from ._bn import (
     accumulate_bn_stats as accumulate_bn_stats,
     merge_bn_stats as merge_bn_stats,
     bn_buffers as bn_buffers,
-    precise_bn as precise_bn,
 )
+from ._precise_bn import precise_bn as precise_bn
 
 from ._window import LossFn as LossFn
 

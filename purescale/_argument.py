@@ -8,15 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._torch import ParameterLike
+
 CURE = "A parameter is an argument here. Cure: compute with a changed copy in forward, or change params between steps."
 
 
-class Argument(Tensor):
+class Argument(ParameterLike):
     """A parameter as a forward sees it: in its memory and on its graph, but refusing to be written into."""
 
-    # As of nn.Parameter: operators cost nothing more, and their results are plain tensors.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    _is_param = True  # for isinstance(..., nn.Parameter); torch's compiled functions take no other subclass everywhere
     at: str
     reads: list[Tensor]
 

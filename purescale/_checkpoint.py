@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from . import _tree
+from . import _torch, _tree
 from ._tree import Tree
 
 Path: TypeAlias = str | os.PathLike[str]
@@ -296,7 +296,7 @@ def _parts(leaf: Tensor) -> list[Tensor]:
     if leaf.layout is torch.strided:
         return [leaf]
     if leaf.layout is torch.sparse_coo:
-        return [leaf._indices(), leaf._values()]
+        return [_torch.indices(leaf), _torch.values(leaf)]
     by_row = leaf.layout in (torch.sparse_csr, torch.sparse_bsr)
     outer, inner = (leaf.crow_indices(), leaf.col_indices()) if by_row else (leaf.ccol_indices(), leaf.row_indices())
     return [outer, inner, leaf.values()]

@@ -8,12 +8,10 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-import torch.utils._pytree as torch_pytree
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.overrides import _get_current_function_mode_stack
 
-from . import _tree
+from . import _torch, _tree
 from ._argument import CURE, Argument, argument
 
 Tensors = dict[str, Tensor]
@@ -21,7 +19,7 @@ Tensors = dict[str, Tensor]
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 
 NORM_MODULES: tuple[type[nn.Module], ...] = (
-    nn.modules.batchnorm._NormBase,
+    _torch.NormBase,
     nn.LayerNorm,
     nn.GroupNorm,
     nn.RMSNorm,
@@ -86,7 +84,7 @@ class Apply:
             if any(_versions(vars(alias).get("reads", ()))):
                 raise RuntimeError(f"the forward of the model wrote into `.data` of its parameter {name}. {CURE}")
         if type(out) is not Tensor:
-            out = torch_pytree.tree_map_only(Argument, lambda alias: alias.as_subclass(Tensor), out)
+            out = _torch.pytree.tree_map_only(Argument, lambda alias: alias.as_subclass(Tensor), out)
         return out, new_buffers
 
     @property
@@ -133,12 +131,12 @@ def _versions(tensors: Iterable[Tensor]) -> list[int]:
     """How often each was written into; under vmap and grad, the tensor that the transform wraps."""
     if _tree.under_transform():
         tensors = [_unwrapped(tensor) for tensor in tensors]
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+    return [0 if tensor.is_inference() else _torch.version(tensor) for tensor in tensors]
 
 
 def _unwrapped(tensor: Tensor) -> Tensor:
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
+    while _torch.is_wrapped(tensor):
+        tensor = _torch.unwrapped(tensor)
     return tensor
 
 
@@ -152,7 +150,7 @@ def _called(skeleton: _Skeleton, tensors: Tensors, copies: Tensors, args: Any, k
     before = _put(skeleton, tensors)
     out = skeleton.root(*args, **kwargs)
     for place in skeleton.places:
-        if tuple(place.module._modules.values()) != place.children:
+        if _torch.children(place.module) != place.children:
             raise RuntimeError(
                 f"the forward of the model put another module into {type(place.module).__name__}. Its tensors would be no arguments of "
                 f"`apply`. Cure: make it in `__init__`, or run `model(example_batch)` once before make_functional(model)."
@@ -186,8 +184,7 @@ def _put(skeleton: _Skeleton, tensors: Tensors) -> list[Tensor]:
     """What stood where `tensors` stand now: nothing but shapes, or in a compiled call inside of another the tensors of that one."""
     before = []
     for place in skeleton.places:
-        stores: Any = ((place.module._parameters, place.parameters), (place.module._buffers, place.buffers))
-        for store, names in stores:
+        for store, names in zip(_torch.stores(place.module), (place.parameters, place.buffers), strict=True):
             for key, name in names.items():
                 before.append(store[key])
                 store[key] = tensors[name]
@@ -198,8 +195,7 @@ def _taken(skeleton: _Skeleton, tensors: Tensors, copies: Tensors, before: list[
     """What the forward left where the buffers stood: written in place, or replaced. Puts back what stood there `before`."""
     new, earlier = dict(copies), iter(before)
     for place in skeleton.places:
-        stores: Any = ((place.module._parameters, place.parameters), (place.module._buffers, place.buffers))
-        for store, names in stores:
+        for store, names in zip(_torch.stores(place.module), (place.parameters, place.buffers), strict=True):
             for key, name in names.items():
                 value = store.get(key)
                 store[key] = next(earlier)
@@ -356,9 +352,9 @@ def _skeleton(root: nn.Module) -> _Skeleton:
         tuple(
             _Place(
                 module,
-                {key: parameters[id(tensor)] for key, tensor in module._parameters.items() if tensor is not None},
-                {key: buffers[id(tensor)] for key, tensor in module._buffers.items() if tensor is not None},
-                tuple(module._modules.values()),
+                {key: parameters[id(tensor)] for key, tensor in _torch.stores(module)[0].items() if tensor is not None},
+                {key: buffers[id(tensor)] for key, tensor in _torch.stores(module)[1].items() if tensor is not None},
+                _torch.children(module),
                 None if _is_torchs(module) else frozenset(vars(module)) - _OF_EVERY_MODULE,
             )
             for module in root.modules()
@@ -367,7 +363,7 @@ def _skeleton(root: nn.Module) -> _Skeleton:
 
 
 def _is_torchs(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn.modules.") and not module._forward_pre_hooks and not module._forward_hooks
+    return type(module).__module__.startswith("torch.nn.modules.") and not _torch.has_hooks(module)
 
 
 def _without_tensors(model: nn.Module) -> nn.Module:
@@ -393,6 +389,7 @@ class _SyncBatchNorm(nn.SyncBatchNorm):
     """SyncBatchNorm that can be told to look at this rank alone: its statistics are then gathered here and reduced afterwards."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if any(getattr(mode, "local_statistics", False) for mode in _get_current_function_mode_stack()):  # type: ignore[no-untyped-call]
-            return nn.modules.batchnorm._BatchNorm.forward(self, input)
+        if any(getattr(mode, "local_statistics", False) for mode in _torch.function_modes()):
+            out: Tensor = _torch.BatchNorm.forward(self, input)
+            return out
         return super().forward(input)

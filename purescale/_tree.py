@@ -13,11 +13,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import optree
 import torch
-import torch.utils._pytree as torch_pytree
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from . import _columns
+from . import _columns, _torch
 
 Tree: TypeAlias = Any
 Leaves: TypeAlias = list[Any]
@@ -36,8 +35,9 @@ def flatten(tree: Tree) -> tuple[Leaves, Any]:
     """The leaves of `tree` and its structure, which has `.unflatten(leaves)` and `.flatten_up_to(other)`."""
     if torch.compiler.is_compiling():
         # optree cannot be traced where a dict is empty, as the buffers of a net without BatchNorm are.
-        return torch_pytree.tree_flatten(tree)
-    leaves, structure = optree.tree_flatten(tree, **_OURS)
+        leaves, structure = _torch.pytree.tree_flatten(tree)
+    else:
+        leaves, structure = optree.tree_flatten(tree, **_OURS)
     return leaves, structure
 
 
@@ -66,7 +66,7 @@ def all_tensors(tree: Any) -> list[Tensor]:
     """`tensors` that also looks into the containers that only torch's pytree knows, which is slower."""
     found: list[Tensor] = []
     for leaf in flatten(tree)[0]:
-        rest = [leaf] if leaf is None or isinstance(leaf, Tensor) else torch_pytree.tree_leaves(leaf)
+        rest = [leaf] if leaf is None or isinstance(leaf, Tensor) else _torch.pytree.tree_leaves(leaf)
         found += [part for part in rest if isinstance(part, Tensor)]
     return found
 
@@ -74,7 +74,7 @@ def all_tensors(tree: Any) -> list[Tensor]:
 def fresh(tree: Any, taken: Set[int | None] = frozenset()) -> Any:
     """`tree`, in any container that torch's pytree knows, off the graph; copied where it may stand in memory that is `taken`."""
     if traced():
-        return torch_pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
+        return _torch.pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
 
     def own(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -82,7 +82,7 @@ def fresh(tree: Any, taken: Set[int | None] = frozenset()) -> Any:
         return leaf.detach().clone() if storage(leaf) in taken else leaf.detach()
 
     leaves, structure = flatten(tree)
-    return structure.unflatten([own(leaf) if isinstance(leaf, Tensor) else torch_pytree.tree_map(own, leaf) for leaf in leaves])
+    return structure.unflatten([own(leaf) if isinstance(leaf, Tensor) else _torch.pytree.tree_map(own, leaf) for leaf in leaves])
 
 
 def apart(tree: Tree, inputs: Tree) -> Tree:
@@ -203,8 +203,7 @@ def under_transform() -> bool:
     foreach ops have no vmap rule there, and fused ones drop what is being differentiated.
     """
     # While compiling, an interpreter stack that is None comes back wrapped in something that is not.
-    active: bool = torch._C._are_functorch_transforms_active()
-    return active or (not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level >= 0)
+    return _torch.transforms_active() or (not torch.compiler.is_compiling() and _torch.dual_level() >= 0)
 
 
 def traced() -> bool:
@@ -238,7 +237,7 @@ def cast(tree: Tree, dtype: torch.dtype, *, copy: bool = False) -> Tree:
             return leaf
         return leaf.to(dtype if leaf.is_floating_point() else leaf.dtype, copy=copy)
 
-    return torch_pytree.tree_map(convert, tree)
+    return _torch.pytree.tree_map(convert, tree)
 
 
 def recordable(leaf: Any) -> Any:
@@ -334,7 +333,7 @@ _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bs
 def _parts(leaf: Tensor) -> list[Tensor]:
     """The dense tensors that a sparse one is made of: indices, and values last."""
     if leaf.layout is torch.sparse_coo:
-        return [leaf._indices(), leaf._values()]
+        return [_torch.indices(leaf), _torch.values(leaf)]
     if leaf.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [leaf.crow_indices(), leaf.col_indices(), leaf.values()]
     return [leaf.ccol_indices(), leaf.row_indices(), leaf.values()]
@@ -408,7 +407,7 @@ def storage(leaf: Tensor) -> int | None:
     try:
         if leaf.layout is torch.strided:
             return (leaf.to_local() if isinstance(leaf, DTensor) else leaf).untyped_storage().data_ptr()
-        return (leaf._values() if leaf.layout is torch.sparse_coo else leaf.values()).untyped_storage().data_ptr()
+        return (_torch.values(leaf) if leaf.layout is torch.sparse_coo else leaf.values()).untyped_storage().data_ptr()
     except RuntimeError:
         return None
 

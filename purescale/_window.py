@@ -11,7 +11,8 @@ from torch import Tensor
 from . import _foreach, _tree
 from ._accum import AccumState, OnNonfinite, add, as_weight, init_accum, is_weight
 from ._argument import argument
-from ._bn import CatchBatchNorm, absorb, check_flat, has_layers, init_bn_stats, named_calls, updated_once, without_update
+from ._bn import absorb, check_flat, has_layers, init_bn_stats, updated_once, without_update
+from ._bn_catch import CatchBatchNorm, named_calls
 from ._checks import as_float
 from ._scaler import HasScale, overflowed, scale_loss, unscale_and_check
 from ._tree import Leaves, Tree

@@ -206,3 +206,43 @@ def test_a_bound_of_inf_only_measures_even_inf(bound):
 def test_what_is_no_p_is_refused(p):
     with pytest.raises(ValueError, match=r"norm_type must be above 0, a number or math\.inf"):
         ps.clip_by_global_norm([torch.ones(1)], 1.0, norm_type=p)
+
+
+# ---- edges that a careless change would break
+
+
+def test_clipping_by_norm_writes_into_the_gradients_given_up():
+    grads = {"w": torch.ones(4)}
+    assert shares_memory(ps.clip_by_global_norm(grads, 1.0, donate=True)[0], grads)
+
+
+def test_clipping_by_value_writes_into_the_gradients_given_up():
+    grads = {"w": torch.ones(4)}
+    assert shares_memory(ps.clip_by_value(grads, 1.0, donate=True), grads)
+
+
+@pytest.mark.parametrize("clip", [ps.clip_by_global_norm, ps.clip_by_value])
+def test_a_bound_that_is_no_0d_tensor_is_refused(clip):
+    with pytest.raises(ValueError, match=r"0-d tensor, got shape \(2,\)"):
+        clip([torch.ones(2)], torch.ones(2))
+
+
+@pytest.mark.parametrize("clip", [ps.clip_by_global_norm, ps.clip_by_value])
+def test_a_bound_of_nan_is_refused(clip):
+    with pytest.raises(ValueError, match="must be above 0"):
+        clip([torch.ones(2)], math.nan)
+
+
+def test_an_empty_gradient_counts_nothing_in_the_norm():
+    assert ps.clip_by_global_norm([torch.ones(0, 3), torch.ones(1)], 5.0)[1] == 1
+
+
+def test_clipping_has_torchs_epsilon():
+    clipped, _ = ps.clip_by_global_norm([torch.zeros(2)], 1.0)
+    assert clipped[0].tolist() == [0, 0]
+    clipped, _ = ps.clip_by_global_norm([torch.tensor([1e-6])], 1e-6)
+    assert clipped[0].item() == pytest.approx(5e-7)
+
+
+def test_clipping_an_expanded_gradient_donated_is_safe():
+    assert ps.clip_by_value([torch.ones(1).expand(3)], 0.5, donate=True)[0].tolist() == [0.5] * 3

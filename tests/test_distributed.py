@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.utils._pytree as pytree
+from helpers import at, clone, same_bits
 from torch import nn
 
 import purescale as ps
@@ -278,3 +279,29 @@ def test_without_a_process_group_the_statistics_are_copied():
     reduced = ps.all_reduce_bn_stats(stats)
     close(reduced, stats, rtol=0, atol=0)
     assert reduced.layers[""].mean.data_ptr() != stats.layers[""].mean.data_ptr()
+
+
+# ---- edges that a careless change would break
+
+SGD = ps.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+@pytest.fixture
+def one_rank_overflows(monkeypatch):
+    """A group whose other rank has found inf."""
+    monkeypatch.setattr("purescale._scaler.all_reduce_found_inf", lambda found_inf, group: torch.ones_like(found_inf))
+
+
+@pytest.mark.usefixtures("one_rank_overflows")
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_a_step_follows_the_flag_of_the_group(donate, max_norm):
+    params, grads = {"w": torch.ones(2)}, {"w": torch.ones(2)}
+    out = ps.unscale_and_step(SGD, at(2.0), clone(params), grads, SGD.init(params), max_norm, group="all", donate=donate)
+    assert out.found_inf
+    assert same_bits(out.params, params)
+
+
+@pytest.mark.usefixtures("one_rank_overflows")
+def test_unscaling_follows_the_flag_of_the_group():
+    assert ps.unscale_and_check(at(2.0), [torch.ones(2)], group="all")[1]

@@ -766,3 +766,59 @@ def test_aux_where_the_new_buffers_belong_is_refused_with_the_cure(model, what, 
     state = ps.init_train_state(params, buffers, optimizer, rule)
     with pytest.raises(ValueError, match=f"loss_fn returned {named} where the new buffers belong.*Cure: `return loss, new_buffers, aux`"):
         ps.train_step(state, [torch.ones(3, 2)], loss_fn=loss_fn, optimizer=optimizer, rule=rule)
+
+
+# ---- edges that a careless change would break
+
+
+def test_a_lazy_buffer_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"running_mean is not initialised yet"):
+        ps.make_functional(nn.LazyBatchNorm1d(affine=False))
+
+
+def test_an_embedding_bag_that_renormalises_its_weight_leaves_params_alone():
+    module = nn.EmbeddingBag(3, 2, max_norm=0.1)
+    apply, params, buffers = ps.make_functional(module)
+    with Untouched(params):
+        out, _ = apply(params, buffers, torch.tensor([[0, 2]]))
+    torch.testing.assert_close(out, module(torch.tensor([[0, 2]])).detach())
+
+
+def test_apply_holds_no_memory_of_the_model():
+    apply, _, _ = ps.make_functional(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    held = [t for m in (apply._training, apply._evaluating) for t in (*m.parameters(), *m.buffers())]
+    assert {t.device.type for t in held} == {"meta"}
+
+
+def test_a_parameter_that_is_missing_is_refused():
+    apply, params, buffers = ps.make_functional(nn.Linear(2, 1))
+    with pytest.raises(RuntimeError, match="bias"):
+        apply({"weight": params["weight"]}, buffers, torch.ones(1, 2))
+
+
+def test_norm_params_of_a_norm_alone():
+    apply, _, _ = ps.make_functional(nn.LayerNorm(2))
+    assert apply.norm_params == {"weight", "bias"}
+
+
+def test_apply_takes_inference_tensors():
+    apply, params, buffers = ps.make_functional(nn.Linear(2, 1))
+    with torch.inference_mode():
+        params = {n: p.clone() for n, p in params.items()}
+        apply(params, buffers, torch.ones(1, 2))
+
+
+def test_an_embedding_with_max_norm_that_is_tied_leaves_params_alone():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(4, 5, bias=False)
+            self.emb = nn.Embedding(5, 4, max_norm=0.5)
+            self.emb.weight = self.head.weight
+
+        def forward(self, tokens):
+            return self.emb(tokens)
+
+    apply, params, buffers = ps.make_functional(Tied())
+    with Untouched(params):
+        assert apply(params, buffers, torch.tensor([1]))[0].norm() <= 0.51

@@ -338,3 +338,22 @@ def test_tensors_on_two_devices_are_refused_by_path():
             call()
     with pytest.raises(ValueError, match=r"old\['a'\] is on cpu, but on meta in new.*Cure:"):
         ps.select(BAD, {"a": torch.ones(2)}, {"a": grads["a"]})
+
+
+# ---- edges that a careless change would break
+
+
+@pytest.mark.parametrize("grad", [torch.tensor([4 + 8j]).conj(), torch.tensor([4 - 8j]).conj().imag * 1j], ids=["conj", "neg"])
+def test_a_gradient_with_the_conjugate_or_negative_bit_is_taken(grad):
+    unscaled, found_inf = ps.unscale_and_check(at(4.0), [grad])
+    assert same_bits(unscaled[0], grad.resolve_conj().resolve_neg() / 4)
+    assert not found_inf
+    _, norm = ps.clip_by_global_norm([grad], 1.0)
+    assert norm.item() == pytest.approx(grad.abs().item())
+
+
+def test_float8_gradients_come_back_in_float32():
+    dtype = torch.float8_e5m2
+    unscaled, _found_inf = ps.unscale_and_check(at(4.0), [torch.tensor([4.0, 8.0]).to(dtype)])
+    assert unscaled[0].dtype is torch.float32
+    assert unscaled[0].tolist() == [1, 2]

@@ -1032,3 +1032,214 @@ def test_a_transformations_state_shares_no_memory_with_what_it_was_given():
     stepped, after = tx.step(params, grads, state)
     assert not shares_memory((params, grads, state), (stepped, after))
     assert not shares_memory(after["twice"][0], after["twice"][1])
+
+
+# ---- edges that a careless change would break
+
+SGD = ps.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        (lambda p: {"prev": p}, lambda g, s, p: (pytree.tree_map(torch.neg, g), {"prev": p})),
+        (lambda p: {"g": p}, lambda g, s, p: (g, {"g": g})),
+        (lambda p: {"s": pytree.tree_map(torch.zeros_like, p)}, lambda g, s, p: (g, s)),
+    ],
+)
+def test_a_transformation_gives_fresh_memory(tx):
+    optimizer = ps.from_transformation(tx)
+    params, grads = {"w": torch.ones(2)}, {"w": torch.ones(2)}
+    state = optimizer.init(params)
+    assert not shares_memory(params, state)
+    assert not shares_memory((params, grads, state), optimizer.step(params, grads, state))
+
+
+def test_an_update_of_none_leaves_the_parameter_in_fresh_memory():
+    optimizer = ps.from_transformation((lambda p: (), lambda g, s, p: ({"w": None}, s)))
+    params = {"w": torch.ones(2)}
+    stepped, _ = optimizer.step(params, {"w": None}, ())
+    assert same_bits(stepped, params)
+    assert not shares_memory(stepped, params)
+
+
+def test_a_transformation_keeps_the_parameters_dtype():
+    optimizer = ps.from_transformation((lambda p: (), lambda g, s, p: ({"w": -g["w"].float()}, s)))
+    params = {"w": torch.ones(2, dtype=torch.float16)}
+    stepped, _ = ps.maybe_step(optimizer, params, params, (), torch.tensor(False))
+    assert stepped["w"].dtype is torch.float16
+
+
+def test_a_transformation_refuses_gradients_of_other_parameters():
+    optimizer = ps.from_transformation((lambda p: (), lambda g, s, p: (p, s)))
+    with pytest.raises(ValueError, match="grads does not match params"):
+        optimizer.step({"w": torch.ones(1)}, {}, ())
+
+
+def test_a_pair_that_is_not_callable_is_refused():
+    with pytest.raises(TypeError, match="pair of functions"):
+        ps.from_transformation((1, 2))
+
+
+def test_one_saved_group_is_taken_in_the_order_of_params():
+    overrides = {"conv.weight": {"weight_decay": 0.5}}
+    params = {"conv.weight": torch.randn(2, 2), "gain": torch.randn(2, 2)}
+    theirs = OPTIM.AdamW([p.clone().requires_grad_() for p in params.values()])
+    for p in theirs.param_groups[0]["params"]:
+        p.grad = torch.full_like(p, p.sum().item())
+    theirs.step()
+    state = ps.from_torch(OPTIM.AdamW, overrides=overrides).from_state_dict(theirs.state_dict(), params)
+    for slot, p in zip(state.slots.values(), theirs.param_groups[0]["params"], strict=True):
+        assert same_bits(slot["exp_avg"], theirs.state[p]["exp_avg"])
+
+
+def test_the_first_momentum_keeps_the_sign_of_zero():
+    sgd = ps.from_torch(OPTIM.SGD, lr=1.0, momentum=0.9)
+    params = {"w": torch.zeros(1)}
+    _, state = sgd.step(params, {"w": torch.tensor([-0.0])}, sgd.init(params))
+    assert same_bits(state.slots["w"]["momentum_buffer"], torch.tensor([-0.0]))
+
+
+def test_a_state_in_another_layout_trains_the_same():
+    weight = torch.randn(3, 4).t()
+    adam = ps.from_torch(OPTIM.AdamW, lr=0.1)
+    state = adam.init({"w": weight})
+    contiguous = pytree.tree_map(lambda t: t.contiguous(), state)
+    slot = {k: torch.randn(4, 3).abs() if v.ndim else v for k, v in contiguous.slots["w"].items()}
+    g = torch.randn(4, 3)
+    results = [adam.step({"w": w}, {"w": g}, state._replace(slots={"w": slot}))[0]["w"].contiguous() for w in (weight, weight.contiguous())]
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-7)
+
+
+def test_two_leaves_of_one_dotted_name_are_refused():
+    with pytest.raises(ValueError, match="two leaves have the same dotted name"):
+        SGD.init({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}})
+
+
+def test_dampening_in_an_override_spares_the_first_step():
+    sgd = ps.from_torch(OPTIM.SGD, lr=1.0, momentum=0.5, overrides={"b": {"dampening": 0.5}})
+    params = {"a": torch.zeros(1), "b": torch.zeros(1)}
+    stepped, _ = sgd.step(params, {"a": torch.ones(1), "b": torch.ones(1)}, sgd.init(params))
+    assert (stepped["a"], stepped["b"]) == (-1, -1)
+
+
+def test_applied_is_the_largest_step_count():
+    sd = {
+        "state": {
+            0: {"step": torch.tensor(3.0), "exp_avg": torch.zeros(1), "exp_avg_sq": torch.zeros(1)},
+            1: {"step": torch.tensor(5.0), "exp_avg": torch.zeros(1), "exp_avg_sq": torch.zeros(1)},
+        },
+        "param_groups": [{"params": [0, 1]}],
+    }
+    assert ps.from_torch(OPTIM.Adam).from_state_dict(sd, {"a": torch.ones(1), "b": torch.ones(1)}).applied == 5
+
+
+def test_a_state_dict_has_the_rate_as_it_is_now():
+    sgd = ps.from_torch(OPTIM.SGD, lr=lambda applied: 0.5**applied)
+    state = sgd.init({"w": torch.ones(1)})
+    assert sgd.to_state_dict(state._replace(applied=torch.tensor(2)))["param_groups"][0]["lr"] == 0.25
+
+
+def test_an_inf_gradient_stays_inf_in_a_narrower_parameter():
+    sgd = ps.from_torch(OPTIM.SGD, lr=1.0)
+    params = {"w": torch.ones(1, dtype=torch.float16)}
+    stepped, _ = sgd.step(params, {"w": torch.tensor([math.inf])}, sgd.init(params))
+    assert stepped["w"] == -math.inf
+
+
+def test_a_long_list_of_names_says_how_many_more():
+    names = [f"p{i}" for i in range(7)]
+    with pytest.raises(ValueError, match="and 2 more"):
+        SGD.step({n: torch.ones(1) for n in names}, {}, SGD.init({n: torch.ones(1) for n in names}))
+
+
+def test_a_differentiable_optimizer_keeps_the_graph():
+    sgd = ps.from_torch(OPTIM.SGD, lr=0.5, differentiable=True)
+    w = torch.tensor([3.0], requires_grad=True)
+    state = sgd.init({"w": w})
+    for step in (lambda: sgd.step({"w": w}, {"w": w * 2}, state)[0], lambda: ps.maybe_step(sgd, {"w": w}, {"w": w * 2}, state, False)[0]):
+        (derivative,) = torch.autograd.grad(step()["w"].sum(), w)
+        assert derivative == 0
+
+
+@pytest.mark.parametrize("name", ["SGD", "RMSprop"])
+def test_a_step_outside_of_maybe_step_grows_no_graph(name):
+    optimizer = ps.from_torch(getattr(OPTIM, name))
+    w = torch.ones(2, requires_grad=True)
+    stepped, state = optimizer.step({"w": w}, {"w": w.detach() * 2}, optimizer.init({"w": w}))
+    assert not any(t.requires_grad for t in pytree.tree_leaves((stepped, state)))
+
+
+@pytest.mark.parametrize("cls", [OPTIM.AdamW, OPTIM.RMSprop], ids=["fused", "formula"])
+def test_the_state_of_a_model_of_another_shape_is_refused(cls):
+    optimizer = ps.from_torch(cls)
+    params = {"w": torch.ones(300)}
+    with pytest.raises(ValueError, match=r"exp_avg|square_avg of w is torch.float32 \(2,\), the parameter torch.float32 \(300,\)"):
+        ps.maybe_step(optimizer, params, {"w": torch.ones(300)}, optimizer.init({"w": torch.ones(2)}), torch.tensor(False))
+
+
+@pytest.mark.parametrize(("cls", "other"), [(OPTIM.AdamW, OPTIM.SGD), (OPTIM.RMSprop, OPTIM.Adagrad), (OPTIM.RMSprop, OPTIM.SGD)])
+def test_the_state_of_another_class_is_refused(cls, other):
+    optimizer, params = ps.from_torch(cls), {"w": torch.ones(3)}
+    with pytest.raises(ValueError, match=rf"opt_state has no .* that {cls.__name__} keeps"):
+        ps.maybe_step(optimizer, params, params, ps.from_torch(other).init(params), torch.tensor(False))
+    with pytest.raises(TypeError, match=r"opt_state is dict. Cure: `opt_state = optimizer.init\(params\)`"):
+        optimizer.step(params, params, {})
+
+
+def test_the_state_of_another_class_is_refused_by_sgd():
+    sgd, params = ps.from_torch(OPTIM.SGD, momentum=0.9), {"w": torch.ones(3)}
+    with pytest.raises(ValueError, match="opt_state has no momentum_buffer that SGD keeps"):
+        sgd.step(params, params, ps.from_torch(OPTIM.AdamW).init(params))
+
+
+@pytest.mark.parametrize(
+    ("grad", "error", "message"),
+    [
+        (torch.ones(2, dtype=torch.int64), TypeError, r"grads\['w'\] has dtype torch.int64"),
+        (1.0, TypeError, r"grads\['w'\] is float"),
+        (torch.ones(2, dtype=torch.complex64), ValueError, r"grads\['w'\] has dtype torch.complex64, its parameter torch.float32"),
+        (torch.ones(2, device="meta"), ValueError, r"grads\['w'\] has device meta, its parameter cpu"),
+    ],
+)
+def test_a_gradient_that_could_not_be_added_to_its_parameter_is_refused(grad, error, message):
+    params = {"w": torch.ones(2)}
+    with pytest.raises(error, match=message):
+        ps.maybe_step(SGD, params, {"w": grad}, SGD.init(params), torch.tensor(False))
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad", "RMSprop", "NAdam"])
+@pytest.mark.parametrize("batched", ["state", "params"])
+def test_vmap_over_one_part_alone_equals_a_loop(name, batched):
+    settings = {"momentum": 0.9} if name == "SGD" else {}
+    optimizer = ps.from_torch(getattr(OPTIM, name), weight_decay=0.1, **settings)
+    params = {"w": torch.arange(1.0, 4.0)}
+    grads = {"w": torch.tensor([0.1, -0.2, 0.3])}
+    _, state = optimizer.step(params, grads, optimizer.init(params))
+    given = state if batched == "state" else params
+    stacked = pytree.tree_map(lambda t: torch.stack([t, t * 2]) if t.is_floating_point() and t.ndim else torch.stack([t, t]), given)
+
+    def step(part):
+        return optimizer.step(params, grads, part)[0] if batched == "state" else optimizer.step(part, grads, state)[0]
+
+    out = torch.vmap(step)(stacked)["w"]
+    for index in range(2):
+        expected = step(pytree.tree_map(lambda t, i=index: t[i], stacked))["w"]
+        torch.testing.assert_close(out[index], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_patterns_that_say_the_same_are_one_group():
+    no_decay = {"weight_decay": 0.0}
+    params = {"fc.weight": torch.ones(2, 2), "fc.bias": torch.ones(2), "norm.weight": torch.ones(2), "norm.bias": torch.ones(2)}
+    optimizer = ps.from_torch(OPTIM.AdamW, overrides={"*.bias": no_decay, "norm.*": no_decay})
+    names, groups = list(params), optimizer.to_state_dict(optimizer.init(params))["param_groups"]
+    assert [len(group["params"]) for group in groups] == [1, 3]
+    theirs = OPTIM.AdamW([{"params": [params["fc.weight"]]}, {"params": [params[n] for n in names[1:]], **no_decay}])
+    assert groups == theirs.state_dict()["param_groups"]
+
+
+def test_a_rate_given_as_a_tensor_is_copied():
+    lr = torch.tensor(1.0)
+    sgd, params = ps.from_torch(OPTIM.SGD, lr=lr), {"w": torch.zeros(1)}
+    lr.fill_(100.0)
+    assert sgd.step(params, {"w": torch.ones(1)}, sgd.init(params))[0]["w"] == -1

@@ -274,3 +274,39 @@ def test_further_norm_weights_can_be_named():
     named = dataclasses.replace(apply, norm_params=apply.norm_params | {"gamma"})
     assert ps.with_policy(apply, HALF)(params, buffers, torch.ones(1, 2))[0][1] is f16
     assert ps.with_policy(named, HALF)(params, buffers, torch.ones(1, 2))[0][1] is f32
+
+
+# ---- edges that a careless change would break
+
+
+def test_a_frozen_parameter_comes_back_in_fresh_memory():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model[0].requires_grad_(False)
+    apply, params, buffers = ps.make_functional(model)
+    _, new_buffers = ps.with_policy(apply, "compute=float16")(params, buffers, torch.ones(1, 2))
+    assert not shares_memory(buffers, new_buffers)
+
+
+def test_torchs_own_batch_norm_updates_half_running_statistics():
+    x, mean, var = torch.randn(8, 4).half() + 2, torch.zeros(4).half(), torch.ones(4).half()
+    with ps.norms_in_float32():
+        torch.batch_norm(x, None, None, mean, var, True, 0.1, 1e-5, False)
+    assert mean.min() > 0.1
+
+
+def test_inputs_are_cast_before_the_model_sees_them():
+    seen = {}
+
+    def apply(params, buffers, *args, **kwargs):
+        seen.update(args=args, kwargs=kwargs)
+        return args[0][0], buffers
+
+    ps.with_policy(apply, "compute=float16,output=float32")({}, {}, [torch.ones(1)], tokens=torch.tensor([1]), deep={"x": (torch.ones(1),)})
+    assert seen["args"][0][0].dtype is torch.float16
+    assert seen["kwargs"]["tokens"].dtype is torch.int64
+    assert seen["kwargs"]["deep"]["x"][0].dtype is torch.float16
+
+
+def test_an_integer_parameter_has_no_dtype_to_keep():
+    out, _ = ps.with_policy(lambda p, b: (p["n"], b), "compute=float16")({"n": torch.tensor([1])}, {})
+    assert out.dtype is torch.int64

@@ -443,3 +443,111 @@ def test_check_scaler_takes_one_state():
     for bound in (2.5, "3", True):
         with pytest.raises(TypeError, match="max_skips must be a whole number"):
             ps.check_scaler(state, ps.DynamicScale(), max_skips=bound)
+
+
+# ---- edges that a careless change would break
+
+RULE = ps.DynamicScale(init_scale=2.0**10, growth_interval=3)
+
+
+def test_a_coalesced_sparse_gradient_shares_no_indices_with_its_result():
+    grad = torch.sparse_coo_tensor(torch.tensor([[0, 2]]), torch.ones(2), (3,), check_invariants=True).coalesce()
+    assert not shares_memory(grad, ps.unscale_and_check(at(2.0), [grad])[0])
+
+
+def test_unscaled_sparse_gradients_are_coalesced():
+    grad = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.ones(2), (3,), check_invariants=True)
+    assert ps.unscale_and_check(at(2.0), [grad])[0][0].is_coalesced()
+
+
+def test_an_expanded_gradient_is_donated_safely():
+    grad = torch.full((1,), 8.0).expand(3)
+    assert ps.unscale_and_check(at(2.0), [grad], donate=True)[0][0].tolist() == [4, 4, 4]
+
+
+@pytest.mark.parametrize("rule", [RULE, ps.StaticScale(2.0), ps.NoScale()])
+def test_update_of_every_rule_shares_no_memory(rule):
+    state = rule.init()
+    assert not shares_memory(state, rule.update(state, torch.tensor(False)))
+
+
+def test_unscaling_writes_into_the_gradients_given_up():
+    grads = {"w": torch.ones(4)}
+    assert shares_memory(ps.unscale_and_check(at(2.0), grads, donate=True)[0], grads)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("layout", [torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc])
+def test_compressed_sparse_gradients_are_taken(layout):
+    dense = torch.tensor([[4.0, 0.0, 0.0, 8.0], [0.0, 0.0, 2.0, 2.0]])
+    grad = dense.to_sparse(layout=layout, **({"blocksize": (1, 2)} if layout in (torch.sparse_bsr, torch.sparse_bsc) else {}))
+    unscaled, found_inf = ps.unscale_and_check(at(2.0), [grad])
+    assert unscaled[0].layout is layout
+    assert torch.equal(unscaled[0].to_dense(), dense / 2)
+    assert not found_inf
+
+
+def _compressed_parts(t):
+    return (
+        (t.crow_indices(), t.col_indices(), t.values()) if t.layout is torch.sparse_csr else (t.ccol_indices(), t.row_indices(), t.values())
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_a_compressed_sparse_gradient_shares_no_indices_with_its_result():
+    grad = torch.eye(2).to_sparse_csr()
+    unscaled, _ = ps.unscale_and_check(at(2.0), [grad])
+    assert not shares_memory(_compressed_parts(grad), _compressed_parts(unscaled[0]))
+
+
+def test_an_empty_gradient_is_finite():
+    unscaled, found_inf = ps.unscale_and_check(at(2.0), [torch.ones(0, 3), torch.ones(1)])
+    assert unscaled[0].shape == (0, 3)
+    assert not found_inf
+
+
+def test_a_scale_of_zero_is_bad_even_without_a_gradient():
+    assert ps.unscale_and_check(at(0.0), [torch.zeros(0)])[1]
+    assert ps.unscale_and_check(at(0.0), {"frozen": None})[1]
+
+
+def test_check_scaler_is_silent_at_the_floor_without_an_overflow():
+    rule = ps.DynamicScale(1.0, min_scale=1.0)
+    ps.check_scaler(rule.init(), rule)
+
+
+def test_the_tolerance_never_falls_below_zero():
+    rule, state = RULE, RULE.init()
+    for _ in range(3):
+        state = rule.update(state, torch.tensor(True))
+    assert state.hysteresis_tracker == 0
+
+
+def test_every_rule_makes_its_state_on_the_device_named():
+    for one in (RULE, ps.StaticScale(2.0), ps.NoScale()):
+        assert {t.device.type for t in one.init("meta")} == {"meta"}
+
+
+def test_a_damaged_count_is_brought_back():
+    assert ps.DynamicScale(8.0, growth_interval=1).update(at(8.0, growth_tracker=-5, hysteresis_tracker=1), torch.tensor(False)).scale == 16
+
+
+def test_bfloat16_gradients_stay_bfloat16():
+    unscaled, _ = ps.unscale_and_check(at(2.0), [torch.ones(2, dtype=torch.bfloat16), torch.ones((), dtype=torch.bfloat16)])
+    assert [t.dtype for t in unscaled] == [torch.bfloat16] * 2
+
+
+def test_an_interval_beyond_int32_is_refused():
+    with pytest.raises(ValueError, match="growth_interval must be from 1"):
+        ps.DynamicScale(growth_interval=2**31)
+
+
+def test_compiled_donation_writes_into_the_gradients_given_up():
+    grads = {"w": torch.ones(4)}
+    compiled = torch.compile(lambda s, g: ps.unscale_and_check(s, g, donate=True), fullgraph=True, backend="aot_eager")
+    assert shares_memory(compiled(at(2.0), grads)[0], grads)
+
+
+def test_the_path_of_a_refused_loss_is_its_own():
+    with pytest.raises(ValueError, match=r"loss\['g'\] has shape"):
+        ps.scale_loss(at(1.0), {"d": torch.tensor(1.0), "g": torch.ones(2)})

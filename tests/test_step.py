@@ -14,6 +14,7 @@ from helpers import (
     Untouched,
     any32,
     assert_close,
+    at,
     batch,
     clone,
     finite32,
@@ -740,3 +741,210 @@ def test_the_class_of_an_optimizer_is_no_optimizer():
     for wrong, name in ((torch.optim.AdamW, "AdamW"), (type(SGD), "TorchOptimizer")):
         with pytest.raises(TypeError, match=rf"optimizer is the class {name}; expected an object with `init` and `step`.*Cure: from_torch"):
             step(state, [batch()], optimizer=wrong)
+
+
+# ---- edges that a careless change would break
+
+
+def test_donation_when_gradients_are_other_parameters_gives_the_same_bits():
+    def given():
+        a, b = torch.arange(4.0), torch.full((4,), 2.0)
+        return {"a": a, "b": b}, {"a": b, "b": a}
+
+    results = []
+    for donate in (False, True):
+        params, grads = given()
+        results.append(ps.maybe_step(SGD, params, grads, SGD.init(params), torch.tensor(False), donate=donate))
+    assert same_bits(*results)
+
+
+def test_donation_of_one_tensor_in_two_places_gives_the_same_bits_where_the_updates_differ():
+    optimizer = ps.from_torch(OPTIM.SGD, lr=1.0, foreach=False)
+    results = []
+    for donate in (False, True):
+        t = torch.full((4,), 8.0)
+        params, grads = {"a": t, "b": t}, {"a": torch.ones(4), "b": 2 * torch.ones(4)}
+        results.append(ps.maybe_step(optimizer, params, grads, optimizer.init(params), torch.tensor(False), donate=donate))
+    assert same_bits(*results)
+
+
+def test_donation_to_an_optimizer_that_swaps_its_parameters_gives_the_same_bits():
+    class Swap:
+        init = staticmethod(lambda params: ())
+        step = staticmethod(lambda params, grads, s: ({"a": params["b"], "b": params["a"]}, s))
+
+    results = [ps.maybe_step(Swap, {"a": torch.zeros(2), "b": torch.ones(2)}, {}, (), torch.tensor(False), donate=d) for d in (False, True)]
+    assert same_bits(*results)
+
+
+def test_float64_gradients_of_float32_parameters_give_the_same_bits_donated():
+    sgd = ps.from_torch(OPTIM.SGD, lr=1e-30)
+    params = {"w": torch.ones(2)}
+    grads = {"w": torch.full((2,), 1e40, dtype=torch.float64)}
+    outs = [ps.unscale_and_step(sgd, at(2.0**16), clone(params), clone(grads), sgd.init(params), donate=d) for d in (False, True)]
+    assert same_bits(*outs)
+
+
+def test_the_one_pass_step_trusts_nothing_scaled_by_a_damaged_scale():
+    for scale in (0.0, -1.0, math.inf, math.nan):
+        params = {"w": torch.ones(2)}
+        out = ps.unscale_and_step(SGD, at(scale), clone(params), {"w": torch.ones(2)}, SGD.init(params), donate=True)
+        assert out.found_inf
+        assert same_bits(out.params, params)
+
+
+def test_leaves_that_are_no_tensors_agree_in_type():
+    with pytest.raises(ValueError, match=r"old\['a'\] is 1, but True in new"):
+        ps.select(torch.tensor(True), {"a": 1}, {"a": True})
+
+
+def test_a_flag_may_be_a_number_tensor():
+    assert ps.select(torch.tensor(1.0), torch.zeros(1), torch.ones(1)) == 0
+    assert ps.select(torch.tensor(2), torch.zeros(1), torch.ones(1)) == 0
+
+
+def test_aux_shares_no_memory_with_the_microbatch():
+    state = ps.init_train_state({"w": torch.ones(3)}, {}, SGD, RULE)
+    x = torch.ones(3)
+    step = ps.train_step(state, [x], loss_fn=lambda p, b, x: ((p["w"] * x).sum(), b, x), optimizer=SGD, rule=RULE)
+    assert not shares_memory(x, step[1].aux)
+
+
+def test_bad_settings_are_refused_before_loss_fn_is_called():
+    state, _step = job(SGD, RULE)
+    called = []
+    for bounds in ({"max_norm": 0.0}, {"clip_value": -1.0}):
+        with pytest.raises(ValueError, match="must be above 0"):
+            ps.train_step(state, [batch()], loss_fn=lambda *a: called.append(1), optimizer=SGD, rule=RULE, **bounds)
+    assert not called
+
+
+def test_one_gradient_in_two_places_is_unscaled_once():
+    results = []
+    for donate in (False, True):
+        g = torch.full((4,), 4.0)
+        params = {"a": torch.ones(4), "b": torch.ones(4), "c": torch.ones(2)}
+        results.append(ps.unscale_and_step(SGD, at(2.0), params, {"a": g, "b": g, "c": g[:2]}, SGD.init(params), donate=donate))
+    assert same_bits(*results)
+
+
+def test_init_train_state_leaves_the_graph_behind():
+    w = torch.ones(2, requires_grad=True)
+    state = ps.init_train_state({"w": w}, {"b": w.detach() * 2}, SGD, RULE)
+    assert not any(t.requires_grad for t in pytree.tree_leaves(state))
+
+
+def test_a_compiled_step_shares_no_memory():
+    state = ps.init_train_state({"w": torch.ones(3)}, {"x": torch.zeros(3)}, SGD, RULE)
+    x = torch.ones(3)
+    compiled = torch.compile(
+        lambda s, x: ps.train_step(s, [x], loss_fn=lambda p, b, x: ((p["w"] * x).sum(), b, (p["w"], x)), optimizer=SGD, rule=RULE),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    assert not shares_memory((state, x), compiled(state, x))
+
+
+def test_donated_parameters_on_a_graph_come_back_off_it():
+    w = torch.ones(2, requires_grad=True) * 1
+    with torch.no_grad():
+        stepped, state = ps.maybe_step(SGD, {"w": w}, {"w": torch.ones(2)}, SGD.init({"w": w}), torch.tensor(False), donate=True)
+    assert not any(t.requires_grad for t in pytree.tree_leaves((stepped, state)))
+
+
+def test_weight_decay_reaches_a_parameter_that_the_loss_does_not_use():
+    sgd = ps.from_torch(OPTIM.SGD, lr=1.0, weight_decay=0.5)
+    state = ps.init_train_state({"used": torch.ones(1), "unused": torch.ones(1)}, {}, sgd, RULE)
+    new, _ = ps.train_step(state, [None], loss_fn=lambda p, b, _: (p["used"].sum(), b), optimizer=sgd, rule=RULE)
+    assert new.params["unused"] == 0.5
+
+
+def test_half_gradients_of_half_parameters_give_the_same_bits_donated():
+    sgd = ps.from_torch(OPTIM.SGD, lr=2.0**16)
+    outs = []
+    for donate in (False, True):
+        params = {"w": torch.zeros(2, dtype=torch.float16)}
+        grads = {"w": torch.full((2,), 1e-3, dtype=torch.float16)}
+        outs.append(ps.unscale_and_step(sgd, at(2.0**16), params, grads, sgd.init(params), donate=donate))
+    assert same_bits(*outs)
+
+
+def test_train_step_clips_by_value():
+    sgd = ps.from_torch(OPTIM.SGD, lr=1.0)
+    state = ps.init_train_state({"w": torch.tensor(0.0)}, {}, sgd, RULE)
+    new, _ = ps.train_step(state, [8.0], loss_fn=lambda p, b, x: (p["w"] * x, b), optimizer=sgd, rule=RULE, clip_value=0.5)
+    assert new.params["w"] == -0.5
+
+
+def test_a_donated_step_writes_into_the_state_given_up():
+    state, step = job(SGD, RULE)
+    new, _ = step(state, [batch()], donate=True)
+    assert {t.data_ptr() for t in new.params.values()} == {t.data_ptr() for t in state.params.values()}
+    assert {t.data_ptr() for t in new.buffers.values()} == {t.data_ptr() for t in state.buffers.values()}
+
+
+@pytest.mark.parametrize("cls", [OPTIM.AdamW, OPTIM.Adadelta], ids=["fused", "formula"])
+@pytest.mark.parametrize(
+    "tie",
+    [
+        lambda s: s._replace(buffers={"e": s.params["w"]}),
+        lambda s: s._replace(step=s.opt_state.applied),
+        lambda s: s._replace(buffers={"e": next(iter(v for v in s.opt_state.slots["w"].values() if v.ndim))}),
+    ],
+    ids=["a buffer is the parameter", "step is the optimizer's count", "a buffer is a slot"],
+)
+def test_donation_of_a_state_whose_parts_share_memory_gives_the_same_bits(cls, tie):
+    optimizer = ps.from_torch(cls, lr=0.1)
+    call = {"loss_fn": lambda p, b, x: ((p["w"] * x).sum(), {"e": b["e"] + 1}), "optimizer": optimizer, "rule": RULE}
+    state = ps.init_train_state({"w": torch.arange(4.0)}, {"e": torch.zeros(4)}, optimizer, RULE)
+    expected = ps.train_step(tie(clone(state)), [torch.ones(4)], **call)
+    assert same_bits(ps.train_step(tie(clone(state)), [torch.ones(4)], donate=True, **call), expected)
+
+
+def test_a_gradient_that_is_the_microbatch_itself_is_not_written_into():
+    class Dot(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, w, x):
+            ctx.save_for_backward(x)
+            return (w * x).sum()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return ctx.saved_tensors[0], None
+
+    sgd = ps.from_torch(OPTIM.SGD, lr=1.0)
+    state, x = ps.init_train_state({"w": torch.ones(3)}, {}, sgd, RULE), torch.ones(3)
+    with Untouched((state, x)):
+        _, info = ps.train_step(state, [x], loss_fn=lambda p, b, x: (Dot.apply(p["w"], x), b, x * 2), optimizer=sgd, rule=RULE)
+    assert info.aux[0].tolist() == [2, 2, 2]
+
+
+def test_compiled_donation_of_gradients_that_are_the_parameters_gives_the_same_bits():
+    sgd, scaler = ps.from_torch(OPTIM.SGD, lr=0.5), at(2.0)
+
+    def step(params, grads, state):
+        return ps.unscale_and_step(sgd, scaler, params, grads, state, max_norm=1e9, donate=True).params
+
+    params = {"w": torch.tensor([2.0])}
+    expected = step(clone(params), clone(params), sgd.init(params))
+    assert same_bits(torch.compile(step, fullgraph=True, backend="aot_eager")(params, params, sgd.init(params)), expected)
+
+
+def test_gradients_that_a_transformation_could_not_take_are_refused_before_they_are_donated():
+    optimizer = ps.from_transformation((lambda p: (), lambda g, s, p: (g, s)))
+    params, grads = {"w": torch.ones(3)}, {"w": torch.ones(2)}
+    with Untouched((params, grads)), pytest.raises(ValueError, match=r"grads\['w'\] has shape \(2,\)"):
+        ps.unscale_and_step(optimizer, at(4.0), params, grads, (), donate=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "grads", "state"),
+    [({}, {"w": torch.ones(3)}, {"v": torch.ones(3)}), ({"clip_value": 1.0}, {"w": torch.ones(3, dtype=torch.complex64)}, None)],
+    ids=["another state", "complex and clip_value"],
+)
+def test_what_is_refused_is_refused_before_gradients_are_donated(settings, grads, state):
+    optimizer = ps.from_torch(OPTIM.Adadelta)
+    params = {"w": torch.ones_like(grads["w"])}
+    opt_state = optimizer.init(state or params)
+    with Untouched((grads, params, opt_state)), pytest.raises((ValueError, TypeError)):
+        ps.unscale_and_step(optimizer, at(4.0), params, grads, opt_state, donate=True, **settings)

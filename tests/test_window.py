@@ -830,3 +830,54 @@ def test_under_a_scale_that_cannot_be_trusted_the_norm_is_not_finite(scale, opti
     out = ps.unscale_and_step(optimizer, at(scale), params, {"w": torch.ones(2)}, optimizer.init(params), max_norm=1.0)
     assert out.found_inf
     assert not torch.isfinite(out.grad_norm)
+
+
+# ---- edges that a careless change would break
+
+OPTIM = torch.optim
+MOMENTUM = ps.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0}], ids=["one pass", "clipped"])
+def test_a_window_of_weight_zero_moves_no_momentum(settings):
+    state = ps.init_train_state({"w": torch.tensor(1.0)}, {}, MOMENTUM, RULE)
+    state, _ = ps.train_step(state, [1.0], loss_fn=lambda p, b, x: (p["w"] * x, b), optimizer=MOMENTUM, rule=RULE)
+    new, _ = ps.train_step(
+        state, [1.0], loss_fn=lambda p, b, x: (p["w"] * x, b), optimizer=MOMENTUM, rule=RULE, weight_fn=lambda x: 0.0, **settings
+    )
+    assert same_bits(new, state)
+
+
+def test_a_negative_weight_tensor_in_a_positive_total_skips_the_step():
+    state = ps.init_train_state({"w": torch.tensor(0.0)}, {}, MOMENTUM, RULE)
+    new, info = ps.train_step(
+        state,
+        [torch.tensor(1.0), torch.tensor(2.0)],
+        loss_fn=lambda p, b, g: (p["w"] * g, b),
+        optimizer=MOMENTUM,
+        rule=RULE,
+        weight_fn=lambda g: torch.where(g > 1, -0.5, 1.0),
+    )
+    assert info.found_inf
+    assert same_bits(new, state)
+
+
+def test_a_weight_that_is_a_bool_is_refused():
+    state, step = job(MOMENTUM, RULE)
+    with pytest.raises(TypeError, match="weight_fn returned True"):
+        step(state, [batch()], weight_fn=lambda b: True)
+
+
+def test_half_weights_do_not_overflow_together():
+    sgd = ps.from_torch(OPTIM.SGD, lr=1.0)
+    state = ps.init_train_state({"w": torch.tensor(0.0)}, {}, sgd, ps.NoScale())
+    new, info = ps.train_step(
+        state,
+        [torch.tensor(1.0), torch.tensor(3.0)],
+        loss_fn=lambda p, b, g: (p["w"] * g, b),
+        optimizer=sgd,
+        rule=ps.NoScale(),
+        weight_fn=lambda g: torch.tensor(6e4, dtype=torch.float16),
+    )
+    assert not info.found_inf
+    assert new.params["w"] == -2

@@ -1,0 +1,224 @@
+"""Every private name of torch that is used, looked up once: a torch without one is refused."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+NAMES: list[str] = []  # all that were looked up
+
+
+def _refused(what: str) -> ImportError:
+    return ImportError(
+        f"purescale needs {what}, which torch {torch.__version__} does not have. Likely cause: "
+        f"a torch other than those that this version was tested with, 2.11 to 2.13; its private "
+        f"names move without notice. Cure: pip install 'torch>=2.11,<2.14', or a newer purescale.",
+        name="torch",
+    )
+
+
+def _find(name: str) -> Any:
+    """What stands at a dotted name, whose modules are imported on the way."""
+    NAMES.append(name)
+    found: Any = torch
+    parts = name.split(".")
+    for index, part in enumerate(parts[1:], 2):
+        if not hasattr(found, part):
+            try:
+                importlib.import_module(".".join(parts[:index]))
+            except ImportError:
+                raise _refused(name) from None
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            raise _refused(name) from None
+    return found
+
+
+# ---- what stands around a call -------------------------------------------------------------------
+
+transforms_active: Callable[[], bool] = _find("torch._C._are_functorch_transforms_active")
+is_wrapped: Callable[[Tensor], bool] = _find("torch._C._functorch.is_functorch_wrapped_tensor")
+is_batched: Callable[[Tensor], bool] = _find("torch._C._functorch.is_batchedtensor")
+unwrapped: Callable[[Tensor], Tensor] = _find("torch._C._functorch.get_unwrapped")
+function_modes: Callable[[], list[Any]] = _find("torch.overrides._get_current_function_mode_stack")
+without_modes: Any = _find("torch.utils._python_dispatch._disable_current_modes")
+nonstrict_trace: Any = _find("torch._dynamo.nonstrict_trace")
+TensorGuards: Any = _find("torch._C._dynamo.guards.TensorGuards")
+_find("torch.autograd.forward_ad._current_level")
+
+
+def dual_level() -> int:
+    """How deep inside of `forward_ad.dual_level`; -1 outside."""
+    level: int = torch.autograd.forward_ad._current_level  # moves, so it cannot be looked up once
+    return level
+
+
+FakeTensorMode: Any = _find("torch._subclasses.fake_tensor.FakeTensorMode")
+DataDependentOutput: Any = _find("torch._subclasses.fake_tensor.DataDependentOutputException")
+DynamicOutputShape: Any = _find("torch._subclasses.fake_tensor.DynamicOutputShapeException")
+
+
+# ---- trees, ranks, modules -----------------------------------------------------------------------
+
+pytree: Any = _find("torch.utils._pytree")
+all_reduce: Callable[[Tensor, str, Any], Tensor] = _find("torch.distributed._functional_collectives.all_reduce")
+NormBase: type[nn.Module] = _find("torch.nn.modules.batchnorm._NormBase")
+BatchNorm: Any = _find("torch.nn.modules.batchnorm._BatchNorm")
+InstanceNorm: type[nn.Module] = _find("torch.nn.modules.instancenorm._InstanceNorm")
+
+for _name in ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"):
+    if not isinstance(vars(nn.Module()).get(_name), dict):
+        raise _refused(f"the dict torch.nn.Module().{_name}")
+
+
+def stores(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Where a module keeps its own parameters, and where its buffers."""
+    return module._parameters, module._buffers
+
+
+def children(module: nn.Module) -> tuple[nn.Module | None, ...]:
+    """The modules that a module keeps, empty places as None."""
+    return tuple(module._modules.values())
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether anything runs before or after a module's forward."""
+    return bool(module._forward_pre_hooks or module._forward_hooks)
+
+
+# ---- tensors -------------------------------------------------------------------------------------
+
+version: Callable[[Tensor], int] = _find("torch.Tensor._version").__get__
+indices: Callable[[Tensor], Tensor] = _find("torch.Tensor._indices")  # sparse, coalesced or not
+values: Callable[[Tensor], Tensor] = _find("torch.Tensor._values")
+make_subclass: Callable[..., Any] = _find("torch.Tensor._make_subclass")
+flatten_dense: Callable[[list[Tensor]], Tensor] = _find("torch._utils._flatten_dense_tensors")
+
+
+class ParameterLike(Tensor):
+    """What isinstance takes for an nn.Parameter; what is computed of it are plain tensors."""
+
+    # As nn.Parameter has it: operators cost nothing more.
+    __torch_function__ = _find("torch._C._disabled_torch_function_impl")
+    _is_param = True  # torch's compiled functions take no other subclass everywhere
+
+
+with without_modes():
+    if not isinstance(torch.empty(0, device="cpu").as_subclass(ParameterLike), nn.Parameter):
+        raise _refused("that a tensor whose `_is_param` is set is an nn.Parameter")
+
+
+# ---- list kernels --------------------------------------------------------------------------------
+
+_FOREACH = """
+    abs add add_ addcdiv_ addcmul_ clamp_max clamp_max_ clamp_min clamp_min_ copy_ div div_ lerp_
+    maximum_ minimum_ mul mul_ neg neg_ norm reciprocal_ sign sign_ sqrt sub_ zero_
+"""
+foreach: Any = SimpleNamespace(**{op: _find(f"torch._foreach_{op}") for op in _FOREACH.split()})
+_FUSED = ("adagrad_", "adam_", "adamw_", "sgd_")
+fused: Any = SimpleNamespace(**{op: _find(f"torch._fused_{op}") for op in _FUSED})
+
+
+def masked_add_(targets: list[Tensor], news: list[Tensor], factor: float | Tensor, bad: Tensor | None) -> None:
+    """`target += new * factor` in one pass, left out where `bad`, a flag in float32.
+
+    The one list kernel that can leave NaN behind.
+    """
+    numbers = {"weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0}
+    flags = {"nesterov": False, "maximize": False, "is_first_step": False}
+    fused.sgd_(targets, news, [], lr=-factor, found_inf=bad, **numbers, **flags)
+
+
+def _check_masked_add() -> None:
+    # A kernel that stopped heeding the flag, or read it the other way, would be wrong in silence.
+    with without_modes(), torch.no_grad():
+        for flag, new, expected in ((1.0, float("nan"), 1.0), (0.0, 2.0, 5.0)):
+            row = torch.tensor([[1.0], [new], [flag]], dtype=torch.float32, device="cpu")
+            target, added, bad = row.unbind()
+            masked_add_([target], [added], 2.0, bad)
+            if target.tolist() != [expected]:
+                what = f"{expected} of 1 + 2 * {new} where found_inf is {flag}"
+                raise _refused(f"that torch._fused_sgd_ makes {what}")
+
+
+if not (torch.compiler.is_compiling() or transforms_active()):  # where nothing is to be read
+    _check_masked_add()
+
+
+# ---- optimizers ----------------------------------------------------------------------------------
+
+VALUE = "_get_value"  # by which torch's formulas read step counts,
+DEVICES = "_get_capturable_supported_devices"  # and where not: copies give both another meaning
+_WARNED = "_warned_capturable_if_run_uncaptured"
+SILENT = {_WARNED: True}  # on an optimizer that was never constructed, which would warn otherwise
+
+_LOOKED_UP = {
+    "ASGD": (VALUE, DEVICES),
+    "Adadelta": (DEVICES,),
+    "Adafactor": (),
+    "Adagrad": (VALUE,),
+    "Adam": (VALUE, DEVICES),
+    "AdamW": (VALUE, DEVICES),
+    "Adamax": (VALUE, DEVICES),
+    "Muon": (),
+    "NAdam": (VALUE, DEVICES),
+    "RAdam": (VALUE, DEVICES),
+    "RMSprop": (DEVICES,),
+    "Rprop": (DEVICES,),
+    "SGD": (),
+}
+
+
+class Formula(NamedTuple):
+    """The functions that make a step of a class of torch.optim: each calls the next by its name."""
+
+    step: Any
+    functional: Any
+    single: Any
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """By which `step` calls `functional`, and that `single`."""
+        return self.functional.__name__, self.single.__name__
+
+
+def formula_of(cls: Any) -> Formula | None:
+    """The formula of `cls`; None for a class that is not built like those of torch.optim."""
+    step: Any = inspect.unwrap(cls.step)
+    module = step.__globals__
+    name = module.get("__name__", "").rpartition(".")[2].lstrip("_")
+    functional, single = module.get(name), module.get(f"_single_tensor_{name}")
+    if functional is None or single is None or not hasattr(cls, "_init_group"):
+        return None
+    return Formula(step, inspect.unwrap(functional), inspect.unwrap(single))
+
+
+def new_state(optimizer: Any) -> None:
+    """Make the state of the first group's parameters, which have gradients, as a first step would."""
+    lists = len(inspect.signature(optimizer._init_group).parameters) - 1
+    optimizer._init_group(optimizer.param_groups[0], *([] for _ in range(lists)))
+
+
+def _check_formulas() -> None:
+    # A copy that looks up a name elsewhere goes on reading where torch calls it by another.
+    for name, looked_up in _LOOKED_UP.items():
+        formula = formula_of(_find(f"torch.optim.{name}"))
+        if formula is None:
+            raise _refused(f"torch.optim.{name}._init_group and a _single_tensor function beside it")
+        functional, single = formula.names
+        for function, called in zip(formula, ((functional,), (single,), looked_up), strict=True):
+            for other in called:
+                if other not in function.__code__.co_names:
+                    raise _refused(f"that {function.__module__}.{function.__name__} calls {other}")
+
+
+_check_formulas()
+if not hasattr(torch.optim.SGD([torch.zeros(1, device="cpu")]), _WARNED):
+    raise _refused(f"torch.optim.Optimizer().{_WARNED}")

@@ -1,0 +1,262 @@
+"""The house: imports point downward, files stay small, private names of torch stand in one."""
+
+import ast
+import functools
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import purescale
+from purescale import _torch
+
+ROOT = Path(purescale.__file__).parent
+FILES = {str(path.relative_to(ROOT)): path for path in sorted(ROOT.rglob("*.py"))}
+LIMIT = 450
+LONGER = {"_step.py": 509, "_torch_optim.py": 760, "_tree.py": 537}  # lines: these may only shrink
+# Whose private names of torch are still to go to _torch.py.
+PRIVATE_HERE_TOO = {"_columns.py", "_door.py", "_foreach.py", "_formula.py", "_kernels.py", "_torch_optim.py"}
+
+
+@functools.cache
+def parsed(name):
+    return ast.parse(FILES[name].read_text())
+
+
+def imported(name):
+    """The files of the package that one of them imports, wherever in it."""
+    here = FILES[name].parent
+    for node in ast.walk(parsed(name)):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = [here, here.parent][node.level - 1].joinpath(*(node.module or "").split("."))
+            # `from . import _tree` names a file, `from ._tree import Tree` what is in one.
+            names = [base / alias.name for alias in node.names]
+            for path in [base] if base.with_suffix(".py").exists() else names:
+                path = path / "__init__" if path.is_dir() else path
+                if path.with_suffix(".py").exists():
+                    yield str(path.with_suffix(".py").relative_to(ROOT))
+
+
+def packages(name):
+    """The packages of others that a file imports."""
+    for node in ast.walk(parsed(name)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield node.module.split(".")[0]
+
+
+def circle(graph):
+    """Some files each of which imports the next, the last of them the first; None if there are none."""
+    below = set()
+
+    def search(name, above):
+        if name in above:
+            return [*above[above.index(name) :], name]
+        if name not in below:
+            for other in graph[name]:
+                if found := search(other, [*above, name]):
+                    return found
+            below.add(name)
+        return None
+
+    return next((found for name in graph if (found := search(name, []))), None)
+
+
+def private(name):
+    """The private names of torch that a file spells out, each with its line."""
+    replaced = (_torch.VALUE, _torch.DEVICES, *_torch.SILENT)
+    known = {part for path in _torch.NAMES for part in path.split(".") if part.startswith("_")}
+    for node in ast.walk(parsed(name)):
+        if isinstance(node, ast.Attribute) and re.match(r"_(?!_)", node.attr):
+            owner = ast.unparse(node.value)
+            if node.attr in known or owner.split(".")[0] in ("torch", "nn", "F", "Tensor"):
+                yield f"{node.lineno}: {owner}.{node.attr}"
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            if "._" in node.module or any(alias.name.startswith("_") for alias in node.names):
+                yield f"{node.lineno}: {ast.unparse(node)}"
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+            yield from (f"{node.lineno}: {n}" for n in names if n.startswith("torch.") and "._" in n)
+        elif isinstance(node, ast.keyword) and node.arg in replaced:
+            yield f"{node.value.lineno}: {node.arg}"
+
+
+def test_imports_point_downward_only():
+    graph = {name: set(imported(name)) for name in FILES}
+    assert {"_step.py", "_tree.py", "interop/__init__.py"} <= graph["__init__.py"]
+    assert circle(graph) is None
+
+
+def test_a_circle_of_imports_is_found():
+    assert circle({"a": {"b"}, "b": {"c", "d"}, "c": set(), "d": {"b"}}) == ["b", "d", "b"]
+
+
+def test_one_file_knows_optree():
+    assert [name for name in FILES if "optree" in packages(name)] == ["_tree.py"]
+
+
+def test_nothing_is_needed_but_torch_and_optree():
+    foreign = {package for name in FILES for package in packages(name)}
+    assert foreign - set(sys.stdlib_module_names) == {
+        "torch",
+        "optree",
+        "tqdm",
+    }  # and the bar of `precise_bn`, where it is asked for
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_is_short_enough_to_be_read_at_once(name):
+    lines = len(FILES[name].read_text().splitlines())
+    assert lines <= LONGER.get(name, LIMIT), "one idea a file: cut it in two"
+
+
+def test_what_has_become_short_stays_so():
+    assert [name for name in LONGER if len(FILES[name].read_text().splitlines()) <= LIMIT] == []
+
+
+def test_private_names_of_torch_stand_in_one_file():
+    found = {name: list(private(name)) for name in FILES if name != "_torch.py"}
+    assert {name for name, names in found.items() if names} == PRIVATE_HERE_TOO, found
+
+
+# ---- a torch that has changed --------------------------------------------------------------------
+
+
+class Gone:
+    """What stands for an attribute that is not there, of a class in C too."""
+
+    def __get__(self, *args):
+        raise AttributeError
+
+
+def without(monkeypatch, name):
+    owner, _, attribute = name.removeprefix("torch.").rpartition(".")
+    place = functools.reduce(getattr, owner.split(".") if owner else [], torch)
+    if isinstance(place, type):
+        monkeypatch.setattr(place, attribute, Gone())
+    else:
+        monkeypatch.delattr(place, attribute)
+
+
+def imported_again():
+    runpy.run_path(_torch.__file__)
+
+
+def refused(what):
+    version = re.escape(torch.__version__)
+    words = f"purescale needs {what}, which torch {version} does not have.*Cure: pip install"
+    return pytest.raises(ImportError, match=words)
+
+
+def test_this_torch_is_taken():
+    imported_again()
+    assert len(set(_torch.NAMES)) > 40
+
+
+@pytest.mark.parametrize("name", sorted(set(_torch.NAMES)))
+def test_a_torch_without_a_private_name_is_refused_by_that_name(name, monkeypatch):
+    without(monkeypatch, name)
+    with refused(re.escape(name)):
+        imported_again()
+
+
+STORES = ["_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"]
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_module_that_keeps_its_own_elsewhere_is_refused(store, monkeypatch):
+    init = nn.Module.__init__
+
+    def without_store(self):
+        init(self)
+        del vars(self)[store]
+
+    monkeypatch.setattr(nn.Module, "__init__", without_store)
+    with refused(rf"the dict torch\.nn\.Module\(\)\.{store}"):
+        imported_again()
+
+
+def test_an_optimizer_that_would_warn_by_another_name_is_refused(monkeypatch):
+    init = torch.optim.Optimizer.__init__
+
+    def renamed(self, *args):
+        init(self, *args)
+        del self._warned_capturable_if_run_uncaptured
+
+    monkeypatch.setattr(torch.optim.Optimizer, "__init__", renamed)
+    with refused(r"torch\.optim\.Optimizer\(\)\._warned_capturable_if_run_uncaptured"):
+        imported_again()
+
+
+def test_a_parameter_known_by_another_mark_is_refused(monkeypatch):
+    monkeypatch.setattr(type(nn.Parameter), "__instancecheck__", type.__instancecheck__)
+    with refused("that a tensor whose `_is_param` is set is an nn.Parameter"):
+        imported_again()
+
+
+def renamed(function, name):
+    """`function` after torch has given another name to what it calls `name`."""
+    code = function.__code__
+    names = tuple("_called_otherwise" if other == name else other for other in code.co_names)
+    return type(function)(code.replace(co_names=names), function.__globals__, function.__name__)
+
+
+LOOKED_UP = {cls: names for cls, names in _torch._LOOKED_UP.items() if cls != "AdamW"}  # as Adam
+READS = [(cls, name) for cls, names in LOOKED_UP.items() for name in names]
+
+
+@pytest.mark.parametrize(("cls", "name"), READS)
+def test_a_formula_whose_reads_would_come_back_is_refused(cls, name, monkeypatch):
+    single = _torch.formula_of(getattr(torch.optim, cls)).single
+    monkeypatch.setitem(single.__globals__, single.__name__, renamed(single, name))
+    with refused(rf"that torch\.optim\.{cls.lower()}\._single_tensor_{cls.lower()} calls {name}"):
+        imported_again()
+
+
+@pytest.mark.parametrize("link", ["step", "functional"])
+def test_a_step_that_reaches_its_formula_by_another_way_is_refused(link, monkeypatch):
+    formula = _torch.formula_of(torch.optim.RMSprop)
+    if link == "step":
+        monkeypatch.setattr(torch.optim.RMSprop, "step", renamed(formula.step, "rmsprop"))
+    else:
+        functional = renamed(formula.functional, "_single_tensor_rmsprop")
+        monkeypatch.setitem(formula.step.__globals__, "rmsprop", functional)
+    with refused(r"that torch\.optim\.rmsprop\.\w+ calls (rmsprop|_single_tensor_rmsprop)"):
+        imported_again()
+
+
+@pytest.mark.parametrize(
+    "heeded",
+    [lambda bad: None, lambda bad: 1 - bad, lambda bad: torch.ones_like(bad)],
+    ids=["never", "the other way on", "always"],
+)
+def test_a_list_kernel_that_heeds_its_flag_otherwise_is_refused(heeded, monkeypatch):
+    kernel = torch._fused_sgd_
+
+    def otherwise(*args, found_inf, **settings):
+        kernel(*args, found_inf=heeded(found_inf), **settings)
+
+    monkeypatch.setattr(torch, "_fused_sgd_", otherwise)
+    with refused(r"that torch\._fused_sgd_ makes .* where found_inf is \d\.0"):
+        imported_again()
+
+
+def test_a_masked_add_leaves_what_is_bad_alone():
+    target, new = torch.ones(1), torch.tensor([float("nan")])
+    _torch.masked_add_([target], [new], 1.0, torch.ones(()))
+    assert target == 1
+
+
+@pytest.mark.parametrize("transform", ["functionalize", "vmap", "grad"])
+def test_it_can_be_imported_in_traced_code(transform):
+    def function(x):
+        imported_again()
+        return x.sum()
+
+    x = torch.ones(2, 2) if transform == "vmap" else torch.ones(2)
+    getattr(torch.func, transform)(function)(x)

@@ -190,8 +190,8 @@ def test_a_window_is_one_pass_a_microbatch_and_one_look(how):
         with Dispatched() as counted:
             step(state, [(torch.ones(3), 1.0)] * number)
         names = [str(op) for op in counted.ops]
-        assert counted.reads == 0
-        assert sum("aminmax" in name for name in names) == 1
+        assert counted.reads <= LOOKS
+        assert sum("dot" in name for name in names) == 1
         passes.append(sum("_foreach" in name or "_fused_sgd_" in name for name in names))
     assert passes[1] - passes[0] == 6
 
@@ -206,6 +206,7 @@ def test_a_step_flattens_its_state_as_often_for_eight_microbatches_as_for_two(se
         counts[-1] += any(id(leaf) in mine for leaf in leaves)
         return leaves, structure
 
+    step(state, [batch(0), batch(1)])  # what is static is remembered from here on
     monkeypatch.setattr(optree, "tree_flatten", counting)
     for number in (2, 8):
         counts.append(0)

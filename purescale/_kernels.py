@@ -27,7 +27,7 @@ class Batch(NamedTuple):
     gradients: list[Tensor]
     steps: list[Tensor]  # one a parameter; none where the kernel keeps none
     targets: list[list[Tensor]]  # the parameters and the slots that the kernel names, written into
-    fresh: list[tuple[Tensor, Tensor]]  # targets that hold nothing yet, and what they shall hold
+    old: list[list[Tensor | None]]  # what each target shall hold first; None where it does already
 
 
 # ---- the kernels -----------------------------------------------------------------------------------------------------
@@ -113,10 +113,10 @@ def update(kernel: Kernel, settings: Settings, batch: Batch, found_inf: Tensor |
     if not torch.compiler.is_compiling():
         _update(kernel, lr, numbers, batch, found_inf, treatment, spent=spent)
         return
-    fresh = {id(target): old for target, old in batch.fresh}
     flat = [target for column in batch.targets for target in column]
-    places = [place for place, target in enumerate(flat) if id(target) in fresh]
-    old = [fresh[id(flat[place])] for place in places]
+    held = [old for column in batch.old for old in column]
+    places = [place for place, old in enumerate(held) if old is not None]
+    old = [tensor for tensor in held if tensor is not None]
     rate, lr = (0.0, lr) if isinstance(lr, Tensor) else (float(lr), None)
     bound = treatment.bound
     bound, limit = (0.0, bound) if isinstance(bound, Tensor) else (float(bound or 0.0), None)
@@ -143,7 +143,10 @@ def _node(
     """`_update` as one node of a compiled graph: traced op by op, the compiler would take minutes over a hundred parameters."""
     count = len(grads)
     columns = [list(targets[first : first + count]) for first in range(0, len(targets), count)]
-    batch = Batch(list(grads), list(steps), columns, [(targets[place], tensor) for place, tensor in zip(fresh, old, strict=True)])
+    held: list[Tensor | None] = [None] * len(targets)
+    for place, tensor in zip(fresh, old, strict=True):
+        held[place] = tensor
+    batch = Batch(list(grads), list(steps), columns, [held[first : first + count] for first in range(0, len(targets), count)])
     treatment = Treatment(divisor, limit if limit is not None else bound or None)
     _update(_BY_NAME[kernel], rate if lr is None else lr, numbers, batch, found_inf, treatment, spent=False)
 
@@ -151,11 +154,9 @@ def _node(
 def _update(
     kernel: Kernel, lr: Any, numbers: Sequence[float], batch: Batch, found_inf: Tensor | None, treatment: Treatment, *, spent: bool
 ) -> None:
-    grads, steps, targets, fresh = batch
+    grads, steps, targets, _ = batch
     device, dtype = targets[0][0].device, targets[0][0].dtype
     skip = None if found_inf is None else found_inf.to(device, torch.float32)
-    if fresh:
-        torch._foreach_copy_([target for target, _ in fresh], [old for _, old in fresh])
     if steps:
         _foreach.add_unless(skip, steps, [torch.ones_like(steps[0])] * len(steps), 1.0)
     divisor, bound = treatment
@@ -163,13 +164,49 @@ def _update(
         divisor = divisor.to(torch.float32)
     # The kernel divides by a float32 number only, and leaves what it made of the gradients in their memory.
     divides = spent and bound is None and dtype.itemsize >= 4 and (divisor is None or divisor.dtype is torch.float32)
-    if not (divides and {g.dtype for g in grads} == {dtype}):
-        grads, divisor = _treated(grads, divisor, bound, dtype), None
-    kernel.launch(lr, numbers, grads, steps, *targets, grad_scale=divisor, found_inf=skip)
+    divides = divides and {g.dtype for g in grads} == {dtype}
+    in_place = not any(old is not None for column in batch.old for old in column)
+    scratch: list[Tensor] = []
+    for some in [slice(None)] if device.type != "cpu" or (divides and in_place) else _portions(grads):
+        into = [column[some] for column in targets]
+        pairs = [(t, o) for new, olds in zip(into, batch.old, strict=True) for t, o in zip(new, olds[some], strict=True) if o is not None]
+        if pairs:
+            torch._foreach_copy_([target for target, _ in pairs], [old for _, old in pairs])
+        ready = grads[some]
+        if not divides and (divisor is not None or bound is not None or {g.dtype for g in ready} != {dtype}):
+            ready = _treated(ready, divisor, bound, dtype, scratch)
+        kernel.launch(lr, numbers, ready, steps[some], *into, grad_scale=divisor if divides else None, found_inf=skip)
 
 
-def _treated(grads: list[Tensor], divisor: Tensor | None, bound: float | Tensor | None, dtype: torch.dtype) -> list[Tensor]:
-    """The gradients as the kernel is to see them, in memory of their own but for those that nothing changes."""
+_PORTION = 2**19  # elements: what a CPU has just copied is still in its cache when the kernel reads it
+
+
+def _portions(grads: list[Tensor]) -> list[slice]:
+    """The places of `grads` in portions of about that size."""
+    cuts, size = [0], 0
+    for place, count in enumerate(map(Tensor.numel, grads)):
+        if size and size + count > _PORTION:
+            cuts.append(place)
+            size = 0
+        size += count
+    return [slice(first, last) for first, last in zip(cuts, [*cuts[1:], len(grads)], strict=True)]
+
+
+def _treated(
+    grads: list[Tensor], divisor: Tensor | None, bound: float | Tensor | None, dtype: torch.dtype, scratch: list[Tensor]
+) -> list[Tensor]:
+    """The gradients as the kernel is to see them, in memory of their own but for those that nothing changes.
+
+    On a CPU, where fresh memory is what is slow, in that of `scratch`, which is used again.
+    """
+    if divisor is not None and grads[0].is_cpu and {g.dtype for g in grads} == {divisor.dtype} and all(map(Tensor.is_contiguous, grads)):
+        sizes = list(map(Tensor.numel, grads))
+        if not scratch or scratch[0].numel() < sum(sizes):
+            scratch[:] = [torch.empty(max(sum(sizes), _PORTION), dtype=divisor.dtype, device="cpu")]
+        places = list(torch.split(scratch[0][: sum(sizes)], sizes))
+        for place, gradient in zip(places, grads, strict=True):
+            torch.div(gradient.view(-1), divisor, out=place)
+        grads, divisor = places, None
     if divisor is not None:
         # Two 0-d tensors would promote to the wider dtype.
         grads = list(torch._foreach_div([_foreach.at_least_float32(g.reshape(1) if g.ndim == 0 else g) for g in grads], divisor))

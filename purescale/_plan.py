@@ -92,14 +92,15 @@ def run(
                 if not mine:
                     results[place] = None
         for launch in facts.launches:
-            fresh = [] if launch.in_place else _make_room(launch, columns, results)
+            nothing: list[list[Tensor | None]] = [[None] * len(column) for column in launch.targets]
+            old = nothing if launch.in_place else _make_room(launch, columns, results)
             grads = [columns[place] for place in launch.gradients]
             for index in launch.unlike:
                 # torch's fused kernels walk all of a parameter's tensors by one pointer.
                 like = results[launch.targets[0][index]]
                 grads[index] = torch.empty_like(like, dtype=grads[index].dtype).copy_(grads[index].detach())
             targets = [[results[place] for place in column] for column in launch.targets]
-            batch = Batch(grads, [results[place] for place in launch.steps], targets, fresh)
+            batch = Batch(grads, [results[place] for place in launch.steps], targets, old)
             settings = {**launch.settings, "lr": rates[launch.settings["lr"]]}
             update(kernel, settings, batch, found_inf, treatment, spent=spent)
     if facts.in_place and not facts.on_graphs:
@@ -110,12 +111,12 @@ def run(
     ]
 
 
-def _make_room(launch: Launch, columns: Sequence[Tensor], results: list[Any]) -> list[tuple[Tensor, Tensor]]:
-    """Memory for what may not be written where it stands; the targets that hold nothing yet, and what they shall hold."""
-    fresh = []
+def _make_room(launch: Launch, columns: Sequence[Tensor], results: list[Any]) -> list[list[Tensor | None]]:
+    """Memory for what may not be written where it stands; what each target that holds nothing yet shall hold."""
     missing = [place for place in launch.steps if results[place] is None]
     for place, copy in zip(missing, _columns.clone([columns[place] for place in missing]), strict=True):
         results[place] = copy
+    every: list[list[Tensor | None]] = []
     weights = launch.targets[0]
     for column in launch.targets:
         if not torch.compiler.is_compiling() and _columns.counts_launches(columns[column[0]]):
@@ -127,16 +128,19 @@ def _make_room(launch: Launch, columns: Sequence[Tensor], results: list[Any]) ->
             ]
             for place, copy in zip(alike, _columns.clone([columns[place] for place in alike]), strict=True):
                 results[place] = copy
+        held: list[Tensor | None] = []
         for place, weight in zip(column, weights, strict=True):
             old, like = columns[place], columns[weight] if place == weight else results[weight]
+            held.append(None)
             if results[place] is not None and _alike(old, like):
                 continue
             results[place] = new = torch.empty_like(like, dtype=old.dtype, requires_grad=False)
             if _alike(old, new):
-                fresh.append((new, old.detach()))
+                held[-1] = old.detach()
             else:
                 new.copy_(old.detach())
-    return fresh
+        every.append(held)
+    return every
 
 
 def _alike(tensor: Tensor, weight: Tensor) -> bool:

@@ -31,6 +31,7 @@ SIZES = {  # name: shapes of the parameters
     "transformer-like, 27M in 147": [(512, 512)] * 48 + [(2048, 512)] * 12 + [(512,)] * 86 + [(3300, 512)],
     "ResNet-18, 11.7M in 62": _resnet18(),
     "small conv net, 0.2M in 60": [(32, 32, 3, 3)] * 20 + [(32,)] * 40,
+    "tiny, 64K in 1000": [(64,)] * 1000,
 }
 
 

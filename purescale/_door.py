@@ -100,9 +100,8 @@ class Memo(Generic[T]):
         """Whether the gradients stand in memory of their own; `None` where something stands in that of the state."""
         starts = list(map(Tensor.data_ptr, gradients))
         ends = list(map(operator.add, starts, known.sizes))
-        memory = list(map(Tensor.untyped_storage, keep))
-        kept = [storage.data_ptr() for storage in memory]
-        kept_ends = [storage.data_ptr() + storage.nbytes() for storage in memory]
+        memory = {storage.data_ptr(): storage.nbytes() for storage in map(Tensor.untyped_storage, keep)}  # these may share theirs
+        kept, kept_ends = list(memory), list(map(operator.add, memory, memory.values()))
         if _apart(known.starts + starts + kept, known.ends + ends + kept_ends):
             return True
         for start, end in zip((*starts, *kept), (*ends, *kept_ends), strict=True):

@@ -256,3 +256,11 @@ def test_a_wrapped_models_own_parameters_are_written_in_place_off_the_graph():
         _, state = ps.maybe_step(optimizer, params, {n: p.grad for n, p in params.items()}, state, torch.tensor(False), donate=True)
     assert same_bits([p.detach() for p in model.parameters()], [p.detach() for p in twin.parameters()])
     assert all(p.requires_grad and p.is_leaf for p in model.parameters())
+
+
+def test_what_is_kept_may_share_memory_with_itself():
+    params, optimizer = start()
+    params, state = stepped(optimizer, params, optimizer.init(params), 0, donate=True)
+    kept = torch.ones(3)
+    plan = optimizer.remembered(params, grads_at(1, params), state, donate=True, spent=True, keep=[kept, kept, kept[:1]])
+    assert plan.spent

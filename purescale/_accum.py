@@ -97,8 +97,9 @@ def accumulate_grads(
     new = _leaves_for(accum, grads, leaves, structure)
     checked = as_weight("weight is", weight, accum.weight)
     bad = ~_foreach.all_finite(new, torch.ones_like(accum.weight)) if found_inf is None else _tree.flag(found_inf, like=accum.weight)
-    added = add(accum._replace(grads=leaves), new, checked, bad, donate=donate)
-    added = added._replace(grads=structure.unflatten(added.grads))
+    # torch 2.11 cannot trace `_replace`.
+    added = add(AccumState(leaves, *accum[1:]), new, checked, bad, donate=donate)
+    added = AccumState(structure.unflatten(added.grads), *added[1:])
     if donate:
         _tree.poison(accum, keep=(added, grads, weight, found_inf))
     return added

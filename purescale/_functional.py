@@ -16,6 +16,7 @@ from ._argument import CURE, Argument, argument
 
 Tensors = dict[str, Tensor]
 
+_FOLLOWS_DICTS = torch.__version__ >= "2.12"  # torch 2.11's compiler does not: there an attribute that a forward adds stays
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 
 NORM_MODULES: tuple[type[nn.Module], ...] = (
@@ -172,8 +173,9 @@ def _traced(skeleton: _Skeleton, tensors: Tensors, copies: Tensors, args: Any, k
     out = skeleton.root(*args, **kwargs)
     new_buffers = _taken(skeleton, tensors, copies, before)
     for module, attributes in kept:
-        for key in [key for key in module.__dict__ if key not in _OF_EVERY_MODULE and key not in attributes]:
-            delattr(module, key)
+        if _FOLLOWS_DICTS:
+            for key in [key for key in module.__dict__ if key not in _OF_EVERY_MODULE and key not in attributes]:
+                delattr(module, key)
         for key, value in attributes.items():
             if key not in module.__dict__ or module.__dict__[key] is not value:
                 setattr(module, key, value)

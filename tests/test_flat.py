@@ -141,7 +141,7 @@ def test_267_buffers_stand_still_in_a_handful_of_operators(donate):
         old, new, bad = resnet_buffers(), resnet_buffers(), torch.zeros((), dtype=torch.bool)
         with Launched() as launched:
             _tree.where(bad, old, new, donate=donate)
-    assert len(launched.ops) <= 12
+    assert len(launched.ops) <= (12 if torch.__version__ >= "2.12" else 13)  # torch 2.11 clones a list by two
 
 
 # ---- old or new ------------------------------------------------------------------------------------------------------

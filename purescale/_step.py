@@ -137,10 +137,9 @@ def unscale_and_step(
 ) -> Stepped:
     """Equal to `unscale_and_check`, `clip_by_global_norm`, `clip_by_value` and `maybe_step` in turn, in the fewest passes over memory.
 
-    `from_torch`'s Adam, AdamW, SGD and Adagrad need one read of the gradients and one pass for the rest. Flags, skips and counts
-    are identical to those of the parts; with `max_norm` the values agree to 1e-6, since unscaling and clipping are one division,
-    and a divisor beyond float32 skips the step; without, and for other optimizers, bit for bit. Only on a CPU in eager mode is
-    something read: the sum of squares and the scale.
+    `from_torch`'s Adam, AdamW, SGD and Adagrad need one read of the gradients and one pass for the rest. Flags, skips and counts are
+    those of the parts; values too, bit for bit, but to 1e-6 with `max_norm` and these classes: unscaling and clipping are then one
+    division, and a divisor beyond float32 skips the step. The sum of squares and the scale are read on a CPU in eager mode only.
 
     `donate`: `params`, `scaled_grads` and `opt_state` may be overwritten; the caller gives them up. Same bits.
     `max_norm=None` and `clip_value=None` leave that clipping out; `norm_type` as in `clip_by_global_norm`, `group` as in

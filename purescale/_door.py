@@ -115,14 +115,13 @@ class Memo(Generic[T]):
         if not all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors):
             return
         donate, spent, *_ = entered.marks
-        addresses = list(map(Tensor.data_ptr, entered.state)) if donate or spent else None
         starts = list(map(Tensor.data_ptr, entered.state))
         known = _Known(
             entered.names,
             entered.marks,
             TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None),
             [place for place, tensor in enumerate(tensors) if tensor.requires_grad],
-            addresses,
+            starts if donate or spent else None,
             sorted(starts),
             sorted(start + _reach(tensor) for start, tensor in zip(starts, entered.state, strict=True)),
             list(map(_reach, entered.gradients)),

@@ -381,7 +381,7 @@ def extent(
             else:
                 values.append(value)
         if values and not tops and not torch.compiler.is_compiling():
-            quick = None if plain else _quick_extent(values, norm_type, scale)
+            quick = None if plain or dense else _quick_extent(values, norm_type, scale)
             if quick is not None:
                 return quick
         if values:

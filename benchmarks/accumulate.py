@@ -1,8 +1,10 @@
-"""One microbatch added to the gradients of a window, and a window of four inside a step. Run `make bench`.
+"""One microbatch added to the gradients of a window, and a window of four inside a step. Run
+`make bench`.
 
-The first baseline only adds, `torch._foreach_add_(sums, grads)`: no check, no weight. 1.33 is the physical limit with a check: 16
-bytes an element read and written in place of 12. The second is the loop of GradScaler over a loss whose gradients cost next to
-nothing, so that what is seen is the window, the check and the step; SGD.
+The first baseline only adds, `torch._foreach_add_(sums, grads)`: no check, no weight. 1.33 is the
+physical limit with a check: 16 bytes an element read and written in place of 12. The second is the
+loop of GradScaler over a loss whose gradients cost next to nothing, so that what is seen is the
+window, the check and the step; SGD.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ def foreach_add(shapes: list[tuple[int, ...]], device: str) -> Call:
 class Accumulate:
     """`accumulate_grads`, with the flag at hand or with the check in it."""
 
-    def __init__(self, shapes: list[tuple[int, ...]], device: str, known: bool, donate: bool) -> None:
+    def __init__(
+        self, shapes: list[tuple[int, ...]], device: str, known: bool, donate: bool
+    ) -> None:
         self.grads = [torch.randn(s, device=device) for s in shapes]
         self.accum = ps.init_accum(self.grads)
         self.found_inf = torch.zeros((), dtype=torch.bool, device=device) if known else None
@@ -36,7 +40,9 @@ class Accumulate:
         pass
 
     def run(self) -> None:
-        self.accum = ps.accumulate_grads(self.accum, self.grads, 1.0, self.found_inf, donate=self.donate)
+        self.accum = ps.accumulate_grads(
+            self.accum, self.grads, 1.0, self.found_inf, donate=self.donate
+        )
 
 
 WINDOW = {"10M in 100": [(316, 316)] * 100, "64k in 1000": [(64,)] * 1000}
@@ -59,7 +65,10 @@ class Ready(torch.autograd.Function):
 def grad_scaler(shapes: list[tuple[int, ...]], device: str) -> Call:
     """What `.backward()` adds up."""
     weights = [torch.zeros(s, device=device, requires_grad=True) for s in shapes]
-    scaler, sgd = torch.amp.GradScaler(device, init_scale=2.0**10), torch.optim.SGD(weights, lr=1e-3, fused=True)
+    scaler, sgd = (
+        torch.amp.GradScaler(device, init_scale=2.0**10),
+        torch.optim.SGD(weights, lr=1e-3, fused=True),
+    )
 
     def step() -> None:
         sgd.zero_grad(set_to_none=True)
@@ -76,8 +85,16 @@ class Window:
 
     def __init__(self, shapes: list[tuple[int, ...]], device: str, **settings: Any) -> None:
         sgd, rule = ps.from_torch(torch.optim.SGD, lr=1e-3), ps.DynamicScale(init_scale=2.0**10)
-        self.state = ps.init_train_state({f"w{i}": torch.zeros(s, device=device) for i, s in enumerate(shapes)}, {}, sgd, rule)
-        self.settings: Any = {"loss_fn": self.loss, "optimizer": sgd, "rule": rule, "donate": True, **settings}
+        self.state = ps.init_train_state(
+            {f"w{i}": torch.zeros(s, device=device) for i, s in enumerate(shapes)}, {}, sgd, rule
+        )
+        self.settings: Any = {
+            "loss_fn": self.loss,
+            "optimizer": sgd,
+            "rule": rule,
+            "donate": True,
+            **settings,
+        }
 
     def loss(self, params: dict[str, Tensor], buffers: Any, microbatch: None) -> Any:
         return Ready.apply(*params.values()), buffers
@@ -94,17 +111,27 @@ def main() -> None:
     for size, shapes in SIZES.items():
         rows: Rows = {
             "foreach add": lambda s=shapes: foreach_add(s, given.device),
-            "flag known, donate=True": lambda s=shapes: Accumulate(s, given.device, known=True, donate=True),
-            "with the check, donate=True": lambda s=shapes: Accumulate(s, given.device, known=False, donate=True),
-            "with the check": lambda s=shapes: Accumulate(s, given.device, known=False, donate=False),
+            "flag known, donate=True": lambda s=shapes: Accumulate(
+                s, given.device, known=True, donate=True
+            ),
+            "with the check, donate=True": lambda s=shapes: Accumulate(
+                s, given.device, known=False, donate=True
+            ),
+            "with the check": lambda s=shapes: Accumulate(
+                s, given.device, known=False, donate=False
+            ),
         }
         compare(f"{size} tensors", rows, given, size=size)
     for size, shapes in WINDOW.items():
         rows = {
             "GradScaler": lambda s=shapes: grad_scaler(s, given.device),
             "train_step": lambda s=shapes: Window(s, given.device),
-            "weights that are tensors": lambda s=shapes: Window(s, given.device, weight_fn=lambda m: torch.ones((), device=given.device)),
-            "drop_microbatch": lambda s=shapes: Window(s, given.device, on_nonfinite="drop_microbatch"),
+            "weights that are tensors": lambda s=shapes: Window(
+                s, given.device, weight_fn=lambda m: torch.ones((), device=given.device)
+            ),
+            "drop_microbatch": lambda s=shapes: Window(
+                s, given.device, on_nonfinite="drop_microbatch"
+            ),
         }
         compare(f"{MICROBATCHES} microbatches, {size} tensors", rows, given, size=size)
 

@@ -1,6 +1,8 @@
-"""Batch-norm statistics: how exact they are, what a pass costs, and what they are worth. Run `make bench`.
+"""Batch-norm statistics: how exact they are, what a pass costs, and what they are worth. Run
+`make bench`.
 
-The peers are fvcore's update_bn_stats, torch's update_bn and the formula of mmpretrain's PreciseBNHook.
+The peers are fvcore's update_bn_stats, torch's update_bn and the formula of mmpretrain's
+PreciseBNHook.
 """
 
 from __future__ import annotations
@@ -30,10 +32,12 @@ Apply = Callable[..., tuple[Tensor, Buffers]]
 Way = Callable[[nn.Module, list[Tensor]], None]  # writes into the model
 
 
-# ---- the ways to compute them ----------------------------------------------------------------------------------------
+# ---- the ways to compute them --------------------------------------------------------------------
 
 
-def purescale_pass(apply: Apply, params: Buffers, buffers: Buffers, batches: list[Tensor]) -> Buffers:
+def purescale_pass(
+    apply: Apply, params: Buffers, buffers: Buffers, batches: list[Tensor]
+) -> Buffers:
     stats = ps.init_bn_stats(buffers)
     for batch in batches:
         stats = ps.accumulate_bn_stats(stats, apply, params, buffers, batch)
@@ -49,7 +53,9 @@ def plain_pass(apply: Apply, params: Buffers, buffers: Buffers, batches: list[Te
 @torch.no_grad()
 def mmpretrain_pass(model: nn.Module, batches: list[Tensor]) -> None:
     """Its formula: the plain mean over the batches of their means and of their unbiased variances."""
-    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    norms = [
+        module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)
+    ]
     momenta = [norm.momentum for norm in norms]
     means = [torch.zeros_like(norm.running_mean) for norm in norms]
     variances = [torch.zeros_like(norm.running_var) for norm in norms]
@@ -70,17 +76,22 @@ def peers() -> dict[str, Way]:
         "mmpretrain formula": mmpretrain_pass,
     }
     if update_bn_stats is not None:
-        ways = {"fvcore": lambda model, batches: update_bn_stats(model, batches, len(batches)), **ways}
+        ways = {
+            "fvcore": lambda model, batches: update_bn_stats(model, batches, len(batches)),
+            **ways,
+        }
     return ways
 
 
-# ---- accuracy --------------------------------------------------------------------------------------------------------
+# ---- accuracy ------------------------------------------------------------------------------------
 
 CHANNELS = 64
 
 
 class Case(NamedTuple):
-    """The data of one layer. `half_model`: its buffers are float16; `reread`: purescale's statistics are read as float32 all the same."""
+    """The data of one layer. `half_model`: its buffers are float16; `reread`: purescale's
+    statistics are read as float32 all the same.
+    """
 
     title: str
     make: Callable[[], list[Tensor]]
@@ -88,11 +99,15 @@ class Case(NamedTuple):
     reread: bool = False
 
 
-def normal(*shape: int, mean: float = 0.0, sigma: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
+def normal(
+    *shape: int, mean: float = 0.0, sigma: float = 1.0, dtype: torch.dtype = torch.float32
+) -> Tensor:
     return (mean + sigma * torch.randn(shape)).to(dtype)
 
 
-def equal(count: int = 16, mean: float = 0.0, sigma: float = 1.0, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def equal(
+    count: int = 16, mean: float = 0.0, sigma: float = 1.0, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
     return [normal(32, CHANNELS, 8, 8, mean=mean, sigma=sigma, dtype=dtype) for _ in range(count)]
 
 
@@ -109,21 +124,36 @@ CASES = [
     Case("(i-b) equal, means shift by N(0, 1)", shifted),
     Case("(i-c) 256 of 2, (N, C)", lambda: [normal(2, CHANNELS) for _ in range(256)]),
     Case("(ii) last of 1, (N, C, H, W)", lambda: [*equal(15), normal(1, CHANNELS, 8, 8)]),
-    Case("(ii-b) the same, last shifted by 2", lambda: [*equal(15), normal(1, CHANNELS, 8, 8, mean=2.0)]),
+    Case(
+        "(ii-b) the same, last shifted by 2",
+        lambda: [*equal(15), normal(1, CHANNELS, 8, 8, mean=2.0)],
+    ),
     Case("(ii-c) last of 2, (N, C), shifted by 2", lambda: vectors(8, 2)),
     Case("(ii-d) last of 1, (N, C), shifted by 2", lambda: vectors(8, 1)),
     Case(
         "(ii-e) (N, C, L), L = 100 and 10",
-        lambda: [normal(32, CHANNELS, 10, mean=1.0, sigma=3.0) if index % 2 else normal(32, CHANNELS, 100) for index in range(16)],
+        lambda: [
+            normal(32, CHANNELS, 10, mean=1.0, sigma=3.0)
+            if index % 2
+            else normal(32, CHANNELS, 100)
+            for index in range(16)
+        ],
     ),
     Case("(iii) mean 100, sigma 0.1", lambda: equal(mean=100.0, sigma=0.1)),
     Case("(iii) mean 1000, sigma 0.1", lambda: equal(mean=1000.0, sigma=0.1)),
     Case("(iii) mean 1e4, sigma 1", lambda: equal(mean=1e4)),
     Case("(iii) mean 1e4, sigma 0.1", lambda: equal(mean=1e4, sigma=0.1)),
     Case("(iv) float16 inputs", lambda: equal(dtype=torch.float16)),
-    Case("(iv-b) float16 inputs, mean 100, sigma 1", lambda: equal(mean=100.0, dtype=torch.float16)),
+    Case(
+        "(iv-b) float16 inputs, mean 100, sigma 1", lambda: equal(mean=100.0, dtype=torch.float16)
+    ),
     Case("(iv-c) model.half()", lambda: equal(dtype=torch.float16), half_model=True),
-    Case("(iv-c) the same stats as float32 buffers", lambda: equal(dtype=torch.float16), half_model=True, reread=True),
+    Case(
+        "(iv-c) the same stats as float32 buffers",
+        lambda: equal(dtype=torch.float16),
+        half_model=True,
+        reread=True,
+    ),
     Case("(v) 5000 of 4x64x2x2", lambda: [normal(4, CHANNELS, 2, 2) for _ in range(5000)]),
 ]
 
@@ -150,8 +180,12 @@ def theirs(case: Case, batches: list[Tensor], way: Way) -> tuple[Tensor, Tensor]
     return norm.running_mean, norm.running_var
 
 
-def cell(true_mean: Tensor, true_var: Tensor, run: Callable[..., tuple[Tensor, Tensor]], *args: object) -> str:
-    """The largest errors over the channels: of the mean in units of sigma, of the variance as a fraction of it."""
+def cell(
+    true_mean: Tensor, true_var: Tensor, run: Callable[..., tuple[Tensor, Tensor]], *args: object
+) -> str:
+    """The largest errors over the channels: of the mean in units of sigma, of the variance as a
+    fraction of it.
+    """
     try:
         mean, var = run(*args)
     except ValueError:
@@ -164,7 +198,10 @@ def cell(true_mean: Tensor, true_var: Tensor, run: Callable[..., tuple[Tensor, T
 
 def accuracy(device: str) -> None:
     ways = peers()
-    print(f"### Errors against the float64 truth: mean in units of sigma / variance relative, the largest of {CHANNELS} channels\n")
+    print(
+        "### Errors against the float64 truth: mean in units of sigma / variance relative, the "
+        f"largest of {CHANNELS} channels\n"
+    )
     print("| batches | purescale | " + " | ".join(ways) + " |\n" + "|---" * (2 + len(ways)) + "|")
     for case in CASES:
         torch.manual_seed(0)
@@ -180,7 +217,7 @@ def accuracy(device: str) -> None:
     print()
 
 
-# ---- cost ------------------------------------------------------------------------------------------------------------
+# ---- cost ----------------------------------------------------------------------------------------
 
 
 def cost(given: argparse.Namespace, width: int, variants: bool) -> None:
@@ -194,7 +231,9 @@ def cost(given: argparse.Namespace, width: int, variants: bool) -> None:
 
     def pair(apply: Apply) -> dict[str, Callable[[], Job]]:
         return {
-            "plain train-mode forward": lambda: Call(lambda: plain_pass(apply, params, buffers, batches)),
+            "plain train-mode forward": lambda: Call(
+                lambda: plain_pass(apply, params, buffers, batches)
+            ),
             "purescale": lambda: Call(lambda: purescale_pass(apply, params, buffers, batches)),
         }
 
@@ -210,7 +249,11 @@ def cost(given: argparse.Namespace, width: int, variants: bool) -> None:
     compare(title, {**pair(apply), **{name: peer(way) for name, way in peers().items()}}, given)
     if not variants:
         return
-    compare(f"{title}, autocast(bfloat16)", pair(ps.with_policy(apply, "params=float32,compute=autocast(bfloat16)")), given)
+    compare(
+        f"{title}, autocast(bfloat16)",
+        pair(ps.with_policy(apply, "params=float32,compute=autocast(bfloat16)")),
+        given,
+    )
 
     compiled = torch.compile(apply)
     start = time.perf_counter()
@@ -218,17 +261,22 @@ def cost(given: argparse.Namespace, width: int, variants: bool) -> None:
         plain_pass(compiled, params, buffers, batches[:1])
         purescale_pass(compiled, params, buffers, batches[:1])
     except RuntimeError as error:
-        print(f"torch.compile is left out, it raised {type(error).__name__}: {str(error).splitlines()[0]}\n")
+        print(
+            f"torch.compile is left out, it raised {type(error).__name__}: "
+            f"{str(error).splitlines()[0]}\n"
+        )
         return
     print(f"Both compiled in {time.perf_counter() - start:.0f} s.\n")
     compare(f"{title}, torch.compile", pair(compiled), given)
 
 
-# ---- a real case -----------------------------------------------------------------------------------------------------
+# ---- a real case ---------------------------------------------------------------------------------
 
 SEEDS = 5
 STEPS = (20, 50, 200)
-OPTIMIZERS = {  # one that moves the weights fast, as it takes for a running average to lag behind, and one that does not
+# one that moves the weights fast, as it takes for a running average to lag behind, and one that
+# does not
+OPTIMIZERS = {
     "SGD, lr 0.05, momentum 0.9": ps.from_torch(torch.optim.SGD, lr=0.05, momentum=0.9),
     "AdamW, lr 0.002": ps.from_torch(torch.optim.AdamW, lr=2e-3),
 }
@@ -246,14 +294,19 @@ def load(device: str) -> Digits:
     from sklearn.model_selection import train_test_split
 
     split = train_test_split(*load_digits(return_X_y=True), test_size=0.25, random_state=0)
-    images = [torch.tensor(x, dtype=torch.float32, device=device).reshape(-1, 1, 8, 8) / 16 for x in split[:2]]
+    images = [
+        torch.tensor(x, dtype=torch.float32, device=device).reshape(-1, 1, 8, 8) / 16
+        for x in split[:2]
+    ]
     return Digits(*images, *(torch.tensor(y, device=device) for y in split[2:]))
 
 
 def test_losses(seed: int, optimizer: ps.Optimizer, data: Digits) -> list[list[float]]:
     """After each of STEPS: with the running averages, and with precise statistics in both regimes."""
     torch.manual_seed(seed)
-    apply, params, buffers = ps.make_functional(resnet(1, width=16, stages=3, blocks=1).to(data.train_x.device))
+    apply, params, buffers = ps.make_functional(
+        resnet(1, width=16, stages=3, blocks=1).to(data.train_x.device)
+    )
     rule = ps.NoScale()
 
     def loss_fn(params: Buffers, buffers: Buffers, batch: Tensor) -> tuple[Tensor, Buffers]:
@@ -264,13 +317,21 @@ def test_losses(seed: int, optimizer: ps.Optimizer, data: Digits) -> list[list[f
     order = torch.randperm(len(data.train_x)).to(data.train_x.device).split(4)
     losses = []
     for step, batch in enumerate(order[: max(STEPS)], start=1):
-        state, _ = ps.train_step(state, [batch], loss_fn=loss_fn, optimizer=optimizer, rule=rule, donate=True)
+        state, _ = ps.train_step(
+            state, [batch], loss_fn=loss_fn, optimizer=optimizer, rule=rule, donate=True
+        )
         if step in STEPS:
             # Large batches, as the batch regime wants them.
             loader = data.train_x.split(256)
-            precise = (ps.precise_bn(apply, state.params, state.buffers, loader, normalize=regime) for regime in ("batch", "sequential"))
+            precise = (
+                ps.precise_bn(apply, state.params, state.buffers, loader, normalize=regime)
+                for regime in ("batch", "sequential")
+            )
             with torch.no_grad():
-                outs = [apply(state.params, buffers, data.test_x, train=False)[0] for buffers in (state.buffers, *precise)]
+                outs = [
+                    apply(state.params, buffers, data.test_x, train=False)[0]
+                    for buffers in (state.buffers, *precise)
+                ]
             losses.append([F.cross_entropy(out, data.test_y).item() for out in outs])
     return losses
 
@@ -283,15 +344,25 @@ def digits(device: str) -> None:
         return
     torch.set_num_threads(1)  # the net is small: a second thread only waits
     start = time.perf_counter()
-    print(f"### Test loss on digits, batch size 4: medians of {SEEDS} seeds, then running average / batch / sequential for each seed\n")
-    print(f"| after | running average | batch | sequential | batch is better in |{''.join(f' seed {seed} |' for seed in range(SEEDS))}")
+    print(
+        f"### Test loss on digits, batch size 4: medians of {SEEDS} seeds, then running average / "
+        "batch / sequential for each seed\n"
+    )
+    print(
+        "| after | running average | batch | sequential | batch is better in "
+        f"|{''.join(f' seed {seed} |' for seed in range(SEEDS))}"
+    )
     print("|---" * (5 + SEEDS) + "|")
     for name, optimizer in OPTIMIZERS.items():
         by_steps = zip(*(test_losses(seed, optimizer, data) for seed in range(SEEDS)), strict=True)
         for steps, runs in zip(STEPS, by_steps, strict=True):
             medians = [statistics.median(column) for column in zip(*runs, strict=True)]
             better = sum(batch < running for running, batch, _ in runs)
-            cells = [*(f"{loss:.3f}" for loss in medians), f"{better} of {SEEDS}", *(" / ".join(f"{x:.3f}" for x in run) for run in runs)]
+            cells = [
+                *(f"{loss:.3f}" for loss in medians),
+                f"{better} of {SEEDS}",
+                *(" / ".join(f"{x:.3f}" for x in run) for run in runs),
+            ]
             print(f"| {steps} steps of {name} | {' | '.join(cells)} |")
     print(f"\n{time.perf_counter() - start:.0f} s.")
 

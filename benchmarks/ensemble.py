@@ -1,6 +1,7 @@
 """K small models, each with a loss scale of its own, in one step. Run `make bench`.
 
-`torch.vmap` of `train_step`, eager and compiled, against K GradScaler loops in turn, with and without `torch.compile(model)`.
+`torch.vmap` of `train_step`, eager and compiled, against K GradScaler loops in turn, with and
+without `torch.compile(model)`.
 """
 
 from __future__ import annotations
@@ -25,10 +26,18 @@ SCALES = [2.0**exponent for exponent in range(8, 12)]  # none that overflows und
 
 def net(index: int, device: str) -> nn.Module:
     torch.manual_seed(index)
-    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, models.CLASSES)).to(device)
+    return nn.Sequential(
+        nn.Linear(64, 128),
+        nn.ReLU(),
+        nn.Linear(128, 128),
+        nn.ReLU(),
+        nn.Linear(128, models.CLASSES),
+    ).to(device)
 
 
-def in_turn(count: int, given: argparse.Namespace, wrap: Callable[[nn.Module], Any] = lambda model: model) -> Job:
+def in_turn(
+    count: int, given: argparse.Namespace, wrap: Callable[[nn.Module], Any] = lambda model: model
+) -> Job:
     def loop(index: int) -> Callable[[], None]:
         model = net(index, given.device)
         forward = wrap(model)
@@ -38,7 +47,9 @@ def in_turn(count: int, given: argparse.Namespace, wrap: Callable[[nn.Module], A
 
         def step() -> None:
             optimizer.zero_grad(set_to_none=True)
-            with torch.autocast(given.device, DTYPES[given.dtype], enabled=given.dtype != "float32"):
+            with torch.autocast(
+                given.device, DTYPES[given.dtype], enabled=given.dtype != "float32"
+            ):
                 loss = F.cross_entropy(forward(x), y)
             scaler.scale(loss).backward()
             scaler.step(optimizer)
@@ -50,26 +61,48 @@ def in_turn(count: int, given: argparse.Namespace, wrap: Callable[[nn.Module], A
     return Call(lambda: [step() for step in steps])
 
 
-def vmapped(count: int, given: argparse.Namespace, wrap: Callable[[Any], Any] = lambda step: step, donate: bool = False) -> Job:
+def vmapped(
+    count: int,
+    given: argparse.Namespace,
+    wrap: Callable[[Any], Any] = lambda step: step,
+    donate: bool = False,
+) -> Job:
     optimizer, rule = ps.from_torch(torch.optim.AdamW, lr=LR), ps.DynamicScale()
 
     def start(index: int) -> ps.TrainState:
         _, params, buffers = ps.make_functional(net(index, given.device))
         state = ps.init_train_state(params, buffers, optimizer, rule)
-        return state._replace(scaler=state.scaler._replace(scale=torch.full_like(state.scaler.scale, SCALES[index % 4])))
+        return state._replace(
+            scaler=state.scaler._replace(
+                scale=torch.full_like(state.scaler.scale, SCALES[index % 4])
+            )
+        )
 
     apply, *_ = ps.make_functional(net(0, given.device))
     if given.dtype != "float32":
-        apply = ps.with_policy(apply, f"params=float32,compute=autocast({given.dtype}),output=float32")
+        apply = ps.with_policy(
+            apply, f"params=float32,compute=autocast({given.dtype}),output=float32"
+        )
 
-    def loss_fn(params: dict[str, Tensor], buffers: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Any:
+    def loss_fn(
+        params: dict[str, Tensor], buffers: dict[str, Tensor], batch: tuple[Tensor, Tensor]
+    ) -> Any:
         logits, buffers = apply(params, buffers, batch[0])
         return F.cross_entropy(logits, batch[1]), buffers
 
-    step = functools.partial(ps.train_step, loss_fn=loss_fn, optimizer=optimizer, rule=rule, donate=donate)
+    step = functools.partial(
+        ps.train_step, loss_fn=loss_fn, optimizer=optimizer, rule=rule, donate=donate
+    )
     every = wrap(torch.vmap(lambda state, batch: step(state, [batch])))
-    states = pytree.tree_map(lambda *leaves: torch.stack(leaves), *(start(index) for index in range(count)))
-    data = tuple(torch.stack(part) for part in zip(*(models.batch(32, 64, device=given.device) for _ in range(count)), strict=True))
+    states = pytree.tree_map(
+        lambda *leaves: torch.stack(leaves), *(start(index) for index in range(count))
+    )
+    data = tuple(
+        torch.stack(part)
+        for part in zip(
+            *(models.batch(32, 64, device=given.device) for _ in range(count)), strict=True
+        )
+    )
 
     def once() -> None:
         nonlocal states
@@ -85,12 +118,21 @@ def main() -> None:
         torch.compiler.reset()
         rows = {
             "GradScaler + fused AdamW in turn": lambda count=count: in_turn(count, given),
-            "the same, torch.compile(model)": lambda count=count: in_turn(count, given, torch.compile),
+            "the same, torch.compile(model)": lambda count=count: in_turn(
+                count, given, torch.compile
+            ),
             "purescale, vmap": lambda count=count: vmapped(count, given),
             "purescale, vmap, compiled": lambda count=count: vmapped(count, given, whole),
-            "purescale, vmap, donate=True, compiled": lambda count=count: vmapped(count, given, whole, donate=True),
+            "purescale, vmap, donate=True, compiled": lambda count=count: vmapped(
+                count, given, whole, donate=True
+            ),
         }
-        compare(f"{count} MLPs 64-128-128-10, batch of 32 each, {given.dtype}", rows, given, models=count)
+        compare(
+            f"{count} MLPs 64-128-128-10, batch of 32 each, {given.dtype}",
+            rows,
+            given,
+            models=count,
+        )
 
 
 if __name__ == "__main__":

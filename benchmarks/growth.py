@@ -1,6 +1,8 @@
-"""What follows backward, as it grows with parameters, with tensors and with microbatches. Run `make bench`.
+"""What follows backward, as it grows with parameters, with tensors and with microbatches. Run
+`make bench`.
 
-The baseline is GradScaler with fused AdamW; beside it fused AdamW that neither scales nor checks, and memcpy.
+The baseline is GradScaler with fused AdamW; beside it fused AdamW that neither scales nor checks,
+and memcpy.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ class GradScalerWindow(GradScaler):
 
     def __init__(self, shapes: Shapes, device: str, microbatches: int) -> None:
         super().__init__(shapes, device, clip=False, fused=True)
-        self.more = [[torch.randn_like(p) * SCALE for p in self.params] for _ in range(microbatches - 1)]
+        self.more = [
+            [torch.randn_like(p) * SCALE for p in self.params] for _ in range(microbatches - 1)
+        ]
 
     def run(self) -> None:
         for grads in self.more:
@@ -40,7 +44,10 @@ class PurescaleWindow(Purescale):
 
     def __init__(self, shapes: Shapes, device: str, microbatches: int, donate: bool) -> None:
         super().__init__(shapes, device, clip=False, donate=donate)
-        self.more = [{n: torch.randn_like(p) * SCALE for n, p in self.params.items()} for _ in range(microbatches - 1)]
+        self.more = [
+            {n: torch.randn_like(p) * SCALE for n, p in self.params.items()}
+            for _ in range(microbatches - 1)
+        ]
 
     def run(self) -> None:
         accum = ps.init_accum(self.params)
@@ -48,7 +55,9 @@ class PurescaleWindow(Purescale):
             grads, found_inf = ps.unscale_and_check(self.scaler, scaled)
             accum = ps.accumulate_grads(accum, grads, 1.0, found_inf, donate=self.donate)
         grads, found_inf = ps.accumulated_grads(accum, donate=self.donate)
-        self.params, self.state = ps.maybe_step(self.optimizer, self.params, grads, self.state, found_inf, donate=self.donate)
+        self.params, self.state = ps.maybe_step(
+            self.optimizer, self.params, grads, self.state, found_inf, donate=self.donate
+        )
         self.scaler = self.rule.update(self.scaler, accum.found_inf)
 
 
@@ -66,7 +75,9 @@ def window(shapes: Shapes, device: str, microbatches: int) -> Rows:
     return {
         **one(shapes, device),
         "GradScaler + fused AdamW": lambda: GradScalerWindow(shapes, device, microbatches),
-        "purescale, donate=True": lambda: PurescaleWindow(shapes, device, microbatches, donate=True),
+        "purescale, donate=True": lambda: PurescaleWindow(
+            shapes, device, microbatches, donate=True
+        ),
         "purescale": lambda: PurescaleWindow(shapes, device, microbatches, donate=False),
     }
 
@@ -75,13 +86,22 @@ def main() -> None:
     given = options(__doc__, rounds=15)
     for millions in (1, 3, 10, 30):
         shapes = [(100 * millions, 100)] * 100
-        compare(f"{millions}M parameters in 100 tensors", one(shapes, given.device), given, parameters=millions * 10**6)
+        compare(
+            f"{millions}M parameters in 100 tensors",
+            one(shapes, given.device),
+            given,
+            parameters=millions * 10**6,
+        )
     for tensors in (10, 100, 1000):
         shapes = [(1000, 1000 // tensors)] * tensors
-        compare(f"1M parameters in {tensors} tensors", one(shapes, given.device), given, tensors=tensors)
+        compare(
+            f"1M parameters in {tensors} tensors", one(shapes, given.device), given, tensors=tensors
+        )
     for count in (1, 2, 4, 8):
         rows = window([(1000, 100)] * 100, given.device, count)
-        compare(f"10M parameters in 100 tensors, microbatches: {count}", rows, given, microbatches=count)
+        compare(
+            f"10M parameters in 100 tensors, microbatches: {count}", rows, given, microbatches=count
+        )
 
 
 if __name__ == "__main__":

@@ -22,13 +22,20 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def _resnet18() -> list[tuple[int, ...]]:
     shapes: list[tuple[int, ...]] = [(64, 3, 7, 7), (64,), (64,)]
     for before, after in ((64, 64), (64, 128), (128, 256), (256, 512)):
-        convs = [(after, before, 3, 3), *[(after, after, 3, 3)] * 3, *[(after, before, 1, 1)] * (before != after)]
+        convs = [
+            (after, before, 3, 3),
+            *[(after, after, 3, 3)] * 3,
+            *[(after, before, 1, 1)] * (before != after),
+        ]
         shapes += [shape for conv in convs for shape in (conv, (after,), (after,))]
     return [*shapes, (1000, 512), (1000,)]
 
 
 SIZES = {  # name: shapes of the parameters
-    "transformer-like, 27M in 147": [(512, 512)] * 48 + [(2048, 512)] * 12 + [(512,)] * 86 + [(3300, 512)],
+    "transformer-like, 27M in 147": [(512, 512)] * 48
+    + [(2048, 512)] * 12
+    + [(512,)] * 86
+    + [(3300, 512)],
     "ResNet-18, 11.7M in 62": _resnet18(),
     "small conv net, 0.2M in 60": [(32, 32, 3, 3)] * 20 + [(32,)] * 40,
     "tiny, 64K in 1000": [(64,)] * 1000,
@@ -67,13 +74,28 @@ def options(description: str | None, rounds: int = 25) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", choices=DTYPES, help="of autocast, where there is a forward; default: float16 on CUDA, else float32")
-    parser.add_argument("--slow", action="store_true", help="also what takes many minutes to compile")
-    parser.add_argument("--record", action="store_true", help="write the tables to results/ too, for plot.py")
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="of autocast, where there is a forward; default: float16 on CUDA, else float32",
+    )
+    parser.add_argument(
+        "--slow", action="store_true", help="also what takes many minutes to compile"
+    )
+    parser.add_argument(
+        "--record", action="store_true", help="write the tables to results/ too, for plot.py"
+    )
     given = parser.parse_args()
     given.dtype = given.dtype or ("float16" if given.device == "cuda" else "float32")
-    where = torch.cuda.get_device_name() if given.device == "cuda" else f"{torch.get_num_threads()} CPU threads"
-    print(f"torch {torch.__version__}, Python {platform.python_version()}, {where}, median of {given.rounds} rounds\n")
+    where = (
+        torch.cuda.get_device_name()
+        if given.device == "cuda"
+        else f"{torch.get_num_threads()} CPU threads"
+    )
+    print(
+        f"torch {torch.__version__}, Python {platform.python_version()}, {where}, median of "
+        f"{given.rounds} rounds\n"
+    )
     if given.record:
         given.record = RESULTS / given.device / f"{Path(sys.argv[0]).stem}.jsonl"
         given.record.parent.mkdir(parents=True, exist_ok=True)
@@ -112,12 +134,17 @@ def warm(rows: Rows, device: str) -> dict[str, Job]:
             sync(device)
             jobs[name] = job
         except (ImportError, RuntimeError, ValueError) as error:
-            print(f"{name} is left out: {type(error).__name__}: {str(error).strip().splitlines()[0]}\n")
+            print(
+                f"{name} is left out: {type(error).__name__}: "
+                f"{str(error).strip().splitlines()[0]}\n"
+            )
     return jobs
 
 
 def measure(rows: Rows, rounds: int, device: str) -> dict[str, list[float]]:
-    """Milliseconds of each row in each round, the rows in turn so that a slow moment hits all of them."""
+    """Milliseconds of each row in each round, the rows in turn so that a slow moment hits all of
+    them.
+    """
     jobs = warm(rows, device)
     times: dict[str, list[float]] = {name: [] for name in jobs}
     for _ in range(rounds):
@@ -128,7 +155,8 @@ def measure(rows: Rows, rounds: int, device: str) -> dict[str, list[float]]:
 
 
 def compare(title: str, rows: Rows, given: argparse.Namespace, **axes: Any) -> None:
-    """Print each row against the first: the median over the rounds of the ratio in the same round, and its quartiles.
+    """Print each row against the first: the median over the rounds of the ratio in the same round,
+    and its quartiles.
 
     `axes` are recorded beside the figures, for a plot over them.
     """
@@ -143,5 +171,15 @@ def compare(title: str, rows: Rows, given: argparse.Namespace, **axes: Any) -> N
         low, ratio, high = statistics.quantiles(ratios, n=4)
         ms = statistics.median(values)
         print(f"| {name} | {ms:.2f} | {ratio:.2f} | {low:.2f} to {high:.2f} |")
-        record(given, title=title, row=name, baseline=baseline, ms=ms, ratio=ratio, low=low, high=high, **axes)
+        record(
+            given,
+            title=title,
+            row=name,
+            baseline=baseline,
+            ms=ms,
+            ratio=ratio,
+            low=low,
+            high=high,
+            **axes,
+        )
     print(flush=True)

@@ -1,7 +1,8 @@
-"""Memory: the peak above what stands before, after backward and for a whole eager step, against GradScaler and fused AdamW.
+"""Memory: the peak above what stands before, after backward and for a whole eager step, against
+GradScaler and fused AdamW.
 
-Run `make bench`. What stands before is 12 bytes a parameter, the parameter and its two moments, and after backward 4 more for its
-gradient; the ratio is of that and the peak together.
+Run `make bench`. What stands before is 12 bytes a parameter, the parameter and its two moments, and
+after backward 4 more for its gradient; the ratio is of that and the peak together.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from train_step import Task, grad_scaler, purescale
 def peak(run: Callable[[], object], device: str) -> int:
     """Bytes.
 
-    On a CPU from the profiler, which hears of every allocation from torch's own allocator: the temporaries inside of a kernel too,
-    as a dispatch mode would not, and nothing of what the process holds besides, as resident memory would. It is silent about what
-    was allocated before it began, so a sum of its events is what this run added. What oneDNN takes for itself is not in it.
+    On a CPU from the profiler, which hears of every allocation from torch's own allocator: the
+    temporaries inside of a kernel too, as a dispatch mode would not, and nothing of what the
+    process holds besides, as resident memory would. It is silent about what was allocated before it
+    began, so a sum of its events is what this run added. What oneDNN takes for itself is not in it.
     """
     if device == "cuda":
         torch.cuda.synchronize()
@@ -35,7 +37,9 @@ def peak(run: Callable[[], object], device: str) -> int:
         return torch.cuda.max_memory_allocated() - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as traced:
         run()
-    events = [event for event in traced.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [
+        event for event in traced.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     now = most = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         now += event.nbytes()
@@ -45,7 +49,10 @@ def peak(run: Callable[[], object], device: str) -> int:
 
 def table(title: str, rows: Rows, before: int, parameters: int, given: argparse.Namespace) -> None:
     """`before`: bytes a parameter that stand there already."""
-    print(f"### {title}\n\n| row | peak, MB | bytes a parameter | with what stands before, against the first |\n|---|---|---|---|")
+    print(
+        f"### {title}\n\n| row | peak, MB | bytes a parameter | with what stands before, against "
+        "the first |\n|---|---|---|---|"
+    )
     first = 0
     for name, make in rows.items():
         job = make()
@@ -58,13 +65,25 @@ def table(title: str, rows: Rows, before: int, parameters: int, given: argparse.
         gc.collect()
         total = before * parameters + extra
         first = first or total
-        print(f"| {name} | {extra / 1e6:.1f} | {extra / parameters:.2f} | {total / first:.2f} |", flush=True)
-        record(given, title=title, row=name, bytes=extra, bytes_per_parameter=extra / parameters, ratio=total / first)
+        print(
+            f"| {name} | {extra / 1e6:.1f} | {extra / parameters:.2f} | {total / first:.2f} |",
+            flush=True,
+        )
+        record(
+            given,
+            title=title,
+            row=name,
+            bytes=extra,
+            bytes_per_parameter=extra / parameters,
+            ratio=total / first,
+        )
     print()
 
 
 class Cleared:
-    """The hand-written loop where no gradients are left from the step before, which would count as standing there already."""
+    """The hand-written loop where no gradients are left from the step before, which would count as
+    standing there already.
+    """
 
     def __init__(self, task: Task, given: argparse.Namespace, max_norm: float | None) -> None:
         self.run = grad_scaler(task, given, max_norm=max_norm, wrap=self.keep, fused=True).run
@@ -99,7 +118,10 @@ def main() -> None:
     task = Task("transformer, width 512", lambda: models.transformer(dim=512), (4, 32, 32))
     model = task.model()
     step = f"A step, {task.title}, {models.describe(model)}, {given.dtype}"
-    counts = sum(torch.Size(shape).numel() for shape in shapes), sum(p.numel() for p in model.parameters())
+    counts = (
+        sum(torch.Size(shape).numel() for shape in shapes),
+        sum(p.numel() for p in model.parameters()),
+    )
     for how, max_norm in (("no clipping", None), ("max_norm", 1.0)):
         rows = after_backward(shapes, given.device, clip=max_norm is not None)
         table(f"After backward, {size} tensors, {how}", rows, 16, counts[0], given)

@@ -20,14 +20,24 @@ class Block(nn.Module):
             nn.BatchNorm2d(after),
         )
         same = before == after and stride == 1
-        self.shortcut = nn.Identity() if same else nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
+        self.shortcut = (
+            nn.Identity()
+            if same
+            else nn.Sequential(
+                nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after)
+            )
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.body(x) + self.shortcut(x))
 
 
 def resnet(channels: int, width: int, stages: int, blocks: int) -> nn.Module:
-    layers: list[nn.Module] = [nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+    layers: list[nn.Module] = [
+        nn.Conv2d(channels, width, 3, padding=1, bias=False),
+        nn.BatchNorm2d(width),
+        nn.ReLU(),
+    ]
     for stage in range(stages):
         after = width * 2**stage
         for index in range(blocks):
@@ -38,8 +48,19 @@ def resnet(channels: int, width: int, stages: int, blocks: int) -> nn.Module:
 
 def conv_net() -> nn.Module:
     layers: list[nn.Module] = []
-    for before, after, stride in ((3, 16, 2), (16, 32, 1), (32, 64, 2), (64, 64, 1), (64, 128, 2), (128, 64, 1)):
-        layers += [nn.Conv2d(before, after, 3, stride, 1, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
+    for before, after, stride in (
+        (3, 16, 2),
+        (16, 32, 1),
+        (32, 64, 2),
+        (64, 64, 1),
+        (64, 128, 2),
+        (128, 64, 1),
+    ):
+        layers += [
+            nn.Conv2d(before, after, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(after),
+            nn.ReLU(),
+        ]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, CLASSES))
 
 
@@ -57,7 +78,9 @@ class Layer(nn.Module):
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
         self.attend = nn.Sequential(nn.LayerNorm(dim), Attention(dim, heads))
-        self.think = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+        self.think = nn.Sequential(
+            nn.LayerNorm(dim), nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attend(x)
@@ -72,7 +95,9 @@ class Mean(nn.Module):
 def transformer(dim: int = 128, depth: int = 4, heads: int = 4) -> nn.Module:
     """Classifies a sequence of vectors."""
     layers = [Layer(dim, heads) for _ in range(depth)]
-    return nn.Sequential(nn.Linear(32, dim), *layers, nn.LayerNorm(dim), Mean(), nn.Linear(dim, CLASSES))
+    return nn.Sequential(
+        nn.Linear(32, dim), *layers, nn.LayerNorm(dim), Mean(), nn.Linear(dim, CLASSES)
+    )
 
 
 def mlp(width: int, depth: int) -> nn.Module:

@@ -29,10 +29,22 @@ def ratios(ax: Axes, lines: Lines) -> None:
     for row in [row for row in COLOURS if row != BASELINE]:
         chosen = [line for line in lines if line["row"] == row]
         middle = [line["ratio"] for line in chosen]
-        spread = [[line["ratio"] - line["low"] for line in chosen], [line["high"] - line["ratio"] for line in chosen]]
-        ax.errorbar(middle, [titles.index(line["title"]) for line in chosen], xerr=spread, fmt="o", markersize=5, color=COLOURS[row])
+        spread = [
+            [line["ratio"] - line["low"] for line in chosen],
+            [line["high"] - line["ratio"] for line in chosen],
+        ]
+        ax.errorbar(
+            middle,
+            [titles.index(line["title"]) for line in chosen],
+            xerr=spread,
+            fmt="o",
+            markersize=5,
+            color=COLOURS[row],
+        )
     ax.axvline(1, color=COLOURS[BASELINE], linewidth=1)
-    ax.set_yticks(range(len(titles)), [title.replace(" tensors, ", " tensors,\n") for title in titles])
+    ax.set_yticks(
+        range(len(titles)), [title.replace(" tensors, ", " tensors,\n") for title in titles]
+    )
     ax.invert_yaxis()
     ax.set(xscale="log", xlabel=f"time / time of {BASELINE}", title="After backward")
     ticks = [0.1, 0.2, 0.5, 1, 2, 4]
@@ -57,13 +69,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("figure.png"))
     given = parser.parse_args()
     sizes, grown = (
-        [json.loads(line) for line in (RESULTS / given.device / name).open()] for name in ("post_backward.jsonl", "growth.jsonl")
+        [json.loads(line) for line in (RESULTS / given.device / name).open()]
+        for name in ("post_backward.jsonl", "growth.jsonl")
     )
-    figure, axes = plt.subplots(1, 3, figsize=(14, 4.8), width_ratios=(1.2, 1, 1), layout="constrained")
+    figure, axes = plt.subplots(
+        1, 3, figsize=(14, 4.8), width_ratios=(1.2, 1, 1), layout="constrained"
+    )
     ratios(axes[0], sizes)
     growth(axes[1], grown, "parameters", "After backward, 100 tensors")
     growth(axes[2], grown, "tensors", "After backward, 1M parameters")
-    handles = [plt.Line2D([], [], marker="o", color=colour, label=row) for row, colour in COLOURS.items()]
+    handles = [
+        plt.Line2D([], [], marker="o", color=colour, label=row) for row, colour in COLOURS.items()
+    ]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
     figure.savefig(given.out, dpi=100)
 

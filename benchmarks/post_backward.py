@@ -1,7 +1,9 @@
-"""What happens after backward, side by side: check, unscale, (clip,) skip or step. Run `make bench`.
+"""What happens after backward, side by side: check, unscale, (clip,) skip or step. Run
+`make bench`.
 
-Every round measures all rows once, in turn; a row's figure is the median over the rounds of its ratio to GradScaler with
-fused AdamW in the same round. `memcpy` is the yardstick: one read and one write of every parameter.
+Every round measures all rows once, in turn; a row's figure is the median over the rounds of its
+ratio to GradScaler with fused AdamW in the same round. `memcpy` is the yardstick: one read and one
+write of every parameter.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ SCALE = 2.0**10
 class GradScaler:
     """The hand-written torch loop after backward."""
 
-    def __init__(self, shapes: list[tuple[int, ...]], device: str, clip: bool, **implementation: bool) -> None:
+    def __init__(
+        self, shapes: list[tuple[int, ...]], device: str, clip: bool, **implementation: bool
+    ) -> None:
         self.params = [torch.randn(s, device=device).requires_grad_() for s in shapes]
         self.fresh = [torch.randn_like(p) * SCALE for p in self.params]
         self.grads = [torch.empty_like(g) for g in self.fresh]
@@ -28,7 +32,8 @@ class GradScaler:
         self.clip = clip
 
     def prepare(self) -> None:
-        # Unscaled in place again and again, gradients would end as subnormal numbers, which a CPU is slow at.
+        # Unscaled in place again and again, gradients would end as subnormal numbers, which a CPU
+        # is slow at.
         torch._foreach_copy_(self.grads, self.fresh)
         for p, g in zip(self.params, self.grads, strict=True):
             p.grad = g
@@ -44,7 +49,9 @@ class GradScaler:
 class Purescale:
     """`unscale_and_step` and `rule.update`."""
 
-    def __init__(self, shapes: list[tuple[int, ...]], device: str, clip: bool, donate: bool) -> None:
+    def __init__(
+        self, shapes: list[tuple[int, ...]], device: str, clip: bool, donate: bool
+    ) -> None:
         self.params = {str(i): torch.randn(s, device=device) for i, s in enumerate(shapes)}
         self.fresh = [torch.randn_like(p) * SCALE for p in self.params.values()]
         self.grads = {n: torch.empty_like(p) for n, p in self.params.items()}
@@ -59,7 +66,13 @@ class Purescale:
 
     def run(self) -> None:
         out = ps.unscale_and_step(
-            self.optimizer, self.scaler, self.params, self.grads, self.state, max_norm=self.max_norm, donate=self.donate
+            self.optimizer,
+            self.scaler,
+            self.params,
+            self.grads,
+            self.state,
+            max_norm=self.max_norm,
+            donate=self.donate,
         )
         self.params, self.state = out.params, out.opt_state
         self.scaler = self.rule.update(self.scaler, out.found_inf)
@@ -70,13 +83,25 @@ def main() -> None:
     for size, shapes in SIZES.items():
         for clip in (False, True):
             rows: Rows = {
-                "GradScaler + fused AdamW": lambda s=shapes, c=clip: GradScaler(s, given.device, c, fused=True),
-                "GradScaler + foreach AdamW": lambda s=shapes, c=clip: GradScaler(s, given.device, c, foreach=True),
-                "purescale, donate=True": lambda s=shapes, c=clip: Purescale(s, given.device, c, donate=True),
+                "GradScaler + fused AdamW": lambda s=shapes, c=clip: GradScaler(
+                    s, given.device, c, fused=True
+                ),
+                "GradScaler + foreach AdamW": lambda s=shapes, c=clip: GradScaler(
+                    s, given.device, c, foreach=True
+                ),
+                "purescale, donate=True": lambda s=shapes, c=clip: Purescale(
+                    s, given.device, c, donate=True
+                ),
                 "purescale": lambda s=shapes, c=clip: Purescale(s, given.device, c, donate=False),
                 "memcpy": lambda s=shapes: memcpy(s, given.device),
             }
-            compare(f"{size} tensors, {'max_norm' if clip else 'no clipping'}", rows, given, size=size, clip=clip)
+            compare(
+                f"{size} tensors, {'max_norm' if clip else 'no clipping'}",
+                rows,
+                given,
+                size=size,
+                clip=clip,
+            )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """A whole training step, AdamW: forward, backward and everything after. Run `make bench`.
 
-The baseline is the hand-written GradScaler loop with fused AdamW, eager against eager and `torch.compile(model)` against the whole
-step compiled; Lightning Fabric and accelerate run the loops of their own documentation. Then what it takes to compile, as models
-grow deeper.
+The baseline is the hand-written GradScaler loop with fused AdamW, eager against eager and
+`torch.compile(model)` against the whole step compiled; Lightning Fabric and accelerate run the
+loops of their own documentation. Then what it takes to compile, as models grow deeper.
 """
 
 from __future__ import annotations
@@ -36,16 +36,25 @@ class Task(NamedTuple):
     shape: tuple[int, ...]  # of a batch
     layout: torch.memory_format = torch.contiguous_format  # of images and weights
 
-    def make(self, device: str, microbatches: int = 1) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
+    def make(
+        self, device: str, microbatches: int = 1
+    ) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
         torch.manual_seed(0)
         x, y = models.batch(*self.shape, device=device)
-        x, model = x.to(memory_format=self.layout), self.model().to(device, memory_format=self.layout)
+        x, model = (
+            x.to(memory_format=self.layout),
+            self.model().to(device, memory_format=self.layout),
+        )
         return model, list(zip(x.chunk(microbatches), y.chunk(microbatches), strict=True))
 
 
 TASKS = [
     Task("small conv net", models.conv_net, (32, 3, 32, 32)),
-    Task("ResNet-18-like, width 16", lambda: models.resnet(3, width=16, stages=4, blocks=2), (32, 3, 32, 32)),
+    Task(
+        "ResNet-18-like, width 16",
+        lambda: models.resnet(3, width=16, stages=4, blocks=2),
+        (32, 3, 32, 32),
+    ),
     Task("small transformer", models.transformer, (16, 32, 32)),
 ]
 COMPILED = [
@@ -55,7 +64,7 @@ COMPILED = [
 ]
 
 
-# ---- the rows --------------------------------------------------------------------------------------------------------
+# ---- the rows ------------------------------------------------------------------------------------
 
 
 def grad_scaler(
@@ -75,7 +84,9 @@ def grad_scaler(
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
         for x, y in data:
-            with torch.autocast(given.device, DTYPES[given.dtype], enabled=given.dtype != "float32"):
+            with torch.autocast(
+                given.device, DTYPES[given.dtype], enabled=given.dtype != "float32"
+            ):
                 loss = F.cross_entropy(forward(x), y)
             scaler.scale(loss / microbatches if microbatches > 1 else loss).backward()
         if max_norm is not None:
@@ -116,7 +127,9 @@ def accelerate(task: Task, given: argparse.Namespace) -> Job:
     refuse_float16_on_cpu(given)
     model, [(x, y)] = task.make(given.device)
     accelerator = Accelerator(cpu=given.device == "cpu", mixed_precision=PRECISION[given.dtype][1])
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=LR, fused=True))
+    model, optimizer = accelerator.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+    )
 
     def step() -> None:
         optimizer.zero_grad()
@@ -135,19 +148,29 @@ def purescale(
     static: bool = False,
     **settings: Any,
 ) -> Job:
-    """`train_step`. `static`: the donated tensors stay where they are, as CUDA graphs that write into them must know."""
+    """`train_step`. `static`: the donated tensors stay where they are, as CUDA graphs that write
+    into them must know.
+    """
     model, data = task.make(given.device, microbatches)
     apply, params, buffers = ps.make_functional(model)
     if given.dtype != "float32":
-        apply = ps.with_policy(apply, f"params=float32,compute=autocast({given.dtype}),output=float32")
+        apply = ps.with_policy(
+            apply, f"params=float32,compute=autocast({given.dtype}),output=float32"
+        )
     optimizer, rule = ps.from_torch(torch.optim.AdamW, lr=LR), ps.DynamicScale(init_scale=SCALE)
 
-    def loss_fn(params: dict[str, Tensor], buffers: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Any:
+    def loss_fn(
+        params: dict[str, Tensor], buffers: dict[str, Tensor], batch: tuple[Tensor, Tensor]
+    ) -> Any:
         x, y = batch
         logits, buffers = apply(params, buffers, x)
         return F.cross_entropy(logits, y), buffers
 
-    step = wrap(functools.partial(ps.train_step, loss_fn=loss_fn, optimizer=optimizer, rule=rule, **settings))
+    step = wrap(
+        functools.partial(
+            ps.train_step, loss_fn=loss_fn, optimizer=optimizer, rule=rule, **settings
+        )
+    )
     state = ps.init_train_state(params, buffers, optimizer, rule)
     if static:
         torch.utils._pytree.tree_map_only(Tensor, torch._dynamo.mark_static_address, state)
@@ -159,7 +182,7 @@ def purescale(
     return Call(once)
 
 
-# ---- the tables ------------------------------------------------------------------------------------------------------
+# ---- the tables ----------------------------------------------------------------------------------
 
 
 def eager(task: Task, given: argparse.Namespace) -> Rows:
@@ -185,7 +208,9 @@ def with_settings(task: Task, given: argparse.Namespace, **settings: Any) -> Row
 
 
 def compile_seconds(job: Job, device: str) -> float:
-    """Until steps are as fast as they get: the second may be compiled anew. Nothing comes from a cache on disk."""
+    """Until steps are as fast as they get: the second may be compiled anew. Nothing comes from a
+    cache on disk.
+    """
     with fresh_cache():
         return seconds(lambda: [job.run() for _ in range(3)], device)
 
@@ -193,15 +218,21 @@ def compile_seconds(job: Job, device: str) -> float:
 def compiled(task: Task, given: argparse.Namespace) -> Rows:
     whole = functools.partial(torch.compile, fullgraph=True)
     rows: Rows = {
-        "GradScaler + fused AdamW, torch.compile(model)": lambda: grad_scaler(task, given, wrap=torch.compile, fused=True),
+        "GradScaler + fused AdamW, torch.compile(model)": lambda: grad_scaler(
+            task, given, wrap=torch.compile, fused=True
+        ),
         "purescale, donate=True, compiled": lambda: purescale(task, given, wrap=whole, donate=True),
         "purescale, compiled": lambda: purescale(task, given, wrap=whole),
     }
     if given.device == "cuda":
         mode = {"mode": "reduce-overhead"}
         model, step = functools.partial(torch.compile, **mode), functools.partial(whole, **mode)
-        rows["GradScaler + fused AdamW, reduce-overhead"] = lambda: grad_scaler(task, given, wrap=model, fused=True)
-        rows["purescale, donate=True, reduce-overhead"] = lambda: purescale(task, given, wrap=step, static=True, donate=True)
+        rows["GradScaler + fused AdamW, reduce-overhead"] = lambda: grad_scaler(
+            task, given, wrap=model, fused=True
+        )
+        rows["purescale, donate=True, reduce-overhead"] = lambda: purescale(
+            task, given, wrap=step, static=True, donate=True
+        )
 
     def timed(name: str, make: Callable[[], Job]) -> Job:
         job = make()
@@ -225,8 +256,18 @@ def compile_times(given: argparse.Namespace) -> None:
             torch.compiler.reset()
             took.append(compile_seconds(make(), given.device))
         theirs, ours = took
-        print(f"| {depth} | {2 * depth} | {theirs:.1f} | {ours:.1f} | {ours / theirs:.2f} |", flush=True)
-        record(given, title="compile", tensors=2 * depth, baseline="torch.compile(model)", seconds=ours, ratio=ours / theirs)
+        print(
+            f"| {depth} | {2 * depth} | {theirs:.1f} | {ours:.1f} | {ours / theirs:.2f} |",
+            flush=True,
+        )
+        record(
+            given,
+            title="compile",
+            tensors=2 * depth,
+            baseline="torch.compile(model)",
+            seconds=ours,
+            ratio=ours / theirs,
+        )
     print()
 
 
@@ -235,10 +276,26 @@ def main() -> None:
     for task in TASKS:
         title = f"{task.title}, {models.describe(task.model())}, {given.dtype}"
         compare(title, eager(task, given), given, task=task.title)
-        compare(f"{title}, max_norm", with_settings(task, given, max_norm=1.0), given, task=task.title, max_norm=1.0)
-        compare(f"{title}, 4 microbatches", with_settings(task, given, microbatches=4), given, task=task.title, microbatches=4)
-    # What the first compilation of a process pays once, finding out about the compiler, is nobody's.
-    compile_seconds(Call(functools.partial(torch.compile(torch.sin), torch.ones(8, device=given.device))), given.device)
+        compare(
+            f"{title}, max_norm",
+            with_settings(task, given, max_norm=1.0),
+            given,
+            task=task.title,
+            max_norm=1.0,
+        )
+        compare(
+            f"{title}, 4 microbatches",
+            with_settings(task, given, microbatches=4),
+            given,
+            task=task.title,
+            microbatches=4,
+        )
+    # What the first compilation of a process pays once, finding out about the compiler, is
+    # nobody's.
+    compile_seconds(
+        Call(functools.partial(torch.compile(torch.sin), torch.ones(8, device=given.device))),
+        given.device,
+    )
     for task in [*COMPILED, *TASKS[1:]] if given.slow else COMPILED:
         torch.compiler.reset()
         title = f"{task.title}, {models.describe(task.model())}, {given.dtype}, torch.compile"

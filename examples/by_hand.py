@@ -1,4 +1,5 @@
-"""The step of `train_step` written out with the small functions only: float16 compute, float32 masters, dynamic loss scale.
+"""The step of `train_step` written out with the small functions only: float16 compute, float32
+masters, dynamic loss scale.
 
 First one batch a step, then the same with four microbatches a step.
 """
@@ -12,7 +13,11 @@ import purescale as ps
 images, labels = (torch.as_tensor(part) for part in load_digits(return_X_y=True))
 dataset = torch.utils.data.TensorDataset(images.float().reshape(-1, 1, 8, 8) / 16, labels)
 model = torch.nn.Sequential(
-    torch.nn.Conv2d(1, 16, 3), torch.nn.BatchNorm2d(16), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(16 * 36, 10)
+    torch.nn.Conv2d(1, 16, 3),
+    torch.nn.BatchNorm2d(16),
+    torch.nn.ReLU(),
+    torch.nn.Flatten(),
+    torch.nn.Linear(16 * 36, 10),
 )
 
 # -- the loop
@@ -30,7 +35,9 @@ def scaled_loss(params, buffers, scaler, x, y):
 
 
 for x, y in torch.utils.data.DataLoader(dataset, batch_size=64, shuffle=True, drop_last=True):
-    grads, (_, (loss, new_buffers)) = torch.func.grad_and_value(scaled_loss, has_aux=True)(params, buffers, scaler, x, y)
+    grads, (_, (loss, new_buffers)) = torch.func.grad_and_value(scaled_loss, has_aux=True)(
+        params, buffers, scaler, x, y
+    )
     grads, found_inf = ps.unscale_and_check(scaler, grads)
     grads, norm = ps.clip_by_global_norm(grads, max_norm=1.0)
     params, opt_state = ps.maybe_step(optimizer, params, grads, opt_state, found_inf)
@@ -39,14 +46,17 @@ for x, y in torch.utils.data.DataLoader(dataset, batch_size=64, shuffle=True, dr
 # -- the end of the loop
 
 print(
-    f"loss {loss.item():.3f}, scale 2**{scaler.scale.log2().item():.0f}, {opt_state.applied.item()} steps applied of {len(dataset) // 64}"
+    f"loss {loss.item():.3f}, scale 2**{scaler.scale.log2().item():.0f}, "
+    f"{opt_state.applied.item()} steps applied of {len(dataset) // 64}"
 )
 
 # -- the loop, accumulating
 microbatches = torch.utils.data.DataLoader(dataset, batch_size=16, shuffle=True)
 accum, new_buffers = ps.init_accum(params), buffers
 for index, (x, y) in enumerate(microbatches):
-    grads, (_, (loss, new_buffers)) = torch.func.grad_and_value(scaled_loss, has_aux=True)(params, new_buffers, scaler, x, y)
+    grads, (_, (loss, new_buffers)) = torch.func.grad_and_value(scaled_loss, has_aux=True)(
+        params, new_buffers, scaler, x, y
+    )
     grads, found_inf = ps.unscale_and_check(scaler, grads)
     accum = ps.accumulate_grads(accum, grads, weight=len(x), found_inf=found_inf)
     if ps.accumulation_window(index, every=4, total=len(microbatches)).should_update:
@@ -58,4 +68,7 @@ for index, (x, y) in enumerate(microbatches):
         accum = ps.init_accum(params)
 # -- the end of the accumulating loop
 
-print(f"loss {loss.item():.3f}, {opt_state.applied.item()} steps applied after {len(microbatches)} more microbatches")
+print(
+    f"loss {loss.item():.3f}, {opt_state.applied.item()} steps applied after {len(microbatches)} "
+    "more microbatches"
+)

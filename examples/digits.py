@@ -1,7 +1,9 @@
-"""Train one small residual net three times on real images: float32, float16 through purescale, float16 through GradScaler.
+"""Train one small residual net three times on real images: float32, float16 through purescale,
+float16 through GradScaler.
 
-Run `make demo`. Prints a table and writes digits.png: loss and scale over the steps, skipped steps marked. Then the test
-accuracy of a net that has seen a few small batches, with the running statistics of BatchNorm and with precise ones.
+Run `make demo`. Prints a table and writes digits.png: loss and scale over the steps, skipped steps
+marked. Then the test accuracy of a net that has seen a few small batches, with the running
+statistics of BatchNorm and with precise ones.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ import purescale as ps
 BATCH = 64
 LEARNING_RATE = 2e-3
 INIT_SCALE = 2.0**24  # far too high for float16, so that the first steps overflow
-GROWTH_INTERVAL = 60  # far shorter than the usual 2000, so that the scale is seen to grow and overflow again
+GROWTH_INTERVAL = (
+    60  # far shorter than the usual 2000, so that the scale is seen to grow and overflow again
+)
 
 
 class Block(nn.Module):
@@ -73,7 +77,9 @@ class Data(NamedTuple):
 def load() -> Data:
     images, labels = load_digits(return_X_y=True)
     split = train_test_split(images, labels, test_size=0.25, random_state=0, stratify=labels)
-    train_x, test_x = (torch.tensor(x, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16 for x in split[:2])
+    train_x, test_x = (
+        torch.tensor(x, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16 for x in split[:2]
+    )
     train_y, test_y = (torch.tensor(y) for y in split[2:])
     return Data(train_x, test_x, train_y, test_y)
 
@@ -81,7 +87,9 @@ def load() -> Data:
 def batches(data: Data, epochs: int, title: str) -> Iterator[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(1)
     steps = epochs * (len(data.train_x) // BATCH)
-    with tqdm(total=steps, desc=f"{title:22}", unit="step", disable=None) as bar:  # None: off where there is no terminal
+    with tqdm(
+        total=steps, desc=f"{title:22}", unit="step", disable=None
+    ) as bar:  # None: off where there is no terminal
         for _ in range(epochs):
             order = torch.randperm(len(data.train_x), generator=generator)
             for index in order.split(BATCH):
@@ -117,12 +125,17 @@ def with_purescale(title: str, policy: str, rule: object, data: Data, epochs: in
     infos = []
     start = time.perf_counter()
     for batch in batches(data, epochs, title):
-        state, info = ps.train_step(state, [batch], loss_fn=loss_fn, optimizer=optimizer, rule=rule, donate=True)
+        state, info = ps.train_step(
+            state, [batch], loss_fn=loss_fn, optimizer=optimizer, rule=rule, donate=True
+        )
         infos.append(info)
     seconds = time.perf_counter() - start
 
     logits, _ = apply(state.params, state.buffers, data.test_x, train=False)
-    losses, scales, skipped = (torch.stack([getattr(info, name) for info in infos]) for name in ("loss", "scale", "found_inf"))
+    losses, scales, skipped = (
+        torch.stack([getattr(info, name) for info in infos])
+        for name in ("loss", "scale", "found_inf")
+    )
     return Run(title, losses, scales, skipped, accuracy(logits, data.test_y), seconds)
 
 
@@ -149,11 +162,20 @@ def with_grad_scaler(title: str, data: Data, epochs: int) -> Run:
     model.eval()
     with torch.no_grad(), torch.autocast("cpu", torch.float16):
         logits = model(data.test_x)
-    return Run(title, torch.stack(losses), torch.tensor(scales[:-1]), skipped, accuracy(logits, data.test_y), seconds)
+    return Run(
+        title,
+        torch.stack(losses),
+        torch.tensor(scales[:-1]),
+        skipped,
+        accuracy(logits, data.test_y),
+        seconds,
+    )
 
 
 def small_batches(data: Data, steps: int = 60, size: int = 4) -> dict[str, float]:
-    """Test accuracy after a few steps at a small batch size: with running statistics, and with those of `precise_bn`."""
+    """Test accuracy after a few steps at a small batch size: with running statistics, and with
+    those of `precise_bn`.
+    """
     apply, params, buffers = ps.make_functional(make_model())
     optimizer, rule = ps.from_torch(torch.optim.AdamW, lr=LEARNING_RATE), ps.NoScale()
 
@@ -164,22 +186,31 @@ def small_batches(data: Data, steps: int = 60, size: int = 4) -> dict[str, float
     state = ps.init_train_state(params, buffers, optimizer, rule)
     order = torch.randperm(len(data.train_x), generator=torch.Generator().manual_seed(1))
     for index in order[: steps * size].split(size):
-        state, _ = ps.train_step(state, [index], loss_fn=loss_fn, optimizer=optimizer, rule=rule, donate=True)
+        state, _ = ps.train_step(
+            state, [index], loss_fn=loss_fn, optimizer=optimizer, rule=rule, donate=True
+        )
 
     loader = data.train_x.split(128)
     kinds = {
         "running averages": state.buffers,
         "precise_bn": ps.precise_bn(apply, state.params, state.buffers, loader),
-        "precise_bn, sequential": ps.precise_bn(apply, state.params, state.buffers, loader, normalize="sequential"),
+        "precise_bn, sequential": ps.precise_bn(
+            apply, state.params, state.buffers, loader, normalize="sequential"
+        ),
     }
-    return {kind: accuracy(apply(state.params, b, data.test_x, train=False)[0], data.test_y) for kind, b in kinds.items()}
+    return {
+        kind: accuracy(apply(state.params, b, data.test_x, train=False)[0], data.test_y)
+        for kind, b in kinds.items()
+    }
 
 
 def table(runs: list[Run]) -> str:
     rows = [f"{'':24}{'test accuracy':>14}{'skipped':>9}{'final scale':>13}{'seconds':>9}"]
     for run in runs:
         scale = f"2**{run.scales[-1].log2().item():.0f}"
-        rows.append(f"{run.title:24}{run.accuracy:14.4f}{run.skipped.sum().item():9d}{scale:>13}{run.seconds:9.1f}")
+        rows.append(
+            f"{run.title:24}{run.accuracy:14.4f}{run.skipped.sum().item():9d}{scale:>13}{run.seconds:9.1f}"
+        )
     return "\n".join(rows)
 
 
@@ -190,9 +221,21 @@ def picture(runs: list[Run], path: Path) -> None:
         top.plot(run.losses, color=color, linewidth=1, alpha=0.8, label=run.title)
         if run.skipped.any():
             steps = run.skipped.nonzero().flatten()
-            bottom.plot(run.scales.log2(), color=color, linewidth=1.5, drawstyle="steps-post", alpha=0.8)
-            bottom.plot(steps, run.scales.log2()[steps], "x", color=color, label=f"{run.title}: {len(steps)} steps skipped")
-    top.set(ylabel="training loss", yscale="log", title="scikit-learn digits, a residual net with BatchNorm")
+            bottom.plot(
+                run.scales.log2(), color=color, linewidth=1.5, drawstyle="steps-post", alpha=0.8
+            )
+            bottom.plot(
+                steps,
+                run.scales.log2()[steps],
+                "x",
+                color=color,
+                label=f"{run.title}: {len(steps)} steps skipped",
+            )
+    top.set(
+        ylabel="training loss",
+        yscale="log",
+        title="scikit-learn digits, a residual net with BatchNorm",
+    )
     bottom.set(ylabel="log2 of the loss scale", xlabel="step")
     top.legend(loc="upper right")
     bottom.legend(loc="upper right")

@@ -1,4 +1,5 @@
-"""A sweep of learning rates as an ensemble: eight nets, each with its own rate and loss scale, in one compiled step.
+"""A sweep of learning rates as an ensemble: eight nets, each with its own rate and loss scale, in
+one compiled step.
 
 Then one of them again, alone, with torch's own AdamW: the same numbers.
 """
@@ -44,7 +45,9 @@ ensemble = pytree.tree_map(lambda *members: torch.stack(members), *states)
 # -- every member sees the same batch
 every = torch.compile(torch.vmap(step, in_dims=(0, None)), fullgraph=True)
 
-batches = [(images[train][at : at + 50], labels[train][at : at + 50]) for at in range(0, 1500, 50)] * 4
+batches = [
+    (images[train][at : at + 50], labels[train][at : at + 50]) for at in range(0, 1500, 50)
+] * 4
 for batch in batches:
     ensemble, info = every(ensemble, batch)
 
@@ -62,4 +65,7 @@ for x, y in batches:
     loss = F.cross_entropy(model(x), y)
     loss.backward()
     alone.step()
-print(f"rate {rates[member]:.5f} alone with torch.optim.AdamW: loss {loss.item():.4f}, in the ensemble {info.loss[member].item():.4f}")
+print(
+    f"rate {rates[member]:.5f} alone with torch.optim.AdamW: loss {loss.item():.4f}, in the "
+    f"ensemble {info.loss[member].item():.4f}"
+)

@@ -1,7 +1,8 @@
 """Training code of MMEngine and mmpose beside the same in purescale, and the numbers of both.
 
-Run `make conformance` once, which installs mmengine, then `.venv/bin/python examples/from_mmengine.py`. mmpose's hook is written
-out with its own steps, since mmpose needs an older torch; apex needs a compiler, and is one line: see `ApexOptimWrapper` below.
+Run `make conformance` once, which installs mmengine, then
+`.venv/bin/python examples/from_mmengine.py`. mmpose's hook is written out with its own steps, since
+mmpose needs an older torch; apex needs a compiler, and is one line: see `ApexOptimWrapper` below.
 """
 
 import warnings
@@ -44,7 +45,11 @@ def windows(every: int):
 
 def old_optim_wrapper():
     model = make_model()
-    wrapper = OptimWrapper(torch.optim.AdamW(model.parameters(), lr=0.01), accumulative_counts=3, clip_grad={"max_norm": 0.5})
+    wrapper = OptimWrapper(
+        torch.optim.AdamW(model.parameters(), lr=0.01),
+        accumulative_counts=3,
+        clip_grad={"max_norm": 0.5},
+    )
     wrapper.initialize_count_status(model, 0, len(MICROBATCHES))
     for x, y in MICROBATCHES:
         with wrapper.optim_context(model):
@@ -58,7 +63,9 @@ def new_optim_wrapper():
     optimizer, rule = ps.from_torch(torch.optim.AdamW, lr=0.01), ps.NoScale()
     state = ps.init_train_state(params, buffers, optimizer, rule)
     for window in windows(every=3):
-        state, _ = ps.train_step(state, window, loss_fn=loss_fn_of(apply), optimizer=optimizer, rule=rule, max_norm=0.5)
+        state, _ = ps.train_step(
+            state, window, loss_fn=loss_fn_of(apply), optimizer=optimizer, rule=rule, max_norm=0.5
+        )
     return state.params
 
 
@@ -68,30 +75,46 @@ def new_optim_wrapper():
 def old_amp_optim_wrapper():
     model = make_model()
     # It wants a GPU; the scaler of the CPU has the same rule.
-    with mock.patch("mmengine.optim.optimizer.amp_optimizer_wrapper.is_cuda_available", return_value=True), warnings.catch_warnings():
+    with (
+        mock.patch(
+            "mmengine.optim.optimizer.amp_optimizer_wrapper.is_cuda_available", return_value=True
+        ),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
-        wrapper = AmpOptimWrapper(optimizer=torch.optim.SGD(model.parameters(), lr=0.1), accumulative_counts=2)
+        wrapper = AmpOptimWrapper(
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1), accumulative_counts=2
+        )
     wrapper.loss_scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=3)
     wrapper.initialize_count_status(model, 0, len(MICROBATCHES))
     for x, y in MICROBATCHES:
         with torch.autocast("cpu", torch.float16):
             loss = F.cross_entropy(model(x).float(), y)
         wrapper.update_params(loss)
-    return {**dict(model.named_parameters()), "the scale": torch.tensor(wrapper.loss_scaler.get_scale())}
+    return {
+        **dict(model.named_parameters()),
+        "the scale": torch.tensor(wrapper.loss_scaler.get_scale()),
+    }
 
 
 def new_amp_optim_wrapper():
     apply, params, buffers = ps.make_functional(make_model())
     apply = ps.with_policy(apply, "params=float32,compute=autocast(float16),output=float32")
-    optimizer, rule = ps.from_torch(torch.optim.SGD, lr=0.1), ps.DynamicScale(init_scale=2.0**24, growth_interval=3)
+    optimizer, rule = (
+        ps.from_torch(torch.optim.SGD, lr=0.1),
+        ps.DynamicScale(init_scale=2.0**24, growth_interval=3),
+    )
     state = ps.init_train_state(params, buffers, optimizer, rule)
     for window in windows(every=2):
-        state, _ = ps.train_step(state, window, loss_fn=loss_fn_of(apply), optimizer=optimizer, rule=rule)
+        state, _ = ps.train_step(
+            state, window, loss_fn=loss_fn_of(apply), optimizer=optimizer, rule=rule
+        )
     return {**state.params, "the scale": state.scaler.scale}
 
 
 # ---- ApexOptimWrapper(opt_level="O2") is the policy and the rule of that level in the step above:
-#      policy "params=float32,compute=float16,output=float32" (masters, norms in float32) and DynamicScale(init_scale=2.0**16)
+# policy "params=float32,compute=float16,output=float32" (masters, norms in float32) and
+# DynamicScale(init_scale=2.0**16)
 
 
 # ---- Fp16OptimizerHook of mmpose: a half model, float32 masters, a static scale
@@ -121,7 +144,9 @@ def new_fp16_optimizer_hook():
     optimizer, rule = ps.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9), ps.StaticScale(512.0)
     state = ps.init_train_state(params, buffers, optimizer, rule)
     for batch in MICROBATCHES:
-        state, _ = ps.train_step(state, [batch], loss_fn=loss_fn_of(apply), optimizer=optimizer, rule=rule, max_norm=0.5)
+        state, _ = ps.train_step(
+            state, [batch], loss_fn=loss_fn_of(apply), optimizer=optimizer, rule=rule, max_norm=0.5
+        )
     return state.params
 
 

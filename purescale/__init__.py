@@ -1,8 +1,9 @@
-"""A mixed-precision training step as a value: pure functions over immutable pytrees of tensors. In the order of a step:
+"""A mixed-precision training step as a value: pure functions over immutable pytrees of tensors. In
+the order of a step:
 
 A module as a function:
-    make_functional       a module as `apply(params, buffers, *args)`, its parameters and its buffers
-    load_into             parameters and buffers copied back into a module
+    make_functional a module as `apply(params, buffers, *args)`, its parameters and its buffers
+    load_into parameters and buffers copied back into a module
 
 What runs in which dtype:
     Policy                dtypes of parameters, computation, output and norms

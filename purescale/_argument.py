@@ -14,7 +14,9 @@ CURE = "A parameter is an argument here. Cure: compute with a changed copy in fo
 
 
 class Argument(ParameterLike):
-    """A parameter as a forward sees it: in its memory and on its graph, but refusing to be written into."""
+    """A parameter as a forward sees it: in its memory and on its graph, but refusing to be written
+    into.
+    """
 
     at: str
     reads: list[Tensor]
@@ -23,7 +25,8 @@ class Argument(ParameterLike):
         return argument(self.at, super().detach())
 
     def _read(self) -> Tensor:
-        # Versions do not count what is written through the real `.data`, and in inference mode nothing.
+        # Versions do not count what is written through the real `.data`, and in inference mode
+        # nothing.
         with torch.inference_mode(False):
             read = super().detach().clone()
         if not torch.compiler.is_compiling():
@@ -38,19 +41,29 @@ class Argument(ParameterLike):
 
 def _refusing(method: str) -> Callable[..., Any]:
     def refuse(self: Argument, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(f"the forward would write into its parameter {self.at} (`{method}`). {CURE}")
+        raise RuntimeError(
+            f"the forward would write into its parameter {self.at} (`{method}`). {CURE}"
+        )
 
     return refuse
 
 
 for _name in dir(Tensor):
-    _operator = _name.startswith("__i") and hasattr(Tensor, f"__{_name[3:]}")  # __iadd__, and not __iter__
-    if _operator or _name == "__setitem__" or (_name.endswith("_") and not _name.startswith("_") and _name != "requires_grad_"):
+    _operator = _name.startswith("__i") and hasattr(
+        Tensor, f"__{_name[3:]}"
+    )  # __iadd__, and not __iter__
+    if (
+        _operator
+        or _name == "__setitem__"
+        or (_name.endswith("_") and not _name.startswith("_") and _name != "requires_grad_")
+    ):
         setattr(Argument, _name, _refusing(_name))
 
 
 def argument(name: str, tensor: Tensor) -> Tensor:
-    """`tensor` as an `Argument`, known to errors by `name`; one of a class of its own stays what it is."""
+    """`tensor` as an `Argument`, known to errors by `name`; one of a class of its own stays what it
+    is.
+    """
     if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
         return tensor
     alias = tensor.as_subclass(Argument)

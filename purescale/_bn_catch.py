@@ -26,15 +26,48 @@ class Call(NamedTuple):
 
 
 _SIGNATURES: dict[Any, tuple[str, ...]] = {
-    F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
-    torch.batch_norm: ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn_enabled"),
+    F.batch_norm: (
+        "input",
+        "running_mean",
+        "running_var",
+        "weight",
+        "bias",
+        "training",
+        "momentum",
+        "eps",
+    ),
+    torch.batch_norm: (
+        "input",
+        "weight",
+        "bias",
+        "running_mean",
+        "running_var",
+        "training",
+        "momentum",
+        "eps",
+        "cudnn_enabled",
+    ),
 }
 
 
-# What draws random numbers in training: the argument that says so, where it stands, and its value at eval.
+# What draws random numbers in training: the argument that says so, where it stands, and its value
+# at eval.
 _RANDOM: dict[Any, tuple[int, str, Any]] = {
-    **dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout), (2, "training", False)),
-    **dict.fromkeys((torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout), (2, "train", False)),
+    **dict.fromkeys(
+        (
+            F.dropout,
+            F.dropout1d,
+            F.dropout2d,
+            F.dropout3d,
+            F.alpha_dropout,
+            F.feature_alpha_dropout,
+        ),
+        (2, "training", False),
+    ),
+    **dict.fromkeys(
+        (torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout),
+        (2, "train", False),
+    ),
     F.rrelu: (3, "training", False),
     F.scaled_dot_product_attention: (4, "dropout_p", 0.0),
     F.multi_head_attention_forward: (13, "training", False),
@@ -44,9 +77,10 @@ _RANDOM: dict[Any, tuple[int, str, Any]] = {
 class CatchBatchNorm(TorchFunctionMode):
     """Puts what each batch norm in train mode was given into `calls`.
 
-    `evaluating`: for statistics to be used at eval. Running statistics are left alone, half inputs computed in float32, dropout
-    is off, a single value a channel is taken, SyncBatchNorm is local, and the first `settled` calls normalise with their
-    running statistics. Otherwise everything is as without the mode.
+    `evaluating`: for statistics to be used at eval. Running statistics are left alone, half inputs
+    computed in float32, dropout is off, a single value a channel is taken, SyncBatchNorm is local,
+    and the first `settled` calls normalise with their running statistics. Otherwise everything is
+    as without the mode.
     """
 
     def __init__(self, evaluating: bool, settled: int = 0) -> None:
@@ -61,7 +95,13 @@ class CatchBatchNorm(TorchFunctionMode):
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.copy_ or func is Tensor.clone:
             return self._followed(func, args, kwargs)
@@ -78,12 +118,17 @@ class CatchBatchNorm(TorchFunctionMode):
         return self._batch_norm(**given)
 
     def _followed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Follow running statistics: a policy casts them and stores them back, a second `apply` clones those of the first."""
+        """Follow running statistics: a policy casts them and stores them back, a second `apply`
+        clones those of the first.
+        """
         out = func(*args, **kwargs)
         if func is Tensor.clone and any(call.running_mean is args[0] for call in self.calls):
             self.clones.append((args[0], out))
         if func is Tensor.copy_ and len(args) > 1:
-            self.calls = [call._replace(running_mean=args[0]) if call.running_mean is args[1] else call for call in self.calls]
+            self.calls = [
+                call._replace(running_mean=args[0]) if call.running_mean is args[1] else call
+                for call in self.calls
+            ]
         return out
 
     def _batch_norm(
@@ -110,7 +155,10 @@ class CatchBatchNorm(TorchFunctionMode):
             return _normalized(x, w, b, *frozen, training, momentum, eps).to(input.dtype)
 
         values = input.numel() // input.shape[1]
-        mean, var = torch.zeros_like(running_mean, dtype=kept), torch.zeros_like(running_var, dtype=kept)
+        mean, var = (
+            torch.zeros_like(running_mean, dtype=kept),
+            torch.zeros_like(running_var, dtype=kept),
+        )
         if len(self.calls) < self.settled:
             mean, var = torch.aminmax(x.detach())  # only whether they are finite will be asked
             out = _normalized(x, w, b, *frozen, False, momentum, eps)
@@ -118,7 +166,8 @@ class CatchBatchNorm(TorchFunctionMode):
             mean = x.detach().reshape(-1).clone()
             out = _normalized(x, w, b, mean, var, False, momentum, eps)
         else:
-            # With a momentum of 1 the statistics of this batch come out beside its result, at no cost.
+            # With a momentum of 1 the statistics of this batch come out beside its result, at no
+            # cost.
             out = _normalized(x, w, b, mean, var, True, 1.0, eps)
         if not self.evaluating:
             for running, now in ((running_mean, mean), (running_var, var)):
@@ -127,9 +176,14 @@ class CatchBatchNorm(TorchFunctionMode):
         return out.to(input.dtype)
 
 
-def _normalized(x: Tensor, w: Any, b: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float) -> Tensor:
-    # Not by the names that are caught: a forward compiled by the backend "eager" runs this while the mode is still on.
-    out: Tensor = torch.ops.aten.batch_norm.default(x, w, b, mean, var, training, momentum, eps, torch.backends.cudnn.enabled)
+def _normalized(
+    x: Tensor, w: Any, b: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
+) -> Tensor:
+    # Not by the names that are caught: a forward compiled by the backend "eager" runs this while
+    # the mode is still on.
+    out: Tensor = torch.ops.aten.batch_norm.default(
+        x, w, b, mean, var, training, momentum, eps, torch.backends.cudnn.enabled
+    )
     return out
 
 
@@ -140,12 +194,15 @@ def _to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 def calls_of(
     apply: ApplyFn, params: Tensors, buffers: Tensors, args: Any, kwargs: Any, settled: int = 0
 ) -> tuple[Any, list[tuple[str, Call]]]:
-    """One forward for statistics to be used at eval: what it returned, and the calls of its batch norms with their layers."""
+    """One forward for statistics to be used at eval: what it returned, and the calls of its batch
+    norms with their layers.
+    """
     with torch.no_grad(), CatchBatchNorm(evaluating=True, settled=settled) as caught:
         returned = apply(params, buffers, *args, **kwargs)
     if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)):
         raise TypeError(
-            f"apply returned {type(returned).__name__}; expected (out, new_buffers). Cure: apply, params, buffers = make_functional(model)."
+            f"apply returned {type(returned).__name__}; expected (out, new_buffers). Cure: apply, "
+            "params, buffers = make_functional(model)."
         )
     return returned[0], named_calls(caught, returned[1])
 
@@ -153,7 +210,8 @@ def calls_of(
 def named_calls(caught: CatchBatchNorm, new_buffers: Tensors) -> list[tuple[str, Call]]:
     """Each call with the name of its layer, known by the identity of its running mean.
 
-    What has no name is refused where statistics are gathered. In training it is a batch norm with statistics of its own.
+    What has no name is refused where statistics are gathered. In training it is a batch norm with
+    statistics of its own.
     """
     named = []
     layers = [(name, new_buffers[key_of(name, "running_mean")]) for name in layers_of(new_buffers)]
@@ -166,8 +224,9 @@ def named_calls(caught: CatchBatchNorm, new_buffers: Tensors) -> list[tuple[str,
             named.append((found, call))
         elif caught.evaluating:
             raise ValueError(
-                "a batch norm was given running statistics that are not among the new_buffers of apply, so its layer cannot be known. "
-                "Likely cause: new_buffers were copied or cast on the way out. Cure: return them as they are, or use make_functional."
+                "a batch norm was given running statistics that are not among the new_buffers of "
+                "apply, so its layer cannot be known. Likely cause: new_buffers were copied or "
+                "cast on the way out. Cure: return them as they are, or use make_functional."
             )
     return named
 
@@ -179,5 +238,9 @@ def key_of(name: str, buffer: str) -> str:
 
 def layers_of(buffers: Tensors) -> list[str]:
     """The layers that keep running statistics."""
-    names = [key.removesuffix("running_mean").removesuffix(".") for key in buffers if key.split(".")[-1] == "running_mean"]
+    names = [
+        key.removesuffix("running_mean").removesuffix(".")
+        for key in buffers
+        if key.split(".")[-1] == "running_mean"
+    ]
     return [name for name in names if key_of(name, "running_var") in buffers]

@@ -1,4 +1,6 @@
-"""A tree of tensors as a plain dict, and as a file that is written whole or not at all and read without running anything."""
+"""A tree of tensors as a plain dict, and as a file that is written whole or not at all and read
+without running anything.
+"""
 
 from __future__ import annotations
 
@@ -32,18 +34,21 @@ _SOUND = 0x2144DF1C  # the CRC-32 of anything that ends with its CRC-32
 
 
 def to_state_dict(tree: Tree) -> dict[str, Any]:
-    """Equal to `{"purescale_version": tensor(1), "tree": {...}}`: `tree` as nested dicts of tensors with string keys.
+    """Equal to `{"purescale_version": tensor(1), "tree": {...}}`: `tree` as nested dicts of tensors
+    with string keys.
 
-    A field of a NamedTuple stands under its name, an item of a list or tuple under its position, one of a dict under its
-    key: `d["tree"]["opt_state"]["slots"]["conv.weight"]["exp_avg"]`. `None` and containers without a tensor are left out;
-    `from_state_dict` takes them from `like`.
+    A field of a NamedTuple stands under its name, an item of a list or tuple under its position,
+    one of a dict under its key: `d["tree"]["opt_state"]["slots"]["conv.weight"]["exp_avg"]`. `None`
+    and containers without a tensor are left out; `from_state_dict` takes them from `like`.
 
     The tensors are those of `tree`, off the graph and in the same memory, so that
-    `torch.distributed.checkpoint.load(d, checkpoint_id=...)` loads in place, into a tree that you give up. It casts where
-    dtypes differ and passes over what `d` has not, before `from_state_dict` can see it. The version is a tensor too, since
-    it restores anything else in a dict by running a pickle.
+    `torch.distributed.checkpoint.load(d, checkpoint_id=...)` loads in place, into a tree that you
+    give up. It casts where dtypes differ and passes over what `d` has not, before `from_state_dict`
+    can see it. The version is a tensor too, since it restores anything else in a dict by running a
+    pickle.
 
-    Raises `TypeError` for a leaf that is no tensor, `ValueError` where two keys of a dict are one string.
+    Raises `TypeError` for a leaf that is no tensor, `ValueError` where two keys of a dict are one
+    string.
 
     >>> from purescale import StaticScale
     >>> to_state_dict(StaticScale(8.0).init())["tree"]["scale"]
@@ -56,14 +61,18 @@ def to_state_dict(tree: Tree) -> dict[str, Any]:
 
 def _to_state_dict(tree: Tree, name: str) -> dict[str, Any]:
     d: dict[str, Any] = {_VERSION_KEY: torch.tensor(_VERSION, device="cpu")}
-    for index, (keys, leaf) in enumerate(zip(_tree.keys(tree), _tree.flatten(tree)[0], strict=True)):
+    for index, (keys, leaf) in enumerate(
+        zip(_tree.keys(tree), _tree.flatten(tree)[0], strict=True)
+    ):
         if leaf is None:
             continue
         if not isinstance(leaf, Tensor) or leaf.is_nested or leaf.is_mkldnn:
             raise TypeError(
-                f"{_tree.paths(tree, name)[index]} is {_kind(leaf)}; a checkpoint holds dense, sparse and distributed tensors. Cure: "
-                f"`torch.tensor(...)` of a number, `.to_dense()` of a tensor in mkldnn's layout; settings belong to the code that makes "
-                f"the state. dict, list, tuple and NamedTuple are looked into, other containers are not."
+                f"{_tree.paths(tree, name)[index]} is {_kind(leaf)}; a checkpoint holds dense, "
+                "sparse and distributed tensors. Cure: `torch.tensor(...)` of a number, "
+                "`.to_dense()` of a tensor in mkldnn's layout; settings belong to the code that "
+                "makes the state. dict, list, tuple and NamedTuple are looked into, other "
+                "containers are not."
             )
         node: Any = d
         *outer, last = ("tree", *keys)
@@ -71,8 +80,9 @@ def _to_state_dict(tree: Tree, name: str) -> dict[str, Any]:
             node = node.setdefault(key, {}) if isinstance(node, dict) else None
         if not isinstance(node, dict) or last in node:
             raise ValueError(
-                f"{_tree.paths(tree, name)[index]} has the name of another leaf, {'.'.join(keys)!r}. Likely cause: a dict with a key "
-                f"and its string, such as 0 and '0'. Cure: rename one."
+                f"{_tree.paths(tree, name)[index]} has the name of another leaf, "
+                f"{'.'.join(keys)!r}. Likely cause: a dict with a key and its string, such as 0 "
+                "and '0'. Cure: rename one."
             )
         node[last] = _tree.off_graph(leaf)
     d.setdefault("tree", {})
@@ -80,15 +90,16 @@ def _to_state_dict(tree: Tree, name: str) -> dict[str, Any]:
 
 
 def from_state_dict(d: Mapping[str, Any], like: Tree) -> Tree:
-    """Reads the version on the host. Equal to `tree` where `d = to_state_dict(tree)`, in fresh memory, on the devices of `like`.
+    """Reads the version on the host. Equal to `tree` where `d = to_state_dict(tree)`, in fresh
+    memory, on the devices of `like`.
 
-    `like` is any tree of the structure, shapes and dtypes of the one that was saved, such as a new state; its values are not
-    looked at. What it has in containers, `None` and empty ones, the result has too: `d` knows names, not types. The result
-    shares memory with neither, and is off the graph. Values are not judged: NaN is loaded as NaN. The one number read is
-    the version.
+    `like` is any tree of the structure, shapes and dtypes of the one that was saved, such as a new
+    state; its values are not looked at. What it has in containers, `None` and empty ones, the
+    result has too: `d` knows names, not types. The result shares memory with neither, and is off
+    the graph. Values are not judged: NaN is loaded as NaN. The one number read is the version.
 
-    Raises one `ValueError` that lists what is missing, what is too much, and where type, shape, dtype, layout or version
-    differ, before anything is copied.
+    Raises one `ValueError` that lists what is missing, what is too much, and where type, shape,
+    dtype, layout or version differ, before anything is copied.
 
     >>> from purescale import StaticScale
     >>> d = to_state_dict(StaticScale(8.0).init())
@@ -105,29 +116,40 @@ def _from_state_dict(name: str, d: Any, like: Tree, *, donate: bool) -> Tree:
     _check_version(name, d, expected[_VERSION_KEY])
     _check_equal(name, d, expected)
     leaves, structure = _tree.flatten(like)
-    found = [None if leaf is None else _tree.off_graph(_at(d["tree"], keys)) for keys, leaf in zip(_tree.keys(like), leaves, strict=True)]
-    # Two leaves of a file may stand in one piece of memory, as tied weights do: a later donation of the one would reach the other.
+    found = [
+        None if leaf is None else _tree.off_graph(_at(d["tree"], keys))
+        for keys, leaf in zip(_tree.keys(like), leaves, strict=True)
+    ]
+    # Two leaves of a file may stand in one piece of memory, as tied weights do: a later donation of
+    # the one would reach the other.
     mine = _tree.writable(found) if donate else [False] * len(found)
     return structure.unflatten(
-        [None if leaf is None else leaf.to(old.device, copy=not own) for leaf, old, own in zip(found, leaves, mine, strict=True)]
+        [
+            None if leaf is None else leaf.to(old.device, copy=not own)
+            for leaf, old, own in zip(found, leaves, mine, strict=True)
+        ]
     )
 
 
 def save(path: Path, tree: Tree) -> None:
-    """Syncs with the host and with the disk. Equal to `torch.save(to_state_dict(tree), path)` with a checksum, whole or not at all.
+    """Syncs with the host and with the disk. Equal to `torch.save(to_state_dict(tree), path)` with
+    a checksum, whole or not at all.
 
-    A kill, a full disk or an error at any moment leaves the old file or the new one. Once the call is back the new one
-    survives a power failure too, where the disk can sync a directory and this user may read it. It is written beside
-    `path`, as `.purescale-*.tmp`, synced, and renamed. Only a kill leaves such a file behind: it is harmless, and a later
-    save into that directory removes those that nobody wrote to for an hour.
+    A kill, a full disk or an error at any moment leaves the old file or the new one. Once the call
+    is back the new one survives a power failure too, where the disk can sync a directory and this
+    user may read it. It is written beside `path`, as `.purescale-*.tmp`, synced, and renamed. Only
+    a kill leaves such a file behind: it is harmless, and a later save into that directory removes
+    those that nobody wrote to for an hour.
 
-    `path`: `str` or `os.PathLike`; a link is followed. A file that is replaced hands on its permissions, and its owner where
-    this user may give it; a new one has those of any new file. Call it on one rank. `torch.load` reads the file too: the
-    checksum, of every byte, stands in the comment of the zip that `torch.save` writes.
+    `path`: `str` or `os.PathLike`; a link is followed. A file that is replaced hands on its
+    permissions, and its owner where this user may give it; a new one has those of any new file.
+    Call it on one rank. `torch.load` reads the file too: the checksum, of every byte, stands in the
+    comment of the zip that `torch.save` writes.
 
-    Raises `FileNotFoundError` for a missing directory, `ValueError` for a path that is no file, `TypeError` for a `DTensor`,
-    for another subclass of tensors (an `nn.Parameter` is stored as a plain one), for a tensor without values, and for what
-    `to_state_dict` refuses, `OSError` as the disk has it.
+    Raises `FileNotFoundError` for a missing directory, `ValueError` for a path that is no file,
+    `TypeError` for a `DTensor`, for another subclass of tensors (an `nn.Parameter` is stored as a
+    plain one), for a tensor without values, and for what `to_state_dict` refuses, `OSError` as the
+    disk has it.
 
     >>> import tempfile
     >>> from purescale import StaticScale
@@ -151,7 +173,11 @@ def save(path: Path, tree: Tree) -> None:
     allowed = 0o666 if old is None else stat.S_IMODE(old.st_mode)
     try:
         # Never open to more than the file that it will be.
-        with open(temporary, "x+b", opener=lambda name, flags: os.open(name, flags, allowed & 0o666 | 0o600)) as file:
+        with open(
+            temporary,
+            "x+b",
+            opener=lambda name, flags: os.open(name, flags, allowed & 0o666 | 0o600),
+        ) as file:
             _remove_abandoned(folder, temporary)
             if old is not None:
                 _inherit(temporary, target, old)
@@ -168,14 +194,17 @@ def save(path: Path, tree: Tree) -> None:
 
 
 def load(path: Path, like: Tree) -> Tree:
-    """Syncs with the host and the disk. Equal to `from_state_dict(torch.load(path, weights_only=True), like)`: what `save` wrote.
+    """Syncs with the host and the disk. Equal to
+    `from_state_dict(torch.load(path, weights_only=True), like)`: what `save` wrote.
 
-    Nothing in the file is run, whatever it holds. `like` as in `from_state_dict`; its tensors are not written to. Of a file
-    that `save` wrote every byte is checked first; one without a checksum, from `torch.save(to_state_dict(tree), path)` or an
-    older purescale, is loaded with a line to the logger "purescale".
+    Nothing in the file is run, whatever it holds. `like` as in `from_state_dict`; its tensors are
+    not written to. Of a file that `save` wrote every byte is checked first; one without a checksum,
+    from `torch.save(to_state_dict(tree), path)` or an older purescale, is loaded with a line to the
+    logger "purescale".
 
-    Raises `ValueError` for a file that is damaged, with the leaf in which it is; that is truncated or no checkpoint; and for
-    one that does not match `like`, with the paths in which it differs; `OSError` where it cannot be opened.
+    Raises `ValueError` for a file that is damaged, with the leaf in which it is; that is truncated
+    or no checkpoint; and for one that does not match `like`, with the paths in which it differs;
+    `OSError` where it cannot be opened.
 
     >>> import tempfile
     >>> from purescale import StaticScale
@@ -192,26 +221,34 @@ def load(path: Path, like: Tree) -> Tree:
         except Exception as error:
             raise _foreign(name, type(error).__name__) from error
     if not checked:
-        logging.getLogger("purescale").warning("load: %r has no checksum, so whether it is damaged is not known; `save` writes one", name)
+        logging.getLogger("purescale").warning(
+            "load: %r has no checksum, so whether it is damaged is not known; `save` writes one",
+            name,
+        )
     return _from_state_dict(f"torch.load({name!r})", d, like, donate=True)
 
 
-# ---- what differs ----------------------------------------------------------------------------------------------------
+# ---- what differs --------------------------------------------------------------------------------
 
 
 def _check_version(name: str, d: Any, expected: Tensor) -> None:
     version = d.get(_VERSION_KEY) if isinstance(d, Mapping) else None
     if not isinstance(version, Tensor) or _kind(version) != _kind(expected):
-        what = f"has the keys {_tree.some([_key(key) for key in d])}" if isinstance(d, Mapping) else f"is {_kind(d)}"
+        what = (
+            f"has the keys {_tree.some([_key(key) for key in d])}"
+            if isinstance(d, Mapping)
+            else f"is {_kind(d)}"
+        )
         raise ValueError(
-            f"{name} is no state dict of purescale: it {what}, expected {_VERSION_KEY!r} (a 0-d int64 tensor) and 'tree'. Likely cause: "
-            f"the state dict of a module or a torch optimizer. Cure: what `to_state_dict(tree)` returned; for a torch optimizer's, "
-            f"`optimizer.from_state_dict(d, params)`."
+            f"{name} is no state dict of purescale: it {what}, expected {_VERSION_KEY!r} (a 0-d "
+            "int64 tensor) and 'tree'. Likely cause: the state dict of a module or a torch "
+            "optimizer. Cure: what `to_state_dict(tree)` returned; for a torch optimizer's, "
+            "`optimizer.from_state_dict(d, params)`."
         )
     if int(version) != _VERSION:
         raise ValueError(
-            f"{name}[{_VERSION_KEY!r}] is {int(version)}, this purescale reads version {_VERSION}. Likely cause: written by a newer "
-            f"purescale. Cure: `pip install --upgrade purescale`."
+            f"{name}[{_VERSION_KEY!r}] is {int(version)}, this purescale reads version {_VERSION}. "
+            "Likely cause: written by a newer purescale. Cure: `pip install --upgrade purescale`."
         )
 
 
@@ -219,16 +256,22 @@ def _check_equal(name: str, d: Any, expected: dict[str, Any]) -> None:
     differences = list(_differences(name, d, expected))
     if differences:
         kinds = dict.fromkeys(kind for kind, _ in differences)
-        lists = "; ".join(f"{kind}: {_tree.some([where for k, where in differences if k == kind], 20)}" for kind in kinds)
+        lists = "; ".join(
+            f"{kind}: {_tree.some([where for k, where in differences if k == kind], 20)}"
+            for kind in kinds
+        )
         raise ValueError(
-            f"{name} does not match like: {lists}. Likely cause: the state of another model, optimizer or settings than `like`. Cure: make "
-            f"`like` as the saved tree was made, `init_train_state(params, buffers, optimizer, rule, rng)` with the same arguments; change "
-            f"what was loaded afterwards."
+            f"{name} does not match like: {lists}. Likely cause: the state of another model, "
+            "optimizer or settings than `like`. Cure: make `like` as the saved tree was made, "
+            "`init_train_state(params, buffers, optimizer, rule, rng)` with the same arguments; "
+            "change what was loaded afterwards."
         )
 
 
 def _differences(path: str, got: Any, expected: Any) -> Iterator[tuple[str, str]]:
-    """What is wrong with `got` and where; goes only where `expected` goes, since what comes from a file may contain itself."""
+    """What is wrong with `got` and where; goes only where `expected` goes, since what comes from a
+    file may contain itself.
+    """
     if isinstance(got, Mapping) and isinstance(expected, dict):
         for key, child in expected.items():
             if key in got:
@@ -237,13 +280,19 @@ def _differences(path: str, got: Any, expected: Any) -> Iterator[tuple[str, str]
                 yield "missing", f"{path}[{key!r}]"
         yield from (("not in like", f"{path}[{_key(key)}]") for key in got if key not in expected)
     elif isinstance(expected, dict):
-        yield "different", f"{path} is {_kind(got)}, expected a dict of {_tree.some([_key(key) for key in expected])}"
+        yield (
+            "different",
+            f"{path} is {_kind(got)}, expected a dict of "
+            f"{_tree.some([_key(key) for key in expected])}",
+        )
     elif _kind(got) != _kind(expected):
         yield "different", f"{path} is {_kind(got)}, expected {_kind(expected)}"
 
 
 def _kind(value: Any) -> str:
-    """All of a tensor that must agree. Of anything else no more than its type: its repr may be endless, or refused."""
+    """All of a tensor that must agree. Of anything else no more than its type: its repr may be
+    endless, or refused.
+    """
     if not isinstance(value, Tensor):
         return type(value).__name__
     if value.is_nested:
@@ -263,31 +312,37 @@ def _at(node: Any, keys: tuple[str, ...]) -> Any:
     return node
 
 
-# ---- what a file can hold --------------------------------------------------------------------------------------------
+# ---- what a file can hold ------------------------------------------------------------------------
 
 
 def _check_storable(where: str, leaf: Tensor, path: Path) -> None:
     """Refuse what `load` would: it makes plain tensors and runs no code to make others."""
     if isinstance(leaf, DTensor):
         raise TypeError(
-            f"{where} is a DTensor: this rank has a part of it, and one file is written by one rank. "
-            f"Cure: `torch.distributed.checkpoint.save(to_state_dict(tree), checkpoint_id={os.fspath(path)!r})`."
+            f"{where} is a DTensor: this rank has a part of it, and one file is written by one "
+            "rank. Cure: `torch.distributed.checkpoint.save(to_state_dict(tree), "
+            f"checkpoint_id={os.fspath(path)!r})`."
         )
     kind = type(leaf.detach())
     if kind is not Tensor:
         raise TypeError(
-            f"{where} is a {kind.__name__}, a subclass of tensors; a file holds plain ones, since `load` runs no code that it finds "
-            f"there. Cure: `{where}.as_subclass(torch.Tensor)`, or of one that wraps others those others, each with its name."
+            f"{where} is a {kind.__name__}, a subclass of tensors; a file holds plain ones, since "
+            f"`load` runs no code that it finds there. Cure: `{where}.as_subclass(torch.Tensor)`, "
+            "or of one that wraps others those others, each with its name."
         )
     if leaf.is_meta:
-        raise TypeError(f"{where} is {_kind(leaf)}; a file holds values. Cure: `torch.empty_like({where}, device='cpu')`, and fill it.")
+        raise TypeError(
+            f"{where} is {_kind(leaf)}; a file holds values. Cure: `torch.empty_like({where}, "
+            "device='cpu')`, and fill it."
+        )
     try:
         for part in _parts(leaf):
             part.untyped_storage().data_ptr()
     except RuntimeError as error:
         raise TypeError(
-            f"{where} has no memory of its own. Likely cause: `save` inside torch.vmap, torch.func.grad or a trace. "
-            f"Cure: return the state from the transformed function and save it there."
+            f"{where} has no memory of its own. Likely cause: `save` inside torch.vmap, "
+            "torch.func.grad or a trace. Cure: return the state from the transformed function and "
+            "save it there."
         ) from error
 
 
@@ -298,18 +353,28 @@ def _parts(leaf: Tensor) -> list[Tensor]:
     if leaf.layout is torch.sparse_coo:
         return [_torch.indices(leaf), _torch.values(leaf)]
     by_row = leaf.layout in (torch.sparse_csr, torch.sparse_bsr)
-    outer, inner = (leaf.crow_indices(), leaf.col_indices()) if by_row else (leaf.ccol_indices(), leaf.row_indices())
+    outer, inner = (
+        (leaf.crow_indices(), leaf.col_indices())
+        if by_row
+        else (leaf.ccol_indices(), leaf.row_indices())
+    )
     return [outer, inner, leaf.values()]
 
 
 def _compact(leaf: Any) -> Any:
-    """torch.save writes all of the memory that a tensor is a view of: for one member of an ensemble, the whole ensemble."""
+    """torch.save writes all of the memory that a tensor is a view of: for one member of an
+    ensemble, the whole ensemble.
+    """
     if leaf.layout is not torch.strided:
         return leaf
-    return leaf if leaf.untyped_storage().nbytes() <= leaf.numel() * leaf.element_size() else leaf.detach().clone()
+    return (
+        leaf
+        if leaf.untyped_storage().nbytes() <= leaf.numel() * leaf.element_size()
+        else leaf.detach().clone()
+    )
 
 
-# ---- the checksum ----------------------------------------------------------------------------------------------------
+# ---- the checksum --------------------------------------------------------------------------------
 
 
 def _seal(file: BinaryIO) -> None:
@@ -330,8 +395,9 @@ def _check_seal(name: str, file: BinaryIO) -> bool:
         return False
     if _crc32(file) != _SOUND:
         raise ValueError(
-            f"load: {name!r} is damaged: {_damaged(name, file)} is not what was saved. Likely cause: a disk, a memory or a copy that "
-            f"changed bits. Cure: another copy of the file, or the checkpoint before it."
+            f"load: {name!r} is damaged: {_damaged(name, file)} is not what was saved. Likely "
+            "cause: a disk, a memory or a copy that changed bits. Cure: another copy of the file, "
+            "or the checkpoint before it."
         )
     return True
 
@@ -346,12 +412,16 @@ def _crc32(file: BinaryIO) -> int:
 
 
 def _damaged(name: str, file: BinaryIO) -> str:
-    """What in a damaged file is damaged: torch.save writes each piece of memory as a record with a CRC-32, numbered as they come."""
+    """What in a damaged file is damaged: torch.save writes each piece of memory as a record with a
+    CRC-32, numbered as they come.
+    """
     with contextlib.suppress(Exception):
         number = int((zipfile.ZipFile(file).testzip() or "").rpartition("/data/")[2])
         d = _read(file)
         records: dict[Any, str] = {}
-        for where, leaf in zip(_tree.paths(d, f"torch.load({name!r})"), _tree.flatten(d)[0], strict=True):
+        for where, leaf in zip(
+            _tree.paths(d, f"torch.load({name!r})"), _tree.flatten(d)[0], strict=True
+        ):
             for part in _parts(leaf):
                 records.setdefault(part.untyped_storage(), where)
         return list(records.values())[number]
@@ -365,25 +435,34 @@ def _read(file: BinaryIO) -> Any:
 
 def _foreign(name: str, what: str) -> ValueError:
     return ValueError(
-        f"load: {name!r} is not a file that purescale.save wrote ({what}). Likely cause: another kind of file, one that was cut off when "
-        f"it was copied, or a pickle with code in it, which is never run. Cure: the file that `save(path, tree)` wrote."
+        f"load: {name!r} is not a file that purescale.save wrote ({what}). Likely cause: another "
+        "kind of file, one that was cut off when it was copied, or a pickle with code in it, "
+        "which is never run. Cure: the file that `save(path, tree)` wrote."
     )
 
 
-# ---- the disk --------------------------------------------------------------------------------------------------------
+# ---- the disk ------------------------------------------------------------------------------------
 
 
 def _target(path: Path) -> str:
     """The file that `path` means, refused where it can be none."""
     name = os.fsdecode(path)
     if "\0" in name:
-        raise ValueError(f"save: {path!r} has a NUL in it, which no name of a file has. Cure: `path.replace('\\0', '')`.")
+        raise ValueError(
+            f"save: {path!r} has a NUL in it, which no name of a file has. Cure: "
+            "`path.replace('\\0', '')`."
+        )
     target = os.path.realpath(name)
     folder = os.path.dirname(target)
     if not os.path.isdir(folder):
-        raise FileNotFoundError(f"save: there is no directory {folder!r} for {path!r}. Cure: `os.makedirs({folder!r}, exist_ok=True)`.")
+        raise FileNotFoundError(
+            f"save: there is no directory {folder!r} for {path!r}. Cure: `os.makedirs({folder!r}, "
+            "exist_ok=True)`."
+        )
     # "runs/", "runs/.", "": each is the name of a directory, also where there is none.
-    if os.path.basename(name) in ("", os.curdir, os.pardir) or (os.path.exists(target) and not os.path.isfile(target)):
+    if os.path.basename(name) in ("", os.curdir, os.pardir) or (
+        os.path.exists(target) and not os.path.isfile(target)
+    ):
         raise ValueError(
             f"save: {path!r} is a directory or a device; expected the name of a file. "
             f"Cure: `save(os.path.join({name!r}, 'state.pt'), tree)`."
@@ -394,7 +473,9 @@ def _target(path: Path) -> str:
 
 
 def _inherit(temporary: str, target: str, old: os.stat_result) -> None:
-    """What `target` has and this user may give: permissions, owner, access lists. Where not, less is allowed and never more."""
+    """What `target` has and this user may give: permissions, owner, access lists. Where not, less
+    is allowed and never more.
+    """
     mode, mine, lists = stat.S_IMODE(old.st_mode), os.stat(temporary), hasattr(os, "listxattr")
     if (mine.st_uid, mine.st_gid) != (old.st_uid, old.st_gid):
         with contextlib.suppress(OSError):
@@ -402,7 +483,10 @@ def _inherit(temporary: str, target: str, old: os.stat_result) -> None:
         try:
             os.chown(temporary, -1, old.st_gid)
         except OSError:
-            mode, lists = mode & ~0o070 | (mode & 0o007) << 3, False  # what its group was allowed is not for another
+            mode, lists = (
+                mode & ~0o070 | (mode & 0o007) << 3,
+                False,
+            )  # what its group was allowed is not for another
     with contextlib.suppress(OSError):
         os.chmod(temporary, mode)
         for name in os.listxattr(target) if lists else ():
@@ -411,7 +495,9 @@ def _inherit(temporary: str, target: str, old: os.stat_result) -> None:
 
 
 def _remove_abandoned(folder: str, mine: str) -> None:
-    """What killed saves left in `folder`. By age, since whose a file is cannot be seen on a network disk, and by the disk's clock."""
+    """What killed saves left in `folder`. By age, since whose a file is cannot be seen on a network
+    disk, and by the disk's clock.
+    """
     now = os.stat(mine).st_mtime
     for other in glob.glob(os.path.join(glob.escape(folder), ".purescale-*.tmp")):
         with contextlib.suppress(OSError):
@@ -420,7 +506,9 @@ def _remove_abandoned(folder: str, mine: str) -> None:
 
 
 def _sync_directory(folder: str) -> None:
-    """Until this a power failure may bring the old name back. Windows has no such call, some network disks refuse it."""
+    """Until this a power failure may bring the old name back. Windows has no such call, some
+    network disks refuse it.
+    """
     if os.name != "posix":
         return
     try:

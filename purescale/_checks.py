@@ -1,4 +1,6 @@
-"""Numbers that come from the host: settings, weights, counts, what a state dict holds. Shared with `interop`."""
+"""Numbers that come from the host: settings, weights, counts, what a state dict holds. Shared with
+`interop`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from torch import Tensor
 
 
 def as_float(value: Any) -> float | None:
-    """A real number of any type as a float, inf where it is beyond the range of one; `None` for what is none (a bool, a tensor)."""
+    """A real number of any type as a float, inf where it is beyond the range of one; `None` for
+    what is none (a bool, a tensor).
+    """
     number = _plain(value)
     if isinstance(number, bool) or not isinstance(number, numbers.Real):
         return None
@@ -46,7 +50,10 @@ def positive(name: str, value: Any) -> float:
     """`value` as a float that is a positive, finite float32 too."""
     number = real(name, value)
     if not is_positive_float32(number):
-        raise ValueError(f"{name} must be positive and finite in float32, got {shown(value)}. Cure: a power of two, as {name}=2.0.")
+        raise ValueError(
+            f"{name} must be positive and finite in float32, got {shown(value)}. Cure: a power of "
+            f"two, as {name}=2.0."
+        )
     return number
 
 
@@ -61,16 +68,22 @@ def power_of_two(name: str, value: Any) -> float:
     exact = math.isfinite(number) and number > 0 and math.frexp(number)[0] == 0.5
     if not exact or not 2.0**-149 <= number <= 2.0**127:
         usual = {"growth_factor": 2.0, "backoff_factor": 0.5}.get(name, 2.0**16)
-        near = 2.0 ** min(max(round(math.log2(number)), -149), 127) if math.isfinite(number) and number > 0 else usual
+        near = (
+            2.0 ** min(max(round(math.log2(number)), -149), 127)
+            if math.isfinite(number) and number > 0
+            else usual
+        )
         raise ValueError(
-            f"{name} must be a power of two between 2**-149 and 2**127, got {shown(value)}: any other factor rounds every gradient. "
-            f"Cure: {name}={near!r}."
+            f"{name} must be a power of two between 2**-149 and 2**127, got {shown(value)}: any "
+            f"other factor rounds every gradient. Cure: {name}={near!r}."
         )
     return number
 
 
 def settle(rule: Any, check: Callable[[str, Any], Any], *names: str) -> None:
-    """Put fields of a frozen dataclass as what `check` makes of them, so that an equal setting is equal whatever type it came in."""
+    """Put fields of a frozen dataclass as what `check` makes of them, so that an equal setting is
+    equal whatever type it came in.
+    """
     for name in names:
         object.__setattr__(rule, name, check(name, getattr(rule, name)))
 
@@ -79,13 +92,20 @@ def bound(name: str, value: Any) -> float | Tensor:
     """A number above 0, as a float; of a 0-d tensor the value is not looked at."""
     if isinstance(value, Tensor):
         if value.ndim:
-            raise ValueError(f"{name} must be a number or a 0-d tensor, got shape {tuple(value.shape)}.")
+            raise ValueError(
+                f"{name} must be a number or a 0-d tensor, got shape {tuple(value.shape)}."
+            )
         if value.is_complex() or value.dtype is torch.bool:
-            raise TypeError(f"{name} must be a real number, got a tensor of {value.dtype}. Cure: `torch.tensor(1.0)`.")
+            raise TypeError(
+                f"{name} must be a real number, got a tensor of {value.dtype}. Cure: "
+                "`torch.tensor(1.0)`."
+            )
         return value
     number = real(name, value)
     if not number > 0:
-        raise ValueError(f"{name} must be above 0, got {shown(value)}. Cure: None to leave this clipping out.")
+        raise ValueError(
+            f"{name} must be above 0, got {shown(value)}. Cure: None to leave this clipping out."
+        )
     return number
 
 
@@ -99,8 +119,9 @@ def _plain(value: Any) -> Any:
 def _no_number(name: str, value: Any, what: str) -> TypeError:
     if isinstance(value, Tensor):
         return TypeError(
-            f"{name} is a tensor of shape {tuple(value.shape)}, {value.dtype}; expected {what}. Likely cause: a dict that was put through "
-            f"something that turns numbers into tensors, or that comes from another library. Cure: `{name}.item()`."
+            f"{name} is a tensor of shape {tuple(value.shape)}, {value.dtype}; expected {what}. "
+            "Likely cause: a dict that was put through something that turns numbers into tensors, "
+            f"or that comes from another library. Cure: `{name}.item()`."
         )
     return TypeError(f"{name} must be {what}, got {shown(value)} ({type(value).__name__}).")
 

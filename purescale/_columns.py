@@ -23,7 +23,9 @@ def counts_launches(tensor: Tensor) -> bool:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether list operations take `tensor`: dense, of no type that wraps others, not lazily negated or conjugated."""
+    """Whether list operations take `tensor`: dense, of no type that wraps others, not lazily
+    negated or conjugated.
+    """
     plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
     return plain and not (tensor.is_neg() or tensor.is_conj())
 
@@ -56,14 +58,15 @@ def _clone_by_two(tensors: list[Tensor]) -> Sequence[Tensor]:
 _clone: Callable[[list[Tensor]], Sequence[Tensor]] = getattr(torch, "_foreach_clone", _clone_by_two)
 
 
-# ---- old or new ------------------------------------------------------------------------------------------------------
+# ---- old or new ----------------------------------------------------------------------------------
 
 
 def chosen_together(old: Tensor, new: Tensor, *, own: bool) -> Any:
-    """The kind of pairs with which `choose` does this one in one go; `None` where `torch.where` is to do it.
+    """The kind of pairs with which `choose` does this one in one go; `None` where `torch.where` is
+    to do it.
 
-    `own`: `old` may be written into and `new` holds what nobody needs. Other pairs are copied first, which is worth it only
-    where a launch is what costs.
+    `own`: `old` may be written into and `new` holds what nobody needs. Other pairs are copied
+    first, which is worth it only where a launch is what costs.
     """
     dtype, few = old.dtype, counts_launches(old)
     if not (few or (own and dtype in _EXACT)) or not (is_plain(old) and is_plain(new)):
@@ -74,16 +77,25 @@ def chosen_together(old: Tensor, new: Tensor, *, own: bool) -> Any:
         if old.is_contiguous() and new.is_contiguous():
             return old.device, dtype
         # The kernel walks both by one pointer.
-        alike = old.stride() == new.stride() and old.is_contiguous(memory_format=torch.channels_last)
+        alike = old.stride() == new.stride() and old.is_contiguous(
+            memory_format=torch.channels_last
+        )
         return (old.device, dtype) if old.ndim == 4 and alike else None
-    return (old.device, dtype) if old.ndim == 0 and not (dtype.is_floating_point or dtype.is_complex) else None
+    return (
+        (old.device, dtype)
+        if old.ndim == 0 and not (dtype.is_floating_point or dtype.is_complex)
+        else None
+    )
 
 
-def choose(bad: Tensor, old: Sequence[Tensor], new: Sequence[Tensor], mine: Sequence[bool], *, spent: bool) -> list[Tensor]:
-    """`torch.where(bad, o, n)` of each pair of one kind, bit for bit; written into those of `old` that are `mine`.
+def choose(
+    bad: Tensor, old: Sequence[Tensor], new: Sequence[Tensor], mine: Sequence[bool], *, spent: bool
+) -> list[Tensor]:
+    """`torch.where(bad, o, n)` of each pair of one kind, bit for bit; written into those of `old`
+    that are `mine`.
 
-    `spent`: `new` is memory that nobody else sees, and may hold anything afterwards. In half precision a NaN stays a NaN, of
-    another payload.
+    `spent`: `new` is memory that nobody else sees, and may hold anything afterwards. In half
+    precision a NaN stays a NaN, of another payload.
     """
     kept = list(old)
     foreign = [index for index, own in enumerate(mine) if not own]
@@ -92,7 +104,9 @@ def choose(bad: Tensor, old: Sequence[Tensor], new: Sequence[Tensor], mine: Sequ
             kept[index] = copy
     with torch.no_grad():
         if kept[0].is_floating_point():
-            keep_unless(bad.to(kept[0].device, torch.float32), kept, list(new) if spent else clone(new))
+            keep_unless(
+                bad.to(kept[0].device, torch.float32), kept, list(new) if spent else clone(new)
+            )
         else:
             chosen = torch.where(bad.to(kept[0].device), torch.stack(kept), torch.stack(list(new)))
             torch._foreach_copy_(kept, chosen.unbind())
@@ -100,10 +114,19 @@ def choose(bad: Tensor, old: Sequence[Tensor], new: Sequence[Tensor], mine: Sequ
 
 
 def keep_unless(bad: Tensor, targets: list[Tensor], new: list[Tensor]) -> None:
-    """`target := new` unless `bad`, a flag in float32, in one pass; `new` holds anything afterwards.
+    """`target := new` unless `bad`, a flag in float32, in one pass; `new` holds anything
+    afterwards.
 
-    torch's SGD sets the momentum buffer to the gradient in its first step, which is all that is wanted of it.
+    torch's SGD sets the momentum buffer to the gradient in its first step, which is all that is
+    wanted of it.
     """
     kernel: Any = torch._fused_sgd_
-    settings = {"lr": 0.0, "momentum": 1.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
+    settings = {
+        "lr": 0.0,
+        "momentum": 1.0,
+        "dampening": 0.0,
+        "weight_decay": 0.0,
+        "nesterov": False,
+        "maximize": False,
+    }
     kernel(new, new, targets, found_inf=bad, is_first_step=True, **settings)

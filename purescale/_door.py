@@ -1,4 +1,5 @@
-"""What is static about the trees of a step is worked out once and remembered; the trees come in as columns.
+"""What is static about the trees of a step is worked out once and remembered; the trees come in as
+columns.
 
 A column is one list of tensors: the parameters, their gradients, one moment.
 """
@@ -29,7 +30,13 @@ class Entered(NamedTuple):
 
 
 def enter(
-    params: Any, grads: Any, slots: dict[str, dict[str, Tensor]], keep: Sequence[Tensor], *, donate: bool, spent: bool
+    params: Any,
+    grads: Any,
+    slots: dict[str, dict[str, Tensor]],
+    keep: Sequence[Tensor],
+    *,
+    donate: bool,
+    spent: bool,
 ) -> Entered | None:
     """Flat dicts as columns; `None` for all other trees, which take the long way."""
     if type(params) is not dict or type(grads) is not dict or params.keys() != grads.keys():
@@ -44,11 +51,18 @@ def enter(
         held = [weight for weight in weights if weight is not None]
     every = slots.values()
     state = [*held, *itertools.chain.from_iterable(map(dict.values, every))]
-    marks = (donate, spent, absent, list(slots), list(map(tuple, every)), torch.is_inference_mode_enabled())
+    marks = (
+        donate,
+        spent,
+        absent,
+        list(slots),
+        list(map(tuple, every)),
+        torch.is_inference_mode_enabled(),
+    )
     return Entered(names, weights, state, present, keep, marks)
 
 
-# ---- what is remembered ----------------------------------------------------------------------------------------------
+# ---- what is remembered --------------------------------------------------------------------------
 
 
 class _Known(NamedTuple):
@@ -64,10 +78,12 @@ class _Known(NamedTuple):
 
 
 class Memo(Generic[T]):
-    """Static facts of the columns of a step: pure, since they are known again by what they follow from, not by identity.
+    """Static facts of the columns of a step: pure, since they are known again by what they follow
+    from, not by identity.
 
-    That is names, class, dtype, device, shape, strides, whether a gradient is required, lazy negation and conjugation, and where
-    something will be written, the addresses. No tensor is kept alive, no value remembered, and to forget changes no bit.
+    That is names, class, dtype, device, shape, strides, whether a gradient is required, lazy
+    negation and conjugation, and where something will be written, the addresses. No tensor is kept
+    alive, no value remembered, and to forget changes no bit.
     """
 
     KEPT = 4  # of the latest
@@ -82,13 +98,23 @@ class Memo(Generic[T]):
             if known.marks != marks or known.names != names:
                 continue
             try:
-                addresses = list(map(Tensor.data_ptr, state)) if known.addresses is not None else None
+                addresses = (
+                    list(map(Tensor.data_ptr, state)) if known.addresses is not None else None
+                )
                 if addresses != known.addresses or not known.guard.check(*state, *gradients):
                     continue
                 alone = addresses is None or self._alone(known, gradients, keep)
-            except (TypeError, RuntimeError, AttributeError, NotImplementedError):  # no plain tensors
+            except (
+                TypeError,
+                RuntimeError,
+                AttributeError,
+                NotImplementedError,
+            ):  # no plain tensors
                 return None
-            if alone is None or (known.graphs and any((*state, *gradients)[index].grad_fn is not None for index in known.graphs)):
+            if alone is None or (
+                known.graphs
+                and any((*state, *gradients)[index].grad_fn is not None for index in known.graphs)
+            ):
                 return None
             if place:
                 self._known = (known, *self._known[:place], *self._known[place + 1 :])
@@ -97,10 +123,14 @@ class Memo(Generic[T]):
 
     @staticmethod
     def _alone(known: _Known, gradients: Sequence[Tensor], keep: Sequence[Tensor]) -> bool | None:
-        """Whether the gradients stand in memory of their own; `None` where something stands in that of the state."""
+        """Whether the gradients stand in memory of their own; `None` where something stands in that
+        of the state.
+        """
         starts = list(map(Tensor.data_ptr, gradients))
         ends = list(map(operator.add, starts, known.sizes))
-        memory = {storage.data_ptr(): storage.nbytes() for storage in map(Tensor.untyped_storage, keep)}  # these may share theirs
+        memory = {
+            storage.data_ptr(): storage.nbytes() for storage in map(Tensor.untyped_storage, keep)
+        }  # these may share theirs
         kept, kept_ends = list(memory), list(map(operator.add, memory, memory.values()))
         if _apart(known.starts + starts + kept, known.ends + ends + kept_ends):
             return True
@@ -123,7 +153,9 @@ class Memo(Generic[T]):
             [place for place, tensor in enumerate(tensors) if tensor.requires_grad],
             starts if donate or spent else None,
             sorted(starts),
-            sorted(start + _reach(tensor) for start, tensor in zip(starts, entered.state, strict=True)),
+            sorted(
+                start + _reach(tensor) for start, tensor in zip(starts, entered.state, strict=True)
+            ),
             list(map(_reach, entered.gradients)),
             facts,
         )
@@ -139,9 +171,16 @@ def _reach(tensor: Tensor) -> int:
     """Bytes from the first element to the end of the last."""
     if tensor.numel() == 0:
         return 0
-    return (1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))) * tensor.element_size()
+    return (
+        1
+        + sum(
+            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
+    ) * tensor.element_size()
 
 
 def _apart(starts: list[int], ends: list[int]) -> bool:
-    """Whether no two of these pieces of memory overlap: in order, each then ends before the next begins."""
+    """Whether no two of these pieces of memory overlap: in order, each then ends before the next
+    begins.
+    """
     return all(map(operator.le, sorted(ends), sorted(starts)[1:]))

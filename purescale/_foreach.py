@@ -1,6 +1,7 @@
 """Arithmetic over many tensors. The only module that chooses between foreach, fused and plain ops.
 
-Plain ops while compiling, where both kinds fuse the same, and inside torch.func transforms, which have no rule for foreach.
+Plain ops while compiling, where both kinds fuse the same, and inside torch.func transforms, which
+have no rule for foreach.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ def is_dense(leaf: Tensor) -> bool:
 
 
 def divide(leaves: Sequence[Tensor | None], divisor: Tensor, *, donate: bool) -> Leaves:
-    """Every leaf over a 0-d tensor, float16 in float32; in place where `donate` allows it or the leaf was just widened."""
+    """Every leaf over a 0-d tensor, float16 in float32; in place where `donate` allows it or the
+    leaf was just widened.
+    """
     wide = [None if leaf is None else at_least_float32(leaf) for leaf in leaves]
     owned = [donate or new is not old for new, old in zip(wide, leaves, strict=True)]
     return _each(torch.div, torch._foreach_div, torch._foreach_div_, wide, divisor, owned)
@@ -33,7 +36,9 @@ def divide(leaves: Sequence[Tensor | None], divisor: Tensor, *, donate: bool) ->
 
 def multiply(leaves: Sequence[Tensor | None], factor: Tensor, *, donate: bool) -> Leaves:
     """Every leaf times a 0-d tensor, in the leaf's own dtype; in place where `donate` allows it."""
-    return _each(torch.mul, torch._foreach_mul, torch._foreach_mul_, leaves, factor, [donate] * len(leaves))
+    return _each(
+        torch.mul, torch._foreach_mul, torch._foreach_mul_, leaves, factor, [donate] * len(leaves)
+    )
 
 
 def _each(
@@ -49,25 +54,42 @@ def _each(
     in_place: list[int] = []
     alone = _tree.writable(leaves) if any(owned) else owned
     mine = [a and b for a, b in zip(owned, alone, strict=True)]
-    plain_ops = _tree.traced() or is_on_a_graph([*leaves, operand])  # foreach ops have no derivative by a 0-d operand
+    plain_ops = _tree.traced() or is_on_a_graph(
+        [*leaves, operand]
+    )  # foreach ops have no derivative by a 0-d operand
     for index, leaf in enumerate(leaves):
         if leaf is None:
             continue
-        if plain_ops or leaf.ndim == 0 or leaf.is_complex() or leaf.dtype.itemsize == 1 or not is_dense(leaf):
-            results[index] = on_values(functools.partial(_in_own_dtype, plain, operand=operand), leaf)
+        if (
+            plain_ops
+            or leaf.ndim == 0
+            or leaf.is_complex()
+            or leaf.dtype.itemsize == 1
+            or not is_dense(leaf)
+        ):
+            results[index] = on_values(
+                functools.partial(_in_own_dtype, plain, operand=operand), leaf
+            )
         else:
             (in_place if mine[index] else apart).append(index)
     if apart:
-        for index, result in zip(apart, foreach([leaves[index] for index in apart], operand), strict=True):
+        for index, result in zip(
+            apart, foreach([leaves[index] for index in apart], operand), strict=True
+        ):
             results[index] = result
     if in_place:
         foreach_([leaves[index] for index in in_place], operand)
     if torch.compiler.is_compiling():
-        results = [leaf.copy_(new) if own and leaf is not None else new for leaf, new, own in zip(leaves, results, mine, strict=True)]
+        results = [
+            leaf.copy_(new) if own and leaf is not None else new
+            for leaf, new, own in zip(leaves, results, mine, strict=True)
+        ]
     return results
 
 
-_BATCH = 2**20  # elements: what one operation brought into a CPU's cache, the next still finds there
+_BATCH = (
+    2**20
+)  # elements: what one operation brought into a CPU's cache, the next still finds there
 
 
 def blend(
@@ -79,10 +101,11 @@ def blend(
     owned: Sequence[bool],
     scale: Tensor | None = None,
 ) -> Leaves:
-    """`old * (1 - share) + new / scale * share` where `good`, else `old`; written into those of `old` that are `owned`.
+    """`old * (1 - share) + new / scale * share` where `good`, else `old`; written into those of
+    `old` that are `owned`.
 
-    The textbook `old + (new - old) * share` overflows on opposite signs. `share` is 0-d, and 0 where not `good`. A `None` in
-    `new` stands for 0. `new` is never written into.
+    The textbook `old + (new - old) * share` overflows on opposite signs. `share` is 0-d, and 0
+    where not `good`. A `None` in `new` stands for 0. `new` is never written into.
     """
     results: Leaves = list(old)
     lists: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
@@ -95,7 +118,10 @@ def blend(
         else:
             results[index] = _blend_plain(a, n, share, good, scale)
     if torch.compiler.is_compiling():
-        results = [a.copy_(result) if own and a is not None else result for a, result, own in zip(old, results, owned, strict=True)]
+        results = [
+            a.copy_(result) if own and a is not None else result
+            for a, result, own in zip(old, results, owned, strict=True)
+        ]
     for dtype, rows in lists.items():
         factor, bad = share.to(dtype), (~good).to(torch.float32)
         keep = (1 - share).to(dtype)
@@ -106,14 +132,20 @@ def blend(
     return results
 
 
-def mix(sums: Leaves | None, new: Leaves, share: float | Tensor, counts: Tensor | None = None) -> Leaves:
-    """`sums + new * share`, written into `sums`; the first time `new * share`, in memory of its own. At least in float32.
+def mix(
+    sums: Leaves | None, new: Leaves, share: float | Tensor, counts: Tensor | None = None
+) -> Leaves:
+    """`sums + new * share`, written into `sums`; the first time `new * share`, in memory of its
+    own. At least in float32.
 
-    One pass. Shares whose sum is 1 cannot overflow but for rounding. A `share` that is a tensor is not read; it comes with the flag
-    `counts`, and what does not count may be NaN. Uses up the list `new`, but writes into none of its tensors.
+    One pass. Shares whose sum is 1 cannot overflow but for rounding. A `share` that is a tensor is
+    not read; it comes with the flag `counts`, and what does not count may be NaN. Uses up the list
+    `new`, but writes into none of its tensors.
     """
     if _tree.traced() or (isinstance(share, Tensor) and is_on_a_graph([share])):
-        return [_mixed(a, n, share, counts) for a, n in zip(sums or [None] * len(new), new, strict=True)]
+        return [
+            _mixed(a, n, share, counts) for a, n in zip(sums or [None] * len(new), new, strict=True)
+        ]
     if isinstance(share, Tensor):
         return _mix_unread(sums, new, share, counts)
     if sums is None:
@@ -140,7 +172,9 @@ def _mix_unread(sums: Leaves | None, new: Leaves, share: Tensor, counts: Any) ->
 
 
 def _begun(new: Leaves, share: float) -> Leaves:
-    """`new * share`; on a CPU a little at a time, in the memory of what was read before it: fresh memory is what is slow."""
+    """`new * share`; on a CPU a little at a time, in the memory of what was read before it: fresh
+    memory is what is slow.
+    """
     results: Leaves = []
     most = _BATCH // 8 if new and new[0].is_cpu else math.inf
     new.reverse()
@@ -153,17 +187,36 @@ def _begun(new: Leaves, share: float) -> Leaves:
     return results
 
 
-def add_unless(bad: Tensor | None, targets: list[Tensor], news: list[Tensor], factor: float | Tensor) -> None:
-    """`target += new * factor` in one pass, left out where `bad`, a flag in float32: the one list kernel that can leave NaN behind."""
-    settings = {"weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0, "nesterov": False, "maximize": False, "is_first_step": False}
+def add_unless(
+    bad: Tensor | None, targets: list[Tensor], news: list[Tensor], factor: float | Tensor
+) -> None:
+    """`target += new * factor` in one pass, left out where `bad`, a flag in float32: the one list
+    kernel that can leave NaN behind.
+    """
+    settings = {
+        "weight_decay": 0.0,
+        "momentum": 0.0,
+        "dampening": 0.0,
+        "nesterov": False,
+        "maximize": False,
+        "is_first_step": False,
+    }
     kernel: Any = torch._fused_sgd_
     kernel(targets, news, [], lr=-factor, found_inf=bad, **settings)
 
 
 def _takes_fused(a: Tensor, n: Tensor, share: Tensor) -> bool:
-    """Whether torch's fused kernels, which ignore strides, graphs and lazy negation, give the right result."""
+    """Whether torch's fused kernels, which ignore strides, graphs and lazy negation, give the right
+    result.
+    """
     exact = a.dtype is torch.float32 or (a.dtype is torch.float64 and a.is_cpu)
-    contiguous = is_dense(a) and is_dense(n) and a.is_contiguous() and n.is_floating_point() and not (a.is_neg() or n.is_neg())
+    contiguous = (
+        is_dense(a)
+        and is_dense(n)
+        and a.is_contiguous()
+        and n.is_floating_point()
+        and not (a.is_neg() or n.is_neg())
+    )
     return exact and contiguous and (a.is_cpu or a.is_cuda) and not is_on_a_graph([a, n, share])
 
 
@@ -173,11 +226,15 @@ def _laid_out_as(a: Tensor, n: Tensor) -> Tensor:
 
 def is_on_a_graph(leaves: Sequence[Tensor | None]) -> bool:
     """Whether torch.autograd would differentiate through what is computed of these."""
-    return torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in leaves)
+    return torch.is_grad_enabled() and any(
+        leaf is not None and leaf.requires_grad for leaf in leaves
+    )
 
 
 def _batches(pairs: list[tuple[Tensor, Tensor]]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """The contiguous tensors of `pairs` in batches of about `_BATCH` elements, large ones in pieces."""
+    """The contiguous tensors of `pairs` in batches of about `_BATCH` elements, large ones in
+    pieces.
+    """
     targets: list[Tensor] = []
     news: list[Tensor] = []
     size = 0
@@ -194,10 +251,14 @@ def _batches(pairs: list[tuple[Tensor, Tensor]]) -> Iterator[tuple[list[Tensor],
 
 
 def cut(tensors: Sequence[Tensor], size: int) -> list[tuple[Tensor, ...]]:
-    """Dense tensors that are laid out alike in pieces of at most `size` elements, those of one place together."""
+    """Dense tensors that are laid out alike in pieces of at most `size` elements, those of one
+    place together.
+    """
     if tensors[0].numel() <= size:
         return [tuple(tensors)]
-    return list(zip(*(torch.split(in_memory_order(tensor), size) for tensor in tensors), strict=True))
+    return list(
+        zip(*(torch.split(in_memory_order(tensor), size) for tensor in tensors), strict=True)
+    )
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
@@ -205,18 +266,28 @@ def in_memory_order(tensor: Tensor) -> Tensor:
     return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
-def _blend_plain(a: Tensor, n: Tensor | None, share: Tensor, good: Tensor, scale: Tensor | None) -> Tensor:
+def _blend_plain(
+    a: Tensor, n: Tensor | None, share: Tensor, good: Tensor, scale: Tensor | None
+) -> Tensor:
     wide = wide_dtype(a.dtype)
     kept = a.to(wide) * (1 - share).to(_real(wide))
     if n is None:
         return kept.to(a.dtype)
     mean = _mixed(kept, n, share, good, scale)
     if a.dtype is torch.bfloat16:
-        mean = mean.clamp(-torch.finfo(a.dtype).max, torch.finfo(a.dtype).max)  # what is finite must not round to inf
+        mean = mean.clamp(
+            -torch.finfo(a.dtype).max, torch.finfo(a.dtype).max
+        )  # what is finite must not round to inf
     return mean.to(a.dtype)
 
 
-def _mixed(a: Tensor | None, n: Tensor, share: float | Tensor, counts: Tensor | None, scale: Tensor | None = None) -> Tensor:
+def _mixed(
+    a: Tensor | None,
+    n: Tensor,
+    share: float | Tensor,
+    counts: Tensor | None,
+    scale: Tensor | None = None,
+) -> Tensor:
     """`a + n / scale * share` where `n` counts, in plain ops."""
     wide = wide_dtype(n.dtype) if a is None else a.dtype
     factor: Any = share.to(_real(wide)) if isinstance(share, Tensor) else share
@@ -241,24 +312,40 @@ def _real(dtype: torch.dtype) -> torch.dtype:
 def _in_own_dtype(plain: Callable[..., Tensor], leaf: Tensor, *, operand: Tensor) -> Tensor:
     if leaf.is_complex():
         # Complex division is not exact where real division is: 0 / 2**-149 is NaN.
-        return torch.view_as_complex(plain(torch.view_as_real(leaf.resolve_conj().resolve_neg()), operand))
+        return torch.view_as_complex(
+            plain(torch.view_as_real(leaf.resolve_conj().resolve_neg()), operand)
+        )
     own = leaf.to(torch.float32) if leaf.dtype.itemsize == 1 else leaf
     # Two 0-d tensors promote to the wider dtype, so a 0-d bfloat16 leaf would come back as float32.
-    result: Tensor = plain(own.reshape(1), operand).reshape(()) if own.ndim == 0 else plain(own, operand)
+    result: Tensor = (
+        plain(own.reshape(1), operand).reshape(()) if own.ndim == 0 else plain(own, operand)
+    )
     return result.to(leaf.dtype)
 
 
 def on_values(fn: Callable[[Tensor], Tensor], leaf: Tensor) -> Tensor:
-    """`fn` on a dense leaf, or on the stored values of a sparse one, whose duplicate indices are then summed."""
+    """`fn` on a dense leaf, or on the stored values of a sparse one, whose duplicate indices are
+    then summed.
+    """
     if leaf.layout is torch.strided:
         return fn(leaf)
     if leaf.layout is torch.sparse_coo:
         values = fn(leaf._values())
         return torch.sparse_coo_tensor(
-            leaf._indices().clone(), values, leaf.shape, device=leaf.device, is_coalesced=leaf.is_coalesced(), check_invariants=False
+            leaf._indices().clone(),
+            values,
+            leaf.shape,
+            device=leaf.device,
+            is_coalesced=leaf.is_coalesced(),
+            check_invariants=False,
         ).coalesce()
     return torch.sparse_compressed_tensor(
-        *_compressed_indices(leaf), fn(leaf.values()), leaf.shape, layout=leaf.layout, device=leaf.device, check_invariants=False
+        *_compressed_indices(leaf),
+        fn(leaf.values()),
+        leaf.shape,
+        layout=leaf.layout,
+        device=leaf.device,
+        check_invariants=False,
     )
 
 
@@ -274,27 +361,44 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def at_least_float32(leaf: Tensor) -> Tensor:
-    """float16 and narrower in float32, complex32 in complex64; bfloat16 has float32's range and stays."""
-    narrow = leaf.is_floating_point() and leaf.dtype.itemsize <= 2 and leaf.dtype is not torch.bfloat16
+    """float16 and narrower in float32, complex32 in complex64; bfloat16 has float32's range and
+    stays.
+    """
+    narrow = (
+        leaf.is_floating_point() and leaf.dtype.itemsize <= 2 and leaf.dtype is not torch.bfloat16
+    )
     if narrow or leaf.dtype is torch.complex32:
-        return on_values(lambda values: values.to(torch.float32 if narrow else torch.complex64), leaf)
+        return on_values(
+            lambda values: values.to(torch.float32 if narrow else torch.complex64), leaf
+        )
     return leaf
 
 
 def saturating(leaf: Tensor, dtype: torch.dtype) -> Tensor:
-    """`leaf` in another dtype: what is finite stays finite where that is narrower, what is not stays as it is."""
+    """`leaf` in another dtype: what is finite stays finite where that is narrower, what is not
+    stays as it is.
+    """
     if leaf.dtype is dtype:
         return leaf
     limit = torch.finfo(dtype).max
     if leaf.is_complex() or limit >= torch.finfo(leaf.dtype).max:
         return leaf.to(dtype)
-    return on_values(lambda values: torch.where(torch.isfinite(values), values.clamp(-limit, limit), values).to(dtype), leaf)
+    return on_values(
+        lambda values: torch.where(torch.isfinite(values), values.clamp(-limit, limit), values).to(
+            dtype
+        ),
+        leaf,
+    )
 
 
 def clamp(leaf: Tensor, bound: float | Tensor, *, in_place: bool = False) -> Tensor:
     """`leaf` between plus and minus `bound`; NaN stays NaN."""
     # A bound beyond the dtype's range is no bound, but torch refuses it.
-    limit: Any = bound.to(leaf) if isinstance(bound, Tensor) else min(float(bound), torch.finfo(leaf.dtype).max)
+    limit: Any = (
+        bound.to(leaf)
+        if isinstance(bound, Tensor)
+        else min(float(bound), torch.finfo(leaf.dtype).max)
+    )
     if leaf.dtype.itemsize == 1:  # in which torch does not compute
         return clamp(leaf.to(torch.float32), bound).to(leaf.dtype)
     if in_place:
@@ -319,7 +423,9 @@ def widest_float(device: torch.device) -> torch.dtype:
 
 
 def stored_values(leaf: Tensor) -> Tensor:
-    """What a leaf stores, as real numbers: a sparse leaf's summed values, a complex leaf's two parts."""
+    """What a leaf stores, as real numbers: a sparse leaf's summed values, a complex leaf's two
+    parts.
+    """
     if leaf.layout is not torch.strided:
         leaf = leaf.coalesce().values() if leaf.layout is torch.sparse_coo else leaf.values()
     if leaf.dtype.itemsize == 1:
@@ -328,11 +434,15 @@ def stored_values(leaf: Tensor) -> Tensor:
 
 
 def full(value: Tensor) -> Tensor:
-    """A reduction of a sharded DTensor is partial until it is gathered; on any other tensor this does nothing."""
+    """A reduction of a sharded DTensor is partial until it is gathered; on any other tensor this
+    does nothing.
+    """
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-INLINE = 16  # tensors: up to here a compiler's own kernels are faster than one node, beyond it takes minutes to make them
+# tensors: up to here a compiler's own kernels are faster than one node, beyond it takes minutes to
+# make them
+INLINE = 16
 
 
 class Extent(NamedTuple):
@@ -351,7 +461,8 @@ def extent(
     *,
     dense: bool = False,
 ) -> Extent:
-    """The extent of `leaves`, from one read of them and with no host sync; the norm where a `norm_type` asks for it.
+    """The extent of `leaves`, from one read of them and with no host sync; the norm where a
+    `norm_type` asks for it.
 
     `scale`: what they will be divided by. `dense`: they are all known to be dense, real and there.
     """
@@ -360,7 +471,11 @@ def extent(
             quick = _quick_extent(leaves, norm_type, scale)  # type: ignore[arg-type]
         if quick is not None:
             return quick
-    plain = _tree.under_transform() or is_on_a_graph(leaves) or (torch.compiler.is_compiling() and len(leaves) <= INLINE)
+    plain = (
+        _tree.under_transform()
+        or is_on_a_graph(leaves)
+        or (torch.compiler.is_compiling() and len(leaves) <= INLINE)
+    )
     power = None if norm_type is None or math.isinf(norm_type) else norm_type
     tops: list[Tensor] = []
     norms: list[Tensor] = []
@@ -373,7 +488,9 @@ def extent(
             if value.numel() == 0:
                 continue
             if leaf.is_complex() and norm_type not in (None, 2):
-                norms.append(full(_norm(leaf.abs(), norm_type)))  # a complex number counts with its magnitude
+                norms.append(
+                    full(_norm(leaf.abs(), norm_type))
+                )  # a complex number counts with its magnitude
                 tops.append(at_least_float32(full(value.abs().amax())))
             elif plain or isinstance(value, DTensor):
                 tops.append(at_least_float32(full(value.abs().amax())))
@@ -385,7 +502,11 @@ def extent(
             if quick is not None:
                 return quick
         if values:
-            found = _extent_node(values, power) if torch.compiler.is_compiling() else _extent(values, power)
+            found = (
+                _extent_node(values, power)
+                if torch.compiler.is_compiling()
+                else _extent(values, power)
+            )
             tops += found if power is None else found[:-1]
             norms += [] if power is None else found[-1:]
         if norm_type is None:
@@ -398,10 +519,14 @@ def extent(
         return Extent(tops, _norm(torch.stack(norms), norm_type) if len(norms) > 1 else norms[0])
 
 
-def _quick_extent(dense: Sequence[Tensor], norm_type: float | None, scale: Tensor | None) -> Extent | None:
-    """On a CPU: the extent from the sum of squares, the fastest read there is, where that sum says enough.
+def _quick_extent(
+    dense: Sequence[Tensor], norm_type: float | None, scale: Tensor | None
+) -> Extent | None:
+    """On a CPU: the extent from the sum of squares, the fastest read there is, where that sum says
+    enough.
 
-    It is looked at here, and nowhere else: on a CPU, where nothing is traced, to read a number waits for nothing.
+    It is looked at here, and nowhere else: on a CPU, where nothing is traced, to read a number
+    waits for nothing.
     """
     if norm_type not in (None, 2) or not dense or not dense[0].is_cpu:
         return None
@@ -413,11 +538,17 @@ def _quick_extent(dense: Sequence[Tensor], norm_type: float | None, scale: Tenso
     squares = [torch.dot(row, row) for row in rows]
     count = sum(map(Tensor.numel, rows))
     alike = len({square.dtype for square in squares}) == 1
-    total = torch.stack(squares if alike else [square.double() for square in squares]).double().sum().item()
+    total = (
+        torch.stack(squares if alike else [square.double() for square in squares])
+        .double()
+        .sum()
+        .item()
+    )
     divisor = 1.0 if scale is None else scale.item()
     bound = math.sqrt(total) if total >= 0 else math.nan  # no element is larger
     usable = 0 < divisor < math.inf and bound / divisor < torch.finfo(torch.float32).max
-    # Squares below float32's range are lost; what they could add to a sum above this is less than its rounding.
+    # Squares below float32's range are lost; what they could add to a sum above this is less than
+    # its rounding.
     if not usable or (norm_type == 2 and total < count * 2.0**-100):
         return None  # inf or NaN, or finite numbers whose squares are not: the exact way tells
     top = torch.full((), bound, dtype=torch.float64, device="cpu")
@@ -426,7 +557,11 @@ def _quick_extent(dense: Sequence[Tensor], norm_type: float | None, scale: Tenso
 
 def _by_dtype(values: Sequence[Tensor]) -> list[Sequence[Tensor]]:
     dtypes = dict.fromkeys(value.dtype for value in values)
-    return [values] if len(dtypes) == 1 else [[value for value in values if value.dtype is dtype] for dtype in dtypes]
+    return (
+        [values]
+        if len(dtypes) == 1
+        else [[value for value in values if value.dtype is dtype] for dtype in dtypes]
+    )
 
 
 def _rows(values: Sequence[Tensor]) -> list[Tensor]:
@@ -434,7 +569,9 @@ def _rows(values: Sequence[Tensor]) -> list[Tensor]:
     sizes = list(map(Tensor.numel, values))
     small = [value for value, size in zip(values, sizes, strict=True) if size <= SMALL]
     parts = [small[start : start + 1024] for start in range(0, len(small), 1024)]
-    rows = [torch.cat(part) if {value.ndim for value in part} == {1} else flat(part) for part in parts]
+    rows = [
+        torch.cat(part) if {value.ndim for value in part} == {1} else flat(part) for part in parts
+    ]
     for value, size in zip(values, sizes, strict=True) if len(small) < len(values) else ():
         if size > SMALL:
             row = value.view(-1) if value.is_contiguous() else value.reshape(-1)
@@ -443,7 +580,9 @@ def _rows(values: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _extent(dense: Sequence[Tensor], power: float | None) -> list[Tensor]:
-    """The largest magnitude of each dtype, in the order in which they come, and where there is a `power` the norm."""
+    """The largest magnitude of each dtype, in the order in which they come, and where there is a
+    `power` the norm.
+    """
     tops: list[Tensor] = []
     norms: list[Tensor] = []
     if not dense[0].is_cpu:  # an operation costs by itself there, however small
@@ -451,22 +590,31 @@ def _extent(dense: Sequence[Tensor], power: float | None) -> list[Tensor]:
             tops.append(at_least_float32(torch.stack(torch._foreach_norm(values, math.inf)).amax()))
             if power is not None:
                 norms.append(_norm_of_list(values, power))
-        return tops if power is None else [*tops, norms[0] if len(norms) == 1 else _norm(torch.stack(norms), power)]
+        return (
+            tops
+            if power is None
+            else [*tops, norms[0] if len(norms) == 1 else _norm(torch.stack(norms), power)]
+        )
     for dtype in dict.fromkeys(value.dtype for value in dense):
         ends: list[Tensor] = []
         units: list[Tensor] = []
         squares: list[Tensor] = []
         scratch: Tensor | None = None  # fresh memory is what is slow
-        for piece in _pieces([value for value in dense if value.dtype is dtype], cut=power is not None):
+        for piece in _pieces(
+            [value for value in dense if value.dtype is dtype], cut=power is not None
+        ):
             # aminmax propagates NaN, and on a CPU takes a tenth of the time of isfinite().all().
             low, high = torch.aminmax(piece)
             ends += (low, high)
             if power == 2 and piece.is_cpu and piece.ndim == 1:
-                # In units of its largest element no square overflows; dot takes a third of the time of vector_norm.
+                # In units of its largest element no square overflows; dot takes a third of the time
+                # of vector_norm.
                 unit = torch.maximum(-low, high).to(torch.promote_types(dtype, torch.float32))
                 unit = unit.clamp(torch.finfo(unit.dtype).tiny, torch.finfo(unit.dtype).max)
                 if scratch is None or scratch.numel() < piece.numel():
-                    scratch = torch.empty(max(_PIECE, piece.numel()), dtype=unit.dtype, device=unit.device)
+                    scratch = torch.empty(
+                        max(_PIECE, piece.numel()), dtype=unit.dtype, device=unit.device
+                    )
                 scaled = torch.div(piece.to(unit.dtype), unit, out=scratch[: piece.numel()])
                 units.append(unit)
                 squares.append(torch.dot(scaled, scaled))
@@ -481,15 +629,28 @@ def _extent(dense: Sequence[Tensor], power: float | None) -> list[Tensor]:
 
 @torch.library.custom_op("purescale::extent", mutates_args=())
 def _extent_node(dense: Sequence[Tensor], power: float | None) -> list[Tensor]:
-    """`_extent` as one node of a compiled graph, in place of a reduction for each leaf; the norm as of an eager step."""
+    """`_extent` as one node of a compiled graph, in place of a reduction for each leaf; the norm as
+    of an eager step.
+    """
     quick = _quick_extent(dense, 2, None) if power == 2 else None
-    return _extent(dense, power) if quick is None or quick.norm is None else [*_extent(dense, None), quick.norm]
+    return (
+        _extent(dense, power)
+        if quick is None or quick.norm is None
+        else [*_extent(dense, None), quick.norm]
+    )
 
 
 @_extent_node.register_fake
 def _(dense: Sequence[Tensor], power: float | None) -> list[Tensor]:
-    tops = [at_least_float32(dense[0].new_empty((), dtype=dtype)) for dtype in dict.fromkeys(value.dtype for value in dense)]
-    return tops if power is None else [*tops, dense[0].new_empty((), dtype=widest_float(dense[0].device))]
+    tops = [
+        at_least_float32(dense[0].new_empty((), dtype=dtype))
+        for dtype in dict.fromkeys(value.dtype for value in dense)
+    ]
+    return (
+        tops
+        if power is None
+        else [*tops, dense[0].new_empty((), dtype=widest_float(dense[0].device))]
+    )
 
 
 SMALL = 2**13  # elements: below this a call costs more than a copy
@@ -497,13 +658,19 @@ _PIECE = 2**19  # elements: what a CPU keeps in its cache from one read to the n
 
 
 def _pieces(values: list[Tensor], *, cut: bool) -> Iterator[Tensor]:
-    """`values`, small ones put together so that few operations do for all; large ones in pieces of about that size where `cut`."""
+    """`values`, small ones put together so that few operations do for all; large ones in pieces of
+    about that size where `cut`.
+    """
     small: list[Tensor] = []
     size = 0
     for value in values:
         count = value.numel()
         if count > (_PIECE // 16 if cut else SMALL):
-            yield from torch.split(value.view(-1), _PIECE) if cut and value.is_cpu and value.is_contiguous() else [value]
+            yield from (
+                torch.split(value.view(-1), _PIECE)
+                if cut and value.is_cpu and value.is_contiguous()
+                else [value]
+            )
         else:
             small.append(value)
             size += count
@@ -537,7 +704,12 @@ def _norm(value: Tensor, norm_type: float) -> Tensor:
     wide = widest_float(value.device)
     if math.isinf(norm_type):
         return value.abs().amax().to(wide)
-    if not value.is_cpu and value.dtype.itemsize <= 4 and wide is torch.float64 and norm_type <= _SAFE_POWER:
+    if (
+        not value.is_cpu
+        and value.dtype.itemsize <= 4
+        and wide is torch.float64
+        and norm_type <= _SAFE_POWER
+    ):
         norm: Tensor = torch.linalg.vector_norm(value, norm_type, dtype=wide)  # 3e38 ** 4 fits
         return norm
     value = value.to(torch.promote_types(value.dtype, torch.float32))
@@ -553,6 +725,10 @@ def all_finite(leaves: Sequence[Tensor | None], scale: Tensor) -> Tensor:
 
 
 def fits(size: Extent, scale: Tensor) -> Tensor:
-    """Whether what has this extent is finite over `scale`: division is monotone, and what is not finite is not finite after it."""
+    """Whether what has this extent is finite over `scale`: division is monotone, and what is not
+    finite is not finite after it.
+    """
     facts = [torch.isfinite(top / scale) for top in size.tops]
-    return torch.stack(facts).all() if facts else torch.ones((), dtype=torch.bool, device=scale.device)
+    return (
+        torch.stack(facts).all() if facts else torch.ones((), dtype=torch.bool, device=scale.device)
+    )

@@ -1,4 +1,6 @@
-"""torch.optim's own formulas without the places where they read a tensor's value in Python, or have no vmap rule."""
+"""torch.optim's own formulas without the places where they read a tensor's value in Python, or have
+no vmap rule.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from . import _tree
 
 
 class _Everywhere(list[str]):
-    """The devices on which the capturable formula is allowed. It is right on all; torch lists those with graph capture."""
+    """The devices on which the capturable formula is allowed. It is right on all; torch lists those
+    with graph capture.
+    """
 
     def __contains__(self, device: object) -> bool:
         return True
@@ -24,10 +28,11 @@ class _Everywhere(list[str]):
 
 @functools.cache
 def without_reads(cls: type, *, lists: bool = False) -> Callable[[Any], Any]:
-    """torch's own `cls.step`, whose helper functions keep step counts as tensors instead of reading them.
+    """torch's own `cls.step`, whose helper functions keep step counts as tensors instead of reading
+    them.
 
-    `lists`: its implementation over lists, in place of that tensor by tensor. torch's functions are not changed: copies of
-    them look up a few names elsewhere.
+    `lists`: its implementation over lists, in place of that tensor by tensor. torch's functions are
+    not changed: copies of them look up a few names elsewhere.
     """
     step: Any = inspect.unwrap(cls.step)  # type: ignore[attr-defined]
     module = step.__globals__
@@ -58,7 +63,13 @@ def _name(cls: type) -> str:
 
 def _copy_of(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
     plain: Any = inspect.unwrap(function)
-    copied = types.FunctionType(plain.__code__, {**plain.__globals__, **names}, plain.__name__, plain.__defaults__, plain.__closure__)
+    copied = types.FunctionType(
+        plain.__code__,
+        {**plain.__globals__, **names},
+        plain.__name__,
+        plain.__defaults__,
+        plain.__closure__,
+    )
     copied.__kwdefaults__ = plain.__kwdefaults__
     return copied
 
@@ -69,8 +80,9 @@ _NOTHING = torch.full((), float("nan"), device="cpu")
 class Rate(Tensor):
     """Stands for a learning rate that is data, in torch's formulas.
 
-    torch takes a 0-d tensor for a number only where it is not being differentiated: `p.add_(g, alpha=-lr)` is refused before any
-    mode can see it. This stand-in is taken, and `PlainArithmetic` puts the rate itself in its place.
+    torch takes a 0-d tensor for a number only where it is not being differentiated:
+    `p.add_(g, alpha=-lr)` is refused before any mode can see it. This stand-in is taken, and
+    `PlainArithmetic` puts the rate itself in its place.
     """
 
     rate: Tensor
@@ -85,19 +97,33 @@ class Rate(Tensor):
 class PlainArithmetic(TorchFunctionMode):
     """torch's formulas where they would read a tensor, have no vmap rule, or no derivative.
 
-    `p.add_(g, alpha=t)` and its kin are mul, div and add. Under a transform nothing that a derivative needs is written over, and
-    a square root has the derivative 0 at 0, where torch has inf, and 0 * inf is NaN.
+    `p.add_(g, alpha=t)` and its kin are mul, div and add. Under a transform nothing that a
+    derivative needs is written over, and a square root has the derivative 0 at 0, where torch has
+    inf, and 0 * inf is NaN.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         kwargs = dict(kwargs or {})
         if not any(isinstance(value, Rate) for value in (*args, *kwargs.values())):
             return self._plain(func, args, kwargs)
         args = tuple(value.rate if isinstance(value, Rate) else value for value in args)
-        kwargs = {name: value.rate if isinstance(value, Rate) else value for name, value in kwargs.items()}
+        kwargs = {
+            name: value.rate if isinstance(value, Rate) else value for name, value in kwargs.items()
+        }
         result = self._plain(func, args, kwargs)
-        # What is computed of a rate alone is a rate; of a rate and a parameter, what torch makes of it.
-        return Rate.of(result) if isinstance(result, Tensor) and result.ndim == 0 and func not in _WRITES else result
+        # What is computed of a rate alone is a rate; of a rate and a parameter, what torch makes of
+        # it.
+        return (
+            Rate.of(result)
+            if isinstance(result, Tensor) and result.ndim == 0 and func not in _WRITES
+            else result
+        )
 
     def _plain(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         under_transform = _tree.under_transform()
@@ -113,14 +139,19 @@ class PlainArithmetic(TorchFunctionMode):
         if under_transform and func in (Tensor.norm, Tensor.mul_):
             # Muon divides by the norm in place, ASGD writes its factors anew.
             first, *rest = args
-            rest = [value.clone() if isinstance(value, Tensor) and value.ndim == 0 else value for value in rest]
+            rest = [
+                value.clone() if isinstance(value, Tensor) and value.ndim == 0 else value
+                for value in rest
+            ]
             return func(first.clone() if func is Tensor.norm else first, *rest, **kwargs)
         factor = kwargs.get("alpha", kwargs.get("value"))
         plain = under_transform and func in (Tensor.lerp_, Tensor.addcmul_, Tensor.addcdiv_)
         if not plain and not (isinstance(factor, Tensor) and func in _SCALED):
             return func(*args, **kwargs)
         target, first, *rest = args
-        first = first.to(torch.promote_types(first.dtype, target.dtype))  # Muon's updates are in bfloat16
+        first = first.to(
+            torch.promote_types(first.dtype, target.dtype)
+        )  # Muon's updates are in bfloat16
         if func is Tensor.lerp_:
             return target.add_((first - target) * rest[0])
         if func is Tensor.addcdiv_:
@@ -133,7 +164,15 @@ class PlainArithmetic(TorchFunctionMode):
 
 
 _SCALED = (Tensor.add, Tensor.add_, Tensor.addcdiv_, Tensor.addcmul_)
-_WRITES = (Tensor.mul_, Tensor.add_, Tensor.addcdiv_, Tensor.addcmul_, Tensor.copy_, Tensor.sub_, Tensor.div_)
+_WRITES = (
+    Tensor.mul_,
+    Tensor.add_,
+    Tensor.addcdiv_,
+    Tensor.addcmul_,
+    Tensor.copy_,
+    Tensor.sub_,
+    Tensor.div_,
+)
 _ROOTS = (Tensor.sqrt, Tensor.sqrt_, torch.sqrt)
 _POWERS = (Tensor.pow, Tensor.__pow__, torch.pow)
 
@@ -144,11 +183,13 @@ def _root(square: Tensor) -> Tensor:
     return torch.where(none, square.detach(), torch.where(none, 1, square).sqrt())
 
 
-# ---- over lists ------------------------------------------------------------------------------------------------------
+# ---- over lists ----------------------------------------------------------------------------------
 
 
 class Dampening:
-    """Stands for `dampening` in torch's SGD over lists, which has one number for all: none of it in the step that makes a buffer."""
+    """Stands for `dampening` in torch's SGD over lists, which has one number for all: none of it in
+    the step that makes a buffer.
+    """
 
     def __init__(self, dampening: float, first: dict[int, Tensor]) -> None:
         self._share = 1 - dampening
@@ -160,7 +201,9 @@ class Dampening:
     def shares(self, buffers: Sequence[Tensor]) -> Any:
         first = torch.stack([self._first[id(buffer)] for buffer in buffers])
         wide = torch.float32 if first.device.type == "mps" else torch.float64
-        return torch.where(first, torch.ones((), dtype=wide, device=first.device), self._share).unbind()
+        return torch.where(
+            first, torch.ones((), dtype=wide, device=first.device), self._share
+        ).unbind()
 
 
 class _Lists:
@@ -181,12 +224,18 @@ class _Lists:
 _LISTS = _Lists()
 
 
-def _columns_of(columns: Sequence[Sequence[Tensor]], steps: list[Tensor], has_complex: bool) -> Iterator[list[Any]]:
-    """The columns and the step counts, which are now those of this step, one device and dtype at a time; complex as real."""
+def _columns_of(
+    columns: Sequence[Sequence[Tensor]], steps: list[Tensor], has_complex: bool
+) -> Iterator[list[Any]]:
+    """The columns and the step counts, which are now those of this step, one device and dtype at a
+    time; complex as real.
+    """
     grouped: Any = torch.optim.Optimizer._group_tensors_by_device_and_dtype([*columns, steps])  # type: ignore[list-item]
     for (*alike, counts), _ in grouped.values():
         if has_complex:
-            alike = [[torch.view_as_real(t) if t.is_complex() else t for t in column] for column in alike]
+            alike = [
+                [torch.view_as_real(t) if t.is_complex() else t for t in column] for column in alike
+            ]
         torch._foreach_add_(counts, 1)
         yield [*alike, counts]
 
@@ -198,7 +247,9 @@ def _adagrad(
     params: Any, grads: Any, sums: Any, steps: Any, *, lr: Any, weight_decay: float, lr_decay: float, eps: float,
     maximize: bool, has_complex: bool, **_: Any,
 ) -> None:  # fmt: skip
-    for weights, gradients, squares, counts in _columns_of([params, grads, sums], steps, has_complex):
+    for weights, gradients, squares, counts in _columns_of(
+        [params, grads, sums], steps, has_complex
+    ):
         if maximize:
             gradients = torch._foreach_neg(gradients)
         if weight_decay != 0:
@@ -214,7 +265,9 @@ def _radam(
     params: Any, grads: Any, exp_avgs: Any, exp_avg_sqs: Any, steps: Any, *, beta1: float, beta2: float, lr: Any,
     weight_decay: float, eps: float, decoupled_weight_decay: bool, maximize: bool, has_complex: bool, **_: Any,
 ) -> None:  # fmt: skip
-    for weights, gradients, means, squares, counts in _columns_of([params, grads, exp_avgs, exp_avg_sqs], steps, has_complex):
+    for weights, gradients, means, squares, counts in _columns_of(
+        [params, grads, exp_avgs, exp_avg_sqs], steps, has_complex
+    ):
         if maximize:
             gradients = torch._foreach_neg(gradients)
         if weight_decay != 0 and decoupled_weight_decay:
@@ -227,7 +280,9 @@ def _radam(
 
         step, most = torch.stack(counts), 2 / (1 - beta2) - 1
         bias1, bias2 = 1 - beta1**step, 1 - beta2**step
-        length = most - beta2**step * step * 2 / bias2  # of the moving average, as simple as it could be
+        length = (
+            most - beta2**step * step * 2 / bias2
+        )  # of the moving average, as simple as it could be
         root = ((length - 4) * (length - 2) * most / (length * ((most - 4) * (most - 2)))).sqrt()
         rectified = torch.where(length > 5.0, root, 0.0)
         alone = -(torch.where(rectified > 0, 0.0, 1.0) * lr / bias1)
@@ -245,7 +300,9 @@ def _rprop(
     params: Any, grads: Any, prevs: Any, step_sizes: Any, steps: Any, *, step_size_min: float, step_size_max: float,
     etaminus: float, etaplus: float, maximize: bool, has_complex: bool, **_: Any,
 ) -> None:  # fmt: skip
-    for weights, gradients, before, sizes, _counts in _columns_of([params, grads, prevs, step_sizes], steps, has_complex):
+    for weights, gradients, before, sizes, _counts in _columns_of(
+        [params, grads, prevs, step_sizes], steps, has_complex
+    ):
         if maximize:
             gradients = torch._foreach_neg(gradients)
         signs = torch._foreach_mul(gradients, before)
@@ -260,7 +317,8 @@ def _rprop(
         torch._foreach_mul_(sizes, factors)
         torch._foreach_clamp_min_(sizes, step_size_min)
         torch._foreach_clamp_max_(sizes, step_size_max)
-        # The gradient, or 0 where its sign turned: between 0 and -0 there, else between inf and -inf.
+        # The gradient, or 0 where its sign turned: between 0 and -0 there, else between inf and
+        # -inf.
         bounds = torch._foreach_abs(opposite)
         torch._foreach_reciprocal_(bounds)
         torch._foreach_sub_(bounds, 1)
@@ -272,4 +330,8 @@ def _rprop(
         torch._foreach_addcmul_(weights, torch._foreach_sign(before), sizes, value=-1)
 
 
-_OVER_LISTS: dict[str, Callable[..., None]] = {"adagrad": _adagrad, "radam": _radam, "rprop": _rprop}
+_OVER_LISTS: dict[str, Callable[..., None]] = {
+    "adagrad": _adagrad,
+    "radam": _radam,
+    "rprop": _rprop,
+}

@@ -16,7 +16,9 @@ from ._argument import CURE, Argument, argument
 
 Tensors = dict[str, Tensor]
 
-_FOLLOWS_DICTS = torch.__version__ >= "2.12"  # torch 2.11's compiler does not: there an attribute that a forward adds stays
+_FOLLOWS_DICTS = (
+    torch.__version__ >= "2.12"
+)  # torch 2.11's compiler does not: there an attribute that a forward adds stays
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 
 NORM_MODULES: tuple[type[nn.Module], ...] = (
@@ -28,17 +30,23 @@ NORM_MODULES: tuple[type[nn.Module], ...] = (
 
 
 class _Place(NamedTuple):
-    """A module of a skeleton, and which tensors go into it: its own name for one -> the dotted name."""
+    """A module of a skeleton, and which tensors go into it: its own name for one -> the dotted
+    name.
+    """
 
     module: nn.Module
     parameters: dict[str, str]
     buffers: dict[str, str]
     children: tuple[nn.Module | None, ...]
-    attributes: frozenset[str] | None  # its own, which its forward may set; None for torch's modules, where it sets nothing
+    attributes: (
+        frozenset[str] | None
+    )  # its own, which its forward may set; None for torch's modules, where it sets nothing
 
 
 class _Skeleton(NamedTuple):
-    """A copy of the model whose tensors lie on the meta device; each of its modules is one place, whatever names it has."""
+    """A copy of the model whose tensors lie on the meta device; each of its modules is one place,
+    whatever names it has.
+    """
 
     root: nn.Module
     places: tuple[_Place, ...]
@@ -46,29 +54,48 @@ class _Skeleton(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Apply:
-    """`apply(params, buffers, *args, train=True, **kwargs) -> (out, new_buffers)`; made by `make_functional`."""
+    """`apply(params, buffers, *args, train=True, **kwargs) -> (out, new_buffers)`; made by
+    `make_functional`.
+    """
 
     _skeletons: dict[bool, _Skeleton]  # by `train`
     _params: frozenset[str]
     _buffers: frozenset[str]
     norm_params: frozenset[str]  # the weights and biases of normalisation layers
-    frozen_params: frozenset[str]  # parameters with requires_grad=False; they stand among the buffers
+    frozen_params: frozenset[
+        str
+    ]  # parameters with requires_grad=False; they stand among the buffers
     _renormed: frozenset[str]  # weights of embeddings with max_norm, which write into them
-    # Skeletons that no call is using. A call inside of another, or in another thread, takes one of its own.
-    _idle: dict[bool, list[_Skeleton]] = dataclasses.field(default_factory=lambda: {True: [], False: []}, repr=False)
+    # Skeletons that no call is using. A call inside of another, or in another thread, takes one of
+    # its own.
+    _idle: dict[bool, list[_Skeleton]] = dataclasses.field(
+        default_factory=lambda: {True: [], False: []}, repr=False
+    )
 
-    def __call__(self, params: Tensors, buffers: Tensors, *args: Any, train: bool = True, **kwargs: Any) -> tuple[Any, Tensors]:
+    def __call__(
+        self, params: Tensors, buffers: Tensors, *args: Any, train: bool = True, **kwargs: Any
+    ) -> tuple[Any, Tensors]:
         check_dicts(params, buffers)
         if set(params) != self._params or set(buffers) != self._buffers:
             raise RuntimeError(self._misfit(params, buffers))
         skeleton = self._skeletons[bool(train)]
         copies = {name: buffer.clone() for name, buffer in buffers.items()}
         if torch.compiler.is_compiling():
-            # What is written into these copies does not reach params, and the compiler drops those that nothing writes into.
-            return _traced(skeleton, {**{name: param.clone() for name, param in params.items()}, **copies}, copies, args, kwargs)
+            # What is written into these copies does not reach params, and the compiler drops those
+            # that nothing writes into.
+            return _traced(
+                skeleton,
+                {**{name: param.clone() for name, param in params.items()}, **copies},
+                copies,
+                args,
+                kwargs,
+            )
 
         with torch.enable_grad():
-            given = {name: param.clone() if name in self._renormed else argument(name, param) for name, param in params.items()}
+            given = {
+                name: param.clone() if name in self._renormed else argument(name, param)
+                for name, param in params.items()
+            }
         versions = _versions(params.values())
         idle = self._idle[bool(train)]
         try:
@@ -79,13 +106,26 @@ class Apply:
         out, new_buffers = _called(skeleton, {**given, **copies}, copies, args, kwargs)
         idle.append(skeleton)
         if _versions(params.values()) != versions:
-            name = next(name for name, before, now in zip(params, versions, _versions(params.values()), strict=True) if before != now)
-            raise RuntimeError(f"the forward of the model wrote into its parameter {name}, so params[{name!r}] has changed. {CURE}")
+            name = next(
+                name
+                for name, before, now in zip(
+                    params, versions, _versions(params.values()), strict=True
+                )
+                if before != now
+            )
+            raise RuntimeError(
+                f"the forward of the model wrote into its parameter {name}, so params[{name!r}] "
+                f"has changed. {CURE}"
+            )
         for name, alias in given.items():
             if any(_versions(vars(alias).get("reads", ()))):
-                raise RuntimeError(f"the forward of the model wrote into `.data` of its parameter {name}. {CURE}")
+                raise RuntimeError(
+                    f"the forward of the model wrote into `.data` of its parameter {name}. {CURE}"
+                )
         if type(out) is not Tensor:
-            out = _torch.pytree.tree_map_only(Argument, lambda alias: alias.as_subclass(Tensor), out)
+            out = _torch.pytree.tree_map_only(
+                Argument, lambda alias: alias.as_subclass(Tensor), out
+            )
         return out, new_buffers
 
     @property
@@ -98,10 +138,19 @@ class Apply:
 
     def _misfit(self, params: Tensors, buffers: Tensors) -> str:
         found = []
-        for which, tree, expected in (("params", params, self._params), ("buffers", buffers, self._buffers)):
+        for which, tree, expected in (
+            ("params", params, self._params),
+            ("buffers", buffers, self._buffers),
+        ):
             if set(tree) != expected:
-                missing, extra = sorted(expected - set(tree)), [str(name) for name in tree if name not in expected]
-                found.append(f"{which} has the wrong names: missing {_tree.some(missing)}; not in the model: {_tree.some(extra)}")
+                missing, extra = (
+                    sorted(expected - set(tree)),
+                    [str(name) for name in tree if name not in expected],
+                )
+                found.append(
+                    f"{which} has the wrong names: missing {_tree.some(missing)}; not in the "
+                    f"model: {_tree.some(extra)}"
+                )
         cause = "these are of another model, or of this one before it was changed"
         if set(params) == self._buffers and set(buffers) == self._params:
             cause = "params and buffers in each other's place"
@@ -114,18 +163,25 @@ def check_dicts(params: Any, buffers: Any) -> None:
     """Refuse what cannot be the params and buffers of `make_functional`."""
     for which, tree in (("params", params), ("buffers", buffers)):
         if not isinstance(tree, dict):
-            what = f"a tensor of shape {tuple(tree.shape)}" if isinstance(tree, Tensor) else type(tree).__name__
+            what = (
+                f"a tensor of shape {tuple(tree.shape)}"
+                if isinstance(tree, Tensor)
+                else type(tree).__name__
+            )
             raise TypeError(
-                f"{which} is {what}; expected the dict of tensors by dotted name that make_functional returns. Likely "
-                f"cause: an argument was forgotten. Cure: `out, buffers = apply(params, buffers, x)`, also for a model without buffers, "
-                f"where they are {{}}."
+                f"{which} is {what}; expected the dict of tensors by dotted name that "
+                "make_functional returns. Likely cause: an argument was forgotten. Cure: `out, "
+                "buffers = apply(params, buffers, x)`, also for a model without buffers, where "
+                "they are {}."
             )
         for name, value in tree.items():
             if not isinstance(value, Tensor):
-                raise TypeError(f"{which}[{name!r}] is {type(value).__name__} {value!r}; expected a tensor.")
+                raise TypeError(
+                    f"{which}[{name!r}] is {type(value).__name__} {value!r}; expected a tensor."
+                )
 
 
-# ---- a call ----------------------------------------------------------------------------------------------------------
+# ---- a call --------------------------------------------------------------------------------------
 
 
 def _versions(tensors: Iterable[Tensor]) -> list[int]:
@@ -141,20 +197,25 @@ def _unwrapped(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _called(skeleton: _Skeleton, tensors: Tensors, copies: Tensors, args: Any, kwargs: Any) -> tuple[Any, Tensors]:
+def _called(
+    skeleton: _Skeleton, tensors: Tensors, copies: Tensors, args: Any, kwargs: Any
+) -> tuple[Any, Tensors]:
     """The forward with `tensors` in their places, and nothing of it left there afterwards."""
     kept = []
     for place in skeleton.places:
         own = vars(place.module)
         kept.append(own)
-        object.__setattr__(place.module, "__dict__", own.copy())  # attributes that the forward sets go with it
+        object.__setattr__(
+            place.module, "__dict__", own.copy()
+        )  # attributes that the forward sets go with it
     before = _put(skeleton, tensors)
     out = skeleton.root(*args, **kwargs)
     for place in skeleton.places:
         if _torch.children(place.module) != place.children:
             raise RuntimeError(
-                f"the forward of the model put another module into {type(place.module).__name__}. Its tensors would be no arguments of "
-                f"`apply`. Cure: make it in `__init__`, or run `model(example_batch)` once before make_functional(model)."
+                f"the forward of the model put another module into {type(place.module).__name__}. "
+                "Its tensors would be no arguments of `apply`. Cure: make it in `__init__`, or "
+                "run `model(example_batch)` once before make_functional(model)."
             )
     new_buffers = _taken(skeleton, tensors, copies, before)
     for place, own in zip(skeleton.places, kept, strict=True):
@@ -162,8 +223,12 @@ def _called(skeleton: _Skeleton, tensors: Tensors, copies: Tensors, args: Any, k
     return out, new_buffers
 
 
-def _traced(skeleton: _Skeleton, tensors: Tensors, copies: Tensors, args: Any, kwargs: Any) -> tuple[Any, Tensors]:
-    """`_called` for a compiler, which follows single attributes only, and only where they are put back one by one."""
+def _traced(
+    skeleton: _Skeleton, tensors: Tensors, copies: Tensors, args: Any, kwargs: Any
+) -> tuple[Any, Tensors]:
+    """`_called` for a compiler, which follows single attributes only, and only where they are put
+    back one by one.
+    """
     kept = [
         (place.module, {key: place.module.__dict__[key] for key in place.attributes})
         for place in skeleton.places
@@ -174,7 +239,11 @@ def _traced(skeleton: _Skeleton, tensors: Tensors, copies: Tensors, args: Any, k
     new_buffers = _taken(skeleton, tensors, copies, before)
     for module, attributes in kept:
         if _FOLLOWS_DICTS:
-            for key in [key for key in module.__dict__ if key not in _OF_EVERY_MODULE and key not in attributes]:
+            for key in [
+                key
+                for key in module.__dict__
+                if key not in _OF_EVERY_MODULE and key not in attributes
+            ]:
                 delattr(module, key)
         for key, value in attributes.items():
             if key not in module.__dict__ or module.__dict__[key] is not value:
@@ -183,10 +252,14 @@ def _traced(skeleton: _Skeleton, tensors: Tensors, copies: Tensors, args: Any, k
 
 
 def _put(skeleton: _Skeleton, tensors: Tensors) -> list[Tensor]:
-    """What stood where `tensors` stand now: nothing but shapes, or in a compiled call inside of another the tensors of that one."""
+    """What stood where `tensors` stand now: nothing but shapes, or in a compiled call inside of
+    another the tensors of that one.
+    """
     before = []
     for place in skeleton.places:
-        for store, names in zip(_torch.stores(place.module), (place.parameters, place.buffers), strict=True):
+        for store, names in zip(
+            _torch.stores(place.module), (place.parameters, place.buffers), strict=True
+        ):
             for key, name in names.items():
                 before.append(store[key])
                 store[key] = tensors[name]
@@ -194,22 +267,30 @@ def _put(skeleton: _Skeleton, tensors: Tensors) -> list[Tensor]:
 
 
 def _taken(skeleton: _Skeleton, tensors: Tensors, copies: Tensors, before: list[Tensor]) -> Tensors:
-    """What the forward left where the buffers stood: written in place, or replaced. Puts back what stood there `before`."""
+    """What the forward left where the buffers stood: written in place, or replaced. Puts back what
+    stood there `before`.
+    """
     new, earlier = dict(copies), iter(before)
     for place in skeleton.places:
-        for store, names in zip(_torch.stores(place.module), (place.parameters, place.buffers), strict=True):
+        for store, names in zip(
+            _torch.stores(place.module), (place.parameters, place.buffers), strict=True
+        ):
             for key, name in names.items():
                 value = store.get(key)
                 store[key] = next(earlier)
                 if value is tensors[name]:
                     continue
                 if name not in copies:
-                    raise RuntimeError(f"the forward of the model put another tensor in the place of its parameter {name}. {CURE}")
+                    raise RuntimeError(
+                        "the forward of the model put another tensor in the place of its "
+                        f"parameter {name}. {CURE}"
+                    )
                 if value is None:
                     raise RuntimeError(
-                        f"the forward of the model removed its buffer {name}, or set it to None. Buffers are the state of a step "
-                        f"and the same ones before and after. Cure: fill it with zeros, or keep in a plain attribute what lives within "
-                        f"one forward."
+                        f"the forward of the model removed its buffer {name}, or set it to None. "
+                        "Buffers are the state of a step and the same ones before and after. "
+                        "Cure: fill it with zeros, or keep in a plain attribute what lives within "
+                        "one forward."
                     )
                 new[name] = value.clone()  # it may be an argument
             if len(store) == len(names):
@@ -217,37 +298,48 @@ def _taken(skeleton: _Skeleton, tensors: Tensors, copies: Tensors, before: list[
             for key, value in store.items():
                 if value is not None and key not in names:
                     raise RuntimeError(
-                        f"the forward of the model registered {key!r} in its {type(place.module).__name__}. Parameters and buffers are "
-                        f"arguments and results of `apply`, so all must be there from the start. Likely cause: it is made in the first "
-                        f"forward. Cure: run `model(example_batch)` once before make_functional(model)."
+                        f"the forward of the model registered {key!r} in its "
+                        f"{type(place.module).__name__}. Parameters and buffers are arguments and "
+                        "results of `apply`, so all must be there from the start. Likely cause: "
+                        "it is made in the first forward. Cure: run `model(example_batch)` once "
+                        "before make_functional(model)."
                     )
     return new
 
 
 def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
-    """Equal to `apply = lambda params, buffers, *args: (functional_call(model, {**params, **(b := copy(buffers))}, args), b)`.
+    """Equal to `apply = lambda params, buffers, *args: (functional_call(model,
+    {**params, **(b := copy(buffers))}, args), b)`.
 
     Returns `apply, params, buffers`, the last two as dicts of detached copies by dotted name.
-    `out, new_buffers = apply(params, buffers, *args, train=True, **kwargs)` changes neither `params` nor `buffers` and works
-    under `torch.compile`, `torch.vmap` and `torch.func.grad`.
+    `out, new_buffers = apply(params, buffers, *args, train=True, **kwargs)` changes neither
+    `params` nor `buffers` and works under `torch.compile`, `torch.vmap` and `torch.func.grad`.
 
-    - The model is copied without its tensors (they lie on the meta device), so later changes to `model` cannot reach `apply`
-      and `apply` cannot reach `model`. Tied weights stay tied and have one name, their first.
-    - `train` is the mode of every module, except that a module in eval mode inside a model in train mode was frozen and
-      stays so. In a model that is in eval mode as a whole, `train` decides for all.
-    - A parameter with `requires_grad=False` is not trained: it stands in `buffers`, unless no parameter requires a gradient.
-    - Buffers, whether persistent or not, are state, and the same ones before and after. Attributes of other kinds that `forward`
-      sets are not: after the call they are as they were at first, so what is cached in one is made anew in each call.
-    - `apply` may be called inside of itself, again in the backward pass (checkpointing around it) and from several threads.
+    - The model is copied without its tensors (they lie on the meta device), so later changes to
+      `model` cannot reach `apply` and `apply` cannot reach `model`. Tied weights stay tied and have
+      one name, their first.
+    - `train` is the mode of every module, except that a module in eval mode inside a model in train
+      mode was frozen and stays so. In a model that is in eval mode as a whole, `train` decides for
+      all.
+    - A parameter with `requires_grad=False` is not trained: it stands in `buffers`, unless no
+      parameter requires a gradient.
+    - Buffers, whether persistent or not, are state, and the same ones before and after. Attributes
+      of other kinds that `forward` sets are not: after the call they are as they were at first, so
+      what is cached in one is made anew in each call.
+    - `apply` may be called inside of itself, again in the backward pass (checkpointing around it)
+      and from several threads.
     - `out` is what the module returns, which may be an argument or a view of one.
-    - `apply.norm_params` names the weights of torch's own normalisation layers, for `with_policy`. For a class of your own:
+    - `apply.norm_params` names the weights of torch's own normalisation layers, for `with_policy`.
+      For a class of your own:
       `dataclasses.replace(apply, norm_params=apply.norm_params | {"my_norm.weight"})`.
-    - Random numbers (dropout) come from torch's global generator, unless `train_step` is given an `rng`.
+    - Random numbers (dropout) come from torch's global generator, unless `train_step` is given an
+      `rng`.
 
-    Raises `TypeError` for what is no module, `ValueError` for lazy parameters that have not seen a batch. `apply` raises
-    `RuntimeError` for names of another model and for a forward that writes into its parameters, also through `.data` (most
-    writes before they happen; under `torch.compile` they change a copy and are dropped), or that registers, replaces or
-    removes what must be there in every call.
+    Raises `TypeError` for what is no module, `ValueError` for lazy parameters that have not seen a
+    batch. `apply` raises `RuntimeError` for names of another model and for a forward that writes
+    into its parameters, also through `.data` (most writes before they happen; under `torch.compile`
+    they change a copy and are dropped), or that registers, replaces or removes what must be there
+    in every call.
 
     >>> from torch import nn, ones
     >>> apply, params, buffers = make_functional(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
@@ -255,26 +347,35 @@ def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
     >>> buffers["1.num_batches_tracked"], new_buffers["1.num_batches_tracked"]
     (tensor(0), tensor(1))
 
-    Source: torch.func.functional_call, which writes into the buffers it is given and keeps hold of the live module.
+    Source: torch.func.functional_call, which writes into the buffers it is given and keeps hold of
+    the live module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"make_functional takes an nn.Module, got {type(model).__name__}. Cure: a plain function of tensors is pure already."
+            f"make_functional takes an nn.Module, got {type(model).__name__}. Cure: a plain "
+            "function of tensors is pure already."
         )
     params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     for name, tensor in (*params.items(), *buffers.items()):
         if nn.parameter.is_lazy(tensor):
             raise ValueError(
-                f"{name} is not initialised yet: a lazy module learns its shapes from the first batch. "
-                f"Cure: run `model(example_batch)` once before make_functional(model)."
+                f"{name} is not initialised yet: a lazy module learns its shapes from the first "
+                "batch. Cure: run `model(example_batch)` once before make_functional(model)."
             )
     frozen = {name for name, p in params.items() if not p.requires_grad}
     if len(frozen) == len(params):
         frozen = set()
     # By identity: a tied weight is known by its first name, wherever else it stands.
     names = {id(parameter): name for name, parameter in params.items()}
-    norms = {names[id(p)] for module in model.modules() if isinstance(module, NORM_MODULES) for p in module.parameters()}
-    embeddings = (module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
+    norms = {
+        names[id(p)]
+        for module in model.modules()
+        if isinstance(module, NORM_MODULES)
+        for p in module.parameters()
+    }
+    embeddings = (
+        module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+    )
     renormed = {names[id(module.weight)] for module in embeddings if module.max_norm is not None}
     training = _without_tensors(model)
     if not model.training:
@@ -282,7 +383,10 @@ def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
             module.training = True  # and not training.train(), which a class may have replaced
     evaluating = copy.deepcopy(training).eval()
     trained = {name: p.detach().clone() for name, p in params.items() if name not in frozen}
-    state = {name: t.detach().clone() for name, t in ({n: params[n] for n in params if n in frozen} | buffers).items()}
+    state = {
+        name: t.detach().clone()
+        for name, t in ({n: params[n] for n in params if n in frozen} | buffers).items()
+    }
     apply = Apply(
         _skeletons={True: _skeleton(training), False: _skeleton(evaluating)},
         _params=frozenset(trained),
@@ -295,14 +399,18 @@ def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
 
 
 def load_into(model: nn.Module, params: Tensors, buffers: Tensors) -> None:
-    """Equal to `model.load_state_dict({**params, **buffers})`, for every model: tied weights, frozen ones, all buffers.
+    """Equal to `model.load_state_dict({**params, **buffers})`, for every model: tied weights,
+    frozen ones, all buffers.
 
-    The way back of `make_functional`: copies into the tensors that `model` has, so an optimizer, a tied weight or a hook that
-    knows them sees the new values. Changes nothing unless everything fits. Names are those that `make_functional` gives, so it
-    takes those of `with_policy` too, and frozen parameters may stand in either dict. Buffers that are not saved are copied
-    as well. What is kept in another dtype is cast to that of the model, as load_state_dict does; any device will do.
+    The way back of `make_functional`: copies into the tensors that `model` has, so an optimizer, a
+    tied weight or a hook that knows them sees the new values. Changes nothing unless everything
+    fits. Names are those that `make_functional` gives, so it takes those of `with_policy` too, and
+    frozen parameters may stand in either dict. Buffers that are not saved are copied as well. What
+    is kept in another dtype is cast to that of the model, as load_state_dict does; any device will
+    do.
 
-    Raises `ValueError` that lists missing and unexpected names and other shapes; `TypeError` for what is no dict of tensors.
+    Raises `ValueError` that lists missing and unexpected names and other shapes; `TypeError` for
+    what is no dict of tensors.
 
     >>> model = nn.BatchNorm1d(2)
     >>> apply, params, buffers = make_functional(model)
@@ -310,10 +418,14 @@ def load_into(model: nn.Module, params: Tensors, buffers: Tensors) -> None:
     >>> model.weight.tolist()
     [2.0, 3.0]
 
-    Source of the rule: torch.nn.Module.load_state_dict, which wants every name of a tied weight and no buffer that is not saved.
+    Source of the rule: torch.nn.Module.load_state_dict, which wants every name of a tied weight and
+    no buffer that is not saved.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"load_into takes an nn.Module first, got {type(model).__name__}. Cure: load_into(model, params, buffers).")
+        raise TypeError(
+            f"load_into takes an nn.Module first, got {type(model).__name__}. Cure: "
+            "load_into(model, params, buffers)."
+        )
     check_dicts(params, buffers)
     targets = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     given = {**params, **buffers}
@@ -325,20 +437,30 @@ def load_into(model: nn.Module, params: Tensors, buffers: Tensors) -> None:
         if nn.parameter.is_lazy(target):
             faults.append(f"{name} is not initialised yet, run `model(example_batch)` once")
         elif target.is_meta:
-            faults.append(f"{name} of the model has no memory, run `model.to_empty(device=...)` first")
+            faults.append(
+                f"{name} of the model has no memory, run `model.to_empty(device=...)` first"
+            )
         elif source is None:
             continue
         elif source.shape != target.shape:
-            faults.append(f"{name} has shape {tuple(source.shape)}, in the model {tuple(target.shape)}")
+            faults.append(
+                f"{name} has shape {tuple(source.shape)}, in the model {tuple(target.shape)}"
+            )
         elif source.is_complex() and not target.is_complex():
             faults.append(f"{name} is {source.dtype}, in the model {target.dtype}")
-        elif source.layout is not target.layout or isinstance(source, DTensor) is not isinstance(target, DTensor):
-            faults.append(f"{name} is {type(source).__name__} of {source.layout}, in the model {type(target).__name__} of {target.layout}")
+        elif source.layout is not target.layout or isinstance(source, DTensor) is not isinstance(
+            target, DTensor
+        ):
+            faults.append(
+                f"{name} is {type(source).__name__} of {source.layout}, in the model "
+                f"{type(target).__name__} of {target.layout}"
+            )
     if faults:
         raise ValueError(
-            f"params and buffers do not fit the model, so nothing was copied: {_tree.some(faults, 8)}. Likely cause: they are of another "
-            f"model, stacked over an ensemble, or incomplete. Cure: `load_into(model, state.params, state.buffers)` with the model that "
-            f"they were made from."
+            "params and buffers do not fit the model, so nothing was copied: "
+            f"{_tree.some(faults, 8)}. Likely cause: they are of another model, stacked over an "
+            "ensemble, or incomplete. Cure: `load_into(model, state.params, state.buffers)` with "
+            "the model that they were made from."
         )
     with torch.no_grad():
         for name, target in targets.items():
@@ -354,8 +476,16 @@ def _skeleton(root: nn.Module) -> _Skeleton:
         tuple(
             _Place(
                 module,
-                {key: parameters[id(tensor)] for key, tensor in _torch.stores(module)[0].items() if tensor is not None},
-                {key: buffers[id(tensor)] for key, tensor in _torch.stores(module)[1].items() if tensor is not None},
+                {
+                    key: parameters[id(tensor)]
+                    for key, tensor in _torch.stores(module)[0].items()
+                    if tensor is not None
+                },
+                {
+                    key: buffers[id(tensor)]
+                    for key, tensor in _torch.stores(module)[1].items()
+                    if tensor is not None
+                },
                 _torch.children(module),
                 None if _is_torchs(module) else frozenset(vars(module)) - _OF_EVERY_MODULE,
             )
@@ -369,15 +499,20 @@ def _is_torchs(module: nn.Module) -> bool:
 
 
 def _without_tensors(model: nn.Module) -> nn.Module:
-    """A copy of `model` whose parameters and buffers lie on the meta device; what was one tensor in two places stays one."""
+    """A copy of `model` whose parameters and buffers lie on the meta device; what was one tensor in
+    two places stays one.
+    """
     memo: dict[int, Any] = {}
     for module in model.modules():
         for value in vars(module).values():
-            # Left by torch.nn.utils.weight_norm and its kind, computed anew in each forward; deepcopy refuses such tensors.
+            # Left by torch.nn.utils.weight_norm and its kind, computed anew in each forward;
+            # deepcopy refuses such tensors.
             if isinstance(value, Tensor) and not value.is_leaf:
                 memo[id(value)] = value.detach().to("meta")
     for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        memo[id(parameter)] = nn.Parameter(
+            parameter.detach().to("meta"), requires_grad=parameter.requires_grad
+        )
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.detach().to("meta")
     skeleton = copy.deepcopy(model, memo)
@@ -388,7 +523,9 @@ def _without_tensors(model: nn.Module) -> nn.Module:
 
 
 class _SyncBatchNorm(nn.SyncBatchNorm):
-    """SyncBatchNorm that can be told to look at this rank alone: its statistics are then gathered here and reduced afterwards."""
+    """SyncBatchNorm that can be told to look at this rank alone: its statistics are then gathered
+    here and reduced afterwards.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         if any(getattr(mode, "local_statistics", False) for mode in _torch.function_modes()):

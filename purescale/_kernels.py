@@ -1,4 +1,6 @@
-"""torch's fused optimizer kernels on values: unscale, clip, skip and update in one pass over memory."""
+"""torch's fused optimizer kernels on values: unscale, clip, skip and update in one pass over
+memory.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,18 @@ Settings = Mapping[str, Any]
 
 
 class Treatment(NamedTuple):
-    """What happens to a gradient on its way into the update, in this order; `None` leaves a part out."""
+    """What happens to a gradient on its way into the update, in this order; `None` leaves a part
+    out.
+    """
 
     divisor: Tensor | None = None  # 0-d: the loss scale over the factor of clipping
     bound: float | Tensor | None = None  # clamped to plus and minus this
 
 
 class Batch(NamedTuple):
-    """What one launch updates: columns, all of one device and dtype. What stands in one place of each is laid out alike."""
+    """What one launch updates: columns, all of one device and dtype. What stands in one place of
+    each is laid out alike.
+    """
 
     gradients: list[Tensor]
     steps: list[Tensor]  # one a parameter; none where the kernel keeps none
@@ -30,7 +36,7 @@ class Batch(NamedTuple):
     old: list[list[Tensor | None]]  # what each target shall hold first; None where it does already
 
 
-# ---- the kernels -----------------------------------------------------------------------------------------------------
+# ---- the kernels ---------------------------------------------------------------------------------
 
 
 class Kernel(NamedTuple):
@@ -42,15 +48,46 @@ class Kernel(NamedTuple):
     launch: Callable[..., None]  # (lr, numbers, gradients, steps, weights, *slots, **amp)
 
 
-def _adam(lr: Any, numbers: Sequence[float], grads: list[Tensor], steps: list[Tensor], *targets: list[Tensor], **amp: Any) -> None:
+def _adam(
+    lr: Any,
+    numbers: Sequence[float],
+    grads: list[Tensor],
+    steps: list[Tensor],
+    *targets: list[Tensor],
+    **amp: Any,
+) -> None:
     weights, means, squares, *maxima = targets
     beta1, beta2, weight_decay, eps, amsgrad, maximize, decoupled = numbers
     kernel: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
-    settings = {"weight_decay": weight_decay, "eps": eps, "amsgrad": bool(amsgrad), "maximize": bool(maximize)}
-    kernel(weights, grads, means, squares, *(maxima or [[]]), steps, lr=lr, beta1=beta1, beta2=beta2, **settings, **amp)
+    settings = {
+        "weight_decay": weight_decay,
+        "eps": eps,
+        "amsgrad": bool(amsgrad),
+        "maximize": bool(maximize),
+    }
+    kernel(
+        weights,
+        grads,
+        means,
+        squares,
+        *(maxima or [[]]),
+        steps,
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        **settings,
+        **amp,
+    )
 
 
-def _sgd(lr: Any, numbers: Sequence[float], grads: list[Tensor], steps: list[Tensor], *targets: list[Tensor], **amp: Any) -> None:
+def _sgd(
+    lr: Any,
+    numbers: Sequence[float],
+    grads: list[Tensor],
+    steps: list[Tensor],
+    *targets: list[Tensor],
+    **amp: Any,
+) -> None:
     weights, *momenta = targets
     weight_decay, momentum, dampening, nesterov, maximize = numbers
     settings = {"weight_decay": weight_decay, "momentum": momentum, "dampening": dampening}
@@ -59,10 +96,22 @@ def _sgd(lr: Any, numbers: Sequence[float], grads: list[Tensor], steps: list[Ten
     kernel(weights, grads, *(momenta or [[]]), lr=lr, **settings, **flags, **amp)
 
 
-def _adagrad(lr: Any, numbers: Sequence[float], grads: list[Tensor], steps: list[Tensor], *targets: list[Tensor], **amp: Any) -> None:
+def _adagrad(
+    lr: Any,
+    numbers: Sequence[float],
+    grads: list[Tensor],
+    steps: list[Tensor],
+    *targets: list[Tensor],
+    **amp: Any,
+) -> None:
     weights, sums = targets
     lr_decay, weight_decay, eps, maximize = numbers
-    settings = {"lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps, "maximize": bool(maximize)}
+    settings = {
+        "lr_decay": lr_decay,
+        "weight_decay": weight_decay,
+        "eps": eps,
+        "maximize": bool(maximize),
+    }
     kernel: Any = torch._fused_adagrad_
     kernel(weights, grads, sums, steps, lr=lr, **settings, **amp)
 
@@ -78,7 +127,9 @@ _KERNELS: dict[Any, Kernel] = {
         lambda settings: _MOMENTS if settings["amsgrad"] else _MOMENTS[:2],
         lambda settings: [
             *map(float, settings["betas"]),
-            *_named("weight_decay", "eps", "amsgrad", "maximize", "decoupled_weight_decay")(settings),
+            *_named("weight_decay", "eps", "amsgrad", "maximize", "decoupled_weight_decay")(
+                settings
+            ),
         ],
         _adam,
     ),
@@ -88,27 +139,45 @@ _KERNELS: dict[Any, Kernel] = {
         _named("weight_decay", "momentum", "dampening", "nesterov", "maximize"),
         _sgd,
     ),
-    torch.optim.Adagrad: Kernel("adagrad", lambda settings: ("sum",), _named("lr_decay", "weight_decay", "eps", "maximize"), _adagrad),
+    torch.optim.Adagrad: Kernel(
+        "adagrad",
+        lambda settings: ("sum",),
+        _named("lr_decay", "weight_decay", "eps", "maximize"),
+        _adagrad,
+    ),
 }
 _BY_NAME = {kernel.name: kernel for kernel in _KERNELS.values()}
 
 
 def kernel_of(cls: Any) -> Kernel | None:
-    """The kernel that makes the steps of `cls`, a class of torch.optim or one that keeps its step and its state."""
+    """The kernel that makes the steps of `cls`, a class of torch.optim or one that keeps its step
+    and its state.
+    """
     for base, kernel in _KERNELS.items():
         # Dynamo wraps these methods, of each class apart.
         if issubclass(cls, base) and all(
-            inspect.unwrap(getattr(cls, name)) is inspect.unwrap(getattr(base, name)) for name in ("step", "_init_group")
+            inspect.unwrap(getattr(cls, name)) is inspect.unwrap(getattr(base, name))
+            for name in ("step", "_init_group")
         ):
             return kernel
     return None
 
 
-# ---- one launch ------------------------------------------------------------------------------------------------------
+# ---- one launch ----------------------------------------------------------------------------------
 
 
-def update(kernel: Kernel, settings: Settings, batch: Batch, found_inf: Tensor | None, treatment: Treatment, *, spent: bool) -> None:
-    """The update of a batch, in place, unless `found_inf`. `spent`: the gradients may be overwritten."""
+def update(
+    kernel: Kernel,
+    settings: Settings,
+    batch: Batch,
+    found_inf: Tensor | None,
+    treatment: Treatment,
+    *,
+    spent: bool,
+) -> None:
+    """The update of a batch, in place, unless `found_inf`. `spent`: the gradients may be
+    overwritten.
+    """
     lr, numbers = settings["lr"], kernel.numbers(settings)
     if not torch.compiler.is_compiling():
         _update(kernel, lr, numbers, batch, found_inf, treatment, spent=spent)
@@ -140,19 +209,41 @@ def _node(
     bound: float,
     limit: Tensor | None,
 ) -> None:
-    """`_update` as one node of a compiled graph: traced op by op, the compiler would take minutes over a hundred parameters."""
+    """`_update` as one node of a compiled graph: traced op by op, the compiler would take minutes
+    over a hundred parameters.
+    """
     count = len(grads)
     columns = [list(targets[first : first + count]) for first in range(0, len(targets), count)]
     held: list[Tensor | None] = [None] * len(targets)
     for place, tensor in zip(fresh, old, strict=True):
         held[place] = tensor
-    batch = Batch(list(grads), list(steps), columns, [held[first : first + count] for first in range(0, len(targets), count)])
+    batch = Batch(
+        list(grads),
+        list(steps),
+        columns,
+        [held[first : first + count] for first in range(0, len(targets), count)],
+    )
     treatment = Treatment(divisor, limit if limit is not None else bound or None)
-    _update(_BY_NAME[kernel], rate if lr is None else lr, numbers, batch, found_inf, treatment, spent=False)
+    _update(
+        _BY_NAME[kernel],
+        rate if lr is None else lr,
+        numbers,
+        batch,
+        found_inf,
+        treatment,
+        spent=False,
+    )
 
 
 def _update(
-    kernel: Kernel, lr: Any, numbers: Sequence[float], batch: Batch, found_inf: Tensor | None, treatment: Treatment, *, spent: bool
+    kernel: Kernel,
+    lr: Any,
+    numbers: Sequence[float],
+    batch: Batch,
+    found_inf: Tensor | None,
+    treatment: Treatment,
+    *,
+    spent: bool,
 ) -> None:
     grads, steps, targets, _ = batch
     device, dtype = targets[0][0].device, targets[0][0].dtype
@@ -162,23 +253,48 @@ def _update(
     divisor, bound = treatment
     if divisor is not None and dtype is not torch.float64:
         divisor = divisor.to(torch.float32)
-    # The kernel divides by a float32 number only, and leaves what it made of the gradients in their memory.
-    divides = spent and bound is None and dtype.itemsize >= 4 and (divisor is None or divisor.dtype is torch.float32)
+    # The kernel divides by a float32 number only, and leaves what it made of the gradients in their
+    # memory.
+    divides = (
+        spent
+        and bound is None
+        and dtype.itemsize >= 4
+        and (divisor is None or divisor.dtype is torch.float32)
+    )
     divides = divides and {g.dtype for g in grads} == {dtype}
     in_place = not any(old is not None for column in batch.old for old in column)
     scratch: list[Tensor] = []
-    for some in [slice(None)] if device.type != "cpu" or (divides and in_place) else _portions(grads):
+    for some in (
+        [slice(None)] if device.type != "cpu" or (divides and in_place) else _portions(grads)
+    ):
         into = [column[some] for column in targets]
-        pairs = [(t, o) for new, olds in zip(into, batch.old, strict=True) for t, o in zip(new, olds[some], strict=True) if o is not None]
+        pairs = [
+            (t, o)
+            for new, olds in zip(into, batch.old, strict=True)
+            for t, o in zip(new, olds[some], strict=True)
+            if o is not None
+        ]
         if pairs:
             torch._foreach_copy_([target for target, _ in pairs], [old for _, old in pairs])
         ready = grads[some]
-        if not divides and (divisor is not None or bound is not None or {g.dtype for g in ready} != {dtype}):
+        if not divides and (
+            divisor is not None or bound is not None or {g.dtype for g in ready} != {dtype}
+        ):
             ready = _treated(ready, divisor, bound, dtype, scratch)
-        kernel.launch(lr, numbers, ready, steps[some], *into, grad_scale=divisor if divides else None, found_inf=skip)
+        kernel.launch(
+            lr,
+            numbers,
+            ready,
+            steps[some],
+            *into,
+            grad_scale=divisor if divides else None,
+            found_inf=skip,
+        )
 
 
-_PORTION = 2**19  # elements: what a CPU has just copied is still in its cache when the kernel reads it
+_PORTION = (
+    2**19
+)  # elements: what a CPU has just copied is still in its cache when the kernel reads it
 
 
 def _portions(grads: list[Tensor]) -> list[slice]:
@@ -193,13 +309,23 @@ def _portions(grads: list[Tensor]) -> list[slice]:
 
 
 def _treated(
-    grads: list[Tensor], divisor: Tensor | None, bound: float | Tensor | None, dtype: torch.dtype, scratch: list[Tensor]
+    grads: list[Tensor],
+    divisor: Tensor | None,
+    bound: float | Tensor | None,
+    dtype: torch.dtype,
+    scratch: list[Tensor],
 ) -> list[Tensor]:
-    """The gradients as the kernel is to see them, in memory of their own but for those that nothing changes.
+    """The gradients as the kernel is to see them, in memory of their own but for those that nothing
+    changes.
 
     On a CPU, where fresh memory is what is slow, in that of `scratch`, which is used again.
     """
-    if divisor is not None and grads[0].is_cpu and {g.dtype for g in grads} == {divisor.dtype} and all(map(Tensor.is_contiguous, grads)):
+    if (
+        divisor is not None
+        and grads[0].is_cpu
+        and {g.dtype for g in grads} == {divisor.dtype}
+        and all(map(Tensor.is_contiguous, grads))
+    ):
         sizes = list(map(Tensor.numel, grads))
         if not scratch or scratch[0].numel() < sum(sizes):
             scratch[:] = [torch.empty(max(sum(sizes), _PORTION), dtype=divisor.dtype, device="cpu")]
@@ -209,8 +335,17 @@ def _treated(
         grads, divisor = places, None
     if divisor is not None:
         # Two 0-d tensors would promote to the wider dtype.
-        grads = list(torch._foreach_div([_foreach.at_least_float32(g.reshape(1) if g.ndim == 0 else g) for g in grads], divisor))
+        grads = list(
+            torch._foreach_div(
+                [_foreach.at_least_float32(g.reshape(1) if g.ndim == 0 else g) for g in grads],
+                divisor,
+            )
+        )
     if bound is not None:
         alike = len({g.dtype for g in grads}) == 1
-        grads = _foreach.clamp_list(grads, bound) if alike else [_foreach.clamp(g, bound) for g in grads]
+        grads = (
+            _foreach.clamp_list(grads, bound)
+            if alike
+            else [_foreach.clamp(g, bound) for g in grads]
+        )
     return [_foreach.saturating(g, dtype) for g in grads]

@@ -44,7 +44,9 @@ def facts(
     mine: list[bool],
     missing: Callable[[str], Exception],
 ) -> Facts:
-    """The facts of a step. `mine`: which of the columns may be written into; `missing(slot)` is raised where one is not there."""
+    """The facts of a step. `mine`: which of the columns may be written into; `missing(slot)` is
+    raised where one is not there.
+    """
     places: dict[tuple[str, str], int] = {(name, ""): place for place, name in enumerate(weights)}
     for name, slot in slots.items():
         for key in slot:
@@ -59,15 +61,27 @@ def facts(
             for key in keys:
                 if key not in slots[name]:
                     raise missing(key)
-        for device, dtype in dict.fromkeys((weights[name].device, weights[name].dtype) for name in present):
-            alike = [name for name in present if weights[name].device == device and weights[name].dtype is dtype]
+        for device, dtype in dict.fromkeys(
+            (weights[name].device, weights[name].dtype) for name in present
+        ):
+            alike = [
+                name
+                for name in present
+                if weights[name].device == device and weights[name].dtype is dtype
+            ]
             targets = [[places[name, key] for name in alike] for key in ("", *keys)]
             steps = [places[name, "step"] for name in alike if "step" in slots[name]]
             in_place = all(own[place] for column in (steps, *targets) for place in column) and all(
                 _alike(slots[name][key], weights[name]) for name in alike for key in keys
             )
-            unlike = [index for index, name in enumerate(alike) if not _alike(gradients[name], weights[name])]
-            launches.append(Launch(settings, [given[name] for name in alike], unlike, steps, targets, in_place))
+            unlike = [
+                index
+                for index, name in enumerate(alike)
+                if not _alike(gradients[name], weights[name])
+            ]
+            launches.append(
+                Launch(settings, [given[name] for name in alike], unlike, steps, targets, in_place)
+            )
     in_place = all(own) and all(launch.in_place for launch in launches)
     on_graphs = any(weight.requires_grad for weight in weights.values())
     return Facts(launches, own, in_place, on_graphs, all(mine[len(places) :]))
@@ -83,7 +97,9 @@ def run(
     *,
     spent: bool,
 ) -> list[Tensor]:
-    """Parameters and slots after the step over gradients that are still to be treated, where not `found_inf`."""
+    """Parameters and slots after the step over gradients that are still to be treated, where not
+    `found_inf`.
+    """
     own = facts.own
     results: list[Any] = list(columns[: len(own)])
     with torch.no_grad():
@@ -98,7 +114,9 @@ def run(
             for index in launch.unlike:
                 # torch's fused kernels walk all of a parameter's tensors by one pointer.
                 like = results[launch.targets[0][index]]
-                grads[index] = torch.empty_like(like, dtype=grads[index].dtype).copy_(grads[index].detach())
+                grads[index] = torch.empty_like(like, dtype=grads[index].dtype).copy_(
+                    grads[index].detach()
+                )
             targets = [[results[place] for place in column] for column in launch.targets]
             batch = Batch(grads, [results[place] for place in launch.steps], targets, old)
             settings = {**launch.settings, "lr": rates[launch.settings["lr"]]}
@@ -106,15 +124,25 @@ def run(
     if facts.in_place and not facts.on_graphs:
         return results
     return [
-        column.detach().clone() if result is None else result.detach() if result.requires_grad else result
+        column.detach().clone()
+        if result is None
+        else result.detach()
+        if result.requires_grad
+        else result
         for result, column in zip(results, columns, strict=False)
     ]
 
 
-def _make_room(launch: Launch, columns: Sequence[Tensor], results: list[Any]) -> list[list[Tensor | None]]:
-    """Memory for what may not be written where it stands; what each target that holds nothing yet shall hold."""
+def _make_room(
+    launch: Launch, columns: Sequence[Tensor], results: list[Any]
+) -> list[list[Tensor | None]]:
+    """Memory for what may not be written where it stands; what each target that holds nothing yet
+    shall hold.
+    """
     missing = [place for place in launch.steps if results[place] is None]
-    for place, copy in zip(missing, _columns.clone([columns[place] for place in missing]), strict=True):
+    for place, copy in zip(
+        missing, _columns.clone([columns[place] for place in missing]), strict=True
+    ):
         results[place] = copy
     every: list[list[Tensor | None]] = []
     weights = launch.targets[0]
@@ -126,7 +154,9 @@ def _make_room(launch: Launch, columns: Sequence[Tensor], results: list[Any]) ->
                 for place, weight in zip(column, weights, strict=True)
                 if results[place] is None and columns[place].stride() == columns[weight].stride()
             ]
-            for place, copy in zip(alike, _columns.clone([columns[place] for place in alike]), strict=True):
+            for place, copy in zip(
+                alike, _columns.clone([columns[place] for place in alike]), strict=True
+            ):
                 results[place] = copy
         held: list[Tensor | None] = []
         for place, weight in zip(column, weights, strict=True):

@@ -29,9 +29,11 @@ def gather_until_finite(
     max_retries: int,
     norm_type: float | None,
 ) -> tuple[Any, Gathered, Any, int]:
-    """Syncs with the host where `max_retries` is above 0. The scaler that was used, the window, the next `rng`, how many retries.
+    """Syncs with the host where `max_retries` is above 0. The scaler that was used, the window, the
+    next `rng`, how many retries.
 
-    Where no try is finite, the one that lost the fewest microbatches, and of those the one at the highest scale.
+    Where no try is finite, the one that lost the fewest microbatches, and of those the one at the
+    highest scale.
     """
     device = scaler.scale.device
     retries = 0
@@ -68,7 +70,9 @@ _PATIENCE = 100  # overflows that a rule may let pass before it lowers the scale
 
 
 def _backed_off(rule: Rule[Any], scaler: Any) -> Any | None:
-    """Syncs with the host. The first state with a lower scale, or a usable one, that overflows lead to; `None` at the smallest scale."""
+    """Syncs with the host. The first state with a lower scale, or a usable one, that overflows lead
+    to; `None` at the smallest scale.
+    """
     lower = scaler
     for _ in range(_PATIENCE):
         lower = rule.update(lower, torch.ones((), dtype=torch.bool, device=scaler.scale.device))
@@ -88,7 +92,9 @@ def _generators(device: torch.device) -> list[tuple[Any, tuple[Any, ...], Tensor
 
 @contextlib.contextmanager
 def _drawing_from(rng: Any, device: torch.device) -> Iterator[Callable[[], Any]]:
-    """Draw random numbers from `rng`; yields a function that gives the next one. The global generator is put back."""
+    """Draw random numbers from `rng`; yields a function that gives the next one. The global
+    generator is put back.
+    """
     if isinstance(rng, tuple):
         yield lambda: ()
         return

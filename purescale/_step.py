@@ -28,11 +28,15 @@ class Stepped(NamedTuple):
     params: Tree
     opt_state: Any
     found_inf: Tensor  # bool []
-    grad_norm: Any  # float32 [], before clipping; not finite where found_inf; () where max_norm is None
+    grad_norm: (
+        Any  # float32 [], before clipping; not finite where found_inf; () where max_norm is None
+    )
 
 
 class TrainState(NamedTuple):
-    """Everything a step changes. Make it with `init_train_state`; a checkpoint of it replays the run."""
+    """Everything a step changes. Make it with `init_train_state`; a checkpoint of it replays the
+    run.
+    """
 
     params: Tree
     buffers: Tree
@@ -43,27 +47,40 @@ class TrainState(NamedTuple):
 
 
 class StepInfo(NamedTuple):
-    """What a step has to tell: 0-d tensors, so that infos can be stacked. Reading one syncs; do it when you log."""
+    """What a step has to tell: 0-d tensors, so that infos can be stacked. Reading one syncs; do it
+    when you log.
+    """
 
-    loss: Tensor  # float32 (float64 for a float64 loss): unscaled, the weighted mean of the microbatches that count
+    # float32 (float64 for a float64 loss): unscaled, the weighted mean of the microbatches that
+    # count
+    loss: Tensor
     found_inf: Tensor  # bool: the step was skipped
     scale: Tensor  # float32: the scale that was used
-    grad_norm: Any  # float32, before clipping; not finite where found_inf; () where max_norm is None
+    grad_norm: (
+        Any  # float32, before clipping; not finite where found_inf; () where max_norm is None
+    )
     retries: Tensor  # int32: how often the window was gone through again
     aux: Any  # what loss_fn returned third, one a microbatch; () where it returns two
 
 
 def maybe_step(
-    optimizer: Optimizer, params: Tree, grads: Tree, opt_state: Any, found_inf: Tensor | bool, donate: bool = False
+    optimizer: Optimizer,
+    params: Tree,
+    grads: Tree,
+    opt_state: Any,
+    found_inf: Tensor | bool,
+    donate: bool = False,
 ) -> tuple[Tree, Any]:
     """Equal to `select(found_inf, (params, opt_state), optimizer.step(params, grads, opt_state))`.
 
-    Where `found_inf` is True parameters, optimizer state and step count come back bit for bit as they were; no value is
-    read to decide it. `found_inf`: 0-d bool. `donate`: `params` and `opt_state` may be overwritten; the caller gives them
-    up. Same bits; only inside torch.compile, where that cannot be seen, no two donated tensors may share memory. Without
-    `donate` the results share no memory with the arguments.
+    Where `found_inf` is True parameters, optimizer state and step count come back bit for bit as
+    they were; no value is read to decide it. `found_inf`: 0-d bool. `donate`: `params` and
+    `opt_state` may be overwritten; the caller gives them up. Same bits; only inside torch.compile,
+    where that cannot be seen, no two donated tensors may share memory. Without `donate` the results
+    share no memory with the arguments.
 
-    Raises `ValueError`, naming the leaf, when `grads` do not match `params` or `opt_state` belongs to other parameters.
+    Raises `ValueError`, naming the leaf, when `grads` do not match `params` or `opt_state` belongs
+    to other parameters.
 
     >>> import torch
     >>> from purescale import from_torch
@@ -72,26 +89,35 @@ def maybe_step(
     >>> maybe_step(sgd, params, {"w": torch.tensor([float("nan")])}, sgd.init(params), torch.tensor(True))[0]
     {'w': tensor([1.])}
 
-    Source of the rule: apply_if_finite of optax; the flag as a tensor from torch's fused optimizers.
+    Source of the rule: apply_if_finite of optax; the flag as a tensor from torch's fused
+    optimizers.
     """
     bad = _tree.flag(found_inf, like=next(iter(_tree.tensors(params)), None))
     plan = _planned(optimizer, params, grads, opt_state, donate=donate)
     if plan is None:
         _check_step(optimizer, params, grads, opt_state)
-    stepped = _maybe_step(optimizer, params, grads, opt_state, bad, donate=donate) if plan is None else plan.run(bad)
+    stepped = (
+        _maybe_step(optimizer, params, grads, opt_state, bad, donate=donate)
+        if plan is None
+        else plan.run(bad)
+    )
     if donate:
         _tree.poison((params, opt_state), keep=(stepped, grads, found_inf))
     return stepped
 
 
 def _planned(optimizer: Optimizer, *arguments: Any, known: bool = False, **settings: Any) -> Any:
-    """A step that skips and unscales by itself, from an optimizer that can plan one; else None. `known`: only if it need not check."""
+    """A step that skips and unscales by itself, from an optimizer that can plan one; else None.
+    `known`: only if it need not check.
+    """
     plan = getattr(optimizer, "remembered" if known else "plan", None)
     return None if plan is None else plan(*arguments, **settings)
 
 
 def _check_step(optimizer: Optimizer, params: Tree, grads: Tree, opt_state: Any) -> Any:
-    """What an optimizer would refuse in `step`, refused before; one of your own may leave `check` out."""
+    """What an optimizer would refuse in `step`, refused before; one of your own may leave `check`
+    out.
+    """
     if not getattr(optimizer, "differentiable", False):
         _tree.refuse_graphs(params=params, grads=grads, opt_state=opt_state)
     check = getattr(optimizer, "check", None)
@@ -112,12 +138,16 @@ def _maybe_step(
     with _off_the_graph(optimizer):
         stepped = optimizer.step(params, grads, opt_state)
         apart = getattr(optimizer, "steps_apart", False) and not _tree.traced()
-        new_params, new_opt_state = _tree.where(bad, (params, opt_state), stepped, donate=donate, keep=keep, spent=apart)
+        new_params, new_opt_state = _tree.where(
+            bad, (params, opt_state), stepped, donate=donate, keep=keep, spent=apart
+        )
     return new_params, new_opt_state
 
 
 def _off_the_graph(optimizer: Optimizer) -> contextlib.AbstractContextManager[Any]:
-    """As torch.optim: a step over parameters that require a gradient would else hold on to every step before it."""
+    """As torch.optim: a step over parameters that require a gradient would else hold on to every
+    step before it.
+    """
     if _tree.traced() or getattr(optimizer, "differentiable", False):
         return contextlib.nullcontext()
     return torch.no_grad()
@@ -135,18 +165,20 @@ def unscale_and_step(
     donate: bool = False,
     norm_type: float = 2.0,
 ) -> Stepped:
-    """Equal to `unscale_and_check`, `clip_by_global_norm`, `clip_by_value` and `maybe_step` in turn, in the fewest passes over memory.
+    """Equal to `unscale_and_check`, `clip_by_global_norm`, `clip_by_value` and `maybe_step` in
+    turn, in the fewest passes over memory.
 
-    `from_torch`'s Adam, AdamW, SGD and Adagrad need one read of the gradients and one pass for the rest. Flags, skips and counts are
-    those of the parts; values too, bit for bit, but to 1e-6 with `max_norm` and these classes: unscaling and clipping are then one
-    division, and a divisor beyond float32 skips the step. The sum of squares and the scale are read on a CPU in eager mode only.
+    `from_torch`'s Adam, AdamW, SGD and Adagrad need one read of the gradients and one pass for the
+    rest. Flags, skips and counts are those of the parts; values too, bit for bit, but to 1e-6 with
+    `max_norm` and these classes: unscaling and clipping are then one division, and a divisor beyond
+    float32 skips the step. The sum of squares and the scale are read on a CPU in eager mode only.
 
-    `donate`: `params`, `scaled_grads` and `opt_state` may be overwritten; the caller gives them up. Same bits.
-    `max_norm=None` and `clip_value=None` leave that clipping out; `norm_type` as in `clip_by_global_norm`, `group` as in
-    `unscale_and_check`.
+    `donate`: `params`, `scaled_grads` and `opt_state` may be overwritten; the caller gives them up.
+    Same bits. `max_norm=None` and `clip_value=None` leave that clipping out; `norm_type` as in
+    `clip_by_global_norm`, `group` as in `unscale_and_check`.
 
-    Returns `Stepped(params, opt_state, found_inf, grad_norm)`; `grad_norm` is `()` where `max_norm` is None (`inf` measures
-    without clipping).
+    Returns `Stepped(params, opt_state, found_inf, grad_norm)`; `grad_norm` is `()` where `max_norm`
+    is None (`inf` measures without clipping).
 
     >>> import torch
     >>> from purescale import DynamicScale, from_torch
@@ -157,7 +189,16 @@ def unscale_and_step(
     """
     clip = checked(max_norm, clip_value, norm_type)
     out = _step(
-        optimizer, params, scaled_grads, opt_state, clip, scaler.scale, group, donate=donate, spent=donate, keep=_tree.tensors(scaler)
+        optimizer,
+        params,
+        scaled_grads,
+        opt_state,
+        clip,
+        scaler.scale,
+        group,
+        donate=donate,
+        spent=donate,
+        keep=_tree.tensors(scaler),
     )
     if donate:
         _tree.poison((params, scaled_grads, opt_state), keep=(out, scaler, max_norm, clip_value))
@@ -180,7 +221,8 @@ def _step(
     found_inf: Tensor | None = None,
     norm: Tensor | None = None,
 ) -> Stepped:
-    """`unscale_and_step` of gradients still `scaled` or not, which may be overwritten where they are `spent`; writes into none of `keep`.
+    """`unscale_and_step` of gradients still `scaled` or not, which may be overwritten where they
+    are `spent`; writes into none of `keep`.
 
     `found_inf` and the `norm` of the unscaled gradients where they are known.
     """
@@ -195,8 +237,11 @@ def _step(
         plan = _planned(optimizer, params, grads, opt_state, **settings)
     grad_norm: Any = ()
     if plan is not None:
-        # The plan was made before the gradients are read, which drives from the cache what Python looks at.
-        found_inf, norm = _extent(plan.gradients, clip, scale, found_inf, norm, group, scaled=scaled, dense=True)
+        # The plan was made before the gradients are read, which drives from the cache what Python
+        # looks at.
+        found_inf, norm = _extent(
+            plan.gradients, clip, scale, found_inf, norm, group, scaled=scaled, dense=True
+        )
         divisor = scale if scaled else None
         if clip.max_norm is not None:
             divisor, grad_norm = clip_divisor(plan.gradients, norm, clip.max_norm, divisor)
@@ -206,10 +251,15 @@ def _step(
         return Stepped(stepped[0], stepped[1], found_inf, told(grad_norm, found_inf))
     _check_step(optimizer, params, grads, opt_state)
     if scaled:
-        # Unscaling in place must not reach parameters or state that stand in the gradients' memory. While compiling that cannot be
-        # seen, and nothing is gained: what is computed in between is fused.
+        # Unscaling in place must not reach parameters or state that stand in the gradients' memory.
+        # While compiling that cannot be seen, and nothing is gained: what is computed in between is
+        # fused.
         others = [*_tree.tensors((params, opt_state)), *keep]
-        in_place = spent and not torch.compiler.is_compiling() and all(_tree.writable(_tree.tensors(grads), others))
+        in_place = (
+            spent
+            and not torch.compiler.is_compiling()
+            and all(_tree.writable(_tree.tensors(grads), others))
+        )
         leaves = _foreach.divide(leaves, scale, donate=in_place)
     found_inf, norm = _extent(leaves, clip, scale, found_inf, norm, group, scaled=False)
     grads = structure.unflatten(leaves)
@@ -232,7 +282,9 @@ def _extent(
     scaled: bool,
     dense: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """`found_inf`, and where clipping needs it the norm of the unscaled gradients, from at most one read of `leaves`."""
+    """`found_inf`, and where clipping needs it the norm of the unscaled gradients, from at most one
+    read of `leaves`.
+    """
     norm_type = None if clip.max_norm is None else clip.norm_type
     if found_inf is not None and (norm is not None or norm_type is None):
         return found_inf, norm
@@ -242,18 +294,23 @@ def _extent(
     return found_inf, size.norm / scale if scaled and size.norm is not None else size.norm
 
 
-# ---- the composer ----------------------------------------------------------------------------------------------------
+# ---- the composer --------------------------------------------------------------------------------
 
 
-def init_train_state(params: Tree, buffers: Tree, optimizer: Optimizer, rule: Rule[Any], rng: Tensor | None = None) -> TrainState:
-    """Equal to `TrainState(params, buffers, optimizer.init(params), rule.init(device), step=0, rng)`, in fresh memory.
+def init_train_state(
+    params: Tree, buffers: Tree, optimizer: Optimizer, rule: Rule[Any], rng: Tensor | None = None
+) -> TrainState:
+    """Equal to `TrainState(params, buffers, optimizer.init(params), rule.init(device),
+    step=0, rng)`, in fresh memory.
 
-    Off the graph of torch.autograd; inside torch.func it can be differentiated with respect to `params` and `buffers`.
-    `device` is that of the parameters. `rng`: the state of a generator of that device,
-    `torch.Generator(device).manual_seed(0).get_state()`; with it dropout is a function of the state and a step replays bit
-    for bit. Without it (`()` in the state) torch's global generator is used and moves on.
+    Off the graph of torch.autograd; inside torch.func it can be differentiated with respect to
+    `params` and `buffers`. `device` is that of the parameters. `rng`: the state of a generator of
+    that device, `torch.Generator(device).manual_seed(0).get_state()`; with it dropout is a function
+    of the state and a step replays bit for bit. Without it (`()` in the state) torch's global
+    generator is used and moves on.
 
-    Raises `ValueError` for params without a tensor, `TypeError` for integer parameters or an `rng` that is no generator state.
+    Raises `ValueError` for params without a tensor, `TypeError` for integer parameters or an `rng`
+    that is no generator state.
 
     >>> import torch
     >>> from purescale import DynamicScale, from_torch
@@ -265,7 +322,8 @@ def init_train_state(params: Tree, buffers: Tree, optimizer: Optimizer, rule: Ru
     weights = _tree.tensors(params)
     if not weights:
         raise ValueError(
-            f"init_train_state got params without a tensor, {params!r}. Cure: `apply, params, buffers = make_functional(model)`."
+            f"init_train_state got params without a tensor, {params!r}. Cure: `apply, params, "
+            "buffers = make_functional(model)`."
         )
     if rng is not None and not (isinstance(rng, Tensor) and rng.dtype is torch.uint8):
         raise TypeError(
@@ -301,44 +359,54 @@ def train_step(
     donate: bool = False,
     norm_type: float = 2.0,
 ) -> tuple[TrainState, StepInfo]:
-    """Syncs with the host only where `max_retries` is above 0. Equal to, with one microbatch and `s = state`:
+    """Syncs with the host only where `max_retries` is above 0. Equal to, with one microbatch and
+    `s = state`:
 
-    ```
-    scaled = lambda params: scale_loss(s.scaler, loss_fn(params, s.buffers, microbatch)[0])
-    out = unscale_and_step(optimizer, s.scaler, s.params, grad(scaled)(s.params), s.opt_state, max_norm, clip_value)
-    buffers = select(out.found_inf, s.buffers, new_buffers)
-    s = TrainState(out.params, buffers, out.opt_state, rule.update(s.scaler, out.found_inf), s.step + ~out.found_inf, rng)
-    ```
+    ``` scaled = lambda params: scale_loss(s.scaler, loss_fn(params,
+    s.buffers, microbatch)[0]) out = unscale_and_step(optimizer, s.scaler,
+    s.params, grad(scaled)(s.params), s.opt_state, max_norm, clip_value)
+    buffers = select(out.found_inf, s.buffers, new_buffers) s = TrainState(out.params,
+    buffers, out.opt_state, rule.update(s.scaler, out.found_inf), s.step + ~out.found_inf, rng) ```
 
     Arguments:
     - `state`: from `init_train_state`, or what the last step returned.
-    - `microbatches`: a list; its gradients are averaged in float32 and make one step. For one batch: `[batch]`. The mean loss
-      of each is scaled whole, where torch's recipe scales `loss / k`: with k of them a dynamic scale settles k times lower
-      than GradScaler's, at the same gradients. `interop.torch_amp.from_state_dict(d, accumulated=k)` takes one over.
-    - `loss_fn(params, buffers, microbatch)` returns `(loss, new_buffers)` or `(loss, new_buffers, aux)`; loss unscaled, real,
-      of one element. Buffers thread through the microbatches; return `buffers` where nothing changes them.
-    - `weight_fn(microbatch)`: its weight in the average, a number or a 0-d tensor, not negative: samples or tokens. Default:
-      equal. What has weight 0 counts for nothing. A step whose weights are all 0 leaves all but `rng` as it was. A tensor that
-      is negative or not finite drops what an overflow would drop, and leaves the scale alone.
-    - `on_nonfinite`: what one overflowing microbatch drops, `"drop_window"` or `"drop_microbatch"` (with what it did to the
-      buffers), as in `accumulated_grads`. Either way the scale backs off once.
-    - `max_norm`, `norm_type`, `clip_value`: as in `clip_by_global_norm` and `clip_by_value`, on the averaged, unscaled gradients.
-    - `max_retries`: above 0 it syncs with the host. A window that overflows is gone through again, the same microbatches with
-      the same random numbers of torch's generators, at the scale that the rule backs off to, until it is finite: the step is
-      the one that this scale would have taken at once. Where no try is, the scale ends as after one ordinary skip, and
-      `"drop_microbatch"` steps with the try that lost the fewest. A loss that itself is not finite is not tried again. Not
-      traceable.
-    - `donate`: the tensors of `state` may be overwritten; the caller gives them up. Same bits, as in `maybe_step`.
-    - `bn_update="each"`: batch norm updates its running averages with every microbatch, so k of them weigh as k steps.
-      `"window"`: once, with the pooled statistics of the microbatches that count.
+    - `microbatches`: a list; its gradients are averaged in float32 and make one step. For one
+      batch: `[batch]`. The mean loss of each is scaled whole, where torch's recipe scales
+      `loss / k`: with k of them a dynamic scale settles k times lower than GradScaler's, at the
+      same gradients. `interop.torch_amp.from_state_dict(d, accumulated=k)` takes one over.
+    - `loss_fn(params, buffers, microbatch)` returns `(loss, new_buffers)` or
+      `(loss, new_buffers, aux)`; loss unscaled, real, of one element. Buffers thread through the
+      microbatches; return `buffers` where nothing changes them.
+    - `weight_fn(microbatch)`: its weight in the average, a number or a 0-d tensor, not negative:
+      samples or tokens. Default:
+      equal. What has weight 0 counts for nothing. A step whose weights are all 0 leaves all but
+      `rng` as it was. A tensor that is negative or not finite drops what an overflow would drop,
+      and leaves the scale alone.
+    - `on_nonfinite`: what one overflowing microbatch drops, `"drop_window"` or `"drop_microbatch"`
+      (with what it did to the buffers), as in `accumulated_grads`. Either way the scale backs off
+      once.
+    - `max_norm`, `norm_type`, `clip_value`: as in `clip_by_global_norm` and `clip_by_value`, on the
+      averaged, unscaled gradients.
+    - `max_retries`: above 0 it syncs with the host. A window that overflows is gone through again,
+      the same microbatches with the same random numbers of torch's generators, at the scale that
+      the rule backs off to, until it is finite: the step is the one that this scale would have
+      taken at once. Where no try is, the scale ends as after one ordinary skip, and
+      `"drop_microbatch"` steps with the try that lost the fewest. A loss that itself is not finite
+      is not tried again. Not traceable.
+    - `donate`: the tensors of `state` may be overwritten; the caller gives them up. Same bits, as
+      in `maybe_step`.
+    - `bn_update="each"`: batch norm updates its running averages with every microbatch, so k of
+      them weigh as k steps. `"window"`: once, with the pooled statistics of the microbatches that
+      count.
     - `group`: only `None` is there in this version.
 
-    Returns the next state and `StepInfo`. On an overflow parameters, optimizer state, buffers and `step` come back bit for
-    bit; the scale backs off. Reads no tensor's value, so nothing syncs; works under `torch.compile(fullgraph=True)`,
-    `torch.vmap` and `torch.func.grad`. Parameters that the loss does not use have a gradient of 0.
+    Returns the next state and `StepInfo`. On an overflow parameters, optimizer state, buffers and
+    `step` come back bit for bit; the scale backs off. Reads no tensor's value, so nothing syncs;
+    works under `torch.compile(fullgraph=True)`, `torch.vmap` and `torch.func.grad`. Parameters that
+    the loss does not use have a gradient of 0.
 
-    Raises before any work is done: `TypeError` and `ValueError` for microbatches that are no list or an empty one and for
-    settings; before anything is changed: for what `loss_fn` returns.
+    Raises before any work is done: `TypeError` and `ValueError` for microbatches that are no list
+    or an empty one and for settings; before anything is changed: for what `loss_fn` returns.
 
     >>> import torch
     >>> from purescale import DynamicScale, from_torch
@@ -351,7 +419,9 @@ def train_step(
     ({'w': tensor([0.])}, tensor(1.), tensor(65536.), tensor(131072.))
     """
     clip = checked(max_norm, clip_value, norm_type)
-    _check_call(state, microbatches, optimizer, rule, clip, on_nonfinite, bn_update, group, max_retries)
+    _check_call(
+        state, microbatches, optimizer, rule, clip, on_nonfinite, bn_update, group, max_retries
+    )
     scaler, gathered, rng, retries = gather_until_finite(
         *(state.params, state.buffers, state.scaler, state.rng),
         *(microbatches, loss_fn, rule, weight_fn),
@@ -361,17 +431,47 @@ def train_step(
     # Where no try was finite, the scale ends as after one ordinary skip.
     used = scaler if retries == 0 else _tree.where(overflow, state.scaler, scaler, donate=False)
     next_scaler = rule.update(used, overflow)
-    if overflow is not skip:  # a window that its weights alone made empty leaves the scale as it was
+    if (
+        overflow is not skip
+    ):  # a window that its weights alone made empty leaves the scale as it was
         next_scaler = _tree.where(skip & ~overflow, state.scaler, next_scaler, donate=False)
     else:
         _tree.paired(state.scaler, next_scaler, "state.scaler", "the state that the rule gave")
 
-    # A gradient may be the very tensor that a custom backward returned, and parts of a state may share memory.
-    given = (state.buffers, state.scaler, scaler, next_scaler, state.step, state.rng, microbatches, gathered._replace(grads=()))
+    # A gradient may be the very tensor that a custom backward returned, and parts of a state may
+    # share memory.
+    given = (
+        state.buffers,
+        state.scaler,
+        scaler,
+        next_scaler,
+        state.step,
+        state.rng,
+        microbatches,
+        gathered._replace(grads=()),
+    )
     keep = [] if _tree.traced() else _tree.all_tensors(given)
-    known: dict[str, Any] = {"scaled": gathered.scaled, "found_inf": skip, "norm": gathered.norm, "keep": keep}
-    out = _step(optimizer, state.params, gathered.grads, state.opt_state, clip, scaler.scale, donate=donate, spent=True, **known)
-    step, scale = state.step + ~skip, scaler.scale.clone()  # before buffers are written, whose memory they may stand in
+    known: dict[str, Any] = {
+        "scaled": gathered.scaled,
+        "found_inf": skip,
+        "norm": gathered.norm,
+        "keep": keep,
+    }
+    out = _step(
+        optimizer,
+        state.params,
+        gathered.grads,
+        state.opt_state,
+        clip,
+        scaler.scale,
+        donate=donate,
+        spent=True,
+        **known,
+    )
+    step, scale = (
+        state.step + ~skip,
+        scaler.scale.clone(),
+    )  # before buffers are written, whose memory they may stand in
     new_state = TrainState(
         params=out.params,
         buffers=_tree.where(skip, state.buffers, gathered.buffers, donate=donate),
@@ -412,12 +512,14 @@ def _check_call(
     _check_parts(optimizer, rule)
     if not isinstance(microbatches, list):
         raise TypeError(
-            f"microbatches is a {type(microbatches).__name__}; expected a list, one step for all of it. Likely cause: one (input, target) "
-            f"batch was passed. Cure: `train_step(state, [batch], ...)`."
+            f"microbatches is a {type(microbatches).__name__}; expected a list, one step for all "
+            "of it. Likely cause: one (input, target) batch was passed. Cure: `train_step(state, "
+            "[batch], ...)`."
         )
     if not microbatches:
         raise ValueError(
-            "microbatches is an empty list; a step needs at least one. Likely cause: a loader that ran out. Cure: end the loop there."
+            "microbatches is an empty list; a step needs at least one. Likely cause: a loader "
+            "that ran out. Cure: end the loop there."
         )
     leaves = _tree.flatten(state.params)[0]
     _tree.check_parameters(state.params, leaves, "state.params")
@@ -428,39 +530,61 @@ def _check_call(
     if bn_update not in ("each", "window"):
         raise ValueError(f"bn_update must be 'each' or 'window', got {bn_update!r}.")
     if group is not None:
-        raise ValueError(f"this version has group=None only, got {group!r}. Cure: the loop by hand, where unscale_and_check takes a group.")
-    if isinstance(max_retries, bool) or not isinstance(max_retries, numbers.Integral) or max_retries < 0:
-        raise ValueError(f"max_retries must be a whole number, 0 or more, got {shown(max_retries)}.")
+        raise ValueError(
+            f"this version has group=None only, got {group!r}. Cure: the loop by hand, where "
+            "unscale_and_check takes a group."
+        )
+    if (
+        isinstance(max_retries, bool)
+        or not isinstance(max_retries, numbers.Integral)
+        or max_retries < 0
+    ):
+        raise ValueError(
+            f"max_retries must be a whole number, 0 or more, got {shown(max_retries)}."
+        )
     if max_retries and isinstance(rule, StaticScale):
         raise ValueError(
-            f"max_retries={max_retries} with {rule!r}, whose scale never moves: every try would overflow again. Cure: DynamicScale(), or "
-            f"max_retries=0."
+            f"max_retries={max_retries} with {rule!r}, whose scale never moves: every try would "
+            "overflow again. Cure: DynamicScale(), or max_retries=0."
         )
     if max_retries and _tree.traced():
         raise ValueError(
-            "max_retries reads the flag on the host, which a traced step cannot. Cure: max_retries=0 under torch.compile and torch.func; "
-            "the next step is taken at the lower scale anyway."
+            "max_retries reads the flag on the host, which a traced step cannot. Cure: "
+            "max_retries=0 under torch.compile and torch.func; the next step is taken at the "
+            "lower scale anyway."
         )
     if not isinstance(state.rng, tuple) and _tree.traced():
         raise ValueError(
-            "a step with rng in its state cannot be traced: torch's generators are outside of torch.compile and torch.func. "
-            "Cure: state._replace(rng=()), torch.manual_seed before the step, and for vmap randomness='different'."
+            "a step with rng in its state cannot be traced: torch's generators are outside of "
+            "torch.compile and torch.func. Cure: state._replace(rng=()), torch.manual_seed before "
+            "the step, and for vmap randomness='different'."
         )
 
 
 def _check_parts(optimizer: Any, rule: Any) -> None:
-    if isinstance(optimizer, type) or not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "step", None))):
-        got = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else type(optimizer).__name__
+    if isinstance(optimizer, type) or not (
+        callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "step", None))
+    ):
+        got = (
+            f"the class {optimizer.__name__}"
+            if isinstance(optimizer, type)
+            else type(optimizer).__name__
+        )
         raise TypeError(
             f"optimizer is {got}; expected an object with `init` and `step`. "
             f"Cure: from_torch(torch.optim.AdamW, lr=1e-3), or from_transformation(tx)."
         )
     if isinstance(rule, type):
-        raise TypeError(f"rule is the class {rule.__name__}; expected one that was made. Cure: rule={rule.__name__}().")
+        raise TypeError(
+            f"rule is the class {rule.__name__}; expected one that was made. Cure: "
+            f"rule={rule.__name__}()."
+        )
     missing = [name for name in ("init", "update") if not callable(getattr(rule, name, None))]
     if missing:
         raise TypeError(
-            f"rule is {type(rule).__name__}, without {' and '.join(f'`{name}`' for name in missing)}; expected an object with "
-            f"`init(device)`, which gives the state to start from, and `update(scaler, found_inf)`, which gives the next one. "
-            f"Cure: DynamicScale(), StaticScale(512.0) or NoScale(); the README has a rule of one's own."
+            f"rule is {type(rule).__name__}, without "
+            f"{' and '.join(f'`{name}`' for name in missing)}; expected an object with "
+            "`init(device)`, which gives the state to start from, and `update(scaler, "
+            "found_inf)`, which gives the next one. Cure: DynamicScale(), StaticScale(512.0) or "
+            "NoScale(); the README has a rule of one's own."
         )

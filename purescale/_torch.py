@@ -68,7 +68,9 @@ DynamicOutputShape: Any = _find("torch._subclasses.fake_tensor.DynamicOutputShap
 # ---- trees, ranks, modules -----------------------------------------------------------------------
 
 pytree: Any = _find("torch.utils._pytree")
-all_reduce: Callable[[Tensor, str, Any], Tensor] = _find("torch.distributed._functional_collectives.all_reduce")
+all_reduce: Callable[[Tensor, str, Any], Tensor] = _find(
+    "torch.distributed._functional_collectives.all_reduce"
+)
 NormBase: type[nn.Module] = _find("torch.nn.modules.batchnorm._NormBase")
 BatchNorm: Any = _find("torch.nn.modules.batchnorm._BatchNorm")
 InstanceNorm: type[nn.Module] = _find("torch.nn.modules.instancenorm._InstanceNorm")
@@ -126,7 +128,9 @@ _FUSED = ("adagrad_", "adam_", "adamw_", "sgd_")
 fused: Any = SimpleNamespace(**{op: _find(f"torch._fused_{op}") for op in _FUSED})
 
 
-def masked_add_(targets: list[Tensor], news: list[Tensor], factor: float | Tensor, bad: Tensor | None) -> None:
+def masked_add_(
+    targets: list[Tensor], news: list[Tensor], factor: float | Tensor, bad: Tensor | None
+) -> None:
     """`target += new * factor` in one pass, left out where `bad`, a flag in float32.
 
     The one list kernel that can leave NaN behind.
@@ -211,7 +215,9 @@ def _check_formulas() -> None:
     for name, looked_up in _LOOKED_UP.items():
         formula = formula_of(_find(f"torch.optim.{name}"))
         if formula is None:
-            raise _refused(f"torch.optim.{name}._init_group and a _single_tensor function beside it")
+            raise _refused(
+                f"torch.optim.{name}._init_group and a _single_tensor function beside it"
+            )
         functional, single = formula.names
         for function, called in zip(formula, ((functional,), (single,), looked_up), strict=True):
             for other in called:

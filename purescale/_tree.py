@@ -1,7 +1,9 @@
-"""Pytrees of tensors: structure, selection, who may be written to. The only module that knows optree.
+"""Pytrees of tensors: structure, selection, who may be written to. The only module that knows
+optree.
 
-A tree is any nesting of dict, list, tuple and NamedTuple. `None` is a leaf here and passes through every function.
-Dicts keep their key order: a compiled step whose outputs came back in sorted order would be traced a second time.
+A tree is any nesting of dict, list, tuple and NamedTuple. `None` is a leaf here and passes through
+every function. Dicts keep their key order: a compiled step whose outputs came back in sorted order
+would be traced a second time.
 """
 
 from __future__ import annotations
@@ -21,20 +23,23 @@ from . import _columns, _torch
 Tree: TypeAlias = Any
 Leaves: TypeAlias = list[Any]
 
-# optree sorts dict keys unless told not to; the order of the parameters is that of a torch optimizer's state. This
-# setting is that of our own namespace and reaches nobody else.
+# optree sorts dict keys unless told not to; the order of the parameters is that of a torch
+# optimizer's state. This setting is that of our own namespace and reaches nobody else.
 _OURS: dict[str, Any] = {"none_is_leaf": True, "namespace": "purescale"}
 _insertion_ordered = optree.dict_insertion_ordered(True, namespace="purescale")
 _insertion_ordered.__enter__()
 
 
-# ---- structure -------------------------------------------------------------------------------------------------------
+# ---- structure -----------------------------------------------------------------------------------
 
 
 def flatten(tree: Tree) -> tuple[Leaves, Any]:
-    """The leaves of `tree` and its structure, which has `.unflatten(leaves)` and `.flatten_up_to(other)`."""
+    """The leaves of `tree` and its structure, which has `.unflatten(leaves)` and
+    `.flatten_up_to(other)`.
+    """
     if torch.compiler.is_compiling():
-        # optree cannot be traced where a dict is empty, as the buffers of a net without BatchNorm are.
+        # optree cannot be traced where a dict is empty, as the buffers of a net without BatchNorm
+        # are.
         leaves, structure = _torch.pytree.tree_flatten(tree)
     else:
         leaves, structure = optree.tree_flatten(tree, **_OURS)
@@ -42,10 +47,14 @@ def flatten(tree: Tree) -> tuple[Leaves, Any]:
 
 
 def map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
-    """`fn` over the leaves of `tree` and of the trees that start with its structure; `None` stays `None`."""
+    """`fn` over the leaves of `tree` and of the trees that start with its structure; `None` stays
+    `None`.
+    """
     leaves, structure = flatten(tree)
     columns = [leaves, *(structure.flatten_up_to(other) for other in rest)]
-    return structure.unflatten([None if row[0] is None else fn(*row) for row in zip(*columns, strict=True)])
+    return structure.unflatten(
+        [None if row[0] is None else fn(*row) for row in zip(*columns, strict=True)]
+    )
 
 
 def tensors(tree: Tree) -> list[Tensor]:
@@ -63,18 +72,26 @@ def off_graph(leaf: Tensor) -> Tensor:
 
 
 def all_tensors(tree: Any) -> list[Tensor]:
-    """`tensors` that also looks into the containers that only torch's pytree knows, which is slower."""
+    """`tensors` that also looks into the containers that only torch's pytree knows, which is
+    slower.
+    """
     found: list[Tensor] = []
     for leaf in flatten(tree)[0]:
-        rest = [leaf] if leaf is None or isinstance(leaf, Tensor) else _torch.pytree.tree_leaves(leaf)
+        rest = (
+            [leaf] if leaf is None or isinstance(leaf, Tensor) else _torch.pytree.tree_leaves(leaf)
+        )
         found += [part for part in rest if isinstance(part, Tensor)]
     return found
 
 
 def fresh(tree: Any, taken: Set[int | None] = frozenset()) -> Any:
-    """`tree`, in any container that torch's pytree knows, off the graph; copied where it may stand in memory that is `taken`."""
+    """`tree`, in any container that torch's pytree knows, off the graph; copied where it may stand
+    in memory that is `taken`.
+    """
     if traced():
-        return _torch.pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
+        return _torch.pytree.tree_map(
+            lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree
+        )
 
     def own(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -82,11 +99,18 @@ def fresh(tree: Any, taken: Set[int | None] = frozenset()) -> Any:
         return leaf.detach().clone() if storage(leaf) in taken else leaf.detach()
 
     leaves, structure = flatten(tree)
-    return structure.unflatten([own(leaf) if isinstance(leaf, Tensor) else _torch.pytree.tree_map(own, leaf) for leaf in leaves])
+    return structure.unflatten(
+        [
+            own(leaf) if isinstance(leaf, Tensor) else _torch.pytree.tree_map(own, leaf)
+            for leaf in leaves
+        ]
+    )
 
 
 def apart(tree: Tree, inputs: Tree) -> Tree:
-    """`tree`, on its graph, copied where it may share memory with `inputs` or one leaf with another."""
+    """`tree`, on its graph, copied where it may share memory with `inputs` or one leaf with
+    another.
+    """
     if traced():
         return map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
     taken = {storage(leaf) for leaf in tensors(inputs)}
@@ -107,8 +131,12 @@ def paths(tree: Tree, name: str) -> list[str]:
 
 
 def names(tree: Tree) -> list[str]:
-    """Where each leaf stands, dotted: `conv.weight`, in the order of `flatten`. A flat dict of parameters gives its own keys."""
-    if type(tree) is dict and all(isinstance(child, Tensor) or child is None for child in tree.values()):
+    """Where each leaf stands, dotted: `conv.weight`, in the order of `flatten`. A flat dict of
+    parameters gives its own keys.
+    """
+    if type(tree) is dict and all(
+        isinstance(child, Tensor) or child is None for child in tree.values()
+    ):
         return [str(key) for key in tree]
     if not torch.compiler.is_compiling():
         return [".".join(str(part) for part in path) for path in optree.tree_paths(tree, **_OURS)]
@@ -118,21 +146,32 @@ def names(tree: Tree) -> list[str]:
         children = list(enumerate(tree))
     else:
         return [""]
-    return [f"{key}.{name}" if name else str(key) for key, child in children for name in names(child)]
+    return [
+        f"{key}.{name}" if name else str(key) for key, child in children for name in names(child)
+    ]
 
 
 def keys(tree: Tree) -> list[tuple[str, ...]]:
-    """The names on the way to each leaf: keys of dicts, fields of NamedTuples, positions in lists and tuples."""
-    return [tuple(str(getattr(entry, "field", entry.entry)) for entry in way) for way in optree.tree_accessors(tree, **_OURS)]
+    """The names on the way to each leaf: keys of dicts, fields of NamedTuples, positions in lists
+    and tuples.
+    """
+    return [
+        tuple(str(getattr(entry, "field", entry.entry)) for entry in way)
+        for way in optree.tree_accessors(tree, **_OURS)
+    ]
 
 
 def path(tree: Tree, name: str, index: int) -> str:
-    """Where leaf `index` stands, as Python; while compiling, where optree cannot be asked, only its number."""
+    """Where leaf `index` stands, as Python; while compiling, where optree cannot be asked, only its
+    number.
+    """
     return f"leaf {index}" if torch.compiler.is_compiling() else paths(tree, name)[index]
 
 
 def leaves_like(name: str, tree: Tree, like_name: str, like: Tree, structure: Any = None) -> Leaves:
-    """The leaves of `tree` in the order of `like`'s, or an error that lists the paths in which the two differ."""
+    """The leaves of `tree` in the order of `like`'s, or an error that lists the paths in which the
+    two differ.
+    """
     structure = flatten(like)[1] if structure is None else structure
     try:
         found: Leaves = structure.flatten_up_to(tree)
@@ -141,15 +180,19 @@ def leaves_like(name: str, tree: Tree, like_name: str, like: Tree, structure: An
     except ValueError:
         pass
     if torch.compiler.is_compiling():
-        raise ValueError(f"{name} and {like_name} differ in structure: run the step once without torch.compile to see where.")
+        raise ValueError(
+            f"{name} and {like_name} differ in structure: run the step once without torch.compile "
+            "to see where."
+        )
     ours, theirs = dict.fromkeys(paths(tree, "")), dict.fromkeys(paths(like, ""))
     missing = [path for path in theirs if path not in ours]
     extra = [path for path in ours if path not in theirs]
     raise ValueError(
-        f"{name} does not match {like_name}: missing {some(missing)}; not in {like_name}: {some(extra)}. "
-        f"Both must be the same nesting of the same keys (with None for what is absent). Likely cause: {name} was made "
-        f"from other {like_name} than these, or some leaves were dropped. Cure: take both from one place, for example "
-        f"`{name} = {{key: {name}.get(key) for key in {like_name}}}` for flat dicts."
+        f"{name} does not match {like_name}: missing {some(missing)}; not in {like_name}: "
+        f"{some(extra)}. Both must be the same nesting of the same keys (with None for what is "
+        f"absent). Likely cause: {name} was made from other {like_name} than these, or some leaves "
+        f"were dropped. Cure: take both from one place, for example `{name} = "
+        f"{{key: {name}.get(key) for key in {like_name}}}` for flat dicts."
     )
 
 
@@ -162,7 +205,9 @@ class Aligned(NamedTuple):
 
 
 def aligned(params: Tree, grads: Tree) -> Aligned:
-    """The leaves of both; refused, naming the leaf, unless each gradient could be added to its parameter."""
+    """The leaves of both; refused, naming the leaf, unless each gradient could be added to its
+    parameter.
+    """
     weights, structure = flatten(params)
     check_parameters(params, weights)
     gradients = leaves_like("grads", grads, "params", params, structure)
@@ -173,7 +218,8 @@ def aligned(params: Tree, grads: Tree) -> Aligned:
         misfit = "no parameter there" if weight is None else _misfit(gradient, weight)
         if misfit:
             raise ValueError(
-                f"{path(params, 'grads', index)} has {misfit}. Cure: the gradients of these params, `torch.func.grad(scaled_loss)(params)`."
+                f"{path(params, 'grads', index)} has {misfit}. Cure: the gradients of these "
+                "params, `torch.func.grad(scaled_loss)(params)`."
             )
     return Aligned(structure, weights, gradients)
 
@@ -194,20 +240,26 @@ def some(items: list[str], most: int = 5) -> str:
     return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
-# ---- what stands around a call ---------------------------------------------------------------------------------------
+# ---- what stands around a call -------------------------------------------------------------------
 
 
 def under_transform() -> bool:
-    """Whether this code runs inside vmap, grad or another torch.func transform, or inside of forward_ad.dual_level.
+    """Whether this code runs inside vmap, grad or another torch.func transform, or inside of
+    forward_ad.dual_level.
 
     foreach ops have no vmap rule there, and fused ones drop what is being differentiated.
     """
-    # While compiling, an interpreter stack that is None comes back wrapped in something that is not.
-    return _torch.transforms_active() or (not torch.compiler.is_compiling() and _torch.dual_level() >= 0)
+    # While compiling, an interpreter stack that is None comes back wrapped in something that is
+    # not.
+    return _torch.transforms_active() or (
+        not torch.compiler.is_compiling() and _torch.dual_level() >= 0
+    )
 
 
 def traced() -> bool:
-    """Whether plain ops are needed: while compiling (both kinds fuse the same) or inside a torch.func transform."""
+    """Whether plain ops are needed: while compiling (both kinds fuse the same) or inside a
+    torch.func transform.
+    """
     return torch.compiler.is_compiling() or under_transform()
 
 
@@ -219,18 +271,22 @@ def refuse_graphs(**trees: Tree) -> None:
         for index, leaf in enumerate(flatten(tree)[0]):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 raise ValueError(
-                    f"{paths(tree, name)[index]} is a result of torch.autograd ({leaf.grad_fn.name()}), and `.backward()` cannot "
-                    f"go through a step. Likely cause: a derivative through the step is wanted, or gradients were made with "
-                    f"create_graph=True. Cure: torch.func.grad of a function that makes the step, or from_torch(..., "
-                    f"differentiable=True); to drop the graph as torch.optim does, `with torch.no_grad():` around the step."
+                    f"{paths(tree, name)[index]} is a result of torch.autograd "
+                    f"({leaf.grad_fn.name()}), and `.backward()` cannot go through a step. Likely "
+                    "cause: a derivative through the step is wanted, or gradients were made with "
+                    "create_graph=True. Cure: torch.func.grad of a function that makes the step, "
+                    "or from_torch(..., differentiable=True); to drop the graph as torch.optim "
+                    "does, `with torch.no_grad():` around the step."
                 )
 
 
-# ---- leaves ----------------------------------------------------------------------------------------------------------
+# ---- leaves --------------------------------------------------------------------------------------
 
 
 def cast(tree: Tree, dtype: torch.dtype, *, copy: bool = False) -> Tree:
-    """Floating tensors of `tree` in `dtype`; everything else as it is. Reaches into types registered with torch's pytree too."""
+    """Floating tensors of `tree` in `dtype`; everything else as it is. Reaches into types
+    registered with torch's pytree too.
+    """
 
     def convert(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -242,18 +298,23 @@ def cast(tree: Tree, dtype: torch.dtype, *, copy: bool = False) -> Tree:
 
 def recordable(leaf: Any) -> Any:
     """A tensor made under inference_mode as a copy that autograd takes; anything else as it is."""
-    return leaf.clone() if isinstance(leaf, Tensor) and not traced() and leaf.is_inference() else leaf
+    return (
+        leaf.clone() if isinstance(leaf, Tensor) and not traced() and leaf.is_inference() else leaf
+    )
 
 
 def select(found_inf: Tensor | bool, old: Tree, new: Tree) -> Tree:
-    """Equal to `tree_map(lambda o, n: torch.where(found_inf, o, n), old, new)`: `old` where the step is bad, else `new`.
+    """Equal to `tree_map(lambda o, n: torch.where(found_inf, o, n), old, new)`: `old` where the
+    step is bad, else `new`.
 
-    For anything of your own that must stand still on a skipped step: an EMA of the weights, buffers, a schedule's state.
-    It selects and never multiplies, so a NaN in `new` cannot leak through (`0 * nan` is `nan`).
+    For anything of your own that must stand still on a skipped step: an EMA of the weights,
+    buffers, a schedule's state. It selects and never multiplies, so a NaN in `new` cannot leak
+    through (`0 * nan` is `nan`).
 
-    Shapes and dtypes: `found_inf` is 0-d bool, True = bad. The leaves of `old` and `new` agree in shape, dtype and layout,
-    sparse ones in how many values they hold too (torch takes those in eager mode only).
-    A leaf that is no tensor must be the same in both. The result shares no memory with either.
+    Shapes and dtypes: `found_inf` is 0-d bool, True = bad. The leaves of `old` and `new` agree in
+    shape, dtype and layout, sparse ones in how many values they hold too (torch takes those in
+    eager mode only). A leaf that is no tensor must be the same in both. The result shares no memory
+    with either.
 
     Raises `ValueError` when the trees differ in structure or two leaves in shape or dtype.
 
@@ -266,10 +327,20 @@ def select(found_inf: Tensor | bool, old: Tree, new: Tree) -> Tree:
     return where(found_inf, old, new, donate=False)
 
 
-def where(found_inf: Tensor | bool, old: Tree, new: Tree, *, donate: bool, keep: Sequence[Tensor] = (), spent: bool = False) -> Tree:
-    """`select` that may write its result into the tensors of `old`, but for those in the memory of `keep`.
+def where(
+    found_inf: Tensor | bool,
+    old: Tree,
+    new: Tree,
+    *,
+    donate: bool,
+    keep: Sequence[Tensor] = (),
+    spent: bool = False,
+) -> Tree:
+    """`select` that may write its result into the tensors of `old`, but for those in the memory of
+    `keep`.
 
-    `spent`: every tensor of `new` stands in memory that nobody else sees, and may hold anything afterwards.
+    `spent`: every tensor of `new` stands in memory that nobody else sees, and may hold anything
+    afterwards.
     """
     leaves, others, structure = paired(old, new, "old", "new")
     bad = flag(found_inf, like=next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None))
@@ -281,7 +352,10 @@ def where(found_inf: Tensor | bool, old: Tree, new: Tree, *, donate: bool, keep:
     columns: dict[Any, list[int]] = {}
     in_place: list[tuple[int, Tensor]] = []
     # Whatever is not written in place comes first: it may read what is about to be overwritten.
-    plain = traced() or (torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (*leaves, *others)))
+    plain = traced() or (
+        torch.is_grad_enabled()
+        and any(isinstance(t, Tensor) and t.requires_grad for t in (*leaves, *others))
+    )
     spent = spent and not plain
     for index, (a, b, own) in enumerate(zip(leaves, others, mine, strict=True)):
         if not isinstance(a, Tensor) or (own and b is a and not compiling):
@@ -316,15 +390,20 @@ def _either(bad: Tensor, a: Tensor, b: Tensor) -> Tensor:
         return torch.where(bad, a, b)
     if under_transform():
         raise ValueError(
-            f"a tensor of layout {a.layout} cannot be chosen under torch.func or vmap, where torch cannot put sparse tensors together. "
-            f"Likely cause: a buffer like a graph's adjacency. Cure: keep it dense, or out of the module and hand it to the forward."
+            f"a tensor of layout {a.layout} cannot be chosen under torch.func or vmap, where torch "
+            "cannot put sparse tensors together. Likely cause: a buffer like a graph's adjacency. "
+            "Cure: keep it dense, or out of the module and hand it to the forward."
         )
     *indices, values = (torch.where(bad, x, y) for x, y in zip(_parts(a), _parts(b), strict=True))
     # To check what is consistent already would read it.
     if a.layout is torch.sparse_coo:
         together = a.is_coalesced() and b.is_coalesced()
-        return torch.sparse_coo_tensor(indices[0], values, a.shape, is_coalesced=together, check_invariants=False)
-    return torch.sparse_compressed_tensor(indices[0], indices[1], values, a.shape, layout=a.layout, check_invariants=False)
+        return torch.sparse_coo_tensor(
+            indices[0], values, a.shape, is_coalesced=together, check_invariants=False
+        )
+    return torch.sparse_compressed_tensor(
+        indices[0], indices[1], values, a.shape, layout=a.layout, check_invariants=False
+    )
 
 
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -343,9 +422,15 @@ _EITHER = "A skipped step keeps the one, an applied step takes the other, so bot
 
 
 def paired(
-    tree: Tree, other: Tree, name: str, other_name: str, why: str = _EITHER, flat: tuple[Leaves, Any] | None = None
+    tree: Tree,
+    other: Tree,
+    name: str,
+    other_name: str,
+    why: str = _EITHER,
+    flat: tuple[Leaves, Any] | None = None,
 ) -> tuple[Leaves, Leaves, Any]:
-    """The leaves of two trees, those of `other` in the order of `tree`'s, and the structure; refused unless all but values agree.
+    """The leaves of two trees, those of `other` in the order of `tree`'s, and the structure;
+    refused unless all but values agree.
 
     `flat`: of `tree`, where it is known.
     """
@@ -362,29 +447,45 @@ def _check_pair(a: Any, b: Any, tree: Tree, index: int, name: str, other: str, w
         misfit = unfit(a) or unfit(b)
         if misfit:
             raise TypeError(f"{path(tree, name, index)} {misfit}")
-    if both and a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and a.layout is b.layout:
-        if a.layout not in _SPARSE or all(x.shape == y.shape and x.dtype == y.dtype for x, y in zip(_parts(a), _parts(b), strict=True)):
+    if (
+        both
+        and a.shape == b.shape
+        and a.dtype == b.dtype
+        and a.device == b.device
+        and a.layout is b.layout
+    ):
+        if a.layout not in _SPARSE or all(
+            x.shape == y.shape and x.dtype == y.dtype
+            for x, y in zip(_parts(a), _parts(b), strict=True)
+        ):
             return
         raise ValueError(
-            f"{path(tree, name, index)} is sparse with {len(_parts(a)[-1])} values, but with {len(_parts(b)[-1])} in {other}. {why} "
-            f"Which values there are cannot depend on a flag that is not read. Cure: the same number of values, zeros among them, or a "
-            f"dense tensor."
+            f"{path(tree, name, index)} is sparse with {len(_parts(a)[-1])} values, but with "
+            f"{len(_parts(b)[-1])} in {other}. {why} Which values there are cannot depend on a "
+            "flag that is not read. Cure: the same number of values, zeros among them, or a dense "
+            "tensor."
         )
     if not isinstance(a, Tensor) and type(a) is type(b) and a == b:
         return
     at = path(tree, name, index)
     if both and a.layout is not b.layout:
-        raise ValueError(f"{at} is {a.layout}, but {b.layout} in {other}. {why} Cure: `.to_dense()` what was computed as a sparse tensor.")
+        raise ValueError(
+            f"{at} is {a.layout}, but {b.layout} in {other}. {why} Cure: `.to_dense()` what was "
+            "computed as a sparse tensor."
+        )
     if both:
         if a.device != b.device:
-            raise ValueError(f"{at} is on {a.device}, but on {b.device} in {other}. {why} {elsewhere(b.device)}")
+            raise ValueError(
+                f"{at} is on {a.device}, but on {b.device} in {other}. {why} {elsewhere(b.device)}"
+            )
         raise ValueError(
             f"{at} is {a.dtype} {tuple(a.shape)}, but {b.dtype} {tuple(b.shape)} in {other}. {why} "
             f"Cure: `.to({a.dtype})` what was computed in another dtype."
         )
     raise ValueError(
-        f"{at} is {a!r}, but {b!r} in {other}. What changes in a step must be a tensor, or a skipped step could not keep the old value "
-        f"without reading the flag. Cure: `torch.tensor(...)`."
+        f"{at} is {a!r}, but {b!r} in {other}. What changes in a step must be a tensor, or a "
+        "skipped step could not keep the old value without reading the flag. Cure: "
+        "`torch.tensor(...)`."
     )
 
 
@@ -393,8 +494,9 @@ def flag(found_inf: Tensor | bool, like: Tensor | None = None) -> Tensor:
     if isinstance(found_inf, Tensor):
         if found_inf.ndim != 0:
             raise ValueError(
-                f"found_inf has shape {tuple(found_inf.shape)}; one flag decides for everything, so it must be 0-d. "
-                f"Cure: `found_inf.any()`; for stacked states, call this under `torch.vmap`."
+                f"found_inf has shape {tuple(found_inf.shape)}; one flag decides for everything, "
+                "so it must be 0-d. Cure: `found_inf.any()`; for stacked states, call this under "
+                "`torch.vmap`."
             )
         return found_inf if found_inf.dtype is torch.bool else found_inf != 0
     if isinstance(found_inf, bool):
@@ -403,11 +505,21 @@ def flag(found_inf: Tensor | bool, like: Tensor | None = None) -> Tensor:
 
 
 def storage(leaf: Tensor) -> int | None:
-    """What two tensors have in common that share memory; `None` of one that has none of its own, as a subclass that wraps others."""
+    """What two tensors have in common that share memory; `None` of one that has none of its own, as
+    a subclass that wraps others.
+    """
     try:
         if leaf.layout is torch.strided:
-            return (leaf.to_local() if isinstance(leaf, DTensor) else leaf).untyped_storage().data_ptr()
-        return (_torch.values(leaf) if leaf.layout is torch.sparse_coo else leaf.values()).untyped_storage().data_ptr()
+            return (
+                (leaf.to_local() if isinstance(leaf, DTensor) else leaf)
+                .untyped_storage()
+                .data_ptr()
+            )
+        return (
+            (_torch.values(leaf) if leaf.layout is torch.sparse_coo else leaf.values())
+            .untyped_storage()
+            .data_ptr()
+        )
     except RuntimeError:
         return None
 
@@ -424,24 +536,37 @@ def storages(leaves: Sequence[Any]) -> list[int | None]:
     ]
 
 
-def writable(leaves: Sequence[Any], others: Sequence[Any] = (), *, leaves_too: bool = False) -> list[bool]:
-    """Which leaves may be written to: donatable, and no other of all these tensors stands in the same memory.
+def writable(
+    leaves: Sequence[Any], others: Sequence[Any] = (), *, leaves_too: bool = False
+) -> list[bool]:
+    """Which leaves may be written to: donatable, and no other of all these tensors stands in the
+    same memory.
 
-    `leaves_too`: also leaves of a graph, where what is written is written off it, as torch.optim does.
+    `leaves_too`: also leaves of a graph, where what is written is written off it, as torch.optim
+    does.
     """
     if under_transform():
         return [False] * len(leaves)
     if torch.compiler.is_compiling():
-        # Memory cannot be compared here. Callers compute everything before they write, and document what that leaves open.
+        # Memory cannot be compared here. Callers compute everything before they write, and document
+        # what that leaves open.
         return [isinstance(leaf, Tensor) and donatable(leaf) for leaf in leaves]
-    return [False] * len(leaves) if DEBUG_DONATION else _writable(leaves, others, leaves_too=leaves_too)
+    return (
+        [False] * len(leaves)
+        if DEBUG_DONATION
+        else _writable(leaves, others, leaves_too=leaves_too)
+    )
 
 
-def _writable(leaves: Sequence[Any], others: Sequence[Any], *, leaves_too: bool = False) -> list[bool]:
+def _writable(
+    leaves: Sequence[Any], others: Sequence[Any], *, leaves_too: bool = False
+) -> list[bool]:
     memories = storages(leaves)
     users = collections.Counter(memories)
     users.update(storages(others))
-    inference = torch.is_inference_mode_enabled()  # outside of it torch refuses to write into its tensors
+    inference = (
+        torch.is_inference_mode_enabled()
+    )  # outside of it torch refuses to write into its tensors
     return [
         memory is not None
         and users[memory] == 1
@@ -453,24 +578,30 @@ def _writable(leaves: Sequence[Any], others: Sequence[Any], *, leaves_too: bool 
 
 
 def donatable(leaf: Tensor, *, leaves_too: bool = False) -> bool:
-    """Whether `leaf` may be written to: dense, no two of its elements in one place, no leaf of an autograd graph."""
+    """Whether `leaf` may be written to: dense, no two of its elements in one place, no leaf of an
+    autograd graph.
+    """
     if leaf.requires_grad and leaf.is_leaf and not leaves_too:
         return False
     if leaf.layout is not torch.strided:
         return False
-    return leaf.is_contiguous() or (leaf.ndim == 4 and leaf.is_contiguous(memory_format=torch.channels_last))
+    return leaf.is_contiguous() or (
+        leaf.ndim == 4 and leaf.is_contiguous(memory_format=torch.channels_last)
+    )
 
 
 DEBUG_DONATION = os.environ.get("PURESCALE_DEBUG_DONATION", "0") not in ("", "0")
 
 
 def poison(given: Any, keep: Any) -> None:
-    """Fill what was donated with NaN, so that its use is seen at once: where `PURESCALE_DEBUG_DONATION=1` was set before the import.
+    """Fill what was donated with NaN, so that its use is seen at once: where
+    `PURESCALE_DEBUG_DONATION=1` was set before the import.
 
-    With it nothing is written in place: results stand in fresh memory and have the same bits. Then every floating and complex
-    tensor of `given` becomes NaN that donation might have written to: dense, off the graph, its memory not shared with
-    another of `given` or with `keep`, which holds the results and what the caller did not give up. Integers and bools are left.
-    Nothing is done while compiling or inside torch.func transforms. In a test:
+    With it nothing is written in place: results stand in fresh memory and have the same bits. Then
+    every floating and complex tensor of `given` becomes NaN that donation might have written to:
+    dense, off the graph, its memory not shared with another of `given` or with `keep`, which holds
+    the results and what the caller did not give up. Integers and bools are left. Nothing is done
+    while compiling or inside torch.func transforms. In a test:
     `monkeypatch.setattr("purescale._tree.DEBUG_DONATION", True)`.
     """
     if not DEBUG_DONATION or traced():
@@ -481,7 +612,7 @@ def poison(given: Any, keep: Any) -> None:
             leaf.fill_(float("nan"))
 
 
-# ---- checks ----------------------------------------------------------------------------------------------------------
+# ---- checks --------------------------------------------------------------------------------------
 
 _PACKED = getattr(torch, "float4_e2m1fn_x2", None)
 
@@ -500,7 +631,9 @@ def unfit(leaf: Tensor) -> str:
 
 
 # What everything here computes in; a look-up takes a third of the time of asking a tensor.
-_USUAL = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.complex128))
+_USUAL = frozenset(
+    (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.complex128)
+)
 
 
 def check_gradients(grads: Tree, leaves: Leaves, name: str = "grads") -> None:
@@ -516,8 +649,8 @@ def check_parameters(params: Tree, leaves: Leaves, name: str = "params") -> None
         _check_gradient(leaf, at)
         if leaf.dtype.itemsize == 1:
             raise TypeError(
-                f"{at} has dtype {leaf.dtype}, in which torch cannot compute and a step would round to nothing. "
-                f"Cure: float32 parameters, cast where they are used."
+                f"{at} has dtype {leaf.dtype}, in which torch cannot compute and a step would "
+                "round to nothing. Cure: float32 parameters, cast where they are used."
             )
 
 
@@ -527,20 +660,28 @@ def _unusual(leaves: Leaves) -> list[tuple[int, Any]]:
     return [
         (index, leaf)
         for index, leaf in enumerate(leaves)
-        if leaf is not None and not (isinstance(leaf, Tensor) and leaf.dtype in usual and leaf.layout is strided and not leaf.is_nested)
+        if leaf is not None
+        and not (
+            isinstance(leaf, Tensor)
+            and leaf.dtype in usual
+            and leaf.layout is strided
+            and not leaf.is_nested
+        )
     ]
 
 
 def _check_gradient(leaf: Any, at: str) -> None:
     if not isinstance(leaf, Tensor):
         raise TypeError(
-            f"{at} is {type(leaf).__name__} {leaf!r}; every gradient must be a tensor or None. Cure: put tensors into the tree; "
-            f"dict, list, tuple and NamedTuple are looked into, other containers are not."
+            f"{at} is {type(leaf).__name__} {leaf!r}; every gradient must be a tensor or None. "
+            "Cure: put tensors into the tree; dict, list, tuple and NamedTuple are looked into, "
+            "other containers are not."
         )
     if not (leaf.is_floating_point() or leaf.is_complex()):
         raise TypeError(
-            f"{at} has dtype {leaf.dtype}; a gradient is floating or complex. Likely cause: an integer buffer, a mask or a token "
-            f"count stands in the tree of gradients. Cure: leave it out, or put None in its place."
+            f"{at} has dtype {leaf.dtype}; a gradient is floating or complex. Likely cause: an "
+            "integer buffer, a mask or a token count stands in the tree of gradients. Cure: leave "
+            "it out, or put None in its place."
         )
     misfit = unfit(leaf)
     if misfit:
@@ -548,15 +689,17 @@ def _check_gradient(leaf: Any, at: str) -> None:
 
 
 def device_of(tree: Tree, leaves: Leaves, name: str) -> torch.device:
-    """The device of the leaves, the CPU where there is none; refused, naming the leaf, unless all are on one."""
+    """The device of the leaves, the CPU where there is none; refused, naming the leaf, unless all
+    are on one.
+    """
     device: torch.device | None = None
     for index, leaf in enumerate(leaves):
         if leaf is None or leaf.device == device:
             continue
         if device is not None:
             raise ValueError(
-                f"{path(tree, name, index)} is on {leaf.device}, what comes before it on {device}; they must be on one device. "
-                f"{elsewhere(leaf.device)}"
+                f"{path(tree, name, index)} is on {leaf.device}, what comes before it on {device}; "
+                f"they must be on one device. {elsewhere(leaf.device)}"
             )
         device = leaf.device
     return torch.device("cpu") if device is None else device

@@ -23,8 +23,12 @@ BNUpdate = Literal["each", "window"]
 class LossFn(Protocol):
     """What `train_step` differentiates: a pure function of parameters, buffers and one microbatch."""
 
-    def __call__(self, params: Tree, buffers: Tree, microbatch: Any, /) -> tuple[Tensor, Tree] | tuple[Tensor, Tree, Any]:
-        """The unscaled loss, the new buffers (`buffers` where nothing changes them), and what else the step shall return."""
+    def __call__(
+        self, params: Tree, buffers: Tree, microbatch: Any, /
+    ) -> tuple[Tensor, Tree] | tuple[Tensor, Tree, Any]:
+        """The unscaled loss, the new buffers (`buffers` where nothing changes them), and what else
+        the step shall return.
+        """
 
 
 class Gathered(NamedTuple):
@@ -36,8 +40,11 @@ class Gathered(NamedTuple):
     loss: Tensor  # the mean of those that count
     found_inf: Tensor  # the step must be skipped
     overflow: Tensor  # a microbatch that has a weight overflowed
-    curable: Tensor  # at a lower scale fewer microbatches may be lost: what overflowed has a finite loss
-    lost: Tensor  # how many overflowed; of a mean that was looked at only once, all that are lost with it
+    curable: (
+        Tensor  # at a lower scale fewer microbatches may be lost: what overflowed has a finite loss
+    )
+    # how many overflowed; of a mean that was looked at only once, all that are lost with it
+    lost: Tensor
     buffers: Tree
     aux: tuple[Any, ...]
 
@@ -54,9 +61,11 @@ def gather(
     norm_type: float | None,
     exact: bool,
 ) -> Gathered:
-    """The weighted mean of the microbatches' gradients and losses, and what they make of the buffers.
+    """The weighted mean of the microbatches' gradients and losses, and what they make of the
+    buffers.
 
-    `exact`: say which microbatches overflowed also where one drops them all, for which each has to be read.
+    `exact`: say which microbatches overflowed also where one drops them all, for which each has to
+    be read.
     """
     if bn_update == "window" and buffers:
         check_flat(buffers)
@@ -69,7 +78,11 @@ def gather(
         buffers, stats = carried
         with CatchBatchNorm(evaluating=False) as caught:
             returned = loss_fn(params, buffers, microbatch)
-        if not isinstance(returned, tuple) or len(returned) < 2 or not isinstance(returned[1], dict):
+        if (
+            not isinstance(returned, tuple)
+            or len(returned) < 2
+            or not isinstance(returned[1], dict)
+        ):
             return returned  # to be refused
         loss, new_buffers, *aux = returned
         calls = named_calls(caught, new_buffers)
@@ -78,7 +91,9 @@ def gather(
         return loss, (without_update(new_buffers, buffers, momenta), absorb(stats, calls)), *aux
 
     # The statistics travel with the buffers, so whatever is dropped is dropped from them too.
-    gathered = _gather(params, (buffers, init_bn_stats(buffers)), scaler, microbatches, catching, *settings)
+    gathered = _gather(
+        params, (buffers, init_bn_stats(buffers)), scaler, microbatches, catching, *settings
+    )
     carried, stats = gathered.buffers
     return gathered._replace(buffers=updated_once(carried, stats, momenta))
 
@@ -118,7 +133,9 @@ def _gather(
                 size = _foreach.extent(grads, scaler.scale.device)
                 overflows.append(overflowed(size, scaler.scale, scaled=False))
             flag = counts if isinstance(counts, Tensor) else None
-            mean = mean if counts is False else _foreach.mix(mean, grads, weights.shares[index], flag)
+            mean = (
+                mean if counts is False else _foreach.mix(mean, grads, weights.shares[index], flag)
+            )
         else:
             accum, overflow = _add(accum, grads, weights.vector[index], scaler)
             overflows.append(overflow)
@@ -136,7 +153,9 @@ def _gather(
         mean, overflow = unscale_and_check(scaler, mean)
     else:
         mean = differentiate.zeros() if mean is None else mean
-        size = _foreach.extent(mean, scaler.scale.device, norm_type, scaler.scale)  # one read gives the norm too
+        size = _foreach.extent(
+            mean, scaler.scale.device, norm_type, scaler.scale
+        )  # one read gives the norm too
         overflow = overflowed(size, scaler.scale, scaled=True)
         norm = None if size.norm is None else size.norm / scaler.scale
         if norm is not None and not single:
@@ -146,19 +165,32 @@ def _gather(
             overflow = torch.where(each.any(), each, overflow)
     facts = _summary(weights, torch.stack(losses), overflow, on_nonfinite)
     buffers = differentiate.buffer_structure.unflatten(carried)
-    return Gathered(grads=differentiate.tree(mean), scaled=together, norm=norm, buffers=buffers, aux=aux, **facts)
+    return Gathered(
+        grads=differentiate.tree(mean),
+        scaled=together,
+        norm=norm,
+        buffers=buffers,
+        aux=aux,
+        **facts,
+    )
 
 
-def _add(accum: AccumState | None, grads: Leaves, weight: Tensor, scaler: HasScale) -> tuple[AccumState, Tensor]:
+def _add(
+    accum: AccumState | None, grads: Leaves, weight: Tensor, scaler: HasScale
+) -> tuple[AccumState, Tensor]:
     """The exact way: a microbatch looked at by itself, then averaged with those before it."""
     scale: Tensor | None = scaler.scale
     if all(_foreach.is_dense(gradient) for gradient in grads):
-        overflow = overflowed(_foreach.extent(grads, scaler.scale.device), scaler.scale, scaled=True)
+        overflow = overflowed(
+            _foreach.extent(grads, scaler.scale.device), scaler.scale, scaled=True
+        )
     else:
         grads, overflow = unscale_and_check(scaler, grads)
         scale = None
     # Not unscaled in place: a gradient may be the very tensor that a custom backward keeps.
-    return add(accum or init_accum(grads), grads, weight, overflow, scale=scale, donate=True), overflow
+    return add(
+        accum or init_accum(grads), grads, weight, overflow, scale=scale, donate=True
+    ), overflow
 
 
 class _Weights(NamedTuple):
@@ -170,7 +202,9 @@ class _Weights(NamedTuple):
     equal: bool
 
 
-def _weights(microbatches: list[Any], weight_fn: Callable[[Any], float | Tensor] | None, scale: Tensor) -> _Weights:
+def _weights(
+    microbatches: list[Any], weight_fn: Callable[[Any], float | Tensor] | None, scale: Tensor
+) -> _Weights:
     number = len(microbatches)
     if weight_fn is None:
         vector = torch.ones(number, dtype=_foreach.widest_float(scale.device), device=scale.device)
@@ -187,12 +221,22 @@ def _weights(microbatches: list[Any], weight_fn: Callable[[Any], float | Tensor]
     return _Weights(vector, shares.unbind(), counts.unbind(), equal=False)
 
 
-def _summary(weights: _Weights, loss: Tensor, overflow: Tensor, on_nonfinite: OnNonfinite) -> dict[str, Tensor]:
-    """`loss`, `found_inf`, `overflow`, `curable` and `lost` of a window, from those of its microbatches or of their mean."""
+def _summary(
+    weights: _Weights, loss: Tensor, overflow: Tensor, on_nonfinite: OnNonfinite
+) -> dict[str, Tensor]:
+    """`loss`, `found_inf`, `overflow`, `curable` and `lost` of a window, from those of its
+    microbatches or of their mean.
+    """
     if weights.equal and not overflow.ndim:
         mean = loss.mean(dtype=weights.vector.dtype).to(loss.dtype)
         curable = overflow & torch.isfinite(loss).all()
-        return {"loss": mean, "found_inf": overflow, "overflow": overflow, "curable": curable, "lost": overflow * len(loss)}
+        return {
+            "loss": mean,
+            "found_inf": overflow,
+            "overflow": overflow,
+            "curable": curable,
+            "lost": overflow * len(loss),
+        }
     weight = weights.vector
     invalid = ~is_weight(weight)
     counts = ~invalid & (weight > 0)
@@ -200,20 +244,30 @@ def _summary(weights: _Weights, loss: Tensor, overflow: Tensor, on_nonfinite: On
     good = counts & ~overflow
     if on_nonfinite == "drop_microbatch":
         found_inf, curable = ~good.any(), (overflow & torch.isfinite(loss)).any()
-        counts = torch.where(good.any(), good, counts)  # where all were dropped, the loss of all says why
+        counts = torch.where(
+            good.any(), good, counts
+        )  # where all were dropped, the loss of all says why
     else:
         found_inf = (invalid | overflow).any() | ~good.any()
         curable = overflow.any() & (torch.isfinite(loss) | ~counts).all() & ~invalid.any()
     share = torch.where(counts, weight, 0)
     share = share / torch.where(counts.any(), share.sum(), 1)
     mean = (torch.where(counts, loss, 0) * share).sum().to(loss.dtype)
-    return {"loss": mean, "found_inf": found_inf, "overflow": overflow.any(), "curable": curable, "lost": overflow.sum()}
+    return {
+        "loss": mean,
+        "found_inf": found_inf,
+        "overflow": overflow.any(),
+        "curable": curable,
+        "lost": overflow.sum(),
+    }
 
 
 class _Differentiate:
-    """The gradients of the scaled loss; the unscaled loss, new buffers and aux, off the graph and in memory of their own.
+    """The gradients of the scaled loss; the unscaled loss, new buffers and aux, off the graph and
+    in memory of their own.
 
-    What is the same for every microbatch is worked out once. Parameters without a tensor are left out until `tree`.
+    What is the same for every microbatch is worked out once. Parameters without a tensor are left
+    out until `tree`.
     """
 
     def __init__(self, params: Tree, buffers: Tree, scaler: HasScale, loss_fn: LossFn) -> None:
@@ -223,61 +277,93 @@ class _Differentiate:
         self.present = [leaf is not None for leaf in leaves]
         self.inputs = [leaf for leaf in leaves if leaf is not None]
         if not _tree.traced():
-            self.names = [name for name, here in zip(_tree.names(params), self.present, strict=True) if here]
-            self.taken = {None, *_tree.storages([*self.inputs, *self.buffers, *_tree.tensors(scaler)])}
+            self.names = [
+                name for name, here in zip(_tree.names(params), self.present, strict=True) if here
+            ]
+            self.taken = {
+                None,
+                *_tree.storages([*self.inputs, *self.buffers, *_tree.tensors(scaler)]),
+            }
             self.inputs = _recordable(self.inputs)
 
     def zeros(self) -> Leaves:
-        return [torch.zeros_like(leaf, dtype=_foreach.wide_dtype(leaf.dtype)) for leaf in self.inputs]
+        return [
+            torch.zeros_like(leaf, dtype=_foreach.wide_dtype(leaf.dtype)) for leaf in self.inputs
+        ]
 
     def tree(self, leaves: Leaves) -> Tree:
         present = iter(leaves)
         return self.structure.unflatten([next(present) if here else None for here in self.present])
 
-    def __call__(self, buffers: Leaves, microbatch: Any) -> tuple[Leaves, tuple[Tensor, Leaves, list[Any]]]:
+    def __call__(
+        self, buffers: Leaves, microbatch: Any
+    ) -> tuple[Leaves, tuple[Tensor, Leaves, list[Any]]]:
         def scaled(inputs: Leaves) -> tuple[Tensor, tuple[Tensor, Leaves, list[Any]]]:
             given = self.buffer_structure.unflatten(buffers)
-            loss, new_buffers, aux = self._checked(self.loss_fn(self.tree(inputs), given, microbatch))
+            loss, new_buffers, aux = self._checked(
+                self.loss_fn(self.tree(inputs), given, microbatch)
+            )
             unscaled = loss.to(_foreach.wide_dtype(loss.dtype))
-            return scale_loss(self.scaler, loss).reshape(()), (unscaled.reshape(()), new_buffers, aux)
+            return scale_loss(self.scaler, loss).reshape(()), (
+                unscaled.reshape(()),
+                new_buffers,
+                aux,
+            )
 
         if _tree.traced():
             grads, (_, outputs) = torch.func.grad_and_value(scaled, has_aux=True)(self.inputs)
             return list(grads), _tree.fresh(outputs)
-        # torch.func.grad would give the same bits; this also takes checkpointing around `apply` and custom Functions of the older form.
+        # torch.func.grad would give the same bits; this also takes checkpointing around `apply` and
+        # custom Functions of the older form.
         buffers = _recordable(buffers)
         with torch.enable_grad():
-            # Leaves, so that autocast casts a weight once however often it is used; new ones, as a loss may hang a hook on them.
-            inputs = [argument(name, leaf.detach()).requires_grad_() for name, leaf in zip(self.names, self.inputs, strict=True)]
+            # Leaves, so that autocast casts a weight once however often it is used; new ones, as a
+            # loss may hang a hook on them.
+            inputs = [
+                argument(name, leaf.detach()).requires_grad_()
+                for name, leaf in zip(self.names, self.inputs, strict=True)
+            ]
             loss, outputs = scaled(inputs)
             if not loss.requires_grad:
                 raise ValueError(
-                    "the loss does not depend on params. Likely cause: loss_fn calls the module and not `apply(params, buffers, ...)`, or "
-                    "runs under torch.no_grad or inference_mode. Cure: `out, buffers = apply(params, buffers, x)` and a loss of that `out`."
+                    "the loss does not depend on params. Likely cause: loss_fn calls the module "
+                    "and not `apply(params, buffers, ...)`, or runs under torch.no_grad or "
+                    "inference_mode. Cure: `out, buffers = apply(params, buffers, x)` and a loss "
+                    "of that `out`."
                 )
             grads = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
-            grads = [grad.detach() if grad.requires_grad else grad for grad in grads]  # a backward may return what it was given
-        return grads, _tree.fresh(outputs, self.taken.union(_tree.storages(_tree.all_tensors(microbatch))))
+            grads = [
+                grad.detach() if grad.requires_grad else grad for grad in grads
+            ]  # a backward may return what it was given
+        return grads, _tree.fresh(
+            outputs, self.taken.union(_tree.storages(_tree.all_tensors(microbatch)))
+        )
 
     def _checked(self, returned: Any) -> tuple[Tensor, Leaves, list[Any]]:
         buffers = self.buffer_tree
         if not (isinstance(returned, tuple) and len(returned) in (2, 3)):
-            what = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else type(returned).__name__
+            what = (
+                f"a tuple of {len(returned)}"
+                if isinstance(returned, tuple)
+                else type(returned).__name__
+            )
             raise TypeError(
-                f"loss_fn returned {what}; expected (loss, new_buffers) or (loss, new_buffers, aux). "
-                f"Cure: `return loss, new_buffers`, or `return loss, buffers` where nothing changes them."
+                f"loss_fn returned {what}; expected (loss, new_buffers) or (loss, new_buffers, "
+                "aux). Cure: `return loss, new_buffers`, or `return loss, buffers` where nothing "
+                "changes them."
             )
         loss, new_buffers, *aux = returned
         if not isinstance(loss, Tensor):
             raise TypeError(
-                f"loss_fn returned {type(loss).__name__} as its loss; expected a tensor of one element. "
-                f"Cure: loss first, `return loss, new_buffers`."
+                f"loss_fn returned {type(loss).__name__} as its loss; expected a tensor of one "
+                "element. Cure: loss first, `return loss, new_buffers`."
             )
         if not _like_buffers(new_buffers, buffers):
             raise ValueError(
-                f"new_buffers does not match buffers: loss_fn returned {_described(new_buffers)} where the new buffers belong, "
-                f"{_described(buffers)}. Likely cause: `return loss, aux`. Cure: `return loss, new_buffers, aux`, or "
-                f"`return loss, buffers, aux` where nothing changes them."
+                f"new_buffers does not match buffers: loss_fn returned {_described(new_buffers)} "
+                f"where the new buffers belong, {_described(buffers)}. Likely cause: `return loss, "
+                "aux`. Cure: `return loss, new_buffers, aux`, or `return loss, buffers, aux` "
+                "where nothing changes them."
             )
         flat = self.buffers, self.buffer_structure
         leaves = _tree.paired(buffers, new_buffers, "buffers", "new_buffers", flat=flat)[1]
@@ -286,13 +372,18 @@ class _Differentiate:
 
 def _recordable(leaves: Leaves) -> Leaves:
     """Tensors made under inference_mode as copies that autograd takes; all others as they are."""
-    return [leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf for leaf in leaves]
+    return [
+        leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf
+        for leaf in leaves
+    ]
 
 
 def _like_buffers(returned: Any, buffers: Tree) -> bool:
     """Whether it can be meant for the new buffers: of their kind, with a name in common."""
     if isinstance(buffers, dict):
-        return isinstance(returned, dict) and (not returned or any(name in buffers for name in returned))
+        return isinstance(returned, dict) and (
+            not returned or any(name in buffers for name in returned)
+        )
     return type(returned) is type(buffers)
 
 

@@ -44,7 +44,9 @@ def _same(x: Any, y: Any) -> bool:
     if x.dtype is not y.dtype or x.shape != y.shape or x.layout is not y.layout:
         return False
     if x.is_sparse:
-        return _same(x.coalesce().indices(), y.coalesce().indices()) and _same(x.coalesce().values(), y.coalesce().values())
+        return _same(x.coalesce().indices(), y.coalesce().indices()) and _same(
+            x.coalesce().values(), y.coalesce().values()
+        )
     x, y = (t.detach().resolve_conj().contiguous() for t in (x, y))
     if x.is_complex():
         x, y = torch.view_as_real(x).contiguous(), torch.view_as_real(y).contiguous()
@@ -75,7 +77,9 @@ class Untouched:
 
 
 def _storages(tree: Any) -> set[int]:
-    dense = [p for t in tensors(tree) for p in ([t._indices(), t._values()] if t.is_sparse else [t])]
+    dense = [
+        p for t in tensors(tree) for p in ([t._indices(), t._values()] if t.is_sparse else [t])
+    ]
     return {t.untyped_storage().data_ptr() for t in dense if t.numel()}
 
 
@@ -83,11 +87,15 @@ def shares_memory(a: Any, b: Any) -> bool:
     return bool(_storages(a) & _storages(b))
 
 
-LOOKS = 2  # at most, on a CPU in eager mode: of the sum of squares, and of the scale that it is over
+LOOKS = (
+    2  # at most, on a CPU in eager mode: of the sum of squares, and of the scale that it is over
+)
 
 
 class Dispatched(TorchDispatchMode):
-    """Counts the operators that run inside; `reads` are those that bring a tensor's value to the host."""
+    """Counts the operators that run inside; `reads` are those that bring a tensor's value to the
+    host.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,19 +110,26 @@ class Dispatched(TorchDispatchMode):
         return sum(func is torch.ops.aten._local_scalar_dense.default for func in self.ops)
 
 
-# ---- a small training job --------------------------------------------------------------------------------------------
+# ---- a small training job ------------------------------------------------------------------------
 
 
 def small_net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Conv2d(1, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 3)
+        nn.Conv2d(1, 4, 3, padding=1, bias=False),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16, 3),
     )
 
 
 def batch(seed: int = 0, size: int = 8) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(size, 1, 6, 6, generator=generator), torch.randint(0, 3, (size,), generator=generator)
+    return torch.randn(size, 1, 6, 6, generator=generator), torch.randint(
+        0, 3, (size,), generator=generator
+    )
 
 
 HALF = "params=float32,compute=float16,output=float32"
@@ -130,34 +145,44 @@ def job(optimizer: Any, rule: Any, policy: str = HALF, **settings: Any) -> tuple
         logits, buffers = apply(params, buffers, x)
         return F.cross_entropy(logits, y), buffers
 
-    step = functools.partial(ps.train_step, loss_fn=loss_fn, optimizer=optimizer, rule=rule, **settings)
+    step = functools.partial(
+        ps.train_step, loss_fn=loss_fn, optimizer=optimizer, rule=rule, **settings
+    )
     return ps.init_train_state(params, buffers, optimizer, rule), step
 
 
 def at(scale: float, **counters: int) -> ps.ScalerState:
     """A scaler state with this scale and these counters."""
     changed = {name: torch.tensor(value, dtype=torch.int32) for name, value in counters.items()}
-    return ps.DynamicScale().init()._replace(scale=torch.tensor(scale, dtype=torch.float32), **changed)
+    return (
+        ps.DynamicScale().init()._replace(scale=torch.tensor(scale, dtype=torch.float32), **changed)
+    )
 
 
 def scaled_by(state: Any, scale: float) -> Any:
     return state._replace(scaler=state.scaler._replace(scale=torch.tensor(scale)))
 
 
-# ---- Hypothesis ------------------------------------------------------------------------------------------------------
+# ---- Hypothesis ----------------------------------------------------------------------------------
 
 powers_of_two = st.integers(-24, 24).map(lambda exponent: 2.0**exponent)
 finite32 = st.floats(-(2.0**60), 2.0**60, width=32).filter(lambda x: x == 0 or abs(x) > 2.0**-60)
 any32 = st.floats(width=32)
 
 
-def vectors(elements: st.SearchStrategy[float], dtype: torch.dtype = torch.float32) -> st.SearchStrategy[Tensor]:
-    return st.lists(elements, min_size=1, max_size=6).map(lambda values: torch.tensor(values, dtype=torch.float64).to(dtype))
+def vectors(
+    elements: st.SearchStrategy[float], dtype: torch.dtype = torch.float32
+) -> st.SearchStrategy[Tensor]:
+    return st.lists(elements, min_size=1, max_size=6).map(
+        lambda values: torch.tensor(values, dtype=torch.float64).to(dtype)
+    )
 
 
 def trees(elements: st.SearchStrategy[float]) -> st.SearchStrategy[Any]:
     leaf = vectors(elements)
-    return st.fixed_dictionaries({"b": leaf, "a": st.tuples(leaf, st.none() | leaf), "n": st.lists(leaf, max_size=2)})
+    return st.fixed_dictionaries(
+        {"b": leaf, "a": st.tuples(leaf, st.none() | leaf), "n": st.lists(leaf, max_size=2)}
+    )
 
 
 legal_rules = st.builds(
@@ -184,7 +209,9 @@ overflow_patterns = st.lists(st.integers(0, 25), min_size=20, max_size=40).map(
 
 
 def steered(bad: bool, scale: float) -> bool:
-    """`bad`, unless the scale is about to leave the range of float32, where jax rounds to 0 and Python floats go on."""
+    """`bad`, unless the scale is about to leave the range of float32, where jax rounds to 0 and
+    Python floats go on.
+    """
     if not 2.0**-100 < scale < 2.0**100:
         return scale > 1
     return bad

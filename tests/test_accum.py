@@ -1,4 +1,6 @@
-"""The gradients of a window as a value: a weighted mean that can be split, merged, saved and read under two policies."""
+"""The gradients of a window as a value: a weighted mean that can be split, merged, saved and read
+under two policies.
+"""
 
 import copy
 import io
@@ -38,7 +40,9 @@ def window(gradients, weights=None, donate=False, **kwargs):
     """An AccumState over some gradients."""
     accum = ps.init_accum(gradients[0], **kwargs)
     for index, grads in enumerate(gradients):
-        accum = ps.accumulate_grads(accum, grads, 1.0 if weights is None else weights[index], donate=donate)
+        accum = ps.accumulate_grads(
+            accum, grads, 1.0 if weights is None else weights[index], donate=donate
+        )
     return accum
 
 
@@ -48,21 +52,34 @@ def scalars(*values):
 
 def with_values(tree, values):
     """Trees like `tree`, filled with each value."""
-    return [pytree.tree_map(lambda t, v=v: None if t is None else torch.full_like(t, v), tree) for v in values]
+    return [
+        pytree.tree_map(lambda t, v=v: None if t is None else torch.full_like(t, v), tree)
+        for v in values
+    ]
 
 
 # ---- the mean
 
 
-@given(trees(finite32), st.lists(st.tuples(st.floats(-1e6, 1e6, width=32), weights), min_size=1, max_size=5))
+@given(
+    trees(finite32),
+    st.lists(st.tuples(st.floats(-1e6, 1e6, width=32), weights), min_size=1, max_size=5),
+)
 def test_the_mean_is_the_weighted_mean_in_float64(tree, parts):
-    gradients = [pytree.tree_map(lambda t, f=f: None if t is None else t.clamp(-1e6, 1e6) + f, tree) for f, _ in parts]
+    gradients = [
+        pytree.tree_map(lambda t, f=f: None if t is None else t.clamp(-1e6, 1e6) + f, tree)
+        for f, _ in parts
+    ]
     accum = window(gradients, [w for _, w in parts])
     total = sum(w for _, w in parts)
     assert accum.weight == pytest.approx(total)
     for index, mean in enumerate(tensors(accum.grads)):
-        exact = sum(tensors(g)[index].double() * w for g, (_, w) in zip(gradients, parts, strict=True)) / (total or 1)
-        torch.testing.assert_close(mean.double(), exact.double(), rtol=1e-6, atol=1.0)  # atol: 1e-6 of the largest
+        exact = sum(
+            tensors(g)[index].double() * w for g, (_, w) in zip(gradients, parts, strict=True)
+        ) / (total or 1)
+        torch.testing.assert_close(
+            mean.double(), exact.double(), rtol=1e-6, atol=1.0
+        )  # atol: 1e-6 of the largest
 
 
 @given(trees(finite32), st.lists(weights, min_size=1, max_size=4), st.booleans())
@@ -79,10 +96,17 @@ def test_accumulating_is_pure(tree, some_weights, bad):
     assert not shares_memory(accum, read)
 
 
-@given(trees(finite32), st.lists(st.tuples(st.sampled_from([0.5, -3.0, INF, math.nan]), weights), min_size=1, max_size=5))
+@given(
+    trees(finite32),
+    st.lists(
+        st.tuples(st.sampled_from([0.5, -3.0, INF, math.nan]), weights), min_size=1, max_size=5
+    ),
+)
 def test_donation_gives_the_same_bits(tree, parts):
     gradients = with_values(tree, [v for v, _ in parts])
-    plain, donated = (window(gradients, [w for _, w in parts], donate=donate) for donate in (False, True))
+    plain, donated = (
+        window(gradients, [w for _, w in parts], donate=donate) for donate in (False, True)
+    )
     assert same_bits(plain, donated)
     assert same_bits(ps.merge_accum(plain, plain), ps.merge_accum(clone(plain), plain, donate=True))
     assert same_bits(ps.accumulated_grads(plain), ps.accumulated_grads(donated, donate=True))
@@ -121,10 +145,14 @@ def test_one_large_leaf_and_many_small_ones_are_all_averaged():
     for name in (5,):
         gradients[1][name] = gradients[1][name].to(memory_format=torch.channels_last)
     gradients[2][2] = gradients[2][2].t().contiguous().t()
-    expected = pytree.tree_map(lambda *g: (g[0].double() + 2 * g[1].double() + 5 * g[2].double()) / 8, *gradients)
+    expected = pytree.tree_map(
+        lambda *g: (g[0].double() + 2 * g[1].double() + 5 * g[2].double()) / 8, *gradients
+    )
     for donate in (False, True):
         accum = window(gradients, [1, 2, 5], donate=donate)
-        torch.testing.assert_close(pytree.tree_map(torch.Tensor.double, accum.grads), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            pytree.tree_map(torch.Tensor.double, accum.grads), expected, rtol=1e-5, atol=1e-6
+        )
 
 
 def test_gradients_of_opposite_sign_near_the_maximum_do_not_overflow():
@@ -161,7 +189,9 @@ def test_half_gradients_lose_no_bits_in_the_mean(dtype):
 )
 def test_the_dtype_of_the_mean(leaf, dtype, expected):
     params = {"w": torch.tensor([1.0], dtype=leaf, requires_grad=True)}
-    accum = ps.accumulate_grads(ps.init_accum(params, dtype=dtype), {"w": torch.tensor([3.0], dtype=leaf)}, weight=2)
+    accum = ps.accumulate_grads(
+        ps.init_accum(params, dtype=dtype), {"w": torch.tensor([3.0], dtype=leaf)}, weight=2
+    )
     accum = ps.accumulate_grads(accum, {"w": torch.tensor([6.0], dtype=leaf)}, weight=1)
     assert accum.grads["w"].dtype is expected
     assert accum.grads["w"].item() == 4
@@ -169,14 +199,21 @@ def test_the_dtype_of_the_mean(leaf, dtype, expected):
 
 
 def test_complex_gradients_are_averaged():
-    accum = window([[torch.tensor([1 + 2j])], [torch.tensor([3 - 4j])], [torch.tensor([complex(0, INF)])]])
+    accum = window(
+        [[torch.tensor([1 + 2j])], [torch.tensor([3 - 4j])], [torch.tensor([complex(0, INF)])]]
+    )
     assert accum.grads[0].item() == 2 - 1j
     assert accum.num_bad == 1
 
 
 def test_sparse_gradients_are_averaged_into_a_dense_or_a_sparse_mean():
     def sparse(index, value):
-        return torch.sparse_coo_tensor(torch.tensor([[index, index]]), torch.tensor([value, value]), (3,), check_invariants=True)
+        return torch.sparse_coo_tensor(
+            torch.tensor([[index, index]]),
+            torch.tensor([value, value]),
+            (3,),
+            check_invariants=True,
+        )
 
     gradients = [[sparse(0, 1.0)], [sparse(2, 3.0)], [sparse(1, INF)]]
     for like in (torch.zeros(3), sparse(0, 1.0)):
@@ -205,7 +242,9 @@ def test_none_passes_through_and_counts_as_zero_where_there_is_a_mean():
 def test_one_bad_microbatch_under_both_policies_and_then_a_clean_window(position, bad):
     values = [1.0, 2.0, 6.0, 3.0]
     good = [v for i, v in enumerate(values) if i != position]
-    accum = window(scalars(*[bad if i == position else v for i, v in enumerate(values)]), weights=[1, 1, 1, 1])
+    accum = window(
+        scalars(*[bad if i == position else v for i, v in enumerate(values)]), weights=[1, 1, 1, 1]
+    )
     assert (accum.num_good, accum.num_bad, accum.weight, accum.bad_weight) == (3, 1, 3, 1)
     assert accum.found_inf
     assert ps.accumulated_grads(accum)[1]
@@ -223,7 +262,9 @@ def test_a_bad_microbatch_leaves_no_trace_in_the_mean(tree, bad, weight):
     accum = window([tree])
     for value in with_values(tree, [bad]):
         after = ps.accumulate_grads(accum, value, weight)
-    assert all(torch.equal(a, b) for a, b in zip(tensors(accum.grads), tensors(after.grads), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(tensors(accum.grads), tensors(after.grads), strict=True)
+    )
     assert torch.equal(after.weight, accum.weight)
     if tensors(tree):
         assert after.bad_weight == weight
@@ -231,7 +272,10 @@ def test_a_bad_microbatch_leaves_no_trace_in_the_mean(tree, bad, weight):
 
 def test_a_window_of_only_bad_microbatches_is_skipped_under_both_policies():
     accum = window(scalars(INF, math.nan))
-    assert all(ps.accumulated_grads(accum, on_nonfinite=policy)[1] for policy in ("drop_window", "drop_microbatch"))
+    assert all(
+        ps.accumulated_grads(accum, on_nonfinite=policy)[1]
+        for policy in ("drop_window", "drop_microbatch")
+    )
 
 
 def test_what_has_weight_zero_counts_for_nothing_be_it_nan():
@@ -244,7 +288,10 @@ def test_what_has_weight_zero_counts_for_nothing_be_it_nan():
 def test_a_window_of_weight_zero_is_skipped_without_being_bad():
     accum = window(scalars(1.0, INF), weights=[0, 0])
     assert not accum.found_inf
-    assert all(ps.accumulated_grads(accum, on_nonfinite=policy)[1] for policy in ("drop_window", "drop_microbatch"))
+    assert all(
+        ps.accumulated_grads(accum, on_nonfinite=policy)[1]
+        for policy in ("drop_window", "drop_microbatch")
+    )
 
 
 @pytest.mark.parametrize("weight", [math.nan, INF, -1.0])
@@ -263,7 +310,8 @@ def test_token_counts_beyond_2_to_the_24_are_added_exactly():
 
 
 def test_the_scale_may_change_in_the_middle_of_a_window():
-    # GradScaler adds gradients of different scales to one sum: wrong by a factor that differs from element to element.
+    # GradScaler adds gradients of different scales to one sum: wrong by a factor that differs from
+    # element to element.
     true = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, -2.0]), torch.tensor([8.0, 0.5])]
     accum = ps.init_accum([true[0]])
     for grads, scale in zip(true, [2.0**16, 2.0**15, 2.0**-3], strict=True):
@@ -302,7 +350,9 @@ def test_any_split_weighted_by_samples_gives_the_full_batch_gradient_in_any_orde
 
 
 def test_variable_lengths_weighted_by_tokens_give_the_gradient_of_the_unsplit_loss():
-    """The mean of the means, which the trainer of HF had until 2024, is off by a factor of two here."""
+    """The mean of the means, which the trainer of HF had until 2024, is off by a factor of two
+    here.
+    """
     torch.manual_seed(0)
     lengths = [5, 50, 200, 10]
     w = torch.zeros(8, 16)
@@ -325,7 +375,9 @@ def test_variable_lengths_weighted_by_tokens_give_the_gradient_of_the_unsplit_lo
 # ---- merging
 
 states = st.lists(st.tuples(st.floats(-1e3, 1e3, width=32) | bad_values, weights), max_size=3).map(
-    lambda parts: window([[torch.zeros(1)], *scalars(*[v for v, _ in parts])], weights=[0, *[w for _, w in parts]])
+    lambda parts: window(
+        [[torch.zeros(1)], *scalars(*[v for v, _ in parts])], weights=[0, *[w for _, w in parts]]
+    )
 )
 
 
@@ -343,7 +395,12 @@ def test_merging_is_associative_and_commutative_with_the_empty_window_as_its_uni
     assert_close(ps.merge_accum(empty, a), a, rtol=0, atol=0)
 
 
-@given(st.lists(st.tuples(st.floats(-1e3, 1e3, width=32) | bad_values, weights), min_size=2, max_size=6), st.integers(0, 6))
+@given(
+    st.lists(
+        st.tuples(st.floats(-1e3, 1e3, width=32) | bad_values, weights), min_size=2, max_size=6
+    ),
+    st.integers(0, 6),
+)
 def test_two_halves_merged_are_one_window(parts, cut):
     values, some_weights = [[torch.tensor([v])] for v, _ in parts], [w for _, w in parts]
     whole = window(values, some_weights)
@@ -376,13 +433,19 @@ def test_a_window_saved_in_the_middle_and_resumed_has_the_bits_of_the_uninterrup
 def body(accum, grads, weight):
     accum = ps.accumulate_grads(accum, grads, weight)
     accum = ps.merge_accum(accum, accum)
-    return accum, ps.accumulated_grads(accum), ps.accumulated_grads(accum, on_nonfinite="drop_microbatch")
+    return (
+        accum,
+        ps.accumulated_grads(accum),
+        ps.accumulated_grads(accum, on_nonfinite="drop_microbatch"),
+    )
 
 
 def some_windows(count=4):
     torch.manual_seed(0)
     shapes = {"w": (4, 3), "b": (3,), "s": ()}
-    accums = [window([{k: torch.randn(s) for k, s in shapes.items()}], [i + 1]) for i in range(count)]
+    accums = [
+        window([{k: torch.randn(s) for k, s in shapes.items()}], [i + 1]) for i in range(count)
+    ]
     grads = [{k: torch.randn(s) for k, s in shapes.items()} for _ in range(count)]
     grads[1]["b"][0] = INF
     return accums, grads, [torch.tensor(w) for w in (1.0, 2.0, 0.0, math.nan)]
@@ -427,7 +490,9 @@ def test_it_is_differentiated_as_the_weighted_mean_it_is():
 
 
 def test_no_value_is_read_and_the_passes_over_the_gradients_do_not_grow_with_their_number():
-    """One read of the gradients and one read and write of the means, in two list operations whose second finds the means cached."""
+    """One read of the gradients and one read and write of the means, in two list operations whose
+    second finds the means cached.
+    """
     counts = []
     for number in (10, 200):
         grads = [torch.randn(64) for _ in range(number)]
@@ -456,7 +521,8 @@ def test_the_check_reads_many_small_gradients_at_once():
 
 
 def test_a_remainder_window_has_its_own_divisor_and_is_a_whole_step():
-    # OptimWrapper, accumulative_counts=3, max_counts=10: divisors 3,3,3|3,3,3|3,3,3|1, steps after 3, 6, 9, 10
+    # OptimWrapper, accumulative_counts=3, max_counts=10: divisors 3,3,3|3,3,3|3,3,3|1, steps after
+    # 3, 6, 9, 10
     windows = [ps.accumulation_window(i, every=3, total=10) for i in range(10)]
     assert [w.divisor for w in windows] == [3] * 9 + [1]
     assert [i + 1 for i, w in enumerate(windows) if w.should_update] == [3, 6, 9, 10]
@@ -482,7 +548,14 @@ def test_the_shares_of_every_window_sum_to_one(every, total, start):
 
 
 def test_resuming_at_97_of_103_starts_with_a_window_of_two():
-    assert [ps.accumulation_window(i, 3, 103, start=97).divisor for i in range(97, 103)] == [2, 2, 3, 3, 3, 1]
+    assert [ps.accumulation_window(i, 3, 103, start=97).divisor for i in range(97, 103)] == [
+        2,
+        2,
+        3,
+        3,
+        3,
+        1,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -492,7 +565,11 @@ def test_resuming_at_97_of_103_starts_with_a_window_of_two():
         ((0, 2.0), TypeError, r"every must be a whole number, got 2\.0"),
         ((True, 2), TypeError, "index must be a whole number"),
         ((-1, 2), ValueError, "index must be at least 0"),
-        ((10, 3, 10), ValueError, r"index 10 is beyond total=10: the last microbatch has index 9.*total=epochs \* len\(loader\)"),
+        (
+            (10, 3, 10),
+            ValueError,
+            r"index 10 is beyond total=10: the last microbatch has index 9.*total=epochs \* len\(loader\)",
+        ),
         ((0, 3, 0), ValueError, "total must be at least 1"),
         ((1, 3, 10, 2), ValueError, "index 1 is before start=2"),
         ((1, 3, 10, None), TypeError, "start must be a whole number, got None"),
@@ -517,24 +594,63 @@ ACCUM = {"w": torch.zeros(2), "c": torch.zeros(1, dtype=torch.complex64), "none"
         ({}, "3", TypeError, "weight is '3'; a weight is a number or a 0-d tensor"),
         ({}, True, TypeError, "weight is True"),
         ({}, torch.ones(2), ValueError, r"weight is a tensor of shape \(2,\)"),
-        ({"w": torch.zeros(3)}, 1, ValueError, r"grads\['w'\] is \(3,\) on cpu, but \(2,\) on cpu in accum.grads. Cure: init_accum"),
-        ({"w": torch.zeros(2, dtype=torch.complex64)}, 1, ValueError, r"grads\['w'\] has dtype torch.complex64, its mean torch.float32"),
-        ({"c": torch.zeros(1)}, 1, ValueError, r"grads\['c'\] has dtype torch.float32, its mean torch.complex64"),
-        ({"w": torch.zeros(2).double()}, 1, ValueError, r"may not fit. Cure: init_accum\(params, dtype=torch.float64\)"),
-        ({"w": torch.zeros(2, dtype=torch.int64)}, 1, TypeError, r"grads\['w'\] has dtype torch.int64"),
+        (
+            {"w": torch.zeros(3)},
+            1,
+            ValueError,
+            r"grads\['w'\] is \(3,\) on cpu, but \(2,\) on cpu in accum.grads. Cure: init_accum",
+        ),
+        (
+            {"w": torch.zeros(2, dtype=torch.complex64)},
+            1,
+            ValueError,
+            r"grads\['w'\] has dtype torch.complex64, its mean torch.float32",
+        ),
+        (
+            {"c": torch.zeros(1)},
+            1,
+            ValueError,
+            r"grads\['c'\] has dtype torch.float32, its mean torch.complex64",
+        ),
+        (
+            {"w": torch.zeros(2).double()},
+            1,
+            ValueError,
+            r"may not fit. Cure: init_accum\(params, dtype=torch.float64\)",
+        ),
+        (
+            {"w": torch.zeros(2, dtype=torch.int64)},
+            1,
+            TypeError,
+            r"grads\['w'\] has dtype torch.int64",
+        ),
         ({"w": 1.0}, 1, TypeError, r"grads\['w'\] is float 1.0; every gradient must be a tensor"),
-        ({"none": torch.zeros(1)}, 1, ValueError, r"grads\['none'\] is a tensor, but None in accum.grads"),
-        ({"more": torch.zeros(1)}, 1, ValueError, r"grads does not match accum.grads: missing nothing; not in accum.grads: \['more'\]"),
+        (
+            {"none": torch.zeros(1)},
+            1,
+            ValueError,
+            r"grads\['none'\] is a tensor, but None in accum.grads",
+        ),
+        (
+            {"more": torch.zeros(1)},
+            1,
+            ValueError,
+            r"grads does not match accum.grads: missing nothing; not in accum.grads: \['more'\]",
+        ),
     ],
 )
-def test_bad_gradients_and_weights_are_refused_before_anything_is_written(grads, weight, error, message):
+def test_bad_gradients_and_weights_are_refused_before_anything_is_written(
+    grads, weight, error, message
+):
     accum = ps.init_accum(ACCUM)
     with Untouched(accum), pytest.raises(error, match=message):
         ps.accumulate_grads(accum, {**ACCUM, **grads}, weight, donate=True)
 
 
 def test_an_unknown_policy_is_refused():
-    with pytest.raises(ValueError, match="on_nonfinite must be 'drop_window' or 'drop_microbatch', got 'drop'"):
+    with pytest.raises(
+        ValueError, match="on_nonfinite must be 'drop_window' or 'drop_microbatch', got 'drop'"
+    ):
         ps.accumulated_grads(ps.init_accum(ACCUM), on_nonfinite="drop")
 
 
@@ -542,7 +658,10 @@ def test_an_unknown_policy_is_refused():
     ("other", "message"),
     [
         ({"w": torch.zeros(2)}, r"b.grads does not match a.grads: missing \['c'\], \['none'\]"),
-        ({**ACCUM, "w": torch.zeros(3)}, r"a.grads\['w'\] is torch.float32 \(2,\), but torch.float32 \(3,\) in b.grads"),
+        (
+            {**ACCUM, "w": torch.zeros(3)},
+            r"a.grads\['w'\] is torch.float32 \(2,\), but torch.float32 \(3,\) in b.grads",
+        ),
         ({**ACCUM, "w": torch.zeros(2).double()}, "but torch.float64"),
     ],
 )
@@ -554,9 +673,20 @@ def test_merging_windows_of_different_trees_is_refused(other, message):
 @pytest.mark.parametrize(
     ("params", "dtype", "error", "message"),
     [
-        ({"n": torch.zeros(1, dtype=torch.int64)}, None, TypeError, r"params\['n'\] has dtype torch.int64"),
+        (
+            {"n": torch.zeros(1, dtype=torch.int64)},
+            None,
+            TypeError,
+            r"params\['n'\] has dtype torch.int64",
+        ),
         ({"n": 1.0}, None, TypeError, r"params\['n'\] is float"),
-        (ACCUM, torch.float16, ValueError, "init_accum got dtype=torch.float16; expected torch.float32, torch.bfloat16, torch.float64"),
+        (
+            ACCUM,
+            torch.float16,
+            ValueError,
+            "init_accum got dtype=torch.float16; expected torch.float32, torch.bfloat16, "
+            "torch.float64",
+        ),
     ],
 )
 def test_what_cannot_be_accumulated_is_refused(params, dtype, error, message):
@@ -584,19 +714,26 @@ def test_a_number_that_varies_as_weight_compiles():
     compiled = torch.compile(ps.accumulate_grads, fullgraph=True)
     eager = accum = ps.init_accum([torch.zeros(2)])
     for weight in (1.0, 2.5, 4.0, 3, 7):
-        accum, eager = compiled(accum, [torch.ones(2) * weight], weight), ps.accumulate_grads(eager, [torch.ones(2) * weight], weight)
+        accum, eager = (
+            compiled(accum, [torch.ones(2) * weight], weight),
+            ps.accumulate_grads(eager, [torch.ones(2) * weight], weight),
+        )
         assert_close(accum, eager, rtol=1e-6, atol=1e-6)
 
 
 def test_a_sparse_mean_takes_none_and_dense_gradients():
-    sparse = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.tensor([1.0]), (3,), check_invariants=True)
+    sparse = torch.sparse_coo_tensor(
+        torch.tensor([[0]]), torch.tensor([1.0]), (3,), check_invariants=True
+    )
     accum = ps.accumulate_grads(ps.init_accum([sparse]), [sparse])
     assert ps.accumulate_grads(accum, [None]).grads[0].to_dense().tolist() == [0.5, 0, 0]
     assert ps.accumulate_grads(accum, [torch.ones(3)]).grads[0].tolist() == [1, 0.5, 0.5]
 
 
 def test_a_sparse_gradient_that_stores_nothing_is_finite():
-    nothing = torch.sparse_coo_tensor(torch.zeros(1, 0, dtype=torch.int64), torch.zeros(0), (3,), check_invariants=True)
+    nothing = torch.sparse_coo_tensor(
+        torch.zeros(1, 0, dtype=torch.int64), torch.zeros(0), (3,), check_invariants=True
+    )
     assert not ps.unscale_and_check(at(2.0), [nothing])[1]
     assert ps.clip_by_global_norm([nothing], 1.0)[1] == 0
     assert not ps.accumulate_grads(ps.init_accum([torch.zeros(3)]), [nothing]).found_inf
@@ -606,7 +743,9 @@ def test_a_sparse_gradient_that_stores_nothing_is_finite():
 def test_a_weight_of_zero_has_a_finite_derivative(weight):
     def mean(w):
         accum = ps.accumulate_grads(ps.init_accum([torch.ones(1)]), [torch.ones(1)], w)
-        merged = ps.merge_accum(accum, ps.accumulate_grads(ps.init_accum([torch.ones(1)]), [torch.ones(1) * 3], w))
+        merged = ps.merge_accum(
+            accum, ps.accumulate_grads(ps.init_accum([torch.ones(1)]), [torch.ones(1) * 3], w)
+        )
         return ps.accumulate_grads(merged, [torch.ones(1) * 3], 1.0).grads[0].sum()
 
     assert torch.isfinite(torch.func.grad(mean)(torch.tensor(weight)))
@@ -615,7 +754,9 @@ def test_a_weight_of_zero_has_a_finite_derivative(weight):
 def test_eager_autograd_sees_weights_and_halves():
     w = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
     one = ps.accumulate_grads(ps.init_accum([torch.ones(1)]), [torch.ones(1)], 3.0)
-    (by_w,) = torch.autograd.grad(ps.accumulate_grads(one, [torch.full((1,), 5.0)], w).grads[0].sum(), w)
+    (by_w,) = torch.autograd.grad(
+        ps.accumulate_grads(one, [torch.full((1,), 5.0)], w).grads[0].sum(), w
+    )
     assert by_w.item() == pytest.approx((5 - 1) * 3 / 16)
     other = ps.init_accum([torch.ones(1)])._replace(grads=[torch.full((1,), 5.0)], weight=w)
     (by_w,) = torch.autograd.grad(ps.merge_accum(one, other).grads[0].sum(), w)
@@ -623,7 +764,9 @@ def test_eager_autograd_sees_weights_and_halves():
 
 
 def test_a_bfloat16_mean_does_not_round_to_inf():
-    accum = ps.accumulate_grads(ps.init_accum([torch.zeros(1)], dtype=torch.bfloat16), [torch.tensor([3.4e38])])
+    accum = ps.accumulate_grads(
+        ps.init_accum([torch.zeros(1)], dtype=torch.bfloat16), [torch.tensor([3.4e38])]
+    )
     assert torch.isfinite(accum.grads[0]).all()
 
 
@@ -631,7 +774,9 @@ def test_a_bfloat16_mean_does_not_round_to_inf():
 def test_a_weight_beyond_all_counts_is_refused_or_bad(weight):
     with pytest.raises(ValueError, match=r"2\*\*64 at most"):
         ps.accumulate_grads(ps.init_accum([torch.zeros(1)]), [torch.ones(1)], weight)
-    accum = ps.accumulate_grads(ps.init_accum([torch.zeros(1)]), [torch.ones(1)], torch.tensor(1e308, dtype=torch.float64))
+    accum = ps.accumulate_grads(
+        ps.init_accum([torch.zeros(1)]), [torch.ones(1)], torch.tensor(1e308, dtype=torch.float64)
+    )
     assert accum.num_bad == 1
 
 
@@ -642,13 +787,18 @@ def test_a_gradient_that_is_another_leafs_mean_gives_the_same_bits_compiled():
     accum = window([{"a": torch.ones(2), "b": torch.full((2,), 5.0)}])
     expected = step(clone(accum), torch.full((2,), 9.0))
     torch._dynamo.reset()
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(clone(accum), torch.full((2,), 9.0))
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(
+        clone(accum), torch.full((2,), 9.0)
+    )
     assert_close(compiled.grads, expected.grads, rtol=0, atol=0)
 
 
 def test_negated_views_and_tensors_of_inference_mode_are_taken():
     negative = torch._neg_view(torch.ones(2))
-    assert ps.accumulate_grads(ps.init_accum([torch.zeros(2)]), [negative]).grads[0].tolist() == [-1, -1]
+    assert ps.accumulate_grads(ps.init_accum([torch.zeros(2)]), [negative]).grads[0].tolist() == [
+        -1,
+        -1,
+    ]
     with torch.inference_mode():
         accum = ps.init_accum([torch.zeros(2)])
     assert ps.accumulate_grads(accum, [torch.ones(2)], donate=True).grads[0].tolist() == [1, 1]
@@ -663,9 +813,13 @@ def test_a_donated_mean_may_be_the_weight():
     mean = torch.zeros((), dtype=torch.float64)
     accum = ps.init_accum([mean])._replace(grads=[mean], weight=mean)
     expected = ps.accumulate_grads(clone(accum), [torch.tensor(2.0).double()])
-    assert same_bits(ps.accumulate_grads(accum, [torch.tensor(2.0).double()], donate=True), expected)
+    assert same_bits(
+        ps.accumulate_grads(accum, [torch.tensor(2.0).double()], donate=True), expected
+    )
 
 
 def test_gradients_on_another_device_are_refused():
-    with pytest.raises(ValueError, match=r"grads\[0\] is \(1,\) on meta, but \(1,\) on cpu in accum.grads"):
+    with pytest.raises(
+        ValueError, match=r"grads\[0\] is \(1,\) on meta, but \(1,\) on cpu in accum.grads"
+    ):
         ps.accumulate_grads(ps.init_accum([torch.zeros(1)]), [torch.zeros(1, device="meta")])

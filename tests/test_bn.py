@@ -11,7 +11,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
-from helpers import Untouched, assert_close, batch, clone, job, same_bits, shares_memory, small_net, stack, tensors, unstack
+from helpers import (
+    Untouched,
+    assert_close,
+    batch,
+    clone,
+    job,
+    same_bits,
+    shares_memory,
+    small_net,
+    stack,
+    tensors,
+    unstack,
+)
 from hypothesis import given, settings
 from torch import nn
 
@@ -41,7 +53,9 @@ def errors(batches, model=None, dtype=torch.float32):
     x = batches[0]
     layer = model or {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d}[x.ndim](x.shape[1])
     stats, _, buffers, _ = gathered(layer, batches)
-    new = ps.bn_buffers(stats, {k: v.double() if v.is_floating_point() else v for k, v in buffers.items()})
+    new = ps.bn_buffers(
+        stats, {k: v.double() if v.is_floating_point() else v for k, v in buffers.items()}
+    )
     mean, var = truth(batches)
     return (
         ((new["running_mean"] - mean).abs() / var.sqrt()).max().item(),
@@ -72,7 +86,9 @@ def normal(*shape, mean=0.0, sigma=1.0, seed=0):
 
 CASES = {
     "equal": [normal(32, 16, 8, 8, seed=i) for i in range(8)],
-    "batch means shift": [normal(32, 16, 8, 8, mean=float(normal(1, seed=100 + i)), seed=i) for i in range(8)],
+    "batch means shift": [
+        normal(32, 16, 8, 8, mean=float(normal(1, seed=100 + i)), seed=i) for i in range(8)
+    ],
     "batches of two": [normal(2, 16, seed=i) for i in range(64)],
     "last of 1": [*(normal(32, 16, 8, 8, seed=i) for i in range(4)), normal(1, 16, 8, 8, mean=2.0)],
     "last of 2, no space": [*(normal(64, 16, seed=i) for i in range(4)), normal(2, 16, mean=2.0)],
@@ -84,16 +100,24 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_buffers_are_the_float64_truth(case):
-    """Relative error of the variance at most 1e-6; fvcore, update_bn and mmpretrain are off by up to 1.1 on these."""
+    """Relative error of the variance at most 1e-6; fvcore, update_bn and mmpretrain are off by up
+    to 1.1 on these.
+    """
     mean, var, _ = errors(CASES[case])
     assert mean < 1e-6
     assert var < 1e-6
 
 
-@pytest.mark.parametrize(("mean", "sigma", "most"), [(100, 0.1, 1e-5), (1e3, 0.1, 1e-4), (1e4, 1.0, 1e-4), (1e4, 0.1, 2e-4)])
+@pytest.mark.parametrize(
+    ("mean", "sigma", "most"),
+    [(100, 0.1, 1e-5), (1e3, 0.1, 1e-4), (1e4, 1.0, 1e-4), (1e4, 0.1, 2e-4)],
+)
 def test_a_mean_far_from_zero_cancels_nothing(mean, sigma, most):
-    # fvcore's float32 E[x^2] - E[x]^2 is negative in a third of the channels here, and the model NaN at eval.
-    _, var, smallest = errors([normal(32, 16, 8, 8, mean=mean, sigma=sigma, seed=i) for i in range(8)])
+    # fvcore's float32 E[x^2] - E[x]^2 is negative in a third of the channels here, and the model
+    # NaN at eval.
+    _, var, smallest = errors(
+        [normal(32, 16, 8, 8, mean=mean, sigma=sigma, seed=i) for i in range(8)]
+    )
     assert var < most
     assert smallest > 0
 
@@ -103,7 +127,11 @@ def test_thousands_of_batches_lose_nothing():
 
 
 @settings(max_examples=25)
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 1000), st.sampled_from([(), (3,), (2, 2)]))
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    st.integers(0, 1000),
+    st.sampled_from([(), (3,), (2, 2)]),
+)
 def test_how_the_data_is_cut_and_ordered_does_not_matter(sizes, seed, space):
     x = normal(sum(sizes) + 1, 4, *space, mean=3.0, seed=seed)
     cut = [*x[1:].split(sizes), x[:1]]
@@ -126,17 +154,28 @@ def test_within_is_the_weighted_mean_of_the_batch_variances(sizes):
     batches = [normal(n, 4, mean=float(i), seed=i) for i, n in enumerate(sizes)]
     stats, _, buffers, _ = gathered(nn.BatchNorm1d(4), batches)
     within = ps.bn_buffers(stats, buffers, estimator="within")
-    variances = torch.stack([x.double().var(0) if len(x) > 1 else torch.zeros(4).double() for x in batches])
+    variances = torch.stack(
+        [x.double().var(0) if len(x) > 1 else torch.zeros(4).double() for x in batches]
+    )
     freedom = torch.tensor([n - 1 for n in sizes]).double()[:, None]
-    torch.testing.assert_close(within["running_var"].double(), (variances * freedom).sum(0) / freedom.sum(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        within["running_var"].double(),
+        (variances * freedom).sum(0) / freedom.sum(),
+        rtol=1e-5,
+        atol=1e-6,
+    )
     if len(set(sizes)) == 1:  # what mmpretrain and swa_utils.update_bn compute
-        torch.testing.assert_close(within["running_var"].double(), variances.mean(0), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            within["running_var"].double(), variances.mean(0), rtol=1e-5, atol=1e-6
+        )
         model = nn.BatchNorm1d(4)
         torch.optim.swa_utils.update_bn(batches, model)
         torch.testing.assert_close(within["running_var"], model.running_var, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(within["running_mean"], model.running_mean, rtol=1e-5, atol=1e-6)
     biased = ps.bn_buffers(stats, buffers, estimator="within", correction=0)["running_var"]
-    torch.testing.assert_close(biased.double(), (variances * freedom).sum(0) / sum(sizes), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        biased.double(), (variances * freedom).sum(0) / sum(sizes), rtol=1e-5, atol=1e-6
+    )
 
 
 # ---- pure
@@ -162,7 +201,13 @@ def test_gathering_changes_nothing_also_when_the_forward_raises():
     assert set(read) == set(buffers)
 
 
-DROPOUTS = {F.dropout1d: 3, F.dropout2d: 4, F.dropout3d: 5, F.alpha_dropout: 2, F.feature_alpha_dropout: 5}  # and the dimensions they want
+DROPOUTS = {
+    F.dropout1d: 3,
+    F.dropout2d: 4,
+    F.dropout3d: 5,
+    F.alpha_dropout: 2,
+    F.feature_alpha_dropout: 5,
+}  # and the dimensions they want
 
 
 @pytest.mark.filterwarnings("ignore:dropout1d:UserWarning", "ignore:dropout2d:UserWarning")
@@ -176,15 +221,27 @@ def test_dropout_is_off_and_draws_nothing():
 
         def forward(self, x):
             x = F.dropout(self.drop(x), 0.5, training=True)
-            x = x + 0 * (self.leak(x) + sum(f(x.reshape(*x.shape, *[1] * (n - 2)), 0.5, True).sum() for f, n in DROPOUTS.items()))
+            x = x + 0 * (
+                self.leak(x)
+                + sum(
+                    f(x.reshape(*x.shape, *[1] * (n - 2)), 0.5, True).sum()
+                    for f, n in DROPOUTS.items()
+                )
+            )
             y = x[None]
-            y = y + 0 * self.attention(y, y, y, need_weights=False)[0] + 0 * F.scaled_dot_product_attention(y, y, y, None, 0.5)
+            y = (
+                y
+                + 0 * self.attention(y, y, y, need_weights=False)[0]
+                + 0 * F.scaled_dot_product_attention(y, y, y, None, 0.5)
+            )
             return self.bn(y[0])
 
     model, before = Model(), torch.get_rng_state()
     stats, *_ = gathered(model, [normal(64, 3)])
     assert torch.equal(torch.get_rng_state(), before)
-    torch.testing.assert_close(stats.layers["bn"].mean, normal(64, 3).double().mean(0), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        stats.layers["bn"].mean, normal(64, 3).double().mean(0), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_a_batch_with_inf_or_nan_is_left_out_for_all_layers_and_counted():
@@ -231,19 +288,31 @@ def test_frozen_unused_and_untracked_layers_keep_their_buffers():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.used, self.frozen, self.unused = nn.BatchNorm1d(3), nn.BatchNorm1d(3), nn.BatchNorm1d(3)
-            self.untracked, self.instance = nn.BatchNorm1d(3, track_running_stats=False), nn.InstanceNorm1d(3, track_running_stats=True)
+            self.used, self.frozen, self.unused = (
+                nn.BatchNorm1d(3),
+                nn.BatchNorm1d(3),
+                nn.BatchNorm1d(3),
+            )
+            self.untracked, self.instance = (
+                nn.BatchNorm1d(3, track_running_stats=False),
+                nn.InstanceNorm1d(3, track_running_stats=True),
+            )
             self.frozen.eval()
 
         def forward(self, x):
-            return self.instance(self.frozen(self.untracked(self.used(x)))[..., None].expand(-1, -1, 2))
+            return self.instance(
+                self.frozen(self.untracked(self.used(x)))[..., None].expand(-1, -1, 2)
+            )
 
     stats, _, buffers, _ = gathered(Model(), [normal(8, 3, mean=4.0)])
     new = ps.bn_buffers(stats, buffers)
     assert new["used.running_mean"].mean() > 3
     assert "untracked" not in stats.layers
     for name in ("frozen", "unused", "instance"):
-        assert same_bits([v for k, v in new.items() if k.startswith(name)], [v for k, v in buffers.items() if k.startswith(name)])
+        assert same_bits(
+            [v for k, v in new.items() if k.startswith(name)],
+            [v for k, v in buffers.items() if k.startswith(name)],
+        )
 
 
 def test_a_layer_with_too_few_values_keeps_its_buffers():
@@ -257,13 +326,22 @@ def test_an_empty_batch_counts_for_nothing():
     assert same_bits(stats.layers, gathered(nn.BatchNorm2d(3), [normal(4, 3, 2, 2)])[0].layers)
 
 
-@pytest.mark.parametrize("policy", ["params=float32,compute=float16", "compute=autocast(bfloat16),output=float32", "compute=bfloat16"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "params=float32,compute=float16",
+        "compute=autocast(bfloat16),output=float32",
+        "compute=bfloat16",
+    ],
+)
 def test_policies_are_gathered_through(policy):
     """Half arithmetic in front of the layers: agreement with float32 to 2e-2."""
     half, *_ = gathered(net(), images(16, 16), policy=policy)
     full, *_ = gathered(net(), images(16, 16))
     for name in full.layers:
-        torch.testing.assert_close(half.layers[name].mean, full.layers[name].mean, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(
+            half.layers[name].mean, full.layers[name].mean, rtol=2e-2, atol=2e-2
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -293,13 +371,21 @@ def test_hand_written_batch_norms_are_caught():
     def apply(params, buffers, x):
         new = {name: t.clone() for name, t in buffers.items()}
         x = F.batch_norm(x, new["a.running_mean"], new["a.running_var"], None, None, True)
-        return torch.batch_norm(x, None, None, new["b.running_mean"], new["b.running_var"], True, 0.1, 1e-5, False), new
+        return torch.batch_norm(
+            x, None, None, new["b.running_mean"], new["b.running_var"], True, 0.1, 1e-5, False
+        ), new
 
-    buffers = {f"{n}.{k}": torch.full((3,), v) for n in "ab" for k, v in (("running_mean", 0.0), ("running_var", 1.0))}
+    buffers = {
+        f"{n}.{k}": torch.full((3,), v)
+        for n in "ab"
+        for k, v in (("running_mean", 0.0), ("running_var", 1.0))
+    }
     x = normal(8, 3, mean=2.0)
     stats = ps.accumulate_bn_stats(ps.init_bn_stats(buffers), apply, {}, buffers, x)
     torch.testing.assert_close(stats.layers["a"].mean, x.double().mean(0))
-    torch.testing.assert_close(stats.layers["b"].m2 / 7, torch.ones(3).double() * 8 / 7, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        stats.layers["b"].m2 / 7, torch.ones(3).double() * 8 / 7, rtol=1e-4, atol=1e-4
+    )
 
 
 def test_sync_batch_norm_is_gathered_on_this_rank():
@@ -312,7 +398,9 @@ def test_sync_batch_norm_is_gathered_on_this_rank():
 # ---- merged, saved, compiled, vmapped
 
 batches = st.lists(st.tuples(st.integers(1, 5), st.floats(-5, 5)), max_size=3).map(
-    lambda parts: gathered(nn.BatchNorm1d(2), [normal(n, 2, mean=m, seed=i) for i, (n, m) in enumerate(parts)])[0]
+    lambda parts: gathered(
+        nn.BatchNorm1d(2), [normal(n, 2, mean=m, seed=i) for i, (n, m) in enumerate(parts)]
+    )[0]
 )
 
 
@@ -324,7 +412,9 @@ def test_merging_is_associative_and_commutative_with_the_empty_state_as_its_unit
         merged = ps.merge_bn_stats(a, b)
     assert not shares_memory((a, b), merged)
     assert_close(merged, ps.merge_bn_stats(b, a), **close)
-    assert_close(ps.merge_bn_stats(merged, c), ps.merge_bn_stats(a, ps.merge_bn_stats(b, c)), **close)
+    assert_close(
+        ps.merge_bn_stats(merged, c), ps.merge_bn_stats(a, ps.merge_bn_stats(b, c)), **close
+    )
     empty = ps.init_bn_stats({"running_mean": torch.zeros(2), "running_var": torch.ones(2)})
     assert same_bits(ps.merge_bn_stats(a, empty), a)
     assert same_bits(ps.merge_bn_stats(empty, a), a)
@@ -340,7 +430,10 @@ def test_a_state_can_be_saved_in_the_middle_and_resumed_bit_for_bit():
     resumed = pytree.tree_unflatten(torch.load(file), pytree.tree_structure(stats))
     whole = ps.accumulate_bn_stats(stats, apply, params, buffers, second)
     assert same_bits(ps.accumulate_bn_stats(resumed, apply, params, buffers, second), whole)
-    halves = [ps.accumulate_bn_stats(ps.init_bn_stats(buffers), apply, params, buffers, x) for x in (first, second)]
+    halves = [
+        ps.accumulate_bn_stats(ps.init_bn_stats(buffers), apply, params, buffers, x)
+        for x in (first, second)
+    ]
     assert_close(ps.merge_bn_stats(*halves), whole, rtol=1e-12, atol=1e-12)
 
 
@@ -355,7 +448,11 @@ def test_compiled_it_agrees(what):
 
     eager = compiled = ps.init_bn_stats(buffers)
     fast = torch.compile(apply, fullgraph=True)
-    compiled_step = torch.compile(step, fullgraph=True) if what == "the whole" else lambda s, x: step(s, x, fast)
+    compiled_step = (
+        torch.compile(step, fullgraph=True)
+        if what == "the whole"
+        else lambda s, x: step(s, x, fast)
+    )
     for x in images(8, 8):
         eager, compiled = step(eager, x), compiled_step(compiled, x)
     assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
@@ -395,7 +492,9 @@ def test_precise_bn_is_the_small_functions_over_a_loader():
     stats, *_ = gathered(net(), [x for x, _ in data])
     assert same_bits(new, ps.bn_buffers(stats, buffers))
     assert not shares_memory((params, buffers), new)
-    within = ps.precise_bn(apply, params, buffers, data, call=first, estimator="within", correction=0)
+    within = ps.precise_bn(
+        apply, params, buffers, data, call=first, estimator="within", correction=0
+    )
     assert same_bits(within, ps.bn_buffers(stats, buffers, estimator="within", correction=0))
 
 
@@ -441,7 +540,9 @@ def taken(batches, num_samples, **settings):
         ([0, 0], 128, 2),
     ],
 )
-def test_samples_are_counted_as_they_come_so_that_an_odd_batch_is_no_measure_of_the_others(sizes, num_samples, expected):
+def test_samples_are_counted_as_they_come_so_that_an_odd_batch_is_no_measure_of_the_others(
+    sizes, num_samples, expected
+):
     assert taken([torch.ones(size, 3) for size in sizes], num_samples) == expected
 
 
@@ -460,7 +561,10 @@ def test_of_batches_that_do_not_grow_as_many_are_taken_as_fit_and_one_at_least(s
         (lambda: normal(3, 8), lambda forward, image: forward(image.mean(1)[None])),
         (lambda: (normal(3, 8), 7), lambda forward, batch: forward(batch[0].mean(1)[None])),
         (lambda: "one text", lambda forward, text: forward(torch.ones(1, 3))),
-        (lambda: {"names": ["a", "b"], "x": normal(1, 3)}, lambda forward, batch: forward(batch["x"])),
+        (
+            lambda: {"names": ["a", "b"], "x": normal(1, 3)},
+            lambda forward, batch: forward(batch["x"]),
+        ),
     ],
 )
 def test_a_sample_is_a_row_that_forward_was_given_whatever_the_batch_looks_like(make, call):
@@ -480,12 +584,21 @@ def test_what_is_no_array_is_counted_by_its_length():
         fed.append(names)
         return apply(params, buffers, torch.ones(len(names), 3))
 
-    ps.precise_bn(texts, params, buffers, [("a", "b", "c")] * 9, num_samples=6, call=lambda forward, batch: forward(batch))
+    ps.precise_bn(
+        texts,
+        params,
+        buffers,
+        [("a", "b", "c")] * 9,
+        num_samples=6,
+        call=lambda forward, batch: forward(batch),
+    )
     assert len(fed) == 2
 
 
 @pytest.mark.parametrize(
-    "batch", [torch.ones(4, 3), (torch.ones(4, 3),), [torch.ones(4, 3)], {"x": torch.ones(4, 3)}], ids=["tensor", "tuple", "list", "dict"]
+    "batch",
+    [torch.ones(4, 3), (torch.ones(4, 3),), [torch.ones(4, 3)], {"x": torch.ones(4, 3)}],
+    ids=["tensor", "tuple", "list", "dict"],
 )
 def test_the_default_feeds_tensors_tuples_lists_and_dicts(batch):
     class Model(nn.Module):
@@ -503,18 +616,32 @@ def test_the_default_feeds_tensors_tuples_lists_and_dicts(batch):
 def test_call_is_given_what_the_model_returns():
     apply, params, buffers = ps.make_functional(net())
     outs = []
-    ps.precise_bn(apply, params, buffers, loader(4, 4), call=lambda forward, batch: outs.append(forward(batch[0])))
+    ps.precise_bn(
+        apply,
+        params,
+        buffers,
+        loader(4, 4),
+        call=lambda forward, batch: outs.append(forward(batch[0])),
+    )
     assert [tuple(out.shape) for out in outs] == [(4, 5), (4, 5)]
 
 
 def test_the_report_names_layers_skipped_batches_and_what_was_left_alone(caplog):
-    model = nn.Sequential(nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.InstanceNorm2d(4), nn.BatchNorm2d(4).eval())
+    model = nn.Sequential(
+        nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.InstanceNorm2d(4), nn.BatchNorm2d(4).eval()
+    )
     apply, params, buffers = ps.make_functional(model)
     with caplog.at_level(logging.INFO, logger="purescale"):
         ps.precise_bn(apply, params, buffers, [normal(4, 4, 8, 8), normal(4, 4, 8, 8) * INF])
     report = caplog.text
-    assert "1 layers from 1 batches, 1 more skipped as not finite; 1 layers saw no data and keep their buffers: 3" in report
-    assert "instance and group norms have no statistics of the batch and are left alone: 1, 2" in report
+    assert (
+        "1 layers from 1 batches, 1 more skipped as not finite; 1 layers saw no data and keep "
+        "their buffers: 3" in report
+    )
+    assert (
+        "instance and group norms have no statistics of the batch and are left alone: 1, 2"
+        in report
+    )
     assert "too few" not in report
 
 
@@ -568,7 +695,9 @@ def eval_inputs(model, buffers, batches):
     model.load_state_dict(buffers, strict=False)
     seen = {}
     hooks = [
-        module.register_forward_pre_hook(lambda m, args, name=name: seen.setdefault(name, []).append(args[0]))
+        module.register_forward_pre_hook(
+            lambda m, args, name=name: seen.setdefault(name, []).append(args[0])
+        )
         for name, module in model.named_modules()
         if isinstance(module, nn.modules.batchnorm._BatchNorm)
     ]
@@ -592,7 +721,10 @@ def test_sequential_statistics_are_those_that_the_model_sees_at_eval():
         errors = []
         for name, inputs in eval_inputs(model, new, batches).items():
             mean, var = truth(inputs)
-            errors += [(new[f"{name}.running_var"] / var - 1).abs().max(), ((new[f"{name}.running_mean"] - mean) / var.sqrt()).abs().max()]
+            errors += [
+                (new[f"{name}.running_var"] / var - 1).abs().max(),
+                ((new[f"{name}.running_mean"] - mean) / var.sqrt()).abs().max(),
+            ]
         worst[normalize] = max(errors).item()
     assert worst["sequential"] < 1e-6
     assert worst["batch"] > 1e-3
@@ -618,7 +750,9 @@ def test_sequential_refuses_a_one_shot_iterator_before_anything_is_drawn(make):
 def test_sequential_refuses_a_layer_that_is_called_several_times():
     bn = nn.BatchNorm1d(3)
     apply, params, buffers = ps.make_functional(nn.Sequential(bn, nn.ReLU(), bn))
-    with pytest.raises(ValueError, match=r"'0' is called 2 times in a forward. Cure: normalize='batch'"):
+    with pytest.raises(
+        ValueError, match=r"'0' is called 2 times in a forward. Cure: normalize='batch'"
+    ):
         ps.precise_bn(apply, params, buffers, [normal(8, 3)], normalize="sequential")
 
 
@@ -632,7 +766,10 @@ def test_sequential_refuses_layers_whose_order_changes():
             return self.a(self.b(x)) if len(x) % 2 else self.b(self.a(x))
 
     apply, params, buffers = ps.make_functional(Swap())
-    with pytest.raises(ValueError, match="needs the same layers in the same order in every forward; got b, a after a, b"):
+    with pytest.raises(
+        ValueError,
+        match="needs the same layers in the same order in every forward; got b, a after a, b",
+    ):
         ps.precise_bn(apply, params, buffers, [normal(8, 3), normal(7, 3)], normalize="sequential")
 
 
@@ -650,7 +787,10 @@ class Labelled(nn.Module):
 
 def test_a_loader_of_images_and_labels_that_the_default_cannot_feed_shows_the_cure():
     apply, params, buffers = ps.make_functional(Labelled())
-    with pytest.raises(TypeError, match=r"a tuple of 2, passed as 2 arguments.*Cure: call=lambda forward, batch: forward\(batch\[0\]\)"):
+    with pytest.raises(
+        TypeError,
+        match=r"a tuple of 2, passed as 2 arguments.*Cure: call=lambda forward, batch: forward\(batch\[0\]\)",
+    ):
         ps.precise_bn(apply, params, buffers, [(torch.ones(4, 3), torch.ones(4))])
 
 
@@ -659,9 +799,18 @@ def test_a_loader_of_images_and_labels_that_the_default_cannot_feed_shows_the_cu
     [
         ({"loader": []}, ValueError, "the loader gave no batch. Likely cause: it is empty"),
         ({"loader": 3}, TypeError, "loader is int; expected an iterable"),
-        ({"num_samples": 0}, ValueError, "num_samples must be a whole number above 0, got 0; less than one batch means one batch"),
+        (
+            {"num_samples": 0},
+            ValueError,
+            "num_samples must be a whole number above 0, got 0; less than one batch means one "
+            "batch",
+        ),
         ({"num_samples": 1.5}, ValueError, r"got 1\.5"),
-        ({"normalize": "running"}, ValueError, "normalize must be 'batch' or 'sequential', got 'running'"),
+        (
+            {"normalize": "running"},
+            ValueError,
+            "normalize must be 'batch' or 'sequential', got 'running'",
+        ),
         ({"estimator": "mean"}, ValueError, "estimator must be 'pooled' or 'within', got 'mean'"),
         ({"correction": -1}, ValueError, "correction must be 0 or a positive whole number, got -1"),
         ({"call": lambda forward, batch: None}, ValueError, "did not call forward"),
@@ -674,10 +823,15 @@ def test_bad_settings_are_refused(settings, error, message):
         ps.precise_bn(apply, params, buffers, **call)
 
 
-@pytest.mark.parametrize("model", [nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False), nn.LayerNorm(2)])
+@pytest.mark.parametrize(
+    "model", [nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False), nn.LayerNorm(2)]
+)
 def test_a_model_without_batch_norm_is_refused(model):
     apply, params, buffers = ps.make_functional(model)
-    with pytest.raises(ValueError, match=r"no layer with a running_mean and a running_var.*Cure: leave this call out"):
+    with pytest.raises(
+        ValueError,
+        match=r"no layer with a running_mean and a running_var.*Cure: leave this call out",
+    ):
         ps.precise_bn(apply, params, buffers, [torch.ones(4, 2)])
 
 
@@ -696,7 +850,9 @@ def test_stats_and_buffers_of_different_models_are_refused():
     other = ps.init_bn_stats({"running_mean": torch.zeros(3), "running_var": torch.ones(3)})
     wide = ps.init_bn_stats({"bn.running_mean": torch.zeros(4), "bn.running_var": torch.ones(4)})
     for wrong in (other, wide):
-        with pytest.raises(ValueError, match="the stats do not belong to this model: layer 'bn' with 3 channels"):
+        with pytest.raises(
+            ValueError, match="the stats do not belong to this model: layer 'bn' with 3 channels"
+        ):
             ps.accumulate_bn_stats(wrong, apply, params, buffers, normal(4, 3))
         with pytest.raises(ValueError, match="the buffers do not belong to the stats"):
             ps.bn_buffers(wrong, buffers)
@@ -710,10 +866,14 @@ def test_buffers_that_apply_does_not_hand_back_are_refused():
         return out, {name: t + 0 for name, t in new.items()}
 
     apply, params, buffers = ps.make_functional(Labelled())
-    with pytest.raises(ValueError, match="Likely cause: new_buffers were copied or cast on the way out"):
+    with pytest.raises(
+        ValueError, match="Likely cause: new_buffers were copied or cast on the way out"
+    ):
         ps.accumulate_bn_stats(ps.init_bn_stats(buffers), copying, params, buffers, normal(4, 3))
     with pytest.raises(TypeError, match=r"apply returned Tensor; expected \(out, new_buffers\)"):
-        ps.accumulate_bn_stats(ps.init_bn_stats(buffers), lambda p, b, x: x, params, buffers, normal(4, 3))
+        ps.accumulate_bn_stats(
+            ps.init_bn_stats(buffers), lambda p, b, x: x, params, buffers, normal(4, 3)
+        )
 
 
 # ---- one update a window
@@ -731,9 +891,19 @@ def test_a_window_updates_the_running_statistics_once_with_the_pooled_ones(polic
     new, _ = step(state, microbatches)
     inputs = [F.conv2d(x, state.params["0.weight"], padding=1) for x, _ in microbatches]
     mean, var = truth(inputs)
-    tolerance = {"rtol": 1e-5, "atol": 1e-6} if policy == "float32" else {"rtol": 1e-2, "atol": 1e-3}
-    torch.testing.assert_close(new.buffers["1.running_mean"].double(), 0.9 * state.buffers["1.running_mean"] + 0.1 * mean, **tolerance)
-    torch.testing.assert_close(new.buffers["1.running_var"].double(), 0.9 * state.buffers["1.running_var"] + 0.1 * var, **tolerance)
+    tolerance = (
+        {"rtol": 1e-5, "atol": 1e-6} if policy == "float32" else {"rtol": 1e-2, "atol": 1e-3}
+    )
+    torch.testing.assert_close(
+        new.buffers["1.running_mean"].double(),
+        0.9 * state.buffers["1.running_mean"] + 0.1 * mean,
+        **tolerance,
+    )
+    torch.testing.assert_close(
+        new.buffers["1.running_var"].double(),
+        0.9 * state.buffers["1.running_var"] + 0.1 * var,
+        **tolerance,
+    )
     assert new.buffers["1.num_batches_tracked"] == 2
 
 
@@ -781,15 +951,24 @@ def test_other_buffers_still_thread_through_the_microbatches():
         logits, buffers = apply(params, buffers, microbatch[0])
         return F.cross_entropy(logits, microbatch[1]), buffers
 
-    new, _ = ps.train_step(state, [batch(0), batch(1)], loss_fn=loss_fn, optimizer=SGD, rule=RULE, bn_update="window")
+    new, _ = ps.train_step(
+        state, [batch(0), batch(1)], loss_fn=loss_fn, optimizer=SGD, rule=RULE, bn_update="window"
+    )
     assert new.buffers["calls"] == 2
     assert new.buffers["net.1.num_batches_tracked"] == 1
 
 
 def test_a_model_without_batch_norm_takes_windows_too():
     state = ps.init_train_state({"w": torch.ones(1)}, {"n": torch.tensor(0)}, SGD, RULE)
-    call = {"loss_fn": lambda p, b, x: (p["w"].sum() * x, {"n": b["n"] + 1}), "optimizer": SGD, "rule": RULE}
-    assert same_bits(ps.train_step(state, [1.0, 2.0], **call), ps.train_step(state, [1.0, 2.0], bn_update="window", **call))
+    call = {
+        "loss_fn": lambda p, b, x: (p["w"].sum() * x, {"n": b["n"] + 1}),
+        "optimizer": SGD,
+        "rule": RULE,
+    }
+    assert same_bits(
+        ps.train_step(state, [1.0, 2.0], **call),
+        ps.train_step(state, [1.0, 2.0], bn_update="window", **call),
+    )
 
 
 def test_windows_compile_and_vmap():
@@ -809,7 +988,10 @@ def test_windows_compile_and_vmap():
 
 def test_precise_statistics_beat_the_running_ones_after_training_on_small_batches():
     data = pytest.importorskip("sklearn.datasets").load_digits(return_X_y=True)
-    x, y = torch.tensor(data[0], dtype=torch.float32).reshape(-1, 1, 8, 8) / 16, torch.tensor(data[1])
+    x, y = (
+        torch.tensor(data[0], dtype=torch.float32).reshape(-1, 1, 8, 8) / 16,
+        torch.tensor(data[1]),
+    )
     train_x, train_y, test_x, test_y = x[:1200], y[:1200], x[1200:], y[1200:]
     better = 0
     for seed in range(3):
@@ -827,10 +1009,13 @@ def test_precise_statistics_beat_the_running_ones_after_training_on_small_batche
 
         state = ps.init_train_state(params, buffers, optimizer, ps.NoScale())
         for index in torch.randperm(1200)[:600].split(4):
-            state, _ = ps.train_step(state, [index], loss_fn=loss_fn, optimizer=optimizer, rule=ps.NoScale(), donate=True)
+            state, _ = ps.train_step(
+                state, [index], loss_fn=loss_fn, optimizer=optimizer, rule=ps.NoScale(), donate=True
+            )
         precise = ps.precise_bn(apply, state.params, state.buffers, train_x.split(200))
         running_loss, precise_loss = (
-            F.cross_entropy(apply(state.params, b, test_x, train=False)[0], test_y) for b in (state.buffers, precise)
+            F.cross_entropy(apply(state.params, b, test_x, train=False)[0], test_y)
+            for b in (state.buffers, precise)
         )
         better += bool(precise_loss < running_loss)
     assert better == 3
@@ -859,20 +1044,28 @@ def test_a_layer_hands_on_what_it_would_in_training(count):
     x = normal(count, 3, mean=2.0)
     stats, *_ = gathered(model, [x])
     inputs = model.a(x).detach() if count > 1 else torch.full((1, 3), 3.0)
-    torch.testing.assert_close(stats.layers["b"].mean, inputs.double().mean(0), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        stats.layers["b"].mean, inputs.double().mean(0), rtol=1e-5, atol=1e-5
+    )
     if count > 1:
-        torch.testing.assert_close(stats.layers["b"].m2 / (count - 1), inputs.double().var(0), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            stats.layers["b"].m2 / (count - 1), inputs.double().var(0), rtol=1e-5, atol=1e-5
+        )
     frozen = Rescaled()
     frozen.a.eval()
     stats, *_ = gathered(frozen, [x])
-    torch.testing.assert_close(stats.layers["b"].mean, frozen.a(x).detach().double().mean(0), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        stats.layers["b"].mean, frozen.a(x).detach().double().mean(0), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_module_is_gathered_by_any_backend(backend):
     torch._dynamo.reset()
     x = normal(64, 3, mean=3.0)
-    apply, params, buffers = ps.make_functional(torch.compile(nn.Sequential(nn.BatchNorm1d(3)), backend=backend))
+    apply, params, buffers = ps.make_functional(
+        torch.compile(nn.Sequential(nn.BatchNorm1d(3)), backend=backend)
+    )
     new = ps.precise_bn(apply, params, buffers, [x])
     torch.testing.assert_close(next(v for k, v in new.items() if "running_mean" in k), x.mean(0))
 
@@ -924,11 +1117,15 @@ def test_untouched_layers_come_out_in_fresh_memory():
     model[1].eval()
     apply, params, buffers = ps.make_functional(model)
     stats = ps.init_bn_stats(buffers)
-    assert not shares_memory(stats, ps.accumulate_bn_stats(stats, apply, params, buffers, normal(8, 3)))
+    assert not shares_memory(
+        stats, ps.accumulate_bn_stats(stats, apply, params, buffers, normal(8, 3))
+    )
     model[0].eval()
     apply, params, buffers = ps.make_functional(model)
     for normalize in ("batch", "sequential"):
-        assert not shares_memory(buffers, ps.precise_bn(apply, params, buffers, [normal(8, 3)], normalize=normalize))
+        assert not shares_memory(
+            buffers, ps.precise_bn(apply, params, buffers, [normal(8, 3)], normalize=normalize)
+        )
 
 
 def test_sequential_leaves_a_bad_batch_out_of_every_layer():
@@ -943,7 +1140,10 @@ def test_sequential_leaves_a_bad_batch_out_of_every_layer():
     apply, params, buffers = ps.make_functional(Hides())
     x, bad = normal(64, 3), normal(64, 3, mean=3.0, seed=1)
     bad[0, 0] = -INF
-    with_bad, without = (ps.precise_bn(apply, params, buffers, data, normalize="sequential") for data in ([x, bad], [x]))
+    with_bad, without = (
+        ps.precise_bn(apply, params, buffers, data, normalize="sequential")
+        for data in ([x, bad], [x])
+    )
     assert same_bits(with_bad, without)
 
 
@@ -953,7 +1153,9 @@ def test_sequential_passes_over_empty_batches_and_reports_all_layers(caplog):
     expected = ps.precise_bn(apply, params, buffers, [x], normalize="sequential")
     with caplog.at_level(logging.INFO, logger="purescale"):
         for data in ([x, x[:0]], [x[:0], x]):
-            assert same_bits(ps.precise_bn(apply, params, buffers, data, normalize="sequential"), expected)
+            assert same_bits(
+                ps.precise_bn(apply, params, buffers, data, normalize="sequential"), expected
+            )
     assert "2 layers from 2 batches" in caplog.text
     assert "0 layers saw no data" in caplog.text
 
@@ -967,7 +1169,9 @@ def test_sequential_goes_through_the_loader_once_a_layer_with_its_own_estimator(
             return iter([normal(8, 3), normal(4, 3, mean=5.0, seed=1)])
 
     apply, params, buffers = ps.make_functional(Rescaled())
-    within = ps.precise_bn(apply, params, buffers, Loader(), normalize="sequential", estimator="within", correction=0)
+    within = ps.precise_bn(
+        apply, params, buffers, Loader(), normalize="sequential", estimator="within", correction=0
+    )
     assert len(passes) == 2
     pooled = ps.precise_bn(apply, params, buffers, Loader(), normalize="sequential")
     assert (within["a.running_var"] < 0.5 * pooled["a.running_var"]).all()
@@ -980,7 +1184,14 @@ def test_nested_buffers_are_refused_with_the_cure():
             ps.init_bn_stats(wrong)
     state = ps.init_train_state({"w": torch.ones(1)}, {"g": buffers}, SGD, RULE)
     with pytest.raises(TypeError, match="Cure: of several models merge the dicts under a prefix"):
-        ps.train_step(state, [1.0], loss_fn=lambda p, b, x: (p["w"].sum(), b), optimizer=SGD, rule=RULE, bn_update="window")
+        ps.train_step(
+            state,
+            [1.0],
+            loss_fn=lambda p, b, x: (p["w"].sum(), b),
+            optimizer=SGD,
+            rule=RULE,
+            bn_update="window",
+        )
 
 
 def test_a_window_takes_two_views_and_a_teacher_with_statistics_of_its_own():
@@ -995,17 +1206,25 @@ def test_a_window_takes_two_views_and_a_teacher_with_statistics_of_its_own():
 
     state = ps.init_train_state(params, buffers, SGD, RULE)
     x = normal(16, 3)
-    new, _ = ps.train_step(state, [x], loss_fn=loss_fn, optimizer=SGD, rule=RULE, bn_update="window")
+    new, _ = ps.train_step(
+        state, [x], loss_fn=loss_fn, optimizer=SGD, rule=RULE, bn_update="window"
+    )
     hidden = torch.cat([F.linear(v, params["0.weight"], params["0.bias"]) for v in (x, x + 1)])
-    torch.testing.assert_close(new.buffers["1.running_mean"], 0.1 * hidden.mean(0), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(new.buffers["1.running_var"], 0.9 + 0.1 * hidden.var(0), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        new.buffers["1.running_mean"], 0.1 * hidden.mean(0), rtol=1e-5, atol=1e-6
+    )
+    torch.testing.assert_close(
+        new.buffers["1.running_var"], 0.9 + 0.1 * hidden.var(0), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_a_window_leaves_buffers_alone_that_the_loss_does_not_change():
     apply, params, buffers = ps.make_functional(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
     state = ps.init_train_state(params, buffers, SGD, RULE)
     loss_fn = lambda p, b, x: (apply(p, b, x)[0].square().mean(), b)  # noqa: E731
-    new, _ = ps.train_step(state, [normal(8, 3)], loss_fn=loss_fn, optimizer=SGD, rule=RULE, bn_update="window")
+    new, _ = ps.train_step(
+        state, [normal(8, 3)], loss_fn=loss_fn, optimizer=SGD, rule=RULE, bn_update="window"
+    )
     assert same_bits(new.buffers, state.buffers)
 
 
@@ -1021,7 +1240,9 @@ def test_a_window_takes_checkpointing_under_autocast():
 
     state = ps.init_train_state(params, buffers, SGD, RULE)
     each, window = (
-        ps.train_step(state, [normal(8, 3)], loss_fn=loss_fn, optimizer=SGD, rule=RULE, bn_update=update)[0]
+        ps.train_step(
+            state, [normal(8, 3)], loss_fn=loss_fn, optimizer=SGD, rule=RULE, bn_update=update
+        )[0]
         for update in ("each", "window")
     )
     assert_close(window, each, rtol=1e-3, atol=1e-3)
@@ -1042,7 +1263,9 @@ def test_a_window_uses_the_momentum_of_the_layer(momentum):
     x = normal(32, 3, mean=10.0)
     new, _ = ps.train_step(state, [x], loss_fn=apply, optimizer=SGD, rule=RULE, bn_update="window")
     pooled = torch.cat([x, x + 1]).mean(0)
-    torch.testing.assert_close(new.buffers["bn.running_mean"], pooled * (momentum or 1.0), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        new.buffers["bn.running_mean"], pooled * (momentum or 1.0), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_a_loader_without_a_length_shows_its_bar(capfd):
@@ -1052,7 +1275,10 @@ def test_a_loader_without_a_length_shows_its_bar(capfd):
 
     apply, params, buffers = ps.make_functional(nn.BatchNorm1d(3))
     loader = torch.utils.data.DataLoader(Stream(), batch_size=2)
-    assert ps.precise_bn(apply, params, buffers, loader, progress=True)["running_mean"].tolist() == [0.5] * 3
+    assert (
+        ps.precise_bn(apply, params, buffers, loader, progress=True)["running_mean"].tolist()
+        == [0.5] * 3
+    )
     assert "precise_bn" in capfd.readouterr().err
 
 
@@ -1081,11 +1307,19 @@ def test_every_batch_must_reach_forward():
     apply, params, buffers = ps.make_functional(nn.BatchNorm1d(3))
     calls = iter([True, False])
     with pytest.raises(ValueError, match="did not call forward"):
-        ps.precise_bn(apply, params, buffers, [normal(4, 3)] * 2, call=lambda forward, b: forward(b) if next(calls) else None)
+        ps.precise_bn(
+            apply,
+            params,
+            buffers,
+            [normal(4, 3)] * 2,
+            call=lambda forward, b: forward(b) if next(calls) else None,
+        )
 
 
 def test_a_variance_beyond_float32_skips_the_batch():
-    stats, *_ = gathered(nn.BatchNorm1d(1), [torch.tensor([[1e30], [-1e30]]), torch.tensor([[1.0], [2.0]])])
+    stats, *_ = gathered(
+        nn.BatchNorm1d(1), [torch.tensor([[1e30], [-1e30]]), torch.tensor([[1.0], [2.0]])]
+    )
     assert (stats.num_batches, stats.num_skipped) == (1, 1)
 
 

@@ -1,4 +1,6 @@
-"""A state as a plain dict and as a file: round trips bit for bit, one clear error for what does not fit, old or new after any kill."""
+"""A state as a plain dict and as a file: round trips bit for bit, one clear error for what does not
+fit, old or new after any kill.
+"""
 
 import errno
 import functools
@@ -41,7 +43,9 @@ class Mine(NamedTuple):
 
 def zeros(tree):
     """Another tree of the same structure."""
-    return pytree.tree_map(lambda leaf: torch.zeros_like(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+    return pytree.tree_map(
+        lambda leaf: torch.zeros_like(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree
+    )
 
 
 def differs(tree):
@@ -58,7 +62,14 @@ def train_state(steps=0, optimizer=ADAMW):
 # ---- any tree of purescale and of users
 
 DTYPES = [
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64),
+    *(
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.complex128,
+        torch.complex64,
+    ),
     *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
 ]
 
@@ -68,9 +79,15 @@ def leaves(draw):
     shape = draw(st.sampled_from([(), (0,), (2,), (2, 3), (0, 4), (2, 1, 3)]))
     dtype = draw(st.sampled_from(DTYPES))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
-    leaf = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)[..., : dtype.itemsize].contiguous()
+    leaf = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)[
+        ..., : dtype.itemsize
+    ].contiguous()
     leaf = (leaf > 127).reshape(shape) if dtype is torch.bool else leaf.view(dtype).reshape(shape)
-    kind = draw(st.sampled_from(["dense", "dense", "view", "expanded", "permuted", "conj", "parameter", "sparse"]))
+    kind = draw(
+        st.sampled_from(
+            ["dense", "dense", "view", "expanded", "permuted", "conj", "parameter", "sparse"]
+        )
+    )
     if kind == "view":
         return torch.stack([leaf, leaf])[1]
     if kind == "expanded":
@@ -82,7 +99,9 @@ def leaves(draw):
     if kind == "parameter" and (dtype.is_floating_point or dtype.is_complex):
         return torch.nn.Parameter(leaf)
     if kind == "sparse" and dtype in (torch.float32, torch.complex64) and shape:
-        return torch.sparse_coo_tensor(torch.tensor([[1, 0, 1]]), torch.stack([torch.ones_like(leaf)] * 3), (3, *shape))
+        return torch.sparse_coo_tensor(
+            torch.tensor([[1, 0, 1]]), torch.stack([torch.ones_like(leaf)] * 3), (3, *shape)
+        )
     return leaf
 
 
@@ -91,7 +110,9 @@ trees = st.recursive(
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.lists(inner, max_size=3).map(tuple)
-        | st.dictionaries(st.sampled_from(["weight", "0.bias", "", "ä b", "tree", 0, 1]), inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["weight", "0.bias", "", "ä b", "tree", 0, 1]), inner, max_size=3
+        )
         | st.builds(Mine, inner, inner)
     ),
     max_leaves=6,
@@ -158,7 +179,9 @@ def test_every_state_comes_back_from_dict_and_file(name, tmp_path):
 def test_a_person_can_read_the_keys():
     params = {"fc.weight": torch.ones(1)}
     momentum = ps.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
-    d = ps.to_state_dict(ps.init_train_state(params, {}, momentum, RULE)._replace(rng=[params, None]))
+    d = ps.to_state_dict(
+        ps.init_train_state(params, {}, momentum, RULE)._replace(rng=[params, None])
+    )
     counters = ["growth_tracker", "hysteresis_tracker", "consecutive_skips"]
     assert pytree.tree_map(lambda leaf: tuple(leaf.shape), d) == {
         "purescale_version": (),
@@ -179,7 +202,10 @@ def test_the_dict_is_a_view_of_the_tree_and_reads_no_value():
     assert counted.reads == 0
     d["tree"]["params"]["0.weight"].zero_()
     assert not state.params["0.weight"].any()
-    assert not any(leaf.requires_grad for leaf in tensors(ps.to_state_dict(list(torch.nn.Linear(1, 1).parameters()))))
+    assert not any(
+        leaf.requires_grad
+        for leaf in tensors(ps.to_state_dict(list(torch.nn.Linear(1, 1).parameters())))
+    )
 
 
 def test_the_version_stays_on_the_cpu_whatever_the_default_device():
@@ -192,7 +218,9 @@ def test_the_version_stays_on_the_cpu_whatever_the_default_device():
 def test_what_stands_in_other_containers_is_found_by_its_name():
     a, b = torch.tensor([1.0, 2.0])
     assert ps.from_state_dict(ps.to_state_dict([a, b]), like=(b, a)) == (a, b)
-    assert ps.from_state_dict(ps.to_state_dict({"count": a, "ema": b}), like=Mine(a, b)) == Mine(ema=b, count=a)
+    assert ps.from_state_dict(ps.to_state_dict({"count": a, "ema": b}), like=Mine(a, b)) == Mine(
+        ema=b, count=a
+    )
 
 
 @given(st.permutations(["0.weight", "1.weight", "1.bias", "5.weight", "5.bias"]))
@@ -213,7 +241,9 @@ def test_no_value_is_judged():
 # ---- a run goes on
 
 
-@pytest.mark.parametrize("optimizer", [ADAMW, ps.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5)])
+@pytest.mark.parametrize(
+    "optimizer", [ADAMW, ps.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5)]
+)
 def test_a_saved_state_continues_bit_for_bit(optimizer, tmp_path):
     state, step = train_state(optimizer=optimizer)
     like = state
@@ -239,7 +269,9 @@ def test_a_saved_state_continues_with_the_same_random_numbers(tmp_path):
     step = functools.partial(ps.train_step, loss_fn=loss_fn, optimizer=ADAMW, rule=RULE)
 
     def fresh(seed):
-        return ps.init_train_state(params, {}, ADAMW, RULE, rng=torch.Generator().manual_seed(seed).get_state())
+        return ps.init_train_state(
+            params, {}, ADAMW, RULE, rng=torch.Generator().manual_seed(seed).get_state()
+        )
 
     state, _ = step(fresh(1), [torch.ones(64)])
     ps.save(tmp_path / "state.pt", state)
@@ -257,7 +289,9 @@ def test_a_window_saved_in_the_middle_continues_bit_for_bit(tmp_path):
     ps.save(tmp_path / "window.pt", accum)
     resumed = ps.load(tmp_path / "window.pt", like=ps.init_accum(grads[0]))
     for index in (2, 3):
-        accum, resumed = (ps.accumulate_grads(a, grads[index], weight=index + 1) for a in (accum, resumed))
+        accum, resumed = (
+            ps.accumulate_grads(a, grads[index], weight=index + 1) for a in (accum, resumed)
+        )
     assert same_bits(resumed, accum)
 
 
@@ -272,7 +306,11 @@ def test_leaves_that_shared_memory_do_not_after_loading_so_that_all_may_be_donat
 
 def test_one_member_of_an_ensemble_is_saved_without_the_others(tmp_path):
     ensemble = torch.randn(100, 1000)
-    tree = {"member": ensemble[7], "column": ensemble[:, 0], "expanded": ensemble[:1].expand(3, 1000)}
+    tree = {
+        "member": ensemble[7],
+        "column": ensemble[:, 0],
+        "expanded": ensemble[:1].expand(3, 1000),
+    }
     ps.save(tmp_path / "member.pt", tree)
     assert os.path.getsize(tmp_path / "member.pt") < 4 * 1000 * 6
     assert same_bits(ps.load(tmp_path / "member.pt", zeros(tree)), tree)
@@ -280,13 +318,23 @@ def test_one_member_of_an_ensemble_is_saved_without_the_others(tmp_path):
 
 # ---- torch.distributed.checkpoint
 
-alone = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated")
+alone = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated"
+)
 
 
 @alone
 def test_distributed_checkpoint_saves_the_dict_and_loads_into_it_in_place(tmp_path):
-    kinds = {"bf16": torch.ones(2).bfloat16(), "complex": torch.randn(2, dtype=torch.complex64), "empty": torch.empty(0, 3), "none": None}
-    tree = {"state": train_state(steps=2)[0], "kinds": [kinds, torch.tensor(True), torch.randn(2, 3).t(), ()]}
+    kinds = {
+        "bf16": torch.ones(2).bfloat16(),
+        "complex": torch.randn(2, dtype=torch.complex64),
+        "empty": torch.empty(0, 3),
+        "none": None,
+    }
+    tree = {
+        "state": train_state(steps=2)[0],
+        "kinds": [kinds, torch.tensor(True), torch.randn(2, 3).t(), ()],
+    }
     with Untouched(tree):
         dcp.save(ps.to_state_dict(tree), checkpoint_id=tmp_path / "dcp")
     other = zeros(tree)
@@ -310,7 +358,10 @@ def test_the_version_that_distributed_checkpoint_found_is_the_one_checked(tmp_pa
     dcp.save(later, checkpoint_id=tmp_path / "dcp")
     d = ps.to_state_dict({"w": torch.zeros(1)})
     dcp.load(d, checkpoint_id=tmp_path / "dcp")
-    with pytest.raises(ValueError, match=r"d\['purescale_version'\] is 2, this purescale reads version 1.*newer.*--upgrade"):
+    with pytest.raises(
+        ValueError,
+        match=r"d\['purescale_version'\] is 2, this purescale reads version 1.*newer.*--upgrade",
+    ):
         ps.from_state_dict(d, {"w": torch.zeros(1)})
 
 
@@ -333,22 +384,58 @@ def changed(d, path, value):
     [
         (["tree", "scaler"], ..., r"missing: d\['tree'\]\['scaler'\]\. "),
         (["tree", "params", "1.bias"], ..., r"missing: d\['tree'\]\['params'\]\['1\.bias'\]\. "),
-        (["tree", "rng"], torch.zeros(16), r"not in like: d\['tree'\]\['rng'\]\. Likely cause: .*init_train_state"),
-        (["tree", "step"], torch.tensor([3]), r"different: d\['tree'\]\['step'\] is torch\.int64 \(1,\), expected torch\.int64 \(\)\. "),
-        (["tree", "scaler", "scale"], torch.tensor(1.0).double(), r"is torch\.float64 \(\), expected torch\.float32 \(\)"),
-        (["tree", "scaler", "scale"], 65536.0, r"\['scale'\] is float, expected torch\.float32 \(\)"),
+        (
+            ["tree", "rng"],
+            torch.zeros(16),
+            r"not in like: d\['tree'\]\['rng'\]\. Likely cause: .*init_train_state",
+        ),
+        (
+            ["tree", "step"],
+            torch.tensor([3]),
+            r"different: d\['tree'\]\['step'\] is torch\.int64 \(1,\), expected torch\.int64 \(\)\. ",
+        ),
+        (
+            ["tree", "scaler", "scale"],
+            torch.tensor(1.0).double(),
+            r"is torch\.float64 \(\), expected torch\.float32 \(\)",
+        ),
+        (
+            ["tree", "scaler", "scale"],
+            65536.0,
+            r"\['scale'\] is float, expected torch\.float32 \(\)",
+        ),
         (["tree", "scaler", "scale"], {"scale": 1}, r"\['scale'\] is dict, expected"),
-        (["tree", "scaler"], torch.ones(4), r"is torch\.float32 \(4,\), expected a dict of 'scale', 'growth_tracker'"),
-        (["tree", "params", "1.bias"], torch.zeros(4).to_sparse(), r"\(4,\) torch\.sparse_coo, expected torch\.float32 \(4,\)\. "),
-        (["tree", "params", "1.bias"], torch.zeros(4, device="meta"), r"is torch\.float32 \(4,\) without values, on meta, expected"),
+        (
+            ["tree", "scaler"],
+            torch.ones(4),
+            r"is torch\.float32 \(4,\), expected a dict of 'scale', 'growth_tracker'",
+        ),
+        (
+            ["tree", "params", "1.bias"],
+            torch.zeros(4).to_sparse(),
+            r"\(4,\) torch\.sparse_coo, expected torch\.float32 \(4,\)\. ",
+        ),
+        (
+            ["tree", "params", "1.bias"],
+            torch.zeros(4, device="meta"),
+            r"is torch\.float32 \(4,\) without values, on meta, expected",
+        ),
         (["tree"], ..., r"missing: d\['tree'\]\. "),
         (["tree"], [], r"d\['tree'\] is list, expected a dict of 'params'"),
         (["more"], torch.ones(1), r"not in like: d\['more'\]\. "),
         (["tree", 0], torch.ones(1), r"not in like: d\['tree'\]\[<int>\]\. "),
-        (["purescale_version"], ..., r"d is no state dict of purescale: it has the keys 'tree', expected 'purescale_version'"),
+        (
+            ["purescale_version"],
+            ...,
+            r"d is no state dict of purescale: it has the keys 'tree', expected 'purescale_version'",
+        ),
         (["purescale_version"], 1, "d is no state dict of purescale"),
         (["purescale_version"], torch.tensor(1.0), "d is no state dict of purescale"),
-        (["purescale_version"], torch.tensor(-(2**62)), r"d\['purescale_version'\] is -4611686018427387904"),
+        (
+            ["purescale_version"],
+            torch.tensor(-(2**62)),
+            r"d\['purescale_version'\] is -4611686018427387904",
+        ),
     ],
 )
 def test_what_differs_is_one_error_with_its_path(path, value, message):
@@ -359,14 +446,21 @@ def test_what_differs_is_one_error_with_its_path(path, value, message):
 
 
 def test_all_differences_are_in_one_error():
-    d = ps.to_state_dict({"a": torch.ones(1), "b": torch.ones(2), "c": {"x": torch.ones(3), "y": torch.ones(1)}})
-    like = {"b": torch.ones(3), "c": {"x": torch.ones(3).int(), "z": torch.ones(1)}, "e": [torch.ones(1)] * 2}
+    d = ps.to_state_dict(
+        {"a": torch.ones(1), "b": torch.ones(2), "c": {"x": torch.ones(3), "y": torch.ones(1)}}
+    )
+    like = {
+        "b": torch.ones(3),
+        "c": {"x": torch.ones(3).int(), "z": torch.ones(1)},
+        "e": [torch.ones(1)] * 2,
+    }
     with pytest.raises(ValueError, match="d does not match like") as caught:
         ps.from_state_dict(d, like)
     for part in (
         "missing: d['tree']['c']['z'], d['tree']['e'];",
         "not in like: d['tree']['c']['y'], d['tree']['a'].",
-        "different: d['tree']['b'] is torch.float32 (2,), expected torch.float32 (3,), d['tree']['c']['x'] is torch.float32 (3,), ",
+        "different: d['tree']['b'] is torch.float32 (2,), expected torch.float32 (3,), "
+        "d['tree']['c']['x'] is torch.float32 (3,), ",
     ):
         assert part in str(caught.value)
 
@@ -374,7 +468,10 @@ def test_all_differences_are_in_one_error():
 def test_a_like_without_values_is_refused(tmp_path):
     tree = {"w": torch.ones(2)}
     ps.save(tmp_path / "w.pt", tree)
-    with pytest.raises(ValueError, match=r"is torch\.float32 \(2,\), expected torch\.float32 \(2,\) without values, on meta"):
+    with pytest.raises(
+        ValueError,
+        match=r"is torch\.float32 \(2,\), expected torch\.float32 \(2,\) without values, on meta",
+    ):
         ps.load(tmp_path / "w.pt", like={"w": torch.ones(2, device="meta")})
 
 
@@ -385,11 +482,37 @@ def nested_tensor():
 
 
 JUNK = [
-    *(None, "65536.0", "", 10**4000, -1, float("nan"), True, b"\x80", 1j, [], [torch.ones(2)], (), {}, {"a": {}}, {"tree": None}, set()),
-    *(torch.ones(7, 7), torch.ones((), dtype=torch.int16), torch.ones(2).to_sparse(), torch.ones(2, device="meta"), nested_tensor()),
+    *(
+        None,
+        "65536.0",
+        "",
+        10**4000,
+        -1,
+        float("nan"),
+        True,
+        b"\x80",
+        1j,
+        [],
+        [torch.ones(2)],
+        (),
+        {},
+        {"a": {}},
+        {"tree": None},
+        set(),
+    ),
+    *(
+        torch.ones(7, 7),
+        torch.ones((), dtype=torch.int16),
+        torch.ones(2).to_sparse(),
+        torch.ones(2, device="meta"),
+        nested_tensor(),
+    ),
 ]
 junk = st.sampled_from(JUNK)
-SMALL = {"state": ps.init_train_state({"w": torch.ones(2), "b": torch.ones(())}, {}, ADAMW, RULE), "list": [torch.ones(3), None]}
+SMALL = {
+    "state": ps.init_train_state({"w": torch.ones(2), "b": torch.ones(())}, {}, ADAMW, RULE),
+    "list": [torch.ones(3), None],
+}
 SOUND = ps.to_state_dict(SMALL)
 
 
@@ -441,7 +564,13 @@ def test_a_damaged_dict_in_a_file_is_always_the_clear_error(tmp_path_factory, d)
     check_refused(lambda: ps.load(path, like=SMALL))
 
 
-@given(st.recursive(junk, lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner), max_leaves=5))
+@given(
+    st.recursive(
+        junk,
+        lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner),
+        max_leaves=5,
+    )
+)
 def test_anything_else_is_always_the_clear_error(d):
     check_refused(lambda: ps.from_state_dict(d, like=SMALL))
 
@@ -460,7 +589,11 @@ def test_a_dict_that_contains_itself_is_the_clear_error(tmp_path):
         ({"epoch": 3}, TypeError, r"tree\['epoch'\] is int; a checkpoint holds.*torch\.tensor"),
         ({"names": {"a"}}, TypeError, r"tree\['names'\] is set; .*other containers are not"),
         ([nested_tensor()], TypeError, r"tree\[0\] is a nested tensor"),
-        ({0: torch.ones(1), "0": torch.ones(1)}, ValueError, r"tree\['0'\] has the name of another leaf, '0'.*Cure: rename"),
+        (
+            {0: torch.ones(1), "0": torch.ones(1)},
+            ValueError,
+            r"tree\['0'\] has the name of another leaf, '0'.*Cure: rename",
+        ),
         ({"0": torch.ones(1), 0: {"a": torch.ones(1)}}, ValueError, "has the name of another leaf"),
         ({0: {"a": torch.ones(1)}, "0": torch.ones(1)}, ValueError, "has the name of another leaf"),
     ],
@@ -491,7 +624,11 @@ class Trap:
 def test_no_code_in_a_file_is_run(tmp_path):
     victim = tmp_path / "victim"
     d = ps.to_state_dict(SMALL)
-    trapped = [Trap(victim), {**d, "more": Trap(victim)}, changed(d, ["tree", "state", "step"], Trap(victim))]
+    trapped = [
+        Trap(victim),
+        {**d, "more": Trap(victim)},
+        changed(d, ["tree", "state", "step"], Trap(victim)),
+    ]
     for value, zipped in itertools.product(trapped, [True, False]):
         torch.save(value, tmp_path / "trap.pt", _use_new_zipfile_serialization=zipped)
         check_refused(lambda: ps.load(tmp_path / "trap.pt", like=SMALL))
@@ -502,10 +639,14 @@ def test_no_code_in_a_file_is_run(tmp_path):
     assert victim.exists()  # the trap works
 
 
-@pytest.mark.parametrize("content", [b"", b"\0", b"loss,accuracy\n1,2\n", b"\x80\x04.", b"PK\x03\x04", os.urandom(1000)])
+@pytest.mark.parametrize(
+    "content", [b"", b"\0", b"loss,accuracy\n1,2\n", b"\x80\x04.", b"PK\x03\x04", os.urandom(1000)]
+)
 def test_a_file_that_is_no_checkpoint_is_the_clear_error(content, tmp_path):
     (tmp_path / "x.pt").write_bytes(content)
-    with pytest.raises(ValueError, match=r"x\.pt' is not a file that purescale\.save wrote.*Likely cause.*Cure"):
+    with pytest.raises(
+        ValueError, match=r"x\.pt' is not a file that purescale\.save wrote.*Likely cause.*Cure"
+    ):
         ps.load(tmp_path / "x.pt", like=SMALL)
 
 
@@ -514,7 +655,9 @@ def test_the_state_dict_of_something_else_is_the_clear_error(tmp_path):
     peers = [net, torch.optim.AdamW(net.parameters()), torch.amp.GradScaler("cpu")]
     for other in (*(peer.state_dict() for peer in peers), torch.ones(1), [1, 2]):
         torch.save(other, tmp_path / "x.pt")
-        with pytest.raises(ValueError, match=r"torch\.load\('.*x\.pt'\) is no state dict of purescale"):
+        with pytest.raises(
+            ValueError, match=r"torch\.load\('.*x\.pt'\) is no state dict of purescale"
+        ):
             ps.load(tmp_path / "x.pt", like=SMALL)
 
 
@@ -565,7 +708,10 @@ def test_a_flip_in_any_byte_of_a_file_is_the_clear_error(tmp_path):
     ps.save(tmp_path / "x.pt", tree)
     for bit in range(0, 8 * os.path.getsize(tmp_path / "x.pt"), 9):
         flipped(tmp_path / "x.pt", bit)
-        with pytest.raises(ValueError, match=r"^load: .* is (damaged|not a file that purescale\.save wrote).*Likely cause.*Cure"):
+        with pytest.raises(
+            ValueError,
+            match=r"^load: .* is (damaged|not a file that purescale\.save wrote).*Likely cause.*Cure",
+        ):
             ps.load(tmp_path / "x.pt", like=tree)
         flipped(tmp_path / "x.pt", bit)
     assert same_bits(ps.load(tmp_path / "x.pt", like=tree), tree)
@@ -587,7 +733,17 @@ def test_the_leaf_that_is_damaged_is_named(tmp_path):
     path = tmp_path / "x.pt"
     tied = {"tied": torch.ones(3)}
     tree = {**kinds(), **tied, "again": tied["tied"], "last": torch.ones(2)}
-    records = ["float32", "0-d", "complex", "float8", *["sparse"] * 2, *["csc"] * 3, "a key", "tied", "last"]
+    records = [
+        "float32",
+        "0-d",
+        "complex",
+        "float8",
+        *["sparse"] * 2,
+        *["csc"] * 3,
+        "a key",
+        "tied",
+        "last",
+    ]
     ps.save(path, tree)
     named = []
     for info in zipfile.ZipFile(path).infolist():
@@ -596,7 +752,11 @@ def test_the_leaf_that_is_damaged_is_named(tmp_path):
         ps.save(path, tree)
         with open(path, "rb") as file:
             file.seek(info.header_offset + 26)
-            start = sum(int.from_bytes(file.read(2), "little") for _ in range(2)) + info.header_offset + 30
+            start = (
+                sum(int.from_bytes(file.read(2), "little") for _ in range(2))
+                + info.header_offset
+                + 30
+            )
         flipped(path, 8 * start)
         with pytest.raises(ValueError, match="is damaged") as caught:
             ps.load(path, like=tree)
@@ -604,13 +764,19 @@ def test_the_leaf_that_is_damaged_is_named(tmp_path):
     where = f"torch.load({str(path)!r})"
     leaves = [f"{where}['tree'][{name!r}]" + ("[0]" if name == "a key" else "") for name in records]
     # a list comes back as a dict by position
-    assert named == [f"{where}['purescale_version']", *(leaf.replace("[0]", "['0']") for leaf in leaves)]
+    assert named == [
+        f"{where}['purescale_version']",
+        *(leaf.replace("[0]", "['0']") for leaf in leaves),
+    ]
 
 
 def test_what_is_damaged_beside_the_values_is_said(tmp_path):
     ps.save(tmp_path / "x.pt", kinds())
     flipped(tmp_path / "x.pt", 8 * (tmp_path / "x.pt").read_bytes().index(b"a key"))
-    with pytest.raises(ValueError, match="is damaged: something beside the values, a name, a shape or an index, is not what was saved"):
+    with pytest.raises(
+        ValueError,
+        match="is damaged: something beside the values, a name, a shape or an index, is not what was saved",
+    ):
         ps.load(tmp_path / "x.pt", like=kinds())
 
 
@@ -653,8 +819,13 @@ class Wrapper(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        args, kwargs = pytree.tree_map(lambda leaf: leaf.inner if isinstance(leaf, cls) else leaf, (args, kwargs or {}))
-        return pytree.tree_map(lambda leaf: cls(leaf) if isinstance(leaf, torch.Tensor) else leaf, func(*args, **kwargs))
+        args, kwargs = pytree.tree_map(
+            lambda leaf: leaf.inner if isinstance(leaf, cls) else leaf, (args, kwargs or {})
+        )
+        return pytree.tree_map(
+            lambda leaf: cls(leaf) if isinstance(leaf, torch.Tensor) else leaf,
+            func(*args, **kwargs),
+        )
 
 
 def fake():
@@ -663,13 +834,31 @@ def fake():
 
 
 REFUSED = {
-    "a subclass": (lambda: torch.ones(2).as_subclass(Mark), r"is a Mark, a subclass.*Cure: `tree\['x'\]\.as_subclass\(torch\.Tensor\)`"),
-    "a parameter of one": (lambda: torch.nn.Parameter(torch.ones(2).as_subclass(Mark)), "is a Mark, a subclass"),
-    "a wrapper": (lambda: Wrapper(torch.ones(2)), "is a Wrapper, a subclass.*or of one that wraps others"),
+    "a subclass": (
+        lambda: torch.ones(2).as_subclass(Mark),
+        r"is a Mark, a subclass.*Cure: `tree\['x'\]\.as_subclass\(torch\.Tensor\)`",
+    ),
+    "a parameter of one": (
+        lambda: torch.nn.Parameter(torch.ones(2).as_subclass(Mark)),
+        "is a Mark, a subclass",
+    ),
+    "a wrapper": (
+        lambda: Wrapper(torch.ones(2)),
+        "is a Wrapper, a subclass.*or of one that wraps others",
+    ),
     "fake": (fake, "is a FakeTensor, a subclass"),
-    "meta": (lambda: torch.ones(2, device="meta"), r"is torch\.float32 \(2,\) without values, on meta; a file holds values\. Cure"),
-    "zeros that are nowhere": (lambda: torch._efficientzerotensor(2), "has no memory of its own.*Cure"),
-    "mkldnn": (lambda: torch.ones(2, 2).to_mkldnn(), r"is torch\.float32 \(2, 2\) torch\._mkldnn; .*Cure: .*\.to_dense\(\)"),
+    "meta": (
+        lambda: torch.ones(2, device="meta"),
+        r"is torch\.float32 \(2,\) without values, on meta; a file holds values\. Cure",
+    ),
+    "zeros that are nowhere": (
+        lambda: torch._efficientzerotensor(2),
+        "has no memory of its own.*Cure",
+    ),
+    "mkldnn": (
+        lambda: torch.ones(2, 2).to_mkldnn(),
+        r"is torch\.float32 \(2, 2\) torch\._mkldnn; .*Cure: .*\.to_dense\(\)",
+    ),
 }
 
 
@@ -705,34 +894,52 @@ def test_inside_a_transform_there_is_nothing_to_save(transform, tmp_path):
         ps.save(tmp_path / "x.pt", {"x": x})
         return x.sum()
 
-    with pytest.raises(TypeError, match=r"^tree\['x'\] has no memory of its own\. Likely cause: .*torch\.vmap.*Cure: return the state"):
+    with pytest.raises(
+        TypeError,
+        match=r"^tree\['x'\] has no memory of its own\. Likely cause: .*torch\.vmap.*Cure: return the state",
+    ):
         transform(body)(torch.ones(2))
     assert not os.listdir(tmp_path)
 
 
 def same_bytes(a, b):
     a, b = (leaf.detach().clone() for leaf in (a, b))
-    return (a.dtype, a.shape) == (b.dtype, b.shape) and bytes(a.untyped_storage()) == bytes(b.untyped_storage())
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and bytes(a.untyped_storage()) == bytes(
+        b.untyped_storage()
+    )
 
 
 FLOAT8 = [value for name, value in vars(torch).items() if name.startswith("float8_")]
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-@pytest.mark.parametrize("dtype", [*FLOAT8, torch.complex32, torch.uint16, torch.uint32, torch.uint64])
+@pytest.mark.parametrize(
+    "dtype", [*FLOAT8, torch.complex32, torch.uint16, torch.uint32, torch.uint64]
+)
 def test_rare_dtypes_come_back_from_dict_and_file(dtype, tmp_path):
     source = torch.arange(32, dtype=torch.uint8).view(dtype)
-    tree = {"x": source, "view": torch.stack([source, source])[1], "empty": source[:0], "0-d": source[1]}
+    tree = {
+        "x": source,
+        "view": torch.stack([source, source])[1],
+        "empty": source[:0],
+        "0-d": source[1],
+    }
     ps.save(tmp_path / "x.pt", tree)
     like = {name: torch.empty_like(leaf) for name, leaf in tree.items()}
-    for restored in (ps.load(tmp_path / "x.pt", like), ps.from_state_dict(ps.to_state_dict(tree), like)):
+    for restored in (
+        ps.load(tmp_path / "x.pt", like),
+        ps.from_state_dict(ps.to_state_dict(tree), like),
+    ):
         assert all(same_bytes(restored[name], leaf) for name, leaf in tree.items())
 
 
 def test_parameters_and_buffers_of_a_module_are_stored_as_plain_tensors(tmp_path):
     tree = {"p": torch.nn.Parameter(torch.ones(2)), "b": torch.nn.Buffer(torch.ones(3))}
     ps.save(tmp_path / "x.pt", tree)
-    assert [type(leaf) for leaf in ps.load(tmp_path / "x.pt", tree).values()] == [torch.Tensor, torch.Tensor]
+    assert [type(leaf) for leaf in ps.load(tmp_path / "x.pt", tree).values()] == [
+        torch.Tensor,
+        torch.Tensor,
+    ]
 
 
 def test_a_state_made_in_inference_mode_comes_back_fit_for_training(tmp_path):
@@ -758,14 +965,25 @@ def test_any_path_will_do(make, tmp_path, monkeypatch):
 
 
 def test_a_path_that_cannot_be_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"save: there is no directory '.*missing' for .*Cure: `os\.makedirs\("):
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"save: there is no directory '.*missing' for .*Cure: `os\.makedirs\(",
+    ):
         ps.save(tmp_path / "missing" / "x.pt", SMALL)
     os.mkfifo(tmp_path / "fifo")  # stands for a device, which a rename would replace
     for path in (tmp_path, tmp_path / "fifo"):
-        with pytest.raises(ValueError, match=r"is a directory or a device; expected the name of a file\. Cure"):
+        with pytest.raises(
+            ValueError, match=r"is a directory or a device; expected the name of a file\. Cure"
+        ):
             ps.save(path, SMALL)
-    for call in (lambda: ps.save(3, SMALL), lambda: ps.load(3, SMALL), lambda: ps.save(SMALL, tmp_path / "x.pt")):
-        with pytest.raises(TypeError, match=r"expected str, bytes or os\.PathLike object, not (int|dict)"):
+    for call in (
+        lambda: ps.save(3, SMALL),
+        lambda: ps.load(3, SMALL),
+        lambda: ps.save(SMALL, tmp_path / "x.pt"),
+    ):
+        with pytest.raises(
+            TypeError, match=r"expected str, bytes or os\.PathLike object, not (int|dict)"
+        ):
             call()
     with pytest.raises(FileNotFoundError, match=r"x\.pt"):
         ps.load(tmp_path / "x.pt", SMALL)
@@ -774,10 +992,15 @@ def test_a_path_that_cannot_be_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["new/", "new/.", "new/..", "there/", "", ".", "..", b"new/"])
-def test_a_path_that_names_a_directory_is_refused_also_where_there_is_none(name, tmp_path, monkeypatch):
+def test_a_path_that_names_a_directory_is_refused_also_where_there_is_none(
+    name, tmp_path, monkeypatch
+):
     (tmp_path / "there").mkdir()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"is a directory or a device; expected the name of a file\. Cure: .*os\.path\.join\('"):
+    with pytest.raises(
+        ValueError,
+        match=r"is a directory or a device; expected the name of a file\. Cure: .*os\.path\.join\('",
+    ):
         ps.save(name, SMALL)
     assert os.listdir(tmp_path) == ["there"]
     assert not os.listdir(tmp_path / "there")
@@ -795,7 +1018,9 @@ def test_a_path_with_a_nul_and_a_link_to_itself_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o444, 0o666])
-def test_a_file_that_is_replaced_hands_on_its_permissions_before_there_is_anything_to_read(mode, tmp_path, monkeypatch):
+def test_a_file_that_is_replaced_hands_on_its_permissions_before_there_is_anything_to_read(
+    mode, tmp_path, monkeypatch
+):
     path, seen, torch_save = tmp_path / "x.pt", [], torch.save
     ps.save(path, SMALL)
     path.chmod(mode)
@@ -810,7 +1035,9 @@ def test_a_file_that_is_replaced_hands_on_its_permissions_before_there_is_anythi
     assert same_bits(ps.load(path, SMALL), SMALL)
 
 
-def test_what_is_written_is_never_open_to_more_than_the_file_that_it_replaces(tmp_path, monkeypatch):
+def test_what_is_written_is_never_open_to_more_than_the_file_that_it_replaces(
+    tmp_path, monkeypatch
+):
     made, os_open = [], os.open
 
     def recorded(path, flags, mode=0o777, **rest):
@@ -840,7 +1067,9 @@ def test_a_file_that_is_replaced_keeps_its_owner_where_that_can_be(tmp_path, mon
 
     monkeypatch.setattr(os, "chown", refused)
     ps.save(path, SMALL)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600  # what the group might read, another one may not
+    assert (
+        stat.S_IMODE(path.stat().st_mode) == 0o600
+    )  # what the group might read, another one may not
 
 
 def test_a_file_that_is_replaced_hands_on_its_attributes_access_lists_among_them(tmp_path):
@@ -918,10 +1147,17 @@ def fails_at(monkeypatch, module, name, times):
         (os, "fsync", 1, 1),
         (os, "replace", 1, 1),
         (torch, "save", 1, 1),
-        (os, "fsync", 2, 2),  # of the directory: the new file is there, but a power failure may take it back
+        (
+            os,
+            "fsync",
+            2,
+            2,
+        ),  # of the directory: the new file is there, but a power failure may take it back
     ],
 )
-def test_a_disk_that_fails_leaves_the_old_file_and_nothing_else(module, name, times, kept, tmp_path, monkeypatch):
+def test_a_disk_that_fails_leaves_the_old_file_and_nothing_else(
+    module, name, times, kept, tmp_path, monkeypatch
+):
     like = {"w": torch.zeros(10)}
     ps.save(tmp_path / "x.pt", {"w": torch.full((10,), 1.0)})
     with monkeypatch.context() as patch:
@@ -938,13 +1174,19 @@ def test_what_is_written_is_synced_before_it_has_the_name_and_the_name_after(tmp
 
     def recorded_fsync(descriptor):
         is_directory = stat.S_ISDIR(os.fstat(descriptor).st_mode)
-        events.append("sync directory" if is_directory else f"sync {os.fstat(descriptor).st_size} bytes")
+        events.append(
+            "sync directory" if is_directory else f"sync {os.fstat(descriptor).st_size} bytes"
+        )
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", recorded_fsync)
     monkeypatch.setattr(os, "replace", lambda *paths: (events.append("replace"), replace(*paths)))
     ps.save(tmp_path / "x.pt", SMALL)
-    assert events == [f"sync {os.path.getsize(tmp_path / 'x.pt')} bytes", "replace", "sync directory"]
+    assert events == [
+        f"sync {os.path.getsize(tmp_path / 'x.pt')} bytes",
+        "replace",
+        "sync directory",
+    ]
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EBADF])
@@ -962,7 +1204,9 @@ def test_a_network_disk_that_cannot_sync_directories_will_do(code, tmp_path, mon
 
 
 def test_a_later_save_removes_what_killed_ones_left_but_not_what_may_be_alive(tmp_path):
-    dead, alive, foreign = (tmp_path / name for name in (".purescale-1.tmp", ".purescale-2.tmp", "purescale-3.tmp"))
+    dead, alive, foreign = (
+        tmp_path / name for name in (".purescale-1.tmp", ".purescale-2.tmp", "purescale-3.tmp")
+    )
     for file in (dead, alive, foreign):
         file.touch()
     hours_ago = time.time() - 2 * 3600
@@ -984,9 +1228,16 @@ def of(value):
 
 @pytest.fixture(scope="module")
 def saver(tmp_path_factory):
-    """`start(kind, number)` returns the id of a process that saves as `serve` says; `wait()` how it ended."""
+    """`start(kind, number)` returns the id of a process that saves as `serve` says; `wait()` how it
+    ended.
+    """
     folder = tmp_path_factory.mktemp("killed")
-    with subprocess.Popen([sys.executable, __file__, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen(
+        [sys.executable, __file__, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as server:
 
         def ask(kind, number=0):
             server.stdin.write(f"{kind} {number}\n")
@@ -1001,7 +1252,11 @@ def serve(folder):
     """Forks for each line of stdin, since importing torch takes seconds."""
     torch.set_num_threads(1)
     path = pathlib.Path(folder) / "state.pt"
-    kinds = {"for ever": save_for_ever, "until line": save_until_line, "until byte": save_until_byte}
+    kinds = {
+        "for ever": save_for_ever,
+        "until line": save_until_line,
+        "until byte": save_until_byte,
+    }
     for request in sys.stdin:
         kind, number = request.rsplit(maxsplit=1)
         pid = os.fork()
@@ -1017,7 +1272,9 @@ def save_for_ever(path, _):
 
 
 def save_until_byte(path, size):
-    """Saves of(2) and dies on the way where a file would grow longer than `size`, the kernel's doing; ends with 0 if none would."""
+    """Saves of(2) and dies on the way where a file would grow longer than `size`, the kernel's
+    doing; ends with 0 if none would.
+    """
     import resource
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -1028,12 +1285,20 @@ def save_until_byte(path, size):
 
 
 def save_until_line(path, line):
-    """Saves of(2) and dies on the way at the line with this number, counting each that is run; ends with 0 if there is none."""
+    """Saves of(2) and dies on the way at the line with this number, counting each that is run; ends
+    with 0 if there is none.
+    """
     lines = itertools.count()
-    writing = {"save", "_inherit", "_seal", "_remove_abandoned", "_sync_directory"} | {"_save", "_open_zipfile_writer", "__exit__"}
+    writing = {"save", "_inherit", "_seal", "_remove_abandoned", "_sync_directory"} | {
+        "_save",
+        "_open_zipfile_writer",
+        "__exit__",
+    }
 
     def trace(frame, event, argument):
-        if not frame.f_code.co_filename.endswith(("_checkpoint.py", os.path.join("torch", "serialization.py"))):
+        if not frame.f_code.co_filename.endswith(
+            ("_checkpoint.py", os.path.join("torch", "serialization.py"))
+        ):
             return None
         if frame.f_code.co_name not in writing:
             return None

@@ -1,4 +1,6 @@
-"""Host numbers, of whatever type they come in: settings of rules, bounds of clipping, weights, counts."""
+"""Host numbers, of whatever type they come in: settings of rules, bounds of clipping, weights,
+counts.
+"""
 
 import decimal
 import math
@@ -30,7 +32,14 @@ def grads():
 def stepped(**settings):
     rule = ps.DynamicScale()
     state = ps.init_train_state({"w": torch.ones(2)}, {}, SGD, rule)
-    return ps.train_step(state, grads(), loss_fn=lambda p, b, g: ((p["w"] * g).sum(), b), optimizer=SGD, rule=rule, **settings)
+    return ps.train_step(
+        state,
+        grads(),
+        loss_fn=lambda p, b, g: ((p["w"] * g).sum(), b),
+        optimizer=SGD,
+        rule=rule,
+        **settings,
+    )
 
 
 CALLS = {
@@ -59,32 +68,54 @@ def test_a_whole_number_of_any_type_is_the_float_that_it_stands_for(name, number
     assert same_bits(CALLS[name](number), CALLS[name](3.0))
 
 
-@pytest.mark.parametrize("name", [name for name in CALLS if name not in ("accumulate_grads", "weight_fn")])
+@pytest.mark.parametrize(
+    "name", [name for name in CALLS if name not in ("accumulate_grads", "weight_fn")]
+)
 @pytest.mark.parametrize("number", [HUGE, Fraction(HUGE, 3), ENORMOUS], ids=_kind)
 def test_a_bound_beyond_the_range_of_floats_is_no_bound(name, number):
     assert same_bits(CALLS[name](number), CALLS[name](math.inf))
 
 
 @pytest.mark.parametrize("name", ["accumulate_grads", "weight_fn"])
-@pytest.mark.parametrize("number", [HUGE, -HUGE, ENORMOUS, -ENORMOUS, Fraction(HUGE, 3), math.nan], ids=_kind)
+@pytest.mark.parametrize(
+    "number", [HUGE, -HUGE, ENORMOUS, -ENORMOUS, Fraction(HUGE, 3), math.nan], ids=_kind
+)
 def test_a_weight_beyond_the_range_of_floats_is_refused_in_words(name, number):
-    with pytest.raises(ValueError, match=r"a weight is finite and not negative, 2\*\*64 at most.*Cure:"):
+    with pytest.raises(
+        ValueError, match=r"a weight is finite and not negative, 2\*\*64 at most.*Cure:"
+    ):
         CALLS[name](number)
 
 
-@pytest.mark.parametrize("number", [-HUGE, -ENORMOUS, Fraction(-HUGE, 3), 0, Fraction(0), np.float32(0), math.nan], ids=_kind)
+@pytest.mark.parametrize(
+    "number",
+    [-HUGE, -ENORMOUS, Fraction(-HUGE, 3), 0, Fraction(0), np.float32(0), math.nan],
+    ids=_kind,
+)
 def test_a_bound_that_is_not_above_zero_is_refused_whatever_its_type(number):
-    for name in ("clip_by_global_norm", "norm_type", "clip_by_value", "unscale_and_step", "train_step"):
+    for name in (
+        "clip_by_global_norm",
+        "norm_type",
+        "clip_by_value",
+        "unscale_and_step",
+        "train_step",
+    ):
         with pytest.raises(ValueError, match="must be above 0"):
             CALLS[name](number)
 
 
-@pytest.mark.parametrize("value", [True, np.True_, "1", 1j, None, decimal.Decimal("0.5"), [1.0], np.ones(1)], ids=repr)
+@pytest.mark.parametrize(
+    "value", [True, np.True_, "1", 1j, None, decimal.Decimal("0.5"), [1.0], np.ones(1)], ids=repr
+)
 def test_what_is_no_real_number_is_refused_in_words(value):
     for name, call in CALLS.items():
         if value is None and name in ("unscale_and_step", "train_step"):
             continue  # leaves clipping out
-        words = "a weight is a number" if name in ("accumulate_grads", "weight_fn") else "must be (a number|above 0, a number)"
+        words = (
+            "a weight is a number"
+            if name in ("accumulate_grads", "weight_fn")
+            else "must be (a number|above 0, a number)"
+        )
         with pytest.raises((TypeError, ValueError), match=words):
             call(value)
     for rule in (ps.DynamicScale, interop.torch_amp.rule, interop.megatron.rule):
@@ -109,20 +140,26 @@ POWERS = ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_sca
 @given(st.integers(-20, 20), st.sampled_from([Fraction, np.float32, np.float64, np.array, int]))
 def test_a_rule_is_the_same_rule_whatever_type_its_settings_came_in(exponent, kind):
     scale = 2.0 ** abs(exponent) if kind is int else 2.0**exponent
-    ours = ps.DynamicScale(kind(scale), kind(2), Fraction(1, 2), np.int64(7), kind(scale), kind(scale), np.uint8(3))
+    ours = ps.DynamicScale(
+        kind(scale), kind(2), Fraction(1, 2), np.int64(7), kind(scale), kind(scale), np.uint8(3)
+    )
     plain = ps.DynamicScale(scale, 2.0, 0.5, 7, scale, scale, 3)
     assert ours == plain
     assert hash(ours) == hash(plain)
     assert repr(ours) == repr(plain)
     state = plain.init()
     for bad in (True, False, True):
-        assert same_bits(ours.update(state, torch.tensor(bad)), plain.update(state, torch.tensor(bad)))
+        assert same_bits(
+            ours.update(state, torch.tensor(bad)), plain.update(state, torch.tensor(bad))
+        )
         state = plain.update(state, torch.tensor(bad))
     assert ps.StaticScale(kind(scale)) == ps.StaticScale(scale)
 
 
 @pytest.mark.parametrize(
-    "number", [HUGE, ENORMOUS, Fraction(HUGE, 3), -HUGE, Fraction(1, 3)], ids=["HUGE", "ENORMOUS", "Fraction", "negative", "third"]
+    "number",
+    [HUGE, ENORMOUS, Fraction(HUGE, 3), -HUGE, Fraction(1, 3)],
+    ids=["HUGE", "ENORMOUS", "Fraction", "negative", "third"],
 )
 def test_a_setting_that_is_no_power_of_two_is_refused_whatever_its_type(number):
     for name in POWERS:
@@ -181,7 +218,9 @@ def test_a_saved_number_beyond_any_float_is_refused_in_words():
 
 
 def test_a_window_takes_the_whole_numbers_of_numpy():
-    window = ps.accumulation_window(np.int64(3), every=np.int32(3), total=np.uint8(4), start=np.int64(0))
+    window = ps.accumulation_window(
+        np.int64(3), every=np.int32(3), total=np.uint8(4), start=np.int64(0)
+    )
     assert window == ps.accumulation_window(3, 3, 4)
     assert [type(part) for part in window] == [bool, bool, int]
     assert ps.accumulation_window(HUGE, 3).should_update is (HUGE % 3 == 2)
@@ -191,6 +230,15 @@ def test_a_window_takes_the_whole_numbers_of_numpy():
 
 
 def test_a_compiled_function_takes_a_bound_as_an_argument():
-    compiled = torch.compile(lambda g, n: ps.clip_by_global_norm(ps.clip_by_value([g], n), n), fullgraph=True, backend="eager")
+    compiled = torch.compile(
+        lambda g, n: ps.clip_by_global_norm(ps.clip_by_value([g], n), n),
+        fullgraph=True,
+        backend="eager",
+    )
     for bound in (0.5, 2.0, 3):
-        assert_close(compiled(*grads(), bound), ps.clip_by_global_norm(ps.clip_by_value(grads(), bound), bound), rtol=1e-6, atol=0)
+        assert_close(
+            compiled(*grads(), bound),
+            ps.clip_by_global_norm(ps.clip_by_value(grads(), bound), bound),
+            rtol=1e-6,
+            atol=0,
+        )

@@ -35,16 +35,22 @@ def test_clipping_by_norm_agrees_with_torch(tree, max_norm, norm_type):
 def test_the_norm_agrees_with_float64(tree, norm_type):
     flat = torch.cat([t.double().flatten() for t in leaves(tree)])
     largest = flat.abs().max()
-    expected = 0.0 if largest == 0 else torch.linalg.vector_norm(flat / largest, norm_type) * largest
+    expected = (
+        0.0 if largest == 0 else torch.linalg.vector_norm(flat / largest, norm_type) * largest
+    )
     _, norm = ps.clip_by_global_norm(tree, math.inf, norm_type)
-    torch.testing.assert_close(norm.double(), torch.as_tensor(expected, dtype=torch.float64), rtol=1e-5, atol=1e-44)
+    torch.testing.assert_close(
+        norm.double(), torch.as_tensor(expected, dtype=torch.float64), rtol=1e-5, atol=1e-44
+    )
 
 
 @pytest.mark.parametrize("size", [1e30, 1e-30, 3e38])
 def test_the_norm_is_exact_where_squares_overflow_or_vanish(size):
     clipped, norm = ps.clip_by_global_norm([torch.full((4,), size)], max_norm=size)
     assert norm.item() == pytest.approx(2 * size) or (size == 3e38 and norm.isinf())
-    assert clipped[0].tolist() == pytest.approx([size / 2 if size > 1e-6 else size * size / (2 * size + 1e-6)] * 4, rel=1e-3)
+    assert clipped[0].tolist() == pytest.approx(
+        [size / 2 if size > 1e-6 else size * size / (2 * size + 1e-6)] * 4, rel=1e-3
+    )
 
 
 def test_gradients_below_the_bound_come_back_bit_for_bit():
@@ -59,15 +65,21 @@ def test_a_norm_of_what_is_not_finite_is_not_finite(bad):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64])
 def test_dtypes_stay(dtype):
-    clipped, norm = ps.clip_by_global_norm([torch.full((4,), 3, dtype=dtype), torch.tensor(0, dtype=dtype)], 3.0)
+    clipped, norm = ps.clip_by_global_norm(
+        [torch.full((4,), 3, dtype=dtype), torch.tensor(0, dtype=dtype)], 3.0
+    )
     assert [t.dtype for t in clipped] == [dtype, dtype]
     assert norm.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
     torch.testing.assert_close(clipped[0].abs().float(), torch.full((4,), 1.5), rtol=1e-2, atol=0)
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # to_dense of torch 2.11
+@pytest.mark.filterwarnings(
+    "ignore:Sparse invariant checks are implicitly disabled"
+)  # to_dense of torch 2.11
 def test_a_sparse_gradient_counts_with_its_summed_values():
-    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 0]]), torch.tensor([3.0, 1.0]), (2,), check_invariants=True)
+    sparse = torch.sparse_coo_tensor(
+        torch.tensor([[0, 0]]), torch.tensor([3.0, 1.0]), (2,), check_invariants=True
+    )
     clipped, norm = ps.clip_by_global_norm([sparse, torch.tensor([3.0])], 2.5)
     assert norm == 5
     torch.testing.assert_close(clipped[0].to_dense(), torch.tensor([2.0, 0.0]))
@@ -98,21 +110,33 @@ def test_clipping_by_value_agrees_with_torch_is_pure_and_donates(tree, bound):
 def test_clipping_under_vmap_equals_a_loop(tree, max_norm):
     tree = pytree.tree_map(lambda t: torch.zeros(2) if t is None else t, tree)
     stacked = pytree.tree_map(lambda t: torch.stack([t, 3 * t]), tree)
-    batched = torch.vmap(lambda g: ps.clip_by_value(ps.clip_by_global_norm(g, max_norm)[0], 10.0))(stacked)
+    batched = torch.vmap(lambda g: ps.clip_by_value(ps.clip_by_global_norm(g, max_norm)[0], 10.0))(
+        stacked
+    )
     for index in range(2):
         one = pytree.tree_map(lambda t, i=index: t[i], stacked)
         expected = ps.clip_by_value(ps.clip_by_global_norm(one, max_norm)[0], 10.0)
-        torch.testing.assert_close(leaves(pytree.tree_map(lambda t, i=index: t[i], batched)), leaves(expected), rtol=2e-6, atol=1e-30)
+        torch.testing.assert_close(
+            leaves(pytree.tree_map(lambda t, i=index: t[i], batched)),
+            leaves(expected),
+            rtol=2e-6,
+            atol=1e-30,
+        )
 
 
 def test_clipping_differentiates_in_the_bound():
-    derivative = torch.func.grad(lambda m: ps.clip_by_global_norm([torch.tensor([3.0, 4.0])], m)[0][0].sum())(torch.tensor(1.0))
+    derivative = torch.func.grad(
+        lambda m: ps.clip_by_global_norm([torch.tensor([3.0, 4.0])], m)[0][0].sum()
+    )(torch.tensor(1.0))
     assert derivative.item() == pytest.approx(7 / 5, rel=1e-5)
 
 
 @pytest.mark.parametrize("value", [0, -1.0])
 def test_a_bound_that_is_not_above_zero_is_refused(value):
-    for call in (lambda: ps.clip_by_global_norm([torch.ones(1)], value), lambda: ps.clip_by_global_norm([torch.ones(1)], 1.0, value)):
+    for call in (
+        lambda: ps.clip_by_global_norm([torch.ones(1)], value),
+        lambda: ps.clip_by_global_norm([torch.ones(1)], 1.0, value),
+    ):
         with pytest.raises(ValueError, match="must be above 0"):
             call()
     with pytest.raises(ValueError, match="clip_value must be above 0"):
@@ -131,7 +155,9 @@ def test_float64_gradients_are_clipped_in_float64():
 
 
 def test_duplicate_sparse_values_are_summed_before_they_are_clipped():
-    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 0]]), torch.tensor([3.0, 3.0]), (2,), check_invariants=True)
+    sparse = torch.sparse_coo_tensor(
+        torch.tensor([[0, 0]]), torch.tensor([3.0, 3.0]), (2,), check_invariants=True
+    )
     assert ps.clip_by_value([sparse], 1.0)[0].to_dense().tolist() == [1.0, 0.0]
 
 
@@ -151,13 +177,17 @@ def test_what_is_no_gradient_is_refused_by_path(leaf):
 def test_the_norm_of_bfloat16_gradients_is_exact_to_float32():
     grads = [torch.randn(300).bfloat16(), torch.randn(7).bfloat16()]
     expected = torch.linalg.vector_norm(torch.cat([g.double() for g in grads]))
-    torch.testing.assert_close(ps.clip_by_global_norm(grads, 1.0)[1].double(), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        ps.clip_by_global_norm(grads, 1.0)[1].double(), expected, rtol=1e-6, atol=0
+    )
 
 
 def test_a_gradient_larger_than_a_chunk_counts_whole():
     grads = [torch.randn(2**20 + 5), torch.randn(3)]
     expected = torch.linalg.vector_norm(torch.cat(grads).double())
-    torch.testing.assert_close(ps.clip_by_global_norm(grads, 1.0)[1].double(), expected, rtol=1e-4, atol=0)  # torch adds up in float32
+    torch.testing.assert_close(
+        ps.clip_by_global_norm(grads, 1.0)[1].double(), expected, rtol=1e-4, atol=0
+    )  # torch adds up in float32
 
 
 # ---- what a review found
@@ -170,16 +200,22 @@ def test_norms_of_any_p_neither_overflow_nor_vanish():
     for p, value in ((10.0, 1e-44), (100.0, 1e-40), (3.0, 1e38), (0.5, 1e-40)):
         leaf = torch.full((2,), value)
         expected = leaf.double().norm(p).item()
-        assert ps.clip_by_global_norm([leaf], 1.0, norm_type=p)[1].item() == pytest.approx(expected, rel=2e-2 if value < 1e-43 else 1e-5)
+        assert ps.clip_by_global_norm([leaf], 1.0, norm_type=p)[1].item() == pytest.approx(
+            expected, rel=2e-2 if value < 1e-43 else 1e-5
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_norm_of_zeros_has_a_finite_derivative(dtype):
     zeros, ones = torch.zeros(2, dtype=dtype), torch.ones(2, dtype=dtype)
-    by_ones, by_zeros = torch.func.grad(lambda a, b: ps.clip_by_global_norm([a, b], 1.0)[1], argnums=(0, 1))(ones, zeros)
+    by_ones, by_zeros = torch.func.grad(
+        lambda a, b: ps.clip_by_global_norm([a, b], 1.0)[1], argnums=(0, 1)
+    )(ones, zeros)
     assert torch.isfinite(by_ones).all()
     assert by_zeros.tolist() == [0, 0]
-    assert torch.isfinite(torch.func.grad(lambda x: ps.clip_by_global_norm([x], 1.0)[0][0].sum())(zeros)).all()
+    assert torch.isfinite(
+        torch.func.grad(lambda x: ps.clip_by_global_norm([x], 1.0)[0][0].sum())(zeros)
+    ).all()
 
 
 def test_eager_autograd_sees_the_norm():

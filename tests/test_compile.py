@@ -64,13 +64,22 @@ def linear(**settings):
 
     params = {"w": torch.randn(WEIGHT), "b": torch.zeros(WEIGHT[0])}
     optimizer, rule = ADAMW(), ps.DynamicScale()
-    step = functools.partial(ps.train_step, loss_fn=loss_fn, optimizer=optimizer, rule=rule, **settings)
-    return ps.init_train_state(params, {}, optimizer, rule), step, [(torch.randn(8, WEIGHT[1]), torch.randn(8, WEIGHT[0]))]
+    step = functools.partial(
+        ps.train_step, loss_fn=loss_fn, optimizer=optimizer, rule=rule, **settings
+    )
+    return (
+        ps.init_train_state(params, {}, optimizer, rule),
+        step,
+        [(torch.randn(8, WEIGHT[1]), torch.randn(8, WEIGHT[0]))],
+    )
 
 
 def allocated(code):
     """How many buffers of the size of the weight the generated code asks for."""
-    shapes = [re.findall(r"\d+", shape) for shape in re.findall(r"= empty_strided\w*\(\(([\d, ]*)\)", code)]
+    shapes = [
+        re.findall(r"\d+", shape)
+        for shape in re.findall(r"= empty_strided\w*\(\(([\d, ]*)\)", code)
+    ]
     assert shapes
     return sum(math.prod(map(int, shape)) == math.prod(WEIGHT) for shape in shapes)
 
@@ -82,18 +91,29 @@ def test_a_donated_compiled_step_writes_in_place_and_allocates_nothing_but_the_g
     with fresh_cache():
         (state, info), codes = run_and_get_code(torch.compile(step, fullgraph=True), state, data)
     assert not info.found_inf
-    assert [tensor.data_ptr() for tensor in tensors((state.params, state.opt_state.slots))] == before
+    assert [
+        tensor.data_ptr() for tensor in tensors((state.params, state.opt_state.slots))
+    ] == before
     assert sum(map(allocated, codes)) <= 1
 
 
-@pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0, "clip_value": 0.1}, {"on_nonfinite": "drop_microbatch", "bn_update": "window"}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_norm": 1.0, "clip_value": 0.1},
+        {"on_nonfinite": "drop_microbatch", "bn_update": "window"},
+    ],
+)
 def test_a_vmapped_ensemble_is_one_graph_with_no_loop_over_its_members(settings):
     state, step = job(ADAMW(), RULE, policy=HALF, **settings)
     members = stack([scaled_by(state, scale) for scale in (2.0, 2.0**10, 2.0**24)])
     data = stack([window(index, 2) for index in range(3)])
     ensemble = torch.vmap(step)
     loops = torch._C._functorch._is_vmap_fallback_enabled()
-    torch._C._functorch._set_vmap_fallback_enabled(False)  # an operator without a batching rule is an error now
+    torch._C._functorch._set_vmap_fallback_enabled(
+        False
+    )  # an operator without a batching rule is an error now
     try:
         expected, _ = ensemble(members, data)
         _, info = torch.compile(ensemble, fullgraph=True, backend="aot_eager")(members, data)
@@ -103,9 +123,14 @@ def test_a_vmapped_ensemble_is_one_graph_with_no_loop_over_its_members(settings)
     assert all(tensor.isfinite().all() for tensor in tensors(expected.params))
 
 
-@pytest.mark.parametrize("settings", [{}, {"weight_fn": lambda batch: batch[1].ge(0).sum(), "on_nonfinite": "drop_microbatch"}])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"weight_fn": lambda batch: batch[1].ge(0).sum(), "on_nonfinite": "drop_microbatch"}],
+)
 def test_a_compiled_step_makes_no_tensor_on_another_device(settings):
-    """One CPU scalar would keep a CUDA graph away, or make each step wait; the meta device stands for the GPU."""
+    """One CPU scalar would keep a CUDA graph away, or make each step wait; the meta device stands
+    for the GPU.
+    """
     state, step, data = linear(donate=True, max_norm=1.0, **settings)
     state, data = torch.utils._pytree.tree_map(lambda t: t.to("meta"), (state, data))
     graphs = []
@@ -115,5 +140,10 @@ def test_a_compiled_step_makes_no_tensor_on_another_device(settings):
         return make_boxed_func(graph.forward)
 
     torch.compile(step, fullgraph=True, backend=aot_autograd(fw_compiler=keep))(state, data * 2)
-    made = [node.meta["val"] for graph in graphs for node in graph.graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)]
+    made = [
+        node.meta["val"]
+        for graph in graphs
+        for node in graph.graph.nodes
+        if isinstance(node.meta.get("val"), torch.Tensor)
+    ]
     assert {value.device.type for value in made} == {"meta"}

@@ -1,4 +1,6 @@
-"""On a GPU: no syncs, the results of the CPU, launches that do not grow, a captured step. Skipped where there is none."""
+"""On a GPU: no syncs, the results of the CPU, launches that do not grow, a captured step. Skipped
+where there is none.
+"""
 
 import functools
 
@@ -12,7 +14,10 @@ import purescale as ps
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
-OPTIMIZERS = {name: ps.from_torch(getattr(torch.optim, name), lr=1e-2) for name in ("AdamW", "SGD", "Adagrad", "RMSprop")}
+OPTIMIZERS = {
+    name: ps.from_torch(getattr(torch.optim, name), lr=1e-2)
+    for name in ("AdamW", "SGD", "Adagrad", "RMSprop")
+}
 
 
 @pytest.fixture
@@ -34,11 +39,23 @@ def job(policy, optimizer=OPTIMIZERS["AdamW"], **settings):
 
     params, buffers = ({n: t.cuda() for n, t in tree.items()} for tree in (params, buffers))
     state = ps.init_train_state(params, buffers, optimizer, rule)
-    data = [(torch.randn(8, 1, 6, 6, device="cuda"), torch.randint(0, 3, (8,), device="cuda")) for _ in range(2)]
-    return state, functools.partial(ps.train_step, loss_fn=loss_fn, optimizer=optimizer, rule=rule, **settings), data
+    data = [
+        (torch.randn(8, 1, 6, 6, device="cuda"), torch.randint(0, 3, (8,), device="cuda"))
+        for _ in range(2)
+    ]
+    return (
+        state,
+        functools.partial(
+            ps.train_step, loss_fn=loss_fn, optimizer=optimizer, rule=rule, **settings
+        ),
+        data,
+    )
 
 
-@pytest.mark.parametrize("policy", ["params=float32,compute=float16,output=float32", "compute=autocast(float16),output=float32"])
+@pytest.mark.parametrize(
+    "policy",
+    ["params=float32,compute=float16,output=float32", "compute=autocast(float16),output=float32"],
+)
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 @pytest.mark.parametrize("donate", [False, True])
 def test_a_step_on_a_gpu_does_not_sync(policy, name, donate, syncs_are_errors):
@@ -54,10 +71,22 @@ def test_a_step_on_a_gpu_agrees_with_the_cpu(name, max_norm, donate):
     optimizer, scaler = OPTIMIZERS[name], ps.DynamicScale(init_scale=2.0**10)
     params = {"w": torch.randn(300, 20), "b": torch.randn(20)}
     grads = {name: 2.0**10 * torch.randn_like(p) for name, p in params.items()}
-    here = ps.unscale_and_step(optimizer, scaler.init(), params, grads, optimizer.init(params), max_norm)
+    here = ps.unscale_and_step(
+        optimizer, scaler.init(), params, grads, optimizer.init(params), max_norm
+    )
     params, grads = ({n: t.cuda() for n, t in tree.items()} for tree in (params, grads))
-    there = ps.unscale_and_step(optimizer, scaler.init("cuda"), params, grads, optimizer.init(params), max_norm, donate=donate)
-    assert_close([t.cpu() for t in tensors(tuple(there))], tensors(tuple(here)), rtol=1e-5, atol=1e-6)
+    there = ps.unscale_and_step(
+        optimizer,
+        scaler.init("cuda"),
+        params,
+        grads,
+        optimizer.init(params),
+        max_norm,
+        donate=donate,
+    )
+    assert_close(
+        [t.cpu() for t in tensors(tuple(there))], tensors(tuple(here)), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_launches_do_not_grow_with_the_number_of_tensors():
@@ -69,7 +98,9 @@ def test_launches_do_not_grow_with_the_number_of_tensors():
         step(clone(params), clone(params), clone(state))
         arguments = clone((params, params, state))
         torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], acc_events=True) as traced:
+        with profile(
+            activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], acc_events=True
+        ) as traced:
             step(*arguments)
             torch.cuda.synchronize()
         launches.append(sum(event.name.startswith("cudaLaunchKernel") for event in traced.events()))
@@ -84,7 +115,9 @@ def test_a_donated_step_is_captured_as_a_cuda_graph_overflow_included():
         expected, info = step(clone(expected), batch)
         eager.append(info.found_inf.item())
     for tensor in tensors((state.params, state.buffers, state.opt_state)):
-        torch._dynamo.mark_static_address(tensor)  # they stay where they are, which a graph that writes into them must know
+        torch._dynamo.mark_static_address(
+            tensor
+        )  # they stay where they are, which a graph that writes into them must know
     compiled = torch.compile(step, fullgraph=True, mode="reduce-overhead")
     flags = []
     for index in range(8):

@@ -33,7 +33,9 @@ def stepped(name, lr, weight, grad, steps=7, **settings):
     params = {"w": weight}
     state = optimizer.init(params)
     for step in range(steps):
-        params, state = ps.maybe_step(optimizer, params, {"w": grad * (step + 1)}, state, torch.tensor(step == 2))
+        params, state = ps.maybe_step(
+            optimizer, params, {"w": grad * (step + 1)}, state, torch.tensor(step == 2)
+        )
     return params["w"].sum()
 
 
@@ -46,17 +48,25 @@ def difference(fn, x, width):
 def test_the_derivative_by_the_rate_is_that_of_differences(name, settings):
     of_rate = functools.partial(stepped, name, weight=WEIGHT, grad=GRAD, **settings)
     rate = torch.tensor(0.01, dtype=torch.float64)
-    torch.testing.assert_close(torch.func.grad(of_rate)(rate), difference(of_rate, rate, 1e-5), rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(
+        torch.func.grad(of_rate)(rate), difference(of_rate, rate, 1e-5), rtol=1e-3, atol=1e-6
+    )
 
 
 def test_the_derivative_by_muons_rate_is_that_of_differences():
-    """In float32: torch orthogonalises in bfloat16, where gradients themselves have no useful differences."""
+    """In float32: torch orthogonalises in bfloat16, where gradients themselves have no useful
+    differences.
+    """
     of_rate = functools.partial(stepped, "Muon", weight=WEIGHT.float(), grad=GRAD.float())
     rate = torch.tensor(0.01)
-    torch.testing.assert_close(torch.func.grad(of_rate)(rate), difference(of_rate, rate, 5e-3), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(
+        torch.func.grad(of_rate)(rate), difference(of_rate, rate, 5e-3), rtol=1e-2, atol=1e-2
+    )
 
 
-@pytest.mark.parametrize(("name", "settings"), [(name, settings) for name, settings in EVERY.items() if name != "Rprop"])
+@pytest.mark.parametrize(
+    ("name", "settings"), [(name, settings) for name, settings in EVERY.items() if name != "Rprop"]
+)
 def test_the_derivative_by_the_gradients_is_that_of_differences(name, settings):
     def of_grad(grad):
         return stepped(name, 0.01, WEIGHT, grad, **settings)
@@ -67,7 +77,9 @@ def test_the_derivative_by_the_gradients_is_that_of_differences(name, settings):
 
 @pytest.mark.parametrize(("name", "settings"), EVERY.items())
 def test_the_derivative_by_the_initial_parameters_comes_through(name, settings):
-    derivative = torch.func.grad(lambda weight: stepped(name, 0.01, weight, GRAD, **settings))(WEIGHT)
+    derivative = torch.func.grad(lambda weight: stepped(name, 0.01, weight, GRAD, **settings))(
+        WEIGHT
+    )
     torch.testing.assert_close(derivative, torch.ones_like(WEIGHT), rtol=1e-2, atol=1e-2)
 
 
@@ -75,7 +87,9 @@ def test_the_derivative_by_the_initial_parameters_comes_through(name, settings):
 def test_no_derivative_is_nan_where_an_element_of_the_gradient_is_zero(name, settings):
     grad = GRAD.clone()
     grad[0, 1] = 0.0
-    found = torch.func.grad(functools.partial(stepped, name, **settings), argnums=(0, 1, 2))(torch.tensor(0.01).double(), WEIGHT, grad)
+    found = torch.func.grad(functools.partial(stepped, name, **settings), argnums=(0, 1, 2))(
+        torch.tensor(0.01).double(), WEIGHT, grad
+    )
     assert all(tensor.isfinite().all() for tensor in found)
 
 
@@ -106,7 +120,9 @@ def trained(weight, x, count=1, **settings):
 @pytest.mark.parametrize("which", ["weight", "data"])
 def test_a_derivative_comes_through_init_train_state(count, settings, which):
     def of(moved):
-        return trained(*((moved, GRAD) if which == "weight" else (WEIGHT, moved)), count, **settings)
+        return trained(
+            *((moved, GRAD) if which == "weight" else (WEIGHT, moved)), count, **settings
+        )
 
     at_ = WEIGHT if which == "weight" else GRAD
     total = torch.func.grad(of)(at_).sum()
@@ -125,22 +141,45 @@ def accumulated(grad):
 FUNCTIONS = {
     "scale_loss": lambda x: ps.scale_loss(at(8.0), x.square().sum()),
     "unscale_and_check": lambda x: ps.unscale_and_check(at(8.0), {"w": x.square()})[0]["w"].sum(),
-    "clip_by_global_norm": lambda x: sum(t.sum() for t in ps.clip_by_global_norm([x.square(), x], 1.0)[0]),
+    "clip_by_global_norm": lambda x: sum(
+        t.sum() for t in ps.clip_by_global_norm([x.square(), x], 1.0)[0]
+    ),
     "clip_by_value": lambda x: ps.clip_by_value([x.square()], 2.0)[0].sum(),
     "accumulation": accumulated,
     "select": lambda x: ps.select(torch.tensor(True), x * 2, x * 3).sum(),
     "unscale_and_step": lambda x: (
-        ps.unscale_and_step((o := ps.from_torch(OPTIM.AdamW, lr=0.1)), at(8.0), {"w": x}, {"w": x * 16}, o.init({"w": x}), 1.0).params["w"]
+        ps.unscale_and_step(
+            (o := ps.from_torch(OPTIM.AdamW, lr=0.1)),
+            at(8.0),
+            {"w": x},
+            {"w": x * 16},
+            o.init({"w": x}),
+            1.0,
+        ).params["w"]
     ).sum(),
-    "step": lambda x: (o := ps.from_torch(OPTIM.AdamW, lr=0.1)).step({"w": x}, {"w": x}, o.init({"w": x}))[0]["w"].sum(),
+    "step": lambda x: (
+        (o := ps.from_torch(OPTIM.AdamW, lr=0.1))
+        .step({"w": x}, {"w": x}, o.init({"w": x}))[0]["w"]
+        .sum()
+    ),
     "train_step": lambda x: trained(x, GRAD),
     "train_step of two": lambda x: trained(x, GRAD, 2, max_norm=1.0),
     "bn_buffers": lambda x: ps.bn_buffers(
-        ps.init_bn_stats({"running_mean": x, "running_var": x}), {"running_mean": x * 2, "running_var": x * 3}
+        ps.init_bn_stats({"running_mean": x, "running_var": x}),
+        {"running_mean": x * 2, "running_var": x * 3},
     )["running_mean"].sum(),
-    "from_state_dict": lambda x: ps.from_state_dict(ps.to_state_dict({"w": x * 2}), like={"w": x})["w"].sum(),
+    "from_state_dict": lambda x: ps.from_state_dict(ps.to_state_dict({"w": x * 2}), like={"w": x})[
+        "w"
+    ].sum(),
 }
-BACKWARD = ("scale_loss", "unscale_and_check", "clip_by_global_norm", "clip_by_value", "accumulation", "select")
+BACKWARD = (
+    "scale_loss",
+    "unscale_and_check",
+    "clip_by_global_norm",
+    "clip_by_value",
+    "accumulation",
+    "select",
+)
 RATE = torch.tensor(0.1, requires_grad=True)
 X = torch.tensor([0.5, 1.5, 3.0], dtype=torch.float64)
 Y = {name: GRAD if "train_step" in name else X for name in FUNCTIONS}
@@ -172,7 +211,11 @@ def test_backward_goes_through_every_function_before_the_step(name):
 
 def on_a_graph(where):
     leaf = torch.ones(3, requires_grad=True)
-    given = {"params": {"w": torch.ones(3)}, "grads": {"w": torch.ones(3)}, "opt_state": ps.from_torch(OPTIM.AdamW).init({"w": leaf})}
+    given = {
+        "params": {"w": torch.ones(3)},
+        "grads": {"w": torch.ones(3)},
+        "opt_state": ps.from_torch(OPTIM.AdamW).init({"w": leaf}),
+    }
     if where == "opt_state":
         given["opt_state"].slots["w"]["exp_avg"] = leaf * 2
     else:
@@ -186,10 +229,16 @@ def test_a_step_on_a_graph_of_autograd_says_that_torch_func_is_the_way(where, ca
     given, adamw = on_a_graph(where), ps.from_torch(OPTIM.AdamW)
     run = {
         "step": lambda params, grads, opt_state: adamw.step(params, grads, opt_state),
-        "maybe_step": lambda params, grads, opt_state: ps.maybe_step(adamw, params, grads, opt_state, False),
-        "unscale_and_step": lambda params, grads, opt_state: ps.unscale_and_step(adamw, at(1.0), params, grads, opt_state),
+        "maybe_step": lambda params, grads, opt_state: ps.maybe_step(
+            adamw, params, grads, opt_state, False
+        ),
+        "unscale_and_step": lambda params, grads, opt_state: ps.unscale_and_step(
+            adamw, at(1.0), params, grads, opt_state
+        ),
     }[call]
-    with pytest.raises(ValueError, match=rf"{where}.*is a result of torch\.autograd.*torch\.func\.grad"):
+    with pytest.raises(
+        ValueError, match=rf"{where}.*is a result of torch\.autograd.*torch\.func\.grad"
+    ):
         run(**given)
     with torch.no_grad():
         assert not any(tensor.requires_grad for tensor in tensors(run(**given)))
@@ -204,7 +253,9 @@ def test_a_transformation_on_a_graph_says_so_too():
 
 def test_parameters_on_a_graph_are_refused_by_init_train_state():
     leaf = torch.ones(3, requires_grad=True)
-    with pytest.raises(ValueError, match=r"params\['w'\] is a result of torch\.autograd.*torch\.func\.grad"):
+    with pytest.raises(
+        ValueError, match=r"params\['w'\] is a result of torch\.autograd.*torch\.func\.grad"
+    ):
         ps.init_train_state({"w": leaf * 2}, {}, ps.from_torch(OPTIM.SGD), RULE)
 
 
@@ -247,4 +298,6 @@ def test_a_whole_training_job_is_differentiated_by_its_initial_parameters():
         return after({name: state.params[name] + width * direction[name] for name in direction})
 
     expected = sum(tensor.abs().sum() for tensor in derivative.values())
-    torch.testing.assert_close(difference(along, torch.tensor(0.0), 1e-3), expected, rtol=2e-2, atol=1e-3)
+    torch.testing.assert_close(
+        difference(along, torch.tensor(0.0), 1e-3), expected, rtol=2e-2, atol=1e-3
+    )

@@ -1,4 +1,6 @@
-"""Several processes on one machine: one rank's overflow is every rank's skipped step, and all their data one sample."""
+"""Several processes on one machine: one rank's overflow is every rank's skipped step, and all their
+data one sample.
+"""
 
 import functools
 import math
@@ -26,7 +28,9 @@ def in_processes(body, count=2):
 
 
 def _rank(rank, port, body, count):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(count))
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(count)
+    )
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=count)
     body(rank)
@@ -70,13 +74,20 @@ def _sharded(rank):
 
     mesh = init_device_mesh("cpu", (2,))
     for bad in (False, True):
-        whole = torch.tensor([4.0, 8.0, 12.0, math.inf if bad else 16.0])  # the last one lies on rank 1
+        whole = torch.tensor(
+            [4.0, 8.0, 12.0, math.inf if bad else 16.0]
+        )  # the last one lies on rank 1
         # torch looks at the placement of the first gradient only.
-        grads = {"replicated": distribute_tensor(torch.ones(2), mesh, [Replicate()]), "sharded": distribute_tensor(whole, mesh, [Shard(0)])}
+        grads = {
+            "replicated": distribute_tensor(torch.ones(2), mesh, [Replicate()]),
+            "sharded": distribute_tensor(whole, mesh, [Shard(0)]),
+        }
         unscaled, found_inf = ps.unscale_and_check(RULE.init(), grads)
         assert found_inf.item() is bad
         assert unscaled["sharded"].full_tensor().tolist()[:3] == [1, 2, 3]
-    clipped, norm = ps.clip_by_global_norm({"sharded": distribute_tensor(torch.tensor([3.0, 0.0, 0.0, 4.0]), mesh, [Shard(0)])}, 1.0)
+    clipped, norm = ps.clip_by_global_norm(
+        {"sharded": distribute_tensor(torch.tensor([3.0, 0.0, 0.0, 4.0]), mesh, [Shard(0)])}, 1.0
+    )
     assert norm == 5
     torch.testing.assert_close(clipped["sharded"].full_tensor(), torch.tensor([0.6, 0.0, 0.0, 0.8]))
 
@@ -94,7 +105,11 @@ def _checkpointed(folder, rank):
 
     def tree(values, number):
         sharded = distribute_tensor(values, mesh, [Shard(0)])
-        return {"params": {"w": sharded, "b": values * 2}, "step": torch.tensor(number), "none": None}
+        return {
+            "params": {"w": sharded, "b": values * 2},
+            "step": torch.tensor(number),
+            "none": None,
+        }
 
     saved, like = tree(torch.arange(6.0), 3), tree(torch.zeros(6), 0)
     dcp.save(ps.to_state_dict(saved), checkpoint_id=folder)
@@ -110,9 +125,15 @@ def _checkpointed(folder, rank):
     assert restored["params"]["b"].tolist() == [0, 2, 4, 6, 8, 10]
     assert restored["step"] == 3
 
-    with pytest.raises(ValueError, match=r"\['w'\] is torch.float32 \(6,\) DTensor \(Shard\(dim=0\),\), expected torch.float32 \(6,\)\. "):
+    with pytest.raises(
+        ValueError,
+        match=r"\['w'\] is torch.float32 \(6,\) DTensor \(Shard\(dim=0\),\), expected torch.float32 \(6,\)\. ",
+    ):
         ps.from_state_dict(d, {**like, "params": {"w": torch.zeros(6), "b": torch.zeros(6)}})
-    with pytest.raises(TypeError, match=r"tree\['params'\]\['w'\] is a DTensor: .*Cure: `torch.distributed.checkpoint.save\("):
+    with pytest.raises(
+        TypeError,
+        match=r"tree\['params'\]\['w'\] is a DTensor: .*Cure: `torch.distributed.checkpoint.save\(",
+    ):
         ps.save(os.path.join(folder, "state.pt"), saved)
 
 
@@ -132,13 +153,18 @@ def test_without_a_process_group_the_flag_is_copied():
 
 def bn_net():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 3), nn.SyncBatchNorm(3))
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 3), nn.SyncBatchNorm(3)
+    )
 
 
 def share(rank):
     """Uneven, shifted data; the last rank of three has none."""
     generator = torch.Generator().manual_seed(rank)
-    return [torch.randn(n, 1, 8, 8, generator=generator) * (1 + rank) + 3 * rank for n in ((7, 4), (2,), ())[rank]]
+    return [
+        torch.randn(n, 1, 8, 8, generator=generator) * (1 + rank) + 3 * rank
+        for n in ((7, 4), (2,), ())[rank]
+    ]
 
 
 def close(a, b, **tolerance):
@@ -164,15 +190,31 @@ def _bn_stats(rank):
     close(new, ps.bn_buffers(gathered(everything), buffers), rtol=1e-6, atol=1e-6)
     alone = ps.precise_bn(apply, params, buffers, everything)
     close(new, alone, rtol=1e-6, atol=1e-6)
-    sequential = ps.precise_bn(apply, params, buffers, share(rank), group=dist.group.WORLD, normalize="sequential")
-    close(sequential, ps.precise_bn(apply, params, buffers, everything, normalize="sequential"), rtol=1e-5, atol=1e-6)
+    sequential = ps.precise_bn(
+        apply, params, buffers, share(rank), group=dist.group.WORLD, normalize="sequential"
+    )
+    close(
+        sequential,
+        ps.precise_bn(apply, params, buffers, everything, normalize="sequential"),
+        rtol=1e-5,
+        atol=1e-6,
+    )
     # seven samples of rank 0, counted over all ranks: one batch each, whatever they hold
     few = ps.precise_bn(apply, params, buffers, share(rank), num_samples=8, group=dist.group.WORLD)
     firsts = [x for r in range(dist.get_world_size()) for x in share(r)[:1]]
-    close(few["1.running_mean"], ps.precise_bn(apply, params, buffers, firsts)["1.running_mean"], rtol=1e-6, atol=1e-6)
+    close(
+        few["1.running_mean"],
+        ps.precise_bn(apply, params, buffers, firsts)["1.running_mean"],
+        rtol=1e-6,
+        atol=1e-6,
+    )
     taken = []
     twos = [torch.ones(2, 1, 8, 8)] * 8
-    settings = {"num_samples": 8 * dist.get_world_size(), "group": dist.group.WORLD, "call": lambda f, x: taken.append(f(x))}
+    settings = {
+        "num_samples": 8 * dist.get_world_size(),
+        "group": dist.group.WORLD,
+        "call": lambda f, x: taken.append(f(x)),
+    }
     ps.precise_bn(apply, params, buffers, twos, **settings)
     assert len(taken) == 4  # eight samples of each rank
     taken.clear()
@@ -180,7 +222,9 @@ def _bn_stats(rank):
     ps.precise_bn(apply, params, buffers, odd, **settings)
     assert len(taken) == (5 if rank == 0 else 4 if rank == 1 else 3)
     skips = mine._replace(num_skipped=torch.tensor(rank + 1))
-    assert ps.all_reduce_bn_stats(skips).num_skipped == sum(r + 1 for r in range(dist.get_world_size()))
+    assert ps.all_reduce_bn_stats(skips).num_skipped == sum(
+        r + 1 for r in range(dist.get_world_size())
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -193,14 +237,20 @@ STATISTICS = ("running_mean", "running_var")
 
 
 def _any_stats(rank):
-    """No two numbers are equal, so that none can stand in for another. The last rank of three knows one layer only, and none knows `d`."""
+    """No two numbers are equal, so that none can stand in for another. The last rank of three knows
+    one layer only, and none knows `d`.
+    """
     generator = torch.Generator().manual_seed(rank)
 
     def vector(size):
         return torch.rand(size, dtype=torch.float64, generator=generator) + rank
 
     empty = ps.init_bn_stats(
-        {f"{name}.{key}": torch.zeros(size) for name, size in (("a", 2), ("b", 3), ("c", 2), ("d", 1)) for key in STATISTICS}
+        {
+            f"{name}.{key}": torch.zeros(size)
+            for name, size in (("a", 2), ("b", 3), ("c", 2), ("d", 1))
+            for key in STATISTICS
+        }
     )
     known = "abc" if rank < 2 else "b"
     layers = {
@@ -214,17 +264,25 @@ def _any_stats(rank):
         for index, (name, layer) in enumerate(empty.layers.items())
         if name in known
     }
-    return type(empty)({**empty.layers, **layers}, torch.tensor(1000 + rank), torch.tensor(2000 + 3 * rank))
+    return type(empty)(
+        {**empty.layers, **layers}, torch.tensor(1000 + rank), torch.tensor(2000 + 3 * rank)
+    )
 
 
 def _bn_reduced(rank):
-    mine, everybody = _any_stats(rank), [_any_stats(other) for other in range(dist.get_world_size())]
+    mine, everybody = (
+        _any_stats(rank),
+        [_any_stats(other) for other in range(dist.get_world_size())],
+    )
     kept = pytree.tree_map(torch.clone, mine)
     reduced = ps.all_reduce_bn_stats(mine)
     close(reduced, functools.reduce(ps.merge_bn_stats, everybody), rtol=1e-12, atol=1e-12)
     close(mine, kept, rtol=0, atol=0)
     assert list(reduced.layers) == list(mine.layers)
-    assert all(type(a) is type(b) for a, b in zip(reduced.layers.values(), mine.layers.values(), strict=True))
+    assert all(
+        type(a) is type(b)
+        for a, b in zip(reduced.layers.values(), mine.layers.values(), strict=True)
+    )
 
 
 def test_reduced_statistics_are_the_merged_ones_field_by_field():
@@ -261,11 +319,21 @@ def _bn_failures(rank):
         raise OSError("disk")
 
     settings = {"group": dist.group.WORLD}
-    with pytest.raises(OSError if rank else RuntimeError, match="disk" if rank else "failed on another rank of the group"):
-        ps.precise_bn(apply, params, buffers, broken() if rank else [torch.randn(4, 1, 8, 8)] * 2, **settings)
+    with pytest.raises(
+        OSError if rank else RuntimeError,
+        match="disk" if rank else "failed on another rank of the group",
+    ):
+        ps.precise_bn(
+            apply, params, buffers, broken() if rank else [torch.randn(4, 1, 8, 8)] * 2, **settings
+        )
     once = [torch.randn(4, 1, 8, 8)] * 2
-    with pytest.raises(ValueError if rank else RuntimeError, match="once only" if rank else "failed on another rank"):
-        ps.precise_bn(apply, params, buffers, iter(once) if rank else once, normalize="sequential", **settings)
+    with pytest.raises(
+        ValueError if rank else RuntimeError,
+        match="once only" if rank else "failed on another rank",
+    ):
+        ps.precise_bn(
+            apply, params, buffers, iter(once) if rank else once, normalize="sequential", **settings
+        )
     with pytest.raises(ValueError, match="the loader gave no batch on any rank"):
         ps.precise_bn(apply, params, buffers, [], **settings)
 
@@ -289,7 +357,10 @@ SGD = ps.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
 @pytest.fixture
 def one_rank_overflows(monkeypatch):
     """A group whose other rank has found inf."""
-    monkeypatch.setattr("purescale._scaler.all_reduce_found_inf", lambda found_inf, group: torch.ones_like(found_inf))
+    monkeypatch.setattr(
+        "purescale._scaler.all_reduce_found_inf",
+        lambda found_inf, group: torch.ones_like(found_inf),
+    )
 
 
 @pytest.mark.usefixtures("one_rank_overflows")
@@ -297,7 +368,9 @@ def one_rank_overflows(monkeypatch):
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 def test_a_step_follows_the_flag_of_the_group(donate, max_norm):
     params, grads = {"w": torch.ones(2)}, {"w": torch.ones(2)}
-    out = ps.unscale_and_step(SGD, at(2.0), clone(params), grads, SGD.init(params), max_norm, group="all", donate=donate)
+    out = ps.unscale_and_step(
+        SGD, at(2.0), clone(params), grads, SGD.init(params), max_norm, group="all", donate=donate
+    )
     assert out.found_inf
     assert same_bits(out.params, params)
 

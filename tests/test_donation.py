@@ -22,7 +22,12 @@ def debug(monkeypatch):
 
 
 def grads():
-    return {"w": torch.tensor([3.0, 4.0]), "c": torch.tensor([1 + 2j]), "n": None, "h": torch.ones(2, dtype=torch.float16)}
+    return {
+        "w": torch.tensor([3.0, 4.0]),
+        "c": torch.tensor([1 + 2j]),
+        "n": None,
+        "h": torch.ones(2, dtype=torch.float16),
+    }
 
 
 def real():
@@ -35,7 +40,10 @@ def window():
 
 def stepping(optimizer, call):
     params = {"w": torch.ones(2), "n": None}
-    return lambda: (params_and_state := (clone(params), optimizer.init(params)), lambda donate: call(*params_and_state, donate))
+    return lambda: (
+        params_and_state := (clone(params), optimizer.init(params)),
+        lambda donate: call(*params_and_state, donate),
+    )
 
 
 def by_flag(params, opt_state, donate):
@@ -47,7 +55,9 @@ def by_kernel(params, opt_state, donate):
 
 
 def whole(params, opt_state, donate):
-    return ps.unscale_and_step(ADAMW, at(4.0), params, real(), opt_state, max_norm=1.0, clip_value=0.5, donate=donate)
+    return ps.unscale_and_step(
+        ADAMW, at(4.0), params, real(), opt_state, max_norm=1.0, clip_value=0.5, donate=donate
+    )
 
 
 def pair(make, call):
@@ -61,10 +71,16 @@ def pair(make, call):
 
 
 CALLS = {
-    "unscale_and_check": pair(grads, lambda g, donate: ps.unscale_and_check(at(4.0), g, donate=donate)),
-    "clip_by_global_norm": pair(grads, lambda g, donate: ps.clip_by_global_norm(g, 1.0, donate=donate)),
+    "unscale_and_check": pair(
+        grads, lambda g, donate: ps.unscale_and_check(at(4.0), g, donate=donate)
+    ),
+    "clip_by_global_norm": pair(
+        grads, lambda g, donate: ps.clip_by_global_norm(g, 1.0, donate=donate)
+    ),
     "clip_by_value": pair(real, lambda g, donate: ps.clip_by_value(g, 1.0, donate=donate)),
-    "accumulate_grads": pair(window, lambda a, donate: ps.accumulate_grads(a, real(), donate=donate)),
+    "accumulate_grads": pair(
+        window, lambda a, donate: ps.accumulate_grads(a, real(), donate=donate)
+    ),
     "accumulated_grads": pair(window, lambda a, donate: ps.accumulated_grads(a, donate=donate)),
     "merge_accum": pair(window, lambda a, donate: ps.merge_accum(a, window(), donate=donate)),
     "maybe_step": stepping(ADAMAX, by_flag),
@@ -88,7 +104,9 @@ def test_what_was_donated_is_nan_and_the_results_have_the_same_bits(name, debug)
     floats = [t for t in tensors(given) if t.is_floating_point() or t.is_complex()]
     assert floats
     assert all(t.isnan().all() for t in floats)
-    assert same_bits([t for t in tensors(given) if not (t.is_floating_point() or t.is_complex())], integers)
+    assert same_bits(
+        [t for t in tensors(given) if not (t.is_floating_point() or t.is_complex())], integers
+    )
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -124,26 +142,43 @@ def test_what_shares_memory_with_what_the_caller_keeps_is_left(debug):
 
 def test_a_microbatch_in_the_memory_of_the_state_is_left(debug):
     shared = torch.ones(3)
-    state = ps.init_train_state({"w": torch.ones(3)}, {"x": torch.zeros(3)}, ADAMW, RULE)._replace(buffers={"x": shared})
-    new, _ = ps.train_step(state, [shared], loss_fn=lambda p, b, x: ((p["w"] * x).sum(), b), optimizer=ADAMW, rule=RULE, donate=True)
+    state = ps.init_train_state({"w": torch.ones(3)}, {"x": torch.zeros(3)}, ADAMW, RULE)._replace(
+        buffers={"x": shared}
+    )
+    new, _ = ps.train_step(
+        state,
+        [shared],
+        loss_fn=lambda p, b, x: ((p["w"] * x).sum(), b),
+        optimizer=ADAMW,
+        rule=RULE,
+        donate=True,
+    )
     assert shared.tolist() == [1.0] * 3
     assert new.buffers["x"].tolist() == [1.0] * 3
 
 
 def test_a_leaf_on_the_graph_and_a_sparse_one_are_left(debug):
     leaf = torch.ones(2, requires_grad=True)
-    (gradient,) = torch.autograd.grad(ps.clip_by_global_norm([leaf * 3.0], 1.0, donate=True)[0][0].sum(), leaf)
+    (gradient,) = torch.autograd.grad(
+        ps.clip_by_global_norm([leaf * 3.0], 1.0, donate=True)[0][0].sum(), leaf
+    )
     assert gradient.isfinite().all()
-    sparse = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.tensor([2.0]), (3,), check_invariants=True)
+    sparse = torch.sparse_coo_tensor(
+        torch.tensor([[1]]), torch.tensor([2.0]), (3,), check_invariants=True
+    )
     ps.unscale_and_check(at(4.0), [sparse], donate=True)
     assert sparse.to_dense().tolist() == [0.0, 2.0, 0.0]
 
 
 def test_nothing_is_poisoned_under_a_transform_or_while_compiling(debug):
     stacked = torch.tensor([[3.0, 4.0]])
-    assert torch.vmap(lambda g: ps.clip_by_value([g], 1.0, donate=True)[0])(stacked).tolist() == [[1.0, 1.0]]
+    assert torch.vmap(lambda g: ps.clip_by_value([g], 1.0, donate=True)[0])(stacked).tolist() == [
+        [1.0, 1.0]
+    ]
     assert stacked.tolist() == [[3.0, 4.0]]
-    torch.compile(lambda g: ps.clip_by_value([g], 1.0, donate=True)[0], fullgraph=True, backend="eager")(stacked)
+    torch.compile(
+        lambda g: ps.clip_by_value([g], 1.0, donate=True)[0], fullgraph=True, backend="eager"
+    )(stacked)
     assert not stacked.isnan().any()
 
 
@@ -153,7 +188,13 @@ def test_it_is_off_unless_the_environment_says_so():
         environment = {k: v for k, v in os.environ.items() if k != "PURESCALE_DEBUG_DONATION"}
         environment |= {} if value is None else {"PURESCALE_DEBUG_DONATION": value}
         environment["PYTHONPATH"] = os.path.dirname(os.path.dirname(ps.__file__))
-        out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        out = subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         assert out.stdout.strip() == expected
 
 

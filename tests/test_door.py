@@ -1,4 +1,6 @@
-"""What is remembered of the columns of a step is pure: warm, cold or stale, a step has the same bits, and nothing is kept alive."""
+"""What is remembered of the columns of a step is pure: warm, cold or stale, a step has the same
+bits, and nothing is kept alive.
+"""
 
 import gc
 import threading
@@ -38,7 +40,11 @@ def is_warm(optimizer, params, state, **settings):
 
 
 @given(
-    st.lists(st.tuples(st.booleans(), st.booleans(), st.sampled_from([None, 0.5]), st.booleans()), min_size=1, max_size=8),
+    st.lists(
+        st.tuples(st.booleans(), st.booleans(), st.sampled_from([None, 0.5]), st.booleans()),
+        min_size=1,
+        max_size=8,
+    ),
     st.integers(1, 4),
 )
 def test_to_forget_at_any_moment_changes_no_bit(steps, count):
@@ -53,7 +59,9 @@ def test_to_forget_at_any_moment_changes_no_bit(steps, count):
             grads = grads_at(index, params)
             if absent:
                 grads["w0"] = None
-            out = ps.unscale_and_step(optimizer, SCALER, params, grads, state, max_norm=max_norm, donate=donate)
+            out = ps.unscale_and_step(
+                optimizer, SCALER, params, grads, state, max_norm=max_norm, donate=donate
+            )
             params, state = out.params, out.opt_state
         results.append((params, state))
     assert same_bits(*results)
@@ -98,7 +106,9 @@ def test_what_is_changed_in_place_is_stepped_as_it_is_now(change, which, donate)
     if which == "slot" and change is watched:
         state.slots["w1"]["exp_avg"].requires_grad_(False)
     _, fresh = start()
-    expected = stepped(fresh, *clone(torch.utils._pytree.tree_map(lambda t: t.detach(), (params, state))), 1)
+    expected = stepped(
+        fresh, *clone(torch.utils._pytree.tree_map(lambda t: t.detach(), (params, state))), 1
+    )
     new = stepped(optimizer, params, state, 1, donate=donate)
     assert same_bits(new, expected)
 
@@ -121,7 +131,9 @@ def test_another_layout_of_the_same_memory_is_seen():
     params, state = stepped(optimizer, params, optimizer.init(params), 0, donate=True)
     params["w"].t_()
     grads = {"w": torch.arange(9.0).view(3, 3)}
-    expected = ps.from_torch(torch.optim.AdamW, **ADAMW).step({"w": params["w"].clone()}, grads, clone(state))
+    expected = ps.from_torch(torch.optim.AdamW, **ADAMW).step(
+        {"w": params["w"].clone()}, grads, clone(state)
+    )
     new = ps.maybe_step(optimizer, params, grads, state, False, donate=True)
     torch.testing.assert_close(new[0]["w"], expected[0]["w"], rtol=0, atol=0)
 
@@ -131,9 +143,14 @@ def test_memory_that_is_used_again_is_known_for_what_it_is():
     optimizer = ps.from_torch(torch.optim.SGD, lr=1.0)
     for index in range(200):
         size = 1 + index % 7
-        params = {"w": torch.full((size,), float(index)), "v": torch.zeros(size, 2 if index % 3 else 1)}
+        params = {
+            "w": torch.full((size,), float(index)),
+            "v": torch.zeros(size, 2 if index % 3 else 1),
+        }
         grads = {"w": torch.ones(size), "v": torch.ones_like(params["v"])}
-        new, _ = ps.maybe_step(optimizer, params, grads, optimizer.init(params), False, donate=bool(index % 2))
+        new, _ = ps.maybe_step(
+            optimizer, params, grads, optimizer.init(params), False, donate=bool(index % 2)
+        )
         assert new["w"].tolist() == [index - 1.0] * size
         assert new["v"].tolist() == [[-1.0] * new["v"].shape[1]] * size
 
@@ -185,7 +202,12 @@ def test_parameters_in_one_piece_of_memory_are_written_in_place_where_they_do_no
     for _ in range(2):
         given = torch.zeros(8)
         new, _ = ps.maybe_step(
-            optimizer, {"a": given[:4], "b": given[4:], "c": given[2:6]}, clone(grads), optimizer.init(params), False, donate=True
+            optimizer,
+            {"a": given[:4], "b": given[4:], "c": given[2:6]},
+            clone(grads),
+            optimizer.init(params),
+            False,
+            donate=True,
         )
         assert same_bits(new, expected)
 
@@ -205,7 +227,9 @@ def test_threads_step_their_own_models_with_one_optimizer():
         params, _ = start(count=1 + number)
         state = optimizer.init(params)
         for index in range(20):
-            params, state = stepped(optimizer, params, state, index, donate=bool(index % 2), forget=index % 5 == 4)
+            params, state = stepped(
+                optimizer, params, state, index, donate=bool(index % 2), forget=index % 5 == 4
+            )
         found[number] = (params, state)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
@@ -236,7 +260,9 @@ def test_nothing_is_remembered_where_it_is_traced():
     params, optimizer = start()
     state = optimizer.init(params)
     torch.compile(optimizer.step, fullgraph=True, backend="eager")(params, params, state)
-    torch.func.vmap(lambda p: optimizer.step(p, p, optimizer.init(p)))({name: torch.stack([p, p]) for name, p in params.items()})
+    torch.func.vmap(lambda p: optimizer.step(p, p, optimizer.init(p)))(
+        {name: torch.stack([p, p]) for name, p in params.items()}
+    )
     assert optimizer._memo._known == ()
 
 
@@ -253,8 +279,17 @@ def test_a_wrapped_models_own_parameters_are_written_in_place_off_the_graph():
             net(torch.ones(4, 3)).square().sum().backward()
         theirs.step()
         params = dict(model.named_parameters())
-        _, state = ps.maybe_step(optimizer, params, {n: p.grad for n, p in params.items()}, state, torch.tensor(False), donate=True)
-    assert same_bits([p.detach() for p in model.parameters()], [p.detach() for p in twin.parameters()])
+        _, state = ps.maybe_step(
+            optimizer,
+            params,
+            {n: p.grad for n, p in params.items()},
+            state,
+            torch.tensor(False),
+            donate=True,
+        )
+    assert same_bits(
+        [p.detach() for p in model.parameters()], [p.detach() for p in twin.parameters()]
+    )
     assert all(p.requires_grad and p.is_leaf for p in model.parameters())
 
 
@@ -262,5 +297,7 @@ def test_what_is_kept_may_share_memory_with_itself():
     params, optimizer = start()
     params, state = stepped(optimizer, params, optimizer.init(params), 0, donate=True)
     kept = torch.ones(3)
-    plan = optimizer.remembered(params, grads_at(1, params), state, donate=True, spent=True, keep=[kept, kept, kept[:1]])
+    plan = optimizer.remembered(
+        params, grads_at(1, params), state, donate=True, spent=True, keep=[kept, kept, kept[:1]]
+    )
     assert plan.spent

@@ -14,7 +14,9 @@ ROOT = Path(__file__).parent.parent
 pytest.importorskip("sklearn")
 
 # matplotlib's and scikit-learn's own
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::PendingDeprecationWarning"
+)
 
 
 def test_the_demo_trains_three_times_and_draws_its_picture(tmp_path, monkeypatch, capsys):
@@ -30,19 +32,26 @@ def test_the_demo_trains_three_times_and_draws_its_picture(tmp_path, monkeypatch
     out, log = capsys.readouterr()
     assert not log, "no bar where there is no terminal"
     assert "test accuracy" in out
-    running, precise = (float(re.search(rf"^{kind} +([\d.]+)$", out, re.M)[1]) for kind in ("running averages", "precise_bn"))
+    running, precise = (
+        float(re.search(rf"^{kind} +([\d.]+)$", out, re.M)[1])
+        for kind in ("running averages", "precise_bn")
+    )
     assert precise > running
 
 
 def test_the_demo_with_purescale_follows_grad_scaler(monkeypatch):
-    """Same seeds, data and arithmetic: the losses of the first clean steps agree to float16's rounding."""
+    """Same seeds, data and arithmetic: the losses of the first clean steps agree to float16's
+    rounding.
+    """
     monkeypatch.syspath_prepend(ROOT / "examples")
     import digits
 
     data = digits.load()
     small = data._replace(train_x=data.train_x[:256], train_y=data.train_y[:256])
     rule = ps.DynamicScale(init_scale=digits.INIT_SCALE, growth_interval=digits.GROWTH_INTERVAL)
-    ours = digits.with_purescale("ours", "params=float32,compute=autocast(float16),output=float32", rule, small, 3)
+    ours = digits.with_purescale(
+        "ours", "params=float32,compute=autocast(float16),output=float32", rule, small, 3
+    )
     theirs = digits.with_grad_scaler("theirs", small, 3)
     assert torch.equal(ours.scales, theirs.scales)
     torch.testing.assert_close(ours.losses, theirs.losses, rtol=2e-2, atol=2e-2)
@@ -51,11 +60,15 @@ def test_the_demo_with_purescale_follows_grad_scaler(monkeypatch):
 def test_the_loop_by_hand_runs_and_is_short(capsys):
     path = ROOT / "examples" / "by_hand.py"
     runpy.run_path(str(path))
-    (loss, steps), (later_loss, later_steps) = re.findall(r"loss ([\d.]+), .*?(\d+) steps applied", capsys.readouterr().out)
+    (loss, steps), (later_loss, later_steps) = re.findall(
+        r"loss ([\d.]+), .*?(\d+) steps applied", capsys.readouterr().out
+    )
     assert float(loss) < 1.0
     assert float(later_loss) < 1.0
     assert int(steps) >= 10
-    assert int(later_steps) == int(steps) + 29  # 113 microbatches in windows of four: the last one holds one and is a whole step
+    assert (
+        int(later_steps) == int(steps) + 29
+    )  # 113 microbatches in windows of four: the last one holds one and is a whole step
     for name, most in (("", 25), (", accumulating", 14)):
         loop = path.read_text().split(f"# -- the loop{name}\n")[1].split("# -- the end of the")[0]
         assert len([line for line in loop.splitlines() if line.strip()]) <= most
@@ -65,10 +78,15 @@ def test_the_loop_by_hand_runs_and_is_short(capsys):
 def test_the_ensemble_trains_each_rate_as_torch_would(capsys):
     runpy.run_path(str(ROOT / "examples" / "ensemble.py"))
     out = capsys.readouterr().out
-    rows = [tuple(map(float, row)) for row in re.findall(r"^([\d.]+) {3}([\d.]+) {3}([\d.]+)$", out, re.M)]
+    rows = [
+        tuple(map(float, row))
+        for row in re.findall(r"^([\d.]+) {3}([\d.]+) {3}([\d.]+)$", out, re.M)
+    ]
     assert len({rate for rate, *_ in rows}) == len({loss for _, loss, _ in rows}) == 8
     assert max(accuracy for *_, accuracy in rows) > 0.8
-    alone, together = map(float, re.search(r"loss ([\d.]+), in the ensemble ([\d.]+)", out).groups())
+    alone, together = map(
+        float, re.search(r"loss ([\d.]+), in the ensemble ([\d.]+)", out).groups()
+    )
     assert together == pytest.approx(alone, rel=2e-2)
 
 
@@ -85,11 +103,17 @@ def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
     assert namespace["tuned"].scaler.scale == 2.0**16
     average, weights = namespace["average"], namespace["state"].params
     assert average.keys() == weights.keys()
-    assert {t.data_ptr() for t in average.values()}.isdisjoint(t.data_ptr() for t in weights.values())
+    assert {t.data_ptr() for t in average.values()}.isdisjoint(
+        t.data_ptr() for t in weights.values()
+    )
 
 
 def test_the_rule_of_the_readme_is_a_rule(tmp_path):
-    recipe = next(block for block in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S) if "OnlyDown" in block)
+    recipe = next(
+        block
+        for block in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+        if "OnlyDown" in block
+    )
     (tmp_path / "recipe.py").write_text("import torch\n" + recipe.split("own: ps.Rule")[0])
     namespace = runpy.run_path(str(tmp_path / "recipe.py"), run_name="recipe")
     rule = namespace["OnlyDown"](8.0)
@@ -103,14 +127,20 @@ def test_the_rule_of_the_readme_is_a_rule(tmp_path):
     assert scales == [4.0, 4.0, 2.0, 1.0]
     with pytest.raises(FloatingPointError, match="2 steps in a row were skipped"):
         ps.check_scaler(state, rule, max_skips=1)
-    stacked = torch.vmap(rule.update)(type(state)(*(torch.stack([t, t]) for t in state)), torch.tensor([True, False]))
+    stacked = torch.vmap(rule.update)(
+        type(state)(*(torch.stack([t, t]) for t in state)), torch.tensor([True, False])
+    )
     assert stacked.scale.tolist() == [0.5, 1.0]
     assert len(recipe.split("@dataclass")[1].split("own: ps.Rule")[0].strip().splitlines()) <= 12
 
 
 def test_an_average_of_the_weights_survives_donation():
     """The recipe of the README, whose average starts as the weights."""
-    recipe = next(block for block in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S) if "decay = " in block)
+    recipe = next(
+        block
+        for block in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+        if "decay = " in block
+    )
     donating = recipe.replace("rule=rule)", "rule=rule, donate=True)")
     assert donating != recipe
     optimizer, rule = ps.from_torch(torch.optim.SGD, lr=1.0), ps.NoScale()
@@ -127,7 +157,10 @@ def test_every_public_name_has_a_docstring_and_an_example():
         if name.startswith("_") or not callable(thing):
             continue
         assert thing.__doc__, name
-        if not (isinstance(thing, type) and (issubclass(thing, tuple) or getattr(thing, "_is_protocol", False))):
+        if not (
+            isinstance(thing, type)
+            and (issubclass(thing, tuple) or getattr(thing, "_is_protocol", False))
+        ):
             assert ">>>" in thing.__doc__, name
 
 

@@ -1,4 +1,6 @@
-"""Operators do not grow with the number of tensors: those of a step counted on fake CUDA tensors, and what makes it so."""
+"""Operators do not grow with the number of tensors: those of a step counted on fake CUDA tensors,
+and what makes it so.
+"""
 
 import contextlib
 import inspect
@@ -19,16 +21,26 @@ import purescale as ps
 from purescale import _columns, _tree
 
 LISTS = {name: many for name, many in SETTINGS.items() if name not in ("Muon", "Adafactor")}
-CASES = [pytest.param(name, settings, id=f"{name}-{i}") for name, many in LISTS.items() for i, settings in enumerate(many)]
-FORMULA = [case for case in CASES if case.values[0] not in ("Adam", "AdamW", "Adagrad", "SGD") or case.values[1].get("dampening")]
+CASES = [
+    pytest.param(name, settings, id=f"{name}-{i}")
+    for name, many in LISTS.items()
+    for i, settings in enumerate(many)
+]
+FORMULA = [
+    case
+    for case in CASES
+    if case.values[0] not in ("Adam", "AdamW", "Adagrad", "SGD") or case.values[1].get("dampening")
+]
 nan, inf = float("nan"), float("inf")
 
 
-# ---- operators, on fake CUDA tensors ---------------------------------------------------------------------------------
+# ---- operators, on fake CUDA tensors -------------------------------------------------------------
 
 
 class Launched(TorchDispatchMode):
-    """Counts operators, views among them. Fused kernels are not run; reading a value of a fake tensor raises by itself."""
+    """Counts operators, views among them. Fused kernels are not run; reading a value of a fake
+    tensor raises by itself.
+    """
 
     def __init__(self):
         super().__init__()
@@ -52,8 +64,15 @@ class WithoutDriver(TorchFunctionMode):
 
 @contextlib.contextmanager
 def fake_cuda():
-    """Tensors in here say that they are on a GPU. Their memory has no address, so each storage is told by its identity."""
-    with pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"), WithoutDriver():
+    """Tensors in here say that they are on a GPU. Their memory has no address, so each storage is
+    told by its identity.
+    """
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        FakeTensorMode(allow_non_fake_inputs=True),
+        torch.device("cuda"),
+        WithoutDriver(),
+    ):
         patch.setattr(_tree, "storage", lambda leaf: leaf.untyped_storage()._cdata)
         yield
 
@@ -72,7 +91,11 @@ def operators(optimizer, count, **how):
     return len(launched.ops)
 
 
-HOW = [pytest.param({"max_norm": m, "donate": d}, id=f"max_norm={m}, donate={d}") for m in (None, 1.0) for d in (False, True)]
+HOW = [
+    pytest.param({"max_norm": m, "donate": d}, id=f"max_norm={m}, donate={d}")
+    for m in (None, 1.0)
+    for d in (False, True)
+]
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -85,7 +108,9 @@ def test_a_step_of_adamw_is_few_operators_whatever_the_number_of_tensors(how):
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize(("name", "settings"), CASES)
-def test_a_step_of_every_class_over_lists_is_few_operators_whatever_the_number_of_tensors(name, settings, how):
+def test_a_step_of_every_class_over_lists_is_few_operators_whatever_the_number_of_tensors(
+    name, settings, how
+):
     optimizer = ps.from_torch(getattr(torch.optim, name), **settings)
     counts = {count: operators(optimizer, count, **how) for count in (10, 100)}
     assert len(set(counts.values())) == 1, counts
@@ -94,7 +119,9 @@ def test_a_step_of_every_class_over_lists_is_few_operators_whatever_the_number_o
 
 def test_a_thousand_tensors_are_no_more_operators_by_a_formula_either():
     optimizer = ps.from_torch(torch.optim.RMSprop)
-    assert operators(optimizer, 1000, max_norm=1.0, donate=True) == operators(optimizer, 10, max_norm=1.0, donate=True)
+    assert operators(optimizer, 1000, max_norm=1.0, donate=True) == operators(
+        optimizer, 10, max_norm=1.0, donate=True
+    )
 
 
 @pytest.mark.parametrize("donate", [False, True])
@@ -117,8 +144,14 @@ def test_a_maybe_step_is_few_operators_whatever_the_number_of_tensors(name, sett
 @pytest.mark.parametrize("lr", ["schedule", "tensor", "state"])
 def test_a_rate_that_is_data_is_not_read(name, lr):
     settings = {"dampening": 0.5, "momentum": 0.9} if name == "SGD" else {}
-    rate = {"schedule": lambda applied: 1e-3 * 0.9**applied, "tensor": torch.tensor(1e-3), "state": 1e-3}[lr]
-    optimizer = ps.from_torch(getattr(torch.optim, name), lr=rate, lr_in_state=lr == "state", **settings)
+    rate = {
+        "schedule": lambda applied: 1e-3 * 0.9**applied,
+        "tensor": torch.tensor(1e-3),
+        "state": 1e-3,
+    }[lr]
+    optimizer = ps.from_torch(
+        getattr(torch.optim, name), lr=rate, lr_in_state=lr == "state", **settings
+    )
     counts = set()
     for count in (10, 100):
         with fake_cuda():
@@ -132,7 +165,10 @@ def test_a_rate_that_is_data_is_not_read(name, lr):
 
 def resnet_buffers():
     """267 as a ResNet-50 has: means, variances and counts of 53 layers and more."""
-    return {str(i): torch.zeros((), dtype=torch.int64) if i % 3 == 2 else torch.zeros(64) for i in range(267)}
+    return {
+        str(i): torch.zeros((), dtype=torch.int64) if i % 3 == 2 else torch.zeros(64)
+        for i in range(267)
+    }
 
 
 @pytest.mark.parametrize("donate", [False, True])
@@ -141,10 +177,12 @@ def test_267_buffers_stand_still_in_a_handful_of_operators(donate):
         old, new, bad = resnet_buffers(), resnet_buffers(), torch.zeros((), dtype=torch.bool)
         with Launched() as launched:
             _tree.where(bad, old, new, donate=donate)
-    assert len(launched.ops) <= (12 if torch.__version__ >= "2.12" else 13)  # torch 2.11 clones a list by two
+    assert len(launched.ops) <= (
+        12 if torch.__version__ >= "2.12" else 13
+    )  # torch 2.11 clones a list by two
 
 
-# ---- old or new ------------------------------------------------------------------------------------------------------
+# ---- old or new ----------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -158,29 +196,57 @@ def as_on_an_accelerator():
 
 
 SPECIAL = [0.0, -0.0, 1.0, inf, -inf, nan, 2.0**-149, -(2.0**-149), 1e-310, 3e38, 1e300]
-PAYLOADS = [struct.unpack("d", struct.pack("Q", bits))[0] for bits in (0x7FF8000000000001, 0xFFF8000000000000, 0xFFF80000DEAD0000)]
+PAYLOADS = [
+    struct.unpack("d", struct.pack("Q", bits))[0]
+    for bits in (0x7FF8000000000001, 0xFFF8000000000000, 0xFFF80000DEAD0000)
+]
 LAYOUTS = {
     "contiguous": lambda t: t,
-    "channels_last": lambda t: t.contiguous(memory_format=torch.channels_last) if t.ndim == 4 else t,
+    "channels_last": lambda t: (
+        t.contiguous(memory_format=torch.channels_last) if t.ndim == 4 else t
+    ),
     "transposed": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1) if t.ndim > 1 else t,
     "strided": lambda t: torch.stack([t, t], dim=-1)[..., 0],
     "expanded": lambda t: t[:1].expand_as(t) if t.ndim and t.numel() else t,
 }
-KINDS = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool, torch.complex64]
+KINDS = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.bool,
+    torch.complex64,
+]
 
 
 @st.composite
 def leaf_pairs(draw):
-    """An old and a new tensor of one shape and dtype, each in a layout of its own, full of special values."""
+    """An old and a new tensor of one shape and dtype, each in a layout of its own, full of special
+    values.
+    """
     dtype = draw(st.sampled_from(KINDS))
     shape = draw(st.sampled_from([(), (0,), (1,), (7,), (33,), (2, 3), (2, 3, 4, 5)]))
     half = dtype in (torch.float16, torch.bfloat16)
 
     def filled():
-        values = torch.tensor(draw(st.lists(st.sampled_from(SPECIAL + ([] if half else PAYLOADS)), min_size=5, max_size=5)))
-        values = values.double().nan_to_num(1.0, 2.0, 3.0) if not dtype.is_floating_point else values.double()
+        values = torch.tensor(
+            draw(
+                st.lists(
+                    st.sampled_from(SPECIAL + ([] if half else PAYLOADS)), min_size=5, max_size=5
+                )
+            )
+        )
+        values = (
+            values.double().nan_to_num(1.0, 2.0, 3.0)
+            if not dtype.is_floating_point
+            else values.double()
+        )
         count = torch.Size(shape).numel()
-        return LAYOUTS[draw(st.sampled_from(sorted(LAYOUTS)))](values.repeat(count)[:count].reshape(shape).to(dtype))
+        return LAYOUTS[draw(st.sampled_from(sorted(LAYOUTS)))](
+            values.repeat(count)[:count].reshape(shape).to(dtype)
+        )
 
     return filled(), filled()
 
@@ -188,20 +254,41 @@ def leaf_pairs(draw):
 flags = st.booleans().map(torch.tensor)
 
 
-@given(pairs=st.lists(leaf_pairs(), max_size=6), bad=flags, donate=st.booleans(), spent=st.booleans(), launches=st.booleans())
-def test_a_choice_over_lists_has_the_bits_and_the_layout_of_torch_where(pairs, bad, donate, spent, launches):
-    old, new = ([pair[side].clone(memory_format=torch.preserve_format) for pair in pairs] for side in (0, 1))
+@given(
+    pairs=st.lists(leaf_pairs(), max_size=6),
+    bad=flags,
+    donate=st.booleans(),
+    spent=st.booleans(),
+    launches=st.booleans(),
+)
+def test_a_choice_over_lists_has_the_bits_and_the_layout_of_torch_where(
+    pairs, bad, donate, spent, launches
+):
+    old, new = (
+        [pair[side].clone(memory_format=torch.preserve_format) for pair in pairs] for side in (0, 1)
+    )
     expected = [torch.where(bad, a, b) for a, b in zip(old, new, strict=True)]
     with as_on_an_accelerator() if launches else contextlib.nullcontext():
         found = _tree.where(bad, clone(old), clone(new), donate=donate, spent=spent)
     assert same_bits(found, expected)
-    assert all(a.stride() == b.stride() or a.numel() < 2 or donate or spent for a, b in zip(found, expected, strict=True))
+    assert all(
+        a.stride() == b.stride() or a.numel() < 2 or donate or spent
+        for a, b in zip(found, expected, strict=True)
+    )
 
 
-@given(pairs=st.lists(leaf_pairs(), max_size=6), bad=flags, donate=st.booleans(), launches=st.booleans())
+@given(
+    pairs=st.lists(leaf_pairs(), max_size=6),
+    bad=flags,
+    donate=st.booleans(),
+    launches=st.booleans(),
+)
 def test_a_choice_over_lists_writes_only_into_what_was_given_up(pairs, bad, donate, launches):
     old, new = ([pair[side] for pair in pairs] for side in (0, 1))
-    with as_on_an_accelerator() if launches else contextlib.nullcontext(), Untouched(new if donate else (old, new)):
+    with (
+        as_on_an_accelerator() if launches else contextlib.nullcontext(),
+        Untouched(new if donate else (old, new)),
+    ):
         found = _tree.where(bad, old, new, donate=donate)
     assert not shares_memory(new, found)
     assert donate or not shares_memory(old, found)
@@ -213,7 +300,11 @@ def test_a_choice_over_lists_writes_only_into_what_was_given_up(pairs, bad, dona
 @pytest.mark.parametrize("bad", [False, True])
 def test_what_is_donated_stays_where_it_was(launches, bad):
     with as_on_an_accelerator() if launches else contextlib.nullcontext():
-        old = {"w": torch.ones(3), "n": torch.tensor(1), "x": torch.ones(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)}
+        old = {
+            "w": torch.ones(3),
+            "n": torch.tensor(1),
+            "x": torch.ones(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        }
         new = {name: t + 1 for name, t in old.items()}
         found = _tree.where(torch.tensor(bad), old, new, donate=True, spent=True)
     assert [t.data_ptr() for t in found.values()] == [t.data_ptr() for t in old.values()]
@@ -231,8 +322,20 @@ def test_tensors_that_share_memory_are_not_written_into(launches):
 
 def test_copies_over_lists_are_clones():
     images = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
-    mixed = [torch.tensor(2), torch.tensor(True), torch.randn(3), torch.randn(2, 3).t(), torch.randn(2).half(), images]
-    mixed += [torch.randn(3, requires_grad=True), torch.randn(2, 3).to_sparse(), torch.zeros(0), torch.randn(3, 4)[:, ::2]]
+    mixed = [
+        torch.tensor(2),
+        torch.tensor(True),
+        torch.randn(3),
+        torch.randn(2, 3).t(),
+        torch.randn(2).half(),
+        images,
+    ]
+    mixed += [
+        torch.randn(3, requires_grad=True),
+        torch.randn(2, 3).to_sparse(),
+        torch.zeros(0),
+        torch.randn(3, 4)[:, ::2],
+    ]
     mixed += [torch.randn(3).to(torch.complex64), torch.randn(4).to(torch.complex64).conj()]
     for by in (_columns._clone, _columns._clone_by_two):
         before, _columns._clone = _columns._clone, by
@@ -242,11 +345,13 @@ def test_copies_over_lists_are_clones():
             _columns._clone = before
         assert same_bits(copies, [t.detach() for t in mixed])
         assert not shares_memory(copies, mixed)
-        assert [t.stride() for t in copies if not t.is_sparse] == [t.clone().stride() for t in mixed if not t.is_sparse]
+        assert [t.stride() for t in copies if not t.is_sparse] == [
+            t.clone().stride() for t in mixed if not t.is_sparse
+        ]
         assert not any(t.requires_grad for t in copies)
 
 
-# ---- formulas over lists ---------------------------------------------------------------------------------------------
+# ---- formulas over lists -------------------------------------------------------------------------
 
 
 def steps(optimizer, params, count=10, skipped=4, **how):
@@ -256,12 +361,16 @@ def steps(optimizer, params, count=10, skipped=4, **how):
         grads = grads_at(step, params)
         if step == skipped:
             grads = {name: g * nan for name, g in grads.items()}
-        params, state = ps.maybe_step(optimizer, params, grads, state, torch.tensor(step == skipped), **how)
+        params, state = ps.maybe_step(
+            optimizer, params, grads, state, torch.tensor(step == skipped), **how
+        )
     return params, state
 
 
 def theirs(name, settings, params, count=10, skipped=4):
-    """torch's own implementation over lists, with step counts that it does not read where it has such."""
+    """torch's own implementation over lists, with step counts that it does not read where it has
+    such.
+    """
     accepted = inspect.signature(getattr(torch.optim, name)).parameters
     flags = {"foreach": True, **({"capturable": True} if "capturable" in accepted else {})}
     params = clone(params)
@@ -276,16 +385,22 @@ def theirs(name, settings, params, count=10, skipped=4):
 
 @pytest.fixture
 def capturable(monkeypatch):
-    """torch refuses its capturable formula where there is no graph capture; as an oracle it is right there too."""
+    """torch refuses its capturable formula where there is no graph capture; as an oracle it is
+    right there too.
+    """
     for name in LISTS:
         module = sys.modules[inspect.unwrap(getattr(torch.optim, name).step).__module__]
         if hasattr(module, "_get_capturable_supported_devices"):
-            monkeypatch.setattr(module, "_get_capturable_supported_devices", lambda *a, **k: ["cpu"])
+            monkeypatch.setattr(
+                module, "_get_capturable_supported_devices", lambda *a, **k: ["cpu"]
+            )
 
 
 @pytest.fixture
 def made(monkeypatch):
-    """Optimizers that take torch's formula over lists, also where there is a fused kernel, as they do for complex parameters."""
+    """Optimizers that take torch's formula over lists, also where there is a fused kernel, as they
+    do for complex parameters.
+    """
 
     def make(name, settings):
         optimizer = ps.from_torch(getattr(torch.optim, name), **settings)
@@ -306,7 +421,9 @@ def test_a_formula_over_lists_is_torchs_own_bit_for_bit(name, settings, dtype, d
         found, state = steps(made(name, settings), clone(params), donate=donate)
     slots = {n: {k: v for k, v in slot.items() if v is not None} for n, slot in slots.items()}
     found_slots = {n: {k: state.slots[n][k] for k in slot} for n, slot in slots.items()}
-    if name == "Adagrad" or settings.get("dampening"):  # torch reads the count there, and has one dampening for all
+    if name == "Adagrad" or settings.get(
+        "dampening"
+    ):  # torch reads the count there, and has one dampening for all
         rounding = 1e-2 if dtype is torch.bfloat16 else 1e-6
         return assert_close((found, found_slots), (expected, slots), rtol=rounding, atol=rounding)
     assert same_bits((found, found_slots), (expected, slots))
@@ -327,7 +444,9 @@ def test_a_skipped_step_over_lists_returns_everything_bit_for_bit(name, settings
     with as_on_an_accelerator():
         params, state = steps(optimizer, make_params(), count=3)
         bad = {n: torch.full_like(g, nan) for n, g in params.items()}
-        skipped = ps.maybe_step(optimizer, clone(params), bad, clone(state), torch.tensor(True), donate=donate)
+        skipped = ps.maybe_step(
+            optimizer, clone(params), bad, clone(state), torch.tensor(True), donate=donate
+        )
     assert same_bits(skipped, (params, state))
 
 
@@ -343,14 +462,22 @@ def test_a_step_over_lists_is_pure(name, settings, made):
         assert not shares_memory((params, grads, state), (new, chosen))
         assert same_bits(new, chosen)
         with Untouched(grads):
-            donated = ps.maybe_step(optimizer, clone(params), grads, clone(state), fine, donate=True)
+            donated = ps.maybe_step(
+                optimizer, clone(params), grads, clone(state), fine, donate=True
+            )
         assert same_bits(new, donated)
         assert not shares_memory(grads, donated)
 
 
 @pytest.mark.parametrize("name", ["RMSprop", "NAdam", "RAdam", "Rprop", "ASGD"])
 def test_groups_dtypes_and_missing_gradients_go_over_lists(name):
-    params = {"a": torch.randn(3), "b": torch.randn(2, 3).double(), "c": torch.randn(4), "d.bias": torch.randn(2), "e": torch.zeros(0)}
+    params = {
+        "a": torch.randn(3),
+        "b": torch.randn(2, 3).double(),
+        "c": torch.randn(4),
+        "d.bias": torch.randn(2),
+        "e": torch.zeros(0),
+    }
     grads = {n: None if n == "c" else torch.randn_like(p) for n, p in params.items()}
     optimizer = ps.from_torch(getattr(torch.optim, name), overrides={"*.bias": {"lr": 0.5}})
     state = optimizer.init(params)
@@ -364,7 +491,10 @@ def test_groups_dtypes_and_missing_gradients_go_over_lists(name):
 @pytest.mark.parametrize("name", ["RMSprop", "Rprop"])
 def test_leaves_that_lists_do_not_take_go_tensor_by_tensor(name):
     params = {"a": torch.randn(3), "b": torch.randn(3, 2).t()[:, ::2], "c": torch.randn(2)}
-    grads = {n: torch._neg_view(torch.randn_like(p)) if n == "c" else torch.randn(p.shape) for n, p in params.items()}
+    grads = {
+        n: torch._neg_view(torch.randn_like(p)) if n == "c" else torch.randn(p.shape)
+        for n, p in params.items()
+    }
     optimizer = ps.from_torch(getattr(torch.optim, name))
     state = optimizer.init(params)
     expected = optimizer.step(params, grads, state)

@@ -5,7 +5,19 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import HALF, Dispatched, batch, job, same_bits, scaled_by, shares_memory, small_net, stack, tensors, unstack
+from helpers import (
+    HALF,
+    Dispatched,
+    batch,
+    job,
+    same_bits,
+    scaled_by,
+    shares_memory,
+    small_net,
+    stack,
+    tensors,
+    unstack,
+)
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
@@ -59,7 +71,9 @@ def test_compiled_by_inductor_with_donation_agrees(name):
         given = donated
         donated, info = compiled(donated, images(index))
         assert shares_memory(given.params, donated.params)
-        torch.testing.assert_close(tensors((donated, info)), tensors((state, expected)), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            tensors((donated, info)), tensors((state, expected)), rtol=1e-4, atol=1e-4
+        )
 
 
 def test_compiled_without_buffers_is_one_graph():
@@ -75,7 +89,12 @@ def test_compiled_without_buffers_is_one_graph():
     step = functools.partial(ps.train_step, loss_fn=loss_fn, optimizer=optimizer, rule=ps.NoScale())
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     state = ps.init_train_state(params, buffers, optimizer, ps.NoScale())
-    torch.testing.assert_close(tensors(compiled(state, [torch.ones(2, 3)])), tensors(step(state, [torch.ones(2, 3)])), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        tensors(compiled(state, [torch.ones(2, 3)])),
+        tensors(step(state, [torch.ones(2, 3)])),
+        rtol=1e-5,
+        atol=1e-6,
+    )
 
 
 def test_a_compiled_skip_is_bit_equal():
@@ -102,11 +121,24 @@ def test_a_compiled_loop_written_by_hand_is_one_graph():
         grads, found_inf = ps.unscale_and_check(scaler, grads)
         grads, _ = ps.clip_by_global_norm(grads, 1.0)
         params, opt_state = ps.maybe_step(optimizer, params, grads, opt_state, found_inf)
-        return params, ps.select(found_inf, buffers, new_buffers), opt_state, rule.update(scaler, found_inf)
+        return (
+            params,
+            ps.select(found_inf, buffers, new_buffers),
+            opt_state,
+            rule.update(scaler, found_inf),
+        )
 
-    arguments = (state.params, state.buffers, state.opt_state, scaled_by(state, 8.0).scaler, *batch())
+    arguments = (
+        state.params,
+        state.buffers,
+        state.opt_state,
+        scaled_by(state, 8.0).scaler,
+        *batch(),
+    )
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(tensors(compiled(*arguments)), tensors(step(*arguments)), rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(
+        tensors(compiled(*arguments)), tensors(step(*arguments)), rtol=1e-2, atol=1e-3
+    )
 
 
 @each
@@ -114,7 +146,10 @@ def test_a_compiled_loop_written_by_hand_is_one_graph():
 def test_vmapped_over_states_with_different_scales_equals_a_loop(name, policy):
     """To 1e-5 in float32, to 2e-2 in float16: batched kernels round otherwise."""
     state, step = job(OPTIMIZERS[name](), RULE, policy=policy)
-    states = [scaled_by(state, scale) for scale in (2.0**4, 2.0**10, 2.0**24 if policy == HALF else 2.0**12)]
+    states = [
+        scaled_by(state, scale)
+        for scale in (2.0**4, 2.0**10, 2.0**24 if policy == HALF else 2.0**12)
+    ]
     data = [batch(seed) for seed in range(3)]
     stacked, stacked_info = torch.vmap(lambda s, b: step(s, [b]))(stack(states), stack(data))
     tolerance = 2e-2 if policy == HALF else 1e-5
@@ -123,7 +158,9 @@ def test_vmapped_over_states_with_different_scales_equals_a_loop(name, policy):
         assert stacked_info.found_inf[index] == info.found_inf
         assert same_bits(unstack(stacked.scaler, index), one.scaler)
         assert same_bits(unstack(stacked.step, index), one.step)
-        torch.testing.assert_close(unstack(stacked.params, index), one.params, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(
+            unstack(stacked.params, index), one.params, rtol=tolerance, atol=tolerance
+        )
     if policy == HALF:
         assert stacked_info.found_inf.tolist() == [False, False, True]
         assert same_bits(unstack(stacked.params, 2), state.params)
@@ -139,21 +176,31 @@ def test_compiled_and_vmapped_agrees_with_vmapped(name):
 
     data = stack([batch(0), batch(1)])
     compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(tensors(compiled(states, data)), tensors(both(states, data)), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        tensors(compiled(states, data)), tensors(both(states, data)), rtol=1e-4, atol=1e-5
+    )
 
 
 def quadratic(optimizer, steps=3, scale=8.0):
-    """final loss as a function of the initial parameters and of the data, through whole train_steps in float64"""
+    """final loss as a function of the initial parameters and of the data, through whole train_steps
+    in float64
+    """
     rule = ps.DynamicScale(init_scale=scale, growth_interval=2)
 
     def final(params, data):
-        state = ps.init_train_state({"w": torch.zeros(3, dtype=torch.float64)}, {}, optimizer, rule)._replace(params=params)
+        state = ps.init_train_state(
+            {"w": torch.zeros(3, dtype=torch.float64)}, {}, optimizer, rule
+        )._replace(params=params)
 
         def loss_fn(params, buffers, x):
-            return ((params["w"] - x) ** 2 * torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)).sum(), buffers
+            return (
+                (params["w"] - x) ** 2 * torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+            ).sum(), buffers
 
         for _ in range(steps):
-            state, _ = ps.train_step(state, [data], loss_fn=loss_fn, optimizer=optimizer, rule=rule, max_norm=100.0)
+            state, _ = ps.train_step(
+                state, [data], loss_fn=loss_fn, optimizer=optimizer, rule=rule, max_norm=100.0
+            )
         return loss_fn(state.params, {}, data)[0]
 
     return final
@@ -162,19 +209,27 @@ def quadratic(optimizer, steps=3, scale=8.0):
 @each
 def test_differentiated_in_the_initial_parameters_agrees_with_finite_differences(name):
     final = quadratic(OPTIMIZERS[name]())
-    params, data = {"w": torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)}, torch.full((3,), 0.3, dtype=torch.float64)
+    params, data = (
+        {"w": torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)},
+        torch.full((3,), 0.3, dtype=torch.float64),
+    )
     derivative = torch.func.grad(final)(params, data)["w"]
     eps = 1e-5
     for index in range(3):
         shift = torch.zeros(3, dtype=torch.float64)
         shift[index] = eps
-        numeric = (final({"w": params["w"] + shift}, data) - final({"w": params["w"] - shift}, data)) / (2 * eps)
+        numeric = (
+            final({"w": params["w"] + shift}, data) - final({"w": params["w"] - shift}, data)
+        ) / (2 * eps)
         torch.testing.assert_close(derivative[index], numeric, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize(("cls", "settings"), [(OPTIM.AdamW, {}), (OPTIM.SGD, {"momentum": 0.9})])
 def test_differentiated_in_the_learning_rate_agrees_with_finite_differences(cls, settings):
-    params, data = {"w": torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)}, torch.full((3,), 0.3, dtype=torch.float64)
+    params, data = (
+        {"w": torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)},
+        torch.full((3,), 0.3, dtype=torch.float64),
+    )
 
     def final(lr):
         return quadratic(ps.from_torch(cls, lr=lr, **settings))(params, data)
@@ -186,7 +241,9 @@ def test_differentiated_in_the_learning_rate_agrees_with_finite_differences(cls,
 
 def test_differentiated_in_half_precision_is_close_to_float32():
     def final(policy):
-        state, step = job(OPTIMIZERS["SGD-momentum"](), ps.DynamicScale(init_scale=8.0), policy=policy)
+        state, step = job(
+            OPTIMIZERS["SGD-momentum"](), ps.DynamicScale(init_scale=8.0), policy=policy
+        )
 
         def loss(params):
             s = state._replace(params=params)
@@ -201,7 +258,10 @@ def test_differentiated_in_half_precision_is_close_to_float32():
 
 def test_a_gradient_of_gradients_compiles():
     final = quadratic(OPTIMIZERS["AdamW"]())
-    params, data = {"w": torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)}, torch.full((3,), 0.3, dtype=torch.float64)
+    params, data = (
+        {"w": torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)},
+        torch.full((3,), 0.3, dtype=torch.float64),
+    )
 
     def differentiated(params, data):
         optimizer, rule = OPT, ps.DynamicScale(init_scale=8.0)

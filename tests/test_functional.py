@@ -41,7 +41,9 @@ class TwiceTheSame(nn.Module):
 
 
 class Structured(nn.Module):
-    """Keyword arguments in, a nested structure out, a buffer that is replaced and one that is not saved."""
+    """Keyword arguments in, a nested structure out, a buffer that is replaced and one that is not
+    saved.
+    """
 
     def __init__(self):
         super().__init__()
@@ -78,7 +80,10 @@ MODULES = {
     "gru": (lambda: nn.GRU(4, 3), rows),
     "lstm with projection": (lambda: nn.LSTM(4, 3, proj_size=2), rows),
     "attention": (lambda: nn.MultiheadAttention(4, 2, batch_first=True), lambda: rows() * 3),
-    "transformer": (lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True), rows),
+    "transformer": (
+        lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True),
+        rows,
+    ),
     "weight_norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), flat),
     "spectral_norm": (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)), flat),
     "orthogonal": (lambda: nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)), flat),
@@ -89,7 +94,14 @@ MODULES = {
 }
 
 
-NO_VMAP_RULE = {"lstm", "gru", "lstm with projection", "transformer", "weight_norm", "spectral_norm"}
+NO_VMAP_RULE = {
+    "lstm",
+    "gru",
+    "lstm with projection",
+    "transformer",
+    "weight_norm",
+    "spectral_norm",
+}
 
 
 @pytest.fixture(params=MODULES, ids=str)
@@ -110,7 +122,9 @@ def test_apply_equals_the_module(case, train):
     out, new_buffers = apply(params, buffers, *args, train=train)
     expected = module.train(train)(*args)
     torch.testing.assert_close(first(out), first(expected))
-    torch.testing.assert_close(new_buffers, {name: b.detach() for name, b in module.named_buffers()})
+    torch.testing.assert_close(
+        new_buffers, {name: b.detach() for name, b in module.named_buffers()}
+    )
 
 
 def test_gradients_equal_the_modules(case):
@@ -118,7 +132,9 @@ def test_gradients_equal_the_modules(case):
     apply, params, buffers = ps.make_functional(module)
     grads = torch.func.grad(lambda p: first(apply(p, buffers, *args)[0]).square().sum())(params)
     first(module(*args)).square().sum().backward()
-    torch.testing.assert_close(grads, {name: p.grad for name, p in module.named_parameters()}, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        grads, {name: p.grad for name, p in module.named_parameters()}, rtol=1e-4, atol=1e-4
+    )
 
 
 def test_neither_the_module_nor_the_arguments_are_changed(case):
@@ -128,7 +144,10 @@ def test_neither_the_module_nor_the_arguments_are_changed(case):
     apply, params, buffers = ps.make_functional(module)
     with Untouched((tensors, params, buffers, args)):
         _, new_buffers = apply(params, buffers, *args)
-    assert {**dict(module.named_parameters()), **dict(module.named_buffers())}.keys() == tensors.keys()
+    assert {
+        **dict(module.named_parameters()),
+        **dict(module.named_buffers()),
+    }.keys() == tensors.keys()
     assert modes == [m.training for m in module.modules()]
     assert not shares_memory((tensors, args), (params, buffers))
     assert not shares_memory((params, buffers), new_buffers)
@@ -159,8 +178,13 @@ def test_the_same_call_gives_the_same_bits(case):
 def test_apply_under_vmap_equals_a_loop(case):
     module, args = case
     apply, params, buffers = ps.make_functional(module)
-    stacks = [{name: torch.stack([t, t if t.dtype is torch.int64 else 2 * t]) for name, t in tree.items()} for tree in (params, buffers)]
-    out, new_buffers = torch.vmap(lambda p, b: (first(r[0]) if (r := apply(p, b, *args)) else None, r[1]))(*stacks)
+    stacks = [
+        {name: torch.stack([t, t if t.dtype is torch.int64 else 2 * t]) for name, t in tree.items()}
+        for tree in (params, buffers)
+    ]
+    out, new_buffers = torch.vmap(
+        lambda p, b: (first(r[0]) if (r := apply(p, b, *args)) else None, r[1])
+    )(*stacks)
     for index in range(2):
         p, b = ({name: t[index] for name, t in tree.items()} for tree in stacks)
         expected = apply(p, b, *args)
@@ -222,17 +246,25 @@ def test_the_old_weight_norm_with_its_computed_attribute_is_taken():
     with pytest.warns(FutureWarning):
         module = nn.utils.weight_norm(nn.Linear(3, 2))
     apply, params, buffers = ps.make_functional(module)
-    torch.testing.assert_close(apply(params, buffers, torch.ones(1, 3))[0], module(torch.ones(1, 3)))
+    torch.testing.assert_close(
+        apply(params, buffers, torch.ones(1, 3))[0], module(torch.ones(1, 3))
+    )
 
 
 def test_norm_params_names_the_weights_of_norms():
-    apply, _, _ = ps.make_functional(nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.GroupNorm(1, 2), nn.RMSNorm(2)))
+    apply, _, _ = ps.make_functional(
+        nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.GroupNorm(1, 2), nn.RMSNorm(2))
+    )
     assert apply.norm_params == {"1.weight", "1.bias", "2.weight", "2.bias", "3.weight"}
 
 
-@pytest.mark.parametrize("make", [lambda: nn.LazyLinear(2), lambda: nn.Sequential(nn.LazyBatchNorm1d())])
+@pytest.mark.parametrize(
+    "make", [lambda: nn.LazyLinear(2), lambda: nn.Sequential(nn.LazyBatchNorm1d())]
+)
 def test_a_lazy_parameter_is_refused_by_name(make):
-    with pytest.raises(ValueError, match=r"is not initialised yet.*run `model\(example_batch\)` once"):
+    with pytest.raises(
+        ValueError, match=r"is not initialised yet.*run `model\(example_batch\)` once"
+    ):
         ps.make_functional(make())
 
 
@@ -261,7 +293,10 @@ def test_a_module_that_writes_into_its_parameter_is_refused_by_name_before_it_is
             return x * self.w
 
     apply, params, buffers = ps.make_functional(Clamped())
-    with Untouched(params), pytest.raises(RuntimeError, match=r"would write into its parameter w \(`clamp_`\).*Cure: "):
+    with (
+        Untouched(params),
+        pytest.raises(RuntimeError, match=r"would write into its parameter w \(`clamp_`\).*Cure: "),
+    ):
         apply(params, buffers, torch.ones(2))
 
 
@@ -315,7 +350,10 @@ HOW = {
 @pytest.mark.parametrize("write", BEFORE)
 def test_a_forward_that_writes_into_a_parameter_is_refused_and_params_stay(write, how):
     apply, params, buffers = ps.make_functional(Writes(BEFORE[write]))
-    with Untouched((params, buffers)), pytest.raises(RuntimeError, match=r"its parameter w.*Cure: "):
+    with (
+        Untouched((params, buffers)),
+        pytest.raises(RuntimeError, match=r"its parameter w.*Cure: "),
+    ):
         HOW[how](lambda p: apply(p, buffers, torch.ones(1, 3))[0].sum())(params)
 
 
@@ -324,11 +362,15 @@ def test_a_forward_that_writes_into_a_parameter_is_refused_and_params_stay(write
 @pytest.mark.parametrize("write", AFTER)
 def test_a_write_that_is_seen_too_late_is_an_error_that_says_so(write, how):
     apply, params, buffers = ps.make_functional(Writes(AFTER[write]))
-    with pytest.raises(RuntimeError, match=r"wrote into its parameter w, so params\['w'\] has changed"):
+    with pytest.raises(
+        RuntimeError, match=r"wrote into its parameter w, so params\['w'\] has changed"
+    ):
         HOW[how](lambda p: apply(p, buffers, torch.ones(1, 3))[0].sum())(params)
 
 
-@pytest.mark.parametrize("write", [BEFORE[".data.clamp_"], BEFORE["clamp_"], AFTER["torch.clamp_"], AFTER["a view"]])
+@pytest.mark.parametrize(
+    "write", [BEFORE[".data.clamp_"], BEFORE["clamp_"], AFTER["torch.clamp_"], AFTER["a view"]]
+)
 @pytest.mark.parametrize("how", ["eager", "grad"])
 def test_a_compiled_forward_that_writes_into_a_parameter_leaves_params_alone(write, how):
     apply, params, buffers = ps.make_functional(Writes(write))
@@ -343,11 +385,15 @@ def test_data_may_be_read():
     assert same_bits(new_buffers["running"], torch.full((3,), params["w"].norm().item()))
 
 
-@pytest.mark.parametrize("write", [lambda m: m.running.data.mul_(2), lambda m: setattr(m.running, "data", m.running * 2)])
+@pytest.mark.parametrize(
+    "write", [lambda m: m.running.data.mul_(2), lambda m: setattr(m.running, "data", m.running * 2)]
+)
 def test_buffers_may_be_written_through_data(write):
     apply, params, buffers = ps.make_functional(Writes(write))
     with Untouched(buffers):
-        assert same_bits(apply(params, buffers, torch.ones(1, 3))[1]["running"], torch.full((3,), 2.0))
+        assert same_bits(
+            apply(params, buffers, torch.ones(1, 3))[1]["running"], torch.full((3,), 2.0)
+        )
 
 
 def test_a_frozen_parameter_is_written_like_a_buffer():
@@ -371,14 +417,20 @@ def test_a_parameter_in_a_forward_is_a_parameter_and_what_comes_out_is_a_tensor(
     assert {type(t) for t in (out["w"], *out["parts"])} == {torch.Tensor}
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own look at an input
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # dynamo's own look at an input
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_compiled_piece_inside_of_an_eager_forward_takes_its_parameters(backend):
     class Pieces(nn.Module):
         def __init__(self):
             super().__init__()
             self.embed = nn.Embedding(5, 4)
-            self.piece = torch.compile(lambda t, w: torch.sort(nn.functional.embedding(t, w), dim=1)[0], fullgraph=True, backend=backend)
+            self.piece = torch.compile(
+                lambda t, w: torch.sort(nn.functional.embedding(t, w), dim=1)[0],
+                fullgraph=True,
+                backend=backend,
+            )
 
         def forward(self, tokens):
             return self.piece(tokens, self.embed.weight)
@@ -438,7 +490,9 @@ class Counts(nn.Module):
 @pytest.mark.parametrize("make", [TwoNames, Counts])
 def test_call_after_call_is_the_same_and_compiled_one_graph(make):
     apply, params, buffers = ps.make_functional(make())
-    compiled = torch.compile(lambda p, x: apply(p, buffers, x)[0], fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(
+        lambda p, x: apply(p, buffers, x)[0], fullgraph=True, backend="aot_eager"
+    )
     torch._dynamo.utils.counters.clear()
     for step in range(4):
         x, moved = torch.full((1, 3), float(step)), {name: p + step for name, p in params.items()}
@@ -447,7 +501,15 @@ def test_call_after_call_is_the_same_and_compiled_one_graph(make):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("make", [TwoNames, Remembers, Structured, lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))])
+@pytest.mark.parametrize(
+    "make",
+    [
+        TwoNames,
+        Remembers,
+        Structured,
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)),
+    ],
+)
 @pytest.mark.parametrize("fails", [False, True])
 def test_no_tensor_of_a_call_is_kept_alive(make, fails):
     apply, params, buffers = ps.make_functional(make())
@@ -481,11 +543,15 @@ class Calls(nn.Module):
         return self.linear(x) if then is None else then(self.linear(x)) + self.linear(x)
 
 
-@pytest.mark.parametrize("how", [lambda f: f, lambda f: torch.compile(f, fullgraph=True, backend="aot_eager")])
+@pytest.mark.parametrize(
+    "how", [lambda f: f, lambda f: torch.compile(f, fullgraph=True, backend="aot_eager")]
+)
 def test_apply_inside_of_apply_has_parameters_of_its_own(how):
     apply, params, buffers = ps.make_functional(Calls())
     others, x = {name: p * 2 for name, p in params.items()}, torch.ones(1, 3)
-    nested = how(lambda p, q, x: apply(p, buffers, x, then=lambda y: apply(q, buffers, y)[0])[0])(params, others, x)
+    nested = how(lambda p, q, x: apply(p, buffers, x, then=lambda y: apply(q, buffers, y)[0])[0])(
+        params, others, x
+    )
     inner = apply(params, buffers, x)[0]
     torch.testing.assert_close(nested, apply(others, buffers, inner)[0] + inner)
 
@@ -510,12 +576,19 @@ def test_threads_do_not_see_each_others_parameters():
 
 def test_checkpointing_around_apply_gives_the_same_gradients():
     apply, params, buffers = ps.make_functional(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
-    params, x = {name: p.requires_grad_() for name, p in params.items()}, torch.arange(12.0).reshape(4, 3)
+    params, x = (
+        {name: p.requires_grad_() for name, p in params.items()},
+        torch.arange(12.0).reshape(4, 3),
+    )
 
     def grads(call):
-        return torch.autograd.grad(call(lambda p: apply(p, buffers, x)[0], params).pow(3).sum(), list(params.values()))
+        return torch.autograd.grad(
+            call(lambda p: apply(p, buffers, x)[0], params).pow(3).sum(), list(params.values())
+        )
 
-    assert same_bits(grads(lambda f, p: checkpoint(f, p, use_reentrant=False)), grads(lambda f, p: f(p)))
+    assert same_bits(
+        grads(lambda f, p: checkpoint(f, p, use_reentrant=False)), grads(lambda f, p: f(p))
+    )
 
 
 # ---- buffers that come, go and change
@@ -537,9 +610,15 @@ class Does(nn.Module):
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        (lambda m, x: m.register_buffer("cos", x), "registered 'cos' in its Does.*Cure: run `model.example_batch.` once before"),
+        (
+            lambda m, x: m.register_buffer("cos", x),
+            "registered 'cos' in its Does.*Cure: run `model.example_batch.` once before",
+        ),
         (lambda m, x: setattr(m, "later", x), "registered 'later' in its Does"),
-        (lambda m, x: setattr(m, "more", nn.Parameter(torch.ones(1))), "registered 'more' in its Does"),
+        (
+            lambda m, x: setattr(m, "more", nn.Parameter(torch.ones(1))),
+            "registered 'more' in its Does",
+        ),
         (lambda m, x: setattr(m, "part", nn.Linear(1, 1)), "put another module into Does"),
         (lambda m, x: setattr(m, "state", None), "removed its buffer state, or set it to None"),
         (lambda m, x: delattr(m, "state"), "removed its buffer state, or set it to None"),
@@ -576,16 +655,34 @@ def test_a_buffer_that_is_replaced_by_an_argument_shares_no_memory_with_it():
 # ---- what is given
 
 
-@pytest.mark.parametrize("wrap", [lambda apply: apply, lambda apply: ps.with_policy(apply, "float32")])
+@pytest.mark.parametrize(
+    "wrap", [lambda apply: apply, lambda apply: ps.with_policy(apply, "float32")]
+)
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (lambda p, b, x: (p, x), TypeError, r"buffers is a tensor of shape \(4, 2\).*forgotten.*Cure: `out, buffers = apply"),
+        (
+            lambda p, b, x: (p, x),
+            TypeError,
+            r"buffers is a tensor of shape \(4, 2\).*forgotten.*Cure: `out, buffers = apply",
+        ),
         (lambda p, b, x: (list(p.values()), b, x), TypeError, "params is list"),
-        (lambda p, b, x: (p | {"weight": None}, b, x), TypeError, r"params\['weight'\] is NoneType"),
+        (
+            lambda p, b, x: (p | {"weight": None}, b, x),
+            TypeError,
+            r"params\['weight'\] is NoneType",
+        ),
         (lambda p, b, x: (b, p, x), RuntimeError, "params and buffers in each other's place"),
-        (lambda p, b, x: ({}, b, x), RuntimeError, "params has the wrong names: missing bias, weight; not in the model: nothing"),
-        (lambda p, b, x: (p, b | {"k": x}, x), RuntimeError, "buffers has the wrong names: missing nothing; not in the model: k"),
+        (
+            lambda p, b, x: ({}, b, x),
+            RuntimeError,
+            "params has the wrong names: missing bias, weight; not in the model: nothing",
+        ),
+        (
+            lambda p, b, x: (p, b | {"k": x}, x),
+            RuntimeError,
+            "buffers has the wrong names: missing nothing; not in the model: k",
+        ),
     ],
 )
 def test_what_are_no_params_and_buffers_of_the_model_is_refused(wrap, arguments, error, message):
@@ -640,13 +737,25 @@ def test_load_into_shares_no_memory_and_an_optimizer_of_the_model_sees_it():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda p, b: (p | {"weight": torch.ones(3)}, b), r"weight has shape \(3,\), in the model \(2,\)"),
+        (
+            lambda p, b: (p | {"weight": torch.ones(3)}, b),
+            r"weight has shape \(3,\), in the model \(2,\)",
+        ),
         (lambda p, b: ({"bias": p["bias"]}, b), "missing weight"),
-        (lambda p, b: (p, {}), "missing running_mean, missing running_var, missing num_batches_tracked"),
+        (
+            lambda p, b: (p, {}),
+            "missing running_mean, missing running_var, missing num_batches_tracked",
+        ),
         (lambda p, b: (p | {"gamma": p["weight"]}, b), "gamma is not in the model"),
         (lambda p, b: (p | b, b), "running_mean stands in both"),
-        (lambda p, b: (p | {"bias": p["bias"].to(torch.complex64)}, b), "bias is torch.complex64, in the model torch.float32"),
-        (lambda p, b: (p | {"bias": p["bias"].to_sparse()}, b), "bias is Tensor of torch.sparse_coo"),
+        (
+            lambda p, b: (p | {"bias": p["bias"].to(torch.complex64)}, b),
+            "bias is torch.complex64, in the model torch.float32",
+        ),
+        (
+            lambda p, b: (p | {"bias": p["bias"].to_sparse()}, b),
+            "bias is Tensor of torch.sparse_coo",
+        ),
     ],
 )
 def test_load_into_names_what_does_not_fit_and_changes_nothing(change, message):
@@ -665,7 +774,9 @@ def test_load_into_a_model_without_memory_is_refused():
         ps.load_into(model, params, buffers)
 
 
-@pytest.mark.parametrize("arguments", [(torch.ones(1), {}, {}), (nn.Linear(1, 1), [], {}), (nn.Linear(1, 1), {}, None)])
+@pytest.mark.parametrize(
+    "arguments", [(torch.ones(1), {}, {}), (nn.Linear(1, 1), [], {}), (nn.Linear(1, 1), {}, None)]
+)
 def test_load_into_refuses_what_is_no_model_and_no_dict(arguments):
     with pytest.raises(TypeError, match="Cure: "):
         ps.load_into(*arguments)
@@ -680,7 +791,10 @@ LAYOUTS = {
     "bsr": lambda t: t.to_sparse_bsr((2, 2)),
     "bsc": lambda t: t.to_sparse_bsc((2, 2)),
 }
-pytestmark = [pytestmark, pytest.mark.filterwarnings("ignore:Sparse (CSR|CSC|BSR|BSC) tensor support is in beta")]
+pytestmark = [
+    pytestmark,
+    pytest.mark.filterwarnings("ignore:Sparse (CSR|CSC|BSR|BSC) tensor support is in beta"),
+]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -700,7 +814,10 @@ def test_a_sparse_leaf_is_selected_without_a_read(layout, bad):
 @pytest.mark.parametrize(
     ("new", "message"),
     [
-        (torch.ones(4, 4).to_sparse(), r"old\['a'\] is sparse with 4 values, but with 16 in new.*Cure: "),
+        (
+            torch.ones(4, 4).to_sparse(),
+            r"old\['a'\] is sparse with 4 values, but with 16 in new.*Cure: ",
+        ),
         (torch.eye(4), r"old\['a'\] is torch.sparse_coo, but torch.strided in new.*Cure: "),
     ],
 )
@@ -711,11 +828,15 @@ def test_sparse_leaves_that_differ_in_form_are_refused(new, message):
 
 def test_a_sparse_leaf_under_a_transform_is_refused_in_words():
     sparse = {"a": torch.eye(2).to_sparse()}
-    with pytest.raises(ValueError, match=r"cannot be chosen under torch.func or vmap.*Cure: keep it dense"):
+    with pytest.raises(
+        ValueError, match=r"cannot be chosen under torch.func or vmap.*Cure: keep it dense"
+    ):
         torch.vmap(lambda bad: ps.select(bad, sparse, sparse))(torch.tensor([True, False]))
 
 
-@pytest.mark.parametrize("settings", [{}, {"donate": True}, {"on_nonfinite": "drop_microbatch"}, {"max_retries": 1}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"donate": True}, {"on_nonfinite": "drop_microbatch"}, {"max_retries": 1}]
+)
 def test_a_step_of_a_net_over_a_graph_keeps_its_sparse_adjacency(settings):
     class Graph(nn.Module):
         def __init__(self):
@@ -737,7 +858,9 @@ def test_a_step_of_a_net_over_a_graph_keeps_its_sparse_adjacency(settings):
 
     state = ps.init_train_state(params, buffers, optimizer, rule)
     for x in (torch.ones(4, 3), torch.full((4, 3), torch.inf), torch.ones(4, 3)):
-        state, _ = ps.train_step(state, [x], loss_fn=loss_fn, optimizer=optimizer, rule=rule, **settings)
+        state, _ = ps.train_step(
+            state, [x], loss_fn=loss_fn, optimizer=optimizer, rule=rule, **settings
+        )
     assert state.buffers["calls"] == 2
     assert torch.equal(state.buffers["adjacency"].to_dense(), torch.eye(4))
 
@@ -764,7 +887,10 @@ def test_aux_where_the_new_buffers_belong_is_refused_with_the_cure(model, what, 
         return out.sum(), what(out)
 
     state = ps.init_train_state(params, buffers, optimizer, rule)
-    with pytest.raises(ValueError, match=f"loss_fn returned {named} where the new buffers belong.*Cure: `return loss, new_buffers, aux`"):
+    with pytest.raises(
+        ValueError,
+        match=f"loss_fn returned {named} where the new buffers belong.*Cure: `return loss, new_buffers, aux`",
+    ):
         ps.train_step(state, [torch.ones(3, 2)], loss_fn=loss_fn, optimizer=optimizer, rule=rule)
 
 
@@ -786,7 +912,9 @@ def test_an_embedding_bag_that_renormalises_its_weight_leaves_params_alone():
 
 def test_apply_holds_no_memory_of_the_model():
     apply, _, _ = ps.make_functional(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
-    held = [t for m in (apply._training, apply._evaluating) for t in (*m.parameters(), *m.buffers())]
+    held = [
+        t for m in (apply._training, apply._evaluating) for t in (*m.parameters(), *m.buffers())
+    ]
     assert {t.device.type for t in held} == {"meta"}
 
 

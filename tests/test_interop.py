@@ -8,24 +8,52 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from helpers import Dispatched, Untouched, batch, clone, job, overflow_patterns, same_bits, shares_memory, stack, steered, tensors, unstack
+from helpers import (
+    Dispatched,
+    Untouched,
+    batch,
+    clone,
+    job,
+    overflow_patterns,
+    same_bits,
+    shares_memory,
+    stack,
+    steered,
+    tensors,
+    unstack,
+)
 from hypothesis import given, settings
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import purescale as ps
 from purescale import interop
 
-PEERS = ("torch_amp", "apex", "nnabla", "deepspeed", "megatron", "flax", "jmp", "keras", "fairseq", "mmengine")
+PEERS = (
+    "torch_amp",
+    "apex",
+    "nnabla",
+    "deepspeed",
+    "megatron",
+    "flax",
+    "jmp",
+    "keras",
+    "fairseq",
+    "mmengine",
+)
 
 # One rule a behaviour, each with an interval that a few steps reach.
 RULES = {
-    "torch_amp": interop.torch_amp.rule(init_scale=8.0, growth_factor=2.1, backoff_factor=0.3, growth_interval=2),
+    "torch_amp": interop.torch_amp.rule(
+        init_scale=8.0, growth_factor=2.1, backoff_factor=0.3, growth_interval=2
+    ),
     "apex": interop.apex.rule(init_scale=8.0, scale_window=2, min_loss_scale=1.0),
     "apex-no-floor": interop.apex.rule(init_scale=8.0, scale_window=2),
     "apex-static": interop.apex.rule(loss_scale=128.0),
     "nnabla": interop.nnabla.rule(N=1),
     "deepspeed": interop.deepspeed.rule(init_scale=8.0, scale_window=2),
-    "deepspeed-consecutive": interop.deepspeed.rule(init_scale=8.0, scale_window=2, consecutive_hysteresis=True),
+    "deepspeed-consecutive": interop.deepspeed.rule(
+        init_scale=8.0, scale_window=2, consecutive_hysteresis=True
+    ),
     "deepspeed-config": interop.deepspeed.rule(init_scale=8.0, scale_window=2, delayed_shift=1),
     "deepspeed-static": interop.deepspeed.rule(init_scale=8.0, dynamic=False),
     "megatron": interop.megatron.rule(initial_scale=8.0, growth_interval=2),
@@ -98,7 +126,9 @@ class NnablaOracle:
 
 
 class FairseqOracle:
-    """Two entry points: after a clean step, and on an overflow. Counts iterations, never clean steps."""
+    """Two entry points: after a clean step, and on an overflow. Counts iterations, never clean
+    steps.
+    """
 
     def __init__(self, scale, factor, window, tolerance, threshold, minimum):
         self.scale, self.factor, self.window, self.tolerance = scale, factor, window, tolerance
@@ -140,7 +170,9 @@ factors = st.sampled_from([2.0, 4.0, 16.0])
 )
 @settings(max_examples=25)
 def test_apex_equals_its_oracle(pattern, scale, window, floor, ceiling, change_at, new_window):
-    rule = interop.apex.rule(init_scale=scale, scale_window=window, min_loss_scale=floor, max_loss_scale=ceiling)
+    rule = interop.apex.rule(
+        init_scale=scale, scale_window=window, min_loss_scale=floor, max_loss_scale=ceiling
+    )
     oracle = ApexOracle(dynamic=True, scale=scale, window=window, floor=floor, ceiling=ceiling)
     state = rule.init()
     for index, bad in enumerate(pattern):
@@ -166,10 +198,15 @@ def test_apex_static_equals_its_oracle(pattern, scale):
         assert (state.scale.item(), state.growth_tracker.item()) == (oracle.scale, oracle.unskipped)
 
 
-@given(overflow_patterns, powers, factors, st.integers(0, 9), st.integers(0, 319), st.integers(0, 9))
+@given(
+    overflow_patterns, powers, factors, st.integers(0, 9), st.integers(0, 319), st.integers(0, 9)
+)
 @settings(max_examples=25)
 def test_nnabla_equals_its_oracle(pattern, scale, factor, interval, change_at, new_interval):
-    rule, oracle = interop.nnabla.rule(scale=scale, scaling_factor=factor, N=interval), NnablaOracle(scale, factor, interval)
+    rule, oracle = (
+        interop.nnabla.rule(scale=scale, scaling_factor=factor, N=interval),
+        NnablaOracle(scale, factor, interval),
+    )
     state = rule.init()
     for index, bad in enumerate(pattern):
         if index == change_at:
@@ -200,7 +237,10 @@ def test_fairseq_equals_its_oracle_until_it_raises_and_check_scaler_raises_then(
     state = rule.init()
     for index, bad in enumerate(pattern):
         if index == change_at:
-            rule, oracle.tolerance = dataclasses.replace(rule, tolerance=new_tolerance), new_tolerance
+            rule, oracle.tolerance = (
+                dataclasses.replace(rule, tolerance=new_tolerance),
+                new_tolerance,
+            )
         bad = steered(bad, oracle.scale)
         state = rule.update(state, torch.tensor(bad))
         try:
@@ -232,12 +272,16 @@ MOST = torch.finfo(torch.float32).max  # flax's ceiling, which is no power of tw
     st.integers(1, 4),
     st.integers(0, 5),
 )
-def test_torch_amp_equals_torchs_operator_with_any_setting(pattern, scale, growth, backoff, interval, count):
+def test_torch_amp_equals_torchs_operator_with_any_setting(
+    pattern, scale, growth, backoff, interval, count
+):
     rule = interop.torch_amp.rule(scale, growth, backoff, interval)
     state = rule.init()._replace(growth_tracker=torch.tensor(count, dtype=torch.int32))
     expected = state[:2]
     for bad in pattern:
-        expected = torch.ops.aten._amp_update_scale(*expected, torch.tensor([float(bad)]), growth, backoff, interval)
+        expected = torch.ops.aten._amp_update_scale(
+            *expected, torch.tensor([float(bad)]), growth, backoff, interval
+        )
         state = rule.update(state, torch.tensor(bad))
         assert same_bits(state[:2], expected)
 
@@ -326,9 +370,13 @@ def test_torchs_count_resets_even_where_growth_is_refused():
     ],
     ids=lambda value: type(value).__name__ if dataclasses.is_dataclass(value) else None,
 )
-def test_an_interval_lowered_below_the_count_stops_growth_where_it_does_in_the_peer(rule, change, grows):
+def test_an_interval_lowered_below_the_count_stops_growth_where_it_does_in_the_peer(
+    rule, change, grows
+):
     state = run(rule, [False] * 7)
-    assert (run(dataclasses.replace(rule, **change), [False] * 20, state).scale > state.scale).item() is grows
+    assert (
+        run(dataclasses.replace(rule, **change), [False] * 20, state).scale > state.scale
+    ).item() is grows
 
 
 def test_deepspeed_raises_where_check_scaler_raises():
@@ -354,7 +402,9 @@ def test_update_is_pure_and_reads_nothing(name, pattern):
             new = rule.update(state, flag)
         assert dispatched.reads == 0
         assert not shares_memory((state, flag), new)
-        assert [(leaf.dtype, leaf.shape) for leaf in new] == [(leaf.dtype, leaf.shape) for leaf in state]
+        assert [(leaf.dtype, leaf.shape) for leaf in new] == [
+            (leaf.dtype, leaf.shape) for leaf in state
+        ]
         assert type(new) is type(state)
         assert same_bits(new, rule.update(state, flag))
         state = new
@@ -374,7 +424,10 @@ def test_update_under_vmap_equals_a_loop(name, pattern):
 @each_rule
 def test_overflows_in_a_row_are_counted_for_check_scaler(name):
     rule = RULES[name]
-    assert [run(rule, [letter == "O" for letter in text]).consecutive_skips for text in ("", "O", "OO", "OO.", "OO.O")] == [0, 1, 2, 0, 1]
+    assert [
+        run(rule, [letter == "O" for letter in text]).consecutive_skips
+        for text in ("", "O", "OO", "OO.", "OO.O")
+    ] == [0, 1, 2, 0, 1]
     with pytest.raises(FloatingPointError):
         ps.check_scaler(run(rule, [True] * 3), rule, max_skips=2)
 
@@ -415,7 +468,11 @@ def test_rules_are_values(name):
 
 
 def test_equal_settings_are_equal_rules_whatever_type_they_came_in():
-    assert interop.apex.rule(loss_scale="128.0") == interop.apex.rule(loss_scale=128) == interop.apex.rule(loss_scale=128.0)
+    assert (
+        interop.apex.rule(loss_scale="128.0")
+        == interop.apex.rule(loss_scale=128)
+        == interop.apex.rule(loss_scale=128.0)
+    )
     assert interop.jmp.rule(
         np.asarray(8.0, np.float32), np.zeros([], np.int32), min_loss_scale=np.ones([], np.float32)
     ) == interop.jmp.rule(8)
@@ -424,7 +481,9 @@ def test_equal_settings_are_equal_rules_whatever_type_they_came_in():
 
 @each_rule
 @given(
-    scale=st.sampled_from([0.0, math.inf, math.nan, 2.0**-149, 2.0**-140, 2.0**-20, 2.0**100, 2.0**127, 3.4e38]),
+    scale=st.sampled_from(
+        [0.0, math.inf, math.nan, 2.0**-149, 2.0**-140, 2.0**-20, 2.0**100, 2.0**127, 3.4e38]
+    ),
     grad=st.lists(st.floats(width=32), min_size=2, max_size=2),
 )
 @settings(max_examples=25)
@@ -455,7 +514,11 @@ def test_a_rule_goes_where_dynamic_scale_goes(name):
 @each_rule
 def test_another_rules_state_is_refused(name):
     rule = RULES[name]
-    wrong = interop.fairseq.rule().init() if not name.startswith("fairseq") else ps.DynamicScale().init()
+    wrong = (
+        interop.fairseq.rule().init()
+        if not name.startswith("fairseq")
+        else ps.DynamicScale().init()
+    )
     with pytest.raises(TypeError, match="this rule's state is a"):
         rule.update(wrong, torch.tensor(False))
 
@@ -492,8 +555,14 @@ def test_a_state_dict_restores_rule_and_state(name, pattern):
     assert restored.consecutive_skips == 0
     assert peer.to_state_dict(restored_rule, restored) == d
     # What init starts from is the saved state in those that call it scale and counter.
-    began_at = {"nnabla": ("scale",), "flax": ("scale", "fin_steps"), "jmp": ("loss_scale", "counter")}.get(name.partition("-")[0], ())
-    assert dataclasses.replace(restored_rule, **{key: getattr(rule, key) for key in began_at}) == rule
+    began_at = {
+        "nnabla": ("scale",),
+        "flax": ("scale", "fin_steps"),
+        "jmp": ("loss_scale", "counter"),
+    }.get(name.partition("-")[0], ())
+    assert (
+        dataclasses.replace(restored_rule, **{key: getattr(rule, key) for key in began_at}) == rule
+    )
     assert same_bits(run(rule, PATTERN, restored), run(restored_rule, PATTERN, restored))
 
 
@@ -505,7 +574,12 @@ def test_a_state_dict_holds_no_tensor_of_the_state_and_torch_load_takes_it(name,
     assert not shares_memory(d, state)
     torch.save(d, tmp_path / "scaler.pt")
     assert (
-        peer.to_state_dict(*peer.from_state_dict(torch.load(tmp_path / "scaler.pt", weights_only=True), **given_settings(name, rule))) == d
+        peer.to_state_dict(
+            *peer.from_state_dict(
+                torch.load(tmp_path / "scaler.pt", weights_only=True), **given_settings(name, rule)
+            )
+        )
+        == d
     )
 
 
@@ -514,17 +588,30 @@ def test_apex_with_several_losses_keeps_them_in_order():
     states = tuple(run(rule, [True] * index) for index, rule in enumerate(rules))
     d = interop.apex.to_state_dict(rules, states)
     assert list(d) == [f"loss_scaler{index}" for index in range(12)]
-    restored_rules, restored = interop.apex.from_state_dict(dict(reversed(d.items())), init_scale=2.0**16)
+    restored_rules, restored = interop.apex.from_state_dict(
+        dict(reversed(d.items())), init_scale=2.0**16
+    )
     assert restored_rules == rules
-    assert [state.scale.item() for state in restored] == [2.0 ** (16 - index) for index in range(12)]
+    assert [state.scale.item() for state in restored] == [
+        2.0 ** (16 - index) for index in range(12)
+    ]
     wrapped = interop.mmengine.to_state_dict(rules, states)
     assert wrapped == {"apex_amp": d}
     assert interop.mmengine.from_state_dict(wrapped, init_scale=2.0**16)[0] == rules
 
 
 def test_deepspeeds_flat_format_has_no_hysteresis():
-    d = {"dynamic_loss_scale": True, "cur_scale": 256.0, "cur_iter": 40, "last_overflow_iter": 30, "scale_factor": 2.0, "scale_window": 100}
-    rule, state = interop.deepspeed.from_state_dict({**d, "optimizer_state_dict": {}, "clip_grad": 0.0}, min_scale=0.25)
+    d = {
+        "dynamic_loss_scale": True,
+        "cur_scale": 256.0,
+        "cur_iter": 40,
+        "last_overflow_iter": 30,
+        "scale_factor": 2.0,
+        "scale_window": 100,
+    }
+    rule, state = interop.deepspeed.from_state_dict(
+        {**d, "optimizer_state_dict": {}, "clip_grad": 0.0}, min_scale=0.25
+    )
     assert (rule.delayed_shift, rule.min_scale, rule.scale_window) == (1, 0.25, 100)
     assert run(rule, [True] * 11, state).scale == 0.25
 
@@ -537,7 +624,9 @@ def test_deepspeeds_zero_format_keeps_hysteresis(as_object):
         "dtype": torch.half,
     }  # fmt: skip
     scaler = types.SimpleNamespace(**attributes) if as_object else attributes
-    rule, state = interop.deepspeed.from_state_dict({"loss_scaler": scaler, "dynamic_loss_scale": True, "overflow": False})
+    rule, state = interop.deepspeed.from_state_dict(
+        {"loss_scaler": scaler, "dynamic_loss_scale": True, "overflow": False}
+    )
     assert state.cur_hysteresis == 2
     assert rule == interop.deepspeed.rule(256.0, 100, 1.0, 3, True, False)
 
@@ -545,7 +634,10 @@ def test_deepspeeds_zero_format_keeps_hysteresis(as_object):
 def test_deepspeeds_static_scaler():
     for d in (
         {"dynamic_loss_scale": False, "cur_scale": 128.0, "cur_iter": 3},
-        {"loss_scaler": types.SimpleNamespace(cur_scale=128, dynamic=False), "dynamic_loss_scale": False},
+        {
+            "loss_scaler": types.SimpleNamespace(cur_scale=128, dynamic=False),
+            "dynamic_loss_scale": False,
+        },
     ):
         rule, state = interop.deepspeed.from_state_dict(d)
         assert run(rule, [False, True, True], state).scale == 128
@@ -571,8 +663,14 @@ def test_a_fixed_scale_of_mmengine_uses_the_restored_one_once():
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_restored_state_is_on_the_device_that_is_asked_for(peer, device):
     module, rule = getattr(interop, peer), RULES[peer]
-    _, state = module.from_state_dict(module.to_state_dict(rule, rule.init()), device=device, **given_settings(peer, rule))
-    assert {t.device.type for t in tensors(state)} == {t.device.type for t in tensors(rule.init(device))} == {device}
+    _, state = module.from_state_dict(
+        module.to_state_dict(rule, rule.init()), device=device, **given_settings(peer, rule)
+    )
+    assert (
+        {t.device.type for t in tensors(state)}
+        == {t.device.type for t in tensors(rule.init(device))}
+        == {device}
+    )
 
 
 # ---- bad state dicts
@@ -587,14 +685,27 @@ def sample(peer):
 def test_another_peers_state_dict_is_named(peer, other):
     if peer == other:
         return
-    with pytest.raises(ValueError, match=rf"interop\.{peer}\..* expects .*This looks like .*`interop\.{other}\.from_state_dict\(d\)`"):
+    with pytest.raises(
+        ValueError,
+        match=rf"interop\.{peer}\..* expects .*This looks like .*`interop\.{other}\.from_state_dict\(d\)`",
+    ):
         getattr(interop, peer).from_state_dict(sample(other))
 
 
 @each_peer
 def test_the_state_dicts_of_those_without_a_file_are_named(peer):
-    mmcv = {"cur_scale": 4.0, "cur_iter": 1, "mode": "dynamic", "last_overflow_iter": -1, "scale_factor": 2.0, "scale_window": 1000}
-    for d, whose in ((mmcv, "mmcv's LossScaler"), (ps.DynamicScale().init()._asdict(), "a ScalerState of purescale's own")):
+    mmcv = {
+        "cur_scale": 4.0,
+        "cur_iter": 1,
+        "mode": "dynamic",
+        "last_overflow_iter": -1,
+        "scale_factor": 2.0,
+        "scale_window": 1000,
+    }
+    for d, whose in (
+        (mmcv, "mmcv's LossScaler"),
+        (ps.DynamicScale().init()._asdict(), "a ScalerState of purescale's own"),
+    ):
         with pytest.raises(ValueError, match=f"This looks like {whose}"):
             getattr(interop, peer).from_state_dict(d)
 
@@ -688,7 +799,9 @@ def test_a_fuzzed_state_dict_is_a_clear_error_or_a_usable_state(peer, data):
     elif what == "replace":
         inner[key] = data.draw(rubbish)
     else:
-        inner[data.draw(st.one_of(st.text(max_size=3), st.integers(), st.just("param_groups")))] = data.draw(rubbish)
+        inner[data.draw(st.one_of(st.text(max_size=3), st.integers(), st.just("param_groups")))] = (
+            data.draw(rubbish)
+        )
     before, names = clone(d), list(inner)
     try:
         rule, state = getattr(interop, peer).from_state_dict(d)
@@ -725,7 +838,10 @@ def test_a_setting_that_contradicts_the_state_dict_is_refused(peer, contradictio
 
 
 def test_a_setting_that_agrees_with_the_state_dict_is_taken():
-    assert interop.torch_amp.from_state_dict(sample("torch_amp"), growth_interval=2)[0].growth_interval == 2
+    assert (
+        interop.torch_amp.from_state_dict(sample("torch_amp"), growth_interval=2)[0].growth_interval
+        == 2
+    )
 
 
 @each_peer
@@ -802,7 +918,11 @@ def test_a_setting_out_of_range_is_refused_by_name(peer, bad, message):
         ("apex", {"loss_scale": True}, "loss_scale must be a number"),
         ("apex", {"loss_scale": None}, "loss_scale must be a number"),
         ("nnabla", {"N": 2.5}, "N must be a whole number"),
-        ("deepspeed", {"consecutive_hysteresis": 1}, "consecutive_hysteresis must be True or False"),
+        (
+            "deepspeed",
+            {"consecutive_hysteresis": 1},
+            "consecutive_hysteresis must be True or False",
+        ),
         ("jmp", {"loss_scale": [8.0]}, "loss_scale must be a number"),
         ("fairseq", {"threshold": "1"}, "threshold must be a number"),
         ("mmengine", {"loss_scale": None}, "loss_scale must be a number"),
@@ -835,9 +955,13 @@ def test_o1_is_the_default():
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize(("given", "expected"), [("dynamic", "dynamic"), ("128.0", 128.0), (128.0, 128.0), (128, 128.0)])
+@pytest.mark.parametrize(
+    ("given", "expected"), [("dynamic", "dynamic"), ("128.0", 128.0), (128.0, 128.0), (128, 128.0)]
+)
 def test_loss_scale_overrides_every_level(level, given, expected):
-    assert interop.apex.initialize(level, loss_scale=given)[1] == interop.apex.rule(loss_scale=expected)
+    assert interop.apex.initialize(level, loss_scale=given)[1] == interop.apex.rule(
+        loss_scale=expected
+    )
 
 
 def test_floor_and_ceiling_reach_the_rule():
@@ -849,19 +973,63 @@ def test_floor_and_ceiling_reach_the_rule():
 @pytest.mark.parametrize(
     ("level", "overrides", "expected"),
     [
-        ("O2", {"keep_batchnorm_fp32": "False"}, "params=float32,compute=float16,output=float32,norms=float16"),
-        ("O2", {"keep_batchnorm_fp32": True}, "params=float32,compute=float16,output=float32,norms=float32"),
-        ("O2", {"master_weights": False}, "params=float16,compute=float16,output=float32,norms=float32"),
-        ("O2", {"cast_model_type": torch.bfloat16}, "params=float32,compute=bfloat16,output=float32,norms=float32"),
+        (
+            "O2",
+            {"keep_batchnorm_fp32": "False"},
+            "params=float32,compute=float16,output=float32,norms=float16",
+        ),
+        (
+            "O2",
+            {"keep_batchnorm_fp32": True},
+            "params=float32,compute=float16,output=float32,norms=float32",
+        ),
+        (
+            "O2",
+            {"master_weights": False},
+            "params=float16,compute=float16,output=float32,norms=float32",
+        ),
+        (
+            "O2",
+            {"cast_model_type": torch.bfloat16},
+            "params=float32,compute=bfloat16,output=float32,norms=float32",
+        ),
         ("O2", {"cast_model_type": False}, "float32"),
-        ("O2", {"cast_model_outputs": torch.float16}, "params=float32,compute=float16,output=float16,norms=float32"),
-        ("O3", {"keep_batchnorm_fp32": "True"}, "params=float16,compute=float16,output=float32,norms=float32"),
-        ("O3", {"master_weights": True}, "params=float32,compute=float16,output=float32,norms=float16"),
-        ("O3", {"patch_torch_functions": False}, "params=float16,compute=float16,output=float32,norms=float16"),
-        ("O0", {"cast_model_type": torch.float64}, "params=float64,compute=float64,output=float32,norms=float64"),
+        (
+            "O2",
+            {"cast_model_outputs": torch.float16},
+            "params=float32,compute=float16,output=float16,norms=float32",
+        ),
+        (
+            "O3",
+            {"keep_batchnorm_fp32": "True"},
+            "params=float16,compute=float16,output=float32,norms=float32",
+        ),
+        (
+            "O3",
+            {"master_weights": True},
+            "params=float32,compute=float16,output=float32,norms=float16",
+        ),
+        (
+            "O3",
+            {"patch_torch_functions": False},
+            "params=float16,compute=float16,output=float32,norms=float16",
+        ),
+        (
+            "O0",
+            {"cast_model_type": torch.float64},
+            "params=float64,compute=float64,output=float32,norms=float64",
+        ),
         ("O1", {"patch_torch_functions": False}, "float32"),
-        ("O1", {"cast_model_type": torch.float32}, "params=float32,compute=autocast(float16),output=float32"),
-        ("O1", {"cast_model_outputs": torch.float16}, "params=float32,compute=autocast(float16),output=float16"),
+        (
+            "O1",
+            {"cast_model_type": torch.float32},
+            "params=float32,compute=autocast(float16),output=float32",
+        ),
+        (
+            "O1",
+            {"cast_model_outputs": torch.float16},
+            "params=float32,compute=autocast(float16),output=float16",
+        ),
     ],
 )
 def test_an_override_changes_the_policy(level, overrides, expected):
@@ -871,10 +1039,14 @@ def test_an_override_changes_the_policy(level, overrides, expected):
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_level_trains(level):
     policy, rule = interop.apex.initialize(level)
-    apply, params, buffers = ps.make_functional(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 1)))
+    apply, params, buffers = ps.make_functional(
+        torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 1))
+    )
     params, apply = policy.cast_to_param(params), ps.with_policy(apply, policy)
     scaler = rule.init()._replace(scale=torch.tensor(8.0))
-    grads = torch.func.grad(lambda p: ps.scale_loss(scaler, apply(p, buffers, torch.ones(2, 3))[0].square().mean()))(params)
+    grads = torch.func.grad(
+        lambda p: ps.scale_loss(scaler, apply(p, buffers, torch.ones(2, 3))[0].square().mean())
+    )(params)
     assert {grad.dtype for grad in grads.values()} == {policy.param_dtype}
     assert not ps.unscale_and_check(scaler, grads)[1]
 
@@ -892,7 +1064,10 @@ def test_disabled_is_float32_without_a_scale_whatever_the_level():
 
 @pytest.mark.parametrize("level", ["o1", "02", 2, None, "O4", ["O1"]])
 def test_an_unknown_opt_level_is_refused(level):
-    with pytest.raises(RuntimeError, match=r"unknown opt_level .*expected 'O0', 'O1', 'O2' or 'O3'.*Cure: opt_level='O\d'"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"unknown opt_level .*expected 'O0', 'O1', 'O2' or 'O3'.*Cure: opt_level='O\d'",
+    ):
         interop.apex.initialize(level)
 
 
@@ -904,9 +1079,21 @@ def test_an_unknown_opt_level_is_refused(level):
         ("O1", {"keep_batchnorm_fp32": "False"}, "keep_batchnorm_fp32=False contradicts"),
         ("O1", {"master_weights": True}, "master_weights=True contradicts"),
         ("O1", {"master_weights": False}, "master_weights=False contradicts"),
-        ("O0", {"patch_torch_functions": True}, "patch_torch_functions=True contradicts opt_level='O0'"),
-        ("O2", {"patch_torch_functions": True}, "patch_torch_functions=True contradicts opt_level='O2'"),
-        ("O3", {"patch_torch_functions": True}, "patch_torch_functions=True contradicts opt_level='O3'"),
+        (
+            "O0",
+            {"patch_torch_functions": True},
+            "patch_torch_functions=True contradicts opt_level='O0'",
+        ),
+        (
+            "O2",
+            {"patch_torch_functions": True},
+            "patch_torch_functions=True contradicts opt_level='O2'",
+        ),
+        (
+            "O3",
+            {"patch_torch_functions": True},
+            "patch_torch_functions=True contradicts opt_level='O3'",
+        ),
     ],
 )
 def test_what_contradicts_the_level_is_refused_as_in_apex(level, overrides, message):
@@ -918,12 +1105,32 @@ def test_what_contradicts_the_level_is_refused_as_in_apex(level, overrides, mess
     ("overrides", "error", "message"),
     [
         ({"loss_scale": "dynamik"}, ValueError, "loss_scale must be 'dynamic'"),
-        ({"keep_batchnorm_fp32": "yes"}, ValueError, "keep_batchnorm_fp32 must be True, False, 'True', 'False' or None, got 'yes'"),
+        (
+            {"keep_batchnorm_fp32": "yes"},
+            ValueError,
+            "keep_batchnorm_fp32 must be True, False, 'True', 'False' or None, got 'yes'",
+        ),
         ({"master_weights": 1}, ValueError, "master_weights must be True, False or None"),
-        ({"patch_torch_functions": "True"}, ValueError, "patch_torch_functions must be True, False or None"),
-        ({"cast_model_type": "float16"}, TypeError, "cast_model_type must be a floating torch.dtype"),
-        ({"cast_model_type": torch.int8}, TypeError, "cast_model_type must be a floating torch.dtype"),
-        ({"cast_model_outputs": False}, TypeError, "cast_model_outputs must be a floating torch.dtype"),
+        (
+            {"patch_torch_functions": "True"},
+            ValueError,
+            "patch_torch_functions must be True, False or None",
+        ),
+        (
+            {"cast_model_type": "float16"},
+            TypeError,
+            "cast_model_type must be a floating torch.dtype",
+        ),
+        (
+            {"cast_model_type": torch.int8},
+            TypeError,
+            "cast_model_type must be a floating torch.dtype",
+        ),
+        (
+            {"cast_model_outputs": False},
+            TypeError,
+            "cast_model_outputs must be a floating torch.dtype",
+        ),
         ({"num_losses": 0}, ValueError, "num_losses must be from 1"),
         ({"num_losses": 1.5}, TypeError, "num_losses must be a whole number"),
         ({"max_loss_scale": None}, TypeError, "max_loss_scale must be a number"),
@@ -940,7 +1147,9 @@ def test_a_value_that_apex_does_not_take_is_refused(overrides, error, message):
 
 @pytest.mark.parametrize("k", [1, 2, 8])
 def test_a_job_that_scaled_a_kth_of_each_loss_goes_on_with_the_same_overflows(k):
-    """GradScaler over `loss / k`, k times a step, beside a step over k microbatches; gradients in float16, which overflow."""
+    """GradScaler over `loss / k`, k times a step, beside a step over k microbatches; gradients in
+    float16, which overflow.
+    """
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**9, growth_interval=2)
     weight = torch.nn.Parameter(torch.tensor(0.0))
     optimizer = torch.optim.SGD([weight], lr=1.0)
@@ -968,7 +1177,9 @@ def test_a_job_that_scaled_a_kth_of_each_loss_goes_on_with_the_same_overflows(k)
     ours = ps.init_train_state({"w": weight.detach().clone()}, {}, sgd, rule)._replace(scaler=state)
     skips = 0
     for window, (scale, overflow) in zip(windows[12:], theirs(windows[12:]), strict=True):
-        ours, info = ps.train_step(ours, window, loss_fn=lambda p, b, g: (loss_of(p["w"], g), b), optimizer=sgd, rule=rule)
+        ours, info = ps.train_step(
+            ours, window, loss_fn=lambda p, b, g: (loss_of(p["w"], g), b), optimizer=sgd, rule=rule
+        )
         assert (info.scale.item() * k, info.found_inf.item()) == (scale, overflow)
         skips += overflow
     assert skips
@@ -977,16 +1188,28 @@ def test_a_job_that_scaled_a_kth_of_each_loss_goes_on_with_the_same_overflows(k)
 
 
 @pytest.mark.parametrize(
-    ("k", "error", "words"), [(3, ValueError, "power of two.*accumulated=4"), (0, ValueError, "from 1"), (2.0, TypeError, "whole")]
+    ("k", "error", "words"),
+    [
+        (3, ValueError, "power of two.*accumulated=4"),
+        (0, ValueError, "from 1"),
+        (2.0, TypeError, "whole"),
+    ],
 )
 def test_an_accumulated_that_is_no_power_of_two_is_refused(k, error, words):
     d = torch.amp.GradScaler("cpu").state_dict()
     rule, state = interop.torch_amp.from_state_dict(d)
-    for call in (lambda: interop.torch_amp.from_state_dict(d, accumulated=k), lambda: interop.torch_amp.to_state_dict(rule, state, k)):
+    for call in (
+        lambda: interop.torch_amp.from_state_dict(d, accumulated=k),
+        lambda: interop.torch_amp.to_state_dict(rule, state, k),
+    ):
         with pytest.raises(error, match=words):
             call()
 
 
 def test_mmengines_accumulative_counts_are_taken_over():
-    d = {"state": {}, "param_groups": [], "loss_scaler": torch.amp.GradScaler("cpu", init_scale=2.0**10).state_dict()}
+    d = {
+        "state": {},
+        "param_groups": [],
+        "loss_scaler": torch.amp.GradScaler("cpu", init_scale=2.0**10).state_dict(),
+    }
     assert interop.mmengine.from_state_dict(d, accumulated=4)[1].scale == 2.0**8

@@ -1,4 +1,6 @@
-"""Kinds of tensors that a tree may hold: lazily negated ones, float8, subclasses, other devices; what is taken and what is refused."""
+"""Kinds of tensors that a tree may hold: lazily negated ones, float8, subclasses, other devices;
+what is taken and what is refused.
+"""
 
 import pytest
 import torch
@@ -32,13 +34,25 @@ GRADIENT_FUNCTIONS = {
     "clip_by_value": lambda g, d: ps.clip_by_value(g, 1.0, donate=d),
     "init_accum": lambda g, d: ps.init_accum(g),
     "accumulate_grads": lambda g, d: ps.accumulate_grads(ps.init_accum(g), g, donate=d),
-    "accumulate_grads, again": lambda g, d: ps.accumulate_grads(ps.init_accum(g)._replace(grads=ps.select(True, g, g)), g, donate=d),
-    "the mean is a view": lambda g, d: ps.accumulate_grads(ps.init_accum(g)._replace(grads=g), ps.select(True, g, g), donate=d),
-    "accumulated_grads": lambda g, d: ps.accumulated_grads(ps.accumulate_grads(ps.init_accum(g), g), donate=d),
-    "merge_accum": lambda g, d: ps.merge_accum(*[ps.accumulate_grads(ps.init_accum(g), g, weight=w) for w in (1, 3)], donate=d),
+    "accumulate_grads, again": lambda g, d: ps.accumulate_grads(
+        ps.init_accum(g)._replace(grads=ps.select(True, g, g)), g, donate=d
+    ),
+    "the mean is a view": lambda g, d: ps.accumulate_grads(
+        ps.init_accum(g)._replace(grads=g), ps.select(True, g, g), donate=d
+    ),
+    "accumulated_grads": lambda g, d: ps.accumulated_grads(
+        ps.accumulate_grads(ps.init_accum(g), g), donate=d
+    ),
+    "merge_accum": lambda g, d: ps.merge_accum(
+        *[ps.accumulate_grads(ps.init_accum(g), g, weight=w) for w in (1, 3)], donate=d
+    ),
     "select": lambda g, d: ps.select(torch.tensor(False), ps.select(True, g, g), g),
-    "unscale_and_step": lambda g, d: ps.unscale_and_step(SGD, at(4.0), ps.select(True, g, g), g, SGD.init(g), max_norm=1.0, donate=d),
-    "the parameters are views": lambda g, d: ps.unscale_and_step(SGD, at(4.0), g, ps.select(True, g, g), SGD.init(g), donate=d),
+    "unscale_and_step": lambda g, d: ps.unscale_and_step(
+        SGD, at(4.0), ps.select(True, g, g), g, SGD.init(g), max_norm=1.0, donate=d
+    ),
+    "the parameters are views": lambda g, d: ps.unscale_and_step(
+        SGD, at(4.0), g, ps.select(True, g, g), SGD.init(g), donate=d
+    ),
 }
 
 
@@ -57,7 +71,10 @@ def test_a_lazily_negated_or_conjugated_view_is_taken_as_what_it_stands_for(kind
     result, expected = call(given, donate), call(plain, donate)
     resolved = [t.resolve_conj().resolve_neg() for t in tensors(result)]
     assert same_bits(resolved, tensors(expected))
-    assert donate or same_bits([t.resolve_conj().resolve_neg() for t in tensors(given)], [t.resolve_neg() for t in tensors(before)])
+    assert donate or same_bits(
+        [t.resolve_conj().resolve_neg() for t in tensors(given)],
+        [t.resolve_neg() for t in tensors(before)],
+    )
 
 
 # ---- another default device
@@ -74,7 +91,9 @@ def _calls():
         "half": torch.randn(4).half(),
         "complex": torch.randn(3, dtype=torch.complex64),
         "double": torch.randn(3, dtype=torch.float64),
-        "sparse": torch.sparse_coo_tensor(torch.tensor([[0, 0]]), torch.tensor([3.0, 1.0]), (2,), check_invariants=True),
+        "sparse": torch.sparse_coo_tensor(
+            torch.tensor([[0, 0]]), torch.tensor([3.0, 1.0]), (2,), check_invariants=True
+        ),
         "none": None,
     }
     csr = {"csr": torch.eye(3).to_sparse_csr()}
@@ -87,31 +106,61 @@ def _calls():
     calls = {
         "scale_loss": lambda: ps.scale_loss(state.scaler, mixed["0-d"]),
         "unscale_and_check": lambda: ps.unscale_and_check(state.scaler, mixed),
-        "unscale_and_check, csr": lambda: [t.to_dense() for t in ps.unscale_and_check(state.scaler, csr)[0].values()],
-        "unscale_and_check, donated": lambda: ps.unscale_and_check(state.scaler, clone(mixed), donate=True),
+        "unscale_and_check, csr": lambda: [
+            t.to_dense() for t in ps.unscale_and_check(state.scaler, csr)[0].values()
+        ],
+        "unscale_and_check, donated": lambda: ps.unscale_and_check(
+            state.scaler, clone(mixed), donate=True
+        ),
         "unscale_and_check, nothing": lambda: ps.unscale_and_check(state.scaler, {}),
-        **{f"clip_by_global_norm, {p}": lambda p=p: ps.clip_by_global_norm(mixed, 1.0, p) for p in (2.0, 3.0, float("inf"))},
+        **{
+            f"clip_by_global_norm, {p}": lambda p=p: ps.clip_by_global_norm(mixed, 1.0, p)
+            for p in (2.0, 3.0, float("inf"))
+        },
         "clip_by_global_norm, nothing": lambda: ps.clip_by_global_norm([], 1.0),
         "clip_by_value": lambda: ps.clip_by_value(real, 1.0),
         "init_accum": lambda: (ps.init_accum(grads), ps.init_accum([])),
-        "accumulate_grads": lambda: [ps.accumulate_grads(accum, grads, weight=3, found_inf=f) for f in (None, True, False)],
+        "accumulate_grads": lambda: [
+            ps.accumulate_grads(accum, grads, weight=3, found_inf=f) for f in (None, True, False)
+        ],
         "accumulated_grads": lambda: ps.accumulated_grads(accum),
         "merge_accum": lambda: ps.merge_accum(accum, accum),
         "select": lambda: ps.select(True, grads, grads),
         "maybe_step": lambda: ps.maybe_step(SGD, state.params, grads, plain, False),
         "maybe_step, the formula": lambda: ps.maybe_step(ADAMAX, state.params, grads, slots, False),
-        "unscale_and_step, fused": lambda: ps.unscale_and_step(SGD, state.scaler, state.params, grads, plain, max_norm=1.0, clip_value=0.1),
-        "unscale_and_step": lambda: ps.unscale_and_step(ADAMAX, state.scaler, state.params, grads, slots, max_norm=1.0, clip_value=0.1),
+        "unscale_and_step, fused": lambda: ps.unscale_and_step(
+            SGD, state.scaler, state.params, grads, plain, max_norm=1.0, clip_value=0.1
+        ),
+        "unscale_and_step": lambda: ps.unscale_and_step(
+            ADAMAX, state.scaler, state.params, grads, slots, max_norm=1.0, clip_value=0.1
+        ),
         "train_step": lambda: step(state, [inputs], max_norm=1.0),
         "train_step, retried": lambda: step(scaled(state), [inputs], max_retries=2),
-        "update": lambda: [rule.update(state.scaler, bad) for rule in (RULE, ps.StaticScale(2.0)) for bad in (True, False)],
+        "update": lambda: [
+            rule.update(state.scaler, bad)
+            for rule in (RULE, ps.StaticScale(2.0))
+            for bad in (True, False)
+        ],
         "init": lambda: RULE.init("cpu"),
         "make_functional": lambda: apply(params, buffers, x),
         "bn": lambda: ps.bn_buffers(ps.merge_bn_stats(bn, bn), state.buffers),
-        "checks": lambda: (ps.check_scaler(state.scaler, RULE, max_skips=3), ps.check_grad_norm(mixed["0-d"])),
+        "checks": lambda: (
+            ps.check_scaler(state.scaler, RULE, max_skips=3),
+            ps.check_grad_norm(mixed["0-d"]),
+        ),
         "all_reduce_found_inf": lambda: ps.all_reduce_found_inf(BAD),
     }
-    for peer in ("torch_amp", "megatron", "deepspeed", "flax", "keras", "nnabla", "fairseq", "apex", "mmengine"):
+    for peer in (
+        "torch_amp",
+        "megatron",
+        "deepspeed",
+        "flax",
+        "keras",
+        "nnabla",
+        "fairseq",
+        "apex",
+        "mmengine",
+    ):
         module = getattr(interop, peer)
         rule = module.rule()
         scaler = rule.init("cpu")
@@ -139,7 +188,9 @@ def test_a_function_of_tensors_on_one_device_makes_none_on_the_default_device():
 # ---- what was made under inference_mode
 
 
-@pytest.mark.parametrize("settings", [{}, {"donate": True}, {"max_norm": 1.0}, {"bn_update": "window"}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"donate": True}, {"max_norm": 1.0}, {"bn_update": "window"}]
+)
 def test_a_state_made_in_inference_mode_trains_outside_of_it(settings):
     expected_state, step = job(SGD, RULE)
     with torch.inference_mode():
@@ -159,7 +210,11 @@ def test_a_buffer_made_in_inference_mode_may_be_multiplied_with():
     with torch.inference_mode():
         buffers = {"b": torch.full((2,), 3.0)}
     new, _ = ps.train_step(
-        state._replace(buffers=buffers), [None], loss_fn=lambda p, b, _: ((p["w"] * b["b"]).sum(), b), optimizer=SGD, rule=ps.NoScale()
+        state._replace(buffers=buffers),
+        [None],
+        loss_fn=lambda p, b, _: ((p["w"] * b["b"]).sum(), b),
+        optimizer=SGD,
+        rule=ps.NoScale(),
     )
     torch.testing.assert_close(new.params["w"], torch.full((2,), 0.7))
     assert not any(t.is_inference() for t in tensors(new))
@@ -193,14 +248,25 @@ def test_float8_gradients_are_computed_in_float32(dtype, donate):
     assert accum.grads[0].dtype is torch.float32
     assert accum.grads[0].tolist() == values.tolist()
     params = [torch.zeros(3), torch.zeros(2)]
-    out = ps.unscale_and_step(SGD, at(4.0), params, given(), SGD.init(params), max_norm=1e3, donate=donate)
-    assert same_bits(out.params[0], ps.unscale_and_step(SGD, at(4.0), [values * 0, torch.zeros(2)], given(), SGD.init(params)).params[0])
+    out = ps.unscale_and_step(
+        SGD, at(4.0), params, given(), SGD.init(params), max_norm=1e3, donate=donate
+    )
+    assert same_bits(
+        out.params[0],
+        ps.unscale_and_step(
+            SGD, at(4.0), [values * 0, torch.zeros(2)], given(), SGD.init(params)
+        ).params[0],
+    )
 
 
 def test_a_float8_loss_is_scaled_in_float32():
     state = ps.init_train_state({"w": torch.ones(2)}, {}, SGD, RULE)
     _, info = ps.train_step(
-        state, [None], loss_fn=lambda p, b, _: (p["w"].sum().to(torch.float8_e5m2), b), optimizer=SGD, rule=ps.StaticScale(1.0)
+        state,
+        [None],
+        loss_fn=lambda p, b, _: (p["w"].sum().to(torch.float8_e5m2), b),
+        optimizer=SGD,
+        rule=ps.StaticScale(1.0),
     )
     assert info.loss.dtype is torch.float32
     assert info.loss == 2.0
@@ -208,11 +274,17 @@ def test_a_float8_loss_is_scaled_in_float32():
 
 def test_float8_parameters_are_refused_by_path():
     params = {"w": torch.ones(2), "q": torch.ones(2).to(torch.float8_e4m3fn)}
-    with pytest.raises(TypeError, match=r"params\['q'\] has dtype torch.float8_e4m3fn.*Cure: float32 parameters"):
+    with pytest.raises(
+        TypeError, match=r"params\['q'\] has dtype torch.float8_e4m3fn.*Cure: float32 parameters"
+    ):
         ps.maybe_step(SGD, params, params, SGD.init({"w": torch.ones(2), "q": torch.ones(2)}), BAD)
-    state = ps.init_train_state({"w": torch.ones(2), "q": torch.ones(2)}, {}, SGD, RULE)._replace(params=params)
+    state = ps.init_train_state({"w": torch.ones(2), "q": torch.ones(2)}, {}, SGD, RULE)._replace(
+        params=params
+    )
     with pytest.raises(TypeError, match=r"state.params\['q'\] has dtype torch.float8_e4m3fn"):
-        ps.train_step(state, [None], loss_fn=lambda p, b, _: (p["w"].sum(), b), optimizer=SGD, rule=RULE)
+        ps.train_step(
+            state, [None], loss_fn=lambda p, b, _: (p["w"].sum(), b), optimizer=SGD, rule=RULE
+        )
 
 
 # ---- kinds that no operator takes
@@ -223,7 +295,9 @@ class Wrapper(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner):
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, dtype=inner.dtype, device=inner.device
+        )
 
     def __init__(self, inner):
         self.inner = inner
@@ -246,7 +320,11 @@ def inner(tree):
 def test_a_subclass_without_memory_of_its_own_is_computed_with_and_never_written_to(donate):
     given = [Wrapper(torch.tensor([3.0, 4.0]))]
     accum = ps.accumulate_grads(ps.init_accum(given), given, donate=donate)
-    for result in (ps.unscale_and_check(at(1.0), given, donate=donate), ps.clip_by_global_norm(given, 10.0, donate=donate), accum.grads):
+    for result in (
+        ps.unscale_and_check(at(1.0), given, donate=donate),
+        ps.clip_by_global_norm(given, 10.0, donate=donate),
+        accum.grads,
+    ):
         assert inner(result)[0].tolist() == [3.0, 4.0]
     assert inner(ps.clip_by_value(given, 1.0, donate=donate))[0].tolist() == [1.0, 1.0]
     assert given[0].inner.tolist() == [3.0, 4.0]
@@ -257,7 +335,12 @@ def test_buffers_of_a_subclass_without_memory_of_its_own_thread_through_a_step()
     state = ps.init_train_state({"p": torch.ones(2)}, {}, SGD, RULE)._replace(buffers=buffers)
     for donate in (False, True):
         new, _ = ps.train_step(
-            state, [None], loss_fn=lambda p, b, _: (p["p"].sum(), {"w": b["w"] + 1}), optimizer=SGD, rule=RULE, donate=donate
+            state,
+            [None],
+            loss_fn=lambda p, b, _: (p["p"].sum(), {"w": b["w"] + 1}),
+            optimizer=SGD,
+            rule=RULE,
+            donate=donate,
         )
         assert inner(new.buffers)[0].tolist() == [2.0, 2.0]
         state = ps.init_train_state({"p": torch.ones(2)}, {}, SGD, RULE)._replace(buffers=buffers)
@@ -266,15 +349,29 @@ def test_buffers_of_a_subclass_without_memory_of_its_own_thread_through_a_step()
 def test_what_a_step_returns_in_a_subclass_shares_no_memory_with_the_state():
     state = ps.init_train_state({"p": torch.ones(2)}, {}, SGD, RULE)
     _, info = ps.train_step(
-        state, [None], loss_fn=lambda p, b, _: (p["p"].sum(), b, Wrapper(p["p"].detach())), optimizer=SGD, rule=RULE, donate=True
+        state,
+        [None],
+        loss_fn=lambda p, b, _: (p["p"].sum(), b, Wrapper(p["p"].detach())),
+        optimizer=SGD,
+        rule=RULE,
+        donate=True,
     )
     assert info.aux[0].inner.tolist() == [1.0, 1.0]
 
 
 STRANGE = {
-    "mkldnn": (lambda: torch.ones(2).to_mkldnn(), r"has the layout torch._mkldnn.*Cure: `.to_dense\(\)`"),
-    "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "is a nested tensor.*Cure:"),
-    "jagged": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "is a nested tensor.*Cure:"),
+    "mkldnn": (
+        lambda: torch.ones(2).to_mkldnn(),
+        r"has the layout torch._mkldnn.*Cure: `.to_dense\(\)`",
+    ),
+    "nested": (
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "is a nested tensor.*Cure:",
+    ),
+    "jagged": (
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        "is a nested tensor.*Cure:",
+    ),
     "float4": (
         lambda: torch.zeros(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
         "has dtype torch.float4_e2m1fn_x2, two numbers a byte.*Cure:",
@@ -308,7 +405,9 @@ def test_what_no_operator_takes_is_refused_by_path_before_any_work(kind):
     state = ps.init_train_state(fine, {}, SGD, RULE)
 
     def step(state):
-        return ps.train_step(state, [None], loss_fn=lambda p, b, _: (p["b"].sum(), b), optimizer=SGD, rule=RULE)
+        return ps.train_step(
+            state, [None], loss_fn=lambda p, b, _: (p["b"].sum(), b), optimizer=SGD, rule=RULE
+        )
 
     with pytest.raises(TypeError, match=rf"buffers\['a'\] {words}"):
         step(state._replace(buffers=grads))
@@ -320,7 +419,9 @@ def test_what_no_operator_takes_is_refused_by_path_before_any_work(kind):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_quantized_buffer_is_refused_by_path():
     quantized = {"q": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)}
-    with pytest.raises(TypeError, match=r"old\['q'\] is quantized, torch.qint8. Cure: `.dequantize\(\)`"):
+    with pytest.raises(
+        TypeError, match=r"old\['q'\] is quantized, torch.qint8. Cure: `.dequantize\(\)`"
+    ):
         ps.select(BAD, quantized, quantized)
 
 
@@ -332,7 +433,13 @@ def test_tensors_on_two_devices_are_refused_by_path():
         lambda: ps.unscale_and_check(at(1.0), grads),
         lambda: ps.clip_by_global_norm(grads, 1.0),
         lambda: ps.init_accum(grads),
-        lambda: ps.train_step(state._replace(params=grads), [None], loss_fn=lambda p, b, _: (p["b"].sum(), b), optimizer=SGD, rule=RULE),
+        lambda: ps.train_step(
+            state._replace(params=grads),
+            [None],
+            loss_fn=lambda p, b, _: (p["b"].sum(), b),
+            optimizer=SGD,
+            rule=RULE,
+        ),
     ):
         with pytest.raises(ValueError, match=words):
             call()
@@ -343,7 +450,11 @@ def test_tensors_on_two_devices_are_refused_by_path():
 # ---- edges that a careless change would break
 
 
-@pytest.mark.parametrize("grad", [torch.tensor([4 + 8j]).conj(), torch.tensor([4 - 8j]).conj().imag * 1j], ids=["conj", "neg"])
+@pytest.mark.parametrize(
+    "grad",
+    [torch.tensor([4 + 8j]).conj(), torch.tensor([4 - 8j]).conj().imag * 1j],
+    ids=["conj", "neg"],
+)
 def test_a_gradient_with_the_conjugate_or_negative_bit_is_taken(grad):
     unscaled, found_inf = ps.unscale_and_check(at(4.0), [grad])
     assert same_bits(unscaled[0], grad.resolve_conj().resolve_neg() / 4)

@@ -31,11 +31,19 @@ SETTINGS = {
     "RAdam": [{}, {"weight_decay": 0.1, "decoupled_weight_decay": True}],
     "RMSprop": [{}, {"momentum": 0.9, "centered": True, "weight_decay": 0.1}],
     "Rprop": [{}, {"etas": (0.4, 1.3)}],
-    "SGD": [{}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, {"momentum": 0.9, "dampening": 0.5}],
+    "SGD": [
+        {},
+        {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+        {"momentum": 0.9, "dampening": 0.5},
+    ],
     "Muon": [{}, {"nesterov": False}],
     "Adafactor": [{"foreach": False}, {"foreach": True, "weight_decay": 0.1}],
 }
-CASES = [pytest.param(name, settings, id=f"{name}-{i}") for name, many in SETTINGS.items() for i, settings in enumerate(many)]
+CASES = [
+    pytest.param(name, settings, id=f"{name}-{i}")
+    for name, many in SETTINGS.items()
+    for i, settings in enumerate(many)
+]
 NO_READS = [case for case in CASES if case.values[0] != "Adafactor"]
 FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 CAPTURABLE = ("Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
@@ -44,17 +52,23 @@ CAPTURABLE = ("Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"
 def make_params(dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     shapes = {"conv.weight": (4, 3), "head.weight": (2, 4), "gain": (1, 1)}
-    return {name: torch.randn(shape, generator=generator, dtype=dtype) for name, shape in shapes.items()}
+    return {
+        name: torch.randn(shape, generator=generator, dtype=dtype) for name, shape in shapes.items()
+    }
 
 
 def grads_at(step, params):
     generator = torch.Generator().manual_seed(100 + step)
-    return {name: torch.randn(p.shape, generator=generator, dtype=p.dtype) for name, p in params.items()}
+    return {
+        name: torch.randn(p.shape, generator=generator, dtype=p.dtype) for name, p in params.items()
+    }
 
 
 @pytest.fixture
 def capturable_on_cpu(monkeypatch):
-    """torch refuses its capturable formula where there is no graph capture; as an oracle it is right there too."""
+    """torch refuses its capturable formula where there is no graph capture; as an oracle it is
+    right there too.
+    """
     for name in CAPTURABLE:
         module = sys.modules[getattr(OPTIM, name).__module__]
         monkeypatch.setattr(module, "_get_capturable_supported_devices", lambda *a, **k: ["cpu"])
@@ -64,7 +78,13 @@ def implementation(name, settings):
     """The flags that name, on the real class, the implementation that runs by default here."""
     if name in FUSED and not settings.get("dampening"):
         return {"fused": True}
-    return {"capturable": True, "foreach": False} if name in CAPTURABLE else {"foreach": False} if name == "SGD" else {}
+    return (
+        {"capturable": True, "foreach": False}
+        if name in CAPTURABLE
+        else {"foreach": False}
+        if name == "SGD"
+        else {}
+    )
 
 
 def real(name, settings, flags, steps=20, dtype=torch.float32):
@@ -100,7 +120,11 @@ def test_twenty_steps_equal_the_real_optimizer_bit_for_bit(name, settings):
         assert same_bits(slot, theirs | ours_alone)
 
 
-@pytest.mark.parametrize("flags", [{"foreach": False}, {"foreach": True}, {"differentiable": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize(
+    "flags",
+    [{"foreach": False}, {"foreach": True}, {"differentiable": True}, {"fused": True}],
+    ids=str,
+)
 @pytest.mark.parametrize(("name", "settings"), CASES)
 def test_a_named_flag_is_kept(name, settings, flags):
     accepted = inspect.signature(getattr(OPTIM, name)).parameters
@@ -118,7 +142,9 @@ def test_the_default_agrees_with_the_for_loop(name, settings):
     accepted = inspect.signature(getattr(OPTIM, name)).parameters
     flags = {"foreach": False} if "foreach" in accepted and "foreach" not in settings else {}
     expected, _ = real(name, settings, flags)
-    torch.testing.assert_close(ours(ps.from_torch(getattr(OPTIM, name), **settings))[0], expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        ours(ps.from_torch(getattr(OPTIM, name), **settings))[0], expected, rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize(("name", "settings"), NO_READS)
@@ -136,21 +162,33 @@ def test_the_default_reads_no_tensor_value(name, settings):
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "RMSprop"])
 def test_other_dtypes_equal_the_real_optimizer(name, dtype, capturable_on_cpu):
     expected, _ = real(name, {}, implementation(name, {}), dtype=dtype)
-    assert same_bits(ours(ps.from_torch(getattr(OPTIM, name)), params=make_params(dtype))[0], expected)
+    assert same_bits(
+        ours(ps.from_torch(getattr(OPTIM, name)), params=make_params(dtype))[0], expected
+    )
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "RMSprop"])
 def test_complex_parameters_equal_the_real_optimizer(name, capturable_on_cpu):
-    flags = {"foreach": False, "differentiable": False, **({"capturable": True} if name == "RMSprop" else {})}
+    flags = {
+        "foreach": False,
+        "differentiable": False,
+        **({"capturable": True} if name == "RMSprop" else {}),
+    }
     expected, _ = real(name, {}, flags, dtype=torch.complex64)
-    torch.testing.assert_close(ours(ps.from_torch(getattr(OPTIM, name)), params=make_params(torch.complex64))[0], expected)
+    torch.testing.assert_close(
+        ours(ps.from_torch(getattr(OPTIM, name)), params=make_params(torch.complex64))[0], expected
+    )
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch's own Adagrad
+@pytest.mark.filterwarnings(
+    "ignore:Sparse invariant checks are implicitly disabled"
+)  # torch's own Adagrad
 @pytest.mark.parametrize("name", ["SGD", "Adagrad"])
 def test_sparse_gradients_equal_the_real_optimizer(name):
     table = torch.randn(5, 3)
-    grad = torch.sparse_coo_tensor(torch.tensor([[1, 1, 4]]), torch.randn(3, 3), (5, 3), check_invariants=True)
+    grad = torch.sparse_coo_tensor(
+        torch.tensor([[1, 1, 4]]), torch.randn(3, 3), (5, 3), check_invariants=True
+    )
     p = table.clone().requires_grad_()
     p.grad = grad
     getattr(OPTIM, name)([p], lr=0.1, foreach=False).step()
@@ -191,7 +229,9 @@ def test_a_skipped_step_returns_everything_bit_for_bit(name, settings, donate):
     optimizer = ps.from_torch(getattr(OPTIM, name), **settings)
     params, state = ours(optimizer, steps=3)
     bad = {n: torch.full_like(g, nan) for n, g in grads_at(0, params).items()}
-    skipped = ps.maybe_step(optimizer, clone(params), bad, clone(state), torch.tensor(True), donate=donate)
+    skipped = ps.maybe_step(
+        optimizer, clone(params), bad, clone(state), torch.tensor(True), donate=donate
+    )
     assert same_bits(skipped, (params, state))
 
 
@@ -201,7 +241,14 @@ def test_a_clean_maybe_step_is_the_step(name, settings, donate):
     optimizer = ps.from_torch(getattr(OPTIM, name), **settings)
     params, state = ours(optimizer, steps=3)
     expected = optimizer.step(params, grads_at(3, params), state)
-    stepped = ps.maybe_step(optimizer, clone(params), grads_at(3, params), clone(state), torch.tensor(False), donate=donate)
+    stepped = ps.maybe_step(
+        optimizer,
+        clone(params),
+        grads_at(3, params),
+        clone(state),
+        torch.tensor(False),
+        donate=donate,
+    )
     assert same_bits(stepped, expected)
 
 
@@ -209,7 +256,9 @@ def test_donation_writes_into_the_tensors_given_up():
     adam = ps.from_torch(OPTIM.AdamW)
     params = make_params()
     state = adam.init(params)
-    new_params, new_state = ps.maybe_step(adam, params, grads_at(0, params), state, torch.tensor(False), donate=True)
+    new_params, new_state = ps.maybe_step(
+        adam, params, grads_at(0, params), state, torch.tensor(False), donate=True
+    )
     assert {t.data_ptr() for t in new_params.values()} == {t.data_ptr() for t in params.values()}
     assert shares_memory(state.slots, new_state.slots)
 
@@ -221,22 +270,31 @@ def test_a_parameter_without_gradient_stays(name):
     state = optimizer.init(params)
     grads = {**grads_at(0, params), "gain": None}
     new_params, new_state = optimizer.step(params, grads, state)
-    assert same_bits((new_params["gain"], new_state.slots["gain"]), (params["gain"], state.slots["gain"]))
+    assert same_bits(
+        (new_params["gain"], new_state.slots["gain"]), (params["gain"], state.slots["gain"])
+    )
     assert not same_bits(new_params["conv.weight"], params["conv.weight"])
 
 
 @pytest.mark.parametrize(("name", "settings"), NO_READS)
 def test_a_step_under_vmap_equals_a_loop(name, settings):
     optimizer = ps.from_torch(getattr(OPTIM, name), **settings)
-    runs = [ours(optimizer, steps=2, params=pytree.tree_map(lambda t, k=k: t * k, make_params())) for k in (1.0, 3.0)]
+    runs = [
+        ours(optimizer, steps=2, params=pytree.tree_map(lambda t, k=k: t * k, make_params()))
+        for k in (1.0, 3.0)
+    ]
     stacked = pytree.tree_map(lambda *t: torch.stack(t), *runs)
     grads = {n: torch.stack([g, 2 * g]) for n, g in grads_at(7, make_params()).items()}
     params, state = torch.vmap(optimizer.step)(stacked[0], grads, stacked[1])
-    tolerance = {"rtol": 2e-2, "atol": 1e-4} if name == "Muon" else {"rtol": 1e-5, "atol": 1e-6}  # Muon works in bfloat16
+    tolerance = (
+        {"rtol": 2e-2, "atol": 1e-4} if name == "Muon" else {"rtol": 1e-5, "atol": 1e-6}
+    )  # Muon works in bfloat16
     for index, run in enumerate(runs):
         expected = optimizer.step(run[0], {n: g[index] for n, g in grads.items()}, run[1])
         torch.testing.assert_close(
-            pytree.tree_leaves(pytree.tree_map(lambda t, i=index: t[i], (params, state))), pytree.tree_leaves(expected), **tolerance
+            pytree.tree_leaves(pytree.tree_map(lambda t, i=index: t[i], (params, state))),
+            pytree.tree_leaves(expected),
+            **tolerance,
         )
 
 
@@ -260,12 +318,16 @@ def test_a_step_differentiates(name, settings):
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "NAdam", "ASGD", "Muon", "Adagrad", "RMSprop"])
 def test_a_step_compiles_in_one_graph(name):
     optimizer = ps.from_torch(getattr(OPTIM, name))
-    compiled = torch.compile(functools.partial(ps.maybe_step, optimizer), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(
+        functools.partial(ps.maybe_step, optimizer), fullgraph=True, backend="aot_eager"
+    )
     params, state = ours(optimizer, steps=2)
     for step, bad in enumerate([False, True]):
         arguments = (params, grads_at(step, params), state, torch.tensor(bad))
         got, expected = compiled(*arguments), ps.maybe_step(optimizer, *arguments)
-        torch.testing.assert_close(pytree.tree_leaves(got), pytree.tree_leaves(expected), rtol=2e-3, atol=1e-4)
+        torch.testing.assert_close(
+            pytree.tree_leaves(got), pytree.tree_leaves(expected), rtol=2e-3, atol=1e-4
+        )
 
 
 # ---- learning rates and overrides
@@ -277,18 +339,23 @@ def test_a_schedule_equals_setting_the_rate_by_hand(name, capturable_on_cpu):
         return 0.1 / (1.0 + applied)
 
     params = {n: p.requires_grad_() for n, p in make_params().items()}
-    optimizer = getattr(OPTIM, name)(params.values(), lr=torch.tensor(0.1), **implementation(name, {}))
+    optimizer = getattr(OPTIM, name)(
+        params.values(), lr=torch.tensor(0.1), **implementation(name, {})
+    )
     for step in range(5):
         for p, g in zip(params.values(), grads_at(step, params).values(), strict=True):
             p.grad = g
         optimizer.param_groups[0]["lr"] = schedule(torch.tensor(step))
         optimizer.step()
     torch.testing.assert_close(
-        ours(ps.from_torch(getattr(OPTIM, name), lr=schedule), steps=5)[0], {n: p.detach() for n, p in params.items()}
+        ours(ps.from_torch(getattr(OPTIM, name), lr=schedule), steps=5)[0],
+        {n: p.detach() for n, p in params.items()},
     )
 
 
-@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "NAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta"])
+@pytest.mark.parametrize(
+    "name", ["SGD", "Adam", "AdamW", "NAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta"]
+)
 def test_the_rate_differentiates(name):
     params = {"w": torch.ones(3, 2, dtype=torch.float64)}
 
@@ -304,7 +371,11 @@ def test_the_rate_differentiates(name):
     torch.testing.assert_close(torch.func.grad(total)(lr), numeric, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1), lambda applied: 0.1 + 0.0 * applied], ids=["number", "tensor", "schedule"])
+@pytest.mark.parametrize(
+    "lr",
+    [0.1, torch.tensor(0.1), lambda applied: 0.1 + 0.0 * applied],
+    ids=["number", "tensor", "schedule"],
+)
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "NAdam"])
 def test_no_kind_of_rate_is_read(name, lr):
     optimizer = ps.from_torch(getattr(OPTIM, name), lr=lr)
@@ -328,7 +399,9 @@ def test_overrides_equal_parameter_groups():
             p.grad = g
         optimizer.step()
     overrides = {"head.*": {"lr": 0.5}, "gain": {"weight_decay": 0.0, "betas": (0.5, 0.6)}}
-    got, _ = ours(ps.from_torch(OPTIM.AdamW, lr=0.1, weight_decay=0.3, overrides=overrides), steps=5)
+    got, _ = ours(
+        ps.from_torch(OPTIM.AdamW, lr=0.1, weight_decay=0.3, overrides=overrides), steps=5
+    )
     assert same_bits(got, {n: p.detach() for n, p in params.items()})
 
 
@@ -340,7 +413,9 @@ def test_a_later_override_wins():
 
 
 def test_an_override_may_have_a_schedule():
-    sgd = ps.from_torch(OPTIM.SGD, lr=1.0, overrides={"b": {"lr": lambda applied: 10.0 * (applied + 1)}})
+    sgd = ps.from_torch(
+        OPTIM.SGD, lr=1.0, overrides={"b": {"lr": lambda applied: 10.0 * (applied + 1)}}
+    )
     params = {"a": torch.zeros(1), "b": torch.zeros(1)}
     for _ in range(2):
         state = sgd.init(params) if params["a"] == 0 else state  # noqa: F821
@@ -350,12 +425,18 @@ def test_an_override_may_have_a_schedule():
 
 def test_parameters_may_be_any_tree():
     sgd = ps.from_torch(OPTIM.SGD, lr=1.0, momentum=0.9, overrides={"layers.1.*": {"lr": 0.5}})
-    params = {"layers": [{"w": torch.zeros(1)}, {"w": torch.zeros(1)}], "head": (torch.zeros(1), None)}
+    params = {
+        "layers": [{"w": torch.zeros(1)}, {"w": torch.zeros(1)}],
+        "head": (torch.zeros(1), None),
+    }
     state = sgd.init(params)
     assert set(state.slots) == {"layers.0.w", "layers.1.w", "head.0"}
     grads = pytree.tree_map(lambda t: None if t is None else torch.ones(1), params)
     stepped, _ = ps.maybe_step(sgd, params, grads, state, torch.tensor(False))
-    assert stepped == {"layers": [{"w": torch.tensor([-1.0])}, {"w": torch.tensor([-0.5])}], "head": (torch.tensor([-1.0]), None)}
+    assert stepped == {
+        "layers": [{"w": torch.tensor([-1.0])}, {"w": torch.tensor([-0.5])}],
+        "head": (torch.tensor([-1.0]), None),
+    }
 
 
 # ---- torch's own format
@@ -368,7 +449,14 @@ def test_a_state_moves_to_torch_and_continues_there(name, settings, capturable_o
     moved = [p.clone().requires_grad_() for p in params.values()]
     theirs = getattr(OPTIM, name)(moved, **settings, **implementation(name, settings))
     sd = optimizer.to_state_dict(state)
-    theirs.load_state_dict({**sd, "param_groups": [{**theirs.state_dict()["param_groups"][0], "lr": sd["param_groups"][0]["lr"]}]})
+    theirs.load_state_dict(
+        {
+            **sd,
+            "param_groups": [
+                {**theirs.state_dict()["param_groups"][0], "lr": sd["param_groups"][0]["lr"]}
+            ],
+        }
+    )
     for step in (4, 5):
         for p, g in zip(moved, grads_at(step, params).values(), strict=True):
             p.grad = g
@@ -393,7 +481,11 @@ def test_the_groups_of_a_state_dict_are_torchs():
     params = make_params()
     ours_ = optimizer.to_state_dict(optimizer.init(params))["param_groups"]
     theirs = OPTIM.AdamW(
-        [{"params": [params["conv.weight"], params["head.weight"]]}, {"params": [params["gain"]], "weight_decay": 0.0}], lr=0.1
+        [
+            {"params": [params["conv.weight"], params["head.weight"]]},
+            {"params": [params["gain"]], "weight_decay": 0.0},
+        ],
+        lr=0.1,
     )
     assert ours_ == theirs.state_dict()["param_groups"]
 
@@ -409,9 +501,18 @@ def test_a_state_dict_shares_no_memory():
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda sd: sd["state"][0].pop("exp_avg"), r"the state of conv.weight has \['exp_avg_sq', 'step'\]"),
-        (lambda sd: sd["state"][1].update(exp_avg=torch.zeros(3)), r"the state of head.weight has exp_avg of shape \(3,\)"),
-        (lambda sd: sd["param_groups"][0]["params"].pop(), r"the state dict has groups of \[2\] parameters, this optimizer has \[3\]"),
+        (
+            lambda sd: sd["state"][0].pop("exp_avg"),
+            r"the state of conv.weight has \['exp_avg_sq', 'step'\]",
+        ),
+        (
+            lambda sd: sd["state"][1].update(exp_avg=torch.zeros(3)),
+            r"the state of head.weight has exp_avg of shape \(3,\)",
+        ),
+        (
+            lambda sd: sd["param_groups"][0]["params"].pop(),
+            r"the state dict has groups of \[2\] parameters, this optimizer has \[3\]",
+        ),
     ],
 )
 def test_a_state_dict_of_something_else_is_refused(spoil, message):
@@ -432,7 +533,10 @@ def momentum_transformation(rate, decay):
 
     def update(grads, state, params=None):
         trace = pytree.tree_map(lambda m, g: decay * m + g, state["trace"], grads)
-        return pytree.tree_map(lambda m: -rate * m, trace), {"trace": trace, "count": state["count"] + 1}
+        return pytree.tree_map(lambda m: -rate * m, trace), {
+            "trace": trace,
+            "count": state["count"] + 1,
+        }
 
     return types.SimpleNamespace(init=init, update=update)
 
@@ -441,7 +545,10 @@ def momentum_transformation(rate, decay):
 def test_a_transformation_equals_torchs_sgd(form):
     tx = momentum_transformation(0.1, 0.9)
     optimizer = ps.from_transformation(tx if form == "object" else (tx.init, tx.update))
-    torch.testing.assert_close(ours(optimizer, steps=5)[0], ours(ps.from_torch(OPTIM.SGD, lr=0.1, momentum=0.9), steps=5)[0])
+    torch.testing.assert_close(
+        ours(optimizer, steps=5)[0],
+        ours(ps.from_torch(OPTIM.SGD, lr=0.1, momentum=0.9), steps=5)[0],
+    )
 
 
 @pytest.mark.parametrize("donate", [False, True])
@@ -449,7 +556,12 @@ def test_a_transformations_state_stands_still_on_a_skipped_step(donate):
     optimizer = ps.from_transformation(momentum_transformation(0.1, 0.9))
     params, state = ours(optimizer, steps=2)
     bad = pytree.tree_map(lambda p: torch.full_like(p, nan), params)
-    assert same_bits(ps.maybe_step(optimizer, clone(params), bad, clone(state), torch.tensor(True), donate=donate), (params, state))
+    assert same_bits(
+        ps.maybe_step(
+            optimizer, clone(params), bad, clone(state), torch.tensor(True), donate=donate
+        ),
+        (params, state),
+    )
 
 
 def test_a_transformation_that_writes_by_default_is_told_not_to():
@@ -465,9 +577,13 @@ def test_a_transformation_that_writes_by_default_is_told_not_to():
 
 
 def test_a_transformation_that_counts_in_python_cannot_be_skipped():
-    optimizer = ps.from_transformation((lambda p: {"count": 0}, lambda g, s, p: (g, {"count": s["count"] + 1})))
+    optimizer = ps.from_transformation(
+        (lambda p: {"count": 0}, lambda g, s, p: (g, {"count": s["count"] + 1}))
+    )
     params = make_params()
-    with pytest.raises(ValueError, match=r"is 0, but 1 in new. What changes in a step must be a tensor"):
+    with pytest.raises(
+        ValueError, match=r"is 0, but 1 in new. What changes in a step must be a tensor"
+    ):
         ps.maybe_step(optimizer, params, params, optimizer.init(params), torch.tensor(False))
 
 
@@ -479,27 +595,51 @@ def test_a_transformation_that_counts_in_python_cannot_be_skipped():
     [
         (lambda: ps.from_torch(OPTIM.LBFGS), ValueError, "evaluates the loss again"),
         (lambda: ps.from_torch(OPTIM.SparseAdam), ValueError, "takes sparse gradients only"),
-        (lambda: ps.from_torch(OPTIM.Adafactor), ValueError, r"from_torch\(Adafactor, foreach=False\)"),
-        (lambda: ps.from_torch(OPTIM.AdamW([torch.zeros(1)])), TypeError, "the class and not an instance"),
+        (
+            lambda: ps.from_torch(OPTIM.Adafactor),
+            ValueError,
+            r"from_torch\(Adafactor, foreach=False\)",
+        ),
+        (
+            lambda: ps.from_torch(OPTIM.AdamW([torch.zeros(1)])),
+            TypeError,
+            "the class and not an instance",
+        ),
         (lambda: ps.from_torch(torch.nn.Linear), TypeError, "takes a class of torch.optim"),
         (
             lambda: ps.from_torch(
-                type("Mine", (OPTIM.Optimizer,), {"step": lambda self: None, "__init__": lambda self, params, lr=1: None})
+                type(
+                    "Mine",
+                    (OPTIM.Optimizer,),
+                    {"step": lambda self: None, "__init__": lambda self, params, lr=1: None},
+                )
             ),
             ValueError,
             "from_transformation",
         ),
-        (lambda: ps.from_torch(OPTIM.SGD, learning_rate=1.0), ValueError, "SGD has no setting 'learning_rate'. It has: lr, momentum"),
+        (
+            lambda: ps.from_torch(OPTIM.SGD, learning_rate=1.0),
+            ValueError,
+            "SGD has no setting 'learning_rate'. It has: lr, momentum",
+        ),
         (lambda: ps.from_torch(OPTIM.SGD, lr=-1.0), ValueError, "Invalid learning rate"),
         (lambda: ps.from_torch(OPTIM.SGD, lr="fast"), TypeError, "lr must be a number"),
         (lambda: ps.from_torch(OPTIM.SGD, lr=torch.ones(2)), TypeError, "lr is a tensor of shape"),
-        (lambda: ps.from_torch(OPTIM.AdamW, weight_decay=torch.tensor(0.1)), TypeError, "only lr may be one"),
+        (
+            lambda: ps.from_torch(OPTIM.AdamW, weight_decay=torch.tensor(0.1)),
+            TypeError,
+            "only lr may be one",
+        ),
         (
             lambda: ps.from_torch(OPTIM.SGD, overrides={"*": {"momentun": 0.9}}),
             ValueError,
             r"overrides\['\*'\]: SGD has no setting 'momentun'",
         ),
-        (lambda: ps.from_transformation(torch.nn.Linear(1, 1)), TypeError, "takes an \\(init, update\\) pair"),
+        (
+            lambda: ps.from_transformation(torch.nn.Linear(1, 1)),
+            TypeError,
+            "takes an \\(init, update\\) pair",
+        ),
     ],
 )
 def test_what_cannot_be_an_optimizer_is_refused(make, error, message):
@@ -508,18 +648,26 @@ def test_what_cannot_be_an_optimizer_is_refused(make, error, message):
 
 
 def test_an_override_that_matches_nothing_is_refused():
-    with pytest.raises(ValueError, match=r"'\*.biass' matches no parameter. The names are: conv.weight"):
+    with pytest.raises(
+        ValueError, match=r"'\*.biass' matches no parameter. The names are: conv.weight"
+    ):
         ps.from_torch(OPTIM.SGD, overrides={"*.biass": {"lr": 0.1}}).init(make_params())
 
 
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda g: {n: t for n, t in g.items() if n != "gain"}, r"grads does not match params: missing \['gain'\]"),
+        (
+            lambda g: {n: t for n, t in g.items() if n != "gain"},
+            r"grads does not match params: missing \['gain'\]",
+        ),
         (lambda g: {**g, "extra": torch.ones(1)}, r"not in params: \['extra'\]"),
         (lambda g: {**g, "gain": {"deep": torch.ones(1)}}, r"\['gain'\]\['deep'\]"),
         (lambda g: list(g.values()), "grads does not match params"),
-        (lambda g: {**g, "gain": torch.ones(7)}, r"grads\['gain'\] has shape \(7,\), its parameter \(1, 1\)"),
+        (
+            lambda g: {**g, "gain": torch.ones(7)},
+            r"grads\['gain'\] has shape \(7,\), its parameter \(1, 1\)",
+        ),
     ],
 )
 def test_gradients_that_do_not_match_the_parameters_are_refused_and_nothing_changes(spoil, message):
@@ -529,13 +677,17 @@ def test_gradients_that_do_not_match_the_parameters_are_refused_and_nothing_chan
     with Untouched((params, state, grads)), pytest.raises(ValueError, match=message):
         ps.maybe_step(adam, params, grads, state, torch.tensor(False), donate=True)
     with Untouched((params, state, grads)), pytest.raises(ValueError, match=message):
-        ps.unscale_and_step(adam, ps.StaticScale(4.0).init(), params, grads, state, max_norm=1.0, donate=True)
+        ps.unscale_and_step(
+            adam, ps.StaticScale(4.0).init(), params, grads, state, max_norm=1.0, donate=True
+        )
 
 
 def test_a_state_of_other_parameters_is_refused():
     adam = ps.from_torch(OPTIM.AdamW)
     params = make_params()
-    with pytest.raises(ValueError, match=r"opt_state knows the parameters other, params has conv\.weight"):
+    with pytest.raises(
+        ValueError, match=r"opt_state knows the parameters other, params has conv\.weight"
+    ):
         adam.step(params, grads_at(0, params), adam.init({"other": torch.ones(1)}))
 
 
@@ -555,8 +707,14 @@ def layouts():
         "expanded": (torch.randn(7, 5), torch.randn(7, 1).expand(7, 5)),
         "transposed weight": (torch.randn(5, 7).t(), g),
         "expanded weight": (torch.randn(7, 1).expand(7, 5), g),
-        "channels last weight": (torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), torch.randn(2, 3, 4, 5)),
-        "channels last gradient": (torch.randn(2, 3, 4, 5), torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)),
+        "channels last weight": (
+            torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+            torch.randn(2, 3, 4, 5),
+        ),
+        "channels last gradient": (
+            torch.randn(2, 3, 4, 5),
+            torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        ),
     }
 
 
@@ -566,12 +724,16 @@ def layouts():
 def test_memory_layout_does_not_matter(name, layout, donate):
     """torch's fused kernels walk weights and gradients by one pointer, whatever their strides."""
     weight, grad = layouts()[layout]
-    optimizer = ps.from_torch(getattr(OPTIM, name), lr=0.1, **({"momentum": 0.9} if name == "SGD" else {}))
+    optimizer = ps.from_torch(
+        getattr(OPTIM, name), lr=0.1, **({"momentum": 0.9} if name == "SGD" else {})
+    )
     results = []
     for w, g in ((weight, grad), (weight.contiguous().clone(), grad.contiguous().clone())):
         p, state = {"w": w.clone()}, optimizer.init({"w": w})
         for _ in range(2):
-            p, state = ps.maybe_step(optimizer, p, {"w": g}, state, torch.tensor(False), donate=donate)
+            p, state = ps.maybe_step(
+                optimizer, p, {"w": g}, state, torch.tensor(False), donate=donate
+            )
         results.append(p["w"].contiguous())
     torch.testing.assert_close(*results, rtol=1e-6, atol=1e-7)
 
@@ -582,7 +744,9 @@ def test_a_gradient_in_another_dtype_is_cast_to_its_parameters(name, dtype):
     optimizer = ps.from_torch(getattr(OPTIM, name))
     params = make_params()
     grads = {n: g.to(dtype) for n, g in grads_at(0, params).items()}
-    expected = optimizer.step(params, {n: g.float() for n, g in grads.items()}, optimizer.init(params))
+    expected = optimizer.step(
+        params, {n: g.float() for n, g in grads.items()}, optimizer.init(params)
+    )
     assert same_bits(optimizer.step(params, grads, optimizer.init(params)), expected)
 
 
@@ -602,9 +766,16 @@ def test_dampening_before_the_first_step_moves_to_torch():
 
 def test_groups_of_other_sizes_are_refused():
     params = make_params()
-    theirs = OPTIM.AdamW([{"params": [params["conv.weight"]]}, {"params": [params["head.weight"], params["gain"]], "lr": 0.1}])
+    theirs = OPTIM.AdamW(
+        [
+            {"params": [params["conv.weight"]]},
+            {"params": [params["head.weight"], params["gain"]], "lr": 0.1},
+        ]
+    )
     optimizer = ps.from_torch(OPTIM.AdamW, overrides={"gain": {"lr": 0.1}})
-    with pytest.raises(ValueError, match=r"groups of \[1, 2\] parameters, this optimizer has \[2, 1\]"):
+    with pytest.raises(
+        ValueError, match=r"groups of \[1, 2\] parameters, this optimizer has \[2, 1\]"
+    ):
         optimizer.from_state_dict(theirs.state_dict(), params)
 
 
@@ -617,7 +788,12 @@ def test_vmap_over_gradients_alone_equals_a_loop(name):
     batched = torch.vmap(lambda g: optimizer.step(params, g, state)[0])(stacked)
     for index, g in enumerate(grads):
         expected = optimizer.step(params, g, state)[0]
-        torch.testing.assert_close({n: t[index] for n, t in batched.items()}, expected, rtol=2e-2 if name == "Muon" else 1e-5, atol=1e-4)
+        torch.testing.assert_close(
+            {n: t[index] for n, t in batched.items()},
+            expected,
+            rtol=2e-2 if name == "Muon" else 1e-5,
+            atol=1e-4,
+        )
 
 
 def test_vmap_over_the_rate_alone_equals_a_loop():
@@ -630,7 +806,9 @@ def test_vmap_over_the_rate_alone_equals_a_loop():
     INIT = ps.from_torch(OPTIM.AdamW).init(params)
     batched = torch.vmap(step, randomness="same")(torch.tensor([0.1, 0.2]))
     for index, lr in enumerate((0.1, 0.2)):
-        torch.testing.assert_close({n: t[index] for n, t in batched.items()}, step(torch.tensor(lr)), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            {n: t[index] for n, t in batched.items()}, step(torch.tensor(lr)), rtol=1e-4, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("name", ["SGD", "RMSprop"])
@@ -638,7 +816,14 @@ def test_parameters_that_require_a_gradient_grow_no_graph(name):
     optimizer = ps.from_torch(getattr(OPTIM, name))
     params = {n: p.requires_grad_() for n, p in make_params().items()}
     for donate in (False, True):
-        stepped, state = ps.maybe_step(optimizer, params, grads_at(0, params), optimizer.init(params), torch.tensor(False), donate=donate)
+        stepped, state = ps.maybe_step(
+            optimizer,
+            params,
+            grads_at(0, params),
+            optimizer.init(params),
+            torch.tensor(False),
+            donate=donate,
+        )
         assert not any(t.requires_grad for t in pytree.tree_leaves((stepped, state)))
 
 
@@ -701,7 +886,9 @@ def test_dampening_goes_on_in_torch(cut):
 
 def test_a_skipped_first_step_is_still_to_come():
     sgd, params = ps.from_torch(OPTIM.SGD, **DAMPED), {"a": torch.zeros(1)}
-    _, skipped = ps.maybe_step(sgd, params, {"a": torch.ones(1)}, sgd.init(params), torch.tensor(True))
+    _, skipped = ps.maybe_step(
+        sgd, params, {"a": torch.ones(1)}, sgd.init(params), torch.tensor(True)
+    )
     assert skipped.slots["a"]["is_first_step"]
     moved, _ = sgd.step(params, {"a": torch.ones(1)}, skipped)
     assert moved["a"] == -1
@@ -753,7 +940,9 @@ for cls, settings in classes.items():
 assert params["s"].tolist() == [1.0] * 8
 print("refused", refused)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert int(done.stdout.split()[-1]) > 300
 
@@ -761,7 +950,9 @@ print("refused", refused)
 def test_the_state_of_a_0_d_parameter_is_not_that_of_a_longer_one():
     adamw = ps.from_torch(OPTIM.AdamW)
     state = adamw.init({"s": torch.tensor(1.0)})
-    with pytest.raises(ValueError, match=r"exp_avg of s is torch.float32 \(\), the parameter torch.float32 \(8,\)"):
+    with pytest.raises(
+        ValueError, match=r"exp_avg of s is torch.float32 \(\), the parameter torch.float32 \(8,\)"
+    ):
         ps.maybe_step(adamw, {"s": torch.ones(8)}, {"s": torch.ones(8)}, state, False, donate=True)
 
 
@@ -789,9 +980,15 @@ def test_a_lazy_view_makes_the_step_of_its_values(kind, name, where, donate):
     lazy, plain = views(kind)
     results = []
     for leaf in (lazy, plain):
-        given = {"params": {"w": torch.ones_like(plain)}, "grads": {"w": torch.ones_like(plain)}, where: {"w": leaf}}
+        given = {
+            "params": {"w": torch.ones_like(plain)},
+            "grads": {"w": torch.ones_like(plain)},
+            where: {"w": leaf},
+        }
         state = optimizer.init(given["params"])
-        params, after = ps.maybe_step(optimizer, given["params"], given["grads"], state, torch.tensor(False), donate=donate)
+        params, after = ps.maybe_step(
+            optimizer, given["params"], given["grads"], state, torch.tensor(False), donate=donate
+        )
         results.append((params, after.slots))
     assert same_bits(*results)
     if not donate:
@@ -840,8 +1037,15 @@ def test_init_needs_no_memory_beyond_the_state(name, settings):
     state = []
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as traced:
         state.append(optimizer.init(params))
-    events = [event for event in traced.profiler.kineto_results.events() if event.name() == "[memory]"]
-    most = max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())), default=0)
+    events = [
+        event for event in traced.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
+    most = max(
+        itertools.accumulate(
+            event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())
+        ),
+        default=0,
+    )
     kept = sum(t.numel() * t.element_size() for t in pytree.tree_leaves(state))
     assert most <= kept + 100_000  # of 120 kB a parameter
 
@@ -864,10 +1068,15 @@ def test_a_rate_in_the_state_is_what_steps_use():
     state = optimizer.init(params)
     assert same_bits(state.lr, torch.tensor(0.5))
     assert optimizer.step(params, {"w": torch.ones(1)}, state)[0]["w"] == -0.5
-    assert optimizer.step(params, {"w": torch.ones(1)}, state._replace(lr=torch.tensor(2.0)))[0]["w"] == -2
+    assert (
+        optimizer.step(params, {"w": torch.ones(1)}, state._replace(lr=torch.tensor(2.0)))[0]["w"]
+        == -2
+    )
 
 
-@pytest.mark.parametrize(("name", "settings"), [case for case in CASES if case.values[0] not in ("Rprop", "Adafactor")])
+@pytest.mark.parametrize(
+    ("name", "settings"), [case for case in CASES if case.values[0] not in ("Rprop", "Adafactor")]
+)
 def test_a_rate_in_the_state_agrees_with_the_same_number(name, settings):
     fixed = ps.from_torch(getattr(OPTIM, name), lr=0.25, **settings)
     moving = ps.from_torch(getattr(OPTIM, name), lr=1.0, lr_in_state=True, **settings)
@@ -901,7 +1110,9 @@ def test_a_rate_in_the_state_is_differentiated():
     def after(lr):
         stepped, state = params, optimizer.init(params)._replace(lr=lr)
         for _ in range(2):
-            stepped, state = ps.maybe_step(optimizer, stepped, {"w": torch.full((1,), 3.0)}, state, False)
+            stepped, state = ps.maybe_step(
+                optimizer, stepped, {"w": torch.full((1,), 3.0)}, state, False
+            )
         return stepped["w"].sum()
 
     assert torch.func.grad(after)(torch.tensor(0.1)) == -6
@@ -920,7 +1131,9 @@ def test_a_rate_in_the_state_is_saved_and_goes_into_a_state_dict_and_back(tmp_pa
 def test_a_skipped_step_keeps_the_rate_of_the_state():
     optimizer, params = ps.from_torch(OPTIM.AdamW, lr_in_state=True), {"w": torch.ones(2)}
     state = optimizer.init(params)._replace(lr=torch.tensor(0.125))
-    assert same_bits(ps.maybe_step(optimizer, params, params, state, torch.tensor(True)), (params, state))
+    assert same_bits(
+        ps.maybe_step(optimizer, params, params, state, torch.tensor(True)), (params, state)
+    )
 
 
 @pytest.mark.parametrize(
@@ -940,7 +1153,10 @@ def test_a_state_whose_rate_is_elsewhere_is_refused(change, in_state, message):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ps.from_torch(OPTIM.SGD, lr=lambda n: 0.1, lr_in_state=True), "lr_in_state=True with a schedule"),
+        (
+            lambda: ps.from_torch(OPTIM.SGD, lr=lambda n: 0.1, lr_in_state=True),
+            "lr_in_state=True with a schedule",
+        ),
         (lambda: ps.from_torch(OPTIM.Rprop, lr_in_state=True), "step sizes start from"),
     ],
 )
@@ -968,7 +1184,10 @@ def test_an_optimizer_made_inside_of_a_compiled_function_says_where_to_make_it()
         (lambda applied: torch.ones(3), r"the schedule lr returned a tensor torch.float32 \(3,\)"),
         (lambda applied: applied, r"the schedule lr returned a tensor torch.int64 \(\)"),
         (lambda applied: math.cos(applied), "reads the value of the step count.*torch.cos"),
-        (lambda applied: 0.1 if applied < 5 else 0.01, "reads the value of the step count.*torch.where"),
+        (
+            lambda applied: 0.1 if applied < 5 else 0.01,
+            "reads the value of the step count.*torch.where",
+        ),
         (lambda applied: [0.1, 0.2][applied], "reads the value of the step count"),
         (lambda applied: 0.1 * int(applied), "reads the value of the step count"),
         (lambda applied: 0.1 * applied.item(), "reads the value of the step count"),
@@ -1010,8 +1229,14 @@ def test_what_is_no_state_dict_is_refused_in_words(sd):
     ("spoil", "message"),
     [
         (lambda slot: {**slot, "step": torch.tensor(nan)}, "a step count that is inf or NaN"),
-        (lambda slot: {**slot, "step": torch.tensor(float("inf"))}, "a step count that is inf or NaN"),
-        (lambda slot: {**slot, "exp_avg": slot["exp_avg"] * 1j}, r"exp_avg of shape \(2,\), torch.complex64, expected"),
+        (
+            lambda slot: {**slot, "step": torch.tensor(float("inf"))},
+            "a step count that is inf or NaN",
+        ),
+        (
+            lambda slot: {**slot, "exp_avg": slot["exp_avg"] * 1j},
+            r"exp_avg of shape \(2,\), torch.complex64, expected",
+        ),
         (lambda slot: {**slot, "exp_avg": "no"}, "exp_avg = str; expected a tensor"),
     ],
 )
@@ -1025,10 +1250,18 @@ def test_a_slot_that_cannot_be_restored_is_refused(spoil, message):
 
 def test_a_transformations_state_shares_no_memory_with_what_it_was_given():
     def update(grads, state, params):
-        return grads, {"last": grads["w"][:2], "view": params["w"].view(-1), "twice": [state["last"], state["last"]]}
+        return grads, {
+            "last": grads["w"][:2],
+            "view": params["w"].view(-1),
+            "twice": [state["last"], state["last"]],
+        }
 
     tx = ps.from_transformation((lambda params: {"last": params["w"][:2]}, update))
-    params, grads, state = {"w": torch.ones(4)}, {"w": torch.full((4,), 2.0)}, {"last": torch.zeros(2)}
+    params, grads, state = (
+        {"w": torch.ones(4)},
+        {"w": torch.full((4,), 2.0)},
+        {"last": torch.zeros(2)},
+    )
     stepped, after = tx.step(params, grads, state)
     assert not shares_memory((params, grads, state), (stepped, after))
     assert not shares_memory(after["twice"][0], after["twice"][1])
@@ -1088,7 +1321,9 @@ def test_one_saved_group_is_taken_in_the_order_of_params():
     for p in theirs.param_groups[0]["params"]:
         p.grad = torch.full_like(p, p.sum().item())
     theirs.step()
-    state = ps.from_torch(OPTIM.AdamW, overrides=overrides).from_state_dict(theirs.state_dict(), params)
+    state = ps.from_torch(OPTIM.AdamW, overrides=overrides).from_state_dict(
+        theirs.state_dict(), params
+    )
     for slot, p in zip(state.slots.values(), theirs.param_groups[0]["params"], strict=True):
         assert same_bits(slot["exp_avg"], theirs.state[p]["exp_avg"])
 
@@ -1107,7 +1342,10 @@ def test_a_state_in_another_layout_trains_the_same():
     contiguous = pytree.tree_map(lambda t: t.contiguous(), state)
     slot = {k: torch.randn(4, 3).abs() if v.ndim else v for k, v in contiguous.slots["w"].items()}
     g = torch.randn(4, 3)
-    results = [adam.step({"w": w}, {"w": g}, state._replace(slots={"w": slot}))[0]["w"].contiguous() for w in (weight, weight.contiguous())]
+    results = [
+        adam.step({"w": w}, {"w": g}, state._replace(slots={"w": slot}))[0]["w"].contiguous()
+        for w in (weight, weight.contiguous())
+    ]
     torch.testing.assert_close(*results, rtol=1e-6, atol=1e-7)
 
 
@@ -1131,13 +1369,20 @@ def test_applied_is_the_largest_step_count():
         },
         "param_groups": [{"params": [0, 1]}],
     }
-    assert ps.from_torch(OPTIM.Adam).from_state_dict(sd, {"a": torch.ones(1), "b": torch.ones(1)}).applied == 5
+    assert (
+        ps.from_torch(OPTIM.Adam)
+        .from_state_dict(sd, {"a": torch.ones(1), "b": torch.ones(1)})
+        .applied
+        == 5
+    )
 
 
 def test_a_state_dict_has_the_rate_as_it_is_now():
     sgd = ps.from_torch(OPTIM.SGD, lr=lambda applied: 0.5**applied)
     state = sgd.init({"w": torch.ones(1)})
-    assert sgd.to_state_dict(state._replace(applied=torch.tensor(2)))["param_groups"][0]["lr"] == 0.25
+    assert (
+        sgd.to_state_dict(state._replace(applied=torch.tensor(2)))["param_groups"][0]["lr"] == 0.25
+    )
 
 
 def test_an_inf_gradient_stays_inf_in_a_narrower_parameter():
@@ -1157,7 +1402,10 @@ def test_a_differentiable_optimizer_keeps_the_graph():
     sgd = ps.from_torch(OPTIM.SGD, lr=0.5, differentiable=True)
     w = torch.tensor([3.0], requires_grad=True)
     state = sgd.init({"w": w})
-    for step in (lambda: sgd.step({"w": w}, {"w": w * 2}, state)[0], lambda: ps.maybe_step(sgd, {"w": w}, {"w": w * 2}, state, False)[0]):
+    for step in (
+        lambda: sgd.step({"w": w}, {"w": w * 2}, state)[0],
+        lambda: ps.maybe_step(sgd, {"w": w}, {"w": w * 2}, state, False)[0],
+    ):
         (derivative,) = torch.autograd.grad(step()["w"].sum(), w)
         assert derivative == 0
 
@@ -1174,16 +1422,32 @@ def test_a_step_outside_of_maybe_step_grows_no_graph(name):
 def test_the_state_of_a_model_of_another_shape_is_refused(cls):
     optimizer = ps.from_torch(cls)
     params = {"w": torch.ones(300)}
-    with pytest.raises(ValueError, match=r"exp_avg|square_avg of w is torch.float32 \(2,\), the parameter torch.float32 \(300,\)"):
-        ps.maybe_step(optimizer, params, {"w": torch.ones(300)}, optimizer.init({"w": torch.ones(2)}), torch.tensor(False))
+    with pytest.raises(
+        ValueError,
+        match=r"exp_avg|square_avg of w is torch.float32 \(2,\), the parameter torch.float32 \(300,\)",
+    ):
+        ps.maybe_step(
+            optimizer,
+            params,
+            {"w": torch.ones(300)},
+            optimizer.init({"w": torch.ones(2)}),
+            torch.tensor(False),
+        )
 
 
-@pytest.mark.parametrize(("cls", "other"), [(OPTIM.AdamW, OPTIM.SGD), (OPTIM.RMSprop, OPTIM.Adagrad), (OPTIM.RMSprop, OPTIM.SGD)])
+@pytest.mark.parametrize(
+    ("cls", "other"),
+    [(OPTIM.AdamW, OPTIM.SGD), (OPTIM.RMSprop, OPTIM.Adagrad), (OPTIM.RMSprop, OPTIM.SGD)],
+)
 def test_the_state_of_another_class_is_refused(cls, other):
     optimizer, params = ps.from_torch(cls), {"w": torch.ones(3)}
     with pytest.raises(ValueError, match=rf"opt_state has no .* that {cls.__name__} keeps"):
-        ps.maybe_step(optimizer, params, params, ps.from_torch(other).init(params), torch.tensor(False))
-    with pytest.raises(TypeError, match=r"opt_state is dict. Cure: `opt_state = optimizer.init\(params\)`"):
+        ps.maybe_step(
+            optimizer, params, params, ps.from_torch(other).init(params), torch.tensor(False)
+        )
+    with pytest.raises(
+        TypeError, match=r"opt_state is dict. Cure: `opt_state = optimizer.init\(params\)`"
+    ):
         optimizer.step(params, params, {})
 
 
@@ -1198,8 +1462,16 @@ def test_the_state_of_another_class_is_refused_by_sgd():
     [
         (torch.ones(2, dtype=torch.int64), TypeError, r"grads\['w'\] has dtype torch.int64"),
         (1.0, TypeError, r"grads\['w'\] is float"),
-        (torch.ones(2, dtype=torch.complex64), ValueError, r"grads\['w'\] has dtype torch.complex64, its parameter torch.float32"),
-        (torch.ones(2, device="meta"), ValueError, r"grads\['w'\] has device meta, its parameter cpu"),
+        (
+            torch.ones(2, dtype=torch.complex64),
+            ValueError,
+            r"grads\['w'\] has dtype torch.complex64, its parameter torch.float32",
+        ),
+        (
+            torch.ones(2, device="meta"),
+            ValueError,
+            r"grads\['w'\] has device meta, its parameter cpu",
+        ),
     ],
 )
 def test_a_gradient_that_could_not_be_added_to_its_parameter_is_refused(grad, error, message):
@@ -1217,10 +1489,19 @@ def test_vmap_over_one_part_alone_equals_a_loop(name, batched):
     grads = {"w": torch.tensor([0.1, -0.2, 0.3])}
     _, state = optimizer.step(params, grads, optimizer.init(params))
     given = state if batched == "state" else params
-    stacked = pytree.tree_map(lambda t: torch.stack([t, t * 2]) if t.is_floating_point() and t.ndim else torch.stack([t, t]), given)
+    stacked = pytree.tree_map(
+        lambda t: (
+            torch.stack([t, t * 2]) if t.is_floating_point() and t.ndim else torch.stack([t, t])
+        ),
+        given,
+    )
 
     def step(part):
-        return optimizer.step(params, grads, part)[0] if batched == "state" else optimizer.step(part, grads, state)[0]
+        return (
+            optimizer.step(params, grads, part)[0]
+            if batched == "state"
+            else optimizer.step(part, grads, state)[0]
+        )
 
     out = torch.vmap(step)(stacked)["w"]
     for index in range(2):
@@ -1230,11 +1511,18 @@ def test_vmap_over_one_part_alone_equals_a_loop(name, batched):
 
 def test_patterns_that_say_the_same_are_one_group():
     no_decay = {"weight_decay": 0.0}
-    params = {"fc.weight": torch.ones(2, 2), "fc.bias": torch.ones(2), "norm.weight": torch.ones(2), "norm.bias": torch.ones(2)}
+    params = {
+        "fc.weight": torch.ones(2, 2),
+        "fc.bias": torch.ones(2),
+        "norm.weight": torch.ones(2),
+        "norm.bias": torch.ones(2),
+    }
     optimizer = ps.from_torch(OPTIM.AdamW, overrides={"*.bias": no_decay, "norm.*": no_decay})
     names, groups = list(params), optimizer.to_state_dict(optimizer.init(params))["param_groups"]
     assert [len(group["params"]) for group in groups] == [1, 3]
-    theirs = OPTIM.AdamW([{"params": [params["fc.weight"]]}, {"params": [params[n] for n in names[1:]], **no_decay}])
+    theirs = OPTIM.AdamW(
+        [{"params": [params["fc.weight"]]}, {"params": [params[n] for n in names[1:]], **no_decay}]
+    )
     assert groups == theirs.state_dict()["param_groups"]
 
 

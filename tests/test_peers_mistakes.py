@@ -24,7 +24,10 @@ def test_the_scale_never_reaches_zero_and_params_never_become_nan():
         assert torch.isfinite(params["w"]).all()
 
 
-@pytest.mark.parametrize(("scale", "grad"), [(2.0**-140, torch.tensor([1e10 * 2.0**-140])), (2.0**-2, torch.tensor([3e38]))])
+@pytest.mark.parametrize(
+    ("scale", "grad"),
+    [(2.0**-140, torch.tensor([1e10 * 2.0**-140])), (2.0**-2, torch.tensor([3e38]))],
+)
 def test_a_finite_scaled_gradient_that_unscales_to_inf_is_found(scale, grad):
     # torch and apex look at their input only; the parameter becomes -inf.
     state = at(scale)
@@ -35,7 +38,9 @@ def test_a_finite_scaled_gradient_that_unscales_to_inf_is_found(scale, grad):
     sgd = ps.from_torch(torch.optim.SGD, lr=1e-30)
     params = {"w": torch.ones(1)}
     for donate in (False, True):
-        out = ps.unscale_and_step(sgd, state, params, {"w": grad.clone()}, sgd.init(params), donate=donate)
+        out = ps.unscale_and_step(
+            sgd, state, params, {"w": grad.clone()}, sgd.init(params), donate=donate
+        )
         assert out.found_inf == found_inf
         assert torch.isfinite(out.params["w"]).all()
 
@@ -48,7 +53,9 @@ def test_finite_gradients_whose_sum_or_norm_overflows_are_no_overflow():
 
 def test_float16_gradients_are_taken_and_do_not_underflow():
     # torch refuses them, or unscales in float16, where 1e-3 * 2**-16 is 0.
-    unscaled, found_inf = ps.unscale_and_check(at(2.0**16), [torch.tensor([1e-3], dtype=torch.float16)])
+    unscaled, found_inf = ps.unscale_and_check(
+        at(2.0**16), [torch.tensor([1e-3], dtype=torch.float16)]
+    )
     assert unscaled[0].dtype is torch.float32
     assert unscaled[0].item() == torch.tensor(1e-3, dtype=torch.float16).item() * 2.0**-16
     assert not found_inf
@@ -56,21 +63,33 @@ def test_float16_gradients_are_taken_and_do_not_underflow():
 
 def test_a_float16_loss_of_shape_1_does_not_overflow():
     # torch: 2 * 65536 in float16 is inf.
-    assert ps.scale_loss(at(2.0**16), torch.tensor([2.0], dtype=torch.float16)).tolist() == [2.0**17]
+    assert ps.scale_loss(at(2.0**16), torch.tensor([2.0], dtype=torch.float16)).tolist() == [
+        2.0**17
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_duplicate_sparse_indices_that_overflow_together_are_found(dtype):
     # torch checks the stored values only; coalesced they are inf and the parameter becomes -inf.
     big = torch.finfo(torch.float32).max * 0.8 if dtype is torch.float32 else 6e4
-    grad = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.tensor([big, big], dtype=dtype), (3,), check_invariants=True)
+    grad = torch.sparse_coo_tensor(
+        torch.tensor([[1, 1]]), torch.tensor([big, big], dtype=dtype), (3,), check_invariants=True
+    )
     unscaled, found_inf = ps.unscale_and_check(at(1.0), [grad])
-    assert found_inf.item() is (dtype is torch.float32)  # 120000 fits in float32, into which float16 is unscaled
-    assert found_inf or unscaled[0].to_dense().tolist() == [0, 2 * torch.tensor(6e4, dtype=dtype).item(), 0]
+    assert found_inf.item() is (
+        dtype is torch.float32
+    )  # 120000 fits in float32, into which float16 is unscaled
+    assert found_inf or unscaled[0].to_dense().tolist() == [
+        0,
+        2 * torch.tensor(6e4, dtype=dtype).item(),
+        0,
+    ]
 
 
 def test_duplicate_sparse_indices_are_summed_after_unscaling():
-    grad = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.tensor([3e38, 3e38]), (3,), check_invariants=True)
+    grad = torch.sparse_coo_tensor(
+        torch.tensor([[1, 1]]), torch.tensor([3e38, 3e38]), (3,), check_invariants=True
+    )
     unscaled, found_inf = ps.unscale_and_check(at(4.0), [grad])
     assert not found_inf
     assert unscaled[0].to_dense()[1].item() == pytest.approx(1.5e38)
@@ -88,7 +107,9 @@ def test_complex_gradients_are_taken(bad):
 
 @pytest.mark.parametrize("bad", [1.0, math.inf, math.nan])
 def test_bfloat16_gradients_are_taken(bad):
-    unscaled, found_inf = ps.unscale_and_check(at(2.0**16), [torch.tensor([3.0, bad], dtype=torch.bfloat16)])
+    unscaled, found_inf = ps.unscale_and_check(
+        at(2.0**16), [torch.tensor([3.0, bad], dtype=torch.bfloat16)]
+    )
     assert unscaled[0][0].item() == 3.0 * 2.0**-16
     assert found_inf.item() is not math.isfinite(bad)
 
@@ -117,7 +138,9 @@ def test_gradients_and_loss_are_right_on_a_step_where_the_scale_grows():
     state = ps.init_train_state({"w": torch.tensor(5.0)}, {}, sgd, rule)
     for _ in range(3):
         before = state
-        state, info = ps.train_step(state, [None], loss_fn=lambda p, b, _: (p["w"] * 2.0, b), optimizer=sgd, rule=rule)
+        state, info = ps.train_step(
+            state, [None], loss_fn=lambda p, b, _: (p["w"] * 2.0, b), optimizer=sgd, rule=rule
+        )
         assert before.params["w"] - state.params["w"] == 2.0
         assert info.loss == 2.0 * before.params["w"]
         assert state.scaler.scale == 2 * info.scale
@@ -147,7 +170,9 @@ def test_a_schedule_does_not_advance_on_a_skipped_step():
     opt_state = sgd.init(params)
     seen.clear()
     for bad in [False, True, True, False]:
-        params, opt_state = ps.maybe_step(sgd, params, {"w": torch.ones(1)}, opt_state, torch.tensor(bad))
+        params, opt_state = ps.maybe_step(
+            sgd, params, {"w": torch.ones(1)}, opt_state, torch.tensor(bad)
+        )
     assert [s.item() for s in seen] == [0, 1, 1, 1]
     assert params["w"].item() == 8.0 - 1.0 - 0.5
     assert opt_state.applied == 2
@@ -158,7 +183,9 @@ def test_a_skipped_step_does_not_count_for_bias_correction():
     adam = ps.from_torch(torch.optim.Adam, lr=0.1)
     params = {"w": torch.ones(3)}
     opt_state = adam.init(params)
-    skipped = ps.maybe_step(adam, params, {"w": torch.full((3,), math.nan)}, opt_state, torch.tensor(True))
+    skipped = ps.maybe_step(
+        adam, params, {"w": torch.full((3,), math.nan)}, opt_state, torch.tensor(True)
+    )
     assert same_bits(skipped, (params, opt_state))
 
 
@@ -174,12 +201,16 @@ def test_a_growth_that_would_overflow_float32_stops_at_the_ceiling():
 def test_two_optimizers_skip_together():
     # torch steps the clean optimizer and skips the other: a GAN silently loses one side's steps.
     state = at(4.0)
-    _, found_inf = ps.unscale_and_check(state, {"generator": [torch.ones(2)], "critic": [torch.tensor([math.inf])]})
+    _, found_inf = ps.unscale_and_check(
+        state, {"generator": [torch.ones(2)], "critic": [torch.tensor([math.inf])]}
+    )
     assert found_inf
 
 
 def _fp16_optimizer_hook(model, batches, loss_of, lr, loss_scale=512.0):
-    """mmpose's algorithm, written anew: half model, float32 copies, copy gradients over, step, copy back."""
+    """mmpose's algorithm, written anew: half model, float32 copies, copy gradients over, step, copy
+    back.
+    """
     masters = [p.detach().clone().float().requires_grad_() for p in model.parameters()]
     model = model.half()
     optimizer = torch.optim.SGD(masters, lr=lr, momentum=0.9, fused=True)

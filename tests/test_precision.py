@@ -57,11 +57,15 @@ def test_an_unknown_policy_string_is_refused(text, message):
 
 
 def test_a_policy_of_integers_is_refused():
-    with pytest.raises(TypeError, match=r"Policy.compute_dtype must be a floating torch.dtype, got torch.int8"):
+    with pytest.raises(
+        TypeError, match=r"Policy.compute_dtype must be a floating torch.dtype, got torch.int8"
+    ):
         ps.Policy(compute_dtype=torch.int8)
 
 
-@pytest.mark.parametrize(("cast", "dtype"), [("cast_to_param", f64), ("cast_to_compute", f16), ("cast_to_output", bf16)])
+@pytest.mark.parametrize(
+    ("cast", "dtype"), [("cast_to_param", f64), ("cast_to_compute", f16), ("cast_to_output", bf16)]
+)
 def test_casting_a_tree_casts_floats_only_and_shares_nothing(cast, dtype):
     tree = {
         "x": torch.ones(2),
@@ -73,7 +77,11 @@ def test_casting_a_tree_casts_floats_only_and_shares_nothing(cast, dtype):
         out = getattr(ps.Policy(f64, f16, bf16), cast)(tree)
     assert not shares_memory(tree, out)
     assert out["x"].dtype is out["same"].dtype is dtype
-    assert (out["n"][0].dtype, out["n"][1:], out["c"][0].dtype) == (torch.int64, [None, "text"], torch.complex64)
+    assert (out["n"][0].dtype, out["n"][1:], out["c"][0].dtype) == (
+        torch.int64,
+        [None, "text"],
+        torch.complex64,
+    )
 
 
 # ---- with_policy
@@ -101,13 +109,18 @@ def test_compute_is_half_and_norms_and_masters_are_float32():
     assert set(seen.dtypes["linear"]) == {f16}
     assert out.dtype is f32
     assert new_buffers["1.running_mean"].dtype is f32
-    grads = torch.func.grad(lambda p: ps.with_policy(apply, HALF)(p, buffers, batch()[0])[0].sum())(params)
+    grads = torch.func.grad(lambda p: ps.with_policy(apply, HALF)(p, buffers, batch()[0])[0].sum())(
+        params
+    )
     assert {g.dtype for g in grads.values()} == {f32}
 
 
 def test_float32_throughout_equals_no_policy():
     apply, params, buffers = ps.make_functional(small_net())
-    assert same_bits(ps.with_policy(apply, "float32")(params, buffers, batch()[0]), apply(params, buffers, batch()[0]))
+    assert same_bits(
+        ps.with_policy(apply, "float32")(params, buffers, batch()[0]),
+        apply(params, buffers, batch()[0]),
+    )
 
 
 def test_half_compute_agrees_with_float64():
@@ -115,12 +128,16 @@ def test_half_compute_agrees_with_float64():
     exact = ps.with_policy(apply, "params=float32,compute=float64")(params, buffers, batch()[0])
     half = ps.with_policy(apply, HALF)(params, buffers, batch()[0])
     torch.testing.assert_close(half[0].double(), exact[0], rtol=1e-2, atol=1e-2)
-    torch.testing.assert_close(half[1]["1.running_var"].double(), exact[1]["1.running_var"].double(), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(
+        half[1]["1.running_var"].double(), exact[1]["1.running_var"].double(), rtol=1e-2, atol=1e-2
+    )
 
 
 @pytest.mark.parametrize("dtype", [f16, bf16])
 def test_autocast_equals_torchs_autocast(dtype):
-    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.Softmax(-1), nn.Linear(8, 2))
+    model = nn.Sequential(
+        nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.Softmax(-1), nn.Linear(8, 2)
+    )
     apply, params, buffers = ps.make_functional(model)
     name = str(dtype).removeprefix("torch.")
     out, _ = ps.with_policy(apply, f"compute=autocast({name})")(params, buffers, torch.ones(3, 4))
@@ -132,7 +149,9 @@ def test_autocast_equals_torchs_autocast(dtype):
 def test_autocast_of_a_convolutional_net_equals_torchs_autocast():
     model = small_net()
     apply, params, buffers = ps.make_functional(model)
-    out, new_buffers = ps.with_policy(apply, "compute=autocast(float16),output=float32")(params, buffers, batch()[0])
+    out, new_buffers = ps.with_policy(apply, "compute=autocast(float16),output=float32")(
+        params, buffers, batch()[0]
+    )
     with torch.autocast("cpu", f16):
         expected = model(batch()[0])
     torch.testing.assert_close(out, expected.detach().float(), rtol=2e-3, atol=2e-3)
@@ -170,7 +189,10 @@ def test_a_frozen_parameter_computes_in_half_and_is_kept_in_float32():
 
 def test_a_parameter_in_another_dtype_than_the_policy_keeps_is_refused_by_name():
     apply, params, buffers = ps.make_functional(nn.Linear(2, 1).half())
-    with pytest.raises(TypeError, match=r"params\['weight'\] is torch.float16; the policy keeps parameters in torch.float32"):
+    with pytest.raises(
+        TypeError,
+        match=r"params\['weight'\] is torch.float16; the policy keeps parameters in torch.float32",
+    ):
         ps.with_policy(apply, HALF)(params, buffers, torch.ones(1, 2))
 
 
@@ -195,7 +217,9 @@ NORMS = {
 def test_norms_in_float32_equals_upcasting_by_hand(name, dtype):
     shape = (3, 4, 5) if name == "instance" else (3, 4)
     x = (torch.randn(shape) * 100).to(dtype)
-    module, oracle = (type(NORMS[name][0])(*((2, 4) if name == "group" else (4,))) for _ in range(2))
+    module, oracle = (
+        type(NORMS[name][0])(*((2, 4) if name == "group" else (4,))) for _ in range(2)
+    )
     with ps.norms_in_float32():
         out = module(x)
     assert same_bits(out.detach(), oracle(x.float()).to(dtype).detach())
@@ -223,27 +247,42 @@ def test_a_half_policy_with_norms_in_either_dtype_keeps_running_statistics_as_st
     out, new_buffers = ps.with_policy(apply, HALF + f",norms={norms}")(params, buffers, batch()[0])
     assert new_buffers["1.running_var"].dtype is f32
     expected = apply(params, buffers, batch()[0])
-    torch.testing.assert_close(new_buffers["1.running_var"], expected[1]["1.running_var"], rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(
+        new_buffers["1.running_var"], expected[1]["1.running_var"], rtol=1e-2, atol=1e-3
+    )
     torch.testing.assert_close(out, expected[0], rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize(
-    "policy", [HALF, "compute=autocast(float16),output=float32", "compute=autocast(bfloat16),output=float32", HALF + ",norms=float16"]
+    "policy",
+    [
+        HALF,
+        "compute=autocast(float16),output=float32",
+        "compute=autocast(bfloat16),output=float32",
+        HALF + ",norms=float16",
+    ],
 )
 def test_a_policy_under_vmap_equals_a_loop(policy):
     apply, params, buffers = ps.make_functional(small_net())
     half = ps.with_policy(apply, policy)
-    stacks = [{n: torch.stack([t, t if t.dtype is torch.int64 else t * 1.5]) for n, t in tree.items()} for tree in (params, buffers)]
+    stacks = [
+        {n: torch.stack([t, t if t.dtype is torch.int64 else t * 1.5]) for n, t in tree.items()}
+        for tree in (params, buffers)
+    ]
     x = batch()[0]
     batched = torch.vmap(lambda p, b: half(p, b, x))(*stacks)
     for index in range(2):
         one = [{n: t[index] for n, t in tree.items()} for tree in stacks]
         expected = half(*one, x)
         torch.testing.assert_close(batched[0][index], expected[0], rtol=2e-2, atol=2e-2)
-        torch.testing.assert_close({n: t[index] for n, t in batched[1].items()}, expected[1], rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(
+            {n: t[index] for n, t in batched[1].items()}, expected[1], rtol=2e-2, atol=2e-2
+        )
 
 
-@pytest.mark.parametrize("policy", [HALF, "compute=autocast(float16),output=float32", HALF + ",norms=float16"])
+@pytest.mark.parametrize(
+    "policy", [HALF, "compute=autocast(float16),output=float32", HALF + ",norms=float16"]
+)
 def test_a_policy_compiles_in_one_graph(policy):
     apply, params, buffers = ps.make_functional(small_net())
     half = ps.with_policy(apply, policy)
@@ -257,7 +296,9 @@ def test_a_policy_compiles_in_one_graph(policy):
 def test_half_norms_do_not_change_running_statistics_in_eval_mode():
     apply, params, buffers = ps.make_functional(small_net())
     buffers["1.running_var"].fill_(112345.0)
-    _, new_buffers = ps.with_policy(apply, HALF + ",norms=float16")(params, buffers, batch()[0], train=False)
+    _, new_buffers = ps.with_policy(apply, HALF + ",norms=float16")(
+        params, buffers, batch()[0], train=False
+    )
     assert same_bits(new_buffers, buffers)
 
 
@@ -301,12 +342,16 @@ def test_inputs_are_cast_before_the_model_sees_them():
         seen.update(args=args, kwargs=kwargs)
         return args[0][0], buffers
 
-    ps.with_policy(apply, "compute=float16,output=float32")({}, {}, [torch.ones(1)], tokens=torch.tensor([1]), deep={"x": (torch.ones(1),)})
+    ps.with_policy(apply, "compute=float16,output=float32")(
+        {}, {}, [torch.ones(1)], tokens=torch.tensor([1]), deep={"x": (torch.ones(1),)}
+    )
     assert seen["args"][0][0].dtype is torch.float16
     assert seen["kwargs"]["tokens"].dtype is torch.int64
     assert seen["kwargs"]["deep"]["x"][0].dtype is torch.float16
 
 
 def test_an_integer_parameter_has_no_dtype_to_keep():
-    out, _ = ps.with_policy(lambda p, b: (p["n"], b), "compute=float16")({"n": torch.tensor([1])}, {})
+    out, _ = ps.with_policy(lambda p, b: (p["n"], b), "compute=float16")(
+        {"n": torch.tensor([1])}, {}
+    )
     assert out.dtype is torch.int64

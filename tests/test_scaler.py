@@ -7,7 +7,17 @@ import hypothesis.strategies as st
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from helpers import Untouched, any32, at, finite32, legal_rules, powers_of_two, same_bits, shares_memory, trees
+from helpers import (
+    Untouched,
+    any32,
+    at,
+    finite32,
+    legal_rules,
+    powers_of_two,
+    same_bits,
+    shares_memory,
+    trees,
+)
 from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -37,13 +47,28 @@ def is_power_of_two(value):
 # ---- transitions
 
 
-@given(st.integers(-100, 100), flags, st.integers(1, 6), st.sampled_from([2.0, 4.0]), st.sampled_from([0.5, 0.25]), st.integers(0, 8))
-def test_update_equals_torchs_operator_bit_for_bit(exponent, pattern, interval, growth, backoff, tracker):
-    rule = ps.DynamicScale(2.0**exponent, growth, backoff, interval, min_scale=2.0**-149, max_scale=2.0**127)
-    state = rule.init()._replace(growth_tracker=torch.tensor(min(tracker, interval - 1), dtype=torch.int32))
+@given(
+    st.integers(-100, 100),
+    flags,
+    st.integers(1, 6),
+    st.sampled_from([2.0, 4.0]),
+    st.sampled_from([0.5, 0.25]),
+    st.integers(0, 8),
+)
+def test_update_equals_torchs_operator_bit_for_bit(
+    exponent, pattern, interval, growth, backoff, tracker
+):
+    rule = ps.DynamicScale(
+        2.0**exponent, growth, backoff, interval, min_scale=2.0**-149, max_scale=2.0**127
+    )
+    state = rule.init()._replace(
+        growth_tracker=torch.tensor(min(tracker, interval - 1), dtype=torch.int32)
+    )
     scale, count = state.scale, state.growth_tracker
     for bad in pattern:
-        expected, count = torch.ops.aten._amp_update_scale(scale, count, torch.tensor([float(bad)]), growth, backoff, interval)
+        expected, count = torch.ops.aten._amp_update_scale(
+            scale, count, torch.tensor([float(bad)]), growth, backoff, interval
+        )
         state = rule.update(state, torch.tensor(bad))
         if expected == 0:  # torch has lost its scale for good; the floor binds here
             assert state.scale == rule.min_scale
@@ -55,17 +80,28 @@ def test_update_equals_torchs_operator_bit_for_bit(exponent, pattern, interval, 
 class AgainstGradScaler(RuleBasedStateMachine):
     """Random runs of a real GradScaler and of ours over the same gradients, parameters included."""
 
-    @initialize(exponent=st.integers(0, 20), interval=st.integers(1, 4), momentum=st.sampled_from([0.0, 0.5]))
+    @initialize(
+        exponent=st.integers(0, 20),
+        interval=st.integers(1, 4),
+        momentum=st.sampled_from([0.0, 0.5]),
+    )
     def start(self, exponent, interval, momentum):
-        self.rule = ps.DynamicScale(2.0**exponent, growth_interval=interval, min_scale=2.0**-120, max_scale=2.0**100)
+        self.rule = ps.DynamicScale(
+            2.0**exponent, growth_interval=interval, min_scale=2.0**-120, max_scale=2.0**100
+        )
         self.optimizer = ps.from_torch(torch.optim.SGD, lr=0.5, momentum=momentum, foreach=False)
         self.weight = torch.nn.Parameter(torch.ones(3))
         self.params = {"w": torch.ones(3)}
         self.opt_state, self.state = self.optimizer.init(self.params), self.rule.init()
         self.torchs = torch.optim.SGD([self.weight], lr=0.5, momentum=momentum, foreach=False)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**exponent, growth_interval=interval)
+        self.scaler = torch.amp.GradScaler(
+            "cpu", init_scale=2.0**exponent, growth_interval=interval
+        )
 
-    @rule(grad=st.lists(st.floats(-4, 4, width=32), min_size=3, max_size=3), bad=st.sampled_from([None, math.inf, -math.inf, math.nan]))
+    @rule(
+        grad=st.lists(st.floats(-4, 4, width=32), min_size=3, max_size=3),
+        bad=st.sampled_from([None, math.inf, -math.inf, math.nan]),
+    )
     def step(self, grad, bad):
         grad = torch.tensor([*grad[:2], grad[2] if bad is None else bad])
         self.torchs.zero_grad()
@@ -76,7 +112,13 @@ class AgainstGradScaler(RuleBasedStateMachine):
         def scaled(params):
             return ps.scale_loss(self.state, (params["w"] * grad).sum())
 
-        out = ps.unscale_and_step(self.optimizer, self.state, self.params, torch.func.grad(scaled)(self.params), self.opt_state)
+        out = ps.unscale_and_step(
+            self.optimizer,
+            self.state,
+            self.params,
+            torch.func.grad(scaled)(self.params),
+            self.opt_state,
+        )
         self.params, self.opt_state = out.params, out.opt_state
         self.state = self.rule.update(self.state, out.found_inf)
 
@@ -97,7 +139,9 @@ def test_the_scale_stays_a_power_of_two_between_floor_and_ceiling(rule, pattern)
         assert rule.min_scale <= scale <= rule.max_scale
 
 
-@given(legal_rules, st.sampled_from([0.0, -0.0, math.inf, -math.inf, math.nan, -8.0]), st.booleans())
+@given(
+    legal_rules, st.sampled_from([0.0, -0.0, math.inf, -math.inf, math.nan, -8.0]), st.booleans()
+)
 def test_a_damaged_scale_is_repaired_to_the_floor(rule, scale, bad):
     assert rule.update(at(scale), torch.tensor(bad)).scale == rule.min_scale
 
@@ -109,11 +153,26 @@ def test_a_restored_scale_outside_of_the_bounds_is_brought_back(scale, expected)
 
 
 def test_growth_comes_on_exactly_the_interval():
-    assert trace(ps.DynamicScale(8.0, growth_interval=3), pattern("...O......")) == [8, 8, 16, 8, 8, 8, 16, 16, 16, 32]
+    assert trace(ps.DynamicScale(8.0, growth_interval=3), pattern("...O......")) == [
+        8,
+        8,
+        16,
+        8,
+        8,
+        8,
+        16,
+        16,
+        16,
+        32,
+    ]
 
 
 def test_lowering_the_interval_below_the_count_still_grows():
-    assert trace(ps.DynamicScale(8.0, growth_interval=3), pattern("."), at(8.0, growth_tracker=1000, hysteresis_tracker=1)) == [16]
+    assert trace(
+        ps.DynamicScale(8.0, growth_interval=3),
+        pattern("."),
+        at(8.0, growth_tracker=1000, hysteresis_tracker=1),
+    ) == [16]
 
 
 def test_hysteresis_refilled_by_growth_is_megatrons():
@@ -144,7 +203,9 @@ def test_floor_and_ceiling_survive_a_pytree_round_trip(rule, pattern):
     state = rule.init()
     for bad in pattern:
         turned = pytree.tree_map(lambda t: t.clone(), state)
-        assert same_bits(rule.update(turned, torch.tensor(bad)), rule.update(state, torch.tensor(bad)))
+        assert same_bits(
+            rule.update(turned, torch.tensor(bad)), rule.update(state, torch.tensor(bad))
+        )
         state = rule.update(turned, torch.tensor(bad))
 
 
@@ -178,7 +239,9 @@ def test_update_is_pure(rule, bad):
 @given(flags)
 def test_update_under_vmap_equals_a_loop(pattern):
     rule = ps.DynamicScale(growth_interval=2, hysteresis=2)
-    states = [rule.init()._replace(scale=torch.tensor(2.0 ** (i % 9))) for i, _ in enumerate(pattern)]
+    states = [
+        rule.init()._replace(scale=torch.tensor(2.0 ** (i % 9))) for i, _ in enumerate(pattern)
+    ]
     stacked = pytree.tree_map(lambda *t: torch.stack(t), *states)
     batched = torch.vmap(rule.update)(stacked, torch.tensor(pattern))
     loop = [rule.update(s, torch.tensor(bad)) for s, bad in zip(states, pattern, strict=True)]
@@ -198,7 +261,9 @@ def test_rules_are_values():
 @given(trees(finite32), powers_of_two)
 def test_unscaling_what_was_scaled_is_the_identity(tree, scale):
     state = at(scale)
-    scaled = pytree.tree_map(lambda t: None if t is None else torch.vmap(lambda x: ps.scale_loss(state, x))(t), tree)
+    scaled = pytree.tree_map(
+        lambda t: None if t is None else torch.vmap(lambda x: ps.scale_loss(state, x))(t), tree
+    )
     unscaled, found_inf = ps.unscale_and_check(state, scaled)
     assert same_bits(unscaled, tree)
     assert not found_inf
@@ -217,7 +282,10 @@ def test_the_identity_holds_on_the_step_where_the_scale_grows(value, exponent):
 @given(trees(any32), powers_of_two)
 def test_found_inf_is_whether_an_input_or_output_is_not_finite(tree, scale):
     leaves = [t for t in pytree.tree_leaves(tree) if t is not None]
-    oracle = any(not torch.isfinite(t).all() or not torch.isfinite((t.double() / scale).float()).all() for t in leaves)
+    oracle = any(
+        not torch.isfinite(t).all() or not torch.isfinite((t.double() / scale).float()).all()
+        for t in leaves
+    )
     assert ps.unscale_and_check(at(scale), tree)[1].item() is oracle
 
 
@@ -225,7 +293,9 @@ def test_found_inf_is_whether_an_input_or_output_is_not_finite(tree, scale):
 def test_unscaling_agrees_with_float64_division(tree, scale):
     unscaled, _ = ps.unscale_and_check(at(scale), tree)
     expected = pytree.tree_map(lambda t: None if t is None else (t.double() / scale).float(), tree)
-    torch.testing.assert_close(pytree.tree_leaves(unscaled), pytree.tree_leaves(expected), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        pytree.tree_leaves(unscaled), pytree.tree_leaves(expected), rtol=0, atol=0, equal_nan=True
+    )
 
 
 @given(trees(any32), powers_of_two)
@@ -253,13 +323,19 @@ def test_unscaling_under_vmap_equals_a_loop(tree, scale):
     tree = pytree.tree_map(lambda t: torch.zeros(2) if t is None else t, tree)
     states = [at(scale), at(2 * scale)]
     stacked = pytree.tree_map(lambda t: torch.stack([t, t]), tree)
-    batched = torch.vmap(ps.unscale_and_check)(pytree.tree_map(lambda *t: torch.stack(t), *states), stacked)
+    batched = torch.vmap(ps.unscale_and_check)(
+        pytree.tree_map(lambda *t: torch.stack(t), *states), stacked
+    )
     for index, state in enumerate(states):
-        assert same_bits(pytree.tree_map(lambda t, i=index: t[i], batched), ps.unscale_and_check(state, tree))
+        assert same_bits(
+            pytree.tree_map(lambda t, i=index: t[i], batched), ps.unscale_and_check(state, tree)
+        )
 
 
 def test_unscaling_differentiates():
-    grad = torch.func.grad(lambda g: ps.unscale_and_check(at(4.0), {"w": g})[0]["w"].sum())(torch.ones(2))
+    grad = torch.func.grad(lambda g: ps.unscale_and_check(at(4.0), {"w": g})[0]["w"].sum())(
+        torch.ones(2)
+    )
     assert grad.tolist() == [0.25, 0.25]
 
 
@@ -328,7 +404,9 @@ def test_check_scaler_raises_after_too_many_skips():
 
 
 @pytest.mark.parametrize("value", [0.0, -2.0, math.nan, math.inf, 3.0, 1000, 2.0**128, 2.0**-150])
-@pytest.mark.parametrize("name", ["init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale"])
+@pytest.mark.parametrize(
+    "name", ["init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale"]
+)
 def test_a_setting_that_is_no_power_of_two_is_refused_by_name(name, value):
     with pytest.raises(ValueError, match=rf"{name} must be a power of two.*Cure: {name}="):
         ps.DynamicScale(**{name: value})
@@ -351,7 +429,10 @@ def test_a_scale_that_is_no_number_is_refused(value):
         ({"backoff_factor": 2.0}, "backoff_factor must lie between 0 and 1"),
         ({"growth_interval": 0}, "growth_interval must be from 1"),
         ({"hysteresis": 0}, "hysteresis must be from 1"),
-        ({"min_scale": 4.0, "init_scale": 8.0, "max_scale": 2.0}, "min_scale <= init_scale <= max_scale"),
+        (
+            {"min_scale": 4.0, "init_scale": 8.0, "max_scale": 2.0},
+            "min_scale <= init_scale <= max_scale",
+        ),
         ({"init_scale": 2.0**30}, r"the widest are min_scale"),
         ({"refill": "sometimes"}, "refill must be 'growth'"),
     ],
@@ -386,7 +467,10 @@ def test_a_loss_that_is_no_tensor_is_refused():
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8])
 def test_an_integer_gradient_is_refused_by_path_and_nothing_is_changed(dtype):
     grads = {"conv": {"weight": torch.ones(2)}, "mask": [torch.ones(2, dtype=dtype)]}
-    with Untouched(grads), pytest.raises(TypeError, match=rf"grads\['mask'\]\[0\] has dtype {dtype}"):
+    with (
+        Untouched(grads),
+        pytest.raises(TypeError, match=rf"grads\['mask'\]\[0\] has dtype {dtype}"),
+    ):
         ps.unscale_and_check(at(2.0), grads, donate=True)
 
 
@@ -430,7 +514,10 @@ def test_a_state_that_counts_no_skips_cannot_be_asked_how_many_there_were():
     # after 50 overflows in a row the check would pass
     state = Bare(torch.tensor(8.0))
     ps.check_scaler(state, ps.DynamicScale())
-    with pytest.raises(TypeError, match=r"max_skips=3 with a Bare, which does not count skips. Cure: a field `consecutive_skips`"):
+    with pytest.raises(
+        TypeError,
+        match=r"max_skips=3 with a Bare, which does not count skips. Cure: a field `consecutive_skips`",
+    ):
         ps.check_scaler(state, ps.DynamicScale(), max_skips=3)
 
 
@@ -438,7 +525,10 @@ def test_check_scaler_takes_one_state():
     state = ps.DynamicScale().init()
     stacked = type(state)(*(torch.stack([t, t]) for t in state))
     for wrong in (stacked, ps.DynamicScale(), None, 8.0):
-        with pytest.raises(TypeError, match=r"check_scaler takes the state of one scaler.*Cure: `check_scaler\(state.scaler, rule\)`"):
+        with pytest.raises(
+            TypeError,
+            match=r"check_scaler takes the state of one scaler.*Cure: `check_scaler\(state.scaler, rule\)`",
+        ):
             ps.check_scaler(wrong, ps.DynamicScale(), max_skips=3)
     for bound in (2.5, "3", True):
         with pytest.raises(TypeError, match="max_skips must be a whole number"):
@@ -451,12 +541,16 @@ RULE = ps.DynamicScale(init_scale=2.0**10, growth_interval=3)
 
 
 def test_a_coalesced_sparse_gradient_shares_no_indices_with_its_result():
-    grad = torch.sparse_coo_tensor(torch.tensor([[0, 2]]), torch.ones(2), (3,), check_invariants=True).coalesce()
+    grad = torch.sparse_coo_tensor(
+        torch.tensor([[0, 2]]), torch.ones(2), (3,), check_invariants=True
+    ).coalesce()
     assert not shares_memory(grad, ps.unscale_and_check(at(2.0), [grad])[0])
 
 
 def test_unscaled_sparse_gradients_are_coalesced():
-    grad = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.ones(2), (3,), check_invariants=True)
+    grad = torch.sparse_coo_tensor(
+        torch.tensor([[1, 1]]), torch.ones(2), (3,), check_invariants=True
+    )
     assert ps.unscale_and_check(at(2.0), [grad])[0][0].is_coalesced()
 
 
@@ -477,10 +571,15 @@ def test_unscaling_writes_into_the_gradients_given_up():
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
-@pytest.mark.parametrize("layout", [torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc])
+@pytest.mark.parametrize(
+    "layout", [torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc]
+)
 def test_compressed_sparse_gradients_are_taken(layout):
     dense = torch.tensor([[4.0, 0.0, 0.0, 8.0], [0.0, 0.0, 2.0, 2.0]])
-    grad = dense.to_sparse(layout=layout, **({"blocksize": (1, 2)} if layout in (torch.sparse_bsr, torch.sparse_bsc) else {}))
+    grad = dense.to_sparse(
+        layout=layout,
+        **({"blocksize": (1, 2)} if layout in (torch.sparse_bsr, torch.sparse_bsc) else {}),
+    )
     unscaled, found_inf = ps.unscale_and_check(at(2.0), [grad])
     assert unscaled[0].layout is layout
     assert torch.equal(unscaled[0].to_dense(), dense / 2)
@@ -489,7 +588,9 @@ def test_compressed_sparse_gradients_are_taken(layout):
 
 def _compressed_parts(t):
     return (
-        (t.crow_indices(), t.col_indices(), t.values()) if t.layout is torch.sparse_csr else (t.ccol_indices(), t.row_indices(), t.values())
+        (t.crow_indices(), t.col_indices(), t.values())
+        if t.layout is torch.sparse_csr
+        else (t.ccol_indices(), t.row_indices(), t.values())
     )
 
 
@@ -529,11 +630,18 @@ def test_every_rule_makes_its_state_on_the_device_named():
 
 
 def test_a_damaged_count_is_brought_back():
-    assert ps.DynamicScale(8.0, growth_interval=1).update(at(8.0, growth_tracker=-5, hysteresis_tracker=1), torch.tensor(False)).scale == 16
+    assert (
+        ps.DynamicScale(8.0, growth_interval=1)
+        .update(at(8.0, growth_tracker=-5, hysteresis_tracker=1), torch.tensor(False))
+        .scale
+        == 16
+    )
 
 
 def test_bfloat16_gradients_stay_bfloat16():
-    unscaled, _ = ps.unscale_and_check(at(2.0), [torch.ones(2, dtype=torch.bfloat16), torch.ones((), dtype=torch.bfloat16)])
+    unscaled, _ = ps.unscale_and_check(
+        at(2.0), [torch.ones(2, dtype=torch.bfloat16), torch.ones((), dtype=torch.bfloat16)]
+    )
     assert [t.dtype for t in unscaled] == [torch.bfloat16] * 2
 
 
@@ -544,7 +652,9 @@ def test_an_interval_beyond_int32_is_refused():
 
 def test_compiled_donation_writes_into_the_gradients_given_up():
     grads = {"w": torch.ones(4)}
-    compiled = torch.compile(lambda s, g: ps.unscale_and_check(s, g, donate=True), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(
+        lambda s, g: ps.unscale_and_check(s, g, donate=True), fullgraph=True, backend="aot_eager"
+    )
     assert shares_memory(compiled(at(2.0), grads)[0], grads)
 
 

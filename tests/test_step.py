@@ -35,7 +35,9 @@ OPTIM = torch.optim
 ADAMW = ps.from_torch(OPTIM.AdamW, lr=0.01)
 SGD = ps.from_torch(OPTIM.SGD, lr=0.1, momentum=0.9)
 RULE = ps.DynamicScale(init_scale=2.0**10, growth_interval=3)
-optimizers = pytest.mark.parametrize("optimizer", [ADAMW, SGD, ps.from_torch(OPTIM.RMSprop)], ids=["AdamW", "SGD", "RMSprop"])
+optimizers = pytest.mark.parametrize(
+    "optimizer", [ADAMW, SGD, ps.from_torch(OPTIM.RMSprop)], ids=["AdamW", "SGD", "RMSprop"]
+)
 
 OVERFLOWS = 2.0**24  # a scale under which the small net overflows float16
 
@@ -61,15 +63,27 @@ def test_select_takes_one_tree_whole(tree, bad):
 
 
 def test_select_under_vmap_equals_a_loop():
-    picked = torch.vmap(ps.select)(torch.tensor([True, False]), {"a": torch.tensor([1.0, 2.0])}, {"a": torch.tensor([3.0, 4.0])})
+    picked = torch.vmap(ps.select)(
+        torch.tensor([True, False]),
+        {"a": torch.tensor([1.0, 2.0])},
+        {"a": torch.tensor([3.0, 4.0])},
+    )
     assert picked["a"].tolist() == [1, 4]
 
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ({"a": torch.ones(1)}, {"b": torch.ones(1)}, r"new does not match old: missing \['a'\]; not in old: \['b'\]"),
-        ({"a": torch.ones(1)}, {"a": torch.ones(2)}, r"old\['a'\] is torch.float32 \(1,\), but torch.float32 \(2,\) in new"),
+        (
+            {"a": torch.ones(1)},
+            {"b": torch.ones(1)},
+            r"new does not match old: missing \['a'\]; not in old: \['b'\]",
+        ),
+        (
+            {"a": torch.ones(1)},
+            {"a": torch.ones(2)},
+            r"old\['a'\] is torch.float32 \(1,\), but torch.float32 \(2,\) in new",
+        ),
         ({"a": torch.ones(1)}, {"a": torch.ones(1).half()}, r"torch.float16 \(1,\) in new"),
         ({"a": 1}, {"a": 2}, r"old\['a'\] is 1, but 2 in new"),
         ({"a": torch.ones(1)}, {"a": None}, r"old\['a'\] is .*, but None in new"),
@@ -90,9 +104,17 @@ def test_one_flag_decides_so_it_is_0d():
 # ---- unscale_and_step
 
 
-@given(trees(any32), powers_of_two, st.sampled_from([None, 0.5]), st.sampled_from([None, 0.1]), st.booleans())
+@given(
+    trees(any32),
+    powers_of_two,
+    st.sampled_from([None, 0.5]),
+    st.sampled_from([None, 0.1]),
+    st.booleans(),
+)
 def test_unscale_and_step_equals_its_parts(grads, scale, max_norm, clip_value, donate):
-    """Bit for bit; the values to 1e-6 where clipping is one division with unscaling, which skips where that divisor is beyond float32."""
+    """Bit for bit; the values to 1e-6 where clipping is one division with unscaling, which skips
+    where that divisor is beyond float32.
+    """
     scaler = RULE.init()._replace(scale=torch.tensor(scale))
     params = pytree.tree_map(lambda t: None if t is None else torch.ones_like(t), grads)
     for optimizer in (ADAMW, SGD):
@@ -108,7 +130,11 @@ def test_unscale_and_step_equals_its_parts(grads, scale, max_norm, clip_value, d
             out = ps.unscale_and_step(
                 optimizer,
                 scaler,
-                *((clone(params), clone(grads), clone(state)) if donate else (params, grads, state)),
+                *(
+                    (clone(params), clone(grads), clone(state))
+                    if donate
+                    else (params, grads, state)
+                ),
                 max_norm,
                 clip_value,
                 donate=donate,
@@ -128,13 +154,17 @@ def test_unscale_and_step_without_donation_shares_no_memory(grads, scale):
     scaler = RULE.init()._replace(scale=torch.tensor(scale))
     params = pytree.tree_map(lambda t: None if t is None else torch.ones_like(t), grads)
     state = ADAMW.init(params)
-    assert not shares_memory((scaler, params, grads, state), ps.unscale_and_step(ADAMW, scaler, params, grads, state))
+    assert not shares_memory(
+        (scaler, params, grads, state), ps.unscale_and_step(ADAMW, scaler, params, grads, state)
+    )
 
 
 def test_half_parameters_do_not_become_inf_from_a_finite_gradient():
     sgd = ps.from_torch(OPTIM.SGD, lr=1e-3)
     params = {"w": torch.ones(1, dtype=torch.float16)}
-    stepped, _ = ps.maybe_step(sgd, params, {"w": torch.tensor([1e6])}, sgd.init(params), torch.tensor(False))
+    stepped, _ = ps.maybe_step(
+        sgd, params, {"w": torch.tensor([1e6])}, sgd.init(params), torch.tensor(False)
+    )
     assert torch.isfinite(stepped["w"]).all()
 
 
@@ -158,9 +188,19 @@ def test_train_step_equals_the_small_functions(optimizer):
     grads, found_inf = ps.unscale_and_check(state.scaler, grads)
     grads, norm = ps.clip_by_global_norm(grads, 1.0)
     params, opt_state = ps.maybe_step(optimizer, state.params, grads, state.opt_state, found_inf)
-    expected = (params, ps.select(found_inf, state.buffers, buffers), opt_state, RULE.update(state.scaler, found_inf), torch.tensor(1), ())
+    expected = (
+        params,
+        ps.select(found_inf, state.buffers, buffers),
+        opt_state,
+        RULE.update(state.scaler, found_inf),
+        torch.tensor(1),
+        (),
+    )
     assert same_bits(tuple(new), expected)
-    assert same_bits((info.loss, info.found_inf, info.scale, info.grad_norm, info.aux), (loss, found_inf, state.scaler.scale, norm, ()))
+    assert same_bits(
+        (info.loss, info.found_inf, info.scale, info.grad_norm, info.aux),
+        (loss, found_inf, state.scaler.scale, norm, ()),
+    )
 
 
 @optimizers
@@ -193,7 +233,10 @@ def test_donation_gives_the_same_bits(optimizer):
     for index in range(8):  # overflow, growth and clean steps
         scale = OVERFLOWS if index == 2 else None
         state, other = (scaled_by(s, scale) if scale else s for s in (state, other))
-        (state, info), (other, donated) = step(state, [batch(index)]), step(other, [batch(index)], donate=True)
+        (state, info), (other, donated) = (
+            step(state, [batch(index)]),
+            step(other, [batch(index)], donate=True),
+        )
         assert same_bits((state, info), (other, donated))
 
 
@@ -208,12 +251,16 @@ def test_an_older_state_survives_later_donation():
 def test_init_train_state_shares_no_memory_with_what_it_was_given():
     _, params, buffers = ps.make_functional(nn.BatchNorm1d(2))
     rng = torch.Generator().manual_seed(0).get_state()
-    assert not shares_memory((params, buffers, rng), ps.init_train_state(params, buffers, SGD, RULE, rng=rng))
+    assert not shares_memory(
+        (params, buffers, rng), ps.init_train_state(params, buffers, SGD, RULE, rng=rng)
+    )
 
 
 def test_a_step_reads_no_tensor_value():
     for optimizer in (ADAMW, SGD):
-        state, step = job(optimizer, RULE, max_norm=1.0, clip_value=0.5, weight_fn=lambda b: b[0].shape[0])
+        state, step = job(
+            optimizer, RULE, max_norm=1.0, clip_value=0.5, weight_fn=lambda b: b[0].shape[0]
+        )
         with Dispatched() as counted:
             state, _ = step(state, [batch(0), batch(1)])
             step(scaled_by(state, OVERFLOWS), [batch(0)], donate=True)
@@ -243,7 +290,9 @@ def test_the_unscaled_loss_is_reported_in_float32():
 def test_a_half_loss_is_reported_in_float32():
     sgd = ps.from_torch(OPTIM.SGD, lr=1.0)
     state = ps.init_train_state({"w": torch.ones(1)}, {}, sgd, RULE)
-    _, info = ps.train_step(state, [None], loss_fn=lambda p, b, _: (p["w"].half(), b), optimizer=sgd, rule=RULE)
+    _, info = ps.train_step(
+        state, [None], loss_fn=lambda p, b, _: (p["w"].half(), b), optimizer=sgd, rule=RULE
+    )
     assert info.loss.dtype is torch.float32
     assert info.loss.shape == ()
 
@@ -254,7 +303,10 @@ def test_a_half_loss_is_reported_in_float32():
 @settings(max_examples=20)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5))
 def test_any_split_weighted_by_samples_gives_the_full_batch_step(sizes):
-    x, y = torch.randn(sum(sizes), 3, dtype=torch.float64), torch.randn(sum(sizes), dtype=torch.float64)
+    x, y = (
+        torch.randn(sum(sizes), 3, dtype=torch.float64),
+        torch.randn(sum(sizes), dtype=torch.float64),
+    )
     params = {"w": torch.randn(3, dtype=torch.float64)}
 
     def loss_fn(params, buffers, microbatch):
@@ -264,7 +316,12 @@ def test_any_split_weighted_by_samples_gives_the_full_batch_step(sizes):
     sgd = ps.from_torch(OPTIM.SGD, lr=1.0)
     state = ps.init_train_state(params, {}, sgd, ps.StaticScale(2.0**10))
     split = list(zip(x.split(sizes), y.split(sizes), strict=True))
-    common = {"loss_fn": loss_fn, "optimizer": sgd, "rule": ps.StaticScale(2.0**10), "weight_fn": lambda m: len(m[1])}
+    common = {
+        "loss_fn": loss_fn,
+        "optimizer": sgd,
+        "rule": ps.StaticScale(2.0**10),
+        "weight_fn": lambda m: len(m[1]),
+    }
     whole, parts = ps.train_step(state, [(x, y)], **common), ps.train_step(state, split, **common)
     torch.testing.assert_close(parts[0].params, whole[0].params, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(parts[1].loss, whole[1].loss, rtol=1e-6, atol=1e-9)
@@ -339,18 +396,31 @@ def test_sparse_gradients_are_averaged_by_weight():
 
     state = ps.init_train_state(params, buffers, sgd, RULE)
     microbatches = [torch.tensor([0, 0]), torch.tensor([1])]
-    for weight_fn, expected in ((None, [1.0, 0.5, 0, 0]), (lambda t: float(len(t)), [4 / 3, 1 / 3, 0, 0])):
-        new, _ = ps.train_step(state, microbatches, loss_fn=loss_fn, optimizer=sgd, rule=RULE, weight_fn=weight_fn)
-        torch.testing.assert_close((params["weight"] - new.params["weight"])[:, 0], torch.tensor(expected))
+    for weight_fn, expected in (
+        (None, [1.0, 0.5, 0, 0]),
+        (lambda t: float(len(t)), [4 / 3, 1 / 3, 0, 0]),
+    ):
+        new, _ = ps.train_step(
+            state, microbatches, loss_fn=loss_fn, optimizer=sgd, rule=RULE, weight_fn=weight_fn
+        )
+        torch.testing.assert_close(
+            (params["weight"] - new.params["weight"])[:, 0], torch.tensor(expected)
+        )
 
 
 def test_a_parameter_that_is_none_passes_through():
     state = ps.init_train_state({"w": torch.ones(1), "b": None}, {}, SGD, RULE)
-    new, _ = ps.train_step(state, [None], loss_fn=lambda p, b, _: (p["w"].sum(), b), optimizer=SGD, rule=RULE)
+    new, _ = ps.train_step(
+        state, [None], loss_fn=lambda p, b, _: (p["w"].sum(), b), optimizer=SGD, rule=RULE
+    )
     assert new.params["b"] is None
 
     def loss_after(w):
-        call = {"loss_fn": lambda p, b, _: (p["w"].square().sum(), b), "optimizer": SGD, "rule": RULE}
+        call = {
+            "loss_fn": lambda p, b, _: (p["w"].square().sum(), b),
+            "optimizer": SGD,
+            "rule": RULE,
+        }
         stepped, _ = ps.train_step(state._replace(params={"w": w, "b": None}), [None], **call)
         return stepped.params["w"].sum()
 
@@ -369,7 +439,9 @@ def test_one_bad_microbatch_skips_the_window_and_the_next_window_steps(position)
 
 def test_half_gradients_are_averaged_in_float32():
     sgd = ps.from_torch(OPTIM.SGD, lr=1.0)
-    state = ps.init_train_state({"w": torch.tensor([0.0], dtype=torch.bfloat16)}, {}, sgd, ps.NoScale())
+    state = ps.init_train_state(
+        {"w": torch.tensor([0.0], dtype=torch.bfloat16)}, {}, sgd, ps.NoScale()
+    )
     small, n = torch.tensor(2.0**-9, dtype=torch.bfloat16), 8
     new, _ = ps.train_step(
         state, [torch.tensor(1.0, dtype=torch.bfloat16)] + [small] * (n - 1),
@@ -383,14 +455,18 @@ def test_half_gradients_are_averaged_in_float32():
 
 
 def dropout_job(rng):
-    apply, params, buffers = ps.make_functional(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 1)))
+    apply, params, buffers = ps.make_functional(
+        nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    )
 
     def loss_fn(params, buffers, x):
         out, buffers = apply(params, buffers, x)
         return out.square().mean(), buffers
 
     state = ps.init_train_state(params, buffers, SGD, RULE, rng=rng)
-    return state, lambda s: ps.train_step(s, [torch.ones(4, 8)] * 2, loss_fn=loss_fn, optimizer=SGD, rule=RULE)
+    return state, lambda s: ps.train_step(
+        s, [torch.ones(4, 8)] * 2, loss_fn=loss_fn, optimizer=SGD, rule=RULE
+    )
 
 
 def test_with_rng_a_step_replays_bit_for_bit_whatever_the_global_generator():
@@ -439,8 +515,13 @@ def test_without_rng_the_global_generator_decides():
 def test_unused_parameters_get_a_gradient_of_zero():
     sgd = ps.from_torch(OPTIM.SGD, lr=1.0, weight_decay=0.25)
     state = ps.init_train_state({"used": torch.ones(1), "unused": torch.ones(1)}, {}, sgd, RULE)
-    new, info = ps.train_step(state, [None], loss_fn=lambda p, b, _: (p["used"].sum(), b), optimizer=sgd, rule=RULE)
-    assert (new.params["used"], new.params["unused"]) == (-0.25, 0.75)  # decayed, as torch does for 0 and not for None
+    new, info = ps.train_step(
+        state, [None], loss_fn=lambda p, b, _: (p["used"].sum(), b), optimizer=sgd, rule=RULE
+    )
+    assert (new.params["used"], new.params["unused"]) == (
+        -0.25,
+        0.75,
+    )  # decayed, as torch does for 0 and not for None
     assert not info.found_inf
 
 
@@ -468,14 +549,24 @@ def test_an_autograd_function_of_the_older_form_is_taken():
 
     sgd = ps.from_torch(OPTIM.SGD, lr=1.0)
     state = ps.init_train_state({"w": torch.ones(1)}, {}, sgd, RULE)
-    new, _ = ps.train_step(state, [None], loss_fn=lambda p, b, _: (Double.apply(p["w"]).sum(), b), optimizer=sgd, rule=RULE)
+    new, _ = ps.train_step(
+        state,
+        [None],
+        loss_fn=lambda p, b, _: (Double.apply(p["w"]).sum(), b),
+        optimizer=sgd,
+        rule=RULE,
+    )
     assert new.params["w"] == -1
 
 
 @pytest.mark.parametrize(
     ("returned", "error", "message"),
     [
-        (lambda w, b: w.sum(), TypeError, r"loss_fn returned Tensor; expected \(loss, new_buffers\)"),
+        (
+            lambda w, b: w.sum(),
+            TypeError,
+            r"loss_fn returned Tensor; expected \(loss, new_buffers\)",
+        ),
         (lambda w, b: (w.sum(),), TypeError, "returned a tuple of 1"),
         (lambda w, b: (w.sum(), b, 1, 2), TypeError, "returned a tuple of 4"),
         (lambda w, b: [w.sum(), b], TypeError, "returned list"),
@@ -483,7 +574,11 @@ def test_an_autograd_function_of_the_older_form_is_taken():
         (lambda w, b: (1.0, b), TypeError, "returned float as its loss"),
         (lambda w, b: (w, b), ValueError, r"has shape \(2,\); a loss is one number"),
         (lambda w, b: (w.sum().long(), b), TypeError, "dtype torch.int64"),
-        (lambda w, b: (w.sum(), {}), ValueError, r"new_buffers does not match buffers: missing \['n'\]"),
+        (
+            lambda w, b: (w.sum(), {}),
+            ValueError,
+            r"new_buffers does not match buffers: missing \['n'\]",
+        ),
         (lambda w, b: (w.sum(), None), ValueError, "new_buffers does not match buffers"),
         (lambda w, b: (torch.ones(()), b), ValueError, "the loss does not depend on params"),
         (
@@ -493,10 +588,14 @@ def test_an_autograd_function_of_the_older_form_is_taken():
         ),
     ],
 )
-def test_a_loss_fn_that_returns_the_wrong_thing_is_refused_and_nothing_changes(returned, error, message):
+def test_a_loss_fn_that_returns_the_wrong_thing_is_refused_and_nothing_changes(
+    returned, error, message
+):
     state = ps.init_train_state({"w": torch.ones(2)}, {"n": torch.zeros(1)}, SGD, RULE)
     with Untouched(state), pytest.raises(error, match=message):
-        ps.train_step(state, [None], loss_fn=lambda p, b, _: returned(p["w"], b), optimizer=SGD, rule=RULE)
+        ps.train_step(
+            state, [None], loss_fn=lambda p, b, _: returned(p["w"], b), optimizer=SGD, rule=RULE
+        )
 
 
 # ---- bad calls
@@ -506,7 +605,11 @@ def test_a_loss_fn_that_returns_the_wrong_thing_is_refused_and_nothing_changes(r
     ("microbatches", "error", "message"),
     [
         ([], ValueError, "empty list"),
-        (batch(), TypeError, r"is a tuple; expected a list.*`train_step\(state, \[batch\], \.\.\.\)`"),
+        (
+            batch(),
+            TypeError,
+            r"is a tuple; expected a list.*`train_step\(state, \[batch\], \.\.\.\)`",
+        ),
         (torch.ones(2), TypeError, "is a Tensor; expected a list"),
         (iter([1]), TypeError, "expected a list"),
     ],
@@ -526,11 +629,23 @@ def test_microbatches_that_are_no_list_are_refused_before_any_work(microbatches,
         ({"weight_fn": lambda b: -1.0}, ValueError, r"weight_fn returned -1\.0"),
         ({"weight_fn": lambda b: math.nan}, ValueError, "weight_fn returned nan"),
         ({"weight_fn": lambda b: "8"}, TypeError, "weight_fn returned '8'"),
-        ({"weight_fn": lambda b: torch.ones(2)}, ValueError, r"weight_fn returned a tensor of shape \(2,\)"),
-        ({"on_nonfinite": "ignore"}, ValueError, "on_nonfinite must be 'drop_window' or 'drop_microbatch', got 'ignore'"),
+        (
+            {"weight_fn": lambda b: torch.ones(2)},
+            ValueError,
+            r"weight_fn returned a tensor of shape \(2,\)",
+        ),
+        (
+            {"on_nonfinite": "ignore"},
+            ValueError,
+            "on_nonfinite must be 'drop_window' or 'drop_microbatch', got 'ignore'",
+        ),
         ({"max_retries": -1}, ValueError, "max_retries must be a whole number, 0 or more, got -1"),
         ({"max_retries": True}, ValueError, "max_retries must be a whole number"),
-        ({"max_retries": 1, "rule": ps.StaticScale(2.0)}, ValueError, r"with StaticScale\(scale=2.0\), whose scale never moves"),
+        (
+            {"max_retries": 1, "rule": ps.StaticScale(2.0)},
+            ValueError,
+            r"with StaticScale\(scale=2.0\), whose scale never moves",
+        ),
         ({"max_norm": 1.0, "norm_type": 0}, ValueError, "norm_type must be above 0"),
         ({"bn_update": "never"}, ValueError, "bn_update must be 'each' or 'window', got 'never'"),
         ({"group": "world"}, ValueError, "group=None"),
@@ -556,14 +671,19 @@ def test_a_state_without_parameters_is_refused(params):
 
 @pytest.mark.parametrize("rng", [0, torch.Generator(), torch.ones(4)])
 def test_an_rng_that_is_no_generator_state_is_refused(rng):
-    with pytest.raises(TypeError, match=r"rng=torch.Generator\('cpu'\).manual_seed\(0\).get_state\(\)"):
+    with pytest.raises(
+        TypeError, match=r"rng=torch.Generator\('cpu'\).manual_seed\(0\).get_state\(\)"
+    ):
         ps.init_train_state({"w": torch.ones(1)}, {}, SGD, RULE, rng=rng)
 
 
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"optimizer": OPTIM.SGD([torch.zeros(1)])}, r"optimizer is SGD.*Cure: from_torch\(torch.optim.AdamW"),
+        (
+            {"optimizer": OPTIM.SGD([torch.zeros(1)])},
+            r"optimizer is SGD.*Cure: from_torch\(torch.optim.AdamW",
+        ),
         ({"rule": torch.amp.GradScaler("cpu")}, r"rule is GradScaler.*Cure: DynamicScale"),
     ],
 )
@@ -581,18 +701,25 @@ def test_an_optimizer_or_rule_of_torch_is_refused_before_any_work(parts, message
 def aliasing_job(loss_fn, buffers):
     sgd = ps.from_torch(OPTIM.SGD, lr=1.0)
     state = ps.init_train_state({"w": torch.ones(3)}, buffers, sgd, RULE)
-    return state, lambda s, **settings: ps.train_step(s, [torch.ones(3)], loss_fn=loss_fn, optimizer=sgd, rule=RULE, **settings)
+    return state, lambda s, **settings: ps.train_step(
+        s, [torch.ones(3)], loss_fn=loss_fn, optimizer=sgd, rule=RULE, **settings
+    )
 
 
 @pytest.mark.parametrize("way", ["eager", "compiled"])
 @pytest.mark.parametrize(
     "new_buffers",
-    [lambda p, b: {"x": p["w"], "y": b["y"]}, lambda p, b: {"x": b["y"], "y": b["x"]}, lambda p, b: {"x": p["w"].view(3), "y": p["w"]}],
+    [
+        lambda p, b: {"x": p["w"], "y": b["y"]},
+        lambda p, b: {"x": b["y"], "y": b["x"]},
+        lambda p, b: {"x": p["w"].view(3), "y": p["w"]},
+    ],
     ids=["target network", "swapped", "views"],
 )
 def test_donation_gives_the_same_bits_when_new_buffers_are_old_tensors(new_buffers, way):
     state, step = aliasing_job(
-        lambda p, b, x: ((p["w"] * x).sum(), new_buffers(p, b), p["w"]), {"x": torch.zeros(3), "y": torch.full((3,), 2.0)}
+        lambda p, b, x: ((p["w"] * x).sum(), new_buffers(p, b), p["w"]),
+        {"x": torch.zeros(3), "y": torch.full((3,), 2.0)},
     )
     expected = step(state)
     donating = functools.partial(step, donate=True)
@@ -602,20 +729,32 @@ def test_donation_gives_the_same_bits_when_new_buffers_are_old_tensors(new_buffe
 
 
 def test_what_loss_fn_returns_shares_no_memory_with_the_state():
-    state, step = aliasing_job(lambda p, b, x: (p["w"][0], b, (p["w"], b["x"], x)), {"x": torch.zeros(3)})
+    state, step = aliasing_job(
+        lambda p, b, x: (p["w"][0], b, (p["w"], b["x"], x)), {"x": torch.zeros(3)}
+    )
     assert not shares_memory(state, step(state))
 
 
-@pytest.mark.parametrize("optimizer", [SGD, ps.from_torch(OPTIM.SGD, lr=0.1, foreach=False)], ids=["fused", "formula"])
+@pytest.mark.parametrize(
+    "optimizer", [SGD, ps.from_torch(OPTIM.SGD, lr=0.1, foreach=False)], ids=["fused", "formula"]
+)
 def test_donation_of_one_tensor_in_two_places_gives_the_same_bits(optimizer):
     def given():
         t = torch.full((4,), 8.0)
-        return {"a": t, "b": t, "c": t[:2]}, {"a": torch.ones(4), "b": 2 * torch.ones(4), "c": torch.ones(2)}
+        return {"a": t, "b": t, "c": t[:2]}, {
+            "a": torch.ones(4),
+            "b": 2 * torch.ones(4),
+            "c": torch.ones(2),
+        }
 
     results = []
     for donate in (False, True):
         params, grads = given()
-        results.append(ps.maybe_step(optimizer, params, grads, optimizer.init(params), torch.tensor(False), donate=donate))
+        results.append(
+            ps.maybe_step(
+                optimizer, params, grads, optimizer.init(params), torch.tensor(False), donate=donate
+            )
+        )
     assert same_bits(*results)
 
 
@@ -626,14 +765,28 @@ def test_donation_of_gradients_that_are_views_of_one_another_gives_the_same_bits
     assert {x.item() for leaf in unscaled.values() for x in leaf.flatten()} == {2.0}
     t = torch.full((4,), 8.0)
     clipped, _ = ps.clip_by_global_norm({"a": t, "b": t}, 8.0, donate=True)
-    assert torch.equal(clipped["a"], ps.clip_by_global_norm({"a": torch.full((4,), 8.0), "b": torch.full((4,), 8.0)}, 8.0)[0]["a"])
+    assert torch.equal(
+        clipped["a"],
+        ps.clip_by_global_norm({"a": torch.full((4,), 8.0), "b": torch.full((4,), 8.0)}, 8.0)[0][
+            "a"
+        ],
+    )
 
 
 @pytest.mark.parametrize("donate", [False, True])
 def test_a_transformation_whose_state_keeps_the_parameters_is_safe(donate):
-    optimizer = ps.from_transformation((lambda p: {"prev": p}, lambda g, s, p: (pytree.tree_map(torch.neg, g), {"prev": p})))
+    optimizer = ps.from_transformation(
+        (lambda p: {"prev": p}, lambda g, s, p: (pytree.tree_map(torch.neg, g), {"prev": p}))
+    )
     params = {"w": torch.ones(1)}
-    stepped, state = ps.maybe_step(optimizer, params, {"w": torch.ones(1)}, optimizer.init(params), torch.tensor(False), donate=donate)
+    stepped, state = ps.maybe_step(
+        optimizer,
+        params,
+        {"w": torch.ones(1)},
+        optimizer.init(params),
+        torch.tensor(False),
+        donate=donate,
+    )
     assert (stepped["w"], state["prev"]["w"]) == (0, 1)
 
 
@@ -654,15 +807,22 @@ def test_a_gradient_in_another_layout_trains_the_same():
     sgd = ps.from_torch(OPTIM.SGD, lr=1.0)
     c = torch.randn(3, 2)
     state = ps.init_train_state({"w": torch.zeros(2, 3)}, {}, sgd, RULE)
-    new, _ = ps.train_step(state, [c], loss_fn=lambda p, b, c: ((p["w"].t() * c).sum(), b), optimizer=sgd, rule=RULE)
+    new, _ = ps.train_step(
+        state, [c], loss_fn=lambda p, b, c: ((p["w"].t() * c).sum(), b), optimizer=sgd, rule=RULE
+    )
     torch.testing.assert_close(new.params["w"], -c.t())
 
 
 def test_nothing_is_stepped_when_new_buffers_come_in_another_dtype():
-    state, step = aliasing_job(lambda p, b, x: (p["w"].sum(), {"x": b["x"].double()}), {"x": torch.zeros(3)})
+    state, step = aliasing_job(
+        lambda p, b, x: (p["w"].sum(), {"x": b["x"].double()}), {"x": torch.zeros(3)}
+    )
     with (
         Untouched(state),
-        pytest.raises(ValueError, match=r"buffers\['x'\] is torch.float32 \(3,\), but torch.float64 \(3,\) in new_buffers"),
+        pytest.raises(
+            ValueError,
+            match=r"buffers\['x'\] is torch.float32 \(3,\), but torch.float64 \(3,\) in new_buffers",
+        ),
     ):
         step(state, donate=True)
 
@@ -684,11 +844,20 @@ def test_maybe_step_is_pure_and_keeps_everything_on_a_skip(tree, optimizer, bad)
 
 
 @settings(max_examples=15)
-@given(st.lists(st.sampled_from([0.5, -2.0, math.inf, math.nan]), min_size=1, max_size=12), st.integers(1, 4), st.booleans())
+@given(
+    st.lists(st.sampled_from([0.5, -2.0, math.inf, math.nan]), min_size=1, max_size=12),
+    st.integers(1, 4),
+    st.booleans(),
+)
 def test_a_run_is_the_clean_steps_and_the_rules_trace(gradients, interval, donate):
     """Skipped steps might as well not have been there, but for the scale."""
     rule = ps.DynamicScale(2.0**4, growth_interval=interval)
-    step = functools.partial(ps.train_step, loss_fn=lambda p, b, g: ((p["w"] * g).sum(), {"n": b["n"] + 1}), optimizer=SGD, rule=rule)
+    step = functools.partial(
+        ps.train_step,
+        loss_fn=lambda p, b, g: ((p["w"] * g).sum(), {"n": b["n"] + 1}),
+        optimizer=SGD,
+        rule=rule,
+    )
     clean = ps.init_train_state({"w": torch.zeros(2)}, {"n": torch.tensor(0)}, SGD, rule)
     state = clone(clean)
     scaler = rule.init()
@@ -700,7 +869,8 @@ def test_a_run_is_the_clean_steps_and_the_rules_trace(gradients, interval, donat
         assert info.found_inf.item() is not math.isfinite(g)
         assert same_bits(state.scaler, scaler)
         assert same_bits(
-            (state.params, state.opt_state, state.buffers, state.step), (clean.params, clean.opt_state, clean.buffers, clean.step)
+            (state.params, state.opt_state, state.buffers, state.step),
+            (clean.params, clean.opt_state, clean.buffers, clean.step),
         )
 
 
@@ -721,9 +891,15 @@ class OnlyInit:
     ("rule", "words"),
     [
         (ps.DynamicScale, r"rule is the class DynamicScale; .*Cure: rule=DynamicScale\(\)"),
-        (OnlyUpdate(), r"rule is OnlyUpdate, without `init`; .*`init\(device\)`, which gives the state to start from"),
+        (
+            OnlyUpdate(),
+            r"rule is OnlyUpdate, without `init`; .*`init\(device\)`, which gives the state to start from",
+        ),
         (OnlyInit(), r"rule is OnlyInit, without `update`; .*`update\(scaler, found_inf\)`"),
-        (torch.amp.GradScaler("cpu"), r"rule is GradScaler, without `init`; .*Cure: DynamicScale\(\)"),
+        (
+            torch.amp.GradScaler("cpu"),
+            r"rule is GradScaler, without `init`; .*Cure: DynamicScale\(\)",
+        ),
         (None, r"rule is NoneType, without `init` and `update`"),
     ],
     ids=["class", "no init", "no update", "GradScaler", "None"],
@@ -739,7 +915,10 @@ def test_what_is_no_rule_is_refused_with_what_it_lacks(rule, words):
 def test_the_class_of_an_optimizer_is_no_optimizer():
     state, step = job(SGD, RULE)
     for wrong, name in ((torch.optim.AdamW, "AdamW"), (type(SGD), "TorchOptimizer")):
-        with pytest.raises(TypeError, match=rf"optimizer is the class {name}; expected an object with `init` and `step`.*Cure: from_torch"):
+        with pytest.raises(
+            TypeError,
+            match=rf"optimizer is the class {name}; expected an object with `init` and `step`.*Cure: from_torch",
+        ):
             step(state, [batch()], optimizer=wrong)
 
 
@@ -754,7 +933,9 @@ def test_donation_when_gradients_are_other_parameters_gives_the_same_bits():
     results = []
     for donate in (False, True):
         params, grads = given()
-        results.append(ps.maybe_step(SGD, params, grads, SGD.init(params), torch.tensor(False), donate=donate))
+        results.append(
+            ps.maybe_step(SGD, params, grads, SGD.init(params), torch.tensor(False), donate=donate)
+        )
     assert same_bits(*results)
 
 
@@ -764,7 +945,11 @@ def test_donation_of_one_tensor_in_two_places_gives_the_same_bits_where_the_upda
     for donate in (False, True):
         t = torch.full((4,), 8.0)
         params, grads = {"a": t, "b": t}, {"a": torch.ones(4), "b": 2 * torch.ones(4)}
-        results.append(ps.maybe_step(optimizer, params, grads, optimizer.init(params), torch.tensor(False), donate=donate))
+        results.append(
+            ps.maybe_step(
+                optimizer, params, grads, optimizer.init(params), torch.tensor(False), donate=donate
+            )
+        )
     assert same_bits(*results)
 
 
@@ -773,7 +958,12 @@ def test_donation_to_an_optimizer_that_swaps_its_parameters_gives_the_same_bits(
         init = staticmethod(lambda params: ())
         step = staticmethod(lambda params, grads, s: ({"a": params["b"], "b": params["a"]}, s))
 
-    results = [ps.maybe_step(Swap, {"a": torch.zeros(2), "b": torch.ones(2)}, {}, (), torch.tensor(False), donate=d) for d in (False, True)]
+    results = [
+        ps.maybe_step(
+            Swap, {"a": torch.zeros(2), "b": torch.ones(2)}, {}, (), torch.tensor(False), donate=d
+        )
+        for d in (False, True)
+    ]
     assert same_bits(*results)
 
 
@@ -781,14 +971,21 @@ def test_float64_gradients_of_float32_parameters_give_the_same_bits_donated():
     sgd = ps.from_torch(OPTIM.SGD, lr=1e-30)
     params = {"w": torch.ones(2)}
     grads = {"w": torch.full((2,), 1e40, dtype=torch.float64)}
-    outs = [ps.unscale_and_step(sgd, at(2.0**16), clone(params), clone(grads), sgd.init(params), donate=d) for d in (False, True)]
+    outs = [
+        ps.unscale_and_step(
+            sgd, at(2.0**16), clone(params), clone(grads), sgd.init(params), donate=d
+        )
+        for d in (False, True)
+    ]
     assert same_bits(*outs)
 
 
 def test_the_one_pass_step_trusts_nothing_scaled_by_a_damaged_scale():
     for scale in (0.0, -1.0, math.inf, math.nan):
         params = {"w": torch.ones(2)}
-        out = ps.unscale_and_step(SGD, at(scale), clone(params), {"w": torch.ones(2)}, SGD.init(params), donate=True)
+        out = ps.unscale_and_step(
+            SGD, at(scale), clone(params), {"w": torch.ones(2)}, SGD.init(params), donate=True
+        )
         assert out.found_inf
         assert same_bits(out.params, params)
 
@@ -806,7 +1003,9 @@ def test_a_flag_may_be_a_number_tensor():
 def test_aux_shares_no_memory_with_the_microbatch():
     state = ps.init_train_state({"w": torch.ones(3)}, {}, SGD, RULE)
     x = torch.ones(3)
-    step = ps.train_step(state, [x], loss_fn=lambda p, b, x: ((p["w"] * x).sum(), b, x), optimizer=SGD, rule=RULE)
+    step = ps.train_step(
+        state, [x], loss_fn=lambda p, b, x: ((p["w"] * x).sum(), b, x), optimizer=SGD, rule=RULE
+    )
     assert not shares_memory(x, step[1].aux)
 
 
@@ -815,7 +1014,14 @@ def test_bad_settings_are_refused_before_loss_fn_is_called():
     called = []
     for bounds in ({"max_norm": 0.0}, {"clip_value": -1.0}):
         with pytest.raises(ValueError, match="must be above 0"):
-            ps.train_step(state, [batch()], loss_fn=lambda *a: called.append(1), optimizer=SGD, rule=RULE, **bounds)
+            ps.train_step(
+                state,
+                [batch()],
+                loss_fn=lambda *a: called.append(1),
+                optimizer=SGD,
+                rule=RULE,
+                **bounds,
+            )
     assert not called
 
 
@@ -824,7 +1030,11 @@ def test_one_gradient_in_two_places_is_unscaled_once():
     for donate in (False, True):
         g = torch.full((4,), 4.0)
         params = {"a": torch.ones(4), "b": torch.ones(4), "c": torch.ones(2)}
-        results.append(ps.unscale_and_step(SGD, at(2.0), params, {"a": g, "b": g, "c": g[:2]}, SGD.init(params), donate=donate))
+        results.append(
+            ps.unscale_and_step(
+                SGD, at(2.0), params, {"a": g, "b": g, "c": g[:2]}, SGD.init(params), donate=donate
+            )
+        )
     assert same_bits(*results)
 
 
@@ -838,7 +1048,13 @@ def test_a_compiled_step_shares_no_memory():
     state = ps.init_train_state({"w": torch.ones(3)}, {"x": torch.zeros(3)}, SGD, RULE)
     x = torch.ones(3)
     compiled = torch.compile(
-        lambda s, x: ps.train_step(s, [x], loss_fn=lambda p, b, x: ((p["w"] * x).sum(), b, (p["w"], x)), optimizer=SGD, rule=RULE),
+        lambda s, x: ps.train_step(
+            s,
+            [x],
+            loss_fn=lambda p, b, x: ((p["w"] * x).sum(), b, (p["w"], x)),
+            optimizer=SGD,
+            rule=RULE,
+        ),
         fullgraph=True,
         backend="aot_eager",
     )
@@ -848,14 +1064,23 @@ def test_a_compiled_step_shares_no_memory():
 def test_donated_parameters_on_a_graph_come_back_off_it():
     w = torch.ones(2, requires_grad=True) * 1
     with torch.no_grad():
-        stepped, state = ps.maybe_step(SGD, {"w": w}, {"w": torch.ones(2)}, SGD.init({"w": w}), torch.tensor(False), donate=True)
+        stepped, state = ps.maybe_step(
+            SGD,
+            {"w": w},
+            {"w": torch.ones(2)},
+            SGD.init({"w": w}),
+            torch.tensor(False),
+            donate=True,
+        )
     assert not any(t.requires_grad for t in pytree.tree_leaves((stepped, state)))
 
 
 def test_weight_decay_reaches_a_parameter_that_the_loss_does_not_use():
     sgd = ps.from_torch(OPTIM.SGD, lr=1.0, weight_decay=0.5)
     state = ps.init_train_state({"used": torch.ones(1), "unused": torch.ones(1)}, {}, sgd, RULE)
-    new, _ = ps.train_step(state, [None], loss_fn=lambda p, b, _: (p["used"].sum(), b), optimizer=sgd, rule=RULE)
+    new, _ = ps.train_step(
+        state, [None], loss_fn=lambda p, b, _: (p["used"].sum(), b), optimizer=sgd, rule=RULE
+    )
     assert new.params["unused"] == 0.5
 
 
@@ -865,22 +1090,35 @@ def test_half_gradients_of_half_parameters_give_the_same_bits_donated():
     for donate in (False, True):
         params = {"w": torch.zeros(2, dtype=torch.float16)}
         grads = {"w": torch.full((2,), 1e-3, dtype=torch.float16)}
-        outs.append(ps.unscale_and_step(sgd, at(2.0**16), params, grads, sgd.init(params), donate=donate))
+        outs.append(
+            ps.unscale_and_step(sgd, at(2.0**16), params, grads, sgd.init(params), donate=donate)
+        )
     assert same_bits(*outs)
 
 
 def test_train_step_clips_by_value():
     sgd = ps.from_torch(OPTIM.SGD, lr=1.0)
     state = ps.init_train_state({"w": torch.tensor(0.0)}, {}, sgd, RULE)
-    new, _ = ps.train_step(state, [8.0], loss_fn=lambda p, b, x: (p["w"] * x, b), optimizer=sgd, rule=RULE, clip_value=0.5)
+    new, _ = ps.train_step(
+        state,
+        [8.0],
+        loss_fn=lambda p, b, x: (p["w"] * x, b),
+        optimizer=sgd,
+        rule=RULE,
+        clip_value=0.5,
+    )
     assert new.params["w"] == -0.5
 
 
 def test_a_donated_step_writes_into_the_state_given_up():
     state, step = job(SGD, RULE)
     new, _ = step(state, [batch()], donate=True)
-    assert {t.data_ptr() for t in new.params.values()} == {t.data_ptr() for t in state.params.values()}
-    assert {t.data_ptr() for t in new.buffers.values()} == {t.data_ptr() for t in state.buffers.values()}
+    assert {t.data_ptr() for t in new.params.values()} == {
+        t.data_ptr() for t in state.params.values()
+    }
+    assert {t.data_ptr() for t in new.buffers.values()} == {
+        t.data_ptr() for t in state.buffers.values()
+    }
 
 
 @pytest.mark.parametrize("cls", [OPTIM.AdamW, OPTIM.Adadelta], ids=["fused", "formula"])
@@ -889,16 +1127,24 @@ def test_a_donated_step_writes_into_the_state_given_up():
     [
         lambda s: s._replace(buffers={"e": s.params["w"]}),
         lambda s: s._replace(step=s.opt_state.applied),
-        lambda s: s._replace(buffers={"e": next(iter(v for v in s.opt_state.slots["w"].values() if v.ndim))}),
+        lambda s: s._replace(
+            buffers={"e": next(iter(v for v in s.opt_state.slots["w"].values() if v.ndim))}
+        ),
     ],
     ids=["a buffer is the parameter", "step is the optimizer's count", "a buffer is a slot"],
 )
 def test_donation_of_a_state_whose_parts_share_memory_gives_the_same_bits(cls, tie):
     optimizer = ps.from_torch(cls, lr=0.1)
-    call = {"loss_fn": lambda p, b, x: ((p["w"] * x).sum(), {"e": b["e"] + 1}), "optimizer": optimizer, "rule": RULE}
+    call = {
+        "loss_fn": lambda p, b, x: ((p["w"] * x).sum(), {"e": b["e"] + 1}),
+        "optimizer": optimizer,
+        "rule": RULE,
+    }
     state = ps.init_train_state({"w": torch.arange(4.0)}, {"e": torch.zeros(4)}, optimizer, RULE)
     expected = ps.train_step(tie(clone(state)), [torch.ones(4)], **call)
-    assert same_bits(ps.train_step(tie(clone(state)), [torch.ones(4)], donate=True, **call), expected)
+    assert same_bits(
+        ps.train_step(tie(clone(state)), [torch.ones(4)], donate=True, **call), expected
+    )
 
 
 def test_a_gradient_that_is_the_microbatch_itself_is_not_written_into():
@@ -915,7 +1161,13 @@ def test_a_gradient_that_is_the_microbatch_itself_is_not_written_into():
     sgd = ps.from_torch(OPTIM.SGD, lr=1.0)
     state, x = ps.init_train_state({"w": torch.ones(3)}, {}, sgd, RULE), torch.ones(3)
     with Untouched((state, x)):
-        _, info = ps.train_step(state, [x], loss_fn=lambda p, b, x: (Dot.apply(p["w"], x), b, x * 2), optimizer=sgd, rule=RULE)
+        _, info = ps.train_step(
+            state,
+            [x],
+            loss_fn=lambda p, b, x: (Dot.apply(p["w"], x), b, x * 2),
+            optimizer=sgd,
+            rule=RULE,
+        )
     assert info.aux[0].tolist() == [2, 2, 2]
 
 
@@ -923,23 +1175,34 @@ def test_compiled_donation_of_gradients_that_are_the_parameters_gives_the_same_b
     sgd, scaler = ps.from_torch(OPTIM.SGD, lr=0.5), at(2.0)
 
     def step(params, grads, state):
-        return ps.unscale_and_step(sgd, scaler, params, grads, state, max_norm=1e9, donate=True).params
+        return ps.unscale_and_step(
+            sgd, scaler, params, grads, state, max_norm=1e9, donate=True
+        ).params
 
     params = {"w": torch.tensor([2.0])}
     expected = step(clone(params), clone(params), sgd.init(params))
-    assert same_bits(torch.compile(step, fullgraph=True, backend="aot_eager")(params, params, sgd.init(params)), expected)
+    assert same_bits(
+        torch.compile(step, fullgraph=True, backend="aot_eager")(params, params, sgd.init(params)),
+        expected,
+    )
 
 
 def test_gradients_that_a_transformation_could_not_take_are_refused_before_they_are_donated():
     optimizer = ps.from_transformation((lambda p: (), lambda g, s, p: (g, s)))
     params, grads = {"w": torch.ones(3)}, {"w": torch.ones(2)}
-    with Untouched((params, grads)), pytest.raises(ValueError, match=r"grads\['w'\] has shape \(2,\)"):
+    with (
+        Untouched((params, grads)),
+        pytest.raises(ValueError, match=r"grads\['w'\] has shape \(2,\)"),
+    ):
         ps.unscale_and_step(optimizer, at(4.0), params, grads, (), donate=True)
 
 
 @pytest.mark.parametrize(
     ("settings", "grads", "state"),
-    [({}, {"w": torch.ones(3)}, {"v": torch.ones(3)}), ({"clip_value": 1.0}, {"w": torch.ones(3, dtype=torch.complex64)}, None)],
+    [
+        ({}, {"w": torch.ones(3)}, {"v": torch.ones(3)}),
+        ({"clip_value": 1.0}, {"w": torch.ones(3, dtype=torch.complex64)}, None),
+    ],
     ids=["another state", "complex and clip_value"],
 )
 def test_what_is_refused_is_refused_before_gradients_are_donated(settings, grads, state):

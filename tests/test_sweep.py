@@ -1,7 +1,9 @@
-"""Many settings in one process, as a sweep has them: a compiled step never runs with the settings of an earlier one.
+"""Many settings in one process, as a sweep has them: a compiled step never runs with the settings
+of an earlier one.
 
-Nothing is reset between the runs of a test. Agreement with the eager step to 1e-4: other kernels round otherwise, Muon's in
-bfloat16. Which settings a graph has is decided before a backend sees it, so the larger tests use the cheapest one.
+Nothing is reset between the runs of a test. Agreement with the eager step to 1e-4: other kernels
+round otherwise, Muon's in bfloat16. Which settings a graph has is decided before a backend sees it,
+so the larger tests use the cheapest one.
 """
 
 import functools
@@ -41,7 +43,12 @@ def three_steps(step, optimizer, count, donate=False):
 
 
 def agrees(compiled, optimizer, count):
-    assert_close(three_steps(compiled, optimizer, count), three_steps(ps.maybe_step, optimizer, count), rtol=1e-3, atol=1e-4)
+    assert_close(
+        three_steps(compiled, optimizer, count),
+        three_steps(ps.maybe_step, optimizer, count),
+        rtol=1e-3,
+        atol=1e-4,
+    )
 
 
 SWEEPS = {
@@ -73,15 +80,26 @@ SWEEPS = {
         {"lr": 0.1, "momentum": 0.5, "nesterov": True},
         {"lr": 0.1, "foreach": False},
     ],
-    "RMSprop": [{"lr": 0.1}, {"lr": 1.0}, {"lr": 0.1, "alpha": 0.5}, {"lr": 0.1, "centered": True}, {"lr": lambda applied: 1.0 + applied}],
+    "RMSprop": [
+        {"lr": 0.1},
+        {"lr": 1.0},
+        {"lr": 0.1, "alpha": 0.5},
+        {"lr": 0.1, "centered": True},
+        {"lr": lambda applied: 1.0 + applied},
+    ],
     "NAdam": [{"lr": 0.1}, {"lr": 1.0}, {"lr": 0.1, "momentum_decay": 0.5}],
     "Adagrad": [{"lr": 0.1}, {"lr": 1.0}, {"lr": 0.1, "lr_decay": 0.5}],
 }
 
 
-@pytest.mark.parametrize(("name", "count"), [*((name, FEW) for name in SWEEPS), *((name, MANY) for name in ("AdamW", "SGD", "Adagrad"))])
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [*((name, FEW) for name in SWEEPS), *((name, MANY) for name in ("AdamW", "SGD", "Adagrad"))],
+)
 def test_one_compiled_function_serves_every_optimizer_with_its_own_settings(name, count):
-    compiled = compile(lambda *arguments: ps.maybe_step(*arguments), "aot_eager" if count == FEW else "eager")
+    compiled = compile(
+        lambda *arguments: ps.maybe_step(*arguments), "aot_eager" if count == FEW else "eager"
+    )
     optimizers = [ps.from_torch(getattr(OPTIM, name), **settings) for settings in SWEEPS[name]]
     for optimizer in (*optimizers, *reversed(optimizers)):
         agrees(compiled, optimizer, count)
@@ -99,7 +117,14 @@ def test_many_compiled_functions_over_one_body_keep_to_their_own_optimizers(coun
 
 def test_classes_take_turns_in_one_compiled_function():
     compiled = compile(lambda *arguments: ps.maybe_step(*arguments))
-    classes = [OPTIM.AdamW, OPTIM.Adam, OPTIM.RMSprop, OPTIM.Adamax, type("Mine", (OPTIM.AdamW,), {}), OPTIM.SGD]
+    classes = [
+        OPTIM.AdamW,
+        OPTIM.Adam,
+        OPTIM.RMSprop,
+        OPTIM.Adamax,
+        type("Mine", (OPTIM.AdamW,), {}),
+        OPTIM.SGD,
+    ]
     for cls in (*classes, *classes):
         agrees(compiled, ps.from_torch(cls, lr=0.1), 2)
 
@@ -125,7 +150,10 @@ def test_a_schedule_that_reads_a_cell_sees_what_is_in_it(count):
         agrees(compiled, optimizer, count)
 
 
-@pytest.mark.parametrize(("name", "count"), [*((name, FEW) for name in ("AdamW", "RMSprop", "ASGD", "Adadelta", "Muon")), ("AdamW", MANY)])
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [*((name, FEW) for name in ("AdamW", "RMSprop", "ASGD", "Adadelta", "Muon")), ("AdamW", MANY)],
+)
 def test_a_rate_in_the_state_is_one_graph_for_every_rate(name, count):
     optimizer = ps.from_torch(getattr(OPTIM, name), lr=1.0, lr_in_state=True)
     counter = CompileCounterWithBackend("aot_eager")
@@ -165,13 +193,24 @@ def test_one_compiled_function_serves_every_rule():
     for rule in (*RULES, *reversed(RULES)):
         eager = state = rule.init()
         for bad in (False, True, True, False, False, False):
-            eager, state = rule.update(eager, torch.tensor(bad)), compiled(rule, state, torch.tensor(bad))
+            eager, state = (
+                rule.update(eager, torch.tensor(bad)),
+                compiled(rule, state, torch.tensor(bad)),
+            )
             torch.testing.assert_close(tensors(state), tensors(eager), rtol=0, atol=0)
 
 
 def test_one_compiled_train_step_serves_every_rule_policy_and_bound():
     def body(state, data, loss_fn, optimizer, rule, max_norm, clip_value):
-        return ps.train_step(state, [data], loss_fn=loss_fn, optimizer=optimizer, rule=rule, max_norm=max_norm, clip_value=clip_value)
+        return ps.train_step(
+            state,
+            [data],
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            rule=rule,
+            max_norm=max_norm,
+            clip_value=clip_value,
+        )
 
     compiled = compile(body, "eager")
     rules = (RULES[0], RULES[4], ps.StaticScale(4.0))
@@ -186,7 +225,10 @@ def test_one_compiled_train_step_serves_every_rule_policy_and_bound():
     runs += [(rules[0], policies[0], bound) for bound in bounds]
     made = {policy: job(ps.from_torch(OPTIM.SGD, lr=1.0), rules[0], policy) for policy in policies}
     for rule, policy, bound in (*runs, *reversed(runs)):
-        optimizer, loss_fn = made[policy][1].keywords["optimizer"], made[policy][1].keywords["loss_fn"]
+        optimizer, loss_fn = (
+            made[policy][1].keywords["optimizer"],
+            made[policy][1].keywords["loss_fn"],
+        )
         state = made[policy][0]._replace(scaler=rule.init())
         expected, told = body(state, batch(), loss_fn, optimizer, rule, *bound)
         new, info = compiled(state, batch(), loss_fn, optimizer, rule, *bound)
@@ -218,9 +260,14 @@ def test_two_models_with_the_same_names_take_turns_in_one_compiled_loss():
         return F.cross_entropy(apply(params, buffers, x)[0], y)
 
     compiled = compile(torch.func.grad(loss, argnums=1))
-    nets = [small_net(), torch.nn.Sequential(*(*small_net()[:2], torch.nn.Tanh(), *small_net()[3:]))]
+    nets = [
+        small_net(),
+        torch.nn.Sequential(*(*small_net()[:2], torch.nn.Tanh(), *small_net()[3:])),
+    ]
     parts = [ps.make_functional(net) for net in nets]
-    for (apply, params, buffers), policy in itertools.product(parts, ["float32", "params=float32,compute=bfloat16"]):
+    for (apply, params, buffers), policy in itertools.product(
+        parts, ["float32", "params=float32,compute=bfloat16"]
+    ):
         apply = ps.with_policy(apply, policy)
         expected = torch.func.grad(loss, argnums=1)(apply, params, buffers, *batch())
         assert_close(compiled(apply, params, buffers, *batch()), expected, rtol=2e-2, atol=2e-2)

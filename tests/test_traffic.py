@@ -19,19 +19,40 @@ FUSED = {
     "AdamW, amsgrad": ps.from_torch(torch.optim.AdamW, lr=torch.tensor(0.1), amsgrad=True),
     "Adam": ps.from_torch(torch.optim.Adam, lr=0.1, weight_decay=0.1, maximize=True),
     "SGD": ps.from_torch(torch.optim.SGD, lr=0.1),
-    "SGD, momentum": ps.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "SGD, momentum": ps.from_torch(
+        torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1
+    ),
     "Adagrad": ps.from_torch(torch.optim.Adagrad, lr=0.1, lr_decay=0.1),
-    "overrides": ps.from_torch(torch.optim.AdamW, lr=0.1, overrides={"0": {"lr": 0.5, "weight_decay": 0.0}}),
+    "overrides": ps.from_torch(
+        torch.optim.AdamW, lr=0.1, overrides={"0": {"lr": 0.5, "weight_decay": 0.0}}
+    ),
 }
 SCALE = 1024.0
-VIEWS = ("view", "_unsafe_view", "split", "detach", "alias", "as_strided", "unsqueeze", "slice", "select", "expand", "reshape")
+VIEWS = (
+    "view",
+    "_unsafe_view",
+    "split",
+    "detach",
+    "alias",
+    "as_strided",
+    "unsqueeze",
+    "slice",
+    "select",
+    "expand",
+    "reshape",
+)
 
 
 def problem(shapes, optimizer=ADAMW, dtype=torch.float32, grad_dtype=None):
     """(scaler, params, scaled gradients, state) after a first step."""
     generator = torch.Generator().manual_seed(0)
-    params = {str(i): torch.randn(shape, generator=generator).to(dtype) for i, shape in enumerate(shapes)}
-    grads = {n: (SCALE * torch.randn(p.shape, generator=generator)).to(grad_dtype or dtype) for n, p in params.items()}
+    params = {
+        str(i): torch.randn(shape, generator=generator).to(dtype) for i, shape in enumerate(shapes)
+    }
+    grads = {
+        n: (SCALE * torch.randn(p.shape, generator=generator)).to(grad_dtype or dtype)
+        for n, p in params.items()
+    }
     state = optimizer.init(params)
     params, state = optimizer.step(params, {n: g.to(dtype) for n, g in grads.items()}, state)
     return ps.DynamicScale(init_scale=SCALE).init(), params, grads, state
@@ -60,22 +81,33 @@ def changed(module, **names):
             setattr(module, name, value)
 
 
-# ---- one pass --------------------------------------------------------------------------------------------------------
+# ---- one pass ------------------------------------------------------------------------------------
 
 
 def agrees(out, expected, max_norm):
-    """Flags, skips and counts identical; values too, but to 1e-6 where the clip factor is part of the divisor: one rounding, not two."""
+    """Flags, skips and counts identical; values too, but to 1e-6 where the clip factor is part of
+    the divisor: one rounding, not two.
+    """
     assert same_bits(out.found_inf, expected[2])
     assert same_bits(out.opt_state.applied, expected[1].applied)
     if max_norm == 0.5:
-        assert_close((out.params, out.opt_state.slots), (expected[0], expected[1].slots), rtol=1e-6, atol=1e-6)
+        assert_close(
+            (out.params, out.opt_state.slots),
+            (expected[0], expected[1].slots),
+            rtol=1e-6,
+            atol=1e-6,
+        )
     else:
         assert same_bits((out.params, out.opt_state), expected[:2])
 
 
 @given(
     name=st.sampled_from(sorted(FUSED)),
-    shapes=st.lists(st.sampled_from([(), (0,), (1,), (7,), (16,), (5, 6), (50,), (2, 3, 4, 7)]), min_size=1, max_size=5),
+    shapes=st.lists(
+        st.sampled_from([(), (0,), (1,), (7,), (16,), (5, 6), (50,), (2, 3, 4, 7)]),
+        min_size=1,
+        max_size=5,
+    ),
     grad_dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
     max_norm=st.sampled_from([None, 0.5, 1e9, float("inf")]),
     clip_value=st.sampled_from([None, 0.1]),
@@ -93,7 +125,9 @@ def test_a_step_agrees_with_its_parts(name, shapes, grad_dtype, max_norm, clip_v
     before = clone(grads)
     for _ in range(2):  # with the memo cold, then warm
         arguments = clone((params, before, state))
-        out = ps.unscale_and_step(optimizer, scaler, *arguments, max_norm, clip_value, donate=donate)
+        out = ps.unscale_and_step(
+            optimizer, scaler, *arguments, max_norm, clip_value, donate=donate
+        )
         agrees(out, expected, max_norm)
         if max_norm is not None and not expected[2]:
             assert same_bits(out.grad_norm, expected[3])
@@ -107,12 +141,20 @@ def test_layouts_give_the_same_step(memory_format, of):
     expected = by_parts(ADAMW, scaler, params, grads, state)
 
     def laid_out(tree):
-        return {n: t.contiguous(memory_format=memory_format).transpose(0, 1).contiguous().transpose(0, 1) for n, t in tree.items()}
+        return {
+            n: t.contiguous(memory_format=memory_format)
+            .transpose(0, 1)
+            .contiguous()
+            .transpose(0, 1)
+            for n, t in tree.items()
+        }
 
     params = laid_out(params) if of != "grads" else params
     grads = laid_out(grads) if of != "params" else grads
     for donate in (False, True, False, True):
-        out = ps.unscale_and_step(ADAMW, scaler, clone(params), clone(grads), clone(state), donate=donate)
+        out = ps.unscale_and_step(
+            ADAMW, scaler, clone(params), clone(grads), clone(state), donate=donate
+        )
         assert_close(out.params, expected[0], rtol=0, atol=0)
 
 
@@ -132,11 +174,13 @@ def test_a_large_parameter_has_the_bits_of_torchs_own_step():
 def test_a_gradient_that_is_needed_elsewhere_is_not_divided_in_place():
     scaler, params, grads, state = problem([(8,), (8,)])
     expected = by_parts(ADAMW, scaler, params, {"0": grads["0"], "1": grads["0"]}, state)
-    out = ps.unscale_and_step(ADAMW, scaler, params, {"0": grads["0"], "1": grads["0"]}, state, donate=True)
+    out = ps.unscale_and_step(
+        ADAMW, scaler, params, {"0": grads["0"], "1": grads["0"]}, state, donate=True
+    )
     assert same_bits(tuple(out), expected)
 
 
-# ---- counts ----------------------------------------------------------------------------------------------------------
+# ---- counts --------------------------------------------------------------------------------------
 
 
 def step_over(shapes, optimizer=ADAMW, **settings):
@@ -165,11 +209,19 @@ class Reads(Dispatched):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.overloadpacket.__name__ not in VIEWS:
-            seen = [t for t in tensors((args, kwargs)) if t.untyped_storage().data_ptr() in self.storages]
+            seen = [
+                t
+                for t in tensors((args, kwargs))
+                if t.untyped_storage().data_ptr() in self.storages
+            ]
             versions = [t._version for t in seen]
             result = super().__torch_dispatch__(func, types, args, kwargs)
             self.read += sum(t.numel() for t in seen)
-            self.written += sum(t.numel() for t, version in zip(seen, versions, strict=True) if t._version != version)
+            self.written += sum(
+                t.numel()
+                for t, version in zip(seen, versions, strict=True)
+                if t._version != version
+            )
             return result
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -196,7 +248,10 @@ def test_a_step_without_donation_never_writes_the_gradients(max_norm):
 
 def test_a_donated_step_reads_parameters_and_moments_once():
     (_, params, _, state), step = step_over([(2**19,), (2**18,), (8,)], donate=True)
-    watched = [*params.values(), *(slot[key] for slot in state.slots.values() for key in ("exp_avg", "exp_avg_sq"))]
+    watched = [
+        *params.values(),
+        *(slot[key] for slot in state.slots.values() for key in ("exp_avg", "exp_avg_sq")),
+    ]
     with Reads(watched) as reads:
         step()
     assert reads.read == sum(t.numel() for t in watched)
@@ -206,8 +261,14 @@ def peak(run):
     """Bytes above what stood before, from the events of torch's own allocator."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as traced:
         result = run()
-    events = [event for event in traced.profiler.kineto_results.events() if event.name() == "[memory]"]
-    now = list(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+    events = [
+        event for event in traced.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
+    now = list(
+        itertools.accumulate(
+            event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())
+        )
+    )
     del result
     return max(now, default=0)
 
@@ -242,12 +303,14 @@ def test_without_donation_nothing_given_is_changed():
         step()
 
 
-# ---- the check -------------------------------------------------------------------------------------------------------
+# ---- the check -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", [0, 2**18 - 1, 2**18, 2**19 + 36])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64]
+)
 def test_one_bad_element_is_found_wherever_it_is(where, value, dtype):
     leaf = torch.zeros(2**19 + 37, dtype=dtype)
     scaler = ps.NoScale().init()
@@ -257,7 +320,9 @@ def test_one_bad_element_is_found_wherever_it_is(where, value, dtype):
     assert ps.unscale_and_check(scaler, [torch.ones(3), leaf])[1]
 
 
-@given(st.integers(1, 64), st.lists(st.integers(0, 70), min_size=1, max_size=6), st.floats(1.0, 4.0))
+@given(
+    st.integers(1, 64), st.lists(st.integers(0, 70), min_size=1, max_size=6), st.floats(1.0, 4.0)
+)
 def test_the_norm_in_pieces_equals_float64(piece, sizes, power):
     leaves = [torch.randn(size) * 10.0 ** (7 * index) for index, size in enumerate(sizes)]
     with changed(_foreach, _PIECE=piece):
@@ -266,7 +331,7 @@ def test_the_norm_in_pieces_equals_float64(piece, sizes, power):
     torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
 
 
-# ---- as one node of a compiled graph ---------------------------------------------------------------------------------
+# ---- as one node of a compiled graph -------------------------------------------------------------
 
 
 @pytest.fixture
@@ -284,26 +349,44 @@ def test_a_compiled_step_has_the_bits_of_the_eager_one(name, donate, as_one_node
     compiled = torch.compile(ps.unscale_and_step, fullgraph=True, backend="aot_eager")
     for bad in (False, True):
         given = grads | {"0": grads["0"] * float("nan")} if bad else grads
-        for settings in ({}, {"max_norm": 0.5, "clip_value": torch.tensor(0.1)}, {"clip_value": 0.1}):
+        for settings in (
+            {},
+            {"max_norm": 0.5, "clip_value": torch.tensor(0.1)},
+            {"clip_value": 0.1},
+        ):
             expected = ps.unscale_and_step(optimizer, scaler, params, given, state, **settings)
             arguments = clone((params, given, state))
             out = compiled(optimizer, scaler, *arguments, **settings, donate=donate)
             assert same_bits(tuple(out)[:3], tuple(expected)[:3])
             assert_close(out.grad_norm, expected.grad_norm, rtol=0, atol=0, equal_nan=True)
             assert donate or same_bits(arguments, (params, given, state))
-            written = [a.data_ptr() == b.data_ptr() for a, b in zip(tensors(out.params), tensors(arguments[0]), strict=True)]
+            written = [
+                a.data_ptr() == b.data_ptr()
+                for a, b in zip(tensors(out.params), tensors(arguments[0]), strict=True)
+            ]
             assert all(written) if donate else not any(written)
 
 
-def test_a_compiled_step_with_a_schedule_and_half_gradients_has_the_bits_of_the_eager_one(as_one_node):
-    optimizer = ps.from_torch(torch.optim.AdamW, lr=lambda applied: 0.1 / (1 + applied), overrides={"1": {"weight_decay": 0.0}})
+def test_a_compiled_step_with_a_schedule_and_half_gradients_has_the_bits_of_the_eager_one(
+    as_one_node,
+):
+    optimizer = ps.from_torch(
+        torch.optim.AdamW,
+        lr=lambda applied: 0.1 / (1 + applied),
+        overrides={"1": {"weight_decay": 0.0}},
+    )
     scaler, params, grads, state = problem([(3, 5), (40,)], optimizer, grad_dtype=torch.float16)
     expected = ps.unscale_and_step(optimizer, scaler, params, grads, state, max_norm=1.0)
     compiled = torch.compile(ps.unscale_and_step, fullgraph=True)
-    assert same_bits(tuple(compiled(optimizer, scaler, params, grads, state, max_norm=1.0)), tuple(expected))
+    assert same_bits(
+        tuple(compiled(optimizer, scaler, params, grads, state, max_norm=1.0)), tuple(expected)
+    )
 
 
-@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 cuts the graph at what dynamo traces without looking inside")
+@pytest.mark.skipif(
+    torch.__version__ < "2.12",
+    reason="torch 2.11 cuts the graph at what dynamo traces without looking inside",
+)
 def test_a_compiled_step_over_parameters_on_a_graph_can_be_differentiated(as_one_node):
     sgd = ps.from_torch(torch.optim.SGD, lr=0.5)
     params = {"w": torch.ones(3, requires_grad=True)}
@@ -327,8 +410,14 @@ def test_a_compiled_step_of_many_parameters_has_two_nodes_for_all_after_backward
 
     compiled = torch.compile(ps.unscale_and_step, fullgraph=True, backend=keep)
     out = compiled(ADAMW, scaler, params, grads, state, max_norm=1.0)
-    assert same_bits(tuple(out), tuple(ps.unscale_and_step(ADAMW, scaler, params, grads, state, max_norm=1.0)))
-    called = [node.target for node in graphs[0].graph.nodes if node.op == "call_function" and "purescale" in str(node.target)]
+    assert same_bits(
+        tuple(out), tuple(ps.unscale_and_step(ADAMW, scaler, params, grads, state, max_norm=1.0))
+    )
+    called = [
+        node.target
+        for node in graphs[0].graph.nodes
+        if node.op == "call_function" and "purescale" in str(node.target)
+    ]
     assert called == [torch.ops.purescale.extent.default, torch.ops.purescale.fused_update.default]
 
 
@@ -337,13 +426,28 @@ def test_the_nodes_of_a_compiled_graph_do_what_their_schema_says(name):
     optimizer = FUSED[name]
     scaler, params, grads, state = problem([(3, 5), (40,)], optimizer)
     kernel = optimizer._kernel
-    settings = optimizer._groups(("0", "1"), optimizer._learning_rates(state.applied, state.lr))[0][1]
+    settings = optimizer._groups(("0", "1"), optimizer._learning_rates(state.applied, state.lr))[0][
+        1
+    ]
     slots = list(state.slots.values())
     targets = [*params.values(), *(slot[key] for key in kernel.slots(settings) for slot in slots)]
     steps = [slot["step"] for slot in slots if "step" in slot]
     flags = torch.tensor(False), scaler.scale, 0.1, None
-    arguments = (kernel.name, list(grads.values()), steps, targets, [], [], 0.1, None, kernel.numbers(settings), *flags)
+    arguments = (
+        kernel.name,
+        list(grads.values()),
+        steps,
+        targets,
+        [],
+        [],
+        0.1,
+        None,
+        kernel.numbers(settings),
+        *flags,
+    )
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.purescale.fused_update.default, arguments, test_utils=checks)
     for power in (None, 2.0, 3.0):
-        torch.library.opcheck(torch.ops.purescale.extent.default, (list(grads.values()), power), test_utils=checks)
+        torch.library.opcheck(
+            torch.ops.purescale.extent.default, (list(grads.values()), power), test_utils=checks
+        )

@@ -1,4 +1,6 @@
-"""Windows of several microbatches inside a step: what is dropped, what is tried again, what the buffers see."""
+"""Windows of several microbatches inside a step: what is dropped, what is tried again, what the
+buffers see.
+"""
 
 import functools
 import math
@@ -36,13 +38,17 @@ RULE = ps.DynamicScale(init_scale=2.0**10, growth_interval=3)
 
 
 def mean_job(weight_fn=None, rule=RULE, **settings):
-    """A step whose gradient is the mean of its microbatches; it overflows where a microbatch times the scale leaves float32."""
+    """A step whose gradient is the mean of its microbatches; it overflows where a microbatch times
+    the scale leaves float32.
+    """
     state = ps.init_train_state({"w": torch.tensor(0.0)}, {"mean": torch.tensor(0.0)}, SGD, rule)
 
     def loss_fn(params, buffers, g):
         return params["w"] * g, {"mean": buffers["mean"] + g}, g
 
-    step = functools.partial(ps.train_step, loss_fn=loss_fn, optimizer=SGD, rule=rule, weight_fn=weight_fn, **settings)
+    step = functools.partial(
+        ps.train_step, loss_fn=loss_fn, optimizer=SGD, rule=rule, weight_fn=weight_fn, **settings
+    )
     return state, step
 
 
@@ -55,10 +61,19 @@ def numbers(*values):
 
 @pytest.mark.parametrize("policy", ["drop_window", "drop_microbatch"])
 @pytest.mark.parametrize("overflow", [None, 0, 2])
-@pytest.mark.parametrize("clip", [{}, {"max_norm": 0.01}, {"max_norm": 0.01, "norm_type": INF, "clip_value": 0.005}])
+@pytest.mark.parametrize(
+    "clip", [{}, {"max_norm": 0.01}, {"max_norm": 0.01, "norm_type": INF, "clip_value": 0.005}]
+)
 def test_a_window_equals_the_small_functions(policy, overflow, clip):
     optimizer = ps.from_torch(torch.optim.AdamW, lr=0.01)
-    state, step = job(optimizer, RULE, policy="float32", on_nonfinite=policy, weight_fn=lambda b: len(b[1]), **clip)
+    state, step = job(
+        optimizer,
+        RULE,
+        policy="float32",
+        on_nonfinite=policy,
+        weight_fn=lambda b: len(b[1]),
+        **clip,
+    )
     microbatches = [batch(0, 4), batch(1, 8), batch(2, 2)]
     if overflow is not None:
         microbatches[overflow] = (microbatches[overflow][0] * INF, microbatches[overflow][1])
@@ -71,10 +86,14 @@ def test_a_window_equals_the_small_functions(policy, overflow, clip):
             loss, new_buffers = loss_fn(params, buffers, microbatch)
             return ps.scale_loss(state.scaler, loss), (loss, new_buffers)
 
-        grads, (_, (loss, new_buffers)) = torch.func.grad_and_value(scaled, has_aux=True)(state.params)
+        grads, (_, (loss, new_buffers)) = torch.func.grad_and_value(scaled, has_aux=True)(
+            state.params
+        )
         grads, bad = ps.unscale_and_check(state.scaler, grads)
         accum = ps.accumulate_grads(accum, grads, len(microbatch[1]), bad)
-        buffers = ps.select(bad, buffers, new_buffers) if policy == "drop_microbatch" else new_buffers
+        buffers = (
+            ps.select(bad, buffers, new_buffers) if policy == "drop_microbatch" else new_buffers
+        )
         losses.append((loss, len(microbatch[1]), bad))
     grads, found_inf = ps.accumulated_grads(accum, on_nonfinite=policy)
     norm = ()
@@ -87,8 +106,15 @@ def test_a_window_equals_the_small_functions(policy, overflow, clip):
     with Untouched((state, microbatches)):
         new, info = step(state, microbatches)
     assert info.found_inf == (overflow is not None and policy == "drop_window")
-    expected = (params, ps.select(found_inf, state.buffers, buffers), opt_state, RULE.update(state.scaler, accum.found_inf))
-    summed = policy == "drop_window" and overflow is None  # a mean that is checked and unscaled once, at its end
+    expected = (
+        params,
+        ps.select(found_inf, state.buffers, buffers),
+        opt_state,
+        RULE.update(state.scaler, accum.found_inf),
+    )
+    summed = (
+        policy == "drop_window" and overflow is None
+    )  # a mean that is checked and unscaled once, at its end
     if summed or "max_norm" in clip:  # clipping and unscaling are one division
         assert same_bits((new.scaler, new.opt_state.applied), (expected[3], opt_state.applied))
         assert_close(tuple(new)[:4], expected, rtol=1e-6, atol=1e-6 if clip else 1e-7)
@@ -97,9 +123,13 @@ def test_a_window_equals_the_small_functions(policy, overflow, clip):
     if summed and clip:
         assert_close(info.grad_norm, norm, rtol=1e-6, atol=0)
     else:
-        assert same_bits(info.grad_norm, norm if not (clip and info.found_inf) else torch.tensor(INF))
+        assert same_bits(
+            info.grad_norm, norm if not (clip and info.found_inf) else torch.tensor(INF)
+        )
     counted = [(loss, n) for loss, n, bad in losses if policy == "drop_window" or not bad]
-    torch.testing.assert_close(info.loss, sum(loss * n for loss, n in counted) / sum(n for _, n in counted), equal_nan=True)
+    torch.testing.assert_close(
+        info.loss, sum(loss * n for loss, n in counted) / sum(n for _, n in counted), equal_nan=True
+    )
     donated = step(clone(state), microbatches, donate=True)
     assert same_bits(donated, (new, info))
 
@@ -118,19 +148,26 @@ HOW = {
 def vector_job(how, dtype=torch.float32, rule=None, **settings):
     """A step from 0 against the mean of its microbatches, which are (gradient, weight)."""
     rule = ps.NoScale() if rule is None else rule
-    state = ps.init_train_state({"v": torch.zeros(3, dtype=dtype)}, {"seen": torch.zeros(())}, SGD, rule)
+    state = ps.init_train_state(
+        {"v": torch.zeros(3, dtype=dtype)}, {"seen": torch.zeros(())}, SGD, rule
+    )
 
     def loss_fn(params, buffers, m):
         return (params["v"] * m[0].to(dtype)).real.sum(), {"seen": buffers["seen"] + 1}
 
-    step = functools.partial(ps.train_step, loss_fn=loss_fn, optimizer=SGD, rule=rule, weight_fn=HOW[how][1])
+    step = functools.partial(
+        ps.train_step, loss_fn=loss_fn, optimizer=SGD, rule=rule, weight_fn=HOW[how][1]
+    )
     return state, functools.partial(step, **settings)
 
 
 @pytest.mark.parametrize("how", HOW)
 @given(
     parts=st.lists(
-        st.tuples(st.tuples(*[st.floats(-TOP, TOP, width=32) | st.sampled_from([TOP, -TOP])] * 3), st.integers(0, 5)),
+        st.tuples(
+            st.tuples(*[st.floats(-TOP, TOP, width=32) | st.sampled_from([TOP, -TOP])] * 3),
+            st.integers(0, 5),
+        ),
         min_size=2,
         max_size=6,
     )
@@ -144,13 +181,20 @@ def test_gradients_near_the_maximum_do_not_overflow_in_their_sum(how, parts):
     assert not info.found_inf
     shares = torch.tensor(weights, dtype=torch.float64) / sum(weights)
     weighted = torch.tensor([g for g, _ in parts], dtype=torch.float64) * shares[:, None]
-    assert ((-new.params["v"] - weighted.sum(0)).abs() <= 1e-6 * weighted.abs().sum(0) + 1e-37).all()
+    assert (
+        (-new.params["v"] - weighted.sum(0)).abs() <= 1e-6 * weighted.abs().sum(0) + 1e-37
+    ).all()
 
 
 @pytest.mark.parametrize("how", HOW)
 @given(
     parts=st.lists(
-        st.tuples(st.sampled_from([1.0, -3.0, 2.0**100, INF, -INF, math.nan]), st.sampled_from([0, 1, 2.0**64])), min_size=2, max_size=5
+        st.tuples(
+            st.sampled_from([1.0, -3.0, 2.0**100, INF, -INF, math.nan]),
+            st.sampled_from([0, 1, 2.0**64]),
+        ),
+        min_size=2,
+        max_size=5,
     )
 )
 def test_any_microbatch_that_counts_and_overflows_drops_the_window_and_no_other_does(how, parts):
@@ -167,7 +211,9 @@ def test_any_microbatch_that_counts_and_overflows_drops_the_window_and_no_other_
 
 
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+)
 def test_the_mean_of_a_window_is_that_of_float64(how, dtype):
     torch.manual_seed(0)
     state, step = vector_job(how, dtype)
@@ -196,8 +242,12 @@ def test_a_window_is_one_pass_a_microbatch_and_one_look(how):
     assert passes[1] - passes[0] == 6
 
 
-@pytest.mark.parametrize("settings", [{}, {"on_nonfinite": "drop_microbatch"}, {"bn_update": "window"}])
-def test_a_step_flattens_its_state_as_often_for_eight_microbatches_as_for_two(settings, monkeypatch):
+@pytest.mark.parametrize(
+    "settings", [{}, {"on_nonfinite": "drop_microbatch"}, {"bn_update": "window"}]
+)
+def test_a_step_flattens_its_state_as_often_for_eight_microbatches_as_for_two(
+    settings, monkeypatch
+):
     state, step = job(SGD, RULE, policy="float32", **settings)
     mine, flatten, counts = {id(leaf) for leaf in tensors(state)}, optree.tree_flatten, []
 
@@ -240,7 +290,9 @@ def test_a_sparse_gradient_may_come_after_a_dense_one():
     state = ps.init_train_state({"w": torch.zeros(4, 1)}, {}, SGD, RULE)
 
     def loss_fn(params, buffers, m):
-        return (F.embedding(m, params["w"], sparse=True).sum() if m is not None else params["w"].sum()), buffers
+        return (
+            F.embedding(m, params["w"], sparse=True).sum() if m is not None else params["w"].sum()
+        ), buffers
 
     for microbatches in ([None, torch.tensor([1, 1, 3])], [torch.tensor([1, 1, 3]), None]):
         new, info = ps.train_step(state, microbatches, loss_fn=loss_fn, optimizer=SGD, rule=RULE)
@@ -270,7 +322,8 @@ def test_weights_that_are_tensors_agree_however_a_window_is_run(transform):
     """To 1e-6: other kernels."""
     state, step = vector_job("equal", weight_fn=lambda m: m[1])
     windows = [
-        [(torch.randn(3), torch.tensor(w)) for w in ws] for ws in ((1.0, 2.0, 3.0), (0.0, 1.0, 1.0), (1.0, math.nan, 1.0), (0.0,) * 3)
+        [(torch.randn(3), torch.tensor(w)) for w in ws]
+        for ws in ((1.0, 2.0, 3.0), (0.0, 1.0, 1.0), (1.0, math.nan, 1.0), (0.0,) * 3)
     ]
     windows[1][0] = (torch.full((3,), math.nan), windows[1][0][1])
     expected = [step(state, window) for window in windows]
@@ -282,9 +335,15 @@ def test_weights_that_are_tensors_agree_however_a_window_is_run(transform):
         with torch._dynamo.config.patch(error_on_recompile=True):
             got = [compiled(state, window) for window in windows]
     else:
-        torch.func.jvp(lambda g: step(state, [(g, windows[0][0][1]), *windows[0][1:]])[0].params["v"], (torch.ones(3),), (torch.ones(3),))
+        torch.func.jvp(
+            lambda g: step(state, [(g, windows[0][0][1]), *windows[0][1:]])[0].params["v"],
+            (torch.ones(3),),
+            (torch.ones(3),),
+        )
         by_g = torch.func.jvp(
-            lambda g: step(state, [(g, torch.tensor(1.0)), (g, torch.tensor(3.0))])[0].params["v"], (torch.ones(3),), (torch.ones(3),)
+            lambda g: step(state, [(g, torch.tensor(1.0)), (g, torch.tensor(3.0))])[0].params["v"],
+            (torch.ones(3),),
+            (torch.ones(3),),
         )[1]
         assert by_g.tolist() == [-1, -1, -1]
         return
@@ -297,7 +356,9 @@ def test_weights_that_are_tensors_agree_however_a_window_is_run(transform):
 def test_a_rule_that_changes_dtypes_is_refused_for_any_number_of_microbatches(number):
     class Wider(ps.DynamicScale):
         def update(self, scaler, found_inf):
-            return (new := super().update(scaler, found_inf))._replace(growth_tracker=new.growth_tracker.long())
+            return (new := super().update(scaler, found_inf))._replace(
+                growth_tracker=new.growth_tracker.long()
+            )
 
     state, step = mean_job(rule=Wider(init_scale=2.0**10))
     with Untouched(state), pytest.raises(ValueError, match=r"growth_tracker is torch\.int32"):
@@ -318,7 +379,9 @@ def test_one_bad_microbatch_is_dropped_alone_with_what_it_did_to_the_buffers(pos
     assert new.params["w"] == -good / 2
     assert new.buffers["mean"] == good
     assert new.step == 1
-    assert new.scaler.scale == 2.0**9, "the scale follows any bad microbatch, or data that overflows is left out for ever"
+    assert new.scaler.scale == 2.0**9, (
+        "the scale follows any bad microbatch, or data that overflows is left out for ever"
+    )
     after, _ = step(new, numbers(4))
     assert after.params["w"] == new.params["w"] - 4
 
@@ -370,10 +433,18 @@ def test_batch_norm_statistics_survive_a_bad_window(policy):
 
 
 @settings(max_examples=30)
-@given(st.lists(st.tuples(st.sampled_from([1.0, -2.0, 5.0, INF, math.nan]), st.sampled_from([0, 1, 3])), min_size=1, max_size=5))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([1.0, -2.0, 5.0, INF, math.nan]), st.sampled_from([0, 1, 3])),
+        min_size=1,
+        max_size=5,
+    )
+)
 def test_dropping_microbatches_equals_the_window_without_them(parts):
     state, step = mean_job(lambda g: g[1], on_nonfinite="drop_microbatch")
-    step = functools.partial(step, loss_fn=lambda p, b, g: (p["w"] * g[0], {"mean": b["mean"] + g[0]}))
+    step = functools.partial(
+        step, loss_fn=lambda p, b, g: (p["w"] * g[0], {"mean": b["mean"] + g[0]})
+    )
     microbatches = [(torch.tensor(v), w) for v, w in parts]
     new, info = step(state, microbatches)
     kept = [m for m in microbatches if torch.isfinite(m[0]) and m[1]]
@@ -426,7 +497,9 @@ def test_a_clean_window_is_not_tried_again():
     assert same_bits(step(state, microbatches, max_retries=5), step(state, microbatches))
 
 
-@pytest.mark.parametrize("microbatches", [numbers(math.nan), numbers(INF, 2.0**27), numbers(math.nan, 1)])
+@pytest.mark.parametrize(
+    "microbatches", [numbers(math.nan), numbers(INF, 2.0**27), numbers(math.nan, 1)]
+)
 def test_a_loss_that_itself_is_not_finite_is_not_tried_again(microbatches):
     state, step, _ = overflowing(104)
     calls = []
@@ -451,17 +524,30 @@ def test_a_single_microbatch_is_tried_again():
 def test_a_retry_saves_what_a_lower_scale_can_save_and_drops_the_rest():
     state, step, _ = overflowing(104)
     loss_fn = lambda p, b, g: (p["w"] * g + g * 0, b)  # noqa: E731
-    new, info = step(state, numbers(2.0**27, math.nan, 2.0**26), max_retries=10, on_nonfinite="drop_microbatch", loss_fn=loss_fn)
+    new, info = step(
+        state,
+        numbers(2.0**27, math.nan, 2.0**26),
+        max_retries=10,
+        on_nonfinite="drop_microbatch",
+        loss_fn=loss_fn,
+    )
     assert info.retries == 4
     assert not info.found_inf
     assert new.params["w"] == -(2.0**27 + 2.0**26) / 2
-    assert new.scaler.scale == 2.0**103, "one microbatch is still bad: the scale ends as after one ordinary skip"
+    assert new.scaler.scale == 2.0**103, (
+        "one microbatch is still bad: the scale ends as after one ordinary skip"
+    )
 
 
 def test_retries_stop_at_the_smallest_scale():
     rule = ps.DynamicScale(init_scale=2.0**10, min_scale=2.0**8)
     state, step = mean_job(rule=rule)
-    new, info = step(state, numbers(1), max_retries=50, loss_fn=lambda p, b, g: (torch.where(p["w"] == 0, p["w"] * INF * 0 + p["w"], 0), b))
+    new, info = step(
+        state,
+        numbers(1),
+        max_retries=50,
+        loss_fn=lambda p, b, g: (torch.where(p["w"] == 0, p["w"] * INF * 0 + p["w"], 0), b),
+    )
     assert info.found_inf in (True, False)  # whatever it is, it ends
     overflow = lambda p, b, g: (Overflows.apply(p["w"]), b)  # noqa: E731
     new, info = step(state, numbers(1), max_retries=50, loss_fn=overflow)
@@ -493,7 +579,9 @@ def test_a_retry_waits_for_the_rule_to_lower_the_scale():
 
 @pytest.mark.parametrize("own_rng", [False, True])
 def test_a_retry_draws_the_same_random_numbers_and_consumes_nothing(own_rng):
-    apply, params, buffers = ps.make_functional(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 1)))
+    apply, params, buffers = ps.make_functional(
+        nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    )
     rule = ps.DynamicScale(init_scale=2.0**10, max_scale=2.0**127)
     rng = torch.Generator().manual_seed(3).get_state() if own_rng else None
     state = ps.init_train_state(params, buffers, SGD, rule, rng=rng)
@@ -525,7 +613,9 @@ def test_retries_work_with_donation():
     state, step, microbatches = overflowing(104)
     for retries in (2, 10):
         expected = step(state, microbatches, max_retries=retries)
-        assert same_bits(step(clone(state), microbatches, max_retries=retries, donate=True), expected)
+        assert same_bits(
+            step(clone(state), microbatches, max_retries=retries, donate=True), expected
+        )
 
 
 def test_without_retries_only_the_size_of_the_gradients_is_looked_at():
@@ -537,7 +627,9 @@ def test_without_retries_only_the_size_of_the_gradients_is_looked_at():
 
 def test_retries_are_refused_where_they_cannot_be():
     state, step, microbatches = overflowing(104)
-    with pytest.raises(ValueError, match="max_retries reads the flag on the host, which a traced step cannot"):
+    with pytest.raises(
+        ValueError, match="max_retries reads the flag on the host, which a traced step cannot"
+    ):
         torch.vmap(lambda s: step(s, microbatches, max_retries=1))(stack([state, state]))
 
 
@@ -548,7 +640,11 @@ def test_retries_are_refused_where_they_cannot_be():
 def test_a_compiled_window_agrees_without_recompiling(policy):
     """To 1e-5: fused arithmetic."""
     state, step = job(
-        ps.from_torch(torch.optim.AdamW, lr=1e-3), RULE, policy="float32", on_nonfinite=policy, weight_fn=lambda b: b[1].sum() + 1
+        ps.from_torch(torch.optim.AdamW, lr=1e-3),
+        RULE,
+        policy="float32",
+        on_nonfinite=policy,
+        weight_fn=lambda b: b[1].sum() + 1,
     )
     torch._dynamo.reset()
     compiled = torch.compile(step, fullgraph=True)
@@ -556,7 +652,11 @@ def test_a_compiled_window_agrees_without_recompiling(policy):
     with torch._dynamo.config.patch(error_on_recompile=True):
         for index in range(4):
             x, y = batch(index)
-            microbatches = [batch(10 + index), (x * INF, y) if index == 1 else (x, y), batch(20 + index)]
+            microbatches = [
+                batch(10 + index),
+                (x * INF, y) if index == 1 else (x, y),
+                batch(20 + index),
+            ]
             eager, expected = step(eager, microbatches)
             state, info = compiled(state, microbatches)
             assert_close(state, eager, rtol=1e-5, atol=1e-5)
@@ -567,9 +667,17 @@ def test_windows_under_vmap_equal_a_loop():
     states, windows = [], [numbers(1, 2), numbers(INF, 4), numbers(3, math.nan)]
     state, step = mean_job(on_nonfinite="drop_microbatch")
     states = [scaled_by(state, 2.0**i) for i in range(3)]
-    batched = torch.vmap(step)(stack(states), [torch.stack([w[i] for w in windows]) for i in range(2)])
+    batched = torch.vmap(step)(
+        stack(states), [torch.stack([w[i] for w in windows]) for i in range(2)]
+    )
     for index in range(3):
-        assert_close(unstack(batched, index), step(states[index], windows[index]), rtol=1e-6, atol=1e-6, equal_nan=True)
+        assert_close(
+            unstack(batched, index),
+            step(states[index], windows[index]),
+            rtol=1e-6,
+            atol=1e-6,
+            equal_nan=True,
+        )
 
 
 def test_a_window_is_differentiated_through():
@@ -587,7 +695,9 @@ def test_a_window_is_differentiated_through():
 
 
 def test_a_hand_written_window_saved_in_the_middle_resumes_bit_for_bit():
-    apply, params, buffers = ps.make_functional(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)))
+    apply, params, buffers = ps.make_functional(
+        nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    )
     optimizer, every = ps.from_torch(torch.optim.AdamW, lr=0.01), 3
     torch.manual_seed(0)
     data = [(torch.randn(6, 4), torch.randint(0, 2, (6,))) for _ in range(10)]
@@ -623,14 +733,20 @@ def test_a_hand_written_window_saved_in_the_middle_resumes_bit_for_bit():
 
 
 def test_retries_that_only_underflow_the_others_are_not_used():
-    """One microbatch has a finite loss and a NaN gradient at any scale; at the lowest scale the other one vanishes in float16."""
+    """One microbatch has a finite loss and a NaN gradient at any scale; at the lowest scale the
+    other one vanishes in float16.
+    """
     rule = ps.DynamicScale(init_scale=2.0**12)
     state = ps.init_train_state({"w": torch.zeros(2)}, {}, SGD, rule)
 
     def loss_fn(params, buffers, m):
-        return (params["w"].sum().abs().sqrt() if m is None else (params["w"].half() * m).sum()), buffers
+        return (
+            params["w"].sum().abs().sqrt() if m is None else (params["w"].half() * m).sum()
+        ), buffers
 
-    step = functools.partial(ps.train_step, loss_fn=loss_fn, optimizer=SGD, rule=rule, on_nonfinite="drop_microbatch")
+    step = functools.partial(
+        ps.train_step, loss_fn=loss_fn, optimizer=SGD, rule=rule, on_nonfinite="drop_microbatch"
+    )
     microbatches = [torch.tensor(1e-6).half(), None]
     plain, _ = step(state, microbatches)
     new, info = step(state, microbatches, max_retries=25)
@@ -654,7 +770,9 @@ def test_a_retry_waits_for_a_tolerance_that_was_restored_and_for_rules_of_ones_o
         """Backs off at every third overflow, and says nothing of it."""
 
         def __init__(self):
-            self.inner = ps.DynamicScale(init_scale=2.0**10, max_scale=2.0**120, hysteresis=3, refill="clean")
+            self.inner = ps.DynamicScale(
+                init_scale=2.0**10, max_scale=2.0**120, hysteresis=3, refill="clean"
+            )
 
         def init(self, device=None):
             return self.inner.init(device)
@@ -696,7 +814,13 @@ class Keeps(torch.autograd.Function):
 def test_a_gradient_that_a_custom_backward_keeps_is_not_written_into():
     kept = torch.full((3,), 1024.0)
     state = ps.init_train_state({"w": torch.ones(3)}, {}, SGD, RULE)
-    new, _ = ps.train_step(state, [0, 0], loss_fn=lambda p, b, m: (Keeps.apply(p["w"], kept), b), optimizer=SGD, rule=RULE)
+    new, _ = ps.train_step(
+        state,
+        [0, 0],
+        loss_fn=lambda p, b, m: (Keeps.apply(p["w"], kept), b),
+        optimizer=SGD,
+        rule=RULE,
+    )
     assert kept.tolist() == [1024] * 3
     assert new.params["w"].tolist() == [0] * 3
 
@@ -713,7 +837,14 @@ def test_a_gradient_that_is_the_loss_does_not_change_it():
             return ctx.out
 
     state = ps.init_train_state({"w": torch.ones(())}, {}, SGD, RULE)
-    _, info = ps.train_step(state, [0], loss_fn=lambda p, b, m: (Self.apply(p["w"]), b), optimizer=SGD, rule=RULE, max_norm=1.0)
+    _, info = ps.train_step(
+        state,
+        [0],
+        loss_fn=lambda p, b, m: (Self.apply(p["w"]), b),
+        optimizer=SGD,
+        rule=RULE,
+        max_norm=1.0,
+    )
     assert info.loss == 2.5
 
 
@@ -732,8 +863,18 @@ def test_complex_parameters_and_clip_value_are_refused_before_any_work():
     state = ps.init_train_state({"w": torch.ones(1, dtype=torch.complex64)}, {}, SGD, RULE)
     called = []
     for microbatches in ([0], [0, 0]):
-        with pytest.raises(TypeError, match=r"params\['w'\] has dtype torch.complex64; complex numbers have no order"):
-            ps.train_step(state, microbatches, loss_fn=lambda *a: called.append(a), optimizer=SGD, rule=RULE, clip_value=1.0)
+        with pytest.raises(
+            TypeError,
+            match=r"params\['w'\] has dtype torch.complex64; complex numbers have no order",
+        ):
+            ps.train_step(
+                state,
+                microbatches,
+                loss_fn=lambda *a: called.append(a),
+                optimizer=SGD,
+                rule=RULE,
+                clip_value=1.0,
+            )
     assert not called
 
 
@@ -801,7 +942,11 @@ def test_a_skipped_step_has_no_finite_norm_and_one_that_was_taken_has_the_true_o
         return
     weights = [w if weighted else 1.0 for _, _, w in parts]
     scaled = [torch.tensor([a, b], dtype=dtype) * info.scale for a, b, _ in parts]
-    counted = [(g.double() / info.scale, w) for g, w in zip(scaled, weights, strict=True) if w > 0 and g.isfinite().all()]
+    counted = [
+        (g.double() / info.scale, w)
+        for g, w in zip(scaled, weights, strict=True)
+        if w > 0 and g.isfinite().all()
+    ]
     mean = sum(g * w for g, w in counted) / sum(w for _, w in counted)
     expected = torch.linalg.vector_norm(mean / 1e38, p).item() * 1e38
     if expected < torch.finfo(dtype).max:
@@ -813,7 +958,9 @@ def test_a_skipped_step_has_no_finite_norm_however_it_is_run(how):
     state, step = mean_job(max_norm=1.0, on_nonfinite="drop_microbatch")
     windows = [numbers(2, 4), numbers(INF, 4), numbers(math.nan, INF)]
     if how == "vmap":
-        infos = torch.vmap(lambda *w: step(state, list(w))[1])(*[torch.stack(column) for column in zip(*windows, strict=True)])
+        infos = torch.vmap(lambda *w: step(state, list(w))[1])(
+            *[torch.stack(column) for column in zip(*windows, strict=True)]
+        )
         norms, flags = infos.grad_norm.tolist(), infos.found_inf.tolist()
     else:
         compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
@@ -825,10 +972,14 @@ def test_a_skipped_step_has_no_finite_norm_however_it_is_run(how):
 
 
 @pytest.mark.parametrize("scale", [INF, 0.0, -4.0, math.nan])
-@pytest.mark.parametrize("optimizer", [SGD, ps.from_torch(torch.optim.Adamax, lr=1.0)], ids=["fused", "formula"])
+@pytest.mark.parametrize(
+    "optimizer", [SGD, ps.from_torch(torch.optim.Adamax, lr=1.0)], ids=["fused", "formula"]
+)
 def test_under_a_scale_that_cannot_be_trusted_the_norm_is_not_finite(scale, optimizer):
     params = {"w": torch.ones(2)}
-    out = ps.unscale_and_step(optimizer, at(scale), params, {"w": torch.ones(2)}, optimizer.init(params), max_norm=1.0)
+    out = ps.unscale_and_step(
+        optimizer, at(scale), params, {"w": torch.ones(2)}, optimizer.init(params), max_norm=1.0
+    )
     assert out.found_inf
     assert not torch.isfinite(out.grad_norm)
 
@@ -842,9 +993,17 @@ MOMENTUM = ps.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
 @pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0}], ids=["one pass", "clipped"])
 def test_a_window_of_weight_zero_moves_no_momentum(settings):
     state = ps.init_train_state({"w": torch.tensor(1.0)}, {}, MOMENTUM, RULE)
-    state, _ = ps.train_step(state, [1.0], loss_fn=lambda p, b, x: (p["w"] * x, b), optimizer=MOMENTUM, rule=RULE)
+    state, _ = ps.train_step(
+        state, [1.0], loss_fn=lambda p, b, x: (p["w"] * x, b), optimizer=MOMENTUM, rule=RULE
+    )
     new, _ = ps.train_step(
-        state, [1.0], loss_fn=lambda p, b, x: (p["w"] * x, b), optimizer=MOMENTUM, rule=RULE, weight_fn=lambda x: 0.0, **settings
+        state,
+        [1.0],
+        loss_fn=lambda p, b, x: (p["w"] * x, b),
+        optimizer=MOMENTUM,
+        rule=RULE,
+        weight_fn=lambda x: 0.0,
+        **settings,
     )
     assert same_bits(new, state)
 

@@ -1,7 +1,9 @@
-"""The loss scalers of other libraries as rules: each one's transition, state dict and quirks, one file a peer.
+"""The loss scalers of other libraries as rules: each one's transition, state dict and quirks, one
+file a peer.
 
-Each file has `rule(**the peer's own argument names)`, `from_state_dict(d, **settings) -> (rule, state)` and
-`to_state_dict(rule, state) -> d`. The rules go wherever `DynamicScale` goes; nothing here imports a peer.
+Each file has `rule(**the peer's own argument names)`,
+`from_state_dict(d, **settings) -> (rule, state)` and `to_state_dict(rule, state) -> d`. The rules
+go wherever `DynamicScale` goes; nothing here imports a peer.
 """
 
 from . import apex as apex

@@ -1,4 +1,6 @@
-"""What the peers' files share: states made and moved, settings checked, state dicts read and told apart."""
+"""What the peers' files share: states made and moved, settings checked, state dicts read and told
+apart.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from .._scaler import ScalerState
 
 Device = torch.device | str | None
 
-# ---- states ----------------------------------------------------------------------------------------------------------
+# ---- states --------------------------------------------------------------------------------------
 
 
 def scalar(value: float, dtype: torch.dtype, device: Device) -> Tensor:
@@ -24,7 +26,9 @@ def scalar(value: float, dtype: torch.dtype, device: Device) -> Tensor:
     return torch.full((), value, dtype=dtype, device=device)
 
 
-def scaler_state(scale: float, growth_tracker: int = 0, hysteresis_tracker: int = 0, device: Device = None) -> ScalerState:
+def scaler_state(
+    scale: float, growth_tracker: int = 0, hysteresis_tracker: int = 0, device: Device = None
+) -> ScalerState:
     """A `ScalerState` from host numbers."""
     return ScalerState(
         scale=scalar(scale, torch.float32, device),
@@ -37,12 +41,17 @@ def scaler_state(scale: float, growth_tracker: int = 0, hysteresis_tracker: int 
 def flag(found_inf: Any, scaler: Any, kind: type[Any]) -> Tensor:
     """`found_inf` as a 0-d bool tensor, once it is sure that `scaler` is the state of this rule."""
     if not isinstance(scaler, kind):
-        raise TypeError(f"update got a {type(scaler).__name__}; this rule's state is a {kind.__name__}. Cure: `rule.init(device)`.")
+        raise TypeError(
+            f"update got a {type(scaler).__name__}; this rule's state is a {kind.__name__}. Cure: "
+            "`rule.init(device)`."
+        )
     return _tree.flag(found_inf, like=scaler.scale)
 
 
 def moved(scaler: ScalerState, bad: Tensor, scale: Tensor, growth_tracker: Tensor) -> ScalerState:
-    """The next state of a rule without hysteresis. No tensor of `scaler` is handed on: a later donation would reach back into it."""
+    """The next state of a rule without hysteresis. No tensor of `scaler` is handed on: a later
+    donation would reach back into it.
+    """
     return ScalerState(
         scale=scale,
         growth_tracker=growth_tracker,
@@ -56,11 +65,13 @@ def next_skips(skips: Tensor, bad: Tensor) -> Tensor:
     return torch.where(bad, skips + 1, 0)
 
 
-# ---- settings --------------------------------------------------------------------------------------------------------
+# ---- settings ------------------------------------------------------------------------------------
 
 
 def settle(rule: Any, *names: str) -> None:
-    """Put fields of a frozen rule as `positive` floats, so that an equal setting is an equal rule whatever type it came in."""
+    """Put fields of a frozen rule as `positive` floats, so that an equal setting is an equal rule
+    whatever type it came in.
+    """
     _checks.settle(rule, positive, *names)
 
 
@@ -72,9 +83,15 @@ def settle_counts(rule: Any, *names: str, least: int = 1) -> None:
 def check_factors(growth: tuple[str, float], backoff: tuple[str, float] | None = None) -> None:
     """Refuse factors that do not grow, or do not back off."""
     if growth[1] <= 1:
-        raise ValueError(f"{growth[0]} must be above 1, got {growth[1]!r}: the scale would never grow. Usual: 2.0.")
+        raise ValueError(
+            f"{growth[0]} must be above 1, got {growth[1]!r}: the scale would never grow. Usual: "
+            "2.0."
+        )
     if backoff is not None and backoff[1] >= 1:
-        raise ValueError(f"{backoff[0]} must lie between 0 and 1, got {backoff[1]!r}: an overflow would repeat for ever. Usual: 0.5.")
+        raise ValueError(
+            f"{backoff[0]} must lie between 0 and 1, got {backoff[1]!r}: an overflow would repeat "
+            "for ever. Usual: 0.5."
+        )
 
 
 def check_bool(name: str, value: Any) -> None:
@@ -83,7 +100,7 @@ def check_bool(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be True or False, got {value!r} ({type(value).__name__}).")
 
 
-# ---- state dicts -----------------------------------------------------------------------------------------------------
+# ---- state dicts ---------------------------------------------------------------------------------
 
 _OWNERS = {
     "torch_amp": "torch.amp.GradScaler's",
@@ -123,29 +140,49 @@ def owner(d: Mapping[str, Any]) -> str | None:
     if any(isinstance(key, str) and re.fullmatch(r"loss_scaler\d+", key) for key in keys):
         return "apex"
     if "loss_scaler" in keys:
-        return "mmengine" if isinstance(d["loss_scaler"], Mapping) and "cur_scale" not in d["loss_scaler"] else "deepspeed"
+        return (
+            "mmengine"
+            if isinstance(d["loss_scaler"], Mapping) and "cur_scale" not in d["loss_scaler"]
+            else "deepspeed"
+        )
     return next((peer for peer, telling in _TELLING_KEYS if telling <= keys), None)
 
 
-def check_dict(d: Any, peer: str, required: Sequence[str], optional: Sequence[str] | None = ()) -> None:
-    """Refuse what is not `peer`'s state dict, saying whose it looks like. `optional=None`: it may hold anything besides."""
+def check_dict(
+    d: Any, peer: str, required: Sequence[str], optional: Sequence[str] | None = ()
+) -> None:
+    """Refuse what is not `peer`'s state dict, saying whose it looks like. `optional=None`: it may
+    hold anything besides.
+    """
     if not isinstance(d, Mapping):
         raise TypeError(
-            f"interop.{peer}.from_state_dict takes a state dict with {_listed(required)}, got {type(d).__name__}. "
-            f"Cure: pass what `state_dict()` returned, or what torch.load read, not the object or its path."
+            f"interop.{peer}.from_state_dict takes a state dict with {_listed(required)}, got "
+            f"{type(d).__name__}. Cure: pass what `state_dict()` returned, or what torch.load "
+            "read, not the object or its path."
         )
     if not d:
         raise ValueError(
-            f"interop.{peer}.from_state_dict got an empty dict; expected {_listed(required)}. Likely cause: it was saved from a disabled "
-            f"scaler (enabled=False), which has no state. Cure: `rule = NoScale(); state = rule.init(device)`."
+            f"interop.{peer}.from_state_dict got an empty dict; expected {_listed(required)}. "
+            "Likely cause: it was saved from a disabled scaler (enabled=False), which has no "
+            "state. Cure: `rule = NoScale(); state = rule.init(device)`."
         )
     missing = [key for key in required if key not in d]
-    extra = [] if optional is None else [key for key in d if key not in required and key not in optional]
+    extra = (
+        []
+        if optional is None
+        else [key for key in d if key not in required and key not in optional]
+    )
     if missing or extra:
         refuse(d, peer, required, missing, extra)
 
 
-def refuse(d: Mapping[str, Any], peer: str, required: Sequence[str], missing: Iterable[str] = (), extra: Iterable[Any] = ()) -> NoReturn:
+def refuse(
+    d: Mapping[str, Any],
+    peer: str,
+    required: Sequence[str],
+    missing: Iterable[str] = (),
+    extra: Iterable[Any] = (),
+) -> NoReturn:
     """Say what is wrong with the keys of `d`, and whose it may be."""
     found = owner(d)
     if found in (peer, None):
@@ -154,15 +191,24 @@ def refuse(d: Mapping[str, Any], peer: str, required: Sequence[str], missing: It
         cure = f"This looks like {_OWNERS[found]}, for which there is no file here."
     else:
         cure = f"This looks like {_OWNERS[found]}. Cure: `interop.{found}.from_state_dict(d)`."
-    wrong = "".join(f" {what} {_listed(sorted(map(str, keys)))}." for what, keys in (("Missing:", missing), ("Unexpected:", extra)) if keys)
-    raise ValueError(f"interop.{peer}.from_state_dict expects {_listed(required)}; got {_listed(sorted(map(str, d)))}.{wrong} {cure}")
+    wrong = "".join(
+        f" {what} {_listed(sorted(map(str, keys)))}."
+        for what, keys in (("Missing:", missing), ("Unexpected:", extra))
+        if keys
+    )
+    raise ValueError(
+        f"interop.{peer}.from_state_dict expects {_listed(required)}; got "
+        f"{_listed(sorted(map(str, d)))}.{wrong} {cure}"
+    )
 
 
 def _listed(keys: Sequence[str]) -> str:
     return _tree.some([repr(key) for key in keys], most=12)
 
 
-def with_settings(d: Mapping[str, Any], names: Iterable[str], settings: Mapping[str, Any]) -> dict[str, Any]:
+def with_settings(
+    d: Mapping[str, Any], names: Iterable[str], settings: Mapping[str, Any]
+) -> dict[str, Any]:
     """`settings` and those of `d` in one; an error where the two differ."""
     merged = dict(settings)
     for name in names:
@@ -170,8 +216,9 @@ def with_settings(d: Mapping[str, Any], names: Iterable[str], settings: Mapping[
             continue
         if name in merged and merged[name] != d[name]:
             raise ValueError(
-                f"{name}={shown(merged[name])} contradicts the state dict, which has {shown(d[name])}. Cure: leave it out, and change the "
-                f"rule afterwards if that is meant: `dataclasses.replace(rule, {name}={shown(merged[name])})`."
+                f"{name}={shown(merged[name])} contradicts the state dict, which has "
+                f"{shown(d[name])}. Cure: leave it out, and change the rule afterwards if that is "
+                f"meant: `dataclasses.replace(rule, {name}={shown(merged[name])})`."
             )
         merged[name] = d[name]
     return merged
@@ -182,27 +229,33 @@ def saved_scale(name: str, value: Any) -> float:
     number = real(name, value)
     if not is_positive_float32(number):
         raise ValueError(
-            f"the saved scale, {name}, is {shown(value)}; a loss can only be scaled by a positive, finite float32. Likely cause: the job "
-            f"had overflowed or grown without end before it was saved. Cure: `state = rule(...).init(device)`."
+            f"the saved scale, {name}, is {shown(value)}; a loss can only be scaled by a positive, "
+            "finite float32. Likely cause: the job had overflowed or grown without end before it "
+            "was saved. Cure: `state = rule(...).init(device)`."
         )
     return number
 
 
-def check_saveable(peer: str, rule: Any, rule_kinds: tuple[type[Any], ...], scaler: Any, state_kind: type[Any]) -> None:
+def check_saveable(
+    peer: str, rule: Any, rule_kinds: tuple[type[Any], ...], scaler: Any, state_kind: type[Any]
+) -> None:
     """Refuse a rule or a state that `peer`'s format cannot hold."""
     if not isinstance(rule, rule_kinds):
         raise TypeError(
-            f"interop.{peer}.to_state_dict got the rule {rule!r}; expected one that `interop.{peer}.rule(...)` returned. "
-            f"Likely cause: a rule of another library, whose settings have no place in this format."
+            f"interop.{peer}.to_state_dict got the rule {rule!r}; expected one that "
+            f"`interop.{peer}.rule(...)` returned. Likely cause: a rule of another library, whose "
+            "settings have no place in this format."
         )
     if not isinstance(scaler, state_kind):
         raise TypeError(
-            f"interop.{peer}.to_state_dict got a {type(scaler).__name__}; expected a {state_kind.__name__}. Likely cause: rule and state "
-            f"swapped, or the state of a whole step. Cure: to_state_dict(rule, state.scaler)."
+            f"interop.{peer}.to_state_dict got a {type(scaler).__name__}; expected a "
+            f"{state_kind.__name__}. Likely cause: rule and state swapped, or the state of a whole "
+            "step. Cure: to_state_dict(rule, state.scaler)."
         )
     stacked = [name for name, leaf in zip(scaler._fields, scaler, strict=True) if leaf.ndim]
     if stacked:
         raise ValueError(
-            f"interop.{peer}.to_state_dict takes one state of 0-d tensors; {_listed(stacked)} have more dimensions. Likely cause: states "
-            f"of an ensemble. Cure: one at a time, `type(state)(*(t[i] for t in state))`."
+            f"interop.{peer}.to_state_dict takes one state of 0-d tensors; {_listed(stacked)} have "
+            "more dimensions. Likely cause: states of an ensemble. Cure: one at a time, "
+            "`type(state)(*(t[i] for t in state))`."
         )

@@ -27,20 +27,23 @@ from ._common import (
 _ENTRY = ("loss_scale", "unskipped")
 
 
-# ---- the scaler ------------------------------------------------------------------------------------------------------
+# ---- the scaler ----------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class ApexScale:
-    """Equal to `LossScaler.update_scale()`: `max(min_loss_scale, scale / 2), 0` when bad, else `min(max_loss_scale, scale * 2)`.
+    """Equal to `LossScaler.update_scale()`: `max(min_loss_scale, scale / 2), 0` when bad, else
+    `min(max_loss_scale, scale * 2)`.
 
-    Bit for bit where `max_loss_scale` and `min_loss_scale` are powers of two, within float32's range; apex computes in
-    Python floats. `loss_scale="dynamic"`, or a number, also as a string, for a static one, which never moves.
+    Bit for bit where `max_loss_scale` and `min_loss_scale` are powers of two, within float32's
+    range; apex computes in Python floats. `loss_scale="dynamic"`, or a number, also as a string,
+    for a static one, which never moves.
 
-    What `DynamicScale` does otherwise, and this does as apex does: `min_loss_scale=None`, and 0.0 too, is no floor, so the
-    scale can become 0 and stays so (no step is taken then, `check_scaler` raises); `max_loss_scale` also clamps `init_scale`;
-    the count is compared with `==`; `scale_factor` is taken and never used. One deliberate difference: apex takes the step
-    on the overflow of a static scaler, here every overflow is skipped.
+    What `DynamicScale` does otherwise, and this does as apex does: `min_loss_scale=None`, and 0.0
+    too, is no floor, so the scale can become 0 and stays so (no step is taken then, `check_scaler`
+    raises); `max_loss_scale` also clamps `init_scale`; the count is compared with `==`;
+    `scale_factor` is taken and never used. One deliberate difference: apex takes the step on the
+    overflow of a static scaler, here every overflow is skipped.
 
     Raises `ValueError` and `TypeError` for other settings when made.
 
@@ -70,9 +73,14 @@ class ApexScale:
         settle_counts(self, "scale_window")
         if self.min_loss_scale is not None:
             floor = real("min_loss_scale", self.min_loss_scale)
-            object.__setattr__(self, "min_loss_scale", positive("min_loss_scale", floor) if floor else 0.0)
+            object.__setattr__(
+                self, "min_loss_scale", positive("min_loss_scale", floor) if floor else 0.0
+            )
         if (self.min_scale or 0.0) > self.max_loss_scale:
-            raise ValueError(f"min_loss_scale <= max_loss_scale must hold, got {self.min_loss_scale!r} and {self.max_loss_scale!r}.")
+            raise ValueError(
+                f"min_loss_scale <= max_loss_scale must hold, got {self.min_loss_scale!r} and "
+                f"{self.max_loss_scale!r}."
+            )
 
     @property
     def dynamic(self) -> bool:
@@ -86,10 +94,15 @@ class ApexScale:
 
     def init(self, device: Device = None) -> ScalerState:
         """The state to start from, on `device` (that of the gradients)."""
-        return scaler_state(min(self.init_scale, self.max_loss_scale) if self.dynamic else float(self.loss_scale), device=device)
+        return scaler_state(
+            min(self.init_scale, self.max_loss_scale) if self.dynamic else float(self.loss_scale),
+            device=device,
+        )
 
     def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
-        """The state for the next step. `found_inf`: 0-d bool, True = the step was bad. Reads no value and never raises."""
+        """The state for the next step. `found_inf`: 0-d bool, True = the step was bad. Reads no
+        value and never raises.
+        """
         bad = flag(found_inf, scaler, ScalerState)
         unskipped = scaler.growth_tracker + 1
         if not self.dynamic:
@@ -98,8 +111,15 @@ class ApexScale:
         lowered = scaler.scale / 2
         if self.min_scale is not None:
             lowered = lowered.clamp(min=self.min_scale)
-        scale = torch.where(interval_reached, (scaler.scale * 2).clamp(max=self.max_loss_scale), scaler.scale)
-        return moved(scaler, bad, torch.where(bad, lowered, scale), torch.where(bad | interval_reached, 0, unskipped))
+        scale = torch.where(
+            interval_reached, (scaler.scale * 2).clamp(max=self.max_loss_scale), scaler.scale
+        )
+        return moved(
+            scaler,
+            bad,
+            torch.where(bad, lowered, scale),
+            torch.where(bad | interval_reached, 0, unskipped),
+        )
 
 
 rule = ApexScale
@@ -114,26 +134,30 @@ def _loss_scale(value: Any) -> float | str:
             value = float(value)
         except ValueError:
             raise ValueError(
-                f"loss_scale must be 'dynamic', a number, or a number as a string, got {value!r}. Likely cause: a slip of the pen, or an "
-                f"argument of the command line that was passed on as it is. Cure: loss_scale='dynamic' or loss_scale=128.0."
+                f"loss_scale must be 'dynamic', a number, or a number as a string, got {value!r}. "
+                "Likely cause: a slip of the pen, or an argument of the command line that was "
+                "passed on as it is. Cure: loss_scale='dynamic' or loss_scale=128.0."
             ) from None
     return positive("loss_scale", value)
 
 
-# ---- state dicts -----------------------------------------------------------------------------------------------------
+# ---- state dicts ---------------------------------------------------------------------------------
 
 Rules = ApexScale | tuple[ApexScale, ...]
 States = ScalerState | tuple[ScalerState, ...]
 
 
-def from_state_dict(d: Mapping[str, Any], *, device: Device = None, **settings: Any) -> tuple[Rules, States]:
-    """Equal to `rule(**settings), state of d["loss_scaler0"]`; with several losses, a tuple of rules and a tuple of states.
+def from_state_dict(
+    d: Mapping[str, Any], *, device: Device = None, **settings: Any
+) -> tuple[Rules, States]:
+    """Equal to `rule(**settings), state of d["loss_scaler0"]`; with several losses, a tuple of
+    rules and a tuple of states.
 
-    `d`: what `apex.amp.state_dict()` returned. It holds no setting: pass those of the job under `rule()`'s names, here one
-    set for all losses. `device`: that of the gradients.
+    `d`: what `apex.amp.state_dict()` returned. It holds no setting: pass those of the job under
+    `rule()`'s names, here one set for all losses. `device`: that of the gradients.
 
-    Raises `ValueError` for another library's dict, the `{}` of a disabled amp, a scale that cannot train and a static
-    `loss_scale` other than the saved one; `TypeError` for what is no number.
+    Raises `ValueError` for another library's dict, the `{}` of a disabled amp, a scale that cannot
+    train and a static `loss_scale` other than the saved one; `TypeError` for what is no number.
 
     >>> scaler, state = from_state_dict({"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 7}}, scale_window=500)
     >>> state.scale, state.growth_tracker
@@ -148,26 +172,39 @@ def from_state_dict(d: Mapping[str, Any], *, device: Device = None, **settings: 
     for name in names:
         entry = d[name]
         if not isinstance(entry, Mapping) or set(entry) != set(_ENTRY):
-            got = f"a dict with {sorted(map(str, entry))}" if isinstance(entry, Mapping) else repr(entry)
-            raise ValueError(f"{name} in apex's state dict is a dict with 'loss_scale' and 'unskipped', got {got}. Cure: amp.state_dict().")
+            got = (
+                f"a dict with {sorted(map(str, entry))}"
+                if isinstance(entry, Mapping)
+                else repr(entry)
+            )
+            raise ValueError(
+                f"{name} in apex's state dict is a dict with 'loss_scale' and 'unskipped', got "
+                f"{got}. Cure: amp.state_dict()."
+            )
         scale = saved_scale(f"{name}['loss_scale']", entry["loss_scale"])
         made.append(rule(**{"init_scale": scale, **settings}))
         static = made[-1].loss_scale
         if static not in ("dynamic", scale):
             raise ValueError(
-                f"loss_scale={static!r} contradicts {name}, which has {scale!r}. Likely cause: the job was dynamic. Cure: "
-                f"loss_scale='dynamic', the default, or loss_scale={scale!r}."
+                f"loss_scale={static!r} contradicts {name}, which has {scale!r}. Likely cause: the "
+                "job was dynamic. Cure: loss_scale='dynamic', the default, or "
+                f"loss_scale={scale!r}."
             )
-        states.append(scaler_state(scale, whole(f"{name}['unskipped']", entry["unskipped"]), device=device))
+        states.append(
+            scaler_state(scale, whole(f"{name}['unskipped']", entry["unskipped"]), device=device)
+        )
     return (made[0], states[0]) if len(names) == 1 else (tuple(made), tuple(states))
 
 
 def to_state_dict(rule: Rules, scaler: States) -> dict[str, Any]:
-    """Syncs with the host. Equal to what `apex.amp.state_dict()` returns at this point; `amp.load_state_dict` takes it.
+    """Syncs with the host. Equal to what `apex.amp.state_dict()` returns at this point;
+    `amp.load_state_dict` takes it.
 
-    With several losses: a tuple of rules and a tuple of states, as `initialize` and `from_state_dict` give them.
+    With several losses: a tuple of rules and a tuple of states, as `initialize` and
+    `from_state_dict` give them.
 
-    Raises `TypeError` for another library's rule, `ValueError` for stacked states and for tuples of different lengths.
+    Raises `TypeError` for another library's rule, `ValueError` for stacked states and for tuples of
+    different lengths.
 
     >>> to_state_dict(rule(), rule().init())
     {'loss_scaler0': {'loss_scale': 65536.0, 'unskipped': 0}}
@@ -175,18 +212,26 @@ def to_state_dict(rule: Rules, scaler: States) -> dict[str, Any]:
     Source of the format: state_dict of apex/amp/frontend.py.
     """
     rules = rule if isinstance(rule, tuple) else (rule,)
-    states = scaler if isinstance(scaler, tuple) and not isinstance(scaler, ScalerState) else (scaler,)
+    states = (
+        scaler if isinstance(scaler, tuple) and not isinstance(scaler, ScalerState) else (scaler,)
+    )
     if len(rules) != len(states):
-        raise ValueError(f"interop.apex.to_state_dict got {len(rules)} rule(s) and {len(states)} state(s). Cure: one state a loss.")
+        raise ValueError(
+            f"interop.apex.to_state_dict got {len(rules)} rule(s) and {len(states)} state(s). "
+            "Cure: one state a loss."
+        )
     for one, state in zip(rules, states, strict=True):
         check_saveable("apex", one, (ApexScale,), state, ScalerState)
     return {
-        f"loss_scaler{index}": {"loss_scale": float(state.scale), "unskipped": int(state.growth_tracker)}
+        f"loss_scaler{index}": {
+            "loss_scale": float(state.scale),
+            "unskipped": int(state.growth_tracker),
+        }
         for index, state in enumerate(states)
     }
 
 
-# ---- opt levels ------------------------------------------------------------------------------------------------------
+# ---- opt levels ----------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,7 +264,8 @@ def initialize(
     max_loss_scale: float = 2.0**24,
     enabled: bool = True,
 ) -> tuple[Policy, Any]:
-    """Equal to `policy(...), rule(...)` for what `apex.amp.initialize` would do to a model and its optimizer.
+    """Equal to `policy(...), rule(...)` for what `apex.amp.initialize` would do to a model and its
+    optimizer.
 
     | opt_level | policy | loss_scale |
     |---|---|---|
@@ -228,15 +274,17 @@ def initialize(
     | O2 | params=float32,compute=float16,output=float32,norms=float32 | "dynamic" |
     | O3 | params=float16,compute=float16,output=float32,norms=float16 | 1.0 |
 
-    An argument that is not `None` overrides the level's. `params` are the masters: float32 unless `master_weights` is False.
-    `keep_batchnorm_fp32` decides for every norm. `cast_model_outputs`: the dtype of the outputs, also in O1, where apex
-    would otherwise leave each as it comes. `loss_scale` and `keep_batchnorm_fp32` may be strings, as on a command line: "dynamic",
-    "128.0", "True". `num_losses > 1`: a tuple of rules, one a loss. `enabled=False`: float32 and `NoScale()`.
-    Overflows of a static scale are skipped here, in apex they are not.
+    An argument that is not `None` overrides the level's. `params` are the masters: float32 unless
+    `master_weights` is False. `keep_batchnorm_fp32` decides for every norm. `cast_model_outputs`:
+    the dtype of the outputs, also in O1, where apex would otherwise leave each as it comes.
+    `loss_scale` and `keep_batchnorm_fp32` may be strings, as on a command line: "dynamic", "128.0",
+    "True". `num_losses > 1`: a tuple of rules, one a loss. `enabled=False`: float32 and
+    `NoScale()`. Overflows of a static scale are skipped here, in apex they are not.
 
-    Raises `RuntimeError`, as apex, for an unknown `opt_level` and for what contradicts it: in O1 a `cast_model_type`,
-    `keep_batchnorm_fp32` or `master_weights`, elsewhere `patch_torch_functions=True`. `ValueError` for a value that apex does
-    not take, `TypeError` for one of the wrong type.
+    Raises `RuntimeError`, as apex, for an unknown `opt_level` and for what contradicts it: in O1 a
+    `cast_model_type`, `keep_batchnorm_fp32` or `master_weights`, elsewhere
+    `patch_torch_functions=True`. `ValueError` for a value that apex does not take, `TypeError` for
+    one of the wrong type.
 
     >>> policy, scaler = initialize("O2", loss_scale="128.0", keep_batchnorm_fp32="True")
     >>> policy.compute_dtype, policy.norm_dtype, scaler.loss_scale
@@ -250,10 +298,13 @@ def initialize(
     if not isinstance(opt_level, str) or opt_level not in _LEVELS:
         near = f"O{str(opt_level)[-1]}" if str(opt_level)[-1:] in tuple("0123") else "O1"
         raise RuntimeError(
-            f"unknown opt_level {opt_level!r}; expected 'O0', 'O1', 'O2' or 'O3': the letter O and a digit. Likely cause: a zero for the "
-            f"letter, or a number alone. Cure: opt_level={near!r}."
+            f"unknown opt_level {opt_level!r}; expected 'O0', 'O1', 'O2' or 'O3': the letter O and "
+            "a digit. Likely cause: a zero for the letter, or a number alone. Cure: "
+            f"opt_level={near!r}."
         )
-    keep_norms: Any = {"True": True, "False": False}.get(str(keep_batchnorm_fp32), keep_batchnorm_fp32)
+    keep_norms: Any = {"True": True, "False": False}.get(
+        str(keep_batchnorm_fp32), keep_batchnorm_fp32
+    )
     for name, value in (
         ("patch_torch_functions", patch_torch_functions),
         ("keep_batchnorm_fp32", keep_norms),
@@ -261,18 +312,28 @@ def initialize(
     ):
         if value is not None and not isinstance(value, bool):
             strings = ", 'True', 'False'" if name == "keep_batchnorm_fp32" else ""
-            raise ValueError(f"{name} must be True, False{strings} or None, got {value!r}. Cure: {name}=True.")
+            raise ValueError(
+                f"{name} must be True, False{strings} or None, got {value!r}. Cure: {name}=True."
+            )
     _check_dtype("cast_model_type", None if cast_model_type is False else cast_model_type)
     _check_dtype("cast_model_outputs", cast_model_outputs)
-    _refuse_contradictions(opt_level, cast_model_type, patch_torch_functions, keep_norms, master_weights)
+    _refuse_contradictions(
+        opt_level, cast_model_type, patch_torch_functions, keep_norms, master_weights
+    )
 
     level = _LEVELS[opt_level]
     scaling = ApexScale(
-        level.loss_scale if loss_scale is None else loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale
+        level.loss_scale if loss_scale is None else loss_scale,
+        min_loss_scale=min_loss_scale,
+        max_loss_scale=max_loss_scale,
     )
     cast_to = level.cast_model_type if cast_model_type is None else (cast_model_type or None)
     if level.patch_torch_functions and patch_torch_functions is not False:
-        made = Policy(compute_dtype=torch.float16, output_dtype=cast_model_outputs or torch.float32, autocast=True)
+        made = Policy(
+            compute_dtype=torch.float16,
+            output_dtype=cast_model_outputs or torch.float32,
+            autocast=True,
+        )
     else:
         compute = cast_to or torch.float32
         masters = level.master_weights if master_weights is None else master_weights
@@ -288,29 +349,40 @@ def initialize(
 
 def _check_dtype(name: str, dtype: Any) -> None:
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"{name} must be a floating torch.dtype or None, got {dtype!r}. Cure: {name}=torch.float16.")
+        raise TypeError(
+            f"{name} must be a floating torch.dtype or None, got {dtype!r}. Cure: "
+            f"{name}=torch.float16."
+        )
 
 
-def _refuse_contradictions(opt_level: str, cast_model_type: Any, patch: bool | None, keep_norms: bool | None, masters: bool | None) -> None:
+def _refuse_contradictions(
+    opt_level: str,
+    cast_model_type: Any,
+    patch: bool | None,
+    keep_norms: bool | None,
+    masters: bool | None,
+) -> None:
     if opt_level != "O1":
         if patch:
             raise RuntimeError(
-                f"patch_torch_functions=True contradicts opt_level={opt_level!r}: only O1 lets torch's op lists choose the dtypes, the "
-                f"others cast the model. Cure: opt_level='O1', or leave patch_torch_functions out."
+                f"patch_torch_functions=True contradicts opt_level={opt_level!r}: only O1 lets "
+                "torch's op lists choose the dtypes, the others cast the model. Cure: "
+                "opt_level='O1', or leave patch_torch_functions out."
             )
         return
     if cast_model_type not in (None, False, torch.float32):
         raise RuntimeError(
-            f"cast_model_type={cast_model_type} contradicts opt_level='O1', which leaves the model in float32 and casts operator by "
-            f"operator. Cure: opt_level='O2' (float32 masters) or 'O3', or leave cast_model_type out."
+            f"cast_model_type={cast_model_type} contradicts opt_level='O1', which leaves the model "
+            "in float32 and casts operator by operator. Cure: opt_level='O2' (float32 masters) or "
+            "'O3', or leave cast_model_type out."
         )
     if keep_norms is not None:
         raise RuntimeError(
-            f"keep_batchnorm_fp32={keep_norms} contradicts opt_level='O1', where norms are in float32 in any case. Cure: leave it out, or "
-            f"opt_level='O2'."
+            f"keep_batchnorm_fp32={keep_norms} contradicts opt_level='O1', where norms are in "
+            "float32 in any case. Cure: leave it out, or opt_level='O2'."
         )
     if masters is not None:
         raise RuntimeError(
-            f"master_weights={masters} contradicts opt_level='O1', where the parameters themselves are float32. Cure: leave it out, or "
-            f"opt_level='O2'."
+            f"master_weights={masters} contradicts opt_level='O1', where the parameters themselves "
+            "are float32. Cure: leave it out, or opt_level='O2'."
         )

@@ -1,4 +1,6 @@
-"""DeepSpeed's DynamicLossScaler, and the LossScaleConfig of its fused and unfused optimizers: two formats of one rule."""
+"""DeepSpeed's DynamicLossScaler, and the LossScaleConfig of its fused and unfused optimizers: two
+formats of one rule.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,14 @@ from ._common import (
     with_settings,
 )
 
-_SETTINGS = ("scale_window", "min_scale", "delayed_shift", "consecutive_hysteresis", "raise_error_at_min_scale", "scale_factor")
+_SETTINGS = (
+    "scale_window",
+    "min_scale",
+    "delayed_shift",
+    "consecutive_hysteresis",
+    "raise_error_at_min_scale",
+    "scale_factor",
+)
 _MOST = 2**63 - 1
 
 
@@ -42,22 +51,28 @@ class DeepSpeedState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DeepSpeedScale:
-    """Equal to `DynamicLossScaler.update_scale(overflow)`; with `delayed_shift=1` to `FP16_Optimizer._update_scale(skip)`.
+    """Equal to `DynamicLossScaler.update_scale(overflow)`; with `delayed_shift=1` to
+    `FP16_Optimizer._update_scale(skip)`.
 
-    Bit for bit with a power of two as `scale_factor` and within float32's range; DeepSpeed computes in Python floats.
+    Bit for bit with a power of two as `scale_factor` and within float32's range; DeepSpeed computes
+    in Python floats.
 
     What `DynamicScale` does otherwise, and this does as DeepSpeed does:
-    - growth comes on clean step `scale_window + 1` after the start or an overflow, then every `scale_window` steps;
-    - once the tolerance is used up every overflow backs off, until it is refilled: by growth, or with
-      `consecutive_hysteresis` by any clean step;
+    - growth comes on clean step `scale_window + 1` after the start or an overflow, then every
+      `scale_window` steps;
+    - once the tolerance is used up every overflow backs off, until it is refilled: by growth, or
+      with `consecutive_hysteresis` by any clean step;
     - an overflow raises a scale below `min_scale` to it; there is no ceiling.
 
-    Where DeepSpeed raises "already at minimum" the scale stays at `min_scale`, and `check_scaler` raises: already for the overflow
-    that led there, and whatever `raise_error_at_min_scale` is, which is only kept for DeepSpeed's own object.
+    Where DeepSpeed raises "already at minimum" the scale stays at `min_scale`, and `check_scaler`
+    raises: already for the overflow that led there, and whatever `raise_error_at_min_scale` is,
+    which is only kept for DeepSpeed's own object.
 
-    `init_scale`, `min_scale`, `scale_factor > 1`: positive float32. `scale_window`, `delayed_shift`: steps. Defaults are those
-    of the config, where they are 2**initial_scale_power, loss_scale_window, min_loss_scale, hysteresis. `dynamic=False` is the static
-    LossScaler: overflows are skipped, the scale stays. Raises `ValueError` and `TypeError` for other settings when made.
+    `init_scale`, `min_scale`, `scale_factor > 1`: positive float32. `scale_window`,
+    `delayed_shift`: steps. Defaults are those of the config, where they are 2**initial_scale_power,
+    loss_scale_window, min_loss_scale, hysteresis. `dynamic=False` is the static LossScaler:
+    overflows are skipped, the scale stays. Raises `ValueError` and `TypeError` for other settings
+    when made.
 
     >>> import torch
     >>> scaler = rule(init_scale=16.0, delayed_shift=2)
@@ -70,7 +85,8 @@ class DeepSpeedScale:
     8.0
     4.0
 
-    Source of the rule: deepspeed/runtime/fp16/loss_scaler.py and fused_optimizer.py, which unscale with the next scale; we do not.
+    Source of the rule: deepspeed/runtime/fp16/loss_scaler.py and fused_optimizer.py, which unscale
+    with the next scale; we do not.
     """
 
     init_scale: float = 2.0**16
@@ -94,9 +110,16 @@ class DeepSpeedScale:
         return _state(self.init_scale, 0, -1, self.delayed_shift, device)
 
     def update(self, scaler: DeepSpeedState, found_inf: Tensor) -> DeepSpeedState:
-        """The state for the next step. `found_inf`: 0-d bool, True = the step was bad. Reads no value and never raises."""
+        """The state for the next step. `found_inf`: 0-d bool, True = the step was bad. Reads no
+        value and never raises.
+        """
         bad = flag(found_inf, scaler, DeepSpeedState)
-        iteration, last, hysteresis, scale = scaler.cur_iter, scaler.last_overflow_iter, scaler.cur_hysteresis, scaler.scale
+        iteration, last, hysteresis, scale = (
+            scaler.cur_iter,
+            scaler.last_overflow_iter,
+            scaler.cur_hysteresis,
+            scaler.scale,
+        )
         if not self.dynamic:
             last, hysteresis, scale = last.clone(), hysteresis.clone(), scale.clone()
         else:
@@ -104,17 +127,25 @@ class DeepSpeedScale:
             clean_steps = iteration - last - 1
             grows = ~bad & (clean_steps > 0) & (clean_steps % self.scale_window == 0)
             lowered = (scale / self.scale_factor).clamp(min=self.min_scale)
-            scale = torch.where(bad & used_up, lowered, torch.where(grows, scale * self.scale_factor, scale))
+            scale = torch.where(
+                bad & used_up, lowered, torch.where(grows, scale * self.scale_factor, scale)
+            )
             hysteresis = torch.where(bad & ~used_up, hysteresis - 1, hysteresis)
-            hysteresis = torch.where(~bad if self.consecutive_hysteresis else grows, self.delayed_shift, hysteresis)
+            hysteresis = torch.where(
+                ~bad if self.consecutive_hysteresis else grows, self.delayed_shift, hysteresis
+            )
             last = torch.where(bad, iteration, last)
-        return DeepSpeedState(scale, iteration + 1, last, hysteresis, next_skips(scaler.consecutive_skips, bad))
+        return DeepSpeedState(
+            scale, iteration + 1, last, hysteresis, next_skips(scaler.consecutive_skips, bad)
+        )
 
 
 rule = DeepSpeedScale
 
 
-def _state(scale: float, cur_iter: int, last_overflow_iter: int, cur_hysteresis: int, device: Device) -> DeepSpeedState:
+def _state(
+    scale: float, cur_iter: int, last_overflow_iter: int, cur_hysteresis: int, device: Device
+) -> DeepSpeedState:
     return DeepSpeedState(
         scale=scalar(scale, torch.float32, device),
         cur_iter=scalar(cur_iter, torch.int64, device),
@@ -124,31 +155,41 @@ def _state(scale: float, cur_iter: int, last_overflow_iter: int, cur_hysteresis:
     )
 
 
-def from_state_dict(d: Mapping[str, Any], *, device: Device = None, **settings: Any) -> tuple[DeepSpeedScale, DeepSpeedState]:
-    """Equal to `rule(**settings of d), state of cur_scale, cur_iter, last_overflow_iter, cur_hysteresis`.
+def from_state_dict(
+    d: Mapping[str, Any], *, device: Device = None, **settings: Any
+) -> tuple[DeepSpeedScale, DeepSpeedState]:
+    """Equal to `rule(**settings of d), state of cur_scale, cur_iter, last_overflow_iter,
+    cur_hysteresis`.
 
     `d`: the optimizer's state dict, in either of DeepSpeed's formats, whatever else it holds:
-    - ZeRO keeps the scaler itself under "loss_scaler": unpickled by you, an object with those attributes, or their `vars`;
-    - the fused and unfused optimizers keep `cur_scale`, `cur_iter`, ... side by side. They have no hysteresis, so it is 1,
-      and do not save `min_scale`: pass 0.25 for the unfused one, 1.0, the default, is the fused one's.
+    - ZeRO keeps the scaler itself under "loss_scaler": unpickled by you, an object with those
+      attributes, or their `vars`;
+    - the fused and unfused optimizers keep `cur_scale`, `cur_iter`, ... side by side. They have no
+      hysteresis, so it is 1, and do not save `min_scale`: pass 0.25 for the unfused one, 1.0, the
+      default, is the fused one's.
 
     `settings` under `rule()`'s names, for what `d` does not hold. `device`: that of the gradients.
 
-    Raises `ValueError` for another library's dict, an empty one, a scale that cannot train and a setting that contradicts
-    `d`; `TypeError` for what is no number.
+    Raises `ValueError` for another library's dict, an empty one, a scale that cannot train and a
+    setting that contradicts `d`; `TypeError` for what is no number.
 
     >>> d = {"dynamic_loss_scale": True, "cur_scale": 1024.0, "cur_iter": 9}
     >>> scaler, state = from_state_dict({**d, "last_overflow_iter": 4, "scale_factor": 2.0, "scale_window": 500})
     >>> scaler.scale_window, scaler.delayed_shift, state.scale
     (500, 1, tensor(1024.))
 
-    Source of the formats: state_dict of deepspeed/runtime/zero/stage_1_and_2.py and of deepspeed/runtime/fp16/fused_optimizer.py.
+    Source of the formats: state_dict of deepspeed/runtime/zero/stage_1_and_2.py and of
+    deepspeed/runtime/fp16/fused_optimizer.py.
     """
     required = ("dynamic_loss_scale", "cur_scale", "cur_iter")
     check_dict(d, "deepspeed", (), None)
     held = d.get("loss_scaler", d)
     held = vars(held) if hasattr(held, "cur_scale") else held
-    if not isinstance(held, Mapping) or "cur_scale" not in held or not {"dynamic_loss_scale", "dynamic"} & {*d, *held}:
+    if (
+        not isinstance(held, Mapping)
+        or "cur_scale" not in held
+        or not {"dynamic_loss_scale", "dynamic"} & {*d, *held}
+    ):
         refuse(d, "deepspeed", required, missing=[key for key in required if key not in d])
 
     dynamic = held.get("dynamic", d.get("dynamic_loss_scale"))
@@ -156,11 +197,26 @@ def from_state_dict(d: Mapping[str, Any], *, device: Device = None, **settings: 
     scale = saved_scale("cur_scale", held["cur_scale"])
     if not dynamic:
         made = rule(**{"init_scale": scale, "dynamic": False, **settings})
-        return made, _state(scale, whole("cur_iter", held.get("cur_iter", 0), most=_MOST), -1, made.delayed_shift, device)
+        return made, _state(
+            scale,
+            whole("cur_iter", held.get("cur_iter", 0), most=_MOST),
+            -1,
+            made.delayed_shift,
+            device,
+        )
 
-    check_dict(held, "deepspeed", ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window"), None)
-    without_hysteresis = {} if "delayed_shift" in held else {"delayed_shift": 1, "raise_error_at_min_scale": False}
-    made = rule(**{"init_scale": scale, **without_hysteresis, **with_settings(held, _SETTINGS, settings)})
+    check_dict(
+        held,
+        "deepspeed",
+        ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window"),
+        None,
+    )
+    without_hysteresis = (
+        {} if "delayed_shift" in held else {"delayed_shift": 1, "raise_error_at_min_scale": False}
+    )
+    made = rule(
+        **{"init_scale": scale, **without_hysteresis, **with_settings(held, _SETTINGS, settings)}
+    )
     return made, _state(
         scale,
         whole("cur_iter", held["cur_iter"], most=_MOST),
@@ -171,10 +227,12 @@ def from_state_dict(d: Mapping[str, Any], *, device: Device = None, **settings: 
 
 
 def to_state_dict(rule: DeepSpeedScale, scaler: DeepSpeedState) -> dict[str, Any]:
-    """Syncs with the host. Equal to both of DeepSpeed's formats in one dict of numbers, so that hysteresis is not lost.
+    """Syncs with the host. Equal to both of DeepSpeed's formats in one dict of numbers, so that
+    hysteresis is not lost.
 
-    For a fused or unfused optimizer: `optimizer.load_state_dict({**state_dict_of_the_rest, **d})`. For ZeRO, whose format is a pickled
-    object: `vars(optimizer.loss_scaler).update({k: d[k] for k in vars(optimizer.loss_scaler) if k in d})`.
+    For a fused or unfused optimizer: `optimizer.load_state_dict({**state_dict_of_the_rest, **d})`.
+    For ZeRO, whose format is a pickled object:
+    `vars(optimizer.loss_scaler).update({k: d[k] for k in vars(optimizer.loss_scaler) if k in d})`.
 
     Raises `TypeError` for another library's rule, `ValueError` for stacked states.
 
@@ -182,7 +240,8 @@ def to_state_dict(rule: DeepSpeedScale, scaler: DeepSpeedState) -> dict[str, Any
     >>> d["cur_scale"], d["cur_iter"], d["cur_hysteresis"]
     (65536.0, 0, 2)
 
-    Source of the formats: state_dict of deepspeed/runtime/fp16/fused_optimizer.py, attributes of DynamicLossScaler.
+    Source of the formats: state_dict of deepspeed/runtime/fp16/fused_optimizer.py, attributes of
+    DynamicLossScaler.
     """
     check_saveable("deepspeed", rule, (DeepSpeedScale,), scaler, DeepSpeedState)
     return {

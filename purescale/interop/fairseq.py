@@ -44,17 +44,21 @@ class FairseqState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class FairseqScale:
-    """Equal to `check_overflow(grad_norm)`, and `update()` after a clean step, of fairseq's DynamicLossScaler.
+    """Equal to `check_overflow(grad_norm)`, and `update()` after a clean step, of fairseq's
+    DynamicLossScaler.
 
-    Bit for bit with a power of two as `scale_factor` and within float32's range; fairseq computes in Python floats. An
-    overflow backs off where overflows make up at least `tolerance` of the steps since the scale last moved, never below
-    `threshold`. Growth comes every `scale_window` steps after the last overflow. There is no ceiling.
+    Bit for bit with a power of two as `scale_factor` and within float32's range; fairseq computes
+    in Python floats. An overflow backs off where overflows make up at least `tolerance` of the
+    steps since the scale last moved, never below `threshold`. Growth comes every `scale_window`
+    steps after the last overflow. There is no ceiling.
 
-    Where fairseq restores the scale and raises FloatingPointError, because it would fall to `min_loss_scale` or below, this
-    takes that last step down and stays there until it grows: `check_scaler` raises, at the same overflow.
+    Where fairseq restores the scale and raises FloatingPointError, because it would fall to
+    `min_loss_scale` or below, this takes that last step down and stays there until it grows:
+    `check_scaler` raises, at the same overflow.
 
-    `init_scale`, `scale_factor > 1`: positive float32. `scale_window`: steps. `tolerance`: from 0 to 1. `threshold`, `min_loss_scale`:
-    not negative; `threshold` may be `None`. Raises `ValueError` and `TypeError` for other settings when made.
+    `init_scale`, `scale_factor > 1`: positive float32. `scale_window`: steps. `tolerance`: from 0
+    to 1. `threshold`, `min_loss_scale`: not negative; `threshold` may be `None`. Raises
+    `ValueError` and `TypeError` for other settings when made.
 
     >>> import torch
     >>> scaler = rule(init_scale=16.0, tolerance=0.5)
@@ -101,12 +105,16 @@ class FairseqScale:
         return _state(self.init_scale, (0, -1, -1, 0), device)
 
     def update(self, scaler: FairseqState, found_inf: Tensor) -> FairseqState:
-        """The state for the next step. `found_inf`: 0-d bool, True = the step was bad. Reads no value and never raises."""
+        """The state for the next step. `found_inf`: 0-d bool, True = the step was bad. Reads no
+        value and never raises.
+        """
         bad = flag(found_inf, scaler, FairseqState)
         iteration, scale = scaler.iteration, scaler.scale
         wide = _foreach.widest_float(scale.device)
 
-        overflows = torch.where(bad, scaler.overflows_since_rescale + 1, scaler.overflows_since_rescale)
+        overflows = torch.where(
+            bad, scaler.overflows_since_rescale + 1, scaler.overflows_since_rescale
+        )
         steps = iteration - scaler.last_rescale_iter
         # 0 only in a state saved right after a FloatingPointError; fairseq's own stand-in for it.
         share = overflows.to(wide) / torch.where(steps == 0, 1000, steps).to(wide)
@@ -118,7 +126,9 @@ class FairseqScale:
             lowered = lowered.clamp(min=self.threshold)
         lowered = torch.where(scale <= self.min_loss_scale, scale, lowered)
         return FairseqState(
-            scale=torch.where(backs_off, lowered, torch.where(grows, scale * self.scale_factor, scale)),
+            scale=torch.where(
+                backs_off, lowered, torch.where(grows, scale * self.scale_factor, scale)
+            ),
             iteration=iteration + 1,
             last_overflow_iter=torch.where(bad, iteration, scaler.last_overflow_iter),
             last_rescale_iter=torch.where(backs_off | grows, iteration, scaler.last_rescale_iter),
@@ -132,39 +142,53 @@ rule = FairseqScale
 
 def _state(scale: float, counts: tuple[int, ...], device: Device) -> FairseqState:
     whole_numbers = (scalar(count, torch.int64, device) for count in counts)
-    return FairseqState._make((scalar(scale, torch.float32, device), *whole_numbers, scalar(0, torch.int32, device)))
+    return FairseqState._make(
+        (scalar(scale, torch.float32, device), *whole_numbers, scalar(0, torch.int32, device))
+    )
 
 
-def from_state_dict(d: Mapping[str, Any], *, device: Device = None, **settings: Any) -> tuple[FairseqScale, FairseqState]:
+def from_state_dict(
+    d: Mapping[str, Any], *, device: Device = None, **settings: Any
+) -> tuple[FairseqScale, FairseqState]:
     """Equal to `rule(**settings), state of d["loss_scale"] and the counts, where d has them`.
 
-    `d`: the state dict of fairseq's FP16Optimizer, which keeps `loss_scale` among the optimizer's keys and loses the counts:
-    as in fairseq they start anew. Or the scaler's attributes, `vars(optimizer.scaler)`, which lose nothing. `settings` under
-    `rule()`'s names, for what `d` does not hold. `device`: that of the gradients.
+    `d`: the state dict of fairseq's FP16Optimizer, which keeps `loss_scale` among the optimizer's
+    keys and loses the counts: as in fairseq they start anew. Or the scaler's attributes,
+    `vars(optimizer.scaler)`, which lose nothing. `settings` under `rule()`'s names, for what `d`
+    does not hold. `device`: that of the gradients.
 
-    Raises `ValueError` for another library's dict, an empty one, a scale that cannot train and a setting that contradicts
-    `d`; `TypeError` for what is no number.
+    Raises `ValueError` for another library's dict, an empty one, a scale that cannot train and a
+    setting that contradicts `d`; `TypeError` for what is no number.
 
     >>> from_state_dict({"loss_scale": 1024.0, "state": {}, "param_groups": []}, scale_window=256)[1].scale
     tensor(1024.)
 
-    Source of the format: fairseq/optim/fp16_optimizer.py; the names of DynamicLossScaler's attributes.
+    Source of the format: fairseq/optim/fp16_optimizer.py; the names of DynamicLossScaler's
+    attributes.
     """
     check_dict(d, "fairseq", ("loss_scale",), None)
     counted = [key for key in _COUNTS if key in d]
     if (counted and len(counted) < len(_COUNTS)) or not (counted or "param_groups" in d):
-        refuse(d, "fairseq", ("loss_scale", *_COUNTS), missing=[key for key in _COUNTS if key not in d])
+        refuse(
+            d, "fairseq", ("loss_scale", *_COUNTS), missing=[key for key in _COUNTS if key not in d]
+        )
     scale = saved_scale("loss_scale", d["loss_scale"])
     made = rule(**{"init_scale": scale, **with_settings(d, _SETTINGS, settings)})
     least = {"_last_overflow_iter": -1, "_last_rescale_iter": -1}
-    counts = tuple(whole(key, d[key], least.get(key, 0), _MOST) for key in _COUNTS) if counted else (0, -1, -1, 0)
+    counts = (
+        tuple(whole(key, d[key], least.get(key, 0), _MOST) for key in _COUNTS)
+        if counted
+        else (0, -1, -1, 0)
+    )
     return made, _state(scale, counts, device)
 
 
 def to_state_dict(rule: FairseqScale, scaler: FairseqState) -> dict[str, Any]:
-    """Syncs with the host. Equal to `vars(optimizer.scaler)` at this point; `vars(optimizer.scaler).update(d)` restores it.
+    """Syncs with the host. Equal to `vars(optimizer.scaler)` at this point;
+    `vars(optimizer.scaler).update(d)` restores it.
 
-    `loss_scale` alone is what fairseq's FP16Optimizer keeps: `{**state_dict_of_the_rest, "loss_scale": d["loss_scale"]}`.
+    `loss_scale` alone is what fairseq's FP16Optimizer keeps:
+    `{**state_dict_of_the_rest, "loss_scale": d["loss_scale"]}`.
 
     Raises `TypeError` for another library's rule, `ValueError` for stacked states.
 

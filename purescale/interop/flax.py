@@ -31,14 +31,17 @@ _FLOAT32 = torch.finfo(torch.float32)
 
 @dataclasses.dataclass(frozen=True)
 class FlaxScale:
-    """Equal to `max(scale * backoff_factor, minimum_scale), 0` when bad, else `min(scale * growth_factor, 3.4e38)` in time.
+    """Equal to `max(scale * backoff_factor, minimum_scale), 0` when bad, else
+    `min(scale * growth_factor, 3.4e38)` in time.
 
-    Bit for bit with powers of two as factors, in float32 from 2**-126 up: jax on CPU rounds smaller scales to 0. What
-    `DynamicScale` does otherwise, and this does as flax does: the count is tested before it is moved, so growth comes on
-    clean step `growth_interval + 1`; the ceiling is the largest float32, no power of two, and neither is any scale after it.
+    Bit for bit with powers of two as factors, in float32 from 2**-126 up: jax on CPU rounds smaller
+    scales to 0. What `DynamicScale` does otherwise, and this does as flax does: the count is tested
+    before it is moved, so growth comes on clean step `growth_interval + 1`; the ceiling is the
+    largest float32, no power of two, and neither is any scale after it.
 
-    `growth_factor > 1`, `0 < backoff_factor < 1`, `scale`: positive float32. `minimum_scale` may be `None`. `growth_interval`:
-    steps. `fin_steps`: what `init` starts from. Raises `ValueError` and `TypeError` for other settings when made.
+    `growth_factor > 1`, `0 < backoff_factor < 1`, `scale`: positive float32. `minimum_scale` may be
+    `None`. `growth_interval`: steps. `fin_steps`: what `init` starts from. Raises `ValueError` and
+    `TypeError` for other settings when made.
 
     >>> import torch
     >>> scaler = rule(scale=8.0, growth_interval=1)
@@ -60,9 +63,17 @@ class FlaxScale:
     minimum_scale: float | None = _FLOAT32.tiny
 
     def __post_init__(self) -> None:
-        settle(self, "growth_factor", "backoff_factor", "scale", *(() if self.minimum_scale is None else ("minimum_scale",)))
+        settle(
+            self,
+            "growth_factor",
+            "backoff_factor",
+            "scale",
+            *(() if self.minimum_scale is None else ("minimum_scale",)),
+        )
         settle_counts(self, "fin_steps", least=0)
-        check_factors(("growth_factor", self.growth_factor), ("backoff_factor", self.backoff_factor))
+        check_factors(
+            ("growth_factor", self.growth_factor), ("backoff_factor", self.backoff_factor)
+        )
         settle_counts(self, "growth_interval")
 
     @property
@@ -75,27 +86,38 @@ class FlaxScale:
         return scaler_state(self.scale, self.fin_steps, device=device)
 
     def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
-        """The state for the next step. `found_inf`: 0-d bool, True = the step was bad. Reads no value and never raises."""
+        """The state for the next step. `found_inf`: 0-d bool, True = the step was bad. Reads no
+        value and never raises.
+        """
         bad = flag(found_inf, scaler, ScalerState)
         grows = scaler.growth_tracker == self.growth_interval
-        scale = torch.where(grows, (scaler.scale * self.growth_factor).clamp(max=_FLOAT32.max), scaler.scale)
+        scale = torch.where(
+            grows, (scaler.scale * self.growth_factor).clamp(max=_FLOAT32.max), scaler.scale
+        )
         lowered = scaler.scale * self.backoff_factor
         if self.minimum_scale is not None:
             lowered = lowered.clamp(min=self.minimum_scale)
-        return moved(scaler, bad, torch.where(bad, lowered, scale), torch.where(bad | grows, 0, scaler.growth_tracker + 1))
+        return moved(
+            scaler,
+            bad,
+            torch.where(bad, lowered, scale),
+            torch.where(bad | grows, 0, scaler.growth_tracker + 1),
+        )
 
 
 rule = FlaxScale
 
 
-def from_state_dict(d: Mapping[str, Any], *, device: Device = None, **settings: Any) -> tuple[FlaxScale, ScalerState]:
+def from_state_dict(
+    d: Mapping[str, Any], *, device: Device = None, **settings: Any
+) -> tuple[FlaxScale, ScalerState]:
     """Equal to `rule(**settings), state of d["scale"], d["fin_steps"]`.
 
-    `d`: what `flax.serialization.to_state_dict(dynamic_scale)` returned, numbers or 0-d arrays. It holds no setting: pass
-    those of the job under `rule()`'s names. `device`: that of the gradients.
+    `d`: what `flax.serialization.to_state_dict(dynamic_scale)` returned, numbers or 0-d arrays. It
+    holds no setting: pass those of the job under `rule()`'s names. `device`: that of the gradients.
 
-    Raises `ValueError` for another library's dict, an empty one, a scale that cannot train and a setting that contradicts
-    `d`; `TypeError` for what is no number.
+    Raises `ValueError` for another library's dict, an empty one, a scale that cannot train and a
+    setting that contradicts `d`; `TypeError` for what is no number.
 
     >>> from_state_dict({"fin_steps": 7, "scale": 1024.0}, growth_interval=100)[1].scale
     tensor(1024.)
@@ -108,7 +130,8 @@ def from_state_dict(d: Mapping[str, Any], *, device: Device = None, **settings: 
 
 
 def to_state_dict(rule: FlaxScale, scaler: ScalerState) -> dict[str, Any]:
-    """Syncs with the host. Equal to `flax.serialization.to_state_dict(dynamic_scale)`, which `from_state_dict` there takes.
+    """Syncs with the host. Equal to `flax.serialization.to_state_dict(dynamic_scale)`, which
+    `from_state_dict` there takes.
 
     Raises `TypeError` for another library's rule, `ValueError` for stacked states.
 

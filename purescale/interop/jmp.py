@@ -1,4 +1,6 @@
-"""jmp's DynamicLossScale: growth is refused where it would reach inf, the count wraps around by a remainder."""
+"""jmp's DynamicLossScale: growth is refused where it would reach inf, the count wraps around by a
+remainder.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,17 @@ _SETTINGS = ("period", "factor", "min_loss_scale")
 
 @dataclasses.dataclass(frozen=True)
 class JmpScale:
-    """Equal to `max(min_loss_scale, loss_scale / factor), 0` when bad, else `loss_scale * factor` where `counter == period - 1`.
+    """Equal to `max(min_loss_scale, loss_scale / factor), 0` when bad, else `loss_scale * factor`
+    where `counter == period - 1`.
 
-    Bit for bit with a power of two as `factor`, in float32 from 2**-126 up: jax on CPU rounds smaller scales to 0. A growth
-    to inf leaves the scale where it is. The next count is `(counter + 1) % period`, so that a period below the count grows again.
+    Bit for bit with a power of two as `factor`, in float32 from 2**-126 up: jax on CPU rounds
+    smaller scales to 0. A growth to inf leaves the scale where it is. The next count is
+    `(counter + 1) % period`, so that a period below the count grows again.
 
-    `loss_scale`, `factor > 1`, `min_loss_scale`: positive float32, as numbers or 0-d arrays. `period`: steps. `counter`:
-    what `init` starts from. jmp forgets its `min_loss_scale` in every pytree round trip, jax.jit among them, and goes on
-    with 1.0: for such a job leave it at 1.0 here.
+    `loss_scale`, `factor > 1`, `min_loss_scale`: positive float32, as numbers or 0-d arrays.
+    `period`: steps. `counter`: what `init` starts from. jmp forgets its `min_loss_scale` in every
+    pytree round trip, jax.jit among them, and goes on with 1.0: for such a job leave it at 1.0
+    here.
 
     Raises `ValueError` and `TypeError` for other settings when made.
 
@@ -76,27 +81,36 @@ class JmpScale:
         return scaler_state(self.loss_scale, self.counter, device=device)
 
     def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
-        """The state for the next step. `found_inf`: 0-d bool, True = the step was bad. Reads no value and never raises."""
+        """The state for the next step. `found_inf`: 0-d bool, True = the step was bad. Reads no
+        value and never raises.
+        """
         bad = flag(found_inf, scaler, ScalerState)
         grown = scaler.scale * self.factor
         grows = (scaler.growth_tracker == self.period - 1) & torch.isfinite(grown)
         lowered = (scaler.scale / self.factor).clamp(min=self.min_loss_scale)
         counter = (scaler.growth_tracker + 1) % self.period
-        return moved(scaler, bad, torch.where(bad, lowered, torch.where(grows, grown, scaler.scale)), torch.where(bad, 0, counter))
+        return moved(
+            scaler,
+            bad,
+            torch.where(bad, lowered, torch.where(grows, grown, scaler.scale)),
+            torch.where(bad, 0, counter),
+        )
 
 
 rule = JmpScale
 
 
-def from_state_dict(d: Mapping[str, Any], *, device: Device = None, **settings: Any) -> tuple[JmpScale, ScalerState]:
+def from_state_dict(
+    d: Mapping[str, Any], *, device: Device = None, **settings: Any
+) -> tuple[JmpScale, ScalerState]:
     """Equal to `rule(d["loss_scale"], **settings), state of d["loss_scale"], d["counter"]`.
 
-    `d`: jmp has no state dict, so take the attributes: `dataclasses.asdict(loss_scale)`, or only `loss_scale` and
-    `counter`, its two leaves, with `period`, `factor` and `min_loss_scale` in `settings`. Numbers or 0-d arrays.
-    `device`: that of the gradients.
+    `d`: jmp has no state dict, so take the attributes: `dataclasses.asdict(loss_scale)`, or only
+    `loss_scale` and `counter`, its two leaves, with `period`, `factor` and `min_loss_scale` in
+    `settings`. Numbers or 0-d arrays. `device`: that of the gradients.
 
-    Raises `ValueError` for another library's dict, an empty one, a scale that cannot train and a setting that contradicts
-    `d`; `TypeError` for what is no number.
+    Raises `ValueError` for another library's dict, an empty one, a scale that cannot train and a
+    setting that contradicts `d`; `TypeError` for what is no number.
 
     >>> from_state_dict({"loss_scale": 1024.0, "counter": 7}, period=100)[1].scale
     tensor(1024.)
@@ -105,14 +119,17 @@ def from_state_dict(d: Mapping[str, Any], *, device: Device = None, **settings: 
     """
     check_dict(d, "jmp", _STATE, _SETTINGS)
     scale, counter = saved_scale("loss_scale", d["loss_scale"]), whole("counter", d["counter"])
-    return rule(**with_settings(d, (*_STATE, *_SETTINGS), settings)), scaler_state(scale, counter, device=device)
+    return rule(**with_settings(d, (*_STATE, *_SETTINGS), settings)), scaler_state(
+        scale, counter, device=device
+    )
 
 
 def to_state_dict(rule: JmpScale, scaler: ScalerState) -> dict[str, Any]:
     """Syncs with the host. Equal to `dataclasses.asdict(loss_scale)` at this point, in numbers.
 
-    To go on in jmp, make arrays of those that are arrays there: `jmp.DynamicLossScale(jnp.float32(d["loss_scale"]),
-    jnp.int32(d["counter"]), d["period"], d["factor"], jnp.float32(d["min_loss_scale"]))`.
+    To go on in jmp, make arrays of those that are arrays there:
+    `jmp.DynamicLossScale(jnp.float32(d["loss_scale"]), jnp.int32(d["counter"]),
+    d["period"], d["factor"], jnp.float32(d["min_loss_scale"]))`.
 
     Raises `TypeError` for another library's rule, `ValueError` for stacked states.
 

@@ -30,12 +30,14 @@ _SETTINGS = ("initial_scale", "dynamic_growth_steps")
 
 @dataclasses.dataclass(frozen=True)
 class KerasScale:
-    """Equal to `scale / 2, 0` when bad, else `(scale * 2, 0) if step_counter == dynamic_growth_steps - 1 else (scale, step_counter + 1)`.
+    """Equal to `scale / 2, 0` when bad, else
+    `(scale * 2, 0) if step_counter == dynamic_growth_steps - 1 else (scale, step_counter + 1)`.
 
-    Bit for bit, except below 2**-126: jax, as a backend of Keras, rounds such a scale to 0. There is no floor and no
-    ceiling; a scale of 0 or inf takes no step, and `check_scaler` raises.
+    Bit for bit, except below 2**-126: jax, as a backend of Keras, rounds such a scale to 0. There
+    is no floor and no ceiling; a scale of 0 or inf takes no step, and `check_scaler` raises.
 
-    `initial_scale`: positive float32. `dynamic_growth_steps`: steps. Raises `ValueError` and `TypeError` otherwise, when made.
+    `initial_scale`: positive float32. `dynamic_growth_steps`: steps. Raises `ValueError` and
+    `TypeError` otherwise, when made.
 
     >>> import torch
     >>> scaler = rule(initial_scale=8.0, dynamic_growth_steps=1)
@@ -57,7 +59,9 @@ class KerasScale:
         return scaler_state(self.initial_scale, device=device)
 
     def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
-        """The state for the next step. `found_inf`: 0-d bool, True = the step was bad. Reads no value and never raises."""
+        """The state for the next step. `found_inf`: 0-d bool, True = the step was bad. Reads no
+        value and never raises.
+        """
         bad = flag(found_inf, scaler, ScalerState)
         grows = scaler.growth_tracker == self.dynamic_growth_steps - 1
         scale = torch.where(grows, scaler.scale * 2, scaler.scale)
@@ -72,15 +76,18 @@ class KerasScale:
 rule = KerasScale
 
 
-def from_state_dict(d: Mapping[str, Any], *, device: Device = None, **settings: Any) -> tuple[KerasScale, ScalerState]:
+def from_state_dict(
+    d: Mapping[str, Any], *, device: Device = None, **settings: Any
+) -> tuple[KerasScale, ScalerState]:
     """Equal to `rule(**settings), state of d["dynamic_scale"], d["step_counter"]`.
 
     `d`: Keras saves these two among the variables of the optimizer, so take its attributes:
-    `{"step_counter": int(optimizer.step_counter), "dynamic_scale": float(optimizer.dynamic_scale)}`. `dynamic_growth_steps` and
-    `initial_scale` may stand in it or in `settings`. `device`: that of the gradients.
+    `{"step_counter": int(optimizer.step_counter), "dynamic_scale":
+    float(optimizer.dynamic_scale)}`. `dynamic_growth_steps` and `initial_scale` may stand in it or
+    in `settings`. `device`: that of the gradients.
 
-    Raises `ValueError` for another library's dict, an empty one, a scale that cannot train and a setting that contradicts
-    `d`; `TypeError` for what is no number.
+    Raises `ValueError` for another library's dict, an empty one, a scale that cannot train and a
+    setting that contradicts `d`; `TypeError` for what is no number.
 
     >>> from_state_dict({"step_counter": 7, "dynamic_scale": 1024.0}, dynamic_growth_steps=100)[1].scale
     tensor(1024.)
@@ -94,7 +101,8 @@ def from_state_dict(d: Mapping[str, Any], *, device: Device = None, **settings: 
 
 
 def to_state_dict(rule: KerasScale, scaler: ScalerState) -> dict[str, Any]:
-    """Syncs with the host. Equal to the optimizer's attributes at this point: assign the first two, construct with the others.
+    """Syncs with the host. Equal to the optimizer's attributes at this point: assign the first two,
+    construct with the others.
 
     `optimizer.step_counter.assign(d["step_counter"]); optimizer.dynamic_scale.assign(d["dynamic_scale"])`.
 

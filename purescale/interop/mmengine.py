@@ -1,4 +1,6 @@
-"""MMEngine's AmpOptimWrapper and ApexOptimWrapper: whose scaler they hold, and where in their state dicts it stands."""
+"""MMEngine's AmpOptimWrapper and ApexOptimWrapper: whose scaler they hold, and where in their state
+dicts it stands.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,11 @@ _GROWTH = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 
 @dataclasses.dataclass(frozen=True)
 class FixedAmpScale:
-    """Equal to `GradScaler.update(new_scale=loss_scale)`: steps that overflow are skipped, the scale stays or comes back.
+    """Equal to `GradScaler.update(new_scale=loss_scale)`: steps that overflow are skipped, the
+    scale stays or comes back.
 
-    `loss_scale`: positive float32, a power of two or not. A restored state with another scale is used for one step, then
-    replaced, as in AmpOptimWrapper; the count, which nothing uses, is kept.
+    `loss_scale`: positive float32, a power of two or not. A restored state with another scale is
+    used for one step, then replaced, as in AmpOptimWrapper; the count, which nothing uses, is kept.
 
     >>> FixedAmpScale(512.0).init().scale
     tensor(512.)
@@ -50,13 +53,23 @@ class FixedAmpScale:
         return scaler_state(self.loss_scale, device=device)
 
     def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
-        """The state for the next step. `found_inf`: 0-d bool, True = the step was bad. Reads no value and never raises."""
+        """The state for the next step. `found_inf`: 0-d bool, True = the step was bad. Reads no
+        value and never raises.
+        """
         bad = flag(found_inf, scaler, ScalerState)
-        return moved(scaler, bad, torch.full_like(scaler.scale, self.loss_scale), scaler.growth_tracker.clone())
+        return moved(
+            scaler,
+            bad,
+            torch.full_like(scaler.scale, self.loss_scale),
+            scaler.growth_tracker.clone(),
+        )
 
 
-def rule(loss_scale: float | str | Mapping[str, Any] = "dynamic") -> torch_amp.TorchAmpScale | FixedAmpScale:
-    """Equal to the scaler of `AmpOptimWrapper(loss_scale=loss_scale)`: "dynamic", a float, or a dict of GradScaler's arguments.
+def rule(
+    loss_scale: float | str | Mapping[str, Any] = "dynamic",
+) -> torch_amp.TorchAmpScale | FixedAmpScale:
+    """Equal to the scaler of `AmpOptimWrapper(loss_scale=loss_scale)`: "dynamic", a float, or a
+    dict of GradScaler's arguments.
 
     For ApexOptimWrapper see `interop.apex.initialize`, which takes all of its arguments.
 
@@ -72,59 +85,85 @@ def rule(loss_scale: float | str | Mapping[str, Any] = "dynamic") -> torch_amp.T
     if isinstance(loss_scale, str):
         if loss_scale != "dynamic":
             raise ValueError(
-                f"loss_scale must be 'dynamic', a float, or a dict of GradScaler's arguments, got {loss_scale!r}. "
-                f"Cure: loss_scale='dynamic'."
+                "loss_scale must be 'dynamic', a float, or a dict of GradScaler's arguments, got "
+                f"{loss_scale!r}. Cure: loss_scale='dynamic'."
             )
         return torch_amp.rule()
     return FixedAmpScale(loss_scale)
 
 
-def from_state_dict(d: Mapping[str, Any], *, device: Device = None, **settings: Any) -> tuple[Any, Any]:
-    """Equal to `torch_amp.from_state_dict(d["loss_scaler"])`, or to `apex.from_state_dict(d["apex_amp"], **settings)`.
+def from_state_dict(
+    d: Mapping[str, Any], *, device: Device = None, **settings: Any
+) -> tuple[Any, Any]:
+    """Equal to `torch_amp.from_state_dict(d["loss_scaler"])`, or to
+    `apex.from_state_dict(d["apex_amp"], **settings)`.
 
-    `d`: the state dict of an AmpOptimWrapper or an ApexOptimWrapper, its optimizer's part included; for that see
-    `Optimizer.from_state_dict`. `settings`: for AmpOptimWrapper `loss_scale`, needed where it was a float: the dict does not
-    say that the scale was fixed. For ApexOptimWrapper those of `interop.apex.rule`. `device`: that of the gradients.
+    `d`: the state dict of an AmpOptimWrapper or an ApexOptimWrapper, its optimizer's part included;
+    for that see `Optimizer.from_state_dict`. `settings`: for AmpOptimWrapper `loss_scale`, needed
+    where it was a float: the dict does not say that the scale was fixed. For ApexOptimWrapper those
+    of `interop.apex.rule`. `device`: that of the gradients.
 
-    Raises `ValueError` for another library's dict, that of an OptimWrapper without a scaler, the `{}` of a disabled one, a
-    scale that cannot train and a setting that contradicts `d`; `TypeError` for what is no number.
+    Raises `ValueError` for another library's dict, that of an OptimWrapper without a scaler, the
+    `{}` of a disabled one, a scale that cannot train and a setting that contradicts `d`;
+    `TypeError` for what is no number.
 
     >>> d = {"state": {}, "param_groups": [], "loss_scaler": torch.amp.GradScaler("cpu", init_scale=8.0).state_dict()}
     >>> from_state_dict(d)[1].scale
     tensor(8.)
 
-    Source of the format: state_dict of mmengine's amp_optimizer_wrapper.py and apex_optimizer_wrapper.py.
+    Source of the format: state_dict of mmengine's amp_optimizer_wrapper.py and
+    apex_optimizer_wrapper.py.
     """
     check_dict(d, "mmengine", (), None)
     if isinstance(d.get("apex_amp"), Mapping):
         return apex.from_state_dict(d["apex_amp"], device=device, **settings)
     held = d.get("loss_scaler")
     if not isinstance(held, Mapping) or "cur_scale" in held:
-        refuse(d, "mmengine", ("loss_scaler", "param_groups"), missing=() if "loss_scaler" in d else ("loss_scaler",))
+        refuse(
+            d,
+            "mmengine",
+            ("loss_scaler", "param_groups"),
+            missing=() if "loss_scaler" in d else ("loss_scaler",),
+        )
     loss_scale = settings.pop("loss_scale", "dynamic")
     if isinstance(loss_scale, Mapping) or loss_scale == "dynamic":
         given = dict(loss_scale) if isinstance(loss_scale, Mapping) else {}
         return torch_amp.from_state_dict(held, device=device, **given, **settings)
     made = rule(loss_scale, **settings)
     check_dict(held, "torch_amp", ("scale", *_GROWTH, "_growth_tracker"))
-    return made, scaler_state(saved_scale("scale", held["scale"]), whole("_growth_tracker", held["_growth_tracker"]), device=device)
+    return made, scaler_state(
+        saved_scale("scale", held["scale"]),
+        whole("_growth_tracker", held["_growth_tracker"]),
+        device=device,
+    )
 
 
 def to_state_dict(rule: Any, scaler: Any) -> dict[str, Any]:
-    """Syncs with the host. Equal to the scaler's part of the wrapper's state dict: `{"loss_scaler": ...}` or `{"apex_amp": ...}`.
+    """Syncs with the host. Equal to the scaler's part of the wrapper's state dict:
+    `{"loss_scaler": ...}` or `{"apex_amp": ...}`.
 
-    Put the optimizer's part beside it, `{**optimizer.to_state_dict(opt_state), **d}`, and the wrapper's `load_state_dict` takes it.
+    Put the optimizer's part beside it, `{**optimizer.to_state_dict(opt_state), **d}`, and the
+    wrapper's `load_state_dict` takes it.
 
     Raises `TypeError` for a rule that neither wrapper has, `ValueError` for stacked states.
 
     >>> to_state_dict(rule(512.0), rule(512.0).init())["loss_scaler"]["scale"]
     512.0
 
-    Source of the format: state_dict of mmengine's amp_optimizer_wrapper.py and apex_optimizer_wrapper.py.
+    Source of the format: state_dict of mmengine's amp_optimizer_wrapper.py and
+    apex_optimizer_wrapper.py.
     """
-    if isinstance(rule, apex.ApexScale) or (isinstance(rule, tuple) and rule and isinstance(rule[0], apex.ApexScale)):
+    if isinstance(rule, apex.ApexScale) or (
+        isinstance(rule, tuple) and rule and isinstance(rule[0], apex.ApexScale)
+    ):
         return {"apex_amp": apex.to_state_dict(rule, scaler)}
     check_saveable("mmengine", rule, (torch_amp.TorchAmpScale, FixedAmpScale), scaler, ScalerState)
     if isinstance(rule, torch_amp.TorchAmpScale):
         return {"loss_scaler": torch_amp.to_state_dict(rule, scaler)}
-    return {"loss_scaler": {"scale": float(scaler.scale), **_GROWTH, "_growth_tracker": int(scaler.growth_tracker)}}
+    return {
+        "loss_scaler": {
+            "scale": float(scaler.scale),
+            **_GROWTH,
+            "_growth_tracker": int(scaler.growth_tracker),
+        }
+    }

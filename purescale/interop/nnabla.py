@@ -1,4 +1,6 @@
-"""nnabla's DynamicLossScalingUpdater: growth after N + 2 clean steps, then after N + 1; no state dict of its own."""
+"""nnabla's DynamicLossScalingUpdater: growth after N + 2 clean steps, then after N + 1; no state
+dict of its own.
+"""
 
 from __future__ import annotations
 
@@ -31,16 +33,20 @@ _KEYS = ("scale", *_SETTINGS, "_counter")
 
 @dataclasses.dataclass(frozen=True)
 class NnablaScale:
-    """Equal to `scale / scaling_factor, 0` when bad, else `(scale * scaling_factor, 1) if counter > N else (scale, counter + 1)`.
+    """Equal to `scale / scaling_factor, 0` when bad, else
+    `(scale * scaling_factor, 1) if counter > N else (scale, counter + 1)`.
 
-    Bit for bit with a power of two as `scaling_factor`, within float32's range; nnabla computes in Python floats. The
-    count is tested before it is moved, and left at 1 by growth: the scale grows on clean step N + 2, then every N + 1.
-    There is no floor and no ceiling; a scale of 0 or inf takes no step, and `check_scaler` raises.
+    Bit for bit with a power of two as `scaling_factor`, within float32's range; nnabla computes in
+    Python floats. The count is tested before it is moved, and left at 1 by growth: the scale grows
+    on clean step N + 2, then every N + 1. There is no floor and no ceiling; a scale of 0 or inf
+    takes no step, and `check_scaler` raises.
 
-    One `update` is one check of gradients. nnabla's own `update()` tries again, with new data, up to 100 times after an
-    overflow: each of its tries is one of ours. For a retry on the same data see `max_retries` of `train_step`.
+    One `update` is one check of gradients. nnabla's own `update()` tries again, with new data, up
+    to 100 times after an overflow: each of its tries is one of ours. For a retry on the same data
+    see `max_retries` of `train_step`.
 
-    `scale`, `scaling_factor > 1`: positive float32; `N >= 0`. Raises `ValueError` and `TypeError` otherwise, when made.
+    `scale`, `scaling_factor > 1`: positive float32; `N >= 0`. Raises `ValueError` and `TypeError`
+    otherwise, when made.
 
     >>> import torch
     >>> updater = rule(scale=8.0, N=1)
@@ -71,26 +77,35 @@ class NnablaScale:
         return scaler_state(self.scale, device=device)
 
     def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
-        """The state for the next step. `found_inf`: 0-d bool, True = the step was bad. Reads no value and never raises."""
+        """The state for the next step. `found_inf`: 0-d bool, True = the step was bad. Reads no
+        value and never raises.
+        """
         bad = flag(found_inf, scaler, ScalerState)
         grows = scaler.growth_tracker > self.N
         scale = torch.where(grows, scaler.scale * self.scaling_factor, scaler.scale)
         counter = torch.where(grows, 0, scaler.growth_tracker) + 1
-        return moved(scaler, bad, torch.where(bad, scaler.scale / self.scaling_factor, scale), torch.where(bad, 0, counter))
+        return moved(
+            scaler,
+            bad,
+            torch.where(bad, scaler.scale / self.scaling_factor, scale),
+            torch.where(bad, 0, counter),
+        )
 
 
 rule = NnablaScale
 
 
-def from_state_dict(d: Mapping[str, Any], *, device: Device = None, **settings: Any) -> tuple[NnablaScale, ScalerState]:
+def from_state_dict(
+    d: Mapping[str, Any], *, device: Device = None, **settings: Any
+) -> tuple[NnablaScale, ScalerState]:
     """Equal to `rule(d["scale"], d["scaling_factor"], d["N"]), state of d["scale"], d["_counter"]`.
 
     `d`: nnabla saves nothing, so take the updater's attributes:
-    `{name: getattr(updater, name) for name in ("scale", "scaling_factor", "N", "_counter")}`. `settings` under `rule()`'s
-    names may repeat them. `device`: that of the gradients.
+    `{name: getattr(updater, name) for name in ("scale", "scaling_factor", "N", "_counter")}`.
+    `settings` under `rule()`'s names may repeat them. `device`: that of the gradients.
 
-    Raises `ValueError` for another library's dict, an empty one, a scale that cannot train and a setting that contradicts
-    `d`; `TypeError` for what is no number.
+    Raises `ValueError` for another library's dict, an empty one, a scale that cannot train and a
+    setting that contradicts `d`; `TypeError` for what is no number.
 
     >>> from_state_dict({"scale": 16.0, "scaling_factor": 2.0, "N": 2000, "_counter": 7})[1].growth_tracker
     tensor(7, dtype=torch.int32)
@@ -104,7 +119,8 @@ def from_state_dict(d: Mapping[str, Any], *, device: Device = None, **settings: 
 
 
 def to_state_dict(rule: NnablaScale, scaler: ScalerState) -> dict[str, Any]:
-    """Syncs with the host. Equal to the updater's attributes at this point; `vars(updater).update(d)` restores them.
+    """Syncs with the host. Equal to the updater's attributes at this point;
+    `vars(updater).update(d)` restores them.
 
     Raises `TypeError` for another library's rule, `ValueError` for stacked states.
 

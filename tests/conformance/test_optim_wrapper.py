@@ -1,4 +1,6 @@
-"""MMEngine's OptimWrapper itself as the oracle for windows of accumulation, where it is right; and where it is not."""
+"""MMEngine's OptimWrapper itself as the oracle for windows of accumulation, where it is right; and
+where it is not.
+"""
 
 import warnings
 from pathlib import Path
@@ -15,11 +17,15 @@ with warnings.catch_warnings():
     pytest.importorskip("mmengine")
     from mmengine.optim import OptimWrapper
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # its own, also about what an unaligned resume loses
+pytestmark = pytest.mark.filterwarnings(
+    "ignore"
+)  # its own, also about what an unaligned resume loses
 
 
 def trace(every, total, start=0, last=None):
-    """(should_sync, divisor, should_update) of each microbatch, and the parameter after it, from OptimWrapper."""
+    """(should_sync, divisor, should_update) of each microbatch, and the parameter after it, from
+    OptimWrapper.
+    """
     model = torch.nn.Linear(1, 1, bias=False).double()
     torch.nn.init.zeros_(model.weight)
     wrapper = OptimWrapper(torch.optim.SGD(model.parameters(), lr=1.0), accumulative_counts=every)
@@ -51,10 +57,14 @@ def ours(every, total, start=0):
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 25), st.integers(0, 4))
-def test_windows_divisors_and_steps_equal_those_of_optim_wrapper_after_an_aligned_start(every, total, windows):
+def test_windows_divisors_and_steps_equal_those_of_optim_wrapper_after_an_aligned_start(
+    every, total, windows
+):
     start = min(every * windows, total)
     expected = trace(every, total, start)
-    for row, (sync, divisor, update, weight) in zip(ours(every, total, start), expected, strict=True):
+    for row, (sync, divisor, update, weight) in zip(
+        ours(every, total, start), expected, strict=True
+    ):
         assert row[:3] == (sync, divisor, update)
         assert row[3] == pytest.approx(weight)
 
@@ -71,7 +81,11 @@ def test_an_unaligned_resume_makes_optim_wrapper_take_two_thirds_of_a_step():
 
 
 def test_beyond_its_total_optim_wrapper_divides_by_one_or_fails():
-    assert [divisor for _, divisor, _, _ in trace(3, 4, last=7)][4:] == [1, 1, 1]  # windows of three, three times as far
+    assert [divisor for _, divisor, _, _ in trace(3, 4, last=7)][4:] == [
+        1,
+        1,
+        1,
+    ]  # windows of three, three times as far
     with pytest.raises(AssertionError):
         trace(3, 3, last=4)
     for total in (3, 4):

@@ -1,4 +1,6 @@
-"""The scalers of other libraries, themselves, as oracles: transitions bit for bit, state dicts there and back."""
+"""The scalers of other libraries, themselves, as oracles: transitions bit for bit, state dicts
+there and back.
+"""
 
 import contextlib
 import copy
@@ -51,7 +53,9 @@ def flag(bad):
 
 
 def trace(rule, pattern, change_at, changes):
-    """(the pattern that kept the scale in range, its scale and count after each step) of a rule that is changed once."""
+    """(the pattern that kept the scale in range, its scale and count after each step) of a rule
+    that is changed once.
+    """
     state, rows, fed = rule.init(), [], []
     for index, bad in enumerate(pattern):
         if index == change_at:
@@ -89,12 +93,28 @@ def same_as_torch(state, peer):
 
 
 @settings(unshrunk, max_examples=30)
-@given(overflow_patterns, any_scale, growths, backoffs, intervals, steps, growths, backoffs, intervals, any_scale)
+@given(
+    overflow_patterns,
+    any_scale,
+    growths,
+    backoffs,
+    intervals,
+    steps,
+    growths,
+    backoffs,
+    intervals,
+    any_scale,
+)
 def test_torch_with_any_setting_changed_midway(
     pattern, scale, growth, backoff, interval, change_at, new_growth, new_backoff, shorter, given
 ):
     rule = interop.torch_amp.rule(scale, growth, backoff, interval)
-    torchs, state = Torch(init_scale=scale, growth_factor=growth, backoff_factor=backoff, growth_interval=interval), rule.init()
+    torchs, state = (
+        Torch(
+            init_scale=scale, growth_factor=growth, backoff_factor=backoff, growth_interval=interval
+        ),
+        rule.init(),
+    )
     for index, bad in enumerate(pattern):
         torchs.update(bad)
         state = rule.update(state, flag(bad))
@@ -102,7 +122,9 @@ def test_torch_with_any_setting_changed_midway(
             torchs.scaler.set_growth_factor(new_growth)
             torchs.scaler.set_backoff_factor(new_backoff)
             torchs.scaler.set_growth_interval(shorter)
-            rule = dataclasses.replace(rule, growth_factor=new_growth, backoff_factor=new_backoff, growth_interval=shorter)
+            rule = dataclasses.replace(
+                rule, growth_factor=new_growth, backoff_factor=new_backoff, growth_interval=shorter
+            )
         if index == (change_at + 160) % 320:
             torchs.update(bad, new_scale=given)
             state = state._replace(scale=torch.tensor(given))
@@ -122,7 +144,9 @@ def test_torch_at_the_ends_of_float32(scale, bad):
 @settings(unshrunk, max_examples=30)
 @given(overflow_patterns, any_scale, growths, backoffs, intervals, steps)
 def test_torch_state_dicts_there_and_back(pattern, scale, growth, backoff, interval, move_at):
-    whole = Torch(init_scale=scale, growth_factor=growth, backoff_factor=backoff, growth_interval=interval)
+    whole = Torch(
+        init_scale=scale, growth_factor=growth, backoff_factor=backoff, growth_interval=interval
+    )
     moving = copy.deepcopy(whole)
     for index, bad in enumerate(pattern):
         if index == move_at:
@@ -132,7 +156,9 @@ def test_torch_state_dicts_there_and_back(pattern, scale, growth, backoff, inter
         if index == move_at + 20:
             moving = Torch()
             moving.scaler.load_state_dict(interop.torch_amp.to_state_dict(rule, state))
-        bad = steered(bad, whole.scaler.get_scale())  # a job at 0 cannot go on, and is refused when it is read
+        bad = steered(
+            bad, whole.scaler.get_scale()
+        )  # a job at 0 cannot go on, and is refused when it is read
         whole.update(bad)
         if moving:
             moving.update(bad)
@@ -163,7 +189,9 @@ def train_with_torch(model, optimizer, scaler, batches):
 @pytest.mark.parametrize(("first", "second"), [(10, 20), (1, 29), (15, 16)])
 def test_a_job_of_grad_scaler_and_adamw_moves_over_and_back(first, second):
     make = functools.partial(torch.optim.AdamW, lr=0.05, fused=True)
-    new_scaler = functools.partial(torch.amp.GradScaler, "cpu", init_scale=2.0**120, growth_interval=3)
+    new_scaler = functools.partial(
+        torch.amp.GradScaler, "cpu", init_scale=2.0**120, growth_interval=3
+    )
     model, batches = make_job()
     optimizer, scaler = make(model.parameters()), new_scaler()
     expected = train_with_torch(model, optimizer, scaler, batches)
@@ -180,9 +208,13 @@ def test_a_job_of_grad_scaler_and_adamw_moves_over_and_back(first, second):
     for x in batches[first:second]:
 
         def scaled_loss(params, x=x, state=state):
-            return ps.scale_loss(state, apply(params, buffers, x)[0].square().mean() * x.abs().amax())
+            return ps.scale_loss(
+                state, apply(params, buffers, x)[0].square().mean() * x.abs().amax()
+            )
 
-        out = ps.unscale_and_step(adamw, state, params, torch.func.grad(scaled_loss)(params), opt_state)
+        out = ps.unscale_and_step(
+            adamw, state, params, torch.func.grad(scaled_loss)(params), opt_state
+        )
         params, opt_state = out.params, out.opt_state
         state = rule.update(state, out.found_inf)
         scales.append(state.scale.item())
@@ -206,8 +238,16 @@ def megatron_on_cpu():
     def tensor(*args, device=None, **kwargs):
         return torch.tensor(*args, **kwargs)
 
-    on_cpu = types.SimpleNamespace(tensor=tensor, float=torch.float, max=torch.max, cuda=types.SimpleNamespace(current_device=lambda: 0))
-    with mock.patch.object(module, "torch", on_cpu), mock.patch.object(torch.Tensor, "cuda", lambda self, device=None: self):
+    on_cpu = types.SimpleNamespace(
+        tensor=tensor,
+        float=torch.float,
+        max=torch.max,
+        cuda=types.SimpleNamespace(current_device=lambda: 0),
+    )
+    with (
+        mock.patch.object(module, "torch", on_cpu),
+        mock.patch.object(torch.Tensor, "cuda", lambda self, device=None: self),
+    ):
         yield module.DynamicGradScaler
 
 
@@ -220,7 +260,18 @@ def megatron_row(state):
 
 
 @few
-@given(overflow_patterns, any_scale, st.floats(0.001, 1), growths, backoffs, intervals, st.integers(1, 4), steps, growths, intervals)
+@given(
+    overflow_patterns,
+    any_scale,
+    st.floats(0.001, 1),
+    growths,
+    backoffs,
+    intervals,
+    st.integers(1, 4),
+    steps,
+    growths,
+    intervals,
+)
 def test_megatron_with_any_setting_changed_midway(
     pattern, scale, floor, growth, backoff, interval, hysteresis, change_at, new_growth, shorter
 ):
@@ -235,8 +286,15 @@ def test_megatron_with_any_setting_changed_midway(
                 growth, interval = new_growth, shorter
                 megatrons = scaler_class(scale, floor, growth, backoff, interval, hysteresis)
                 if torch.isfinite(d["scale"]):
-                    given = {"growth_factor": growth, "backoff_factor": backoff, "growth_interval": interval, "hysteresis": hysteresis}
-                    rule, state = interop.megatron.from_state_dict(d, initial_scale=scale, min_scale=floor, **given)
+                    given = {
+                        "growth_factor": growth,
+                        "backoff_factor": backoff,
+                        "growth_interval": interval,
+                        "hysteresis": hysteresis,
+                    }
+                    rule, state = interop.megatron.from_state_dict(
+                        d, initial_scale=scale, min_scale=floor, **given
+                    )
                     back = interop.megatron.to_state_dict(rule, state)
                     assert same_bits(back, d)
                     megatrons.load_state_dict(back)
@@ -263,7 +321,12 @@ def deepspeed_alone(name):
 
 
 def deepspeeds_row(scaler):
-    return scaler.cur_scale, scaler.cur_iter, scaler.last_overflow_iter, getattr(scaler, "cur_hysteresis", 1)
+    return (
+        scaler.cur_scale,
+        scaler.cur_iter,
+        scaler.last_overflow_iter,
+        getattr(scaler, "cur_hysteresis", 1),
+    )
 
 
 def deepspeed_row(state):
@@ -282,7 +345,9 @@ def deepspeed_row(state):
     steps,
     intervals,
 )
-def test_deepspeed_in_both_refill_modes_over_and_back(pattern, scale, window, floor, shift, consecutive, raises, change_at, new_window):
+def test_deepspeed_in_both_refill_modes_over_and_back(
+    pattern, scale, window, floor, shift, consecutive, raises, change_at, new_window
+):
     rule = interop.deepspeed.rule(scale, window, floor, shift, consecutive, raises)
     state = rule.init()
     with deepspeed_alone("loss_scaler") as module:
@@ -290,11 +355,16 @@ def test_deepspeed_in_both_refill_modes_over_and_back(pattern, scale, window, fl
         deepspeeds = scaler_class(scale, window, floor, shift, consecutive, raises)
         for index, bad in enumerate(pattern):
             if index == change_at:
-                rule, state = interop.deepspeed.from_state_dict({"loss_scaler": deepspeeds, "dynamic_loss_scale": True}, init_scale=scale)
+                rule, state = interop.deepspeed.from_state_dict(
+                    {"loss_scaler": deepspeeds, "dynamic_loss_scale": True}, init_scale=scale
+                )
                 deepspeeds = scaler_class(1.0, 1, 1.0, 1, False)
                 d = interop.deepspeed.to_state_dict(rule, state)
                 vars(deepspeeds).update({key: d[key] for key in vars(deepspeeds) if key in d})
-                rule, deepspeeds.scale_window = dataclasses.replace(rule, scale_window=new_window), new_window
+                rule, deepspeeds.scale_window = (
+                    dataclasses.replace(rule, scale_window=new_window),
+                    new_window,
+                )
             bad = steered(bad, state.scale.item())
             state = rule.update(state, flag(bad))
             try:
@@ -314,19 +384,37 @@ def deepspeed_optimizer(kind, scale, window, floor):
     arguments = {"init_scale": scale, "scale_window": window, "min_scale": floor}
     with deepspeed_alone(f"{kind}_optimizer") as module:
         make = module.FP16_Optimizer if kind == "fused" else module.FP16_UnfusedOptimizer
-        return make(torch.optim.SGD([weight], lr=0.1), dynamic_loss_scale=True, dynamic_loss_args=arguments, verbose=False)
+        return make(
+            torch.optim.SGD([weight], lr=0.1),
+            dynamic_loss_scale=True,
+            dynamic_loss_args=arguments,
+            verbose=False,
+        )
 
 
 @few
-@given(st.sampled_from(["fused", "unfused"]), overflow_patterns, powers, intervals, st.sampled_from([0.25, 1.0]), steps)
-def test_deepspeeds_fused_and_unfused_optimizers_over_and_back(kind, pattern, scale, window, floor, move_at):
+@given(
+    st.sampled_from(["fused", "unfused"]),
+    overflow_patterns,
+    powers,
+    intervals,
+    st.sampled_from([0.25, 1.0]),
+    steps,
+)
+def test_deepspeeds_fused_and_unfused_optimizers_over_and_back(
+    kind, pattern, scale, window, floor, move_at
+):
     optimizer = deepspeed_optimizer(kind, scale, window, floor)
-    rule = interop.deepspeed.rule(scale, window, floor, delayed_shift=1, raise_error_at_min_scale=False)
+    rule = interop.deepspeed.rule(
+        scale, window, floor, delayed_shift=1, raise_error_at_min_scale=False
+    )
     state = rule.init()
     for index, bad in enumerate(pattern):
         if index == move_at:
             d = optimizer.state_dict()
-            restored, state = interop.deepspeed.from_state_dict(d, init_scale=scale, min_scale=floor)
+            restored, state = interop.deepspeed.from_state_dict(
+                d, init_scale=scale, min_scale=floor
+            )
             assert restored == rule
             optimizer = deepspeed_optimizer(kind, 1.0, 1, floor)
             optimizer.load_state_dict({**d, **interop.deepspeed.to_state_dict(restored, state)})
@@ -339,7 +427,9 @@ def test_deepspeeds_fused_and_unfused_optimizers_over_and_back(kind, pattern, sc
 def test_deepspeeds_static_scaler_and_its_dict():
     module = peer("deepspeed.runtime.fp16.loss_scaler")
     static = module.CreateLossScaler(torch.half, 128.0, False, None)
-    rule, state = interop.deepspeed.from_state_dict({"loss_scaler": static, "dynamic_loss_scale": False})
+    rule, state = interop.deepspeed.from_state_dict(
+        {"loss_scaler": static, "dynamic_loss_scale": False}
+    )
     for bad in (False, True, True):
         static.update_scale(bad)
         state = rule.update(state, flag(bad))
@@ -348,14 +438,19 @@ def test_deepspeeds_static_scaler_and_its_dict():
 
 # ---- flax and jmp
 
-# One compiled loop of this length for all examples: what differs between them, the interval too, is data.
+# One compiled loop of this length for all examples: what differs between them, the interval too, is
+# data.
 LENGTH = 320
 
 
 @functools.cache
 def compiled_loop(step):
     jax = peer("jax")
-    return jax.jit(lambda carry, given, xs: jax.lax.scan(lambda carry, x: step(carry, *given, *x), carry, xs)[1])
+    return jax.jit(
+        lambda carry, given, xs: jax.lax.scan(lambda carry, x: step(carry, *given, *x), carry, xs)[
+            1
+        ]
+    )
 
 
 def looped(step, scale, count, given, pattern, intervals):
@@ -363,14 +458,18 @@ def looped(step, scale, count, given, pattern, intervals):
     jnp = peer("jax.numpy")
     pad = LENGTH - len(pattern)
     xs = jnp.asarray(pattern + [False] * pad, bool), jnp.asarray(intervals + [1] * pad, jnp.int32)
-    rows = compiled_loop(step)((jnp.float32(scale), jnp.int32(count)), tuple(map(jnp.float32, given)), xs)
+    rows = compiled_loop(step)(
+        (jnp.float32(scale), jnp.int32(count)), tuple(map(jnp.float32, given)), xs
+    )
     return list(zip(*(row.tolist() for row in rows), strict=True))[: len(pattern)]
 
 
 def flax_step(carry, growth, backoff, floor, bad, interval):
     jnp, flaxs = peer("jax.numpy"), peer("flax.training.dynamic_scale")
     gradient = jnp.where(bad, jnp.nan, 1.0)
-    before = flaxs.DynamicScale(growth, backoff, interval, scale=carry[0], fin_steps=carry[1], minimum_scale=floor)
+    before = flaxs.DynamicScale(
+        growth, backoff, interval, scale=carry[0], fin_steps=carry[1], minimum_scale=floor
+    )
     new, _, _, _ = before.value_and_grad(lambda weight: weight * gradient)(jnp.ones(()))
     return (new.scale, new.fin_steps), (new.scale, new.fin_steps)
 
@@ -386,20 +485,40 @@ def flax_step(carry, growth, backoff, floor, bad, interval):
     steps,
     intervals,
 )
-def test_flax_changed_midway_over_and_back(pattern, scale, growth, backoff, interval, floor, change_at, new_interval):
+def test_flax_changed_midway_over_and_back(
+    pattern, scale, growth, backoff, interval, floor, change_at, new_interval
+):
     rule = interop.flax.rule(growth, backoff, interval, scale=scale, minimum_scale=floor)
     pattern, rows = trace(rule, pattern, change_at, {"growth_interval": new_interval})
     before, after = [interval] * change_at, [new_interval] * (LENGTH - change_at)
     first = looped(flax_step, scale, 0, (growth, backoff, floor), pattern[:change_at], before)
 
     serialization, flaxs = peer("flax.serialization"), peer("flax.training.dynamic_scale")
-    given = {"growth_factor": growth, "backoff_factor": backoff, "growth_interval": new_interval, "minimum_scale": floor}
+    given = {
+        "growth_factor": growth,
+        "backoff_factor": backoff,
+        "growth_interval": new_interval,
+        "minimum_scale": floor,
+    }
     reached = first[-1] if first else (scale, 0)
-    held = serialization.to_state_dict(flaxs.DynamicScale(**given, scale=reached[0], fin_steps=reached[1]))
+    held = serialization.to_state_dict(
+        flaxs.DynamicScale(**given, scale=reached[0], fin_steps=reached[1])
+    )
     d = interop.flax.to_state_dict(*interop.flax.from_state_dict(held, **given))
     back = serialization.from_state_dict(flaxs.DynamicScale(**given), d)
     assert (back.scale, back.fin_steps) == reached
-    assert first + looped(flax_step, back.scale, back.fin_steps, (growth, backoff, floor), pattern[change_at:], after) == rows
+    assert (
+        first
+        + looped(
+            flax_step,
+            back.scale,
+            back.fin_steps,
+            (growth, backoff, floor),
+            pattern[change_at:],
+            after,
+        )
+        == rows
+    )
 
 
 def states(rule, pattern):
@@ -410,10 +529,21 @@ def states(rule, pattern):
     return seen
 
 
-@pytest.mark.parametrize(("given", "bad"), [({"scale": 2.0**126}, False), ({"scale": 2.0**-124}, True), ({"minimum_scale": None}, True)])
+@pytest.mark.parametrize(
+    ("given", "bad"),
+    [({"scale": 2.0**126}, False), ({"scale": 2.0**-124}, True), ({"minimum_scale": None}, True)],
+)
 def test_flax_step_by_step_at_its_ceiling_and_its_floor(given, bad):
-    jax, jnp, flaxs = peer("jax"), peer("jax.numpy"), peer("flax.training.dynamic_scale").DynamicScale(growth_interval=1, **given)
-    step = jax.jit(lambda before: before.value_and_grad(lambda weight: weight * (jnp.nan if bad else 1.0))(1.0)[0])
+    jax, jnp, flaxs = (
+        peer("jax"),
+        peer("jax.numpy"),
+        peer("flax.training.dynamic_scale").DynamicScale(growth_interval=1, **given),
+    )
+    step = jax.jit(
+        lambda before: before.value_and_grad(lambda weight: weight * (jnp.nan if bad else 1.0))(
+            1.0
+        )[0]
+    )
     for state in states(interop.flax.rule(growth_interval=1, **given), [bad] * 8):
         flaxs = step(flaxs)
         assert (state.scale.item(), state.growth_tracker.item()) == (flaxs.scale, flaxs.fin_steps)
@@ -426,8 +556,18 @@ def jmp_step(carry, factor, floor, bad, period):
 
 
 @settings(unshrunk, max_examples=30)
-@given(overflow_patterns, powers, power_factors, intervals, st.integers(-110, 0).map(lambda exponent: 2.0**exponent), steps, intervals)
-def test_jmp_changed_midway_over_and_back(pattern, scale, factor, period, floor, change_at, new_period):
+@given(
+    overflow_patterns,
+    powers,
+    power_factors,
+    intervals,
+    st.integers(-110, 0).map(lambda exponent: 2.0**exponent),
+    steps,
+    intervals,
+)
+def test_jmp_changed_midway_over_and_back(
+    pattern, scale, factor, period, floor, change_at, new_period
+):
     jmp, jnp = peer("jmp"), peer("jax.numpy")
     rule = interop.jmp.rule(scale, period=period, factor=factor, min_loss_scale=floor)
     pattern, rows = trace(rule, pattern, change_at, {"period": new_period})
@@ -435,22 +575,36 @@ def test_jmp_changed_midway_over_and_back(pattern, scale, factor, period, floor,
     first = looped(jmp_step, scale, 0, (factor, floor), pattern[:change_at], before)
 
     reached = first[-1] if first else (scale, 0)
-    held = jmp.DynamicLossScale(jnp.float32(reached[0]), jnp.int32(reached[1]), new_period, factor, jnp.float32(floor))
+    held = jmp.DynamicLossScale(
+        jnp.float32(reached[0]), jnp.int32(reached[1]), new_period, factor, jnp.float32(floor)
+    )
     d = interop.jmp.to_state_dict(*interop.jmp.from_state_dict(dataclasses.asdict(held)))
     assert d == dataclasses.asdict(held)
-    last = looped(jmp_step, d["loss_scale"], d["counter"], (d["factor"], d["min_loss_scale"]), pattern[change_at:], after)
+    last = looped(
+        jmp_step,
+        d["loss_scale"],
+        d["counter"],
+        (d["factor"], d["min_loss_scale"]),
+        pattern[change_at:],
+        after,
+    )
     assert first + last == rows
 
 
 def test_jmp_with_a_period_below_the_count():
     rule = interop.jmp.rule(8.0, counter=7, period=3)
-    rows = [(state.scale.item(), state.growth_tracker.item()) for state in states(rule, [False] * 9)]
+    rows = [
+        (state.scale.item(), state.growth_tracker.item()) for state in states(rule, [False] * 9)
+    ]
     assert looped(jmp_step, 8.0, 7, (2.0, 1.0), [False] * 9, [3] * 9) == rows
 
 
 def test_jmp_step_by_step_at_the_top_of_float32_and_through_a_pytree():
     jmp, jax, jnp = peer("jmp"), peer("jax"), peer("jax.numpy")
-    jmps, rule = jmp.DynamicLossScale(jnp.float32(2.0**126), period=1), interop.jmp.rule(2.0**126, period=1)
+    jmps, rule = (
+        jmp.DynamicLossScale(jnp.float32(2.0**126), period=1),
+        interop.jmp.rule(2.0**126, period=1),
+    )
     for state in states(rule, [False] * 5):
         jmps = jmps.adjust(jnp.asarray(True))
         assert state.scale.item() == jmps.loss_scale
@@ -468,7 +622,9 @@ def test_jmp_step_by_step_at_the_top_of_float32_and_through_a_pytree():
 def new_keras(scale, steps):
     keras = peer("keras")
     weight = keras.Variable(0.0)
-    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.0), initial_scale=scale, dynamic_growth_steps=steps)
+    optimizer = keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(0.0), initial_scale=scale, dynamic_growth_steps=steps
+    )
     optimizer.build([weight])
     return optimizer, weight
 
@@ -478,7 +634,9 @@ def keras_row(optimizer):
 
 
 def keras_rows(optimizer, weight, pattern):
-    """Its own update: in a compiled loop where its backend is jax, which refuses the other way, else step by step."""
+    """Its own update: in a compiled loop where its backend is jax, which refuses the other way,
+    else step by step.
+    """
     keras = peer("keras")
     if keras.backend.backend() != "jax":
         rows = []
@@ -493,10 +651,14 @@ def keras_rows(optimizer, weight, pattern):
     ]
 
     def step(variables, bad):
-        _, new = optimizer.stateless_apply(variables, [jnp.where(bad, jnp.inf, 0.0)], [weight.value])
+        _, new = optimizer.stateless_apply(
+            variables, [jnp.where(bad, jnp.inf, 0.0)], [weight.value]
+        )
         return new, [new[place] for place in places]
 
-    variables, rows = jax.lax.scan(step, [variable.value for variable in optimizer.variables], jnp.asarray(pattern, bool))
+    variables, rows = jax.lax.scan(
+        step, [variable.value for variable in optimizer.variables], jnp.asarray(pattern, bool)
+    )
     for variable, value in zip(optimizer.variables, variables, strict=True):
         variable.assign(value)
     return list(zip(*(row.tolist() for row in rows), strict=True))
@@ -509,8 +671,13 @@ def test_keras_changed_midway_over_and_back(pattern, scale, steps, change_at, ne
     pattern, rows = trace(rule, pattern, change_at, {"dynamic_growth_steps": new_steps})
     optimizer, weight = new_keras(scale, steps)
     first = keras_rows(optimizer, weight, pattern[:change_at])
-    held = {"step_counter": optimizer.step_counter.numpy(), "dynamic_scale": optimizer.dynamic_scale.numpy()}
-    d = interop.keras.to_state_dict(*interop.keras.from_state_dict(held, dynamic_growth_steps=new_steps))
+    held = {
+        "step_counter": optimizer.step_counter.numpy(),
+        "dynamic_scale": optimizer.dynamic_scale.numpy(),
+    }
+    d = interop.keras.to_state_dict(
+        *interop.keras.from_state_dict(held, dynamic_growth_steps=new_steps)
+    )
 
     optimizer, weight = new_keras(d["initial_scale"], d["dynamic_growth_steps"])
     optimizer.step_counter.assign(d["step_counter"])
@@ -522,7 +689,10 @@ def test_keras_changed_midway_over_and_back(pattern, scale, steps, change_at, ne
 def test_keras_beyond_float32():
     optimizer, weight = new_keras(2.0**126, 1)
     pattern = [False] * 3 + [True] * 2
-    rows = [(state.scale.item(), state.growth_tracker.item()) for state in states(interop.keras.rule(2.0**126, 1), pattern)]
+    rows = [
+        (state.scale.item(), state.growth_tracker.item())
+        for state in states(interop.keras.rule(2.0**126, 1), pattern)
+    ]
     assert keras_rows(optimizer, weight, pattern) == rows
 
 
@@ -534,13 +704,18 @@ def mmengine_on_cpu():
     """Its wrapper, which asks for CUDA in so many words."""
     module = peer("mmengine.optim.optimizer.amp_optimizer_wrapper")
     scaler = functools.partial(torch.amp.GradScaler, "cpu")
-    with mock.patch.object(module, "GradScaler", scaler), mock.patch.object(module, "is_cuda_available", return_value=True):
+    with (
+        mock.patch.object(module, "GradScaler", scaler),
+        mock.patch.object(module, "is_cuda_available", return_value=True),
+    ):
         yield module.AmpOptimWrapper
 
 
 def amp_wrapper(wrapper_class, loss_scale):
     weight = torch.nn.Parameter(torch.ones(()))
-    return wrapper_class(loss_scale=loss_scale, optimizer=torch.optim.SGD([weight], lr=0.0, foreach=False)), weight
+    return wrapper_class(
+        loss_scale=loss_scale, optimizer=torch.optim.SGD([weight], lr=0.0, foreach=False)
+    ), weight
 
 
 def wrapper_step(wrapper, weight, bad):
@@ -555,7 +730,12 @@ def wrapper_step(wrapper, weight, bad):
         st.just("dynamic"),
         any_scale,
         st.fixed_dictionaries(
-            {"init_scale": any_scale, "growth_interval": intervals, "growth_factor": growths, "backoff_factor": backoffs}
+            {
+                "init_scale": any_scale,
+                "growth_interval": intervals,
+                "growth_factor": growths,
+                "backoff_factor": backoffs,
+            }
         ),
     ),
     steps,
@@ -572,7 +752,11 @@ def test_mmengines_amp_wrapper_over_and_back(pattern, loss_scale, move_at):
             assert (state.scale.item(), state.growth_tracker.item()) == expected
             if index == move_at:
                 d = wrapper.state_dict()
-                given = {} if isinstance(rule, interop.torch_amp.TorchAmpScale) else {"loss_scale": loss_scale}
+                given = (
+                    {}
+                    if isinstance(rule, interop.torch_amp.TorchAmpScale)
+                    else {"loss_scale": loss_scale}
+                )
                 rule, state = interop.mmengine.from_state_dict(d, **given)
                 back = interop.mmengine.to_state_dict(rule, state)
                 assert back["loss_scaler"] == d["loss_scaler"]
@@ -584,7 +768,9 @@ def test_mmengines_apex_wrapper_loads_what_was_written():
     """Apex itself cannot be had: a stand-in for `apex.amp` with its two functions and its format."""
     module = peer("mmengine.optim.optimizer.apex_optimizer_wrapper")
     held = {"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 7}}
-    apex = types.SimpleNamespace(state_dict=lambda: copy.deepcopy(held), load_state_dict=held.update)
+    apex = types.SimpleNamespace(
+        state_dict=lambda: copy.deepcopy(held), load_state_dict=held.update
+    )
     with mock.patch.object(module, "apex_amp", apex):
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(()))], lr=0.1)
         optimizer._amp_stash = None  # how the wrapper knows that apex was initialised

@@ -1,4 +1,6 @@
-"""Models that nobody here wrote, as they come: random weights from a configuration, dropout on, nothing downloaded."""
+"""Models that nobody here wrote, as they come: random weights from a configuration, dropout on,
+nothing downloaded.
+"""
 
 import math
 
@@ -11,7 +13,9 @@ import purescale as ps
 transformers = pytest.importorskip("transformers")
 
 # x-transformers calls torch.jit.script when it is imported; no concern of this package.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script. is deprecated:DeprecationWarning"
+)
 
 VOCABULARY, BATCH, LENGTH, WIDTH = 61, 4, 12, 32
 PLAIN = "params=float32,compute=float16,output=float32"
@@ -22,7 +26,13 @@ both_policies = pytest.mark.parametrize("policy", [PLAIN, AUTOCAST], ids=["cast"
 
 def gpt2():
     config = transformers.GPT2Config(
-        vocab_size=VOCABULARY, n_positions=16, n_embd=WIDTH, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+        vocab_size=VOCABULARY,
+        n_positions=16,
+        n_embd=WIDTH,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
     )
     return transformers.GPT2LMHeadModel(config)
 
@@ -41,19 +51,32 @@ def bert():
 
 def t5():
     config = transformers.T5Config(
-        vocab_size=VOCABULARY, d_model=WIDTH, d_kv=16, d_ff=64, num_layers=2, num_heads=2, decoder_start_token_id=0, pad_token_id=0
+        vocab_size=VOCABULARY,
+        d_model=WIDTH,
+        d_kv=16,
+        d_ff=64,
+        num_layers=2,
+        num_heads=2,
+        decoder_start_token_id=0,
+        pad_token_id=0,
     )
     return transformers.T5ForConditionalGeneration(config)
 
 
 def x_transformer():
     x = pytest.importorskip("x_transformers")
-    layers = x.Decoder(dim=WIDTH, depth=2, heads=2, attn_dim_head=16, attn_dropout=0.1, ff_dropout=0.1)
-    return x.AutoregressiveWrapper(x.TransformerWrapper(num_tokens=VOCABULARY, max_seq_len=16, attn_layers=layers))
+    layers = x.Decoder(
+        dim=WIDTH, depth=2, heads=2, attn_dim_head=16, attn_dropout=0.1, ff_dropout=0.1
+    )
+    return x.AutoregressiveWrapper(
+        x.TransformerWrapper(num_tokens=VOCABULARY, max_seq_len=16, attn_layers=layers)
+    )
 
 
 def call(function, tokens):
-    """The loss and all else that `function`, a module or an apply with its params and buffers, returns for keyword arguments."""
+    """The loss and all else that `function`, a module or an apply with its params and buffers,
+    returns for keyword arguments.
+    """
     out = function(input_ids=tokens, labels=tokens)
     return out.loss, out
 
@@ -63,7 +86,12 @@ def call_x_transformer(function, tokens):
     return loss, rest
 
 
-MODELS = {"gpt2": (gpt2, call), "bert": (bert, call), "t5": (t5, call), "x_transformer": (x_transformer, call_x_transformer)}
+MODELS = {
+    "gpt2": (gpt2, call),
+    "bert": (bert, call),
+    "t5": (t5, call),
+    "x_transformer": (x_transformer, call_x_transformer),
+}
 
 
 @pytest.fixture(params=MODELS)
@@ -83,10 +111,15 @@ def tensors_of(model):
 
 
 def job(model, how, policy, init_scale=2.0**16, **settings):
-    """(state, step): AdamW under a dynamic scale, dropout drawn from the state; `step(state, microbatches)`."""
+    """(state, step): AdamW under a dynamic scale, dropout drawn from the state;
+    `step(state, microbatches)`.
+    """
     apply, params, buffers = ps.make_functional(model)
     apply = ps.with_policy(apply, policy)
-    optimizer, rule = ps.from_torch(torch.optim.AdamW, lr=3e-3), ps.DynamicScale(init_scale=init_scale)
+    optimizer, rule = (
+        ps.from_torch(torch.optim.AdamW, lr=3e-3),
+        ps.DynamicScale(init_scale=init_scale),
+    )
 
     def loss_fn(params, buffers, tokens):
         seen = []
@@ -100,9 +133,13 @@ def job(model, how, policy, init_scale=2.0**16, **settings):
         return loss, seen[0]
 
     def step(state, microbatches):
-        return ps.train_step(state, microbatches, loss_fn=loss_fn, optimizer=optimizer, rule=rule, **settings)
+        return ps.train_step(
+            state, microbatches, loss_fn=loss_fn, optimizer=optimizer, rule=rule, **settings
+        )
 
-    return ps.init_train_state(params, buffers, optimizer, rule, rng=torch.Generator().manual_seed(0).get_state()), step
+    return ps.init_train_state(
+        params, buffers, optimizer, rule, rng=torch.Generator().manual_seed(0).get_state()
+    ), step
 
 
 # ---- the pure function is the module
@@ -114,7 +151,9 @@ def test_gradients_in_float32_equal_those_of_backward(made, tokens):
     torch.manual_seed(3)  # the same dropout on both sides
     how(model, tokens)[0].backward()
     torch.manual_seed(3)
-    grads = torch.func.grad(lambda p: how(lambda **kwargs: apply(p, buffers, **kwargs)[0], tokens)[0])(params)
+    grads = torch.func.grad(
+        lambda p: how(lambda **kwargs: apply(p, buffers, **kwargs)[0], tokens)[0]
+    )(params)
 
     expected = {name: p.grad for name, p in model.named_parameters()}
     assert list(grads) == list(expected)
@@ -135,7 +174,9 @@ def test_train_false_equals_the_module_in_eval_mode(made, tokens):
 def test_a_structured_output_keeps_its_class_and_comes_out_in_float32(tokens):
     model = gpt2()
     apply, params, buffers = ps.make_functional(model)
-    raw, _ = ps.with_policy(apply, "params=float32,compute=float16")(params, buffers, input_ids=tokens, labels=tokens)
+    raw, _ = ps.with_policy(apply, "params=float32,compute=float16")(
+        params, buffers, input_ids=tokens, labels=tokens
+    )
     out, _ = ps.with_policy(apply, PLAIN)(params, buffers, input_ids=tokens, labels=tokens)
     assert type(out) is type(model(input_ids=tokens, labels=tokens))
     assert (raw.logits.dtype, out.logits.dtype) == (torch.float16, torch.float32)
@@ -156,7 +197,9 @@ def test_three_steps_leave_the_module_as_it_was(made, tokens, policy):
             state, info = step(state, [tokens])
             assert torch.isfinite(info.loss)
     assert not same_bits(state.params, first.params)
-    assert not shares_memory((first.params, first.buffers, state.params, state.buffers), tensors_of(model))
+    assert not shares_memory(
+        (first.params, first.buffers, state.params, state.buffers), tensors_of(model)
+    )
     assert {name: module.training for name, module in model.named_modules()} == flags
     assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
     assert all(p.grad is None for p in model.parameters())
@@ -187,9 +230,13 @@ def test_the_loss_falls_over_ten_steps_on_one_batch(made, tokens, policy):
 
 
 @both_policies
-def test_loss_and_gradient_norm_of_a_half_step_are_those_of_the_float32_module(made, tokens, policy):
+def test_loss_and_gradient_norm_of_a_half_step_are_those_of_the_float32_module(
+    made, tokens, policy
+):
     model, how = made
-    state, step = job(model, how, policy, init_scale=2.0**10, max_norm=math.inf)  # which only measures
+    state, step = job(
+        model, how, policy, init_scale=2.0**10, max_norm=math.inf
+    )  # which only measures
     _, info = step(state, [tokens])
     torch.set_rng_state(state.rng.clone())
     loss, _ = how(model, tokens)
@@ -206,7 +253,10 @@ def test_a_real_overflow_changes_nothing_but_scale_and_random_state(name, tokens
     after, info = step(state, [tokens])
     assert info.found_inf
     assert torch.isfinite(info.loss)
-    assert same_bits((after.params, after.buffers, after.opt_state, after.step), (state.params, state.buffers, state.opt_state, state.step))
+    assert same_bits(
+        (after.params, after.buffers, after.opt_state, after.step),
+        (state.params, state.buffers, state.opt_state, state.step),
+    )
     assert after.scaler.scale == state.scaler.scale / 2
 
 
@@ -231,7 +281,9 @@ def test_one_tied_weight_reaches_both_places_it_stands_in(tokens):
         theirs = model.eval()(input_ids=tokens)
     assert same_bits(ours.logits, theirs.logits)
 
-    model.lm_head.weight = torch.nn.Parameter(params["transformer.wte.weight"].clone())  # as if the head had stayed behind
+    model.lm_head.weight = torch.nn.Parameter(
+        params["transformer.wte.weight"].clone()
+    )  # as if the head had stayed behind
     assert not torch.equal(model(input_ids=tokens).logits, theirs.logits)
 
 

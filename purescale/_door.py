@@ -104,13 +104,8 @@ class Memo(Generic[T]):
                 if addresses != known.addresses or not known.guard.check(*state, *gradients):
                     continue
                 alone = addresses is None or self._alone(known, gradients, keep)
-            except (
-                TypeError,
-                RuntimeError,
-                AttributeError,
-                NotImplementedError,
-            ):  # no plain tensors
-                return None
+            except (TypeError, RuntimeError, AttributeError, NotImplementedError):
+                return None  # no plain tensors
             if alone is None or (
                 known.graphs
                 and any((*state, *gradients)[index].grad_fn is not None for index in known.graphs)
@@ -128,9 +123,10 @@ class Memo(Generic[T]):
         """
         starts = list(map(Tensor.data_ptr, gradients))
         ends = list(map(operator.add, starts, known.sizes))
+        # these may share theirs
         memory = {
             storage.data_ptr(): storage.nbytes() for storage in map(Tensor.untyped_storage, keep)
-        }  # these may share theirs
+        }
         kept, kept_ends = list(memory), list(map(operator.add, memory, memory.values()))
         if _apart(known.starts + starts + kept, known.ends + ends + kept_ends):
             return True

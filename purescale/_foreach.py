@@ -54,9 +54,8 @@ def _each(
     in_place: list[int] = []
     alone = _tree.writable(leaves) if any(owned) else owned
     mine = [a and b for a, b in zip(owned, alone, strict=True)]
-    plain_ops = _tree.traced() or is_on_a_graph(
-        [*leaves, operand]
-    )  # foreach ops have no derivative by a 0-d operand
+    # foreach ops have no derivative by a 0-d operand
+    plain_ops = _tree.traced() or is_on_a_graph([*leaves, operand])
     for index, leaf in enumerate(leaves):
         if leaf is None:
             continue
@@ -87,9 +86,8 @@ def _each(
     return results
 
 
-_BATCH = (
-    2**20
-)  # elements: what one operation brought into a CPU's cache, the next still finds there
+# elements: what one operation brought into a CPU's cache, the next still finds there
+_BATCH = 2**20
 
 
 def blend(
@@ -275,9 +273,8 @@ def _blend_plain(
         return kept.to(a.dtype)
     mean = _mixed(kept, n, share, good, scale)
     if a.dtype is torch.bfloat16:
-        mean = mean.clamp(
-            -torch.finfo(a.dtype).max, torch.finfo(a.dtype).max
-        )  # what is finite must not round to inf
+        # what is finite must not round to inf
+        mean = mean.clamp(-torch.finfo(a.dtype).max, torch.finfo(a.dtype).max)
     return mean.to(a.dtype)
 
 
@@ -488,9 +485,8 @@ def extent(
             if value.numel() == 0:
                 continue
             if leaf.is_complex() and norm_type not in (None, 2):
-                norms.append(
-                    full(_norm(leaf.abs(), norm_type))
-                )  # a complex number counts with its magnitude
+                # a complex number counts with its magnitude
+                norms.append(full(_norm(leaf.abs(), norm_type)))
                 tops.append(at_least_float32(full(value.abs().amax())))
             elif plain or isinstance(value, DTensor):
                 tops.append(at_least_float32(full(value.abs().amax())))

@@ -149,9 +149,8 @@ class PlainArithmetic(TorchFunctionMode):
         if not plain and not (isinstance(factor, Tensor) and func in _SCALED):
             return func(*args, **kwargs)
         target, first, *rest = args
-        first = first.to(
-            torch.promote_types(first.dtype, target.dtype)
-        )  # Muon's updates are in bfloat16
+        # Muon's updates are in bfloat16
+        first = first.to(torch.promote_types(first.dtype, target.dtype))
         if func is Tensor.lerp_:
             return target.add_((first - target) * rest[0])
         if func is Tensor.addcdiv_:
@@ -244,8 +243,8 @@ def _columns_of(
 
 
 def _adagrad(
-    params: Any, grads: Any, sums: Any, steps: Any, *, lr: Any, weight_decay: float, lr_decay: float, eps: float,
-    maximize: bool, has_complex: bool, **_: Any,
+    params: Any, grads: Any, sums: Any, steps: Any, *, lr: Any, weight_decay: float,
+    lr_decay: float, eps: float, maximize: bool, has_complex: bool, **_: Any,
 ) -> None:  # fmt: skip
     for weights, gradients, squares, counts in _columns_of(
         [params, grads, sums], steps, has_complex
@@ -262,8 +261,9 @@ def _adagrad(
 
 
 def _radam(
-    params: Any, grads: Any, exp_avgs: Any, exp_avg_sqs: Any, steps: Any, *, beta1: float, beta2: float, lr: Any,
-    weight_decay: float, eps: float, decoupled_weight_decay: bool, maximize: bool, has_complex: bool, **_: Any,
+    params: Any, grads: Any, exp_avgs: Any, exp_avg_sqs: Any, steps: Any, *, beta1: float,
+    beta2: float, lr: Any, weight_decay: float, eps: float, decoupled_weight_decay: bool,
+    maximize: bool, has_complex: bool, **_: Any,
 ) -> None:  # fmt: skip
     for weights, gradients, means, squares, counts in _columns_of(
         [params, grads, exp_avgs, exp_avg_sqs], steps, has_complex
@@ -280,9 +280,8 @@ def _radam(
 
         step, most = torch.stack(counts), 2 / (1 - beta2) - 1
         bias1, bias2 = 1 - beta1**step, 1 - beta2**step
-        length = (
-            most - beta2**step * step * 2 / bias2
-        )  # of the moving average, as simple as it could be
+        # of the moving average, as simple as it could be
+        length = most - beta2**step * step * 2 / bias2
         root = ((length - 4) * (length - 2) * most / (length * ((most - 4) * (most - 2)))).sqrt()
         rectified = torch.where(length > 5.0, root, 0.0)
         alone = -(torch.where(rectified > 0, 0.0, 1.0) * lr / bias1)
@@ -297,8 +296,9 @@ def _radam(
 
 
 def _rprop(
-    params: Any, grads: Any, prevs: Any, step_sizes: Any, steps: Any, *, step_size_min: float, step_size_max: float,
-    etaminus: float, etaplus: float, maximize: bool, has_complex: bool, **_: Any,
+    params: Any, grads: Any, prevs: Any, step_sizes: Any, steps: Any, *, step_size_min: float,
+    step_size_max: float, etaminus: float, etaplus: float, maximize: bool, has_complex: bool,
+    **_: Any,
 ) -> None:  # fmt: skip
     for weights, gradients, before, sizes, _counts in _columns_of(
         [params, grads, prevs, step_sizes], steps, has_complex

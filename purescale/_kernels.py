@@ -292,9 +292,8 @@ def _update(
         )
 
 
-_PORTION = (
-    2**19
-)  # elements: what a CPU has just copied is still in its cache when the kernel reads it
+# elements: what a CPU has just copied is still in its cache when the kernel reads it
+_PORTION = 2**19
 
 
 def _portions(grads: list[Tensor]) -> list[slice]:

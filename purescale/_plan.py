@@ -1,4 +1,4 @@
-"""A step by torch's fused kernels over whole columns: what is static about it, and the step itself."""
+"""A step by torch's fused kernels over whole columns: what is static about it, and the step."""
 
 from __future__ import annotations
 

@@ -279,7 +279,8 @@ def unscale_and_check(
 
     >>> import torch
     >>> scaler = DynamicScale(init_scale=4.0).init()
-    >>> unscale_and_check(scaler, {"w": torch.tensor([4.0, 8.0], dtype=torch.float16), "frozen": None})
+    >>> grads = {"w": torch.tensor([4.0, 8.0], dtype=torch.float16), "frozen": None}
+    >>> unscale_and_check(scaler, grads)
     ({'w': tensor([1., 2.]), 'frozen': None}, tensor(False))
 
     Source of the rule: torch's `_amp_foreach_non_finite_check_and_unscale_`, which checks its input

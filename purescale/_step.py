@@ -28,9 +28,8 @@ class Stepped(NamedTuple):
     params: Tree
     opt_state: Any
     found_inf: Tensor  # bool []
-    grad_norm: (
-        Any  # float32 [], before clipping; not finite where found_inf; () where max_norm is None
-    )
+    # float32 [], before clipping; not finite where found_inf; () where max_norm is None
+    grad_norm: Any
 
 
 class TrainState(NamedTuple):
@@ -56,9 +55,8 @@ class StepInfo(NamedTuple):
     loss: Tensor
     found_inf: Tensor  # bool: the step was skipped
     scale: Tensor  # float32: the scale that was used
-    grad_norm: (
-        Any  # float32, before clipping; not finite where found_inf; () where max_norm is None
-    )
+    # float32, before clipping; not finite where found_inf; () where max_norm is None
+    grad_norm: Any
     retries: Tensor  # int32: how often the window was gone through again
     aux: Any  # what loss_fn returned third, one a microbatch; () where it returns two
 
@@ -86,7 +84,8 @@ def maybe_step(
     >>> from purescale import from_torch
     >>> sgd = from_torch(torch.optim.SGD, lr=1.0)
     >>> params = {"w": torch.tensor([1.0])}
-    >>> maybe_step(sgd, params, {"w": torch.tensor([float("nan")])}, sgd.init(params), torch.tensor(True))[0]
+    >>> grads = {"w": torch.tensor([float("nan")])}
+    >>> maybe_step(sgd, params, grads, sgd.init(params), torch.tensor(True))[0]
     {'w': tensor([1.])}
 
     Source of the rule: apply_if_finite of optax; the flag as a tensor from torch's fused
@@ -314,7 +313,8 @@ def init_train_state(
 
     >>> import torch
     >>> from purescale import DynamicScale, from_torch
-    >>> state = init_train_state({"w": torch.ones(2)}, {}, from_torch(torch.optim.SGD, lr=0.1), DynamicScale())
+    >>> sgd = from_torch(torch.optim.SGD, lr=0.1)
+    >>> state = init_train_state({"w": torch.ones(2)}, {}, sgd, DynamicScale())
     >>> state.step, state.scaler.scale
     (tensor(0), tensor(65536.))
     """
@@ -414,7 +414,9 @@ def train_step(
     >>> state = init_train_state({"w": torch.tensor([1.0])}, {}, optimizer, rule)
     >>> def loss_fn(params, buffers, x):
     ...     return (params["w"] * x).pow(2).sum(), buffers
-    >>> state, info = train_step(state, [torch.tensor([1.0])], loss_fn=loss_fn, optimizer=optimizer, rule=rule)
+    >>> state, info = train_step(
+    ...     state, [torch.tensor([1.0])], loss_fn=loss_fn, optimizer=optimizer, rule=rule
+    ... )
     >>> state.params, info.loss, info.scale, state.scaler.scale
     ({'w': tensor([0.])}, tensor(1.), tensor(65536.), tensor(131072.))
     """
@@ -431,9 +433,8 @@ def train_step(
     # Where no try was finite, the scale ends as after one ordinary skip.
     used = scaler if retries == 0 else _tree.where(overflow, state.scaler, scaler, donate=False)
     next_scaler = rule.update(used, overflow)
-    if (
-        overflow is not skip
-    ):  # a window that its weights alone made empty leaves the scale as it was
+    # a window that its weights alone made empty leaves the scale as it was
+    if overflow is not skip:
         next_scaler = _tree.where(skip & ~overflow, state.scaler, next_scaler, donate=False)
     else:
         _tree.paired(state.scaler, next_scaler, "state.scaler", "the state that the rule gave")
@@ -468,10 +469,8 @@ def train_step(
         spent=True,
         **known,
     )
-    step, scale = (
-        state.step + ~skip,
-        scaler.scale.clone(),
-    )  # before buffers are written, whose memory they may stand in
+    # before buffers are written, whose memory they may stand in
+    step, scale = state.step + ~skip, scaler.scale.clone()
     new_state = TrainState(
         params=out.params,
         buffers=_tree.where(skip, state.buffers, gathered.buffers, donate=donate),

@@ -205,7 +205,7 @@ def formula_of(cls: Any) -> Formula | None:
 
 
 def new_state(optimizer: Any) -> None:
-    """Make the state of the first group's parameters, which have gradients, as a first step would."""
+    """Make the state of the first group's parameters, which have gradients, as a step does."""
     lists = len(inspect.signature(optimizer._init_group).parameters) - 1
     optimizer._init_group(optimizer.param_groups[0], *([] for _ in range(lists)))
 

@@ -66,8 +66,10 @@ class Plan(NamedTuple):
     opt_state: OptState
 
     def run(
-        self, found_inf: Tensor | None, treatment: Treatment = Treatment()
-    ) -> tuple[Tree, OptState]:  # noqa: B008
+        self,
+        found_inf: Tensor | None,
+        treatment: Treatment = Treatment(),  # noqa: B008
+    ) -> tuple[Tree, OptState]:
         """The step over gradients that are still to be treated, and only where not `found_inf`."""
         results = _plan.run(
             self.kernel,
@@ -196,7 +198,8 @@ class TorchOptimizer:
             extra["lr_in_state"] = True
         if self._patterns:
             extra["overrides"] = dict(zip(self._patterns, self._overrides, strict=True))
-        return f"from_torch({self._cls.__name__}, {', '.join(f'{name}={value!r}' for name, value in extra.items())})"
+        settings = ", ".join(f"{name}={value!r}" for name, value in extra.items())
+        return f"from_torch({self._cls.__name__}, {settings})"
 
     # ---- what a user calls
 
@@ -247,9 +250,8 @@ class TorchOptimizer:
             if issubclass(self._cls, torch.optim.ASGD) and isinstance(rate, Tensor):
                 slot["eta"] = rate.to(slot["eta"], copy=True)  # torch detaches it
             if isinstance(slot.get("step"), Tensor):
-                slot["step"] = slot["step"].to(
-                    torch.float32
-                )  # what torch's kernels read, also under another default dtype
+                # what torch's kernels read, also under another default dtype
+                slot["step"] = slot["step"].to(torch.float32)
             slots.append(slot)
         return slots
 
@@ -326,9 +328,8 @@ class TorchOptimizer:
                     raise self._misfit(key, value, name, weights[name])
         _check_rate_of(opt_state, self._lr_in_state)
         given = {name: g for name, g in zip(names, gradients, strict=True) if g is not None}
-        if (
-            not torch.compiler.is_compiling()
-        ):  # torch's kernels know nothing of lazy negation and conjugation
+        # torch's kernels know nothing of lazy negation and conjugation
+        if not torch.compiler.is_compiling():
             weights, given = (
                 {name: _resolved(leaf) for name, leaf in column.items()}
                 for column in (weights, given)
@@ -602,9 +603,8 @@ class TorchOptimizer:
                     name: {key: next(copies) for key in slot} for name, slot in slots.items()
                 }
             if self._lr_in_state and issubclass(self._cls, torch.optim.ASGD):
-                _begin_at(
-                    lrs[0], list(new_slots.values()), lists=lists
-                )  # eta is made from the rate that `init` knew
+                # eta is made from the rate that `init` knew
+                _begin_at(lrs[0], list(new_slots.values()), lists=lists)
             if _tree.under_transform():
                 _batch_alike(new_weights, new_slots, gradients, lrs)
             arithmetic = contextlib.nullcontext() if lists else PlainArithmetic()
@@ -791,9 +791,8 @@ class TorchOptimizer:
         }
         if not torch.compiler.is_compiling():
             return moving
-        return {
-            index: _as_tensor(rate, opt_state.applied) for index, rate in moving.items()
-        }  # it would take a number for a constant
+        # it would take a number for a constant
+        return {index: _as_tensor(rate, opt_state.applied) for index, rate in moving.items()}
 
     def _probed(
         self, where: str, settings: dict[str, Any]
@@ -824,12 +823,10 @@ class TorchOptimizer:
         }
 
 
-_ANY_LR = (
-    1e-3  # stands where torch wants a number to check and a schedule or tensor will take its place
-)
-_FIRST = (
-    "is_first_step"  # a slot of our own: the momentum buffer of this parameter is still to be made
-)
+# stands where torch wants a number to check and a schedule or tensor will take its place
+_ANY_LR = 1e-3
+# a slot of our own: the momentum buffer of this parameter is still to be made
+_FIRST = "is_first_step"
 _FLAGS = ("foreach", "fused", "capturable", "differentiable")
 
 
@@ -878,9 +875,8 @@ def _batch_alike(
         met = torch.zeros_like(gradient)
         for value in (weights[name], *slots[name].values(), *rates):
             met = met + torch.zeros_like(value, dtype=gradient.dtype)
-        everywhere = torch.ones_like(
-            met, dtype=torch.bool
-        )  # where(everywhere, a, b) is a, as batched as both and the mask
+        # where(everywhere, a, b) is a, as batched as both and the mask
+        everywhere = torch.ones_like(met, dtype=torch.bool)
         weights[name] = torch.where(everywhere, weights[name], gradient)
         for key, value in slots[name].items():
             if value.shape == gradient.shape and value.dtype == gradient.dtype:
@@ -954,10 +950,8 @@ def _checked_state_dict(sd: Any) -> tuple[list[Mapping[str, Any]], Mapping[Any, 
 
 def _with_slots(cls: Any, probes: list[Tensor], settings: dict[str, Any], rate: Any) -> Any:
     """An optimizer of torch that has made its state for parameters whose gradients are there."""
-    with (
-        torch.device("cpu"),
-        PlainArithmetic(),
-    ):  # where torch has step counts, whatever the default device is
+    # where torch has step counts, whatever the default device is
+    with torch.device("cpu"), PlainArithmetic():
         optimizer = cls(
             probes,
             **{**settings, "lr": _ANY_LR if isinstance(rate, Tensor) or callable(rate) else rate},
@@ -976,7 +970,8 @@ def _resolved(leaf: Tensor) -> Tensor:
 
 
 def _described(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {tuple(tensor.shape)}{'' if tensor.layout is torch.strided else f' {tensor.layout}'}"
+    layout = "" if tensor.layout is torch.strided else f" {tensor.layout}"
+    return f"{tensor.dtype} {tuple(tensor.shape)}{layout}"
 
 
 # ---- learning rates

@@ -229,7 +229,7 @@ class Reads(Dispatched):
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 @pytest.mark.parametrize("shapes", [[(2**19,), (2**18,)], [(8,)] * 100])
 def test_a_donated_step_reads_the_gradients_once_to_check_and_once_to_step(shapes, max_norm):
-    """The norm is the same read as the check; a kernel that divides leaves the gradients divided."""
+    """The norm is the check's own read; a kernel that divides leaves the gradients divided."""
     (_, _, grads, _), step = step_over(shapes, donate=True, max_norm=max_norm)
     total = sum(g.numel() for g in grads.values())
     pair = 1 if len(shapes) == 100 else 2  # a dot names its one argument twice

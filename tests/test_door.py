@@ -185,12 +185,12 @@ def test_what_shares_memory_with_the_state_today_is_not_written_over(spoil, befo
         params, state = stepped(optimizer, params, state, step, donate=True)
     scaler, grads = SCALER, grads_at(1, params)
     if spoil == "gradient":
-        grads["w0"] = params["w1"]
+        grads["w0"] = params["w1"].detach()
     elif spoil == "scaler":
         params["w0"].fill_(8.0)
         scaler = SCALER._replace(scale=params["w0"][0])
     else:
-        grads["w0"] = grads["w1"]
+        grads["w0"] = grads["w1"].detach()
     expected = ps.unscale_and_step(optimizer, clone(scaler), *clone((params, grads, state)))
     out = ps.unscale_and_step(optimizer, scaler, params, grads, state, donate=True)
     assert same_bits((out.params, out.opt_state), (expected.params, expected.opt_state))

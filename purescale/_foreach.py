@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from . import _tree
+from . import _torch, _tree
+from ._torch import foreach
 from ._tree import Leaves
 
 
@@ -31,20 +32,18 @@ def divide(leaves: Sequence[Tensor | None], divisor: Tensor, *, donate: bool) ->
     """
     wide = [None if leaf is None else at_least_float32(leaf) for leaf in leaves]
     owned = [donate or new is not old for new, old in zip(wide, leaves, strict=True)]
-    return _each(torch.div, torch._foreach_div, torch._foreach_div_, wide, divisor, owned)
+    return _each(torch.div, foreach.div, foreach.div_, wide, divisor, owned)
 
 
 def multiply(leaves: Sequence[Tensor | None], factor: Tensor, *, donate: bool) -> Leaves:
     """Every leaf times a 0-d tensor, in the leaf's own dtype; in place where `donate` allows it."""
-    return _each(
-        torch.mul, torch._foreach_mul, torch._foreach_mul_, leaves, factor, [donate] * len(leaves)
-    )
+    return _each(torch.mul, foreach.mul, foreach.mul_, leaves, factor, [donate] * len(leaves))
 
 
 def _each(
     plain: Callable[..., Tensor],
-    foreach: Callable[..., Any],
-    foreach_: Callable[..., Any],
+    listed: Callable[..., Any],
+    listed_: Callable[..., Any],
     leaves: Sequence[Tensor | None],
     operand: Tensor,
     owned: Sequence[bool],
@@ -73,11 +72,11 @@ def _each(
             (in_place if mine[index] else apart).append(index)
     if apart:
         for index, result in zip(
-            apart, foreach([leaves[index] for index in apart], operand), strict=True
+            apart, listed([leaves[index] for index in apart], operand), strict=True
         ):
             results[index] = result
     if in_place:
-        foreach_([leaves[index] for index in in_place], operand)
+        listed_([leaves[index] for index in in_place], operand)
     if torch.compiler.is_compiling():
         results = [
             leaf.copy_(new) if own and leaf is not None else new
@@ -124,9 +123,9 @@ def blend(
         factor, bad = share.to(dtype), (~good).to(torch.float32)
         keep = (1 - share).to(dtype)
         for targets, news in _batches(rows):
-            torch._foreach_mul_(targets, keep)
-            news = news if scale is None else list(torch._foreach_div(news, scale))
-            add_unless(bad, targets, news, factor)
+            foreach.mul_(targets, keep)
+            news = news if scale is None else list(foreach.div(news, scale))
+            _torch.masked_add_(targets, news, factor, bad)
     return results
 
 
@@ -149,7 +148,7 @@ def mix(
     if sums is None:
         return _begun(new, share)
     if all(map(is_dense, new)):
-        torch._foreach_add_(sums, new, alpha=share)
+        foreach.add_(sums, new, alpha=share)
         return sums
     return [_mixed(a, n, share, None) for a, n in zip(sums, new, strict=True)]
 
@@ -165,7 +164,7 @@ def _mix_unread(sums: Leaves | None, new: Leaves, share: Tensor, counts: Any) ->
         else:
             sums[index] = _mixed(a, n, share, counts)
     for dtype, (targets, news) in lists.items():
-        add_unless((~counts).to(torch.float32), targets, news, share.to(dtype))
+        _torch.masked_add_(targets, news, share.to(dtype), (~counts).to(torch.float32))
     return sums
 
 
@@ -181,26 +180,8 @@ def _begun(new: Leaves, share: float) -> Leaves:
         while new and size < most:
             batch.append(new.pop())
             size += batch[-1].numel()
-        results += torch._foreach_mul([n.to(wide_dtype(n.dtype)) for n in batch], share)
+        results += foreach.mul([n.to(wide_dtype(n.dtype)) for n in batch], share)
     return results
-
-
-def add_unless(
-    bad: Tensor | None, targets: list[Tensor], news: list[Tensor], factor: float | Tensor
-) -> None:
-    """`target += new * factor` in one pass, left out where `bad`, a flag in float32: the one list
-    kernel that can leave NaN behind.
-    """
-    settings = {
-        "weight_decay": 0.0,
-        "momentum": 0.0,
-        "dampening": 0.0,
-        "nesterov": False,
-        "maximize": False,
-        "is_first_step": False,
-    }
-    kernel: Any = torch._fused_sgd_
-    kernel(targets, news, [], lr=-factor, found_inf=bad, **settings)
 
 
 def _takes_fused(a: Tensor, n: Tensor, share: Tensor) -> bool:
@@ -327,9 +308,9 @@ def on_values(fn: Callable[[Tensor], Tensor], leaf: Tensor) -> Tensor:
     if leaf.layout is torch.strided:
         return fn(leaf)
     if leaf.layout is torch.sparse_coo:
-        values = fn(leaf._values())
+        values = fn(_torch.values(leaf))
         return torch.sparse_coo_tensor(
-            leaf._indices().clone(),
+            _torch.indices(leaf).clone(),
             values,
             leaf.shape,
             device=leaf.device,
@@ -409,8 +390,8 @@ def clamp_list(leaves: Sequence[Tensor], bound: float | Tensor) -> list[Tensor]:
     if isinstance(bound, Tensor) or _tree.traced() or leaves[0].is_cpu:
         return [clamp(leaf, bound) for leaf in leaves]
     limit = min(float(bound), torch.finfo(leaves[0].dtype).max)
-    clamped = torch._foreach_clamp_min(list(leaves), -limit)
-    torch._foreach_clamp_max_(clamped, limit)
+    clamped = foreach.clamp_min(list(leaves), -limit)
+    foreach.clamp_max_(clamped, limit)
     return list(clamped)
 
 
@@ -583,7 +564,7 @@ def _extent(dense: Sequence[Tensor], power: float | None) -> list[Tensor]:
     norms: list[Tensor] = []
     if not dense[0].is_cpu:  # an operation costs by itself there, however small
         for values in map(list, _by_dtype(dense)):
-            tops.append(at_least_float32(torch.stack(torch._foreach_norm(values, math.inf)).amax()))
+            tops.append(at_least_float32(torch.stack(foreach.norm(values, math.inf)).amax()))
             if power is not None:
                 norms.append(_norm_of_list(values, power))
         return (
@@ -679,15 +660,14 @@ def _pieces(values: list[Tensor], *, cut: bool) -> Iterator[Tensor]:
 
 def flat(values: list[Tensor]) -> Tensor:
     """The elements of all in one row."""
-    row: Tensor = torch._utils._flatten_dense_tensors(values)  # type: ignore[no-untyped-call]
-    return row
+    return _torch.flatten_dense(values)
 
 
 def _norm_of_list(values: list[Tensor], power: float) -> Tensor:
     wide = widest_float(values[0].device)
     if values[0].dtype.itemsize > 4 or wide is not torch.float64 or power > _SAFE_POWER:
         return _norm(torch.stack([_norm(value, power) for value in values]), power)
-    each = torch.stack(torch._foreach_norm(values, power, dtype=wide))
+    each = torch.stack(foreach.norm(values, power, dtype=wide))
     norm: Tensor = torch.linalg.vector_norm(each, power)
     return norm
 

@@ -14,7 +14,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import TensorGuards
+
+from ._torch import TensorGuards
 
 T = TypeVar("T")
 
@@ -90,7 +91,7 @@ class _Pieces(NamedTuple):
 class _Known(NamedTuple):
     names: list[str]
     marks: Any
-    guard: TensorGuards
+    guard: Any  # a TensorGuards
     graphs: list[int]  # which of the tensors may stand on a graph
     addresses: list[int] | None  # of the state, where something will be written
     starts: list[int]  # the memory of the state, in order

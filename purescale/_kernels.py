@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _foreach
+from . import _foreach, _torch
+from ._torch import foreach, fused
 
 Settings = Mapping[str, Any]
 
@@ -60,7 +61,7 @@ def _adam(
 ) -> None:
     weights, means, squares, *maxima = targets
     beta1, beta2, weight_decay, eps, amsgrad, maximize, decoupled = numbers
-    kernel: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    kernel = fused.adamw_ if decoupled else fused.adam_
     settings = {
         "weight_decay": weight_decay,
         "eps": eps,
@@ -94,8 +95,7 @@ def _sgd(
     weight_decay, momentum, dampening, nesterov, maximize = numbers
     settings = {"weight_decay": weight_decay, "momentum": momentum, "dampening": dampening}
     flags = {"nesterov": bool(nesterov), "maximize": bool(maximize), "is_first_step": False}
-    kernel: Any = torch._fused_sgd_
-    kernel(weights, grads, *(momenta or [[]]), lr=lr, **settings, **flags, **amp)
+    fused.sgd_(weights, grads, *(momenta or [[]]), lr=lr, **settings, **flags, **amp)
 
 
 def _adagrad(
@@ -114,8 +114,7 @@ def _adagrad(
         "eps": eps,
         "maximize": bool(maximize),
     }
-    kernel: Any = torch._fused_adagrad_
-    kernel(weights, grads, sums, steps, lr=lr, **settings, **amp)
+    fused.adagrad_(weights, grads, sums, steps, lr=lr, **settings, **amp)
 
 
 def _named(*names: str) -> Callable[[Settings], list[float]]:
@@ -159,7 +158,7 @@ def kernel_of(cls: Any) -> Kernel | None:
         # Dynamo wraps these methods, of each class apart.
         if issubclass(cls, base) and all(
             inspect.unwrap(getattr(cls, name)) is inspect.unwrap(getattr(base, name))
-            for name in ("step", "_init_group")
+            for name in _torch.MADE_BY
         ):
             return kernel
     return None
@@ -247,7 +246,7 @@ def _update(
     device, dtype = targets[0][0].device, targets[0][0].dtype
     skip = None if found_inf is None else found_inf.to(device, torch.float32)
     if steps:
-        _foreach.add_unless(skip, steps, [torch.ones_like(steps[0])] * len(steps), 1.0)
+        _torch.masked_add_(steps, [torch.ones_like(steps[0])] * len(steps), 1.0, skip)
     divisor, bound = treatment
     if divisor is not None and dtype is not torch.float64:
         divisor = divisor.to(torch.float32)
@@ -273,7 +272,7 @@ def _update(
             if o is not None
         ]
         if pairs:
-            torch._foreach_copy_([target for target, _ in pairs], [old for _, old in pairs])
+            foreach.copy_([target for target, _ in pairs], [old for _, old in pairs])
         ready = grads[some]
         if not divides and (
             divisor is not None or bound is not None or set(map(_dtype, ready)) != {dtype}
@@ -334,7 +333,7 @@ def _treated(
     if divisor is not None:
         # Two 0-d tensors would promote to the wider dtype.
         grads = list(
-            torch._foreach_div(
+            foreach.div(
                 [_foreach.at_least_float32(g.reshape(1) if g.ndim == 0 else g) for g in grads],
                 divisor,
             )

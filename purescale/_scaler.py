@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from . import _checks, _foreach, _tree
+from . import _checks, _extent, _foreach, _tree
 from ._collectives import all_reduce_found_inf
 from ._tree import Tree
 
@@ -291,21 +291,21 @@ def unscale_and_check(
     check_grads(scaler.scale, grads, leaves)
     unscaled = _foreach.divide(leaves, scaler.scale, donate=donate)
     found_inf = overflowed(
-        _foreach.extent(unscaled, scaler.scale.device), scaler.scale, scaled=False, group=group
+        _extent.extent(unscaled, scaler.scale.device), scaler.scale, scaled=False, group=group
     )
     if donate:
         _tree.poison(grads, keep=(unscaled, found_inf, scaler))
     return structure.unflatten(unscaled), found_inf
 
 
-def overflowed(size: _foreach.Extent, scale: Tensor, *, scaled: bool, group: Any = None) -> Tensor:
+def overflowed(size: _extent.Extent, scale: Tensor, *, scaled: bool, group: Any = None) -> Tensor:
     """`found_inf` of gradients of this extent, which still are `scaled` or not, on any rank of
     `group`.
     """
     if scaled and size.fit_over is scale:
         found_inf = torch.zeros((), dtype=torch.bool, device=scale.device)
     else:
-        found_inf = ~_foreach.fits(size, scale if scaled else torch.ones_like(scale)) | ~is_usable(
+        found_inf = ~_extent.fits(size, scale if scaled else torch.ones_like(scale)) | ~is_usable(
             scale
         )
     return found_inf if group is None else all_reduce_found_inf(found_inf, group)

@@ -14,6 +14,7 @@ from . import _foreach, _tree
 from ._accum import OnNonfinite, check_on_nonfinite
 from ._checks import shown
 from ._clip import Clip, check_ordered, checked, clip_by_value, clip_divisor, clip_to, told
+from ._extent import extent
 from ._kernels import Treatment
 from ._optim import Optimizer
 from ._retry import gather_until_finite
@@ -287,7 +288,7 @@ def _extent(
     norm_type = None if clip.max_norm is None else clip.norm_type
     if found_inf is not None and (norm is not None or norm_type is None):
         return found_inf, norm
-    size = _foreach.extent(leaves, scale.device, norm_type, scale if scaled else None, dense=dense)
+    size = extent(leaves, scale.device, norm_type, scale if scaled else None, dense=dense)
     if found_inf is None:
         found_inf = overflowed(size, scale, scaled=scaled, group=group)
     return found_inf, size.norm / scale if scaled and size.norm is not None else size.norm

@@ -339,10 +339,5 @@ def _treated(
             )
         )
     if bound is not None:
-        alike = len({g.dtype for g in grads}) == 1
-        grads = (
-            _foreach.clamp_list(grads, bound)
-            if alike
-            else [_foreach.clamp(g, bound) for g in grads]
-        )
+        grads = _foreach.clamp_list(grads, bound)
     return [_foreach.saturating(g, dtype) for g in grads]

@@ -125,7 +125,7 @@ from ._optim import (
     from_transformation as from_transformation,
 )
 
-from ._torch_optim import OptState as OptState
+from ._slots import OptState as OptState
 
 from ._bn import (
     BNStatsState as BNStatsState,

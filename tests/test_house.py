@@ -18,7 +18,7 @@ ROOT = Path(purescale.__file__).parent
 FILES = {str(path.relative_to(ROOT)): path for path in sorted(ROOT.rglob("*.py"))}
 LIMIT = 540
 # Lines of the files that are longer still; these may only shrink.
-LONGER = {"_step.py": 590, "_tree.py": 723}
+LONGER = {"_step.py": 590}
 
 
 @functools.cache

@@ -143,6 +143,9 @@ from ._step import (
     maybe_step as maybe_step,
     unscale_and_step as unscale_and_step,
     Stepped as Stepped,
+)
+
+from ._train import (
     init_train_state as init_train_state,
     train_step as train_step,
     TrainState as TrainState,

@@ -145,12 +145,7 @@ def clip_by_value(grads: Tree, clip_value: float | Tensor, donate: bool = False)
     _tree.check_gradients(grads, leaves)
     check_ordered(grads, leaves)
     mine = _tree.writable(leaves) if donate else [False] * len(leaves)
-    clipped = structure.unflatten(
-        [
-            None if leaf is None else _foreach.clamp(leaf, clip_value, in_place=own)
-            for leaf, own in zip(leaves, mine, strict=True)
-        ]
-    )
+    clipped = structure.unflatten(_foreach.clamp_list(leaves, clip_value, mine))
     if donate:
         _tree.poison(grads, keep=(clipped, clip_value))
     return clipped

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -102,18 +103,15 @@ def _quick_extent(
         return None
     if not set(map(type, dense)) <= {Tensor, torch.nn.Parameter}:
         return None  # a subclass may hold no numbers to look at
-    half = [value.float() for value in dense if value.dtype.itemsize < 4]
-    wide = [value for value in dense if value.dtype.itemsize >= 4] if half else dense
-    rows = [row for same in _by_dtype([*wide, *half]) for row in _rows(same)]
+    if any(dtype.itemsize < 4 for dtype in set(map(_dtype, dense))):
+        dense = [value.float() if value.dtype.itemsize < 4 else value for value in dense]
+    lists = _by_dtype(dense)
+    rows = [row for same in lists for row in _rows(same)]
     squares = [torch.dot(row, row) for row in rows]
     count = sum(map(Tensor.numel, rows))
-    alike = len({square.dtype for square in squares}) == 1
-    total = (
-        torch.stack(squares if alike else [square.double() for square in squares])
-        .double()
-        .sum()
-        .item()
-    )
+    if len(lists) > 1:
+        squares = [square.double() for square in squares]
+    total = torch.stack(squares).sum(dtype=torch.float64).item()
     divisor = 1.0 if scale is None else scale.item()
     bound = math.sqrt(total) if total >= 0 else math.nan  # no element is larger
     usable = 0 < divisor < math.inf and bound / divisor < torch.finfo(torch.float32).max
@@ -126,26 +124,26 @@ def _quick_extent(
 
 
 def _by_dtype(values: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-    dtypes = dict.fromkeys(value.dtype for value in values)
-    return (
-        [values]
-        if len(dtypes) == 1
-        else [[value for value in values if value.dtype is dtype] for dtype in dtypes]
-    )
+    dtypes = dict.fromkeys(map(_dtype, values))
+    if len(dtypes) == 1:
+        return [values]
+    return [[value for value in values if value.dtype is dtype] for dtype in dtypes]
 
 
 def _rows(values: Sequence[Tensor]) -> list[Tensor]:
     """The elements of `values` in rows, small ones put together, large ones cut."""
+    rows: list[Tensor] = []
+    small = list(values)
     sizes = list(map(Tensor.numel, values))
-    small = [value for value, size in zip(values, sizes, strict=True) if size <= SMALL]
-    parts = [small[start : start + 1024] for start in range(0, len(small), 1024)]
-    rows = [
-        torch.cat(part) if {value.ndim for value in part} == {1} else flat(part) for part in parts
-    ]
-    for value, size in zip(values, sizes, strict=True) if len(small) < len(values) else ():
-        if size > SMALL:
-            row = value.view(-1) if value.is_contiguous() else value.reshape(-1)
-            rows += [row] if size <= _PIECE else torch.split(row, _PIECE)
+    if max(sizes) > SMALL:
+        small = [value for value, size in zip(values, sizes, strict=True) if size <= SMALL]
+        for value, size in zip(values, sizes, strict=True):
+            if size > SMALL:
+                row = value.view(-1) if value.is_contiguous() else value.reshape(-1)
+                rows += [row] if size <= _PIECE else torch.split(row, _PIECE)
+    for start in range(0, len(small), 1024):
+        part = small[start : start + 1024]
+        rows.append(torch.cat(part) if set(map(Tensor.dim, part)) == {1} else flat(part))
     return rows
 
 
@@ -223,6 +221,7 @@ def _(dense: Sequence[Tensor], power: float | None) -> list[Tensor]:
     )
 
 
+_dtype = operator.attrgetter("dtype")
 SMALL = 2**13  # elements: below this a call costs more than a copy
 _PIECE = 2**19  # elements: what a CPU keeps in its cache from one read to the next
 

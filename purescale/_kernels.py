@@ -5,6 +5,7 @@ memory.
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -34,7 +35,8 @@ class Batch(NamedTuple):
     gradients: list[Tensor]
     steps: list[Tensor]  # one a parameter; none where the kernel keeps none
     targets: list[list[Tensor]]  # the parameters and the slots that the kernel names, written into
-    old: list[list[Tensor | None]]  # what each target shall hold first; None where it does already
+    # what each target shall hold first, None where it does already; no columns where all do
+    old: list[list[Tensor | None]]
 
 
 # ---- the kernels ---------------------------------------------------------------------------------
@@ -212,16 +214,12 @@ def _node(
     over a hundred parameters.
     """
     count = len(grads)
-    columns = [list(targets[first : first + count]) for first in range(0, len(targets), count)]
-    held: list[Tensor | None] = [None] * len(targets)
+    held: list[Tensor | None] = [None] * (len(targets) if old else 0)
     for place, tensor in zip(fresh, old, strict=True):
         held[place] = tensor
-    batch = Batch(
-        list(grads),
-        list(steps),
-        columns,
-        [held[first : first + count] for first in range(0, len(targets), count)],
-    )
+    cuts = [slice(first, first + count) for first in range(0, len(targets), count)]
+    columns = [list(targets[cut]) for cut in cuts]
+    batch = Batch(list(grads), list(steps), columns, [held[cut] for cut in cuts] if old else [])
     treatment = Treatment(divisor, limit if limit is not None else bound or None)
     _update(
         _BY_NAME[kernel],
@@ -244,7 +242,7 @@ def _update(
     *,
     spent: bool,
 ) -> None:
-    grads, steps, targets, _ = batch
+    grads, steps, targets, olds = batch
     device, dtype = targets[0][0].device, targets[0][0].dtype
     skip = None if found_inf is None else found_inf.to(device, torch.float32)
     if steps:
@@ -260,8 +258,8 @@ def _update(
         and dtype.itemsize >= 4
         and (divisor is None or divisor.dtype is torch.float32)
     )
-    divides = divides and {g.dtype for g in grads} == {dtype}
-    in_place = not any(old is not None for column in batch.old for old in column)
+    divides = divides and set(map(_dtype, grads)) == {dtype}
+    in_place = not any(old is not None for column in olds for old in column)
     scratch: list[Tensor] = []
     for some in (
         [slice(None)] if device.type != "cpu" or (divides and in_place) else _portions(grads)
@@ -269,15 +267,15 @@ def _update(
         into = [column[some] for column in targets]
         pairs = [
             (t, o)
-            for new, olds in zip(into, batch.old, strict=True)
-            for t, o in zip(new, olds[some], strict=True)
+            for new, old in zip(into, olds, strict=False)
+            for t, o in zip(new, old[some], strict=True)
             if o is not None
         ]
         if pairs:
             foreach.copy_([target for target, _ in pairs], [old for _, old in pairs])
         ready = grads[some]
         if not divides and (
-            divisor is not None or bound is not None or {g.dtype for g in ready} != {dtype}
+            divisor is not None or bound is not None or set(map(_dtype, ready)) != {dtype}
         ):
             ready = _treated(ready, divisor, bound, dtype, scratch)
         kernel.launch(
@@ -291,7 +289,8 @@ def _update(
         )
 
 
-# elements: what a CPU has just copied is still in its cache when the kernel reads it
+_dtype = operator.attrgetter("dtype")
+# Elements: what a CPU has just copied is still in its cache when the kernel reads it.
 _PORTION = 2**19
 
 
@@ -340,10 +339,5 @@ def _treated(
             )
         )
     if bound is not None:
-        alike = len({g.dtype for g in grads}) == 1
-        grads = (
-            _foreach.clamp_list(grads, bound)
-            if alike
-            else [_foreach.clamp(g, bound) for g in grads]
-        )
+        grads = _foreach.clamp_list(grads, bound)
     return [_foreach.saturating(g, dtype) for g in grads]

@@ -153,20 +153,20 @@ class DynamicScale:
         scale, tolerance = scaler.scale, scaler.hysteresis_tracker
         bad = _tree.flag(found_inf, like=scale)
 
-        clean_steps = scaler.growth_tracker.clamp(0, 2**31 - 2) + 1
+        clean_steps = torch.where(bad, 0, scaler.growth_tracker.clamp(0, 2**31 - 2) + 1)
         # >= and not ==, or lowering growth_interval below the count would stop growth for good.
-        interval_reached = ~bad & (clean_steps >= self.growth_interval)
+        interval_reached = clean_steps >= self.growth_interval
         # Kept from going negative, so that a job that overflows for ever cannot wrap it around.
         tolerance = torch.where(bad, tolerance.clamp(min=1) - 1, tolerance)
         back_off = bad & (tolerance <= 0)
 
         moved = torch.where(interval_reached, scale * self.growth_factor, scale)
         moved = torch.where(back_off, scale * self.backoff_factor, moved)
+        # inf and NaN are not below inf; what is not positive comes to min_scale by the clamp.
+        moved = torch.where(scale < math.inf, moved, self.min_scale)
         return ScalerState(
-            scale=torch.where(
-                is_usable(scale), moved.clamp(self.min_scale, self.max_scale), self.min_scale
-            ),
-            growth_tracker=torch.where(bad | interval_reached, 0, clean_steps),
+            scale=moved.clamp(self.min_scale, self.max_scale),
+            growth_tracker=torch.where(interval_reached, 0, clean_steps),
             hysteresis_tracker=torch.where(
                 interval_reached if self.refill == "growth" else ~bad, self.hysteresis, tolerance
             ),

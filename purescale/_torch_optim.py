@@ -57,11 +57,14 @@ class Plan(NamedTuple):
             treatment,
             spent=self.spent,
         )
-        moved, opt_state = iter(results), self.opt_state
-        params = self.rebuild([None if leaf is None else next(moved) for leaf in self.leaves])
-        slots = opt_state.slots  # where all is written in place, they are the next ones
-        if not self.facts.in_place:
-            slots = {name: {key: next(moved) for key in slot} for name, slot in slots.items()}
+        opt_state, slots = self.opt_state, self.opt_state.slots
+        if self.facts.in_place and not self.facts.on_graphs:  # they are the results
+            params = self.rebuild(self.leaves)
+        else:
+            moved = iter(results)
+            params = self.rebuild([None if leaf is None else next(moved) for leaf in self.leaves])
+            if not self.facts.in_place:
+                slots = {name: {key: next(moved) for key in slot} for name, slot in slots.items()}
         lr = opt_state.lr.detach().clone() if isinstance(opt_state.lr, Tensor) else opt_state.lr
         return params, OptState(
             opt_state.applied + (1 if found_inf is None else ~found_inf), slots, lr

@@ -92,9 +92,9 @@ def operators(optimizer, count, **how):
 
 
 HOW = [
-    pytest.param({"max_norm": m, "donate": d}, id=f"max_norm={m}, donate={d}")
-    for m in (None, 1.0)
-    for d in (False, True)
+    pytest.param({**clip, "donate": donate}, id=f"{clip}, donate={donate}")
+    for clip in ({}, {"max_norm": 1.0}, {"clip_value": 1.0}, {"max_norm": 1.0, "clip_value": 1.0})
+    for donate in (False, True)
 ]
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _foreach, _tree
+from . import _dtensor, _foreach, _meshes, _tree
 from ._checks import as_float, bound, shown
 from ._tree import Tree
 
@@ -42,7 +42,7 @@ def clip_by_global_norm(
     max_norm, norm_type = bound("max_norm", max_norm), checked_norm_type(norm_type)
     leaves = _tree.flatten(grads)[0]
     _tree.check_gradients(grads, leaves)
-    norm = _foreach.extent(leaves, _tree.device_of(grads, leaves, "grads"), norm_type).norm
+    norm = _meshes.extent(leaves, _tree.device_of(grads, leaves, "grads"), norm_type).norm
     clipped = clip_to(grads, norm, max_norm, donate=donate)
     if donate:
         _tree.poison(grads, keep=(clipped, max_norm))
@@ -55,7 +55,9 @@ def clip_to(
     """`clip_by_global_norm` of gradients whose norm is known, in the widest dtype of their device."""
     leaves, structure = _tree.flatten(grads)
     factor, norm = clip_factor(leaves, norm, max_norm)
-    return structure.unflatten(_foreach.multiply(leaves, factor, donate=donate)), norm
+    shards = _dtensor.shards(leaves)
+    clipped = _foreach.multiply(shards.local, factor, donate=donate)
+    return structure.unflatten(shards.back(clipped)), norm
 
 
 def clip_factor(leaves: list[Any], norm: Any, max_norm: float | Tensor) -> tuple[Tensor, Tensor]:
@@ -144,13 +146,13 @@ def clip_by_value(grads: Tree, clip_value: float | Tensor, donate: bool = False)
     leaves, structure = _tree.flatten(grads)
     _tree.check_gradients(grads, leaves)
     check_ordered(grads, leaves)
-    mine = _tree.writable(leaves) if donate else [False] * len(leaves)
-    clipped = structure.unflatten(
-        [
-            None if leaf is None else _foreach.clamp(leaf, clip_value, in_place=own)
-            for leaf, own in zip(leaves, mine, strict=True)
-        ]
-    )
+    shards = _dtensor.shards(leaves)
+    mine = _tree.writable(shards.local) if donate else [False] * len(leaves)
+    clamped = [
+        None if leaf is None else _foreach.clamp(leaf, clip_value, in_place=own)
+        for leaf, own in zip(shards.local, mine, strict=True)
+    ]
+    clipped = structure.unflatten(shards.back(clamped))
     if donate:
         _tree.poison(grads, keep=(clipped, clip_value))
     return clipped

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from . import _checks, _foreach, _tree
+from . import _checks, _dtensor, _foreach, _meshes, _tree
 from ._collectives import all_reduce_found_inf
 from ._tree import Tree
 
@@ -288,9 +288,10 @@ def unscale_and_check(
     """
     leaves, structure = _tree.flatten(grads)
     check_grads(scaler.scale, grads, leaves)
-    unscaled = _foreach.divide(leaves, scaler.scale, donate=donate)
+    shards = _dtensor.shards(leaves)
+    unscaled = shards.back(_foreach.divide(shards.local, scaler.scale, donate=donate))
     found_inf = overflowed(
-        _foreach.extent(unscaled, scaler.scale.device), scaler.scale, scaled=False, group=group
+        _meshes.extent(unscaled, scaler.scale.device), scaler.scale, scaled=False, group=group
     )
     if donate:
         _tree.poison(grads, keep=(unscaled, found_inf, scaler))

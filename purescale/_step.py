@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _foreach, _tree
+from . import _dtensor, _foreach, _meshes, _tree
 from ._accum import OnNonfinite, check_on_nonfinite
 from ._checks import shown
 from ._clip import Clip, check_ordered, checked, clip_by_value, clip_divisor, clip_to, told
@@ -18,6 +18,7 @@ from ._kernels import Treatment
 from ._optim import Optimizer
 from ._retry import gather_until_finite
 from ._scaler import HasScale, Rule, StaticScale, check_device, check_grads, overflowed
+from ._spread import Spread, spread
 from ._tree import Tree
 from ._window import BNUpdate, LossFn
 
@@ -93,14 +94,15 @@ def maybe_step(
     optimizers.
     """
     bad = _tree.flag(found_inf, like=next(iter(_tree.tensors(params)), None))
-    plan = _planned(optimizer, params, grads, opt_state, donate=donate)
+    over = spread(optimizer, params, grads, opt_state)
+    trees = (params, grads, opt_state) if over is None else over[:3]
+    plan = _planned(optimizer, *trees, donate=donate)
     if plan is None:
-        _check_step(optimizer, params, grads, opt_state)
+        _check_step(optimizer, *trees)
     stepped = (
-        _maybe_step(optimizer, params, grads, opt_state, bad, donate=donate)
-        if plan is None
-        else plan.run(bad)
+        _maybe_step(optimizer, *trees, bad, donate=donate) if plan is None else plan.run(bad)
     )
+    stepped = stepped if over is None else over.back(*stepped)
     if donate:
         _tree.poison((params, opt_state), keep=(stepped, grads, found_inf))
     return stepped
@@ -234,6 +236,10 @@ def _step(
         check_grads(scale, grads, leaves)
         if clip.value is not None:
             check_ordered(grads, leaves)
+        over = spread(optimizer, params, grads, opt_state)
+        if over is not None:
+            facts = found_inf, norm
+            return _over_shards(optimizer, over, clip, scale, group, facts, scaled, settings)
         plan = _planned(optimizer, params, grads, opt_state, **settings)
     grad_norm: Any = ()
     if plan is not None:
@@ -260,7 +266,8 @@ def _step(
             and not torch.compiler.is_compiling()
             and all(_tree.writable(_tree.tensors(grads), others))
         )
-        leaves = _foreach.divide(leaves, scale, donate=in_place)
+        shards = _dtensor.shards(leaves)
+        leaves = shards.back(_foreach.divide(shards.local, scale, donate=in_place))
     found_inf, norm = _extent(leaves, clip, scale, found_inf, norm, group, scaled=False)
     grads = structure.unflatten(leaves)
     if clip.max_norm is not None:
@@ -269,6 +276,29 @@ def _step(
         grads = clip_by_value(grads, clip.value, donate=True)
     stepped = _maybe_step(optimizer, params, grads, opt_state, found_inf, donate=donate, keep=keep)
     return Stepped(*stepped, found_inf, told(grad_norm, found_inf))
+
+
+def _over_shards(
+    optimizer: Optimizer,
+    over: Spread,
+    clip: Clip,
+    scale: Tensor,
+    group: Any,
+    facts: tuple[Tensor | None, Tensor | None],
+    scaled: bool,
+    settings: dict[str, Any],
+) -> Stepped:
+    """`_step` of DTensors: what all ranks must know first, then that of this rank's shards."""
+    leaves, grads = over.gradients, over.grads
+    if scaled and any(leaf is not None and leaf.layout is not torch.strided for leaf in leaves):
+        # Duplicate indices are summed after unscaling.
+        shards, scaled = _dtensor.shards(leaves), False
+        unscaled = _foreach.divide(shards.local, scale, donate=False)
+        leaves, grads = shards.back(unscaled), _tree.flatten(grads)[1].unflatten(unscaled)
+    found_inf, norm = _extent(leaves, clip, scale, *facts, group, scaled=scaled)
+    known: dict[str, Any] = {"scaled": scaled, "found_inf": found_inf, "norm": norm, **settings}
+    out = _step(optimizer, over.params, grads, over.opt_state, clip, scale, **known)
+    return Stepped(*over.back(out.params, out.opt_state), out.found_inf, out.grad_norm)
 
 
 def _extent(
@@ -288,7 +318,7 @@ def _extent(
     norm_type = None if clip.max_norm is None else clip.norm_type
     if found_inf is not None and (norm is not None or norm_type is None):
         return found_inf, norm
-    size = _foreach.extent(leaves, scale.device, norm_type, scale if scaled else None, dense=dense)
+    size = _meshes.extent(leaves, scale.device, norm_type, scale if scaled else None, dense=dense)
     if found_inf is None:
         found_inf = overflowed(size, scale, scaled=scaled, group=group)
     return found_inf, size.norm / scale if scaled and size.norm is not None else size.norm

@@ -27,6 +27,7 @@ from . import _columns, _foreach, _plan, _tree
 from ._door import Entered, Memo, enter
 from ._formula import Dampening, PlainArithmetic, Rate, has_lists, without_reads
 from ._kernels import Kernel, Treatment, kernel_of
+from ._spread import spread
 from ._tree import Tree
 
 Schedule = Callable[[Tensor], "Tensor | float"]
@@ -126,6 +127,8 @@ class TorchOptimizer:
             "momentum_buffer"
         }
         self.differentiable = bool(settings.get("differentiable"))
+        # Steps of a part of a parameter are parts of its step.
+        self.elementwise = inspect.unwrap(cls.step).__module__ in _ELEMENTWISE
         # torch's SGD ignores dampening in the step that makes a parameter's momentum buffer.
         self._first_step_differs = issubclass(cls, torch.optim.SGD) and any(
             extra.get("dampening") for extra in (settings, *self._overrides)
@@ -260,6 +263,9 @@ class TorchOptimizer:
         plan = self.plan(params, grads, opt_state)
         if plan is not None:
             return plan.run(found_inf=None)
+        over = spread(self, params, grads, opt_state)
+        if over is not None:
+            return over.back(*self.step(*over[:3]))
         if not self.differentiable:
             _tree.refuse_graphs(params=params, grads=grads, opt_state=opt_state)
         problem = self.check(params, grads, opt_state)
@@ -830,6 +836,10 @@ _ANY_LR = (
 _FIRST = (
     "is_first_step"  # a slot of our own: the momentum buffer of this parameter is still to be made
 )
+_ELEMENTWISE = {
+    f"torch.optim.{name}"
+    for name in "asgd adadelta adagrad adam adamax adamw nadam radam rmsprop rprop sgd".split()
+}
 _FLAGS = ("foreach", "fused", "capturable", "differentiable")
 
 

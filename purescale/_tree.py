@@ -8,6 +8,7 @@ would be traced a second time.
 
 from __future__ import annotations
 
+import builtins
 import collections
 import os
 from collections.abc import Callable, Sequence, Set
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from . import _columns, _torch
+from . import _columns, _dtensor, _torch
 
 Tree: TypeAlias = Any
 Leaves: TypeAlias = list[Any]
@@ -342,8 +343,10 @@ def where(
     `spent`: every tensor of `new` stands in memory that nobody else sees, and may hold anything
     afterwards.
     """
-    leaves, others, structure = paired(old, new, "old", "new")
-    bad = flag(found_inf, like=next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None))
+    given, others, structure = paired(old, new, "old", "new")
+    bad = flag(found_inf, like=next((leaf for leaf in given if isinstance(leaf, Tensor)), None))
+    shards = _dtensor.shards(given)
+    leaves, others = shards.local, _dtensor.shards(others).local
 
     replacements = [b for a, b in zip(leaves, others, strict=True) if b is not a]
     mine = writable(leaves, [*replacements, *keep]) if donate else [False] * len(leaves)
@@ -381,7 +384,7 @@ def where(
         chosen = _columns.choose(bad, *pairs, [mine[i] for i in places], spent=spent)
         for index, leaf in zip(places, chosen, strict=True):
             results[index] = leaf
-    return structure.unflatten(results)
+    return structure.unflatten(shards.back(results))
 
 
 def _either(bad: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -438,6 +441,8 @@ def paired(
     others = leaves_like(other_name, other, name, tree, structure)
     for index, (a, b) in enumerate(zip(leaves, others, strict=True)):
         _check_pair(a, b, tree, index, name, other_name, why)
+    if _dtensor.among(leaves):
+        others = list(builtins.map(_dtensor.like, others, leaves))
     return leaves, others, structure
 
 
@@ -447,6 +452,8 @@ def _check_pair(a: Any, b: Any, tree: Tree, index: int, name: str, other: str, w
         misfit = unfit(a) or unfit(b)
         if misfit:
             raise TypeError(f"{path(tree, name, index)} {misfit}")
+        if misfit := _dtensor.apart(a, b):
+            raise ValueError(f"{path(tree, name, index)} {misfit}")
     if (
         both
         and a.shape == b.shape

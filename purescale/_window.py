@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from . import _foreach, _tree
+from . import _dtensor, _foreach, _meshes, _tree
 from ._accum import AccumState, OnNonfinite, add, as_weight, init_accum, is_weight
 from ._argument import argument
 from ._bn import absorb, check_flat, has_layers, init_bn_stats, updated_once, without_update
@@ -124,17 +124,17 @@ def _gather(
         losses.append(loss)
         aux += tuple(new_aux)
         counts = weights.counts[index]
-        if index == 0 and not all(_foreach.is_dense(gradient) for gradient in grads):
+        if index == 0 and not all(gradient.layout is torch.strided for gradient in grads):
             together = False  # duplicate indices are summed after unscaling
         if single:
             mean, counts = grads, True  # what is dropped is the step
         elif together:
             if exact:
-                size = _foreach.extent(grads, scaler.scale.device)
+                size = _meshes.extent(grads, scaler.scale.device)
                 overflows.append(overflowed(size, scaler.scale, scaled=False))
             flag = counts if isinstance(counts, Tensor) else None
             mean = (
-                mean if counts is False else _foreach.mix(mean, grads, weights.shares[index], flag)
+                mean if counts is False else _mixed(mean, grads, weights.shares[index], flag)
             )
         else:
             accum, overflow = _add(accum, grads, weights.vector[index], scaler)
@@ -153,7 +153,7 @@ def _gather(
         mean, overflow = unscale_and_check(scaler, mean)
     else:
         mean = differentiate.zeros() if mean is None else mean
-        size = _foreach.extent(
+        size = _meshes.extent(
             mean, scaler.scale.device, norm_type, scaler.scale
         )  # one read gives the norm too
         overflow = overflowed(size, scaler.scale, scaled=True)
@@ -175,6 +175,15 @@ def _gather(
     )
 
 
+def _mixed(mean: Leaves | None, grads: Leaves, share: Any, counts: Tensor | None) -> Leaves:
+    """`_foreach.mix` of leaves that may be DTensors."""
+    if not _dtensor.among(grads):
+        return _foreach.mix(mean, grads, share, counts)
+    shards = _dtensor.shards(grads)
+    sums = None if mean is None else _dtensor.shards(mean).local
+    return shards.back(_foreach.mix(sums, list(shards.local), share, counts))
+
+
 def _add(
     accum: AccumState | None, grads: Leaves, weight: Tensor, scaler: HasScale
 ) -> tuple[AccumState, Tensor]:
@@ -182,7 +191,7 @@ def _add(
     scale: Tensor | None = scaler.scale
     if all(_foreach.is_dense(gradient) for gradient in grads):
         overflow = overflowed(
-            _foreach.extent(grads, scaler.scale.device), scaler.scale, scaled=True
+            _meshes.extent(grads, scaler.scale.device), scaler.scale, scaled=True
         )
     else:
         grads, overflow = unscale_and_check(scaler, grads)
@@ -276,6 +285,7 @@ class _Differentiate:
         self.buffers, self.buffer_structure = _tree.flatten(buffers)
         self.present = [leaf is not None for leaf in leaves]
         self.inputs = [leaf for leaf in leaves if leaf is not None]
+        self.spread = _dtensor.among(self.inputs)
         if not _tree.traced():
             self.names = [
                 name for name, here in zip(_tree.names(params), self.present, strict=True) if here
@@ -335,6 +345,8 @@ class _Differentiate:
             grads = [
                 grad.detach() if grad.requires_grad else grad for grad in grads
             ]  # a backward may return what it was given
+        if self.spread:
+            grads = [_dtensor.like(grad, leaf) for grad, leaf in zip(grads, inputs, strict=True)]
         return grads, _tree.fresh(
             outputs, self.taken.union(_tree.storages(_tree.all_tensors(microbatch)))
         )
@@ -353,6 +365,7 @@ class _Differentiate:
                 "changes them."
             )
         loss, new_buffers, *aux = returned
+        loss = _foreach.full(loss)
         if not isinstance(loss, Tensor):
             raise TypeError(
                 f"loss_fn returned {type(loss).__name__} as its loss; expected a tensor of one "

@@ -146,9 +146,7 @@ def add(
     owned = _tree.writable(means.local, [*news, *accum[1:]]) if donate else [False] * len(new)
     share = _share(counted, accum.weight)
     return AccumState(
-        grads=means.back(
-            _foreach.blend(means.local, news, share, good, owned=owned, scale=scale)
-        ),
+        grads=means.back(_foreach.blend(means.local, news, share, good, owned=owned, scale=scale)),
         weight=accum.weight + counted,
         found_inf=accum.found_inf | bad,
         num_good=accum.num_good + good,

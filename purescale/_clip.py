@@ -40,9 +40,11 @@ def clip_by_global_norm(
     is inf here.
     """
     max_norm, norm_type = bound("max_norm", max_norm), checked_norm_type(norm_type)
-    leaves = _tree.flatten(grads)[0]
+    leaves, structure = _tree.flatten(grads)
     _tree.check_gradients(grads, leaves)
-    norm = _meshes.extent(leaves, _tree.device_of(grads, leaves, "grads"), norm_type).norm
+    device, shards = _tree.device_of(grads, leaves, "grads"), _dtensor.shards(leaves)
+    norm = _meshes.extent(shards.local, device, norm_type, over=shards.given).norm
+    grads = grads if shards.none else structure.unflatten(list(shards.given))
     clipped = clip_to(grads, norm, max_norm, donate=donate)
     if donate:
         _tree.poison(grads, keep=(clipped, max_norm))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -54,14 +53,20 @@ def whole(leaf: DTensor) -> DTensor:
     """
     if not any(placement.is_partial() for placement in leaf.placements):
         return leaf
-    return leaf.redistribute(placements=[Replicate() if p.is_partial() else p for p in leaf.placements])
+    return leaf.redistribute(
+        placements=[Replicate() if p.is_partial() else p for p in leaf.placements]
+    )
 
 
 def like(leaf: Any, other: Any) -> Any:
     """`leaf` where `other` lies: the gradient of a sharded parameter may come otherwise."""
     if not (isinstance(leaf, DTensor) and isinstance(other, DTensor)):
         return leaf
-    return leaf if leaf.placements == other.placements else leaf.redistribute(placements=other.placements)
+    return (
+        leaf
+        if leaf.placements == other.placements
+        else leaf.redistribute(placements=other.placements)
+    )
 
 
 def apart(leaf: Any, other: Any) -> str:
@@ -84,19 +89,30 @@ def is_sharded(leaf: Any) -> bool:
 
 
 def _local(leaf: DTensor, on_graph: bool) -> Tensor:
-    if torch.compiler.is_compiling() or (on_graph and leaf.requires_grad and torch.is_grad_enabled()):
+    if torch.compiler.is_compiling() or (
+        on_graph and leaf.requires_grad and torch.is_grad_enabled()
+    ):
         return leaf.to_local()
     return _torch.arrived(_torch.local(leaf))
 
 
 def _back(leaf: Any, local: Any, result: Any) -> Any:
-    if not isinstance(leaf, DTensor) or not isinstance(result, Tensor) or isinstance(result, DTensor):
+    if (
+        not isinstance(leaf, DTensor)
+        or not isinstance(result, Tensor)
+        or isinstance(result, DTensor)
+    ):
         return result
     if result is local:  # written where it stands
         return leaf.detach() if leaf.requires_grad else leaf
     shape: Any = leaf.shape
     return DTensor.from_local(
-        result, leaf.device_mesh, leaf.placements, run_check=False, shape=shape, stride=leaf.stride()
+        result,
+        leaf.device_mesh,
+        leaf.placements,
+        run_check=False,
+        shape=shape,
+        stride=leaf.stride(),
     )
 
 
@@ -105,8 +121,10 @@ def _back(leaf: Any, local: Any, result: Any) -> Any:
 
 def copies(leaf: DTensor) -> int:
     """How many ranks hold one and the same element."""
-    sizes = zip(leaf.placements, leaf.device_mesh.shape, strict=True)
-    return math.prod(size for placement, size in sizes if placement.is_replicate())
+    count = 1
+    for placement, size in zip(leaf.placements, leaf.device_mesh.shape, strict=True):
+        count *= size if placement.is_replicate() else 1
+    return count
 
 
 def rows(row: Tensor, mesh: DeviceMesh) -> Tensor:

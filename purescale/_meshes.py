@@ -21,21 +21,26 @@ def extent(
     scale: Tensor | None = None,
     *,
     dense: bool = False,
+    over: Sequence[Any] | None = None,
 ) -> Extent:
     """`_foreach.extent` of leaves of which some may be DTensors; with them it is the same on all
     ranks of their meshes, and plain leaves count once.
 
-    Every rank makes the same collectives, whatever it holds: a shard without an element too.
+    `over`: where `leaves` are shards, leaves that lie as they do. Every rank makes the same
+    collectives, whatever it holds: with a shard without an element too.
     """
-    if dense or not _dtensor.among(leaves):
+    if dense or not _dtensor.among(leaves if over is None else over):
         return _foreach.extent(leaves, device, norm_type, scale, dense=dense)
+    given, local, _ = _dtensor.shards(leaves) if over is None else (over, leaves, False)
     lists: dict[Any, list[Tensor]] = {(None, 1): []}
-    shards = _dtensor.shards(leaves)
-    for leaf, local in zip(shards.given, shards.local, strict=True):
-        if local is not None:
-            over = (leaf.device_mesh, _dtensor.copies(leaf)) if isinstance(leaf, DTensor) else (None, 1)
-            lists.setdefault(over, []).append(local)
-    sizes = {over: _foreach.extent(some, device, norm_type, scale) for over, some in lists.items()}
+    for leaf, part in zip(given, local, strict=True):
+        spread = isinstance(leaf, DTensor)
+        place = (leaf.device_mesh, _dtensor.copies(leaf)) if spread else (None, 1)
+        if part is not None:
+            lists.setdefault(place, []).append(part)
+    sizes = {
+        place: _foreach.extent(some, device, norm_type, scale) for place, some in lists.items()
+    }
 
     wide = _foreach.widest_float(device)
     zero = torch.zeros((), dtype=wide, device=device)
@@ -53,8 +58,8 @@ def extent(
         # A norm is that of its copies over the p-th root of their number.
         here = [
             gather(size, number ** (-1 / (norm_type or 1)))
-            for (over, number), size in sizes.items()
-            if over == mesh
+            for (other, number), size in sizes.items()
+            if other == mesh
         ]
         row = [torch.stack(column).amax() for column in tops]
         row += [] if norm_type is None else [_norm(torch.stack(here), norm_type)]
@@ -65,7 +70,10 @@ def extent(
     narrow = narrow.to(torch.float32)
     if norm_type is None:
         return Extent([narrow, wider], None)
-    norm, finite = _norm(torch.stack(norms), norm_type), torch.isfinite(narrow) & torch.isfinite(wider)
+    norm, finite = (
+        _norm(torch.stack(norms), norm_type),
+        torch.isfinite(narrow) & torch.isfinite(wider),
+    )
     return Extent([narrow, wider], torch.where(finite, norm, norm.clamp(min=torch.inf)))
 
 

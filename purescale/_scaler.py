@@ -289,10 +289,10 @@ def unscale_and_check(
     leaves, structure = _tree.flatten(grads)
     check_grads(scaler.scale, grads, leaves)
     shards = _dtensor.shards(leaves)
-    unscaled = shards.back(_foreach.divide(shards.local, scaler.scale, donate=donate))
-    found_inf = overflowed(
-        _meshes.extent(unscaled, scaler.scale.device), scaler.scale, scaled=False, group=group
-    )
+    unscaled = _foreach.divide(shards.local, scaler.scale, donate=donate)
+    size = _meshes.extent(unscaled, scaler.scale.device, over=shards.given)
+    found_inf = overflowed(size, scaler.scale, scaled=False, group=group)
+    unscaled = shards.back(unscaled)
     if donate:
         _tree.poison(grads, keep=(unscaled, found_inf, scaler))
     return structure.unflatten(unscaled), found_inf

@@ -99,9 +99,7 @@ def maybe_step(
     plan = _planned(optimizer, *trees, donate=donate)
     if plan is None:
         _check_step(optimizer, *trees)
-    stepped = (
-        _maybe_step(optimizer, *trees, bad, donate=donate) if plan is None else plan.run(bad)
-    )
+    stepped = _maybe_step(optimizer, *trees, bad, donate=donate) if plan is None else plan.run(bad)
     stepped = stepped if over is None else over.back(*stepped)
     if donate:
         _tree.poison((params, opt_state), keep=(stepped, grads, found_inf))

@@ -71,9 +71,7 @@ pytree: Any = _find("torch.utils._pytree")
 all_reduce: Callable[[Tensor, str, Any], Tensor] = _find(
     "torch.distributed._functional_collectives.all_reduce"
 )
-local: Callable[[Tensor], Tensor] = _find(
-    "torch.distributed.tensor.DTensor._local_tensor"
-).__get__
+local: Callable[[Tensor], Tensor] = _find("torch.distributed.tensor.DTensor._local_tensor").__get__
 AsyncTensor: Any = _find("torch.distributed._functional_collectives.AsyncCollectiveTensor")
 
 

@@ -133,9 +133,7 @@ def _gather(
                 size = _meshes.extent(grads, scaler.scale.device)
                 overflows.append(overflowed(size, scaler.scale, scaled=False))
             flag = counts if isinstance(counts, Tensor) else None
-            mean = (
-                mean if counts is False else _mixed(mean, grads, weights.shares[index], flag)
-            )
+            mean = mean if counts is False else _mixed(mean, grads, weights.shares[index], flag)
         else:
             accum, overflow = _add(accum, grads, weights.vector[index], scaler)
             overflows.append(overflow)
@@ -190,9 +188,7 @@ def _add(
     """The exact way: a microbatch looked at by itself, then averaged with those before it."""
     scale: Tensor | None = scaler.scale
     if all(_foreach.is_dense(gradient) for gradient in grads):
-        overflow = overflowed(
-            _meshes.extent(grads, scaler.scale.device), scaler.scale, scaled=True
-        )
+        overflow = overflowed(_meshes.extent(grads, scaler.scale.device), scaler.scale, scaled=True)
     else:
         grads, overflow = unscale_and_check(scaler, grads)
         scale = None

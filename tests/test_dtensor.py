@@ -29,7 +29,13 @@ LINE = {
     "plain": (3,),
     "scalar": (),
 }
-ON_A_LINE = {"uneven": [SHARD], "empty": [SHARD], "columns": [Shard(1)], "copied": [COPY], "scalar": [COPY]}
+ON_A_LINE = {
+    "uneven": [SHARD],
+    "empty": [SHARD],
+    "columns": [Shard(1)],
+    "copied": [COPY],
+    "scalar": [COPY],
+}
 ON_A_GRID = {
     "uneven": [COPY, SHARD],
     "empty": [SHARD, COPY],
@@ -111,10 +117,21 @@ def _steps(rank, mesh, placements):
                 clip = {"max_norm": max_norm, **clip}
                 grads = values(seed, size=4.0)
                 out = ps.unscale_and_step(
-                    optimizer, at(4.0), params, spread(grads, mesh, placements), state, donate=donate, **clip
+                    optimizer,
+                    at(4.0),
+                    params,
+                    spread(grads, mesh, placements),
+                    state,
+                    donate=donate,
+                    **clip,
                 )
                 one = ps.unscale_and_step(optimizer, at(4.0), alone, grads, state_alone, **clip)
-                params, state, alone, state_alone = out.params, out.opt_state, one.params, one.opt_state
+                params, state, alone, state_alone = (
+                    out.params,
+                    out.opt_state,
+                    one.params,
+                    one.opt_state,
+                )
                 close(out.grad_norm, one.grad_norm)
                 assert not out.found_inf
                 parts = ps.unscale_and_check(at(4.0), spread(grads, mesh, placements))[0]
@@ -148,9 +165,14 @@ def _one_inf(rank, mesh, placements):
                 held = ps.all_reduce_found_inf(held)  # some hold nothing that could be bad
                 state = optimizer.init(params)
                 for max_norm in (None, 1.0):
-                    out = ps.unscale_and_step(optimizer, rule.init(), params, grads, state, max_norm)
+                    out = ps.unscale_and_step(
+                        optimizer, rule.init(), params, grads, state, max_norm
+                    )
                     assert out.found_inf == held
-                    assert same_bits(here((out.params, out.opt_state)), here((params, state))) is held.item()
+                    assert (
+                        same_bits(here((out.params, out.opt_state)), here((params, state)))
+                        is held.item()
+                    )
                     scale = rule.update(rule.init(), out.found_inf).scale
                     assert scale == (2.0 if held else 4.0)
                     assert max_norm is None or torch.isfinite(out.grad_norm) == ~held
@@ -181,13 +203,20 @@ def _counted(rank, mesh, placements):
     state = optimizer.init(params)
     for max_norm, norm_type in ((None, 2.0), (1.0, 2.0), (1.0, 1.0), (1.0, math.inf)):
         with CommDebugMode() as found:
-            ps.unscale_and_step(optimizer, at(2.0), params, grads, state, max_norm, norm_type=norm_type)
+            ps.unscale_and_step(
+                optimizer, at(2.0), params, grads, state, max_norm, norm_type=norm_type
+            )
         assert found.get_total_counts() == 1
     for count, call in (
         (1, lambda: ps.unscale_and_check(at(2.0), grads)),
         (1, lambda: ps.clip_by_global_norm(grads, 1.0)),
         (1, lambda: ps.accumulate_grads(ps.init_accum(params), grads)),
-        (0, lambda: ps.accumulate_grads(ps.init_accum(params), grads, found_inf=torch.tensor(False))),
+        (
+            0,
+            lambda: ps.accumulate_grads(
+                ps.init_accum(params), grads, found_inf=torch.tensor(False)
+            ),
+        ),
         (0, lambda: ps.clip_by_value(grads, 1.0)),
         (0, lambda: ps.maybe_step(optimizer, params, grads, state, torch.tensor(False))),
         (0, lambda: optimizer.step(params, grads, state)),
@@ -205,8 +234,16 @@ def test_all_facts_of_a_step_cost_one_reduction_a_mesh(ranks):
 
 def _norms(rank, mesh, placements):
     for norm_type in (1.0, 2.0, 3.0, 7.0, math.inf):
-        for size, dtype in ((1.0, None), (1e30, None), (1e-30, None), (1e200, torch.float64), (1.0, torch.bfloat16)):
-            grads = {name: (leaf.to(dtype or leaf.dtype) * size) for name, leaf in values(1).items()}
+        for size, dtype in (
+            (1.0, None),
+            (1e30, None),
+            (1e-30, None),
+            (1e200, torch.float64),
+            (1.0, torch.bfloat16),
+        ):
+            grads = {
+                name: (leaf.to(dtype or leaf.dtype) * size) for name, leaf in values(1).items()
+            }
             ours, norm = ps.clip_by_global_norm(spread(grads, mesh, placements), 1.0, norm_type)
             theirs, expected = ps.clip_by_global_norm(grads, 1.0, norm_type)
             torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
@@ -249,7 +286,9 @@ def _elementwise(rank, mesh, placements):
     accum, one = ps.init_accum(spread(grads, mesh, placements)), ps.init_accum(grads)
     other = one
     for seed, weight in ((4, 1.0), (5, 3.0)):
-        accum = ps.accumulate_grads(accum, spread(values(seed), mesh, placements), weight, donate=True)
+        accum = ps.accumulate_grads(
+            accum, spread(values(seed), mesh, placements), weight, donate=True
+        )
         one = ps.accumulate_grads(one, values(seed), weight)
     both = ps.merge_accum(accum, accum)
     close(ps.accumulated_grads(accum)[0], ps.accumulated_grads(one)[0])
@@ -261,7 +300,9 @@ def _sums(rank, mesh, placements):
     """A gradient may be a sum over ranks, or lie otherwise than its parameter."""
     sgd = ps.from_torch(torch.optim.SGD, lr=1.0)
     every = [COPY] * mesh.ndim
-    params = {"w": distribute_tensor(torch.zeros(5, 3), mesh, placements["uneven"], src_data_rank=None)}
+    params = {
+        "w": distribute_tensor(torch.zeros(5, 3), mesh, placements["uneven"], src_data_rank=None)
+    }
     mine = torch.full((5, 3), 1.0 + rank)
     total = torch.full((5, 3), sum(1.0 + r for r in range(dist.get_world_size())))
     addends = {"w": DTensor.from_local(mine, mesh, [Partial()] * mesh.ndim)}

@@ -54,7 +54,7 @@ def clip_by_global_norm(
 def clip_to(
     grads: Tree, norm: Any, max_norm: float | Tensor, *, donate: bool
 ) -> tuple[Tree, Tensor]:
-    """`clip_by_global_norm` of gradients whose norm is known, in the widest dtype of their device."""
+    """`clip_by_global_norm` where the norm is known, in the widest dtype of its device."""
     leaves, structure = _tree.flatten(grads)
     factor, norm = clip_factor(leaves, norm, max_norm)
     shards = _dtensor.shards(leaves)

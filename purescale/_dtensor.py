@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ def among(leaves: Sequence[Any]) -> bool:
 
 
 class Shards(NamedTuple):
-    """Leaves, and what this rank holds of them: of a plain one all. No more DTensors are in there."""
+    """Leaves, and what this rank holds of them, in plain tensors: of a plain one all."""
 
     given: Sequence[Any]
     local: list[Any]
@@ -43,7 +44,7 @@ def shards(leaves: Sequence[Any], *, on_graph: bool = True) -> Shards:
     if not among(leaves):
         return Shards(leaves, leaves if isinstance(leaves, list) else list(leaves), none=True)
     given = [whole(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves]
-    local = [_local(leaf, on_graph) if isinstance(leaf, DTensor) else leaf for leaf in given]
+    local = [shard(leaf, on_graph=on_graph) for leaf in given]
     return Shards(given, local, none=False)
 
 
@@ -58,6 +59,11 @@ def whole(leaf: DTensor) -> DTensor:
     )
 
 
+def full(leaf: Any) -> Any:
+    """All of a DTensor on every rank, on its graph; anything else as it is."""
+    return leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
+
+
 def like(leaf: Any, other: Any) -> Any:
     """`leaf` where `other` lies: the gradient of a sharded parameter may come otherwise."""
     if not (isinstance(leaf, DTensor) and isinstance(other, DTensor)):
@@ -67,6 +73,13 @@ def like(leaf: Any, other: Any) -> Any:
         if leaf.placements == other.placements
         else leaf.redistribute(placements=other.placements)
     )
+
+
+def alike(leaves: list[Any], others: list[Any]) -> list[Any]:
+    """Each of the leaves as `like` has it."""
+    if not among(leaves):
+        return leaves
+    return [like(leaf, other) for leaf, other in zip(leaves, others, strict=True)]
 
 
 def apart(leaf: Any, other: Any) -> str:
@@ -88,7 +101,10 @@ def is_sharded(leaf: Any) -> bool:
     return isinstance(leaf, DTensor) and not all(p.is_replicate() for p in leaf.placements)
 
 
-def _local(leaf: DTensor, on_graph: bool) -> Tensor:
+def shard(leaf: Any, *, on_graph: bool = True) -> Any:
+    """What this rank holds of a DTensor, itself and no copy; anything else as it is."""
+    if not isinstance(leaf, DTensor):
+        return leaf
     if torch.compiler.is_compiling() or (
         on_graph and leaf.requires_grad and torch.is_grad_enabled()
     ):
@@ -122,9 +138,36 @@ def _back(leaf: Any, local: Any, result: Any) -> Any:
 def copies(leaf: DTensor) -> int:
     """How many ranks hold one and the same element."""
     count = 1
-    for placement, size in zip(leaf.placements, leaf.device_mesh.shape, strict=True):
+    for placement, size in zip(leaf.placements, sizes(leaf.device_mesh), strict=True):
         count *= size if placement.is_replicate() else 1
     return count
+
+
+# Dynamo does not look into a mesh that it has no source for, as that of what was computed.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def sizes(mesh: DeviceMesh) -> tuple[int, ...]:
+    """How many ranks there are in each dimension of a mesh."""
+    return tuple(mesh.shape)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _place(mesh: DeviceMesh) -> int | None:
+    """Of this rank among those of a mesh; `None` outside."""
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    place = 0
+    for index, size in zip(coordinate, mesh.shape, strict=True):
+        place = place * size + index
+    return place
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _groups(mesh: DeviceMesh) -> tuple[str, ...]:
+    """Those over which a sum is one over all ranks of a mesh, by name."""
+    if mesh.ndim > 1 and mesh.size() == dist.get_world_size():
+        return (dist.group.WORLD.group_name,)  # type: ignore[union-attr]
+    return tuple(mesh.get_group(d).group_name for d in range(mesh.ndim) if mesh.shape[d] > 1)
 
 
 def rows(row: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -134,15 +177,11 @@ def rows(row: Tensor, mesh: DeviceMesh) -> Tensor:
     alike, and nothing overflows. It costs 8 bytes a number and rank. A mesh of several dimensions
     that is not all there is takes one all-reduce for each.
     """
-    place = mesh.get_coordinate()
-    if mesh.size() == 1 or place is None:
+    place = _place(mesh)
+    if place is None:
         return row[None]
-    mine = 0
-    for index, size in zip(place, mesh.shape, strict=True):
-        mine = mine * size + index
-    table = F.pad(row[None], (0, 0, mine, mesh.size() - 1 - mine))
-    if mesh.ndim > 1 and mesh.size() == dist.get_world_size():
-        return all_reduce(table, "sum", None)
-    for dim, size in enumerate(mesh.shape):
-        table = all_reduce(table, "sum", (mesh, dim)) if size > 1 else table
+    after = math.prod(sizes(mesh)) - 1 - place
+    table = F.pad(row[None], (0, 0, place, after))
+    for group in _groups(mesh):
+        table = all_reduce(table, "sum", group)
     return table

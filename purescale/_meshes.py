@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,8 +11,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from . import _dtensor, _foreach
-from ._foreach import Extent
+from . import _dtensor, _extent, _foreach
+from ._extent import Extent
 
 
 def extent(
@@ -23,14 +24,14 @@ def extent(
     dense: bool = False,
     over: Sequence[Any] | None = None,
 ) -> Extent:
-    """`_foreach.extent` of leaves of which some may be DTensors; with them it is the same on all
+    """`_extent.extent` of leaves of which some may be DTensors; with them it is the same on all
     ranks of their meshes, and plain leaves count once.
 
     `over`: where `leaves` are shards, leaves that lie as they do. Every rank makes the same
     collectives, whatever it holds: with a shard without an element too.
     """
     if dense or not _dtensor.among(leaves if over is None else over):
-        return _foreach.extent(leaves, device, norm_type, scale, dense=dense)
+        return _extent.extent(leaves, device, norm_type, scale, dense=dense)
     given, local, _ = _dtensor.shards(leaves) if over is None else (over, leaves, False)
     lists: dict[Any, list[Tensor]] = {(None, 1): []}
     for leaf, part in zip(given, local, strict=True):
@@ -38,9 +39,7 @@ def extent(
         place = (leaf.device_mesh, _dtensor.copies(leaf)) if spread else (None, 1)
         if part is not None:
             lists.setdefault(place, []).append(part)
-    sizes = {
-        place: _foreach.extent(some, device, norm_type, scale) for place, some in lists.items()
-    }
+    sizes = {place: _extent.extent(some, device, norm_type, scale) for place, some in lists.items()}
 
     wide = _foreach.widest_float(device)
     zero = torch.zeros((), dtype=wide, device=device)
@@ -54,7 +53,7 @@ def extent(
 
     norms = [gather(sizes.pop((None, 1)), 1.0)]
     # The largest mesh last: then all ranks know of everything, be it another mesh's.
-    for mesh in sorted(dict.fromkeys(mesh for mesh, _ in sizes), key=DeviceMesh.size):
+    for mesh in sorted(dict.fromkeys(mesh for mesh, _ in sizes), key=_size):
         # A norm is that of its copies over the p-th root of their number.
         here = [
             gather(size, number ** (-1 / (norm_type or 1)))
@@ -77,6 +76,10 @@ def extent(
     return Extent([narrow, wider], torch.where(finite, norm, norm.clamp(min=torch.inf)))
 
 
+def _size(mesh: DeviceMesh) -> int:
+    return math.prod(_dtensor.sizes(mesh))
+
+
 def _norm(norms: Tensor, norm_type: float) -> Tensor:
     """Of all from those of some; powers of them may be beyond what the dtype holds."""
     unit = norms.amax()
@@ -87,4 +90,4 @@ def _norm(norms: Tensor, norm_type: float) -> Tensor:
 
 def all_finite(leaves: Sequence[Any], scale: Tensor) -> Tensor:
     """Whether every element of every `leaf / scale` is finite, on every rank: a 0-d bool tensor."""
-    return _foreach.fits(extent(leaves, scale.device), scale)
+    return _extent.fits(extent(leaves, scale.device), scale)

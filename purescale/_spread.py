@@ -4,12 +4,20 @@ itself.
 
 from __future__ import annotations
 
+import functools
+import inspect
+import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from . import _dtensor, _tree
+from . import _dtensor, _foreach, _meshes, _tree
+from ._clip import Clip
 from ._dtensor import Shards
+from ._scaler import overflowed
 from ._tree import Leaves, Tree
 
 
@@ -21,6 +29,19 @@ class Spread(NamedTuple):
     opt_state: Any
     gradients: Leaves  # as they lie over their meshes, where their parameters do
     shards: tuple[Shards, Shards]  # of the parameters, of the state
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether duplicate indices have to be summed, which is done after unscaling."""
+        layouts = {leaf.layout for leaf in self.gradients if leaf is not None}
+        return not layouts <= {torch.strided}
+
+    def unscaled(self, scale: Tensor) -> Spread:
+        """The same with gradients over `scale`."""
+        shards = _dtensor.shards(self.gradients)
+        local = _foreach.divide(shards.local, scale, donate=False)
+        grads = _tree.flatten(self.grads)[1].unflatten(local)
+        return self._replace(grads=grads, gradients=shards.back(local))
 
     def back(self, params: Tree, opt_state: Any) -> tuple[Tree, Any]:
         """What the step made of these, as DTensors that lie as they did."""
@@ -51,7 +72,7 @@ def spread(optimizer: Any, params: Tree, grads: Tree, opt_state: Any) -> Spread 
             raise ValueError(f"{_tree.path(params, 'grads', index)} {misfit}")
         _check_parameter(weight, params, index, optimizer, elementwise)
     _check_state(opt_state, dict(zip(_tree.names(params), weights, strict=True)))
-    gradients = [_dtensor.like(g, w) for g, w in zip(gradients, weights, strict=True)]
+    gradients = _dtensor.alike(gradients, weights)
     leaves, state = _tree.flatten(opt_state)
     parts = [_dtensor.shards(some, on_graph=on_graph) for some in (weights, gradients, leaves)]
     return Spread(
@@ -61,6 +82,30 @@ def spread(optimizer: Any, params: Tree, grads: Tree, opt_state: Any) -> Spread 
         list(parts[1].given),
         (parts[0], parts[2]),
     )
+
+
+def over_shards(step: Callable[..., tuple[Tree, Any]]) -> Callable[..., tuple[Tree, Any]]:
+    """A method `step(params, grads, opt_state)` that takes DTensors too."""
+
+    @functools.wraps(step)
+    def stepped(self: Any, params: Tree, grads: Tree, opt_state: Any) -> tuple[Tree, Any]:
+        over = spread(self, params, grads, opt_state)
+        if over is None:
+            return step(self, params, grads, opt_state)
+        return over.back(*step(self, *over[:3]))
+
+    return stepped
+
+
+_ELEMENTWISE = "asgd|adadelta|adagrad|adam|adamax|adamw|nadam|radam|rmsprop|rprop|sgd"
+
+
+def is_elementwise(cls: Any) -> bool:
+    """Whether a step of a part of a parameter is that part of its step: so it is where the class
+    keeps the step of torch's that moves each element by itself; of any other nobody knows.
+    """
+    module = inspect.unwrap(cls.step).__module__
+    return re.fullmatch(rf"torch\.optim\.({_ELEMENTWISE})", module) is not None
 
 
 def _check_parameter(
@@ -97,3 +142,26 @@ def _check_state(opt_state: Any, weights: dict[str, Any]) -> None:
                     f"{lies}. Likely cause: the state of the parameters before they were "
                     "sharded. Cure: `opt_state = optimizer.init(params)` once they are."
                 )
+
+
+def facts(
+    leaves: list[Any],
+    clip: Clip,
+    scale: Tensor,
+    found_inf: Tensor | None,
+    norm: Tensor | None,
+    group: Any,
+    *,
+    scaled: bool,
+    dense: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """`found_inf`, and where clipping needs it the norm of the unscaled gradients, from at most one
+    read of `leaves`.
+    """
+    norm_type = None if clip.max_norm is None else clip.norm_type
+    if found_inf is not None and (norm is not None or norm_type is None):
+        return found_inf, norm
+    size = _meshes.extent(leaves, scale.device, norm_type, scale if scaled else None, dense=dense)
+    if found_inf is None:
+        found_inf = overflowed(size, scale, scaled=scaled, group=group)
+    return found_inf, size.norm / scale if scaled and size.norm is not None else size.norm

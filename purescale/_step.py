@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _dtensor, _foreach, _meshes, _tree
+from . import _dtensor, _foreach, _tree
 from ._accum import OnNonfinite, check_on_nonfinite
 from ._checks import shown
 from ._clip import Clip, check_ordered, checked, clip_by_value, clip_divisor, clip_to, told
 from ._kernels import Treatment
 from ._optim import Optimizer
 from ._retry import gather_until_finite
-from ._scaler import HasScale, Rule, StaticScale, check_device, check_grads, overflowed
-from ._spread import Spread, spread
+from ._scaler import HasScale, Rule, StaticScale, check_device, check_grads
+from ._spread import Spread, facts, spread
 from ._tree import Tree
 from ._window import BNUpdate, LossFn
 
@@ -29,9 +29,8 @@ class Stepped(NamedTuple):
     params: Tree
     opt_state: Any
     found_inf: Tensor  # bool []
-    grad_norm: (
-        Any  # float32 [], before clipping; not finite where found_inf; () where max_norm is None
-    )
+    # float32 [], before clipping; not finite where found_inf; () where max_norm is None
+    grad_norm: Any
 
 
 class TrainState(NamedTuple):
@@ -57,9 +56,8 @@ class StepInfo(NamedTuple):
     loss: Tensor
     found_inf: Tensor  # bool: the step was skipped
     scale: Tensor  # float32: the scale that was used
-    grad_norm: (
-        Any  # float32, before clipping; not finite where found_inf; () where max_norm is None
-    )
+    # float32, before clipping; not finite where found_inf; () where max_norm is None
+    grad_norm: Any
     retries: Tensor  # int32: how often the window was gone through again
     aux: Any  # what loss_fn returned third, one a microbatch; () where it returns two
 
@@ -87,7 +85,8 @@ def maybe_step(
     >>> from purescale import from_torch
     >>> sgd = from_torch(torch.optim.SGD, lr=1.0)
     >>> params = {"w": torch.tensor([1.0])}
-    >>> maybe_step(sgd, params, {"w": torch.tensor([float("nan")])}, sgd.init(params), torch.tensor(True))[0]
+    >>> grads = {"w": torch.tensor([float("nan")])}
+    >>> maybe_step(sgd, params, grads, sgd.init(params), torch.tensor(True))[0]
     {'w': tensor([1.])}
 
     Source of the rule: apply_if_finite of optax; the flag as a tensor from torch's fused
@@ -236,14 +235,14 @@ def _step(
             check_ordered(grads, leaves)
         over = spread(optimizer, params, grads, opt_state)
         if over is not None:
-            facts = found_inf, norm
-            return _over_shards(optimizer, over, clip, scale, group, facts, scaled, settings)
+            known = found_inf, norm
+            return _over_shards(optimizer, over, clip, scale, group, known, scaled, settings)
         plan = _planned(optimizer, params, grads, opt_state, **settings)
     grad_norm: Any = ()
     if plan is not None:
         # The plan was made before the gradients are read, which drives from the cache what Python
         # looks at.
-        found_inf, norm = _extent(
+        found_inf, norm = facts(
             plan.gradients, clip, scale, found_inf, norm, group, scaled=scaled, dense=True
         )
         divisor = scale if scaled else None
@@ -266,7 +265,7 @@ def _step(
         )
         shards = _dtensor.shards(leaves)
         leaves = shards.back(_foreach.divide(shards.local, scale, donate=in_place))
-    found_inf, norm = _extent(leaves, clip, scale, found_inf, norm, group, scaled=False)
+    found_inf, norm = facts(leaves, clip, scale, found_inf, norm, group, scaled=False)
     grads = structure.unflatten(leaves)
     if clip.max_norm is not None:
         grads, grad_norm = clip_to(grads, norm, clip.max_norm, donate=True)
@@ -282,44 +281,16 @@ def _over_shards(
     clip: Clip,
     scale: Tensor,
     group: Any,
-    facts: tuple[Tensor | None, Tensor | None],
+    before: tuple[Tensor | None, Tensor | None],
     scaled: bool,
     settings: dict[str, Any],
 ) -> Stepped:
     """`_step` of DTensors: what all ranks must know first, then that of this rank's shards."""
-    leaves, grads = over.gradients, over.grads
-    if scaled and any(leaf is not None and leaf.layout is not torch.strided for leaf in leaves):
-        # Duplicate indices are summed after unscaling.
-        shards, scaled = _dtensor.shards(leaves), False
-        unscaled = _foreach.divide(shards.local, scale, donate=False)
-        leaves, grads = shards.back(unscaled), _tree.flatten(grads)[1].unflatten(unscaled)
-    found_inf, norm = _extent(leaves, clip, scale, *facts, group, scaled=scaled)
+    over, scaled = (over.unscaled(scale), False) if scaled and over.is_sparse else (over, scaled)
+    found_inf, norm = facts(over.gradients, clip, scale, *before, group, scaled=scaled)
     known: dict[str, Any] = {"scaled": scaled, "found_inf": found_inf, "norm": norm, **settings}
-    out = _step(optimizer, over.params, grads, over.opt_state, clip, scale, **known)
+    out = _step(optimizer, *over[:3], clip, scale, **known)
     return Stepped(*over.back(out.params, out.opt_state), out.found_inf, out.grad_norm)
-
-
-def _extent(
-    leaves: list[Any],
-    clip: Clip,
-    scale: Tensor,
-    found_inf: Tensor | None,
-    norm: Tensor | None,
-    group: Any,
-    *,
-    scaled: bool,
-    dense: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """`found_inf`, and where clipping needs it the norm of the unscaled gradients, from at most one
-    read of `leaves`.
-    """
-    norm_type = None if clip.max_norm is None else clip.norm_type
-    if found_inf is not None and (norm is not None or norm_type is None):
-        return found_inf, norm
-    size = _meshes.extent(leaves, scale.device, norm_type, scale if scaled else None, dense=dense)
-    if found_inf is None:
-        found_inf = overflowed(size, scale, scaled=scaled, group=group)
-    return found_inf, size.norm / scale if scaled and size.norm is not None else size.norm
 
 
 # ---- the composer --------------------------------------------------------------------------------
@@ -342,7 +313,8 @@ def init_train_state(
 
     >>> import torch
     >>> from purescale import DynamicScale, from_torch
-    >>> state = init_train_state({"w": torch.ones(2)}, {}, from_torch(torch.optim.SGD, lr=0.1), DynamicScale())
+    >>> sgd = from_torch(torch.optim.SGD, lr=0.1)
+    >>> state = init_train_state({"w": torch.ones(2)}, {}, sgd, DynamicScale())
     >>> state.step, state.scaler.scale
     (tensor(0), tensor(65536.))
     """
@@ -442,7 +414,9 @@ def train_step(
     >>> state = init_train_state({"w": torch.tensor([1.0])}, {}, optimizer, rule)
     >>> def loss_fn(params, buffers, x):
     ...     return (params["w"] * x).pow(2).sum(), buffers
-    >>> state, info = train_step(state, [torch.tensor([1.0])], loss_fn=loss_fn, optimizer=optimizer, rule=rule)
+    >>> state, info = train_step(
+    ...     state, [torch.tensor([1.0])], loss_fn=loss_fn, optimizer=optimizer, rule=rule
+    ... )
     >>> state.params, info.loss, info.scale, state.scaler.scale
     ({'w': tensor([0.])}, tensor(1.), tensor(65536.), tensor(131072.))
     """
@@ -459,9 +433,8 @@ def train_step(
     # Where no try was finite, the scale ends as after one ordinary skip.
     used = scaler if retries == 0 else _tree.where(overflow, state.scaler, scaler, donate=False)
     next_scaler = rule.update(used, overflow)
-    if (
-        overflow is not skip
-    ):  # a window that its weights alone made empty leaves the scale as it was
+    # a window that its weights alone made empty leaves the scale as it was
+    if overflow is not skip:
         next_scaler = _tree.where(skip & ~overflow, state.scaler, next_scaler, donate=False)
     else:
         _tree.paired(state.scaler, next_scaler, "state.scaler", "the state that the rule gave")
@@ -496,10 +469,8 @@ def train_step(
         spent=True,
         **known,
     )
-    step, scale = (
-        state.step + ~skip,
-        scaler.scale.clone(),
-    )  # before buffers are written, whose memory they may stand in
+    # before buffers are written, whose memory they may stand in
+    step, scale = state.step + ~skip, scaler.scale.clone()
     new_state = TrainState(
         params=out.params,
         buffers=_tree.where(skip, state.buffers, gathered.buffers, donate=donate),

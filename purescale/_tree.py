@@ -8,7 +8,6 @@ would be traced a second time.
 
 from __future__ import annotations
 
-import builtins
 import collections
 import os
 from collections.abc import Callable, Sequence, Set
@@ -17,7 +16,6 @@ from typing import Any, NamedTuple, TypeAlias
 import optree
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from . import _columns, _dtensor, _torch
 
@@ -63,7 +61,7 @@ def tensors(tree: Tree) -> list[Tensor]:
 
 
 def clone(tree: Tree) -> Tree:
-    """`tree` in fresh memory; off the graph of torch.autograd, on that of a torch.func transform."""
+    """`tree` in fresh memory; off torch.autograd's graph, on that of a torch.func transform."""
     return map(lambda leaf: off_graph(leaf).clone() if isinstance(leaf, Tensor) else leaf, tree)
 
 
@@ -441,19 +439,15 @@ def paired(
     others = leaves_like(other_name, other, name, tree, structure)
     for index, (a, b) in enumerate(zip(leaves, others, strict=True)):
         _check_pair(a, b, tree, index, name, other_name, why)
-    if _dtensor.among(leaves):
-        others = list(builtins.map(_dtensor.like, others, leaves))
-    return leaves, others, structure
+    return leaves, _dtensor.alike(others, leaves), structure
 
 
 def _check_pair(a: Any, b: Any, tree: Tree, index: int, name: str, other: str, why: str) -> None:
     both = isinstance(a, Tensor) and isinstance(b, Tensor)
     if both:
-        misfit = unfit(a) or unfit(b)
+        misfit = unfit(a) or unfit(b) or _dtensor.apart(a, b)
         if misfit:
             raise TypeError(f"{path(tree, name, index)} {misfit}")
-        if misfit := _dtensor.apart(a, b):
-            raise ValueError(f"{path(tree, name, index)} {misfit}")
     if (
         both
         and a.shape == b.shape
@@ -517,11 +511,8 @@ def storage(leaf: Tensor) -> int | None:
     """
     try:
         if leaf.layout is torch.strided:
-            return (
-                (leaf.to_local() if isinstance(leaf, DTensor) else leaf)
-                .untyped_storage()
-                .data_ptr()
-            )
+            memory: int = _dtensor.shard(leaf).untyped_storage().data_ptr()
+            return memory
         return (
             (_torch.values(leaf) if leaf.layout is torch.sparse_coo else leaf.values())
             .untyped_storage()
@@ -571,9 +562,8 @@ def _writable(
     memories = storages(leaves)
     users = collections.Counter(memories)
     users.update(storages(others))
-    inference = (
-        torch.is_inference_mode_enabled()
-    )  # outside of it torch refuses to write into its tensors
+    # outside of it torch refuses to write into its tensors
+    inference = torch.is_inference_mode_enabled()
     return [
         memory is not None
         and users[memory] == 1
@@ -627,13 +617,22 @@ _PACKED = getattr(torch, "float4_e2m1fn_x2", None)
 def unfit(leaf: Tensor) -> str:
     """What keeps a tensor out of every tree here, and the cure; nothing for the usual kinds."""
     if leaf.is_nested:
-        return "is a nested tensor, whose parts differ in shape. Cure: `torch.nested.to_padded_tensor(t, 0.0)`, or a list of its parts."
+        return (
+            "is a nested tensor, whose parts differ in shape. Cure: "
+            "`torch.nested.to_padded_tensor(t, 0.0)`, or a list of its parts."
+        )
     if leaf.layout is not torch.strided and leaf.layout not in _SPARSE:
-        return f"has the layout {leaf.layout}, which most of torch's operators do not take. Cure: `.to_dense()`."
+        return (
+            f"has the layout {leaf.layout}, which most of torch's operators do not take. Cure: "
+            "`.to_dense()`."
+        )
     if leaf.is_quantized:
         return f"is quantized, {leaf.dtype}. Cure: `.dequantize()`."
     if leaf.dtype is _PACKED:
-        return f"has dtype {leaf.dtype}, two numbers a byte, which torch cannot compute with. Cure: what it was packed from."
+        return (
+            f"has dtype {leaf.dtype}, two numbers a byte, which torch cannot compute with. Cure: "
+            "what it was packed from."
+        )
     return ""
 
 
@@ -715,5 +714,8 @@ def device_of(tree: Tree, leaves: Leaves, name: str) -> torch.device:
 def elsewhere(device: torch.device) -> str:
     """Why a leaf may be on another device than the rest, and the cure."""
     if device.type == "meta":
-        return "A tensor on meta has no values. Likely cause: a model that was never filled. Cure: load or initialise it, then begin."
+        return (
+            "A tensor on meta has no values. Likely cause: a model that was never filled. Cure: "
+            "load or initialise it, then begin."
+        )
     return "Cure: `.to(device)` of what was left behind."

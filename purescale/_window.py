@@ -21,7 +21,7 @@ BNUpdate = Literal["each", "window"]
 
 
 class LossFn(Protocol):
-    """What `train_step` differentiates: a pure function of parameters, buffers and one microbatch."""
+    """What `train_step` differentiates: a pure function of params, buffers and one microbatch."""
 
     def __call__(
         self, params: Tree, buffers: Tree, microbatch: Any, /
@@ -40,9 +40,8 @@ class Gathered(NamedTuple):
     loss: Tensor  # the mean of those that count
     found_inf: Tensor  # the step must be skipped
     overflow: Tensor  # a microbatch that has a weight overflowed
-    curable: (
-        Tensor  # at a lower scale fewer microbatches may be lost: what overflowed has a finite loss
-    )
+    # at a lower scale fewer microbatches may be lost: what overflowed has a finite loss
+    curable: Tensor
     # how many overflowed; of a mean that was looked at only once, all that are lost with it
     lost: Tensor
     buffers: Tree
@@ -151,9 +150,8 @@ def _gather(
         mean, overflow = unscale_and_check(scaler, mean)
     else:
         mean = differentiate.zeros() if mean is None else mean
-        size = _meshes.extent(
-            mean, scaler.scale.device, norm_type, scaler.scale
-        )  # one read gives the norm too
+        # one read gives the norm too
+        size = _meshes.extent(mean, scaler.scale.device, norm_type, scaler.scale)
         overflow = overflowed(size, scaler.scale, scaled=True)
         norm = None if size.norm is None else size.norm / scaler.scale
         if norm is not None and not single:
@@ -249,9 +247,8 @@ def _summary(
     good = counts & ~overflow
     if on_nonfinite == "drop_microbatch":
         found_inf, curable = ~good.any(), (overflow & torch.isfinite(loss)).any()
-        counts = torch.where(
-            good.any(), good, counts
-        )  # where all were dropped, the loss of all says why
+        # where all were dropped, the loss of all says why
+        counts = torch.where(good.any(), good, counts)
     else:
         found_inf = (invalid | overflow).any() | ~good.any()
         curable = overflow.any() & (torch.isfinite(loss) | ~counts).all() & ~invalid.any()
@@ -338,9 +335,8 @@ class _Differentiate:
                     "of that `out`."
                 )
             grads = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
-            grads = [
-                grad.detach() if grad.requires_grad else grad for grad in grads
-            ]  # a backward may return what it was given
+            # a backward may return what it was given
+            grads = [grad.detach() if grad.requires_grad else grad for grad in grads]
         if self.spread:
             grads = [_dtensor.like(grad, leaf) for grad, leaf in zip(grads, inputs, strict=True)]
         return grads, _tree.fresh(
@@ -361,7 +357,7 @@ class _Differentiate:
                 "changes them."
             )
         loss, new_buffers, *aux = returned
-        loss = _foreach.full(loss)
+        loss = _dtensor.full(loss)
         if not isinstance(loss, Tensor):
             raise TypeError(
                 f"loss_fn returned {type(loss).__name__} as its loss; expected a tensor of one "

@@ -18,9 +18,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.debug import CommDebugMode
 
 import purescale as ps
+from purescale import _spread
 
 SHARD, COPY = Shard(0), Replicate()
-# Even, uneven and empty shards, along either dimension, copies, and tensors that are not distributed.
+# Even, uneven and empty shards, along either dimension, copies, and what is not distributed.
 LINE = {
     "uneven": (5, 3),
     "empty": (1, 3),
@@ -75,7 +76,7 @@ def close(a, b, tolerance=1e-6):
 
 
 def on_meshes(check):
-    """`check(rank, mesh, placements)` on a line of all ranks, and with four of them on a grid too."""
+    """`check(rank, mesh, placements)` on a line of all ranks; with four of them on a grid too."""
 
     def body(rank):
         ranks = dist.get_world_size()
@@ -138,10 +139,9 @@ def _steps(rank, mesh, placements):
                 close(parts, ps.unscale_and_check(at(4.0), grads)[0], tolerance=0)
             close((params, state), (alone, state_alone))
             for key, leaf in params.items():
-                assert (type(leaf), leaf.shape, leaf.stride()) == (type(given[key]),) + (
-                    given[key].shape,
-                    given[key].stride(),
-                )
+                assert type(leaf) is type(given[key])
+                assert leaf.shape == given[key].shape
+                assert leaf.stride() == given[key].stride()
                 assert getattr(leaf, "placements", None) == getattr(given[key], "placements", None)
                 same = here(leaf).data_ptr() == here(given[key]).data_ptr()
                 assert same is donate or not here(leaf).numel()
@@ -331,3 +331,185 @@ def _both(rank, mesh, placements):
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_what_goes_element_by_element_is_done_on_shards_and_sums_are_summed_first(ranks):
     run(_both, ranks)
+
+
+def _refused(rank):
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,))
+    weight = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    on = functools.partial(distribute_tensor, device_mesh=mesh, src_data_rank=None)
+    sharded, copied = {"w": on(weight, placements=[SHARD])}, {"w": on(weight, placements=[COPY])}
+    flag = torch.tensor(False)
+    for cls, settings in (("Muon", {}), ("Adafactor", {"foreach": False})):
+        optimizer = ps.from_torch(getattr(torch.optim, cls), lr=0.1, **settings)
+        needs = rf"params\['w'\] lies as \(Shard\(dim=0\),\), and from_torch\({cls}.*Cure: AdamW"
+        with pytest.raises(ValueError, match=needs):
+            ps.maybe_step(optimizer, sharded, sharded, optimizer.init(sharded), flag)
+        with pytest.raises(ValueError, match=needs):
+            optimizer.step(sharded, sharded, optimizer.init(sharded))
+        with pytest.raises(ValueError, match=needs):
+            ps.unscale_and_step(optimizer, at(1.0), sharded, sharded, optimizer.init(sharded))
+        plain = {"w": weight}
+        moved, _ = ps.maybe_step(optimizer, copied, copied, optimizer.init(copied), flag)
+        close(moved, optimizer.step(plain, plain, optimizer.init(plain))[0])
+
+    sgd = ps.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
+    state = sgd.init(sharded)
+    for params, grads in ((sharded, {"w": weight}), ({"w": weight}, sharded)):
+        with pytest.raises(ValueError, match=r"grads\['w'\] is a .*Cure: `distribute_tensor"):
+            ps.maybe_step(sgd, params, grads, sgd.init(params), flag)
+    with pytest.raises(
+        ValueError, match=r"momentum_buffer of w lies as \(Replicate\(\),\).*sharded"
+    ):
+        ps.maybe_step(sgd, sharded, sharded, sgd.init(copied), flag)
+    large = on(torch.zeros(8, 4), placements=[SHARD])
+    with pytest.raises(
+        ValueError, match=r"grads\['w'\] has shape \(8, 4\), its parameter \(4, 4\)"
+    ):
+        ps.maybe_step(sgd, sharded, {"w": large}, state, flag)
+    sums = {"w": DTensor.from_local(weight, mesh, [Partial()])}
+    with pytest.raises(
+        ValueError, match=r"params\['w'\] lies as \(Partial\(sum\),\).*redistribute"
+    ):
+        ps.maybe_step(sgd, sums, sharded, sgd.init(sharded), flag)
+    with pytest.raises(TypeError, match=r"old\['w'\] is a DTensor, and a plain tensor"):
+        ps.select(flag, sharded, {"w": weight})
+
+    class Own(torch.optim.SGD):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    # a class whose step nobody knows, and a pair that is given the DTensors themselves
+    assert not _spread.is_elementwise(Own)
+    tx = ps.from_transformation(
+        (lambda params: (), lambda g, s, params: ({"w": -g["w"] / g["w"].norm()}, s))
+    )
+    out = ps.unscale_and_step(tx, at(2.0), sharded, sharded, (), max_norm=1e9)
+    close(out.params["w"], weight - weight / torch.linalg.vector_norm(weight))
+    assert out.params["w"].placements == (SHARD,)
+    here(sharded["w"]).fill_(math.nan if rank else 1.0)
+    out = ps.unscale_and_step(tx, at(2.0), sharded, sharded, ())
+    assert out.found_inf
+    assert same_bits(here(out.params), here(sharded))
+
+
+def test_what_cannot_be_done_on_a_shard_is_refused_on_every_rank():
+    in_processes(_refused)
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 1))
+
+
+def _fully_sharded(rank):
+    """FSDP2, on a line and in two replicas of two shards: a loop by hand with a donated step."""
+    ranks = dist.get_world_size()
+    meshes = [init_device_mesh("cpu", (ranks,))]
+    meshes += [init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))] if ranks == 4 else []
+    for mesh in meshes:
+        model, alone = net(), net()
+        for layer in (model[0], model[2]):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        optimizer, rule = ps.from_torch(torch.optim.AdamW, lr=0.01), ps.DynamicScale(2.0**4)
+        peer = torch.optim.AdamW(alone.parameters(), lr=0.01)
+        params = dict(model.named_parameters())
+        opt_state, scaler, applied = optimizer.init(params), rule.init(), 0
+        for step in range(4):
+            generator = torch.Generator().manual_seed(step)
+            x, y = (torch.randn(8, n, generator=generator) for n in (6, 1))
+            bad = math.inf if step == 1 and rank == 0 else 1.0
+            loss = (model(x[rank::ranks]) - y[rank::ranks]).pow(2).mean()
+            ps.scale_loss(scaler, loss).backward()
+            grads = {name: p.grad for name, p in params.items()}
+            here(grads["0.weight"]).mul_(bad)
+            found = ~here(grads["0.weight"]).isfinite().all()
+            found = ps.all_reduce_found_inf(found)
+            assert isinstance(grads["0.weight"], DTensor)
+            with CommDebugMode() as counted:
+                out = ps.unscale_and_step(
+                    optimizer, scaler, params, grads, opt_state, max_norm=0.5, donate=True
+                )
+            assert counted.get_total_counts() == 1
+            assert out.found_inf == found == (step == 1)
+            opt_state, scaler = out.opt_state, rule.update(scaler, out.found_inf)
+            model.zero_grad()
+            if step != 1:
+                peer.zero_grad()
+                (alone(x) - y).pow(2).mean().backward()
+                nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
+                peer.step()
+                applied += 1
+        assert opt_state.applied == applied
+        assert scaler.scale == 8
+        assert all(p is q for p, q in zip(model.parameters(), params.values(), strict=True))
+        close(dict(model.named_parameters()), dict(alone.named_parameters()))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_module_under_fsdp2_sees_the_donated_step(ranks):
+    in_processes(_fully_sharded, ranks)
+
+
+def _several_meshes(rank):
+    """A leaf over all ranks, one over two of them, one that is plain: one reduction each mesh."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    row = grid["b"]
+    every = {"all": [COPY, SHARD], "some": [SHARD]}
+    leaves = {name: torch.ones(3, 2) for name in ("all", "some", "plain")}
+
+    def tree():
+        return {
+            "all": distribute_tensor(leaves["all"].clone(), grid, every["all"], src_data_rank=None),
+            "some": distribute_tensor(leaves["some"].clone(), row, [SHARD], src_data_rank=None),
+            "plain": leaves["plain"].clone(),
+        }
+
+    with CommDebugMode() as counted:
+        norm = ps.clip_by_global_norm(tree(), 1.0)[1]
+    assert counted.get_total_counts() == 2
+    torch.testing.assert_close(norm, torch.tensor(18.0).sqrt())
+    for name in leaves:
+        for bad_rank in range(4):
+            grads = tree()
+            if rank == bad_rank:
+                here(grads[name]).fill_(math.nan)
+            assert ps.unscale_and_check(at(1.0), grads)[1]  # also where it is another mesh's
+            assert not torch.isfinite(ps.clip_by_global_norm(grads, 1.0)[1])
+    with CommDebugMode() as counted:
+        assert ps.clip_by_global_norm({"some": tree()["some"]}, 1.0)[1] ** 2 == pytest.approx(6)
+    assert counted.get_total_counts() == 1
+
+
+def test_leaves_over_several_meshes_are_known_to_all_ranks():
+    in_processes(_several_meshes, 4)
+
+
+def _compiled(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    optimizer = ps.from_torch(torch.optim.AdamW, lr=0.01)
+
+    def step(params, grads, state, scaler):
+        grads, found_inf = ps.unscale_and_check(scaler, grads)
+        grads, norm = ps.clip_by_global_norm(grads, 1.0)
+        return ps.maybe_step(optimizer, params, grads, state, found_inf), found_inf, norm
+
+    def together(params, grads, state, scaler):
+        out = ps.unscale_and_step(optimizer, scaler, params, grads, state, max_norm=1.0)
+        return (out.params, out.opt_state), out.found_inf, out.grad_norm
+
+    for function in (step, together):
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        for bad in (1.0, math.inf):
+            params, grads = (spread(values(seed), mesh, ON_A_LINE) for seed in (0, 1))
+            here(grads["uneven"])[-1:] *= bad if rank else 1.0
+            arguments = params, grads, optimizer.init(params), at(2.0)
+            ours, theirs = compiled(*arguments), function(*arguments)
+            assert ours[1] == theirs[1] == (bad == math.inf)
+            close(ours, theirs)
+            assert ours[0][0]["uneven"].placements == (SHARD,)
+
+
+def test_a_step_over_dtensors_is_one_graph():
+    in_processes(_compiled)

@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from helpers import at, in_processes, same_bits
 from torch import nn
@@ -513,3 +514,124 @@ def _compiled(rank):
 
 def test_a_step_over_dtensors_is_one_graph():
     in_processes(_compiled)
+
+
+# ---- where torch's own scalers let ranks diverge -------------------------------------------------
+
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+as_measured = pytest.mark.skipif(TORCH > (2, 13), reason="torch may have mended it")
+
+
+def _everywhere(value):
+    """What each rank holds of a number."""
+    held = [None] * dist.get_world_size()
+    dist.all_gather_object(held, float(value))
+    return held
+
+
+def _torch_steps(scaler, optimizer, params, grads):
+    scaler.scale(torch.ones(1))  # torch makes its scale here
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+    scaler.step(optimizer)
+    scaler.update()
+    return _everywhere(scaler.get_scale())
+
+
+def _sharded_grad_scaler(rank):
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    grad = torch.tensor([1.0, math.inf if rank == 1 else 1.0])
+    param = nn.Parameter(torch.zeros(2))
+    scaler = ShardedGradScaler("cpu", init_scale=8.0, process_group=dist.group.WORLD)
+    optimizer = torch.optim.AdamW([param], lr=0.1, fused=True)
+    assert _torch_steps(scaler, optimizer, [param], [grad.clone()]) == [8.0, 4.0]
+    theirs = _everywhere(param.detach()[0])
+    assert theirs[0] != theirs[1] == 0.0
+
+    ours, rule = ps.from_torch(torch.optim.AdamW, lr=0.1), ps.DynamicScale(init_scale=8.0)
+    mesh = init_device_mesh("cpu", (2,))
+    plain, shards = {"w": torch.zeros(2)}, {"w": DTensor.from_local(torch.zeros(2), mesh, [SHARD])}
+    sharded = {"w": DTensor.from_local(grad, mesh, [SHARD])}
+    for params, grads, group in ((plain, {"w": grad}, dist.group.WORLD), (shards, sharded, None)):
+        state = ours.init(params)
+        out = ps.unscale_and_step(ours, rule.init(), params, grads, state, group=group)
+        assert _everywhere(rule.update(rule.init(), out.found_inf).scale) == [4.0, 4.0]
+        assert _everywhere(here(out.params["w"])[0]) == [0.0, 0.0]
+
+
+@as_measured
+def test_ranks_agree_where_those_of_sharded_grad_scaler_with_a_fused_optimizer_do_not():
+    """It reduces the flag in `unscale_`, which a fused optimizer's step leaves out."""
+    in_processes(_sharded_grad_scaler)
+
+
+def _first_placement(rank):
+    mesh = init_device_mesh("cpu", (2,))
+
+    def leaf(values, placement):
+        return DTensor.from_local(values.clone(), mesh, [placement])
+
+    bad = torch.tensor([1.0, math.inf if rank == 1 else 1.0])
+    values = [(torch.zeros(2), torch.ones(2), COPY), (torch.zeros(2), bad, SHARD)]
+    weights = [leaf(weight, placement) for weight, _, placement in values]
+    grads = [leaf(grad, placement) for _, grad, placement in values]
+    params = [nn.Parameter(weight.clone()) for weight in weights]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer = torch.optim.SGD(params, lr=1.0)
+    assert _torch_steps(scaler, optimizer, params, [g.clone() for g in grads]) == [8.0, 4.0]
+    theirs = _everywhere(here(params[0].detach())[0])
+    assert theirs == [-0.125, 0.0]  # a replicated parameter
+
+    ours, rule = ps.from_torch(torch.optim.SGD, lr=1.0), ps.DynamicScale(init_scale=8.0)
+    for order in (slice(None), slice(None, None, -1)):
+        arguments = weights[order], grads[order], ours.init(weights[order])
+        out = ps.unscale_and_step(ours, rule.init(), *arguments)
+        assert _everywhere(rule.update(rule.init(), out.found_inf).scale) == [4.0, 4.0]
+        assert same_bits(here(out.params), here(weights[order]))
+
+
+@as_measured
+def test_ranks_agree_where_torch_looks_at_the_placement_of_the_first_gradient_only():
+    in_processes(_first_placement)
+
+
+# ---- a whole step --------------------------------------------------------------------------------
+
+
+def _trained(rank):
+    """train_step over parameters that are DTensors, from data that each rank has a part of."""
+    mesh = init_device_mesh("cpu", (2,))
+    optimizer, rule = ps.from_torch(torch.optim.AdamW, lr=0.01), ps.DynamicScale(init_scale=4.0)
+    weights = values(0)
+    weights = {"w": weights["columns"], "b": weights["plain"][:1].repeat(3)}
+    data = [values(seed, size=2.0)["uneven"].repeat(2, 7)[:4, :7].contiguous() for seed in (1, 2)]
+
+    def loss_fn(params, buffers, x):
+        return F.linear(x, params["w"], params["b"]).pow(2).mean(), buffers
+
+    def on(leaf, placement):
+        return distribute_tensor(leaf.clone(), mesh, [placement], src_data_rank=None)
+
+    alone = ps.init_train_state(weights, {}, optimizer, rule)
+    for ways in ({"w": COPY, "b": COPY}, {"w": SHARD, "b": SHARD}):
+        params = {name: on(leaf, ways[name]) for name, leaf in weights.items()}
+        state, one = ps.init_train_state(params, {}, optimizer, rule), alone
+        for batches in (data[:1], data, [data[0], data[1] * math.inf]):
+            settings = {"loss_fn": loss_fn, "optimizer": optimizer, "rule": rule, "max_norm": 0.1}
+            for on_nonfinite in ("drop_window", "drop_microbatch"):
+                spread_out = [on(x, SHARD) for x in batches]
+                kwargs = {**settings, "on_nonfinite": on_nonfinite}
+                new, info = ps.train_step(state, spread_out, **kwargs)
+                expected, told = ps.train_step(one, batches, **kwargs)
+                close(new.params, expected.params)
+                close(info.grad_norm, told.grad_norm, 1e-5)
+                assert info.found_inf == told.found_inf
+                if not told.found_inf:
+                    close(info.loss, told.loss, 1e-5)
+                assert new.params["w"].placements == (ways["w"],)
+            state, one = new, expected
+
+
+def test_a_train_step_over_dtensors_equals_that_of_one_process():
+    in_processes(_trained)

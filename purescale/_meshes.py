@@ -48,7 +48,7 @@ def extent(
 
     def gather(size: Extent, weight: float) -> Tensor:
         for top in size.tops:
-            tops[top.dtype is torch.float64].append(top.to(wide))
+            tops[1 if top.dtype is torch.float64 else 0].append(top.to(wide))
         return zero if size.norm is None else size.norm.to(wide) * weight
 
     norms = [gather(sizes.pop((None, 1)), 1.0)]

@@ -376,6 +376,11 @@ def _refused(rank):
     with pytest.raises(TypeError, match=r"old\['w'\] is a DTensor, and a plain tensor"):
         ps.select(flag, sharded, {"w": weight})
 
+    train_state = ps.init_train_state(sharded, {}, sgd, ps.DynamicScale())
+    retried = {"optimizer": sgd, "rule": ps.DynamicScale(), "max_retries": 1}
+    with pytest.raises(ValueError, match=r"max_retries=1 with parameters that are DTensors.*Cure"):
+        ps.train_step(train_state, [weight], loss_fn=lambda p, b, x: (p["w"].sum(), b), **retried)
+
     class Own(torch.optim.SGD):
         def step(self, closure=None):
             return super().step(closure)

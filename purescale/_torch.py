@@ -72,6 +72,16 @@ pytree: Any = _find("torch.utils._pytree")
 all_reduce: Callable[[Tensor, str, Any], Tensor] = _find(
     "torch.distributed._functional_collectives.all_reduce"
 )
+local: Callable[[Tensor], Tensor] = _find("torch.distributed.tensor.DTensor._local_tensor").__get__
+AsyncTensor: Any = _find("torch.distributed._functional_collectives.AsyncCollectiveTensor")
+
+
+def arrived(tensor: Tensor) -> Tensor:
+    """A tensor that a collective may still be filling, once it is there."""
+    found: Tensor = tensor.wait() if isinstance(tensor, AsyncTensor) else tensor
+    return found
+
+
 NormBase: type[nn.Module] = _find("torch.nn.modules.batchnorm._NormBase")
 BatchNorm: Any = _find("torch.nn.modules.batchnorm._BatchNorm")
 InstanceNorm: type[nn.Module] = _find("torch.nn.modules.instancenorm._InstanceNorm")

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from . import _extent, _foreach, _tree
+from . import _dtensor, _foreach, _leaf, _meshes, _tree
 from ._accum import AccumState, OnNonfinite, add, as_weight, init_accum, is_weight
 from ._argument import argument
 from ._bn import absorb, check_flat, has_layers, init_bn_stats, updated_once, without_update
@@ -123,18 +123,16 @@ def _gather(
         losses.append(loss)
         aux += tuple(new_aux)
         counts = weights.counts[index]
-        if index == 0 and not all(_foreach.is_dense(gradient) for gradient in grads):
+        if index == 0 and not all(gradient.layout is torch.strided for gradient in grads):
             together = False  # duplicate indices are summed after unscaling
         if single:
             mean, counts = grads, True  # what is dropped is the step
         elif together:
             if exact:
-                size = _extent.extent(grads, scaler.scale.device)
+                size = _meshes.extent(grads, scaler.scale.device)
                 overflows.append(overflowed(size, scaler.scale, scaled=False))
             flag = counts if isinstance(counts, Tensor) else None
-            mean = (
-                mean if counts is False else _foreach.mix(mean, grads, weights.shares[index], flag)
-            )
+            mean = mean if counts is False else _mixed(mean, grads, weights.shares[index], flag)
         else:
             accum, overflow = _add(accum, grads, weights.vector[index], scaler)
             overflows.append(overflow)
@@ -153,7 +151,7 @@ def _gather(
     else:
         mean = differentiate.zeros() if mean is None else mean
         # one read gives the norm too
-        size = _extent.extent(mean, scaler.scale.device, norm_type, scaler.scale)
+        size = _meshes.extent(mean, scaler.scale.device, norm_type, scaler.scale)
         overflow = overflowed(size, scaler.scale, scaled=True)
         norm = None if size.norm is None else size.norm / scaler.scale
         if norm is not None and not single:
@@ -173,13 +171,22 @@ def _gather(
     )
 
 
+def _mixed(mean: Leaves | None, grads: Leaves, share: Any, counts: Tensor | None) -> Leaves:
+    """`_foreach.mix` of leaves that may be DTensors."""
+    if not _dtensor.among(grads):
+        return _foreach.mix(mean, grads, share, counts)
+    shards = _dtensor.shards(grads)
+    sums = None if mean is None else _dtensor.shards(mean).local
+    return shards.back(_foreach.mix(sums, list(shards.local), share, counts))
+
+
 def _add(
     accum: AccumState | None, grads: Leaves, weight: Tensor, scaler: HasScale
 ) -> tuple[AccumState, Tensor]:
     """The exact way: a microbatch looked at by itself, then averaged with those before it."""
     scale: Tensor | None = scaler.scale
     if all(_foreach.is_dense(gradient) for gradient in grads):
-        overflow = overflowed(_extent.extent(grads, scaler.scale.device), scaler.scale, scaled=True)
+        overflow = overflowed(_meshes.extent(grads, scaler.scale.device), scaler.scale, scaled=True)
     else:
         grads, overflow = unscale_and_check(scaler, grads)
         scale = None
@@ -271,13 +278,14 @@ class _Differentiate:
         self.buffers, self.buffer_structure = _tree.flatten(buffers)
         self.present = [leaf is not None for leaf in leaves]
         self.inputs = [leaf for leaf in leaves if leaf is not None]
+        self.spread = _dtensor.among(self.inputs)
         if not _tree.traced():
             self.names = [
                 name for name, here in zip(_tree.names(params), self.present, strict=True) if here
             ]
             self.taken = {
                 None,
-                *_tree.storages([*self.inputs, *self.buffers, *_tree.tensors(scaler)]),
+                *_leaf.storages([*self.inputs, *self.buffers, *_tree.tensors(scaler)]),
             }
             self.inputs = _recordable(self.inputs)
 
@@ -329,8 +337,10 @@ class _Differentiate:
             grads = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
             # a backward may return what it was given
             grads = [grad.detach() if grad.requires_grad else grad for grad in grads]
+        if self.spread:
+            grads = [_dtensor.like(grad, leaf) for grad, leaf in zip(grads, inputs, strict=True)]
         return grads, _tree.fresh(
-            outputs, self.taken.union(_tree.storages(_tree.all_tensors(microbatch)))
+            outputs, self.taken.union(_leaf.storages(_tree.all_tensors(microbatch)))
         )
 
     def _checked(self, returned: Any) -> tuple[Tensor, Leaves, list[Any]]:
@@ -347,6 +357,7 @@ class _Differentiate:
                 "changes them."
             )
         loss, new_buffers, *aux = returned
+        loss = _dtensor.full(loss)
         if not isinstance(loss, Tensor):
             raise TypeError(
                 f"loss_fn returned {type(loss).__name__} as its loss; expected a tensor of one "

@@ -89,6 +89,29 @@ def test_the_ensemble_trains_each_rate_as_torch_would(capsys):
     assert together == pytest.approx(alone, rel=2e-2)
 
 
+def test_the_probe_shows_which_scales_are_safe_and_who_starves(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    import probe
+
+    probes = probe.main(["--picture", str(tmp_path / "probe.png")])
+    assert (tmp_path / "probe.png").stat().st_size > 10_000
+    low, high = probes["char transformer"].window
+    assert low <= 2
+    assert high >= 14
+    low, high = probes["12 layers, ReLU"].window
+    assert 4 <= low <= 8  # the first layers starve below it, which the last do not need
+    assert probes["12 layers, ReLU"].low["24.weight"] <= -6
+    assert high >= 16
+    sigmoid = probes["16 layers, sigmoid"]
+    assert sigmoid.window is None
+    assert len(sigmoid.starved) >= 6
+    assert set(sigmoid.starved + sigmoid.silent) == {  # all but the last layers
+        name for name in sigmoid.low if int(name.split(".")[0]) < 16
+    }
+    out = capsys.readouterr().out
+    assert "8.weight" in out.split("No safe scale for ")[1].splitlines()[0]
+
+
 def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)

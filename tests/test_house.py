@@ -103,9 +103,15 @@ def test_one_file_knows_optree():
 
 def test_nothing_is_needed_but_torch_and_optree():
     foreign = {package for name in FILES for package in packages(name)}
-    # the bar of `precise_bn` and the picture of a probe, where they are asked for
-    asked_for = {"tqdm", "matplotlib"}
+    # the bar of `precise_bn`, the picture of a probe and the checks for users' tests, where they
+    # are asked for
+    asked_for = {"tqdm", "matplotlib", "hypothesis"}
     assert foreign - set(sys.stdlib_module_names) == {"torch", "optree"} | asked_for
+
+
+def test_what_tests_need_is_imported_by_testing_alone():
+    assert [name for name in FILES if "hypothesis" in packages(name)] == ["testing.py"]
+    assert [name for name in FILES if "testing.py" in imported(name)] == []
 
 
 @pytest.mark.parametrize("name", FILES)

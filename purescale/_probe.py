@@ -68,14 +68,14 @@ class ScaleProbe(NamedTuple):
         elif self.starved:
             lines = [
                 f"No safe scale for {len(self.starved)} of {len(self.low)} leaves: "
-                f"{_tree.some(self.starved, 12)}. The largest that fits is 2**{self.high}."
+                f"{_tree.some(self.starved, 20)}. The largest that fits is 2**{self.high}."
             ]
         else:
             lines = [f"Safe for every leaf: {_shown(self.window)}."]
         if self.silent:
             lines.append(
                 "Nothing but zeros at every scale (unused, behind a weight of 0, or too small): "
-                f"{_tree.some(self.silent, 12)}."
+                f"{_tree.some(self.silent, 20)}."
             )
         return lines
 

@@ -105,11 +105,12 @@ def test_the_probe_shows_which_scales_are_safe_and_who_starves(tmp_path, monkeyp
     sigmoid = probes["16 layers, sigmoid"]
     assert sigmoid.window is None
     assert len(sigmoid.starved) >= 6
-    assert set(sigmoid.starved + sigmoid.silent) == {  # all but the last layers
-        name for name in sigmoid.low if int(name.split(".")[0]) < 16
-    }
+    lost = {int(name.split(".")[0]) for name in sigmoid.starved + sigmoid.silent}
+    assert lost == set(range(0, max(lost) + 1, 2)), "the first layers, and all of them"
+    assert 8 <= max(lost) < 24
     out = capsys.readouterr().out
-    assert "8.weight" in out.split("No safe scale for ")[1].splitlines()[0]
+    verdict = out.split("No safe scale for ")[1].splitlines()[0]
+    assert all(name in verdict for name in sigmoid.starved)
 
 
 def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
@@ -187,7 +188,9 @@ def test_every_public_name_has_a_docstring_and_an_example():
 
 
 def test_all_is_exactly_the_public_names_in_the_order_of_the_index():
-    assert sorted(ps.__all__) == sorted(name for name in dir(ps) if not name.startswith("_"))
+    by_itself = {"testing"}  # imported by none of them
+    public = {name for name in dir(ps) if not name.startswith("_")} - by_itself
+    assert sorted(ps.__all__) == sorted(public)
     index = re.findall(r"^    (\w+) +\S", ps.__doc__, re.M)
     assert index == ps.__all__
 

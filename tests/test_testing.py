@@ -61,7 +61,7 @@ class Halving:
     def bounded(self, state):
         usable = torch.isfinite(state.scale) & (state.scale > 0)
         scale = torch.where(usable, state.scale, self.min_scale).clamp(self.min_scale, 2.0**20)
-        return state._replace(scale=scale)
+        return Kept(scale, state.count)
 
     def update(self, state, bad):
         return self.bounded(self.moved(self.bounded(state), bad))
@@ -81,8 +81,7 @@ class ForgetsTheCeiling(Halving):
 class ByThirds(Halving):
     def update(self, state, bad):
         new = super().update(state, bad)
-        thirds = new._replace(scale=torch.where(bad, state.scale / 3, new.scale))
-        return self.bounded(thirds)
+        return self.bounded(Kept(torch.where(bad, state.scale / 3, new.scale), new.count))
 
 
 class ComesLate(Halving):
@@ -135,11 +134,13 @@ class Remembers(Halving):
 
 
 class OneAtATime(Halving):
-    """Fails under vmap, and reads nothing."""
+    """Writes into memory that holds one member only."""
 
     def update(self, state, bad):
-        scale = super().update(state, bad).scale
-        return Kept(scale.as_strided((), ()) if scale.data_ptr() else scale, state.count + 1)
+        new = super().update(state, bad)
+        scale = torch.zeros((), device=bad.device)
+        scale.copy_(new.scale)
+        return Kept(scale, new.count)
 
 
 class ChangesItsDtype(Halving):

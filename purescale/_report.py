@@ -124,11 +124,11 @@ def grad_report(grads: Tree, sample: int = 1) -> GradReport:
 
 
 def _names(tree: Tree) -> list[str]:
-    """The dotted names; where two are the same, with their place in the tree."""
+    """The dotted names; where some are the same, each with its place in the tree."""
     names = [name or "grads" for name in _tree.names(tree)]
-    return [
-        name if names.count(name) == 1 else f"{name} ({index})" for index, name in enumerate(names)
-    ]
+    if len(set(names)) == len(names):
+        return names
+    return [f"{name} ({index})" for index, name in enumerate(names)]
 
 
 # ---- columns -------------------------------------------------------------------------------------

@@ -49,6 +49,7 @@ is_batched: Callable[[Tensor], bool] = _find("torch._C._functorch.is_batchedtens
 unwrapped: Callable[[Tensor], Tensor] = _find("torch._C._functorch.get_unwrapped")
 function_modes: Callable[[], list[Any]] = _find("torch.overrides._get_current_function_mode_stack")
 without_modes: Any = _find("torch.utils._python_dispatch._disable_current_modes")
+DispatchMode: Any = _find("torch.utils._python_dispatch.TorchDispatchMode")
 nonstrict_trace: Any = _find("torch._dynamo.nonstrict_trace")
 TensorGuards: Any = _find("torch._C._dynamo.guards.TensorGuards")
 _find("torch.autograd.forward_ad._current_level")

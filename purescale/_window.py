@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -109,7 +110,7 @@ def _gather(
     exact: bool,
 ) -> Gathered:
     weights = _weights(microbatches, weight_fn, scaler.scale)
-    differentiate = _Differentiate(params, buffers, scaler, loss_fn)
+    differentiate = Differentiate(params, buffers, scaler, loss_fn)
     single = len(microbatches) == 1
     together = single or on_nonfinite == "drop_window"
     carried = differentiate.buffers
@@ -264,7 +265,7 @@ def _summary(
     }
 
 
-class _Differentiate:
+class Differentiate:
     """The gradients of the scaled loss; the unscaled loss, new buffers and aux, off the graph and
     in memory of their own.
 
@@ -301,23 +302,28 @@ class _Differentiate:
     def __call__(
         self, buffers: Leaves, microbatch: Any
     ) -> tuple[Leaves, tuple[Tensor, Leaves, list[Any]]]:
-        def scaled(inputs: Leaves) -> tuple[Tensor, tuple[Tensor, Leaves, list[Any]]]:
-            given = self.buffer_structure.unflatten(buffers)
-            loss, new_buffers, aux = self._checked(
-                self.loss_fn(self.tree(inputs), given, microbatch)
-            )
-            unscaled = loss.to(_foreach.wide_dtype(loss.dtype))
-            return scale_loss(self.scaler, loss).reshape(()), (
-                unscaled.reshape(()),
-                new_buffers,
-                aux,
-            )
-
         if _tree.traced():
+            scaled = functools.partial(self._scaled, buffers, microbatch)
             grads, (_, outputs) = torch.func.grad_and_value(scaled, has_aux=True)(self.inputs)
             return list(grads), _tree.fresh(outputs)
         # torch.func.grad would give the same bits; this also takes checkpointing around `apply` and
         # custom Functions of the older form.
+        inputs, loss, outputs = self.graph(buffers, microbatch)
+        grads = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
+        # a backward may return what it was given
+        grads = [grad.detach() if grad.requires_grad else grad for grad in grads]
+        if self.spread:
+            grads = [_dtensor.like(grad, leaf) for grad, leaf in zip(grads, inputs, strict=True)]
+        return grads, _tree.fresh(
+            outputs, self.taken.union(_leaf.storages(_tree.all_tensors(microbatch)))
+        )
+
+    def graph(
+        self, buffers: Leaves, microbatch: Any
+    ) -> tuple[Leaves, Tensor, tuple[Tensor, Leaves, list[Any]]]:
+        """The parameters, the scaled loss on its graph over them, and the outputs; where nothing is
+        traced.
+        """
         buffers = _recordable(buffers)
         with torch.enable_grad():
             # Leaves, so that autocast casts a weight once however often it is used; new ones, as a
@@ -326,22 +332,24 @@ class _Differentiate:
                 argument(name, leaf.detach()).requires_grad_()
                 for name, leaf in zip(self.names, self.inputs, strict=True)
             ]
-            loss, outputs = scaled(inputs)
-            if not loss.requires_grad:
-                raise ValueError(
-                    "the loss does not depend on params. Likely cause: loss_fn calls the module "
-                    "and not `apply(params, buffers, ...)`, or runs under torch.no_grad or "
-                    "inference_mode. Cure: `out, buffers = apply(params, buffers, x)` and a loss "
-                    "of that `out`."
-                )
-            grads = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
-            # a backward may return what it was given
-            grads = [grad.detach() if grad.requires_grad else grad for grad in grads]
-        if self.spread:
-            grads = [_dtensor.like(grad, leaf) for grad, leaf in zip(grads, inputs, strict=True)]
-        return grads, _tree.fresh(
-            outputs, self.taken.union(_leaf.storages(_tree.all_tensors(microbatch)))
-        )
+            loss, outputs = self._scaled(buffers, microbatch, inputs)
+        if not loss.requires_grad:
+            raise ValueError(
+                "the loss does not depend on params. Likely cause: loss_fn calls the module "
+                "and not `apply(params, buffers, ...)`, or runs under torch.no_grad or "
+                "inference_mode. Cure: `out, buffers = apply(params, buffers, x)` and a loss "
+                "of that `out`."
+            )
+        return inputs, loss, outputs
+
+    def _scaled(
+        self, buffers: Leaves, microbatch: Any, inputs: Leaves
+    ) -> tuple[Tensor, tuple[Tensor, Leaves, list[Any]]]:
+        given = self.buffer_structure.unflatten(buffers)
+        loss, new_buffers, aux = self._checked(self.loss_fn(self.tree(inputs), given, microbatch))
+        unscaled = loss.to(_foreach.wide_dtype(loss.dtype))
+        scaled = scale_loss(self.scaler, loss).reshape(())
+        return scaled, (unscaled.reshape(()), new_buffers, aux)
 
     def _checked(self, returned: Any) -> tuple[Tensor, Leaves, list[Any]]:
         buffers = self.buffer_tree

@@ -14,6 +14,8 @@ from . import _foreach, _tree
 from ._accum import OnNonfinite, check_on_nonfinite
 from ._checks import shown
 from ._clip import Clip, check_ordered, checked, clip_by_value, clip_divisor, clip_to, told
+from ._headroom import check_update, largest, updated
+from ._infos import StepInfo
 from ._kernels import Treatment
 from ._optim import Optimizer
 from ._retry import gather_until_finite
@@ -30,6 +32,8 @@ class Stepped(NamedTuple):
     found_inf: Tensor  # bool []
     # float32 [], before clipping; not finite where found_inf; () where max_norm is None
     grad_norm: Any
+    # float32 [], as grad_norm, the largest magnitude; () where it was not asked for
+    grad_amax: Any = ()
 
 
 class TrainState(NamedTuple):
@@ -43,22 +47,6 @@ class TrainState(NamedTuple):
     scaler: Any
     step: Tensor  # int64 []: steps applied, skipped ones not counted
     rng: Any  # uint8 [n], a generator's state; () for torch's global generator
-
-
-class StepInfo(NamedTuple):
-    """What a step has to tell: 0-d tensors, so that infos can be stacked. Reading one syncs; do it
-    when you log.
-    """
-
-    # float32 (float64 for a float64 loss): unscaled, the weighted mean of the microbatches that
-    # count
-    loss: Tensor
-    found_inf: Tensor  # bool: the step was skipped
-    scale: Tensor  # float32: the scale that was used
-    # float32, before clipping; not finite where found_inf; () where max_norm is None
-    grad_norm: Any
-    retries: Tensor  # int32: how often the window was gone through again
-    aux: Any  # what loss_fn returned third, one a microbatch; () where it returns two
 
 
 def maybe_step(
@@ -163,6 +151,7 @@ def unscale_and_step(
     group: Any = None,
     donate: bool = False,
     norm_type: float = 2.0,
+    amax: bool = False,
 ) -> Stepped:
     """Equal to `unscale_and_check`, `clip_by_global_norm`, `clip_by_value` and `maybe_step` in
     turn, in the fewest passes over memory.
@@ -174,10 +163,11 @@ def unscale_and_step(
 
     `donate`: `params`, `scaled_grads` and `opt_state` may be overwritten; the caller gives them up.
     Same bits. `max_norm=None` and `clip_value=None` leave that clipping out; `norm_type` as in
-    `clip_by_global_norm`, `group` as in `unscale_and_check`.
+    `clip_by_global_norm`, `group` as in `unscale_and_check`. `amax`: tell `grad_amax` of the
+    unscaled gradients too, from the same read, over `group`; for a rule that takes it.
 
-    Returns `Stepped(params, opt_state, found_inf, grad_norm)`; `grad_norm` is `()` where `max_norm`
-    is None (`inf` measures without clipping).
+    Returns `Stepped(params, opt_state, found_inf, grad_norm, grad_amax)`; `grad_norm` is `()` where
+    `max_norm` is None (`inf` measures without clipping), `grad_amax` without `amax`.
 
     >>> import torch
     >>> from purescale import DynamicScale, from_torch
@@ -198,6 +188,7 @@ def unscale_and_step(
         donate=donate,
         spent=donate,
         keep=_tree.tensors(scaler),
+        amax=amax,
     )
     if donate:
         _tree.poison((params, scaled_grads, opt_state), keep=(out, scaler, max_norm, clip_value))
@@ -219,6 +210,7 @@ def _step(
     keep: Sequence[Tensor],
     found_inf: Tensor | None = None,
     norm: Tensor | None = None,
+    amax: bool = False,
 ) -> Stepped:
     """`unscale_and_step` of gradients still `scaled` or not, which may be overwritten where they
     are `spent`; writes into none of `keep`.
@@ -238,8 +230,16 @@ def _step(
     if plan is not None:
         # The plan was made before the gradients are read, which drives from the cache what Python
         # looks at.
-        found_inf, norm = _extent(
-            plan.gradients, clip, scale, found_inf, norm, group, scaled=scaled, dense=True
+        found_inf, norm, most = _extent(
+            plan.gradients,
+            clip,
+            scale,
+            found_inf,
+            norm,
+            group,
+            scaled=scaled,
+            dense=True,
+            amax=amax,
         )
         divisor = scale if scaled else None
         if clip.max_norm is not None:
@@ -247,7 +247,8 @@ def _step(
             # One that is not finite would turn gradients into 0.
             found_inf = found_inf | ~torch.isfinite(divisor)
         stepped = plan.run(found_inf, Treatment(divisor, clip.value))
-        return Stepped(stepped[0], stepped[1], found_inf, told(grad_norm, found_inf))
+        facts = told(grad_norm, found_inf), told(most, found_inf)
+        return Stepped(stepped[0], stepped[1], found_inf, *facts)
     _check_step(optimizer, params, grads, opt_state)
     if scaled:
         # Unscaling in place must not reach parameters or state that stand in the gradients' memory.
@@ -260,14 +261,16 @@ def _step(
             and all(_tree.writable(_tree.tensors(grads), others))
         )
         leaves = _foreach.divide(leaves, scale, donate=in_place)
-    found_inf, norm = _extent(leaves, clip, scale, found_inf, norm, group, scaled=False)
+    found_inf, norm, most = _extent(
+        leaves, clip, scale, found_inf, norm, group, scaled=False, amax=amax
+    )
     grads = structure.unflatten(leaves)
     if clip.max_norm is not None:
         grads, grad_norm = clip_to(grads, norm, clip.max_norm, donate=True)
     if clip.value is not None:
         grads = clip_by_value(grads, clip.value, donate=True)
     stepped = _maybe_step(optimizer, params, grads, opt_state, found_inf, donate=donate, keep=keep)
-    return Stepped(*stepped, found_inf, told(grad_norm, found_inf))
+    return Stepped(*stepped, found_inf, told(grad_norm, found_inf), told(most, found_inf))
 
 
 def _extent(
@@ -280,17 +283,20 @@ def _extent(
     *,
     scaled: bool,
     dense: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """`found_inf`, and where clipping needs it the norm of the unscaled gradients, from at most one
-    read of `leaves`.
+    amax: bool = False,
+) -> tuple[Tensor, Tensor | None, Any]:
+    """`found_inf`, where clipping needs it the norm of the unscaled gradients, and their largest
+    where `amax` asks for it, from at most one read of `leaves`.
     """
     norm_type = None if clip.max_norm is None else clip.norm_type
     if found_inf is not None and (norm is not None or norm_type is None):
-        return found_inf, norm
-    size = _foreach.extent(leaves, scale.device, norm_type, scale if scaled else None, dense=dense)
+        return found_inf, norm, ()
+    over = scale if scaled else None
+    size = _foreach.extent(leaves, scale.device, norm_type, over, dense=dense, exact=amax)
     if found_inf is None:
         found_inf = overflowed(size, scale, scaled=scaled, group=group)
-    return found_inf, size.norm / scale if scaled and size.norm is not None else size.norm
+    norm = size.norm if over is None or size.norm is None else size.norm / over
+    return found_inf, norm, largest(size, scale.device, over, group) if amax else ()
 
 
 # ---- the composer --------------------------------------------------------------------------------
@@ -432,7 +438,7 @@ def train_step(
     skip, overflow = gathered.found_inf, gathered.overflow
     # Where no try was finite, the scale ends as after one ordinary skip.
     used = scaler if retries == 0 else _tree.where(overflow, state.scaler, scaler, donate=False)
-    next_scaler = rule.update(used, overflow)
+    next_scaler = updated(rule, used, overflow, gathered.amax)
     # a window that its weights alone made empty leaves the scale as it was
     if overflow is not skip:
         next_scaler = _tree.where(skip & ~overflow, state.scaler, next_scaler, donate=False)
@@ -484,6 +490,7 @@ def train_step(
         found_inf=skip,
         scale=scale,
         grad_norm=out.grad_norm,
+        grad_amax=told(gathered.amax, skip),
         retries=torch.full((), retries, dtype=torch.int32, device=skip.device),
         aux=gathered.aux,
     )
@@ -587,3 +594,4 @@ def _check_parts(optimizer: Any, rule: Any) -> None:
             "found_inf)`, which gives the next one. Cure: DynamicScale(), StaticScale(512.0) or "
             "NoScale(); the README has a rule of one's own."
         )
+    check_update(rule)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from . import _foreach, _tree
+from . import _extent, _foreach, _tree
 from ._checks import as_float, shown, whole
 from ._tree import Leaves, Tree
 
@@ -116,7 +116,7 @@ def accumulate_grads(
     new = _leaves_for(accum, grads, leaves, structure)
     checked = as_weight("weight is", weight, accum.weight)
     bad = (
-        ~_foreach.all_finite(new, torch.ones_like(accum.weight))
+        ~_extent.all_finite(new, torch.ones_like(accum.weight))
         if found_inf is None
         else _tree.flag(found_inf, like=accum.weight)
     )

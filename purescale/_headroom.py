@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import _checks, _foreach, _tree
 from ._collectives import all_reduce
+from ._extent import Extent, extent
 from ._scaler import is_usable
 from ._tree import Tree
 
@@ -188,11 +189,11 @@ def grad_amax(grads: Tree, group: Any = None) -> Tensor:
     leaves, _ = _tree.flatten(grads)
     _tree.check_gradients(grads, leaves)
     device = _tree.device_of(grads, leaves, "grads")
-    return largest(_foreach.extent(leaves, device, exact=True), device, group=group)
+    return largest(extent(leaves, device, exact=True), device, group=group)
 
 
 def largest(
-    size: _foreach.Extent, device: torch.device, scale: Tensor | None = None, group: Any = None
+    size: Extent, device: torch.device, scale: Tensor | None = None, group: Any = None
 ) -> Tensor:
     """`grad_amax` of leaves of this exact extent, which are still to be divided by `scale`."""
     tops = [top if scale is None else top / scale for top in size.tops]

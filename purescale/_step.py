@@ -14,6 +14,7 @@ from . import _foreach, _tree
 from ._accum import OnNonfinite, check_on_nonfinite
 from ._checks import shown
 from ._clip import Clip, check_ordered, checked, clip_by_value, clip_divisor, clip_to, told
+from ._extent import extent
 from ._headroom import check_update, largest, updated
 from ._infos import StepInfo
 from ._kernels import Treatment
@@ -292,7 +293,7 @@ def _extent(
     if found_inf is not None and (norm is not None or norm_type is None):
         return found_inf, norm, ()
     over = scale if scaled else None
-    size = _foreach.extent(leaves, scale.device, norm_type, over, dense=dense, exact=amax)
+    size = extent(leaves, scale.device, norm_type, over, dense=dense, exact=amax)
     if found_inf is None:
         found_inf = overflowed(size, scale, scaled=scaled, group=group)
     norm = size.norm if over is None or size.norm is None else size.norm / over

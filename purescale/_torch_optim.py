@@ -17,13 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
 
-from . import _columns, _foreach, _plan, _tree
+from . import _columns, _foreach, _plan, _torch, _tree
 from ._door import Entered, Memo, enter
 from ._formula import Dampening, PlainArithmetic, Rate, has_lists, without_reads
 from ._kernels import Kernel, Treatment, kernel_of
@@ -80,11 +75,14 @@ class Plan(NamedTuple):
             treatment,
             spent=self.spent,
         )
-        moved, opt_state = iter(results), self.opt_state
-        params = self.rebuild([None if leaf is None else next(moved) for leaf in self.leaves])
-        slots = opt_state.slots  # where all is written in place, they are the next ones
-        if not self.facts.in_place:
-            slots = {name: {key: next(moved) for key in slot} for name, slot in slots.items()}
+        opt_state, slots = self.opt_state, self.opt_state.slots
+        if self.facts.in_place and not self.facts.on_graphs:  # they are the results
+            params = self.rebuild(self.leaves)
+        else:
+            moved = iter(results)
+            params = self.rebuild([None if leaf is None else next(moved) for leaf in self.leaves])
+            if not self.facts.in_place:
+                slots = {name: {key: next(moved) for key in slot} for name, slot in slots.items()}
         lr = opt_state.lr.detach().clone() if isinstance(opt_state.lr, Tensor) else opt_state.lr
         return params, OptState(
             opt_state.applied + (1 if found_inf is None else ~found_inf), slots, lr
@@ -166,7 +164,7 @@ class TorchOptimizer:
         # Dynamo will not trace a torch optimizer; the compiler behind it traces this plain Python.
         # Nothing in there is guarded, so a compiled step is guarded by `_key` instead: all that the
         # formula reads but for its arguments.
-        self._opaque = torch._dynamo.nonstrict_trace(self._formula)
+        self._opaque = _torch.nonstrict_trace(self._formula)
         self._key = repr(
             (
                 cls.__module__,
@@ -671,7 +669,7 @@ class TorchOptimizer:
         optimizer.__dict__.update(
             defaults=self._defaults,
             state=defaultdict(dict),
-            _warned_capturable_if_run_uncaptured=True,
+            **_torch.SILENT,
         )
         optimizer.param_groups = []
         lists = flags.get("foreach", False)
@@ -702,7 +700,7 @@ class TorchOptimizer:
             run(optimizer)
             spent = [slots[name][_FIRST] for name in gradients if _FIRST in slots[name]]
             if lists and spent:
-                torch._foreach_zero_(spent)
+                _torch.foreach.zero_(spent)
         except KeyError as error:
             raise self._foreign_state(str(error)) from None
         finally:
@@ -861,7 +859,7 @@ def _begin_at(rate: Any, slots: list[dict[str, Tensor]], *, lists: bool) -> None
         begun = torch.where(
             torch.stack([slot["step"] for slot in slots]) == 0, rate, torch.stack(etas)
         )
-        torch._foreach_copy_(etas, begun.unbind())
+        _torch.foreach.copy_(etas, begun.unbind())
 
 
 def _batch_alike(
@@ -960,8 +958,7 @@ def _with_slots(cls: Any, probes: list[Tensor], settings: dict[str, Any], rate: 
             optimizer.param_groups[0]["lr"] = (
                 Rate.of(rate) if issubclass(cls, torch.optim.Rprop) else rate
             )
-        lists = len(inspect.signature(optimizer._init_group).parameters) - 1
-        optimizer._init_group(optimizer.param_groups[0], *([] for _ in range(lists)))
+        _torch.new_state(optimizer)
     return optimizer
 
 
@@ -1003,9 +1000,9 @@ def _check_rate(where: str, lr: Any) -> None:
     if not callable(lr) or _tree.traced():
         return
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with _torch.FakeTensorMode(allow_non_fake_inputs=True):
             rate = lr(torch.zeros((), dtype=torch.int64, device="cpu"))
-    except (DataDependentOutputException, DynamicOutputShapeException):
+    except (_torch.DataDependentOutput, _torch.DynamicOutputShape):
         raise TypeError(
             f"{where}: the schedule {lr!r} reads the value of the step count. It works step by "
             "step and breaks when the step is compiled or vmapped, or makes a GPU wait. Likely "
@@ -1126,9 +1123,7 @@ def _check_class(cls: Any, settings: dict[str, Any]) -> None:
             "Python (a sync on a GPU, and no compile or vmap). Cure: name the one that may, "
             "from_torch(Adafactor, foreach=False)."
         )
-    module = inspect.unwrap(cls.step).__globals__
-    name = module.get("__name__", "").rpartition(".")[2].lstrip("_")
-    if not hasattr(cls, "_init_group") or f"_single_tensor_{name}" not in module:
+    if _torch.formula_of(cls) is None:
         raise ValueError(
             f"{cls.__name__} is not built like the classes of torch.optim, so its state cannot be "
             "found before its first step. Cure: from_transformation(tx) with an (init, update) "

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from . import _foreach, _tree
+from . import _extent, _foreach, _tree
 from ._accum import AccumState, OnNonfinite, add, as_weight, init_accum, is_weight
 from ._argument import argument
 from ._bn import absorb, check_flat, has_layers, init_bn_stats, updated_once, without_update
@@ -133,7 +133,7 @@ def _gather(
             mean, counts = grads, True  # what is dropped is the step
         elif together:
             if exact:
-                size = _foreach.extent(grads, scaler.scale.device)
+                size = _extent.extent(grads, scaler.scale.device)
                 overflows.append(overflowed(size, scaler.scale, scaled=False))
             flag = counts if isinstance(counts, Tensor) else None
             mean = (
@@ -160,7 +160,7 @@ def _gather(
     else:
         mean = differentiate.zeros() if mean is None else mean
         # one read gives the norm too
-        size = _foreach.extent(mean, scaler.scale.device, norm_type, scaler.scale, exact=amax)
+        size = _extent.extent(mean, scaler.scale.device, norm_type, scaler.scale, exact=amax)
         most = largest(size, scaler.scale.device, scaler.scale) if amax else ()
         overflow = overflowed(size, scaler.scale, scaled=True)
         norm = None if size.norm is None else size.norm / scaler.scale
@@ -188,9 +188,7 @@ def _add(
     """The exact way: a microbatch looked at by itself, then averaged with those before it."""
     scale: Tensor | None = scaler.scale
     if all(_foreach.is_dense(gradient) for gradient in grads):
-        overflow = overflowed(
-            _foreach.extent(grads, scaler.scale.device), scaler.scale, scaled=True
-        )
+        overflow = overflowed(_extent.extent(grads, scaler.scale.device), scaler.scale, scaled=True)
     else:
         grads, overflow = unscale_and_check(scaler, grads)
         scale = None

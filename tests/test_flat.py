@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import purescale as ps
-from purescale import _columns, _tree
+from purescale import _columns, _torch, _tree
 
 LISTS = {name: many for name, many in SETTINGS.items() if name not in ("Muon", "Adafactor")}
 CASES = [
@@ -92,9 +92,9 @@ def operators(optimizer, count, **how):
 
 
 HOW = [
-    pytest.param({"max_norm": m, "donate": d}, id=f"max_norm={m}, donate={d}")
-    for m in (None, 1.0)
-    for d in (False, True)
+    pytest.param({**clip, "donate": donate}, id=f"{clip}, donate={donate}")
+    for clip in ({}, {"max_norm": 1.0}, {"clip_value": 1.0}, {"max_norm": 1.0, "clip_value": 1.0})
+    for donate in (False, True)
 ]
 
 
@@ -336,7 +336,7 @@ def test_copies_over_lists_are_clones():
         torch.randn(3, 4)[:, ::2],
     ]
     mixed += [torch.randn(3).to(torch.complex64), torch.randn(4).to(torch.complex64).conj()]
-    for by in (_columns._clone, _columns._clone_by_two):
+    for by in (_columns._clone, _torch.clone_by_two):
         before, _columns._clone = _columns._clone, by
         try:
             copies = _columns.clone(mixed)

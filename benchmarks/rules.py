@@ -249,7 +249,7 @@ STYLES = {
     "HeadroomScale()": ("#D55E00", "-"),
     "DynamicScale()": ("#0072B2", "--"),
     "Megatron-LM": ("#009E73", "-."),
-    "nnabla": ("#CC79A7", ":"),
+    "DynamicScale(growth_interval=50)": ("#CC79A7", ":"),
 }
 
 
@@ -269,12 +269,14 @@ def picture(names: list[str], amaxes: Tensor, path: Path) -> None:
         limit = (65504 / given[0]).log2()
         top = max(limit.max().item(), 10 if start is None else math.log2(start)) + 2
         ax.fill_between(range(STEPS), limit, top, color="0.9", step="post", label="overflows")
+        low = 0.0
         for name, (colour, line) in STYLES.items():
             scales, bad = replayed(RULES[name], start, one, given)
             bits, skipped = scales[0].log2(), bad[0].nonzero().flatten()
             ax.plot(bits, line, color=colour, drawstyle="steps-post", linewidth=1.8, label=name)
             ax.plot(skipped, bits[skipped], "x", color=colour, markersize=6)
-        ax.set(title=title, ylim=(min(limit.min().item(), 0) - 9, top), xlim=(-2, STEPS))
+            low = min(low, bits.min().item())
+        ax.set(title=title, ylim=(low - 1, top), xlim=(-2, STEPS))
     for ax in axes[:, 0]:
         ax.set_ylabel("log2 of the loss scale")
     for ax in axes[1]:

@@ -116,8 +116,7 @@ class HeadroomScale:
         seen = torch.where(bad, 2 * _LARGEST / scale, _as_amax(amax, scale))
         told = torch.isfinite(seen) & (seen > 0)
         history = torch.where(told, torch.cat([history[1:], seen.reshape(1)]), history)
-        usual = torch.isfinite(history) & (history > 0)
-        most = torch.where(usual, history, 0).amax()
+        most = torch.where(torch.isfinite(history), history, 0).amax()
         kept = torch.where(is_usable(scale), scale, self.min_scale)
         return HeadroomState(
             scale=torch.where(most > 0, self._scale_for(most), kept).clamp(

@@ -174,9 +174,10 @@ def test_a_damaged_state_comes_back(scale, bad, history):
     damaged = ps.HeadroomState(
         torch.tensor(scale), torch.tensor([history] * 3), torch.tensor(0, dtype=torch.int32)
     )
-    state = run(rule, [(bad, 1.0), (False, 1.0), (False, 1.0)], damaged)[-1]
-    assert math.frexp(state.scale.item())[0] == 0.5
-    assert rule.min_scale <= state.scale <= rule.max_scale
+    for amax in (0.0, 1.0):
+        state = run(rule, [(bad, amax)], damaged)[-1]
+        assert math.frexp(state.scale.item())[0] == 0.5
+        assert rule.min_scale <= state.scale <= rule.max_scale
     fresh = run(rule, [(False, 1.0)] * 3, state)[-1]
     assert same_bits(fresh, clean(rule, 1.0, 1.0, 1.0))
 

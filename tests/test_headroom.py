@@ -643,3 +643,11 @@ def test_donation_gives_the_same_bits():
 def test_stacked_states_are_trees():
     states = run(ps.HeadroomScale(window=2), [(False, 1.0), (True, 1.0)])
     assert pytree.tree_map(lambda *t: torch.stack(t), *states).amax_history.shape == (3, 2)
+
+
+@pytest.mark.parametrize("damage", [math.nan, math.inf, -1.0])
+def test_a_damaged_entry_of_the_history_counts_for_nothing(damage):
+    rule = ps.HeadroomScale(window=3)
+    state = clean(rule, 1.0, 1.0, 1.0)
+    damaged = state._replace(amax_history=torch.tensor([1.0, damage, 1.0]))
+    assert rule.update(damaged, torch.tensor(False), torch.tensor(1.0)).scale == state.scale

@@ -650,4 +650,4 @@ def test_a_damaged_entry_of_the_history_counts_for_nothing(damage):
     rule = ps.HeadroomScale(window=3)
     state = clean(rule, 1.0, 1.0, 1.0)
     damaged = state._replace(amax_history=torch.tensor([1.0, damage, 1.0]))
-    assert rule.update(damaged, torch.tensor(False), torch.tensor(1.0)).scale == state.scale
+    assert rule.update(damaged, torch.tensor(False), torch.tensor(4.0)).scale == state.scale / 4

@@ -21,6 +21,9 @@ The loss scale:
     scale_loss            the loss times the scale, in float32
     unscale_and_check     gradients over the scale, and `found_inf`
     check_scaler          syncs; raises where training has stopped moving
+    HeadroomScale         the rule: follow the largest gradient, some bits below an overflow
+    HeadroomState         what it remembers
+    grad_amax             the largest magnitude in gradients, which it looks at
 
 What the numbers look like:
     probe_scales          syncs; one batch at many scales: which overflow, which leaf starves
@@ -70,7 +73,8 @@ The step:
     init_train_state      everything that a step changes, as one value
     train_step            a whole step over a list of microbatches
     TrainState            what it maps to the next one
-    StepInfo              what it tells: loss, found_inf, scale, grad_norm
+    StepInfo              what it tells: loss, found_inf, scale, grad_norm, grad_amax
+    stack_infos           what many steps tell, as one value
 
 Checkpoints:
     to_state_dict         any state as nested dicts of tensors
@@ -80,6 +84,7 @@ Checkpoints:
 
 Besides:
     select                the old tree where `found_inf`, else the new one
+    simulate              a rule over flags or over gradients, without a training
     interop               the scalers of other libraries as rules, their state dicts both ways
 """
 
@@ -105,6 +110,11 @@ from ._scaler import (
     scale_loss as scale_loss,
     unscale_and_check as unscale_and_check,
     check_scaler as check_scaler,
+)
+from ._headroom import (
+    HeadroomScale as HeadroomScale,
+    HeadroomState as HeadroomState,
+    grad_amax as grad_amax,
 )
 
 from ._probe import (
@@ -166,8 +176,8 @@ from ._train import (
     init_train_state as init_train_state,
     train_step as train_step,
     TrainState as TrainState,
-    StepInfo as StepInfo,
 )
+from ._infos import StepInfo as StepInfo, stack_infos as stack_infos
 
 from ._checkpoint import (
     to_state_dict as to_state_dict,
@@ -178,6 +188,7 @@ from ._checkpoint import (
 
 from ._tree import select as select
 
+from . import simulate as simulate
 from . import interop as interop
 
 __all__ = [  # noqa: RUF022  in the order of a step
@@ -196,6 +207,9 @@ __all__ = [  # noqa: RUF022  in the order of a step
     "scale_loss",
     "unscale_and_check",
     "check_scaler",
+    "HeadroomScale",
+    "HeadroomState",
+    "grad_amax",
     "probe_scales",
     "ScaleProbe",
     "grad_report",
@@ -232,11 +246,13 @@ __all__ = [  # noqa: RUF022  in the order of a step
     "train_step",
     "TrainState",
     "StepInfo",
+    "stack_infos",
     "to_state_dict",
     "from_state_dict",
     "save",
     "load",
     "select",
+    "simulate",
     "interop",
 ]
 

@@ -19,7 +19,8 @@ from ._torch import foreach
 class Extent(NamedTuple):
     """How large some leaves are."""
 
-    tops: list[Tensor]  # the largest magnitude, one a dtype, at least float32; NaN if there is one
+    # the largest magnitude or a bound, one a dtype, at least float32; NaN if there is one
+    tops: list[Tensor]
     norm: Tensor | None  # in the widest dtype of the device
     fit_over: Tensor | None = None  # a usable scale over which they are known to be finite
 
@@ -31,15 +32,17 @@ def extent(
     scale: Tensor | None = None,
     *,
     dense: bool = False,
+    exact: bool = False,
 ) -> Extent:
     """The extent of `leaves`, from one read of them and with no host sync; the norm where a
     `norm_type` asks for it.
 
     `scale`: what they will be divided by. `dense`: they are all known to be dense, real and there.
+    `exact`: the largest magnitudes themselves, where a bound may be faster.
     """
     if dense and not _tree.traced():
         with torch.no_grad():
-            quick = _quick_extent(leaves, norm_type, scale)  # type: ignore[arg-type]
+            quick = _quick_extent(leaves, norm_type, scale, exact)  # type: ignore[arg-type]
         if quick is not None:
             return quick
     plain = (
@@ -68,7 +71,7 @@ def extent(
             else:
                 values.append(value)
         if values and not tops and not torch.compiler.is_compiling():
-            quick = None if plain or dense else _quick_extent(values, norm_type, scale)
+            quick = None if plain or dense else _quick_extent(values, norm_type, scale, exact)
             if quick is not None:
                 return quick
         if values:
@@ -90,7 +93,7 @@ def extent(
 
 
 def _quick_extent(
-    dense: Sequence[Tensor], norm_type: float | None, scale: Tensor | None
+    dense: Sequence[Tensor], norm_type: float | None, scale: Tensor | None, exact: bool = False
 ) -> Extent | None:
     """On a CPU: the extent from the sum of squares, the fastest read there is, where that sum says
     enough.
@@ -98,7 +101,7 @@ def _quick_extent(
     It is looked at here, and nowhere else: on a CPU, where nothing is traced, to read a number
     waits for nothing.
     """
-    if norm_type not in (None, 2) or not dense or not dense[0].is_cpu:
+    if norm_type not in ((2,) if exact else (None, 2)) or not dense or not dense[0].is_cpu:
         return None
     if not set(map(type, dense)) <= {Tensor, torch.nn.Parameter}:
         return None  # a subclass may hold no numbers to look at
@@ -106,7 +109,11 @@ def _quick_extent(
         dense = [value.float() if value.dtype.itemsize < 4 else value for value in dense]
     lists = _by_dtype(dense)
     rows = [row for same in lists for row in _rows(same)]
-    squares = [torch.dot(row, row) for row in rows]
+    squares: list[Tensor] = []
+    ends: list[Tensor] = []
+    for row in rows:
+        squares.append(torch.dot(row, row))
+        ends += torch.aminmax(row) if exact else ()  # while it is in the cache
     count = sum(map(Tensor.numel, rows))
     if len(lists) > 1:
         squares = [square.double() for square in squares]
@@ -119,7 +126,8 @@ def _quick_extent(
     if not usable or (norm_type == 2 and total < count * 2.0**-100):
         return None  # inf or NaN, or finite numbers whose squares are not: the exact way tells
     top = torch.full((), bound, dtype=torch.float64, device="cpu")
-    return Extent([top], top if norm_type == 2 else None, scale)
+    tops = [torch.stack(list(same)).abs().amax() for same in _by_dtype(ends)] if ends else [top]
+    return Extent(tops, top if norm_type == 2 else None, scale)
 
 
 def _by_dtype(values: Sequence[Tensor]) -> list[Sequence[Tensor]]:

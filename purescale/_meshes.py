@@ -22,6 +22,7 @@ def extent(
     scale: Tensor | None = None,
     *,
     dense: bool = False,
+    exact: bool = False,
     over: Sequence[Any] | None = None,
 ) -> Extent:
     """`_extent.extent` of leaves of which some may be DTensors; with them it is the same on all
@@ -31,7 +32,7 @@ def extent(
     collectives, whatever it holds: with a shard without an element too.
     """
     if dense or not _dtensor.among(leaves if over is None else over):
-        return _extent.extent(leaves, device, norm_type, scale, dense=dense)
+        return _extent.extent(leaves, device, norm_type, scale, dense=dense, exact=exact)
     given, local, _ = _dtensor.shards(leaves) if over is None else (over, leaves, False)
     lists: dict[Any, list[Tensor]] = {(None, 1): []}
     for leaf, part in zip(given, local, strict=True):
@@ -39,7 +40,10 @@ def extent(
         place = (leaf.device_mesh, _dtensor.copies(leaf)) if spread else (None, 1)
         if part is not None:
             lists.setdefault(place, []).append(part)
-    sizes = {place: _extent.extent(some, device, norm_type, scale) for place, some in lists.items()}
+    sizes = {
+        place: _extent.extent(some, device, norm_type, scale, exact=exact)
+        for place, some in lists.items()
+    }
 
     wide = _foreach.widest_float(device)
     zero = torch.zeros((), dtype=wide, device=device)

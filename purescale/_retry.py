@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import _dtensor, _tree
 from ._accum import OnNonfinite
+from ._headroom import takes_amax, updated
 from ._scaler import Rule, is_usable
 from ._tree import Tree
 from ._window import BNUpdate, Gathered, LossFn, gather
@@ -60,12 +61,13 @@ def gather_until_finite(
                 bn_update,
                 norm_type,
                 exact,
+                takes_amax(rule),
             )
         if best is None or bool(gathered.lost < best[1].lost):
             best = scaler, gathered, after()
         lower = None
         if retries < max_retries and bool(gathered.curable):
-            lower = _backed_off(rule, scaler)
+            lower = _backed_off(rule, scaler, gathered.amax)
         if lower is None:
             return (*best, retries)
         scaler, retries = lower, retries + 1
@@ -76,13 +78,13 @@ def gather_until_finite(
 _PATIENCE = 100  # overflows that a rule may let pass before it lowers the scale
 
 
-def _backed_off(rule: Rule[Any], scaler: Any) -> Any | None:
+def _backed_off(rule: Rule[Any], scaler: Any, amax: Any) -> Any | None:
     """Syncs with the host. The first state with a lower scale, or a usable one, that overflows lead
     to; `None` at the smallest scale.
     """
-    lower = scaler
+    lower, bad = scaler, torch.ones((), dtype=torch.bool, device=scaler.scale.device)
     for _ in range(_PATIENCE):
-        lower = rule.update(lower, torch.ones((), dtype=torch.bool, device=scaler.scale.device))
+        lower = updated(rule, lower, bad, amax)
         usable = is_usable(lower.scale) & ~is_usable(scaler.scale)
         if bool((lower.scale < scaler.scale) | usable):
             return lower

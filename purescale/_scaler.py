@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -40,12 +41,31 @@ State = TypeVar("State", bound=HasScale)
 
 class Rule(Protocol[State]):
     """Anything with these two pure methods is a rule. Neither raises, and neither reads a tensor's
-    value.
+    value. Of one whose class says `takes_amax = True`, `update` gets `grad_amax` as a third.
     """
 
     def init(self, device: torch.device | str | None = None) -> State: ...
 
-    def update(self, scaler: State, found_inf: Tensor) -> State: ...
+    def update(self, scaler: State, found_inf: Tensor, /, *args: Any, **kwargs: Any) -> State: ...
+
+
+Update = TypeVar("Update", bound=Callable[..., Any])
+
+
+def without_amax(update: Update) -> Update:
+    """`update` of a rule that looks at the flag alone; what is one thing more, refused in words."""
+
+    @functools.wraps(update)
+    def checked(rule: Any, scaler: Any, found_inf: Tensor, *amax: Any, **named: Any) -> Any:
+        if amax or named:
+            raise TypeError(
+                f"{type(rule).__name__}.update takes no amax: it looks at the flag alone. Cure: "
+                "`rule.update(scaler, found_inf)`; for a rule that looks at the largest gradient, "
+                "HeadroomScale(). A loop for every rule asks `getattr(rule, 'takes_amax', False)`."
+            )
+        return update(rule, scaler, found_inf)
+
+    return checked  # type: ignore[return-value]
 
 
 def _fresh(scale: float, hysteresis: int, device: torch.device | str | None) -> ScalerState:
@@ -146,6 +166,7 @@ class DynamicScale:
         """The state to start from, on `device` (that of the gradients)."""
         return _fresh(self.init_scale, self.hysteresis, device)
 
+    @without_amax
     def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
         """The state for the next step. `found_inf`: 0-d bool, True = the step was bad. Reads no
         value and never raises.
@@ -197,6 +218,7 @@ class StaticScale:
         """The state to start from, on `device` (that of the gradients)."""
         return _fresh(self.scale, 0, device)
 
+    @without_amax
     def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
         """The same scale whatever the state holds; `consecutive_skips` is counted, the other
         counters stay 0.

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from . import _dtensor, _foreach, _meshes, _tree
 from ._clip import Clip
 from ._dtensor import Shards
+from ._headroom import largest
 from ._scaler import overflowed
 from ._tree import Leaves, Tree
 
@@ -154,14 +155,17 @@ def facts(
     *,
     scaled: bool,
     dense: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """`found_inf`, and where clipping needs it the norm of the unscaled gradients, from at most one
-    read of `leaves`.
+    amax: bool = False,
+) -> tuple[Tensor, Tensor | None, Any]:
+    """`found_inf`, where clipping needs it the norm of the unscaled gradients, and their largest
+    where `amax` asks for it, from at most one read of `leaves`.
     """
     norm_type = None if clip.max_norm is None else clip.norm_type
     if found_inf is not None and (norm is not None or norm_type is None):
-        return found_inf, norm
-    size = _meshes.extent(leaves, scale.device, norm_type, scale if scaled else None, dense=dense)
+        return found_inf, norm, ()
+    over = scale if scaled else None
+    size = _meshes.extent(leaves, scale.device, norm_type, over, dense=dense, exact=amax)
     if found_inf is None:
         found_inf = overflowed(size, scale, scaled=scaled, group=group)
-    return found_inf, size.norm / scale if scaled and size.norm is not None else size.norm
+    norm = size.norm if over is None or size.norm is None else size.norm / over
+    return found_inf, norm, largest(size, scale.device, over, group) if amax else ()

@@ -26,6 +26,8 @@ class Stepped(NamedTuple):
     found_inf: Tensor  # bool []
     # float32 [], before clipping; not finite where found_inf; () where max_norm is None
     grad_norm: Any
+    # float32 [], as grad_norm, the largest magnitude; () where it was not asked for
+    grad_amax: Any = ()
 
 
 def maybe_step(
@@ -129,6 +131,7 @@ def unscale_and_step(
     group: Any = None,
     donate: bool = False,
     norm_type: float = 2.0,
+    amax: bool = False,
 ) -> Stepped:
     """Equal to `unscale_and_check`, `clip_by_global_norm`, `clip_by_value` and `maybe_step` in
     turn, in the fewest passes over memory.
@@ -140,10 +143,11 @@ def unscale_and_step(
 
     `donate`: `params`, `scaled_grads` and `opt_state` may be overwritten; the caller gives them up.
     Same bits. `max_norm=None` and `clip_value=None` leave that clipping out; `norm_type` as in
-    `clip_by_global_norm`, `group` as in `unscale_and_check`.
+    `clip_by_global_norm`, `group` as in `unscale_and_check`. `amax`: tell `grad_amax` of the
+    unscaled gradients too, from the same read, over `group`; for a rule that takes it.
 
-    Returns `Stepped(params, opt_state, found_inf, grad_norm)`; `grad_norm` is `()` where `max_norm`
-    is None (`inf` measures without clipping).
+    Returns `Stepped(params, opt_state, found_inf, grad_norm, grad_amax)`; `grad_norm` is `()` where
+    `max_norm` is None (`inf` measures without clipping), `grad_amax` without `amax`.
 
     >>> import torch
     >>> from purescale import DynamicScale, from_torch
@@ -164,6 +168,7 @@ def unscale_and_step(
         donate=donate,
         spent=donate,
         keep=_tree.tensors(scaler),
+        amax=amax,
     )
     if donate:
         _tree.poison((params, scaled_grads, opt_state), keep=(out, scaler, max_norm, clip_value))
@@ -185,6 +190,7 @@ def skip_or_step(
     keep: Sequence[Tensor],
     found_inf: Tensor | None = None,
     norm: Tensor | None = None,
+    amax: bool = False,
 ) -> Stepped:
     """`unscale_and_step` of gradients still `scaled` or not, which may be overwritten where they
     are `spent`; writes into none of `keep`.
@@ -202,14 +208,17 @@ def skip_or_step(
         over = spread(optimizer, params, grads, opt_state)
         if over is not None:
             known = found_inf, norm
-            return _over_shards(optimizer, over, clip, scale, group, known, scaled, settings)
+            return _over_shards(optimizer, over, clip, scale, group, known, scaled, amax, settings)
         plan = _planned(optimizer, params, grads, opt_state, **settings)
     grad_norm: Any = ()
     if plan is not None:
         # The plan was made before the gradients are read, which drives from the cache what Python
         # looks at.
-        found_inf, norm = facts(
-            plan.gradients, clip, scale, found_inf, norm, group, scaled=scaled, dense=True
+        found_inf, norm, most = facts(
+            *(plan.gradients, clip, scale, found_inf, norm, group),
+            scaled=scaled,
+            dense=True,
+            amax=amax,
         )
         divisor = scale if scaled else None
         if clip.max_norm is not None:
@@ -217,7 +226,8 @@ def skip_or_step(
             # One that is not finite would turn gradients into 0.
             found_inf = found_inf | ~torch.isfinite(divisor)
         stepped = plan.run(found_inf, Treatment(divisor, clip.value))
-        return Stepped(stepped[0], stepped[1], found_inf, told(grad_norm, found_inf))
+        said = told(grad_norm, found_inf), told(most, found_inf)
+        return Stepped(stepped[0], stepped[1], found_inf, *said)
     _check_step(optimizer, params, grads, opt_state)
     if scaled:
         # Unscaling in place must not reach parameters or state that stand in the gradients' memory.
@@ -231,14 +241,16 @@ def skip_or_step(
         )
         shards = _dtensor.shards(leaves)
         leaves = shards.back(_foreach.divide(shards.local, scale, donate=in_place))
-    found_inf, norm = facts(leaves, clip, scale, found_inf, norm, group, scaled=False)
+    found_inf, norm, most = facts(
+        leaves, clip, scale, found_inf, norm, group, scaled=False, amax=amax
+    )
     grads = structure.unflatten(leaves)
     if clip.max_norm is not None:
         grads, grad_norm = clip_to(grads, norm, clip.max_norm, donate=True)
     if clip.value is not None:
         grads = clip_by_value(grads, clip.value, donate=True)
     stepped = _maybe_step(optimizer, params, grads, opt_state, found_inf, donate=donate, keep=keep)
-    return Stepped(*stepped, found_inf, told(grad_norm, found_inf))
+    return Stepped(*stepped, found_inf, told(grad_norm, found_inf), told(most, found_inf))
 
 
 def _over_shards(
@@ -249,11 +261,15 @@ def _over_shards(
     group: Any,
     before: tuple[Tensor | None, Tensor | None],
     scaled: bool,
+    amax: bool,
     settings: dict[str, Any],
 ) -> Stepped:
     """`skip_or_step` of DTensors: what all ranks must know first, then that of its own shards."""
     over, scaled = (over.unscaled(scale), False) if scaled and over.is_sparse else (over, scaled)
-    found_inf, norm = facts(over.gradients, clip, scale, *before, group, scaled=scaled)
+    found_inf, norm, most = facts(
+        over.gradients, clip, scale, *before, group, scaled=scaled, amax=amax
+    )
     known: dict[str, Any] = {"scaled": scaled, "found_inf": found_inf, "norm": norm, **settings}
     out = skip_or_step(optimizer, *over[:3], clip, scale, **known)
-    return Stepped(*over.back(out.params, out.opt_state), out.found_inf, out.grad_norm)
+    stepped = over.back(out.params, out.opt_state)
+    return Stepped(*stepped, out.found_inf, out.grad_norm, told(most, out.found_inf))

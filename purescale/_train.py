@@ -12,7 +12,9 @@ from torch import Tensor
 from . import _tree
 from ._accum import OnNonfinite, check_on_nonfinite
 from ._checks import shown
-from ._clip import Clip, check_ordered, checked
+from ._clip import Clip, check_ordered, checked, told
+from ._headroom import check_update, updated
+from ._infos import StepInfo
 from ._optim import Optimizer
 from ._retry import gather_until_finite
 from ._scaler import Rule, StaticScale, check_device
@@ -32,22 +34,6 @@ class TrainState(NamedTuple):
     scaler: Any
     step: Tensor  # int64 []: steps applied, skipped ones not counted
     rng: Any  # uint8 [n], a generator's state; () for torch's global generator
-
-
-class StepInfo(NamedTuple):
-    """What a step has to tell: 0-d tensors, so that infos can be stacked. Reading one syncs; do it
-    when you log.
-    """
-
-    # float32 (float64 for a float64 loss): unscaled, the weighted mean of the microbatches that
-    # count
-    loss: Tensor
-    found_inf: Tensor  # bool: the step was skipped
-    scale: Tensor  # float32: the scale that was used
-    # float32, before clipping; not finite where found_inf; () where max_norm is None
-    grad_norm: Any
-    retries: Tensor  # int32: how often the window was gone through again
-    aux: Any  # what loss_fn returned third, one a microbatch; () where it returns two
 
 
 def init_train_state(
@@ -155,7 +141,8 @@ def train_step(
     - `group`: only `None` is there in this version.
 
     Returns the next state and `StepInfo`. On an overflow parameters, optimizer state, buffers and
-    `step` come back bit for bit; the scale backs off. Reads no tensor's value, so nothing syncs;
+    `step` come back bit for bit; the scale backs off. A rule that takes amax gets that of the
+    averaged, unscaled gradients before clipping. Reads no tensor's value, so nothing syncs;
     works under `torch.compile(fullgraph=True)`, `torch.vmap` and `torch.func.grad`. Parameters that
     the loss does not use have a gradient of 0.
 
@@ -186,7 +173,7 @@ def train_step(
     skip, overflow = gathered.found_inf, gathered.overflow
     # Where no try was finite, the scale ends as after one ordinary skip.
     used = scaler if retries == 0 else _tree.where(overflow, state.scaler, scaler, donate=False)
-    next_scaler = rule.update(used, overflow)
+    next_scaler = updated(rule, used, overflow, gathered.amax)
     # a window that its weights alone made empty leaves the scale as it was
     if overflow is not skip:
         next_scaler = _tree.where(skip & ~overflow, state.scaler, next_scaler, donate=False)
@@ -238,6 +225,7 @@ def train_step(
         found_inf=skip,
         scale=scale,
         grad_norm=out.grad_norm,
+        grad_amax=told(gathered.amax, skip),
         retries=torch.full((), retries, dtype=torch.int32, device=skip.device),
         aux=gathered.aux,
     )
@@ -341,3 +329,4 @@ def _check_parts(optimizer: Any, rule: Any) -> None:
             "found_inf)`, which gives the next one. Cure: DynamicScale(), StaticScale(512.0) or "
             "NoScale(); the README has a rule of one's own."
         )
+    check_update(rule)

@@ -15,6 +15,7 @@ from ._argument import argument
 from ._bn import absorb, check_flat, has_layers, init_bn_stats, updated_once, without_update
 from ._bn_catch import CatchBatchNorm, named_calls
 from ._checks import as_float
+from ._headroom import grad_amax, largest
 from ._scaler import HasScale, overflowed, scale_loss, unscale_and_check
 from ._tree import Leaves, Tree
 
@@ -45,6 +46,7 @@ class Gathered(NamedTuple):
     curable: Tensor
     # how many overflowed; of a mean that was looked at only once, all that are lost with it
     lost: Tensor
+    amax: Any  # the largest of the unscaled gradients, where the rule takes it; else ()
     buffers: Tree
     aux: tuple[Any, ...]
 
@@ -60,16 +62,17 @@ def gather(
     bn_update: BNUpdate,
     norm_type: float | None,
     exact: bool,
+    amax: bool = False,
 ) -> Gathered:
     """The weighted mean of the microbatches' gradients and losses, and what they make of the
     buffers.
 
     `exact`: say which microbatches overflowed also where one drops them all, for which each has to
-    be read.
+    be read. `amax`: say how large the largest gradient is.
     """
     if bn_update == "window" and buffers:
         check_flat(buffers)
-    settings: Any = (weight_fn, on_nonfinite, norm_type, exact)
+    settings: Any = (weight_fn, on_nonfinite, norm_type, exact, amax)
     if bn_update == "each" or not has_layers(buffers):
         return _gather(params, buffers, scaler, microbatches, loss_fn, *settings)
     momenta: dict[str, float] = {}
@@ -108,6 +111,7 @@ def _gather(
     on_nonfinite: OnNonfinite,
     norm_type: float | None,
     exact: bool,
+    amax: bool = False,
 ) -> Gathered:
     weights = _weights(microbatches, weight_fn, scaler.scale)
     differentiate = Differentiate(params, buffers, scaler, loss_fn)
@@ -145,14 +149,18 @@ def _gather(
             carried = _tree.where(~counts, carried, new_buffers, donate=False)
 
     norm: Tensor | None = None
+    most: Any = ()
     if accum is not None:
         mean, overflow = accum.grads, torch.stack(overflows)
+        most = grad_amax(mean) if amax else ()
     elif not together:
         mean, overflow = unscale_and_check(scaler, mean)
+        most = grad_amax(mean) if amax else ()
     else:
         mean = differentiate.zeros() if mean is None else mean
         # one read gives the norm too
-        size = _meshes.extent(mean, scaler.scale.device, norm_type, scaler.scale)
+        size = _meshes.extent(mean, scaler.scale.device, norm_type, scaler.scale, exact=amax)
+        most = largest(size, scaler.scale.device, scaler.scale) if amax else ()
         overflow = overflowed(size, scaler.scale, scaled=True)
         norm = None if size.norm is None else size.norm / scaler.scale
         if norm is not None and not single:
@@ -166,6 +174,7 @@ def _gather(
         grads=differentiate.tree(mean),
         scaled=together,
         norm=norm,
+        amax=most,
         buffers=buffers,
         aux=aux,
         **facts,

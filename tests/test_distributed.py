@@ -47,6 +47,31 @@ def test_with_a_group_every_rank_skips():
     in_processes(_steps)
 
 
+def _amaxes(rank):
+    world = dist.group.WORLD
+    for mine, all_ranks in (((1.0, 3.0), 3.0), ((0.0, 0.0), 0.0), ((math.inf, 1.0), math.inf)):
+        grads = {"w": torch.tensor([0.5, -1.0]) * mine[rank]} if mine[rank] < 9 else mine[0]
+        grads = grads if isinstance(grads, dict) else {"w": torch.tensor([math.inf])}
+        assert ps.grad_amax(grads, group=world).item() == all_ranks
+        assert ps.grad_amax(grads).item() == mine[rank]
+    for bad_rank in (0, 1):
+        grads = {"w": torch.tensor([math.nan if rank == bad_rank else math.inf])}
+        assert ps.grad_amax(grads, group=world).isnan()
+    assert ps.grad_amax({"w": torch.ones(2)} if rank else {}, group=world) == 1
+    sgd, params = ps.from_torch(torch.optim.SGD, lr=1.0), {"w": torch.ones(2)}
+    for values, bad in (((4.0, 16.0), False), ((4.0, math.inf), True)):
+        grads = {"w": torch.tensor([2.0, values[rank]])}
+        out = ps.unscale_and_step(
+            sgd, RULE.init(), params, grads, sgd.init(params), group=world, amax=True
+        )
+        assert out.found_inf.item() is bad
+        assert out.grad_amax.item() == (math.inf if bad else 4.0)
+
+
+def test_the_largest_gradient_of_one_rank_is_that_of_all():
+    in_processes(_amaxes)
+
+
 def _sharded(rank):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor

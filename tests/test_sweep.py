@@ -186,16 +186,22 @@ RULES = [
     *(interop.megatron.rule(initial_scale=2.0**8, min_scale=1.0, growth_factor=2.0,
                             backoff_factor=0.5, growth_interval=n, hysteresis=h)
       for n, h in ((1, 1), (2, 1), (2, 2))),
+    *(ps.HeadroomScale(init_scale=2.0**8, **settings)
+      for settings in ({}, {"margin": 2}, {"window": 2}, {"max_scale": 2.0**8})),
 ]  # fmt: skip
 
 
 def test_one_compiled_function_serves_every_rule():
-    compiled = compile(lambda rule, state, bad: rule.update(state, bad))
+    def update(rule, state, bad):
+        amax = [torch.full((), 2.0**-9)] if getattr(rule, "takes_amax", False) else []
+        return rule.update(state, bad, *amax)
+
+    compiled = compile(update)
     for rule in (*RULES, *reversed(RULES)):
         eager = state = rule.init()
         for bad in (False, True, True, False, False, False):
             eager, state = (
-                rule.update(eager, torch.tensor(bad)),
+                update(rule, eager, torch.tensor(bad)),
                 compiled(rule, state, torch.tensor(bad)),
             )
             torch.testing.assert_close(tensors(state), tensors(eager), rtol=0, atol=0)
@@ -214,7 +220,7 @@ def test_one_compiled_train_step_serves_every_rule_policy_and_bound():
         )
 
     compiled = compile(body, "eager")
-    rules = (RULES[0], RULES[4], ps.StaticScale(4.0))
+    rules = (RULES[0], RULES[4], ps.StaticScale(4.0), RULES[-1], RULES[-2])
     policies = (
         "float32",
         "params=float32,compute=bfloat16,output=float32",

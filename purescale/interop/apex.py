@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._checks import positive, real, whole
 from .._precision import Policy
-from .._scaler import NoScale, ScalerState
+from .._scaler import NoScale, ScalerState, without_amax
 from ._common import (
     Device,
     check_dict,
@@ -99,6 +99,7 @@ class ApexScale:
             device=device,
         )
 
+    @without_amax
     def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
         """The state for the next step. `found_inf`: 0-d bool, True = the step was bad. Reads no
         value and never raises.

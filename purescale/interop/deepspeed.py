@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .._checks import whole
+from .._scaler import without_amax
 from ._common import (
     Device,
     check_bool,
@@ -109,6 +110,7 @@ class DeepSpeedScale:
         """The state to start from, on `device` (that of the gradients)."""
         return _state(self.init_scale, 0, -1, self.delayed_shift, device)
 
+    @without_amax
     def update(self, scaler: DeepSpeedState, found_inf: Tensor) -> DeepSpeedState:
         """The state for the next step. `found_inf`: 0-d bool, True = the step was bad. Reads no
         value and never raises.

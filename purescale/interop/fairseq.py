@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import _foreach
 from .._checks import real, shown, whole
+from .._scaler import without_amax
 from ._common import (
     Device,
     check_dict,
@@ -104,6 +105,7 @@ class FairseqScale:
         """The state to start from, on `device` (that of the gradients)."""
         return _state(self.init_scale, (0, -1, -1, 0), device)
 
+    @without_amax
     def update(self, scaler: FairseqState, found_inf: Tensor) -> FairseqState:
         """The state for the next step. `found_inf`: 0-d bool, True = the step was bad. Reads no
         value and never raises.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._checks import whole
-from .._scaler import ScalerState
+from .._scaler import ScalerState, without_amax
 from ._common import (
     Device,
     check_dict,
@@ -80,6 +80,7 @@ class JmpScale:
         """The state to start from, on `device` (that of the gradients)."""
         return scaler_state(self.loss_scale, self.counter, device=device)
 
+    @without_amax
     def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
         """The state for the next step. `found_inf`: 0-d bool, True = the step was bad. Reads no
         value and never raises.

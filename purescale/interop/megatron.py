@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._checks import real, whole
-from .._scaler import ScalerState
+from .._scaler import ScalerState, without_amax
 from ._common import (
     Device,
     check_dict,
@@ -81,6 +81,7 @@ class MegatronScale:
         """The state to start from, on `device` (that of the gradients)."""
         return scaler_state(self.initial_scale, hysteresis_tracker=self.hysteresis, device=device)
 
+    @without_amax
     def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
         """The state for the next step. `found_inf`: 0-d bool, True = the step was bad. Reads no
         value and never raises.

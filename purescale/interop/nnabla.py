@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._checks import whole
-from .._scaler import ScalerState
+from .._scaler import ScalerState, without_amax
 from ._common import (
     Device,
     check_dict,
@@ -76,6 +76,7 @@ class NnablaScale:
         """The state to start from, on `device` (that of the gradients)."""
         return scaler_state(self.scale, device=device)
 
+    @without_amax
     def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
         """The state for the next step. `found_inf`: 0-d bool, True = the step was bad. Reads no
         value and never raises.

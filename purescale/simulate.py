@@ -1,0 +1,98 @@
+"""A rule of the loss scale without a training: what it would do with flags, or with gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _tree
+from ._checks import positive
+from ._headroom import check_update, updated
+from ._scaler import Rule
+
+
+def simulate(rule: Rule[Any], found_infs: Tensor | Sequence[bool]) -> Any:
+    """Equal to `states = [rule.init()]; for bad in found_infs: states += [rule.update(states[-1],
+    bad)]`, stacked.
+
+    `found_infs`: bool [T], True = the step was bad; or a list of bools. Returns the rule's state
+    with one dimension more, [T + 1] in front, the state before step t at index t; on the device of
+    `found_infs`. `torch.vmap` makes many runs of it at once, and of a rule of your own that holds
+    its settings as tensors many settings. A rule that takes amax sees 0, which tells it nothing:
+    what it would foresee is seen with `replay`.
+
+    Reads no value. Compiled it is one graph of T updates; compile `rule.update` for long runs.
+
+    Raises `TypeError` for a rule that is none, `ValueError` unless `found_infs` is bool [T].
+
+    >>> from purescale import DynamicScale
+    >>> rule = DynamicScale(init_scale=8.0, growth_interval=2)
+    >>> simulate(rule, [True, False, False]).scale
+    tensor([8., 4., 4., 8.])
+    """
+    flags = _series("found_infs", found_infs, "bool", lambda t: t.dtype is torch.bool)
+    nothing = torch.zeros((), device=flags.device)
+    return _run(rule, flags, lambda scaler, bad: (bad, nothing))[0]
+
+
+def replay(
+    rule: Rule[Any], amaxes: Tensor | Sequence[float], largest: float = 65504.0
+) -> tuple[Any, Tensor]:
+    """Equal to `simulate` of the overflows that the rule itself brings about: a step is bad unless
+    `amax * scale <= largest`.
+
+    `amaxes`: floating [T], the largest unscaled gradient of each step of a run, as `StepInfo` or
+    `grad_amax` tells; inf and NaN are bad at any scale. `largest`: of the numbers that gradients
+    are computed in, that of float16.
+
+    Returns the states [T + 1] as `simulate` does and the flags, bool [T]. What a skipped step does
+    to the gradients of the next ones is not in a recording: near the start of a run take it for an
+    approximation.
+
+    Raises `TypeError` and `ValueError` as `simulate`, and for a `largest` that is not positive.
+
+    >>> from purescale import HeadroomScale
+    >>> states, found_infs = replay(HeadroomScale(init_scale=2.0**16), [4.0, 4.0, 128.0])
+    >>> found_infs, states.scale.int()
+    (tensor([ True, False, False]), tensor([65536,   512,   128,     4], dtype=torch.int32))
+    """
+    limit = positive("largest", largest)
+    tops = _series("amaxes", amaxes, "floating", Tensor.is_floating_point).to(torch.float32)
+
+    def step(scaler: Any, amax: Tensor) -> tuple[Tensor, Tensor]:
+        return ~(amax * scaler.scale <= limit), amax
+
+    return _run(rule, tops, step)
+
+
+def _run(rule: Any, series: Tensor, step: Any) -> tuple[Any, Tensor]:
+    if isinstance(rule, type) or not (hasattr(rule, "init") and hasattr(rule, "update")):
+        got = f"the class {rule.__name__}" if isinstance(rule, type) else type(rule).__name__
+        raise TypeError(f"rule is {got}; expected one that was made. Cure: rule=DynamicScale().")
+    check_update(rule)
+    scaler = rule.init(series.device)
+    first, structure = _tree.flatten(scaler)
+    rows, flags = [first], [torch.zeros_like(series[:0], dtype=torch.bool)]
+    for item in series.unbind():
+        bad, amax = step(scaler, item)
+        after = updated(rule, scaler, bad, amax)
+        rows.append(_tree.paired(scaler, after, "rule.init()", "what the rule made of it")[1])
+        flags.append(bad.reshape(1))
+        scaler = after
+    columns = [torch.stack(list(column)) for column in zip(*rows, strict=True)]
+    return structure.unflatten(columns), torch.cat(flags)
+
+
+def _series(name: str, values: Any, kind: str, fits: Any) -> Tensor:
+    series = values if isinstance(values, Tensor) else torch.tensor(list(values))
+    if not isinstance(values, Tensor) and not len(series):
+        series = series.to(torch.bool if kind == "bool" else torch.float32)
+    if series.ndim != 1 or not fits(series):
+        raise ValueError(
+            f"{name} is {series.dtype} {tuple(series.shape)}; expected {kind} [T], one a step. "
+            "Cure: for many runs at once, `torch.vmap` over the first dimension."
+        )
+    return series

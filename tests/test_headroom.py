@@ -1,0 +1,653 @@
+"""A scale that looks ahead, what it looks at, and how a step hands it over."""
+
+import dataclasses
+import math
+import random
+import warnings
+from fractions import Fraction
+from typing import NamedTuple
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from helpers import (
+    Dispatched,
+    Untouched,
+    any32,
+    assert_close,
+    batch,
+    clone,
+    job,
+    same_bits,
+    shares_memory,
+    stack,
+    tensors,
+    trees,
+    unstack,
+)
+from hypothesis import given
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import purescale as ps
+
+TOP = 65504
+SGD = ps.from_torch(torch.optim.SGD, lr=0.1)
+ADAMW = ps.from_torch(torch.optim.AdamW, lr=1e-2)
+
+rules = st.builds(
+    lambda init, margin, window, low, high: ps.HeadroomScale(
+        init_scale=2.0**init,
+        margin=margin,
+        window=window,
+        min_scale=2.0 ** (init - low),
+        max_scale=2.0 ** (init + high),
+    ),
+    st.integers(-20, 20),
+    st.integers(0, 12),
+    st.integers(1, 6),
+    st.integers(0, 20),
+    st.integers(0, 20),
+)
+positive32 = st.floats(2.0**-149, allow_infinity=False, width=32)
+steps = st.lists(st.tuples(st.booleans(), any32.map(abs)), min_size=1, max_size=30)
+wide = {"min_scale": 2.0**-111, "max_scale": 2.0**127}
+
+
+def run(rule, series, state=None):
+    states = [rule.init() if state is None else state]
+    for bad, amax in series:
+        states.append(rule.update(states[-1], torch.tensor(bad), torch.tensor(amax)))
+    return states
+
+
+def clean(rule, *amaxes):
+    return run(rule, [(False, amax) for amax in amaxes])[-1]
+
+
+def by_hand(rule, scale, history, skips, bad, amax):
+    """The definition, in exact arithmetic."""
+    seen = 2 * Fraction(TOP) / Fraction(scale) if bad else amax
+    if bad or (math.isfinite(amax) and amax > 0):
+        history = [*history[1:], Fraction(seen)]
+    if max(history) > 0:
+        exponent = -400
+        while Fraction(2) ** (exponent + 1) <= Fraction(TOP) / max(history):
+            exponent += 1
+        scale = Fraction(2) ** (exponent - rule.margin)
+    scale = min(max(Fraction(scale), Fraction(rule.min_scale)), Fraction(rule.max_scale))
+    return scale, history, skips + 1 if bad else 0
+
+
+# ---- the rule
+
+
+@given(rules, steps)
+def test_update_equals_its_definition_in_exact_arithmetic(rule, series):
+    scale, history, skips = rule.init_scale, [0] * rule.window, 0
+    for (bad, amax), state in zip(series, run(rule, series)[1:], strict=True):
+        scale, history, skips = by_hand(rule, scale, history, skips, bad, amax)
+        assert state.scale.item() == scale
+        assert state.consecutive_skips == skips
+        torch.testing.assert_close(
+            state.amax_history, torch.tensor(list(map(float, history))), rtol=2e-7, atol=0
+        )
+
+
+@given(rules, steps)
+def test_the_scale_is_always_a_power_of_two_between_its_bounds(rule, series):
+    for state in run(rule, series):
+        assert math.frexp(state.scale.item())[0] == 0.5
+        assert rule.min_scale <= state.scale <= rule.max_scale
+        assert state.scale.dtype is torch.float32
+
+
+@given(st.integers(-149, 127), st.integers(0, 39))
+def test_every_power_of_two_is_exact(exponent, margin):
+    """And the number just above it gives the same scale, the one just below at most twice that."""
+    rule = ps.HeadroomScale(margin=margin, **wide)
+    amax = torch.tensor(2.0).pow(exponent) if exponent > -127 else torch.tensor(2.0**exponent)
+    got = clean(rule, amax.item()).scale.item()
+    assert got == min(max(2.0 ** (15 - exponent - margin), 2.0**-111), 2.0**127)
+
+
+def test_the_largest_float16_is_where_one_more_bit_is_borrowed():
+    rule = ps.HeadroomScale(margin=0, **wide)
+    assert clean(rule, 65504.0).scale == 1
+    assert clean(rule, math.nextafter(65504.0, math.inf)).scale == 1  # rounds to 65504 in float32
+    assert clean(rule, 65504.0 + 2**-8).scale == 0.5
+    assert clean(rule, 65536.0).scale == 0.5
+
+
+@given(
+    st.lists(st.floats(2.0**-40, 2.0**40, width=32), min_size=1, max_size=8), st.integers(-20, 20)
+)
+def test_gradients_larger_by_a_power_of_two_give_a_scale_smaller_by_it(amaxes, exponent):
+    rule = ps.HeadroomScale(window=4, **wide)
+    scale = clean(rule, *amaxes).scale
+    assert clean(rule, *(amax * 2.0**exponent for amax in amaxes)).scale == scale / 2.0**exponent
+
+
+@given(
+    st.builds(ps.HeadroomScale, margin=st.integers(0, 12), window=st.integers(1, 6)),
+    st.lists(st.floats(2.0**-149, 2.0**27, width=32), min_size=1, max_size=8),
+    st.floats(0, 1, width=32),
+)
+def test_no_overflow_while_gradients_stay_within_the_margin(rule, amaxes, share):
+    state = clean(rule, *amaxes)
+    amax = Fraction(max(amaxes[-rule.window :])) * 2**rule.margin * Fraction(share)
+    assert amax * Fraction(state.scale.item()) <= TOP
+
+
+@given(rules, steps, any32)
+def test_an_overflow_lowers_the_scale_above_the_floor(rule, series, amax):
+    state = run(rule, series)[-1]
+    after = rule.update(state, torch.tensor(True), torch.tensor(amax)).scale
+    assert after <= max(state.scale / 2 / 2**rule.margin, rule.min_scale)
+    assert after < state.scale or after == rule.min_scale
+
+
+@given(rules, steps, st.sampled_from([0.0, -0.0, math.inf, -math.inf, math.nan, -1.0]))
+def test_a_step_that_tells_nothing_changes_nothing(rule, series, amax):
+    state = run(rule, series)[-1]
+    after = rule.update(state, torch.tensor(False), torch.tensor(amax))
+    assert same_bits(after, state._replace(consecutive_skips=torch.tensor(0, dtype=torch.int32)))
+
+
+@given(rules, st.lists(positive32, min_size=1, max_size=6), st.randoms())
+def test_the_order_within_the_window_does_not_matter(rule, amaxes, shuffler):
+    amaxes = amaxes[: rule.window]
+    shuffled = shuffler.sample(amaxes, len(amaxes))
+    assert clean(rule, *amaxes).scale == clean(rule, *shuffled).scale
+
+
+@given(rules, positive32, st.lists(positive32, min_size=6, max_size=6))
+def test_what_is_older_than_the_window_is_forgotten(rule, old, amaxes):
+    assert clean(rule, old, *amaxes).scale == clean(rule, *amaxes).scale
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.0, math.inf, -math.inf, math.nan, -8.0, 2.0**-140])
+@pytest.mark.parametrize("bad", [True, False])
+@pytest.mark.parametrize("history", [0.0, 1.0, math.nan, math.inf, -1.0])
+def test_a_damaged_state_comes_back(scale, bad, history):
+    rule = ps.HeadroomScale(window=3)
+    damaged = ps.HeadroomState(
+        torch.tensor(scale), torch.tensor([history] * 3), torch.tensor(0, dtype=torch.int32)
+    )
+    for amax in (0.0, 1.0):
+        state = run(rule, [(bad, amax)], damaged)[-1]
+        assert math.frexp(state.scale.item())[0] == 0.5
+        assert rule.min_scale <= state.scale <= rule.max_scale
+    fresh = run(rule, [(False, 1.0)] * 3, state)[-1]
+    assert same_bits(fresh, clean(rule, 1.0, 1.0, 1.0))
+
+
+@given(rules, steps)
+def test_update_changes_no_argument_and_hands_none_on(rule, series):
+    state = rule.init()
+    for bad, amax in series:
+        bad, amax = torch.tensor(bad), torch.tensor(amax)
+        with Untouched((state, bad, amax)):
+            after = rule.update(state, bad, amax)
+        assert same_bits(after, rule.update(state, bad, amax))
+        assert not shares_memory(after, (state, bad, amax))
+        state = after
+
+
+def test_update_reads_nothing():
+    with Dispatched() as dispatched:
+        run(ps.HeadroomScale(), [(False, 1.0), (True, 1.0)])
+    assert dispatched.reads == 0
+
+
+@given(steps)
+def test_update_under_vmap_equals_a_loop(series):
+    rule = ps.HeadroomScale(window=3)
+    states = [clean(rule, 2.0 ** (i % 9)) for i in range(len(series))]
+    flags, amaxes = (torch.tensor(column) for column in zip(*series, strict=True))
+    batched = torch.vmap(rule.update)(stack(states), flags, amaxes)
+    loop = [rule.update(*row) for row in zip(states, flags, amaxes, strict=True)]
+    assert same_bits(batched, stack(loop))
+
+
+def test_update_compiled_is_one_graph_over_overflow_growth_and_a_full_window():
+    rule, counter = ps.HeadroomScale(window=3), CompileCounterWithBackend("inductor")
+    compiled = torch.compile(rule.update, fullgraph=True, backend=counter)
+    eager = state = rule.init()
+    random.seed(0)
+    for index in range(40):
+        bad = torch.tensor(index % 7 == 6)
+        amax = torch.tensor(
+            random.choice([0.0, math.nan, 65504.0, 2.0 ** random.randint(-149, 60)])
+        )
+        eager, state = rule.update(eager, bad, amax), compiled(state, bad, amax)
+        assert same_bits(state, eager)
+    assert counter.frame_count == 1
+
+
+def test_an_amax_of_any_dtype_or_a_number_will_do():
+    rule = ps.HeadroomScale()
+    expected = clean(rule, 3.0)
+    for amax in (3, 3.0, *(torch.tensor(3.0, dtype=d) for d in (torch.float16, torch.float64))):
+        assert same_bits(rule.update(rule.init(), torch.tensor(False), amax), expected)
+    beyond = rule.update(rule.init(), False, torch.tensor(1e300, dtype=torch.float64))
+    assert beyond.scale == rule.min_scale
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"margin": -1}, "margin must be from 0 to 39, got -1"),
+        ({"margin": 40}, "margin must be from 0 to 39"),
+        ({"window": 0}, "window must be from 1"),
+        ({"init_scale": 3.0}, "init_scale must be a power of two"),
+        ({"min_scale": 0.3}, "min_scale must be a power of two"),
+        ({"max_scale": math.inf}, "max_scale must be a power of two"),
+        ({"max_scale": 2.0}, "2\\*\\*-111 <= min_scale <= init_scale <= max_scale.*Cure"),
+        ({"min_scale": 2.0**-112}, "the widest are min_scale=2"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings, words):
+    with pytest.raises(ValueError, match=words):
+        ps.HeadroomScale(**settings)
+
+
+@pytest.mark.parametrize("settings", [{"margin": 1.5}, {"margin": True}, {"window": 2.0}])
+def test_settings_that_are_not_whole_are_refused(settings):
+    with pytest.raises(TypeError, match="must be a whole number"):
+        ps.HeadroomScale(**settings)
+
+
+def test_equal_settings_are_an_equal_rule():
+    assert ps.HeadroomScale(2**16, margin=6) == ps.HeadroomScale()
+    assert hash(ps.HeadroomScale(2**16)) == hash(ps.HeadroomScale())
+    assert "takes_amax" not in {field.name for field in dataclasses.fields(ps.HeadroomScale)}
+
+
+def test_update_without_amax_names_the_cure():
+    rule = ps.HeadroomScale()
+    with pytest.raises(TypeError, match=r"update needs amax.*Cure: .*grad_amax\(grads\)"):
+        rule.update(rule.init(), torch.tensor(False))
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        ps.DynamicScale(),
+        ps.StaticScale(8.0),
+        ps.NoScale(),
+        ps.interop.torch_amp.rule(),
+        ps.interop.fairseq.rule(),
+        ps.interop.deepspeed.rule(),
+        ps.interop.jmp.rule(loss_scale=8.0),
+    ],
+)
+def test_update_with_amax_of_a_rule_that_takes_none_names_the_cure(rule):
+    with pytest.raises(TypeError, match=r"takes no amax.*Cure: `rule.update\(scaler, found_inf\)"):
+        rule.update(rule.init(), torch.tensor(False), torch.tensor(1.0))
+    with pytest.raises(TypeError, match="takes no amax"):
+        rule.update(rule.init(), found_inf=torch.tensor(False), amax=torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("amax", [torch.ones(1), torch.tensor(1), torch.tensor(1j)])
+def test_an_amax_that_is_no_number_is_refused(amax):
+    with pytest.raises(ValueError, match=r"expected one real number, 0-d\. Cure"):
+        ps.HeadroomScale().update(ps.HeadroomScale().init(), torch.tensor(False), amax)
+
+
+def test_a_history_of_another_window_is_refused():
+    with pytest.raises(ValueError, match=r"has shape \(64,\).*window=16.*Cure"):
+        ps.HeadroomScale(window=16).update(ps.HeadroomScale().init(), torch.tensor(False), 1.0)
+
+
+# ---- grad_amax
+
+
+def oracle(grads):
+    values = [abs(x) for t in tensors(grads) for x in t.double().reshape(-1).tolist()]
+    if any(map(math.isnan, values)):
+        return math.nan
+    return max(values, default=0.0)
+
+
+@given(trees(any32))
+def test_grad_amax_is_the_largest_magnitude(grads):
+    with Untouched(grads):
+        amax = ps.grad_amax(grads)
+    assert amax.shape == ()
+    assert amax.dtype is torch.float32
+    assert same_bits(amax, torch.tensor(oracle(grads)).float()) or amax.isnan() == math.isnan(
+        oracle(grads)
+    )
+    if not amax.isnan():
+        assert amax.item() == oracle(grads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("count", [1, 40])
+@pytest.mark.parametrize("size", [1, 3000, 70000])
+def test_grad_amax_finds_one_element_anywhere(dtype, count, size):
+    grads = [torch.randn(size).to(dtype) for _ in range(count)]
+    for value in (-300.0, math.inf, -math.inf, math.nan):
+        grads[count // 2][size // 3] = value
+        amax = ps.grad_amax(grads)
+        assert amax.dtype is torch.float32
+        assert amax.isnan() if math.isnan(value) else amax == abs(value)
+
+
+def test_grad_amax_of_kinds_of_leaves():
+    assert ps.grad_amax({}) == 0
+    assert ps.grad_amax({"a": None, "b": torch.empty(0)}) == 0
+    assert ps.grad_amax([torch.tensor(-2.0), None, torch.tensor(3.0, dtype=torch.float16)]) == 3
+    assert ps.grad_amax([torch.tensor([3 - 4j])]) == 4
+    assert ps.grad_amax([torch.tensor([1e300], dtype=torch.float64)]).isfinite()
+    assert ps.grad_amax([torch.tensor([math.inf], dtype=torch.float64)]) == math.inf
+    twice = torch.sparse_coo_tensor([[1, 1, 0]], [3.0, 3.0, -5.0], (4,), check_invariants=True)
+    assert ps.grad_amax([twice]) == 6
+    with warnings.catch_warnings(action="ignore"):
+        assert ps.grad_amax([(torch.eye(3) * -2).to_sparse_csr()]) == 2
+    assert ps.grad_amax([torch.arange(-3.0, 3.0)[::2].neg(), torch.ones(4, 4).t()]) == 3
+    with pytest.raises(TypeError, match=r"grads\['n'\] has dtype torch.int64"):
+        ps.grad_amax({"n": torch.tensor(1)})
+
+
+def test_grad_amax_reads_nothing_and_its_operators_do_not_grow_with_the_tensors():
+    counts = []
+    for number in (100, 1000):
+        grads = [torch.randn(20) for _ in range(number)]
+        with Dispatched() as dispatched:
+            ps.grad_amax(grads)
+        assert dispatched.reads == 0
+        counts.append(sum(op is not torch.ops.aten.view.default for op in dispatched.ops))
+    assert counts[0] == counts[1] < 10
+
+
+def test_grad_amax_under_vmap_compile_and_grad():
+    grads = {"a": torch.randn(3, 5), "b": torch.randn(3, 2, 2)}
+    loop = torch.stack([ps.grad_amax(unstack(grads, index)) for index in range(3)])
+    assert same_bits(torch.vmap(ps.grad_amax)(grads), loop)
+    for many in ([torch.randn(7)] * 2, [torch.randn(7) for _ in range(40)]):
+        compiled = torch.compile(ps.grad_amax, fullgraph=True, backend="aot_eager")
+        assert same_bits(compiled(many), ps.grad_amax(many))
+    slope = torch.func.grad(lambda x: ps.grad_amax([x]))(torch.tensor([1.0, -3.0]))
+    assert same_bits(slope, torch.tensor([0.0, -1.0]))
+
+
+# ---- what a step hands over
+
+
+def linear(params, buffers, x):
+    return (params["w"].half() * x.half()).float().sum(), buffers
+
+
+def start(rule, optimizer=SGD, size=4):
+    return ps.init_train_state({"w": torch.zeros(size)}, {}, optimizer, rule)
+
+
+def step(state, microbatches, rule, optimizer=SGD, **settings):
+    return ps.train_step(
+        state, microbatches, loss_fn=linear, optimizer=optimizer, rule=rule, **settings
+    )
+
+
+class Told(NamedTuple):
+    scale: torch.Tensor
+    amax: torch.Tensor
+    bad: torch.Tensor
+
+
+class Remembers:
+    """A rule of one's own that keeps what it was told."""
+
+    takes_amax = True
+
+    def __init__(self, scale=4.0):
+        self.scale = scale
+
+    def init(self, device=None):
+        return Told(torch.tensor(self.scale), torch.tensor(-1.0), torch.tensor(False))
+
+    def update(self, scaler, found_inf, amax):
+        return Told(scaler.scale.clone(), amax.clone(), found_inf.clone())
+
+
+GRADIENT = torch.tensor([1.0, -3.0, 0.5, 2.0])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_norm": 0.1},
+        {"max_norm": math.inf},
+        {"max_norm": 0.1, "norm_type": math.inf},
+        {"clip_value": 0.1},
+        {"on_nonfinite": "drop_microbatch"},
+        {"on_nonfinite": "drop_microbatch", "max_norm": 0.1},
+        {"max_retries": 2},
+        {"donate": True},
+        {"weight_fn": lambda x: 1.0},
+        {"weight_fn": lambda x: torch.tensor(2.0)},
+    ],
+)
+@pytest.mark.parametrize("optimizer", [SGD, ADAMW, ps.from_torch(torch.optim.RMSprop, lr=0.1)])
+@pytest.mark.parametrize("parts", [1, 4])
+def test_a_rule_that_takes_amax_gets_that_of_the_averaged_gradient_before_clipping(
+    settings, optimizer, parts
+):
+    rule = Remembers()
+    microbatches = [GRADIENT * (1 + index) for index in range(parts)]
+    state, info = step(start(rule, optimizer), microbatches, rule, optimizer, **settings)
+    expected = torch.tensor(3.0 * (1 + parts) / 2)
+    assert_close((info.grad_amax, state.scaler.amax), (expected, expected))
+    assert not state.scaler.bad
+    if "max_norm" in settings and settings.get("norm_type"):
+        assert_close(info.grad_norm, expected)
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0}, {"on_nonfinite": "drop_microbatch"}])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_what_a_step_does_has_the_same_bits_whether_its_rule_takes_amax(settings, parts):
+    microbatches = [GRADIENT * (1 + index) for index in range(parts)]
+    rule, plain = Remembers(), ps.StaticScale(4.0)
+    a, told = step(start(rule), microbatches, rule, **settings)
+    b, other = step(start(plain), microbatches, plain, **settings)
+    assert same_bits(a._replace(scaler=()), b._replace(scaler=()))
+    assert same_bits(told._replace(grad_amax=()), other)
+    assert other.grad_amax == ()
+
+
+def test_a_bad_microbatch_that_is_dropped_counts_as_an_overflow():
+    rule = ps.HeadroomScale(init_scale=4.0, window=4)
+    bad = torch.tensor([math.inf, 1, 1, 1])
+    state, info = step(start(rule), [GRADIENT, bad], rule, on_nonfinite="drop_microbatch")
+    assert not info.found_inf
+    assert info.grad_amax == 3
+    assert state.scaler.amax_history[-1] == 2 * TOP / 4
+    assert state.scaler.scale == 2.0**-5
+    assert state.scaler.consecutive_skips == 1
+
+
+@pytest.mark.parametrize("settings", [{}, {"on_nonfinite": "drop_microbatch"}, {"max_norm": 1.0}])
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_the_amax_of_a_skipped_step_is_not_finite(settings, parts, value):
+    rule = ps.HeadroomScale(window=4)
+    state, info = step(start(rule), [GRADIENT * value] * parts, rule, **settings)
+    assert info.found_inf
+    assert not info.grad_amax.isfinite()
+    assert state.scaler.scale == 2.0**9
+
+
+def test_a_window_of_weight_0_tells_a_rule_nothing():
+    rule = ps.HeadroomScale(window=4)
+    first = start(rule)
+    state, info = step(first, [GRADIENT], rule, weight_fn=lambda x: 0.0)
+    assert same_bits(state.scaler, first.scaler)
+    assert info.found_inf
+
+
+def test_gradients_of_zeros_leave_the_scale_where_it_is():
+    rule = ps.HeadroomScale(init_scale=1.0, window=4)
+    state, _ = step(start(rule), [GRADIENT], rule)
+    for _ in range(10):
+        after, info = step(state, [GRADIENT * 0], rule)
+        assert info.grad_amax == 0
+        assert same_bits(after.scaler, state.scaler)
+
+
+def test_a_retry_is_an_overflow_in_the_history_and_then_what_the_last_try_saw():
+    rule = ps.HeadroomScale(init_scale=2.0**24, window=4)
+    state, info = step(start(rule), [GRADIENT], rule, max_retries=5)
+    assert info.retries == 2
+    assert not info.found_inf
+    assert info.scale == 2.0**10
+    history = [0, 2 * TOP / 2.0**24, 2 * TOP / 2.0**17, 3]
+    assert_close(state.scaler.amax_history, torch.tensor(history))
+    by_steps, told = start(rule), None
+    while told is None or told.found_inf:
+        by_steps, told = step(by_steps, [GRADIENT], rule)
+    assert same_bits(by_steps, state)
+
+
+def test_a_state_is_saved_and_loaded_in_the_middle_of_its_window(tmp_path):
+    rule = ps.HeadroomScale(init_scale=2.0**24, window=4)
+    settings = ADAMW, rule
+    state, step = job(*settings)
+    for index in range(3):
+        state, _ = step(state, [batch(index)])
+    ps.save(tmp_path / "state.pt", state)
+    loaded = ps.load(tmp_path / "state.pt", like=job(*settings)[0])
+    assert same_bits(loaded, state)
+    assert same_bits(ps.from_state_dict(ps.to_state_dict(state), like=state), state)
+    for index in range(3, 9):
+        (state, told), (loaded, other) = step(state, [batch(index)]), step(loaded, [batch(index)])
+        assert same_bits((state, told), (loaded, other))
+    assert (state.scaler.amax_history > 0).all()
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0}])
+def test_a_compiled_step_is_one_graph_over_overflow_growth_and_a_full_window(settings):
+    rule = ps.HeadroomScale(init_scale=2.0**24, window=3)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(
+        lambda state, x: step(state, [x], rule, **settings), fullgraph=True, backend=counter
+    )
+    a = b = start(rule)
+    scales = []
+    for size in [1, 1, 1, 0, 2.0**12, 2.0**-8, 2.0**-8, 2.0**-8, 2.0**-8, math.nan, 1]:
+        (a, told), (b, other) = (
+            compiled(a, GRADIENT * size),
+            step(b, [GRADIENT * size], rule, **settings),
+        )
+        assert same_bits(a.scaler, b.scaler)
+        assert same_bits(told.grad_amax, other.grad_amax)
+        assert_close((a, told), (b, other), equal_nan=True)
+        scales.append(other.scale.item())
+    assert counter.frame_count == 1
+    assert len(set(scales)) > 4
+
+
+def test_an_ensemble_under_vmap_equals_its_members_in_turn():
+    rule = ps.HeadroomScale(init_scale=2.0**24, window=3)
+    members = [start(rule)._replace(step=torch.tensor(i)) for i in range(3)]
+    together = stack(members)
+    for size in (1.0, 2.0**20, 2.0**-10, 1.0):
+        batches = [GRADIENT * size * 4.0**index for index in range(3)]
+        together, told = torch.vmap(lambda s, x: step(s, [x], rule))(together, torch.stack(batches))
+        alone = [step(member, [x], rule) for member, x in zip(members, batches, strict=True)]
+        members = [state for state, _ in alone]
+        assert same_bits(together.scaler, stack([state.scaler for state in members]))
+        assert same_bits(told.grad_amax, torch.stack([info.grad_amax for _, info in alone]))
+
+
+def test_a_step_can_be_differentiated_through_its_rule():
+    rule = ps.HeadroomScale()
+
+    def after(rate):
+        optimizer = ps.from_torch(torch.optim.SGD, lr=rate, differentiable=True)
+        state = ps.init_train_state({"w": torch.ones(4)}, {}, optimizer, rule)
+        for _ in range(2):
+            state, _ = ps.train_step(
+                state,
+                [GRADIENT],
+                loss_fn=lambda p, b, x: ((p["w"] * x).pow(2).sum(), b),
+                optimizer=optimizer,
+                rule=rule,
+            )
+        return state.params["w"].sum()
+
+    rate = torch.tensor(0.01, dtype=torch.float64)
+    slope = torch.func.grad(after)(rate)
+    difference = (after(rate + 1e-3) - after(rate - 1e-3)) / 2e-3
+    assert_close(slope.float(), difference.float(), rtol=1e-2, atol=1e-2)
+
+
+def test_a_step_with_it_costs_a_handful_of_operators_more():
+    counts = []
+    for rule in (ps.DynamicScale(), ps.HeadroomScale()):
+        state = start(rule, ADAMW, size=50)
+        with Dispatched() as dispatched:
+            step(state, [torch.ones(50)], rule, ADAMW)
+        counts.append(len(dispatched.ops))
+    assert counts[1] - counts[0] <= 30
+
+
+def test_check_scaler_knows_its_floor_and_its_skips():
+    rule = ps.HeadroomScale(init_scale=1.0, min_scale=1.0)
+    scaler = run(rule, [(True, 1.0)] * 3)[-1]
+    with pytest.raises(FloatingPointError, match=r"smallest scale, 1\.0 \(min_scale\), 3 step"):
+        ps.check_scaler(scaler, rule)
+    scaler = run(ps.HeadroomScale(), [(True, 1.0)] * 2)[-1]
+    with pytest.raises(FloatingPointError, match="2 steps in a row"):
+        ps.check_scaler(scaler, ps.HeadroomScale(), max_skips=1)
+
+
+class WithoutIt(Remembers):
+    def update(self, scaler, found_inf):
+        return scaler
+
+
+class WithoutSaying(Remembers):
+    takes_amax = False
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        (WithoutIt(), r"WithoutIt.update cannot be called as update\(scaler, found_inf, amax\)"),
+        (WithoutSaying(), r"WithoutSaying.update cannot be called as update\(scaler, found_inf\)"),
+    ],
+)
+def test_a_rule_whose_update_does_not_take_what_it_says_is_refused(rule, words):
+    with pytest.raises(TypeError, match=words + ".*Cure: `takes_amax = True` in the class"):
+        start(rule)
+    with pytest.raises(TypeError, match=words):
+        step(start(Remembers()), [GRADIENT], rule)
+    with pytest.raises(TypeError, match=words):
+        ps.simulate.simulate(rule, [True])
+
+
+def test_donation_gives_the_same_bits():
+    rule = ps.HeadroomScale(init_scale=2.0**24, window=3)
+    state = start(rule, ADAMW)
+    for size in (1.0, 1.0, 4.0):
+        given = clone(state)
+        kept = step(state, [GRADIENT * size], rule, ADAMW)
+        donated = step(given, [GRADIENT * size], rule, ADAMW, donate=True)
+        assert same_bits(kept, donated)
+        assert not shares_memory(kept, state)
+        state, _ = kept
+
+
+def test_stacked_states_are_trees():
+    states = run(ps.HeadroomScale(window=2), [(False, 1.0), (True, 1.0)])
+    assert pytree.tree_map(lambda *t: torch.stack(t), *states).amax_history.shape == (3, 2)
+
+
+@pytest.mark.parametrize("damage", [math.nan, math.inf, -1.0])
+def test_a_damaged_entry_of_the_history_counts_for_nothing(damage):
+    rule = ps.HeadroomScale(window=3)
+    state = clean(rule, 1.0, 1.0, 1.0)
+    damaged = state._replace(amax_history=torch.tensor([1.0, damage, 1.0]))
+    assert rule.update(damaged, torch.tensor(False), torch.tensor(4.0)).scale == state.scale / 4

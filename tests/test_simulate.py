@@ -1,0 +1,232 @@
+"""Rules over flags and over gradients without a training, and what many steps tell as one value."""
+
+import dataclasses
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from helpers import Dispatched, Untouched, any32, batch, job, legal_rules, same_bits, stack
+from hypothesis import given
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import purescale as ps
+from purescale import interop
+from purescale.simulate import replay, simulate
+
+RULES = {
+    "DynamicScale": ps.DynamicScale(init_scale=2.0**20, growth_interval=2),
+    "StaticScale": ps.StaticScale(8.0),
+    "NoScale": ps.NoScale(),
+    "HeadroomScale": ps.HeadroomScale(init_scale=2.0**20, window=3),
+    "torch_amp": interop.torch_amp.rule(init_scale=2.0**20, growth_interval=2),
+    "apex": interop.apex.rule(init_scale=2.0**20, scale_window=2),
+    "deepspeed": interop.deepspeed.rule(init_scale=2.0**20, scale_window=2),
+    "megatron": interop.megatron.rule(initial_scale=2.0**20, growth_interval=2),
+    "fairseq": interop.fairseq.rule(init_scale=2.0**20, scale_window=2),
+    "flax": interop.flax.rule(scale=2.0**20, growth_interval=2),
+    "jmp": interop.jmp.rule(loss_scale=2.0**20, period=2),
+    "keras": interop.keras.rule(initial_scale=2.0**20, dynamic_growth_steps=2),
+    "nnabla": interop.nnabla.rule(scale=2.0**20, N=2),
+}
+each_rule = pytest.mark.parametrize("name", RULES)
+flags = st.lists(st.booleans(), max_size=20)
+amaxes = st.lists(any32.map(abs), max_size=20)
+
+
+def given_to(rule, state, bad, amax):
+    return rule.update(state, bad, *([amax] if getattr(rule, "takes_amax", False) else []))
+
+
+@given(st.sampled_from(sorted(RULES)), flags)
+def test_simulate_equals_a_loop(name, pattern):
+    rule = RULES[name]
+    states = [rule.init()]
+    for bad in pattern:
+        states.append(given_to(rule, states[-1], torch.tensor(bad), torch.tensor(0.0)))
+    assert same_bits(simulate(rule, pattern), stack(states))
+    assert same_bits(simulate(rule, torch.tensor(pattern, dtype=torch.bool)), stack(states))
+
+
+@given(st.sampled_from(sorted(RULES)), amaxes, st.sampled_from([65504.0, 3.4e38, 448]))
+def test_replay_equals_a_loop_in_which_a_step_overflows_by_its_scale(name, series, largest):
+    rule = RULES[name]
+    states, bads = [rule.init()], []
+    for amax in series:
+        bads.append(not amax * states[-1].scale.item() <= largest)
+        states.append(
+            given_to(rule, states[-1], torch.tensor(bads[-1]), torch.tensor(amax).float())
+        )
+    got, found_infs = replay(rule, series, largest)
+    assert same_bits(got, stack(states))
+    assert found_infs.dtype is torch.bool
+    assert found_infs.tolist() == bads
+
+
+@given(legal_rules, flags)
+def test_simulate_is_pure(rule, pattern):
+    given_flags = torch.tensor(pattern, dtype=torch.bool)
+    with Untouched(given_flags):
+        assert same_bits(simulate(rule, given_flags), simulate(rule, given_flags))
+
+
+@each_rule
+def test_many_runs_at_once_equal_runs_in_turn(name):
+    rule = RULES[name]
+    patterns = torch.rand(5, 12) < 0.3
+    each = [simulate(rule, pattern) for pattern in patterns]
+    assert same_bits(torch.vmap(lambda p: simulate(rule, p))(patterns), stack(each))
+    tops = torch.exp2(torch.randint(-20, 20, (5, 12)).float())
+    tops[0, 3], tops[1, 4] = math.nan, math.inf
+    each = [replay(rule, series) for series in tops]
+    assert same_bits(torch.vmap(lambda t: replay(rule, t))(tops), stack(each))
+
+
+@each_rule
+def test_compiled_it_is_one_graph(name):
+    rule, counter = RULES[name], CompileCounterWithBackend("eager")
+    compiled = torch.compile(lambda t: replay(rule, t), fullgraph=True, backend=counter)
+    for _ in range(2):
+        tops = torch.exp2(torch.randint(-20, 20, (6,)).float())
+        assert same_bits(compiled(tops), replay(rule, tops))
+    assert counter.frame_count == 1
+
+
+def test_nothing_is_read():
+    with Dispatched() as dispatched:
+        simulate(ps.DynamicScale(), torch.ones(3, dtype=torch.bool))
+        replay(ps.HeadroomScale(), torch.ones(3))
+    assert dispatched.reads == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Tunable:
+    """A rule of one's own whose setting is a tensor."""
+
+    factor: torch.Tensor
+
+    def init(self, device=None):
+        return ps.StaticScale(1024.0).init(device)
+
+    def update(self, scaler, found_inf):
+        scale = torch.where(found_inf, scaler.scale * self.factor, scaler.scale)
+        return scaler._replace(scale=scale)
+
+
+def test_many_settings_at_once_of_a_rule_that_holds_them_as_tensors():
+    factors = torch.tensor([0.5, 0.25])
+    states = torch.vmap(lambda factor: simulate(Tunable(factor), [True, True]))(factors)
+    assert states.scale.tolist() == [[1024, 512, 256], [1024, 256, 64]]
+
+
+def test_replay_of_what_a_run_told_gives_the_scales_of_that_run():
+    """Where no step was skipped, for then the gradients are known whatever the scale."""
+    rule = ps.HeadroomScale(init_scale=1.0, window=3)
+    state, step = job(ps.from_torch(torch.optim.SGD, lr=0.1), rule)
+    infos = []
+    for index in range(8):
+        state, info = step(state, [batch(index)])
+        infos.append(info)
+    run = ps.stack_infos(infos)
+    states, found_infs = replay(rule, run.grad_amax)
+    assert same_bits((states.scale[:-1], found_infs), (run.scale, run.found_inf))
+    assert same_bits(states.amax_history[-1], state.scaler.amax_history)
+
+
+def test_a_state_starts_where_the_flags_are():
+    assert simulate(ps.DynamicScale(), torch.ones(2, dtype=torch.bool, device="meta")).scale.is_meta
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: simulate(ps.DynamicScale, [True]), TypeError, "rule is the class DynamicScale"),
+        (lambda: simulate(None, [True]), TypeError, "rule is NoneType.*Cure"),
+        (lambda: simulate(ps.NoScale(), torch.ones(3)), ValueError, r"expected bool \[T\]"),
+        (
+            lambda: simulate(ps.NoScale(), torch.ones(2, 3, dtype=torch.bool)),
+            ValueError,
+            r"found_infs is torch.bool \(2, 3\).*Cure: .*torch.vmap",
+        ),
+        (lambda: replay(ps.NoScale(), torch.tensor(1.0)), ValueError, r"floating \[T\]"),
+        (lambda: replay(ps.NoScale(), [1, 2]), ValueError, r"amaxes is torch.int64 \(2,\)"),
+        (lambda: replay(ps.NoScale(), [1.0], largest=0), ValueError, "largest must be positive"),
+    ],
+)
+def test_what_is_no_run_is_refused(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+# ---- infos over time
+
+
+def infos_of(steps, aux=(), **settings):
+    rule = ps.DynamicScale(init_scale=2.0**24, growth_interval=1)
+    state, step = job(ps.from_torch(torch.optim.SGD, lr=0.1), rule, **settings)
+    infos = []
+    for index in range(steps):
+        state, info = step(state, [batch(index)])
+        infos.append(info._replace(aux=aux))
+    return infos
+
+
+def test_a_run_is_its_infos_stacked():
+    infos = infos_of(3, max_norm=1.0)
+    run = ps.stack_infos(infos)
+    for name in ("loss", "found_inf", "scale", "grad_norm", "retries"):
+        assert same_bits(getattr(run, name), torch.stack([getattr(i, name) for i in infos]))
+    assert run.grad_amax == () and run.aux == ()  # noqa: PT018
+    assert isinstance(run, ps.StepInfo)
+
+
+def test_what_is_absent_stays_absent_and_aux_is_stacked_leaf_by_leaf():
+    aux = ({"hits": torch.ones(2), "none": None}, [torch.tensor(3)])
+    run = ps.stack_infos(infos_of(2, aux))
+    assert run.grad_norm == ()
+    assert same_bits(run.aux, ({"hits": torch.ones(2, 2), "none": None}, [torch.tensor([3, 3])]))
+
+
+def test_stacked_infos_of_an_ensemble_and_a_compiled_function():
+    infos = infos_of(2)
+    members = [stack([info, info]) for info in infos]
+    assert ps.stack_infos(members).loss.shape == (2, 2)
+    compiled = torch.compile(ps.stack_infos, fullgraph=True, backend="eager")
+    assert same_bits(compiled(infos), ps.stack_infos(infos))
+
+
+def test_stacking_reads_and_changes_nothing():
+    infos = infos_of(2)
+    with Untouched(infos), Dispatched() as dispatched:
+        ps.stack_infos(infos)
+    assert dispatched.reads == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (lambda a: [], ValueError, "got no infos"),
+        (lambda a: a, TypeError, "takes a list, got one StepInfo. Cure"),
+        (lambda a: [a, *a], TypeError, r"infos\[1\] is tensor.*infos \+= \[info\]"),
+        (lambda a: [a, a._replace(grad_norm=a.loss)], ValueError, r"infos\[1\] does not match"),
+        (
+            lambda a: [a._replace(aux=(torch.ones(2),)), a._replace(aux=(torch.ones(3),))],
+            ValueError,
+            r"infos\[1\].aux\[0\] is torch.float32 \(3,\), but torch.float32 \(2,\) in infos\[0\]",
+        ),
+        (
+            lambda a: [a._replace(aux=("late",))],
+            TypeError,
+            r"infos\[0\].aux\[0\] is 'late'; only tensors are stacked. Cure",
+        ),
+        (
+            lambda a: [a._replace(aux=(None,)), a._replace(aux=(torch.ones(2),))],
+            ValueError,
+            r"infos\[1\].aux\[0\] is torch.float32 \(2,\), but None in infos\[0\]",
+        ),
+    ],
+)
+def test_what_cannot_be_stacked_is_refused(change, error, words):
+    [info] = infos_of(1)
+    with pytest.raises(error, match=words):
+        ps.stack_infos(change(info))

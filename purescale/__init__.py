@@ -23,6 +23,7 @@ The loss scale:
     check_scaler          syncs; raises where training has stopped moving
 
 Over ranks:
+    all_reduce_grads      the mean of all ranks' gradients, in buckets
     all_reduce_found_inf  one rank's overflow is every rank's
     all_reduce_bn_stats   batch-norm statistics of all ranks
 
@@ -100,7 +101,10 @@ from ._scaler import (
     check_scaler as check_scaler,
 )
 
-from ._collectives import all_reduce_found_inf as all_reduce_found_inf
+from ._collectives import (
+    all_reduce_grads as all_reduce_grads,
+    all_reduce_found_inf as all_reduce_found_inf,
+)
 from ._bn import all_reduce_bn_stats as all_reduce_bn_stats
 
 from ._accum import (
@@ -176,6 +180,7 @@ __all__ = [  # noqa: RUF022  in the order of a step
     "scale_loss",
     "unscale_and_check",
     "check_scaler",
+    "all_reduce_grads",
     "all_reduce_found_inf",
     "all_reduce_bn_stats",
     "AccumState",

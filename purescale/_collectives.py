@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from . import _torch
+from . import _checks, _foreach, _torch, _tree
+from ._tree import Leaves, Tree
 
 
 def all_reduce(tensor: Tensor, op: str, group: Any) -> Tensor:
     """`tensor` reduced over the ranks of `group` (`None`: all of them), out of place."""
-    return _torch.all_reduce(tensor, op, dist.group.WORLD if group is None else group)
+    return _torch.all_reduce(tensor, op, member(group))
 
 
 def all_reduce_found_inf(found_inf: Tensor, group: Any = None) -> Tensor:
@@ -32,6 +37,313 @@ def all_reduce_found_inf(found_inf: Tensor, group: Any = None) -> Tensor:
     reduces nothing, and ShardedGradScaler forgets it before a fused optimizer, after which ranks
     diverge.
     """
-    if group is None and not (dist.is_available() and dist.is_initialized()):
+    if alone(group):
         return found_inf.clone()
     return all_reduce(found_inf.to(torch.int32), "max", group).to(torch.bool)
+
+
+def all_reduce_grads(
+    grads: Tree,
+    group: Any = None,
+    bucket_size_mb: float = 25,
+    check: bool = True,
+    donate: bool = False,
+) -> Tree:
+    """Syncs with the host where `check`. Equal to `tree_map(lambda *g: sum(g) / len(g), *(grads on
+    rank for rank in group))`, on every rank, from one reduction a bucket.
+
+    Arguments:
+    - `grads`: a pytree of gradients, the same tree on every rank; `None` passes through, and so do
+      DTensors, which are reduced over their own mesh. Sparse leaves are reduced and come back
+      dense: each rank holds other rows. Half leaves are summed in float32 and rounded once.
+    - `group=None` is the default process group, and the identity (a copy) where there is none.
+    - `bucket_size_mb`: leaves of one dtype and device travel together, this many MiB at a time;
+      while one bucket is on its way the next is put together. `inf`: one bucket a dtype.
+    - `check`: exchange 16 bytes that tell whether trees, names, shapes, dtypes and kinds of device
+      are the same; where not, or where one rank refuses its arguments, every rank raises. Left out
+      while compiling. Without it trees that differ are a hang.
+    - `donate`: `grads` may be overwritten; the caller gives them up. Same bits.
+
+    Each rank divides before the sum, so that no sum of finite gradients overflows of which the mean
+    is finite; inf and NaN come through on every rank. In buckets the same bits as a leaf at a time
+    on two ranks; on more, where backends choose the order of the sum by place, up to its rounding.
+
+    Raises `ValueError`, on every rank where `check`, for trees that differ (with the rank and the
+    first leaf), for a group that this rank is not in or that is gone, for a `bucket_size_mb` that is
+    not above 0; `TypeError` for leaves that are no gradients.
+
+    >>> import torch
+    >>> all_reduce_grads({"w": torch.tensor([1.0]), "frozen": None})     # no process group: one rank
+    {'w': tensor([1.]), 'frozen': None}
+
+    Source of the rule: DistributedDataParallel, which divides first; mmpose's `allreduce_grads`
+    (coalesced, in buckets), which sums first.
+    """
+
+    def checked() -> tuple[Leaves, Any]:
+        size = _checks.real("bucket_size_mb", bucket_size_mb)
+        if not size > 0:
+            raise ValueError(
+                f"bucket_size_mb must be above 0, got {_checks.shown(bucket_size_mb)}. Cure: 25, as "
+                "DistributedDataParallel; float('inf') for one bucket a dtype."
+            )
+        leaves, structure = _tree.flatten(grads)
+        _tree.check_gradients(grads, leaves)
+        return leaves, structure
+
+    if alone(group):
+        leaves, structure = checked()
+        results = leaves if donate and not _tree.DEBUG_DONATION else _tree.clone(leaves)
+    else:
+        group = check_group(group)
+        if check and not _tree.traced():
+            agree(
+                group, checked, lambda: [f"{bucket_size_mb=}", *lines_of("grads", grads, laid=False)]
+            )
+        leaves, structure = checked()
+        size = float(bucket_size_mb) * 2**20
+        owned = _tree.writable(leaves) if donate and not _tree.traced() else None
+        results = mean_over(leaves, dist.get_world_size(group), group, size, owned=owned)
+        results = [
+            new if old is None else _as_it_was(new, old)
+            for new, old in zip(results, leaves, strict=True)
+        ]
+    if donate:
+        _tree.poison(grads, keep=results)
+    return structure.unflatten(results)
+
+
+def _as_it_was(mean: Tensor, leaf: Tensor) -> Tensor:
+    """A mean in the dtype of what it is the mean of; a DTensor, which was not reduced, by itself."""
+    return mean.clone() if mean is leaf and isinstance(leaf, DTensor) else mean.to(leaf.dtype)
+
+
+# ---- buckets -------------------------------------------------------------------------------------
+
+BUCKET = 25 * 2**20  # bytes, as DistributedDataParallel
+
+
+def mean_over(
+    leaves: Sequence[Tensor | None],
+    divisor: float | Tensor,
+    group: Any,
+    size: float = BUCKET,
+    *,
+    like: Sequence[Tensor | None] | None = None,
+    owned: Sequence[bool] | None = None,
+) -> Leaves:
+    """The sums of `leaf / divisor` over the ranks, dense and at least in float32, in buckets of
+    `size` bytes; `None` and DTensors as they are.
+
+    Laid out as the leaves of `like`, by default in rows. Those that are `owned` are written back
+    into; all others are parts of their bucket.
+    """
+    results: Leaves = list(leaves)
+    away: list[tuple[list[int], list[Tensor], Any]] = []
+    # All are sent before the first is waited for: one is on its way while the next is put together.
+    for places in _buckets(leaves, size):
+        parts, row = _row(
+            [leaves[place] for place in places],
+            [None if like is None else like[place] for place in places],
+            divisor,
+        )
+        away.append((places, parts, _send(row, group)))
+    for places, parts, arrive in away:
+        for place, part in zip(places, arrive(parts), strict=True):
+            leaf: Any = leaves[place]
+            part = torch.view_as_complex(part) if leaf.is_complex() else part
+            back = owned is not None and owned[place] and leaf.dtype is part.dtype
+            results[place] = leaf.copy_(part) if back else part
+    return results
+
+
+def _buckets(leaves: Sequence[Tensor | None], size: float) -> list[list[int]]:
+    """Which leaves travel together: of one device and dtype, in order, up to `size` bytes or one."""
+    buckets: list[list[int]] = []
+    filling: dict[Any, tuple[list[int], float]] = {}
+    for place, leaf in enumerate(leaves):
+        if leaf is None or isinstance(leaf, DTensor):
+            continue
+        dtype = _foreach.wide_dtype(leaf.dtype)
+        kind = leaf.device, dtype
+        width = leaf.numel() * dtype.itemsize
+        bucket, filled = filling.get(kind, ([], size))
+        if filled + width > size:
+            bucket, filled = [], 0
+            buckets.append(bucket)
+        bucket.append(place)
+        filling[kind] = bucket, filled + width
+    return buckets
+
+
+def _row(
+    leaves: Sequence[Any], likes: Sequence[Tensor | None], divisor: float | Tensor
+) -> tuple[list[Tensor], Tensor]:
+    """Real and dense leaves over the divisor in one row, and the places in it where they stand."""
+    numbers = [_real(leaf) for leaf in leaves]
+    dtype = _foreach.wide_dtype(numbers[0].dtype)
+    if isinstance(divisor, Tensor):
+        divisor = divisor.to(dtype)
+    if _tree.traced():
+        row = torch.cat([torch.div(n.to(dtype), divisor).reshape(-1) for n in numbers])
+        return numbers, row
+    with torch.no_grad():
+        row = numbers[0].new_empty(sum(map(Tensor.numel, numbers)), dtype=dtype)
+        parts = []
+        for number, like, part in zip(
+            numbers, likes, torch.split(row, list(map(Tensor.numel, numbers))), strict=True
+        ):
+            if like is None or like.is_contiguous() or not _tree.donatable(like.detach()):
+                parts.append(part.view(number.shape))
+            else:
+                parts.append(part.as_strided(number.shape, like.stride(), part.storage_offset()))
+            # In the dtype of the row also where that of the leaf is narrower.
+            target = parts[-1] if number.dtype is dtype else parts[-1].copy_(number)
+            torch.div(number if number.dtype is dtype else target, divisor, out=target)
+    return parts, row
+
+
+def _real(leaf: Tensor) -> Tensor:
+    leaf = leaf if leaf.layout is torch.strided else leaf.to_dense()
+    if not leaf.is_complex():
+        return leaf
+    return torch.view_as_real(leaf.to(_foreach.wide_dtype(leaf.dtype)).resolve_conj())
+
+
+def _send(row: Tensor, group: Any) -> Callable[[list[Tensor]], Sequence[Tensor]]:
+    """Begin the sum of a row over the ranks; what is returned waits for it and gives its parts."""
+    if not row.numel():
+        return lambda parts: parts
+    if _tree.traced():
+        whole = _torch.all_reduce(row, "sum", group)
+
+        def split(parts: list[Tensor]) -> list[Tensor]:
+            rows = torch.split(whole, [part.numel() for part in parts])
+            return [row.view(part.shape) for row, part in zip(rows, parts, strict=True)]
+
+        return split
+    work: Any = dist.all_reduce(row, group=group, async_op=True)
+
+    def wait(parts: list[Tensor]) -> list[Tensor]:
+        work.wait()
+        return parts
+
+    return wait
+
+
+# ---- groups --------------------------------------------------------------------------------------
+
+
+def alone(group: Any) -> bool:
+    """Whether the default group is meant and there is none."""
+    return group is None and not (dist.is_available() and dist.is_initialized())
+
+
+def member(group: Any) -> Any:
+    """The group that is meant (`None`: all ranks); refused where this rank is not in it, or it is
+    gone.
+    """
+    if torch.compiler.is_compiling():
+        return dist.group.WORLD if group is None else group
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            "group is one that this rank is not in. Likely cause: `dist.new_group(ranks)` is called "
+            "by every rank, and gives those that are not in `ranks` only a mark. Cure: `if "
+            "dist.get_rank() in ranks:` around what the group does."
+        )
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ValueError(
+            "group is given, but there is no process group. Likely cause: "
+            "`dist.destroy_process_group()` before the last step, or a group of an earlier run. "
+            "Cure: `dist.init_process_group(...)` first, under torchrun; group=None for one process."
+        )
+    group = dist.group.WORLD if group is None else group
+    if isinstance(group, dist.ProcessGroup):
+        try:
+            dist.get_process_group_ranks(group)
+        except (KeyError, ValueError):
+            raise ValueError(
+                "group is gone. Likely cause: `dist.destroy_process_group(group)`, or a default "
+                "group that was destroyed and made anew. Cure: the group as it is now, for all "
+                "ranks `dist.group.WORLD`."
+            ) from None
+    return group
+
+
+def check_group(group: Any) -> Any:
+    """`member`, for what takes nothing but process groups."""
+    group = member(group)
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"group is {_checks.shown(group)} ({type(group).__name__}); expected a process group. "
+            "Cure: `dist.group.WORLD`, `dist.new_group(ranks)`, or of a DeviceMesh "
+            "`mesh.get_group('dp')`."
+        )
+    return group
+
+
+def on_cpu(group: Any) -> bool:
+    """Whether the ranks of `group` can tell each other something without a wait for an
+    accelerator: the same on every rank.
+    """
+    return not _tree.traced() and bool(_torch.object_device(group) == "cpu")
+
+
+def lines_of(name: str, tree: Tree, *, laid: bool) -> list[str]:
+    """What must be the same on every rank, a line a leaf; how it is `laid` out in memory too."""
+    leaves = _tree.flatten(tree)[0]
+    return [
+        f"{name} {key!r}: {_kind(leaf, laid=laid)}"
+        for key, leaf in zip(_tree.names(tree), leaves, strict=True)
+    ]
+
+
+def _kind(leaf: Any, *, laid: bool) -> str:
+    if not isinstance(leaf, Tensor):
+        return str(leaf) if leaf is None else type(leaf).__name__
+    strides = f" {leaf.stride()}" if laid and leaf.layout is torch.strided else ""
+    # Not which device: each rank has another.
+    return f"{leaf.dtype} {tuple(leaf.shape)}{strides} {leaf.layout} on {leaf.device.type}"
+
+
+def agree(group: Any, check: Callable[[], Any], describe: Callable[[], list[str]]) -> None:
+    """Syncs with the host. Raise on every rank of `group` where `check` refuses something on one of
+    them, or what they `describe` is not the same.
+    """
+    refusal: Exception | None = None
+    try:
+        check()
+        lines = describe()
+    except (TypeError, ValueError) as error:
+        refusal, lines = error, [f"{type(error).__name__}: {error}"]
+    fingerprint = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).digest()
+    device = _torch.object_device(group)
+    mine = torch.frombuffer(bytearray(fingerprint), dtype=torch.uint8).to(device)
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, mine, group=group)
+    rows = torch.stack(every).tolist()
+    if rows.count(rows[0]) == len(rows):
+        if refusal is not None:
+            raise refusal
+        return
+    told: list[Any] = [None] * len(rows)
+    dist.all_gather_object(told, (lines, refusal is not None), group=group)
+    if refusal is not None:
+        raise refusal
+    for index, (theirs, refused) in enumerate(told):
+        if refused:
+            raise ValueError(f"{_rank(group, index)} refused its arguments: {theirs[0]}")
+    other = next(index for index, row in enumerate(rows) if row != rows[0])
+    pairs = itertools.zip_longest(told[0][0], told[other][0], fillvalue="nothing more")
+    here, there = next((a, b) for a, b in pairs if a != b)
+    raise ValueError(
+        f"the ranks do not hold the same: {_rank(group, 0)} has {here}, {_rank(group, other)} has "
+        f"{there}. What they reduce together must agree in names, order, shapes, dtypes and kind of "
+        "device. Likely cause: other models or settings on some ranks, or a parameter that has no "
+        "gradient (None) on one of them. Cure: one model and one optimizer for all, and zeros where "
+        "a gradient is missing."
+    )
+
+
+def _rank(group: Any, index: int) -> str:
+    return f"rank {dist.get_global_rank(group, index)}"

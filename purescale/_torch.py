@@ -71,6 +71,9 @@ pytree: Any = _find("torch.utils._pytree")
 all_reduce: Callable[[Tensor, str, Any], Tensor] = _find(
     "torch.distributed._functional_collectives.all_reduce"
 )
+object_device: Callable[[Any], str] = _find(
+    "torch.distributed.distributed_c10d._get_object_coll_device"
+)
 NormBase: type[nn.Module] = _find("torch.nn.modules.batchnorm._NormBase")
 BatchNorm: Any = _find("torch.nn.modules.batchnorm._BatchNorm")
 InstanceNorm: type[nn.Module] = _find("torch.nn.modules.instancenorm._InstanceNorm")

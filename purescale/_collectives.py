@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from . import _checks, _foreach, _torch, _tree
+from . import _checks, _torch, _tree
+from ._buckets import Reduction
 from ._tree import Leaves, Tree
 
 
@@ -102,133 +102,24 @@ def all_reduce_grads(
             )
         leaves, structure = checked()
         size = float(bucket_size_mb) * 2**20
-        owned = _tree.writable(leaves) if donate and not _tree.traced() else None
-        results = mean_over(leaves, dist.get_world_size(group), group, size, owned=owned)
+        reduction = Reduction(leaves, dist.get_world_size(group), group, size)
+        for place in reduction.bucket_of:
+            reduction.put(place, leaves[place])
+        owned = _tree.writable(leaves) if donate and not _tree.traced() else [False] * len(leaves)
         results = [
-            new if old is None else _as_it_was(new, old)
-            for new, old in zip(results, leaves, strict=True)
+            _as_it_was(mean, leaf, own)
+            for mean, leaf, own in zip(reduction.get(), leaves, owned, strict=True)
         ]
     if donate:
         _tree.poison(grads, keep=results)
     return structure.unflatten(results)
 
 
-def _as_it_was(mean: Tensor, leaf: Tensor) -> Tensor:
-    """A mean in the dtype of what it is the mean of; a DTensor, which was not reduced, by itself."""
-    return mean.clone() if mean is leaf and isinstance(leaf, DTensor) else mean.to(leaf.dtype)
-
-
-# ---- buckets -------------------------------------------------------------------------------------
-
-BUCKET = 25 * 2**20  # bytes, as DistributedDataParallel
-
-
-def mean_over(
-    leaves: Sequence[Tensor | None],
-    divisor: float | Tensor,
-    group: Any,
-    size: float = BUCKET,
-    *,
-    like: Sequence[Tensor | None] | None = None,
-    owned: Sequence[bool] | None = None,
-) -> Leaves:
-    """The sums of `leaf / divisor` over the ranks, dense and at least in float32, in buckets of
-    `size` bytes; `None` and DTensors as they are.
-
-    Laid out as the leaves of `like`, by default in rows. Those that are `owned` are written back
-    into; all others are parts of their bucket.
-    """
-    results: Leaves = list(leaves)
-    away: list[tuple[list[int], list[Tensor], Any]] = []
-    # All are sent before the first is waited for: one is on its way while the next is put together.
-    for places in _buckets(leaves, size):
-        parts, row = _row(
-            [leaves[place] for place in places],
-            [None if like is None else like[place] for place in places],
-            divisor,
-        )
-        away.append((places, parts, _send(row, group)))
-    for places, parts, arrive in away:
-        for place, part in zip(places, arrive(parts), strict=True):
-            leaf: Any = leaves[place]
-            part = torch.view_as_complex(part) if leaf.is_complex() else part
-            back = owned is not None and owned[place] and leaf.dtype is part.dtype
-            results[place] = leaf.copy_(part) if back else part
-    return results
-
-
-def _buckets(leaves: Sequence[Tensor | None], size: float) -> list[list[int]]:
-    """Which leaves travel together: of one device and dtype, in order, up to `size` bytes or one."""
-    buckets: list[list[int]] = []
-    filling: dict[Any, tuple[list[int], float]] = {}
-    for place, leaf in enumerate(leaves):
-        if leaf is None or isinstance(leaf, DTensor):
-            continue
-        dtype = _foreach.wide_dtype(leaf.dtype)
-        kind = leaf.device, dtype
-        width = leaf.numel() * dtype.itemsize
-        bucket, filled = filling.get(kind, ([], size))
-        if filled + width > size:
-            bucket, filled = [], 0
-            buckets.append(bucket)
-        bucket.append(place)
-        filling[kind] = bucket, filled + width
-    return buckets
-
-
-def _row(
-    leaves: Sequence[Any], likes: Sequence[Tensor | None], divisor: float | Tensor
-) -> tuple[list[Tensor], Tensor]:
-    """Real and dense leaves over the divisor in one row, and the places in it where they stand."""
-    numbers = [_real(leaf) for leaf in leaves]
-    dtype = _foreach.wide_dtype(numbers[0].dtype)
-    if isinstance(divisor, Tensor):
-        divisor = divisor.to(dtype)
-    if _tree.traced():
-        row = torch.cat([torch.div(n.to(dtype), divisor).reshape(-1) for n in numbers])
-        return numbers, row
-    with torch.no_grad():
-        row = numbers[0].new_empty(sum(map(Tensor.numel, numbers)), dtype=dtype)
-        parts = []
-        for number, like, part in zip(
-            numbers, likes, torch.split(row, list(map(Tensor.numel, numbers))), strict=True
-        ):
-            if like is None or like.is_contiguous() or not _tree.donatable(like.detach()):
-                parts.append(part.view(number.shape))
-            else:
-                parts.append(part.as_strided(number.shape, like.stride(), part.storage_offset()))
-            # In the dtype of the row also where that of the leaf is narrower.
-            target = parts[-1] if number.dtype is dtype else parts[-1].copy_(number)
-            torch.div(number if number.dtype is dtype else target, divisor, out=target)
-    return parts, row
-
-
-def _real(leaf: Tensor) -> Tensor:
-    leaf = leaf if leaf.layout is torch.strided else leaf.to_dense()
-    if not leaf.is_complex():
-        return leaf
-    return torch.view_as_real(leaf.to(_foreach.wide_dtype(leaf.dtype)).resolve_conj())
-
-
-def _send(row: Tensor, group: Any) -> Callable[[list[Tensor]], Sequence[Tensor]]:
-    """Begin the sum of a row over the ranks; what is returned waits for it and gives its parts."""
-    if not row.numel():
-        return lambda parts: parts
-    if _tree.traced():
-        whole = _torch.all_reduce(row, "sum", group)
-
-        def split(parts: list[Tensor]) -> list[Tensor]:
-            rows = torch.split(whole, [part.numel() for part in parts])
-            return [row.view(part.shape) for row, part in zip(rows, parts, strict=True)]
-
-        return split
-    work: Any = dist.all_reduce(row, group=group, async_op=True)
-
-    def wait(parts: list[Tensor]) -> list[Tensor]:
-        work.wait()
-        return parts
-
-    return wait
+def _as_it_was(mean: Tensor | None, leaf: Any, own: bool) -> Any:
+    """A mean in the dtype of what it is the mean of, and in its memory where that is ours."""
+    if mean is None:
+        return leaf if leaf is None or own else leaf.clone()
+    return leaf.copy_(mean) if own else mean.to(leaf.dtype)
 
 
 # ---- groups --------------------------------------------------------------------------------------

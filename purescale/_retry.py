@@ -28,12 +28,14 @@ def gather_until_finite(
     bn_update: BNUpdate,
     max_retries: int,
     norm_type: float | None,
+    group: Any = None,
 ) -> tuple[Any, Gathered, Any, int]:
     """Syncs with the host where `max_retries` is above 0. The scaler that was used, the window, the
     next `rng`, how many retries.
 
     Where no try is finite, the one that lost the fewest microbatches, and of those the one at the
-    highest scale.
+    highest scale. With a `group` what is read is the same on every rank, so that all try again
+    or none.
     """
     device = scaler.scale.device
     retries = 0
@@ -53,6 +55,7 @@ def gather_until_finite(
                 bn_update,
                 norm_type,
                 exact,
+                group,
             )
         if best is None or bool(gathered.lost < best[1].lost):
             best = scaler, gathered, after()

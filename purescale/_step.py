@@ -16,6 +16,8 @@ from ._checks import shown
 from ._clip import Clip, check_ordered, checked, clip_by_value, clip_divisor, clip_to, told
 from ._kernels import Treatment
 from ._optim import Optimizer
+from ._ranks import checked as checked_group
+from ._ranks import together
 from ._retry import gather_until_finite
 from ._scaler import HasScale, Rule, StaticScale, check_device, check_grads, overflowed
 from ._tree import Tree
@@ -398,7 +400,12 @@ def train_step(
     - `bn_update="each"`: batch norm updates its running averages with every microbatch, so k of
       them weigh as k steps. `"window"`: once, with the pooled statistics of the microbatches that
       count.
-    - `group`: only `None` is there in this version.
+    - `group`: the ranks that make this step together, each with microbatches of its own, equal to
+      one process with all of them: `info` is that of all (`aux` stays local), one flag decides,
+      weights count over all ranks, a rank may have more microbatches than another, or weight 0.
+      One reduction of the gradients, after the last microbatch, and one of eight numbers. Buffers
+      are averaged by weight (with `"window"` their statistics are those of all), of integers the
+      largest, so that every rank ends with the same. Ranks on a CPU first compare their trees.
 
     Returns the next state and `StepInfo`. On an overflow parameters, optimizer state, buffers and
     `step` come back bit for bit; the scale backs off. Reads no tensor's value, so nothing syncs;
@@ -419,14 +426,23 @@ def train_step(
     ({'w': tensor([0.])}, tensor(1.), tensor(65536.), tensor(131072.))
     """
     clip = checked(max_norm, clip_value, norm_type)
-    _check_call(
-        state, microbatches, optimizer, rule, clip, on_nonfinite, bn_update, group, max_retries
+    group = checked_group(
+        group,
+        lambda: _check_call(
+            state, microbatches, optimizer, rule, clip, on_nonfinite, bn_update, max_retries
+        ),
+        lambda: f"{max_retries=}, {on_nonfinite=}, {bn_update=}",
+        params=lambda: state.params,
+        buffers=lambda: state.buffers,
     )
+    norm = None if max_norm is None else clip.norm_type
     scaler, gathered, rng, retries = gather_until_finite(
         *(state.params, state.buffers, state.scaler, state.rng),
         *(microbatches, loss_fn, rule, weight_fn),
-        *(on_nonfinite, bn_update, max_retries, None if max_norm is None else clip.norm_type),
+        *(on_nonfinite, bn_update, max_retries, norm, group),
     )
+    if group is not None:
+        gathered = together(gathered, state.params, state.buffers, scaler.scale, norm, group)
     skip, overflow = gathered.found_inf, gathered.overflow
     # Where no try was finite, the scale ends as after one ordinary skip.
     used = scaler if retries == 0 else _tree.where(overflow, state.scaler, scaler, donate=False)
@@ -501,7 +517,6 @@ def _check_call(
     clip: Clip,
     on_nonfinite: str,
     bn_update: str,
-    group: Any,
     max_retries: Any,
 ) -> None:
     if not isinstance(state, TrainState):
@@ -529,11 +544,6 @@ def _check_call(
     check_on_nonfinite(on_nonfinite)
     if bn_update not in ("each", "window"):
         raise ValueError(f"bn_update must be 'each' or 'window', got {bn_update!r}.")
-    if group is not None:
-        raise ValueError(
-            f"this version has group=None only, got {group!r}. Cure: the loop by hand, where "
-            "unscale_and_check takes a group."
-        )
     if (
         isinstance(max_retries, bool)
         or not isinstance(max_retries, numbers.Integral)

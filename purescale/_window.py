@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from . import _foreach, _tree
 from ._accum import AccumState, OnNonfinite, add, as_weight, init_accum, is_weight
 from ._argument import argument
-from ._bn import absorb, check_flat, has_layers, init_bn_stats, updated_once, without_update
+from ._bn import (
+    absorb,
+    all_reduce_bn_stats,
+    check_flat,
+    has_layers,
+    init_bn_stats,
+    updated_once,
+    without_update,
+)
 from ._bn_catch import CatchBatchNorm, named_calls
+from ._buckets import Reduction
 from ._checks import as_float
+from ._collectives import all_reduce
 from ._scaler import HasScale, overflowed, scale_loss, unscale_and_check
 from ._tree import Leaves, Tree
 
@@ -47,6 +59,10 @@ class Gathered(NamedTuple):
     lost: Tensor
     buffers: Tree
     aux: tuple[Any, ...]
+    # Of a group: by which the mean of this rank is divided in that of all, inf where it counts for
+    # nothing, and what is on its way already.
+    divisor: Tensor | None = None
+    reduction: Reduction | None = None
 
 
 def gather(
@@ -60,16 +76,20 @@ def gather(
     bn_update: BNUpdate,
     norm_type: float | None,
     exact: bool,
+    group: Any = None,
 ) -> Gathered:
     """The weighted mean of the microbatches' gradients and losses, and what they make of the
     buffers.
 
     `exact`: say which microbatches overflowed also where one drops them all, for which each has to
-    be read.
+    be read. With a `group` losses and flags are those of all its ranks; gradients and buffers are
+    still to be reduced, and unless `exact` they have not been looked at.
     """
     if bn_update == "window" and buffers:
         check_flat(buffers)
-    settings: Any = (weight_fn, on_nonfinite, norm_type, exact)
+    settings: Any = (weight_fn, on_nonfinite, norm_type, exact, group)
+    if group is not None:
+        settings += (_tree.flatten(buffers)[0],)
     if bn_update == "each" or not has_layers(buffers):
         return _gather(params, buffers, scaler, microbatches, loss_fn, *settings)
     momenta: dict[str, float] = {}
@@ -95,6 +115,7 @@ def gather(
         params, (buffers, init_bn_stats(buffers)), scaler, microbatches, catching, *settings
     )
     carried, stats = gathered.buffers
+    stats = stats if group is None else all_reduce_bn_stats(stats, group)
     return gathered._replace(buffers=updated_once(carried, stats, momenta))
 
 
@@ -108,10 +129,21 @@ def _gather(
     on_nonfinite: OnNonfinite,
     norm_type: float | None,
     exact: bool,
+    group: Any,
+    sent_along: Leaves | None = None,
 ) -> Gathered:
     weights = _weights(microbatches, weight_fn, scaler.scale)
     differentiate = _Differentiate(params, buffers, scaler, loss_fn)
-    single = len(microbatches) == 1
+    reduction: Reduction | None = None
+    early = on_nonfinite == "drop_window" and not (exact or _tree.traced())
+    if group is not None and early and not any(isinstance(w, DTensor) for w in differentiate.inputs):
+        # What follows from the weights alone is known before the gradients are, so that these can
+        # leave as the last backward makes them.
+        counted = torch.where(is_weight(weights.vector), weights.vector, 0).sum()
+        divisor = share_of(counted, all_reduce(counted, "sum", group))
+        reduction = reduction_of(params, sent_along or [], divisor, group)
+    alone = len(microbatches) == 1
+    single = alone and group is None
     together = single or on_nonfinite == "drop_window"
     carried = differentiate.buffers
     mean: Leaves | None = None
@@ -120,7 +152,11 @@ def _gather(
     overflows: list[Tensor] = []
     aux: tuple[Any, ...] = ()
     for index, microbatch in enumerate(microbatches):
-        grads, (loss, new_buffers, new_aux) = differentiate(carried, microbatch)
+        last = index == len(microbatches) - 1
+        put = _last_of(reduction, differentiate, mean, weights, index) if last else None
+        grads, (loss, new_buffers, new_aux) = differentiate(carried, microbatch, put)
+        if group is not None:  # the ranks hold other rows of what is sparse
+            grads = [leaf if leaf.layout is torch.strided else leaf.to_dense() for leaf in grads]
         losses.append(loss)
         aux += tuple(new_aux)
         counts = weights.counts[index]
@@ -133,9 +169,12 @@ def _gather(
                 size = _foreach.extent(grads, scaler.scale.device)
                 overflows.append(overflowed(size, scaler.scale, scaled=False))
             flag = counts if isinstance(counts, Tensor) else None
-            mean = (
-                mean if counts is False else _foreach.mix(mean, grads, weights.shares[index], flag)
-            )
+            if put is not None:
+                mean = None
+            elif alone and counts is True:
+                mean = grads
+            elif counts is not False:
+                mean = _foreach.mix(mean, grads, weights.shares[index], flag)
         else:
             accum, overflow = _add(accum, grads, weights.vector[index], scaler)
             overflows.append(overflow)
@@ -151,6 +190,11 @@ def _gather(
         mean, overflow = accum.grads, torch.stack(overflows)
     elif not together:
         mean, overflow = unscale_and_check(scaler, mean)
+    elif group is not None:
+        if mean is None and reduction is None:
+            mean = differentiate.zeros()
+        none = torch.zeros((), dtype=torch.bool, device=scaler.scale.device)
+        overflow = torch.stack(overflows) if overflows else none
     else:
         mean = differentiate.zeros() if mean is None else mean
         size = _foreach.extent(
@@ -163,16 +207,63 @@ def _gather(
         if overflows:
             each = torch.stack(overflows)
             overflow = torch.where(each.any(), each, overflow)
-    facts = _summary(weights, torch.stack(losses), overflow, on_nonfinite)
+    facts = _summary(weights, torch.stack(losses), overflow, on_nonfinite, group)
     buffers = differentiate.buffer_structure.unflatten(carried)
     return Gathered(
-        grads=differentiate.tree(mean),
+        grads=() if mean is None else differentiate.tree(mean),
         scaled=together,
         norm=norm,
         buffers=buffers,
         aux=aux,
+        reduction=reduction,
         **facts,
     )
+
+
+def reduction_of(params: Tree, buffers: Leaves, divisor: Any, group: Any) -> Reduction:
+    """The gradients of `params` and what became of `buffers`, in the order in which a backward
+    makes them.
+    """
+    leaves = _tree.flatten(params)[0]
+    order = [*reversed(range(len(leaves))), *range(len(leaves), len(leaves) + len(buffers))]
+    floating = [
+        leaf if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()) else None
+        for leaf in buffers
+    ]
+    return Reduction([*leaves, *floating], divisor, group, order=order, laid=True)
+
+
+def share_of(mine: Tensor, every: Tensor) -> Tensor:
+    """By which a mean of this weight is divided in the mean of all."""
+    return torch.where(mine > 0, every / mine, torch.inf)
+
+
+def _last_of(
+    reduction: Reduction | None,
+    differentiate: _Differentiate,
+    mean: Leaves | None,
+    weights: _Weights,
+    index: int,
+) -> Callable[[int, Tensor], None] | None:
+    """What takes a gradient of the last microbatch, adds it to the mean and sends it."""
+    if reduction is None:
+        return None
+    places = [place for place, here in enumerate(differentiate.present) if here]
+    counts, share = weights.counts[index], weights.shares[index]
+    flag = counts if isinstance(counts, Tensor) else None
+
+    def put(index: int, gradient: Tensor) -> None:
+        before = None if mean is None else [mean[index]]
+        if gradient.layout is not torch.strided:
+            gradient = gradient.to_dense()
+        if counts is not True or len(weights.counts) > 1:
+            if counts is not False:
+                gradient = _foreach.mix(before, [gradient], share, flag)[0]
+            else:
+                gradient = torch.zeros_like(gradient) if before is None else before[0]
+        reduction.put(places[index], gradient)
+
+    return put
 
 
 def _add(
@@ -222,13 +313,14 @@ def _weights(
 
 
 def _summary(
-    weights: _Weights, loss: Tensor, overflow: Tensor, on_nonfinite: OnNonfinite
+    weights: _Weights, loss: Tensor, overflow: Tensor, on_nonfinite: OnNonfinite, group: Any
 ) -> dict[str, Tensor]:
     """`loss`, `found_inf`, `overflow`, `curable` and `lost` of a window, from those of its
-    microbatches or of their mean.
+    microbatches or of their mean; with a `group` from those of all its ranks, and `divisor`.
     """
-    if weights.equal and not overflow.ndim:
-        mean = loss.mean(dtype=weights.vector.dtype).to(loss.dtype)
+    weight = weights.vector
+    if group is None and weights.equal and not overflow.ndim:
+        mean = loss.mean(dtype=weight.dtype).to(loss.dtype)
         curable = overflow & torch.isfinite(loss).all()
         return {
             "loss": mean,
@@ -237,29 +329,53 @@ def _summary(
             "curable": curable,
             "lost": overflow * len(loss),
         }
-    weight = weights.vector
     invalid = ~is_weight(weight)
     counts = ~invalid & (weight > 0)
     overflow = overflow & counts
     good = counts & ~overflow
+    finite = torch.isfinite(loss)
+    # Where all were dropped, the loss of all says why.
+    means = torch.stack([_mean(loss, weight, some) for some in (good, counts)])
+    facts = torch.stack(
+        [
+            *(torch.where(some, weight, 0).sum() for some in (good, counts)),
+            *(
+                some.sum().to(weight.dtype)
+                for some in (good, invalid, overflow, overflow & finite, counts & ~finite)
+            ),
+        ]
+    )
+    ours = facts[:2]
+    if group is not None:
+        mine = torch.where(ours > 0, ours * means, 0)
+        facts = all_reduce(torch.cat([facts, mine]), "sum", group)
+        every = facts[:2]
+        means = facts[-2:] / torch.where(every > 0, every, 1)
+    some_good, some_invalid, lost, tame, wild = (facts[2:7] > 0).unbind()
     if on_nonfinite == "drop_microbatch":
-        found_inf, curable = ~good.any(), (overflow & torch.isfinite(loss)).any()
-        counts = torch.where(
-            good.any(), good, counts
-        )  # where all were dropped, the loss of all says why
+        found_inf, curable = ~some_good, tame
+        mean = torch.where(some_good, means[0], means[1])
     else:
-        found_inf = (invalid | overflow).any() | ~good.any()
-        curable = overflow.any() & (torch.isfinite(loss) | ~counts).all() & ~invalid.any()
+        found_inf = some_invalid | lost | ~some_good
+        curable = lost & ~wild & ~some_invalid
+        mean = means[1]
+    told = {
+        "loss": mean.to(loss.dtype),
+        "found_inf": found_inf,
+        "overflow": lost,
+        "curable": curable,
+        "lost": facts[4].to(torch.int64),
+    }
+    if group is not None:
+        place = 0 if on_nonfinite == "drop_microbatch" else 1
+        told["divisor"] = share_of(ours[place], facts[place])
+    return told
+
+
+def _mean(loss: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     share = torch.where(counts, weight, 0)
     share = share / torch.where(counts.any(), share.sum(), 1)
-    mean = (torch.where(counts, loss, 0) * share).sum().to(loss.dtype)
-    return {
-        "loss": mean,
-        "found_inf": found_inf,
-        "overflow": overflow.any(),
-        "curable": curable,
-        "lost": overflow.sum(),
-    }
+    return (torch.where(counts, loss, 0) * share).sum()
 
 
 class _Differentiate:
@@ -296,7 +412,10 @@ class _Differentiate:
         return self.structure.unflatten([next(present) if here else None for here in self.present])
 
     def __call__(
-        self, buffers: Leaves, microbatch: Any
+        self,
+        buffers: Leaves,
+        microbatch: Any,
+        put: Callable[[int, Tensor], None] | None = None,
     ) -> tuple[Leaves, tuple[Tensor, Leaves, list[Any]]]:
         def scaled(inputs: Leaves) -> tuple[Tensor, tuple[Tensor, Leaves, list[Any]]]:
             given = self.buffer_structure.unflatten(buffers)
@@ -331,7 +450,15 @@ class _Differentiate:
                     "inference_mode. Cure: `out, buffers = apply(params, buffers, x)` and a loss "
                     "of that `out`."
                 )
+            waiting = set(range(len(inputs)))
+            if put is not None:
+                # Behind the hooks of the loss, so that what is put is what they have made of it.
+                for index, leaf in enumerate(inputs):
+                    leaf.register_hook(functools.partial(_put, put, waiting, index))
             grads = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
+            if put is not None:
+                for index in sorted(waiting, reverse=True):
+                    put(index, grads[index])
             grads = [
                 grad.detach() if grad.requires_grad else grad for grad in grads
             ]  # a backward may return what it was given
@@ -368,6 +495,13 @@ class _Differentiate:
         flat = self.buffers, self.buffer_structure
         leaves = _tree.paired(buffers, new_buffers, "buffers", "new_buffers", flat=flat)[1]
         return loss, leaves, aux
+
+
+def _put(
+    put: Callable[[int, Tensor], None], waiting: set[int], index: int, gradient: Tensor
+) -> None:
+    waiting.remove(index)
+    put(index, gradient.detach())
 
 
 def _recordable(leaves: Leaves) -> Leaves:

@@ -112,7 +112,9 @@ def on_rank(rank: int, port: int, given: argparse.Namespace) -> None:
                 times[name] += [took] if turn >= 2 else []
         if rank == 0:
             described = models.describe(made(task)[0])
-            print(f"### {task}, {described}\n\n| row | ms | against DDP | quartiles |\n|---|---|---|---|")
+            print(
+                f"### {task}, {described}\n\n| row | ms | against DDP | quartiles |\n|---|---|---|---|"
+            )
             for name, values in times.items():
                 ratios = [a / b for a, b in zip(values, times["DDP + GradScaler"], strict=True)]
                 low, ratio, high = statistics.quantiles(ratios, n=4)

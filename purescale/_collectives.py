@@ -98,7 +98,9 @@ def all_reduce_grads(
         group = check_group(group)
         if check and not _tree.traced():
             agree(
-                group, checked, lambda: [f"{bucket_size_mb=}", *lines_of("grads", grads, laid=False)]
+                group,
+                checked,
+                lambda: [f"{bucket_size_mb=}", *lines_of("grads", grads, laid=False)],
             )
         leaves, structure = checked()
         size = float(bucket_size_mb) * 2**20

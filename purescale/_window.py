@@ -136,7 +136,11 @@ def _gather(
     differentiate = _Differentiate(params, buffers, scaler, loss_fn)
     reduction: Reduction | None = None
     early = on_nonfinite == "drop_window" and not (exact or _tree.traced())
-    if group is not None and early and not any(isinstance(w, DTensor) for w in differentiate.inputs):
+    if (
+        group is not None
+        and early
+        and not any(isinstance(w, DTensor) for w in differentiate.inputs)
+    ):
         # What follows from the weights alone is known before the gradients are, so that these can
         # leave as the last backward makes them.
         counted = torch.where(is_weight(weights.vector), weights.vector, 0).sum()
@@ -227,7 +231,9 @@ def reduction_of(params: Tree, buffers: Leaves, divisor: Any, group: Any) -> Red
     leaves = _tree.flatten(params)[0]
     order = [*reversed(range(len(leaves))), *range(len(leaves), len(leaves) + len(buffers))]
     floating = [
-        leaf if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()) else None
+        leaf
+        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+        else None
         for leaf in buffers
     ]
     return Reduction([*leaves, *floating], divisor, group, order=order, laid=True)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
+import os
+import socket
 from typing import Any
 
 import hypothesis.strategies as st
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
@@ -161,6 +165,28 @@ def at(scale: float, **counters: int) -> ps.ScalerState:
 
 def scaled_by(state: Any, scale: float) -> Any:
     return state._replace(scaler=state.scaler._replace(scale=torch.tensor(scale)))
+
+
+# ---- several processes ---------------------------------------------------------------------------
+
+
+def in_processes(body: Any, count: int = 2) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(_rank, args=(port, body, count), nprocs=count, join=True)
+
+
+def _rank(rank: int, port: int, body: Any, count: int) -> None:
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(count)
+    )
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=count)
+    body(rank)
+    dist.barrier()
+    # gloo's threads of torch 2.11 now and then abort a process that ends in the ordinary way.
+    os._exit(0)
 
 
 # ---- Hypothesis ----------------------------------------------------------------------------------

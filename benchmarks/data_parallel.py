@@ -1,7 +1,7 @@
-"""A whole data-parallel step over 2 gloo ranks, one thread each: forward, backward, reduction, AdamW.
+"""A whole data-parallel step over 2 gloo ranks, one thread each.
 
 The baseline is DistributedDataParallel with GradScaler and fused AdamW, which sends a bucket while
-the backward goes on; `train_step(group=...)` sends all of them after it. Each rank runs the rows in
+the backward goes on, as `train_step(group=...)` does. Each rank runs the rows in
 turn; figures are those of rank 0. `python benchmarks/data_parallel.py --rounds 9`.
 """
 
@@ -113,7 +113,8 @@ def on_rank(rank: int, port: int, given: argparse.Namespace) -> None:
         if rank == 0:
             described = models.describe(made(task)[0])
             print(
-                f"### {task}, {described}\n\n| row | ms | against DDP | quartiles |\n|---|---|---|---|"
+                f"### {task}, {described}\n\n| row | ms | against DDP | quartiles |\n"
+                "|---|---|---|---|"
             )
             for name, values in times.items():
                 ratios = [a / b for a, b in zip(values, times["DDP + GradScaler"], strict=True)]

@@ -69,11 +69,11 @@ def all_reduce_grads(
     on two ranks; on more, where backends choose the order of the sum by place, up to its rounding.
 
     Raises `ValueError`, on every rank where `check`, for trees that differ (with the rank and the
-    first leaf), for a group that this rank is not in or that is gone, for a `bucket_size_mb` that is
-    not above 0; `TypeError` for leaves that are no gradients.
+    first leaf), for a group that this rank is not in or that is gone, for a `bucket_size_mb` that
+    is not above 0; `TypeError` for leaves that are no gradients.
 
     >>> import torch
-    >>> all_reduce_grads({"w": torch.tensor([1.0]), "frozen": None})     # no process group: one rank
+    >>> all_reduce_grads({"w": torch.tensor([1.0]), "frozen": None})    # no process group: one rank
     {'w': tensor([1.]), 'frozen': None}
 
     Source of the rule: DistributedDataParallel, which divides first; mmpose's `allreduce_grads`
@@ -84,8 +84,8 @@ def all_reduce_grads(
         size = _checks.real("bucket_size_mb", bucket_size_mb)
         if not size > 0:
             raise ValueError(
-                f"bucket_size_mb must be above 0, got {_checks.shown(bucket_size_mb)}. Cure: 25, as "
-                "DistributedDataParallel; float('inf') for one bucket a dtype."
+                f"bucket_size_mb must be above 0, got {_checks.shown(bucket_size_mb)}. Cure: 25, "
+                "as DistributedDataParallel; float('inf') for one bucket a dtype."
             )
         leaves, structure = _tree.flatten(grads)
         _tree.check_gradients(grads, leaves)
@@ -140,15 +140,15 @@ def member(group: Any) -> Any:
         return dist.group.WORLD if group is None else group
     if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
-            "group is one that this rank is not in. Likely cause: `dist.new_group(ranks)` is called "
-            "by every rank, and gives those that are not in `ranks` only a mark. Cure: `if "
+            "group is one that this rank is not in. Likely cause: `dist.new_group(ranks)` is "
+            "called by every rank, and gives those that are not in `ranks` only a mark. Cure: `if "
             "dist.get_rank() in ranks:` around what the group does."
         )
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError(
             "group is given, but there is no process group. Likely cause: "
             "`dist.destroy_process_group()` before the last step, or a group of an earlier run. "
-            "Cure: `dist.init_process_group(...)` first, under torchrun; group=None for one process."
+            "Cure: `dist.init_process_group(...)` first, under torchrun; group=None for one rank."
         )
     group = dist.group.WORLD if group is None else group
     if isinstance(group, dist.ProcessGroup):
@@ -231,10 +231,10 @@ def agree(group: Any, check: Callable[[], Any], describe: Callable[[], list[str]
     here, there = next((a, b) for a, b in pairs if a != b)
     raise ValueError(
         f"the ranks do not hold the same: {_rank(group, 0)} has {here}, {_rank(group, other)} has "
-        f"{there}. What they reduce together must agree in names, order, shapes, dtypes and kind of "
-        "device. Likely cause: other models or settings on some ranks, or a parameter that has no "
-        "gradient (None) on one of them. Cure: one model and one optimizer for all, and zeros where "
-        "a gradient is missing."
+        f"{there}. What they reduce together must agree in names, order, shapes, dtypes and kind "
+        "of device. Likely cause: other models or settings on some ranks, or a parameter that has no "
+        "gradient (None) on one of them. Cure: one model and one optimizer for all, and zeros "
+        "where a gradient is missing."
     )
 
 

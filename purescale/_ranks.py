@@ -4,6 +4,7 @@ microbatch.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -65,6 +66,7 @@ def together(
         found_inf=found_inf,
         overflow=overflow,
         buffers=buffer_structure.unflatten(averaged),
+        reduction=None,
     )
 
 
@@ -92,7 +94,10 @@ def _largest(before: Leaves, after: Leaves, group: Any) -> Leaves:
 
 
 def checked(
-    group: Any, check: Callable[[], Any], settings: Callable[[], str], **trees: Callable[[], Tree]
+    group: Any,
+    check: Callable[[], Any],
+    settings: Callable[[], str],
+    trees: Callable[[], dict[str, Tree]],
 ) -> Any:
     """The group, `None` for one of a single rank, after `check`. Where the ranks meet on a CPU,
     what one refuses or holds otherwise every rank refuses; nothing else waits for them there.
@@ -104,8 +109,8 @@ def checked(
     if on_cpu(group):
 
         def described() -> list[str]:
-            lines = [lines_of(name, tree(), laid=True) for name, tree in trees.items()]
-            return [settings(), *(line for some in lines for line in some)]
+            lines = [lines_of(name, tree, laid=True) for name, tree in trees().items()]
+            return [settings(), *itertools.chain.from_iterable(lines)]
 
         agree(group, check, described)
     else:

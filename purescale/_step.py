@@ -432,14 +432,14 @@ def train_step(
             state, microbatches, optimizer, rule, clip, on_nonfinite, bn_update, max_retries
         ),
         lambda: f"{max_retries=}, {on_nonfinite=}, {bn_update=}",
-        params=lambda: state.params,
-        buffers=lambda: state.buffers,
+        lambda: {"params": state.params, "buffers": state.buffers},
     )
     norm = None if max_norm is None else clip.norm_type
     scaler, gathered, rng, retries = gather_until_finite(
         *(state.params, state.buffers, state.scaler, state.rng),
         *(microbatches, loss_fn, rule, weight_fn),
-        *(on_nonfinite, bn_update, max_retries, norm, group),
+        *(on_nonfinite, bn_update, max_retries, norm),
+        group,
     )
     if group is not None:
         gathered = together(gathered, state.params, state.buffers, scaler.scale, norm, group)
@@ -456,16 +456,8 @@ def train_step(
 
     # A gradient may be the very tensor that a custom backward returned, and parts of a state may
     # share memory.
-    given = (
-        state.buffers,
-        state.scaler,
-        scaler,
-        next_scaler,
-        state.step,
-        state.rng,
-        microbatches,
-        gathered._replace(grads=()),
-    )
+    scalers = state.scaler, scaler, next_scaler
+    given = state.buffers, scalers, state.step, state.rng, microbatches, gathered._replace(grads=())
     keep = [] if _tree.traced() else _tree.all_tensors(given)
     known: dict[str, Any] = {
         "scaled": gathered.scaled,

@@ -460,7 +460,8 @@ class _Differentiate:
             if put is not None:
                 # Behind the hooks of the loss, so that what is put is what they have made of it.
                 for index, leaf in enumerate(inputs):
-                    leaf.register_hook(functools.partial(_put, put, waiting, index))
+                    hook: Any = functools.partial(_put, put, waiting, index)
+                    leaf.register_hook(hook)  # type: ignore[no-untyped-call]
             grads = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
             if put is not None:
                 for index in sorted(waiting, reverse=True):

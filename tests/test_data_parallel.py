@@ -127,7 +127,7 @@ def task(dtype, optimizer=SGD, scale=2.0**10):
 
 
 def share(rank, bad=None, limit=0.0):
-    """Another number of microbatches on each rank, of other sizes; the second of `bad` overflows."""
+    """Another number of microbatches on each rank, of other sizes; `bad` overflows."""
     return [
         (batch(10 * rank + i, 4 + 2 * rank + i), limit if (rank, i) == bad else None)
         for i in range(1 + rank)
@@ -253,7 +253,7 @@ def _everything(rank):
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_ranks_together_make_the_step_of_one_process_with_all_their_data(ranks):
-    """Means of gradients, steps in float64 to 1e-12 and float32 to 2e-6, buffers, skips, retries."""
+    """Means, steps in float64 to 1e-12 and float32 to 2e-6, buffers, skips, retries."""
     in_processes(_everything, ranks)
 
 
@@ -298,13 +298,13 @@ def _refusals(rank):
     ):
         ps.all_reduce_grads({"a": torch.ones(2, dtype=torch.int64 if rank else None)})
     with pytest.raises(
-        ValueError, match="rank 0 has bucket_size_mb=1, rank 1 has bucket_size_mb=2"
+        ValueError, match=r"rank 0 has bucket_size_mb=1, rank 1 has bucket_size_mb=2"
     ):
         ps.all_reduce_grads({"a": torch.ones(2)}, bucket_size_mb=1 + rank)
     for size in (0, -1, math.nan):
-        with pytest.raises(ValueError, match="bucket_size_mb must be above 0, got .*Cure: 25"):
+        with pytest.raises(ValueError, match=r"bucket_size_mb must be above 0, got .*Cure: 25"):
             ps.all_reduce_grads({"a": torch.ones(2)}, bucket_size_mb=size)
-    with pytest.raises(TypeError, match="group is 'all'.*expected a process group"):
+    with pytest.raises(TypeError, match=r"group is 'all'.*expected a process group"):
         ps.all_reduce_grads({"a": torch.ones(2)}, "all")
 
     first = dist.new_group([0])
@@ -319,12 +319,12 @@ def _refusals(rank):
             lambda: ps.unscale_and_check(state.scaler, state.params, group=first),
             lambda: step(state, data, group=first),
         ):
-            with pytest.raises(ValueError, match="group is one that this rank is not in"):
+            with pytest.raises(ValueError, match=r"group is one that this rank is not in"):
                 call()
     world = dist.group.WORLD
-    with pytest.raises(ValueError, match="rank 0 has max_retries=0.*rank 1 has max_retries=1"):
+    with pytest.raises(ValueError, match=r"rank 0 has max_retries=0.*rank 1 has max_retries=1"):
         step(state, data, group=world, max_retries=rank)
-    with pytest.raises(ValueError, match="an empty list|rank 1 refused its arguments: ValueError"):
+    with pytest.raises(ValueError, match=r"an empty list|rank 1 refused its arguments: ValueError"):
         step(state, [] if rank else data, group=world)
     other = state._replace(params={**state.params, "5.bias": torch.zeros(3 + rank)})
     with pytest.raises(ValueError, match=r"rank 0 has params '5.bias': .*\(3,\).*, rank 1 has"):
@@ -338,7 +338,7 @@ def _refusals(rank):
         lambda: ps.all_reduce_grads({"a": torch.ones(2)}, both),
         lambda: step(state, data, group=both),
     ):
-        with pytest.raises(ValueError, match="group is gone.*Cure: "):
+        with pytest.raises(ValueError, match=r"group is gone.*Cure: "):
             gone()
 
 
@@ -358,11 +358,11 @@ def test_without_a_process_group_gradients_are_copied():
     assert same_bits(reduced, grads)
     assert reduced["a"].data_ptr() != grads["a"].data_ptr()
     assert ps.all_reduce_grads(grads, donate=True)["a"].data_ptr() == grads["a"].data_ptr()
-    with pytest.raises(ValueError, match="bucket_size_mb must be above 0"):
+    with pytest.raises(ValueError, match=r"bucket_size_mb must be above 0"):
         ps.all_reduce_grads(grads, bucket_size_mb=0)
     with pytest.raises(TypeError, match=r"grads\['a'\] has dtype torch.int64"):
         ps.all_reduce_grads({"a": torch.tensor([1])})
-    with pytest.raises(ValueError, match="group is given, but there is no process group"):
+    with pytest.raises(ValueError, match=r"group is given, but there is no process group"):
         ps.all_reduce_grads(grads, dist.group.WORLD or "all")
 
 

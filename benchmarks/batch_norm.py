@@ -52,7 +52,7 @@ def plain_pass(apply: Apply, params: Buffers, buffers: Buffers, batches: list[Te
 
 @torch.no_grad()
 def mmpretrain_pass(model: nn.Module, batches: list[Tensor]) -> None:
-    """Its formula: the plain mean over the batches of their means and of their unbiased variances."""
+    """Its formula: the plain mean over the batches of their means and unbiased variances."""
     norms = [
         module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)
     ]
@@ -302,7 +302,7 @@ def load(device: str) -> Digits:
 
 
 def test_losses(seed: int, optimizer: ps.Optimizer, data: Digits) -> list[list[float]]:
-    """After each of STEPS: with the running averages, and with precise statistics in both regimes."""
+    """After each of STEPS: with running averages, and with precise statistics in both regimes."""
     torch.manual_seed(seed)
     apply, params, buffers = ps.make_functional(
         resnet(1, width=16, stages=3, blocks=1).to(data.train_x.device)

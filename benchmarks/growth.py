@@ -25,7 +25,7 @@ def unscaled(shapes: Shapes, device: str) -> Job:
 
 
 class GradScalerWindow(GradScaler):
-    """As autograd adds the microbatches: the first becomes `.grad`, each other one is added to it."""
+    """As autograd adds the microbatches: the first becomes `.grad`, the others are added to it."""
 
     def __init__(self, shapes: Shapes, device: str, microbatches: int) -> None:
         super().__init__(shapes, device, clip=False, fused=True)

@@ -32,9 +32,8 @@ import purescale as ps
 BATCH = 64
 LEARNING_RATE = 2e-3
 INIT_SCALE = 2.0**24  # far too high for float16, so that the first steps overflow
-GROWTH_INTERVAL = (
-    60  # far shorter than the usual 2000, so that the scale is seen to grow and overflow again
-)
+# far shorter than the usual 2000, so that the scale is seen to grow and overflow again
+GROWTH_INTERVAL = 60
 
 
 class Block(nn.Module):
@@ -87,9 +86,8 @@ def load() -> Data:
 def batches(data: Data, epochs: int, title: str) -> Iterator[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(1)
     steps = epochs * (len(data.train_x) // BATCH)
-    with tqdm(
-        total=steps, desc=f"{title:22}", unit="step", disable=None
-    ) as bar:  # None: off where there is no terminal
+    # None: off where there is no terminal
+    with tqdm(total=steps, desc=f"{title:22}", unit="step", disable=None) as bar:
         for _ in range(epochs):
             order = torch.randperm(len(data.train_x), generator=generator)
             for index in order.split(BATCH):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from . import _foreach, _tree
+from . import _extent, _foreach, _tree
 from ._checks import as_float, shown, whole
 from ._tree import Leaves, Tree
 
@@ -116,7 +116,7 @@ def accumulate_grads(
     new = _leaves_for(accum, grads, leaves, structure)
     checked = as_weight("weight is", weight, accum.weight)
     bad = (
-        ~_foreach.all_finite(new, torch.ones_like(accum.weight))
+        ~_extent.all_finite(new, torch.ones_like(accum.weight))
         if found_inf is None
         else _tree.flag(found_inf, like=accum.weight)
     )
@@ -213,7 +213,11 @@ def merge_accum(a: AccumState, b: AccumState, donate: bool = False) -> AccumStat
     Raises `ValueError` when the two were made for different parameters or in different dtypes.
 
     >>> import torch
-    >>> window = [accumulate_grads(init_accum(torch.zeros(1)), torch.tensor([g]), weight=w) for g, w in ((1.0, 3), (5.0, 1))]
+    >>> empty = init_accum(torch.zeros(1))
+    >>> window = [
+    ...     accumulate_grads(empty, torch.tensor([1.0]), weight=3),
+    ...     accumulate_grads(empty, torch.tensor([5.0]), weight=1),
+    ... ]
     >>> merge_accum(*window).grads
     tensor([2.])
 
@@ -243,9 +247,8 @@ class Window(NamedTuple):
     should_update: bool  # it is the last of its window: step now
     # reduce the gradients over the ranks now, and not before (no_sync of DistributedDataParallel)
     should_sync: bool
-    divisor: (
-        int  # microbatches in this window, fewer where the run starts or ends in the middle of one
-    )
+    # microbatches in this window, fewer where the run starts or ends in the middle of one
+    divisor: int
 
 
 def accumulation_window(index: int, every: int, total: int | None = None, start: int = 0) -> Window:
@@ -351,7 +354,10 @@ def _leaves_for(accum: AccumState, grads: Tree, means: Leaves, structure: Any) -
 
 def _misfit(gradient: Tensor, mean: Tensor | None) -> str | None:
     if mean is None:
-        return "is a tensor, but None in accum.grads. Cure: init_accum(params) with a tensor for every parameter that is trained."
+        return (
+            "is a tensor, but None in accum.grads. Cure: init_accum(params) with a tensor for "
+            "every parameter that is trained."
+        )
     if gradient.shape != mean.shape or gradient.device != mean.device:
         return (
             f"is {tuple(gradient.shape)} on {gradient.device}, but {tuple(mean.shape)} on "
@@ -359,14 +365,23 @@ def _misfit(gradient: Tensor, mean: Tensor | None) -> str | None:
             "gradients of."
         )
     if isinstance(gradient, DTensor) != isinstance(mean, DTensor):
-        return "and its mean are not both DTensors. Cure: init_accum of the params that these are the gradients of."
+        return (
+            "and its mean are not both DTensors. Cure: init_accum of the params that these are "
+            "the gradients of."
+        )
     if gradient.is_complex() != mean.is_complex():
-        return f"has dtype {gradient.dtype}, its mean {mean.dtype}; one is complex. Cure: init_accum(params) of the params they belong to."
+        return (
+            f"has dtype {gradient.dtype}, its mean {mean.dtype}; one is complex. Cure: "
+            "init_accum(params) of the params they belong to."
+        )
     if gradient.dtype.itemsize > mean.dtype.itemsize and gradient.dtype in (
         torch.float64,
         torch.complex128,
     ):
-        return f"has dtype {gradient.dtype}, its mean {mean.dtype}, which it may not fit. Cure: init_accum(params, dtype=torch.float64)."
+        return (
+            f"has dtype {gradient.dtype}, its mean {mean.dtype}, which it may not fit. Cure: "
+            "init_accum(params, dtype=torch.float64)."
+        )
     return None
 
 

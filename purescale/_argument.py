@@ -10,7 +10,10 @@ from torch import Tensor, nn
 
 from ._torch import ParameterLike
 
-CURE = "A parameter is an argument here. Cure: compute with a changed copy in forward, or change params between steps."
+CURE = (
+    "A parameter is an argument here. Cure: compute with a changed copy in forward, or change "
+    "params between steps."
+)
 
 
 class Argument(ParameterLike):
@@ -49,9 +52,8 @@ def _refusing(method: str) -> Callable[..., Any]:
 
 
 for _name in dir(Tensor):
-    _operator = _name.startswith("__i") and hasattr(
-        Tensor, f"__{_name[3:]}"
-    )  # __iadd__, and not __iter__
+    # __iadd__, and not __iter__
+    _operator = _name.startswith("__i") and hasattr(Tensor, f"__{_name[3:]}")
     if (
         _operator
         or _name == "__setitem__"

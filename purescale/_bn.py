@@ -101,8 +101,9 @@ def accumulate_bn_stats(
     >>> from torch import nn
     >>> from purescale import make_functional
     >>> apply, params, buffers = make_functional(nn.BatchNorm1d(1))
-    >>> stats = accumulate_bn_stats(init_bn_stats(buffers), apply, params, buffers, torch.tensor([[1.0], [3.0]]))
-    >>> stats = accumulate_bn_stats(stats, apply, params, buffers, torch.tensor([[5.0]]))
+    >>> stats = init_bn_stats(buffers)
+    >>> for batch in ([[1.0], [3.0]], [[5.0]]):
+    ...     stats = accumulate_bn_stats(stats, apply, params, buffers, torch.tensor(batch))
     >>> bn_buffers(stats, buffers)
     {'running_mean': tensor([3.]), 'running_var': tensor([4.]), 'num_batches_tracked': tensor(0)}
 
@@ -189,7 +190,8 @@ def all_reduce_bn_stats(stats: BNStatsState, group: Any = None) -> BNStatsState:
     is the default process group, and the identity (a copy) where there is none. It communicates,
     but reads no value on the host. The ranks must have the same layers.
 
-    >>> all_reduce_bn_stats(init_bn_stats({"running_mean": torch.zeros(1), "running_var": torch.ones(1)})).num_batches
+    >>> buffers = {"running_mean": torch.zeros(1), "running_var": torch.ones(1)}
+    >>> all_reduce_bn_stats(init_bn_stats(buffers)).num_batches
     tensor(0)
 
     Source of the rule: Chan, Golub, LeVeque (1979). mmpretrain averages means and variances of

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from . import _foreach, _torch, _tree
-from ._tree import Leaves
+from ._tree import Leaves, Tree
 
 SIZE = 25 * 2**20  # bytes, as DistributedDataParallel
 
@@ -123,3 +123,23 @@ def _numbers(leaf: Tensor) -> Tensor:
     if not leaf.is_complex():
         return leaf
     return torch.view_as_real(leaf.to(_foreach.wide_dtype(leaf.dtype)).resolve_conj())
+
+
+def reduction_of(params: Tree, buffers: Leaves, divisor: Any, group: Any) -> Reduction:
+    """The gradients of `params` and what became of `buffers`, in the order in which a backward
+    makes them.
+    """
+    leaves = _tree.flatten(params)[0]
+    order = [*reversed(range(len(leaves))), *range(len(leaves), len(leaves) + len(buffers))]
+    floating = [
+        leaf
+        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+        else None
+        for leaf in buffers
+    ]
+    return Reduction([*leaves, *floating], divisor, group, order=order, laid=True)
+
+
+def share_of(mine: Tensor, every: Tensor) -> Tensor:
+    """By which a mean of this weight is divided in the mean of all."""
+    return torch.where(mine > 0, every / mine, torch.inf)

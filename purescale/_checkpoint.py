@@ -210,7 +210,8 @@ def load(path: Path, like: Tree) -> Tree:
     >>> from purescale import StaticScale
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     save(f"{folder}/scaler.pt", {"scaler": StaticScale(8.0).init(), "none": None})
-    ...     load(f"{folder}/scaler.pt", like={"scaler": StaticScale(1.0).init(), "none": None})["scaler"].scale
+    ...     like = {"scaler": StaticScale(1.0).init(), "none": None}
+    ...     load(f"{folder}/scaler.pt", like=like)["scaler"].scale
     tensor(8.)
     """
     name = os.fsdecode(path)
@@ -299,7 +300,8 @@ def _kind(value: Any) -> str:
         return "a nested tensor"
     layout = "" if value.layout is torch.strided else f" {value.layout}"
     placements = f" DTensor {value.placements}" if isinstance(value, DTensor) else ""
-    return f"{value.dtype} {tuple(value.shape)}{layout}{placements}{' without values, on meta' if value.is_meta else ''}"
+    values = " without values, on meta" if value.is_meta else ""
+    return f"{value.dtype} {tuple(value.shape)}{layout}{placements}{values}"
 
 
 def _key(key: Any) -> str:
@@ -483,10 +485,8 @@ def _inherit(temporary: str, target: str, old: os.stat_result) -> None:
         try:
             os.chown(temporary, -1, old.st_gid)
         except OSError:
-            mode, lists = (
-                mode & ~0o070 | (mode & 0o007) << 3,
-                False,
-            )  # what its group was allowed is not for another
+            # what its group was allowed is not for another
+            mode, lists = mode & ~0o070 | (mode & 0o007) << 3, False
     with contextlib.suppress(OSError):
         os.chmod(temporary, mode)
         for name in os.listxattr(target) if lists else ():

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _foreach, _tree
+from . import _extent, _foreach, _tree
 from ._checks import as_float, bound, shown
 from ._tree import Tree
 
@@ -42,7 +42,7 @@ def clip_by_global_norm(
     max_norm, norm_type = bound("max_norm", max_norm), checked_norm_type(norm_type)
     leaves = _tree.flatten(grads)[0]
     _tree.check_gradients(grads, leaves)
-    norm = _foreach.extent(leaves, _tree.device_of(grads, leaves, "grads"), norm_type).norm
+    norm = _extent.extent(leaves, _tree.device_of(grads, leaves, "grads"), norm_type).norm
     clipped = clip_to(grads, norm, max_norm, donate=donate)
     if donate:
         _tree.poison(grads, keep=(clipped, max_norm))
@@ -52,7 +52,7 @@ def clip_by_global_norm(
 def clip_to(
     grads: Tree, norm: Any, max_norm: float | Tensor, *, donate: bool
 ) -> tuple[Tree, Tensor]:
-    """`clip_by_global_norm` of gradients whose norm is known, in the widest dtype of their device."""
+    """`clip_by_global_norm` where the norm is known, in the widest dtype of its device."""
     leaves, structure = _tree.flatten(grads)
     factor, norm = clip_factor(leaves, norm, max_norm)
     return structure.unflatten(_foreach.multiply(leaves, factor, donate=donate)), norm
@@ -145,12 +145,7 @@ def clip_by_value(grads: Tree, clip_value: float | Tensor, donate: bool = False)
     _tree.check_gradients(grads, leaves)
     check_ordered(grads, leaves)
     mine = _tree.writable(leaves) if donate else [False] * len(leaves)
-    clipped = structure.unflatten(
-        [
-            None if leaf is None else _foreach.clamp(leaf, clip_value, in_place=own)
-            for leaf, own in zip(leaves, mine, strict=True)
-        ]
-    )
+    clipped = structure.unflatten(_foreach.clamp_list(leaves, clip_value, mine))
     if donate:
         _tree.poison(grads, keep=(clipped, clip_value))
     return clipped

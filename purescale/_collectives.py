@@ -232,8 +232,8 @@ def agree(group: Any, check: Callable[[], Any], describe: Callable[[], list[str]
     raise ValueError(
         f"the ranks do not hold the same: {_rank(group, 0)} has {here}, {_rank(group, other)} has "
         f"{there}. What they reduce together must agree in names, order, shapes, dtypes and kind "
-        "of device. Likely cause: other models or settings on some ranks, or a parameter that has no "
-        "gradient (None) on one of them. Cure: one model and one optimizer for all, and zeros "
+        "of device. Likely cause: other models or settings on some ranks, or a parameter that has "
+        "no gradient (None) on one of them. Cure: one model and one optimizer for all, and zeros "
         "where a gradient is missing."
     )
 

@@ -5,14 +5,16 @@ A column is one list: parameters, one moment, gradients, buffers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
-_PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
+from . import _torch
+from ._torch import foreach, fused
+
+_PLAIN = (Tensor, torch.nn.Parameter, _torch.FakeTensor)
 _EXACT = (torch.float32, torch.float64)
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -48,14 +50,7 @@ def clone(tensors: Sequence[Tensor]) -> list[Tensor]:
     return copies
 
 
-def _clone_by_two(tensors: list[Tensor]) -> Sequence[Tensor]:
-    """In torch 2.11, which has no such list operation: memory from one, values from another."""
-    copies = torch._foreach_mul(tensors, True)
-    torch._foreach_copy_(copies, tensors)
-    return copies
-
-
-_clone: Callable[[list[Tensor]], Sequence[Tensor]] = getattr(torch, "_foreach_clone", _clone_by_two)
+_clone = _torch.clone_list
 
 
 # ---- old or new ----------------------------------------------------------------------------------
@@ -109,7 +104,7 @@ def choose(
             )
         else:
             chosen = torch.where(bad.to(kept[0].device), torch.stack(kept), torch.stack(list(new)))
-            torch._foreach_copy_(kept, chosen.unbind())
+            foreach.copy_(kept, chosen.unbind())
     return kept
 
 
@@ -120,13 +115,6 @@ def keep_unless(bad: Tensor, targets: list[Tensor], new: list[Tensor]) -> None:
     torch's SGD sets the momentum buffer to the gradient in its first step, which is all that is
     wanted of it.
     """
-    kernel: Any = torch._fused_sgd_
-    settings = {
-        "lr": 0.0,
-        "momentum": 1.0,
-        "dampening": 0.0,
-        "weight_decay": 0.0,
-        "nesterov": False,
-        "maximize": False,
-    }
-    kernel(new, new, targets, found_inf=bad, is_first_step=True, **settings)
+    numbers = {"lr": 0.0, "momentum": 1.0, "dampening": 0.0, "weight_decay": 0.0}
+    flags = {"nesterov": False, "maximize": False, "is_first_step": True}
+    fused.sgd_(new, new, targets, found_inf=bad, **numbers, **flags)

@@ -6,6 +6,7 @@ A column is one list of tensors: the parameters, their gradients, one moment.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import operator
 from collections.abc import Sequence
@@ -13,7 +14,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import TensorGuards
+
+from ._torch import TensorGuards
 
 T = TypeVar("T")
 
@@ -39,10 +41,15 @@ def enter(
     spent: bool,
 ) -> Entered | None:
     """Flat dicts as columns; `None` for all other trees, which take the long way."""
-    if type(params) is not dict or type(grads) is not dict or params.keys() != grads.keys():
+    if type(params) is not dict or type(grads) is not dict:
         return None
     names, weights = list(params), list(params.values())
-    gradients = list(grads.values()) if list(grads) == names else [grads[name] for name in names]
+    if list(grads) == names:
+        gradients = list(grads.values())
+    elif grads.keys() == params.keys():
+        gradients = [grads[name] for name in names]
+    else:
+        return None
     absent: list[int] = []
     held, present = weights, gradients
     if type(None) in set(map(type, gradients)):
@@ -56,7 +63,8 @@ def enter(
         spent,
         absent,
         list(slots),
-        list(map(tuple, every)),
+        list(map(len, every)),
+        list(itertools.chain.from_iterable(every)),
         torch.is_inference_mode_enabled(),
     )
     return Entered(names, weights, state, present, keep, marks)
@@ -65,15 +73,31 @@ def enter(
 # ---- what is remembered --------------------------------------------------------------------------
 
 
+class _Pieces(NamedTuple):
+    """Memory in pieces that do not overlap, in order."""
+
+    gradients: list[int]  # where those of them that are gradients start, in the order of the column
+    starts: list[int]
+    ends: list[int]
+
+    def beside(self, start: int, end: int) -> bool:
+        """Whether from `start` to `end` there is nothing of them."""
+        place = bisect.bisect_right(self.starts, start)
+        return (place == 0 or self.ends[place - 1] <= start) and (
+            place == len(self.starts) or end <= self.starts[place]
+        )
+
+
 class _Known(NamedTuple):
     names: list[str]
     marks: Any
-    guard: TensorGuards
+    guard: Any  # a TensorGuards
     graphs: list[int]  # which of the tensors may stand on a graph
     addresses: list[int] | None  # of the state, where something will be written
     starts: list[int]  # the memory of the state, in order
     ends: list[int]
     sizes: list[int]  # bytes from the first to the last element of each gradient
+    pieces: _Pieces | None  # of state and gradients together, where they stood the last time
     facts: Any
 
 
@@ -94,50 +118,55 @@ class Memo(Generic[T]):
     def find(self, entered: Entered) -> tuple[T, bool] | None:
         """What is known of such columns, and whether the gradients stand in memory of their own."""
         names, _, state, gradients, keep, marks = entered
-        for place, known in enumerate(self._known):
+        before = self._known
+        for place, known in enumerate(before):
             if known.marks != marks or known.names != names:
                 continue
             try:
-                addresses = (
-                    list(map(Tensor.data_ptr, state)) if known.addresses is not None else None
-                )
+                addresses = known.addresses and list(map(Tensor.data_ptr, state))
                 if addresses != known.addresses or not known.guard.check(*state, *gradients):
                     continue
-                alone = addresses is None or self._alone(known, gradients, keep)
-            except (
-                TypeError,
-                RuntimeError,
-                AttributeError,
-                NotImplementedError,
-            ):  # no plain tensors
-                return None
+                alone: bool | None = True
+                if addresses is not None:
+                    known, alone = self._alone(known, gradients, keep)
+            except (TypeError, RuntimeError, AttributeError, NotImplementedError):
+                return None  # no plain tensors
             if alone is None or (
                 known.graphs
                 and any((*state, *gradients)[index].grad_fn is not None for index in known.graphs)
             ):
                 return None
-            if place:
-                self._known = (known, *self._known[:place], *self._known[place + 1 :])
+            if known is not before[0]:
+                # One assignment: another thread sees the memo as it was or as it is.
+                self._known = (known, *before[:place], *before[place + 1 :])
             return known.facts, alone
         return None
 
     @staticmethod
-    def _alone(known: _Known, gradients: Sequence[Tensor], keep: Sequence[Tensor]) -> bool | None:
+    def _alone(
+        known: _Known, gradients: Sequence[Tensor], keep: Sequence[Tensor]
+    ) -> tuple[_Known, bool | None]:
         """Whether the gradients stand in memory of their own; `None` where something stands in that
         of the state.
         """
         starts = list(map(Tensor.data_ptr, gradients))
-        ends = list(map(operator.add, starts, known.sizes))
-        memory = {
-            storage.data_ptr(): storage.nbytes() for storage in map(Tensor.untyped_storage, keep)
-        }  # these may share theirs
-        kept, kept_ends = list(memory), list(map(operator.add, memory, memory.values()))
-        if _apart(known.starts + starts + kept, known.ends + ends + kept_ends):
-            return True
-        for start, end in zip((*starts, *kept), (*ends, *kept_ends), strict=True):
-            if not _apart([*known.starts, start], [*known.ends, end]):
-                return None
-        return False
+        pieces = known.pieces
+        if pieces is None or pieces.gradients != starts:
+            # An allocator soon hands out the same memory in each step, so this is seldom.
+            every = sorted(known.starts + starts)
+            ends = sorted(known.ends + list(map(operator.add, starts, known.sizes)))
+            pieces = _Pieces(starts, every, ends) if _apart(every, ends) else None
+            known = known._replace(pieces=pieces)
+        # What is kept may share memory with itself.
+        kept = [
+            (storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+            for storage in map(Tensor.untyped_storage, keep)
+        ]
+        if pieces is not None and all(pieces.beside(*piece) for piece in kept):
+            return known, True
+        given = zip(starts, map(operator.add, starts, known.sizes), strict=True)
+        state = _Pieces([], known.starts, known.ends)
+        return known, False if all(state.beside(*piece) for piece in (*given, *kept)) else None
 
     def add(self, entered: Entered, facts: T) -> None:
         """Remember `facts`, and forget what was added longest ago."""
@@ -157,6 +186,7 @@ class Memo(Generic[T]):
                 start + _reach(tensor) for start, tensor in zip(starts, entered.state, strict=True)
             ),
             list(map(_reach, entered.gradients)),
+            None,
             facts,
         )
         # One assignment: another thread sees the memo as it was or as it is.
@@ -180,7 +210,5 @@ def _reach(tensor: Tensor) -> int:
 
 
 def _apart(starts: list[int], ends: list[int]) -> bool:
-    """Whether no two of these pieces of memory overlap: in order, each then ends before the next
-    begins.
-    """
-    return all(map(operator.le, sorted(ends), sorted(starts)[1:]))
+    """Whether no two pieces of memory overlap: both in order, each ends before the next begins."""
+    return all(map(operator.le, ends, starts[1:]))

@@ -1,4 +1,4 @@
-"""Arithmetic over many tensors. The only module that chooses between foreach, fused and plain ops.
+"""Arithmetic over many tensors, by foreach, fused or plain ops.
 
 Plain ops while compiling, where both kinds fuse the same, and inside torch.func transforms, which
 have no rule for foreach.
@@ -6,17 +6,17 @@ have no rule for foreach.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from . import _tree
+from . import _torch, _tree
+from ._torch import foreach
 from ._tree import Leaves
 
 
@@ -31,20 +31,18 @@ def divide(leaves: Sequence[Tensor | None], divisor: Tensor, *, donate: bool) ->
     """
     wide = [None if leaf is None else at_least_float32(leaf) for leaf in leaves]
     owned = [donate or new is not old for new, old in zip(wide, leaves, strict=True)]
-    return _each(torch.div, torch._foreach_div, torch._foreach_div_, wide, divisor, owned)
+    return _each(torch.div, foreach.div, foreach.div_, wide, divisor, owned)
 
 
 def multiply(leaves: Sequence[Tensor | None], factor: Tensor, *, donate: bool) -> Leaves:
     """Every leaf times a 0-d tensor, in the leaf's own dtype; in place where `donate` allows it."""
-    return _each(
-        torch.mul, torch._foreach_mul, torch._foreach_mul_, leaves, factor, [donate] * len(leaves)
-    )
+    return _each(torch.mul, foreach.mul, foreach.mul_, leaves, factor, [donate] * len(leaves))
 
 
 def _each(
     plain: Callable[..., Tensor],
-    foreach: Callable[..., Any],
-    foreach_: Callable[..., Any],
+    listed: Callable[..., Any],
+    listed_: Callable[..., Any],
     leaves: Sequence[Tensor | None],
     operand: Tensor,
     owned: Sequence[bool],
@@ -54,9 +52,8 @@ def _each(
     in_place: list[int] = []
     alone = _tree.writable(leaves) if any(owned) else owned
     mine = [a and b for a, b in zip(owned, alone, strict=True)]
-    plain_ops = _tree.traced() or is_on_a_graph(
-        [*leaves, operand]
-    )  # foreach ops have no derivative by a 0-d operand
+    # foreach ops have no derivative by a 0-d operand
+    plain_ops = _tree.traced() or is_on_a_graph([*leaves, operand])
     for index, leaf in enumerate(leaves):
         if leaf is None:
             continue
@@ -74,11 +71,11 @@ def _each(
             (in_place if mine[index] else apart).append(index)
     if apart:
         for index, result in zip(
-            apart, foreach([leaves[index] for index in apart], operand), strict=True
+            apart, listed([leaves[index] for index in apart], operand), strict=True
         ):
             results[index] = result
     if in_place:
-        foreach_([leaves[index] for index in in_place], operand)
+        listed_([leaves[index] for index in in_place], operand)
     if torch.compiler.is_compiling():
         results = [
             leaf.copy_(new) if own and leaf is not None else new
@@ -87,9 +84,8 @@ def _each(
     return results
 
 
-_BATCH = (
-    2**20
-)  # elements: what one operation brought into a CPU's cache, the next still finds there
+# elements: what one operation brought into a CPU's cache, the next still finds there
+_BATCH = 2**20
 
 
 def blend(
@@ -126,9 +122,9 @@ def blend(
         factor, bad = share.to(dtype), (~good).to(torch.float32)
         keep = (1 - share).to(dtype)
         for targets, news in _batches(rows):
-            torch._foreach_mul_(targets, keep)
-            news = news if scale is None else list(torch._foreach_div(news, scale))
-            add_unless(bad, targets, news, factor)
+            foreach.mul_(targets, keep)
+            news = news if scale is None else list(foreach.div(news, scale))
+            _torch.masked_add_(targets, news, factor, bad)
     return results
 
 
@@ -151,7 +147,7 @@ def mix(
     if sums is None:
         return _begun(new, share)
     if all(map(is_dense, new)):
-        torch._foreach_add_(sums, new, alpha=share)
+        foreach.add_(sums, new, alpha=share)
         return sums
     return [_mixed(a, n, share, None) for a, n in zip(sums, new, strict=True)]
 
@@ -167,7 +163,7 @@ def _mix_unread(sums: Leaves | None, new: Leaves, share: Tensor, counts: Any) ->
         else:
             sums[index] = _mixed(a, n, share, counts)
     for dtype, (targets, news) in lists.items():
-        add_unless((~counts).to(torch.float32), targets, news, share.to(dtype))
+        _torch.masked_add_(targets, news, share.to(dtype), (~counts).to(torch.float32))
     return sums
 
 
@@ -183,26 +179,8 @@ def _begun(new: Leaves, share: float) -> Leaves:
         while new and size < most:
             batch.append(new.pop())
             size += batch[-1].numel()
-        results += torch._foreach_mul([n.to(wide_dtype(n.dtype)) for n in batch], share)
+        results += foreach.mul([n.to(wide_dtype(n.dtype)) for n in batch], share)
     return results
-
-
-def add_unless(
-    bad: Tensor | None, targets: list[Tensor], news: list[Tensor], factor: float | Tensor
-) -> None:
-    """`target += new * factor` in one pass, left out where `bad`, a flag in float32: the one list
-    kernel that can leave NaN behind.
-    """
-    settings = {
-        "weight_decay": 0.0,
-        "momentum": 0.0,
-        "dampening": 0.0,
-        "nesterov": False,
-        "maximize": False,
-        "is_first_step": False,
-    }
-    kernel: Any = torch._fused_sgd_
-    kernel(targets, news, [], lr=-factor, found_inf=bad, **settings)
 
 
 def _takes_fused(a: Tensor, n: Tensor, share: Tensor) -> bool:
@@ -275,9 +253,8 @@ def _blend_plain(
         return kept.to(a.dtype)
     mean = _mixed(kept, n, share, good, scale)
     if a.dtype is torch.bfloat16:
-        mean = mean.clamp(
-            -torch.finfo(a.dtype).max, torch.finfo(a.dtype).max
-        )  # what is finite must not round to inf
+        # what is finite must not round to inf
+        mean = mean.clamp(-torch.finfo(a.dtype).max, torch.finfo(a.dtype).max)
     return mean.to(a.dtype)
 
 
@@ -330,9 +307,9 @@ def on_values(fn: Callable[[Tensor], Tensor], leaf: Tensor) -> Tensor:
     if leaf.layout is torch.strided:
         return fn(leaf)
     if leaf.layout is torch.sparse_coo:
-        values = fn(leaf._values())
+        values = fn(_torch.values(leaf))
         return torch.sparse_coo_tensor(
-            leaf._indices().clone(),
+            _torch.indices(leaf).clone(),
             values,
             leaf.shape,
             device=leaf.device,
@@ -407,14 +384,34 @@ def clamp(leaf: Tensor, bound: float | Tensor, *, in_place: bool = False) -> Ten
     return on_values(lambda values: values.clamp(-limit, limit), summed)
 
 
-def clamp_list(leaves: Sequence[Tensor], bound: float | Tensor) -> list[Tensor]:
-    """`clamp` of dense leaves, out of place."""
-    if isinstance(bound, Tensor) or _tree.traced() or leaves[0].is_cpu:
-        return [clamp(leaf, bound) for leaf in leaves]
-    limit = min(float(bound), torch.finfo(leaves[0].dtype).max)
-    clamped = torch._foreach_clamp_min(list(leaves), -limit)
-    torch._foreach_clamp_max_(clamped, limit)
-    return list(clamped)
+def clamp_list(
+    leaves: Sequence[Tensor | None], bound: float | Tensor, owned: Sequence[bool] = ()
+) -> Leaves:
+    """`clamp` of each, in place where it is `owned`; on an accelerator in a few operators for all
+    leaves of one dtype, where the bound is a number.
+    """
+    results: Leaves = list(leaves)
+    owned = owned or [False] * len(leaves)
+    listed = not (isinstance(bound, Tensor) or _tree.traced() or is_on_a_graph(leaves))
+    columns: dict[Any, list[int]] = {}
+    for index, (leaf, own) in enumerate(zip(leaves, owned, strict=True)):
+        if leaf is None:
+            continue
+        if listed and not leaf.is_cpu and is_dense(leaf) and leaf.dtype.itemsize > 1:
+            columns.setdefault((leaf.device, leaf.dtype, own), []).append(index)
+        else:
+            results[index] = clamp(leaf, bound, in_place=own)
+    for (_, dtype, own), places in columns.items():
+        limit = min(float(bound), torch.finfo(dtype).max)
+        column = [leaves[index] for index in places]
+        if own:
+            foreach.clamp_min_(column, -limit)
+        else:
+            column = foreach.clamp_min(column, -limit)
+        foreach.clamp_max_(column, limit)
+        for index, leaf in zip(places, column, strict=True):
+            results[index] = leaf
+    return results
 
 
 def widest_float(device: torch.device) -> torch.dtype:
@@ -422,313 +419,6 @@ def widest_float(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def stored_values(leaf: Tensor) -> Tensor:
-    """What a leaf stores, as real numbers: a sparse leaf's summed values, a complex leaf's two
-    parts.
-    """
-    if leaf.layout is not torch.strided:
-        leaf = leaf.coalesce().values() if leaf.layout is torch.sparse_coo else leaf.values()
-    if leaf.dtype.itemsize == 1:
-        leaf = leaf.to(torch.float32)
-    return torch.view_as_real(leaf.resolve_conj().resolve_neg()) if leaf.is_complex() else leaf
-
-
-def full(value: Tensor) -> Tensor:
-    """A reduction of a sharded DTensor is partial until it is gathered; on any other tensor this
-    does nothing.
-    """
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
 # tensors: up to here a compiler's own kernels are faster than one node, beyond it takes minutes to
 # make them
 INLINE = 16
-
-
-class Extent(NamedTuple):
-    """How large some leaves are."""
-
-    tops: list[Tensor]  # the largest magnitude, one a dtype, at least float32; NaN if there is one
-    norm: Tensor | None  # in the widest dtype of the device
-    fit_over: Tensor | None = None  # a usable scale over which they are known to be finite
-
-
-def extent(
-    leaves: Sequence[Tensor | None],
-    device: torch.device,
-    norm_type: float | None = None,
-    scale: Tensor | None = None,
-    *,
-    dense: bool = False,
-) -> Extent:
-    """The extent of `leaves`, from one read of them and with no host sync; the norm where a
-    `norm_type` asks for it.
-
-    `scale`: what they will be divided by. `dense`: they are all known to be dense, real and there.
-    """
-    if dense and not _tree.traced():
-        with torch.no_grad():
-            quick = _quick_extent(leaves, norm_type, scale)  # type: ignore[arg-type]
-        if quick is not None:
-            return quick
-    plain = (
-        _tree.under_transform()
-        or is_on_a_graph(leaves)
-        or (torch.compiler.is_compiling() and len(leaves) <= INLINE)
-    )
-    power = None if norm_type is None or math.isinf(norm_type) else norm_type
-    tops: list[Tensor] = []
-    norms: list[Tensor] = []
-    values: list[Tensor] = []
-    with contextlib.nullcontext() if plain else torch.no_grad():
-        for leaf in leaves:
-            if leaf is None or leaf.numel() == 0:
-                continue
-            value = stored_values(leaf)
-            if value.numel() == 0:
-                continue
-            if leaf.is_complex() and norm_type not in (None, 2):
-                norms.append(
-                    full(_norm(leaf.abs(), norm_type))
-                )  # a complex number counts with its magnitude
-                tops.append(at_least_float32(full(value.abs().amax())))
-            elif plain or isinstance(value, DTensor):
-                tops.append(at_least_float32(full(value.abs().amax())))
-                norms += [] if power is None else [full(_norm(value, power))]
-            else:
-                values.append(value)
-        if values and not tops and not torch.compiler.is_compiling():
-            quick = None if plain or dense else _quick_extent(values, norm_type, scale)
-            if quick is not None:
-                return quick
-        if values:
-            found = (
-                _extent_node(values, power)
-                if torch.compiler.is_compiling()
-                else _extent(values, power)
-            )
-            tops += found if power is None else found[:-1]
-            norms += [] if power is None else found[-1:]
-        if norm_type is None:
-            return Extent(tops, None)
-        wide = widest_float(device)
-        if math.isinf(norm_type):
-            norms += [top.to(wide) for top in tops]
-        if not norms:
-            return Extent(tops, torch.zeros((), dtype=wide, device=device))
-        return Extent(tops, _norm(torch.stack(norms), norm_type) if len(norms) > 1 else norms[0])
-
-
-def _quick_extent(
-    dense: Sequence[Tensor], norm_type: float | None, scale: Tensor | None
-) -> Extent | None:
-    """On a CPU: the extent from the sum of squares, the fastest read there is, where that sum says
-    enough.
-
-    It is looked at here, and nowhere else: on a CPU, where nothing is traced, to read a number
-    waits for nothing.
-    """
-    if norm_type not in (None, 2) or not dense or not dense[0].is_cpu:
-        return None
-    if not set(map(type, dense)) <= {Tensor, torch.nn.Parameter}:
-        return None  # a subclass may hold no numbers to look at
-    half = [value.float() for value in dense if value.dtype.itemsize < 4]
-    wide = [value for value in dense if value.dtype.itemsize >= 4] if half else dense
-    rows = [row for same in _by_dtype([*wide, *half]) for row in _rows(same)]
-    squares = [torch.dot(row, row) for row in rows]
-    count = sum(map(Tensor.numel, rows))
-    alike = len({square.dtype for square in squares}) == 1
-    total = (
-        torch.stack(squares if alike else [square.double() for square in squares])
-        .double()
-        .sum()
-        .item()
-    )
-    divisor = 1.0 if scale is None else scale.item()
-    bound = math.sqrt(total) if total >= 0 else math.nan  # no element is larger
-    usable = 0 < divisor < math.inf and bound / divisor < torch.finfo(torch.float32).max
-    # Squares below float32's range are lost; what they could add to a sum above this is less than
-    # its rounding.
-    if not usable or (norm_type == 2 and total < count * 2.0**-100):
-        return None  # inf or NaN, or finite numbers whose squares are not: the exact way tells
-    top = torch.full((), bound, dtype=torch.float64, device="cpu")
-    return Extent([top], top if norm_type == 2 else None, scale)
-
-
-def _by_dtype(values: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-    dtypes = dict.fromkeys(value.dtype for value in values)
-    return (
-        [values]
-        if len(dtypes) == 1
-        else [[value for value in values if value.dtype is dtype] for dtype in dtypes]
-    )
-
-
-def _rows(values: Sequence[Tensor]) -> list[Tensor]:
-    """The elements of `values` in rows, small ones put together, large ones cut."""
-    sizes = list(map(Tensor.numel, values))
-    small = [value for value, size in zip(values, sizes, strict=True) if size <= SMALL]
-    parts = [small[start : start + 1024] for start in range(0, len(small), 1024)]
-    rows = [
-        torch.cat(part) if {value.ndim for value in part} == {1} else flat(part) for part in parts
-    ]
-    for value, size in zip(values, sizes, strict=True) if len(small) < len(values) else ():
-        if size > SMALL:
-            row = value.view(-1) if value.is_contiguous() else value.reshape(-1)
-            rows += [row] if size <= _PIECE else torch.split(row, _PIECE)
-    return rows
-
-
-def _extent(dense: Sequence[Tensor], power: float | None) -> list[Tensor]:
-    """The largest magnitude of each dtype, in the order in which they come, and where there is a
-    `power` the norm.
-    """
-    tops: list[Tensor] = []
-    norms: list[Tensor] = []
-    if not dense[0].is_cpu:  # an operation costs by itself there, however small
-        for values in map(list, _by_dtype(dense)):
-            tops.append(at_least_float32(torch.stack(torch._foreach_norm(values, math.inf)).amax()))
-            if power is not None:
-                norms.append(_norm_of_list(values, power))
-        return (
-            tops
-            if power is None
-            else [*tops, norms[0] if len(norms) == 1 else _norm(torch.stack(norms), power)]
-        )
-    for dtype in dict.fromkeys(value.dtype for value in dense):
-        ends: list[Tensor] = []
-        units: list[Tensor] = []
-        squares: list[Tensor] = []
-        scratch: Tensor | None = None  # fresh memory is what is slow
-        for piece in _pieces(
-            [value for value in dense if value.dtype is dtype], cut=power is not None
-        ):
-            # aminmax propagates NaN, and on a CPU takes a tenth of the time of isfinite().all().
-            low, high = torch.aminmax(piece)
-            ends += (low, high)
-            if power == 2 and piece.is_cpu and piece.ndim == 1:
-                # In units of its largest element no square overflows; dot takes a third of the time
-                # of vector_norm.
-                unit = torch.maximum(-low, high).to(torch.promote_types(dtype, torch.float32))
-                unit = unit.clamp(torch.finfo(unit.dtype).tiny, torch.finfo(unit.dtype).max)
-                if scratch is None or scratch.numel() < piece.numel():
-                    scratch = torch.empty(
-                        max(_PIECE, piece.numel()), dtype=unit.dtype, device=unit.device
-                    )
-                scaled = torch.div(piece.to(unit.dtype), unit, out=scratch[: piece.numel()])
-                units.append(unit)
-                squares.append(torch.dot(scaled, scaled))
-            elif power is not None:
-                norms.append(_norm(piece, power))
-        tops.append(at_least_float32(torch.stack(ends)).abs().amax())
-        if units:
-            wide = widest_float(units[0].device)
-            norms.append(_norm(torch.stack(squares).sqrt().to(wide) * torch.stack(units), 2))
-    return tops if power is None else [*tops, _norm(torch.stack(norms), power)]
-
-
-@torch.library.custom_op("purescale::extent", mutates_args=())
-def _extent_node(dense: Sequence[Tensor], power: float | None) -> list[Tensor]:
-    """`_extent` as one node of a compiled graph, in place of a reduction for each leaf; the norm as
-    of an eager step.
-    """
-    quick = _quick_extent(dense, 2, None) if power == 2 else None
-    return (
-        _extent(dense, power)
-        if quick is None or quick.norm is None
-        else [*_extent(dense, None), quick.norm]
-    )
-
-
-@_extent_node.register_fake
-def _(dense: Sequence[Tensor], power: float | None) -> list[Tensor]:
-    tops = [
-        at_least_float32(dense[0].new_empty((), dtype=dtype))
-        for dtype in dict.fromkeys(value.dtype for value in dense)
-    ]
-    return (
-        tops
-        if power is None
-        else [*tops, dense[0].new_empty((), dtype=widest_float(dense[0].device))]
-    )
-
-
-SMALL = 2**13  # elements: below this a call costs more than a copy
-_PIECE = 2**19  # elements: what a CPU keeps in its cache from one read to the next
-
-
-def _pieces(values: list[Tensor], *, cut: bool) -> Iterator[Tensor]:
-    """`values`, small ones put together so that few operations do for all; large ones in pieces of
-    about that size where `cut`.
-    """
-    small: list[Tensor] = []
-    size = 0
-    for value in values:
-        count = value.numel()
-        if count > (_PIECE // 16 if cut else SMALL):
-            yield from (
-                torch.split(value.view(-1), _PIECE)
-                if cut and value.is_cpu and value.is_contiguous()
-                else [value]
-            )
-        else:
-            small.append(value)
-            size += count
-            if size > _PIECE:
-                yield flat(small)
-                small, size = [], 0
-    if small:
-        yield flat(small) if len(small) > 1 else small[0].reshape(-1)
-
-
-def flat(values: list[Tensor]) -> Tensor:
-    """The elements of all in one row."""
-    row: Tensor = torch._utils._flatten_dense_tensors(values)  # type: ignore[no-untyped-call]
-    return row
-
-
-def _norm_of_list(values: list[Tensor], power: float) -> Tensor:
-    wide = widest_float(values[0].device)
-    if values[0].dtype.itemsize > 4 or wide is not torch.float64 or power > _SAFE_POWER:
-        return _norm(torch.stack([_norm(value, power) for value in values]), power)
-    each = torch.stack(torch._foreach_norm(values, power, dtype=wide))
-    norm: Tensor = torch.linalg.vector_norm(each, power)
-    return norm
-
-
-_SAFE_POWER = 4  # of float32's largest number, and of sums of it, fits into float64
-
-
-def _norm(value: Tensor, norm_type: float) -> Tensor:
-    """The norm in the widest dtype of the device, also where powers of `value` overflow its own."""
-    wide = widest_float(value.device)
-    if math.isinf(norm_type):
-        return value.abs().amax().to(wide)
-    if (
-        not value.is_cpu
-        and value.dtype.itemsize <= 4
-        and wide is torch.float64
-        and norm_type <= _SAFE_POWER
-    ):
-        norm: Tensor = torch.linalg.vector_norm(value, norm_type, dtype=wide)  # 3e38 ** 4 fits
-        return norm
-    value = value.to(torch.promote_types(value.dtype, torch.float32))
-    unit = value.abs().amax()
-    unit = torch.where((unit > 0) & torch.isfinite(unit), unit, 1)
-    scaled: Tensor = torch.linalg.vector_norm(value / unit, norm_type, dtype=wide)
-    return scaled * unit
-
-
-def all_finite(leaves: Sequence[Tensor | None], scale: Tensor) -> Tensor:
-    """Whether every element of every `leaf / scale` is finite: a 0-d bool tensor."""
-    return fits(extent(leaves, scale.device), scale)
-
-
-def fits(size: Extent, scale: Tensor) -> Tensor:
-    """Whether what has this extent is finite over `scale`: division is monotone, and what is not
-    finite is not finite after it.
-    """
-    facts = [torch.isfinite(top / scale) for top in size.tops]
-    return (
-        torch.stack(facts).all() if facts else torch.ones((), dtype=torch.bool, device=scale.device)
-    )

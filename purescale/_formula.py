@@ -5,7 +5,6 @@ no vmap rule.
 from __future__ import annotations
 
 import functools
-import inspect
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from . import _tree
+from . import _torch, _tree
+from ._torch import foreach
 
 
 class _Everywhere(list[str]):
@@ -34,43 +34,38 @@ def without_reads(cls: type, *, lists: bool = False) -> Callable[[Any], Any]:
     `lists`: its implementation over lists, in place of that tensor by tensor. torch's functions are
     not changed: copies of them look up a few names elsewhere.
     """
-    step: Any = inspect.unwrap(cls.step)  # type: ignore[attr-defined]
-    module = step.__globals__
-    name = _name(cls)
-    kind = f"_multi_tensor_{name}" if lists else f"_single_tensor_{name}"
+    torchs = _torch.formula_of(cls)
+    assert torchs is not None  # from_torch refuses such a class
+    name, _ = torchs.names
+    own = torchs.lists if lists else torchs.single
     formula = _OVER_LISTS.get(name) if lists else None
     formula = formula or _copy_of(
-        module[kind],
-        _get_capturable_supported_devices=lambda *args, **kwargs: _Everywhere(),
-        _get_value=lambda value: value,
-        **({"torch": _LISTS} if lists else {}),
+        own,
+        **{
+            _torch.DEVICES: lambda *args, **kwargs: _Everywhere(),
+            _torch.VALUE: lambda value: value,
+            **({"torch": _LISTS} if lists else {}),
+        },
     )
-    functional = _copy_of(module[name], **{kind: formula})
-    return _copy_of(step, **{name: functional})
+    functional = _copy_of(torchs.functional, **{own.__name__: formula})
+    return _copy_of(torchs.step, **{name: functional})
 
 
 def has_lists(cls: type) -> bool:
     """Whether torch implements `cls` over lists."""
-    step: Any = inspect.unwrap(cls.step)  # type: ignore[attr-defined]
-    return f"_multi_tensor_{_name(cls)}" in step.__globals__
+    formula = _torch.formula_of(cls)
+    return formula is not None and formula.lists is not None
 
 
-def _name(cls: type) -> str:
-    step: Any = inspect.unwrap(cls.step)  # type: ignore[attr-defined]
-    name: str = step.__globals__["__name__"].rpartition(".")[2].lstrip("_")
-    return name
-
-
-def _copy_of(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
-    plain: Any = inspect.unwrap(function)
+def _copy_of(function: Any, **names: Any) -> Callable[..., Any]:
     copied = types.FunctionType(
-        plain.__code__,
-        {**plain.__globals__, **names},
-        plain.__name__,
-        plain.__defaults__,
-        plain.__closure__,
+        function.__code__,
+        {**function.__globals__, **names},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
     )
-    copied.__kwdefaults__ = plain.__kwdefaults__
+    copied.__kwdefaults__ = function.__kwdefaults__
     return copied
 
 
@@ -89,7 +84,7 @@ class Rate(Tensor):
 
     @staticmethod
     def of(rate: Tensor) -> Rate:
-        stand_in: Rate = Tensor._make_subclass(Rate, _NOTHING)
+        stand_in: Rate = _torch.make_subclass(Rate, _NOTHING)
         stand_in.rate = rate
         return stand_in
 
@@ -127,7 +122,7 @@ class PlainArithmetic(TorchFunctionMode):
 
     def _plain(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         under_transform = _tree.under_transform()
-        if func is Tensor.clamp_ and torch._C._functorch.is_batchedtensor(args[0]):
+        if func is Tensor.clamp_ and _torch.is_batched(args[0]):
             return args[0].copy_(args[0].clamp(*args[1:], **kwargs))
         if func is torch.full_like and isinstance(args[1], Tensor):
             return func(args[0], 0.0, **kwargs) + args[1]
@@ -149,9 +144,8 @@ class PlainArithmetic(TorchFunctionMode):
         if not plain and not (isinstance(factor, Tensor) and func in _SCALED):
             return func(*args, **kwargs)
         target, first, *rest = args
-        first = first.to(
-            torch.promote_types(first.dtype, target.dtype)
-        )  # Muon's updates are in bfloat16
+        # Muon's updates are in bfloat16
+        first = first.to(torch.promote_types(first.dtype, target.dtype))
         if func is Tensor.lerp_:
             return target.add_((first - target) * rest[0])
         if func is Tensor.addcdiv_:
@@ -217,8 +211,8 @@ class _Lists:
         alpha = settings.get("alpha")
         if isinstance(alpha, (Dampening, Tensor)):
             factor = alpha.shares(targets) if isinstance(alpha, Dampening) else alpha
-            others, settings = torch._foreach_mul(others, factor), {}
-        torch._foreach_add_(targets, others, **settings)
+            others, settings = foreach.mul(others, factor), {}
+        foreach.add_(targets, others, **settings)
 
 
 _LISTS = _Lists()
@@ -230,13 +224,13 @@ def _columns_of(
     """The columns and the step counts, which are now those of this step, one device and dtype at a
     time; complex as real.
     """
-    grouped: Any = torch.optim.Optimizer._group_tensors_by_device_and_dtype([*columns, steps])  # type: ignore[list-item]
+    grouped = _torch.group_alike([*columns, steps])
     for (*alike, counts), _ in grouped.values():
         if has_complex:
             alike = [
                 [torch.view_as_real(t) if t.is_complex() else t for t in column] for column in alike
             ]
-        torch._foreach_add_(counts, 1)
+        foreach.add_(counts, 1)
         yield [*alike, counts]
 
 
@@ -244,90 +238,91 @@ def _columns_of(
 
 
 def _adagrad(
-    params: Any, grads: Any, sums: Any, steps: Any, *, lr: Any, weight_decay: float, lr_decay: float, eps: float,
-    maximize: bool, has_complex: bool, **_: Any,
+    params: Any, grads: Any, sums: Any, steps: Any, *, lr: Any, weight_decay: float,
+    lr_decay: float, eps: float, maximize: bool, has_complex: bool, **_: Any,
 ) -> None:  # fmt: skip
     for weights, gradients, squares, counts in _columns_of(
         [params, grads, sums], steps, has_complex
     ):
         if maximize:
-            gradients = torch._foreach_neg(gradients)
+            gradients = foreach.neg(gradients)
         if weight_decay != 0:
-            gradients = torch._foreach_add(gradients, weights, alpha=weight_decay)
+            gradients = foreach.add(gradients, weights, alpha=weight_decay)
         rates = -lr / (1 + (torch.stack(counts) - 1) * lr_decay)
-        torch._foreach_addcmul_(squares, gradients, gradients, value=1)
-        roots = torch._foreach_sqrt(squares)
-        torch._foreach_add_(roots, eps)
-        torch._foreach_addcdiv_(weights, torch._foreach_mul(gradients, rates.unbind()), roots)
+        foreach.addcmul_(squares, gradients, gradients, value=1)
+        roots = foreach.sqrt(squares)
+        foreach.add_(roots, eps)
+        foreach.addcdiv_(weights, foreach.mul(gradients, rates.unbind()), roots)
 
 
 def _radam(
-    params: Any, grads: Any, exp_avgs: Any, exp_avg_sqs: Any, steps: Any, *, beta1: float, beta2: float, lr: Any,
-    weight_decay: float, eps: float, decoupled_weight_decay: bool, maximize: bool, has_complex: bool, **_: Any,
+    params: Any, grads: Any, exp_avgs: Any, exp_avg_sqs: Any, steps: Any, *, beta1: float,
+    beta2: float, lr: Any, weight_decay: float, eps: float, decoupled_weight_decay: bool,
+    maximize: bool, has_complex: bool, **_: Any,
 ) -> None:  # fmt: skip
     for weights, gradients, means, squares, counts in _columns_of(
         [params, grads, exp_avgs, exp_avg_sqs], steps, has_complex
     ):
         if maximize:
-            gradients = torch._foreach_neg(gradients)
+            gradients = foreach.neg(gradients)
         if weight_decay != 0 and decoupled_weight_decay:
-            torch._foreach_mul_(weights, 1 - lr * weight_decay)
+            foreach.mul_(weights, 1 - lr * weight_decay)
         elif weight_decay != 0:
-            gradients = torch._foreach_add(gradients, weights, alpha=weight_decay)
-        torch._foreach_lerp_(means, gradients, 1 - beta1)
-        torch._foreach_mul_(squares, beta2)
-        torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
+            gradients = foreach.add(gradients, weights, alpha=weight_decay)
+        foreach.lerp_(means, gradients, 1 - beta1)
+        foreach.mul_(squares, beta2)
+        foreach.addcmul_(squares, gradients, gradients, 1 - beta2)
 
         step, most = torch.stack(counts), 2 / (1 - beta2) - 1
         bias1, bias2 = 1 - beta1**step, 1 - beta2**step
-        length = (
-            most - beta2**step * step * 2 / bias2
-        )  # of the moving average, as simple as it could be
+        # of the moving average, as simple as it could be
+        length = most - beta2**step * step * 2 / bias2
         root = ((length - 4) * (length - 2) * most / (length * ((most - 4) * (most - 2)))).sqrt()
         rectified = torch.where(length > 5.0, root, 0.0)
         alone = -(torch.where(rectified > 0, 0.0, 1.0) * lr / bias1)
         scale = -(bias2.sqrt() * lr * rectified) / bias1
 
-        factors = torch._foreach_sqrt(squares)
-        torch._foreach_add_(factors, eps)
-        torch._foreach_div_(factors, scale.unbind())
-        torch._foreach_reciprocal_(factors)
-        torch._foreach_add_(factors, alone.unbind())
-        torch._foreach_addcmul_(weights, means, factors)
+        factors = foreach.sqrt(squares)
+        foreach.add_(factors, eps)
+        foreach.div_(factors, scale.unbind())
+        foreach.reciprocal_(factors)
+        foreach.add_(factors, alone.unbind())
+        foreach.addcmul_(weights, means, factors)
 
 
 def _rprop(
-    params: Any, grads: Any, prevs: Any, step_sizes: Any, steps: Any, *, step_size_min: float, step_size_max: float,
-    etaminus: float, etaplus: float, maximize: bool, has_complex: bool, **_: Any,
+    params: Any, grads: Any, prevs: Any, step_sizes: Any, steps: Any, *, step_size_min: float,
+    step_size_max: float, etaminus: float, etaplus: float, maximize: bool, has_complex: bool,
+    **_: Any,
 ) -> None:  # fmt: skip
     for weights, gradients, before, sizes, _counts in _columns_of(
         [params, grads, prevs, step_sizes], steps, has_complex
     ):
         if maximize:
-            gradients = torch._foreach_neg(gradients)
-        signs = torch._foreach_mul(gradients, before)
-        torch._foreach_sign_(signs)
-        same, opposite = torch._foreach_clamp_min(signs, 0), torch._foreach_clamp_max(signs, 0)
+            gradients = foreach.neg(gradients)
+        signs = foreach.mul(gradients, before)
+        foreach.sign_(signs)
+        same, opposite = foreach.clamp_min(signs, 0), foreach.clamp_max(signs, 0)
         # etaplus, etaminus or 1: two of the three terms are 0.
-        factors = torch._foreach_abs(signs)
-        torch._foreach_neg_(factors)
-        torch._foreach_add_(factors, 1)
-        torch._foreach_add_(factors, same, alpha=etaplus)
-        torch._foreach_add_(factors, opposite, alpha=-etaminus)
-        torch._foreach_mul_(sizes, factors)
-        torch._foreach_clamp_min_(sizes, step_size_min)
-        torch._foreach_clamp_max_(sizes, step_size_max)
+        factors = foreach.abs(signs)
+        foreach.neg_(factors)
+        foreach.add_(factors, 1)
+        foreach.add_(factors, same, alpha=etaplus)
+        foreach.add_(factors, opposite, alpha=-etaminus)
+        foreach.mul_(sizes, factors)
+        foreach.clamp_min_(sizes, step_size_min)
+        foreach.clamp_max_(sizes, step_size_max)
         # The gradient, or 0 where its sign turned: between 0 and -0 there, else between inf and
         # -inf.
-        bounds = torch._foreach_abs(opposite)
-        torch._foreach_reciprocal_(bounds)
-        torch._foreach_sub_(bounds, 1)
-        torch._foreach_copy_(before, gradients)
-        torch._foreach_minimum_(before, bounds)
-        torch._foreach_neg_(bounds)
-        torch._foreach_maximum_(before, bounds)
-        torch._foreach_add_(before, 0)  # -0 is 0
-        torch._foreach_addcmul_(weights, torch._foreach_sign(before), sizes, value=-1)
+        bounds = foreach.abs(opposite)
+        foreach.reciprocal_(bounds)
+        foreach.sub_(bounds, 1)
+        foreach.copy_(before, gradients)
+        foreach.minimum_(before, bounds)
+        foreach.neg_(bounds)
+        foreach.maximum_(before, bounds)
+        foreach.add_(before, 0)  # -0 is 0
+        foreach.addcmul_(weights, foreach.sign(before), sizes, value=-1)
 
 
 _OVER_LISTS: dict[str, Callable[..., None]] = {

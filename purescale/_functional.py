@@ -16,9 +16,8 @@ from ._argument import CURE, Argument, argument
 
 Tensors = dict[str, Tensor]
 
-_FOLLOWS_DICTS = (
-    torch.__version__ >= "2.12"
-)  # torch 2.11's compiler does not: there an attribute that a forward adds stays
+# torch 2.11's compiler does not: there an attribute that a forward adds stays
+_FOLLOWS_DICTS = torch.__version__ >= "2.12"
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 
 NORM_MODULES: tuple[type[nn.Module], ...] = (
@@ -38,9 +37,8 @@ class _Place(NamedTuple):
     parameters: dict[str, str]
     buffers: dict[str, str]
     children: tuple[nn.Module | None, ...]
-    attributes: (
-        frozenset[str] | None
-    )  # its own, which its forward may set; None for torch's modules, where it sets nothing
+    # its own, which its forward may set; None for torch's modules, where it sets nothing
+    attributes: frozenset[str] | None
 
 
 class _Skeleton(NamedTuple):
@@ -62,9 +60,8 @@ class Apply:
     _params: frozenset[str]
     _buffers: frozenset[str]
     norm_params: frozenset[str]  # the weights and biases of normalisation layers
-    frozen_params: frozenset[
-        str
-    ]  # parameters with requires_grad=False; they stand among the buffers
+    # parameters with requires_grad=False; they stand among the buffers
+    frozen_params: frozenset[str]
     _renormed: frozenset[str]  # weights of embeddings with max_norm, which write into them
     # Skeletons that no call is using. A call inside of another, or in another thread, takes one of
     # its own.
@@ -155,8 +152,14 @@ class Apply:
         if set(params) == self._buffers and set(buffers) == self._params:
             cause = "params and buffers in each other's place"
         elif set(params) | set(buffers) == self._params | self._buffers:
-            cause = "a parameter with requires_grad=False stands among the buffers, every other among params"
-        return f"{'; '.join(found)}. Likely cause: {cause}. Cure: `apply, params, buffers = make_functional(model)`, all three of one call."
+            cause = (
+                "a parameter with requires_grad=False stands among the buffers, every other among "
+                "params"
+            )
+        return (
+            f"{'; '.join(found)}. Likely cause: {cause}. Cure: `apply, params, buffers = "
+            "make_functional(model)`, all three of one call."
+        )
 
 
 def check_dicts(params: Any, buffers: Any) -> None:
@@ -205,9 +208,8 @@ def _called(
     for place in skeleton.places:
         own = vars(place.module)
         kept.append(own)
-        object.__setattr__(
-            place.module, "__dict__", own.copy()
-        )  # attributes that the forward sets go with it
+        # attributes that the forward sets go with it
+        object.__setattr__(place.module, "__dict__", own.copy())
     before = _put(skeleton, tensors)
     out = skeleton.root(*args, **kwargs)
     for place in skeleton.places:

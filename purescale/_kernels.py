@@ -5,13 +5,15 @@ memory.
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import _foreach
+from . import _foreach, _torch
+from ._torch import foreach, fused
 
 Settings = Mapping[str, Any]
 
@@ -33,7 +35,8 @@ class Batch(NamedTuple):
     gradients: list[Tensor]
     steps: list[Tensor]  # one a parameter; none where the kernel keeps none
     targets: list[list[Tensor]]  # the parameters and the slots that the kernel names, written into
-    old: list[list[Tensor | None]]  # what each target shall hold first; None where it does already
+    # what each target shall hold first, None where it does already; no columns where all do
+    old: list[list[Tensor | None]]
 
 
 # ---- the kernels ---------------------------------------------------------------------------------
@@ -58,7 +61,7 @@ def _adam(
 ) -> None:
     weights, means, squares, *maxima = targets
     beta1, beta2, weight_decay, eps, amsgrad, maximize, decoupled = numbers
-    kernel: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    kernel = fused.adamw_ if decoupled else fused.adam_
     settings = {
         "weight_decay": weight_decay,
         "eps": eps,
@@ -92,8 +95,7 @@ def _sgd(
     weight_decay, momentum, dampening, nesterov, maximize = numbers
     settings = {"weight_decay": weight_decay, "momentum": momentum, "dampening": dampening}
     flags = {"nesterov": bool(nesterov), "maximize": bool(maximize), "is_first_step": False}
-    kernel: Any = torch._fused_sgd_
-    kernel(weights, grads, *(momenta or [[]]), lr=lr, **settings, **flags, **amp)
+    fused.sgd_(weights, grads, *(momenta or [[]]), lr=lr, **settings, **flags, **amp)
 
 
 def _adagrad(
@@ -112,8 +114,7 @@ def _adagrad(
         "eps": eps,
         "maximize": bool(maximize),
     }
-    kernel: Any = torch._fused_adagrad_
-    kernel(weights, grads, sums, steps, lr=lr, **settings, **amp)
+    fused.adagrad_(weights, grads, sums, steps, lr=lr, **settings, **amp)
 
 
 def _named(*names: str) -> Callable[[Settings], list[float]]:
@@ -157,7 +158,7 @@ def kernel_of(cls: Any) -> Kernel | None:
         # Dynamo wraps these methods, of each class apart.
         if issubclass(cls, base) and all(
             inspect.unwrap(getattr(cls, name)) is inspect.unwrap(getattr(base, name))
-            for name in ("step", "_init_group")
+            for name in _torch.MADE_BY
         ):
             return kernel
     return None
@@ -213,16 +214,12 @@ def _node(
     over a hundred parameters.
     """
     count = len(grads)
-    columns = [list(targets[first : first + count]) for first in range(0, len(targets), count)]
-    held: list[Tensor | None] = [None] * len(targets)
+    held: list[Tensor | None] = [None] * (len(targets) if old else 0)
     for place, tensor in zip(fresh, old, strict=True):
         held[place] = tensor
-    batch = Batch(
-        list(grads),
-        list(steps),
-        columns,
-        [held[first : first + count] for first in range(0, len(targets), count)],
-    )
+    cuts = [slice(first, first + count) for first in range(0, len(targets), count)]
+    columns = [list(targets[cut]) for cut in cuts]
+    batch = Batch(list(grads), list(steps), columns, [held[cut] for cut in cuts] if old else [])
     treatment = Treatment(divisor, limit if limit is not None else bound or None)
     _update(
         _BY_NAME[kernel],
@@ -245,11 +242,11 @@ def _update(
     *,
     spent: bool,
 ) -> None:
-    grads, steps, targets, _ = batch
+    grads, steps, targets, olds = batch
     device, dtype = targets[0][0].device, targets[0][0].dtype
     skip = None if found_inf is None else found_inf.to(device, torch.float32)
     if steps:
-        _foreach.add_unless(skip, steps, [torch.ones_like(steps[0])] * len(steps), 1.0)
+        _torch.masked_add_(steps, [torch.ones_like(steps[0])] * len(steps), 1.0, skip)
     divisor, bound = treatment
     if divisor is not None and dtype is not torch.float64:
         divisor = divisor.to(torch.float32)
@@ -261,8 +258,8 @@ def _update(
         and dtype.itemsize >= 4
         and (divisor is None or divisor.dtype is torch.float32)
     )
-    divides = divides and {g.dtype for g in grads} == {dtype}
-    in_place = not any(old is not None for column in batch.old for old in column)
+    divides = divides and set(map(_dtype, grads)) == {dtype}
+    in_place = not any(old is not None for column in olds for old in column)
     scratch: list[Tensor] = []
     for some in (
         [slice(None)] if device.type != "cpu" or (divides and in_place) else _portions(grads)
@@ -270,15 +267,15 @@ def _update(
         into = [column[some] for column in targets]
         pairs = [
             (t, o)
-            for new, olds in zip(into, batch.old, strict=True)
-            for t, o in zip(new, olds[some], strict=True)
+            for new, old in zip(into, olds, strict=False)
+            for t, o in zip(new, old[some], strict=True)
             if o is not None
         ]
         if pairs:
-            torch._foreach_copy_([target for target, _ in pairs], [old for _, old in pairs])
+            foreach.copy_([target for target, _ in pairs], [old for _, old in pairs])
         ready = grads[some]
         if not divides and (
-            divisor is not None or bound is not None or {g.dtype for g in ready} != {dtype}
+            divisor is not None or bound is not None or set(map(_dtype, ready)) != {dtype}
         ):
             ready = _treated(ready, divisor, bound, dtype, scratch)
         kernel.launch(
@@ -292,9 +289,9 @@ def _update(
         )
 
 
-_PORTION = (
-    2**19
-)  # elements: what a CPU has just copied is still in its cache when the kernel reads it
+_dtype = operator.attrgetter("dtype")
+# Elements: what a CPU has just copied is still in its cache when the kernel reads it.
+_PORTION = 2**19
 
 
 def _portions(grads: list[Tensor]) -> list[slice]:
@@ -336,16 +333,11 @@ def _treated(
     if divisor is not None:
         # Two 0-d tensors would promote to the wider dtype.
         grads = list(
-            torch._foreach_div(
+            foreach.div(
                 [_foreach.at_least_float32(g.reshape(1) if g.ndim == 0 else g) for g in grads],
                 divisor,
             )
         )
     if bound is not None:
-        alike = len({g.dtype for g in grads}) == 1
-        grads = (
-            _foreach.clamp_list(grads, bound)
-            if alike
-            else [_foreach.clamp(g, bound) for g in grads]
-        )
+        grads = _foreach.clamp_list(grads, bound)
     return [_foreach.saturating(g, dtype) for g in grads]

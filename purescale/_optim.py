@@ -104,7 +104,9 @@ def from_transformation(tx: Any) -> TransformationOptimizer:
 
     >>> import torch
     >>> from types import SimpleNamespace
-    >>> sgd = SimpleNamespace(init=lambda params: (), update=lambda grads, state, params: ({"w": -0.5 * grads["w"]}, state))
+    >>> def update(grads, state, params):
+    ...     return {"w": -0.5 * grads["w"]}, state
+    >>> sgd = SimpleNamespace(init=lambda params: (), update=update)
     >>> from_transformation(sgd).step({"w": torch.tensor(1.0)}, {"w": torch.tensor(1.0)}, ())
     ({'w': tensor(0.5000)}, ())
 

@@ -1,4 +1,4 @@
-"""A step by torch's fused kernels over whole columns: what is static about it, and the step itself."""
+"""A step by torch's fused kernels over whole columns: what is static about it, and the step."""
 
 from __future__ import annotations
 
@@ -108,8 +108,7 @@ def run(
                 if not mine:
                     results[place] = None
         for launch in facts.launches:
-            nothing: list[list[Tensor | None]] = [[None] * len(column) for column in launch.targets]
-            old = nothing if launch.in_place else _make_room(launch, columns, results)
+            old = [] if launch.in_place else _make_room(launch, columns, results)
             grads = [columns[place] for place in launch.gradients]
             for index in launch.unlike:
                 # torch's fused kernels walk all of a parameter's tensors by one pointer.

@@ -24,9 +24,8 @@ from ._functional import Apply, Tensors
 Normalize = Literal["batch", "sequential"]
 
 
-_FEW = (
-    32  # values per channel and call, below which a batch's own statistics say little of the whole
-)
+# values per channel and call, below which a batch's own statistics say little of the whole
+_FEW = 32
 
 
 def precise_bn(
@@ -72,16 +71,16 @@ def precise_bn(
 
     >>> from purescale import make_functional
     >>> apply, params, buffers = make_functional(nn.BatchNorm1d(1))
-    >>> precise_bn(apply, params, buffers, [torch.tensor([[1.0], [3.0]]), torch.tensor([[5.0]])])["running_mean"]
+    >>> batches = [torch.tensor([[1.0], [3.0]]), torch.tensor([[5.0]])]
+    >>> precise_bn(apply, params, buffers, batches)["running_mean"]
     tensor([3.])
 
     Source of the rule: Wu and Johnson (arXiv 2105.07576); mmpretrain's PreciseBNHook and fvcore's
     precise_bn. `"sequential"` has no source that we know.
     """
     _check_settings(num_samples, normalize)
-    bn_buffers(
-        init_bn_stats(buffers), buffers, estimator, correction
-    )  # raises for what it would refuse at the end
+    # raises for what it would refuse at the end
+    bn_buffers(init_bn_stats(buffers), buffers, estimator, correction)
     sequential = normalize == "sequential"
     gather = functools.partial(
         _gather,
@@ -250,7 +249,8 @@ def _feed(forward: Callable[..., Any], batch: Any) -> Any:
         if isinstance(batch, (tuple, list)):
             how = f"a {type(batch).__name__} of {len(batch)}, passed as {len(batch)} arguments"
         else:
-            how = f"a {type(batch).__name__}, passed as {'keyword arguments' if isinstance(batch, dict) else 'the one argument'}"
+            passed = "keyword arguments" if isinstance(batch, dict) else "the one argument"
+            how = f"a {type(batch).__name__}, passed as {passed}"
         raise TypeError(
             f"the model could not be fed a batch that is {how}: {error}. Likely cause: the loader "
             "gives labels too. Cure: call=lambda forward, batch: forward(batch[0]), or "
@@ -266,7 +266,8 @@ def _report(stats: BNStatsState, apply: ApplyFn, normalize: str) -> None:
     log.info(
         "precise_bn: %d layers from %d batches, %d more skipped as not finite; %d layers saw no "
         "data and keep their buffers: %s",
-        len(counts) - len(unseen), int(stats.num_batches), int(stats.num_skipped), len(unseen), _tree.some(unseen),
+        len(counts) - len(unseen), int(stats.num_batches), int(stats.num_skipped), len(unseen),
+        _tree.some(unseen),
     )  # fmt: skip
     if not int(stats.num_batches):
         log.warning(
@@ -282,8 +283,8 @@ def _report(stats: BNStatsState, apply: ApplyFn, normalize: str) -> None:
         name = min(few, key=lambda name: few[name])
         log.warning(
             "precise_bn: layer %r has %d values per channel in a batch, %d layers fewer than %d: "
-            "too few for statistics of the batch "
-            "to normalise with. Larger batches, or normalize='sequential'.", name, few[name], len(few), _FEW,
+            "too few for statistics of the batch to normalise with. Larger batches, or "
+            "normalize='sequential'.", name, few[name], len(few), _FEW,
         )  # fmt: skip
     inner = inspect.unwrap(apply)
     modules = inner._training.named_modules() if isinstance(inner, Apply) else ()

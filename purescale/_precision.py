@@ -44,7 +44,8 @@ class Policy:
     `autocast=True` leaves the choice, operator by operator, to torch's lists for `compute_dtype`.
 
     >>> import torch
-    >>> Policy(torch.float32, torch.float16, torch.float32).cast_to_compute({"x": torch.ones(2), "labels": torch.tensor([1])})
+    >>> half = Policy(torch.float32, torch.float16, torch.float32)
+    >>> half.cast_to_compute({"x": torch.ones(2), "labels": torch.tensor([1])})
     {'x': tensor([1., 1.], dtype=torch.float16), 'labels': tensor([1])}
     """
 
@@ -83,7 +84,7 @@ class Policy:
         return _tree.cast(tree, self.compute_dtype, copy=True)
 
     def cast_to_output(self, tree: Tree) -> Tree:
-        """The floating tensors of any tree in the dtype of the outputs; the rest copied as it is."""
+        """The floating tensors of any tree in the dtype of the outputs; the rest, copied."""
         return _tree.cast(tree, self.output_dtype, copy=True)
 
 

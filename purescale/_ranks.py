@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import _foreach, _tree
+from . import _extent, _foreach, _tree
+from ._buckets import reduction_of
 from ._collectives import agree, all_reduce, check_group, lines_of, on_cpu
 from ._scaler import overflowed
 from ._tree import Leaves, Tree
-from ._window import Gathered, reduction_of
+from ._window import Gathered
 
 
 def together(
@@ -30,7 +31,8 @@ def together(
     """What the windows of all ranks amount to: the mean of their means by weight, and of what
     became of `buffers`.
 
-    Gradients that are on their way already are waited for; else they are sent now. A buffer that no rank has changed keeps its bits. Of integers, which count, the largest.
+    Gradients that are on their way already are waited for; else they are sent now. A buffer that no
+    rank has changed keeps its bits. Of integers, which count, the largest.
     """
     weights, structure = _tree.flatten(params)
     before, buffer_structure = _tree.flatten(buffers)
@@ -55,7 +57,7 @@ def together(
     ]
     found_inf, overflow, norm = gathered.found_inf, gathered.overflow, None
     if gathered.scaled:
-        size = _foreach.extent(mean, scale.device, norm_type, scale)
+        size = _extent.extent(mean, scale.device, norm_type, scale)
         bad = overflowed(size, scale, scaled=True)
         found_inf, overflow = found_inf | bad, overflow | bad
         if size.norm is not None:
@@ -77,7 +79,7 @@ def _moved(old: Tensor, new: Tensor) -> Tensor:
 
 
 def _largest(before: Leaves, after: Leaves, group: Any) -> Leaves:
-    """`after`, with the largest of each integer over the ranks; one reduction where there are any."""
+    """`after`, with the largest of each integer over the ranks; one reduction for all."""
     places = [
         place
         for place, old in enumerate(before)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from . import _checks, _foreach, _tree
+from . import _checks, _extent, _foreach, _tree
 from ._collectives import all_reduce_found_inf
 from ._tree import Tree
 
@@ -153,20 +153,20 @@ class DynamicScale:
         scale, tolerance = scaler.scale, scaler.hysteresis_tracker
         bad = _tree.flag(found_inf, like=scale)
 
-        clean_steps = scaler.growth_tracker.clamp(0, 2**31 - 2) + 1
+        clean_steps = torch.where(bad, 0, scaler.growth_tracker.clamp(0, 2**31 - 2) + 1)
         # >= and not ==, or lowering growth_interval below the count would stop growth for good.
-        interval_reached = ~bad & (clean_steps >= self.growth_interval)
+        interval_reached = clean_steps >= self.growth_interval
         # Kept from going negative, so that a job that overflows for ever cannot wrap it around.
         tolerance = torch.where(bad, tolerance.clamp(min=1) - 1, tolerance)
         back_off = bad & (tolerance <= 0)
 
         moved = torch.where(interval_reached, scale * self.growth_factor, scale)
         moved = torch.where(back_off, scale * self.backoff_factor, moved)
+        # inf and NaN are not below inf; what is not positive comes to min_scale by the clamp.
+        moved = torch.where(scale < math.inf, moved, self.min_scale)
         return ScalerState(
-            scale=torch.where(
-                is_usable(scale), moved.clamp(self.min_scale, self.max_scale), self.min_scale
-            ),
-            growth_tracker=torch.where(bad | interval_reached, 0, clean_steps),
+            scale=moved.clamp(self.min_scale, self.max_scale),
+            growth_tracker=torch.where(interval_reached, 0, clean_steps),
             hysteresis_tracker=torch.where(
                 interval_reached if self.refill == "growth" else ~bad, self.hysteresis, tolerance
             ),
@@ -279,7 +279,8 @@ def unscale_and_check(
 
     >>> import torch
     >>> scaler = DynamicScale(init_scale=4.0).init()
-    >>> unscale_and_check(scaler, {"w": torch.tensor([4.0, 8.0], dtype=torch.float16), "frozen": None})
+    >>> grads = {"w": torch.tensor([4.0, 8.0], dtype=torch.float16), "frozen": None}
+    >>> unscale_and_check(scaler, grads)
     ({'w': tensor([1., 2.]), 'frozen': None}, tensor(False))
 
     Source of the rule: torch's `_amp_foreach_non_finite_check_and_unscale_`, which checks its input
@@ -290,21 +291,21 @@ def unscale_and_check(
     check_grads(scaler.scale, grads, leaves)
     unscaled = _foreach.divide(leaves, scaler.scale, donate=donate)
     found_inf = overflowed(
-        _foreach.extent(unscaled, scaler.scale.device), scaler.scale, scaled=False, group=group
+        _extent.extent(unscaled, scaler.scale.device), scaler.scale, scaled=False, group=group
     )
     if donate:
         _tree.poison(grads, keep=(unscaled, found_inf, scaler))
     return structure.unflatten(unscaled), found_inf
 
 
-def overflowed(size: _foreach.Extent, scale: Tensor, *, scaled: bool, group: Any = None) -> Tensor:
+def overflowed(size: _extent.Extent, scale: Tensor, *, scaled: bool, group: Any = None) -> Tensor:
     """`found_inf` of gradients of this extent, which still are `scaled` or not, on any rank of
     `group`.
     """
     if scaled and size.fit_over is scale:
         found_inf = torch.zeros((), dtype=torch.bool, device=scale.device)
     else:
-        found_inf = ~_foreach.fits(size, scale if scaled else torch.ones_like(scale)) | ~is_usable(
+        found_inf = ~_extent.fits(size, scale if scaled else torch.ones_like(scale)) | ~is_usable(
             scale
         )
     return found_inf if group is None else all_reduce_found_inf(found_inf, group)

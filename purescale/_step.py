@@ -14,6 +14,7 @@ from . import _foreach, _tree
 from ._accum import OnNonfinite, check_on_nonfinite
 from ._checks import shown
 from ._clip import Clip, check_ordered, checked, clip_by_value, clip_divisor, clip_to, told
+from ._extent import extent
 from ._kernels import Treatment
 from ._optim import Optimizer
 from ._ranks import checked as checked_group
@@ -30,9 +31,8 @@ class Stepped(NamedTuple):
     params: Tree
     opt_state: Any
     found_inf: Tensor  # bool []
-    grad_norm: (
-        Any  # float32 [], before clipping; not finite where found_inf; () where max_norm is None
-    )
+    # float32 [], before clipping; not finite where found_inf; () where max_norm is None
+    grad_norm: Any
 
 
 class TrainState(NamedTuple):
@@ -58,9 +58,8 @@ class StepInfo(NamedTuple):
     loss: Tensor
     found_inf: Tensor  # bool: the step was skipped
     scale: Tensor  # float32: the scale that was used
-    grad_norm: (
-        Any  # float32, before clipping; not finite where found_inf; () where max_norm is None
-    )
+    # float32, before clipping; not finite where found_inf; () where max_norm is None
+    grad_norm: Any
     retries: Tensor  # int32: how often the window was gone through again
     aux: Any  # what loss_fn returned third, one a microbatch; () where it returns two
 
@@ -88,7 +87,8 @@ def maybe_step(
     >>> from purescale import from_torch
     >>> sgd = from_torch(torch.optim.SGD, lr=1.0)
     >>> params = {"w": torch.tensor([1.0])}
-    >>> maybe_step(sgd, params, {"w": torch.tensor([float("nan")])}, sgd.init(params), torch.tensor(True))[0]
+    >>> grads = {"w": torch.tensor([float("nan")])}
+    >>> maybe_step(sgd, params, grads, sgd.init(params), torch.tensor(True))[0]
     {'w': tensor([1.])}
 
     Source of the rule: apply_if_finite of optax; the flag as a tensor from torch's fused
@@ -290,7 +290,7 @@ def _extent(
     norm_type = None if clip.max_norm is None else clip.norm_type
     if found_inf is not None and (norm is not None or norm_type is None):
         return found_inf, norm
-    size = _foreach.extent(leaves, scale.device, norm_type, scale if scaled else None, dense=dense)
+    size = extent(leaves, scale.device, norm_type, scale if scaled else None, dense=dense)
     if found_inf is None:
         found_inf = overflowed(size, scale, scaled=scaled, group=group)
     return found_inf, size.norm / scale if scaled and size.norm is not None else size.norm
@@ -316,7 +316,8 @@ def init_train_state(
 
     >>> import torch
     >>> from purescale import DynamicScale, from_torch
-    >>> state = init_train_state({"w": torch.ones(2)}, {}, from_torch(torch.optim.SGD, lr=0.1), DynamicScale())
+    >>> sgd = from_torch(torch.optim.SGD, lr=0.1)
+    >>> state = init_train_state({"w": torch.ones(2)}, {}, sgd, DynamicScale())
     >>> state.step, state.scaler.scale
     (tensor(0), tensor(65536.))
     """
@@ -421,7 +422,9 @@ def train_step(
     >>> state = init_train_state({"w": torch.tensor([1.0])}, {}, optimizer, rule)
     >>> def loss_fn(params, buffers, x):
     ...     return (params["w"] * x).pow(2).sum(), buffers
-    >>> state, info = train_step(state, [torch.tensor([1.0])], loss_fn=loss_fn, optimizer=optimizer, rule=rule)
+    >>> state, info = train_step(
+    ...     state, [torch.tensor([1.0])], loss_fn=loss_fn, optimizer=optimizer, rule=rule
+    ... )
     >>> state.params, info.loss, info.scale, state.scaler.scale
     ({'w': tensor([0.])}, tensor(1.), tensor(65536.), tensor(131072.))
     """
@@ -447,9 +450,8 @@ def train_step(
     # Where no try was finite, the scale ends as after one ordinary skip.
     used = scaler if retries == 0 else _tree.where(overflow, state.scaler, scaler, donate=False)
     next_scaler = rule.update(used, overflow)
-    if (
-        overflow is not skip
-    ):  # a window that its weights alone made empty leaves the scale as it was
+    # a window that its weights alone made empty leaves the scale as it was
+    if overflow is not skip:
         next_scaler = _tree.where(skip & ~overflow, state.scaler, next_scaler, donate=False)
     else:
         _tree.paired(state.scaler, next_scaler, "state.scaler", "the state that the rule gave")
@@ -459,12 +461,7 @@ def train_step(
     scalers = state.scaler, scaler, next_scaler
     given = state.buffers, scalers, state.step, state.rng, microbatches, gathered._replace(grads=())
     keep = [] if _tree.traced() else _tree.all_tensors(given)
-    known: dict[str, Any] = {
-        "scaled": gathered.scaled,
-        "found_inf": skip,
-        "norm": gathered.norm,
-        "keep": keep,
-    }
+    known: dict[str, Any] = {"found_inf": skip, "norm": gathered.norm, "keep": keep}
     out = _step(
         optimizer,
         state.params,
@@ -472,14 +469,13 @@ def train_step(
         state.opt_state,
         clip,
         scaler.scale,
+        scaled=gathered.scaled,
         donate=donate,
         spent=True,
         **known,
     )
-    step, scale = (
-        state.step + ~skip,
-        scaler.scale.clone(),
-    )  # before buffers are written, whose memory they may stand in
+    # before buffers are written, whose memory they may stand in
+    step, scale = state.step + ~skip, scaler.scale.clone()
     new_state = TrainState(
         params=out.params,
         buffers=_tree.where(skip, state.buffers, gathered.buffers, donate=donate),

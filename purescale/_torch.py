@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -62,6 +62,7 @@ def dual_level() -> int:
 
 FakeTensorMode: Any = _find("torch._subclasses.fake_tensor.FakeTensorMode")
 DataDependentOutput: Any = _find("torch._subclasses.fake_tensor.DataDependentOutputException")
+FakeTensor: type[Tensor] = _find("torch._subclasses.fake_tensor.FakeTensor")
 DynamicOutputShape: Any = _find("torch._subclasses.fake_tensor.DynamicOutputShapeException")
 
 
@@ -127,8 +128,22 @@ _FOREACH = """
     maximum_ minimum_ mul mul_ neg neg_ norm reciprocal_ sign sign_ sqrt sub_ zero_
 """
 foreach: Any = SimpleNamespace(**{op: _find(f"torch._foreach_{op}") for op in _FOREACH.split()})
+
+
+def clone_by_two(tensors: list[Tensor]) -> Sequence[Tensor]:
+    """In torch 2.11, which has no such list operation: memory from one, values from another."""
+    copies: Sequence[Tensor] = foreach.mul(tensors, True)
+    foreach.copy_(copies, tensors)
+    return copies
+
+
+clone_list: Callable[[list[Tensor]], Sequence[Tensor]] = getattr(
+    torch, "_foreach_clone", clone_by_two
+)
 _FUSED = ("adagrad_", "adam_", "adamw_", "sgd_")
 fused: Any = SimpleNamespace(**{op: _find(f"torch._fused_{op}") for op in _FUSED})
+_ADD = {"weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0}
+_ADD |= {"nesterov": False, "maximize": False, "is_first_step": False}
 
 
 def masked_add_(
@@ -138,9 +153,7 @@ def masked_add_(
 
     The one list kernel that can leave NaN behind.
     """
-    numbers = {"weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0}
-    flags = {"nesterov": False, "maximize": False, "is_first_step": False}
-    fused.sgd_(targets, news, [], lr=-factor, found_inf=bad, **numbers, **flags)
+    fused.sgd_(targets, news, [], lr=-factor, found_inf=bad, **_ADD)
 
 
 def _check_masked_add() -> None:
@@ -165,6 +178,8 @@ VALUE = "_get_value"  # by which torch's formulas read step counts,
 DEVICES = "_get_capturable_supported_devices"  # and where not: copies give both another meaning
 _WARNED = "_warned_capturable_if_run_uncaptured"
 SILENT = {_WARNED: True}  # on an optimizer that was never constructed, which would warn otherwise
+MADE_BY = ("step", "_init_group")  # the methods of a class that make its steps and its state
+group_alike: Any = _find("torch.optim.Optimizer._group_tensors_by_device_and_dtype")
 
 _LOOKED_UP = {
     "ASGD": (VALUE, DEVICES),
@@ -189,6 +204,7 @@ class Formula(NamedTuple):
     step: Any
     functional: Any
     single: Any
+    lists: Any  # as `single`, over lists of tensors; None where torch has no such thing
 
     @property
     def names(self) -> tuple[str, str]:
@@ -204,11 +220,12 @@ def formula_of(cls: Any) -> Formula | None:
     functional, single = module.get(name), module.get(f"_single_tensor_{name}")
     if functional is None or single is None or not hasattr(cls, "_init_group"):
         return None
-    return Formula(step, inspect.unwrap(functional), inspect.unwrap(single))
+    lists = module.get(f"_multi_tensor_{name}")
+    return Formula(step, *(f and inspect.unwrap(f) for f in (functional, single, lists)))
 
 
 def new_state(optimizer: Any) -> None:
-    """Make the state of the first group's parameters, which have gradients, as a first step would."""
+    """Make the state of the first group's parameters, which have gradients, as a step does."""
     lists = len(inspect.signature(optimizer._init_group).parameters) - 1
     optimizer._init_group(optimizer.param_groups[0], *([] for _ in range(lists)))
 
@@ -222,7 +239,8 @@ def _check_formulas() -> None:
                 f"torch.optim.{name}._init_group and a _single_tensor function beside it"
             )
         functional, single = formula.names
-        for function, called in zip(formula, ((functional,), (single,), looked_up), strict=True):
+        calls = ((functional,), (single,), looked_up)
+        for function, called in zip(formula[:3], calls, strict=True):
             for other in called:
                 if other not in function.__code__.co_names:
                     raise _refused(f"that {function.__module__}.{function.__name__} calls {other}")

@@ -17,13 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
 
-from . import _columns, _foreach, _plan, _tree
+from . import _columns, _foreach, _plan, _torch, _tree
 from ._door import Entered, Memo, enter
 from ._formula import Dampening, PlainArithmetic, Rate, has_lists, without_reads
 from ._kernels import Kernel, Treatment, kernel_of
@@ -66,8 +61,10 @@ class Plan(NamedTuple):
     opt_state: OptState
 
     def run(
-        self, found_inf: Tensor | None, treatment: Treatment = Treatment()
-    ) -> tuple[Tree, OptState]:  # noqa: B008
+        self,
+        found_inf: Tensor | None,
+        treatment: Treatment = Treatment(),  # noqa: B008
+    ) -> tuple[Tree, OptState]:
         """The step over gradients that are still to be treated, and only where not `found_inf`."""
         results = _plan.run(
             self.kernel,
@@ -78,11 +75,14 @@ class Plan(NamedTuple):
             treatment,
             spent=self.spent,
         )
-        moved, opt_state = iter(results), self.opt_state
-        params = self.rebuild([None if leaf is None else next(moved) for leaf in self.leaves])
-        slots = opt_state.slots  # where all is written in place, they are the next ones
-        if not self.facts.in_place:
-            slots = {name: {key: next(moved) for key in slot} for name, slot in slots.items()}
+        opt_state, slots = self.opt_state, self.opt_state.slots
+        if self.facts.in_place and not self.facts.on_graphs:  # they are the results
+            params = self.rebuild(self.leaves)
+        else:
+            moved = iter(results)
+            params = self.rebuild([None if leaf is None else next(moved) for leaf in self.leaves])
+            if not self.facts.in_place:
+                slots = {name: {key: next(moved) for key in slot} for name, slot in slots.items()}
         lr = opt_state.lr.detach().clone() if isinstance(opt_state.lr, Tensor) else opt_state.lr
         return params, OptState(
             opt_state.applied + (1 if found_inf is None else ~found_inf), slots, lr
@@ -164,7 +164,7 @@ class TorchOptimizer:
         # Dynamo will not trace a torch optimizer; the compiler behind it traces this plain Python.
         # Nothing in there is guarded, so a compiled step is guarded by `_key` instead: all that the
         # formula reads but for its arguments.
-        self._opaque = torch._dynamo.nonstrict_trace(self._formula)
+        self._opaque = _torch.nonstrict_trace(self._formula)
         self._key = repr(
             (
                 cls.__module__,
@@ -196,7 +196,8 @@ class TorchOptimizer:
             extra["lr_in_state"] = True
         if self._patterns:
             extra["overrides"] = dict(zip(self._patterns, self._overrides, strict=True))
-        return f"from_torch({self._cls.__name__}, {', '.join(f'{name}={value!r}' for name, value in extra.items())})"
+        settings = ", ".join(f"{name}={value!r}" for name, value in extra.items())
+        return f"from_torch({self._cls.__name__}, {settings})"
 
     # ---- what a user calls
 
@@ -247,9 +248,8 @@ class TorchOptimizer:
             if issubclass(self._cls, torch.optim.ASGD) and isinstance(rate, Tensor):
                 slot["eta"] = rate.to(slot["eta"], copy=True)  # torch detaches it
             if isinstance(slot.get("step"), Tensor):
-                slot["step"] = slot["step"].to(
-                    torch.float32
-                )  # what torch's kernels read, also under another default dtype
+                # what torch's kernels read, also under another default dtype
+                slot["step"] = slot["step"].to(torch.float32)
             slots.append(slot)
         return slots
 
@@ -326,9 +326,8 @@ class TorchOptimizer:
                     raise self._misfit(key, value, name, weights[name])
         _check_rate_of(opt_state, self._lr_in_state)
         given = {name: g for name, g in zip(names, gradients, strict=True) if g is not None}
-        if (
-            not torch.compiler.is_compiling()
-        ):  # torch's kernels know nothing of lazy negation and conjugation
+        # torch's kernels know nothing of lazy negation and conjugation
+        if not torch.compiler.is_compiling():
             weights, given = (
                 {name: _resolved(leaf) for name, leaf in column.items()}
                 for column in (weights, given)
@@ -602,9 +601,8 @@ class TorchOptimizer:
                     name: {key: next(copies) for key in slot} for name, slot in slots.items()
                 }
             if self._lr_in_state and issubclass(self._cls, torch.optim.ASGD):
-                _begin_at(
-                    lrs[0], list(new_slots.values()), lists=lists
-                )  # eta is made from the rate that `init` knew
+                # eta is made from the rate that `init` knew
+                _begin_at(lrs[0], list(new_slots.values()), lists=lists)
             if _tree.under_transform():
                 _batch_alike(new_weights, new_slots, gradients, lrs)
             arithmetic = contextlib.nullcontext() if lists else PlainArithmetic()
@@ -671,7 +669,7 @@ class TorchOptimizer:
         optimizer.__dict__.update(
             defaults=self._defaults,
             state=defaultdict(dict),
-            _warned_capturable_if_run_uncaptured=True,
+            **_torch.SILENT,
         )
         optimizer.param_groups = []
         lists = flags.get("foreach", False)
@@ -702,7 +700,7 @@ class TorchOptimizer:
             run(optimizer)
             spent = [slots[name][_FIRST] for name in gradients if _FIRST in slots[name]]
             if lists and spent:
-                torch._foreach_zero_(spent)
+                _torch.foreach.zero_(spent)
         except KeyError as error:
             raise self._foreign_state(str(error)) from None
         finally:
@@ -791,9 +789,8 @@ class TorchOptimizer:
         }
         if not torch.compiler.is_compiling():
             return moving
-        return {
-            index: _as_tensor(rate, opt_state.applied) for index, rate in moving.items()
-        }  # it would take a number for a constant
+        # it would take a number for a constant
+        return {index: _as_tensor(rate, opt_state.applied) for index, rate in moving.items()}
 
     def _probed(
         self, where: str, settings: dict[str, Any]
@@ -824,12 +821,10 @@ class TorchOptimizer:
         }
 
 
-_ANY_LR = (
-    1e-3  # stands where torch wants a number to check and a schedule or tensor will take its place
-)
-_FIRST = (
-    "is_first_step"  # a slot of our own: the momentum buffer of this parameter is still to be made
-)
+# stands where torch wants a number to check and a schedule or tensor will take its place
+_ANY_LR = 1e-3
+# a slot of our own: the momentum buffer of this parameter is still to be made
+_FIRST = "is_first_step"
 _FLAGS = ("foreach", "fused", "capturable", "differentiable")
 
 
@@ -864,7 +859,7 @@ def _begin_at(rate: Any, slots: list[dict[str, Tensor]], *, lists: bool) -> None
         begun = torch.where(
             torch.stack([slot["step"] for slot in slots]) == 0, rate, torch.stack(etas)
         )
-        torch._foreach_copy_(etas, begun.unbind())
+        _torch.foreach.copy_(etas, begun.unbind())
 
 
 def _batch_alike(
@@ -878,9 +873,8 @@ def _batch_alike(
         met = torch.zeros_like(gradient)
         for value in (weights[name], *slots[name].values(), *rates):
             met = met + torch.zeros_like(value, dtype=gradient.dtype)
-        everywhere = torch.ones_like(
-            met, dtype=torch.bool
-        )  # where(everywhere, a, b) is a, as batched as both and the mask
+        # where(everywhere, a, b) is a, as batched as both and the mask
+        everywhere = torch.ones_like(met, dtype=torch.bool)
         weights[name] = torch.where(everywhere, weights[name], gradient)
         for key, value in slots[name].items():
             if value.shape == gradient.shape and value.dtype == gradient.dtype:
@@ -954,10 +948,8 @@ def _checked_state_dict(sd: Any) -> tuple[list[Mapping[str, Any]], Mapping[Any, 
 
 def _with_slots(cls: Any, probes: list[Tensor], settings: dict[str, Any], rate: Any) -> Any:
     """An optimizer of torch that has made its state for parameters whose gradients are there."""
-    with (
-        torch.device("cpu"),
-        PlainArithmetic(),
-    ):  # where torch has step counts, whatever the default device is
+    # where torch has step counts, whatever the default device is
+    with torch.device("cpu"), PlainArithmetic():
         optimizer = cls(
             probes,
             **{**settings, "lr": _ANY_LR if isinstance(rate, Tensor) or callable(rate) else rate},
@@ -966,8 +958,7 @@ def _with_slots(cls: Any, probes: list[Tensor], settings: dict[str, Any], rate: 
             optimizer.param_groups[0]["lr"] = (
                 Rate.of(rate) if issubclass(cls, torch.optim.Rprop) else rate
             )
-        lists = len(inspect.signature(optimizer._init_group).parameters) - 1
-        optimizer._init_group(optimizer.param_groups[0], *([] for _ in range(lists)))
+        _torch.new_state(optimizer)
     return optimizer
 
 
@@ -976,7 +967,8 @@ def _resolved(leaf: Tensor) -> Tensor:
 
 
 def _described(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {tuple(tensor.shape)}{'' if tensor.layout is torch.strided else f' {tensor.layout}'}"
+    layout = "" if tensor.layout is torch.strided else f" {tensor.layout}"
+    return f"{tensor.dtype} {tuple(tensor.shape)}{layout}"
 
 
 # ---- learning rates
@@ -1008,9 +1000,9 @@ def _check_rate(where: str, lr: Any) -> None:
     if not callable(lr) or _tree.traced():
         return
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with _torch.FakeTensorMode(allow_non_fake_inputs=True):
             rate = lr(torch.zeros((), dtype=torch.int64, device="cpu"))
-    except (DataDependentOutputException, DynamicOutputShapeException):
+    except (_torch.DataDependentOutput, _torch.DynamicOutputShape):
         raise TypeError(
             f"{where}: the schedule {lr!r} reads the value of the step count. It works step by "
             "step and breaks when the step is compiled or vmapped, or makes a GPU wait. Likely "
@@ -1131,9 +1123,7 @@ def _check_class(cls: Any, settings: dict[str, Any]) -> None:
             "Python (a sync on a GPU, and no compile or vmap). Cure: name the one that may, "
             "from_torch(Adafactor, foreach=False)."
         )
-    module = inspect.unwrap(cls.step).__globals__
-    name = module.get("__name__", "").rpartition(".")[2].lstrip("_")
-    if not hasattr(cls, "_init_group") or f"_single_tensor_{name}" not in module:
+    if _torch.formula_of(cls) is None:
         raise ValueError(
             f"{cls.__name__} is not built like the classes of torch.optim, so its state cannot be "
             "found before its first step. Cure: from_transformation(tx) with an (init, update) "

@@ -62,7 +62,7 @@ def tensors(tree: Tree) -> list[Tensor]:
 
 
 def clone(tree: Tree) -> Tree:
-    """`tree` in fresh memory; off the graph of torch.autograd, on that of a torch.func transform."""
+    """`tree` in fresh memory; off torch.autograd's graph, on that of a torch.func transform."""
     return map(lambda leaf: off_graph(leaf).clone() if isinstance(leaf, Tensor) else leaf, tree)
 
 
@@ -564,9 +564,8 @@ def _writable(
     memories = storages(leaves)
     users = collections.Counter(memories)
     users.update(storages(others))
-    inference = (
-        torch.is_inference_mode_enabled()
-    )  # outside of it torch refuses to write into its tensors
+    # outside of it torch refuses to write into its tensors
+    inference = torch.is_inference_mode_enabled()
     return [
         memory is not None
         and users[memory] == 1
@@ -620,13 +619,22 @@ _PACKED = getattr(torch, "float4_e2m1fn_x2", None)
 def unfit(leaf: Tensor) -> str:
     """What keeps a tensor out of every tree here, and the cure; nothing for the usual kinds."""
     if leaf.is_nested:
-        return "is a nested tensor, whose parts differ in shape. Cure: `torch.nested.to_padded_tensor(t, 0.0)`, or a list of its parts."
+        return (
+            "is a nested tensor, whose parts differ in shape. Cure: "
+            "`torch.nested.to_padded_tensor(t, 0.0)`, or a list of its parts."
+        )
     if leaf.layout is not torch.strided and leaf.layout not in _SPARSE:
-        return f"has the layout {leaf.layout}, which most of torch's operators do not take. Cure: `.to_dense()`."
+        return (
+            f"has the layout {leaf.layout}, which most of torch's operators do not take. Cure: "
+            "`.to_dense()`."
+        )
     if leaf.is_quantized:
         return f"is quantized, {leaf.dtype}. Cure: `.dequantize()`."
     if leaf.dtype is _PACKED:
-        return f"has dtype {leaf.dtype}, two numbers a byte, which torch cannot compute with. Cure: what it was packed from."
+        return (
+            f"has dtype {leaf.dtype}, two numbers a byte, which torch cannot compute with. Cure: "
+            "what it was packed from."
+        )
     return ""
 
 
@@ -708,5 +716,8 @@ def device_of(tree: Tree, leaves: Leaves, name: str) -> torch.device:
 def elsewhere(device: torch.device) -> str:
     """Why a leaf may be on another device than the rest, and the cure."""
     if device.type == "meta":
-        return "A tensor on meta has no values. Likely cause: a model that was never filled. Cure: load or initialise it, then begin."
+        return (
+            "A tensor on meta has no values. Likely cause: a model that was never filled. Cure: "
+            "load or initialise it, then begin."
+        )
     return "Cure: `.to(device)` of what was left behind."

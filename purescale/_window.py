@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from . import _foreach, _tree
+from . import _extent, _foreach, _tree
 from ._accum import AccumState, OnNonfinite, add, as_weight, init_accum, is_weight
 from ._argument import argument
 from ._bn import (
@@ -23,7 +23,7 @@ from ._bn import (
     without_update,
 )
 from ._bn_catch import CatchBatchNorm, named_calls
-from ._buckets import Reduction
+from ._buckets import Reduction, reduction_of, share_of
 from ._checks import as_float
 from ._collectives import all_reduce
 from ._scaler import HasScale, overflowed, scale_loss, unscale_and_check
@@ -33,7 +33,7 @@ BNUpdate = Literal["each", "window"]
 
 
 class LossFn(Protocol):
-    """What `train_step` differentiates: a pure function of parameters, buffers and one microbatch."""
+    """What `train_step` differentiates: a pure function of params, buffers and one microbatch."""
 
     def __call__(
         self, params: Tree, buffers: Tree, microbatch: Any, /
@@ -52,9 +52,8 @@ class Gathered(NamedTuple):
     loss: Tensor  # the mean of those that count
     found_inf: Tensor  # the step must be skipped
     overflow: Tensor  # a microbatch that has a weight overflowed
-    curable: (
-        Tensor  # at a lower scale fewer microbatches may be lost: what overflowed has a finite loss
-    )
+    # at a lower scale fewer microbatches may be lost: what overflowed has a finite loss
+    curable: Tensor
     # how many overflowed; of a mean that was looked at only once, all that are lost with it
     lost: Tensor
     buffers: Tree
@@ -170,7 +169,7 @@ def _gather(
             mean, counts = grads, True  # what is dropped is the step
         elif together:
             if exact:
-                size = _foreach.extent(grads, scaler.scale.device)
+                size = _extent.extent(grads, scaler.scale.device)
                 overflows.append(overflowed(size, scaler.scale, scaled=False))
             flag = counts if isinstance(counts, Tensor) else None
             if put is not None:
@@ -201,9 +200,8 @@ def _gather(
         overflow = torch.stack(overflows) if overflows else none
     else:
         mean = differentiate.zeros() if mean is None else mean
-        size = _foreach.extent(
-            mean, scaler.scale.device, norm_type, scaler.scale
-        )  # one read gives the norm too
+        # one read gives the norm too
+        size = _extent.extent(mean, scaler.scale.device, norm_type, scaler.scale)
         overflow = overflowed(size, scaler.scale, scaled=True)
         norm = None if size.norm is None else size.norm / scaler.scale
         if norm is not None and not single:
@@ -222,26 +220,6 @@ def _gather(
         reduction=reduction,
         **facts,
     )
-
-
-def reduction_of(params: Tree, buffers: Leaves, divisor: Any, group: Any) -> Reduction:
-    """The gradients of `params` and what became of `buffers`, in the order in which a backward
-    makes them.
-    """
-    leaves = _tree.flatten(params)[0]
-    order = [*reversed(range(len(leaves))), *range(len(leaves), len(leaves) + len(buffers))]
-    floating = [
-        leaf
-        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
-        else None
-        for leaf in buffers
-    ]
-    return Reduction([*leaves, *floating], divisor, group, order=order, laid=True)
-
-
-def share_of(mine: Tensor, every: Tensor) -> Tensor:
-    """By which a mean of this weight is divided in the mean of all."""
-    return torch.where(mine > 0, every / mine, torch.inf)
 
 
 def _last_of(
@@ -278,9 +256,7 @@ def _add(
     """The exact way: a microbatch looked at by itself, then averaged with those before it."""
     scale: Tensor | None = scaler.scale
     if all(_foreach.is_dense(gradient) for gradient in grads):
-        overflow = overflowed(
-            _foreach.extent(grads, scaler.scale.device), scaler.scale, scaled=True
-        )
+        overflow = overflowed(_extent.extent(grads, scaler.scale.device), scaler.scale, scaled=True)
     else:
         grads, overflow = unscale_and_check(scaler, grads)
         scale = None

@@ -91,9 +91,8 @@ def shares_memory(a: Any, b: Any) -> bool:
     return bool(_storages(a) & _storages(b))
 
 
-LOOKS = (
-    2  # at most, on a CPU in eager mode: of the sum of squares, and of the scale that it is over
-)
+# at most, on a CPU in eager mode: of the sum of squares, and of the scale that it is over
+LOOKS = 2
 
 
 class Dispatched(TorchDispatchMode):

@@ -77,9 +77,8 @@ def test_the_mean_is_the_weighted_mean_in_float64(tree, parts):
         exact = sum(
             tensors(g)[index].double() * w for g, (_, w) in zip(gradients, parts, strict=True)
         ) / (total or 1)
-        torch.testing.assert_close(
-            mean.double(), exact.double(), rtol=1e-6, atol=1.0
-        )  # atol: 1e-6 of the largest
+        # atol: 1e-6 of the largest
+        torch.testing.assert_close(mean.double(), exact.double(), rtol=1e-6, atol=1.0)
 
 
 @given(trees(finite32), st.lists(weights, min_size=1, max_size=4), st.booleans())
@@ -568,7 +567,8 @@ def test_resuming_at_97_of_103_starts_with_a_window_of_two():
         (
             (10, 3, 10),
             ValueError,
-            r"index 10 is beyond total=10: the last microbatch has index 9.*total=epochs \* len\(loader\)",
+            r"index 10 is beyond total=10: the last microbatch has index 9"
+            r".*total=epochs \* len\(loader\)",
         ),
         ((0, 3, 0), ValueError, "total must be at least 1"),
         ((1, 3, 10, 2), ValueError, "index 1 is before start=2"),

@@ -68,7 +68,8 @@ def net():
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(1, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU(),
-        nn.Conv2d(6, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5), nn.BatchNorm1d(5),
+        nn.Conv2d(6, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(8, 5), nn.BatchNorm1d(5),
     )  # fmt: skip
 
 
@@ -201,13 +202,14 @@ def test_gathering_changes_nothing_also_when_the_forward_raises():
     assert set(read) == set(buffers)
 
 
+# and the dimensions they want
 DROPOUTS = {
     F.dropout1d: 3,
     F.dropout2d: 4,
     F.dropout3d: 5,
     F.alpha_dropout: 2,
     F.feature_alpha_dropout: 5,
-}  # and the dimensions they want
+}
 
 
 @pytest.mark.filterwarnings("ignore:dropout1d:UserWarning", "ignore:dropout2d:UserWarning")
@@ -789,7 +791,8 @@ def test_a_loader_of_images_and_labels_that_the_default_cannot_feed_shows_the_cu
     apply, params, buffers = ps.make_functional(Labelled())
     with pytest.raises(
         TypeError,
-        match=r"a tuple of 2, passed as 2 arguments.*Cure: call=lambda forward, batch: forward\(batch\[0\]\)",
+        match=r"a tuple of 2, passed as 2 arguments.*"
+        r"Cure: call=lambda forward, batch: forward\(batch\[0\]\)",
     ):
         ps.precise_bn(apply, params, buffers, [(torch.ones(4, 3), torch.ones(4))])
 
@@ -997,7 +1000,8 @@ def test_precise_statistics_beat_the_running_ones_after_training_on_small_batche
     for seed in range(3):
         torch.manual_seed(seed)
         model = nn.Sequential(
-            nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
+            nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
+            nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
             nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, 10),
         )  # fmt: skip
         apply, params, buffers = ps.make_functional(model)
@@ -1087,7 +1091,8 @@ def test_the_activation_of_a_single_value_may_be_changed_afterwards():
 
 
 POLICIES = [
-    "params=bfloat16,compute=bfloat16", "params=float16", "compute=float16,norms=float16", "compute=autocast(bfloat16),norms=bfloat16",
+    "params=bfloat16,compute=bfloat16", "params=float16", "compute=float16,norms=float16",
+    "compute=autocast(bfloat16),norms=bfloat16",
     "params=float32,compute=float64", "params=float32,compute=float16,output=float32",
 ]  # fmt: skip
 

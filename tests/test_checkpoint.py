@@ -392,7 +392,8 @@ def changed(d, path, value):
         (
             ["tree", "step"],
             torch.tensor([3]),
-            r"different: d\['tree'\]\['step'\] is torch\.int64 \(1,\), expected torch\.int64 \(\)\. ",
+            r"different: d\['tree'\]\['step'\] is torch\.int64 \(1,\), "
+            r"expected torch\.int64 \(\)\. ",
         ),
         (
             ["tree", "scaler", "scale"],
@@ -427,7 +428,8 @@ def changed(d, path, value):
         (
             ["purescale_version"],
             ...,
-            r"d is no state dict of purescale: it has the keys 'tree', expected 'purescale_version'",
+            r"d is no state dict of purescale: it has the keys 'tree', "
+            r"expected 'purescale_version'",
         ),
         (["purescale_version"], 1, "d is no state dict of purescale"),
         (["purescale_version"], torch.tensor(1.0), "d is no state dict of purescale"),
@@ -710,7 +712,8 @@ def test_a_flip_in_any_byte_of_a_file_is_the_clear_error(tmp_path):
         flipped(tmp_path / "x.pt", bit)
         with pytest.raises(
             ValueError,
-            match=r"^load: .* is (damaged|not a file that purescale\.save wrote).*Likely cause.*Cure",
+            match=r"^load: .* is (damaged|not a file that purescale\.save wrote)"
+            r".*Likely cause.*Cure",
         ):
             ps.load(tmp_path / "x.pt", like=tree)
         flipped(tmp_path / "x.pt", bit)
@@ -775,7 +778,8 @@ def test_what_is_damaged_beside_the_values_is_said(tmp_path):
     flipped(tmp_path / "x.pt", 8 * (tmp_path / "x.pt").read_bytes().index(b"a key"))
     with pytest.raises(
         ValueError,
-        match="is damaged: something beside the values, a name, a shape or an index, is not what was saved",
+        match="is damaged: something beside the values, a name, a shape or an index, "
+        "is not what was saved",
     ):
         ps.load(tmp_path / "x.pt", like=kinds())
 
@@ -896,7 +900,8 @@ def test_inside_a_transform_there_is_nothing_to_save(transform, tmp_path):
 
     with pytest.raises(
         TypeError,
-        match=r"^tree\['x'\] has no memory of its own\. Likely cause: .*torch\.vmap.*Cure: return the state",
+        match=r"^tree\['x'\] has no memory of its own\. "
+        r"Likely cause: .*torch\.vmap.*Cure: return the state",
     ):
         transform(body)(torch.ones(2))
     assert not os.listdir(tmp_path)
@@ -999,7 +1004,8 @@ def test_a_path_that_names_a_directory_is_refused_also_where_there_is_none(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
         ValueError,
-        match=r"is a directory or a device; expected the name of a file\. Cure: .*os\.path\.join\('",
+        match=r"is a directory or a device; expected the name of a file\. "
+        r"Cure: .*os\.path\.join\('",
     ):
         ps.save(name, SMALL)
     assert os.listdir(tmp_path) == ["there"]
@@ -1067,9 +1073,8 @@ def test_a_file_that_is_replaced_keeps_its_owner_where_that_can_be(tmp_path, mon
 
     monkeypatch.setattr(os, "chown", refused)
     ps.save(path, SMALL)
-    assert (
-        stat.S_IMODE(path.stat().st_mode) == 0o600
-    )  # what the group might read, another one may not
+    # what the group might read, another one may not
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 def test_a_file_that_is_replaced_hands_on_its_attributes_access_lists_among_them(tmp_path):
@@ -1147,12 +1152,8 @@ def fails_at(monkeypatch, module, name, times):
         (os, "fsync", 1, 1),
         (os, "replace", 1, 1),
         (torch, "save", 1, 1),
-        (
-            os,
-            "fsync",
-            2,
-            2,
-        ),  # of the directory: the new file is there, but a power failure may take it back
+        # of the directory: the new file is there, but a power failure may take it back
+        (os, "fsync", 2, 2),
     ],
 )
 def test_a_disk_that_fails_leaves_the_old_file_and_nothing_else(

@@ -73,9 +73,8 @@ def test_dtypes_stay(dtype):
     torch.testing.assert_close(clipped[0].abs().float(), torch.full((4,), 1.5), rtol=1e-2, atol=0)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Sparse invariant checks are implicitly disabled"
-)  # to_dense of torch 2.11
+# to_dense of torch 2.11
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 def test_a_sparse_gradient_counts_with_its_summed_values():
     sparse = torch.sparse_coo_tensor(
         torch.tensor([[0, 0]]), torch.tensor([3.0, 1.0]), (2,), check_invariants=True
@@ -185,9 +184,10 @@ def test_the_norm_of_bfloat16_gradients_is_exact_to_float32():
 def test_a_gradient_larger_than_a_chunk_counts_whole():
     grads = [torch.randn(2**20 + 5), torch.randn(3)]
     expected = torch.linalg.vector_norm(torch.cat(grads).double())
+    # torch adds up in float32
     torch.testing.assert_close(
         ps.clip_by_global_norm(grads, 1.0)[1].double(), expected, rtol=1e-4, atol=0
-    )  # torch adds up in float32
+    )
 
 
 # ---- what a review found

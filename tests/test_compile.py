@@ -1,4 +1,4 @@
-"""What a compiled step costs: how often it is compiled, and what the code that comes out allocates."""
+"""What a compiled step costs: how often it is compiled, and what its code allocates."""
 
 import functools
 import itertools
@@ -56,7 +56,7 @@ WEIGHT = (48, 40)
 
 
 def linear(**settings):
-    """(state, step, data) of one layer, whose weight has a size that nothing else in the step has."""
+    """(state, step, data) of one layer, whose weight has a size that nothing else here has."""
 
     def loss_fn(params, buffers, microbatch):
         x, y = microbatch
@@ -111,9 +111,8 @@ def test_a_vmapped_ensemble_is_one_graph_with_no_loop_over_its_members(settings)
     data = stack([window(index, 2) for index in range(3)])
     ensemble = torch.vmap(step)
     loops = torch._C._functorch._is_vmap_fallback_enabled()
-    torch._C._functorch._set_vmap_fallback_enabled(
-        False
-    )  # an operator without a batching rule is an error now
+    # an operator without a batching rule is an error now
+    torch._C._functorch._set_vmap_fallback_enabled(False)
     try:
         expected, _ = ensemble(members, data)
         _, info = torch.compile(ensemble, fullgraph=True, backend="aot_eager")(members, data)

@@ -115,9 +115,8 @@ def test_a_donated_step_is_captured_as_a_cuda_graph_overflow_included():
         expected, info = step(clone(expected), batch)
         eager.append(info.found_inf.item())
     for tensor in tensors((state.params, state.buffers, state.opt_state)):
-        torch._dynamo.mark_static_address(
-            tensor
-        )  # they stay where they are, which a graph that writes into them must know
+        # they stay where they are, which a graph that writes into them must know
+        torch._dynamo.mark_static_address(tensor)
     compiled = torch.compile(step, fullgraph=True, mode="reduce-overhead")
     flags = []
     for index in range(8):

@@ -53,9 +53,8 @@ def _sharded(rank):
 
     mesh = init_device_mesh("cpu", (2,))
     for bad in (False, True):
-        whole = torch.tensor(
-            [4.0, 8.0, 12.0, math.inf if bad else 16.0]
-        )  # the last one lies on rank 1
+        # the last one lies on rank 1
+        whole = torch.tensor([4.0, 8.0, 12.0, math.inf if bad else 16.0])
         # torch looks at the placement of the first gradient only.
         grads = {
             "replicated": distribute_tensor(torch.ones(2), mesh, [Replicate()]),
@@ -106,7 +105,8 @@ def _checkpointed(folder, rank):
 
     with pytest.raises(
         ValueError,
-        match=r"\['w'\] is torch.float32 \(6,\) DTensor \(Shard\(dim=0\),\), expected torch.float32 \(6,\)\. ",
+        match=r"\['w'\] is torch.float32 \(6,\) DTensor \(Shard\(dim=0\),\), "
+        r"expected torch.float32 \(6,\)\. ",
     ):
         ps.from_state_dict(d, {**like, "params": {"w": torch.zeros(6), "b": torch.zeros(6)}})
     with pytest.raises(

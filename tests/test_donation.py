@@ -183,7 +183,10 @@ def test_nothing_is_poisoned_under_a_transform_or_while_compiling(debug):
 
 
 def test_it_is_off_unless_the_environment_says_so():
-    code = "import torch, purescale as ps; x = torch.ones(2); ps.clip_by_value([x], 2.0, donate=True); print(x.isnan().any().item())"
+    code = (
+        "import torch, purescale as ps; x = torch.ones(2); "
+        "ps.clip_by_value([x], 2.0, donate=True); print(x.isnan().any().item())"
+    )
     for value, expected in ((None, "False"), ("", "False"), ("0", "False"), ("1", "True")):
         environment = {k: v for k, v in os.environ.items() if k != "PURESCALE_DEBUG_DONATION"}
         environment |= {} if value is None else {"PURESCALE_DEBUG_DONATION": value}

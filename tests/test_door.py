@@ -176,18 +176,21 @@ def test_no_more_is_remembered_than_a_few():
 
 
 @pytest.mark.parametrize("spoil", ["microbatch", "gradient", "scaler"])
-def test_what_shares_memory_with_the_state_today_is_not_written_over(spoil):
-    """The memo is warm from a step in which everything stood apart."""
+@pytest.mark.parametrize("before", [1, 2])
+def test_what_shares_memory_with_the_state_today_is_not_written_over(spoil, before):
+    """The memo is warm from steps in which everything stood apart."""
     params, optimizer = start(count=2)
-    params, state = stepped(optimizer, params, optimizer.init(params), 0, donate=True)
+    state = optimizer.init(params)
+    for step in range(before):
+        params, state = stepped(optimizer, params, state, step, donate=True)
     scaler, grads = SCALER, grads_at(1, params)
     if spoil == "gradient":
-        grads["w0"] = params["w1"]
+        grads["w0"] = params["w1"].detach()
     elif spoil == "scaler":
         params["w0"].fill_(8.0)
         scaler = SCALER._replace(scale=params["w0"][0])
     else:
-        grads["w0"] = grads["w1"]
+        grads["w0"] = grads["w1"].detach()
     expected = ps.unscale_and_step(optimizer, clone(scaler), *clone((params, grads, state)))
     out = ps.unscale_and_step(optimizer, scaler, params, grads, state, donate=True)
     assert same_bits((out.params, out.opt_state), (expected.params, expected.opt_state))

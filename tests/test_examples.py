@@ -66,9 +66,8 @@ def test_the_loop_by_hand_runs_and_is_short(capsys):
     assert float(loss) < 1.0
     assert float(later_loss) < 1.0
     assert int(steps) >= 10
-    assert (
-        int(later_steps) == int(steps) + 29
-    )  # 113 microbatches in windows of four: the last one holds one and is a whole step
+    # 113 microbatches in windows of four: the last one holds one and is a whole step
+    assert int(later_steps) == int(steps) + 29
     for name, most in (("", 25), (", accumulating", 14)):
         loop = path.read_text().split(f"# -- the loop{name}\n")[1].split("# -- the end of the")[0]
         assert len([line for line in loop.splitlines() if line.strip()]) <= most

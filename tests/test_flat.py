@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import purescale as ps
-from purescale import _columns, _tree
+from purescale import _columns, _torch, _tree
 
 LISTS = {name: many for name, many in SETTINGS.items() if name not in ("Muon", "Adafactor")}
 CASES = [
@@ -92,9 +92,9 @@ def operators(optimizer, count, **how):
 
 
 HOW = [
-    pytest.param({"max_norm": m, "donate": d}, id=f"max_norm={m}, donate={d}")
-    for m in (None, 1.0)
-    for d in (False, True)
+    pytest.param({**clip, "donate": donate}, id=f"{clip}, donate={donate}")
+    for clip in ({}, {"max_norm": 1.0}, {"clip_value": 1.0}, {"max_norm": 1.0, "clip_value": 1.0})
+    for donate in (False, True)
 ]
 
 
@@ -177,9 +177,8 @@ def test_267_buffers_stand_still_in_a_handful_of_operators(donate):
         old, new, bad = resnet_buffers(), resnet_buffers(), torch.zeros((), dtype=torch.bool)
         with Launched() as launched:
             _tree.where(bad, old, new, donate=donate)
-    assert len(launched.ops) <= (
-        12 if torch.__version__ >= "2.12" else 13
-    )  # torch 2.11 clones a list by two
+    # torch 2.11 clones a list by two
+    assert len(launched.ops) <= (12 if torch.__version__ >= "2.12" else 13)
 
 
 # ---- old or new ----------------------------------------------------------------------------------
@@ -337,7 +336,7 @@ def test_copies_over_lists_are_clones():
         torch.randn(3, 4)[:, ::2],
     ]
     mixed += [torch.randn(3).to(torch.complex64), torch.randn(4).to(torch.complex64).conj()]
-    for by in (_columns._clone, _columns._clone_by_two):
+    for by in (_columns._clone, _torch.clone_by_two):
         before, _columns._clone = _columns._clone, by
         try:
             copies = _columns.clone(mixed)
@@ -421,9 +420,8 @@ def test_a_formula_over_lists_is_torchs_own_bit_for_bit(name, settings, dtype, d
         found, state = steps(made(name, settings), clone(params), donate=donate)
     slots = {n: {k: v for k, v in slot.items() if v is not None} for n, slot in slots.items()}
     found_slots = {n: {k: state.slots[n][k] for k in slot} for n, slot in slots.items()}
-    if name == "Adagrad" or settings.get(
-        "dampening"
-    ):  # torch reads the count there, and has one dampening for all
+    # torch reads the count there, and has one dampening for all
+    if name == "Adagrad" or settings.get("dampening"):
         rounding = 1e-2 if dtype is torch.bfloat16 else 1e-6
         return assert_close((found, found_slots), (expected, slots), rtol=rounding, atol=rounding)
     assert same_bits((found, found_slots), (expected, slots))

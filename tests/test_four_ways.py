@@ -1,4 +1,4 @@
-"""One body, four ways: eager, compiled in one graph, vmapped over stacked states, differentiated."""
+"""One body, four ways: eager, compiled as one graph, vmapped over states, differentiated."""
 
 import functools
 

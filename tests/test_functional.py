@@ -417,9 +417,8 @@ def test_a_parameter_in_a_forward_is_a_parameter_and_what_comes_out_is_a_tensor(
     assert {type(t) for t in (out["w"], *out["parts"])} == {torch.Tensor}
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf"
-)  # dynamo's own look at an input
+# dynamo's own look at an input
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_compiled_piece_inside_of_an_eager_forward_takes_its_parameters(backend):
     class Pieces(nn.Module):
@@ -889,7 +888,8 @@ def test_aux_where_the_new_buffers_belong_is_refused_with_the_cure(model, what, 
     state = ps.init_train_state(params, buffers, optimizer, rule)
     with pytest.raises(
         ValueError,
-        match=f"loss_fn returned {named} where the new buffers belong.*Cure: `return loss, new_buffers, aux`",
+        match=f"loss_fn returned {named} where the new buffers belong.*"
+        "Cure: `return loss, new_buffers, aux`",
     ):
         ps.train_step(state, [torch.ones(3, 2)], loss_fn=loss_fn, optimizer=optimizer, rule=rule)
 

@@ -331,14 +331,18 @@ def test_growth_comes_where_the_peers_does(rule, fresh, then, after_overflow):
 @pytest.mark.parametrize(
     ("rule", "text", "expected"),
     [
-        (interop.deepspeed.rule(16.0, scale_window=1000, delayed_shift=2), "O.O.OO", [16, 16, 8, 8, 4, 2]),
-        (interop.deepspeed.rule(16.0, scale_window=1000, delayed_shift=2, consecutive_hysteresis=True), "O.O.OO", [16, 16, 16, 16, 16, 8]),
+        (interop.deepspeed.rule(16.0, delayed_shift=2, scale_window=1000), "O.O.OO",
+         [16, 16, 8, 8, 4, 2]),
+        (interop.deepspeed.rule(16.0, delayed_shift=2, scale_window=1000,
+                                consecutive_hysteresis=True), "O.O.OO",
+         [16, 16, 16, 16, 16, 8]),
         (interop.megatron.rule(16.0, hysteresis=2), "O.OO.O", [16, 16, 8, 4, 4, 2]),
         (interop.deepspeed.rule(0.25, min_scale=1.0, delayed_shift=1), "OO", [1, 1]),
         (interop.megatron.rule(2.0, min_scale=1.5, hysteresis=1), "OO", [1.5, 1.5]),
         (interop.jmp.rule(2.0), "OO", [1, 1]),
         (interop.fairseq.rule(8.0, threshold=3.0), "OOO", [4, 3, 3]),
-        (interop.flax.rule(scale=2.0**127, growth_interval=1), "...O", [2.0**127, MOST, MOST, MOST / 2]),
+        (interop.flax.rule(scale=2.0**127, growth_interval=1), "...O",
+         [2.0**127, MOST, MOST, MOST / 2]),
         (interop.torch_amp.rule(2.0**127, growth_interval=1), "..", [2.0**127] * 2),
         (interop.jmp.rule(2.0**127, period=1), "..", [2.0**127] * 2),
         (interop.megatron.rule(2.0**127, growth_interval=1), "..O", [math.inf] * 3),
@@ -619,8 +623,9 @@ def test_deepspeeds_flat_format_has_no_hysteresis():
 @pytest.mark.parametrize("as_object", [True, False])
 def test_deepspeeds_zero_format_keeps_hysteresis(as_object):
     attributes = {
-        "cur_scale": 256.0, "dynamic": True, "cur_iter": 40, "last_overflow_iter": 30, "scale_factor": 2.0, "scale_window": 100,
-        "min_scale": 1, "delayed_shift": 3, "cur_hysteresis": 2, "consecutive_hysteresis": True, "raise_error_at_min_scale": False,
+        "cur_scale": 256.0, "dynamic": True, "cur_iter": 40, "last_overflow_iter": 30,
+        "scale_factor": 2.0, "scale_window": 100, "min_scale": 1, "delayed_shift": 3,
+        "cur_hysteresis": 2, "consecutive_hysteresis": True, "raise_error_at_min_scale": False,
         "dtype": torch.half,
     }  # fmt: skip
     scaler = types.SimpleNamespace(**attributes) if as_object else attributes
@@ -687,7 +692,8 @@ def test_another_peers_state_dict_is_named(peer, other):
         return
     with pytest.raises(
         ValueError,
-        match=rf"interop\.{peer}\..* expects .*This looks like .*`interop\.{other}\.from_state_dict\(d\)`",
+        match=rf"interop\.{peer}\..* expects .*This looks like "
+        rf".*`interop\.{other}\.from_state_dict\(d\)`",
     ):
         getattr(interop, peer).from_state_dict(sample(other))
 

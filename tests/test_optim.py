@@ -180,9 +180,8 @@ def test_complex_parameters_equal_the_real_optimizer(name, capturable_on_cpu):
     )
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Sparse invariant checks are implicitly disabled"
-)  # torch's own Adagrad
+# torch's own Adagrad
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 @pytest.mark.parametrize("name", ["SGD", "Adagrad"])
 def test_sparse_gradients_equal_the_real_optimizer(name):
     table = torch.randn(5, 3)
@@ -286,9 +285,8 @@ def test_a_step_under_vmap_equals_a_loop(name, settings):
     stacked = pytree.tree_map(lambda *t: torch.stack(t), *runs)
     grads = {n: torch.stack([g, 2 * g]) for n, g in grads_at(7, make_params()).items()}
     params, state = torch.vmap(optimizer.step)(stacked[0], grads, stacked[1])
-    tolerance = (
-        {"rtol": 2e-2, "atol": 1e-4} if name == "Muon" else {"rtol": 1e-5, "atol": 1e-6}
-    )  # Muon works in bfloat16
+    # Muon works in bfloat16
+    tolerance = {"rtol": 2e-2, "atol": 1e-4} if name == "Muon" else {"rtol": 1e-5, "atol": 1e-6}
     for index, run in enumerate(runs):
         expected = optimizer.step(run[0], {n: g[index] for n, g in grads.items()}, run[1])
         torch.testing.assert_close(
@@ -831,7 +829,7 @@ def test_parameters_that_require_a_gradient_grow_no_graph(name):
 
 
 def by_torch(steps, **settings):
-    """The parameters after torch's own steps over these gradients, in which None stands for none."""
+    """The parameters after torch's own steps over these gradients, None where there are none."""
     params = {name: torch.zeros(1) for name in steps[0]}
     optimizer = OPTIM.SGD(params.values(), **settings)
     for grads in steps:
@@ -912,10 +910,16 @@ wrong = {
     "meta": lambda t: t.to("meta"),
     "sparse": lambda t: t.to_sparse(),
 }
-counts = {"1-d": lambda t: t.reshape(1), "long": lambda t: torch.ones(8), "double": lambda t: t.double(), "meta": lambda t: t.to("meta")}
+counts = {
+    "1-d": lambda t: t.reshape(1),
+    "long": lambda t: torch.ones(8),
+    "double": lambda t: t.double(),
+    "meta": lambda t: t.to("meta"),
+}
 O = torch.optim
 refused = 0
-classes = {O.AdamW: {"amsgrad": True}, O.Adam: {}, O.SGD: {"momentum": 0.9}, O.Adagrad: {}, O.RMSprop: {}, O.NAdam: {}}
+classes = {O.AdamW: {"amsgrad": True}, O.SGD: {"momentum": 0.9}}
+classes |= {cls: {} for cls in (O.Adam, O.Adagrad, O.RMSprop, O.NAdam)}
 calls = ("maybe_step", "unscale_and_step", "step")
 for cls, settings in classes.items():
     optimizer, params = ps.from_torch(cls, **settings), {"s": torch.ones(8)}
@@ -931,12 +935,14 @@ for cls, settings in classes.items():
                 elif call == "maybe_step":
                     ps.maybe_step(optimizer, params, grads, state, False, donate=donate)
                 else:
-                    ps.unscale_and_step(optimizer, ps.NoScale().init(), params, grads, state, donate=donate)
+                    scaler = ps.NoScale().init()
+                    ps.unscale_and_step(optimizer, scaler, params, grads, state, donate=donate)
             except ValueError as error:
                 assert f"opt_state: {key} of s is" in str(error), error
                 refused += 1
             else:
-                raise SystemExit(f"{cls.__name__}: {key} {kind} was taken by {call}, donate={donate}")
+                taken = f"{key} {kind} was taken by {call}, donate={donate}"
+                raise SystemExit(f"{cls.__name__}: {taken}")
 assert params["s"].tolist() == [1.0] * 8
 print("refused", refused)
 """
@@ -1424,7 +1430,8 @@ def test_the_state_of_a_model_of_another_shape_is_refused(cls):
     params = {"w": torch.ones(300)}
     with pytest.raises(
         ValueError,
-        match=r"exp_avg|square_avg of w is torch.float32 \(2,\), the parameter torch.float32 \(300,\)",
+        match=r"exp_avg|square_avg of w is torch.float32 \(2,\), "
+        r"the parameter torch.float32 \(300,\)",
     ):
         ps.maybe_step(
             optimizer,

@@ -76,9 +76,8 @@ def test_duplicate_sparse_indices_that_overflow_together_are_found(dtype):
         torch.tensor([[1, 1]]), torch.tensor([big, big], dtype=dtype), (3,), check_invariants=True
     )
     unscaled, found_inf = ps.unscale_and_check(at(1.0), [grad])
-    assert found_inf.item() is (
-        dtype is torch.float32
-    )  # 120000 fits in float32, into which float16 is unscaled
+    # 120000 fits in float32, into which float16 is unscaled
+    assert found_inf.item() is (dtype is torch.float32)
     assert found_inf or unscaled[0].to_dense().tolist() == [
         0,
         2 * torch.tensor(6e4, dtype=dtype).item(),

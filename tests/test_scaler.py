@@ -516,7 +516,8 @@ def test_a_state_that_counts_no_skips_cannot_be_asked_how_many_there_were():
     ps.check_scaler(state, ps.DynamicScale())
     with pytest.raises(
         TypeError,
-        match=r"max_skips=3 with a Bare, which does not count skips. Cure: a field `consecutive_skips`",
+        match=r"max_skips=3 with a Bare, which does not count skips. "
+        r"Cure: a field `consecutive_skips`",
     ):
         ps.check_scaler(state, ps.DynamicScale(), max_skips=3)
 
@@ -527,7 +528,8 @@ def test_check_scaler_takes_one_state():
     for wrong in (stacked, ps.DynamicScale(), None, 8.0):
         with pytest.raises(
             TypeError,
-            match=r"check_scaler takes the state of one scaler.*Cure: `check_scaler\(state.scaler, rule\)`",
+            match=r"check_scaler takes the state of one scaler.*"
+            r"Cure: `check_scaler\(state.scaler, rule\)`",
         ):
             ps.check_scaler(wrong, ps.DynamicScale(), max_skips=3)
     for bound in (2.5, "3", True):

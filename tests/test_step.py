@@ -381,7 +381,8 @@ def test_a_microbatch_of_weight_zero_does_not_reach_the_buffers():
     state = ps.init_train_state({"w": torch.tensor(1.0)}, {"mean": torch.tensor(0.0)}, SGD, RULE)
     new, _ = ps.train_step(
         state, [torch.tensor(1.0), torch.tensor(math.nan)], optimizer=SGD, rule=RULE,
-        loss_fn=lambda p, b, x: (p["w"] * x, {"mean": b["mean"] + x}), weight_fn=lambda x: torch.isfinite(x).float(),
+        loss_fn=lambda p, b, x: (p["w"] * x, {"mean": b["mean"] + x}),
+        weight_fn=lambda x: torch.isfinite(x).float(),
     )  # fmt: skip
     assert new.buffers["mean"] == 1
 
@@ -518,10 +519,8 @@ def test_unused_parameters_get_a_gradient_of_zero():
     new, info = ps.train_step(
         state, [None], loss_fn=lambda p, b, _: (p["used"].sum(), b), optimizer=sgd, rule=RULE
     )
-    assert (new.params["used"], new.params["unused"]) == (
-        -0.25,
-        0.75,
-    )  # decayed, as torch does for 0 and not for None
+    # decayed, as torch does for 0 and not for None
+    assert (new.params["used"], new.params["unused"]) == (-0.25, 0.75)
     assert not info.found_inf
 
 
@@ -821,7 +820,8 @@ def test_nothing_is_stepped_when_new_buffers_come_in_another_dtype():
         Untouched(state),
         pytest.raises(
             ValueError,
-            match=r"buffers\['x'\] is torch.float32 \(3,\), but torch.float64 \(3,\) in new_buffers",
+            match=r"buffers\['x'\] is torch.float32 \(3,\), "
+            r"but torch.float64 \(3,\) in new_buffers",
         ),
     ):
         step(state, donate=True)
@@ -893,7 +893,8 @@ class OnlyInit:
         (ps.DynamicScale, r"rule is the class DynamicScale; .*Cure: rule=DynamicScale\(\)"),
         (
             OnlyUpdate(),
-            r"rule is OnlyUpdate, without `init`; .*`init\(device\)`, which gives the state to start from",
+            r"rule is OnlyUpdate, without `init`; "
+            r".*`init\(device\)`, which gives the state to start from",
         ),
         (OnlyInit(), r"rule is OnlyInit, without `update`; .*`update\(scaler, found_inf\)`"),
         (
@@ -917,7 +918,8 @@ def test_the_class_of_an_optimizer_is_no_optimizer():
     for wrong, name in ((torch.optim.AdamW, "AdamW"), (type(SGD), "TorchOptimizer")):
         with pytest.raises(
             TypeError,
-            match=rf"optimizer is the class {name}; expected an object with `init` and `step`.*Cure: from_torch",
+            match=rf"optimizer is the class {name}; expected an object with `init` and `step`"
+            r".*Cure: from_torch",
         ):
             step(state, [batch()], optimizer=wrong)
 

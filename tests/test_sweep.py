@@ -183,7 +183,8 @@ RULES = [
     ps.StaticScale(16.0),
     ps.NoScale(),
     *(interop.torch_amp.rule(init_scale=2.0**8, growth_interval=n) for n in (1, 2)),
-    *(interop.megatron.rule(initial_scale=2.0**8, min_scale=1.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=n, hysteresis=h)
+    *(interop.megatron.rule(initial_scale=2.0**8, min_scale=1.0, growth_factor=2.0,
+                            backoff_factor=0.5, growth_interval=n, hysteresis=h)
       for n, h in ((1, 1), (2, 1), (2, 2))),
 ]  # fmt: skip
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 import purescale as ps
-from purescale import _foreach
+from purescale import _extent, _foreach
 
 ADAMW = ps.from_torch(torch.optim.AdamW, lr=0.1, weight_decay=0.1)
 FUSED = {
@@ -229,7 +229,7 @@ class Reads(Dispatched):
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 @pytest.mark.parametrize("shapes", [[(2**19,), (2**18,)], [(8,)] * 100])
 def test_a_donated_step_reads_the_gradients_once_to_check_and_once_to_step(shapes, max_norm):
-    """The norm is the same read as the check; a kernel that divides leaves the gradients divided."""
+    """The norm is the check's own read; a kernel that divides leaves the gradients divided."""
     (_, _, grads, _), step = step_over(shapes, donate=True, max_norm=max_norm)
     total = sum(g.numel() for g in grads.values())
     pair = 1 if len(shapes) == 100 else 2  # a dot names its one argument twice
@@ -325,8 +325,8 @@ def test_one_bad_element_is_found_wherever_it_is(where, value, dtype):
 )
 def test_the_norm_in_pieces_equals_float64(piece, sizes, power):
     leaves = [torch.randn(size) * 10.0 ** (7 * index) for index, size in enumerate(sizes)]
-    with changed(_foreach, _PIECE=piece):
-        norm = _foreach.extent(leaves, torch.device("cpu"), power).norm
+    with changed(_extent, _PIECE=piece):
+        norm = _extent.extent(leaves, torch.device("cpu"), power).norm
     expected = torch.linalg.vector_norm(torch.cat(leaves).double(), power)
     torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
 

@@ -112,9 +112,8 @@ def test_a_window_equals_the_small_functions(policy, overflow, clip):
         opt_state,
         RULE.update(state.scaler, accum.found_inf),
     )
-    summed = (
-        policy == "drop_window" and overflow is None
-    )  # a mean that is checked and unscaled once, at its end
+    # a mean that is checked and unscaled once, at its end
+    summed = policy == "drop_window" and overflow is None
     if summed or "max_norm" in clip:  # clipping and unscaling are one division
         assert same_bits((new.scaler, new.opt_state.applied), (expected[3], opt_state.applied))
         assert_close(tuple(new)[:4], expected, rtol=1e-6, atol=1e-6 if clip else 1e-7)

@@ -159,7 +159,8 @@ def from_state_dict(
     Raises `ValueError` for another library's dict, the `{}` of a disabled amp, a scale that cannot
     train and a static `loss_scale` other than the saved one; `TypeError` for what is no number.
 
-    >>> scaler, state = from_state_dict({"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 7}}, scale_window=500)
+    >>> d = {"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 7}}
+    >>> scaler, state = from_state_dict(d, scale_window=500)
     >>> state.scale, state.growth_tracker
     (tensor(1024.), tensor(7, dtype=torch.int32))
 

@@ -174,7 +174,8 @@ def from_state_dict(
     setting that contradicts `d`; `TypeError` for what is no number.
 
     >>> d = {"dynamic_loss_scale": True, "cur_scale": 1024.0, "cur_iter": 9}
-    >>> scaler, state = from_state_dict({**d, "last_overflow_iter": 4, "scale_factor": 2.0, "scale_window": 500})
+    >>> d |= {"last_overflow_iter": 4, "scale_factor": 2.0, "scale_window": 500}
+    >>> scaler, state = from_state_dict(d)
     >>> scaler.scale_window, scaler.delayed_shift, state.scale
     (500, 1, tensor(1024.))
 

@@ -160,7 +160,8 @@ def from_state_dict(
     Raises `ValueError` for another library's dict, an empty one, a scale that cannot train and a
     setting that contradicts `d`; `TypeError` for what is no number.
 
-    >>> from_state_dict({"loss_scale": 1024.0, "state": {}, "param_groups": []}, scale_window=256)[1].scale
+    >>> d = {"loss_scale": 1024.0, "state": {}, "param_groups": []}
+    >>> from_state_dict(d, scale_window=256)[1].scale
     tensor(1024.)
 
     Source of the format: fairseq/optim/fp16_optimizer.py; the names of DynamicLossScaler's

@@ -89,7 +89,8 @@ def from_state_dict(
     Raises `ValueError` for another library's dict, an empty one, a scale that cannot train and a
     setting that contradicts `d`; `TypeError` for what is no number.
 
-    >>> from_state_dict({"step_counter": 7, "dynamic_scale": 1024.0}, dynamic_growth_steps=100)[1].scale
+    >>> d = {"step_counter": 7, "dynamic_scale": 1024.0}
+    >>> from_state_dict(d, dynamic_growth_steps=100)[1].scale
     tensor(1024.)
 
     Source of the names: the variables of keras.optimizers.LossScaleOptimizer.
@@ -104,12 +105,14 @@ def to_state_dict(rule: KerasScale, scaler: ScalerState) -> dict[str, Any]:
     """Syncs with the host. Equal to the optimizer's attributes at this point: assign the first two,
     construct with the others.
 
-    `optimizer.step_counter.assign(d["step_counter"]); optimizer.dynamic_scale.assign(d["dynamic_scale"])`.
+    `optimizer.step_counter.assign(d["step_counter"])` and
+    `optimizer.dynamic_scale.assign(d["dynamic_scale"])`.
 
     Raises `TypeError` for another library's rule, `ValueError` for stacked states.
 
-    >>> to_state_dict(rule(), rule().init())
-    {'step_counter': 0, 'dynamic_scale': 32768.0, 'initial_scale': 32768.0, 'dynamic_growth_steps': 2000}
+    >>> d = to_state_dict(rule(), rule().init())
+    >>> d["step_counter"], d["dynamic_scale"], d["initial_scale"], d["dynamic_growth_steps"]
+    (0, 32768.0, 32768.0, 2000)
 
     Source of the names: the variables and arguments of keras.optimizers.LossScaleOptimizer.
     """

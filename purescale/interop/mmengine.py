@@ -107,7 +107,8 @@ def from_state_dict(
     `{}` of a disabled one, a scale that cannot train and a setting that contradicts `d`;
     `TypeError` for what is no number.
 
-    >>> d = {"state": {}, "param_groups": [], "loss_scaler": torch.amp.GradScaler("cpu", init_scale=8.0).state_dict()}
+    >>> scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    >>> d = {"state": {}, "param_groups": [], "loss_scaler": scaler.state_dict()}
     >>> from_state_dict(d)[1].scale
     tensor(8.)
 

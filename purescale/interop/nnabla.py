@@ -107,7 +107,8 @@ def from_state_dict(
     Raises `ValueError` for another library's dict, an empty one, a scale that cannot train and a
     setting that contradicts `d`; `TypeError` for what is no number.
 
-    >>> from_state_dict({"scale": 16.0, "scaling_factor": 2.0, "N": 2000, "_counter": 7})[1].growth_tracker
+    >>> d = {"scale": 16.0, "scaling_factor": 2.0, "N": 2000, "_counter": 7}
+    >>> from_state_dict(d)[1].growth_tracker
     tensor(7, dtype=torch.int32)
 
     Source of the names: the attributes of DynamicLossScalingUpdater.

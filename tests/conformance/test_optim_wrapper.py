@@ -17,9 +17,8 @@ with warnings.catch_warnings():
     pytest.importorskip("mmengine")
     from mmengine.optim import OptimWrapper
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore"
-)  # its own, also about what an unaligned resume loses
+# its own, also about what an unaligned resume loses
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def trace(every, total, start=0, last=None):
@@ -81,11 +80,8 @@ def test_an_unaligned_resume_makes_optim_wrapper_take_two_thirds_of_a_step():
 
 
 def test_beyond_its_total_optim_wrapper_divides_by_one_or_fails():
-    assert [divisor for _, divisor, _, _ in trace(3, 4, last=7)][4:] == [
-        1,
-        1,
-        1,
-    ]  # windows of three, three times as far
+    # windows of three, three times as far
+    assert [divisor for _, divisor, _, _ in trace(3, 4, last=7)][4:] == [1, 1, 1]
     with pytest.raises(AssertionError):
         trace(3, 3, last=4)
     for total in (3, 4):

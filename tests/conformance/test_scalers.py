@@ -156,9 +156,8 @@ def test_torch_state_dicts_there_and_back(pattern, scale, growth, backoff, inter
         if index == move_at + 20:
             moving = Torch()
             moving.scaler.load_state_dict(interop.torch_amp.to_state_dict(rule, state))
-        bad = steered(
-            bad, whole.scaler.get_scale()
-        )  # a job at 0 cannot go on, and is refused when it is read
+        # a job at 0 cannot go on, and is refused when it is read
+        bad = steered(bad, whole.scaler.get_scale())
         whole.update(bad)
         if moving:
             moving.update(bad)
@@ -765,7 +764,7 @@ def test_mmengines_amp_wrapper_over_and_back(pattern, loss_scale, move_at):
 
 
 def test_mmengines_apex_wrapper_loads_what_was_written():
-    """Apex itself cannot be had: a stand-in for `apex.amp` with its two functions and its format."""
+    """Apex itself cannot be had: a stand-in for `apex.amp` with its two functions and format."""
     module = peer("mmengine.optim.optimizer.apex_optimizer_wrapper")
     held = {"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 7}}
     apex = types.SimpleNamespace(

@@ -234,9 +234,8 @@ def test_loss_and_gradient_norm_of_a_half_step_are_those_of_the_float32_module(
     made, tokens, policy
 ):
     model, how = made
-    state, step = job(
-        model, how, policy, init_scale=2.0**10, max_norm=math.inf
-    )  # which only measures
+    # which only measures
+    state, step = job(model, how, policy, init_scale=2.0**10, max_norm=math.inf)
     _, info = step(state, [tokens])
     torch.set_rng_state(state.rng.clone())
     loss, _ = how(model, tokens)
@@ -281,9 +280,8 @@ def test_one_tied_weight_reaches_both_places_it_stands_in(tokens):
         theirs = model.eval()(input_ids=tokens)
     assert same_bits(ours.logits, theirs.logits)
 
-    model.lm_head.weight = torch.nn.Parameter(
-        params["transformer.wte.weight"].clone()
-    )  # as if the head had stayed behind
+    # as if the head had stayed behind
+    model.lm_head.weight = torch.nn.Parameter(params["transformer.wte.weight"].clone())
     assert not torch.equal(model(input_ids=tokens).logits, theirs.logits)
 
 

@@ -6,7 +6,10 @@ import datetime
 import functools
 import math
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -364,6 +367,14 @@ def test_without_a_process_group_gradients_are_copied():
         ps.all_reduce_grads({"a": torch.tensor([1])})
     with pytest.raises(ValueError, match=r"group is given, but there is no process group"):
         ps.all_reduce_grads(grads, dist.group.WORLD or "all")
+
+
+# ---- many ranks, on paper ------------------------------------------------------------------------
+
+
+def test_a_step_sends_what_is_claimed_on_2_to_512_ranks():
+    script = Path(__file__).parents[1] / "benchmarks" / "scaling.py"
+    subprocess.run([sys.executable, script], check=True, capture_output=True)
 
 
 # ---- a rank that dies ----------------------------------------------------------------------------

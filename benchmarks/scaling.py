@@ -1,5 +1,5 @@
-"""What one step sends, counted: collectives and bytes of `train_step(group=...)`, as docs/scaling.md
-claims them.
+"""What one step sends, counted: collectives and bytes of `train_step(group=...)`, as the page
+docs/scaling.md claims them.
 
 Ranks that are not there are those of torch's fake process group, whose collectives do nothing; with
 `--gloo` the small numbers are real processes. `python benchmarks/scaling.py --gloo`.

@@ -432,19 +432,13 @@ class _Differentiate:
                     "inference_mode. Cure: `out, buffers = apply(params, buffers, x)` and a loss "
                     "of that `out`."
                 )
-            waiting = set(range(len(inputs)))
             if put is not None:
-                # Behind the hooks of the loss, so that what is put is what they have made of it.
-                for index, leaf in enumerate(inputs):
-                    hook: Any = functools.partial(_put, put, waiting, index)
-                    leaf.register_hook(hook)  # type: ignore[no-untyped-call]
-            grads = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
-            if put is not None:
-                for index in sorted(waiting, reverse=True):
-                    put(index, grads[index])
-            grads = [
-                grad.detach() if grad.requires_grad else grad for grad in grads
-            ]  # a backward may return what it was given
+                _put_each(put, loss, inputs)
+                grads: Leaves = []
+            else:
+                found = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
+                # a backward may return what it was given
+                grads = [grad.detach() if grad.requires_grad else grad for grad in found]
         return grads, _tree.fresh(
             outputs, self.taken.union(_tree.storages(_tree.all_tensors(microbatch)))
         )
@@ -480,11 +474,21 @@ class _Differentiate:
         return loss, leaves, aux
 
 
-def _put(
-    put: Callable[[int, Tensor], None], waiting: set[int], index: int, gradient: Tensor
-) -> None:
-    waiting.remove(index)
-    put(index, gradient.detach())
+def _put_each(put: Callable[[int, Tensor], None], loss: Tensor, inputs: Leaves) -> None:
+    """Put each gradient as the backward makes it, and let go of it: its memory serves the next."""
+    waiting = dict.fromkeys(range(len(inputs)))
+
+    def take(index: int, leaf: Tensor) -> None:
+        gradient, leaf.grad = leaf.grad, None
+        del waiting[index]
+        assert gradient is not None
+        put(index, gradient.detach())
+
+    for index, leaf in enumerate(inputs):
+        leaf.register_post_accumulate_grad_hook(functools.partial(take, index))
+    torch.autograd.backward(loss, inputs=inputs)
+    for index in reversed(waiting):
+        put(index, torch.zeros_like(inputs[index].detach()))
 
 
 def _recordable(leaves: Leaves) -> Leaves:

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 import purescale as ps
 
 BUCKET = 25 * 2**20
+LARGE = 2**20  # on a CPU a leaf of this size travels by itself
 SCALARS = 8 + 9 * 8  # the weight of a rank, then what decides: in float64
 COMPARED = 16  # a fingerprint, where the ranks meet on a CPU
 
@@ -59,6 +60,9 @@ def claimed(params: dict[str, Tensor], buffers: dict[str, Tensor]) -> Claim:
     buckets, filled = 0, math.inf
     for leaf in order:
         size = 4 * leaf.numel()
+        if size >= LARGE:
+            buckets += 1
+            continue
         if filled + size > BUCKET:
             buckets, filled = buckets + 1, 0
         filled += size

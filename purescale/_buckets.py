@@ -14,6 +14,7 @@ from . import _foreach, _torch, _tree
 from ._tree import Leaves, Tree
 
 SIZE = 25 * 2**20  # bytes, as DistributedDataParallel
+LARGE = 2**20  # bytes: on a CPU, where fresh memory is what is slow, sent from where it stands
 
 
 class Reduction:
@@ -22,7 +23,8 @@ class Reduction:
     A leaf is `put` in when there is one like it in `like`, in any order; a bucket of up to `size`
     bytes, of one dtype and device, leaves when it and those before it are full. Buckets follow
     `order`, by default that of `like`, which are the same on every rank. `laid`: in memory as
-    `like`, else in rows. What is no tensor, and DTensors, are left out.
+    `like`, else in rows, and what is large on a CPU by itself. What is no tensor, and DTensors, are
+    left out.
     """
 
     def __init__(
@@ -38,26 +40,34 @@ class Reduction:
         self.like, self.divisor, self.group, self.laid = like, divisor, group, laid
         self.buckets: list[list[int]] = []
         filling: dict[Any, tuple[list[int], float]] = {}
-        for place in range(len(like)) if order is None else order:
+        order = list(range(len(like)) if order is None else order)
+        for place in order:
             leaf = like[place]
             if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor):
                 continue
             dtype = _foreach.wide_dtype(leaf.dtype)
             width = leaf.numel() * dtype.itemsize
+            if laid and leaf.is_cpu and width >= LARGE:
+                self.buckets.append([place])
+                continue
             bucket, filled = filling.get((leaf.device, dtype), ([], size))
             if not bucket or filled + width > size:
                 bucket, filled = [], 0.0
                 self.buckets.append(bucket)
             bucket.append(place)
             filling[leaf.device, dtype] = bucket, filled + width
+        turn = {place: index for index, place in enumerate(order)}
+        self.buckets.sort(key=lambda places: turn[places[-1]])  # as they become full
         self.bucket_of = {p: index for index, places in enumerate(self.buckets) for p in places}
         self.missing = list(map(len, self.buckets))
         self.parts: dict[int, Tensor] = {}
         self.rows: list[Any] = [None] * len(self.buckets)
         self.away: list[Any] = []
 
-    def put(self, place: int, leaf: Tensor) -> None:
-        """Take a leaf along, and send what is full."""
+    def put(self, place: int, leaf: Tensor, *, own: bool = False) -> None:
+        """Take a leaf along, and send what is full. `own`: nobody else will use the tensor, though
+        others may stand in its memory.
+        """
         index = self.bucket_of[place]
         number = _numbers(leaf)
         dtype = _numbers(self.like[place]).dtype
@@ -68,12 +78,11 @@ class Reduction:
             self.parts[place] = torch.div(number.to(dtype), divisor)
         else:
             with torch.no_grad():
-                if self.rows[index] is None:
-                    self._make_room(index, dtype)
-                part = self.parts[place]
-                # In the dtype of the row also where that of the leaf is narrower.
-                number = number if number.dtype is dtype else part.copy_(number)
-                torch.div(number, divisor, out=part)
+                if own and len(self.buckets[index]) == 1 and self._fits(place, number):
+                    self.parts[place] = number.div_(divisor)
+                    self.rows[index] = _foreach.in_memory_order(number)
+                else:
+                    self._copy(place, number, divisor)
         self.missing[index] -= 1
         while len(self.away) < len(self.buckets) and not self.missing[len(self.away)]:
             self._send(len(self.away))
@@ -94,6 +103,26 @@ class Reduction:
                     torch.view_as_complex(part) if self.like[place].is_complex() else part
                 )
         return results
+
+    def _fits(self, place: int, number: Tensor) -> bool:
+        """Whether a leaf can be sent and received where it stands."""
+        like = self.like[place]
+        alike = number.dtype is like.dtype is _foreach.wide_dtype(like.dtype)
+        laid = self.laid and number.stride() == like.stride() and _tree.donatable(number)
+        memory = number.untyped_storage()
+        # Two uses: the tensor, and the name on the line above.
+        alone = memory.resizable() and _torch.storage_uses(memory._cdata) == 2
+        return alike and laid and alone and memory.nbytes() == number.nbytes
+
+    def _copy(self, place: int, number: Tensor, divisor: Any) -> None:
+        index = self.bucket_of[place]
+        dtype = _foreach.wide_dtype(_numbers(self.like[place]).dtype)
+        if self.rows[index] is None:
+            self._make_room(index, dtype)
+        part = self.parts[place]
+        # In the dtype of the row also where that of the leaf is narrower.
+        number = number if number.dtype is dtype else part.copy_(number)
+        torch.div(number, divisor, out=part)
 
     def _make_room(self, index: int, dtype: torch.dtype) -> None:
         likes = [_numbers(self.like[place]) for place in self.buckets[index]]

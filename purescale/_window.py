@@ -245,7 +245,7 @@ def _last_of(
                 gradient = _foreach.mix(before, [gradient], share, flag)[0]
             else:
                 gradient = torch.zeros_like(gradient) if before is None else before[0]
-        reduction.put(places[index], gradient)
+        reduction.put(places[index], gradient, own=True)
 
     return put
 
@@ -475,14 +475,17 @@ class _Differentiate:
 
 
 def _put_each(put: Callable[[int, Tensor], None], loss: Tensor, inputs: Leaves) -> None:
-    """Put each gradient as the backward makes it, and let go of it: its memory serves the next."""
+    """Put each gradient as the backward makes it; nothing else holds on to it.
+
+    torch hands over a tensor that nobody else has, or a copy of it.
+    """
     waiting = dict.fromkeys(range(len(inputs)))
 
     def take(index: int, leaf: Tensor) -> None:
         gradient, leaf.grad = leaf.grad, None
         del waiting[index]
         assert gradient is not None
-        put(index, gradient.detach())
+        put(index, gradient)
 
     for index, leaf in enumerate(inputs):
         leaf.register_post_accumulate_grad_hook(functools.partial(take, index))

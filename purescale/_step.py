@@ -404,8 +404,8 @@ def train_step(
     - `group`: the ranks that make this step together, each with microbatches of its own, equal to
       one process with all of them: `info` is that of all (`aux` stays local), one flag decides,
       weights count over all ranks, a rank may have more microbatches than another, or weight 0.
-      One reduction of the gradients, after the last microbatch, and one of eight numbers. Buffers
-      are averaged by weight (with `"window"` their statistics are those of all), of integers the
+      Gradients are reduced once, with the last microbatch, and ten numbers with them. Buffers are
+      averaged by weight (with `"window"` their statistics are those of all), of integers the
       largest, so that every rank ends with the same. Ranks on a CPU first compare their trees.
 
     Returns the next state and `StepInfo`. On an overflow parameters, optimizer state, buffers and

@@ -434,7 +434,7 @@ class _Differentiate:
                 )
             if put is not None:
                 _put_each(put, loss, inputs)
-                grads: Leaves = []
+                grads = []
             else:
                 found = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
                 # a backward may return what it was given

@@ -276,6 +276,37 @@ def _compiled(rank):
     assert the_same_everywhere(new, info)
 
 
+class Keeps(torch.autograd.Function):
+    """Its backward returns what it keeps: the tensor, or a view of it."""
+
+    @staticmethod
+    def forward(ctx, w, kept, view):
+        ctx.kept, ctx.view = kept, view
+        return w.sum()
+
+    @staticmethod
+    def backward(ctx, seed):
+        return (ctx.kept.view(512, 1024) if ctx.view else ctx.kept), None, None
+
+
+def _kept(rank):
+    """A large gradient is summed where it stands, but not in memory that somebody else holds."""
+    rule = ps.NoScale()
+    for view in (False, True):
+        kept = torch.full((512, 1024), 1.0 + rank)
+        state = ps.init_train_state({"w": torch.zeros(512, 1024)}, {}, SGD, rule)
+        with Untouched(kept):
+            new, _ = ps.train_step(
+                state,
+                [kept],
+                loss_fn=lambda p, b, m, view=view: (Keeps.apply(p["w"], m, view), b),
+                optimizer=SGD,
+                rule=rule,
+                group=dist.group.WORLD,
+            )
+        assert (new.params["w"] == -1.5).all()
+
+
 # ---- refusals ------------------------------------------------------------------------------------
 
 TREES = {
@@ -347,6 +378,7 @@ def _refusals(rank):
 
 def _compiled_and_refused(rank):
     _compiled(rank)
+    _kept(rank)
     _refusals(rank)
 
 

@@ -33,6 +33,7 @@ What the numbers look like:
     LeafReport            one row of it
 
 Over ranks:
+    all_reduce_grads      the mean of all ranks' gradients, in buckets
     all_reduce_found_inf  one rank's overflow is every rank's
     all_reduce_bn_stats   batch-norm statistics of all ranks
 
@@ -127,7 +128,10 @@ from ._report import (
     LeafReport as LeafReport,
 )
 
-from ._collectives import all_reduce_found_inf as all_reduce_found_inf
+from ._collectives import (
+    all_reduce_grads as all_reduce_grads,
+    all_reduce_found_inf as all_reduce_found_inf,
+)
 from ._bn import all_reduce_bn_stats as all_reduce_bn_stats
 
 from ._accum import (
@@ -164,7 +168,7 @@ from ._bn import (
 )
 from ._precise_bn import precise_bn as precise_bn
 
-from ._window import LossFn as LossFn
+from ._differentiate import LossFn as LossFn
 
 from ._step import (
     maybe_step as maybe_step,
@@ -215,6 +219,7 @@ __all__ = [  # noqa: RUF022  in the order of a step
     "grad_report",
     "GradReport",
     "LeafReport",
+    "all_reduce_grads",
     "all_reduce_found_inf",
     "all_reduce_bn_stats",
     "AccumState",

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from . import _torch
-from ._collectives import all_reduce
+from ._group import all_reduce
 
 
 def among(leaves: Sequence[Any]) -> bool:

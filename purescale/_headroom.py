@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from . import _checks, _foreach, _tree
-from ._collectives import all_reduce
 from ._extent import Extent
+from ._group import all_reduce
 from ._meshes import extent
 from ._scaler import is_usable
 from ._tree import Tree

@@ -18,8 +18,9 @@ from torch import nn
 from . import _torch, _tree
 from ._bn import BNStatsState, Estimator, absorb, all_reduce_bn_stats, bn_buffers, init_bn_stats
 from ._bn_catch import ApplyFn, calls_of
-from ._collectives import all_reduce, all_reduce_found_inf
+from ._collectives import all_reduce_found_inf
 from ._functional import Apply, Tensors
+from ._group import all_reduce
 
 Normalize = Literal["batch", "sequential"]
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from . import _checks, _extent, _foreach, _tree
+from ._differentiate import Differentiate, LossFn
 from ._scaler import NoScale, unscale_and_check
 from ._tree import Leaves, Tree
-from ._window import Differentiate, LossFn
 
 
 class ScaleProbe(NamedTuple):

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from . import _dtensor, _tree
 from ._accum import OnNonfinite
+from ._differentiate import LossFn
 from ._headroom import takes_amax, updated
 from ._scaler import Rule, is_usable
 from ._tree import Tree
-from ._window import BNUpdate, Gathered, LossFn, gather
+from ._window import BNUpdate, Gathered, gather
 
 
 def gather_until_finite(
@@ -30,12 +31,14 @@ def gather_until_finite(
     bn_update: BNUpdate,
     max_retries: int,
     norm_type: float | None,
+    group: Any = None,
 ) -> tuple[Any, Gathered, Any, int]:
     """Syncs with the host where `max_retries` is above 0. The scaler that was used, the window, the
     next `rng`, how many retries.
 
     Where no try is finite, the one that lost the fewest microbatches, and of those the one at the
-    highest scale.
+    highest scale. With a `group` what is read is the same on every rank, so that all try again
+    or none.
     """
     if max_retries and _dtensor.among(_tree.tensors(params)):
         raise ValueError(
@@ -62,12 +65,13 @@ def gather_until_finite(
                 norm_type,
                 exact,
                 takes_amax(rule),
+                group,
             )
         if best is None or bool(gathered.lost < best[1].lost):
             best = scaler, gathered, after()
         lower = None
         if retries < max_retries and bool(gathered.curable):
-            lower = _backed_off(rule, scaler, gathered.amax)
+            lower = _backed_off(rule, scaler)
         if lower is None:
             return (*best, retries)
         scaler, retries = lower, retries + 1
@@ -78,11 +82,12 @@ def gather_until_finite(
 _PATIENCE = 100  # overflows that a rule may let pass before it lowers the scale
 
 
-def _backed_off(rule: Rule[Any], scaler: Any, amax: Any) -> Any | None:
+def _backed_off(rule: Rule[Any], scaler: Any) -> Any | None:
     """Syncs with the host. The first state with a lower scale, or a usable one, that overflows lead
     to; `None` at the smallest scale.
     """
     lower, bad = scaler, torch.ones((), dtype=torch.bool, device=scaler.scale.device)
+    amax = torch.full_like(scaler.scale, torch.inf)  # what a skipped step has
     for _ in range(_PATIENCE):
         lower = updated(rule, lower, bad, amax)
         usable = is_usable(lower.scale) & ~is_usable(scaler.scale)

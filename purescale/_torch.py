@@ -73,6 +73,10 @@ pytree: Any = _find("torch.utils._pytree")
 all_reduce: Callable[[Tensor, str, Any], Tensor] = _find(
     "torch.distributed._functional_collectives.all_reduce"
 )
+storage_uses: Callable[[int], int] = _find("torch._C._storage_Use_Count")
+object_device: Callable[[Any], str] = _find(
+    "torch.distributed.distributed_c10d._get_object_coll_device"
+)
 local: Callable[[Tensor], Tensor] = _find("torch.distributed.tensor.DTensor._local_tensor").__get__
 AsyncTensor: Any = _find("torch.distributed._functional_collectives.AsyncCollectiveTensor")
 

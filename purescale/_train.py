@@ -13,14 +13,17 @@ from . import _tree
 from ._accum import OnNonfinite, check_on_nonfinite
 from ._checks import shown
 from ._clip import Clip, check_ordered, checked, told
-from ._headroom import check_update, updated
+from ._differentiate import LossFn
+from ._headroom import check_update, takes_amax, updated
 from ._infos import StepInfo
 from ._optim import Optimizer
+from ._ranks import checked as checked_group
+from ._ranks import together
 from ._retry import gather_until_finite
 from ._scaler import Rule, StaticScale, check_device
 from ._step import skip_or_step
 from ._tree import Tree
-from ._window import BNUpdate, LossFn
+from ._window import BNUpdate
 
 
 class TrainState(NamedTuple):
@@ -138,7 +141,12 @@ def train_step(
     - `bn_update="each"`: batch norm updates its running averages with every microbatch, so k of
       them weigh as k steps. `"window"`: once, with the pooled statistics of the microbatches that
       count.
-    - `group`: only `None` is there in this version.
+    - `group`: the ranks that make this step together, each with microbatches of its own, equal to
+      one process with all of them: `info` is that of all (`aux` stays local), one flag decides,
+      weights count over all ranks, a rank may have more microbatches than another, or weight 0.
+      Gradients are reduced once, with the last microbatch, and ten numbers with them. Buffers are
+      averaged by weight (with `"window"` their statistics are those of all), of integers the
+      largest, so that every rank ends with the same. Ranks on a CPU first compare their trees.
 
     Returns the next state and `StepInfo`. On an overflow parameters, optimizer state, buffers and
     `step` come back bit for bit; the scale backs off. A rule that takes amax gets that of the
@@ -162,14 +170,27 @@ def train_step(
     ({'w': tensor([0.])}, tensor(1.), tensor(65536.), tensor(131072.))
     """
     clip = checked(max_norm, clip_value, norm_type)
-    _check_call(
-        state, microbatches, optimizer, rule, clip, on_nonfinite, bn_update, group, max_retries
+    group = checked_group(
+        group,
+        lambda: _check_call(
+            state, microbatches, optimizer, rule, clip, on_nonfinite, bn_update, max_retries
+        ),
+        lambda: f"{max_retries=}, {on_nonfinite=}, {bn_update=}",
+        lambda: {"params": state.params, "buffers": state.buffers},
     )
+    norm = None if max_norm is None else clip.norm_type
     scaler, gathered, rng, retries = gather_until_finite(
         *(state.params, state.buffers, state.scaler, state.rng),
         *(microbatches, loss_fn, rule, weight_fn),
-        *(on_nonfinite, bn_update, max_retries, None if max_norm is None else clip.norm_type),
+        *(on_nonfinite, bn_update, max_retries, norm),
+        group,
     )
+    if group is not None:
+        gathered = together(
+            *(gathered, state.params, state.buffers, scaler.scale, norm),
+            takes_amax(rule),
+            group,
+        )
     skip, overflow = gathered.found_inf, gathered.overflow
     # Where no try was finite, the scale ends as after one ordinary skip.
     used = scaler if retries == 0 else _tree.where(overflow, state.scaler, scaler, donate=False)
@@ -242,7 +263,6 @@ def _check_call(
     clip: Clip,
     on_nonfinite: str,
     bn_update: str,
-    group: Any,
     max_retries: Any,
 ) -> None:
     if not isinstance(state, TrainState):
@@ -270,11 +290,6 @@ def _check_call(
     check_on_nonfinite(on_nonfinite)
     if bn_update not in ("each", "window"):
         raise ValueError(f"bn_update must be 'each' or 'window', got {bn_update!r}.")
-    if group is not None:
-        raise ValueError(
-            f"this version has group=None only, got {group!r}. Cure: the loop by hand, where "
-            "unscale_and_check takes a group."
-        )
     if (
         isinstance(max_retries, bool)
         or not isinstance(max_retries, numbers.Integral)

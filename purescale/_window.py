@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import _dtensor, _foreach, _leaf, _meshes, _tree
+from . import _dtensor, _foreach, _meshes, _tree
 from ._accum import AccumState, OnNonfinite, add, as_weight, init_accum, is_weight
-from ._argument import argument
-from ._bn import absorb, check_flat, has_layers, init_bn_stats, updated_once, without_update
+from ._bn import (
+    absorb,
+    all_reduce_bn_stats,
+    check_flat,
+    has_layers,
+    init_bn_stats,
+    updated_once,
+    without_update,
+)
 from ._bn_catch import CatchBatchNorm, named_calls
+from ._buckets import Reduction, reduction_of, share_of
 from ._checks import as_float
+from ._differentiate import Differentiate, LossFn
+from ._group import all_reduce
 from ._headroom import grad_amax, largest
-from ._scaler import HasScale, overflowed, scale_loss, unscale_and_check
+from ._scaler import HasScale, overflowed, unscale_and_check
 from ._tree import Leaves, Tree
 
 BNUpdate = Literal["each", "window"]
-
-
-class LossFn(Protocol):
-    """What `train_step` differentiates: a pure function of params, buffers and one microbatch."""
-
-    def __call__(
-        self, params: Tree, buffers: Tree, microbatch: Any, /
-    ) -> tuple[Tensor, Tree] | tuple[Tensor, Tree, Any]:
-        """The unscaled loss, the new buffers (`buffers` where nothing changes them), and what else
-        the step shall return.
-        """
 
 
 class Gathered(NamedTuple):
@@ -49,6 +47,10 @@ class Gathered(NamedTuple):
     amax: Any  # the largest of the unscaled gradients, where the rule takes it; else ()
     buffers: Tree
     aux: tuple[Any, ...]
+    # Of a group: by which the mean of this rank is divided in that of all, inf where it counts for
+    # nothing, and what is on its way already.
+    divisor: Tensor | None = None
+    reduction: Reduction | None = None
 
 
 def gather(
@@ -63,16 +65,21 @@ def gather(
     norm_type: float | None,
     exact: bool,
     amax: bool = False,
+    group: Any = None,
 ) -> Gathered:
     """The weighted mean of the microbatches' gradients and losses, and what they make of the
     buffers.
 
     `exact`: say which microbatches overflowed also where one drops them all, for which each has to
-    be read. `amax`: say how large the largest gradient is.
+    be read. `amax`: say how large the largest gradient is. With a `group` losses and flags are
+    those of all its ranks; gradients and buffers are still to be reduced, and unless `exact` they
+    have not been looked at.
     """
     if bn_update == "window" and buffers:
         check_flat(buffers)
-    settings: Any = (weight_fn, on_nonfinite, norm_type, exact, amax)
+    settings: Any = (weight_fn, on_nonfinite, norm_type, exact, amax, group)
+    if group is not None:
+        settings += (_tree.flatten(buffers)[0],)
     if bn_update == "each" or not has_layers(buffers):
         return _gather(params, buffers, scaler, microbatches, loss_fn, *settings)
     momenta: dict[str, float] = {}
@@ -98,6 +105,7 @@ def gather(
         params, (buffers, init_bn_stats(buffers)), scaler, microbatches, catching, *settings
     )
     carried, stats = gathered.buffers
+    stats = stats if group is None else all_reduce_bn_stats(stats, group)
     return gathered._replace(buffers=updated_once(carried, stats, momenta))
 
 
@@ -111,11 +119,22 @@ def _gather(
     on_nonfinite: OnNonfinite,
     norm_type: float | None,
     exact: bool,
-    amax: bool = False,
+    amax: bool,
+    group: Any,
+    sent_along: Leaves | None = None,
 ) -> Gathered:
     weights = _weights(microbatches, weight_fn, scaler.scale)
     differentiate = Differentiate(params, buffers, scaler, loss_fn)
-    single = len(microbatches) == 1
+    reduction: Reduction | None = None
+    early = on_nonfinite == "drop_window" and not (exact or _tree.traced())
+    if group is not None and early and not differentiate.spread:
+        # What follows from the weights alone is known before the gradients are, so that these can
+        # leave as the last backward makes them.
+        counted = torch.where(is_weight(weights.vector), weights.vector, 0).sum()
+        divisor = share_of(counted, all_reduce(counted, "sum", group))
+        reduction = reduction_of(params, sent_along or [], divisor, group)
+    alone = len(microbatches) == 1
+    single = alone and group is None
     together = single or on_nonfinite == "drop_window"
     carried = differentiate.buffers
     mean: Leaves | None = None
@@ -124,7 +143,11 @@ def _gather(
     overflows: list[Tensor] = []
     aux: tuple[Any, ...] = ()
     for index, microbatch in enumerate(microbatches):
-        grads, (loss, new_buffers, new_aux) = differentiate(carried, microbatch)
+        last = index == len(microbatches) - 1
+        put = _last_of(reduction, differentiate, mean, weights, index) if last else None
+        grads, (loss, new_buffers, new_aux) = differentiate(carried, microbatch, put)
+        if group is not None:  # the ranks hold other rows of what is sparse
+            grads = [leaf if leaf.layout is torch.strided else leaf.to_dense() for leaf in grads]
         losses.append(loss)
         aux += tuple(new_aux)
         counts = weights.counts[index]
@@ -137,7 +160,12 @@ def _gather(
                 size = _meshes.extent(grads, scaler.scale.device)
                 overflows.append(overflowed(size, scaler.scale, scaled=False))
             flag = counts if isinstance(counts, Tensor) else None
-            mean = mean if counts is False else _mixed(mean, grads, weights.shares[index], flag)
+            if put is not None:
+                mean = None
+            elif alone and counts is True:
+                mean = grads
+            elif counts is not False:
+                mean = _mixed(mean, grads, weights.shares[index], flag)
         else:
             accum, overflow = _add(accum, grads, weights.vector[index], scaler)
             overflows.append(overflow)
@@ -156,6 +184,11 @@ def _gather(
     elif not together:
         mean, overflow = unscale_and_check(scaler, mean)
         most = grad_amax(mean) if amax else ()
+    elif group is not None:
+        if mean is None and reduction is None:
+            mean = differentiate.zeros()
+        none = torch.zeros((), dtype=torch.bool, device=scaler.scale.device)
+        overflow = torch.stack(overflows) if overflows else none
     else:
         mean = differentiate.zeros() if mean is None else mean
         # one read gives the norm too
@@ -168,15 +201,16 @@ def _gather(
         if overflows:
             each = torch.stack(overflows)
             overflow = torch.where(each.any(), each, overflow)
-    facts = _summary(weights, torch.stack(losses), overflow, on_nonfinite)
+    facts = _summary(weights, torch.stack(losses), overflow, on_nonfinite, group)
     buffers = differentiate.buffer_structure.unflatten(carried)
     return Gathered(
-        grads=differentiate.tree(mean),
+        grads=() if mean is None else differentiate.tree(mean),
         scaled=together,
         norm=norm,
         amax=most,
         buffers=buffers,
         aux=aux,
+        reduction=reduction,
         **facts,
     )
 
@@ -188,6 +222,34 @@ def _mixed(mean: Leaves | None, grads: Leaves, share: Any, counts: Tensor | None
     shards = _dtensor.shards(grads)
     sums = None if mean is None else _dtensor.shards(mean).local
     return shards.back(_foreach.mix(sums, list(shards.local), share, counts))
+
+
+def _last_of(
+    reduction: Reduction | None,
+    differentiate: Differentiate,
+    mean: Leaves | None,
+    weights: _Weights,
+    index: int,
+) -> Callable[[int, Tensor], None] | None:
+    """What takes a gradient of the last microbatch, adds it to the mean and sends it."""
+    if reduction is None:
+        return None
+    places = [place for place, here in enumerate(differentiate.present) if here]
+    counts, share = weights.counts[index], weights.shares[index]
+    flag = counts if isinstance(counts, Tensor) else None
+
+    def put(index: int, gradient: Tensor) -> None:
+        before = None if mean is None else [mean[index]]
+        if gradient.layout is not torch.strided:
+            gradient = gradient.to_dense()
+        if counts is not True or len(weights.counts) > 1:
+            if counts is not False:
+                gradient = _foreach.mix(before, [gradient], share, flag)[0]
+            else:
+                gradient = torch.zeros_like(gradient) if before is None else before[0]
+        reduction.put(places[index], gradient, own=True)
+
+    return put
 
 
 def _add(
@@ -235,13 +297,14 @@ def _weights(
 
 
 def _summary(
-    weights: _Weights, loss: Tensor, overflow: Tensor, on_nonfinite: OnNonfinite
+    weights: _Weights, loss: Tensor, overflow: Tensor, on_nonfinite: OnNonfinite, group: Any
 ) -> dict[str, Tensor]:
     """`loss`, `found_inf`, `overflow`, `curable` and `lost` of a window, from those of its
-    microbatches or of their mean.
+    microbatches or of their mean; with a `group` from those of all its ranks, and `divisor`.
     """
-    if weights.equal and not overflow.ndim:
-        mean = loss.mean(dtype=weights.vector.dtype).to(loss.dtype)
+    weight = weights.vector
+    if group is None and weights.equal and not overflow.ndim:
+        mean = loss.mean(dtype=weight.dtype).to(loss.dtype)
         curable = overflow & torch.isfinite(loss).all()
         return {
             "loss": mean,
@@ -250,168 +313,50 @@ def _summary(
             "curable": curable,
             "lost": overflow * len(loss),
         }
-    weight = weights.vector
     invalid = ~is_weight(weight)
     counts = ~invalid & (weight > 0)
     overflow = overflow & counts
     good = counts & ~overflow
+    finite = torch.isfinite(loss)
+    # Where all were dropped, the loss of all says why.
+    means = torch.stack([_mean(loss, weight, some) for some in (good, counts)])
+    facts = torch.stack(
+        [
+            *(torch.where(some, weight, 0).sum() for some in (good, counts)),
+            *(
+                some.sum().to(weight.dtype)
+                for some in (good, invalid, overflow, overflow & finite, counts & ~finite)
+            ),
+        ]
+    )
+    ours = facts[:2]
+    if group is not None:
+        mine = torch.where(ours > 0, ours * means, 0)
+        facts = all_reduce(torch.cat([facts, mine]), "sum", group)
+        every = facts[:2]
+        means = facts[-2:] / torch.where(every > 0, every, 1)
+    some_good, some_invalid, lost, tame, wild = (facts[2:7] > 0).unbind()
     if on_nonfinite == "drop_microbatch":
-        found_inf, curable = ~good.any(), (overflow & torch.isfinite(loss)).any()
-        # where all were dropped, the loss of all says why
-        counts = torch.where(good.any(), good, counts)
+        found_inf, curable = ~some_good, tame
+        mean = torch.where(some_good, means[0], means[1])
     else:
-        found_inf = (invalid | overflow).any() | ~good.any()
-        curable = overflow.any() & (torch.isfinite(loss) | ~counts).all() & ~invalid.any()
+        found_inf = some_invalid | lost | ~some_good
+        curable = lost & ~wild & ~some_invalid
+        mean = means[1]
+    told = {
+        "loss": mean.to(loss.dtype),
+        "found_inf": found_inf,
+        "overflow": lost,
+        "curable": curable,
+        "lost": facts[4].to(torch.int64),
+    }
+    if group is not None:
+        place = 0 if on_nonfinite == "drop_microbatch" else 1
+        told["divisor"] = share_of(ours[place], facts[place])
+    return told
+
+
+def _mean(loss: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     share = torch.where(counts, weight, 0)
     share = share / torch.where(counts.any(), share.sum(), 1)
-    mean = (torch.where(counts, loss, 0) * share).sum().to(loss.dtype)
-    return {
-        "loss": mean,
-        "found_inf": found_inf,
-        "overflow": overflow.any(),
-        "curable": curable,
-        "lost": overflow.sum(),
-    }
-
-
-class Differentiate:
-    """The gradients of the scaled loss; the unscaled loss, new buffers and aux, off the graph and
-    in memory of their own.
-
-    What is the same for every microbatch is worked out once. Parameters without a tensor are left
-    out until `tree`.
-    """
-
-    def __init__(self, params: Tree, buffers: Tree, scaler: HasScale, loss_fn: LossFn) -> None:
-        self.scaler, self.loss_fn, self.buffer_tree = scaler, loss_fn, buffers
-        leaves, self.structure = _tree.flatten(params)
-        self.buffers, self.buffer_structure = _tree.flatten(buffers)
-        self.present = [leaf is not None for leaf in leaves]
-        self.inputs = [leaf for leaf in leaves if leaf is not None]
-        self.spread = _dtensor.among(self.inputs)
-        if not _tree.traced():
-            self.names = [
-                name for name, here in zip(_tree.names(params), self.present, strict=True) if here
-            ]
-            self.taken = {
-                None,
-                *_leaf.storages([*self.inputs, *self.buffers, *_tree.tensors(scaler)]),
-            }
-            self.inputs = _recordable(self.inputs)
-
-    def zeros(self) -> Leaves:
-        return [
-            torch.zeros_like(leaf, dtype=_foreach.wide_dtype(leaf.dtype)) for leaf in self.inputs
-        ]
-
-    def tree(self, leaves: Leaves) -> Tree:
-        present = iter(leaves)
-        return self.structure.unflatten([next(present) if here else None for here in self.present])
-
-    def __call__(
-        self, buffers: Leaves, microbatch: Any
-    ) -> tuple[Leaves, tuple[Tensor, Leaves, list[Any]]]:
-        if _tree.traced():
-            scaled = functools.partial(self._scaled, buffers, microbatch)
-            grads, (_, outputs) = torch.func.grad_and_value(scaled, has_aux=True)(self.inputs)
-            return list(grads), _tree.fresh(outputs)
-        # torch.func.grad would give the same bits; this also takes checkpointing around `apply` and
-        # custom Functions of the older form.
-        inputs, loss, outputs = self.graph(buffers, microbatch)
-        grads = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
-        # a backward may return what it was given
-        grads = [grad.detach() if grad.requires_grad else grad for grad in grads]
-        if self.spread:
-            grads = [_dtensor.like(grad, leaf) for grad, leaf in zip(grads, inputs, strict=True)]
-        return grads, _tree.fresh(
-            outputs, self.taken.union(_leaf.storages(_tree.all_tensors(microbatch)))
-        )
-
-    def graph(
-        self, buffers: Leaves, microbatch: Any
-    ) -> tuple[Leaves, Tensor, tuple[Tensor, Leaves, list[Any]]]:
-        """The parameters, the scaled loss on its graph over them, and the outputs; where nothing is
-        traced.
-        """
-        buffers = _recordable(buffers)
-        with torch.enable_grad():
-            # Leaves, so that autocast casts a weight once however often it is used; new ones, as a
-            # loss may hang a hook on them.
-            inputs = [
-                argument(name, leaf.detach()).requires_grad_()
-                for name, leaf in zip(self.names, self.inputs, strict=True)
-            ]
-            loss, outputs = self._scaled(buffers, microbatch, inputs)
-        if not loss.requires_grad:
-            raise ValueError(
-                "the loss does not depend on params. Likely cause: loss_fn calls the module "
-                "and not `apply(params, buffers, ...)`, or runs under torch.no_grad or "
-                "inference_mode. Cure: `out, buffers = apply(params, buffers, x)` and a loss "
-                "of that `out`."
-            )
-        return inputs, loss, outputs
-
-    def _scaled(
-        self, buffers: Leaves, microbatch: Any, inputs: Leaves
-    ) -> tuple[Tensor, tuple[Tensor, Leaves, list[Any]]]:
-        given = self.buffer_structure.unflatten(buffers)
-        loss, new_buffers, aux = self._checked(self.loss_fn(self.tree(inputs), given, microbatch))
-        unscaled = loss.to(_foreach.wide_dtype(loss.dtype))
-        scaled = scale_loss(self.scaler, loss).reshape(())
-        return scaled, (unscaled.reshape(()), new_buffers, aux)
-
-    def _checked(self, returned: Any) -> tuple[Tensor, Leaves, list[Any]]:
-        buffers = self.buffer_tree
-        if not (isinstance(returned, tuple) and len(returned) in (2, 3)):
-            what = (
-                f"a tuple of {len(returned)}"
-                if isinstance(returned, tuple)
-                else type(returned).__name__
-            )
-            raise TypeError(
-                f"loss_fn returned {what}; expected (loss, new_buffers) or (loss, new_buffers, "
-                "aux). Cure: `return loss, new_buffers`, or `return loss, buffers` where nothing "
-                "changes them."
-            )
-        loss, new_buffers, *aux = returned
-        loss = _dtensor.full(loss)
-        if not isinstance(loss, Tensor):
-            raise TypeError(
-                f"loss_fn returned {type(loss).__name__} as its loss; expected a tensor of one "
-                "element. Cure: loss first, `return loss, new_buffers`."
-            )
-        if not _like_buffers(new_buffers, buffers):
-            raise ValueError(
-                f"new_buffers does not match buffers: loss_fn returned {_described(new_buffers)} "
-                f"where the new buffers belong, {_described(buffers)}. Likely cause: `return loss, "
-                "aux`. Cure: `return loss, new_buffers, aux`, or `return loss, buffers, aux` "
-                "where nothing changes them."
-            )
-        flat = self.buffers, self.buffer_structure
-        leaves = _tree.paired(buffers, new_buffers, "buffers", "new_buffers", flat=flat)[1]
-        return loss, leaves, aux
-
-
-def _recordable(leaves: Leaves) -> Leaves:
-    """Tensors made under inference_mode as copies that autograd takes; all others as they are."""
-    return [
-        leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf
-        for leaf in leaves
-    ]
-
-
-def _like_buffers(returned: Any, buffers: Tree) -> bool:
-    """Whether it can be meant for the new buffers: of their kind, with a name in common."""
-    if isinstance(buffers, dict):
-        return isinstance(returned, dict) and (
-            not returned or any(name in buffers for name in returned)
-        )
-    return type(returned) is type(buffers)
-
-
-def _described(tree: Any) -> str:
-    if isinstance(tree, Tensor):
-        return f"a tensor of shape {tuple(tree.shape)}"
-    if isinstance(tree, dict):
-        return f"a dict of {_tree.some([repr(name) for name in tree])}"
-    return type(tree).__name__
+    return (torch.where(counts, loss, 0) * share).sum()

@@ -1,0 +1,127 @@
+"""The windows of all ranks as one: gradients and buffers in one reduction, after the last
+microbatch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import _foreach, _meshes, _tree
+from ._buckets import reduction_of
+from ._collectives import agree, lines_of, on_cpu
+from ._group import all_reduce, check_group
+from ._headroom import grad_amax, largest
+from ._scaler import overflowed
+from ._tree import Leaves, Tree
+from ._window import Gathered
+
+
+def together(
+    gathered: Gathered,
+    params: Tree,
+    buffers: Tree,
+    scale: Tensor,
+    norm_type: float | None,
+    amax: bool,
+    group: Any,
+) -> Gathered:
+    """What the windows of all ranks amount to: the mean of their means by weight, and of what
+    became of `buffers`.
+
+    Gradients that are on their way already are waited for; else they are sent now. A buffer that no
+    rank has changed keeps its bits. Of integers, which count, the largest.
+    """
+    weights, structure = _tree.flatten(params)
+    before, buffer_structure = _tree.flatten(buffers)
+    after = _tree.leaves_like("new_buffers", gathered.buffers, "buffers", buffers, buffer_structure)
+    reduction, grads = gathered.reduction, weights
+    if reduction is None:
+        reduction = reduction_of(params, before, gathered.divisor, group)
+        grads = _tree.flatten(gathered.grads)[0]
+        for place in reversed(range(len(weights))):
+            if place in reduction.bucket_of:
+                reduction.put(place, grads[place])
+    for place, (old, new) in enumerate(zip(before, after, strict=True), len(weights)):
+        if place in reduction.bucket_of:
+            reduction.put(place, _moved(old, new))
+    counted = _largest(before, after, group)
+    sums = reduction.get()
+    # A DTensor is reduced over its own mesh.
+    mean = [g if m is None else m for m, g in zip(sums, grads, strict=False)]
+    averaged = [
+        other if change is None else torch.where(change == 0, old, old + change).to(old.dtype)
+        for old, change, other in zip(before, sums[len(weights) :], counted, strict=True)
+    ]
+    found_inf, overflow, norm = gathered.found_inf, gathered.overflow, None
+    if gathered.scaled:
+        size = _meshes.extent(mean, scale.device, norm_type, scale, exact=amax)
+        most = largest(size, scale.device, scale) if amax else ()
+        bad = overflowed(size, scale, scaled=True)
+        found_inf, overflow = found_inf | bad, overflow | bad
+        if size.norm is not None:
+            norm = torch.where(overflow, torch.inf, size.norm / scale)
+    else:
+        most = grad_amax(mean) if amax else ()
+    return gathered._replace(
+        grads=structure.unflatten(mean),
+        norm=norm,
+        amax=most,
+        found_inf=found_inf,
+        overflow=overflow,
+        buffers=buffer_structure.unflatten(averaged),
+        reduction=None,
+    )
+
+
+def _moved(old: Tensor, new: Tensor) -> Tensor:
+    wide = _foreach.wide_dtype(old.dtype)
+    # Of a mask of -inf that nobody changes the difference is NaN.
+    return torch.where(new == old, 0, new.to(wide) - old.to(wide))
+
+
+def _largest(before: Leaves, after: Leaves, group: Any) -> Leaves:
+    """`after`, with the largest of each integer over the ranks; one reduction for all."""
+    places = [
+        place
+        for place, old in enumerate(before)
+        if isinstance(old, Tensor) and not (old.is_floating_point() or old.is_complex())
+    ]
+    results = list(after)
+    if not places:
+        return results
+    row = torch.cat([after[place].to(torch.int64).reshape(-1) for place in places])
+    most = torch.split(all_reduce(row, "max", group), [after[p].numel() for p in places])
+    for place, part in zip(places, most, strict=True):
+        results[place] = part.reshape(after[place].shape).to(after[place].dtype)
+    return results
+
+
+def checked(
+    group: Any,
+    check: Callable[[], Any],
+    settings: Callable[[], str],
+    trees: Callable[[], dict[str, Tree]],
+) -> Any:
+    """The group, `None` for one of a single rank, after `check`. Where the ranks meet on a CPU,
+    what one refuses or holds otherwise every rank refuses; nothing else waits for them there.
+    """
+    if group is None:
+        check()
+        return None
+    group = check_group(group)
+    if on_cpu(group):
+
+        def described() -> list[str]:
+            lines = [lines_of(name, tree, laid=True) for name, tree in trees().items()]
+            return [settings(), *itertools.chain.from_iterable(lines)]
+
+        agree(group, check, described)
+    else:
+        check()
+    return group if dist.get_world_size(group) > 1 else None

@@ -1,0 +1,452 @@
+"""Data parallel over gloo processes: the ranks of a group make the step that one process makes with
+all their data, and what one of them cannot do none of them does.
+"""
+
+import datetime
+import functools
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from helpers import Dispatched, Untouched, batch, clone, in_processes, same_bits, small_net, tensors
+
+import purescale as ps
+
+SGD = ps.from_torch(torch.optim.SGD, lr=1.0)
+
+
+def reductions(dispatched):
+    return sum("all_reduce" in str(op) or "allreduce" in str(op) for op in dispatched.ops)
+
+
+# ---- the mean of gradients -----------------------------------------------------------------------
+
+
+def grads_of(rank):
+    """Every kind of leaf; no two numbers alike."""
+    g = torch.Generator().manual_seed(rank)
+    layout = torch.channels_last if rank else torch.contiguous_format
+    return {
+        "conv": torch.randn(4, 3, 2, 2, generator=g).contiguous(memory_format=layout),
+        "none": None,
+        "half": [torch.randn(5, generator=g).half(), torch.randn(3, generator=g).bfloat16()],
+        "double": torch.randn(7, generator=g, dtype=torch.float64),
+        "complex": torch.randn(3, generator=g, dtype=torch.complex64),
+        "nothing": torch.zeros(0),
+        "number": torch.randn((), generator=g),
+        "sparse": torch.eye(3)[rank % 3].to_sparse(),
+        "more": (torch.randn(6, 5, generator=g).t(), torch.randn(2, generator=g)),
+    }
+
+
+def oracle(trees):
+    """In float64, leaf by leaf."""
+    means = []
+    for column in zip(*(tensors(tree) for tree in trees), strict=True):
+        wide = torch.complex128 if column[0].is_complex() else torch.float64
+        mean = sum(leaf.to_dense().to(wide) for leaf in column) / len(column)
+        means.append(mean.to(column[0].dtype))
+    return means
+
+
+def _means(rank):
+    ranks = dist.get_world_size()
+    mine, every = grads_of(rank), [grads_of(other) for other in range(ranks)]
+    with Untouched({key: leaf for key, leaf in mine.items() if key != "sparse"}):
+        with Dispatched() as few:
+            means = ps.all_reduce_grads(mine, check=False)
+        with Dispatched() as many:
+            each = ps.all_reduce_grads(mine, bucket_size_mb=1e-9, check=False)
+    assert means["none"] is None
+    assert [t.dtype for t in tensors(means)] == [t.dtype for t in tensors(mine)]
+    torch.testing.assert_close(tensors(means), oracle(every), rtol=1e-3, atol=1e-6)
+    exact = {key: leaf for key, leaf in means.items() if key != "half"}
+    torch.testing.assert_close(tensors(exact), oracle([{k: t[k] for k in exact} for t in every]))
+    double = [t["double"] for t in every]
+    torch.testing.assert_close(means["double"], sum(double) / ranks, rtol=1e-12, atol=1e-12)
+    if ranks == 2:  # a sum of two is the same in either order
+        assert same_bits(means, each)
+    torch.testing.assert_close(tensors(means), tensors(each), rtol=1e-3, atol=1e-6)
+    assert (reductions(few), reductions(many)) == (3, len(tensors(mine)) - 1)  # one a dtype; not of
+    # what is empty
+    given = clone(mine)
+    assert same_bits(ps.all_reduce_grads(given, check=False, donate=True), means)
+    assert same_bits(tensors(ps.all_reduce_grads(mine, None, math.inf)), tensors(means))
+    # every rank holds the same bits
+    told = [None] * ranks
+    dist.all_gather_object(told, tensors(means))
+    assert all(same_bits(told[0], other) for other in told)
+
+    huge = {"w": torch.tensor([3e38, 1.0 if rank else math.inf, 1.0 if rank else math.nan])}
+    mean = ps.all_reduce_grads(huge)["w"]
+    assert torch.isfinite(mean[0])
+    assert mean[1:].isfinite().tolist() == [False, False]
+    with Dispatched() as checked:
+        ps.all_reduce_grads(huge)
+    assert reductions(checked) == 1
+
+    compiled = torch.compile(
+        functools.partial(ps.all_reduce_grads, group=dist.group.WORLD),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    dense = {key: leaf for key, leaf in mine.items() if key != "sparse"}
+    expected = {key: leaf for key, leaf in means.items() if key != "sparse"}
+    if rank == 0:
+        torch.testing.assert_close(tensors(compiled(dense)), tensors(expected))
+    else:
+        compiled(dense)
+
+
+# ---- a step --------------------------------------------------------------------------------------
+
+
+def task(dtype, optimizer=SGD, scale=2.0**10):
+    net = small_net()
+    net.register_buffer("mask", torch.tensor([-math.inf, 0.1, 1 / 3]))  # which nothing changes
+    apply, params, buffers = ps.make_functional(net.to(dtype))
+    rule = ps.DynamicScale(init_scale=scale)
+
+    def loss_fn(params, buffers, microbatch):
+        (x, y), limit = microbatch
+        if limit == "dies":  # in the middle: the others wait for its gradients
+            params["5.bias"].register_hook(lambda g: os._exit(0))
+        elif limit is not None:  # in one leaf only, and the loss stays finite
+            params["5.bias"].register_hook(
+                lambda g: torch.where(g.abs() > limit, torch.inf, g) if limit else g * torch.nan
+            )
+        out, buffers = apply(params, buffers, x.to(dtype))
+        return F.cross_entropy(out, y), buffers
+
+    step = functools.partial(ps.train_step, loss_fn=loss_fn, optimizer=optimizer, rule=rule)
+    return ps.init_train_state(params, buffers, optimizer, rule), step
+
+
+def share(rank, bad=None, limit=0.0):
+    """Another number of microbatches on each rank, of other sizes; `bad` overflows."""
+    return [
+        (batch(10 * rank + i, 4 + 2 * rank + i), limit if (rank, i) == bad else None)
+        for i in range(1 + rank)
+    ]
+
+
+def samples(microbatch):
+    return len(microbatch[0][1])
+
+
+WEIGHTS = {
+    "equal": None,
+    "numbers": samples,
+    "tensors": lambda m: torch.tensor(float(samples(m))),
+    "none on the first rank": lambda m: 0 if samples(m) == 4 else samples(m),
+    "none on the first rank, as a tensor": lambda m: torch.tensor(samples(m)) * (samples(m) > 4),
+}
+
+
+def the_same_everywhere(*trees):
+    told = [None] * dist.get_world_size()
+    dist.all_gather_object(told, trees)
+    return all(same_bits(told[0], other) for other in told)
+
+
+def _steps(rank):
+    world = dist.group.WORLD
+    everybody = range(dist.get_world_size())
+    every = [m for other in everybody for m in share(other)]
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 2e-6)):
+        for weight_fn in WEIGHTS.values():
+            for on_nonfinite in ("drop_window", "drop_microbatch"):
+                settings = {"weight_fn": weight_fn, "on_nonfinite": on_nonfinite}
+                state, step = task(dtype)
+                step = functools.partial(step, max_norm=0.1 if weight_fn else None, **settings)
+                with Untouched(state):
+                    new, info = step(state, share(rank), group=world)
+                alone, told = step(state, every)
+                close = {"rtol": tolerance, "atol": tolerance}
+                torch.testing.assert_close(tensors(new.params), tensors(alone.params), **close)
+                torch.testing.assert_close(info.loss, told.loss, rtol=1e-6, atol=1e-6)
+                torch.testing.assert_close(tensors(info.grad_norm), tensors(told.grad_norm))
+                assert not info.found_inf
+                assert same_bits(new.scaler, alone.scaler)
+                assert the_same_everywhere(new, info)
+                given = clone(state)
+                assert same_bits(step(given, share(rank), group=world, donate=True), (new, info))
+
+
+def _buffers(rank):
+    """After one microbatch a rank, the weighted mean of what each alone would hold; with "window"
+    what one process would hold.
+    """
+    everybody = range(dist.get_world_size())
+    state, step = task(torch.float32)
+    first = [share(other)[:1] for other in everybody]
+    settings = {"weight_fn": samples}
+    new, _ = step(state, first[rank], group=dist.group.WORLD, **settings)
+    alone = [step(state, data)[0].buffers for data in first]
+    weights = torch.tensor([float(samples(data[0])) for data in first])
+    for name in ("1.running_mean", "1.running_var"):
+        mean = sum(w * b[name] for w, b in zip(weights / weights.sum(), alone, strict=True))
+        torch.testing.assert_close(new.buffers[name], mean)
+    assert new.buffers["1.num_batches_tracked"] == 1
+    assert same_bits(new.buffers["mask"], state.buffers["mask"])
+    every = [m for other in everybody for m in share(other)]
+    new, _ = step(state, share(rank), group=dist.group.WORLD, bn_update="window")
+    alone, _ = step(state, every, bn_update="window")
+    torch.testing.assert_close(new.buffers, alone.buffers)
+    assert the_same_everywhere(new)
+
+
+def _overflows(rank):
+    world, ranks = dist.group.WORLD, dist.get_world_size()
+    for bad_rank in range(ranks):
+        bad = bad_rank, 0
+        every = [m for other in range(ranks) for m in share(other, bad)]
+        state, step = task(torch.float64)
+        for weight_fn in (None, samples, WEIGHTS["tensors"]):
+            new, info = step(state, share(rank, bad), group=world, weight_fn=weight_fn)
+            assert info.found_inf
+            assert new.scaler.scale == state.scaler.scale / 2
+            assert same_bits(
+                (new.params, new.buffers, new.step), (state.params, state.buffers, state.step)
+            )
+            assert the_same_everywhere(new, info)
+            settings = {"weight_fn": weight_fn, "on_nonfinite": "drop_microbatch"}
+            new, info = step(state, share(rank, bad), group=world, **settings)
+            alone, _ = step(state, every, **settings)
+            assert not info.found_inf
+            torch.testing.assert_close(new.params, alone.params, rtol=1e-12, atol=1e-12)
+            assert same_bits(new.scaler, alone.scaler)
+            assert the_same_everywhere(new, info)
+        # weight 0 counts for nothing, be it NaN
+        weight_fn = functools.partial(_unless, samples(share(bad_rank)[0]))
+        new, info = step(state, share(rank, bad), group=world, weight_fn=weight_fn)
+        assert not info.found_inf
+        assert new.step == 1
+        nobody, info = step(state, share(rank), group=world, weight_fn=lambda m: 0)
+        assert info.found_inf
+        assert same_bits(nobody._replace(rng=()), state)
+        # what overflows on one rank above a limit is tried again by all, at the scale that fits
+        limited = [share(other, bad, limit=4.0) for other in range(ranks)]
+        for on_nonfinite in ("drop_window", "drop_microbatch"):
+            settings = {"max_retries": 12, "on_nonfinite": on_nonfinite}
+            new, info = step(state, limited[rank], group=world, **settings)
+            alone, told = step(state, [m for data in limited for m in data], **settings)
+            assert not info.found_inf
+            assert info.retries == told.retries > 0
+            torch.testing.assert_close(new.params, alone.params, rtol=1e-12, atol=1e-12)
+            assert same_bits(new.scaler, alone.scaler)
+            assert the_same_everywhere(new, info)
+
+
+def _unless(size, microbatch):
+    return 0 if samples(microbatch) == size else 1
+
+
+def _everything(rank):
+    for part in (_means, _steps, _buffers, _overflows):
+        part(rank)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_ranks_together_make_the_step_of_one_process_with_all_their_data(ranks):
+    """Means, steps in float64 to 1e-12 and float32 to 2e-6, buffers, skips, retries."""
+    in_processes(_everything, ranks)
+
+
+# ---- compiled ------------------------------------------------------------------------------------
+
+
+def _compiled(rank):
+    state, step = task(torch.float32)
+    data = share(rank)[:1]
+    eager, told = step(state, data, group=dist.group.WORLD)
+    compiled = torch.compile(
+        functools.partial(step, group=dist.group.WORLD), fullgraph=True, backend="aot_eager"
+    )
+    new, info = compiled(state, data)
+    torch.testing.assert_close(tensors(new), tensors(eager), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(tensors(info), tensors(told), rtol=1e-5, atol=1e-6)
+    assert the_same_everywhere(new, info)
+
+
+class Keeps(torch.autograd.Function):
+    """Its backward returns what it keeps: the tensor, or a view of it."""
+
+    @staticmethod
+    def forward(ctx, w, kept, view):
+        ctx.kept, ctx.view = kept, view
+        return w.sum()
+
+    @staticmethod
+    def backward(ctx, seed):
+        return (ctx.kept.view(512, 1024) if ctx.view else ctx.kept), None, None
+
+
+def _kept(rank):
+    """A large gradient is summed where it stands, but not in memory that somebody else holds."""
+    rule = ps.NoScale()
+    for view in (False, True):
+        kept = torch.full((512, 1024), 1.0 + rank)
+        state = ps.init_train_state({"w": torch.zeros(512, 1024)}, {}, SGD, rule)
+        with Untouched(kept):
+            new, _ = ps.train_step(
+                state,
+                [kept],
+                loss_fn=lambda p, b, m, view=view: (Keeps.apply(p["w"], m, view), b),
+                optimizer=SGD,
+                rule=rule,
+                group=dist.group.WORLD,
+            )
+        assert (new.params["w"] == -1.5).all()
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+TREES = {
+    "shape": ({"a": torch.ones(3), "b": torch.ones(2)}, {"a": torch.ones(3), "b": torch.ones(4)}),
+    "name": ({"a": torch.ones(3), "b": torch.ones(2)}, {"a": torch.ones(3), "c": torch.ones(2)}),
+    "order": ({"b": torch.ones(2)}, {"a": torch.ones(3), "b": torch.ones(2)}),
+    "dtype": ({"b": torch.ones(2)}, {"b": torch.ones(2).half()}),
+    "none": ({"b": None}, {"b": torch.ones(2)}),
+    "nothing": ({"b": torch.ones(2)}, {}),
+    "layout": ({"b": torch.ones(2)}, {"b": torch.ones(2).to_sparse()}),
+}
+
+
+def _refusals(rank):
+    for trees in TREES.values():
+        with pytest.raises(ValueError, match=r"rank 0 has .*grads '(a|b)'.*, rank 1 has .*Cure: "):
+            ps.all_reduce_grads(trees[rank])
+    with pytest.raises(
+        TypeError if rank else ValueError,
+        match=r"grads\['a'\] has dtype torch.int64"
+        if rank
+        else "rank 1 refused its arguments: Type",
+    ):
+        ps.all_reduce_grads({"a": torch.ones(2, dtype=torch.int64 if rank else None)})
+    with pytest.raises(
+        ValueError, match=r"rank 0 has bucket_size_mb=1, rank 1 has bucket_size_mb=2"
+    ):
+        ps.all_reduce_grads({"a": torch.ones(2)}, bucket_size_mb=1 + rank)
+    for size in (0, -1, math.nan):
+        with pytest.raises(ValueError, match=r"bucket_size_mb must be above 0, got .*Cure: 25"):
+            ps.all_reduce_grads({"a": torch.ones(2)}, bucket_size_mb=size)
+    with pytest.raises(TypeError, match=r"group is 'all'.*expected a process group"):
+        ps.all_reduce_grads({"a": torch.ones(2)}, "all")
+
+    first = dist.new_group([0])
+    state, step = task(torch.float32)
+    data = share(0)
+    if rank == 0:  # a group of one is one process
+        assert same_bits(step(state, data, group=first), step(state, data))
+    else:
+        for call in (
+            lambda: ps.all_reduce_grads({"a": torch.ones(2)}, first),
+            lambda: ps.all_reduce_found_inf(torch.tensor(True), first),
+            lambda: ps.unscale_and_check(state.scaler, state.params, group=first),
+            lambda: step(state, data, group=first),
+        ):
+            with pytest.raises(ValueError, match=r"group is one that this rank is not in"):
+                call()
+    world = dist.group.WORLD
+    with pytest.raises(ValueError, match=r"rank 0 has max_retries=0.*rank 1 has max_retries=1"):
+        step(state, data, group=world, max_retries=rank)
+    with pytest.raises(ValueError, match=r"an empty list|rank 1 refused its arguments: ValueError"):
+        step(state, [] if rank else data, group=world)
+    other = state._replace(params={**state.params, "5.bias": torch.zeros(3 + rank)})
+    with pytest.raises(ValueError, match=r"rank 0 has params '5.bias': .*\(3,\).*, rank 1 has"):
+        step(other, data, group=world)
+    new, info = step(state, data, group=world)  # and nothing is left behind
+    assert the_same_everywhere(new, info)
+
+    both = dist.new_group([0, 1])
+    dist.destroy_process_group(both)
+    for gone in (
+        lambda: ps.all_reduce_grads({"a": torch.ones(2)}, both),
+        lambda: step(state, data, group=both),
+    ):
+        with pytest.raises(ValueError, match=r"group is gone.*Cure: "):
+            gone()
+
+
+def _compiled_and_refused(rank):
+    _compiled(rank)
+    _kept(rank)
+    _refusals(rank)
+
+
+def test_what_one_rank_refuses_every_rank_refuses_and_a_step_is_one_graph():
+    in_processes(_compiled_and_refused)
+
+
+def test_without_a_process_group_gradients_are_copied():
+    grads = {"a": torch.ones(2), "n": None}
+    with Untouched(grads):
+        reduced = ps.all_reduce_grads(grads)
+    assert same_bits(reduced, grads)
+    assert reduced["a"].data_ptr() != grads["a"].data_ptr()
+    assert ps.all_reduce_grads(grads, donate=True)["a"].data_ptr() == grads["a"].data_ptr()
+    with pytest.raises(ValueError, match=r"bucket_size_mb must be above 0"):
+        ps.all_reduce_grads(grads, bucket_size_mb=0)
+    with pytest.raises(TypeError, match=r"grads\['a'\] has dtype torch.int64"):
+        ps.all_reduce_grads({"a": torch.tensor([1])})
+    with pytest.raises(ValueError, match=r"group is given, but there is no process group"):
+        ps.all_reduce_grads(grads, dist.group.WORLD or "all")
+
+
+# ---- many ranks, on paper ------------------------------------------------------------------------
+
+
+def test_a_step_sends_what_is_claimed_on_2_to_512_ranks():
+    script = Path(__file__).parents[1] / "benchmarks" / "scaling.py"
+    subprocess.run([sys.executable, script], check=True, capture_output=True)
+
+
+# ---- a rank that dies ----------------------------------------------------------------------------
+
+ADAMW = ps.from_torch(torch.optim.AdamW, lr=1e-2)
+PATIENCE = 20  # seconds
+
+
+def _trained(folder, until, dies_at, rank):
+    """From the last checkpoint on, one after each step."""
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=PATIENCE))
+    path = os.path.join(folder, "state.pt")
+    state, step = task(torch.float32, ADAMW)
+    state = ps.load(path, like=state) if os.path.exists(path) else state
+    dist.barrier()
+
+    while state.step < until:
+        started = time.monotonic()
+        index = int(state.step)
+        limit = "dies" if (rank, index) == (1, dies_at) else None
+        data = [(batch(100 * index + 10 * rank + i, 4 + rank), limit) for i in range(1 + rank)]
+        try:
+            state, _ = step(state, data, group=dist.group.WORLD)
+        except RuntimeError:
+            assert index == dies_at
+            assert time.monotonic() - started < PATIENCE + 10
+            os._exit(0)
+        if rank == 0:
+            ps.save(path, state)
+    assert dies_at is None
+
+
+def test_a_rank_that_dies_is_an_error_on_the_others_and_a_restart_goes_on_bit_for_bit(tmp_path):
+    whole, torn = tmp_path / "whole", tmp_path / "torn"
+    whole.mkdir()
+    torn.mkdir()
+    in_processes(functools.partial(_trained, str(whole), 5, None), 3)
+    in_processes(functools.partial(_trained, str(torn), 5, 3), 3)
+    like, _ = task(torch.float32, ADAMW)
+    assert ps.load(torn / "state.pt", like=like).step == 3
+    in_processes(functools.partial(_trained, str(torn), 5, None), 3)
+    assert same_bits(ps.load(torn / "state.pt", like=like), ps.load(whole / "state.pt", like=like))

@@ -1,0 +1,69 @@
+"""How `make docs` builds these pages; the reference comes from the package as it is imported."""
+
+import pkgutil
+import re
+from typing import Any
+
+import purescale
+
+project = "purescale"
+author = "the purescale authors"
+version = release = purescale.__version__
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
+myst_heading_anchors = 3
+html_theme = "furo"
+html_title = "purescale"
+html_show_sphinx = False
+html_copy_source = False
+html_static_path = ["style.css"]
+html_css_files = ["style.css"]
+
+# A name in backticks is a link where there is something of that name.
+default_role = "py:obj"
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+python_maximum_signature_line_length = 88
+
+_AUTOMODULE = "{heading}\n```{{eval-rst}}\n.. automodule:: {name}\n   :members:\n```\n"
+
+
+def _modules(app: Any, page: str, source: list[str]) -> None:
+    """A page that asks for them gets the public modules below purescale, whichever there are."""
+    if "{modules}" in source[0]:
+        found = pkgutil.walk_packages(purescale.__path__, "purescale.")
+        names = [name for _, name, package in found if "._" not in name and not package]
+        parts = [_AUTOMODULE.format(heading=f"## `{name}`\n", name=name) for name in sorted(names)]
+        source[0] = source[0].replace("{modules}", "\n".join(parts))
+
+
+def _as_rst(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """The docstrings are written for `help()`; what reStructuredText wants otherwise."""
+    text = "\n".join(lines)
+    if name == "purescale":  # its index: a list under each heading
+        text = re.sub(r"^    (\w+) +(\S.*)$", r"    - `~purescale.\1`: \2", text, flags=re.M)
+    # a blank line before a list; code that is set apart by its indentation; tables
+    text = re.sub(r"^((?!- |  |\n).+)\n- ", r"\1\n\n- ", text, flags=re.M)
+    text = re.sub(r":\n\n(?=    )", "::\n\n", text)
+    text = re.sub(r"(?:^\|.*\n)+", _table, text, flags=re.M)
+    lines[:] = text.split("\n")
+
+
+def _table(found: re.Match[str]) -> str:
+    """A Markdown table as one of reStructuredText."""
+    rows = [line.strip("| ").split(" | ") for line in found[0].splitlines()]
+    out = [".. list-table::", "   :header-rows: 1", ""]
+    for row in rows[:1] + rows[2:]:
+        out += [f"   {' ' if index else '*'} - {cell}" for index, cell in enumerate(row)]
+    return "\n".join([*out, "", ""])
+
+
+def _nothing_said(app: Any, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool:
+    """The fields of a NamedTuple say of themselves only which number they have."""
+    return skip or (getattr(obj, "__doc__", None) or "").startswith("Alias for field number")
+
+
+def setup(app: Any) -> None:
+    """What Sphinx calls."""
+    app.connect("source-read", _modules)
+    app.connect("autodoc-process-docstring", _as_rst)
+    app.connect("autodoc-skip-member", _nothing_said)

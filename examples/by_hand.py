@@ -34,10 +34,9 @@ def scaled_loss(params, buffers, scaler, x, y):
     return ps.scale_loss(scaler, loss), (loss, buffers)
 
 
+gradients = torch.func.grad_and_value(scaled_loss, has_aux=True)
 for x, y in torch.utils.data.DataLoader(dataset, batch_size=64, shuffle=True, drop_last=True):
-    grads, (_, (loss, new_buffers)) = torch.func.grad_and_value(scaled_loss, has_aux=True)(
-        params, buffers, scaler, x, y
-    )
+    grads, (_, (loss, new_buffers)) = gradients(params, buffers, scaler, x, y)
     grads, found_inf = ps.unscale_and_check(scaler, grads)
     grads, norm = ps.clip_by_global_norm(grads, max_norm=1.0)
     params, opt_state = ps.maybe_step(optimizer, params, grads, opt_state, found_inf)
@@ -54,9 +53,7 @@ print(
 microbatches = torch.utils.data.DataLoader(dataset, batch_size=16, shuffle=True)
 accum, new_buffers = ps.init_accum(params), buffers
 for index, (x, y) in enumerate(microbatches):
-    grads, (_, (loss, new_buffers)) = torch.func.grad_and_value(scaled_loss, has_aux=True)(
-        params, new_buffers, scaler, x, y
-    )
+    grads, (_, (loss, new_buffers)) = gradients(params, new_buffers, scaler, x, y)
     grads, found_inf = ps.unscale_and_check(scaler, grads)
     accum = ps.accumulate_grads(accum, grads, weight=len(x), found_inf=found_inf)
     if ps.accumulation_window(index, every=4, total=len(microbatches)).should_update:

@@ -125,7 +125,7 @@ from ._optim import (
     from_transformation as from_transformation,
 )
 
-from ._torch_optim import OptState as OptState
+from ._slots import OptState as OptState
 
 from ._bn import (
     BNStatsState as BNStatsState,
@@ -143,6 +143,9 @@ from ._step import (
     maybe_step as maybe_step,
     unscale_and_step as unscale_and_step,
     Stepped as Stepped,
+)
+
+from ._train import (
     init_train_state as init_train_state,
     train_step as train_step,
     TrainState as TrainState,

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from . import _tree
-from ._torch_optim import Schedule, TorchOptimizer
+from ._groups import Schedule
+from ._torch_optim import TorchOptimizer
 from ._tree import Tree
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from . import _checks, _extent, _foreach, _tree
+from . import _checks, _extent, _foreach, _leaf, _tree
 from ._collectives import all_reduce_found_inf
 from ._tree import Tree
 
@@ -388,7 +388,7 @@ def check_device(scale: Tensor, tree: Tree, leaves: list[Any], name: str) -> Non
             if leaf.is_meta:
                 raise ValueError(
                     f"{at} is on meta, the scaler state on {scale.device}. "
-                    f"{_tree.elsewhere(leaf.device)}"
+                    f"{_leaf.elsewhere(leaf.device)}"
                 )
             raise ValueError(
                 f"{at} is on {leaf.device}, the scaler state on {scale.device}; they must be on "
@@ -410,7 +410,7 @@ def _check_loss(loss: Any, scale: Tensor, path: Any) -> None:
             "of errors, or predictions, instead of a loss. Cure: `loss.float()` if that is meant; "
             "`loss.abs()` of a complex one."
         )
-    misfit = _tree.unfit(loss)
+    misfit = _leaf.unfit(loss)
     if misfit:
         raise TypeError(f"{path()} {misfit}")
     if loss.numel() != 1:

@@ -1,26 +1,21 @@
-"""One training step: skip or apply, and the thin composer of everything else."""
+"""One optimizer step: skip or apply, over gradients that are still scaled."""
 
 from __future__ import annotations
 
 import contextlib
-import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import _foreach, _tree
-from ._accum import OnNonfinite, check_on_nonfinite
-from ._checks import shown
 from ._clip import Clip, check_ordered, checked, clip_by_value, clip_divisor, clip_to, told
 from ._extent import extent
 from ._kernels import Treatment
 from ._optim import Optimizer
-from ._retry import gather_until_finite
-from ._scaler import HasScale, Rule, StaticScale, check_device, check_grads, overflowed
+from ._scaler import HasScale, check_grads, overflowed
 from ._tree import Tree
-from ._window import BNUpdate, LossFn
 
 
 class Stepped(NamedTuple):
@@ -31,35 +26,6 @@ class Stepped(NamedTuple):
     found_inf: Tensor  # bool []
     # float32 [], before clipping; not finite where found_inf; () where max_norm is None
     grad_norm: Any
-
-
-class TrainState(NamedTuple):
-    """Everything a step changes. Make it with `init_train_state`; a checkpoint of it replays the
-    run.
-    """
-
-    params: Tree
-    buffers: Tree
-    opt_state: Any
-    scaler: Any
-    step: Tensor  # int64 []: steps applied, skipped ones not counted
-    rng: Any  # uint8 [n], a generator's state; () for torch's global generator
-
-
-class StepInfo(NamedTuple):
-    """What a step has to tell: 0-d tensors, so that infos can be stacked. Reading one syncs; do it
-    when you log.
-    """
-
-    # float32 (float64 for a float64 loss): unscaled, the weighted mean of the microbatches that
-    # count
-    loss: Tensor
-    found_inf: Tensor  # bool: the step was skipped
-    scale: Tensor  # float32: the scale that was used
-    # float32, before clipping; not finite where found_inf; () where max_norm is None
-    grad_norm: Any
-    retries: Tensor  # int32: how often the window was gone through again
-    aux: Any  # what loss_fn returned third, one a microbatch; () where it returns two
 
 
 def maybe_step(
@@ -188,7 +154,7 @@ def unscale_and_step(
     {'w': tensor([0.5000])}
     """
     clip = checked(max_norm, clip_value, norm_type)
-    out = _step(
+    out = skip_or_step(
         optimizer,
         params,
         scaled_grads,
@@ -205,7 +171,7 @@ def unscale_and_step(
     return out
 
 
-def _step(
+def skip_or_step(
     optimizer: Optimizer,
     params: Tree,
     grads: Tree,
@@ -292,299 +258,3 @@ def _extent(
     if found_inf is None:
         found_inf = overflowed(size, scale, scaled=scaled, group=group)
     return found_inf, size.norm / scale if scaled and size.norm is not None else size.norm
-
-
-# ---- the composer --------------------------------------------------------------------------------
-
-
-def init_train_state(
-    params: Tree, buffers: Tree, optimizer: Optimizer, rule: Rule[Any], rng: Tensor | None = None
-) -> TrainState:
-    """Equal to `TrainState(params, buffers, optimizer.init(params), rule.init(device),
-    step=0, rng)`, in fresh memory.
-
-    Off the graph of torch.autograd; inside torch.func it can be differentiated with respect to
-    `params` and `buffers`. `device` is that of the parameters. `rng`: the state of a generator of
-    that device, `torch.Generator(device).manual_seed(0).get_state()`; with it dropout is a function
-    of the state and a step replays bit for bit. Without it (`()` in the state) torch's global
-    generator is used and moves on.
-
-    Raises `ValueError` for params without a tensor, `TypeError` for integer parameters or an `rng`
-    that is no generator state.
-
-    >>> import torch
-    >>> from purescale import DynamicScale, from_torch
-    >>> sgd = from_torch(torch.optim.SGD, lr=0.1)
-    >>> state = init_train_state({"w": torch.ones(2)}, {}, sgd, DynamicScale())
-    >>> state.step, state.scaler.scale
-    (tensor(0), tensor(65536.))
-    """
-    _check_parts(optimizer, rule)
-    weights = _tree.tensors(params)
-    if not weights:
-        raise ValueError(
-            f"init_train_state got params without a tensor, {params!r}. Cure: `apply, params, "
-            "buffers = make_functional(model)`."
-        )
-    if rng is not None and not (isinstance(rng, Tensor) and rng.dtype is torch.uint8):
-        raise TypeError(
-            f"rng must be the state of a generator, a uint8 tensor, got {type(rng).__name__}. "
-            f"Cure: rng=torch.Generator({weights[0].device.type!r}).manual_seed(0).get_state()."
-        )
-    _tree.refuse_graphs(params=params, buffers=buffers)
-    device = weights[0].device
-    return TrainState(
-        params=_tree.clone(params),
-        buffers=_tree.clone(buffers),
-        opt_state=optimizer.init(params),
-        scaler=rule.init(device),
-        step=torch.zeros((), dtype=torch.int64, device=device),
-        rng=() if rng is None else rng.clone(),
-    )
-
-
-def train_step(
-    state: TrainState,
-    microbatches: list[Any],
-    *,
-    loss_fn: LossFn,
-    optimizer: Optimizer,
-    rule: Rule[Any],
-    weight_fn: Callable[[Any], float | Tensor] | None = None,
-    max_norm: float | Tensor | None = None,
-    clip_value: float | Tensor | None = None,
-    on_nonfinite: OnNonfinite = "drop_window",
-    bn_update: BNUpdate = "each",
-    group: Any = None,
-    max_retries: int = 0,
-    donate: bool = False,
-    norm_type: float = 2.0,
-) -> tuple[TrainState, StepInfo]:
-    """Syncs with the host only where `max_retries` is above 0. Equal to, with one microbatch and
-    `s = state`:
-
-        scaled = lambda params: scale_loss(s.scaler, loss_fn(params, s.buffers, microbatch)[0])
-        out = unscale_and_step(optimizer, s.scaler, s.params, grad(scaled)(s.params),
-                               s.opt_state, max_norm, clip_value)
-        buffers = select(out.found_inf, s.buffers, new_buffers)
-        s = TrainState(out.params, buffers, out.opt_state, rule.update(s.scaler, out.found_inf),
-                       s.step + ~out.found_inf, rng)
-
-    Arguments:
-    - `state`: from `init_train_state`, or what the last step returned.
-    - `microbatches`: a list; its gradients are averaged in float32 and make one step. For one
-      batch: `[batch]`. The mean loss of each is scaled whole, where torch's recipe scales
-      `loss / k`: with k of them a dynamic scale settles k times lower than GradScaler's, at the
-      same gradients. `interop.torch_amp.from_state_dict(d, accumulated=k)` takes one over.
-    - `loss_fn(params, buffers, microbatch)` returns `(loss, new_buffers)` or
-      `(loss, new_buffers, aux)`; loss unscaled, real, of one element. Buffers thread through the
-      microbatches; return `buffers` where nothing changes them.
-    - `weight_fn(microbatch)`: its weight in the average, a number or a 0-d tensor, not negative:
-      samples or tokens. Default: equal. What has weight 0 counts for nothing. A step whose weights
-      are all 0 leaves all but `rng` as it was. A tensor that is negative or not finite drops what
-      an overflow would drop, and leaves the scale alone.
-    - `on_nonfinite`: what one overflowing microbatch drops, `"drop_window"` or `"drop_microbatch"`
-      (with what it did to the buffers), as in `accumulated_grads`. Either way the scale backs off
-      once.
-    - `max_norm`, `norm_type`, `clip_value`: as in `clip_by_global_norm` and `clip_by_value`, on the
-      averaged, unscaled gradients.
-    - `max_retries`: above 0 it syncs with the host. A window that overflows is gone through again,
-      the same microbatches with the same random numbers of torch's generators, at the scale that
-      the rule backs off to, until it is finite: the step is the one that this scale would have
-      taken at once. Where no try is, the scale ends as after one ordinary skip, and
-      `"drop_microbatch"` steps with the try that lost the fewest. A loss that itself is not finite
-      is not tried again. Not traceable.
-    - `donate`: the tensors of `state` may be overwritten; the caller gives them up. Same bits, as
-      in `maybe_step`.
-    - `bn_update="each"`: batch norm updates its running averages with every microbatch, so k of
-      them weigh as k steps. `"window"`: once, with the pooled statistics of the microbatches that
-      count.
-    - `group`: only `None` is there in this version.
-
-    Returns the next state and `StepInfo`. On an overflow parameters, optimizer state, buffers and
-    `step` come back bit for bit; the scale backs off. Reads no tensor's value, so nothing syncs;
-    works under `torch.compile(fullgraph=True)`, `torch.vmap` and `torch.func.grad`. Parameters that
-    the loss does not use have a gradient of 0.
-
-    Raises before any work is done: `TypeError` and `ValueError` for microbatches that are no list
-    or an empty one and for settings; before anything is changed: for what `loss_fn` returns.
-
-    >>> import torch
-    >>> from purescale import DynamicScale, from_torch
-    >>> optimizer, rule = from_torch(torch.optim.SGD, lr=0.5), DynamicScale(growth_interval=1)
-    >>> state = init_train_state({"w": torch.tensor([1.0])}, {}, optimizer, rule)
-    >>> def loss_fn(params, buffers, x):
-    ...     return (params["w"] * x).pow(2).sum(), buffers
-    >>> state, info = train_step(
-    ...     state, [torch.tensor([1.0])], loss_fn=loss_fn, optimizer=optimizer, rule=rule
-    ... )
-    >>> state.params, info.loss, info.scale, state.scaler.scale
-    ({'w': tensor([0.])}, tensor(1.), tensor(65536.), tensor(131072.))
-    """
-    clip = checked(max_norm, clip_value, norm_type)
-    _check_call(
-        state, microbatches, optimizer, rule, clip, on_nonfinite, bn_update, group, max_retries
-    )
-    scaler, gathered, rng, retries = gather_until_finite(
-        *(state.params, state.buffers, state.scaler, state.rng),
-        *(microbatches, loss_fn, rule, weight_fn),
-        *(on_nonfinite, bn_update, max_retries, None if max_norm is None else clip.norm_type),
-    )
-    skip, overflow = gathered.found_inf, gathered.overflow
-    # Where no try was finite, the scale ends as after one ordinary skip.
-    used = scaler if retries == 0 else _tree.where(overflow, state.scaler, scaler, donate=False)
-    next_scaler = rule.update(used, overflow)
-    # a window that its weights alone made empty leaves the scale as it was
-    if overflow is not skip:
-        next_scaler = _tree.where(skip & ~overflow, state.scaler, next_scaler, donate=False)
-    else:
-        _tree.paired(state.scaler, next_scaler, "state.scaler", "the state that the rule gave")
-
-    # A gradient may be the very tensor that a custom backward returned, and parts of a state may
-    # share memory.
-    given = (
-        state.buffers,
-        state.scaler,
-        scaler,
-        next_scaler,
-        state.step,
-        state.rng,
-        microbatches,
-        gathered._replace(grads=()),
-    )
-    keep = [] if _tree.traced() else _tree.all_tensors(given)
-    known: dict[str, Any] = {
-        "scaled": gathered.scaled,
-        "found_inf": skip,
-        "norm": gathered.norm,
-        "keep": keep,
-    }
-    out = _step(
-        optimizer,
-        state.params,
-        gathered.grads,
-        state.opt_state,
-        clip,
-        scaler.scale,
-        donate=donate,
-        spent=True,
-        **known,
-    )
-    # before buffers are written, whose memory they may stand in
-    step, scale = state.step + ~skip, scaler.scale.clone()
-    new_state = TrainState(
-        params=out.params,
-        buffers=_tree.where(skip, state.buffers, gathered.buffers, donate=donate),
-        opt_state=out.opt_state,
-        scaler=next_scaler,
-        step=step,
-        rng=rng,
-    )
-    info = StepInfo(
-        loss=gathered.loss,
-        found_inf=skip,
-        scale=scale,
-        grad_norm=out.grad_norm,
-        retries=torch.full((), retries, dtype=torch.int32, device=skip.device),
-        aux=gathered.aux,
-    )
-    if donate:
-        _tree.poison(state, keep=(new_state, info, microbatches, max_norm, clip_value))
-    return new_state, info
-
-
-def _check_call(
-    state: TrainState,
-    microbatches: Any,
-    optimizer: Any,
-    rule: Any,
-    clip: Clip,
-    on_nonfinite: str,
-    bn_update: str,
-    group: Any,
-    max_retries: Any,
-) -> None:
-    if not isinstance(state, TrainState):
-        raise TypeError(
-            f"train_step takes a TrainState, got {type(state).__name__}. "
-            f"Cure: `state = init_train_state(params, buffers, optimizer, rule)`."
-        )
-    _check_parts(optimizer, rule)
-    if not isinstance(microbatches, list):
-        raise TypeError(
-            f"microbatches is a {type(microbatches).__name__}; expected a list, one step for all "
-            "of it. Likely cause: one (input, target) batch was passed. Cure: `train_step(state, "
-            "[batch], ...)`."
-        )
-    if not microbatches:
-        raise ValueError(
-            "microbatches is an empty list; a step needs at least one. Likely cause: a loader "
-            "that ran out. Cure: end the loop there."
-        )
-    leaves = _tree.flatten(state.params)[0]
-    _tree.check_parameters(state.params, leaves, "state.params")
-    check_device(state.scaler.scale, state.params, leaves, "state.params")
-    if clip.value is not None:
-        check_ordered(state.params, leaves, "params")
-    check_on_nonfinite(on_nonfinite)
-    if bn_update not in ("each", "window"):
-        raise ValueError(f"bn_update must be 'each' or 'window', got {bn_update!r}.")
-    if group is not None:
-        raise ValueError(
-            f"this version has group=None only, got {group!r}. Cure: the loop by hand, where "
-            "unscale_and_check takes a group."
-        )
-    if (
-        isinstance(max_retries, bool)
-        or not isinstance(max_retries, numbers.Integral)
-        or max_retries < 0
-    ):
-        raise ValueError(
-            f"max_retries must be a whole number, 0 or more, got {shown(max_retries)}."
-        )
-    if max_retries and isinstance(rule, StaticScale):
-        raise ValueError(
-            f"max_retries={max_retries} with {rule!r}, whose scale never moves: every try would "
-            "overflow again. Cure: DynamicScale(), or max_retries=0."
-        )
-    if max_retries and _tree.traced():
-        raise ValueError(
-            "max_retries reads the flag on the host, which a traced step cannot. Cure: "
-            "max_retries=0 under torch.compile and torch.func; the next step is taken at the "
-            "lower scale anyway."
-        )
-    if not isinstance(state.rng, tuple) and _tree.traced():
-        raise ValueError(
-            "a step with rng in its state cannot be traced: torch's generators are outside of "
-            "torch.compile and torch.func. Cure: state._replace(rng=()), torch.manual_seed before "
-            "the step, and for vmap randomness='different'."
-        )
-
-
-def _check_parts(optimizer: Any, rule: Any) -> None:
-    if isinstance(optimizer, type) or not (
-        callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "step", None))
-    ):
-        got = (
-            f"the class {optimizer.__name__}"
-            if isinstance(optimizer, type)
-            else type(optimizer).__name__
-        )
-        raise TypeError(
-            f"optimizer is {got}; expected an object with `init` and `step`. "
-            f"Cure: from_torch(torch.optim.AdamW, lr=1e-3), or from_transformation(tx)."
-        )
-    if isinstance(rule, type):
-        raise TypeError(
-            f"rule is the class {rule.__name__}; expected one that was made. Cure: "
-            f"rule={rule.__name__}()."
-        )
-    missing = [name for name in ("init", "update") if not callable(getattr(rule, name, None))]
-    if missing:
-        raise TypeError(
-            f"rule is {type(rule).__name__}, without "
-            f"{' and '.join(f'`{name}`' for name in missing)}; expected an object with "
-            "`init(device)`, which gives the state to start from, and `update(scaler, "
-            "found_inf)`, which gives the next one. Cure: DynamicScale(), StaticScale(512.0) or "
-            "NoScale(); the README has a rule of one's own."
-        )

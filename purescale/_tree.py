@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, TypeAlias
 import optree
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from . import _columns, _torch
+from . import _columns, _leaf, _torch
+from ._leaf import agree, donatable, parts, storage
 
 Tree: TypeAlias = Any
 Leaves: TypeAlias = list[Any]
@@ -215,23 +215,13 @@ def aligned(params: Tree, grads: Tree) -> Aligned:
     for index, (gradient, weight) in enumerate(zip(gradients, weights, strict=True)):
         if gradient is None:
             continue
-        misfit = "no parameter there" if weight is None else _misfit(gradient, weight)
-        if misfit:
+        cause = "no parameter there" if weight is None else _leaf.misfit(gradient, weight)
+        if cause:
             raise ValueError(
-                f"{path(params, 'grads', index)} has {misfit}. Cure: the gradients of these "
+                f"{path(params, 'grads', index)} has {cause}. Cure: the gradients of these "
                 "params, `torch.func.grad(scaled_loss)(params)`."
             )
     return Aligned(structure, weights, gradients)
-
-
-def _misfit(gradient: Tensor, weight: Tensor) -> str:
-    if gradient.shape != weight.shape:
-        return f"shape {tuple(gradient.shape)}, its parameter {tuple(weight.shape)}"
-    if gradient.device != weight.device:
-        return f"device {gradient.device}, its parameter {weight.device}"
-    if gradient.is_complex() and not weight.is_complex():
-        return f"dtype {gradient.dtype}, its parameter {weight.dtype}, which has no imaginary part"
-    return ""
 
 
 def some(items: list[str], most: int = 5) -> str:
@@ -386,7 +376,7 @@ def where(
 
 def _either(bad: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """`torch.where(bad, a, b)`, of sparse tensors part by part."""
-    if a.layout not in _SPARSE:
+    if a.layout not in _leaf.SPARSE:
         return torch.where(bad, a, b)
     if under_transform():
         raise ValueError(
@@ -394,7 +384,7 @@ def _either(bad: Tensor, a: Tensor, b: Tensor) -> Tensor:
             "cannot put sparse tensors together. Likely cause: a buffer like a graph's adjacency. "
             "Cure: keep it dense, or out of the module and hand it to the forward."
         )
-    *indices, values = (torch.where(bad, x, y) for x, y in zip(_parts(a), _parts(b), strict=True))
+    *indices, values = (torch.where(bad, x, y) for x, y in zip(parts(a), parts(b), strict=True))
     # To check what is consistent already would read it.
     if a.layout is torch.sparse_coo:
         together = a.is_coalesced() and b.is_coalesced()
@@ -404,18 +394,6 @@ def _either(bad: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.sparse_compressed_tensor(
         indices[0], indices[1], values, a.shape, layout=a.layout, check_invariants=False
     )
-
-
-_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-
-
-def _parts(leaf: Tensor) -> list[Tensor]:
-    """The dense tensors that a sparse one is made of: indices, and values last."""
-    if leaf.layout is torch.sparse_coo:
-        return [_torch.indices(leaf), _torch.values(leaf)]
-    if leaf.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [leaf.crow_indices(), leaf.col_indices(), leaf.values()]
-    return [leaf.ccol_indices(), leaf.row_indices(), leaf.values()]
 
 
 _EITHER = "A skipped step keeps the one, an applied step takes the other, so both must agree."
@@ -437,56 +415,9 @@ def paired(
     leaves, structure = flatten(tree) if flat is None else flat
     others = leaves_like(other_name, other, name, tree, structure)
     for index, (a, b) in enumerate(zip(leaves, others, strict=True)):
-        _check_pair(a, b, tree, index, name, other_name, why)
+        if not agree(a, b):
+            raise _leaf.disagreement(a, b, path(tree, name, index), other_name, why)
     return leaves, others, structure
-
-
-def _check_pair(a: Any, b: Any, tree: Tree, index: int, name: str, other: str, why: str) -> None:
-    both = isinstance(a, Tensor) and isinstance(b, Tensor)
-    if both:
-        misfit = unfit(a) or unfit(b)
-        if misfit:
-            raise TypeError(f"{path(tree, name, index)} {misfit}")
-    if (
-        both
-        and a.shape == b.shape
-        and a.dtype == b.dtype
-        and a.device == b.device
-        and a.layout is b.layout
-    ):
-        if a.layout not in _SPARSE or all(
-            x.shape == y.shape and x.dtype == y.dtype
-            for x, y in zip(_parts(a), _parts(b), strict=True)
-        ):
-            return
-        raise ValueError(
-            f"{path(tree, name, index)} is sparse with {len(_parts(a)[-1])} values, but with "
-            f"{len(_parts(b)[-1])} in {other}. {why} Which values there are cannot depend on a "
-            "flag that is not read. Cure: the same number of values, zeros among them, or a dense "
-            "tensor."
-        )
-    if not isinstance(a, Tensor) and type(a) is type(b) and a == b:
-        return
-    at = path(tree, name, index)
-    if both and a.layout is not b.layout:
-        raise ValueError(
-            f"{at} is {a.layout}, but {b.layout} in {other}. {why} Cure: `.to_dense()` what was "
-            "computed as a sparse tensor."
-        )
-    if both:
-        if a.device != b.device:
-            raise ValueError(
-                f"{at} is on {a.device}, but on {b.device} in {other}. {why} {elsewhere(b.device)}"
-            )
-        raise ValueError(
-            f"{at} is {a.dtype} {tuple(a.shape)}, but {b.dtype} {tuple(b.shape)} in {other}. {why} "
-            f"Cure: `.to({a.dtype})` what was computed in another dtype."
-        )
-    raise ValueError(
-        f"{at} is {a!r}, but {b!r} in {other}. What changes in a step must be a tensor, or a "
-        "skipped step could not keep the old value without reading the flag. Cure: "
-        "`torch.tensor(...)`."
-    )
 
 
 def flag(found_inf: Tensor | bool, like: Tensor | None = None) -> Tensor:
@@ -502,26 +433,6 @@ def flag(found_inf: Tensor | bool, like: Tensor | None = None) -> Tensor:
     if isinstance(found_inf, bool):
         return torch.tensor(found_inf, device=None if like is None else like.device)
     raise TypeError(f"found_inf must be a 0-d bool tensor (True = bad), got {found_inf!r}.")
-
-
-def storage(leaf: Tensor) -> int | None:
-    """What two tensors have in common that share memory; `None` of one that has none of its own, as
-    a subclass that wraps others.
-    """
-    try:
-        if leaf.layout is torch.strided:
-            return (
-                (leaf.to_local() if isinstance(leaf, DTensor) else leaf)
-                .untyped_storage()
-                .data_ptr()
-            )
-        return (
-            (_torch.values(leaf) if leaf.layout is torch.sparse_coo else leaf.values())
-            .untyped_storage()
-            .data_ptr()
-        )
-    except RuntimeError:
-        return None
 
 
 def storages(leaves: Sequence[Any]) -> list[int | None]:
@@ -551,11 +462,9 @@ def writable(
         # Memory cannot be compared here. Callers compute everything before they write, and document
         # what that leaves open.
         return [isinstance(leaf, Tensor) and donatable(leaf) for leaf in leaves]
-    return (
-        [False] * len(leaves)
-        if DEBUG_DONATION
-        else _writable(leaves, others, leaves_too=leaves_too)
-    )
+    if DEBUG_DONATION:
+        return [False] * len(leaves)
+    return _writable(leaves, others, leaves_too=leaves_too)
 
 
 def _writable(
@@ -574,19 +483,6 @@ def _writable(
         and not leaf.is_neg()  # lazily: torch's list operations refuse to write into such a view
         for leaf, memory in zip(leaves, memories, strict=True)
     ]
-
-
-def donatable(leaf: Tensor, *, leaves_too: bool = False) -> bool:
-    """Whether `leaf` may be written to: dense, no two of its elements in one place, no leaf of an
-    autograd graph.
-    """
-    if leaf.requires_grad and leaf.is_leaf and not leaves_too:
-        return False
-    if leaf.layout is not torch.strided:
-        return False
-    return leaf.is_contiguous() or (
-        leaf.ndim == 4 and leaf.is_contiguous(memory_format=torch.channels_last)
-    )
 
 
 DEBUG_DONATION = os.environ.get("PURESCALE_DEBUG_DONATION", "0") not in ("", "0")
@@ -613,87 +509,17 @@ def poison(given: Any, keep: Any) -> None:
 
 # ---- checks --------------------------------------------------------------------------------------
 
-_PACKED = getattr(torch, "float4_e2m1fn_x2", None)
-
-
-def unfit(leaf: Tensor) -> str:
-    """What keeps a tensor out of every tree here, and the cure; nothing for the usual kinds."""
-    if leaf.is_nested:
-        return (
-            "is a nested tensor, whose parts differ in shape. Cure: "
-            "`torch.nested.to_padded_tensor(t, 0.0)`, or a list of its parts."
-        )
-    if leaf.layout is not torch.strided and leaf.layout not in _SPARSE:
-        return (
-            f"has the layout {leaf.layout}, which most of torch's operators do not take. Cure: "
-            "`.to_dense()`."
-        )
-    if leaf.is_quantized:
-        return f"is quantized, {leaf.dtype}. Cure: `.dequantize()`."
-    if leaf.dtype is _PACKED:
-        return (
-            f"has dtype {leaf.dtype}, two numbers a byte, which torch cannot compute with. Cure: "
-            "what it was packed from."
-        )
-    return ""
-
-
-# What everything here computes in; a look-up takes a third of the time of asking a tensor.
-_USUAL = frozenset(
-    (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.complex128)
-)
-
 
 def check_gradients(grads: Tree, leaves: Leaves, name: str = "grads") -> None:
     """Refuse, naming the leaf, what cannot be a gradient or have one."""
-    for index, leaf in _unusual(leaves):
-        _check_gradient(leaf, path(grads, name, index))
+    for index, leaf in _leaf.unusual(leaves):
+        _leaf.check_gradient(leaf, path(grads, name, index))
 
 
 def check_parameters(params: Tree, leaves: Leaves, name: str = "params") -> None:
     """Refuse, naming the leaf, what no step can be taken from."""
-    for index, leaf in _unusual(leaves):
-        at = path(params, name, index)
-        _check_gradient(leaf, at)
-        if leaf.dtype.itemsize == 1:
-            raise TypeError(
-                f"{at} has dtype {leaf.dtype}, in which torch cannot compute and a step would "
-                "round to nothing. Cure: float32 parameters, cast where they are used."
-            )
-
-
-def _unusual(leaves: Leaves) -> list[tuple[int, Any]]:
-    """The leaves that need a second look, and where they stand."""
-    usual, strided = _USUAL, torch.strided
-    return [
-        (index, leaf)
-        for index, leaf in enumerate(leaves)
-        if leaf is not None
-        and not (
-            isinstance(leaf, Tensor)
-            and leaf.dtype in usual
-            and leaf.layout is strided
-            and not leaf.is_nested
-        )
-    ]
-
-
-def _check_gradient(leaf: Any, at: str) -> None:
-    if not isinstance(leaf, Tensor):
-        raise TypeError(
-            f"{at} is {type(leaf).__name__} {leaf!r}; every gradient must be a tensor or None. "
-            "Cure: put tensors into the tree; dict, list, tuple and NamedTuple are looked into, "
-            "other containers are not."
-        )
-    if not (leaf.is_floating_point() or leaf.is_complex()):
-        raise TypeError(
-            f"{at} has dtype {leaf.dtype}; a gradient is floating or complex. Likely cause: an "
-            "integer buffer, a mask or a token count stands in the tree of gradients. Cure: leave "
-            "it out, or put None in its place."
-        )
-    misfit = unfit(leaf)
-    if misfit:
-        raise TypeError(f"{at} {misfit}")
+    for index, leaf in _leaf.unusual(leaves):
+        _leaf.check_parameter(leaf, path(params, name, index))
 
 
 def device_of(tree: Tree, leaves: Leaves, name: str) -> torch.device:
@@ -707,17 +533,7 @@ def device_of(tree: Tree, leaves: Leaves, name: str) -> torch.device:
         if device is not None:
             raise ValueError(
                 f"{path(tree, name, index)} is on {leaf.device}, what comes before it on {device}; "
-                f"they must be on one device. {elsewhere(leaf.device)}"
+                f"they must be on one device. {_leaf.elsewhere(leaf.device)}"
             )
         device = leaf.device
     return torch.device("cpu") if device is None else device
-
-
-def elsewhere(device: torch.device) -> str:
-    """Why a leaf may be on another device than the rest, and the cure."""
-    if device.type == "meta":
-        return (
-            "A tensor on meta has no values. Likely cause: a model that was never filled. Cure: "
-            "load or initialise it, then begin."
-        )
-    return "Cure: `.to(device)` of what was left behind."

@@ -37,10 +37,7 @@ WITH_CODE = [name for name, path in PAGES.items() if blocks(path)]
 @pytest.mark.parametrize("name", WITH_CODE)
 def test_the_python_of_a_page_runs(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    namespace = run(name)
-    assert all(
-        torch.isfinite(value).all() for key, value in namespace.items() if key.startswith("loss_of")
-    )
+    run(name)
 
 
 def test_the_loop_of_the_readme_is_short_and_trains(tmp_path, monkeypatch):
@@ -82,7 +79,7 @@ def test_an_average_of_the_weights_survives_donation():
     recipe = next(
         block
         for block in blocks(PAGES["docs/recipes.md"])
-        if "decay = " in block
+        if block.startswith("decay = ")
     )
     donating = recipe.replace("rule=rule)", "rule=rule, donate=True)")
     assert donating != recipe

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import purescale as ps
-from purescale import _tree
+from purescale import _leaf
 
 # torch says so of the LSTM with projections, and takes another kernel.
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
@@ -805,8 +805,8 @@ def test_a_sparse_leaf_is_selected_without_a_read(layout, bad):
     assert seen.reads == 0
     assert chosen.layout is old.layout
     assert torch.equal(chosen.to_dense(), (old if bad else new).to_dense())
-    assert {t.untyped_storage().data_ptr() for t in _tree._parts(chosen)}.isdisjoint(
-        t.untyped_storage().data_ptr() for tree in (old, new) for t in _tree._parts(tree)
+    assert {t.untyped_storage().data_ptr() for t in _leaf.parts(chosen)}.isdisjoint(
+        t.untyped_storage().data_ptr() for tree in (old, new) for t in _leaf.parts(tree)
     )
 
 

@@ -426,9 +426,8 @@ def test_the_nodes_of_a_compiled_graph_do_what_their_schema_says(name):
     optimizer = FUSED[name]
     scaler, params, grads, state = problem([(3, 5), (40,)], optimizer)
     kernel = optimizer._kernel
-    settings = optimizer._groups(("0", "1"), optimizer._learning_rates(state.applied, state.lr))[0][
-        1
-    ]
+    groups = optimizer._groups
+    [(_, settings)] = groups.of(("0", "1"), groups.rates(state.applied, state.lr))
     slots = list(state.slots.values())
     targets = [*params.values(), *(slot[key] for key in kernel.slots(settings) for slot in slots)]
     steps = [slot["step"] for slot in slots if "step" in slot]

@@ -1,0 +1,211 @@
+"""One leaf: what may be one, which two go together, whose memory it is in. It knows no trees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from . import _torch
+
+SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+_PACKED = getattr(torch, "float4_e2m1fn_x2", None)
+# What everything here computes in; a look-up takes a third of the time of asking a tensor.
+_USUAL = frozenset(
+    (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.complex128)
+)
+
+
+def parts(leaf: Tensor) -> list[Tensor]:
+    """The dense tensors that a sparse one is made of: indices, and values last."""
+    if leaf.layout is torch.sparse_coo:
+        return [_torch.indices(leaf), _torch.values(leaf)]
+    if leaf.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [leaf.crow_indices(), leaf.col_indices(), leaf.values()]
+    return [leaf.ccol_indices(), leaf.row_indices(), leaf.values()]
+
+
+# ---- what may be one -----------------------------------------------------------------------------
+
+
+def unfit(leaf: Tensor) -> str:
+    """What keeps a tensor out of every tree here, and the cure; nothing for the usual kinds."""
+    if leaf.is_nested:
+        return (
+            "is a nested tensor, whose parts differ in shape. Cure: "
+            "`torch.nested.to_padded_tensor(t, 0.0)`, or a list of its parts."
+        )
+    if leaf.layout is not torch.strided and leaf.layout not in SPARSE:
+        return (
+            f"has the layout {leaf.layout}, which most of torch's operators do not take. Cure: "
+            "`.to_dense()`."
+        )
+    if leaf.is_quantized:
+        return f"is quantized, {leaf.dtype}. Cure: `.dequantize()`."
+    if leaf.dtype is _PACKED:
+        return (
+            f"has dtype {leaf.dtype}, two numbers a byte, which torch cannot compute with. Cure: "
+            "what it was packed from."
+        )
+    return ""
+
+
+def unusual(leaves: Sequence[Any]) -> list[tuple[int, Any]]:
+    """The leaves that need a second look, and where they stand."""
+    usual, strided = _USUAL, torch.strided
+    return [
+        (index, leaf)
+        for index, leaf in enumerate(leaves)
+        if leaf is not None
+        and not (
+            isinstance(leaf, Tensor)
+            and leaf.dtype in usual
+            and leaf.layout is strided
+            and not leaf.is_nested
+        )
+    ]
+
+
+def check_gradient(leaf: Any, at: str) -> None:
+    """Refuse what cannot be a gradient or have one; it stands `at`."""
+    if not isinstance(leaf, Tensor):
+        raise TypeError(
+            f"{at} is {type(leaf).__name__} {leaf!r}; every gradient must be a tensor or None. "
+            "Cure: put tensors into the tree; dict, list, tuple and NamedTuple are looked into, "
+            "other containers are not."
+        )
+    if not (leaf.is_floating_point() or leaf.is_complex()):
+        raise TypeError(
+            f"{at} has dtype {leaf.dtype}; a gradient is floating or complex. Likely cause: an "
+            "integer buffer, a mask or a token count stands in the tree of gradients. Cure: leave "
+            "it out, or put None in its place."
+        )
+    misfit = unfit(leaf)
+    if misfit:
+        raise TypeError(f"{at} {misfit}")
+
+
+def check_parameter(leaf: Any, at: str) -> None:
+    """Refuse what no step can be taken from; it stands `at`."""
+    check_gradient(leaf, at)
+    if leaf.dtype.itemsize == 1:
+        raise TypeError(
+            f"{at} has dtype {leaf.dtype}, in which torch cannot compute and a step would "
+            "round to nothing. Cure: float32 parameters, cast where they are used."
+        )
+
+
+def elsewhere(device: torch.device) -> str:
+    """Why a leaf may be on another device than the rest, and the cure."""
+    if device.type == "meta":
+        return (
+            "A tensor on meta has no values. Likely cause: a model that was never filled. Cure: "
+            "load or initialise it, then begin."
+        )
+    return "Cure: `.to(device)` of what was left behind."
+
+
+# ---- which two go together -----------------------------------------------------------------------
+
+
+def misfit(gradient: Tensor, weight: Tensor) -> str:
+    """Why one cannot be added to the other; nothing where it can."""
+    if gradient.shape != weight.shape:
+        return f"shape {tuple(gradient.shape)}, its parameter {tuple(weight.shape)}"
+    if gradient.device != weight.device:
+        return f"device {gradient.device}, its parameter {weight.device}"
+    if gradient.is_complex() and not weight.is_complex():
+        return f"dtype {gradient.dtype}, its parameter {weight.dtype}, which has no imaginary part"
+    return ""
+
+
+def agree(a: Any, b: Any) -> bool:
+    """Whether two leaves are alike in all but their values; what is no tensor in these too."""
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        return not isinstance(a, Tensor) and type(a) is type(b) and bool(a == b)
+    return (
+        not (unfit(a) or unfit(b))
+        and a.shape == b.shape
+        and a.dtype == b.dtype
+        and a.device == b.device
+        and a.layout is b.layout
+        and (a.layout not in SPARSE or _parts_agree(a, b))
+    )
+
+
+def _parts_agree(a: Tensor, b: Tensor) -> bool:
+    return all(
+        x.shape == y.shape and x.dtype == y.dtype for x, y in zip(parts(a), parts(b), strict=True)
+    )
+
+
+def disagreement(a: Any, b: Any, at: str, other: str, why: str) -> Exception:
+    """What to raise of two that do not `agree`."""
+    both = isinstance(a, Tensor) and isinstance(b, Tensor)
+    if both and (cause := unfit(a) or unfit(b)):
+        return TypeError(f"{at} {cause}")
+    if both and a.layout is not b.layout:
+        return ValueError(
+            f"{at} is {a.layout}, but {b.layout} in {other}. {why} Cure: `.to_dense()` what was "
+            "computed as a sparse tensor."
+        )
+    if both:
+        if a.device != b.device:
+            return ValueError(
+                f"{at} is on {a.device}, but on {b.device} in {other}. {why} {elsewhere(b.device)}"
+            )
+        if a.shape == b.shape and a.dtype == b.dtype:
+            return ValueError(
+                f"{at} is sparse with {len(parts(a)[-1])} values, but with "
+                f"{len(parts(b)[-1])} in {other}. {why} Which values there are cannot depend on a "
+                "flag that is not read. Cure: the same number of values, zeros among them, or a "
+                "dense tensor."
+            )
+        return ValueError(
+            f"{at} is {a.dtype} {tuple(a.shape)}, but {b.dtype} {tuple(b.shape)} in {other}. {why} "
+            f"Cure: `.to({a.dtype})` what was computed in another dtype."
+        )
+    return ValueError(
+        f"{at} is {a!r}, but {b!r} in {other}. What changes in a step must be a tensor, or a "
+        "skipped step could not keep the old value without reading the flag. Cure: "
+        "`torch.tensor(...)`."
+    )
+
+
+# ---- whose memory --------------------------------------------------------------------------------
+
+
+def storage(leaf: Tensor) -> int | None:
+    """What two tensors have in common that share memory; `None` of one that has none of its own, as
+    a subclass that wraps others.
+    """
+    try:
+        if leaf.layout is torch.strided:
+            return (
+                (leaf.to_local() if isinstance(leaf, DTensor) else leaf)
+                .untyped_storage()
+                .data_ptr()
+            )
+        return (
+            (_torch.values(leaf) if leaf.layout is torch.sparse_coo else leaf.values())
+            .untyped_storage()
+            .data_ptr()
+        )
+    except RuntimeError:
+        return None
+
+
+def donatable(leaf: Tensor, *, leaves_too: bool = False) -> bool:
+    """Whether `leaf` may be written to: dense, no two of its elements in one place, no leaf of an
+    autograd graph.
+    """
+    if leaf.requires_grad and leaf.is_leaf and not leaves_too:
+        return False
+    if leaf.layout is not torch.strided:
+        return False
+    return leaf.is_contiguous() or (
+        leaf.ndim == 4 and leaf.is_contiguous(memory_format=torch.channels_last)
+    )

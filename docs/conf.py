@@ -27,8 +27,11 @@ python_maximum_signature_line_length = 88
 _AUTOMODULE = "{heading}\n```{{eval-rst}}\n.. automodule:: {name}\n   :members:\n```\n"
 
 
-def _modules(app: Any, page: str, source: list[str]) -> None:
-    """A page that asks for them gets the public modules below purescale, whichever there are."""
+def _sources(app: Any, page: str, source: list[str]) -> None:
+    """A page that asks for them gets the public modules below purescale, whichever there are; a
+    Markdown file that is no page is offered as it is.
+    """
+    source[0] = re.sub(r"\]\((\.\./[^)]+\.md)\)", r"](path:\1)", source[0])
     if "{modules}" in source[0]:
         found = pkgutil.walk_packages(purescale.__path__, "purescale.")
         names = [name for _, name, package in found if "._" not in name and not package]
@@ -64,6 +67,6 @@ def _nothing_said(app: Any, what: str, name: str, obj: Any, skip: bool, options:
 
 def setup(app: Any) -> None:
     """What Sphinx calls."""
-    app.connect("source-read", _modules)
+    app.connect("source-read", _sources)
     app.connect("autodoc-process-docstring", _as_rst)
     app.connect("autodoc-skip-member", _nothing_said)

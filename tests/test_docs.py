@@ -49,11 +49,7 @@ def test_the_loop_of_the_readme_is_short_and_trains(tmp_path, monkeypatch):
 
 
 def test_the_rule_of_the_recipes_is_a_rule(tmp_path):
-    recipe = next(
-        block
-        for block in blocks(PAGES["docs/recipes.md"])
-        if "OnlyDown" in block
-    )
+    recipe = next(block for block in blocks(PAGES["docs/recipes.md"]) if "OnlyDown" in block)
     (tmp_path / "recipe.py").write_text("import torch\n" + recipe.split("own: ps.Rule")[0])
     namespace = runpy.run_path(str(tmp_path / "recipe.py"), run_name="recipe")
     rule = namespace["OnlyDown"](8.0)
@@ -77,9 +73,7 @@ def test_the_rule_of_the_recipes_is_a_rule(tmp_path):
 def test_an_average_of_the_weights_survives_donation():
     """The recipe, whose average starts as the weights."""
     recipe = next(
-        block
-        for block in blocks(PAGES["docs/recipes.md"])
-        if block.startswith("decay = ")
+        block for block in blocks(PAGES["docs/recipes.md"]) if block.startswith("decay = ")
     )
     donating = recipe.replace("rule=rule)", "rule=rule, donate=True)")
     assert donating != recipe
@@ -114,7 +108,9 @@ def test_every_link_leads_to_something_here(path):
 def test_the_docstrings_become_pages(tmp_path):
     """Markdown in the docstrings, reStructuredText for Sphinx."""
     hooks = runpy.run_path(str(ROOT / "docs" / "conf.py"))
-    lines = "Arguments:\n- `x`: one\n  line\n- `y`\n\nIn code:\n\n    x = 1\n\n| a | b |\n|---|---|\n"
+    lines = (
+        "Arguments:\n- `x`: one\n  line\n- `y`\n\nIn code:\n\n    x = 1\n\n| a | b |\n|---|---|\n"
+    )
     lines = (lines + "| 1 | 2 |\n").split("\n")
     hooks["_as_rst"](None, "function", "f", None, {}, lines)
     text = "\n".join(lines)

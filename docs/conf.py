@@ -7,13 +7,13 @@ from typing import Any
 import purescale
 
 project = "purescale"
-author = "the purescale authors"
 version = release = purescale.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
 myst_heading_anchors = 3
 html_theme = "furo"
 html_title = "purescale"
 html_show_sphinx = False
+html_show_copyright = False
 html_copy_source = False
 html_static_path = ["style.css"]
 html_css_files = ["style.css"]

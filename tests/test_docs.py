@@ -27,6 +27,8 @@ def run(name):
     """What a page defines, its blocks run in turn."""
     namespace = {"__name__": "page"}
     for block in blocks(PAGES[name]):
+        if "purescale.testing" in block and not importlib.util.find_spec("purescale.testing"):
+            continue
         exec(compile(block, name, "exec"), namespace)
     return namespace
 

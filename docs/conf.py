@@ -10,6 +10,7 @@ project = "purescale"
 version = release = purescale.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
 myst_heading_anchors = 3
+suppress_warnings = ["toc.empty_glob"]  # a page may come later than its place
 html_theme = "furo"
 html_title = "purescale"
 html_show_sphinx = False
@@ -44,11 +45,20 @@ def _as_rst(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[
     text = "\n".join(lines)
     if name == "purescale":  # its index: a list under each heading
         text = re.sub(r"^    (\w+) +(\S.*)$", r"    - `~purescale.\1`: \2", text, flags=re.M)
-    # a blank line before a list; code that is set apart by its indentation; tables
+    # a blank line before a list; code that is set apart by its indentation
     text = re.sub(r"^((?!- |  |\n).+)\n- ", r"\1\n\n- ", text, flags=re.M)
-    text = re.sub(r":\n\n(?=    )", "::\n\n", text)
-    text = re.sub(r"(?:^\|.*\n)+", _table, text, flags=re.M)
+    text = re.sub(r"^((?!- |>>> )\S.*(?<!::))\n\n(?=    )", r"\1\n\n::\n\n", text, flags=re.M)
+    # Only what stands in backticks is marked up: names_ and 2 * 3 are what they look like.
+    parts = text.split("\n\n")
+    for index, part in enumerate(parts):
+        if not part.startswith((">>>", "    ", "..")):
+            parts[index] = re.sub(r"(`[^`]*`)|((?<=\w)_(?!\w)|\*)", _plain, part)
+    text = re.sub(r"(?:^\|.*\n)+", _table, "\n\n".join(parts), flags=re.M)
     lines[:] = text.split("\n")
+
+
+def _plain(found: re.Match[str]) -> str:
+    return found[1] or "\\" + found[2]
 
 
 def _table(found: re.Match[str]) -> str:

@@ -10,7 +10,6 @@ project = "purescale"
 version = release = purescale.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
 myst_heading_anchors = 3
-suppress_warnings = ["toc.empty_glob"]  # a page may come later than its place
 html_theme = "furo"
 html_title = "purescale"
 html_show_sphinx = False
@@ -29,9 +28,12 @@ _AUTOMODULE = "{heading}\n```{{eval-rst}}\n.. automodule:: {name}\n   :members:\
 
 
 def _sources(app: Any, page: str, source: list[str]) -> None:
-    """A page that asks for them gets the public modules below purescale, whichever there are; a
-    Markdown file that is no page is offered as it is.
+    """A page that asks for them gets the public modules below purescale, or the pages that it does
+    not name itself, whichever there are; a Markdown file that is no page is offered as it is.
     """
+    named = {page, *source[0].split()}
+    others = [name for name in app.env.found_docs - named if not name.startswith("from_")]
+    source[0] = source[0].replace("{others}", "\n".join(sorted(others)))
     source[0] = re.sub(r"\]\((\.\./[^)]+\.md)\)", r"](path:\1)", source[0])
     if "{modules}" in source[0]:
         found = pkgutil.walk_packages(purescale.__path__, "purescale.")

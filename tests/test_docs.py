@@ -119,8 +119,8 @@ def test_every_link_leads_to_something_here(path):
 def test_the_docstrings_become_pages(tmp_path):
     """Markdown in the docstrings, reStructuredText for Sphinx."""
     hooks = runpy.run_path(str(ROOT / "docs" / "conf.py"))
-    lines = "Arguments:\n- `x`: one\n  line\n- `y_` and z_ * 2\n\nIn code:\n\n    x = 1\n\n| a | b |\n|---|---|\n"
-    lines = (lines + "| 1 | 2 |\n").split("\n")
+    text = "Arguments:\n- `x`: one\n  line\n- `y_` and z_ * 2\n\nIn code:\n\n    x = 1\n\n"
+    lines = (text + "| a | b |\n|---|---|\n| 1 | 2 |\n").split("\n")
     hooks["_as_rst"](None, "function", "f", None, {}, lines)
     text = "\n".join(lines)
     assert "Arguments:\n\n- `x`: one\n  line\n- `y_` and z\\_ \\* 2\n" in text

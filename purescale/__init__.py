@@ -22,6 +22,13 @@ The loss scale:
     unscale_and_check     gradients over the scale, and `found_inf`
     check_scaler          syncs; raises where training has stopped moving
 
+What the numbers look like:
+    probe_scales          syncs; one batch at many scales: which overflow, which leaf starves
+    ScaleProbe            what that returns: a table, a picture, the window that is safe
+    grad_report           amax, zeros, subnormals and what is not finite, leaf by leaf
+    GradReport            what that returns: a table when printed
+    LeafReport            one row of it
+
 Over ranks:
     all_reduce_found_inf  one rank's overflow is every rank's
     all_reduce_bn_stats   batch-norm statistics of all ranks
@@ -98,6 +105,16 @@ from ._scaler import (
     scale_loss as scale_loss,
     unscale_and_check as unscale_and_check,
     check_scaler as check_scaler,
+)
+
+from ._probe import (
+    probe_scales as probe_scales,
+    ScaleProbe as ScaleProbe,
+)
+from ._report import (
+    grad_report as grad_report,
+    GradReport as GradReport,
+    LeafReport as LeafReport,
 )
 
 from ._collectives import all_reduce_found_inf as all_reduce_found_inf
@@ -179,6 +196,11 @@ __all__ = [  # noqa: RUF022  in the order of a step
     "scale_loss",
     "unscale_and_check",
     "check_scaler",
+    "probe_scales",
+    "ScaleProbe",
+    "grad_report",
+    "GradReport",
+    "LeafReport",
     "all_reduce_found_inf",
     "all_reduce_bn_stats",
     "AccumState",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from . import _extent, _foreach, _tree
+from . import _dtensor, _foreach, _meshes, _tree
 from ._checks import as_float, shown, whole
 from ._tree import Leaves, Tree
 
@@ -116,7 +116,7 @@ def accumulate_grads(
     new = _leaves_for(accum, grads, leaves, structure)
     checked = as_weight("weight is", weight, accum.weight)
     bad = (
-        ~_extent.all_finite(new, torch.ones_like(accum.weight))
+        ~_meshes.all_finite(new, torch.ones_like(accum.weight))
         if found_inf is None
         else _tree.flag(found_inf, like=accum.weight)
     )
@@ -142,11 +142,11 @@ def add(
     good = ~bad & usable & (weight > 0)
     bad = (bad & (weight > 0)) | ~usable
     counted = torch.where(good, weight, 0)
-    owned = _tree.writable(accum.grads, [*new, *accum[1:]]) if donate else [False] * len(new)
+    means, news = _dtensor.shards(accum.grads), _dtensor.shards(new).local
+    owned = _tree.writable(means.local, [*news, *accum[1:]]) if donate else [False] * len(new)
+    share = _share(counted, accum.weight)
     return AccumState(
-        grads=_foreach.blend(
-            accum.grads, new, _share(counted, accum.weight), good, owned=owned, scale=scale
-        ),
+        grads=means.back(_foreach.blend(means.local, news, share, good, owned=owned, scale=scale)),
         weight=accum.weight + counted,
         found_inf=accum.found_inf | bad,
         num_good=accum.num_good + good,
@@ -225,11 +225,12 @@ def merge_accum(a: AccumState, b: AccumState, donate: bool = False) -> AccumStat
     """
     why = "The halves of one window are of the same params."
     leaves, others, structure = _tree.paired(a.grads, b.grads, "a.grads", "b.grads", why)
-    owned = _tree.writable(leaves, [*_tree.tensors(b), *a[1:]]) if donate else [False] * len(leaves)
+    halves = _dtensor.shards(leaves), _dtensor.shards(others)
+    leaves, others = halves[0].local, halves[1].local
+    owned = _tree.writable(leaves, [*others, *a[1:], *b[1:]]) if donate else [False] * len(leaves)
+    blended = _foreach.blend(leaves, others, _share(b.weight, a.weight), b.weight > 0, owned=owned)
     merged = AccumState(
-        grads=structure.unflatten(
-            _foreach.blend(leaves, others, _share(b.weight, a.weight), b.weight > 0, owned=owned)
-        ),
+        grads=structure.unflatten(halves[0].back(blended)),
         weight=a.weight + b.weight,
         found_inf=a.found_inf | b.found_inf,
         num_good=a.num_good + b.num_good,
@@ -349,7 +350,7 @@ def _leaves_for(accum: AccumState, grads: Tree, means: Leaves, structure: Any) -
         misfit = None if gradient is None else _misfit(gradient, mean)
         if misfit:
             raise ValueError(f"{_tree.path(accum.grads, 'grads', index)} {misfit}")
-    return new
+    return _dtensor.alike(new, means)
 
 
 def _misfit(gradient: Tensor, mean: Tensor | None) -> str | None:
@@ -369,6 +370,8 @@ def _misfit(gradient: Tensor, mean: Tensor | None) -> str | None:
             "and its mean are not both DTensors. Cure: init_accum of the params that these are "
             "the gradients of."
         )
+    if misfit := _dtensor.apart(gradient, mean):
+        return misfit
     if gradient.is_complex() != mean.is_complex():
         return (
             f"has dtype {gradient.dtype}, its mean {mean.dtype}; one is complex. Cure: "

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _extent, _foreach, _tree
+from . import _dtensor, _foreach, _meshes, _tree
 from ._checks import as_float, bound, shown
 from ._tree import Tree
 
@@ -40,9 +40,11 @@ def clip_by_global_norm(
     is inf here.
     """
     max_norm, norm_type = bound("max_norm", max_norm), checked_norm_type(norm_type)
-    leaves = _tree.flatten(grads)[0]
+    leaves, structure = _tree.flatten(grads)
     _tree.check_gradients(grads, leaves)
-    norm = _extent.extent(leaves, _tree.device_of(grads, leaves, "grads"), norm_type).norm
+    device, shards = _tree.device_of(grads, leaves, "grads"), _dtensor.shards(leaves)
+    norm = _meshes.extent(shards.local, device, norm_type, over=shards.given).norm
+    grads = grads if shards.none else structure.unflatten(list(shards.given))
     clipped = clip_to(grads, norm, max_norm, donate=donate)
     if donate:
         _tree.poison(grads, keep=(clipped, max_norm))
@@ -55,7 +57,9 @@ def clip_to(
     """`clip_by_global_norm` where the norm is known, in the widest dtype of its device."""
     leaves, structure = _tree.flatten(grads)
     factor, norm = clip_factor(leaves, norm, max_norm)
-    return structure.unflatten(_foreach.multiply(leaves, factor, donate=donate)), norm
+    shards = _dtensor.shards(leaves)
+    clipped = _foreach.multiply(shards.local, factor, donate=donate)
+    return structure.unflatten(shards.back(clipped)), norm
 
 
 def clip_factor(leaves: list[Any], norm: Any, max_norm: float | Tensor) -> tuple[Tensor, Tensor]:
@@ -144,8 +148,10 @@ def clip_by_value(grads: Tree, clip_value: float | Tensor, donate: bool = False)
     leaves, structure = _tree.flatten(grads)
     _tree.check_gradients(grads, leaves)
     check_ordered(grads, leaves)
-    mine = _tree.writable(leaves) if donate else [False] * len(leaves)
-    clipped = structure.unflatten(_foreach.clamp_list(leaves, clip_value, mine))
+    shards = _dtensor.shards(leaves)
+    mine = _tree.writable(shards.local) if donate else [False] * len(leaves)
+    clamped = _foreach.clamp_list(shards.local, clip_value, mine)
+    clipped = structure.unflatten(shards.back(clamped))
     if donate:
         _tree.poison(grads, keep=(clipped, clip_value))
     return clipped

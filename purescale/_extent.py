@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from . import _foreach, _torch, _tree
 from ._foreach import at_least_float32, is_on_a_graph, widest_float
@@ -61,11 +60,11 @@ def extent(
                 continue
             if leaf.is_complex() and norm_type not in (None, 2):
                 # a complex number counts with its magnitude
-                norms.append(full(_norm(leaf.abs(), norm_type)))
-                tops.append(at_least_float32(full(value.abs().amax())))
-            elif plain or isinstance(value, DTensor):
-                tops.append(at_least_float32(full(value.abs().amax())))
-                norms += [] if power is None else [full(_norm(value, power))]
+                norms.append(_norm(leaf.abs(), norm_type))
+                tops.append(at_least_float32(value.abs().amax()))
+            elif plain:
+                tops.append(at_least_float32(value.abs().amax()))
+                norms += [] if power is None else [_norm(value, power)]
             else:
                 values.append(value)
         if values and not tops and not torch.compiler.is_compiling():
@@ -287,11 +286,6 @@ def _norm(value: Tensor, norm_type: float) -> Tensor:
     return scaled * unit
 
 
-def all_finite(leaves: Sequence[Tensor | None], scale: Tensor) -> Tensor:
-    """Whether every element of every `leaf / scale` is finite: a 0-d bool tensor."""
-    return fits(extent(leaves, scale.device), scale)
-
-
 def fits(size: Extent, scale: Tensor) -> Tensor:
     """Whether what has this extent is finite over `scale`: division is monotone, and what is not
     finite is not finite after it.
@@ -311,10 +305,3 @@ def stored_values(leaf: Tensor) -> Tensor:
     if leaf.dtype.itemsize == 1:
         leaf = leaf.to(torch.float32)
     return torch.view_as_real(leaf.resolve_conj().resolve_neg()) if leaf.is_complex() else leaf
-
-
-def full(value: Tensor) -> Tensor:
-    """A reduction of a sharded DTensor is partial until it is gathered; on any other tensor this
-    does nothing.
-    """
-    return value.full_tensor() if isinstance(value, DTensor) else value

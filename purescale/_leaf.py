@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from . import _torch
+from . import _dtensor, _torch
 
 SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _PACKED = getattr(torch, "float4_e2m1fn_x2", None)
@@ -127,7 +126,7 @@ def agree(a: Any, b: Any) -> bool:
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
         return not isinstance(a, Tensor) and type(a) is type(b) and bool(a == b)
     return (
-        not (unfit(a) or unfit(b))
+        not (unfit(a) or unfit(b) or _dtensor.apart(a, b))
         and a.shape == b.shape
         and a.dtype == b.dtype
         and a.device == b.device
@@ -145,7 +144,7 @@ def _parts_agree(a: Tensor, b: Tensor) -> bool:
 def disagreement(a: Any, b: Any, at: str, other: str, why: str) -> Exception:
     """What to raise of two that do not `agree`."""
     both = isinstance(a, Tensor) and isinstance(b, Tensor)
-    if both and (cause := unfit(a) or unfit(b)):
+    if both and (cause := unfit(a) or unfit(b) or _dtensor.apart(a, b)):
         return TypeError(f"{at} {cause}")
     if both and a.layout is not b.layout:
         return ValueError(
@@ -184,11 +183,8 @@ def storage(leaf: Tensor) -> int | None:
     """
     try:
         if leaf.layout is torch.strided:
-            return (
-                (leaf.to_local() if isinstance(leaf, DTensor) else leaf)
-                .untyped_storage()
-                .data_ptr()
-            )
+            memory: int = _dtensor.shard(leaf).untyped_storage().data_ptr()
+            return memory
         return (
             (_torch.values(leaf) if leaf.layout is torch.sparse_coo else leaf.values())
             .untyped_storage()
@@ -196,6 +192,18 @@ def storage(leaf: Tensor) -> int | None:
         )
     except RuntimeError:
         return None
+
+
+def storages(leaves: Sequence[Any]) -> list[int | None]:
+    """`storage` of each tensor; the usual case without a call."""
+    return [
+        leaf.untyped_storage().data_ptr()
+        if type(leaf) is Tensor and leaf.layout is torch.strided
+        else storage(leaf)
+        if isinstance(leaf, Tensor)
+        else None
+        for leaf in leaves
+    ]
 
 
 def donatable(leaf: Tensor, *, leaves_too: bool = False) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import _dtensor, _tree
 from ._accum import OnNonfinite
 from ._scaler import Rule, is_usable
 from ._tree import Tree
@@ -35,6 +36,12 @@ def gather_until_finite(
     Where no try is finite, the one that lost the fewest microbatches, and of those the one at the
     highest scale.
     """
+    if max_retries and _dtensor.among(_tree.tensors(params)):
+        raise ValueError(
+            f"max_retries={max_retries} with parameters that are DTensors: whether to try again is "
+            "read from the loss of this rank, another rank may read otherwise, and each would wait "
+            "for the other. Cure: max_retries=0; the next step is taken at the lower scale anyway."
+        )
     device = scaler.scale.device
     retries = 0
     best: tuple[Any, Gathered, Any] | None = None

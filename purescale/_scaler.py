@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from . import _checks, _extent, _foreach, _leaf, _tree
+from . import _checks, _dtensor, _extent, _foreach, _leaf, _meshes, _tree
 from ._collectives import all_reduce_found_inf
 from ._tree import Tree
 
@@ -289,10 +289,11 @@ def unscale_and_check(
     """
     leaves, structure = _tree.flatten(grads)
     check_grads(scaler.scale, grads, leaves)
-    unscaled = _foreach.divide(leaves, scaler.scale, donate=donate)
-    found_inf = overflowed(
-        _extent.extent(unscaled, scaler.scale.device), scaler.scale, scaled=False, group=group
-    )
+    shards = _dtensor.shards(leaves)
+    unscaled = _foreach.divide(shards.local, scaler.scale, donate=donate)
+    size = _meshes.extent(unscaled, scaler.scale.device, over=shards.given)
+    found_inf = overflowed(size, scaler.scale, scaled=False, group=group)
+    unscaled = shards.back(unscaled)
     if donate:
         _tree.poison(grads, keep=(unscaled, found_inf, scaler))
     return structure.unflatten(unscaled), found_inf

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _foreach, _tree
+from . import _dtensor, _foreach, _tree
 from ._clip import Clip, check_ordered, checked, clip_by_value, clip_divisor, clip_to, told
-from ._extent import extent
 from ._kernels import Treatment
 from ._optim import Optimizer
-from ._scaler import HasScale, check_grads, overflowed
+from ._scaler import HasScale, check_grads
+from ._spread import Spread, facts, spread
 from ._tree import Tree
 
 
@@ -59,14 +59,13 @@ def maybe_step(
     optimizers.
     """
     bad = _tree.flag(found_inf, like=next(iter(_tree.tensors(params)), None))
-    plan = _planned(optimizer, params, grads, opt_state, donate=donate)
+    over = spread(optimizer, params, grads, opt_state)
+    trees = (params, grads, opt_state) if over is None else over[:3]
+    plan = _planned(optimizer, *trees, donate=donate)
     if plan is None:
-        _check_step(optimizer, params, grads, opt_state)
-    stepped = (
-        _maybe_step(optimizer, params, grads, opt_state, bad, donate=donate)
-        if plan is None
-        else plan.run(bad)
-    )
+        _check_step(optimizer, *trees)
+    stepped = _maybe_step(optimizer, *trees, bad, donate=donate) if plan is None else plan.run(bad)
+    stepped = stepped if over is None else over.back(*stepped)
     if donate:
         _tree.poison((params, opt_state), keep=(stepped, grads, found_inf))
     return stepped
@@ -200,12 +199,16 @@ def skip_or_step(
         check_grads(scale, grads, leaves)
         if clip.value is not None:
             check_ordered(grads, leaves)
+        over = spread(optimizer, params, grads, opt_state)
+        if over is not None:
+            known = found_inf, norm
+            return _over_shards(optimizer, over, clip, scale, group, known, scaled, settings)
         plan = _planned(optimizer, params, grads, opt_state, **settings)
     grad_norm: Any = ()
     if plan is not None:
         # The plan was made before the gradients are read, which drives from the cache what Python
         # looks at.
-        found_inf, norm = _extent(
+        found_inf, norm = facts(
             plan.gradients, clip, scale, found_inf, norm, group, scaled=scaled, dense=True
         )
         divisor = scale if scaled else None
@@ -226,8 +229,9 @@ def skip_or_step(
             and not torch.compiler.is_compiling()
             and all(_tree.writable(_tree.tensors(grads), others))
         )
-        leaves = _foreach.divide(leaves, scale, donate=in_place)
-    found_inf, norm = _extent(leaves, clip, scale, found_inf, norm, group, scaled=False)
+        shards = _dtensor.shards(leaves)
+        leaves = shards.back(_foreach.divide(shards.local, scale, donate=in_place))
+    found_inf, norm = facts(leaves, clip, scale, found_inf, norm, group, scaled=False)
     grads = structure.unflatten(leaves)
     if clip.max_norm is not None:
         grads, grad_norm = clip_to(grads, norm, clip.max_norm, donate=True)
@@ -237,24 +241,19 @@ def skip_or_step(
     return Stepped(*stepped, found_inf, told(grad_norm, found_inf))
 
 
-def _extent(
-    leaves: list[Any],
+def _over_shards(
+    optimizer: Optimizer,
+    over: Spread,
     clip: Clip,
     scale: Tensor,
-    found_inf: Tensor | None,
-    norm: Tensor | None,
     group: Any,
-    *,
+    before: tuple[Tensor | None, Tensor | None],
     scaled: bool,
-    dense: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """`found_inf`, and where clipping needs it the norm of the unscaled gradients, from at most one
-    read of `leaves`.
-    """
-    norm_type = None if clip.max_norm is None else clip.norm_type
-    if found_inf is not None and (norm is not None or norm_type is None):
-        return found_inf, norm
-    size = extent(leaves, scale.device, norm_type, scale if scaled else None, dense=dense)
-    if found_inf is None:
-        found_inf = overflowed(size, scale, scaled=scaled, group=group)
-    return found_inf, size.norm / scale if scaled and size.norm is not None else size.norm
+    settings: dict[str, Any],
+) -> Stepped:
+    """`skip_or_step` of DTensors: what all ranks must know first, then that of its own shards."""
+    over, scaled = (over.unscaled(scale), False) if scaled and over.is_sparse else (over, scaled)
+    found_inf, norm = facts(over.gradients, clip, scale, *before, group, scaled=scaled)
+    known: dict[str, Any] = {"scaled": scaled, "found_inf": found_inf, "norm": norm, **settings}
+    out = skip_or_step(optimizer, *over[:3], clip, scale, **known)
+    return Stepped(*over.back(out.params, out.opt_state), out.found_inf, out.grad_norm)

@@ -49,6 +49,7 @@ is_batched: Callable[[Tensor], bool] = _find("torch._C._functorch.is_batchedtens
 unwrapped: Callable[[Tensor], Tensor] = _find("torch._C._functorch.get_unwrapped")
 function_modes: Callable[[], list[Any]] = _find("torch.overrides._get_current_function_mode_stack")
 without_modes: Any = _find("torch.utils._python_dispatch._disable_current_modes")
+DispatchMode: Any = _find("torch.utils._python_dispatch.TorchDispatchMode")
 nonstrict_trace: Any = _find("torch._dynamo.nonstrict_trace")
 TensorGuards: Any = _find("torch._C._dynamo.guards.TensorGuards")
 _find("torch.autograd.forward_ad._current_level")
@@ -72,6 +73,16 @@ pytree: Any = _find("torch.utils._pytree")
 all_reduce: Callable[[Tensor, str, Any], Tensor] = _find(
     "torch.distributed._functional_collectives.all_reduce"
 )
+local: Callable[[Tensor], Tensor] = _find("torch.distributed.tensor.DTensor._local_tensor").__get__
+AsyncTensor: Any = _find("torch.distributed._functional_collectives.AsyncCollectiveTensor")
+
+
+def arrived(tensor: Tensor) -> Tensor:
+    """A tensor that a collective may still be filling, once it is there."""
+    found: Tensor = tensor.wait() if isinstance(tensor, AsyncTensor) else tensor
+    return found
+
+
 NormBase: type[nn.Module] = _find("torch.nn.modules.batchnorm._NormBase")
 BatchNorm: Any = _find("torch.nn.modules.batchnorm._BatchNorm")
 InstanceNorm: type[nn.Module] = _find("torch.nn.modules.instancenorm._InstanceNorm")

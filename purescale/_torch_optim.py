@@ -17,6 +17,7 @@ from ._formula_step import FormulaStep
 from ._groups import Groups, as_tensor
 from ._kernels import Kernel, Treatment, kernel_of
 from ._slots import Kept, OptState, Slots
+from ._spread import is_elementwise, over_shards
 from ._tree import Tree
 
 
@@ -88,6 +89,7 @@ class TorchOptimizer:
         self._kernel = kernel_of(cls)
         self._memo: Memo[_plan.Facts] = Memo()
         self.differentiable = self._groups.differentiable
+        self.elementwise = is_elementwise(cls)
         # What a class of somebody else's returns may stand in the memory of its arguments.
         self.steps_apart = (
             inspect.unwrap(cls.step).__module__.startswith("torch.optim.")
@@ -124,6 +126,7 @@ class TorchOptimizer:
                 slots[name] = slot
         return OptState(applied, {name: slots[name] for name in named}, lr)
 
+    @over_shards
     def step(self, params: Tree, grads: Tree, opt_state: OptState) -> tuple[Tree, OptState]:
         """Parameters and state after one step, in fresh memory. A parameter whose gradient is None
         stays, as in torch.optim.
@@ -269,7 +272,8 @@ class TorchOptimizer:
             return None
         if not self.differentiable:
             _tree.refuse_graphs(params=params, grads=grads, opt_state=opt_state)
-        columns = [*problem.weights.values(), *_slots_of(opt_state), *problem.gradients.values()]
+        slots = [tensor for slot in opt_state.slots.values() for tensor in slot.values()]
+        columns = [*problem.weights.values(), *slots, *problem.gradients.values()]
         others = [opt_state.applied, *_tree.tensors(opt_state.lr), *keep]
         mine = (
             _tree.writable(columns, others, leaves_too=True)
@@ -383,10 +387,6 @@ def _tree_of(problem: Problem, weights: dict[str, Tensor]) -> Tree:
 
 def _dict_of(names: list[str], leaves: list[Any]) -> dict[str, Any]:
     return dict(zip(names, leaves, strict=True))
-
-
-def _slots_of(opt_state: OptState) -> list[Tensor]:
-    return [tensor for slot in opt_state.slots.values() for tensor in slot.values()]
 
 
 def _resolved(leaf: Tensor) -> Tensor:

@@ -17,8 +17,8 @@ import optree
 import torch
 from torch import Tensor
 
-from . import _columns, _leaf, _torch
-from ._leaf import agree, donatable, parts, storage
+from . import _columns, _dtensor, _leaf, _torch
+from ._leaf import agree, donatable, parts, storage, storages
 
 Tree: TypeAlias = Any
 Leaves: TypeAlias = list[Any]
@@ -332,8 +332,10 @@ def where(
     `spent`: every tensor of `new` stands in memory that nobody else sees, and may hold anything
     afterwards.
     """
-    leaves, others, structure = paired(old, new, "old", "new")
-    bad = flag(found_inf, like=next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None))
+    given, others, structure = paired(old, new, "old", "new")
+    bad = flag(found_inf, like=next((leaf for leaf in given if isinstance(leaf, Tensor)), None))
+    shards = _dtensor.shards(given)
+    leaves, others = shards.local, _dtensor.shards(others).local
 
     replacements = [b for a, b in zip(leaves, others, strict=True) if b is not a]
     mine = writable(leaves, [*replacements, *keep]) if donate else [False] * len(leaves)
@@ -371,7 +373,7 @@ def where(
         chosen = _columns.choose(bad, *pairs, [mine[i] for i in places], spent=spent)
         for index, leaf in zip(places, chosen, strict=True):
             results[index] = leaf
-    return structure.unflatten(results)
+    return structure.unflatten(shards.back(results))
 
 
 def _either(bad: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -417,7 +419,7 @@ def paired(
     for index, (a, b) in enumerate(zip(leaves, others, strict=True)):
         if not agree(a, b):
             raise _leaf.disagreement(a, b, path(tree, name, index), other_name, why)
-    return leaves, others, structure
+    return leaves, _dtensor.alike(others, leaves), structure
 
 
 def flag(found_inf: Tensor | bool, like: Tensor | None = None) -> Tensor:
@@ -433,18 +435,6 @@ def flag(found_inf: Tensor | bool, like: Tensor | None = None) -> Tensor:
     if isinstance(found_inf, bool):
         return torch.tensor(found_inf, device=None if like is None else like.device)
     raise TypeError(f"found_inf must be a 0-d bool tensor (True = bad), got {found_inf!r}.")
-
-
-def storages(leaves: Sequence[Any]) -> list[int | None]:
-    """`storage` of each tensor; the usual case without a call."""
-    return [
-        leaf.untyped_storage().data_ptr()
-        if type(leaf) is Tensor and leaf.layout is torch.strided
-        else storage(leaf)
-        if isinstance(leaf, Tensor)
-        else None
-        for leaf in leaves
-    ]
 
 
 def writable(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from . import _extent, _foreach, _tree
+from . import _dtensor, _foreach, _leaf, _meshes, _tree
 from ._accum import AccumState, OnNonfinite, add, as_weight, init_accum, is_weight
 from ._argument import argument
 from ._bn import absorb, check_flat, has_layers, init_bn_stats, updated_once, without_update
@@ -109,7 +110,7 @@ def _gather(
     exact: bool,
 ) -> Gathered:
     weights = _weights(microbatches, weight_fn, scaler.scale)
-    differentiate = _Differentiate(params, buffers, scaler, loss_fn)
+    differentiate = Differentiate(params, buffers, scaler, loss_fn)
     single = len(microbatches) == 1
     together = single or on_nonfinite == "drop_window"
     carried = differentiate.buffers
@@ -123,18 +124,16 @@ def _gather(
         losses.append(loss)
         aux += tuple(new_aux)
         counts = weights.counts[index]
-        if index == 0 and not all(_foreach.is_dense(gradient) for gradient in grads):
+        if index == 0 and not all(gradient.layout is torch.strided for gradient in grads):
             together = False  # duplicate indices are summed after unscaling
         if single:
             mean, counts = grads, True  # what is dropped is the step
         elif together:
             if exact:
-                size = _extent.extent(grads, scaler.scale.device)
+                size = _meshes.extent(grads, scaler.scale.device)
                 overflows.append(overflowed(size, scaler.scale, scaled=False))
             flag = counts if isinstance(counts, Tensor) else None
-            mean = (
-                mean if counts is False else _foreach.mix(mean, grads, weights.shares[index], flag)
-            )
+            mean = mean if counts is False else _mixed(mean, grads, weights.shares[index], flag)
         else:
             accum, overflow = _add(accum, grads, weights.vector[index], scaler)
             overflows.append(overflow)
@@ -153,7 +152,7 @@ def _gather(
     else:
         mean = differentiate.zeros() if mean is None else mean
         # one read gives the norm too
-        size = _extent.extent(mean, scaler.scale.device, norm_type, scaler.scale)
+        size = _meshes.extent(mean, scaler.scale.device, norm_type, scaler.scale)
         overflow = overflowed(size, scaler.scale, scaled=True)
         norm = None if size.norm is None else size.norm / scaler.scale
         if norm is not None and not single:
@@ -173,13 +172,22 @@ def _gather(
     )
 
 
+def _mixed(mean: Leaves | None, grads: Leaves, share: Any, counts: Tensor | None) -> Leaves:
+    """`_foreach.mix` of leaves that may be DTensors."""
+    if not _dtensor.among(grads):
+        return _foreach.mix(mean, grads, share, counts)
+    shards = _dtensor.shards(grads)
+    sums = None if mean is None else _dtensor.shards(mean).local
+    return shards.back(_foreach.mix(sums, list(shards.local), share, counts))
+
+
 def _add(
     accum: AccumState | None, grads: Leaves, weight: Tensor, scaler: HasScale
 ) -> tuple[AccumState, Tensor]:
     """The exact way: a microbatch looked at by itself, then averaged with those before it."""
     scale: Tensor | None = scaler.scale
     if all(_foreach.is_dense(gradient) for gradient in grads):
-        overflow = overflowed(_extent.extent(grads, scaler.scale.device), scaler.scale, scaled=True)
+        overflow = overflowed(_meshes.extent(grads, scaler.scale.device), scaler.scale, scaled=True)
     else:
         grads, overflow = unscale_and_check(scaler, grads)
         scale = None
@@ -257,7 +265,7 @@ def _summary(
     }
 
 
-class _Differentiate:
+class Differentiate:
     """The gradients of the scaled loss; the unscaled loss, new buffers and aux, off the graph and
     in memory of their own.
 
@@ -271,13 +279,14 @@ class _Differentiate:
         self.buffers, self.buffer_structure = _tree.flatten(buffers)
         self.present = [leaf is not None for leaf in leaves]
         self.inputs = [leaf for leaf in leaves if leaf is not None]
+        self.spread = _dtensor.among(self.inputs)
         if not _tree.traced():
             self.names = [
                 name for name, here in zip(_tree.names(params), self.present, strict=True) if here
             ]
             self.taken = {
                 None,
-                *_tree.storages([*self.inputs, *self.buffers, *_tree.tensors(scaler)]),
+                *_leaf.storages([*self.inputs, *self.buffers, *_tree.tensors(scaler)]),
             }
             self.inputs = _recordable(self.inputs)
 
@@ -293,23 +302,28 @@ class _Differentiate:
     def __call__(
         self, buffers: Leaves, microbatch: Any
     ) -> tuple[Leaves, tuple[Tensor, Leaves, list[Any]]]:
-        def scaled(inputs: Leaves) -> tuple[Tensor, tuple[Tensor, Leaves, list[Any]]]:
-            given = self.buffer_structure.unflatten(buffers)
-            loss, new_buffers, aux = self._checked(
-                self.loss_fn(self.tree(inputs), given, microbatch)
-            )
-            unscaled = loss.to(_foreach.wide_dtype(loss.dtype))
-            return scale_loss(self.scaler, loss).reshape(()), (
-                unscaled.reshape(()),
-                new_buffers,
-                aux,
-            )
-
         if _tree.traced():
+            scaled = functools.partial(self._scaled, buffers, microbatch)
             grads, (_, outputs) = torch.func.grad_and_value(scaled, has_aux=True)(self.inputs)
             return list(grads), _tree.fresh(outputs)
         # torch.func.grad would give the same bits; this also takes checkpointing around `apply` and
         # custom Functions of the older form.
+        inputs, loss, outputs = self.graph(buffers, microbatch)
+        grads = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
+        # a backward may return what it was given
+        grads = [grad.detach() if grad.requires_grad else grad for grad in grads]
+        if self.spread:
+            grads = [_dtensor.like(grad, leaf) for grad, leaf in zip(grads, inputs, strict=True)]
+        return grads, _tree.fresh(
+            outputs, self.taken.union(_leaf.storages(_tree.all_tensors(microbatch)))
+        )
+
+    def graph(
+        self, buffers: Leaves, microbatch: Any
+    ) -> tuple[Leaves, Tensor, tuple[Tensor, Leaves, list[Any]]]:
+        """The parameters, the scaled loss on its graph over them, and the outputs; where nothing is
+        traced.
+        """
         buffers = _recordable(buffers)
         with torch.enable_grad():
             # Leaves, so that autocast casts a weight once however often it is used; new ones, as a
@@ -318,20 +332,24 @@ class _Differentiate:
                 argument(name, leaf.detach()).requires_grad_()
                 for name, leaf in zip(self.names, self.inputs, strict=True)
             ]
-            loss, outputs = scaled(inputs)
-            if not loss.requires_grad:
-                raise ValueError(
-                    "the loss does not depend on params. Likely cause: loss_fn calls the module "
-                    "and not `apply(params, buffers, ...)`, or runs under torch.no_grad or "
-                    "inference_mode. Cure: `out, buffers = apply(params, buffers, x)` and a loss "
-                    "of that `out`."
-                )
-            grads = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
-            # a backward may return what it was given
-            grads = [grad.detach() if grad.requires_grad else grad for grad in grads]
-        return grads, _tree.fresh(
-            outputs, self.taken.union(_tree.storages(_tree.all_tensors(microbatch)))
-        )
+            loss, outputs = self._scaled(buffers, microbatch, inputs)
+        if not loss.requires_grad:
+            raise ValueError(
+                "the loss does not depend on params. Likely cause: loss_fn calls the module "
+                "and not `apply(params, buffers, ...)`, or runs under torch.no_grad or "
+                "inference_mode. Cure: `out, buffers = apply(params, buffers, x)` and a loss "
+                "of that `out`."
+            )
+        return inputs, loss, outputs
+
+    def _scaled(
+        self, buffers: Leaves, microbatch: Any, inputs: Leaves
+    ) -> tuple[Tensor, tuple[Tensor, Leaves, list[Any]]]:
+        given = self.buffer_structure.unflatten(buffers)
+        loss, new_buffers, aux = self._checked(self.loss_fn(self.tree(inputs), given, microbatch))
+        unscaled = loss.to(_foreach.wide_dtype(loss.dtype))
+        scaled = scale_loss(self.scaler, loss).reshape(())
+        return scaled, (unscaled.reshape(()), new_buffers, aux)
 
     def _checked(self, returned: Any) -> tuple[Tensor, Leaves, list[Any]]:
         buffers = self.buffer_tree
@@ -347,6 +365,7 @@ class _Differentiate:
                 "changes them."
             )
         loss, new_buffers, *aux = returned
+        loss = _dtensor.full(loss)
         if not isinstance(loss, Tensor):
             raise TypeError(
                 f"loss_fn returned {type(loss).__name__} as its loss; expected a tensor of one "

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import functools
+import os
+import socket
 from typing import Any
 
 import hypothesis.strategies as st
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import purescale as ps
+from purescale.testing import Untouched as Untouched
+from purescale.testing import overflow_runs, scale_rules
+from purescale.testing import same_bits as same_bits
+from purescale.testing import shares_memory as shares_memory
 
 
 def tensors(tree: Any) -> list[Tensor]:
@@ -31,60 +39,8 @@ def unstack(tree: Any, index: int) -> Any:
     return pytree.tree_map(lambda leaf: leaf[index], tree)
 
 
-def same_bits(a: Any, b: Any) -> bool:
-    """Equal structure, dtype, shape and bits: NaN equals the same NaN, 0.0 differs from -0.0."""
-    leaves_a, spec_a = pytree.tree_flatten(a)
-    leaves_b, spec_b = pytree.tree_flatten(b)
-    return spec_a == spec_b and all(_same(x, y) for x, y in zip(leaves_a, leaves_b, strict=True))
-
-
-def _same(x: Any, y: Any) -> bool:
-    if not isinstance(x, Tensor):
-        return type(x) is type(y) and x == y
-    if x.dtype is not y.dtype or x.shape != y.shape or x.layout is not y.layout:
-        return False
-    if x.is_sparse:
-        return _same(x.coalesce().indices(), y.coalesce().indices()) and _same(
-            x.coalesce().values(), y.coalesce().values()
-        )
-    x, y = (t.detach().resolve_conj().contiguous() for t in (x, y))
-    if x.is_complex():
-        x, y = torch.view_as_real(x).contiguous(), torch.view_as_real(y).contiguous()
-    if not x.is_floating_point():
-        return torch.equal(x, y)
-    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize]
-    return torch.equal(x.view(integer), y.view(integer))
-
-
 def assert_close(a: Any, b: Any, **tolerance: float) -> None:
     torch.testing.assert_close(tensors(a), tensors(b), **tolerance)
-
-
-class Untouched:
-    """Fails on exit when a tensor of `tree` was written to (values or version) inside."""
-
-    def __init__(self, tree: Any) -> None:
-        self.tree = tree
-
-    def __enter__(self) -> None:
-        self.values = clone(self.tree)
-        self.versions = [t._version for t in tensors(self.tree)]
-
-    def __exit__(self, kind: Any, *rest: Any) -> None:
-        if kind is None:
-            assert same_bits(self.tree, self.values)
-            assert [t._version for t in tensors(self.tree)] == self.versions
-
-
-def _storages(tree: Any) -> set[int]:
-    dense = [
-        p for t in tensors(tree) for p in ([t._indices(), t._values()] if t.is_sparse else [t])
-    ]
-    return {t.untyped_storage().data_ptr() for t in dense if t.numel()}
-
-
-def shares_memory(a: Any, b: Any) -> bool:
-    return bool(_storages(a) & _storages(b))
 
 
 # at most, on a CPU in eager mode: of the sum of squares, and of the scale that it is over
@@ -107,6 +63,29 @@ class Dispatched(TorchDispatchMode):
     @property
     def reads(self) -> int:
         return sum(func is torch.ops.aten._local_scalar_dense.default for func in self.ops)
+
+
+# ---- several processes ---------------------------------------------------------------------------
+
+
+def in_processes(body: Any, count: int = 2) -> None:
+    """`body(rank)` in `count` processes of one gloo group."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(_rank, args=(port, body, count), nprocs=count, join=True)
+
+
+def _rank(rank: int, port: int, body: Any, count: int) -> None:
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(count)
+    )
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=count)
+    body(rank)
+    dist.barrier()
+    # gloo's threads of torch 2.11 now and then abort a process that ends in the ordinary way.
+    os._exit(0)
 
 
 # ---- a small training job ------------------------------------------------------------------------
@@ -184,27 +163,8 @@ def trees(elements: st.SearchStrategy[float]) -> st.SearchStrategy[Any]:
     )
 
 
-legal_rules = st.builds(
-    lambda init, interval, hysteresis, refill, low, high: ps.DynamicScale(
-        init_scale=2.0**init,
-        growth_interval=interval,
-        hysteresis=hysteresis,
-        refill=refill,
-        min_scale=2.0 ** (init - low),
-        max_scale=2.0 ** (init + high),
-    ),
-    st.integers(-20, 20),
-    st.integers(1, 5),
-    st.integers(1, 3),
-    st.sampled_from(["growth", "clean"]),
-    st.integers(0, 20),
-    st.integers(0, 20),
-)
-
-# Clean steps between overflows, for runs of 300 steps and more: long stretches and bursts.
-overflow_patterns = st.lists(st.integers(0, 25), min_size=20, max_size=40).map(
-    lambda gaps: ([bad for gap in gaps for bad in [False] * gap + [True]] + [False] * 300)[:320]
-)
+legal_rules = scale_rules(ps.DynamicScale)
+overflow_patterns = overflow_runs(320)
 
 
 def steered(bad: bool, scale: float) -> bool:

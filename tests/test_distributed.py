@@ -5,38 +5,17 @@ data one sample.
 import functools
 import math
 import os
-import socket
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.utils._pytree as pytree
-from helpers import at, clone, same_bits
+from helpers import at, clone, in_processes, same_bits
 from torch import nn
 
 import purescale as ps
 
 RULE = ps.DynamicScale(init_scale=4.0)
-
-
-def in_processes(body, count=2):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(_rank, args=(port, body, count), nprocs=count, join=True)
-
-
-def _rank(rank, port, body, count):
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(count)
-    )
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=count)
-    body(rank)
-    dist.barrier()
-    # gloo's threads of torch 2.11 now and then abort a process that ends in the ordinary way.
-    os._exit(0)
 
 
 def _flags(rank):

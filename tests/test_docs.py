@@ -59,6 +59,17 @@ def test_the_loop_of_the_readme_is_short_and_trains(tmp_path, monkeypatch):
     assert len(blocks(PAGES["README.md"])[0].strip().splitlines()) <= 28
 
 
+def test_the_average_of_the_recipes_lies_in_memory_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    namespace = run("docs/recipes.md")
+    assert namespace["tuned"].scaler.scale == 2.0**16
+    average, weights = namespace["average"], namespace["state"].params
+    assert average.keys() == weights.keys()
+    assert {t.data_ptr() for t in average.values()}.isdisjoint(
+        t.data_ptr() for t in weights.values()
+    )
+
+
 def test_the_rule_of_the_recipes_is_a_rule(tmp_path):
     recipe = next(block for block in blocks(PAGES["docs/recipes.md"]) if "OnlyDown" in block)
     (tmp_path / "recipe.py").write_text("import torch\n" + recipe.split("own: ps.Rule")[0])

@@ -89,6 +89,30 @@ def test_the_ensemble_trains_each_rate_as_torch_would(capsys):
     assert together == pytest.approx(alone, rel=2e-2)
 
 
+def test_the_probe_shows_which_scales_are_safe_and_who_starves(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    import probe
+
+    probes = probe.main(["--picture", str(tmp_path / "probe.png")])
+    assert (tmp_path / "probe.png").stat().st_size > 10_000
+    low, high = probes["char transformer"].window
+    assert low <= 2
+    assert high >= 14
+    low, high = probes["12 layers, ReLU"].window
+    assert 4 <= low <= 8  # the first layers starve below it, which the last do not need
+    assert probes["12 layers, ReLU"].low["24.weight"] <= -6
+    assert high >= 16
+    sigmoid = probes["16 layers, sigmoid"]
+    assert sigmoid.window is None
+    assert len(sigmoid.starved) >= 6
+    lost = {int(name.split(".")[0]) for name in sigmoid.starved + sigmoid.silent}
+    assert lost == set(range(0, max(lost) + 1, 2)), "the first layers, and all of them"
+    assert 8 <= max(lost) < 24
+    out = capsys.readouterr().out
+    verdict = out.split("No safe scale for ")[1].splitlines()[0]
+    assert all(name in verdict for name in sigmoid.starved)
+
+
 def test_every_public_name_has_a_docstring_and_an_example():
     for name in dir(ps):
         thing = getattr(ps, name)
@@ -103,7 +127,9 @@ def test_every_public_name_has_a_docstring_and_an_example():
 
 
 def test_all_is_exactly_the_public_names_in_the_order_of_the_index():
-    assert sorted(ps.__all__) == sorted(name for name in dir(ps) if not name.startswith("_"))
+    by_itself = {"testing"}  # imported by none of them
+    public = {name for name in dir(ps) if not name.startswith("_")} - by_itself
+    assert sorted(ps.__all__) == sorted(public)
     index = re.findall(r"^    (\w+) +\S", ps.__doc__, re.M)
     assert index == ps.__all__
 

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import purescale as ps
-from purescale import _columns, _torch, _tree
+from purescale import _columns, _leaf, _torch, _tree
 
 LISTS = {name: many for name, many in SETTINGS.items() if name not in ("Muon", "Adafactor")}
 CASES = [
@@ -73,7 +73,8 @@ def fake_cuda():
         torch.device("cuda"),
         WithoutDriver(),
     ):
-        patch.setattr(_tree, "storage", lambda leaf: leaf.untyped_storage()._cdata)
+        for module in (_leaf, _tree):
+            patch.setattr(module, "storage", lambda leaf: leaf.untyped_storage()._cdata)
         yield
 
 

@@ -103,8 +103,15 @@ def test_one_file_knows_optree():
 
 def test_nothing_is_needed_but_torch_and_optree():
     foreign = {package for name in FILES for package in packages(name)}
-    bar = "tqdm"  # of `precise_bn`, where it is asked for
-    assert foreign - set(sys.stdlib_module_names) == {"torch", "optree", bar}
+    # the bar of `precise_bn`, the picture of a probe and the checks for users' tests, where they
+    # are asked for
+    asked_for = {"tqdm", "matplotlib", "hypothesis"}
+    assert foreign - set(sys.stdlib_module_names) == {"torch", "optree"} | asked_for
+
+
+def test_what_tests_need_is_imported_by_testing_alone():
+    assert [name for name in FILES if "hypothesis" in packages(name)] == ["testing.py"]
+    assert [name for name in FILES if "testing.py" in imported(name)] == []
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -116,7 +123,7 @@ def test_a_file_is_short_enough_to_be_read_at_once(name):
 def test_the_layout_names_every_file():
     layout = Path(__file__).parents[1].joinpath("CONTRIBUTING.md").read_text().split("```")[1]
     own = {name for name in FILES if "/" not in name} - {"__init__.py"}
-    assert set(re.findall(r"_\w+\.py", layout)) == own
+    assert set(re.findall(r"\w+\.py", layout)) == own
 
 
 def test_private_names_of_torch_stand_in_one_file():

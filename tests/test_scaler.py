@@ -16,14 +16,24 @@ from helpers import (
     powers_of_two,
     same_bits,
     shares_memory,
+    stack,
     trees,
 )
 from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import purescale as ps
+from purescale.testing import (
+    assert_pure,
+    assert_scale_rule,
+    assert_sync_free,
+    assert_vmap_equals_loop,
+    overflow_runs,
+    scale_rules,
+    scaler_states,
+)
 
-flags = st.lists(st.booleans(), min_size=1, max_size=40)
+flags = overflow_runs()
 
 
 def trace(rule, pattern, state=None):
@@ -228,24 +238,28 @@ def test_consecutive_skips_are_counted_and_forgotten():
     assert counts == [1, 2, 0, 1]
 
 
-@given(legal_rules, st.booleans())
-def test_update_is_pure(rule, bad):
-    state, flag = rule.init(), torch.tensor(bad)
-    with Untouched((state, flag)):
-        new = rule.update(state, flag)
-    assert not shares_memory(state, new)
+@given(scale_rules(), st.data(), st.booleans())
+def test_update_is_pure_reads_nothing_and_maps_over_members(rule, data, bad):
+    states = [data.draw(scaler_states(rule)) for _ in range(3)]
+    assert_pure(rule.update, states[0], torch.tensor(bad))
+    assert_sync_free(rule.update, states[0], torch.tensor(bad))
+    flags = torch.tensor([bad, not bad, bad])
+    assert_vmap_equals_loop(rule.update, stack(states), flags)
 
 
-@given(flags)
-def test_update_under_vmap_equals_a_loop(pattern):
-    rule = ps.DynamicScale(growth_interval=2, hysteresis=2)
-    states = [
-        rule.init()._replace(scale=torch.tensor(2.0 ** (i % 9))) for i, _ in enumerate(pattern)
-    ]
-    stacked = pytree.tree_map(lambda *t: torch.stack(t), *states)
-    batched = torch.vmap(rule.update)(stacked, torch.tensor(pattern))
-    loop = [rule.update(s, torch.tensor(bad)) for s, bad in zip(states, pattern, strict=True)]
-    assert same_bits(batched, pytree.tree_map(lambda *t: torch.stack(t), *loop))
+RULES = [
+    ps.DynamicScale(),
+    ps.DynamicScale(8.0, growth_interval=2, hysteresis=2),
+    ps.DynamicScale(1.0, 4.0, 0.25, 3, 2.0**-149, 2.0**127, 3, "clean"),
+    ps.DynamicScale(8.0, min_scale=8.0, max_scale=8.0),
+    ps.StaticScale(512.0),
+    ps.NoScale(),
+]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_each_rule_keeps_every_law(rule):
+    assert_scale_rule(rule)
 
 
 def test_rules_are_values():

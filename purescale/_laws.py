@@ -1,0 +1,294 @@
+"""The laws that everything here keeps, as checks: same bits, nothing changed, nothing read, one
+graph.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from . import _torch, _tree
+
+# ---- bits and memory -----------------------------------------------------------------------------
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    """Equal structure, dtype, shape and bits: NaN equals the same NaN, 0.0 differs from -0.0.
+
+    >>> import torch
+    >>> same_bits({"w": torch.tensor([0.0])}, {"w": torch.tensor([-0.0])})
+    False
+    """
+    leaves_a, spec_a = _torch.pytree.tree_flatten(a)
+    leaves_b, spec_b = _torch.pytree.tree_flatten(b)
+    return bool(spec_a == spec_b) and all(map(_same, leaves_a, leaves_b))
+
+
+def _same(x: Any, y: Any) -> bool:
+    if not isinstance(x, Tensor):
+        return type(x) is type(y) and bool(x == y)
+    if not isinstance(y, Tensor) or x.dtype is not y.dtype:
+        return False
+    if x.shape != y.shape or x.layout is not y.layout:
+        return False
+    if x.is_sparse:
+        x, y = x.coalesce(), y.coalesce()
+        return _same(x.indices(), y.indices()) and _same(x.values(), y.values())
+    x, y = (t.detach().resolve_conj().resolve_neg().contiguous() for t in (x, y))
+    if x.is_complex():
+        x, y = torch.view_as_real(x).contiguous(), torch.view_as_real(y).contiguous()
+    if not x.is_floating_point():
+        return torch.equal(x, y)
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize]
+    return torch.equal(x.view(bits), y.view(bits))
+
+
+def _named(tree: Any) -> Iterator[tuple[str, Tensor]]:
+    for way, leaf in _torch.pytree.tree_flatten_with_path(tree)[0]:
+        if isinstance(leaf, Tensor):
+            yield _torch.pytree.keystr(way), leaf
+
+
+def _clone(tree: Any) -> Any:
+    return _torch.pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), tree)
+
+
+class Untouched:
+    """`with Untouched(tree):` fails on exit when a tensor of `tree` was written to inside: its
+    values, or its version, which tells of a write that was taken back.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        self.tree = tree
+
+    def __enter__(self) -> None:
+        self.values = _clone(self.tree)
+        self.versions = [_version(leaf) for _, leaf in _named(self.tree)]
+
+    def __exit__(self, kind: Any, *rest: Any) -> None:
+        if kind is not None:
+            return
+        now, before = list(_named(self.tree)), list(_named(self.values))
+        changed = [name for name, _ in now] if len(now) != len(before) else []
+        changed += [
+            name
+            for (name, leaf), (_, copy), version in zip(now, before, self.versions, strict=False)
+            if not _same(leaf, copy) or _version(leaf) != version
+        ]
+        assert not changed, (
+            f"an argument was written into: {_tree.some(changed)}. Cure: `x = x + 1` in place of "
+            "`x += 1` and of methods that end in `_`; return the new value."
+        )
+
+
+def _version(leaf: Tensor) -> int:
+    return 0 if leaf.is_inference() else _torch.version(leaf)
+
+
+def _storages(tree: Any) -> dict[int, str]:
+    found: dict[int, str] = {}
+    for name, leaf in _named(tree):
+        parts = [leaf.detach()]
+        if leaf.is_sparse:
+            parts = [_torch.indices(leaf.detach()), _torch.values(leaf.detach())]
+        elif leaf.layout is not torch.strided:
+            parts = [leaf.detach().values()]
+        found |= {p.untyped_storage().data_ptr(): name for p in parts if p.numel()}
+    return found
+
+
+def shares_memory(a: Any, b: Any) -> bool:
+    """Whether a tensor of `a` stands in the memory of one of `b`."""
+    return bool(_storages(a).keys() & _storages(b).keys())
+
+
+# ---- laws ----------------------------------------------------------------------------------------
+
+
+def assert_pure(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Returns `fn(*args, **kwargs)`, which must change no argument (values and versions), give the
+    same bits when called again, leave torch's random numbers alone, and return nothing that stands
+    in the memory of an argument.
+
+    >>> import torch
+    >>> assert_pure(torch.add, torch.ones(1), 1)
+    tensor([2.])
+    """
+    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    generator = torch.get_rng_state()
+    with Untouched(given):
+        first = fn(*args, **kwargs)
+    theirs = _storages(given)
+    shared = [(name, theirs[key]) for key, name in _storages(first).items() if key in theirs]
+    assert not shared, (
+        f"result{shared[0][0]} stands in the memory of argument{shared[0][1]}: who writes into one "
+        "changes the other. Cure: `.clone()` of what is passed through, or torch.where, which "
+        "makes a new one."
+    )
+    assert torch.equal(torch.get_rng_state(), generator), (
+        "torch's random numbers were drawn from, which is a state that no argument holds. Cure: a "
+        "torch.Generator, or its state, as an argument."
+    )
+    second = fn(*args, **kwargs)
+    assert same_bits(first, second), (
+        f"the same arguments gave {short(first)}, and then {short(second)}. Likely cause: an "
+        "attribute, a global or a closure that remembers. Cure: keep it in the state, and return "
+        "the next one."
+    )
+    return first
+
+
+def assert_sync_free(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Returns `fn(*args, **kwargs)`, which must bring no tensor's value to the host: `.item()`,
+    `float(t)`, `bool(t)`, `if t:`, `.tolist()`, `.numpy()`, `torch.equal`, and what has a shape
+    that depends on values: `nonzero`, `unique`, boolean indexing.
+
+    Works on a CPU, where such a read costs nothing and is not seen otherwise. The one look that
+    `unscale_and_check` and its kin take at a sum there, and on no accelerator, does not count.
+
+    >>> import torch
+    >>> assert_sync_free(torch.where, torch.tensor(True), 1.0, 2.0)
+    tensor(1.)
+    """
+    reads: list[str] = []
+    with _Dispatched(reads), _Called(reads):
+        result = fn(*args, **kwargs)
+    assert not reads, (
+        f"a tensor's value was read: {_tree.some(list(dict.fromkeys(reads)))}. On an accelerator "
+        "the host would wait there, and torch.compile and torch.vmap stop. Cure: "
+        "`torch.where(flag, a, b)` in place of `if flag:` and of boolean indexing; read where you "
+        "log."
+    )
+    return result
+
+
+class _Dispatched(_torch.DispatchMode):  # type: ignore[misc]
+    """Notes operators whose result, or its shape, depends on values that the host must know."""
+
+    def __init__(self, reads: list[str]) -> None:
+        super().__init__()
+        self.reads = reads
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _is_read(func, args, kwargs):
+            _note(self.reads, func.overloadpacket.__name__)
+        return func(*args, **kwargs)
+
+
+class _Called(TorchFunctionMode):
+    """Notes what reads without an operator."""
+
+    def __init__(self, reads: list[str]) -> None:
+        super().__init__()
+        self.reads = reads
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.tolist, Tensor.numpy):
+            _note(self.reads, func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def _is_read(func: Any, args: Any, kwargs: Any) -> bool:
+    if func.overloadpacket.__name__ in ("index", "index_put", "index_put_"):
+        masks = (torch.bool, torch.uint8)
+        return any(index is not None and index.dtype in masks for index in args[1])
+    tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    return bool(tags & set(func.tags)) and kwargs.get("output_size") is None
+
+
+_TORCH = os.path.dirname(torch.__file__)
+_HERE = os.path.dirname(__file__)
+_READS = {"_local_scalar_dense": "item, float, bool or int", "index": "boolean indexing"}
+
+
+def _note(reads: list[str], what: str) -> None:
+    frame: Any = sys._getframe(1)
+    while frame and frame.f_code.co_filename.startswith((_TORCH, __file__)):
+        frame = frame.f_back
+    name, line = frame.f_code.co_filename, frame.f_lineno
+    if frame.f_code.co_name == "_quick_extent" and name.startswith(_HERE):
+        return
+    code = linecache.getline(name, line).strip()
+    reads.append(f"{_READS.get(what, what)} in {os.path.basename(name)}:{line}, `{code}`")
+
+
+def assert_single_graph(fn: Callable[..., Any], *calls: tuple[Any, ...]) -> list[Any]:
+    """Returns `[fn(*call) for call in calls]`, of `fn` under `torch.compile(fullgraph=True)`, which
+    must trace it without a break, and once for all calls. Forgets what was compiled before.
+
+    >>> import torch
+    >>> assert_single_graph(torch.neg, (torch.ones(1),), (torch.zeros(1),))
+    [tensor([-1.]), tensor([-0.])]
+    """
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    torch.compiler.reset()
+    compiled = torch.compile(fn, fullgraph=True, backend=backend)
+    results = []
+    for index, call in enumerate(calls):
+        try:
+            results.append(compiled(*call))
+        except Exception as error:
+            raise AssertionError(
+                f"call {index} is not one graph: {str(error).splitlines()[0]} (see above). Cure: "
+                "torch.where in place of `if`; no reads, prints or containers that torch does not "
+                "know."
+            ) from error
+        assert len(graphs) <= 1, (
+            f"call {index} was traced again, {len(graphs)} graphs by now. Likely cause: a number "
+            "that changes between calls and is no tensor, or another dtype, shape or order of "
+            "keys. Cure: keep it as a 0-d tensor, of one dtype."
+        )
+    return results
+
+
+def assert_vmap_equals_loop(
+    fn: Callable[..., Any], *stacked: Any, rtol: float = 0.0, atol: float = 0.0
+) -> Any:
+    """Returns `torch.vmap(fn)(*stacked)`, which must equal `fn` of one member after another: the
+    same bits, or within `rtol` and `atol`. Every tensor of the arguments has a leading dimension.
+
+    >>> import torch
+    >>> assert_vmap_equals_loop(torch.sum, torch.ones(2, 3))
+    tensor([3., 3.])
+    """
+    tree = _torch.pytree
+    sizes = {leaf.shape[0] for _, leaf in _named(stacked)}
+    assert len(sizes) == 1, f"the arguments have leading dimensions {sorted(sizes)}, expected one"
+    try:
+        together = torch.vmap(fn)(*stacked)
+    except Exception as error:
+        raise AssertionError(
+            f"torch.vmap does not take it: {str(error).splitlines()[0]} (see above). Cure: "
+            "torch.where in place of `if`; no reads; no writing into an argument."
+        ) from error
+    for index in range(sizes.pop()):
+        alone = fn(*tree.tree_map_only(Tensor, lambda t, i=index: t[i], stacked))
+        member = tree.tree_map_only(Tensor, lambda t, i=index: t[i], together)
+        if rtol or atol:
+            torch.testing.assert_close(member, alone, rtol=rtol, atol=atol, equal_nan=True)
+        else:
+            assert same_bits(member, alone), (
+                f"member {index} is {short(member)} under torch.vmap, {short(alone)} by itself. "
+                "Likely cause: an operation over all dimensions, or the shape of a tensor looked "
+                "at. Cure: dimensions counted from the end; rtol= where sums come in another "
+                "order."
+            )
+    return together
+
+
+def short(value: Any, most: int = 200) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= most else f"{text[:most]}..."

@@ -1,0 +1,226 @@
+"""`grad_report`: the facts of each leaf, and what it takes to find them."""
+
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from helpers import Dispatched, Untouched, any32, same_bits, stack, trees, unstack
+from hypothesis import given
+from test_flat import Launched, fake_cuda
+
+import purescale as ps
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+nan, inf = math.nan, math.inf
+
+
+def by_definition(leaf):
+    """Slowly, in float64, one leaf at a time."""
+    tiny = torch.finfo(leaf.dtype).tiny
+    values = torch.view_as_real(leaf) if leaf.is_complex() else leaf
+    values = values.double().flatten().tolist()
+    finite = [abs(v) for v in values if math.isfinite(v)]
+    return {
+        "amax": nan if any(map(math.isnan, values)) else max(map(abs, values), default=0.0),
+        "zeros": sum(v == 0 for v in finite) / max(len(values), 1),
+        "subnormal": sum(0 < v < tiny for v in finite) / max(len(values), 1),
+        "nonfinite": len(values) - len(finite),
+    }
+
+
+def agrees(row, leaf):
+    for name, value in by_definition(leaf).items():
+        found = getattr(row, name).item()
+        assert found == pytest.approx(value, rel=1e-6, nan_ok=True), name
+
+
+def values(dtype, count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    powers = torch.randint(-160, 10, (count,), generator=generator).double()
+    leaf = torch.randn(count, generator=generator, dtype=torch.float64) * 2**powers
+    leaf[::7] = 0
+    return leaf.to(dtype)
+
+
+@given(trees(any32))
+def test_every_fact_is_what_it_is_by_definition(tree):
+    leaves = {
+        name: leaf
+        for name, leaf in zip(ps._tree.names(tree), ps._tree.flatten(tree)[0], strict=True)
+        if leaf is not None
+    }
+    with Untouched(tree):
+        rows = ps.grad_report(tree).rows
+    assert list(rows) == list(leaves)
+    for name, row in rows.items():
+        agrees(row, leaves[name])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 1000, 2**19 + 1, 2**20])
+def test_a_leaf_is_described_in_its_own_dtype_whatever_its_size(dtype, count):
+    leaf = values(dtype, count)
+    other = torch.full((3,), 1e-6, dtype=dtype)
+    rows = ps.grad_report([other, leaf, other]).rows
+    agrees(rows["1"], leaf)
+    agrees(rows["0"], other)
+    assert same_bits(rows["0"], rows["2"])
+
+
+def test_a_number_that_float16_keeps_as_subnormal_is_normal_in_bfloat16():
+    leaf = torch.tensor([1e-6, 1.0])
+    shares = {
+        dtype: ps.grad_report(leaf.to(dtype)).rows["grads"].subnormal.item()
+        for dtype in (torch.float16, torch.bfloat16, torch.float32)
+    }
+    assert shares == {torch.float16: 0.5, torch.bfloat16: 0.0, torch.float32: 0.0}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_all_kinds_of_leaves_have_a_row_but_none():
+    sparse = torch.sparse_coo_tensor([[0, 0, 2]], torch.tensor([1.0, 2.0, 0.0]), (4,))
+    grads = {
+        "sparse": sparse,
+        "csr": torch.eye(3).to_sparse_csr(),
+        "none": None,
+        "scalar": torch.tensor(nan),
+        "empty": torch.zeros(0, 3),
+        "nested": [{"x": torch.tensor([inf, 1.0, -inf])}, (torch.zeros(2, 2),)],
+        "wide": torch.tensor([1e300, 0.0], dtype=torch.float64),
+        "narrow": torch.tensor([0.5, 0.0]).to(torch.float8_e4m3fn),
+        "conj": torch.tensor([3 - 4j]).conj(),
+        "neg": torch.tensor([0 + 5j]).conj().imag,
+    }
+    rows = ps.grad_report(grads).rows
+    found = {name: [fact.item() for fact in row] for name, row in rows.items()}
+    assert math.isnan(found.pop("scalar")[0])
+    assert found == {
+        "sparse": [3, 0.5, 0, 0],
+        "csr": [1, 0, 0, 0],
+        "empty": [0, 0, 0, 0],
+        "nested.0.x": [inf, 0, 0, 2],
+        "nested.1.0": [0, 1, 0, 0],
+        "wide": [1e300, 0.5, 0, 0],
+        "narrow": [0.5, 0.5, 0, 0],
+        "conj": [4, 0, 0, 0],
+        "neg": [5, 0, 0, 0],
+    }
+    assert {tuple(fact.dtype for fact in row)[1:] for row in rows.values()} == {
+        (torch.float32, torch.float32, torch.int64)
+    }
+
+
+def test_names_that_are_the_same_are_told_apart():
+    rows = ps.grad_report({"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}).rows
+    assert [row.amax.item() for row in rows.values()] == [1, 0]
+
+
+@given(st.integers(1, 70), st.integers(1, 300))
+def test_a_sample_is_every_nth_element(sample, count):
+    leaf = values(torch.float32, count)
+    agrees(ps.grad_report(leaf, sample=sample).rows["grads"], leaf[::sample])
+
+
+@pytest.mark.parametrize("layout", ["transposed", "channels_last", "expanded", "strided"])
+def test_the_layout_of_a_leaf_changes_nothing(layout):
+    leaf = values(torch.float32, 2 * 3 * 4 * 5).view(2, 3, 4, 5)
+    laid = {
+        "transposed": leaf.transpose(1, 2),
+        "channels_last": leaf.to(memory_format=torch.channels_last),
+        "expanded": leaf[:1].expand(2, 3, 4, 5),
+        "strided": leaf[:, :, ::2],
+    }[layout]
+    agrees(ps.grad_report(laid).rows["grads"], laid.contiguous())
+
+
+def grads_with(special, count=5):
+    return {str(i): torch.tensor([special, 0.0, 1e-40, i]) for i in range(count)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_under_vmap_it_equals_a_loop(dtype):
+    members = [{"a": values(dtype, 100, seed), "b": [values(dtype, 3, seed)]} for seed in range(3)]
+    members[1]["b"][0][0] = nan
+    loop = stack([ps.grad_report(member) for member in members])
+    assert same_bits(torch.vmap(ps.grad_report)(stack(members)), loop)
+    assert same_bits(unstack(loop, 1), ps.grad_report(members[1]))
+
+
+@pytest.mark.parametrize("count", [1, 40])
+def test_compiled_it_is_one_graph_and_the_same(count):
+    grads = grads_with(inf, count)
+    compiled = torch.compile(ps.grad_report, fullgraph=True, backend="aot_eager")
+    assert same_bits(compiled(grads), ps.grad_report(grads))
+
+
+def test_it_is_no_part_of_a_derivative():
+    def loss(weight):
+        return weight.sum() + ps.grad_report(weight).rows["grads"].amax
+
+    assert torch.equal(torch.func.grad(loss)(torch.ones(3)), torch.ones(3))
+    assert not ps.grad_report(torch.ones(3, requires_grad=True)).rows["grads"].amax.requires_grad
+
+
+def test_nothing_is_read_until_it_is_printed():
+    with Dispatched() as looking:
+        report = ps.grad_report(grads_with(nan))
+    assert looking.reads == 0
+    with Dispatched() as printing:
+        str(report)
+    assert printing.reads <= 4
+
+
+def launches(count, dtype):
+    with fake_cuda():
+        grads = {str(i): torch.empty(8, 4, dtype=dtype) for i in range(count)}
+        with Launched() as launched:
+            ps.grad_report(grads)
+    return sum(not func.is_view for func in launched.ops)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.complex64], ids=str)
+def test_a_report_of_a_thousand_leaves_is_no_more_launches_than_one_of_ten(dtype):
+    counts = {count: launches(count, dtype) for count in (10, 100, 1000)}
+    assert len(set(counts.values())) == 1, counts
+    assert counts[10] <= 50
+
+
+def test_it_prints_the_worst_first_and_names_the_first_bad_leaf():
+    grads = {
+        "fine": torch.ones(4),
+        "starved": torch.tensor([0.0, 0.0, 1e-40, 1.0]),
+        "inf": torch.tensor([1.0, inf]),
+        "nan": torch.tensor([nan, nan, 0.0]),
+    }
+    lines = str(ps.grad_report(grads)).splitlines()
+    assert lines[0] == (
+        "2 of 4 gradients are not finite. First: inf; last, nearest to the loss: nan"
+    )
+    assert [line.split()[0] for line in lines[2:]] == ["nan", "inf", "starved", "fine"]
+    assert lines[4].split() == ["starved", "1.00e+00", "50%", "25%", "0"]
+
+
+def test_a_long_report_prints_its_worst_lines_only():
+    text = str(ps.grad_report(grads_with(1.0, 100)))
+    assert text.splitlines()[0] == "every gradient is finite"
+    assert len(text.splitlines()) < 40
+    assert "and 70 more" in text
+
+
+def test_of_stacked_reports_the_worst_is_printed():
+    reports = [ps.grad_report({"w": torch.tensor([0.0, x])}) for x in (1.0, inf)]
+    assert "1 of 1 gradients are not finite" in str(stack(reports))
+
+
+@pytest.mark.parametrize("grads", [{}, [None], {"a": None, "b": {}}])
+def test_a_tree_without_tensors_is_refused(grads):
+    with pytest.raises(ValueError, match=r"no tensor.*Likely cause: .*Cure: "):
+        ps.grad_report(grads)
+
+
+def test_what_is_no_gradient_is_refused_by_name():
+    with pytest.raises(TypeError, match=r"grads\['a'\]\['mask'\] has dtype torch.bool"):
+        ps.grad_report({"a": {"mask": torch.ones(2) > 0}})
+    with pytest.raises(ValueError, match="sample must be from 1"):
+        ps.grad_report(torch.ones(2), sample=0)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _checks, _extent, _foreach, _tree
+from . import _checks, _dtensor, _extent, _foreach, _tree
 from ._tree import Tree
 
 
@@ -181,7 +181,7 @@ def _portions(
     part: list[tuple[int, Tensor]] = []
     size = 0
     for index, leaf in enumerate(leaves):
-        values = _elements(_extent.stored_values(_extent.full(leaf)))
+        values = _elements(_extent.stored_values(_dtensor.full(leaf)))
         values = values[::sample] if sample > 1 else values
         for piece in torch.split(values, most) if values.numel() > most else [values]:
             part.append((index, piece))

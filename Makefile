@@ -3,8 +3,9 @@ BIN := .venv/bin
 READY := .venv/.ready
 CONFORMANCE := .venv/.conformance
 BENCH := .venv/.bench
+DOCS := .venv/.docs
 
-.PHONY: demo test lint types notebooks conformance bench clean
+.PHONY: demo test lint types notebooks docs conformance bench clean
 
 demo: $(READY)
 	$(BIN)/python examples/digits.py
@@ -22,6 +23,9 @@ types: $(READY)
 
 notebooks: $(READY)
 	$(BIN)/python -m pytest --nbmake notebooks
+
+docs: $(DOCS)
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
 
 conformance: $(CONFORMANCE)
 	$(BIN)/python -m pytest tests/conformance
@@ -47,4 +51,8 @@ $(CONFORMANCE): $(READY)
 
 $(BENCH): $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
+	touch $@
+
+$(DOCS): $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	touch $@

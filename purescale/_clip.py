@@ -36,7 +36,7 @@ def clip_by_global_norm(
     >>> clip_by_global_norm({"w": torch.tensor([3e30, 4e30])}, max_norm=5.0)
     ({'w': tensor([3., 4.])}, tensor(5.0000e+30))
 
-    Source of the rule: Pascanu et al. (arXiv 1211.5063); torch.nn.utils.clip_grad_norm_, whose norm
+    Source of the rule: Pascanu et al. (arXiv 1211.5063); `torch.nn.utils.clip_grad_norm_`, whose
     is inf here.
     """
     max_norm, norm_type = bound("max_norm", max_norm), checked_norm_type(norm_type)
@@ -112,7 +112,7 @@ def check_grad_norm(norm: Tensor) -> None:
 
     >>> check_grad_norm(clip_by_global_norm([torch.ones(4)], max_norm=1.0)[1])
 
-    Source of the rule: torch.nn.utils.clip_grad_norm_.
+    Source of the rule: `torch.nn.utils.clip_grad_norm_`.
     """
     if not (isinstance(norm, Tensor) and norm.ndim == 0):
         raise TypeError(
@@ -142,7 +142,7 @@ def clip_by_value(grads: Tree, clip_value: float | Tensor, donate: bool = False)
     >>> clip_by_value([torch.tensor([-3.0, 0.5])], clip_value=1.0)
     [tensor([-1.0000,  0.5000])]
 
-    Source of the rule: torch.nn.utils.clip_grad_value_.
+    Source of the rule: `torch.nn.utils.clip_grad_value_`.
     """
     clip_value = bound("clip_value", clip_value)
     leaves, structure = _tree.flatten(grads)

@@ -105,11 +105,12 @@ def train_step(
     """Syncs with the host only where `max_retries` is above 0. Equal to, with one microbatch and
     `s = state`:
 
-    ``` scaled = lambda params: scale_loss(s.scaler, loss_fn(params,
-    s.buffers, microbatch)[0]) out = unscale_and_step(optimizer, s.scaler,
-    s.params, grad(scaled)(s.params), s.opt_state, max_norm, clip_value)
-    buffers = select(out.found_inf, s.buffers, new_buffers) s = TrainState(out.params,
-    buffers, out.opt_state, rule.update(s.scaler, out.found_inf), s.step + ~out.found_inf, rng) ```
+        scaled = lambda params: scale_loss(s.scaler, loss_fn(params, s.buffers, microbatch)[0])
+        out = unscale_and_step(optimizer, s.scaler, s.params, grad(scaled)(s.params),
+                               s.opt_state, max_norm, clip_value)
+        buffers = select(out.found_inf, s.buffers, new_buffers)
+        s = TrainState(out.params, buffers, out.opt_state, rule.update(s.scaler, out.found_inf),
+                       s.step + ~out.found_inf, rng)
 
     Arguments:
     - `state`: from `init_train_state`, or what the last step returned.
@@ -121,10 +122,9 @@ def train_step(
       `(loss, new_buffers, aux)`; loss unscaled, real, of one element. Buffers thread through the
       microbatches; return `buffers` where nothing changes them.
     - `weight_fn(microbatch)`: its weight in the average, a number or a 0-d tensor, not negative:
-      samples or tokens. Default:
-      equal. What has weight 0 counts for nothing. A step whose weights are all 0 leaves all but
-      `rng` as it was. A tensor that is negative or not finite drops what an overflow would drop,
-      and leaves the scale alone.
+      samples or tokens. Default: equal. What has weight 0 counts for nothing. A step whose weights
+      are all 0 leaves all but `rng` as it was. A tensor that is negative or not finite drops what
+      an overflow would drop, and leaves the scale alone.
     - `on_nonfinite`: what one overflowing microbatch drops, `"drop_window"` or `"drop_microbatch"`
       (with what it did to the buffers), as in `accumulated_grads`. Either way the scale backs off
       once.

@@ -1,4 +1,4 @@
-"""What a newcomer runs: the demo, the loop by hand, the code in the README."""
+"""What a newcomer runs: the demo, the loop by hand, the contents page."""
 
 import pydoc
 import re
@@ -111,67 +111,6 @@ def test_the_probe_shows_which_scales_are_safe_and_who_starves(tmp_path, monkeyp
     out = capsys.readouterr().out
     verdict = out.split("No safe scale for ")[1].splitlines()[0]
     assert all(name in verdict for name in sigmoid.starved)
-
-
-def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    assert blocks
-    namespace = {}
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), namespace)
-    assert torch.isfinite(namespace["loss"])
-    assert isinstance(namespace["state"], ps.TrainState)
-    assert len(blocks[0].strip().splitlines()) <= 28
-    assert namespace["tuned"].scaler.scale == 2.0**16
-    average, weights = namespace["average"], namespace["state"].params
-    assert average.keys() == weights.keys()
-    assert {t.data_ptr() for t in average.values()}.isdisjoint(
-        t.data_ptr() for t in weights.values()
-    )
-
-
-def test_the_rule_of_the_readme_is_a_rule(tmp_path):
-    recipe = next(
-        block
-        for block in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-        if "OnlyDown" in block
-    )
-    (tmp_path / "recipe.py").write_text("import torch\n" + recipe.split("own: ps.Rule")[0])
-    namespace = runpy.run_path(str(tmp_path / "recipe.py"), run_name="recipe")
-    rule = namespace["OnlyDown"](8.0)
-    step = torch.compile(rule.update, fullgraph=True, backend="eager")
-    state = rule.init("cpu")
-    scales = []
-    for bad in (True, False, True, True):
-        assert step(state, torch.tensor(bad)) == rule.update(state, torch.tensor(bad))
-        state = rule.update(state, torch.tensor(bad))
-        scales.append(state.scale.item())
-    assert scales == [4.0, 4.0, 2.0, 1.0]
-    with pytest.raises(FloatingPointError, match="2 steps in a row were skipped"):
-        ps.check_scaler(state, rule, max_skips=1)
-    stacked = torch.vmap(rule.update)(
-        type(state)(*(torch.stack([t, t]) for t in state)), torch.tensor([True, False])
-    )
-    assert stacked.scale.tolist() == [0.5, 1.0]
-    assert len(recipe.split("@dataclass")[1].split("own: ps.Rule")[0].strip().splitlines()) <= 12
-
-
-def test_an_average_of_the_weights_survives_donation():
-    """The recipe of the README, whose average starts as the weights."""
-    recipe = next(
-        block
-        for block in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-        if "decay = " in block
-    )
-    donating = recipe.replace("rule=rule)", "rule=rule, donate=True)")
-    assert donating != recipe
-    optimizer, rule = ps.from_torch(torch.optim.SGD, lr=1.0), ps.NoScale()
-    state = ps.init_train_state({"w": torch.ones(2)}, {}, optimizer, rule)
-    given = {"ps": ps, "x": None, "y": None, "optimizer": optimizer, "rule": rule, "state": state}
-    given["loss_fn"] = lambda params, buffers, batch: (params["w"].sum(), buffers)
-    exec(compile(donating, "README.md", "exec"), given)
-    torch.testing.assert_close(given["average"]["w"], torch.full((2,), 0.999))
 
 
 def test_every_public_name_has_a_docstring_and_an_example():

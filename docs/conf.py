@@ -1,0 +1,84 @@
+"""How `make docs` builds these pages; the reference comes from the package as it is imported."""
+
+import pkgutil
+import re
+from typing import Any
+
+import purescale
+
+project = "purescale"
+version = release = purescale.__version__
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
+myst_heading_anchors = 3
+html_theme = "furo"
+html_title = "purescale"
+html_show_sphinx = False
+html_show_copyright = False
+html_copy_source = False
+html_static_path = ["style.css"]
+html_css_files = ["style.css"]
+
+# A name in backticks is a link where there is something of that name.
+default_role = "py:obj"
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+python_maximum_signature_line_length = 88
+
+_AUTOMODULE = "{heading}\n```{{eval-rst}}\n.. automodule:: {name}\n   :members:\n```\n"
+
+
+def _sources(app: Any, page: str, source: list[str]) -> None:
+    """A page that asks for them gets the public modules below purescale, or the pages that it does
+    not name itself, whichever there are; a Markdown file that is no page is offered as it is.
+    """
+    named = {page, *source[0].split()}
+    others = [name for name in app.env.found_docs - named if not name.startswith("from_")]
+    source[0] = source[0].replace("{others}", "\n".join(sorted(others)))
+    source[0] = re.sub(r"\]\((\.\./[^)]+\.md)\)", r"](path:\1)", source[0])
+    if "{modules}" in source[0]:
+        found = pkgutil.walk_packages(purescale.__path__, "purescale.")
+        names = [name for _, name, package in found if "._" not in name and not package]
+        parts = [_AUTOMODULE.format(heading=f"## `{name}`\n", name=name) for name in sorted(names)]
+        source[0] = source[0].replace("{modules}", "\n".join(parts))
+
+
+def _as_rst(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """The docstrings are written for `help()`; what reStructuredText wants otherwise."""
+    text = "\n".join(lines)
+    if name == "purescale":  # its index: a list under each heading
+        text = re.sub(r"^    (\w+) +(\S.*)$", r"    - `~purescale.\1`: \2", text, flags=re.M)
+    # a blank line before a list; code that is set apart by its indentation
+    text = re.sub(r"^((?!- |  |\n).+)\n- ", r"\1\n\n- ", text, flags=re.M)
+    text = re.sub(r"^((?!- |>>> )\S.*(?<!::))\n\n(?=    )", r"\1\n\n::\n\n", text, flags=re.M)
+    # Only what stands in backticks is marked up: names_ and 2 * 3 are what they look like.
+    parts = text.split("\n\n")
+    for index, part in enumerate(parts):
+        if not part.startswith((">>>", "    ", "..")):
+            parts[index] = re.sub(r"(`[^`]*`)|((?<=\w)_(?!\w)|\*)", _plain, part)
+    text = re.sub(r"(?:^\|.*\n)+", _table, "\n\n".join(parts), flags=re.M)
+    lines[:] = text.split("\n")
+
+
+def _plain(found: re.Match[str]) -> str:
+    return found[1] or "\\" + found[2]
+
+
+def _table(found: re.Match[str]) -> str:
+    """A Markdown table as one of reStructuredText."""
+    rows = [line.strip("| ").split(" | ") for line in found[0].splitlines()]
+    out = [".. list-table::", "   :header-rows: 1", ""]
+    for row in rows[:1] + rows[2:]:
+        out += [f"   {' ' if index else '*'} - {cell}" for index, cell in enumerate(row)]
+    return "\n".join([*out, "", ""])
+
+
+def _nothing_said(app: Any, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool:
+    """The fields of a NamedTuple say of themselves only which number they have."""
+    return skip or (getattr(obj, "__doc__", None) or "").startswith("Alias for field number")
+
+
+def setup(app: Any) -> None:
+    """What Sphinx calls."""
+    app.connect("source-read", _sources)
+    app.connect("autodoc-process-docstring", _as_rst)
+    app.connect("autodoc-skip-member", _nothing_said)

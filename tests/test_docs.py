@@ -1,0 +1,139 @@
+"""The README and the pages of docs/: their code runs, their links lead somewhere."""
+
+import importlib.util
+import os
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+import purescale as ps
+
+ROOT = Path(__file__).parent.parent
+PAGES = {
+    str(path.relative_to(ROOT)): path
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+}
+OTHERS = [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("*/README.md"))]
+
+# Pages may speak of these before they are there.
+AHEAD = {
+    **{name: hasattr(ps, name) for name in ("HeadroomScale", "probe_scales")},
+    **{
+        name: importlib.util.find_spec(name) is not None
+        for name in ("purescale.simulate", "purescale.testing")
+    },
+}
+
+
+def blocks(path):
+    return re.findall(r"```python\n(.*?)```", path.read_text(), re.S)
+
+
+def run(name):
+    """What a page defines, its blocks run in turn."""
+    namespace = {"__name__": "page"}
+    for block in blocks(PAGES[name]):
+        if any(word in block and not there for word, there in AHEAD.items()):
+            continue
+        exec(compile(block, name, "exec"), namespace)
+    return namespace
+
+
+WITH_CODE = [name for name, path in PAGES.items() if blocks(path)]
+
+
+@pytest.mark.parametrize("name", WITH_CODE)
+def test_the_python_of_a_page_runs(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run(name)
+
+
+def test_the_loop_of_the_readme_is_short_and_trains(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    namespace = run("README.md")
+    assert torch.isfinite(namespace["loss"])
+    assert isinstance(namespace["state"], ps.TrainState)
+    assert len(blocks(PAGES["README.md"])[0].strip().splitlines()) <= 28
+
+
+def test_the_average_of_the_recipes_lies_in_memory_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    namespace = run("docs/recipes.md")
+    assert namespace["tuned"].scaler.scale == 2.0**16
+    average, weights = namespace["average"], namespace["state"].params
+    assert average.keys() == weights.keys()
+    assert {t.data_ptr() for t in average.values()}.isdisjoint(
+        t.data_ptr() for t in weights.values()
+    )
+
+
+def test_the_rule_of_the_recipes_is_a_rule(tmp_path):
+    recipe = next(block for block in blocks(PAGES["docs/recipes.md"]) if "OnlyDown" in block)
+    (tmp_path / "recipe.py").write_text("import torch\n" + recipe.split("own: ps.Rule")[0])
+    namespace = runpy.run_path(str(tmp_path / "recipe.py"), run_name="recipe")
+    rule = namespace["OnlyDown"](8.0)
+    step = torch.compile(rule.update, fullgraph=True, backend="eager")
+    state = rule.init("cpu")
+    scales = []
+    for bad in (True, False, True, True):
+        assert step(state, torch.tensor(bad)) == rule.update(state, torch.tensor(bad))
+        state = rule.update(state, torch.tensor(bad))
+        scales.append(state.scale.item())
+    assert scales == [4.0, 4.0, 2.0, 1.0]
+    with pytest.raises(FloatingPointError, match="2 steps in a row were skipped"):
+        ps.check_scaler(state, rule, max_skips=1)
+    stacked = torch.vmap(rule.update)(
+        type(state)(*(torch.stack([t, t]) for t in state)), torch.tensor([True, False])
+    )
+    assert stacked.scale.tolist() == [0.5, 1.0]
+    assert len(recipe.split("@dataclass")[1].split("own: ps.Rule")[0].strip().splitlines()) <= 12
+
+
+def test_an_average_of_the_weights_survives_donation():
+    """The recipe, whose average starts as the weights."""
+    recipe = next(
+        block for block in blocks(PAGES["docs/recipes.md"]) if block.startswith("decay = ")
+    )
+    donating = recipe.replace("rule=rule)", "rule=rule, donate=True)")
+    assert donating != recipe
+    optimizer, rule = ps.from_torch(torch.optim.SGD, lr=1.0), ps.NoScale()
+    state = ps.init_train_state({"w": torch.ones(2)}, {}, optimizer, rule)
+    given = {"ps": ps, "x": None, "y": None, "optimizer": optimizer, "rule": rule, "state": state}
+    given["loss_fn"] = lambda params, buffers, batch: (params["w"].sum(), buffers)
+    exec(compile(donating, "recipes.md", "exec"), given)
+    torch.testing.assert_close(given["average"]["w"], torch.full((2,), 0.999))
+
+
+def anchors(path):
+    """The headings of a page as GitHub names them."""
+    text = re.sub(r"```.*?```", "", path.read_text(), flags=re.S)
+    headings = re.findall(r"^#+ (.+)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", [*PAGES.values(), *OTHERS], ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_link_leads_to_something_here(path):
+    text = re.sub(r"```.*?```", "", path.read_text(), flags=re.S)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if link.startswith("http"):
+            continue
+        file, _, anchor = link.partition("#")
+        target = Path(os.path.normpath(path.parent / file)) if file else path
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sphinx") is None, reason="make docs installs it")
+def test_the_docstrings_become_pages(tmp_path):
+    """Markdown in the docstrings, reStructuredText for Sphinx."""
+    hooks = runpy.run_path(str(ROOT / "docs" / "conf.py"))
+    text = "Arguments:\n- `x`: one\n  line\n- `y_` and z_ * 2\n\nIn code:\n\n    x = 1\n\n"
+    lines = (text + "| a | b |\n|---|---|\n| 1 | 2 |\n").split("\n")
+    hooks["_as_rst"](None, "function", "f", None, {}, lines)
+    text = "\n".join(lines)
+    assert "Arguments:\n\n- `x`: one\n  line\n- `y_` and z\\_ \\* 2\n" in text
+    assert "In code:\n\n::\n\n    x = 1\n" in text
+    assert "   * - a\n     - b\n   * - 1\n     - 2\n" in text

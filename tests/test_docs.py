@@ -18,15 +18,6 @@ PAGES = {
 }
 OTHERS = [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("*/README.md"))]
 
-# Pages may speak of these before they are there.
-AHEAD = {
-    **{name: hasattr(ps, name) for name in ("HeadroomScale", "probe_scales")},
-    **{
-        name: importlib.util.find_spec(name) is not None
-        for name in ("purescale.simulate", "purescale.testing")
-    },
-}
-
 
 def blocks(path):
     return re.findall(r"```python\n(.*?)```", path.read_text(), re.S)
@@ -36,8 +27,6 @@ def run(name):
     """What a page defines, its blocks run in turn."""
     namespace = {"__name__": "page"}
     for block in blocks(PAGES[name]):
-        if any(word in block and not there for word, there in AHEAD.items()):
-            continue
         exec(compile(block, name, "exec"), namespace)
     return namespace
 

@@ -177,7 +177,7 @@ def test_a_gradient_that_is_needed_elsewhere_is_not_divided_in_place():
     out = ps.unscale_and_step(
         ADAMW, scaler, params, {"0": grads["0"], "1": grads["0"]}, state, donate=True
     )
-    assert same_bits(tuple(out), expected)
+    assert same_bits(tuple(out)[:4], expected)
 
 
 # ---- counts --------------------------------------------------------------------------------------

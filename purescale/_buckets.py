@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from . import _foreach, _leaf, _torch, _tree
-from ._tree import Leaves, Tree
+from ._tree import Leaves
 
 SIZE = 25 * 2**20  # bytes, as DistributedDataParallel
 LARGE = 2**20  # bytes: on a CPU, where fresh memory is what is slow, sent from where it stands
@@ -154,11 +154,8 @@ def _numbers(leaf: Tensor) -> Tensor:
     return torch.view_as_real(leaf.to(_foreach.wide_dtype(leaf.dtype)).resolve_conj())
 
 
-def reduction_of(params: Tree, buffers: Leaves, divisor: Any, group: Any) -> Reduction:
-    """The gradients of `params` and what became of `buffers`, in the order in which a backward
-    makes them.
-    """
-    leaves = _tree.flatten(params)[0]
+def reduction_of(leaves: Leaves, buffers: Leaves, divisor: Any, group: Any) -> Reduction:
+    """The gradients of parameters and what became of buffers, as a backward makes them in turn."""
     order = [*reversed(range(len(leaves))), *range(len(leaves), len(leaves) + len(buffers))]
     floating = [
         leaf

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from . import _dtensor, _foreach, _leaf, _tree
 from ._argument import argument
-from ._scaler import HasScale, scale_loss
-from ._tree import Leaves, Tree
+from ._scaler import scale_loss
+from ._tree import Flat, Leaves, Tree
 
 
 class LossFn(Protocol):
@@ -34,21 +34,18 @@ class Differentiate:
     out until `tree`.
     """
 
-    def __init__(self, params: Tree, buffers: Tree, scaler: HasScale, loss_fn: LossFn) -> None:
-        self.scaler, self.loss_fn, self.buffer_tree = scaler, loss_fn, buffers
-        leaves, self.structure = _tree.flatten(params)
-        self.buffers, self.buffer_structure = _tree.flatten(buffers)
-        self.present = [leaf is not None for leaf in leaves]
-        self.inputs = [leaf for leaf in leaves if leaf is not None]
+    def __init__(self, params: Flat, buffers: Flat, scaler: Flat, loss_fn: LossFn) -> None:
+        self.scaler, self.loss_fn, self.buffers = scaler.tree, loss_fn, buffers
+        self.structure = params.structure
+        self.present = [leaf is not None for leaf in params.leaves]
+        self.inputs = [leaf for leaf in params.leaves if leaf is not None]
+        self.seen: list[Tensor] = []  # in the microbatches
         self.spread = _dtensor.among(self.inputs)
         if not _tree.traced():
-            self.names = [
-                name for name, here in zip(_tree.names(params), self.present, strict=True) if here
-            ]
-            self.taken = {
-                None,
-                *_leaf.storages([*self.inputs, *self.buffers, *_tree.tensors(scaler)]),
-            }
+            names = zip(_tree.names(params.tree), self.present, strict=True)
+            self.names = [name for name, here in names if here]
+            given = [*self.inputs, *buffers.leaves, *scaler.leaves]
+            self.taken = {None, *_leaf.storages(given)}
             self.inputs = _recordable(self.inputs)
 
     def zeros(self) -> Leaves:
@@ -82,9 +79,9 @@ class Differentiate:
             grads = [grad.detach() if grad.requires_grad else grad for grad in found]
         if self.spread:
             grads = [_dtensor.like(grad, leaf) for grad, leaf in zip(grads, inputs, strict=True)]
-        return grads, _tree.fresh(
-            outputs, self.taken.union(_leaf.storages(_tree.all_tensors(microbatch)))
-        )
+        seen = _tree.all_tensors(microbatch)
+        self.seen += seen
+        return grads, _tree.fresh(outputs, self.taken.union(_leaf.storages(seen)))
 
     def graph(
         self, buffers: Leaves, microbatch: Any
@@ -113,14 +110,14 @@ class Differentiate:
     def _scaled(
         self, buffers: Leaves, microbatch: Any, inputs: Leaves
     ) -> tuple[Tensor, tuple[Tensor, Leaves, list[Any]]]:
-        given = self.buffer_structure.unflatten(buffers)
+        given = self.buffers.structure.unflatten(buffers)
         loss, new_buffers, aux = self._checked(self.loss_fn(self.tree(inputs), given, microbatch))
         unscaled = loss.to(_foreach.wide_dtype(loss.dtype))
         scaled = scale_loss(self.scaler, loss).reshape(())
         return scaled, (unscaled.reshape(()), new_buffers, aux)
 
     def _checked(self, returned: Any) -> tuple[Tensor, Leaves, list[Any]]:
-        buffers = self.buffer_tree
+        buffers = self.buffers.tree
         if not (isinstance(returned, tuple) and len(returned) in (2, 3)):
             what = (
                 f"a tuple of {len(returned)}"
@@ -146,8 +143,7 @@ class Differentiate:
                 "aux`. Cure: `return loss, new_buffers, aux`, or `return loss, buffers, aux` "
                 "where nothing changes them."
             )
-        flat = self.buffers, self.buffer_structure
-        leaves = _tree.paired(buffers, new_buffers, "buffers", "new_buffers", flat=flat)[1]
+        leaves = _tree.paired(buffers, new_buffers, "buffers", "new_buffers", flat=self.buffers)[1]
         return loss, leaves, aux
 
 

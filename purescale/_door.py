@@ -20,6 +20,18 @@ from ._torch import TensorGuards
 T = TypeVar("T")
 
 
+class Marks(NamedTuple):
+    """What must be as it was for what is known to hold, besides the tensors themselves."""
+
+    donate: bool
+    spent: bool
+    absent: list[int]  # parameters without a gradient
+    names: list[str]  # in the state
+    counts: list[int]
+    keys: list[str]
+    inference: bool
+
+
 class Entered(NamedTuple):
     """Parameters, their gradients and their slots as columns."""
 
@@ -28,7 +40,7 @@ class Entered(NamedTuple):
     state: list[Any]  # parameters and slots
     gradients: list[Any]
     keep: Sequence[Tensor]  # what is written into in no case
-    marks: Any  # what must be as it was for what is known to hold, besides the tensors themselves
+    marks: Marks
 
 
 def enter(
@@ -58,7 +70,7 @@ def enter(
         held = [weight for weight in weights if weight is not None]
     every = slots.values()
     state = [*held, *itertools.chain.from_iterable(map(dict.values, every))]
-    marks = (
+    marks = Marks(
         donate,
         spent,
         absent,
@@ -90,15 +102,21 @@ class _Pieces(NamedTuple):
 
 class _Known(NamedTuple):
     names: list[str]
-    marks: Any
+    marks: Marks
     guard: Any  # a TensorGuards
     graphs: list[int]  # which of the tensors may stand on a graph
     addresses: list[int] | None  # of the state, where something will be written
     starts: list[int]  # the memory of the state, in order
     ends: list[int]
-    sizes: list[int]  # bytes from the first to the last element of each gradient
+    lengths: list[int]  # bytes from the first to the last element of each tensor of the state
+    sizes: list[int]  # and of each gradient
     pieces: _Pieces | None  # of state and gradients together, where they stood the last time
     facts: Any
+
+    def at(self, addresses: list[int]) -> _Known:
+        """The same of a state that stands there."""
+        ends = sorted(map(operator.add, addresses, self.lengths))
+        return self._replace(addresses=addresses, starts=sorted(addresses), ends=ends, pieces=None)
 
 
 class Memo(Generic[T]):
@@ -124,8 +142,13 @@ class Memo(Generic[T]):
                 continue
             try:
                 addresses = known.addresses and list(map(Tensor.data_ptr, state))
-                if addresses != known.addresses or not known.guard.check(*state, *gradients):
+                moved = addresses != known.addresses
+                if (moved and marks.donate) or not known.guard.check(*state, *gradients):
                     continue
+                if (
+                    addresses is not None and moved
+                ):  # nothing is written into it: it need only stand apart from gradients
+                    known = known.at(addresses)
                 alone: bool | None = True
                 if addresses is not None:
                     known, alone = self._alone(known, gradients, keep)
@@ -173,22 +196,21 @@ class Memo(Generic[T]):
         tensors = [*entered.state, *entered.gradients]
         if not all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors):
             return
-        donate, spent, *_ = entered.marks
-        starts = list(map(Tensor.data_ptr, entered.state))
         known = _Known(
             entered.names,
             entered.marks,
             TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None),
             [place for place, tensor in enumerate(tensors) if tensor.requires_grad],
-            starts if donate or spent else None,
-            sorted(starts),
-            sorted(
-                start + _reach(tensor) for start, tensor in zip(starts, entered.state, strict=True)
-            ),
+            None,
+            [],
+            [],
+            list(map(_reach, entered.state)),
             list(map(_reach, entered.gradients)),
             None,
             facts,
         )
+        if entered.marks.donate or entered.marks.spent:
+            known = known.at(list(map(Tensor.data_ptr, entered.state)))
         # One assignment: another thread sees the memo as it was or as it is.
         self._known = (known, *self._known[: self.KEPT - 1])
 

@@ -175,16 +175,17 @@ def probe_scales(
     chosen = _exponents(exponents)
     tol = _checks.positive("tol", tol)
     chunk = len(chosen) if chunk_size is None else _checks.whole("chunk_size", chunk_size, least=1)
-    leaves, _ = _tree.flatten(params)
-    _tree.check_parameters(params, leaves)
-    device = _tree.device_of(params, leaves, "params")
-    differentiate = Differentiate(params, buffers, NoScale().init(device), loss_fn)
+    given = _tree.flat(params)
+    _tree.check_parameters(*given[:2])
+    device = _tree.device_of(*given[:2], "params")
+    scaler = _tree.flat(NoScale().init(device))
+    differentiate = Differentiate(given, _tree.flat(buffers), scaler, loss_fn)
     if not differentiate.inputs:
         raise ValueError(
             "params holds no tensor, so there is no gradient to look at. Cure: the `params` of "
             "`apply, params, buffers = make_functional(model)`."
         )
-    inputs, loss, _ = differentiate.graph(differentiate.buffers, microbatch)
+    inputs, loss, _ = differentiate.graph(differentiate.buffers.leaves, microbatch)
     best: Leaves | None = None  # the gradients at the largest scale that fits
     high: int | None = None
     flags: list[Tensor] = []

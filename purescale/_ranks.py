@@ -18,14 +18,14 @@ from ._collectives import agree, lines_of, on_cpu
 from ._group import all_reduce, check_group
 from ._headroom import grad_amax, largest
 from ._scaler import overflowed
-from ._tree import Leaves, Tree
+from ._tree import Flat, Leaves, Tree
 from ._window import Gathered
 
 
 def together(
     gathered: Gathered,
-    params: Tree,
-    buffers: Tree,
+    params: Flat,
+    buffers: Flat,
     scale: Tensor,
     norm_type: float | None,
     amax: bool,
@@ -37,12 +37,11 @@ def together(
     Gradients that are on their way already are waited for; else they are sent now. A buffer that no
     rank has changed keeps its bits. Of integers, which count, the largest.
     """
-    weights, structure = _tree.flatten(params)
-    before, buffer_structure = _tree.flatten(buffers)
-    after = _tree.leaves_like("new_buffers", gathered.buffers, "buffers", buffers, buffer_structure)
+    weights, before = params.leaves, buffers.leaves
+    after = _tree.leaves_like("new_buffers", gathered.buffers, "buffers", *buffers[::2])
     reduction, grads = gathered.reduction, weights
     if reduction is None:
-        reduction = reduction_of(params, before, gathered.divisor, group)
+        reduction = reduction_of(weights, before, gathered.divisor, group)
         grads = _tree.flatten(gathered.grads)[0]
         for place in reversed(range(len(weights))):
             if place in reduction.bucket_of:
@@ -69,12 +68,12 @@ def together(
     else:
         most = grad_amax(mean) if amax else ()
     return gathered._replace(
-        grads=structure.unflatten(mean),
+        grads=params.structure.unflatten(mean),
         norm=norm,
         amax=most,
         found_inf=found_inf,
         overflow=overflow,
-        buffers=buffer_structure.unflatten(averaged),
+        buffers=buffers.structure.unflatten(averaged),
         reduction=None,
     )
 

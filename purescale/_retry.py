@@ -14,14 +14,14 @@ from ._accum import OnNonfinite
 from ._differentiate import LossFn
 from ._headroom import takes_amax, updated
 from ._scaler import Rule, is_usable
-from ._tree import Tree
+from ._tree import Flat
 from ._window import BNUpdate, Gathered, gather
 
 
 def gather_until_finite(
-    params: Tree,
-    buffers: Tree,
-    scaler: Any,
+    params: Flat,
+    buffers: Flat,
+    scaler: Flat,
     rng: Any,
     microbatches: list[Any],
     loss_fn: LossFn,
@@ -40,13 +40,13 @@ def gather_until_finite(
     highest scale. With a `group` what is read is the same on every rank, so that all try again
     or none.
     """
-    if max_retries and _dtensor.among(_tree.tensors(params)):
+    if max_retries and _dtensor.among(params.leaves):
         raise ValueError(
             f"max_retries={max_retries} with parameters that are DTensors: whether to try again is "
             "read from the loss of this rank, another rank may read otherwise, and each would wait "
             "for the other. Cure: max_retries=0; the next step is taken at the lower scale anyway."
         )
-    device = scaler.scale.device
+    device = scaler.tree.scale.device
     retries = 0
     best: tuple[Any, Gathered, Any] | None = None
     drawn = _generators(device) if max_retries else []
@@ -68,13 +68,13 @@ def gather_until_finite(
                 group,
             )
         if best is None or bool(gathered.lost < best[1].lost):
-            best = scaler, gathered, after()
+            best = scaler.tree, gathered, after()
         lower = None
         if retries < max_retries and bool(gathered.curable):
-            lower = _backed_off(rule, scaler)
+            lower = _backed_off(rule, scaler.tree)
         if lower is None:
             return (*best, retries)
-        scaler, retries = lower, retries + 1
+        scaler, retries = _tree.flat(lower), retries + 1
         for module, where, before in drawn:
             module.set_rng_state(before, *where)
 

@@ -22,7 +22,7 @@ from ._ranks import together
 from ._retry import gather_until_finite
 from ._scaler import Rule, StaticScale, check_device
 from ._step import skip_or_step
-from ._tree import Tree
+from ._tree import Leaves, Tree
 from ._window import BNUpdate
 
 
@@ -170,24 +170,36 @@ def train_step(
     ({'w': tensor([0.])}, tensor(1.), tensor(65536.), tensor(131072.))
     """
     clip = checked(max_norm, clip_value, norm_type)
+    # What is no TrainState is about to be refused.
+    params, buffers, before = (
+        _tree.flat(getattr(state, name, ())) for name in ("params", "buffers", "scaler")
+    )
     group = checked_group(
         group,
         lambda: _check_call(
-            state, microbatches, optimizer, rule, clip, on_nonfinite, bn_update, max_retries
+            state,
+            params.leaves,
+            microbatches,
+            optimizer,
+            rule,
+            clip,
+            on_nonfinite,
+            bn_update,
+            max_retries,
         ),
         lambda: f"{max_retries=}, {on_nonfinite=}, {bn_update=}",
         lambda: {"params": state.params, "buffers": state.buffers},
     )
     norm = None if max_norm is None else clip.norm_type
     scaler, gathered, rng, retries = gather_until_finite(
-        *(state.params, state.buffers, state.scaler, state.rng),
+        *(params, buffers, before, state.rng),
         *(microbatches, loss_fn, rule, weight_fn),
         *(on_nonfinite, bn_update, max_retries, norm),
         group,
     )
     if group is not None:
         gathered = together(
-            *(gathered, state.params, state.buffers, scaler.scale, norm),
+            *(gathered, params, buffers, scaler.scale, norm),
             takes_amax(rule),
             group,
         )
@@ -199,21 +211,18 @@ def train_step(
     if overflow is not skip:
         next_scaler = _tree.where(skip & ~overflow, state.scaler, next_scaler, donate=False)
     else:
-        _tree.paired(state.scaler, next_scaler, "state.scaler", "the state that the rule gave")
+        name = "the state that the rule gave"
+        _tree.paired(state.scaler, next_scaler, "state.scaler", name, flat=before)
 
     # A gradient may be the very tensor that a custom backward returned, and parts of a state may
     # share memory.
-    given = (
-        state.buffers,
-        state.scaler,
-        scaler,
-        next_scaler,
-        state.step,
-        state.rng,
-        microbatches,
-        gathered._replace(grads=()),
-    )
-    keep = [] if _tree.traced() else _tree.all_tensors(given)
+    keep: list[Tensor] = []
+    if not _tree.traced():
+        known_leaves = (*buffers.leaves, *before.leaves, *gathered.seen)
+        tried = scaler if retries else ()
+        made = (tried, next_scaler, state.step, state.rng, gathered._replace(grads=(), seen=[]))
+        keep = [leaf for leaf in known_leaves if isinstance(leaf, Tensor)]
+        keep += _tree.all_tensors(made)
     known: dict[str, Any] = {
         "scaled": gathered.scaled,
         "found_inf": skip,
@@ -235,7 +244,7 @@ def train_step(
     step, scale = state.step + ~skip, scaler.scale.clone()
     new_state = TrainState(
         params=out.params,
-        buffers=_tree.where(skip, state.buffers, gathered.buffers, donate=donate),
+        buffers=_tree.where(skip, buffers.tree, gathered.buffers, donate=donate, flat=buffers),
         opt_state=out.opt_state,
         scaler=next_scaler,
         step=step,
@@ -257,6 +266,7 @@ def train_step(
 
 def _check_call(
     state: TrainState,
+    leaves: Leaves,
     microbatches: Any,
     optimizer: Any,
     rule: Any,
@@ -282,7 +292,6 @@ def _check_call(
             "microbatches is an empty list; a step needs at least one. Likely cause: a loader "
             "that ran out. Cure: end the loop there."
         )
-    leaves = _tree.flatten(state.params)[0]
     _tree.check_parameters(state.params, leaves, "state.params")
     check_device(state.scaler.scale, state.params, leaves, "state.params")
     if clip.value is not None:

@@ -34,9 +34,7 @@ _insertion_ordered.__enter__()
 
 
 def flatten(tree: Tree) -> tuple[Leaves, Any]:
-    """The leaves of `tree` and its structure, which has `.unflatten(leaves)` and
-    `.flatten_up_to(other)`.
-    """
+    """The leaves and the structure, with its `.unflatten(leaves)` and `.flatten_up_to(other)`."""
     if torch.compiler.is_compiling():
         # optree cannot be traced where a dict is empty, as the buffers of a net without BatchNorm
         # are.
@@ -44,6 +42,18 @@ def flatten(tree: Tree) -> tuple[Leaves, Any]:
     else:
         leaves, structure = optree.tree_flatten(tree, **_OURS)
     return leaves, structure
+
+
+class Flat(NamedTuple):
+    """A tree that is flattened once, where it comes in."""
+
+    tree: Tree
+    leaves: Leaves
+    structure: Any
+
+
+def flat(tree: Tree) -> Flat:
+    return Flat(tree, *flatten(tree))
 
 
 def map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
@@ -325,14 +335,15 @@ def where(
     donate: bool,
     keep: Sequence[Tensor] = (),
     spent: bool = False,
+    flat: Flat | None = None,
 ) -> Tree:
     """`select` that may write its result into the tensors of `old`, but for those in the memory of
     `keep`.
 
     `spent`: every tensor of `new` stands in memory that nobody else sees, and may hold anything
-    afterwards.
+    afterwards. `flat`: of `old`, where it is known.
     """
-    given, others, structure = paired(old, new, "old", "new")
+    given, others, structure = paired(old, new, "old", "new", flat=flat)
     bad = flag(found_inf, like=next((leaf for leaf in given if isinstance(leaf, Tensor)), None))
     shards = _dtensor.shards(given)
     leaves, others = shards.local, _dtensor.shards(others).local
@@ -407,14 +418,14 @@ def paired(
     name: str,
     other_name: str,
     why: str = _EITHER,
-    flat: tuple[Leaves, Any] | None = None,
+    flat: Flat | None = None,
 ) -> tuple[Leaves, Leaves, Any]:
     """The leaves of two trees, those of `other` in the order of `tree`'s, and the structure;
     refused unless all but values agree.
 
     `flat`: of `tree`, where it is known.
     """
-    leaves, structure = flatten(tree) if flat is None else flat
+    leaves, structure = flatten(tree) if flat is None else flat[1:]
     others = leaves_like(other_name, other, name, tree, structure)
     for index, (a, b) in enumerate(zip(leaves, others, strict=True)):
         if not agree(a, b):

@@ -26,7 +26,7 @@ from ._differentiate import Differentiate, LossFn
 from ._group import all_reduce
 from ._headroom import grad_amax, largest
 from ._scaler import HasScale, overflowed, unscale_and_check
-from ._tree import Leaves, Tree
+from ._tree import Flat, Leaves, Tree
 
 BNUpdate = Literal["each", "window"]
 
@@ -47,6 +47,7 @@ class Gathered(NamedTuple):
     amax: Any  # the largest of the unscaled gradients, where the rule takes it; else ()
     buffers: Tree
     aux: tuple[Any, ...]
+    seen: list[Tensor]  # in the microbatches
     # Of a group: by which the mean of this rank is divided in that of all, inf where it counts for
     # nothing, and what is on its way already.
     divisor: Tensor | None = None
@@ -54,9 +55,9 @@ class Gathered(NamedTuple):
 
 
 def gather(
-    params: Tree,
-    buffers: Tree,
-    scaler: HasScale,
+    params: Flat,
+    buffers: Flat,
+    scaler: Flat,
     microbatches: list[Any],
     loss_fn: LossFn,
     weight_fn: Callable[[Any], float | Tensor] | None,
@@ -75,12 +76,10 @@ def gather(
     those of all its ranks; gradients and buffers are still to be reduced, and unless `exact` they
     have not been looked at.
     """
-    if bn_update == "window" and buffers:
-        check_flat(buffers)
-    settings: Any = (weight_fn, on_nonfinite, norm_type, exact, amax, group)
-    if group is not None:
-        settings += (_tree.flatten(buffers)[0],)
-    if bn_update == "each" or not has_layers(buffers):
+    if bn_update == "window" and buffers.tree:
+        check_flat(buffers.tree)
+    settings: Any = (weight_fn, on_nonfinite, norm_type, exact, amax, group, buffers.leaves)
+    if bn_update == "each" or not has_layers(buffers.tree):
         return _gather(params, buffers, scaler, microbatches, loss_fn, *settings)
     momenta: dict[str, float] = {}
 
@@ -101,18 +100,17 @@ def gather(
         return loss, (without_update(new_buffers, buffers, momenta), absorb(stats, calls)), *aux
 
     # The statistics travel with the buffers, so whatever is dropped is dropped from them too.
-    gathered = _gather(
-        params, (buffers, init_bn_stats(buffers)), scaler, microbatches, catching, *settings
-    )
+    carrying = _tree.flat((buffers.tree, init_bn_stats(buffers.tree)))
+    gathered = _gather(params, carrying, scaler, microbatches, catching, *settings)
     carried, stats = gathered.buffers
     stats = stats if group is None else all_reduce_bn_stats(stats, group)
     return gathered._replace(buffers=updated_once(carried, stats, momenta))
 
 
 def _gather(
-    params: Tree,
-    buffers: Tree,
-    scaler: HasScale,
+    params: Flat,
+    buffers: Flat,
+    scaler: Flat,
     microbatches: list[Any],
     loss_fn: LossFn,
     weight_fn: Callable[[Any], float | Tensor] | None,
@@ -121,10 +119,11 @@ def _gather(
     exact: bool,
     amax: bool,
     group: Any,
-    sent_along: Leaves | None = None,
+    sent_along: Leaves,
 ) -> Gathered:
-    weights = _weights(microbatches, weight_fn, scaler.scale)
     differentiate = Differentiate(params, buffers, scaler, loss_fn)
+    scale: Tensor = differentiate.scaler.scale
+    weights = _weights(microbatches, weight_fn, scale)
     reduction: Reduction | None = None
     early = on_nonfinite == "drop_window" and not (exact or _tree.traced())
     if group is not None and early and not differentiate.spread:
@@ -132,11 +131,11 @@ def _gather(
         # leave as the last backward makes them.
         counted = torch.where(is_weight(weights.vector), weights.vector, 0).sum()
         divisor = share_of(counted, all_reduce(counted, "sum", group))
-        reduction = reduction_of(params, sent_along or [], divisor, group)
+        reduction = reduction_of(params.leaves, sent_along, divisor, group)
     alone = len(microbatches) == 1
     single = alone and group is None
     together = single or on_nonfinite == "drop_window"
-    carried = differentiate.buffers
+    carried = buffers.leaves
     mean: Leaves | None = None
     accum: AccumState | None = None
     losses: list[Tensor] = []
@@ -157,8 +156,8 @@ def _gather(
             mean, counts = grads, True  # what is dropped is the step
         elif together:
             if exact:
-                size = _meshes.extent(grads, scaler.scale.device)
-                overflows.append(overflowed(size, scaler.scale, scaled=False))
+                size = _meshes.extent(grads, scale.device)
+                overflows.append(overflowed(size, scale, scaled=False))
             flag = counts if isinstance(counts, Tensor) else None
             if put is not None:
                 mean = None
@@ -167,7 +166,7 @@ def _gather(
             elif counts is not False:
                 mean = _mixed(mean, grads, weights.shares[index], flag)
         else:
-            accum, overflow = _add(accum, grads, weights.vector[index], scaler)
+            accum, overflow = _add(accum, grads, weights.vector[index], differentiate.scaler)
             overflows.append(overflow)
             counts = counts & ~overflow if on_nonfinite == "drop_microbatch" else counts
         del grads  # before the next are made: their memory serves again
@@ -182,34 +181,34 @@ def _gather(
         mean, overflow = accum.grads, torch.stack(overflows)
         most = grad_amax(mean) if amax else ()
     elif not together:
-        mean, overflow = unscale_and_check(scaler, mean)
+        mean, overflow = unscale_and_check(differentiate.scaler, mean)
         most = grad_amax(mean) if amax else ()
     elif group is not None:
         if mean is None and reduction is None:
             mean = differentiate.zeros()
-        none = torch.zeros((), dtype=torch.bool, device=scaler.scale.device)
+        none = torch.zeros((), dtype=torch.bool, device=scale.device)
         overflow = torch.stack(overflows) if overflows else none
     else:
         mean = differentiate.zeros() if mean is None else mean
         # one read gives the norm too
-        size = _meshes.extent(mean, scaler.scale.device, norm_type, scaler.scale, exact=amax)
-        most = largest(size, scaler.scale.device, scaler.scale) if amax else ()
-        overflow = overflowed(size, scaler.scale, scaled=True)
-        norm = None if size.norm is None else size.norm / scaler.scale
+        size = _meshes.extent(mean, scale.device, norm_type, scale, exact=amax)
+        most = largest(size, scale.device, scale) if amax else ()
+        overflow = overflowed(size, scale, scaled=True)
+        norm = None if size.norm is None else size.norm / scale
         if norm is not None and not single:
             norm = torch.where(overflow, torch.inf, norm)
         if overflows:
             each = torch.stack(overflows)
             overflow = torch.where(each.any(), each, overflow)
     facts = _summary(weights, torch.stack(losses), overflow, on_nonfinite, group)
-    buffers = differentiate.buffer_structure.unflatten(carried)
     return Gathered(
         grads=() if mean is None else differentiate.tree(mean),
         scaled=together,
         norm=norm,
         amax=most,
-        buffers=buffers,
+        buffers=buffers.structure.unflatten(carried),
         aux=aux,
+        seen=differentiate.seen,
         reduction=reduction,
         **facts,
     )

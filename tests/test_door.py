@@ -175,6 +175,16 @@ def test_no_more_is_remembered_than_a_few():
     assert len(optimizer._memo._known) == _door.Memo.KEPT
 
 
+def test_a_state_that_is_not_given_up_is_known_again_wherever_it_stands():
+    params, optimizer = start(count=2)
+    state = optimizer.init(params)
+    optimizer.plan(params, grads_at(0, params), state, spent=True)
+    params, state = clone((params, state))
+    assert is_warm(optimizer, params, state, spent=True)
+    shared = {**grads_at(0, params), "w0": params["w1"].detach()}
+    assert optimizer.remembered(params, shared, state, spent=True) is None
+
+
 @pytest.mark.parametrize("spoil", ["microbatch", "gradient", "scaler"])
 @pytest.mark.parametrize("before", [1, 2])
 def test_what_shares_memory_with_the_state_today_is_not_written_over(spoil, before):

@@ -263,6 +263,28 @@ def test_a_step_flattens_its_state_as_often_for_eight_microbatches_as_for_two(
     assert counts[0] == counts[1]
 
 
+@pytest.mark.parametrize("number", [1, 8])
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_step_flattens_each_of_its_trees_once(donate, number, monkeypatch):
+    state, step = job(SGD, RULE, policy="float32", donate=donate)
+    state, _ = step(state, [batch(0), batch(1)])  # what is static is remembered from here on
+    microbatches = [batch(index) for index in range(number)]
+    trees = {name: getattr(state, name) for name in ("params", "buffers", "opt_state", "scaler")}
+    trees |= {f"microbatch {index}": one for index, one in enumerate(microbatches)}
+    leaves = {name: {id(leaf) for leaf in tensors(tree)} for name, tree in trees.items()}
+    flatten, counts = optree.tree_flatten, dict.fromkeys(trees, 0)
+
+    def counting(tree, **kwargs):
+        found, structure = flatten(tree, **kwargs)
+        for name, mine in leaves.items():
+            counts[name] += any(id(leaf) in mine for leaf in found)
+        return found, structure
+
+    monkeypatch.setattr(optree, "tree_flatten", counting)
+    step(state, microbatches)
+    assert counts == {**dict.fromkeys(trees, 1), "opt_state": 0}  # its dicts are read as they are
+
+
 @pytest.mark.parametrize("policy", ["drop_window", "drop_microbatch"])
 def test_the_gradients_of_a_microbatch_are_let_go_before_the_next_are_made(policy):
     made = []

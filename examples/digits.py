@@ -243,7 +243,7 @@ def picture(runs: list[Run], path: Path) -> None:
 
 def main(argv: list[str] | None = None) -> list[Run]:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--epochs", type=int, default=15)
+    parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--picture", type=Path, default=Path("digits.png"))
     options = parser.parse_args(argv)
 

@@ -113,6 +113,27 @@ def test_the_probe_shows_which_scales_are_safe_and_who_starves(tmp_path, monkeyp
     assert all(name in verdict for name in sigmoid.starved)
 
 
+def test_float16_agrees_better_and_headroom_loses_no_rollouts(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    import grpo
+
+    picture = tmp_path / "grpo.png"
+    # the first answers that are rewarded come within these steps
+    runs = grpo.main(["--steps", "8", "--seeds", "1", "--picture", str(picture)])
+    assert picture.stat().st_size > 10_000
+    tell = {name: run[0] for name, run in runs.items()}
+    assert list(tell) == list(grpo.WAYS)
+    mismatch = {name: run.aux[0]["log_ratio"].mean() for name, run in tell.items()}
+    assert 4 < mismatch["bfloat16"] / mismatch["float16, from 2**16"] < 16, "three bits"
+    assert mismatch["float32"] < mismatch["float16, headroom"] / 100
+    headroom, megatron = tell["float16, headroom"], tell["float16, Megatron's"]
+    assert headroom.aux[0]["informative"].any(), "else nothing could have overflowed"
+    assert headroom.retries.sum() >= 1, "the start does not fit"
+    assert not headroom.found_inf.any(), "and yet no rollouts are lost"
+    assert torch.equal(megatron.found_inf, megatron.aux[0]["informative"]), "all that teach are"
+    assert "float16, headroom" in capsys.readouterr().out
+
+
 def test_every_public_name_has_a_docstring_and_an_example():
     for name in dir(ps):
         thing = getattr(ps, name)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import re
+import textwrap
 
 import hypothesis.strategies as st
 import pytest
@@ -169,6 +171,32 @@ def infos_of(steps, aux=(), **settings):
         state, info = step(state, [batch(index)])
         infos.append(info._replace(aux=aux))
     return infos
+
+
+def test_the_log_line_and_the_picture_of_the_docstring_are_made(tmp_path, monkeypatch, capsys):
+    """As they stand there, in a run that overflows at first, with a step whose gradient is 0."""
+    pytest.importorskip("matplotlib").use("Agg")
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"(?:^ {8}.+\n)+", ps.stack_infos.__doc__, re.M)
+    log, picture = map(textwrap.dedent, blocks)
+    assert len(picture.splitlines()) == 5, "as it says"
+    rule = ps.HeadroomScale(init_scale=2.0**24, window=3)
+    state, step = job(ps.from_torch(torch.optim.SGD, lr=0.1), rule, max_norm=1.0)
+    import matplotlib.pyplot as plt
+
+    given = {"stack_infos": ps.stack_infos, "torch": torch, "plt": plt, "infos": []}
+    for index in range(5):
+        state, info = step(state, [batch(index)])
+        if index == 3:
+            info = info._replace(grad_amax=torch.zeros(()))
+        exec(log, given | {"step": 100 * index, "info": info})
+    assert given["infos"][0].found_inf, "else no line would be drawn for it"
+    exec(picture, given)
+    assert (tmp_path / "scale.png").stat().st_size > 10_000
+    plt.close("all")
+    assert re.search(
+        r"^400: loss [\d.]+, scale \d+, 1 skipped, norm [\d.]+$", capsys.readouterr().out, re.M
+    )
 
 
 def test_a_run_is_its_infos_stacked():

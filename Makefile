@@ -22,7 +22,7 @@ types: $(READY)
 	$(BIN)/mypy
 
 notebooks: $(READY)
-	$(BIN)/python -m pytest --nbmake notebooks
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --nbmake notebooks
 
 docs: $(DOCS)
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/docs

@@ -98,11 +98,11 @@ def task(name: str) -> tuple[Any, Any, Any]:
     return state, functools.partial(ps.train_step, loss_fn=loss_fn, **settings), shape
 
 
-def step(name: str, microbatches: int) -> tuple[Sent, Claim, int]:
+def step(name: str, microbatches: int, **settings: Any) -> tuple[Sent, Claim, int]:
     state, train_step, shape = task(name)
     data = [models.batch(*shape, device="cpu") for _ in range(microbatches)]
     with Sent() as sent:
-        train_step(state, data, group=dist.group.WORLD, max_norm=1.0)
+        train_step(state, data, group=dist.group.WORLD, max_norm=1.0, **settings)
     count = sum(p.numel() for p in state.params.values())
     return sent, claimed(state.params, state.buffers), count
 
@@ -176,6 +176,11 @@ def report_sharded(ranks: int, kind: str) -> None:
                     f"{ring / 1e6:.3f} | 1 | {counted.ours} |",
                     flush=True,
                 )
+    sent, claim, _ = step("ResNet", 2, bn_update="window")
+    means = [b for key, b in task("ResNet")[0].buffers.items() if key.endswith("running_mean")]
+    channels, layers = sum(b.numel() for b in means), len(means)
+    statistics = 8 * (2 * channels + 2 * layers + 2) + 8 * channels
+    assert (sent.reductions - claim.reductions, sent.reduced - claim.reduced) == (2, statistics)
 
 
 def report(ranks: int, kind: str) -> None:

@@ -5,10 +5,15 @@ CONFORMANCE := .venv/.conformance
 BENCH := .venv/.bench
 DOCS := .venv/.docs
 
-.PHONY: demo test lint types notebooks docs conformance bench clean
+.PHONY: demo demo-distributed test lint types notebooks docs conformance bench clean
 
 demo: $(READY)
 	$(BIN)/python examples/digits.py
+
+demo-distributed: $(READY)
+	for name in data_parallel ddp fsdp2; do \
+		OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/$$name.py || exit 1; \
+	done
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 tests --ignore=tests/conformance

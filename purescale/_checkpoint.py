@@ -43,9 +43,10 @@ def to_state_dict(tree: Tree) -> dict[str, Any]:
 
     The tensors are those of `tree`, off the graph and in the same memory, so that
     `torch.distributed.checkpoint.load(d, checkpoint_id=...)` loads in place, into a tree that you
-    give up. It casts where dtypes differ and passes over what `d` has not, before `from_state_dict`
-    can see it. The version is a tensor too, since it restores anything else in a dict by running a
-    pickle.
+    give up, on any number of ranks. It casts where dtypes differ and passes over what `d` has not,
+    before `from_state_dict` can see it; of a plain leaf it keeps what one rank has, so that what
+    differs needs a name on each: `{rank: rng}`. The version is a tensor too, since it restores
+    anything else in a dict by running a pickle.
 
     Raises `TypeError` for a leaf that is no tensor, `ValueError` where two keys of a dict are one
     string.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
+import multiprocessing
 import os
 import socket
 from typing import Any
@@ -73,7 +75,13 @@ def in_processes(body: Any, count: int = 2) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(_rank, args=(port, body, count), nprocs=count, join=True)
+    # from a process that has imported what takes long and nothing else
+    multiprocessing.set_forkserver_preload(
+        ["torch", "torch.distributed.fsdp", "purescale.testing", "hypothesis.strategies"]
+    )
+    mp.start_processes(
+        _rank, args=(port, body, count), nprocs=count, join=True, start_method="forkserver"
+    )
 
 
 def _rank(rank: int, port: int, body: Any, count: int) -> None:
@@ -81,7 +89,9 @@ def _rank(rank: int, port: int, body: Any, count: int) -> None:
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(count)
     )
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=count)
+    # A rank that waits for another longer than this raises, and the test fails.
+    patience = datetime.timedelta(seconds=120)
+    dist.init_process_group("gloo", rank=rank, world_size=count, timeout=patience)
     body(rank)
     dist.barrier()
     # gloo's threads of torch 2.11 now and then abort a process that ends in the ordinary way.

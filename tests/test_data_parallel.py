@@ -406,7 +406,7 @@ def test_without_a_process_group_gradients_are_copied():
 
 def test_a_step_sends_what_is_claimed_on_2_to_512_ranks():
     script = Path(__file__).parents[1] / "benchmarks" / "scaling.py"
-    subprocess.run([sys.executable, script], check=True, capture_output=True)
+    subprocess.run([sys.executable, script], check=True, capture_output=True, timeout=300)
 
 
 # ---- a rank that dies ----------------------------------------------------------------------------

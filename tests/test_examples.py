@@ -1,8 +1,11 @@
 """What a newcomer runs: the demo, the loop by hand, the contents page."""
 
+import os
 import pydoc
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ import torch
 import purescale as ps
 
 ROOT = Path(__file__).parent.parent
+EXAMPLES = str(ROOT / "examples"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])
 pytest.importorskip("sklearn")
 
 # matplotlib's and scikit-learn's own
@@ -132,6 +136,29 @@ def test_float16_agrees_better_and_headroom_loses_no_rollouts(tmp_path, monkeypa
     assert not headroom.found_inf.any(), "and yet no rollouts are lost"
     assert torch.equal(megatron.found_inf, megatron.aux[0]["informative"]), "all that teach are"
     assert "float16, headroom" in capsys.readouterr().out
+
+
+def test_ranks_train_as_one_process_does_by_a_group_ddp_and_fsdp2():
+    """In one start of two processes, which takes longer than they do."""
+    mains = (
+        "import data_parallel, ddp, fsdp2\n"
+        "with ddp.ranks() as place:\n"
+        "    for example in (data_parallel, ddp, fsdp2): example.main(*place)"
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    out = subprocess.run(
+        [*torchrun, "--nproc-per-node", "2", "--no-python", sys.executable, "-c", mains],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(EXAMPLES)},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    ).stdout
+    # the last twice: from its checkpoint too
+    ends = re.findall(r"^2 ranks: (\d+) steps applied of 19, .* within (\S+) of one", out, re.M)
+    assert len(ends) == 4
+    assert {steps for steps, _ in ends} == {"15"}
+    assert all(float(apart) <= 1e-5 for _, apart in ends)
 
 
 def test_every_public_name_has_a_docstring_and_an_example():

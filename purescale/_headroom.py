@@ -108,12 +108,12 @@ class HeadroomScale:
         the largest magnitude of the unscaled gradients before clipping, of any value where the step
         was bad. Reads no value.
 
-        Raises `TypeError` without an `amax`, `ValueError` for one that is not 0-d and for a history
-        of another length than `window`.
+        Raises `TypeError` without an `amax` and for the state of another rule, `ValueError` for an
+        `amax` that is not 0-d and for a history of another length than `window`.
         """
+        self._check(scaler, amax)
         scale, history = scaler.scale, scaler.amax_history
         bad = _tree.flag(found_inf, like=scale)
-        self._check(history, amax)
         seen = torch.where(bad, 2 * _LARGEST / scale, _as_amax(amax, scale))
         told = torch.isfinite(seen) & (seen > 0)
         history = torch.where(told, torch.cat([history[1:], seen.reshape(1)]), history)
@@ -140,12 +140,19 @@ class HeadroomScale:
         one = torch.ones_like(most)
         return torch.ldexp(one, exponent.clamp(low, high)).to(one.dtype)
 
-    def _check(self, history: Tensor, amax: Any) -> None:
+    def _check(self, scaler: Any, amax: Any) -> None:
         if amax is None:
             raise TypeError(
                 f"{type(self).__name__}.update needs amax, the largest magnitude of the unscaled "
                 "gradients. Cure: `rule.update(scaler, found_inf, grad_amax(grads))` of what "
                 "unscale_and_check returned, before clipping; train_step hands it over by itself."
+            )
+        history = getattr(scaler, "amax_history", None)
+        if not isinstance(history, Tensor):
+            raise TypeError(
+                f"scaler is {type(scaler).__name__}; expected a HeadroomState. Likely cause: a "
+                "state that another rule made. Cure: `scaler = rule.init(device)._replace("
+                "scale=scaler.scale)`."
             )
         if history.shape != (self.window,):
             raise ValueError(
@@ -159,7 +166,9 @@ class HeadroomScale:
 def _as_amax(amax: Any, like: Tensor) -> Tensor:
     """`amax` as 0-d float32, off every graph: what the scale is made of has no derivative."""
     if not isinstance(amax, Tensor):
-        return torch.full_like(like, _checks.real("amax", amax))
+        number, most = _checks.real("amax", amax), torch.finfo(torch.float32).max
+        within = max(-most, min(number, most)) if math.isfinite(number) else number
+        return torch.full_like(like, within)
     if amax.ndim or not amax.is_floating_point():
         raise ValueError(
             f"amax is {amax.dtype} {tuple(amax.shape)}; expected one real number, 0-d. Cure: "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -65,6 +65,8 @@ def stack_infos(infos: Sequence[StepInfo]) -> StepInfo:
     """
     if isinstance(infos, StepInfo):
         raise TypeError("stack_infos takes a list, got one StepInfo. Cure: `infos += [info]`.")
+    if not isinstance(infos, Iterable):
+        raise TypeError(f"stack_infos takes a list, got {shown(infos)}. Cure: `infos += [info]`.")
     infos = list(infos)
     if not infos:
         raise ValueError("stack_infos got no infos. Cure: `infos += [info]` after each step.")

@@ -197,6 +197,8 @@ def skip_or_step(
 
     `found_inf` and the `norm` of the unscaled gradients where they are known.
     """
+    # Bounds are looked at again for each launch.
+    keep = [*keep, *(bound for bound in clip[:2] if isinstance(bound, Tensor))]
     # Everything is refused here, before anything is written in place.
     settings: dict[str, Any] = {"donate": donate, "spent": spent, "keep": keep}
     plan = _planned(optimizer, params, grads, opt_state, known=True, **settings)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import _tree
-from ._checks import positive
+from . import _checks, _tree
 from ._headroom import check_update, updated
 from ._scaler import Rule
 
@@ -59,7 +58,7 @@ def replay(
     >>> found_infs, states.scale.int()
     (tensor([ True, False, False]), tensor([65536,   512,   128,     4], dtype=torch.int32))
     """
-    limit = positive("largest", largest)
+    limit = _checks.positive("largest", largest)
     tops = _series("amaxes", amaxes, "floating", Tensor.is_floating_point).to(torch.float32)
 
     def step(scaler: Any, amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,12 +86,28 @@ def _run(rule: Any, series: Tensor, step: Any) -> tuple[Any, Tensor]:
 
 
 def _series(name: str, values: Any, kind: str, fits: Any) -> Tensor:
-    series = values if isinstance(values, Tensor) else torch.tensor(list(values))
-    if not isinstance(values, Tensor) and not len(series):
-        series = series.to(torch.bool if kind == "bool" else torch.float32)
+    dtype = torch.bool if kind == "bool" else torch.float32
+    if isinstance(values, Tensor):
+        series = values
+    elif isinstance(values, Iterable) and not isinstance(values, (str, bytes)):
+        listed = list(values)
+        if listed and all(isinstance(value, Tensor) for value in listed):
+            series = torch.stack(listed)  # as steps told them, and unread
+        elif any(_checks.as_float(value) is None and type(value) is not bool for value in listed):
+            raise TypeError(f"{name} holds what is no number. Cure: one {dtype} a step.")
+        else:
+            series = torch.tensor(listed, dtype=None if listed else dtype)
+    else:
+        raise TypeError(
+            f"{name} is {_checks.shown(values)}; expected {kind} [T], one a step, or a list. Cure: "
+            f"`torch.tensor([{_checks.shown(values)}])`."
+        )
     if series.ndim != 1 or not fits(series):
+        cure = f"`.to({dtype})`"
+        if series.ndim != 1:
+            cure = "for many runs at once, `torch.vmap` over the first dimension"
         raise ValueError(
             f"{name} is {series.dtype} {tuple(series.shape)}; expected {kind} [T], one a step. "
-            "Cure: for many runs at once, `torch.vmap` over the first dimension."
+            f"Cure: {cure}."
         )
     return series

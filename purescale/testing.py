@@ -7,6 +7,7 @@ what was found, where, and what to do.
 
 from __future__ import annotations
 
+import itertools
 import math
 import tempfile
 from collections.abc import Callable, Sequence
@@ -215,6 +216,13 @@ def assert_scale_rule(rule: Any, quirks: Sequence[str] = ()) -> None:
     >>> from purescale import DynamicScale
     >>> assert_scale_rule(DynamicScale(growth_interval=2))
     """
+    missing = [name for name in ("init", "update") if not callable(getattr(rule, name, None))]
+    if isinstance(rule, type) or missing:
+        what = f"the class {rule.__name__}" if isinstance(rule, type) else _name(rule)
+        raise TypeError(
+            f"rule is {what}; expected an object with `init(device)` and `update(scaler, "
+            "found_inf)`. Cure: `assert_scale_rule(MyRule())`, one that was made."
+        )
     broken = frozenset(quirks)
     unknown = sorted(broken - set(_CURES))
     if unknown:
@@ -268,6 +276,7 @@ class _Battery:
         self.rule, self.quirks = rule, quirks
         self.seen: set[str] = set()
         self.amax = 1.0 if _takes_amax(rule) else None
+        self.growing: list[Any] = []  # a state whose next clean step raises the scale
 
     def fail(
         self, law: str, came: str, should: str, *call: Any, cause: Exception | None = None
@@ -311,9 +320,15 @@ class _Battery:
         before, after = float(state.scale), float(new.scale)
         if bad and after > before:
             self.fail("overflow", f"scale={after!r}", f"at most {before!r}", *call)
-        if not bad and after < before and not _takes_amax(self.rule):
-            self.fail("clean", f"scale={after!r}", f"at least {before!r}", *call)
+        if not bad:
+            self.kept(state, new, call)
         return new
+
+    def kept(self, state: Any, new: Any, call: tuple[Any, ...]) -> None:
+        """The law of a clean step."""
+        before, after = float(state.scale), float(new.scale)
+        if after < before and not _takes_amax(self.rule):
+            self.fail("clean", f"scale={after!r}", f"at least {before!r}", *call)
 
     # ---- what is checked
 
@@ -364,7 +379,12 @@ class _Battery:
             state = start
             for _ in range(_STRETCH):
                 new = self.update(state, bad=False)
-                self.legal(new, *_arguments(state, False, self.amax))
+                call = _arguments(state, False, self.amax)
+                self.legal(new, *call)
+                if start is first:  # the other may stand above a ceiling
+                    self.kept(state, new, call)
+                    if not self.growing and float(new.scale) > float(state.scale):
+                        self.growing = [state]
                 state = new
             if start is first:
                 high = float(state.scale)
@@ -393,9 +413,9 @@ class _Battery:
         run()
 
     def damaged(self) -> None:
-        for scale in _DAMAGED:
-            for bad in (False, True):
-                state = self.rule.init()._replace(scale=torch.tensor(scale))
+        whole = [self.rule.init(), *self.growing]
+        for scale, bad in itertools.product(_DAMAGED, (False, True)):
+            for state in (state._replace(scale=torch.tensor(scale)) for state in whole):
                 call = _arguments(state, bad, self.amax)
                 self.legal(self.update(state, bad), *call, law="damaged")
 

@@ -185,6 +185,24 @@ def test_a_state_that_is_not_given_up_is_known_again_wherever_it_stands():
     assert optimizer.remembered(params, shared, state, spent=True) is None
 
 
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adamax])
+@pytest.mark.parametrize("where", ["parameter", "gradient"])
+@pytest.mark.parametrize("bound", ["clip_value", "max_norm"])
+def test_a_bound_may_stand_in_memory_that_is_given_up(cls, where, bound):
+    """Every group has a launch of its own, and each looks at the bound."""
+    optimizer = ps.from_torch(cls, lr=1.0, overrides={"w1": {"lr": 0.5}})
+    results = []
+    for donate in (False, True):
+        params, _ = start(count=3)
+        grads = {name: torch.full_like(p, 8.0) for name, p in params.items()}
+        limit = (params if where == "parameter" else grads)["w0"][:1].fill_(0.25)[0]
+        state = optimizer.init(params)
+        settings = {bound: limit, "donate": donate}
+        out = ps.unscale_and_step(optimizer, SCALER, params, grads, state, **settings)
+        results.append(clone(tuple(out)))
+    assert same_bits(*results)
+
+
 @pytest.mark.parametrize("spoil", ["microbatch", "gradient", "scaler"])
 @pytest.mark.parametrize("before", [1, 2])
 def test_what_shares_memory_with_the_state_today_is_not_written_over(spoil, before):

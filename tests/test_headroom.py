@@ -232,6 +232,7 @@ def test_an_amax_of_any_dtype_or_a_number_will_do():
         assert same_bits(rule.update(rule.init(), torch.tensor(False), amax), expected)
     beyond = rule.update(rule.init(), False, torch.tensor(1e300, dtype=torch.float64))
     assert beyond.scale == rule.min_scale
+    assert same_bits(rule.update(rule.init(), False, 1e300), beyond)
 
 
 @pytest.mark.parametrize(
@@ -298,6 +299,11 @@ def test_an_amax_that_is_no_number_is_refused(amax):
 def test_a_history_of_another_window_is_refused():
     with pytest.raises(ValueError, match=r"has shape \(64,\).*window=16.*Cure"):
         ps.HeadroomScale(window=16).update(ps.HeadroomScale().init(), torch.tensor(False), 1.0)
+
+
+def test_the_state_of_another_rule_is_refused():
+    with pytest.raises(TypeError, match=r"scaler is ScalerState; expected a HeadroomState.*Cure"):
+        ps.HeadroomScale().update(ps.DynamicScale().init(), torch.tensor(False), 1.0)
 
 
 # ---- grad_amax

@@ -257,6 +257,19 @@ def test_a_backward_without_a_rule_for_vmap_goes_through_one_at_a_time():
     assert ps.probe_scales(*given, chunk_size=1).window == (-8, 24)
 
 
+def test_a_sparse_gradient_goes_one_scale_at_a_time():
+    def loss_fn(params, buffers, x):
+        return F.embedding(x, params["w"], sparse=sparse).sum(), buffers
+
+    given = loss_fn, {"w": torch.ones(4, 2)}, {}, torch.tensor([0, 0, 1])
+    sparse = False
+    expected = ps.probe_scales(*given)
+    sparse = True
+    with pytest.raises(RuntimeError, match=r"Cure: .*chunk_size=1"):
+        ps.probe_scales(*given)
+    assert same_bits(tuple(ps.probe_scales(*given, chunk_size=1)), tuple(expected))
+
+
 def test_chunks_bound_how_many_gradients_there_are_at_once():
     seen = []
 

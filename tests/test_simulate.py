@@ -153,11 +153,24 @@ def test_a_state_starts_where_the_flags_are():
         (lambda: replay(ps.NoScale(), torch.tensor(1.0)), ValueError, r"floating \[T\]"),
         (lambda: replay(ps.NoScale(), [1, 2]), ValueError, r"amaxes is torch.int64 \(2,\)"),
         (lambda: replay(ps.NoScale(), [1.0], largest=0), ValueError, "largest must be positive"),
+        (lambda: replay(ps.NoScale(), torch.ones(2).int()), ValueError, r"\.to\(torch.float32\)"),
+        (lambda: simulate(ps.NoScale(), True), TypeError, "found_infs is True; expected bool"),
+        (lambda: replay(ps.NoScale(), None), TypeError, "amaxes is None; expected floating"),
+        (lambda: replay(ps.NoScale(), [1.0, "2"]), TypeError, "amaxes holds what is no number"),
     ],
 )
 def test_what_is_no_run_is_refused(call, error, words):
     with pytest.raises(error, match=words):
         call()
+
+
+def test_a_list_of_what_steps_told_is_not_read():
+    told = [torch.tensor(value) for value in (1.0, math.inf, 3.0)]
+    with Dispatched() as dispatched:
+        states, flags = replay(ps.HeadroomScale(), told)
+        simulate(ps.DynamicScale(), list(flags.unbind()))
+    assert dispatched.reads == 0
+    assert same_bits((states, flags), replay(ps.HeadroomScale(), [1.0, math.inf, 3.0]))
 
 
 # ---- infos over time
@@ -234,6 +247,7 @@ def test_stacking_reads_and_changes_nothing():
     ("change", "error", "words"),
     [
         (lambda a: [], ValueError, "got no infos"),
+        (lambda a: None, TypeError, "takes a list, got None. Cure"),
         (lambda a: a, TypeError, "takes a list, got one StepInfo. Cure"),
         (lambda a: [a, *a], TypeError, r"infos\[1\] is tensor.*infos \+= \[info\]"),
         (lambda a: [a, a._replace(grad_norm=a.loss)], ValueError, r"infos\[1\] does not match"),

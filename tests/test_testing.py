@@ -168,9 +168,42 @@ class KeepsANumber(Halving):
         return super().init(device)._replace(count=0)
 
 
+class StartsAgainAtTheTop(Halving):
+    """Comes back from inf, but lets the scale go there."""
+
+    def update(self, state, bad):
+        new = self.moved(state, bad)
+        good = torch.isfinite(new.scale) & (new.scale > 0)
+        return new._replace(scale=torch.where(good, new.scale, 1.0).clamp(min=self.min_scale))
+
+
+class TiresOfCleanSteps(Halving):
+    def update(self, state, bad):
+        count = torch.where(bad, 0, state.count + 1)
+        lower = bad | (count > 600)
+        scale = torch.where(lower, state.scale / 2, torch.clamp(state.scale, max=2.0**20))
+        usable = torch.isfinite(scale) & (scale > 0)
+        return Kept(torch.where(usable, scale, 1.0).clamp(self.min_scale, 2.0**20), count)
+
+
+class GrowsWhatIsDamaged(Halving):
+    """Repairs a scale, but for the step that grows it; and grows seldom."""
+
+    def update(self, state, bad):
+        grow = ~bad & (state.count >= 200)
+        scale = torch.where(bad, state.scale / 2, state.scale)
+        usable = torch.isfinite(scale) & (scale > 0)
+        scale = torch.where(usable, scale, 1.0).clamp(self.min_scale, 2.0**20)
+        grown = torch.where(state.scale < 2.0**20, state.scale * 2, 2.0**20)
+        return Kept(torch.where(grow, grown, scale), torch.where(bad | grow, 0, state.count + 1))
+
+
 @pytest.mark.parametrize(
     ("rule", "law", "words"),
     [
+        (StartsAgainAtTheTop, "clean", "decide by this step's found_inf"),
+        (TiresOfCleanSteps, "clean", "decide by this step's found_inf"),
+        (GrowsWhatIsDamaged, "damaged", "torch.where"),
         (ForgetsTheFloor, "positive", r"clamp\(min=self.min_scale\)"),
         (ForgetsTheCeiling, "finite", r"clamp\(max=self.max_scale\)"),
         (ByThirds, "power_of_two", "powers of two"),
@@ -200,6 +233,14 @@ def test_a_wrong_rule_is_caught_with_its_cure(rule, law, words):
     assert re.search(words, cure[2])
     assert any(line.startswith("  came ") for line in lines)
     assert any(line.startswith("  should ") for line in lines)
+
+
+@pytest.mark.parametrize(("rule", "words"), [(Halving, "the class Halving"), (None, "NoneType")])
+def test_what_is_no_rule_is_refused(rule, words):
+    with pytest.raises(
+        TypeError, match=rf"rule is {words}.*Cure: `assert_scale_rule\(MyRule\(\)\)`"
+    ):
+        assert_scale_rule(rule)
 
 
 def test_a_right_rule_of_ones_own_passes():

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from . import _checks, _torch, _tree
+from . import _checks, _dtensor, _torch, _tree
 from ._buckets import Reduction
 from ._group import all_reduce, alone, check_group
 from ._tree import Leaves, Tree
@@ -140,6 +141,8 @@ def _kind(leaf: Any, *, laid: bool) -> str:
     if not isinstance(leaf, Tensor):
         return str(leaf) if leaf is None else type(leaf).__name__
     strides = f" {leaf.stride()}" if laid and leaf.layout is torch.strided else ""
+    if isinstance(leaf, DTensor):
+        strides += f" as {leaf.placements} over {_dtensor.sizes(leaf.device_mesh)}"
     # Not which device: each rank has another.
     return f"{leaf.dtype} {tuple(leaf.shape)}{strides} {leaf.layout} on {leaf.device.type}"
 
@@ -152,7 +155,7 @@ def agree(group: Any, check: Callable[[], Any], describe: Callable[[], list[str]
     try:
         check()
         lines = describe()
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # whatever it is: the others wait for an answer
         refusal, lines = error, [f"{type(error).__name__}: {error}"]
     fingerprint = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).digest()
     device = _torch.object_device(group)

@@ -48,13 +48,15 @@ def together(
                 reduction.put(place, grads[place])
     for place, (old, new) in enumerate(zip(before, after, strict=True), len(weights)):
         if place in reduction.bucket_of:
-            reduction.put(place, _moved(old, new))
+            reduction.put(place, _moved(old, new, reduction.divisor))
     counted = _largest(before, after, group)
     sums = reduction.get()
     # A DTensor is reduced over its own mesh.
     mean = [g if m is None else m for m, g in zip(sums, grads, strict=False)]
     averaged = [
-        other if change is None else torch.where(change == 0, old, old + change).to(old.dtype)
+        other
+        if change is None
+        else torch.where(change == 0, old, _base(old) + change).to(old.dtype)
         for old, change, other in zip(before, sums[len(weights) :], counted, strict=True)
     ]
     found_inf, overflow, norm = gathered.found_inf, gathered.overflow, None
@@ -78,10 +80,17 @@ def together(
     )
 
 
-def _moved(old: Tensor, new: Tensor) -> Tensor:
+def _moved(old: Tensor, new: Tensor, divisor: Any) -> Tensor:
+    """What is to be averaged of a buffer: by how much it moved, from inf and NaN where to."""
     wide = _foreach.wide_dtype(old.dtype)
-    # Of a mask of -inf that nobody changes the difference is NaN.
-    return torch.where(new == old, 0, new.to(wide) - old.to(wide))
+    kept = (new == old) & torch.isfinite(old)
+    # A rank that counts for nothing has no say: inf over its divisor would be NaN.
+    return torch.where(kept | torch.isinf(divisor), 0, new.to(wide) - _base(old).to(wide))
+
+
+def _base(old: Tensor) -> Tensor:
+    """From where a buffer moves: a running minimum begins at inf, from which there is no way."""
+    return torch.where(torch.isfinite(old), old, 0)
 
 
 def _largest(before: Leaves, after: Leaves, group: Any) -> Leaves:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from ._retry import gather_until_finite
 from ._scaler import Rule, StaticScale, check_device
 from ._step import skip_or_step
 from ._tree import Leaves, Tree
-from ._window import BNUpdate
+from ._window import BNUpdate, check_weights
 
 
 class TrainState(NamedTuple):
@@ -102,8 +103,8 @@ def train_step(
     donate: bool = False,
     norm_type: float = 2.0,
 ) -> tuple[TrainState, StepInfo]:
-    """Syncs with the host only where `max_retries` is above 0. Equal to, with one microbatch and
-    `s = state`:
+    """Syncs with the host only where `max_retries` is above 0, and over a `group` whose ranks meet
+    on a CPU. Equal to, with one microbatch and `s = state`:
 
         scaled = lambda params: scale_loss(s.scaler, loss_fn(params, s.buffers, microbatch)[0])
         out = unscale_and_step(optimizer, s.scaler, s.params, grad(scaled)(s.params),
@@ -146,7 +147,10 @@ def train_step(
       weights count over all ranks, a rank may have more microbatches than another, or weight 0.
       Gradients are reduced once, with the last microbatch, and ten numbers with them. Buffers are
       averaged by weight (with `"window"` their statistics are those of all), of integers the
-      largest, so that every rank ends with the same. Ranks on a CPU first compare their trees.
+      largest, so that every rank ends with the same. Ranks that meet on a CPU (gloo) first read 16
+      bytes of each other: what one refuses or holds otherwise, every rank refuses; `weight_fn` is
+      called for that too. What `loss_fn` raises on one rank is an error on the others only when
+      that rank ends, or the group's timeout does.
 
     Returns the next state and `StepInfo`. On an overflow parameters, optimizer state, buffers and
     `step` come back bit for bit; the scale backs off. A rule that takes amax gets that of the
@@ -169,7 +173,6 @@ def train_step(
     >>> state.params, info.loss, info.scale, state.scaler.scale
     ({'w': tensor([0.])}, tensor(1.), tensor(65536.), tensor(131072.))
     """
-    clip = checked(max_norm, clip_value, norm_type)
     # What is no TrainState is about to be refused.
     params, buffers, before = (
         _tree.flat(getattr(state, name, ())) for name in ("params", "buffers", "scaler")
@@ -182,14 +185,19 @@ def train_step(
             microbatches,
             optimizer,
             rule,
-            clip,
+            checked(max_norm, clip_value, norm_type),
             on_nonfinite,
             bn_update,
             max_retries,
+            weight_fn if group is not None else None,
         ),
-        lambda: f"{max_retries=}, {on_nonfinite=}, {bn_update=}",
-        lambda: {"params": state.params, "buffers": state.buffers},
+        lambda: (
+            f"{max_retries=}, {on_nonfinite=}, {bn_update=}, max_norm={_told(max_norm)}, "
+            f"clip_value={_told(clip_value)}, norm_type={_told(norm_type)}, rule={_told(rule)}"
+        ),
+        lambda: {"params": state.params, "buffers": state.buffers, "scaler": state.scaler},
     )
+    clip = checked(max_norm, clip_value, norm_type)
     norm = None if max_norm is None else clip.norm_type
     scaler, gathered, rng, retries = gather_until_finite(
         *(params, buffers, before, state.rng),
@@ -274,6 +282,7 @@ def _check_call(
     on_nonfinite: str,
     bn_update: str,
     max_retries: Any,
+    weight_fn: Callable[[Any], float | Tensor] | None,
 ) -> None:
     if not isinstance(state, TrainState):
         raise TypeError(
@@ -324,6 +333,18 @@ def _check_call(
             "torch.compile and torch.func. Cure: state._replace(rng=()), torch.manual_seed before "
             "the step, and for vmap randomness='different'."
         )
+    if weight_fn is not None:  # before others wait for what follows from it
+        check_weights(microbatches, weight_fn, state.scaler.scale)
+
+
+def _told(setting: Any) -> str:
+    """What ranks compare of a setting, by which one could look ahead or try again alone: not where
+    a tensor or an object stands.
+    """
+    if dataclasses.is_dataclass(setting):
+        values = [getattr(setting, field.name) for field in dataclasses.fields(setting)]
+        return f"{type(setting).__name__}({', '.join(map(_told, values))})"
+    return str(float(setting)) if isinstance(setting, numbers.Real) else type(setting).__name__
 
 
 def _check_parts(optimizer: Any, rule: Any) -> None:

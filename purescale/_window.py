@@ -295,6 +295,14 @@ def _weights(
     return _Weights(vector, shares.unbind(), counts.unbind(), equal=False)
 
 
+def check_weights(
+    microbatches: list[Any], weight_fn: Callable[[Any], float | Tensor], scale: Tensor
+) -> None:
+    """Refuse what `weight_fn` must not return."""
+    for microbatch in microbatches:
+        as_weight("weight_fn returned", weight_fn(microbatch), scale)
+
+
 def _summary(
     weights: _Weights, loss: Tensor, overflow: Tensor, on_nonfinite: OnNonfinite, group: Any
 ) -> dict[str, Tensor]:

@@ -196,6 +196,23 @@ def _buffers(rank):
         torch.testing.assert_close(new.buffers[name], mean)
     assert new.buffers["1.num_batches_tracked"] == 1
     assert same_bits(new.buffers["mask"], state.buffers["mask"])
+    # A running minimum begins at inf; a rank of weight 0 has no say in it.
+    begun = state._replace(buffers={**state.buffers, "least": torch.tensor(math.inf)})
+    loss_fn = step.keywords["loss_fn"]
+
+    def watched(params, buffers, m):
+        known = {name: buffer for name, buffer in buffers.items() if name != "least"}
+        loss, new = loss_fn(params, known, m)
+        return loss, {**new, "least": torch.minimum(buffers["least"], m[0][0].min())}
+
+    for weight_fn in (samples, WEIGHTS["none on the first rank"]):
+        settings = {"weight_fn": weight_fn, "loss_fn": watched}
+        new, _ = step(begun, first[rank], group=dist.group.WORLD, **settings)
+        least = torch.stack([data[0][0][0].min() for data in first])
+        shares = torch.tensor([float(weight_fn(data[0])) for data in first])
+        expected = (least * shares).sum() / shares.sum()
+        torch.testing.assert_close(new.buffers["least"], expected)
+        assert same_bits(new.buffers["mask"], state.buffers["mask"])
     every = [m for other in everybody for m in share(other)]
     new, _ = step(state, share(rank), group=dist.group.WORLD, bn_update="window")
     alone, _ = step(state, every, bn_update="window")
@@ -358,6 +375,16 @@ def _refusals(rank):
     world = dist.group.WORLD
     with pytest.raises(ValueError, match=r"rank 0 has max_retries=0.*rank 1 has max_retries=1"):
         step(state, data, group=world, max_retries=rank)
+    with pytest.raises(ValueError, match=r"max_norm must be above 0|rank 1 refused its arguments"):
+        step(state, data, group=world, max_norm=-1.0 if rank else 1.0)
+    with pytest.raises(ValueError, match=r"rank 0 has .*max_norm=1.0.*rank 1 has .*max_norm=None"):
+        step(state, data, group=world, max_norm=None if rank else 1.0)
+    with pytest.raises(ValueError, match=r"rank 0 has .*=DynamicScale.*rank 1 has .*=StaticScale"):
+        step(state, data, group=world, rule=(ps.DynamicScale(), ps.StaticScale(4.0))[rank])
+    for weight_fn in (lambda m: -1 if rank else 1, lambda m: {0: 1}[rank]):
+        expected = r"returned -1|^1$|rank 1 refused its arguments: (Value|Key)Error"
+        with pytest.raises((ValueError, KeyError), match=expected):
+            step(state, data, group=world, weight_fn=weight_fn)
     with pytest.raises(ValueError, match=r"an empty list|rank 1 refused its arguments: ValueError"):
         step(state, [] if rank else data, group=world)
     other = state._replace(params={**state.params, "5.bias": torch.zeros(3 + rank)})

@@ -70,8 +70,10 @@ class Dispatched(TorchDispatchMode):
 # ---- several processes ---------------------------------------------------------------------------
 
 
-def in_processes(body: Any, count: int = 2) -> None:
-    """`body(rank)` in `count` processes of one gloo group."""
+def in_processes(body: Any, count: int = 2, patience: float = 120) -> None:
+    """`body(rank)` in `count` processes of one gloo group. A rank that waits for another longer
+    than `patience`, in seconds, raises.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -80,18 +82,17 @@ def in_processes(body: Any, count: int = 2) -> None:
         ["torch", "torch.distributed.fsdp", "purescale.testing", "hypothesis.strategies"]
     )
     mp.start_processes(
-        _rank, args=(port, body, count), nprocs=count, join=True, start_method="forkserver"
+        _rank, args=(port, body, count, patience), nprocs=count, start_method="forkserver"
     )
 
 
-def _rank(rank: int, port: int, body: Any, count: int) -> None:
+def _rank(rank: int, port: int, body: Any, count: int, patience: float) -> None:
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(count)
     )
     torch.set_num_threads(1)
-    # A rank that waits for another longer than this raises, and the test fails.
-    patience = datetime.timedelta(seconds=120)
-    dist.init_process_group("gloo", rank=rank, world_size=count, timeout=patience)
+    timeout = datetime.timedelta(seconds=patience)
+    dist.init_process_group("gloo", rank=rank, world_size=count, timeout=timeout)
     body(rank)
     dist.barrier()
     # gloo's threads of torch 2.11 now and then abort a process that ends in the ordinary way.

@@ -132,6 +132,7 @@ def _gather(
         counted = torch.where(is_weight(weights.vector), weights.vector, 0).sum()
         divisor = share_of(counted, all_reduce(counted, "sum", group))
         reduction = reduction_of(params.leaves, sent_along, divisor, group)
+    amax = amax and group is None  # of a group it is that of the mean of all
     alone = len(microbatches) == 1
     single = alone and group is None
     together = single or on_nonfinite == "drop_window"

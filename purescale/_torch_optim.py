@@ -262,7 +262,8 @@ class TorchOptimizer:
         `spent` may hold anything afterwards. What stands in the memory of another of these tensors,
         or of `keep`, is written into in no case.
         """
-        known = self.remembered(params, grads, opt_state, donate=donate, spent=spent, keep=keep)
+        entered = self._entered(params, grads, opt_state, donate=donate, spent=spent, keep=keep)
+        known = self._again(entered, opt_state)
         if known is not None:
             return known
         if self._kernel is None or _tree.under_transform():
@@ -290,7 +291,6 @@ class TorchOptimizer:
             [donate and own for own in mine[:count]] + mine[count:],
             self._kept.foreign,
         )
-        entered = self._entered(params, grads, opt_state, donate=donate, spent=spent, keep=keep)
         same = entered is not None and all(
             map(operator.is_, [*entered.state, *entered.gradients], columns)
         )
@@ -330,6 +330,10 @@ class TorchOptimizer:
         need be checked again.
         """
         entered = self._entered(params, grads, opt_state, donate=donate, spent=spent, keep=keep)
+        return self._again(entered, opt_state)
+
+    def _again(self, entered: Entered | None, opt_state: Any) -> Plan | None:
+        """What is remembered of such columns, as a plan over these."""
         known = None if entered is None else self._memo.find(entered)
         if entered is None or known is None or self._kernel is None:
             return None
@@ -337,7 +341,7 @@ class TorchOptimizer:
         self._groups.check(opt_state)
         rates = self._groups.rates(opt_state.applied, opt_state.lr)
         columns = [*entered.state, *entered.gradients]
-        spent = spent and alone and facts.spendable
+        spent = entered.marks.spent and alone and facts.spendable
         rebuild = functools.partial(_dict_of, entered.names)
         return Plan(
             self._kernel,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import _dtensor, _foreach, _leaf, _tree
-from ._argument import argument
+from ._argument import leaf as argument_leaf
 from ._scaler import scale_loss
 from ._tree import Flat, Leaves, Tree
 
@@ -94,7 +94,7 @@ class Differentiate:
             # Leaves, so that autocast casts a weight once however often it is used; new ones, as a
             # loss may hang a hook on them.
             inputs = [
-                argument(name, leaf.detach()).requires_grad_()
+                argument_leaf(name, leaf)
                 for name, leaf in zip(self.names, self.inputs, strict=True)
             ]
             loss, outputs = self._scaled(buffers, microbatch, inputs)

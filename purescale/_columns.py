@@ -53,6 +53,41 @@ def clone(tensors: Sequence[Tensor]) -> list[Tensor]:
 _clone = _torch.clone_list
 
 
+def is_gapless(tensor: Tensor) -> bool:
+    """Whether its elements stand side by side, in whatever order: list kernels walk such tensors of
+    equal strides by one pointer.
+    """
+    size = 1
+    for stride, count in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if count != 1:
+            if stride != size:
+                return False
+            size *= count
+    return True
+
+
+def room(like: Sequence[Tensor], dtype: torch.dtype, full: Tensor | None = None) -> list[Tensor]:
+    """Memory for tensors of `dtype` laid out as these dense ones, `full` of a number: a piece for
+    all of one layout, so that none of them can be donated.
+    """
+    rooms = list(like)
+    layouts: dict[Any, list[int]] = {}
+    for index, tensor in enumerate(like):
+        layouts.setdefault((tensor.device, tensor.shape, tensor.stride()), []).append(index)
+    for (device, shape, strides), places in layouts.items():
+        apart = -(-shape.numel() // _ALIGNED) * _ALIGNED
+        size, steps = (len(places), *shape), (apart, *strides)
+        piece = torch.empty_strided(size, steps, dtype=dtype, device=device)
+        if full is not None:
+            piece.fill_(full)
+        for index, part in zip(places, piece.unbind(), strict=True):
+            rooms[index] = part
+    return rooms
+
+
+_ALIGNED = 64  # elements: list kernels read several at a time where a tensor begins at a multiple
+
+
 # ---- old or new ----------------------------------------------------------------------------------
 
 
@@ -72,10 +107,7 @@ def chosen_together(old: Tensor, new: Tensor, *, own: bool) -> Any:
         if old.is_contiguous() and new.is_contiguous():
             return old.device, dtype
         # The kernel walks both by one pointer.
-        alike = old.stride() == new.stride() and old.is_contiguous(
-            memory_format=torch.channels_last
-        )
-        return (old.device, dtype) if old.ndim == 4 and alike else None
+        return (old.device, dtype) if old.stride() == new.stride() and is_gapless(old) else None
     return (
         (old.device, dtype)
         if old.ndim == 0 and not (dtype.is_floating_point or dtype.is_complex)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from . import _torch, _tree
+from . import _columns, _torch, _tree
 from ._torch import foreach
 from ._tree import Leaves
 
@@ -29,7 +29,7 @@ def divide(leaves: Sequence[Tensor | None], divisor: Tensor, *, donate: bool) ->
     """Every leaf over a 0-d tensor, float16 in float32; in place where `donate` allows it or the
     leaf was just widened.
     """
-    wide = [None if leaf is None else at_least_float32(leaf) for leaf in leaves]
+    wide = at_least_float32_list(leaves)
     owned = [donate or new is not old for new, old in zip(wide, leaves, strict=True)]
     return _each(torch.div, foreach.div, foreach.div_, wide, divisor, owned)
 
@@ -188,18 +188,19 @@ def _takes_fused(a: Tensor, n: Tensor, share: Tensor) -> bool:
     result.
     """
     exact = a.dtype is torch.float32 or (a.dtype is torch.float64 and a.is_cpu)
-    contiguous = (
+    gapless = (
         is_dense(a)
         and is_dense(n)
-        and a.is_contiguous()
+        and (a.is_contiguous() or _columns.is_gapless(a))
         and n.is_floating_point()
         and not (a.is_neg() or n.is_neg())
     )
-    return exact and contiguous and (a.is_cpu or a.is_cuda) and not is_on_a_graph([a, n, share])
+    return exact and gapless and (a.is_cpu or a.is_cuda) and not is_on_a_graph([a, n, share])
 
 
 def _laid_out_as(a: Tensor, n: Tensor) -> Tensor:
-    return n if n.dtype is a.dtype and n.is_contiguous() else torch.empty_like(a).copy_(n)
+    alike = n.stride() == a.stride() or (n.is_contiguous() and a.is_contiguous())
+    return n if n.dtype is a.dtype and alike else torch.empty_like(a).copy_(n)
 
 
 def is_on_a_graph(leaves: Sequence[Tensor | None]) -> bool:
@@ -210,7 +211,7 @@ def is_on_a_graph(leaves: Sequence[Tensor | None]) -> bool:
 
 
 def _batches(pairs: list[tuple[Tensor, Tensor]]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """The contiguous tensors of `pairs` in batches of about `_BATCH` elements, large ones in
+    """The gapless tensors of `pairs` in batches of about `_BATCH` elements, large ones in
     pieces.
     """
     targets: list[Tensor] = []
@@ -351,6 +352,70 @@ def at_least_float32(leaf: Tensor) -> Tensor:
     return leaf
 
 
+def at_least_float32_list(leaves: Sequence[Tensor | None]) -> Leaves:
+    """`at_least_float32` of each; what is widened stands in memory of its own."""
+    halves = [leaf if leaf is not None and leaf.dtype is torch.float16 else None for leaf in leaves]
+    wide = cast_list(halves, torch.float32, apart=True)
+    return [
+        new if leaf is None or new is not None else at_least_float32(leaf)
+        for leaf, new in zip(leaves, wide, strict=True)
+    ]
+
+
+def cast_list(
+    leaves: Sequence[Tensor | None], dtypes: torch.dtype | Sequence[torch.dtype], *, apart: bool
+) -> Leaves:
+    """`saturating` of each; on an accelerator in a few operators for all of one kind. `apart`: with
+    memory for each, as what may be donated later needs it.
+    """
+    results: Leaves = list(leaves)
+    if isinstance(dtypes, torch.dtype):
+        dtypes = [dtypes] * len(leaves)
+    listed = not (_tree.traced() or is_on_a_graph(leaves))
+    columns: dict[Any, list[int]] = {}
+    for index, (leaf, dtype) in enumerate(zip(leaves, dtypes, strict=True)):
+        if leaf is None or leaf.dtype is dtype:
+            continue
+        if listed and _takes_lists(leaf) and dtype.is_floating_point and dtype.itemsize > 1:
+            columns.setdefault((leaf.device, leaf.dtype, dtype), []).append(index)
+        else:
+            results[index] = saturating(leaf, dtype)
+    for (_, old, new), places in columns.items():
+        column: Any = [leaves[index] for index in places]
+        wanted = (
+            [torch.empty_like(leaf, dtype=new) for leaf in column]
+            if apart
+            else _columns.room(column, new)
+        )
+        foreach.copy_(wanted, _bounded(column, old, new))
+        for index, cast in zip(places, wanted, strict=True):
+            results[index] = cast
+    return results
+
+
+def _takes_lists(leaf: Tensor) -> bool:
+    """Whether launches are what `leaf` costs, and list kernels walk it by one pointer."""
+    return (
+        _columns.counts_launches(leaf)
+        and leaf.is_floating_point()
+        and leaf.dtype.itemsize > 1
+        and _columns.is_plain(leaf)
+        and (leaf.is_contiguous() or _columns.is_gapless(leaf))
+    )
+
+
+def _bounded(column: list[Any], old: torch.dtype, new: torch.dtype) -> Any:
+    """What is finite within the range of `new`."""
+    limit = torch.finfo(new).max
+    if limit >= torch.finfo(old).max:
+        return column
+    bounded = foreach.clamp_min(column, -limit)
+    foreach.clamp_max_(bounded, limit)
+    # inf again where it was; of what is finite too little to change a bit, 4 of 65504 at most
+    foreach.add_(bounded, column, alpha=torch.finfo(old).tiny)
+    return bounded
+
+
 def saturating(leaf: Tensor, dtype: torch.dtype) -> Tensor:
     """`leaf` in another dtype: what is finite stays finite where that is narrower, what is not
     stays as it is.
@@ -388,27 +453,31 @@ def clamp_list(
     leaves: Sequence[Tensor | None], bound: float | Tensor, owned: Sequence[bool] = ()
 ) -> Leaves:
     """`clamp` of each, in place where it is `owned`; on an accelerator in a few operators for all
-    leaves of one dtype, where the bound is a number.
+    leaves of one dtype.
     """
     results: Leaves = list(leaves)
     owned = owned or [False] * len(leaves)
-    listed = not (isinstance(bound, Tensor) or _tree.traced() or is_on_a_graph(leaves))
+    listed = not (_tree.traced() or is_on_a_graph([*leaves, *_tree.tensors(bound)]))
     columns: dict[Any, list[int]] = {}
     for index, (leaf, own) in enumerate(zip(leaves, owned, strict=True)):
         if leaf is None:
             continue
-        if listed and not leaf.is_cpu and is_dense(leaf) and leaf.dtype.itemsize > 1:
+        if listed and _takes_lists(leaf):
             columns.setdefault((leaf.device, leaf.dtype, own), []).append(index)
         else:
             results[index] = clamp(leaf, bound, in_place=own)
     for (_, dtype, own), places in columns.items():
-        limit = min(float(bound), torch.finfo(dtype).max)
-        column = [leaves[index] for index in places]
-        if own:
-            foreach.clamp_min_(column, -limit)
+        column: Any = [leaves[index] for index in places]
+        if isinstance(bound, Tensor):
+            # A list of 0-d tensors would be a launch for each.
+            low: Any = _columns.room(column, dtype, -bound.to(column[0]))
         else:
-            column = foreach.clamp_min(column, -limit)
-        foreach.clamp_max_(column, limit)
+            low = -min(bound, torch.finfo(dtype).max)
+        if own:
+            foreach.clamp_min_(column, low)
+        else:
+            column = foreach.clamp_min(column, low)
+        foreach.clamp_max_(column, foreach.neg(low) if isinstance(low, list) else -low)
         for index, leaf in zip(places, column, strict=True):
             results[index] = leaf
     return results

@@ -378,10 +378,9 @@ class TorchOptimizer:
 
 def _cast_gradients(problem: Problem) -> dict[str, Tensor]:
     """The gradients in their parameters' dtypes."""
-    return {
-        name: _foreach.saturating(g, problem.weights[name].dtype)
-        for name, g in problem.gradients.items()
-    }
+    dtypes = [problem.weights[name].dtype for name in problem.gradients]
+    cast = _foreach.cast_list(list(problem.gradients.values()), dtypes, apart=False)
+    return dict(zip(problem.gradients, cast, strict=True))
 
 
 def _tree_of(problem: Problem, weights: dict[str, Tensor]) -> Tree:

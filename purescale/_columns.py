@@ -54,9 +54,11 @@ _clone = _torch.clone_list
 
 
 def is_gapless(tensor: Tensor) -> bool:
-    """Whether its elements stand side by side, in whatever order: list kernels walk such tensors of
-    equal strides by one pointer.
-    """
+    """Whether its elements stand side by side, each in a place of its own, in whatever order."""
+    if tensor.is_contiguous():
+        return True
+    if torch.compiler.is_compiling():  # sizes that it does not know cannot be sorted
+        return tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
     size = 1
     for stride, count in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if count != 1:
@@ -64,6 +66,13 @@ def is_gapless(tensor: Tensor) -> bool:
                 return False
             size *= count
     return True
+
+
+def walked_together(a: Tensor, b: Tensor) -> bool:
+    """Whether list kernels walk two tensors of one shape by one pointer."""
+    if a.stride() == b.stride():
+        return is_gapless(a)
+    return a.is_contiguous() and b.is_contiguous()
 
 
 def room(like: Sequence[Tensor], dtype: torch.dtype, full: Tensor | None = None) -> list[Tensor]:
@@ -104,10 +113,7 @@ def chosen_together(old: Tensor, new: Tensor, *, own: bool) -> Any:
     if not (old.is_cpu or old.is_cuda):
         return None
     if dtype in _EXACT or dtype in _HALF:
-        if old.is_contiguous() and new.is_contiguous():
-            return old.device, dtype
-        # The kernel walks both by one pointer.
-        return (old.device, dtype) if old.stride() == new.stride() and is_gapless(old) else None
+        return (old.device, dtype) if walked_together(old, new) else None
     return (
         (old.device, dtype)
         if old.ndim == 0 and not (dtype.is_floating_point or dtype.is_complex)

@@ -29,7 +29,7 @@ def divide(leaves: Sequence[Tensor | None], divisor: Tensor, *, donate: bool) ->
     """Every leaf over a 0-d tensor, float16 in float32; in place where `donate` allows it or the
     leaf was just widened.
     """
-    wide = at_least_float32_list(leaves)
+    wide = at_least_float32_list(leaves, apart=True)
     owned = [donate or new is not old for new, old in zip(wide, leaves, strict=True)]
     return _each(torch.div, foreach.div, foreach.div_, wide, divisor, owned)
 
@@ -191,7 +191,7 @@ def _takes_fused(a: Tensor, n: Tensor, share: Tensor) -> bool:
     gapless = (
         is_dense(a)
         and is_dense(n)
-        and (a.is_contiguous() or _columns.is_gapless(a))
+        and _columns.is_gapless(a)
         and n.is_floating_point()
         and not (a.is_neg() or n.is_neg())
     )
@@ -199,8 +199,8 @@ def _takes_fused(a: Tensor, n: Tensor, share: Tensor) -> bool:
 
 
 def _laid_out_as(a: Tensor, n: Tensor) -> Tensor:
-    alike = n.stride() == a.stride() or (n.is_contiguous() and a.is_contiguous())
-    return n if n.dtype is a.dtype and alike else torch.empty_like(a).copy_(n)
+    alike = n.dtype is a.dtype and _columns.walked_together(a, n)
+    return n if alike else torch.empty_like(a).copy_(n)
 
 
 def is_on_a_graph(leaves: Sequence[Tensor | None]) -> bool:
@@ -352,10 +352,13 @@ def at_least_float32(leaf: Tensor) -> Tensor:
     return leaf
 
 
-def at_least_float32_list(leaves: Sequence[Tensor | None]) -> Leaves:
-    """`at_least_float32` of each; what is widened stands in memory of its own."""
-    halves = [leaf if leaf is not None and leaf.dtype is torch.float16 else None for leaf in leaves]
-    wide = cast_list(halves, torch.float32, apart=True)
+def at_least_float32_list(leaves: Sequence[Tensor | None], *, apart: bool) -> Leaves:
+    """`at_least_float32` of each; `apart` as in `cast_list`."""
+    halves = [
+        leaf if leaf is not None and leaf.dtype is torch.float16 and is_dense(leaf) else None
+        for leaf in leaves
+    ]
+    wide = cast_list(halves, torch.float32, apart=apart)
     return [
         new if leaf is None or new is not None else at_least_float32(leaf)
         for leaf, new in zip(leaves, wide, strict=True)
@@ -400,7 +403,7 @@ def _takes_lists(leaf: Tensor) -> bool:
         and leaf.is_floating_point()
         and leaf.dtype.itemsize > 1
         and _columns.is_plain(leaf)
-        and (leaf.is_contiguous() or _columns.is_gapless(leaf))
+        and _columns.is_gapless(leaf)
     )
 
 

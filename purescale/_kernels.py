@@ -333,8 +333,7 @@ def _treated(
     if divisor is not None:
         # Two 0-d tensors would promote to the wider dtype.
         grads = [g.reshape(1) if g.ndim == 0 else g for g in grads]
-        wide = [torch.float32 if g.dtype is torch.float16 else g.dtype for g in grads]
-        grads = list(foreach.div(_foreach.cast_list(grads, wide, apart=False), divisor))
+        grads = list(foreach.div(_foreach.at_least_float32_list(grads, apart=False), divisor))
     if bound is not None:
         grads = _foreach.clamp_list(grads, bound)
     return _foreach.cast_list(grads, dtype, apart=False)

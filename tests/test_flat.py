@@ -385,6 +385,8 @@ def test_what_is_donated_stays_where_it_was(launches, bad):
             "w": torch.ones(3),
             "n": torch.tensor(1),
             "x": torch.ones(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+            "y": torch.ones(2, 3, 4, 5).permute(2, 0, 3, 1),
+            "z": torch.ones(2, 3).t(),
         }
         new = {name: t + 1 for name, t in old.items()}
         found = _tree.where(torch.tensor(bad), old, new, donate=True, spent=True)

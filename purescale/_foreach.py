@@ -104,21 +104,26 @@ def blend(
     where not `good`. A `None` in `new` stands for 0. `new` is never written into.
     """
     results: Leaves = list(old)
-    lists: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
-    for index, (a, n, own) in enumerate(zip(old, new, owned, strict=True)):
+    lists: dict[torch.dtype, list[int]] = {}
+    for index, (a, n) in enumerate(zip(old, new, strict=True)):
         if a is None:
             continue
         if n is not None and not _tree.traced() and _takes_fused(a, n, share):
-            results[index] = a if own else a.clone()
-            lists.setdefault(a.dtype, []).append((results[index], _laid_out_as(a, n)))
+            lists.setdefault(a.dtype, []).append(index)
         else:
             results[index] = _blend_plain(a, n, share, good, scale)
+    foreign = [index for places in lists.values() for index in places if not owned[index]]
+    copies = _columns.clone([old[index] for index in foreign])  # type: ignore[misc]
+    for index, copy in zip(foreign, copies, strict=True):
+        results[index] = copy
     if torch.compiler.is_compiling():
         results = [
             a.copy_(result) if own and a is not None else result
             for a, result, own in zip(old, results, owned, strict=True)
         ]
-    for dtype, rows in lists.items():
+    for dtype, places in lists.items():
+        pairs: Any = [(results[index], new[index]) for index in places]
+        rows = [(a, _laid_out_as(a, n)) for a, n in pairs]
         factor, bad = share.to(dtype), (~good).to(torch.float32)
         keep = (1 - share).to(dtype)
         for targets, news in _batches(rows):
@@ -212,8 +217,11 @@ def is_on_a_graph(leaves: Sequence[Tensor | None]) -> bool:
 
 def _batches(pairs: list[tuple[Tensor, Tensor]]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
     """The gapless tensors of `pairs` in batches of about `_BATCH` elements, large ones in
-    pieces.
+    pieces; where launches are what costs, in one.
     """
+    if _columns.counts_launches(pairs[0][0]):
+        yield [target for target, _ in pairs], [new for _, new in pairs]
+        return
     targets: list[Tensor] = []
     news: list[Tensor] = []
     size = 0

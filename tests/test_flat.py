@@ -169,15 +169,16 @@ def test_a_step_over_dense_tensors_of_any_layout_is_few_operators(name, format, 
     assert counts[5] <= (60 if name == "AdamW" else 120)
 
 
+@pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_mean_of_gradients_of_any_layout_is_few_operators(format):
+def test_a_mean_of_gradients_of_any_layout_is_few_operators(format, donate):
     counts = set()
     for count in (5, 25):
         with fake_cuda():
             grads = {str(i): FORMATS[format](torch.empty(8, 4, 2, 2)) for i in range(count)}
             accum = ps.init_accum(grads)
             with Launched() as launched:
-                ps.accumulate_grads(accum, grads, donate=True)
+                ps.accumulate_grads(accum, grads, donate=donate)
         counts.add(len(launched.ops))
     assert len(counts) == 1
 

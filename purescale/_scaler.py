@@ -144,12 +144,12 @@ class DynamicScale:
         if self.growth_factor <= 1:
             raise ValueError(
                 f"growth_factor must be above 1, got {self.growth_factor!r}: the scale would never "
-                "grow. Usual: 2.0."
+                "grow. Cure: growth_factor=2.0, as usual."
             )
         if self.backoff_factor >= 1:
             raise ValueError(
                 f"backoff_factor must lie between 0 and 1, got {self.backoff_factor!r}: an "
-                "overflow would repeat for ever. Usual: 0.5."
+                "overflow would repeat for ever. Cure: backoff_factor=0.5, as usual."
             )
         if not self.min_scale <= self.init_scale <= self.max_scale:
             raise ValueError(
@@ -159,7 +159,8 @@ class DynamicScale:
             )
         if self.refill not in ("growth", "clean"):
             raise ValueError(
-                f"refill must be 'growth' (Megatron-LM) or 'clean' (apex), got {self.refill!r}."
+                f"refill must be 'growth' (Megatron-LM) or 'clean' (apex), got {self.refill!r}. "
+                "Cure: refill='growth', the default."
             )
 
     def init(self, device: torch.device | str | None = None) -> ScalerState:

@@ -84,20 +84,23 @@ def check_factors(growth: tuple[str, float], backoff: tuple[str, float] | None =
     """Refuse factors that do not grow, or do not back off."""
     if growth[1] <= 1:
         raise ValueError(
-            f"{growth[0]} must be above 1, got {growth[1]!r}: the scale would never grow. Usual: "
-            "2.0."
+            f"{growth[0]} must be above 1, got {growth[1]!r}: the scale would never grow. Cure: "
+            f"{growth[0]}=2.0, as usual."
         )
     if backoff is not None and backoff[1] >= 1:
         raise ValueError(
             f"{backoff[0]} must lie between 0 and 1, got {backoff[1]!r}: an overflow would repeat "
-            "for ever. Usual: 0.5."
+            f"for ever. Cure: {backoff[0]}=0.5, as usual."
         )
 
 
 def check_bool(name: str, value: Any) -> None:
     """Refuse what is not True or False."""
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r} ({type(value).__name__}).")
+        raise TypeError(
+            f"{name} must be True or False, got {value!r} ({type(value).__name__}). Cure: "
+            f"{name}=False, or True."
+        )
 
 
 # ---- state dicts ---------------------------------------------------------------------------------

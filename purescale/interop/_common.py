@@ -15,6 +15,7 @@ from torch import Tensor
 from .. import _checks, _tree
 from .._checks import is_positive_float32, positive, real, shown, whole
 from .._scaler import ScalerState
+from .._scaler import flag as flag
 
 Device = torch.device | str | None
 
@@ -36,16 +37,6 @@ def scaler_state(
         hysteresis_tracker=scalar(hysteresis_tracker, torch.int32, device),
         consecutive_skips=scalar(0, torch.int32, device),
     )
-
-
-def flag(found_inf: Any, scaler: Any, kind: type[Any]) -> Tensor:
-    """`found_inf` as a 0-d bool tensor, once it is sure that `scaler` is the state of this rule."""
-    if not isinstance(scaler, kind):
-        raise TypeError(
-            f"update got a {type(scaler).__name__}; this rule's state is a {kind.__name__}. Cure: "
-            "`rule.init(device)`."
-        )
-    return _tree.flag(found_inf, like=scaler.scale)
 
 
 def moved(scaler: ScalerState, bad: Tensor, scale: Tensor, growth_tracker: Tensor) -> ScalerState:

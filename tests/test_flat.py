@@ -141,7 +141,7 @@ def test_gradients_in_another_dtype_than_parameters_are_cast_in_few_operators(na
     optimizer = ps.from_torch(getattr(torch.optim, name))
     counts = {count: operators(optimizer, count, dtypes, **clip) for count in (5, 25)}
     assert len(set(counts.values())) == 1, counts
-    assert counts[5] <= (72 if name == "AdamW" else 120)
+    assert counts[5] <= (75 if name == "AdamW" else 120)
 
 
 def test_a_hundred_half_tensors_with_wide_gradients_are_no_more_operators_than_ten():

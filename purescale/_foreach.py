@@ -362,6 +362,8 @@ def at_least_float32(leaf: Tensor) -> Tensor:
 
 def at_least_float32_list(leaves: Sequence[Tensor | None], *, apart: bool) -> Leaves:
     """`at_least_float32` of each; `apart` as in `cast_list`."""
+    if not _counts_launches(leaves):
+        return [None if leaf is None else at_least_float32(leaf) for leaf in leaves]
     halves = [
         leaf if leaf is not None and leaf.dtype is torch.float16 and is_dense(leaf) else None
         for leaf in leaves
@@ -373,15 +375,26 @@ def at_least_float32_list(leaves: Sequence[Tensor | None], *, apart: bool) -> Le
     ]
 
 
+def _counts_launches(leaves: Sequence[Tensor | None]) -> bool:
+    """Whether launches are what `leaves` cost; they stand on one device."""
+    first = next((leaf for leaf in leaves if leaf is not None), None)
+    return first is not None and _columns.counts_launches(first)
+
+
 def cast_list(
     leaves: Sequence[Tensor | None], dtypes: torch.dtype | Sequence[torch.dtype], *, apart: bool
 ) -> Leaves:
     """`saturating` of each; on an accelerator in a few operators for all of one kind. `apart`: with
     memory for each, as what may be donated later needs it.
     """
-    results: Leaves = list(leaves)
     if isinstance(dtypes, torch.dtype):
         dtypes = [dtypes] * len(leaves)
+    if not _counts_launches(leaves):
+        return [
+            None if leaf is None else saturating(leaf, dtype)
+            for leaf, dtype in zip(leaves, dtypes, strict=True)
+        ]
+    results: Leaves = list(leaves)
     listed = not (_tree.traced() or is_on_a_graph(leaves))
     columns: dict[Any, list[int]] = {}
     for index, (leaf, dtype) in enumerate(zip(leaves, dtypes, strict=True)):

@@ -14,49 +14,16 @@ import models
 import torch
 import torch.nn.functional as F
 from harness import SIZES, Call, Rows, compare, options
+from post_backward import RULE, SCALE, Purescale
 from torch import Tensor
 
 import purescale as ps
 
-SCALE = 2.0**10
 RULES: dict[str, ps.Rule[Any]] = {
-    "DynamicScale": ps.DynamicScale(init_scale=SCALE, growth_interval=10**9),
+    "DynamicScale": RULE,
     "HeadroomScale": ps.HeadroomScale(init_scale=SCALE, min_scale=SCALE, max_scale=SCALE),
 }
 DEPTH, WIDTH, BATCH = 26, 1024, 64  # 27M parameters
-
-
-class AfterBackward:
-    """`unscale_and_step` and `rule.update`."""
-
-    def __init__(
-        self, rule: Any, shapes: list[tuple[int, ...]], device: str, max_norm: float | None
-    ) -> None:
-        self.params = {str(i): torch.randn(s, device=device) for i, s in enumerate(shapes)}
-        self.fresh = [torch.randn_like(p) * SCALE for p in self.params.values()]
-        self.grads = {name: torch.empty_like(p) for name, p in self.params.items()}
-        self.optimizer = ps.from_torch(torch.optim.AdamW, lr=1e-4)
-        self.state = self.optimizer.init(self.params)
-        self.rule, self.scaler = rule, rule.init(device)
-        self.amax, self.max_norm = isinstance(rule, ps.HeadroomScale), max_norm
-
-    def prepare(self) -> None:
-        torch._foreach_copy_(list(self.grads.values()), self.fresh)
-
-    def run(self) -> None:
-        out = ps.unscale_and_step(
-            self.optimizer,
-            self.scaler,
-            self.params,
-            self.grads,
-            self.state,
-            max_norm=self.max_norm,
-            amax=self.amax,
-            donate=True,
-        )
-        self.params, self.state = out.params, out.opt_state
-        told = (out.found_inf, out.grad_amax) if self.amax else (out.found_inf,)
-        self.scaler = self.rule.update(self.scaler, *told)
 
 
 def whole_step(rule: Any, device: str, max_norm: float | None) -> Call:
@@ -92,7 +59,9 @@ def main() -> None:
         clipped = "no clipping" if max_norm is None else "max_norm"
         for size, shapes in SIZES.items():
             after: Rows = {
-                name: functools.partial(AfterBackward, rule, shapes, given.device, max_norm)
+                name: functools.partial(
+                    Purescale, shapes, given.device, max_norm is not None, True, rule
+                )
                 for name, rule in RULES.items()
             }
             compare(f"After backward, {size} tensors, {clipped}", after, given, size=size)

@@ -8,6 +8,8 @@ write of every parameter.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from harness import SIZES, Rows, compare, memcpy, options
 
@@ -15,6 +17,7 @@ import purescale as ps
 
 MAX_NORM = 1.0
 SCALE = 2.0**10
+RULE = ps.DynamicScale(init_scale=SCALE, growth_interval=10**9)
 
 
 class GradScaler:
@@ -50,15 +53,20 @@ class Purescale:
     """`unscale_and_step` and `rule.update`."""
 
     def __init__(
-        self, shapes: list[tuple[int, ...]], device: str, clip: bool, donate: bool
+        self,
+        shapes: list[tuple[int, ...]],
+        device: str,
+        clip: bool,
+        donate: bool,
+        rule: ps.Rule[Any] = RULE,
     ) -> None:
         self.params = {str(i): torch.randn(s, device=device) for i, s in enumerate(shapes)}
         self.fresh = [torch.randn_like(p) * SCALE for p in self.params.values()]
         self.grads = {n: torch.empty_like(p) for n, p in self.params.items()}
         self.optimizer = ps.from_torch(torch.optim.AdamW, lr=1e-4)
         self.state = self.optimizer.init(self.params)
-        self.rule = ps.DynamicScale(init_scale=SCALE, growth_interval=10**9)
-        self.scaler = self.rule.init(device)
+        self.rule, self.scaler = rule, rule.init(device)
+        self.amax = getattr(rule, "takes_amax", False)
         self.max_norm, self.donate = MAX_NORM if clip else None, donate
 
     def prepare(self) -> None:
@@ -72,10 +80,12 @@ class Purescale:
             self.grads,
             self.state,
             max_norm=self.max_norm,
+            amax=self.amax,
             donate=self.donate,
         )
         self.params, self.state = out.params, out.opt_state
-        self.scaler = self.rule.update(self.scaler, out.found_inf)
+        told = (out.found_inf, out.grad_amax) if self.amax else (out.found_inf,)
+        self.scaler = self.rule.update(self.scaler, *told)
 
 
 def main() -> None:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import numbers
 from collections.abc import Callable
@@ -30,7 +31,7 @@ def real(name: str, value: Any) -> float:
     """`as_float`, or an error in words."""
     number = as_float(value)
     if number is None:
-        raise _no_number(name, value, "a number")
+        raise _no_number(name, value, float)
     return number
 
 
@@ -38,11 +39,14 @@ def whole(name: str, value: Any, least: int = 0, most: int | None = 2**31 - 1) -
     """`value` as an int from `least` to `most`."""
     plain = _plain(value)
     if isinstance(plain, bool) or not isinstance(plain, numbers.Integral):
-        raise _no_number(name, value, "a whole number")
+        raise _no_number(name, value, int)
     number = int(plain)
     if number < least or (most is not None and number > most):
         bounds = f"at least {least}" if most is None else f"from {least} to {most}"
-        raise ValueError(f"{name} must be {bounds}, got {shown(value)}.")
+        nearest = least if number < least else most
+        raise ValueError(
+            f"{name} must be {bounds}, got {shown(value)}. Cure: the nearest that fits, {nearest}."
+        )
     return number
 
 
@@ -93,7 +97,8 @@ def bound(name: str, value: Any) -> float | Tensor:
     if isinstance(value, Tensor):
         if value.ndim:
             raise ValueError(
-                f"{name} must be a number or a 0-d tensor, got shape {tuple(value.shape)}."
+                f"{name} must be a number or a 0-d tensor, got shape {tuple(value.shape)}. Cure: "
+                f"`{name}=1.0`, one bound for all gradients."
             )
         if value.is_complex() or value.dtype is torch.bool:
             raise TypeError(
@@ -116,14 +121,22 @@ def _plain(value: Any) -> Any:
     return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
 
 
-def _no_number(name: str, value: Any, what: str) -> TypeError:
+def _no_number(name: str, value: Any, kind: type[int] | type[float]) -> TypeError:
+    what = "a number" if kind is float else "a whole number"
     if isinstance(value, Tensor):
         return TypeError(
             f"{name} is a tensor of shape {tuple(value.shape)}, {value.dtype}; expected {what}. "
             "Likely cause: a dict that was put through something that turns numbers into tensors, "
             f"or that comes from another library. Cure: `{name}.item()`."
         )
-    return TypeError(f"{name} must be {what}, got {shown(value)} ({type(value).__name__}).")
+    cure = repr(kind(1))
+    if isinstance(value, (str, numbers.Number)):
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            cure = shown(kind(value))  # type: ignore[arg-type]
+    return TypeError(
+        f"{name} must be {what}, got {shown(value)} ({type(value).__name__}). Cure: {cure}, as an "
+        f"{'int' if kind is int else 'int or a float'}."
+    )
 
 
 def shown(value: Any, most: int = 80) -> str:

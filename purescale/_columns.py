@@ -53,6 +53,50 @@ def clone(tensors: Sequence[Tensor]) -> list[Tensor]:
 _clone = _torch.clone_list
 
 
+def is_gapless(tensor: Tensor) -> bool:
+    """Whether its elements stand side by side, each in a place of its own, in whatever order."""
+    if tensor.is_contiguous():
+        return True
+    if torch.compiler.is_compiling():  # sizes that it does not know cannot be sorted
+        return tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    size = 1
+    for stride, count in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if count != 1:
+            if stride != size:
+                return False
+            size *= count
+    return True
+
+
+def walked_together(a: Tensor, b: Tensor) -> bool:
+    """Whether list kernels walk two tensors of one shape by one pointer."""
+    if a.stride() == b.stride():
+        return is_gapless(a)
+    return a.is_contiguous() and b.is_contiguous()
+
+
+def room(like: Sequence[Tensor], dtype: torch.dtype, full: Tensor | None = None) -> list[Tensor]:
+    """Memory for tensors of `dtype` laid out as these dense ones, `full` of a number: a piece for
+    all of one layout, so that none of them can be donated.
+    """
+    rooms = list(like)
+    layouts: dict[Any, list[int]] = {}
+    for index, tensor in enumerate(like):
+        layouts.setdefault((tensor.device, tensor.shape, tensor.stride()), []).append(index)
+    for (device, shape, strides), places in layouts.items():
+        apart = -(-shape.numel() // _ALIGNED) * _ALIGNED
+        size, steps = (len(places), *shape), (apart, *strides)
+        piece = torch.empty_strided(size, steps, dtype=dtype, device=device)
+        if full is not None:
+            piece.fill_(full)
+        for index, part in zip(places, piece.unbind(), strict=True):
+            rooms[index] = part
+    return rooms
+
+
+_ALIGNED = 64  # elements: list kernels read several at a time where a tensor begins at a multiple
+
+
 # ---- old or new ----------------------------------------------------------------------------------
 
 
@@ -69,13 +113,7 @@ def chosen_together(old: Tensor, new: Tensor, *, own: bool) -> Any:
     if not (old.is_cpu or old.is_cuda):
         return None
     if dtype in _EXACT or dtype in _HALF:
-        if old.is_contiguous() and new.is_contiguous():
-            return old.device, dtype
-        # The kernel walks both by one pointer.
-        alike = old.stride() == new.stride() and old.is_contiguous(
-            memory_format=torch.channels_last
-        )
-        return (old.device, dtype) if old.ndim == 4 and alike else None
+        return (old.device, dtype) if walked_together(old, new) else None
     return (
         (old.device, dtype)
         if old.ndim == 0 and not (dtype.is_floating_point or dtype.is_complex)

@@ -265,7 +265,15 @@ def flat(values: list[Tensor]) -> Tensor:
 def _norm_of_list(values: list[Tensor], power: float) -> Tensor:
     wide = widest_float(values[0].device)
     if values[0].dtype.itemsize > 4 or wide is not torch.float64 or power > _SAFE_POWER:
-        return _norm(torch.stack([_norm(value, power) for value in values]), power)
+        if values[0].dtype.itemsize < 4:
+            return _norm(torch.stack([_norm(value, power) for value in values]), power)
+        # in units of the largest of all, of whose norm the underflowing rest is no part
+        unit = _unit(torch.stack(foreach.norm(values, math.inf)).amax())
+        return _norm_of_units(foreach.div(values, unit), power, wide) * unit
+    return _norm_of_units(values, power, wide)
+
+
+def _norm_of_units(values: Sequence[Tensor], power: float, wide: torch.dtype) -> Tensor:
     each = torch.stack(foreach.norm(values, power, dtype=wide))
     norm: Tensor = torch.linalg.vector_norm(each, power)
     return norm
@@ -288,10 +296,14 @@ def _norm(value: Tensor, norm_type: float) -> Tensor:
         norm: Tensor = torch.linalg.vector_norm(value, norm_type, dtype=wide)  # 3e38 ** 4 fits
         return norm
     value = value.to(torch.promote_types(value.dtype, torch.float32))
-    unit = value.abs().amax()
-    unit = torch.where((unit > 0) & torch.isfinite(unit), unit, 1)
+    unit = _unit(value.abs().amax())
     scaled: Tensor = torch.linalg.vector_norm(value / unit, norm_type, dtype=wide)
     return scaled * unit
+
+
+def _unit(largest: Tensor) -> Tensor:
+    """What values of which this is the largest are to be divided by, before powers of them."""
+    return torch.where((largest > 0) & torch.isfinite(largest), largest, 1)
 
 
 def fits(size: Extent, scale: Tensor) -> Tensor:

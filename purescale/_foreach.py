@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from . import _torch, _tree
+from . import _columns, _torch, _tree
 from ._torch import foreach
 from ._tree import Leaves
 
@@ -29,7 +29,7 @@ def divide(leaves: Sequence[Tensor | None], divisor: Tensor, *, donate: bool) ->
     """Every leaf over a 0-d tensor, float16 in float32; in place where `donate` allows it or the
     leaf was just widened.
     """
-    wide = [None if leaf is None else at_least_float32(leaf) for leaf in leaves]
+    wide = at_least_float32_list(leaves, apart=True)
     owned = [donate or new is not old for new, old in zip(wide, leaves, strict=True)]
     return _each(torch.div, foreach.div, foreach.div_, wide, divisor, owned)
 
@@ -104,21 +104,26 @@ def blend(
     where not `good`. A `None` in `new` stands for 0. `new` is never written into.
     """
     results: Leaves = list(old)
-    lists: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
-    for index, (a, n, own) in enumerate(zip(old, new, owned, strict=True)):
+    lists: dict[torch.dtype, list[int]] = {}
+    for index, (a, n) in enumerate(zip(old, new, strict=True)):
         if a is None:
             continue
         if n is not None and not _tree.traced() and _takes_fused(a, n, share):
-            results[index] = a if own else a.clone()
-            lists.setdefault(a.dtype, []).append((results[index], _laid_out_as(a, n)))
+            lists.setdefault(a.dtype, []).append(index)
         else:
             results[index] = _blend_plain(a, n, share, good, scale)
+    foreign = [index for places in lists.values() for index in places if not owned[index]]
+    copies = _columns.clone([old[index] for index in foreign])  # type: ignore[misc]
+    for index, copy in zip(foreign, copies, strict=True):
+        results[index] = copy
     if torch.compiler.is_compiling():
         results = [
             a.copy_(result) if own and a is not None else result
             for a, result, own in zip(old, results, owned, strict=True)
         ]
-    for dtype, rows in lists.items():
+    for dtype, places in lists.items():
+        pairs: Any = [(results[index], new[index]) for index in places]
+        rows = [(a, _laid_out_as(a, n)) for a, n in pairs]
         factor, bad = share.to(dtype), (~good).to(torch.float32)
         keep = (1 - share).to(dtype)
         for targets, news in _batches(rows):
@@ -188,18 +193,19 @@ def _takes_fused(a: Tensor, n: Tensor, share: Tensor) -> bool:
     result.
     """
     exact = a.dtype is torch.float32 or (a.dtype is torch.float64 and a.is_cpu)
-    contiguous = (
+    gapless = (
         is_dense(a)
         and is_dense(n)
-        and a.is_contiguous()
+        and _columns.is_gapless(a)
         and n.is_floating_point()
         and not (a.is_neg() or n.is_neg())
     )
-    return exact and contiguous and (a.is_cpu or a.is_cuda) and not is_on_a_graph([a, n, share])
+    return exact and gapless and (a.is_cpu or a.is_cuda) and not is_on_a_graph([a, n, share])
 
 
 def _laid_out_as(a: Tensor, n: Tensor) -> Tensor:
-    return n if n.dtype is a.dtype and n.is_contiguous() else torch.empty_like(a).copy_(n)
+    alike = n.dtype is a.dtype and _columns.walked_together(a, n)
+    return n if alike else torch.empty_like(a).copy_(n)
 
 
 def is_on_a_graph(leaves: Sequence[Tensor | None]) -> bool:
@@ -210,9 +216,12 @@ def is_on_a_graph(leaves: Sequence[Tensor | None]) -> bool:
 
 
 def _batches(pairs: list[tuple[Tensor, Tensor]]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """The contiguous tensors of `pairs` in batches of about `_BATCH` elements, large ones in
-    pieces.
+    """The gapless tensors of `pairs` in batches of about `_BATCH` elements, large ones in
+    pieces; where launches are what costs, in one.
     """
+    if _columns.counts_launches(pairs[0][0]):
+        yield [target for target, _ in pairs], [new for _, new in pairs]
+        return
     targets: list[Tensor] = []
     news: list[Tensor] = []
     size = 0
@@ -351,6 +360,86 @@ def at_least_float32(leaf: Tensor) -> Tensor:
     return leaf
 
 
+def at_least_float32_list(leaves: Sequence[Tensor | None], *, apart: bool) -> Leaves:
+    """`at_least_float32` of each; `apart` as in `cast_list`."""
+    if not _counts_launches(leaves):
+        return [None if leaf is None else at_least_float32(leaf) for leaf in leaves]
+    halves = [
+        leaf if leaf is not None and leaf.dtype is torch.float16 and is_dense(leaf) else None
+        for leaf in leaves
+    ]
+    wide = cast_list(halves, torch.float32, apart=apart)
+    return [
+        new if leaf is None or new is not None else at_least_float32(leaf)
+        for leaf, new in zip(leaves, wide, strict=True)
+    ]
+
+
+def _counts_launches(leaves: Sequence[Tensor | None]) -> bool:
+    """Whether launches are what `leaves` cost; they stand on one device."""
+    first = next((leaf for leaf in leaves if leaf is not None), None)
+    return first is not None and _columns.counts_launches(first)
+
+
+def cast_list(
+    leaves: Sequence[Tensor | None], dtypes: torch.dtype | Sequence[torch.dtype], *, apart: bool
+) -> Leaves:
+    """`saturating` of each; on an accelerator in a few operators for all of one kind. `apart`: with
+    memory for each, as what may be donated later needs it.
+    """
+    if isinstance(dtypes, torch.dtype):
+        dtypes = [dtypes] * len(leaves)
+    if not _counts_launches(leaves):
+        return [
+            None if leaf is None else saturating(leaf, dtype)
+            for leaf, dtype in zip(leaves, dtypes, strict=True)
+        ]
+    results: Leaves = list(leaves)
+    listed = not (_tree.traced() or is_on_a_graph(leaves))
+    columns: dict[Any, list[int]] = {}
+    for index, (leaf, dtype) in enumerate(zip(leaves, dtypes, strict=True)):
+        if leaf is None or leaf.dtype is dtype:
+            continue
+        if listed and _takes_lists(leaf) and dtype.is_floating_point and dtype.itemsize > 1:
+            columns.setdefault((leaf.device, leaf.dtype, dtype), []).append(index)
+        else:
+            results[index] = saturating(leaf, dtype)
+    for (_, old, new), places in columns.items():
+        column: Any = [leaves[index] for index in places]
+        wanted = (
+            [torch.empty_like(leaf, dtype=new) for leaf in column]
+            if apart
+            else _columns.room(column, new)
+        )
+        foreach.copy_(wanted, _bounded(column, old, new))
+        for index, cast in zip(places, wanted, strict=True):
+            results[index] = cast
+    return results
+
+
+def _takes_lists(leaf: Tensor) -> bool:
+    """Whether launches are what `leaf` costs, and list kernels walk it by one pointer."""
+    return (
+        _columns.counts_launches(leaf)
+        and leaf.is_floating_point()
+        and leaf.dtype.itemsize > 1
+        and _columns.is_plain(leaf)
+        and _columns.is_gapless(leaf)
+    )
+
+
+def _bounded(column: list[Any], old: torch.dtype, new: torch.dtype) -> Any:
+    """What is finite within the range of `new`."""
+    limit = torch.finfo(new).max
+    if limit >= torch.finfo(old).max:
+        return column
+    bounded = foreach.clamp_min(column, -limit)
+    foreach.clamp_max_(bounded, limit)
+    # inf again where it was; of what is finite too little to change a bit, 4 of 65504 at most
+    foreach.add_(bounded, column, alpha=torch.finfo(old).tiny)
+    return bounded
+
+
 def saturating(leaf: Tensor, dtype: torch.dtype) -> Tensor:
     """`leaf` in another dtype: what is finite stays finite where that is narrower, what is not
     stays as it is.
@@ -388,27 +477,31 @@ def clamp_list(
     leaves: Sequence[Tensor | None], bound: float | Tensor, owned: Sequence[bool] = ()
 ) -> Leaves:
     """`clamp` of each, in place where it is `owned`; on an accelerator in a few operators for all
-    leaves of one dtype, where the bound is a number.
+    leaves of one dtype.
     """
     results: Leaves = list(leaves)
     owned = owned or [False] * len(leaves)
-    listed = not (isinstance(bound, Tensor) or _tree.traced() or is_on_a_graph(leaves))
+    listed = not (_tree.traced() or is_on_a_graph([*leaves, *_tree.tensors(bound)]))
     columns: dict[Any, list[int]] = {}
     for index, (leaf, own) in enumerate(zip(leaves, owned, strict=True)):
         if leaf is None:
             continue
-        if listed and not leaf.is_cpu and is_dense(leaf) and leaf.dtype.itemsize > 1:
+        if listed and _takes_lists(leaf):
             columns.setdefault((leaf.device, leaf.dtype, own), []).append(index)
         else:
             results[index] = clamp(leaf, bound, in_place=own)
     for (_, dtype, own), places in columns.items():
-        limit = min(float(bound), torch.finfo(dtype).max)
-        column = [leaves[index] for index in places]
-        if own:
-            foreach.clamp_min_(column, -limit)
+        column: Any = [leaves[index] for index in places]
+        if isinstance(bound, Tensor):
+            # A list of 0-d tensors would be a launch for each.
+            low: Any = _columns.room(column, dtype, -bound.to(column[0]))
         else:
-            column = foreach.clamp_min(column, -limit)
-        foreach.clamp_max_(column, limit)
+            low = -min(bound, torch.finfo(dtype).max)
+        if own:
+            foreach.clamp_min_(column, low)
+        else:
+            column = foreach.clamp_min(column, low)
+        foreach.clamp_max_(column, foreach.neg(low) if isinstance(low, list) else -low)
         for index, leaf in zip(places, column, strict=True):
             results[index] = leaf
     return results

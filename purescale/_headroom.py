@@ -17,7 +17,7 @@ from . import _checks, _foreach, _tree
 from ._extent import Extent
 from ._group import all_reduce
 from ._meshes import extent
-from ._scaler import is_usable
+from ._scaler import check_state, is_usable
 from ._tree import Tree
 
 _LARGEST = 65504.0  # of float16
@@ -147,13 +147,8 @@ class HeadroomScale:
                 "gradients. Cure: `rule.update(scaler, found_inf, grad_amax(grads))` of what "
                 "unscale_and_check returned, before clipping; train_step hands it over by itself."
             )
-        history = getattr(scaler, "amax_history", None)
-        if not isinstance(history, Tensor):
-            raise TypeError(
-                f"scaler is {type(scaler).__name__}; expected a HeadroomState. Likely cause: a "
-                "state that another rule made. Cure: `scaler = rule.init(device)._replace("
-                "scale=scaler.scale)`."
-            )
+        check_state(scaler, HeadroomState)
+        history = scaler.amax_history
         if history.shape != (self.window,):
             raise ValueError(
                 f"scaler.amax_history has shape {tuple(history.shape)}, the rule looks at "

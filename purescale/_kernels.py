@@ -332,12 +332,8 @@ def _treated(
         grads, divisor = places, None
     if divisor is not None:
         # Two 0-d tensors would promote to the wider dtype.
-        grads = list(
-            foreach.div(
-                [_foreach.at_least_float32(g.reshape(1) if g.ndim == 0 else g) for g in grads],
-                divisor,
-            )
-        )
+        grads = [g.reshape(1) if g.ndim == 0 else g for g in grads]
+        grads = list(foreach.div(_foreach.at_least_float32_list(grads, apart=False), divisor))
     if bound is not None:
         grads = _foreach.clamp_list(grads, bound)
-    return [_foreach.saturating(g, dtype) for g in grads]
+    return _foreach.cast_list(grads, dtype, apart=False)

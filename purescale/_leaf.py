@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _dtensor, _torch
+from . import _columns, _dtensor, _torch
 from ._torch import TensorGuards
 
 SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -235,6 +235,4 @@ def donatable(leaf: Tensor, *, leaves_too: bool = False) -> bool:
         return False
     if leaf.layout is not torch.strided:
         return False
-    return leaf.is_contiguous() or (
-        leaf.ndim == 4 and leaf.is_contiguous(memory_format=torch.channels_last)
-    )
+    return _columns.is_gapless(leaf)

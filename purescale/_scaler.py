@@ -40,7 +40,8 @@ State = TypeVar("State", bound=HasScale)
 
 
 class Rule(Protocol[State]):
-    """Anything with these two pure methods is a rule. Neither raises, and neither reads a tensor's
+    """Anything with these two pure methods is a rule. Neither raises, but for arguments that are
+    none of its own, and neither reads a tensor's
     value. Of one whose class says `takes_amax = True`, `update` gets `grad_amax` as a third.
     """
 
@@ -66,6 +67,36 @@ def without_amax(update: Update) -> Update:
         return update(rule, scaler, found_inf)
 
     return checked  # type: ignore[return-value]
+
+
+def flag(found_inf: Any, scaler: Any, kind: type[Any]) -> Tensor:
+    """`found_inf` as a 0-d bool tensor, once it is sure that `scaler` is a state of this kind."""
+    check_state(scaler, kind)
+    return _tree.flag(found_inf, like=scaler.scale)
+
+
+def check_state(scaler: Any, kind: type[Any]) -> None:
+    """Refuse the state of another rule, which lacks what `update` is about to use."""
+    if isinstance(scaler, kind):
+        return
+    there = [name for name in kind._fields if isinstance(getattr(scaler, name, None), Tensor)]
+    missing = [name for name in kind._fields if name not in there]
+    if not missing:
+        return
+    cause, cure = "a rule that was swapped in in mid-run, or a checkpoint of another rule", ""
+    if hasattr(scaler, "scaler"):
+        cause, cure = "the state of a whole step", "`rule.update(state.scaler, found_inf)`"
+    elif isinstance(scaler, dict):
+        cause, cure = "a state that was saved as a dict", f"`{kind.__name__}(**scaler)`"
+    elif "scale" in there:
+        device = str(scaler.scale.device)
+        cure = f"`scaler = rule.init({device!r})._replace(scale=scaler.scale)`"
+    raise TypeError(
+        f"scaler is {type(scaler).__name__}; expected a {kind.__name__}: this rule's state is a "
+        f"tuple of {', '.join(kind._fields)}. It has {', '.join(there) or 'none of them'}; "
+        f"missing: {', '.join(missing)}. Likely cause: {cause}. Cure: "
+        f"{cure or '`scaler = rule.init(device)`'}."
+    )
 
 
 def _fresh(scale: float, hysteresis: int, device: torch.device | str | None) -> ScalerState:
@@ -144,12 +175,12 @@ class DynamicScale:
         if self.growth_factor <= 1:
             raise ValueError(
                 f"growth_factor must be above 1, got {self.growth_factor!r}: the scale would never "
-                "grow. Usual: 2.0."
+                "grow. Cure: growth_factor=2.0, as usual."
             )
         if self.backoff_factor >= 1:
             raise ValueError(
                 f"backoff_factor must lie between 0 and 1, got {self.backoff_factor!r}: an "
-                "overflow would repeat for ever. Usual: 0.5."
+                "overflow would repeat for ever. Cure: backoff_factor=0.5, as usual."
             )
         if not self.min_scale <= self.init_scale <= self.max_scale:
             raise ValueError(
@@ -159,7 +190,8 @@ class DynamicScale:
             )
         if self.refill not in ("growth", "clean"):
             raise ValueError(
-                f"refill must be 'growth' (Megatron-LM) or 'clean' (apex), got {self.refill!r}."
+                f"refill must be 'growth' (Megatron-LM) or 'clean' (apex), got {self.refill!r}. "
+                "Cure: refill='growth', the default."
             )
 
     def init(self, device: torch.device | str | None = None) -> ScalerState:
@@ -169,10 +201,10 @@ class DynamicScale:
     @without_amax
     def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
         """The state for the next step. `found_inf`: 0-d bool, True = the step was bad. Reads no
-        value and never raises.
+        value; raises only for another rule's state.
         """
+        bad = flag(found_inf, scaler, ScalerState)
         scale, tolerance = scaler.scale, scaler.hysteresis_tracker
-        bad = _tree.flag(found_inf, like=scale)
 
         clean_steps = torch.where(bad, 0, scaler.growth_tracker.clamp(0, 2**31 - 2) + 1)
         # >= and not ==, or lowering growth_interval below the count would stop growth for good.
@@ -223,7 +255,7 @@ class StaticScale:
         """The same scale whatever the state holds; `consecutive_skips` is counted, the other
         counters stay 0.
         """
-        bad = _tree.flag(found_inf, like=scaler.scale)
+        bad = flag(found_inf, scaler, ScalerState)
         return ScalerState(
             scale=torch.full_like(scaler.scale, self.scale),
             growth_tracker=torch.zeros_like(scaler.growth_tracker),

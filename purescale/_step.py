@@ -73,11 +73,9 @@ def maybe_step(
     return stepped
 
 
-def _planned(optimizer: Optimizer, *arguments: Any, known: bool = False, **settings: Any) -> Any:
-    """A step that skips and unscales by itself, from an optimizer that can plan one; else None.
-    `known`: only if it need not check.
-    """
-    plan = getattr(optimizer, "remembered" if known else "plan", None)
+def _planned(optimizer: Optimizer, *arguments: Any, **settings: Any) -> Any:
+    """A step that skips and unscales by itself, from an optimizer that can plan one; else None."""
+    plan = getattr(optimizer, "plan", None)
     return None if plan is None else plan(*arguments, **settings)
 
 
@@ -201,7 +199,9 @@ def skip_or_step(
     keep = [*keep, *(bound for bound in clip[:2] if isinstance(bound, Tensor))]
     # Everything is refused here, before anything is written in place.
     settings: dict[str, Any] = {"donate": donate, "spent": spent, "keep": keep}
-    plan = _planned(optimizer, params, grads, opt_state, known=True, **settings)
+    ask = getattr(optimizer, "ask", None)
+    asked = None if ask is None else ask(params, grads, opt_state, **settings)
+    plan = None if asked is None else asked.plan  # one that need not check
     if plan is None or (plan.gradients[:1] and plan.gradients[0].device != scale.device):
         leaves, structure = _tree.flatten(grads)
         check_grads(scale, grads, leaves)
@@ -211,7 +211,8 @@ def skip_or_step(
         if over is not None:
             known = found_inf, norm
             return _over_shards(optimizer, over, clip, scale, group, known, scaled, amax, settings)
-        plan = _planned(optimizer, params, grads, opt_state, **settings)
+        known_too = {} if asked is None else {"asked": asked}
+        plan = _planned(optimizer, params, grads, opt_state, **settings, **known_too)
     grad_norm: Any = ()
     if plan is not None:
         # The plan was made before the gradients are read, which drives from the cache what Python
@@ -232,10 +233,10 @@ def skip_or_step(
         return Stepped(stepped[0], stepped[1], found_inf, *said)
     _check_step(optimizer, params, grads, opt_state)
     if scaled:
-        # Unscaling in place must not reach parameters or state that stand in the gradients' memory.
-        # While compiling that cannot be seen, and nothing is gained: what is computed in between is
-        # fused.
-        others = [*_tree.tensors((params, opt_state)), *keep]
+        # Unscaling in place must not reach parameters, state or a rate that stand in the gradients'
+        # memory. While compiling that cannot be seen, and nothing is gained: what is computed in
+        # between is fused.
+        others = [*_tree.tensors((params, opt_state, asked and asked.rates)), *keep]
         in_place = (
             spent
             and not torch.compiler.is_compiling()

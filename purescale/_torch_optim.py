@@ -72,6 +72,14 @@ class Plan(NamedTuple):
         )
 
 
+class Asked(NamedTuple):
+    """What is remembered of the arguments of a step, and what was found out on the way."""
+
+    plan: Plan | None
+    entered: Entered | None
+    rates: list[Any] | None  # None where nothing is remembered at all
+
+
 class TorchOptimizer:
     """A torch.optim class as pure functions; made by `from_torch`. Holds settings, never state."""
 
@@ -255,15 +263,18 @@ class TorchOptimizer:
         donate: bool = False,
         spent: bool = False,
         keep: Sequence[Tensor] = (),
+        asked: Asked | None = None,
     ) -> Plan | None:
-        """A step by torch's fused kernel; `None` where there is no kernel for it.
+        """A step by torch's fused kernel; `None` where there is no kernel for it. `asked`: what
+        `ask` said of the same arguments.
 
         With `donate` the step will write into the parameters and the state, and gradients that are
         `spent` may hold anything afterwards. What stands in the memory of another of these tensors,
         or of `keep`, is written into in no case.
         """
-        entered = self._entered(params, grads, opt_state, donate=donate, spent=spent, keep=keep)
-        known = self._again(entered, opt_state)
+        if asked is None:
+            asked = self.ask(params, grads, opt_state, donate=donate, spent=spent, keep=keep)
+        known, entered, rates = asked
         if known is not None:
             return known
         if self._kernel is None or _tree.under_transform():
@@ -275,7 +286,9 @@ class TorchOptimizer:
             _tree.refuse_graphs(params=params, grads=grads, opt_state=opt_state)
         slots = [tensor for slot in opt_state.slots.values() for tensor in slot.values()]
         columns = [*problem.weights.values(), *slots, *problem.gradients.values()]
-        others = [opt_state.applied, *_tree.tensors(opt_state.lr), *keep]
+        if rates is None:
+            rates = self._groups.rates(opt_state.applied, opt_state.lr)
+        others = _besides(opt_state, rates, keep)
         mine = (
             _tree.writable(columns, others, leaves_too=True)
             if donate or spent
@@ -301,7 +314,6 @@ class TorchOptimizer:
             and (not (donate or spent) or mine == _tree.writable(columns, leaves_too=True))
         ):
             self._memo.add(entered, facts)
-        rates = self._groups.rates(opt_state.applied, opt_state.lr)
         leaves = [problem.weights.get(name) for name in problem.names]
         gradients = columns[count:]
         return Plan(
@@ -316,7 +328,7 @@ class TorchOptimizer:
             opt_state,
         )
 
-    def remembered(
+    def ask(
         self,
         params: Tree,
         grads: Tree,
@@ -325,63 +337,59 @@ class TorchOptimizer:
         donate: bool = False,
         spent: bool = False,
         keep: Sequence[Tensor] = (),
-    ) -> Plan | None:
+    ) -> Asked:
         """`plan` of arguments that differ from earlier ones in their values only, so that nothing
         need be checked again.
         """
-        entered = self._entered(params, grads, opt_state, donate=donate, spent=spent, keep=keep)
-        return self._again(entered, opt_state)
-
-    def _again(self, entered: Entered | None, opt_state: Any) -> Plan | None:
-        """What is remembered of such columns, as a plan over these."""
-        known = None if entered is None else self._memo.find(entered)
-        if entered is None or known is None or self._kernel is None:
-            return None
-        facts, alone = known
-        self._groups.check(opt_state)
-        rates = self._groups.rates(opt_state.applied, opt_state.lr)
-        columns = [*entered.state, *entered.gradients]
-        spent = entered.marks.spent and alone and facts.spendable
-        rebuild = functools.partial(_dict_of, entered.names)
-        return Plan(
-            self._kernel,
-            facts,
-            columns,
-            entered.gradients,
-            rates,
-            spent,
-            rebuild,
-            entered.weights,
-            opt_state,
-        )
-
-    def _entered(
-        self,
-        params: Tree,
-        grads: Tree,
-        opt_state: Any,
-        *,
-        donate: bool,
-        spent: bool,
-        keep: Sequence[Tensor],
-    ) -> Entered | None:
         if (
-            self._kernel is None
+            (self._kernel is None and not spent)
             or _tree.traced()
             or _tree.DEBUG_DONATION
             or not isinstance(opt_state, OptState)
         ):
-            return None
-        others = [opt_state.applied, *_tree.tensors(opt_state.lr), *keep]
-        return enter(params, grads, opt_state.slots, others, donate=donate, spent=spent)
+            return Asked(None, None, None)
+        rates = self._groups.rates(opt_state.applied, opt_state.lr)
+        if self._kernel is None:
+            return Asked(None, None, rates)
+        others = _besides(opt_state, rates, keep)
+        entered = enter(params, grads, opt_state.slots, others, donate=donate, spent=spent)
+        known = None if entered is None else self._memo.find(entered)
+        if entered is None or known is None:
+            return Asked(None, entered, rates)
+        facts, alone = known
+        self._groups.check(opt_state)
+        plan = Plan(
+            self._kernel,
+            facts,
+            [*entered.state, *entered.gradients],
+            entered.gradients,
+            rates,
+            entered.marks.spent and alone and facts.spendable,
+            functools.partial(_dict_of, entered.names),
+            entered.weights,
+            opt_state,
+        )
+        return Asked(plan, entered, rates)
+
+    def remembered(self, *arguments: Any, **settings: Any) -> Plan | None:
+        """The plan that is remembered of these arguments of `ask`."""
+        return self.ask(*arguments, **settings).plan
+
+
+def _besides(opt_state: OptState, rates: list[Any], keep: Sequence[Tensor]) -> list[Tensor]:
+    """What is looked at after the first launch has written: a schedule may return what stands in
+    the memory of a parameter.
+    """
+    lr = opt_state.lr
+    moving = [rate for rate in rates if isinstance(rate, Tensor) and rate is not lr]
+    return [opt_state.applied, *_tree.tensors(lr), *moving, *keep]
 
 
 def _cast_gradients(problem: Problem) -> dict[str, Tensor]:
     """The gradients in their parameters' dtypes."""
-    return {
-        name: _foreach.saturating(g, problem.weights[name].dtype)
-        for name, g in problem.gradients.items()
-    }
+    dtypes = [problem.weights[name].dtype for name in problem.gradients]
+    cast = _foreach.cast_list(list(problem.gradients.values()), dtypes, apart=False)
+    return dict(zip(problem.gradients, cast, strict=True))
 
 
 def _tree_of(problem: Problem, weights: dict[str, Tensor]) -> Tree:

@@ -4,6 +4,7 @@ counts.
 
 import decimal
 import math
+import re
 from fractions import Fraction
 
 import hypothesis.strategies as st
@@ -14,7 +15,7 @@ from helpers import assert_close, at, same_bits
 from hypothesis import given
 
 import purescale as ps
-from purescale import interop
+from purescale import _checks, interop
 
 HUGE = 10**400
 ENORMOUS = 10**5000  # which Python does not even print
@@ -130,6 +131,51 @@ def test_a_bound_that_is_a_tensor_is_real(tensor):
     for clip in (ps.clip_by_global_norm, ps.clip_by_value):
         with pytest.raises(TypeError, match=r"must be a real number, got a tensor of torch.*Cure:"):
             clip(grads(), tensor)
+
+
+BAD = [None, True, "1", "much", 1j, math.nan, math.inf, -HUGE, ENORMOUS, -1, 0.5, 3.0, np.ones(2)]
+BAD += [decimal.Decimal("2"), Fraction(1, 3), torch.tensor(1.0), torch.zeros(2), torch.tensor(1j)]
+CHECKS = {
+    "real": _checks.real,
+    "whole": _checks.whole,
+    "whole from 5 to 7": lambda name, value: _checks.whole(name, value, least=5, most=7),
+    "whole from 5": lambda name, value: _checks.whole(name, value, least=5, most=None),
+    "positive": _checks.positive,
+    "power of two": _checks.power_of_two,
+    "bound": _checks.bound,
+}
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_what_is_refused_is_told_with_what_was_expected_and_a_cure(check):
+    told = []
+    for value in BAD:
+        try:
+            CHECKS[check]("setting", value)
+        except (TypeError, ValueError) as error:
+            told.append((value, str(error)))
+    assert told
+    for value, message in told:
+        assert re.match(r"setting (must be|is a tensor of .*; expected) ", message), message
+        if isinstance(value, torch.Tensor):
+            shown = f"shape {tuple(value.shape)}", f"{value.dtype}"
+        else:
+            shown = (_checks.shown(value),)
+        assert any(part in message for part in shown), message
+        assert re.search(r"Cure: .+\.$", message), message
+
+
+@given(st.integers() | st.floats(), st.integers(-9, 9), st.integers(0, 9) | st.none())
+def test_the_cure_of_a_range_is_a_number_in_it(value, least, span):
+    most = None if span is None else least + span
+    try:
+        assert _checks.whole("n", value, least, most) == value
+    except (TypeError, ValueError) as error:
+        cure = re.search(r"Cure: .*?(-?\d+)[.,]", str(error))
+        if isinstance(error, ValueError):
+            assert _checks.whole("n", int(cure.group(1)), least, most) in (least, most)
+        else:
+            _checks.whole("n", int(cure.group(1)), -(10**400), None)
 
 
 # ---- settings of rules

@@ -203,6 +203,70 @@ def test_a_bound_may_stand_in_memory_that_is_given_up(cls, where, bound):
     assert same_bits(*results)
 
 
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adamax])
+@pytest.mark.parametrize("where", ["element", "parameter", "gradient", "moment", "own"])
+@pytest.mark.parametrize("by", ["maybe_step", "unscale_and_step"])
+def test_a_rate_may_stand_in_memory_that_is_given_up(cls, where, by):
+    """Every group has a launch of its own, and each looks at the rate."""
+    results = []
+    for donate in (False, True):
+        now = {}
+        momentum = {"momentum": 0.9} if cls is torch.optim.SGD else {}
+        optimizer = ps.from_torch(
+            cls,
+            lr=lambda applied, now=now: now.get("rate", 0.125 * 0.5**applied),
+            overrides={"w1": {"weight_decay": 0.1}},
+            **momentum,
+        )
+        params, _ = start(count=3)
+        params["w"] = torch.tensor(0.5)
+        state, results_of_one = optimizer.init(params), []
+        for step in range(3):
+            grads = {name: torch.full_like(p, 8.0 + step) for name, p in params.items()}
+            now["rate"] = {
+                "element": params["w0"][0],
+                "parameter": params["w"],
+                "gradient": grads["w0"][1],
+                "moment": next(s for s in state.slots["w0"].values() if s.ndim)[2],
+                "own": torch.tensor(0.1),
+            }[where]
+            if by == "maybe_step":
+                params, state = ps.maybe_step(
+                    optimizer, params, grads, state, torch.tensor(step == 1), donate=donate
+                )
+            else:
+                params, state, *_ = ps.unscale_and_step(
+                    optimizer, SCALER, params, grads, state, donate=donate
+                )
+            results_of_one.append(clone((params, state)))
+        results.append(results_of_one)
+    assert same_bits(*results)
+
+
+def test_a_cold_step_asks_what_is_remembered_once(monkeypatch):
+    asked = []
+    find = _door.Memo.find
+    monkeypatch.setattr(_door.Memo, "find", lambda *args: asked.append(1) or find(*args))
+    params, optimizer = start()
+    state = optimizer.init(params)
+    for step, donate in enumerate((False, False, True)):
+        params, state = stepped(optimizer, params, state, step, donate=donate)
+        assert len(asked) == step + 1
+    ps.maybe_step(optimizer, params, grads_at(0, params), state, torch.tensor(False))
+    assert len(asked) == 4
+
+
+def test_a_schedule_is_asked_once_a_step():
+    asked = []
+    params, _ = start()
+    optimizer = ps.from_torch(torch.optim.AdamW, lr=lambda applied: asked.append(1) or 1e-3)
+    state = optimizer.init(params)
+    for step in range(3):
+        asked.clear()
+        params, state = stepped(optimizer, params, state, step)
+        assert len(asked) == 1
+
+
 @pytest.mark.parametrize("spoil", ["microbatch", "gradient", "scaler"])
 @pytest.mark.parametrize("before", [1, 2])
 def test_what_shares_memory_with_the_state_today_is_not_written_over(spoil, before):

@@ -4,6 +4,7 @@ and what makes it so.
 
 import contextlib
 import inspect
+import itertools
 import struct
 import sys
 
@@ -18,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import purescale as ps
-from purescale import _columns, _leaf, _torch, _tree
+from purescale import _columns, _extent, _foreach, _leaf, _torch, _tree
 
 LISTS = {name: many for name, many in SETTINGS.items() if name not in ("Muon", "Adafactor")}
 CASES = [
@@ -78,23 +79,30 @@ def fake_cuda():
         yield
 
 
-def problem(optimizer, count):
-    params = {str(i): torch.empty(8, 4) for i in range(count)}
-    grads = {name: torch.empty(8, 4) for name in params}
+def problem(optimizer, count, dtypes=(torch.float32, torch.float32), lay=lambda t: t):
+    params, grads = (
+        {str(i): lay(torch.empty(8, 4, 2, 2, dtype=dtype)) for i in range(count)}
+        for dtype in dtypes
+    )
     return ps.DynamicScale().init("cuda"), params, grads, optimizer.init(params)
 
 
-def operators(optimizer, count, **how):
+def operators(optimizer, count, *kind, **how):
+    """How many a step takes; what only makes room where each tensor is to have its own is none."""
     with fake_cuda():
-        scaler, params, grads, state = problem(optimizer, count)
+        scaler, params, grads, state = problem(optimizer, count, *kind)
+        if how.get("clip_value") == "tensor":
+            how["clip_value"] = torch.tensor(1.0)
         with Launched() as launched:
             ps.unscale_and_step(optimizer, scaler, params, grads, state, **how)
-    return len(launched.ops)
+    return sum(func is not torch.ops.aten.empty_like.default for func in launched.ops)
 
 
+CLIPS = [{}, {"max_norm": 1.0}, {"clip_value": 1.0}, {"clip_value": "tensor"}]
+CLIPS += [{"max_norm": 1.0, "clip_value": 1.0}]
 HOW = [
     pytest.param({**clip, "donate": donate}, id=f"{clip}, donate={donate}")
-    for clip in ({}, {"max_norm": 1.0}, {"clip_value": 1.0}, {"max_norm": 1.0, "clip_value": 1.0})
+    for clip in CLIPS
     for donate in (False, True)
 ]
 
@@ -116,6 +124,77 @@ def test_a_step_of_every_class_over_lists_is_few_operators_whatever_the_number_o
     counts = {count: operators(optimizer, count, **how) for count in (10, 100)}
     assert len(set(counts.values())) == 1, counts
     assert counts[10] <= 120
+
+
+f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+MIXED = [
+    pytest.param(dtypes, id=" with gradients in ".join(map(str, dtypes)))
+    for dtypes in itertools.product((f16, bf16, f32, f64), repeat=2)
+    if dtypes != (f32, f32)
+]
+
+
+@pytest.mark.parametrize("clip", CLIPS, ids=str)
+@pytest.mark.parametrize("dtypes", MIXED)
+@pytest.mark.parametrize("name", ["AdamW", "RMSprop"])
+def test_gradients_in_another_dtype_than_parameters_are_cast_in_few_operators(name, dtypes, clip):
+    optimizer = ps.from_torch(getattr(torch.optim, name))
+    counts = {count: operators(optimizer, count, dtypes, **clip) for count in (5, 25)}
+    assert len(set(counts.values())) == 1, counts
+    assert counts[5] <= (75 if name == "AdamW" else 120)
+
+
+def test_a_hundred_half_tensors_with_wide_gradients_are_no_more_operators_than_ten():
+    optimizer, kind = ps.from_torch(torch.optim.AdamW), (f16, f32)
+    counts = {operators(optimizer, count, kind, max_norm=1.0) for count in (10, 100, 1000)}
+    assert len(counts) == 1
+
+
+FORMATS = {
+    "transposed": lambda t: t.transpose(0, 1),
+    "permuted": lambda t: t.permute(2, 0, 3, 1),
+    "channels_last": lambda t: t.permute(0, 3, 1, 2),
+    "channels_last_3d": lambda t: t.unsqueeze(0).permute(0, 4, 1, 2, 3),
+}
+
+
+@pytest.mark.parametrize("how", HOW[::5])
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("name", ["AdamW", "RMSprop"])
+def test_a_step_over_dense_tensors_of_any_layout_is_few_operators(name, format, how):
+    optimizer = ps.from_torch(getattr(torch.optim, name))
+    kind = (f16, f32), FORMATS[format]
+    counts = {count: operators(optimizer, count, *kind, **how) for count in (5, 25)}
+    assert len(set(counts.values())) == 1, counts
+    assert counts[5] <= (60 if name == "AdamW" else 120)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_mean_of_gradients_of_any_layout_is_few_operators(format, donate):
+    counts = set()
+    for count in (5, 25):
+        with fake_cuda():
+            grads = {str(i): FORMATS[format](torch.empty(8, 4, 2, 2)) for i in range(count)}
+            accum = ps.init_accum(grads)
+            with Launched() as launched:
+                ps.accumulate_grads(accum, grads, donate=donate)
+        counts.add(len(launched.ops))
+    assert len(counts) == 1
+
+
+@pytest.mark.parametrize("lay", ["channels_last", "transposed", "permuted"])
+def test_a_mean_of_gradients_has_the_same_bits_in_any_layout(lay):
+    rows = [{"w": torch.randn(2, 3, 4, 5)} for _ in range(3)]
+    means = []
+    for change in (lambda t: t, LAYOUTS[lay]):
+        accum = ps.init_accum(rows[0])
+        accum = accum._replace(grads={"w": change(accum.grads["w"])})
+        for row in rows:
+            accum = ps.accumulate_grads(accum, {"w": change(row["w"])}, donate=True)
+        means.append(accum.grads["w"])
+    assert means[1].stride() == LAYOUTS[lay](rows[0]["w"]).stride()
+    assert same_bits(means[1].contiguous(), means[0])
 
 
 def test_a_thousand_tensors_are_no_more_operators_by_a_formula_either():
@@ -206,6 +285,9 @@ LAYOUTS = {
         t.contiguous(memory_format=torch.channels_last) if t.ndim == 4 else t
     ),
     "transposed": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1) if t.ndim > 1 else t,
+    "permuted": lambda t: (
+        t.permute(2, 0, 3, 1).contiguous().permute(1, 3, 0, 2) if t.ndim == 4 else t
+    ),
     "strided": lambda t: torch.stack([t, t], dim=-1)[..., 0],
     "expanded": lambda t: t[:1].expand_as(t) if t.ndim and t.numel() else t,
 }
@@ -304,6 +386,8 @@ def test_what_is_donated_stays_where_it_was(launches, bad):
             "w": torch.ones(3),
             "n": torch.tensor(1),
             "x": torch.ones(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+            "y": torch.ones(2, 3, 4, 5).permute(2, 0, 3, 1),
+            "z": torch.ones(2, 3).t(),
         }
         new = {name: t + 1 for name, t in old.items()}
         found = _tree.where(torch.tensor(bad), old, new, donate=True, spent=True)
@@ -349,6 +433,120 @@ def test_copies_over_lists_are_clones():
             t.clone().stride() for t in mixed if not t.is_sparse
         ]
         assert not any(t.requires_grad for t in copies)
+
+
+# ---- casts and bounds over lists -----------------------------------------------------------------
+
+
+FLOATS = [f64, f32, bf16, f16]
+EDGES = [0.0, -0.0, 1.0, -1.5, inf, -inf, nan, 65504.0, 65519.0, 65520.0, -7e4, 3.3895e38, 3.4e38]
+EDGES += [-3.4028e38, 1e300, 2.0**-149, -(2.0**-126), 2.0**-24, 2.0**-14, 1e-310, 5e-324]
+
+
+@st.composite
+def floats(draw):
+    """A tensor of numbers at the ends of ranges, in some layout."""
+    values = draw(st.lists(st.one_of(st.sampled_from(EDGES), st.floats()), min_size=1, max_size=9))
+    count = torch.Size(draw(st.sampled_from([(), (0,), (7,), (2, 3), (2, 3, 4, 5)])))
+    flat = torch.tensor(values, dtype=f64).repeat(count.numel())[: count.numel()]
+    laid_out = LAYOUTS[draw(st.sampled_from(sorted(LAYOUTS)))](flat.reshape(count))
+    return laid_out.to(draw(st.sampled_from(FLOATS)))
+
+
+def _one_nan(leaf):
+    return leaf if leaf is None else torch.where(leaf.isnan(), nan, leaf)
+
+
+@given(
+    leaves=st.lists(st.none() | floats(), max_size=6),
+    dtypes=st.lists(st.sampled_from(FLOATS), min_size=6, max_size=6),
+    apart=st.booleans(),
+)
+def test_a_cast_over_lists_has_the_bits_and_the_layout_of_that_tensor_by_tensor(
+    leaves, dtypes, apart
+):
+    wanted = dtypes[: len(leaves)]
+    expected = [
+        t if t is None else _foreach.saturating(t, dtype)
+        for t, dtype in zip(leaves, wanted, strict=True)
+    ]
+    with as_on_an_accelerator(), Untouched(leaves):
+        found = _foreach.cast_list(leaves, wanted, apart=apart)
+    assert same_bits(*([_one_nan(t) for t in leaves] for leaves in (found, expected)))
+    new = [t for t, old in zip(found, leaves, strict=True) if t is not old and t.numel()]
+    given = [t for t, old in zip(expected, leaves, strict=True) if t is not old and t.numel()]
+    assert [t.stride() for t in new] == [t.stride() for t in given]
+    assert not shares_memory(leaves, new)
+    assert not apart or len({t.untyped_storage().data_ptr() for t in new}) == len(new)
+
+
+@given(
+    leaves=st.lists(st.none() | floats(), max_size=6),
+    bound=st.sampled_from([1.0, 65504.0, 1e39, inf, 2.0**-20, 0.0]),
+    kind=st.sampled_from([None, *FLOATS]),
+    owned=st.lists(st.booleans(), min_size=6, max_size=6),
+)
+def test_a_bound_over_lists_has_the_bits_of_that_tensor_by_tensor(leaves, bound, kind, owned):
+    if kind is not None:
+        bound = torch.tensor(nan if bound == 0.0 else bound, dtype=kind)
+    elif bound == 0.0:
+        bound = 1.0
+    expected = [t if t is None else _foreach.clamp(t, bound) for t in leaves]
+    given = [t if t is None else t.clone() for t in leaves]
+    mine = [
+        own and t is not None and t.is_contiguous()
+        for own, t in zip(owned[: len(given)], given, strict=True)
+    ]
+    kept = [t for t, own in zip(given, mine, strict=True) if not own]
+    with as_on_an_accelerator(), Untouched(kept):
+        found = _foreach.clamp_list(given, bound, mine)
+    assert same_bits(*([_one_nan(t) for t in leaves] for leaves in (found, expected)))
+    assert all(a is b for a, b, own in zip(found, given, mine, strict=True) if own)
+
+
+@given(st.lists(floats(), min_size=1, max_size=6), st.sampled_from([0.5, 1.0, 2.0, 3.0, 7.0]))
+def test_a_norm_over_a_list_of_wide_numbers_is_that_tensor_by_tensor(leaves, power):
+    leaves = [t.to(f64) for t in leaves if t.numel()] or [torch.zeros(1, dtype=f64)]
+    expected = _extent._norm(torch.stack([_extent._norm(t, power) for t in leaves]), power)
+    torch.testing.assert_close(
+        _extent._norm_of_list(leaves, power), expected, rtol=1e-12, atol=0, equal_nan=True
+    )
+
+
+def rounds(optimizer, dtypes, lay, clip, maybe):
+    """Three steps over gradients at the ends of ranges, on the way that is taken here."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(), (3,), (4, 2), (2, 3, 2, 2)]
+    drawn = [torch.randn(shape, generator=generator, dtype=f64) for shape in shapes]
+    params = {str(i): lay(t).to(dtypes[0]) for i, t in enumerate(drawn)}
+    state, scaler = optimizer.init(params), ps.DynamicScale(init_scale=2.0**-10).init()
+    for step in range(3):
+        sizes = [10.0 ** torch.randint(-6, 5, t.shape, generator=generator) for t in drawn]
+        values = [t * size for t, size in zip(drawn, sizes, strict=True)]
+        grads = {n: lay(t).to(dtypes[1]) for n, t in zip(params, values, strict=True)}
+        if maybe:
+            if step == 1:
+                grads["1"][0] = inf  # whoever steps on it does so in any dtype
+            params, state = ps.maybe_step(optimizer, params, grads, state, torch.tensor(step == 2))
+        else:
+            params, state, *_ = ps.unscale_and_step(
+                optimizer, scaler, params, grads, state, **clip, donate=step == 2
+            )
+    return params, state
+
+
+@pytest.mark.parametrize("lay", ["contiguous", "permuted"])
+@pytest.mark.parametrize("dtypes", MIXED)
+@pytest.mark.parametrize(
+    "how", [{}, {"max_norm": 1.0}, {"clip_value": 0.7}, {"clip_value": torch.tensor(0.7)}, None]
+)
+def test_steps_with_gradients_in_another_dtype_have_the_same_bits_over_lists(dtypes, how, lay):
+    optimizer = ps.from_torch(torch.optim.AdamW, lr=0.1)
+    arguments = dtypes, LAYOUTS[lay], how or {}, how is None
+    expected = rounds(optimizer, *arguments)
+    with as_on_an_accelerator():
+        found = rounds(optimizer, *arguments)
+    assert same_bits(found, expected)
 
 
 # ---- formulas over lists -------------------------------------------------------------------------

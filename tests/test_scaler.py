@@ -1,6 +1,8 @@
 """The rules and the two functions that use a scale."""
 
+import collections
 import math
+import re
 from typing import NamedTuple
 
 import hypothesis.strategies as st
@@ -23,6 +25,7 @@ from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import purescale as ps
+from purescale import interop
 from purescale.testing import (
     assert_pure,
     assert_scale_rule,
@@ -83,6 +86,8 @@ def test_update_equals_torchs_operator_bit_for_bit(
         if expected == 0:  # torch has lost its scale for good; the floor binds here
             assert state.scale == rule.min_scale
             return
+        if scale * growth == math.inf and state.scale == rule.max_scale:
+            return  # torch refuses to grow to inf; the ceiling binds here
         scale = expected
         assert same_bits((state.scale, state.growth_tracker), (scale, count))
 
@@ -267,6 +272,90 @@ def test_rules_are_values():
     assert hash(ps.StaticScale(2.0)) == hash(ps.StaticScale(2.0))
     with pytest.raises(AttributeError):
         ps.DynamicScale().init_scale = 1.0
+
+
+# ---- a state of another rule
+
+STATES = {
+    type(rule).__name__: (rule, rule.init())
+    for rule in (
+        *(ps.DynamicScale(), ps.StaticScale(4.0), ps.NoScale(), ps.HeadroomScale(window=3)),
+        *(interop.torch_amp.rule(), interop.apex.rule(), interop.nnabla.rule()),
+        *(interop.deepspeed.rule(), interop.megatron.rule(), interop.flax.rule()),
+        *(interop.jmp.rule(8.0), interop.keras.rule(), interop.fairseq.rule()),
+        interop.mmengine.rule(8.0),
+    )
+}
+
+
+def told(rule):
+    return (torch.tensor(False), *([torch.tensor(1.0)] if hasattr(rule, "takes_amax") else []))
+
+
+@pytest.mark.parametrize("theirs", STATES)
+@pytest.mark.parametrize("name", STATES)
+def test_the_state_of_another_rule_is_refused_with_a_cure_that_carries_the_scale_over(name, theirs):
+    rule, own = STATES[name]
+    foreign = STATES[theirs][1]._replace(scale=torch.tensor(32.0))
+    if type(foreign) is type(own):
+        return
+    with pytest.raises(TypeError, match=f"scaler is {type(foreign).__name__}; expected a") as error:
+        rule.update(foreign, *told(rule))
+    missing = set(own._fields) - set(foreign._fields)
+    there = [field for field in own._fields if field in foreign._fields]
+    assert f"It has {', '.join(there)}; missing: " in str(error.value)
+    assert all(field in str(error.value).partition("missing: ")[2] for field in missing)
+    cure = re.search(r"Cure: `scaler = (.*)`\.$", str(error.value)).group(1)
+    carried = eval(cure, {"rule": rule, "scaler": foreign})
+    assert type(carried) is type(own)
+    assert carried.scale == 32.0
+    assert type(rule.update(carried, *told(rule))) is type(own)
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_what_is_no_state_of_a_rule_is_refused_in_words(name):
+    rule, own = STATES[name]
+    whole = ps.init_train_state({"w": torch.ones(2)}, {}, ps.from_torch(torch.optim.SGD), rule)
+    for wrong, cure in (
+        (None, r"rule\.init\(device\)"),
+        (torch.tensor(2.0), r"rule\.init\(device\)"),
+        (own._asdict(), rf"{type(own).__name__}\(\*\*scaler\)"),
+        (whole, r"rule\.update\(state\.scaler, found_inf\)"),
+    ):
+        with pytest.raises(TypeError, match=f"Likely cause: .*Cure: .*{cure}"):
+            rule.update(wrong, *told(rule))
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_training_with_another_rules_state_stops_before_anything_is_written(donate):
+    sgd = ps.from_torch(torch.optim.SGD, lr=1.0)
+    state = ps.init_train_state({"w": torch.ones(2)}, {}, sgd, ps.HeadroomScale())
+    with Untouched(state), pytest.raises(TypeError, match="expected a ScalerState"):
+        ps.train_step(
+            state,
+            [torch.ones(2)],
+            loss_fn=lambda p, b, x: ((p["w"] * x).sum(), b),
+            optimizer=sgd,
+            rule=ps.DynamicScale(),
+            donate=donate,
+        )
+
+
+def test_the_fields_of_a_state_count_and_not_its_class():
+    mine = collections.namedtuple("Mine", (*ps.ScalerState._fields, "more"))
+    rule = ps.DynamicScale()
+    state = rule.init()
+    bad = torch.tensor(True)
+    assert same_bits(rule.update(mine(*state, torch.tensor(0)), bad), rule.update(state, bad))
+
+
+@pytest.mark.parametrize("name", ["DynamicScale", "HeadroomScale", "DeepSpeedScale"])
+def test_a_foreign_state_is_refused_while_tracing_and_costs_a_graph_nothing(name):
+    rule, own = STATES[name]
+    compiled = torch.compile(rule.update, fullgraph=True, backend="eager")
+    assert same_bits(compiled(own, *told(rule)), rule.update(own, *told(rule)))
+    stacked = type(own)(*(torch.stack([t, t]) for t in own))
+    assert type(torch.vmap(lambda s: rule.update(s, *told(rule)))(stacked)) is type(own)
 
 
 # ---- scaling and unscaling

@@ -15,6 +15,7 @@ from torch import Tensor
 from .. import _checks, _tree
 from .._checks import is_positive_float32, positive, real, shown, whole
 from .._scaler import ScalerState
+from .._scaler import flag as flag
 
 Device = torch.device | str | None
 
@@ -36,16 +37,6 @@ def scaler_state(
         hysteresis_tracker=scalar(hysteresis_tracker, torch.int32, device),
         consecutive_skips=scalar(0, torch.int32, device),
     )
-
-
-def flag(found_inf: Any, scaler: Any, kind: type[Any]) -> Tensor:
-    """`found_inf` as a 0-d bool tensor, once it is sure that `scaler` is the state of this rule."""
-    if not isinstance(scaler, kind):
-        raise TypeError(
-            f"update got a {type(scaler).__name__}; this rule's state is a {kind.__name__}. Cure: "
-            "`rule.init(device)`."
-        )
-    return _tree.flag(found_inf, like=scaler.scale)
 
 
 def moved(scaler: ScalerState, bad: Tensor, scale: Tensor, growth_tracker: Tensor) -> ScalerState:
@@ -84,20 +75,23 @@ def check_factors(growth: tuple[str, float], backoff: tuple[str, float] | None =
     """Refuse factors that do not grow, or do not back off."""
     if growth[1] <= 1:
         raise ValueError(
-            f"{growth[0]} must be above 1, got {growth[1]!r}: the scale would never grow. Usual: "
-            "2.0."
+            f"{growth[0]} must be above 1, got {growth[1]!r}: the scale would never grow. Cure: "
+            f"{growth[0]}=2.0, as usual."
         )
     if backoff is not None and backoff[1] >= 1:
         raise ValueError(
             f"{backoff[0]} must lie between 0 and 1, got {backoff[1]!r}: an overflow would repeat "
-            "for ever. Usual: 0.5."
+            f"for ever. Cure: {backoff[0]}=0.5, as usual."
         )
 
 
 def check_bool(name: str, value: Any) -> None:
     """Refuse what is not True or False."""
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r} ({type(value).__name__}).")
+        raise TypeError(
+            f"{name} must be True or False, got {value!r} ({type(value).__name__}). Cure: "
+            f"{name}=False, or True."
+        )
 
 
 # ---- state dicts ---------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ class DeepSpeedScale:
     @without_amax
     def update(self, scaler: DeepSpeedState, found_inf: Tensor) -> DeepSpeedState:
         """The state for the next step. `found_inf`: 0-d bool, True = the step was bad. Reads no
-        value and never raises.
+        value; raises only for another rule's state.
         """
         bad = flag(found_inf, scaler, DeepSpeedState)
         iteration, last, hysteresis, scale = (

@@ -108,7 +108,7 @@ class FairseqScale:
     @without_amax
     def update(self, scaler: FairseqState, found_inf: Tensor) -> FairseqState:
         """The state for the next step. `found_inf`: 0-d bool, True = the step was bad. Reads no
-        value and never raises.
+        value; raises only for another rule's state.
         """
         bad = flag(found_inf, scaler, FairseqState)
         iteration, scale = scaler.iteration, scaler.scale

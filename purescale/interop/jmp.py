@@ -83,7 +83,7 @@ class JmpScale:
     @without_amax
     def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
         """The state for the next step. `found_inf`: 0-d bool, True = the step was bad. Reads no
-        value and never raises.
+        value; raises only for another rule's state.
         """
         bad = flag(found_inf, scaler, ScalerState)
         grown = scaler.scale * self.factor

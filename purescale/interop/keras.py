@@ -61,7 +61,7 @@ class KerasScale:
     @without_amax
     def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
         """The state for the next step. `found_inf`: 0-d bool, True = the step was bad. Reads no
-        value and never raises.
+        value; raises only for another rule's state.
         """
         bad = flag(found_inf, scaler, ScalerState)
         grows = scaler.growth_tracker == self.dynamic_growth_steps - 1

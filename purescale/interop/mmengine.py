@@ -55,7 +55,7 @@ class FixedAmpScale:
     @without_amax
     def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
         """The state for the next step. `found_inf`: 0-d bool, True = the step was bad. Reads no
-        value and never raises.
+        value; raises only for another rule's state.
         """
         bad = flag(found_inf, scaler, ScalerState)
         return moved(

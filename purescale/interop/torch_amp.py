@@ -81,7 +81,7 @@ class TorchAmpScale:
     @without_amax
     def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
         """The state for the next step. `found_inf`: 0-d bool, True = the step was bad. Reads no
-        value and never raises.
+        value; raises only for another rule's state.
         """
         bad = flag(found_inf, scaler, ScalerState)
         # In double, as the kernel does: a factor that is no float32 would otherwise be rounded

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._torch import ParameterLike
+from ._torch import ParameterLike, subclass_leaf
 
 CURE = (
     "A parameter is an argument here. Cure: compute with a changed copy in forward, or change "
@@ -69,5 +69,14 @@ def argument(name: str, tensor: Tensor) -> Tensor:
     if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
         return tensor
     alias = tensor.as_subclass(Argument)
+    alias.at = name
+    return alias
+
+
+def leaf(name: str, tensor: Tensor) -> Tensor:
+    """`argument(name, tensor.detach()).requires_grad_()`, at less of a price."""
+    if type(tensor) is not Tensor:
+        return argument(name, tensor.detach()).requires_grad_()
+    alias: Argument = subclass_leaf(Argument, tensor, True)
     alias.at = name
     return alias

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from . import _foreach, _tree
 from ._bn_catch import ApplyFn, Call, calls_of, key_of, layers_of
-from ._functional import Tensors
 from ._group import all_reduce
+from ._skeleton import Tensors
 
 Estimator = Literal["pooled", "within"]
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ._functional import Tensors
+from ._skeleton import Tensors
 
 ApplyFn = Callable[..., tuple[Any, Tensors]]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import _dtensor, _foreach, _leaf, _tree
-from ._argument import argument
+from ._argument import leaf as argument_leaf
 from ._scaler import scale_loss
 from ._tree import Flat, Leaves, Tree
 
@@ -62,7 +62,11 @@ class Differentiate:
         buffers: Leaves,
         microbatch: Any,
         put: Callable[[int, Tensor], None] | None = None,
+        least: int = 0,
     ) -> tuple[Leaves, tuple[Tensor, Leaves, list[Any]]]:
+        """`put` takes gradients of at least so many elements as the backward makes them, in place
+        of which None is returned.
+        """
         if _tree.traced():
             scaled = functools.partial(self._scaled, buffers, microbatch)
             found, (_, outputs) = torch.func.grad_and_value(scaled, has_aux=True)(self.inputs)
@@ -70,9 +74,8 @@ class Differentiate:
         # torch.func.grad would give the same bits; this also takes checkpointing around `apply` and
         # custom Functions of the older form.
         inputs, loss, outputs = self.graph(buffers, microbatch)
-        grads: Leaves = []
         if put is not None:
-            _put_each(put, loss, inputs)
+            grads = _put_each(put, least, loss, inputs)
         else:
             found = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
             # a backward may return what it was given
@@ -94,7 +97,7 @@ class Differentiate:
             # Leaves, so that autocast casts a weight once however often it is used; new ones, as a
             # loss may hang a hook on them.
             inputs = [
-                argument(name, leaf.detach()).requires_grad_()
+                argument_leaf(name, leaf)
                 for name, leaf in zip(self.names, self.inputs, strict=True)
             ]
             loss, outputs = self._scaled(buffers, microbatch, inputs)
@@ -147,24 +150,35 @@ class Differentiate:
         return loss, leaves, aux
 
 
-def _put_each(put: Callable[[int, Tensor], None], loss: Tensor, inputs: Leaves) -> None:
-    """Put each gradient as the backward makes it; nothing else holds on to it.
+def _put_each(
+    put: Callable[[int, Tensor], None], least: int, loss: Tensor, inputs: Leaves
+) -> Leaves:
+    """Put each gradient of at least that size as the backward makes it; nothing else holds on to
+    it. Returns the others.
 
     torch hands over a tensor that nobody else has, or a copy of it.
     """
-    waiting = dict.fromkeys(range(len(inputs)))
+    waiting = [index for index, leaf in enumerate(inputs) if leaf.numel() >= least]
+    taken: set[int] = set()
 
     def take(index: int, leaf: Tensor) -> None:
         gradient, leaf.grad = leaf.grad, None
-        del waiting[index]
+        taken.add(index)
         assert gradient is not None
         put(index, gradient)
 
-    for index, leaf in enumerate(inputs):
-        leaf.register_post_accumulate_grad_hook(functools.partial(take, index))
+    for index in waiting:
+        inputs[index].register_post_accumulate_grad_hook(functools.partial(take, index))
     torch.autograd.backward(loss, inputs=inputs)
-    for index in reversed(waiting):
-        put(index, torch.zeros_like(inputs[index].detach()))
+    grads = [leaf.grad for leaf in inputs]
+    for index in reversed(range(len(inputs))):
+        if grads[index] is None and index not in taken:
+            zeros = torch.zeros_like(inputs[index].detach())
+            if inputs[index].numel() >= least:
+                put(index, zeros)
+            else:
+                grads[index] = zeros
+    return grads
 
 
 def _recordable(leaves: Leaves) -> Leaves:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import bisect
 import itertools
 import operator
+import sys
 from collections.abc import Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from ._leaf import is_nested
 from ._torch import TensorGuards
 
 T = TypeVar("T")
@@ -92,11 +94,12 @@ class _Pieces(NamedTuple):
     starts: list[int]
     ends: list[int]
 
-    def beside(self, start: int, end: int) -> bool:
-        """Whether from `start` to `end` there is nothing of them."""
-        place = bisect.bisect_right(self.starts, start)
-        return (place == 0 or self.ends[place - 1] <= start) and (
-            place == len(self.starts) or end <= self.starts[place]
+    def beside(self, starts: Sequence[int], ends: Sequence[int]) -> bool:
+        """Whether from none of `starts` to its end there is anything of them."""
+        places = list(map(bisect.bisect_right, itertools.repeat(self.starts), starts))
+        before, after = [0, *self.ends], [*self.starts, sys.maxsize]
+        return all(map(operator.le, map(before.__getitem__, places), starts)) and all(
+            map(operator.le, ends, map(after.__getitem__, places))
         )
 
 
@@ -143,7 +146,10 @@ class Memo(Generic[T]):
             try:
                 addresses = known.addresses and list(map(Tensor.data_ptr, state))
                 moved = addresses != known.addresses
-                if (moved and marks.donate) or not known.guard.check(*state, *gradients):
+                if moved and marks.donate:
+                    continue
+                others = gradients if addresses and not moved else [*state, *gradients]
+                if any(map(is_nested, others)) or not known.guard.check(*state, *gradients):
                     continue
                 if (
                     addresses is not None and moved
@@ -181,15 +187,14 @@ class Memo(Generic[T]):
             pieces = _Pieces(starts, every, ends) if _apart(every, ends) else None
             known = known._replace(pieces=pieces)
         # What is kept may share memory with itself.
-        kept = [
-            (storage.data_ptr(), storage.data_ptr() + storage.nbytes())
-            for storage in map(Tensor.untyped_storage, keep)
-        ]
-        if pieces is not None and all(pieces.beside(*piece) for piece in kept):
+        storages = list(map(Tensor.untyped_storage, keep))
+        kept = list(map(torch.UntypedStorage.data_ptr, storages))
+        ends = list(map(operator.add, kept, map(torch.UntypedStorage.nbytes, storages)))
+        if pieces is not None and pieces.beside(kept, ends):
             return known, True
-        given = zip(starts, map(operator.add, starts, known.sizes), strict=True)
+        given = list(map(operator.add, starts, known.sizes))
         state = _Pieces([], known.starts, known.ends)
-        return known, False if all(state.beside(*piece) for piece in (*given, *kept)) else None
+        return known, False if state.beside([*starts, *kept], [*given, *ends]) else None
 
     def add(self, entered: Entered, facts: T) -> None:
         """Remember `facts`, and forget what was added longest ago."""

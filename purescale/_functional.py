@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from . import _torch, _tree
 from ._argument import CURE, Argument, argument
-
-Tensors = dict[str, Tensor]
-
-# torch 2.11's compiler does not: there an attribute that a forward adds stays
-_FOLLOWS_DICTS = torch.__version__ >= "2.12"
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+from ._skeleton import Skeleton, Tensors, called, skeleton_of, traced, without_tensors
 
 NORM_MODULES: tuple[type[nn.Module], ...] = (
     _torch.NormBase,
@@ -28,35 +23,13 @@ NORM_MODULES: tuple[type[nn.Module], ...] = (
 )
 
 
-class _Place(NamedTuple):
-    """A module of a skeleton, and which tensors go into it: its own name for one -> the dotted
-    name.
-    """
-
-    module: nn.Module
-    parameters: dict[str, str]
-    buffers: dict[str, str]
-    children: tuple[nn.Module | None, ...]
-    # its own, which its forward may set; None for torch's modules, where it sets nothing
-    attributes: frozenset[str] | None
-
-
-class _Skeleton(NamedTuple):
-    """A copy of the model whose tensors lie on the meta device; each of its modules is one place,
-    whatever names it has.
-    """
-
-    root: nn.Module
-    places: tuple[_Place, ...]
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Apply:
     """`apply(params, buffers, *args, train=True, **kwargs) -> (out, new_buffers)`; made by
     `make_functional`.
     """
 
-    _skeletons: dict[bool, _Skeleton]  # by `train`
+    _skeletons: dict[bool, Skeleton]  # by `train`
     _params: frozenset[str]
     _buffers: frozenset[str]
     norm_params: frozenset[str]  # the weights and biases of normalisation layers
@@ -65,7 +38,7 @@ class Apply:
     _renormed: frozenset[str]  # weights of embeddings with max_norm, which write into them
     # Skeletons that no call is using. A call inside of another, or in another thread, takes one of
     # its own.
-    _idle: dict[bool, list[_Skeleton]] = dataclasses.field(
+    _idle: dict[bool, list[Skeleton]] = dataclasses.field(
         default_factory=lambda: {True: [], False: []}, repr=False
     )
 
@@ -80,7 +53,7 @@ class Apply:
         if torch.compiler.is_compiling():
             # What is written into these copies does not reach params, and the compiler drops those
             # that nothing writes into.
-            return _traced(
+            return traced(
                 skeleton,
                 {**{name: param.clone() for name, param in params.items()}, **copies},
                 copies,
@@ -100,7 +73,7 @@ class Apply:
         except IndexError:
             skeleton = copy.deepcopy(skeleton)
         # Where the forward fails, its skeleton is thrown away as it stands.
-        out, new_buffers = _called(skeleton, {**given, **copies}, copies, args, kwargs)
+        out, new_buffers = called(skeleton, {**given, **copies}, copies, args, kwargs)
         idle.append(skeleton)
         if _versions(params.values()) != versions:
             name = next(
@@ -115,7 +88,7 @@ class Apply:
                 f"has changed. {CURE}"
             )
         for name, alias in given.items():
-            if any(_versions(vars(alias).get("reads", ()))):
+            if "reads" in vars(alias) and any(_versions(vars(alias)["reads"])):
                 raise RuntimeError(
                     f"the forward of the model wrote into `.data` of its parameter {name}. {CURE}"
                 )
@@ -200,115 +173,6 @@ def _unwrapped(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _called(
-    skeleton: _Skeleton, tensors: Tensors, copies: Tensors, args: Any, kwargs: Any
-) -> tuple[Any, Tensors]:
-    """The forward with `tensors` in their places, and nothing of it left there afterwards."""
-    kept = []
-    for place in skeleton.places:
-        own = vars(place.module)
-        kept.append(own)
-        # attributes that the forward sets go with it
-        object.__setattr__(place.module, "__dict__", own.copy())
-    before = _put(skeleton, tensors)
-    out = skeleton.root(*args, **kwargs)
-    for place in skeleton.places:
-        if _torch.children(place.module) != place.children:
-            raise RuntimeError(
-                f"the forward of the model put another module into {type(place.module).__name__}. "
-                "Its tensors would be no arguments of `apply`. Cure: make it in `__init__`, or "
-                "run `model(example_batch)` once before make_functional(model)."
-            )
-    new_buffers = _taken(skeleton, tensors, copies, before)
-    for place, own in zip(skeleton.places, kept, strict=True):
-        object.__setattr__(place.module, "__dict__", own)
-    return out, new_buffers
-
-
-def _traced(
-    skeleton: _Skeleton, tensors: Tensors, copies: Tensors, args: Any, kwargs: Any
-) -> tuple[Any, Tensors]:
-    """`_called` for a compiler, which follows single attributes only, and only where they are put
-    back one by one.
-    """
-    kept = [
-        (place.module, {key: place.module.__dict__[key] for key in place.attributes})
-        for place in skeleton.places
-        if place.attributes is not None
-    ]
-    before = _put(skeleton, tensors)
-    out = skeleton.root(*args, **kwargs)
-    new_buffers = _taken(skeleton, tensors, copies, before)
-    for module, attributes in kept:
-        if _FOLLOWS_DICTS:
-            for key in [
-                key
-                for key in module.__dict__
-                if key not in _OF_EVERY_MODULE and key not in attributes
-            ]:
-                delattr(module, key)
-        for key, value in attributes.items():
-            if key not in module.__dict__ or module.__dict__[key] is not value:
-                setattr(module, key, value)
-    return out, new_buffers
-
-
-def _put(skeleton: _Skeleton, tensors: Tensors) -> list[Tensor]:
-    """What stood where `tensors` stand now: nothing but shapes, or in a compiled call inside of
-    another the tensors of that one.
-    """
-    before = []
-    for place in skeleton.places:
-        for store, names in zip(
-            _torch.stores(place.module), (place.parameters, place.buffers), strict=True
-        ):
-            for key, name in names.items():
-                before.append(store[key])
-                store[key] = tensors[name]
-    return before
-
-
-def _taken(skeleton: _Skeleton, tensors: Tensors, copies: Tensors, before: list[Tensor]) -> Tensors:
-    """What the forward left where the buffers stood: written in place, or replaced. Puts back what
-    stood there `before`.
-    """
-    new, earlier = dict(copies), iter(before)
-    for place in skeleton.places:
-        for store, names in zip(
-            _torch.stores(place.module), (place.parameters, place.buffers), strict=True
-        ):
-            for key, name in names.items():
-                value = store.get(key)
-                store[key] = next(earlier)
-                if value is tensors[name]:
-                    continue
-                if name not in copies:
-                    raise RuntimeError(
-                        "the forward of the model put another tensor in the place of its "
-                        f"parameter {name}. {CURE}"
-                    )
-                if value is None:
-                    raise RuntimeError(
-                        f"the forward of the model removed its buffer {name}, or set it to None. "
-                        "Buffers are the state of a step and the same ones before and after. "
-                        "Cure: fill it with zeros, or keep in a plain attribute what lives within "
-                        "one forward."
-                    )
-                new[name] = value.clone()  # it may be an argument
-            if len(store) == len(names):
-                continue
-            for key, value in store.items():
-                if value is not None and key not in names:
-                    raise RuntimeError(
-                        f"the forward of the model registered {key!r} in its "
-                        f"{type(place.module).__name__}. Parameters and buffers are arguments and "
-                        "results of `apply`, so all must be there from the start. Likely cause: "
-                        "it is made in the first forward. Cure: run `model(example_batch)` once "
-                        "before make_functional(model)."
-                    )
-    return new
-
-
 def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
     """Equal to `apply = lambda params, buffers, *args: (functional_call(model,
     {**params, **(b := copy(buffers))}, args), b)`.
@@ -379,7 +243,7 @@ def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
         module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
     )
     renormed = {names[id(module.weight)] for module in embeddings if module.max_norm is not None}
-    training = _without_tensors(model)
+    training = without_tensors(model)
     if not model.training:
         for module in training.modules():
             module.training = True  # and not training.train(), which a class may have replaced
@@ -390,7 +254,7 @@ def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
         for name, t in ({n: params[n] for n in params if n in frozen} | buffers).items()
     }
     apply = Apply(
-        _skeletons={True: _skeleton(training), False: _skeleton(evaluating)},
+        _skeletons={True: skeleton_of(training), False: skeleton_of(evaluating)},
         _params=frozenset(trained),
         _buffers=frozenset(state),
         norm_params=frozenset(norms),
@@ -467,70 +331,3 @@ def load_into(model: nn.Module, params: Tensors, buffers: Tensors) -> None:
     with torch.no_grad():
         for name, target in targets.items():
             target.copy_(given[name])
-
-
-def _skeleton(root: nn.Module) -> _Skeleton:
-    # By identity: one tensor has one name, its first, in all of its places.
-    parameters = {id(tensor): name for name, tensor in root.named_parameters()}
-    buffers = {id(tensor): name for name, tensor in root.named_buffers()}
-    return _Skeleton(
-        root,
-        tuple(
-            _Place(
-                module,
-                {
-                    key: parameters[id(tensor)]
-                    for key, tensor in _torch.stores(module)[0].items()
-                    if tensor is not None
-                },
-                {
-                    key: buffers[id(tensor)]
-                    for key, tensor in _torch.stores(module)[1].items()
-                    if tensor is not None
-                },
-                _torch.children(module),
-                None if _is_torchs(module) else frozenset(vars(module)) - _OF_EVERY_MODULE,
-            )
-            for module in root.modules()
-        ),
-    )
-
-
-def _is_torchs(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn.modules.") and not _torch.has_hooks(module)
-
-
-def _without_tensors(model: nn.Module) -> nn.Module:
-    """A copy of `model` whose parameters and buffers lie on the meta device; what was one tensor in
-    two places stays one.
-    """
-    memo: dict[int, Any] = {}
-    for module in model.modules():
-        for value in vars(module).values():
-            # Left by torch.nn.utils.weight_norm and its kind, computed anew in each forward;
-            # deepcopy refuses such tensors.
-            if isinstance(value, Tensor) and not value.is_leaf:
-                memo[id(value)] = value.detach().to("meta")
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(
-            parameter.detach().to("meta"), requires_grad=parameter.requires_grad
-        )
-    for buffer in model.buffers():
-        memo[id(buffer)] = buffer.detach().to("meta")
-    skeleton = copy.deepcopy(model, memo)
-    for module in skeleton.modules():
-        if type(module) is nn.SyncBatchNorm:
-            module.__class__ = _SyncBatchNorm
-    return skeleton
-
-
-class _SyncBatchNorm(nn.SyncBatchNorm):
-    """SyncBatchNorm that can be told to look at this rank alone: its statistics are then gathered
-    here and reduced afterwards.
-    """
-
-    def forward(self, input: Tensor) -> Tensor:
-        if any(getattr(mode, "local_statistics", False) for mode in _torch.function_modes()):
-            out: Tensor = _torch.BatchNorm.forward(self, input)
-            return out
-        return super().forward(input)

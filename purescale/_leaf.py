@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import _columns, _dtensor, _torch
+from ._torch import TensorGuards
 
 SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _PACKED = getattr(torch, "float4_e2m1fn_x2", None)
@@ -25,6 +27,12 @@ def parts(leaf: Tensor) -> list[Tensor]:
     if leaf.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [leaf.crow_indices(), leaf.col_indices(), leaf.values()]
     return [leaf.ccol_indices(), leaf.row_indices(), leaf.values()]
+
+
+_SOUND = _USUAL | {torch.bool, torch.uint8, torch.int32, torch.int64}
+_STRIDED = {torch.strided}
+_dtype, _layout = operator.attrgetter("dtype"), operator.attrgetter("layout")
+is_nested = operator.attrgetter("is_nested")  # torch's guards end the process where one is
 
 
 # ---- what may be one -----------------------------------------------------------------------------
@@ -133,6 +141,19 @@ def agree(a: Any, b: Any) -> bool:
         and a.layout is b.layout
         and (a.layout not in SPARSE or _parts_agree(a, b))
     )
+
+
+def surely_agree(leaves: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether one look at all of them shows that each two `agree`; only of the usual kinds, but at
+    a tenth of the time.
+    """
+    every = [*leaves, *others]
+    if not leaves or set(map(type, every)) != {Tensor} or set(map(_layout, every)) != _STRIDED:
+        return False
+    if not set(map(_dtype, every)) <= _SOUND or any(map(is_nested, every)):
+        return False
+    guards = TensorGuards(*leaves, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    return bool(guards.check(*others))
 
 
 def _parts_agree(a: Tensor, b: Tensor) -> bool:

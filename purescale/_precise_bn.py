@@ -19,8 +19,9 @@ from . import _torch, _tree
 from ._bn import BNStatsState, Estimator, absorb, all_reduce_bn_stats, bn_buffers, init_bn_stats
 from ._bn_catch import ApplyFn, calls_of
 from ._collectives import all_reduce_found_inf
-from ._functional import Apply, Tensors
+from ._functional import Apply
 from ._group import all_reduce
+from ._skeleton import Tensors
 
 Normalize = Literal["batch", "sequential"]
 

@@ -296,6 +296,9 @@ def scale_loss(scaler: HasScale, loss: Tree) -> Tree:
 
     Source of the rule: torch.amp.GradScaler.scale; there a float16 loss of shape (1,) becomes inf.
     """
+    if isinstance(loss, Tensor):
+        _check_loss(loss, scaler.scale, lambda: "loss")
+        return _wide(loss) * _tree.recordable(scaler.scale)
     leaves, structure = _tree.flatten(loss)
     for index, leaf in enumerate(leaves):
         if leaf is not None:

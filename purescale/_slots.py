@@ -101,6 +101,8 @@ class Kept:
         """Whether a slot is what `init` makes for this parameter: torch's kernels take its memory
         for that without a look.
         """
+        if value.is_nested:
+            return False
         if key in self._counts:
             return (
                 value.ndim == 0
@@ -146,6 +148,8 @@ class Kept:
 
 
 def described(tensor: Tensor) -> str:
+    if tensor.is_nested:
+        return f"{tensor.dtype}, a nested tensor"
     layout = "" if tensor.layout is torch.strided else f" {tensor.layout}"
     return f"{tensor.dtype} {tuple(tensor.shape)}{layout}"
 

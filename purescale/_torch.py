@@ -128,6 +128,9 @@ class ParameterLike(Tensor):
     _is_param = True  # torch's compiled functions take no other subclass everywhere
 
 
+# Of a tensor, off its graph: a leaf of the class, which requires a gradient where that is asked.
+subclass_leaf: Callable[[type, Tensor, bool], Any] = _find("torch.Tensor._make_subclass")
+
 with without_modes():
     if not isinstance(torch.empty(0, device="cpu").as_subclass(ParameterLike), nn.Parameter):
         raise _refused("that a tensor whose `_is_param` is set is an nn.Parameter")

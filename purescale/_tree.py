@@ -95,9 +95,7 @@ def all_tensors(tree: Any) -> list[Tensor]:
 
 
 def fresh(tree: Any, taken: Set[int | None] = frozenset()) -> Any:
-    """`tree`, in any container that torch's pytree knows, off the graph; copied where it may stand
-    in memory that is `taken`.
-    """
+    """`tree`, in any container that torch's pytree knows, off the graph; copied out of `taken`."""
     if traced():
         return _torch.pytree.tree_map(
             lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree
@@ -109,12 +107,11 @@ def fresh(tree: Any, taken: Set[int | None] = frozenset()) -> Any:
         return leaf.detach().clone() if storage(leaf) in taken else leaf.detach()
 
     leaves, structure = flatten(tree)
-    return structure.unflatten(
-        [
-            own(leaf) if isinstance(leaf, Tensor) else _torch.pytree.tree_map(own, leaf)
-            for leaf in leaves
-        ]
-    )
+    if set(map(type, leaves)) == {Tensor} and taken.isdisjoint(storages(leaves)):
+        kept = [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves]
+    else:
+        kept = [_torch.pytree.tree_map(own, leaf) for leaf in leaves]
+    return structure.unflatten(kept)
 
 
 def apart(tree: Tree, inputs: Tree) -> Tree:
@@ -427,6 +424,8 @@ def paired(
     """
     leaves, structure = flatten(tree) if flat is None else flat[1:]
     others = leaves_like(other_name, other, name, tree, structure)
+    if not torch.compiler.is_compiling() and _leaf.surely_agree(leaves, others):
+        return leaves, others, structure
     for index, (a, b) in enumerate(zip(leaves, others, strict=True)):
         if not agree(a, b):
             raise _leaf.disagreement(a, b, path(tree, name, index), other_name, why)

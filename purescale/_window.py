@@ -144,14 +144,20 @@ def _gather(
     aux: tuple[Any, ...] = ()
     for index, microbatch in enumerate(microbatches):
         last = index == len(microbatches) - 1
-        put = _last_of(reduction, differentiate, mean, weights, index) if last else None
-        grads, (loss, new_buffers, new_aux) = differentiate(carried, microbatch, put)
+        put = sent = None
+        if last and reduction is not None:
+            put = sent = _sent_to(reduction, differentiate, mean, weights, index)
+        elif mean is not None and together and not exact:
+            put = _added_to(mean, weights, index)
+        grads, (loss, new_buffers, new_aux) = differentiate(
+            carried, microbatch, put, 0 if sent else LARGE
+        )
         if group is not None:  # the ranks hold other rows of what is sparse
-            grads = [leaf if leaf.layout is torch.strided else leaf.to_dense() for leaf in grads]
+            grads = list(map(_dense, grads))
         losses.append(loss)
         aux += tuple(new_aux)
         counts = weights.counts[index]
-        if index == 0 and not all(gradient.layout is torch.strided for gradient in grads):
+        if index == 0 and any(map(_is_sparse, grads)):
             together = False  # duplicate indices are summed after unscaling
         if single:
             mean, counts = grads, True  # what is dropped is the step
@@ -160,8 +166,10 @@ def _gather(
                 size = _meshes.extent(grads, scale.device)
                 overflows.append(overflowed(size, scale, scaled=False))
             flag = counts if isinstance(counts, Tensor) else None
-            if put is not None:
+            if sent is not None:
                 mean = None
+            elif put is not None:
+                _add_rest(mean or [], grads, weights.shares[index])
             elif alone and counts is True:
                 mean = grads
             elif counts is not False:
@@ -224,24 +232,59 @@ def _mixed(mean: Leaves | None, grads: Leaves, share: Any, counts: Tensor | None
     return shards.back(_foreach.mix(sums, list(shards.local), share, counts))
 
 
-def _last_of(
-    reduction: Reduction | None,
+# Elements: below this a call costs more than to fetch a gradient into the cache again.
+LARGE = 2**16
+
+
+def _added_to(mean: Leaves, weights: _Weights, index: int) -> Callable[[int, Tensor], None] | None:
+    """What adds a large gradient to the mean as the backward makes it: on a CPU, which still has it
+    in its cache, and where its memory serves for the next.
+    """
+    share, large = weights.shares[index], [leaf for leaf in mean if leaf.numel() >= LARGE]
+    if _tree.traced() or weights.counts[index] is not True or isinstance(share, Tensor):
+        return None
+    if not large or not all(leaf.is_cpu and _foreach.is_dense(leaf) for leaf in mean):
+        return None
+
+    def add(index: int, gradient: Tensor) -> None:
+        _foreach.mix([mean[index]], [_dense(gradient)], share)
+
+    return add
+
+
+def _add_rest(mean: Leaves, grads: Leaves, share: Any) -> None:
+    """What `_added_to` left."""
+    rest = [index for index, gradient in enumerate(grads) if gradient is not None]
+    if rest:
+        _foreach.mix([mean[i] for i in rest], [_dense(grads[i]) for i in rest], share)
+
+
+def _dense(gradient: Any) -> Any:
+    if not _is_sparse(gradient):
+        return gradient
+    # Rows that stand there twice are summed, in half precision beyond its range.
+    return gradient.to(_foreach.wide_dtype(gradient.dtype)).to_dense()
+
+
+def _is_sparse(gradient: Tensor | None) -> bool:
+    return gradient is not None and gradient.layout is not torch.strided
+
+
+def _sent_to(
+    reduction: Reduction,
     differentiate: Differentiate,
     mean: Leaves | None,
     weights: _Weights,
     index: int,
-) -> Callable[[int, Tensor], None] | None:
+) -> Callable[[int, Tensor], None]:
     """What takes a gradient of the last microbatch, adds it to the mean and sends it."""
-    if reduction is None:
-        return None
     places = [place for place, here in enumerate(differentiate.present) if here]
     counts, share = weights.counts[index], weights.shares[index]
     flag = counts if isinstance(counts, Tensor) else None
 
     def put(index: int, gradient: Tensor) -> None:
         before = None if mean is None else [mean[index]]
-        if gradient.layout is not torch.strided:
-            gradient = gradient.to_dense()
+        gradient = _dense(gradient)
         if counts is not True or len(weights.counts) > 1:
             if counts is not False:
                 gradient = _foreach.mix(before, [gradient], share, flag)[0]

@@ -396,3 +396,43 @@ def test_what_is_kept_may_share_memory_with_itself():
         params, grads_at(1, params), state, donate=True, spent=True, keep=[kept, kept, kept[:1]]
     )
     assert plan.spent
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=6),
+    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 5)), max_size=4),
+)
+def test_what_stands_beside_pieces_of_memory_overlaps_none_of_them(gaps, others):
+    pieces, place = [], 0
+    for gap, length in gaps:
+        pieces.append((place + gap, place + gap + length))
+        place += gap + length
+    found = _door._Pieces([], *([end[k] for end in pieces] for k in (0, 1))).beside(
+        *([other[k] for other in others] for k in (0, 1))
+    )
+    overlap = any(a < d and c < b for a, b in pieces for c, d in others)
+    assert not (found and overlap)
+    solid = all(a < b for a, b in [*pieces, *others])  # what is empty may be refused
+    assert found or overlap or not solid
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("place", ["params", "grads", "slots"])
+def test_a_nested_tensor_in_a_step_that_is_remembered_is_refused_in_words(place, donate):
+    adam = ps.from_torch(torch.optim.Adam, lr=0.1)
+    scaler, params = ps.DynamicScale().init(), {"a": torch.ones(2, 3), "b": torch.ones(4)}
+    opt_state, grads = adam.init(params), clone(params)
+
+    def step():
+        return ps.unscale_and_step(adam, scaler, params, grads, opt_state, donate=donate)
+
+    for _ in range(3):
+        out = step()
+        params, opt_state, grads = out.params, out.opt_state, clone(params)
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    {"params": params, "grads": grads, "slots": opt_state.slots["a"]}[place].update(
+        {"exp_avg" if place == "slots" else "a": nested}
+    )
+    with pytest.raises((TypeError, ValueError), match="nested"):
+        step()

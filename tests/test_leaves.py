@@ -7,7 +7,7 @@ import torch
 from helpers import at, batch, clone, job, same_bits, tensors
 
 import purescale as ps
-from purescale import interop
+from purescale import _leaf, interop
 
 RULE = ps.DynamicScale(init_scale=2.0**10)
 SGD = ps.from_torch(torch.optim.SGD, lr=0.1)
@@ -468,3 +468,38 @@ def test_float8_gradients_come_back_in_float32():
     unscaled, _found_inf = ps.unscale_and_check(at(4.0), [torch.tensor([4.0, 8.0]).to(dtype)])
     assert unscaled[0].dtype is torch.float32
     assert unscaled[0].tolist() == [1, 2]
+
+
+# ---- two columns at one look
+
+ALIKE = {
+    "float32": lambda: torch.ones(2, 3),
+    "float32, transposed": lambda: torch.ones(3, 2).t(),
+    "other shape": lambda: torch.ones(3, 2),
+    "float64": lambda: torch.ones(2, 3, dtype=torch.float64),
+    "int64": lambda: torch.ones(2, 3, dtype=torch.int64),
+    "int16": lambda: torch.ones(2, 3, dtype=torch.int16),
+    "requires grad": lambda: torch.ones(2, 3, requires_grad=True),
+    "a parameter": lambda: torch.nn.Parameter(torch.ones(2, 3)),
+    "sparse": lambda: torch.eye(2, 3).to_sparse(),
+    "sparse, more values": lambda: torch.ones(2, 3).to_sparse(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(2, 3), 0.1, 0, torch.qint8),
+    "meta": lambda: torch.ones(2, 3, device="meta"),
+    "a number": lambda: 1.0,
+    "None": lambda: None,
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("a", ALIKE)
+def test_what_agrees_at_one_look_agrees_leaf_by_leaf(a):
+    for b in ALIKE:
+        first, second = [ALIKE["float32"](), ALIKE[a]()], [ALIKE["float32"](), ALIKE[b]()]
+        if _leaf.surely_agree(first, second):
+            assert all(map(_leaf.agree, first, second)), (a, b)
+
+
+@pytest.mark.parametrize("name", ["float32", "float32, transposed", "float64", "int64"])
+def test_one_look_is_enough_for_the_usual_columns(name):
+    assert _leaf.surely_agree([ALIKE[name]()] * 3, [ALIKE[name]() for _ in range(3)])

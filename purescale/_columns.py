@@ -59,6 +59,8 @@ def is_gapless(tensor: Tensor) -> bool:
         return True
     if torch.compiler.is_compiling():  # sizes that it does not know cannot be sorted
         return tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    if tensor.is_nested:  # has no strides
+        return False
     size = 1
     for stride, count in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if count != 1:

@@ -404,6 +404,26 @@ def test_tensors_that_share_memory_are_not_written_into(launches):
     assert same_bits((found, donated), (new, new))
 
 
+@given(
+    st.lists(st.integers(0, 4), max_size=4).flatmap(
+        lambda shape: st.tuples(st.just(shape), st.permutations(range(len(shape))))
+    ),
+    st.integers(1, 2),
+)
+def test_what_has_no_gap_is_what_torch_calls_dense_and_not_overlapping(layout, every):
+    shape, order = layout
+    tensor = torch.zeros(shape).permute(order)[..., ::every] if shape else torch.zeros(())
+    expected = torch.ops.aten.is_non_overlapping_and_dense(tensor) or tensor.is_contiguous()
+    assert _columns.is_gapless(tensor) is expected
+    assert not _columns.is_gapless(torch.zeros(3, 1).expand(3, 4))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_has_no_layout_to_go_by():
+    nested = torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(4, 3)])
+    assert not _columns.is_gapless(nested.transpose(1, 2))
+
+
 def test_copies_over_lists_are_clones():
     images = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
     mixed = [

@@ -12,10 +12,10 @@ from . import _dtensor, _foreach, _meshes, _tree
 from ._accum import AccumState, OnNonfinite, add, as_weight, init_accum, is_weight
 from ._bn import (
     absorb,
-    all_reduce_bn_stats,
     check_flat,
     has_layers,
     init_bn_stats,
+    over_ranks,
     updated_once,
     without_update,
 )
@@ -103,7 +103,9 @@ def gather(
     carrying = _tree.flat((buffers.tree, init_bn_stats(buffers.tree)))
     gathered = _gather(params, carrying, scaler, microbatches, catching, *settings)
     carried, stats = gathered.buffers
-    stats = stats if group is None else all_reduce_bn_stats(stats, group)
+    if group is not None:
+        stats, everywhere = over_ranks(stats, momenta, group)
+        return gathered._replace(buffers=updated_once(carried, stats, everywhere))
     return gathered._replace(buffers=updated_once(carried, stats, momenta))
 
 

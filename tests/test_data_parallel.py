@@ -3,6 +3,7 @@ all their data, and what one of them cannot do none of them does.
 """
 
 import functools
+import itertools
 import math
 import os
 import subprocess
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from helpers import Dispatched, Untouched, batch, clone, in_processes, same_bits, small_net, tensors
+from torch import nn
 
 import purescale as ps
 
@@ -219,6 +221,61 @@ def _buffers(rank):
     assert the_same_everywhere(new)
 
 
+class Branches(nn.Module):
+    """Which layers run is data: the stem with all, one of the branches, and one with none."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.odd = nn.BatchNorm1d(2), nn.BatchNorm1d(2, momentum=0.4)
+        self.even, self.never = nn.BatchNorm1d(2, momentum=None), nn.BatchNorm1d(2)
+        self.frozen = nn.BatchNorm1d(2).eval()
+
+    def forward(self, x, branch):
+        x = self.stem(x)
+        return (self.odd(self.odd(x) + 1) if branch else self.even(self.frozen(x))).square().mean()
+
+
+def _branches(rank):
+    """A layer that runs on some ranks only, for what counts or for what is dropped."""
+    world, ranks = dist.group.WORLD, dist.get_world_size()
+    torch.manual_seed(0)
+    apply, params, buffers = ps.make_functional(Branches())
+    buffers = {**buffers, "even.num_batches_tracked": torch.tensor(3)}
+    rule = ps.DynamicScale(init_scale=8.0)
+
+    def loss_fn(params, buffers, microbatch):
+        x, branch, bad = microbatch
+        if bad:
+            params["stem.weight"].register_hook(lambda g: g * torch.inf)
+        return apply(params, buffers, x, branch)
+
+    step = functools.partial(
+        ps.train_step, loss_fn=loss_fn, optimizer=SGD, rule=rule, bn_update="window"
+    )
+    state = ps.init_train_state(params, buffers, SGD, rule)
+    for odd, bad in itertools.product(range(ranks), (None, *range(ranks))):
+        data = [
+            [
+                (batch(7 * other + i, 5)[0][:, 0, 0, :2] + i, other == odd, (other, i) == (bad, 0))
+                for i in range(1 + other)
+            ]
+            for other in range(ranks)
+        ]
+        everything = [m for some in data for m in some]
+        for settings in (
+            {},
+            {"on_nonfinite": "drop_microbatch"},
+            {"weight_fn": lambda m, odd=odd: 1 if m[1] else 2},
+            {"weight_fn": lambda m: 0 if m[1] else 1},
+            {"weight_fn": lambda m: torch.tensor(0 if m[1] else 1)},
+        ):
+            new, info = step(state, data[rank], group=world, **settings)
+            alone, told = step(state, everything, **settings)
+            assert info.found_inf == told.found_inf
+            torch.testing.assert_close(new.buffers, alone.buffers, rtol=1e-6, atol=1e-7)
+            assert the_same_everywhere(new, info)
+
+
 def _overflows(rank):
     world, ranks = dist.group.WORLD, dist.get_world_size()
     for bad_rank in range(ranks):
@@ -266,7 +323,7 @@ def _unless(size, microbatch):
 
 
 def _everything(rank):
-    for part in (_means, _steps, _buffers, _overflows):
+    for part in (_means, _steps, _buffers, _branches, _overflows):
         part(rank)
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from . import _foreach, _meshes, _tree
+from . import _dtensor, _foreach, _meshes, _tree
 from ._buckets import reduction_of
 from ._collectives import agree, lines_of, on_cpu
 from ._group import all_reduce, check_group
@@ -39,7 +40,7 @@ def together(
     """
     weights, before = params.leaves, buffers.leaves
     after = _tree.leaves_like("new_buffers", gathered.buffers, "buffers", *buffers[::2])
-    reduction, grads = gathered.reduction, weights
+    reduction = gathered.reduction
     if reduction is None:
         reduction = reduction_of(weights, before, gathered.divisor, group)
         grads = _tree.flatten(gathered.grads)[0]
@@ -51,8 +52,7 @@ def together(
             reduction.put(place, _moved(old, new, reduction.divisor))
     counted = _largest(before, after, group)
     sums = reduction.get()
-    # A DTensor is reduced over its own mesh.
-    mean = [g if m is None else m for m, g in zip(sums, grads, strict=False)]
+    mean = sums[: len(weights)]
     averaged = [
         other
         if change is None
@@ -123,13 +123,32 @@ def checked(
         check()
         return None
     group = check_group(group)
+
+    def checked_all() -> None:
+        check()
+        _refuse_spread(trees())
+
     if on_cpu(group):
 
         def described() -> list[str]:
             lines = [lines_of(name, tree, laid=True) for name, tree in trees().items()]
             return [settings(), *itertools.chain.from_iterable(lines)]
 
-        agree(group, check, described)
+        agree(group, checked_all, described)
     else:
-        check()
+        checked_all()
     return group if dist.get_world_size(group) > 1 else None
+
+
+def _refuse_spread(trees: dict[str, Tree]) -> None:
+    for name, tree in trees.items():
+        for index, leaf in enumerate(_tree.flatten(tree)[0]):
+            if isinstance(leaf, DTensor):
+                mesh = _dtensor.sizes(leaf.device_mesh)
+                raise ValueError(
+                    f"{_tree.path(tree, f'state.{name}', index)} is a DTensor, {leaf.placements} "
+                    f"over a mesh of {mesh}; with a group every rank holds all of each leaf, in "
+                    "plain tensors. Likely cause: group=... in a script that now shards its "
+                    "parameters. Cure: leave group out, a DTensor is reduced over its own mesh; "
+                    "for replicas of shards a mesh of two dimensions and [Replicate(), Shard(0)]."
+                )

@@ -128,7 +128,7 @@ def _gather(
     weights = _weights(microbatches, weight_fn, scale)
     reduction: Reduction | None = None
     early = on_nonfinite == "drop_window" and not (exact or _tree.traced())
-    if group is not None and early and not differentiate.spread:
+    if group is not None and early:
         # What follows from the weights alone is known before the gradients are, so that these can
         # leave as the last backward makes them.
         counted = torch.where(is_weight(weights.vector), weights.vector, 0).sum()

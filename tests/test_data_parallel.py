@@ -17,6 +17,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from helpers import Dispatched, Untouched, batch, clone, in_processes, same_bits, small_net, tensors
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import purescale as ps
 
@@ -446,6 +448,19 @@ def _refusals(rank):
     other = state._replace(params={**state.params, "5.bias": torch.zeros(3 + rank)})
     with pytest.raises(ValueError, match=r"rank 0 has params '5.bias': .*\(3,\).*, rank 1 has"):
         step(other, data, group=world)
+    mesh = init_device_mesh("cpu", (2,))
+    for name, key in (("params", "5.weight"), ("buffers", "1.running_mean")):
+        tree = getattr(state, name)
+        spread = distribute_tensor(tree[key], mesh, [Shard(0)])
+        sharded = state._replace(**{name: {**tree, key: spread}})
+        told = rf"state.{name}\['{key}'\] is a DTensor, \(Shard\(dim=0\),\) over.*Cure: leave group"
+        with Untouched(data), pytest.raises(ValueError, match=told):
+            step(sharded, data, group=world)
+        other = sharded if rank else state
+        with pytest.raises(ValueError, match=told if rank else "rank 1 refused its arguments: Val"):
+            step(other, data, group=world)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"is a DTensor.*Cure: leave group"):
+        torch.compile(step, fullgraph=True, backend="eager")(sharded, data, group=world)
     new, info = step(state, data, group=world)  # and nothing is left behind
     assert the_same_everywhere(new, info)
 

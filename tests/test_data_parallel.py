@@ -223,6 +223,51 @@ def _buffers(rank):
     assert the_same_everywhere(new)
 
 
+FALLS = [1e30, -1e30, 1e4, 3.0, -0.0, 1.0, -3e38, math.inf, -math.inf, math.nan, 1.0]
+
+
+def _fallen(rank):
+    """The mean of what a buffer became, against float64, whatever it was before. One that counts
+    stays whole, and what no rank has changed keeps its bits.
+    """
+    ranks = dist.get_world_size()
+
+    def became(rank, old):
+        new = [1e-5, 2.0, 0.1, 0.0, -0.0, 0.3, 3e38, 1.5, -math.inf, math.nan, math.inf]
+        add = [1e-6, 1.0, 0.1, 0.0, 0.0, 0.0, 0.0, 2.0, 0.0, 0.0, 0.0]
+        return (torch.tensor(new).double() + rank * torch.tensor(add).double()).to(old.dtype)
+
+    rule, steps = ps.NoScale(), torch.arange(1.0, 1000.0)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.complex64):
+        old = torch.tensor(FALLS).to(dtype)
+        state = ps.init_train_state({"w": torch.ones(1)}, {"b": old, "steps": steps}, SGD, rule)
+        for weights in ([1, 1, 1, 1], [0, 1, 1, 1], [1, 5, 7, 9]):
+            wide = torch.complex128 if dtype.is_complex else torch.float64
+            every = [
+                w * became(other, old).to(wide) for other, w in enumerate(weights[:ranks]) if w
+            ]
+            new, _ = ps.train_step(
+                state,
+                [torch.ones(1)],
+                loss_fn=lambda p, b, x: (
+                    (p["w"] * x).sum(),
+                    {"b": became(rank, b["b"]), "steps": b["steps"] + 1},
+                ),
+                optimizer=SGD,
+                rule=rule,
+                weight_fn=lambda x, weights=weights: weights[rank],
+                group=dist.group.WORLD,
+            )
+            mean, expected = new.buffers["b"], (sum(every) / sum(weights[:ranks])).to(dtype)
+            most = 7 if dtype.is_complex else None  # where inf has no direction
+            close = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 0, "equal_nan": True}
+            torch.testing.assert_close(mean[:most], expected[:most], **close)
+            assert same_bits(new.buffers["steps"], steps + 1)
+            kept = [4, 8, 9] if not dtype.is_complex else [4]
+            assert same_bits(mean[kept], old[kept])
+            assert the_same_everywhere(new)
+
+
 class Branches(nn.Module):
     """Which layers run is data: the stem with all, one of the branches, and one with none."""
 
@@ -325,7 +370,7 @@ def _unless(size, microbatch):
 
 
 def _everything(rank):
-    for part in (_means, _steps, _buffers, _branches, _overflows):
+    for part in (_means, _steps, _buffers, _fallen, _branches, _overflows):
         part(rank)
 
 
@@ -459,6 +504,9 @@ def _refusals(rank):
         other = sharded if rank else state
         with pytest.raises(ValueError, match=told if rank else "rank 1 refused its arguments: Val"):
             step(other, data, group=world)
+    sparse = state._replace(buffers={**state.buffers, "s": torch.eye(2).to_sparse()})
+    with pytest.raises(ValueError, match=r"state.buffers\['s'\] is torch.sparse_coo; .*Cure: "):
+        step(sparse, data, group=world)
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"is a DTensor.*Cure: leave group"):
         torch.compile(step, fullgraph=True, backend="eager")(sharded, data, group=world)
     new, info = step(state, data, group=world)  # and nothing is left behind

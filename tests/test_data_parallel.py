@@ -23,6 +23,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import purescale as ps
 
 SGD = ps.from_torch(torch.optim.SGD, lr=1.0)
+ADAMW = ps.from_torch(torch.optim.AdamW, lr=1e-2)
 
 
 def reductions(dispatched):
@@ -396,6 +397,27 @@ def _compiled(rank):
     assert the_same_everywhere(new, info)
 
 
+def _compiled_by_inductor(rank):
+    """With an overflow of one rank in the middle."""
+    settings = {"group": dist.group.WORLD, "bn_update": "window", "max_norm": 0.1, "donate": True}
+    state, step = task(torch.float32, ADAMW)
+    step = functools.partial(step, **settings)
+    compiled, eager = torch.compile(step, fullgraph=True), clone(state)
+    for index in range(3):
+        data = [(batch(10 * rank + index), 0.0 if (index, rank) == (1, 1) else None)]
+        eager, told = step(eager, data)
+        state, info = compiled(state, data)
+        assert info.found_inf == told.found_inf == (index == 1)
+        close = {"rtol": 1e-4, "atol": 1e-5}
+        torch.testing.assert_close(tensors(state), tensors(eager), **close)
+        torch.testing.assert_close(info.loss, told.loss, **close)
+        assert the_same_everywhere(state, info)
+
+
+def test_a_step_compiled_by_inductor_is_that_of_eager_mode():
+    in_processes(_compiled_by_inductor, patience=300)
+
+
 class Keeps(torch.autograd.Function):
     """Its backward returns what it keeps: the tensor, or a view of it."""
 
@@ -557,7 +579,6 @@ def test_a_step_sends_what_is_claimed_on_2_to_512_ranks():
 
 # ---- a rank that dies ----------------------------------------------------------------------------
 
-ADAMW = ps.from_torch(torch.optim.AdamW, lr=1e-2)
 PATIENCE = 20  # seconds
 
 

@@ -404,11 +404,13 @@ def _compiled_by_inductor(rank):
     step = functools.partial(step, **settings)
     compiled, eager = torch.compile(step, fullgraph=True), clone(state)
     for index in range(3):
-        data = [(batch(10 * rank + index), 0.0 if (index, rank) == (1, 1) else None)]
+        x, y = batch(10 * rank + index)
+        # torch 2.11 compiles no hook that a loss hangs on its parameters
+        data = [((x * math.inf if (index, rank) == (1, 1) else x, y), None)]
         eager, told = step(eager, data)
         state, info = compiled(state, data)
         assert info.found_inf == told.found_inf == (index == 1)
-        close = {"rtol": 1e-4, "atol": 1e-5}
+        close = {"rtol": 1e-4, "atol": 1e-5, "equal_nan": True}
         torch.testing.assert_close(tensors(state), tensors(eager), **close)
         torch.testing.assert_close(info.loss, told.loss, **close)
         assert the_same_everywhere(state, info)

@@ -4,16 +4,15 @@ read as buffers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from . import _foreach, _tree
 from ._bn_catch import ApplyFn, Call, calls_of, key_of, layers_of
-from ._group import all_reduce
+from ._group import all_reduce, alone
 from ._skeleton import Tensors
 
 Estimator = Literal["pooled", "within"]
@@ -197,9 +196,16 @@ def all_reduce_bn_stats(stats: BNStatsState, group: Any = None) -> BNStatsState:
     Source of the rule: Chan, Golub, LeVeque (1979). mmpretrain averages means and variances of
     ranks, which drops what lies between them; fvcore and `swa_utils.update_bn` reduce nothing.
     """
-    if group is None and not (dist.is_available() and dist.is_initialized()):
+    if alone(group):
         copy: BNStatsState = _tree.clone(stats)
         return copy
+    return _reduced(stats, [], group)[0]
+
+
+def _reduced(
+    stats: BNStatsState, along: list[Tensor], group: Any
+) -> tuple[BNStatsState, list[Tensor]]:
+    """`all_reduce_bn_stats`, and the sums of what numbers go along."""
     layers = list(stats.layers.values())
     sizes = [layer.mean.numel() for layer in layers]
     wide = layers[0].mean.dtype
@@ -207,13 +213,18 @@ def all_reduce_bn_stats(stats: BNStatsState, group: Any = None) -> BNStatsState:
         [layer.count for layer in layers]
         + [layer.calls for layer in layers]
         + [stats.num_batches, stats.num_skipped]
+        + along
     )
     vectors = [(layer.mean * layer.count).reshape(-1) for layer in layers] + [
         layer.within.reshape(-1) for layer in layers
     ]
     sums = all_reduce(torch.cat([scalars.to(wide), *vectors]), "sum", group)
     scalars, *vectors = torch.split(sums, [len(scalars), *sizes, *sizes])
-    counts, calls = scalars[: len(layers)], scalars[len(layers) : 2 * len(layers)]
+    counts, calls, (batches, skipped, *along) = (
+        scalars[: len(layers)],
+        scalars[len(layers) : 2 * len(layers)],
+        scalars[2 * len(layers) :],
+    )
     means = [
         total / torch.where(count > 0, count, 1)
         for total, count in zip(vectors, counts, strict=False)
@@ -234,11 +245,12 @@ def all_reduce_bn_stats(stats: BNStatsState, group: Any = None) -> BNStatsState:
         mean, m2, within = (vector.clone().view_as(layer.mean) for vector in (mean, m2, within))
         return BNLayerStats(count.clone(), mean, m2, within, calls.clone())
 
-    return BNStatsState(
+    everywhere = BNStatsState(
         layers={name: rebuilt(*part) for name, *part in parts},
-        num_batches=scalars[-2].to(torch.int64),
-        num_skipped=scalars[-1].to(torch.int64),
+        num_batches=batches.to(torch.int64),
+        num_skipped=skipped.to(torch.int64),
     )
+    return everywhere, along
 
 
 # ---- one batch -----------------------------------------------------------------------------------
@@ -308,7 +320,22 @@ def without_update(new_buffers: Tensors, before: Tensors, names: Iterable[str]) 
     return {key: before[key] if key in mine else buffer for key, buffer in new_buffers.items()}
 
 
-def updated_once(buffers: Tensors, stats: BNStatsState, momenta: dict[str, float]) -> Tensors:
+def over_ranks(
+    stats: BNStatsState, momenta: dict[str, float], group: Any
+) -> tuple[BNStatsState, dict[str, Tensor]]:
+    """Statistics and momenta over the ranks of a group.
+
+    A momentum is known only where its layer ran: it is the mean over the calls.
+    """
+    weighed = [layer.calls * momenta.get(name, 0.0) for name, layer in stats.layers.items()]
+    stats, sums = _reduced(stats, weighed, group)
+    parts = zip(stats.layers.items(), sums, strict=True)
+    return stats, {name: total / layer.calls.clamp(min=1) for (name, layer), total in parts}
+
+
+def updated_once(
+    buffers: Tensors, stats: BNStatsState, momenta: Mapping[str, float | Tensor]
+) -> Tensors:
     """`buffers` after one update of the running averages, by torch's rule, with the pooled
     statistics of a window.
     """

@@ -155,10 +155,12 @@ def _numbers(leaf: Tensor) -> Tensor:
 
 
 def reduction_of(leaves: Leaves, buffers: Leaves, divisor: Any, group: Any) -> Reduction:
-    """The gradients of parameters and what became of buffers, as a backward makes them in turn."""
+    """The gradients of parameters and what became of buffers, two numbers for each, as a backward
+    makes them in turn.
+    """
     order = [*reversed(range(len(leaves))), *range(len(leaves), len(leaves) + len(buffers))]
     floating = [
-        leaf
+        leaf.expand(2, *leaf.shape)
         if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
         else None
         for leaf in buffers

@@ -16,7 +16,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ._leaf import is_nested
+from ._leaf import is_nested, reach
 from ._torch import TensorGuards
 
 T = TypeVar("T")
@@ -209,8 +209,8 @@ class Memo(Generic[T]):
             None,
             [],
             [],
-            list(map(_reach, entered.state)),
-            list(map(_reach, entered.gradients)),
+            list(map(reach, entered.state)),
+            list(map(reach, entered.gradients)),
             None,
             facts,
         )
@@ -222,18 +222,6 @@ class Memo(Generic[T]):
     def clear(self) -> None:
         """Forget everything."""
         self._known = ()
-
-
-def _reach(tensor: Tensor) -> int:
-    """Bytes from the first element to the end of the last."""
-    if tensor.numel() == 0:
-        return 0
-    return (
-        1
-        + sum(
-            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-        )
-    ) * tensor.element_size()
 
 
 def _apart(starts: list[int], ends: list[int]) -> bool:

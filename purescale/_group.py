@@ -12,8 +12,13 @@ from . import _checks, _torch
 
 
 def all_reduce(tensor: Tensor, op: str, group: Any) -> Tensor:
-    """`tensor` reduced over the ranks of `group` (`None`: all of them), out of place."""
-    return _torch.all_reduce(tensor, op, member(group))
+    """The "sum" or "max" of `tensor` over the ranks of `group` (`None`: all), out of place."""
+    group = member(group)
+    if not torch.compiler.is_compiling():
+        return _torch.all_reduce(tensor, op, group)
+    # Inductor (2.11 to 2.13) sums a result of torch.cat where it stands, and what it was made of
+    # stands there too, and is read again afterwards as the sum. What is negated stands apart.
+    return -_torch.all_reduce(-tensor, "min" if op == "max" else op, group)
 
 
 def alone(group: Any) -> bool:

@@ -227,6 +227,50 @@ def storages(leaves: Sequence[Any]) -> list[int | None]:
     ]
 
 
+def reach(tensor: Tensor) -> int:
+    """Bytes from the first element to the end of the last."""
+    if tensor.numel() == 0:
+        return 0
+    return (
+        1
+        + sum(
+            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
+    ) * tensor.element_size()
+
+
+def overlapping(tensors: Sequence[Any], memories: Sequence[int | None]) -> list[bool]:
+    """Which of the tensors, each with its `storage`, stand where another does too: in the same
+    memory, and not in another piece of it, as the parts of a bucket do.
+    """
+    crowds: dict[int, list[int]] = {}
+    for index, memory in enumerate(memories):
+        if memory is not None:
+            crowds.setdefault(memory, []).append(index)
+    over = [False] * len(tensors)
+    for crowd in crowds.values():
+        if len(crowd) == 1:
+            continue
+        pieces = [(0, 1, index) for index in crowd]
+        if all(_has_address(tensors[index]) for index in crowd):  # else nobody knows which
+            starts = [tensors[index].data_ptr() for index in crowd]
+            pieces = sorted(
+                (start, start + reach(tensors[index]), index)
+                for start, index in zip(starts, crowd, strict=True)
+            )
+        end, last = 0, crowd[0]
+        for start, stop, index in pieces:
+            if start < end:
+                over[index] = over[last] = True
+            if stop > end:
+                end, last = stop, index
+    return over
+
+
+def _has_address(leaf: Any) -> bool:
+    return type(leaf) in (Tensor, torch.nn.Parameter) and leaf.layout is torch.strided
+
+
 def donatable(leaf: Tensor, *, leaves_too: bool = False) -> bool:
     """Whether `leaf` may be written to: dense, no two of its elements in one place, no leaf of an
     autograd graph.

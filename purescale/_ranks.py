@@ -4,6 +4,7 @@ microbatch.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from . import _foreach, _meshes, _tree
+from . import _dtensor, _foreach, _meshes, _tree
 from ._buckets import reduction_of
 from ._collectives import agree, lines_of, on_cpu
 from ._group import all_reduce, check_group
@@ -39,7 +41,7 @@ def together(
     """
     weights, before = params.leaves, buffers.leaves
     after = _tree.leaves_like("new_buffers", gathered.buffers, "buffers", *buffers[::2])
-    reduction, grads = gathered.reduction, weights
+    reduction = gathered.reduction
     if reduction is None:
         reduction = reduction_of(weights, before, gathered.divisor, group)
         grads = _tree.flatten(gathered.grads)[0]
@@ -51,13 +53,10 @@ def together(
             reduction.put(place, _moved(old, new, reduction.divisor))
     counted = _largest(before, after, group)
     sums = reduction.get()
-    # A DTensor is reduced over its own mesh.
-    mean = [g if m is None else m for m, g in zip(sums, grads, strict=False)]
+    mean = sums[: len(weights)]
     averaged = [
-        other
-        if change is None
-        else torch.where(change == 0, old, _base(old) + change).to(old.dtype)
-        for old, change, other in zip(before, sums[len(weights) :], counted, strict=True)
+        other if pair is None else _meant(old, *pair)
+        for old, pair, other in zip(before, sums[len(weights) :], counted, strict=True)
     ]
     found_inf, overflow, norm = gathered.found_inf, gathered.overflow, None
     if gathered.scaled:
@@ -81,16 +80,22 @@ def together(
 
 
 def _moved(old: Tensor, new: Tensor, divisor: Any) -> Tensor:
-    """What is to be averaged of a buffer: by how much it moved, from inf and NaN where to."""
-    wide = _foreach.wide_dtype(old.dtype)
-    kept = (new == old) & torch.isfinite(old)
+    """What is to be averaged of a buffer: by how much it moved, and where to."""
+    wide = new.to(_foreach.wide_dtype(old.dtype))
+    pair = torch.stack([wide - old.to(wide.dtype), wide])
     # A rank that counts for nothing has no say: inf over its divisor would be NaN.
-    return torch.where(kept | torch.isinf(divisor), 0, new.to(wide) - _base(old).to(wide))
+    return torch.where(torch.isinf(divisor), 0, pair)
 
 
-def _base(old: Tensor) -> Tensor:
-    """From where a buffer moves: a running minimum begins at inf, from which there is no way."""
-    return torch.where(torch.isfinite(old), old, 0)
+def _meant(old: Tensor, change: Tensor, value: Tensor) -> Tensor:
+    """A buffer after the mean of both. One that counts goes by its change, without which ranks
+    whose number is no power of 2 would round it; one that falls by its value, which the change
+    does not hold; so does one that comes from inf, as a running minimum.
+    """
+    wide = old.to(value.dtype)
+    near = torch.isfinite(change) & (value.abs() >= wide.abs() / 2)
+    moved = torch.where(near, wide + change, value)
+    return torch.where(change == 0, wide, moved).to(old.dtype)
 
 
 def _largest(before: Leaves, after: Leaves, group: Any) -> Leaves:
@@ -123,13 +128,41 @@ def checked(
         check()
         return None
     group = check_group(group)
+
+    def checked_all() -> None:
+        check()
+        _refuse_spread(trees())
+
     if on_cpu(group):
 
         def described() -> list[str]:
             lines = [lines_of(name, tree, laid=True) for name, tree in trees().items()]
             return [settings(), *itertools.chain.from_iterable(lines)]
 
-        agree(group, check, described)
+        agree(group, checked_all, described)
     else:
-        check()
+        checked_all()
     return group if dist.get_world_size(group) > 1 else None
+
+
+def _refuse_spread(trees: dict[str, Tree]) -> None:
+    for name, tree in trees.items():
+        for index, leaf in enumerate(_tree.flatten(tree)[0]):
+            if not isinstance(leaf, Tensor):
+                continue
+            at = functools.partial(_tree.path, tree, f"state.{name}", index)
+            if isinstance(leaf, DTensor):
+                mesh = _dtensor.sizes(leaf.device_mesh)
+                raise ValueError(
+                    f"{at()} is a DTensor, {leaf.placements} over a mesh of {mesh}; with a group "
+                    "every rank holds all of each leaf, in plain tensors. Likely cause: group=... "
+                    "in a script that now shards its parameters. Cure: leave group out, a DTensor "
+                    "is reduced over its own mesh; for replicas of shards a mesh of two dimensions "
+                    "and [Replicate(), Shard(0)]."
+                )
+            if leaf.layout is not torch.strided:
+                raise ValueError(
+                    f"{at()} is {leaf.layout}; what ranks average is dense. Likely cause: a sparse "
+                    "buffer, as an adjacency matrix. Cure: `buffer.to_dense()`, or let loss_fn "
+                    "close over what no step changes."
+                )

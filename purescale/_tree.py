@@ -8,7 +8,6 @@ would be traced a second time.
 
 from __future__ import annotations
 
-import collections
 import os
 from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple, TypeAlias
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import _columns, _dtensor, _leaf, _torch
-from ._leaf import agree, donatable, parts, storage, storages
+from ._leaf import agree, donatable, overlapping, parts, storage, storages
 
 Tree: TypeAlias = Any
 Leaves: TypeAlias = list[Any]
@@ -450,8 +449,8 @@ def flag(found_inf: Tensor | bool, like: Tensor | None = None) -> Tensor:
 def writable(
     leaves: Sequence[Any], others: Sequence[Any] = (), *, leaves_too: bool = False
 ) -> list[bool]:
-    """Which leaves may be written to: donatable, and no other of all these tensors stands in the
-    same memory.
+    """Which leaves may be written to: donatable, no other of them stands in the same piece of
+    memory, and none of the others in memory that it is a piece of.
 
     `leaves_too`: also leaves of a graph, where what is written is written off it, as torch.optim
     does.
@@ -471,17 +470,18 @@ def _writable(
     leaves: Sequence[Any], others: Sequence[Any], *, leaves_too: bool = False
 ) -> list[bool]:
     memories = storages(leaves)
-    users = collections.Counter(memories)
-    users.update(storages(others))
+    shared = overlapping(leaves, memories)
+    kept = set(storages(others))
     # outside of it torch refuses to write into its tensors
     inference = torch.is_inference_mode_enabled()
     return [
         memory is not None
-        and users[memory] == 1
+        and memory not in kept
+        and not over
         and donatable(leaf, leaves_too=leaves_too)
         and (inference or not leaf.is_inference())
         and not leaf.is_neg()  # lazily: torch's list operations refuse to write into such a view
-        for leaf, memory in zip(leaves, memories, strict=True)
+        for leaf, memory, over in zip(leaves, memories, shared, strict=True)
     ]
 
 

@@ -12,10 +12,10 @@ from . import _dtensor, _foreach, _meshes, _tree
 from ._accum import AccumState, OnNonfinite, add, as_weight, init_accum, is_weight
 from ._bn import (
     absorb,
-    all_reduce_bn_stats,
     check_flat,
     has_layers,
     init_bn_stats,
+    over_ranks,
     updated_once,
     without_update,
 )
@@ -103,7 +103,9 @@ def gather(
     carrying = _tree.flat((buffers.tree, init_bn_stats(buffers.tree)))
     gathered = _gather(params, carrying, scaler, microbatches, catching, *settings)
     carried, stats = gathered.buffers
-    stats = stats if group is None else all_reduce_bn_stats(stats, group)
+    if group is not None:
+        stats, everywhere = over_ranks(stats, momenta, group)
+        return gathered._replace(buffers=updated_once(carried, stats, everywhere))
     return gathered._replace(buffers=updated_once(carried, stats, momenta))
 
 
@@ -126,7 +128,7 @@ def _gather(
     weights = _weights(microbatches, weight_fn, scale)
     reduction: Reduction | None = None
     early = on_nonfinite == "drop_window" and not (exact or _tree.traced())
-    if group is not None and early and not differentiate.spread:
+    if group is not None and early:
         # What follows from the weights alone is known before the gradients are, so that these can
         # leave as the last backward makes them.
         counted = torch.where(is_weight(weights.vector), weights.vector, 0).sum()

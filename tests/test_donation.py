@@ -5,11 +5,14 @@ import os
 import subprocess
 import sys
 
+import hypothesis.strategies as st
 import pytest
 import torch
 from helpers import at, batch, clone, job, same_bits, tensors
+from hypothesis import given
 
 import purescale as ps
+from purescale._leaf import reach
 
 RULE = ps.DynamicScale(init_scale=2.0**10)
 ADAMW = ps.from_torch(torch.optim.AdamW, lr=0.1)
@@ -138,6 +141,50 @@ def test_what_shares_memory_with_what_the_caller_keeps_is_left(debug):
     ):
         call()
         assert x.tolist() == [3.0, 4.0]
+
+
+PIECES = st.lists(st.tuples(st.integers(0, 11), st.integers(0, 4), st.integers(1, 2)), max_size=5)
+
+
+@given(PIECES)
+def test_pieces_of_one_memory_are_written_to_where_they_stand_apart(pieces):
+    """As the parts of a bucket do; what overlaps is left, and so is what lies between them."""
+    row = torch.arange(1.0, 21.0)
+    before = row.clone()
+    grads = [row[first : first + step * size : step] for first, size, step in pieces]
+    places = [set(range(g.storage_offset(), g.storage_offset() + reach(g) // 4)) for g in grads]
+    with torch.no_grad():
+        expected, _ = ps.unscale_and_check(at(2.0), clone(grads))
+        found, _ = ps.unscale_and_check(at(2.0), grads, donate=True)
+    assert same_bits(found, expected)
+    mine = set()
+    for index, (gradient, new) in enumerate(zip(grads, found, strict=True)):
+        others = set().union(*places[:index], *places[index + 1 :])
+        apart = gradient.is_contiguous() and not places[index] & others
+        if gradient.numel():
+            assert (new.data_ptr() == gradient.data_ptr()) == apart
+        mine |= places[index] if apart else set()
+    kept = [place for place in range(20) if place not in mine]
+    assert same_bits(row[kept], before[kept])
+
+
+def test_a_piece_of_what_is_kept_is_left():
+    row = torch.ones(4)
+    first, rest = row.split(2)
+    scaler = at(2.0)._replace(scale=rest[0])
+    found, _ = ps.unscale_and_check(scaler, [first], donate=True)
+    assert same_bits(found, [first])
+
+
+def test_gradients_in_one_bucket_are_unscaled_by_the_kernel_itself():
+    """Where they stand, without a copy of each; DistributedDataParallel has them as views."""
+    params = {"w": torch.ones(3, 4), "b": torch.ones(3)}
+    weight, bias = torch.arange(15.0).split([12, 3])
+    state = ADAMW.init(params)
+    plan = ADAMW.plan(params, {"w": weight.view(3, 4), "b": bias}, state, spent=True)
+    assert plan.spent
+    again = ADAMW.plan(params, {"w": weight.view(3, 4), "b": weight[1:4]}, state, spent=True)
+    assert not again.spent
 
 
 def test_a_microbatch_in_the_memory_of_the_state_is_left(debug):

@@ -510,6 +510,8 @@ def _compiled(rank):
         for bad in (1.0, math.inf):
             params, grads = (spread(values(seed), mesh, ON_A_LINE) for seed in (0, 1))
             here(grads["uneven"])[-1:] *= bad if rank else 1.0
+            # as the gradient of a copied parameter comes: a sum over the ranks
+            grads["copied"] = DTensor.from_local(here(grads["copied"]), mesh, [Partial()])
             arguments = params, grads, optimizer.init(params), at(2.0)
             ours, theirs = compiled(*arguments), function(*arguments)
             assert ours[1] == theirs[1] == (bad == math.inf)
@@ -604,9 +606,10 @@ def test_ranks_agree_where_torch_looks_at_the_placement_of_the_first_gradient_on
 # ---- a whole step --------------------------------------------------------------------------------
 
 
-def _trained(rank):
+def _trained(shape, rank):
     """train_step over parameters that are DTensors, from data that each rank has a part of."""
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh("cpu", shape)
+    replicas = [COPY] * (mesh.ndim - 1)
     optimizer, rule = ps.from_torch(torch.optim.AdamW, lr=0.01), ps.DynamicScale(init_scale=4.0)
     weights = values(0)
     weights = {"w": weights["columns"], "b": weights["plain"][:1].repeat(3)}
@@ -615,17 +618,17 @@ def _trained(rank):
     def loss_fn(params, buffers, x):
         return F.linear(x, params["w"], params["b"]).pow(2).mean(), buffers
 
-    def on(leaf, placement):
-        return distribute_tensor(leaf.clone(), mesh, [placement], src_data_rank=None)
+    def on(leaf, placements):
+        return distribute_tensor(leaf.clone(), mesh, placements, src_data_rank=None)
 
     alone = ps.init_train_state(weights, {}, optimizer, rule)
     for ways in ({"w": COPY, "b": COPY}, {"w": SHARD, "b": SHARD}):
-        params = {name: on(leaf, ways[name]) for name, leaf in weights.items()}
+        params = {name: on(leaf, [*replicas, ways[name]]) for name, leaf in weights.items()}
         state, one = ps.init_train_state(params, {}, optimizer, rule), alone
         for batches in (data[:1], data, [data[0], data[1] * math.inf]):
             settings = {"loss_fn": loss_fn, "optimizer": optimizer, "rule": rule, "max_norm": 0.1}
             for on_nonfinite in ("drop_window", "drop_microbatch"):
-                spread_out = [on(x, SHARD) for x in batches]
+                spread_out = [on(x, [SHARD] * mesh.ndim) for x in batches]
                 kwargs = {**settings, "on_nonfinite": on_nonfinite}
                 new, info = ps.train_step(state, spread_out, **kwargs)
                 expected, told = ps.train_step(one, batches, **kwargs)
@@ -634,9 +637,10 @@ def _trained(rank):
                 assert info.found_inf == told.found_inf
                 if not told.found_inf:
                     close(info.loss, told.loss, 1e-5)
-                assert new.params["w"].placements == (ways["w"],)
+                assert new.params["w"].placements == (*replicas, ways["w"])
             state, one = new, expected
 
 
-def test_a_train_step_over_dtensors_equals_that_of_one_process():
-    in_processes(_trained)
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=["a line", "replicas of shards"])
+def test_a_train_step_over_dtensors_equals_that_of_one_process(shape):
+    in_processes(functools.partial(_trained, shape), math.prod(shape))

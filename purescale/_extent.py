@@ -50,7 +50,7 @@ def extent(
         or is_on_a_graph(leaves)
         or (torch.compiler.is_compiling() and len(leaves) <= _foreach.INLINE)
     )
-    power = None if norm_type is None or math.isinf(norm_type) else norm_type
+    power = None if norm_type is None or norm_type == math.inf else norm_type
     tops: list[Tensor] = []
     norms: list[Tensor] = []
     values: list[Tensor] = []
@@ -85,7 +85,7 @@ def extent(
         if norm_type is None:
             return Extent(tops, None)
         wide = widest_float(device)
-        if math.isinf(norm_type):
+        if norm_type == math.inf:
             norms += [top.to(wide) for top in tops]
         if not norms:
             return Extent(tops, torch.zeros((), dtype=wide, device=device))
@@ -285,7 +285,7 @@ _SAFE_POWER = 4  # of float32's largest number, and of sums of it, fits into flo
 def _norm(value: Tensor, norm_type: float) -> Tensor:
     """The norm in the widest dtype of the device, also where powers of `value` overflow its own."""
     wide = widest_float(value.device)
-    if math.isinf(norm_type):
+    if norm_type == math.inf:
         return value.abs().amax().to(wide)
     if (
         not value.is_cpu

@@ -52,6 +52,44 @@ def test_a_window_of_another_length_costs_one_more_graph_and_then_none():
     assert backend.frame_count == 2
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_norm": 1.0},
+        {"max_norm": 1.0, "norm_type": 3.0, "clip_value": 0.1},
+        {"max_norm": 1.0, "norm_type": math.inf, "on_nonfinite": "drop_microbatch"},
+        {"max_norm": 0.5, "weight_fn": lambda m: float(len(m[0]))},
+    ],
+    ids=str,
+)
+def test_with_dynamic_shapes_batches_of_any_size_are_one_graph_and_agree(settings):
+    torch.manual_seed(0)
+    layers = 9 if settings == {"max_norm": 1.0} else 1  # as nodes, and in plain operators
+    params = {str(k): torch.randn(16, 16) for k in range(layers)} | {
+        f"{k}.bias": torch.randn(16) for k in range(layers)
+    }
+
+    def loss_fn(params, buffers, m):
+        x = m[0]
+        for k in range(layers):
+            x = torch.tanh(x @ params[str(k)] + params[f"{k}.bias"])
+        return (x - m[1]).square().mean(), buffers
+
+    optimizer = ADAMW()
+    state = ps.init_train_state(params, {}, optimizer, RULE)
+    step = functools.partial(
+        ps.train_step, loss_fn=loss_fn, optimizer=optimizer, rule=RULE, **settings
+    )
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    for rows in (4, 7, 5):
+        window = [(torch.randn(rows + k, 16), torch.randn(rows + k, 16)) for k in range(2)]
+        with torch._dynamo.config.patch(error_on_recompile=rows != 4):
+            found = compiled(state, window)
+        torch.testing.assert_close(
+            tensors(found), tensors(step(state, window)), rtol=1e-5, atol=1e-6
+        )
+
+
 WEIGHT = (48, 40)
 
 

@@ -60,7 +60,7 @@ def test_a_window_of_another_length_costs_one_more_graph_and_then_none():
         {"max_norm": 1.0, "norm_type": math.inf, "on_nonfinite": "drop_microbatch"},
         {"max_norm": 0.5, "weight_fn": lambda m: float(len(m[0]))},
     ],
-    ids=str,
+    ids=["2", "3", "inf", "weights"],
 )
 def test_with_dynamic_shapes_batches_of_any_size_are_one_graph_and_agree(settings):
     torch.manual_seed(0)

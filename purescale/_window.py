@@ -235,7 +235,7 @@ def _mixed(mean: Leaves | None, grads: Leaves, share: Any, counts: Tensor | None
 
 
 # Elements: below this a call costs more than to fetch a gradient into the cache again.
-LARGE = 2**16
+LARGE = 2**18
 
 
 def _added_to(mean: Leaves, weights: _Weights, index: int) -> Callable[[int, Tensor], None] | None:

@@ -371,10 +371,6 @@ class TorchOptimizer:
         )
         return Asked(plan, entered, rates)
 
-    def remembered(self, *arguments: Any, **settings: Any) -> Plan | None:
-        """The plan that is remembered of these arguments of `ask`."""
-        return self.ask(*arguments, **settings).plan
-
 
 def _besides(opt_state: OptState, rates: list[Any], keep: Sequence[Tensor]) -> list[Tensor]:
     """What is looked at after the first launch has written: a schedule may return what stands in

@@ -36,7 +36,7 @@ def stepped(optimizer, params, state, step, forget=False, **settings):
 
 
 def is_warm(optimizer, params, state, **settings):
-    return optimizer.remembered(params, grads_at(0, params), state, **settings) is not None
+    return optimizer.ask(params, grads_at(0, params), state, **settings).plan is not None
 
 
 @given(
@@ -182,7 +182,7 @@ def test_a_state_that_is_not_given_up_is_known_again_wherever_it_stands():
     params, state = clone((params, state))
     assert is_warm(optimizer, params, state, spent=True)
     shared = {**grads_at(0, params), "w0": params["w1"].detach()}
-    assert optimizer.remembered(params, shared, state, spent=True) is None
+    assert optimizer.ask(params, shared, state, spent=True).plan is None
 
 
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adamax])
@@ -392,10 +392,8 @@ def test_what_is_kept_may_share_memory_with_itself():
     params, optimizer = start()
     params, state = stepped(optimizer, params, optimizer.init(params), 0, donate=True)
     kept = torch.ones(3)
-    plan = optimizer.remembered(
-        params, grads_at(1, params), state, donate=True, spent=True, keep=[kept, kept, kept[:1]]
-    )
-    assert plan.spent
+    settings = {"donate": True, "spent": True, "keep": [kept, kept, kept[:1]]}
+    assert optimizer.ask(params, grads_at(1, params), state, **settings).plan.spent
 
 
 @given(

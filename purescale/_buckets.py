@@ -70,8 +70,7 @@ class Reduction:
         """
         index = self.bucket_of[place]
         number = _numbers(leaf)
-        dtype = _numbers(self.like[place]).dtype
-        dtype = _foreach.wide_dtype(dtype)
+        dtype = _foreach.real_dtype(_foreach.wide_dtype(self.like[place].dtype))
         divisor: Any = self.divisor
         divisor = divisor.to(dtype) if isinstance(divisor, Tensor) else divisor
         if _tree.traced():
@@ -82,7 +81,7 @@ class Reduction:
                     self.parts[place] = number.div_(divisor)
                     self.rows[index] = _foreach.in_memory_order(number)
                 else:
-                    self._copy(place, number, divisor)
+                    self._copy(place, number, dtype, divisor)
         self.missing[index] -= 1
         while len(self.away) < len(self.buckets) and not self.missing[len(self.away)]:
             self._send(len(self.away))
@@ -114,9 +113,8 @@ class Reduction:
         alone = memory.resizable() and _torch.storage_uses(memory._cdata) == 2
         return alike and laid and alone and memory.nbytes() == number.nbytes
 
-    def _copy(self, place: int, number: Tensor, divisor: Any) -> None:
+    def _copy(self, place: int, number: Tensor, dtype: torch.dtype, divisor: Any) -> None:
         index = self.bucket_of[place]
-        dtype = _foreach.wide_dtype(_numbers(self.like[place]).dtype)
         if self.rows[index] is None:
             self._make_room(index, dtype)
         part = self.parts[place]
@@ -148,7 +146,7 @@ class Reduction:
 
 def _numbers(leaf: Tensor) -> Tensor:
     """A leaf as dense, real numbers."""
-    leaf = leaf if leaf.layout is torch.strided else leaf.to_dense()
+    leaf = _foreach.dense(leaf)
     if not leaf.is_complex():
         return leaf
     return torch.view_as_real(leaf.to(_foreach.wide_dtype(leaf.dtype)).resolve_conj())

@@ -257,7 +257,7 @@ def _blend_plain(
     a: Tensor, n: Tensor | None, share: Tensor, good: Tensor, scale: Tensor | None
 ) -> Tensor:
     wide = wide_dtype(a.dtype)
-    kept = a.to(wide) * (1 - share).to(_real(wide))
+    kept = a.to(wide) * (1 - share).to(real_dtype(wide))
     if n is None:
         return kept.to(a.dtype)
     mean = _mixed(kept, n, share, good, scale)
@@ -276,7 +276,7 @@ def _mixed(
 ) -> Tensor:
     """`a + n / scale * share` where `n` counts, in plain ops."""
     wide = wide_dtype(n.dtype) if a is None else a.dtype
-    factor: Any = share.to(_real(wide)) if isinstance(share, Tensor) else share
+    factor: Any = share.to(real_dtype(wide)) if isinstance(share, Tensor) else share
 
     def counted(values: Tensor) -> Tensor:
         values = values.to(wide)
@@ -291,7 +291,8 @@ def _mixed(
     return added + a if added.layout is torch.strided else a + added
 
 
-def _real(dtype: torch.dtype) -> torch.dtype:
+def real_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of the parts of what has this dtype."""
     return {torch.complex64: torch.float32, torch.complex128: torch.float64}.get(dtype, dtype)
 
 
@@ -339,6 +340,15 @@ def _compressed_indices(leaf: Tensor) -> tuple[Tensor, Tensor]:
     if leaf.layout in (torch.sparse_csr, torch.sparse_bsr):
         return leaf.crow_indices().clone(), leaf.col_indices().clone()
     return leaf.ccol_indices().clone(), leaf.row_indices().clone()
+
+
+def dense(leaf: Tensor) -> Tensor:
+    """`leaf` as a dense tensor. Rows of a sparse one that stand there twice are summed at least in
+    float32: in half precision their sum may be beyond its range.
+    """
+    if leaf.layout is torch.strided:
+        return leaf
+    return leaf.to(wide_dtype(leaf.dtype)).to_dense()
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -243,7 +243,7 @@ def _gradients(loss: Tensor, inputs: Leaves, scales: Tensor) -> Leaves:
     if len(scales) == 1:
         # torch.vmap has no rule for what is sparse; its duplicates are not to overflow
         found = differentiate(seeds[0])
-        grads = [None if grad is None else _dense(grad)[None] for grad in found]
+        grads = [None if grad is None else _foreach.dense(grad)[None] for grad in found]
     else:
         try:
             grads = list(differentiate(seeds, is_grads_batched=True))
@@ -258,12 +258,6 @@ def _gradients(loss: Tensor, inputs: Leaves, scales: Tensor) -> Leaves:
         leaf.detach().new_zeros(()).expand(len(scales), *leaf.shape) if grad is None else grad
         for leaf, grad in zip(inputs, grads, strict=True)
     ]
-
-
-def _dense(grad: Tensor) -> Tensor:
-    if grad.layout is torch.strided:
-        return grad
-    return _foreach.at_least_float32(grad).to_dense()
 
 
 def _facts(grads: Leaves, overflow: Tensor, best: Leaves | None) -> list[tuple[Tensor, Tensor]]:

@@ -4,7 +4,6 @@ microbatch.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -14,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from . import _dtensor, _foreach, _meshes, _tree
+from . import _dtensor, _foreach, _tree
 from ._buckets import reduction_of
 from ._collectives import agree, lines_of, on_cpu
 from ._group import all_reduce, check_group
-from ._headroom import grad_amax, largest
-from ._scaler import overflowed
+from ._headroom import grad_amax
+from ._spread import read
 from ._tree import Flat, Leaves, Tree
 from ._window import Gathered
 
@@ -60,12 +59,10 @@ def together(
     ]
     found_inf, overflow, norm = gathered.found_inf, gathered.overflow, None
     if gathered.scaled:
-        size = _meshes.extent(mean, scale.device, norm_type, scale, exact=amax)
-        most = largest(size, scale.device, scale) if amax else ()
-        bad = overflowed(size, scale, scaled=True)
+        bad, norm, most = read(mean, norm_type, scale, scaled=True, amax=amax)
         found_inf, overflow = found_inf | bad, overflow | bad
-        if size.norm is not None:
-            norm = torch.where(overflow, torch.inf, size.norm / scale)
+        if norm is not None:
+            norm = torch.where(overflow, torch.inf, norm)
     else:
         most = grad_amax(mean) if amax else ()
     return gathered._replace(
@@ -148,21 +145,20 @@ def checked(
 def _refuse_spread(trees: dict[str, Tree]) -> None:
     for name, tree in trees.items():
         for index, leaf in enumerate(_tree.flatten(tree)[0]):
-            if not isinstance(leaf, Tensor):
+            if not isinstance(leaf, Tensor) or _foreach.is_dense(leaf):
                 continue
-            at = functools.partial(_tree.path, tree, f"state.{name}", index)
+            at = _tree.path(tree, f"state.{name}", index)
             if isinstance(leaf, DTensor):
                 mesh = _dtensor.sizes(leaf.device_mesh)
                 raise ValueError(
-                    f"{at()} is a DTensor, {leaf.placements} over a mesh of {mesh}; with a group "
+                    f"{at} is a DTensor, {leaf.placements} over a mesh of {mesh}; with a group "
                     "every rank holds all of each leaf, in plain tensors. Likely cause: group=... "
                     "in a script that now shards its parameters. Cure: leave group out, a DTensor "
                     "is reduced over its own mesh; for replicas of shards a mesh of two dimensions "
                     "and [Replicate(), Shard(0)]."
                 )
-            if leaf.layout is not torch.strided:
-                raise ValueError(
-                    f"{at()} is {leaf.layout}; what ranks average is dense. Likely cause: a sparse "
-                    "buffer, as an adjacency matrix. Cure: `buffer.to_dense()`, or let loss_fn "
-                    "close over what no step changes."
-                )
+            raise ValueError(
+                f"{at} is {leaf.layout}; what ranks average is dense. Likely cause: a sparse "
+                "buffer, as an adjacency matrix. Cure: `buffer.to_dense()`, or let loss_fn "
+                "close over what no step changes."
+            )

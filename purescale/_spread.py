@@ -157,12 +157,31 @@ def facts(
     dense: bool = False,
     amax: bool = False,
 ) -> tuple[Tensor, Tensor | None, Any]:
-    """`found_inf`, where clipping needs it the norm of the unscaled gradients, and their largest
-    where `amax` asks for it, from at most one read of `leaves`.
+    """`read` for what clipping needs; what is known already is not read again, nor anything where
+    all is.
     """
     norm_type = None if clip.max_norm is None else clip.norm_type
     if found_inf is not None and (norm is not None or norm_type is None):
         return found_inf, norm, ()
+    return read(
+        *(leaves, norm_type, scale, group, found_inf), scaled=scaled, dense=dense, amax=amax
+    )
+
+
+def read(
+    leaves: list[Any],
+    norm_type: float | None,
+    scale: Tensor,
+    group: Any = None,
+    found_inf: Tensor | None = None,
+    *,
+    scaled: bool,
+    dense: bool = False,
+    amax: bool = False,
+) -> tuple[Tensor, Tensor | None, Any]:
+    """`found_inf`, the norm of the unscaled gradients where a `norm_type` asks for it, and their
+    largest where `amax` does, from one read of `leaves`.
+    """
     over = scale if scaled else None
     size = _meshes.extent(leaves, scale.device, norm_type, over, dense=dense, exact=amax)
     if found_inf is None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -24,8 +25,9 @@ from ._buckets import Reduction, reduction_of, share_of
 from ._checks import as_float
 from ._differentiate import Differentiate, LossFn
 from ._group import all_reduce
-from ._headroom import grad_amax, largest
+from ._headroom import grad_amax
 from ._scaler import HasScale, overflowed, unscale_and_check
+from ._spread import read
 from ._tree import Flat, Leaves, Tree
 
 BNUpdate = Literal["each", "window"]
@@ -103,10 +105,10 @@ def gather(
     carrying = _tree.flat((buffers.tree, init_bn_stats(buffers.tree)))
     gathered = _gather(params, carrying, scaler, microbatches, catching, *settings)
     carried, stats = gathered.buffers
+    known: Mapping[str, float | Tensor] = momenta
     if group is not None:
-        stats, everywhere = over_ranks(stats, momenta, group)
-        return gathered._replace(buffers=updated_once(carried, stats, everywhere))
-    return gathered._replace(buffers=updated_once(carried, stats, momenta))
+        stats, known = over_ranks(stats, momenta, group)
+    return gathered._replace(buffers=updated_once(carried, stats, known))
 
 
 def _gather(
@@ -138,6 +140,7 @@ def _gather(
     alone = len(microbatches) == 1
     single = alone and group is None
     together = single or on_nonfinite == "drop_window"
+    large = early and _has_large(differentiate)
     carried = buffers.leaves
     mean: Leaves | None = None
     accum: AccumState | None = None
@@ -145,21 +148,20 @@ def _gather(
     overflows: list[Tensor] = []
     aux: tuple[Any, ...] = ()
     for index, microbatch in enumerate(microbatches):
-        last = index == len(microbatches) - 1
-        put = sent = None
-        if last and reduction is not None:
-            put = sent = _sent_to(reduction, differentiate, mean, weights, index)
-        elif mean is not None and together and not exact:
-            put = _added_to(mean, weights, index)
-        grads, (loss, new_buffers, new_aux) = differentiate(
-            carried, microbatch, put, 0 if sent else LARGE
-        )
+        counts: bool | Tensor = weights.counts[index]
+        share = weights.shares[index]
+        put: Callable[[int, Tensor], None] | None = None
+        least, sent = 0, reduction is not None and index == len(microbatches) - 1
+        if reduction is not None and sent:
+            put = _sent_to(reduction, differentiate, mean, weights, index)
+        elif large and together and mean is not None and counts is True:
+            put, least = functools.partial(_add_large, mean, share), LARGE
+        grads, (loss, new_buffers, new_aux) = differentiate(carried, microbatch, put, least)
         if group is not None:  # the ranks hold other rows of what is sparse
-            grads = list(map(_dense, grads))
+            grads = [None if leaf is None else _foreach.dense(leaf) for leaf in grads]
         losses.append(loss)
         aux += tuple(new_aux)
-        counts = weights.counts[index]
-        if index == 0 and any(map(_is_sparse, grads)):
+        if index == 0 and not all(leaf is None or leaf.layout is torch.strided for leaf in grads):
             together = False  # duplicate indices are summed after unscaling
         if single:
             mean, counts = grads, True  # what is dropped is the step
@@ -168,14 +170,12 @@ def _gather(
                 size = _meshes.extent(grads, scale.device)
                 overflows.append(overflowed(size, scale, scaled=False))
             flag = counts if isinstance(counts, Tensor) else None
-            if sent is not None:
+            if sent:
                 mean = None
-            elif put is not None:
-                _add_rest(mean or [], grads, weights.shares[index])
             elif alone and counts is True:
                 mean = grads
             elif counts is not False:
-                mean = _mixed(mean, grads, weights.shares[index], flag)
+                mean = _mixed(mean, grads, share, flag)
         else:
             accum, overflow = _add(accum, grads, weights.vector[index], differentiate.scaler)
             overflows.append(overflow)
@@ -202,10 +202,7 @@ def _gather(
     else:
         mean = differentiate.zeros() if mean is None else mean
         # one read gives the norm too
-        size = _meshes.extent(mean, scale.device, norm_type, scale, exact=amax)
-        most = largest(size, scale.device, scale) if amax else ()
-        overflow = overflowed(size, scale, scaled=True)
-        norm = None if size.norm is None else size.norm / scale
+        overflow, norm, most = read(mean, norm_type, scale, scaled=True, amax=amax)
         if norm is not None and not single:
             norm = torch.where(overflow, torch.inf, norm)
         if overflows:
@@ -226,7 +223,13 @@ def _gather(
 
 
 def _mixed(mean: Leaves | None, grads: Leaves, share: Any, counts: Tensor | None) -> Leaves:
-    """`_foreach.mix` of leaves that may be DTensors."""
+    """`_foreach.mix` of leaves that may be DTensors; None where `_add_large` was there before."""
+    if mean is not None and any(leaf is None for leaf in grads):
+        rest = [index for index, leaf in enumerate(grads) if leaf is not None]
+        if rest:
+            some = [_foreach.dense(grads[index]) for index in rest]
+            _foreach.mix([mean[index] for index in rest], some, share, counts)
+        return mean
     if not _dtensor.among(grads):
         return _foreach.mix(mean, grads, share, counts)
     shards = _dtensor.shards(grads)
@@ -238,38 +241,17 @@ def _mixed(mean: Leaves | None, grads: Leaves, share: Any, counts: Tensor | None
 LARGE = 2**18
 
 
-def _added_to(mean: Leaves, weights: _Weights, index: int) -> Callable[[int, Tensor], None] | None:
-    """What adds a large gradient to the mean as the backward makes it: on a CPU, which still has it
-    in its cache, and where its memory serves for the next.
+def _has_large(differentiate: Differentiate) -> bool:
+    """Whether gradients are to be added to the mean as the backward makes them: on a CPU, which
+    still has a large one in its cache, and where its memory serves for the next.
     """
-    share, large = weights.shares[index], [leaf for leaf in mean if leaf.numel() >= LARGE]
-    if _tree.traced() or weights.counts[index] is not True or isinstance(share, Tensor):
-        return None
-    if not large or not all(leaf.is_cpu and _foreach.is_dense(leaf) for leaf in mean):
-        return None
-
-    def add(index: int, gradient: Tensor) -> None:
-        _foreach.mix([mean[index]], [_dense(gradient)], share)
-
-    return add
+    weights = differentiate.inputs
+    on_cpu = not differentiate.spread and all(leaf.is_cpu for leaf in weights)
+    return on_cpu and any(leaf.numel() >= LARGE for leaf in weights)
 
 
-def _add_rest(mean: Leaves, grads: Leaves, share: Any) -> None:
-    """What `_added_to` left."""
-    rest = [index for index, gradient in enumerate(grads) if gradient is not None]
-    if rest:
-        _foreach.mix([mean[i] for i in rest], [_dense(grads[i]) for i in rest], share)
-
-
-def _dense(gradient: Any) -> Any:
-    if not _is_sparse(gradient):
-        return gradient
-    # Rows that stand there twice are summed, in half precision beyond its range.
-    return gradient.to(_foreach.wide_dtype(gradient.dtype)).to_dense()
-
-
-def _is_sparse(gradient: Tensor | None) -> bool:
-    return gradient is not None and gradient.layout is not torch.strided
+def _add_large(mean: Leaves, share: Any, index: int, gradient: Tensor) -> None:
+    _foreach.mix([mean[index]], [_foreach.dense(gradient)], share)
 
 
 def _sent_to(
@@ -286,7 +268,7 @@ def _sent_to(
 
     def put(index: int, gradient: Tensor) -> None:
         before = None if mean is None else [mean[index]]
-        gradient = _dense(gradient)
+        gradient = _foreach.dense(gradient)
         if counts is not True or len(weights.counts) > 1:
             if counts is not False:
                 gradient = _foreach.mix(before, [gradient], share, flag)[0]

@@ -440,14 +440,24 @@ def _takes_lists(leaf: Tensor) -> bool:
 
 def _bounded(column: list[Any], old: torch.dtype, new: torch.dtype) -> Any:
     """What is finite within the range of `new`."""
-    limit = torch.finfo(new).max
-    if limit >= torch.finfo(old).max:
+    limit = _limit(old, new)
+    if limit is None:
         return column
     bounded = foreach.clamp_min(column, -limit)
     foreach.clamp_max_(bounded, limit)
-    # inf again where it was; of what is finite too little to change a bit, 4 of 65504 at most
+    # inf again where it was; of what is finite too little to change a bit, 4 of 65280 at most
     foreach.add_(bounded, column, alpha=torch.finfo(old).tiny)
     return bounded
+
+
+def _limit(old: torch.dtype, new: torch.dtype) -> float | None:
+    """The largest number of `old` within the range of `new`; None where all of its are."""
+    most = torch.finfo(new).max
+    if most >= torch.finfo(old).max:
+        return None
+    part, exponent = math.frexp(most)
+    step = torch.finfo(old).eps / 2  # 65504 is no bfloat16: it would round to 65536
+    return math.ldexp(part // step * step, exponent)
 
 
 def saturating(leaf: Tensor, dtype: torch.dtype) -> Tensor:
@@ -456,8 +466,8 @@ def saturating(leaf: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if leaf.dtype is dtype:
         return leaf
-    limit = torch.finfo(dtype).max
-    if leaf.is_complex() or limit >= torch.finfo(leaf.dtype).max:
+    limit = None if leaf.is_complex() else _limit(leaf.dtype, dtype)
+    if limit is None:
         return leaf.to(dtype)
     return on_values(
         lambda values: torch.where(torch.isfinite(values), values.clamp(-limit, limit), values).to(

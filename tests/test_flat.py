@@ -477,6 +477,18 @@ def _one_nan(leaf):
     return leaf if leaf is None else torch.where(leaf.isnan(), nan, leaf)
 
 
+NARROW = [*FLOATS, torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@given(leaf=floats(), dtype=st.sampled_from(NARROW))
+def test_a_saturating_cast_keeps_what_is_finite_finite(leaf, dtype):
+    cast = _foreach.saturating(leaf, dtype)
+    finite = leaf.isfinite()
+    assert bool(cast.double().isfinite()[finite].all())
+    within = finite & (leaf.double().abs() <= torch.finfo(dtype).max)
+    assert same_bits(cast.double()[within], leaf.to(dtype).double()[within])
+
+
 @given(
     leaves=st.lists(st.none() | floats(), max_size=6),
     dtypes=st.lists(st.sampled_from(FLOATS), min_size=6, max_size=6),

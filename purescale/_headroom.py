@@ -226,8 +226,22 @@ def updated(rule: Any, scaler: Any, found_inf: Tensor, amax: Any) -> Any:
     return rule.update(scaler, found_inf, *([amax] if takes_amax(rule) else []))
 
 
-def check_update(rule: Any) -> None:
-    """Refuse a rule whose `update` does not take what `takes_amax` says."""
+def check_rule(rule: Any) -> None:
+    """Refuse what is no rule, and one whose `update` does not take what `takes_amax` says."""
+    if isinstance(rule, type):
+        raise TypeError(
+            f"rule is the class {rule.__name__}; expected one that was made. Cure: "
+            f"rule={rule.__name__}()."
+        )
+    missing = [name for name in ("init", "update") if not callable(getattr(rule, name, None))]
+    if missing:
+        raise TypeError(
+            f"rule is {type(rule).__name__}, without "
+            f"{' and '.join(f'`{name}`' for name in missing)}; expected an object with "
+            "`init(device)`, which gives the state to start from, and `update(scaler, "
+            "found_inf)`, which gives the next one. Cure: DynamicScale(), StaticScale(512.0) or "
+            "NoScale(); the README has a rule of one's own."
+        )
     if torch.compiler.is_compiling():
         return
     function, wants = getattr(type(rule), "update", None), takes_amax(rule)

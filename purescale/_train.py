@@ -15,7 +15,7 @@ from ._accum import OnNonfinite, check_on_nonfinite
 from ._checks import shown
 from ._clip import Clip, check_ordered, checked, told
 from ._differentiate import LossFn
-from ._headroom import check_update, takes_amax, updated
+from ._headroom import check_rule, takes_amax, updated
 from ._infos import StepInfo
 from ._optim import Optimizer
 from ._ranks import checked as checked_group
@@ -361,18 +361,4 @@ def _check_parts(optimizer: Any, rule: Any) -> None:
             f"optimizer is {got}; expected an object with `init` and `step`. "
             f"Cure: from_torch(torch.optim.AdamW, lr=1e-3), or from_transformation(tx)."
         )
-    if isinstance(rule, type):
-        raise TypeError(
-            f"rule is the class {rule.__name__}; expected one that was made. Cure: "
-            f"rule={rule.__name__}()."
-        )
-    missing = [name for name in ("init", "update") if not callable(getattr(rule, name, None))]
-    if missing:
-        raise TypeError(
-            f"rule is {type(rule).__name__}, without "
-            f"{' and '.join(f'`{name}`' for name in missing)}; expected an object with "
-            "`init(device)`, which gives the state to start from, and `update(scaler, "
-            "found_inf)`, which gives the next one. Cure: DynamicScale(), StaticScale(512.0) or "
-            "NoScale(); the README has a rule of one's own."
-        )
-    check_update(rule)
+    check_rule(rule)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import _checks, _tree
-from ._headroom import check_update, updated
+from ._headroom import check_rule, updated
 from ._scaler import Rule
 
 
@@ -68,10 +68,7 @@ def replay(
 
 
 def _run(rule: Any, series: Tensor, step: Any) -> tuple[Any, Tensor]:
-    if isinstance(rule, type) or not (hasattr(rule, "init") and hasattr(rule, "update")):
-        got = f"the class {rule.__name__}" if isinstance(rule, type) else type(rule).__name__
-        raise TypeError(f"rule is {got}; expected one that was made. Cure: rule=DynamicScale().")
-    check_update(rule)
+    check_rule(rule)
     scaler = rule.init(series.device)
     first, structure = _tree.flatten(scaler)
     rows, flags = [first], [torch.zeros_like(series[:0], dtype=torch.bool)]

@@ -190,7 +190,7 @@ from ._checkpoint import (
     load as load,
 )
 
-from ._tree import select as select
+from ._select import select as select
 
 from . import simulate as simulate
 from . import interop as interop

@@ -5,6 +5,7 @@ A column is one list: parameters, one moment, gradients, buffers.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch import Tensor
 from . import _torch
 from ._torch import foreach, fused
 
-_PLAIN = (Tensor, torch.nn.Parameter, _torch.FakeTensor)
+_PLAIN = {Tensor, torch.nn.Parameter, _torch.FakeTensor}
+_layout = operator.attrgetter("layout")
 _EXACT = (torch.float32, torch.float64)
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -30,6 +32,13 @@ def is_plain(tensor: Tensor) -> bool:
     """
     plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
     return plain and not (tensor.is_neg() or tensor.is_conj())
+
+
+def are_plain(leaves: Sequence[Any]) -> bool:
+    """Whether each of them `is_plain`, at one look."""
+    if not set(map(type, leaves)) <= _PLAIN or not set(map(_layout, leaves)) <= {torch.strided}:
+        return False
+    return not (any(map(Tensor.is_neg, leaves)) or any(map(Tensor.is_conj, leaves)))
 
 
 def clone(tensors: Sequence[Tensor]) -> list[Tensor]:

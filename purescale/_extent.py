@@ -306,6 +306,13 @@ def _unit(largest: Tensor) -> Tensor:
     return torch.where((largest > 0) & torch.isfinite(largest), largest, 1)
 
 
+def surely_fits(size: Extent, scale: Tensor) -> bool:
+    """Whether it is known on the host that `scale` is usable, and what has this extent finite over
+    it.
+    """
+    return size.fit_over is scale
+
+
 def fits(size: Extent, scale: Tensor) -> Tensor:
     """Whether what has this extent is finite over `scale`: division is monotone, and what is not
     finite is not finite after it.

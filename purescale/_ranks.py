@@ -38,8 +38,7 @@ def together(
     Gradients that are on their way already are waited for; else they are sent now. A buffer that no
     rank has changed keeps its bits. Of integers, which count, the largest.
     """
-    weights, before = params.leaves, buffers.leaves
-    after = _tree.leaves_like("new_buffers", gathered.buffers, "buffers", *buffers[::2])
+    weights, before, after = params.leaves, buffers.leaves, gathered.buffers
     reduction = gathered.reduction
     if reduction is None:
         reduction = reduction_of(weights, before, gathered.divisor, group)
@@ -59,7 +58,7 @@ def together(
     ]
     found_inf, overflow, norm = gathered.found_inf, gathered.overflow, None
     if gathered.scaled:
-        bad, norm, most = read(mean, norm_type, scale, scaled=True, amax=amax)
+        bad, norm, most, _ = read(mean, norm_type, scale, scaled=True, amax=amax)
         found_inf, overflow = found_inf | bad, overflow | bad
         if norm is not None:
             norm = torch.where(overflow, torch.inf, norm)
@@ -71,7 +70,7 @@ def together(
         amax=most,
         found_inf=found_inf,
         overflow=overflow,
-        buffers=buffers.structure.unflatten(averaged),
+        buffers=averaged,
         reduction=None,
     )
 

@@ -360,7 +360,7 @@ def overflowed(size: _extent.Extent, scale: Tensor, *, scaled: bool, group: Any 
     """`found_inf` of gradients of this extent, which still are `scaled` or not, on any rank of
     `group`.
     """
-    if scaled and size.fit_over is scale:
+    if scaled and _extent.surely_fits(size, scale):
         found_inf = torch.zeros((), dtype=torch.bool, device=scale.device)
     else:
         found_inf = ~_extent.fits(size, scale if scaled else torch.ones_like(scale)) | ~is_usable(

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from . import _dtensor, _foreach, _meshes, _tree
 from ._clip import Clip
 from ._dtensor import Shards
+from ._extent import surely_fits
 from ._headroom import largest
 from ._scaler import overflowed
 from ._tree import Leaves, Tree
@@ -145,27 +146,33 @@ def _check_state(opt_state: Any, weights: dict[str, Any]) -> None:
                 )
 
 
+class Read(NamedTuple):
+    """What a step asks of its gradients."""
+
+    found_inf: Tensor
+    norm: Tensor | None  # unscaled; where it was asked for
+    largest: Any = ()  # unscaled; `()` where it was not asked for
+    finite: bool = False  # known on the host that `found_inf` is False: nothing need be chosen
+
+
 def facts(
     leaves: list[Any],
     clip: Clip,
     scale: Tensor,
-    found_inf: Tensor | None,
-    norm: Tensor | None,
+    known: Read | None,
     group: Any,
     *,
     scaled: bool,
     dense: bool = False,
     amax: bool = False,
-) -> tuple[Tensor, Tensor | None, Any]:
+) -> Read:
     """`read` for what clipping needs; what is known already is not read again, nor anything where
     all is.
     """
     norm_type = None if clip.max_norm is None else clip.norm_type
-    if found_inf is not None and (norm is not None or norm_type is None):
-        return found_inf, norm, ()
-    return read(
-        *(leaves, norm_type, scale, group, found_inf), scaled=scaled, dense=dense, amax=amax
-    )
+    if known is not None and (known.norm is not None or norm_type is None):
+        return known
+    return read(*(leaves, norm_type, scale, group, known), scaled=scaled, dense=dense, amax=amax)
 
 
 def read(
@@ -173,18 +180,18 @@ def read(
     norm_type: float | None,
     scale: Tensor,
     group: Any = None,
-    found_inf: Tensor | None = None,
+    known: Read | None = None,
     *,
     scaled: bool,
     dense: bool = False,
     amax: bool = False,
-) -> tuple[Tensor, Tensor | None, Any]:
-    """`found_inf`, the norm of the unscaled gradients where a `norm_type` asks for it, and their
-    largest where `amax` does, from one read of `leaves`.
-    """
+) -> Read:
+    """What one read of `leaves` tells; the flag that is `known` stays."""
     over = scale if scaled else None
     size = _meshes.extent(leaves, scale.device, norm_type, over, dense=dense, exact=amax)
-    if found_inf is None:
-        found_inf = overflowed(size, scale, scaled=scaled, group=group)
     norm = size.norm if over is None or size.norm is None else size.norm / over
-    return found_inf, norm, largest(size, scale.device, over, group) if amax else ()
+    most = largest(size, scale.device, over, group) if amax else ()
+    if known is not None:
+        return Read(known.found_inf, norm, most, known.finite)
+    found_inf = overflowed(size, scale, scaled=scaled, group=group)
+    return Read(found_inf, norm, most, group is None and scaled and surely_fits(size, scale))

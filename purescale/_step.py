@@ -14,7 +14,8 @@ from ._clip import Clip, check_ordered, checked, clip_by_value, clip_divisor, cl
 from ._kernels import Treatment
 from ._optim import Optimizer
 from ._scaler import HasScale, check_grads
-from ._spread import Spread, facts, spread
+from ._select import where
+from ._spread import Read, Spread, facts, spread
 from ._tree import Tree
 
 
@@ -94,7 +95,7 @@ def _maybe_step(
     params: Tree,
     grads: Tree,
     opt_state: Any,
-    bad: Tensor,
+    bad: Tensor | bool,
     *,
     donate: bool,
     keep: Sequence[Tensor] = (),
@@ -103,7 +104,7 @@ def _maybe_step(
     with _off_the_graph(optimizer):
         stepped = optimizer.step(params, grads, opt_state)
         apart = getattr(optimizer, "steps_apart", False) and not _tree.traced()
-        new_params, new_opt_state = _tree.where(
+        new_params, new_opt_state = where(
             bad, (params, opt_state), stepped, donate=donate, keep=keep, spent=apart
         )
     return new_params, new_opt_state
@@ -186,14 +187,13 @@ def skip_or_step(
     donate: bool,
     spent: bool,
     keep: Sequence[Tensor],
-    found_inf: Tensor | None = None,
-    norm: Tensor | None = None,
+    known: Read | None = None,
     amax: bool = False,
 ) -> Stepped:
     """`unscale_and_step` of gradients still `scaled` or not, which may be overwritten where they
     are `spent`; writes into none of `keep`.
 
-    `found_inf` and the `norm` of the unscaled gradients where they are known.
+    `known`: what is known of the gradients already, with a norm where clipping asks for one.
     """
     # Bounds are looked at again for each launch.
     keep = [*keep, *(bound for bound in clip[:2] if isinstance(bound, Tensor))]
@@ -209,26 +209,22 @@ def skip_or_step(
             check_ordered(grads, leaves)
         over = spread(optimizer, params, grads, opt_state)
         if over is not None:
-            known = found_inf, norm
             return _over_shards(optimizer, over, clip, scale, group, known, scaled, amax, settings)
-        known_too = {} if asked is None else {"asked": asked}
-        plan = _planned(optimizer, params, grads, opt_state, **settings, **known_too)
+        asked_too = {} if asked is None else {"asked": asked}
+        plan = _planned(optimizer, params, grads, opt_state, **settings, **asked_too)
     grad_norm: Any = ()
     if plan is not None:
         # The plan was made before the gradients are read, which drives from the cache what Python
         # looks at.
-        found_inf, norm, most = facts(
-            *(plan.gradients, clip, scale, found_inf, norm, group),
-            scaled=scaled,
-            dense=True,
-            amax=amax,
+        found_inf, norm, most, finite = facts(
+            *(plan.gradients, clip, scale, known, group), scaled=scaled, dense=True, amax=amax
         )
         divisor = scale if scaled else None
         if clip.max_norm is not None:
             divisor, grad_norm = clip_divisor(plan.gradients, norm, clip.max_norm, divisor)
             # One that is not finite would turn gradients into 0.
-            found_inf = found_inf | ~torch.isfinite(divisor)
-        stepped = plan.run(found_inf, Treatment(divisor, clip.value))
+            found_inf, finite = found_inf | ~torch.isfinite(divisor), False
+        stepped = plan.run(None if finite else found_inf, Treatment(divisor, clip.value))
         said = told(grad_norm, found_inf), told(most, found_inf)
         return Stepped(stepped[0], stepped[1], found_inf, *said)
     _check_step(optimizer, params, grads, opt_state)
@@ -244,15 +240,16 @@ def skip_or_step(
         )
         shards = _dtensor.shards(leaves)
         leaves = shards.back(_foreach.divide(shards.local, scale, donate=in_place))
-    found_inf, norm, most = facts(
-        leaves, clip, scale, found_inf, norm, group, scaled=False, amax=amax
+    found_inf, norm, most, finite = facts(
+        leaves, clip, scale, known, group, scaled=False, amax=amax
     )
     grads = structure.unflatten(leaves)
     if clip.max_norm is not None:
         grads, grad_norm = clip_to(grads, norm, clip.max_norm, donate=True)
     if clip.value is not None:
         grads = clip_by_value(grads, clip.value, donate=True)
-    stepped = _maybe_step(optimizer, params, grads, opt_state, found_inf, donate=donate, keep=keep)
+    bad = False if finite else found_inf
+    stepped = _maybe_step(optimizer, params, grads, opt_state, bad, donate=donate, keep=keep)
     return Stepped(*stepped, found_inf, told(grad_norm, found_inf), told(most, found_inf))
 
 
@@ -262,17 +259,14 @@ def _over_shards(
     clip: Clip,
     scale: Tensor,
     group: Any,
-    before: tuple[Tensor | None, Tensor | None],
+    known: Read | None,
     scaled: bool,
     amax: bool,
     settings: dict[str, Any],
 ) -> Stepped:
     """`skip_or_step` of DTensors: what all ranks must know first, then that of its own shards."""
     over, scaled = (over.unscaled(scale), False) if scaled and over.is_sparse else (over, scaled)
-    found_inf, norm, most = facts(
-        over.gradients, clip, scale, *before, group, scaled=scaled, amax=amax
-    )
-    known: dict[str, Any] = {"scaled": scaled, "found_inf": found_inf, "norm": norm, **settings}
-    out = skip_or_step(optimizer, *over[:3], clip, scale, **known)
+    known = facts(over.gradients, clip, scale, known, group, scaled=scaled, amax=amax)
+    out = skip_or_step(optimizer, *over[:3], clip, scale, scaled=scaled, known=known, **settings)
     stepped = over.back(out.params, out.opt_state)
-    return Stepped(*stepped, out.found_inf, out.grad_norm, told(most, out.found_inf))
+    return Stepped(*stepped, out.found_inf, out.grad_norm, told(known.largest, out.found_inf))

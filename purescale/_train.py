@@ -22,6 +22,8 @@ from ._ranks import checked as checked_group
 from ._ranks import together
 from ._retry import gather_until_finite
 from ._scaler import Rule, StaticScale, check_device
+from ._select import choose, where
+from ._spread import Read
 from ._step import skip_or_step
 from ._tree import Leaves, Tree
 from ._window import BNUpdate, check_weights
@@ -214,11 +216,11 @@ def train_step(
         )
     skip, overflow = gathered.found_inf, gathered.overflow
     # Where no try was finite, the scale ends as after one ordinary skip.
-    used = scaler if retries == 0 else _tree.where(overflow, state.scaler, scaler, donate=False)
+    used = scaler if retries == 0 else where(overflow, state.scaler, scaler, donate=False)
     next_scaler = updated(rule, used, overflow, gathered.amax)
     # a window that its weights alone made empty leaves the scale as it was
     if overflow is not skip:
-        next_scaler = _tree.where(skip & ~overflow, state.scaler, next_scaler, donate=False)
+        next_scaler = where(skip & ~overflow, state.scaler, next_scaler, donate=False)
     else:
         name = "the state that the rule gave"
         _tree.paired(state.scaler, next_scaler, "state.scaler", name, flat=before)
@@ -227,17 +229,10 @@ def train_step(
     # share memory.
     keep: list[Tensor] = []
     if not _tree.traced():
-        known_leaves = (*buffers.leaves, *before.leaves, *gathered.seen)
+        known_leaves = (*buffers.leaves, *gathered.buffers, *before.leaves, *gathered.seen)
         tried = scaler if retries else ()
-        made = (tried, next_scaler, state.step, state.rng, gathered._replace(grads=(), seen=[]))
         keep = [leaf for leaf in known_leaves if isinstance(leaf, Tensor)]
-        keep += _tree.all_tensors(made)
-    known: dict[str, Any] = {
-        "scaled": gathered.scaled,
-        "found_inf": skip,
-        "norm": gathered.norm,
-        "keep": keep,
-    }
+        keep += _tree.all_tensors((next_scaler, state.step, state.rng, gathered.aux, tried))
     out = skip_or_step(
         optimizer,
         state.params,
@@ -246,14 +241,18 @@ def train_step(
         clip,
         scaler.scale,
         donate=donate,
+        scaled=gathered.scaled,
         spent=True,
-        **known,
+        keep=keep,
+        known=Read(skip, gathered.norm, (), gathered.finite),
     )
     # before buffers are written, whose memory they may stand in
-    step, scale = state.step + ~skip, scaler.scale.clone()
+    step, scale = state.step + (1 if gathered.finite else ~skip), scaler.scale.clone()
+    bad = False if gathered.finite else skip
+    new_buffers = choose(bad, buffers.leaves, gathered.buffers, donate=donate)
     new_state = TrainState(
         params=out.params,
-        buffers=_tree.where(skip, buffers.tree, gathered.buffers, donate=donate, flat=buffers),
+        buffers=buffers.structure.unflatten(new_buffers),
         opt_state=out.opt_state,
         scaler=next_scaler,
         step=step,

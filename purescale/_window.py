@@ -27,6 +27,7 @@ from ._differentiate import Differentiate, LossFn
 from ._group import all_reduce
 from ._headroom import grad_amax
 from ._scaler import HasScale, overflowed, unscale_and_check
+from ._select import where
 from ._spread import read
 from ._tree import Flat, Leaves, Tree
 
@@ -44,10 +45,10 @@ class Gathered(NamedTuple):
     overflow: Tensor  # a microbatch that has a weight overflowed
     # at a lower scale fewer microbatches may be lost: what overflowed has a finite loss
     curable: Tensor
-    # how many overflowed; of a mean that was looked at only once, all that are lost with it
-    lost: Tensor
+    lost: Tensor  # how many overflowed; these two where each was looked at
+    finite: bool  # known on the host that `found_inf` is False
     amax: Any  # the largest of the unscaled gradients, where the rule takes it; else ()
-    buffers: Tree
+    buffers: Leaves
     aux: tuple[Any, ...]
     seen: list[Tensor]  # in the microbatches
     # Of a group: by which the mean of this rank is divided in that of all, inf where it counts for
@@ -104,11 +105,11 @@ def gather(
     # The statistics travel with the buffers, so whatever is dropped is dropped from them too.
     carrying = _tree.flat((buffers.tree, init_bn_stats(buffers.tree)))
     gathered = _gather(params, carrying, scaler, microbatches, catching, *settings)
-    carried, stats = gathered.buffers
+    carried, stats = carrying.structure.unflatten(gathered.buffers)
     known: Mapping[str, float | Tensor] = momenta
     if group is not None:
         stats, known = over_ranks(stats, momenta, group)
-    return gathered._replace(buffers=updated_once(carried, stats, known))
+    return gathered._replace(buffers=_tree.flatten(updated_once(carried, stats, known))[0])
 
 
 def _gather(
@@ -184,10 +185,11 @@ def _gather(
         if counts is True:
             carried = new_buffers
         elif counts is not False:
-            carried = _tree.where(~counts, carried, new_buffers, donate=False)
+            carried = where(~counts, carried, new_buffers, donate=False)
 
     norm: Tensor | None = None
     most: Any = ()
+    finite = False
     if accum is not None:
         mean, overflow = accum.grads, torch.stack(overflows)
         most = grad_amax(mean) if amax else ()
@@ -202,19 +204,20 @@ def _gather(
     else:
         mean = differentiate.zeros() if mean is None else mean
         # one read gives the norm too
-        overflow, norm, most = read(mean, norm_type, scale, scaled=True, amax=amax)
+        overflow, norm, most, finite = read(mean, norm_type, scale, scaled=True, amax=amax)
         if norm is not None and not single:
             norm = torch.where(overflow, torch.inf, norm)
         if overflows:
             each = torch.stack(overflows)
-            overflow = torch.where(each.any(), each, overflow)
-    facts = _summary(weights, torch.stack(losses), overflow, on_nonfinite, group)
+            overflow, finite = torch.where(each.any(), each, overflow), False
+    facts = _summary(weights, losses, overflow, on_nonfinite, group, exact=exact)
     return Gathered(
         grads=() if mean is None else differentiate.tree(mean),
         scaled=together,
         norm=norm,
         amax=most,
-        buffers=buffers.structure.unflatten(carried),
+        finite=finite and weights.equal,
+        buffers=carried,
         aux=aux,
         seen=differentiate.seen,
         reduction=reduction,
@@ -332,22 +335,25 @@ def check_weights(
 
 
 def _summary(
-    weights: _Weights, loss: Tensor, overflow: Tensor, on_nonfinite: OnNonfinite, group: Any
+    weights: _Weights,
+    losses: list[Tensor],
+    overflow: Tensor,
+    on_nonfinite: OnNonfinite,
+    group: Any,
+    *,
+    exact: bool,
 ) -> dict[str, Tensor]:
     """`loss`, `found_inf`, `overflow`, `curable` and `lost` of a window, from those of its
     microbatches or of their mean; with a `group` from those of all its ranks, and `divisor`.
     """
     weight = weights.vector
+    loss = torch.stack(losses)
     if group is None and weights.equal and not overflow.ndim:
-        mean = loss.mean(dtype=weight.dtype).to(loss.dtype)
-        curable = overflow & torch.isfinite(loss).all()
-        return {
-            "loss": mean,
-            "found_inf": overflow,
-            "overflow": overflow,
-            "curable": curable,
-            "lost": overflow * len(loss),
-        }
+        mean = loss.mean(dtype=weight.dtype).to(loss.dtype) if len(losses) > 1 else loss[0]
+        told = dict.fromkeys(("found_inf", "overflow", "curable", "lost"), overflow)
+        if exact:
+            told["curable"] = overflow & torch.isfinite(loss).all()
+        return {"loss": mean, **told}
     invalid = ~is_weight(weight)
     counts = ~invalid & (weight > 0)
     overflow = overflow & counts

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import purescale as ps
-from purescale import _columns, _extent, _foreach, _leaf, _torch, _tree
+from purescale import _columns, _extent, _foreach, _leaf, _select, _torch, _tree
 
 LISTS = {name: many for name, many in SETTINGS.items() if name not in ("Muon", "Adafactor")}
 CASES = [
@@ -256,7 +256,7 @@ def test_267_buffers_stand_still_in_a_handful_of_operators(donate):
     with fake_cuda():
         old, new, bad = resnet_buffers(), resnet_buffers(), torch.zeros((), dtype=torch.bool)
         with Launched() as launched:
-            _tree.where(bad, old, new, donate=donate)
+            _select.where(bad, old, new, donate=donate)
     # torch 2.11 clones a list by two
     assert len(launched.ops) <= (12 if torch.__version__ >= "2.12" else 13)
 
@@ -351,7 +351,7 @@ def test_a_choice_over_lists_has_the_bits_and_the_layout_of_torch_where(
     )
     expected = [torch.where(bad, a, b) for a, b in zip(old, new, strict=True)]
     with as_on_an_accelerator() if launches else contextlib.nullcontext():
-        found = _tree.where(bad, clone(old), clone(new), donate=donate, spent=spent)
+        found = _select.where(bad, clone(old), clone(new), donate=donate, spent=spent)
     assert same_bits(found, expected)
     assert all(
         a.stride() == b.stride() or a.numel() < 2 or donate or spent
@@ -371,7 +371,7 @@ def test_a_choice_over_lists_writes_only_into_what_was_given_up(pairs, bad, dona
         as_on_an_accelerator() if launches else contextlib.nullcontext(),
         Untouched(new if donate else (old, new)),
     ):
-        found = _tree.where(bad, old, new, donate=donate)
+        found = _select.where(bad, old, new, donate=donate)
     assert not shares_memory(new, found)
     assert donate or not shares_memory(old, found)
     memories = [t.untyped_storage().data_ptr() for t in found if t.numel()]
@@ -390,7 +390,7 @@ def test_what_is_donated_stays_where_it_was(launches, bad):
             "z": torch.ones(2, 3).t(),
         }
         new = {name: t + 1 for name, t in old.items()}
-        found = _tree.where(torch.tensor(bad), old, new, donate=True, spent=True)
+        found = _select.where(torch.tensor(bad), old, new, donate=True, spent=True)
     assert [t.data_ptr() for t in found.values()] == [t.data_ptr() for t in old.values()]
 
 
@@ -400,7 +400,7 @@ def test_tensors_that_share_memory_are_not_written_into(launches):
     old, new = {"a": row[:2], "b": row[2:]}, {"a": row[1:3], "b": row[:2]}
     with as_on_an_accelerator() if launches else contextlib.nullcontext(), Untouched(row):
         found = ps.select(torch.tensor(False), old, new)
-        donated = _tree.where(torch.tensor(False), old, new, donate=True)
+        donated = _select.where(torch.tensor(False), old, new, donate=True)
     assert same_bits((found, donated), (new, new))
 
 

@@ -41,17 +41,11 @@ class FormulaStep:
         """A step. A compiler looks only at the arguments: `key` stands for the settings, `rates`
         are the rates that move.
         """
-        traced = _tree.traced()
-        differentiable = traced or self._groups.differentiable
+        differentiable = _tree.traced() or self._groups.differentiable
         lrs = [rates.get(index, rate) for index, rate in enumerate(self._groups.lrs)]
         lists = not differentiable and self._over_lists(
             [*weights.values(), *gradients.values()], slots
         )
-        flags: dict[str, bool] = {}
-        run = inspect.unwrap(self._cls.step)
-        if not self._groups.flag_named:
-            flags = {"foreach": lists, "fused": False, "capturable": True, "differentiable": traced}
-            run = without_reads(self._cls, lists=lists)
         if self._nesterov and (lists or self._groups.settings.get("foreach")):
             gradients = dict(zip(gradients, _columns.clone(list(gradients.values())), strict=True))
 
@@ -72,14 +66,7 @@ class FormulaStep:
                 new_slots = {
                     name: {key: next(copies) for key in slot} for name, slot in slots.items()
                 }
-            if self._groups.lr_in_state and issubclass(self._cls, torch.optim.ASGD):
-                # eta is made from the rate that `init` knew
-                _begin_at(lrs[0], list(new_slots.values()), lists=lists)
-            if _tree.under_transform():
-                _batch_alike(new_weights, new_slots, gradients, lrs)
-            arithmetic = contextlib.nullcontext() if lists else PlainArithmetic()
-            with torch.set_grad_enabled(differentiable), arithmetic:
-                self._run(run, new_weights, gradients, new_slots, lrs, {**flags, **changed})
+            self.in_place(new_weights, gradients, new_slots, lrs, lists=lists, **changed)
             return new_weights, new_slots
 
         later = stepped()
@@ -103,6 +90,38 @@ class FormulaStep:
             if FIRST in new_slots[name]:
                 new_slots[name][FIRST] = torch.zeros_like(new_slots[name][FIRST])
         return new_weights, new_slots
+
+    def in_place(
+        self,
+        weights: dict[str, Tensor],
+        gradients: dict[str, Tensor],
+        slots: Slots,
+        lrs: list[Any],
+        *,
+        lists: bool = False,
+        **changed: Any,
+    ) -> None:
+        """The step over these very tensors, which nobody else sees, on the graph only where it is
+        to be differentiated.
+        """
+        traced = _tree.traced()
+        differentiable = traced or self._groups.differentiable
+        flags: dict[str, bool] = {}
+        run = inspect.unwrap(self._cls.step)
+        if not self._groups.flag_named:
+            flags = {"foreach": lists, "fused": False, "capturable": True, "differentiable": traced}
+            run = without_reads(self._cls, lists=lists)
+        if self._groups.lr_in_state and issubclass(self._cls, torch.optim.ASGD):
+            # eta is made from the rate that `init` knew
+            _begin_at(lrs[0], list(slots.values()), lists=lists)
+        if _tree.under_transform():
+            _batch_alike(weights, slots, gradients, lrs)
+        # The capturable formula has factors that are tensors only where a rate is one.
+        plain = not (differentiable or self._groups.flag_named)
+        plain = plain and not any(isinstance(rate, Tensor) for rate in lrs)
+        arithmetic = contextlib.nullcontext() if lists or plain else PlainArithmetic()
+        with torch.set_grad_enabled(differentiable), arithmetic:
+            self._run(run, weights, gradients, slots, lrs, {**flags, **changed})
 
     def _over_lists(self, tensors: list[Tensor], slots: Slots) -> bool:
         """Whether launches are what a step costs, and torch has a formula whose launches do not

@@ -15,7 +15,7 @@ from ._kernels import Treatment
 from ._optim import Optimizer
 from ._scaler import HasScale, check_grads
 from ._select import where
-from ._spread import Read, Spread, facts, spread
+from ._spread import Read, Spread, facts, read, spread
 from ._tree import Tree
 
 
@@ -202,6 +202,11 @@ def skip_or_step(
     ask = getattr(optimizer, "ask", None)
     asked = None if ask is None else ask(params, grads, opt_state, **settings)
     plan = None if asked is None else asked.plan  # one that need not check
+    formula = None if asked is None else asked.formula
+    if formula is not None and scaled and group is None:
+        out = _by_formula(formula, clip, scale, known, amax)
+        if out is not None:
+            return out
     if plan is None or (plan.gradients[:1] and plan.gradients[0].device != scale.device):
         leaves, structure = _tree.flatten(grads)
         check_grads(scale, grads, leaves)
@@ -251,6 +256,30 @@ def skip_or_step(
     bad = False if finite else found_inf
     stepped = _maybe_step(optimizer, params, grads, opt_state, bad, donate=donate, keep=keep)
     return Stepped(*stepped, found_inf, told(grad_norm, found_inf), told(most, found_inf))
+
+
+def _by_formula(
+    plan: Any, clip: Clip, scale: Tensor, known: Read | None, amax: bool
+) -> Stepped | None:
+    """`skip_or_step` of gradients still scaled that are known to be finite, so that nothing need be
+    chosen; `None` of others.
+    """
+    grads = plan.gradients
+    if grads[:1] and grads[0].device != scale.device:
+        return None  # to be refused
+    if known is None:
+        known = read(grads, None, scale, scaled=True, dense=True, amax=amax)
+    if not known.finite:
+        return None
+    norm: Any = ()
+    grads = _foreach.divide(grads, scale, donate=plan.spent)
+    if clip.max_norm is not None:
+        found = facts(grads, clip, scale, known, None, scaled=False, dense=True).norm
+        grads, norm = clip_to(grads, found, clip.max_norm, donate=True)
+    if clip.value is not None:
+        grads = clip_by_value(grads, clip.value, donate=True)
+    stepped = plan.run(grads)
+    return Stepped(stepped[0], stepped[1], known.found_inf, norm, known.largest)
 
 
 def _over_shards(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _foreach, _plan, _slots, _torch, _tree
+from . import _columns, _foreach, _plan, _slots, _torch, _tree
 from ._door import Entered, Memo, enter
 from ._formula_step import FormulaStep
 from ._groups import Groups, as_tensor
@@ -72,12 +72,48 @@ class Plan(NamedTuple):
         )
 
 
+class FormulaPlan(NamedTuple):
+    """A step by torch's formula, on a CPU, that is checked; nothing is written yet."""
+
+    formula: FormulaStep
+    entered: Entered
+    rates: list[Any]
+    opt_state: OptState
+    spent: bool  # the gradients may hold anything afterwards
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        return self.entered.gradients
+
+    def run(self, gradients: list[Tensor]) -> tuple[Tree, OptState]:
+        """The step over these gradients, which are unscaled and known to be finite: in place where
+        that is donated.
+        """
+        names, leaves, state, _, _, marks = self.entered
+        state = [t.detach() for t in state] if marks.donate else _columns.clone(state)
+        tensors = iter(state)
+        present = [n for n, leaf in zip(names, leaves, strict=True) if leaf is not None]
+        weights = {name: next(tensors) for name in present}
+        slots = {
+            name: {key: next(tensors) for key in slot}
+            for name, slot in self.opt_state.slots.items()
+        }
+        given = [name for index, name in enumerate(names) if index not in marks.absent]
+        dtypes = [weights[name].dtype for name in given]
+        cast = _foreach.cast_list(gradients, dtypes, apart=False)
+        self.formula.in_place(weights, dict(zip(given, cast, strict=True)), slots, self.rates)
+        lr = self.formula.copy(self.opt_state.lr)
+        params = {name: weights.get(name) for name in names}
+        return params, OptState(self.opt_state.applied + 1, slots, lr)
+
+
 class Asked(NamedTuple):
     """What is remembered of the arguments of a step, and what was found out on the way."""
 
     plan: Plan | None
     entered: Entered | None
     rates: list[Any] | None  # None where nothing is remembered at all
+    formula: FormulaPlan | None = None
 
 
 class TorchOptimizer:
@@ -95,7 +131,7 @@ class TorchOptimizer:
         self._groups = Groups(cls, lr, overrides, settings, lr_in_state=lr_in_state)
         self._kept = Kept(cls, self._groups.slots, self._groups.every)
         self._kernel = kernel_of(cls)
-        self._memo: Memo[_plan.Facts] = Memo()
+        self._memo: Memo[_plan.Facts | None] = Memo()  # None of a step by the formula
         self.differentiable = self._groups.differentiable
         self.elementwise = is_elementwise(cls)
         # What a class of somebody else's returns may stand in the memory of its arguments.
@@ -272,15 +308,19 @@ class TorchOptimizer:
         `spent` may hold anything afterwards. What stands in the memory of another of these tensors,
         or of `keep`, is written into in no case.
         """
+        if asked is None and self._kernel is None:
+            return None  # what the formula does is remembered where flags are known
         if asked is None:
             asked = self.ask(params, grads, opt_state, donate=donate, spent=spent, keep=keep)
-        known, entered, rates = asked
+        known, entered, rates, _ = asked
         if known is not None:
             return known
-        if self._kernel is None or _tree.under_transform():
+        if _tree.under_transform() or (self._kernel is None and entered is None):
             return None
         problem = self.check(params, grads, opt_state)
-        if not self.has_fused_kernel(problem):
+        if self._kernel is None and entered is not None:
+            self._remember_formula(entered, problem)
+        if self._kernel is None or not self.has_fused_kernel(problem):
             return None
         if not self.differentiable:
             _tree.refuse_graphs(params=params, grads=grads, opt_state=opt_state)
@@ -328,6 +368,20 @@ class TorchOptimizer:
             opt_state,
         )
 
+    def _remember_formula(self, entered: Entered, problem: Problem) -> None:
+        """That a step by the formula needs no second check, where it can be made on these very
+        tensors.
+        """
+        columns = [*entered.state, *entered.gradients]
+        same = all(map(operator.is_, entered.state, problem.weights.values()))
+        same = same and all(map(operator.is_, entered.gradients, problem.gradients.values()))
+        plain = _columns.are_plain(columns) and all(map(_foreach.is_dense, columns))
+        alone = not entered.marks.donate or all(_tree.writable(columns, leaves_too=True))
+        simple = not (self._groups.flag_named or self._kept.first_step_differs)
+        on_cpu = all(leaf.is_cpu and leaf.is_floating_point() for leaf in columns)
+        if same and plain and alone and simple and on_cpu:
+            self._memo.add(entered, None)
+
     def ask(
         self,
         params: Tree,
@@ -341,16 +395,9 @@ class TorchOptimizer:
         """`plan` of arguments that differ from earlier ones in their values only, so that nothing
         need be checked again.
         """
-        if (
-            (self._kernel is None and not spent)
-            or _tree.traced()
-            or _tree.DEBUG_DONATION
-            or not isinstance(opt_state, OptState)
-        ):
+        if _tree.traced() or _tree.DEBUG_DONATION or not isinstance(opt_state, OptState):
             return Asked(None, None, None)
         rates = self._groups.rates(opt_state.applied, opt_state.lr)
-        if self._kernel is None:
-            return Asked(None, None, rates)
         others = _besides(opt_state, rates, keep)
         entered = enter(params, grads, opt_state.slots, others, donate=donate, spent=spent)
         known = None if entered is None else self._memo.find(entered)
@@ -358,6 +405,10 @@ class TorchOptimizer:
             return Asked(None, entered, rates)
         facts, alone = known
         self._groups.check(opt_state)
+        if facts is None or self._kernel is None:
+            spent = entered.marks.spent and alone
+            formula = FormulaPlan(self._formula, entered, rates, opt_state, spent)
+            return Asked(None, entered, rates, formula)
         plan = Plan(
             self._kernel,
             facts,

@@ -2,13 +2,14 @@
 bits, and nothing is kept alive.
 """
 
+import contextlib
 import gc
 import threading
 import weakref
 
 import pytest
 import torch
-from helpers import clone, same_bits, tensors
+from helpers import Untouched, clone, same_bits, tensors
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,9 +20,13 @@ ADAMW = {"lr": 0.1, "weight_decay": 0.1}
 SCALER = ps.DynamicScale(init_scale=8.0).init()
 
 
-def start(count=3, size=4):
+# by torch's fused kernel, and by its formula
+BOTH_WAYS = pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.NAdam])
+
+
+def start(count=3, size=4, cls=torch.optim.AdamW):
     params = {f"w{i}": torch.linspace(-1, 1, size) + i for i in range(count)}
-    return params, ps.from_torch(torch.optim.AdamW, **ADAMW)
+    return params, ps.from_torch(cls, **ADAMW)
 
 
 def grads_at(step, params):
@@ -36,40 +41,48 @@ def stepped(optimizer, params, state, step, forget=False, **settings):
 
 
 def is_warm(optimizer, params, state, **settings):
-    return optimizer.ask(params, grads_at(0, params), state, **settings).plan is not None
+    asked = optimizer.ask(params, grads_at(0, params), state, **settings)
+    return (asked.plan or asked.formula) is not None
 
 
-@given(
-    st.lists(
-        st.tuples(st.booleans(), st.booleans(), st.sampled_from([None, 0.5]), st.booleans()),
-        min_size=1,
-        max_size=8,
-    ),
-    st.integers(1, 4),
-)
-def test_to_forget_at_any_moment_changes_no_bit(steps, count):
-    """Donated and not, clipped and not, with and without a gradient, in any order."""
+def runs(**size):
+    """Whether a step forgets, is donated, by what it is bounded, and of what kind a gradient is."""
+    bounds = st.sampled_from([{}, {"max_norm": 0.5}, {"clip_value": 0.1}])
+    kinds = st.sampled_from(["finite", "finite", "absent", "inf", "half"])
+    return st.lists(st.tuples(st.booleans(), st.booleans(), bounds, kinds), **size)
+
+
+@BOTH_WAYS
+@given(runs(min_size=1, max_size=8), st.integers(1, 4))
+def test_to_forget_at_any_moment_changes_no_bit(cls, steps, count):
+    """Donated and not, clipped and not, with gradients that are missing, inf or half, in any
+    order.
+    """
     results = []
     for forgetting in (True, False):
-        params, optimizer = start(count)
-        state = optimizer.init(params)
-        for index, (forget, donate, max_norm, absent) in enumerate(steps):
+        params, optimizer = start(count, cls=cls)
+        state, told = optimizer.init(params), []
+        for index, (forget, donate, bound, kind) in enumerate(steps):
             if forget or forgetting:
                 optimizer._memo.clear()
             grads = grads_at(index, params)
-            if absent:
-                grads["w0"] = None
-            out = ps.unscale_and_step(
-                optimizer, SCALER, params, grads, state, max_norm=max_norm, donate=donate
-            )
+            first = grads["w0"]
+            kinds = {"finite": first, "absent": None, "inf": first / 0, "half": first.half()}
+            grads["w0"] = kinds[kind]
+            with contextlib.nullcontext() if donate else Untouched((params, grads, state)):
+                out = ps.unscale_and_step(
+                    optimizer, SCALER, params, grads, state, amax=True, **bound, donate=donate
+                )
             params, state = out.params, out.opt_state
-        results.append((params, state))
+            told.append(clone(tuple(out[2:])))
+        results.append((params, state, told))
     assert same_bits(*results)
 
 
-def test_a_second_step_is_known_again():
+@BOTH_WAYS
+def test_a_second_step_is_known_again(cls):
     for donate in (True, False):
-        params, optimizer = start()
+        params, optimizer = start(cls=cls)
         params, state = stepped(optimizer, params, optimizer.init(params), 0, donate=donate)
         assert is_warm(optimizer, params, state, donate=donate, spent=donate)
         optimizer._memo.clear()
@@ -96,16 +109,17 @@ def watched(t):
     t.requires_grad_()
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize("change", [other_data, other_memory, watched])
 @pytest.mark.parametrize("which", ["parameter", "slot"])
 @pytest.mark.parametrize("donate", [True, False])
-def test_what_is_changed_in_place_is_stepped_as_it_is_now(change, which, donate):
-    params, optimizer = start()
+def test_what_is_changed_in_place_is_stepped_as_it_is_now(cls, change, which, donate):
+    params, optimizer = start(cls=cls)
     params, state = stepped(optimizer, params, optimizer.init(params), 0, donate=donate)
     change(params["w1"] if which == "parameter" else state.slots["w1"]["exp_avg"])
     if which == "slot" and change is watched:
         state.slots["w1"]["exp_avg"].requires_grad_(False)
-    _, fresh = start()
+    _, fresh = start(cls=cls)
     expected = stepped(
         fresh, *clone(torch.utils._pytree.tree_map(lambda t: t.detach(), (params, state))), 1
     )
@@ -113,11 +127,12 @@ def test_what_is_changed_in_place_is_stepped_as_it_is_now(change, which, donate)
     assert same_bits(new, expected)
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize("change", [other_size, transposed])
 @pytest.mark.parametrize("which", ["parameter", "slot"])
-def test_another_shape_in_place_is_refused(change, which):
+def test_another_shape_in_place_is_refused(cls, change, which):
     params = {"w": torch.ones(2, 4)}
-    optimizer = ps.from_torch(torch.optim.AdamW, **ADAMW)
+    optimizer = ps.from_torch(cls, **ADAMW)
     params, state = stepped(optimizer, params, optimizer.init(params), 0, donate=True)
     grads = grads_at(1, params)
     change(params["w"] if which == "parameter" else state.slots["w"]["exp_avg"])
@@ -155,8 +170,9 @@ def test_memory_that_is_used_again_is_known_for_what_it_is():
         assert new["v"].tolist() == [[-1.0] * new["v"].shape[1]] * size
 
 
-def test_nothing_is_kept_alive():
-    params, optimizer = start()
+@BOTH_WAYS
+def test_nothing_is_kept_alive(cls):
+    params, optimizer = start(cls=cls)
     state = optimizer.init(params)
     for index in range(3):
         params, state = stepped(optimizer, params, state, index, donate=True)
@@ -267,11 +283,12 @@ def test_a_schedule_is_asked_once_a_step():
         assert len(asked) == 1
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize("spoil", ["microbatch", "gradient", "scaler"])
 @pytest.mark.parametrize("before", [1, 2])
-def test_what_shares_memory_with_the_state_today_is_not_written_over(spoil, before):
+def test_what_shares_memory_with_the_state_today_is_not_written_over(cls, spoil, before):
     """The memo is warm from steps in which everything stood apart."""
-    params, optimizer = start(count=2)
+    params, optimizer = start(count=2, cls=cls)
     state = optimizer.init(params)
     for step in range(before):
         params, state = stepped(optimizer, params, state, step, donate=True)
@@ -286,6 +303,20 @@ def test_what_shares_memory_with_the_state_today_is_not_written_over(spoil, befo
     expected = ps.unscale_and_step(optimizer, clone(scaler), *clone((params, grads, state)))
     out = ps.unscale_and_step(optimizer, scaler, params, grads, state, donate=True)
     assert same_bits((out.params, out.opt_state), (expected.params, expected.opt_state))
+
+
+@BOTH_WAYS
+def test_parameters_that_overlap_are_not_written_in_place(cls):
+    memory = torch.ones(8)
+    params, optimizer = {"a": memory[:5], "b": memory[3:]}, ps.from_torch(cls, **ADAMW)
+    state = optimizer.init(params)
+    before = clone((params, state))
+    expected = stepped(optimizer, *clone(before), 0)
+    for _ in range(3):
+        new = clone(stepped(optimizer, params, state, 0, donate=True))
+        assert same_bits(new, expected)
+        for tensor, old in zip(tensors((params, state)), tensors(before), strict=True):
+            tensor.copy_(old)
 
 
 def test_parameters_in_one_piece_of_memory_are_written_in_place_where_they_do_not_overlap():
@@ -307,8 +338,9 @@ def test_parameters_in_one_piece_of_memory_are_written_in_place_where_they_do_no
         assert same_bits(new, expected)
 
 
-def test_threads_step_their_own_models_with_one_optimizer():
-    optimizer = ps.from_torch(torch.optim.AdamW, **ADAMW)
+@BOTH_WAYS
+def test_threads_step_their_own_models_with_one_optimizer(cls):
+    optimizer = ps.from_torch(cls, **ADAMW)
     expected = []
     for number in range(4):
         params, _ = start(count=1 + number)
@@ -335,8 +367,9 @@ def test_threads_step_their_own_models_with_one_optimizer():
     assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_a_step_under_inference_mode_is_not_taken_for_one_outside():
-    params, optimizer = start()
+@BOTH_WAYS
+def test_a_step_under_inference_mode_is_not_taken_for_one_outside(cls):
+    params, optimizer = start(cls=cls)
     state = optimizer.init(params)
     for index in range(4):
         if index == 2:
@@ -414,11 +447,12 @@ def test_what_stands_beside_pieces_of_memory_overlaps_none_of_them(gaps, others)
     assert found or overlap or not solid
 
 
+@BOTH_WAYS
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("place", ["params", "grads", "slots"])
-def test_a_nested_tensor_in_a_step_that_is_remembered_is_refused_in_words(place, donate):
-    adam = ps.from_torch(torch.optim.Adam, lr=0.1)
+def test_a_nested_tensor_in_a_step_that_is_remembered_is_refused_in_words(cls, place, donate):
+    adam = ps.from_torch(cls, lr=0.1)
     scaler, params = ps.DynamicScale().init(), {"a": torch.ones(2, 3), "b": torch.ones(4)}
     opt_state, grads = adam.init(params), clone(params)
 

@@ -1538,3 +1538,53 @@ def test_a_rate_given_as_a_tensor_is_copied():
     sgd, params = ps.from_torch(OPTIM.SGD, lr=lr), {"w": torch.zeros(1)}
     lr.fill_(100.0)
     assert sgd.step(params, {"w": torch.ones(1)}, sgd.init(params))[0]["w"] == -1
+
+
+RATES = {
+    "number": {},
+    "schedule": {"lr": lambda applied: 0.1 / (1 + applied)},
+    "in the state": {"lr_in_state": True},
+    "overridden": {"overrides": {"head.*": {"lr": 0.01}}},
+}
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize(
+    ("name", "settings", "rates"),
+    [
+        pytest.param(*case.values, rate, id=f"{case.id}-{kind}")
+        for case in NO_READS
+        for kind, rate in RATES.items()
+        if (case.values[0], kind) != ("Rprop", "in the state")  # refused
+    ],
+)
+def test_steps_in_a_row_with_overflows_equal_their_parts_bit_for_bit(name, settings, donate, rates):
+    """By then what is static is remembered, and finite gradients are not chosen for."""
+    optimizer = ps.from_torch(getattr(OPTIM, name), **{"lr": 0.05, **settings, **rates})
+    scaler = ps.DynamicScale(init_scale=4.0).init()
+    params = make_params()
+    theirs, state = clone(params), optimizer.init(params)
+    their_state = clone(state)
+    for step in range(6):
+        grads = grads_at(step, params)
+        if step in (2, 4):
+            grads["gain"] = grads["gain"] / 0
+        whole, found_inf = ps.unscale_and_check(scaler, grads)
+        theirs, their_state = ps.maybe_step(optimizer, theirs, whole, their_state, found_inf)
+        out = ps.unscale_and_step(optimizer, scaler, params, grads, state, donate=donate)
+        params, state = out.params, out.opt_state
+        assert same_bits((params, state, out.found_inf), (theirs, their_state, found_inf))
+
+
+@pytest.mark.parametrize("name", CAPTURABLE)
+def test_a_donated_step_of_finite_gradients_makes_no_second_state(name):
+    optimizer = ps.from_torch(getattr(OPTIM, name), lr=0.05)
+    scaler, params = ps.DynamicScale(init_scale=4.0).init(), make_params()
+    state = optimizer.init(params)
+    for step in range(3):
+        places = [t.data_ptr() for t in pytree.tree_leaves((params, state.slots))]
+        out = ps.unscale_and_step(
+            optimizer, scaler, params, grads_at(step, params), state, donate=True
+        )
+        params, state = out.params, out.opt_state
+    assert places == [t.data_ptr() for t in pytree.tree_leaves((params, state.slots))]

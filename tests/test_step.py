@@ -155,6 +155,19 @@ def test_unscale_and_step_equals_its_parts(grads, scale, max_norm, clip_value, d
             assert_close(tuple(out)[:4], expected, rtol=2e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("donate", [False, True])
+def test_finite_gradients_over_a_divisor_beyond_float32_skip_the_step(donate):
+    params = {"w": torch.ones(3), "b": torch.ones(())}
+    state, scaler = ADAMW.init(params), RULE.init()._replace(scale=torch.tensor(2.0**16))
+    for _ in range(3):  # cold and warm
+        grads = {name: torch.full_like(p, 1e5) for name, p in params.items()}
+        out = ps.unscale_and_step(
+            ADAMW, scaler, *clone((params, grads, state)), max_norm=1e-35, donate=donate
+        )
+        assert out.found_inf
+        assert same_bits((out.params, out.opt_state), (params, state))
+
+
 @given(trees(finite32), powers_of_two)
 def test_unscale_and_step_without_donation_shares_no_memory(grads, scale):
     scaler = RULE.init()._replace(scale=torch.tensor(scale))

@@ -272,7 +272,7 @@ def _by_formula(
     if not known.finite:
         return None
     norm: Any = ()
-    grads = _foreach.divide(grads, scale, donate=plan.spent)
+    grads = plan.unscaled(scale)
     if clip.max_norm is not None:
         found = facts(grads, clip, scale, known, None, scaled=False, dense=True).norm
         grads, norm = clip_to(grads, found, clip.max_norm, donate=True)

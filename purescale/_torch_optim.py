@@ -18,6 +18,7 @@ from ._groups import Groups, as_tensor
 from ._kernels import Kernel, Treatment, kernel_of
 from ._slots import Kept, OptState, Slots
 from ._spread import is_elementwise, over_shards
+from ._torch import foreach
 from ._tree import Tree
 
 
@@ -80,22 +81,34 @@ class FormulaPlan(NamedTuple):
     rates: list[Any]
     opt_state: OptState
     spent: bool  # the gradients may hold anything afterwards
+    listed: bool  # one list operation takes them all
 
     @property
     def gradients(self) -> list[Tensor]:
         return self.entered.gradients
+
+    def unscaled(self, scale: Tensor) -> list[Any]:
+        """The gradients over `scale`, in memory of their own or given up."""
+        if not (self.spent and self.listed):
+            return _foreach.divide(self.gradients, scale, donate=self.spent)
+        with torch.no_grad():
+            foreach.div_(self.gradients, scale)
+        return self.gradients
 
     def run(self, gradients: list[Tensor]) -> tuple[Tree, OptState]:
         """The step over these gradients, which are unscaled and known to be finite: in place where
         that is donated.
         """
         names, leaves, state, _, _, marks = self.entered
-        state = [t.detach() for t in state] if marks.donate else _columns.clone(state)
-        tensors = iter(state)
+        tensors = iter(state if marks.donate else _columns.clone(state))
         present = [n for n, leaf in zip(names, leaves, strict=True) if leaf is not None]
-        weights = {name: next(tensors) for name in present}
+        # torch looks for a gradient at its parameter, which is not to be seen at the caller's
+        weights = {name: next(tensors).detach() for name in present}
         slots = {
-            name: {key: next(tensors) for key in slot}
+            name: {
+                key: tensor.detach() if (tensor := next(tensors)).requires_grad else tensor
+                for key in slot
+            }
             for name, slot in self.opt_state.slots.items()
         }
         given = [name for index, name in enumerate(names) if index not in marks.absent]
@@ -131,7 +144,8 @@ class TorchOptimizer:
         self._groups = Groups(cls, lr, overrides, settings, lr_in_state=lr_in_state)
         self._kept = Kept(cls, self._groups.slots, self._groups.every)
         self._kernel = kernel_of(cls)
-        self._memo: Memo[_plan.Facts | None] = Memo()  # None of a step by the formula
+        # of a step by the formula, whether its gradients are `listed`
+        self._memo: Memo[_plan.Facts | bool] = Memo()
         self.differentiable = self._groups.differentiable
         self.elementwise = is_elementwise(cls)
         # What a class of somebody else's returns may stand in the memory of its arguments.
@@ -380,7 +394,8 @@ class TorchOptimizer:
         simple = not (self._groups.flag_named or self._kept.first_step_differs)
         on_cpu = all(leaf.is_cpu and leaf.is_floating_point() for leaf in columns)
         if same and plain and alone and simple and on_cpu:
-            self._memo.add(entered, None)
+            listed = all(g.dtype is torch.float32 and g.ndim > 0 for g in entered.gradients)
+            self._memo.add(entered, listed)
 
     def ask(
         self,
@@ -405,9 +420,9 @@ class TorchOptimizer:
             return Asked(None, entered, rates)
         facts, alone = known
         self._groups.check(opt_state)
-        if facts is None or self._kernel is None:
+        if isinstance(facts, bool) or self._kernel is None:
             spent = entered.marks.spent and alone
-            formula = FormulaPlan(self._formula, entered, rates, opt_state, spent)
+            formula = FormulaPlan(self._formula, entered, rates, opt_state, spent, facts is True)
             return Asked(None, entered, rates, formula)
         plan = Plan(
             self._kernel,

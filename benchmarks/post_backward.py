@@ -24,12 +24,17 @@ class GradScaler:
     """The hand-written torch loop after backward."""
 
     def __init__(
-        self, shapes: list[tuple[int, ...]], device: str, clip: bool, **implementation: bool
+        self,
+        shapes: list[tuple[int, ...]],
+        device: str,
+        clip: bool,
+        cls: Any = torch.optim.AdamW,
+        **implementation: bool,
     ) -> None:
         self.params = [torch.randn(s, device=device).requires_grad_() for s in shapes]
         self.fresh = [torch.randn_like(p) * SCALE for p in self.params]
         self.grads = [torch.empty_like(g) for g in self.fresh]
-        self.optimizer = torch.optim.AdamW(self.params, lr=1e-4, **implementation)
+        self.optimizer = cls(self.params, lr=1e-4, **implementation)
         self.scaler = torch.amp.GradScaler(device, init_scale=SCALE, growth_interval=10**9)
         self.scaler.scale(torch.ones((), device=device))  # makes its tensors
         self.clip = clip
@@ -59,11 +64,12 @@ class Purescale:
         clip: bool,
         donate: bool,
         rule: ps.Rule[Any] = RULE,
+        cls: Any = torch.optim.AdamW,
     ) -> None:
         self.params = {str(i): torch.randn(s, device=device) for i, s in enumerate(shapes)}
         self.fresh = [torch.randn_like(p) * SCALE for p in self.params.values()]
         self.grads = {n: torch.empty_like(p) for n, p in self.params.items()}
-        self.optimizer = ps.from_torch(torch.optim.AdamW, lr=1e-4)
+        self.optimizer = ps.from_torch(cls, lr=1e-4)
         self.state = self.optimizer.init(self.params)
         self.rule, self.scaler = rule, rule.init(device)
         self.amax = getattr(rule, "takes_amax", False)

@@ -326,13 +326,13 @@ class TorchOptimizer:
             return None  # what the formula does is remembered where flags are known
         if asked is None:
             asked = self.ask(params, grads, opt_state, donate=donate, spent=spent, keep=keep)
-        known, entered, rates, _ = asked
+        known, entered, rates, formula = asked
         if known is not None:
             return known
         if _tree.under_transform() or (self._kernel is None and entered is None):
             return None
         problem = self.check(params, grads, opt_state)
-        if self._kernel is None and entered is not None:
+        if self._kernel is None and entered is not None and formula is None:
             self._remember_formula(entered, problem)
         if self._kernel is None or not self.has_fused_kernel(problem):
             return None
@@ -390,8 +390,10 @@ class TorchOptimizer:
         same = all(map(operator.is_, entered.state, problem.weights.values()))
         same = same and all(map(operator.is_, entered.gradients, problem.gradients.values()))
         plain = _columns.are_plain(columns) and all(map(_foreach.is_dense, columns))
-        alone = not entered.marks.donate or all(_tree.writable(columns, leaves_too=True))
+        # A module's own parameters are written into in every step or, as here, in none.
+        alone = not entered.marks.donate or all(_tree.writable(columns))
         simple = not (self._groups.flag_named or self._kept.first_step_differs)
+        simple = simple and self.steps_apart
         on_cpu = all(leaf.is_cpu and leaf.is_floating_point() for leaf in columns)
         if same and plain and alone and simple and on_cpu:
             listed = all(g.dtype is torch.float32 and g.ndim > 0 for g in entered.gradients)

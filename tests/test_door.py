@@ -421,6 +421,20 @@ def test_a_wrapped_models_own_parameters_are_written_in_place_off_the_graph():
     assert all(p.requires_grad and p.is_leaf for p in model.parameters())
 
 
+def test_a_formula_writes_into_a_modules_own_parameters_in_no_step():
+    model = torch.nn.Linear(3, 2)
+    optimizer = ps.from_torch(torch.optim.NAdam, **ADAMW)
+    params, before = dict(model.named_parameters()), clone(model.state_dict())
+    state = optimizer.init(params)
+    for step in range(3):
+        out = ps.unscale_and_step(
+            optimizer, SCALER, params, grads_at(step, params), state, donate=True
+        )
+        state = out.opt_state
+        assert same_bits(model.state_dict(), before)
+        assert not same_bits(out.params, before)
+
+
 def test_what_is_kept_may_share_memory_with_itself():
     params, optimizer = start()
     params, state = stepped(optimizer, params, optimizer.init(params), 0, donate=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -78,8 +79,15 @@ class Differentiate:
             grads = _put_each(put, least, loss, inputs)
         else:
             found = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
-            # a backward may return what it was given
-            grads = [grad.detach() if grad.requires_grad else grad for grad in found]
+            # a backward may return what it was given, or what it keeps
+            grads = [
+                grad.detach().clone()
+                if held > _ALONE
+                else grad.detach()
+                if grad.requires_grad
+                else grad
+                for grad, held in zip(found, _references(found), strict=True)
+            ]
         if self.spread:
             grads = [_dtensor.like(grad, leaf) for grad, leaf in zip(grads, inputs, strict=True)]
         seen = _tree.all_tensors(microbatch)
@@ -148,6 +156,13 @@ class Differentiate:
             )
         leaves = _tree.paired(buffers, new_buffers, "buffers", "new_buffers", flat=self.buffers)[1]
         return loss, leaves, aux
+
+
+def _references(tensors: Sequence[Tensor]) -> list[int]:
+    return [sys.getrefcount(tensor) for tensor in tensors]
+
+
+_ALONE = _references((torch.empty(0, device="cpu"),))[0]  # of what only its tuple holds
 
 
 def _put_each(

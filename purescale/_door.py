@@ -28,6 +28,7 @@ class Marks(NamedTuple):
     donate: bool
     spent: bool
     absent: list[int]  # parameters without a gradient
+    vacant: list[int]  # and those that are None
     names: list[str]  # in the state
     counts: list[int]
     keys: list[str]
@@ -65,10 +66,12 @@ def enter(
     else:
         return None
     absent: list[int] = []
+    vacant: list[int] = []
     held, present = weights, gradients
     if type(None) in set(map(type, gradients)):
         absent = [place for place, gradient in enumerate(gradients) if gradient is None]
         present = [gradient for gradient in gradients if gradient is not None]
+        vacant = [place for place in absent if weights[place] is None]
         held = [weight for weight in weights if weight is not None]
     every = slots.values()
     state = [*held, *itertools.chain.from_iterable(map(dict.values, every))]
@@ -76,6 +79,7 @@ def enter(
         donate,
         spent,
         absent,
+        vacant,
         list(slots),
         list(map(len, every)),
         list(itertools.chain.from_iterable(every)),

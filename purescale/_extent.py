@@ -120,7 +120,8 @@ def _quick_extent(
     total = torch.stack(squares).sum(dtype=torch.float64).item()
     divisor = 1.0 if scale is None else scale.item()
     bound = math.sqrt(total) if total >= 0 else math.nan  # no element is larger
-    usable = 0 < divisor < math.inf and bound / divisor < torch.finfo(torch.float32).max
+    # bfloat16 ends a little below float32
+    usable = 0 < divisor < math.inf and bound / divisor < torch.finfo(torch.bfloat16).max
     # Squares below float32's range are lost; what they could add to a sum above this is less than
     # its rounding.
     if not usable or (norm_type == 2 and total < count * 2.0**-100):

@@ -116,8 +116,9 @@ class FormulaStep:
             _begin_at(lrs[0], list(slots.values()), lists=lists)
         if _tree.under_transform():
             _batch_alike(weights, slots, gradients, lrs)
-        # The capturable formula has factors that are tensors only where a rate is one.
+        # A formula that is capturable has factors that are tensors only where a rate is one.
         plain = not (differentiable or self._groups.flag_named)
+        plain = plain and "capturable" in self._groups.defaults
         plain = plain and not any(isinstance(rate, Tensor) for rate in lrs)
         arithmetic = contextlib.nullcontext() if lists or plain else PlainArithmetic()
         with torch.set_grad_enabled(differentiable), arithmetic:

@@ -82,7 +82,7 @@ class Kept:
         )
         slots = []
         for probe in probes:
-            slot = {key: value.to(probe.device) for key, value in optimizer.state[probe].items()}
+            slot = {key: _made(value, probe) for key, value in optimizer.state[probe].items()}
             if issubclass(self._cls, torch.optim.SGD) and group["momentum"] != 0:
                 # torch makes this buffer in the first step, as a copy of the gradient; -0.0 *
                 # momentum + g is g for every g.
@@ -145,6 +145,11 @@ class Kept:
             f"opt_state has no {missing} that {self._cls.__name__} keeps. Likely cause: the state "
             "of another class or of other settings. Cure: `opt_state = optimizer.init(params)`."
         )
+
+
+def _made(value: Any, probe: Tensor) -> Any:
+    """What torch made of `probe`, and of a rate where that stood in."""
+    return value.rate.to(probe) if isinstance(value, Rate) else value.to(probe.device)
 
 
 def described(tensor: Tensor) -> str:

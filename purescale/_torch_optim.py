@@ -386,18 +386,20 @@ class TorchOptimizer:
         """That a step by the formula needs no second check, where it can be made on these very
         tensors.
         """
-        columns = [*entered.state, *entered.gradients]
-        same = all(map(operator.is_, entered.state, problem.weights.values()))
-        same = same and all(map(operator.is_, entered.gradients, problem.gradients.values()))
-        plain = _columns.are_plain(columns) and all(map(_foreach.is_dense, columns))
+        state, gradients = entered.state, entered.gradients
+        columns = [*state, *gradients]
+        same = entered.names == problem.names
+        same = same and all(map(operator.is_, state, problem.weights.values()))
+        same = same and all(map(operator.is_, gradients, problem.gradients.values()))
+        simple = not (self._groups.flag_named or self._kept.first_step_differs)
+        if not (same and simple and self.steps_apart and _columns.are_plain(columns)):
+            return
         # A module's own parameters are written into in every step or, as here, in none.
         alone = not entered.marks.donate or all(_tree.writable(columns))
-        simple = not (self._groups.flag_named or self._kept.first_step_differs)
-        simple = simple and self.steps_apart
         on_cpu = all(leaf.is_cpu and leaf.is_floating_point() for leaf in columns)
-        if same and plain and alone and simple and on_cpu:
-            listed = all(g.dtype is torch.float32 and g.ndim > 0 for g in entered.gradients)
-            self._memo.add(entered, listed)
+        if alone and on_cpu and not any(g.requires_grad for g in gradients):
+            listed = all(g.dtype is torch.float32 and g.ndim > 0 for g in gradients)
+            self._memo.add(entered, listed and all(map(_columns.is_gapless, gradients)))
 
     def ask(
         self,
@@ -412,7 +414,8 @@ class TorchOptimizer:
         """`plan` of arguments that differ from earlier ones in their values only, so that nothing
         need be checked again.
         """
-        if _tree.traced() or _tree.DEBUG_DONATION or not isinstance(opt_state, OptState):
+        sound = isinstance(opt_state, OptState) and isinstance(opt_state.applied, Tensor)
+        if _tree.traced() or _tree.DEBUG_DONATION or not sound:
             return Asked(None, None, None)
         rates = self._groups.rates(opt_state.applied, opt_state.lr)
         others = _besides(opt_state, rates, keep)
@@ -423,6 +426,8 @@ class TorchOptimizer:
         facts, alone = known
         self._groups.check(opt_state)
         if isinstance(facts, bool) or self._kernel is None:
+            if list(grads) != entered.names:  # a norm is summed in the order of the gradients
+                return Asked(None, entered, rates)
             spent = entered.marks.spent and alone
             formula = FormulaPlan(self._formula, entered, rates, opt_state, spent, facts is True)
             return Asked(None, entered, rates, formula)

@@ -435,6 +435,134 @@ def test_a_formula_writes_into_a_modules_own_parameters_in_no_step():
         assert not same_bits(out.params, before)
 
 
+def parts(optimizer, params, grads, state):
+    """A step by the small functions, which remember nothing."""
+    whole, found_inf = ps.unscale_and_check(SCALER, grads)
+    return ps.maybe_step(optimizer, params, whole, state, found_inf)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"a": {"w": torch.ones(3)}}, {"a": [torch.ones(3)]}, {0: torch.ones(3)}, [torch.ones(3)]],
+    ids=["nested", "a list inside", "keys that are no names", "a list"],
+)
+@BOTH_WAYS
+def test_any_tree_of_parameters_steps_warm_as_by_its_parts(cls, params):
+    optimizer = ps.from_torch(cls, **ADAMW)
+    state = their_state = optimizer.init(params)
+    theirs = params
+    for _ in range(3):
+        grads = clone(theirs)
+        out = ps.unscale_and_step(optimizer, SCALER, params, clone(grads), state)
+        params, state = out.params, out.opt_state
+        theirs, their_state = parts(optimizer, theirs, grads, their_state)
+        assert same_bits((params, state), (theirs, their_state))
+
+
+@pytest.mark.parametrize("kind", ["another order", "on a graph"])
+def test_a_norm_is_summed_warm_as_it_is_cold(kind):
+    warm, cold = (ps.from_torch(torch.optim.NAdam, **ADAMW) for _ in range(2))
+    generator = torch.Generator().manual_seed(0)
+    params = {name: torch.randn(37, generator=generator) for name in "abcdef"}
+    state = warm.init(params)
+    for _ in range(20):
+        names = "abcdef" if kind == "on a graph" else "fedcba"
+        size = 10 ** torch.randn(6, generator=generator)
+        rows = torch.randn(6, 37, generator=generator) * size[:, None]
+        grads = {name: row.clone() for name, row in zip(names, rows, strict=True)}
+        for gradient in grads.values():
+            gradient.requires_grad_(kind == "on a graph")
+        cold._memo.clear()
+        out, expected = (
+            ps.unscale_and_step(optimizer, SCALER, params, grads, state, max_norm=1.0)
+            for optimizer in (warm, cold)
+        )
+        assert same_bits(tuple(out), tuple(expected))
+        params, state = out.params, out.opt_state
+
+
+def windows(x):
+    return x.unfold(0, 2, 1)  # its rows overlap
+
+
+@pytest.mark.parametrize("of", [windows, lambda x: x[:1].expand(3, 2)], ids=["overlap", "expand"])
+@pytest.mark.parametrize("donate", [False, True])
+@BOTH_WAYS
+def test_gradients_whose_elements_share_memory_are_divided_once(cls, donate, of):
+    class Sum(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, w):
+            return w.sum()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return of(torch.arange(1.0, 5.0) * gradient)
+
+    def loss_fn(params, buffers, _):
+        return Sum.apply(params["w"]), buffers
+
+    rule, results = ps.DynamicScale(init_scale=8.0), []
+    for forget in (True, False):
+        optimizer = ps.from_torch(cls, **ADAMW)
+        state = ps.init_train_state({"w": torch.ones(3, 2)}, {}, optimizer, rule)
+        for _ in range(3):
+            if forget:
+                optimizer._memo.clear()
+            state, _ = ps.train_step(
+                state, [None], loss_fn=loss_fn, optimizer=optimizer, rule=rule, donate=donate
+            )
+        results.append(state)
+    assert same_bits(*results)
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_gradient_that_a_custom_backward_keeps_is_not_written_over(cls, donate):
+    kept = torch.full((3,), 5.0)
+
+    class Constant(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, w):
+            return w.sum()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return kept
+
+    def loss_fn(params, buffers, _):
+        return Constant.apply(params["w"]), buffers
+
+    rule, optimizer = ps.DynamicScale(init_scale=8.0), ps.from_torch(cls, **ADAMW)
+    state = ps.init_train_state({"w": torch.ones(3)}, {}, optimizer, rule)
+    for _ in range(3):
+        state, _ = ps.train_step(
+            state, [None], loss_fn=loss_fn, optimizer=optimizer, rule=rule, donate=donate
+        )
+        assert kept.tolist() == [5.0] * 3
+
+
+@BOTH_WAYS
+def test_another_parameter_that_is_none_is_another_step(cls):
+    optimizer = ps.from_torch(cls, **ADAMW)
+    w, g = torch.ones(3), torch.ones(3)
+    state = optimizer.init({"a": w})
+    for _ in range(2):
+        ps.unscale_and_step(optimizer, SCALER, {"a": w, "b": None}, {"a": g, "b": None}, state)
+    with pytest.raises(ValueError, match=r"grads\['a'\] has no parameter there"):
+        ps.unscale_and_step(optimizer, SCALER, {"a": None, "b": w}, {"a": g, "b": None}, state)
+
+
+def test_an_overflow_of_bfloat16_that_float32_would_hold_is_seen_warm():
+    optimizer = ps.from_torch(torch.optim.NAdam, **ADAMW)
+    params = {"w": torch.ones(2, dtype=torch.bfloat16)}
+    grads = {"w": torch.tensor([1.8e19, 0.0], dtype=torch.bfloat16)}
+    scaler = SCALER._replace(scale=grads["w"][0].float() / 3.4e38)
+    for _ in range(3):
+        out = ps.unscale_and_step(optimizer, scaler, params, grads, optimizer.init(params))
+        assert out.found_inf
+        assert same_bits(out.params, params)
+
+
 def test_what_is_kept_may_share_memory_with_itself():
     params, optimizer = start()
     params, state = stepped(optimizer, params, optimizer.init(params), 0, donate=True)

@@ -1588,3 +1588,29 @@ def test_a_donated_step_of_finite_gradients_makes_no_second_state(name):
         )
         params, state = out.params, out.opt_state
     assert places == [t.data_ptr() for t in pytree.tree_leaves((params, state.slots))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_a_rate_that_is_data_begins_the_step_sizes_of_a_single_number(dtype):
+    rprop = ps.from_torch(OPTIM.Rprop, lr=lambda applied: torch.tensor(0.1))
+    number, row = torch.ones((), dtype=dtype), torch.ones(1, dtype=dtype)
+    params = {"number": number, "row": row}
+    stepped, state = rprop.step(params, params, rprop.init(params))
+    assert same_bits(stepped["number"].reshape(1), stepped["row"])
+    assert type(state.slots["number"]["step_size"]) is torch.Tensor
+
+
+@pytest.mark.parametrize("kind", ["complex", "sparse"])
+@pytest.mark.parametrize("name", ["Adagrad", "RMSprop", "Adadelta", "Adamax", "ASGD", "Rprop"])
+def test_a_formula_reads_nothing_of_what_no_kernel_takes(name, kind):
+    optimizer = ps.from_torch(getattr(OPTIM, name), lr=0.05)
+    params = {"w": torch.ones(3, dtype=torch.complex64 if kind == "complex" else torch.float32)}
+    grads = params if kind == "complex" else {"w": params["w"].to_sparse()}
+    state = optimizer.init(params)
+    try:
+        optimizer.step(params, grads, state)
+    except (RuntimeError, NotImplementedError):
+        return  # torch's formula takes no such gradient
+    with Dispatched() as calls:
+        optimizer.step(params, grads, state)
+    assert calls.reads == 0

@@ -1,6 +1,7 @@
 """Rules over flags and over gradients without a training, and what many steps tell as one value."""
 
 import dataclasses
+import inspect
 import math
 import re
 import textwrap
@@ -190,7 +191,7 @@ def test_the_log_line_and_the_picture_of_the_docstring_are_made(tmp_path, monkey
     """As they stand there, in a run that overflows at first, with a step whose gradient is 0."""
     pytest.importorskip("matplotlib").use("Agg")
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"(?:^ {8}.+\n)+", ps.stack_infos.__doc__, re.M)
+    blocks = re.findall(r"(?:^ {4}.+\n)+", inspect.getdoc(ps.stack_infos), re.M)
     log, picture = map(textwrap.dedent, blocks)
     assert len(picture.splitlines()) == 5, "as it says"
     rule = ps.HeadroomScale(init_scale=2.0**24, window=3)

@@ -232,7 +232,9 @@ def skip_or_step(
         stepped = plan.run(None if finite else found_inf, Treatment(divisor, clip.value))
         said = told(grad_norm, found_inf), told(most, found_inf)
         return Stepped(stepped[0], stepped[1], found_inf, *said)
-    _check_step(optimizer, params, grads, opt_state)
+    problem = _check_step(optimizer, params, grads, opt_state)
+    if asked is not None:
+        optimizer.remember(asked, problem)  # type: ignore[attr-defined]
     if scaled:
         # Unscaling in place must not reach parameters, state or a rate that stand in the gradients'
         # memory. While compiling that cannot be seen, and nothing is gained: what is computed in

@@ -322,19 +322,17 @@ class TorchOptimizer:
         `spent` may hold anything afterwards. What stands in the memory of another of these tensors,
         or of `keep`, is written into in no case.
         """
-        if asked is None and self._kernel is None:
-            return None  # what the formula does is remembered where flags are known
+        if self._kernel is None:
+            return None
         if asked is None:
             asked = self.ask(params, grads, opt_state, donate=donate, spent=spent, keep=keep)
-        known, entered, rates, formula = asked
+        known, entered, rates, _ = asked
         if known is not None:
             return known
-        if _tree.under_transform() or (self._kernel is None and entered is None):
+        if _tree.under_transform():
             return None
         problem = self.check(params, grads, opt_state)
-        if self._kernel is None and entered is not None and formula is None:
-            self._remember_formula(entered, problem)
-        if self._kernel is None or not self.has_fused_kernel(problem):
+        if not self.has_fused_kernel(problem):
             return None
         if not self.differentiable:
             _tree.refuse_graphs(params=params, grads=grads, opt_state=opt_state)
@@ -382,10 +380,13 @@ class TorchOptimizer:
             opt_state,
         )
 
-    def _remember_formula(self, entered: Entered, problem: Problem) -> None:
-        """That a step by the formula needs no second check, where it can be made on these very
-        tensors.
+    def remember(self, asked: Asked, problem: Problem) -> None:
+        """What was checked, so that the next step by the formula need not be, where it can be made
+        on these very tensors.
         """
+        entered = asked.entered
+        if self._kernel is not None or entered is None or asked.formula is not None:
+            return
         state, gradients = entered.state, entered.gradients
         columns = [*state, *gradients]
         same = entered.names == problem.names

@@ -45,7 +45,7 @@ class Gathered(NamedTuple):
     overflow: Tensor  # a microbatch that has a weight overflowed
     # at a lower scale fewer microbatches may be lost: what overflowed has a finite loss
     curable: Tensor
-    lost: Tensor  # how many overflowed; these two where each was looked at
+    lost: Tensor  # how many overflowed, or that the mean did; these two where it was asked for
     finite: bool  # known on the host that `found_inf` is False
     amax: Any  # the largest of the unscaled gradients, where the rule takes it; else ()
     buffers: Leaves

@@ -272,6 +272,20 @@ def test_a_cold_step_asks_what_is_remembered_once(monkeypatch):
     assert len(asked) == 4
 
 
+@pytest.mark.parametrize("remembered", [True, False])
+def test_a_step_by_the_formula_is_checked_before_it_and_by_it_and_not_once_it_is_remembered(
+    remembered,
+):
+    params, optimizer = start(cls=torch.optim.NAdam)
+    params = params if remembered else {name: torch.nn.Parameter(p) for name, p in params.items()}
+    state, checked, check = optimizer.init(params), [], optimizer.check
+    optimizer.check = lambda *given: checked.append(1) or check(*given)
+    for step in range(3):
+        checked.clear()
+        _, state = stepped(optimizer, params, state, step, donate=True)
+        assert len(checked) == (2 if step == 0 or not remembered else 0)
+
+
 def test_a_schedule_is_asked_once_a_step():
     asked = []
     params, _ = start()

@@ -89,19 +89,19 @@ Besides:
     interop               the scalers of other libraries as rules, their state dicts both ways
 """
 
-from ._functional import (
+from ._module.functional import (
     make_functional as make_functional,
     load_into as load_into,
 )
 
-from ._precision import (
+from ._module.policy import (
     Policy as Policy,
     policy as policy,
     with_policy as with_policy,
     norms_in_float32 as norms_in_float32,
 )
 
-from ._scaler import (
+from ._loss_scale.rules import (
     Rule as Rule,
     HasScale as HasScale,
     DynamicScale as DynamicScale,
@@ -112,29 +112,29 @@ from ._scaler import (
     unscale_and_check as unscale_and_check,
     check_scaler as check_scaler,
 )
-from ._headroom import (
+from ._loss_scale.headroom import (
     HeadroomScale as HeadroomScale,
     HeadroomState as HeadroomState,
     grad_amax as grad_amax,
 )
 
-from ._probe import (
+from ._reports.probe import (
     probe_scales as probe_scales,
     ScaleProbe as ScaleProbe,
 )
-from ._report import (
+from ._reports.grad_report import (
     grad_report as grad_report,
     GradReport as GradReport,
     LeafReport as LeafReport,
 )
 
-from ._collectives import (
+from ._distributed.collectives import (
     all_reduce_grads as all_reduce_grads,
     all_reduce_found_inf as all_reduce_found_inf,
 )
-from ._bn import all_reduce_bn_stats as all_reduce_bn_stats
+from ._batch_norm.bn_stats import all_reduce_bn_stats as all_reduce_bn_stats
 
-from ._accum import (
+from ._grads.accumulate import (
     AccumState as AccumState,
     init_accum as init_accum,
     accumulate_grads as accumulate_grads,
@@ -144,21 +144,21 @@ from ._accum import (
     Window as Window,
 )
 
-from ._clip import (
+from ._grads.clip import (
     clip_by_global_norm as clip_by_global_norm,
     clip_by_value as clip_by_value,
     check_grad_norm as check_grad_norm,
 )
 
-from ._optim import (
+from ._optim.protocol import (
     Optimizer as Optimizer,
     from_torch as from_torch,
     from_transformation as from_transformation,
 )
 
-from ._slots import OptState as OptState
+from ._optim.opt_state import OptState as OptState
 
-from ._bn import (
+from ._batch_norm.bn_stats import (
     BNStatsState as BNStatsState,
     BNLayerStats as BNLayerStats,
     init_bn_stats as init_bn_stats,
@@ -166,22 +166,22 @@ from ._bn import (
     merge_bn_stats as merge_bn_stats,
     bn_buffers as bn_buffers,
 )
-from ._precise_bn import precise_bn as precise_bn
+from ._batch_norm.precise_bn import precise_bn as precise_bn
 
-from ._differentiate import LossFn as LossFn
+from ._step.value_and_grad import LossFn as LossFn
 
-from ._step import (
+from ._step.optimizer_step import (
     maybe_step as maybe_step,
     unscale_and_step as unscale_and_step,
     Stepped as Stepped,
 )
 
-from ._train import (
+from ._step.train_step import (
     init_train_state as init_train_state,
     train_step as train_step,
     TrainState as TrainState,
 )
-from ._infos import StepInfo as StepInfo, stack_infos as stack_infos
+from ._step.step_info import StepInfo as StepInfo, stack_infos as stack_infos
 
 from ._checkpoint import (
     to_state_dict as to_state_dict,
@@ -190,7 +190,7 @@ from ._checkpoint import (
     load as load,
 )
 
-from ._select import select as select
+from ._tree.select import select as select
 
 from . import simulate as simulate
 from . import interop as interop

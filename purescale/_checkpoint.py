@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from . import _torch, _tree
-from ._tree import Tree
+from ._torch import private as _torch
+from ._tree import tree as _tree
+from ._tree.tree import Tree
 
 Path: TypeAlias = str | os.PathLike[str]
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from . import _torch, _tree
+from ._torch import private as _torch
+from ._tree import tree as _tree
 
 # ---- bits and memory -----------------------------------------------------------------------------
 

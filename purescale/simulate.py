@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _checks, _tree
-from ._headroom import check_rule, updated
-from ._scaler import Rule
+from ._loss_scale.headroom import check_rule, updated
+from ._loss_scale.rules import Rule
+from ._tree import scalars as _checks
+from ._tree import tree as _tree
 
 
 def simulate(rule: Rule[Any], found_infs: Tensor | Sequence[bool]) -> Any:

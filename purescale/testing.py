@@ -18,7 +18,6 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from torch import Tensor
 
-from . import _torch, _tree
 from ._checkpoint import from_state_dict, load, save, to_state_dict
 from ._laws import Untouched as Untouched
 from ._laws import assert_pure as assert_pure
@@ -28,8 +27,10 @@ from ._laws import assert_vmap_equals_loop as assert_vmap_equals_loop
 from ._laws import same_bits as same_bits
 from ._laws import shares_memory as shares_memory
 from ._laws import short
-from ._scaler import DynamicScale, NoScale, StaticScale
-from ._tree import Tree
+from ._loss_scale.rules import DynamicScale, NoScale, StaticScale
+from ._torch import private as _torch
+from ._tree import tree as _tree
+from ._tree.tree import Tree
 
 __all__ = [  # noqa: RUF022  strategies, then checks
     "scale_rules",

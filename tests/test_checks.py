@@ -15,7 +15,8 @@ from helpers import assert_close, at, same_bits
 from hypothesis import given
 
 import purescale as ps
-from purescale import _checks, interop
+from purescale import interop
+from purescale._tree import scalars as _checks
 
 HUGE = 10**400
 ENORMOUS = 10**5000  # which Python does not even print

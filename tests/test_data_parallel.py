@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import purescale as ps
-from purescale import _window
+from purescale._step import microbatches as _window
 
 SGD = ps.from_torch(torch.optim.SGD, lr=1.0)
 ADAMW = ps.from_torch(torch.optim.AdamW, lr=1e-2)

@@ -12,7 +12,7 @@ from helpers import at, batch, clone, job, same_bits, tensors
 from hypothesis import given
 
 import purescale as ps
-from purescale._leaf import reach
+from purescale._tree.leaves import reach
 
 RULE = ps.DynamicScale(init_scale=2.0**10)
 ADAMW = ps.from_torch(torch.optim.AdamW, lr=0.1)
@@ -21,7 +21,7 @@ ADAMAX = ps.from_torch(torch.optim.Adamax, lr=0.1)
 
 @pytest.fixture
 def debug(monkeypatch):
-    monkeypatch.setattr("purescale._tree.DEBUG_DONATION", True)
+    monkeypatch.setattr("purescale._tree.tree.DEBUG_DONATION", True)
 
 
 def grads():

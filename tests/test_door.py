@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import purescale as ps
-from purescale import _door
+from purescale._optim import door as _door
 
 ADAMW = {"lr": 0.1, "weight_decay": 0.1}
 SCALER = ps.DynamicScale(init_scale=8.0).init()

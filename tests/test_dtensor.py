@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.debug import CommDebugMode
 
 import purescale as ps
-from purescale import _spread
+from purescale._grads import spread as _spread
 
 SHARD, COPY = Shard(0), Replicate()
 # Even, uneven and empty shards, along either dimension, copies, and what is not distributed.

@@ -19,7 +19,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import purescale as ps
-from purescale import _columns, _extent, _foreach, _leaf, _select, _torch, _tree
+from purescale._grads import grad_stats as _extent
+from purescale._torch import columns as _columns
+from purescale._torch import foreach as _foreach
+from purescale._torch import private as _torch
+from purescale._tree import leaves as _leaf
+from purescale._tree import select as _select
+from purescale._tree import tree as _tree
 
 LISTS = {name: many for name, many in SETTINGS.items() if name not in ("Muon", "Adafactor")}
 CASES = [

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import purescale as ps
-from purescale import _leaf
+from purescale._tree import leaves as _leaf
 
 # torch says so of the LSTM with projections, and takes another kernel.
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")

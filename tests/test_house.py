@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import purescale
-from purescale import _torch
+from purescale._torch import private as _torch
 
 ROOT = Path(purescale.__file__).parent
 FILES = {str(path.relative_to(ROOT)): path for path in sorted(ROOT.rglob("*.py"))}

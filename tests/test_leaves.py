@@ -7,7 +7,8 @@ import torch
 from helpers import at, batch, clone, job, same_bits, tensors
 
 import purescale as ps
-from purescale import _leaf, interop
+from purescale import interop
+from purescale._tree import leaves as _leaf
 
 RULE = ps.DynamicScale(init_scale=2.0**10)
 SGD = ps.from_torch(torch.optim.SGD, lr=0.1)

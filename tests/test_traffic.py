@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 import purescale as ps
-from purescale import _extent, _foreach
+from purescale._grads import grad_stats as _extent
+from purescale._torch import foreach as _foreach
 
 ADAMW = ps.from_torch(torch.optim.AdamW, lr=0.1, weight_decay=0.1)
 FUSED = {

@@ -31,7 +31,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import purescale as ps
-from purescale import _window
+from purescale._step import microbatches as _window
 
 INF = math.inf
 SGD = ps.from_torch(torch.optim.SGD, lr=1.0)

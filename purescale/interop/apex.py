@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import positive, real, whole
-from .._precision import Policy
-from .._scaler import NoScale, ScalerState, without_amax
+from .._loss_scale.rules import NoScale, ScalerState, without_amax
+from .._module.policy import Policy
+from .._tree.scalars import positive, real, whole
 from ._common import (
     Device,
     check_dict,

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._checks import whole
-from .._scaler import without_amax
+from .._loss_scale.rules import without_amax
+from .._tree.scalars import whole
 from ._common import (
     Device,
     check_bool,

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _foreach
-from .._checks import real, shown, whole
-from .._scaler import without_amax
+from .._loss_scale.rules import without_amax
+from .._torch import foreach as _foreach
+from .._tree.scalars import real, shown, whole
 from ._common import (
     Device,
     check_dict,

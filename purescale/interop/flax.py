@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import whole
-from .._scaler import ScalerState, without_amax
+from .._loss_scale.rules import ScalerState, without_amax
+from .._tree.scalars import whole
 from ._common import (
     Device,
     check_dict,

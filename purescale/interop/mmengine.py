@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import whole
-from .._scaler import ScalerState, without_amax
+from .._loss_scale.rules import ScalerState, without_amax
+from .._tree.scalars import whole
 from . import apex, torch_amp
 from ._common import (
     Device,

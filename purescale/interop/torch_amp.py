@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _foreach
-from .._checks import whole
-from .._scaler import ScalerState, without_amax
+from .._loss_scale.rules import ScalerState, without_amax
+from .._torch import foreach as _foreach
+from .._tree.scalars import whole
 from ._common import (
     Device,
     check_dict,

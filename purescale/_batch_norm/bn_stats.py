@@ -1,0 +1,394 @@
+"""Batch-norm statistics as a value: gathered by a forward that changes nothing, merged exactly,
+read as buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._batch_norm.capture import ApplyFn, Call, calls_of, key_of, layers_of
+from .._distributed.process_group import all_reduce, alone
+from .._module.meta_module import Tensors
+from .._torch import foreach as _foreach
+from .._tree import tree as _tree
+
+Estimator = Literal["pooled", "within"]
+
+
+class BNLayerStats(NamedTuple):
+    """The values that one layer has seen, a channel at a time."""
+
+    count: Tensor  # type: ignore[assignment]  # float64 []: values a channel; covers tuple.count
+    mean: Tensor  # float64 [C]
+    m2: Tensor  # float64 [C]: squared deviations from `mean`, summed
+    within: Tensor  # float64 [C]: squared deviations from the mean of each call, summed
+    calls: Tensor  # float64 []
+
+
+class BNStatsState(NamedTuple):
+    """What the batch norms of a model have seen. Make it with `init_bn_stats`; save it, merge it,
+    reduce it over ranks.
+    """
+
+    layers: dict[str, BNLayerStats]
+    num_batches: Tensor  # int64 []: that counted
+    num_skipped: Tensor  # int64 []: not finite somewhere, left out as a whole
+
+
+def init_bn_stats(buffers: Tensors) -> BNStatsState:
+    """Equal to `BNStatsState({layer: zeros for each layer with a running_mean},
+    num_batches=0, num_skipped=0)`.
+
+    `buffers`: from `make_functional`, a flat dict by dotted name. The statistics are kept in
+    float64 (float32 on a device that has none): two vectors and a half a layer, 1 MB for a
+    ResNet-50.
+
+    Raises `ValueError` when no layer has running statistics.
+
+    >>> from torch import nn
+    >>> from purescale import make_functional
+    >>> _, _, buffers = make_functional(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
+    >>> list(init_bn_stats(buffers).layers)
+    ['1']
+    """
+    check_flat(buffers)
+    names = layers_of(buffers)
+    if not names:
+        raise ValueError(
+            f"no layer with a running_mean and a running_var among {len(buffers)} buffers: "
+            f"{_tree.some(list(buffers))}. Likely cause: a model without BatchNorm, or with "
+            "track_running_stats=False; there is nothing to compute. Cure: leave this call out."
+        )
+    layers = {}
+    for name in names:
+        mean = buffers[key_of(name, "running_mean")]
+        zeros = torch.zeros_like(mean, dtype=_foreach.widest_float(mean.device))
+        nothing = zeros.new_zeros(())
+        layers[name] = BNLayerStats(nothing, zeros, zeros.clone(), zeros.clone(), nothing.clone())
+    none = torch.zeros((), dtype=torch.int64, device=mean.device)
+    return BNStatsState(layers, none, none.clone())
+
+
+def accumulate_bn_stats(
+    stats: BNStatsState,
+    apply: ApplyFn,
+    params: Tensors,
+    buffers: Tensors,
+    *args: Any,
+    **kwargs: Any,
+) -> BNStatsState:
+    """Equal to running `apply(params, buffers, *args, **kwargs)` and merging what each batch norm
+    was given into `stats`.
+
+    One forward under `no_grad`; it costs little more than that forward alone, and changes neither
+    model nor buffers. Each layer in train mode normalises with the statistics of this batch, in
+    float32 for half inputs. A layer that is called several times pools its calls; frozen layers and
+    those without running statistics are left alone. The dropout of torch.nn.functional is off, as
+    it will be where the statistics are used, and draws nothing; that inside an LSTM is not.
+
+    A batch in which a layer sees inf or NaN, or numbers whose variance float32 cannot hold, is left
+    out for all layers and counted in `num_skipped`. A batch of one value a channel counts. `apply`
+    is that of `make_functional`, `with_policy` of it, or any function whose `new_buffers` are the
+    tensors that its batch norms were given.
+
+    Raises `ValueError` for layers that are not in `stats`; `TypeError` for an `apply` that returns
+    something else.
+
+    >>> from torch import nn
+    >>> from purescale import make_functional
+    >>> apply, params, buffers = make_functional(nn.BatchNorm1d(1))
+    >>> stats = init_bn_stats(buffers)
+    >>> for batch in ([[1.0], [3.0]], [[5.0]]):
+    ...     stats = accumulate_bn_stats(stats, apply, params, buffers, torch.tensor(batch))
+    >>> bn_buffers(stats, buffers)
+    {'running_mean': tensor([3.]), 'running_var': tensor([4.]), 'num_batches_tracked': tensor(0)}
+
+    Source of the rule: Chan, Golub, LeVeque (1979); fvcore's update_bn_stats, whose float32 E[x^2]
+    - E[x]^2 goes negative.
+    """
+    return absorb(stats, calls_of(apply, params, buffers, args, kwargs)[1])
+
+
+def merge_bn_stats(a: BNStatsState, b: BNStatsState) -> BNStatsState:
+    """Equal to the statistics over the batches of both, exactly: associative and commutative up to
+    float64's rounding.
+
+    `init_bn_stats(buffers)` changes nothing.
+
+    Raises `ValueError` when the two are of different layers or channels.
+
+    >>> stats = init_bn_stats({"running_mean": torch.zeros(1), "running_var": torch.ones(1)})
+    >>> merge_bn_stats(stats, stats).num_batches
+    tensor(0)
+
+    Source of the rule: Chan, Golub, LeVeque (1979).
+    """
+    _tree.paired(a, b, "a", "b", "Only statistics of the same layers can be merged.")
+    return BNStatsState(
+        layers={name: _merged(layer, b.layers[name]) for name, layer in a.layers.items()},
+        num_batches=a.num_batches + b.num_batches,
+        num_skipped=a.num_skipped + b.num_skipped,
+    )
+
+
+def bn_buffers(
+    stats: BNStatsState, buffers: Tensors, estimator: Estimator = "pooled", correction: int = 1
+) -> Tensors:
+    """Equal to `{**buffers, "l.running_mean": mean, "l.running_var": m2 / (count - correction)}`
+    for each layer `l` of `stats`.
+
+    - `estimator="pooled"`: the variance of all values together. `"within"`: the mean of the
+      variances of the batches, each weighted by its degrees of freedom; between batches that differ
+      it is too small. On equal batches it is what mmpretrain's PreciseBNHook and
+      `swa_utils.update_bn` compute.
+    - `correction=1` is the unbiased variance, as torch keeps it in running_var; 0 that of the
+      population, which fvcore writes.
+    - A layer with no degree of freedom left, `count <= correction`, keeps its buffers. Never
+      negative; in the buffers' dtypes.
+
+    Returns all of `buffers`, in fresh memory. `num_batches_tracked` stays.
+
+    Raises `ValueError` for another `estimator` or a negative `correction`, and for buffers of
+    another model.
+
+    >>> buffers = {"running_mean": torch.zeros(1), "running_var": torch.ones(1)}
+    >>> bn_buffers(init_bn_stats(buffers), buffers)
+    {'running_mean': tensor([0.]), 'running_var': tensor([1.])}
+    """
+    if estimator not in ("pooled", "within"):
+        raise ValueError(f"estimator must be 'pooled' or 'within', got {estimator!r}.")
+    if isinstance(correction, bool) or not isinstance(correction, int) or correction < 0:
+        raise ValueError(
+            f"correction must be 0 or a positive whole number, got {correction!r}: 1 for torch's "
+            "running_var."
+        )
+    _check_layers(stats, buffers)
+    new: Tensors = _tree.clone(buffers)
+    for name, layer in stats.layers.items():
+        m2, freedom = layer.m2, layer.count - correction
+        if estimator == "within":
+            m2, freedom = layer.within, layer.count - correction * layer.calls
+        known = freedom > 0
+        var = m2.clamp(min=0) / torch.where(known, freedom, 1)
+        for key, value in (
+            (key_of(name, "running_mean"), layer.mean),
+            (key_of(name, "running_var"), var),
+        ):
+            new[key] = torch.where(known, value.to(new[key].dtype), new[key])
+    return new
+
+
+def all_reduce_bn_stats(stats: BNStatsState, group: Any = None) -> BNStatsState:
+    """Equal to `functools.reduce(merge_bn_stats, [stats on rank for rank in group])`, on every
+    rank, from two reductions.
+
+    `stats`: a `BNStatsState`, left as it is; a rank without data counts for nothing. `group=None`
+    is the default process group, and the identity (a copy) where there is none. It communicates,
+    but reads no value on the host. The ranks must have the same layers.
+
+    >>> buffers = {"running_mean": torch.zeros(1), "running_var": torch.ones(1)}
+    >>> all_reduce_bn_stats(init_bn_stats(buffers)).num_batches
+    tensor(0)
+
+    Source of the rule: Chan, Golub, LeVeque (1979). mmpretrain averages means and variances of
+    ranks, which drops what lies between them; fvcore and `swa_utils.update_bn` reduce nothing.
+    """
+    if alone(group):
+        copy: BNStatsState = _tree.clone(stats)
+        return copy
+    return _reduced(stats, [], group)[0]
+
+
+def _reduced(
+    stats: BNStatsState, along: list[Tensor], group: Any
+) -> tuple[BNStatsState, list[Tensor]]:
+    """`all_reduce_bn_stats`, and the sums of what numbers go along."""
+    layers = list(stats.layers.values())
+    sizes = [layer.mean.numel() for layer in layers]
+    wide = layers[0].mean.dtype
+    scalars = torch.stack(
+        [layer.count for layer in layers]
+        + [layer.calls for layer in layers]
+        + [stats.num_batches, stats.num_skipped]
+        + along
+    )
+    vectors = [(layer.mean * layer.count).reshape(-1) for layer in layers] + [
+        layer.within.reshape(-1) for layer in layers
+    ]
+    sums = all_reduce(torch.cat([scalars.to(wide), *vectors]), "sum", group)
+    scalars, *vectors = torch.split(sums, [len(scalars), *sizes, *sizes])
+    counts, calls, (batches, skipped, *along) = (
+        scalars[: len(layers)],
+        scalars[len(layers) : 2 * len(layers)],
+        scalars[2 * len(layers) :],
+    )
+    means = [
+        total / torch.where(count > 0, count, 1)
+        for total, count in zip(vectors, counts, strict=False)
+    ]
+    # From the common mean: two passes, so that nothing cancels.
+    m2 = [
+        layer.m2.reshape(-1) + layer.count * (layer.mean.reshape(-1) - mean).square()
+        for layer, mean in zip(layers, means, strict=True)
+    ]
+    reduced = torch.split(all_reduce(torch.cat(m2), "sum", group), sizes)
+    parts = zip(
+        stats.layers, layers, counts, means, reduced, vectors[len(layers) :], calls, strict=True
+    )
+
+    def rebuilt(
+        layer: BNLayerStats, count: Tensor, mean: Tensor, m2: Tensor, within: Tensor, calls: Tensor
+    ) -> BNLayerStats:
+        mean, m2, within = (vector.clone().view_as(layer.mean) for vector in (mean, m2, within))
+        return BNLayerStats(count.clone(), mean, m2, within, calls.clone())
+
+    everywhere = BNStatsState(
+        layers={name: rebuilt(*part) for name, *part in parts},
+        num_batches=batches.to(torch.int64),
+        num_skipped=skipped.to(torch.int64),
+    )
+    return everywhere, along
+
+
+# ---- one batch -----------------------------------------------------------------------------------
+
+
+def absorb(stats: BNStatsState, calls: list[tuple[str, Call]], settled: int = 0) -> BNStatsState:
+    """`stats` with the calls of one batch merged in, but for the `settled` ones, where all of them
+    are finite.
+    """
+    for name, call in calls[settled:]:
+        layer = stats.layers.get(name)
+        if layer is None or layer.mean.shape != call.mean.shape:
+            have = (
+                f"has {tuple(layer.mean.shape)} channels there"
+                if layer is not None
+                else "is not in them"
+            )
+            raise ValueError(
+                f"the stats do not belong to this model: layer {name!r} with {len(call.mean)} "
+                f"channels {have}. Cure: stats = init_bn_stats(buffers) with the buffers that "
+                "apply is given."
+            )
+    called = {name for name, _ in calls[settled:]}
+    layers = {
+        name: layer if name in called else _tree.clone(layer)
+        for name, layer in stats.layers.items()
+    }
+    counts = torch.ones((), dtype=torch.bool, device=stats.num_batches.device)
+    if calls:
+        facts = [fact.reshape(-1) for _, call in calls for fact in (call.mean, call.var)]
+        together = torch.cat(facts)
+        counts = torch.isfinite(together).all()
+        wide = torch.where(counts, together, 0).to(next(iter(layers.values())).mean.dtype)
+        values = torch.split(wide, [fact.numel() for fact in facts])[2 * settled :]
+        n = counts.to(wide.dtype)
+    for (name, call), mean, var in (
+        zip(calls[settled:], values[::2], values[1::2], strict=True) if calls else ()
+    ):
+        m2 = (var * max(call.values - 1, 0)).view_as(call.var)
+        layers[name] = _merged(
+            layers[name], BNLayerStats(n * call.values, mean.view_as(call.mean), m2, m2, n)
+        )
+    return BNStatsState(layers, stats.num_batches + counts, stats.num_skipped + ~counts)
+
+
+def _merged(a: BNLayerStats, b: BNLayerStats) -> BNLayerStats:
+    count = a.count + b.count
+    some = torch.where(count > 0, count, 1)
+    apart = b.mean - a.mean
+    return BNLayerStats(
+        count=count,
+        mean=a.mean + apart * (b.count / some),
+        m2=a.m2 + b.m2 + apart.square() * (a.count * b.count / some),
+        within=a.within + b.within,
+        calls=a.calls + b.calls,
+    )
+
+
+# ---- a window of a step --------------------------------------------------------------------------
+
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def without_update(new_buffers: Tensors, before: Tensors, names: Iterable[str]) -> Tensors:
+    """`new_buffers` in which the statistics of these layers stand as they were `before`."""
+    mine = {key_of(name, buffer) for name in names for buffer in _BUFFERS}
+    return {key: before[key] if key in mine else buffer for key, buffer in new_buffers.items()}
+
+
+def over_ranks(
+    stats: BNStatsState, momenta: dict[str, float], group: Any
+) -> tuple[BNStatsState, dict[str, Tensor]]:
+    """Statistics and momenta over the ranks of a group.
+
+    A momentum is known only where its layer ran: it is the mean over the calls.
+    """
+    weighed = [layer.calls * momenta.get(name, 0.0) for name, layer in stats.layers.items()]
+    stats, sums = _reduced(stats, weighed, group)
+    parts = zip(stats.layers.items(), sums, strict=True)
+    return stats, {name: total / layer.calls.clamp(min=1) for (name, layer), total in parts}
+
+
+def updated_once(
+    buffers: Tensors, stats: BNStatsState, momenta: Mapping[str, float | Tensor]
+) -> Tensors:
+    """`buffers` after one update of the running averages, by torch's rule, with the pooled
+    statistics of a window.
+    """
+    pooled = bn_buffers(stats, buffers)
+    new = dict(buffers)
+    for name, momentum in momenta.items():
+        known = stats.layers[name].count > 1
+        for key in (key_of(name, "running_mean"), key_of(name, "running_var")):
+            new[key] = torch.where(
+                known, (1 - momentum) * buffers[key] + momentum * pooled[key], buffers[key]
+            ).to(buffers[key].dtype)
+        tracked = key_of(name, "num_batches_tracked")
+        if tracked in buffers:
+            new[tracked] = buffers[tracked] + known
+    return new
+
+
+# ---- checks --------------------------------------------------------------------------------------
+
+
+def check_flat(buffers: Any) -> None:
+    """Refuse buffers in which layers cannot be known by name."""
+    if not isinstance(buffers, dict) or not all(
+        isinstance(key, str) and isinstance(value, Tensor) for key, value in buffers.items()
+    ):
+        what = (
+            f"a dict of {_tree.some([repr(key) for key in buffers])}"
+            if isinstance(buffers, dict)
+            else type(buffers).__name__
+        )
+        raise TypeError(
+            f"buffers is {what}; expected the flat dict of tensors by dotted name that "
+            "make_functional returns. Cure: of several models merge the dicts under a prefix, "
+            "{f'generator.{name}': t for name, t in generator_buffers.items()}."
+        )
+
+
+def has_layers(buffers: Tensors) -> bool:
+    """Whether these are the buffers of a model with batch norm."""
+    return bool(layers_of(buffers))
+
+
+def _check_layers(stats: BNStatsState, buffers: Tensors) -> None:
+    for name, layer in stats.layers.items():
+        for key in (key_of(name, "running_mean"), key_of(name, "running_var")):
+            if key not in buffers or buffers[key].shape != layer.mean.shape:
+                have = (
+                    f"is {tuple(buffers[key].shape)} there"
+                    if key in buffers
+                    else "is not among them"
+                )
+                raise ValueError(
+                    f"the buffers do not belong to the stats: {key} {have}, expected "
+                    f"{tuple(layer.mean.shape)}. Cure: the buffers that init_bn_stats was given."
+                )

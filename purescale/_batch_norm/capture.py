@@ -1,0 +1,246 @@
+"""What each batch norm of a forward was given, caught while it runs, and the name of its layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from .._module.meta_module import Tensors
+
+ApplyFn = Callable[..., tuple[Any, Tensors]]
+
+
+class Call(NamedTuple):
+    """One call of a batch norm in train mode."""
+
+    running_mean: Tensor  # the tensor that it was given: which layer it is
+    mean: Tensor
+    var: Tensor  # unbiased; 0 for a single value
+    values: int  # a channel
+    momentum: float
+
+
+_SIGNATURES: dict[Any, tuple[str, ...]] = {
+    F.batch_norm: (
+        "input",
+        "running_mean",
+        "running_var",
+        "weight",
+        "bias",
+        "training",
+        "momentum",
+        "eps",
+    ),
+    torch.batch_norm: (
+        "input",
+        "weight",
+        "bias",
+        "running_mean",
+        "running_var",
+        "training",
+        "momentum",
+        "eps",
+        "cudnn_enabled",
+    ),
+}
+
+
+# What draws random numbers in training: the argument that says so, where it stands, and its value
+# at eval.
+_RANDOM: dict[Any, tuple[int, str, Any]] = {
+    **dict.fromkeys(
+        (
+            F.dropout,
+            F.dropout1d,
+            F.dropout2d,
+            F.dropout3d,
+            F.alpha_dropout,
+            F.feature_alpha_dropout,
+        ),
+        (2, "training", False),
+    ),
+    **dict.fromkeys(
+        (torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout),
+        (2, "train", False),
+    ),
+    F.rrelu: (3, "training", False),
+    F.scaled_dot_product_attention: (4, "dropout_p", 0.0),
+    F.multi_head_attention_forward: (13, "training", False),
+}
+
+
+class CatchBatchNorm(TorchFunctionMode):
+    """Puts what each batch norm in train mode was given into `calls`.
+
+    `evaluating`: for statistics to be used at eval. Running statistics are left alone, half inputs
+    computed in float32, dropout is off, a single value a channel is taken, SyncBatchNorm is local,
+    and the first `settled` calls normalise with their running statistics. Otherwise everything is
+    as without the mode.
+    """
+
+    def __init__(self, evaluating: bool, settled: int = 0) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+        self.clones: list[tuple[Tensor, Tensor]] = []
+        self.local_statistics = evaluating
+        self.evaluating = evaluating
+        self.settled = settled
+
+    def __enter__(self) -> CatchBatchNorm:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.copy_ or func is Tensor.clone:
+            return self._followed(func, args, kwargs)
+        if self.evaluating and func in _RANDOM:
+            position, name, off = _RANDOM[func]
+            if len(args) > position:
+                args = (*args[:position], off, *args[position + 1 :])
+            else:
+                kwargs = {**kwargs, name: off}
+        if func not in _SIGNATURES:
+            return func(*args, **kwargs)
+        given = {**dict(zip(_SIGNATURES[func], args, strict=False)), **kwargs}
+        given.pop("cudnn_enabled", None)
+        return self._batch_norm(**given)
+
+    def _followed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Follow running statistics: a policy casts them and stores them back, a second `apply`
+        clones those of the first.
+        """
+        out = func(*args, **kwargs)
+        if func is Tensor.clone and any(call.running_mean is args[0] for call in self.calls):
+            self.clones.append((args[0], out))
+        if func is Tensor.copy_ and len(args) > 1:
+            self.calls = [
+                call._replace(running_mean=args[0]) if call.running_mean is args[1] else call
+                for call in self.calls
+            ]
+        return out
+
+    def _batch_norm(
+        self,
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        if input.numel() == 0 and self.evaluating:
+            return input.clone()
+        kept = running_mean.dtype if running_mean is not None else input.dtype
+        wide = torch.promote_types(input.dtype, torch.float32)
+        if self.evaluating:
+            kept, x, w, b = wide, input.to(wide), _to(weight, wide), _to(bias, wide)
+            frozen = _to(running_mean, wide), _to(running_var, wide)
+        else:
+            x, w, b, frozen = input, weight, bias, (running_mean, running_var)
+        if not training or running_mean is None or running_var is None:
+            return _normalized(x, w, b, *frozen, training, momentum, eps).to(input.dtype)
+
+        values = input.numel() // input.shape[1]
+        mean, var = (
+            torch.zeros_like(running_mean, dtype=kept),
+            torch.zeros_like(running_var, dtype=kept),
+        )
+        if len(self.calls) < self.settled:
+            mean, var = torch.aminmax(x.detach())  # only whether they are finite will be asked
+            out = _normalized(x, w, b, *frozen, False, momentum, eps)
+        elif values == 1 and self.evaluating:
+            mean = x.detach().reshape(-1).clone()
+            out = _normalized(x, w, b, mean, var, False, momentum, eps)
+        else:
+            # With a momentum of 1 the statistics of this batch come out beside its result, at no
+            # cost.
+            out = _normalized(x, w, b, mean, var, True, 1.0, eps)
+        if not self.evaluating:
+            for running, now in ((running_mean, mean), (running_var, var)):
+                running.mul_(1 - momentum).add_(now * momentum)
+        self.calls.append(Call(running_mean, mean, var, values, momentum))
+        return out.to(input.dtype)
+
+
+def _normalized(
+    x: Tensor, w: Any, b: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
+) -> Tensor:
+    # Not by the names that are caught: a forward compiled by the backend "eager" runs this while
+    # the mode is still on.
+    out: Tensor = torch.ops.aten.batch_norm.default(
+        x, w, b, mean, var, training, momentum, eps, torch.backends.cudnn.enabled
+    )
+    return out
+
+
+def _to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if tensor is None else tensor.to(dtype)
+
+
+def calls_of(
+    apply: ApplyFn, params: Tensors, buffers: Tensors, args: Any, kwargs: Any, settled: int = 0
+) -> tuple[Any, list[tuple[str, Call]]]:
+    """One forward for statistics to be used at eval: what it returned, and the calls of its batch
+    norms with their layers.
+    """
+    with torch.no_grad(), CatchBatchNorm(evaluating=True, settled=settled) as caught:
+        returned = apply(params, buffers, *args, **kwargs)
+    if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)):
+        raise TypeError(
+            f"apply returned {type(returned).__name__}; expected (out, new_buffers). Cure: apply, "
+            "params, buffers = make_functional(model)."
+        )
+    return returned[0], named_calls(caught, returned[1])
+
+
+def named_calls(caught: CatchBatchNorm, new_buffers: Tensors) -> list[tuple[str, Call]]:
+    """Each call with the name of its layer, known by the identity of its running mean.
+
+    What has no name is refused where statistics are gathered. In training it is a batch norm with
+    statistics of its own.
+    """
+    named = []
+    layers = [(name, new_buffers[key_of(name, "running_mean")]) for name in layers_of(new_buffers)]
+    for call in caught.calls:
+        same = [call.running_mean]
+        for old, new in caught.clones:
+            same += [new] if any(old is one for one in same) else []
+        found = next((name for name, mean in layers if any(mean is one for one in same)), None)
+        if found is not None:
+            named.append((found, call))
+        elif caught.evaluating:
+            raise ValueError(
+                "a batch norm was given running statistics that are not among the new_buffers of "
+                "apply, so its layer cannot be known. Likely cause: new_buffers were copied or "
+                "cast on the way out. Cure: return them as they are, or use make_functional."
+            )
+    return named
+
+
+def key_of(name: str, buffer: str) -> str:
+    """The dotted name of a layer's buffer."""
+    return f"{name}.{buffer}" if name else buffer
+
+
+def layers_of(buffers: Tensors) -> list[str]:
+    """The layers that keep running statistics."""
+    names = [
+        key.removesuffix("running_mean").removesuffix(".")
+        for key in buffers
+        if key.split(".")[-1] == "running_mean"
+    ]
+    return [name for name in names if key_of(name, "running_var") in buffers]

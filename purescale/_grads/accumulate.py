@@ -1,0 +1,399 @@
+"""The gradients of a window of microbatches, averaged as they come."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .._grads import mesh_stats as _meshes
+from .._torch import dtensor as _dtensor
+from .._torch import foreach as _foreach
+from .._tree import tree as _tree
+from .._tree.scalars import as_float, shown, whole
+from .._tree.tree import Leaves, Tree
+
+_HEAVIEST = 2.0**64  # of one microbatch; beyond any count of tokens, and no sum of such overflows
+OnNonfinite = Literal["drop_window", "drop_microbatch"]
+
+
+class AccumState(NamedTuple):
+    """What a window amounts to so far. Make it with `init_accum`, one a window; save it in
+    mid-window, merge it with another.
+    """
+
+    grads: Tree  # the weighted mean over the good microbatches, at least float32
+    weight: Tensor  # float64 []: of the good ones
+    found_inf: Tensor  # bool []: one was bad
+    num_good: Tensor  # int32 []
+    num_bad: Tensor  # int32 []
+    bad_weight: Tensor  # float64 []: of the bad ones
+
+
+def init_accum(params: Tree, dtype: torch.dtype | None = None) -> AccumState:
+    """Equal to `AccumState(tree_map(zeros_like, params), weight=0, found_inf=False,
+    num_good=0, num_bad=0, bad_weight=0)`.
+
+    `params`: parameters, or gradients of them; their gradients will be gathered, so leaves are
+    floating or complex, and `None` stays `None`. `dtype` of the means: float32, bfloat16 (half the
+    memory, 3 digits) or float64, for complex leaves its complex counterpart. `None`: float32 for
+    all that is narrower, float64 and complex128 stay.
+
+    Raises `TypeError` for integer leaves, `ValueError` for another `dtype`: float16 cannot hold
+    unscaled gradients.
+
+    >>> import torch
+    >>> init_accum({"w": torch.ones(2, dtype=torch.float16)}).grads
+    {'w': tensor([0., 0.])}
+
+    Source of the rule: main_grad of Megatron-LM, which is float32 whatever the parameter is.
+    """
+    if dtype not in (None, torch.float32, torch.bfloat16, torch.float64):
+        raise ValueError(
+            f"init_accum got dtype={dtype}; expected torch.float32, torch.bfloat16, torch.float64 "
+            "or None. Likely cause: the dtype of the parameters. Cure: leave it out, the mean of "
+            "half gradients is kept in float32."
+        )
+    leaves, structure = _tree.flatten(params)
+    _tree.check_gradients(params, leaves, "params")
+    device = _tree.device_of(params, leaves, "params")
+    zero = torch.zeros((), dtype=_foreach.widest_float(device), device=device)
+    count = torch.zeros((), dtype=torch.int32, device=device)
+    return AccumState(
+        grads=structure.unflatten(
+            [
+                None if leaf is None else torch.zeros_like(leaf.detach(), dtype=_wide(leaf, dtype))
+                for leaf in leaves
+            ]
+        ),
+        weight=zero,
+        found_inf=torch.zeros((), dtype=torch.bool, device=device),
+        num_good=count,
+        num_bad=count.clone(),
+        bad_weight=zero.clone(),
+    )
+
+
+def accumulate_grads(
+    accum: AccumState,
+    grads: Tree,
+    weight: float | Tensor = 1.0,
+    found_inf: Tensor | bool | None = None,
+    donate: bool = False,
+) -> AccumState:
+    """Equal to `accum.grads * (1 - f) + grads * f` with `f = weight / (accum.weight + weight)`,
+    unless `grads` are bad.
+
+    The mean is right after every microbatch, so neither their number nor the total weight need be
+    known, and but for rounding it never grows beyond the largest gradient.
+
+    Arguments:
+    - `grads`: of one microbatch, unscaled with the state that scaled them: the scale may change in
+      the middle of a window. The tree, shapes and devices of `accum.grads`; real for real. A leaf
+      `None` counts as 0.
+    - `weight`: 0 to 2**64: 1.0, samples, tokens. A 0-d tensor is not read; one outside of that, or
+      NaN, makes the microbatch bad. What has weight 0 counts for nothing, be it NaN.
+    - `found_inf`: 0-d bool from `unscale_and_check`. Left out, `grads` are checked here, which
+      reads them once more.
+    - `donate`: `accum` may be overwritten; the caller gives it up. Same bits.
+
+    Of a bad microbatch only that it was one is kept: `found_inf`, `num_bad`, `bad_weight`. What
+    follows from it is said when the window is read, by `accumulated_grads`.
+
+    Raises `ValueError` for a weight that is negative or not finite, gradients that do not match
+    `accum.grads`, and float64 gradients in a narrower mean, which could overflow there; `TypeError`
+    for what is no tensor or no number.
+
+    >>> import torch
+    >>> accum = init_accum({"w": torch.zeros(1)})
+    >>> accum = accumulate_grads(accum, {"w": torch.tensor([1.0])}, weight=3)
+    >>> accumulate_grads(accum, {"w": torch.tensor([5.0])}, weight=1).grads
+    {'w': tensor([2.])}
+
+    Source of the rule: West's running weighted mean (CACM 22(9), 1979) in its convex form; optax's
+    MultiSteps, whose accumulator stays NaN for ever after one bad microbatch.
+    """
+    leaves, structure = _tree.flatten(accum.grads)
+    new = _leaves_for(accum, grads, leaves, structure)
+    checked = as_weight("weight is", weight, accum.weight)
+    bad = (
+        ~_meshes.all_finite(new, torch.ones_like(accum.weight))
+        if found_inf is None
+        else _tree.flag(found_inf, like=accum.weight)
+    )
+    # torch 2.11 cannot trace `_replace`.
+    added = add(AccumState(leaves, *accum[1:]), new, checked, bad, donate=donate)
+    added = AccumState(structure.unflatten(added.grads), *added[1:])
+    if donate:
+        _tree.poison(accum, keep=(added, grads, weight, found_inf))
+    return added
+
+
+def add(
+    accum: AccumState,
+    new: list[Any],
+    weight: Tensor,
+    bad: Tensor,
+    *,
+    scale: Tensor | None = None,
+    donate: bool,
+) -> AccumState:
+    """`accumulate_grads` of checked leaves to a list of means, still scaled by `scale`."""
+    usable = is_weight(weight)
+    good = ~bad & usable & (weight > 0)
+    bad = (bad & (weight > 0)) | ~usable
+    counted = torch.where(good, weight, 0)
+    means, news = _dtensor.shards(accum.grads), _dtensor.shards(new).local
+    owned = _tree.writable(means.local, [*news, *accum[1:]]) if donate else [False] * len(new)
+    share = _share(counted, accum.weight)
+    return AccumState(
+        grads=means.back(_foreach.blend(means.local, news, share, good, owned=owned, scale=scale)),
+        weight=accum.weight + counted,
+        found_inf=accum.found_inf | bad,
+        num_good=accum.num_good + good,
+        num_bad=accum.num_bad + bad,
+        bad_weight=accum.bad_weight + torch.where(bad & usable, weight, 0),
+    )
+
+
+def _share(weight: Tensor, others: Tensor) -> Tensor:
+    """`weight / (others + weight)`, and 0 where both are: of a division by 0 the gradient would be
+    NaN also where it is not taken.
+    """
+    total = others + weight
+    return weight / torch.where(total > 0, total, 1)
+
+
+def accumulated_grads(
+    accum: AccumState, on_nonfinite: OnNonfinite = "drop_window", donate: bool = False
+) -> tuple[Tree, Tensor]:
+    """Equal to `accum.grads, found_inf`: the mean over the window, and whether the step must be
+    skipped.
+
+    `on_nonfinite="drop_window"`: one bad microbatch skips the step, as in torch.
+    `"drop_microbatch"`: the step is taken with the others, whose weights count as the whole. Either
+    way a window in which nothing counted is skipped. The next loss scale follows any bad
+    microbatch, `rule.update(scaler, accum.found_inf)`: else data that overflows would be left out
+    for ever. The mean is that of the good ones also where the step must be skipped, and 0 where
+    there are none: `found_inf` decides, not its norm.
+
+    `donate`: the result may be the tensors of `accum`; the caller gives it up. Start the next
+    window with `init_accum`.
+
+    Raises `ValueError` for another `on_nonfinite`.
+
+    >>> import torch
+    >>> accum = init_accum([torch.zeros(1)])
+    >>> for g in (2.0, float("inf"), 4.0):
+    ...     accum = accumulate_grads(accum, [torch.tensor([g])])
+    >>> accumulated_grads(accum)[1], accumulated_grads(accum, on_nonfinite="drop_microbatch")
+    (tensor(True), ([tensor([3.])], tensor(False)))
+
+    Source of the rule: torch.amp, Megatron-LM and DeepSpeed drop the window; optax's
+    skip_not_finite the microbatch.
+    """
+    check_on_nonfinite(on_nonfinite)
+    empty = ~(accum.weight > 0)
+    found_inf = empty if on_nonfinite == "drop_microbatch" else accum.found_inf | empty
+    if not donate or _tree.DEBUG_DONATION:
+        grads = _tree.map(torch.clone, accum.grads)
+    else:
+        grads = accum.grads
+    if donate:
+        _tree.poison(accum, keep=(grads, found_inf))
+    return grads, found_inf
+
+
+def merge_accum(a: AccumState, b: AccumState, donate: bool = False) -> AccumState:
+    """Equal to one window over the microbatches of both: the halves of two workers, or of two
+    processes.
+
+    Associative and commutative up to rounding; `init_accum(params)` changes nothing. `donate`: `a`
+    may be overwritten; the caller gives it up. Same bits.
+
+    Raises `ValueError` when the two were made for different parameters or in different dtypes.
+
+    >>> import torch
+    >>> empty = init_accum(torch.zeros(1))
+    >>> window = [
+    ...     accumulate_grads(empty, torch.tensor([1.0]), weight=3),
+    ...     accumulate_grads(empty, torch.tensor([5.0]), weight=1),
+    ... ]
+    >>> merge_accum(*window).grads
+    tensor([2.])
+
+    Source of the rule: Chan, Golub, LeVeque (1979), the mean of two samples.
+    """
+    why = "The halves of one window are of the same params."
+    leaves, others, structure = _tree.paired(a.grads, b.grads, "a.grads", "b.grads", why)
+    halves = _dtensor.shards(leaves), _dtensor.shards(others)
+    leaves, others = halves[0].local, halves[1].local
+    owned = _tree.writable(leaves, [*others, *a[1:], *b[1:]]) if donate else [False] * len(leaves)
+    blended = _foreach.blend(leaves, others, _share(b.weight, a.weight), b.weight > 0, owned=owned)
+    merged = AccumState(
+        grads=structure.unflatten(halves[0].back(blended)),
+        weight=a.weight + b.weight,
+        found_inf=a.found_inf | b.found_inf,
+        num_good=a.num_good + b.num_good,
+        num_bad=a.num_bad + b.num_bad,
+        bad_weight=a.bad_weight + b.bad_weight,
+    )
+    if donate:
+        _tree.poison(a, keep=(merged, b))
+    return merged
+
+
+class Window(NamedTuple):
+    """Where a microbatch stands in its window. Host numbers: decide with `if`."""
+
+    should_update: bool  # it is the last of its window: step now
+    # reduce the gradients over the ranks now, and not before (no_sync of DistributedDataParallel)
+    should_sync: bool
+    # microbatches in this window, fewer where the run starts or ends in the middle of one
+    divisor: int
+
+
+def accumulation_window(index: int, every: int, total: int | None = None, start: int = 0) -> Window:
+    """Equal to `Window(last, last, divisor)`,
+    `last = (index + 1) % every == 0 or index + 1 == total`: a step every `every` microbatches.
+
+    `index`: of this microbatch, from 0. `total`: how many there will be; the last window may be
+    shorter, and is still a whole step. `start`: the index at which this run began with an empty
+    `AccumState`; windows end where they would have ended, so the first may be shorter too. A run
+    that resumes with its saved `AccumState` leaves `start` at 0. `divisor` is for those who divide
+    the loss by it; `accumulate_grads` needs none.
+
+    Raises `ValueError` for `every < 1`, an `index` before `start` or not below `total`; `TypeError`
+    for what is no int.
+
+    >>> [accumulation_window(i, every=3, total=4).divisor for i in range(4)]
+    [3, 3, 3, 1]
+    >>> accumulation_window(3, every=3, total=4)
+    Window(should_update=True, should_sync=True, divisor=1)
+
+    Source of the rule: OptimWrapper of MMEngine, except where it steps twice as far beyond `total`
+    and two thirds as far after an unaligned resume.
+    """
+    index, every, start = (
+        whole("index", index, 0, None),
+        whole("every", every, 1, None),
+        whole("start", start, 0, None),
+    )
+    total = None if total is None else whole("total", total, 1, None)
+    if total is not None and index >= total:
+        raise ValueError(
+            f"index {index} is beyond total={total}: the last microbatch has index {total - 1}. "
+            "Likely cause: a count that goes on over epochs. Cure: total=epochs * len(loader), or "
+            "leave total out."
+        )
+    if index < start:
+        raise ValueError(
+            f"index {index} is before start={start}. Cure: start is the index at which this run "
+            "began."
+        )
+    first = max(index - index % every, start)
+    end = index - index % every + every
+    end = end if total is None else min(end, total)
+    return Window(should_update=index + 1 == end, should_sync=index + 1 == end, divisor=end - first)
+
+
+# ---- checks --------------------------------------------------------------------------------------
+
+
+def check_on_nonfinite(on_nonfinite: Any) -> None:
+    """Refuse a policy that is not there."""
+    if on_nonfinite not in ("drop_window", "drop_microbatch"):
+        raise ValueError(
+            f"on_nonfinite must be 'drop_window' or 'drop_microbatch', got {on_nonfinite!r}."
+        )
+
+
+def is_weight(weight: Tensor) -> Tensor:
+    """Whether a tensor is a weight: a value that cannot be refused, since it is not read, makes its
+    microbatch bad.
+    """
+    return (weight >= 0) & (weight <= _HEAVIEST)
+
+
+def as_weight(what: str, weight: Any, like: Tensor) -> Tensor:
+    """A microbatch's weight as a 0-d tensor on the device of `like`; `what` opens the message that
+    refuses it.
+    """
+    dtype = _foreach.widest_float(like.device)
+    if isinstance(weight, Tensor):
+        if weight.ndim or weight.is_complex():  # a bool is a weight: of what is masked out, 0
+            raise ValueError(
+                f"{what} a tensor of shape {tuple(weight.shape)}, {weight.dtype}; a weight is one "
+                "number. Cure: `mask.sum()`."
+            )
+        return weight.to(like.device, dtype)
+    number = as_float(weight)
+    if number is None:
+        raise TypeError(
+            f"{what} {shown(weight)}; a weight is a number or a 0-d tensor. Cure: `len(batch[0])` "
+            "for samples, `mask.sum()` for tokens."
+        )
+    if not 0 <= number <= _HEAVIEST:
+        raise ValueError(
+            f"{what} {shown(weight)}; a weight is finite and not negative, 2**64 at most. "
+            f"Cure: samples or tokens; 0 for what must not count."
+        )
+    return torch.full((), number, dtype=dtype, device=like.device)
+
+
+def _leaves_for(accum: AccumState, grads: Tree, means: Leaves, structure: Any) -> Leaves:
+    """The leaves of `grads` in the order of `accum.grads`, or an error that names the one that
+    cannot be averaged there.
+    """
+    new = _tree.leaves_like("grads", grads, "accum.grads", accum.grads, structure)
+    _tree.check_gradients(accum.grads, new, "grads")
+    for index, (mean, gradient) in enumerate(zip(means, new, strict=True)):
+        misfit = None if gradient is None else _misfit(gradient, mean)
+        if misfit:
+            raise ValueError(f"{_tree.path(accum.grads, 'grads', index)} {misfit}")
+    return _dtensor.alike(new, means)
+
+
+def _misfit(gradient: Tensor, mean: Tensor | None) -> str | None:
+    if mean is None:
+        return (
+            "is a tensor, but None in accum.grads. Cure: init_accum(params) with a tensor for "
+            "every parameter that is trained."
+        )
+    if gradient.shape != mean.shape or gradient.device != mean.device:
+        return (
+            f"is {tuple(gradient.shape)} on {gradient.device}, but {tuple(mean.shape)} on "
+            f"{mean.device} in accum.grads. Cure: init_accum of the params that these are the "
+            "gradients of."
+        )
+    if isinstance(gradient, DTensor) != isinstance(mean, DTensor):
+        return (
+            "and its mean are not both DTensors. Cure: init_accum of the params that these are "
+            "the gradients of."
+        )
+    if misfit := _dtensor.apart(gradient, mean):
+        return misfit
+    if gradient.is_complex() != mean.is_complex():
+        return (
+            f"has dtype {gradient.dtype}, its mean {mean.dtype}; one is complex. Cure: "
+            "init_accum(params) of the params they belong to."
+        )
+    if gradient.dtype.itemsize > mean.dtype.itemsize and gradient.dtype in (
+        torch.float64,
+        torch.complex128,
+    ):
+        return (
+            f"has dtype {gradient.dtype}, its mean {mean.dtype}, which it may not fit. Cure: "
+            "init_accum(params, dtype=torch.float64)."
+        )
+    return None
+
+
+def _wide(leaf: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    if dtype is None:
+        return _foreach.wide_dtype(leaf.dtype)
+    if not leaf.is_complex():
+        return dtype
+    return torch.complex128 if dtype is torch.float64 else torch.complex64

@@ -1,0 +1,334 @@
+"""An `nn.Module` as a pure function of its parameters and buffers."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from .._module.argument import CURE, Argument, argument
+from .._module.meta_module import Skeleton, Tensors, called, skeleton_of, traced, without_tensors
+from .._torch import private as _torch
+from .._tree import tree as _tree
+
+NORM_MODULES: tuple[type[nn.Module], ...] = (
+    _torch.NormBase,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Apply:
+    """`apply(params, buffers, *args, train=True, **kwargs) -> (out, new_buffers)`; made by
+    `make_functional`.
+    """
+
+    _skeletons: dict[bool, Skeleton]  # by `train`
+    _params: frozenset[str]
+    _buffers: frozenset[str]
+    norm_params: frozenset[str]  # the weights and biases of normalisation layers
+    # parameters with requires_grad=False; they stand among the buffers
+    frozen_params: frozenset[str]
+    _renormed: frozenset[str]  # weights of embeddings with max_norm, which write into them
+    # Skeletons that no call is using. A call inside of another, or in another thread, takes one of
+    # its own.
+    _idle: dict[bool, list[Skeleton]] = dataclasses.field(
+        default_factory=lambda: {True: [], False: []}, repr=False
+    )
+
+    def __call__(
+        self, params: Tensors, buffers: Tensors, *args: Any, train: bool = True, **kwargs: Any
+    ) -> tuple[Any, Tensors]:
+        check_dicts(params, buffers)
+        if set(params) != self._params or set(buffers) != self._buffers:
+            raise RuntimeError(self._misfit(params, buffers))
+        skeleton = self._skeletons[bool(train)]
+        copies = {name: buffer.clone() for name, buffer in buffers.items()}
+        if torch.compiler.is_compiling():
+            # What is written into these copies does not reach params, and the compiler drops those
+            # that nothing writes into.
+            return traced(
+                skeleton,
+                {**{name: param.clone() for name, param in params.items()}, **copies},
+                copies,
+                args,
+                kwargs,
+            )
+
+        with torch.enable_grad():
+            given = {
+                name: param.clone() if name in self._renormed else argument(name, param)
+                for name, param in params.items()
+            }
+        versions = _versions(params.values())
+        idle = self._idle[bool(train)]
+        try:
+            skeleton = idle.pop()
+        except IndexError:
+            skeleton = copy.deepcopy(skeleton)
+        # Where the forward fails, its skeleton is thrown away as it stands.
+        out, new_buffers = called(skeleton, {**given, **copies}, copies, args, kwargs)
+        idle.append(skeleton)
+        if _versions(params.values()) != versions:
+            name = next(
+                name
+                for name, before, now in zip(
+                    params, versions, _versions(params.values()), strict=True
+                )
+                if before != now
+            )
+            raise RuntimeError(
+                f"the forward of the model wrote into its parameter {name}, so params[{name!r}] "
+                f"has changed. {CURE}"
+            )
+        for name, alias in given.items():
+            if "reads" in vars(alias) and any(_versions(vars(alias)["reads"])):
+                raise RuntimeError(
+                    f"the forward of the model wrote into `.data` of its parameter {name}. {CURE}"
+                )
+        if type(out) is not Tensor:
+            out = _torch.pytree.tree_map_only(
+                Argument, lambda alias: alias.as_subclass(Tensor), out
+            )
+        return out, new_buffers
+
+    @property
+    def _training(self) -> nn.Module:
+        return self._skeletons[True].root
+
+    @property
+    def _evaluating(self) -> nn.Module:
+        return self._skeletons[False].root
+
+    def _misfit(self, params: Tensors, buffers: Tensors) -> str:
+        found = []
+        for which, tree, expected in (
+            ("params", params, self._params),
+            ("buffers", buffers, self._buffers),
+        ):
+            if set(tree) != expected:
+                missing, extra = (
+                    sorted(expected - set(tree)),
+                    [str(name) for name in tree if name not in expected],
+                )
+                found.append(
+                    f"{which} has the wrong names: missing {_tree.some(missing)}; not in the "
+                    f"model: {_tree.some(extra)}"
+                )
+        cause = "these are of another model, or of this one before it was changed"
+        if set(params) == self._buffers and set(buffers) == self._params:
+            cause = "params and buffers in each other's place"
+        elif set(params) | set(buffers) == self._params | self._buffers:
+            cause = (
+                "a parameter with requires_grad=False stands among the buffers, every other among "
+                "params"
+            )
+        return (
+            f"{'; '.join(found)}. Likely cause: {cause}. Cure: `apply, params, buffers = "
+            "make_functional(model)`, all three of one call."
+        )
+
+
+def check_dicts(params: Any, buffers: Any) -> None:
+    """Refuse what cannot be the params and buffers of `make_functional`."""
+    for which, tree in (("params", params), ("buffers", buffers)):
+        if not isinstance(tree, dict):
+            what = (
+                f"a tensor of shape {tuple(tree.shape)}"
+                if isinstance(tree, Tensor)
+                else type(tree).__name__
+            )
+            raise TypeError(
+                f"{which} is {what}; expected the dict of tensors by dotted name that "
+                "make_functional returns. Likely cause: an argument was forgotten. Cure: `out, "
+                "buffers = apply(params, buffers, x)`, also for a model without buffers, where "
+                "they are {}."
+            )
+        for name, value in tree.items():
+            if not isinstance(value, Tensor):
+                raise TypeError(
+                    f"{which}[{name!r}] is {type(value).__name__} {value!r}; expected a tensor."
+                )
+
+
+# ---- a call --------------------------------------------------------------------------------------
+
+
+def _versions(tensors: Iterable[Tensor]) -> list[int]:
+    """How often each was written into; under vmap and grad, the tensor that the transform wraps."""
+    if _tree.under_transform():
+        tensors = [_unwrapped(tensor) for tensor in tensors]
+    return [0 if tensor.is_inference() else _torch.version(tensor) for tensor in tensors]
+
+
+def _unwrapped(tensor: Tensor) -> Tensor:
+    while _torch.is_wrapped(tensor):
+        tensor = _torch.unwrapped(tensor)
+    return tensor
+
+
+def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
+    """Equal to `apply = lambda params, buffers, *args: (functional_call(model,
+    {**params, **(b := copy(buffers))}, args), b)`.
+
+    Returns `apply, params, buffers`, the last two as dicts of detached copies by dotted name.
+    `out, new_buffers = apply(params, buffers, *args, train=True, **kwargs)` changes neither
+    `params` nor `buffers` and works under `torch.compile`, `torch.vmap` and `torch.func.grad`.
+
+    - The model is copied without its tensors (they lie on the meta device), so later changes to
+      `model` cannot reach `apply` and `apply` cannot reach `model`. Tied weights stay tied and have
+      one name, their first.
+    - `train` is the mode of every module, except that a module in eval mode inside a model in train
+      mode was frozen and stays so. In a model that is in eval mode as a whole, `train` decides for
+      all.
+    - A parameter with `requires_grad=False` is not trained: it stands in `buffers`, unless no
+      parameter requires a gradient.
+    - Buffers, whether persistent or not, are state, and the same ones before and after. Attributes
+      of other kinds that `forward` sets are not: after the call they are as they were at first, so
+      what is cached in one is made anew in each call.
+    - `apply` may be called inside of itself, again in the backward pass (checkpointing around it)
+      and from several threads.
+    - `out` is what the module returns, which may be an argument or a view of one.
+    - `apply.norm_params` names the weights of torch's own normalisation layers, for `with_policy`.
+      For a class of your own:
+      `dataclasses.replace(apply, norm_params=apply.norm_params | {"my_norm.weight"})`.
+    - Random numbers (dropout) come from torch's global generator, unless `train_step` is given an
+      `rng`.
+
+    Raises `TypeError` for what is no module, `ValueError` for lazy parameters that have not seen a
+    batch. `apply` raises `RuntimeError` for names of another model and for a forward that writes
+    into its parameters, also through `.data` (most writes before they happen; under `torch.compile`
+    they change a copy and are dropped), or that registers, replaces or removes what must be there
+    in every call.
+
+    >>> from torch import nn, ones
+    >>> apply, params, buffers = make_functional(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+    >>> out, new_buffers = apply(params, buffers, ones(4, 3))
+    >>> buffers["1.num_batches_tracked"], new_buffers["1.num_batches_tracked"]
+    (tensor(0), tensor(1))
+
+    Source: torch.func.functional_call, which writes into the buffers it is given and keeps hold of
+    the live module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"make_functional takes an nn.Module, got {type(model).__name__}. Cure: a plain "
+            "function of tensors is pure already."
+        )
+    params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    for name, tensor in (*params.items(), *buffers.items()):
+        if nn.parameter.is_lazy(tensor):
+            raise ValueError(
+                f"{name} is not initialised yet: a lazy module learns its shapes from the first "
+                "batch. Cure: run `model(example_batch)` once before make_functional(model)."
+            )
+    frozen = {name for name, p in params.items() if not p.requires_grad}
+    if len(frozen) == len(params):
+        frozen = set()
+    # By identity: a tied weight is known by its first name, wherever else it stands.
+    names = {id(parameter): name for name, parameter in params.items()}
+    norms = {
+        names[id(p)]
+        for module in model.modules()
+        if isinstance(module, NORM_MODULES)
+        for p in module.parameters()
+    }
+    embeddings = (
+        module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+    )
+    renormed = {names[id(module.weight)] for module in embeddings if module.max_norm is not None}
+    training = without_tensors(model)
+    if not model.training:
+        for module in training.modules():
+            module.training = True  # and not training.train(), which a class may have replaced
+    evaluating = copy.deepcopy(training).eval()
+    trained = {name: p.detach().clone() for name, p in params.items() if name not in frozen}
+    state = {
+        name: t.detach().clone()
+        for name, t in ({n: params[n] for n in params if n in frozen} | buffers).items()
+    }
+    apply = Apply(
+        _skeletons={True: skeleton_of(training), False: skeleton_of(evaluating)},
+        _params=frozenset(trained),
+        _buffers=frozenset(state),
+        norm_params=frozenset(norms),
+        frozen_params=frozenset(frozen),
+        _renormed=frozenset(renormed),
+    )
+    return apply, trained, state
+
+
+def load_into(model: nn.Module, params: Tensors, buffers: Tensors) -> None:
+    """Equal to `model.load_state_dict({**params, **buffers})`, for every model: tied weights,
+    frozen ones, all buffers.
+
+    The way back of `make_functional`: copies into the tensors that `model` has, so an optimizer, a
+    tied weight or a hook that knows them sees the new values. Changes nothing unless everything
+    fits. Names are those that `make_functional` gives, so it takes those of `with_policy` too, and
+    frozen parameters may stand in either dict. Buffers that are not saved are copied as well. What
+    is kept in another dtype is cast to that of the model, as load_state_dict does; any device will
+    do.
+
+    Raises `ValueError` that lists missing and unexpected names and other shapes; `TypeError` for
+    what is no dict of tensors.
+
+    >>> model = nn.BatchNorm1d(2)
+    >>> apply, params, buffers = make_functional(model)
+    >>> load_into(model, {**params, "weight": torch.tensor([2.0, 3.0])}, buffers)
+    >>> model.weight.tolist()
+    [2.0, 3.0]
+
+    Source of the rule: torch.nn.Module.load_state_dict, which wants every name of a tied weight and
+    no buffer that is not saved.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"load_into takes an nn.Module first, got {type(model).__name__}. Cure: "
+            "load_into(model, params, buffers)."
+        )
+    check_dicts(params, buffers)
+    targets = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    given = {**params, **buffers}
+    faults = [f"missing {name}" for name in targets if name not in given]
+    faults += [f"{name} is not in the model" for name in given if name not in targets]
+    faults += [f"{name} stands in both" for name in params if name in buffers]
+    for name, target in targets.items():
+        source = given.get(name)
+        if nn.parameter.is_lazy(target):
+            faults.append(f"{name} is not initialised yet, run `model(example_batch)` once")
+        elif target.is_meta:
+            faults.append(
+                f"{name} of the model has no memory, run `model.to_empty(device=...)` first"
+            )
+        elif source is None:
+            continue
+        elif source.shape != target.shape:
+            faults.append(
+                f"{name} has shape {tuple(source.shape)}, in the model {tuple(target.shape)}"
+            )
+        elif source.is_complex() and not target.is_complex():
+            faults.append(f"{name} is {source.dtype}, in the model {target.dtype}")
+        elif source.layout is not target.layout or isinstance(source, DTensor) is not isinstance(
+            target, DTensor
+        ):
+            faults.append(
+                f"{name} is {type(source).__name__} of {source.layout}, in the model "
+                f"{type(target).__name__} of {target.layout}"
+            )
+    if faults:
+        raise ValueError(
+            "params and buffers do not fit the model, so nothing was copied: "
+            f"{_tree.some(faults, 8)}. Likely cause: they are of another model, stacked over an "
+            "ensemble, or incomplete. Cure: `load_into(model, state.params, state.buffers)` with "
+            "the model that they were made from."
+        )
+    with torch.no_grad():
+        for name, target in targets.items():
+            target.copy_(given[name])

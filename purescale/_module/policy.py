@@ -1,0 +1,336 @@
+"""What runs in which dtype."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from .._module.functional import check_dicts
+from .._tree import tree as _tree
+from .._tree.tree import Tree
+
+_DTYPES = {
+    **dict.fromkeys(("float16", "f16", "half"), torch.float16),
+    **dict.fromkeys(("bfloat16", "bf16"), torch.bfloat16),
+    **dict.fromkeys(("float32", "f32", "full"), torch.float32),
+    **dict.fromkeys(("float64", "f64"), torch.float64),
+}
+_KEYS = {
+    "params": "params",
+    "p": "params",
+    "compute": "compute",
+    "c": "compute",
+    "output": "output",
+    "o": "output",
+    "norms": "norms",
+    "n": "norms",
+}
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """The dtypes of a model: kept parameters, arithmetic, outputs, normalisation layers. Usually
+    made by `policy(text)`.
+
+    `autocast=True` leaves the choice, operator by operator, to torch's lists for `compute_dtype`.
+
+    >>> import torch
+    >>> half = Policy(torch.float32, torch.float16, torch.float32)
+    >>> half.cast_to_compute({"x": torch.ones(2), "labels": torch.tensor([1])})
+    {'x': tensor([1., 1.], dtype=torch.float16), 'labels': tensor([1])}
+    """
+
+    param_dtype: torch.dtype = torch.float32
+    compute_dtype: torch.dtype = torch.float32
+    output_dtype: torch.dtype = torch.float32
+    norm_dtype: torch.dtype = torch.float32
+    autocast: bool = False
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name != "autocast" and not (
+                isinstance(value, torch.dtype) and value.is_floating_point
+            ):
+                raise TypeError(
+                    f"Policy.{field.name} must be a floating torch.dtype, got {value!r}. Cure: "
+                    "torch.float32, or policy('params=float32,...')."
+                )
+        if self.autocast and self.compute_dtype not in _HALF:
+            raise ValueError(
+                f"autocast computes in float16 or bfloat16, not in {self.compute_dtype}. Cure: "
+                "compute=autocast(bfloat16)."
+            )
+
+    def cast_to_param(self, tree: Tree) -> Tree:
+        """The floating tensors of any tree in the dtype the state keeps; the rest copied as it is.
+        Shares no memory with `tree`.
+        """
+        return _tree.cast(tree, self.param_dtype, copy=True)
+
+    def cast_to_compute(self, tree: Tree) -> Tree:
+        """The floating tensors of any tree in the dtype of the arithmetic; the rest copied as it
+        is.
+        """
+        return _tree.cast(tree, self.compute_dtype, copy=True)
+
+    def cast_to_output(self, tree: Tree) -> Tree:
+        """The floating tensors of any tree in the dtype of the outputs; the rest, copied."""
+        return _tree.cast(tree, self.output_dtype, copy=True)
+
+
+def policy(text: str) -> Policy:
+    """Equal to `Policy(params, compute, output, norms)` with the dtypes named in `text`.
+
+    Grammar: one dtype for all (`"bfloat16"`), or `key=dtype` pairs joined by commas. Keys:
+    `params`, `compute`, `output`, `norms` (or p, c, o, n). Dtypes: float16, bfloat16, float32,
+    float64 (or f16, half, bf16, f32, full, f64); for `compute` also `autocast(float16)` and
+    `autocast(bfloat16)`: torch's own op lists. Left out: params is float32, compute follows params,
+    output follows compute, norms is float32 (or compute, where that is wider).
+
+    Raises `ValueError` for anything else, naming the part.
+
+    >>> policy("params=float32,compute=float16,output=float32").compute_dtype
+    torch.float16
+    >>> policy("compute=autocast(bfloat16)").autocast
+    True
+
+    Source of the grammar: jmp.get_policy.
+    """
+    if not isinstance(text, str):
+        raise TypeError(
+            "policy takes a string like 'params=float32,compute=float16,output=float32', got "
+            f"{text!r}."
+        )
+    found: dict[str, str] = {}
+    for part in text.replace(" ", "").split(","):
+        key, equals, value = part.partition("=")
+        if not equals and "," not in text:
+            found = dict.fromkeys(("params", "compute", "output"), key)
+        elif key not in _KEYS or _KEYS[key] in found:
+            raise ValueError(
+                f"policy {text!r}: {part!r} is "
+                f"{'given twice' if key in _KEYS else 'not understood'}. Expected key=dtype with "
+                "the keys params, compute, output, norms. Example: "
+                "'params=float32,compute=float16,output=float32'."
+            )
+        else:
+            found[_KEYS[key]] = value
+    compute = found.get("compute", found.get("params", "float32"))
+    autocast = compute.startswith("autocast(") and compute.endswith(")")
+    compute_dtype = _dtype(
+        text, compute.removeprefix("autocast(").removesuffix(")") if autocast else compute
+    )
+    return Policy(
+        param_dtype=_dtype(text, found.get("params", "float32")),
+        compute_dtype=compute_dtype,
+        output_dtype=_dtype(text, found["output"]) if "output" in found else compute_dtype,
+        norm_dtype=_dtype(text, found["norms"])
+        if "norms" in found
+        else torch.promote_types(compute_dtype, torch.float32),
+        autocast=autocast,
+    )
+
+
+_parsed = policy  # with_policy has a parameter of that name
+
+
+def _dtype(text: str, name: str) -> torch.dtype:
+    if name not in _DTYPES:
+        raise ValueError(
+            f"policy {text!r}: {name!r} is no dtype. Expected one of {', '.join(_DTYPES)}; for "
+            "compute also autocast(float16), autocast(bfloat16)."
+        )
+    return _DTYPES[name]
+
+
+def with_policy(
+    apply: Callable[..., tuple[Any, dict[str, Tensor]]], policy: Policy | str
+) -> Callable[..., tuple[Any, dict[str, Tensor]]]:
+    """Equal to `lambda p, b, *a, **k: cast_to_output(apply(cast_to_compute(p),
+    b, *cast_to_compute(a), **cast_to_compute(k)))`.
+
+    The result is a pure function like `apply` (see `make_functional`), and has its `norm_params`
+    and `frozen_params`.
+
+    - Parameters are kept in `policy.param_dtype` (masters; checked, not cast) and cast inside, so
+      gradients arrive in it.
+    - Weights and inputs of batch, layer, group, instance and rms norm are in `policy.norm_dtype`,
+      float32 by default; each such layer hands on the dtype that it was given.
+    - Floating inputs, positional and by keyword, are cast to `policy.compute_dtype`, floating
+      outputs to `policy.output_dtype`, in any container that torch's pytree knows. Buffers are
+      never cast, and come back in the dtype they have. Frozen parameters compute like the others;
+      what a half forward writes into them is dropped.
+    - With `compute=autocast(...)` nothing is cast but the output: torch's op lists choose. It is
+      the way for a net that mixes floating buffers (positional encodings, say) into its
+      activations, which plain half compute would refuse.
+
+    Raises `TypeError`, naming the leaf, for a parameter in another dtype than `policy.param_dtype`.
+
+    >>> import torch
+    >>> from purescale import make_functional
+    >>> apply, params, buffers = make_functional(torch.nn.Linear(2, 1))
+    >>> half = with_policy(apply, "params=float32,compute=float16")
+    >>> half(params, buffers, torch.ones(3, 2))[0].dtype
+    torch.float16
+
+    Source of the rule: jmp.Policy; mmpose's patch_norm_fp32 and apex's keep_batchnorm_fp32, which
+    rewrite the module instead.
+    """
+    rules = _parsed(policy) if isinstance(policy, str) else policy
+    if not isinstance(rules, Policy):
+        raise TypeError(
+            f"with_policy takes a Policy or its string, got {policy!r}. Cure: "
+            "policy('params=float32,compute=float16,output=float32')."
+        )
+    norm_params: frozenset[str] = getattr(apply, "norm_params", frozenset())
+    frozen_params: frozenset[str] = getattr(apply, "frozen_params", frozenset())
+
+    def compute(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        if rules.autocast:
+            return weights
+        return {
+            name: weight.to(rules.norm_dtype if name in norm_params else rules.compute_dtype)
+            if weight.is_floating_point()
+            else weight
+            for name, weight in weights.items()
+        }
+
+    @functools.wraps(apply)
+    def cast_apply(
+        params: dict[str, Tensor], buffers: dict[str, Tensor], *args: Any, **kwargs: Any
+    ) -> tuple[Any, dict[str, Tensor]]:
+        check_dicts(params, buffers)
+        _check_params(params, rules)
+        frozen = {name: buffer for name, buffer in buffers.items() if name in frozen_params}
+        if not rules.autocast:
+            args, kwargs = _tree.cast((args, kwargs), rules.compute_dtype)
+        device = next((weight.device.type for weight in params.values()), "cpu")
+        norms = (
+            _NormsIn(rules.norm_dtype, given=(rules.compute_dtype,))
+            if rules.compute_dtype is not torch.float32
+            else nullcontext()
+        )
+        with (
+            torch.autocast(device, rules.compute_dtype) if rules.autocast else nullcontext(),
+            norms,
+        ):
+            out, new_buffers = apply(
+                compute(params), {**buffers, **compute(frozen)}, *args, **kwargs
+            )
+        if not rules.autocast:
+            new_buffers = {
+                **new_buffers,
+                **{name: buffer.clone() for name, buffer in frozen.items()},
+            }
+        return _tree.cast(out, rules.output_dtype), new_buffers
+
+    cast_apply.norm_params, cast_apply.frozen_params = norm_params, frozen_params  # type: ignore[attr-defined]
+    return cast_apply
+
+
+def _check_params(params: dict[str, Tensor], rules: Policy) -> None:
+    for name, weight in params.items():
+        if weight.is_floating_point() and weight.dtype is not rules.param_dtype:
+            raise TypeError(
+                f"params[{name!r}] is {weight.dtype}; the policy keeps parameters in "
+                f"{rules.param_dtype}, and casts them itself where it computes. Cure: `params = "
+                "policy.cast_to_param(params)`, or "
+                f"'params={str(weight.dtype).removeprefix('torch.')}' in the policy."
+            )
+
+
+# ---- norms ---------------------------------------------------------------------------------------
+
+# For each operator: where its running statistics stand, which it updates in place.
+_RUNNING_STATISTICS: dict[Callable[..., Any], tuple[tuple[int, str], ...]] = {
+    **dict.fromkeys(
+        (
+            F.layer_norm,
+            F.group_norm,
+            F.rms_norm,
+            torch.layer_norm,
+            torch.group_norm,
+            torch.rms_norm,
+        ),
+        (),
+    ),
+    **dict.fromkeys((F.batch_norm, F.instance_norm), ((1, "running_mean"), (2, "running_var"))),
+    **dict.fromkeys(
+        (torch.batch_norm, torch.instance_norm), ((3, "running_mean"), (4, "running_var"))
+    ),
+}
+
+
+class _NormsIn(TorchFunctionMode):
+    """Norms whose input is one of the `given` dtypes: input, weights and running statistics in
+    `dtype` inside, out as they came in.
+    """
+
+    def __init__(self, dtype: torch.dtype, given: tuple[torch.dtype, ...]) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.given = given
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        x = args[0] if args else kwargs.get("input")
+        if (
+            func not in _RUNNING_STATISTICS
+            or not isinstance(x, Tensor)
+            or x.dtype not in self.given
+        ):
+            return func(*args, **kwargs)
+
+        cast_args, cast_kwargs = list(_tree.cast(args, self.dtype)), _tree.cast(kwargs, self.dtype)
+        out = func(*cast_args, **cast_kwargs)
+        # In eval mode the statistics are only read; a round trip through a narrower dtype would
+        # change them.
+        updated = (
+            args[5]
+            if len(args) > 5
+            else kwargs.get("training", kwargs.get("use_input_stats", func is F.instance_norm))
+        )
+        for position, name in _RUNNING_STATISTICS[func] if updated else ():
+            stored, used = (
+                (args[position], cast_args[position])
+                if position < len(args)
+                else (kwargs.get(name), cast_kwargs.get(name))
+            )
+            if stored is not None and used is not stored:
+                stored.copy_(used)
+        return out.to(x.dtype)
+
+
+class norms_in_float32(_NormsIn):  # noqa: N801, a context manager is used like a function
+    """Equal to calling every norm of torch.nn.functional inside as `norm(x.float()).to(x.dtype)`.
+
+    A context manager, for batch, layer, rms, group and instance norm. Only half inputs are touched;
+    weights are cast too, running statistics are updated in float32 and stored in the dtype they
+    have. Works under compile and vmap, where half BatchNorm otherwise raises.
+
+    >>> import torch
+    >>> with norms_in_float32():
+    ...     torch.nn.functional.layer_norm(torch.tensor([6e4, -6e4], dtype=torch.float16), (2,))
+    tensor([ 1., -1.], dtype=torch.float16)
+
+    Source of the rule: mmpose's patch_norm_fp32, apex's keep_batchnorm_fp32.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(torch.float32, given=_HALF)

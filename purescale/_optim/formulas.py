@@ -1,0 +1,333 @@
+"""torch.optim's own formulas without the places where they read a tensor's value in Python, or have
+no vmap rule.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from .._torch import private as _torch
+from .._torch.private import foreach
+from .._tree import tree as _tree
+
+
+class _Everywhere(list[str]):
+    """The devices on which the capturable formula is allowed. It is right on all; torch lists those
+    with graph capture.
+    """
+
+    def __contains__(self, device: object) -> bool:
+        return True
+
+
+@functools.cache
+def without_reads(cls: type, *, lists: bool = False) -> Callable[[Any], Any]:
+    """torch's own `cls.step`, whose helper functions keep step counts as tensors instead of reading
+    them.
+
+    `lists`: its implementation over lists, in place of that tensor by tensor. torch's functions are
+    not changed: copies of them look up a few names elsewhere.
+    """
+    torchs = _torch.formula_of(cls)
+    assert torchs is not None  # from_torch refuses such a class
+    name, _ = torchs.names
+    own = torchs.lists if lists else torchs.single
+    formula = _OVER_LISTS.get(name) if lists else None
+    formula = formula or _copy_of(
+        own,
+        **{
+            _torch.DEVICES: lambda *args, **kwargs: _Everywhere(),
+            _torch.VALUE: lambda value: value,
+            **({"torch": _LISTS} if lists else {}),
+        },
+    )
+    functional = _copy_of(torchs.functional, **{own.__name__: formula})
+    return _copy_of(torchs.step, **{name: functional})
+
+
+def has_lists(cls: type) -> bool:
+    """Whether torch implements `cls` over lists."""
+    formula = _torch.formula_of(cls)
+    return formula is not None and formula.lists is not None
+
+
+def _copy_of(function: Any, **names: Any) -> Callable[..., Any]:
+    copied = types.FunctionType(
+        function.__code__,
+        {**function.__globals__, **names},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
+_NOTHING = torch.full((), float("nan"), device="cpu")
+
+
+class Rate(Tensor):
+    """Stands for a learning rate that is data, in torch's formulas.
+
+    torch takes a 0-d tensor for a number only where it is not being differentiated:
+    `p.add_(g, alpha=-lr)` is refused before any mode can see it. This stand-in is taken, and
+    `PlainArithmetic` puts the rate itself in its place.
+    """
+
+    rate: Tensor
+
+    @staticmethod
+    def of(rate: Tensor) -> Rate:
+        stand_in: Rate = _torch.make_subclass(Rate, _NOTHING)
+        stand_in.rate = rate
+        return stand_in
+
+
+class PlainArithmetic(TorchFunctionMode):
+    """torch's formulas where they would read a tensor, have no vmap rule, or no derivative.
+
+    `p.add_(g, alpha=t)` and its kin are mul, div and add. Under a transform nothing that a
+    derivative needs is written over, and a square root has the derivative 0 at 0, where torch has
+    inf, and 0 * inf is NaN.
+    """
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if not any(isinstance(value, Rate) for value in (*args, *kwargs.values())):
+            return self._plain(func, args, kwargs)
+        args = tuple(value.rate if isinstance(value, Rate) else value for value in args)
+        kwargs = {
+            name: value.rate if isinstance(value, Rate) else value for name, value in kwargs.items()
+        }
+        result = self._plain(func, args, kwargs)
+        # What is computed of a rate alone is a rate; of a rate and a parameter, what torch makes of
+        # it.
+        return (
+            Rate.of(result)
+            if isinstance(result, Tensor) and result.ndim == 0 and func not in _WRITES
+            else result
+        )
+
+    def _plain(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        under_transform = _tree.under_transform()
+        if func is Tensor.clamp_ and _torch.is_batched(args[0]):
+            return args[0].copy_(args[0].clamp(*args[1:], **kwargs))
+        if func is torch.full_like and isinstance(args[1], Tensor):
+            return func(args[0], 0.0, **kwargs) + args[1]
+        if under_transform and func in _ROOTS:
+            root = _root(args[0])
+            return args[0].copy_(root) if func is Tensor.sqrt_ else root
+        if under_transform and func in _POWERS and args[1] == 0.5:
+            return _root(args[0].clamp(min=0))  # below 0 the result is NaN, and chosen by nobody
+        if under_transform and func in (Tensor.norm, Tensor.mul_):
+            # Muon divides by the norm in place, ASGD writes its factors anew.
+            first, *rest = args
+            rest = [
+                value.clone() if isinstance(value, Tensor) and value.ndim == 0 else value
+                for value in rest
+            ]
+            return func(first.clone() if func is Tensor.norm else first, *rest, **kwargs)
+        factor = kwargs.get("alpha", kwargs.get("value"))
+        plain = under_transform and func in (Tensor.lerp_, Tensor.addcmul_, Tensor.addcdiv_)
+        if not plain and not (isinstance(factor, Tensor) and func in _SCALED):
+            return func(*args, **kwargs)
+        target, first, *rest = args
+        # Muon's updates are in bfloat16
+        first = first.to(torch.promote_types(first.dtype, target.dtype))
+        if func is Tensor.lerp_:
+            return target.add_((first - target) * rest[0])
+        if func is Tensor.addcdiv_:
+            first = first / rest[0]
+        elif func is Tensor.addcmul_:
+            first = first * rest[0].clone() if rest[0].ndim == 0 else first * rest[0]
+        if func is Tensor.add:
+            return target + first * factor
+        return target.add_(first if factor is None else first * factor)
+
+
+_SCALED = (Tensor.add, Tensor.add_, Tensor.addcdiv_, Tensor.addcmul_)
+_WRITES = (
+    Tensor.mul_,
+    Tensor.add_,
+    Tensor.addcdiv_,
+    Tensor.addcmul_,
+    Tensor.copy_,
+    Tensor.sub_,
+    Tensor.div_,
+)
+_ROOTS = (Tensor.sqrt, Tensor.sqrt_, torch.sqrt)
+_POWERS = (Tensor.pow, Tensor.__pow__, torch.pow)
+
+
+def _root(square: Tensor) -> Tensor:
+    """The square root; at 0 it is `square` itself, be it -0.0, and has no derivative."""
+    none = square == 0
+    return torch.where(none, square.detach(), torch.where(none, 1, square).sqrt())
+
+
+# ---- over lists ----------------------------------------------------------------------------------
+
+
+class Dampening:
+    """Stands for `dampening` in torch's SGD over lists, which has one number for all: none of it in
+    the step that makes a buffer.
+    """
+
+    def __init__(self, dampening: float, first: dict[int, Tensor]) -> None:
+        self._share = 1 - dampening
+        self._first = first  # by the identity of the buffer
+
+    def __rsub__(self, one: float) -> Dampening:
+        return self
+
+    def shares(self, buffers: Sequence[Tensor]) -> Any:
+        first = torch.stack([self._first[id(buffer)] for buffer in buffers])
+        wide = torch.float32 if first.device.type == "mps" else torch.float64
+        return torch.where(
+            first, torch.ones((), dtype=wide, device=first.device), self._share
+        ).unbind()
+
+
+class _Lists:
+    """torch, where its lists would read a factor that is a tensor."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def _foreach_add_(targets: Any, others: Any, **settings: Any) -> None:
+        alpha = settings.get("alpha")
+        if isinstance(alpha, (Dampening, Tensor)):
+            factor = alpha.shares(targets) if isinstance(alpha, Dampening) else alpha
+            others, settings = foreach.mul(others, factor), {}
+        foreach.add_(targets, others, **settings)
+
+
+_LISTS = _Lists()
+
+
+def _columns_of(
+    columns: Sequence[Sequence[Tensor]], steps: list[Tensor], has_complex: bool
+) -> Iterator[list[Any]]:
+    """The columns and the step counts, which are now those of this step, one device and dtype at a
+    time; complex as real.
+    """
+    grouped = _torch.group_alike([*columns, steps])
+    for (*alike, counts), _ in grouped.values():
+        if has_complex:
+            alike = [
+                [torch.view_as_real(t) if t.is_complex() else t for t in column] for column in alike
+            ]
+        foreach.add_(counts, 1)
+        yield [*alike, counts]
+
+
+# torch's own of these three go tensor by tensor in some places.
+
+
+def _adagrad(
+    params: Any, grads: Any, sums: Any, steps: Any, *, lr: Any, weight_decay: float,
+    lr_decay: float, eps: float, maximize: bool, has_complex: bool, **_: Any,
+) -> None:  # fmt: skip
+    for weights, gradients, squares, counts in _columns_of(
+        [params, grads, sums], steps, has_complex
+    ):
+        if maximize:
+            gradients = foreach.neg(gradients)
+        if weight_decay != 0:
+            gradients = foreach.add(gradients, weights, alpha=weight_decay)
+        rates = -lr / (1 + (torch.stack(counts) - 1) * lr_decay)
+        foreach.addcmul_(squares, gradients, gradients, value=1)
+        roots = foreach.sqrt(squares)
+        foreach.add_(roots, eps)
+        foreach.addcdiv_(weights, foreach.mul(gradients, rates.unbind()), roots)
+
+
+def _radam(
+    params: Any, grads: Any, exp_avgs: Any, exp_avg_sqs: Any, steps: Any, *, beta1: float,
+    beta2: float, lr: Any, weight_decay: float, eps: float, decoupled_weight_decay: bool,
+    maximize: bool, has_complex: bool, **_: Any,
+) -> None:  # fmt: skip
+    for weights, gradients, means, squares, counts in _columns_of(
+        [params, grads, exp_avgs, exp_avg_sqs], steps, has_complex
+    ):
+        if maximize:
+            gradients = foreach.neg(gradients)
+        if weight_decay != 0 and decoupled_weight_decay:
+            foreach.mul_(weights, 1 - lr * weight_decay)
+        elif weight_decay != 0:
+            gradients = foreach.add(gradients, weights, alpha=weight_decay)
+        foreach.lerp_(means, gradients, 1 - beta1)
+        foreach.mul_(squares, beta2)
+        foreach.addcmul_(squares, gradients, gradients, 1 - beta2)
+
+        step, most = torch.stack(counts), 2 / (1 - beta2) - 1
+        bias1, bias2 = 1 - beta1**step, 1 - beta2**step
+        # of the moving average, as simple as it could be
+        length = most - beta2**step * step * 2 / bias2
+        root = ((length - 4) * (length - 2) * most / (length * ((most - 4) * (most - 2)))).sqrt()
+        rectified = torch.where(length > 5.0, root, 0.0)
+        alone = -(torch.where(rectified > 0, 0.0, 1.0) * lr / bias1)
+        scale = -(bias2.sqrt() * lr * rectified) / bias1
+
+        factors = foreach.sqrt(squares)
+        foreach.add_(factors, eps)
+        foreach.div_(factors, scale.unbind())
+        foreach.reciprocal_(factors)
+        foreach.add_(factors, alone.unbind())
+        foreach.addcmul_(weights, means, factors)
+
+
+def _rprop(
+    params: Any, grads: Any, prevs: Any, step_sizes: Any, steps: Any, *, step_size_min: float,
+    step_size_max: float, etaminus: float, etaplus: float, maximize: bool, has_complex: bool,
+    **_: Any,
+) -> None:  # fmt: skip
+    for weights, gradients, before, sizes, _counts in _columns_of(
+        [params, grads, prevs, step_sizes], steps, has_complex
+    ):
+        if maximize:
+            gradients = foreach.neg(gradients)
+        signs = foreach.mul(gradients, before)
+        foreach.sign_(signs)
+        same, opposite = foreach.clamp_min(signs, 0), foreach.clamp_max(signs, 0)
+        # etaplus, etaminus or 1: two of the three terms are 0.
+        factors = foreach.abs(signs)
+        foreach.neg_(factors)
+        foreach.add_(factors, 1)
+        foreach.add_(factors, same, alpha=etaplus)
+        foreach.add_(factors, opposite, alpha=-etaminus)
+        foreach.mul_(sizes, factors)
+        foreach.clamp_min_(sizes, step_size_min)
+        foreach.clamp_max_(sizes, step_size_max)
+        # The gradient, or 0 where its sign turned: between 0 and -0 there, else between inf and
+        # -inf.
+        bounds = foreach.abs(opposite)
+        foreach.reciprocal_(bounds)
+        foreach.sub_(bounds, 1)
+        foreach.copy_(before, gradients)
+        foreach.minimum_(before, bounds)
+        foreach.neg_(bounds)
+        foreach.maximum_(before, bounds)
+        foreach.add_(before, 0)  # -0 is 0
+        foreach.addcmul_(weights, foreach.sign(before), sizes, value=-1)
+
+
+_OVER_LISTS: dict[str, Callable[..., None]] = {
+    "adagrad": _adagrad,
+    "radam": _radam,
+    "rprop": _rprop,
+}

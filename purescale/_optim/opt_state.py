@@ -1,0 +1,253 @@
+"""What a class of torch.optim keeps for each parameter: made, compared, read from a state dict."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._optim.formulas import PlainArithmetic, Rate
+from .._torch import private as _torch
+from .._tree import tree as _tree
+
+Slots = dict[str, dict[str, Tensor]]
+
+# stands where torch wants a number to check and a schedule or tensor will take its place
+_ANY_LR = 1e-3
+# a slot of our own: the momentum buffer of this parameter is still to be made
+FIRST = "is_first_step"
+
+
+class OptState(NamedTuple):
+    """What a torch optimizer remembers. Its structure is final from `init` on."""
+
+    applied: Tensor  # int64 []: steps applied; what a schedule is a function of
+    # by parameter name, then by torch's own names: {"conv.weight": {"step": ..., "exp_avg": ...}}
+    slots: Slots
+    # float32 []: the rate that steps use, where from_torch was told lr_in_state=True; else ()
+    lr: Any = ()
+
+
+def with_slots(cls: Any, probes: list[Tensor], settings: dict[str, Any], rate: Any) -> Any:
+    """An optimizer of torch that has made its state for parameters whose gradients are there."""
+    # where torch has step counts, whatever the default device is
+    with torch.device("cpu"), PlainArithmetic():
+        optimizer = cls(
+            probes,
+            **{**settings, "lr": _ANY_LR if isinstance(rate, Tensor) or callable(rate) else rate},
+        )
+        if isinstance(rate, Tensor):  # the constructor would read it
+            optimizer.param_groups[0]["lr"] = (
+                Rate.of(rate) if issubclass(cls, torch.optim.Rprop) else rate
+            )
+        _torch.new_state(optimizer)
+    return optimizer
+
+
+class Kept:
+    """What one class keeps, learnt from its slots for a parameter of shape (2, 3)."""
+
+    def __init__(
+        self, cls: Any, probed: Mapping[str, Tensor], settings: Sequence[Mapping[str, Any]]
+    ) -> None:
+        self._cls = cls
+        # Step counts and the like, and what is shaped like its parameter.
+        self._counts = {
+            key: torch.float32 if key == "step" else value.dtype
+            for key, value in probed.items()
+            if value.ndim == 0
+        }
+        self._shaped = {key for key, value in probed.items() if value.shape == (2, 3)} | {
+            "momentum_buffer"
+        }
+        # torch's SGD ignores dampening in the step that makes a parameter's momentum buffer.
+        self.first_step_differs = issubclass(cls, torch.optim.SGD) and any(
+            extra.get("dampening") for extra in settings
+        )
+        if self.first_step_differs:
+            self._counts = {**self._counts, FIRST: torch.bool}
+
+    def new(
+        self, probes: list[Tensor], group: dict[str, Any], accepted: Sequence[str]
+    ) -> list[dict[str, Tensor]]:
+        """What torch's class keeps for these tensors before their first step."""
+        rate = group["lr"]
+        optimizer = with_slots(
+            self._cls,
+            probes,
+            {name: value for name, value in group.items() if name in accepted},
+            rate,
+        )
+        slots = []
+        for probe in probes:
+            slot = {key: _made(value, probe) for key, value in optimizer.state[probe].items()}
+            if issubclass(self._cls, torch.optim.SGD) and group["momentum"] != 0:
+                # torch makes this buffer in the first step, as a copy of the gradient; -0.0 *
+                # momentum + g is g for every g.
+                slot["momentum_buffer"] = torch.full_like(probe, -0.0)
+                if self.first_step_differs:
+                    slot[FIRST] = torch.ones((), dtype=torch.bool, device=probe.device)
+            if issubclass(self._cls, torch.optim.ASGD) and isinstance(rate, Tensor):
+                slot["eta"] = rate.to(slot["eta"], copy=True)  # torch detaches it
+            if isinstance(slot.get("step"), Tensor):
+                # what torch's kernels read, also under another default dtype
+                slot["step"] = slot["step"].to(torch.float32)
+            slots.append(slot)
+        return slots
+
+    def _fits(self, key: str, value: Tensor, weight: Tensor) -> bool:
+        """Whether a slot is what `init` makes for this parameter: torch's kernels take its memory
+        for that without a look.
+        """
+        if value.is_nested:
+            return False
+        if key in self._counts:
+            return (
+                value.ndim == 0
+                and value.dtype is self._counts[key]
+                and value.device == weight.device
+            )
+        alike = (
+            value.dtype is weight.dtype
+            and value.layout is weight.layout
+            and value.device == weight.device
+        )
+        return key not in self._shaped or (alike and value.shape == weight.shape)
+
+    def _misfit(self, key: str, value: Tensor, name: str, weight: Tensor) -> ValueError:
+        what = (
+            f"a count {self._counts[key]} ()"
+            if key in self._counts
+            else f"the parameter {described(weight)}"
+        )
+        where = (
+            f" on {value.device}, its parameter on {weight.device}"
+            if value.device != weight.device
+            else ""
+        )
+        return ValueError(
+            f"opt_state: {key} of {name} is {described(value)}, {what}{where}. Likely cause: the "
+            "state of another model, or of the model before it was changed or moved. Cure: "
+            "`opt_state = optimizer.init(params)`."
+        )
+
+    def check(self, slots: Slots, weights: Mapping[str, Tensor]) -> None:
+        """Refuse slots that are not what `new` makes for these parameters."""
+        for name, slot in slots.items():
+            for key, value in slot.items():
+                if not self._fits(key, value, weights[name]):
+                    raise self._misfit(key, value, name, weights[name])
+
+    def foreign(self, missing: str) -> ValueError:
+        return ValueError(
+            f"opt_state has no {missing} that {self._cls.__name__} keeps. Likely cause: the state "
+            "of another class or of other settings. Cure: `opt_state = optimizer.init(params)`."
+        )
+
+
+def _made(value: Any, probe: Tensor) -> Any:
+    """What torch made of `probe`, and of a rate where that stood in."""
+    return value.rate.to(probe) if isinstance(value, Rate) else value.to(probe.device)
+
+
+def described(tensor: Tensor) -> str:
+    if tensor.is_nested:
+        return f"{tensor.dtype}, a nested tensor"
+    layout = "" if tensor.layout is torch.strided else f" {tensor.layout}"
+    return f"{tensor.dtype} {tuple(tensor.shape)}{layout}"
+
+
+# ---- torch's state dict --------------------------------------------------------------------------
+
+
+def state_dict(slots: Slots, groups: list[tuple[list[str], dict[str, Any]]]) -> dict[str, Any]:
+    """`torch.optim.Optimizer.state_dict()` of these slots, their tensors copied."""
+    slots = {name: {} if slot.get(FIRST, False) else slot for name, slot in slots.items()}
+    state: dict[int, dict[str, Tensor]] = {}
+    listed = []
+    for names, group in groups:
+        indices = [len(state) + offset for offset in range(len(names))]
+        # torch keeps step counts on the CPU, and moves them itself where an implementation
+        # wants them elsewhere.
+        for index, name in zip(indices, names, strict=True):
+            state[index] = {
+                k: v.cpu().clone() if k == "step" else v.clone()
+                for k, v in slots[name].items()
+                if k != FIRST
+            }
+        lr = group["lr"]
+        listed.append(
+            {**group, "lr": lr.clone() if isinstance(lr, Tensor) else lr, "params": indices}
+        )
+    return {
+        "state": {index: slot for index, slot in state.items() if slot},
+        "param_groups": listed,
+    }
+
+
+def checked_state_dict(sd: Any) -> tuple[list[Mapping[str, Any]], Mapping[Any, Any]]:
+    """The groups and the states of `torch.optim.Optimizer.state_dict()`, refused in words where it
+    is none.
+    """
+    groups: Any = sd.get("param_groups") if isinstance(sd, Mapping) else None
+    states = sd.get("state") if isinstance(sd, Mapping) else None
+    sound = isinstance(groups, (list, tuple)) and all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple))
+        for group in groups
+    )
+    if not (
+        sound
+        and isinstance(states, Mapping)
+        and all(isinstance(state, Mapping) for state in states.values())
+    ):
+        what = (
+            f"a dict with the keys {_tree.some([repr(key) for key in sd])}"
+            if isinstance(sd, Mapping)
+            else type(sd).__name__
+        )
+        raise ValueError(
+            f"sd is {what}; expected "
+            "{'state': {index: slots}, 'param_groups': [{'params': [index, ...], ...}]}. "
+            "Likely cause: a checkpoint that holds the optimizer's state dict among others, or a "
+            "module's. Cure: `optimizer.from_state_dict(checkpoint['optimizer'], params)`, what "
+            "`torch.optim.Optimizer.state_dict()` returned."
+        )
+    return list(groups), states
+
+
+def restored(name: str, saved: dict[str, Any], fresh: dict[str, Tensor]) -> dict[str, Tensor]:
+    if not saved:
+        return fresh
+    kept = fresh.keys() - {FIRST}
+    if saved.keys() != kept:
+        raise ValueError(
+            f"the state of {name} has {sorted(map(str, saved))}, this optimizer keeps "
+            f"{sorted(kept)}. Likely cause: the state dict of another class or of other settings "
+            "(momentum, amsgrad, centered). Cure: from_torch with the class and settings that "
+            "wrote it."
+        )
+    restored = {}
+    for key, like in fresh.items():
+        if key == FIRST:
+            restored[key] = torch.zeros_like(like)
+            continue
+        value = saved[key]
+        if not isinstance(value, (Tensor, numbers.Real)):
+            raise TypeError(
+                f"the state of {name} has {key} = {type(value).__name__}; expected a tensor. Cure: "
+                "`opt.state_dict()`, unchanged."
+            )
+        value = (
+            value if isinstance(value, Tensor) else torch.tensor(float(value), device=like.device)
+        )
+        if value.shape != like.shape or (value.is_complex() and not like.is_complex()):
+            raise ValueError(
+                f"the state of {name} has {key} of shape {tuple(value.shape)}, {value.dtype}, "
+                f"expected {tuple(like.shape)}, {like.dtype}. Cure: params in the order the "
+                "optimizer had them."
+            )
+        restored[key] = value.detach().to(like.device, like.dtype, copy=True)
+    return restored

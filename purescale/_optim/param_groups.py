@@ -1,0 +1,366 @@
+"""The settings of a class of torch.optim: its parameter groups, overrides, learning rates."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import inspect
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._optim.opt_state import OptState, described, with_slots
+from .._torch import foreach as _foreach
+from .._torch import private as _torch
+from .._tree import tree as _tree
+
+Schedule = Callable[[Tensor], "Tensor | float"]
+_FLAGS = ("foreach", "fused", "capturable", "differentiable")
+
+
+class Groups:
+    """What from_torch was told, and what follows from it: never state."""
+
+    def __init__(
+        self,
+        cls: Any,
+        lr: Any,
+        overrides: Mapping[str, Mapping[str, Any]],
+        settings: dict[str, Any],
+        *,
+        lr_in_state: bool,
+    ) -> None:
+        _check_class(cls, settings)
+        self.cls = cls
+        accepted = inspect.signature(cls).parameters
+        self.accepted = [name for name in accepted if name != "params"]
+        self._lr = accepted["lr"].default if lr is None else lr
+        self._patterns = tuple(overrides)
+        self._overrides = tuple(dict(extra) for extra in overrides.values())
+        self.settings = settings
+        self.flag_named = any(settings.get(name) is not None for name in _FLAGS)
+        self.defaults, self.slots = self._probed("from_torch", {**settings, "lr": self._lr})
+        for pattern, extra in overrides.items():
+            every = {**settings, "lr": self._lr, **extra}
+            self.slots |= self._probed(f"overrides[{pattern!r}]", every)[1]
+        self.differentiable = bool(settings.get("differentiable"))
+        self.lrs = (self._lr, *(extra.get("lr") for extra in self._overrides))
+        if lr_in_state and callable(self._lr):
+            raise ValueError(
+                f"lr_in_state=True with a schedule, lr={self._lr!r}: a rate is data or a function "
+                "of the step count. Cure: lr=1e-3 to start from and `opt_state._replace(lr=...)` "
+                "between steps, or leave lr_in_state out."
+            )
+        if lr_in_state and issubclass(cls, torch.optim.Rprop):
+            raise ValueError(
+                "lr_in_state=True with Rprop, whose lr is only what its step sizes start from: "
+                "they are in the state already, `opt_state.slots[name]['step_size']`. Cure: leave "
+                "lr_in_state out."
+            )
+        self.lr_in_state = lr_in_state
+        self._tensor_lrs = {
+            index: rate.clone() for index, rate in enumerate(self.lrs) if isinstance(rate, Tensor)
+        }
+
+    def __repr__(self) -> str:
+        extra = {"lr": self._lr, **self.settings}
+        if self.lr_in_state:
+            extra["lr_in_state"] = True
+        if self._patterns:
+            extra["overrides"] = dict(zip(self._patterns, self._overrides, strict=True))
+        settings = ", ".join(f"{name}={value!r}" for name, value in extra.items())
+        return f"from_torch({self.cls.__name__}, {settings})"
+
+    @property
+    def every(self) -> tuple[dict[str, Any], ...]:
+        """The settings given, for all and then in each override."""
+        return (self.settings, *self._overrides)
+
+    def _plain(self) -> list[Any]:
+        """The settings that are numbers, strings and flags; rates that are tensors or schedules
+        reach the formula as arguments.
+        """
+        every = ({**self.defaults, **self.settings, "lr": self._lr}, *self._overrides)
+        return [
+            sorted(
+                (name, value)
+                for name, value in extra.items()
+                if not (isinstance(value, Tensor) or callable(value))
+            )
+            for extra in every
+        ]
+
+    def key(self) -> str:
+        """All that a step reads of the settings, as text."""
+        return repr(
+            (
+                self.cls.__module__,
+                self.cls.__qualname__,
+                id(self.cls),
+                self._patterns,
+                self._plain(),
+                self.lr_in_state,
+            )
+        )
+
+    def of(
+        self, names: tuple[str, ...], lrs: Sequence[Any]
+    ) -> list[tuple[list[str], dict[str, Any]]]:
+        """torch's parameter groups: the names of each with its complete settings."""
+        matches = _matching(names, self._patterns)
+        canonical = {matching: self._canonical(matching) for matching in set(matches)}
+        members: dict[tuple[int, ...], list[str]] = {}
+        for name, matching in zip(names, matches, strict=True):
+            members.setdefault(canonical[matching], []).append(name)
+        groups = []
+        for matching in sorted(members):
+            settings = dict(self.defaults)
+            rate = 0
+            for index in matching:
+                settings.update(self._overrides[index])
+                rate = index + 1 if "lr" in self._overrides[index] else rate
+            settings["lr"] = lrs[rate]
+            groups.append((members[matching], settings))
+        return groups
+
+    def _canonical(self, matching: tuple[int, ...]) -> tuple[int, ...]:
+        """The first of all patterns that says the same: `{"*.bias": no_decay, "norm.*": no_decay}`
+        is one group.
+        """
+        if not matching:
+            return matching
+        merged: dict[str, Any] = {}
+        for index in matching:
+            merged.update(self._overrides[index])
+        for index, extra in enumerate(self._overrides):
+            if extra.keys() == merged.keys() and all(
+                extra[k] is v or (not isinstance(v, Tensor) and extra[k] == v)
+                for k, v in merged.items()
+            ):
+                return (index,)
+        return matching
+
+    def rates(self, count: Tensor, lr: Any) -> list[Any]:
+        """The rate of from_torch, or that in the state, then of each override (None where it names
+        none), after `count` steps.
+        """
+        rates: list[Any] = []
+        for index, rate in enumerate(self.lrs):
+            if index in self._tensor_lrs:
+                rate = self._tensor_lrs[index]
+            elif callable(rate):
+                rate = rate(count)
+                _check_scheduled(rate)
+            if index == 0 and self.lr_in_state:
+                rate = lr
+            if (
+                isinstance(rate, Tensor)
+                and rate.requires_grad
+                and torch.is_grad_enabled()
+                and not (self.differentiable or _tree.traced())
+            ):
+                raise ValueError(
+                    "the learning rate requires a gradient, and `.backward()` cannot go through a "
+                    "step. Cure: torch.func.grad of a function that makes the step, or "
+                    "from_torch(..., differentiable=True)."
+                )
+            rates.append(rate.to(count.device) if isinstance(rate, Tensor) else rate)
+        return rates
+
+    def moving(self, opt_state: OptState) -> dict[int, Any]:
+        """The learning rates that are no plain numbers of from_torch, as of the steps applied."""
+        rates = self.rates(opt_state.applied, opt_state.lr)
+        moving = {
+            index: rate
+            for index, rate in enumerate(rates)
+            if isinstance(rate, Tensor) or callable(self.lrs[index])
+        }
+        if not torch.compiler.is_compiling():
+            return moving
+        # it would take a number for a constant
+        return {index: as_tensor(rate, opt_state.applied) for index, rate in moving.items()}
+
+    def lr_of(self, device: torch.device | None) -> Any:
+        """The rate that a new state starts from; () where the state holds none."""
+        if not self.lr_in_state:
+            return ()
+        given = self._tensor_lrs.get(0, self._lr)
+        return (
+            given.to(device, torch.float32, copy=True)
+            if isinstance(given, Tensor)
+            else torch.tensor(float(given), device=device)
+        )
+
+    def check(self, opt_state: OptState) -> None:
+        """Refuse a state whose rate is not where these settings look for it."""
+        lr = opt_state.lr
+        if (
+            (isinstance(lr, Tensor) and lr.ndim == 0 and lr.is_floating_point())
+            if self.lr_in_state
+            else isinstance(lr, tuple)
+        ):
+            return
+        if self.lr_in_state:
+            raise ValueError(
+                f"opt_state.lr is {described(lr) if isinstance(lr, Tensor) else repr(lr)}, "
+                "expected a floating 0-d tensor: this optimizer was made with lr_in_state=True. "
+                "Cure: `opt_state = optimizer.init(params)`, or "
+                "`opt_state._replace(lr=torch.tensor(1e-3))`; a rate for each member of an "
+                "ensemble goes through torch.vmap."
+            )
+        raise ValueError(
+            f"opt_state.lr is {lr!r}, but this optimizer takes its rate from from_torch, and it "
+            "would be passed over. Cure: from_torch(..., lr_in_state=True)."
+        )
+
+    def _probed(
+        self, where: str, settings: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Every setting of the class, with torch's own words for those that it refuses, and what it
+        keeps for one parameter.
+        """
+        for name, value in settings.items():
+            if name not in self.accepted:
+                raise ValueError(
+                    f"{where}: {self.cls.__name__} has no setting {name!r}. It has: "
+                    f"{', '.join(self.accepted)}."
+                )
+            if isinstance(value, Tensor) and (
+                name != "lr" or value.ndim or not value.is_floating_point()
+            ):
+                raise TypeError(
+                    f"{where}: {name} is a tensor of shape {tuple(value.shape)}, {value.dtype}; "
+                    f"only lr may be one, floating and 0-d, since torch's {self.cls.__name__} "
+                    "reads the others in Python. Cure: a number."
+                )
+        _check_rate(where, settings["lr"])
+        probe = torch.zeros(2, 3, device="cpu")
+        probe.grad = torch.zeros_like(probe)
+        optimizer = with_slots(self.cls, [probe], settings, settings["lr"])
+        return dict(optimizer.defaults), {
+            key: value for key, value in optimizer.state[probe].items() if isinstance(value, Tensor)
+        }
+
+
+def _check_class(cls: Any, settings: dict[str, Any]) -> None:
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise TypeError(
+            f"from_torch takes a class of torch.optim, got {cls!r}. Cure: "
+            "from_torch(torch.optim.AdamW, lr=1e-3), the class and not an instance."
+        )
+    if issubclass(cls, torch.optim.LBFGS):
+        raise ValueError(
+            "LBFGS evaluates the loss again inside its step, so it is no function of gradients. "
+            "Cure: torch.optim.AdamW, or your own loop around LBFGS."
+        )
+    if issubclass(cls, torch.optim.SparseAdam):
+        raise ValueError(
+            "SparseAdam takes sparse gradients only and counts its steps in Python. Cure: SGD or "
+            "Adagrad, which take sparse gradients here."
+        )
+    if issubclass(cls, torch.optim.Adafactor) and settings.get("foreach") is None:
+        raise ValueError(
+            "each of torch's implementations of Adafactor reads three values per parameter in "
+            "Python (a sync on a GPU, and no compile or vmap). Cure: name the one that may, "
+            "from_torch(Adafactor, foreach=False)."
+        )
+    if _torch.formula_of(cls) is None:
+        raise ValueError(
+            f"{cls.__name__} is not built like the classes of torch.optim, so its state cannot be "
+            "found before its first step. Cure: from_transformation(tx) with an (init, update) "
+            "pair, or an object of your own with `init` and `step`."
+        )
+
+
+# ---- learning rates ------------------------------------------------------------------------------
+
+
+def as_tensor(rate: Any, like: Tensor) -> Tensor:
+    return (
+        rate
+        if isinstance(rate, Tensor)
+        else torch.full((), rate, dtype=_foreach.widest_float(like.device), device=like.device)
+    )
+
+
+def _check_rate(where: str, lr: Any) -> None:
+    """Refuse what is no learning rate; of a schedule also one that reads the count, which would
+    break later, in a traced step.
+    """
+    if isinstance(lr, (bool, type)) or not (callable(lr) or isinstance(lr, (Tensor, numbers.Real))):
+        likely = (
+            "a scheduler of torch, which holds an optimizer and counts by itself. "
+            if _is_scheduler(lr)
+            else "a string, or None. "
+        )
+        raise TypeError(
+            f"{where}: lr must be a number, a 0-d tensor or a function of the step count, got "
+            f"{lr!r}. Likely cause: {likely}Cure: lr=1e-3, or lr=lambda applied: 1e-3 * "
+            "0.95**applied."
+        )
+    if not callable(lr) or _tree.traced():
+        return
+    try:
+        with _torch.FakeTensorMode(allow_non_fake_inputs=True):
+            rate = lr(torch.zeros((), dtype=torch.int64, device="cpu"))
+    except (_torch.DataDependentOutput, _torch.DynamicOutputShape):
+        raise TypeError(
+            f"{where}: the schedule {lr!r} reads the value of the step count. It works step by "
+            "step and breaks when the step is compiled or vmapped, or makes a GPU wait. Likely "
+            "cause: math.cos, an `if`, `int(applied)` or a list indexed by the count. Cure: "
+            "torch.cos, torch.where(applied < 100, a, b), torch.tensor(rates).take(applied)."
+        ) from None
+    _check_scheduled(rate)
+
+
+def _is_scheduler(lr: Any) -> bool:
+    kind = lr if isinstance(lr, type) else type(lr)
+    return issubclass(kind, torch.optim.lr_scheduler.LRScheduler)
+
+
+def _check_scheduled(rate: Any) -> None:
+    if isinstance(rate, Tensor):
+        sound = rate.ndim == 0 and rate.is_floating_point()
+    else:
+        sound = (
+            isinstance(rate, (numbers.Real, torch.SymFloat))
+            and rate is not True
+            and rate is not False
+        )
+    if sound:
+        return
+    what = f"a tensor {rate.dtype} {tuple(rate.shape)}" if isinstance(rate, Tensor) else repr(rate)
+    raise TypeError(
+        f"the schedule lr returned {what}; a learning rate is a number or a floating 0-d tensor. "
+        "Likely cause: a missing `return`, or a table of rates. Cure: `lambda applied: 1e-3 * "
+        "0.95**applied`; of a table, `rates.take(applied)`."
+    )
+
+
+# ---- who is in which group -----------------------------------------------------------------------
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # of names and patterns, which dynamo need not look into
+def _matching(names: tuple[str, ...], patterns: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    """For each name the patterns that match it."""
+    return _cached_matching(names, patterns)
+
+
+@functools.lru_cache(maxsize=64)
+def _cached_matching(
+    names: tuple[str, ...], patterns: tuple[str, ...]
+) -> tuple[tuple[int, ...], ...]:
+    matching = tuple(
+        tuple(i for i, pattern in enumerate(patterns) if fnmatch.fnmatchcase(name, pattern))
+        for name in names
+    )
+    for index, pattern in enumerate(patterns):
+        if not any(index in hits for hits in matching):
+            raise ValueError(
+                f"overrides: {pattern!r} matches no parameter. The names are: "
+                f"{_tree.some(list(names), 20)}. A glob is '*.bias'."
+            )
+    return matching

@@ -1,0 +1,363 @@
+"""One batch at many loss scales: which overflow, and which leaf starves at which."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._grads import grad_stats as _extent
+from .._loss_scale.rules import NoScale, unscale_and_check
+from .._step.value_and_grad import Differentiate, LossFn
+from .._torch import foreach as _foreach
+from .._tree import scalars as _checks
+from .._tree import tree as _tree
+from .._tree.tree import Leaves, Tree
+
+
+class ScaleProbe(NamedTuple):
+    """What `probe_scales` found. Names are dotted; `print(probe)` is a table, `probe.plot()` a
+    picture.
+    """
+
+    exponents: Tensor  # int64 [E], rising: the scales were 2**exponents
+    overflow: Tensor  # bool [E]: a step at this scale would be skipped
+    zeros: dict[str, Tensor]  # leaf -> float32 [E]: the share of its gradient that is 0
+    # leaf -> float32 [E]: the distance of its unscaled gradient to that at 2**high, over the norm
+    # of that one; inf where it overflows
+    error: dict[str, Tensor]
+    # leaf -> the exponent from which on its error is within tol; None where there is none
+    low: dict[str, int | None]
+    high: int | None  # the largest exponent that does not overflow; None where each does
+
+    @property
+    def window(self) -> tuple[int, int] | None:
+        """The exponents, from and to, that every leaf that is not `silent` can live with; `None` if
+        there are none.
+        """
+        lows = [low for low in self.low.values() if low is not None]
+        return None if self.high is None or self.starved or not lows else (max(lows), self.high)
+
+    @property
+    def starved(self) -> list[str]:
+        """The leaves without a safe scale: at the largest that fits they still change with it."""
+        return [] if self.high is None else self._without(lambda zeros: zeros < 1)
+
+    @property
+    def silent(self) -> list[str]:
+        """The leaves whose gradient is 0 at every scale that fits: unused, behind a weight of 0, or
+        too small for all of them.
+        """
+        return [] if self.high is None else self._without(lambda zeros: zeros == 1)
+
+    def _without(self, test: Callable[[float], bool]) -> list[str]:
+        at = self.exponents.tolist().index(self.high)
+        return [n for n, low in self.low.items() if low is None and test(float(self.zeros[n][at]))]
+
+    def __str__(self) -> str:
+        parts = (self._verdict(), self._by_scale(), self._by_leaf())
+        return "\n\n".join("\n".join(lines) for lines in parts if lines)
+
+    def _verdict(self) -> list[str]:
+        if self.high is None:
+            lines = [
+                "No scale fits: every one overflows. Look at the loss and the data, or at lower "
+                "exponents."
+            ]
+        elif self.starved:
+            lines = [
+                f"No safe scale for {len(self.starved)} of {len(self.low)} leaves: "
+                f"{_tree.some(self.starved, 20)}. The largest that fits is 2**{self.high}."
+            ]
+        else:
+            lines = [f"Safe for every leaf: {_shown(self.window)}."]
+        if self.silent:
+            lines.append(
+                "Nothing but zeros at every scale (unused, behind a weight of 0, or too small): "
+                f"{_tree.some(self.silent, 20)}."
+            )
+        return lines
+
+    def _by_scale(self) -> list[str]:
+        exponents, overflow = self.exponents.tolist(), self.overflow.tolist()
+        names = list(self.error)
+        errors = torch.stack(list(self.error.values())).tolist()
+        zeros = torch.stack(list(self.zeros.values())).tolist()
+        lines = ["scale   leaves that starve  largest error  most zeros"]
+        for index, (exponent, bad) in enumerate(zip(exponents, overflow, strict=True)):
+            scale = f"2**{exponent}"
+            if bad:
+                lines.append(f"{scale:6}  overflow")
+                continue
+            starving = sum(exponent < low for low in self.low.values() if low is not None)
+            starving += len(self.starved)
+            error, worst = max((row[index], name) for row, name in zip(errors, names, strict=True))
+            most = max(row[index] for row in zeros)
+            lines.append(f"{scale:6}  {starving:18}  {error:13.1e}  {most:10.0%}  {worst}")
+        return lines
+
+    def _by_leaf(self) -> list[str]:
+        if self.high is None:
+            return []
+        first = {
+            **dict.fromkeys(self.starved, "no scale"),
+            **dict.fromkeys(self.silent, "all zeros"),
+        }
+        rest = {name: low for name, low in self.low.items() if low is not None}
+        rows = first | {
+            name: f"2**{rest[name]}" for name in sorted(rest, key=lambda name: -rest[name])
+        }
+        width = max(len("leaf"), *map(len, list(rows)[:_MOST]))
+        lines = [f"{name:{width}}  {text}" for name, text in list(rows.items())[:_MOST]]
+        more = [f"and {len(rows) - _MOST} more"] * (len(rows) > _MOST)
+        return [f"{'leaf':{width}}  safe from", *lines, *more]
+
+    def plot(self) -> Any:
+        """A matplotlib Figure: exponent against zeros and error, a line a leaf, the safe window
+        shaded.
+        """
+        return _plot(self)
+
+
+_MOST = 30  # lines of a table
+
+
+def _shown(window: tuple[int, int] | None) -> str:
+    return "none" if window is None else f"2**{window[0]} to 2**{window[1]}"
+
+
+class _Scale(NamedTuple):
+    scale: Tensor
+
+
+def probe_scales(
+    loss_fn: LossFn,
+    params: Tree,
+    buffers: Tree,
+    microbatch: Any,
+    exponents: Iterable[int] = range(-8, 25, 2),
+    tol: float = 1e-2,
+    chunk_size: int | None = None,
+) -> ScaleProbe:
+    """Syncs with the host. Equal to `unscale_and_check` of the gradients of `loss_fn` scaled by
+    `2.0**e`, for each of `exponents`; from one forward and one vmapped backward.
+
+    A step at a scale too low raises no flag: the small gradients of some leaf become 0 and the rest
+    looks well. Here that leaf is named, with the scale from which on it is safe.
+
+    - `loss_fn`, `params`, `buffers`, `microbatch`: those of `train_step`, under whatever policy.
+      None of them is changed; what the loss does to buffers is dropped, and the same random numbers
+      serve every scale.
+    - `exponents`: whole numbers from -149 to 127. They come back rising, each once.
+    - `tol`: a leaf is safe from the exponent on from which its gradient stays within `tol` of that
+      at the largest scale that fits, relative to its norm. A leaf of which that holds for no other
+      scale than the largest has no safe one: `low[name]` is None, and `probe.starved` names it. A
+      gradient that is 0 at every scale cannot be told from one that should be: None too, but it
+      stands in `probe.silent`, and `probe.window` leaves it out.
+    - `chunk_size`: how many scales at once; memory is that many gradients, twice, and one more.
+      `None`: all of them. 1 does without vmap, for an operator whose backward has no rule for it.
+
+    Raises `ValueError` for exponents that are empty or beyond float32, `TypeError` for such as are
+    not whole, and `ValueError` for a loss that does not depend on `params`.
+
+    >>> import torch
+    >>> def loss_fn(params, buffers, x):  # a gradient of 2**-20 of the scale, in float16
+    ...     return ((params["w"].half() * x).float() * 2.0**-20).sum(), buffers
+    >>> x = torch.ones(3, dtype=torch.float16)
+    >>> probe = probe_scales(loss_fn, {"w": torch.ones(3)}, {}, x, exponents=[-8, 0, 8, 32, 40])
+    >>> probe.low, probe.high, probe.window
+    ({'w': 0}, 32, (0, 32))
+
+    Source of the rule: none; the error against a larger scale is the test by which torch's and
+    Megatron-LM's users choose one by hand.
+    """
+    chosen = _exponents(exponents)
+    tol = _checks.positive("tol", tol)
+    chunk = len(chosen) if chunk_size is None else _checks.whole("chunk_size", chunk_size, least=1)
+    given = _tree.flat(params)
+    _tree.check_parameters(*given[:2])
+    device = _tree.device_of(*given[:2], "params")
+    scaler = _tree.flat(NoScale().init(device))
+    differentiate = Differentiate(given, _tree.flat(buffers), scaler, loss_fn)
+    if not differentiate.inputs:
+        raise ValueError(
+            "params holds no tensor, so there is no gradient to look at. Cure: the `params` of "
+            "`apply, params, buffers = make_functional(model)`."
+        )
+    inputs, loss, _ = differentiate.graph(differentiate.buffers.leaves, microbatch)
+    best: Leaves | None = None  # the gradients at the largest scale that fits
+    high: int | None = None
+    flags: list[Tensor] = []
+    columns: list[list[tuple[Tensor, Tensor]]] = []
+    for start in range(0, len(chosen), chunk):  # the largest first: the others are held against it
+        part = chosen[start : start + chunk]
+        scales = torch.tensor([2.0**exponent for exponent in part], device=device)
+        grads, overflow = torch.vmap(lambda scale, grads: unscale_and_check(_Scale(scale), grads))(
+            scales, _gradients(loss, inputs, scales)
+        )
+        fits = [not bad for bad in overflow.tolist()]
+        if best is None and any(fits):
+            first = fits.index(True)
+            high, best = part[first], [grad[first].clone() for grad in grads]
+        flags.append(overflow)
+        columns.append(_facts(grads, overflow, best))
+        del grads
+    names = differentiate.names
+    zeros, error = (
+        {
+            name: torch.cat([column[index][fact] for column in columns]).flip(0)
+            for index, name in enumerate(names)
+        }
+        for fact in (0, 1)
+    )
+    chosen.reverse()
+    return ScaleProbe(
+        exponents=torch.tensor(chosen, device=device),
+        overflow=torch.cat(flags).flip(0),
+        zeros=zeros,
+        error=error,
+        low=_lows(chosen, zeros, error, high, tol),
+        high=high,
+    )
+
+
+def _exponents(given: Iterable[int]) -> list[int]:
+    """Falling, each once."""
+    listed = given if isinstance(given, Iterable) else [given]
+    chosen = {_checks.whole("each of exponents", each, least=-149, most=127) for each in listed}
+    if not chosen:
+        raise ValueError(
+            "exponents is empty, so there is no scale to look at. Cure: `range(-8, 25, 2)`, the "
+            "usual ones."
+        )
+    return sorted(chosen, reverse=True)
+
+
+def _gradients(loss: Tensor, inputs: Leaves, scales: Tensor) -> Leaves:
+    """[C, ...] each: those of `loss` times each scale, from one walk over its graph."""
+    differentiate = functools.partial(
+        torch.autograd.grad, loss, inputs, retain_graph=True, allow_unused=True
+    )
+    seeds = scales.to(loss.dtype)
+    if len(scales) == 1:
+        # torch.vmap has no rule for what is sparse; its duplicates are not to overflow
+        found = differentiate(seeds[0])
+        grads = [None if grad is None else _foreach.dense(grad)[None] for grad in found]
+    else:
+        try:
+            grads = list(differentiate(seeds, is_grads_batched=True))
+        except RuntimeError as refused:
+            raise RuntimeError(
+                f"the backward of the loss does not go through torch.vmap over {len(scales)} "
+                "scales (see above). Likely cause: an operator of it has no rule for vmap or reads "
+                "a value, or this is too much memory. Cure: probe_scales(..., chunk_size=1), which "
+                "does without vmap; for memory a chunk_size between."
+            ) from refused
+    return [
+        leaf.detach().new_zeros(()).expand(len(scales), *leaf.shape) if grad is None else grad
+        for leaf, grad in zip(inputs, grads, strict=True)
+    ]
+
+
+def _facts(grads: Leaves, overflow: Tensor, best: Leaves | None) -> list[tuple[Tensor, Tensor]]:
+    """For each leaf the share of zeros, and the error against `best`: [C] each."""
+    facts = []
+    for index, grad in enumerate(grads):
+        values = _extent.stored_values(grad).reshape(len(grad), -1)
+        zeros = (values == 0).sum(1) / max(values.shape[1], 1)
+        error = torch.full_like(zeros, math.inf)
+        if best is not None:
+            ideal = _extent.stored_values(best[index]).reshape(1, -1)
+            distance, size = (_norm(rows) for rows in (values - ideal, ideal))
+            # a leaf that is 0 also there has no distance to itself
+            error = torch.where(distance == 0, 0, distance / size).to(zeros.dtype)
+        facts.append((zeros, torch.where(overflow, math.inf, error)))
+    return facts
+
+
+def _norm(rows: Tensor) -> Tensor:
+    """Of each row; squares of gradients underflow in float32."""
+    norm: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=_foreach.widest_float(rows.device))
+    return norm
+
+
+def _lows(
+    exponents: list[int],
+    zeros: dict[str, Tensor],
+    error: dict[str, Tensor],
+    high: int | None,
+    tol: float,
+) -> dict[str, int | None]:
+    """For each leaf the exponent from which on, up to `high`, all errors are within `tol`."""
+    if high is None:
+        return dict.fromkeys(error)
+    top = exponents.index(high)
+    silent = (torch.stack(list(zeros.values()))[:, top] == 1).tolist()
+    lows: dict[str, int | None] = {}
+    for name, errors, zero in zip(
+        error, torch.stack(list(error.values())).tolist(), silent, strict=True
+    ):
+        low = top
+        while low and errors[low - 1] <= tol:
+            low -= 1
+        # At the largest scale the error is 0 because it is held against itself.
+        lows[name] = None if zero or low == top > 0 else exponents[low]
+    return lows
+
+
+# ---- the picture ---------------------------------------------------------------------------------
+
+_APART = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
+
+
+def _plot(probe: ScaleProbe) -> Any:
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError as missing:
+        raise ImportError(
+            "probe.plot() draws with matplotlib. Cure: pip install matplotlib"
+        ) from missing
+    exponents = probe.exponents.tolist()
+    figure, panels = plt.subplots(2, 1, sharex=True, figsize=(8, 6.5), layout="constrained")
+    many = len(probe.zeros) > len(_APART)
+    for index, name in enumerate(probe.zeros):
+        # More leaves than colours that can be told apart: dark to light, first layer to last.
+        shade = plt.get_cmap("cividis")(index / max(len(probe.zeros) - 1, 1))
+        starved = name in probe.starved
+        style = {
+            "color": shade if many else _APART[index],
+            "linestyle": "--" if starved else "-",
+            "label": f"{name} (no safe scale)" if starved else name,
+            "marker": ".",
+        }
+        for panel, fact in zip(panels, (probe.zeros, probe.error), strict=True):
+            values = fact[name].double().where(~probe.overflow, math.nan).tolist()
+            panel.plot(exponents, values, **style)
+    for panel in panels:
+        if probe.window is not None:
+            panel.axvspan(*probe.window, color="0.85", zorder=0, label="safe for every leaf")
+        for exponent, bad in zip(exponents, probe.overflow.tolist(), strict=True):
+            if bad:
+                panel.axvline(exponent, color="0.6", linestyle=":", linewidth=1)
+        panel.spines[["top", "right"]].set_visible(False)
+    zeros, error = panels
+    zeros.set_ylabel("share of zeros in the gradient")
+    error.set_ylabel(f"relative error against scale 2**{probe.high}")
+    error.set_yscale("symlog", linthresh=1e-6)
+    error.set_ylim(bottom=0)
+    error.set_xlabel("loss scale, as a power of two (dotted: overflows)")
+    handles, labels = zeros.get_legend_handles_labels()
+    shown = [
+        (handle, label)
+        for handle, label in zip(handles, labels, strict=True)
+        if not many or label.startswith("safe for") or "no safe scale" in label
+    ]
+    if shown:
+        figure.legend(*zip(*shown, strict=True), loc="outside lower center", ncols=3)
+    if many:
+        zeros.set_title(f"{len(probe.zeros)} leaves, first dark, last light", fontsize="medium")
+    return figure

@@ -1,0 +1,165 @@
+"""The windows of all ranks as one: gradients and buffers in one reduction, after the last
+microbatch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .._distributed.buckets import reduction_of
+from .._distributed.collectives import agree, lines_of, on_cpu
+from .._distributed.process_group import all_reduce, check_group
+from .._grads.spread import read
+from .._loss_scale.headroom import grad_amax
+from .._step.microbatches import Gathered
+from .._torch import dtensor as _dtensor
+from .._torch import foreach as _foreach
+from .._tree import tree as _tree
+from .._tree.tree import Flat, Leaves, Tree
+
+
+def together(
+    gathered: Gathered,
+    params: Flat,
+    buffers: Flat,
+    scale: Tensor,
+    norm_type: float | None,
+    amax: bool,
+    group: Any,
+) -> Gathered:
+    """What the windows of all ranks amount to: the mean of their means by weight, and of what
+    became of `buffers`.
+
+    Gradients that are on their way already are waited for; else they are sent now. A buffer that no
+    rank has changed keeps its bits. Of integers, which count, the largest.
+    """
+    weights, before, after = params.leaves, buffers.leaves, gathered.buffers
+    reduction = gathered.reduction
+    if reduction is None:
+        reduction = reduction_of(weights, before, gathered.divisor, group)
+        grads = _tree.flatten(gathered.grads)[0]
+        for place in reversed(range(len(weights))):
+            if place in reduction.bucket_of:
+                reduction.put(place, grads[place])
+    for place, (old, new) in enumerate(zip(before, after, strict=True), len(weights)):
+        if place in reduction.bucket_of:
+            reduction.put(place, _moved(old, new, reduction.divisor))
+    counted = _largest(before, after, group)
+    sums = reduction.get()
+    mean = sums[: len(weights)]
+    averaged = [
+        other if pair is None else _meant(old, *pair)
+        for old, pair, other in zip(before, sums[len(weights) :], counted, strict=True)
+    ]
+    found_inf, overflow, norm = gathered.found_inf, gathered.overflow, None
+    if gathered.scaled:
+        bad, norm, most, _ = read(mean, norm_type, scale, scaled=True, amax=amax)
+        found_inf, overflow = found_inf | bad, overflow | bad
+        if norm is not None:
+            norm = torch.where(overflow, torch.inf, norm)
+    else:
+        most = grad_amax(mean) if amax else ()
+    return gathered._replace(
+        grads=params.structure.unflatten(mean),
+        norm=norm,
+        amax=most,
+        found_inf=found_inf,
+        overflow=overflow,
+        buffers=averaged,
+        reduction=None,
+    )
+
+
+def _moved(old: Tensor, new: Tensor, divisor: Any) -> Tensor:
+    """What is to be averaged of a buffer: by how much it moved, and where to."""
+    wide = new.to(_foreach.wide_dtype(old.dtype))
+    pair = torch.stack([wide - old.to(wide.dtype), wide])
+    # A rank that counts for nothing has no say: inf over its divisor would be NaN.
+    return torch.where(torch.isinf(divisor), 0, pair)
+
+
+def _meant(old: Tensor, change: Tensor, value: Tensor) -> Tensor:
+    """A buffer after the mean of both. One that counts goes by its change, without which ranks
+    whose number is no power of 2 would round it; one that falls by its value, which the change
+    does not hold; so does one that comes from inf, as a running minimum.
+    """
+    wide = old.to(value.dtype)
+    near = torch.isfinite(change) & (value.abs() >= wide.abs() / 2)
+    moved = torch.where(near, wide + change, value)
+    return torch.where(change == 0, wide, moved).to(old.dtype)
+
+
+def _largest(before: Leaves, after: Leaves, group: Any) -> Leaves:
+    """`after`, with the largest of each integer over the ranks; one reduction for all."""
+    places = [
+        place
+        for place, old in enumerate(before)
+        if isinstance(old, Tensor) and not (old.is_floating_point() or old.is_complex())
+    ]
+    results = list(after)
+    if not places:
+        return results
+    row = torch.cat([after[place].to(torch.int64).reshape(-1) for place in places])
+    most = torch.split(all_reduce(row, "max", group), [after[p].numel() for p in places])
+    for place, part in zip(places, most, strict=True):
+        results[place] = part.reshape(after[place].shape).to(after[place].dtype)
+    return results
+
+
+def checked(
+    group: Any,
+    check: Callable[[], Any],
+    settings: Callable[[], str],
+    trees: Callable[[], dict[str, Tree]],
+) -> Any:
+    """The group, `None` for one of a single rank, after `check`. Where the ranks meet on a CPU,
+    what one refuses or holds otherwise every rank refuses; nothing else waits for them there.
+    """
+    if group is None:
+        check()
+        return None
+    group = check_group(group)
+
+    def checked_all() -> None:
+        check()
+        _refuse_spread(trees())
+
+    if on_cpu(group):
+
+        def described() -> list[str]:
+            lines = [lines_of(name, tree, laid=True) for name, tree in trees().items()]
+            return [settings(), *itertools.chain.from_iterable(lines)]
+
+        agree(group, checked_all, described)
+    else:
+        checked_all()
+    return group if dist.get_world_size(group) > 1 else None
+
+
+def _refuse_spread(trees: dict[str, Tree]) -> None:
+    for name, tree in trees.items():
+        for index, leaf in enumerate(_tree.flatten(tree)[0]):
+            if not isinstance(leaf, Tensor) or _foreach.is_dense(leaf):
+                continue
+            at = _tree.path(tree, f"state.{name}", index)
+            if isinstance(leaf, DTensor):
+                mesh = _dtensor.sizes(leaf.device_mesh)
+                raise ValueError(
+                    f"{at} is a DTensor, {leaf.placements} over a mesh of {mesh}; with a group "
+                    "every rank holds all of each leaf, in plain tensors. Likely cause: group=... "
+                    "in a script that now shards its parameters. Cure: leave group out, a DTensor "
+                    "is reduced over its own mesh; for replicas of shards a mesh of two dimensions "
+                    "and [Replicate(), Shard(0)]."
+                )
+            raise ValueError(
+                f"{at} is {leaf.layout}; what ranks average is dense. Likely cause: a sparse "
+                "buffer, as an adjacency matrix. Cure: `buffer.to_dense()`, or let loss_fn "
+                "close over what no step changes."
+            )

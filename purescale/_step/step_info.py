@@ -1,0 +1,108 @@
+"""What steps have to tell, one by one and over time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._tree import tree as _tree
+from .._tree.scalars import shown
+
+
+class StepInfo(NamedTuple):
+    """What a step has to tell: 0-d tensors, so that infos can be stacked. Reading one syncs; do it
+    when you log.
+    """
+
+    # float32 (float64 for a float64 loss): unscaled, the weighted mean of the microbatches that
+    # count
+    loss: Tensor
+    found_inf: Tensor  # bool: the step was skipped
+    scale: Tensor  # float32: the scale that was used
+    # float32, before clipping; not finite where found_inf; () where max_norm is None
+    grad_norm: Any
+    # float32, as grad_norm, the largest magnitude; () where the rule does not take amax
+    grad_amax: Any
+    retries: Tensor  # int32: how often the window was gone through again
+    aux: Any  # what loss_fn returned third, one a microbatch; () where it returns two
+
+
+def stack_infos(infos: Sequence[StepInfo]) -> StepInfo:
+    """Equal to `StepInfo(*(torch.stack(values) for values in zip(*infos)))`, leaf by leaf: a run as
+    one value, each tensor with one dimension more, [T] in front.
+
+    What is absent stays `()`. `aux` is stacked as everything else: the same nesting of tensors of
+    the same shapes in each step. Reads no value, so keep infos as they come and look at them now
+    and then:
+
+        infos += [info]                                             # each step
+        if step % 100 == 0:
+            run = stack_infos(infos)
+            print(f"{step}: loss {run.loss[-100:].mean():.4f}, scale {run.scale[-1]:g}, "
+                  f"{run.found_inf.sum()} skipped, norm {run.grad_norm[-1]:.3g}")
+
+    and to see what the scale follows, five lines:
+
+        run = stack_infos(infos)
+        plt.semilogy(run.scale, base=2, drawstyle="steps-post", label="scale")
+        plt.semilogy(65504 / run.grad_amax, base=2, label="above this float16 overflows")
+        plt.vlines(torch.where(run.found_inf)[0], *plt.ylim(), linestyles=":", label="skipped")
+        plt.xlabel("step"), plt.legend(), plt.savefig("scale.png")
+
+    Raises `ValueError` for an empty list and for infos that differ in what they have or in shapes,
+    `TypeError` for what is no StepInfo and for an `aux` that holds something else than tensors.
+
+    >>> import torch
+    >>> fields = dict(found_inf=torch.tensor(False), scale=torch.tensor(8.0), grad_norm=())
+    >>> fields |= dict(grad_amax=(), retries=torch.tensor(0), aux=())
+    >>> infos = [StepInfo(loss=torch.tensor(loss), **fields) for loss in (2.0, 1.0)]
+    >>> run = stack_infos(infos)
+    >>> run.loss, run.grad_norm
+    (tensor([2., 1.]), ())
+    """
+    if isinstance(infos, StepInfo):
+        raise TypeError("stack_infos takes a list, got one StepInfo. Cure: `infos += [info]`.")
+    if not isinstance(infos, Iterable):
+        raise TypeError(f"stack_infos takes a list, got {shown(infos)}. Cure: `infos += [info]`.")
+    infos = list(infos)
+    if not infos:
+        raise ValueError("stack_infos got no infos. Cure: `infos += [info]` after each step.")
+    for index, info in enumerate(infos):
+        if not isinstance(info, StepInfo):
+            raise TypeError(
+                f"infos[{index}] is {shown(info)}; expected a StepInfo. Cure: what train_step "
+                "returns second; for a state, `infos += [info]` and not `infos += info`."
+            )
+    first, structure = _tree.flatten(infos[0])
+    rows = [
+        _tree.leaves_like(f"infos[{index}]", info, "infos[0]", infos[0], structure)
+        for index, info in enumerate(infos)
+    ]
+    for index, row in enumerate(rows):
+        for place, (leaf, like) in enumerate(zip(row, first, strict=True)):
+            _check(leaf, like, infos[0], index, place)
+    columns = zip(*rows, strict=True)
+    stacked: StepInfo = structure.unflatten(
+        [None if column[0] is None else torch.stack(list(column)) for column in columns]
+    )
+    return stacked
+
+
+def _check(leaf: Any, like: Any, first: StepInfo, index: int, place: int) -> None:
+    if leaf is None and like is None:
+        return
+    if not isinstance(leaf, Tensor):
+        raise TypeError(
+            f"{_tree.path(first, f'infos[{index}]', place)} is {shown(leaf)}; only tensors are "
+            "stacked. Cure: `torch.tensor(...)` of it in loss_fn, or `info._replace(aux=())`."
+        )
+    if not isinstance(like, Tensor) or leaf.shape != like.shape or leaf.dtype != like.dtype:
+        held = f"{like.dtype} {tuple(like.shape)}" if isinstance(like, Tensor) else shown(like)
+        raise ValueError(
+            f"{_tree.path(first, f'infos[{index}]', place)} is {leaf.dtype} {tuple(leaf.shape)}, "
+            f"but {held} in infos[0]. Likely cause: a last batch that is smaller. Cure: a mean or "
+            "a sum in loss_fn, or `info._replace(aux=())` before they are stacked."
+        )

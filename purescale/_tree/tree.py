@@ -1,0 +1,435 @@
+"""Pytrees of tensors: structure, which two go together, who may be written to. The only module that
+knows optree.
+
+A tree is any nesting of dict, list, tuple and NamedTuple. `None` is a leaf here and passes through
+every function. Dicts keep their key order: a compiled step whose outputs came back in sorted order
+would be traced a second time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence, Set
+from typing import Any, NamedTuple, TypeAlias
+
+import optree
+import torch
+from torch import Tensor
+
+from .._torch import dtensor as _dtensor
+from .._torch import private as _torch
+from .._tree import leaves as _leaf
+from .._tree.leaves import agree, donatable, overlapping, storage, storages
+
+Tree: TypeAlias = Any
+Leaves: TypeAlias = list[Any]
+
+# optree sorts dict keys unless told not to; the order of the parameters is that of a torch
+# optimizer's state. This setting is that of our own namespace and reaches nobody else.
+_OURS: dict[str, Any] = {"none_is_leaf": True, "namespace": "purescale"}
+_insertion_ordered = optree.dict_insertion_ordered(True, namespace="purescale")
+_insertion_ordered.__enter__()
+
+
+# ---- structure -----------------------------------------------------------------------------------
+
+
+def flatten(tree: Tree) -> tuple[Leaves, Any]:
+    """The leaves and the structure, with its `.unflatten(leaves)` and `.flatten_up_to(other)`."""
+    if torch.compiler.is_compiling():
+        # optree cannot be traced where a dict is empty, as the buffers of a net without BatchNorm
+        # are.
+        leaves, structure = _torch.pytree.tree_flatten(tree)
+    else:
+        leaves, structure = optree.tree_flatten(tree, **_OURS)
+    return leaves, structure
+
+
+class Flat(NamedTuple):
+    """A tree that is flattened once, where it comes in."""
+
+    tree: Tree
+    leaves: Leaves
+    structure: Any
+
+
+def flat(tree: Tree) -> Flat:
+    return Flat(tree, *flatten(tree))
+
+
+def map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
+    """`fn` over the leaves of `tree` and of the trees that start with its structure; `None` stays
+    `None`.
+    """
+    leaves, structure = flatten(tree)
+    columns = [leaves, *(structure.flatten_up_to(other) for other in rest)]
+    return structure.unflatten(
+        [None if row[0] is None else fn(*row) for row in zip(*columns, strict=True)]
+    )
+
+
+def tensors(tree: Tree) -> list[Tensor]:
+    return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor)]
+
+
+def clone(tree: Tree) -> Tree:
+    """`tree` in fresh memory; off torch.autograd's graph, on that of a torch.func transform."""
+    return map(lambda leaf: off_graph(leaf).clone() if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def off_graph(leaf: Tensor) -> Tensor:
+    """`leaf.detach()`, but for torch.func, whose derivatives must come through."""
+    return leaf if under_transform() else leaf.detach()
+
+
+def all_tensors(tree: Any) -> list[Tensor]:
+    """`tensors` that also looks into the containers that only torch's pytree knows, which is
+    slower.
+    """
+    found: list[Tensor] = []
+    for leaf in flatten(tree)[0]:
+        rest = (
+            [leaf] if leaf is None or isinstance(leaf, Tensor) else _torch.pytree.tree_leaves(leaf)
+        )
+        found += [part for part in rest if isinstance(part, Tensor)]
+    return found
+
+
+def fresh(tree: Any, taken: Set[int | None] = frozenset()) -> Any:
+    """`tree`, in any container that torch's pytree knows, off the graph; copied out of `taken`."""
+    if traced():
+        return _torch.pytree.tree_map(
+            lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree
+        )
+
+    def own(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.detach().clone() if storage(leaf) in taken else leaf.detach()
+
+    leaves, structure = flatten(tree)
+    if set(map(type, leaves)) == {Tensor} and taken.isdisjoint(storages(leaves)):
+        kept = [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves]
+    else:
+        kept = [_torch.pytree.tree_map(own, leaf) for leaf in leaves]
+    return structure.unflatten(kept)
+
+
+def apart(tree: Tree, inputs: Tree) -> Tree:
+    """`tree`, on its graph, copied where it may share memory with `inputs` or one leaf with
+    another.
+    """
+    if traced():
+        return map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
+    taken = {storage(leaf) for leaf in tensors(inputs)}
+
+    def own(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        leaf = leaf.clone() if storage(leaf) in taken else leaf
+        taken.add(storage(leaf))
+        return leaf
+
+    return map(own, tree)
+
+
+def paths(tree: Tree, name: str) -> list[str]:
+    """Where each leaf stands, as Python: `grads['conv']['weight']`."""
+    return [accessor.codify(name) for accessor in optree.tree_accessors(tree, **_OURS)]
+
+
+def names(tree: Tree) -> list[str]:
+    """Where each leaf stands, dotted: `conv.weight`, in the order of `flatten`. A flat dict of
+    parameters gives its own keys.
+    """
+    if type(tree) is dict and all(
+        isinstance(child, Tensor) or child is None for child in tree.values()
+    ):
+        return [str(key) for key in tree]
+    if not torch.compiler.is_compiling():
+        return [".".join(str(part) for part in path) for path in optree.tree_paths(tree, **_OURS)]
+    if isinstance(tree, dict):
+        children = list(tree.items())
+    elif isinstance(tree, (list, tuple)):
+        children = list(enumerate(tree))
+    else:
+        return [""]
+    return [
+        f"{key}.{name}" if name else str(key) for key, child in children for name in names(child)
+    ]
+
+
+def keys(tree: Tree) -> list[tuple[str, ...]]:
+    """The names on the way to each leaf: keys of dicts, fields of NamedTuples, positions in lists
+    and tuples.
+    """
+    return [
+        tuple(str(getattr(entry, "field", entry.entry)) for entry in way)
+        for way in optree.tree_accessors(tree, **_OURS)
+    ]
+
+
+def path(tree: Tree, name: str, index: int) -> str:
+    """Where leaf `index` stands, as Python; while compiling, where optree cannot be asked, only its
+    number.
+    """
+    return f"leaf {index}" if torch.compiler.is_compiling() else paths(tree, name)[index]
+
+
+def leaves_like(name: str, tree: Tree, like_name: str, like: Tree, structure: Any = None) -> Leaves:
+    """The leaves of `tree` in the order of `like`'s, or an error that lists the paths in which the
+    two differ.
+    """
+    structure = flatten(like)[1] if structure is None else structure
+    try:
+        found: Leaves = structure.flatten_up_to(tree)
+        if not any(isinstance(leaf, (dict, list, tuple)) for leaf in found):
+            return found
+    except ValueError:
+        pass
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            f"{name} and {like_name} differ in structure: run the step once without torch.compile "
+            "to see where."
+        )
+    ours, theirs = dict.fromkeys(paths(tree, "")), dict.fromkeys(paths(like, ""))
+    missing = [path for path in theirs if path not in ours]
+    extra = [path for path in ours if path not in theirs]
+    raise ValueError(
+        f"{name} does not match {like_name}: missing {some(missing)}; not in {like_name}: "
+        f"{some(extra)}. Both must be the same nesting of the same keys (with None for what is "
+        f"absent). Likely cause: {name} was made from other {like_name} than these, or some leaves "
+        f"were dropped. Cure: take both from one place, for example `{name} = "
+        f"{{key: {name}.get(key) for key in {like_name}}}` for flat dicts."
+    )
+
+
+class Aligned(NamedTuple):
+    """Parameters and their gradients in one order."""
+
+    structure: Any  # of the parameters
+    weights: Leaves
+    gradients: Leaves
+
+
+def aligned(params: Tree, grads: Tree) -> Aligned:
+    """The leaves of both; refused, naming the leaf, unless each gradient could be added to its
+    parameter.
+    """
+    weights, structure = flatten(params)
+    check_parameters(params, weights)
+    gradients = leaves_like("grads", grads, "params", params, structure)
+    check_gradients(params, gradients)
+    for index, (gradient, weight) in enumerate(zip(gradients, weights, strict=True)):
+        if gradient is None:
+            continue
+        cause = "no parameter there" if weight is None else _leaf.misfit(gradient, weight)
+        if cause:
+            raise ValueError(
+                f"{path(params, 'grads', index)} has {cause}. Cure: the gradients of these "
+                "params, `torch.func.grad(scaled_loss)(params)`."
+            )
+    return Aligned(structure, weights, gradients)
+
+
+def some(items: list[str], most: int = 5) -> str:
+    if not items:
+        return "nothing"
+    return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
+
+
+# ---- what stands around a call -------------------------------------------------------------------
+
+
+def under_transform() -> bool:
+    """Whether this code runs inside vmap, grad or another torch.func transform, or inside of
+    forward_ad.dual_level.
+
+    foreach ops have no vmap rule there, and fused ones drop what is being differentiated.
+    """
+    # While compiling, an interpreter stack that is None comes back wrapped in something that is
+    # not.
+    return _torch.transforms_active() or (
+        not torch.compiler.is_compiling() and _torch.dual_level() >= 0
+    )
+
+
+def traced() -> bool:
+    """Whether plain ops are needed: while compiling (both kinds fuse the same) or inside a
+    torch.func transform.
+    """
+    return torch.compiler.is_compiling() or under_transform()
+
+
+def refuse_graphs(**trees: Tree) -> None:
+    """Refuse what stands on a graph of torch.autograd, which a step would leave without a word."""
+    if traced() or not torch.is_grad_enabled():
+        return
+    for name, tree in trees.items():
+        for index, leaf in enumerate(flatten(tree)[0]):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                raise ValueError(
+                    f"{paths(tree, name)[index]} is a result of torch.autograd "
+                    f"({leaf.grad_fn.name()}), and `.backward()` cannot go through a step. Likely "
+                    "cause: a derivative through the step is wanted, or gradients were made with "
+                    "create_graph=True. Cure: torch.func.grad of a function that makes the step, "
+                    "or from_torch(..., differentiable=True); to drop the graph as torch.optim "
+                    "does, `with torch.no_grad():` around the step."
+                )
+
+
+# ---- leaves --------------------------------------------------------------------------------------
+
+
+def cast(tree: Tree, dtype: torch.dtype, *, copy: bool = False) -> Tree:
+    """Floating tensors of `tree` in `dtype`; everything else as it is. Reaches into types
+    registered with torch's pytree too.
+    """
+
+    def convert(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.to(dtype if leaf.is_floating_point() else leaf.dtype, copy=copy)
+
+    return _torch.pytree.tree_map(convert, tree)
+
+
+def recordable(leaf: Any) -> Any:
+    """A tensor made under inference_mode as a copy that autograd takes; anything else as it is."""
+    return (
+        leaf.clone() if isinstance(leaf, Tensor) and not traced() and leaf.is_inference() else leaf
+    )
+
+
+_EITHER = "A skipped step keeps the one, an applied step takes the other, so both must agree."
+
+
+def paired(
+    tree: Tree,
+    other: Tree,
+    name: str,
+    other_name: str,
+    why: str = _EITHER,
+    flat: Flat | None = None,
+) -> tuple[Leaves, Leaves, Any]:
+    """The leaves of two trees, those of `other` in the order of `tree`'s, and the structure;
+    refused unless all but values agree.
+
+    `flat`: of `tree`, where it is known.
+    """
+    leaves, structure = flatten(tree) if flat is None else flat[1:]
+    others = leaves_like(other_name, other, name, tree, structure)
+    if not torch.compiler.is_compiling() and _leaf.surely_agree(leaves, others):
+        return leaves, others, structure
+    for index, (a, b) in enumerate(zip(leaves, others, strict=True)):
+        if not agree(a, b):
+            raise _leaf.disagreement(a, b, path(tree, name, index), other_name, why)
+    return leaves, _dtensor.alike(others, leaves), structure
+
+
+def flag(found_inf: Tensor | bool, like: Tensor | None = None) -> Tensor:
+    """`found_inf` as a 0-d bool tensor; a Python bool is put on the device of `like`."""
+    if isinstance(found_inf, Tensor):
+        if found_inf.ndim != 0:
+            raise ValueError(
+                f"found_inf has shape {tuple(found_inf.shape)}; one flag decides for everything, "
+                "so it must be 0-d. Cure: `found_inf.any()`; for stacked states, call this under "
+                "`torch.vmap`."
+            )
+        return found_inf if found_inf.dtype is torch.bool else found_inf != 0
+    if isinstance(found_inf, bool):
+        return torch.tensor(found_inf, device=None if like is None else like.device)
+    raise TypeError(f"found_inf must be a 0-d bool tensor (True = bad), got {found_inf!r}.")
+
+
+def writable(
+    leaves: Sequence[Any], others: Sequence[Any] = (), *, leaves_too: bool = False
+) -> list[bool]:
+    """Which leaves may be written to: donatable, no other of them stands in the same piece of
+    memory, and none of the others in memory that it is a piece of.
+
+    `leaves_too`: also leaves of a graph, where what is written is written off it, as torch.optim
+    does.
+    """
+    if under_transform():
+        return [False] * len(leaves)
+    if torch.compiler.is_compiling():
+        # Memory cannot be compared here. Callers compute everything before they write, and document
+        # what that leaves open.
+        return [isinstance(leaf, Tensor) and donatable(leaf) for leaf in leaves]
+    if DEBUG_DONATION:
+        return [False] * len(leaves)
+    return _writable(leaves, others, leaves_too=leaves_too)
+
+
+def _writable(
+    leaves: Sequence[Any], others: Sequence[Any], *, leaves_too: bool = False
+) -> list[bool]:
+    memories = storages(leaves)
+    shared = overlapping(leaves, memories)
+    kept = set(storages(others))
+    # outside of it torch refuses to write into its tensors
+    inference = torch.is_inference_mode_enabled()
+    return [
+        memory is not None
+        and memory not in kept
+        and not over
+        and donatable(leaf, leaves_too=leaves_too)
+        and (inference or not leaf.is_inference())
+        and not leaf.is_neg()  # lazily: torch's list operations refuse to write into such a view
+        for leaf, memory, over in zip(leaves, memories, shared, strict=True)
+    ]
+
+
+DEBUG_DONATION = os.environ.get("PURESCALE_DEBUG_DONATION", "0") not in ("", "0")
+
+
+def poison(given: Any, keep: Any) -> None:
+    """Fill what was donated with NaN, so that its use is seen at once: where
+    `PURESCALE_DEBUG_DONATION=1` was set before the import.
+
+    With it nothing is written in place: results stand in fresh memory and have the same bits. Then
+    every floating and complex tensor of `given` becomes NaN that donation might have written to:
+    dense, off the graph, its memory not shared with another of `given` or with `keep`, which holds
+    the results and what the caller did not give up. Integers and bools are left. Nothing is done
+    while compiling or inside torch.func transforms. In a test:
+    `monkeypatch.setattr("purescale._tree.DEBUG_DONATION", True)`.
+    """
+    if not DEBUG_DONATION or traced():
+        return
+    leaves = all_tensors(given)
+    for leaf, mine in zip(leaves, _writable(leaves, all_tensors(keep)), strict=True):
+        if mine and not leaf.requires_grad and (leaf.is_floating_point() or leaf.is_complex()):
+            leaf.fill_(float("nan"))
+
+
+# ---- checks --------------------------------------------------------------------------------------
+
+
+def check_gradients(grads: Tree, leaves: Leaves, name: str = "grads") -> None:
+    """Refuse, naming the leaf, what cannot be a gradient or have one."""
+    for index, leaf in _leaf.unusual(leaves):
+        _leaf.check_gradient(leaf, path(grads, name, index))
+
+
+def check_parameters(params: Tree, leaves: Leaves, name: str = "params") -> None:
+    """Refuse, naming the leaf, what no step can be taken from."""
+    for index, leaf in _leaf.unusual(leaves):
+        _leaf.check_parameter(leaf, path(params, name, index))
+
+
+def device_of(tree: Tree, leaves: Leaves, name: str) -> torch.device:
+    """The device of the leaves, the CPU where there is none; refused, naming the leaf, unless all
+    are on one.
+    """
+    device: torch.device | None = None
+    for index, leaf in enumerate(leaves):
+        if leaf is None or leaf.device == device:
+            continue
+        if device is not None:
+            raise ValueError(
+                f"{path(tree, name, index)} is on {leaf.device}, what comes before it on {device}; "
+                f"they must be on one device. {_leaf.elsewhere(leaf.device)}"
+            )
+        device = leaf.device
+    return torch.device("cpu") if device is None else device

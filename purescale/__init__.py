@@ -150,11 +150,8 @@ from ._grads.clip import (
     check_grad_norm as check_grad_norm,
 )
 
-from ._optim.protocol import (
-    Optimizer as Optimizer,
-    from_torch as from_torch,
-    from_transformation as from_transformation,
-)
+from ._optim.protocol import Optimizer as Optimizer, from_transformation as from_transformation
+from ._optim.torch_optim import from_torch as from_torch
 
 from ._optim.opt_state import OptState as OptState
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ._torch import private as _torch
+from ._torch.donation import can_write
 from ._tree import tree as _tree
 from ._tree.tree import Tree
 
@@ -124,11 +125,11 @@ def _from_state_dict(name: str, d: Any, like: Tree, *, donate: bool) -> Tree:
     ]
     # Two leaves of a file may stand in one piece of memory, as tied weights do: a later donation of
     # the one would reach the other.
-    mine = _tree.writable(found) if donate else [False] * len(found)
+    mine = donate and can_write([leaf for leaf in found if leaf is not None])
     return structure.unflatten(
         [
-            None if leaf is None else leaf.to(old.device, copy=not own)
-            for leaf, old, own in zip(found, leaves, mine, strict=True)
+            None if leaf is None else leaf.to(old.device, copy=not mine)
+            for leaf, old in zip(found, leaves, strict=True)
         ]
     )
 

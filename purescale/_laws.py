@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ._torch import private as _torch
+from ._torch import tracing
 from ._tree import tree as _tree
 
 # ---- bits and memory -----------------------------------------------------------------------------
@@ -159,7 +160,8 @@ def assert_sync_free(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     tensor(1.)
     """
     reads: list[str] = []
-    with _Dispatched(reads), _Called(reads):
+    # On a CPU a step reads its flag where that waits for nothing; here it goes as on a GPU.
+    with tracing.as_on_an_accelerator(), _Dispatched(reads), _Called(reads):
         result = fn(*args, **kwargs)
     assert not reads, (
         f"a tensor's value was read: {_tree.some(list(dict.fromkeys(reads)))}. On an accelerator "
@@ -206,7 +208,6 @@ def _is_read(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 _TORCH = os.path.dirname(torch.__file__)
-_HERE = os.path.dirname(__file__)
 _READS = {"_local_scalar_dense": "item, float, bool or int", "index": "boolean indexing"}
 
 
@@ -215,8 +216,6 @@ def _note(reads: list[str], what: str) -> None:
     while frame and frame.f_code.co_filename.startswith((_TORCH, __file__)):
         frame = frame.f_back
     name, line = frame.f_code.co_filename, frame.f_lineno
-    if frame.f_code.co_name == "_quick_extent" and name.startswith(_HERE):
-        return
     code = linecache.getline(name, line).strip()
     reads.append(f"{_READS.get(what, what)} in {os.path.basename(name)}:{line}, `{code}`")
 

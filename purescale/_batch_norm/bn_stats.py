@@ -13,7 +13,7 @@ from torch import Tensor
 from .._batch_norm.capture import ApplyFn, Call, calls_of, key_of, layers_of
 from .._distributed.process_group import all_reduce, alone
 from .._module.meta_module import Tensors
-from .._torch import foreach as _foreach
+from .._torch.dtypes import widest_float
 from .._tree import tree as _tree
 
 Estimator = Literal["pooled", "within"]
@@ -66,7 +66,7 @@ def init_bn_stats(buffers: Tensors) -> BNStatsState:
     layers = {}
     for name in names:
         mean = buffers[key_of(name, "running_mean")]
-        zeros = torch.zeros_like(mean, dtype=_foreach.widest_float(mean.device))
+        zeros = torch.zeros_like(mean, dtype=widest_float(mean.device))
         nothing = zeros.new_zeros(())
         layers[name] = BNLayerStats(nothing, zeros, zeros.clone(), zeros.clone(), nothing.clone())
     none = torch.zeros((), dtype=torch.int64, device=mean.device)

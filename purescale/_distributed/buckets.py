@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .._torch import foreach as _foreach
 from .._torch import private as _torch
-from .._tree import leaves as _leaf
-from .._tree import tree as _tree
+from .._torch.dtypes import real_dtype, wide_dtype
+from .._torch.foreach import is_gapless
+from .._torch.tracing import traced
+from .._tree.leaves import dense
 from .._tree.tree import Leaves
 
 SIZE = 25 * 2**20  # bytes, as DistributedDataParallel
@@ -48,7 +49,7 @@ class Reduction:
             leaf = like[place]
             if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor):
                 continue
-            dtype = _foreach.wide_dtype(leaf.dtype)
+            dtype = wide_dtype(leaf.dtype)
             width = leaf.numel() * dtype.itemsize
             if laid and leaf.is_cpu and width >= LARGE:
                 self.buckets.append([place])
@@ -73,16 +74,16 @@ class Reduction:
         """
         index = self.bucket_of[place]
         number = _numbers(leaf)
-        dtype = _foreach.real_dtype(_foreach.wide_dtype(self.like[place].dtype))
+        dtype = real_dtype(wide_dtype(self.like[place].dtype))
         divisor: Any = self.divisor
         divisor = divisor.to(dtype) if isinstance(divisor, Tensor) else divisor
-        if _tree.traced():
+        if traced():
             self.parts[place] = torch.div(number.to(dtype), divisor)
         else:
             with torch.no_grad():
                 if own and len(self.buckets[index]) == 1 and self._fits(place, number):
                     self.parts[place] = number.div_(divisor)
-                    self.rows[index] = _foreach.in_memory_order(number)
+                    self.rows[index] = _in_memory_order(number)
                 else:
                     self._copy(place, number, dtype, divisor)
         self.missing[index] -= 1
@@ -95,7 +96,7 @@ class Reduction:
         for places, row, work in zip(self.buckets, self.rows, self.away, strict=True):
             if work is not None:
                 work.wait()
-            if _tree.traced():
+            if traced():
                 sums = torch.split(row, [self.parts[place].numel() for place in places])
                 for place, part in zip(places, sums, strict=True):
                     self.parts[place] = part.view(self.parts[place].shape)
@@ -109,8 +110,8 @@ class Reduction:
     def _fits(self, place: int, number: Tensor) -> bool:
         """Whether a leaf can be sent and received where it stands."""
         like = self.like[place]
-        alike = number.dtype is like.dtype is _foreach.wide_dtype(like.dtype)
-        laid = self.laid and number.stride() == like.stride() and _leaf.donatable(number)
+        alike = number.dtype is like.dtype is wide_dtype(like.dtype)
+        laid = self.laid and number.stride() == like.stride() and is_gapless(number)
         memory = number.untyped_storage()
         # Two uses: the tensor, and the name on the line above.
         alone = memory.resizable() and _torch.storage_uses(memory._cdata) == 2
@@ -131,7 +132,7 @@ class Reduction:
         self.rows[index] = row = likes[0].new_empty(sum(sizes), dtype=dtype, requires_grad=False)
         parts = torch.split(row, sizes)
         for place, like, part in zip(self.buckets[index], likes, parts, strict=True):
-            if self.laid and not like.is_contiguous() and _leaf.donatable(like.detach()):
+            if self.laid and not like.is_contiguous() and is_gapless(like):
                 offset = part.storage_offset()
                 self.parts[place] = part.as_strided(like.shape, like.stride(), offset)
             else:
@@ -139,7 +140,7 @@ class Reduction:
 
     def _send(self, index: int) -> None:
         work: Any = None
-        if _tree.traced():
+        if traced():
             row = torch.cat([self.parts[place].reshape(-1) for place in self.buckets[index]])
             self.rows[index] = _torch.all_reduce(row, "sum", self.group)
         elif self.rows[index].numel():
@@ -147,12 +148,17 @@ class Reduction:
         self.away.append(work)
 
 
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    """The elements of a gapless tensor in one row, whatever its layout."""
+    return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+
+
 def _numbers(leaf: Tensor) -> Tensor:
     """A leaf as dense, real numbers."""
-    leaf = _foreach.dense(leaf)
+    leaf = dense(leaf)
     if not leaf.is_complex():
         return leaf
-    return torch.view_as_real(leaf.to(_foreach.wide_dtype(leaf.dtype)).resolve_conj())
+    return torch.view_as_real(leaf.to(wide_dtype(leaf.dtype)).resolve_conj())
 
 
 def reduction_of(leaves: Leaves, buffers: Leaves, divisor: Any, group: Any) -> Reduction:

@@ -13,9 +13,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .._distributed.buckets import Reduction
+from .._distributed.mesh import mesh_sizes
 from .._distributed.process_group import all_reduce, alone, check_group
-from .._torch import dtensor as _dtensor
+from .._torch import donation
 from .._torch import private as _torch
+from .._torch.tracing import traced
 from .._tree import scalars as _checks
 from .._tree import tree as _tree
 from .._tree.tree import Leaves, Tree
@@ -93,10 +95,10 @@ def all_reduce_grads(
 
     if alone(group):
         leaves, structure = checked()
-        results = leaves if donate and not _tree.DEBUG_DONATION else _tree.clone(leaves)
+        results = leaves if donate and not donation.DEBUG else _tree.clone(leaves)
     else:
         group = check_group(group)
-        if check and not _tree.traced():
+        if check and not traced():
             agree(
                 group,
                 checked,
@@ -107,17 +109,18 @@ def all_reduce_grads(
         reduction = Reduction(leaves, dist.get_world_size(group), group, size)
         for place in reduction.bucket_of:
             reduction.put(place, leaves[place])
-        owned = _tree.writable(leaves) if donate and not _tree.traced() else [False] * len(leaves)
+        plain = [leaf for leaf in leaves if leaf is not None]
+        own = donate and not traced() and donation.can_write(plain)
         results = [
-            _as_it_was(mean, leaf, own)
-            for mean, leaf, own in zip(reduction.get(), leaves, owned, strict=True)
+            _as_it_was(mean, leaf, own=own)
+            for mean, leaf in zip(reduction.get(), leaves, strict=True)
         ]
     if donate:
         _tree.poison(grads, keep=results)
     return structure.unflatten(results)
 
 
-def _as_it_was(mean: Tensor | None, leaf: Any, own: bool) -> Any:
+def _as_it_was(mean: Tensor | None, leaf: Any, *, own: bool) -> Any:
     """A mean in the dtype of what it is the mean of, and in its memory where that is ours."""
     if mean is None:
         return leaf if leaf is None or own else leaf.clone()
@@ -128,7 +131,7 @@ def on_cpu(group: Any) -> bool:
     """Whether the ranks of `group` can tell each other something without a wait for an
     accelerator: the same on every rank.
     """
-    return not _tree.traced() and bool(_torch.object_device(group) == "cpu")
+    return not traced() and bool(_torch.object_device(group) == "cpu")
 
 
 def lines_of(name: str, tree: Tree, *, laid: bool) -> list[str]:
@@ -145,7 +148,7 @@ def _kind(leaf: Any, *, laid: bool) -> str:
         return str(leaf) if leaf is None else type(leaf).__name__
     strides = f" {leaf.stride()}" if laid and leaf.layout is torch.strided else ""
     if isinstance(leaf, DTensor):
-        strides += f" as {leaf.placements} over {_dtensor.sizes(leaf.device_mesh)}"
+        strides += f" as {leaf.placements} over {mesh_sizes(leaf.device_mesh)}"
     # Not which device: each rank has another.
     return f"{leaf.dtype} {tuple(leaf.shape)}{strides} {leaf.layout} on {leaf.device.type}"
 

@@ -8,10 +8,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .._grads import mesh_stats as _meshes
-from .._torch import dtensor as _dtensor
-from .._torch import foreach as _foreach
+from .._grads.measure import measure
+from .._torch import donation, dtensor, foreach
+from .._torch.donation import can_write
+from .._torch.dtypes import saturating, wide_dtype, widest_float
+from .._torch.private import foreach as list_ops
+from .._torch.tracing import host_can_read, is_on_a_graph, traced, under_transform
 from .._tree import tree as _tree
+from .._tree.leaves import dense, normalize
 from .._tree.scalars import as_float, shown, whole
 from .._tree.tree import Leaves, Tree
 
@@ -59,12 +63,14 @@ def init_accum(params: Tree, dtype: torch.dtype | None = None) -> AccumState:
     leaves, structure = _tree.flatten(params)
     _tree.check_gradients(params, leaves, "params")
     device = _tree.device_of(params, leaves, "params")
-    zero = torch.zeros((), dtype=_foreach.widest_float(device), device=device)
+    zero = torch.zeros((), dtype=widest_float(device), device=device)
     count = torch.zeros((), dtype=torch.int32, device=device)
     return AccumState(
         grads=structure.unflatten(
             [
-                None if leaf is None else torch.zeros_like(leaf.detach(), dtype=_wide(leaf, dtype))
+                None
+                if leaf is None
+                else torch.zeros_like(dense(leaf.detach()), dtype=_wide(leaf, dtype))
                 for leaf in leaves
             ]
         ),
@@ -116,16 +122,24 @@ def accumulate_grads(
     MultiSteps, whose accumulator stays NaN for ever after one bad microbatch.
     """
     leaves, structure = _tree.flatten(accum.grads)
-    new = _leaves_for(accum, grads, leaves, structure)
-    checked = as_weight("weight is", weight, accum.weight)
-    bad = (
-        ~_meshes.all_finite(new, torch.ones_like(accum.weight))
-        if found_inf is None
-        else _tree.flag(found_inf, like=accum.weight)
+    given = _leaves_for(accum, grads, leaves, structure)
+    flat = normalize(
+        [
+            torch.zeros_like(mean) if gradient is None and mean is not None else gradient
+            for gradient, mean in zip(given, leaves, strict=True)
+        ]
     )
+    checked = as_weight("weight is", weight, accum.weight)
+    if found_inf is None:
+        one = torch.ones((), dtype=torch.float32, device=accum.weight.device)
+        bad = measure(flat, one, scaled=False).nonfinite
+    else:
+        bad = _tree.flag(found_inf, like=accum.weight)
+    means = normalize(leaves)
+    owned = donate and can_write(means.tensors, [*flat.tensors, *accum[1:]])
     # torch 2.11 cannot trace `_replace`.
-    added = add(AccumState(leaves, *accum[1:]), new, checked, bad, donate=donate)
-    added = AccumState(structure.unflatten(added.grads), *added[1:])
+    added = add(AccumState(means.tensors, *accum[1:]), flat.tensors, checked, bad, in_place=owned)
+    added = AccumState(structure.unflatten(means.restore(added.grads)), *added[1:])
     if donate:
         _tree.poison(accum, keep=(added, grads, weight, found_inf))
     return added
@@ -133,29 +147,81 @@ def accumulate_grads(
 
 def add(
     accum: AccumState,
-    new: list[Any],
+    new: list[Tensor],
     weight: Tensor,
     bad: Tensor,
     *,
     scale: Tensor | None = None,
-    donate: bool,
+    in_place: bool,
 ) -> AccumState:
-    """`accumulate_grads` of checked leaves to a list of means, still scaled by `scale`."""
+    """`accumulate_grads` of dense, real gradients, still scaled by `scale`, to a list of means."""
     usable = is_weight(weight)
     good = ~bad & usable & (weight > 0)
     bad = (bad & (weight > 0)) | ~usable
     counted = torch.where(good, weight, 0)
-    means, news = _dtensor.shards(accum.grads), _dtensor.shards(new).local
-    owned = _tree.writable(means.local, [*news, *accum[1:]]) if donate else [False] * len(new)
     share = _share(counted, accum.weight)
     return AccumState(
-        grads=means.back(_foreach.blend(means.local, news, share, good, owned=owned, scale=scale)),
+        grads=convex_sum(accum.grads, new, share, good, scale=scale, in_place=in_place),
         weight=accum.weight + counted,
         found_inf=accum.found_inf | bad,
         num_good=accum.num_good + good,
         num_bad=accum.num_bad + bad,
         bad_weight=accum.bad_weight + torch.where(bad & usable, weight, 0),
     )
+
+
+def convex_sum(
+    means: list[Tensor],
+    new: list[Tensor],
+    share: Tensor,
+    good: Tensor,
+    *,
+    scale: Tensor | None = None,
+    in_place: bool,
+) -> list[Tensor]:
+    """`means * (1 - share) + new / scale * share` where `good`, else `means`.
+
+    The textbook `means + (new - means) * share` overflows on opposite signs. `share` is 0-d, and 0
+    where not `good`.
+    """
+    listed = not (traced() or is_on_a_graph([*means, *new, share]))
+    if not listed or any(mean.dtype not in _IN_LISTS for mean in means):
+        sums = [_convex(*pair, share, good, scale) for pair in zip(means, new, strict=True)]
+        if in_place and not under_transform():
+            return [mean.copy_(total) for mean, total in zip(means, sums, strict=True)]
+        return sums
+    means = means if in_place else foreach.clone(means)
+    with torch.no_grad():
+        if host_can_read(good, *means):
+            if bool(good):
+                _add_known(means, new, share.item(), scale)
+        else:
+            _add_unread(means, new, share, good, scale)
+    return means
+
+
+_IN_LISTS = (torch.float32, torch.float64)
+
+
+def _add_known(means: list[Tensor], new: list[Tensor], share: float, scale: Tensor | None) -> None:
+    list_ops.mul_(means, 1 - share)
+    new = new if scale is None else foreach.divide(new, scale)
+    list_ops.add_(means, new, alpha=share)
+
+
+def _add_unread(
+    means: list[Tensor], new: list[Tensor], share: Tensor, good: Tensor, scale: Tensor | None
+) -> None:
+    foreach.multiply(means, 1 - share, in_place=True)
+    new = new if scale is None else foreach.divide(new, scale)
+    foreach.add_where_(means, new, share, good)
+
+
+def _convex(mean: Tensor, new: Tensor, share: Tensor, good: Tensor, scale: Tensor | None) -> Tensor:
+    wide = wide_dtype(mean.dtype)
+    added = new.to(wide) if scale is None else new.to(wide) / scale.to(wide)
+    added = torch.where(good, added, 0) * share.to(wide)
+    return saturating(mean.to(wide) * (1 - share).to(wide) + added, mean.dtype)
 
 
 def _share(weight: Tensor, others: Tensor) -> Tensor:
@@ -197,7 +263,7 @@ def accumulated_grads(
     check_on_nonfinite(on_nonfinite)
     empty = ~(accum.weight > 0)
     found_inf = empty if on_nonfinite == "drop_microbatch" else accum.found_inf | empty
-    if not donate or _tree.DEBUG_DONATION:
+    if not donate or donation.DEBUG:
         grads = _tree.map(torch.clone, accum.grads)
     else:
         grads = accum.grads
@@ -228,12 +294,12 @@ def merge_accum(a: AccumState, b: AccumState, donate: bool = False) -> AccumStat
     """
     why = "The halves of one window are of the same params."
     leaves, others, structure = _tree.paired(a.grads, b.grads, "a.grads", "b.grads", why)
-    halves = _dtensor.shards(leaves), _dtensor.shards(others)
-    leaves, others = halves[0].local, halves[1].local
-    owned = _tree.writable(leaves, [*others, *a[1:], *b[1:]]) if donate else [False] * len(leaves)
-    blended = _foreach.blend(leaves, others, _share(b.weight, a.weight), b.weight > 0, owned=owned)
+    means, new = normalize(leaves), normalize(others)
+    owned = donate and can_write(means.tensors, [*new.tensors, *a[1:], *b[1:]])
+    share = _share(b.weight, a.weight)
+    merging = convex_sum(means.tensors, new.tensors, share, b.weight > 0, in_place=owned)
     merged = AccumState(
-        grads=structure.unflatten(halves[0].back(blended)),
+        grads=structure.unflatten(means.restore(merging)),
         weight=a.weight + b.weight,
         found_inf=a.found_inf | b.found_inf,
         num_good=a.num_good + b.num_good,
@@ -321,7 +387,7 @@ def as_weight(what: str, weight: Any, like: Tensor) -> Tensor:
     """A microbatch's weight as a 0-d tensor on the device of `like`; `what` opens the message that
     refuses it.
     """
-    dtype = _foreach.widest_float(like.device)
+    dtype = widest_float(like.device)
     if isinstance(weight, Tensor):
         if weight.ndim or weight.is_complex():  # a bool is a weight: of what is masked out, 0
             raise ValueError(
@@ -353,7 +419,7 @@ def _leaves_for(accum: AccumState, grads: Tree, means: Leaves, structure: Any) -
         misfit = None if gradient is None else _misfit(gradient, mean)
         if misfit:
             raise ValueError(f"{_tree.path(accum.grads, 'grads', index)} {misfit}")
-    return _dtensor.alike(new, means)
+    return [dtensor.redistribute_like(*pair) for pair in zip(new, means, strict=True)]
 
 
 def _misfit(gradient: Tensor, mean: Tensor | None) -> str | None:
@@ -373,7 +439,7 @@ def _misfit(gradient: Tensor, mean: Tensor | None) -> str | None:
             "and its mean are not both DTensors. Cure: init_accum of the params that these are "
             "the gradients of."
         )
-    if misfit := _dtensor.apart(gradient, mean):
+    if misfit := dtensor.placement_mismatch(gradient, mean):
         return misfit
     if gradient.is_complex() != mean.is_complex():
         return (
@@ -393,7 +459,7 @@ def _misfit(gradient: Tensor, mean: Tensor | None) -> str | None:
 
 def _wide(leaf: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     if dtype is None:
-        return _foreach.wide_dtype(leaf.dtype)
+        return wide_dtype(leaf.dtype)
     if not leaf.is_complex():
         return dtype
     return torch.complex128 if dtype is torch.float64 else torch.complex64

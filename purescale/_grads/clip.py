@@ -1,19 +1,112 @@
-"""Clipping, after unscaling and before the step."""
+"""Clipping, after unscaling and before the step: the bounds, the factor, what NaN does to both."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._grads import mesh_stats as _meshes
-from .._torch import dtensor as _dtensor
-from .._torch import foreach as _foreach
+from .._grads.measure import measure
+from .._torch import foreach
+from .._torch.donation import can_write
 from .._tree import tree as _tree
+from .._tree.leaves import Normalized, normalize
 from .._tree.scalars import as_float, bound, shown
 from .._tree.tree import Tree
+
+
+class Clip(NamedTuple):
+    """How the averaged, unscaled gradients are bounded."""
+
+    max_norm: float | Tensor | None
+    value: float | Tensor | None
+    norm_type: float
+
+    @property
+    def norm_to_measure(self) -> float | None:
+        """The p of the norm that clipping needs; None where it needs none."""
+        return None if self.max_norm is None else self.norm_type
+
+    @property
+    def bounds(self) -> list[Tensor]:
+        """The bounds that are tensors."""
+        return [bound for bound in self[:2] if isinstance(bound, Tensor)]
+
+
+def check_clip(max_norm: Any, clip_value: Any, norm_type: Any) -> Clip:
+    """Bounds as floats and tensors; refuses what is neither None nor above 0."""
+    return Clip(
+        None if max_norm is None else bound("max_norm", max_norm),
+        None if clip_value is None else bound("clip_value", clip_value),
+        check_norm_type(norm_type),
+    )
+
+
+def check_norm_type(norm_type: Any) -> float:
+    """The p of a p-norm."""
+    p = as_float(norm_type)
+    if p is None or not p > 0:
+        raise ValueError(
+            f"norm_type must be above 0, a number or math.inf, got {shown(norm_type)}. Cure: 2.0, "
+            "the usual norm."
+        )
+    return p
+
+
+def check_ordered(grads: Tree, leaves: Sequence[Any], name: str = "grads") -> None:
+    """Refuse, naming the leaf, gradients that cannot be clipped by value."""
+    for index, leaf in enumerate(leaves):
+        if leaf is not None and leaf.is_complex():
+            raise TypeError(
+                f"{_tree.path(grads, name, index)} has dtype {leaf.dtype}; complex numbers have "
+                "no order to clip by. Cure: clip_by_global_norm."
+            )
+
+
+# ---- the factor ----------------------------------------------------------------------------------
+
+
+def clip_factor(norm: Tensor, max_norm: float | Tensor) -> Tensor:
+    """What to multiply gradients of this norm by: `min(1, max_norm / (norm + 1e-6))`."""
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    unbounded = max_norm == math.inf
+    if isinstance(unbounded, Tensor):
+        return torch.where(unbounded, 1.0, factor)  # inf / inf is NaN
+    return torch.ones_like(factor) if unbounded else factor
+
+
+def clip_factor_on_host(norm: float, max_norm: float) -> float:
+    """`clip_factor` of numbers that the host knows; the norm is finite."""
+    return 1.0 if max_norm == math.inf else min(1.0, max_norm / (norm + 1e-6))
+
+
+def is_a_bound(bound: Tensor) -> Tensor:
+    """Whether a bound that is data can be one: 0, a negative number and NaN would turn gradients
+    into garbage.
+    """
+    return bound > 0
+
+
+def factor_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+    """float64 if a gradient is, else float32: a float64 factor would take float32 gradients through
+    a slower kernel.
+    """
+    return torch.float64 if any(t.dtype is torch.float64 for t in tensors) else torch.float32
+
+
+def reported(measured: Any, skip: Tensor) -> Any:
+    """A norm or amax that a step reports: not finite where it is skipped, be it for what was
+    dropped before or for another rank.
+    """
+    if not isinstance(measured, Tensor):
+        return measured
+    return torch.where(skip, measured.clamp(min=math.inf), measured)
+
+
+# ---- public --------------------------------------------------------------------------------------
 
 
 def clip_by_global_norm(
@@ -42,67 +135,37 @@ def clip_by_global_norm(
     Source of the rule: Pascanu et al. (arXiv 1211.5063); `torch.nn.utils.clip_grad_norm_`, whose
     is inf here.
     """
-    max_norm, norm_type = bound("max_norm", max_norm), checked_norm_type(norm_type)
+    max_norm, norm_type = bound("max_norm", max_norm), check_norm_type(norm_type)
     leaves, structure = _tree.flatten(grads)
     _tree.check_gradients(grads, leaves)
-    device, shards = _tree.device_of(grads, leaves, "grads"), _dtensor.shards(leaves)
-    norm = _meshes.extent(shards.local, device, norm_type, over=shards.given).norm
-    grads = grads if shards.none else structure.unflatten(list(shards.given))
-    clipped = clip_to(grads, norm, max_norm, donate=donate)
+    device = _tree.device_of(grads, leaves, "grads")
+    one = torch.ones((), dtype=torch.float32, device=device)
+    flat = normalize(leaves)
+    stats = measure(_magnitudes(flat, norm_type), one, scaled=False, norm_type=norm_type)
+    measured: Any = stats.norm
+    factor = clip_factor(measured, max_norm).to(factor_dtype(flat.tensors))
+    in_place = donate and can_write(flat.tensors, [max_norm])
+    clipped = structure.unflatten(
+        flat.restore(foreach.multiply(flat.tensors, factor, in_place=in_place))
+    )
+    norm = measured.to(factor.dtype)
     if donate:
         _tree.poison(grads, keep=(clipped, max_norm))
-    return clipped
+    return clipped, norm
 
 
-def clip_to(
-    grads: Tree, norm: Any, max_norm: float | Tensor, *, donate: bool
-) -> tuple[Tree, Tensor]:
-    """`clip_by_global_norm` where the norm is known, in the widest dtype of its device."""
-    leaves, structure = _tree.flatten(grads)
-    factor, norm = clip_factor(leaves, norm, max_norm)
-    shards = _dtensor.shards(leaves)
-    clipped = _foreach.multiply(shards.local, factor, donate=donate)
-    return structure.unflatten(shards.back(clipped)), norm
-
-
-def clip_factor(leaves: list[Any], norm: Any, max_norm: float | Tensor) -> tuple[Tensor, Tensor]:
-    """What to multiply the leaves by, and the norm, both in the dtype that the leaves call for."""
-    # A float64 factor would take float32 leaves through a slower kernel.
-    dtype = dtype_of(leaves)
-    return _factor(norm, max_norm).to(dtype), norm.to(dtype)
-
-
-def clip_divisor(
-    leaves: list[Any], norm: Any, max_norm: float | Tensor, scale: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """What to divide leaves still scaled by `scale` by, to unscale and to clip them at once, and
-    the norm; dtypes as in `clip_factor`.
+def _magnitudes(flat: Normalized, norm_type: float) -> Normalized:
+    """What a norm is taken of: a complex number counts with its magnitude, for p = 2 as its two
+    reals.
     """
-    factor, dtype = _factor(norm, max_norm), dtype_of(leaves)
-    return ((1.0 if scale is None else scale) / factor).to(dtype), norm.to(dtype)
-
-
-def dtype_of(leaves: list[Any]) -> torch.dtype:
-    """float64 if a leaf is, else float32."""
-    found = {leaf.dtype for leaf in leaves if leaf is not None}
-    return torch.float32 if found.isdisjoint((torch.float64, torch.complex128)) else torch.float64
-
-
-def _factor(norm: Any, max_norm: float | Tensor) -> Tensor:
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    unbounded = max_norm == math.inf
-    if isinstance(unbounded, Tensor):
-        return torch.where(unbounded, 1.0, factor)  # inf / inf is NaN
-    return torch.ones_like(factor) if unbounded else factor
-
-
-def told(norm: Any, found_inf: Tensor) -> Any:
-    """The norm that a step reports: not finite where it is skipped, be it for what was dropped
-    before or for another rank.
-    """
-    return (
-        torch.where(found_inf, norm.clamp(min=math.inf), norm) if isinstance(norm, Tensor) else norm
-    )
+    if norm_type == 2 or flat.usual:
+        return flat
+    pairs = zip(flat.tensors, flat.origins, strict=True)
+    tensors = [
+        torch.view_as_complex(tensor).abs() if origin.is_complex() else tensor
+        for tensor, origin in pairs
+    ]
+    return flat._replace(tensors=tensors)
 
 
 def check_grad_norm(norm: Tensor) -> None:
@@ -151,48 +214,11 @@ def clip_by_value(grads: Tree, clip_value: float | Tensor, donate: bool = False)
     leaves, structure = _tree.flatten(grads)
     _tree.check_gradients(grads, leaves)
     check_ordered(grads, leaves)
-    shards = _dtensor.shards(leaves)
-    mine = _tree.writable(shards.local) if donate else [False] * len(leaves)
-    clamped = _foreach.clamp_list(shards.local, clip_value, mine)
-    clipped = structure.unflatten(shards.back(clamped))
+    flat = normalize(leaves)
+    in_place = donate and can_write(flat.tensors, [clip_value])
+    clipped = structure.unflatten(
+        flat.restore(foreach.clamp(flat.tensors, clip_value, in_place=in_place))
+    )
     if donate:
         _tree.poison(grads, keep=(clipped, clip_value))
     return clipped
-
-
-def check_ordered(grads: Tree, leaves: list[Any], name: str = "grads") -> None:
-    """Refuse, naming the leaf, gradients that cannot be clipped by value."""
-    for index, leaf in enumerate(leaves):
-        if leaf is not None and leaf.is_complex():
-            raise TypeError(
-                f"{_tree.paths(grads, name)[index]} has dtype {leaf.dtype}; complex numbers have "
-                "no order to clip by. Cure: clip_by_global_norm."
-            )
-
-
-class Clip(NamedTuple):
-    """How the averaged, unscaled gradients are bounded."""
-
-    max_norm: float | Tensor | None
-    value: float | Tensor | None
-    norm_type: float
-
-
-def checked(max_norm: Any, clip_value: Any, norm_type: Any) -> Clip:
-    """Bounds as floats and tensors; refuses what is neither None nor above 0."""
-    return Clip(
-        None if max_norm is None else bound("max_norm", max_norm),
-        None if clip_value is None else bound("clip_value", clip_value),
-        checked_norm_type(norm_type),
-    )
-
-
-def checked_norm_type(norm_type: Any) -> float:
-    """The p of a p-norm."""
-    power = as_float(norm_type)
-    if power is None or not power > 0:
-        raise ValueError(
-            f"norm_type must be above 0, a number or math.inf, got {shown(norm_type)}. Cure: 2.0, "
-            "the usual norm."
-        )
-    return power

@@ -1,337 +1,198 @@
-"""What one read of the gradients tells: the largest magnitude, whether all are finite, the norm."""
+"""What one read of the gradients tells: whether all are finite, the norm, the largest magnitude."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-import operator
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._torch import foreach as _foreach
-from .._torch import private as _torch
-from .._torch.foreach import at_least_float32, is_on_a_graph, widest_float
+from .._torch import private
+from .._torch.dtypes import unscaled_dtype, widest_float
+from .._torch.foreach import MAX_INLINE_LEAVES, by_kind
 from .._torch.private import foreach
-from .._tree import tree as _tree
+from .._torch.tracing import is_on_a_graph, under_transform
 
 
-class Extent(NamedTuple):
-    """How large some leaves are."""
+class LocalStats(NamedTuple):
+    """How large some tensors are, on this rank."""
 
-    # the largest magnitude or a bound, one a dtype, at least float32; NaN if there is one
-    tops: list[Tensor]
-    norm: Tensor | None  # in the widest dtype of the device
-    fit_over: Tensor | None = None  # a usable scale over which they are known to be finite
+    # the largest magnitude of each dtype before unscaling, at least float32: NaN or inf where one is
+    amax: dict[torch.dtype, Tensor]
+    # of the unscaled tensors, in the widest dtype of the device; None where it was not asked for
+    norm: Tensor | None
+
+    def are_finite(self, divisor: Tensor) -> Tensor:
+        """Whether every element is finite over `divisor`, in the dtype of an unscaled gradient.
+
+        Division is monotone, and what is not finite is not finite after it.
+        """
+        finite = [
+            torch.isfinite((amax / divisor).to(unscaled_dtype(dtype)))
+            for dtype, amax in self.amax.items()
+        ]
+        if not finite:
+            return torch.ones((), dtype=torch.bool, device=divisor.device)
+        return finite[0] if len(finite) == 1 else torch.stack(finite).all()
 
 
-def extent(
-    leaves: Sequence[Tensor | None],
-    device: torch.device,
-    norm_type: float | None = None,
-    scale: Tensor | None = None,
-    *,
-    dense: bool = False,
-    exact: bool = False,
-) -> Extent:
-    """The extent of `leaves`, from one read of them and with no host sync; the norm where a
-    `norm_type` asks for it.
+# ---- on the host ---------------------------------------------------------------------------------
 
-    `scale`: what they will be divided by. `dense`: they are all known to be dense, real and there.
-    `exact`: the largest magnitudes themselves, where a bound may be faster.
+
+def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum of squares in float64, from the fastest read that a CPU has.
+
+    `dot` of whole tensors of 7 million elements is off by 1.5e-4: large ones are read in chunks.
     """
-    if dense and not _tree.traced():
-        with torch.no_grad():
-            quick = _quick_extent(leaves, norm_type, scale, exact)  # type: ignore[arg-type]
-        if quick is not None:
-            return quick
-    plain = (
-        _tree.under_transform()
-        or is_on_a_graph(leaves)
-        or (torch.compiler.is_compiling() and len(leaves) <= _foreach.INLINE)
-    )
-    power = None if norm_type is None or norm_type == math.inf else norm_type
-    tops: list[Tensor] = []
-    norms: list[Tensor] = []
-    values: list[Tensor] = []
-    with contextlib.nullcontext() if plain else torch.no_grad():
-        for leaf in leaves:
-            if leaf is None or leaf.numel() == 0:
-                continue
-            value = stored_values(leaf)
-            if value.numel() == 0:
-                continue
-            if leaf.is_complex() and norm_type not in (None, 2):
-                # a complex number counts with its magnitude
-                norms.append(_norm(leaf.abs(), norm_type))
-                tops.append(at_least_float32(value.abs().amax()))
-            elif plain:
-                tops.append(at_least_float32(value.abs().amax()))
-                norms += [] if power is None else [_norm(value, power)]
-            else:
-                values.append(value)
-        if values and not tops and not torch.compiler.is_compiling():
-            quick = None if plain or dense else _quick_extent(values, norm_type, scale, exact)
-            if quick is not None:
-                return quick
-        if values:
-            found = (
-                _extent_node(values, power)
-                if torch.compiler.is_compiling()
-                else _extent(values, power)
-            )
-            tops += found if power is None else found[:-1]
-            norms += [] if power is None else found[-1:]
-        if norm_type is None:
-            return Extent(tops, None)
-        wide = widest_float(device)
-        if norm_type == math.inf:
-            norms += [top.to(wide) for top in tops]
-        if not norms:
-            return Extent(tops, torch.zeros((), dtype=wide, device=device))
-        return Extent(tops, _norm(torch.stack(norms), norm_type) if len(norms) > 1 else norms[0])
-
-
-def _quick_extent(
-    dense: Sequence[Tensor], norm_type: float | None, scale: Tensor | None, exact: bool = False
-) -> Extent | None:
-    """On a CPU: the extent from the sum of squares, the fastest read there is, where that sum says
-    enough.
-
-    It is looked at here, and nowhere else: on a CPU, where nothing is traced, to read a number
-    waits for nothing.
-    """
-    if norm_type not in ((2,) if exact else (None, 2)) or not dense or not dense[0].is_cpu:
-        return None
-    if not set(map(type, dense)) <= {Tensor, torch.nn.Parameter}:
-        return None  # a subclass may hold no numbers to look at
-    if any(dtype.itemsize < 4 for dtype in set(map(_dtype, dense))):
-        dense = [value.float() if value.dtype.itemsize < 4 else value for value in dense]
-    lists = _by_dtype(dense)
-    rows = [row for same in lists for row in _rows(same)]
-    squares: list[Tensor] = []
-    ends: list[Tensor] = []
-    for row in rows:
-        squares.append(torch.dot(row, row))
-        ends += torch.aminmax(row) if exact else ()  # while it is in the cache
-    count = sum(map(Tensor.numel, rows))
-    if len(lists) > 1:
+    rows = [row for indices in by_kind(tensors) for row in _rows([tensors[i] for i in indices])]
+    squares = [torch.dot(row, row) for row in rows]
+    if len({square.dtype for square in squares}) > 1:
         squares = [square.double() for square in squares]
-    total = torch.stack(squares).sum(dtype=torch.float64).item()
-    divisor = 1.0 if scale is None else scale.item()
-    bound = math.sqrt(total) if total >= 0 else math.nan  # no element is larger
-    # bfloat16 ends a little below float32
-    usable = 0 < divisor < math.inf and bound / divisor < torch.finfo(torch.bfloat16).max
-    # Squares below float32's range are lost; what they could add to a sum above this is less than
-    # its rounding.
-    if not usable or (norm_type == 2 and total < count * 2.0**-100):
-        return None  # inf or NaN, or finite numbers whose squares are not: the exact way tells
-    top = torch.full((), bound, dtype=torch.float64, device="cpu")
-    tops = [torch.stack(list(same)).abs().amax() for same in _by_dtype(ends)] if ends else [top]
-    return Extent(tops, top if norm_type == 2 else None, scale)
+    return torch.stack(squares).sum(dtype=torch.float64)
 
 
-def _by_dtype(values: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-    dtypes = dict.fromkeys(map(_dtype, values))
-    if len(dtypes) == 1:
-        return [values]
-    return [[value for value in values if value.dtype is dtype] for dtype in dtypes]
+_CHUNK = 2**18  # elements of one dot
+_SMALL = 2**13  # elements: below this a call costs more than a copy
 
 
-def _rows(values: Sequence[Tensor]) -> list[Tensor]:
-    """The elements of `values` in rows, small ones put together, large ones cut."""
-    rows: list[Tensor] = []
-    small = list(values)
-    sizes = list(map(Tensor.numel, values))
-    if max(sizes) > SMALL:
-        small = [value for value, size in zip(values, sizes, strict=True) if size <= SMALL]
-        for value, size in zip(values, sizes, strict=True):
-            if size > SMALL:
-                row = value.view(-1) if value.is_contiguous() else value.reshape(-1)
-                rows += [row] if size <= _PIECE else torch.split(row, _PIECE)
-    for start in range(0, len(small), 1024):
-        part = small[start : start + 1024]
-        rows.append(torch.cat(part) if set(map(Tensor.dim, part)) == {1} else flat(part))
-    return rows
-
-
-def _extent(dense: Sequence[Tensor], power: float | None) -> list[Tensor]:
-    """The largest magnitude of each dtype, in the order in which they come, and where there is a
-    `power` the norm.
-    """
-    tops: list[Tensor] = []
-    norms: list[Tensor] = []
-    if not dense[0].is_cpu:  # an operation costs by itself there, however small
-        for values in map(list, _by_dtype(dense)):
-            tops.append(at_least_float32(torch.stack(foreach.norm(values, math.inf)).amax()))
-            if power is not None:
-                norms.append(_norm_of_list(values, power))
-        return (
-            tops
-            if power is None
-            else [*tops, norms[0] if len(norms) == 1 else _norm(torch.stack(norms), power)]
-        )
-    for dtype in dict.fromkeys(value.dtype for value in dense):
-        ends: list[Tensor] = []
-        units: list[Tensor] = []
-        squares: list[Tensor] = []
-        scratch: Tensor | None = None  # fresh memory is what is slow
-        for piece in _pieces(
-            [value for value in dense if value.dtype is dtype], cut=power is not None
-        ):
-            # aminmax propagates NaN, and on a CPU takes a tenth of the time of isfinite().all().
-            low, high = torch.aminmax(piece)
-            ends += (low, high)
-            if power == 2 and piece.is_cpu and piece.ndim == 1:
-                # In units of its largest element no square overflows; dot takes a third of the time
-                # of vector_norm.
-                unit = torch.maximum(-low, high).to(torch.promote_types(dtype, torch.float32))
-                unit = unit.clamp(torch.finfo(unit.dtype).tiny, torch.finfo(unit.dtype).max)
-                if scratch is None or scratch.numel() < piece.numel():
-                    scratch = torch.empty(
-                        max(_PIECE, piece.numel()), dtype=unit.dtype, device=unit.device
-                    )
-                scaled = torch.div(piece.to(unit.dtype), unit, out=scratch[: piece.numel()])
-                units.append(unit)
-                squares.append(torch.dot(scaled, scaled))
-            elif power is not None:
-                norms.append(_norm(piece, power))
-        tops.append(at_least_float32(torch.stack(ends)).abs().amax())
-        if units:
-            wide = widest_float(units[0].device)
-            norms.append(_norm(torch.stack(squares).sqrt().to(wide) * torch.stack(units), 2))
-    return tops if power is None else [*tops, _norm(torch.stack(norms), power)]
-
-
-@torch.library.custom_op("purescale::extent", mutates_args=())
-def _extent_node(dense: Sequence[Tensor], power: float | None) -> list[Tensor]:
-    """`_extent` as one node of a compiled graph, in place of a reduction for each leaf; the norm as
-    of an eager step.
-    """
-    quick = _quick_extent(dense, 2, None) if power == 2 else None
-    return (
-        _extent(dense, power)
-        if quick is None or quick.norm is None
-        else [*_extent(dense, None), quick.norm]
-    )
-
-
-@_extent_node.register_fake
-def _(dense: Sequence[Tensor], power: float | None) -> list[Tensor]:
-    tops = [
-        at_least_float32(dense[0].new_empty((), dtype=dtype))
-        for dtype in dict.fromkeys(value.dtype for value in dense)
-    ]
-    return (
-        tops
-        if power is None
-        else [*tops, dense[0].new_empty((), dtype=widest_float(dense[0].device))]
-    )
-
-
-_dtype = operator.attrgetter("dtype")
-SMALL = 2**13  # elements: below this a call costs more than a copy
-_PIECE = 2**19  # elements: what a CPU keeps in its cache from one read to the next
-
-
-def _pieces(values: list[Tensor], *, cut: bool) -> Iterator[Tensor]:
-    """`values`, small ones put together so that few operations do for all; large ones in pieces of
-    about that size where `cut`.
-    """
+def _rows(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The elements of tensors of one dtype in rows: small ones put together, large ones cut."""
     small: list[Tensor] = []
     size = 0
-    for value in values:
-        count = value.numel()
-        if count > (_PIECE // 16 if cut else SMALL):
-            yield from (
-                torch.split(value.view(-1), _PIECE)
-                if cut and value.is_cpu and value.is_contiguous()
-                else [value]
-            )
-        else:
-            small.append(value)
+    for tensor in tensors:
+        tensor = tensor if tensor.dtype.itemsize >= 4 else tensor.float()
+        count = tensor.numel()
+        if count > _SMALL:
+            yield from torch.split(tensor.reshape(-1), _CHUNK)
+        elif count:
+            small.append(tensor)
             size += count
-            if size > _PIECE:
-                yield flat(small)
-                small, size = [], 0
+        if size > _CHUNK:
+            yield private.flatten_dense(small)
+            small, size = [], 0
     if small:
-        yield flat(small) if len(small) > 1 else small[0].reshape(-1)
+        yield private.flatten_dense(small)
 
 
-def flat(values: list[Tensor]) -> Tensor:
-    """The elements of all in one row."""
-    return _torch.flatten_dense(values)
+# ---- exactly -------------------------------------------------------------------------------------
 
 
-def _norm_of_list(values: list[Tensor], power: float) -> Tensor:
-    wide = widest_float(values[0].device)
-    if values[0].dtype.itemsize > 4 or wide is not torch.float64 or power > _SAFE_POWER:
-        if values[0].dtype.itemsize < 4:
-            return _norm(torch.stack([_norm(value, power) for value in values]), power)
-        # in units of the largest of all, of whose norm the underflowing rest is no part
-        unit = _unit(torch.stack(foreach.norm(values, math.inf)).amax())
-        return _norm_of_units(foreach.div(values, unit), power, wide) * unit
-    return _norm_of_units(values, power, wide)
-
-
-def _norm_of_units(values: Sequence[Tensor], power: float, wide: torch.dtype) -> Tensor:
-    each = torch.stack(foreach.norm(values, power, dtype=wide))
-    norm: Tensor = torch.linalg.vector_norm(each, power)
-    return norm
-
-
-_SAFE_POWER = 4  # of float32's largest number, and of sums of it, fits into float64
-
-
-def _norm(value: Tensor, norm_type: float) -> Tensor:
-    """The norm in the widest dtype of the device, also where powers of `value` overflow its own."""
-    wide = widest_float(value.device)
+def local_stats(tensors: Sequence[Tensor], divisor: Tensor, norm_type: float | None) -> LocalStats:
+    """The stats of dense, real tensors that `divisor` unscales, exact also where squares overflow
+    or vanish.
+    """
+    present = [tensor for tensor in tensors if tensor.numel()]
+    compiling = torch.compiler.is_compiling()
+    inline = under_transform() or is_on_a_graph(present)
+    inline = inline or (compiling and len(present) <= MAX_INLINE_LEAVES)
+    dtypes = list(dict.fromkeys(tensor.dtype for tensor in present))
+    p = None if norm_type is None or norm_type == math.inf else norm_type
+    found: list[Tensor] = []
+    if present:
+        with contextlib.nullcontext() if inline or compiling else torch.no_grad():
+            if inline:
+                found = _inline_stats(present, divisor, dtypes, p)
+            elif compiling:
+                found = _stats_node(present, divisor, p)
+            else:
+                found = _list_stats(present, divisor, dtypes, p)
+    amax, norms = dict(zip(dtypes, found, strict=False)), found[len(dtypes) :]
+    if norm_type is None:
+        return LocalStats(amax, None)
+    wide = widest_float(divisor.device)
     if norm_type == math.inf:
-        return value.abs().amax().to(wide)
-    if (
-        not value.is_cpu
-        and value.dtype.itemsize <= 4
-        and wide is torch.float64
-        and norm_type <= _SAFE_POWER
-    ):
-        norm: Tensor = torch.linalg.vector_norm(value, norm_type, dtype=wide)  # 3e38 ** 4 fits
-        return norm
-    value = value.to(torch.promote_types(value.dtype, torch.float32))
-    unit = _unit(value.abs().amax())
-    scaled: Tensor = torch.linalg.vector_norm(value / unit, norm_type, dtype=wide)
-    return scaled * unit
+        norms = [(value / divisor).to(wide) for value in amax.values()]
+    norms = norms or [torch.zeros((), dtype=wide, device=divisor.device)]
+    return LocalStats(amax, norm_of_norms(norms, norm_type))
 
 
-def _unit(largest: Tensor) -> Tensor:
-    """What values of which this is the largest are to be divided by, before powers of them."""
-    return torch.where((largest > 0) & torch.isfinite(largest), largest, 1)
+def _inline_stats(
+    tensors: Sequence[Tensor], divisor: Tensor, dtypes: Sequence[torch.dtype], p: float | None
+) -> list[Tensor]:
+    """The largest magnitude of each dtype, then the norm, in plain operators."""
+    tops = [(tensor.dtype, _at_least_float32(tensor.abs().amax())) for tensor in tensors]
+    found = [torch.stack([top for other, top in tops if other is dtype]).amax() for dtype in dtypes]
+    if p is not None:
+        found.append(norm_of_norms([_vector_norm(tensor, p, divisor) for tensor in tensors], p))
+    return found
 
 
-def surely_fits(size: Extent, scale: Tensor) -> bool:
-    """Whether it is known on the host that `scale` is usable, and what has this extent finite over
-    it.
+def _list_stats(
+    tensors: Sequence[Tensor], divisor: Tensor, dtypes: Sequence[torch.dtype], p: float | None
+) -> list[Tensor]:
+    """`_inline_stats` over lists, in operators whose number does not grow with them."""
+    found, norms = [], []
+    for dtype in dtypes:
+        some = [tensor for tensor in tensors if tensor.dtype is dtype]
+        if some[0].is_cpu:
+            ends = [end for tensor in some for end in torch.aminmax(tensor)]
+            amax = _at_least_float32(torch.stack(ends)).abs().amax()
+        else:
+            amax = _at_least_float32(torch.stack(foreach.norm(some, math.inf)).amax())
+        found.append(amax)
+        if p is not None:
+            norms.append(_norm_of_list(some, p, amax, divisor))
+    return [*found, norm_of_norms(norms, p)] if p is not None else found
+
+
+def _norm_of_list(tensors: list[Tensor], p: float, amax: Tensor, divisor: Tensor) -> Tensor:
+    wide = widest_float(tensors[0].device)
+    if tensors[0].dtype.itemsize <= 4 and wide is torch.float64 and p <= _SAFE_POWER:
+        norms = foreach.norm(tensors, p, dtype=wide)
+        return torch.linalg.vector_norm(torch.stack(norms), p) / divisor
+    # In units of the largest of all, of whose norm what underflows is no part.
+    unit = _unit(amax)
+    norms = foreach.norm(foreach.div(tensors, unit.to(tensors[0].dtype)), p, dtype=wide)
+    return torch.linalg.vector_norm(torch.stack(norms), p) * (unit / divisor)
+
+
+_SAFE_POWER = 4  # of the largest float32, and of sums of it, fits into float64
+
+
+def _vector_norm(values: Tensor, p: float, divisor: Tensor) -> Tensor:
+    """The p-norm of `values / divisor` in the widest dtype of the device, also where powers
+    overflow there.
     """
-    return size.fit_over is scale
+    wide = widest_float(values.device)
+    values = _at_least_float32(values)
+    unit = _unit(values.abs().amax())
+    return torch.linalg.vector_norm(values / unit, p, dtype=wide) * (unit / divisor)
 
 
-def fits(size: Extent, scale: Tensor) -> Tensor:
-    """Whether what has this extent is finite over `scale`: division is monotone, and what is not
-    finite is not finite after it.
-    """
-    facts = [torch.isfinite(top / scale) for top in size.tops]
-    return (
-        torch.stack(facts).all() if facts else torch.ones((), dtype=torch.bool, device=scale.device)
-    )
+def norm_of_norms(norms: Sequence[Tensor], p: float) -> Tensor:
+    """The p-norm of all from the p-norms of some."""
+    if len(norms) == 1:
+        return norms[0]
+    every = torch.stack(list(norms))
+    if p == math.inf:
+        return every.amax()
+    return _vector_norm(every, p, torch.ones_like(every[0]))
 
 
-def stored_values(leaf: Tensor) -> Tensor:
-    """What a leaf stores, as real numbers: a sparse leaf's summed values, a complex leaf's two
-    parts.
-    """
-    if leaf.layout is not torch.strided:
-        leaf = leaf.coalesce().values() if leaf.layout is torch.sparse_coo else leaf.values()
-    if leaf.dtype.itemsize == 1:
-        leaf = leaf.to(torch.float32)
-    return torch.view_as_real(leaf.resolve_conj().resolve_neg()) if leaf.is_complex() else leaf
+def _unit(amax: Tensor) -> Tensor:
+    """What values of which this is the largest are divided by before powers of them are taken."""
+    return torch.where((amax > 0) & torch.isfinite(amax), amax, 1)
+
+
+def _at_least_float32(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+@torch.library.custom_op("purescale::grad_stats", mutates_args=())
+def _stats_node(tensors: Sequence[Tensor], divisor: Tensor, p: float | None) -> list[Tensor]:
+    """`_list_stats` as one node of a compiled graph, in place of a reduction for each tensor."""
+    dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors))
+    return _list_stats(tensors, divisor, dtypes, p)
+
+
+@_stats_node.register_fake
+def _(tensors: Sequence[Tensor], divisor: Tensor, p: float | None) -> list[Tensor]:
+    found = [
+        tensors[0].new_empty((), dtype=torch.promote_types(dtype, torch.float32))
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors)
+    ]
+    wide = widest_float(tensors[0].device)
+    return found if p is None else [*found, tensors[0].new_empty((), dtype=wide)]

@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._distributed.process_group import all_reduce
-from .._grads.grad_stats import Extent
-from .._grads.mesh_stats import extent
-from .._loss_scale.rules import check_state, is_usable
-from .._torch import foreach as _foreach
+from .._grads.measure import is_usable, measure
+from .._loss_scale.rules import check_state
+from .._torch.dtypes import saturating
 from .._tree import scalars as _checks
 from .._tree import tree as _tree
+from .._tree.leaves import normalize
 from .._tree.tree import Tree
 
 _LARGEST = 65504.0  # of float16
@@ -171,7 +170,7 @@ def _as_amax(amax: Any, like: Tensor) -> Tensor:
             f"amax is {amax.dtype} {tuple(amax.shape)}; expected one real number, 0-d. Cure: "
             "`grad_amax(grads)`; for stacked states, call this under `torch.vmap`."
         )
-    return _foreach.saturating(amax.detach(), torch.float32)
+    return saturating(amax.detach(), torch.float32)
 
 
 def grad_amax(grads: Tree, group: Any = None) -> Tensor:
@@ -195,24 +194,9 @@ def grad_amax(grads: Tree, group: Any = None) -> Tensor:
     leaves, _ = _tree.flatten(grads)
     _tree.check_gradients(grads, leaves)
     device = _tree.device_of(grads, leaves, "grads")
-    return largest(extent(leaves, device, exact=True), device, group=group)
-
-
-def largest(
-    size: Extent, device: torch.device, scale: Tensor | None = None, group: Any = None
-) -> Tensor:
-    """`grad_amax` of leaves of this exact extent, which are still to be divided by `scale`."""
-    tops = [top if scale is None else top / scale for top in size.tops]
-    tops = [_foreach.saturating(top, torch.float32) for top in tops]
-    if not tops:
-        amax = torch.zeros((), dtype=torch.float32, device=device)
-    else:
-        amax = tops[0] if len(tops) == 1 else torch.stack(tops).amax()
-    if group is None:
-        return amax
-    # As integers the bits of what is not negative are in the same order, with NaN above all: of
-    # numbers no two libraries of collectives agree on what is the larger of NaN and 1.
-    return all_reduce(amax.abs().view(torch.int32), "max", group).view(torch.float32)
+    one = torch.ones((), dtype=torch.float32, device=device)
+    amax: Tensor = measure(normalize(leaves), one, scaled=False, amax=True, group=group).amax
+    return amax
 
 
 # ---- rules that take amax, and those that do not -------------------------------------------------

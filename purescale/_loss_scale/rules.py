@@ -15,14 +15,14 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from .._distributed.collectives import all_reduce_found_inf
-from .._grads import grad_stats as _extent
-from .._grads import mesh_stats as _meshes
-from .._torch import dtensor as _dtensor
-from .._torch import foreach as _foreach
+from .._grads.measure import measure
+from .._torch import foreach
+from .._torch.donation import can_write
+from .._torch.dtypes import wide_dtype
 from .._tree import leaves as _leaf
 from .._tree import scalars as _checks
 from .._tree import tree as _tree
+from .._tree.leaves import normalize
 from .._tree.tree import Tree
 
 
@@ -314,7 +314,7 @@ def scale_loss(scaler: HasScale, loss: Tree) -> Tree:
 
 
 def _wide(loss: Tensor) -> Tensor:
-    return loss.to(_foreach.wide_dtype(loss.dtype))
+    return loss.to(wide_dtype(loss.dtype))
 
 
 def unscale_and_check(
@@ -352,27 +352,15 @@ def unscale_and_check(
     """
     leaves, structure = _tree.flatten(grads)
     check_grads(scaler.scale, grads, leaves)
-    shards = _dtensor.shards(leaves)
-    unscaled = _foreach.divide(shards.local, scaler.scale, donate=donate)
-    size = _meshes.extent(unscaled, scaler.scale.device, over=shards.given)
-    found_inf = overflowed(size, scaler.scale, scaled=False, group=group)
-    unscaled = shards.back(unscaled)
+    flat = normalize(leaves)
+    in_place = donate and can_write(flat.tensors, _tree.tensors(scaler))
+    unscaled = foreach.divide(flat.tensors, scaler.scale, in_place=in_place)
+    outputs = flat._replace(tensors=unscaled)
+    found_inf = measure(outputs, scaler.scale, scaled=False, group=group).nonfinite
+    result = structure.unflatten(flat.restore(unscaled))
     if donate:
-        _tree.poison(grads, keep=(unscaled, found_inf, scaler))
-    return structure.unflatten(unscaled), found_inf
-
-
-def overflowed(size: _extent.Extent, scale: Tensor, *, scaled: bool, group: Any = None) -> Tensor:
-    """`found_inf` of gradients of this extent, which still are `scaled` or not, on any rank of
-    `group`.
-    """
-    if scaled and _extent.surely_fits(size, scale):
-        found_inf = torch.zeros((), dtype=torch.bool, device=scale.device)
-    else:
-        found_inf = ~_extent.fits(size, scale if scaled else torch.ones_like(scale)) | ~is_usable(
-            scale
-        )
-    return found_inf if group is None else all_reduce_found_inf(found_inf, group)
+        _tree.poison(grads, keep=(result, found_inf, scaler))
+    return result, found_inf
 
 
 def check_scaler(scaler: HasScale, rule: Any, max_skips: int | None = None) -> None:
@@ -431,13 +419,6 @@ def check_scaler(scaler: HasScale, rule: Any, max_skips: int | None = None) -> N
 # ---- checks --------------------------------------------------------------------------------------
 
 
-def is_usable(scale: Tensor) -> Tensor:
-    """Whether anything scaled by `scale` can be trusted: division by 0, inf or NaN could turn
-    garbage into finite numbers.
-    """
-    return torch.isfinite(scale) & (scale > 0)
-
-
 def check_grads(scale: Tensor, grads: Tree, leaves: list[Any]) -> None:
     """Refuse, naming the leaf, what cannot be a gradient under `scale`."""
     _tree.check_gradients(grads, leaves)
@@ -474,9 +455,9 @@ def _check_loss(loss: Any, scale: Tensor, path: Any) -> None:
             "of errors, or predictions, instead of a loss. Cure: `loss.float()` if that is meant; "
             "`loss.abs()` of a complex one."
         )
-    misfit = _leaf.unfit(loss)
-    if misfit:
-        raise TypeError(f"{path()} {misfit}")
+    reason = _leaf.unsupported_reason(loss)
+    if reason:
+        raise TypeError(f"{path()} {reason}")
     if loss.numel() != 1:
         raise ValueError(
             f"{path()} has shape {tuple(loss.shape)}; a loss is one number. Likely cause: "

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from .._module.argument import CURE, Argument, argument
 from .._module.meta_module import Skeleton, Tensors, called, skeleton_of, traced, without_tensors
 from .._torch import private as _torch
+from .._torch.tracing import under_transform
 from .._tree import tree as _tree
 
 NORM_MODULES: tuple[type[nn.Module], ...] = (
@@ -163,7 +164,7 @@ def check_dicts(params: Any, buffers: Any) -> None:
 
 def _versions(tensors: Iterable[Tensor]) -> list[int]:
     """How often each was written into; under vmap and grad, the tensor that the transform wraps."""
-    if _tree.under_transform():
+    if under_transform():
         tensors = [_unwrapped(tensor) for tensor in tensors]
     return [0 if tensor.is_inference() else _torch.version(tensor) for tensor in tensors]
 

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from .._torch import private as _torch
 from .._torch.private import foreach
-from .._tree import tree as _tree
+from .._torch.tracing import under_transform
 
 
 class _Everywhere(list[str]):
@@ -122,17 +122,17 @@ class PlainArithmetic(TorchFunctionMode):
         )
 
     def _plain(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        under_transform = _tree.under_transform()
+        transformed = under_transform()
         if func is Tensor.clamp_ and _torch.is_batched(args[0]):
             return args[0].copy_(args[0].clamp(*args[1:], **kwargs))
         if func is torch.full_like and isinstance(args[1], Tensor):
             return func(args[0], 0.0, **kwargs) + args[1]
-        if under_transform and func in _ROOTS:
+        if transformed and func in _ROOTS:
             root = _root(args[0])
             return args[0].copy_(root) if func is Tensor.sqrt_ else root
-        if under_transform and func in _POWERS and args[1] == 0.5:
+        if transformed and func in _POWERS and args[1] == 0.5:
             return _root(args[0].clamp(min=0))  # below 0 the result is NaN, and chosen by nobody
-        if under_transform and func in (Tensor.norm, Tensor.mul_):
+        if transformed and func in (Tensor.norm, Tensor.mul_):
             # Muon divides by the norm in place, ASGD writes its factors anew.
             first, *rest = args
             rest = [
@@ -141,7 +141,7 @@ class PlainArithmetic(TorchFunctionMode):
             ]
             return func(first.clone() if func is Tensor.norm else first, *rest, **kwargs)
         factor = kwargs.get("alpha", kwargs.get("value"))
-        plain = under_transform and func in (Tensor.lerp_, Tensor.addcmul_, Tensor.addcdiv_)
+        plain = transformed and func in (Tensor.lerp_, Tensor.addcmul_, Tensor.addcdiv_)
         if not plain and not (isinstance(factor, Tensor) and func in _SCALED):
             return func(*args, **kwargs)
         target, first, *rest = args

@@ -1,43 +1,20 @@
-"""torch's fused optimizer kernels on values: unscale, clip, skip and update in one pass over
-memory.
-"""
+"""torch's fused optimizer kernels on values: unscale, skip and update in one pass over memory."""
 
 from __future__ import annotations
 
 import inspect
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._torch import foreach as _foreach
-from .._torch import private as _torch
-from .._torch.private import foreach, fused
+from .._optim.decision import Decision, unscale_and_clip
+from .._torch import foreach, private
+from .._torch.foreach import same_memory_order
+from .._torch.private import fused
 
 Settings = Mapping[str, Any]
-
-
-class Treatment(NamedTuple):
-    """What happens to a gradient on its way into the update, in this order; `None` leaves a part
-    out.
-    """
-
-    divisor: Tensor | None = None  # 0-d: the loss scale over the factor of clipping
-    bound: float | Tensor | None = None  # clamped to plus and minus this
-
-
-class Batch(NamedTuple):
-    """What one launch updates: columns, all of one device and dtype. What stands in one place of
-    each is laid out alike.
-    """
-
-    gradients: list[Tensor]
-    steps: list[Tensor]  # one a parameter; none where the kernel keeps none
-    targets: list[list[Tensor]]  # the parameters and the slots that the kernel names, written into
-    # what each target shall hold first, None where it does already; no columns where all do
-    old: list[list[Tensor | None]]
 
 
 # ---- the kernels ---------------------------------------------------------------------------------
@@ -159,7 +136,7 @@ def kernel_of(cls: Any) -> Kernel | None:
         # Dynamo wraps these methods, of each class apart.
         if issubclass(cls, base) and all(
             inspect.unwrap(getattr(cls, name)) is inspect.unwrap(getattr(base, name))
-            for name in _torch.MADE_BY
+            for name in private.MADE_BY
         ):
             return kernel
     return None
@@ -168,31 +145,78 @@ def kernel_of(cls: Any) -> Kernel | None:
 # ---- one launch ----------------------------------------------------------------------------------
 
 
-def update(
+class Launch(NamedTuple):
+    """Lists of tensors of one device and dtype that one kernel updates in place."""
+
+    grads: list[Tensor]
+    steps: list[Tensor]  # one per parameter; none where the kernel keeps none
+    targets: list[list[Tensor]]  # the parameters, then each slot that the kernel names
+
+
+def can_launch(params: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
+    """Whether a fused kernel is right here: on CUDA, as torch uses it; on a CPU in float32 and
+    float64 only, since in half precision it leaves whole vector lanes as they were.
+    """
+    on_cpu = (torch.float32, torch.float64)
+    return all(
+        (param.is_cuda and param.is_floating_point()) or (param.is_cpu and param.dtype in on_cpu)
+        for param in params
+    ) and all(grad.is_floating_point() for grad in grads)
+
+
+def fused_update(
     kernel: Kernel,
     settings: Settings,
-    batch: Batch,
-    found_inf: Tensor | None,
-    treatment: Treatment,
+    launch: Launch,
+    decision: Decision,
     *,
-    spent: bool,
+    scratch_ok: bool,
 ) -> None:
-    """The update of a batch, in place, unless `found_inf`. `spent`: the gradients may be
-    overwritten.
+    """Update `launch` in place unless the step is skipped; its gradients are still scaled.
+
+    Where the gradients may be overwritten (`scratch_ok`) the kernel itself divides by the scale.
     """
+    params = launch.targets[0]
+    grads, divisor = _ready(launch, decision, scratch_ok=scratch_ok)
+    launch = launch._replace(grads=grads)
+    skip = None if decision.skip_on_host is False else decision.skip
+    found_inf = None if skip is None else skip.to(params[0].device, torch.float32)
     lr, numbers = settings["lr"], kernel.numbers(settings)
-    if not torch.compiler.is_compiling():
-        _update(kernel, lr, numbers, batch, found_inf, treatment, spent=spent)
-        return
-    flat = [target for column in batch.targets for target in column]
-    held = [old for column in batch.old for old in column]
-    places = [place for place, old in enumerate(held) if old is not None]
-    old = [tensor for tensor in held if tensor is not None]
-    rate, lr = (0.0, lr) if isinstance(lr, Tensor) else (float(lr), None)
-    bound = treatment.bound
-    bound, limit = (0.0, bound) if isinstance(bound, Tensor) else (float(bound or 0.0), None)
-    columns = (batch.gradients, batch.steps, flat, places, old)
-    _node(kernel.name, *columns, rate, lr, numbers, found_inf, treatment.divisor, bound, limit)
+    if torch.compiler.is_compiling():
+        targets = [target for column in launch.targets for target in column]
+        rate, lr = (0.0, lr) if isinstance(lr, Tensor) else (float(lr), None)
+        _node(
+            kernel.name, launch.grads, launch.steps, targets, rate, lr, numbers, found_inf, divisor
+        )
+    else:
+        with torch.no_grad():
+            _launch(kernel, lr, numbers, launch, found_inf, divisor)
+
+
+def _ready(
+    launch: Launch, decision: Decision, *, scratch_ok: bool
+) -> tuple[list[Tensor], Tensor | None]:
+    """The gradients as the kernel takes them, and what it shall divide them by.
+
+    The kernel divides by a float32 number only, and leaves what it made of the gradients in their
+    memory.
+    """
+    params, grads, divisor = launch.targets[0], launch.grads, decision.divisor
+    dtype = params[0].dtype
+    alike = all(grad.dtype is dtype for grad in grads)
+    ordered = all(same_memory_order(*pair) for pair in zip(grads, params, strict=True))
+    by_kernel = divisor is not None and decision.clip_value is None and alike and ordered
+    by_kernel = by_kernel and dtype.itemsize >= 4 and divisor.dtype is torch.float32  # type: ignore[union-attr]
+    if by_kernel and (scratch_ok or torch.compiler.is_compiling()):
+        return grads, divisor
+    if divisor is not None and divisor is not decision.scale:  # both at once, as the kernel does
+        decision = decision._replace(scale=divisor, factor=None)
+    with torch.no_grad():
+        grads = foreach.cast(unscale_and_clip(grads, decision, in_place=scratch_ok), dtype)
+    return [
+        grad if same_memory_order(grad, param) else torch.empty_like(param).copy_(grad)
+        for grad, param in zip(grads, params, strict=True)
+    ], None
 
 
 @torch.library.custom_op("purescale::fused_update", mutates_args=("steps", "targets"))
@@ -201,140 +225,35 @@ def _node(
     grads: Sequence[Tensor],
     steps: Sequence[Tensor],
     targets: Sequence[Tensor],
-    fresh: Sequence[int],
-    old: Sequence[Tensor],
     rate: float,
     lr: Tensor | None,
     numbers: Sequence[float],
     found_inf: Tensor | None,
     divisor: Tensor | None,
-    bound: float,
-    limit: Tensor | None,
 ) -> None:
-    """`_update` as one node of a compiled graph: traced op by op, the compiler would take minutes
-    over a hundred parameters.
+    """`_launch` as one node of a compiled graph: traced operator by operator, the compiler would
+    take minutes over a hundred parameters.
     """
     count = len(grads)
-    held: list[Tensor | None] = [None] * (len(targets) if old else 0)
-    for place, tensor in zip(fresh, old, strict=True):
-        held[place] = tensor
-    cuts = [slice(first, first + count) for first in range(0, len(targets), count)]
-    columns = [list(targets[cut]) for cut in cuts]
-    batch = Batch(list(grads), list(steps), columns, [held[cut] for cut in cuts] if old else [])
-    treatment = Treatment(divisor, limit if limit is not None else bound or None)
-    _update(
-        _BY_NAME[kernel],
-        rate if lr is None else lr,
-        numbers,
-        batch,
-        found_inf,
-        treatment,
-        spent=False,
-    )
+    columns = [list(targets[first : first + count]) for first in range(0, len(targets), count)]
+    given = list(grads)
+    if divisor is not None:  # the gradients are not given up
+        given, divisor = foreach.divide(given, divisor), None
+    launch = Launch(given, list(steps), columns)
+    _launch(_BY_NAME[kernel], rate if lr is None else lr, numbers, launch, found_inf, divisor)
 
 
-def _update(
+def _launch(
     kernel: Kernel,
     lr: Any,
     numbers: Sequence[float],
-    batch: Batch,
+    launch: Launch,
     found_inf: Tensor | None,
-    treatment: Treatment,
-    *,
-    spent: bool,
-) -> None:
-    grads, steps, targets, olds = batch
-    device, dtype = targets[0][0].device, targets[0][0].dtype
-    skip = None if found_inf is None else found_inf.to(device, torch.float32)
-    if steps:
-        _torch.masked_add_(steps, [torch.ones_like(steps[0])] * len(steps), 1.0, skip)
-    divisor, bound = treatment
-    if divisor is not None and dtype is not torch.float64:
-        divisor = divisor.to(torch.float32)
-    # The kernel divides by a float32 number only, and leaves what it made of the gradients in their
-    # memory.
-    divides = (
-        spent
-        and bound is None
-        and dtype.itemsize >= 4
-        and (divisor is None or divisor.dtype is torch.float32)
-    )
-    divides = divides and set(map(_dtype, grads)) == {dtype}
-    in_place = not any(old is not None for column in olds for old in column)
-    scratch: list[Tensor] = []
-    for some in (
-        [slice(None)] if device.type != "cpu" or (divides and in_place) else _portions(grads)
-    ):
-        into = [column[some] for column in targets]
-        pairs = [
-            (t, o)
-            for new, old in zip(into, olds, strict=False)
-            for t, o in zip(new, old[some], strict=True)
-            if o is not None
-        ]
-        if pairs:
-            foreach.copy_([target for target, _ in pairs], [old for _, old in pairs])
-        ready = grads[some]
-        if not divides and (
-            divisor is not None or bound is not None or set(map(_dtype, ready)) != {dtype}
-        ):
-            ready = _treated(ready, divisor, bound, dtype, scratch)
-        kernel.launch(
-            lr,
-            numbers,
-            ready,
-            steps[some],
-            *into,
-            grad_scale=divisor if divides else None,
-            found_inf=skip,
-        )
-
-
-_dtype = operator.attrgetter("dtype")
-# Elements: what a CPU has just copied is still in its cache when the kernel reads it.
-_PORTION = 2**19
-
-
-def _portions(grads: list[Tensor]) -> list[slice]:
-    """The places of `grads` in portions of about that size."""
-    cuts, size = [0], 0
-    for place, count in enumerate(map(Tensor.numel, grads)):
-        if size and size + count > _PORTION:
-            cuts.append(place)
-            size = 0
-        size += count
-    return [slice(first, last) for first, last in zip(cuts, [*cuts[1:], len(grads)], strict=True)]
-
-
-def _treated(
-    grads: list[Tensor],
     divisor: Tensor | None,
-    bound: float | Tensor | None,
-    dtype: torch.dtype,
-    scratch: list[Tensor],
-) -> list[Tensor]:
-    """The gradients as the kernel is to see them, in memory of their own but for those that nothing
-    changes.
-
-    On a CPU, where fresh memory is what is slow, in that of `scratch`, which is used again.
-    """
-    if (
-        divisor is not None
-        and grads[0].is_cpu
-        and {g.dtype for g in grads} == {divisor.dtype}
-        and all(map(Tensor.is_contiguous, grads))
-    ):
-        sizes = list(map(Tensor.numel, grads))
-        if not scratch or scratch[0].numel() < sum(sizes):
-            scratch[:] = [torch.empty(max(sum(sizes), _PORTION), dtype=divisor.dtype, device="cpu")]
-        places = list(torch.split(scratch[0][: sum(sizes)], sizes))
-        for place, gradient in zip(places, grads, strict=True):
-            torch.div(gradient.view(-1), divisor, out=place)
-        grads, divisor = places, None
-    if divisor is not None:
-        # Two 0-d tensors would promote to the wider dtype.
-        grads = [g.reshape(1) if g.ndim == 0 else g for g in grads]
-        grads = list(foreach.div(_foreach.at_least_float32_list(grads, apart=False), divisor))
-    if bound is not None:
-        grads = _foreach.clamp_list(grads, bound)
-    return _foreach.cast_list(grads, dtype, apart=False)
+) -> None:
+    grads, steps, targets = launch
+    if steps and found_inf is None:
+        private.foreach.add_(steps, 1)
+    elif steps:
+        private.masked_add_(steps, [torch.ones_like(steps[0])] * len(steps), 1.0, found_inf)
+    kernel.launch(lr, numbers, grads, steps, *targets, grad_scale=divisor, found_inf=found_inf)

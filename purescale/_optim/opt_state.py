@@ -98,25 +98,6 @@ class Kept:
             slots.append(slot)
         return slots
 
-    def _fits(self, key: str, value: Tensor, weight: Tensor) -> bool:
-        """Whether a slot is what `init` makes for this parameter: torch's kernels take its memory
-        for that without a look.
-        """
-        if value.is_nested:
-            return False
-        if key in self._counts:
-            return (
-                value.ndim == 0
-                and value.dtype is self._counts[key]
-                and value.device == weight.device
-            )
-        alike = (
-            value.dtype is weight.dtype
-            and value.layout is weight.layout
-            and value.device == weight.device
-        )
-        return key not in self._shaped or (alike and value.shape == weight.shape)
-
     def _misfit(self, key: str, value: Tensor, name: str, weight: Tensor) -> ValueError:
         what = (
             f"a count {self._counts[key]} ()"
@@ -135,11 +116,25 @@ class Kept:
         )
 
     def check(self, slots: Slots, weights: Mapping[str, Tensor]) -> None:
-        """Refuse slots that are not what `new` makes for these parameters."""
+        """Refuse slots that are not what `new` makes for these parameters: torch's kernels take
+        their memory for that without a look.
+        """
+        counts, shaped = self._counts, self._shaped
         for name, slot in slots.items():
+            weight = weights[name]
+            shape, dtype, device = weight.shape, weight.dtype, weight.device
             for key, value in slot.items():
-                if not self._fits(key, value, weights[name]):
-                    raise self._misfit(key, value, name, weights[name])
+                if value.is_nested:
+                    fits = False
+                elif key in counts:
+                    fits = value.ndim == 0 and value.dtype is counts[key] and value.device == device
+                elif key in shaped:
+                    fits = value.shape == shape and value.dtype is dtype and value.device == device
+                    fits = fits and value.layout is torch.strided
+                else:
+                    continue
+                if not fits:
+                    raise self._misfit(key, value, name, weight)
 
     def foreign(self, missing: str) -> ValueError:
         return ValueError(

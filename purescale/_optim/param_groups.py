@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from .._optim.opt_state import OptState, described, with_slots
-from .._torch import foreach as _foreach
 from .._torch import private as _torch
+from .._torch.dtypes import widest_float
+from .._torch.tracing import traced
 from .._tree import tree as _tree
 
 Schedule = Callable[[Tensor], "Tensor | float"]
@@ -160,7 +161,7 @@ class Groups:
                 isinstance(rate, Tensor)
                 and rate.requires_grad
                 and torch.is_grad_enabled()
-                and not (self.differentiable or _tree.traced())
+                and not (self.differentiable or traced())
             ):
                 raise ValueError(
                     "the learning rate requires a gradient, and `.backward()` cannot go through a "
@@ -282,7 +283,7 @@ def as_tensor(rate: Any, like: Tensor) -> Tensor:
     return (
         rate
         if isinstance(rate, Tensor)
-        else torch.full((), rate, dtype=_foreach.widest_float(like.device), device=like.device)
+        else torch.full((), rate, dtype=widest_float(like.device), device=like.device)
     )
 
 
@@ -301,7 +302,7 @@ def _check_rate(where: str, lr: Any) -> None:
             f"{lr!r}. Likely cause: {likely}Cure: lr=1e-3, or lr=lambda applied: 1e-3 * "
             "0.95**applied."
         )
-    if not callable(lr) or _tree.traced():
+    if not callable(lr) or traced():
         return
     try:
         with _torch.FakeTensorMode(allow_non_fake_inputs=True):

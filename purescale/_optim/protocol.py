@@ -1,19 +1,19 @@
-"""Optimizers as pure functions. None is written here: the arithmetic is torch.optim's, or that of
-the transformation given.
-"""
+"""What an optimizer is: `init` and `step`, and what else it may offer to a conditional step."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from .._optim.param_groups import Schedule
-from .._optim.torch_optim import TorchOptimizer
+from .._optim.decision import Decision, unscale_and_clip
+from .._optim.step_inputs import StepInputs
+from .._torch.tracing import traced
+from .._tree import select
 from .._tree import tree as _tree
 from .._tree.tree import Tree
 
@@ -28,68 +28,95 @@ class Optimizer(Protocol):
         """Parameters and state after one step, in fresh memory."""
 
 
-def from_torch(
-    cls: type[torch.optim.Optimizer],
-    lr: float | Tensor | Schedule | None = None,
-    overrides: Mapping[str, Mapping[str, Any]] | None = None,
-    lr_in_state: bool = False,
-    **settings: Any,
-) -> TorchOptimizer:
-    """Equal to `opt = cls(params, lr=lr, **settings); opt.step()` on copies of everything, bit for
-    bit.
-
-    Arguments:
-    - `cls`: a class of torch.optim, or a subclass that keeps its `step`.
-    - `lr`: a number, a 0-d tensor, or a schedule: a function from the number of steps applied so
-      far, a 0-d int64 tensor, to the learning rate. A skipped step is not applied, so a schedule
-      never advances on it. As a tensor it can be differentiated. A schedule is tried once, here,
-      and refused where it reads the value of the count.
-    - `lr_in_state`: steps use `opt_state.lr`, a 0-d float32 tensor that `init` makes of `lr`: data,
-      so that one compiled step serves every rate, a vmapped ensemble has one a member, and it is
-      saved and differentiated. `opt_state._replace(lr=...)` between steps moves it. Rates in
-      `overrides` stay settings. Without it `opt_state.lr` is `()`.
-    - `overrides`: settings for some parameters, by dotted name or glob; later patterns win:
-      `{"*.bias": {"weight_decay": 0.0}, "head.*": {"lr": 1e-2}}`.
-    - `settings`: the class's own. A flag named here (`foreach`, `fused`, `capturable`,
-      `differentiable`) is kept.
-
-    Which of torch's implementations runs, where no flag is named: the fused kernel where the class
-    has one and everything is floating and dense; else the capturable formula, or the for-loop where
-    a class has neither. None of these reads a tensor's value in Python, so none syncs. Inside
-    torch.func transforms it is the capturable and differentiable formula, inside torch.compile too
-    up to 16 parameters, or where they are to be differentiated. The bits of these differ a little
-    (1e-6 relative). Each can be differentiated; where torch's square root has an infinite
-    derivative, at a gradient of exactly 0, it is taken for 0. `.backward()` goes through a step
-    only with `differentiable=True`, and is refused in words otherwise.
-
-    `optimizer.init(params)`, `optimizer.step(params, grads, opt_state)`,
-    `optimizer.to_state_dict(opt_state)` and `optimizer.from_state_dict(sd, params)` (torch.optim's
-    own format) take any pytree of parameters. Step hooks do not run.
-
-    Raises `TypeError` or `ValueError` when made, and in torch's own words for settings that the
-    class refuses: for LBFGS (needs a closure), SparseAdam (takes no dense gradients), Adafactor
-    without a named `foreach` (each of torch's implementations reads three values per parameter, so
-    name the one that may), classes outside of torch.optim's pattern. `init` and `step` raise for a
-    pattern in `overrides` that matches no parameter; `step` for a state that is not that of these
-    parameters (shapes, dtypes and devices of every slot), before torch's kernel is called.
-
-    >>> import torch
-    >>> optimizer = from_torch(torch.optim.SGD, lr=0.5, momentum=0.9)
-    >>> params = {"w": torch.tensor([1.0])}
-    >>> state = optimizer.init(params)
-    >>> params, state = optimizer.step(params, {"w": torch.tensor([1.0])}, state)
-    >>> params, state.applied
-    ({'w': tensor([0.5000])}, tensor(1))
-
-    Source of the rules: torch.optim.
+class Conditional(Protocol):
+    """What a step asks of an optimizer beyond `init` and `step`, with what holds where an optimizer
+    does not say; `as_conditional` makes one of any optimizer.
     """
-    if torch.compiler.is_compiling():
-        raise ValueError(
-            "from_torch was called inside of a compiled function, where torch's optimizers cannot "
-            "be made. Cure: make the optimizer outside; a rate that the function is given goes "
-            "through from_torch(..., lr_in_state=True) and opt_state._replace(lr=...)."
-        )
-    return TorchOptimizer(cls, lr, overrides or {}, settings, lr_in_state=lr_in_state)
+
+    # Whether `.backward()` may go through a step; else what is on a graph is refused.
+    differentiable: bool = False
+    # Whether each element of a parameter moves by itself, so that a shard can be stepped; None
+    # where nobody knows, and the optimizer is given the DTensors themselves.
+    elementwise: bool | None = None
+
+    def check(self, params: Tree, grads: Tree, opt_state: Any) -> Any:
+        """Refuse what `step` would refuse, before any work is done."""
+
+    def conditional_step(
+        self,
+        inputs: StepInputs,
+        decision: Decision,
+        *,
+        donate: bool = False,
+        scratch_ok: bool = False,
+        keep: Sequence[Tensor] = (),
+    ) -> tuple[Tree, Any]:
+        """Parameters and state after the decided step, in memory of their own, or in that of
+        `inputs` where it is donated. Gradients may be overwritten where `scratch_ok`; nothing is
+        written into the memory of `keep`.
+        """
+
+
+def as_conditional(optimizer: Any) -> Any:
+    """The optimizer itself where it can skip and unscale, else one that calls its `step`."""
+    return optimizer if hasattr(optimizer, "conditional_step") else CalledOptimizer(optimizer)
+
+
+class CalledOptimizer:
+    """A `Conditional` of an optimizer that offers `step` alone: call it, then take old or new."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self.differentiable = getattr(optimizer, "differentiable", Conditional.differentiable)
+        self.elementwise = getattr(optimizer, "elementwise", Conditional.elementwise)
+
+    def __repr__(self) -> str:
+        return repr(self.optimizer)
+
+    def check(self, inputs: StepInputs) -> None:
+        """What the optimizer's own `check` refuses, where it has one."""
+        check = getattr(self.optimizer, "check", None)
+        if check is not None:
+            check(*self._trees(inputs, inputs.grads.tensors))
+
+    def conditional_step(
+        self,
+        inputs: StepInputs,
+        decision: Decision,
+        *,
+        donate: bool = False,
+        scratch_ok: bool = False,
+        keep: Sequence[Tensor] = (),
+    ) -> tuple[Tree, Any]:
+        """As in `Conditional`."""
+        if decision.skip_on_host:
+            old = inputs.params_tree(inputs.params), inputs.opt_state
+            return kept(old, donate=donate)  # type: ignore[return-value]
+        grads = unscale_and_clip(inputs.grads.tensors, decision, in_place=scratch_ok)
+        trees = self._trees(inputs, grads)
+        old = trees[0], trees[2]
+        with torch.set_grad_enabled(torch.is_grad_enabled() and (traced() or self.differentiable)):
+            stepped = self.optimizer.step(*trees)
+            if decision.skip is None or decision.skip_on_host is False:
+                _tree.paired(old, stepped, "the old state", "what `step` returned")
+                return _tree.apart(stepped, trees)  # type: ignore[return-value]
+            return select.where(decision.skip, old, stepped, donate=donate, keep=keep)  # type: ignore[return-value]
+
+    def _trees(self, inputs: StepInputs, grads: list[Tensor]) -> tuple[Tree, Tree, Any]:
+        return inputs.params_tree(inputs.params), inputs.grads_tree(grads), inputs.opt_state
+
+
+def kept(tree: Tree, *, donate: bool) -> Tree:
+    """A state that a skipped step keeps: its own tensors where they are donated, else copies."""
+    if not donate:
+        return _tree.clone(tree)
+    return _tree.map(
+        lambda leaf: leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf,
+        tree,
+    )
+
+
+# ---- (init, update) pairs ------------------------------------------------------------------------
 
 
 def from_transformation(tx: Any) -> TransformationOptimizer:

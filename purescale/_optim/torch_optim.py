@@ -1,137 +1,93 @@
-"""A class of torch.optim as pure functions: init, step, and the step that can skip by itself."""
+"""A class of torch.optim as pure functions: `init`, `step`, and the step that can skip."""
 
 from __future__ import annotations
 
-import functools
 import inspect
-import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._grads.spread import is_elementwise, over_shards
 from .._optim import opt_state as _slots
-from .._optim import plan as _plan
-from .._optim.door import Entered, Memo, enter
-from .._optim.fused import Kernel, Treatment, kernel_of
+from .._optim.decision import APPLY, Decision, unscale_and_clip
+from .._optim.fused import Launch, can_launch, fused_update, kernel_of
 from .._optim.opt_state import Kept, OptState, Slots
-from .._optim.param_groups import Groups, as_tensor
-from .._optim.unfused import FormulaStep
-from .._torch import columns as _columns
-from .._torch import foreach as _foreach
-from .._torch import private as _torch
-from .._torch.private import foreach
+from .._optim.param_groups import Groups, Schedule, as_tensor
+from .._optim.protocol import kept
+from .._optim.step_inputs import StepInputs, flatten_step
+from .._optim.unfused import UnfusedStep
+from .._torch import foreach, private
+from .._torch.donation import can_write
+from .._torch.foreach import MAX_INLINE_LEAVES, same_memory_order
+from .._torch.tracing import host_can_read, is_on_a_graph, under_transform
 from .._tree import tree as _tree
 from .._tree.tree import Tree
 
 
-class Problem(NamedTuple):
-    """What a step is over, by name."""
+def from_torch(
+    cls: type[torch.optim.Optimizer],
+    lr: float | Tensor | Schedule | None = None,
+    overrides: Mapping[str, Mapping[str, Any]] | None = None,
+    lr_in_state: bool = False,
+    **settings: Any,
+) -> TorchOptimizer:
+    """Equal to `opt = cls(params, lr=lr, **settings); opt.step()` on copies of everything, bit for
+    bit.
 
-    structure: Any  # of the parameters
-    names: list[str]  # of every leaf, None included
-    weights: dict[str, Tensor]
-    gradients: dict[str, Tensor]  # those that are there
+    Arguments:
+    - `cls`: a class of torch.optim, or a subclass that keeps its `step`.
+    - `lr`: a number, a 0-d tensor, or a schedule: a function from the number of steps applied so
+      far, a 0-d int64 tensor, to the learning rate. A skipped step is not applied, so a schedule
+      never advances on it. As a tensor it can be differentiated. A schedule is tried once, here,
+      and refused where it reads the value of the count.
+    - `lr_in_state`: steps use `opt_state.lr`, a 0-d float32 tensor that `init` makes of `lr`: data,
+      so that one compiled step serves every rate, a vmapped ensemble has one a member, and it is
+      saved and differentiated. `opt_state._replace(lr=...)` between steps moves it. Rates in
+      `overrides` stay settings. Without it `opt_state.lr` is `()`.
+    - `overrides`: settings for some parameters, by dotted name or glob; later patterns win:
+      `{"*.bias": {"weight_decay": 0.0}, "head.*": {"lr": 1e-2}}`.
+    - `settings`: the class's own. A flag named here (`foreach`, `fused`, `capturable`,
+      `differentiable`) is kept.
 
+    Which of torch's implementations runs, where no flag is named: the fused kernel where the class
+    has one and everything is floating and dense; else the capturable formula, or the for-loop where
+    a class has neither. None of these reads a tensor's value in Python, so none syncs. Inside
+    torch.func transforms it is the capturable and differentiable formula, inside torch.compile too
+    up to 16 parameters, or where they are to be differentiated. The bits of these differ a little
+    (1e-6 relative). Each can be differentiated; where torch's square root has an infinite
+    derivative, at a gradient of exactly 0, it is taken for 0. `.backward()` goes through a step
+    only with `differentiable=True`, and is refused in words otherwise.
 
-class Plan(NamedTuple):
-    """A step by torch's fused kernel that is checked and put in order; nothing is written yet."""
+    `optimizer.init(params)`, `optimizer.step(params, grads, opt_state)`,
+    `optimizer.to_state_dict(opt_state)` and `optimizer.from_state_dict(sd, params)` (torch.optim's
+    own format) take any pytree of parameters. Step hooks do not run.
 
-    kernel: Kernel
-    facts: _plan.Facts
-    columns: list[Tensor]
-    gradients: list[Tensor]  # the last of the columns
-    rates: list[Any]
-    spent: bool
-    rebuild: Callable[[list[Any]], Tree]  # all leaves of the parameters as a tree like theirs
-    leaves: list[Any]  # of the parameters, None included
-    opt_state: OptState
+    Raises `TypeError` or `ValueError` when made, and in torch's own words for settings that the
+    class refuses: for LBFGS (needs a closure), SparseAdam (takes no dense gradients), Adafactor
+    without a named `foreach` (each of torch's implementations reads three values per parameter, so
+    name the one that may), classes outside of torch.optim's pattern. `init` and `step` raise for a
+    pattern in `overrides` that matches no parameter; `step` for a state that is not that of these
+    parameters (shapes, dtypes and devices of every slot), before torch's kernel is called.
 
-    def run(
-        self,
-        found_inf: Tensor | None,
-        treatment: Treatment = Treatment(),  # noqa: B008
-    ) -> tuple[Tree, OptState]:
-        """The step over gradients that are still to be treated, and only where not `found_inf`."""
-        results = _plan.run(
-            self.kernel,
-            self.facts,
-            self.columns,
-            self.rates,
-            found_inf,
-            treatment,
-            spent=self.spent,
+    >>> import torch
+    >>> optimizer = from_torch(torch.optim.SGD, lr=0.5, momentum=0.9)
+    >>> params = {"w": torch.tensor([1.0])}
+    >>> state = optimizer.init(params)
+    >>> params, state = optimizer.step(params, {"w": torch.tensor([1.0])}, state)
+    >>> params, state.applied
+    ({'w': tensor([0.5000])}, tensor(1))
+
+    Source of the rules: torch.optim.
+    """
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            "from_torch was called inside of a compiled function, where torch's optimizers cannot "
+            "be made. Cure: make the optimizer outside; a rate that the function is given goes "
+            "through from_torch(..., lr_in_state=True) and opt_state._replace(lr=...)."
         )
-        opt_state, slots = self.opt_state, self.opt_state.slots
-        if self.facts.in_place and not self.facts.on_graphs:  # they are the results
-            params = self.rebuild(self.leaves)
-        else:
-            moved = iter(results)
-            params = self.rebuild([None if leaf is None else next(moved) for leaf in self.leaves])
-            if not self.facts.in_place:
-                slots = {name: {key: next(moved) for key in slot} for name, slot in slots.items()}
-        lr = opt_state.lr.detach().clone() if isinstance(opt_state.lr, Tensor) else opt_state.lr
-        return params, OptState(
-            opt_state.applied + (1 if found_inf is None else ~found_inf), slots, lr
-        )
-
-
-class FormulaPlan(NamedTuple):
-    """A step by torch's formula, on a CPU, that is checked; nothing is written yet."""
-
-    formula: FormulaStep
-    entered: Entered
-    rates: list[Any]
-    opt_state: OptState
-    spent: bool  # the gradients may hold anything afterwards
-    listed: bool  # one list operation takes them all
-
-    @property
-    def gradients(self) -> list[Tensor]:
-        return self.entered.gradients
-
-    def unscaled(self, scale: Tensor) -> list[Any]:
-        """The gradients over `scale`, in memory of their own or given up."""
-        if not (self.spent and self.listed):
-            return _foreach.divide(self.gradients, scale, donate=self.spent)
-        with torch.no_grad():
-            foreach.div_(self.gradients, scale)
-        return self.gradients
-
-    def run(self, gradients: list[Tensor]) -> tuple[Tree, OptState]:
-        """The step over these gradients, which are unscaled and known to be finite: in place where
-        that is donated.
-        """
-        names, leaves, state, _, _, marks = self.entered
-        tensors = iter(state if marks.donate else _columns.clone(state))
-        present = [n for n, leaf in zip(names, leaves, strict=True) if leaf is not None]
-        # torch looks for a gradient at its parameter, which is not to be seen at the caller's
-        weights = {name: next(tensors).detach() for name in present}
-        slots = {
-            name: {
-                key: tensor.detach() if (tensor := next(tensors)).requires_grad else tensor
-                for key in slot
-            }
-            for name, slot in self.opt_state.slots.items()
-        }
-        given = [name for index, name in enumerate(names) if index not in marks.absent]
-        dtypes = [weights[name].dtype for name in given]
-        cast = _foreach.cast_list(gradients, dtypes, apart=False)
-        self.formula.in_place(weights, dict(zip(given, cast, strict=True)), slots, self.rates)
-        lr = self.formula.copy(self.opt_state.lr)
-        params = {name: weights.get(name) for name in names}
-        return params, OptState(self.opt_state.applied + 1, slots, lr)
-
-
-class Asked(NamedTuple):
-    """What is remembered of the arguments of a step, and what was found out on the way."""
-
-    plan: Plan | None
-    entered: Entered | None
-    rates: list[Any] | None  # None where nothing is remembered at all
-    formula: FormulaPlan | None = None
+    return TorchOptimizer(cls, lr, overrides or {}, settings, lr_in_state=lr_in_state)
 
 
 class TorchOptimizer:
@@ -149,20 +105,13 @@ class TorchOptimizer:
         self._groups = Groups(cls, lr, overrides, settings, lr_in_state=lr_in_state)
         self._kept = Kept(cls, self._groups.slots, self._groups.every)
         self._kernel = kernel_of(cls)
-        # of a step by the formula, whether its gradients are `listed`
-        self._memo: Memo[_plan.Facts | bool] = Memo()
         self.differentiable = self._groups.differentiable
         self.elementwise = is_elementwise(cls)
-        # What a class of somebody else's returns may stand in the memory of its arguments.
-        self.steps_apart = (
-            inspect.unwrap(cls.step).__module__.startswith("torch.optim.")
-            and not self.differentiable
-        )
         # Dynamo will not trace a torch optimizer; the compiler behind it traces this plain Python.
         # Nothing in there is guarded, so a compiled step is guarded by `_key` instead: all that the
         # formula reads but for its arguments.
-        self._formula = FormulaStep(self._groups, self._kept)
-        self._opaque = _torch.nonstrict_trace(self._formula.__call__)
+        self._unfused = UnfusedStep(self._groups, self._kept)
+        self._opaque = private.nonstrict_trace(self._unfused.on_copies)
         self._key = self._groups.key()
 
     def __repr__(self) -> str:
@@ -189,25 +138,146 @@ class TorchOptimizer:
                 slots[name] = slot
         return OptState(applied, {name: slots[name] for name in named}, lr)
 
-    @over_shards
     def step(self, params: Tree, grads: Tree, opt_state: OptState) -> tuple[Tree, OptState]:
         """Parameters and state after one step, in fresh memory. A parameter whose gradient is None
         stays, as in torch.optim.
         """
-        plan = self.plan(params, grads, opt_state)
-        if plan is not None:
-            return plan.run(found_inf=None)
-        if not self.differentiable:
-            _tree.refuse_graphs(params=params, grads=grads, opt_state=opt_state)
-        problem = self.check(params, grads, opt_state)
-        rates = self._groups.moving(opt_state)
-        run = self._opaque if torch.compiler.is_compiling() else self._formula
-        stepped, slots = run(
-            self._key, problem.weights, _cast_gradients(problem), opt_state.slots, rates
+        inputs = flatten_step(self, params, grads, opt_state)
+        self.check(inputs)
+        return inputs.restore(*self.conditional_step(inputs, APPLY))
+
+    def check(self, inputs: StepInputs) -> None:
+        """Refuse a state that is not that of these parameters."""
+        opt_state = inputs.opt_state
+        if not isinstance(opt_state, OptState):
+            raise TypeError(
+                f"opt_state is {type(opt_state).__name__}. Cure: `opt_state = "
+                "optimizer.init(params)`, or what the last step returned."
+            )
+        weights = inputs.named_params
+        if opt_state.slots.keys() != weights.keys():
+            raise ValueError(
+                f"opt_state knows the parameters {_tree.some(list(opt_state.slots))}, params has "
+                f"{_tree.some(inputs.names)}. Cure: `opt_state = optimizer.init(params)` for these "
+                "params."
+            )
+        self._kept.check(opt_state.slots, weights)
+        self._groups.check(opt_state)
+
+    def conditional_step(
+        self,
+        inputs: StepInputs,
+        decision: Decision,
+        *,
+        donate: bool = False,
+        scratch_ok: bool = False,
+        keep: Sequence[Tensor] = (),
+    ) -> tuple[Tree, OptState]:
+        """Parameters and state after the decided step, as in `Conditional`."""
+        opt_state = inputs.opt_state
+        if decision.skip_on_host:
+            params = inputs.params_tree(inputs.params)
+            return kept((params, opt_state), donate=donate)  # type: ignore[return-value]
+        weights, slots = inputs.named_params, opt_state.slots
+        lrs = self._groups.rates(opt_state.applied, opt_state.lr)
+        old = [*weights.values(), *(value for slot in slots.values() for value in slot.values())]
+        others = [*inputs.grads.tensors, opt_state.applied, opt_state.lr, *lrs, *keep]
+        in_place = donate and can_write(old, others)
+        if self._can_fuse(inputs):
+            new_weights, new_slots = self._fused_step(
+                inputs, decision, lrs, in_place=in_place, scratch_ok=scratch_ok
+            )
+        else:
+            grads = unscale_and_clip(inputs.grads.tensors, decision, in_place=scratch_ok)
+            new_weights, new_slots = self._unfused_step(
+                inputs, decision, grads, lrs, in_place=in_place
+            )
+        applied = opt_state.applied + (1 if _is_applied(decision) else ~decision.skip)
+        lr = self._unfused.copy(opt_state.lr)
+        params = inputs.params_tree([new_weights.get(name) for name in inputs.names])
+        return params, OptState(applied, new_slots, lr)
+
+    # ---- the fused kernel
+
+    def _can_fuse(self, inputs: StepInputs) -> bool:
+        """Whether torch's fused kernel can make this step."""
+        if self._kernel is None or self._kept.first_step_differs or under_transform():
+            return False
+        if self._groups.flag_named and not self._groups.settings.get("fused"):
+            return False
+        weights, grads = list(inputs.named_params.values()), inputs.grads.tensors
+        if torch.compiler.is_compiling() and (
+            len(weights) <= MAX_INLINE_LEAVES or is_on_a_graph([*weights, *grads])
+        ):
+            return False
+        return can_launch(weights, grads)
+
+    def _fused_step(
+        self,
+        inputs: StepInputs,
+        decision: Decision,
+        lrs: list[Any],
+        *,
+        in_place: bool,
+        scratch_ok: bool,
+    ) -> tuple[dict[str, Tensor], Slots]:
+        kernel: Any = self._kernel
+        grads = inputs.named_grads
+        weights, slots = _working_copies(inputs, in_place=in_place)
+        for names, settings in self._groups.of(tuple(weights), lrs):
+            keys = kernel.slots(settings)
+            present = [name for name in names if name in grads]
+            for indices in foreach.by_kind([weights[name] for name in present]):
+                some = [present[index] for index in indices]
+                columns = [_column(slots, some, key, self._kept) for key in keys]
+                steps = [slots[name]["step"] for name in some if "step" in slots[name]]
+                launch = Launch(
+                    [grads[name] for name in some],
+                    steps,
+                    [[weights[name] for name in some], *columns],
+                )
+                fused_update(kernel, settings, launch, decision, scratch_ok=scratch_ok)
+        return weights, slots
+
+    # ---- torch's own formula
+
+    def _unfused_step(
+        self,
+        inputs: StepInputs,
+        decision: Decision,
+        grads: list[Tensor],
+        lrs: list[Any],
+        *,
+        in_place: bool,
+    ) -> tuple[dict[str, Tensor], Slots]:
+        weights, slots = inputs.named_params, inputs.opt_state.slots
+        present = [
+            name
+            for name, leaf in zip(inputs.names, inputs.grads.given, strict=True)
+            if leaf is not None
+        ]
+        leaves = [leaf for leaf in inputs.grads.restore(grads) if leaf is not None]
+        dtypes = [weights[name].dtype for name in present]
+        given = dict(zip(present, _cast(leaves, dtypes), strict=True))
+        old = [*weights.values(), *(value for slot in slots.values() for value in slot.values())]
+        if decision.skip_on_host is False and self._reads_on_host(old):
+            new_weights, new_slots = _working_copies(inputs, in_place=in_place, any_order=True)
+            self._unfused.on_host(new_weights, given, new_slots, lrs)
+            return new_weights, new_slots
+        run = self._opaque if torch.compiler.is_compiling() else self._unfused.on_copies
+        moving = self._groups.moving(inputs.opt_state)
+        new_weights, new_slots = run(self._key, weights, given, slots, moving)
+        if _is_applied(decision):
+            return new_weights, new_slots
+        new = [*new_weights.values(), *(v for slot in new_slots.values() for v in slot.values())]
+        chosen = iter(foreach.where(decision.skip, old, new, in_place=in_place))  # type: ignore[arg-type]
+        return (
+            {name: next(chosen) for name in weights},
+            {name: {key: next(chosen) for key in slot} for name, slot in slots.items()},
         )
-        return _tree_of(problem, stepped), OptState(
-            opt_state.applied + 1, slots, self._formula.copy(opt_state.lr)
-        )
+
+    def _reads_on_host(self, tensors: list[Tensor]) -> bool:
+        return not self.differentiable and host_can_read(*tensors)
 
     def to_state_dict(self, opt_state: OptState) -> dict[str, Any]:
         """Equal to `cls(groups).state_dict()` of an optimizer that made the same steps: tensors
@@ -265,219 +335,55 @@ class TorchOptimizer:
             lr = as_tensor(rate, lr).detach().to(lr.device, torch.float32, copy=True)
         return OptState(applied, slots, lr)
 
-    def check(self, params: Tree, grads: Tree, opt_state: OptState) -> Problem:
-        """What a step is over; refuses gradients and a state that are not those of `params`."""
-        structure, leaves, gradients = _tree.aligned(params, grads)
-        if not isinstance(opt_state, OptState):
-            raise TypeError(
-                f"opt_state is {type(opt_state).__name__}. Cure: `opt_state = "
-                "optimizer.init(params)`, or what the last step returned."
-            )
-        names = _tree.names(params)
-        weights = {name: leaf for name, leaf in zip(names, leaves, strict=True) if leaf is not None}
-        if opt_state.slots.keys() != weights.keys():
-            raise ValueError(
-                f"opt_state knows the parameters {_tree.some(list(opt_state.slots))}, params has "
-                f"{_tree.some(names)}. Cure: `opt_state = optimizer.init(params)` for these params."
-            )
-        self._kept.check(opt_state.slots, weights)
-        self._groups.check(opt_state)
-        given = {name: g for name, g in zip(names, gradients, strict=True) if g is not None}
-        # torch's kernels know nothing of lazy negation and conjugation
-        if not torch.compiler.is_compiling():
-            weights, given = (
-                {name: _resolved(leaf) for name, leaf in column.items()}
-                for column in (weights, given)
-            )
-        return Problem(structure, names, weights, given)
 
-    # ---- the fused kernel, which skips and unscales by itself
-
-    def has_fused_kernel(self, problem: Problem) -> bool:
-        """Whether torch's fused kernel can make this step: static facts only."""
-        if self._kernel is None or self._kept.first_step_differs or _tree.under_transform():
-            return False
-        if torch.compiler.is_compiling() and (
-            len(problem.weights) <= _foreach.INLINE
-            or _foreach.is_on_a_graph([*problem.weights.values(), *problem.gradients.values()])
-        ):
-            return False
-        if self._groups.flag_named and not self._groups.settings.get("fused"):
-            return False
-        return all(
-            _foreach.is_dense(leaf) and leaf.is_floating_point() and (leaf.is_cpu or leaf.is_cuda)
-            for leaf in (*problem.weights.values(), *problem.gradients.values())
-        )
-
-    def plan(
-        self,
-        params: Tree,
-        grads: Tree,
-        opt_state: OptState,
-        *,
-        donate: bool = False,
-        spent: bool = False,
-        keep: Sequence[Tensor] = (),
-        asked: Asked | None = None,
-    ) -> Plan | None:
-        """A step by torch's fused kernel; `None` where there is no kernel for it. `asked`: what
-        `ask` said of the same arguments.
-
-        With `donate` the step will write into the parameters and the state, and gradients that are
-        `spent` may hold anything afterwards. What stands in the memory of another of these tensors,
-        or of `keep`, is written into in no case.
-        """
-        if self._kernel is None:
-            return None
-        if asked is None:
-            asked = self.ask(params, grads, opt_state, donate=donate, spent=spent, keep=keep)
-        known, entered, rates, _ = asked
-        if known is not None:
-            return known
-        if _tree.under_transform():
-            return None
-        problem = self.check(params, grads, opt_state)
-        if not self.has_fused_kernel(problem):
-            return None
-        if not self.differentiable:
-            _tree.refuse_graphs(params=params, grads=grads, opt_state=opt_state)
-        slots = [tensor for slot in opt_state.slots.values() for tensor in slot.values()]
-        columns = [*problem.weights.values(), *slots, *problem.gradients.values()]
-        if rates is None:
-            rates = self._groups.rates(opt_state.applied, opt_state.lr)
-        others = _besides(opt_state, rates, keep)
-        mine = (
-            _tree.writable(columns, others, leaves_too=True)
-            if donate or spent
-            else [False] * len(columns)
-        )
-        count = len(columns) - len(problem.gradients)
-        facts = _plan.facts(
-            self._kernel,
-            self._groups.of(tuple(problem.weights), range(len(self._groups.lrs))),
-            problem.weights,
-            opt_state.slots,
-            problem.gradients,
-            [donate and own for own in mine[:count]] + mine[count:],
-            self._kept.foreign,
-        )
-        same = entered is not None and all(
-            map(operator.is_, [*entered.state, *entered.gradients], columns)
-        )
-        # Only what does not depend on what else there is today is remembered.
-        if (
-            entered is not None
-            and same
-            and (not (donate or spent) or mine == _tree.writable(columns, leaves_too=True))
-        ):
-            self._memo.add(entered, facts)
-        leaves = [problem.weights.get(name) for name in problem.names]
-        gradients = columns[count:]
-        return Plan(
-            self._kernel,
-            facts,
-            columns,
-            gradients,
-            rates,
-            spent and facts.spendable,
-            problem.structure.unflatten,
-            leaves,
-            opt_state,
-        )
-
-    def remember(self, asked: Asked, problem: Problem) -> None:
-        """What was checked, so that the next step by the formula need not be, where it can be made
-        on these very tensors.
-        """
-        entered = asked.entered
-        if self._kernel is not None or entered is None or asked.formula is not None:
-            return
-        state, gradients = entered.state, entered.gradients
-        columns = [*state, *gradients]
-        same = entered.names == problem.names
-        same = same and all(map(operator.is_, state, problem.weights.values()))
-        same = same and all(map(operator.is_, gradients, problem.gradients.values()))
-        simple = not (self._groups.flag_named or self._kept.first_step_differs)
-        if not (same and simple and self.steps_apart and _columns.are_plain(columns)):
-            return
-        # A module's own parameters are written into in every step or, as here, in none.
-        alone = not entered.marks.donate or all(_tree.writable(columns))
-        on_cpu = all(leaf.is_cpu and leaf.is_floating_point() for leaf in columns)
-        if alone and on_cpu and not any(g.requires_grad for g in gradients):
-            listed = all(g.dtype is torch.float32 and g.ndim > 0 for g in gradients)
-            self._memo.add(entered, listed and all(map(_columns.is_gapless, gradients)))
-
-    def ask(
-        self,
-        params: Tree,
-        grads: Tree,
-        opt_state: Any,
-        *,
-        donate: bool = False,
-        spent: bool = False,
-        keep: Sequence[Tensor] = (),
-    ) -> Asked:
-        """`plan` of arguments that differ from earlier ones in their values only, so that nothing
-        need be checked again.
-        """
-        sound = isinstance(opt_state, OptState) and isinstance(opt_state.applied, Tensor)
-        if _tree.traced() or _tree.DEBUG_DONATION or not sound:
-            return Asked(None, None, None)
-        rates = self._groups.rates(opt_state.applied, opt_state.lr)
-        others = _besides(opt_state, rates, keep)
-        entered = enter(params, grads, opt_state.slots, others, donate=donate, spent=spent)
-        known = None if entered is None else self._memo.find(entered)
-        if entered is None or known is None:
-            return Asked(None, entered, rates)
-        facts, alone = known
-        self._groups.check(opt_state)
-        if isinstance(facts, bool) or self._kernel is None:
-            if list(grads) != entered.names:  # a norm is summed in the order of the gradients
-                return Asked(None, entered, rates)
-            spent = entered.marks.spent and alone
-            formula = FormulaPlan(self._formula, entered, rates, opt_state, spent, facts is True)
-            return Asked(None, entered, rates, formula)
-        plan = Plan(
-            self._kernel,
-            facts,
-            [*entered.state, *entered.gradients],
-            entered.gradients,
-            rates,
-            entered.marks.spent and alone and facts.spendable,
-            functools.partial(_dict_of, entered.names),
-            entered.weights,
-            opt_state,
-        )
-        return Asked(plan, entered, rates)
+def _is_applied(decision: Decision) -> bool:
+    return decision.skip is None or decision.skip_on_host is False
 
 
-def _besides(opt_state: OptState, rates: list[Any], keep: Sequence[Tensor]) -> list[Tensor]:
-    """What is looked at after the first launch has written: a schedule may return what stands in
-    the memory of a parameter.
+def _working_copies(
+    inputs: StepInputs, *, in_place: bool, any_order: bool = False
+) -> tuple[dict[str, Tensor], Slots]:
+    """Parameters and slots that a kernel may write into: the given ones off the graph where that is
+    allowed, else copies. Slots are in the memory order of their parameter unless in `any_order`.
     """
-    lr = opt_state.lr
-    moving = [rate for rate in rates if isinstance(rate, Tensor) and rate is not lr]
-    return [opt_state.applied, *_tree.tensors(lr), *moving, *keep]
+    weights, slots = inputs.named_params, inputs.opt_state.slots
+    old = [*weights.values(), *(value for slot in slots.values() for value in slot.values())]
+    new = old if in_place else foreach.clone(old)
+    working = iter([t.detach() if t.requires_grad else t for t in new])
+    new_weights = {name: next(working) for name in weights}
+    new_slots = {name: {key: next(working) for key in slot} for name, slot in slots.items()}
+    if not any_order:
+        for name, slot in new_slots.items():
+            weight = new_weights[name]
+            for key, value in slot.items():
+                if value.shape == weight.shape and not same_memory_order(value, weight):
+                    slot[key] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
+    return new_weights, new_slots
 
 
-def _cast_gradients(problem: Problem) -> dict[str, Tensor]:
-    """The gradients in their parameters' dtypes."""
-    dtypes = [problem.weights[name].dtype for name in problem.gradients]
-    cast = _foreach.cast_list(list(problem.gradients.values()), dtypes, apart=False)
-    return dict(zip(problem.gradients, cast, strict=True))
+def _column(slots: Slots, names: list[str], key: str, kept: Kept) -> list[Tensor]:
+    try:
+        return [slots[name][key] for name in names]
+    except KeyError:
+        raise kept.foreign(key) from None
 
 
-def _tree_of(problem: Problem, weights: dict[str, Tensor]) -> Tree:
-    """Parameters in the structure of the given ones."""
-    return problem.structure.unflatten([weights.get(name) for name in problem.names])
+def _cast(leaves: list[Tensor], dtypes: list[torch.dtype]) -> list[Tensor]:
+    """Gradients in the dtype of their parameters; complex ones are not bounded by a range."""
+    if any(leaf.is_complex() for leaf in leaves):
+        return [leaf.to(dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
+    return foreach.cast(leaves, dtypes)
 
 
-def _dict_of(names: list[str], leaves: list[Any]) -> dict[str, Any]:
-    return dict(zip(names, leaves, strict=True))
+_ELEMENTWISE = "asgd|adadelta|adagrad|adam|adamax|adamw|nadam|radam|rmsprop|rprop|sgd"
 
 
-def _resolved(leaf: Tensor) -> Tensor:
-    return leaf.resolve_conj().resolve_neg() if leaf.is_neg() or leaf.is_conj() else leaf
+def is_elementwise(cls: Any) -> bool:
+    """Whether a step of a part of a parameter is that part of its step: so it is where the class
+    keeps the step of torch's that moves each element by itself; of any other nobody knows.
+    """
+    module = inspect.unwrap(cls.step).__module__
+    return re.fullmatch(rf"torch\.optim\.({_ELEMENTWISE})", module) is not None
 
 
 def _by_name(params: Tree) -> dict[str, Tensor]:

@@ -1,10 +1,9 @@
-"""A step by torch's own formula: on copies, through an optimizer object never constructed."""
+"""A step by torch's own formula: through an optimizer object that is never constructed."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-import itertools
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -15,24 +14,51 @@ from torch import Tensor
 from .._optim.formulas import Dampening, PlainArithmetic, Rate, has_lists, without_reads
 from .._optim.opt_state import FIRST, Kept, Slots
 from .._optim.param_groups import Groups
-from .._torch import columns as _columns
-from .._torch import private as _torch
-from .._tree import tree as _tree
+from .._torch import foreach, private
+from .._torch.tracing import traced, under_transform
 
 
-class FormulaStep:
-    """The step that a class of torch.optim makes of these settings."""
+class UnfusedStep:
+    """The step that a class of torch.optim makes of these settings, in one of two ways: torch's
+    default on a host that reads its step counts, or a formula that reads nothing.
+    """
 
     def __init__(self, groups: Groups, kept: Kept) -> None:
         self._groups, self._kept = groups, kept
         self._cls = groups.cls
         self._has_lists = has_lists(groups.cls)
-        # torch's SGD over lists then adds the momentum to the gradients themselves.
-        self._nesterov = issubclass(groups.cls, torch.optim.SGD) and any(
+        # torch's SGD over lists adds the momentum to the gradients themselves.
+        self._writes_gradients = issubclass(groups.cls, torch.optim.SGD) and any(
             extra.get("nesterov") for extra in groups.every
         )
 
-    def __call__(
+    def on_host(
+        self,
+        weights: dict[str, Tensor],
+        gradients: dict[str, Tensor],
+        slots: Slots,
+        lrs: list[Any],
+    ) -> None:
+        """torch's default step over these very tensors, which nobody else sees."""
+        lrs = [rate.item() if isinstance(rate, Tensor) else rate for rate in lrs]
+        flags: dict[str, Any] = {}
+        if not self._groups.flag_named:
+            flags = {"foreach": False, "fused": False, "capturable": False, "differentiable": False}
+        elif self._writes_gradients and self._groups.settings.get("foreach"):
+            gradients = dict(zip(gradients, foreach.clone(list(gradients.values())), strict=True))
+        if self._groups.lr_in_state and issubclass(self._cls, torch.optim.ASGD):
+            _begin_at(lrs[0], list(slots.values()), lists=False)
+        first = {name: g for name, g in gradients.items() if bool(slots[name].get(FIRST, False))}
+        later = {name: g for name, g in gradients.items() if name not in first}
+        with torch.no_grad():
+            self._run(_step_of(self._cls), weights, later, slots, lrs, flags)
+            if first:  # torch's SGD ignores dampening in the step that makes a momentum buffer
+                self._run(
+                    _step_of(self._cls), weights, first, slots, lrs, {**flags, "dampening": 0}
+                )
+                private.foreach.zero_([slots[name][FIRST] for name in first])
+
+    def on_copies(
         self,
         key: str,
         weights: dict[str, Tensor],
@@ -40,113 +66,89 @@ class FormulaStep:
         slots: Slots,
         rates: dict[int, Any],
     ) -> tuple[dict[str, Tensor], Slots]:
-        """A step. A compiler looks only at the arguments: `key` stands for the settings, `rates`
-        are the rates that move.
+        """A step in memory of its own that reads no value. A compiler looks only at the arguments:
+        `key` stands for the settings, `rates` are the rates that move.
         """
-        differentiable = _tree.traced() or self._groups.differentiable
         lrs = [rates.get(index, rate) for index, rate in enumerate(self._groups.lrs)]
-        lists = not differentiable and self._over_lists(
-            [*weights.values(), *gradients.values()], slots
-        )
-        if self._nesterov and (lists or self._groups.settings.get("foreach")):
-            gradients = dict(zip(gradients, _columns.clone(list(gradients.values())), strict=True))
-
-        def stepped(**changed: Any) -> tuple[dict[str, Tensor], Slots]:
-            if differentiable:
-                new_weights = {name: self.copy(weight) for name, weight in weights.items()}
-                new_slots = {
-                    name: {key: self.copy(value) for key, value in slot.items()}
-                    for name, slot in slots.items()
-                }
-            else:
-                copies = iter(
-                    _columns.clone(
-                        [*weights.values(), *(t for slot in slots.values() for t in slot.values())]
-                    )
-                )
-                new_weights = {name: next(copies) for name in weights}
-                new_slots = {
-                    name: {key: next(copies) for key in slot} for name, slot in slots.items()
-                }
-            self.in_place(new_weights, gradients, new_slots, lrs, lists=lists, **changed)
-            return new_weights, new_slots
-
-        later = stepped()
+        values = [value for slot in slots.values() for value in slot.values()]
+        lists = self._over_lists([*weights.values(), *gradients.values(), *values])
+        if self._writes_gradients and (lists or self._groups.settings.get("foreach")):
+            gradients = {name: self.copy(gradient) for name, gradient in gradients.items()}
+        later = self._stepped(weights, gradients, slots, lrs, lists=lists)
         if not self._kept.first_step_differs or lists:
             return later
         # -0.0 * momentum + g is g: without dampening, what torch does in the step that makes a
         # buffer, and to be differentiated too.
-        first = stepped(dampening=0)
+        first = self._stepped(weights, gradients, slots, lrs, lists=lists, dampening=0)
+        return _first_or_later(slots, gradients, first, later)
 
-        def chosen(name: str, first: Tensor, later: Tensor) -> Tensor:
-            return torch.where(slots[name][FIRST], first, later) if FIRST in slots[name] else later
-
-        new_weights = {
-            name: chosen(name, first[0][name], weight) for name, weight in later[0].items()
-        }
-        new_slots = {
-            name: {key: chosen(name, first[1][name][key], value) for key, value in slot.items()}
-            for name, slot in later[1].items()
-        }
-        for name in gradients:
-            if FIRST in new_slots[name]:
-                new_slots[name][FIRST] = torch.zeros_like(new_slots[name][FIRST])
-        return new_weights, new_slots
-
-    def in_place(
+    def _stepped(
         self,
         weights: dict[str, Tensor],
         gradients: dict[str, Tensor],
         slots: Slots,
         lrs: list[Any],
         *,
-        lists: bool = False,
+        lists: bool,
+        **changed: Any,
+    ) -> tuple[dict[str, Tensor], Slots]:
+        old = [*weights.values(), *(value for slot in slots.values() for value in slot.values())]
+        differentiable = traced() or self._groups.differentiable
+        new = iter([self.copy(t) for t in old] if differentiable else foreach.clone(old))
+        new_weights = {name: next(new) for name in weights}
+        new_slots = {name: {key: next(new) for key in slot} for name, slot in slots.items()}
+        self._without_reads(new_weights, gradients, new_slots, lrs, lists=lists, **changed)
+        return new_weights, new_slots
+
+    def _without_reads(
+        self,
+        weights: dict[str, Tensor],
+        gradients: dict[str, Tensor],
+        slots: Slots,
+        lrs: list[Any],
+        *,
+        lists: bool,
         **changed: Any,
     ) -> None:
-        """The step over these very tensors, which nobody else sees, on the graph only where it is
-        to be differentiated.
-        """
-        traced = _tree.traced()
-        differentiable = traced or self._groups.differentiable
-        flags: dict[str, bool] = {}
-        run = inspect.unwrap(self._cls.step)
+        differentiable = traced() or self._groups.differentiable
+        flags: dict[str, Any] = {}
+        run = _step_of(self._cls)
         if not self._groups.flag_named:
-            flags = {"foreach": lists, "fused": False, "capturable": True, "differentiable": traced}
+            flags = {
+                "foreach": lists,
+                "fused": False,
+                "capturable": True,
+                "differentiable": traced(),
+            }
             run = without_reads(self._cls, lists=lists)
         if self._groups.lr_in_state and issubclass(self._cls, torch.optim.ASGD):
             # eta is made from the rate that `init` knew
             _begin_at(lrs[0], list(slots.values()), lists=lists)
-        if _tree.under_transform():
+        if under_transform():
             _batch_alike(weights, slots, gradients, lrs)
-        # A formula that is capturable has factors that are tensors only where a rate is one.
-        plain = not (differentiable or self._groups.flag_named)
-        plain = plain and "capturable" in self._groups.defaults
-        plain = plain and not any(isinstance(rate, Tensor) for rate in lrs)
-        arithmetic = contextlib.nullcontext() if lists or plain else PlainArithmetic()
+        arithmetic = contextlib.nullcontext() if lists else PlainArithmetic()
         with torch.set_grad_enabled(differentiable), arithmetic:
-            self._run(run, weights, gradients, slots, lrs, {**flags, **changed})
+            self._run(run, weights, gradients, slots, lrs, {**flags, **changed}, lists=lists)
 
-    def _over_lists(self, tensors: list[Tensor], slots: Slots) -> bool:
+    def _over_lists(self, tensors: list[Tensor]) -> bool:
         """Whether launches are what a step costs, and torch has a formula whose launches do not
         grow with the tensors.
         """
-        if self._groups.flag_named or not self._has_lists:
+        if (
+            self._groups.flag_named
+            or not self._has_lists
+            or traced()
+            or self._groups.differentiable
+        ):
             return False
-        every = itertools.chain(
-            tensors, (value for slot in slots.values() for value in slot.values())
-        )
-        return all(
-            _columns.is_plain(tensor) and _columns.counts_launches(tensor) for tensor in every
-        )
+        return all(foreach.is_launch_bound(tensor) for tensor in tensors)
 
     def copy(self, tensor: Any) -> Any:
         """In fresh memory, on the graph only where a step is to be differentiated."""
         if not isinstance(tensor, Tensor):
             return tensor
         return (
-            tensor.clone()
-            if self._groups.differentiable or _tree.traced()
-            else tensor.detach().clone()
+            tensor.clone() if self._groups.differentiable or traced() else tensor.detach().clone()
         )
 
     def _run(
@@ -156,7 +158,9 @@ class FormulaStep:
         gradients: dict[str, Tensor],
         slots: Slots,
         lrs: list[Any],
-        flags: dict[str, bool],
+        flags: dict[str, Any],
+        *,
+        lists: bool = False,
     ) -> None:
         """torch's own `step` over these very tensors, in place, through an optimizer object that
         was never constructed.
@@ -165,10 +169,9 @@ class FormulaStep:
         optimizer.__dict__.update(
             defaults=self._groups.defaults,
             state=defaultdict(dict),
-            **_torch.SILENT,
+            **private.SILENT,
         )
         optimizer.param_groups = []
-        lists = flags.get("foreach", False)
         for names, group in self._groups.of(tuple(weights), lrs):
             group.update((name, value) for name, value in flags.items() if name in group)
             if isinstance(group["lr"], Tensor) and not (lists or self._groups.flag_named):
@@ -196,12 +199,39 @@ class FormulaStep:
             run(optimizer)
             spent = [slots[name][FIRST] for name in gradients if FIRST in slots[name]]
             if lists and spent:
-                _torch.foreach.zero_(spent)
+                private.foreach.zero_(spent)
         except KeyError as error:
             raise self._kept.foreign(str(error)) from None
         finally:
             for name in gradients:
                 weights[name].grad = None
+
+
+def _step_of(cls: Any) -> Callable[[Any], Any]:
+    """The `step` of a class without what torch's profiler wraps around it."""
+    return inspect.unwrap(cls.step)
+
+
+def _first_or_later(
+    slots: Slots,
+    gradients: dict[str, Tensor],
+    first: tuple[dict[str, Tensor], Slots],
+    later: tuple[dict[str, Tensor], Slots],
+) -> tuple[dict[str, Tensor], Slots]:
+    """Of each parameter its first step where its momentum buffer was still to be made."""
+
+    def chosen(name: str, first: Tensor, later: Tensor) -> Tensor:
+        return torch.where(slots[name][FIRST], first, later) if FIRST in slots[name] else later
+
+    weights = {name: chosen(name, first[0][name], weight) for name, weight in later[0].items()}
+    new_slots = {
+        name: {key: chosen(name, first[1][name][key], value) for key, value in slot.items()}
+        for name, slot in later[1].items()
+    }
+    for name in gradients:
+        if FIRST in new_slots[name]:
+            new_slots[name][FIRST] = torch.zeros_like(new_slots[name][FIRST])
+    return weights, new_slots
 
 
 def _begin_at(rate: Any, slots: list[dict[str, Tensor]], *, lists: bool) -> None:
@@ -214,7 +244,7 @@ def _begin_at(rate: Any, slots: list[dict[str, Tensor]], *, lists: bool) -> None
         begun = torch.where(
             torch.stack([slot["step"] for slot in slots]) == 0, rate, torch.stack(etas)
         )
-        _torch.foreach.copy_(etas, begun.unbind())
+        private.foreach.copy_(etas, begun.unbind())
 
 
 def _batch_alike(

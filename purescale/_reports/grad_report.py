@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._grads import grad_stats as _extent
-from .._torch import dtensor as _dtensor
-from .._torch import foreach as _foreach
+from .._torch import dtensor
+from .._torch.dtypes import widest_float
+from .._torch.tracing import traced
 from .._tree import scalars as _checks
 from .._tree import tree as _tree
+from .._tree.leaves import stored_values
 from .._tree.tree import Tree
 
 
@@ -66,7 +67,7 @@ def _read(rows: dict[str, LeafReport]) -> dict[str, _Read]:
     """On the host, by four copies however many rows there are; of stacked reports the largest."""
     columns = []
     for column in zip(*rows.values(), strict=True):
-        wide = _foreach.widest_float(column[0].device)
+        wide = widest_float(column[0].device)
         each = torch.stack([fact.to(wide).max() for fact in column])
         columns.append(each.tolist())
     return {name: _Read(*facts) for name, *facts in zip(rows, *columns, strict=True)}
@@ -185,7 +186,7 @@ def _portions(
     part: list[tuple[int, Tensor]] = []
     size = 0
     for index, leaf in enumerate(leaves):
-        values = _elements(_extent.stored_values(_dtensor.full(leaf)))
+        values = _elements(stored_values(dtensor.full_tensor(leaf)))
         values = values[::sample] if sample > 1 else values
         for piece in torch.split(values, most) if values.numel() > most else [values]:
             part.append((index, piece))
@@ -199,7 +200,7 @@ def _portions(
 
 def _elements(leaf: Tensor) -> Tensor:
     """In one row, in whichever order needs no copy."""
-    if not _tree.traced():
+    if not traced():
         leaf = leaf.permute(sorted(range(leaf.ndim), key=leaf.stride, reverse=True))
     return leaf.reshape(-1)
 

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._grads import grad_stats as _extent
 from .._loss_scale.rules import NoScale, unscale_and_check
-from .._step.value_and_grad import Differentiate, LossFn
-from .._torch import foreach as _foreach
+from .._step.value_and_grad import LossFn, ValueAndGrad
+from .._torch.dtypes import widest_float
 from .._tree import scalars as _checks
 from .._tree import tree as _tree
+from .._tree.leaves import dense, stored_values
 from .._tree.tree import Leaves, Tree
 
 
@@ -182,13 +182,13 @@ def probe_scales(
     _tree.check_parameters(*given[:2])
     device = _tree.device_of(*given[:2], "params")
     scaler = _tree.flat(NoScale().init(device))
-    differentiate = Differentiate(given, _tree.flat(buffers), scaler, loss_fn)
-    if not differentiate.inputs:
+    value_and_grad = ValueAndGrad(given, _tree.flat(buffers), scaler, loss_fn)
+    if not value_and_grad.inputs:
         raise ValueError(
             "params holds no tensor, so there is no gradient to look at. Cure: the `params` of "
             "`apply, params, buffers = make_functional(model)`."
         )
-    inputs, loss, _ = differentiate.graph(differentiate.buffers.leaves, microbatch)
+    inputs, loss, _ = value_and_grad.graph(value_and_grad.buffers.leaves, microbatch)
     best: Leaves | None = None  # the gradients at the largest scale that fits
     high: int | None = None
     flags: list[Tensor] = []
@@ -206,7 +206,7 @@ def probe_scales(
         flags.append(overflow)
         columns.append(_facts(grads, overflow, best))
         del grads
-    names = differentiate.names
+    names = value_and_grad.names()
     zeros, error = (
         {
             name: torch.cat([column[index][fact] for column in columns]).flip(0)
@@ -246,7 +246,7 @@ def _gradients(loss: Tensor, inputs: Leaves, scales: Tensor) -> Leaves:
     if len(scales) == 1:
         # torch.vmap has no rule for what is sparse; its duplicates are not to overflow
         found = differentiate(seeds[0])
-        grads = [None if grad is None else _foreach.dense(grad)[None] for grad in found]
+        grads = [None if grad is None else dense(grad)[None] for grad in found]
     else:
         try:
             grads = list(differentiate(seeds, is_grads_batched=True))
@@ -267,11 +267,11 @@ def _facts(grads: Leaves, overflow: Tensor, best: Leaves | None) -> list[tuple[T
     """For each leaf the share of zeros, and the error against `best`: [C] each."""
     facts = []
     for index, grad in enumerate(grads):
-        values = _extent.stored_values(grad).reshape(len(grad), -1)
+        values = stored_values(grad).reshape(len(grad), -1)
         zeros = (values == 0).sum(1) / max(values.shape[1], 1)
         error = torch.full_like(zeros, math.inf)
         if best is not None:
-            ideal = _extent.stored_values(best[index]).reshape(1, -1)
+            ideal = stored_values(best[index]).reshape(1, -1)
             distance, size = (_norm(rows) for rows in (values - ideal, ideal))
             # a leaf that is 0 also there has no distance to itself
             error = torch.where(distance == 0, 0, distance / size).to(zeros.dtype)
@@ -281,7 +281,7 @@ def _facts(grads: Leaves, overflow: Tensor, best: Leaves | None) -> list[tuple[T
 
 def _norm(rows: Tensor) -> Tensor:
     """Of each row; squares of gradients underflow in float32."""
-    norm: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=_foreach.widest_float(rows.device))
+    norm: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=widest_float(rows.device))
     return norm
 
 

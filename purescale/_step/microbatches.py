@@ -1,10 +1,9 @@
-"""One time through the microbatches of a step: gradients averaged, buffers threaded through."""
+"""The stage `accumulate` of a step: the microbatches of a window, as mean gradients."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,78 +20,143 @@ from .._batch_norm.bn_stats import (
 from .._batch_norm.capture import CatchBatchNorm, named_calls
 from .._distributed.buckets import Reduction, reduction_of, share_of
 from .._distributed.process_group import all_reduce
-from .._grads import mesh_stats as _meshes
-from .._grads.accumulate import AccumState, OnNonfinite, add, as_weight, init_accum, is_weight
-from .._grads.spread import read
-from .._loss_scale.headroom import grad_amax
-from .._loss_scale.rules import HasScale, overflowed, unscale_and_check
-from .._step.value_and_grad import Differentiate, LossFn
-from .._torch import dtensor as _dtensor
-from .._torch import foreach as _foreach
+from .._grads.accumulate import AccumState, add, as_weight, init_accum, is_weight
+from .._grads.measure import GradStats, measure
+from .._step.step_options import StepOptions
+from .._step.value_and_grad import ValueAndGrad
+from .._torch import foreach
+from .._torch.dtypes import wide_dtype, widest_float
+from .._torch.private import foreach as list_ops
+from .._torch.tracing import host_can_read, is_on_a_graph, traced
 from .._tree import tree as _tree
+from .._tree.leaves import Normalized, normalize
 from .._tree.scalars import as_float
 from .._tree.select import where
 from .._tree.tree import Flat, Leaves, Tree
 
-BNUpdate = Literal["each", "window"]
 
+class WindowGrads(NamedTuple):
+    """What the microbatches of a step amount to, on this rank or on all of a group."""
 
-class Gathered(NamedTuple):
-    """What the microbatches amount to."""
-
-    grads: Tree  # their mean
-    scaled: bool  # `grads` still are, and one pass unscales and steps
-    norm: Tensor | None  # of the unscaled gradients, where it is known
+    grads: Normalized  # their mean
+    scaled: bool  # the gradients still are
+    stats: GradStats | None  # of the mean; None before the ranks of a group are reduced
     loss: Tensor  # the mean of those that count
-    found_inf: Tensor  # the step must be skipped
-    overflow: Tensor  # a microbatch that has a weight overflowed
-    # at a lower scale fewer microbatches may be lost: what overflowed has a finite loss
-    curable: Tensor
-    lost: Tensor  # how many overflowed, or that the mean did; these two where it was asked for
-    finite: bool  # known on the host that `found_inf` is False
-    amax: Any  # the largest of the unscaled gradients, where the rule takes it; else ()
+    skip: Tensor  # bool []: the step must be skipped
+    overflow: Tensor  # bool []: a microbatch that has a weight overflowed; the scale follows it
+    # bool []: fewer may overflow at a lower scale, since what overflowed has a finite loss
+    retryable: Tensor
+    num_overflowed: Tensor
     buffers: Leaves
     aux: tuple[Any, ...]
-    seen: list[Tensor]  # in the microbatches
-    # Of a group: by which the mean of this rank is divided in that of all, inf where it counts for
-    # nothing, and what is on its way already.
-    divisor: Tensor | None = None
-    reduction: Reduction | None = None
+    seen: list[Tensor]  # the tensors of the microbatches
+    divisor: Tensor | None = None  # of this rank's mean in that of a group; inf where it counts not
+    reduction: Reduction | None = None  # what is on its way to the other ranks
 
 
-def gather(
+# ---- two ways to average -------------------------------------------------------------------------
+
+
+class ScaledSum:
+    """The weighted mean of gradients that are still scaled, to be looked at once at the end."""
+
+    def __init__(self) -> None:
+        self.sums: list[Tensor] | None = None
+        self.flat: Normalized | None = None
+
+    def add(self, grads: Normalized, share: float | Tensor, counts: bool | Tensor) -> None:
+        """Add `grads * share`, at least in float32, where it `counts`. Shares sum to 1, so the sum
+        does not overflow.
+        """
+        self.flat = self.flat or grads
+        if counts is False:
+            return
+        new = grads.tensors
+        if traced() or is_on_a_graph(new) or isinstance(share, Tensor):
+            self.sums = self._add_unread(new, share, counts)
+        elif self.sums is None:
+            wide = [tensor.to(wide_dtype(tensor.dtype)) for tensor in new]
+            list_ops.mul_(wide, share)  # the gradients of a microbatch are the memory of the step
+            self.sums = wide
+        else:
+            list_ops.add_(self.sums, new, alpha=share)
+
+    def _add_unread(
+        self, new: list[Tensor], share: float | Tensor, counts: bool | Tensor
+    ) -> list[Tensor]:
+        sums = self.sums or [torch.zeros_like(n, dtype=wide_dtype(n.dtype)) for n in new]
+        if isinstance(share, Tensor) and not (traced() or is_on_a_graph(new)):
+            foreach.add_where_(sums, new, share, counts)  # type: ignore[arg-type]
+            return sums
+        wide = [n.to(total.dtype) for total, n in zip(sums, new, strict=True)]
+        if counts is not True:
+            wide = [torch.where(counts, n, 0) for n in wide]
+        factors = [share.to(n.dtype) if isinstance(share, Tensor) else share for n in wide]
+        return [total + n * f for total, n, f in zip(sums, wide, factors, strict=True)]
+
+    def mean(self) -> Normalized | None:
+        """The mean; None where nothing counted."""
+        return (
+            None
+            if self.flat is None or self.sums is None
+            else self.flat._replace(tensors=self.sums)
+        )
+
+
+class RunningMean:
+    """The weighted mean of microbatches that are looked at one by one, unscaled."""
+
+    def __init__(self) -> None:
+        self.accum: AccumState | None = None
+        self.flat: Normalized | None = None
+
+    def add(self, grads: Normalized, weight: Tensor, scale: Tensor) -> GradStats:
+        """Average `grads` unless they overflow; what was measured of them."""
+        stats = measure(grads, scale, scaled=True)
+        self.flat = self.flat or grads
+        accum = self.accum or init_accum(grads.tensors)
+        self.accum = add(
+            accum, grads.tensors, weight, stats.nonfinite, scale=scale, in_place=not traced()
+        )
+        return stats
+
+    def mean(self) -> Normalized:
+        """The mean of those that did not overflow."""
+        flat, accum = self.flat, self.accum
+        return flat._replace(tensors=accum.grads)  # type: ignore[union-attr]
+
+
+# ---- the window ----------------------------------------------------------------------------------
+
+
+def accumulate_microbatches(
+    options: StepOptions,
     params: Flat,
     buffers: Flat,
     scaler: Flat,
     microbatches: list[Any],
-    loss_fn: LossFn,
-    weight_fn: Callable[[Any], float | Tensor] | None,
-    on_nonfinite: OnNonfinite,
-    bn_update: BNUpdate,
-    norm_type: float | None,
-    exact: bool,
-    amax: bool = False,
-    group: Any = None,
-) -> Gathered:
-    """The weighted mean of the microbatches' gradients and losses, and what they make of the
-    buffers.
+) -> WindowGrads:
+    """The weighted mean of the microbatches' gradients and losses, and the buffers after them.
 
-    `exact`: say which microbatches overflowed also where one drops them all, for which each has to
-    be read. `amax`: say how large the largest gradient is. With a `group` losses and flags are
-    those of all its ranks; gradients and buffers are still to be reduced, and unless `exact` they
-    have not been looked at.
+    With a group, losses and flags are those of all its ranks; gradients and buffers are still to be
+    reduced.
     """
-    if bn_update == "window" and buffers.tree:
-        check_flat(buffers.tree)
-    settings: Any = (weight_fn, on_nonfinite, norm_type, exact, amax, group, buffers.leaves)
-    if bn_update == "each" or not has_layers(buffers.tree):
-        return _gather(params, buffers, scaler, microbatches, loss_fn, *settings)
+    sent_with = buffers.leaves
+    if options.bn_update == "each" or not buffers.tree:
+        return _accumulate(
+            options, options.loss_fn, params, buffers, scaler, microbatches, sent_with
+        )
+    check_flat(buffers.tree)
+    if not has_layers(buffers.tree):
+        return _accumulate(
+            options, options.loss_fn, params, buffers, scaler, microbatches, sent_with
+        )
     momenta: dict[str, float] = {}
 
-    def catching(params: Tree, carried: Tree, microbatch: Any) -> Any:
+    def loss_and_stats(params: Tree, carried: Tree, microbatch: Any) -> Any:
         buffers, stats = carried
         with CatchBatchNorm(evaluating=False) as caught:
-            returned = loss_fn(params, buffers, microbatch)
+            returned = options.loss_fn(params, buffers, microbatch)
         if (
             not isinstance(returned, tuple)
             or len(returned) < 2
@@ -107,198 +171,152 @@ def gather(
 
     # The statistics travel with the buffers, so whatever is dropped is dropped from them too.
     carrying = _tree.flat((buffers.tree, init_bn_stats(buffers.tree)))
-    gathered = _gather(params, carrying, scaler, microbatches, catching, *settings)
-    carried, stats = carrying.structure.unflatten(gathered.buffers)
+    window = _accumulate(options, loss_and_stats, params, carrying, scaler, microbatches, sent_with)
+    carried, stats = carrying.structure.unflatten(window.buffers)
     known: Mapping[str, float | Tensor] = momenta
-    if group is not None:
-        stats, known = over_ranks(stats, momenta, group)
-    return gathered._replace(buffers=_tree.flatten(updated_once(carried, stats, known))[0])
+    if options.group is not None:
+        stats, known = over_ranks(stats, momenta, options.group)
+    return window._replace(buffers=_tree.flatten(updated_once(carried, stats, known))[0])
 
 
-def _gather(
+def _accumulate(
+    options: StepOptions,
+    loss_fn: Any,
     params: Flat,
     buffers: Flat,
     scaler: Flat,
     microbatches: list[Any],
-    loss_fn: LossFn,
-    weight_fn: Callable[[Any], float | Tensor] | None,
-    on_nonfinite: OnNonfinite,
-    norm_type: float | None,
-    exact: bool,
-    amax: bool,
-    group: Any,
-    sent_along: Leaves,
-) -> Gathered:
-    differentiate = Differentiate(params, buffers, scaler, loss_fn)
-    scale: Tensor = differentiate.scaler.scale
-    weights = _weights(microbatches, weight_fn, scale)
-    reduction: Reduction | None = None
-    early = on_nonfinite == "drop_window" and not (exact or _tree.traced())
-    if group is not None and early:
-        # What follows from the weights alone is known before the gradients are, so that these can
-        # leave as the last backward makes them.
-        counted = torch.where(is_weight(weights.vector), weights.vector, 0).sum()
-        divisor = share_of(counted, all_reduce(counted, "sum", group))
-        reduction = reduction_of(params.leaves, sent_along, divisor, group)
-    amax = amax and group is None  # of a group it is that of the mean of all
-    alone = len(microbatches) == 1
-    single = alone and group is None
-    together = single or on_nonfinite == "drop_window"
-    large = early and _has_large(differentiate)
-    carried = buffers.leaves
-    mean: Leaves | None = None
-    accum: AccumState | None = None
+    sent_with: Leaves,
+) -> WindowGrads:
+    value_and_grad = ValueAndGrad(params, buffers, scaler, loss_fn)
+    scale: Tensor = scaler.tree.scale
+    weights = _weights(microbatches, options.weight_fn, scale)
+    is_single = len(microbatches) == 1 and options.group is None
+    is_summed = is_single or options.on_nonfinite == "drop_window"
+    each_measured = options.max_retries > 0 and not is_single
+    sender = _sender(options, weights, params, sent_with) if is_summed else None
+    total, running = ScaledSum(), RunningMean()
+    carried, single = buffers.leaves, None
     losses: list[Tensor] = []
     overflows: list[Tensor] = []
     aux: tuple[Any, ...] = ()
     for index, microbatch in enumerate(microbatches):
-        counts: bool | Tensor = weights.counts[index]
-        share = weights.shares[index]
-        put: Callable[[int, Tensor], None] | None = None
-        least, sent = 0, reduction is not None and index == len(microbatches) - 1
-        if reduction is not None and sent:
-            put = _sent_to(reduction, differentiate, mean, weights, index)
-        elif large and together and mean is not None and counts is True:
-            put, least = functools.partial(_add_large, mean, share), LARGE
-        grads, (loss, new_buffers, new_aux) = differentiate(carried, microbatch, put, least)
-        if group is not None:  # the ranks hold other rows of what is sparse
-            grads = [None if leaf is None else _foreach.dense(leaf) for leaf in grads]
-        losses.append(loss)
-        aux += tuple(new_aux)
-        if index == 0 and not all(leaf is None or leaf.layout is torch.strided for leaf in grads):
-            together = False  # duplicate indices are summed after unscaling
-        if single:
-            mean, counts = grads, True  # what is dropped is the step
-        elif together:
-            if exact:
-                size = _meshes.extent(grads, scale.device)
-                overflows.append(overflowed(size, scale, scaled=False))
-            flag = counts if isinstance(counts, Tensor) else None
-            if sent:
-                mean = None
-            elif alone and counts is True:
-                mean = grads
-            elif counts is not False:
-                mean = _mixed(mean, grads, share, flag)
+        counts, share = weights.counts[index], weights.shares[index]
+        if sender is not None and index == len(microbatches) - 1:
+            out = value_and_grad(carried, microbatch, sender.taker(total, share, counts))
         else:
-            accum, overflow = _add(accum, grads, weights.vector[index], differentiate.scaler)
-            overflows.append(overflow)
-            counts = counts & ~overflow if on_nonfinite == "drop_microbatch" else counts
-        del grads  # before the next are made: their memory serves again
+            out = value_and_grad(carried, microbatch)
+            grads = normalize(out.grads)
+            if is_single:
+                single, counts = grads, True  # what is dropped is the step
+            elif is_summed:
+                if each_measured:
+                    overflows.append(measure(grads, scale, scaled=True).nonfinite)
+                total.add(grads, share, counts)
+            else:
+                stats = running.add(grads, weights.vector[index], scale)
+                overflows.append(stats.nonfinite)
+                if options.on_nonfinite == "drop_microbatch":
+                    counts = _and_finite(counts, stats)
+            del grads  # before the next are made: their memory serves again
+        losses.append(out.loss)
+        aux += tuple(out.aux)
         if counts is True:
-            carried = new_buffers
+            carried = out.buffers
         elif counts is not False:
-            carried = where(~counts, carried, new_buffers, donate=False)
-
-    norm: Tensor | None = None
-    most: Any = ()
-    finite = False
-    if accum is not None:
-        mean, overflow = accum.grads, torch.stack(overflows)
-        most = grad_amax(mean) if amax else ()
-    elif not together:
-        mean, overflow = unscale_and_check(differentiate.scaler, mean)
-        most = grad_amax(mean) if amax else ()
-    elif group is not None:
-        if mean is None and reduction is None:
-            mean = differentiate.zeros()
-        none = torch.zeros((), dtype=torch.bool, device=scale.device)
-        overflow = torch.stack(overflows) if overflows else none
-    else:
-        mean = differentiate.zeros() if mean is None else mean
-        # one read gives the norm too
-        overflow, norm, most, finite = read(mean, norm_type, scale, scaled=True, amax=amax)
-        if norm is not None and not single:
-            norm = torch.where(overflow, torch.inf, norm)
-        if overflows:
+            carried = where(~counts, carried, out.buffers)
+    mean = single or (total.mean() if is_summed else running.mean())
+    if mean is None and sender is None:
+        mean = normalize(value_and_grad.zeros())
+    stats = None
+    if options.group is None:
+        stats = measure(
+            mean,  # type: ignore[arg-type]
+            scale,
+            scaled=is_summed,
+            norm_type=options.clip.norm_to_measure,
+            amax=options.takes_amax,
+        )
+        if overflows and is_summed:
             each = torch.stack(overflows)
-            overflow, finite = torch.where(each.any(), each, overflow), False
-    facts = _summary(weights, losses, overflow, on_nonfinite, group, exact=exact)
-    return Gathered(
-        grads=() if mean is None else differentiate.tree(mean),
-        scaled=together,
-        norm=norm,
-        amax=most,
-        finite=finite and weights.equal,
+            overflows = list(torch.where(each.any(), each, stats.nonfinite))
+        elif is_summed:
+            overflows = [stats.nonfinite]
+    facts = _summary(weights, losses, overflows, options, scale)
+    if stats is not None:
+        stats = _with_skip(stats, facts["skip"], is_single=is_single)
+    return WindowGrads(
+        grads=mean or normalize([]),
+        scaled=is_summed,
+        stats=stats,
         buffers=carried,
         aux=aux,
-        seen=differentiate.seen,
-        reduction=reduction,
+        seen=value_and_grad.seen,
+        reduction=None if sender is None else sender.reduction,
         **facts,
     )
 
 
-def _mixed(mean: Leaves | None, grads: Leaves, share: Any, counts: Tensor | None) -> Leaves:
-    """`_foreach.mix` of leaves that may be DTensors; None where `_add_large` was there before."""
-    if mean is not None and any(leaf is None for leaf in grads):
-        rest = [index for index, leaf in enumerate(grads) if leaf is not None]
-        if rest:
-            some = [_foreach.dense(grads[index]) for index in rest]
-            _foreach.mix([mean[index] for index in rest], some, share, counts)
-        return mean
-    if not _dtensor.among(grads):
-        return _foreach.mix(mean, grads, share, counts)
-    shards = _dtensor.shards(grads)
-    sums = None if mean is None else _dtensor.shards(mean).local
-    return shards.back(_foreach.mix(sums, list(shards.local), share, counts))
+def _and_finite(counts: bool | Tensor, stats: GradStats) -> bool | Tensor:
+    if stats.nonfinite_on_host is not None and not isinstance(counts, Tensor):
+        return counts and not stats.nonfinite_on_host
+    return counts & ~stats.nonfinite
 
 
-# Elements: below this a call costs more than to fetch a gradient into the cache again.
-LARGE = 2**18
-
-
-def _has_large(differentiate: Differentiate) -> bool:
-    """Whether gradients are to be added to the mean as the backward makes them: on a CPU, which
-    still has a large one in its cache, and where its memory serves for the next.
+def _with_skip(stats: GradStats, skip: Tensor, *, is_single: bool) -> GradStats:
+    """What was measured of the mean, with the flag of the whole window: a norm of a window that is
+    skipped is not finite.
     """
-    weights = differentiate.inputs
-    on_cpu = not differentiate.spread and all(leaf.is_cpu for leaf in weights)
-    return on_cpu and any(leaf.numel() >= LARGE for leaf in weights)
+    if skip is stats.nonfinite:
+        return stats
+    on_host = bool(skip) if host_can_read(skip) and stats.nonfinite_on_host is not None else None
+    return stats._replace(nonfinite=skip, nonfinite_on_host=on_host)
 
 
-def _add_large(mean: Leaves, share: Any, index: int, gradient: Tensor) -> None:
-    _foreach.mix([mean[index]], [_foreach.dense(gradient)], share)
+# ---- over ranks ----------------------------------------------------------------------------------
 
 
-def _sent_to(
-    reduction: Reduction,
-    differentiate: Differentiate,
-    mean: Leaves | None,
-    weights: _Weights,
-    index: int,
-) -> Callable[[int, Tensor], None]:
-    """What takes a gradient of the last microbatch, adds it to the mean and sends it."""
-    places = [place for place, here in enumerate(differentiate.present) if here]
-    counts, share = weights.counts[index], weights.shares[index]
-    flag = counts if isinstance(counts, Tensor) else None
+class _Sender(NamedTuple):
+    """Sends the mean gradients of this rank as the last backward makes them."""
 
-    def put(index: int, gradient: Tensor) -> None:
-        before = None if mean is None else [mean[index]]
-        gradient = _foreach.dense(gradient)
-        if counts is not True or len(weights.counts) > 1:
-            if counts is not False:
-                gradient = _foreach.mix(before, [gradient], share, flag)[0]
-            else:
-                gradient = torch.zeros_like(gradient) if before is None else before[0]
-        reduction.put(places[index], gradient, own=True)
+    reduction: Reduction
+    params: Flat
 
-    return put
+    def taker(
+        self, total: ScaledSum, share: float | Tensor, counts: bool | Tensor
+    ) -> Callable[[int, Tensor], None]:
+        """What takes a gradient of the last microbatch, adds it to the mean and sends it."""
+        present = [index for index, leaf in enumerate(self.params.leaves) if leaf is not None]
+        order = {index: place for place, index in enumerate(present)}
+
+        def take(index: int, gradient: Tensor) -> None:
+            flat = normalize([gradient])
+            one = ScaledSum()
+            if total.sums is not None:
+                one.sums = [total.sums[order[index]]]
+            one.add(flat, share, counts)
+            mean = one.mean()
+            tensors = [torch.zeros_like(t) for t in flat.tensors] if mean is None else mean.tensors
+            self.reduction.put(index, flat.restore(tensors)[0], own=True)
+
+        return take
 
 
-def _add(
-    accum: AccumState | None, grads: Leaves, weight: Tensor, scaler: HasScale
-) -> tuple[AccumState, Tensor]:
-    """The exact way: a microbatch looked at by itself, then averaged with those before it."""
-    scale: Tensor | None = scaler.scale
-    if all(_foreach.is_dense(gradient) for gradient in grads):
-        overflow = overflowed(_meshes.extent(grads, scaler.scale.device), scaler.scale, scaled=True)
-    else:
-        grads, overflow = unscale_and_check(scaler, grads)
-        scale = None
-    # Not unscaled in place: a gradient may be the very tensor that a custom backward keeps.
-    return add(
-        accum or init_accum(grads), grads, weight, overflow, scale=scale, donate=True
-    ), overflow
+def _sender(
+    options: StepOptions, weights: _Weights, params: Flat, buffers: Leaves
+) -> _Sender | None:
+    """What sends gradients during the last backward; None where nothing is sent then, or where each
+    microbatch has to be measured first.
+    """
+    if options.group is None or options.max_retries or traced():
+        return None
+    # What follows from the weights alone is known before the gradients are.
+    counted = torch.where(is_weight(weights.vector), weights.vector, 0).sum()
+    divisor = share_of(counted, all_reduce(counted, "sum", options.group))
+    return _Sender(reduction_of(params.leaves, buffers, divisor, options.group), params)
+
+
+# ---- weights and losses --------------------------------------------------------------------------
 
 
 class _Weights(NamedTuple):
@@ -315,17 +333,19 @@ def _weights(
 ) -> _Weights:
     number = len(microbatches)
     if weight_fn is None:
-        vector = torch.ones(number, dtype=_foreach.widest_float(scale.device), device=scale.device)
+        vector = torch.ones(number, dtype=widest_float(scale.device), device=scale.device)
         return _Weights(vector, [1 / number] * number, [True] * number, equal=True)
     given = [weight_fn(microbatch) for microbatch in microbatches]
     vector = torch.stack([as_weight("weight_fn returned", weight, scale) for weight in given])
-    if not _tree.traced() and not any(isinstance(weight, Tensor) for weight in given):
+    if not traced() and not any(isinstance(weight, Tensor) for weight in given):
         numbers = [as_float(weight) or 0.0 for weight in given]
         total = sum(numbers) or 1.0
         return _Weights(vector, [n / total for n in numbers], [n > 0 for n in numbers], equal=False)
     counts = is_weight(vector) & (vector > 0)
     shares = torch.where(counts, vector, 0)
     shares = shares / torch.where(counts.any(), shares.sum(), 1)
+    if host_can_read(shares):
+        return _Weights(vector, shares.tolist(), counts.tolist(), equal=False)
     return _Weights(vector, shares.unbind(), counts.unbind(), equal=False)
 
 
@@ -340,23 +360,29 @@ def check_weights(
 def _summary(
     weights: _Weights,
     losses: list[Tensor],
-    overflow: Tensor,
-    on_nonfinite: OnNonfinite,
-    group: Any,
-    *,
-    exact: bool,
-) -> dict[str, Tensor]:
-    """`loss`, `found_inf`, `overflow`, `curable` and `lost` of a window, from those of its
-    microbatches or of their mean; with a `group` from those of all its ranks, and `divisor`.
+    overflows: list[Tensor],
+    options: StepOptions,
+    scale: Tensor,
+) -> dict[str, Any]:
+    """The loss and the flags of a window, from those of its microbatches, or from the one of their
+    mean; with a group from those of all its ranks, and `divisor`.
     """
-    weight = weights.vector
-    loss = torch.stack(losses)
-    if group is None and weights.equal and not overflow.ndim:
-        mean = loss.mean(dtype=weight.dtype).to(loss.dtype) if len(losses) > 1 else loss[0]
-        told = dict.fromkeys(("found_inf", "overflow", "curable", "lost"), overflow)
-        if exact:
-            told["curable"] = overflow & torch.isfinite(loss).all()
-        return {"loss": mean, **told}
+    weight, group = weights.vector, options.group
+    loss = torch.stack(losses) if len(losses) > 1 else losses[0].reshape(1)
+    if group is None and weights.equal and len(overflows) == 1:
+        flag = overflows[0]
+        mean = loss.mean(dtype=weight.dtype).to(loss.dtype) if len(losses) > 1 else losses[0]
+        retryable = flag & torch.isfinite(loss).all() if options.max_retries else flag
+        return {
+            "loss": mean,
+            "skip": flag,
+            "overflow": flag,
+            "retryable": retryable,
+            "num_overflowed": flag,
+        }
+    overflow = torch.zeros((), dtype=torch.bool, device=scale.device)
+    if overflows:
+        overflow = torch.stack(overflows) if len(overflows) == len(losses) else overflows[0]
     invalid = ~is_weight(weight)
     counts = ~invalid & (weight > 0)
     overflow = overflow & counts
@@ -380,7 +406,7 @@ def _summary(
         every = facts[:2]
         means = facts[-2:] / torch.where(every > 0, every, 1)
     some_good, some_invalid, lost, tame, wild = (facts[2:7] > 0).unbind()
-    if on_nonfinite == "drop_microbatch":
+    if options.on_nonfinite == "drop_microbatch":
         found_inf, curable = ~some_good, tame
         mean = torch.where(some_good, means[0], means[1])
     else:
@@ -389,13 +415,13 @@ def _summary(
         mean = means[1]
     told = {
         "loss": mean.to(loss.dtype),
-        "found_inf": found_inf,
+        "skip": found_inf,
         "overflow": lost,
-        "curable": curable,
-        "lost": facts[4].to(torch.int64),
+        "retryable": curable,
+        "num_overflowed": facts[4].to(torch.int64),
     }
     if group is not None:
-        place = 0 if on_nonfinite == "drop_microbatch" else 1
+        place = 0 if options.on_nonfinite == "drop_microbatch" else 1
         told["divisor"] = share_of(ours[place], facts[place])
     return told
 

@@ -1,6 +1,4 @@
-"""The windows of all ranks as one: gradients and buffers in one reduction, after the last
-microbatch.
-"""
+"""The stage `reduce` of a step: the windows of all ranks of a group as one."""
 
 from __future__ import annotations
 
@@ -15,77 +13,75 @@ from torch.distributed.tensor import DTensor
 
 from .._distributed.buckets import reduction_of
 from .._distributed.collectives import agree, lines_of, on_cpu
+from .._distributed.mesh import mesh_sizes
 from .._distributed.process_group import all_reduce, check_group
-from .._grads.spread import read
-from .._loss_scale.headroom import grad_amax
-from .._step.microbatches import Gathered
-from .._torch import dtensor as _dtensor
-from .._torch import foreach as _foreach
+from .._grads.measure import measure
+from .._step.microbatches import WindowGrads
+from .._step.step_options import StepOptions
+from .._torch.dtypes import wide_dtype
+from .._torch.tracing import host_can_read
 from .._tree import tree as _tree
+from .._tree.leaves import normalize
 from .._tree.tree import Flat, Leaves, Tree
 
 
-def together(
-    gathered: Gathered,
-    params: Flat,
-    buffers: Flat,
-    scale: Tensor,
-    norm_type: float | None,
-    amax: bool,
-    group: Any,
-) -> Gathered:
-    """What the windows of all ranks amount to: the mean of their means by weight, and of what
-    became of `buffers`.
+def reduce_window(
+    options: StepOptions, window: WindowGrads, params: Flat, buffers: Flat, scale: Tensor
+) -> WindowGrads:
+    """What the windows of all ranks amount to: the mean of their means by weight, and of the
+    buffers after them.
 
     Gradients that are on their way already are waited for; else they are sent now. A buffer that no
-    rank has changed keeps its bits. Of integers, which count, the largest.
+    rank has changed keeps its bits. Of integers the largest is taken, since they count.
     """
-    weights, before, after = params.leaves, buffers.leaves, gathered.buffers
-    reduction = gathered.reduction
+    weights, before, after = params.leaves, buffers.leaves, window.buffers
+    reduction = window.reduction
     if reduction is None:
-        reduction = reduction_of(weights, before, gathered.divisor, group)
-        grads = _tree.flatten(gathered.grads)[0]
-        for place in reversed(range(len(weights))):
-            if place in reduction.bucket_of:
-                reduction.put(place, grads[place])
-    for place, (old, new) in enumerate(zip(before, after, strict=True), len(weights)):
-        if place in reduction.bucket_of:
-            reduction.put(place, _moved(old, new, reduction.divisor))
-    counted = _largest(before, after, group)
+        reduction = reduction_of(weights, before, window.divisor, options.group)
+        grads = window.grads.restore(window.grads.tensors)
+        for index in reversed(range(len(weights))):
+            if index in reduction.bucket_of:
+                reduction.put(index, grads[index])
+    for index, (old, new) in enumerate(zip(before, after, strict=True), len(weights)):
+        if index in reduction.bucket_of:
+            reduction.put(index, _change_and_value(old, new, reduction.divisor))
+    largest = _largest_integers(before, after, options.group)
     sums = reduction.get()
-    mean = sums[: len(weights)]
     averaged = [
-        other if pair is None else _meant(old, *pair)
-        for old, pair, other in zip(before, sums[len(weights) :], counted, strict=True)
+        other if pair is None else _apply_mean_change(old, *pair)
+        for old, pair, other in zip(before, sums[len(weights) :], largest, strict=True)
     ]
-    found_inf, overflow, norm = gathered.found_inf, gathered.overflow, None
-    if gathered.scaled:
-        bad, norm, most, _ = read(mean, norm_type, scale, scaled=True, amax=amax)
-        found_inf, overflow = found_inf | bad, overflow | bad
-        if norm is not None:
-            norm = torch.where(overflow, torch.inf, norm)
-    else:
-        most = grad_amax(mean) if amax else ()
-    return gathered._replace(
-        grads=params.structure.unflatten(mean),
-        norm=norm,
-        amax=most,
-        found_inf=found_inf,
+    mean = normalize(sums[: len(weights)])
+    stats = measure(
+        mean,
+        scale,
+        scaled=window.scaled,
+        norm_type=options.clip.norm_to_measure,
+        amax=options.takes_amax,
+    )
+    skip, overflow = window.skip, window.overflow
+    if window.scaled:
+        skip, overflow = skip | stats.nonfinite, overflow | stats.nonfinite
+    on_host = bool(skip) if host_can_read(skip, *mean.tensors) else None
+    return window._replace(
+        grads=mean,
+        stats=stats._replace(nonfinite=skip, nonfinite_on_host=on_host),
+        skip=skip,
         overflow=overflow,
         buffers=averaged,
         reduction=None,
     )
 
 
-def _moved(old: Tensor, new: Tensor, divisor: Any) -> Tensor:
+def _change_and_value(old: Tensor, new: Tensor, divisor: Any) -> Tensor:
     """What is to be averaged of a buffer: by how much it moved, and where to."""
-    wide = new.to(_foreach.wide_dtype(old.dtype))
+    wide = new.to(wide_dtype(old.dtype))
     pair = torch.stack([wide - old.to(wide.dtype), wide])
     # A rank that counts for nothing has no say: inf over its divisor would be NaN.
     return torch.where(torch.isinf(divisor), 0, pair)
 
 
-def _meant(old: Tensor, change: Tensor, value: Tensor) -> Tensor:
+def _apply_mean_change(old: Tensor, change: Tensor, value: Tensor) -> Tensor:
     """A buffer after the mean of both. One that counts goes by its change, without which ranks
     whose number is no power of 2 would round it; one that falls by its value, which the change
     does not hold; so does one that comes from inf, as a running minimum.
@@ -96,7 +92,7 @@ def _meant(old: Tensor, change: Tensor, value: Tensor) -> Tensor:
     return torch.where(change == 0, wide, moved).to(old.dtype)
 
 
-def _largest(before: Leaves, after: Leaves, group: Any) -> Leaves:
+def _largest_integers(before: Leaves, after: Leaves, group: Any) -> Leaves:
     """`after`, with the largest of each integer over the ranks; one reduction for all."""
     places = [
         place
@@ -129,7 +125,7 @@ def checked(
 
     def checked_all() -> None:
         check()
-        _refuse_spread(trees())
+        _refuse_dtensors(trees())
 
     if on_cpu(group):
 
@@ -143,14 +139,18 @@ def checked(
     return group if dist.get_world_size(group) > 1 else None
 
 
-def _refuse_spread(trees: dict[str, Tree]) -> None:
+def _is_dense(leaf: Tensor) -> bool:
+    return leaf.layout is torch.strided and not isinstance(leaf, DTensor)
+
+
+def _refuse_dtensors(trees: dict[str, Tree]) -> None:
     for name, tree in trees.items():
         for index, leaf in enumerate(_tree.flatten(tree)[0]):
-            if not isinstance(leaf, Tensor) or _foreach.is_dense(leaf):
+            if not isinstance(leaf, Tensor) or _is_dense(leaf):
                 continue
             at = _tree.path(tree, f"state.{name}", index)
             if isinstance(leaf, DTensor):
-                mesh = _dtensor.sizes(leaf.device_mesh)
+                mesh = mesh_sizes(leaf.device_mesh)
                 raise ValueError(
                     f"{at} is a DTensor, {leaf.placements} over a mesh of {mesh}; with a group "
                     "every rank holds all of each leaf, in plain tensors. Likely cause: group=... "

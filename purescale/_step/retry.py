@@ -4,83 +4,72 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._grads.accumulate import OnNonfinite
-from .._loss_scale.headroom import takes_amax, updated
-from .._loss_scale.rules import Rule, is_usable
-from .._step.microbatches import BNUpdate, Gathered, gather
-from .._step.value_and_grad import LossFn
-from .._torch import dtensor as _dtensor
+from .._grads.measure import is_usable
+from .._loss_scale.headroom import updated
+from .._loss_scale.rules import Rule
+from .._step.microbatches import WindowGrads, accumulate_microbatches
+from .._step.step_options import StepOptions
+from .._torch.dtensor import any_dtensor
 from .._tree import tree as _tree
 from .._tree.tree import Flat
 
 
-def gather_until_finite(
+class Tried(NamedTuple):
+    """The window that the step is made of."""
+
+    window: WindowGrads
+    scaler: Any  # the state that scaled it
+    rng: Any  # the next one
+    retries: int
+
+
+def accumulate_until_finite(
+    options: StepOptions,
     params: Flat,
     buffers: Flat,
     scaler: Flat,
     rng: Any,
     microbatches: list[Any],
-    loss_fn: LossFn,
-    rule: Rule[Any],
-    weight_fn: Callable[[Any], float | Tensor] | None,
-    on_nonfinite: OnNonfinite,
-    bn_update: BNUpdate,
-    max_retries: int,
-    norm_type: float | None,
-    group: Any = None,
-) -> tuple[Any, Gathered, Any, int]:
-    """Syncs with the host where `max_retries` is above 0. The scaler that was used, the window, the
-    next `rng`, how many retries.
+) -> Tried:
+    """Syncs with the host where `max_retries` is above 0. The window at the first scale at which it
+    is finite.
 
     Where no try is finite, the one that lost the fewest microbatches, and of those the one at the
-    highest scale. With a `group` what is read is the same on every rank, so that all try again
-    or none.
+    highest scale. With a group what is read is the same on every rank, so that all try again or
+    none.
     """
-    if max_retries and _dtensor.among(params.leaves):
+    max_retries, rule = options.max_retries, options.rule
+    if max_retries and any_dtensor(params.leaves):
         raise ValueError(
             f"max_retries={max_retries} with parameters that are DTensors: whether to try again is "
-            "read from the loss of this rank, another rank may read otherwise, and each would wait "
-            "for the other. Cure: max_retries=0; the next step is taken at the lower scale anyway."
+            "read from the loss of this rank. Ranks could disagree about retrying and deadlock. "
+            "Cure: max_retries=0; the next step is taken at the lower scale anyway."
         )
     device = scaler.tree.scale.device
+    best: Tried | None = None
+    generators = _generators(device) if max_retries else []
     retries = 0
-    best: tuple[Any, Gathered, Any] | None = None
-    drawn = _generators(device) if max_retries else []
-    exact = max_retries > 0
     while True:
         with _drawing_from(rng, device) as after:
-            gathered = gather(
-                params,
-                buffers,
-                scaler,
-                microbatches,
-                loss_fn,
-                weight_fn,
-                on_nonfinite,
-                bn_update,
-                norm_type,
-                exact,
-                takes_amax(rule),
-                group,
-            )
-        if best is None or bool(gathered.lost < best[1].lost):
-            best = scaler.tree, gathered, after()
+            window = accumulate_microbatches(options, params, buffers, scaler, microbatches)
+        if best is None or bool(window.num_overflowed < best.window.num_overflowed):
+            best = Tried(window, scaler.tree, after(), 0)
         lower = None
-        if retries < max_retries and bool(gathered.curable):
+        if retries < max_retries and bool(window.retryable):
             lower = _backed_off(rule, scaler.tree)
         if lower is None:
-            return (*best, retries)
+            return best._replace(retries=retries)
         scaler, retries = _tree.flat(lower), retries + 1
-        for module, where, before in drawn:
+        for module, where, before in generators:
             module.set_rng_state(before, *where)
 
 
-_PATIENCE = 100  # overflows that a rule may let pass before it lowers the scale
+_MAX_UPDATES = 100  # overflows that a rule may let pass before it lowers the scale
 
 
 def _backed_off(rule: Rule[Any], scaler: Any) -> Any | None:
@@ -89,7 +78,7 @@ def _backed_off(rule: Rule[Any], scaler: Any) -> Any | None:
     """
     lower, bad = scaler, torch.ones((), dtype=torch.bool, device=scaler.scale.device)
     amax = torch.full_like(scaler.scale, torch.inf)  # what a skipped step has
-    for _ in range(_PATIENCE):
+    for _ in range(_MAX_UPDATES):
         lower = updated(rule, lower, bad, amax)
         usable = is_usable(lower.scale) & ~is_usable(scaler.scale)
         if bool((lower.scale < scaler.scale) | usable):

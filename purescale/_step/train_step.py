@@ -11,21 +11,25 @@ import torch
 from torch import Tensor
 
 from .._grads.accumulate import OnNonfinite, check_on_nonfinite
-from .._grads.clip import Clip, check_ordered, checked, told
-from .._grads.spread import Read
-from .._loss_scale.headroom import check_rule, takes_amax, updated
+from .._grads.clip import Clip, check_clip, check_ordered
+from .._loss_scale.headroom import check_rule, updated
 from .._loss_scale.rules import Rule, StaticScale, check_device
-from .._optim.protocol import Optimizer
-from .._step.microbatches import BNUpdate, check_weights
-from .._step.optimizer_step import skip_or_step
+from .._optim.decision import Decision
+from .._optim.protocol import Optimizer, as_conditional
+from .._optim.step_inputs import flatten_step
+from .._step.decide import decide
+from .._step.microbatches import check_weights
+from .._step.optimizer_step import update
 from .._step.reduce import checked as checked_group
-from .._step.reduce import together
-from .._step.retry import gather_until_finite
+from .._step.reduce import reduce_window
+from .._step.retry import accumulate_until_finite
 from .._step.step_info import StepInfo
+from .._step.step_options import BNUpdate, StepOptions
 from .._step.value_and_grad import LossFn
+from .._torch.tracing import traced
 from .._tree import tree as _tree
 from .._tree.scalars import shown
-from .._tree.select import choose, where
+from .._tree.select import choose, into, where
 from .._tree.tree import Leaves, Tree
 
 
@@ -188,7 +192,7 @@ def train_step(
             microbatches,
             optimizer,
             rule,
-            checked(max_norm, clip_value, norm_type),
+            check_clip(max_norm, clip_value, norm_type),
             on_nonfinite,
             bn_update,
             max_retries,
@@ -200,76 +204,91 @@ def train_step(
         ),
         lambda: {"params": state.params, "buffers": state.buffers, "scaler": state.scaler},
     )
-    clip = checked(max_norm, clip_value, norm_type)
-    norm = None if max_norm is None else clip.norm_type
-    scaler, gathered, rng, retries = gather_until_finite(
-        *(params, buffers, before, state.rng),
-        *(microbatches, loss_fn, rule, weight_fn),
-        *(on_nonfinite, bn_update, max_retries, norm),
-        group,
+    options = StepOptions(
+        loss_fn=loss_fn,
+        optimizer=as_conditional(optimizer),
+        rule=rule,
+        clip=check_clip(max_norm, clip_value, norm_type),
+        weight_fn=weight_fn,
+        on_nonfinite=on_nonfinite,
+        bn_update=bn_update,
+        group=group,
+        max_retries=max_retries,
+        donate=donate,
+    )
+    inputs = flatten_step(options.optimizer, state.params, None, state.opt_state)
+    options.optimizer.check(inputs)
+
+    window, scaler, rng, retries = accumulate_until_finite(
+        options, params, buffers, before, state.rng, microbatches
     )
     if group is not None:
-        gathered = together(
-            *(gathered, params, buffers, scaler.scale, norm),
-            takes_amax(rule),
-            group,
-        )
-    skip, overflow = gathered.found_inf, gathered.overflow
-    # Where no try was finite, the scale ends as after one ordinary skip.
-    used = scaler if retries == 0 else where(overflow, state.scaler, scaler, donate=False)
-    next_scaler = updated(rule, used, overflow, gathered.amax)
-    # a window that its weights alone made empty leaves the scale as it was
-    if overflow is not skip:
-        next_scaler = where(skip & ~overflow, state.scaler, next_scaler, donate=False)
-    else:
-        name = "the state that the rule gave"
-        _tree.paired(state.scaler, next_scaler, "state.scaler", name, flat=before)
+        window = reduce_window(options, window, params, buffers, scaler.scale)
+    scale = scaler.scale if window.scaled else None
+    outcome = decide(window.stats, options.clip, scale, window.grads.tensors)  # type: ignore[arg-type]
+    skip, skip_on_host = outcome.found_inf, outcome.decision.skip_on_host
 
-    # A gradient may be the very tensor that a custom backward returned, and parts of a state may
-    # share memory.
-    keep: list[Tensor] = []
-    if not _tree.traced():
-        known_leaves = (*buffers.leaves, *gathered.buffers, *before.leaves, *gathered.seen)
-        tried = scaler if retries else ()
-        keep = [leaf for leaf in known_leaves if isinstance(leaf, Tensor)]
-        keep += _tree.all_tensors((next_scaler, state.step, state.rng, gathered.aux, tried))
-    out = skip_or_step(
-        optimizer,
-        state.params,
-        gathered.grads,
-        state.opt_state,
-        clip,
-        scaler.scale,
+    # Where no try was finite, the scale ends as after one ordinary skip.
+    overflow = window.overflow | (outcome.overflow & ~window.skip)
+    used = scaler if retries == 0 else where(overflow, state.scaler, scaler)
+    next_scaler = updated(rule, used, overflow, outcome.grad_amax)
+    _tree.paired(state.scaler, next_scaler, "state.scaler", _FROM_RULE, flat=before)
+    # Weights that leave nothing, and a bound that is none, leave the scale as it was.
+    if skip is not overflow:
+        next_scaler = where(skip & ~overflow, state.scaler, next_scaler)
+
+    step = state.step + (~skip if skip_on_host is None else int(not skip_on_host))
+    used_scale = scaler.scale.clone()
+    # Parts of a state may share memory, and microbatches may be made of it.
+    keep = [*window.seen, *_tree.all_tensors((buffers.leaves, window.buffers, before.leaves))]
+    keep += [*options.clip.bounds, *_tree.tensors((state.step, state.rng))]
+    new_params, opt_state = update(
+        options.optimizer,
+        inputs._replace(grads=window.grads),
+        outcome,
         donate=donate,
-        scaled=gathered.scaled,
-        spent=True,
+        scratch_ok=not traced(),
         keep=keep,
-        known=Read(skip, gathered.norm, (), gathered.finite),
     )
-    # before buffers are written, whose memory they may stand in
-    step, scale = state.step + (1 if gathered.finite else ~skip), scaler.scale.clone()
-    bad = False if gathered.finite else skip
-    new_buffers = choose(bad, buffers.leaves, gathered.buffers, donate=donate)
+    keep = [*window.seen, *_tree.all_tensors((new_params, opt_state, next_scaler, window.aux))]
+    keep += _tree.tensors((step, state.rng))
+    new_buffers = _next_buffers(
+        outcome.decision, buffers.leaves, window.buffers, donate=donate, keep=keep
+    )
     new_state = TrainState(
-        params=out.params,
+        params=new_params,
         buffers=buffers.structure.unflatten(new_buffers),
-        opt_state=out.opt_state,
+        opt_state=opt_state,
         scaler=next_scaler,
         step=step,
         rng=rng,
     )
     info = StepInfo(
-        loss=gathered.loss,
+        loss=window.loss,
         found_inf=skip,
-        scale=scale,
-        grad_norm=out.grad_norm,
-        grad_amax=told(gathered.amax, skip),
+        scale=used_scale,
+        grad_norm=outcome.grad_norm,
+        grad_amax=outcome.grad_amax,
         retries=torch.full((), retries, dtype=torch.int32, device=skip.device),
-        aux=gathered.aux,
+        aux=window.aux,
     )
     if donate:
         _tree.poison(state, keep=(new_state, info, microbatches, max_norm, clip_value))
     return new_state, info
+
+
+_FROM_RULE = "the state that the rule gave"
+
+
+def _next_buffers(
+    decision: Decision, old: Leaves, new: Leaves, *, donate: bool, keep: list[Tensor]
+) -> Leaves:
+    """The buffers after the step; new ones are in memory of their own already."""
+    if decision.skip_on_host is None:
+        return choose(decision.skip, old, new, donate=donate, keep=keep)  # type: ignore[arg-type]
+    if decision.skip_on_host:
+        return list(old) if donate else choose(True, old, new)
+    return into(old, new, keep) if donate else list(new)
 
 
 def _check_call(
@@ -321,13 +340,13 @@ def _check_call(
             f"max_retries={max_retries} with {rule!r}, whose scale never moves: every try would "
             "overflow again. Cure: DynamicScale(), or max_retries=0."
         )
-    if max_retries and _tree.traced():
+    if max_retries and traced():
         raise ValueError(
             "max_retries reads the flag on the host, which a traced step cannot. Cure: "
             "max_retries=0 under torch.compile and torch.func; the next step is taken at the "
             "lower scale anyway."
         )
-    if not isinstance(state.rng, tuple) and _tree.traced():
+    if not isinstance(state.rng, tuple) and traced():
         raise ValueError(
             "a step with rng in its state cannot be traced: torch's generators are outside of "
             "torch.compile and torch.func. Cure: state._replace(rng=()), torch.manual_seed before "

@@ -1,20 +1,18 @@
-"""The gradients of one microbatch, of a loss that is scaled."""
+"""The loss and the gradients of one microbatch, of a loss that is scaled."""
 
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from .._loss_scale.rules import scale_loss
-from .._module.argument import leaf as argument_leaf
-from .._torch import dtensor as _dtensor
-from .._torch import foreach as _foreach
-from .._tree import leaves as _leaf
+from .._torch import donation, dtensor, private
+from .._torch.dtypes import wide_dtype
+from .._torch.tracing import traced
 from .._tree import tree as _tree
 from .._tree.tree import Flat, Leaves, Tree
 
@@ -30,72 +28,83 @@ class LossFn(Protocol):
         """
 
 
-class Differentiate:
-    """The gradients of the scaled loss; the unscaled loss, new buffers and aux, off the graph and
-    in memory of their own.
+class Microbatch(NamedTuple):
+    """What one microbatch gives, off the graph and in memory of its own."""
 
-    What is the same for every microbatch is worked out once. Parameters without a tensor are left
-    out until `tree`.
+    grads: Leaves  # of the scaled loss, one per parameter; None where that is
+    loss: Tensor  # unscaled, 0-d
+    buffers: Leaves  # the new ones
+    aux: list[Any]
+
+
+class ValueAndGrad:
+    """The loss, the gradients and the new buffers of each microbatch of a step.
+
+    What is the same for all of them is worked out once.
     """
 
     def __init__(self, params: Flat, buffers: Flat, scaler: Flat, loss_fn: LossFn) -> None:
         self.scaler, self.loss_fn, self.buffers = scaler.tree, loss_fn, buffers
-        self.structure = params.structure
-        self.present = [leaf is not None for leaf in params.leaves]
-        self.inputs = [leaf for leaf in params.leaves if leaf is not None]
-        self.seen: list[Tensor] = []  # in the microbatches
-        self.spread = _dtensor.among(self.inputs)
-        if not _tree.traced():
-            names = zip(_tree.names(params.tree), self.present, strict=True)
-            self.names = [name for name, here in names if here]
+        self.params, self.structure = params, params.structure
+        self.present = [index for index, leaf in enumerate(params.leaves) if leaf is not None]
+        self.inputs = [params.leaves[index] for index in self.present]
+        self.seen: list[Tensor] = []  # the tensors of the microbatches
+        self.sharded = dtensor.any_dtensor(self.inputs)
+        if not traced():
             given = [*self.inputs, *buffers.leaves, *scaler.leaves]
-            self.taken = {None, *_leaf.storages(given)}
+            self.taken = {None, *donation.memories(given)}
             self.inputs = _recordable(self.inputs)
 
     def zeros(self) -> Leaves:
-        return [
-            torch.zeros_like(leaf, dtype=_foreach.wide_dtype(leaf.dtype)) for leaf in self.inputs
-        ]
+        """Gradients of a window in which nothing counts."""
+        return self._leaves(
+            [torch.zeros_like(leaf, dtype=wide_dtype(leaf.dtype)) for leaf in self.inputs]
+        )
 
-    def tree(self, leaves: Leaves) -> Tree:
-        present = iter(leaves)
-        return self.structure.unflatten([next(present) if here else None for here in self.present])
+    def names(self) -> list[str]:
+        """The dotted names of the parameters that are tensors."""
+        every = _tree.names(self.params.tree)
+        return [every[index] for index in self.present]
+
+    def _leaves(self, tensors: list[Any]) -> Leaves:
+        """One for each leaf of the parameters, None where they are None."""
+        if len(tensors) == len(self.params.leaves):
+            return tensors
+        leaves: Leaves = [None] * len(self.params.leaves)
+        for index, tensor in zip(self.present, tensors, strict=True):
+            leaves[index] = tensor
+        return leaves
 
     def __call__(
         self,
         buffers: Leaves,
         microbatch: Any,
-        put: Callable[[int, Tensor], None] | None = None,
-        least: int = 0,
-    ) -> tuple[Leaves, tuple[Tensor, Leaves, list[Any]]]:
-        """`put` takes gradients of at least so many elements as the backward makes them, in place
-        of which None is returned.
+        on_grad: Callable[[int, Tensor], None] | None = None,
+    ) -> Microbatch:
+        """`on_grad(index, gradient)` takes each gradient as the backward makes it; then none are
+        returned.
         """
-        if _tree.traced():
+        if traced():
             scaled = functools.partial(self._scaled, buffers, microbatch)
             found, (_, outputs) = torch.func.grad_and_value(scaled, has_aux=True)(self.inputs)
-            return list(found), _tree.fresh(outputs)
+            return Microbatch(self._leaves(list(found)), *_tree.fresh(outputs))
         # torch.func.grad would give the same bits; this also takes checkpointing around `apply` and
         # custom Functions of the older form.
         inputs, loss, outputs = self.graph(buffers, microbatch)
-        if put is not None:
-            grads = _put_each(put, least, loss, inputs)
+        grads: list[Any] = []
+        if on_grad is not None:
+            _backward(loss, inputs, [functools.partial(on_grad, index) for index in self.present])
         else:
-            found = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
-            # a backward may return what it was given, or what it keeps
-            grads = [
-                grad.detach().clone()
-                if held > _ALONE
-                else grad.detach()
-                if grad.requires_grad
-                else grad
-                for grad, held in zip(found, _references(found), strict=True)
-            ]
-        if self.spread:
-            grads = [_dtensor.like(grad, leaf) for grad, leaf in zip(grads, inputs, strict=True)]
+            grads = donation.owned(
+                list(torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True))
+            )
+            if self.sharded:
+                pairs = zip(grads, inputs, strict=True)
+                grads = [dtensor.redistribute_like(*pair) for pair in pairs]
         seen = _tree.all_tensors(microbatch)
         self.seen += seen
-        return grads, _tree.fresh(outputs, self.taken.union(_leaf.storages(seen)))
+        outputs = _tree.fresh(outputs, self.taken | donation.memories(seen))
+        return Microbatch(self._leaves(grads) if grads else [], *outputs)
 
     def graph(
         self, buffers: Leaves, microbatch: Any
@@ -107,10 +116,8 @@ class Differentiate:
         with torch.enable_grad():
             # Leaves, so that autocast casts a weight once however often it is used; new ones, as a
             # loss may hang a hook on them.
-            inputs = [
-                argument_leaf(name, leaf)
-                for name, leaf in zip(self.names, self.inputs, strict=True)
-            ]
+            inputs = [leaf.detach().requires_grad_() for leaf in self.inputs]
+            before = list(map(_version, inputs))
             loss, outputs = self._scaled(buffers, microbatch, inputs)
         if not loss.requires_grad:
             raise ValueError(
@@ -119,14 +126,27 @@ class Differentiate:
                 "inference_mode. Cure: `out, buffers = apply(params, buffers, x)` and a loss "
                 "of that `out`."
             )
+        if list(map(_version, inputs)) != before:
+            self._refuse_writes(inputs, before)
         return inputs, loss, outputs
+
+    def _refuse_writes(self, inputs: Leaves, before: list[int]) -> None:
+        index = next(i for i, old in enumerate(before) if _version(inputs[i]) != old)
+        name = self.names()[index]
+        raise RuntimeError(
+            f"loss_fn wrote into the parameter {name}. Parameters are the state of this step, which "
+            "nothing may change. Likely cause: weights that are clipped, renormalised or "
+            "initialised in forward, under torch.no_grad. Cure: compute a new tensor, "
+            "`w = w / w.norm()`, or change the parameters between two steps."
+        )
 
     def _scaled(
         self, buffers: Leaves, microbatch: Any, inputs: Leaves
     ) -> tuple[Tensor, tuple[Tensor, Leaves, list[Any]]]:
+        params = self.structure.unflatten(self._leaves(list(inputs)))
         given = self.buffers.structure.unflatten(buffers)
-        loss, new_buffers, aux = self._checked(self.loss_fn(self.tree(inputs), given, microbatch))
-        unscaled = loss.to(_foreach.wide_dtype(loss.dtype))
+        loss, new_buffers, aux = self._checked(self.loss_fn(params, given, microbatch))
+        unscaled = loss.to(wide_dtype(loss.dtype))
         scaled = scale_loss(self.scaler, loss).reshape(())
         return scaled, (unscaled.reshape(()), new_buffers, aux)
 
@@ -144,7 +164,7 @@ class Differentiate:
                 "changes them."
             )
         loss, new_buffers, *aux = returned
-        loss = _dtensor.full(loss)
+        loss = dtensor.full_tensor(loss)
         if not isinstance(loss, Tensor):
             raise TypeError(
                 f"loss_fn returned {type(loss).__name__} as its loss; expected a tensor of one "
@@ -161,42 +181,27 @@ class Differentiate:
         return loss, leaves, aux
 
 
-def _references(tensors: Sequence[Tensor]) -> list[int]:
-    return [sys.getrefcount(tensor) for tensor in tensors]
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else private.version(tensor)
 
 
-_ALONE = _references((torch.empty(0, device="cpu"),))[0]  # of what only its tuple holds
-
-
-def _put_each(
-    put: Callable[[int, Tensor], None], least: int, loss: Tensor, inputs: Leaves
-) -> Leaves:
-    """Put each gradient of at least that size as the backward makes it; nothing else holds on to
-    it. Returns the others.
-
-    torch hands over a tensor that nobody else has, or a copy of it.
-    """
-    waiting = [index for index, leaf in enumerate(inputs) if leaf.numel() >= least]
+def _backward(loss: Tensor, inputs: Leaves, takers: list[Callable[[Tensor], None]]) -> None:
+    """Hand over each gradient as the backward makes it; zeros of what the loss does not use."""
     taken: set[int] = set()
 
     def take(index: int, leaf: Tensor) -> None:
-        gradient, leaf.grad = leaf.grad, None
+        found = [leaf.grad]
+        leaf.grad = None
         taken.add(index)
-        assert gradient is not None
-        put(index, gradient)
+        takers[index](donation.owned(found)[0])  # type: ignore[arg-type]
 
-    for index in waiting:
-        inputs[index].register_post_accumulate_grad_hook(functools.partial(take, index))
+    for index, leaf in enumerate(inputs):
+        leaf.grad = None  # of a backward inside of loss_fn
+        leaf.register_post_accumulate_grad_hook(functools.partial(take, index))
     torch.autograd.backward(loss, inputs=inputs)
-    grads = [leaf.grad for leaf in inputs]
     for index in reversed(range(len(inputs))):
-        if grads[index] is None and index not in taken:
-            zeros = torch.zeros_like(inputs[index].detach())
-            if inputs[index].numel() >= least:
-                put(index, zeros)
-            else:
-                grads[index] = zeros
-    return grads
+        if index not in taken:
+            takers[index](torch.zeros_like(inputs[index].detach()))
 
 
 def _recordable(leaves: Leaves) -> Leaves:

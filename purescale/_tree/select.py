@@ -1,19 +1,18 @@
-"""Old or new: a tree as it was where the step is bad, else as it became."""
+"""Old or new: a tree as it was where the step is skipped, else as it became."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._torch import columns as _columns
-from .._torch import dtensor as _dtensor
-from .._torch.private import foreach
-from .._tree import leaves as _leaf
+from .._torch import dtensor, foreach
+from .._torch.donation import can_write
+from .._torch.private import foreach as list_ops
+from .._torch.tracing import host_can_read, is_on_a_graph, traced
 from .._tree import tree as _tree
-from .._tree.leaves import parts
+from .._tree.leaves import is_constant
 from .._tree.tree import Flat, Leaves, Tree
 
 
@@ -26,9 +25,8 @@ def select(found_inf: Tensor | bool, old: Tree, new: Tree) -> Tree:
     through (`0 * nan` is `nan`).
 
     Shapes and dtypes: `found_inf` is 0-d bool, True = bad. The leaves of `old` and `new` agree in
-    shape, dtype and layout, sparse ones in how many values they hold too (torch takes those in
-    eager mode only). A leaf that is no tensor must be the same in both. The result shares no memory
-    with either.
+    shape and dtype. A leaf that is no dense tensor, such as a sparse one, must be the same object in
+    both and comes back. The result shares no memory with either.
 
     Raises `ValueError` when the trees differ in structure or two leaves in shape or dtype.
 
@@ -38,126 +36,59 @@ def select(found_inf: Tensor | bool, old: Tree, new: Tree) -> Tree:
 
     Source of the rule: `select_tree` of jmp.
     """
-    return where(found_inf, old, new, donate=False)
+    return where(found_inf, old, new)
 
 
 def where(
-    found_inf: Tensor | bool,
+    skip: Tensor | bool,
     old: Tree,
     new: Tree,
     *,
-    donate: bool,
+    donate: bool = False,
     keep: Sequence[Tensor] = (),
-    spent: bool = False,
     flat: Flat | None = None,
 ) -> Tree:
-    """`select` that may write its result into the tensors of `old`, but for those in the memory of
-    `keep`.
-
-    `spent`: every tensor of `new` stands in memory that nobody else sees, and may hold anything
-    afterwards. `flat`: of `old`, where it is known.
+    """`select` that may write its result into the tensors of `old`, unless they share memory with
+    `keep`. `flat`: of `old`, where it is known.
     """
     leaves, others, structure = _tree.paired(old, new, "old", "new", flat=flat)
-    return structure.unflatten(
-        choose(found_inf, leaves, others, donate=donate, keep=keep, spent=spent)
-    )
+    return structure.unflatten(choose(skip, leaves, others, donate=donate, keep=keep))
 
 
 def choose(
-    found_inf: Tensor | bool,
+    skip: Tensor | bool,
     old: Leaves,
     new: Leaves,
     *,
-    donate: bool,
+    donate: bool = False,
     keep: Sequence[Tensor] = (),
-    spent: bool = False,
 ) -> Leaves:
-    """`where` of leaves that are paired already. Nothing is chosen where `found_inf` is not a
-    tensor but False.
-    """
-    shards = _dtensor.shards(old)
-    leaves, others = shards.local, _dtensor.shards(new).local
-
-    replacements = [b for a, b in zip(leaves, others, strict=True) if b is not a]
-    mine = _tree.writable(leaves, [*replacements, *keep]) if donate else [False] * len(leaves)
-    plain = _tree.traced() or (
-        torch.is_grad_enabled()
-        and any(isinstance(t, Tensor) and t.requires_grad for t in (*leaves, *others))
-    )
-    if found_inf is False and not plain:
-        return shards.back(_taken(leaves, others, mine, spent=spent))
-    bad = _tree.flag(found_inf, like=next((leaf for leaf in old if isinstance(leaf, Tensor)), None))
-    compiling = torch.compiler.is_compiling()
-    results = list(leaves)
-    columns: dict[Any, list[int]] = {}
-    in_place: list[tuple[int, Tensor]] = []
-    # Whatever is not written in place comes first: it may read what is about to be overwritten.
-    spent = spent and not plain
-    for index, (a, b, own) in enumerate(zip(leaves, others, mine, strict=True)):
-        if not isinstance(a, Tensor) or (own and b is a and not compiling):
-            continue
-        kind = None
-        if not plain and (spent or _columns.counts_launches(a)):
-            kind = _columns.chosen_together(a, b, own=own and spent)
-        if kind is not None:
-            columns.setdefault(kind, []).append(index)
-        elif not compiling and (own or (spent and _columns.is_plain(b))):
-            in_place.append((index, a if own else b))
-        else:
-            results[index] = _either(bad, a, b)
-            if own and b is not a:
-                in_place.append((index, a))
-    for index, target in in_place:
-        if compiling:
-            results[index] = target.copy_(results[index])
-        else:
-            results[index] = torch.where(bad, leaves[index], others[index], out=target)
-    for places in columns.values():
-        pairs = [leaves[i] for i in places], [others[i] for i in places]
-        chosen = _columns.choose(bad, *pairs, [mine[i] for i in places], spent=spent)
-        for index, leaf in zip(places, chosen, strict=True):
-            results[index] = leaf
-    return shards.back(results)
-
-
-def _taken(old: Sequence[Any], new: Sequence[Any], mine: Sequence[bool], *, spent: bool) -> Leaves:
-    """`new` in memory of its own, which is that of `old` where it is `mine`, and where it is
-    `spent` its own already.
-    """
-    if spent:
-        return list(new)
-    results, listed = list(old), _columns.are_plain([*old, *new])
-    moved = [
-        index
-        for index, (a, b) in enumerate(zip(old, new, strict=True))
-        if isinstance(b, Tensor) and not (mine[index] and b is a)
-    ]
-    into = [index for index in moved if mine[index] and listed]
-    apart = [index for index in moved if not (mine[index] and listed)]
-    if into:
-        foreach.copy_([old[index] for index in into], [new[index] for index in into])
-    for index, copy in zip(apart, _columns.clone([new[i] for i in apart]), strict=True):
-        results[index] = copy
+    """`where` of leaves that are paired already; a `skip` that the host knows chooses nothing."""
+    indices = [index for index, leaf in enumerate(old) if not is_constant(leaf)]
+    before = [dtensor.shard(old[index]) for index in indices]
+    after = [dtensor.shard(new[index]) for index in indices]
+    graph = traced() or is_on_a_graph([*before, *after])
+    if isinstance(skip, Tensor) and not graph and host_can_read(_tree.flag(skip), *before):
+        skip = bool(skip)
+    if isinstance(skip, bool) and not graph:
+        chosen = foreach.clone(before if skip else after)
+    else:
+        flag = _tree.flag(skip, like=before[0] if before else None)
+        moved = [b for a, b in zip(before, after, strict=True) if b is not a]
+        in_place = donate and can_write(before, [*moved, *keep])
+        chosen = foreach.where(flag, before, after, in_place=in_place)
+    results = list(old)
+    for index, tensor in zip(indices, chosen, strict=True):
+        results[index] = dtensor.from_local_like(old[index], tensor)
     return results
 
 
-def _either(bad: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """`torch.where(bad, a, b)`, of sparse tensors part by part."""
-    if a.layout not in _leaf.SPARSE:
-        return torch.where(bad, a, b)
-    if _tree.under_transform():
-        raise ValueError(
-            f"a tensor of layout {a.layout} cannot be chosen under torch.func or vmap, where torch "
-            "cannot put sparse tensors together. Likely cause: a buffer like a graph's adjacency. "
-            "Cure: keep it dense, or out of the module and hand it to the forward."
-        )
-    *indices, values = (torch.where(bad, x, y) for x, y in zip(parts(a), parts(b), strict=True))
-    # To check what is consistent already would read it.
-    if a.layout is torch.sparse_coo:
-        together = a.is_coalesced() and b.is_coalesced()
-        return torch.sparse_coo_tensor(
-            indices[0], values, a.shape, is_coalesced=together, check_invariants=False
-        )
-    return torch.sparse_compressed_tensor(
-        indices[0], indices[1], values, a.shape, layout=a.layout, check_invariants=False
-    )
+def into(old: Leaves, new: Leaves, keep: Sequence[Tensor]) -> Leaves:
+    """`new` in the memory of `old`, which is donated, so that a donated step keeps its addresses."""
+    pairs = [(a, b) for a, b in zip(old, new, strict=True) if not is_constant(a) and a is not b]
+    before, after = [a for a, _ in pairs], [b for _, b in pairs]
+    if not pairs or not can_write(before, [*after, *keep]) or any(a.requires_grad for a in before):
+        return list(new)
+    with torch.no_grad():
+        list_ops.copy_(before, after)
+    return list(old)

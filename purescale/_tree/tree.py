@@ -8,18 +8,20 @@ would be traced a second time.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Set
 from typing import Any, NamedTuple, TypeAlias
 
 import optree
 import torch
 from torch import Tensor
 
-from .._torch import dtensor as _dtensor
+from .._torch import donation, dtensor
 from .._torch import private as _torch
+from .._torch.donation import memories, memory
+from .._torch.tracing import traced, under_transform
 from .._tree import leaves as _leaf
-from .._tree.leaves import agree, donatable, overlapping, storage, storages
+
+_map = map  # of Python, which the one of trees below shadows
 
 Tree: TypeAlias = Any
 Leaves: TypeAlias = list[Any]
@@ -105,10 +107,10 @@ def fresh(tree: Any, taken: Set[int | None] = frozenset()) -> Any:
     def own(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        return leaf.detach().clone() if storage(leaf) in taken else leaf.detach()
+        return leaf.detach().clone() if memory(leaf) in taken else leaf.detach()
 
     leaves, structure = flatten(tree)
-    if set(map(type, leaves)) == {Tensor} and taken.isdisjoint(storages(leaves)):
+    if set(map(type, leaves)) == {Tensor} and taken.isdisjoint(memories(leaves)):
         kept = [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves]
     else:
         kept = [_torch.pytree.tree_map(own, leaf) for leaf in leaves]
@@ -121,13 +123,13 @@ def apart(tree: Tree, inputs: Tree) -> Tree:
     """
     if traced():
         return map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
-    taken = {storage(leaf) for leaf in tensors(inputs)}
+    taken = memories(tensors(inputs))
 
     def own(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        leaf = leaf.clone() if storage(leaf) in taken else leaf
-        taken.add(storage(leaf))
+        leaf = leaf.clone() if memory(leaf) in taken else leaf
+        taken.add(memory(leaf))
         return leaf
 
     return map(own, tree)
@@ -204,6 +206,11 @@ def leaves_like(name: str, tree: Tree, like_name: str, like: Tree, structure: An
     )
 
 
+def is_leaf(tree: Tree) -> bool:
+    """Whether a tree is a single tensor."""
+    return isinstance(tree, Tensor)
+
+
 class Aligned(NamedTuple):
     """Parameters and their gradients in one order."""
 
@@ -218,12 +225,14 @@ def aligned(params: Tree, grads: Tree) -> Aligned:
     """
     weights, structure = flatten(params)
     check_parameters(params, weights)
+    if grads is None and not is_leaf(params):
+        return Aligned(structure, weights, [None] * len(weights))
     gradients = leaves_like("grads", grads, "params", params, structure)
     check_gradients(params, gradients)
     for index, (gradient, weight) in enumerate(zip(gradients, weights, strict=True)):
         if gradient is None:
             continue
-        cause = "no parameter there" if weight is None else _leaf.misfit(gradient, weight)
+        cause = "no parameter there" if weight is None else _leaf.mismatch_reason(gradient, weight)
         if cause:
             raise ValueError(
                 f"{path(params, 'grads', index)} has {cause}. Cure: the gradients of these "
@@ -238,27 +247,7 @@ def some(items: list[str], most: int = 5) -> str:
     return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
-# ---- what stands around a call -------------------------------------------------------------------
-
-
-def under_transform() -> bool:
-    """Whether this code runs inside vmap, grad or another torch.func transform, or inside of
-    forward_ad.dual_level.
-
-    foreach ops have no vmap rule there, and fused ones drop what is being differentiated.
-    """
-    # While compiling, an interpreter stack that is None comes back wrapped in something that is
-    # not.
-    return _torch.transforms_active() or (
-        not torch.compiler.is_compiling() and _torch.dual_level() >= 0
-    )
-
-
-def traced() -> bool:
-    """Whether plain ops are needed: while compiling (both kinds fuse the same) or inside a
-    torch.func transform.
-    """
-    return torch.compiler.is_compiling() or under_transform()
+# ---- graphs ---------------------------------------------------------------------------------------
 
 
 def refuse_graphs(**trees: Tree) -> None:
@@ -319,12 +308,26 @@ def paired(
     """
     leaves, structure = flatten(tree) if flat is None else flat[1:]
     others = leaves_like(other_name, other, name, tree, structure)
-    if not torch.compiler.is_compiling() and _leaf.surely_agree(leaves, others):
+    if _have_same_metadata(leaves, others):
         return leaves, others, structure
     for index, (a, b) in enumerate(zip(leaves, others, strict=True)):
-        if not agree(a, b):
-            raise _leaf.disagreement(a, b, path(tree, name, index), other_name, why)
-    return leaves, _dtensor.alike(others, leaves), structure
+        if not _leaf.same_metadata(a, b):
+            raise _leaf.mismatch_error(a, b, path(tree, name, index), other_name, why)
+    others = [dtensor.redistribute_like(b, a) for a, b in zip(leaves, others, strict=True)]
+    return leaves, others, structure
+
+
+def _have_same_metadata(leaves: Leaves, others: Leaves) -> bool:
+    """Whether one look at all of them shows that each two do; only of the usual kinds."""
+    every = [*leaves, *others]
+    if torch.compiler.is_compiling() or not set(_map(type, every)) <= {Tensor}:
+        return False
+    if any(leaf.layout is not torch.strided or leaf.is_nested for leaf in every):
+        return False
+    return all(
+        a.shape == b.shape and a.dtype is b.dtype and a.device == b.device
+        for a, b in zip(leaves, others, strict=True)
+    )
 
 
 def flag(found_inf: Tensor | bool, like: Tensor | None = None) -> Tensor:
@@ -342,65 +345,14 @@ def flag(found_inf: Tensor | bool, like: Tensor | None = None) -> Tensor:
     raise TypeError(f"found_inf must be a 0-d bool tensor (True = bad), got {found_inf!r}.")
 
 
-def writable(
-    leaves: Sequence[Any], others: Sequence[Any] = (), *, leaves_too: bool = False
-) -> list[bool]:
-    """Which leaves may be written to: donatable, no other of them stands in the same piece of
-    memory, and none of the others in memory that it is a piece of.
-
-    `leaves_too`: also leaves of a graph, where what is written is written off it, as torch.optim
-    does.
-    """
-    if under_transform():
-        return [False] * len(leaves)
-    if torch.compiler.is_compiling():
-        # Memory cannot be compared here. Callers compute everything before they write, and document
-        # what that leaves open.
-        return [isinstance(leaf, Tensor) and donatable(leaf) for leaf in leaves]
-    if DEBUG_DONATION:
-        return [False] * len(leaves)
-    return _writable(leaves, others, leaves_too=leaves_too)
-
-
-def _writable(
-    leaves: Sequence[Any], others: Sequence[Any], *, leaves_too: bool = False
-) -> list[bool]:
-    memories = storages(leaves)
-    shared = overlapping(leaves, memories)
-    kept = set(storages(others))
-    # outside of it torch refuses to write into its tensors
-    inference = torch.is_inference_mode_enabled()
-    return [
-        memory is not None
-        and memory not in kept
-        and not over
-        and donatable(leaf, leaves_too=leaves_too)
-        and (inference or not leaf.is_inference())
-        and not leaf.is_neg()  # lazily: torch's list operations refuse to write into such a view
-        for leaf, memory, over in zip(leaves, memories, shared, strict=True)
-    ]
-
-
-DEBUG_DONATION = os.environ.get("PURESCALE_DEBUG_DONATION", "0") not in ("", "0")
-
-
 def poison(given: Any, keep: Any) -> None:
-    """Fill what was donated with NaN, so that its use is seen at once: where
-    `PURESCALE_DEBUG_DONATION=1` was set before the import.
+    """Where `PURESCALE_DEBUG_DONATION=1` was set before the import: fill with NaN what was donated,
+    so that its use is seen at once. `keep` holds the results and what the caller did not give up.
 
-    With it nothing is written in place: results stand in fresh memory and have the same bits. Then
-    every floating and complex tensor of `given` becomes NaN that donation might have written to:
-    dense, off the graph, its memory not shared with another of `given` or with `keep`, which holds
-    the results and what the caller did not give up. Integers and bools are left. Nothing is done
-    while compiling or inside torch.func transforms. In a test:
-    `monkeypatch.setattr("purescale._tree.DEBUG_DONATION", True)`.
+    In a test: `monkeypatch.setattr("purescale._torch.donation.DEBUG", True)`.
     """
-    if not DEBUG_DONATION or traced():
-        return
-    leaves = all_tensors(given)
-    for leaf, mine in zip(leaves, _writable(leaves, all_tensors(keep)), strict=True):
-        if mine and not leaf.requires_grad and (leaf.is_floating_point() or leaf.is_complex()):
-            leaf.fill_(float("nan"))
+    if donation.DEBUG:
+        donation.poison(all_tensors(given), all_tensors(keep))
 
 
 # ---- checks --------------------------------------------------------------------------------------

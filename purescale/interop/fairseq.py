@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._loss_scale.rules import without_amax
-from .._torch import foreach as _foreach
+from .._torch.dtypes import widest_float
 from .._tree.scalars import real, shown, whole
 from ._common import (
     Device,
@@ -112,7 +112,7 @@ class FairseqScale:
         """
         bad = flag(found_inf, scaler, FairseqState)
         iteration, scale = scaler.iteration, scaler.scale
-        wide = _foreach.widest_float(scale.device)
+        wide = widest_float(scale.device)
 
         overflows = torch.where(
             bad, scaler.overflows_since_rescale + 1, scaler.overflows_since_rescale

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._loss_scale.rules import ScalerState, without_amax
-from .._torch import foreach as _foreach
+from .._torch.dtypes import widest_float
 from .._tree.scalars import whole
 from ._common import (
     Device,
@@ -86,7 +86,7 @@ class TorchAmpScale:
         bad = flag(found_inf, scaler, ScalerState)
         # In double, as the kernel does: a factor that is no float32 would otherwise be rounded
         # before it multiplies.
-        wide = scaler.scale.to(_foreach.widest_float(scaler.scale.device))
+        wide = scaler.scale.to(widest_float(scaler.scale.device))
         grown = (wide * self.growth_factor).to(torch.float32)
         lowered = (wide * self.backoff_factor).to(torch.float32)
 

@@ -1,0 +1,142 @@
+"""The stage `measure` of a step: whether gradients are finite, their norm, the largest of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._distributed.collectives import all_reduce_found_inf
+from .._distributed.process_group import all_reduce
+from .._grads.grad_stats import LocalStats, local_stats, sum_of_squares
+from .._grads.mesh_stats import mesh_stats
+from .._torch.dtensor import any_dtensor
+from .._torch.dtypes import saturating
+from .._torch.tracing import host_can_read, is_on_a_graph, traced
+from .._tree.leaves import Normalized
+
+
+class GradStats(NamedTuple):
+    """What one read of the gradients tells, of all ranks that share them."""
+
+    nonfinite: Tensor  # bool []: a gradient, or one over the scale, is not finite
+    nonfinite_on_host: bool | None  # the same, where the host can see it
+    norm: Tensor | None  # of the unscaled gradients; None where it was not asked for
+    norm_on_host: float | None  # the same, where the host can see it
+    amax: Any  # float32 []: the largest unscaled magnitude; () where it was not asked for
+
+
+def measure(
+    grads: Normalized,
+    scale: Tensor,
+    *,
+    scaled: bool,
+    norm_type: float | None = None,
+    amax: bool = False,
+    group: Any = None,
+) -> GradStats:
+    """The stats of `grads`, which still are `scaled` by `scale` or not.
+
+    On a CPU in eager mode the sum of squares is read, and the exact way is taken only where that
+    sum does not tell enough. On an accelerator and where traced no value is read.
+    """
+    tensors, divisor = grads.tensors, scale if scaled else torch.ones_like(scale)
+    sharded = not grads.usual and any_dtensor(grads.given)
+    on_host = host_can_read(scale, *tensors)
+    squares: Tensor | None = None
+    if not sharded and (norm_type == 2 or (norm_type is None and not amax)):
+        squares = _squares(tensors)
+    if squares is not None and on_host and group is None:
+        total, number = squares.item(), scale.item()
+        number, usable = (number if scaled else 1.0), 0 < number < math.inf
+        if usable and _tells(tensors, total, number, norm=norm_type is not None):
+            return GradStats(
+                torch.zeros((), dtype=torch.bool, device=scale.device),
+                False,
+                torch.full_like(squares, math.sqrt(total) / number),
+                math.sqrt(total) / number,
+                _amax(local_stats(tensors, divisor, None), divisor) if amax else (),
+            )
+    if sharded:
+        stats = mesh_stats(tensors, grads.origins, divisor, norm_type)
+    else:
+        stats = local_stats(tensors, divisor, norm_type)
+    nonfinite = ~stats.are_finite(divisor) | ~is_usable(scale)
+    if group is not None:
+        nonfinite = all_reduce_found_inf(nonfinite, group)
+    norm = None if stats.norm is None else _norm(tensors, stats.norm, squares, divisor)
+    return GradStats(
+        nonfinite,
+        bool(nonfinite) if on_host else None,
+        norm,
+        norm.item() if on_host and norm is not None else None,
+        _amax(stats, divisor, group) if amax else (),
+    )
+
+
+def _squares(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The sum of squares on a CPU, where it is the fastest read; None elsewhere."""
+    present = [tensor for tensor in tensors if tensor.numel()]
+    if not present or not present[0].is_cpu or traced() or is_on_a_graph(present):
+        return None
+    if any(type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ for tensor in present):
+        return None  # a subclass may hold no numbers
+    with torch.no_grad():
+        return sum_of_squares(present)
+
+
+def _tells(tensors: Sequence[Tensor], total: float, divisor: float, *, norm: bool) -> bool:
+    """Whether a sum of squares shows that all elements are finite over `divisor`, and where a norm
+    is asked for that its root is one.
+    """
+    bound = math.sqrt(total) if total >= 0 else math.nan  # no element is larger
+    finite = 0 < divisor < math.inf and bound / divisor < _SMALLEST_RANGE
+    return finite and not (norm and total < _least(tensors))
+
+
+# bfloat16 ends a little below float32
+_SMALLEST_RANGE = torch.finfo(torch.bfloat16).max
+
+
+def _least(tensors: Sequence[Tensor]) -> float:
+    """Squares below the range of float32 are lost; what they could add to a sum above this is less
+    than its rounding.
+    """
+    return float(sum(map(Tensor.numel, tensors)) * 2.0**-100)
+
+
+def _norm(
+    tensors: Sequence[Tensor], exact: Tensor, squares: Tensor | None, divisor: Tensor
+) -> Tensor:
+    """The norm from the sum of squares where that tells it, with the bits that the host computes,
+    else the exact one.
+    """
+    if squares is None:
+        return exact
+    quick = squares.sqrt() / divisor
+    tells = (quick < _SMALLEST_RANGE) & (squares >= _least(tensors))
+    return torch.where(tells, quick, exact)
+
+
+def _amax(stats: LocalStats, divisor: Tensor, group: Any = None) -> Tensor:
+    """The largest unscaled magnitude in float32: what is finite in float64 stays finite."""
+    tops = [saturating(top / divisor, torch.float32) for top in stats.amax.values()]
+    if not tops:
+        amax = torch.zeros((), dtype=torch.float32, device=divisor.device)
+    else:
+        amax = tops[0] if len(tops) == 1 else torch.stack(tops).amax()
+    if group is None:
+        return amax
+    # As integers the bits of what is not negative are in the same order, with NaN above all: no two
+    # libraries of collectives agree on which is the larger of NaN and 1.
+    return all_reduce(amax.abs().view(torch.int32), "max", group).view(torch.float32)
+
+
+def is_usable(scale: Tensor) -> Tensor:
+    """Whether anything scaled by `scale` can be trusted: division by 0, inf or NaN could turn
+    garbage into finite numbers.
+    """
+    return torch.isfinite(scale) & (scale > 0)

@@ -1,0 +1,44 @@
+"""What a step does, decided before any part of the state moves; what an optimizer is told."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .._torch import foreach
+
+
+class Decision(NamedTuple):
+    """What happens to parameters, optimizer state and gradients in this step."""
+
+    skip: Tensor | None  # bool []: nothing moves; None where it is known that the step is applied
+    skip_on_host: bool | None  # the same, where the host can see it
+    # Gradients are divided by `scale`, then multiplied by `factor`, then clamped to plus and minus
+    # `clip_value`; None leaves a part out.
+    scale: Tensor | None = None
+    factor: Tensor | None = None
+    clip_value: float | Tensor | None = None
+    # `scale / factor`, for a kernel that divides once; None where float32 does not hold it
+    divisor: Tensor | None = None
+
+
+APPLY = Decision(skip=None, skip_on_host=False)
+
+
+def unscale_and_clip(
+    grads: list[Tensor], decision: Decision, *, in_place: bool = False
+) -> list[Tensor]:
+    """The gradients that the update is made of, float16 in float32. `in_place`: the memory of
+    `grads` may be written into.
+    """
+    made_here = in_place
+    if decision.scale is not None:
+        grads = foreach.divide(grads, decision.scale, in_place=in_place)
+        made_here = True
+    if decision.factor is not None:
+        grads = foreach.multiply(grads, decision.factor, in_place=made_here)
+        made_here = True
+    if decision.clip_value is not None:
+        grads = foreach.clamp(grads, decision.clip_value, in_place=made_here)
+    return grads

@@ -1,0 +1,87 @@
+"""The stage `decide` of a step: one record says what happens, before any part of the state moves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._grads.clip import Clip, clip_factor, clip_factor_on_host, factor_dtype, reported
+from .._grads.measure import GradStats
+from .._optim.decision import Decision
+
+
+class Outcome(NamedTuple):
+    """What a step does, and what it reports of the gradients."""
+
+    decision: Decision
+    found_inf: Tensor  # bool []: the step is skipped, for whatever reason
+    overflow: Tensor  # bool []: what the loss scale follows; a bound that is NaN is none
+    grad_norm: Any  # before clipping, not finite where the step is skipped; () without max_norm
+    grad_amax: Any  # likewise; () where it was not asked for
+
+
+def decide(stats: GradStats, clip: Clip, scale: Tensor | None, grads: Sequence[Tensor]) -> Outcome:
+    """Skip or apply, and by what the gradients are divided. `scale`: what they are still scaled by;
+    None of unscaled ones.
+
+    Skipped is a step whose gradients are not finite, and one with a bound that is 0, negative or
+    NaN. Where the host can see, what follows from the norm are Python numbers; elsewhere tensors
+    that nobody reads, and a step whose `scale / factor` float32 does not hold is skipped too.
+    """
+    if stats.nonfinite_on_host is not None and all(bound.is_cpu for bound in clip.bounds):
+        return _decide_on_host(stats, clip, scale, grads)
+    found_inf, overflow = stats.nonfinite, stats.nonfinite
+    factor, divisor, norm = None, scale, ()
+    if clip.max_norm is not None:
+        dtype = factor_dtype(grads)
+        exact: Any = stats.norm
+        norm = exact.to(dtype)
+        if not _is_unbounded(clip):
+            wide = clip_factor(exact, clip.max_norm)
+            factor = wide.to(dtype)
+            divisor = ((1.0 if scale is None else scale) / wide).to(dtype)
+            outside = ~torch.isfinite(divisor)
+            found_inf, overflow = found_inf | outside, overflow | outside
+    for bound in clip.bounds:
+        is_bad = ~(bound.to(found_inf.device) > 0)
+        found_inf, overflow = found_inf | is_bad, overflow & (stats.nonfinite | ~is_bad)
+    decision = Decision(found_inf, None, scale, factor, clip.value, divisor)
+    amax = reported(stats.amax, found_inf)
+    return Outcome(decision, found_inf, overflow, reported(norm, found_inf), amax)
+
+
+def _decide_on_host(
+    stats: GradStats, clip: Clip, scale: Tensor | None, grads: Sequence[Tensor]
+) -> Outcome:
+    skip = stats.nonfinite_on_host or any(not bound.item() > 0 for bound in clip.bounds)
+    found_inf = torch.ones_like(stats.nonfinite) if skip else stats.nonfinite
+    norm: Any = ()
+    if stats.norm is not None and clip.max_norm is not None:
+        norm = stats.norm.to(factor_dtype(grads))
+    if skip:
+        decision = Decision(found_inf, True)
+        return Outcome(
+            decision, found_inf, stats.nonfinite, _not_finite(norm), _not_finite(stats.amax)
+        )
+    factor, divisor = None, scale
+    if clip.max_norm is not None and not _is_unbounded(clip):
+        wide = clip_factor_on_host(stats.norm_on_host, float(clip.max_norm))  # type: ignore[union-attr]
+        if wide < 1:
+            factor = torch.full_like(norm, wide)
+            number = (1.0 if scale is None else scale.item()) / wide
+            fits = number <= torch.finfo(norm.dtype).max
+            divisor = torch.full_like(norm, number) if fits else None
+    decision = Decision(None, False, scale, factor, clip.value, divisor)
+    return Outcome(decision, found_inf, stats.nonfinite, norm, stats.amax)
+
+
+def _is_unbounded(clip: Clip) -> bool:
+    return not isinstance(clip.max_norm, Tensor) and clip.max_norm == math.inf
+
+
+def _not_finite(measured: Any) -> Any:
+    return measured.clamp(min=math.inf) if isinstance(measured, Tensor) else measured

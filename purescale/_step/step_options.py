@@ -1,0 +1,38 @@
+"""The settings of a step, checked once, in one frozen record."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+from torch import Tensor
+
+from .._grads.accumulate import OnNonfinite
+from .._grads.clip import Clip
+from .._loss_scale.headroom import takes_amax
+from .._loss_scale.rules import Rule
+from .._step.value_and_grad import LossFn
+
+BNUpdate = Literal["each", "window"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepOptions:
+    """What `train_step` was told besides its state and its microbatches."""
+
+    loss_fn: LossFn
+    optimizer: Any  # a `Conditional`
+    rule: Rule[Any]
+    clip: Clip
+    weight_fn: Callable[[Any], float | Tensor] | None = None
+    on_nonfinite: OnNonfinite = "drop_window"
+    bn_update: BNUpdate = "each"
+    group: Any = None
+    max_retries: int = 0
+    donate: bool = False
+
+    @property
+    def takes_amax(self) -> bool:
+        """Whether the rule looks at the largest gradient."""
+        return takes_amax(self.rule)

@@ -1,0 +1,53 @@
+"""Which dtype to compute in, and casts that keep what is finite finite."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """`dtype`, or float32 where that is wider; complex64 for half complex."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def real_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the two parts of a complex number; any other dtype as it is."""
+    return {torch.complex64: torch.float32, torch.complex128: torch.float64}.get(dtype, dtype)
+
+
+def widest_float(device: torch.device) -> torch.dtype:
+    """For a handful of 0-d tensors, whose precision costs nothing."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def unscaled_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of an unscaled gradient: float32 for float16, whose range is too small. bfloat16 has
+    the range of float32 and stays.
+    """
+    return torch.float32 if dtype is torch.float16 else dtype
+
+
+def saturating(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`tensor.to(dtype)` in which finite values stay finite where `dtype` is narrower, and what is
+    not finite stays as it is.
+    """
+    if tensor.dtype is dtype:
+        return tensor
+    limit = None if tensor.is_complex() else largest_within(tensor.dtype, dtype)
+    if limit is None:
+        return tensor.to(dtype)
+    bounded = tensor.clamp(-limit, limit)
+    return torch.where(torch.isfinite(tensor), bounded, tensor).to(dtype)
+
+
+def largest_within(old: torch.dtype, new: torch.dtype) -> float | None:
+    """The largest number of `old` that `new` holds; None where `new` holds all of them."""
+    limit = torch.finfo(new).max
+    if limit >= torch.finfo(old).max:
+        return None
+    part, exponent = math.frexp(limit)
+    step = torch.finfo(old).eps / 2  # 65504 is no bfloat16: it would round to 65536
+    return math.ldexp(part // step * step, exponent)

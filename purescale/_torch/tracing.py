@@ -1,0 +1,68 @@
+"""Where a call runs: eagerly, compiled or under a torch.func transform, and whether the host can see values."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from .._torch import private
+
+# For tests: with it a CPU decides as an accelerator does, without reading a value.
+_as_an_accelerator = False
+
+
+def under_transform() -> bool:
+    """Whether this runs inside vmap, grad or another torch.func transform, or in forward mode.
+
+    List operators have no vmap rule there, and fused kernels drop what is being differentiated.
+    """
+    # While compiling, an interpreter stack that is None comes back wrapped in something that is
+    # not.
+    return private.transforms_active() or (
+        not torch.compiler.is_compiling() and private.dual_level() >= 0
+    )
+
+
+def traced() -> bool:
+    """Whether plain operators are needed: while compiling, where all kinds fuse the same, or under
+    a transform.
+    """
+    return torch.compiler.is_compiling() or under_transform()
+
+
+def is_on_a_graph(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether torch.autograd would differentiate through what is computed of these."""
+    return torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in tensors
+    )
+
+
+def is_lazy(tensor: Tensor) -> bool:
+    """Whether a negation or conjugation is still to be made, of which torch's kernels know nothing."""
+    return not torch.compiler.is_compiling() and (tensor.is_neg() or tensor.is_conj())
+
+
+_READABLE = {Tensor, nn.Parameter}
+
+
+def host_can_read(*tensors: Tensor) -> bool:
+    """Whether to read these waits for nothing: on a CPU, in eager mode, of no subclass without
+    values.
+    """
+    if _as_an_accelerator or traced():
+        return False
+    return all(type(tensor) in _READABLE and tensor.is_cpu for tensor in tensors)
+
+
+@contextlib.contextmanager
+def as_on_an_accelerator() -> Iterator[None]:
+    """For tests: within it a CPU takes the way of an accelerator, which reads no value."""
+    global _as_an_accelerator
+    before, _as_an_accelerator = _as_an_accelerator, True
+    try:
+        yield
+    finally:
+        _as_an_accelerator = before

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import purescale as ps
+from purescale._torch import tracing
 from purescale.testing import Untouched as Untouched
 from purescale.testing import overflow_runs, scale_rules
 from purescale.testing import same_bits as same_bits
@@ -45,10 +46,6 @@ def assert_close(a: Any, b: Any, **tolerance: float) -> None:
     torch.testing.assert_close(tensors(a), tensors(b), **tolerance)
 
 
-# at most, on a CPU in eager mode: of the sum of squares, and of the scale that it is over
-LOOKS = 2
-
-
 class Dispatched(TorchDispatchMode):
     """Counts the operators that run inside; `reads` are those that bring a tensor's value to the
     host.
@@ -65,6 +62,19 @@ class Dispatched(TorchDispatchMode):
     @property
     def reads(self) -> int:
         return sum(func is torch.ops.aten._local_scalar_dense.default for func in self.ops)
+
+
+class AsOnAnAccelerator(Dispatched):
+    """`Dispatched` on a CPU that goes the way of an accelerator, where nothing may be read."""
+
+    def __enter__(self) -> Any:
+        self.forced = tracing.as_on_an_accelerator()
+        self.forced.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self.forced.__exit__(*raised)
 
 
 # ---- several processes ---------------------------------------------------------------------------

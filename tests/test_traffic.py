@@ -5,7 +5,15 @@ import itertools
 
 import pytest
 import torch
-from helpers import LOOKS, Dispatched, Untouched, assert_close, clone, same_bits, tensors
+from helpers import (
+    AsOnAnAccelerator,
+    Dispatched,
+    Untouched,
+    assert_close,
+    clone,
+    same_bits,
+    tensors,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
@@ -289,13 +297,13 @@ def test_a_step_without_donation_needs_its_results_and_a_copy_of_the_gradients(m
 
 @pytest.mark.parametrize("name", sorted(FUSED))
 @pytest.mark.parametrize("donate", [False, True])
-def test_nothing_is_read_by_the_host_but_the_sum_of_squares_and_the_scale(name, donate):
+def test_nothing_is_read_by_the_host_on_an_accelerator(name, donate):
     settings = {"max_norm": torch.tensor(1.0), "clip_value": 0.5, "donate": donate}
     _, step = step_over([(300, 1000), (5,)], FUSED[name], **settings)
-    with Dispatched() as dispatched:
+    with AsOnAnAccelerator() as dispatched:
         step()
     assert len(dispatched.ops) > 20
-    assert dispatched.reads <= LOOKS
+    assert dispatched.reads == 0
 
 
 def test_without_donation_nothing_given_is_changed():

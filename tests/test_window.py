@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import (
-    LOOKS,
+    AsOnAnAccelerator,
     Dispatched,
     Untouched,
     assert_close,
@@ -233,10 +233,10 @@ def test_a_window_is_one_pass_a_microbatch_and_one_look(how):
     state, step = vector_job(how)
     passes = []
     for number in (2, 8):
-        with Dispatched() as counted:
+        with AsOnAnAccelerator() as counted:
             step(state, [(torch.ones(3), 1.0)] * number)
         names = [str(op) for op in counted.ops]
-        assert counted.reads <= LOOKS
+        assert counted.reads == 0
         assert sum("dot" in name for name in names) == 1
         passes.append(sum("_foreach" in name or "_fused_sgd_" in name for name in names))
     assert passes[1] - passes[0] == 6
@@ -682,11 +682,11 @@ def test_retries_work_with_donation():
         )
 
 
-def test_without_retries_only_the_size_of_the_gradients_is_looked_at():
+def test_without_retries_nothing_is_read():
     state, step = job(SGD, RULE, on_nonfinite="drop_microbatch", weight_fn=lambda b: len(b[1]))
-    with Dispatched() as counted:
+    with AsOnAnAccelerator() as counted:
         step(state, [batch(0), batch(1)])
-    assert counted.reads <= 2 * LOOKS
+    assert counted.reads == 0
 
 
 def test_retries_are_refused_where_they_cannot_be():

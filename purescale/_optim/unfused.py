@@ -50,7 +50,9 @@ class UnfusedStep:
             _begin_at(lrs[0], list(slots.values()), lists=False)
         first = {name: g for name, g in gradients.items() if bool(slots[name].get(FIRST, False))}
         later = {name: g for name, g in gradients.items() if name not in first}
-        with torch.no_grad():
+        # torch's ASGD makes its factors on the default device.
+        is_asgd = issubclass(self._cls, torch.optim.ASGD)
+        with torch.no_grad(), torch.device("cpu") if is_asgd else contextlib.nullcontext():
             self._run(_step_of(self._cls), weights, later, slots, lrs, flags)
             if first:  # torch's SGD ignores dampening in the step that makes a momentum buffer
                 self._run(

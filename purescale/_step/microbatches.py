@@ -267,10 +267,15 @@ def _with_skip(stats: GradStats, skip: Tensor, *, is_single: bool) -> GradStats:
     """What was measured of the mean, with the flag of the whole window: a norm of a window that is
     skipped is not finite.
     """
-    if skip is stats.nonfinite:
+    if is_single and skip is stats.nonfinite:
         return stats
-    on_host = bool(skip) if host_can_read(skip) and stats.nonfinite_on_host is not None else None
-    return stats._replace(nonfinite=skip, nonfinite_on_host=on_host)
+    on_host = stats.nonfinite_on_host
+    if skip is not stats.nonfinite:
+        on_host = bool(skip) if on_host is not None and host_can_read(skip) else None
+    norm = stats.norm
+    if norm is not None and not is_single and on_host is not False:
+        norm = torch.where(skip, torch.inf, norm)
+    return stats._replace(nonfinite=skip, nonfinite_on_host=on_host, norm=norm)
 
 
 # ---- over ranks ----------------------------------------------------------------------------------

@@ -108,10 +108,8 @@ class Reduction:
         like = self.like[place]
         alike = number.dtype is like.dtype is _foreach.wide_dtype(like.dtype)
         laid = self.laid and number.stride() == like.stride() and _leaf.donatable(number)
-        memory = number.untyped_storage()
-        # Two uses: the tensor, and the name on the line above.
-        alone = memory.resizable() and _torch.storage_uses(memory._cdata) == 2
-        return alike and laid and alone and memory.nbytes() == number.nbytes
+        whole = number.untyped_storage().nbytes() == number.nbytes
+        return alike and laid and whole and _leaf.is_alone(number)
 
     def _copy(self, place: int, number: Tensor, dtype: torch.dtype, divisor: Any) -> None:
         index = self.bucket_of[place]

@@ -58,25 +58,16 @@ def clip_to(
     leaves, structure = _tree.flatten(grads)
     factor, norm = clip_factor(leaves, norm, max_norm)
     shards = _dtensor.shards(leaves)
-    clipped = _foreach.multiply(shards.local, factor, donate=donate)
+    # A float64 factor would take float32 leaves through a slower kernel.
+    clipped = _foreach.multiply(shards.local, factor.to(norm.dtype), donate=donate)
     return structure.unflatten(shards.back(clipped)), norm
 
 
 def clip_factor(leaves: list[Any], norm: Any, max_norm: float | Tensor) -> tuple[Tensor, Tensor]:
-    """What to multiply the leaves by, and the norm, both in the dtype that the leaves call for."""
-    # A float64 factor would take float32 leaves through a slower kernel.
-    dtype = dtype_of(leaves)
-    return _factor(norm, max_norm).to(dtype), norm.to(dtype)
-
-
-def clip_divisor(
-    leaves: list[Any], norm: Any, max_norm: float | Tensor, scale: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """What to divide leaves still scaled by `scale` by, to unscale and to clip them at once, and
-    the norm; dtypes as in `clip_factor`.
+    """What to multiply the leaves by, in the dtype of the given norm, and the norm in the dtype
+    that the leaves call for.
     """
-    factor, dtype = _factor(norm, max_norm), dtype_of(leaves)
-    return ((1.0 if scale is None else scale) / factor).to(dtype), norm.to(dtype)
+    return _factor(norm, max_norm), norm.to(dtype_of(leaves))
 
 
 def dtype_of(leaves: list[Any]) -> torch.dtype:
@@ -173,6 +164,22 @@ class Clip(NamedTuple):
     max_norm: float | Tensor | None
     value: float | Tensor | None
     norm_type: float
+
+
+def is_moderate(clip: Clip, leaves: list[Any]) -> bool:
+    """Whether it is known on the host that float32 holds what leaves are divided by to unscale and
+    to clip them, where it holds the sum of their squares.
+    """
+    bound = clip.max_norm
+    return isinstance(bound, float) and bound >= 1e-6 and dtype_of(leaves) is torch.float32
+
+
+def unusable(clip: Clip) -> Tensor | None:
+    """Whether a bound that is a tensor is 0, negative or NaN, with which no step can be made: a 0-d
+    bool tensor that nobody has looked at; None where no bound is a tensor.
+    """
+    bad = [~(bound > 0) for bound in (clip.max_norm, clip.value) if isinstance(bound, Tensor)]
+    return bad[0] | bad[-1] if bad else None
 
 
 def checked(max_norm: Any, clip_value: Any, norm_type: Any) -> Clip:

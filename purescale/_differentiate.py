@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -63,10 +62,10 @@ class Differentiate:
         buffers: Leaves,
         microbatch: Any,
         put: Callable[[int, Tensor], None] | None = None,
-        least: int = 0,
+        own: bool = False,
     ) -> tuple[Leaves, tuple[Tensor, Leaves, list[Any]]]:
-        """`put` takes gradients of at least so many elements as the backward makes them, in place
-        of which None is returned.
+        """`put` takes the gradients as the backward makes them, in place of which None is returned.
+        `own`: they may be written into.
         """
         if _tree.traced():
             scaled = functools.partial(self._scaled, buffers, microbatch)
@@ -76,18 +75,12 @@ class Differentiate:
         # custom Functions of the older form.
         inputs, loss, outputs = self.graph(buffers, microbatch)
         if put is not None:
-            grads = _put_each(put, least, loss, inputs)
+            grads = _put_each(put, loss, inputs)
         else:
             found = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
-            # a backward may return what it was given, or what it keeps
-            grads = [
-                grad.detach().clone()
-                if held > _ALONE
-                else grad.detach()
-                if grad.requires_grad
-                else grad
-                for grad, held in zip(found, _references(found), strict=True)
-            ]
+            grads = list(map(Tensor.detach, found))
+            del found  # what is still held afterwards, somebody else holds
+            grads = list(map(_owned, grads)) if own else grads
         if self.spread:
             grads = [_dtensor.like(grad, leaf) for grad, leaf in zip(grads, inputs, strict=True)]
         seen = _tree.all_tensors(microbatch)
@@ -158,42 +151,35 @@ class Differentiate:
         return loss, leaves, aux
 
 
-def _references(tensors: Sequence[Tensor]) -> list[int]:
-    return [sys.getrefcount(tensor) for tensor in tensors]
-
-
-_ALONE = _references((torch.empty(0, device="cpu"),))[0]  # of what only its tuple holds
-
-
-def _put_each(
-    put: Callable[[int, Tensor], None], least: int, loss: Tensor, inputs: Leaves
-) -> Leaves:
-    """Put each gradient of at least that size as the backward makes it; nothing else holds on to
-    it. Returns the others.
-
-    torch hands over a tensor that nobody else has, or a copy of it.
+def _owned(gradient: Tensor) -> Tensor:
+    """A gradient that was just detached in memory that nobody else sees: a copy of what a backward
+    returned and keeps, or a hook does.
     """
-    waiting = [index for index, leaf in enumerate(inputs) if leaf.numel() >= least]
+    local = _dtensor.shard(gradient, on_graph=False)
+    if local.layout is not torch.strided or (type(local) is Tensor and _leaf.is_alone(local)):
+        return gradient  # of sparse ones none is written into
+    return gradient.clone()
+
+
+def _put_each(put: Callable[[int, Tensor], None], loss: Tensor, inputs: Leaves) -> Leaves:
+    """Put each gradient as the backward makes it; returns None for each."""
     taken: set[int] = set()
 
     def take(index: int, leaf: Tensor) -> None:
         gradient, leaf.grad = leaf.grad, None
         taken.add(index)
         assert gradient is not None
+        gradient = gradient.detach()  # what a hook keeps of it is seen by its memory
         put(index, gradient)
 
-    for index in waiting:
-        inputs[index].register_post_accumulate_grad_hook(functools.partial(take, index))
+    for index, leaf in enumerate(inputs):
+        leaf.grad = None  # a `.backward()` inside of the loss is no part of this gradient
+        leaf.register_post_accumulate_grad_hook(functools.partial(take, index))
     torch.autograd.backward(loss, inputs=inputs)
-    grads = [leaf.grad for leaf in inputs]
     for index in reversed(range(len(inputs))):
-        if grads[index] is None and index not in taken:
-            zeros = torch.zeros_like(inputs[index].detach())
-            if inputs[index].numel() >= least:
-                put(index, zeros)
-            else:
-                grads[index] = zeros
-    return grads
+        if index not in taken:
+            put(index, torch.zeros_like(inputs[index].detach()))
+    return [None] * len(inputs)
 
 
 def _recordable(leaves: Leaves) -> Leaves:

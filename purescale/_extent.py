@@ -113,7 +113,7 @@ def _quick_extent(
     ends: list[Tensor] = []
     for row in rows:
         squares.append(torch.dot(row, row))
-        ends += torch.aminmax(row) if exact else ()  # while it is in the cache
+        ends += torch.aminmax(row) if exact and row.numel() else ()  # while it is in the cache
     count = sum(map(Tensor.numel, rows))
     if len(lists) > 1:
         squares = [square.double() for square in squares]

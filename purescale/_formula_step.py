@@ -15,6 +15,7 @@ from torch import Tensor
 from . import _columns, _torch, _tree
 from ._formula import Dampening, PlainArithmetic, Rate, has_lists, without_reads
 from ._groups import Groups
+from ._kernels import fused_is_right
 from ._slots import FIRST, Kept, Slots
 
 
@@ -111,6 +112,8 @@ class FormulaStep:
         if not self._groups.flag_named:
             flags = {"foreach": lists, "fused": False, "capturable": True, "differentiable": traced}
             run = without_reads(self._cls, lists=lists)
+        elif not fused_is_right(weights.values()):
+            flags = {"fused": False}
         if self._groups.lr_in_state and issubclass(self._cls, torch.optim.ASGD):
             # eta is made from the rate that `init` knew
             _begin_at(lrs[0], list(slots.values()), lists=lists)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,8 @@ class Treatment(NamedTuple):
     out.
     """
 
-    divisor: Tensor | None = None  # 0-d: the loss scale over the factor of clipping
+    divisor: Tensor | None = None  # 0-d: the loss scale
+    factor: Tensor | None = None  # 0-d, from 0 to 1: of clipping by norm
     bound: float | Tensor | None = None  # clamped to plus and minus this
 
 
@@ -164,6 +165,13 @@ def kernel_of(cls: Any) -> Kernel | None:
     return None
 
 
+def fused_is_right(weights: Iterable[Tensor]) -> bool:
+    """Whether torch's fused kernels step right on all of these. On a CPU, where torch never takes
+    them by itself, they leave half parameters beyond the first vector lanes as they are.
+    """
+    return not any(weight.is_cpu and weight.dtype.itemsize < 4 for weight in weights)
+
+
 # ---- one launch ----------------------------------------------------------------------------------
 
 
@@ -191,7 +199,8 @@ def update(
     bound = treatment.bound
     bound, limit = (0.0, bound) if isinstance(bound, Tensor) else (float(bound or 0.0), None)
     columns = (batch.gradients, batch.steps, flat, places, old)
-    _node(kernel.name, *columns, rate, lr, numbers, found_inf, treatment.divisor, bound, limit)
+    treated = (treatment.divisor, treatment.factor, bound, limit)
+    _node(kernel.name, *columns, rate, lr, numbers, found_inf, *treated)
 
 
 @torch.library.custom_op("purescale::fused_update", mutates_args=("steps", "targets"))
@@ -207,6 +216,7 @@ def _node(
     numbers: Sequence[float],
     found_inf: Tensor | None,
     divisor: Tensor | None,
+    factor: Tensor | None,
     bound: float,
     limit: Tensor | None,
 ) -> None:
@@ -220,14 +230,14 @@ def _node(
     cuts = [slice(first, first + count) for first in range(0, len(targets), count)]
     columns = [list(targets[cut]) for cut in cuts]
     batch = Batch(list(grads), list(steps), columns, [held[cut] for cut in cuts] if old else [])
-    treatment = Treatment(divisor, limit if limit is not None else bound or None)
+    treatment = Treatment(divisor, factor, limit if limit is not None else bound or None)
     _update(
         _BY_NAME[kernel],
         rate if lr is None else lr,
         numbers,
         batch,
         found_inf,
-        treatment,
+        folded(treatment),
         spent=False,
     )
 
@@ -247,7 +257,11 @@ def _update(
     skip = None if found_inf is None else found_inf.to(device, torch.float32)
     if steps:
         _torch.masked_add_(steps, [torch.ones_like(steps[0])] * len(steps), 1.0, skip)
-    divisor, bound = treatment
+    divisor, factor, bound = treatment
+    if factor is not None:
+        grads = _foreach.at_least_float32_list(grads, apart=False)
+        factor = factor.to(torch.promote_types(dtype, torch.float32))
+        grads = _foreach.multiply(grads, factor, donate=spent)
     if divisor is not None and dtype is not torch.float64:
         divisor = divisor.to(torch.float32)
     # The kernel divides by a float32 number only, and leaves what it made of the gradients in their
@@ -287,6 +301,19 @@ def _update(
             grad_scale=divisor if divides else None,
             found_inf=skip,
         )
+
+
+def folded(treatment: Treatment) -> Treatment:
+    """The same with one divisor that unscales and clips at once, where float32 holds it. It is
+    looked at on a CPU only, where that waits for nothing.
+    """
+    divisor, factor, bound = treatment
+    if factor is None:
+        return treatment
+    both = factor.reciprocal() if divisor is None else divisor / factor
+    if type(both) is Tensor and both.is_cpu and both.item() <= torch.finfo(torch.float32).max:
+        return Treatment(both, None, bound)
+    return treatment
 
 
 _dtype = operator.attrgetter("dtype")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -213,6 +214,16 @@ def storage(leaf: Tensor) -> int | None:
         )
     except RuntimeError:
         return None
+
+
+def is_alone(leaf: Tensor) -> bool:
+    """Whether nothing but this tensor stands in its memory: no other tensor, no array of numpy, and
+    nobody holds the memory itself.
+    """
+    memory = leaf.untyped_storage()
+    # Two uses: of the tensor, and of the name above; it and its argument are two references.
+    uses = _torch.storage_uses(memory._cdata)
+    return uses == 2 and sys.getrefcount(memory) <= 2 and memory.resizable()
 
 
 def storages(leaves: Sequence[Any]) -> list[int | None]:

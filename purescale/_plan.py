@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import _columns
-from ._kernels import Batch, Kernel, Treatment, update
+from ._kernels import Batch, Kernel, Treatment, folded, update
 
 Slots = dict[str, dict[str, Tensor]]
 
@@ -100,6 +100,8 @@ def run(
     """Parameters and slots after the step over gradients that are still to be treated, where not
     `found_inf`.
     """
+    if not torch.compiler.is_compiling():  # else when the graph runs
+        treatment = folded(treatment)
     own = facts.own
     results: list[Any] = list(columns[: len(own)])
     with torch.no_grad():

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from . import _dtensor, _foreach, _meshes, _tree
-from ._clip import Clip
+from ._clip import Clip, dtype_of, unusable
 from ._dtensor import Shards
 from ._extent import surely_fits
 from ._headroom import largest
@@ -172,7 +172,9 @@ def facts(
     norm_type = None if clip.max_norm is None else clip.norm_type
     if known is not None and (known.norm is not None or norm_type is None):
         return known
-    return read(*(leaves, norm_type, scale, group, known), scaled=scaled, dense=dense, amax=amax)
+    found = read(*(leaves, norm_type, scale, group, known), scaled=scaled, dense=dense, amax=amax)
+    bad = unusable(clip)
+    return found if bad is None else found._replace(found_inf=found.found_inf | bad, finite=False)
 
 
 def read(
@@ -190,8 +192,18 @@ def read(
     over = scale if scaled else None
     size = _meshes.extent(leaves, scale.device, norm_type, over, dense=dense, exact=amax)
     norm = size.norm if over is None or size.norm is None else size.norm / over
+    doubtful = norm is not None and dtype_of(leaves) is torch.float64
+    if scaled and doubtful and not surely_fits(size, scale):
+        norm = _norm_unscaled(leaves, norm_type, scale)
     most = largest(size, scale.device, over, group) if amax else ()
     if known is not None:
         return Read(known.found_inf, norm, most, known.finite)
     found_inf = overflowed(size, scale, scaled=scaled, group=group)
     return Read(found_inf, norm, most, group is None and scaled and surely_fits(size, scale))
+
+
+def _norm_unscaled(leaves: list[Any], norm_type: float | None, scale: Tensor) -> Tensor | None:
+    """The norm of `leaves` over `scale`, where that of float64 leaves still scaled may be inf."""
+    shards = _dtensor.shards(leaves)
+    local = _foreach.divide(shards.local, scale, donate=False)
+    return _meshes.extent(local, scale.device, norm_type, over=shards.given).norm

@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 
 from . import _dtensor, _foreach, _tree
-from ._clip import Clip, check_ordered, checked, clip_by_value, clip_divisor, clip_to, told
+from ._clip import (
+    Clip,
+    check_ordered,
+    checked,
+    clip_by_value,
+    clip_factor,
+    clip_to,
+    is_moderate,
+    told,
+    unusable,
+)
 from ._kernels import Treatment
 from ._optim import Optimizer
 from ._scaler import HasScale, check_grads
@@ -137,12 +147,13 @@ def unscale_and_step(
 
     `from_torch`'s Adam, AdamW, SGD and Adagrad need one read of the gradients and one pass for the
     rest. Flags, skips and counts are those of the parts; values too, bit for bit, but to 1e-6 with
-    `max_norm` and these classes: unscaling and clipping are then one division, and a divisor beyond
-    float32 skips the step. The sum of squares and the scale are read on a CPU in eager mode only.
+    `max_norm` and these classes: unscaling and clipping are then one division. The sum of squares,
+    the scale and that divisor are read on a CPU in eager mode only.
 
     `donate`: `params`, `scaled_grads` and `opt_state` may be overwritten; the caller gives them up.
-    Same bits. `max_norm=None` and `clip_value=None` leave that clipping out; `norm_type` as in
-    `clip_by_global_norm`, `group` as in `unscale_and_check`. `amax`: tell `grad_amax` of the
+    Same bits. `max_norm=None` and `clip_value=None` leave that clipping out; a tensor that is 0,
+    negative or NaN is no bound, and the step is skipped. `norm_type` as in `clip_by_global_norm`,
+    `group` as in `unscale_and_check`. `amax`: tell `grad_amax` of the
     unscaled gradients too, from the same read, over `group`; for a rule that takes it.
 
     Returns `Stepped(params, opt_state, found_inf, grad_norm, grad_amax)`; `grad_norm` is `()` where
@@ -224,12 +235,12 @@ def skip_or_step(
         found_inf, norm, most, finite = facts(
             *(plan.gradients, clip, scale, known, group), scaled=scaled, dense=True, amax=amax
         )
-        divisor = scale if scaled else None
+        divisor, factor = scale if scaled else None, None
         if clip.max_norm is not None:
-            divisor, grad_norm = clip_divisor(plan.gradients, norm, clip.max_norm, divisor)
-            # One that is not finite would turn gradients into 0.
-            found_inf, finite = found_inf | ~torch.isfinite(divisor), False
-        stepped = plan.run(None if finite else found_inf, Treatment(divisor, clip.value))
+            factor, grad_norm = clip_factor(plan.gradients, norm, clip.max_norm)
+            if finite and is_moderate(clip, plan.gradients):
+                divisor, factor = factor.reciprocal() if divisor is None else divisor / factor, None
+        stepped = plan.run(None if finite else found_inf, Treatment(divisor, factor, clip.value))
         said = told(grad_norm, found_inf), told(most, found_inf)
         return Stepped(stepped[0], stepped[1], found_inf, *said)
     problem = _check_step(optimizer, params, grads, opt_state)
@@ -269,6 +280,8 @@ def _by_formula(
     grads = plan.gradients
     if grads[:1] and grads[0].device != scale.device:
         return None  # to be refused
+    if unusable(clip) is not None:
+        return None  # a flag to choose by
     if known is None:
         known = read(grads, None, scale, scaled=True, dense=True, amax=amax)
     if not known.finite:

@@ -15,7 +15,7 @@ from . import _columns, _foreach, _plan, _slots, _torch, _tree
 from ._door import Entered, Memo, enter
 from ._formula_step import FormulaStep
 from ._groups import Groups, as_tensor
-from ._kernels import Kernel, Treatment, kernel_of
+from ._kernels import Kernel, Treatment, fused_is_right, kernel_of
 from ._slots import Kept, OptState, Slots
 from ._spread import is_elementwise, over_shards
 from ._torch import foreach
@@ -298,6 +298,8 @@ class TorchOptimizer:
         ):
             return False
         if self._groups.flag_named and not self._groups.settings.get("fused"):
+            return False
+        if not fused_is_right(problem.weights.values()):
             return False
         return all(
             _foreach.is_dense(leaf) and leaf.is_floating_point() and (leaf.is_cpu or leaf.is_cuda)

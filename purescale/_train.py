@@ -13,7 +13,7 @@ from torch import Tensor
 from . import _tree
 from ._accum import OnNonfinite, check_on_nonfinite
 from ._checks import shown
-from ._clip import Clip, check_ordered, checked, told
+from ._clip import Clip, check_ordered, checked, told, unusable
 from ._differentiate import LossFn
 from ._headroom import check_rule, takes_amax, updated
 from ._infos import StepInfo
@@ -132,7 +132,8 @@ def train_step(
       (with what it did to the buffers), as in `accumulated_grads`. Either way the scale backs off
       once.
     - `max_norm`, `norm_type`, `clip_value`: as in `clip_by_global_norm` and `clip_by_value`, on the
-      averaged, unscaled gradients.
+      averaged, unscaled gradients. With a bound that is a tensor of 0, below 0 or NaN the step is
+      skipped: `info.found_inf` is True, and the scale stays, which could not cure it.
     - `max_retries`: above 0 it syncs with the host. A window that overflows is gone through again,
       the same microbatches with the same random numbers of torch's generators, at the scale that
       the rule backs off to, until it is finite: the step is the one that this scale would have
@@ -214,11 +215,16 @@ def train_step(
             takes_amax(rule),
             group,
         )
+    bad_bound = unusable(clip)
+    if bad_bound is not None:
+        # No scale can cure it: it is no overflow, and the rule hears nothing of it.
+        skipped = gathered.found_inf | bad_bound
+        gathered = gathered._replace(found_inf=skipped, finite=False)
     skip, overflow = gathered.found_inf, gathered.overflow
     # Where no try was finite, the scale ends as after one ordinary skip.
     used = scaler if retries == 0 else where(overflow, state.scaler, scaler, donate=False)
     next_scaler = updated(rule, used, overflow, gathered.amax)
-    # a window that its weights alone made empty leaves the scale as it was
+    # a window that its weights alone made empty, or its bound, leaves the scale as it was
     if overflow is not skip:
         next_scaler = where(skip & ~overflow, state.scaler, next_scaler, donate=False)
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -141,7 +140,6 @@ def _gather(
     alone = len(microbatches) == 1
     single = alone and group is None
     together = single or on_nonfinite == "drop_window"
-    large = early and _has_large(differentiate)
     carried = buffers.leaves
     mean: Leaves | None = None
     accum: AccumState | None = None
@@ -152,12 +150,10 @@ def _gather(
         counts: bool | Tensor = weights.counts[index]
         share = weights.shares[index]
         put: Callable[[int, Tensor], None] | None = None
-        least, sent = 0, reduction is not None and index == len(microbatches) - 1
+        sent = reduction is not None and index == len(microbatches) - 1
         if reduction is not None and sent:
             put = _sent_to(reduction, differentiate, mean, weights, index)
-        elif large and together and mean is not None and counts is True:
-            put, least = functools.partial(_add_large, mean, share), LARGE
-        grads, (loss, new_buffers, new_aux) = differentiate(carried, microbatch, put, least)
+        grads, (loss, new_buffers, new_aux) = differentiate(carried, microbatch, put, own=single)
         if group is not None:  # the ranks hold other rows of what is sparse
             grads = [None if leaf is None else _foreach.dense(leaf) for leaf in grads]
         losses.append(loss)
@@ -226,35 +222,12 @@ def _gather(
 
 
 def _mixed(mean: Leaves | None, grads: Leaves, share: Any, counts: Tensor | None) -> Leaves:
-    """`_foreach.mix` of leaves that may be DTensors; None where `_add_large` was there before."""
-    if mean is not None and any(leaf is None for leaf in grads):
-        rest = [index for index, leaf in enumerate(grads) if leaf is not None]
-        if rest:
-            some = [_foreach.dense(grads[index]) for index in rest]
-            _foreach.mix([mean[index] for index in rest], some, share, counts)
-        return mean
+    """`_foreach.mix` of leaves that may be DTensors."""
     if not _dtensor.among(grads):
         return _foreach.mix(mean, grads, share, counts)
     shards = _dtensor.shards(grads)
     sums = None if mean is None else _dtensor.shards(mean).local
     return shards.back(_foreach.mix(sums, list(shards.local), share, counts))
-
-
-# Elements: below this a call costs more than to fetch a gradient into the cache again.
-LARGE = 2**18
-
-
-def _has_large(differentiate: Differentiate) -> bool:
-    """Whether gradients are to be added to the mean as the backward makes them: on a CPU, which
-    still has a large one in its cache, and where its memory serves for the next.
-    """
-    weights = differentiate.inputs
-    on_cpu = not differentiate.spread and all(leaf.is_cpu for leaf in weights)
-    return on_cpu and any(leaf.numel() >= LARGE for leaf in weights)
-
-
-def _add_large(mean: Leaves, share: Any, index: int, gradient: Tensor) -> None:
-    _foreach.mix([mean[index]], [_foreach.dense(gradient)], share)
 
 
 def _sent_to(

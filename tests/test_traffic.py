@@ -288,13 +288,15 @@ def test_a_step_without_donation_needs_its_results_and_a_copy_of_the_gradients(m
 
 @pytest.mark.parametrize("name", sorted(FUSED))
 @pytest.mark.parametrize("donate", [False, True])
-def test_nothing_is_read_by_the_host_but_the_sum_of_squares_and_the_scale(name, donate):
-    settings = {"max_norm": torch.tensor(1.0), "clip_value": 0.5, "donate": donate}
+@pytest.mark.parametrize("bound", [1.0, torch.tensor(1.0)], ids=["number", "tensor"])
+def test_nothing_is_read_by_the_host_but_the_sum_of_squares_and_the_scale(name, donate, bound):
+    """And where the bound is a tensor, whether float32 holds what is divided by."""
+    settings = {"max_norm": bound, "clip_value": 0.5, "donate": donate}
     _, step = step_over([(300, 1000), (5,)], FUSED[name], **settings)
     with Dispatched() as dispatched:
         step()
     assert len(dispatched.ops) > 20
-    assert dispatched.reads <= LOOKS
+    assert dispatched.reads <= LOOKS + isinstance(bound, torch.Tensor)
 
 
 def test_without_donation_nothing_given_is_changed():
@@ -431,7 +433,7 @@ def test_the_nodes_of_a_compiled_graph_do_what_their_schema_says(name):
     slots = list(state.slots.values())
     targets = [*params.values(), *(slot[key] for key in kernel.slots(settings) for slot in slots)]
     steps = [slot["step"] for slot in slots if "step" in slot]
-    flags = torch.tensor(False), scaler.scale, 0.1, None
+    flags = torch.tensor(False), scaler.scale, torch.tensor(0.5), 0.1, None
     arguments = (
         kernel.name,
         list(grads.values()),

@@ -30,7 +30,8 @@ def clip_by_global_norm(
     norm is exact also where squares overflow or vanish: gradients of 1e30 have a norm and are
     clipped to `max_norm`. With inf or NaN among them the norm is inf or NaN.
 
-    Raises `ValueError` for `max_norm <= 0` or `norm_type <= 0`.
+    Raises `ValueError` for `max_norm <= 0` or `norm_type <= 0`; of a tensor the value is not looked
+    at. `train_step` and `unscale_and_step` skip the step where such a bound is not above 0.
 
     >>> import torch
     >>> clip_by_global_norm({"w": torch.tensor([3e30, 4e30])}, max_norm=5.0)

@@ -54,7 +54,8 @@ def from_torch(
       `differentiable`) is kept.
 
     Which of torch's implementations runs, where no flag is named: the fused kernel where the class
-    has one and everything is floating and dense; else the capturable formula, or the for-loop where
+    has one and everything is floating and dense, on a CPU in float32 or float64 (torch's are wrong
+    there in half, which takes the formula with `fused=True` too); else the capturable formula, or the for-loop where
     a class has neither. None of these reads a tensor's value in Python, so none syncs. Inside
     torch.func transforms it is the capturable and differentiable formula, inside torch.compile too
     up to 16 parameters, or where they are to be differentiated. The bits of these differ a little

@@ -175,10 +175,11 @@ def _check_masked_add() -> None:
     # A kernel that stopped heeding the flag, or read it the other way, would be wrong in silence.
     with without_modes(), torch.no_grad():
         for flag, new, expected in ((1.0, float("nan"), 1.0), (0.0, 2.0, 5.0)):
-            row = torch.tensor([[1.0], [new], [flag]], dtype=torch.float32, device="cpu")
-            target, added, bad = row.unbind()
-            masked_add_([target], [added], 2.0, bad)
-            if target.tolist() != [expected]:
+            # 70 elements, of which the last do not fill a vector lane
+            target = torch.full((70,), 1.0, dtype=torch.float32, device="cpu")
+            bad = torch.full((1,), flag, dtype=torch.float32, device="cpu")
+            masked_add_([target], [torch.full_like(target, new)], 2.0, bad)
+            if target.tolist() != [expected] * 70:
                 what = f"{expected} of 1 + 2 * {new} where found_inf is {flag}"
                 raise _refused(f"that torch._fused_sgd_ makes {what}")
 

@@ -55,13 +55,13 @@ def from_torch(
 
     Which of torch's implementations runs, where no flag is named: the fused kernel where the class
     has one and everything is floating and dense, on a CPU in float32 or float64 (torch's are wrong
-    there in half, which takes the formula with `fused=True` too); else the capturable formula, or the for-loop where
-    a class has neither. None of these reads a tensor's value in Python, so none syncs. Inside
-    torch.func transforms it is the capturable and differentiable formula, inside torch.compile too
-    up to 16 parameters, or where they are to be differentiated. The bits of these differ a little
-    (1e-6 relative). Each can be differentiated; where torch's square root has an infinite
-    derivative, at a gradient of exactly 0, it is taken for 0. `.backward()` goes through a step
-    only with `differentiable=True`, and is refused in words otherwise.
+    there in half, which takes the formula with `fused=True` too); else the capturable formula, or
+    the for-loop where a class has neither. None of these reads a tensor's value in Python, so none
+    syncs. Inside torch.func transforms it is the capturable and differentiable formula, inside
+    torch.compile too up to 16 parameters, or where they are to be differentiated. The bits of these
+    differ a little (1e-6 relative). Each can be differentiated; where torch's square root has an
+    infinite derivative, at a gradient of exactly 0, it is taken for 0. `.backward()` goes through a
+    step only with `differentiable=True`, and is refused in words otherwise.
 
     `optimizer.init(params)`, `optimizer.step(params, grads, opt_state)`,
     `optimizer.to_state_dict(opt_state)` and `optimizer.from_state_dict(sd, params)` (torch.optim's

@@ -190,10 +190,12 @@ def read(
 ) -> Read:
     """What one read of `leaves` tells; the flag that is `known` stays."""
     over = scale if scaled else None
-    size = _meshes.extent(leaves, scale.device, norm_type, over, dense=dense, exact=amax)
+    # Of float64 leaves the norm may be inf before they are unscaled; one sum on a CPU tells.
+    wide = scaled and norm_type is not None and dtype_of(leaves) is torch.float64
+    first = None if wide and scale.device.type != "cpu" else norm_type
+    size = _meshes.extent(leaves, scale.device, first, over, dense=dense, exact=amax)
     norm = size.norm if over is None or size.norm is None else size.norm / over
-    doubtful = norm is not None and dtype_of(leaves) is torch.float64
-    if scaled and doubtful and not surely_fits(size, scale):
+    if wide and not surely_fits(size, scale):
         norm = _norm_unscaled(leaves, norm_type, scale)
     most = largest(size, scale.device, over, group) if amax else ()
     if known is not None:

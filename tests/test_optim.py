@@ -161,7 +161,10 @@ def test_the_default_reads_no_tensor_value(name, settings):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "RMSprop"])
 def test_other_dtypes_equal_the_real_optimizer(name, dtype, capturable_on_cpu):
-    expected, _ = real(name, {}, implementation(name, {}), dtype=dtype)
+    flags = implementation(name, {})
+    if flags.get("fused") and dtype is not torch.float64:  # wrong for half on a CPU
+        flags = {"foreach": False, **({"capturable": True} if name == "AdamW" else {})}
+    expected, _ = real(name, {}, flags, dtype=dtype)
     assert same_bits(
         ours(ps.from_torch(getattr(OPTIM, name)), params=make_params(dtype))[0], expected
     )

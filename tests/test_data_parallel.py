@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import purescale as ps
-from purescale._step import microbatches as _window
 
 SGD = ps.from_torch(torch.optim.SGD, lr=1.0)
 ADAMW = ps.from_torch(torch.optim.AdamW, lr=1e-2)
@@ -166,7 +165,6 @@ def _steps(rank):
     everybody = range(dist.get_world_size())
     every = [m for other in everybody for m in share(other)]
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 2e-6)):
-        _window.LARGE = 0 if dtype is torch.float64 else 2**18  # of small leaves: as large ones go
         for weight_fn in WEIGHTS.values():
             for on_nonfinite in ("drop_window", "drop_microbatch"):
                 settings = {"weight_fn": weight_fn, "on_nonfinite": on_nonfinite}

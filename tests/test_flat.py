@@ -573,8 +573,9 @@ def rounds(optimizer, dtypes, lay, clip, maybe):
     return params, state
 
 
+# Half parameters take another formula over lists than tensor by tensor.
 @pytest.mark.parametrize("lay", ["contiguous", "permuted"])
-@pytest.mark.parametrize("dtypes", MIXED)
+@pytest.mark.parametrize("dtypes", [kind for kind in MIXED if kind.values[0][0] in (f32, f64)])
 @pytest.mark.parametrize(
     "how", [{}, {"max_norm": 1.0}, {"clip_value": 0.7}, {"clip_value": torch.tensor(0.7)}, None]
 )

@@ -112,9 +112,7 @@ def test_one_flag_decides_so_it_is_0d():
     st.booleans(),
 )
 def test_unscale_and_step_equals_its_parts(grads, scale, max_norm, clip_value, donate, amax):
-    """Bit for bit; the values to 1e-6 where clipping is one division with unscaling, which skips
-    where that divisor is beyond float32.
-    """
+    """Bit for bit; the values to 1e-6 where clipping is one division with unscaling."""
     scaler = RULE.init()._replace(scale=torch.tensor(scale))
     params = pytree.tree_map(lambda t: None if t is None else torch.ones_like(t), grads)
     for optimizer in (ADAMW, SGD):
@@ -146,25 +144,9 @@ def test_unscale_and_step_equals_its_parts(grads, scale, max_norm, clip_value, d
             assert same_bits(out.grad_amax, most if amax else ())
         if max_norm is None or found_inf:
             assert same_bits(tuple(out)[:4], expected)
-        elif norm.double() * scale / max_norm >= torch.finfo(torch.float32).max:
-            assert same_bits((out.params, out.opt_state), (params, state))
-            assert out.found_inf
         else:
             assert same_bits(out.found_inf, found_inf)
             assert_close(tuple(out)[:4], expected, rtol=2e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("donate", [False, True])
-def test_finite_gradients_over_a_divisor_beyond_float32_skip_the_step(donate):
-    params = {"w": torch.ones(3), "b": torch.ones(())}
-    state, scaler = ADAMW.init(params), RULE.init()._replace(scale=torch.tensor(2.0**16))
-    for _ in range(3):  # cold and warm
-        grads = {name: torch.full_like(p, 1e5) for name, p in params.items()}
-        out = ps.unscale_and_step(
-            ADAMW, scaler, *clone((params, grads, state)), max_norm=1e-35, donate=donate
-        )
-        assert out.found_inf
-        assert same_bits((out.params, out.opt_state), (params, state))
 
 
 @given(trees(finite32), powers_of_two)
@@ -1105,7 +1087,7 @@ def test_weight_decay_reaches_a_parameter_that_the_loss_does_not_use():
 
 
 def test_half_gradients_of_half_parameters_give_the_same_bits_donated():
-    sgd = ps.from_torch(OPTIM.SGD, lr=2.0**16)
+    sgd = ps.from_torch(OPTIM.SGD, lr=2.0**15)
     outs = []
     for donate in (False, True):
         params = {"w": torch.zeros(2, dtype=torch.float16)}

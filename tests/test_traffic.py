@@ -440,7 +440,7 @@ def test_the_nodes_of_a_compiled_graph_do_what_their_schema_says(name):
     slots = list(state.slots.values())
     targets = [*params.values(), *(slot[key] for key in kernel.slots(settings) for slot in slots)]
     steps = [slot["step"] for slot in slots if "step" in slot]
-    flags = torch.tensor(False), scaler.scale, 0.1, None
+    flags = torch.tensor(False), scaler.scale, torch.tensor(0.5), 0.1, None
     arguments = (
         kernel.name,
         list(grads.values()),

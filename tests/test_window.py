@@ -31,7 +31,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 import purescale as ps
-from purescale._step import microbatches as _window
 
 INF = math.inf
 SGD = ps.from_torch(torch.optim.SGD, lr=1.0)
@@ -320,48 +319,6 @@ def test_a_sparse_gradient_may_come_after_a_dense_one():
         new, info = ps.train_step(state, microbatches, loss_fn=loss_fn, optimizer=SGD, rule=RULE)
         assert not info.found_inf
         assert new.params["w"].flatten().tolist() == [-0.5, -1.5, -0.5, -1.0]
-
-
-@pytest.mark.parametrize("weight_fn", [None, lambda m: 0.1 + m[0].item() ** 2])
-@pytest.mark.parametrize("sparse", [False, True])
-def test_gradients_added_as_the_backward_makes_them_are_those_added_afterwards(
-    sparse, weight_fn, monkeypatch
-):
-    torch.manual_seed(0)
-    params = {
-        "conv": torch.randn(4, 3, 2, 2).contiguous(memory_format=torch.channels_last),
-        "half": torch.randn(5).half(),
-        "double": torch.randn(5, dtype=torch.float64),
-        "complex": torch.randn(3, dtype=torch.complex64),
-        "number": torch.randn(()),
-        "nothing": torch.zeros(0),
-        "rows": torch.randn(4, 2).half(),
-        "unused": torch.randn(3),
-        "turned": torch.randn(2, 3).t(),
-    }
-    state = ps.init_train_state(params, {}, SGD, RULE)
-
-    def loss_fn(params, buffers, m):
-        number, late = m
-        used = [p for name, p in params.items() if name not in ("rows", "unused")]
-        loss = sum((number * p).abs().pow(2).sum().float() for p in used)
-        index = torch.tensor([1, 1, 3])
-        return loss + F.embedding(index, params["rows"], sparse=late).sum(), buffers
-
-    microbatches = [(n, sparse and n.item() > 1) for n in numbers(1, 2, 3)]
-    settings = {"optimizer": SGD, "rule": RULE, "weight_fn": weight_fn, "max_norm": 1.0}
-    found = []
-    for large in (0, 4, math.inf):
-        monkeypatch.setattr(_window, "LARGE", large)
-        with Untouched(state):
-            found.append(ps.train_step(state, microbatches, loss_fn=loss_fn, **settings))
-    assert not found[0][1].found_inf
-    if sparse:  # beside a sparse gradient the dense ones are added with one rounding more
-        for other in found[:2]:
-            torch.testing.assert_close(other[0].params, found[2][0].params)
-    else:
-        assert same_bits(found[0], found[2])
-        assert same_bits(found[1], found[2])
 
 
 def test_a_hook_that_a_loss_hangs_on_a_parameter_acts_on_its_own_microbatch_only():

@@ -1,0 +1,559 @@
+"""The laws that a step keeps whatever makes it, through public functions only: for every class,
+size and dtype, with bounds of every kind, and with memory that somebody else can see.
+"""
+
+import functools
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import Untouched, assert_close, clone, in_processes, same_bits, tensors
+from hypothesis import given, settings
+
+import purescale as ps
+
+INF, NAN = math.inf, math.nan
+EVERY = {
+    "Adadelta": {},
+    "Adafactor": {"foreach": False},
+    "Adagrad": {},
+    "Adam": {"amsgrad": True},
+    "AdamW": {},
+    "Adamax": {},
+    "ASGD": {},
+    "Muon": {},
+    "NAdam": {},
+    "RAdam": {},
+    "RMSprop": {"momentum": 0.9, "centered": True},
+    "Rprop": {},
+    "SGD": {"momentum": 0.9},
+}
+FUSED = ("Adagrad", "Adam", "AdamW", "SGD")
+SIZES = (5, 33, 70, 300)  # on both sides of what a processor takes at a time
+
+
+def made(name, lr=0.1, **extra):
+    return ps.from_torch(getattr(torch.optim, name), lr=lr, **{**EVERY[name], **extra})
+
+
+def gradients_like(params, size=1.0, seed=0):
+    """Gradients between a half and twice `size`, of both signs."""
+    generator = torch.Generator().manual_seed(seed)
+    found = {}
+    for name, leaf in params.items():
+        values = torch.rand(leaf.shape, generator=generator, dtype=torch.float64) * 1.5 + 0.5
+        signs = torch.randint(0, 2, leaf.shape, generator=generator) * 2 - 1
+        found[name] = (values * signs * size).to(leaf.dtype)
+    return found
+
+
+def test_every_class_that_is_taken_is_here():
+    for name, cls in vars(torch.optim).items():
+        if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+            continue
+        if name in EVERY or cls is torch.optim.Optimizer:
+            continue
+        with pytest.raises((TypeError, ValueError)):
+            ps.from_torch(cls, lr=0.1)
+
+
+# ---- the values of a step ------------------------------------------------------------------------
+
+
+def torchs_steps(name, params, steps, **extra):
+    real = [leaf.clone().requires_grad_() for leaf in params.values()]
+    theirs = getattr(torch.optim, name)(real, lr=0.1, **{**EVERY[name], **extra})
+    for grads in steps:
+        for leaf, grad in zip(real, grads.values(), strict=True):
+            leaf.grad = grad.clone()
+        theirs.step()
+    return {key: leaf.detach() for key, leaf in zip(params, real, strict=True)}
+
+
+NEAR = {torch.float32: 1e-5, torch.float64: 1e-10, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+@pytest.mark.parametrize("dtype", NEAR)
+@pytest.mark.parametrize("name", EVERY)
+def test_parameters_of_every_size_and_dtype_take_the_steps_of_torchs_default(name, dtype):
+    params = {str(n): torch.ones(n, 1, dtype=dtype) for n in SIZES}
+    steps = [gradients_like(params, seed=seed) for seed in range(3)]
+    expected = torchs_steps(name, params, steps)
+    optimizer, scaler = made(name), ps.StaticScale(4.0).init()
+    by_step, by_unscaling = [(params, optimizer.init(params)) for _ in range(2)]
+    for grads in steps:
+        by_step = optimizer.step(by_step[0], grads, by_step[1])
+        scaled = {key: 4 * grad for key, grad in grads.items()}
+        by_unscaling = ps.unscale_and_step(
+            optimizer, scaler, by_unscaling[0], scaled, by_unscaling[1]
+        )[:2]
+    tolerance = NEAR[dtype]
+    if name not in FUSED:  # step counts in float32; Muon works in bfloat16
+        tolerance = 3e-2 if name == "Muon" else max(tolerance, 1e-5)
+    for found in (by_step[0], by_unscaling[0]):
+        assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", FUSED)
+def test_half_parameters_are_stepped_right_where_the_fused_kernel_is_asked_for(name, dtype):
+    params = {str(n): torch.ones(n, dtype=dtype) for n in SIZES}
+    steps = [gradients_like(params, seed=seed) for seed in range(3)]
+    optimizer = made(name, fused=True)
+    found, state = params, optimizer.init(params)
+    for grads in steps:
+        found, state = optimizer.step(found, grads, state)
+    assert_close(found, torchs_steps(name, params, steps), rtol=NEAR[dtype], atol=NEAR[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", FUSED)
+def test_equal_steps_of_half_parameters_give_equal_bits(name, dtype):
+    params = {str(n): torch.ones(n, dtype=dtype) for n in SIZES}
+    optimizer = made(name)
+    state, grads = optimizer.init(params), gradients_like(params)
+    first = optimizer.step(params, grads, state)
+    for donate in (False, True) * 10:
+        given = clone((params, grads, state))
+        assert same_bits(ps.maybe_step(optimizer, *given, False, donate=donate), first)
+
+
+# ---- a backward inside of the loss ---------------------------------------------------------------
+
+
+def plain_loss(params, buffers, x):
+    return (params["w"].square() * x).sum() + params["b"].sum() * x[0], buffers
+
+
+def attacked_loss(params, buffers, x):
+    """As `plain_loss`, after a backward by hand that reaches the parameters too."""
+    (params["w"] * 7).sum().backward()
+    assert params["b"].grad is None
+    assert (params["w"].grad == 7).all()
+    return plain_loss(params, buffers, x)
+
+
+def penalised_loss(params, buffers, x):
+    """Fast gradient signs: the data one step uphill, by a backward of the same loss."""
+    data = x.clone().requires_grad_()
+    plain_loss(params, buffers, data)[0].backward()
+    return plain_loss(params, buffers, x + 0.5 * data.grad.sign())
+
+
+def uphill_loss(params, buffers, x):
+    """What `penalised_loss` comes to, without a backward inside."""
+    data = x.clone().requires_grad_()
+    loss, _ = plain_loss(params, buffers, data)
+    (slope,) = torch.autograd.grad(loss, [data])
+    return plain_loss(params, buffers, x + 0.5 * slope.sign())
+
+
+def begun(size, name="SGD", rule=None, **extra):
+    rule = rule or ps.NoScale()
+    params = {"w": torch.linspace(-1, 1, size), "b": torch.ones(3)}
+    optimizer = made(name, **extra)
+    state = ps.init_train_state(params, {}, optimizer, rule)
+    return state, functools.partial(ps.train_step, optimizer=optimizer, rule=rule)
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+@pytest.mark.parametrize("size", [33, 2**18 - 1, 2**18 + 3])
+def test_a_backward_inside_of_the_loss_is_no_part_of_the_step(size, number):
+    state, step = begun(size)
+    data = [torch.full((size,), 1.0 + index) for index in range(number)]
+    pairs = ((plain_loss, attacked_loss), (uphill_loss, penalised_loss))
+    for without, within in pairs:
+        assert same_bits(
+            step(state, data, loss_fn=within, max_norm=INF),
+            step(state, data, loss_fn=without, max_norm=INF),
+        )
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_backward_inside_of_the_loss_leaves_nothing_on_tensors_of_the_caller(number):
+    parameters = {"w": torch.nn.Parameter(torch.ones(33)), "b": torch.nn.Parameter(torch.ones(3))}
+    for leaf in parameters.values():
+        leaf.grad = torch.full_like(leaf, 5.0)
+    state, step = begun(33)
+    state = state._replace(params=parameters)
+    with Untouched(state):
+        new, _ = step(state, [torch.ones(33)] * number, loss_fn=attacked_loss)
+    assert all((leaf.grad == 5).all() for leaf in parameters.values())
+    assert all(leaf.grad is None for leaf in tensors(new))
+
+
+def _over_ranks(rank):
+    world = dist.group.WORLD
+    for size in (33, 2**18 + 3):
+        state, step = begun(size)
+        for number in (1, 2):
+            data = [torch.full((size,), 1.0 + rank + index) for index in range(number)]
+            for without, within in ((plain_loss, attacked_loss), (uphill_loss, penalised_loss)):
+                assert same_bits(
+                    step(state, data, loss_fn=within, group=world),
+                    step(state, data, loss_fn=without, group=world),
+                )
+        for how, keeps in KEEPERS.items():
+            kept = []
+            loss_fn = functools.partial(keeps, kept)
+            new, _ = step(state, [torch.ones(size)], loss_fn=loss_fn, group=world)
+            assert all((values(k) == 16).all() for k in kept), how
+            assert_close(new.params["w"], state.params["w"] - 0.1 * 16, rtol=1e-5, atol=1e-6)
+
+
+def test_over_ranks_too_a_backward_inside_is_left_out_and_what_is_kept_is_left_alone():
+    in_processes(_over_ranks)
+
+
+# ---- one flag ------------------------------------------------------------------------------------
+
+BOUNDS = [None, 0.1, 1e3, INF]
+UNUSABLE = [0.0, -0.0, -1.0, -INF, NAN]
+bounds = st.sampled_from(BOUNDS) | st.sampled_from([0.1, 1e-44, INF, *UNUSABLE]).map(torch.tensor)
+
+
+def is_unusable(bound):
+    return isinstance(bound, torch.Tensor) and not bound > 0
+
+
+def limits(bound):
+    return bound is not None and not is_unusable(bound) and bound < INF
+
+
+def counted_loss(size, dtype, params, buffers, bad):
+    """Gradients of about that size, not finite in a microbatch that is bad."""
+    grads = gradients_like(params, size)
+    loss = sum((params[name] * grads[name].to(dtype)).sum() for name in params)
+    return loss * (INF if bad else 1.0), {"seen": buffers["seen"] + 1}
+
+
+def check_one_story(before, new, info, number):
+    """Everything moved, or nothing did."""
+    if info.found_inf:
+        assert same_bits((new.params, new.opt_state), (before.params, before.opt_state))
+        assert same_bits((new.buffers, new.step), (before.buffers, before.step))
+        assert new.scaler.scale <= before.scaler.scale
+    else:
+        assert all(leaf.isfinite().all() for leaf in tensors(new.params))
+        assert new.opt_state.applied == before.opt_state.applied + 1
+        assert new.step == before.step + 1
+        assert new.buffers["seen"] == before.buffers["seen"] + number
+        assert new.scaler.scale == min(2 * before.scaler.scale, 2.0**24)
+        steps = [slot["step"] for slot in new.opt_state.slots.values() if "step" in slot]
+        assert all(step == new.opt_state.applied for step in steps)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    name=st.sampled_from(sorted(EVERY)),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    size=st.sampled_from([0.0, 1e-30, 1.0, 1e15, 1e30, 1e35]),
+    exponent=st.sampled_from([-24, 0, 8, 16]),
+    max_norm=bounds,
+    clip_value=bounds,
+    bad=st.lists(st.sampled_from([False, False, False, True]), min_size=1, max_size=2),
+    donate=st.booleans(),
+)
+def test_applied_step_buffers_scale_and_found_inf_tell_the_same_story(
+    name, dtype, size, exponent, max_norm, clip_value, bad, donate
+):
+    bounded = limits(max_norm) or limits(clip_value)
+    size = size if bounded else min(size, 1e15)  # else formulas themselves overflow
+    optimizer, rule = made(name), ps.DynamicScale(init_scale=2.0**exponent, growth_interval=1)
+    params = {"a": torch.ones(3, 11, dtype=dtype), "b": torch.ones(10, 7, dtype=dtype)}
+    state = ps.init_train_state(params, {"seen": torch.tensor(0)}, optimizer, rule)
+    loss_fn = functools.partial(counted_loss, size, dtype)
+    for _ in range(2):
+        before = clone(state)
+        state, info = ps.train_step(
+            state,
+            bad,
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            rule=rule,
+            max_norm=max_norm,
+            clip_value=clip_value,
+            donate=donate,
+        )
+        check_one_story(before, state, info, len(bad))
+        fits = 1000 * size * before.scaler.scale < 1e38  # the loss too
+        unusable = is_unusable(max_norm) or is_unusable(clip_value)
+        if unusable or any(bad):
+            assert info.found_inf
+        elif fits:
+            assert not info.found_inf
+        if unusable and fits and not any(bad):
+            assert same_bits(state.scaler, before.scaler)
+
+
+def by_parts(optimizer, scaler, params, grads, state, max_norm):
+    grads, found_inf = ps.unscale_and_check(scaler, grads)
+    grads, norm = ps.clip_by_global_norm(grads, max_norm)
+    return (*ps.maybe_step(optimizer, params, grads, state, found_inf), found_inf, norm)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize(
+    ("size", "scale", "max_norm"),
+    [
+        (1e35, 256.0, 0.1),
+        (1e35, 1.0, torch.tensor(0.1)),
+        (1e38, 2.0**-24, 0.1),
+        (1.5e38, 1.0, 1e-3),  # whose norm is beyond float32
+        (1.0, 2.0**16, torch.tensor(1e-44)),
+        (1e35, 1.0, torch.tensor(1e-300, dtype=torch.float64)),
+        (1e-30, 1.0, 1e35),
+    ],
+)
+@pytest.mark.parametrize("name", EVERY)
+def test_a_finite_bound_and_finite_gradients_make_the_clipped_step_of_the_parts(
+    name, size, scale, max_norm, donate
+):
+    params = {str(n): torch.ones(n, 1) for n in SIZES}
+    optimizer, scaler = made(name), ps.StaticScale(scale).init()
+    grads = {key: grad * scale for key, grad in gradients_like(params, size).items()}
+    given = (params, grads, optimizer.init(params))
+    expected = by_parts(optimizer, scaler, *given, max_norm)
+    out = ps.unscale_and_step(optimizer, scaler, *clone(given), max_norm, donate=donate)
+    assert not out.found_inf
+    assert out.opt_state.applied == 1
+    assert same_bits(out.grad_norm, expected[3])
+    assert_close((out.params, out.opt_state), expected[:2], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("bound", UNUSABLE)
+@pytest.mark.parametrize("which", ["max_norm", "clip_value"])
+@pytest.mark.parametrize("name", EVERY)
+def test_a_tensor_that_is_no_bound_skips_the_whole_step_and_says_so(name, which, bound, donate):
+    params = {str(n): torch.ones(n, 1) for n in SIZES}
+    optimizer, scaler = made(name), ps.StaticScale(8.0).init()
+    given = (params, gradients_like(params), optimizer.init(params))
+    for _ in range(2):  # also where the first step is remembered
+        out = ps.unscale_and_step(
+            optimizer, scaler, *clone(given), donate=donate, **{which: torch.tensor(bound)}
+        )
+        assert out.found_inf
+        assert same_bits((out.params, out.opt_state), (given[0], given[2]))
+
+
+@pytest.mark.parametrize("retries", [0, 2])
+@pytest.mark.parametrize("rule", [ps.DynamicScale(growth_interval=2), ps.HeadroomScale()])
+def test_a_bound_that_is_none_is_no_overflow_of_the_scale(rule, retries):
+    """No scale could cure it: the rule's state stays, and nothing is tried again."""
+    optimizer, calls = made("AdamW"), []
+    state = ps.init_train_state({"w": torch.ones(33)}, {}, optimizer, rule)
+
+    def loss_fn(params, buffers, x):
+        calls.append(x)
+        return (params["w"] * x).sum(), buffers
+
+    step = functools.partial(ps.train_step, loss_fn=loss_fn, optimizer=optimizer, rule=rule)
+    state, _ = step(state, [1.0])
+    skipped, info = step(state, [1.0], max_norm=torch.tensor(NAN), max_retries=retries)
+    assert info.found_inf
+    assert info.retries == 0
+    assert len(calls) == 2
+    assert same_bits(skipped, state)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "NAdam"])
+def test_a_compiled_step_decides_by_the_same_flag(name):
+    params = {str(n): torch.ones(n % 40 + 1) for n in range(20)}
+    optimizer, scaler = made(name), ps.StaticScale(256.0).init()
+    grads = {key: grad * 256 for key, grad in gradients_like(params, 1e35).items()}
+    state = optimizer.init(params)
+
+    def stepped(bound):
+        return ps.unscale_and_step(optimizer, scaler, params, grads, state, bound)
+
+    compiled = torch.compile(stepped, fullgraph=True, backend="aot_eager")
+    for bound in (0.1, 0.0, NAN):
+        out, expected = compiled(torch.tensor(bound)), stepped(torch.tensor(bound))
+        assert out.found_inf == expected.found_inf == (not bound > 0)
+        assert_close((out.params, out.opt_state), (expected.params, expected.opt_state))
+
+
+def test_each_member_of_a_batch_has_a_bound_and_a_flag_of_its_own():
+    params, optimizer, scaler = {"w": torch.ones(33)}, made("AdamW"), ps.StaticScale(8.0).init()
+    grads, state = gradients_like(params), optimizer.init(params)
+
+    def stepped(bound):
+        return ps.unscale_and_step(optimizer, scaler, params, grads, state, bound)
+
+    row = torch.tensor([0.1, 0.0, NAN, -1.0, INF])
+    out = torch.vmap(stepped)(row)
+    assert out.found_inf.tolist() == [False, True, True, True, False]
+    for index, bound in enumerate(row):
+        assert_close(out.params["w"][index], stepped(bound).params["w"])
+
+
+# ---- memory that somebody else can see -----------------------------------------------------------
+
+
+class Returns(torch.autograd.Function):
+    """Its gradient is what `returned(buffer of 16s)` makes of a buffer that is kept."""
+
+    @staticmethod
+    def forward(ctx, weight, kept, returned):
+        ctx.kept, ctx.returned = kept, returned
+        return weight.sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        buffer = torch.full(ctx.kept.shape, 16.0)
+        ctx.kept.seen.append(buffer)
+        return ctx.returned(buffer), None, None
+
+
+class Kept(list):
+    """What somebody keeps of a gradient."""
+
+    def __init__(self, seen, shape):
+        super().__init__()
+        self.seen, self.shape = seen, shape
+
+
+def returning(returned):
+    def loss_fn(kept, params, buffers, x):
+        weight = params["w"]
+        return Returns.apply(weight, Kept(kept, weight.shape), returned), buffers
+
+    return loss_fn
+
+
+def numpys(kept, params, buffers, x):
+    """A backward that works in an array of its own."""
+
+    def of_array(buffer):
+        array = buffer.clone().numpy().copy()
+        kept.append(array)
+        return torch.from_numpy(array)
+
+    return returning(of_array)(kept, params, buffers, x)
+
+
+def hooked(keep):
+    def loss_fn(kept, params, buffers, x):
+        params["w"].register_hook(lambda grad: kept.append(keep(grad)))
+        return (params["w"] * 16).sum() + 0 * params["b"].sum(), buffers
+
+    return loss_fn
+
+
+def afterwards(kept, params, buffers, x):
+    """A hook that looks at `.grad`, which a backward by hand fills."""
+    weight = params["w"]
+    weight.register_post_accumulate_grad_hook(lambda leaf: kept.append(leaf.grad))
+    return (weight * 16).sum() + 0 * params["b"].sum(), buffers
+
+
+def values(kept):
+    return kept if isinstance(kept, torch.Tensor) else torch.as_tensor(kept)
+
+
+KEEPERS = {
+    "itself": returning(lambda buffer: buffer),
+    "detached": returning(lambda buffer: buffer.detach()),
+    "a view": returning(lambda buffer: buffer.view(buffer.shape)),
+    "a slice": returning(lambda buffer: buffer[:]),
+    "turned": returning(lambda buffer: buffer.flip(0).flip(0).t()),
+    "an array": numpys,
+    "a hook": hooked(lambda grad: grad),
+    "a hook, detached": hooked(lambda grad: grad.detach()),
+    "a hook, a view": hooked(lambda grad: grad[:2]),
+    "a hook, an array": hooked(lambda grad: grad.numpy()),
+    "a hook, the memory": hooked(lambda grad: torch.frombuffer(grad.numpy(), dtype=grad.dtype)),
+    "a hook after it": afterwards,
+}
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "NAdam"])
+@pytest.mark.parametrize("how", KEEPERS)
+def test_a_gradient_that_somebody_else_can_see_is_not_written_into(
+    how, name, number, max_norm, donate
+):
+    state, step = begun(33, name, ps.StaticScale(1.0))
+    alone, _ = step(
+        state,
+        [torch.ones(33)] * number,
+        loss_fn=functools.partial(hooked(lambda grad: None), []),
+        max_norm=max_norm,
+    )
+    state, step = begun(33, name, ps.StaticScale(8.0))
+    for _ in range(2):  # with nothing remembered, then with all
+        kept = []
+        loss_fn = functools.partial(KEEPERS[how], kept)
+        new, _ = step(
+            clone(state),
+            [torch.ones(33)] * number,
+            loss_fn=loss_fn,
+            max_norm=max_norm,
+            donate=donate,
+        )
+        expected = 16 if how in RETURNED else 128  # of what is returned, or of a scaled loss
+        assert all((values(k) == expected).all() for k in kept)
+        if expected == 128:
+            assert_close(new.params, alone.params)
+
+
+RETURNED = ("itself", "detached", "a view", "a slice", "turned", "an array")
+
+
+# ---- what there is of the gradients --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("max_norm", [None, 1.0, INF])
+@pytest.mark.parametrize("name", ["AdamW", "NAdam"])
+def test_the_largest_gradient_is_told_where_all_of_a_dtype_are_empty(name, max_norm, dtype):
+    optimizer, scaler = made(name), ps.StaticScale(8.0).init()
+    for other in (torch.ones(33), torch.ones(300, dtype=torch.float64), None):
+        params = {"empty": torch.zeros(0, dtype=dtype), "other": other}
+        grads = {"empty": torch.zeros(0, dtype=dtype), "other": None if other is None else -other}
+        out = ps.unscale_and_step(
+            optimizer, scaler, params, grads, optimizer.init(params), max_norm, amax=True
+        )
+        assert not out.found_inf
+        assert out.grad_amax == (0 if other is None else 0.125)
+        assert out.grad_amax.dtype is torch.float32
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, INF])
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "NAdam"])
+def test_the_norm_of_the_largest_float64_is_that_of_unscaled_gradients(name, norm_type):
+    params = {str(n): torch.ones(n, dtype=torch.float64) for n in (5, 33)}
+    grads = {key: torch.full_like(leaf, 1.7e308) for key, leaf in params.items()}
+    optimizer, scaler = made(name), ps.StaticScale(256.0).init()
+    given = (params, grads, optimizer.init(params))
+    out = ps.unscale_and_step(optimizer, scaler, *given, 1.0, norm_type=norm_type)
+    unscaled, _ = ps.unscale_and_check(scaler, grads)
+    clipped, norm = ps.clip_by_global_norm(unscaled, 1.0, norm_type=norm_type)
+    assert not out.found_inf
+    assert norm.isfinite()
+    assert_close(out.grad_norm, norm)
+    assert_close(out.params, optimizer.step(params, clipped, given[2])[0])
+    measured = ps.unscale_and_step(optimizer, scaler, *given, INF, norm_type=norm_type)
+    assert_close(measured.grad_norm, norm)
+    assert not measured.found_inf
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_train_step_tells_the_norm_of_the_largest_float64(number):
+    optimizer, rule = made("AdamW"), ps.StaticScale(256.0)
+    state = ps.init_train_state({"w": torch.zeros(33, dtype=torch.float64)}, {}, optimizer, rule)
+    _, info = ps.train_step(
+        state,
+        [1.7e308 / 256] * number,
+        loss_fn=lambda params, buffers, x: ((params["w"] * x).sum(), buffers),
+        optimizer=optimizer,
+        rule=rule,
+        max_norm=1.0,
+    )
+    assert not info.found_inf
+    assert_close(info.grad_norm, torch.tensor(1.7e308 / 256 * math.sqrt(33), dtype=torch.float64))

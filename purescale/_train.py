@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ from ._select import choose, where
 from ._spread import Read
 from ._step import skip_or_step
 from ._tree import Leaves, Tree
-from ._window import BNUpdate, check_weights
+from ._window import BNUpdate, Gathered, check_weights
 
 
 class TrainState(NamedTuple):
@@ -157,9 +158,10 @@ def train_step(
 
     Returns the next state and `StepInfo`. On an overflow parameters, optimizer state, buffers and
     `step` come back bit for bit; the scale backs off. A rule that takes amax gets that of the
-    averaged, unscaled gradients before clipping. Reads no tensor's value, so nothing syncs;
-    works under `torch.compile(fullgraph=True)`, `torch.vmap` and `torch.func.grad`. Parameters that
-    the loss does not use have a gradient of 0.
+    averaged, unscaled gradients before clipping; where the loss itself is not finite it gets
+    `found_inf=False` and NaN, as no scale could have cured it. Reads no tensor's value, so nothing
+    syncs; works under `torch.compile(fullgraph=True)`, `torch.vmap` and `torch.func.grad`.
+    Parameters that the loss does not use have a gradient of 0.
 
     Raises before any work is done: `TypeError` and `ValueError` for microbatches that are no list
     or an empty one and for settings; before anything is changed: for what `loss_fn` returns.
@@ -215,9 +217,10 @@ def train_step(
             group,
         )
     skip, overflow = gathered.found_inf, gathered.overflow
+    bad, amax = _told_to(rule, gathered, on_nonfinite)
     # Where no try was finite, the scale ends as after one ordinary skip.
-    used = scaler if retries == 0 else where(overflow, state.scaler, scaler, donate=False)
-    next_scaler = updated(rule, used, overflow, gathered.amax)
+    used = scaler if retries == 0 else where(bad, state.scaler, scaler, donate=False)
+    next_scaler = updated(rule, used, bad, amax)
     # a window that its weights alone made empty leaves the scale as it was
     if overflow is not skip:
         next_scaler = where(skip & ~overflow, state.scaler, next_scaler, donate=False)
@@ -248,8 +251,8 @@ def train_step(
     )
     # before buffers are written, whose memory they may stand in
     step, scale = state.step + (1 if gathered.finite else ~skip), scaler.scale.clone()
-    bad = False if gathered.finite else skip
-    new_buffers = choose(bad, buffers.leaves, gathered.buffers, donate=donate)
+    dropped = False if gathered.finite else skip
+    new_buffers = choose(dropped, buffers.leaves, gathered.buffers, donate=donate)
     new_state = TrainState(
         params=out.params,
         buffers=buffers.structure.unflatten(new_buffers),
@@ -270,6 +273,20 @@ def train_step(
     if donate:
         _tree.poison(state, keep=(new_state, info, microbatches, max_norm, clip_value))
     return new_state, info
+
+
+def _told_to(rule: Any, gathered: Gathered, on_nonfinite: OnNonfinite) -> tuple[Tensor, Any]:
+    """The flag and the largest gradient for `rule.update`.
+
+    A rule that takes amax is not told of an overflow where the loss itself was not finite, because
+    no scale could have cured it. Where such a loss skips the step, nothing is known: amax is NaN.
+    """
+    if not takes_amax(rule):
+        return gathered.overflow, ()
+    # A microbatch that is dropped by itself has no part in the loss of the step.
+    overflow = gathered.curable if on_nonfinite == "drop_microbatch" else gathered.overflow
+    bad = overflow & (gathered.loss.abs() < math.inf)
+    return bad, torch.where(gathered.found_inf & ~bad, torch.nan, gathered.amax)
 
 
 def _check_call(

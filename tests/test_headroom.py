@@ -10,6 +10,7 @@ from typing import NamedTuple
 import hypothesis.strategies as st
 import pytest
 import torch
+import torch.distributed as dist
 import torch.utils._pytree as pytree
 from helpers import (
     Dispatched,
@@ -18,6 +19,7 @@ from helpers import (
     assert_close,
     batch,
     clone,
+    in_processes,
     job,
     same_bits,
     shares_memory,
@@ -807,3 +809,29 @@ def test_a_damaged_entry_of_the_history_counts_for_nothing(damage):
     state = clean(rule, 1.0, 1.0, 1.0)
     damaged = state._replace(amax_history=torch.tensor([1.0, damage, 1.0]))
     assert rule.update(damaged, torch.tensor(False), torch.tensor(4.0)).scale == state.scale / 4
+
+
+# ---- over ranks
+
+LONE = {  # what each of two ranks has, what is dropped, and what a rule is told on both: bad, amax
+    "a loss": (([GRADIENT], [LOST]), "drop_window", False, math.nan),
+    "a gradient": (([GRADIENT], [LARGE]), "drop_window", True, None),
+    "one of each": (([LARGE], [LOST]), "drop_window", False, math.nan),
+    "a loss dropped": (([GRADIENT], [LOST]), "drop_microbatch", False, 3.0),
+    "a gradient dropped": (([GRADIENT, LARGE], [LOST]), "drop_microbatch", True, None),
+    "all losses": (([LOST], [LOST, LOST]), "drop_microbatch", False, math.nan),
+}
+
+
+def _told_on_each_rank(rank):
+    for name, (shares, on_nonfinite, bad, amax) in LONE.items():
+        for retries in (0, 1):
+            rule = Remembers()
+            settings = {"on_nonfinite": on_nonfinite, "max_retries": retries}
+            state, _ = step(start(rule), shares[rank], rule, group=dist.group.WORLD, **settings)
+            assert state.scaler.bad == bad, name
+            assert bad or same_bits(state.scaler.amax, torch.tensor(amax)), name
+
+
+def test_every_rank_is_told_the_same_of_a_loss_that_is_not_finite_on_one():
+    in_processes(_told_on_each_rank)

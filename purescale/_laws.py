@@ -129,8 +129,8 @@ def assert_pure(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     shared = [(name, theirs[key]) for key, name in _storages(first).items() if key in theirs]
     assert not shared, (
         f"result{shared[0][0]} stands in the memory of argument{shared[0][1]}: who writes into one "
-        "changes the other. Cure: `.clone()` of what is passed through, or torch.where, which "
-        "makes a new one."
+        "changes the other. Cure: `.clone()` of what is passed through, as `state._replace(...)` "
+        "does with every other field; torch.where makes a new one."
     )
     assert torch.equal(torch.get_rng_state(), generator), (
         "torch's random numbers were drawn from, which is a state that no argument holds. Cure: a "

@@ -320,9 +320,7 @@ class _Battery:
         elif scale <= 0:
             self.fail(law or "positive", came, "a scale above 0", *call)
 
-    def step(
-        self, state: Any, bad: bool, amax: float | None = None, *, inside: bool = True
-    ) -> Any:
+    def step(self, state: Any, bad: bool, amax: float | None = None, *, inside: bool = True) -> Any:
         """The next state of a run, once an overflow and a clean step were tried in this one. It may
         stand above a ceiling unless it is `inside`, so that a clean step lowers it.
         """

@@ -289,6 +289,13 @@ def assert_vmap_equals_loop(
     return together
 
 
+def report(name: str, law: str, rows: dict[str, str], came: str, should: str, cure: str) -> str:
+    """What is said of a thing called `name` that breaks a law. `rows`: what it was given."""
+    given = {**rows, "came": came, "should": should}
+    lines = [f"  {label:6}  {value}" for label, value in given.items()]
+    return "\n".join([f"{name} breaks the law `{law}`", *lines, f"  Cure: {cure}"])
+
+
 def short(value: Any, most: int = 200) -> str:
     text = " ".join(repr(value).split())
     return text if len(text) <= most else f"{text[:most]}..."

@@ -155,7 +155,7 @@ def ema(old: Tree, new: Tree, decay: float | Tensor) -> Tree:
     Where `old` and `new` are the same number, so is the result, bit for bit. In fresh memory; the
     derivatives come through.
 
-    It knows nothing of skipped steps: `select(info.found_inf, average, ema(average, params, 0.999))`
+    It knows nothing of skipped steps; `select(info.found_inf, average, ema(average, params, 0.99))`
     stands still on those.
 
     Raises `ValueError`, naming the leaf, for trees that do not go together, and for a `decay` out

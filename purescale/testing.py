@@ -25,9 +25,10 @@ from ._laws import assert_pure as assert_pure
 from ._laws import assert_single_graph as assert_single_graph
 from ._laws import assert_sync_free as assert_sync_free
 from ._laws import assert_vmap_equals_loop as assert_vmap_equals_loop
+from ._laws import report, short
 from ._laws import same_bits as same_bits
 from ._laws import shares_memory as shares_memory
-from ._laws import short
+from ._optimizer_laws import assert_optimizer as assert_optimizer
 from ._scaler import DynamicScale, NoScale, StaticScale
 from ._tree import Tree
 
@@ -42,6 +43,7 @@ __all__ = [  # noqa: RUF022  strategies, then checks
     "assert_single_graph",
     "assert_vmap_equals_loop",
     "assert_scale_rule",
+    "assert_optimizer",
     "same_bits",
     "shares_memory",
     "Untouched",
@@ -296,11 +298,9 @@ class _Battery:
         if law in self.quirks:
             self.seen.add(law)
             return
-        lines = [f"{_name(self.rule)} breaks the law `{law}`"]
-        for label, value in zip(("state", "flag", "amax"), call, strict=False):
-            lines.append(f"  {label:6}  {_shown(value)}")
-        lines += [f"  came    {came}", f"  should  {should}", f"  Cure: {cure or _CURES[law]}"]
-        raise AssertionError("\n".join(lines)) from cause
+        rows = dict(zip(("state", "flag", "amax"), map(_shown, call), strict=False))
+        said = report(_name(self.rule), law, rows, came, should, cure or _CURES[law])
+        raise AssertionError(said) from cause
 
     def update(self, state: Any, bad: bool, amax: float | None = None) -> Any:
         call = _arguments(state, bad, self.amax if amax is None else amax)

@@ -572,7 +572,7 @@ def test_a_loss_that_is_not_finite_is_no_overflow_to_a_rule_that_takes_amax(
 
 @pytest.mark.parametrize("name", WINDOWS)
 def test_other_rules_are_told_of_every_overflow(name):
-    microbatches, weights, on_nonfinite, bad, _ = WINDOWS[name]
+    microbatches, weights, on_nonfinite, _, _ = WINDOWS[name]
     rule = ps.DynamicScale(init_scale=4.0)
     if weights is not None:
         weight_of = dict(zip(map(id, microbatches), weights, strict=True))

@@ -6,7 +6,6 @@ Then one of them again, alone, with torch's own AdamW: the same numbers.
 
 import torch
 import torch.nn.functional as F
-import torch.utils._pytree as pytree
 from sklearn.datasets import load_digits
 
 import purescale as ps
@@ -41,7 +40,7 @@ def step(state, batch):
 # -- one state a rate, stacked
 state = ps.init_train_state(params, buffers, optimizer, rule)
 states = [state._replace(opt_state=state.opt_state._replace(lr=rate)) for rate in rates]
-ensemble = pytree.tree_map(lambda *members: torch.stack(members), *states)
+ensemble = ps.stack_states(states)
 # -- every member sees the same batch
 every = torch.compile(torch.vmap(step, in_dims=(0, None)), fullgraph=True)
 

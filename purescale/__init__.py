@@ -85,6 +85,9 @@ Checkpoints:
 
 Besides:
     select                the old tree where `found_inf`, else the new one
+    stack_states          many states as one, for `torch.vmap`
+    member                one of them again
+    ema                   an exponential moving average, one step on
     simulate              a rule over flags or over gradients, without a training
     interop               the scalers of other libraries as rules, their state dicts both ways
 """
@@ -188,6 +191,11 @@ from ._checkpoint import (
 )
 
 from ._tree.select import select as select
+from ._tree.stack import (
+    stack_states as stack_states,
+    member as member,
+    ema as ema,
+)
 
 from . import simulate as simulate
 from . import interop as interop
@@ -254,6 +262,9 @@ __all__ = [  # noqa: RUF022  in the order of a step
     "save",
     "load",
     "select",
+    "stack_states",
+    "member",
+    "ema",
     "simulate",
     "interop",
 ]

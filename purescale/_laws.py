@@ -131,8 +131,8 @@ def assert_pure(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     shared = [(name, theirs[key]) for key, name in _storages(first).items() if key in theirs]
     assert not shared, (
         f"result{shared[0][0]} stands in the memory of argument{shared[0][1]}: who writes into one "
-        "changes the other. Cure: `.clone()` of what is passed through, or torch.where, which "
-        "makes a new one."
+        "changes the other. Cure: `.clone()` of what is passed through, as `state._replace(...)` "
+        "does with every other field; torch.where makes a new one."
     )
     assert torch.equal(torch.get_rng_state(), generator), (
         "torch's random numbers were drawn from, which is a state that no argument holds. Cure: a "
@@ -287,6 +287,13 @@ def assert_vmap_equals_loop(
                 "order."
             )
     return together
+
+
+def report(name: str, law: str, rows: dict[str, str], came: str, should: str, cure: str) -> str:
+    """What is said of a thing called `name` that breaks a law. `rows`: what it was given."""
+    given = {**rows, "came": came, "should": should}
+    lines = [f"  {label:6}  {value}" for label, value in given.items()]
+    return "\n".join([f"{name} breaks the law `{law}`", *lines, f"  Cure: {cure}"])
 
 
 def short(value: Any, most: int = 200) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._loss_scale.headroom import check_rule, updated
+from ._loss_scale.headroom import check_rule, takes_amax, updated
 from ._loss_scale.rules import Rule
 from ._tree import scalars as _checks
 from ._tree import tree as _tree
@@ -21,8 +21,8 @@ def simulate(rule: Rule[Any], found_infs: Tensor | Sequence[bool]) -> Any:
     `found_infs`: bool [T], True = the step was bad; or a list of bools. Returns the rule's state
     with one dimension more, [T + 1] in front, the state before step t at index t; on the device of
     `found_infs`. `torch.vmap` makes many runs of it at once, and of a rule of your own that holds
-    its settings as tensors many settings. A rule that takes amax sees 0, which tells it nothing:
-    what it would foresee is seen with `replay`.
+    its settings as tensors many settings. A rule that takes amax is handed NaN, which tells it
+    nothing: what it would foresee is seen with `replay`.
 
     Reads no value. Compiled it is one graph of T updates; compile `rule.update` for long runs.
 
@@ -34,8 +34,8 @@ def simulate(rule: Rule[Any], found_infs: Tensor | Sequence[bool]) -> Any:
     tensor([8., 4., 4., 8.])
     """
     flags = _series("found_infs", found_infs, "bool", lambda t: t.dtype is torch.bool)
-    nothing = torch.zeros((), device=flags.device)
-    return _run(rule, flags, lambda scaler, bad: (bad, nothing))[0]
+    nothing = torch.full((), torch.nan, device=flags.device)
+    return _run(rule, flags, lambda scaler, bad: (bad, bad, nothing))[0]
 
 
 def replay(
@@ -45,8 +45,9 @@ def replay(
     `amax * scale <= largest`.
 
     `amaxes`: floating [T], the largest unscaled gradient of each step of a run, as `StepInfo` or
-    `grad_amax` tells; inf and NaN are bad at any scale. `largest`: of the numbers that gradients
-    are computed in, that of float16.
+    `grad_amax` tells; inf and NaN are bad at any scale, so a rule that takes amax is not told of an
+    overflow there, as by `train_step` where a loss is not finite. `largest`: of the numbers that
+    gradients are computed in, that of float16.
 
     Returns the states [T + 1] as `simulate` does and the flags, bool [T]. What a skipped step does
     to the gradients of the next ones is not in a recording: near the start of a run take it for an
@@ -62,8 +63,11 @@ def replay(
     limit = _checks.positive("largest", largest)
     tops = _series("amaxes", amaxes, "floating", Tensor.is_floating_point).to(torch.float32)
 
-    def step(scaler: Any, amax: Tensor) -> tuple[Tensor, Tensor]:
-        return ~(amax * scaler.scale <= limit), amax
+    follows_amax = takes_amax(rule)
+
+    def step(scaler: Any, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        bad = ~(amax * scaler.scale <= limit)
+        return bad, bad & torch.isfinite(amax) if follows_amax else bad, amax
 
     return _run(rule, tops, step)
 
@@ -74,8 +78,8 @@ def _run(rule: Any, series: Tensor, step: Any) -> tuple[Any, Tensor]:
     first, structure = _tree.flatten(scaler)
     rows, flags = [first], [torch.zeros_like(series[:0], dtype=torch.bool)]
     for item in series.unbind():
-        bad, amax = step(scaler, item)
-        after = updated(rule, scaler, bad, amax)
+        bad, told, amax = step(scaler, item)
+        after = updated(rule, scaler, told, amax)
         rows.append(_tree.paired(scaler, after, "rule.init()", "what the rule made of it")[1])
         flags.append(bad.reshape(1))
         scaler = after

@@ -24,9 +24,10 @@ from ._laws import assert_pure as assert_pure
 from ._laws import assert_single_graph as assert_single_graph
 from ._laws import assert_sync_free as assert_sync_free
 from ._laws import assert_vmap_equals_loop as assert_vmap_equals_loop
+from ._laws import report, short
 from ._laws import same_bits as same_bits
 from ._laws import shares_memory as shares_memory
-from ._laws import short
+from ._optimizer_laws import assert_optimizer as assert_optimizer
 from ._loss_scale.rules import DynamicScale, NoScale, StaticScale
 from ._torch import private as _torch
 from ._tree import tree as _tree
@@ -43,6 +44,7 @@ __all__ = [  # noqa: RUF022  strategies, then checks
     "assert_single_graph",
     "assert_vmap_equals_loop",
     "assert_scale_rule",
+    "assert_optimizer",
     "same_bits",
     "shares_memory",
     "Untouched",
@@ -196,7 +198,8 @@ def assert_scale_rule(rule: Any, quirks: Sequence[str] = ()) -> None:
     """A rule of your own against all that `train_step` relies on: one line of test.
 
     Checked on runs that Hypothesis finds and shrinks, on hundreds of overflows and thousands of
-    clean steps in a row, and from damaged states:
+    clean steps in a row, in each state of these with an overflow and with a clean step, on all
+    short runs from the states whose next step grows the scale, and from damaged states:
 
     - `value`: the rule can be hashed and compared, and keeps nothing in its attributes
     - `init`: a NamedTuple of tensors with a 0-d float32 `scale`, on the device that was asked for
@@ -246,7 +249,8 @@ _CURES = {
     "raises": "return a state for any; what should stop training is check_scaler's to raise.",
     "reads": "`torch.where(found_inf, a, b)` in place of `if found_inf:`; no `.item()`.",
     "pure": "torch.where and others that make new tensors, in place of methods that end in `_`.",
-    "structure": "`.to(scaler.scale.dtype)`; a counter as `torch.where(found_inf, 0, count + 1)`.",
+    "structure": "every field as it was: `.to(scaler.scale.dtype)`, `torch.full_like(scaler.scale, "
+    "x)` for a number, a counter as `torch.where(found_inf, 0, count + 1)`.",
     "positive": "`scale.clamp(min=self.min_scale)`, a floor such as 2.0**-24.",
     "finite": "`scale.clamp(max=self.max_scale)`, a ceiling such as 2.0**24.",
     "power_of_two": "factors and bounds that are powers of two: any other scale rounds every "
@@ -255,8 +259,8 @@ _CURES = {
     "overflow": "`torch.where(found_inf, scale * 0.5, ...)`: found_inf is True where the step was "
     "bad.",
     "backs_off": "multiply by a factor below 1 on an overflow, or training never moves again.",
-    "clean": "decide by this step's found_inf, in this update: a scale that moves a step late is "
-    "not the one that scaled.",
+    "clean": "decide by this step's found_inf, True where it was bad, in this update: a scale that "
+    "moves a step late is not the one that scaled.",
     "round_trip": "tensors only in the state, nothing remembered elsewhere.",
     "compile": "torch.where in place of `if`; counters as 0-d tensors.",
     "vmap": "0-d operations and torch.where, as for one state.",
@@ -264,6 +268,9 @@ _CURES = {
 _RUN = [letter == "O" for letter in "...O.O...OOO....O...."]
 _LONG = 320  # overflows: through all of float32 by halves
 _STRETCH = 2500  # clean steps: beyond the usual interval
+_LONGEST = 20_000  # clean steps: up to the interval of a rule that has a longer one
+_EVENTS = 4  # states before a growth from which all runs of _DEPTH steps are tried
+_DEPTH = 4
 
 
 def _name(rule: Any) -> str:
@@ -277,20 +284,24 @@ class _Battery:
         self.rule, self.quirks = rule, quirks
         self.seen: set[str] = set()
         self.amax = 1.0 if _takes_amax(rule) else None
-        self.growing: list[Any] = []  # a state whose next clean step raises the scale
+        self.growing: list[Any] = []  # states whose next clean step raises the scale
 
     def fail(
-        self, law: str, came: str, should: str, *call: Any, cause: Exception | None = None
+        self,
+        law: str,
+        came: str,
+        should: str,
+        *call: Any,
+        cause: Exception | None = None,
+        cure: str = "",
     ) -> None:
         """`call`: the arguments of the update."""
         if law in self.quirks:
             self.seen.add(law)
             return
-        lines = [f"{_name(self.rule)} breaks the law `{law}`"]
-        for label, value in zip(("state", "flag", "amax"), call, strict=False):
-            lines.append(f"  {label:6}  {_shown(value)}")
-        lines += [f"  came    {came}", f"  should  {should}", f"  Cure: {_CURES[law]}"]
-        raise AssertionError("\n".join(lines)) from cause
+        rows = dict(zip(("state", "flag", "amax"), map(_shown, call), strict=False))
+        said = report(_name(self.rule), law, rows, came, should, cure or _CURES[law])
+        raise AssertionError(said) from cause
 
     def update(self, state: Any, bad: bool, amax: float | None = None) -> Any:
         call = _arguments(state, bad, self.amax if amax is None else amax)
@@ -310,26 +321,27 @@ class _Battery:
         elif scale <= 0:
             self.fail(law or "positive", came, "a scale above 0", *call)
 
-    def step(self, state: Any, bad: bool, amax: float | None = None) -> Any:
-        """One of a run from `init`."""
-        new = self.update(state, bad, amax)
-        call = _arguments(state, bad, self.amax if amax is None else amax)
-        kinds = [[(t.dtype, t.shape) for t in _tree.tensors(tree)] for tree in (state, new)]
-        if type(new) is not type(state) or kinds[0] != kinds[1]:
-            self.fail("structure", _kinds(new), _kinds(state), *call)
-        self.legal(new, *call)
-        before, after = float(state.scale), float(new.scale)
-        if bad and after > before:
-            self.fail("overflow", f"scale={after!r}", f"at most {before!r}", *call)
-        if not bad:
-            self.kept(state, new, call)
-        return new
+    def step(self, state: Any, bad: bool, amax: float | None = None, *, inside: bool = True) -> Any:
+        """The next state of a run, once an overflow and a clean step were tried in this one. It may
+        stand above a ceiling unless it is `inside`, so that a clean step lowers it.
+        """
+        tried = {}
+        for flag in (True, False):
+            new = tried[flag] = self.update(state, flag, amax)
+            call = _arguments(state, flag, self.amax if amax is None else amax)
+            self.alike(state, new, call)
+            self.legal(new, *call)
+            before, after = float(state.scale), float(new.scale)
+            if flag and after > before:
+                self.fail("overflow", f"scale={after!r}", f"at most {before!r}", *call)
+            if not flag and after < before and inside and not _takes_amax(self.rule):
+                self.fail("clean", f"scale={after!r}", f"at least {before!r}", *call)
+        return tried[bad]
 
-    def kept(self, state: Any, new: Any, call: tuple[Any, ...]) -> None:
-        """The law of a clean step."""
-        before, after = float(state.scale), float(new.scale)
-        if after < before and not _takes_amax(self.rule):
-            self.fail("clean", f"scale={after!r}", f"at least {before!r}", *call)
+    def alike(self, state: Any, new: Any, call: tuple[Any, ...]) -> None:
+        """The law that a state keeps its structure."""
+        if type(new) is not type(state) or list(map(_kind, new)) != list(map(_kind, state)):
+            self.fail("structure", _kinds(new), _kinds(state), *call)
 
     # ---- what is checked
 
@@ -361,12 +373,13 @@ class _Battery:
             call = _arguments(state, bad, self.amax)
             kept = {key: repr(value) for key, value in _attributes(self.rule).items()}
             new = self.update(state, bad)
+            self.alike(state, new, call)
             for law, check in (("reads", assert_sync_free), ("pure", assert_pure)):
                 try:
                     check(self.rule.update, *call)
                 except AssertionError as error:
-                    came = str(error).partition(" Cure:")[0]
-                    self.fail(law, came, "nothing of the kind", *call, cause=error)
+                    came, _, cure = str(error).partition(" Cure: ")
+                    self.fail(law, came, "nothing of the kind", *call, cause=error, cure=cure)
             if {key: repr(value) for key, value in _attributes(self.rule).items()} != kept:
                 self.fail("value", "an attribute of the rule changed", "the same", *call)
             state = new
@@ -376,25 +389,33 @@ class _Battery:
         for _ in range(_LONG):
             state = self.step(state, bad=True)
         low = float(state.scale)
-        for start in (first, first._replace(scale=torch.tensor(2.0**127))):
-            state = start
-            for _ in range(_STRETCH):
-                new = self.update(state, bad=False)
-                call = _arguments(state, False, self.amax)
-                self.legal(new, *call)
-                if start is first:  # the other may stand above a ceiling
-                    self.kept(state, new, call)
-                    if not self.growing and float(new.scale) > float(state.scale):
-                        self.growing = [state]
-                state = new
-            if start is first:
-                high = float(state.scale)
+        high = float(self.stretch(first).scale)
+        for start in self.growing[:_EVENTS]:
+            self.around(start)
+        self.stretch(state)
+        self.stretch(first._replace(scale=torch.tensor(2.0**127)), inside=False)
         scale, floor = float(first.scale), getattr(self.rule, "min_scale", None) or 0.0
         if low >= scale and low > floor and high != scale:
             call = _arguments(first, True, self.amax)
             self.fail(
                 "backs_off", f"scale={low!r} after {_LONG} overflows", f"below {scale!r}", *call
             )
+
+    def stretch(self, state: Any, *, inside: bool = True) -> Any:
+        """The state after as many clean steps as it takes to grow."""
+        numbers = [n for n in _attributes(self.rule).values() if type(n) is int]
+        for _ in range(min(max(_STRETCH, *numbers, 0) + 2, _LONGEST)):
+            new = self.step(state, bad=False, inside=inside)
+            if inside and float(new.scale) > float(state.scale):
+                self.growing.append(state)
+            state = new
+        return state
+
+    def around(self, state: Any) -> None:
+        """All runs of `_DEPTH` steps."""
+        states = [state]
+        for _ in range(_DEPTH):
+            states = [self.step(each, bad) for each in states for bad in (False, True)]
 
     def runs(self) -> None:
         @settings(
@@ -414,7 +435,7 @@ class _Battery:
         run()
 
     def damaged(self) -> None:
-        whole = [self.rule.init(), *self.growing]
+        whole = [self.rule.init(), *self.growing[:1]]
         for scale, bad in itertools.product(_DAMAGED, (False, True)):
             for state in (state._replace(scale=torch.tensor(scale)) for state in whole):
                 call = _arguments(state, bad, self.amax)
@@ -479,9 +500,20 @@ def _attributes(rule: Any) -> dict[str, Any]:
     return dict(getattr(rule, "__dict__", {}))
 
 
+def _kind(value: Any) -> Any:
+    return (value.dtype, value.shape) if isinstance(value, Tensor) else type(value)
+
+
 def _kinds(state: Any) -> str:
-    leaves = _tree.tensors(state)
-    return f"{type(state).__name__} of {[f'{t.dtype} {tuple(t.shape)}' for t in leaves]}"
+    if not hasattr(state, "_fields"):
+        return f"a {type(state).__name__}"
+    fields = [
+        f"{name}: {leaf.dtype} {tuple(leaf.shape)}"
+        if isinstance(leaf, Tensor)
+        else f"{name}: {type(leaf).__name__}"
+        for name, leaf in zip(state._fields, state, strict=True)
+    ]
+    return f"{type(state).__name__}({', '.join(fields)})"
 
 
 def _shown(value: Any) -> str:

@@ -636,10 +636,8 @@ def test_the_report_names_layers_skipped_batches_and_what_was_left_alone(caplog)
     with caplog.at_level(logging.INFO, logger="purescale"):
         ps.precise_bn(apply, params, buffers, [normal(4, 4, 8, 8), normal(4, 4, 8, 8) * INF])
     report = caplog.text
-    assert (
-        "1 layers from 1 batches, 1 more skipped as not finite; 1 layers saw no data and keep "
-        "their buffers: 3" in report
-    )
+    assert "1 layers from 1 batches, 1 more skipped as not finite" in report
+    assert "1 layers saw no data and keep their buffers: 3" in report
     assert (
         "instance and group norms have no statistics of the batch and are left alone: 1, 2"
         in report
@@ -1162,7 +1160,7 @@ def test_sequential_passes_over_empty_batches_and_reports_all_layers(caplog):
                 ps.precise_bn(apply, params, buffers, data, normalize="sequential"), expected
             )
     assert "2 layers from 2 batches" in caplog.text
-    assert "0 layers saw no data" in caplog.text
+    assert "saw no data" not in caplog.text
 
 
 def test_sequential_goes_through_the_loader_once_a_layer_with_its_own_estimator():

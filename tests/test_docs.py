@@ -84,7 +84,7 @@ def test_the_rule_of_the_recipes_is_a_rule(tmp_path):
 def test_an_average_of_the_weights_survives_donation():
     """The recipe, whose average starts as the weights."""
     recipe = next(
-        block for block in blocks(PAGES["docs/recipes.md"]) if block.startswith("decay = ")
+        block for block in blocks(PAGES["docs/recipes.md"]) if block.startswith("average = ")
     )
     donating = recipe.replace("rule=rule)", "rule=rule, donate=True)")
     assert donating != recipe

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import hypothesis.strategies as st
 import pytest
 import torch
+import torch.distributed as dist
 import torch.utils._pytree as pytree
 from helpers import (
     Dispatched,
@@ -18,6 +19,7 @@ from helpers import (
     assert_close,
     batch,
     clone,
+    in_processes,
     job,
     same_bits,
     shares_memory,
@@ -70,6 +72,8 @@ def by_hand(rule, scale, history, skips, bad, amax):
     seen = 2 * Fraction(TOP) / Fraction(scale) if bad else amax
     if bad or (math.isfinite(amax) and amax > 0):
         history = [*history[1:], Fraction(seen)]
+    elif amax == 0 and scale < 1:
+        history, scale = [past / 2 for past in history], scale * 2
     if max(history) > 0:
         exponent = -400
         while Fraction(2) ** (exponent + 1) <= Fraction(TOP) / max(history):
@@ -89,8 +93,8 @@ def test_update_equals_its_definition_in_exact_arithmetic(rule, series):
         scale, history, skips = by_hand(rule, scale, history, skips, bad, amax)
         assert state.scale.item() == scale
         assert state.consecutive_skips == skips
-        torch.testing.assert_close(
-            state.amax_history, torch.tensor(list(map(float, history))), rtol=2e-7, atol=0
+        torch.testing.assert_close(  # halved, float32's smallest rounds
+            state.amax_history, torch.tensor(list(map(float, history))), rtol=2e-7, atol=2e-45
         )
 
 
@@ -147,11 +151,50 @@ def test_an_overflow_lowers_the_scale_above_the_floor(rule, series, amax):
     assert after < state.scale or after == rule.min_scale
 
 
-@given(rules, steps, st.sampled_from([0.0, -0.0, math.inf, -math.inf, math.nan, -1.0]))
+@given(rules, steps, st.sampled_from([math.inf, -math.inf, math.nan, -1.0]))
 def test_a_step_that_tells_nothing_changes_nothing(rule, series, amax):
     state = run(rule, series)[-1]
     after = rule.update(state, torch.tensor(False), torch.tensor(amax))
     assert same_bits(after, state._replace(consecutive_skips=torch.tensor(0, dtype=torch.int32)))
+
+
+@given(rules, steps, st.sampled_from([0.0, -0.0]))
+def test_zeros_halve_the_history_below_a_scale_of_1_and_tell_nothing_above(rule, series, amax):
+    state = run(rule, series)[-1]
+    after = rule.update(state, torch.tensor(False), torch.tensor(amax))
+    if state.scale >= 1:
+        zero = torch.tensor(0, dtype=torch.int32)
+        assert same_bits(after, state._replace(consecutive_skips=zero))
+    else:
+        assert same_bits(after.amax_history, state.amax_history / 2)
+        assert state.scale <= after.scale <= min(1.0, rule.max_scale)
+
+
+@given(
+    st.builds(
+        ps.HeadroomScale, st.just(2.0**-24), margin=st.integers(0, 12), window=st.integers(1, 6)
+    ),
+    st.lists(st.just((True, math.nan)), max_size=70),
+    st.integers(-12, 12),
+)
+def test_no_start_is_too_low_and_no_bad_stretch_is_final(rule, stretch, exponent):
+    """Gradients that float16 loses below a scale of its own come to be seen again."""
+    amax, state = 2.0**exponent, run(rule, stretch)[-1]
+    for _ in range(120):
+        seen = (torch.tensor(amax) * state.scale).half().float() / state.scale
+        state = rule.update(state, ~torch.isfinite(seen), seen)
+    assert state.scale >= min(1.0, 2.0 ** (15 - exponent - rule.margin))
+    for _ in range(rule.window):
+        state = rule.update(state, torch.tensor(False), torch.tensor(amax))
+    assert same_bits(state, clean(rule, *[amax] * rule.window))
+
+
+@given(rules, steps, st.integers(0, 200))
+def test_sparse_rewards_at_a_scale_of_1_and_above_do_not_grow_it(rule, series, zeros):
+    """However long nothing was learnt: the step that teaches again must not be skipped."""
+    state = run(rule, series)[-1]
+    after = run(rule, [(False, 0.0)] * zeros, state)[-1]
+    assert after.scale <= max(state.scale, 1.0)
 
 
 @given(rules, st.lists(positive32, min_size=1, max_size=6), st.randoms())
@@ -418,6 +461,7 @@ class Remembers:
 
 
 GRADIENT = torch.tensor([1.0, -3.0, 0.5, 2.0])
+LARGE = GRADIENT * 2.0**14  # overflows float16 at a scale of 4, while the loss is finite
 
 
 @pytest.mark.parametrize(
@@ -465,8 +509,7 @@ def test_what_a_step_does_has_the_same_bits_whether_its_rule_takes_amax(settings
 
 def test_a_bad_microbatch_that_is_dropped_counts_as_an_overflow():
     rule = ps.HeadroomScale(init_scale=4.0, window=4)
-    bad = torch.tensor([math.inf, 1, 1, 1])
-    state, info = step(start(rule), [GRADIENT, bad], rule, on_nonfinite="drop_microbatch")
+    state, info = step(start(rule), [GRADIENT, LARGE], rule, on_nonfinite="drop_microbatch")
     assert not info.found_inf
     assert info.grad_amax == 3
     assert state.scaler.amax_history[-1] == 2 * TOP / 4
@@ -476,13 +519,101 @@ def test_a_bad_microbatch_that_is_dropped_counts_as_an_overflow():
 
 @pytest.mark.parametrize("settings", [{}, {"on_nonfinite": "drop_microbatch"}, {"max_norm": 1.0}])
 @pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("value", [1.0, math.inf, math.nan])
 def test_the_amax_of_a_skipped_step_is_not_finite(settings, parts, value):
     rule = ps.HeadroomScale(window=4)
     state, info = step(start(rule), [GRADIENT * value] * parts, rule, **settings)
     assert info.found_inf
     assert not info.grad_amax.isfinite()
-    assert state.scaler.scale == 2.0**9
+    assert state.scaler.scale == (2.0**9 if value == 1 else 2.0**16)
+
+
+# [microbatches], weights, what is dropped, and what a rule is told: bad, amax
+LOST = torch.full((4,), math.nan)
+WINDOWS = {
+    "the loss is NaN": ([LOST], None, "drop_window", False, math.nan),
+    "the loss is inf": ([GRADIENT * math.inf], None, "drop_window", False, math.nan),
+    "the gradient is": ([LARGE], None, "drop_window", True, None),
+    "one loss of two": ([GRADIENT, LOST], None, "drop_window", False, math.nan),
+    "one gradient of two": ([LARGE, GRADIENT], None, "drop_window", True, None),
+    "one of each": ([LARGE, LOST], None, "drop_window", False, math.nan),
+    "a loss without a weight": ([GRADIENT, LOST], [1.0, 0.0], "drop_window", False, 3.0),
+    "a loss with a weight": ([GRADIENT, LOST], [1.0, 0.5], "drop_window", False, math.nan),
+    "a gradient with a weight": ([GRADIENT, LARGE], [1.0, 0.5], "drop_window", True, None),
+    "a loss alone, dropped": ([LOST], None, "drop_microbatch", False, math.nan),
+    "a gradient alone, dropped": ([LARGE], None, "drop_microbatch", True, None),
+    "a loss dropped": ([GRADIENT, LOST], None, "drop_microbatch", False, 3.0),
+    "a gradient dropped": ([GRADIENT, LARGE], None, "drop_microbatch", True, None),
+    "one of each dropped": ([GRADIENT, LARGE, LOST], None, "drop_microbatch", True, None),
+    "all losses dropped": ([LOST, LOST], None, "drop_microbatch", False, math.nan),
+    "a loss with a weight, dropped": ([GRADIENT, LOST], [1.0, 2.0], "drop_microbatch", False, 3.0),
+}
+
+
+@pytest.mark.parametrize("as_tensors", [False, True])
+@pytest.mark.parametrize("retries", [0, 1])
+@pytest.mark.parametrize("name", WINDOWS)
+def test_a_loss_that_is_not_finite_is_no_overflow_to_a_rule_that_takes_amax(
+    name, retries, as_tensors
+):
+    microbatches, weights, on_nonfinite, bad, amax = WINDOWS[name]
+    rule, settings = Remembers(), {"max_retries": retries, "on_nonfinite": on_nonfinite}
+    if weights is not None:
+        given = iter(torch.tensor(weights) if as_tensors else weights)
+        weight_of = dict(zip(map(id, microbatches), given, strict=True))
+        settings["weight_fn"] = lambda x: weight_of[id(x)]
+    state, info = step(start(rule), microbatches, rule, **settings)
+    assert state.scaler.bad == bad
+    if not bad:
+        assert same_bits(state.scaler.amax, torch.tensor(amax))
+    good = on_nonfinite == "drop_microbatch" and any(x is GRADIENT for x in microbatches)
+    assert info.found_inf == (not good and name != "a loss without a weight")
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_other_rules_are_told_of_every_overflow(name):
+    microbatches, weights, on_nonfinite, _, _ = WINDOWS[name]
+    rule = ps.DynamicScale(init_scale=4.0)
+    if weights is not None:
+        weight_of = dict(zip(map(id, microbatches), weights, strict=True))
+        settings = {"weight_fn": lambda x: weight_of[id(x)]}
+    else:
+        settings = {}
+    state, _ = step(start(rule), microbatches, rule, on_nonfinite=on_nonfinite, **settings)
+    assert state.scaler.scale == (4.0 if name == "a loss without a weight" else 2.0)
+
+
+def in_half(params, buffers, x):
+    out = torch.nn.functional.linear(x.half(), params["w"].half())
+    return out.float().square().mean(), buffers
+
+
+def test_batches_with_a_nan_do_not_lower_the_scale():
+    """Ten of them within its window took it to 2**-24 once, where every gradient is 0."""
+    rule = ps.HeadroomScale()
+    state = ps.init_train_state({"w": torch.ones(2, 5)}, {}, SGD, rule)
+    for index in range(40):
+        x = torch.ones(3, 5) * (math.nan if index % 4 == 3 else 1.0)
+        state, info = ps.train_step(state, [x], loss_fn=in_half, optimizer=SGD, rule=rule)
+        assert info.found_inf == (index == 0 or index % 4 == 3)
+    assert state.scaler.scale >= 2.0**6
+    assert state.step == 29
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_training_that_starts_at_the_lowest_scale_moves(compiled):
+    rule = ps.HeadroomScale(init_scale=2.0**-24)
+    state = ps.init_train_state({"w": torch.ones(2, 5)}, {}, SGD, rule)
+
+    def one(state, x):
+        return ps.train_step(state, [x], loss_fn=in_half, optimizer=SGD, rule=rule)
+
+    one = torch.compile(one, fullgraph=True, backend="aot_eager") if compiled else one
+    for _ in range(40):
+        state, info = one(state, torch.ones(3, 5) / 64)
+    assert info.grad_amax > 0
+    assert state.scaler.scale >= 2.0**8
+    assert (state.params["w"] < 1).all()
 
 
 def test_a_window_of_weight_0_tells_a_rule_nothing():
@@ -493,7 +624,7 @@ def test_a_window_of_weight_0_tells_a_rule_nothing():
     assert info.found_inf
 
 
-def test_gradients_of_zeros_leave_the_scale_where_it_is():
+def test_gradients_of_zeros_leave_a_scale_of_1_and_above_where_it_is():
     rule = ps.HeadroomScale(init_scale=1.0, window=4)
     state, _ = step(start(rule), [GRADIENT], rule)
     for _ in range(10):
@@ -609,6 +740,27 @@ def test_check_scaler_knows_its_floor_and_its_skips():
         ps.check_scaler(scaler, ps.HeadroomScale(), max_skips=1)
 
 
+@pytest.mark.parametrize("rule", [ps.HeadroomScale(), ps.DynamicScale(growth_interval=99)])
+def test_check_scaler_speaks_up_at_a_scale_that_fell_to_its_floor_without_an_overflow(rule):
+    state = rule.init()
+    for _ in range(45):
+        state = updated(rule, state, True, math.inf)
+    state = updated(rule, state, False, 2.0**40)
+    assert state.scale == rule.min_scale
+    assert state.consecutive_skips == 0
+    with pytest.raises(FloatingPointError, match=r"sits at the smallest.*\(min_scale\).*Cure"):
+        ps.check_scaler(state, rule)
+    at_one = dataclasses.replace(rule, min_scale=1.0)
+    ps.check_scaler(state._replace(scale=torch.tensor(1.0)), at_one)  # which loses nothing
+    lowest = dataclasses.replace(rule, init_scale=rule.min_scale)
+    ps.check_scaler(lowest.init(), lowest)
+
+
+def updated(rule, state, bad, amax):
+    amax = [torch.tensor(amax)] if isinstance(rule, ps.HeadroomScale) else []
+    return rule.update(state, torch.tensor(bad), *amax)
+
+
 class WithoutIt(Remembers):
     def update(self, scaler, found_inf):
         return scaler
@@ -657,3 +809,29 @@ def test_a_damaged_entry_of_the_history_counts_for_nothing(damage):
     state = clean(rule, 1.0, 1.0, 1.0)
     damaged = state._replace(amax_history=torch.tensor([1.0, damage, 1.0]))
     assert rule.update(damaged, torch.tensor(False), torch.tensor(4.0)).scale == state.scale / 4
+
+
+# ---- over ranks
+
+LONE = {  # what each of two ranks has, what is dropped, and what a rule is told on both: bad, amax
+    "a loss": (([GRADIENT], [LOST]), "drop_window", False, math.nan),
+    "a gradient": (([GRADIENT], [LARGE]), "drop_window", True, None),
+    "one of each": (([LARGE], [LOST]), "drop_window", False, math.nan),
+    "a loss dropped": (([GRADIENT], [LOST]), "drop_microbatch", False, 3.0),
+    "a gradient dropped": (([GRADIENT, LARGE], [LOST]), "drop_microbatch", True, None),
+    "all losses": (([LOST], [LOST, LOST]), "drop_microbatch", False, math.nan),
+}
+
+
+def _told_on_each_rank(rank):
+    for name, (shares, on_nonfinite, bad, amax) in LONE.items():
+        for retries in (0, 1):
+            rule = Remembers()
+            settings = {"on_nonfinite": on_nonfinite, "max_retries": retries}
+            state, _ = step(start(rule), shares[rank], rule, group=dist.group.WORLD, **settings)
+            assert state.scaler.bad == bad, name
+            assert bad or same_bits(state.scaler.amax, torch.tensor(amax)), name
+
+
+def test_every_rank_is_told_the_same_of_a_loss_that_is_not_finite_on_one():
+    in_processes(_told_on_each_rank)

@@ -38,7 +38,11 @@ amaxes = st.lists(any32.map(abs), max_size=20)
 
 
 def given_to(rule, state, bad, amax):
-    return rule.update(state, bad, *([amax] if getattr(rule, "takes_amax", False) else []))
+    return rule.update(state, bad, *([amax] if takes_amax(rule) else []))
+
+
+def takes_amax(rule):
+    return getattr(rule, "takes_amax", False)
 
 
 @given(st.sampled_from(sorted(RULES)), flags)
@@ -46,7 +50,7 @@ def test_simulate_equals_a_loop(name, pattern):
     rule = RULES[name]
     states = [rule.init()]
     for bad in pattern:
-        states.append(given_to(rule, states[-1], torch.tensor(bad), torch.tensor(0.0)))
+        states.append(given_to(rule, states[-1], torch.tensor(bad), torch.tensor(math.nan)))
     assert same_bits(simulate(rule, pattern), stack(states))
     assert same_bits(simulate(rule, torch.tensor(pattern, dtype=torch.bool)), stack(states))
 
@@ -57,13 +61,24 @@ def test_replay_equals_a_loop_in_which_a_step_overflows_by_its_scale(name, serie
     states, bads = [rule.init()], []
     for amax in series:
         bads.append(not amax * states[-1].scale.item() <= largest)
-        states.append(
-            given_to(rule, states[-1], torch.tensor(bads[-1]), torch.tensor(amax).float())
-        )
+        told = bads[-1] and (math.isfinite(amax) or not takes_amax(rule))
+        states.append(given_to(rule, states[-1], torch.tensor(told), torch.tensor(amax).float()))
     got, found_infs = replay(rule, series, largest)
     assert same_bits(got, stack(states))
     assert found_infs.dtype is torch.bool
     assert found_infs.tolist() == bads
+
+
+def test_simulate_knows_of_no_gradients_that_were_lost():
+    rule = ps.HeadroomScale(init_scale=2.0**-20)
+    assert simulate(rule, [False] * 5).scale.tolist() == [2.0**-20] * 6
+
+
+def test_replay_of_steps_that_no_scale_could_have_cured_leaves_a_rule_that_takes_amax_alone():
+    rule = ps.HeadroomScale(init_scale=1.0)
+    states, bads = replay(rule, [1.0, math.nan, math.inf, 1.0])
+    assert bads.tolist() == [False, True, True, False]
+    assert states.scale.tolist() == [1.0] + [512.0] * 4
 
 
 @given(legal_rules, flags)

@@ -198,6 +198,65 @@ class GrowsWhatIsDamaged(Halving):
         return Kept(torch.where(grow, grown, scale), torch.where(bad | grow, 0, state.count + 1))
 
 
+class ReplacesByANumber(Halving):
+    def update(self, state, bad):
+        return state._replace(scale=1024.0)
+
+
+class ReplacesInFloat64(Halving):
+    def update(self, state, bad):
+        return state._replace(scale=super().update(state, bad).scale.double())
+
+
+class GrowsOnTheWrongFlag(Halving):
+    """Counts clean steps, and grows in the first step after enough of them, whatever its flag."""
+
+    interval = 200
+
+    def update(self, state, bad):
+        return self.bounded(self.grown(self.bounded(state), bad))
+
+    def grown(self, state, bad):
+        grow = state.count >= self.interval - 1
+        scale = torch.where(bad, state.scale / 2, state.scale)
+        scale = torch.where(grow, state.scale * 2, scale)
+        return Kept(scale, torch.where(bad | grow, 0, state.count + 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class GrowsOnceOnAnOverflow(GrowsOnTheWrongFlag):
+    """The same, beyond what usual intervals reach."""
+
+    interval: int = 5000
+
+
+class GrowsOnTheSecondOverflow(Halving):
+    """One overflow in the state that is about to grow is let pass, the next one raises."""
+
+    def update(self, state, bad):
+        state = self.bounded(state)
+        ready = state.count >= 300
+        due, after = bad & ready & (state.count < 1000), bad & (state.count >= 1000)
+        scale = torch.where(due, state.scale, torch.where(after, state.scale * 2, state.scale))
+        scale = torch.where(bad & ~ready, state.scale / 2, scale)
+        scale = torch.where(~bad & ready, state.scale * 2, scale)
+        count = torch.where(due, 1000, torch.where(bad | ready, 0, state.count + 1))
+        return self.bounded(Kept(scale, count))
+
+
+class GrowsFromTheFloor(Halving):
+    """At its smallest scale, after 400 clean steps, an overflow takes it back to the start."""
+
+    def update(self, state, bad):
+        state = self.bounded(state)
+        low = (state.scale <= self.min_scale) & (state.count >= 400)
+        scale = torch.where(bad, state.scale / 2, state.scale)
+        scale = torch.where(low & bad, 2.0**10, scale)
+        grow = ~bad & (state.count >= 500)
+        scale = torch.where(grow, scale * 2, scale)
+        return self.bounded(Kept(scale, torch.where(bad | grow, 0, state.count + 1)))
+
+
 @pytest.mark.parametrize(
     ("rule", "law", "words"),
     [
@@ -208,11 +267,17 @@ class GrowsWhatIsDamaged(Halving):
         (ForgetsTheCeiling, "finite", r"clamp\(max=self.max_scale\)"),
         (ByThirds, "power_of_two", "powers of two"),
         (ComesLate, "clean", "not the one that scaled"),
-        (TheOtherWayOn, "overflow", "found_inf is True where the step was bad"),
+        (TheOtherWayOn, "clean", "found_inf, True where it was bad"),
         (NeverBacksOff, "backs_off", "a factor below 1"),
         (Syncs, "reads", "torch.where"),
         (Mutates, "pure", "methods that end in `_`"),
-        (HandsBack, "pure", "make new tensors"),
+        (HandsBack, "pure", r"`\.clone\(\)`.*`state._replace"),
+        (ReplacesByANumber, "structure", "full_like"),
+        (ReplacesInFloat64, "structure", r"\.to\(scaler.scale.dtype\)"),
+        (GrowsOnTheWrongFlag, "overflow", "found_inf is True where the step was bad"),
+        (GrowsOnceOnAnOverflow, "overflow", "found_inf is True where the step was bad"),
+        (GrowsOnTheSecondOverflow, "overflow", "found_inf is True where the step was bad"),
+        (GrowsFromTheFloor, "overflow", "found_inf is True where the step was bad"),
         (Raises, "reads", "torch.where"),
         (Remembers, "value", "belongs into the state"),
         (ChangesItsDtype, "structure", "a counter as"),
@@ -256,8 +321,8 @@ def test_the_counterexample_can_be_read():
         "  flag    False",
         "  came    scale=512.0",
         "  should  at least 1024.0",
-        "  Cure: decide by this step's found_inf, in this update: a scale that moves a step late "
-        "is not the one that scaled.",
+        "  Cure: decide by this step's found_inf, True where it was bad, in this update: a scale "
+        "that moves a step late is not the one that scaled.",
     ]
 
 

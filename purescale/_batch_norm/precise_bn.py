@@ -274,11 +274,12 @@ def _report(stats: BNStatsState, apply: ApplyFn, normalize: str) -> None:
     counts = {name: (int(layer.count), int(layer.calls)) for name, layer in stats.layers.items()}
     unseen = [name for name, (count, _) in counts.items() if not count]
     log.info(
-        "precise_bn: %d layers from %d batches, %d more skipped as not finite; %d layers saw no "
-        "data and keep their buffers: %s",
-        len(counts) - len(unseen), int(stats.num_batches), int(stats.num_skipped), len(unseen),
-        _tree.some(unseen),
-    )  # fmt: skip
+        "precise_bn: %d layers from %d batches, %d more skipped as not finite",
+        *(len(counts) - len(unseen), int(stats.num_batches), int(stats.num_skipped)),
+    )
+    if unseen:
+        some = _tree.some(unseen)
+        log.info("precise_bn: %d layers saw no data and keep their buffers: %s", len(unseen), some)
     if not int(stats.num_batches):
         log.warning(
             "precise_bn: all %d batches were skipped as not finite; the buffers are as they were",

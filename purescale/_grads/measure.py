@@ -139,4 +139,4 @@ def is_usable(scale: Tensor) -> Tensor:
     """Whether anything scaled by `scale` can be trusted: division by 0, inf or NaN could turn
     garbage into finite numbers.
     """
-    return torch.isfinite(scale) & (scale > 0)
+    return (scale > 0) & (scale < math.inf)

@@ -41,15 +41,27 @@ class HeadroomScale:
     Equal, for a step whose largest unscaled gradient is `amax`, to
 
         seen = 2 * 65504 / scale if found_inf else amax
-        if isfinite(seen) and seen > 0:             # informative; all others change nothing
+        if isfinite(seen) and seen > 0:             # informative
             history = [*history[1:], seen]
+        elif seen == 0 and scale < 1:               # every gradient was lost
+            history = [past / 2 for past in history]
         scale = 2.0 ** (floor(log2(65504 / max(history))) - margin)
 
-    in exact arithmetic, clamped to `[min_scale, max_scale]`; `scale` stays as it is until a first
-    step was informative. So gradients up to `2**margin` times as large as any in the window do not
-    overflow, and one overflow lowers the scale by `margin + 1` bits at once: all that it tells is
-    that the gradients were too large. A gradient of zeros tells nothing: a rule that grew on those
-    would skip the steps that teach where rewards are sparse.
+    in exact arithmetic, clamped to `[min_scale, max_scale]`. Until a first step was informative
+    there is no history: `scale` stays as it is, and doubles where a history would be halved. So
+    gradients up to `2**margin` times as large as any in the window do not overflow, and one
+    overflow lowers the scale by `margin + 1` bits at once: all that it tells is that the gradients
+    were too large.
+
+    - Gradients of zeros raise a scale below 1, up to 1: such a scale makes gradients smaller, and
+      may be why they are 0. So no start is too low, and no bad stretch is final. At 1 and above
+      they tell nothing: a rule that grew on them would skip the steps that teach where rewards are
+      sparse.
+    - An `amax` that is inf or NaN in a step that was not bad changes neither scale nor history.
+      `train_step` hands over `found_inf=False` and NaN where the loss itself was not finite: the
+      step is skipped, but no scale could have cured it. A loop by hand does the same with
+      `rule.update(scaler, found_inf & torch.isfinite(loss), amax)`. `consecutive_skips` counts
+      overflows, and such a step is none; `StepInfo.found_inf` tells of both.
 
     Settings, checked when made (`ValueError`, `TypeError`):
     - `init_scale`, `min_scale`, `max_scale`: powers of two, `min_scale <= init_scale <= max_scale`,
@@ -107,7 +119,7 @@ class HeadroomScale:
     ) -> HeadroomState:
         """The state for the next step. `found_inf`: 0-d bool, True = the step was bad; `amax`: 0-d,
         the largest magnitude of the unscaled gradients before clipping, of any value where the step
-        was bad. Reads no value.
+        was bad, NaN where nothing is known of them. Reads no value.
 
         Raises `TypeError` without an `amax` and for the state of another rule, `ValueError` for an
         `amax` that is not 0-d and for a history of another length than `window`.
@@ -116,10 +128,11 @@ class HeadroomScale:
         scale, history = scaler.scale, scaler.amax_history
         bad = _tree.flag(found_inf, like=scale)
         seen = torch.where(bad, 2 * _LARGEST / scale, _as_amax(amax, scale))
-        told = torch.isfinite(seen) & (seen > 0)
-        history = torch.where(told, torch.cat([history[1:], seen.reshape(1)]), history)
-        most = torch.where(torch.isfinite(history), history, 0).amax()
-        kept = torch.where(is_usable(scale), scale, self.min_scale)
+        told = (seen > 0) & (seen < math.inf)
+        growth = 1 + ((seen == 0) & (scale < 1)).to(scale.dtype)  # 2 where every gradient was lost
+        history = torch.where(told, torch.cat([history[1:], seen.reshape(1)]), history) / growth
+        most = torch.where(history < math.inf, history, 0).amax()
+        kept = torch.where(is_usable(scale), scale * growth, self.min_scale)
         return HeadroomState(
             scale=torch.where(most > 0, self._scale_for(most), kept).clamp(
                 self.min_scale, self.max_scale
@@ -226,7 +239,7 @@ def check_rule(rule: Any) -> None:
             f"{' and '.join(f'`{name}`' for name in missing)}; expected an object with "
             "`init(device)`, which gives the state to start from, and `update(scaler, "
             "found_inf)`, which gives the next one. Cure: DynamicScale(), StaticScale(512.0) or "
-            "NoScale(); the README has a rule of one's own."
+            "NoScale(); docs/recipes.md has a rule of your own."
         )
     if torch.compiler.is_compiling():
         return

@@ -368,9 +368,10 @@ def check_scaler(scaler: HasScale, rule: Any, max_skips: int | None = None) -> N
     it now and then, not every step.
 
     Raises when the scale is not positive and finite; when the last step overflowed with the scale
-    already at `rule.min_scale`; when more than `max_skips` steps in a row were skipped. The last
-    two need a state that counts them in `consecutive_skips`: `TypeError` for `max_skips` with one
-    that does not.
+    already at `rule.min_scale`; when the scale fell to a `min_scale` below 1, where gradients in
+    half precision are lost, whether or not the last step overflowed; when more than `max_skips`
+    steps in a row overflowed. Overflows are told from a state that counts them in
+    `consecutive_skips`: `TypeError` for `max_skips` with one that does not.
 
     >>> rule = DynamicScale()
     >>> check_scaler(rule.init(), rule, max_skips=10)
@@ -408,12 +409,27 @@ def check_scaler(scaler: HasScale, rule: Any, max_skips: int | None = None) -> N
             "row. No scale helps: the loss or its gradients are inf or NaN by themselves. Look at "
             "the data, the learning rate, a division or log of 0."
         )
+    if floor is not None and scale <= floor and scale < min(1.0, _start_of(rule)):
+        raise FloatingPointError(
+            f"the loss scale sits at the smallest that the rule allows, {scale} (min_scale). A "
+            "scale so far below 1 makes float16 gradients 0, and then nothing moves though no step "
+            "is bad. Likely cause: many batches in a row whose gradients were inf or NaN. Look at "
+            "the data, the learning rate, a division or log of 0. Cure: then go on with `scaler = "
+            "rule.init(device)`."
+        )
     if max_skips is not None and skips > max_skips:
         raise FloatingPointError(
             f"{skips} steps in a row were skipped, more than max_skips={max_skips}; the scale is "
             f"{scale}. A few skips at the start are normal. Look at the data and the learning "
             f"rate, or start lower: DynamicScale(init_scale={max(scale, 2.0**-126)!r})."
         )
+
+
+def _start_of(rule: Any) -> float:
+    """The scale that `rule` starts from. At its smallest scale, one that starts there has not
+    fallen.
+    """
+    return float(rule.init("cpu").scale)
 
 
 # ---- checks --------------------------------------------------------------------------------------

@@ -19,13 +19,22 @@ from .._tree.tree import Tree
 
 
 class Optimizer(Protocol):
-    """Anything with these two pure methods."""
+    """Anything with these two pure methods; `purescale.testing.assert_optimizer` tests one."""
 
     def init(self, params: Tree) -> Any:
-        """The state of an optimizer that has made no step."""
+        """The state of an optimizer that has made no step: any tree of tensors, in fresh memory. It
+        has all that a state ever has; steps change values only. A parameter may be None.
+        """
 
     def step(self, params: Tree, grads: Tree, opt_state: Any) -> tuple[Tree, Any]:
-        """Parameters and state after one step, in fresh memory."""
+        """Parameters and state after one step, in fresh memory, each tensor in its shape and dtype.
+
+        `grads` has the structure of `params`. A gradient that is None means that the parameter has
+        no part in this step: it comes back with the same bits, and what the state keeps of it
+        stays, as in torch.optim. That is not a gradient of zeros, which decay and momentum move.
+        The gradients of float16 parameters come in float32. Values are not read, and may be inf or
+        NaN: `maybe_step` drops what came of them.
+        """
 
 
 class Conditional(Protocol):

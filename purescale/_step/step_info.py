@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from .._tree import tree as _tree
 from .._tree.scalars import shown
+from .._tree.stack import stacked
 
 
 class StepInfo(NamedTuple):
@@ -76,33 +76,16 @@ def stack_infos(infos: Sequence[StepInfo]) -> StepInfo:
                 f"infos[{index}] is {shown(info)}; expected a StepInfo. Cure: what train_step "
                 "returns second; for a state, `infos += [info]` and not `infos += info`."
             )
-    first, structure = _tree.flatten(infos[0])
-    rows = [
-        _tree.leaves_like(f"infos[{index}]", info, "infos[0]", infos[0], structure)
-        for index, info in enumerate(infos)
-    ]
-    for index, row in enumerate(rows):
-        for place, (leaf, like) in enumerate(zip(row, first, strict=True)):
-            _check(leaf, like, infos[0], index, place)
-    columns = zip(*rows, strict=True)
-    stacked: StepInfo = structure.unflatten(
-        [None if column[0] is None else torch.stack(list(column)) for column in columns]
+        for place, leaf in enumerate(_tree.flatten(info)[0]):
+            if leaf is not None and not isinstance(leaf, Tensor):
+                raise TypeError(
+                    f"{_tree.path(info, f'infos[{index}]', place)} is {shown(leaf)}; only tensors "
+                    "are stacked. Cure: `torch.tensor(...)` of it in loss_fn, or "
+                    "`info._replace(aux=())`."
+                )
+    cause = (
+        "Likely cause: a last batch that is smaller. Cure: a mean or a sum in loss_fn, or "
+        "`info._replace(aux=())` before they are stacked."
     )
-    return stacked
-
-
-def _check(leaf: Any, like: Any, first: StepInfo, index: int, place: int) -> None:
-    if leaf is None and like is None:
-        return
-    if not isinstance(leaf, Tensor):
-        raise TypeError(
-            f"{_tree.path(first, f'infos[{index}]', place)} is {shown(leaf)}; only tensors are "
-            "stacked. Cure: `torch.tensor(...)` of it in loss_fn, or `info._replace(aux=())`."
-        )
-    if not isinstance(like, Tensor) or leaf.shape != like.shape or leaf.dtype != like.dtype:
-        held = f"{like.dtype} {tuple(like.shape)}" if isinstance(like, Tensor) else shown(like)
-        raise ValueError(
-            f"{_tree.path(first, f'infos[{index}]', place)} is {leaf.dtype} {tuple(leaf.shape)}, "
-            f"but {held} in infos[0]. Likely cause: a last batch that is smaller. Cure: a mean or "
-            "a sum in loss_fn, or `info._replace(aux=())` before they are stacked."
-        )
+    run: StepInfo = stacked("infos", infos, cause)
+    return run

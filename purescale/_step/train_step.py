@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,8 +18,8 @@ from .._loss_scale.rules import Rule, StaticScale, check_device
 from .._optim.decision import Decision
 from .._optim.protocol import Optimizer, as_conditional
 from .._optim.step_inputs import flatten_step
-from .._step.decide import decide
-from .._step.microbatches import check_weights
+from .._step.decide import Outcome, decide
+from .._step.microbatches import WindowGrads, check_weights
 from .._step.optimizer_step import update
 from .._step.reduce import checked as checked_group
 from .._step.reduce import reduce_window
@@ -30,7 +31,7 @@ from .._torch.tracing import traced
 from .._tree import tree as _tree
 from .._tree.scalars import shown
 from .._tree.select import choose, into, where
-from .._tree.tree import Leaves, Tree
+from .._tree.tree import Flat, Leaves, Tree
 
 
 class TrainState(NamedTuple):
@@ -161,9 +162,10 @@ def train_step(
 
     Returns the next state and `StepInfo`. On an overflow parameters, optimizer state, buffers and
     `step` come back bit for bit; the scale backs off. A rule that takes amax gets that of the
-    averaged, unscaled gradients before clipping. Reads no tensor's value, so nothing syncs;
-    works under `torch.compile(fullgraph=True)`, `torch.vmap` and `torch.func.grad`. Parameters that
-    the loss does not use have a gradient of 0.
+    averaged, unscaled gradients before clipping; where the loss itself is not finite it gets
+    `found_inf=False` and NaN, as no scale could have cured it. Reads no tensor's value, so nothing
+    syncs; works under `torch.compile(fullgraph=True)`, `torch.vmap` and `torch.func.grad`.
+    Parameters that the loss does not use have a gradient of 0.
 
     Raises before any work is done: `TypeError` and `ValueError` for microbatches that are no list
     or an empty one and for settings; before anything is changed: for what `loss_fn` returns.
@@ -228,15 +230,7 @@ def train_step(
     outcome = decide(window.stats, options.clip, scale, window.grads.tensors)  # type: ignore[arg-type]
     skip, skip_on_host = outcome.found_inf, outcome.decision.skip_on_host
 
-    # Where no try was finite, the scale ends as after one ordinary skip.
-    overflow = window.overflow | (outcome.overflow & ~window.skip)
-    used = scaler if retries == 0 else where(overflow, state.scaler, scaler)
-    next_scaler = updated(rule, used, overflow, outcome.grad_amax)
-    _tree.paired(state.scaler, next_scaler, "state.scaler", _FROM_RULE, flat=before)
-    # Weights that leave nothing, and a bound that is none, leave the scale as it was.
-    if skip is not overflow:
-        next_scaler = where(skip & ~overflow, state.scaler, next_scaler)
-
+    next_scaler = _next_scaler(options, state, before, scaler, window, outcome)
     step = state.step + (~skip if skip_on_host is None else int(not skip_on_host))
     used_scale = scaler.scale.clone()
     # Parts of a state may share memory, and microbatches may be made of it.
@@ -278,6 +272,48 @@ def train_step(
 
 
 _FROM_RULE = "the state that the rule gave"
+
+
+def _next_scaler(
+    options: StepOptions,
+    state: TrainState,
+    before: Flat,
+    used: Any,
+    window: WindowGrads,
+    outcome: Outcome,
+) -> Any:
+    """The loss scale after the step, updated last. `used`: the state that scaled the loss."""
+    overflow, amax = _told_to_rule(options, window, outcome)
+    # Where no try was finite, the scale ends as after one ordinary skip.
+    start = used if used is state.scaler else where(overflow, state.scaler, used)
+    updated_scaler = updated(options.rule, start, overflow, amax)
+    _tree.paired(state.scaler, updated_scaler, "state.scaler", _FROM_RULE, flat=before)
+    skip, moved = outcome.found_inf, window.overflow | outcome.overflow
+    if outcome.decision.skip_on_host is False or skip is window.overflow:
+        return updated_scaler
+    # Weights that leave nothing, and a bound that is none, leave the scale as it was.
+    return where(skip & ~moved, state.scaler, updated_scaler)
+
+
+def _told_to_rule(
+    options: StepOptions, window: WindowGrads, outcome: Outcome
+) -> tuple[Tensor, Any]:
+    """The flag and the largest gradient for `rule.update`.
+
+    A rule that takes amax is not told of an overflow where the loss itself was not finite, because
+    no scale could have cured it. Where such a loss skips the step, nothing is known: amax is NaN.
+    """
+    overflow = window.overflow
+    if outcome.overflow is not window.skip:
+        overflow = overflow | (outcome.overflow & ~window.skip)
+    if not options.takes_amax:
+        return overflow, ()
+    # A microbatch that is dropped by itself has no part in the loss of the step.
+    if options.on_nonfinite == "drop_microbatch":
+        overflow = window.retryable
+    bad = overflow & (window.loss.abs() < math.inf)
+    amax: Any = window.stats.amax  # type: ignore[union-attr]
+    return bad, torch.where(outcome.found_inf & ~bad, torch.nan, amax)
 
 
 def _next_buffers(

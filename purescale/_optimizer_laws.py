@@ -1,0 +1,300 @@
+"""The laws of an optimizer of one's own, as one check."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._tree import tree as _tree
+from ._checkpoint import from_state_dict, load, save, to_state_dict
+from ._laws import (
+    assert_pure,
+    assert_single_graph,
+    assert_sync_free,
+    assert_vmap_equals_loop,
+    report,
+    same_bits,
+    short,
+)
+from ._optim.protocol import Optimizer
+from ._tree.stack import stack_states
+from ._step.optimizer_step import maybe_step
+from ._tree.tree import Tree
+
+
+def assert_optimizer(optimizer: Optimizer, params: Tree = None, quirks: Sequence[str] = ()) -> None:
+    """An optimizer of your own against all that `maybe_step` and `train_step` rely on: one line of
+    test.
+
+    Checked over some steps from random gradients, on `params`: a tree of floating tensors, for
+    optimizers that take only some shapes; by default five tensors of float32 in a flat dict, of 1
+    to 300 elements.
+
+    - `init`: it takes `params`, changes nothing and gives a state in memory of its own
+    - `structure`: a step gives `(params, opt_state)`, both as they were in all but values: what
+      `init` made is final
+    - `reads`, `pure`: a step reads no value, changes no argument, remembers nothing outside of the
+      state, gives the same bits again and no memory of its arguments
+    - `none`: a parameter whose gradient is None comes back with the same bits, and one that is None
+      as None
+    - `dtype`: float16 parameters with float32 gradients, as unscaling gives them, bfloat16 and
+      float64 ones stay what they are
+    - `found_inf`: `maybe_step` with gradients of inf and NaN gives parameters and state back bit
+      for bit where the step is skipped, and that of `step` where it is not
+    - `round_trip`: a state that was saved and loaded goes on with the same bits
+    - `compile`, `vmap`: one graph, and members equal to single steps, to 1e-4
+
+    `quirks`: laws that it breaks on purpose. Each of them must be seen broken.
+
+    Raises `AssertionError` with the state, the gradients, what came, what should have come, and a
+    cure; `TypeError` for what is no optimizer.
+
+    >>> import torch
+    >>> from purescale import from_torch
+    >>> assert_optimizer(from_torch(torch.optim.SGD, lr=0.1, momentum=0.9))
+    """
+    missing = [name for name in ("init", "step") if not callable(getattr(optimizer, name, None))]
+    given: Any = optimizer
+    if isinstance(given, type) or missing:
+        is_class = isinstance(given, type)
+        what = f"the class {given.__name__}" if is_class else type(given).__name__
+        raise TypeError(
+            f"optimizer is {what}; expected an object with `init(params)` and `step(params, grads, "
+            "opt_state)`. Cure: "
+            "`assert_optimizer(MyOptimizer())`, one that was made; `from_torch` for a class of "
+            "torch.optim."
+        )
+    broken = frozenset(quirks)
+    unknown = sorted(broken - set(_CURES))
+    if unknown:
+        raise ValueError(f"quirks has {unknown}; expected some of {', '.join(_CURES)}.")
+    battery = _Battery(optimizer, _usual() if params is None else _tree.clone(params), broken)
+    battery.run()
+    kept = sorted(broken - battery.seen)
+    assert not kept, (
+        f"{type(optimizer).__name__} keeps {', '.join(kept)}, which quirks says it breaks. Cure: "
+        "leave it out of quirks."
+    )
+
+
+_CURES = {
+    "init": "`init(params)` makes tensors of its own: `torch.zeros_like(p)`, `p.clone()`; counts "
+    "as 0-d tensors.",
+    "structure": "make everything that a step keeps in `init`, also what is 0 until the first "
+    "step; return `(params, opt_state)` in the structure of the arguments, numbers that change as "
+    "0-d tensors.",
+    "reads": "`torch.where(flag, a, b)` in place of `if flag:`; no `.item()`; a step count as a "
+    "0-d tensor.",
+    "pure": "`p - lr * g` in place of methods that end in `_`; what it remembers belongs into the "
+    "state.",
+    "none": "leave a parameter alone whose gradient is None, `p.clone() if g is None else ...`, "
+    "and what is kept of it; do the same for a parameter that is None.",
+    "dtype": "`(p - lr * g).to(p.dtype)`: the gradients of float16 parameters come in float32.",
+    "found_inf": "raise nothing for inf and NaN, and give a state of the same structure for them; "
+    "maybe_step drops what came of it.",
+    "round_trip": "tensors in the state and nothing elsewhere: a loaded state is made of other "
+    "tensor objects.",
+    "compile": "torch.where in place of `if`; no attribute that a step changes; counts as 0-d "
+    "tensors.",
+    "vmap": "operations that torch.vmap has rules for: no `out=`, no writing into tensors made "
+    "without a member dimension; no list operations (`torch._foreach_*`).",
+}
+_STEPS = 3
+_SIZES = {"matrix": (4, 3), "few": (5,), "some": (33,), "many": (20, 15), "number": ()}
+
+
+def _usual() -> dict[str, Tensor]:
+    return {
+        name: torch.linspace(-1, 2, max(torch.Size(size).numel(), 1)).reshape(size)
+        for name, size in _SIZES.items()
+    }
+
+
+def _gradients(params: Tree, seed: int) -> Tree:
+    generator = torch.Generator().manual_seed(seed)
+    return _tree.map(
+        lambda p: torch.randn(p.shape, generator=generator, dtype=torch.float32).to(p), params
+    )
+
+
+class _Battery:
+    """The checks of one optimizer."""
+
+    def __init__(self, optimizer: Any, params: Tree, quirks: frozenset[str]) -> None:
+        self.optimizer, self.params, self.quirks = optimizer, params, quirks
+        self.seen: set[str] = set()
+        self.calls: list[tuple[Tree, Tree, Any]] = []  # the arguments of one step after another
+        self.results: list[Any] = []
+
+    def fail(
+        self,
+        law: str,
+        came: str,
+        should: str,
+        *call: Any,
+        cause: Exception | None = None,
+        cure: str = "",
+    ) -> None:
+        """`call`: the arguments of the step."""
+        if law in self.quirks:
+            self.seen.add(law)
+            return
+        rows = dict(zip(("params", "grads", "state"), map(short, call), strict=False))
+        name = type(self.optimizer).__name__
+        raise AssertionError(report(name, law, rows, came, should, cure or _CURES[law])) from cause
+
+    def run(self) -> None:
+        if not self.init() or not self.steps():
+            return  # a quirk without which nothing else can be told
+        for check in (self.care, self.none, self.dtype, self.found_inf, self.round_trip,
+                      self.compile, self.vmap):  # fmt: skip
+            check()
+
+    def attempt(self, law: str, should: str, function: Callable[..., Any], *call: Any) -> Any:
+        """What the function returns; None where it raises and that is a quirk."""
+        try:
+            return function(*call)
+        except Exception as error:
+            came, _, cure = str(error).partition(" Cure: ")
+            if not isinstance(error, AssertionError):
+                came, cure = f"{type(error).__name__}: {error}", ""
+            self.fail(law, " ".join(came.split()), should, *call, cause=error, cure=cure)
+            return None
+
+    def alike(self, law: str, result: Any, *call: Any) -> bool:
+        """Whether a step gave parameters and state of the kinds that it was given."""
+        params, _, state = call
+        if not isinstance(result, tuple) or len(result) != 2:
+            came = f"a tuple of {len(result)}" if isinstance(result, tuple) else short(result)
+            self.fail(law, came, "a tuple of two, (params, opt_state)", *call)
+            return False
+        for name, old, new in zip(("params", "opt_state"), (params, state), result, strict=True):
+            try:
+                _tree.paired(old, new, name, "what the step returned", "")
+            except (TypeError, ValueError) as error:
+                came = str(error).partition(" Cure:")[0]
+                self.fail(law, came, "what it was given, in all but values", *call, cause=error)
+                return False
+        return True
+
+    # ---- what is checked
+
+    def init(self) -> bool:
+        should = "a state in memory of its own"
+        init = functools.partial(assert_pure, self.optimizer.init)
+        self.state = self.attempt("init", should, init, self.params)
+        return "init" not in self.seen
+
+    def steps(self) -> bool:
+        params, state = self.params, self.state
+        for seed in range(_STEPS):
+            call = (params, _gradients(params, seed), state)
+            result = self.attempt("structure", "a step", self.optimizer.step, *call)
+            if result is None or not self.alike("structure", result, *call):
+                return False
+            self.calls.append(call)
+            self.results.append(result)
+            params, state = result
+        return True
+
+    def care(self) -> None:
+        """What each step must leave alone."""
+        step = self.optimizer.step
+        for law, check in (("reads", assert_sync_free), ("pure", assert_pure)):
+            for call in self.calls:
+                self.attempt(law, "nothing of the kind", functools.partial(check, step), *call)
+        for call, result in zip(self.calls, self.results, strict=True):
+            again = step(*call)
+            if not same_bits(again, result):
+                came = f"{short(again)} after other steps"
+                self.fail("pure", came, f"{short(result)}, as before them", *call)
+
+    def none(self) -> None:
+        params, grads, state = self.calls[-1]
+        leaves, structure = _tree.flatten(grads)
+        every = [list(leaves) for _ in leaves] + [[None] * len(leaves)]
+        for place in range(len(leaves)):
+            every[place][place] = None
+        for some in every:
+            call = (params, structure.unflatten(some), state)
+            result = self.attempt("none", "a step", self.optimizer.step, *call)
+            if result is None or not self.alike("none", result, *call):
+                return
+            pairs = zip(some, _tree.flatten(params)[0], _tree.flatten(result[0])[0], strict=True)
+            for index, (gradient, before, after) in enumerate(pairs):
+                if gradient is None and not same_bits(before, after):
+                    at = _tree.path(params, "params", index)
+                    self.fail("none", f"{at} moved", "the same bits: its gradient is None", *call)
+        if not isinstance(self.params, dict):
+            return
+        absent = {**self.params, "absent": None}
+        grads = _gradients(absent, 0)
+        call = (absent, grads, self.attempt("none", "a state", self.optimizer.init, absent))
+        result = self.attempt("none", "a step", self.optimizer.step, *call)
+        if result is not None:
+            self.alike("none", result, *call)
+
+    def dtype(self) -> None:
+        for dtype in (torch.float16, torch.bfloat16, torch.float64):
+            params = _tree.cast(self.params, dtype)
+            state = self.attempt("dtype", "a state", self.optimizer.init, params)
+            grads = _gradients(params, 0)
+            grads = _tree.cast(grads, torch.float32) if dtype is torch.float16 else grads
+            call = (params, grads, state)
+            result = self.attempt("dtype", "a step", self.optimizer.step, *call)
+            if result is not None:
+                self.alike("dtype", result, *call)
+
+    def found_inf(self) -> None:
+        params, grads, state = self.calls[-1]
+        for value in (torch.inf, torch.nan):
+            bad = _tree.map(lambda g, value=value: torch.full_like(g, value), grads)
+            call = (params, bad, state)
+            result = self.attempt("found_inf", "a skipped step", self.maybe(True), *call)
+            if result is not None and not same_bits(result, (params, state)):
+                self.fail("found_inf", short(result), "params and state as they were", *call)
+        call = self.calls[-1]
+        result = self.attempt("found_inf", "a step", self.maybe(False), *call)
+        if result is not None and not same_bits(result, self.results[-1]):
+            self.fail("found_inf", short(result), f"that of step, {short(self.results[-1])}", *call)
+
+    def maybe(self, bad: bool) -> Callable[..., Any]:
+        return lambda params, grads, state: maybe_step(
+            self.optimizer, params, grads, state, torch.tensor(bad)
+        )
+
+    def round_trip(self) -> None:
+        params, grads, state = call = self.calls[-1]
+        with tempfile.TemporaryDirectory() as folder:
+            path = f"{folder}/state.pt"
+            save(path, state)
+            ways: list[Callable[[], Any]] = [
+                lambda: _tree.clone(state),
+                lambda: from_state_dict(to_state_dict(state), like=self.state),
+                lambda: load(path, like=self.state),
+            ]
+            for way in ways:
+                step = self.optimizer.step
+                should = "the step of the state that was saved"
+                result = self.attempt("round_trip", should, step, params, grads, way())
+                if result is not None and not same_bits(result, self.results[-1]):
+                    self.fail("round_trip", short(result), short(self.results[-1]), *call)
+
+    def compile(self) -> None:
+        def together(*_: Any) -> Any:
+            found = assert_single_graph(self.optimizer.step, *self.calls)
+            torch.testing.assert_close(found, self.results, rtol=1e-4, atol=1e-5)
+
+        self.attempt("compile", "the same as eager, to 1e-4", together, *self.calls[0])
+
+    def vmap(self) -> None:
+        def together(*_: Any) -> Any:
+            stacked = stack_states(self.calls)
+            assert_vmap_equals_loop(self.optimizer.step, *stacked, rtol=1e-4, atol=1e-5)
+
+        self.attempt("vmap", "each member as by itself, to 1e-4", together, *self.calls[0])

@@ -1,0 +1,231 @@
+"""Many states as one and back, and averages of states over time; over trees of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._tree import scalars as _checks
+from .._torch.dtypes import wide_dtype
+from .._tree import tree as _tree
+from .._tree.tree import Leaves, Tree
+
+
+def stack_states(states: Iterable[Tree]) -> Tree:
+    """Equal to `tree_map(lambda *leaves: torch.stack(leaves), *states)`: one tree, each tensor with
+    one dimension more in front, [len(states), ...].
+
+    `states`: trees of one structure, as TrainState, what an optimizer or a rule remembers, or
+    parameters; leaf by leaf of one shape, dtype and device. `None` stays `None`; what is no tensor
+    must be equal in all and stays as it is. What comes back is for `torch.vmap` over a step, and
+    `member` picks one state of it. The result is in fresh memory, on the graph of its arguments.
+
+    Raises `ValueError`, naming the leaf, for states that differ in more than values, and for an
+    empty list; `TypeError` for one state in place of a list.
+
+    >>> import torch
+    >>> from purescale import DynamicScale
+    >>> rules = DynamicScale(init_scale=8.0), DynamicScale(init_scale=2.0)
+    >>> stack_states([rule.init() for rule in rules]).scale
+    tensor([8., 2.])
+
+    Source of the form: torch.func.stack_module_state, which takes modules.
+    """
+    one = isinstance(states, (Tensor, Mapping, str)) or hasattr(states, "_fields")
+    if one or not isinstance(states, Iterable):
+        raise TypeError(
+            f"stack_states takes a list of states, got one {type(states).__name__}. Cure: "
+            "`stack_states([state, other])`."
+        )
+    cause = (
+        "Likely cause: states of other parameters, optimizers or rules. Cure: states that one init "
+        "made; `torch.tensor(...)` for a number that a member has of its own."
+    )
+    return stacked("states", list(states), cause)
+
+
+def stacked(name: str, trees: list[Tree], cause: str) -> Tree:
+    """The trees as one. `cause`: what a message says of trees that differ."""
+    if not trees:
+        raise ValueError(f"{name} is an empty list; expected at least one to stack.")
+    first, structure = _tree.flatten(trees[0])
+    rows = [
+        _tree.leaves_like(f"{name}[{index}]", tree, f"{name}[0]", trees[0], structure)
+        for index, tree in enumerate(trees)
+    ]
+    for index, row in enumerate(rows):
+        for place, (leaf, like) in enumerate(zip(row, first, strict=True)):
+            if not _alike(leaf, like):
+                at = _tree.path(trees[0], f"{name}[{index}]", place)
+                raise ValueError(f"{at} is {_kind(leaf)}, but {_kind(like)} in {name}[0]. {cause}")
+    return structure.unflatten(
+        [
+            torch.stack(list(column)) if isinstance(column[0], Tensor) else column[0]
+            for column in zip(*rows, strict=True)
+        ]
+    )
+
+
+def _alike(leaf: Any, like: Any) -> bool:
+    if isinstance(leaf, Tensor) and isinstance(like, Tensor):
+        return (leaf.shape, leaf.dtype, leaf.device) == (like.shape, like.dtype, like.device)
+    if isinstance(leaf, Tensor) or isinstance(like, Tensor):
+        return False
+    return type(leaf) is type(like) and bool(leaf == like)
+
+
+def _kind(leaf: Any) -> str:
+    if not isinstance(leaf, Tensor):
+        return _checks.shown(leaf)
+    where = "" if leaf.device.type == "cpu" else f" on {leaf.device}"
+    return f"{leaf.dtype} {tuple(leaf.shape)}{where}"
+
+
+def member(states: Tree, i: int | Tensor) -> Tree:
+    """Equal to `tree_map(lambda leaf: leaf[i].clone(), states)`: one of the states that
+    `stack_states` put together, in fresh memory.
+
+    `i`: a whole number, negative from the end, or a 0-d integer tensor, which is not read (one that
+    is out of range gets whatever torch's indexing makes of it). `None` and what is no tensor stay
+    as they are.
+
+    Raises `ValueError`, naming the leaf, where a tensor has no dimension in front or one of another
+    size than the others, `IndexError` for an `i` out of range, `TypeError` for one that is no whole
+    number.
+
+    >>> import torch
+    >>> states = stack_states([{"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([3.0, 4.0])}])
+    >>> member(states, 1)
+    {'w': tensor([3., 4.])}
+    """
+    leaves, structure = _tree.flatten(states)
+    size = _members(states, leaves)
+    if isinstance(i, Tensor):
+        if i.ndim or i.is_floating_point() or i.is_complex() or i.dtype is torch.bool:
+            raise TypeError(
+                f"i is {i.dtype} {tuple(i.shape)}; expected a whole number or a 0-d integer tensor."
+                " Cure: `i.long()`; for several members, `torch.vmap` over i."
+            )
+        place = torch.where(i < 0, i + size, i).to(torch.int64).reshape(1)
+        picked = [
+            leaf.index_select(0, place.to(leaf.device))[0] if isinstance(leaf, Tensor) else leaf
+            for leaf in leaves
+        ]
+        return structure.unflatten(picked)
+    index = _checks.whole("i", i, least=-(2**63), most=None)
+    if not -size <= index < size:
+        raise IndexError(
+            f"i is {index}, and there are {size} states. Cure: from 0 to {size - 1}, or from -1 "
+            f"to {-size}, from the end."
+        )
+    picked = [leaf[index].clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return structure.unflatten(picked)
+
+
+def _members(states: Tree, leaves: Leaves) -> int:
+    """How many states there are."""
+    size: int | None = None
+    for place, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            continue
+        if leaf.ndim and (size is None or leaf.shape[0] == size):
+            size = leaf.shape[0]
+            continue
+        others = "[n, ...]" if size is None else f"[{size}, ...], as the tensors before it"
+        raise ValueError(
+            f"{_tree.path(states, 'states', place)} has shape {tuple(leaf.shape)}; expected "
+            f"{others}. Likely cause: one state, or states that were put together otherwise. Cure: "
+            "what `stack_states` returned, or a step under `torch.vmap` made of it."
+        )
+    if size is None:
+        raise ValueError("states has no tensor, so it has no members. Cure: `stack_states(...)`.")
+    return size
+
+
+def ema(old: Tree, new: Tree, decay: float | Tensor) -> Tree:
+    """Equal to `tree_map(lambda o, n: decay * o + (1 - decay) * n, old, new)`: an exponential
+    moving average, one step on.
+
+    `old`: the average, `new`: what it follows, trees of one structure, leaf by leaf of one shape
+    and device. Floating and complex leaves are averaged in at least float32 and come back in the
+    dtype of `old`; keep the average in float32 where the weights are in half precision, which
+    holds no step of 1/1000. Integer and bool leaves, and what is no tensor, come from `new`; `None`
+    stays `None`. `decay`: from 0 (`new`) to 1 (`old`), a number or a 0-d tensor, which is not read.
+    Where `old` and `new` are the same number, so is the result, bit for bit. In fresh memory; the
+    derivatives come through.
+
+    It knows nothing of skipped steps; `select(info.found_inf, average, ema(average, params, 0.99))`
+    stands still on those.
+
+    Raises `ValueError`, naming the leaf, for trees that do not go together, and for a `decay` out
+    of its bounds; `TypeError` for one that is no number.
+
+    >>> import torch
+    >>> ema({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([3.0, 2.0])}, decay=0.75)
+    {'w': tensor([1.5000, 2.0000])}
+
+    Source of the rule: torch.optim.swa_utils.get_ema_multi_avg_fn, which writes into the average.
+    """
+    decay = _checked_decay(decay)
+    leaves, structure = _tree.flatten(old)
+    others = _tree.leaves_like("new", new, "old", old, structure)
+    for place, (a, b) in enumerate(zip(leaves, others, strict=True)):
+        if cause := _apart(a, b):
+            raise ValueError(
+                f"{_tree.path(old, 'new', place)} is {_kind(b)}, but {_kind(a)} in old: {cause}. "
+                "Likely cause: the average of another model. Cure: start with a copy, `{name: "
+                "weight.clone() for name, weight in params.items()}`."
+            )
+    return structure.unflatten(
+        [_averaged(a, b, decay) for a, b in zip(leaves, others, strict=True)]
+    )
+
+
+def _checked_decay(decay: Any) -> float | Tensor:
+    if isinstance(decay, Tensor):
+        if decay.ndim:
+            raise ValueError(
+                f"decay has shape {tuple(decay.shape)}; expected a number or a 0-d tensor. Cure: "
+                "one decay for all leaves; for one a member, call this under `torch.vmap`."
+            )
+        if decay.is_complex() or decay.dtype is torch.bool:
+            raise TypeError(f"decay is a tensor of {decay.dtype}. Cure: `torch.tensor(0.999)`.")
+        return decay
+    number = _checks.real("decay", decay)
+    if not 0 <= number <= 1:
+        raise ValueError(
+            f"decay must lie between 0 and 1, got {number!r}. Cure: 0.999, the share of the old."
+        )
+    return number
+
+
+def _is_averaged(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def _apart(a: Any, b: Any) -> str:
+    """Why two leaves have no average; nothing where they have."""
+    if isinstance(a, Tensor) is not isinstance(b, Tensor):
+        return "only one of them is a tensor"
+    if not isinstance(a, Tensor):
+        return "" if type(a) is type(b) else "they are of two types"
+    if a.shape != b.shape or a.device != b.device:
+        return "shape and device must be the same"
+    if a.layout is not torch.strided or b.layout is not torch.strided:
+        return "only dense tensors are averaged"
+    same = a.is_complex() is b.is_complex() if _is_averaged(a) and _is_averaged(b) else False
+    return "" if same or a.dtype is b.dtype else "one cannot take the place of the other"
+
+
+def _averaged(a: Any, b: Any, decay: float | Tensor) -> Any:
+    if not isinstance(a, Tensor):
+        return b
+    if not _is_averaged(a):
+        return b.clone()
+    wide = torch.promote_types(wide_dtype(a.dtype), wide_dtype(b.dtype))
+    share = 1 - (decay.to(wide) if isinstance(decay, Tensor) else decay)
+    # lerp leaves what is equal in both as it is, which the sum of two products does not.
+    return torch.lerp(a.to(wide), b.to(wide), share).to(a.dtype)

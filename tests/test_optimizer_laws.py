@@ -1,0 +1,262 @@
+"""The battery for an optimizer: it lets through what keeps the laws, and catches what was written
+to break one.
+"""
+
+import functools
+import re
+
+import pytest
+import torch
+from torch import optim
+
+import purescale as ps
+from purescale._tree import map as tree_map
+from purescale.testing import assert_optimizer
+
+# ---- an optimizer of one's own, right, and wrong in one place each -------------------------------
+
+
+class Momentum:
+    """Right: a running mean of the gradients, and a count."""
+
+    def __init__(self, lr=0.1):
+        self.lr = lr
+
+    def init(self, params):
+        mean = tree_map(lambda p: torch.zeros_like(p, dtype=torch.float32), params)
+        return {"mean": mean, "count": torch.zeros((), dtype=torch.int64)}
+
+    def moved(self, mean, grad):
+        return mean.clone() if grad is None else 0.9 * mean + 0.1 * grad.float()
+
+    def stepped(self, param, grad, mean):
+        return param.clone() if grad is None else (param - self.lr * mean).to(param.dtype)
+
+    def step(self, params, grads, state):
+        mean = tree_map(self.moved, state["mean"], grads)
+        params = tree_map(self.stepped, params, grads, mean)
+        return params, {"mean": mean, "count": state["count"] + 1}
+
+
+class WritesInto(Momentum):
+    def stepped(self, param, grad, mean):
+        return param.clone() if grad is None else param.sub_(self.lr * mean).clone()
+
+
+class HandsBack(Momentum):
+    def step(self, params, grads, state):
+        params, new = super().step(params, grads, state)
+        return params, {**new, "count": state["count"]}
+
+
+class KeepsTheParameters(Momentum):
+    def init(self, params):
+        return {"mean": tree_map(lambda p: p, params), "count": torch.tensor(0)}
+
+
+class GrowsItsState(Momentum):
+    def init(self, params):
+        return {}
+
+    def step(self, params, grads, state):
+        params, state = super().step(params, grads, state or super().init(params))
+        return params, state
+
+
+class CountsInPython(Momentum):
+    def init(self, params):
+        return {**super().init(params), "count": 0}
+
+
+class GivesParametersOnly(Momentum):
+    def step(self, params, grads, state):
+        return super().step(params, grads, state)[0]
+
+
+class GivesFloat32(Momentum):
+    def stepped(self, param, grad, mean):
+        return param.clone() if grad is None else param - self.lr * mean
+
+
+class MovesWithoutAGradient(Momentum):
+    def stepped(self, param, grad, mean):
+        return (param - self.lr * mean).to(param.dtype)
+
+
+class TakesNoNone(Momentum):
+    def moved(self, mean, grad):
+        return 0.9 * mean + 0.1 * grad.float()
+
+
+class DropsWhatIsNone(Momentum):
+    def step(self, params, grads, state):
+        params, state = super().step(params, grads, state)
+        return {name: p for name, p in params.items() if grads[name] is not None}, state
+
+
+class Reads(Momentum):
+    def moved(self, mean, grad):
+        if grad is not None and grad.isnan().any():
+            return mean.clone()
+        return super().moved(mean, grad)
+
+
+class Counts(Momentum):
+    steps = 0
+
+    def step(self, params, grads, state):
+        self.steps += 1
+        self.lr = 0.1 / self.steps
+        return super().step(params, grads, state)
+
+
+class RemembersTheLast(Momentum):
+    """The same bits when called again, and others after another call in between."""
+
+    last, before = None, 0.0
+
+    def step(self, params, grads, state):
+        if self.last is not grads:
+            self.last, self.before = grads, self.before + 1
+        self.lr = 0.1 * self.before
+        return super().step(params, grads, state)
+
+
+class KnowsItsStateByName(Momentum):
+    """A side table by the identity of a tensor, which a loaded state does not have."""
+
+    def __init__(self):
+        super().__init__()
+        self.known = {}
+
+    def init(self, params):
+        state = super().init(params)
+        self.known[id(state["count"])] = (state["count"], 1.0)
+        return state
+
+    def step(self, params, grads, state):
+        rate = self.known.get(id(state["count"]), (None, 0.5))[1]
+        self.lr = 0.1 * rate
+        params, state = super().step(params, grads, state)
+        self.known[id(state["count"])] = (state["count"], rate)
+        return params, state
+
+
+class RefusesNan(Momentum):
+    def moved(self, mean, grad):
+        if grad is not None and grad.isnan().any():
+            raise FloatingPointError("a gradient is NaN")
+        return super().moved(mean, grad)
+
+
+class Prints(Momentum):
+    def step(self, params, grads, state):
+        torch._dynamo.graph_break()
+        return super().step(params, grads, state)
+
+
+class OneAtATime(Momentum):
+    def stepped(self, param, grad, mean):
+        if grad is None:
+            return param.clone()
+        return torch.zeros(param.shape, dtype=param.dtype).copy_(param - self.lr * mean)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "law", "words"),
+    [
+        (KeepsTheParameters, "init", r"`\.clone\(\)` of what is passed through"),
+        (GrowsItsState, "structure", "make everything that a step keeps in `init`"),
+        (CountsInPython, "structure", "numbers that change as 0-d tensors"),
+        (GivesParametersOnly, "structure", r"return `\(params, opt_state\)`"),
+        (Reads, "reads", "torch.where"),
+        (WritesInto, "pure", r"`x = x \+ 1`"),
+        (HandsBack, "pure", r"`\.clone\(\)` of what is passed through"),
+        (Counts, "pure", "keep it in the state"),
+        (RemembersTheLast, "pure", "what it remembers belongs into the state"),
+        (MovesWithoutAGradient, "none", "leave a parameter alone whose gradient is None"),
+        (TakesNoNone, "none", "leave a parameter alone whose gradient is None"),
+        (DropsWhatIsNone, "none", "leave a parameter alone"),
+        (GivesFloat32, "dtype", r"\.to\(p\.dtype\)"),
+        (KnowsItsStateByName, "round_trip", "a loaded state is made of other tensor objects"),
+        (Prints, "compile", "no reads, prints"),
+        (OneAtATime, "vmap", "no writing into an argument"),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else None,
+)
+def test_a_wrong_optimizer_is_caught_with_its_cure(optimizer, law, words):
+    name = optimizer.__name__
+    with pytest.raises(AssertionError, match=rf"{name} breaks the law `{law}`") as caught:
+        assert_optimizer(optimizer())
+    lines = str(caught.value).splitlines()
+    assert re.search(words, lines[-1].partition("Cure: ")[2])
+    for label in ("came", "should", "params"):
+        assert any(line.startswith(f"  {label} ") for line in lines)
+
+
+def test_a_right_optimizer_of_ones_own_passes():
+    assert_optimizer(Momentum())
+
+
+def test_one_that_raises_on_nan_cannot_be_skipped():
+    with pytest.raises(AssertionError, match=r"law `found_inf`[^$]*a gradient is NaN"):
+        assert_optimizer(RefusesNan(), quirks=["reads", "compile", "vmap"])
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        ps.from_torch(optim.AdamW, lr=lambda count: 0.1 / (1 + count), amsgrad=True),
+        ps.from_torch(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, lr_in_state=True),
+        ps.from_torch(optim.RMSprop, lr=0.1, overrides={"few": {"lr": 0.5}}),
+        ps.from_torch(optim.NAdam, lr=0.1),
+        ps.from_torch(optim.ASGD, lr=0.1),
+    ],
+    ids=["AdamW", "SGD", "RMSprop", "NAdam", "ASGD"],
+)
+def test_what_from_torch_gives_passes(optimizer):
+    assert_optimizer(optimizer)
+
+
+def test_a_transformation_passes_once_it_takes_none():
+    def taking(none):
+        def fn(grads, state, params):
+            return {
+                key: None if none and g is None else -0.1 * g for key, g in grads.items()
+            }, state
+
+        return ps.from_transformation((lambda params: (), fn))
+
+    params = {"w": torch.ones(5), "b": torch.ones(33)}
+    with pytest.raises(AssertionError, match="TransformationOptimizer breaks the law `none`"):
+        assert_optimizer(taking(False), params)
+    assert_optimizer(taking(True), params)
+
+
+def test_parameters_of_ones_own_for_an_optimizer_that_takes_matrices_only():
+    """It computes in bfloat16, so that members are not those of a loop to 1e-4."""
+    muon = ps.from_torch(optim.Muon, lr=0.1)
+    assert_optimizer(muon, {"w": torch.randn(4, 6), "v": [torch.randn(3, 2)]}, quirks=["vmap"])
+
+
+def test_a_quirk_must_be_seen():
+    assert_optimizer(GivesFloat32(), quirks=["dtype"])
+    with pytest.raises(AssertionError, match="Momentum keeps dtype, which quirks says it breaks"):
+        assert_optimizer(Momentum(), quirks=["dtype"])
+    with pytest.raises(ValueError, match=r"quirks has \['speed'\]; expected some of init"):
+        assert_optimizer(Momentum(), quirks=["speed"])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        (Momentum, "the class Momentum"),
+        (None, "NoneType"),
+        (functools.partial(optim.SGD), "partial"),
+    ],
+)
+def test_what_is_no_optimizer_is_refused(optimizer, words):
+    with pytest.raises(
+        TypeError, match=rf"optimizer is {words}; expected.*Cure: `assert_optimizer"
+    ):
+        assert_optimizer(optimizer)

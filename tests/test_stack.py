@@ -1,0 +1,292 @@
+"""Many states as one, one of them again, and averages over time."""
+
+import functools
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from helpers import assert_close, batch, job, same_bits, shares_memory, stack, tensors
+from hypothesis import given
+
+import purescale as ps
+from purescale.testing import (
+    assert_pure,
+    assert_single_graph,
+    assert_sync_free,
+    assert_vmap_equals_loop,
+    grad_trees,
+)
+
+HALF = torch.float16, torch.bfloat16
+FLOATS = *HALF, torch.float32, torch.float64
+OTHERS = torch.int8, torch.int32, torch.int64, torch.uint8, torch.bool
+SIZES = (), (0,), (5,), (33,), (300,), (3, 7)
+
+
+def tree_of(seed, dtypes=FLOATS + OTHERS):
+    """Each dtype in each size, and what is no tensor."""
+    g = torch.Generator().manual_seed(seed)
+    made = {}
+    for dtype in dtypes:
+        made[str(dtype)] = [
+            (torch.randn(size, generator=g) * 50).to(torch.int32).to(dtype)
+            if dtype in OTHERS
+            else torch.randn(size, generator=g).to(dtype)
+            for size in SIZES
+        ]
+    return {**made, "none": None, "nothing": (), "kind": "sgd", "inner": ps.StaticScale(8.0).init()}
+
+
+def states():
+    optimizers = [
+        ps.from_torch(torch.optim.AdamW, lr=1e-3, lr_in_state=True),
+        ps.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9),
+    ]
+    for optimizer in optimizers:
+        for rule in (ps.DynamicScale(), ps.HeadroomScale(window=3)):
+            state, step = job(optimizer, rule)
+            after = [state]
+            for index in range(3):
+                after.append(step(after[-1], [batch(index)])[0])
+            yield after
+
+
+# ---- many states as one ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trees", [[tree_of(i) for i in range(3)], *states()])
+def test_members_of_what_was_stacked_are_the_states(trees):
+    stacked = assert_pure(ps.stack_states, trees)
+    for index, tree in enumerate(trees):
+        for i in (index, index - len(trees), torch.tensor(index), torch.tensor(index - len(trees))):
+            assert same_bits(assert_pure(ps.member, stacked, i), tree)
+    assert all(leaf.shape[0] == len(trees) for leaf in tensors(stacked))
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=3), grad_trees())
+def test_any_tree_comes_back_out_of_its_stack(order, tree):
+    trees = [tree] * len(order)
+    if not tensors(tree):
+        with pytest.raises(ValueError, match="has no tensor"):
+            ps.member(ps.stack_states(trees), 0)
+        return
+    stacked = ps.stack_states(iter(trees))
+    for index in range(len(trees)):
+        back = ps.member(stacked, index)
+        assert same_bits(back, tree)
+        assert not shares_memory(back, stacked)
+
+
+def test_stacked_states_make_the_steps_of_their_members():
+    adamw = ps.from_torch(torch.optim.AdamW, lr=1e-3, lr_in_state=True)
+    one, step = job(adamw, ps.DynamicScale(init_scale=2.0**10))
+    members = [
+        one._replace(opt_state=one.opt_state._replace(lr=torch.tensor(rate)))
+        for rate in (1e-4, 1e-2)
+    ]
+    every = torch.vmap(lambda state, x: step(state, [x]), in_dims=(0, None))
+    ensemble, _ = every(ps.stack_states(members), batch())
+    for index, state in enumerate(members):
+        alone, _ = step(state, [batch()])
+        assert_close(ps.member(ensemble, index).opt_state, alone.opt_state, rtol=1e-2, atol=1e-3)
+
+
+def test_it_goes_through_vmap_compile_and_grad():
+    trees = [tree_of(seed, FLOATS) for seed in range(4)]
+    stacked = ps.stack_states(trees)
+    numbers = {key: leaf for key, leaf in stacked.items() if key in map(str, FLOATS)}
+    pair = ps.stack_states([numbers, numbers])
+    assert_vmap_equals_loop(lambda tree: ps.member(tree, 1), pair)
+    assert_vmap_equals_loop(lambda i: ps.member(numbers, i), torch.arange(4))
+    assert_vmap_equals_loop(lambda a, b: ps.stack_states([a, b]), pair, pair)
+    given_trees = [numbers, numbers]
+    [one] = assert_single_graph(ps.stack_states, (given_trees,))
+    assert same_bits(one, ps.stack_states(given_trees))
+    calls = [(numbers, torch.tensor(index)) for index in (0, 2)]
+    for (_, i), came in zip(calls, assert_single_graph(ps.member, *calls), strict=True):
+        assert same_bits(came, ps.member(numbers, i))
+    x = torch.tensor([1.0, 2.0])
+    slope = torch.func.grad(lambda x: ps.member(ps.stack_states([x, 3 * x]), 1).sum())(x)
+    assert slope.tolist() == [3, 3]
+    assert_sync_free(ps.member, numbers, torch.tensor(1))
+
+
+W = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("given_states", "error", "words"),
+    [
+        ([], ValueError, "states is an empty list"),
+        (W, TypeError, "got one Tensor. Cure"),
+        ({"w": W}, TypeError, "got one dict. Cure"),
+        (ps.StaticScale(8.0).init(), TypeError, "got one ScalerState. Cure"),
+        (3, TypeError, "got one int. Cure"),
+        ([{"w": W}, {"w": W, "b": W}], ValueError, r"states\[1\] does not match states\[0\].*'b'"),
+        (
+            [{"w": W}, {"w": torch.ones(3)}],
+            ValueError,
+            r"states\[1\]\['w'\] is torch.float32 \(3,\), but torch.float32 \(2,\) in states\[0\]",
+        ),
+        ([{"w": W}, {"w": W.half()}], ValueError, r"states\[1\]\['w'\] is torch.float16 \(2,\)"),
+        ([{"w": W}, {"w": W.to("meta")}], ValueError, r"states\[1\]\['w'\] is .* on meta, but"),
+        ([{"w": W}, {"w": None}], ValueError, r"states\[1\]\['w'\] is None, but torch.float32"),
+        ([{"lr": 0.1}, {"lr": 0.2}], ValueError, r"states\[1\]\['lr'\] is 0.2, but 0.1.*tensor\("),
+    ],
+    ids=str,
+)
+def test_states_that_cannot_be_stacked_are_refused_by_their_leaf(given_states, error, words):
+    with pytest.raises(error, match=words):
+        ps.stack_states(given_states)
+
+
+@pytest.mark.parametrize(
+    ("tree", "i", "error", "words"),
+    [
+        ({"w": W, "step": torch.tensor(1)}, 0, ValueError, r"states\['step'\] has shape \(\)"),
+        (
+            {"w": W, "b": torch.ones(3)},
+            0,
+            ValueError,
+            r"states\['b'\] has shape \(3,\).*\[2, ...\]",
+        ),
+        ({"w": W}, 2, IndexError, "i is 2, and there are 2 states. Cure: from 0 to 1"),
+        ({"w": W}, -3, IndexError, "i is -3"),
+        ({"w": W}, 1.0, TypeError, "i must be a whole number"),
+        ({"w": W}, True, TypeError, "i must be a whole number"),
+        ({"w": W}, torch.tensor(1.0), TypeError, "i is torch.float32"),
+        ({"w": W}, torch.tensor([1]), TypeError, "torch.vmap` over i"),
+        ((), 0, ValueError, "has no tensor"),
+    ],
+    ids=str,
+)
+def test_what_has_no_such_member_is_refused(tree, i, error, words):
+    with pytest.raises(error, match=words):
+        ps.member(tree, i)
+
+
+# ---- averages over time ------------------------------------------------------------------------
+
+
+def by_hand(old, new, decay):
+    wide = torch.float64
+    return (decay * old.to(wide) + (1 - decay) * new.to(wide)).to(old.dtype)
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize("decay", [0.0, 0.3, 0.5, 0.999, 1.0])
+def test_an_average_equals_its_definition_in_every_dtype_and_size(decay, as_tensor):
+    old, new = tree_of(0), tree_of(1)
+    given_decay = torch.tensor(decay) if as_tensor else decay
+    average = assert_pure(ps.ema, old, new, given_decay)
+    for dtype in FLOATS:
+        ours, olds, news = (tree[str(dtype)] for tree in (average, old, new))
+        for a, o, n in zip(ours, olds, news, strict=True):
+            assert (a.dtype, a.shape) == (o.dtype, o.shape)
+            loose = {} if dtype in HALF else {"rtol": 1e-6, "atol": 1e-6}
+            torch.testing.assert_close(a, by_hand(o, n, decay), **loose)
+    for dtype in OTHERS:
+        assert same_bits(average[str(dtype)], new[str(dtype)])
+    assert (average["none"], average["nothing"], average["kind"]) == (None, (), "sgd")
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("decay", [0.0, 0.1, 0.999, 1.0, torch.tensor(0.9)])
+def test_what_does_not_move_keeps_its_bits(dtype, decay):
+    x = {"w": torch.randn(300).to(dtype), "b": torch.tensor(0.1, dtype=dtype)}
+    assert same_bits(ps.ema(x, x, decay), x)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_ends_are_old_and_new(dtype):
+    old, new = torch.randn(33).to(dtype) * 100, torch.randn(33).to(dtype)
+    assert same_bits(ps.ema([old], [new], 1), [old])
+    assert same_bits(ps.ema([old], [new], 0), [new])
+
+
+def test_an_average_in_float32_follows_half_weights_and_half_is_computed_in_float32():
+    old, new = torch.zeros(5), torch.ones(5, dtype=torch.bfloat16)
+    average = ps.ema(old, new, 0.999)
+    assert average.dtype is torch.float32
+    assert_close(average, torch.full((5,), 1e-3))
+    large = torch.full((5,), 60000.0, dtype=torch.float16)
+    assert same_bits(ps.ema(large, large, 0.5), large)
+    small = torch.full((33,), 2.0**-24, dtype=torch.float16)
+    assert same_bits(ps.ema(small, small * 3, 0.5), small * 2), "in float16 half of it is 0"
+
+
+def test_it_follows_a_run_of_torchs_averaged_model():
+    model = torch.nn.Linear(33, 5)
+    theirs = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    )
+    theirs.update_parameters(model)  # the first is a copy
+    average = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    for _ in range(5):
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(torch.randn_like(weight))
+        theirs.update_parameters(model)
+        average = ps.ema(average, dict(model.named_parameters()), 0.9)
+    assert_close(average, dict(theirs.module.named_parameters()))
+
+
+def test_a_nan_goes_on_unless_it_is_selected_away():
+    old, new = {"w": torch.ones(5)}, {"w": torch.full((5,), math.nan)}
+    bad = torch.tensor(True)
+    assert same_bits(ps.select(bad, old, ps.ema(old, new, 0.9)), old)
+    assert ps.ema(old, new, 0.9)["w"].isnan().all()
+
+
+def test_complex_leaves_are_averaged_too():
+    old, new = torch.tensor([1 + 2j, 3j]), torch.tensor([3 + 0j, 1j])
+    for decay in (0.5, torch.tensor(0.5)):
+        assert_close(ps.ema(old, new, decay), torch.tensor([2 + 1j, 2j]))
+
+
+def test_an_average_goes_through_vmap_compile_and_grad():
+    old, new = (ps.stack_states([tree_of(s + i, FLOATS) for i in range(3)]) for s in (0, 7))
+    old, new = ({k: t[k] for k in map(str, FLOATS)} for t in (old, new))
+    decays = torch.tensor([0.1, 0.9, 0.999])
+    assert_vmap_equals_loop(ps.ema, old, new, decays, rtol=1e-6, atol=1e-7)
+    assert_vmap_equals_loop(functools.partial(ps.ema, decay=0.9), old, new)
+    calls = [(old, new, decay) for decay in decays]
+    for call, came in zip(calls, assert_single_graph(ps.ema, *calls), strict=True):
+        assert_close(came, ps.ema(*call))
+    assert_sync_free(ps.ema, old, new, decays[0])
+    one, two = torch.tensor([1.0]), torch.tensor([3.0])
+    slopes = torch.func.grad(lambda o, n, d: ps.ema(o, n, d).sum(), argnums=(0, 1, 2))(
+        one, two, torch.tensor(0.75)
+    )
+    assert_close(slopes, (torch.tensor([0.75]), torch.tensor([0.25]), torch.tensor(-2.0)))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "decay", "error", "words"),
+    [
+        ({"w": W}, {"w": W}, 1.5, ValueError, "decay must lie between 0 and 1, got 1.5. Cure"),
+        ({"w": W}, {"w": W}, math.nan, ValueError, "decay must lie between 0 and 1"),
+        ({"w": W}, {"w": W}, "0.9", TypeError, "decay must be a number"),
+        ({"w": W}, {"w": W}, True, TypeError, "decay must be a number"),
+        ({"w": W}, {"w": W}, torch.ones(2), ValueError, r"decay has shape \(2,\).*torch.vmap"),
+        ({"w": W}, {"w": W}, torch.tensor(True), TypeError, "a tensor of torch.bool"),
+        ({"w": W}, {"v": W}, 0.9, ValueError, r"new does not match old: missing \['w'\]"),
+        ({"w": W}, {"w": torch.ones(3)}, 0.9, ValueError, r"new\['w'\] is torch.float32 \(3,\)"),
+        ({"w": W}, {"w": None}, 0.9, ValueError, r"new\['w'\] is None, but .* in old"),
+        ({"w": W}, {"w": W.int()}, 0.9, ValueError, r"new\['w'\] is torch.int32 \(2,\), but"),
+        ({"w": W.int()}, {"w": W.long()}, 0.9, ValueError, "cannot take the place"),
+        ({"w": W}, {"w": W * 1j}, 0.9, ValueError, "cannot take the place"),
+        ({"w": W}, {"w": W.to_sparse()}, 0.9, ValueError, "only dense tensors"),
+        ({"w": W}, {"w": W.to("meta")}, 0.9, ValueError, "shape and device"),
+    ],
+    ids=str,
+)
+def test_what_has_no_average_is_refused_by_its_leaf(old, new, decay, error, words):
+    with pytest.raises(error, match=words):
+        ps.ema(old, new, decay)
+
+
+def test_what_was_stacked_by_hand_is_stacked_the_same():
+    infos = [job(ps.from_torch(torch.optim.SGD, lr=0.1), ps.DynamicScale())[0] for _ in range(2)]
+    assert same_bits(ps.stack_states(infos), stack(infos))

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from . import _checks, _dtensor, _torch, _tree
 from ._buckets import Reduction
 from ._group import all_reduce, alone, check_group
+from ._settings import described
 from ._tree import Leaves, Tree
 
 
@@ -132,14 +133,14 @@ def lines_of(name: str, tree: Tree, *, laid: bool) -> list[str]:
     """What must be the same on every rank, a line a leaf; how it is `laid` out in memory too."""
     leaves = _tree.flatten(tree)[0]
     return [
-        f"{name} {key!r}: {_kind(leaf, laid=laid)}"
+        f"{name}{key and f' {key!r}'}: {_kind(leaf, laid=laid)}"
         for key, leaf in zip(_tree.names(tree), leaves, strict=True)
     ]
 
 
 def _kind(leaf: Any, *, laid: bool) -> str:
     if not isinstance(leaf, Tensor):
-        return str(leaf) if leaf is None else type(leaf).__name__
+        return described(leaf)
     strides = f" {leaf.stride()}" if laid and leaf.layout is torch.strided else ""
     if isinstance(leaf, DTensor):
         strides += f" as {leaf.placements} over {_dtensor.sizes(leaf.device_mesh)}"

@@ -4,8 +4,7 @@ microbatch.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from ._buckets import reduction_of
 from ._collectives import agree, lines_of, on_cpu
 from ._group import all_reduce, check_group
 from ._headroom import grad_amax
+from ._settings import described
 from ._spread import read
 from ._tree import Flat, Leaves, Tree
 from ._window import Gathered
@@ -111,12 +111,7 @@ def _largest(before: Leaves, after: Leaves, group: Any) -> Leaves:
     return results
 
 
-def checked(
-    group: Any,
-    check: Callable[[], Any],
-    settings: Callable[[], str],
-    trees: Callable[[], dict[str, Tree]],
-) -> Any:
+def checked(group: Any, check: Callable[[], Any], settings: dict[str, Any], state: Any) -> Any:
     """The group, `None` for one of a single rank, after `check`. Where the ranks meet on a CPU,
     what one refuses or holds otherwise every rank refuses; nothing else waits for them there.
     """
@@ -127,18 +122,35 @@ def checked(
 
     def checked_all() -> None:
         check()
-        _refuse_spread(trees())
+        _refuse_spread({name: getattr(state, name) for name in ("params", "buffers", "scaler")})
 
     if on_cpu(group):
-
-        def described() -> list[str]:
-            lines = [lines_of(name, tree, laid=True) for name, tree in trees().items()]
-            return [settings(), *itertools.chain.from_iterable(lines)]
-
-        agree(group, checked_all, described)
+        agree(group, checked_all, lambda: _all_that_must_agree(settings, state))
     else:
         checked_all()
     return group if dist.get_world_size(group) > 1 else None
+
+
+def _all_that_must_agree(settings: dict[str, Any], state: Any) -> list[str]:
+    """Every setting and the structure of the whole state, a line each. Of a scale, a rate and a
+    count the value too: ranks that differ there make different steps of equal gradients.
+    """
+    lines = [f"{name}={described(setting)}" for name, setting in settings.items()]
+    for field, tree in state._asdict().items():
+        for name, part in _fields(field, tree):
+            lines += lines_of(name, part, laid=True)
+            if isinstance(part, Tensor) and not part.ndim and field not in ("params", "buffers"):
+                lines.append(f"{name} = {described(part)}")
+    return lines
+
+
+def _fields(name: str, tree: Tree) -> Iterator[tuple[str, Tree]]:
+    """What stands in a NamedTuple, and in those in it: `opt_state.slots`."""
+    if not hasattr(tree, "_asdict"):
+        yield name, tree
+        return
+    for key, child in tree._asdict().items():
+        yield from _fields(f"{name}.{key}", child)
 
 
 def _refuse_spread(trees: dict[str, Tree]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -194,11 +193,17 @@ def train_step(
             max_retries,
             weight_fn if group is not None else None,
         ),
-        lambda: (
-            f"{max_retries=}, {on_nonfinite=}, {bn_update=}, max_norm={_told(max_norm)}, "
-            f"clip_value={_told(clip_value)}, norm_type={_told(norm_type)}, rule={_told(rule)}"
-        ),
-        lambda: {"params": state.params, "buffers": state.buffers, "scaler": state.scaler},
+        {
+            "max_retries": max_retries,
+            "on_nonfinite": on_nonfinite,
+            "bn_update": bn_update,
+            "max_norm": max_norm,
+            "clip_value": clip_value,
+            "norm_type": norm_type,
+            "rule": rule,
+            "optimizer": optimizer,
+        },
+        state,
     )
     clip = checked(max_norm, clip_value, norm_type)
     norm = None if max_norm is None else clip.norm_type
@@ -335,16 +340,6 @@ def _check_call(
         )
     if weight_fn is not None:  # before others wait for what follows from it
         check_weights(microbatches, weight_fn, state.scaler.scale)
-
-
-def _told(setting: Any) -> str:
-    """What ranks compare of a setting, by which one could look ahead or try again alone: not where
-    a tensor or an object stands.
-    """
-    if dataclasses.is_dataclass(setting):
-        values = [getattr(setting, field.name) for field in dataclasses.fields(setting)]
-        return f"{type(setting).__name__}({', '.join(map(_told, values))})"
-    return str(float(setting)) if isinstance(setting, numbers.Real) else type(setting).__name__
 
 
 def _check_parts(optimizer: Any, rule: Any) -> None:

@@ -182,7 +182,7 @@ def save(path: Path, tree: Tree) -> None:
             _remove_abandoned(folder, temporary)
             if old is not None:
                 _inherit(temporary, target, old)
-            torch.save(d, file)
+            _write(d, file)
             _seal(file)
             file.flush()
             os.fsync(file.fileno())
@@ -493,6 +493,34 @@ def _inherit(temporary: str, target: str, old: os.stat_result) -> None:
         for name in os.listxattr(target) if lists else ():
             with contextlib.suppress(OSError):
                 os.setxattr(temporary, name, os.getxattr(target, name))
+
+
+class _Disk:
+    """A file that remembers why it could not be written to."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.write_to, self.flush = file.write, file.flush
+        self.failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return self.write_to(data)
+        except OSError as error:
+            self.failure = error
+            raise
+
+
+def _write(d: dict[str, Any], file: BinaryIO) -> None:
+    """`torch.save(d, file)`, which on a full disk raises a RuntimeError about positions: here what
+    the disk said.
+    """
+    disk = _Disk(file)
+    try:
+        torch.save(d, disk)  # type: ignore[arg-type]  # it only writes
+    except RuntimeError:
+        if disk.failure is None:
+            raise
+        raise disk.failure from None
 
 
 def _remove_abandoned(folder: str, mine: str) -> None:

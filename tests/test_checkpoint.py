@@ -1169,6 +1169,32 @@ def test_a_disk_that_fails_leaves_the_old_file_and_nothing_else(
     assert same_bits(ps.load(tmp_path / "x.pt", like), {"w": torch.full((10,), float(kept))})
 
 
+def file_size_limit(size):
+    """No file of this process may grow longer: a write beyond fails as on a full disk."""
+    import resource
+
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most if size is None else size, most))
+
+
+@pytest.mark.parametrize("elements", [5, 33, 100_000])
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.999])
+def test_a_disk_that_is_full_at_any_byte_is_an_os_error(share, elements, tmp_path):
+    tree, like = {"w": torch.ones(elements)}, {"w": torch.zeros(10)}
+    ps.save(tmp_path / "x.pt", tree)
+    size = os.path.getsize(tmp_path / "x.pt")
+    ps.save(tmp_path / "x.pt", {"w": torch.full((10,), 1.0)})
+    try:
+        file_size_limit(int(share * size))
+        with pytest.raises(OSError) as raised:
+            ps.save(tmp_path / "x.pt", tree)
+    finally:
+        file_size_limit(None)
+    assert raised.value.errno == errno.EFBIG
+    assert os.listdir(tmp_path) == ["x.pt"]
+    assert same_bits(ps.load(tmp_path / "x.pt", like), {"w": torch.full((10,), 1.0)})
+
+
 def test_what_is_written_is_synced_before_it_has_the_name_and_the_name_after(tmp_path, monkeypatch):
     events = []
     fsync, replace = os.fsync, os.replace

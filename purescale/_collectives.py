@@ -14,18 +14,22 @@ from torch.distributed.tensor import DTensor
 
 from . import _checks, _dtensor, _torch, _tree
 from ._buckets import Reduction
-from ._group import all_reduce, alone, check_group
+from ._group import all_reduce, alone, check_group, member
 from ._settings import described
 from ._tree import Leaves, Tree
 
 
-def all_reduce_found_inf(found_inf: Tensor, group: Any = None) -> Tensor:
+def all_reduce_found_inf(found_inf: Tensor | bool, group: Any = None) -> Tensor:
     """Equal to `any(found_inf on rank for rank in group)`: one rank's overflow is every rank's
     skipped step.
 
-    `found_inf` is 0-d bool and is left as it is; the result is 0-d bool on the same device.
-    `group=None` is the default process group, and the identity (a copy) where there is none. It
-    communicates, but reads no value on the host.
+    `found_inf` is 0-d bool and is left as it is; the result is 0-d bool on the same device. A
+    Python bool is taken too and put on the device on which the group communicates, a number that
+    is not 0 is `True`. `group=None` is the default process group, and the identity (a copy) where
+    there is none. It communicates, but reads no value on the host.
+
+    Raises `TypeError` for what is neither tensor nor bool, `ValueError` for a tensor that is not
+    0-d, before it communicates.
 
     >>> import torch
     >>> all_reduce_found_inf(torch.tensor(True))          # no process group: one rank
@@ -35,9 +39,14 @@ def all_reduce_found_inf(found_inf: Tensor, group: Any = None) -> Tensor:
     reduces nothing, and ShardedGradScaler forgets it before a fused optimizer, after which ranks
     diverge.
     """
+    flag = _tree.flag(found_inf)
     if alone(group):
-        return found_inf.clone()
-    return all_reduce(found_inf.to(torch.int32), "max", group).to(torch.bool)
+        return flag.clone() if flag is found_inf else flag
+    group = member(group)
+    traced = torch.compiler.is_compiling()
+    if not (isinstance(found_inf, Tensor) or traced) and isinstance(group, dist.ProcessGroup):
+        flag = flag.to(_torch.object_device(group))
+    return all_reduce(flag.to(torch.int32), "max", group).to(torch.bool)
 
 
 def all_reduce_grads(

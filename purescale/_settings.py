@@ -1,4 +1,4 @@
-"""What an object was made with, as text that is the same in every process with the same settings."""
+"""What an object was made with, as text: the same in every process with the same settings."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -295,17 +295,7 @@ def _check_call(
             f"Cure: `state = init_train_state(params, buffers, optimizer, rule)`."
         )
     _check_parts(optimizer, rule)
-    if not isinstance(microbatches, list):
-        raise TypeError(
-            f"microbatches is a {type(microbatches).__name__}; expected a list, one step for all "
-            "of it. Likely cause: one (input, target) batch was passed. Cure: `train_step(state, "
-            "[batch], ...)`."
-        )
-    if not microbatches:
-        raise ValueError(
-            "microbatches is an empty list; a step needs at least one. Likely cause: a loader "
-            "that ran out. Cure: end the loop there."
-        )
+    _check_microbatches(microbatches)
     _tree.check_parameters(state.params, leaves, "state.params")
     check_device(state.scaler.scale, state.params, leaves, "state.params")
     if clip.value is not None:
@@ -340,6 +330,29 @@ def _check_call(
         )
     if weight_fn is not None:  # before others wait for what follows from it
         check_weights(microbatches, weight_fn, state.scaler.scale)
+
+
+def _check_microbatches(microbatches: Any) -> None:
+    if not isinstance(microbatches, list):
+        single = isinstance(microbatches, (Tensor, tuple, Mapping))
+        several = not single and isinstance(microbatches, Iterable)
+        cause = "one (input, target) batch was passed. " if single else ""
+        cure = "`train_step(state, [batch], ...)`, a list of one"
+        if several:
+            cause = "an iterator or a loader was passed, whose length is not known. "
+            cure = (
+                "`list(microbatches)` of those of one step, as `list(itertools.islice(batches, "
+                "4))`; for one batch a step, `for batch in loader: train_step(state, [batch], ...)`"
+            )
+        raise TypeError(
+            f"microbatches is a {type(microbatches).__name__}; expected a list, one step for all "
+            f"of it. {cause and f'Likely cause: {cause}'}Cure: {cure}."
+        )
+    if not microbatches:
+        raise ValueError(
+            "microbatches is an empty list; a step needs at least one. Likely cause: a loader "
+            "that ran out. Cure: end the loop there."
+        )
 
 
 def _check_parts(optimizer: Any, rule: Any) -> None:

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from helpers import Dispatched, Untouched, batch, clone, job, same_bits, shares_memory, tensors
 from hypothesis import assume, given, settings
+from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import purescale as ps
@@ -661,6 +662,65 @@ def test_the_state_dict_of_something_else_is_the_clear_error(tmp_path):
             ValueError, match=r"torch\.load\('.*x\.pt'\) is no state dict of purescale"
         ):
             ps.load(tmp_path / "x.pt", like=SMALL)
+
+
+def of_net(layers, width, optimizer, rule=None):
+    net = nn.Sequential(
+        *(
+            nn.Sequential(nn.Conv2d(3, width, 3), nn.BatchNorm2d(width), nn.Conv2d(width, 3, 1))
+            for _ in range(layers)
+        )
+    )
+    _, params, buffers = ps.make_functional(net)
+    return ps.init_train_state(params, buffers, optimizer, rule or ps.DynamicScale())
+
+
+@pytest.mark.parametrize(
+    ("like", "cause", "parts"),
+    [
+        (
+            functools.partial(of_net, 20, 4, ps.from_torch(torch.optim.SGD, momentum=0.9)),
+            "another optimizer",
+            (
+                "missing: d['tree']['opt_state']['slots']['0.0.weight']['momentum_buffer'] and 119 "
+                "more 'momentum_buffer'; ",
+                "d['tree']['opt_state']['slots']['0.0.weight']['exp_avg'] and 119 more 'exp_avg', ",
+            ),
+        ),
+        (
+            functools.partial(of_net, 17, 4, ps.from_torch(torch.optim.AdamW)),
+            "another model",
+            (
+                "not in like: d['tree']['params']['17.0.weight'] and 17 more in 'params', ",
+                "d['tree']['opt_state']['slots']['17.0.weight'] and 17 more in 'slots'",
+            ),
+        ),
+        (
+            functools.partial(of_net, 20, 5, ps.from_torch(torch.optim.AdamW)),
+            "another model",
+            (
+                "different: d['tree']['params']['0.0.weight'] is torch.float32 (4, 3, 3, 3), "
+                "expected torch.float32 (5, 3, 3, 3) and 99 more in 'params', ",
+            ),
+        ),
+        (
+            functools.partial(
+                of_net, 20, 4, ps.from_torch(torch.optim.AdamW), rule=ps.HeadroomScale()
+            ),
+            "another rule",
+            ("missing: d['tree']['scaler']['amax_history']; not in like: ",),
+        ),
+    ],
+)
+def test_what_many_parameters_lack_is_one_line_a_field(like, cause, parts):
+    d = ps.to_state_dict(of_net(20, 4, ps.from_torch(torch.optim.AdamW)))
+    with pytest.raises(ValueError, match="d does not match like") as caught:
+        ps.from_state_dict(d, like())
+    message = str(caught.value)
+    assert f"Likely cause: the state of {cause}" in message
+    for part in parts:
+        assert part in message
+    assert len(message) < 1200
 
 
 def test_a_mismatch_in_a_file_has_the_paths_as_code(tmp_path):
@@ -1316,7 +1376,7 @@ def save_until_line(path, line):
     with 0 if there is none.
     """
     lines = itertools.count()
-    writing = {"save", "_inherit", "_seal", "_remove_abandoned", "_sync_directory"} | {
+    writing = {"save", "_write", "_inherit", "_seal", "_remove_abandoned", "_sync_directory"} | {
         "_save",
         "_open_zipfile_writer",
         "__exit__",

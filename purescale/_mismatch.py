@@ -80,7 +80,7 @@ def _grouped(name: str, differences: list[_Difference]) -> list[str]:
         if len(group) == 1:
             del groups[place]
             groups.setdefault((group[0].keys[:-1], None), []).extend(group)
-    texts = {}
+    texts: dict[_Difference, str] = {}
     for (_, last), group in groups.items():
         first, shown = group[0], group if len(group) <= 3 else group[:1]
         texts |= {one: f"{_code(name, one.keys)}{one.detail}" for one in shown}

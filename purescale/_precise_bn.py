@@ -18,9 +18,9 @@ from torch import nn
 from . import _torch, _tree
 from ._bn import BNStatsState, Estimator, absorb, all_reduce_bn_stats, bn_buffers, init_bn_stats
 from ._bn_catch import ApplyFn, calls_of
-from ._collectives import all_reduce_found_inf
+from ._collectives import agree, all_reduce_found_inf, on_cpu
 from ._functional import Apply
-from ._group import all_reduce
+from ._group import all_reduce, check_group
 from ._skeleton import Tensors
 
 Normalize = Literal["batch", "sequential"]
@@ -64,6 +64,7 @@ def precise_bn(
       layers before it, exactly what it will see at eval. It takes one pass over the loader a layer,
       so the loader must be re-iterable and should give the same data.
     - `group`: ranks whose data are one sample; all get the same buffers. `None`: this rank alone.
+      Where the ranks communicate on a CPU (gloo), settings that differ are an error on every rank.
     - `progress`: a bar, on rank 0 (needs tqdm); where no terminal would show it, a line a minute.
 
     Raises `ValueError` for settings, a model without batch norm, a loader without a batch on any
@@ -80,9 +81,17 @@ def precise_bn(
     Source of the rule: Wu and Johnson (arXiv 2105.07576); mmpretrain's PreciseBNHook and fvcore's
     precise_bn. `"sequential"` has no source that we know.
     """
-    _check_settings(num_samples, normalize)
-    # raises for what it would refuse at the end
-    bn_buffers(init_bn_stats(buffers), buffers, estimator, correction)
+
+    def check() -> None:
+        _check_settings(num_samples, normalize)
+        # raises for what it would refuse at the end
+        bn_buffers(init_bn_stats(buffers), buffers, estimator, correction)
+
+    if group is not None and on_cpu(check_group(group)):
+        settings = {"estimator": estimator, "correction": correction, "normalize": normalize}
+        agree(group, check, lambda: [f"{key}={value!r}" for key, value in settings.items()])
+    else:
+        check()
     sequential = normalize == "sequential"
     gather = functools.partial(
         _gather,

@@ -352,6 +352,15 @@ def _bn_failures(rank):
         ps.precise_bn(
             apply, params, buffers, iter(once) if rank else once, normalize="sequential", **settings
         )
+    for name, pair in (
+        ("normalize", ("batch", "sequential")),  # else one waits for ever
+        ("estimator", ("pooled", "within")),
+        ("correction", (0, 1)),
+    ):
+        with pytest.raises(ValueError, match=rf"rank 0 has {name}=.*rank 1 has {name}="):
+            ps.precise_bn(apply, params, buffers, once, **{name: pair[rank]}, **settings)
+    with pytest.raises(ValueError, match=r"normalize must be|rank 1 refused its arguments: Value"):
+        ps.precise_bn(apply, params, buffers, once, normalize=("batch", "bad")[rank], **settings)
     with pytest.raises(ValueError, match="the loader gave no batch on any rank"):
         ps.precise_bn(apply, params, buffers, [], **settings)
 

@@ -25,7 +25,12 @@ class Optimizer(Protocol):
         """The state of an optimizer that has made no step."""
 
     def step(self, params: Tree, grads: Tree, opt_state: Any) -> tuple[Tree, Any]:
-        """Parameters and state after one step, in fresh memory."""
+        """Parameters and state after one step, in fresh memory.
+
+        `grads` has the structure of `params`. A gradient that is `None` means that the loss does
+        not depend on the parameter: it stays as it is, and so does what the state holds for it,
+        without weight decay or momentum, as in torch.optim.
+        """
 
 
 def from_torch(

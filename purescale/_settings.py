@@ -101,7 +101,8 @@ def _object(value: Any, above: tuple[int, ...]) -> str:
     if hasattr(value, "told"):
         return f"{name}{_told(value.told, above)}"
     if dataclasses.is_dataclass(value):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        names = [field.name for field in dataclasses.fields(value)]
+        fields = {key: getattr(value, key, None) for key in names}
     elif _has_settings(value):
         fields = dict(getattr(value, "__dict__", {}))
     else:

@@ -149,10 +149,11 @@ def train_step(
       Gradients are reduced once, with the last microbatch, and ten numbers with them. Buffers are
       averaged by weight (with `"window"` their statistics are those of all), of integers the
       largest, so that every rank ends with the same. Ranks that meet on a CPU (gloo) first read 16
-      bytes of each other: what one refuses or holds otherwise, every rank refuses; `weight_fn` is
-      called for that too. What `loss_fn` raises on one rank is an error on the others only when
-      that rank ends, or the group's timeout does. DTensors, which are reduced over their own mesh,
-      are refused.
+      bytes of each other: what one refuses, every rank refuses, and so what one holds otherwise, a
+      setting of `optimizer` or `rule`, the structure of the state, a scale, rate or count in it;
+      `weight_fn` is called for that too. What `loss_fn` raises on one rank is an error on the
+      others only when that rank ends, or the group's timeout does. DTensors, which are reduced over
+      their own mesh, are refused.
 
     Returns the next state and `StepInfo`. On an overflow parameters, optimizer state, buffers and
     `step` come back bit for bit; the scale backs off. A rule that takes amax gets that of the

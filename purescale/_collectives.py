@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 from collections.abc import Callable
@@ -150,11 +151,17 @@ def lines_of(name: str, tree: Tree, *, laid: bool) -> list[str]:
 def _kind(leaf: Any, *, laid: bool) -> str:
     if not isinstance(leaf, Tensor):
         return described(leaf)
-    strides = f" {leaf.stride()}" if laid and leaf.layout is torch.strided else ""
-    if isinstance(leaf, DTensor):
-        strides += f" as {leaf.placements} over {_dtensor.sizes(leaf.device_mesh)}"
+    strides = leaf.stride() if laid and leaf.layout is torch.strided else None
     # Not which device: each rank has another.
-    return f"{leaf.dtype} {tuple(leaf.shape)}{strides} {leaf.layout} on {leaf.device.type}"
+    told = _told(leaf.dtype, leaf.shape, strides, leaf.layout, leaf.device.type)
+    if isinstance(leaf, DTensor):
+        told += f" as {leaf.placements} over {_dtensor.sizes(leaf.device_mesh)}"
+    return told
+
+
+@functools.lru_cache(maxsize=1024)  # most leaves of a state are like another
+def _told(dtype: Any, shape: Any, strides: Any, layout: Any, device: str) -> str:
+    return f"{dtype} {tuple(shape)}{f' {strides}' if strides else ''} {layout} on {device}"
 
 
 def agree(group: Any, check: Callable[[], Any], describe: Callable[[], list[str]]) -> None:

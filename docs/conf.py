@@ -24,22 +24,37 @@ autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 python_maximum_signature_line_length = 88
 
-_AUTOMODULE = "{heading}\n```{{eval-rst}}\n.. automodule:: {name}\n   :members:\n```\n"
+_TOCTREE = "```{{toctree}}\n:caption: {caption}\n:hidden:\n\n{pages}\n```\n"
+_AUTOMODULE = "```{{eval-rst}}\n.. automodule:: {name}\n   :members:\n{more}```\n"
 
 
 def _sources(app: Any, page: str, source: list[str]) -> None:
-    """A page that asks for them gets the public modules below purescale, or the pages that it does
-    not name itself, whichever there are; a Markdown file that is no page is offered as it is.
+    """What only Sphinx can show is added when the pages are built, so that they are plain Markdown
+    on a code host; a Markdown file that is no page is offered as it is.
     """
-    named = {page, *source[0].split()}
-    others = [name for name in app.env.found_docs - named if not name.startswith("from_")]
-    source[0] = source[0].replace("{others}", "\n".join(sorted(others)))
-    source[0] = re.sub(r"\]\((\.\./[^)]+\.md)\)", r"](path:\1)", source[0])
-    if "{modules}" in source[0]:
+    if page == "index":
+        source[0] += "\n" + _menu(source[0])
+    if page == "reference":
+        source[0] += "\n" + _AUTOMODULE.format(name="purescale", more="   :imported-members:\n")
+    if page == "modules":
         found = pkgutil.walk_packages(purescale.__path__, "purescale.")
-        names = [name for _, name, package in found if "._" not in name and not package]
-        parts = [_AUTOMODULE.format(heading=f"## `{name}`\n", name=name) for name in sorted(names)]
-        source[0] = source[0].replace("{modules}", "\n".join(parts))
+        names = sorted(name for _, name, package in found if "._" not in name and not package)
+        source[0] += "".join(
+            f"\n## `{name}`\n\n{_AUTOMODULE.format(name=name, more='')}" for name in names
+        )
+    source[0] = re.sub(r"\]\((\.\./[^)]+\.md)\)", r"](path:\1)", source[0])
+
+
+def _menu(text: str) -> str:
+    """The headings of the first page and the pages listed below each, as the menu at the side."""
+    headings = re.split(r"^## ", text, flags=re.M)[1:]
+    return "\n".join(
+        _TOCTREE.format(
+            caption=heading.splitlines()[0],
+            pages="\n".join(re.findall(r"^- \[[^]]+\]\((\w+)\.md\)", heading, re.M)),
+        )
+        for heading in headings
+    )
 
 
 def _as_rst(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:

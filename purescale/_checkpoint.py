@@ -13,7 +13,7 @@ import secrets
 import stat
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, BinaryIO, TypeAlias
 
 import torch
@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from ._torch import private as _torch
 from ._torch.donation import can_write
 from ._tree import tree as _tree
+from ._tree.mismatch import check_equal, key_of, kind_of
 from ._tree.tree import Tree
 
 Path: TypeAlias = str | os.PathLike[str]
@@ -71,7 +72,7 @@ def _to_state_dict(tree: Tree, name: str) -> dict[str, Any]:
             continue
         if not isinstance(leaf, Tensor) or leaf.is_nested or leaf.is_mkldnn:
             raise TypeError(
-                f"{_tree.paths(tree, name)[index]} is {_kind(leaf)}; a checkpoint holds dense, "
+                f"{_tree.paths(tree, name)[index]} is {kind_of(leaf)}; a checkpoint holds dense, "
                 "sparse and distributed tensors. Cure: `torch.tensor(...)` of a number, "
                 "`.to_dense()` of a tensor in mkldnn's layout; settings belong to the code that "
                 "makes the state. dict, list, tuple and NamedTuple are looked into, other "
@@ -117,7 +118,7 @@ def from_state_dict(d: Mapping[str, Any], like: Tree) -> Tree:
 def _from_state_dict(name: str, d: Any, like: Tree, *, donate: bool) -> Tree:
     expected = _to_state_dict(like, "like")
     _check_version(name, d, expected[_VERSION_KEY])
-    _check_equal(name, d, expected)
+    check_equal(name, d, expected)
     leaves, structure = _tree.flatten(like)
     found = [
         None if leaf is None else _tree.off_graph(_at(d["tree"], keys))
@@ -184,7 +185,7 @@ def save(path: Path, tree: Tree) -> None:
             _remove_abandoned(folder, temporary)
             if old is not None:
                 _inherit(temporary, target, old)
-            torch.save(d, file)
+            _write(d, file)
             _seal(file)
             file.flush()
             os.fsync(file.fileno())
@@ -237,11 +238,11 @@ def load(path: Path, like: Tree) -> Tree:
 
 def _check_version(name: str, d: Any, expected: Tensor) -> None:
     version = d.get(_VERSION_KEY) if isinstance(d, Mapping) else None
-    if not isinstance(version, Tensor) or _kind(version) != _kind(expected):
+    if not isinstance(version, Tensor) or kind_of(version) != kind_of(expected):
         what = (
-            f"has the keys {_tree.some([_key(key) for key in d])}"
+            f"has the keys {_tree.some([key_of(key) for key in d])}"
             if isinstance(d, Mapping)
-            else f"is {_kind(d)}"
+            else f"is {kind_of(d)}"
         )
         raise ValueError(
             f"{name} is no state dict of purescale: it {what}, expected {_VERSION_KEY!r} (a 0-d "
@@ -254,61 +255,6 @@ def _check_version(name: str, d: Any, expected: Tensor) -> None:
             f"{name}[{_VERSION_KEY!r}] is {int(version)}, this purescale reads version {_VERSION}. "
             "Likely cause: written by a newer purescale. Cure: `pip install --upgrade purescale`."
         )
-
-
-def _check_equal(name: str, d: Any, expected: dict[str, Any]) -> None:
-    differences = list(_differences(name, d, expected))
-    if differences:
-        kinds = dict.fromkeys(kind for kind, _ in differences)
-        lists = "; ".join(
-            f"{kind}: {_tree.some([where for k, where in differences if k == kind], 20)}"
-            for kind in kinds
-        )
-        raise ValueError(
-            f"{name} does not match like: {lists}. Likely cause: the state of another model, "
-            "optimizer or settings than `like`. Cure: make `like` as the saved tree was made, "
-            "`init_train_state(params, buffers, optimizer, rule, rng)` with the same arguments; "
-            "change what was loaded afterwards."
-        )
-
-
-def _differences(path: str, got: Any, expected: Any) -> Iterator[tuple[str, str]]:
-    """What is wrong with `got` and where; goes only where `expected` goes, since what comes from a
-    file may contain itself.
-    """
-    if isinstance(got, Mapping) and isinstance(expected, dict):
-        for key, child in expected.items():
-            if key in got:
-                yield from _differences(f"{path}[{key!r}]", got[key], child)
-            else:
-                yield "missing", f"{path}[{key!r}]"
-        yield from (("not in like", f"{path}[{_key(key)}]") for key in got if key not in expected)
-    elif isinstance(expected, dict):
-        yield (
-            "different",
-            f"{path} is {_kind(got)}, expected a dict of "
-            f"{_tree.some([_key(key) for key in expected])}",
-        )
-    elif _kind(got) != _kind(expected):
-        yield "different", f"{path} is {_kind(got)}, expected {_kind(expected)}"
-
-
-def _kind(value: Any) -> str:
-    """All of a tensor that must agree. Of anything else no more than its type: its repr may be
-    endless, or refused.
-    """
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    if value.is_nested:
-        return "a nested tensor"
-    layout = "" if value.layout is torch.strided else f" {value.layout}"
-    placements = f" DTensor {value.placements}" if isinstance(value, DTensor) else ""
-    values = " without values, on meta" if value.is_meta else ""
-    return f"{value.dtype} {tuple(value.shape)}{layout}{placements}{values}"
-
-
-def _key(key: Any) -> str:
-    return repr(key) if isinstance(key, str) else f"<{type(key).__name__}>"
 
 
 def _at(node: Any, keys: tuple[str, ...]) -> Any:
@@ -337,7 +283,7 @@ def _check_storable(where: str, leaf: Tensor, path: Path) -> None:
         )
     if leaf.is_meta:
         raise TypeError(
-            f"{where} is {_kind(leaf)}; a file holds values. Cure: `torch.empty_like({where}, "
+            f"{where} is {kind_of(leaf)}; a file holds values. Cure: `torch.empty_like({where}, "
             "device='cpu')`, and fill it."
         )
     try:
@@ -495,6 +441,34 @@ def _inherit(temporary: str, target: str, old: os.stat_result) -> None:
         for name in os.listxattr(target) if lists else ():
             with contextlib.suppress(OSError):
                 os.setxattr(temporary, name, os.getxattr(target, name))
+
+
+class _Disk:
+    """A file that remembers why it could not be written to."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.write_to, self.flush, self.fileno = file.write, file.flush, file.fileno
+        self.failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return self.write_to(data)
+        except OSError as error:
+            self.failure = error
+            raise
+
+
+def _write(d: dict[str, Any], file: BinaryIO) -> None:
+    """`torch.save(d, file)`, which on a full disk raises a RuntimeError about positions: here what
+    the disk said.
+    """
+    disk = _Disk(file)
+    try:
+        torch.save(d, disk)  # type: ignore[arg-type]  # it only writes
+    except RuntimeError:
+        if disk.failure is None:
+            raise
+        raise disk.failure from None
 
 
 def _remove_abandoned(folder: str, mine: str) -> None:

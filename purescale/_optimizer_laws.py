@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._tree import tree as _tree
 from ._checkpoint import from_state_dict, load, save, to_state_dict
 from ._laws import (
     assert_pure,
@@ -22,8 +21,9 @@ from ._laws import (
     short,
 )
 from ._optim.protocol import Optimizer
-from ._tree.stack import stack_states
 from ._step.optimizer_step import maybe_step
+from ._tree import tree as _tree
+from ._tree.stack import stack_states
 from ._tree.tree import Tree
 
 

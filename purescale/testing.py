@@ -27,8 +27,8 @@ from ._laws import assert_vmap_equals_loop as assert_vmap_equals_loop
 from ._laws import report, short
 from ._laws import same_bits as same_bits
 from ._laws import shares_memory as shares_memory
-from ._optimizer_laws import assert_optimizer as assert_optimizer
 from ._loss_scale.rules import DynamicScale, NoScale, StaticScale
+from ._optimizer_laws import assert_optimizer as assert_optimizer
 from ._torch import private as _torch
 from ._tree import tree as _tree
 from ._tree.tree import Tree

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from helpers import Dispatched, Untouched, batch, clone, job, same_bits, shares_memory, tensors
 from hypothesis import assume, given, settings
+from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import purescale as ps
@@ -663,6 +664,65 @@ def test_the_state_dict_of_something_else_is_the_clear_error(tmp_path):
             ps.load(tmp_path / "x.pt", like=SMALL)
 
 
+def of_net(layers, width, optimizer, rule=None):
+    net = nn.Sequential(
+        *(
+            nn.Sequential(nn.Conv2d(3, width, 3), nn.BatchNorm2d(width), nn.Conv2d(width, 3, 1))
+            for _ in range(layers)
+        )
+    )
+    _, params, buffers = ps.make_functional(net)
+    return ps.init_train_state(params, buffers, optimizer, rule or ps.DynamicScale())
+
+
+@pytest.mark.parametrize(
+    ("like", "cause", "parts"),
+    [
+        (
+            functools.partial(of_net, 20, 4, ps.from_torch(torch.optim.SGD, momentum=0.9)),
+            "another optimizer",
+            (
+                "missing: d['tree']['opt_state']['slots']['0.0.weight']['momentum_buffer'] and 119 "
+                "more 'momentum_buffer'; ",
+                "d['tree']['opt_state']['slots']['0.0.weight']['exp_avg'] and 119 more 'exp_avg', ",
+            ),
+        ),
+        (
+            functools.partial(of_net, 17, 4, ps.from_torch(torch.optim.AdamW)),
+            "another model",
+            (
+                "not in like: d['tree']['params']['17.0.weight'] and 17 more in 'params', ",
+                "d['tree']['opt_state']['slots']['17.0.weight'] and 17 more in 'slots'",
+            ),
+        ),
+        (
+            functools.partial(of_net, 20, 5, ps.from_torch(torch.optim.AdamW)),
+            "another model",
+            (
+                "different: d['tree']['params']['0.0.weight'] is torch.float32 (4, 3, 3, 3), "
+                "expected torch.float32 (5, 3, 3, 3) and 99 more in 'params', ",
+            ),
+        ),
+        (
+            functools.partial(
+                of_net, 20, 4, ps.from_torch(torch.optim.AdamW), rule=ps.HeadroomScale()
+            ),
+            "another rule",
+            ("missing: d['tree']['scaler']['amax_history']; not in like: ",),
+        ),
+    ],
+)
+def test_what_many_parameters_lack_is_one_line_a_field(like, cause, parts):
+    d = ps.to_state_dict(of_net(20, 4, ps.from_torch(torch.optim.AdamW)))
+    with pytest.raises(ValueError, match="d does not match like") as caught:
+        ps.from_state_dict(d, like())
+    message = str(caught.value)
+    assert f"Likely cause: the state of {cause}" in message
+    for part in parts:
+        assert part in message
+    assert len(message) < 1200
+
+
 def test_a_mismatch_in_a_file_has_the_paths_as_code(tmp_path):
     path = str(tmp_path / "x.pt")
     ps.save(path, {"a": torch.ones(2)})
@@ -1169,6 +1229,32 @@ def test_a_disk_that_fails_leaves_the_old_file_and_nothing_else(
     assert same_bits(ps.load(tmp_path / "x.pt", like), {"w": torch.full((10,), float(kept))})
 
 
+def file_size_limit(size):
+    """No file of this process may grow longer: a write beyond fails as on a full disk."""
+    import resource
+
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most if size is None else size, most))
+
+
+@pytest.mark.parametrize("elements", [5, 33, 100_000])
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.999])
+def test_a_disk_that_is_full_at_any_byte_is_an_os_error(share, elements, tmp_path):
+    tree, like = {"w": torch.ones(elements)}, {"w": torch.zeros(10)}
+    ps.save(tmp_path / "x.pt", tree)
+    size = os.path.getsize(tmp_path / "x.pt")
+    ps.save(tmp_path / "x.pt", {"w": torch.full((10,), 1.0)})
+    try:
+        file_size_limit(int(share * size))
+        with pytest.raises(OSError) as raised:
+            ps.save(tmp_path / "x.pt", tree)
+    finally:
+        file_size_limit(None)
+    assert raised.value.errno == errno.EFBIG
+    assert os.listdir(tmp_path) == ["x.pt"]
+    assert same_bits(ps.load(tmp_path / "x.pt", like), {"w": torch.full((10,), 1.0)})
+
+
 def test_what_is_written_is_synced_before_it_has_the_name_and_the_name_after(tmp_path, monkeypatch):
     events = []
     fsync, replace = os.fsync, os.replace
@@ -1290,7 +1376,7 @@ def save_until_line(path, line):
     with 0 if there is none.
     """
     lines = itertools.count()
-    writing = {"save", "_inherit", "_seal", "_remove_abandoned", "_sync_directory"} | {
+    writing = {"save", "_write", "_inherit", "_seal", "_remove_abandoned", "_sync_directory"} | {
         "_save",
         "_open_zipfile_writer",
         "__exit__",

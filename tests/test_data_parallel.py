@@ -546,10 +546,98 @@ def _refusals(rank):
             gone()
 
 
+def by_hand(momentum):
+    """An (init, update) pair with its setting in a closure."""
+
+    def update(grads, state, params):
+        return ({name: -momentum * g for name, g in grads.items()}, state)
+
+    return ps.from_transformation((lambda params: (), update))
+
+
+class Halving:
+    """A schedule that is an object."""
+
+    def __init__(self, start):
+        self.start = start
+
+    def __call__(self, applied):
+        return self.start * 0.5**applied
+
+
+def after(lr):
+    return lambda applied: lr * 0.9**applied
+
+
+from_torch, optim = ps.from_torch, torch.optim
+OPTIMIZERS = {
+    "class": (from_torch(optim.SGD, lr=0.1), from_torch(optim.Rprop, lr=0.1)),
+    "same state, other class": (from_torch(optim.Adam), from_torch(optim.AdamW)),
+    "momentum": (from_torch(optim.SGD, momentum=0.9), from_torch(optim.SGD, momentum=0.8)),
+    "rate": (from_torch(optim.SGD, lr=0.1), from_torch(optim.SGD, lr=0.2)),
+    "rate as a tensor": [from_torch(optim.SGD, lr=torch.tensor(lr)) for lr in (0.1, 0.2)],
+    "schedule": [from_torch(optim.SGD, lr=after(lr)) for lr in (0.1, 0.2)],
+    "schedule, an object": [from_torch(optim.SGD, lr=Halving(lr)) for lr in (0.1, 0.2)],
+    "a pair of numbers": [from_torch(optim.Adam, betas=(beta, 0.99)) for beta in (0.8, 0.9)],
+    "a flag": [from_torch(optim.SGD, maximize=flag) for flag in (True, False)],
+    "override": [from_torch(optim.SGD, overrides={"*.bias": {"lr": lr}}) for lr in (0.1, 0.2)],
+    "where overrides match": [
+        from_torch(optim.SGD, overrides={f"{n}.weight": {"lr": 1.0}}) for n in "15"
+    ],
+    "an (init, update) pair": (by_hand(0.1), by_hand(0.2)),
+}
+RULES = {
+    "a string": [ps.DynamicScale(hysteresis=2, refill=refill) for refill in ("clean", "growth")],
+    "a number": (ps.DynamicScale(), ps.DynamicScale(growth_interval=7)),
+    "window": (ps.HeadroomScale(), ps.HeadroomScale(margin=7)),
+}
+
+
+def _settings(rank):
+    """An optimizer or a rule of other settings, and a state of another structure or rate."""
+    world, data = dist.group.WORLD, share(rank)
+    plain, step = task(torch.float32)
+    for pair in OPTIMIZERS.values():
+        state = plain._replace(opt_state=pair[rank].init(plain.params))
+        with pytest.raises(ValueError, match=r"rank 0 has optimizer=.*rank 1 has optimizer="):
+            step(state, data, optimizer=pair[rank], group=world)
+        one = plain._replace(opt_state=pair[0].init(plain.params))
+        step(one, data, optimizer=pair[0], group=world)
+    for pair in RULES.values():
+        state = plain._replace(scaler=pair[rank].init())
+        with pytest.raises(ValueError, match=r"rank 0 has rule=.*rank 1 has rule="):
+            step(state, data, rule=pair[rank], group=world)
+        step(plain._replace(scaler=pair[0].init()), data, rule=pair[0], group=world)
+    sgd = ps.from_torch(torch.optim.SGD, lr=0.1, lr_in_state=True)
+    state = plain._replace(opt_state=sgd.init(plain.params))
+    slots = state.opt_state.slots
+    rates = state.opt_state._replace(lr=torch.tensor(0.1 + rank))
+    more = state.opt_state._replace(slots={**slots, "5.bias": {"extra": torch.ones(1)}})
+    applied = state.opt_state._replace(applied=torch.tensor(3 + rank))
+    halved = plain.scaler._replace(scale=plain.scaler.scale / 2)
+    rng = torch.Generator().get_state()
+    for other, told in (
+        (state._replace(opt_state=rates), r"opt_state.lr = torch.float32 \(\) "),
+        (state._replace(opt_state=applied), r"opt_state.applied = torch.int64 \(\) "),
+        (state._replace(opt_state=more if rank else state.opt_state), "opt_state.slots '5.bias.ex"),
+        (state._replace(scaler=halved if rank else state.scaler), "scaler.scale = "),
+        (state._replace(step=torch.tensor(rank)), "step = torch.int64 "),
+        (state._replace(rng=rng if rank else ()), "rng: torch.uint8"),
+    ):
+        with pytest.raises(ValueError, match=f"the ranks do not hold the same.*{told}"):
+            step(other, data, optimizer=sgd, group=world)
+    both = {"max_norm": torch.tensor(1.0 + rank)}, {"max_norm": torch.tensor(1.0)}
+    with pytest.raises(ValueError, match=r"max_norm=torch.float32 \(\) 1.0, rank 1 .* 2.0"):
+        step(state, data, optimizer=sgd, group=world, **both[0])
+    own = torch.Generator().manual_seed(rank).get_state()  # each rank has random numbers of its own
+    step(state._replace(rng=own), data, optimizer=sgd, group=world, **both[1])
+
+
 def _compiled_and_refused(rank):
     _compiled(rank)
     _kept(rank)
     _refusals(rank)
+    _settings(rank)
 
 
 def test_what_one_rank_refuses_every_rank_refuses_and_a_step_is_one_graph():

@@ -23,7 +23,13 @@ def _flags(rank):
         flag = torch.tensor(rank == bad_rank)
         for group in (None, dist.group.WORLD):
             assert ps.all_reduce_found_inf(flag, group).item() is (bad_rank is not None)
+            assert ps.all_reduce_found_inf(rank == bad_rank, group).item() is (bad_rank is not None)
         assert flag.item() is (rank == bad_rank)
+    number = torch.tensor(math.nan if rank else 0.0)  # GradScaler keeps its flags as numbers
+    assert ps.all_reduce_found_inf(number).item() is True
+    for wrong in (torch.tensor([True]), torch.tensor([]), None, "bad"):  # before anyone waits
+        with pytest.raises((TypeError, ValueError), match=r"found_inf (must be|has shape)"):
+            ps.all_reduce_found_inf(wrong)
 
 
 def test_the_flag_of_one_rank_is_the_flag_of_all():
@@ -150,6 +156,14 @@ def test_without_a_process_group_the_flag_is_copied():
     reduced = ps.all_reduce_found_inf(flag)
     assert reduced
     assert reduced.data_ptr() != flag.data_ptr()
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_a_flag_of_python_is_one_of_torch(flag):
+    reduced = ps.all_reduce_found_inf(flag)
+    assert reduced.dtype is torch.bool
+    assert reduced.item() is flag
+    assert ps.all_reduce_found_inf(torch.tensor(float(flag))).item() is flag
 
 
 # ---- batch-norm statistics
@@ -338,6 +352,15 @@ def _bn_failures(rank):
         ps.precise_bn(
             apply, params, buffers, iter(once) if rank else once, normalize="sequential", **settings
         )
+    for name, pair in (
+        ("normalize", ("batch", "sequential")),  # else one waits for ever
+        ("estimator", ("pooled", "within")),
+        ("correction", (0, 1)),
+    ):
+        with pytest.raises(ValueError, match=rf"rank 0 has {name}=.*rank 1 has {name}="):
+            ps.precise_bn(apply, params, buffers, once, **{name: pair[rank]}, **settings)
+    with pytest.raises(ValueError, match=r"normalize must be|rank 1 refused its arguments: Value"):
+        ps.precise_bn(apply, params, buffers, once, normalize=("batch", "bad")[rank], **settings)
     with pytest.raises(ValueError, match="the loader gave no batch on any rank"):
         ps.precise_bn(apply, params, buffers, [], **settings)
 

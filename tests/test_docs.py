@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from helpers import same_bits
 
 import purescale as ps
 
@@ -96,6 +98,54 @@ def test_an_average_of_the_weights_survives_donation():
     torch.testing.assert_close(given["average"]["w"], torch.full((2,), 0.999))
 
 
+def test_the_gan_of_the_recipes_is_torchs_loop(tmp_path, monkeypatch):
+    """In float32, with spectral norm and batch norm in it: what both passes do to both networks."""
+    monkeypatch.chdir(tmp_path)
+    page = PAGES["docs/recipes.md"].read_text()
+    exact = page.replace('"compute=autocast(float16),output=float32"', '"compute=float32"')
+    assert exact != page
+    monkeypatch.setitem(PAGES, "docs/recipes.md", tmp_path / "recipes.md")
+    (tmp_path / "recipes.md").write_text(exact)
+    recipe = run("docs/recipes.md")
+    g, d = recipe["generator"], recipe["discriminator"]  # which no step has touched
+    of_g, of_d = (torch.optim.Adam(n.parameters(), lr=2e-4, betas=(0.5, 0.999)) for n in (g, d))
+    for real, noise in recipe["gan_batches"]:
+        of_d.zero_grad()
+        fake = g(noise).detach()
+        (F.softplus(-d(real)).mean() + F.softplus(d(fake)).mean()).backward()
+        of_d.step()
+        of_g.zero_grad()
+        F.softplus(-d(g(noise))).mean().backward()
+        of_g.step()
+    for net, state in ((g, recipe["g_state"]), (d, recipe["d_state"])):
+        expected = {**dict(net.named_parameters()), **dict(net.named_buffers())}
+        assert state.step == 3
+        torch.testing.assert_close(
+            {**state.params, **state.buffers},
+            {name: tensor.detach() for name, tensor in expected.items()},
+            rtol=1e-4,
+            atol=1e-6,
+        )
+
+
+def test_a_skipped_side_of_the_gan_leaves_both_networks_as_they_were(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = run("docs/recipes.md")
+    (d, g), (real, noise) = recipe["gan_start"], recipe["gan_batches"][0]
+    bad = d._replace(scaler=d.scaler._replace(scale=torch.tensor(2.0**120)))
+    new_d, new_g, d_info, g_info = recipe["gan_step"](bad, g, real, noise)
+    assert (d_info.found_inf, g_info.found_inf) == (True, False)
+    assert same_bits(new_d.params, d.params)
+    assert new_d.buffers["1.num_batches_tracked"] == 1  # of the pass of the generator alone
+    assert new_g.buffers["1.num_batches_tracked"] == 1
+    bad = g._replace(scaler=g.scaler._replace(scale=torch.tensor(2.0**120)))
+    new_d, new_g, d_info, g_info = recipe["gan_step"](d, bad, real, noise)
+    assert (d_info.found_inf, g_info.found_inf) == (False, True)
+    assert same_bits(new_g.params, g.params)
+    assert new_d.buffers["1.num_batches_tracked"] == 2
+    assert new_g.buffers["1.num_batches_tracked"] == 1
+
+
 def anchors(path):
     """The headings of a page as GitHub names them."""
     text = re.sub(r"```.*?```", "", path.read_text(), flags=re.S)
@@ -113,6 +163,35 @@ def test_every_link_leads_to_something_here(path):
         target = Path(os.path.normpath(path.parent / file)) if file else path
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+def test_every_page_is_listed_on_the_first():
+    first = PAGES["docs/index.md"].read_text()
+    listed = re.findall(r"^- \[[^]]+\]\((\w+\.md)\)", first, re.M)
+    there = {path.name for name, path in PAGES.items() if name.startswith("docs/")}
+    assert sorted(listed) == sorted(there - {"index.md"})
+
+
+@pytest.mark.parametrize("path", [*PAGES.values(), *OTHERS], ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_page_shows_nothing_that_only_sphinx_reads(path):
+    """On a code host `{modules}` and `{toctree}` are what they look like."""
+    text = path.read_text()
+    assert not re.findall(r"^(?:```)?\{[\w-]+\}", text, re.M)
+
+
+def test_what_only_sphinx_shows_is_added_when_it_builds():
+    hooks = runpy.run_path(str(ROOT / "docs" / "conf.py"))
+    built = {}
+    for page in ("index", "reference", "modules", "recipes"):
+        source = [PAGES[f"docs/{page}.md"].read_text()]
+        hooks["_sources"](None, page, source)
+        built[page] = source[0]
+    assert "```{toctree}\n:caption: Use\n:hidden:\n\nguide\nrecipes\ngpu\n" in built["index"]
+    assert built["index"].count("{toctree}") == 4
+    assert "automodule:: purescale\n   :members:\n   :imported-members:" in built["reference"]
+    assert "## `purescale.interop.apex`" in built["modules"]
+    assert "## `purescale.testing`" in built["modules"]
+    assert "](path:../examples" not in built["recipes"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("sphinx") is None, reason="make docs installs it")

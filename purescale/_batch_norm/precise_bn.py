@@ -24,8 +24,8 @@ from .._batch_norm.bn_stats import (
     init_bn_stats,
 )
 from .._batch_norm.capture import ApplyFn, calls_of
-from .._distributed.collectives import all_reduce_found_inf
-from .._distributed.process_group import all_reduce
+from .._distributed.collectives import agree, all_reduce_found_inf, on_cpu
+from .._distributed.process_group import all_reduce, check_group
 from .._module.functional import Apply
 from .._module.meta_module import Tensors
 from .._torch import private as _torch
@@ -72,6 +72,7 @@ def precise_bn(
       layers before it, exactly what it will see at eval. It takes one pass over the loader a layer,
       so the loader must be re-iterable and should give the same data.
     - `group`: ranks whose data are one sample; all get the same buffers. `None`: this rank alone.
+      Where the ranks communicate on a CPU (gloo), settings that differ are an error on every rank.
     - `progress`: a bar, on rank 0 (needs tqdm); where no terminal would show it, a line a minute.
 
     Raises `ValueError` for settings, a model without batch norm, a loader without a batch on any
@@ -88,9 +89,17 @@ def precise_bn(
     Source of the rule: Wu and Johnson (arXiv 2105.07576); mmpretrain's PreciseBNHook and fvcore's
     precise_bn. `"sequential"` has no source that we know.
     """
-    _check_settings(num_samples, normalize)
-    # raises for what it would refuse at the end
-    bn_buffers(init_bn_stats(buffers), buffers, estimator, correction)
+
+    def check() -> None:
+        _check_settings(num_samples, normalize)
+        # raises for what it would refuse at the end
+        bn_buffers(init_bn_stats(buffers), buffers, estimator, correction)
+
+    if group is not None and on_cpu(check_group(group)):
+        settings = {"estimator": estimator, "correction": correction, "normalize": normalize}
+        agree(group, check, lambda: [f"{key}={value!r}" for key, value in settings.items()])
+    else:
+        check()
     sequential = normalize == "sequential"
     gather = functools.partial(
         _gather,

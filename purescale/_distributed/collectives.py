@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 from collections.abc import Callable
@@ -13,8 +14,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .._distributed.buckets import Reduction
+from .._distributed.describe_settings import described
 from .._distributed.mesh import mesh_sizes
-from .._distributed.process_group import all_reduce, alone, check_group
+from .._distributed.process_group import all_reduce, alone, check_group, member
 from .._torch import donation
 from .._torch import private as _torch
 from .._torch.tracing import traced
@@ -23,13 +25,17 @@ from .._tree import tree as _tree
 from .._tree.tree import Leaves, Tree
 
 
-def all_reduce_found_inf(found_inf: Tensor, group: Any = None) -> Tensor:
+def all_reduce_found_inf(found_inf: Tensor | bool, group: Any = None) -> Tensor:
     """Equal to `any(found_inf on rank for rank in group)`: one rank's overflow is every rank's
     skipped step.
 
-    `found_inf` is 0-d bool and is left as it is; the result is 0-d bool on the same device.
-    `group=None` is the default process group, and the identity (a copy) where there is none. It
-    communicates, but reads no value on the host.
+    `found_inf` is 0-d bool and is left as it is; the result is 0-d bool on the same device. A
+    Python bool is taken too and put on the device on which the group communicates, a number that
+    is not 0 is `True`. `group=None` is the default process group, and the identity (a copy) where
+    there is none. It communicates, but reads no value on the host.
+
+    Raises `TypeError` for what is neither tensor nor bool, `ValueError` for a tensor that is not
+    0-d, before it communicates.
 
     >>> import torch
     >>> all_reduce_found_inf(torch.tensor(True))          # no process group: one rank
@@ -39,9 +45,14 @@ def all_reduce_found_inf(found_inf: Tensor, group: Any = None) -> Tensor:
     reduces nothing, and ShardedGradScaler forgets it before a fused optimizer, after which ranks
     diverge.
     """
+    flag = _tree.flag(found_inf)
     if alone(group):
-        return found_inf.clone()
-    return all_reduce(found_inf.to(torch.int32), "max", group).to(torch.bool)
+        return flag.clone() if flag is found_inf else flag
+    group = member(group)
+    traced = torch.compiler.is_compiling()
+    if not (isinstance(found_inf, Tensor) or traced) and isinstance(group, dist.ProcessGroup):
+        flag = flag.to(_torch.object_device(group))
+    return all_reduce(flag.to(torch.int32), "max", group).to(torch.bool)
 
 
 def all_reduce_grads(
@@ -138,19 +149,25 @@ def lines_of(name: str, tree: Tree, *, laid: bool) -> list[str]:
     """What must be the same on every rank, a line a leaf; how it is `laid` out in memory too."""
     leaves = _tree.flatten(tree)[0]
     return [
-        f"{name} {key!r}: {_kind(leaf, laid=laid)}"
+        f"{name}{key and f' {key!r}'}: {_kind(leaf, laid=laid)}"
         for key, leaf in zip(_tree.names(tree), leaves, strict=True)
     ]
 
 
 def _kind(leaf: Any, *, laid: bool) -> str:
     if not isinstance(leaf, Tensor):
-        return str(leaf) if leaf is None else type(leaf).__name__
-    strides = f" {leaf.stride()}" if laid and leaf.layout is torch.strided else ""
-    if isinstance(leaf, DTensor):
-        strides += f" as {leaf.placements} over {mesh_sizes(leaf.device_mesh)}"
+        return described(leaf)
+    strides = leaf.stride() if laid and leaf.layout is torch.strided else None
     # Not which device: each rank has another.
-    return f"{leaf.dtype} {tuple(leaf.shape)}{strides} {leaf.layout} on {leaf.device.type}"
+    told = _told(leaf.dtype, leaf.shape, strides, leaf.layout, leaf.device.type)
+    if isinstance(leaf, DTensor):
+        told += f" as {leaf.placements} over {mesh_sizes(leaf.device_mesh)}"
+    return told
+
+
+@functools.lru_cache(maxsize=1024)  # most leaves of a state are like another
+def _told(dtype: Any, shape: Any, strides: Any, layout: Any, device: str) -> str:
+    return f"{dtype} {tuple(shape)}{f' {strides}' if strides else ''} {layout} on {device}"
 
 
 def agree(group: Any, check: Callable[[], Any], describe: Callable[[], list[str]]) -> None:

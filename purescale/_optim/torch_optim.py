@@ -113,6 +113,10 @@ class TorchOptimizer:
         self._unfused = UnfusedStep(self._groups, self._kept)
         self._opaque = private.nonstrict_trace(self._unfused.on_copies)
         self._key = self._groups.key()
+        # What ranks compare, defaults named or not.
+        every = {**self._groups.defaults, **settings, "lr": self._groups.lrs[0]}
+        patterns = dict(zip(overrides, self._groups.every[1:], strict=True))
+        self.told = cls, dict(sorted(every.items())), patterns, lr_in_state
 
     def __repr__(self) -> str:
         return repr(self._groups)

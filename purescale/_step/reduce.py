@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from .._distributed.buckets import reduction_of
 from .._distributed.collectives import agree, lines_of, on_cpu
+from .._distributed.describe_settings import described
 from .._distributed.mesh import mesh_sizes
 from .._distributed.process_group import all_reduce, check_group
 from .._grads.measure import measure
@@ -109,12 +109,7 @@ def _largest_integers(before: Leaves, after: Leaves, group: Any) -> Leaves:
     return results
 
 
-def checked(
-    group: Any,
-    check: Callable[[], Any],
-    settings: Callable[[], str],
-    trees: Callable[[], dict[str, Tree]],
-) -> Any:
+def checked(group: Any, check: Callable[[], Any], settings: dict[str, Any], state: Any) -> Any:
     """The group, `None` for one of a single rank, after `check`. Where the ranks meet on a CPU,
     what one refuses or holds otherwise every rank refuses; nothing else waits for them there.
     """
@@ -125,15 +120,10 @@ def checked(
 
     def checked_all() -> None:
         check()
-        _refuse_dtensors(trees())
+        _refuse_dtensors({name: getattr(state, name) for name in ("params", "buffers", "scaler")})
 
     if on_cpu(group):
-
-        def described() -> list[str]:
-            lines = [lines_of(name, tree, laid=True) for name, tree in trees().items()]
-            return [settings(), *itertools.chain.from_iterable(lines)]
-
-        agree(group, checked_all, described)
+        agree(group, checked_all, lambda: _all_that_must_agree(settings, state))
     else:
         checked_all()
     return group if dist.get_world_size(group) > 1 else None
@@ -141,6 +131,28 @@ def checked(
 
 def _is_dense(leaf: Tensor) -> bool:
     return leaf.layout is torch.strided and not isinstance(leaf, DTensor)
+
+
+def _all_that_must_agree(settings: dict[str, Any], state: Any) -> list[str]:
+    """Every setting and the structure of the whole state, a line each. Of a scale, a rate and a
+    count the value too: ranks that differ there make different steps of equal gradients.
+    """
+    lines = [f"{name}={described(setting)}" for name, setting in settings.items()]
+    for field, tree in state._asdict().items():
+        for name, part in _fields(field, tree):
+            lines += lines_of(name, part, laid=True)
+            if isinstance(part, Tensor) and not part.ndim and field not in ("params", "buffers"):
+                lines.append(f"{name} = {described(part)}")
+    return lines
+
+
+def _fields(name: str, tree: Tree) -> Iterator[tuple[str, Tree]]:
+    """What stands in a NamedTuple, and in those in it: `opt_state.slots`."""
+    if not hasattr(tree, "_asdict"):
+        yield name, tree
+        return
+    for key, child in tree._asdict().items():
+        yield from _fields(f"{name}.{key}", child)
 
 
 def _refuse_dtensors(trees: dict[str, Tree]) -> None:

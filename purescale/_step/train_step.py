@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -155,10 +154,11 @@ def train_step(
       Gradients are reduced once, with the last microbatch, and ten numbers with them. Buffers are
       averaged by weight (with `"window"` their statistics are those of all), of integers the
       largest, so that every rank ends with the same. Ranks that meet on a CPU (gloo) first read 16
-      bytes of each other: what one refuses or holds otherwise, every rank refuses; `weight_fn` is
-      called for that too. What `loss_fn` raises on one rank is an error on the others only when
-      that rank ends, or the group's timeout does. DTensors, which are reduced over their own mesh,
-      are refused.
+      bytes of each other: what one refuses, every rank refuses, and so what one holds otherwise, a
+      setting of `optimizer` or `rule`, the structure of the state, a scale, rate or count in it;
+      `weight_fn` is called for that too. What `loss_fn` raises on one rank is an error on the
+      others only when that rank ends, or the group's timeout does. DTensors, which are reduced over
+      their own mesh, are refused.
 
     Returns the next state and `StepInfo`. On an overflow parameters, optimizer state, buffers and
     `step` come back bit for bit; the scale backs off. A rule that takes amax gets that of the
@@ -200,11 +200,17 @@ def train_step(
             max_retries,
             weight_fn if group is not None else None,
         ),
-        lambda: (
-            f"{max_retries=}, {on_nonfinite=}, {bn_update=}, max_norm={_told(max_norm)}, "
-            f"clip_value={_told(clip_value)}, norm_type={_told(norm_type)}, rule={_told(rule)}"
-        ),
-        lambda: {"params": state.params, "buffers": state.buffers, "scaler": state.scaler},
+        {
+            "max_retries": max_retries,
+            "on_nonfinite": on_nonfinite,
+            "bn_update": bn_update,
+            "max_norm": max_norm,
+            "clip_value": clip_value,
+            "norm_type": norm_type,
+            "rule": rule,
+            "optimizer": optimizer,
+        },
+        state,
     )
     options = StepOptions(
         loss_fn=loss_fn,
@@ -345,17 +351,7 @@ def _check_call(
             f"Cure: `state = init_train_state(params, buffers, optimizer, rule)`."
         )
     _check_parts(optimizer, rule)
-    if not isinstance(microbatches, list):
-        raise TypeError(
-            f"microbatches is a {type(microbatches).__name__}; expected a list, one step for all "
-            "of it. Likely cause: one (input, target) batch was passed. Cure: `train_step(state, "
-            "[batch], ...)`."
-        )
-    if not microbatches:
-        raise ValueError(
-            "microbatches is an empty list; a step needs at least one. Likely cause: a loader "
-            "that ran out. Cure: end the loop there."
-        )
+    _check_microbatches(microbatches)
     _tree.check_parameters(state.params, leaves, "state.params")
     check_device(state.scaler.scale, state.params, leaves, "state.params")
     if clip.value is not None:
@@ -392,14 +388,27 @@ def _check_call(
         check_weights(microbatches, weight_fn, state.scaler.scale)
 
 
-def _told(setting: Any) -> str:
-    """What ranks compare of a setting, by which one could look ahead or try again alone: not where
-    a tensor or an object stands.
-    """
-    if dataclasses.is_dataclass(setting):
-        values = [getattr(setting, field.name) for field in dataclasses.fields(setting)]
-        return f"{type(setting).__name__}({', '.join(map(_told, values))})"
-    return str(float(setting)) if isinstance(setting, numbers.Real) else type(setting).__name__
+def _check_microbatches(microbatches: Any) -> None:
+    if not isinstance(microbatches, list):
+        single = isinstance(microbatches, (Tensor, tuple, Mapping))
+        several = not single and isinstance(microbatches, Iterable)
+        cause = "one (input, target) batch was passed. " if single else ""
+        cure = "`train_step(state, [batch], ...)`, a list of one"
+        if several:
+            cause = "an iterator or a loader was passed, whose length is not known. "
+            cure = (
+                "`list(microbatches)` of those of one step, as `list(itertools.islice(batches, "
+                "4))`; for one batch a step, `for batch in loader: train_step(state, [batch], ...)`"
+            )
+        raise TypeError(
+            f"microbatches is a {type(microbatches).__name__}; expected a list, one step for all "
+            f"of it. {cause and f'Likely cause: {cause}'}Cure: {cure}."
+        )
+    if not microbatches:
+        raise ValueError(
+            "microbatches is an empty list; a step needs at least one. Likely cause: a loader "
+            "that ran out. Cure: end the loop there."
+        )
 
 
 def _check_parts(optimizer: Any, rule: Any) -> None:

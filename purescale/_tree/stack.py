@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._tree import scalars as _checks
 from .._torch.dtypes import wide_dtype
+from .._tree import scalars as _checks
 from .._tree import tree as _tree
 from .._tree.tree import Leaves, Tree
 

@@ -1,0 +1,112 @@
+"""Where a state dict and what was expected of it differ, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .._tree import tree as _tree
+
+
+class _Difference(NamedTuple):
+    kind: str
+    keys: tuple[Any, ...]  # on the way to it
+    detail: str
+
+
+# the field of a state that tells most, first
+_CAUSES = {
+    "params": "another model",
+    "buffers": "another model",
+    "opt_state": "another optimizer, or other settings of it,",
+    "scaler": "another rule",
+}
+
+
+def check_equal(name: str, d: Any, expected: dict[str, Any]) -> None:
+    """Refuse a `d` that does not have the keys, shapes and dtypes of `expected`, with all paths in
+    which the two differ.
+    """
+    differences = list(_differences((), d, expected))
+    if not differences:
+        return
+    kinds = dict.fromkeys(difference.kind for difference in differences)
+    lists = "; ".join(
+        f"{kind}: {_tree.some(_grouped(name, [d for d in differences if d.kind == kind]), 20)}"
+        for kind in kinds
+    )
+    fields = {difference.keys[1] for difference in differences if len(difference.keys) > 1}
+    other = "another model, optimizer or settings"
+    cause = next((_CAUSES[field] for field in _CAUSES if field in fields), other)
+    raise ValueError(
+        f"{name} does not match like: {lists}. Likely cause: the state of {cause} than `like`. "
+        "Cure: make `like` as the saved tree was made, `init_train_state(params, buffers, "
+        "optimizer, rule, rng)` with the same arguments; change what was loaded afterwards."
+    )
+
+
+def _differences(keys: tuple[Any, ...], got: Any, expected: Any) -> Iterator[_Difference]:
+    """What is wrong with `got` and where; goes only where `expected` goes, since what comes from a
+    file may contain itself.
+    """
+    if isinstance(got, Mapping) and isinstance(expected, dict):
+        for key, child in expected.items():
+            if key in got:
+                yield from _differences((*keys, key), got[key], child)
+            else:
+                yield _Difference("missing", (*keys, key), "")
+        yield from (
+            _Difference("not in like", (*keys, key), "") for key in got if key not in expected
+        )
+    elif isinstance(expected, dict):
+        names = _tree.some([key_of(key) for key in expected])
+        yield _Difference("different", keys, f" is {kind_of(got)}, expected a dict of {names}")
+    elif kind_of(got) != kind_of(expected):
+        yield _Difference("different", keys, f" is {kind_of(got)}, expected {kind_of(expected)}")
+
+
+def _grouped(name: str, differences: list[_Difference]) -> list[str]:
+    """Each difference in words. Of more than three in one field, as `exp_avg` of every parameter,
+    the first and how many there are.
+    """
+    groups: dict[Any, list[_Difference]] = {}
+    for one in differences:  # by all keys but the name of a parameter, the last or the one before
+        groups.setdefault((one.keys[:-2], one.keys[-1:]), []).append(one)
+    for place, group in list(groups.items()):
+        if len(group) == 1:
+            del groups[place]
+            groups.setdefault((group[0].keys[:-1], None), []).extend(group)
+    texts: dict[_Difference, str] = {}
+    for (_, last), group in groups.items():
+        first, shown = group[0], group if len(group) <= 3 else group[:1]
+        texts |= {one: f"{_code(name, one.keys)}{one.detail}" for one in shown}
+        if len(group) > len(shown):
+            more = f"{key_of(last[0])}" if last else f"in {key_of(first.keys[-2])}"
+            texts[first] += f" and {len(group) - 1} more {more}"
+    return [texts[one] for one in differences if one in texts]
+
+
+def _code(name: str, keys: tuple[Any, ...]) -> str:
+    return name + "".join(f"[{key_of(key)}]" for key in keys)
+
+
+def kind_of(value: Any) -> str:
+    """All of a tensor that must agree. Of anything else no more than its type: its repr may be
+    endless, or refused.
+    """
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    if value.is_nested:
+        return "a nested tensor"
+    layout = "" if value.layout is torch.strided else f" {value.layout}"
+    placements = f" DTensor {value.placements}" if isinstance(value, DTensor) else ""
+    values = " without values, on meta" if value.is_meta else ""
+    return f"{value.dtype} {tuple(value.shape)}{layout}{placements}{values}"
+
+
+def key_of(key: Any) -> str:
+    return repr(key) if isinstance(key, str) else f"<{type(key).__name__}>"

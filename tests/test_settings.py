@@ -1,0 +1,123 @@
+"""Settings as text: equal for equal settings, whatever process they were made in, and different
+for any that a step reads.
+"""
+
+import dataclasses
+import functools
+import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from test_data_parallel import OPTIMIZERS, RULES
+from torch import nn
+
+import purescale as ps
+from purescale._settings import described
+
+PAIRS = {
+    **OPTIMIZERS,
+    **{f"rule, {name}": pair for name, pair in RULES.items()},
+    "strings": ("clean", "growth"),
+    "bool and number": (True, 1),
+    "None and its name": (None, "None"),
+    "tensors": (torch.tensor([1.0]), torch.tensor([2.0])),
+    "dtypes": (torch.float32, torch.float64),
+    "keys": ({"a": 1}, {"b": 1}),
+    "order of overrides": ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+    "partials": (functools.partial(max, key=abs), functools.partial(max)),
+    "lambdas": (lambda x: x + 1, lambda x: x - 1),
+    "constants": (lambda x: x * 2.0, lambda x: x * 3.0),
+    "defaults": (lambda x, a=1: x * a, lambda x, a=2: x * a),
+    "keyword defaults": (lambda x, *, a=1: x * a, lambda x, *, a=2: x * a),
+    "nested": (lambda x: [i * 2 for i in x], lambda x: [i * 3 for i in x]),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_settings_that_differ_are_told_apart(name):
+    one, other = PAIRS[name]
+    assert described(one) == described(one)
+    assert described(one) != described(other)
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
+    lambda items: st.lists(items, max_size=3) | st.dictionaries(st.text(), items, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(plain, plain)
+def test_data_is_told_by_value(one, other):
+    again = eval(repr(one), {"nan": float("nan"), "inf": float("inf")})
+    assert described(again) == described(one)
+    if repr(one) == repr(other):
+        assert described(one) == described(other)
+
+
+def test_1_and_1_0_are_one_setting_and_a_default_may_be_named():
+    assert described(ps.StaticScale(8)) == described(ps.StaticScale(8.0))
+    named = ps.from_torch(torch.optim.SGD, momentum=0, lr=1e-3)
+    assert described(named) == described(ps.from_torch(torch.optim.SGD))
+    assert described(frozenset("abc")) == described(frozenset("cba"))
+
+
+PROGRAM = """
+import test_settings
+print([test_settings.described(one) for pair in test_settings.PAIRS.values() for one in pair])
+"""
+
+
+def test_every_process_says_the_same():
+    """With hashes and addresses of its own."""
+    told = [
+        subprocess.run(
+            [sys.executable, "-c", PROGRAM],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            cwd=Path(__file__).parent,
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert told[0] == told[1]
+    assert " at 0x" not in told[0]
+
+
+@dataclasses.dataclass
+class Unset:
+    there: int = 1
+    missing: int = dataclasses.field(init=False)
+
+
+class Own:
+    """An optimizer of a user, with what is no setting beside what is one."""
+
+    def __init__(self, lr, name):
+        self.lr, self.me = lr, self
+        self.log, self.lock, self.net = logging.getLogger(name), threading.Lock(), nn.Linear(1, 1)
+
+    def step(self, params, grads, opt_state): ...
+
+
+def test_of_what_is_no_setting_the_kind_is_told():
+    assert described(Own(0.1, "rank 0")) == described(Own(0.1, "rank 1"))
+    assert described(Own(0.1, "rank 0")) != described(Own(0.2, "rank 0"))
+    assert described(Unset()) == "Unset(there=1.0, missing=None)"
+    assert described(torch.zeros(1000)) == "torch.float32 (1000,)"
+    assert described(torch.zeros(2, device="meta")) == "torch.float32 (2,)"
+
+
+def test_a_compiled_function_is_that_which_was_compiled():
+    def schedule(applied):
+        return 0.1 * applied
+
+    assert described(torch.compile(schedule)) == described(schedule)

@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from . import _dtensor, _foreach, _leaf, _tree
-from ._argument import leaf as argument_leaf
+from . import _dtensor, _foreach, _leaf, _torch, _tree
 from ._scaler import scale_loss
 from ._tree import Flat, Leaves, Tree
 
@@ -43,8 +42,6 @@ class Differentiate:
         self.seen: list[Tensor] = []  # in the microbatches
         self.spread = _dtensor.among(self.inputs)
         if not _tree.traced():
-            names = zip(_tree.names(params.tree), self.present, strict=True)
-            self.names = [name for name, here in names if here]
             given = [*self.inputs, *buffers.leaves, *scaler.leaves]
             self.taken = {None, *_leaf.storages(given)}
             self.inputs = _recordable(self.inputs)
@@ -104,10 +101,7 @@ class Differentiate:
         with torch.enable_grad():
             # Leaves, so that autocast casts a weight once however often it is used; new ones, as a
             # loss may hang a hook on them.
-            inputs = [
-                argument_leaf(name, leaf)
-                for name, leaf in zip(self.names, self.inputs, strict=True)
-            ]
+            inputs = [_parameter(leaf) for leaf in self.inputs]
             loss, outputs = self._scaled(buffers, microbatch, inputs)
         if not loss.requires_grad:
             raise ValueError(
@@ -156,6 +150,14 @@ class Differentiate:
             )
         leaves = _tree.paired(buffers, new_buffers, "buffers", "new_buffers", flat=self.buffers)[1]
         return loss, leaves, aux
+
+
+def _parameter(leaf: Tensor) -> Tensor:
+    """A leaf over the memory of a parameter, which isinstance takes for an nn.Parameter."""
+    if type(leaf) is not Tensor:
+        return leaf.detach().requires_grad_()
+    parameter: Tensor = _torch.make_subclass(nn.Parameter, leaf, True)
+    return parameter
 
 
 def _references(tensors: Sequence[Tensor]) -> list[int]:

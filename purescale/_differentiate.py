@@ -42,6 +42,8 @@ class Differentiate:
         self.seen: list[Tensor] = []  # in the microbatches
         self.spread = _dtensor.among(self.inputs)
         if not _tree.traced():
+            names = zip(_tree.names(params.tree), self.present, strict=True)
+            self.names = [name for name, here in names if here]
             given = [*self.inputs, *buffers.leaves, *scaler.leaves]
             self.taken = {None, *_leaf.storages(given)}
             self.inputs = _recordable(self.inputs)

@@ -186,7 +186,7 @@ class Hooked(torch.autograd.Function):
         ctx.hooks = inputs[1]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         for hook in ctx.hooks:
             changed = hook(grad)
             grad = grad if changed is None else changed
@@ -194,7 +194,8 @@ class Hooked(torch.autograd.Function):
 
 
 def _hooked(params: Tensors, hooks: dict[str, tuple[Hook, ...]]) -> Tensors:
-    return {name: Hooked.apply(params[name], own) for name, own in hooks.items() if name in params}
+    apply: Callable[..., Tensor] = Hooked.apply
+    return {name: apply(params[name], own) for name, own in hooks.items()}
 
 
 def _hooks_of(params: Tensors) -> dict[str, tuple[Hook, ...]]:
@@ -263,11 +264,12 @@ def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
     frozen = {name for name, p in params.items() if not p.requires_grad}
     if len(frozen) == len(params):
         frozen = set()
-    training, compiled, hooks = without_tensors(model, _hooks_of(params))
+    own = {name: p for name, p in params.items() if name not in frozen}
+    training, compiled, hooks = without_tensors(model, _hooks_of(own))
     if not model.training:
         for module in (*training.modules(), *compiled.modules()):
             module.training = True  # and not training.train(), which a class may have replaced
-    trained = {name: p.detach().clone() for name, p in params.items() if name not in frozen}
+    trained = {name: p.detach().clone() for name, p in own.items()}
     state = {
         name: t.detach().clone()
         for name, t in ({n: params[n] for n in params if n in frozen} | buffers).items()
@@ -298,7 +300,8 @@ def _tensors_of(model: nn.Module) -> tuple[Tensors, Tensors]:
                 "copied without its tensors. Cure: the module that it was scripted or traced from; "
                 "for speed, torch.compile of the step."
             )
-    params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    params: Tensors = dict(model.named_parameters())
+    buffers: Tensors = dict(model.named_buffers())
     for name, tensor in (*params.items(), *buffers.items()):
         if nn.parameter.is_lazy(tensor):
             raise ValueError(

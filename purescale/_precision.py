@@ -93,9 +93,10 @@ def policy(text: str) -> Policy:
 
     Grammar: one dtype for all (`"bfloat16"`), or `key=dtype` pairs joined by commas. Keys:
     `params`, `compute`, `output`, `norms` (or p, c, o, n). Dtypes: float16, bfloat16, float32,
-    float64 (or f16, fp16, half, bf16, f32, fp32, full, f64, fp64); for `compute` also `autocast(float16)` and
-    `autocast(bfloat16)`: torch's own op lists. Left out: params is float32, compute follows params,
-    output follows compute, norms is float32 (or compute, where that is wider).
+    float64 (or f16, fp16, half, bf16, f32, fp32, full, f64, fp64); for `compute` also
+    `autocast(float16)` and `autocast(bfloat16)`: torch's own op lists. Left out: params is float32,
+    compute follows params, output follows compute, norms is float32 (or compute, where that is
+    wider).
 
     Raises `ValueError` for anything else, naming the part.
 

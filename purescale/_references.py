@@ -1,6 +1,4 @@
-"""Everything that a module refers to besides its registered tensors: lists, helper objects, closures,
-hooks.
-"""
+"""What a module refers to besides its tensors: lists, helper objects, closures, hooks."""
 
 from __future__ import annotations
 
@@ -22,13 +20,14 @@ _BOUND = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 
 class Reference(NamedTuple):
     """One object of the model refers to another: where, as a user would write it; who, by which key
-    or index where that is a dict or a list; to what.
+    or index where that is a dict or a list; to what; and whose attributes the dict holds, if so.
     """
 
     where: str
     holder: Any
     key: Any
     value: Any
+    owner: Any = None
 
 
 def references(root: Any, where: str = "") -> Iterator[Reference]:
@@ -83,7 +82,7 @@ def _attributes(holder: Any, where: str, registered: bool) -> Iterator[Reference
         for key, value in list(attributes.items()):
             if key not in left_out:
                 name = f"{where}.{key}" if where else str(key)
-                yield Reference(name, attributes, key, value)
+                yield Reference(name, attributes, key, value, holder)
     for kind in type(holder).__mro__:
         slots = kind.__dict__.get("__slots__", ())
         for key in (slots,) if isinstance(slots, str) else slots:

@@ -43,7 +43,7 @@ class Absent(Tensor):
         found = (leaf.why for leaf in leaves if isinstance(leaf, Absent))
         raise RuntimeError(next(found, _outside("a tensor")))
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Absent({self.why!r})"
 
     def __deepcopy__(self, memo: Any) -> Absent:
@@ -116,11 +116,13 @@ class Skeleton:
         ]
         self.children = [(held, held.copy()) for held in map(_torch.children, self.modules)]
         # The same tensors in lists, dicts and attributes of other objects.
-        self.others: list[_Slot] = [
-            (reference.holder, reference.key, names[id(reference.value)])
+        found = [
+            (reference, names[id(reference.value)])
             for reference in references(root)
             if id(reference.value) in names and isinstance(reference.holder, (dict, list))
         ]
+        self.others: list[_Slot] = [(where.holder, where.key, name) for where, name in found]
+        self.owners = [where.owner for where, _ in found]
         self.entries = self.slots + self.others
         # How everything that a forward may set stands between calls.
         holders = [*map(vars, self.modules), *stores, *(holder for holder, _, _ in self.others)]
@@ -273,8 +275,8 @@ def called(
             attributes.clear()
     for attributes, at_rest in skeleton.dicts:
         attributes |= at_rest
-    for held, at_rest in skeleton.lists:
-        held[:] = at_rest
+    for elements, as_before in skeleton.lists:
+        elements[:] = as_before
     return out, new_buffers
 
 
@@ -290,16 +292,13 @@ def traced(
         if place.attributes is not None
     ]
     slots = _slots(skeleton.places)
-    entries = slots + skeleton.others
     # nothing but shapes, or in a compiled call inside of another the tensors of that one
-    before = [holder[key] for holder, key, _ in entries]
-    for holder, key, name in entries:
-        holder[key] = tensors[name]
+    before = {name: holder[key] for holder, key, name in slots}
+    _put(skeleton, slots, tensors)
     out = skeleton.root(*args, **kwargs)
     new_buffers = _taken(slots, tensors, copies)
     _check_registered(skeleton)
-    for (holder, key, _), stand_in in zip(entries, before, strict=True):
-        holder[key] = stand_in
+    _put(skeleton, slots, before)
     for module, attributes in kept:
         if _FOLLOWS_DICTS:
             for key in [
@@ -314,13 +313,24 @@ def traced(
     return out, new_buffers
 
 
+def _put(skeleton: Skeleton, slots: list[_Slot], tensors: Tensors) -> None:
+    """Put `tensors` in all places, in a way that a compiler follows."""
+    for store, key, name in slots:
+        store[key] = tensors[name]
+    for (holder, key, name), owner in zip(skeleton.others, skeleton.owners, strict=True):
+        if owner is None:
+            holder[key] = tensors[name]
+        else:
+            setattr(owner, key, tensors[name])
+
+
 def _taken(slots: list[_Slot], tensors: Tensors, copies: Tensors) -> Tensors:
     """What the forward left where the buffers stood: written in place, or replaced."""
     new = dict(copies)
     for store, key, name in slots:
-        value = store[key] if key in store else None
-        if value is tensors[name]:
+        if key in store and store[key] is tensors[name]:
             continue
+        value = store.get(key)
         if name not in copies:
             raise RuntimeError(
                 "the forward of the model put another tensor in the place of its "

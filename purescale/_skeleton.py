@@ -197,6 +197,8 @@ def without_tensors(model: nn.Module, hooks: Any) -> tuple[nn.Module, nn.Module,
     for module in root.modules():
         if type(module) is nn.SyncBatchNorm:
             module.__class__ = _SyncBatchNorm
+        if isinstance(module, nn.RNNBase):
+            vars(module)["flatten_parameters"] = _left_as_they_are
     memo = {id(stand_ins[key]): _on_meta(tensor) for key, tensor in originals.items()}
     return root, copy.deepcopy(root, memo), hooks
 
@@ -238,6 +240,12 @@ def _check_bound(root: nn.Module, hooks: Any, model: nn.Module) -> None:
                 "a dict. Cure: a list, the value of a dict or an attribute, or read it from the "
                 "module in forward."
             )
+
+
+def _left_as_they_are() -> None:
+    """In the place of RNNBase.flatten_parameters, which on CUDA moves the weights into one piece of
+    memory; they are arguments of the call.
+    """
 
 
 class _SyncBatchNorm(nn.SyncBatchNorm):

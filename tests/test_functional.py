@@ -1409,6 +1409,30 @@ def test_a_hook_on_a_frozen_parameter_has_nothing_to_change():
 # ---- what an apply is
 
 
+@pytest.mark.parametrize("make", [nn.RNN, nn.GRU, nn.LSTM])
+def test_the_weights_of_an_rnn_stay_where_they_are_in_memory(make, monkeypatch):
+    class Flattens(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = make(5, 3)
+
+        def forward(self, x):
+            self.rnn.flatten_parameters()
+            return self.rnn(x)[0]
+
+    def moved(rnn):  # as on CUDA
+        with torch.no_grad():
+            for weight in rnn._flat_weights:
+                weight.set_(weight.clone())
+
+    model = Flattens()
+    apply, params, buffers = ps.make_functional(model)
+    expected = model(torch.ones(2, 5)).detach()
+    monkeypatch.setattr(nn.RNNBase, "flatten_parameters", moved)
+    with Untouched(params):
+        assert same_bits(apply(params, buffers, torch.ones(2, 5))[0], expected)
+
+
 @pytest.mark.parametrize("script", ["script", "trace"])
 @pytest.mark.filterwarnings("ignore:.torch.jit.*deprecated:DeprecationWarning")
 def test_a_part_of_torch_jit_is_refused_by_name(script):

@@ -67,15 +67,10 @@ class Apply:
         versions = _versions(params.values(), transformed)
         # Versions do not count what is written through `.data`.
         before = _tree.clone(params) if _tree.DEBUG_DONATION and not transformed else {}
-        idle = self._idle[bool(train)]
-        try:
-            skeleton = idle.pop()
-        except IndexError:
-            skeleton = Skeleton(copy.deepcopy(self._roots[bool(train)]))
+        skeleton = self._free(bool(train))
         # Where the forward fails, its skeleton is thrown away as it stands.
         out, new_buffers = called(skeleton, given, copies, args, kwargs)
-        if not skeleton.is_kept():
-            idle.append(skeleton)
+        self._idle[bool(train)].append(skeleton)
         now = _versions(params.values(), transformed)
         if now != versions:
             raise RuntimeError(
@@ -85,6 +80,16 @@ class Apply:
             if not torch.allclose(params[name], value, rtol=0, atol=0, equal_nan=True):
                 raise RuntimeError(_written(name))
         return out, new_buffers
+
+    def _free(self, train: bool) -> Skeleton:
+        """A skeleton that no call is using, and no graph whose backward might read from it."""
+        try:
+            skeleton = self._idle[train].pop()
+        except IndexError:
+            skeleton = None
+        if skeleton is None or skeleton.is_kept():
+            skeleton = Skeleton(copy.deepcopy(self._roots[train]))
+        return skeleton
 
     @property
     def _training(self) -> nn.Module:

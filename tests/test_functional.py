@@ -1195,14 +1195,21 @@ def test_a_module_that_a_graph_keeps_gets_no_tensors_of_another_call():
         apply({"part.w": params["part.w"] * 7}, buffers, x, then=lambda: out.sum().backward())
 
 
-def test_a_skeleton_that_nothing_keeps_is_used_again():
-    apply, params, buffers = ps.make_functional(small_net())
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_skeleton_that_no_graph_keeps_is_used_again(hooked):
+    net = small_net()
+    if hooked:  # which a graph holds on to, and its module, until the backward
+        net[0].register_full_backward_hook(lambda module, inputs, outputs: None)
+    apply, params, buffers = ps.make_functional(net)
+    roots = []
     for _ in range(3):
-        apply(params, buffers, torch.ones(2, 1, 6, 6))
-        (skeleton,) = apply._idle[True]
-    first = skeleton
-    apply(params, buffers, torch.ones(2, 1, 6, 6))
-    assert apply._idle[True] == [first]
+        weights = {name: p.requires_grad_() for name, p in params.items()}
+        out, _ = apply(weights, buffers, torch.ones(2, 1, 6, 6, requires_grad=True))
+        out.sum().backward()
+        del out
+        roots += [skeleton.root for skeleton in apply._idle[True]]
+    assert len(roots) == 3
+    assert len(set(map(id, roots))) == 1
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

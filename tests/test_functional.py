@@ -1,19 +1,25 @@
 """A module as a pure function, for modules that nobody here wrote, as they come."""
 
+import copy
+import functools
 import gc
+import pickle
+import re
+import sys
 import threading
 import weakref
 
 import hypothesis.strategies as st
 import pytest
 import torch
-from helpers import Dispatched, Untouched, same_bits, shares_memory
+import torch.nn.functional as F
+from helpers import Dispatched, Untouched, same_bits, shares_memory, small_net
 from hypothesis import given
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import purescale as ps
-from purescale._tree import leaves as _leaf
+from purescale._module.meta_module import Absent
 
 # torch says so of the LSTM with projections, and takes another kernel.
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
@@ -281,25 +287,6 @@ def test_an_embedding_that_renormalises_its_weight_leaves_params_alone():
     torch.testing.assert_close(out, module(torch.tensor([0, 2])).detach())
 
 
-def test_a_module_that_writes_into_its_parameter_is_refused_by_name_before_it_is_written():
-    class Clamped(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w = nn.Parameter(torch.ones(2))
-
-        def forward(self, x):
-            with torch.no_grad():
-                self.w.clamp_(max=0.5)
-            return x * self.w
-
-    apply, params, buffers = ps.make_functional(Clamped())
-    with (
-        Untouched(params),
-        pytest.raises(RuntimeError, match=r"would write into its parameter w \(`clamp_`\).*Cure: "),
-    ):
-        apply(params, buffers, torch.ones(2))
-
-
 # ---- a forward that writes into its parameters
 
 
@@ -319,22 +306,20 @@ class Writes(nn.Module):
         return x @ self.w * self.v * self.running
 
 
-BEFORE = {  # refused before anything is written to
+WRITES = {
     "clamp_": lambda m: m.w.clamp_(0, 1),
     "*=": lambda m: m.w.__imul__(0.5),
     "[0] =": lambda m: m.w.__setitem__(0, 0),
     "detached": lambda m: m.w.detach().zero_(),
     "nn.init": lambda m: nn.init.zeros_(m.w),
-    ".data =": lambda m: setattr(m.w, "data", torch.renorm(m.w, 2, 0, 1.0)),
-    ".data.clamp_": lambda m: m.w.data.clamp_(0, 1),
-    "a view of .data": lambda m: m.w.data.view(-1)[0].zero_(),
-    "torch.clamp_ of .data": lambda m: torch.clamp_(m.w.data, 0, 1),
-    "a new parameter": lambda m: setattr(m, "w", nn.Parameter(m.w / 2)),
-}
-AFTER = {  # seen when it has happened
     "torch.clamp_": lambda m: torch.clamp_(m.w, 0, 1),
     "a view": lambda m: m.w[0].zero_(),
     "foreach": lambda m: torch._foreach_zero_([m.w]),
+}
+THROUGH_DATA = {
+    ".data =": lambda m: setattr(m.w, "data", torch.renorm(m.w, 2, 0, 1.0)),
+    ".data.clamp_": lambda m: m.w.data.clamp_(0, 1),
+    "a view of .data": lambda m: m.w.data.view(-1)[0].zero_(),
 }
 HOW = {
     "eager": lambda f: f,
@@ -347,9 +332,9 @@ HOW = {
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("write", BEFORE)
-def test_a_forward_that_writes_into_a_parameter_is_refused_and_params_stay(write, how):
-    apply, params, buffers = ps.make_functional(Writes(BEFORE[write]))
+def test_a_forward_that_replaces_a_parameter_is_refused_and_params_stay(how):
+    model = Writes(lambda m: setattr(m, "w", nn.Parameter(m.w / 2)))
+    apply, params, buffers = ps.make_functional(model)
     with (
         Untouched((params, buffers)),
         pytest.raises(RuntimeError, match=r"its parameter w.*Cure: "),
@@ -359,17 +344,39 @@ def test_a_forward_that_writes_into_a_parameter_is_refused_and_params_stay(write
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("write", AFTER)
-def test_a_write_that_is_seen_too_late_is_an_error_that_says_so(write, how):
-    apply, params, buffers = ps.make_functional(Writes(AFTER[write]))
+@pytest.mark.parametrize("write", WRITES)
+def test_a_forward_that_writes_into_a_parameter_is_an_error_that_names_it(write, how):
+    apply, params, buffers = ps.make_functional(Writes(WRITES[write]))
     with pytest.raises(
         RuntimeError, match=r"wrote into its parameter w, so params\['w'\] has changed"
     ):
         HOW[how](lambda p: apply(p, buffers, torch.ones(1, 3))[0].sum())(params)
 
 
+def test_torch_itself_refuses_a_write_into_a_parameter_that_requires_a_gradient():
+    apply, params, buffers = ps.make_functional(Writes(torch.enable_grad()(WRITES["clamp_"])))
+    params["w"].requires_grad_()
+    with Untouched((params, buffers)), pytest.raises(RuntimeError, match="leaf Variable"):
+        apply(params, buffers, torch.ones(1, 3))
+
+
+@pytest.mark.parametrize("write", THROUGH_DATA)
+def test_a_write_through_data_is_found_where_donation_is_debugged(write, monkeypatch):
+    monkeypatch.setattr("purescale._tree.DEBUG_DONATION", True)
+    apply, params, buffers = ps.make_functional(Writes(THROUGH_DATA[write]))
+    with pytest.raises(RuntimeError, match="wrote into its parameter w"):
+        apply(params, buffers, torch.ones(1, 3))
+
+
+def test_debugging_takes_parameters_that_are_nan(monkeypatch):
+    monkeypatch.setattr("purescale._tree.DEBUG_DONATION", True)
+    apply, params, buffers = ps.make_functional(nn.Linear(3, 2))
+    params["bias"].fill_(float("nan"))
+    assert apply(params, buffers, torch.ones(1, 3))[0].isnan().all()
+
+
 @pytest.mark.parametrize(
-    "write", [BEFORE[".data.clamp_"], BEFORE["clamp_"], AFTER["torch.clamp_"], AFTER["a view"]]
+    "write", [THROUGH_DATA[".data.clamp_"], *map(WRITES.get, ("clamp_", "torch.clamp_", "a view"))]
 )
 @pytest.mark.parametrize("how", ["eager", "grad"])
 def test_a_compiled_forward_that_writes_into_a_parameter_leaves_params_alone(write, how):
@@ -402,7 +409,7 @@ def test_a_frozen_parameter_is_written_like_a_buffer():
         assert same_bits(apply(params, buffers, torch.ones(1, 3))[1]["v"], torch.full((3,), 2.0))
 
 
-def test_a_parameter_in_a_forward_is_a_parameter_and_what_comes_out_is_a_tensor():
+def test_a_parameter_in_a_step_is_a_parameter_and_what_comes_out_is_a_tensor():
     class Shows(nn.Module):
         def __init__(self):
             super().__init__()
@@ -413,7 +420,15 @@ def test_a_parameter_in_a_forward_is_a_parameter_and_what_comes_out_is_a_tensor(
             return {"w": self.w, "parts": [self.w.detach(), self.w * 2]}
 
     apply, params, buffers = ps.make_functional(Shows())
-    out, _ = apply(params, buffers)
+    optimizer, rule = ps.from_torch(torch.optim.SGD, lr=0.1), ps.DynamicScale()
+
+    def loss_fn(params, buffers, _):
+        out, buffers = apply(params, buffers)
+        return out["parts"][1].sum(), buffers, out
+
+    state = ps.init_train_state(params, buffers, optimizer, rule)
+    _, info = ps.train_step(state, [None], loss_fn=loss_fn, optimizer=optimizer, rule=rule)
+    out = info.aux[0]
     assert {type(t) for t in (out["w"], *out["parts"])} == {torch.Tensor}
 
 
@@ -798,39 +813,18 @@ pytestmark = [
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("bad", [True, False])
-def test_a_sparse_leaf_is_selected_without_a_read(layout, bad):
-    old, new = (LAYOUTS[layout](t) for t in (torch.eye(4), 3 * torch.eye(4).flip(0)))
-    with Dispatched() as seen:
-        chosen = ps.select(torch.tensor(bad), {"a": old}, {"a": new})["a"]
-    assert seen.reads == 0
-    assert chosen.layout is old.layout
-    assert torch.equal(chosen.to_dense(), (old if bad else new).to_dense())
-    assert {t.untyped_storage().data_ptr() for t in _leaf.parts(chosen)}.isdisjoint(
-        t.untyped_storage().data_ptr() for tree in (old, new) for t in _leaf.parts(tree)
-    )
+def test_a_sparse_leaf_is_a_constant_that_comes_back_as_the_same_object(layout, bad):
+    held = LAYOUTS[layout](torch.eye(4))
+    old, new = {"a": held, "b": torch.zeros(1)}, {"a": held, "b": torch.ones(1)}
+    chosen = ps.select(torch.tensor(bad), old, new)
+    assert chosen["a"] is held
+    assert chosen["b"] == (0 if bad else 1)
 
 
-@pytest.mark.parametrize(
-    ("new", "message"),
-    [
-        (
-            torch.ones(4, 4).to_sparse(),
-            r"old\['a'\] is sparse with 4 values, but with 16 in new.*Cure: ",
-        ),
-        (torch.eye(4), r"old\['a'\] is torch.sparse_coo, but torch.strided in new.*Cure: "),
-    ],
-)
-def test_sparse_leaves_that_differ_in_form_are_refused(new, message):
-    with pytest.raises(ValueError, match=message):
-        ps.select(True, {"a": torch.eye(4).to_sparse()}, {"a": new})
-
-
-def test_a_sparse_leaf_under_a_transform_is_refused_in_words():
-    sparse = {"a": torch.eye(2).to_sparse()}
-    with pytest.raises(
-        ValueError, match=r"cannot be chosen under torch.func or vmap.*Cure: keep it dense"
-    ):
-        torch.vmap(lambda bad: ps.select(bad, sparse, sparse))(torch.tensor([True, False]))
+def test_another_sparse_leaf_is_refused():
+    one, other = torch.eye(4).to_sparse(), torch.eye(4).to_sparse()
+    with pytest.raises(TypeError, match=r"old\['a'\] is of the layout torch.sparse_coo.*Cure: "):
+        ps.select(True, {"a": one}, {"a": other})
 
 
 @pytest.mark.parametrize(
@@ -911,10 +905,14 @@ def test_an_embedding_bag_that_renormalises_its_weight_leaves_params_alone():
 
 
 def test_apply_holds_no_memory_of_the_model():
-    apply, _, _ = ps.make_functional(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
-    held = [
-        t for m in (apply._training, apply._evaluating) for t in (*m.parameters(), *m.buffers())
-    ]
+    apply, params, buffers = ps.make_functional(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    apply(params, buffers, torch.ones(2, 2))
+    gc.collect()
+    eager = [skeleton.root for skeleton in apply._idle[True]] + list(apply._roots.values())
+    held = [t for m in eager for t in (*m.parameters(), *m.buffers())]
+    assert {type(t) for t in held} == {Absent}
+    compiled = [skeleton.root for skeleton in apply._traced.values()]
+    held = [t for m in compiled for t in (*m.parameters(), *m.buffers())]
     assert {t.device.type for t in held} == {"meta"}
 
 
@@ -950,3 +948,513 @@ def test_an_embedding_with_max_norm_that_is_tied_leaves_params_alone():
     apply, params, buffers = ps.make_functional(Tied())
     with Untouched(params):
         assert apply(params, buffers, torch.tensor([1]))[0].norm() <= 0.51
+
+
+# ---- tensors and modules that stand elsewhere in the model too
+
+
+class Holder:
+    def __init__(self, weight):
+        self.weight = weight
+
+
+class Slotted:
+    __slots__ = ("weight",)
+
+    def __init__(self, weight):
+        self.weight = weight
+
+
+class Elsewhere(nn.Module):
+    """Its weight stands in one more place, from which the forward reads it."""
+
+    def __init__(self, keep, read):
+        super().__init__()
+        self.w = nn.Parameter(torch.eye(5) * 3)
+        self.register_buffer("offset", torch.ones(5))
+        self.kept = keep(self)
+        self.read = read
+
+    def forward(self, x):
+        return F.linear(x, self.read(self.kept).t()) + self.offset
+
+
+FOLLOWED = {
+    "a list": (lambda m: [m.w], lambda kept: kept[0]),
+    "a list in a dict in a tuple": (lambda m: ({"a": [1, m.w]},), lambda kept: kept[0]["a"][1]),
+    "a dict": (lambda m: {"w": m.w}, lambda kept: kept["w"]),
+    "a helper object": (lambda m: Holder(m.w), lambda kept: kept.weight),
+    "a module in a list, with a tied weight": (lambda m: [tied(m.w)], lambda kept: kept[0].weight),
+    "a partial": (lambda m: functools.partial(dict, w=m.w), lambda kept: kept()["w"]),
+    "its module in a tuple": (lambda m: (m,), lambda kept: kept[0].w),
+    "a method": (lambda m: m.parameters, lambda kept: next(kept())),
+}
+REFUSED = {
+    "a tuple": (lambda m: (m.w,), "1.kept[0]"),
+    "a tuple in a list": (lambda m: [(1, m.w)], "1.kept[0][1]"),
+    "a set": (lambda m: {m.w}, "1.kept[0]"),
+    "slots": (lambda m: Slotted(m.w), "1.kept.weight"),
+    "a key": (lambda m: {m.w: 1}, "a key of 1.kept"),
+    "a method of the tensor": (lambda m: m.w.t, "1.kept (its 'self')"),
+    "a closure": (lambda m: lambda: m.w, "1.kept (its 'm')"),
+    "a weak reference": (lambda m: weakref.ref(m.w), "1.kept (a weak reference)"),
+    "a cached method": (
+        lambda m: functools.lru_cache(m.parameters),
+        "1.kept.__wrapped__ (its 'self')",
+    ),
+}
+
+
+def tied(weight):
+    linear = nn.Linear(5, 5, bias=False)
+    linear.weight = weight
+    return linear
+
+
+@pytest.mark.parametrize(
+    ("where", "how"),
+    [
+        *((where, "eager") for where in FOLLOWED),
+        # the compiler does not follow what is in a partial
+        *((where, "compiled") for where in FOLLOWED if where != "a partial"),
+    ],
+)
+def test_a_weight_that_stands_elsewhere_too_is_that_of_the_call(where, how):
+    model = Elsewhere(*FOLLOWED[where])
+    apply, params, buffers = ps.make_functional(model)
+    for factor in (1.0, 2.0):
+        moved = {"w": params["w"] * factor}
+
+        def grad(p, buffers=buffers):
+            return torch.func.grad(lambda p: apply(p, buffers, torch.ones(2, 5))[0].sum())(p)
+
+        compiled = torch.compile(grad, fullgraph=True, backend="aot_eager")
+        found = (compiled if how == "compiled" else grad)(moved)["w"]
+        assert same_bits(found, torch.full((5, 5), 2.0))
+        assert same_bits(apply(moved, buffers, torch.eye(5))[0], moved["w"] + 1)
+
+
+@pytest.mark.parametrize("where", REFUSED)
+def test_a_weight_where_none_can_be_put_is_refused_by_name(where):
+    keep, named = REFUSED[where]
+    model = nn.Sequential(nn.ReLU(), Elsewhere(keep, None))
+    with pytest.raises(
+        ValueError, match=f"^{re.escape(named)} of the model holds its .* 1.*Cure: "
+    ):
+        ps.make_functional(model)
+
+
+@pytest.mark.parametrize("view", [lambda w: w.detach(), lambda w: w.t(), lambda w: w * 2])
+@pytest.mark.parametrize("keep", [lambda t: t, lambda t: [t], lambda t: (t,)])
+def test_what_was_computed_from_a_weight_before_is_refused_where_it_is_read(view, keep):
+    def read(kept):
+        return kept if isinstance(kept, torch.Tensor) else kept[0]
+
+    model = Elsewhere(lambda m: keep(view(m.w)), read)
+    apply, params, buffers = ps.make_functional(model)
+    with pytest.raises(RuntimeError, match=r"kept(\[0\])? of the model is no parameter.*Cure: "):
+        apply(params, buffers, torch.ones(2, 5))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.:FutureWarning")
+@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_a_weight_that_a_hook_computes_in_each_forward_is_no_such_thing(norm):
+    model = norm(nn.Linear(5, 5))
+    apply, params, buffers = ps.make_functional(model)
+    assert same_bits(apply(params, buffers, torch.ones(2, 5))[0], model(torch.ones(2, 5)).detach())
+
+
+def test_a_list_that_the_forward_changes_is_as_before_after_the_call():
+    class Swaps(Elsewhere):
+        def forward(self, x):
+            out = super().forward(x)
+            self.kept.insert(0, out)
+            self.cache = out
+            return out
+
+    apply, params, buffers = ps.make_functional(Swaps(lambda m: [m.w], lambda kept: kept[-1]))
+    outs = [apply(params, buffers, torch.ones(2, 5))[0] for _ in range(3)]
+    assert same_bits(outs[0], outs[2])
+    (skeleton,) = apply._idle[True]
+    assert [type(t) for t in skeleton.root.kept] == [Absent]
+    assert not hasattr(skeleton.root, "cache")
+
+
+def test_an_attribute_that_is_set_on_a_layer_of_torch_is_as_before_after_the_call():
+    class Sets(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.drop = nn.Dropout(0.5)
+
+        def forward(self, x):
+            out = self.drop(x) if self.drop.p else x
+            self.drop.p, self.drop.seen = 0.0, x
+            return out
+
+    apply, params, buffers = ps.make_functional(Sets())
+    for _ in range(3):
+        assert (apply(params, buffers, torch.ones(300))[0] == 0).any()
+    assert not hasattr(apply._idle[True][0].root.drop, "seen")
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda w, x: x @ w,
+        lambda w, x: torch.mm(x, w),
+        lambda w, x: torch.addmm(x, x, w),
+        lambda w, x: F.linear(x, w),
+        lambda w, x: torch.cat([x, w]),
+        lambda w, x: torch.baddbmm(x[None], x[None], w),
+        lambda w, x: w + 1,
+        lambda w, x: 1 - w,
+        lambda w, x: w.shape,
+        lambda w, x: w.t(),
+        lambda w, x: w.detach(),
+        lambda w, x: w.data,
+        lambda w, x: w[0],
+        lambda w, x: w == x,
+        lambda w, x: bool(w),
+        lambda w, x: x.mul_(w),
+        lambda w, x: torch.empty_like(w),
+    ],
+)
+def test_what_stands_in_a_skeleton_between_calls_refuses_every_operation(operation):
+    apply, _, _ = ps.make_functional(nn.Linear(5, 5))
+    with pytest.raises(RuntimeError, match="weight of the model is read outside of a call"):
+        operation(apply._roots[True].weight, torch.ones(5, 5))
+
+
+# ---- weights that are read in the backward pass
+
+
+class ThroughModule(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, module, weight):
+        ctx.module = module
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad @ ctx.module.w.t(), None, None
+
+
+class ReadsLater(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.eye(5))
+
+    def forward(self, x):
+        return ThroughModule.apply(x, self, self.w)
+
+
+def test_a_weight_that_is_read_in_the_backward_pass_is_refused_in_words():
+    apply, params, buffers = ps.make_functional(ReadsLater())
+    x = torch.ones(2, 5, requires_grad=True)
+    out, _ = apply(params, buffers, x)
+    with pytest.raises(RuntimeError, match=r"w of the model is read outside of a call.*Cure: "):
+        out.sum().backward()
+
+
+def test_a_module_that_a_graph_keeps_gets_no_tensors_of_another_call():
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = ReadsLater()
+
+        def forward(self, x, then=lambda: None):
+            then()
+            return self.part(x)
+
+    apply, params, buffers = ps.make_functional(Outer())
+    x = torch.ones(2, 5, requires_grad=True)
+    out, _ = apply(params, buffers, x)
+    with pytest.raises(RuntimeError, match="read outside of a call"):
+        apply({"part.w": params["part.w"] * 7}, buffers, x, then=lambda: out.sum().backward())
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_skeleton_that_no_graph_keeps_is_used_again(hooked):
+    net = small_net()
+    if hooked:  # which a graph holds on to, and its module, until the backward
+        net[0].register_full_backward_hook(lambda module, inputs, outputs: None)
+    apply, params, buffers = ps.make_functional(net)
+    roots = []
+    for _ in range(3):
+        weights = {name: p.requires_grad_() for name, p in params.items()}
+        out, _ = apply(weights, buffers, torch.ones(2, 1, 6, 6, requires_grad=True))
+        out.sum().backward()
+        del out
+        roots += [skeleton.root for skeleton in apply._idle[True]]
+    assert len(roots) == 3
+    assert len(set(map(id, roots))) == 1
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_inside_of_a_module_is_refused_in_words(use_reentrant):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(5, 5)
+
+        def forward(self, x):
+            return checkpoint(self.linear, x, use_reentrant=use_reentrant)
+
+    apply, params, buffers = ps.make_functional(Checkpointed())
+    out, _ = apply(params, buffers, torch.ones(2, 5, requires_grad=True))
+    with pytest.raises(
+        RuntimeError, match=r"linear\.weight of the model is read outside of a call"
+    ):
+        out.sum().backward()
+
+
+# ---- functions that hold the live model
+
+
+def net_of_two():
+    return nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5))
+
+
+def hook_that_calls_another(net):
+    net[0].register_forward_hook(lambda module, inputs, out: net[1](out))
+
+
+def patched(net):
+    old = net[1].forward
+    net[1].forward = lambda x: old(x.float())
+
+
+def compiled_forward(net):
+    net[0].forward = torch.compile(net[0].forward, backend="eager")
+
+
+def with_a_default(net):
+    net[0].register_forward_pre_hook(lambda module, inputs, other=net[1]: None)
+
+
+def through_a_helper(net):
+    held = {"deep": [Holder(net[1])]}
+    net[0].register_forward_hook(lambda module, inputs, out: held["deep"][0].weight(out))
+
+
+def over_a_tensor(net):
+    weight = net[0].weight
+    net[1].register_forward_pre_hook(lambda module, inputs: inputs[0] + weight.sum())
+
+
+def over_a_global(net):
+    GLOBALS["net"] = net
+    exec("def hook(module, inputs, out): return net[1](out)", GLOBALS)
+    net[0].register_forward_hook(GLOBALS["hook"])
+
+
+GLOBALS = {}
+LIVE = {
+    hook_that_calls_another: ("0._forward_hooks", "module itself"),
+    patched: ("1.forward", "module 1"),
+    compiled_forward: ("0.forward", "module 0"),
+    with_a_default: ("0._forward_pre_hooks", "module 1"),
+    through_a_helper: ("0._forward_hooks", "module 1"),
+    over_a_tensor: ("1._forward_pre_hooks", "tensor 0.weight"),
+    over_a_global: ("0._forward_hooks", "module itself"),
+}
+
+
+@pytest.mark.parametrize("change", LIVE, ids=lambda change: change.__name__)
+def test_a_function_that_holds_the_live_model_is_refused_by_name(change):
+    net = net_of_two()
+    change(net)
+    where, what = LIVE[change]
+    with pytest.raises(ValueError, match=rf"{where}.* of the model holds its {what}.*Cure: "):
+        ps.make_functional(net)
+
+
+def bound_patch(net):
+    bn = net[1]
+    bn.forward = functools.partial(lambda bn, x: type(bn).forward(bn, x.double()).float(), bn)
+
+
+def a_method_for_a_hook(net):
+    class Hook:
+        def __init__(self, other):
+            self.other = other
+
+        def __call__(self, module, inputs, out):
+            return self.other(out)
+
+    net[0].register_forward_hook(Hook(net[1]))
+
+
+def compiled_child(net):
+    net[0] = torch.compile(net[0], backend="eager")
+
+
+def a_module_that_compiles_itself(net):
+    net[0].compile(backend="eager")
+
+
+@pytest.mark.parametrize(
+    "change", [bound_patch, a_method_for_a_hook, compiled_child, a_module_that_compiles_itself]
+)
+def test_what_deepcopy_follows_works_on_the_copy(change):
+    net = net_of_two()
+    if change is bound_patch:
+        net.double()
+    change(net)
+    if change is bound_patch:
+        net[1].register_forward_pre_hook(lambda module, inputs: (inputs[0].double(),))
+    apply, params, buffers = ps.make_functional(net)
+    x = torch.randn(4, 5, dtype=params[next(iter(params))].dtype)
+    with Untouched(tensors_of(net)):
+        out, new_buffers = apply(params, buffers, x)
+        moved = {name: p + 1 for name, p in params.items()}
+        assert not same_bits(apply(moved, buffers, x)[0], out)
+    torch.testing.assert_close(out, net(x).detach())
+    torch.testing.assert_close(new_buffers, dict(net.named_buffers()))
+
+
+# ---- hooks on parameters
+
+
+def masked(net):
+    mask = torch.arange(5.0)[:, None]
+    net[0].weight.register_hook(lambda grad: grad * mask)
+    net[0].weight.register_hook(lambda grad: None)
+    net[1].bias.register_hook(lambda grad: grad.clamp(max=0))
+    return net
+
+
+# the compiler makes a Function itself, and is warned for it
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("how", ["eager", "func", "compiled", "vmap"])
+def test_hooks_on_parameters_change_their_gradients(how):
+    net, x = masked(nn.Sequential(nn.Linear(5, 5), nn.LayerNorm(5))), torch.randn(7, 5)
+    apply, params, buffers = ps.make_functional(net)
+
+    def loss(p):
+        return apply(p, buffers, x)[0].pow(3).sum()
+
+    grad = torch.func.grad(loss)
+    if how == "eager":
+        leaves = {name: p.requires_grad_() for name, p in params.items()}
+        grads = dict(
+            zip(leaves, torch.autograd.grad(loss(leaves), [*leaves.values()]), strict=True)
+        )
+    elif how == "vmap":
+        stacked = {name: torch.stack([p, 2 * p]) for name, p in params.items()}
+        grads = {name: g[0] for name, g in torch.vmap(grad)(stacked).items()}
+    else:
+        compiled = torch.compile(grad, fullgraph=True, backend="aot_eager")
+        grads = (compiled if how == "compiled" else grad)(params)
+    net(x).pow(3).sum().backward()
+    expected = {name: p.grad for name, p in net.named_parameters()}
+    torch.testing.assert_close(grads, expected)
+    assert not expected["0.weight"][0].any()
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_a_step_keeps_rows_that_a_hook_freezes(microbatches):
+    net = masked(nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5)))
+    apply, params, buffers = ps.make_functional(net)
+    optimizer, rule = ps.from_torch(torch.optim.SGD, lr=0.1), ps.DynamicScale()
+
+    def loss_fn(params, buffers, x):
+        out, buffers = apply(params, buffers, x)
+        return out.pow(3).sum(), buffers
+
+    state = ps.init_train_state(params, buffers, optimizer, rule)
+    data = [torch.randn(7, 5) for _ in range(microbatches)]
+    state, _ = ps.train_step(state, data, loss_fn=loss_fn, optimizer=optimizer, rule=rule)
+    moved = (state.params["0.weight"] != params["0.weight"]).any(dim=1)
+    assert moved.tolist() == [False, True, True, True, True]
+
+
+def test_a_hook_that_waits_for_an_accumulated_gradient_is_refused_by_name():
+    net = net_of_two()
+    net[1].weight.register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(ValueError, match=r"1\.weight has a hook of register_post_acc.*Cure: "):
+        ps.make_functional(net)
+
+
+def test_a_hook_on_a_parameter_that_holds_the_live_model_is_refused():
+    net = net_of_two()
+    net[0].weight.register_hook(lambda grad: grad * net[1].weight)
+    with pytest.raises(ValueError, match=r"\['0.weight'\].*holds its module itself.*Cure: "):
+        ps.make_functional(net)
+
+
+def test_a_hook_on_a_frozen_parameter_has_nothing_to_change():
+    net = masked(nn.Sequential(nn.Linear(5, 5), nn.LayerNorm(5)))
+    net[0].requires_grad_(False)
+    apply, params, buffers = ps.make_functional(net)
+    x = torch.ones(2, 5)
+    assert same_bits(apply(params, buffers, x)[0], net(x).detach())
+
+
+# ---- what an apply is
+
+
+@pytest.mark.parametrize("make", [nn.RNN, nn.GRU, nn.LSTM])
+def test_the_weights_of_an_rnn_stay_where_they_are_in_memory(make, monkeypatch):
+    class Flattens(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = make(5, 3)
+
+        def forward(self, x):
+            self.rnn.flatten_parameters()
+            return self.rnn(x)[0]
+
+    def moved(rnn):  # as on CUDA
+        with torch.no_grad():
+            for weight in rnn._flat_weights:
+                weight.set_(weight.clone())
+
+    model = Flattens()
+    apply, params, buffers = ps.make_functional(model)
+    expected = model(torch.ones(2, 5)).detach()
+    monkeypatch.setattr(nn.RNNBase, "flatten_parameters", moved)
+    with Untouched(params):
+        assert same_bits(apply(params, buffers, torch.ones(2, 5))[0], expected)
+
+
+@pytest.mark.parametrize("script", ["script", "trace"])
+@pytest.mark.filterwarnings("ignore:.torch.jit.*deprecated:DeprecationWarning")
+def test_a_part_of_torch_jit_is_refused_by_name(script):
+    layer = nn.Linear(5, 5)
+    part = torch.jit.script(layer) if script == "script" else torch.jit.trace(layer, torch.ones(5))
+    with pytest.raises(TypeError, match=r"^1 is a \w+ of torch.jit.*Cure: "):
+        ps.make_functional(nn.Sequential(nn.ReLU(), part))
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda apply: pickle.loads(pickle.dumps(apply))])
+@pytest.mark.parametrize("make", [small_net, lambda: nn.Sequential(nn.Flatten(), nn.LSTM(36, 3))])
+def test_a_copy_of_apply_does_the_same(how, make):
+    apply, params, buffers = ps.make_functional(make())
+    x = torch.randn(2, 1, 6, 6)
+    out = apply(params, buffers, x)
+    other = how(apply)
+    for _ in range(2):
+        again = other(params, buffers, x)
+        assert same_bits((first(again[0]), again[1]), (first(out[0]), out[1]))
+
+
+def calls(function):
+    """How many functions a call calls, in Python and in C."""
+    counted = []
+    function()
+    function()
+    sys.setprofile(lambda frame, event, arg: counted.append(event) if "call" in event else None)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return len(counted)
+
+
+@pytest.mark.parametrize("depth", [1, 8])
+def test_a_warm_call_of_apply_costs_a_few_dozen_calls_over_the_module(depth):
+    net = nn.Sequential(*(small_net()[0:1] if i == 0 else nn.Conv2d(4, 4, 1) for i in range(depth)))
+    apply, params, buffers = ps.make_functional(net)
+    x = torch.randn(2, 1, 6, 6)
+    assert calls(lambda: apply(params, buffers, x)) <= calls(lambda: net(x)) + 32

@@ -200,12 +200,6 @@ def test_an_optimizer_that_would_warn_by_another_name_is_refused(monkeypatch):
         imported_again()
 
 
-def test_a_parameter_known_by_another_mark_is_refused(monkeypatch):
-    monkeypatch.setattr(type(nn.Parameter), "__instancecheck__", type.__instancecheck__)
-    with refused("that a tensor whose `_is_param` is set is an nn.Parameter"):
-        imported_again()
-
-
 def renamed(function, name):
     """`function` after torch has given another name to what it calls `name`."""
     code = function.__code__

@@ -25,6 +25,8 @@ f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float6
         ("c=f16", ps.Policy(f32, f16, f16)),
         ("params=float16", ps.Policy(f16, f16, f16)),
         ("half", ps.Policy(f16, f16, f16)),
+        ("p=fp32,c=fp16,o=fp64", ps.Policy(f32, f16, f64)),
+        ("compute=autocast(fp16)", ps.Policy(f32, f16, f16, autocast=True)),
         ("full", ps.Policy(f32, f32, f32)),
         ("float64", ps.Policy(f64, f64, f64, norm_dtype=f64)),
         ("compute=float16,norms=float16", ps.Policy(f32, f16, f16, norm_dtype=f16)),
@@ -199,6 +201,41 @@ def test_a_parameter_in_another_dtype_than_the_policy_keeps_is_refused_by_name()
 def test_what_is_no_policy_is_refused():
     with pytest.raises(TypeError, match="takes a Policy or its string"):
         ps.with_policy(lambda p, b: (None, b), torch.float16)
+
+
+def spectral_net(norm):
+    return nn.Sequential(nn.ReLU(), norm(nn.Linear(5, 5)))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.:FutureWarning")
+@pytest.mark.parametrize(
+    "norm", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm], ids=["old", "new"]
+)
+@pytest.mark.parametrize("compute", ["float16", "bfloat16", "float64"])
+def test_a_spectral_norm_whose_weight_would_be_cast_is_refused_and_the_cure_works(norm, compute):
+    apply, params, buffers = ps.make_functional(spectral_net(norm))
+    with pytest.raises(
+        ValueError,
+        match=rf"compute={compute} does not fit.*1\S* is a spectral norm.*"
+        r"Cure: compute=autocast\(float16\)",
+    ):
+        ps.with_policy(apply, f"params=float32,compute={compute}")
+    for cure in ("compute=autocast(float16)", "params=float32"):
+        ps.with_policy(apply, cure)(params, buffers, torch.ones(2, 5))
+
+
+@pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
+def test_a_sparse_gradient_that_would_be_cast_is_refused_and_the_cure_works(layer):
+    def half(sparse):
+        net = nn.Sequential(layer(7, 5, sparse=sparse))
+        apply, params, buffers = ps.make_functional(net)
+        apply = ps.with_policy(apply, HALF)
+        tokens = torch.tensor([[1, 2], [2, 3]])
+        return torch.func.grad(lambda p: apply(p, buffers, tokens)[0].sum())(params)
+
+    with pytest.raises(ValueError, match=r"0 is Embedding\w*\(sparse=True\).*Cure: sparse=False"):
+        half(sparse=True)
+    assert half(sparse=False)["0.weight"].dtype is f32
 
 
 # ---- norms

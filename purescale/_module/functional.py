@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .._module.argument import CURE, Argument, argument
-from .._module.meta_module import Skeleton, Tensors, called, skeleton_of, traced, without_tensors
+from .._module.meta_module import CURE, Skeleton, Tensors, called, traced, without_tensors
+from .._torch import donation
 from .._torch import private as _torch
 from .._torch.tracing import under_transform
 from .._tree import tree as _tree
@@ -31,13 +31,16 @@ class Apply:
     `make_functional`.
     """
 
-    _skeletons: dict[bool, Skeleton]  # by `train`
+    _roots: dict[bool, nn.Module]  # by `train`: the model without its tensors
+    _traced: dict[bool, Skeleton]  # for the compiler
     _params: frozenset[str]
     _buffers: frozenset[str]
     norm_params: frozenset[str]  # the weights and biases of normalisation layers
     # parameters with requires_grad=False; they stand among the buffers
     frozen_params: frozenset[str]
-    _renormed: frozenset[str]  # weights of embeddings with max_norm, which write into them
+    _copied: frozenset[str]  # weights of embeddings with max_norm, which write into them
+    _hooks: dict[str, tuple[Hook, ...]]  # by parameter: what the gradients go through
+    _not_in_half: tuple[str, ...]  # what plain half compute cannot run, in words
     # Skeletons that no call is using. A call inside of another, or in another thread, takes one of
     # its own.
     _idle: dict[bool, list[Skeleton]] = dataclasses.field(
@@ -48,65 +51,52 @@ class Apply:
         self, params: Tensors, buffers: Tensors, *args: Any, train: bool = True, **kwargs: Any
     ) -> tuple[Any, Tensors]:
         check_dicts(params, buffers)
-        if set(params) != self._params or set(buffers) != self._buffers:
+        if params.keys() != self._params or buffers.keys() != self._buffers:
             raise RuntimeError(self._misfit(params, buffers))
-        skeleton = self._skeletons[bool(train)]
         copies = {name: buffer.clone() for name, buffer in buffers.items()}
         if torch.compiler.is_compiling():
             # What is written into these copies does not reach params, and the compiler drops those
             # that nothing writes into.
-            return traced(
-                skeleton,
-                {**{name: param.clone() for name, param in params.items()}, **copies},
-                copies,
-                args,
-                kwargs,
-            )
+            given = {name: param.clone() for name, param in params.items()}
+            given |= _hooked(given, self._hooks)
+            return traced(self._traced[bool(train)], {**given, **copies}, copies, args, kwargs)
 
-        with torch.enable_grad():
-            given = {
-                name: param.clone() if name in self._renormed else argument(name, param)
-                for name, param in params.items()
-            }
-        versions = _versions(params.values())
-        idle = self._idle[bool(train)]
-        try:
-            skeleton = idle.pop()
-        except IndexError:
-            skeleton = copy.deepcopy(skeleton)
+        given = {**params, **copies}
+        for name in self._copied:
+            given[name] = params[name].clone()
+        if self._hooks:
+            given |= _hooked(params, self._hooks)
+        transformed = under_transform()
+        versions = _versions(params.values(), transformed)
+        # Versions do not count what is written through `.data`.
+        before = _tree.clone(params) if donation.DEBUG and not transformed else {}
+        skeleton = self._free(bool(train))
         # Where the forward fails, its skeleton is thrown away as it stands.
-        out, new_buffers = called(skeleton, {**given, **copies}, copies, args, kwargs)
-        idle.append(skeleton)
-        if _versions(params.values()) != versions:
-            name = next(
-                name
-                for name, before, now in zip(
-                    params, versions, _versions(params.values()), strict=True
-                )
-                if before != now
-            )
+        out, new_buffers = called(skeleton, given, copies, args, kwargs)
+        self._idle[bool(train)].append(skeleton)
+        now = _versions(params.values(), transformed)
+        if now != versions:
             raise RuntimeError(
-                f"the forward of the model wrote into its parameter {name}, so params[{name!r}] "
-                f"has changed. {CURE}"
+                _written(next(n for n, v, w in zip(params, versions, now, strict=True) if v != w))
             )
-        for name, alias in given.items():
-            if "reads" in vars(alias) and any(_versions(vars(alias)["reads"])):
-                raise RuntimeError(
-                    f"the forward of the model wrote into `.data` of its parameter {name}. {CURE}"
-                )
-        if type(out) is not Tensor:
-            out = _torch.pytree.tree_map_only(
-                Argument, lambda alias: alias.as_subclass(Tensor), out
-            )
+        for name, value in before.items():
+            if not torch.allclose(params[name], value, rtol=0, atol=0, equal_nan=True):
+                raise RuntimeError(_written(name))
         return out, new_buffers
+
+    def _free(self, train: bool) -> Skeleton:
+        """A skeleton that no call is using, and no graph whose backward might read from it."""
+        try:
+            skeleton = self._idle[train].pop()
+        except IndexError:
+            skeleton = None
+        if skeleton is None or skeleton.is_kept():
+            skeleton = Skeleton(copy.deepcopy(self._roots[train]))
+        return skeleton
 
     @property
     def _training(self) -> nn.Module:
-        return self._skeletons[True].root
-
-    @property
-    def _evaluating(self) -> nn.Module:
-        return self._skeletons[False].root
+        return self._roots[True]
 
     def _misfit(self, params: Tensors, buffers: Tensors) -> str:
         found = []
@@ -153,7 +143,7 @@ def check_dicts(params: Any, buffers: Any) -> None:
                 "they are {}."
             )
         for name, value in tree.items():
-            if not isinstance(value, Tensor):
+            if type(value) is not Tensor and not isinstance(value, Tensor):
                 raise TypeError(
                     f"{which}[{name!r}] is {type(value).__name__} {value!r}; expected a tensor."
                 )
@@ -162,17 +152,72 @@ def check_dicts(params: Any, buffers: Any) -> None:
 # ---- a call --------------------------------------------------------------------------------------
 
 
-def _versions(tensors: Iterable[Tensor]) -> list[int]:
+def _versions(tensors: Collection[Tensor], transformed: bool) -> list[int]:
     """How often each was written into; under vmap and grad, the tensor that the transform wraps."""
-    if under_transform():
+    if transformed:
         tensors = [_unwrapped(tensor) for tensor in tensors]
-    return [0 if tensor.is_inference() else _torch.version(tensor) for tensor in tensors]
+    try:
+        return list(map(_torch.version, tensors))
+    except RuntimeError:  # what was made under inference_mode has none
+        return [0 if tensor.is_inference() else _torch.version(tensor) for tensor in tensors]
 
 
 def _unwrapped(tensor: Tensor) -> Tensor:
     while _torch.is_wrapped(tensor):
         tensor = _torch.unwrapped(tensor)
     return tensor
+
+
+def _written(name: str) -> str:
+    return (
+        f"the forward of the model wrote into its parameter {name}, so params[{name!r}] "
+        f"has changed. {CURE}"
+    )
+
+
+# ---- hooks on parameters -------------------------------------------------------------------------
+
+Hook = Callable[[Tensor], Any]
+
+
+class Hooked(torch.autograd.Function):
+    """A parameter whose gradient goes through the hooks that the model's own has."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(weight: Tensor, hooks: tuple[Hook, ...]) -> Tensor:
+        return weight.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.hooks = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        for hook in ctx.hooks:
+            changed = hook(grad)
+            grad = grad if changed is None else changed
+        return grad, None
+
+
+def _hooked(params: Tensors, hooks: dict[str, tuple[Hook, ...]]) -> Tensors:
+    apply: Callable[..., Tensor] = Hooked.apply
+    return {name: apply(params[name], own) for name, own in hooks.items()}
+
+
+def _hooks_of(params: Tensors) -> dict[str, tuple[Hook, ...]]:
+    for name, param in params.items():
+        if _torch.has_accumulated_hooks(param):
+            raise ValueError(
+                f"{name} has a hook of register_post_accumulate_grad_hook, which would wait for a "
+                "`.grad` that is never there: gradients are values here. Cure: do its work between "
+                "gradients and step, or `weight.register_hook`, which is kept."
+            )
+    return {name: hooks for name, p in params.items() if (hooks := _torch.gradient_hooks(p))}
+
+
+# ---- made ----------------------------------------------------------------------------------------
 
 
 def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
@@ -196,6 +241,9 @@ def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
       what is cached in one is made anew in each call.
     - `apply` may be called inside of itself, again in the backward pass (checkpointing around it)
       and from several threads.
+    - A parameter or buffer that also stands in a list, a dict or an attribute of the model is that
+      of the call there too. Hooks of `weight.register_hook` are kept: the gradient of each call
+      goes through them.
     - `out` is what the module returns, which may be an argument or a view of one.
     - `apply.norm_params` names the weights of torch's own normalisation layers, for `with_policy`.
       For a class of your own:
@@ -203,11 +251,13 @@ def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
     - Random numbers (dropout) come from torch's global generator, unless `train_step` is given an
       `rng`.
 
-    Raises `TypeError` for what is no module, `ValueError` for lazy parameters that have not seen a
-    batch. `apply` raises `RuntimeError` for names of another model and for a forward that writes
-    into its parameters, also through `.data` (most writes before they happen; under `torch.compile`
-    they change a copy and are dropped), or that registers, replaces or removes what must be there
-    in every call.
+    Raises `TypeError` for what is no module, or has a part of torch.jit; `ValueError` for lazy
+    parameters that have not seen a batch, for tensors in a tuple, and for functions that hold parts
+    of the live model: closures, hooks, patched and compiled forwards. `apply` raises `RuntimeError`
+    for names of another model, for a read of a parameter after it has returned, and for a forward
+    that registers, replaces or removes what must be there in every call, or has written into its
+    parameters. Writes through `.data` are not seen, unless `PURESCALE_DEBUG_DONATION=1` was set
+    before the import; under `torch.compile` all change a copy and are dropped.
 
     >>> from torch import nn, ones
     >>> apply, params, buffers = make_functional(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
@@ -218,52 +268,85 @@ def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
     Source: torch.func.functional_call, which writes into the buffers it is given and keeps hold of
     the live module.
     """
+    params, buffers = _tensors_of(model)
+    frozen = {name for name, p in params.items() if not p.requires_grad}
+    if len(frozen) == len(params):
+        frozen = set()
+    own = {name: p for name, p in params.items() if name not in frozen}
+    training, compiled, hooks = without_tensors(model, _hooks_of(own))
+    if not model.training:
+        for module in (*training.modules(), *compiled.modules()):
+            module.training = True  # and not training.train(), which a class may have replaced
+    trained = {name: p.detach().clone() for name, p in own.items()}
+    state = {
+        name: t.detach().clone()
+        for name, t in ({n: params[n] for n in params if n in frozen} | buffers).items()
+    }
+    apply = Apply(
+        _roots={True: training, False: copy.deepcopy(training).eval()},
+        _traced={True: Skeleton(compiled), False: Skeleton(copy.deepcopy(compiled).eval())},
+        _params=frozenset(trained),
+        _buffers=frozenset(state),
+        frozen_params=frozenset(frozen),
+        _hooks=hooks,
+        **_kinds(model, params),
+    )
+    return apply, trained, state
+
+
+def _tensors_of(model: nn.Module) -> tuple[Tensors, Tensors]:
+    """The parameters and buffers of what can be made functional."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"make_functional takes an nn.Module, got {type(model).__name__}. Cure: a plain "
             "function of tensors is pure already."
         )
-    params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(
+                f"{path or 'the model'} is a {type(module).__name__} of torch.jit, which cannot be "
+                "copied without its tensors. Cure: the module that it was scripted or traced from; "
+                "for speed, torch.compile of the step."
+            )
+    params: Tensors = dict(model.named_parameters())
+    buffers: Tensors = dict(model.named_buffers())
     for name, tensor in (*params.items(), *buffers.items()):
         if nn.parameter.is_lazy(tensor):
             raise ValueError(
                 f"{name} is not initialised yet: a lazy module learns its shapes from the first "
                 "batch. Cure: run `model(example_batch)` once before make_functional(model)."
             )
-    frozen = {name for name, p in params.items() if not p.requires_grad}
-    if len(frozen) == len(params):
-        frozen = set()
+    return params, buffers
+
+
+def _kinds(model: nn.Module, params: Tensors) -> dict[str, Any]:
+    """What kinds of modules tell: the parameters of norms, those that a forward writes into, and
+    what cannot run in plain half compute.
+    """
     # By identity: a tied weight is known by its first name, wherever else it stands.
     names = {id(parameter): name for name, parameter in params.items()}
-    norms = {
-        names[id(p)]
-        for module in model.modules()
-        if isinstance(module, NORM_MODULES)
-        for p in module.parameters()
+    norms, copied, not_in_half = set(), set(), []
+    for path, module in model.named_modules():
+        if isinstance(module, NORM_MODULES):
+            norms |= {names[id(p)] for p in module.parameters()}
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            if module.max_norm is not None:
+                copied.add(names[id(module.weight)])
+            if module.sparse:
+                not_in_half.append(
+                    f"{path or 'the model'} is {type(module).__name__}(sparse=True), whose sparse "
+                    "gradient torch does not cast. Cure: sparse=False, which has the same values"
+                )
+        if _torch.is_spectral_norm(module):
+            not_in_half.append(
+                f"{path or 'the model'} is a spectral norm, which multiplies a weight in the dtype "
+                "of compute by buffers, and those are never cast. Cure: compute=autocast(float16)"
+            )
+    return {
+        "norm_params": frozenset(norms),
+        "_copied": frozenset(copied),
+        "_not_in_half": tuple(not_in_half),
     }
-    embeddings = (
-        module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-    )
-    renormed = {names[id(module.weight)] for module in embeddings if module.max_norm is not None}
-    training = without_tensors(model)
-    if not model.training:
-        for module in training.modules():
-            module.training = True  # and not training.train(), which a class may have replaced
-    evaluating = copy.deepcopy(training).eval()
-    trained = {name: p.detach().clone() for name, p in params.items() if name not in frozen}
-    state = {
-        name: t.detach().clone()
-        for name, t in ({n: params[n] for n in params if n in frozen} | buffers).items()
-    }
-    apply = Apply(
-        _skeletons={True: skeleton_of(training), False: skeleton_of(evaluating)},
-        _params=frozenset(trained),
-        _buffers=frozenset(state),
-        norm_params=frozenset(norms),
-        frozen_params=frozenset(frozen),
-        _renormed=frozenset(renormed),
-    )
-    return apply, trained, state
 
 
 def load_into(model: nn.Module, params: Tensors, buffers: Tensors) -> None:

@@ -3,19 +3,83 @@
 from __future__ import annotations
 
 import copy
+import operator
+import sys
+import weakref
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .._module.argument import CURE
+from .._module.references import references
 from .._torch import private as _torch
+from .._torch.donation import memory
 
 Tensors = dict[str, Tensor]
+
+CURE = (
+    "A parameter is an argument here. Cure: compute with a changed copy in forward, or change "
+    "params between steps."
+)
 
 # torch 2.11's compiler does not: there an attribute that a forward adds stays
 _FOLLOWS_DICTS = torch.__version__ >= "2.12"
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+_NOTHING = torch.empty(0, device="meta")
+
+
+# ---- what stands in it between calls -------------------------------------------------------------
+
+
+class Absent(Tensor):
+    """Stands for a tensor of the model while there is none: it refuses every operation."""
+
+    why: str
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        leaves = _torch.pytree.tree_leaves((args, kwargs))
+        found = (leaf.why for leaf in leaves if isinstance(leaf, Absent))
+        raise RuntimeError(next(found, _outside("a tensor")))
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"Absent({self.why!r})"
+
+    def __deepcopy__(self, memo: Any) -> Absent:
+        return self  # there is nothing in it that could change
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return absent, (self.why,)
+
+    __hash__ = object.__hash__
+
+
+def absent(why: str) -> Absent:
+    stand_in: Absent = _torch.make_subclass(Absent, _NOTHING)
+    stand_in.why = why
+    return stand_in
+
+
+def _outside(name: str) -> str:
+    return (
+        f"{name} of the model is read outside of a call of `apply`, where it has no value. Likely "
+        "cause: the backward of a torch.autograd.Function reads it through the module, or "
+        "torch.utils.checkpoint stands inside of the model. Cure: hand the tensor to the Function "
+        "as an argument and read ctx.saved_tensors; checkpoint around `apply`."
+    )
+
+
+def _computed(where: str) -> str:
+    return (
+        f"{where} of the model is no parameter and no buffer, but was computed from one, or is a "
+        "view of one, before make_functional: it would never change with params. Cure: compute it "
+        "in forward."
+    )
+
+
+# ---- made ----------------------------------------------------------------------------------------
 
 
 class _Place(NamedTuple):
@@ -26,84 +90,163 @@ class _Place(NamedTuple):
     module: nn.Module
     parameters: dict[str, str]
     buffers: dict[str, str]
-    children: tuple[nn.Module | None, ...]
     # its own, which its forward may set; None for torch's modules, where it sets nothing
     attributes: frozenset[str] | None
 
 
-# Where a module keeps a tensor, its own name for it, the dotted name.
-_Entry = tuple[dict[str, Any], str, str]
+# The dict or list that holds a tensor, the key in it, the dotted name.
+_Slot = tuple[Any, Any, str]
 
 
-class Skeleton(NamedTuple):
-    """A copy of the model whose tensors lie on the meta device; each of its modules is one place,
-    whatever names it has.
+class Skeleton:
+    """A copy of the model, with `Absent` in the places of its tensors, and all that a call writes
+    into, found once; each of its modules is one place, whatever names it has.
     """
 
-    root: nn.Module
-    places: tuple[_Place, ...]
-    entries: list[_Entry]
-    stores: list[dict[str, Any]]  # all dicts that modules keep tensors in
-    lengths: list[int]  # of each
-    vacant: list[tuple[dict[str, Any], str]]  # names that hold None there
+    def __init__(self, root: nn.Module) -> None:
+        # By identity: one tensor has one name, its first, in all of its places.
+        names = {id(tensor): name for name, tensor in root.named_parameters()}
+        names |= {id(tensor): name for name, tensor in root.named_buffers()}
+        self.root = root
+        self.modules = list(root.modules())
+        self.places = [_place(module, names) for module in self.modules]
+        self.slots = _slots(self.places)
+        stores = [store for module in self.modules for store in _torch.stores(module)]
+        self.vacant = [
+            (store, key) for store in stores for key, tensor in store.items() if tensor is None
+        ]
+        self.children = [(held, held.copy()) for held in map(_torch.children, self.modules)]
+        # The same tensors in lists, dicts and attributes of other objects.
+        found = [
+            (reference, names[id(reference.value)])
+            for reference in references(root)
+            if id(reference.value) in names and isinstance(reference.holder, (dict, list))
+        ]
+        self.others: list[_Slot] = [(where.holder, where.key, name) for where, name in found]
+        self.owners = [where.owner for where, _ in found]
+        self.entries = self.slots + self.others
+        # How everything that a forward may set stands between calls.
+        holders = [*map(vars, self.modules), *stores, *(holder for holder, _, _ in self.others)]
+        distinct = {id(holder): holder for holder in holders}.values()
+        self.dicts = [(held, held.copy()) for held in distinct if isinstance(held, dict)]
+        self.lists = [(held, held.copy()) for held in distinct if isinstance(held, list)]
+        self.counted = [held for held, _ in self.dicts]
+        self.counts = list(map(len, self.counted))
+        self.known = list(map(sys.getrefcount, self.modules))
+
+    def __reduce__(self) -> Any:  # for deepcopy too: what it lists are parts of its root
+        return Skeleton, (self.root,)
+
+    def is_kept(self) -> bool:
+        """Whether something else holds on to one of its modules, as a graph does whose backward
+        will read from it.
+        """
+        return any(map(operator.gt, map(sys.getrefcount, self.modules), self.known))
 
 
-# ---- made ----
-
-
-def skeleton_of(root: nn.Module) -> Skeleton:
-    # By identity: one tensor has one name, its first, in all of its places.
-    parameters = {id(tensor): name for name, tensor in root.named_parameters()}
-    buffers = {id(tensor): name for name, tensor in root.named_buffers()}
-    places = tuple(
-        _Place(
-            module,
-            {
-                key: parameters[id(tensor)]
-                for key, tensor in _torch.stores(module)[0].items()
-                if tensor is not None
-            },
-            {
-                key: buffers[id(tensor)]
-                for key, tensor in _torch.stores(module)[1].items()
-                if tensor is not None
-            },
-            _torch.children(module),
-            None if _is_torchs(module) else frozenset(vars(module)) - _OF_EVERY_MODULE,
-        )
-        for module in root.modules()
+def _place(module: nn.Module, names: dict[int, str]) -> _Place:
+    parameters, buffers = (
+        {key: names[id(tensor)] for key, tensor in store.items() if tensor is not None}
+        for store in _torch.stores(module)
     )
-    stores = [store for place in places for store in _torch.stores(place.module)]
-    vacant = [(store, key) for store in stores for key, value in store.items() if value is None]
-    return Skeleton(root, places, _entries(places), stores, list(map(len, stores)), vacant)
+    attributes = None if _sets_nothing(module) else frozenset(vars(module)) - _OF_EVERY_MODULE
+    return _Place(module, parameters, buffers, attributes)
 
 
-def _is_torchs(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn.modules.") and not _torch.has_hooks(module)
+def _sets_nothing(module: nn.Module) -> bool:
+    return (
+        type(module).__module__.startswith("torch.nn.modules.")
+        and not isinstance(module, nn.RNNBase)
+        and not _torch.has_hooks(module)
+        and "forward" not in vars(module)
+    )
 
 
-def without_tensors(model: nn.Module) -> nn.Module:
-    """A copy of `model` whose parameters and buffers lie on the meta device; what was one tensor in
-    two places stays one.
+def _slots(places: list[_Place]) -> list[_Slot]:
+    slots: list[_Slot] = []
+    for place in places:
+        parameters, buffers = _torch.stores(place.module)
+        slots += [(parameters, key, name) for key, name in place.parameters.items()]
+        slots += [(buffers, key, name) for key, name in place.buffers.items()]
+    return slots
+
+
+def without_tensors(model: nn.Module, hooks: Any) -> tuple[nn.Module, nn.Module, Any]:
+    """Two copies of `model`, and one of the `hooks` of its parameters: for calls with `Absent` in
+    the places of its tensors, and for the compiler, which refuses those, with tensors on the meta
+    device. What was one tensor in two places stays one.
     """
-    memo: dict[int, Any] = {}
-    for module in model.modules():
-        for value in vars(module).values():
-            # Left by torch.nn.utils.weight_norm and its kind, computed anew in each forward;
-            # deepcopy refuses such tensors.
-            if isinstance(value, Tensor) and not value.is_leaf:
-                memo[id(value)] = value.detach().to("meta")
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(
-            parameter.detach().to("meta"), requires_grad=parameter.requires_grad
-        )
-    for buffer in model.buffers():
-        memo[id(buffer)] = buffer.detach().to("meta")
-    skeleton = copy.deepcopy(model, memo)
-    for module in skeleton.modules():
+    registered = [*model.named_parameters(), *model.named_buffers()]
+    originals = {id(tensor): tensor for _, tensor in registered}
+    stand_ins = {id(tensor): absent(_outside(name)) for name, tensor in registered}
+    memories = {memory(tensor) for tensor in originals.values()} - {None, 0}
+    for reference in references(model):
+        value = reference.value
+        # Left by torch.nn.utils.weight_norm and its kind, which compute it anew in each forward;
+        # deepcopy refuses such tensors.
+        if (
+            isinstance(value, Tensor)
+            and id(value) not in originals
+            and (not value.is_leaf or memory(value) in memories)
+        ):
+            originals[id(value)] = value
+            stand_ins[id(value)] = absent(_computed(reference.where))
+    memo: dict[int, Any] = dict(stand_ins)
+    root = copy.deepcopy(model, memo)
+    hooks = copy.deepcopy(hooks, memo)
+    _check_bound(root, hooks, model)
+    for module in root.modules():
         if type(module) is nn.SyncBatchNorm:
             module.__class__ = _SyncBatchNorm
-    return skeleton
+        if isinstance(module, nn.RNNBase):
+            vars(module)["flatten_parameters"] = _left_as_they_are
+    memo = {id(stand_ins[key]): _on_meta(tensor) for key, tensor in originals.items()}
+    return root, copy.deepcopy(root, memo), hooks
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    meta = tensor.detach().to("meta")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(meta, requires_grad=tensor.requires_grad)
+    return meta
+
+
+# a weak reference made for a copy is one to what refuses to be read
+_CAN_FOLLOW = (dict, list, weakref.ref)
+
+
+def _check_bound(root: nn.Module, hooks: Any, model: nn.Module) -> None:
+    """Refuse what a copy cannot follow: functions that hold parts of the live `model`, and tensors
+    that stand where none can be put.
+    """
+    live = {id(module): f"module {name or 'itself'}" for name, module in model.named_modules()}
+    registered = {id(t): name for name, t in (*root.named_parameters(), *root.named_buffers())}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        live.setdefault(id(tensor), f"tensor {name}")
+    for reference in (*references(root), *references(hooks, "the hooks of parameters")):
+        value, where = reference.value, reference.where
+        if id(value) in live:
+            raise ValueError(
+                f"{where} of the model holds its {live[id(value)]} where a copy cannot follow it, "
+                "so it would go on with the live model and not with params. Likely cause: a "
+                "hook or a patched forward that is a function over the model, or a compiled "
+                "method. Cure: a function gets a module as its argument, by functools.partial("
+                "function, module), or is a method of one; compile `apply`, not a part; "
+                "torch.utils.checkpoint stands around `apply`."
+            )
+        if id(value) in registered and not isinstance(reference.holder, _CAN_FOLLOW):
+            raise ValueError(
+                f"{where} of the model holds its tensor {registered[id(value)]}, where `apply` "
+                "cannot put that of a call. Likely cause: a tuple, a set, __slots__ or the key of "
+                "a dict. Cure: a list, the value of a dict or an attribute, or read it from the "
+                "module in forward."
+            )
+
+
+def _left_as_they_are() -> None:
+    """In the place of RNNBase.flatten_parameters, which on CUDA moves the weights into one piece of
+    memory; they are arguments of the call.
+    """
 
 
 class _SyncBatchNorm(nn.SyncBatchNorm):
@@ -118,36 +261,31 @@ class _SyncBatchNorm(nn.SyncBatchNorm):
         return super().forward(input)
 
 
-# ---- called ----
+# ---- called --------------------------------------------------------------------------------------
 
 
 def called(
     skeleton: Skeleton, tensors: Tensors, copies: Tensors, args: Any, kwargs: Any
 ) -> tuple[Any, Tensors]:
     """The forward with `tensors` in their places, and nothing of it left there afterwards."""
-    kept = []
-    for place in skeleton.places:
-        own = vars(place.module)
-        kept.append(own)
-        # attributes that the forward sets go with it
-        object.__setattr__(place.module, "__dict__", own.copy())
-    before = _put(skeleton.entries, tensors)
+    for holder, key, name in skeleton.entries:
+        holder[key] = tensors[name]
     out = skeleton.root(*args, **kwargs)
-    for place in skeleton.places:
-        if _torch.children(place.module) != place.children:
-            raise RuntimeError(
-                f"the forward of the model put another module into {type(place.module).__name__}. "
-                "Its tensors would be no arguments of `apply`. Cure: make it in `__init__`, or "
-                "run `model(example_batch)` once before make_functional(model)."
-            )
-    new_buffers = _taken(skeleton.entries, tensors, copies)
-    if list(map(len, skeleton.stores)) != skeleton.lengths or any(
-        store.get(key) is not None for store, key in skeleton.vacant
-    ):
+    new_buffers = _taken(skeleton.slots, tensors, copies)
+    for held, before in skeleton.children:
+        if held != before:
+            _refuse_child(skeleton)
+    for store, key in skeleton.vacant:
+        if key in store and store[key] is not None:
+            _check_registered(skeleton)
+    if list(map(len, skeleton.counted)) != skeleton.counts:
         _check_registered(skeleton)
-    _put(skeleton.entries, before)
-    for place, own in zip(skeleton.places, kept, strict=True):
-        object.__setattr__(place.module, "__dict__", own)
+        for attributes, _ in skeleton.dicts:
+            attributes.clear()
+    for attributes, at_rest in skeleton.dicts:
+        attributes |= at_rest
+    for elements, as_before in skeleton.lists:
+        elements[:] = as_before
     return out, new_buffers
 
 
@@ -162,12 +300,14 @@ def traced(
         for place in skeleton.places
         if place.attributes is not None
     ]
-    entries = _entries(skeleton.places)
-    before = _put(entries, tensors)
+    slots = _slots(skeleton.places)
+    # nothing but shapes, or in a compiled call inside of another the tensors of that one
+    before = {name: holder[key] for holder, key, name in slots}
+    _put(skeleton, slots, tensors)
     out = skeleton.root(*args, **kwargs)
-    new_buffers = _taken(entries, tensors, copies)
+    new_buffers = _taken(slots, tensors, copies)
     _check_registered(skeleton)
-    _put(entries, before)
+    _put(skeleton, slots, before)
     for module, attributes in kept:
         if _FOLLOWS_DICTS:
             for key in [
@@ -182,33 +322,24 @@ def traced(
     return out, new_buffers
 
 
-def _entries(places: tuple[_Place, ...]) -> list[_Entry]:
-    entries = []
-    for place in places:
-        parameters, buffers = _torch.stores(place.module)
-        entries += [(parameters, key, name) for key, name in place.parameters.items()]
-        entries += [(buffers, key, name) for key, name in place.buffers.items()]
-    return entries
-
-
-def _put(entries: list[_Entry], tensors: Tensors) -> Tensors:
-    """What stood where `tensors` stand now: nothing but shapes, or in a compiled call inside of
-    another the tensors of that one.
-    """
-    before = {}
-    for store, key, name in entries:
-        before[name] = store[key]
+def _put(skeleton: Skeleton, slots: list[_Slot], tensors: Tensors) -> None:
+    """Put `tensors` in all places, in a way that a compiler follows."""
+    for store, key, name in slots:
         store[key] = tensors[name]
-    return before
+    for (holder, key, name), owner in zip(skeleton.others, skeleton.owners, strict=True):
+        if owner is None:
+            holder[key] = tensors[name]
+        else:
+            setattr(owner, key, tensors[name])
 
 
-def _taken(entries: list[_Entry], tensors: Tensors, copies: Tensors) -> Tensors:
+def _taken(slots: list[_Slot], tensors: Tensors, copies: Tensors) -> Tensors:
     """What the forward left where the buffers stood: written in place, or replaced."""
     new = dict(copies)
-    for store, key, name in entries:
-        value = store.get(key)
-        if value is tensors[name]:
+    for store, key, name in slots:
+        if key in store and store[key] is tensors[name]:
             continue
+        value = store.get(key)
         if name not in copies:
             raise RuntimeError(
                 "the forward of the model put another tensor in the place of its "
@@ -225,13 +356,21 @@ def _taken(entries: list[_Entry], tensors: Tensors, copies: Tensors) -> Tensors:
     return new
 
 
+def _refuse_child(skeleton: Skeleton) -> None:
+    for module, (held, before) in zip(skeleton.modules, skeleton.children, strict=True):
+        if held != before:
+            raise RuntimeError(
+                f"the forward of the model put another module into {type(module).__name__}. "
+                "Its tensors would be no arguments of `apply`. Cure: make it in `__init__`, or "
+                "run `model(example_batch)` once before make_functional(model)."
+            )
+
+
 def _check_registered(skeleton: Skeleton) -> None:
     for place in skeleton.places:
         for store, names in zip(
             _torch.stores(place.module), (place.parameters, place.buffers), strict=True
         ):
-            if len(store) == len(names):
-                continue
             for key, value in store.items():
                 if value is not None and key not in names:
                     raise RuntimeError(

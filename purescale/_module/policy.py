@@ -18,10 +18,10 @@ from .._tree import tree as _tree
 from .._tree.tree import Tree
 
 _DTYPES = {
-    **dict.fromkeys(("float16", "f16", "half"), torch.float16),
+    **dict.fromkeys(("float16", "f16", "fp16", "half"), torch.float16),
     **dict.fromkeys(("bfloat16", "bf16"), torch.bfloat16),
-    **dict.fromkeys(("float32", "f32", "full"), torch.float32),
-    **dict.fromkeys(("float64", "f64"), torch.float64),
+    **dict.fromkeys(("float32", "f32", "fp32", "full"), torch.float32),
+    **dict.fromkeys(("float64", "f64", "fp64"), torch.float64),
 }
 _KEYS = {
     "params": "params",
@@ -93,9 +93,10 @@ def policy(text: str) -> Policy:
 
     Grammar: one dtype for all (`"bfloat16"`), or `key=dtype` pairs joined by commas. Keys:
     `params`, `compute`, `output`, `norms` (or p, c, o, n). Dtypes: float16, bfloat16, float32,
-    float64 (or f16, half, bf16, f32, full, f64); for `compute` also `autocast(float16)` and
-    `autocast(bfloat16)`: torch's own op lists. Left out: params is float32, compute follows params,
-    output follows compute, norms is float32 (or compute, where that is wider).
+    float64 (or f16, fp16, half, bf16, f32, fp32, full, f64, fp64); for `compute` also
+    `autocast(float16)` and `autocast(bfloat16)`: torch's own op lists. Left out: params is float32,
+    compute follows params, output follows compute, norms is float32 (or compute, where that is
+    wider).
 
     Raises `ValueError` for anything else, naming the part.
 
@@ -174,7 +175,8 @@ def with_policy(
       the way for a net that mixes floating buffers (positional encodings, say) into its
       activations, which plain half compute would refuse.
 
-    Raises `TypeError`, naming the leaf, for a parameter in another dtype than `policy.param_dtype`.
+    Raises `TypeError`, naming the leaf, for a parameter in another dtype than `policy.param_dtype`;
+    `ValueError` for a spectral norm or an Embedding(sparse=True) whose weight would be cast.
 
     >>> import torch
     >>> from purescale import make_functional
@@ -191,6 +193,12 @@ def with_policy(
         raise TypeError(
             f"with_policy takes a Policy or its string, got {policy!r}. Cure: "
             "policy('params=float32,compute=float16,output=float32')."
+        )
+    casts = not rules.autocast and rules.compute_dtype is not rules.param_dtype
+    if casts and (refused := getattr(apply, "_not_in_half", ())):
+        raise ValueError(
+            f"compute={str(rules.compute_dtype).removeprefix('torch.')} does not fit the model: "
+            f"{'; '.join(refused)}."
         )
     norm_params: frozenset[str] = getattr(apply, "norm_params", frozenset())
     frozen_params: frozenset[str] = getattr(apply, "frozen_params", frozenset())

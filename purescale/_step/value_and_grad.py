@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._loss_scale.rules import scale_loss
 from .._torch import donation, dtensor, private
@@ -116,7 +116,7 @@ class ValueAndGrad:
         with torch.enable_grad():
             # Leaves, so that autocast casts a weight once however often it is used; new ones, as a
             # loss may hang a hook on them.
-            inputs = [leaf.detach().requires_grad_() for leaf in self.inputs]
+            inputs = [_parameter(leaf) for leaf in self.inputs]
             before = list(map(_version, inputs))
             loss, outputs = self._scaled(buffers, microbatch, inputs)
         if not loss.requires_grad:
@@ -183,6 +183,14 @@ class ValueAndGrad:
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else private.version(tensor)
+
+
+def _parameter(leaf: Tensor) -> Tensor:
+    """A leaf over the memory of a parameter, which isinstance takes for an nn.Parameter."""
+    if type(leaf) is not Tensor:
+        return leaf.detach().requires_grad_()
+    parameter: Tensor = private.make_subclass(nn.Parameter, leaf, True)
+    return parameter
 
 
 def _backward(loss: Tensor, inputs: Leaves, takers: list[Callable[[Tensor], None]]) -> None:

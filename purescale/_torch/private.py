@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 NAMES: list[str] = []  # all that were looked up
 
@@ -101,9 +102,9 @@ def stores(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     return module._parameters, module._buffers
 
 
-def children(module: nn.Module) -> tuple[nn.Module | None, ...]:
-    """The modules that a module keeps, empty places as None."""
-    return tuple(module._modules.values())
+def children(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Where a module keeps its own modules."""
+    return module._modules
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -111,29 +112,50 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_pre_hooks or module._forward_hooks)
 
 
+# Attributes of every module that are known by other ways, or that a forward does not use.
+NOT_FOR_FORWARD = frozenset(
+    {
+        "_parameters",
+        "_buffers",
+        "_modules",
+        "_state_dict_hooks",
+        "_state_dict_pre_hooks",
+        "_load_state_dict_pre_hooks",
+        "_load_state_dict_post_hooks",
+    }
+)
+_ParametrizedSpectralNorm: Any = _find("torch.nn.utils.parametrizations._SpectralNorm")
+
+
+def is_spectral_norm(module: nn.Module) -> bool:
+    """Whether a module has or is a spectral norm, of the older or the newer kind."""
+    return isinstance(module, _ParametrizedSpectralNorm) or any(
+        isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values()
+    )
+
+
 # ---- tensors -------------------------------------------------------------------------------------
 
 version: Callable[[Tensor], int] = _find("torch.Tensor._version").__get__
 indices: Callable[[Tensor], Tensor] = _find("torch.Tensor._indices")  # sparse, coalesced or not
 values: Callable[[Tensor], Tensor] = _find("torch.Tensor._values")
+# Of a tensor, off its graph: a leaf of the class, which requires a gradient where that is asked.
 make_subclass: Callable[..., Any] = _find("torch.Tensor._make_subclass")
 flatten_dense: Callable[[list[Tensor]], Tensor] = _find("torch._utils._flatten_dense_tensors")
 
 
-class ParameterLike(Tensor):
-    """What isinstance takes for an nn.Parameter; what is computed of it are plain tensors."""
-
-    # As nn.Parameter has it: operators cost nothing more.
-    __torch_function__ = _find("torch._C._disabled_torch_function_impl")
-    _is_param = True  # torch's compiled functions take no other subclass everywhere
+_find("torch.Tensor._backward_hooks")
+_find("torch.Tensor._post_accumulate_grad_hooks")
 
 
-# Of a tensor, off its graph: a leaf of the class, which requires a gradient where that is asked.
-subclass_leaf: Callable[[type, Tensor, bool], Any] = _find("torch.Tensor._make_subclass")
+def gradient_hooks(tensor: Tensor) -> tuple[Callable[[Tensor], Any], ...]:
+    """What `register_hook` hung on a tensor."""
+    return tuple((tensor._backward_hooks or {}).values())
 
-with without_modes():
-    if not isinstance(torch.empty(0, device="cpu").as_subclass(ParameterLike), nn.Parameter):
-        raise _refused("that a tensor whose `_is_param` is set is an nn.Parameter")
+
+def has_accumulated_hooks(tensor: Tensor) -> bool:
+    """Whether `register_post_accumulate_grad_hook` hung anything on it."""
+    return bool(tensor._post_accumulate_grad_hooks)
 
 
 # ---- list kernels --------------------------------------------------------------------------------

@@ -1,0 +1,114 @@
+"""What a module refers to besides its tensors: lists, helper objects, closures, hooks."""
+
+from __future__ import annotations
+
+import collections
+import dis
+import functools
+import types
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from .._torch import private as _torch
+
+_ATOMS = (bool, int, float, complex, str, bytes, type, type(None), types.ModuleType, types.CodeType)
+_BOUND = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
+
+
+class Reference(NamedTuple):
+    """One object of the model refers to another: where, as a user would write it; who, by which key
+    or index where that is a dict or a list; to what; and whose attributes the dict holds, if so.
+    """
+
+    where: str
+    holder: Any
+    key: Any
+    value: Any
+    owner: Any = None
+
+
+def references(root: Any, where: str = "") -> Iterator[Reference]:
+    """All references that can be reached from a module, or from functions that hang on one, but
+    for its registered tensors.
+    """
+    modules = dict(root.named_modules()) if isinstance(root, nn.Module) else {}
+    names = {id(module): name for name, module in modules.items()}
+    waiting = [(root, where), *((module, name) for name, module in modules.items())]
+    seen = set()
+    while waiting:
+        holder, where = waiting.pop()
+        if id(holder) in seen:
+            continue
+        seen.add(id(holder))
+        for reference in _of(holder, names.get(id(holder), where), id(holder) in names):
+            yield reference
+            if not isinstance(reference.value, (Tensor, *_ATOMS)):
+                waiting.append((reference.value, reference.where))
+
+
+def _of(holder: Any, where: str, registered: bool) -> Iterator[Reference]:
+    if isinstance(holder, dict):
+        for key, value in list(holder.items()):
+            yield Reference(f"{where}[{key!r}]", holder, key, value)
+            yield Reference(f"a key of {where}", None, None, key)
+    elif isinstance(holder, list):
+        for index, value in enumerate(list(holder)):
+            yield Reference(f"{where}[{index}]", holder, index, value)
+    elif isinstance(holder, (tuple, set, frozenset, collections.deque)):
+        for index, value in enumerate(list(holder)):
+            yield Reference(f"{where}[{index}]", holder, None, value)
+    elif isinstance(holder, types.FunctionType):
+        for name, value in _captured(holder):
+            yield Reference(f"{where} (its {name!r})", holder, None, value)
+    elif isinstance(holder, functools.partial):
+        for part in (holder.func, holder.args, holder.keywords):
+            yield Reference(where, holder, None, part)
+    elif isinstance(holder, _BOUND):
+        yield Reference(f"{where} (its 'self')", holder, None, holder.__self__)
+        if isinstance(holder, types.MethodType):
+            yield Reference(where, holder, None, holder.__func__)
+    elif isinstance(holder, weakref.ref):
+        yield Reference(f"{where} (a weak reference)", holder, None, holder())
+    yield from _attributes(holder, where, registered)
+
+
+def _attributes(holder: Any, where: str, registered: bool) -> Iterator[Reference]:
+    attributes = getattr(holder, "__dict__", None)
+    left_out = _torch.NOT_FOR_FORWARD if registered else ()
+    if isinstance(attributes, dict):
+        for key, value in list(attributes.items()):
+            if key not in left_out:
+                name = f"{where}.{key}" if where else str(key)
+                yield Reference(name, attributes, key, value, holder)
+    for kind in type(holder).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for key in (slots,) if isinstance(slots, str) else slots:
+            if isinstance(kind.__dict__.get(key), types.MemberDescriptorType):
+                yield Reference(f"{where}.{key}", holder, None, getattr(holder, key, None))
+
+
+def _captured(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """What a function uses besides its arguments: closure, defaults, and modules and tensors that
+    are global.
+    """
+    cells = function.__closure__ or ()
+    for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+    yield "defaults", function.__defaults__
+    yield "defaults", function.__kwdefaults__
+    for name in _global_names(function.__code__):
+        value = function.__globals__.get(name)
+        if isinstance(value, (nn.Module, Tensor, types.MethodType, functools.partial)):
+            yield name, value
+
+
+def _global_names(code: types.CodeType) -> set[str]:
+    names = {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
+    inner = (part for part in code.co_consts if isinstance(part, types.CodeType))
+    return names.union(*map(_global_names, inner))

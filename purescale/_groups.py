@@ -59,6 +59,8 @@ class Groups:
                 "lr_in_state out."
             )
         self.lr_in_state = lr_in_state
+        # Which of the rates may be another one in a later step.
+        self.moves = (callable(self._lr) or lr_in_state, *map(callable, self.lrs[1:]))
         self._tensor_lrs = {
             index: rate.clone() for index, rate in enumerate(self.lrs) if isinstance(rate, Tensor)
         }
@@ -189,7 +191,7 @@ class Groups:
         return (
             given.to(device, torch.float32, copy=True)
             if isinstance(given, Tensor)
-            else torch.tensor(float(given), device=device)
+            else torch.full((), float(given), dtype=torch.float32, device=device)
         )
 
     def check(self, opt_state: OptState) -> None:
@@ -235,7 +237,7 @@ class Groups:
                     "reads the others in Python. Cure: a number."
                 )
         _check_rate(where, settings["lr"])
-        probe = torch.zeros(2, 3, device="cpu")
+        probe = torch.zeros(2, 3, dtype=torch.float32, device="cpu")
         probe.grad = torch.zeros_like(probe)
         optimizer = with_slots(self.cls, [probe], settings, settings["lr"])
         return dict(optimizer.defaults), {

@@ -192,7 +192,9 @@ def probe_scales(
     columns: list[list[tuple[Tensor, Tensor]]] = []
     for start in range(0, len(chosen), chunk):  # the largest first: the others are held against it
         part = chosen[start : start + chunk]
-        scales = torch.tensor([2.0**exponent for exponent in part], device=device)
+        scales = torch.tensor(
+            [2.0**exponent for exponent in part], dtype=torch.float32, device=device
+        )
         grads, overflow = torch.vmap(lambda scale, grads: unscale_and_check(_Scale(scale), grads))(
             scales, _gradients(loss, inputs, scales)
         )

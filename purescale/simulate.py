@@ -33,7 +33,7 @@ def simulate(rule: Rule[Any], found_infs: Tensor | Sequence[bool]) -> Any:
     tensor([8., 4., 4., 8.])
     """
     flags = _series("found_infs", found_infs, "bool", lambda t: t.dtype is torch.bool)
-    nothing = torch.zeros((), device=flags.device)
+    nothing = torch.zeros((), dtype=torch.float32, device=flags.device)
     return _run(rule, flags, lambda scaler, bad: (bad, nothing))[0]
 
 
@@ -93,7 +93,10 @@ def _series(name: str, values: Any, kind: str, fits: Any) -> Tensor:
         elif any(_checks.as_float(value) is None and type(value) is not bool for value in listed):
             raise TypeError(f"{name} holds what is no number. Cure: one {dtype} a step.")
         else:
-            series = torch.tensor(listed, dtype=None if listed else dtype)
+            # Not the default dtype, which may be narrower.
+            fractions = any(isinstance(value, float) for value in listed)
+            kept = torch.float32 if fractions else None if listed else dtype
+            series = torch.tensor(listed, dtype=kept)
     else:
         raise TypeError(
             f"{name} is {_checks.shown(values)}; expected {kind} [T], one a step, or a list. Cure: "

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from . import _dtensor, _foreach, _meshes, _tree
+from ._autocast import outside_autocast
 from ._checks import as_float, shown, whole
 from ._tree import Leaves, Tree
 
@@ -73,6 +74,7 @@ def init_accum(params: Tree, dtype: torch.dtype | None = None) -> AccumState:
     )
 
 
+@outside_autocast()
 def accumulate_grads(
     accum: AccumState,
     grads: Tree,
@@ -163,6 +165,7 @@ def _share(weight: Tensor, others: Tensor) -> Tensor:
     return weight / torch.where(total > 0, total, 1)
 
 
+@outside_autocast()
 def accumulated_grads(
     accum: AccumState, on_nonfinite: OnNonfinite = "drop_window", donate: bool = False
 ) -> tuple[Tree, Tensor]:
@@ -203,6 +206,7 @@ def accumulated_grads(
     return grads, found_inf
 
 
+@outside_autocast()
 def merge_accum(a: AccumState, b: AccumState, donate: bool = False) -> AccumState:
     """Equal to one window over the microbatches of both: the halves of two workers, or of two
     processes.

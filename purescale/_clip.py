@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from . import _dtensor, _foreach, _meshes, _tree
+from ._autocast import outside_autocast
 from ._checks import as_float, bound, shown
 from ._tree import Tree
 
 
+@outside_autocast()
 def clip_by_global_norm(
     grads: Tree, max_norm: float | Tensor, norm_type: float = 2.0, donate: bool = False
 ) -> tuple[Tree, Tensor]:
@@ -128,6 +130,7 @@ def check_grad_norm(norm: Tensor) -> None:
         )
 
 
+@outside_autocast()
 def clip_by_value(grads: Tree, clip_value: float | Tensor, donate: bool = False) -> Tree:
     """Equal to `tree_map(lambda g: g.clamp(-clip_value, clip_value), grads)`.
 

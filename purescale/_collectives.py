@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from . import _checks, _dtensor, _torch, _tree
+from ._autocast import outside_autocast
 from ._buckets import Reduction
 from ._group import all_reduce, alone, check_group
 from ._tree import Leaves, Tree
@@ -39,6 +40,7 @@ def all_reduce_found_inf(found_inf: Tensor, group: Any = None) -> Tensor:
     return all_reduce(found_inf.to(torch.int32), "max", group).to(torch.bool)
 
 
+@outside_autocast()
 def all_reduce_grads(
     grads: Tree,
     group: Any = None,

@@ -223,6 +223,9 @@ class Memo(Generic[T]):
         # One assignment: another thread sees the memo as it was or as it is.
         self._known = (known, *self._known[: self.KEPT - 1])
 
+    def __deepcopy__(self, memo: Any) -> Memo[T]:
+        return Memo()  # a guard of torch's cannot be copied, and to forget changes no bit
+
     def clear(self) -> None:
         """Forget everything."""
         self._known = ()

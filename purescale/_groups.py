@@ -6,7 +6,7 @@ import fnmatch
 import functools
 import inspect
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,10 @@ from . import _foreach, _torch, _tree
 from ._slots import OptState, described, with_slots
 
 Schedule = Callable[[Tensor], "Tensor | float"]
+PARAMETERS_GIVEN = (
+    "Likely cause: parameters, as torch's classes take them; here a state is made of them later. "
+    "Cure: `optimizer = from_torch(torch.optim.AdamW, lr=1e-3)`, `optimizer.init(params)`."
+)
 _FLAGS = ("foreach", "fused", "capturable", "differentiable")
 
 
@@ -234,7 +238,7 @@ class Groups:
                 raise TypeError(
                     f"{where}: {name} is a tensor of shape {tuple(value.shape)}, {value.dtype}; "
                     f"only lr may be one, floating and 0-d, since torch's {self.cls.__name__} "
-                    "reads the others in Python. Cure: a number."
+                    f"reads the others in Python. {_cure(name)}"
                 )
         _check_rate(where, settings["lr"])
         probe = torch.zeros(2, 3, dtype=torch.float32, device="cpu")
@@ -243,6 +247,18 @@ class Groups:
         return dict(optimizer.defaults), {
             key: value for key, value in optimizer.state[probe].items() if isinstance(value, Tensor)
         }
+
+
+def _cure(name: str) -> str:
+    if name == "lr":
+        return "Cure: a number, or lr_in_state=True and torch.vmap for a rate a member."
+    if name == "weight_decay":
+        return (
+            "Cure: a number; for one a member, weight_decay=0.0 and `p - lr * weight_decay * "
+            'before` after the step, under torch.vmap (docs/recipes.md, "A weight decay a '
+            'member").'
+        )
+    return "Cure: a number, and an optimizer for each of the values."
 
 
 def _check_class(cls: Any, settings: dict[str, Any]) -> None:
@@ -291,6 +307,11 @@ def _check_rate(where: str, lr: Any) -> None:
     break later, in a traced step.
     """
     if isinstance(lr, (bool, type)) or not (callable(lr) or isinstance(lr, (Tensor, numbers.Real))):
+        if _may_be_parameters(lr):
+            raise TypeError(
+                f"{where}: lr must be a number, a 0-d tensor or a function of the step count, got "
+                f"{type(lr).__name__}. {PARAMETERS_GIVEN}"
+            )
         likely = (
             "a scheduler of torch, which holds an optimizer and counts by itself. "
             if _is_scheduler(lr)
@@ -314,6 +335,12 @@ def _check_rate(where: str, lr: Any) -> None:
             "torch.cos, torch.where(applied < 100, a, b), torch.tensor(rates).take(applied)."
         ) from None
     _check_scheduled(rate)
+
+
+def _may_be_parameters(lr: Any) -> bool:
+    if isinstance(lr, (list, tuple)):
+        return not all(isinstance(value, numbers.Real) for value in lr)
+    return isinstance(lr, Iterable) and not isinstance(lr, str)
 
 
 def _is_scheduler(lr: Any) -> bool:

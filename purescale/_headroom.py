@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import _checks, _foreach, _tree
+from ._autocast import outside_autocast
 from ._extent import Extent
 from ._group import all_reduce
 from ._meshes import extent
@@ -172,6 +173,7 @@ def _as_amax(amax: Any, like: Tensor) -> Tensor:
     return _foreach.saturating(amax.detach(), torch.float32)
 
 
+@outside_autocast()
 def grad_amax(grads: Tree, group: Any = None) -> Tensor:
     """Equal to `max(g.abs().max() for g in tree_leaves(grads))`, from one read and with no sync.
 

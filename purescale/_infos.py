@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from . import _tree
+from ._autocast import outside_autocast
 from ._checks import shown
 
 
@@ -30,6 +31,7 @@ class StepInfo(NamedTuple):
     aux: Any  # what loss_fn returned third, one a microbatch; () where it returns two
 
 
+@outside_autocast()
 def stack_infos(infos: Sequence[StepInfo]) -> StepInfo:
     """Equal to `StepInfo(*(torch.stack(values) for values in zip(*infos)))`, leaf by leaf: a run as
     one value, each tensor with one dimension more, [T] in front.

@@ -6,16 +6,20 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from . import _tree
-from ._groups import Schedule
+from ._autocast import outside_autocast
+from ._groups import PARAMETERS_GIVEN, Schedule
 from ._torch_optim import TorchOptimizer
 from ._tree import Tree
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Optimizer(Protocol):
@@ -28,6 +32,22 @@ class Optimizer(Protocol):
         """Parameters and state after one step, in fresh memory."""
 
 
+def _without_parameters(make: Callable[P, T]) -> Callable[P, T]:
+    """`from_torch`, with words for a call as that of torch's class, which begins with them."""
+
+    @functools.wraps(make)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        if len(args) > 1 and "lr" in kwargs:
+            raise TypeError(
+                f"from_torch was given {type(args[1]).__name__} beside lr={kwargs['lr']!r}. "
+                f"{PARAMETERS_GIVEN}"
+            )
+        return make(*args, **kwargs)
+
+    return checked
+
+
+@_without_parameters
 def from_torch(
     cls: type[torch.optim.Optimizer],
     lr: float | Tensor | Schedule | None = None,
@@ -144,6 +164,7 @@ class TransformationOptimizer:
         """Refuse gradients that are not those of `params`."""
         _tree.aligned(params, grads)
 
+    @outside_autocast()
     def step(self, params: Tree, grads: Tree, opt_state: Any) -> tuple[Tree, Any]:
         """Parameters and state after one step. A parameter whose gradient is None is given to `tx`
         with None.

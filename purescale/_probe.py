@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from . import _checks, _extent, _foreach, _tree
+from ._autocast import outside_autocast
 from ._differentiate import Differentiate, LossFn
 from ._scaler import NoScale, unscale_and_check
 from ._tree import Leaves, Tree
@@ -131,6 +132,7 @@ class _Scale(NamedTuple):
     scale: Tensor
 
 
+@outside_autocast("loss_fn")
 def probe_scales(
     loss_fn: LossFn,
     params: Tree,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from . import _checks, _dtensor, _extent, _foreach, _leaf, _meshes, _tree
+from ._autocast import outside_autocast
 from ._collectives import all_reduce_found_inf
 from ._tree import Tree
 
@@ -311,6 +312,7 @@ def _wide(loss: Tensor) -> Tensor:
     return loss.to(_foreach.wide_dtype(loss.dtype))
 
 
+@outside_autocast()
 def unscale_and_check(
     scaler: HasScale, grads: Tree, donate: bool = False, group: Any = None
 ) -> tuple[Tree, Tensor]:

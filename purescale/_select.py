@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from . import _columns, _dtensor, _leaf, _tree
+from ._autocast import outside_autocast
 from ._leaf import parts
 from ._torch import foreach
 from ._tree import Flat, Leaves, Tree
 
 
+@outside_autocast()
 def select(found_inf: Tensor | bool, old: Tree, new: Tree) -> Tree:
     """Equal to `tree_map(lambda o, n: torch.where(found_inf, o, n), old, new)`: `old` where the
     step is bad, else `new`.

@@ -55,9 +55,7 @@ class Kept:
         self._cls = cls
         # Step counts and the like, and what is shaped like its parameter.
         self._counts = {
-            key: _scalar_dtype(value)
-            for key, value in probed.items()
-            if value.ndim == 0
+            key: _scalar_dtype(value) for key, value in probed.items() if value.ndim == 0
         }
         self._shaped = {key for key, value in probed.items() if value.shape == (2, 3)} | {
             "momentum_buffer"

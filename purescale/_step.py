@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import _dtensor, _foreach, _tree
+from ._autocast import outside_autocast
 from ._clip import Clip, check_ordered, checked, clip_by_value, clip_divisor, clip_to, told
 from ._kernels import Treatment
 from ._optim import Optimizer
@@ -31,6 +32,7 @@ class Stepped(NamedTuple):
     grad_amax: Any = ()
 
 
+@outside_autocast()
 def maybe_step(
     optimizer: Optimizer,
     params: Tree,
@@ -119,6 +121,7 @@ def _off_the_graph(optimizer: Optimizer) -> contextlib.AbstractContextManager[An
     return torch.no_grad()
 
 
+@outside_autocast()
 def unscale_and_step(
     optimizer: Optimizer,
     scaler: HasScale,

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _columns, _foreach, _plan, _slots, _torch, _tree
+from . import _checks, _columns, _foreach, _plan, _slots, _torch, _tree
+from ._autocast import outside_autocast
 from ._door import Entered, Memo, enter
 from ._formula_step import FormulaStep
 from ._groups import Groups, as_tensor
@@ -184,6 +185,7 @@ class TorchOptimizer:
                 slots[name] = slot
         return OptState(applied, {name: slots[name] for name in named}, lr)
 
+    @outside_autocast()
     @over_shards
     def step(self, params: Tree, grads: Tree, opt_state: OptState) -> tuple[Tree, OptState]:
         """Parameters and state after one step, in fresh memory. A parameter whose gradient is None
@@ -214,17 +216,21 @@ class TorchOptimizer:
         rates = self._groups.rates(opt_state.applied, opt_state.lr)
         return _slots.state_dict(opt_state.slots, self._groups.of(tuple(opt_state.slots), rates))
 
-    def from_state_dict(self, sd: Mapping[str, Any], params: Tree) -> OptState:
+    def from_state_dict(
+        self, sd: Mapping[str, Any], params: Tree, applied: int | Tensor | None = None
+    ) -> OptState:
         """Syncs. The state in `cls(groups).state_dict()`, copied; of its settings only the rate,
         and only with lr_in_state.
 
         `params` are taken in the order in which `to_state_dict` lists them, or in their own where
-        `sd` has one group. `applied` is the largest step count in `sd`; where the class keeps none
-        (SGD, Muon) it is 1 if `sd` holds any state, else 0: `opt_state._replace(applied=...)` if a
-        schedule needs the true one. Raises `ValueError` for another class's or another model's
-        state.
+        `sd` has one group. `applied`: the steps that were applied, which a schedule goes on from,
+        `scheduler.last_epoch` of a scheduler that stepped with the optimizer. Left out it is the
+        largest step count in `sd`; where the class keeps none (SGD, Muon) it is 1 if `sd` holds any
+        state, else 0, and an error where the rate is a schedule. Raises `ValueError` for another
+        class's or another model's state, and for one with two rates where the state holds one.
         """
         saved_groups, states = _slots.checked_state_dict(sd)
+        known = None if applied is None else _whole_count(applied)
         fresh = self.init(params)
         groups = [names for names, _ in self._groups.of(tuple(fresh.slots), self._groups.lrs)]
         if len(saved_groups) == 1:
@@ -251,14 +257,39 @@ class TorchOptimizer:
                 "the state dict has a step count that is inf or NaN. Likely cause: a damaged "
                 "file, or a step that was taken with such a count. Cure: an older state dict."
             )
-        applied = (
-            torch.stack(steps).max().to(torch.int64) if steps else fresh.applied + bool(states)
-        )
-        lr = fresh.lr
-        if self._groups.lr_in_state:
-            rate = saved_groups[0].get("lr", lr)
-            lr = as_tensor(rate, lr).detach().to(lr.device, torch.float32, copy=True)
-        return OptState(applied, slots, lr)
+        if known is None and not steps and any(map(callable, self._groups.lrs)):
+            raise ValueError(
+                f"the rate is a schedule, and {self._groups.cls.__name__}'s state dict has no step "
+                "count to go on from. Cure: `optimizer.from_state_dict(sd, params, "
+                "applied=scheduler.last_epoch)`, the steps made so far; 0 of an optimizer that has "
+                "made none."
+            )
+        if known is not None:
+            count = torch.full_like(fresh.applied, known)
+        elif steps:
+            count = torch.stack(steps).max().to(torch.int64)
+        else:
+            count = fresh.applied + bool(states)
+        return OptState(count, slots, self._saved_rate(saved_groups, fresh))
+
+    def _saved_rate(self, saved_groups: list[Mapping[str, Any]], fresh: OptState) -> Any:
+        """The rate of the groups that take that of the state; () where it holds none."""
+        if not self._groups.lr_in_state:
+            return fresh.lr
+        places = range(len(self._groups.lrs))
+        indices = [group["lr"] for _, group in self._groups.of(tuple(fresh.slots), places)]
+        if len(saved_groups) != len(indices):
+            indices = [0]
+        pairs = zip(indices, saved_groups, strict=True)
+        rates = [group.get("lr", fresh.lr) for index, group in pairs if index == 0]
+        if len({float(rate) for rate in rates}) > 1:
+            raise ValueError(
+                f"the state dict has the rates {[float(rate) for rate in rates]} in groups that "
+                "take theirs from the state, which holds one. Likely cause: groups with a rate of "
+                "their own. Cure: `overrides={pattern: {'lr': ...}}` for all of them but one."
+            )
+        lr = as_tensor(rates[0] if rates else fresh.lr, fresh.lr)
+        return lr.detach().to(fresh.lr.device, torch.float32, copy=True)
 
     def check(self, params: Tree, grads: Tree, opt_state: OptState) -> Problem:
         """What a step is over; refuses gradients and a state that are not those of `params`."""
@@ -453,6 +484,12 @@ def _besides(opt_state: OptState, rates: list[Any], keep: Sequence[Tensor]) -> l
     lr = opt_state.lr
     moving = [rate for rate in rates if isinstance(rate, Tensor) and rate is not lr]
     return [opt_state.applied, *_tree.tensors(lr), *moving, *keep]
+
+
+def _whole_count(applied: Any) -> int:
+    if isinstance(applied, Tensor) and applied.ndim == 0:
+        applied = applied.item()
+    return _checks.whole("applied", applied, least=0)
 
 
 def _cast_gradients(problem: Problem) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import _tree
 from ._accum import OnNonfinite, check_on_nonfinite
+from ._autocast import outside_autocast
 from ._checks import shown
 from ._clip import Clip, check_ordered, checked, told
 from ._differentiate import LossFn
@@ -88,6 +89,7 @@ def init_train_state(
     )
 
 
+@outside_autocast("loss_fn", "weight_fn")
 def train_step(
     state: TrainState,
     microbatches: list[Any],

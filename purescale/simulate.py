@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from . import _checks, _tree
+from ._autocast import outside_autocast
 from ._headroom import check_rule, updated
 from ._scaler import Rule
 
 
+@outside_autocast()
 def simulate(rule: Rule[Any], found_infs: Tensor | Sequence[bool]) -> Any:
     """Equal to `states = [rule.init()]; for bad in found_infs: states += [rule.update(states[-1],
     bad)]`, stacked.
@@ -37,6 +39,7 @@ def simulate(rule: Rule[Any], found_infs: Tensor | Sequence[bool]) -> Any:
     return _run(rule, flags, lambda scaler, bad: (bad, nothing))[0]
 
 
+@outside_autocast()
 def replay(
     rule: Rule[Any], amaxes: Tensor | Sequence[float], largest: float = 65504.0
 ) -> tuple[Any, Tensor]:

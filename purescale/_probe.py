@@ -269,7 +269,7 @@ def _facts(grads: Leaves, overflow: Tensor, best: Leaves | None) -> list[tuple[T
     facts = []
     for index, grad in enumerate(grads):
         values = _extent.stored_values(grad).reshape(len(grad), -1)
-        zeros = (values == 0).sum(1) / max(values.shape[1], 1)
+        zeros = (values == 0).sum(1).to(torch.float32) / max(values.shape[1], 1)
         error = torch.full_like(zeros, math.inf)
         if best is not None:
             ideal = _extent.stored_values(best[index]).reshape(1, -1)

@@ -198,6 +198,27 @@ class Groups:
             else torch.full((), float(given), dtype=torch.float32, device=device)
         )
 
+    def saved_lr(
+        self, saved_groups: Sequence[Mapping[str, Any]], names: tuple[str, ...], lr: Any
+    ) -> Any:
+        """The rate in a state dict of those groups that take that of the state, else `lr`; () where
+        the state holds none.
+        """
+        if not self.lr_in_state:
+            return lr
+        indices = [group["lr"] for _, group in self.of(names, range(len(self.lrs)))]
+        if len(saved_groups) != len(indices):
+            indices = [0]
+        pairs = zip(indices, saved_groups, strict=True)
+        rates = [group.get("lr", lr) for index, group in pairs if index == 0] or [lr]
+        if len({float(rate) for rate in rates}) > 1:
+            raise ValueError(
+                f"the state dict has the rates {[float(rate) for rate in rates]} in groups that "
+                "take theirs from the state, which holds one. Likely cause: groups with a rate of "
+                "their own. Cure: `overrides={pattern: {'lr': ...}}` for all of them but one."
+            )
+        return as_tensor(rates[0], lr).detach().to(lr.device, torch.float32, copy=True)
+
     def check(self, opt_state: OptState) -> None:
         """Refuse a state whose rate is not where these settings look for it."""
         lr = opt_state.lr

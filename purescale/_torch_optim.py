@@ -15,7 +15,7 @@ from . import _checks, _columns, _foreach, _plan, _slots, _torch, _tree
 from ._autocast import outside_autocast
 from ._door import Entered, Memo, enter
 from ._formula_step import FormulaStep
-from ._groups import Groups, as_tensor
+from ._groups import Groups
 from ._kernels import Kernel, Treatment, kernel_of
 from ._slots import Kept, OptState, Slots
 from ._spread import is_elementwise, over_shards
@@ -270,26 +270,8 @@ class TorchOptimizer:
             count = torch.stack(steps).max().to(torch.int64)
         else:
             count = fresh.applied + bool(states)
-        return OptState(count, slots, self._saved_rate(saved_groups, fresh))
-
-    def _saved_rate(self, saved_groups: list[Mapping[str, Any]], fresh: OptState) -> Any:
-        """The rate of the groups that take that of the state; () where it holds none."""
-        if not self._groups.lr_in_state:
-            return fresh.lr
-        places = range(len(self._groups.lrs))
-        indices = [group["lr"] for _, group in self._groups.of(tuple(fresh.slots), places)]
-        if len(saved_groups) != len(indices):
-            indices = [0]
-        pairs = zip(indices, saved_groups, strict=True)
-        rates = [group.get("lr", fresh.lr) for index, group in pairs if index == 0]
-        if len({float(rate) for rate in rates}) > 1:
-            raise ValueError(
-                f"the state dict has the rates {[float(rate) for rate in rates]} in groups that "
-                "take theirs from the state, which holds one. Likely cause: groups with a rate of "
-                "their own. Cure: `overrides={pattern: {'lr': ...}}` for all of them but one."
-            )
-        lr = as_tensor(rates[0] if rates else fresh.lr, fresh.lr)
-        return lr.detach().to(fresh.lr.device, torch.float32, copy=True)
+        lr = self._groups.saved_lr(saved_groups, tuple(fresh.slots), fresh.lr)
+        return OptState(count, slots, lr)
 
     def check(self, params: Tree, grads: Tree, opt_state: OptState) -> Problem:
         """What a step is over; refuses gradients and a state that are not those of `params`."""

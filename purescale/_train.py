@@ -157,6 +157,8 @@ def train_step(
       that rank ends, or the group's timeout does. DTensors, which are reduced over their own mesh,
       are refused.
 
+    Inside the caller's `torch.autocast` only `loss_fn` and `weight_fn` are computed under it.
+
     Returns the next state and `StepInfo`. On an overflow parameters, optimizer state, buffers and
     `step` come back bit for bit; the scale backs off. A rule that takes amax gets that of the
     averaged, unscaled gradients before clipping. Reads no tensor's value, so nothing syncs;

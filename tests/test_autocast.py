@@ -13,15 +13,16 @@ RULE = ps.StaticScale(1.0)
 SGD = ps.from_torch(OPTIM.SGD, lr=0.1)
 
 
-def autocast():
-    return torch.autocast("cpu", torch.bfloat16)
+def autocast(dtype=torch.bfloat16):
+    return torch.autocast("cpu", dtype)
 
 
 def assert_the_same_inside(compute):
     expected = compute()
-    with autocast():
-        found = compute()
-    assert same_bits(found, expected)
+    for dtype in (torch.bfloat16, torch.float16):
+        with autocast(dtype):
+            found = compute()
+        assert same_bits(found, expected)
 
 
 def exact(params, buffers, x):
@@ -61,10 +62,13 @@ def test_the_backward_of_a_compiled_step_too():
 
 
 def test_the_backward_of_a_probe_too():
-    params, x = {"w": torch.randn(33, 5)}, torch.randn(5, 33)
-    assert_the_same_inside(
-        lambda: ps.probe_scales(exact, params, {}, x, exponents=[0, 4]).error["w"]
-    )
+    params, x = {"w": torch.randn(33, 5)}, torch.randn(300, 33)
+
+    def facts():
+        probe = ps.probe_scales(exact, params, {}, x, exponents=[0, 4, 127])
+        return probe.overflow, probe.zeros, probe.error, str(probe)
+
+    assert_the_same_inside(facts)
 
 
 def kinds_seen(state, x, **settings):

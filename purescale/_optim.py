@@ -87,11 +87,12 @@ def from_torch(
     own format) take any pytree of parameters. Step hooks do not run.
 
     Raises `TypeError` or `ValueError` when made, and in torch's own words for settings that the
-    class refuses: for parameters, which `init` takes; for LBFGS (needs a closure), SparseAdam (takes no dense gradients), Adafactor
-    without a named `foreach` (each of torch's implementations reads three values per parameter, so
-    name the one that may), classes outside of torch.optim's pattern. `init` and `step` raise for a
-    pattern in `overrides` that matches no parameter; `step` for a state that is not that of these
-    parameters (shapes, dtypes and devices of every slot), before torch's kernel is called.
+    class refuses: for parameters, which `init` takes; for LBFGS (needs a closure), SparseAdam
+    (takes no dense gradients), Adafactor without a named `foreach` (each of torch's implementations
+    reads three values per parameter, so name the one that may), classes outside of torch.optim's
+    pattern. `init` and `step` raise for a pattern in `overrides` that matches no parameter; `step`
+    for a state that is not that of these parameters (shapes, dtypes and devices of every slot),
+    before torch's kernel is called.
 
     >>> import torch
     >>> optimizer = from_torch(torch.optim.SGD, lr=0.5, momentum=0.9)

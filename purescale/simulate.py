@@ -10,10 +10,12 @@ from torch import Tensor
 
 from ._loss_scale.headroom import check_rule, takes_amax, updated
 from ._loss_scale.rules import Rule
+from ._torch.autocast import outside_autocast
 from ._tree import scalars as _checks
 from ._tree import tree as _tree
 
 
+@outside_autocast()
 def simulate(rule: Rule[Any], found_infs: Tensor | Sequence[bool]) -> Any:
     """Equal to `states = [rule.init()]; for bad in found_infs: states += [rule.update(states[-1],
     bad)]`, stacked.
@@ -34,10 +36,11 @@ def simulate(rule: Rule[Any], found_infs: Tensor | Sequence[bool]) -> Any:
     tensor([8., 4., 4., 8.])
     """
     flags = _series("found_infs", found_infs, "bool", lambda t: t.dtype is torch.bool)
-    nothing = torch.full((), torch.nan, device=flags.device)
+    nothing = torch.full((), torch.nan, dtype=torch.float32, device=flags.device)
     return _run(rule, flags, lambda scaler, bad: (bad, bad, nothing))[0]
 
 
+@outside_autocast()
 def replay(
     rule: Rule[Any], amaxes: Tensor | Sequence[float], largest: float = 65504.0
 ) -> tuple[Any, Tensor]:
@@ -98,7 +101,10 @@ def _series(name: str, values: Any, kind: str, fits: Any) -> Tensor:
         elif any(_checks.as_float(value) is None and type(value) is not bool for value in listed):
             raise TypeError(f"{name} holds what is no number. Cure: one {dtype} a step.")
         else:
-            series = torch.tensor(listed, dtype=None if listed else dtype)
+            # Not the default dtype, which may be narrower.
+            fractions = any(isinstance(value, float) for value in listed)
+            kept = torch.float32 if fractions else None if listed else dtype
+            series = torch.tensor(listed, dtype=kept)
     else:
         raise TypeError(
             f"{name} is {_checks.shown(values)}; expected {kind} [T], one a step, or a list. Cure: "

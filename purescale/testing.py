@@ -84,6 +84,10 @@ def scale_rules(kind: type | None = None) -> st.SearchStrategy[Any]:
     return st.one_of(*kinds.values()) if kind is None else kinds[kind]
 
 
+def _scale(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float32)
+
+
 @st.composite
 def scaler_states(draw: Any, rule: Any = None) -> Any:
     """States that `rule` (`DynamicScale()`) may be handed: after any run, and with a scale that a
@@ -94,7 +98,7 @@ def scaler_states(draw: Any, rule: Any = None) -> Any:
     for bad, amax in draw(st.lists(_steps(rule), max_size=12)):
         state = rule.update(*_arguments(state, bad, amax))
     scale = draw(st.none() | _powers(-149, 127) | st.sampled_from(_DAMAGED))
-    return state if scale is None else state._replace(scale=torch.tensor(scale))
+    return state if scale is None else state._replace(scale=_scale(scale))
 
 
 def overflow_runs(size: int | None = None) -> st.SearchStrategy[list[bool]]:
@@ -393,7 +397,7 @@ class _Battery:
         for start in self.growing[:_EVENTS]:
             self.around(start)
         self.stretch(state)
-        self.stretch(first._replace(scale=torch.tensor(2.0**127)), inside=False)
+        self.stretch(first._replace(scale=_scale(2.0**127)), inside=False)
         scale, floor = float(first.scale), getattr(self.rule, "min_scale", None) or 0.0
         if low >= scale and low > floor and high != scale:
             call = _arguments(first, True, self.amax)
@@ -437,7 +441,7 @@ class _Battery:
     def damaged(self) -> None:
         whole = [self.rule.init(), *self.growing[:1]]
         for scale, bad in itertools.product(_DAMAGED, (False, True)):
-            for state in (state._replace(scale=torch.tensor(scale)) for state in whole):
+            for state in (state._replace(scale=_scale(scale)) for state in whole):
                 call = _arguments(state, bad, self.amax)
                 self.legal(self.update(state, bad), *call, law="damaged")
 

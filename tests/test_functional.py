@@ -13,7 +13,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Dispatched, Untouched, same_bits, shares_memory, small_net
+from helpers import Untouched, same_bits, shares_memory, small_net
 from hypothesis import given
 from torch import nn
 from torch.utils.checkpoint import checkpoint

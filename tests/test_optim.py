@@ -1,5 +1,6 @@
 """Optimizers as pure functions, against the real ones."""
 
+import copy
 import functools
 import inspect
 import itertools
@@ -523,6 +524,88 @@ def test_a_state_dict_of_something_else_is_refused(spoil, message):
         optimizer.from_state_dict(sd, params)
 
 
+COUNTLESS = [("SGD", {}), ("SGD", {"momentum": 0.9}), ("Muon", {})]
+
+
+def migrated(name, settings, steps=5):
+    """Parameters and torch's own optimizer after some steps under a cosine, and its scheduler."""
+    weight = torch.nn.Parameter(torch.ones(2, 3))
+    theirs = getattr(OPTIM, name)([weight], lr=0.1, **settings)
+    scheduler = OPTIM.lr_scheduler.CosineAnnealingLR(theirs, T_max=10)
+    for _ in range(steps):
+        weight.grad = torch.ones(2, 3)
+        theirs.step()
+        scheduler.step()
+    return {"w": weight.detach().clone()}, theirs, scheduler
+
+
+def cosine(applied):
+    return 0.05 * (1 + torch.cos(torch.pi * applied / 10))
+
+
+@pytest.mark.parametrize(("name", "settings"), COUNTLESS)
+def test_a_schedule_is_refused_a_state_dict_that_does_not_tell_how_many_steps_were_made(
+    name, settings
+):
+    params, theirs, _ = migrated(name, settings)
+    optimizer = ps.from_torch(getattr(OPTIM, name), lr=cosine, **settings)
+    with pytest.raises(ValueError, match=r"schedule.*no step count.*applied=scheduler.last_epoch"):
+        optimizer.from_state_dict(theirs.state_dict(), params)
+    of_a_group = ps.from_torch(
+        getattr(OPTIM, name), lr=0.1, overrides={"w": {"lr": cosine}}, **settings
+    )
+    with pytest.raises(ValueError, match="no step count"):
+        of_a_group.from_state_dict(theirs.state_dict(), params)
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize(("name", "settings"), [*COUNTLESS, ("AdamW", {}), ("ASGD", {})])
+def test_a_schedule_goes_on_from_the_count_that_is_told(name, settings, as_tensor):
+    params, theirs, scheduler = migrated(name, settings)
+    optimizer = ps.from_torch(getattr(OPTIM, name), lr=cosine, **settings)
+    applied = torch.tensor(scheduler.last_epoch) if as_tensor else scheduler.last_epoch
+    state = optimizer.from_state_dict(theirs.state_dict(), params, applied=applied)
+    assert same_bits(state.applied, torch.tensor(5))
+    stepped, _ = optimizer.step(params, {"w": torch.ones(2, 3)}, state)
+    (weight,) = theirs.param_groups[0]["params"]
+    theirs.step()
+    torch.testing.assert_close(stepped["w"], weight.detach())
+
+
+def test_a_count_that_is_told_goes_before_that_of_the_state_dict():
+    params, theirs, _ = migrated("AdamW", {})
+    optimizer = ps.from_torch(OPTIM.AdamW, lr=cosine)
+    assert optimizer.from_state_dict(theirs.state_dict(), params).applied == 5
+    state = optimizer.from_state_dict(theirs.state_dict(), params, applied=2**31 - 1)
+    assert state.applied == 2**31 - 1
+    assert state.slots["w"]["step"] == 5
+
+
+@pytest.mark.parametrize("applied", [-1, 0.5, True, "five", torch.ones(2)])
+def test_a_count_that_is_none_is_refused(applied):
+    params, theirs, _ = migrated("SGD", {})
+    with pytest.raises((TypeError, ValueError), match="applied"):
+        ps.from_torch(OPTIM.SGD).from_state_dict(theirs.state_dict(), params, applied=applied)
+
+
+def test_without_a_schedule_no_count_is_asked_for():
+    params, theirs, _ = migrated("SGD", {"momentum": 0.9})
+    sgd = ps.from_torch(OPTIM.SGD, momentum=0.9, lr_in_state=True)
+    state = sgd.from_state_dict(theirs.state_dict(), params)
+    assert same_bits(state.lr, torch.tensor(theirs.param_groups[0]["lr"]))
+
+
+def test_the_rate_of_a_state_is_that_of_the_groups_that_take_it():
+    params = {"a": torch.ones(1), "b": torch.ones(1)}
+    groups = [{"params": [params["a"]], "lr": 0.25}, {"params": [params["b"]], "lr": 0.5}]
+    sd = OPTIM.SGD(groups).state_dict()
+    own = ps.from_torch(OPTIM.SGD, lr_in_state=True, overrides={"a": {"lr": 0.25}, "b": {}})
+    assert own.from_state_dict(sd, params).lr == 0.5
+    one = ps.from_torch(OPTIM.SGD, lr_in_state=True, overrides={"b": {"momentum": 0.0}})
+    with pytest.raises(ValueError, match=r"the rates \[0.25, 0.5\] in groups.*Cure: `overrides"):
+        one.from_state_dict(sd, params)
+
+
 # ---- (init, update) pairs
 
 
@@ -627,8 +710,31 @@ def test_a_transformation_that_counts_in_python_cannot_be_skipped():
         (
             lambda: ps.from_torch(OPTIM.AdamW, weight_decay=torch.tensor(0.1)),
             TypeError,
-            "only lr may be one",
+            "only lr may be one.*`p - lr \\* weight_decay \\* before`.*A weight decay a member",
         ),
+        (
+            lambda: ps.from_torch(OPTIM.SGD, momentum=torch.tensor(0.1)),
+            TypeError,
+            "only lr may be one.*an optimizer for each",
+        ),
+        (
+            lambda: ps.from_torch(OPTIM.SGD, make_params(), lr=0.1),
+            TypeError,
+            "given dict beside lr=0.1. Likely cause: parameters.*Cure: `optimizer = from_torch",
+        ),
+        *(
+            (
+                lambda given=given: ps.from_torch(OPTIM.AdamW, given),
+                TypeError,
+                f"got {type(given).__name__}. Likely cause: parameters.*Cure: `optimizer = from_",
+            )
+            for given in (
+                make_params(),
+                [{"params": [torch.zeros(1)]}],
+                torch.nn.Linear(1, 1).parameters(),
+            )
+        ),
+        (lambda: ps.from_torch(OPTIM.AdamW, [0.1, 0.2]), TypeError, "got \\[0.1, 0.2\\]"),
         (
             lambda: ps.from_torch(OPTIM.SGD, overrides={"*": {"momentun": 0.9}}),
             ValueError,
@@ -1093,6 +1199,92 @@ def test_a_rate_in_the_state_agrees_with_the_same_number(name, settings):
     assert same_bits(after.lr, torch.tensor(0.25))
 
 
+def table(rates):
+    return lambda applied: torch.tensor(rates).take(applied)
+
+
+RATES_OF_STEPS = [0.3, 0.2, 0.25, 0.15]
+
+
+def by_groups(name, settings, params, grads, lr_of_a_group):
+    """torch's own optimizer, whose first group follows RATES_OF_STEPS."""
+    weights = {key: torch.nn.Parameter(param.clone()) for key, param in params.items()}
+    groups = [
+        {"params": [weights["conv.weight"], weights["gain"]]},
+        {"params": [weights["head.weight"]], "lr": 0.5},
+    ]
+    theirs = getattr(OPTIM, name)(groups, lr=1.0, **settings)
+    for step, rate in enumerate(RATES_OF_STEPS):
+        theirs.param_groups[0]["lr"] = rate
+        theirs.param_groups[1]["lr"] = lr_of_a_group[step]
+        for key, weight in weights.items():
+            weight.grad = grads[step][key]
+        theirs.step()
+    return {key: weight.detach() for key, weight in weights.items()}
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.parametrize(
+    ("name", "settings", "in_state"),
+    [
+        pytest.param(*case.values, in_state, id=f"{case.id}-{in_state}")
+        for case in CASES
+        for in_state in (False, True)
+        if (case.values[0], in_state) != ("Rprop", True)  # refused
+    ],
+)
+def test_rates_of_the_state_and_of_overrides_are_those_of_torchs_groups(
+    name, settings, in_state, scheduled, late
+):
+    """In each step, and in the first of a parameter whose gradient comes late."""
+    params = {
+        "conv.weight": torch.randn(2, 5),
+        "gain": torch.randn(3, 33, dtype=torch.float64),
+        "head.weight": torch.randn(2, 300),
+    }
+    grads = [
+        {
+            key: None if late and step == 0 and key != "gain" else torch.randn_like(param)
+            for key, param in params.items()
+        }
+        for step in range(len(RATES_OF_STEPS))
+    ]
+    of_a_group = [0.4, 0.35, 0.45, 0.05] if scheduled else [0.5] * 4
+    optimizer = ps.from_torch(
+        getattr(OPTIM, name),
+        lr=1.0 if in_state else table(RATES_OF_STEPS),
+        lr_in_state=in_state,
+        overrides={"head.*": {"lr": table(of_a_group) if scheduled else 0.5}},
+        **settings,
+    )
+    stepped, state = params, optimizer.init(params)
+    for step, rate in enumerate(RATES_OF_STEPS):
+        if in_state:
+            state = state._replace(lr=torch.tensor(rate))
+        stepped, state = optimizer.step(stepped, grads[step], state)
+    expected = by_groups(name, settings, params, grads, of_a_group)
+    torch.testing.assert_close(stepped, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_asgd_begins_at_the_rate_of_an_override_and_not_at_that_of_the_state():
+    asgd = ps.from_torch(
+        OPTIM.ASGD, lr=0.001, lr_in_state=True, overrides={"b": {"lr": 0.5}}, lambd=0.0
+    )
+    params = {"a": torch.zeros(1), "b": torch.zeros(1)}
+    stepped, _ = asgd.step(params, {"a": torch.ones(1), "b": torch.ones(1)}, asgd.init(params))
+    torch.testing.assert_close(stepped["a"], torch.tensor([-0.001]))
+    torch.testing.assert_close(stepped["b"], torch.tensor([-0.5]))
+
+
+def test_a_parameter_without_a_gradient_does_not_begin():
+    asgd = ps.from_torch(OPTIM.ASGD, lr=0.1, lr_in_state=True)
+    params = {"a": torch.zeros(5), "b": torch.zeros(5)}
+    state = asgd.init(params)._replace(lr=torch.tensor(0.2))
+    after = asgd.step(params, {"a": torch.ones(5), "b": None}, state)[1]
+    assert same_bits(after.slots["b"], state.slots["b"])
+
+
 def test_without_it_the_rate_is_no_part_of_the_state():
     optimizer = ps.from_torch(OPTIM.AdamW)
     assert optimizer.init({"w": torch.ones(1)}).lr == ()
@@ -1532,6 +1724,27 @@ def test_patterns_that_say_the_same_are_one_group():
         [{"params": [params["fc.weight"]]}, {"params": [params[n] for n in names[1:]], **no_decay}]
     )
     assert groups == theirs.state_dict()["param_groups"]
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize(("name", "settings"), NO_READS)
+def test_an_optimizer_can_be_copied_also_after_a_step(name, settings, donate):
+    optimizer = ps.from_torch(getattr(OPTIM, name), lr=0.05, **settings)
+    scaler, params = ps.DynamicScale(init_scale=4.0).init(), make_params()
+
+    def two_steps(optimizer):
+        stepped, state = clone(params), optimizer.init(params)
+        for step in range(2):
+            out = ps.unscale_and_step(
+                optimizer, scaler, stepped, grads_at(step, params), state, donate=donate
+            )
+            stepped, state = out.params, out.opt_state
+        return stepped, state
+
+    expected = two_steps(optimizer)
+    assert same_bits(two_steps(copy.deepcopy(optimizer)), expected)
+    assert same_bits(two_steps(copy.copy(optimizer)), expected)
+    assert same_bits(two_steps(copy.deepcopy({"mine": [optimizer]})["mine"][0]), expected)
 
 
 def test_a_rate_given_as_a_tensor_is_copied():

@@ -19,6 +19,7 @@ from .._distributed.mesh import mesh_sizes
 from .._distributed.process_group import all_reduce, alone, check_group, member
 from .._torch import donation
 from .._torch import private as _torch
+from .._torch.autocast import outside_autocast
 from .._torch.tracing import traced
 from .._tree import scalars as _checks
 from .._tree import tree as _tree
@@ -55,6 +56,7 @@ def all_reduce_found_inf(found_inf: Tensor | bool, group: Any = None) -> Tensor:
     return all_reduce(flag.to(torch.int32), "max", group).to(torch.bool)
 
 
+@outside_autocast()
 def all_reduce_grads(
     grads: Tree,
     group: Any = None,

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from .._grads.measure import measure
 from .._torch import donation, dtensor, foreach
+from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write
 from .._torch.dtypes import saturating, wide_dtype, widest_float
 from .._torch.private import foreach as list_ops
@@ -82,6 +83,7 @@ def init_accum(params: Tree, dtype: torch.dtype | None = None) -> AccumState:
     )
 
 
+@outside_autocast()
 def accumulate_grads(
     accum: AccumState,
     grads: Tree,
@@ -232,6 +234,7 @@ def _share(weight: Tensor, others: Tensor) -> Tensor:
     return weight / torch.where(total > 0, total, 1)
 
 
+@outside_autocast()
 def accumulated_grads(
     accum: AccumState, on_nonfinite: OnNonfinite = "drop_window", donate: bool = False
 ) -> tuple[Tree, Tensor]:
@@ -272,6 +275,7 @@ def accumulated_grads(
     return grads, found_inf
 
 
+@outside_autocast()
 def merge_accum(a: AccumState, b: AccumState, donate: bool = False) -> AccumState:
     """Equal to one window over the microbatches of both: the halves of two workers, or of two
     processes.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._grads.measure import measure
 from .._torch import foreach
+from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write
 from .._tree import tree as _tree
 from .._tree.leaves import Normalized, normalize
@@ -109,6 +110,7 @@ def reported(measured: Any, skip: Tensor) -> Any:
 # ---- public --------------------------------------------------------------------------------------
 
 
+@outside_autocast()
 def clip_by_global_norm(
     grads: Tree, max_norm: float | Tensor, norm_type: float = 2.0, donate: bool = False
 ) -> tuple[Tree, Tensor]:
@@ -194,6 +196,7 @@ def check_grad_norm(norm: Tensor) -> None:
         )
 
 
+@outside_autocast()
 def clip_by_value(grads: Tree, clip_value: float | Tensor, donate: bool = False) -> Tree:
     """Equal to `tree_map(lambda g: g.clamp(-clip_value, clip_value), grads)`.
 

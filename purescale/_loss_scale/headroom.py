@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .._grads.measure import is_usable, measure
 from .._loss_scale.rules import check_state
+from .._torch.autocast import outside_autocast
 from .._torch.dtypes import saturating
 from .._tree import scalars as _checks
 from .._tree import tree as _tree
@@ -186,6 +187,7 @@ def _as_amax(amax: Any, like: Tensor) -> Tensor:
     return saturating(amax.detach(), torch.float32)
 
 
+@outside_autocast()
 def grad_amax(grads: Tree, group: Any = None) -> Tensor:
     """Equal to `max(g.abs().max() for g in tree_leaves(grads))`, from one read and with no sync.
 

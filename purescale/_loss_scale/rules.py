@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .._grads.measure import measure
 from .._torch import foreach
+from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write
 from .._torch.dtypes import wide_dtype
 from .._tree import leaves as _leaf
@@ -317,6 +318,7 @@ def _wide(loss: Tensor) -> Tensor:
     return loss.to(wide_dtype(loss.dtype))
 
 
+@outside_autocast()
 def unscale_and_check(
     scaler: HasScale, grads: Tree, donate: bool = False, group: Any = None
 ) -> tuple[Tree, Tensor]:

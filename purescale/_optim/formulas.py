@@ -70,7 +70,7 @@ def _copy_of(function: Any, **names: Any) -> Callable[..., Any]:
     return copied
 
 
-_NOTHING = torch.full((), float("nan"), device="cpu")
+_NOTHING = torch.full((), float("nan"), dtype=torch.float32, device="cpu")
 
 
 class Rate(Tensor):
@@ -280,7 +280,7 @@ def _radam(
         length = most - beta2**step * step * 2 / bias2
         root = ((length - 4) * (length - 2) * most / (length * ((most - 4) * (most - 2)))).sqrt()
         rectified = torch.where(length > 5.0, root, 0.0)
-        alone = -(torch.where(rectified > 0, 0.0, 1.0) * lr / bias1)
+        alone = -((rectified <= 0).to(bias1.dtype) * lr / bias1)
         scale = -(bias2.sqrt() * lr * rectified) / bias1
 
         factors = foreach.sqrt(squares)

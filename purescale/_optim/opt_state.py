@@ -56,9 +56,7 @@ class Kept:
         self._cls = cls
         # Step counts and the like, and what is shaped like its parameter.
         self._counts = {
-            key: torch.float32 if key == "step" else value.dtype
-            for key, value in probed.items()
-            if value.ndim == 0
+            key: _scalar_dtype(value) for key, value in probed.items() if value.ndim == 0
         }
         self._shaped = {key for key, value in probed.items() if value.shape == (2, 3)} | {
             "momentum_buffer"
@@ -92,9 +90,9 @@ class Kept:
                     slot[FIRST] = torch.ones((), dtype=torch.bool, device=probe.device)
             if issubclass(self._cls, torch.optim.ASGD) and isinstance(rate, Tensor):
                 slot["eta"] = rate.to(slot["eta"], copy=True)  # torch detaches it
-            if isinstance(slot.get("step"), Tensor):
-                # what torch's kernels read, also under another default dtype
-                slot["step"] = slot["step"].to(torch.float32)
+            for key in self._counts.keys() & slot.keys():
+                # torch makes these in the default dtype, and its kernels read float32
+                slot[key] = slot[key].to(self._counts[key])
             slots.append(slot)
         return slots
 
@@ -141,6 +139,10 @@ class Kept:
             f"opt_state has no {missing} that {self._cls.__name__} keeps. Likely cause: the state "
             "of another class or of other settings. Cure: `opt_state = optimizer.init(params)`."
         )
+
+
+def _scalar_dtype(value: Tensor) -> torch.dtype:
+    return torch.float32 if value.is_floating_point() else value.dtype
 
 
 def _made(value: Any, probe: Tensor) -> Any:
@@ -236,7 +238,9 @@ def restored(name: str, saved: dict[str, Any], fresh: dict[str, Tensor]) -> dict
                 "`opt.state_dict()`, unchanged."
             )
         value = (
-            value if isinstance(value, Tensor) else torch.tensor(float(value), device=like.device)
+            value
+            if isinstance(value, Tensor)
+            else torch.tensor(float(value), dtype=torch.float64, device="cpu")
         )
         if value.shape != like.shape or (value.is_complex() and not like.is_complex()):
             raise ValueError(

@@ -6,7 +6,7 @@ import fnmatch
 import functools
 import inspect
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,10 @@ from .._torch.tracing import traced
 from .._tree import tree as _tree
 
 Schedule = Callable[[Tensor], "Tensor | float"]
+PARAMETERS_GIVEN = (
+    "Likely cause: parameters, as torch's classes take them; here a state is made of them later. "
+    "Cure: `optimizer = from_torch(torch.optim.AdamW, lr=1e-3)`, `optimizer.init(params)`."
+)
 _FLAGS = ("foreach", "fused", "capturable", "differentiable")
 
 
@@ -62,6 +66,8 @@ class Groups:
                 "lr_in_state out."
             )
         self.lr_in_state = lr_in_state
+        # Which of the rates may be another one in a later step.
+        self.moves = (callable(self._lr) or lr_in_state, *map(callable, self.lrs[1:]))
         self._tensor_lrs = {
             index: rate.clone() for index, rate in enumerate(self.lrs) if isinstance(rate, Tensor)
         }
@@ -192,8 +198,29 @@ class Groups:
         return (
             given.to(device, torch.float32, copy=True)
             if isinstance(given, Tensor)
-            else torch.tensor(float(given), device=device)
+            else torch.full((), float(given), dtype=torch.float32, device=device)
         )
+
+    def saved_lr(
+        self, saved_groups: Sequence[Mapping[str, Any]], names: tuple[str, ...], lr: Any
+    ) -> Any:
+        """The rate in a state dict of those groups that take that of the state, else `lr`; () where
+        the state holds none.
+        """
+        if not self.lr_in_state:
+            return lr
+        indices = [group["lr"] for _, group in self.of(names, range(len(self.lrs)))]
+        if len(saved_groups) != len(indices):
+            indices = [0]
+        pairs = zip(indices, saved_groups, strict=True)
+        rates = [group.get("lr", lr) for index, group in pairs if index == 0] or [lr]
+        if len({float(rate) for rate in rates}) > 1:
+            raise ValueError(
+                f"the state dict has the rates {[float(rate) for rate in rates]} in groups that "
+                "take theirs from the state, which holds one. Likely cause: groups with a rate of "
+                "their own. Cure: `overrides={pattern: {'lr': ...}}` for all of them but one."
+            )
+        return as_tensor(rates[0], lr).detach().to(lr.device, torch.float32, copy=True)
 
     def check(self, opt_state: OptState) -> None:
         """Refuse a state whose rate is not where these settings look for it."""
@@ -235,15 +262,27 @@ class Groups:
                 raise TypeError(
                     f"{where}: {name} is a tensor of shape {tuple(value.shape)}, {value.dtype}; "
                     f"only lr may be one, floating and 0-d, since torch's {self.cls.__name__} "
-                    "reads the others in Python. Cure: a number."
+                    f"reads the others in Python. {_cure(name)}"
                 )
         _check_rate(where, settings["lr"])
-        probe = torch.zeros(2, 3, device="cpu")
+        probe = torch.zeros(2, 3, dtype=torch.float32, device="cpu")
         probe.grad = torch.zeros_like(probe)
         optimizer = with_slots(self.cls, [probe], settings, settings["lr"])
         return dict(optimizer.defaults), {
             key: value for key, value in optimizer.state[probe].items() if isinstance(value, Tensor)
         }
+
+
+def _cure(name: str) -> str:
+    if name == "lr":
+        return "Cure: a number, or lr_in_state=True and torch.vmap for a rate a member."
+    if name == "weight_decay":
+        return (
+            "Cure: a number; for one a member, weight_decay=0.0 and `p - lr * weight_decay * "
+            'before` after the step, under torch.vmap (docs/recipes.md, "A weight decay a '
+            'member").'
+        )
+    return "Cure: a number, and an optimizer for each of the values."
 
 
 def _check_class(cls: Any, settings: dict[str, Any]) -> None:
@@ -292,6 +331,11 @@ def _check_rate(where: str, lr: Any) -> None:
     break later, in a traced step.
     """
     if isinstance(lr, (bool, type)) or not (callable(lr) or isinstance(lr, (Tensor, numbers.Real))):
+        if _may_be_parameters(lr):
+            raise TypeError(
+                f"{where}: lr must be a number, a 0-d tensor or a function of the step count, got "
+                f"{type(lr).__name__}. {PARAMETERS_GIVEN}"
+            )
         likely = (
             "a scheduler of torch, which holds an optimizer and counts by itself. "
             if _is_scheduler(lr)
@@ -315,6 +359,12 @@ def _check_rate(where: str, lr: Any) -> None:
             "torch.cos, torch.where(applied < 100, a, b), torch.tensor(rates).take(applied)."
         ) from None
     _check_scheduled(rate)
+
+
+def _may_be_parameters(lr: Any) -> bool:
+    if isinstance(lr, (list, tuple)):
+        return not all(isinstance(value, numbers.Real) for value in lr)
+    return isinstance(lr, Iterable) and not isinstance(lr, str)
 
 
 def _is_scheduler(lr: Any) -> bool:

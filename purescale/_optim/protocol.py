@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .._optim.decision import Decision, unscale_and_clip
 from .._optim.step_inputs import StepInputs
+from .._torch.autocast import outside_autocast
 from .._torch.tracing import traced
 from .._tree import select
 from .._tree import tree as _tree
@@ -180,6 +181,7 @@ class TransformationOptimizer:
         """Refuse gradients that are not those of `params`."""
         _tree.aligned(params, grads)
 
+    @outside_autocast()
     def step(self, params: Tree, grads: Tree, opt_state: Any) -> tuple[Tree, Any]:
         """Parameters and state after one step. A parameter whose gradient is None is given to `tx`
         with None.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,18 +15,39 @@ from .._optim import opt_state as _slots
 from .._optim.decision import APPLY, Decision, unscale_and_clip
 from .._optim.fused import Launch, can_launch, fused_update, kernel_of
 from .._optim.opt_state import Kept, OptState, Slots
-from .._optim.param_groups import Groups, Schedule, as_tensor
+from .._optim.param_groups import PARAMETERS_GIVEN, Groups, Schedule
 from .._optim.protocol import kept
 from .._optim.step_inputs import StepInputs, flatten_step
 from .._optim.unfused import UnfusedStep
 from .._torch import foreach, private
+from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write
 from .._torch.foreach import MAX_INLINE_LEAVES, same_memory_order
 from .._torch.tracing import host_can_read, is_on_a_graph, under_transform
+from .._tree import scalars as _checks
 from .._tree import tree as _tree
 from .._tree.tree import Tree
 
+P = ParamSpec("P")
+T = TypeVar("T")
 
+
+def _without_parameters(make: Callable[P, T]) -> Callable[P, T]:
+    """`from_torch`, with words for a call as that of torch's class, which begins with them."""
+
+    @functools.wraps(make)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        if len(args) > 1 and "lr" in kwargs:
+            raise TypeError(
+                f"from_torch was given {type(args[1]).__name__} beside lr={kwargs['lr']!r}. "
+                f"{PARAMETERS_GIVEN}"
+            )
+        return make(*args, **kwargs)
+
+    return checked
+
+
+@_without_parameters
 def from_torch(
     cls: type[torch.optim.Optimizer],
     lr: float | Tensor | Schedule | None = None,
@@ -65,11 +87,12 @@ def from_torch(
     own format) take any pytree of parameters. Step hooks do not run.
 
     Raises `TypeError` or `ValueError` when made, and in torch's own words for settings that the
-    class refuses: for LBFGS (needs a closure), SparseAdam (takes no dense gradients), Adafactor
-    without a named `foreach` (each of torch's implementations reads three values per parameter, so
-    name the one that may), classes outside of torch.optim's pattern. `init` and `step` raise for a
-    pattern in `overrides` that matches no parameter; `step` for a state that is not that of these
-    parameters (shapes, dtypes and devices of every slot), before torch's kernel is called.
+    class refuses: for parameters, which `init` takes; for LBFGS (needs a closure), SparseAdam
+    (takes no dense gradients), Adafactor without a named `foreach` (each of torch's implementations
+    reads three values per parameter, so name the one that may), classes outside of torch.optim's
+    pattern. `init` and `step` raise for a pattern in `overrides` that matches no parameter; `step`
+    for a state that is not that of these parameters (shapes, dtypes and devices of every slot),
+    before torch's kernel is called.
 
     >>> import torch
     >>> optimizer = from_torch(torch.optim.SGD, lr=0.5, momentum=0.9)
@@ -142,6 +165,7 @@ class TorchOptimizer:
                 slots[name] = slot
         return OptState(applied, {name: slots[name] for name in named}, lr)
 
+    @outside_autocast()
     def step(self, params: Tree, grads: Tree, opt_state: OptState) -> tuple[Tree, OptState]:
         """Parameters and state after one step, in fresh memory. A parameter whose gradient is None
         stays, as in torch.optim.
@@ -293,17 +317,21 @@ class TorchOptimizer:
         rates = self._groups.rates(opt_state.applied, opt_state.lr)
         return _slots.state_dict(opt_state.slots, self._groups.of(tuple(opt_state.slots), rates))
 
-    def from_state_dict(self, sd: Mapping[str, Any], params: Tree) -> OptState:
+    def from_state_dict(
+        self, sd: Mapping[str, Any], params: Tree, applied: int | Tensor | None = None
+    ) -> OptState:
         """Syncs. The state in `cls(groups).state_dict()`, copied; of its settings only the rate,
         and only with lr_in_state.
 
         `params` are taken in the order in which `to_state_dict` lists them, or in their own where
-        `sd` has one group. `applied` is the largest step count in `sd`; where the class keeps none
-        (SGD, Muon) it is 1 if `sd` holds any state, else 0: `opt_state._replace(applied=...)` if a
-        schedule needs the true one. Raises `ValueError` for another class's or another model's
-        state.
+        `sd` has one group. `applied`: the steps that were applied, which a schedule goes on from,
+        `scheduler.last_epoch` of a scheduler that stepped with the optimizer. Left out it is the
+        largest step count in `sd`; where the class keeps none (SGD, Muon) it is 1 if `sd` holds any
+        state, else 0, and an error where the rate is a schedule. Raises `ValueError` for another
+        class's or another model's state, and for one with two rates where the state holds one.
         """
         saved_groups, states = _slots.checked_state_dict(sd)
+        known = None if applied is None else _whole_count(applied)
         fresh = self.init(params)
         groups = [names for names, _ in self._groups.of(tuple(fresh.slots), self._groups.lrs)]
         if len(saved_groups) == 1:
@@ -330,14 +358,21 @@ class TorchOptimizer:
                 "the state dict has a step count that is inf or NaN. Likely cause: a damaged "
                 "file, or a step that was taken with such a count. Cure: an older state dict."
             )
-        applied = (
-            torch.stack(steps).max().to(torch.int64) if steps else fresh.applied + bool(states)
-        )
-        lr = fresh.lr
-        if self._groups.lr_in_state:
-            rate = saved_groups[0].get("lr", lr)
-            lr = as_tensor(rate, lr).detach().to(lr.device, torch.float32, copy=True)
-        return OptState(applied, slots, lr)
+        if known is None and not steps and any(map(callable, self._groups.lrs)):
+            raise ValueError(
+                f"the rate is a schedule, and {self._groups.cls.__name__}'s state dict has no step "
+                "count to go on from. Cure: `optimizer.from_state_dict(sd, params, "
+                "applied=scheduler.last_epoch)`, the steps made so far; 0 of an optimizer that has "
+                "made none."
+            )
+        if known is not None:
+            count = torch.full_like(fresh.applied, known)
+        elif steps:
+            count = torch.stack(steps).max().to(torch.int64)
+        else:
+            count = fresh.applied + bool(states)
+        lr = self._groups.saved_lr(saved_groups, tuple(fresh.slots), fresh.lr)
+        return OptState(count, slots, lr)
 
 
 def _is_applied(decision: Decision) -> bool:
@@ -377,6 +412,12 @@ def _cast(leaves: list[Tensor], dtypes: list[torch.dtype]) -> list[Tensor]:
     if any(leaf.is_complex() for leaf in leaves):
         return [leaf.to(dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
     return foreach.cast(leaves, dtypes)
+
+
+def _whole_count(applied: Any) -> int:
+    if isinstance(applied, Tensor) and applied.ndim == 0:
+        applied = applied.item()
+    return _checks.whole("applied", applied, least=0)
 
 
 _ELEMENTWISE = "asgd|adadelta|adagrad|adam|adamax|adamw|nadam|radam|rmsprop|rprop|sgd"

@@ -27,6 +27,10 @@ class UnfusedStep:
         self._groups, self._kept = groups, kept
         self._cls = groups.cls
         self._has_lists = has_lists(groups.cls)
+        # What torch makes of the rate of a parameter's first step, and `init` of the rate there.
+        self._begins = next(
+            (slot for cls, slot in _MADE_OF_THE_RATE.items() if issubclass(groups.cls, cls)), ""
+        )
         # torch's SGD over lists adds the momentum to the gradients themselves.
         self._writes_gradients = issubclass(groups.cls, torch.optim.SGD) and any(
             extra.get("nesterov") for extra in groups.every
@@ -46,8 +50,6 @@ class UnfusedStep:
             flags = {"foreach": False, "fused": False, "capturable": False, "differentiable": False}
         elif self._writes_gradients and self._groups.settings.get("foreach"):
             gradients = dict(zip(gradients, foreach.clone(list(gradients.values())), strict=True))
-        if self._groups.lr_in_state and issubclass(self._cls, torch.optim.ASGD):
-            _begin_at(lrs[0], list(slots.values()), lists=False)
         first = {name: g for name, g in gradients.items() if bool(slots[name].get(FIRST, False))}
         later = {name: g for name, g in gradients.items() if name not in first}
         # torch's ASGD makes its factors on the default device.
@@ -123,9 +125,6 @@ class UnfusedStep:
                 "differentiable": traced(),
             }
             run = without_reads(self._cls, lists=lists)
-        if self._groups.lr_in_state and issubclass(self._cls, torch.optim.ASGD):
-            # eta is made from the rate that `init` knew
-            _begin_at(lrs[0], list(slots.values()), lists=lists)
         if under_transform():
             _batch_alike(weights, slots, gradients, lrs)
         arithmetic = contextlib.nullcontext() if lists else PlainArithmetic()
@@ -174,7 +173,10 @@ class UnfusedStep:
             **private.SILENT,
         )
         optimizer.param_groups = []
-        for names, group in self._groups.of(tuple(weights), lrs):
+        beginning: list[tuple[Any, list[dict[str, Tensor]]]] = []
+        for names, group in self._groups.of(tuple(weights), range(len(lrs))):
+            index = group["lr"]
+            group["lr"] = lrs[index]
             group.update((name, value) for name, value in flags.items() if name in group)
             if isinstance(group["lr"], Tensor) and not (lists or self._groups.flag_named):
                 group["lr"] = Rate.of(group["lr"])
@@ -196,8 +198,12 @@ class UnfusedStep:
                     raise self._kept.foreign("momentum_buffer" if slots[name] else "state")
                 weights[name].grad = gradients[name]
                 optimizer.state[weights[name]] = slots[name]
+            if self._begins and self._groups.moves[index]:
+                beginning.append((lrs[index], [slots[name] for name in present]))
             optimizer.param_groups.append({**group, "params": [weights[name] for name in present]})
         try:
+            for rate, begun in beginning:
+                _begin_at(self._begins, rate, begun, lists=lists)
             run(optimizer)
             spent = [slots[name][FIRST] for name in gradients if FIRST in slots[name]]
             if lists and spent:
@@ -236,13 +242,19 @@ def _first_or_later(
     return weights, new_slots
 
 
-def _begin_at(rate: Any, slots: list[dict[str, Tensor]], *, lists: bool) -> None:
-    """ASGD's step sizes of parameters that have made no step, from this rate."""
-    if not lists:
+_MADE_OF_THE_RATE: dict[Any, str] = {torch.optim.ASGD: "eta", torch.optim.Rprop: "step_size"}
+
+
+def _begin_at(key: str, rate: Any, slots: list[dict[str, Tensor]], *, lists: bool) -> None:
+    """This slot of parameters that make their first step, from this rate."""
+    if key == "step_size" or not lists:
         for slot in slots:
-            slot["eta"] = torch.where(slot["step"] == 0, rate, slot["eta"]).to(slot["eta"].dtype)
+            old = slot[key]
+            begun = torch.full_like(old.real, 1.0) * rate
+            begun = torch.complex(begun, begun) if old.is_complex() else begun
+            slot[key] = torch.where(slot["step"] == 0, begun.to(old.dtype), old)
     elif slots:
-        etas = [slot["eta"] for slot in slots]
+        etas = [slot[key] for slot in slots]
         begun = torch.where(
             torch.stack([slot["step"] for slot in slots]) == 0, rate, torch.stack(etas)
         )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._torch import dtensor
+from .._torch.autocast import outside_autocast
 from .._torch.dtypes import widest_float
 from .._torch.tracing import traced
 from .._tree import scalars as _checks
@@ -73,6 +74,7 @@ def _read(rows: dict[str, LeafReport]) -> dict[str, _Read]:
     return {name: _Read(*facts) for name, *facts in zip(rows, *columns, strict=True)}
 
 
+@outside_autocast()
 def grad_report(grads: Tree, sample: int = 1) -> GradReport:
     """Equal to, for each leaf `g`, `amax = g.abs().amax()`, `zeros = (g == 0).float().mean()`,
     `subnormal = ((g != 0) & (g.abs() < torch.finfo(g.dtype).tiny)).float().mean()` and

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .._loss_scale.rules import NoScale, unscale_and_check
 from .._step.value_and_grad import LossFn, ValueAndGrad
+from .._torch.autocast import outside_autocast
 from .._torch.dtypes import widest_float
 from .._tree import scalars as _checks
 from .._tree import tree as _tree
@@ -134,6 +135,7 @@ class _Scale(NamedTuple):
     scale: Tensor
 
 
+@outside_autocast("loss_fn")
 def probe_scales(
     loss_fn: LossFn,
     params: Tree,
@@ -195,7 +197,9 @@ def probe_scales(
     columns: list[list[tuple[Tensor, Tensor]]] = []
     for start in range(0, len(chosen), chunk):  # the largest first: the others are held against it
         part = chosen[start : start + chunk]
-        scales = torch.tensor([2.0**exponent for exponent in part], device=device)
+        scales = torch.tensor(
+            [2.0**exponent for exponent in part], dtype=torch.float32, device=device
+        )
         grads, overflow = torch.vmap(lambda scale, grads: unscale_and_check(_Scale(scale), grads))(
             scales, _gradients(loss, inputs, scales)
         )
@@ -268,7 +272,7 @@ def _facts(grads: Leaves, overflow: Tensor, best: Leaves | None) -> list[tuple[T
     facts = []
     for index, grad in enumerate(grads):
         values = stored_values(grad).reshape(len(grad), -1)
-        zeros = (values == 0).sum(1) / max(values.shape[1], 1)
+        zeros = (values == 0).sum(1).to(torch.float32) / max(values.shape[1], 1)
         error = torch.full_like(zeros, math.inf)
         if best is not None:
             ideal = stored_values(best[index]).reshape(1, -1)

@@ -14,6 +14,7 @@ from .._optim.decision import Decision
 from .._optim.protocol import Optimizer, as_conditional
 from .._optim.step_inputs import StepInputs, flatten_step
 from .._step.decide import Outcome, decide
+from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write
 from .._torch.tracing import host_can_read
 from .._tree import tree as _tree
@@ -32,6 +33,7 @@ class Stepped(NamedTuple):
     grad_amax: Any = ()
 
 
+@outside_autocast()
 def maybe_step(
     optimizer: Optimizer,
     params: Tree,
@@ -76,6 +78,7 @@ def maybe_step(
     return stepped
 
 
+@outside_autocast()
 def unscale_and_step(
     optimizer: Optimizer,
     scaler: HasScale,

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from .._torch.autocast import outside_autocast
 from .._tree import tree as _tree
 from .._tree.scalars import shown
 from .._tree.stack import stacked
@@ -30,6 +31,7 @@ class StepInfo(NamedTuple):
     aux: Any  # what loss_fn returned third, one a microbatch; () where it returns two
 
 
+@outside_autocast()
 def stack_infos(infos: Sequence[StepInfo]) -> StepInfo:
     """Equal to `StepInfo(*(torch.stack(values) for values in zip(*infos)))`, leaf by leaf: a run as
     one value, each tensor with one dimension more, [T] in front.

@@ -26,6 +26,7 @@ from .._step.retry import accumulate_until_finite
 from .._step.step_info import StepInfo
 from .._step.step_options import BNUpdate, StepOptions
 from .._step.value_and_grad import LossFn
+from .._torch.autocast import outside_autocast
 from .._torch.tracing import traced
 from .._tree import tree as _tree
 from .._tree.scalars import shown
@@ -92,6 +93,7 @@ def init_train_state(
     )
 
 
+@outside_autocast("loss_fn", "weight_fn")
 def train_step(
     state: TrainState,
     microbatches: list[Any],
@@ -159,6 +161,8 @@ def train_step(
       `weight_fn` is called for that too. What `loss_fn` raises on one rank is an error on the
       others only when that rank ends, or the group's timeout does. DTensors, which are reduced over
       their own mesh, are refused.
+
+    Inside the caller's `torch.autocast` only `loss_fn` and `weight_fn` are computed under it.
 
     Returns the next state and `StepInfo`. On an overflow parameters, optimizer state, buffers and
     `step` come back bit for bit; the scale backs off. A rule that takes amax gets that of the

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .._torch import dtensor, foreach
+from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write
 from .._torch.private import foreach as list_ops
 from .._torch.tracing import host_can_read, is_on_a_graph, traced
@@ -16,6 +17,7 @@ from .._tree.leaves import is_constant
 from .._tree.tree import Flat, Leaves, Tree
 
 
+@outside_autocast()
 def select(found_inf: Tensor | bool, old: Tree, new: Tree) -> Tree:
     """Equal to `tree_map(lambda o, n: torch.where(found_inf, o, n), old, new)`: `old` where the
     step is bad, else `new`.

@@ -1,0 +1,82 @@
+"""The caller's `torch.autocast`: a loss is computed under it, and nothing else of a step is."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import torch
+
+from .._torch import private as _torch
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class _Entry(NamedTuple):
+    """What one device type is cast to, and whether casts of weights are remembered."""
+
+    device: str
+    dtype: torch.dtype
+    cached: bool
+
+
+def _entries() -> list[_Entry]:
+    if not _torch.any_autocast():
+        return []
+    cached = torch.is_autocast_cache_enabled()
+    return [
+        _Entry(device, torch.get_autocast_dtype(device), cached)
+        for device in _torch.AUTOCAST_DEVICES
+        if torch.is_autocast_enabled(device)
+    ]
+
+
+def outside_autocast(*called: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """A decorator: the function's operators compute in the dtypes that they are given, whatever
+    autocast it is called under. The arguments `called` are functions that still run under it.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        parameters = list(inspect.signature(function).parameters)
+        places = {parameters.index(name) for name in called}
+
+        @functools.wraps(function)
+        def outside(*args: P.args, **kwargs: P.kwargs) -> T:
+            entries = _entries()
+            if not entries:
+                return function(*args, **kwargs)
+            given = [
+                _under(entries, arg) if place in places else arg for place, arg in enumerate(args)
+            ]
+            named = {
+                name: _under(entries, arg) if name in called else arg
+                for name, arg in kwargs.items()
+            }
+            returned: T = _call(entries, False, function, given, named)
+            return returned
+
+        return outside
+
+    return decorate
+
+
+def _under(entries: list[_Entry], function: Any) -> Any:
+    if not callable(function):
+        return function
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return _call(entries, True, function, args, kwargs)
+
+    return called
+
+
+def _call(entries: list[_Entry], enabled: bool, function: Any, args: Any, kwargs: Any) -> Any:
+    # One device type a call, and not an ExitStack, which is not traced everywhere.
+    if not entries:
+        return function(*args, **kwargs)
+    (device, dtype, cached), *others = entries
+    with torch.autocast(device, dtype, enabled=enabled, cache_enabled=cached):
+        return _call(others, enabled, function, args, kwargs)

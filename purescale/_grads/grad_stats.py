@@ -62,9 +62,13 @@ def _rows(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     """The elements of tensors of one dtype in rows: small ones put together, large ones cut."""
     small: list[Tensor] = []
     size = 0
-    for tensor in tensors:
-        tensor = tensor if tensor.dtype.itemsize >= 4 else tensor.float()
-        count = tensor.numel()
+    if tensors and tensors[0].dtype.itemsize < 4:
+        tensors = [tensor.float() for tensor in tensors]
+    counts = list(map(Tensor.numel, tensors))
+    if sum(counts) <= _CHUNK:
+        yield private.flatten_dense(list(tensors))
+        return
+    for tensor, count in zip(tensors, counts, strict=True):
         if count > _SMALL:
             yield from torch.split(tensor.reshape(-1), _CHUNK)
         elif count:

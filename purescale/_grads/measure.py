@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._distributed.collectives import all_reduce_found_inf
 from .._distributed.process_group import all_reduce
@@ -82,8 +82,8 @@ def _squares(tensors: Sequence[Tensor]) -> Tensor | None:
     present = [tensor for tensor in tensors if tensor.numel()]
     if not present or not present[0].is_cpu or traced() or is_on_a_graph(present):
         return None
-    if any(type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ for tensor in present):
-        return None  # a subclass may hold no numbers
+    if not set(map(type, present)) <= _WITH_VALUES:
+        return None
     with torch.no_grad():
         return sum_of_squares(present)
 
@@ -96,6 +96,8 @@ def _tells(tensors: Sequence[Tensor], total: float, divisor: float, *, norm: boo
     finite = 0 < divisor < math.inf and bound / divisor < _SMALLEST_RANGE
     return finite and not (norm and total < _least(tensors))
 
+
+_WITH_VALUES = {Tensor, nn.Parameter}  # a subclass may hold no numbers
 
 # bfloat16 ends a little below float32
 _SMALLEST_RANGE = torch.finfo(torch.bfloat16).max

@@ -142,6 +142,8 @@ def check_dicts(params: Any, buffers: Any) -> None:
                 "buffers = apply(params, buffers, x)`, also for a model without buffers, where "
                 "they are {}."
             )
+        if set(map(type, tree.values())) <= {Tensor, nn.Parameter}:
+            continue
         for name, value in tree.items():
             if type(value) is not Tensor and not isinstance(value, Tensor):
                 raise TypeError(

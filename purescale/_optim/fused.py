@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._optim.decision import Decision, unscale_and_clip
 from .._torch import foreach, private
-from .._torch.foreach import same_memory_order
+from .._torch.foreach import have_one_order, same_memory_order
 from .._torch.private import fused
 
 Settings = Mapping[str, Any]
@@ -157,11 +157,11 @@ def can_launch(params: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
     """Whether a fused kernel is right here: on CUDA, as torch uses it; on a CPU in float32 and
     float64 only, since in half precision it leaves whole vector lanes as they were.
     """
-    on_cpu = (torch.float32, torch.float64)
-    return all(
-        (param.is_cuda and param.is_floating_point()) or (param.is_cpu and param.dtype in on_cpu)
-        for param in params
-    ) and all(grad.is_floating_point() for grad in grads)
+    for device, dtype in {(param.device.type, param.dtype) for param in params}:
+        right_on_cpu = device == "cpu" and dtype in (torch.float32, torch.float64)
+        if not (right_on_cpu or (device == "cuda" and dtype.is_floating_point)):
+            return False
+    return all([grad.is_floating_point() for grad in grads])
 
 
 def fused_update(
@@ -203,8 +203,8 @@ def _ready(
     """
     params, grads, divisor = launch.targets[0], launch.grads, decision.divisor
     dtype = params[0].dtype
-    alike = all(grad.dtype is dtype for grad in grads)
-    ordered = all(same_memory_order(*pair) for pair in zip(grads, params, strict=True))
+    alike = {grad.dtype for grad in grads} == {dtype}
+    ordered = have_one_order(grads, params)
     by_kernel = divisor is not None and decision.clip_value is None and alike and ordered
     by_kernel = by_kernel and dtype.itemsize >= 4 and divisor.dtype is torch.float32  # type: ignore[union-attr]
     if by_kernel and (scratch_ok or torch.compiler.is_compiling()):
@@ -213,6 +213,8 @@ def _ready(
         decision = decision._replace(scale=divisor, factor=None)
     with torch.no_grad():
         grads = foreach.cast(unscale_and_clip(grads, decision, in_place=scratch_ok), dtype)
+    if have_one_order(grads, params):
+        return grads, None
     return [
         grad if same_memory_order(grad, param) else torch.empty_like(param).copy_(grad)
         for grad, param in zip(grads, params, strict=True)

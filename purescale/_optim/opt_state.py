@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -29,6 +30,11 @@ class OptState(NamedTuple):
     slots: Slots
     # float32 []: the rate that steps use, where from_torch was told lr_in_state=True; else ()
     lr: Any = ()
+
+
+def values_of(slots: Slots) -> list[Tensor]:
+    """The tensors of all slots, in order."""
+    return list(itertools.chain.from_iterable(map(dict.values, slots.values())))
 
 
 def with_slots(cls: Any, probes: list[Tensor], settings: dict[str, Any], rate: Any) -> Any:

@@ -117,6 +117,8 @@ class Groups:
         self, names: tuple[str, ...], lrs: Sequence[Any]
     ) -> list[tuple[list[str], dict[str, Any]]]:
         """torch's parameter groups: the names of each with its complete settings."""
+        if not self._patterns:
+            return [(list(names), {**self.defaults, "lr": lrs[0]})] if names else []
         matches = _matching(names, self._patterns)
         canonical = {matching: self._canonical(matching) for matching in set(matches)}
         members: dict[tuple[int, ...], list[str]] = {}

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from .._torch import dtensor
 from .._torch.tracing import is_lazy
 from .._tree import tree as _tree
-from .._tree.leaves import Normalized, normalize
+from .._tree.leaves import Normalized, are_usual, normalize
 from .._tree.tree import Leaves, Tree
 
 
@@ -64,6 +64,9 @@ class StepInputs(NamedTuple):
         return trees[0], trees[1]
 
 
+NO_GRADS = Normalized([], [], usual=True)  # they are still to be made
+
+
 def flatten_step(optimizer: Any, params: Tree, grads: Tree, opt_state: Any) -> StepInputs:
     """The inputs of a step, checked. Refused, naming the leaf: gradients that are not those of
     `params`, what is on a graph, shards that the optimizer would take for the whole. `grads=None`:
@@ -72,11 +75,13 @@ def flatten_step(optimizer: Any, params: Tree, grads: Tree, opt_state: Any) -> S
     if not optimizer.differentiable:
         _tree.refuse_graphs(params=params, grads=grads, opt_state=opt_state)
     structure, weights, gradients = _tree.aligned(params, grads)
-    weights = list(map(_resolved, weights))
+    if not are_usual(weights):
+        weights = list(map(_resolved, weights))
     names = _tree.names(params)
     sharded = dtensor.any_dtensor(weights) or dtensor.any_dtensor(gradients)
     if not sharded or optimizer.elementwise is None:
-        return StepInputs(structure, names, weights, normalize(gradients), opt_state)
+        flat = NO_GRADS if grads is None else normalize(gradients)
+        return StepInputs(structure, names, weights, flat, opt_state)
     for index, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
         if gradient is not None and (reason := dtensor.placement_mismatch(gradient, weight)):
             raise ValueError(f"{_tree.path(params, 'grads', index)} {reason}")

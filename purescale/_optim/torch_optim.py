@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -14,7 +15,7 @@ from torch import Tensor
 from .._optim import opt_state as _slots
 from .._optim.decision import APPLY, Decision, unscale_and_clip
 from .._optim.fused import Launch, can_launch, fused_update, kernel_of
-from .._optim.opt_state import Kept, OptState, Slots
+from .._optim.opt_state import Kept, OptState, Slots, values_of
 from .._optim.param_groups import PARAMETERS_GIVEN, Groups, Schedule
 from .._optim.protocol import kept
 from .._optim.step_inputs import StepInputs, flatten_step
@@ -208,9 +209,11 @@ class TorchOptimizer:
             return kept((params, opt_state), donate=donate)  # type: ignore[return-value]
         weights, slots = inputs.named_params, opt_state.slots
         lrs = self._groups.rates(opt_state.applied, opt_state.lr)
-        old = [*weights.values(), *(value for slot in slots.values() for value in slot.values())]
-        others = [*inputs.grads.tensors, opt_state.applied, opt_state.lr, *lrs, *keep]
-        in_place = donate and can_write(old, others)
+        in_place = False
+        if donate:
+            rates = [rate for rate in (opt_state.lr, *lrs) if isinstance(rate, Tensor)]
+            others = [*inputs.grads.tensors, opt_state.applied, *rates, *keep]
+            in_place = can_write([*weights.values(), *values_of(slots)], others)
         if self._can_fuse(inputs):
             new_weights, new_slots = self._fused_step(
                 inputs, decision, lrs, in_place=in_place, scratch_ok=scratch_ok
@@ -287,7 +290,7 @@ class TorchOptimizer:
         leaves = [leaf for leaf in inputs.grads.restore(grads) if leaf is not None]
         dtypes = [weights[name].dtype for name in present]
         given = dict(zip(present, _cast(leaves, dtypes), strict=True))
-        old = [*weights.values(), *(value for slot in slots.values() for value in slot.values())]
+        old = [*weights.values(), *values_of(slots)]
         if decision.skip_on_host is False and self._reads_on_host(old):
             new_weights, new_slots = _working_copies(inputs, in_place=in_place, any_order=True)
             self._unfused.on_host(new_weights, given, new_slots, lrs)
@@ -297,7 +300,7 @@ class TorchOptimizer:
         new_weights, new_slots = run(self._key, weights, given, slots, moving)
         if _is_applied(decision):
             return new_weights, new_slots
-        new = [*new_weights.values(), *(v for slot in new_slots.values() for v in slot.values())]
+        new = [*new_weights.values(), *values_of(new_slots)]
         chosen = iter(foreach.where(decision.skip, old, new, in_place=in_place))  # type: ignore[arg-type]
         return (
             {name: next(chosen) for name in weights},
@@ -386,18 +389,24 @@ def _working_copies(
     allowed, else copies. Slots are in the memory order of their parameter unless in `any_order`.
     """
     weights, slots = inputs.named_params, inputs.opt_state.slots
-    old = [*weights.values(), *(value for slot in slots.values() for value in slot.values())]
+    old = [*weights.values(), *values_of(slots)]
     new = old if in_place else foreach.clone(old)
-    working = iter([t.detach() if t.requires_grad else t for t in new])
-    new_weights = {name: next(working) for name in weights}
-    new_slots = {name: {key: next(working) for key in slot} for name, slot in slots.items()}
-    if not any_order:
+    if in_place and not any(map(_requires_grad, new)):
+        new_weights, new_slots = weights, {name: {**slot} for name, slot in slots.items()}
+    else:
+        working = iter([t.detach() if t.requires_grad else t for t in new])
+        new_weights = dict(zip(weights, working, strict=False))
+        new_slots = {n: dict(zip(slot, working, strict=False)) for n, slot in slots.items()}
+    if not any_order and not foreach.are_contiguous(new):
         for name, slot in new_slots.items():
             weight = new_weights[name]
             for key, value in slot.items():
                 if value.shape == weight.shape and not same_memory_order(value, weight):
                     slot[key] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
     return new_weights, new_slots
+
+
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 def _column(slots: Slots, names: list[str], key: str, kept: Kept) -> list[Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._optim.formulas import Dampening, PlainArithmetic, Rate, has_lists, without_reads
-from .._optim.opt_state import FIRST, Kept, Slots
+from .._optim.opt_state import FIRST, Kept, Slots, values_of
 from .._optim.param_groups import Groups
 from .._torch import foreach, private
 from .._torch.tracing import traced, under_transform
@@ -74,8 +74,7 @@ class UnfusedStep:
         `key` stands for the settings, `rates` are the rates that move.
         """
         lrs = [rates.get(index, rate) for index, rate in enumerate(self._groups.lrs)]
-        values = [value for slot in slots.values() for value in slot.values()]
-        lists = self._over_lists([*weights.values(), *gradients.values(), *values])
+        lists = self._over_lists([*weights.values(), *gradients.values(), *values_of(slots)])
         if self._writes_gradients and (lists or self._groups.settings.get("foreach")):
             gradients = {name: self.copy(gradient) for name, gradient in gradients.items()}
         later = self._stepped(weights, gradients, slots, lrs, lists=lists)
@@ -96,7 +95,7 @@ class UnfusedStep:
         lists: bool,
         **changed: Any,
     ) -> tuple[dict[str, Tensor], Slots]:
-        old = [*weights.values(), *(value for slot in slots.values() for value in slot.values())]
+        old = [*weights.values(), *values_of(slots)]
         differentiable = traced() or self._groups.differentiable
         new = iter([self.copy(t) for t in old] if differentiable else foreach.clone(old))
         new_weights = {name: next(new) for name in weights}

@@ -75,7 +75,7 @@ class ScaledSum:
         if traced() or is_on_a_graph(new) or isinstance(share, Tensor):
             self.sums = self._add_unread(new, share, counts)
         elif self.sums is None:
-            wide = [tensor.to(wide_dtype(tensor.dtype)) for tensor in new]
+            wide = [t.to(wide_dtype(t.dtype)) if t.dtype.itemsize < 4 else t for t in new]
             list_ops.mul_(wide, share)  # the gradients of a microbatch are the memory of the step
             self.sums = wide
         else:

@@ -30,7 +30,7 @@ from .._torch.autocast import outside_autocast
 from .._torch.tracing import traced
 from .._tree import tree as _tree
 from .._tree.scalars import shown
-from .._tree.select import choose, into, where
+from .._tree.select import choose, where
 from .._tree.tree import Flat, Leaves, Tree
 
 
@@ -244,8 +244,10 @@ def train_step(
     step = state.step + (~skip if skip_on_host is None else int(not skip_on_host))
     used_scale = scaler.scale.clone()
     # Parts of a state may share memory, and microbatches may be made of it.
-    keep = [*window.seen, *_tree.all_tensors((buffers.leaves, window.buffers, before.leaves))]
-    keep += [*options.clip.bounds, *_tree.tensors((state.step, state.rng))]
+    keep: list[Tensor] = []
+    if donate:
+        held = (buffers.leaves, window.buffers, before.leaves, state.step, state.rng)
+        keep = [*window.seen, *options.clip.bounds, *_tree.all_tensors(held)]
     new_params, opt_state = update(
         options.optimizer,
         inputs._replace(grads=window.grads),
@@ -254,8 +256,9 @@ def train_step(
         scratch_ok=not traced(),
         keep=keep,
     )
-    keep = [*window.seen, *_tree.all_tensors((new_params, opt_state, next_scaler, window.aux))]
-    keep += _tree.tensors((step, state.rng))
+    if donate and skip_on_host is None:
+        held = (new_params, opt_state, next_scaler, window.aux, step, state.rng)
+        keep = [*window.seen, *_tree.all_tensors(held)]
     new_buffers = _next_buffers(
         outcome.decision, buffers.leaves, window.buffers, donate=donate, keep=keep
     )
@@ -334,7 +337,7 @@ def _next_buffers(
         return choose(decision.skip, old, new, donate=donate, keep=keep)  # type: ignore[arg-type]
     if decision.skip_on_host:
         return list(old) if donate else choose(True, old, new)
-    return into(old, new, keep) if donate else list(new)
+    return list(new)
 
 
 def _check_call(

@@ -95,15 +95,17 @@ class ValueAndGrad:
         if on_grad is not None:
             _backward(loss, inputs, [functools.partial(on_grad, index) for index in self.present])
         else:
-            grads = donation.owned(
-                list(torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True))
-            )
+            found = list(_gradients(loss, inputs))
+            for index, gradient in enumerate(found):
+                if gradient is None:  # the loss does not use it
+                    found[index] = torch.zeros_like(inputs[index].detach())
+            grads = donation.owned(found)
             if self.sharded:
                 pairs = zip(grads, inputs, strict=True)
                 grads = [dtensor.redistribute_like(*pair) for pair in pairs]
         seen = _tree.all_tensors(microbatch)
         self.seen += seen
-        outputs = _tree.fresh(outputs, self.taken | donation.memories(seen))
+        outputs = _tree.fresh(outputs, self.taken.union(donation.memories(seen)))
         return Microbatch(self._leaves(grads) if grads else [], *outputs)
 
     def graph(
@@ -116,8 +118,8 @@ class ValueAndGrad:
         with torch.enable_grad():
             # Leaves, so that autocast casts a weight once however often it is used; new ones, as a
             # loss may hang a hook on them.
-            inputs = [_parameter(leaf) for leaf in self.inputs]
-            before = list(map(_version, inputs))
+            inputs = _parameters(self.inputs)
+            before = _versions(inputs)
             loss, outputs = self._scaled(buffers, microbatch, inputs)
         if not loss.requires_grad:
             raise ValueError(
@@ -126,12 +128,12 @@ class ValueAndGrad:
                 "inference_mode. Cure: `out, buffers = apply(params, buffers, x)` and a loss "
                 "of that `out`."
             )
-        if list(map(_version, inputs)) != before:
+        if _versions(inputs) != before:
             self._refuse_writes(inputs, before)
         return inputs, loss, outputs
 
     def _refuse_writes(self, inputs: Leaves, before: list[int]) -> None:
-        index = next(i for i, old in enumerate(before) if _version(inputs[i]) != old)
+        index = next(i for i, new in enumerate(_versions(inputs)) if new != before[i])
         name = self.names()[index]
         raise RuntimeError(
             f"loss_fn wrote into the parameter {name}. Parameters are the state of this step, which "
@@ -181,16 +183,26 @@ class ValueAndGrad:
         return loss, leaves, aux
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else private.version(tensor)
+def _versions(tensors: Leaves) -> list[int]:
+    if any(map(Tensor.is_inference, tensors)):  # which have no counter
+        return [0] * len(tensors)
+    return list(map(private.version, tensors))
 
 
-def _parameter(leaf: Tensor) -> Tensor:
-    """A leaf over the memory of a parameter, which isinstance takes for an nn.Parameter."""
-    if type(leaf) is not Tensor:
-        return leaf.detach().requires_grad_()
-    parameter: Tensor = private.make_subclass(nn.Parameter, leaf, True)
-    return parameter
+def _parameters(tensors: Leaves) -> Leaves:
+    """Leaves over the memory of parameters, which isinstance takes for an nn.Parameter."""
+    return [
+        private.make_subclass(nn.Parameter, tensor, True)
+        if type(tensor) is Tensor
+        else tensor.detach().requires_grad_()
+        for tensor in tensors
+    ]
+
+
+def _gradients(loss: Tensor, inputs: Leaves) -> tuple[Tensor | None, ...]:
+    """`torch.autograd.grad(loss, inputs, allow_unused=True)` without its checks of each input."""
+    seed, once = (torch.ones_like(loss),), (False, False)
+    return private.run_backward((loss,), seed, *once, tuple(inputs), True, accumulate_grad=False)
 
 
 def _backward(loss: Tensor, inputs: Leaves, takers: list[Callable[[Tensor], None]]) -> None:
@@ -214,6 +226,8 @@ def _backward(loss: Tensor, inputs: Leaves, takers: list[Callable[[Tensor], None
 
 def _recordable(leaves: Leaves) -> Leaves:
     """Tensors made under inference_mode as copies that autograd takes; all others as they are."""
+    if _tree.are_tensors(leaves) and not any(map(Tensor.is_inference, leaves)):
+        return leaves
     return [
         leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf
         for leaf in leaves

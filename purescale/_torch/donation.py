@@ -1,26 +1,43 @@
-"""Whose memory may be written into: what the caller donated or a step made, and nobody else can see."""
+"""Whose memory may be written into: what was donated or made here, and nobody else can see."""
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .._torch import dtensor, private
-from .._torch.foreach import is_gapless
+from .._torch.foreach import are_contiguous, are_gapless, is_gapless
 from .._torch.tracing import traced, under_transform
 
 DEBUG = os.environ.get("PURESCALE_DEBUG_DONATION", "0") not in ("", "0")
 
 
-def memory(leaf: Any) -> int | None:
-    """The storage of a tensor, by which two are known to share memory; None where there is none, as
-    in a subclass that wraps others.
+_PLAIN = {Tensor, nn.Parameter}
+_layout = operator.attrgetter("layout")
+_grad_fn, _cdata = operator.attrgetter("grad_fn"), operator.attrgetter("_cdata")
+
+
+def memories(leaves: Sequence[Any]) -> list[int | None]:
+    """The storage of each leaf, by which two are known to share memory; None of what has none, as a
+    subclass that wraps others.
     """
+    if set(map(type, leaves)) <= _PLAIN:
+        try:
+            storages = map(Tensor.untyped_storage, leaves)
+            return list(map(torch.UntypedStorage.data_ptr, storages))
+        except (RuntimeError, NotImplementedError):  # one of them is sparse
+            pass
+    return list(map(memory, leaves))
+
+
+def memory(leaf: Any) -> int | None:
+    """The storage of one leaf, as in `memories`."""
     if not isinstance(leaf, Tensor):
         return None
     try:
@@ -33,11 +50,6 @@ def memory(leaf: Any) -> int | None:
         return None
 
 
-def memories(leaves: Sequence[Any]) -> set[int | None]:
-    """The storages of the tensors among `leaves`."""
-    return {memory(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
-
-
 def can_write(tensors: Sequence[Tensor], others: Sequence[Any] = ()) -> bool:
     """Whether all of these may be written into: each is gapless, off every graph, and alone in its
     storage among them and `others`.
@@ -47,53 +59,48 @@ def can_write(tensors: Sequence[Tensor], others: Sequence[Any] = ()) -> bool:
     """
     if under_transform() or DEBUG:
         return False
-    if not all(map(_is_writable, tensors)):
-        return False
     if torch.compiler.is_compiling():
-        return True
-    held = [memory(tensor) for tensor in tensors]
+        return all(
+            tensor.layout is torch.strided and is_gapless(tensor) and not tensor.requires_grad
+            for tensor in tensors
+        )
+    if any(map(_grad_fn, tensors)) or any(map(Tensor.is_neg, tensors)):
+        return False
+    # Outside of inference mode torch refuses to write into its tensors.
+    if not torch.is_inference_mode_enabled() and any(map(Tensor.is_inference, tensors)):
+        return False
+    held = memories(tensors)
     alone = set(held)
     if len(alone) != len(held) or None in alone:
         return False
-    return not others or alone.isdisjoint(memories(others))
-
-
-def _is_writable(tensor: Tensor) -> bool:
-    if tensor.grad_fn is not None or tensor.layout is not torch.strided:
+    if others and not alone.isdisjoint(memories(others)):
         return False
-    if torch.compiler.is_compiling():
-        return is_gapless(tensor) and not (tensor.requires_grad and tensor.is_leaf)
-    # Outside of inference mode torch refuses to write into its tensors.
-    if tensor.is_inference() and not torch.is_inference_mode_enabled():
-        return False
-    return is_gapless(tensor) and not tensor.is_neg()
+    return are_gapless(tensors)
 
 
 # ---- gradients -----------------------------------------------------------------------------------
 
 
 def owned(found: list[Tensor]) -> list[Tensor]:
-    """Gradients that a backward just made, off the graph, in memory that nobody else can see; what a
-    custom backward or a hook may keep is copied. Empties `found`.
+    """Gradients that a backward just made, off the graph, in memory that nobody else can see; what
+    a custom backward or a hook may keep is copied. Empties `found`.
     """
-    if set(map(type, found)) != {Tensor}:
+    if set(map(type, found)) != {Tensor} or set(map(_layout, found)) != {torch.strided}:
         return [gradient.detach().clone() for gradient in found]
     # A result of torch's own backward can be a view of a tensor that only the view keeps alive.
-    detached = [gradient.detach() for gradient in found]
+    detached = list(map(Tensor.detach, found))
     found.clear()
-    return [
-        gradient if _is_alone(gradient) and is_gapless(gradient) else gradient.clone()
-        for gradient in detached
-    ]
-
-
-def _is_alone(tensor: Tensor) -> bool:
-    """Whether no other tensor, array or saved value shares the memory of `tensor`."""
-    if tensor.layout is not torch.strided:
-        return False
-    storage = tensor.untyped_storage()
-    # Two uses: the tensor, and the name on the line above. What came from outside cannot be resized.
-    return storage.resizable() and private.storage_uses(storage._cdata) == 2
+    storages = list(map(Tensor.untyped_storage, detached))
+    # Two uses: the tensor, and its place in this list. What came from outside cannot be resized.
+    uses = list(map(private.storage_uses, map(_cdata, storages)))
+    resizable = list(map(torch.UntypedStorage.resizable, storages))
+    gapless = map(Tensor.is_contiguous, detached)
+    if not are_contiguous(detached):
+        gapless = map(is_gapless, detached)
+    for index, (count, ours, whole) in enumerate(zip(uses, resizable, gapless, strict=True)):
+        if count != 2 or not ours or not whole:
+            detached[index] = detached[index].clone()
+    return detached
 
 
 # ---- debugging -----------------------------------------------------------------------------------
@@ -108,10 +115,9 @@ def poison(given: Sequence[Any], keep: Sequence[Any]) -> None:
     """
     if not DEBUG or traced():
         return
-    taken = memories(keep)
-    held = [memory(leaf) for leaf in given]
+    taken, held = set(memories(keep)), memories(given)
     for leaf, storage in zip(given, held, strict=True):
         alone = storage is not None and storage not in taken and held.count(storage) == 1
         floating = isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
-        if alone and floating and not leaf.requires_grad and _is_writable(leaf):
+        if alone and floating and not leaf.requires_grad and leaf.layout is torch.strided:
             leaf.fill_(float("nan"))

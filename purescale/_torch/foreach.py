@@ -38,6 +38,23 @@ def is_gapless(tensor: Tensor) -> bool:
     return True
 
 
+def are_contiguous(tensors: Sequence[Tensor]) -> bool:
+    """Whether each of them is, as far as one look shows."""
+    return not torch.compiler.is_compiling() and all(map(Tensor.is_contiguous, tensors))
+
+
+def are_gapless(tensors: Sequence[Tensor]) -> bool:
+    """Whether each of them is."""
+    return are_contiguous(tensors) or all(map(is_gapless, tensors))
+
+
+def have_one_order(tensors: Sequence[Tensor], likes: Sequence[Tensor]) -> bool:
+    """Whether list kernels walk each tensor and its like, of one shape, by one pointer."""
+    return (are_contiguous(tensors) and are_contiguous(likes)) or all(
+        map(same_memory_order, tensors, likes)
+    )
+
+
 def same_memory_order(a: Tensor, b: Tensor) -> bool:
     """Whether list kernels walk two tensors of one shape by one pointer."""
     if a.stride() == b.stride():

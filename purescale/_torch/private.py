@@ -56,14 +56,7 @@ DispatchMode: Any = _find("torch.utils._python_dispatch.TorchDispatchMode")
 nonstrict_trace: Any = _find("torch._dynamo.nonstrict_trace")
 TensorGuards: Any = _find("torch._C._dynamo.guards.TensorGuards")
 _find("torch.autograd.forward_ad._current_level")
-
-
-def dual_level() -> int:
-    """How deep inside of `forward_ad.dual_level`; -1 outside."""
-    level: int = torch.autograd.forward_ad._current_level  # moves, so it cannot be looked up once
-    return level
-
-
+forward_ad: Any = torch.autograd.forward_ad  # its level is -1 outside of `dual_level`
 FakeTensorMode: Any = _find("torch._subclasses.fake_tensor.FakeTensorMode")
 DataDependentOutput: Any = _find("torch._subclasses.fake_tensor.DataDependentOutputException")
 FakeTensor: type[Tensor] = _find("torch._subclasses.fake_tensor.FakeTensor")
@@ -72,6 +65,9 @@ DynamicOutputShape: Any = _find("torch._subclasses.fake_tensor.DynamicOutputShap
 
 # ---- trees, ranks, modules -----------------------------------------------------------------------
 
+run_backward: Callable[..., tuple[Tensor | None, ...]] = _find(
+    "torch.autograd.graph._engine_run_backward"
+)
 pytree: Any = _find("torch.utils._pytree")
 all_reduce: Callable[[Tensor, str, Any], Tensor] = _find(
     "torch.distributed._functional_collectives.all_reduce"

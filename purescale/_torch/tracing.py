@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -19,25 +20,25 @@ def under_transform() -> bool:
 
     List operators have no vmap rule there, and fused kernels drop what is being differentiated.
     """
-    # While compiling, an interpreter stack that is None comes back wrapped in something that is
-    # not.
-    return private.transforms_active() or (
-        not torch.compiler.is_compiling() and private.dual_level() >= 0
-    )
+    # The level of forward mode moves, so it cannot be looked up once.
+    level = private.forward_ad._current_level
+    return private.transforms_active() or (level >= 0 and not torch.compiler.is_compiling())
 
 
 def traced() -> bool:
     """Whether plain operators are needed: while compiling, where all kinds fuse the same, or under
     a transform.
     """
+    # While compiling, an interpreter stack that is None comes back wrapped in something that is
+    # not, so it is asked for second.
     return torch.compiler.is_compiling() or under_transform()
 
 
 def is_on_a_graph(tensors: Iterable[Tensor | None]) -> bool:
     """Whether torch.autograd would differentiate through what is computed of these."""
-    return torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in tensors
-    )
+    if not torch.is_grad_enabled():
+        return False
+    return any([tensor is not None and tensor.requires_grad for tensor in tensors])
 
 
 def is_lazy(tensor: Tensor) -> bool:
@@ -45,6 +46,7 @@ def is_lazy(tensor: Tensor) -> bool:
     return not torch.compiler.is_compiling() and (tensor.is_neg() or tensor.is_conj())
 
 
+_is_cpu = operator.attrgetter("is_cpu")
 _READABLE = {Tensor, nn.Parameter}
 
 
@@ -54,7 +56,7 @@ def host_can_read(*tensors: Tensor) -> bool:
     """
     if _as_an_accelerator or traced():
         return False
-    return all(type(tensor) in _READABLE and tensor.is_cpu for tensor in tensors)
+    return set(map(type, tensors)) <= _READABLE and all(map(_is_cpu, tensors))
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,11 +11,14 @@ from torch import Tensor, nn
 
 from .._torch import dtensor, private
 from .._torch.dtypes import wide_dtype
-from .._torch.tracing import is_lazy
 
 _REAL = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
 _USUAL = _REAL | {torch.complex64, torch.complex128}
 _PLAIN_TYPES = frozenset((Tensor, nn.Parameter, private.FakeTensor))
+
+
+_dtype, _layout = operator.attrgetter("dtype"), operator.attrgetter("layout")
+_is_nested = operator.attrgetter("is_nested")
 
 
 # ---- what may be one -----------------------------------------------------------------------------
@@ -22,6 +26,10 @@ _PLAIN_TYPES = frozenset((Tensor, nn.Parameter, private.FakeTensor))
 
 def unusual(leaves: Sequence[Any]) -> list[tuple[int, Any]]:
     """The leaves that need a second look, with their indices."""
+    if not torch.compiler.is_compiling() and set(map(type, leaves)) <= _PLAIN_TYPES:
+        usual = set(map(_dtype, leaves)) <= _USUAL and set(map(_layout, leaves)) <= {torch.strided}
+        if usual and not any(map(_is_nested, leaves)):
+            return []
     return [
         (index, leaf)
         for index, leaf in enumerate(leaves)
@@ -129,19 +137,25 @@ class Normalized(NamedTuple):
 
 def normalize(leaves: Sequence[Any]) -> Normalized:
     """`leaves`, which are checked already, as dense, real, strided tensors."""
-    if all(map(_is_usual, leaves)):
+    if are_usual(leaves):
         return Normalized(list(leaves), leaves, usual=True)
     given = [dtensor.reduce_partial(leaf) for leaf in leaves]
     tensors = [_dense_real(dtensor.shard(leaf)) for leaf in given if leaf is not None]
     return Normalized(tensors, given, usual=False)
 
 
-def _is_usual(leaf: Any) -> bool:
+def are_usual(leaves: Sequence[Any]) -> bool:
+    """Whether each leaf is a dense, real tensor already."""
+    if torch.compiler.is_compiling():
+        return all(
+            type(leaf) in _PLAIN_TYPES and leaf.dtype in _REAL and leaf.layout is torch.strided
+            for leaf in leaves
+        )
     return (
-        type(leaf) in _PLAIN_TYPES
-        and leaf.dtype in _REAL
-        and leaf.layout is torch.strided
-        and not is_lazy(leaf)
+        set(map(type, leaves)) <= _PLAIN_TYPES
+        and set(map(_dtype, leaves)) <= _REAL
+        and set(map(_layout, leaves)) <= {torch.strided}
+        and not any(map(Tensor.is_neg, leaves))
     )
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from .._torch import dtensor, foreach
 from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write
-from .._torch.private import foreach as list_ops
 from .._torch.tracing import host_can_read, is_on_a_graph, traced
 from .._tree import tree as _tree
 from .._tree.leaves import is_constant
@@ -83,14 +81,3 @@ def choose(
     for index, tensor in zip(indices, chosen, strict=True):
         results[index] = dtensor.from_local_like(old[index], tensor)
     return results
-
-
-def into(old: Leaves, new: Leaves, keep: Sequence[Tensor]) -> Leaves:
-    """`new` in the memory of `old`, which is donated, so that a donated step keeps its addresses."""
-    pairs = [(a, b) for a, b in zip(old, new, strict=True) if not is_constant(a) and a is not b]
-    before, after = [a for a, _ in pairs], [b for _, b in pairs]
-    if not pairs or not can_write(before, [*after, *keep]) or any(a.requires_grad for a in before):
-        return list(new)
-    with torch.no_grad():
-        list_ops.copy_(before, after)
-    return list(old)

@@ -8,6 +8,7 @@ would be traced a second time.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Set
 from typing import Any, NamedTuple, TypeAlias
 
@@ -71,7 +72,13 @@ def map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
 
 
 def tensors(tree: Tree) -> list[Tensor]:
-    return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor)]
+    leaves = flatten(tree)[0]
+    return leaves if are_tensors(leaves) else [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def are_tensors(leaves: Leaves) -> bool:
+    """Whether one look shows that each leaf is a tensor of the usual types."""
+    return set(_map(type, leaves)) <= _PLAIN
 
 
 def clone(tree: Tree) -> Tree:
@@ -88,8 +95,11 @@ def all_tensors(tree: Any) -> list[Tensor]:
     """`tensors` that also looks into the containers that only torch's pytree knows, which is
     slower.
     """
+    leaves = flatten(tree)[0]
+    if are_tensors(leaves):
+        return leaves
     found: list[Tensor] = []
-    for leaf in flatten(tree)[0]:
+    for leaf in leaves:
         rest = (
             [leaf] if leaf is None or isinstance(leaf, Tensor) else _torch.pytree.tree_leaves(leaf)
         )
@@ -110,7 +120,7 @@ def fresh(tree: Any, taken: Set[int | None] = frozenset()) -> Any:
         return leaf.detach().clone() if memory(leaf) in taken else leaf.detach()
 
     leaves, structure = flatten(tree)
-    if set(map(type, leaves)) == {Tensor} and taken.isdisjoint(memories(leaves)):
+    if are_tensors(leaves) and taken.isdisjoint(memories(leaves)):
         kept = [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves]
     else:
         kept = [_torch.pytree.tree_map(own, leaf) for leaf in leaves]
@@ -123,7 +133,7 @@ def apart(tree: Tree, inputs: Tree) -> Tree:
     """
     if traced():
         return map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
-    taken = memories(tensors(inputs))
+    taken = set(memories(tensors(inputs)))
 
     def own(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -140,13 +150,18 @@ def paths(tree: Tree, name: str) -> list[str]:
     return [accessor.codify(name) for accessor in optree.tree_accessors(tree, **_OURS)]
 
 
+_CONTAINERS = {dict, list, tuple}
+_PLAIN = {Tensor, torch.nn.Parameter}
+_grad_fn, _is_nested = operator.attrgetter("grad_fn"), operator.attrgetter("is_nested")
+_layout, _shape = operator.attrgetter("layout"), operator.attrgetter("shape")
+_dtype, _device = operator.attrgetter("dtype"), operator.attrgetter("device")
+
+
 def names(tree: Tree) -> list[str]:
     """Where each leaf stands, dotted: `conv.weight`, in the order of `flatten`. A flat dict of
     parameters gives its own keys.
     """
-    if type(tree) is dict and all(
-        isinstance(child, Tensor) or child is None for child in tree.values()
-    ):
+    if type(tree) is dict and not any([type(child) in _CONTAINERS for child in tree.values()]):
         return [str(key) for key in tree]
     if not torch.compiler.is_compiling():
         return [".".join(str(part) for part in path) for path in optree.tree_paths(tree, **_OURS)]
@@ -185,7 +200,7 @@ def leaves_like(name: str, tree: Tree, like_name: str, like: Tree, structure: An
     structure = flatten(like)[1] if structure is None else structure
     try:
         found: Leaves = structure.flatten_up_to(tree)
-        if not any(isinstance(leaf, (dict, list, tuple)) for leaf in found):
+        if are_tensors(found) or not any(isinstance(x, (dict, list, tuple)) for x in found):
             return found
     except ValueError:
         pass
@@ -255,7 +270,10 @@ def refuse_graphs(**trees: Tree) -> None:
     if traced() or not torch.is_grad_enabled():
         return
     for name, tree in trees.items():
-        for index, leaf in enumerate(flatten(tree)[0]):
+        leaves = flatten(tree)[0]
+        if are_tensors(leaves) and not any(_map(_grad_fn, leaves)):
+            continue
+        for index, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 raise ValueError(
                     f"{paths(tree, name)[index]} is a result of torch.autograd "
@@ -320,13 +338,12 @@ def paired(
 def _have_same_metadata(leaves: Leaves, others: Leaves) -> bool:
     """Whether one look at all of them shows that each two do; only of the usual kinds."""
     every = [*leaves, *others]
-    if torch.compiler.is_compiling() or not set(_map(type, every)) <= {Tensor}:
+    if torch.compiler.is_compiling() or not are_tensors(every) or any(_map(_is_nested, every)):
         return False
-    if any(leaf.layout is not torch.strided or leaf.is_nested for leaf in every):
+    if not set(_map(_layout, every)) <= {torch.strided}:
         return False
     return all(
-        a.shape == b.shape and a.dtype is b.dtype and a.device == b.device
-        for a, b in zip(leaves, others, strict=True)
+        [list(_map(of, leaves)) == list(_map(of, others)) for of in (_shape, _dtype, _device)]
     )
 
 

@@ -195,7 +195,9 @@ def test_sparse_gradients_equal_the_real_optimizer(name):
     getattr(OPTIM, name)([p], lr=0.1, foreach=False).step()
     optimizer = ps.from_torch(getattr(OPTIM, name), lr=0.1)
     params, _ = optimizer.step({"t": table}, {"t": grad}, optimizer.init({"t": table}))
-    torch.testing.assert_close(params["t"], p.detach(), rtol=1e-6, atol=1e-7)  # here it is made dense
+    torch.testing.assert_close(
+        params["t"], p.detach(), rtol=1e-6, atol=1e-7
+    )  # here it is made dense
 
 
 # ---- laws

@@ -29,6 +29,7 @@ from hypothesis import given, settings
 from torch import nn
 
 import purescale as ps
+from purescale._torch import tracing
 
 OPTIM = torch.optim
 ADAMW = ps.from_torch(OPTIM.AdamW, lr=0.01)
@@ -965,7 +966,12 @@ def test_donation_to_an_optimizer_that_swaps_its_parameters_gives_the_same_bits(
 
     results = [
         ps.maybe_step(
-            Swap, {"a": torch.zeros(2), "b": torch.ones(2)}, {}, (), torch.tensor(False), donate=d
+            Swap,
+            {"a": torch.zeros(2), "b": torch.ones(2)},
+            {"a": None, "b": None},
+            (),
+            torch.tensor(False),
+            donate=d,
         )
         for d in (False, True)
     ]
@@ -1117,7 +1123,8 @@ def test_train_step_clips_by_value():
 
 def test_a_donated_step_writes_into_the_state_given_up():
     state, step = job(SGD, RULE)
-    new, _ = step(state, [batch()], donate=True)
+    with tracing.as_on_an_accelerator():
+        new, _ = step(state, [batch()], donate=True)
     assert {t.data_ptr() for t in new.params.values()} == {
         t.data_ptr() for t in state.params.values()
     }

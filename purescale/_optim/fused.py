@@ -202,6 +202,9 @@ def _ready(
     memory.
     """
     params, grads, divisor = launch.targets[0], launch.grads, decision.divisor
+    if decision.rest is not None:
+        grads = foreach.multiply(grads, decision.rest, in_place=scratch_ok)
+        scratch_ok = not torch.compiler.is_compiling()
     dtype = params[0].dtype
     alike = {grad.dtype for grad in grads} == {dtype}
     ordered = have_one_order(grads, params)

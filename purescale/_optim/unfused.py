@@ -31,6 +31,9 @@ class UnfusedStep:
         self._begins = next(
             (slot for cls, slot in _MADE_OF_THE_RATE.items() if issubclass(groups.cls, cls)), ""
         )
+        # Where a fused kernel that was asked for is wrong, as in half precision on a CPU, the
+        # formula is taken that would be without it.
+        self._picks_formula = not groups.flag_named or bool(groups.settings.get("fused"))
         # torch's SGD over lists adds the momentum to the gradients themselves.
         self._writes_gradients = issubclass(groups.cls, torch.optim.SGD) and any(
             extra.get("nesterov") for extra in groups.every
@@ -46,7 +49,7 @@ class UnfusedStep:
         """torch's default step over these very tensors, which nobody else sees."""
         lrs = [rate.item() if isinstance(rate, Tensor) else rate for rate in lrs]
         flags: dict[str, Any] = {}
-        if not self._groups.flag_named:
+        if self._picks_formula:
             flags = {"foreach": False, "fused": False, "capturable": False, "differentiable": False}
         elif self._writes_gradients and self._groups.settings.get("foreach"):
             gradients = dict(zip(gradients, foreach.clone(list(gradients.values())), strict=True))
@@ -116,7 +119,7 @@ class UnfusedStep:
         differentiable = traced() or self._groups.differentiable
         flags: dict[str, Any] = {}
         run = _step_of(self._cls)
-        if not self._groups.flag_named:
+        if self._picks_formula:
             flags = {
                 "foreach": lists,
                 "fused": False,
@@ -177,7 +180,7 @@ class UnfusedStep:
             index = group["lr"]
             group["lr"] = lrs[index]
             group.update((name, value) for name, value in flags.items() if name in group)
-            if isinstance(group["lr"], Tensor) and not (lists or self._groups.flag_named):
+            if isinstance(group["lr"], Tensor) and not lists and self._picks_formula:
                 group["lr"] = Rate.of(group["lr"])
             present = [name for name in names if name in gradients]
             if lists and self._kept.first_step_differs:

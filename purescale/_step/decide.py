@@ -19,7 +19,6 @@ class Outcome(NamedTuple):
 
     decision: Decision
     found_inf: Tensor  # bool []: the step is skipped, for whatever reason
-    overflow: Tensor  # bool []: what the loss scale follows; a bound that is NaN is none
     grad_norm: Any  # before clipping, not finite where the step is skipped; () without max_norm
     grad_amax: Any  # likewise; () where it was not asked for
 
@@ -30,28 +29,28 @@ def decide(stats: GradStats, clip: Clip, scale: Tensor | None, grads: Sequence[T
 
     Skipped is a step whose gradients are not finite, and one with a bound that is 0, negative or
     NaN. Where the host can see, what follows from the norm are Python numbers; elsewhere tensors
-    that nobody reads, and a step whose `scale / factor` float32 does not hold is skipped too.
+    that nobody reads.
     """
     if stats.nonfinite_on_host is not None and all(bound.is_cpu for bound in clip.bounds):
         return _decide_on_host(stats, clip, scale, grads)
-    found_inf, overflow = stats.nonfinite, stats.nonfinite
-    factor, divisor, norm = None, scale, ()
+    found_inf = stats.nonfinite
+    factor, divisor, rest, norm = None, scale, None, ()
     if clip.max_norm is not None:
         dtype = factor_dtype(grads)
         exact: Any = stats.norm
         norm = exact.to(dtype)
         if not _is_unbounded(clip):
             wide = clip_factor(exact, clip.max_norm)
-            factor = wide.to(dtype)
-            divisor = ((1.0 if scale is None else scale) / wide).to(dtype)
-            outside = ~torch.isfinite(divisor)
-            found_inf, overflow = found_inf | outside, overflow | outside
+            factor, one = wide.to(dtype), torch.ones_like(norm)
+            unscaling = one if scale is None else scale.to(dtype)
+            divisor = (unscaling / wide).to(dtype)
+            fits = torch.isfinite(divisor)
+            divisor, rest = torch.where(fits, divisor, unscaling), torch.where(fits, one, factor)
     for bound in clip.bounds:
-        is_bad = ~(bound.to(found_inf.device) > 0)
-        found_inf, overflow = found_inf | is_bad, overflow & (stats.nonfinite | ~is_bad)
-    decision = Decision(found_inf, None, scale, factor, clip.value, divisor)
+        found_inf = found_inf | ~(bound.to(found_inf.device) > 0)
+    decision = Decision(found_inf, None, scale, factor, clip.value, divisor, rest)
     amax = reported(stats.amax, found_inf)
-    return Outcome(decision, found_inf, overflow, reported(norm, found_inf), amax)
+    return Outcome(decision, found_inf, reported(norm, found_inf), amax)
 
 
 def _decide_on_host(
@@ -64,19 +63,17 @@ def _decide_on_host(
         norm = stats.norm.to(factor_dtype(grads))
     if skip:
         decision = Decision(found_inf, True)
-        return Outcome(
-            decision, found_inf, stats.nonfinite, _not_finite(norm), _not_finite(stats.amax)
-        )
+        return Outcome(decision, found_inf, _not_finite(norm), _not_finite(stats.amax))
     factor, divisor = None, scale
     if clip.max_norm is not None and not _is_unbounded(clip):
         wide = clip_factor_on_host(stats.norm_on_host, float(clip.max_norm))  # type: ignore[union-attr]
         if wide < 1:
             factor = torch.full_like(norm, wide)
-            number = (1.0 if scale is None else scale.item()) / wide
-            fits = number <= torch.finfo(norm.dtype).max
-            divisor = torch.full_like(norm, number) if fits else None
+            unscaling = 1.0 if scale is None else scale.item()
+            fits = wide * torch.finfo(norm.dtype).max >= unscaling
+            divisor = torch.full_like(norm, unscaling / wide) if fits else None
     decision = Decision(None, False, scale, factor, clip.value, divisor)
-    return Outcome(decision, found_inf, stats.nonfinite, norm, stats.amax)
+    return Outcome(decision, found_inf, norm, stats.amax)
 
 
 def _is_unbounded(clip: Clip) -> bool:

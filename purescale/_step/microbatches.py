@@ -27,7 +27,7 @@ from .._step.value_and_grad import ValueAndGrad
 from .._torch import foreach
 from .._torch.dtypes import wide_dtype, widest_float
 from .._torch.private import foreach as list_ops
-from .._torch.tracing import host_can_read, is_on_a_graph, traced
+from .._torch.tracing import host_can_read, traced
 from .._tree import tree as _tree
 from .._tree.leaves import Normalized, normalize
 from .._tree.scalars import as_float
@@ -60,9 +60,10 @@ class WindowGrads(NamedTuple):
 class ScaledSum:
     """The weighted mean of gradients that are still scaled, to be looked at once at the end."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_traced: bool) -> None:
         self.sums: list[Tensor] | None = None
         self.flat: Normalized | None = None
+        self.is_traced = is_traced
 
     def add(self, grads: Normalized, share: float | Tensor, counts: bool | Tensor) -> None:
         """Add `grads * share`, at least in float32, where it `counts`. Shares sum to 1, so the sum
@@ -72,7 +73,7 @@ class ScaledSum:
         if counts is False:
             return
         new = grads.tensors
-        if traced() or is_on_a_graph(new) or isinstance(share, Tensor):
+        if self.is_traced or isinstance(share, Tensor):
             self.sums = self._add_unread(new, share, counts)
         elif self.sums is None:
             wide = [t.to(wide_dtype(t.dtype)) if t.dtype.itemsize < 4 else t for t in new]
@@ -85,7 +86,7 @@ class ScaledSum:
         self, new: list[Tensor], share: float | Tensor, counts: bool | Tensor
     ) -> list[Tensor]:
         sums = self.sums or [torch.zeros_like(n, dtype=wide_dtype(n.dtype)) for n in new]
-        if isinstance(share, Tensor) and not (traced() or is_on_a_graph(new)):
+        if isinstance(share, Tensor) and not self.is_traced:
             foreach.add_where_(sums, new, share, counts)  # type: ignore[arg-type]
             return sums
         wide = [n.to(total.dtype) for total, n in zip(sums, new, strict=True)]
@@ -195,7 +196,7 @@ def _accumulate(
     is_summed = is_single or options.on_nonfinite == "drop_window"
     each_measured = options.max_retries > 0 and not is_single
     sender = _sender(options, weights, params, sent_with) if is_summed else None
-    total, running = ScaledSum(), RunningMean()
+    total, running = ScaledSum(is_traced=value_and_grad.is_traced), RunningMean()
     carried, single = buffers.leaves, None
     losses: list[Tensor] = []
     overflows: list[Tensor] = []
@@ -296,7 +297,7 @@ class _Sender(NamedTuple):
 
         def take(index: int, gradient: Tensor) -> None:
             flat = normalize([gradient])
-            one = ScaledSum()
+            one = ScaledSum(is_traced=False)
             if total.sums is not None:
                 one.sums = [total.sums[order[index]]]
             one.add(flat, share, counts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from .._grads.clip import Clip, check_clip, check_ordered
@@ -131,7 +132,8 @@ def unscale_and_step(
         inputs,
         outcome,
         donate=donate,
-        scratch_ok=donate and can_write(tensors, others),
+        # While compiling memory cannot be compared, and what is computed in between is fused.
+        scratch_ok=donate and not torch.compiler.is_compiling() and can_write(tensors, others),
         keep=keep,
     )
     out = Stepped(*stepped, outcome.found_inf, outcome.grad_norm, outcome.grad_amax)

@@ -301,11 +301,11 @@ def _next_scaler(
     start = used if used is state.scaler else where(overflow, state.scaler, used)
     updated_scaler = updated(options.rule, start, overflow, amax)
     _tree.paired(state.scaler, updated_scaler, "state.scaler", _FROM_RULE, flat=before)
-    skip, moved = outcome.found_inf, window.overflow | outcome.overflow
+    skip = outcome.found_inf
     if outcome.decision.skip_on_host is False or skip is window.overflow:
         return updated_scaler
     # Weights that leave nothing, and a bound that is none, leave the scale as it was.
-    return where(skip & ~moved, state.scaler, updated_scaler)
+    return where(skip & ~window.overflow, state.scaler, updated_scaler)
 
 
 def _told_to_rule(
@@ -317,8 +317,6 @@ def _told_to_rule(
     no scale could have cured it. Where such a loss skips the step, nothing is known: amax is NaN.
     """
     overflow = window.overflow
-    if outcome.overflow is not window.skip:
-        overflow = overflow | (outcome.overflow & ~window.skip)
     if not options.takes_amax:
         return overflow, ()
     # A microbatch that is dropped by itself has no part in the loss of the step.

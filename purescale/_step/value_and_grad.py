@@ -50,7 +50,8 @@ class ValueAndGrad:
         self.inputs = [params.leaves[index] for index in self.present]
         self.seen: list[Tensor] = []  # the tensors of the microbatches
         self.sharded = dtensor.any_dtensor(self.inputs)
-        if not traced():
+        self.is_traced = traced()
+        if not self.is_traced:
             given = [*self.inputs, *buffers.leaves, *scaler.leaves]
             self.taken = {None, *donation.memories(given)}
             self.inputs = _recordable(self.inputs)
@@ -84,7 +85,7 @@ class ValueAndGrad:
         """`on_grad(index, gradient)` takes each gradient as the backward makes it; then none are
         returned.
         """
-        if traced():
+        if self.is_traced:
             scaled = functools.partial(self._scaled, buffers, microbatch)
             found, (_, outputs) = torch.func.grad_and_value(scaled, has_aux=True)(self.inputs)
             return Microbatch(self._leaves(list(found)), *_tree.fresh(outputs))

@@ -74,20 +74,22 @@ def way(request, monkeypatch):
     if request.param == "host":
         yield request.param
         return
-    for name in CAPTURABLE:
+    for name in (*CAPTURABLE, "Adam"):
         module = sys.modules[getattr(OPTIM, name).__module__]
         monkeypatch.setattr(module, "_get_capturable_supported_devices", lambda *a, **k: ["cpu"])
     with tracing.as_on_an_accelerator():
         yield request.param
 
 
-def implementation(name, settings, way):
-    """The flags that name, on the real class, the implementation that runs by default here."""
-    if name in FUSED and not settings.get("dampening"):
+def implementation(name, settings, way, dtype=torch.float32):
+    """The flags that name, on the real class, the implementation that runs by default here. torch's
+    fused kernels are wrong on a CPU in half precision.
+    """
+    if name in FUSED and not settings.get("dampening") and dtype.itemsize >= 4:
         return {"fused": True}
-    if name in CAPTURABLE and way == "accelerator":
+    if name in (*CAPTURABLE, "Adam", "AdamW") and way == "accelerator":
         return {"capturable": True, "foreach": False}
-    return {"foreach": False} if name in (*CAPTURABLE, "SGD") else {}
+    return {"foreach": False} if name in (*CAPTURABLE, *FUSED) else {}
 
 
 def real(name, settings, flags, steps=20, dtype=torch.float32):
@@ -163,7 +165,7 @@ def test_the_default_reads_no_tensor_value(name, settings):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "RMSprop"])
 def test_other_dtypes_equal_the_real_optimizer(name, dtype, way):
-    expected, _ = real(name, {}, implementation(name, {}, way), dtype=dtype)
+    expected, _ = real(name, {}, implementation(name, {}, way, dtype), dtype=dtype)
     assert same_bits(
         ours(ps.from_torch(getattr(OPTIM, name)), params=make_params(dtype))[0], expected
     )

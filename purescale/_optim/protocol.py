@@ -108,7 +108,7 @@ class CalledOptimizer:
         with torch.set_grad_enabled(torch.is_grad_enabled() and (traced() or self.differentiable)):
             stepped = self.optimizer.step(*trees)
             if decision.skip is None or decision.skip_on_host is False:
-                _tree.paired(old, stepped, "the old state", "what `step` returned")
+                _tree.paired(old, stepped, "old", "new")
                 return _tree.apart(stepped, trees)  # type: ignore[return-value]
             return select.where(decision.skip, old, stepped, donate=donate, keep=keep)  # type: ignore[return-value]
 
@@ -179,7 +179,7 @@ class TransformationOptimizer:
 
     def check(self, params: Tree, grads: Tree, opt_state: Any) -> None:
         """Refuse gradients that are not those of `params`."""
-        _tree.aligned(params, grads)
+        _tree.aligned(_tree.flat(params), grads)
 
     @outside_autocast()
     def step(self, params: Tree, grads: Tree, opt_state: Any) -> tuple[Tree, Any]:

@@ -12,7 +12,7 @@ from .._torch import dtensor
 from .._torch.tracing import is_lazy
 from .._tree import tree as _tree
 from .._tree.leaves import Normalized, are_usual, normalize
-from .._tree.tree import Leaves, Tree
+from .._tree.tree import Flat, Leaves, Tree
 
 
 class StepInputs(NamedTuple):
@@ -67,21 +67,23 @@ class StepInputs(NamedTuple):
 NO_GRADS = Normalized([], [], usual=True)  # they are still to be made
 
 
-def flatten_step(optimizer: Any, params: Tree, grads: Tree, opt_state: Any) -> StepInputs:
+def flatten_step(optimizer: Any, params: Tree | Flat, grads: Tree, opt_state: Any) -> StepInputs:
     """The inputs of a step, checked. Refused, naming the leaf: gradients that are not those of
     `params`, what is on a graph, shards that the optimizer would take for the whole. `grads=None`:
     they are still to be made.
     """
+    flat = params if isinstance(params, Flat) else _tree.flat(params)
+    params = flat.tree
     if not optimizer.differentiable:
-        _tree.refuse_graphs(params=params, grads=grads, opt_state=opt_state)
-    structure, weights, gradients = _tree.aligned(params, grads)
+        _tree.refuse_graphs(params=flat, grads=grads, opt_state=opt_state)
+    structure, weights, gradients = _tree.aligned(flat, grads)
     if not are_usual(weights):
         weights = list(map(_resolved, weights))
     names = _tree.names(params)
     sharded = dtensor.any_dtensor(weights) or dtensor.any_dtensor(gradients)
     if not sharded or optimizer.elementwise is None:
-        flat = NO_GRADS if grads is None else normalize(gradients)
-        return StepInputs(structure, names, weights, flat, opt_state)
+        normalized = NO_GRADS if grads is None else normalize(gradients)
+        return StepInputs(structure, names, weights, normalized, opt_state)
     for index, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
         if gradient is not None and (reason := dtensor.placement_mismatch(gradient, weight)):
             raise ValueError(f"{_tree.path(params, 'grads', index)} {reason}")

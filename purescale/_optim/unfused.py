@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .._optim.formulas import Dampening, PlainArithmetic, Rate, has_lists, without_reads
+from .._optim.fused import can_launch
 from .._optim.opt_state import FIRST, Kept, Slots, values_of
 from .._optim.param_groups import Groups
 from .._torch import foreach, private
@@ -31,13 +32,19 @@ class UnfusedStep:
         self._begins = next(
             (slot for cls, slot in _MADE_OF_THE_RATE.items() if issubclass(groups.cls, cls)), ""
         )
-        # Where a fused kernel that was asked for is wrong, as in half precision on a CPU, the
-        # formula is taken that would be without it.
-        self._picks_formula = not groups.flag_named or bool(groups.settings.get("fused"))
         # torch's SGD over lists adds the momentum to the gradients themselves.
         self._writes_gradients = issubclass(groups.cls, torch.optim.SGD) and any(
             extra.get("nesterov") for extra in groups.every
         )
+
+    def _picks_formula(self, weights: dict[str, Tensor], gradients: dict[str, Tensor]) -> bool:
+        """Whether no flag was named; a fused kernel that was asked for is not taken where it is
+        wrong, as in half precision on a CPU.
+        """
+        if not self._groups.flag_named:
+            return True
+        tensors = list(weights.values()), list(gradients.values())
+        return bool(self._groups.settings.get("fused")) and not can_launch(*tensors)
 
     def on_host(
         self,
@@ -49,7 +56,7 @@ class UnfusedStep:
         """torch's default step over these very tensors, which nobody else sees."""
         lrs = [rate.item() if isinstance(rate, Tensor) else rate for rate in lrs]
         flags: dict[str, Any] = {}
-        if self._picks_formula:
+        if self._picks_formula(weights, gradients):
             flags = {"foreach": False, "fused": False, "capturable": False, "differentiable": False}
         elif self._writes_gradients and self._groups.settings.get("foreach"):
             gradients = dict(zip(gradients, foreach.clone(list(gradients.values())), strict=True))
@@ -119,7 +126,7 @@ class UnfusedStep:
         differentiable = traced() or self._groups.differentiable
         flags: dict[str, Any] = {}
         run = _step_of(self._cls)
-        if self._picks_formula:
+        if self._picks_formula(weights, gradients):
             flags = {
                 "foreach": lists,
                 "fused": False,
@@ -180,7 +187,7 @@ class UnfusedStep:
             index = group["lr"]
             group["lr"] = lrs[index]
             group.update((name, value) for name, value in flags.items() if name in group)
-            if isinstance(group["lr"], Tensor) and not lists and self._picks_formula:
+            if isinstance(group["lr"], Tensor) and not (lists or self._groups.flag_named):
                 group["lr"] = Rate.of(group["lr"])
             present = [name for name in names if name in gradients]
             if lists and self._kept.first_step_differs:

@@ -228,7 +228,7 @@ def train_step(
         max_retries=max_retries,
         donate=donate,
     )
-    inputs = flatten_step(options.optimizer, state.params, None, state.opt_state)
+    inputs = flatten_step(options.optimizer, params, None, state.opt_state)
     options.optimizer.check(inputs)
 
     window, scaler, rng, retries = accumulate_until_finite(

@@ -221,11 +221,6 @@ def leaves_like(name: str, tree: Tree, like_name: str, like: Tree, structure: An
     )
 
 
-def is_leaf(tree: Tree) -> bool:
-    """Whether a tree is a single tensor."""
-    return isinstance(tree, Tensor)
-
-
 class Aligned(NamedTuple):
     """Parameters and their gradients in one order."""
 
@@ -234,13 +229,13 @@ class Aligned(NamedTuple):
     gradients: Leaves
 
 
-def aligned(params: Tree, grads: Tree) -> Aligned:
+def aligned(params: Flat, grads: Tree) -> Aligned:
     """The leaves of both; refused, naming the leaf, unless each gradient could be added to its
     parameter.
     """
-    weights, structure = flatten(params)
+    params, weights, structure = params
     check_parameters(params, weights)
-    if grads is None and not is_leaf(params):
+    if grads is None:
         return Aligned(structure, weights, [None] * len(weights))
     gradients = leaves_like("grads", grads, "params", params, structure)
     check_gradients(params, gradients)
@@ -270,7 +265,7 @@ def refuse_graphs(**trees: Tree) -> None:
     if traced() or not torch.is_grad_enabled():
         return
     for name, tree in trees.items():
-        leaves = flatten(tree)[0]
+        tree, leaves, _ = tree if isinstance(tree, Flat) else flat(tree)
         if are_tensors(leaves) and not any(_map(_grad_fn, leaves)):
             continue
         for index, leaf in enumerate(leaves):

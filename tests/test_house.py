@@ -30,12 +30,18 @@ def imported(name):
     for node in ast.walk(parsed(name)):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = [here, here.parent][node.level - 1].joinpath(*(node.module or "").split("."))
-            # `from . import _tree` names a file, `from ._tree import Tree` what is in one.
+            # `from .._tree import tree` names a file, `from .._tree.tree import Tree` what is in
+            # one.
             names = [base / alias.name for alias in node.names]
             for path in [base] if base.with_suffix(".py").exists() else names:
                 path = path / "__init__" if path.is_dir() else path
                 if path.with_suffix(".py").exists():
                     yield str(path.with_suffix(".py").relative_to(ROOT))
+
+
+def room_of(name):
+    """The folder of a file, or the file itself where it is beside the folders."""
+    return name.split("/")[0]
 
 
 def packages(name):
@@ -87,10 +93,72 @@ def private(name):
             yield f"{node.value.lineno}: {node.arg}"
 
 
-def test_imports_point_downward_only():
+# From the ground up; rooms of one floor do not import each other.
+FLOORS = [
+    {"_torch"},
+    {"_tree"},
+    {"_distributed", "_module", "_optim", "_checkpoint.py", "_laws.py"},
+    {"_grads", "_batch_norm"},
+    {"_loss_scale"},
+    {"_step", "interop", "simulate.py"},
+    {"_reports", "_optimizer_laws.py"},
+    {"testing.py"},
+    {"__init__.py"},
+]
+
+
+def test_imports_point_downward_from_room_to_room():
+    floor = {room: index for index, rooms in enumerate(FLOORS) for room in rooms}
+    assert set(floor) == {room_of(name) for name in FILES}
+    upward = {
+        (name, other)
+        for name in FILES
+        for other in imported(name)
+        if room_of(name) != room_of(other) and floor[room_of(name)] <= floor[room_of(other)]
+    }
+    assert upward == set()
+
+
+def test_no_file_imports_itself_by_way_of_others():
     graph = {name: set(imported(name)) for name in FILES}
-    assert {"_train.py", "_select.py", "interop/__init__.py"} <= graph["__init__.py"]
+    assert {"_step/train_step.py", "_tree/select.py"} <= graph["__init__.py"]
     assert circle(graph) is None
+
+
+def test_no_two_files_have_one_name():
+    names = [Path(name).name for name in FILES if "interop/" not in name]
+    names = [name for name in names if name != "__init__.py"]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(
+    "room", sorted({room_of(n) for n in FILES if n.startswith("_") and "/" in n})
+)
+def test_a_room_says_what_it_is_for_and_re_exports_nothing(room):
+    body = parsed(f"{room}/__init__.py").body
+    assert len(body) == 1
+    assert ast.get_docstring(parsed(f"{room}/__init__.py"))
+
+
+# From the stage `flatten` on a leaf is a dense, real, strided tensor of this rank.
+AFTER_FLATTEN = [
+    "_grads/grad_stats.py",
+    "_grads/measure.py",
+    "_optim/decision.py",
+    "_optim/fused.py",
+    "_step/decide.py",
+    "_step/microbatches.py",
+    "_step/optimizer_step.py",
+    "_step/train_step.py",
+]
+ASKED = {"layout", "is_sparse", "is_complex", "is_nested", "is_quantized", "placements", "DTensor"}
+
+
+@pytest.mark.parametrize("name", AFTER_FLATTEN)
+def test_no_stage_after_flatten_asks_for_a_kind_of_leaf(name):
+    asked = {node.attr for node in ast.walk(parsed(name)) if isinstance(node, ast.Attribute)}
+    asked |= {node.id for node in ast.walk(parsed(name)) if isinstance(node, ast.Name)}
+    assert asked & ASKED == set()
 
 
 def test_a_circle_of_imports_is_found():
@@ -98,7 +166,7 @@ def test_a_circle_of_imports_is_found():
 
 
 def test_one_file_knows_optree():
-    assert [name for name in FILES if "optree" in packages(name)] == ["_tree.py"]
+    assert [name for name in FILES if "optree" in packages(name)] == ["_tree/tree.py"]
 
 
 def test_nothing_is_needed_but_torch_and_optree():
@@ -120,14 +188,22 @@ def test_a_file_is_short_enough_to_be_read_at_once(name):
     assert lines <= LIMIT, "one idea a file: cut it in two"
 
 
-def test_the_layout_names_every_file():
-    layout = Path(__file__).parents[1].joinpath("CONTRIBUTING.md").read_text().split("```")[1]
-    own = {name for name in FILES if "/" not in name} - {"__init__.py"}
-    assert set(re.findall(r"\w+\.py", layout)) == own
+CONTRIBUTING = Path(__file__).parents[1].joinpath("CONTRIBUTING.md").read_text()
+
+
+def test_the_pages_for_contributors_name_every_file_and_no_other():
+    named = {Path(found).name for found in re.findall(r"[\w/]+\.py", CONTRIBUTING)}
+    own = {Path(name).name for name in FILES if "interop/" not in name} - {"__init__.py"}
+    assert own <= named
+    tests = {path.name for path in Path(__file__).parent.rglob("*.py")}
+    others = {path.name for path in Path(__file__).parents[1].glob("[be]*/*.py")}
+    peers = {Path(name).name for name in FILES if "interop/" in name}
+    made = set(re.findall(r"\+\+\+ [\w/]+/(\w+\.py)", CONTRIBUTING))  # by a worked change
+    assert named <= own | tests | others | peers | made | {"__init__.py"}
 
 
 def test_private_names_of_torch_stand_in_one_file():
-    found = {name: list(private(name)) for name in FILES if name != "_torch.py"}
+    found = {name: list(private(name)) for name in FILES if name != "_torch/private.py"}
     assert {name: names for name, names in found.items() if names} == {}
 
 

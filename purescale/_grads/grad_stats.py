@@ -20,7 +20,8 @@ from .._torch.tracing import is_on_a_graph, under_transform
 class LocalStats(NamedTuple):
     """How large some tensors are, on this rank."""
 
-    # the largest magnitude of each dtype before unscaling, at least float32: NaN or inf where one is
+    # the largest magnitude of each dtype before unscaling, at least float32; NaN or inf where one
+    # is
     amax: dict[torch.dtype, Tensor]
     # of the unscaled tensors, in the widest dtype of the device; None where it was not asked for
     norm: Tensor | None
@@ -146,11 +147,13 @@ def _norm_of_list(tensors: list[Tensor], p: float, amax: Tensor, divisor: Tensor
     wide = widest_float(tensors[0].device)
     if tensors[0].dtype.itemsize <= 4 and wide is torch.float64 and p <= _SAFE_POWER:
         norms = foreach.norm(tensors, p, dtype=wide)
-        return torch.linalg.vector_norm(torch.stack(norms), p) / divisor
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), p)
+        return norm / divisor
     # In units of the largest of all, of whose norm what underflows is no part.
     unit = _unit(amax)
     norms = foreach.norm(foreach.div(tensors, unit.to(tensors[0].dtype)), p, dtype=wide)
-    return torch.linalg.vector_norm(torch.stack(norms), p) * (unit / divisor)
+    scaled: Tensor = torch.linalg.vector_norm(torch.stack(norms), p)
+    return scaled * (unit / divisor)
 
 
 _SAFE_POWER = 4  # of the largest float32, and of sums of it, fits into float64
@@ -163,7 +166,8 @@ def _vector_norm(values: Tensor, p: float, divisor: Tensor) -> Tensor:
     wide = widest_float(values.device)
     values = _at_least_float32(values)
     unit = _unit(values.abs().amax())
-    return torch.linalg.vector_norm(values / unit, p, dtype=wide) * (unit / divisor)
+    norm: Tensor = torch.linalg.vector_norm(values / unit, p, dtype=wide)
+    return norm * (unit / divisor)
 
 
 def norm_of_norms(norms: Sequence[Tensor], p: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""How large gradients are of which a rank may hold a shard only: one reduction per mesh tells all ranks."""
+"""How large gradients are of which a rank may hold a shard: one reduction per mesh tells all."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ class Decision(NamedTuple):
     scale: Tensor | None = None
     factor: Tensor | None = None
     clip_value: float | Tensor | None = None
-    # `scale / factor`, for a kernel that divides once. Where float32 does not hold it, it is `scale`
-    # and gradients are multiplied by `factor` before; on the host None, and both are done apart.
+    # `scale / factor`, for a kernel that divides once. Where float32 does not hold it, it is
+    # `scale`, and gradients are multiplied by `rest` before; on the host None: both apart.
     divisor: Tensor | None = None
     rest: Tensor | None = None  # what they are multiplied by before that division; None for 1
 

@@ -101,7 +101,7 @@ class CalledOptimizer:
         """As in `Conditional`."""
         if decision.skip_on_host:
             old = inputs.params_tree(inputs.params), inputs.opt_state
-            return kept(old, donate=donate)  # type: ignore[return-value]
+            return kept(old, donate=donate)  # type: ignore[no-any-return]
         grads = unscale_and_clip(inputs.grads.tensors, decision, in_place=scratch_ok)
         trees = self._trees(inputs, grads)
         old = trees[0], trees[2]
@@ -109,8 +109,8 @@ class CalledOptimizer:
             stepped = self.optimizer.step(*trees)
             if decision.skip is None or decision.skip_on_host is False:
                 _tree.paired(old, stepped, "old", "new")
-                return _tree.apart(stepped, trees)  # type: ignore[return-value]
-            return select.where(decision.skip, old, stepped, donate=donate, keep=keep)  # type: ignore[return-value]
+                return _tree.apart(stepped, trees)  # type: ignore[no-any-return]
+            return select.where(decision.skip, old, stepped, donate=donate, keep=keep)  # type: ignore[no-any-return]
 
     def _trees(self, inputs: StepInputs, grads: list[Tensor]) -> tuple[Tree, Tree, Any]:
         return inputs.params_tree(inputs.params), inputs.grads_tree(grads), inputs.opt_state

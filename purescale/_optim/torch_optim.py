@@ -206,7 +206,7 @@ class TorchOptimizer:
         opt_state = inputs.opt_state
         if decision.skip_on_host:
             params = inputs.params_tree(inputs.params)
-            return kept((params, opt_state), donate=donate)  # type: ignore[return-value]
+            return kept((params, opt_state), donate=donate)  # type: ignore[no-any-return]
         weights, slots = inputs.named_params, opt_state.slots
         lrs = self._groups.rates(opt_state.applied, opt_state.lr)
         in_place = False
@@ -223,7 +223,7 @@ class TorchOptimizer:
             new_weights, new_slots = self._unfused_step(
                 inputs, decision, grads, lrs, in_place=in_place
             )
-        applied = opt_state.applied + (1 if _is_applied(decision) else ~decision.skip)
+        applied = opt_state.applied + (1 if _is_applied(decision) else ~decision.skip)  # type: ignore[operator]
         lr = self._unfused.copy(opt_state.lr)
         params = inputs.params_tree([new_weights.get(name) for name in inputs.names])
         return params, OptState(applied, new_slots, lr)

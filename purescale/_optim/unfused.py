@@ -226,7 +226,8 @@ class UnfusedStep:
 
 def _step_of(cls: Any) -> Callable[[Any], Any]:
     """The `step` of a class without what torch's profiler wraps around it."""
-    return inspect.unwrap(cls.step)
+    step: Callable[[Any], Any] = inspect.unwrap(cls.step)
+    return step
 
 
 def _first_or_later(

@@ -1,4 +1,4 @@
-"""The stage `decide` of a step: one record says what happens, before any part of the state moves."""
+"""The stage `decide` of a step: one record says what happens, before anything moves."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _decide_on_host(
         return Outcome(decision, found_inf, _not_finite(norm), _not_finite(stats.amax))
     factor, divisor = None, scale
     if clip.max_norm is not None and not _is_unbounded(clip):
-        wide = clip_factor_on_host(stats.norm_on_host, float(clip.max_norm))  # type: ignore[union-attr]
+        wide = clip_factor_on_host(stats.norm_on_host, float(clip.max_norm))  # type: ignore[arg-type]
         if wide < 1:
             factor = torch.full_like(norm, wide)
             unscaling = 1.0 if scale is None else scale.item()

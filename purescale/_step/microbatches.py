@@ -91,7 +91,7 @@ class ScaledSum:
             return sums
         wide = [n.to(total.dtype) for total, n in zip(sums, new, strict=True)]
         if counts is not True:
-            wide = [torch.where(counts, n, 0) for n in wide]
+            wide = [torch.where(counts, n, 0) for n in wide]  # type: ignore[arg-type]
         factors = [share.to(n.dtype) if isinstance(share, Tensor) else share for n in wide]
         return [total + n * f for total, n, f in zip(sums, wide, factors, strict=True)]
 
@@ -192,63 +192,36 @@ def _accumulate(
     value_and_grad = ValueAndGrad(params, buffers, scaler, loss_fn)
     scale: Tensor = scaler.tree.scale
     weights = _weights(microbatches, options.weight_fn, scale)
-    is_single = len(microbatches) == 1 and options.group is None
-    is_summed = is_single or options.on_nonfinite == "drop_window"
-    each_measured = options.max_retries > 0 and not is_single
-    sender = _sender(options, weights, params, sent_with) if is_summed else None
-    total, running = ScaledSum(is_traced=value_and_grad.is_traced), RunningMean()
-    carried, single = buffers.leaves, None
+    mean = _Mean(options, weights, scale, is_traced=value_and_grad.is_traced)
+    sender = _sender(options, weights, params, sent_with) if mean.is_summed else None
+    carried, last = buffers.leaves, len(microbatches) - 1
     losses: list[Tensor] = []
-    overflows: list[Tensor] = []
     aux: tuple[Any, ...] = ()
     for index, microbatch in enumerate(microbatches):
-        counts, share = weights.counts[index], weights.shares[index]
-        if sender is not None and index == len(microbatches) - 1:
-            out = value_and_grad(carried, microbatch, sender.taker(total, share, counts))
+        counts = weights.counts[index]
+        if sender is not None and index == last:
+            taker = sender.taker(mean.total, weights.shares[index], counts)
+            out = value_and_grad(carried, microbatch, taker)
         else:
             out = value_and_grad(carried, microbatch)
-            grads = normalize(out.grads)
-            if is_single:
-                single, counts = grads, True  # what is dropped is the step
-            elif is_summed:
-                if each_measured:
-                    overflows.append(measure(grads, scale, scaled=True).nonfinite)
-                total.add(grads, share, counts)
-            else:
-                stats = running.add(grads, weights.vector[index], scale)
-                overflows.append(stats.nonfinite)
-                if options.on_nonfinite == "drop_microbatch":
-                    counts = _and_finite(counts, stats)
-            del grads  # before the next are made: their memory serves again
+            counts = mean.add(index, normalize(out.grads))
         losses.append(out.loss)
         aux += tuple(out.aux)
         if counts is True:
             carried = out.buffers
         elif counts is not False:
             carried = where(~counts, carried, out.buffers)
-    mean = single or (total.mean() if is_summed else running.mean())
-    if mean is None and sender is None:
-        mean = normalize(value_and_grad.zeros())
-    stats = None
-    if options.group is None:
-        stats = measure(
-            mean,  # type: ignore[arg-type]
-            scale,
-            scaled=is_summed,
-            norm_type=options.clip.norm_to_measure,
-            amax=options.takes_amax,
-        )
-        if overflows and is_summed:
-            each = torch.stack(overflows)
-            overflows = list(torch.where(each.any(), each, stats.nonfinite))
-        elif is_summed:
-            overflows = [stats.nonfinite]
-    facts = _summary(weights, losses, overflows, options, scale)
+        del out  # before the next gradients are made: their memory serves again
+    grads = mean.mean()
+    if grads is None:
+        grads = normalize([] if sender is not None else value_and_grad.zeros())
+    stats = None if options.group is not None else mean.measured(grads)
+    facts = _summary(weights, losses, mean.overflows, options, scale)
     if stats is not None:
-        stats = _with_skip(stats, facts["skip"], is_single=is_single)
+        stats = _with_skip(stats, facts["skip"], is_single=mean.is_single)
     return WindowGrads(
-        grads=mean or normalize([]),
-        scaled=is_summed,
+        grads=grads,
+        scaled=mean.is_summed,
         stats=stats,
         buffers=carried,
         aux=aux,
@@ -256,6 +229,61 @@ def _accumulate(
         reduction=None if sender is None else sender.reduction,
         **facts,
     )
+
+
+class _Mean:
+    """The mean gradients of a window: of one microbatch as they are, of several as a scaled sum, or
+    as a running mean where each is looked at.
+    """
+
+    def __init__(
+        self, options: StepOptions, weights: _Weights, scale: Tensor, *, is_traced: bool
+    ) -> None:
+        self.options, self.weights, self.scale = options, weights, scale
+        self.is_single = len(weights.counts) == 1 and options.group is None
+        self.is_summed = self.is_single or options.on_nonfinite == "drop_window"
+        self.single: Normalized | None = None
+        self.total, self.running = ScaledSum(is_traced=is_traced), RunningMean()
+        self.overflows: list[Tensor] = []  # of each microbatch that was measured, or of the mean
+
+    def add(self, index: int, grads: Normalized) -> bool | Tensor:
+        """Average these in; whether their microbatch counts for the buffers."""
+        counts = self.weights.counts[index]
+        if self.is_single:
+            self.single = grads
+            return True  # what is dropped is the step
+        if self.is_summed:
+            if self.options.max_retries:
+                self.overflows.append(measure(grads, self.scale, scaled=True).nonfinite)
+            self.total.add(grads, self.weights.shares[index], counts)
+            return counts
+        stats = self.running.add(grads, self.weights.vector[index], self.scale)
+        self.overflows.append(stats.nonfinite)
+        if self.options.on_nonfinite == "drop_microbatch":
+            return _and_finite(counts, stats)
+        return counts
+
+    def mean(self) -> Normalized | None:
+        """The mean; None where nothing counted, or all of it is on its way to other ranks."""
+        if self.is_single:
+            return self.single
+        return self.total.mean() if self.is_summed else self.running.mean()
+
+    def measured(self, grads: Normalized) -> GradStats:
+        """The stats of the mean, whose overflow is that of the window."""
+        stats = measure(
+            grads,
+            self.scale,
+            scaled=self.is_summed,
+            norm_type=self.options.clip.norm_to_measure,
+            amax=self.options.takes_amax,
+        )
+        if self.is_summed and self.overflows:
+            each = torch.stack(self.overflows)
+            self.overflows = list(torch.where(each.any(), each, stats.nonfinite))
+        elif self.is_summed:
+            self.overflows = [stats.nonfinite]
+        return stats
 
 
 def _and_finite(counts: bool | Tensor, stats: GradStats) -> bool | Tensor:
@@ -376,60 +404,55 @@ def _summary(
     weight, group = weights.vector, options.group
     loss = torch.stack(losses) if len(losses) > 1 else losses[0].reshape(1)
     if group is None and weights.equal and len(overflows) == 1:
-        flag = overflows[0]
-        mean = loss.mean(dtype=weight.dtype).to(loss.dtype) if len(losses) > 1 else losses[0]
-        retryable = flag & torch.isfinite(loss).all() if options.max_retries else flag
-        return {
-            "loss": mean,
-            "skip": flag,
-            "overflow": flag,
-            "retryable": retryable,
-            "num_overflowed": flag,
-        }
+        return _summary_of_mean(loss, overflows[0], weight.dtype, options)
     overflow = torch.zeros((), dtype=torch.bool, device=scale.device)
     if overflows:
         overflow = torch.stack(overflows) if len(overflows) == len(losses) else overflows[0]
     invalid = ~is_weight(weight)
     counts = ~invalid & (weight > 0)
     overflow = overflow & counts
-    good = counts & ~overflow
-    finite = torch.isfinite(loss)
+    good, finite = counts & ~overflow, torch.isfinite(loss)
     # Where all were dropped, the loss of all says why.
     means = torch.stack([_mean(loss, weight, some) for some in (good, counts)])
-    facts = torch.stack(
-        [
-            *(torch.where(some, weight, 0).sum() for some in (good, counts)),
-            *(
-                some.sum().to(weight.dtype)
-                for some in (good, invalid, overflow, overflow & finite, counts & ~finite)
-            ),
-        ]
-    )
-    ours = facts[:2]
+    weight_of = [torch.where(some, weight, 0).sum() for some in (good, counts)]
+    flags = (good, invalid, overflow, overflow & finite, counts & ~finite)
+    facts = torch.stack([*weight_of, *(flag.sum().to(weight.dtype) for flag in flags)])
+    local = facts[:2]
     if group is not None:
-        mine = torch.where(ours > 0, ours * means, 0)
-        facts = all_reduce(torch.cat([facts, mine]), "sum", group)
-        every = facts[:2]
-        means = facts[-2:] / torch.where(every > 0, every, 1)
-    some_good, some_invalid, lost, tame, wild = (facts[2:7] > 0).unbind()
-    if options.on_nonfinite == "drop_microbatch":
-        found_inf, curable = ~some_good, tame
-        mean = torch.where(some_good, means[0], means[1])
+        weighted = torch.where(local > 0, local * means, 0)
+        facts = all_reduce(torch.cat([facts, weighted]), "sum", group)
+        total = facts[:2]
+        means = facts[-2:] / torch.where(total > 0, total, 1)
+    any_good, any_invalid, any_overflow, overflow_of_finite, not_finite = (facts[2:7] > 0).unbind()
+    drops_one = options.on_nonfinite == "drop_microbatch"
+    if drops_one:
+        skip, retryable = ~any_good, overflow_of_finite
+        mean = torch.where(any_good, means[0], means[1])
     else:
-        found_inf = some_invalid | lost | ~some_good
-        curable = lost & ~wild & ~some_invalid
+        skip = any_invalid | any_overflow | ~any_good
+        retryable = any_overflow & ~not_finite & ~any_invalid
         mean = means[1]
-    told = {
+    summary = {
         "loss": mean.to(loss.dtype),
-        "skip": found_inf,
-        "overflow": lost,
-        "retryable": curable,
+        "skip": skip,
+        "overflow": any_overflow,
+        "retryable": retryable,
         "num_overflowed": facts[4].to(torch.int64),
     }
     if group is not None:
-        place = 0 if options.on_nonfinite == "drop_microbatch" else 1
-        told["divisor"] = share_of(ours[place], facts[place])
-    return told
+        which = 0 if drops_one else 1
+        summary["divisor"] = share_of(local[which], facts[which])
+    return summary
+
+
+def _summary_of_mean(
+    loss: Tensor, flag: Tensor, dtype: torch.dtype, options: StepOptions
+) -> dict[str, Any]:
+    """`_summary` of microbatches of equal weight whose mean was looked at once."""
+    mean = loss.mean(dtype=dtype).to(loss.dtype) if len(loss) > 1 else loss[0]
+    retryable = flag & torch.isfinite(loss).all() if options.max_retries else flag
+    flags = dict.fromkeys(("skip", "overflow", "num_overflowed"), flag)
+    return {"loss": mean, "retryable": retryable, **flags}
 
 
 def _mean(loss: Tensor, weight: Tensor, counts: Tensor) -> Tensor:

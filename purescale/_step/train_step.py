@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._grads.accumulate import OnNonfinite, check_on_nonfinite
-from .._grads.clip import Clip, check_clip, check_ordered
+from .._grads.clip import check_clip, check_ordered
 from .._loss_scale.headroom import check_rule, updated
 from .._loss_scale.rules import Rule, StaticScale, check_device
 from .._optim.decision import Decision
@@ -187,34 +187,23 @@ def train_step(
     ({'w': tensor([0.])}, tensor(1.), tensor(65536.), tensor(131072.))
     """
     # What is no TrainState is about to be refused.
-    params, buffers, before = (
-        _tree.flat(getattr(state, name, ())) for name in ("params", "buffers", "scaler")
+    flat = _FlatState(
+        *(_tree.flat(getattr(state, name, ())) for name in ("params", "buffers", "scaler"))
     )
+    settings = {
+        "max_retries": max_retries,
+        "on_nonfinite": on_nonfinite,
+        "bn_update": bn_update,
+        "max_norm": max_norm,
+        "clip_value": clip_value,
+        "norm_type": norm_type,
+        "rule": rule,
+        "optimizer": optimizer,
+    }
+    # Over a group weights are asked for before others wait for what follows from them.
+    asked = weight_fn if group is not None else None
     group = checked_group(
-        group,
-        lambda: _check_call(
-            state,
-            params.leaves,
-            microbatches,
-            optimizer,
-            rule,
-            check_clip(max_norm, clip_value, norm_type),
-            on_nonfinite,
-            bn_update,
-            max_retries,
-            weight_fn if group is not None else None,
-        ),
-        {
-            "max_retries": max_retries,
-            "on_nonfinite": on_nonfinite,
-            "bn_update": bn_update,
-            "max_norm": max_norm,
-            "clip_value": clip_value,
-            "norm_type": norm_type,
-            "rule": rule,
-            "optimizer": optimizer,
-        },
-        state,
+        group, lambda: _check_call(state, flat, microbatches, settings, asked), settings, state
     )
     options = StepOptions(
         loss_fn=loss_fn,
@@ -228,60 +217,75 @@ def train_step(
         max_retries=max_retries,
         donate=donate,
     )
-    inputs = flatten_step(options.optimizer, params, None, state.opt_state)
-    options.optimizer.check(inputs)
-
-    window, scaler, rng, retries = accumulate_until_finite(
-        options, params, buffers, before, state.rng, microbatches
-    )
-    if group is not None:
-        window = reduce_window(options, window, params, buffers, scaler.scale)
-    scale = scaler.scale if window.scaled else None
-    outcome = decide(window.stats, options.clip, scale, window.grads.tensors)  # type: ignore[arg-type]
-    skip, skip_on_host = outcome.found_inf, outcome.decision.skip_on_host
-
-    next_scaler = _next_scaler(options, state, before, scaler, window, outcome)
-    step = state.step + (~skip if skip_on_host is None else int(not skip_on_host))
-    used_scale = scaler.scale.clone()
-    # Parts of a state may share memory, and microbatches may be made of it.
-    keep: list[Tensor] = []
+    new_state, info = _stages(options, state, flat, microbatches)
     if donate:
-        held = (buffers.leaves, window.buffers, before.leaves, state.step, state.rng)
-        keep = [*window.seen, *options.clip.bounds, *_tree.all_tensors(held)]
+        _tree.poison(state, keep=(new_state, info, microbatches, max_norm, clip_value))
+    return new_state, info
+
+
+class _FlatState(NamedTuple):
+    """What of a state is needed flat, flattened once."""
+
+    params: Flat
+    buffers: Flat
+    scaler: Flat
+
+
+def _stages(
+    options: StepOptions, state: TrainState, flat: _FlatState, microbatches: list[Any]
+) -> tuple[TrainState, StepInfo]:
+    """The stages of a step, one after the other; each is told of the whole step by one record."""
+    inputs = flatten_step(options.optimizer, flat.params, None, state.opt_state)
+    options.optimizer.check(inputs)
+    tried = accumulate_until_finite(options, *flat, state.rng, microbatches)
+    window, scale = tried.window, tried.scaler.scale
+    if options.group is not None:
+        window = reduce_window(options, window, flat.params, flat.buffers, scale)
+    scaled_by = scale if window.scaled else None
+    outcome = decide(window.stats, options.clip, scaled_by, window.grads.tensors)  # type: ignore[arg-type]
+    next_scaler = _next_scaler(options, state, flat.scaler, tried.scaler, window, outcome)
+    used_scale = scale.clone()
+    skip, skip_on_host = outcome.found_inf, outcome.decision.skip_on_host
+    step = state.step + (~skip if skip_on_host is None else int(not skip_on_host))
     new_params, opt_state = update(
         options.optimizer,
         inputs._replace(grads=window.grads),
         outcome,
-        donate=donate,
+        donate=options.donate,
         scratch_ok=not traced(),
-        keep=keep,
+        keep=_kept_in_update(options, state, flat, window),
     )
-    if donate and skip_on_host is None:
-        held = (new_params, opt_state, next_scaler, window.aux, step, state.rng)
-        keep = [*window.seen, *_tree.all_tensors(held)]
-    new_buffers = _next_buffers(
-        outcome.decision, buffers.leaves, window.buffers, donate=donate, keep=keep
-    )
+    kept = (new_params, opt_state, next_scaler, window.aux, step, state.rng)
+    new_buffers = _next_buffers(options, outcome.decision, flat.buffers.leaves, window, kept)
     new_state = TrainState(
         params=new_params,
-        buffers=buffers.structure.unflatten(new_buffers),
+        buffers=flat.buffers.structure.unflatten(new_buffers),
         opt_state=opt_state,
         scaler=next_scaler,
         step=step,
-        rng=rng,
+        rng=tried.rng,
     )
-    info = StepInfo(
+    return new_state, StepInfo(
         loss=window.loss,
         found_inf=skip,
         scale=used_scale,
         grad_norm=outcome.grad_norm,
         grad_amax=outcome.grad_amax,
-        retries=torch.full((), retries, dtype=torch.int32, device=skip.device),
+        retries=torch.full((), tried.retries, dtype=torch.int32, device=skip.device),
         aux=window.aux,
     )
-    if donate:
-        _tree.poison(state, keep=(new_state, info, microbatches, max_norm, clip_value))
-    return new_state, info
+
+
+def _kept_in_update(
+    options: StepOptions, state: TrainState, flat: _FlatState, window: WindowGrads
+) -> list[Tensor]:
+    """What must not be written into with the parameters: parts of a state may share memory, and
+    microbatches may be made of it.
+    """
+    if not options.donate:
+        return []
+    held = (flat.buffers.leaves, window.buffers, flat.scaler.leaves, state.step, state.rng)
+    return [*window.seen, *options.clip.bounds, *_tree.all_tensors(held)]
 
 
 _FROM_RULE = "the state that the rule gave"
@@ -328,42 +332,43 @@ def _told_to_rule(
 
 
 def _next_buffers(
-    decision: Decision, old: Leaves, new: Leaves, *, donate: bool, keep: list[Tensor]
+    options: StepOptions, decision: Decision, old: Leaves, window: WindowGrads, kept: Any
 ) -> Leaves:
-    """The buffers after the step; new ones are in memory of their own already."""
-    if decision.skip_on_host is None:
-        return choose(decision.skip, old, new, donate=donate, keep=keep)  # type: ignore[arg-type]
+    """The buffers after the step; new ones are in memory of their own already. `kept`: the rest of
+    the new state, into which they are not written.
+    """
+    if decision.skip_on_host is False:
+        return list(window.buffers)
     if decision.skip_on_host:
-        return list(old) if donate else choose(True, old, new)
-    return list(new)
+        return list(old) if options.donate else choose(True, old, window.buffers)
+    keep = [*window.seen, *_tree.all_tensors(kept)] if options.donate else []
+    return choose(decision.skip, old, window.buffers, donate=options.donate, keep=keep)  # type: ignore[arg-type]
 
 
 def _check_call(
     state: TrainState,
-    leaves: Leaves,
+    flat: _FlatState,
     microbatches: Any,
-    optimizer: Any,
-    rule: Any,
-    clip: Clip,
-    on_nonfinite: str,
-    bn_update: str,
-    max_retries: Any,
+    settings: dict[str, Any],
     weight_fn: Callable[[Any], float | Tensor] | None,
 ) -> None:
+    rule, max_retries = settings["rule"], settings["max_retries"]
     if not isinstance(state, TrainState):
         raise TypeError(
             f"train_step takes a TrainState, got {type(state).__name__}. "
             f"Cure: `state = init_train_state(params, buffers, optimizer, rule)`."
         )
-    _check_parts(optimizer, rule)
+    _check_parts(settings["optimizer"], rule)
     _check_microbatches(microbatches)
+    clip = check_clip(settings["max_norm"], settings["clip_value"], settings["norm_type"])
+    leaves = flat.params.leaves
     _tree.check_parameters(state.params, leaves, "state.params")
     check_device(state.scaler.scale, state.params, leaves, "state.params")
     if clip.value is not None:
         check_ordered(state.params, leaves, "params")
-    check_on_nonfinite(on_nonfinite)
-    if bn_update not in ("each", "window"):
-        raise ValueError(f"bn_update must be 'each' or 'window', got {bn_update!r}.")
+    check_on_nonfinite(settings["on_nonfinite"])
+    if settings["bn_update"] not in ("each", "window"):
+        raise ValueError(f"bn_update must be 'each' or 'window', got {settings['bn_update']!r}.")
     if (
         isinstance(max_retries, bool)
         or not isinstance(max_retries, numbers.Integral)
@@ -389,7 +394,7 @@ def _check_call(
             "torch.compile and torch.func. Cure: state._replace(rng=()), torch.manual_seed before "
             "the step, and for vmap randomness='different'."
         )
-    if weight_fn is not None:  # before others wait for what follows from it
+    if weight_fn is not None:
         check_weights(microbatches, weight_fn, state.scaler.scale)
 
 

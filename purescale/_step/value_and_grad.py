@@ -137,8 +137,8 @@ class ValueAndGrad:
         index = next(i for i, new in enumerate(_versions(inputs)) if new != before[i])
         name = self.names()[index]
         raise RuntimeError(
-            f"loss_fn wrote into the parameter {name}. Parameters are the state of this step, which "
-            "nothing may change. Likely cause: weights that are clipped, renormalised or "
+            f"loss_fn wrote into the parameter {name}. Parameters are the state of this step, "
+            "which nothing may change. Likely cause: weights that are clipped, renormalised or "
             "initialised in forward, under torch.no_grad. Cure: compute a new tensor, "
             "`w = w / w.norm()`, or change the parameters between two steps."
         )

@@ -37,7 +37,7 @@ def full_tensor(leaf: Any) -> Any:
 
 
 def redistribute_like(leaf: Any, other: Any) -> Any:
-    """`leaf` with the placements of `other`: the gradient of a sharded parameter may have others."""
+    """`leaf` with the placements of `other`: a gradient may have others than its parameter."""
     if not (isinstance(leaf, DTensor) and isinstance(other, DTensor)):
         return leaf
     return (

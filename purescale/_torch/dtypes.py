@@ -24,8 +24,8 @@ def widest_float(device: torch.device) -> torch.dtype:
 
 
 def unscaled_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of an unscaled gradient: float32 for float16, whose range is too small. bfloat16 has
-    the range of float32 and stays.
+    """The dtype of an unscaled gradient: float32 for float16, whose range is too small. bfloat16
+    has the range of float32 and stays.
     """
     return torch.float32 if dtype is torch.float16 else dtype
 

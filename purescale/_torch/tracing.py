@@ -1,4 +1,4 @@
-"""Where a call runs: eagerly, compiled or under a torch.func transform, and whether the host can see values."""
+"""Where a call runs: eagerly, compiled or under a transform; whether the host can see values."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def is_on_a_graph(tensors: Iterable[Tensor | None]) -> bool:
 
 
 def is_lazy(tensor: Tensor) -> bool:
-    """Whether a negation or conjugation is still to be made, of which torch's kernels know nothing."""
+    """Whether a negation or conjugation is still to be made: torch's kernels do not look."""
     return not torch.compiler.is_compiling() and (tensor.is_neg() or tensor.is_conj())
 
 

@@ -1,4 +1,4 @@
-"""One leaf: what may be a parameter or a gradient, and how it becomes a dense, real, local tensor."""
+"""One leaf: what may be a parameter or a gradient, and how it becomes dense, real and local."""
 
 from __future__ import annotations
 
@@ -170,7 +170,10 @@ def dense(leaf: Tensor) -> Tensor:
     """A sparse tensor as a dense one. Rows that are there twice are summed at least in float32: in
     half precision their sum may be beyond its range.
     """
-    return leaf if leaf.layout is torch.strided else leaf.to(wide_dtype(leaf.dtype)).to_dense()
+    if leaf.layout is torch.strided:
+        return leaf
+    made: Tensor = leaf.to(wide_dtype(leaf.dtype)).to_dense()
+    return made
 
 
 def stored_values(leaf: Tensor) -> Tensor:

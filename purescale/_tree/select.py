@@ -25,8 +25,8 @@ def select(found_inf: Tensor | bool, old: Tree, new: Tree) -> Tree:
     through (`0 * nan` is `nan`).
 
     Shapes and dtypes: `found_inf` is 0-d bool, True = bad. The leaves of `old` and `new` agree in
-    shape and dtype. A leaf that is no dense tensor, such as a sparse one, must be the same object in
-    both and comes back. The result shares no memory with either.
+    shape and dtype. A leaf that is no dense tensor, such as a sparse one, must be the same object
+    in both and comes back. The result shares no memory with either.
 
     Raises `ValueError` when the trees differ in structure or two leaves in shape or dtype.
 

@@ -56,7 +56,15 @@ DispatchMode: Any = _find("torch.utils._python_dispatch.TorchDispatchMode")
 nonstrict_trace: Any = _find("torch._dynamo.nonstrict_trace")
 TensorGuards: Any = _find("torch._C._dynamo.guards.TensorGuards")
 _find("torch.autograd.forward_ad._current_level")
-forward_ad: Any = torch.autograd.forward_ad  # its level is -1 outside of `dual_level`
+_forward_ad: Any = torch.autograd.forward_ad
+
+
+def forward_level() -> int:
+    """How deep inside of `forward_ad.dual_level`; -1 outside."""
+    level: int = _forward_ad._current_level  # moves, so it cannot be looked up once
+    return level
+
+
 FakeTensorMode: Any = _find("torch._subclasses.fake_tensor.FakeTensorMode")
 DataDependentOutput: Any = _find("torch._subclasses.fake_tensor.DataDependentOutputException")
 FakeTensor: type[Tensor] = _find("torch._subclasses.fake_tensor.FakeTensor")

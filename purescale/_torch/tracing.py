@@ -20,9 +20,9 @@ def under_transform() -> bool:
 
     List operators have no vmap rule there, and fused kernels drop what is being differentiated.
     """
-    # The level of forward mode moves, so it cannot be looked up once.
-    level = private.forward_ad._current_level
-    return private.transforms_active() or (level >= 0 and not torch.compiler.is_compiling())
+    return private.transforms_active() or (
+        not torch.compiler.is_compiling() and private.forward_level() >= 0
+    )
 
 
 def traced() -> bool:

@@ -162,7 +162,8 @@ def are_usual(leaves: Sequence[Any]) -> bool:
 def _dense_real(leaf: Tensor) -> Tensor:
     leaf = dense(leaf)
     if not leaf.is_complex():
-        return leaf.resolve_neg()
+        resolved: Tensor = leaf.resolve_neg()
+        return resolved
     return torch.view_as_real(leaf.resolve_conj().resolve_neg())
 
 
@@ -188,7 +189,8 @@ def stored_values(leaf: Tensor) -> Tensor:
 def _restored(leaf: Tensor, result: Tensor) -> Tensor:
     if leaf.is_complex():
         result = torch.view_as_complex(result)
-    return dtensor.from_local_like(leaf, result)
+    restored: Tensor = dtensor.from_local_like(leaf, result)
+    return restored
 
 
 # ---- which two go together -----------------------------------------------------------------------

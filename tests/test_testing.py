@@ -13,8 +13,8 @@ from hypothesis import find, given, settings
 from torch import Tensor
 
 import purescale as ps
-from purescale._tree import tree as _tree
 from purescale import testing
+from purescale._tree import tree as _tree
 from purescale.testing import (
     Untouched,
     assert_pure,

@@ -1,4 +1,4 @@
-"""Arithmetic over lists of dense, real tensors, in operators whose number does not grow with the list.
+"""Arithmetic over lists of dense, real tensors, in operators that do not grow with the list.
 
 Plain operators while compiling, where both kinds fuse the same, and under torch.func transforms,
 which have no rule for lists.

@@ -1,5 +1,6 @@
 """PURESCALE_DEBUG_DONATION: what was given up is NaN afterwards, and nothing else is."""
 
+import importlib.util
 import math
 import os
 import subprocess
@@ -12,7 +13,8 @@ from helpers import at, batch, clone, job, same_bits, tensors
 from hypothesis import given
 
 import purescale as ps
-from purescale._tree.leaves import reach
+from purescale._torch import donation
+from purescale._torch.donation import can_write, owned
 
 RULE = ps.DynamicScale(init_scale=2.0**10)
 ADAMW = ps.from_torch(torch.optim.AdamW, lr=0.1)
@@ -21,7 +23,7 @@ ADAMAX = ps.from_torch(torch.optim.Adamax, lr=0.1)
 
 @pytest.fixture
 def debug(monkeypatch):
-    monkeypatch.setattr("purescale._tree.tree.DEBUG_DONATION", True)
+    monkeypatch.setattr("purescale._torch.donation.DEBUG", True)
 
 
 def grads():
@@ -143,29 +145,25 @@ def test_what_shares_memory_with_what_the_caller_keeps_is_left(debug):
         assert x.tolist() == [3.0, 4.0]
 
 
-PIECES = st.lists(st.tuples(st.integers(0, 11), st.integers(0, 4), st.integers(1, 2)), max_size=5)
+PIECES = st.lists(st.tuples(st.integers(0, 11), st.integers(1, 4), st.integers(1, 2)), max_size=5)
 
 
 @given(PIECES)
-def test_pieces_of_one_memory_are_written_to_where_they_stand_apart(pieces):
-    """As the parts of a bucket do; what overlaps is left, and so is what lies between them."""
+def test_all_gradients_are_written_into_or_none(pieces):
+    """Those that share a storage, as the parts of a bucket do, are not; nor is what has a gap."""
     row = torch.arange(1.0, 21.0)
-    before = row.clone()
-    grads = [row[first : first + step * size : step] for first, size, step in pieces]
-    places = [set(range(g.storage_offset(), g.storage_offset() + reach(g) // 4)) for g in grads]
-    with torch.no_grad():
-        expected, _ = ps.unscale_and_check(at(2.0), clone(grads))
+    parts = [row[first : first + step * size : step] for first, size, step in pieces]
+    own = [torch.arange(1.0, 1.0 + size) for _, size, _ in pieces]
+    for grads in (parts, own, [*own, *parts]):
+        may = all(g.is_contiguous() for g in grads) and (grads is own or len(parts) <= 1)
+        before, kept = clone(grads), row.clone()
+        expected, _ = ps.unscale_and_check(at(2.0), before)
         found, _ = ps.unscale_and_check(at(2.0), grads, donate=True)
-    assert same_bits(found, expected)
-    mine = set()
-    for index, (gradient, new) in enumerate(zip(grads, found, strict=True)):
-        others = set().union(*places[:index], *places[index + 1 :])
-        apart = gradient.is_contiguous() and not places[index] & others
-        if gradient.numel():
-            assert (new.data_ptr() == gradient.data_ptr()) == apart
-        mine |= places[index] if apart else set()
-    kept = [place for place in range(20) if place not in mine]
-    assert same_bits(row[kept], before[kept])
+        assert same_bits(found, expected)
+        for gradient, new in zip(grads, found, strict=True):
+            assert (new.data_ptr() == gradient.data_ptr()) == may
+        if not may:
+            assert same_bits((grads, row), (before, kept))
 
 
 def test_a_piece_of_what_is_kept_is_left():
@@ -173,18 +171,22 @@ def test_a_piece_of_what_is_kept_is_left():
     first, rest = row.split(2)
     scaler = at(2.0)._replace(scale=rest[0])
     found, _ = ps.unscale_and_check(scaler, [first], donate=True)
-    assert same_bits(found, [first])
+    assert same_bits((found, row), ([first / 1.0], torch.ones(4)))
 
 
-def test_gradients_in_one_bucket_are_unscaled_by_the_kernel_itself():
-    """Where they stand, without a copy of each; DistributedDataParallel has them as views."""
+def test_gradients_in_one_bucket_give_the_step_of_gradients_apart():
+    """DistributedDataParallel has them as views of one storage, which is not written into."""
     params = {"w": torch.ones(3, 4), "b": torch.ones(3)}
-    weight, bias = torch.arange(15.0).split([12, 3])
-    state = ADAMW.init(params)
-    plan = ADAMW.plan(params, {"w": weight.view(3, 4), "b": bias}, state, spent=True)
-    assert plan.spent
-    again = ADAMW.plan(params, {"w": weight.view(3, 4), "b": weight[1:4]}, state, spent=True)
-    assert not again.spent
+    bucket = torch.arange(15.0)
+    weight, bias = bucket.split([12, 3])
+    grads = {"w": weight.view(3, 4), "b": bias}
+    for norm in (None, 1.0):
+        arguments = clone((params, grads, ADAMW.init(params)))
+        expected = ps.unscale_and_step(ADAMW, at(4.0), *arguments, norm)
+        arguments = clone(params), grads, ADAMW.init(params)
+        found = ps.unscale_and_step(ADAMW, at(4.0), *arguments, norm, donate=True)
+        assert same_bits(tuple(found), tuple(expected))
+        assert bucket.tolist() == list(range(15))
 
 
 def test_a_microbatch_in_the_memory_of_the_state_is_left(debug):
@@ -229,26 +231,87 @@ def test_nothing_is_poisoned_under_a_transform_or_while_compiling(debug):
     assert not stacked.isnan().any()
 
 
-def test_it_is_off_unless_the_environment_says_so():
+@pytest.mark.parametrize(
+    ("value", "expected"), [(None, False), ("", False), ("0", False), ("1", True)]
+)
+def test_it_is_off_unless_the_environment_says_so(value, expected, monkeypatch):
+    monkeypatch.delenv("PURESCALE_DEBUG_DONATION", raising=False)
+    if value is not None:
+        monkeypatch.setenv("PURESCALE_DEBUG_DONATION", value)
+    imported_now = importlib.util.module_from_spec(donation.__spec__)
+    donation.__spec__.loader.exec_module(imported_now)
+    assert imported_now.DEBUG is expected
+
+
+def test_the_environment_is_heard_by_a_process():
     code = (
         "import torch, purescale as ps; x = torch.ones(2); "
         "ps.clip_by_value([x], 2.0, donate=True); print(x.isnan().any().item())"
     )
-    for value, expected in ((None, "False"), ("", "False"), ("0", "False"), ("1", "True")):
-        environment = {k: v for k, v in os.environ.items() if k != "PURESCALE_DEBUG_DONATION"}
-        environment |= {} if value is None else {"PURESCALE_DEBUG_DONATION": value}
-        environment["PYTHONPATH"] = os.path.dirname(os.path.dirname(ps.__file__))
-        out = subprocess.run(
-            [sys.executable, "-c", code],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert out.stdout.strip() == expected
+    environment = {**os.environ, "PURESCALE_DEBUG_DONATION": "1"}
+    environment["PYTHONPATH"] = os.path.dirname(os.path.dirname(ps.__file__))
+    out = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert out.stdout.strip() == "True"
 
 
 def test_switched_off_donation_writes_in_place():
     x = torch.tensor([3.0, 4.0])
     assert ps.clip_by_value([x], 1.0, donate=True)[0].data_ptr() == x.data_ptr()
     assert math.isfinite(x.sum())
+
+
+# ---- whose memory it is --------------------------------------------------------------------------
+
+
+def test_what_may_be_written_into():
+    x, row = torch.ones(4), torch.ones(8)
+    weight = torch.ones(2, requires_grad=True)
+    assert can_write([x, row, weight, torch.ones(2, 3).t()])
+    assert can_write([row[:4]])  # the rest of it is nobody's that is known here
+    assert not can_write([row[:4], row[4:]])
+    assert not can_write([x], [row, x[:2]])
+    assert not can_write([x, row[::2]])  # has gaps
+    assert not can_write([x, torch.ones(1).expand(3)])
+    assert not can_write([x, weight * 2])  # is on a graph
+    assert not can_write([x, torch._neg_view(row)])
+    with torch.inference_mode():
+        inside = torch.ones(2)
+        assert can_write([inside])
+    assert not can_write([x, inside])
+    refused = []
+    torch.vmap(lambda t: refused.append(not can_write([t])) or t)(x)
+    assert refused == [True]
+
+
+def test_what_a_backward_made_is_ours_only_where_nobody_else_can_see_it():
+    seen = []
+
+    class Keeps(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            seen.append(gradient * 2)
+            return seen[-1]
+
+    weights = [torch.ones(3, requires_grad=True) for _ in range(4)]
+    array = torch.arange(3.0).numpy()
+    outside = torch.from_numpy(array)
+    loss = weights[0].pow(2).sum() + Keeps.apply(weights[1]).sum()
+    loss = loss + (weights[2] * outside).sum() + weights[3].sum()
+    found = list(torch.autograd.grad(loss, weights))
+    before, addresses = clone(found), [gradient.data_ptr() for gradient in found]
+    mine = owned(found)
+    assert found == []
+    assert same_bits(mine, before)
+    assert not any(gradient.requires_grad for gradient in mine)
+    for gradient in mine:
+        gradient.add_(1.0)
+    assert mine[0].data_ptr() == addresses[0]  # torch made it, and nobody else has it
+    assert seen[0].tolist() == [2.0] * 3
+    assert array.tolist() == [0.0, 1.0, 2.0]
+    assert all(gradient.is_contiguous() for gradient in mine)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import purescale as ps
 from purescale import testing
+from purescale._tree import tree as _tree
 from purescale.testing import (
     Untouched,
     assert_pure,
@@ -533,14 +534,14 @@ REACHED = {
 @pytest.mark.parametrize("what", REACHED)
 def test_gradients_reach_every_corner(what):
     def reached(tree):
-        return any(bool(REACHED[what](leaf)) for leaf in ps._tree.tensors(tree))
+        return any(bool(REACHED[what](leaf)) for leaf in _tree.tensors(tree))
 
     assert reached(find(grad_trees(), reached, settings=settings(max_examples=2000, database=None)))
 
 
 def test_gradients_reach_none():
     def reached(tree):
-        return None in [leaf for leaf in ps._tree.flatten(tree)[0] if leaf is None]
+        return None in [leaf for leaf in _tree.flatten(tree)[0] if leaf is None]
 
     find(grad_trees(), reached, settings=settings(max_examples=2000, database=None))
 
@@ -551,8 +552,8 @@ LIKE = {"a": [torch.ones(2, 3).half(), None], "b": (torch.tensor(1.0), torch.one
 @given(grad_trees(like=LIKE))
 @settings(max_examples=10)
 def test_gradients_like_a_tree_have_its_structure_shapes_and_dtypes(grads):
-    assert ps._tree.names(grads) == ps._tree.names(LIKE)
-    for ours, theirs in zip(ps._tree.tensors(grads), ps._tree.tensors(LIKE), strict=True):
+    assert _tree.names(grads) == _tree.names(LIKE)
+    for ours, theirs in zip(_tree.tensors(grads), _tree.tensors(LIKE), strict=True):
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
 
 

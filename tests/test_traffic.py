@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 import purescale as ps
-from purescale._grads import grad_stats as _extent
-from purescale._torch import foreach as _foreach
+from purescale._grads import grad_stats
+from purescale._optim import torch_optim
+from purescale._torch import tracing
 
 ADAMW = ps.from_torch(torch.optim.AdamW, lr=0.1, weight_decay=0.1)
 FUSED = {
@@ -131,16 +132,19 @@ def test_a_step_agrees_with_its_parts(name, shapes, grad_dtype, max_norm, clip_v
     if bad and grads["0"].numel():
         grads["0"] = grads["0"] * float("nan")
     expected = by_parts(optimizer, scaler, params, grads, state, max_norm, clip_value)
-    before = clone(grads)
-    for _ in range(2):  # with the memo cold, then warm
-        arguments = clone((params, before, state))
-        out = ps.unscale_and_step(
-            optimizer, scaler, *arguments, max_norm, clip_value, donate=donate
-        )
+    outs = []
+    for way in (contextlib.nullcontext, tracing.as_on_an_accelerator):
+        arguments = clone((params, grads, state))
+        with way():
+            out = ps.unscale_and_step(
+                optimizer, scaler, *arguments, max_norm, clip_value, donate=donate
+            )
         agrees(out, expected, max_norm)
         if max_norm is not None and not expected[2]:
             assert same_bits(out.grad_norm, expected[3])
-        assert donate or same_bits(arguments, (params, before, state))
+        assert donate or same_bits(arguments, (params, grads, state))
+        outs.append(tuple(out)[:3])
+    assert same_bits(*outs)
 
 
 @pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format])
@@ -160,7 +164,7 @@ def test_layouts_give_the_same_step(memory_format, of):
 
     params = laid_out(params) if of != "grads" else params
     grads = laid_out(grads) if of != "params" else grads
-    for donate in (False, True, False, True):
+    for donate in (False, True):
         out = ps.unscale_and_step(
             ADAMW, scaler, clone(params), clone(grads), clone(state), donate=donate
         )
@@ -332,12 +336,14 @@ def test_one_bad_element_is_found_wherever_it_is(where, value, dtype):
 @given(
     st.integers(1, 64), st.lists(st.integers(0, 70), min_size=1, max_size=6), st.floats(1.0, 4.0)
 )
-def test_the_norm_in_pieces_equals_float64(piece, sizes, power):
+def test_the_norm_in_chunks_equals_float64(chunk, sizes, power):
     leaves = [torch.randn(size) * 10.0 ** (7 * index) for index, size in enumerate(sizes)]
-    with changed(_extent, _PIECE=piece):
-        norm = _extent.extent(leaves, torch.device("cpu"), power).norm
-    expected = torch.linalg.vector_norm(torch.cat(leaves).double(), power)
-    torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+    row = torch.cat(leaves).double()
+    with changed(grad_stats, _CHUNK=2 * chunk, _SMALL=chunk):
+        for p in (2.0, power):
+            norm = ps.clip_by_global_norm(leaves, float("inf"), p)[1]
+            expected = torch.linalg.vector_norm(row, p).float()
+            torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
 
 
 # ---- as one node of a compiled graph -------------------------------------------------------------
@@ -346,7 +352,8 @@ def test_the_norm_in_pieces_equals_float64(piece, sizes, power):
 @pytest.fixture
 def as_one_node(monkeypatch):
     """As with many parameters."""
-    monkeypatch.setattr(_foreach, "INLINE", 0)
+    for module in (grad_stats, torch_optim):
+        monkeypatch.setattr(module, "MAX_INLINE_LEAVES", 0)
 
 
 @pytest.mark.parametrize("name", sorted(FUSED))
@@ -359,9 +366,8 @@ def test_a_compiled_step_has_the_bits_of_the_eager_one(name, donate, as_one_node
     for bad in (False, True):
         given = grads | {"0": grads["0"] * float("nan")} if bad else grads
         for settings in (
-            {},
+            {} if donate else {"clip_value": 0.1},
             {"max_norm": 0.5, "clip_value": torch.tensor(0.1)},
-            {"clip_value": 0.1},
         ):
             expected = ps.unscale_and_step(optimizer, scaler, params, given, state, **settings)
             arguments = clone((params, given, state))
@@ -427,11 +433,15 @@ def test_a_compiled_step_of_many_parameters_has_two_nodes_for_all_after_backward
         for node in graphs[0].graph.nodes
         if node.op == "call_function" and "purescale" in str(node.target)
     ]
-    assert called == [torch.ops.purescale.extent.default, torch.ops.purescale.fused_update.default]
+    nodes = torch.ops.purescale
+    assert called == [nodes.grad_stats.default, nodes.fused_update.default]
+
+
+CHECKS = ("test_schema", "test_faketensor")
 
 
 @pytest.mark.parametrize("name", sorted(set(FUSED) - {"SGD", "overrides"}))
-def test_the_nodes_of_a_compiled_graph_do_what_their_schema_says(name):
+def test_the_node_of_an_update_does_what_its_schema_says(name):
     optimizer = FUSED[name]
     scaler, params, grads, state = problem([(3, 5), (40,)], optimizer)
     kernel = optimizer._kernel
@@ -440,22 +450,29 @@ def test_the_nodes_of_a_compiled_graph_do_what_their_schema_says(name):
     slots = list(state.slots.values())
     targets = [*params.values(), *(slot[key] for key in kernel.slots(settings) for slot in slots)]
     steps = [slot["step"] for slot in slots if "step" in slot]
-    flags = torch.tensor(False), scaler.scale, torch.tensor(0.5), 0.1, None
-    arguments = (
-        kernel.name,
-        list(grads.values()),
-        steps,
-        targets,
-        [],
-        [],
-        0.1,
-        None,
-        kernel.numbers(settings),
-        *flags,
-    )
-    checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.purescale.fused_update.default, arguments, test_utils=checks)
-    for power in (None, 2.0, 3.0):
-        torch.library.opcheck(
-            torch.ops.purescale.extent.default, (list(grads.values()), power), test_utils=checks
+    for lr, found_inf, divisor in (
+        (None, torch.tensor(0.0), scaler.scale),
+        (torch.tensor(0.1), None, None),
+    ):
+        arguments = (
+            kernel.name,
+            list(grads.values()),
+            steps,
+            targets,
+            0.1,
+            lr,
+            kernel.numbers(settings),
+            found_inf,
+            divisor,
         )
+        torch.library.opcheck(
+            torch.ops.purescale.fused_update.default, arguments, test_utils=CHECKS
+        )
+
+
+@pytest.mark.parametrize("power", [None, 2.0, 3.0])
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.float16, torch.float64])
+def test_the_node_of_the_stats_does_what_its_schema_says(power, grad_dtype):
+    grads = [torch.randn(3, 5), torch.randn(40).to(grad_dtype)]
+    arguments = grads, torch.tensor(SCALE), power
+    torch.library.opcheck(torch.ops.purescale.grad_stats.default, arguments, test_utils=CHECKS)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._torch import private
 from .._torch.dtypes import unscaled_dtype, widest_float
-from .._torch.foreach import MAX_INLINE_LEAVES, by_kind
+from .._torch.foreach import MAX_INLINE_LEAVES, by_kind, cast
 from .._torch.private import foreach
 from .._torch.tracing import is_on_a_graph, under_transform
 
@@ -20,8 +20,7 @@ from .._torch.tracing import is_on_a_graph, under_transform
 class LocalStats(NamedTuple):
     """How large some tensors are, on this rank."""
 
-    # the largest magnitude of each dtype before unscaling, at least float32; NaN or inf where one
-    # is
+    # the largest magnitude of each dtype before unscaling, at least float32, NaN or inf too
     amax: dict[torch.dtype, Tensor]
     # of the unscaled tensors, in the widest dtype of the device; None where it was not asked for
     norm: Tensor | None
@@ -133,7 +132,7 @@ def _list_stats(
     for dtype in dtypes:
         some = [tensor for tensor in tensors if tensor.dtype is dtype]
         if some[0].is_cpu:
-            ends = [end for tensor in some for end in torch.aminmax(tensor)]
+            ends = [end for row in _rows(some) for end in torch.aminmax(row)]
             amax = _at_least_float32(torch.stack(ends)).abs().amax()
         else:
             amax = _at_least_float32(torch.stack(foreach.norm(some, math.inf)).amax())
@@ -146,14 +145,16 @@ def _list_stats(
 def _norm_of_list(tensors: list[Tensor], p: float, amax: Tensor, divisor: Tensor) -> Tensor:
     wide = widest_float(tensors[0].device)
     if tensors[0].dtype.itemsize <= 4 and wide is torch.float64 and p <= _SAFE_POWER:
-        norms = foreach.norm(tensors, p, dtype=wide)
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), p)
+        norm: Tensor = torch.linalg.vector_norm(
+            torch.stack(foreach.norm(tensors, p, dtype=wide)), p
+        )
         return norm / divisor
     # In units of the largest of all, of whose norm what underflows is no part.
     unit = _unit(amax)
-    norms = foreach.norm(foreach.div(tensors, unit.to(tensors[0].dtype)), p, dtype=wide)
-    scaled: Tensor = torch.linalg.vector_norm(torch.stack(norms), p)
-    return scaled * (unit / divisor)
+    tensors = cast(tensors, unit.dtype)  # a quotient in half precision would be rounded
+    norms = foreach.norm(foreach.div(tensors, unit), p, dtype=wide)
+    in_units: Tensor = torch.linalg.vector_norm(torch.stack(norms), p)
+    return in_units * (unit / divisor)
 
 
 _SAFE_POWER = 4  # of the largest float32, and of sums of it, fits into float64

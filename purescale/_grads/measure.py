@@ -44,10 +44,9 @@ def measure(
     sum does not tell enough. On an accelerator and where traced no value is read.
     """
     tensors, divisor = grads.tensors, scale if scaled else torch.ones_like(scale)
-    sharded = not grads.usual and any_dtensor(grads.given)
     on_host = host_can_read(scale, *tensors)
     squares: Tensor | None = None
-    if not sharded and (norm_type == 2 or (norm_type is None and not amax)):
+    if not _is_sharded(grads) and (norm_type == 2 or (norm_type is None and not amax)):
         squares = _squares(tensors)
     if squares is not None and on_host and group is None:
         total, number = squares.item(), scale.item()
@@ -60,10 +59,7 @@ def measure(
                 math.sqrt(total) / number,
                 _amax(local_stats(tensors, divisor, None), divisor) if amax else (),
             )
-    if sharded:
-        stats = mesh_stats(tensors, grads.origins, divisor, norm_type)
-    else:
-        stats = local_stats(tensors, divisor, norm_type)
+    stats = _exact_stats(grads, divisor, norm_type)
     nonfinite = ~stats.are_finite(divisor) | ~is_usable(scale)
     if group is not None:
         nonfinite = all_reduce_found_inf(nonfinite, group)
@@ -75,6 +71,21 @@ def measure(
         norm.item() if on_host and norm is not None else None,
         _amax(stats, divisor, group) if amax else (),
     )
+
+
+def measure_amax(grads: Normalized, one: Tensor, group: Any = None) -> Tensor:
+    """The largest magnitude alone, of unscaled gradients; `one`: 1 on their device."""
+    return _amax(_exact_stats(grads, one, None), one, group)
+
+
+def _exact_stats(grads: Normalized, divisor: Tensor, norm_type: float | None) -> LocalStats:
+    if _is_sharded(grads):
+        return mesh_stats(grads.tensors, grads.origins, divisor, norm_type)
+    return local_stats(grads.tensors, divisor, norm_type)
+
+
+def _is_sharded(grads: Normalized) -> bool:
+    return not grads.usual and any_dtensor(grads.given)
 
 
 def _squares(tensors: Sequence[Tensor]) -> Tensor | None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._grads.measure import is_usable, measure
+from .._grads.measure import is_usable, measure_amax
 from .._loss_scale.rules import check_state
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import saturating
@@ -195,7 +195,7 @@ def grad_amax(grads: Tree, group: Any = None) -> Tensor:
     `None` and tensors without an element count for nothing, duplicate indices of a sparse gradient
     are summed first. Of a complex number the larger of its two parts, which is what overflows.
     `group`: a process group, over whose ranks the largest is taken (one all-reduce); `None` is this
-    rank alone. DTensors always reduce over their own mesh, an all-reduce for each leaf.
+    rank alone. DTensors always reduce over their own mesh.
 
     Returns a 0-d float32 tensor: NaN where a gradient is, else inf where one is, 0 without
     gradients. What is finite in float64 stays finite.
@@ -210,8 +210,7 @@ def grad_amax(grads: Tree, group: Any = None) -> Tensor:
     _tree.check_gradients(grads, leaves)
     device = _tree.device_of(grads, leaves, "grads")
     one = torch.ones((), dtype=torch.float32, device=device)
-    amax: Tensor = measure(normalize(leaves), one, scaled=False, amax=True, group=group).amax
-    return amax
+    return measure_amax(normalize(leaves), one, group)
 
 
 # ---- rules that take amax, and those that do not -------------------------------------------------

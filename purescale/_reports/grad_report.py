@@ -84,7 +84,7 @@ def grad_report(grads: Tree, sample: int = 1) -> GradReport:
     a low scale. Zeros and subnormals are those of the dtype that a leaf has, so a float16 tensor
     tells more before it is widened. For a look now and then, not for every step.
 
-    - `grads`: a pytree of tensors of any floating or complex dtype. `None` has no row; an empty
+    - `grads`: a pytree of floating or complex tensors. `None` has no row; an empty
       leaf has four zeros. Of a sparse leaf its summed values count, of a complex one both parts,
       each by itself. A DTensor is gathered.
     - `sample=n` looks at every n-th element of a leaf only.

@@ -247,7 +247,11 @@ def _bounded(tensors: list[Tensor], old: torch.dtype, new: torch.dtype) -> Seque
 
 # ---- old or new ----------------------------------------------------------------------------------
 
-_CHOSEN_AS_LISTS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+# By device, the dtypes in which torch's fused SGD, which chooses in a list, leaves no element out.
+_CHOSEN_AS_LISTS = {
+    "cuda": (torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    "cpu": (torch.float32, torch.float64),
+}
 
 
 def where(
@@ -282,11 +286,12 @@ def where(
 
 def _list_kind(old: Tensor, new: Tensor) -> Any:
     """The kind of pairs with which one list kernel chooses; None where `torch.where` has to."""
-    if not old.is_cuda:
-        return None
-    if old.dtype in _CHOSEN_AS_LISTS:
-        return (old.device, old.dtype) if same_memory_order(old, new) else None
-    return (old.device, old.dtype) if old.ndim == 0 else None
+    dtypes = _CHOSEN_AS_LISTS.get(old.device.type, ())
+    if old.is_floating_point():
+        listed = old.dtype in dtypes and same_memory_order(old, new)
+    else:
+        listed = bool(dtypes) and old.ndim == 0
+    return (old.device, old.dtype) if listed else None
 
 
 def _where_list(

@@ -15,7 +15,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
-from purescale._settings import described
+from purescale._distributed.describe_settings import described
 from test_data_parallel import OPTIMIZERS, RULES
 from torch import nn
 

@@ -293,29 +293,36 @@ def _next_scaler(
     outcome: Outcome,
 ) -> Any:
     """The loss scale after the step, updated last. `used`: the state that scaled the loss."""
-    overflow, amax = _told_to_rule(options, window, outcome)
+    overflowed = _overflowed(window, outcome)
+    overflow, amax = _told_to_rule(options, window, outcome, overflowed)
     # Where no try was finite, the scale ends as after one ordinary skip.
     start = used if used is state.scaler else where(overflow, state.scaler, used)
     updated_scaler = updated(options.rule, start, overflow, amax)
     _tree.paired(state.scaler, updated_scaler, "state.scaler", _FROM_RULE, flat=before)
-    skip, moved = outcome.found_inf, window.overflow | outcome.overflow
+    skip = outcome.found_inf
     if outcome.decision.skip_on_host is False or skip is window.overflow:
         return updated_scaler
     # Weights that leave nothing, and a bound that is none, leave the scale as it was.
-    return where(skip & ~moved, state.scaler, updated_scaler)
+    return where(skip & ~overflowed, state.scaler, updated_scaler)
+
+
+def _overflowed(window: WindowGrads, outcome: Outcome) -> Tensor:
+    """Whether gradients overflowed, here or where they are clipped; not a window that is skipped for
+    another reason.
+    """
+    if outcome.overflow is window.skip:
+        return window.overflow
+    return window.overflow | (outcome.overflow & ~window.skip)
 
 
 def _told_to_rule(
-    options: StepOptions, window: WindowGrads, outcome: Outcome
+    options: StepOptions, window: WindowGrads, outcome: Outcome, overflow: Tensor
 ) -> tuple[Tensor, Any]:
     """The flag and the largest gradient for `rule.update`.
 
     A rule that takes amax is not told of an overflow where the loss itself was not finite, because
     no scale could have cured it. Where such a loss skips the step, nothing is known: amax is NaN.
     """
-    overflow = window.overflow
-    if outcome.overflow is not window.skip:
-        overflow = overflow | (outcome.overflow & ~window.skip)
     if not options.takes_amax:
         return overflow, ()
     # A microbatch that is dropped by itself has no part in the loss of the step.

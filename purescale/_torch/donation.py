@@ -51,7 +51,8 @@ def can_write(tensors: Sequence[Tensor], others: Sequence[Any] = ()) -> bool:
         return False
     if torch.compiler.is_compiling():
         return True
-    held = [memory(tensor) for tensor in tensors]
+    # An empty shard has no memory to share.
+    held = [memory(tensor) for tensor in tensors if tensor.numel()]
     alone = set(held)
     if len(alone) != len(held) or None in alone:
         return False

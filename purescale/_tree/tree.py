@@ -322,7 +322,9 @@ def _have_same_metadata(leaves: Leaves, others: Leaves) -> bool:
     every = [*leaves, *others]
     if torch.compiler.is_compiling() or not set(_map(type, every)) <= {Tensor}:
         return False
-    if any(leaf.layout is not torch.strided or leaf.is_nested for leaf in every):
+    if any(
+        leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized for leaf in every
+    ):
         return False
     return all(
         a.shape == b.shape and a.dtype is b.dtype and a.device == b.device

@@ -98,17 +98,19 @@ def all_tensors(tree: Any) -> list[Tensor]:
 
 
 def fresh(tree: Any, taken: Set[int | None] = frozenset()) -> Any:
-    """`tree`, in any container that torch's pytree knows, off the graph; copied out of `taken`."""
-    if traced():
-        return _torch.pytree.tree_map(
-            lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree
-        )
+    """`tree`, in any container that torch's pytree knows, off the graph; copied out of `taken`.
+    Constants that are on no graph are the same objects.
+    """
 
     def own(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
+        if not isinstance(leaf, Tensor) or (_leaf.is_constant(leaf) and not leaf.requires_grad):
             return leaf
+        if traced():
+            return leaf.clone()
         return leaf.detach().clone() if memory(leaf) in taken else leaf.detach()
 
+    if traced():
+        return _torch.pytree.tree_map(own, tree)
     leaves, structure = flatten(tree)
     if set(map(type, leaves)) == {Tensor} and taken.isdisjoint(memories(leaves)):
         kept = [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves]

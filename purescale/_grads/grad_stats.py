@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._torch import private
 from .._torch.dtypes import unscaled_dtype, widest_float
-from .._torch.foreach import MAX_INLINE_LEAVES, by_kind, cast
+from .._torch.foreach import MAX_INLINE_LEAVES, by_kind
 from .._torch.private import foreach
 from .._torch.tracing import is_on_a_graph, under_transform
 
@@ -143,9 +143,7 @@ def _norm_of_list(tensors: list[Tensor], p: float, amax: Tensor, divisor: Tensor
     if tensors[0].dtype.itemsize <= 4 and wide is torch.float64 and p <= _SAFE_POWER:
         norms = foreach.norm(tensors, p, dtype=wide)
         return torch.linalg.vector_norm(torch.stack(norms), p) / divisor
-    # In units of the largest of all, of whose norm what underflows is no part; half precision would
-    # round the quotients.
-    tensors = cast(tensors, torch.promote_types(tensors[0].dtype, torch.float32))
+    # In units of the largest of all, of whose norm what underflows is no part.
     unit = _unit(amax)
     norms = foreach.norm(foreach.div(tensors, unit.to(tensors[0].dtype)), p, dtype=wide)
     return torch.linalg.vector_norm(torch.stack(norms), p) * (unit / divisor)

@@ -1,4 +1,4 @@
-"""How large gradients are of which a rank may hold a shard only: one reduction per mesh tells all ranks."""
+"""How large sharded gradients are: one reduction per mesh tells all of its ranks."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from .._distributed.mesh import all_gather_row, mesh_sizes, num_replicas
 from .._grads.grad_stats import LocalStats, local_stats, norm_of_norms
 from .._torch.dtypes import widest_float
+
 
 def mesh_stats(
     tensors: Sequence[Tensor], origins: Sequence[Any], divisor: Tensor, norm_type: float | None

@@ -1,4 +1,4 @@
-"""The stage `flatten` of a step: its trees as lists of tensors of this rank, known to go together."""
+"""The stage `flatten` of a step: its trees as lists of local tensors that go together."""
 
 from __future__ import annotations
 

@@ -307,9 +307,7 @@ def _next_scaler(
 
 
 def _overflowed(window: WindowGrads, outcome: Outcome) -> Tensor:
-    """Whether gradients overflowed, here or where they are clipped; not a window that is skipped for
-    another reason.
-    """
+    """Whether gradients overflowed, in the window or when they are clipped."""
     if outcome.overflow is window.skip:
         return window.overflow
     return window.overflow | (outcome.overflow & ~window.skip)

@@ -1,4 +1,4 @@
-"""Whose memory may be written into: what the caller donated or a step made, and nobody else can see."""
+"""Whose memory may be written into: what was donated or made here, and nobody else can see."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def _is_writable(tensor: Tensor) -> bool:
 
 
 def owned(found: list[Tensor]) -> list[Tensor]:
-    """Gradients that a backward just made, off the graph, in memory that nobody else can see; what a
-    custom backward or a hook may keep is copied. Empties `found`.
+    """Gradients that a backward just made, off the graph, in memory that nobody else can see; what
+    a custom backward or a hook may keep is copied. Empties `found`.
     """
     if set(map(type, found)) != {Tensor}:
         return [gradient.detach().clone() for gradient in found]
@@ -93,7 +93,7 @@ def _is_alone(tensor: Tensor) -> bool:
     if tensor.layout is not torch.strided:
         return False
     storage = tensor.untyped_storage()
-    # Two uses: the tensor, and the name on the line above. What came from outside cannot be resized.
+    # Two uses: the tensor, and the name on the line above. Memory from outside cannot be resized.
     return storage.resizable() and private.storage_uses(storage._cdata) == 2
 
 

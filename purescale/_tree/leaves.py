@@ -1,4 +1,4 @@
-"""One leaf: what may be a parameter or a gradient, and how it becomes a dense, real, local tensor."""
+"""One leaf: what may be a parameter or a gradient; how it becomes dense, real and local."""
 
 from __future__ import annotations
 
@@ -171,7 +171,8 @@ def stored_values(leaf: Tensor) -> Tensor:
 def _restored(leaf: Tensor, result: Tensor) -> Tensor:
     if leaf.is_complex():
         result = torch.view_as_complex(result)
-    return dtensor.from_local_like(leaf, result)
+    restored: Tensor = dtensor.from_local_like(leaf, result)
+    return restored
 
 
 # ---- which two go together -----------------------------------------------------------------------

@@ -141,7 +141,7 @@ def sharded(microbatches: int, shape: tuple[int, ...]) -> tuple[Sharded, Sharded
         width * total,
         replicas * len(sizes),
         replicas * total,
-        24 * math.prod(shape),
+        16 * math.prod(shape),
     )
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
     for module in (*layers, model):

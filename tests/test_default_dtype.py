@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import purescale as ps
 from purescale import interop, simulate
+from purescale._tree.tree import map as tree_map
 
 OPTIM = torch.optim
 OTHERS = [torch.float64, torch.bfloat16, torch.float16]
@@ -96,7 +97,7 @@ def test_steps_states_and_state_dicts_of_an_optimizer(name, rate, dtype):
 def test_a_step_under_vmap_of_an_optimizer_made_before(name, dtype):
     params, grads = trees(name)
     optimizer = ps.from_torch(getattr(OPTIM, name), lr=0.1, **CLASSES[name])
-    given = ps._tree.map(
+    given = tree_map(
         lambda leaf: torch.stack([leaf, leaf]), (params, grads, optimizer.init(params))
     )
     assert_the_same_under(dtype, lambda: torch.vmap(optimizer.step)(*given))

@@ -385,7 +385,7 @@ SGD = ps.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
 def one_rank_overflows(monkeypatch):
     """A group whose other rank has found inf."""
     monkeypatch.setattr(
-        "purescale._loss_scale.rules.all_reduce_found_inf",
+        "purescale._grads.measure.all_reduce_found_inf",
         lambda found_inf, group: torch.ones_like(found_inf),
     )
 

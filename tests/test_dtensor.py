@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.debug import CommDebugMode
 
 import purescale as ps
-from purescale._grads import spread as _spread
+from purescale._optim.torch_optim import is_elementwise
 
 SHARD, COPY = Shard(0), Replicate()
 # Even, uneven and empty shards, along either dimension, copies, and what is not distributed.
@@ -343,7 +343,7 @@ def _refused(rank):
     flag = torch.tensor(False)
     for cls, settings in (("Muon", {}), ("Adafactor", {"foreach": False})):
         optimizer = ps.from_torch(getattr(torch.optim, cls), lr=0.1, **settings)
-        needs = rf"params\['w'\] lies as \(Shard\(dim=0\),\), and from_torch\({cls}.*Cure: AdamW"
+        needs = rf"\['w'\] has the placements \(Shard\(dim=0\),\), and from_torch\({cls}.*: AdamW"
         with pytest.raises(ValueError, match=needs):
             ps.maybe_step(optimizer, sharded, sharded, optimizer.init(sharded), flag)
         with pytest.raises(ValueError, match=needs):
@@ -360,7 +360,7 @@ def _refused(rank):
         with pytest.raises(ValueError, match=r"grads\['w'\] is a .*Cure: `distribute_tensor"):
             ps.maybe_step(sgd, params, grads, sgd.init(params), flag)
     with pytest.raises(
-        ValueError, match=r"momentum_buffer of w lies as \(Replicate\(\),\).*sharded"
+        ValueError, match=r"momentum_buffer of w has the placements \(Replicate\(\),\).*sharded"
     ):
         ps.maybe_step(sgd, sharded, sharded, sgd.init(copied), flag)
     large = on(torch.zeros(8, 4), placements=[SHARD])
@@ -370,7 +370,7 @@ def _refused(rank):
         ps.maybe_step(sgd, sharded, {"w": large}, state, flag)
     sums = {"w": DTensor.from_local(weight, mesh, [Partial()])}
     with pytest.raises(
-        ValueError, match=r"params\['w'\] lies as \(Partial\(sum\),\).*redistribute"
+        ValueError, match=r"params\['w'\] has the placements \(Partial\(sum\),\).*redistribute"
     ):
         ps.maybe_step(sgd, sums, sharded, sgd.init(sharded), flag)
     with pytest.raises(TypeError, match=r"old\['w'\] is a DTensor, and a plain tensor"):
@@ -386,7 +386,7 @@ def _refused(rank):
             return super().step(closure)
 
     # a class whose step nobody knows, and a pair that is given the DTensors themselves
-    assert not _spread.is_elementwise(Own)
+    assert not is_elementwise(Own)
     tx = ps.from_transformation(
         (lambda params: (), lambda g, s, params: ({"w": -g["w"] / g["w"].norm()}, s))
     )

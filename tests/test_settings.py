@@ -15,11 +15,11 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
-from purescale._settings import described
 from test_data_parallel import OPTIMIZERS, RULES
 from torch import nn
 
 import purescale as ps
+from purescale._distributed.describe_settings import described
 
 PAIRS = {
     **OPTIMIZERS,

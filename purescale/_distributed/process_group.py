@@ -16,7 +16,8 @@ def all_reduce(tensor: Tensor, op: str, group: Any) -> Tensor:
     """The "sum" or "max" of `tensor` over the ranks of `group` (`None`: all), out of place."""
     group = member(group)
     if not torch.compiler.is_compiling():
-        return _torch.all_reduce(tensor, op, group)
+        # Waited for here: what is left of a view of it would still be a tensor on its way.
+        return _torch.arrived(_torch.all_reduce(tensor, op, group))
     # Inductor (2.11 to 2.13) sums a result of torch.cat where it stands, and what it was made of
     # stands there too, and is read again afterwards as the sum. What is negated stands apart.
     return -_torch.all_reduce(-tensor, "min" if op == "max" else op, group)

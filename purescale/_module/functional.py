@@ -16,6 +16,7 @@ from .._torch import donation
 from .._torch import private as _torch
 from .._torch.tracing import under_transform
 from .._tree import tree as _tree
+from .._tree.leaves import is_constant
 
 NORM_MODULES: tuple[type[nn.Module], ...] = (
     _torch.NormBase,
@@ -53,7 +54,8 @@ class Apply:
         check_dicts(params, buffers)
         if params.keys() != self._params or buffers.keys() != self._buffers:
             raise RuntimeError(self._misfit(params, buffers))
-        copies = {name: buffer.clone() for name, buffer in buffers.items()}
+        # What is no dense tensor, as an adjacency matrix, is a constant: the same object comes back.
+        copies = {n: b if is_constant(b) else b.clone() for n, b in buffers.items()}
         if torch.compiler.is_compiling():
             # What is written into these copies does not reach params, and the compiler drops those
             # that nothing writes into.
@@ -67,18 +69,18 @@ class Apply:
         if self._hooks:
             given |= _hooked(params, self._hooks)
         transformed = under_transform()
-        versions = _versions(params.values(), transformed)
+        watched = params | {n: b for n, b in buffers.items() if is_constant(b)}
+        versions = _versions(watched.values(), transformed)
         # Versions do not count what is written through `.data`.
         before = _tree.clone(params) if donation.DEBUG and not transformed else {}
         skeleton = self._free(bool(train))
         # Where the forward fails, its skeleton is thrown away as it stands.
         out, new_buffers = called(skeleton, given, copies, args, kwargs)
         self._idle[bool(train)].append(skeleton)
-        now = _versions(params.values(), transformed)
+        now = _versions(watched.values(), transformed)
         if now != versions:
-            raise RuntimeError(
-                _written(next(n for n, v, w in zip(params, versions, now, strict=True) if v != w))
-            )
+            name = next(n for n, v, w in zip(watched, versions, now, strict=True) if v != w)
+            raise RuntimeError(_written(name) if name in params else _written_constant(name))
         for name, value in before.items():
             if not torch.allclose(params[name], value, rtol=0, atol=0, equal_nan=True):
                 raise RuntimeError(_written(name))
@@ -174,6 +176,14 @@ def _written(name: str) -> str:
     return (
         f"the forward of the model wrote into its parameter {name}, so params[{name!r}] "
         f"has changed. {CURE}"
+    )
+
+
+def _written_constant(name: str) -> str:
+    return (
+        f"the forward of the model wrote into its buffer {name}, which is no dense tensor and so a "
+        f"constant: buffers[{name!r}] has changed. Cure: compute with a changed copy in forward, or "
+        "keep the buffer dense, `.to_dense()`."
     )
 
 

@@ -158,6 +158,24 @@ class PlainArithmetic(TorchFunctionMode):
         return target.add_(first if factor is None else first * factor)
 
 
+class FactorsOnHost(TorchFunctionMode):
+    """torch's formulas on a host that reads: the factors that ASGD makes of numbers are float32 on
+    the CPU, whatever torch's default dtype and device are.
+    """
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.as_tensor and not isinstance(args[0], Tensor):
+            kwargs = {"dtype": torch.float32, "device": "cpu", **kwargs}
+        return func(*args, **kwargs)
+
+
 _SCALED = (Tensor.add, Tensor.add_, Tensor.addcdiv_, Tensor.addcmul_)
 _WRITES = (
     Tensor.mul_,

@@ -1,4 +1,4 @@
-"""The stage `flatten` of a step: its trees as lists of this rank's tensors that go together."""
+"""The stage `flatten` of a step: its trees as lists of local tensors that go together."""
 
 from __future__ import annotations
 
@@ -47,10 +47,14 @@ class StepInputs(NamedTuple):
 
     def grads_tree(self, tensors: list[Any]) -> Tree:
         """What was computed of each gradient as a tree like the parameters."""
+        return self.structure.unflatten(self.local_grads(tensors))
+
+    def local_grads(self, tensors: list[Any]) -> Leaves:
+        """What was computed of each gradient in the order and the dtypes of the parameters, with
+        None; local shards where those of the parameters are.
+        """
         leaves = self.grads.restore(tensors)
-        if self.origins is not None:
-            leaves = list(map(dtensor.shard, leaves))
-        return self.structure.unflatten(leaves)
+        return leaves if self.origins is None else list(map(dtensor.shard, leaves))
 
     def restore(self, params: Tree, opt_state: Any) -> tuple[Tree, Any]:
         """What a step made of these, as DTensors where the arguments were."""

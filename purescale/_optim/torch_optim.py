@@ -287,7 +287,7 @@ class TorchOptimizer:
             for name, leaf in zip(inputs.names, inputs.grads.given, strict=True)
             if leaf is not None
         ]
-        leaves = [leaf for leaf in inputs.grads.restore(grads) if leaf is not None]
+        leaves = [leaf for leaf in inputs.local_grads(grads) if leaf is not None]
         dtypes = [weights[name].dtype for name in present]
         given = dict(zip(present, _cast(leaves, dtypes), strict=True))
         old = [*weights.values(), *values_of(slots)]

@@ -11,7 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._optim.formulas import Dampening, PlainArithmetic, Rate, has_lists, without_reads
+from .._optim.formulas import (
+    Dampening,
+    FactorsOnHost,
+    PlainArithmetic,
+    Rate,
+    has_lists,
+    without_reads,
+)
 from .._optim.fused import can_launch
 from .._optim.opt_state import FIRST, Kept, Slots, values_of
 from .._optim.param_groups import Groups
@@ -62,9 +69,8 @@ class UnfusedStep:
             gradients = dict(zip(gradients, foreach.clone(list(gradients.values())), strict=True))
         first = {name: g for name, g in gradients.items() if bool(slots[name].get(FIRST, False))}
         later = {name: g for name, g in gradients.items() if name not in first}
-        # torch's ASGD makes its factors on the default device.
-        is_asgd = issubclass(self._cls, torch.optim.ASGD)
-        with torch.no_grad(), torch.device("cpu") if is_asgd else contextlib.nullcontext():
+        makes_factors = issubclass(self._cls, torch.optim.ASGD)
+        with torch.no_grad(), FactorsOnHost() if makes_factors else contextlib.nullcontext():
             self._run(_step_of(self._cls), weights, later, slots, lrs, flags)
             if first:  # torch's SGD ignores dampening in the step that makes a momentum buffer
                 self._run(

@@ -149,8 +149,8 @@ class ValueAndGrad:
         params = self.structure.unflatten(self._leaves(list(inputs)))
         given = self.buffers.structure.unflatten(buffers)
         loss, new_buffers, aux = self._checked(self.loss_fn(params, given, microbatch))
+        scaled = scale_loss(self.scaler, loss).reshape(())  # checked there
         unscaled = loss.to(wide_dtype(loss.dtype))
-        scaled = scale_loss(self.scaler, loss).reshape(())
         return scaled, (unscaled.reshape(()), new_buffers, aux)
 
     def _checked(self, returned: Any) -> tuple[Tensor, Leaves, list[Any]]:

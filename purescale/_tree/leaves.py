@@ -1,4 +1,4 @@
-"""One leaf: what may be a parameter or a gradient, and how it becomes dense, real and local."""
+"""One leaf: what may be a parameter or a gradient; how it becomes dense, real and local."""
 
 from __future__ import annotations
 
@@ -211,7 +211,12 @@ def is_constant(leaf: Any) -> bool:
     """Whether no step changes a leaf: what is not a dense tensor has to come back as the same
     object.
     """
-    return not isinstance(leaf, Tensor) or leaf.layout is not torch.strided or leaf.is_nested
+    return (
+        not isinstance(leaf, Tensor)
+        or leaf.layout is not torch.strided
+        or leaf.is_nested
+        or leaf.is_quantized
+    )
 
 
 def same_metadata(a: Any, b: Any) -> bool:
@@ -236,7 +241,7 @@ def mismatch_error(a: Any, b: Any, at: str, other: str, why: str) -> Exception:
             return TypeError(
                 f"{at} is {' and '.join(kinds)}, and another tensor in {other}. No step changes "
                 "such a tensor: it must come back as the same object. Cure: return what was given, "
-                "or keep it dense, `.to_dense()`."
+                "or keep it dense, `.to_dense()` or `.dequantize()`."
             )
         if cause := dtensor.placement_mismatch(a, b):
             return TypeError(f"{at} {cause}")
@@ -256,4 +261,6 @@ def mismatch_error(a: Any, b: Any, at: str, other: str, why: str) -> Exception:
 
 
 def _kind(leaf: Any) -> str:
+    if leaf.is_quantized:
+        return f"quantized, {leaf.dtype}"
     return "a nested tensor" if leaf.is_nested else f"of the layout {leaf.layout}"

@@ -108,17 +108,19 @@ def all_tensors(tree: Any) -> list[Tensor]:
 
 
 def fresh(tree: Any, taken: Set[int | None] = frozenset()) -> Any:
-    """`tree`, in any container that torch's pytree knows, off the graph; copied out of `taken`."""
-    if traced():
-        return _torch.pytree.tree_map(
-            lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree
-        )
+    """`tree`, in any container that torch's pytree knows, off the graph; copied out of `taken`.
+    Constants that are on no graph are the same objects.
+    """
 
     def own(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
+        if not isinstance(leaf, Tensor) or (_leaf.is_constant(leaf) and not leaf.requires_grad):
             return leaf
+        if traced():
+            return leaf.clone()
         return leaf.detach().clone() if memory(leaf) in taken else leaf.detach()
 
+    if traced():
+        return _torch.pytree.tree_map(own, tree)
     leaves, structure = flatten(tree)
     if are_tensors(leaves) and taken.isdisjoint(memories(leaves)):
         kept = [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves]
@@ -153,6 +155,7 @@ def paths(tree: Tree, name: str) -> list[str]:
 _CONTAINERS = {dict, list, tuple}
 _PLAIN = {Tensor, torch.nn.Parameter}
 _grad_fn, _is_nested = operator.attrgetter("grad_fn"), operator.attrgetter("is_nested")
+_is_quantized = operator.attrgetter("is_quantized")
 _layout, _shape = operator.attrgetter("layout"), operator.attrgetter("shape")
 _dtype, _device = operator.attrgetter("dtype"), operator.attrgetter("device")
 
@@ -335,7 +338,7 @@ def _have_same_metadata(leaves: Leaves, others: Leaves) -> bool:
     every = [*leaves, *others]
     if torch.compiler.is_compiling() or not are_tensors(every) or any(_map(_is_nested, every)):
         return False
-    if not set(_map(_layout, every)) <= {torch.strided}:
+    if not set(_map(_layout, every)) <= {torch.strided} or any(_map(_is_quantized, every)):
         return False
     return all(
         [list(_map(of, leaves)) == list(_map(of, others)) for of in (_shape, _dtype, _device)]

@@ -11,7 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._optim.formulas import Dampening, FactorsOnHost, PlainArithmetic, Rate, has_lists, without_reads
+from .._optim.formulas import (
+    Dampening,
+    FactorsOnHost,
+    PlainArithmetic,
+    Rate,
+    has_lists,
+    without_reads,
+)
 from .._optim.opt_state import FIRST, Kept, Slots
 from .._optim.param_groups import Groups
 from .._torch import foreach, private
@@ -216,7 +223,8 @@ class UnfusedStep:
 
 def _step_of(cls: Any) -> Callable[[Any], Any]:
     """The `step` of a class without what torch's profiler wraps around it."""
-    return inspect.unwrap(cls.step)
+    step: Callable[[Any], Any] = inspect.unwrap(cls.step)
+    return step
 
 
 def _first_or_later(

@@ -329,12 +329,16 @@ def _told_to_rule(
 def _next_buffers(
     decision: Decision, old: Leaves, new: Leaves, *, donate: bool, keep: list[Tensor]
 ) -> Leaves:
-    """The buffers after the step; new ones are in memory of their own already."""
+    """The buffers after the step, in memory of the state's own: a loss may keep the tensors that it
+    returned, or return them as aux too.
+    """
+    if not traced():  # off the graph of buffers that require a gradient
+        old = [t.detach() if isinstance(t, Tensor) and t.requires_grad else t for t in old]
     if decision.skip_on_host is None:
         return choose(decision.skip, old, new, donate=donate, keep=keep)  # type: ignore[arg-type]
     if decision.skip_on_host:
         return list(old) if donate else choose(True, old, new)
-    return into(old, new, keep) if donate else list(new)
+    return into(old, new, keep) if donate else choose(False, old, new)
 
 
 def _check_call(

@@ -134,8 +134,8 @@ class ValueAndGrad:
         index = next(i for i, old in enumerate(before) if _version(inputs[i]) != old)
         name = self.names()[index]
         raise RuntimeError(
-            f"loss_fn wrote into the parameter {name}. Parameters are the state of this step, which "
-            "nothing may change. Likely cause: weights that are clipped, renormalised or "
+            f"loss_fn wrote into the parameter {name}. Parameters are the state of this step, "
+            "which nothing may change. Likely cause: weights that are clipped, renormalised or "
             "initialised in forward, under torch.no_grad. Cure: compute a new tensor, "
             "`w = w / w.norm()`, or change the parameters between two steps."
         )

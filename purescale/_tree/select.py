@@ -27,8 +27,8 @@ def select(found_inf: Tensor | bool, old: Tree, new: Tree) -> Tree:
     through (`0 * nan` is `nan`).
 
     Shapes and dtypes: `found_inf` is 0-d bool, True = bad. The leaves of `old` and `new` agree in
-    shape and dtype. A leaf that is no dense tensor, such as a sparse one, must be the same object in
-    both and comes back. The result shares no memory with either.
+    shape and dtype. A leaf that is no dense tensor, such as a sparse one, must be the same object
+    in both and comes back. The result shares no memory with either.
 
     Raises `ValueError` when the trees differ in structure or two leaves in shape or dtype.
 
@@ -86,11 +86,14 @@ def choose(
 
 
 def into(old: Leaves, new: Leaves, keep: Sequence[Tensor]) -> Leaves:
-    """`new` in the memory of `old`, which is donated, so that a donated step keeps its addresses."""
+    """`new` in the memory of `old`, which is donated, so that a donated step keeps its addresses;
+    in fresh memory where that may not be written into.
+    """
     pairs = [(a, b) for a, b in zip(old, new, strict=True) if not is_constant(a) and a is not b]
     before, after = [a for a, _ in pairs], [b for _, b in pairs]
-    if not pairs or not can_write(before, [*after, *keep]) or any(a.requires_grad for a in before):
-        return list(new)
-    with torch.no_grad():
-        list_ops.copy_(before, after)
+    if not can_write(before, [*after, *keep]):
+        return choose(False, old, new)
+    if pairs:
+        with torch.no_grad():
+            list_ops.copy_(before, after)
     return list(old)

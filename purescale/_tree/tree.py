@@ -249,7 +249,7 @@ def some(items: list[str], most: int = 5) -> str:
     return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
-# ---- graphs ---------------------------------------------------------------------------------------
+# ---- graphs --------------------------------------------------------------------------------------
 
 
 def refuse_graphs(**trees: Tree) -> None:

@@ -850,12 +850,72 @@ def test_a_step_of_a_net_over_a_graph_keeps_its_sparse_adjacency(settings):
         return out.square().sum(), buffers
 
     state = ps.init_train_state(params, buffers, optimizer, rule)
+    held = state.buffers["adjacency"]
     for x in (torch.ones(4, 3), torch.full((4, 3), torch.inf), torch.ones(4, 3)):
         state, _ = ps.train_step(
-            state, [x], loss_fn=loss_fn, optimizer=optimizer, rule=rule, **settings
+            state, [x, x], loss_fn=loss_fn, optimizer=optimizer, rule=rule, **settings
         )
-    assert state.buffers["calls"] == 2
-    assert torch.equal(state.buffers["adjacency"].to_dense(), torch.eye(4))
+        assert state.buffers["adjacency"] is held
+    assert state.buffers["calls"] == 4
+    assert torch.equal(held.to_dense(), torch.eye(4))
+
+
+def test_a_forward_that_writes_into_a_sparse_buffer_is_an_error_that_names_it():
+    class Halves(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(4))
+            self.register_buffer("adjacency", torch.eye(4).to_sparse())
+
+        def forward(self, x):
+            return self.adjacency.mul_(0.5) @ (x * self.w)
+
+    apply, params, buffers = ps.make_functional(Halves())
+    with pytest.raises(RuntimeError, match=r"its buffer adjacency, which is no dense.*Cure: "):
+        apply(params, buffers, torch.ones(4))
+
+
+# ---- a loss_fn that keeps what it returned
+
+
+@pytest.mark.parametrize("how", ["aux", "closure"])
+def test_a_donated_step_leaves_alone_what_a_loss_keeps_of_the_buffers(how):
+    optimizer, rule = ps.from_torch(torch.optim.SGD, lr=0.1), ps.DynamicScale()
+    known = torch.ones(3)
+
+    def loss_fn(params, buffers, x):
+        new = known if how == "closure" else buffers["seen"] + x
+        return (params["w"] * x).sum(), {"seen": new}, new
+
+    def doubled(params, buffers, x):
+        return (params["w"] * x).sum(), {"seen": buffers["seen"] * 2}
+
+    state = ps.init_train_state({"w": torch.ones(3)}, {"seen": torch.zeros(3)}, optimizer, rule)
+    run = functools.partial(ps.train_step, optimizer=optimizer, rule=rule)
+    state, info = run(state, [torch.ones(3)], loss_fn=loss_fn)
+    state, _ = run(state, [torch.ones(3)], loss_fn=doubled, donate=True)
+    assert state.buffers["seen"].tolist() == [2.0] * 3
+    assert known.tolist() == info.aux[0].tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("value", [1.0, torch.inf])
+def test_buffers_that_require_a_gradient_are_off_the_graph_after_a_step(donate, value):
+    optimizer, rule = ps.from_torch(torch.optim.SGD, lr=0.1), ps.DynamicScale()
+    state = ps.init_train_state({"w": torch.ones(3)}, {}, optimizer, rule)
+    state = state._replace(buffers={"frozen": torch.ones(3, requires_grad=True)})
+    state, _ = ps.train_step(
+        state,
+        [torch.full((3,), value)],
+        loss_fn=lambda p, b, x: ((p["w"] * x * b["frozen"]).sum(), b),
+        optimizer=optimizer,
+        rule=rule,
+        donate=donate,
+    )
+    assert not state.buffers["frozen"].requires_grad
+
+
+# ---- a loss_fn that returns something else
 
 
 # ---- a loss_fn that returns something else

@@ -329,8 +329,9 @@ def unscale_and_check(
     - `scaler`: the state that scaled the loss of these gradients, not the next one.
     - `grads`: a pytree of dense, sparse or distributed tensors of any floating or complex dtype.
       float16 comes back as float32 (1e-3 * 2**-16 is 0 in float16), complex32 as complex64, all
-      others in their own dtype; `None` stays `None`. Duplicate indices of a sparse gradient are
-      summed after unscaling, so that they cannot overflow before it.
+      others in their own dtype; `None` stays `None`. A sparse gradient comes back dense; its
+      duplicate indices are summed before unscaling, at least in float32, and a sum that overflows
+      there is an overflow.
     - `donate`: `grads` may be overwritten; the caller gives them up. Same bits.
     - `group`: a process group whose ranks decide together; `None` decides for this rank alone.
       DTensors always reduce over their own mesh.

@@ -54,7 +54,8 @@ class Apply:
         check_dicts(params, buffers)
         if params.keys() != self._params or buffers.keys() != self._buffers:
             raise RuntimeError(self._misfit(params, buffers))
-        # What is no dense tensor, as an adjacency matrix, is a constant: the same object comes back.
+        # What is no dense tensor, as an adjacency matrix, is a constant: the same object comes
+        # back.
         copies = {n: b if is_constant(b) else b.clone() for n, b in buffers.items()}
         if torch.compiler.is_compiling():
             # What is written into these copies does not reach params, and the compiler drops those
@@ -182,8 +183,8 @@ def _written(name: str) -> str:
 def _written_constant(name: str) -> str:
     return (
         f"the forward of the model wrote into its buffer {name}, which is no dense tensor and so a "
-        f"constant: buffers[{name!r}] has changed. Cure: compute with a changed copy in forward, or "
-        "keep the buffer dense, `.to_dense()`."
+        f"constant: buffers[{name!r}] has changed. Cure: compute with a changed copy in forward, "
+        "or keep the buffer dense, `.to_dense()`."
     )
 
 

@@ -335,15 +335,17 @@ def _told_to_rule(
 def _next_buffers(
     options: StepOptions, decision: Decision, old: Leaves, window: WindowGrads, kept: Any
 ) -> Leaves:
-    """The buffers after the step; new ones are in memory of their own already. `kept`: the rest of
-    the new state, into which they are not written.
+    """The buffers after the step, in memory of the state's own: a loss may keep the tensors that it
+    returned, or return them as aux too. `kept`: the rest of the new state, into which they are not
+    written.
     """
-    if decision.skip_on_host is False:
-        return list(window.buffers)
-    if decision.skip_on_host:
-        return list(old) if options.donate else choose(True, old, window.buffers)
-    keep = [*window.seen, *_tree.all_tensors(kept)] if options.donate else []
-    return choose(decision.skip, old, window.buffers, donate=options.donate, keep=keep)  # type: ignore[arg-type]
+    if not traced():  # off the graph of buffers that require a gradient
+        old = [t.detach() if isinstance(t, Tensor) and t.requires_grad else t for t in old]
+    skip, donate = decision.skip_on_host, options.donate
+    if skip is not None:
+        return list(old) if skip and donate else choose(skip, old, window.buffers)
+    keep = [*window.seen, *_tree.all_tensors(kept)] if donate else []
+    return choose(decision.skip, old, window.buffers, donate=donate, keep=keep)  # type: ignore[arg-type]
 
 
 def _check_call(

@@ -47,7 +47,20 @@ def test_the_loop_of_the_readme_is_short_and_trains(tmp_path, monkeypatch):
     namespace = run("README.md")
     assert torch.isfinite(namespace["loss"])
     assert isinstance(namespace["state"], ps.TrainState)
-    assert len(blocks(PAGES["README.md"])[0].strip().splitlines()) <= 28
+    assert all(len(block.strip().splitlines()) <= 28 for block in blocks(PAGES["README.md"]))
+
+
+def test_the_first_screen_of_the_readme_has_a_picture():
+    assert "](docs/images/digits.png)" in "\n".join(
+        PAGES["README.md"].read_text().splitlines()[:16]
+    )
+
+
+def test_every_picture_of_a_page_says_what_it_shows_and_is_small():
+    for path in PAGES.values():
+        for shown, file in re.findall(r"!\[([^]]*)\]\(([^)]+)\)", path.read_text()):
+            assert len(shown) > 40, file
+            assert (path.parent / file).stat().st_size < 100_000, file
 
 
 def test_the_average_of_the_recipes_lies_in_memory_of_its_own(tmp_path, monkeypatch):

@@ -1,4 +1,10 @@
-"""The loss scale: rules that move it, scaling of a loss, unscaling of gradients.
+"""The loss scale: the rules that move it, scaling of a loss, unscaling of gradients.
 
-Entry: `rules.DynamicScale`, `scaling.unscale_and_check`. Hands on: a `ScalerState`.
+A rule is settings with two pure methods, `init(device)` and `update(scaler, found_inf)`. The state
+that scaled the loss unscales the gradients; `update` comes last in a step.
+
+Entry: `rules.DynamicScale` and its kin, `headroom.HeadroomScale`; `rules.scale_loss`,
+`rules.unscale_and_check`, `rules.check_scaler`; `headroom.updated`, how a step calls a rule.
+Hands on: a state with a `scale`, `rules.ScalerState` or `headroom.HeadroomState`.
+May import: `_grads`, `_distributed`, `_tree`, `_torch`; not `_optim`.
 """

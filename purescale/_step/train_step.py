@@ -300,8 +300,7 @@ def _next_scaler(
     outcome: Outcome,
 ) -> Any:
     """The loss scale after the step, updated last. `used`: the state that scaled the loss."""
-    overflowed = _overflowed(window, outcome)
-    overflow, amax = _told_to_rule(options, window, outcome, overflowed)
+    overflow, amax = _told_to_rule(options, window, outcome)
     # Where no try was finite, the scale ends as after one ordinary skip.
     start = used if used is state.scaler else where(overflow, state.scaler, used)
     updated_scaler = updated(options.rule, start, overflow, amax)
@@ -314,7 +313,7 @@ def _next_scaler(
 
 
 def _told_to_rule(
-    options: StepOptions, window: WindowGrads, outcome: Outcome, overflow: Tensor
+    options: StepOptions, window: WindowGrads, outcome: Outcome
 ) -> tuple[Tensor, Any]:
     """The flag and the largest gradient for `rule.update`.
 

@@ -30,7 +30,7 @@ from .._torch.autocast import outside_autocast
 from .._torch.tracing import traced
 from .._tree import tree as _tree
 from .._tree.scalars import shown
-from .._tree.select import choose, where
+from .._tree.select import choose, copies, where
 from .._tree.tree import Flat, Leaves, Tree
 
 
@@ -338,11 +338,11 @@ def _next_buffers(
     returned, or return them as aux too. `kept`: the rest of the new state, into which they are not
     written.
     """
-    if not traced():  # off the graph of buffers that require a gradient
-        old = [t.detach() if isinstance(t, Tensor) and t.requires_grad else t for t in old]
     skip, donate = decision.skip_on_host, options.donate
     if skip is not None:
-        return list(old) if skip and donate else choose(skip, old, window.buffers)
+        return list(old) if skip and donate else copies(old if skip else window.buffers)
+    if not traced():  # off the graph of buffers that require a gradient
+        old = [t.detach() if isinstance(t, Tensor) and t.requires_grad else t for t in old]
     keep = [*window.seen, *_tree.all_tensors(kept)] if donate else []
     return choose(decision.skip, old, window.buffers, donate=donate, keep=keep)  # type: ignore[arg-type]
 

@@ -69,8 +69,9 @@ def can_write(tensors: Sequence[Tensor], others: Sequence[Any] = ()) -> bool:
     # Outside of inference mode torch refuses to write into its tensors.
     if not torch.is_inference_mode_enabled() and any(map(Tensor.is_inference, tensors)):
         return False
-    # What is empty has no memory to share.
-    held = memories([tensor for tensor in tensors if tensor.numel()])
+    if 0 in map(Tensor.numel, tensors):  # what is empty has no memory to share
+        tensors = [tensor for tensor in tensors if tensor.numel()]
+    held = memories(tensors)
     alone = set(held)
     if len(alone) != len(held) or None in alone:
         return False

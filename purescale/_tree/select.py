@@ -81,3 +81,10 @@ def choose(
     for index, tensor in zip(indices, chosen, strict=True):
         results[index] = dtensor.from_local_like(old[index], tensor)
     return results
+
+
+def copies(leaves: Leaves) -> Leaves:
+    """Each leaf off the graph in memory of its own; constants as they are."""
+    if _tree.are_tensors(leaves) and not any(map(is_constant, leaves)):
+        return foreach.clone(leaves)
+    return [leaf if is_constant(leaf) else leaf.detach().clone() for leaf in leaves]

@@ -56,6 +56,20 @@ def test_the_first_screen_of_the_readme_has_a_picture():
     )
 
 
+def test_the_pictures_of_the_pages_are_drawn_by_one_script(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    import pictures
+
+    monkeypatch.setattr(pictures, "STEPS", 6)
+    pictures.main([str(tmp_path)])
+    drawn = {path.name for path in tmp_path.iterdir()}
+    demo = {"digits.png"}  # of `make demo`
+    assert drawn | demo == {path.name for path in (ROOT / "docs" / "images").iterdir()}
+    pages = "".join(path.read_text() for path in PAGES.values())
+    assert all(f"images/{name})" in pages for name in drawn | demo)
+
+
 def test_every_picture_of_a_page_says_what_it_shows_and_is_small():
     for path in PAGES.values():
         for shown, file in re.findall(r"!\[([^]]*)\]\(([^)]+)\)", path.read_text()):

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import purescale as ps
+from purescale._torch import tracing
 
 SGD = ps.from_torch(torch.optim.SGD, lr=1.0)
 ADAMW = ps.from_torch(torch.optim.AdamW, lr=1e-2)
@@ -373,6 +374,10 @@ def _unless(size, microbatch):
 def _everything(rank):
     for part in (_means, _steps, _buffers, _fallen, _branches, _overflows):
         part(rank)
+    if dist.get_world_size() == 2:  # as a GPU would, with numbers
+        with tracing.as_on_an_accelerator():
+            for part in (_steps, _buffers, _overflows):
+                part(rank)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
-from helpers import at, in_processes, same_bits
+from helpers import AsOnAnAccelerator, at, in_processes, same_bits
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -20,6 +20,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import purescale as ps
 from purescale._optim.torch_optim import is_elementwise
+from purescale._torch import tracing
 
 SHARD, COPY = Shard(0), Replicate()
 # Even, uneven and empty shards, along either dimension, copies, and what is not distributed.
@@ -94,6 +95,9 @@ def run(check, ranks):
 
 def _run(check, rank):
     on_meshes(check)(rank)
+    if dist.get_world_size() == 2:  # as a GPU would, with numbers
+        with tracing.as_on_an_accelerator():
+            on_meshes(check)(rank)
 
 
 RANKS = pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -203,11 +207,11 @@ def _counted(rank, mesh, placements):
     params, grads = tree(0), tree(1)
     state = optimizer.init(params)
     for max_norm, norm_type in ((None, 2.0), (1.0, 2.0), (1.0, 1.0), (1.0, math.inf)):
-        with CommDebugMode() as found:
+        with AsOnAnAccelerator() as seen, CommDebugMode() as found:
             ps.unscale_and_step(
                 optimizer, at(2.0), params, grads, state, max_norm, norm_type=norm_type
             )
-        assert found.get_total_counts() == 1
+        assert (found.get_total_counts(), seen.reads) == (1, 0)
     for count, call in (
         (1, lambda: ps.unscale_and_check(at(2.0), grads)),
         (1, lambda: ps.clip_by_global_norm(grads, 1.0)),

@@ -90,7 +90,9 @@ def _is_sharded(grads: Normalized) -> bool:
 
 def _squares(tensors: Sequence[Tensor]) -> Tensor | None:
     """The sum of squares on a CPU, where it is the fastest read; None elsewhere."""
-    present = [tensor for tensor in tensors if tensor.numel()]
+    present = tensors
+    if 0 in map(Tensor.numel, tensors):
+        present = [tensor for tensor in tensors if tensor.numel()]
     if not present or not present[0].is_cpu or traced() or is_on_a_graph(present):
         return None
     if not set(map(type, present)) <= _WITH_VALUES:

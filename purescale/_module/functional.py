@@ -16,7 +16,7 @@ from .._torch import donation
 from .._torch import private as _torch
 from .._torch.tracing import under_transform
 from .._tree import tree as _tree
-from .._tree.leaves import is_constant
+from .._tree.leaves import are_dense, is_constant
 
 NORM_MODULES: tuple[type[nn.Module], ...] = (
     _torch.NormBase,
@@ -56,7 +56,8 @@ class Apply:
             raise RuntimeError(self._misfit(params, buffers))
         # What is no dense tensor, as an adjacency matrix, is a constant: the same object comes
         # back.
-        copies = {n: b if is_constant(b) else b.clone() for n, b in buffers.items()}
+        constants = _constants(buffers)
+        copies = {n: b if n in constants else b.clone() for n, b in buffers.items()}
         if torch.compiler.is_compiling():
             # What is written into these copies does not reach params, and the compiler drops those
             # that nothing writes into.
@@ -70,7 +71,7 @@ class Apply:
         if self._hooks:
             given |= _hooked(params, self._hooks)
         transformed = under_transform()
-        watched = params | {n: b for n, b in buffers.items() if is_constant(b)}
+        watched = params | constants if constants else params
         versions = _versions(watched.values(), transformed)
         # Versions do not count what is written through `.data`.
         before = _tree.clone(params) if donation.DEBUG and not transformed else {}
@@ -155,6 +156,13 @@ def check_dicts(params: Any, buffers: Any) -> None:
 
 
 # ---- a call --------------------------------------------------------------------------------------
+
+
+def _constants(buffers: Tensors) -> Tensors:
+    """The buffers that no call changes."""
+    if are_dense(list(buffers.values())):
+        return {}
+    return {name: buffer for name, buffer in buffers.items() if is_constant(buffer)}
 
 
 def _versions(tensors: Collection[Tensor], transformed: bool) -> list[int]:

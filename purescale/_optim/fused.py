@@ -161,7 +161,7 @@ def can_launch(params: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
         right_on_cpu = device == "cpu" and dtype in (torch.float32, torch.float64)
         if not (right_on_cpu or (device == "cuda" and dtype.is_floating_point)):
             return False
-    return all([grad.is_floating_point() for grad in grads])
+    return all([dtype.is_floating_point for dtype in {grad.dtype for grad in grads}])
 
 
 def fused_update(

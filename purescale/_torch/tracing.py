@@ -31,7 +31,9 @@ def traced() -> bool:
     """
     # While compiling, an interpreter stack that is None comes back wrapped in something that is
     # not, so it is asked for second.
-    return torch.compiler.is_compiling() or under_transform()
+    return (
+        torch.compiler.is_compiling() or private.transforms_active() or private.forward_level() >= 0
+    )
 
 
 def is_on_a_graph(tensors: Iterable[Tensor | None]) -> bool:

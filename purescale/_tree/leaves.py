@@ -26,10 +26,8 @@ _is_nested = operator.attrgetter("is_nested")
 
 def unusual(leaves: Sequence[Any]) -> list[tuple[int, Any]]:
     """The leaves that need a second look, with their indices."""
-    if not torch.compiler.is_compiling() and set(map(type, leaves)) <= _PLAIN_TYPES:
-        usual = set(map(_dtype, leaves)) <= _USUAL and set(map(_layout, leaves)) <= {torch.strided}
-        if usual and not any(map(_is_nested, leaves)):
-            return []
+    if are_dense(leaves) and set(map(_dtype, leaves)) <= _USUAL:
+        return []
     return [
         (index, leaf)
         for index, leaf in enumerate(leaves)
@@ -41,6 +39,13 @@ def unusual(leaves: Sequence[Any]) -> list[tuple[int, Any]]:
             and not leaf.is_nested
         )
     ]
+
+
+def are_dense(leaves: Sequence[Any]) -> bool:
+    """Whether one look shows that each leaf is a dense tensor of the usual types."""
+    if torch.compiler.is_compiling() or not set(map(type, leaves)) <= _PLAIN_TYPES:
+        return False
+    return set(map(_layout, leaves)) <= {torch.strided} and not any(map(_is_nested, leaves))
 
 
 def unsupported_reason(leaf: Tensor, *, sparse: bool = False) -> str:

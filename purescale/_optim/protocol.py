@@ -49,8 +49,8 @@ class Conditional(Protocol):
     # where nobody knows, and the optimizer is given the DTensors themselves.
     elementwise: bool | None = None
 
-    def check(self, params: Tree, grads: Tree, opt_state: Any) -> Any:
-        """Refuse what `step` would refuse, before any work is done."""
+    def check(self, inputs: StepInputs) -> None:
+        """Refuse parameters and a state that do not belong together, before any work is done."""
 
     def conditional_step(
         self,
@@ -84,10 +84,7 @@ class CalledOptimizer:
         return repr(self.optimizer)
 
     def check(self, inputs: StepInputs) -> None:
-        """What the optimizer's own `check` refuses, where it has one."""
-        check = getattr(self.optimizer, "check", None)
-        if check is not None:
-            check(*self._trees(inputs, inputs.grads.tensors))
+        """Nothing yet: the optimizer's own `check` takes gradients, which may still be made."""
 
     def conditional_step(
         self,
@@ -102,6 +99,9 @@ class CalledOptimizer:
         if decision.skip_on_host:
             old = inputs.params_tree(inputs.params), inputs.opt_state
             return kept(old, donate=donate)  # type: ignore[no-any-return]
+        own_check = getattr(self.optimizer, "check", None)
+        if own_check is not None:  # before any gradient is overwritten
+            own_check(*self._trees(inputs, inputs.grads.tensors))
         grads = unscale_and_clip(inputs.grads.tensors, decision, in_place=scratch_ok)
         trees = self._trees(inputs, grads)
         old = trees[0], trees[2]

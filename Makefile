@@ -5,7 +5,7 @@ CONFORMANCE := .venv/.conformance
 BENCH := .venv/.bench
 DOCS := .venv/.docs
 
-.PHONY: demo demo-distributed test lint types notebooks docs conformance bench clean
+.PHONY: demo demo-distributed test test-all lint types notebooks docs conformance bench clean
 
 demo: $(READY)
 	$(BIN)/python examples/digits.py
@@ -16,7 +16,11 @@ demo-distributed: $(READY)
 	done
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 tests --ignore=tests/conformance
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" tests --ignore=tests/conformance
+	$(BIN)/python -m pytest --doctest-modules purescale
+
+test-all: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests --ignore=tests/conformance
 	$(BIN)/python -m pytest --doctest-modules purescale
 
 lint: $(READY)

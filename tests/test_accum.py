@@ -461,6 +461,7 @@ def test_under_vmap_it_equals_a_loop():
         assert_close(unstack(batched, index), body(*arguments), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("donate", [False, True])
 def test_compiled_it_is_one_graph_for_any_weight_and_agrees(donate):
     """To 1e-6: fused arithmetic."""
@@ -712,6 +713,7 @@ def test_a_norm_that_is_not_finite_can_be_made_an_error(norm):
 # ---- what a review found
 
 
+@pytest.mark.slow
 def test_a_number_that_varies_as_weight_compiles():
     torch._dynamo.reset()
     compiled = torch.compile(ps.accumulate_grads, fullgraph=True)

@@ -55,6 +55,7 @@ def test_the_backward_under_vmap_too():
     assert_the_same_inside(lambda: torch.vmap(step)(states, x))
 
 
+@pytest.mark.slow
 def test_the_backward_of_a_compiled_step_too():
     state, x = state_of(33, 5), torch.randn(5, 33)
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")

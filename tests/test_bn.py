@@ -972,6 +972,7 @@ def test_a_model_without_batch_norm_takes_windows_too():
     )
 
 
+@pytest.mark.slow
 def test_windows_compile_and_vmap():
     """To 1e-5: fused arithmetic, other kernels."""
     state, step = job(SGD, RULE, policy="float32", bn_update="window")

@@ -765,6 +765,7 @@ def flipped(path, *bits):
     path.write_bytes(content)
 
 
+@pytest.mark.slow
 def test_a_flip_in_any_byte_of_a_file_is_the_clear_error(tmp_path):
     tree = {"a": torch.tensor([1.0, 2.0])}
     ps.save(tmp_path / "x.pt", tree)
@@ -1399,6 +1400,7 @@ def save_until_line(path, line):
     os._exit(0)
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_time_leaves_one_of_the_two_states(saver):
     """Kills until both states were found and a save was hit, however long a save takes here."""
     folder, start, wait = saver
@@ -1422,6 +1424,7 @@ def test_a_kill_at_any_time_leaves_one_of_the_two_states(saver):
     pytest.fail(f"after 1000 kills: {found}, {hit}")
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_byte_leaves_the_old_state(saver):
     folder, start, wait = saver
     path = folder / "state.pt"
@@ -1439,6 +1442,7 @@ def test_a_kill_at_any_byte_leaves_the_old_state(saver):
     assert same_bits(ps.load(path, like=of(0)), of(2))
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_line_of_save_leaves_the_old_or_the_new_state(saver):
     folder, start, wait = saver
     path, found, code = folder / "state.pt", [], -signal.SIGKILL

@@ -24,6 +24,7 @@ def window(index, count):
     return [batch(10 * index + offset) for offset in range(count)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 4])
 def test_a_hundred_steps_with_overflow_and_growth_are_compiled_once(count):
     state, step = job(ADAMW(), RULE, max_norm=1.0, donate=True)
@@ -40,6 +41,7 @@ def test_a_hundred_steps_with_overflow_and_growth_are_compiled_once(count):
     assert any(later == 2 * earlier for earlier, later in itertools.pairwise(scales))
 
 
+@pytest.mark.slow
 def test_a_window_of_another_length_costs_one_more_graph_and_then_none():
     state, step = job(ADAMW(), RULE)
     backend = CompileCounterWithBackend("eager")
@@ -52,6 +54,7 @@ def test_a_window_of_another_length_costs_one_more_graph_and_then_none():
     assert backend.frame_count == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -135,6 +138,7 @@ def test_a_donated_compiled_step_writes_in_place_and_allocates_nothing_but_the_g
     assert sum(map(allocated, codes)) <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

@@ -380,6 +380,7 @@ def _everything(rank):
                 part(rank)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_ranks_together_make_the_step_of_one_process_with_all_their_data(ranks):
     """Means, steps in float64 to 1e-12 and float32 to 2e-6, buffers, skips, retries."""
@@ -421,6 +422,7 @@ def _compiled_by_inductor(rank):
         assert the_same_everywhere(state, info)
 
 
+@pytest.mark.slow
 def test_a_step_compiled_by_inductor_is_that_of_eager_mode():
     in_processes(_compiled_by_inductor, patience=300)
 
@@ -645,6 +647,7 @@ def _compiled_and_refused(rank):
     _settings(rank)
 
 
+@pytest.mark.slow
 def test_what_one_rank_refuses_every_rank_refuses_and_a_step_is_one_graph():
     in_processes(_compiled_and_refused)
 
@@ -667,6 +670,7 @@ def test_without_a_process_group_gradients_are_copied():
 # ---- many ranks, on paper ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_step_sends_what_is_claimed_on_2_to_512_ranks():
     script = Path(__file__).parents[1] / "benchmarks" / "scaling.py"
     subprocess.run([sys.executable, script], check=True, capture_output=True, timeout=300)

@@ -32,6 +32,7 @@ def _flags(rank):
             ps.all_reduce_found_inf(wrong)
 
 
+@pytest.mark.slow
 def test_the_flag_of_one_rank_is_the_flag_of_all():
     in_processes(_flags)
 

@@ -243,6 +243,7 @@ def test_it_is_off_unless_the_environment_says_so(value, expected, monkeypatch):
     assert imported_now.DEBUG is expected
 
 
+@pytest.mark.slow
 def test_the_environment_is_heard_by_a_process():
     code = (
         "import torch, purescale as ps; x = torch.ones(2); "

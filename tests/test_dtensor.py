@@ -152,6 +152,7 @@ def _steps(rank, mesh, placements):
                 assert same is donate or not here(leaf).numel()
 
 
+@pytest.mark.slow
 @RANKS
 def test_a_step_over_shards_equals_the_unsharded_step_and_is_donated_in_place(ranks):
     run(_steps, ranks)
@@ -190,6 +191,7 @@ def _one_inf(rank, mesh, placements):
                 assert accum.found_inf == held
 
 
+@pytest.mark.slow
 @RANKS
 def test_inf_on_one_rank_in_one_leaf_is_every_ranks_skipped_step(ranks):
     run(_one_inf, ranks)
@@ -276,6 +278,7 @@ def _norms(rank, mesh, placements):
     assert ps.clip_by_global_norm(nothing, 1.0)[1] == 0
 
 
+@pytest.mark.slow
 @RANKS
 def test_a_norm_over_shards_is_the_unsharded_norm(ranks):
     run(_norms, ranks)
@@ -523,6 +526,7 @@ def _compiled(rank):
             assert ours[0][0]["uneven"].placements == (SHARD,)
 
 
+@pytest.mark.slow
 def test_a_step_over_dtensors_is_one_graph():
     in_processes(_compiled)
 

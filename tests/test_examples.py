@@ -23,6 +23,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
+@pytest.mark.slow
 def test_the_demo_trains_three_times_and_draws_its_picture(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(ROOT / "examples")
     import digits
@@ -43,6 +44,7 @@ def test_the_demo_trains_three_times_and_draws_its_picture(tmp_path, monkeypatch
     assert precise > running
 
 
+@pytest.mark.slow
 def test_the_demo_with_purescale_follows_grad_scaler(monkeypatch):
     """Same seeds, data and arithmetic: the losses of the first clean steps agree to float16's
     rounding.
@@ -78,6 +80,7 @@ def test_the_loop_by_hand_runs_and_is_short(capsys):
         assert "train_step" not in loop
 
 
+@pytest.mark.slow
 def test_the_ensemble_trains_each_rate_as_torch_would(capsys):
     runpy.run_path(str(ROOT / "examples" / "ensemble.py"))
     out = capsys.readouterr().out
@@ -93,6 +96,7 @@ def test_the_ensemble_trains_each_rate_as_torch_would(capsys):
     assert together == pytest.approx(alone, rel=2e-2)
 
 
+@pytest.mark.slow
 def test_the_probe_shows_which_scales_are_safe_and_who_starves(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(ROOT / "examples")
     import probe
@@ -138,6 +142,7 @@ def test_float16_agrees_better_and_headroom_loses_no_rollouts(tmp_path, monkeypa
     assert "float16, headroom" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_ranks_train_as_one_process_does_by_a_group_ddp_and_fsdp2():
     """In one start of two processes, which takes longer than they do."""
     mains = (

@@ -75,6 +75,7 @@ print([test_settings.described(one) for pair in test_settings.PAIRS.values() for
 """
 
 
+@pytest.mark.slow
 def test_every_process_says_the_same():
     """With hashes and addresses of its own."""
     told = [

@@ -92,6 +92,7 @@ SWEEPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "count"),
     [*((name, FEW) for name in SWEEPS), *((name, MANY) for name in ("AdamW", "SGD", "Adagrad"))],
@@ -207,6 +208,7 @@ def test_one_compiled_function_serves_every_rule():
             torch.testing.assert_close(tensors(state), tensors(eager), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_one_compiled_train_step_serves_every_rule_policy_and_bound():
     def body(state, data, loss_fn, optimizer, rule, max_norm, clip_value):
         return ps.train_step(

@@ -531,6 +531,7 @@ REACHED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", REACHED)
 def test_gradients_reach_every_corner(what):
     def reached(tree):

@@ -160,7 +160,7 @@ def check_dicts(params: Any, buffers: Any) -> None:
 
 def _constants(buffers: Tensors) -> Tensors:
     """The buffers that no call changes."""
-    if are_dense(list(buffers.values())):
+    if not buffers or are_dense(list(buffers.values())):
         return {}
     return {name: buffer for name, buffer in buffers.items() if is_constant(buffer)}
 

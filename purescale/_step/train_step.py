@@ -339,10 +339,12 @@ def _next_buffers(
     written.
     """
     skip, donate = decision.skip_on_host, options.donate
-    if skip is not None:
-        return list(old) if skip and donate else copies(old if skip else window.buffers)
+    if skip is False or (skip and not donate):
+        return copies(old if skip else window.buffers)
     if not traced():  # off the graph of buffers that require a gradient
         old = [t.detach() if isinstance(t, Tensor) and t.requires_grad else t for t in old]
+    if skip:
+        return list(old)
     keep = [*window.seen, *_tree.all_tensors(kept)] if donate else []
     return choose(decision.skip, old, window.buffers, donate=donate, keep=keep)  # type: ignore[arg-type]
 

@@ -19,6 +19,7 @@ _PLAIN_TYPES = frozenset((Tensor, nn.Parameter, private.FakeTensor))
 
 _dtype, _layout = operator.attrgetter("dtype"), operator.attrgetter("layout")
 _is_nested = operator.attrgetter("is_nested")
+_is_quantized = operator.attrgetter("is_quantized")
 
 
 # ---- what may be one -----------------------------------------------------------------------------
@@ -45,7 +46,9 @@ def are_dense(leaves: Sequence[Any]) -> bool:
     """Whether one look shows that each leaf is a dense tensor of the usual types."""
     if torch.compiler.is_compiling() or not set(map(type, leaves)) <= _PLAIN_TYPES:
         return False
-    return set(map(_layout, leaves)) <= {torch.strided} and not any(map(_is_nested, leaves))
+    if not set(map(_layout, leaves)) <= {torch.strided}:
+        return False
+    return not (any(map(_is_nested, leaves)) or any(map(_is_quantized, leaves)))
 
 
 def unsupported_reason(leaf: Tensor, *, sparse: bool = False) -> str:

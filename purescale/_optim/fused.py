@@ -257,8 +257,6 @@ def _launch(
     divisor: Tensor | None,
 ) -> None:
     grads, steps, targets = launch
-    if steps and found_inf is None:
-        private.foreach.add_(steps, 1)
-    elif steps:
+    if steps:
         private.masked_add_(steps, [torch.ones_like(steps[0])] * len(steps), 1.0, found_inf)
     kernel.launch(lr, numbers, grads, steps, *targets, grad_scale=divisor, found_inf=found_inf)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import numbers
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from .._optim.formulas import PlainArithmetic, Rate
 from .._torch import private as _torch
 from .._tree import tree as _tree
+from .._tree.leaves import are_dense
 
 Slots = dict[str, dict[str, Tensor]]
 
@@ -51,6 +53,10 @@ def with_slots(cls: Any, probes: list[Tensor], settings: dict[str, Any], rate: A
             )
         _torch.new_state(optimizer)
     return optimizer
+
+
+_shape, _dtype = operator.attrgetter("shape"), operator.attrgetter("dtype")
+_device = operator.attrgetter("device")
 
 
 class Kept:
@@ -123,22 +129,43 @@ class Kept:
         """Refuse slots that are not what `new` makes for these parameters: torch's kernels take
         their memory for that without a look.
         """
-        counts, shaped = self._counts, self._shaped
+        if self._fit_at_one_look(slots, weights):
+            return
         for name, slot in slots.items():
-            weight = weights[name]
-            shape, dtype, device = weight.shape, weight.dtype, weight.device
             for key, value in slot.items():
-                if value.is_nested:
-                    fits = False
-                elif key in counts:
-                    fits = value.ndim == 0 and value.dtype is counts[key] and value.device == device
-                elif key in shaped:
-                    fits = value.shape == shape and value.dtype is dtype and value.device == device
-                    fits = fits and value.layout is torch.strided
-                else:
-                    continue
-                if not fits:
-                    raise self._misfit(key, value, name, weight)
+                if not self._fits(key, value, weights[name]):
+                    raise self._misfit(key, value, name, weights[name])
+
+    def _fit_at_one_look(self, slots: Slots, weights: Mapping[str, Tensor]) -> bool:
+        """Whether they all fit, where each parameter has the same slots."""
+        keys = next(iter(slots.values())).keys() if slots else ()
+        if torch.compiler.is_compiling() or any([slot.keys() != keys for slot in slots.values()]):
+            return False
+        likes = [weights[name] for name in slots]
+        shapes, dtypes, devices = (list(map(of, likes)) for of in (_shape, _dtype, _device))
+        for key in keys:
+            values = [slot[key] for slot in slots.values()]
+            if not are_dense(values) or list(map(_device, values)) != devices:
+                return False
+            if key in self._counts:
+                alike = set(map(_dtype, values)) == {self._counts[key]}
+                alike = alike and not any(map(Tensor.dim, values))
+            else:
+                alike = list(map(_shape, values)) == shapes and list(map(_dtype, values)) == dtypes
+            if not alike:
+                return False
+        return True
+
+    def _fits(self, key: str, value: Tensor, weight: Tensor) -> bool:
+        if value.is_nested:
+            return False
+        if key in self._counts:
+            dtype = self._counts[key]
+            return value.ndim == 0 and value.dtype is dtype and value.device == weight.device
+        if key not in self._shaped:
+            return True
+        alike = value.shape == weight.shape and value.dtype is weight.dtype
+        return alike and value.device == weight.device and value.layout is torch.strided
 
     def foreign(self, missing: str) -> ValueError:
         return ValueError(

@@ -58,11 +58,13 @@ class Conditional(Protocol):
         decision: Decision,
         *,
         donate: bool = False,
+        donate_grads: bool = False,
         scratch_ok: bool = False,
         keep: Sequence[Tensor] = (),
     ) -> tuple[Tree, Any]:
         """Parameters and state after the decided step, in memory of their own, or in that of
-        `inputs` where it is donated. Gradients may be overwritten where `scratch_ok`; nothing is
+        `inputs` where it is donated. Gradients may be overwritten where they are donated, if they
+        share no memory with anything else, and where `scratch_ok`: that is proved. Nothing is
         written into the memory of `keep`.
         """
 
@@ -92,6 +94,7 @@ class CalledOptimizer:
         decision: Decision,
         *,
         donate: bool = False,
+        donate_grads: bool = False,
         scratch_ok: bool = False,
         keep: Sequence[Tensor] = (),
     ) -> tuple[Tree, Any]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from .._optim.opt_state import OptState, values_of
 from .._torch import dtensor
 from .._torch.tracing import is_lazy
 from .._tree import tree as _tree
@@ -23,13 +24,8 @@ class StepInputs(NamedTuple):
     params: Leaves  # with None; of a DTensor the local shard, where the optimizer is elementwise
     grads: Normalized
     opt_state: Any
+    named_params: dict[str, Any]  # the parameters that are tensors, by dotted name
     origins: tuple[Sequence[Any], Sequence[Any]] | None = None  # the DTensors of params and state
-
-    @property
-    def named_params(self) -> dict[str, Any]:
-        """The parameters that are tensors, by dotted name."""
-        pairs = zip(self.names, self.params, strict=True)
-        return {name: leaf for name, leaf in pairs if leaf is not None}
 
     @property
     def named_grads(self) -> dict[str, Any]:
@@ -79,7 +75,8 @@ def flatten_step(optimizer: Any, params: Tree | Flat, grads: Tree, opt_state: An
     flat = params if isinstance(params, Flat) else _tree.flat(params)
     params = flat.tree
     if not optimizer.differentiable:
-        _tree.refuse_graphs(params=flat, grads=grads, opt_state=opt_state)
+        state = _tree.Flat(opt_state, _state_leaves(opt_state), None)
+        _tree.refuse_graphs(params=flat, grads=grads, opt_state=state)
     structure, weights, gradients = _tree.aligned(flat, grads)
     if not are_usual(weights):
         weights = list(map(_resolved, weights))
@@ -87,7 +84,9 @@ def flatten_step(optimizer: Any, params: Tree | Flat, grads: Tree, opt_state: An
     sharded = dtensor.any_dtensor(weights) or dtensor.any_dtensor(gradients)
     if not sharded or optimizer.elementwise is None:
         normalized = NO_GRADS if grads is None else normalize(gradients)
-        return StepInputs(structure, names, weights, normalized, opt_state)
+        return StepInputs(
+            structure, names, weights, normalized, opt_state, _present(names, weights)
+        )
     for index, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
         if gradient is not None and (reason := dtensor.placement_mismatch(gradient, weight)):
             raise ValueError(f"{_tree.path(params, 'grads', index)} {reason}")
@@ -97,14 +96,28 @@ def flatten_step(optimizer: Any, params: Tree | Flat, grads: Tree, opt_state: An
     gradients = [dtensor.redistribute_like(gradient, weight) for gradient, weight in pairs]
     leaves, state = _tree.flatten(opt_state)
     on_graph = optimizer.differentiable
+    local = [dtensor.shard(weight, on_graph=on_graph) for weight in weights]
     return StepInputs(
         structure,
         names,
-        [dtensor.shard(weight, on_graph=on_graph) for weight in weights],
+        local,
         normalize(gradients),
         state.unflatten([dtensor.shard(leaf, on_graph=on_graph) for leaf in leaves]),
+        _present(names, local),
         (weights, leaves),
     )
+
+
+def _present(names: list[str], leaves: Leaves) -> dict[str, Any]:
+    return {name: leaf for name, leaf in zip(names, leaves, strict=True) if leaf is not None}
+
+
+def _state_leaves(opt_state: Any) -> Leaves:
+    """The leaves of an optimizer's state; of torch's classes without a walk through their dicts."""
+    if not (isinstance(opt_state, OptState) and type(opt_state.slots) is dict):
+        return _tree.flatten(opt_state)[0]
+    rate = [opt_state.lr] if isinstance(opt_state.lr, Tensor) else []
+    return [opt_state.applied, *values_of(opt_state.slots), *rate]
 
 
 def _resolved(leaf: Any) -> Any:

@@ -21,7 +21,7 @@ from .._optim.step_inputs import StepInputs, flatten_step
 from .._optim.unfused import UnfusedStep
 from .._torch import foreach, private
 from .._torch.autocast import outside_autocast
-from .._torch.donation import can_write
+from .._torch.donation import can_write, can_write_each
 from .._torch.foreach import MAX_INLINE_LEAVES, same_memory_order
 from .._torch.tracing import host_can_read, is_on_a_graph, under_transform
 from .._tree import scalars as _checks
@@ -198,6 +198,7 @@ class TorchOptimizer:
         decision: Decision,
         *,
         donate: bool = False,
+        donate_grads: bool = False,
         scratch_ok: bool = False,
         keep: Sequence[Tensor] = (),
     ) -> tuple[Tree, OptState]:
@@ -209,10 +210,15 @@ class TorchOptimizer:
         weights, slots = inputs.named_params, opt_state.slots
         lrs = self._groups.rates(opt_state.applied, opt_state.lr)
         in_place = False
-        if donate:
+        if donate or donate_grads:
+            old, grads = [*weights.values(), *values_of(slots)], inputs.grads.tensors
             rates = [rate for rate in (opt_state.lr, *lrs) if isinstance(rate, Tensor)]
-            others = [*inputs.grads.tensors, opt_state.applied, *rates, *keep]
-            in_place = can_write([*weights.values(), *values_of(slots)], others)
+            others = [opt_state.applied, *rates, *keep]
+            if scratch_ok:  # they share no memory with anything
+                in_place = can_write(old, others)
+            else:
+                writable = can_write_each([old, grads], others)
+                in_place, scratch_ok = donate and writable[0], donate_grads and writable[1]
         if self._can_fuse(inputs):
             new_weights, new_slots = self._fused_step(
                 inputs, decision, lrs, in_place=in_place, scratch_ok=scratch_ok

@@ -16,7 +16,6 @@ from .._optim.protocol import Optimizer, as_conditional
 from .._optim.step_inputs import StepInputs, flatten_step
 from .._step.decide import Outcome, decide
 from .._torch.autocast import outside_autocast
-from .._torch.donation import can_write
 from .._torch.tracing import host_can_read
 from .._tree import tree as _tree
 from .._tree.tree import Tree
@@ -125,7 +124,6 @@ def unscale_and_step(
         inputs.grads, scale, scaled=True, norm_type=clip.norm_to_measure, amax=amax, group=group
     )
     keep = [*_tree.tensors(scaler), *clip.bounds]
-    others = [*_tree.tensors((inputs.params, inputs.opt_state)), *keep]
     outcome = decide(stats, clip, scale, tensors)
     stepped = update(
         updater,
@@ -133,7 +131,7 @@ def unscale_and_step(
         outcome,
         donate=donate,
         # While compiling memory cannot be compared, and what is computed in between is fused.
-        scratch_ok=donate and not torch.compiler.is_compiling() and can_write(tensors, others),
+        donate_grads=donate and not torch.compiler.is_compiling(),
         keep=keep,
     )
     out = Stepped(*stepped, outcome.found_inf, outcome.grad_norm, outcome.grad_amax)
@@ -161,7 +159,8 @@ def update(
     outcome: Outcome,
     *,
     donate: bool,
-    scratch_ok: bool,
+    donate_grads: bool = False,
+    scratch_ok: bool = False,
     keep: Sequence[Tensor],
 ) -> tuple[Tree, Any]:
     """The stages `update` and `assemble`: parameters and state after the decided step, in the trees
@@ -172,6 +171,11 @@ def update(
         # Gradients flow through the skipped step and the applied one alike.
         decision = decision._replace(skip=outcome.found_inf, skip_on_host=None)
     stepped = updater.conditional_step(
-        inputs, decision, donate=donate, scratch_ok=scratch_ok, keep=keep
+        inputs,
+        decision,
+        donate=donate,
+        donate_grads=donate_grads,
+        scratch_ok=scratch_ok,
+        keep=keep,
     )
     return inputs.restore(*stepped)

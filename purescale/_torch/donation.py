@@ -57,8 +57,28 @@ def can_write(tensors: Sequence[Tensor], others: Sequence[Any] = ()) -> bool:
     A parameter that requires a gradient may be, off the graph, as torch.optim does. While compiling
     storages cannot be compared.
     """
+    return can_write_each([tensors], others)[0]
+
+
+def can_write_each(lists: Sequence[Sequence[Tensor]], others: Sequence[Any] = ()) -> list[bool]:
+    """`can_write` of each list, the other lists among its `others`."""
     if under_transform() or DEBUG:
-        return False
+        return [False] * len(lists)
+    allowed = list(map(_are_writable, lists))
+    if torch.compiler.is_compiling() or not any(allowed):
+        return allowed
+    held = list(map(_memories_of_values, lists))
+    kept = set(memories(others))
+    for index, mine in enumerate(held):
+        alone = set(mine)
+        apart = len(alone) == len(mine) and None not in alone and alone.isdisjoint(kept)
+        rest = (other for place, other in enumerate(held) if place != index)
+        allowed[index] = allowed[index] and apart and all(map(alone.isdisjoint, rest))
+    return allowed
+
+
+def _are_writable(tensors: Sequence[Tensor]) -> bool:
+    """Whether they may be written into, as far as each tells by itself."""
     if torch.compiler.is_compiling():
         return all(
             tensor.layout is torch.strided and is_gapless(tensor) and not tensor.requires_grad
@@ -69,15 +89,14 @@ def can_write(tensors: Sequence[Tensor], others: Sequence[Any] = ()) -> bool:
     # Outside of inference mode torch refuses to write into its tensors.
     if not torch.is_inference_mode_enabled() and any(map(Tensor.is_inference, tensors)):
         return False
-    if 0 in map(Tensor.numel, tensors):  # what is empty has no memory to share
+    return set(map(_layout, tensors)) <= {torch.strided} and are_gapless(tensors)
+
+
+def _memories_of_values(tensors: Sequence[Tensor]) -> list[int | None]:
+    """The storages of those that have an element: what is empty has no memory to share."""
+    if 0 in map(Tensor.numel, tensors):
         tensors = [tensor for tensor in tensors if tensor.numel()]
-    held = memories(tensors)
-    alone = set(held)
-    if len(alone) != len(held) or None in alone:
-        return False
-    if others and not alone.isdisjoint(memories(others)):
-        return False
-    return are_gapless(tensors)
+    return memories(tensors)
 
 
 # ---- gradients -----------------------------------------------------------------------------------

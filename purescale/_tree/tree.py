@@ -224,6 +224,15 @@ def leaves_like(name: str, tree: Tree, like_name: str, like: Tree, structure: An
     )
 
 
+def _agree_in_place(gradients: Leaves, weights: Leaves) -> bool:
+    """Whether one look shows that each gradient has the shape and device of its parameter, and the
+    dtypes are real.
+    """
+    if torch.compiler.is_compiling() or not _leaf.are_usual([*gradients, *weights]):
+        return False
+    return all([list(_map(of, gradients)) == list(_map(of, weights)) for of in (_shape, _device)])
+
+
 class Aligned(NamedTuple):
     """Parameters and their gradients in one order."""
 
@@ -242,6 +251,8 @@ def aligned(params: Flat, grads: Tree) -> Aligned:
         return Aligned(structure, weights, [None] * len(weights))
     gradients = leaves_like("grads", grads, "params", params, structure)
     check_gradients(params, gradients)
+    if _agree_in_place(gradients, weights):
+        return Aligned(structure, weights, gradients)
     for index, (gradient, weight) in enumerate(zip(gradients, weights, strict=True)):
         if gradient is None:
             continue

@@ -1,0 +1,85 @@
+"""How much Python a warm eager step runs beside the loop that it replaces. Counts do not vary."""
+
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import purescale as ps
+
+
+def net():
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(16, 5),
+    )
+
+
+def batches(number):
+    return [(torch.randn(8, 3, 8, 8), torch.randint(0, 5, (8,))) for _ in range(number)]
+
+
+def a_step(number):
+    """A donated step of this package over `number` microbatches."""
+    apply, params, buffers = ps.make_functional(net())
+    optimizer, rule = ps.from_torch(torch.optim.AdamW, lr=1e-3), ps.DynamicScale()
+    states = [ps.init_train_state(params, buffers, optimizer, rule)]
+    data = batches(number)
+
+    def loss_fn(params, buffers, batch):
+        logits, buffers = apply(params, buffers, batch[0])
+        return F.cross_entropy(logits, batch[1]), buffers
+
+    def step():
+        settings = {"loss_fn": loss_fn, "optimizer": optimizer, "rule": rule, "donate": True}
+        states[0] = ps.train_step(states[0], data, **settings)[0]
+
+    return step
+
+
+def grad_scalers_step(number):
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    scaler = torch.amp.GradScaler("cpu")
+    data = batches(number)
+
+    def step():
+        optimizer.zero_grad()
+        for x, y in data:
+            scaler.scale(F.cross_entropy(model(x), y) / number).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step
+
+
+def calls(function):
+    """The Python and C functions that the third call runs."""
+    function(), function()
+    count = 0
+
+    def counted(frame, event, arg):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(counted)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+# The budget is 1.45; benchmarks/README.md says what is left.
+@pytest.mark.parametrize(("number", "most"), [(1, 1.70), (4, 1.90)])
+def test_a_warm_eager_step_runs_few_calls_beside_those_of_grad_scalers_loop(number, most):
+    assert calls(a_step(number)) <= most * calls(grad_scalers_step(number))

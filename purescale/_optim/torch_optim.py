@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -393,7 +392,7 @@ def _working_copies(
     weights, slots = inputs.named_params, inputs.opt_state.slots
     old = [*weights.values(), *values_of(slots)]
     new = old if in_place else foreach.clone(old)
-    if in_place and not any(map(_requires_grad, new)):
+    if in_place and not any([tensor.requires_grad for tensor in new]):
         new_weights, new_slots = weights, {name: {**slot} for name, slot in slots.items()}
     else:
         working = iter([t.detach() if t.requires_grad else t for t in new])
@@ -406,9 +405,6 @@ def _working_copies(
                 if value.shape == weight.shape and not same_memory_order(value, weight):
                     slot[key] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
     return new_weights, new_slots
-
-
-_requires_grad = operator.attrgetter("requires_grad")
 
 
 def _column(slots: Slots, names: list[str], key: str, kept: Kept) -> list[Tensor]:

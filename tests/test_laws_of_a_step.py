@@ -2,6 +2,7 @@
 size and dtype, with bounds of every kind, and with memory that somebody else can see.
 """
 
+import contextlib
 import functools
 import math
 
@@ -9,10 +10,20 @@ import hypothesis.strategies as st
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import Untouched, assert_close, clone, in_processes, same_bits, tensors
+from helpers import (
+    Untouched,
+    assert_close,
+    clone,
+    in_processes,
+    same_bits,
+    shares_memory,
+    tensors,
+)
 from hypothesis import given, settings
 
 import purescale as ps
+from purescale._grads.clip import clip_factor
+from purescale._torch.tracing import as_on_an_accelerator
 
 INF, NAN = math.inf, math.nan
 EVERY = {
@@ -557,3 +568,83 @@ def test_train_step_tells_the_norm_of_the_largest_float64(number):
     )
     assert not info.found_inf
     assert_close(info.grad_norm, torch.tensor(1.7e308 / 256 * math.sqrt(33), dtype=torch.float64))
+
+
+# ---- parameters that require a gradient, and optimizers of every kind ----------------------------
+
+
+def descent():
+    """An (init, update) pair that keeps a state."""
+
+    def init(params):
+        return {name: torch.zeros_like(leaf) for name, leaf in params.items()}
+
+    def update(grads, state, params):
+        state = {name: 0.5 * state[name] + grads[name] for name in grads}
+        return {name: -0.1 * value for name, value in state.items()}, state
+
+    return ps.from_transformation((init, update))
+
+
+OF_EVERY_KIND = {
+    "fused": lambda: made("AdamW"),
+    "unfused": lambda: made("RMSprop"),
+    "pair": descent,
+}
+
+
+@pytest.mark.parametrize("unread", [False, True])
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("kind", OF_EVERY_KIND)
+def test_parameters_that_require_a_gradient_are_stepped_off_the_graph(kind, donate, unread):
+    optimizer, leaf = OF_EVERY_KIND[kind](), torch.linspace(-1, 1, 5)
+    grads, flag = {"w": torch.ones(5)}, torch.tensor(False)
+    state = optimizer.init({"w": leaf})
+    for skip in (flag, ~flag):
+        given = {"w": torch.nn.Parameter(leaf.clone())}
+        with as_on_an_accelerator() if unread else contextlib.nullcontext():
+            found = ps.maybe_step(optimizer, given, grads, clone(state), skip, donate=donate)
+            expected = ps.maybe_step(optimizer, {"w": leaf}, grads, state, skip)
+        assert not any(tensor.requires_grad for tensor in tensors(found))
+        assert same_bits(found, expected)
+
+
+@pytest.mark.parametrize("kind", OF_EVERY_KIND)
+def test_a_whole_step_is_made_by_optimizers_of_every_kind(kind):
+    optimizer, rule = OF_EVERY_KIND[kind](), ps.NoScale()
+    params = {"w": torch.linspace(-1, 1, 33), "b": torch.ones(3)}
+    state = ps.init_train_state(params, {}, optimizer, rule)
+    data = torch.full((33,), 2.0)
+    grads = {"w": 4 * params["w"], "b": torch.full((3,), 2.0)}
+    new, _ = ps.train_step(state, [data], loss_fn=plain_loss, optimizer=optimizer, rule=rule)
+    expected = ps.maybe_step(optimizer, params, grads, state.opt_state, False)
+    assert_close((new.params, new.opt_state), expected, rtol=1e-6, atol=1e-7)
+
+
+# ---- memory of its own ---------------------------------------------------------------------------
+
+
+class Unmoved(ps.StaticScale):
+    """A rule that returns the state that it was given."""
+
+    def update(self, scaler, found_inf):
+        return scaler
+
+
+def test_what_a_step_returns_shares_no_memory_with_what_rules_and_losses_return_twice():
+    def loss_fn(params, buffers, x):
+        loss, _ = plain_loss(params, buffers, x)
+        return loss, buffers, loss
+
+    state, step = begun(5, rule=Unmoved(8.0))
+    new, info = step(state, [torch.ones(5)], loss_fn=loss_fn)
+    assert not shares_memory(new, state)
+    assert not shares_memory(info.aux, info.loss)
+    assert same_bits(info.aux[0], info.loss)
+
+
+def test_a_factor_is_rounded_once_whether_the_host_reads_it_or_not():
+    for size in range(1, 50):
+        norm = torch.tensor(size / 7, dtype=torch.float64)
+        expected = min(1.0, 0.7 / (size / 7 + 1e-6))
+        assert clip_factor(norm, 0.7).item() == expected

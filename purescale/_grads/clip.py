@@ -72,7 +72,9 @@ def check_ordered(grads: Tree, leaves: Sequence[Any], name: str = "grads") -> No
 
 def clip_factor(norm: Tensor, max_norm: float | Tensor) -> Tensor:
     """What to multiply gradients of this norm by: `min(1, max_norm / (norm + 1e-6))`."""
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    # A number over a tensor would be its reciprocal times the number, with other bits.
+    most = max_norm if isinstance(max_norm, Tensor) else torch.full_like(norm, max_norm)
+    factor = (most / (norm + 1e-6)).clamp(max=1.0)
     unbounded = max_norm == math.inf
     if isinstance(unbounded, Tensor):
         return torch.where(unbounded, 1.0, factor)  # inf / inf is NaN

@@ -64,9 +64,6 @@ class StepInputs(NamedTuple):
         return trees[0], trees[1]
 
 
-NO_GRADS = Normalized([], [], usual=True)  # they are still to be made
-
-
 def flatten_step(optimizer: Any, params: Tree | Flat, grads: Tree, opt_state: Any) -> StepInputs:
     """The inputs of a step, checked. Refused, naming the leaf: gradients that are not those of
     `params`, what is on a graph, shards that the optimizer would take for the whole. `grads=None`:
@@ -83,7 +80,8 @@ def flatten_step(optimizer: Any, params: Tree | Flat, grads: Tree, opt_state: An
     names = _tree.names(params)
     sharded = dtensor.any_dtensor(weights) or dtensor.any_dtensor(gradients)
     if not sharded or optimizer.elementwise is None:
-        normalized = NO_GRADS if grads is None else normalize(gradients)
+        unmade = Normalized([], gradients, usual=False)
+        normalized = unmade if grads is None else normalize(gradients)
         return StepInputs(
             structure, names, weights, normalized, opt_state, _present(names, weights)
         )

@@ -23,7 +23,7 @@ from .._torch import foreach, private
 from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write, can_write_each
 from .._torch.foreach import MAX_INLINE_LEAVES, same_memory_order
-from .._torch.tracing import host_can_read, is_on_a_graph, under_transform
+from .._torch.tracing import host_can_read, is_on_a_graph, traced, under_transform
 from .._tree import scalars as _checks
 from .._tree import tree as _tree
 from .._tree.tree import Tree
@@ -306,6 +306,8 @@ class TorchOptimizer:
         if _is_applied(decision):
             return new_weights, new_slots
         new = [*new_weights.values(), *values_of(new_slots)]
+        if not (self.differentiable or traced()):  # parameters may require a gradient
+            old = [leaf.detach() for leaf in old]
         chosen = iter(foreach.where(decision.skip, old, new, in_place=in_place))  # type: ignore[arg-type]
         return (
             {name: next(chosen) for name in weights},

@@ -304,6 +304,8 @@ def _next_scaler(
     # Where no try was finite, the scale ends as after one ordinary skip.
     start = used if used is state.scaler else where(overflow, state.scaler, used)
     updated_scaler = updated(options.rule, start, overflow, amax)
+    if not traced():  # a rule may return what it was given
+        updated_scaler = _tree.apart(updated_scaler, (state.scaler, window.overflow, amax))
     _tree.paired(state.scaler, updated_scaler, "state.scaler", _FROM_RULE, flat=before)
     skip = outcome.found_inf
     if outcome.decision.skip_on_host is False or skip is window.overflow:

@@ -150,7 +150,7 @@ class ValueAndGrad:
         given = self.buffers.structure.unflatten(buffers)
         loss, new_buffers, aux = self._checked(self.loss_fn(params, given, microbatch))
         scaled = scale_loss(self.scaler, loss).reshape(())  # checked there
-        unscaled = loss.to(wide_dtype(loss.dtype))
+        unscaled = loss.to(wide_dtype(loss.dtype), copy=bool(aux))  # which may hold the loss
         return scaled, (unscaled.reshape(()), new_buffers, aux)
 
     def _checked(self, returned: Any) -> tuple[Tensor, Leaves, list[Any]]:

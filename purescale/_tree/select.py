@@ -68,6 +68,8 @@ def choose(
     before = [dtensor.shard(old[index]) for index in indices]
     after = [dtensor.shard(new[index]) for index in indices]
     graph = traced() or is_on_a_graph([*before, *after])
+    if not graph:  # what is written into is off the graph too
+        before = [leaf.detach() if leaf.requires_grad else leaf for leaf in before]
     if isinstance(skip, Tensor) and not graph and host_can_read(_tree.flag(skip), *before):
         skip = bool(skip)
     if isinstance(skip, bool) and not graph:

@@ -135,7 +135,9 @@ def apart(tree: Tree, inputs: Tree) -> Tree:
     """
     if traced():
         return map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
-    taken = set(memories(tensors(inputs)))
+    taken, held = set(memories(tensors(inputs))), memories(tensors(tree))
+    if len(set(held)) == len(held) and taken.isdisjoint(held):
+        return tree
 
     def own(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):

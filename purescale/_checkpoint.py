@@ -73,7 +73,7 @@ def _to_state_dict(tree: Tree, name: str) -> dict[str, Any]:
         if not isinstance(leaf, Tensor) or leaf.is_nested or leaf.is_mkldnn:
             raise TypeError(
                 f"{_tree.paths(tree, name)[index]} is {kind_of(leaf)}; a checkpoint holds dense, "
-                "sparse and distributed tensors. Cure: `torch.tensor(...)` of a number, "
+                "sparse and distributed tensors. Fix: `torch.tensor(...)` of a number, "
                 "`.to_dense()` of a tensor in mkldnn's layout; settings belong to the code that "
                 "makes the state. dict, list, tuple and NamedTuple are looked into, other "
                 "containers are not."
@@ -86,7 +86,7 @@ def _to_state_dict(tree: Tree, name: str) -> dict[str, Any]:
             raise ValueError(
                 f"{_tree.paths(tree, name)[index]} has the name of another leaf, "
                 f"{'.'.join(keys)!r}. Likely cause: a dict with a key and its string, such as 0 "
-                "and '0'. Cure: rename one."
+                "and '0'. Fix: rename one."
             )
         node[last] = _tree.off_graph(leaf)
     d.setdefault("tree", {})
@@ -247,13 +247,13 @@ def _check_version(name: str, d: Any, expected: Tensor) -> None:
         raise ValueError(
             f"{name} is no state dict of purescale: it {what}, expected {_VERSION_KEY!r} (a 0-d "
             "int64 tensor) and 'tree'. Likely cause: the state dict of a module or a torch "
-            "optimizer. Cure: what `to_state_dict(tree)` returned; for a torch optimizer's, "
+            "optimizer. Fix: what `to_state_dict(tree)` returned; for a torch optimizer's, "
             "`optimizer.from_state_dict(d, params)`."
         )
     if int(version) != _VERSION:
         raise ValueError(
             f"{name}[{_VERSION_KEY!r}] is {int(version)}, this purescale reads version {_VERSION}. "
-            "Likely cause: written by a newer purescale. Cure: `pip install --upgrade purescale`."
+            "Likely cause: written by a newer purescale. Fix: `pip install --upgrade purescale`."
         )
 
 
@@ -271,19 +271,19 @@ def _check_storable(where: str, leaf: Tensor, path: Path) -> None:
     if isinstance(leaf, DTensor):
         raise TypeError(
             f"{where} is a DTensor: this rank has a part of it, and one file is written by one "
-            "rank. Cure: `torch.distributed.checkpoint.save(to_state_dict(tree), "
+            "rank. Fix: `torch.distributed.checkpoint.save(to_state_dict(tree), "
             f"checkpoint_id={os.fspath(path)!r})`."
         )
     kind = type(leaf.detach())
     if kind is not Tensor:
         raise TypeError(
             f"{where} is a {kind.__name__}, a subclass of tensors; a file holds plain ones, since "
-            f"`load` runs no code that it finds there. Cure: `{where}.as_subclass(torch.Tensor)`, "
+            f"`load` runs no code that it finds there. Fix: `{where}.as_subclass(torch.Tensor)`, "
             "or of one that wraps others those others, each with its name."
         )
     if leaf.is_meta:
         raise TypeError(
-            f"{where} is {kind_of(leaf)}; a file holds values. Cure: `torch.empty_like({where}, "
+            f"{where} is {kind_of(leaf)}; a file holds values. Fix: `torch.empty_like({where}, "
             "device='cpu')`, and fill it."
         )
     try:
@@ -292,7 +292,7 @@ def _check_storable(where: str, leaf: Tensor, path: Path) -> None:
     except RuntimeError as error:
         raise TypeError(
             f"{where} has no memory of its own. Likely cause: `save` inside torch.vmap, "
-            "torch.func.grad or a trace. Cure: return the state from the transformed function and "
+            "torch.func.grad or a trace. Fix: return the state from the transformed function and "
             "save it there."
         ) from error
 
@@ -347,7 +347,7 @@ def _check_seal(name: str, file: BinaryIO) -> bool:
     if _crc32(file) != _SOUND:
         raise ValueError(
             f"load: {name!r} is damaged: {_damaged(name, file)} is not what was saved. Likely "
-            "cause: a disk, a memory or a copy that changed bits. Cure: another copy of the file, "
+            "cause: a disk, a memory or a copy that changed bits. Fix: another copy of the file, "
             "or the checkpoint before it."
         )
     return True
@@ -388,7 +388,7 @@ def _foreign(name: str, what: str) -> ValueError:
     return ValueError(
         f"load: {name!r} is not a file that purescale.save wrote ({what}). Likely cause: another "
         "kind of file, one that was cut off when it was copied, or a pickle with code in it, "
-        "which is never run. Cure: the file that `save(path, tree)` wrote."
+        "which is never run. Fix: the file that `save(path, tree)` wrote."
     )
 
 
@@ -400,14 +400,14 @@ def _target(path: Path) -> str:
     name = os.fsdecode(path)
     if "\0" in name:
         raise ValueError(
-            f"save: {path!r} has a NUL in it, which no name of a file has. Cure: "
+            f"save: {path!r} has a NUL in it, which no name of a file has. Fix: "
             "`path.replace('\\0', '')`."
         )
     target = os.path.realpath(name)
     folder = os.path.dirname(target)
     if not os.path.isdir(folder):
         raise FileNotFoundError(
-            f"save: there is no directory {folder!r} for {path!r}. Cure: `os.makedirs({folder!r}, "
+            f"save: there is no directory {folder!r} for {path!r}. Fix: `os.makedirs({folder!r}, "
             "exist_ok=True)`."
         )
     # "runs/", "runs/.", "": each is the name of a directory, also where there is none.
@@ -416,7 +416,7 @@ def _target(path: Path) -> str:
     ):
         raise ValueError(
             f"save: {path!r} is a directory or a device; expected the name of a file. "
-            f"Cure: `save(os.path.join({name!r}, 'state.pt'), tree)`."
+            f"Fix: `save(os.path.join({name!r}, 'state.pt'), tree)`."
         )
     if os.path.islink(target):
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), name)

@@ -85,7 +85,7 @@ class Untouched:
             if not _same(leaf, copy) or _version(leaf) != version
         ]
         assert not changed, (
-            f"an argument was written into: {_tree.some(changed)}. Cure: `x = x + 1` in place of "
+            f"an argument was written into: {_tree.some(changed)}. Fix: `x = x + 1` in place of "
             "`x += 1` and of methods that end in `_`; return the new value."
         )
 
@@ -131,17 +131,17 @@ def assert_pure(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     shared = [(name, theirs[key]) for key, name in _storages(first).items() if key in theirs]
     assert not shared, (
         f"result{shared[0][0]} stands in the memory of argument{shared[0][1]}: who writes into one "
-        "changes the other. Cure: `.clone()` of what is passed through, as `state._replace(...)` "
+        "changes the other. Fix: `.clone()` of what is passed through, as `state._replace(...)` "
         "does with every other field; torch.where makes a new one."
     )
     assert torch.equal(torch.get_rng_state(), generator), (
-        "torch's random numbers were drawn from, which is a state that no argument holds. Cure: a "
+        "torch's random numbers were drawn from, which is a state that no argument holds. Fix: a "
         "torch.Generator, or its state, as an argument."
     )
     second = fn(*args, **kwargs)
     assert same_bits(first, second), (
         f"the same arguments gave {short(first)}, and then {short(second)}. Likely cause: an "
-        "attribute, a global or a closure that remembers. Cure: keep it in the state, and return "
+        "attribute, a global or a closure that remembers. Fix: keep it in the state, and return "
         "the next one."
     )
     return first
@@ -165,7 +165,7 @@ def assert_sync_free(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = fn(*args, **kwargs)
     assert not reads, (
         f"a tensor's value was read: {_tree.some(list(dict.fromkeys(reads)))}. On an accelerator "
-        "the host would wait there, and torch.compile and torch.vmap stop. Cure: "
+        "the host would wait there, and torch.compile and torch.vmap stop. Fix: "
         "`torch.where(flag, a, b)` in place of `if flag:` and of boolean indexing; read where you "
         "log."
     )
@@ -242,14 +242,14 @@ def assert_single_graph(fn: Callable[..., Any], *calls: tuple[Any, ...]) -> list
             results.append(compiled(*call))
         except Exception as error:
             raise AssertionError(
-                f"call {index} is not one graph: {str(error).splitlines()[0]} (see above). Cure: "
+                f"call {index} is not one graph: {str(error).splitlines()[0]} (see above). Fix: "
                 "torch.where in place of `if`; no reads, prints or containers that torch does not "
                 "know."
             ) from error
         assert len(graphs) <= 1, (
             f"call {index} was traced again, {len(graphs)} graphs by now. Likely cause: a number "
             "that changes between calls and is no tensor, or another dtype, shape or order of "
-            "keys. Cure: keep it as a 0-d tensor, of one dtype."
+            "keys. Fix: keep it as a 0-d tensor, of one dtype."
         )
     return results
 
@@ -271,7 +271,7 @@ def assert_vmap_equals_loop(
         together = torch.vmap(fn)(*stacked)
     except Exception as error:
         raise AssertionError(
-            f"torch.vmap does not take it: {str(error).splitlines()[0]} (see above). Cure: "
+            f"torch.vmap does not take it: {str(error).splitlines()[0]} (see above). Fix: "
             "torch.where in place of `if`; no reads; no writing into an argument."
         ) from error
     for index in range(sizes.pop()):
@@ -283,7 +283,7 @@ def assert_vmap_equals_loop(
             assert same_bits(member, alone), (
                 f"member {index} is {short(member)} under torch.vmap, {short(alone)} by itself. "
                 "Likely cause: an operation over all dimensions, or the shape of a tensor looked "
-                "at. Cure: dimensions counted from the end; rtol= where sums come in another "
+                "at. Fix: dimensions counted from the end; rtol= where sums come in another "
                 "order."
             )
     return together
@@ -293,7 +293,7 @@ def report(name: str, law: str, rows: dict[str, str], came: str, should: str, cu
     """What is said of a thing called `name` that breaks a law. `rows`: what it was given."""
     given = {**rows, "came": came, "should": should}
     lines = [f"  {label:6}  {value}" for label, value in given.items()]
-    return "\n".join([f"{name} breaks the law `{law}`", *lines, f"  Cure: {cure}"])
+    return "\n".join([f"{name} breaks the law `{law}`", *lines, f"  Fix: {cure}"])
 
 
 def short(value: Any, most: int = 200) -> str:

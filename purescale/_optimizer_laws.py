@@ -66,7 +66,7 @@ def assert_optimizer(optimizer: Optimizer, params: Tree = None, quirks: Sequence
         what = f"the class {given.__name__}" if is_class else type(given).__name__
         raise TypeError(
             f"optimizer is {what}; expected an object with `init(params)` and `step(params, grads, "
-            "opt_state)`. Cure: "
+            "opt_state)`. Fix: "
             "`assert_optimizer(MyOptimizer())`, one that was made; `from_torch` for a class of "
             "torch.optim."
         )
@@ -78,7 +78,7 @@ def assert_optimizer(optimizer: Optimizer, params: Tree = None, quirks: Sequence
     battery.run()
     kept = sorted(broken - battery.seen)
     assert not kept, (
-        f"{type(optimizer).__name__} keeps {', '.join(kept)}, which quirks says it breaks. Cure: "
+        f"{type(optimizer).__name__} keeps {', '.join(kept)}, which quirks says it breaks. Fix: "
         "leave it out of quirks."
     )
 
@@ -161,7 +161,7 @@ class _Battery:
         try:
             return function(*call)
         except Exception as error:
-            came, _, cure = str(error).partition(" Cure: ")
+            came, _, cure = str(error).partition(" Fix: ")
             if not isinstance(error, AssertionError):
                 came, cure = f"{type(error).__name__}: {error}", ""
             self.fail(law, " ".join(came.split()), should, *call, cause=error, cure=cure)
@@ -178,7 +178,7 @@ class _Battery:
             try:
                 _tree.paired(old, new, name, "what the step returned", "")
             except (TypeError, ValueError) as error:
-                came = str(error).partition(" Cure:")[0]
+                came = str(error).partition(" Fix:")[0]
                 self.fail(law, came, "what it was given, in all but values", *call, cause=error)
                 return False
         return True

@@ -99,7 +99,7 @@ def _series(name: str, values: Any, kind: str, fits: Any) -> Tensor:
         if listed and all(isinstance(value, Tensor) for value in listed):
             series = torch.stack(listed)  # as steps told them, and unread
         elif any(_checks.as_float(value) is None and type(value) is not bool for value in listed):
-            raise TypeError(f"{name} holds what is no number. Cure: one {dtype} a step.")
+            raise TypeError(f"{name} holds what is no number. Fix: one {dtype} a step.")
         else:
             # Not the default dtype, which may be narrower.
             fractions = any(isinstance(value, float) for value in listed)
@@ -107,7 +107,7 @@ def _series(name: str, values: Any, kind: str, fits: Any) -> Tensor:
             series = torch.tensor(listed, dtype=kept)
     else:
         raise TypeError(
-            f"{name} is {_checks.shown(values)}; expected {kind} [T], one a step, or a list. Cure: "
+            f"{name} is {_checks.shown(values)}; expected {kind} [T], one a step, or a list. Fix: "
             f"`torch.tensor([{_checks.shown(values)}])`."
         )
     if series.ndim != 1 or not fits(series):
@@ -116,6 +116,6 @@ def _series(name: str, values: Any, kind: str, fits: Any) -> Tensor:
             cure = "for many runs at once, `torch.vmap` over the first dimension"
         raise ValueError(
             f"{name} is {series.dtype} {tuple(series.shape)}; expected {kind} [T], one a step. "
-            f"Cure: {cure}."
+            f"Fix: {cure}."
         )
     return series

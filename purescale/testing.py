@@ -219,7 +219,7 @@ def assert_scale_rule(rule: Any, quirks: Sequence[str] = ()) -> None:
     `quirks`: laws that it breaks on purpose, as the rules of `interop` do where their peer does.
     Each of them must be seen broken.
 
-    Raises `AssertionError` with the state, the flag, what came, what should have come, and a cure.
+    Raises `AssertionError` with the state, the flag, what came, what should have come, and a fix.
 
     >>> from purescale import DynamicScale
     >>> assert_scale_rule(DynamicScale(growth_interval=2))
@@ -229,7 +229,7 @@ def assert_scale_rule(rule: Any, quirks: Sequence[str] = ()) -> None:
         what = f"the class {rule.__name__}" if isinstance(rule, type) else _name(rule)
         raise TypeError(
             f"rule is {what}; expected an object with `init(device)` and `update(scaler, "
-            "found_inf)`. Cure: `assert_scale_rule(MyRule())`, one that was made."
+            "found_inf)`. Fix: `assert_scale_rule(MyRule())`, one that was made."
         )
     broken = frozenset(quirks)
     unknown = sorted(broken - set(_CURES))
@@ -241,7 +241,7 @@ def assert_scale_rule(rule: Any, quirks: Sequence[str] = ()) -> None:
         check()
     kept = sorted(broken - battery.seen)
     assert not kept, (
-        f"{_name(rule)} keeps {', '.join(kept)}, which quirks says it breaks. Cure: leave it out "
+        f"{_name(rule)} keeps {', '.join(kept)}, which quirks says it breaks. Fix: leave it out "
         "of quirks."
     )
 
@@ -382,7 +382,7 @@ class _Battery:
                 try:
                     check(self.rule.update, *call)
                 except AssertionError as error:
-                    came, _, cure = str(error).partition(" Cure: ")
+                    came, _, cure = str(error).partition(" Fix: ")
                     self.fail(law, came, "nothing of the kind", *call, cause=error, cure=cure)
             if {key: repr(value) for key, value in _attributes(self.rule).items()} != kept:
                 self.fail("value", "an attribute of the rule changed", "the same", *call)
@@ -493,7 +493,7 @@ class _Battery:
         try:
             found = results()
         except AssertionError as error:
-            came = str(error).partition(" Cure:")[0]
+            came = str(error).partition(" Fix:")[0]
             return self.fail(law, came, "the same as eager", *calls[0], cause=error)
         for call, came, should in zip(calls, found, expected, strict=True):
             if not same_bits(came, should):

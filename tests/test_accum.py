@@ -602,7 +602,7 @@ ACCUM = {"w": torch.zeros(2), "c": torch.zeros(1, dtype=torch.complex64), "none"
             {"w": torch.zeros(3)},
             1,
             ValueError,
-            r"grads\['w'\] is \(3,\) on cpu, but \(2,\) on cpu in accum.grads. Cure: init_accum",
+            r"grads\['w'\] is \(3,\) on cpu, but \(2,\) on cpu in accum.grads. Fix: init_accum",
         ),
         (
             {"w": torch.zeros(2, dtype=torch.complex64)},
@@ -620,7 +620,7 @@ ACCUM = {"w": torch.zeros(2), "c": torch.zeros(1, dtype=torch.complex64), "none"
             {"w": torch.zeros(2).double()},
             1,
             ValueError,
-            r"may not fit. Cure: init_accum\(params, dtype=torch.float64\)",
+            r"may not fit. Fix: init_accum\(params, dtype=torch.float64\)",
         ),
         (
             {"w": torch.zeros(2, dtype=torch.int64)},

@@ -751,7 +751,7 @@ def test_sequential_refuses_a_layer_that_is_called_several_times():
     bn = nn.BatchNorm1d(3)
     apply, params, buffers = ps.make_functional(nn.Sequential(bn, nn.ReLU(), bn))
     with pytest.raises(
-        ValueError, match=r"'0' is called 2 times in a forward. Cure: normalize='batch'"
+        ValueError, match=r"'0' is called 2 times in a forward. Fix: normalize='batch'"
     ):
         ps.precise_bn(apply, params, buffers, [normal(8, 3)], normalize="sequential")
 
@@ -790,7 +790,7 @@ def test_a_loader_of_images_and_labels_that_the_default_cannot_feed_shows_the_cu
     with pytest.raises(
         TypeError,
         match=r"a tuple of 2, passed as 2 arguments.*"
-        r"Cure: call=lambda forward, batch: forward\(batch\[0\]\)",
+        r"Fix: call=lambda forward, batch: forward\(batch\[0\]\)",
     ):
         ps.precise_bn(apply, params, buffers, [(torch.ones(4, 3), torch.ones(4))])
 
@@ -831,7 +831,7 @@ def test_a_model_without_batch_norm_is_refused(model):
     apply, params, buffers = ps.make_functional(model)
     with pytest.raises(
         ValueError,
-        match=r"no layer with a running_mean and a running_var.*Cure: leave this call out",
+        match=r"no layer with a running_mean and a running_var.*Fix: leave this call out",
     ):
         ps.precise_bn(apply, params, buffers, [torch.ones(4, 2)])
 
@@ -1187,7 +1187,7 @@ def test_nested_buffers_are_refused_with_the_cure():
         with pytest.raises(TypeError, match="expected the flat dict of tensors by dotted name"):
             ps.init_bn_stats(wrong)
     state = ps.init_train_state({"w": torch.ones(1)}, {"g": buffers}, SGD, RULE)
-    with pytest.raises(TypeError, match="Cure: of several models merge the dicts under a prefix"):
+    with pytest.raises(TypeError, match="Fix: of several models merge the dicts under a prefix"):
         ps.train_step(
             state,
             [1.0],

@@ -548,7 +548,7 @@ def damaged(draw):
 
 
 def check_refused(call):
-    with Untouched(SMALL), pytest.raises(ValueError, match=r"Likely cause.*Cure") as caught:
+    with Untouched(SMALL), pytest.raises(ValueError, match=r"Likely cause.*Fix") as caught:
         call()
     assert len(str(caught.value)) < 3000  # and so without any repr of what was found
 
@@ -595,7 +595,7 @@ def test_a_dict_that_contains_itself_is_the_clear_error(tmp_path):
         (
             {0: torch.ones(1), "0": torch.ones(1)},
             ValueError,
-            r"tree\['0'\] has the name of another leaf, '0'.*Cure: rename",
+            r"tree\['0'\] has the name of another leaf, '0'.*Fix: rename",
         ),
         ({"0": torch.ones(1), 0: {"a": torch.ones(1)}}, ValueError, "has the name of another leaf"),
         ({0: {"a": torch.ones(1)}, "0": torch.ones(1)}, ValueError, "has the name of another leaf"),
@@ -648,7 +648,7 @@ def test_no_code_in_a_file_is_run(tmp_path):
 def test_a_file_that_is_no_checkpoint_is_the_clear_error(content, tmp_path):
     (tmp_path / "x.pt").write_bytes(content)
     with pytest.raises(
-        ValueError, match=r"x\.pt' is not a file that purescale\.save wrote.*Likely cause.*Cure"
+        ValueError, match=r"x\.pt' is not a file that purescale\.save wrote.*Likely cause.*Fix"
     ):
         ps.load(tmp_path / "x.pt", like=SMALL)
 
@@ -774,7 +774,7 @@ def test_a_flip_in_any_byte_of_a_file_is_the_clear_error(tmp_path):
         with pytest.raises(
             ValueError,
             match=r"^load: .* is (damaged|not a file that purescale\.save wrote)"
-            r".*Likely cause.*Cure",
+            r".*Likely cause.*Fix",
         ):
             ps.load(tmp_path / "x.pt", like=tree)
         flipped(tmp_path / "x.pt", bit)
@@ -901,7 +901,7 @@ def fake():
 REFUSED = {
     "a subclass": (
         lambda: torch.ones(2).as_subclass(Mark),
-        r"is a Mark, a subclass.*Cure: `tree\['x'\]\.as_subclass\(torch\.Tensor\)`",
+        r"is a Mark, a subclass.*Fix: `tree\['x'\]\.as_subclass\(torch\.Tensor\)`",
     ),
     "a parameter of one": (
         lambda: torch.nn.Parameter(torch.ones(2).as_subclass(Mark)),
@@ -914,15 +914,15 @@ REFUSED = {
     "fake": (fake, "is a FakeTensor, a subclass"),
     "meta": (
         lambda: torch.ones(2, device="meta"),
-        r"is torch\.float32 \(2,\) without values, on meta; a file holds values\. Cure",
+        r"is torch\.float32 \(2,\) without values, on meta; a file holds values\. Fix",
     ),
     "zeros that are nowhere": (
         lambda: torch._efficientzerotensor(2),
-        "has no memory of its own.*Cure",
+        "has no memory of its own.*Fix",
     ),
     "mkldnn": (
         lambda: torch.ones(2, 2).to_mkldnn(),
-        r"is torch\.float32 \(2, 2\) torch\._mkldnn; .*Cure: .*\.to_dense\(\)",
+        r"is torch\.float32 \(2, 2\) torch\._mkldnn; .*Fix: .*\.to_dense\(\)",
     ),
 }
 
@@ -962,7 +962,7 @@ def test_inside_a_transform_there_is_nothing_to_save(transform, tmp_path):
     with pytest.raises(
         TypeError,
         match=r"^tree\['x'\] has no memory of its own\. "
-        r"Likely cause: .*torch\.vmap.*Cure: return the state",
+        r"Likely cause: .*torch\.vmap.*Fix: return the state",
     ):
         transform(body)(torch.ones(2))
     assert not os.listdir(tmp_path)
@@ -1033,13 +1033,13 @@ def test_any_path_will_do(make, tmp_path, monkeypatch):
 def test_a_path_that_cannot_be_is_refused(tmp_path):
     with pytest.raises(
         FileNotFoundError,
-        match=r"save: there is no directory '.*missing' for .*Cure: `os\.makedirs\(",
+        match=r"save: there is no directory '.*missing' for .*Fix: `os\.makedirs\(",
     ):
         ps.save(tmp_path / "missing" / "x.pt", SMALL)
     os.mkfifo(tmp_path / "fifo")  # stands for a device, which a rename would replace
     for path in (tmp_path, tmp_path / "fifo"):
         with pytest.raises(
-            ValueError, match=r"is a directory or a device; expected the name of a file\. Cure"
+            ValueError, match=r"is a directory or a device; expected the name of a file\. Fix"
         ):
             ps.save(path, SMALL)
     for call in (
@@ -1066,7 +1066,7 @@ def test_a_path_that_names_a_directory_is_refused_also_where_there_is_none(
     with pytest.raises(
         ValueError,
         match=r"is a directory or a device; expected the name of a file\. "
-        r"Cure: .*os\.path\.join\('",
+        r"Fix: .*os\.path\.join\('",
     ):
         ps.save(name, SMALL)
     assert os.listdir(tmp_path) == ["there"]
@@ -1075,7 +1075,7 @@ def test_a_path_that_names_a_directory_is_refused_also_where_there_is_none(
 
 def test_a_path_with_a_nul_and_a_link_to_itself_are_refused(tmp_path):
     for path in (f"{tmp_path}/a\0b", os.fsencode(tmp_path) + b"/\0"):
-        with pytest.raises(ValueError, match=r"^save: .* has a NUL in it.*Cure"):
+        with pytest.raises(ValueError, match=r"^save: .* has a NUL in it.*Fix"):
             ps.save(path, SMALL)
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     with pytest.raises(OSError, match="symbolic links"):

@@ -84,7 +84,7 @@ def test_a_bound_beyond_the_range_of_floats_is_no_bound(name, number):
 )
 def test_a_weight_beyond_the_range_of_floats_is_refused_in_words(name, number):
     with pytest.raises(
-        ValueError, match=r"a weight is finite and not negative, 2\*\*64 at most.*Cure:"
+        ValueError, match=r"a weight is finite and not negative, 2\*\*64 at most.*Fix:"
     ):
         CALLS[name](number)
 
@@ -130,7 +130,7 @@ def test_what_is_no_real_number_is_refused_in_words(value):
 @pytest.mark.parametrize("tensor", [torch.tensor(True), torch.tensor(1 + 1j)])
 def test_a_bound_that_is_a_tensor_is_real(tensor):
     for clip in (ps.clip_by_global_norm, ps.clip_by_value):
-        with pytest.raises(TypeError, match=r"must be a real number, got a tensor of torch.*Cure:"):
+        with pytest.raises(TypeError, match=r"must be a real number, got a tensor of torch.*Fix:"):
             clip(grads(), tensor)
 
 
@@ -163,7 +163,7 @@ def test_what_is_refused_is_told_with_what_was_expected_and_a_cure(check):
         else:
             shown = (_checks.shown(value),)
         assert any(part in message for part in shown), message
-        assert re.search(r"Cure: .+\.$", message), message
+        assert re.search(r"Fix: .+\.$", message), message
 
 
 @given(st.integers() | st.floats(), st.integers(-9, 9), st.integers(0, 9) | st.none())
@@ -172,7 +172,7 @@ def test_the_cure_of_a_range_is_a_number_in_it(value, least, span):
     try:
         assert _checks.whole("n", value, least, most) == value
     except (TypeError, ValueError) as error:
-        cure = re.search(r"Cure: .*?(-?\d+)[.,]", str(error))
+        cure = re.search(r"Fix: .*?(-?\d+)[.,]", str(error))
         if isinstance(error, ValueError):
             assert _checks.whole("n", int(cure.group(1)), least, most) in (least, most)
         else:
@@ -210,7 +210,7 @@ def test_a_rule_is_the_same_rule_whatever_type_its_settings_came_in(exponent, ki
 )
 def test_a_setting_that_is_no_power_of_two_is_refused_whatever_its_type(number):
     for name in POWERS:
-        with pytest.raises(ValueError, match=rf"{name} must be a power of two.*Cure: {name}="):
+        with pytest.raises(ValueError, match=rf"{name} must be a power of two.*Fix: {name}="):
             ps.DynamicScale(**{name: number})
     with pytest.raises(ValueError, match="scale must be a power of two"):
         ps.StaticScale(number)

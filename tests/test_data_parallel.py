@@ -473,7 +473,7 @@ TREES = {
 
 def _refusals(rank):
     for trees in TREES.values():
-        with pytest.raises(ValueError, match=r"rank 0 has .*grads '(a|b)'.*, rank 1 has .*Cure: "):
+        with pytest.raises(ValueError, match=r"rank 0 has .*grads '(a|b)'.*, rank 1 has .*Fix: "):
             ps.all_reduce_grads(trees[rank])
     with pytest.raises(
         TypeError if rank else ValueError,
@@ -487,7 +487,7 @@ def _refusals(rank):
     ):
         ps.all_reduce_grads({"a": torch.ones(2)}, bucket_size_mb=1 + rank)
     for size in (0, -1, math.nan):
-        with pytest.raises(ValueError, match=r"bucket_size_mb must be above 0, got .*Cure: 25"):
+        with pytest.raises(ValueError, match=r"bucket_size_mb must be above 0, got .*Fix: 25"):
             ps.all_reduce_grads({"a": torch.ones(2)}, bucket_size_mb=size)
     with pytest.raises(TypeError, match=r"group is 'all'.*expected a process group"):
         ps.all_reduce_grads({"a": torch.ones(2)}, "all")
@@ -529,16 +529,16 @@ def _refusals(rank):
         tree = getattr(state, name)
         spread = distribute_tensor(tree[key], mesh, [Shard(0)])
         sharded = state._replace(**{name: {**tree, key: spread}})
-        told = rf"state.{name}\['{key}'\] is a DTensor, \(Shard\(dim=0\),\) over.*Cure: leave group"
+        told = rf"state.{name}\['{key}'\] is a DTensor, \(Shard\(dim=0\),\) over.*Fix: leave group"
         with Untouched(data), pytest.raises(ValueError, match=told):
             step(sharded, data, group=world)
         other = sharded if rank else state
         with pytest.raises(ValueError, match=told if rank else "rank 1 refused its arguments: Val"):
             step(other, data, group=world)
     sparse = state._replace(buffers={**state.buffers, "s": torch.eye(2).to_sparse()})
-    with pytest.raises(ValueError, match=r"state.buffers\['s'\] is torch.sparse_coo; .*Cure: "):
+    with pytest.raises(ValueError, match=r"state.buffers\['s'\] is torch.sparse_coo; .*Fix: "):
         step(sparse, data, group=world)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"is a DTensor.*Cure: leave group"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"is a DTensor.*Fix: leave group"):
         torch.compile(step, fullgraph=True, backend="eager")(sharded, data, group=world)
     new, info = step(state, data, group=world)  # and nothing is left behind
     assert the_same_everywhere(new, info)
@@ -549,7 +549,7 @@ def _refusals(rank):
         lambda: ps.all_reduce_grads({"a": torch.ones(2)}, both),
         lambda: step(state, data, group=both),
     ):
-        with pytest.raises(ValueError, match=r"group is gone.*Cure: "):
+        with pytest.raises(ValueError, match=r"group is gone.*Fix: "):
             gone()
 
 

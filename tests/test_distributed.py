@@ -143,7 +143,7 @@ def _checkpointed(folder, rank):
         ps.from_state_dict(d, {**like, "params": {"w": torch.zeros(6), "b": torch.zeros(6)}})
     with pytest.raises(
         TypeError,
-        match=r"tree\['params'\]\['w'\] is a DTensor: .*Cure: `torch.distributed.checkpoint.save\(",
+        match=r"tree\['params'\]\['w'\] is a DTensor: .*Fix: `torch.distributed.checkpoint.save\(",
     ):
         ps.save(os.path.join(folder, "state.pt"), saved)
 

@@ -364,7 +364,7 @@ def _refused(rank):
     sgd = ps.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
     state = sgd.init(sharded)
     for params, grads in ((sharded, {"w": weight}), ({"w": weight}, sharded)):
-        with pytest.raises(ValueError, match=r"grads\['w'\] is a .*Cure: `distribute_tensor"):
+        with pytest.raises(ValueError, match=r"grads\['w'\] is a .*Fix: `distribute_tensor"):
             ps.maybe_step(sgd, params, grads, sgd.init(params), flag)
     with pytest.raises(
         ValueError, match=r"momentum_buffer of w has the placements \(Replicate\(\),\).*sharded"
@@ -385,7 +385,7 @@ def _refused(rank):
 
     train_state = ps.init_train_state(sharded, {}, sgd, ps.DynamicScale())
     retried = {"optimizer": sgd, "rule": ps.DynamicScale(), "max_retries": 1}
-    with pytest.raises(ValueError, match=r"max_retries=1 with parameters that are DTensors.*Cure"):
+    with pytest.raises(ValueError, match=r"max_retries=1 with parameters that are DTensors.*Fix"):
         ps.train_step(train_state, [weight], loss_fn=lambda p, b, x: (p["w"].sum(), b), **retried)
 
     class Own(torch.optim.SGD):

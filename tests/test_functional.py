@@ -337,7 +337,7 @@ def test_a_forward_that_replaces_a_parameter_is_refused_and_params_stay(how):
     apply, params, buffers = ps.make_functional(model)
     with (
         Untouched((params, buffers)),
-        pytest.raises(RuntimeError, match=r"its parameter w.*Cure: "),
+        pytest.raises(RuntimeError, match=r"its parameter w.*Fix: "),
     ):
         HOW[how](lambda p: apply(p, buffers, torch.ones(1, 3))[0].sum())(params)
 
@@ -626,7 +626,7 @@ class Does(nn.Module):
     [
         (
             lambda m, x: m.register_buffer("cos", x),
-            "registered 'cos' in its Does.*Cure: run `model.example_batch.` once before",
+            "registered 'cos' in its Does.*Fix: run `model.example_batch.` once before",
         ),
         (lambda m, x: setattr(m, "later", x), "registered 'later' in its Does"),
         (
@@ -678,7 +678,7 @@ def test_a_buffer_that_is_replaced_by_an_argument_shares_no_memory_with_it():
         (
             lambda p, b, x: (p, x),
             TypeError,
-            r"buffers is a tensor of shape \(4, 2\).*forgotten.*Cure: `out, buffers = apply",
+            r"buffers is a tensor of shape \(4, 2\).*forgotten.*Fix: `out, buffers = apply",
         ),
         (lambda p, b, x: (list(p.values()), b, x), TypeError, "params is list"),
         (
@@ -792,7 +792,7 @@ def test_load_into_a_model_without_memory_is_refused():
     "arguments", [(torch.ones(1), {}, {}), (nn.Linear(1, 1), [], {}), (nn.Linear(1, 1), {}, None)]
 )
 def test_load_into_refuses_what_is_no_model_and_no_dict(arguments):
-    with pytest.raises(TypeError, match="Cure: "):
+    with pytest.raises(TypeError, match="Fix: "):
         ps.load_into(*arguments)
 
 
@@ -823,7 +823,7 @@ def test_a_sparse_leaf_is_a_constant_that_comes_back_as_the_same_object(layout, 
 
 def test_another_sparse_leaf_is_refused():
     one, other = torch.eye(4).to_sparse(), torch.eye(4).to_sparse()
-    with pytest.raises(TypeError, match=r"old\['a'\] is of the layout torch.sparse_coo.*Cure: "):
+    with pytest.raises(TypeError, match=r"old\['a'\] is of the layout torch.sparse_coo.*Fix: "):
         ps.select(True, {"a": one}, {"a": other})
 
 
@@ -871,7 +871,7 @@ def test_a_forward_that_writes_into_a_sparse_buffer_is_an_error_that_names_it():
             return self.adjacency.mul_(0.5) @ (x * self.w)
 
     apply, params, buffers = ps.make_functional(Halves())
-    with pytest.raises(RuntimeError, match=r"its buffer adjacency, which is no dense.*Cure: "):
+    with pytest.raises(RuntimeError, match=r"its buffer adjacency, which is no dense.*Fix: "):
         apply(params, buffers, torch.ones(4))
 
 
@@ -943,7 +943,7 @@ def test_aux_where_the_new_buffers_belong_is_refused_with_the_cure(model, what, 
     with pytest.raises(
         ValueError,
         match=f"loss_fn returned {named} where the new buffers belong.*"
-        "Cure: `return loss, new_buffers, aux`",
+        "Fix: `return loss, new_buffers, aux`",
     ):
         ps.train_step(state, [torch.ones(3, 2)], loss_fn=loss_fn, optimizer=optimizer, rule=rule)
 
@@ -1098,9 +1098,7 @@ def test_a_weight_that_stands_elsewhere_too_is_that_of_the_call(where, how):
 def test_a_weight_where_none_can_be_put_is_refused_by_name(where):
     keep, named = REFUSED[where]
     model = nn.Sequential(nn.ReLU(), Elsewhere(keep, None))
-    with pytest.raises(
-        ValueError, match=f"^{re.escape(named)} of the model holds its .* 1.*Cure: "
-    ):
+    with pytest.raises(ValueError, match=f"^{re.escape(named)} of the model holds its .* 1.*Fix: "):
         ps.make_functional(model)
 
 
@@ -1112,7 +1110,7 @@ def test_what_was_computed_from_a_weight_before_is_refused_where_it_is_read(view
 
     model = Elsewhere(lambda m: keep(view(m.w)), read)
     apply, params, buffers = ps.make_functional(model)
-    with pytest.raises(RuntimeError, match=r"kept(\[0\])? of the model is no parameter.*Cure: "):
+    with pytest.raises(RuntimeError, match=r"kept(\[0\])? of the model is no parameter.*Fix: "):
         apply(params, buffers, torch.ones(2, 5))
 
 
@@ -1212,7 +1210,7 @@ def test_a_weight_that_is_read_in_the_backward_pass_is_refused_in_words():
     apply, params, buffers = ps.make_functional(ReadsLater())
     x = torch.ones(2, 5, requires_grad=True)
     out, _ = apply(params, buffers, x)
-    with pytest.raises(RuntimeError, match=r"w of the model is read outside of a call.*Cure: "):
+    with pytest.raises(RuntimeError, match=r"w of the model is read outside of a call.*Fix: "):
         out.sum().backward()
 
 
@@ -1325,7 +1323,7 @@ def test_a_function_that_holds_the_live_model_is_refused_by_name(change):
     net = net_of_two()
     change(net)
     where, what = LIVE[change]
-    with pytest.raises(ValueError, match=rf"{where}.* of the model holds its {what}.*Cure: "):
+    with pytest.raises(ValueError, match=rf"{where}.* of the model holds its {what}.*Fix: "):
         ps.make_functional(net)
 
 
@@ -1432,14 +1430,14 @@ def test_a_step_keeps_rows_that_a_hook_freezes(microbatches):
 def test_a_hook_that_waits_for_an_accumulated_gradient_is_refused_by_name():
     net = net_of_two()
     net[1].weight.register_post_accumulate_grad_hook(lambda p: None)
-    with pytest.raises(ValueError, match=r"1\.weight has a hook of register_post_acc.*Cure: "):
+    with pytest.raises(ValueError, match=r"1\.weight has a hook of register_post_acc.*Fix: "):
         ps.make_functional(net)
 
 
 def test_a_hook_on_a_parameter_that_holds_the_live_model_is_refused():
     net = net_of_two()
     net[0].weight.register_hook(lambda grad: grad * net[1].weight)
-    with pytest.raises(ValueError, match=r"\['0.weight'\].*holds its module itself.*Cure: "):
+    with pytest.raises(ValueError, match=r"\['0.weight'\].*holds its module itself.*Fix: "):
         ps.make_functional(net)
 
 
@@ -1483,7 +1481,7 @@ def test_the_weights_of_an_rnn_stay_where_they_are_in_memory(make, monkeypatch):
 def test_a_part_of_torch_jit_is_refused_by_name(script):
     layer = nn.Linear(5, 5)
     part = torch.jit.script(layer) if script == "script" else torch.jit.trace(layer, torch.ones(5))
-    with pytest.raises(TypeError, match=r"^1 is a \w+ of torch.jit.*Cure: "):
+    with pytest.raises(TypeError, match=r"^1 is a \w+ of torch.jit.*Fix: "):
         ps.make_functional(nn.Sequential(nn.ReLU(), part))
 
 

@@ -287,7 +287,7 @@ def test_an_amax_of_any_dtype_or_a_number_will_do():
         ({"init_scale": 3.0}, "init_scale must be a power of two"),
         ({"min_scale": 0.3}, "min_scale must be a power of two"),
         ({"max_scale": math.inf}, "max_scale must be a power of two"),
-        ({"max_scale": 2.0}, "2\\*\\*-111 <= min_scale <= init_scale <= max_scale.*Cure"),
+        ({"max_scale": 2.0}, "2\\*\\*-111 <= min_scale <= init_scale <= max_scale.*Fix"),
         ({"min_scale": 2.0**-112}, "the widest are min_scale=2"),
     ],
 )
@@ -310,7 +310,7 @@ def test_equal_settings_are_an_equal_rule():
 
 def test_update_without_amax_names_the_cure():
     rule = ps.HeadroomScale()
-    with pytest.raises(TypeError, match=r"update needs amax.*Cure: .*grad_amax\(grads\)"):
+    with pytest.raises(TypeError, match=r"update needs amax.*Fix: .*grad_amax\(grads\)"):
         rule.update(rule.init(), torch.tensor(False))
 
 
@@ -327,7 +327,7 @@ def test_update_without_amax_names_the_cure():
     ],
 )
 def test_update_with_amax_of_a_rule_that_takes_none_names_the_cure(rule):
-    with pytest.raises(TypeError, match=r"takes no amax.*Cure: `rule.update\(scaler, found_inf\)"):
+    with pytest.raises(TypeError, match=r"takes no amax.*Fix: `rule.update\(scaler, found_inf\)"):
         rule.update(rule.init(), torch.tensor(False), torch.tensor(1.0))
     with pytest.raises(TypeError, match="takes no amax"):
         rule.update(rule.init(), found_inf=torch.tensor(False), amax=torch.tensor(1.0))
@@ -335,17 +335,17 @@ def test_update_with_amax_of_a_rule_that_takes_none_names_the_cure(rule):
 
 @pytest.mark.parametrize("amax", [torch.ones(1), torch.tensor(1), torch.tensor(1j)])
 def test_an_amax_that_is_no_number_is_refused(amax):
-    with pytest.raises(ValueError, match=r"expected one real number, 0-d\. Cure"):
+    with pytest.raises(ValueError, match=r"expected one real number, 0-d\. Fix"):
         ps.HeadroomScale().update(ps.HeadroomScale().init(), torch.tensor(False), amax)
 
 
 def test_a_history_of_another_window_is_refused():
-    with pytest.raises(ValueError, match=r"has shape \(64,\).*window=16.*Cure"):
+    with pytest.raises(ValueError, match=r"has shape \(64,\).*window=16.*Fix"):
         ps.HeadroomScale(window=16).update(ps.HeadroomScale().init(), torch.tensor(False), 1.0)
 
 
 def test_the_state_of_another_rule_is_refused():
-    with pytest.raises(TypeError, match=r"scaler is ScalerState; expected a HeadroomState.*Cure"):
+    with pytest.raises(TypeError, match=r"scaler is ScalerState; expected a HeadroomState.*Fix"):
         ps.HeadroomScale().update(ps.DynamicScale().init(), torch.tensor(False), 1.0)
 
 
@@ -746,7 +746,7 @@ def test_check_scaler_speaks_up_at_a_scale_that_fell_to_its_floor_without_an_ove
     state = updated(rule, state, False, 2.0**40)
     assert state.scale == rule.min_scale
     assert state.consecutive_skips == 0
-    with pytest.raises(FloatingPointError, match=r"sits at the smallest.*\(min_scale\).*Cure"):
+    with pytest.raises(FloatingPointError, match=r"sits at the smallest.*\(min_scale\).*Fix"):
         ps.check_scaler(state, rule)
     at_one = dataclasses.replace(rule, min_scale=1.0)
     ps.check_scaler(state._replace(scale=torch.tensor(1.0)), at_one)  # which loses nothing
@@ -776,7 +776,7 @@ class WithoutSaying(Remembers):
     ],
 )
 def test_a_rule_whose_update_does_not_take_what_it_says_is_refused(rule, words):
-    with pytest.raises(TypeError, match=words + ".*Cure: `takes_amax = True` in the class"):
+    with pytest.raises(TypeError, match=words + ".*Fix: `takes_amax = True` in the class"):
         start(rule)
     with pytest.raises(TypeError, match=words):
         step(start(Remembers()), [GRADIENT], rule)

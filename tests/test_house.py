@@ -232,7 +232,7 @@ def imported_again():
 
 def refused(what):
     version = re.escape(torch.__version__)
-    words = f"purescale needs {what}, which torch {version} does not have.*Cure: pip install"
+    words = f"purescale needs {what}, which torch {version} does not have.*Fix: pip install"
     return pytest.raises(ImportError, match=words)
 
 

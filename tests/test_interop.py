@@ -753,7 +753,7 @@ def test_a_scale_that_cannot_train_is_refused(peer, value):
     d = sample(peer)
     (key,) = SCALES & set(innermost(d))
     innermost(d)[key] = torch.tensor([value]) if peer == "megatron" else value
-    with pytest.raises(ValueError, match=r"the saved scale.*Cure: `state = rule\("):
+    with pytest.raises(ValueError, match=r"the saved scale.*Fix: `state = rule\("):
         getattr(interop, peer).from_state_dict(d)
 
 
@@ -881,7 +881,7 @@ def test_as_many_states_as_rules():
         ("torch_amp", {"backoff_factor": 1.0}, "backoff_factor must lie between"),
         ("torch_amp", {"backoff_factor": -1.0}, "backoff_factor must be positive"),
         ("torch_amp", {"growth_interval": 0}, "growth_interval must be from 1"),
-        ("apex", {"loss_scale": "dynamik"}, "'dynamic', a number.*'dynamik'.*Cure"),
+        ("apex", {"loss_scale": "dynamik"}, "'dynamic', a number.*'dynamik'.*Fix"),
         ("apex", {"loss_scale": 0.0}, "loss_scale must be positive"),
         ("apex", {"loss_scale": "inf"}, "loss_scale must be positive"),
         ("apex", {"min_loss_scale": 2.0**30}, "min_loss_scale <= max_loss_scale"),
@@ -1068,7 +1068,7 @@ def test_disabled_is_float32_without_a_scale_whatever_the_level():
 def test_an_unknown_opt_level_is_refused(level):
     with pytest.raises(
         RuntimeError,
-        match=r"unknown opt_level .*expected 'O0', 'O1', 'O2' or 'O3'.*Cure: opt_level='O\d'",
+        match=r"unknown opt_level .*expected 'O0', 'O1', 'O2' or 'O3'.*Fix: opt_level='O\d'",
     ):
         interop.apex.initialize(level)
 
@@ -1099,7 +1099,7 @@ def test_an_unknown_opt_level_is_refused(level):
     ],
 )
 def test_what_contradicts_the_level_is_refused_as_in_apex(level, overrides, message):
-    with pytest.raises(RuntimeError, match=rf"{message}.*Cure"):
+    with pytest.raises(RuntimeError, match=rf"{message}.*Fix"):
         interop.apex.initialize(level, **overrides)
 
 

@@ -309,27 +309,27 @@ def test_what_a_step_returns_in_a_subclass_shares_no_memory_with_the_state():
 STRANGE = {
     "mkldnn": (
         lambda: torch.ones(2).to_mkldnn(),
-        r"has the layout torch._mkldnn.*Cure: `.to_dense\(\)`",
+        r"has the layout torch._mkldnn.*Fix: `.to_dense\(\)`",
     ),
     "csr": (
         lambda: torch.eye(2).to_sparse_csr(),
-        r"has the layout torch.sparse_csr.*Cure: `.to_dense\(\)`",
+        r"has the layout torch.sparse_csr.*Fix: `.to_dense\(\)`",
     ),
     "nested": (
         lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
-        "is a nested tensor.*Cure:",
+        "is a nested tensor.*Fix:",
     ),
     "jagged": (
         lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
-        "is a nested tensor.*Cure:",
+        "is a nested tensor.*Fix:",
     ),
     "float8": (
         lambda: torch.ones(2).to(torch.float8_e4m3fn),
-        r"has dtype torch.float8_e4m3fn, in which torch cannot compute.*Cure: .*float32",
+        r"has dtype torch.float8_e4m3fn, in which torch cannot compute.*Fix: .*float32",
     ),
     "float4": (
         lambda: torch.zeros(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
-        r"has dtype torch.float4_e2m1fn_x2, in which torch cannot compute.*Cure:",
+        r"has dtype torch.float4_e2m1fn_x2, in which torch cannot compute.*Fix:",
     ),
 }
 
@@ -370,7 +370,7 @@ def test_what_no_step_is_taken_with_is_refused_by_path_before_any_work(kind):
 
 def test_a_float8_loss_is_refused():
     state = ps.init_train_state({"w": torch.ones(2)}, {}, SGD, RULE)
-    with pytest.raises(TypeError, match=r"loss has dtype torch.float8_e5m2.*Cure:"):
+    with pytest.raises(TypeError, match=r"loss has dtype torch.float8_e5m2.*Fix:"):
         ps.train_step(
             state,
             [None],
@@ -394,7 +394,7 @@ CONSTANTS = {
 def test_what_is_no_dense_tensor_is_a_constant_that_comes_back_as_the_same_object(way, kind, flag):
     make = CONSTANTS[kind]
     old, new = {"a": make(), "b": torch.ones(2)}, {"b": torch.zeros(2)}
-    words = r"old\['a'\] is (a nested tensor|of the layout|quantized).*the same object.*Cure:"
+    words = r"old\['a'\] is (a nested tensor|of the layout|quantized).*the same object.*Fix:"
     with way():
         chosen = ps.select(torch.tensor(flag), old, {**new, "a": old["a"]})
         assert chosen["a"] is old["a"]
@@ -411,7 +411,7 @@ def test_what_is_no_dense_tensor_is_a_constant_that_comes_back_as_the_same_objec
 
 def test_tensors_on_two_devices_are_refused_by_path():
     grads = {"b": torch.ones(2), "a": torch.ones(2, device="meta")}
-    words = r"'a'\] is on meta.*A tensor on meta has no values.*Cure:"
+    words = r"'a'\] is on meta.*A tensor on meta has no values.*Fix:"
     state = ps.init_train_state({"b": torch.ones(2), "a": torch.ones(2)}, {}, SGD, RULE)
     for call in (
         lambda: ps.unscale_and_check(at(1.0), grads),
@@ -427,7 +427,7 @@ def test_tensors_on_two_devices_are_refused_by_path():
     ):
         with pytest.raises(ValueError, match=words):
             call()
-    with pytest.raises(ValueError, match=r"old\['a'\] is on cpu, but on meta in new.*Cure:"):
+    with pytest.raises(ValueError, match=r"old\['a'\] is on cpu, but on meta in new.*Fix:"):
         ps.select(BAD, {"a": torch.ones(2)}, {"a": grads["a"]})
 
 

@@ -606,7 +606,7 @@ def test_the_rate_of_a_state_is_that_of_the_groups_that_take_it():
     own = ps.from_torch(OPTIM.SGD, lr_in_state=True, overrides={"a": {"lr": 0.25}, "b": {}})
     assert own.from_state_dict(sd, params).lr == 0.5
     one = ps.from_torch(OPTIM.SGD, lr_in_state=True, overrides={"b": {"momentum": 0.0}})
-    with pytest.raises(ValueError, match=r"the rates \[0.25, 0.5\] in groups.*Cure: `overrides"):
+    with pytest.raises(ValueError, match=r"the rates \[0.25, 0.5\] in groups.*Fix: `overrides"):
         one.from_state_dict(sd, params)
 
 
@@ -724,13 +724,13 @@ def test_a_transformation_that_counts_in_python_cannot_be_skipped():
         (
             lambda: ps.from_torch(OPTIM.SGD, make_params(), lr=0.1),
             TypeError,
-            "given dict beside lr=0.1. Likely cause: parameters.*Cure: `optimizer = from_torch",
+            "given dict beside lr=0.1. Likely cause: parameters.*Fix: `optimizer = from_torch",
         ),
         *(
             (
                 lambda given=given: ps.from_torch(OPTIM.AdamW, given),
                 TypeError,
-                f"got {type(given).__name__}. Likely cause: parameters.*Cure: `optimizer = from_",
+                f"got {type(given).__name__}. Likely cause: parameters.*Fix: `optimizer = from_",
             )
             for given in (
                 make_params(),
@@ -1424,7 +1424,7 @@ def test_a_scheduler_of_torch_is_refused_with_the_way_to_write_one():
     ids=str,
 )
 def test_what_is_no_state_dict_is_refused_in_words(sd):
-    with pytest.raises(ValueError, match=r"expected \{'state':.*Cure: `optimizer.from_state_dict"):
+    with pytest.raises(ValueError, match=r"expected \{'state':.*Fix: `optimizer.from_state_dict"):
         ps.from_torch(OPTIM.AdamW).from_state_dict(sd, {"w": torch.ones(2)})
 
 
@@ -1650,7 +1650,7 @@ def test_the_state_of_another_class_is_refused(cls, other):
             optimizer, params, params, ps.from_torch(other).init(params), torch.tensor(False)
         )
     with pytest.raises(
-        TypeError, match=r"opt_state is dict. Cure: `opt_state = optimizer.init\(params\)`"
+        TypeError, match=r"opt_state is dict. Fix: `opt_state = optimizer.init\(params\)`"
     ):
         optimizer.step(params, params, {})
 

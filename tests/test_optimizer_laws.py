@@ -189,7 +189,7 @@ def test_a_wrong_optimizer_is_caught_with_its_cure(optimizer, law, words):
     with pytest.raises(AssertionError, match=rf"{name} breaks the law `{law}`") as caught:
         assert_optimizer(optimizer())
     lines = str(caught.value).splitlines()
-    assert re.search(words, lines[-1].partition("Cure: ")[2])
+    assert re.search(words, lines[-1].partition("Fix: ")[2])
     for label in ("came", "should", "params"):
         assert any(line.startswith(f"  {label} ") for line in lines)
 
@@ -256,7 +256,5 @@ def test_a_quirk_must_be_seen():
     ],
 )
 def test_what_is_no_optimizer_is_refused(optimizer, words):
-    with pytest.raises(
-        TypeError, match=rf"optimizer is {words}; expected.*Cure: `assert_optimizer"
-    ):
+    with pytest.raises(TypeError, match=rf"optimizer is {words}; expected.*Fix: `assert_optimizer"):
         assert_optimizer(optimizer)

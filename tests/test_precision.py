@@ -217,7 +217,7 @@ def test_a_spectral_norm_whose_weight_would_be_cast_is_refused_and_the_cure_work
     with pytest.raises(
         ValueError,
         match=rf"compute={compute} does not fit.*1\S* is a spectral norm.*"
-        r"Cure: compute=autocast\(float16\)",
+        r"Fix: compute=autocast\(float16\)",
     ):
         ps.with_policy(apply, f"params=float32,compute={compute}")
     for cure in ("compute=autocast(float16)", "params=float32"):
@@ -233,7 +233,7 @@ def test_a_sparse_gradient_that_would_be_cast_is_refused_and_the_cure_works(laye
         tokens = torch.tensor([[1, 2], [2, 3]])
         return torch.func.grad(lambda p: apply(p, buffers, tokens)[0].sum())(params)
 
-    with pytest.raises(ValueError, match=r"0 is Embedding\w*\(sparse=True\).*Cure: sparse=False"):
+    with pytest.raises(ValueError, match=r"0 is Embedding\w*\(sparse=True\).*Fix: sparse=False"):
         half(sparse=True)
     assert half(sparse=False)["0.weight"].dtype is f32
 

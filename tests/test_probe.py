@@ -252,7 +252,7 @@ def test_a_backward_without_a_rule_for_vmap_goes_through_one_at_a_time():
         return Own.apply(params["w"]).sum(), buffers
 
     given = loss_fn, {"w": torch.ones(2)}, {}, None
-    with pytest.raises(RuntimeError, match=r"does not go through torch.vmap.*Cure: .*chunk_size=1"):
+    with pytest.raises(RuntimeError, match=r"does not go through torch.vmap.*Fix: .*chunk_size=1"):
         ps.probe_scales(*given)
     assert ps.probe_scales(*given, chunk_size=1).window == (-8, 24)
 
@@ -265,7 +265,7 @@ def test_a_sparse_gradient_goes_one_scale_at_a_time():
     sparse = False
     expected = ps.probe_scales(*given)
     sparse = True
-    with pytest.raises(RuntimeError, match=r"Cure: .*chunk_size=1"):
+    with pytest.raises(RuntimeError, match=r"Fix: .*chunk_size=1"):
         ps.probe_scales(*given)
     assert same_bits(tuple(ps.probe_scales(*given, chunk_size=1)), tuple(expected))
 
@@ -334,7 +334,7 @@ def test_the_picture_has_a_line_a_leaf_axes_with_names_and_the_window_shaded(lea
 def test_matplotlib_is_imported_only_when_a_picture_is_asked_for(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.pyplot", None)
     probe = ps.probe_scales(two_leaves, TWO, {}, MESSAGE)
-    with pytest.raises(ImportError, match="Cure: pip install matplotlib"):
+    with pytest.raises(ImportError, match="Fix: pip install matplotlib"):
         probe.plot()
 
 
@@ -344,7 +344,7 @@ def test_matplotlib_is_imported_only_when_a_picture_is_asked_for(monkeypatch):
 @pytest.mark.parametrize(
     ("exponents", "error", "words"),
     [
-        ([], ValueError, r"exponents is empty.*Cure: `range\(-8, 25, 2\)`"),
+        ([], ValueError, r"exponents is empty.*Fix: `range\(-8, 25, 2\)`"),
         ([0, 0.5], TypeError, "each of exponents must be a whole number, got 0.5"),
         ([True], TypeError, "whole number"),
         ([128], ValueError, "from -149 to 127, got 128"),
@@ -386,13 +386,13 @@ def test_a_loss_that_does_not_depend_on_params_is_refused():
         with torch.no_grad():
             return model(x).sum(), buffers
 
-    with pytest.raises(ValueError, match=r"does not depend on params.*Cure: "):
+    with pytest.raises(ValueError, match=r"does not depend on params.*Fix: "):
         ps.probe_scales(loss_fn, {"w": torch.ones(2)}, {}, torch.ones(3))
 
 
 @pytest.mark.parametrize("params", [{}, {"a": None}, []])
 def test_params_without_a_tensor_are_refused(params):
-    with pytest.raises(ValueError, match=r"params holds no tensor.*Cure: "):
+    with pytest.raises(ValueError, match=r"params holds no tensor.*Fix: "):
         ps.probe_scales(two_leaves, params, {}, MESSAGE)
 
 

@@ -211,7 +211,7 @@ def test_of_stacked_reports_the_worst_is_printed():
 
 @pytest.mark.parametrize("grads", [{}, [None], {"a": None, "b": {}}])
 def test_a_tree_without_tensors_is_refused(grads):
-    with pytest.raises(ValueError, match=r"no tensor.*Likely cause: .*Cure: "):
+    with pytest.raises(ValueError, match=r"no tensor.*Likely cause: .*Fix: "):
         ps.grad_report(grads)
 
 

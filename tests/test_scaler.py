@@ -305,7 +305,7 @@ def test_the_state_of_another_rule_is_refused_with_a_cure_that_carries_the_scale
     there = [field for field in own._fields if field in foreign._fields]
     assert f"It has {', '.join(there)}; missing: " in str(error.value)
     assert all(field in str(error.value).partition("missing: ")[2] for field in missing)
-    cure = re.search(r"Cure: `scaler = (.*)`\.$", str(error.value)).group(1)
+    cure = re.search(r"Fix: `scaler = (.*)`\.$", str(error.value)).group(1)
     carried = eval(cure, {"rule": rule, "scaler": foreign})
     assert type(carried) is type(own)
     assert carried.scale == 32.0
@@ -322,7 +322,7 @@ def test_what_is_no_state_of_a_rule_is_refused_in_words(name):
         (own._asdict(), rf"{type(own).__name__}\(\*\*scaler\)"),
         (whole, r"rule\.update\(state\.scaler, found_inf\)"),
     ):
-        with pytest.raises(TypeError, match=f"Likely cause: .*Cure: .*{cure}"):
+        with pytest.raises(TypeError, match=f"Likely cause: .*Fix: .*{cure}"):
             rule.update(wrong, *told(rule))
 
 
@@ -511,7 +511,7 @@ def test_check_scaler_raises_after_too_many_skips():
     "name", ["init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale"]
 )
 def test_a_setting_that_is_no_power_of_two_is_refused_by_name(name, value):
-    with pytest.raises(ValueError, match=rf"{name} must be a power of two.*Cure: {name}="):
+    with pytest.raises(ValueError, match=rf"{name} must be a power of two.*Fix: {name}="):
         ps.DynamicScale(**{name: value})
 
 
@@ -552,7 +552,7 @@ def test_an_interval_that_is_no_whole_number_is_refused():
 
 @pytest.mark.parametrize("loss", [torch.ones(2), torch.ones(1, 2), torch.ones(0)])
 def test_a_loss_of_several_elements_is_refused(loss):
-    with pytest.raises(ValueError, match=r"loss\['g'\] has shape .*Cure: `loss.mean\(\)`"):
+    with pytest.raises(ValueError, match=r"loss\['g'\] has shape .*Fix: `loss.mean\(\)`"):
         ps.scale_loss(at(1.0), {"g": loss})
 
 
@@ -620,7 +620,7 @@ def test_a_state_that_counts_no_skips_cannot_be_asked_how_many_there_were():
     with pytest.raises(
         TypeError,
         match=r"max_skips=3 with a Bare, which does not count skips. "
-        r"Cure: a field `consecutive_skips`",
+        r"Fix: a field `consecutive_skips`",
     ):
         ps.check_scaler(state, ps.DynamicScale(), max_skips=3)
 
@@ -632,7 +632,7 @@ def test_check_scaler_takes_one_state():
         with pytest.raises(
             TypeError,
             match=r"check_scaler takes the state of one scaler.*"
-            r"Cure: `check_scaler\(state.scaler, rule\)`",
+            r"Fix: `check_scaler\(state.scaler, rule\)`",
         ):
             ps.check_scaler(wrong, ps.DynamicScale(), max_skips=3)
     for bound in (2.5, "3", True):
@@ -682,7 +682,7 @@ def test_unscaling_writes_into_the_gradients_given_up():
 def test_a_compressed_sparse_gradient_is_refused_by_path(layout):
     block = {"blocksize": (1, 2)} if layout in (torch.sparse_bsr, torch.sparse_bsc) else {}
     grad = torch.eye(2, 4).to_sparse(layout=layout, **block)
-    message = rf"grads\['w'\] has the layout {layout}; expected dense or sparse COO. Cure: "
+    message = rf"grads\['w'\] has the layout {layout}; expected dense or sparse COO. Fix: "
     with pytest.raises(TypeError, match=message):
         ps.unscale_and_check(at(2.0), {"w": grad})
 

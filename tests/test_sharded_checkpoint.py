@@ -104,7 +104,7 @@ def _cured(folder, rank):
     path = os.path.join(folder, "state.pt")
     with pytest.raises(TypeError, match="is a DTensor") as refused:
         ps.save(path, tree)
-    cure = re.search(r"Cure: `(.*)`\.", str(refused.value))[1]
+    cure = re.search(r"Fix: `(.*)`\.", str(refused.value))[1]
     eval(cure, {"torch": torch, "to_state_dict": ps.to_state_dict, "tree": tree})
     like = {"params": sharded()({name: torch.zeros(shape) for name, shape in LINE.items()})}
     d = ps.to_state_dict(like)

@@ -159,12 +159,12 @@ def test_a_state_starts_where_the_flags_are():
     ("call", "error", "words"),
     [
         (lambda: simulate(ps.DynamicScale, [True]), TypeError, "rule is the class DynamicScale"),
-        (lambda: simulate(None, [True]), TypeError, "rule is NoneType.*Cure"),
+        (lambda: simulate(None, [True]), TypeError, "rule is NoneType.*Fix"),
         (lambda: simulate(ps.NoScale(), torch.ones(3)), ValueError, r"expected bool \[T\]"),
         (
             lambda: simulate(ps.NoScale(), torch.ones(2, 3, dtype=torch.bool)),
             ValueError,
-            r"found_infs is torch.bool \(2, 3\).*Cure: .*torch.vmap",
+            r"found_infs is torch.bool \(2, 3\).*Fix: .*torch.vmap",
         ),
         (lambda: replay(ps.NoScale(), torch.tensor(1.0)), ValueError, r"floating \[T\]"),
         (lambda: replay(ps.NoScale(), [1, 2]), ValueError, r"amaxes is torch.int64 \(2,\)"),
@@ -263,8 +263,8 @@ def test_stacking_reads_and_changes_nothing():
     ("change", "error", "words"),
     [
         (lambda a: [], ValueError, "got no infos"),
-        (lambda a: None, TypeError, "takes a list, got None. Cure"),
-        (lambda a: a, TypeError, "takes a list, got one StepInfo. Cure"),
+        (lambda a: None, TypeError, "takes a list, got None. Fix"),
+        (lambda a: a, TypeError, "takes a list, got one StepInfo. Fix"),
         (lambda a: [a, *a], TypeError, r"infos\[1\] is tensor.*infos \+= \[info\]"),
         (lambda a: [a, a._replace(grad_norm=a.loss)], ValueError, r"infos\[1\] does not match"),
         (
@@ -275,7 +275,7 @@ def test_stacking_reads_and_changes_nothing():
         (
             lambda a: [a._replace(aux=("late",))],
             TypeError,
-            r"infos\[0\].aux\[0\] is 'late'; only tensors are stacked. Cure",
+            r"infos\[0\].aux\[0\] is 'late'; only tensors are stacked. Fix",
         ),
         (
             lambda a: [a._replace(aux=(None,)), a._replace(aux=(torch.ones(2),))],

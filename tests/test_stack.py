@@ -119,10 +119,10 @@ W = torch.ones(2)
     ("given_states", "error", "words"),
     [
         ([], ValueError, "states is an empty list"),
-        (W, TypeError, "got one Tensor. Cure"),
-        ({"w": W}, TypeError, "got one dict. Cure"),
-        (ps.StaticScale(8.0).init(), TypeError, "got one ScalerState. Cure"),
-        (3, TypeError, "got one int. Cure"),
+        (W, TypeError, "got one Tensor. Fix"),
+        ({"w": W}, TypeError, "got one dict. Fix"),
+        (ps.StaticScale(8.0).init(), TypeError, "got one ScalerState. Fix"),
+        (3, TypeError, "got one int. Fix"),
         ([{"w": W}, {"w": W, "b": W}], ValueError, r"states\[1\] does not match states\[0\].*'b'"),
         (
             [{"w": W}, {"w": torch.ones(3)}],
@@ -151,7 +151,7 @@ def test_states_that_cannot_be_stacked_are_refused_by_their_leaf(given_states, e
             ValueError,
             r"states\['b'\] has shape \(3,\).*\[2, ...\]",
         ),
-        ({"w": W}, 2, IndexError, "i is 2, and there are 2 states. Cure: from 0 to 1"),
+        ({"w": W}, 2, IndexError, "i is 2, and there are 2 states. Fix: from 0 to 1"),
         ({"w": W}, -3, IndexError, "i is -3"),
         ({"w": W}, 1.0, TypeError, "i must be a whole number"),
         ({"w": W}, True, TypeError, "i must be a whole number"),
@@ -265,7 +265,7 @@ def test_an_average_goes_through_vmap_compile_and_grad():
 @pytest.mark.parametrize(
     ("old", "new", "decay", "error", "words"),
     [
-        ({"w": W}, {"w": W}, 1.5, ValueError, "decay must lie between 0 and 1, got 1.5. Cure"),
+        ({"w": W}, {"w": W}, 1.5, ValueError, "decay must lie between 0 and 1, got 1.5. Fix"),
         ({"w": W}, {"w": W}, math.nan, ValueError, "decay must lie between 0 and 1"),
         ({"w": W}, {"w": W}, "0.9", TypeError, "decay must be a number"),
         ({"w": W}, {"w": W}, True, TypeError, "decay must be a number"),

@@ -614,7 +614,7 @@ def test_a_loss_fn_that_returns_the_wrong_thing_is_refused_and_nothing_changes(
         (iter([1]), TypeError, r"is a list_iterator; .*whose length is not known.*islice\("),
         ((b for b in [1]), TypeError, r"is a generator; .*whose length is not known.*islice\("),
         ({"x": 1}, TypeError, r"is a dict; expected a list.*one \(input, target\) batch"),
-        (1.0, TypeError, r"is a float; expected a list, one step for all of it\. Cure: `train_"),
+        (1.0, TypeError, r"is a float; expected a list, one step for all of it\. Fix: `train_"),
     ],
 )
 def test_microbatches_that_are_no_list_are_refused_before_any_work(microbatches, error, message):
@@ -685,9 +685,9 @@ def test_an_rng_that_is_no_generator_state_is_refused(rng):
     [
         (
             {"optimizer": OPTIM.SGD([torch.zeros(1)])},
-            r"optimizer is SGD.*Cure: from_torch\(torch.optim.AdamW",
+            r"optimizer is SGD.*Fix: from_torch\(torch.optim.AdamW",
         ),
-        ({"rule": torch.amp.GradScaler("cpu")}, r"rule is GradScaler.*Cure: DynamicScale"),
+        ({"rule": torch.amp.GradScaler("cpu")}, r"rule is GradScaler.*Fix: DynamicScale"),
     ],
 )
 def test_an_optimizer_or_rule_of_torch_is_refused_before_any_work(parts, message):
@@ -894,7 +894,7 @@ class OnlyInit:
 @pytest.mark.parametrize(
     ("rule", "words"),
     [
-        (ps.DynamicScale, r"rule is the class DynamicScale; .*Cure: rule=DynamicScale\(\)"),
+        (ps.DynamicScale, r"rule is the class DynamicScale; .*Fix: rule=DynamicScale\(\)"),
         (
             OnlyUpdate(),
             r"rule is OnlyUpdate, without `init`; "
@@ -903,7 +903,7 @@ class OnlyInit:
         (OnlyInit(), r"rule is OnlyInit, without `update`; .*`update\(scaler, found_inf\)`"),
         (
             torch.amp.GradScaler("cpu"),
-            r"rule is GradScaler, without `init`; .*Cure: DynamicScale\(\)",
+            r"rule is GradScaler, without `init`; .*Fix: DynamicScale\(\)",
         ),
         (None, r"rule is NoneType, without `init` and `update`"),
     ],
@@ -923,7 +923,7 @@ def test_the_class_of_an_optimizer_is_no_optimizer():
         with pytest.raises(
             TypeError,
             match=rf"optimizer is the class {name}; expected an object with `init` and `step`"
-            r".*Cure: from_torch",
+            r".*Fix: from_torch",
         ):
             step(state, [batch()], optimizer=wrong)
 

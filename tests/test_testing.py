@@ -294,7 +294,7 @@ def test_a_wrong_rule_is_caught_with_its_cure(rule, law, words):
     with pytest.raises(AssertionError, match=rf"{rule.__name__} breaks the law `{law}`") as caught:
         assert_scale_rule(rule())
     lines = str(caught.value).splitlines()
-    cure = lines[-1].partition("Cure: ")
+    cure = lines[-1].partition("Fix: ")
     assert cure[1]
     assert re.search(words, cure[2])
     assert any(line.startswith("  came ") for line in lines)
@@ -304,7 +304,7 @@ def test_a_wrong_rule_is_caught_with_its_cure(rule, law, words):
 @pytest.mark.parametrize(("rule", "words"), [(Halving, "the class Halving"), (None, "NoneType")])
 def test_what_is_no_rule_is_refused(rule, words):
     with pytest.raises(
-        TypeError, match=rf"rule is {words}.*Cure: `assert_scale_rule\(MyRule\(\)\)`"
+        TypeError, match=rf"rule is {words}.*Fix: `assert_scale_rule\(MyRule\(\)\)`"
     ):
         assert_scale_rule(rule)
 
@@ -322,7 +322,7 @@ def test_the_counterexample_can_be_read():
         "  flag    False",
         "  came    scale=512.0",
         "  should  at least 1024.0",
-        "  Cure: decide by this step's found_inf, True where it was bad, in this update: a scale "
+        "  Fix: decide by this step's found_inf, True where it was bad, in this update: a scale "
         "that moves a step late is not the one that scaled.",
     ]
 
@@ -364,14 +364,14 @@ def test_what_is_pure_passes_and_its_result_comes_back():
 
 drawn = []
 IMPURE = {
-    "writes": (lambda p: p["w"].mul_(2) * 1, r"written into: \[0\]\['w'\].*Cure: `x = x \+ 1`"),
+    "writes": (lambda p: p["w"].mul_(2) * 1, r"written into: \[0\]\['w'\].*Fix: `x = x \+ 1`"),
     "takes it back": (lambda p: p["w"].add_(0) * 1, "written into"),
-    "aliases": (lambda p: p["w"][:1], r"memory of argument\[0\]\['w'\].*Cure: `.clone\(\)`"),
+    "aliases": (lambda p: p["w"][:1], r"memory of argument\[0\]\['w'\].*Fix: `.clone\(\)`"),
     "hands back": (lambda p: p, "stands in the memory"),
-    "draws": (lambda p: p["w"] + torch.rand(2), r"random numbers.*Cure: a torch.Generator"),
+    "draws": (lambda p: p["w"] + torch.rand(2), r"random numbers.*Fix: a torch.Generator"),
     "remembers": (
         lambda p: (drawn.append(1), p["w"] + len(drawn))[1],
-        r"the same arguments gave .*Cure: keep it in the state",
+        r"the same arguments gave .*Fix: keep it in the state",
     ),
 }
 
@@ -416,7 +416,7 @@ SYNCS = {
 
 @pytest.mark.parametrize("name", SYNCS)
 def test_what_reads_is_caught_where_it_reads(name):
-    words = r"value was read: .* in test_testing.py:\d+, `.*Cure: `torch.where"
+    words = r"value was read: .* in test_testing.py:\d+, `.*Fix: `torch.where"
     with pytest.raises(AssertionError, match=words):
         assert_sync_free(SYNCS[name])
 
@@ -445,8 +445,8 @@ def test_one_graph_for_many_calls_passes():
 @pytest.mark.parametrize(
     ("fn", "words"),
     [
-        (lambda a, n: a + 1 if a.sum() > 0 else a, r"not one graph.*Cure: torch.where"),
-        (lambda a, n: a * n, r"traced again.*Cure: keep it as a 0-d tensor"),
+        (lambda a, n: a + 1 if a.sum() > 0 else a, r"not one graph.*Fix: torch.where"),
+        (lambda a, n: a * n, r"traced again.*Fix: keep it as a 0-d tensor"),
     ],
 )
 def test_a_branch_and_a_number_that_changes_are_caught(fn, words):
@@ -457,7 +457,7 @@ def test_a_branch_and_a_number_that_changes_are_caught(fn, words):
 @pytest.mark.parametrize(
     ("fn", "words"),
     [
-        (lambda a: a if a.sum() > 0 else -a, r"torch.vmap does not take it.*Cure: torch.where"),
+        (lambda a: a if a.sum() > 0 else -a, r"torch.vmap does not take it.*Fix: torch.where"),
         (lambda a: a / a.new_tensor(torch.is_tensor(a) and a._is_view()), "member 0 is"),
     ],
 )

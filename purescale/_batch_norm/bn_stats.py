@@ -61,7 +61,7 @@ def init_bn_stats(buffers: Tensors) -> BNStatsState:
         raise ValueError(
             f"no layer with a running_mean and a running_var among {len(buffers)} buffers: "
             f"{_tree.some(list(buffers))}. Likely cause: a model without BatchNorm, or with "
-            "track_running_stats=False; there is nothing to compute. Cure: leave this call out."
+            "track_running_stats=False; there is nothing to compute. Fix: leave this call out."
         )
     layers = {}
     for name in names:
@@ -271,7 +271,7 @@ def absorb(stats: BNStatsState, calls: list[tuple[str, Call]], settled: int = 0)
             )
             raise ValueError(
                 f"the stats do not belong to this model: layer {name!r} with {len(call.mean)} "
-                f"channels {have}. Cure: stats = init_bn_stats(buffers) with the buffers that "
+                f"channels {have}. Fix: stats = init_bn_stats(buffers) with the buffers that "
                 "apply is given."
             )
     called = {name for name, _ in calls[settled:]}
@@ -369,7 +369,7 @@ def check_flat(buffers: Any) -> None:
         )
         raise TypeError(
             f"buffers is {what}; expected the flat dict of tensors by dotted name that "
-            "make_functional returns. Cure: of several models merge the dicts under a prefix, "
+            "make_functional returns. Fix: of several models merge the dicts under a prefix, "
             "{f'generator.{name}': t for name, t in generator_buffers.items()}."
         )
 
@@ -390,5 +390,5 @@ def _check_layers(stats: BNStatsState, buffers: Tensors) -> None:
                 )
                 raise ValueError(
                     f"the buffers do not belong to the stats: {key} {have}, expected "
-                    f"{tuple(layer.mean.shape)}. Cure: the buffers that init_bn_stats was given."
+                    f"{tuple(layer.mean.shape)}. Fix: the buffers that init_bn_stats was given."
                 )

@@ -201,7 +201,7 @@ def calls_of(
         returned = apply(params, buffers, *args, **kwargs)
     if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)):
         raise TypeError(
-            f"apply returned {type(returned).__name__}; expected (out, new_buffers). Cure: apply, "
+            f"apply returned {type(returned).__name__}; expected (out, new_buffers). Fix: apply, "
             "params, buffers = make_functional(model)."
         )
     return returned[0], named_calls(caught, returned[1])
@@ -226,7 +226,7 @@ def named_calls(caught: CatchBatchNorm, new_buffers: Tensors) -> list[tuple[str,
             raise ValueError(
                 "a batch norm was given running statistics that are not among the new_buffers of "
                 "apply, so its layer cannot be known. Likely cause: new_buffers were copied or "
-                "cast on the way out. Cure: return them as they are, or use make_functional."
+                "cast on the way out. Fix: return them as they are, or use make_functional."
             )
     return named
 

@@ -169,7 +169,7 @@ def _gather(
             _feed(forward, batch) if call is None else call(forward, batch)
             if len(called) == before:
                 raise ValueError(
-                    "call(forward, batch) did not call forward. Cure: call=lambda forward, batch: "
+                    "call(forward, batch) did not call forward. Fix: call=lambda forward, batch: "
                     "forward(batch[0])."
                 )
     except Exception as error:
@@ -248,7 +248,7 @@ def _bar(group: Any) -> Any:
         from tqdm.auto import tqdm
     except ImportError as error:
         raise ImportError(
-            "progress=True needs tqdm. Cure: pip install 'purescale[progress]', or progress=False."
+            "progress=True needs tqdm. Fix: pip install 'purescale[progress]', or progress=False."
         ) from error
     rank = dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
     bar = tqdm(desc="precise_bn", unit="batch", disable=rank != 0)
@@ -272,7 +272,7 @@ def _feed(forward: Callable[..., Any], batch: Any) -> Any:
             how = f"a {type(batch).__name__}, passed as {passed}"
         raise TypeError(
             f"the model could not be fed a batch that is {how}: {error}. Likely cause: the loader "
-            "gives labels too. Cure: call=lambda forward, batch: forward(batch[0]), or "
+            "gives labels too. Fix: call=lambda forward, batch: forward(batch[0]), or "
             "batch['image'], or whatever the model takes."
         ) from error
 
@@ -324,13 +324,13 @@ def _check_order(called: list[str], order: list[str]) -> None:
         twice = next(name for name in called if called.count(name) > 1)
         raise ValueError(
             f"normalize='sequential' settles one layer after the other, but {twice!r} is called "
-            f"{called.count(twice)} times in a forward. Cure: normalize='batch', or a layer of its "
+            f"{called.count(twice)} times in a forward. Fix: normalize='batch', or a layer of its "
             "own for each call."
         )
     if called != order:
         raise ValueError(
             "normalize='sequential' needs the same layers in the same order in every forward; got "
-            f"{_tree.some(called)} after {_tree.some(order)}. Cure: normalize='batch'."
+            f"{_tree.some(called)} after {_tree.some(order)}. Fix: normalize='batch'."
         )
 
 
@@ -347,12 +347,12 @@ def _check_settings(num_samples: Any, normalize: Any) -> None:
 def _check_loader(loader: Any, several_passes: bool) -> None:
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
         raise TypeError(
-            f"loader is {type(loader).__name__}; expected an iterable of batches. Cure: [batch] "
+            f"loader is {type(loader).__name__}; expected an iterable of batches. Fix: [batch] "
             "for a single one."
         )
     if several_passes and isinstance(loader, Iterator):
         raise ValueError(
             "normalize='sequential' goes through the loader once a layer, but "
-            f"{type(loader).__name__} can be gone through once only. Cure: a DataLoader, or "
+            f"{type(loader).__name__} can be gone through once only. Fix: a DataLoader, or "
             "list(batches)."
         )

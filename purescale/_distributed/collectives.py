@@ -99,7 +99,7 @@ def all_reduce_grads(
         size = _checks.real("bucket_size_mb", bucket_size_mb)
         if not size > 0:
             raise ValueError(
-                f"bucket_size_mb must be above 0, got {_checks.shown(bucket_size_mb)}. Cure: 25, "
+                f"bucket_size_mb must be above 0, got {_checks.shown(bucket_size_mb)}. Fix: 25, "
                 "as DistributedDataParallel; float('inf') for one bucket a dtype."
             )
         leaves, structure = _tree.flatten(grads)
@@ -206,7 +206,7 @@ def agree(group: Any, check: Callable[[], Any], describe: Callable[[], list[str]
         f"the ranks do not hold the same: {_rank(group, 0)} has {here}, {_rank(group, other)} has "
         f"{there}. What they reduce together must agree in names, order, shapes, dtypes and kind "
         "of device. Likely cause: other models or settings on some ranks, or a parameter that has "
-        "no gradient (None) on one of them. Cure: one model and one optimizer for all, and zeros "
+        "no gradient (None) on one of them. Fix: one model and one optimizer for all, and zeros "
         "where a gradient is missing."
     )
 

@@ -37,14 +37,14 @@ def member(group: Any) -> Any:
     if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
             "group is one that this rank is not in. Likely cause: `dist.new_group(ranks)` is "
-            "called by every rank, and gives those that are not in `ranks` only a mark. Cure: `if "
+            "called by every rank, and gives those that are not in `ranks` only a mark. Fix: `if "
             "dist.get_rank() in ranks:` around what the group does."
         )
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError(
             "group is given, but there is no process group. Likely cause: "
             "`dist.destroy_process_group()` before the last step, or a group of an earlier run. "
-            "Cure: `dist.init_process_group(...)` first, under torchrun; group=None for one rank."
+            "Fix: `dist.init_process_group(...)` first, under torchrun; group=None for one rank."
         )
     group = dist.group.WORLD if group is None else group
     if isinstance(group, dist.ProcessGroup):
@@ -53,7 +53,7 @@ def member(group: Any) -> Any:
         except (KeyError, ValueError):
             raise ValueError(
                 "group is gone. Likely cause: `dist.destroy_process_group(group)`, or a default "
-                "group that was destroyed and made anew. Cure: the group as it is now, for all "
+                "group that was destroyed and made anew. Fix: the group as it is now, for all "
                 "ranks `dist.group.WORLD`."
             ) from None
     return group
@@ -65,7 +65,7 @@ def check_group(group: Any) -> Any:
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
             f"group is {_checks.shown(group)} ({type(group).__name__}); expected a process group. "
-            "Cure: `dist.group.WORLD`, `dist.new_group(ranks)`, or of a DeviceMesh "
+            "Fix: `dist.group.WORLD`, `dist.new_group(ranks)`, or of a DeviceMesh "
             "`mesh.get_group('dp')`."
         )
     return group

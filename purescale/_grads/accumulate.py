@@ -58,7 +58,7 @@ def init_accum(params: Tree, dtype: torch.dtype | None = None) -> AccumState:
     if dtype not in (None, torch.float32, torch.bfloat16, torch.float64):
         raise ValueError(
             f"init_accum got dtype={dtype}; expected torch.float32, torch.bfloat16, torch.float64 "
-            "or None. Likely cause: the dtype of the parameters. Cure: leave it out, the mean of "
+            "or None. Likely cause: the dtype of the parameters. Fix: leave it out, the mean of "
             "half gradients is kept in float32."
         )
     leaves, structure = _tree.flatten(params)
@@ -355,12 +355,12 @@ def accumulation_window(index: int, every: int, total: int | None = None, start:
     if total is not None and index >= total:
         raise ValueError(
             f"index {index} is beyond total={total}: the last microbatch has index {total - 1}. "
-            "Likely cause: a count that goes on over epochs. Cure: total=epochs * len(loader), or "
+            "Likely cause: a count that goes on over epochs. Fix: total=epochs * len(loader), or "
             "leave total out."
         )
     if index < start:
         raise ValueError(
-            f"index {index} is before start={start}. Cure: start is the index at which this run "
+            f"index {index} is before start={start}. Fix: start is the index at which this run "
             "began."
         )
     first = max(index - index % every, start)
@@ -396,19 +396,19 @@ def as_weight(what: str, weight: Any, like: Tensor) -> Tensor:
         if weight.ndim or weight.is_complex():  # a bool is a weight: of what is masked out, 0
             raise ValueError(
                 f"{what} a tensor of shape {tuple(weight.shape)}, {weight.dtype}; a weight is one "
-                "number. Cure: `mask.sum()`."
+                "number. Fix: `mask.sum()`."
             )
         return weight.to(like.device, dtype)
     number = as_float(weight)
     if number is None:
         raise TypeError(
-            f"{what} {shown(weight)}; a weight is a number or a 0-d tensor. Cure: `len(batch[0])` "
+            f"{what} {shown(weight)}; a weight is a number or a 0-d tensor. Fix: `len(batch[0])` "
             "for samples, `mask.sum()` for tokens."
         )
     if not 0 <= number <= _HEAVIEST:
         raise ValueError(
             f"{what} {shown(weight)}; a weight is finite and not negative, 2**64 at most. "
-            f"Cure: samples or tokens; 0 for what must not count."
+            f"Fix: samples or tokens; 0 for what must not count."
         )
     return torch.full((), number, dtype=dtype, device=like.device)
 
@@ -429,25 +429,25 @@ def _leaves_for(accum: AccumState, grads: Tree, means: Leaves, structure: Any) -
 def _misfit(gradient: Tensor, mean: Tensor | None) -> str | None:
     if mean is None:
         return (
-            "is a tensor, but None in accum.grads. Cure: init_accum(params) with a tensor for "
+            "is a tensor, but None in accum.grads. Fix: init_accum(params) with a tensor for "
             "every parameter that is trained."
         )
     if gradient.shape != mean.shape or gradient.device != mean.device:
         return (
             f"is {tuple(gradient.shape)} on {gradient.device}, but {tuple(mean.shape)} on "
-            f"{mean.device} in accum.grads. Cure: init_accum of the params that these are the "
+            f"{mean.device} in accum.grads. Fix: init_accum of the params that these are the "
             "gradients of."
         )
     if isinstance(gradient, DTensor) != isinstance(mean, DTensor):
         return (
-            "and its mean are not both DTensors. Cure: init_accum of the params that these are "
+            "and its mean are not both DTensors. Fix: init_accum of the params that these are "
             "the gradients of."
         )
     if misfit := dtensor.placement_mismatch(gradient, mean):
         return misfit
     if gradient.is_complex() != mean.is_complex():
         return (
-            f"has dtype {gradient.dtype}, its mean {mean.dtype}; one is complex. Cure: "
+            f"has dtype {gradient.dtype}, its mean {mean.dtype}; one is complex. Fix: "
             "init_accum(params) of the params they belong to."
         )
     if gradient.dtype.itemsize > mean.dtype.itemsize and gradient.dtype in (
@@ -455,7 +455,7 @@ def _misfit(gradient: Tensor, mean: Tensor | None) -> str | None:
         torch.complex128,
     ):
         return (
-            f"has dtype {gradient.dtype}, its mean {mean.dtype}, which it may not fit. Cure: "
+            f"has dtype {gradient.dtype}, its mean {mean.dtype}, which it may not fit. Fix: "
             "init_accum(params, dtype=torch.float64)."
         )
     return None

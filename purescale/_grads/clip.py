@@ -51,7 +51,7 @@ def check_norm_type(norm_type: Any) -> float:
     p = as_float(norm_type)
     if p is None or not p > 0:
         raise ValueError(
-            f"norm_type must be above 0, a number or math.inf, got {shown(norm_type)}. Cure: 2.0, "
+            f"norm_type must be above 0, a number or math.inf, got {shown(norm_type)}. Fix: 2.0, "
             "the usual norm."
         )
     return p
@@ -63,7 +63,7 @@ def check_ordered(grads: Tree, leaves: Sequence[Any], name: str = "grads") -> No
         if leaf is not None and leaf.is_complex():
             raise TypeError(
                 f"{_tree.path(grads, name, index)} has dtype {leaf.dtype}; complex numbers have "
-                "no order to clip by. Cure: clip_by_global_norm."
+                "no order to clip by. Fix: clip_by_global_norm."
             )
 
 
@@ -186,14 +186,14 @@ def check_grad_norm(norm: Tensor) -> None:
     """
     if not (isinstance(norm, Tensor) and norm.ndim == 0):
         raise TypeError(
-            f"norm is {norm!r}; expected the 0-d tensor that clip_by_global_norm returns. Cure: "
+            f"norm is {norm!r}; expected the 0-d tensor that clip_by_global_norm returns. Fix: "
             "give train_step a max_norm."
         )
     value = float(norm)
     if not math.isfinite(value):
         raise FloatingPointError(
             f"the global norm of the gradients is {value}. Likely cause: an overflow, or a loss "
-            "that is not finite. Cure: skip the step, with `found_inf` of unscale_and_check and "
+            "that is not finite. Fix: skip the step, with `found_inf` of unscale_and_check and "
             "maybe_step."
         )
 

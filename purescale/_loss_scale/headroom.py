@@ -102,7 +102,7 @@ class HeadroomScale:
         if not _LEAST_SCALE <= self.min_scale <= self.init_scale <= self.max_scale:
             raise ValueError(
                 f"2**-111 <= min_scale <= init_scale <= max_scale must hold, got "
-                f"{self.min_scale!r}, {self.init_scale!r}, {self.max_scale!r}. Cure: move the "
+                f"{self.min_scale!r}, {self.init_scale!r}, {self.max_scale!r}. Fix: move the "
                 "bound that is crossed; the widest are min_scale=2.0**-111 and "
                 "max_scale=2.0**127."
             )
@@ -159,7 +159,7 @@ class HeadroomScale:
         if amax is None:
             raise TypeError(
                 f"{type(self).__name__}.update needs amax, the largest magnitude of the unscaled "
-                "gradients. Cure: `rule.update(scaler, found_inf, grad_amax(grads))` of what "
+                "gradients. Fix: `rule.update(scaler, found_inf, grad_amax(grads))` of what "
                 "unscale_and_check returned, before clipping; train_step hands it over by itself."
             )
         check_state(scaler, HeadroomState)
@@ -168,7 +168,7 @@ class HeadroomScale:
             raise ValueError(
                 f"scaler.amax_history has shape {tuple(history.shape)}, the rule looks at "
                 f"window={self.window} steps. Likely cause: a state that was saved under another "
-                "window. Cure: that window, or `scaler = rule.init(device)`, which is back in its "
+                "window. Fix: that window, or `scaler = rule.init(device)`, which is back in its "
                 "band after one step; for stacked states, call this under `torch.vmap`."
             )
 
@@ -181,7 +181,7 @@ def _as_amax(amax: Any, like: Tensor) -> Tensor:
         return torch.full_like(like, within)
     if amax.ndim or not amax.is_floating_point():
         raise ValueError(
-            f"amax is {amax.dtype} {tuple(amax.shape)}; expected one real number, 0-d. Cure: "
+            f"amax is {amax.dtype} {tuple(amax.shape)}; expected one real number, 0-d. Fix: "
             "`grad_amax(grads)`; for stacked states, call this under `torch.vmap`."
         )
     return saturating(amax.detach(), torch.float32)
@@ -230,7 +230,7 @@ def check_rule(rule: Any) -> None:
     """Refuse what is no rule, and one whose `update` does not take what `takes_amax` says."""
     if isinstance(rule, type):
         raise TypeError(
-            f"rule is the class {rule.__name__}; expected one that was made. Cure: "
+            f"rule is the class {rule.__name__}; expected one that was made. Fix: "
             f"rule={rule.__name__}()."
         )
     missing = [name for name in ("init", "update") if not callable(getattr(rule, name, None))]
@@ -239,7 +239,7 @@ def check_rule(rule: Any) -> None:
             f"rule is {type(rule).__name__}, without "
             f"{' and '.join(f'`{name}`' for name in missing)}; expected an object with "
             "`init(device)`, which gives the state to start from, and `update(scaler, "
-            "found_inf)`, which gives the next one. Cure: DynamicScale(), StaticScale(512.0) or "
+            "found_inf)`, which gives the next one. Fix: DynamicScale(), StaticScale(512.0) or "
             "NoScale(); docs/recipes.md has a rule of your own."
         )
     if torch.compiler.is_compiling():
@@ -250,7 +250,7 @@ def check_rule(rule: Any) -> None:
     given = "scaler, found_inf, amax" if wants else "scaler, found_inf"
     raise TypeError(
         f"{type(rule).__name__}.update cannot be called as update({given}), and takes_amax is "
-        f"{wants}. Cure: `takes_amax = True` in the class and `def update(self, scaler, found_inf, "
+        f"{wants}. Fix: `takes_amax = True` in the class and `def update(self, scaler, found_inf, "
         "amax)` for a rule that looks at the largest gradient; neither for one that does not."
     )
 

@@ -67,7 +67,7 @@ def without_amax(update: Update) -> Update:
     def checked(rule: Any, scaler: Any, found_inf: Tensor, *amax: Any, **named: Any) -> Any:
         if amax or named:
             raise TypeError(
-                f"{type(rule).__name__}.update takes no amax: it looks at the flag alone. Cure: "
+                f"{type(rule).__name__}.update takes no amax: it looks at the flag alone. Fix: "
                 "`rule.update(scaler, found_inf)`; for a rule that looks at the largest gradient, "
                 "HeadroomScale(). A loop for every rule asks `getattr(rule, 'takes_amax', False)`."
             )
@@ -101,7 +101,7 @@ def check_state(scaler: Any, kind: type[Any]) -> None:
     raise TypeError(
         f"scaler is {type(scaler).__name__}; expected a {kind.__name__}: this rule's state is a "
         f"tuple of {', '.join(kind._fields)}. It has {', '.join(there) or 'none of them'}; "
-        f"missing: {', '.join(missing)}. Likely cause: {cause}. Cure: "
+        f"missing: {', '.join(missing)}. Likely cause: {cause}. Fix: "
         f"{cure or '`scaler = rule.init(device)`'}."
     )
 
@@ -182,23 +182,23 @@ class DynamicScale:
         if self.growth_factor <= 1:
             raise ValueError(
                 f"growth_factor must be above 1, got {self.growth_factor!r}: the scale would never "
-                "grow. Cure: growth_factor=2.0, as usual."
+                "grow. Fix: growth_factor=2.0, as usual."
             )
         if self.backoff_factor >= 1:
             raise ValueError(
                 f"backoff_factor must lie between 0 and 1, got {self.backoff_factor!r}: an "
-                "overflow would repeat for ever. Cure: backoff_factor=0.5, as usual."
+                "overflow would repeat for ever. Fix: backoff_factor=0.5, as usual."
             )
         if not self.min_scale <= self.init_scale <= self.max_scale:
             raise ValueError(
                 f"min_scale <= init_scale <= max_scale must hold, got {self.min_scale!r}, "
-                f"{self.init_scale!r}, {self.max_scale!r}. Cure: move the bound that is crossed; "
+                f"{self.init_scale!r}, {self.max_scale!r}. Fix: move the bound that is crossed; "
                 "the widest are min_scale=2.0**-149 and max_scale=2.0**127."
             )
         if self.refill not in ("growth", "clean"):
             raise ValueError(
                 f"refill must be 'growth' (Megatron-LM) or 'clean' (apex), got {self.refill!r}. "
-                "Cure: refill='growth', the default."
+                "Fix: refill='growth', the default."
             )
 
     def init(self, device: torch.device | str | None = None) -> ScalerState:
@@ -385,7 +385,7 @@ def check_scaler(scaler: HasScale, rule: Any, max_skips: int | None = None) -> N
     if not isinstance(getattr(scaler, "scale", None), Tensor) or scaler.scale.ndim:
         raise TypeError(
             "check_scaler takes the state of one scaler, its `scale` a 0-d tensor, got "
-            f"{_checks.shown(scaler)}. Cure: `check_scaler(state.scaler, rule)` of a TrainState; "
+            f"{_checks.shown(scaler)}. Fix: `check_scaler(state.scaler, rule)` of a TrainState; "
             "of an ensemble one at a time."
         )
     if max_skips is not None:
@@ -393,7 +393,7 @@ def check_scaler(scaler: HasScale, rule: Any, max_skips: int | None = None) -> N
         if not hasattr(scaler, "consecutive_skips"):
             raise TypeError(
                 f"max_skips={max_skips} with a {type(scaler).__name__}, which does not count "
-                "skips. Cure: a field `consecutive_skips` in it, an int32 tensor that starts at 0 "
+                "skips. Fix: a field `consecutive_skips` in it, an int32 tensor that starts at 0 "
                 "and that `update` sets to `torch.where(found_inf, scaler.consecutive_skips + 1, "
                 "0)`."
             )
@@ -404,7 +404,7 @@ def check_scaler(scaler: HasScale, rule: Any, max_skips: int | None = None) -> N
         raise FloatingPointError(
             f"the loss scale is {scale}, and no step can be taken with it: the state was damaged, "
             "or it is that of an interop rule whose peer has no floor or no ceiling. DynamicScale "
-            "comes back by itself. Cure: `scaler = rule.init(device)`."
+            "comes back by itself. Fix: `scaler = rule.init(device)`."
         )
     if skips and floor is not None and scale <= floor:
         raise FloatingPointError(
@@ -417,7 +417,7 @@ def check_scaler(scaler: HasScale, rule: Any, max_skips: int | None = None) -> N
             f"the loss scale sits at the smallest that the rule allows, {scale} (min_scale). A "
             "scale so far below 1 makes float16 gradients 0, and then nothing moves though no step "
             "is bad. Likely cause: many batches in a row whose gradients were inf or NaN. Look at "
-            "the data, the learning rate, a division or log of 0. Cure: then go on with `scaler = "
+            "the data, the learning rate, a division or log of 0. Fix: then go on with `scaler = "
             "rule.init(device)`."
         )
     if max_skips is not None and skips > max_skips:
@@ -456,7 +456,7 @@ def check_device(scale: Tensor, tree: Tree, leaves: list[Any], name: str) -> Non
                 )
             raise ValueError(
                 f"{at} is on {leaf.device}, the scaler state on {scale.device}; they must be on "
-                "one device, or each step would wait for a copy. Cure: `scaler = "
+                "one device, or each step would wait for a copy. Fix: `scaler = "
                 f"rule.init(device={str(leaf.device)!r})`, or for a restored state `scaler = "
                 f"type(scaler)(*(t.to({str(leaf.device)!r}) for t in scaler))`."
             )
@@ -465,13 +465,13 @@ def check_device(scale: Tensor, tree: Tree, leaves: list[Any], name: str) -> Non
 def _check_loss(loss: Any, scale: Tensor, path: Any) -> None:
     if not isinstance(loss, Tensor):
         raise TypeError(
-            f"{path()} is {type(loss).__name__} {loss!r}; a loss is a tensor. Cure: return what "
+            f"{path()} is {type(loss).__name__} {loss!r}; a loss is a tensor. Fix: return what "
             "the loss function computed, not `.item()`."
         )
     if not loss.is_floating_point():
         raise TypeError(
             f"{path()} has dtype {loss.dtype}; a loss is real and floating. Likely cause: a count "
-            "of errors, or predictions, instead of a loss. Cure: `loss.float()` if that is meant; "
+            "of errors, or predictions, instead of a loss. Fix: `loss.float()` if that is meant; "
             "`loss.abs()` of a complex one."
         )
     reason = _leaf.unsupported_reason(loss)
@@ -480,11 +480,11 @@ def _check_loss(loss: Any, scale: Tensor, path: Any) -> None:
     if loss.numel() != 1:
         raise ValueError(
             f"{path()} has shape {tuple(loss.shape)}; a loss is one number. Likely cause: "
-            "reduction='none'. Cure: `loss.mean()`; for one loss a member of an ensemble, call "
+            "reduction='none'. Fix: `loss.mean()`; for one loss a member of an ensemble, call "
             "this under `torch.vmap`."
         )
     if loss.device != scale.device:
         raise ValueError(
             f"{path()} is on {loss.device}, the scaler state on {scale.device}; they must be on "
-            f"one device. Cure: `scaler = rule.init(device={str(loss.device)!r})`."
+            f"one device. Fix: `scaler = rule.init(device={str(loss.device)!r})`."
         )

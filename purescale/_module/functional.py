@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .._module.meta_module import CURE, Skeleton, Tensors, called, traced, without_tensors
+from .._module.meta_module import FIX, Skeleton, Tensors, called, traced, without_tensors
 from .._torch import donation
 from .._torch import private as _torch
 from .._torch.tracing import under_transform
@@ -126,7 +126,7 @@ class Apply:
                 "params"
             )
         return (
-            f"{'; '.join(found)}. Likely cause: {cause}. Cure: `apply, params, buffers = "
+            f"{'; '.join(found)}. Likely cause: {cause}. Fix: `apply, params, buffers = "
             "make_functional(model)`, all three of one call."
         )
 
@@ -142,7 +142,7 @@ def check_dicts(params: Any, buffers: Any) -> None:
             )
             raise TypeError(
                 f"{which} is {what}; expected the dict of tensors by dotted name that "
-                "make_functional returns. Likely cause: an argument was forgotten. Cure: `out, "
+                "make_functional returns. Likely cause: an argument was forgotten. Fix: `out, "
                 "buffers = apply(params, buffers, x)`, also for a model without buffers, where "
                 "they are {}."
             )
@@ -184,14 +184,14 @@ def _unwrapped(tensor: Tensor) -> Tensor:
 def _written(name: str) -> str:
     return (
         f"the forward of the model wrote into its parameter {name}, so params[{name!r}] "
-        f"has changed. {CURE}"
+        f"has changed. {FIX}"
     )
 
 
 def _written_constant(name: str) -> str:
     return (
         f"the forward of the model wrote into its buffer {name}, which is no dense tensor and so a "
-        f"constant: buffers[{name!r}] has changed. Cure: compute with a changed copy in forward, "
+        f"constant: buffers[{name!r}] has changed. Fix: compute with a changed copy in forward, "
         "or keep the buffer dense, `.to_dense()`."
     )
 
@@ -232,7 +232,7 @@ def _hooks_of(params: Tensors) -> dict[str, tuple[Hook, ...]]:
         if _torch.has_accumulated_hooks(param):
             raise ValueError(
                 f"{name} has a hook of register_post_accumulate_grad_hook, which would wait for a "
-                "`.grad` that is never there: gradients are values here. Cure: do its work between "
+                "`.grad` that is never there: gradients are values here. Fix: do its work between "
                 "gradients and step, or `weight.register_hook`, which is kept."
             )
     return {name: hooks for name, p in params.items() if (hooks := _torch.gradient_hooks(p))}
@@ -319,14 +319,14 @@ def _tensors_of(model: nn.Module) -> tuple[Tensors, Tensors]:
     """The parameters and buffers of what can be made functional."""
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"make_functional takes an nn.Module, got {type(model).__name__}. Cure: a plain "
+            f"make_functional takes an nn.Module, got {type(model).__name__}. Fix: a plain "
             "function of tensors is pure already."
         )
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError(
                 f"{path or 'the model'} is a {type(module).__name__} of torch.jit, which cannot be "
-                "copied without its tensors. Cure: the module that it was scripted or traced from; "
+                "copied without its tensors. Fix: the module that it was scripted or traced from; "
                 "for speed, torch.compile of the step."
             )
     params: Tensors = dict(model.named_parameters())
@@ -335,7 +335,7 @@ def _tensors_of(model: nn.Module) -> tuple[Tensors, Tensors]:
         if nn.parameter.is_lazy(tensor):
             raise ValueError(
                 f"{name} is not initialised yet: a lazy module learns its shapes from the first "
-                "batch. Cure: run `model(example_batch)` once before make_functional(model)."
+                "batch. Fix: run `model(example_batch)` once before make_functional(model)."
             )
     return params, buffers
 
@@ -356,12 +356,12 @@ def _kinds(model: nn.Module, params: Tensors) -> dict[str, Any]:
             if module.sparse:
                 not_in_half.append(
                     f"{path or 'the model'} is {type(module).__name__}(sparse=True), whose sparse "
-                    "gradient torch does not cast. Cure: sparse=False, which has the same values"
+                    "gradient torch does not cast. Fix: sparse=False, which has the same values"
                 )
         if _torch.is_spectral_norm(module):
             not_in_half.append(
                 f"{path or 'the model'} is a spectral norm, which multiplies a weight in the dtype "
-                "of compute by buffers, and those are never cast. Cure: compute=autocast(float16)"
+                "of compute by buffers, and those are never cast. Fix: compute=autocast(float16)"
             )
     return {
         "norm_params": frozenset(norms),
@@ -395,7 +395,7 @@ def load_into(model: nn.Module, params: Tensors, buffers: Tensors) -> None:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"load_into takes an nn.Module first, got {type(model).__name__}. Cure: "
+            f"load_into takes an nn.Module first, got {type(model).__name__}. Fix: "
             "load_into(model, params, buffers)."
         )
     check_dicts(params, buffers)
@@ -431,7 +431,7 @@ def load_into(model: nn.Module, params: Tensors, buffers: Tensors) -> None:
         raise ValueError(
             "params and buffers do not fit the model, so nothing was copied: "
             f"{_tree.some(faults, 8)}. Likely cause: they are of another model, stacked over an "
-            "ensemble, or incomplete. Cure: `load_into(model, state.params, state.buffers)` with "
+            "ensemble, or incomplete. Fix: `load_into(model, state.params, state.buffers)` with "
             "the model that they were made from."
         )
     with torch.no_grad():

@@ -17,8 +17,8 @@ from .._torch.donation import memory
 
 Tensors = dict[str, Tensor]
 
-CURE = (
-    "A parameter is an argument here. Cure: compute with a changed copy in forward, or change "
+FIX = (
+    "A parameter is an argument here. Fix: compute with a changed copy in forward, or change "
     "params between steps."
 )
 
@@ -66,7 +66,7 @@ def _outside(name: str) -> str:
     return (
         f"{name} of the model is read outside of a call of `apply`, where it has no value. Likely "
         "cause: the backward of a torch.autograd.Function reads it through the module, or "
-        "torch.utils.checkpoint stands inside of the model. Cure: hand the tensor to the Function "
+        "torch.utils.checkpoint stands inside of the model. Fix: hand the tensor to the Function "
         "as an argument and read ctx.saved_tensors; checkpoint around `apply`."
     )
 
@@ -74,7 +74,7 @@ def _outside(name: str) -> str:
 def _computed(where: str) -> str:
     return (
         f"{where} of the model is no parameter and no buffer, but was computed from one, or is a "
-        "view of one, before make_functional: it would never change with params. Cure: compute it "
+        "view of one, before make_functional: it would never change with params. Fix: compute it "
         "in forward."
     )
 
@@ -230,7 +230,7 @@ def _check_bound(root: nn.Module, hooks: Any, model: nn.Module) -> None:
                 f"{where} of the model holds its {live[id(value)]} where a copy cannot follow it, "
                 "so it would go on with the live model and not with params. Likely cause: a "
                 "hook or a patched forward that is a function over the model, or a compiled "
-                "method. Cure: a function gets a module as its argument, by functools.partial("
+                "method. Fix: a function gets a module as its argument, by functools.partial("
                 "function, module), or is a method of one; compile `apply`, not a part; "
                 "torch.utils.checkpoint stands around `apply`."
             )
@@ -238,7 +238,7 @@ def _check_bound(root: nn.Module, hooks: Any, model: nn.Module) -> None:
             raise ValueError(
                 f"{where} of the model holds its tensor {registered[id(value)]}, where `apply` "
                 "cannot put that of a call. Likely cause: a tuple, a set, __slots__ or the key of "
-                "a dict. Cure: a list, the value of a dict or an attribute, or read it from the "
+                "a dict. Fix: a list, the value of a dict or an attribute, or read it from the "
                 "module in forward."
             )
 
@@ -343,13 +343,13 @@ def _taken(slots: list[_Slot], tensors: Tensors, copies: Tensors) -> Tensors:
         if name not in copies:
             raise RuntimeError(
                 "the forward of the model put another tensor in the place of its "
-                f"parameter {name}. {CURE}"
+                f"parameter {name}. {FIX}"
             )
         if value is None:
             raise RuntimeError(
                 f"the forward of the model removed its buffer {name}, or set it to None. "
                 "Buffers are the state of a step and the same ones before and after. "
-                "Cure: fill it with zeros, or keep in a plain attribute what lives within "
+                "Fix: fill it with zeros, or keep in a plain attribute what lives within "
                 "one forward."
             )
         new[name] = value.clone()  # it may be an argument
@@ -361,7 +361,7 @@ def _refuse_child(skeleton: Skeleton) -> None:
         if held != before:
             raise RuntimeError(
                 f"the forward of the model put another module into {type(module).__name__}. "
-                "Its tensors would be no arguments of `apply`. Cure: make it in `__init__`, or "
+                "Its tensors would be no arguments of `apply`. Fix: make it in `__init__`, or "
                 "run `model(example_batch)` once before make_functional(model)."
             )
 
@@ -377,6 +377,6 @@ def _check_registered(skeleton: Skeleton) -> None:
                         f"the forward of the model registered {key!r} in its "
                         f"{type(place.module).__name__}. Parameters and buffers are arguments and "
                         "results of `apply`, so all must be there from the start. Likely cause: "
-                        "it is made in the first forward. Cure: run `model(example_batch)` once "
+                        "it is made in the first forward. Fix: run `model(example_batch)` once "
                         "before make_functional(model)."
                     )

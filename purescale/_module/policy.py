@@ -62,12 +62,12 @@ class Policy:
                 isinstance(value, torch.dtype) and value.is_floating_point
             ):
                 raise TypeError(
-                    f"Policy.{field.name} must be a floating torch.dtype, got {value!r}. Cure: "
+                    f"Policy.{field.name} must be a floating torch.dtype, got {value!r}. Fix: "
                     "torch.float32, or policy('params=float32,...')."
                 )
         if self.autocast and self.compute_dtype not in _HALF:
             raise ValueError(
-                f"autocast computes in float16 or bfloat16, not in {self.compute_dtype}. Cure: "
+                f"autocast computes in float16 or bfloat16, not in {self.compute_dtype}. Fix: "
                 "compute=autocast(bfloat16)."
             )
 
@@ -191,7 +191,7 @@ def with_policy(
     rules = _parsed(policy) if isinstance(policy, str) else policy
     if not isinstance(rules, Policy):
         raise TypeError(
-            f"with_policy takes a Policy or its string, got {policy!r}. Cure: "
+            f"with_policy takes a Policy or its string, got {policy!r}. Fix: "
             "policy('params=float32,compute=float16,output=float32')."
         )
     casts = not rules.autocast and rules.compute_dtype is not rules.param_dtype
@@ -251,7 +251,7 @@ def _check_params(params: dict[str, Tensor], rules: Policy) -> None:
         if weight.is_floating_point() and weight.dtype is not rules.param_dtype:
             raise TypeError(
                 f"params[{name!r}] is {weight.dtype}; the policy keeps parameters in "
-                f"{rules.param_dtype}, and casts them itself where it computes. Cure: `params = "
+                f"{rules.param_dtype}, and casts them itself where it computes. Fix: `params = "
                 "policy.cast_to_param(params)`, or "
                 f"'params={str(weight.dtype).removeprefix('torch.')}' in the policy."
             )

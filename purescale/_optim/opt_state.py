@@ -121,7 +121,7 @@ class Kept:
         )
         return ValueError(
             f"opt_state: {key} of {name} is {described(value)}, {what}{where}. Likely cause: the "
-            "state of another model, or of the model before it was changed or moved. Cure: "
+            "state of another model, or of the model before it was changed or moved. Fix: "
             "`opt_state = optimizer.init(params)`."
         )
 
@@ -170,7 +170,7 @@ class Kept:
     def foreign(self, missing: str) -> ValueError:
         return ValueError(
             f"opt_state has no {missing} that {self._cls.__name__} keeps. Likely cause: the state "
-            "of another class or of other settings. Cure: `opt_state = optimizer.init(params)`."
+            "of another class or of other settings. Fix: `opt_state = optimizer.init(params)`."
         )
 
 
@@ -242,7 +242,7 @@ def checked_state_dict(sd: Any) -> tuple[list[Mapping[str, Any]], Mapping[Any, A
             f"sd is {what}; expected "
             "{'state': {index: slots}, 'param_groups': [{'params': [index, ...], ...}]}. "
             "Likely cause: a checkpoint that holds the optimizer's state dict among others, or a "
-            "module's. Cure: `optimizer.from_state_dict(checkpoint['optimizer'], params)`, what "
+            "module's. Fix: `optimizer.from_state_dict(checkpoint['optimizer'], params)`, what "
             "`torch.optim.Optimizer.state_dict()` returned."
         )
     return list(groups), states
@@ -256,7 +256,7 @@ def restored(name: str, saved: dict[str, Any], fresh: dict[str, Tensor]) -> dict
         raise ValueError(
             f"the state of {name} has {sorted(map(str, saved))}, this optimizer keeps "
             f"{sorted(kept)}. Likely cause: the state dict of another class or of other settings "
-            "(momentum, amsgrad, centered). Cure: from_torch with the class and settings that "
+            "(momentum, amsgrad, centered). Fix: from_torch with the class and settings that "
             "wrote it."
         )
     restored = {}
@@ -267,7 +267,7 @@ def restored(name: str, saved: dict[str, Any], fresh: dict[str, Tensor]) -> dict
         value = saved[key]
         if not isinstance(value, (Tensor, numbers.Real)):
             raise TypeError(
-                f"the state of {name} has {key} = {type(value).__name__}; expected a tensor. Cure: "
+                f"the state of {name} has {key} = {type(value).__name__}; expected a tensor. Fix: "
                 "`opt.state_dict()`, unchanged."
             )
         value = (
@@ -278,7 +278,7 @@ def restored(name: str, saved: dict[str, Any], fresh: dict[str, Tensor]) -> dict
         if value.shape != like.shape or (value.is_complex() and not like.is_complex()):
             raise ValueError(
                 f"the state of {name} has {key} of shape {tuple(value.shape)}, {value.dtype}, "
-                f"expected {tuple(like.shape)}, {like.dtype}. Cure: params in the order the "
+                f"expected {tuple(like.shape)}, {like.dtype}. Fix: params in the order the "
                 "optimizer had them."
             )
         restored[key] = value.detach().to(like.device, like.dtype, copy=True)

@@ -21,7 +21,7 @@ from .._tree import tree as _tree
 Schedule = Callable[[Tensor], "Tensor | float"]
 PARAMETERS_GIVEN = (
     "Likely cause: parameters, as torch's classes take them; here a state is made of them later. "
-    "Cure: `optimizer = from_torch(torch.optim.AdamW, lr=1e-3)`, `optimizer.init(params)`."
+    "Fix: `optimizer = from_torch(torch.optim.AdamW, lr=1e-3)`, `optimizer.init(params)`."
 )
 _FLAGS = ("foreach", "fused", "capturable", "differentiable")
 
@@ -56,13 +56,13 @@ class Groups:
         if lr_in_state and callable(self._lr):
             raise ValueError(
                 f"lr_in_state=True with a schedule, lr={self._lr!r}: a rate is data or a function "
-                "of the step count. Cure: lr=1e-3 to start from and `opt_state._replace(lr=...)` "
+                "of the step count. Fix: lr=1e-3 to start from and `opt_state._replace(lr=...)` "
                 "between steps, or leave lr_in_state out."
             )
         if lr_in_state and issubclass(cls, torch.optim.Rprop):
             raise ValueError(
                 "lr_in_state=True with Rprop, whose lr is only what its step sizes start from: "
-                "they are in the state already, `opt_state.slots[name]['step_size']`. Cure: leave "
+                "they are in the state already, `opt_state.slots[name]['step_size']`. Fix: leave "
                 "lr_in_state out."
             )
         self.lr_in_state = lr_in_state
@@ -173,7 +173,7 @@ class Groups:
             ):
                 raise ValueError(
                     "the learning rate requires a gradient, and `.backward()` cannot go through a "
-                    "step. Cure: torch.func.grad of a function that makes the step, or "
+                    "step. Fix: torch.func.grad of a function that makes the step, or "
                     "from_torch(..., differentiable=True)."
                 )
             rates.append(rate.to(count.device) if isinstance(rate, Tensor) else rate)
@@ -220,7 +220,7 @@ class Groups:
             raise ValueError(
                 f"the state dict has the rates {[float(rate) for rate in rates]} in groups that "
                 "take theirs from the state, which holds one. Likely cause: groups with a rate of "
-                "their own. Cure: `overrides={pattern: {'lr': ...}}` for all of them but one."
+                "their own. Fix: `overrides={pattern: {'lr': ...}}` for all of them but one."
             )
         return as_tensor(rates[0], lr).detach().to(lr.device, torch.float32, copy=True)
 
@@ -237,13 +237,13 @@ class Groups:
             raise ValueError(
                 f"opt_state.lr is {described(lr) if isinstance(lr, Tensor) else repr(lr)}, "
                 "expected a floating 0-d tensor: this optimizer was made with lr_in_state=True. "
-                "Cure: `opt_state = optimizer.init(params)`, or "
+                "Fix: `opt_state = optimizer.init(params)`, or "
                 "`opt_state._replace(lr=torch.tensor(1e-3))`; a rate for each member of an "
                 "ensemble goes through torch.vmap."
             )
         raise ValueError(
             f"opt_state.lr is {lr!r}, but this optimizer takes its rate from from_torch, and it "
-            "would be passed over. Cure: from_torch(..., lr_in_state=True)."
+            "would be passed over. Fix: from_torch(..., lr_in_state=True)."
         )
 
     def _probed(
@@ -277,42 +277,42 @@ class Groups:
 
 def _cure(name: str) -> str:
     if name == "lr":
-        return "Cure: a number, or lr_in_state=True and torch.vmap for a rate a member."
+        return "Fix: a number, or lr_in_state=True and torch.vmap for a rate a member."
     if name == "weight_decay":
         return (
-            "Cure: a number; for one a member, weight_decay=0.0 and `p - lr * weight_decay * "
+            "Fix: a number; for one a member, weight_decay=0.0 and `p - lr * weight_decay * "
             'before` after the step, under torch.vmap (docs/recipes.md, "A weight decay a '
             'member").'
         )
-    return "Cure: a number, and an optimizer for each of the values."
+    return "Fix: a number, and an optimizer for each of the values."
 
 
 def _check_class(cls: Any, settings: dict[str, Any]) -> None:
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise TypeError(
-            f"from_torch takes a class of torch.optim, got {cls!r}. Cure: "
+            f"from_torch takes a class of torch.optim, got {cls!r}. Fix: "
             "from_torch(torch.optim.AdamW, lr=1e-3), the class and not an instance."
         )
     if issubclass(cls, torch.optim.LBFGS):
         raise ValueError(
             "LBFGS evaluates the loss again inside its step, so it is no function of gradients. "
-            "Cure: torch.optim.AdamW, or your own loop around LBFGS."
+            "Fix: torch.optim.AdamW, or your own loop around LBFGS."
         )
     if issubclass(cls, torch.optim.SparseAdam):
         raise ValueError(
-            "SparseAdam takes sparse gradients only and counts its steps in Python. Cure: SGD or "
+            "SparseAdam takes sparse gradients only and counts its steps in Python. Fix: SGD or "
             "Adagrad, which take sparse gradients here."
         )
     if issubclass(cls, torch.optim.Adafactor) and settings.get("foreach") is None:
         raise ValueError(
             "each of torch's implementations of Adafactor reads three values per parameter in "
-            "Python (a sync on a GPU, and no compile or vmap). Cure: name the one that may, "
+            "Python (a sync on a GPU, and no compile or vmap). Fix: name the one that may, "
             "from_torch(Adafactor, foreach=False)."
         )
     if _torch.formula_of(cls) is None:
         raise ValueError(
             f"{cls.__name__} is not built like the classes of torch.optim, so its state cannot be "
-            "found before its first step. Cure: from_transformation(tx) with an (init, update) "
+            "found before its first step. Fix: from_transformation(tx) with an (init, update) "
             "pair, or an object of your own with `init` and `step`."
         )
 
@@ -345,7 +345,7 @@ def _check_rate(where: str, lr: Any) -> None:
         )
         raise TypeError(
             f"{where}: lr must be a number, a 0-d tensor or a function of the step count, got "
-            f"{lr!r}. Likely cause: {likely}Cure: lr=1e-3, or lr=lambda applied: 1e-3 * "
+            f"{lr!r}. Likely cause: {likely}Fix: lr=1e-3, or lr=lambda applied: 1e-3 * "
             "0.95**applied."
         )
     if not callable(lr) or traced():
@@ -357,7 +357,7 @@ def _check_rate(where: str, lr: Any) -> None:
         raise TypeError(
             f"{where}: the schedule {lr!r} reads the value of the step count. It works step by "
             "step and breaks when the step is compiled or vmapped, or makes a GPU wait. Likely "
-            "cause: math.cos, an `if`, `int(applied)` or a list indexed by the count. Cure: "
+            "cause: math.cos, an `if`, `int(applied)` or a list indexed by the count. Fix: "
             "torch.cos, torch.where(applied < 100, a, b), torch.tensor(rates).take(applied)."
         ) from None
     _check_scheduled(rate)
@@ -388,7 +388,7 @@ def _check_scheduled(rate: Any) -> None:
     what = f"a tensor {rate.dtype} {tuple(rate.shape)}" if isinstance(rate, Tensor) else repr(rate)
     raise TypeError(
         f"the schedule lr returned {what}; a learning rate is a number or a floating 0-d tensor. "
-        "Likely cause: a missing `return`, or a table of rates. Cure: `lambda applied: 1e-3 * "
+        "Likely cause: a missing `return`, or a table of rates. Fix: `lambda applied: 1e-3 * "
         "0.95**applied`; of a table, `rates.take(applied)`."
     )
 

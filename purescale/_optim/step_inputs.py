@@ -132,13 +132,13 @@ def _check_placements(weight: Any, params: Tree, index: int, optimizer: Any) -> 
     if any(placement.is_partial() for placement in weight.placements):
         raise ValueError(
             f"{at} has the placements {weight.placements}: it has a Partial placement, and to "
-            "update each rank's part does not update their sum. Cure: "
+            "update each rank's part does not update their sum. Fix: "
             "`p.redistribute(placements=[Replicate()])`."
         )
     if not optimizer.elementwise and dtensor.is_sharded(weight):
         raise ValueError(
             f"{at} has the placements {weight.placements}, and {optimizer} needs the whole of a "
-            "parameter for a step of any part, as do Muon and Adafactor. Cure: AdamW or another "
+            "parameter for a step of any part, as do Muon and Adafactor. Fix: AdamW or another "
             "that moves each element by itself, or `p.redistribute(placements=[Replicate()])`, "
             "gradients too."
         )
@@ -156,5 +156,5 @@ def _check_state_placements(opt_state: Any, weights: dict[str, Any]) -> None:
                 raise ValueError(
                     f"opt_state: {key} of {name} has the placements {value.placements}, its "
                     f"parameter has {has}. Likely cause: the state of the parameters before they "
-                    "were sharded. Cure: `opt_state = optimizer.init(params)` once they are."
+                    "were sharded. Fix: `opt_state = optimizer.init(params)` once they are."
                 )

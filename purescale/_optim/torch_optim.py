@@ -107,7 +107,7 @@ def from_torch(
     if torch.compiler.is_compiling():
         raise ValueError(
             "from_torch was called inside of a compiled function, where torch's optimizers cannot "
-            "be made. Cure: make the optimizer outside; a rate that the function is given goes "
+            "be made. Fix: make the optimizer outside; a rate that the function is given goes "
             "through from_torch(..., lr_in_state=True) and opt_state._replace(lr=...)."
         )
     return TorchOptimizer(cls, lr, overrides or {}, settings, lr_in_state=lr_in_state)
@@ -179,14 +179,14 @@ class TorchOptimizer:
         opt_state = inputs.opt_state
         if not isinstance(opt_state, OptState):
             raise TypeError(
-                f"opt_state is {type(opt_state).__name__}. Cure: `opt_state = "
+                f"opt_state is {type(opt_state).__name__}. Fix: `opt_state = "
                 "optimizer.init(params)`, or what the last step returned."
             )
         weights = inputs.named_params
         if opt_state.slots.keys() != weights.keys():
             raise ValueError(
                 f"opt_state knows the parameters {_tree.some(list(opt_state.slots))}, params has "
-                f"{_tree.some(inputs.names)}. Cure: `opt_state = optimizer.init(params)` for these "
+                f"{_tree.some(inputs.names)}. Fix: `opt_state = optimizer.init(params)` for these "
                 "params."
             )
         self._kept.check(opt_state.slots, weights)
@@ -350,7 +350,7 @@ class TorchOptimizer:
         if sizes != list(map(len, groups)):
             raise ValueError(
                 f"the state dict has groups of {sizes} parameters, this optimizer has "
-                f"{list(map(len, groups))}. Likely cause: other params, or other overrides. Cure: "
+                f"{list(map(len, groups))}. Likely cause: other params, or other overrides. Fix: "
                 "overrides that match the groups of the optimizer that wrote it, in its order."
             )
         order = [name for names in groups for name in names]
@@ -366,12 +366,12 @@ class TorchOptimizer:
         if steps and not bool(torch.isfinite(torch.stack(steps)).all()):
             raise ValueError(
                 "the state dict has a step count that is inf or NaN. Likely cause: a damaged "
-                "file, or a step that was taken with such a count. Cure: an older state dict."
+                "file, or a step that was taken with such a count. Fix: an older state dict."
             )
         if known is None and not steps and any(map(callable, self._groups.lrs)):
             raise ValueError(
                 f"the rate is a schedule, and {self._groups.cls.__name__}'s state dict has no step "
-                "count to go on from. Cure: `optimizer.from_state_dict(sd, params, "
+                "count to go on from. Fix: `optimizer.from_state_dict(sd, params, "
                 "applied=scheduler.last_epoch)`, the steps made so far; 0 of an optimizer that has "
                 "made none."
             )
@@ -450,7 +450,7 @@ def _by_name(params: Tree) -> dict[str, Tensor]:
     if len(named) != len(leaves):
         raise ValueError(
             "params: two leaves have the same dotted name, such as {'a.b': ...} beside "
-            "{'a': {'b': ...}}. Cure: rename one."
+            "{'a': {'b': ...}}. Fix: rename one."
         )
     for name, leaf in named.items():
         if leaf is not None and not (
@@ -458,7 +458,7 @@ def _by_name(params: Tree) -> dict[str, Tensor]:
         ):
             what = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
             raise TypeError(
-                f"params: {name} is {what}; a parameter is a floating or complex tensor. Cure: put "
+                f"params: {name} is {what}; a parameter is a floating or complex tensor. Fix: put "
                 "it among the buffers."
             )
     _tree.check_parameters(params, leaves)

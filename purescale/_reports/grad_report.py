@@ -113,7 +113,7 @@ def grad_report(grads: Tree, sample: int = 1) -> GradReport:
     if not names:
         raise ValueError(
             "grads holds no tensor, so there is nothing to report. Likely cause: the `.grad` of "
-            "parameters before a backward, or a tree of None. Cure: the gradients that "
+            "parameters before a backward, or a tree of None. Fix: the gradients that "
             "`torch.func.grad(loss_fn)(params)` returns."
         )
     present = [leaf for leaf in leaves if leaf is not None]

@@ -187,7 +187,7 @@ def probe_scales(
     value_and_grad = ValueAndGrad(given, _tree.flat(buffers), scaler, loss_fn)
     if not value_and_grad.inputs:
         raise ValueError(
-            "params holds no tensor, so there is no gradient to look at. Cure: the `params` of "
+            "params holds no tensor, so there is no gradient to look at. Fix: the `params` of "
             "`apply, params, buffers = make_functional(model)`."
         )
     inputs, loss, _ = value_and_grad.graph(value_and_grad.buffers.leaves, microbatch)
@@ -235,7 +235,7 @@ def _exponents(given: Iterable[int]) -> list[int]:
     chosen = {_checks.whole("each of exponents", each, least=-149, most=127) for each in listed}
     if not chosen:
         raise ValueError(
-            "exponents is empty, so there is no scale to look at. Cure: `range(-8, 25, 2)`, the "
+            "exponents is empty, so there is no scale to look at. Fix: `range(-8, 25, 2)`, the "
             "usual ones."
         )
     return sorted(chosen, reverse=True)
@@ -258,7 +258,7 @@ def _gradients(loss: Tensor, inputs: Leaves, scales: Tensor) -> Leaves:
             raise RuntimeError(
                 f"the backward of the loss does not go through torch.vmap over {len(scales)} "
                 "scales (see above). Likely cause: an operator of it has no rule for vmap or reads "
-                "a value, or this is too much memory. Cure: probe_scales(..., chunk_size=1), which "
+                "a value, or this is too much memory. Fix: probe_scales(..., chunk_size=1), which "
                 "does without vmap; for memory a chunk_size between."
             ) from refused
     return [
@@ -323,7 +323,7 @@ def _plot(probe: ScaleProbe) -> Any:
         import matplotlib.pyplot as plt
     except ImportError as missing:
         raise ImportError(
-            "probe.plot() draws with matplotlib. Cure: pip install matplotlib"
+            "probe.plot() draws with matplotlib. Fix: pip install matplotlib"
         ) from missing
     exponents = probe.exponents.tolist()
     figure, panels = plt.subplots(2, 1, sharex=True, figsize=(8, 6.5), layout="constrained")

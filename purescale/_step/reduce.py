@@ -166,12 +166,12 @@ def _refuse_dtensors(trees: dict[str, Tree]) -> None:
                 raise ValueError(
                     f"{at} is a DTensor, {leaf.placements} over a mesh of {mesh}; with a group "
                     "every rank holds all of each leaf, in plain tensors. Likely cause: group=... "
-                    "in a script that now shards its parameters. Cure: leave group out, a DTensor "
+                    "in a script that now shards its parameters. Fix: leave group out, a DTensor "
                     "is reduced over its own mesh; for replicas of shards a mesh of two dimensions "
                     "and [Replicate(), Shard(0)]."
                 )
             raise ValueError(
                 f"{at} is {leaf.layout}; what ranks average is dense. Likely cause: a sparse "
-                "buffer, as an adjacency matrix. Cure: `buffer.to_dense()`, or let loss_fn "
+                "buffer, as an adjacency matrix. Fix: `buffer.to_dense()`, or let loss_fn "
                 "close over what no step changes."
             )

@@ -48,7 +48,7 @@ def accumulate_until_finite(
         raise ValueError(
             f"max_retries={max_retries} with parameters that are DTensors: whether to try again is "
             "read from the loss of this rank. Ranks could disagree about retrying and deadlock. "
-            "Cure: max_retries=0; the next step is taken at the lower scale anyway."
+            "Fix: max_retries=0; the next step is taken at the lower scale anyway."
         )
     device = scaler.tree.scale.device
     best: Tried | None = None

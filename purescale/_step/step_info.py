@@ -66,27 +66,27 @@ def stack_infos(infos: Sequence[StepInfo]) -> StepInfo:
     (tensor([2., 1.]), ())
     """
     if isinstance(infos, StepInfo):
-        raise TypeError("stack_infos takes a list, got one StepInfo. Cure: `infos += [info]`.")
+        raise TypeError("stack_infos takes a list, got one StepInfo. Fix: `infos += [info]`.")
     if not isinstance(infos, Iterable):
-        raise TypeError(f"stack_infos takes a list, got {shown(infos)}. Cure: `infos += [info]`.")
+        raise TypeError(f"stack_infos takes a list, got {shown(infos)}. Fix: `infos += [info]`.")
     infos = list(infos)
     if not infos:
-        raise ValueError("stack_infos got no infos. Cure: `infos += [info]` after each step.")
+        raise ValueError("stack_infos got no infos. Fix: `infos += [info]` after each step.")
     for index, info in enumerate(infos):
         if not isinstance(info, StepInfo):
             raise TypeError(
-                f"infos[{index}] is {shown(info)}; expected a StepInfo. Cure: what train_step "
+                f"infos[{index}] is {shown(info)}; expected a StepInfo. Fix: what train_step "
                 "returns second; for a state, `infos += [info]` and not `infos += info`."
             )
         for place, leaf in enumerate(_tree.flatten(info)[0]):
             if leaf is not None and not isinstance(leaf, Tensor):
                 raise TypeError(
                     f"{_tree.path(info, f'infos[{index}]', place)} is {shown(leaf)}; only tensors "
-                    "are stacked. Cure: `torch.tensor(...)` of it in loss_fn, or "
+                    "are stacked. Fix: `torch.tensor(...)` of it in loss_fn, or "
                     "`info._replace(aux=())`."
                 )
     cause = (
-        "Likely cause: a last batch that is smaller. Cure: a mean or a sum in loss_fn, or "
+        "Likely cause: a last batch that is smaller. Fix: a mean or a sum in loss_fn, or "
         "`info._replace(aux=())` before they are stacked."
     )
     run: StepInfo = stacked("infos", infos, cause)

@@ -73,13 +73,13 @@ def init_train_state(
     weights = _tree.tensors(params)
     if not weights:
         raise ValueError(
-            f"init_train_state got params without a tensor, {params!r}. Cure: `apply, params, "
+            f"init_train_state got params without a tensor, {params!r}. Fix: `apply, params, "
             "buffers = make_functional(model)`."
         )
     if rng is not None and not (isinstance(rng, Tensor) and rng.dtype is torch.uint8):
         raise TypeError(
             f"rng must be the state of a generator, a uint8 tensor, got {type(rng).__name__}. "
-            f"Cure: rng=torch.Generator({weights[0].device.type!r}).manual_seed(0).get_state()."
+            f"Fix: rng=torch.Generator({weights[0].device.type!r}).manual_seed(0).get_state()."
         )
     _tree.refuse_graphs(params=params, buffers=buffers)
     device = weights[0].device
@@ -142,9 +142,9 @@ def train_step(
     - `max_retries`: above 0 it syncs with the host. A window that overflows is gone through again,
       the same microbatches with the same random numbers of torch's generators, at the scale that
       the rule backs off to, until it is finite: the step is the one that this scale would have
-      taken at once. Where no try is, the scale ends as after one ordinary skip, and
-      `"drop_microbatch"` steps with the try that lost the fewest. A loss that itself is not finite
-      is not tried again. Not traceable.
+      taken at once. If every retry overflows, the scale backs off once, as after a normal skip,
+      and `"drop_microbatch"` steps with the try that lost the fewest. A loss that itself is not
+      finite is not tried again. Not traceable.
     - `donate`: the tensors of `state` may be overwritten; the caller gives them up. Same bits, as
       in `maybe_step`.
     - `bn_update="each"`: batch norm updates its running averages with every microbatch, so k of
@@ -156,8 +156,8 @@ def train_step(
       Gradients are reduced once, with the last microbatch, and ten numbers with them. Buffers are
       averaged by weight (with `"window"` their statistics are those of all), of integers the
       largest, so that every rank ends with the same. Ranks that meet on a CPU (gloo) first read 16
-      bytes of each other: what one refuses, every rank refuses, and so what one holds otherwise, a
-      setting of `optimizer` or `rule`, the structure of the state, a scale, rate or count in it;
+      bytes of each other: an error on one rank raises on all, and so does a difference, in a setting
+      of `optimizer` or `rule`, the structure of the state, or a scale, rate or count in it;
       `weight_fn` is called for that too. What `loss_fn` raises on one rank is an error on the
       others only when that rank ends, or the group's timeout does. DTensors, which are reduced over
       their own mesh, are refused.
@@ -362,7 +362,7 @@ def _check_call(
     if not isinstance(state, TrainState):
         raise TypeError(
             f"train_step takes a TrainState, got {type(state).__name__}. "
-            f"Cure: `state = init_train_state(params, buffers, optimizer, rule)`."
+            f"Fix: `state = init_train_state(params, buffers, optimizer, rule)`."
         )
     _check_parts(settings["optimizer"], rule)
     _check_microbatches(microbatches)
@@ -386,18 +386,18 @@ def _check_call(
     if max_retries and isinstance(rule, StaticScale):
         raise ValueError(
             f"max_retries={max_retries} with {rule!r}, whose scale never moves: every try would "
-            "overflow again. Cure: DynamicScale(), or max_retries=0."
+            "overflow again. Fix: DynamicScale(), or max_retries=0."
         )
     if max_retries and traced():
         raise ValueError(
-            "max_retries reads the flag on the host, which a traced step cannot. Cure: "
+            "max_retries reads the flag on the host, which a traced step cannot. Fix: "
             "max_retries=0 under torch.compile and torch.func; the next step is taken at the "
             "lower scale anyway."
         )
     if not isinstance(state.rng, tuple) and traced():
         raise ValueError(
             "a step with rng in its state cannot be traced: torch's generators are outside of "
-            "torch.compile and torch.func. Cure: state._replace(rng=()), torch.manual_seed before "
+            "torch.compile and torch.func. Fix: state._replace(rng=()), torch.manual_seed before "
             "the step, and for vmap randomness='different'."
         )
     if weight_fn is not None:
@@ -418,12 +418,12 @@ def _check_microbatches(microbatches: Any) -> None:
             )
         raise TypeError(
             f"microbatches is a {type(microbatches).__name__}; expected a list, one step for all "
-            f"of it. {cause and f'Likely cause: {cause}'}Cure: {cure}."
+            f"of it. {cause and f'Likely cause: {cause}'}Fix: {cure}."
         )
     if not microbatches:
         raise ValueError(
             "microbatches is an empty list; a step needs at least one. Likely cause: a loader "
-            "that ran out. Cure: end the loop there."
+            "that ran out. Fix: end the loop there."
         )
 
 
@@ -438,6 +438,6 @@ def _check_parts(optimizer: Any, rule: Any) -> None:
         )
         raise TypeError(
             f"optimizer is {got}; expected an object with `init` and `step`. "
-            f"Cure: from_torch(torch.optim.AdamW, lr=1e-3), or from_transformation(tx)."
+            f"Fix: from_torch(torch.optim.AdamW, lr=1e-3), or from_transformation(tx)."
         )
     check_rule(rule)

@@ -126,7 +126,7 @@ class ValueAndGrad:
             raise ValueError(
                 "the loss does not depend on params. Likely cause: loss_fn calls the module "
                 "and not `apply(params, buffers, ...)`, or runs under torch.no_grad or "
-                "inference_mode. Cure: `out, buffers = apply(params, buffers, x)` and a loss "
+                "inference_mode. Fix: `out, buffers = apply(params, buffers, x)` and a loss "
                 "of that `out`."
             )
         if _versions(inputs) != before:
@@ -139,7 +139,7 @@ class ValueAndGrad:
         raise RuntimeError(
             f"loss_fn wrote into the parameter {name}. Parameters are the state of this step, "
             "which nothing may change. Likely cause: weights that are clipped, renormalised or "
-            "initialised in forward, under torch.no_grad. Cure: compute a new tensor, "
+            "initialised in forward, under torch.no_grad. Fix: compute a new tensor, "
             "`w = w / w.norm()`, or change the parameters between two steps."
         )
 
@@ -163,7 +163,7 @@ class ValueAndGrad:
             )
             raise TypeError(
                 f"loss_fn returned {what}; expected (loss, new_buffers) or (loss, new_buffers, "
-                "aux). Cure: `return loss, new_buffers`, or `return loss, buffers` where nothing "
+                "aux). Fix: `return loss, new_buffers`, or `return loss, buffers` where nothing "
                 "changes them."
             )
         loss, new_buffers, *aux = returned
@@ -171,13 +171,13 @@ class ValueAndGrad:
         if not isinstance(loss, Tensor):
             raise TypeError(
                 f"loss_fn returned {type(loss).__name__} as its loss; expected a tensor of one "
-                "element. Cure: loss first, `return loss, new_buffers`."
+                "element. Fix: loss first, `return loss, new_buffers`."
             )
         if not _like_buffers(new_buffers, buffers):
             raise ValueError(
                 f"new_buffers does not match buffers: loss_fn returned {_described(new_buffers)} "
                 f"where the new buffers belong, {_described(buffers)}. Likely cause: `return loss, "
-                "aux`. Cure: `return loss, new_buffers, aux`, or `return loss, buffers, aux` "
+                "aux`. Fix: `return loss, new_buffers, aux`, or `return loss, buffers, aux` "
                 "where nothing changes them."
             )
         leaves = _tree.paired(buffers, new_buffers, "buffers", "new_buffers", flat=self.buffers)[1]

@@ -48,17 +48,17 @@ def redistribute_like(leaf: Any, other: Any) -> Any:
 
 
 def placement_mismatch(leaf: Any, other: Any) -> str:
-    """Why two leaves are not over one mesh, and the cure; nothing where they are."""
+    """Why two leaves are not over one mesh, and the fix; nothing where they are."""
     here, there = (x.device_mesh if isinstance(x, DTensor) else None for x in (leaf, other))
     if here is there or here == there:
         return ""
     if here is None or there is None:
         a, b = ("a plain tensor" if mesh is None else "a DTensor" for mesh in (here, there))
         return (
-            f"is {a}, and {b}: a rank cannot tell what it holds of the other. Cure: "
+            f"is {a}, and {b}: a rank cannot tell what it holds of the other. Fix: "
             "`distribute_tensor(t, mesh, placements)` of the plain one."
         )
-    return f"is over the mesh {here}, and over {there}. Cure: both over one mesh."
+    return f"is over the mesh {here}, and over {there}. Fix: both over one mesh."
 
 
 def is_sharded(leaf: Any) -> bool:

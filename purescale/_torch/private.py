@@ -19,7 +19,7 @@ def _refused(what: str) -> ImportError:
     return ImportError(
         f"purescale needs {what}, which torch {torch.__version__} does not have. Likely cause: "
         f"a torch other than those that this version was tested with, 2.11 to 2.13; its private "
-        f"names move without notice. Cure: pip install 'torch>=2.11,<2.14', or a newer purescale.",
+        f"names move without notice. Fix: pip install 'torch>=2.11,<2.14', or a newer purescale.",
         name="torch",
     )
 

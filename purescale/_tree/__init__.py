@@ -1,7 +1,7 @@
 """Pytrees of tensors: flattened, named, compared, selected from, stacked; what a leaf may be.
 
 A state, its gradients and its buffers are trees. Here they become lists of leaves and trees again,
-and what cannot be a parameter or a gradient is refused, naming the leaf, the cause and the cure.
+and what cannot be a parameter or a gradient is refused, naming the leaf, the cause and the fix.
 
 Entry: `tree.flatten` and `tree.flat`; `leaves.normalize`, which makes leaves dense, real and local;
 `select.select`, old or new; `stack.stack_states`.

@@ -52,23 +52,23 @@ def are_dense(leaves: Sequence[Any]) -> bool:
 
 
 def unsupported_reason(leaf: Tensor, *, sparse: bool = False) -> str:
-    """Why a tensor cannot be a leaf that is computed with, and the cure; nothing where it can.
+    """Why a tensor cannot be a leaf that is computed with, and the fix; nothing where it can.
 
     `sparse`: a COO tensor can, since it is made dense.
     """
     if leaf.is_nested:
         return (
-            "is a nested tensor, whose parts differ in shape. Cure: "
+            "is a nested tensor, whose parts differ in shape. Fix: "
             "`torch.nested.to_padded_tensor(t, 0.0)`, or a list of its parts."
         )
     if leaf.is_quantized:
-        return f"is quantized, {leaf.dtype}. Cure: `.dequantize()`."
+        return f"is quantized, {leaf.dtype}. Fix: `.dequantize()`."
     if leaf.layout is not torch.strided and not (sparse and leaf.layout is torch.sparse_coo):
         also = " or sparse COO" if sparse else ""
-        return f"has the layout {leaf.layout}; expected dense{also}. Cure: `.to_dense()`."
+        return f"has the layout {leaf.layout}; expected dense{also}. Fix: `.to_dense()`."
     if leaf.dtype.itemsize == 1 and leaf.dtype not in (torch.bool, torch.uint8, torch.int8):
         return (
-            f"has dtype {leaf.dtype}, in which torch cannot compute. Cure: `.to(torch.float32)`; "
+            f"has dtype {leaf.dtype}, in which torch cannot compute. Fix: `.to(torch.float32)`; "
             "fp8 recipes keep scales of their own for each tensor, as torchao does."
         )
     return ""
@@ -94,25 +94,25 @@ def _check_floating(leaf: Any, at: str, what: str) -> None:
     if not isinstance(leaf, Tensor):
         raise TypeError(
             f"{at} is {type(leaf).__name__} {leaf!r}; every {what} must be a tensor or None. "
-            "Cure: put tensors into the tree; dict, list, tuple and NamedTuple are looked into, "
+            "Fix: put tensors into the tree; dict, list, tuple and NamedTuple are looked into, "
             "other containers are not."
         )
     if not (leaf.is_floating_point() or leaf.is_complex()):
         raise TypeError(
             f"{at} has dtype {leaf.dtype}; a {what} is floating or complex. Likely cause: an "
-            "integer buffer, a mask or a token count is in the tree. Cure: leave it out, or put "
+            "integer buffer, a mask or a token count is in the tree. Fix: leave it out, or put "
             "None in its place."
         )
 
 
 def elsewhere(device: torch.device) -> str:
-    """Why a leaf may be on another device than the rest, and the cure."""
+    """Why a leaf may be on another device than the rest, and the fix."""
     if device.type == "meta":
         return (
-            "A tensor on meta has no values. Likely cause: a model that was never filled. Cure: "
+            "A tensor on meta has no values. Likely cause: a model that was never filled. Fix: "
             "load or initialise it, then begin."
         )
-    return "Cure: `.to(device)` of what was left behind."
+    return "Fix: `.to(device)` of what was left behind."
 
 
 # ---- dense, real and local -----------------------------------------------------------------------
@@ -248,7 +248,7 @@ def mismatch_error(a: Any, b: Any, at: str, other: str, why: str) -> Exception:
             kinds = sorted({_kind(x) for x in (a, b) if is_constant(x)})
             return TypeError(
                 f"{at} is {' and '.join(kinds)}, and another tensor in {other}. No step changes "
-                "such a tensor: it must come back as the same object. Cure: return what was given, "
+                "such a tensor: it must come back as the same object. Fix: return what was given, "
                 "or keep it dense, `.to_dense()` or `.dequantize()`."
             )
         if cause := dtensor.placement_mismatch(a, b):
@@ -259,11 +259,11 @@ def mismatch_error(a: Any, b: Any, at: str, other: str, why: str) -> Exception:
             )
         return ValueError(
             f"{at} is {a.dtype} {tuple(a.shape)}, but {b.dtype} {tuple(b.shape)} in {other}. {why} "
-            f"Cure: `.to({a.dtype})` what was computed in another dtype."
+            f"Fix: `.to({a.dtype})` what was computed in another dtype."
         )
     return ValueError(
         f"{at} is {a!r}, but {b!r} in {other}. What changes in a step must be a tensor, or a "
-        "skipped step could not keep the old value without reading the flag. Cure: "
+        "skipped step could not keep the old value without reading the flag. Fix: "
         "`torch.tensor(...)`."
     )
 

@@ -44,7 +44,7 @@ def check_equal(name: str, d: Any, expected: dict[str, Any]) -> None:
     cause = next((_CAUSES[field] for field in _CAUSES if field in fields), other)
     raise ValueError(
         f"{name} does not match like: {lists}. Likely cause: the state of {cause} than `like`. "
-        "Cure: make `like` as the saved tree was made, `init_train_state(params, buffers, "
+        "Fix: make `like` as the saved tree was made, `init_train_state(params, buffers, "
         "optimizer, rule, rng)` with the same arguments; change what was loaded afterwards."
     )
 

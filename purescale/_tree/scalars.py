@@ -45,7 +45,7 @@ def whole(name: str, value: Any, least: int = 0, most: int | None = 2**31 - 1) -
         bounds = f"at least {least}" if most is None else f"from {least} to {most}"
         nearest = least if number < least else most
         raise ValueError(
-            f"{name} must be {bounds}, got {shown(value)}. Cure: the nearest that fits, {nearest}."
+            f"{name} must be {bounds}, got {shown(value)}. Fix: the nearest that fits, {nearest}."
         )
     return number
 
@@ -55,7 +55,7 @@ def positive(name: str, value: Any) -> float:
     number = real(name, value)
     if not is_positive_float32(number):
         raise ValueError(
-            f"{name} must be positive and finite in float32, got {shown(value)}. Cure: a power of "
+            f"{name} must be positive and finite in float32, got {shown(value)}. Fix: a power of "
             f"two, as {name}=2.0."
         )
     return number
@@ -79,7 +79,7 @@ def power_of_two(name: str, value: Any) -> float:
         )
         raise ValueError(
             f"{name} must be a power of two between 2**-149 and 2**127, got {shown(value)}: any "
-            f"other factor rounds every gradient. Cure: {name}={near!r}."
+            f"other factor rounds every gradient. Fix: {name}={near!r}."
         )
     return number
 
@@ -97,19 +97,19 @@ def bound(name: str, value: Any) -> float | Tensor:
     if isinstance(value, Tensor):
         if value.ndim:
             raise ValueError(
-                f"{name} must be a number or a 0-d tensor, got shape {tuple(value.shape)}. Cure: "
+                f"{name} must be a number or a 0-d tensor, got shape {tuple(value.shape)}. Fix: "
                 f"`{name}=1.0`, one bound for all gradients."
             )
         if value.is_complex() or value.dtype is torch.bool:
             raise TypeError(
-                f"{name} must be a real number, got a tensor of {value.dtype}. Cure: "
+                f"{name} must be a real number, got a tensor of {value.dtype}. Fix: "
                 "`torch.tensor(1.0)`."
             )
         return value
     number = real(name, value)
     if not number > 0:
         raise ValueError(
-            f"{name} must be above 0, got {shown(value)}. Cure: None to leave this clipping out."
+            f"{name} must be above 0, got {shown(value)}. Fix: None to leave this clipping out."
         )
     return number
 
@@ -127,14 +127,14 @@ def _no_number(name: str, value: Any, kind: type[int] | type[float]) -> TypeErro
         return TypeError(
             f"{name} is a tensor of shape {tuple(value.shape)}, {value.dtype}; expected {what}. "
             "Likely cause: a dict that was put through something that turns numbers into tensors, "
-            f"or that comes from another library. Cure: `{name}.item()`."
+            f"or that comes from another library. Fix: `{name}.item()`."
         )
     cure = repr(kind(1))
     if isinstance(value, (str, numbers.Number)):
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             cure = shown(kind(value))  # type: ignore[arg-type]
     return TypeError(
-        f"{name} must be {what}, got {shown(value)} ({type(value).__name__}). Cure: {cure}, as an "
+        f"{name} must be {what}, got {shown(value)} ({type(value).__name__}). Fix: {cure}, as an "
         f"{'int' if kind is int else 'int or a float'}."
     )
 

@@ -37,11 +37,11 @@ def stack_states(states: Iterable[Tree]) -> Tree:
     one = isinstance(states, (Tensor, Mapping, str)) or hasattr(states, "_fields")
     if one or not isinstance(states, Iterable):
         raise TypeError(
-            f"stack_states takes a list of states, got one {type(states).__name__}. Cure: "
+            f"stack_states takes a list of states, got one {type(states).__name__}. Fix: "
             "`stack_states([state, other])`."
         )
     cause = (
-        "Likely cause: states of other parameters, optimizers or rules. Cure: states that one init "
+        "Likely cause: states of other parameters, optimizers or rules. Fix: states that one init "
         "made; `torch.tensor(...)` for a number that a member has of its own."
     )
     return stacked("states", list(states), cause)
@@ -107,7 +107,7 @@ def member(states: Tree, i: int | Tensor) -> Tree:
         if i.ndim or i.is_floating_point() or i.is_complex() or i.dtype is torch.bool:
             raise TypeError(
                 f"i is {i.dtype} {tuple(i.shape)}; expected a whole number or a 0-d integer tensor."
-                " Cure: `i.long()`; for several members, `torch.vmap` over i."
+                " Fix: `i.long()`; for several members, `torch.vmap` over i."
             )
         place = torch.where(i < 0, i + size, i).to(torch.int64).reshape(1)
         picked = [
@@ -118,7 +118,7 @@ def member(states: Tree, i: int | Tensor) -> Tree:
     index = _checks.whole("i", i, least=-(2**63), most=None)
     if not -size <= index < size:
         raise IndexError(
-            f"i is {index}, and there are {size} states. Cure: from 0 to {size - 1}, or from -1 "
+            f"i is {index}, and there are {size} states. Fix: from 0 to {size - 1}, or from -1 "
             f"to {-size}, from the end."
         )
     picked = [leaf[index].clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -137,11 +137,11 @@ def _members(states: Tree, leaves: Leaves) -> int:
         others = "[n, ...]" if size is None else f"[{size}, ...], as the tensors before it"
         raise ValueError(
             f"{_tree.path(states, 'states', place)} has shape {tuple(leaf.shape)}; expected "
-            f"{others}. Likely cause: one state, or states that were put together otherwise. Cure: "
+            f"{others}. Likely cause: one state, or states that were put together otherwise. Fix: "
             "what `stack_states` returned, or a step under `torch.vmap` made of it."
         )
     if size is None:
-        raise ValueError("states has no tensor, so it has no members. Cure: `stack_states(...)`.")
+        raise ValueError("states has no tensor, so it has no members. Fix: `stack_states(...)`.")
     return size
 
 
@@ -176,7 +176,7 @@ def ema(old: Tree, new: Tree, decay: float | Tensor) -> Tree:
         if cause := _apart(a, b):
             raise ValueError(
                 f"{_tree.path(old, 'new', place)} is {_kind(b)}, but {_kind(a)} in old: {cause}. "
-                "Likely cause: the average of another model. Cure: start with a copy, `{name: "
+                "Likely cause: the average of another model. Fix: start with a copy, `{name: "
                 "weight.clone() for name, weight in params.items()}`."
             )
     return structure.unflatten(
@@ -188,16 +188,16 @@ def _checked_decay(decay: Any) -> float | Tensor:
     if isinstance(decay, Tensor):
         if decay.ndim:
             raise ValueError(
-                f"decay has shape {tuple(decay.shape)}; expected a number or a 0-d tensor. Cure: "
+                f"decay has shape {tuple(decay.shape)}; expected a number or a 0-d tensor. Fix: "
                 "one decay for all leaves; for one a member, call this under `torch.vmap`."
             )
         if decay.is_complex() or decay.dtype is torch.bool:
-            raise TypeError(f"decay is a tensor of {decay.dtype}. Cure: `torch.tensor(0.999)`.")
+            raise TypeError(f"decay is a tensor of {decay.dtype}. Fix: `torch.tensor(0.999)`.")
         return decay
     number = _checks.real("decay", decay)
     if not 0 <= number <= 1:
         raise ValueError(
-            f"decay must lie between 0 and 1, got {number!r}. Cure: 0.999, the share of the old."
+            f"decay must lie between 0 and 1, got {number!r}. Fix: 0.999, the share of the old."
         )
     return number
 

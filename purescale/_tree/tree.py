@@ -221,7 +221,7 @@ def leaves_like(name: str, tree: Tree, like_name: str, like: Tree, structure: An
         f"{name} does not match {like_name}: missing {some(missing)}; not in {like_name}: "
         f"{some(extra)}. Both must be the same nesting of the same keys (with None for what is "
         f"absent). Likely cause: {name} was made from other {like_name} than these, or some leaves "
-        f"were dropped. Cure: take both from one place, for example `{name} = "
+        f"were dropped. Fix: take both from one place, for example `{name} = "
         f"{{key: {name}.get(key) for key in {like_name}}}` for flat dicts."
     )
 
@@ -261,7 +261,7 @@ def aligned(params: Flat, grads: Tree) -> Aligned:
         cause = "no parameter there" if weight is None else _leaf.mismatch_reason(gradient, weight)
         if cause:
             raise ValueError(
-                f"{path(params, 'grads', index)} has {cause}. Cure: the gradients of these "
+                f"{path(params, 'grads', index)} has {cause}. Fix: the gradients of these "
                 "params, `torch.func.grad(scaled_loss)(params)`."
             )
     return Aligned(structure, weights, gradients)
@@ -290,7 +290,7 @@ def refuse_graphs(**trees: Tree) -> None:
                     f"{paths(tree, name)[index]} is a result of torch.autograd "
                     f"({leaf.grad_fn.name()}), and `.backward()` cannot go through a step. Likely "
                     "cause: a derivative through the step is wanted, or gradients were made with "
-                    "create_graph=True. Cure: torch.func.grad of a function that makes the step, "
+                    "create_graph=True. Fix: torch.func.grad of a function that makes the step, "
                     "or from_torch(..., differentiable=True); to drop the graph as torch.optim "
                     "does, `with torch.no_grad():` around the step."
                 )
@@ -364,7 +364,7 @@ def flag(found_inf: Tensor | bool, like: Tensor | None = None) -> Tensor:
         if found_inf.ndim != 0:
             raise ValueError(
                 f"found_inf has shape {tuple(found_inf.shape)}; one flag decides for everything, "
-                "so it must be 0-d. Cure: `found_inf.any()`; for stacked states, call this under "
+                "so it must be 0-d. Fix: `found_inf.any()`; for stacked states, call this under "
                 "`torch.vmap`."
             )
         return found_inf if found_inf.dtype is torch.bool else found_inf != 0

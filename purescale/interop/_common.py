@@ -76,13 +76,13 @@ def check_factors(growth: tuple[str, float], backoff: tuple[str, float] | None =
     """Refuse factors that do not grow, or do not back off."""
     if growth[1] <= 1:
         raise ValueError(
-            f"{growth[0]} must be above 1, got {growth[1]!r}: the scale would never grow. Cure: "
+            f"{growth[0]} must be above 1, got {growth[1]!r}: the scale would never grow. Fix: "
             f"{growth[0]}=2.0, as usual."
         )
     if backoff is not None and backoff[1] >= 1:
         raise ValueError(
             f"{backoff[0]} must lie between 0 and 1, got {backoff[1]!r}: an overflow would repeat "
-            f"for ever. Cure: {backoff[0]}=0.5, as usual."
+            f"for ever. Fix: {backoff[0]}=0.5, as usual."
         )
 
 
@@ -90,7 +90,7 @@ def check_bool(name: str, value: Any) -> None:
     """Refuse what is not True or False."""
     if not isinstance(value, bool):
         raise TypeError(
-            f"{name} must be True or False, got {value!r} ({type(value).__name__}). Cure: "
+            f"{name} must be True or False, got {value!r} ({type(value).__name__}). Fix: "
             f"{name}=False, or True."
         )
 
@@ -152,14 +152,14 @@ def check_dict(
     if not isinstance(d, Mapping):
         raise TypeError(
             f"interop.{peer}.from_state_dict takes a state dict with {_listed(required)}, got "
-            f"{type(d).__name__}. Cure: pass what `state_dict()` returned, or what torch.load "
+            f"{type(d).__name__}. Fix: pass what `state_dict()` returned, or what torch.load "
             "read, not the object or its path."
         )
     if not d:
         raise ValueError(
             f"interop.{peer}.from_state_dict got an empty dict; expected {_listed(required)}. "
             "Likely cause: it was saved from a disabled scaler (enabled=False), which has no "
-            "state. Cure: `rule = NoScale(); state = rule.init(device)`."
+            "state. Fix: `rule = NoScale(); state = rule.init(device)`."
         )
     missing = [key for key in required if key not in d]
     extra = (
@@ -181,11 +181,11 @@ def refuse(
     """Say what is wrong with the keys of `d`, and whose it may be."""
     found = owner(d)
     if found in (peer, None):
-        cure = "Cure: pass the scaler's own dict as it was saved, not a checkpoint that holds it."
+        cure = "Fix: pass the scaler's own dict as it was saved, not a checkpoint that holds it."
     elif found in ("mmcv", "purescale"):
         cure = f"This looks like {_OWNERS[found]}, for which there is no file here."
     else:
-        cure = f"This looks like {_OWNERS[found]}. Cure: `interop.{found}.from_state_dict(d)`."
+        cure = f"This looks like {_OWNERS[found]}. Fix: `interop.{found}.from_state_dict(d)`."
     wrong = "".join(
         f" {what} {_listed(sorted(map(str, keys)))}."
         for what, keys in (("Missing:", missing), ("Unexpected:", extra))
@@ -212,7 +212,7 @@ def with_settings(
         if name in merged and merged[name] != d[name]:
             raise ValueError(
                 f"{name}={shown(merged[name])} contradicts the state dict, which has "
-                f"{shown(d[name])}. Cure: leave it out, and change the rule afterwards if that is "
+                f"{shown(d[name])}. Fix: leave it out, and change the rule afterwards if that is "
                 f"meant: `dataclasses.replace(rule, {name}={shown(merged[name])})`."
             )
         merged[name] = d[name]
@@ -226,7 +226,7 @@ def saved_scale(name: str, value: Any) -> float:
         raise ValueError(
             f"the saved scale, {name}, is {shown(value)}; a loss can only be scaled by a positive, "
             "finite float32. Likely cause: the job had overflowed or grown without end before it "
-            "was saved. Cure: `state = rule(...).init(device)`."
+            "was saved. Fix: `state = rule(...).init(device)`."
         )
     return number
 
@@ -245,12 +245,12 @@ def check_saveable(
         raise TypeError(
             f"interop.{peer}.to_state_dict got a {type(scaler).__name__}; expected a "
             f"{state_kind.__name__}. Likely cause: rule and state swapped, or the state of a whole "
-            "step. Cure: to_state_dict(rule, state.scaler)."
+            "step. Fix: to_state_dict(rule, state.scaler)."
         )
     stacked = [name for name, leaf in zip(scaler._fields, scaler, strict=True) if leaf.ndim]
     if stacked:
         raise ValueError(
             f"interop.{peer}.to_state_dict takes one state of 0-d tensors; {_listed(stacked)} have "
-            "more dimensions. Likely cause: states of an ensemble. Cure: one at a time, "
+            "more dimensions. Likely cause: states of an ensemble. Fix: one at a time, "
             "`type(state)(*(t[i] for t in state))`."
         )

@@ -137,7 +137,7 @@ def _loss_scale(value: Any) -> float | str:
             raise ValueError(
                 f"loss_scale must be 'dynamic', a number, or a number as a string, got {value!r}. "
                 "Likely cause: a slip of the pen, or an argument of the command line that was "
-                "passed on as it is. Cure: loss_scale='dynamic' or loss_scale=128.0."
+                "passed on as it is. Fix: loss_scale='dynamic' or loss_scale=128.0."
             ) from None
     return positive("loss_scale", value)
 
@@ -181,7 +181,7 @@ def from_state_dict(
             )
             raise ValueError(
                 f"{name} in apex's state dict is a dict with 'loss_scale' and 'unskipped', got "
-                f"{got}. Cure: amp.state_dict()."
+                f"{got}. Fix: amp.state_dict()."
             )
         scale = saved_scale(f"{name}['loss_scale']", entry["loss_scale"])
         made.append(rule(**{"init_scale": scale, **settings}))
@@ -189,7 +189,7 @@ def from_state_dict(
         if static not in ("dynamic", scale):
             raise ValueError(
                 f"loss_scale={static!r} contradicts {name}, which has {scale!r}. Likely cause: the "
-                "job was dynamic. Cure: loss_scale='dynamic', the default, or "
+                "job was dynamic. Fix: loss_scale='dynamic', the default, or "
                 f"loss_scale={scale!r}."
             )
         states.append(
@@ -220,7 +220,7 @@ def to_state_dict(rule: Rules, scaler: States) -> dict[str, Any]:
     if len(rules) != len(states):
         raise ValueError(
             f"interop.apex.to_state_dict got {len(rules)} rule(s) and {len(states)} state(s). "
-            "Cure: one state a loss."
+            "Fix: one state a loss."
         )
     for one, state in zip(rules, states, strict=True):
         check_saveable("apex", one, (ApexScale,), state, ScalerState)
@@ -301,7 +301,7 @@ def initialize(
         near = f"O{str(opt_level)[-1]}" if str(opt_level)[-1:] in tuple("0123") else "O1"
         raise RuntimeError(
             f"unknown opt_level {opt_level!r}; expected 'O0', 'O1', 'O2' or 'O3': the letter O and "
-            "a digit. Likely cause: a zero for the letter, or a number alone. Cure: "
+            "a digit. Likely cause: a zero for the letter, or a number alone. Fix: "
             f"opt_level={near!r}."
         )
     keep_norms: Any = {"True": True, "False": False}.get(
@@ -315,7 +315,7 @@ def initialize(
         if value is not None and not isinstance(value, bool):
             strings = ", 'True', 'False'" if name == "keep_batchnorm_fp32" else ""
             raise ValueError(
-                f"{name} must be True, False{strings} or None, got {value!r}. Cure: {name}=True."
+                f"{name} must be True, False{strings} or None, got {value!r}. Fix: {name}=True."
             )
     _check_dtype("cast_model_type", None if cast_model_type is False else cast_model_type)
     _check_dtype("cast_model_outputs", cast_model_outputs)
@@ -352,7 +352,7 @@ def initialize(
 def _check_dtype(name: str, dtype: Any) -> None:
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(
-            f"{name} must be a floating torch.dtype or None, got {dtype!r}. Cure: "
+            f"{name} must be a floating torch.dtype or None, got {dtype!r}. Fix: "
             f"{name}=torch.float16."
         )
 
@@ -368,23 +368,23 @@ def _refuse_contradictions(
         if patch:
             raise RuntimeError(
                 f"patch_torch_functions=True contradicts opt_level={opt_level!r}: only O1 lets "
-                "torch's op lists choose the dtypes, the others cast the model. Cure: "
+                "torch's op lists choose the dtypes, the others cast the model. Fix: "
                 "opt_level='O1', or leave patch_torch_functions out."
             )
         return
     if cast_model_type not in (None, False, torch.float32):
         raise RuntimeError(
             f"cast_model_type={cast_model_type} contradicts opt_level='O1', which leaves the model "
-            "in float32 and casts operator by operator. Cure: opt_level='O2' (float32 masters) or "
+            "in float32 and casts operator by operator. Fix: opt_level='O2' (float32 masters) or "
             "'O3', or leave cast_model_type out."
         )
     if keep_norms is not None:
         raise RuntimeError(
             f"keep_batchnorm_fp32={keep_norms} contradicts opt_level='O1', where norms are in "
-            "float32 in any case. Cure: leave it out, or opt_level='O2'."
+            "float32 in any case. Fix: leave it out, or opt_level='O2'."
         )
     if masters is not None:
         raise RuntimeError(
             f"master_weights={masters} contradicts opt_level='O1', where the parameters themselves "
-            "are float32. Cure: leave it out, or opt_level='O2'."
+            "are float32. Fix: leave it out, or opt_level='O2'."
         )

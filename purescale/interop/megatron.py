@@ -137,7 +137,7 @@ def from_state_dict(
         raise TypeError(
             "scale in Megatron-LM's state dict is a float32 tensor of one element, got "
             f"{type(saved).__name__} {got}. Likely cause: a dict that was converted, or another "
-            "library's. Cure: `d['scale'] = torch.tensor([65536.0])`, with the scale of the job."
+            "library's. Fix: `d['scale'] = torch.tensor([65536.0])`, with the scale of the job."
         )
     scale = saved_scale("scale", saved.item())
     if "initial_scale" not in settings:

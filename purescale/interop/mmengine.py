@@ -87,7 +87,7 @@ def rule(
         if loss_scale != "dynamic":
             raise ValueError(
                 "loss_scale must be 'dynamic', a float, or a dict of GradScaler's arguments, got "
-                f"{loss_scale!r}. Cure: loss_scale='dynamic'."
+                f"{loss_scale!r}. Fix: loss_scale='dynamic'."
             )
         return torch_amp.rule()
     return FixedAmpScale(loss_scale)

@@ -165,7 +165,7 @@ def _parts(accumulated: Any) -> int:
     if count & (count - 1):
         raise ValueError(
             f"accumulated must be a power of two, got {count}: any other would round every "
-            f"gradient from here on. Cure: the next one, accumulated={1 << count.bit_length()}; "
+            f"gradient from here on. Fix: the next one, accumulated={1 << count.bit_length()}; "
             "the scale grows back by itself."
         )
     return count

@@ -282,7 +282,9 @@ def test_a_step_flattens_each_of_its_trees_once(donate, number, monkeypatch):
 
     monkeypatch.setattr(optree, "tree_flatten", counting)
     step(state, microbatches)
-    # Of a donated state also once more, together, for whose memory is whose.
+    # For whose memory is whose the few tensors of a scaler are looked at once more, and all of a
+    # state that is donated.
+    counts["scaler"] -= 1
     assert all(count <= 1 + donate for count in counts.values()), counts
 
 

@@ -307,7 +307,7 @@ class TorchOptimizer:
             return new_weights, new_slots
         new = [*new_weights.values(), *values_of(new_slots)]
         if not (self.differentiable or traced()):  # parameters may require a gradient
-            old = [leaf.detach() for leaf in old]
+            old = [leaf.detach() if leaf.requires_grad else leaf for leaf in old]
         chosen = iter(foreach.where(decision.skip, old, new, in_place=in_place))  # type: ignore[arg-type]
         return (
             {name: next(chosen) for name in weights},

@@ -156,8 +156,8 @@ def train_step(
       Gradients are reduced once, with the last microbatch, and ten numbers with them. Buffers are
       averaged by weight (with `"window"` their statistics are those of all), of integers the
       largest, so that every rank ends with the same. Ranks that meet on a CPU (gloo) first read 16
-      bytes of each other: an error on one rank raises on all, and so does a difference, in a setting
-      of `optimizer` or `rule`, the structure of the state, or a scale, rate or count in it;
+      bytes of each other: an error on one rank raises on all, and so does a difference in a
+      setting of `optimizer` or `rule`, the structure of the state, or a scale, rate or count in it;
       `weight_fn` is called for that too. What `loss_fn` raises on one rank is an error on the
       others only when that rank ends, or the group's timeout does. DTensors, which are reduced over
       their own mesh, are refused.

@@ -86,13 +86,6 @@ def clip_factor_on_host(norm: float, max_norm: float) -> float:
     return 1.0 if max_norm == math.inf else min(1.0, max_norm / (norm + 1e-6))
 
 
-def is_a_bound(bound: Tensor) -> Tensor:
-    """Whether a bound that is data can be one: 0, a negative number and NaN would turn gradients
-    into garbage.
-    """
-    return bound > 0
-
-
 def factor_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
     """float64 if a gradient is, else float32: a float64 factor would take float32 gradients through
     a slower kernel.

@@ -99,7 +99,7 @@ def unscale_and_step(
     rest. Flags, skips and counts are those of the parts; values too, bit for bit, but to 1e-6 with
     `max_norm` and these classes: unscaling and clipping are then one division. A bound that is a
     tensor and 0, negative or NaN skips the step. On an accelerator and where traced no value is
-    read, and a step whose divisor float32 does not hold is skipped.
+    read.
 
     `donate`: `params`, `scaled_grads` and `opt_state` may be overwritten; the caller gives them up.
     Same bits. `max_norm=None` and `clip_value=None` leave that clipping out; `norm_type` as in

@@ -187,7 +187,7 @@ def convex_sum(
     where not `good`.
     """
     listed = not (traced() or is_on_a_graph([*means, *new, share]))
-    if not listed or any(mean.dtype not in _IN_LISTS for mean in means):
+    if not listed or any(mean.dtype not in foreach.ADDED_AS_LISTS for mean in means):
         sums = [_convex(*pair, share, good, scale) for pair in zip(means, new, strict=True)]
         if in_place and not under_transform():
             return [mean.copy_(total) for mean, total in zip(means, sums, strict=True)]
@@ -200,9 +200,6 @@ def convex_sum(
         else:
             _add_unread(means, new, share, good, scale)
     return means
-
-
-_IN_LISTS = (torch.float32, torch.float64)
 
 
 def _add_known(means: list[Tensor], new: list[Tensor], share: float, scale: Tensor | None) -> None:

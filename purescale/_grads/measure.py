@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._distributed.collectives import all_reduce_found_inf
 from .._distributed.process_group import all_reduce
@@ -15,7 +15,7 @@ from .._grads.grad_stats import LocalStats, local_stats, sum_of_squares
 from .._grads.mesh_stats import mesh_stats
 from .._torch.dtensor import any_dtensor
 from .._torch.dtypes import saturating
-from .._torch.tracing import host_can_read, is_on_a_graph, traced
+from .._torch.tracing import PLAIN_TYPES, host_can_read, is_on_a_graph, traced
 from .._tree.leaves import Normalized
 
 
@@ -95,7 +95,7 @@ def _squares(tensors: Sequence[Tensor]) -> Tensor | None:
         present = [tensor for tensor in tensors if tensor.numel()]
     if not present or not present[0].is_cpu or traced() or is_on_a_graph(present):
         return None
-    if not set(map(type, present)) <= _WITH_VALUES:
+    if not set(map(type, present)) <= PLAIN_TYPES:
         return None
     with torch.no_grad():
         return sum_of_squares(present)
@@ -109,8 +109,6 @@ def _tells(tensors: Sequence[Tensor], total: float, divisor: float, *, norm: boo
     finite = 0 < divisor < math.inf and bound / divisor < _SMALLEST_RANGE
     return finite and not (norm and total < _least(tensors))
 
-
-_WITH_VALUES = {Tensor, nn.Parameter}  # a subclass may hold no numbers
 
 # bfloat16 ends a little below float32
 _SMALLEST_RANGE = torch.finfo(torch.bfloat16).max

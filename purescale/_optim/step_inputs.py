@@ -28,14 +28,14 @@ class StepInputs(NamedTuple):
     origins: tuple[Sequence[Any], Sequence[Any]] | None = None  # the DTensors of params and state
 
     @property
+    def grad_names(self) -> list[str]:
+        """The dotted names of the gradients that are there."""
+        return list(_present(self.names, self.grads.given))
+
+    @property
     def named_grads(self) -> dict[str, Any]:
         """The gradients that are there, as dense, real tensors by dotted name."""
-        present = [
-            name
-            for name, leaf in zip(self.names, self.grads.given, strict=True)
-            if leaf is not None
-        ]
-        return dict(zip(present, self.grads.tensors, strict=True))
+        return dict(zip(self.grad_names, self.grads.tensors, strict=True))
 
     def params_tree(self, leaves: Leaves) -> Tree:
         """Leaves in the order of the parameters as a tree like theirs."""
@@ -106,7 +106,7 @@ def flatten_step(optimizer: Any, params: Tree | Flat, grads: Tree, opt_state: An
     )
 
 
-def _present(names: list[str], leaves: Leaves) -> dict[str, Any]:
+def _present(names: list[str], leaves: Sequence[Any]) -> dict[str, Any]:
     return {name: leaf for name, leaf in zip(names, leaves, strict=True) if leaf is not None}
 
 

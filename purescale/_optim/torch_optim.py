@@ -287,11 +287,7 @@ class TorchOptimizer:
         in_place: bool,
     ) -> tuple[dict[str, Tensor], Slots]:
         weights, slots = inputs.named_params, inputs.opt_state.slots
-        present = [
-            name
-            for name, leaf in zip(inputs.names, inputs.grads.given, strict=True)
-            if leaf is not None
-        ]
+        present = inputs.grad_names
         leaves = [leaf for leaf in inputs.local_grads(grads) if leaf is not None]
         dtypes = [weights[name].dtype for name in present]
         given = dict(zip(present, _cast(leaves, dtypes), strict=True))

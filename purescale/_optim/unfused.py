@@ -116,20 +116,6 @@ class UnfusedStep:
         new = iter([self.copy(t) for t in old] if differentiable else foreach.clone(old))
         new_weights = {name: next(new) for name in weights}
         new_slots = {name: {key: next(new) for key in slot} for name, slot in slots.items()}
-        self._without_reads(new_weights, gradients, new_slots, lrs, lists=lists, **changed)
-        return new_weights, new_slots
-
-    def _without_reads(
-        self,
-        weights: dict[str, Tensor],
-        gradients: dict[str, Tensor],
-        slots: Slots,
-        lrs: list[Any],
-        *,
-        lists: bool,
-        **changed: Any,
-    ) -> None:
-        differentiable = traced() or self._groups.differentiable
         flags: dict[str, Any] = {}
         run = _step_of(self._cls)
         if self._picks_formula(weights, gradients):
@@ -140,11 +126,13 @@ class UnfusedStep:
                 "differentiable": traced(),
             }
             run = without_reads(self._cls, lists=lists)
+        flags |= changed
         if under_transform():
-            _batch_alike(weights, slots, gradients, lrs)
+            _batch_alike(new_weights, new_slots, gradients, lrs)
         arithmetic = contextlib.nullcontext() if lists else PlainArithmetic()
         with torch.set_grad_enabled(differentiable), arithmetic:
-            self._run(run, weights, gradients, slots, lrs, {**flags, **changed}, lists=lists)
+            self._run(run, new_weights, gradients, new_slots, lrs, flags, lists=lists)
+        return new_weights, new_slots
 
     def _over_lists(self, tensors: list[Tensor]) -> bool:
         """Whether launches are what a step costs, and torch has a formula whose launches do not

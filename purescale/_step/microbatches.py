@@ -143,12 +143,10 @@ def accumulate_microbatches(
     reduced.
     """
     sent_with = buffers.leaves
-    if options.bn_update == "each" or not buffers.tree:
-        return _accumulate(
-            options, options.loss_fn, params, buffers, scaler, microbatches, sent_with
-        )
-    check_flat(buffers.tree)
-    if not has_layers(buffers.tree):
+    once = options.bn_update == "window" and bool(buffers.tree)
+    if once:
+        check_flat(buffers.tree)
+    if not (once and has_layers(buffers.tree)):
         return _accumulate(
             options, options.loss_fn, params, buffers, scaler, microbatches, sent_with
         )

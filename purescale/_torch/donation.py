@@ -8,17 +8,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .._torch import dtensor, private
 from .._torch.foreach import are_contiguous, are_gapless, is_gapless
-from .._torch.tracing import traced, under_transform
+from .._torch.tracing import PLAIN_TYPES, traced, under_transform
 
 DEBUG = os.environ.get("PURESCALE_DEBUG_DONATION", "0") not in ("", "0")
 
 
-_PLAIN = {Tensor, nn.Parameter}
 _layout = operator.attrgetter("layout")
 _grad_fn, _cdata = operator.attrgetter("grad_fn"), operator.attrgetter("_cdata")
 
@@ -27,7 +26,7 @@ def memories(leaves: Sequence[Any]) -> list[int | None]:
     """The storage of each leaf, by which two are known to share memory; None of what has none, as a
     subclass that wraps others.
     """
-    if set(map(type, leaves)) <= _PLAIN:
+    if set(map(type, leaves)) <= PLAIN_TYPES:
         try:
             storages = map(Tensor.untyped_storage, leaves)
             return list(map(torch.UntypedStorage.data_ptr, storages))

@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from .._torch import private as _torch
+from .._torch.tracing import PLAIN_TYPES
 
-_PLAIN = {Tensor, nn.Parameter, type(None)}
+_PLAIN_OR_NONE = PLAIN_TYPES | {type(None)}
 
 
 def any_dtensor(leaves: Sequence[Any]) -> bool:
     """Whether a leaf is a DTensor, or a parameter that is one."""
     kinds = set(map(type, leaves))
-    return not kinds <= _PLAIN and any([issubclass(kind, DTensor) for kind in kinds])
+    return not kinds <= _PLAIN_OR_NONE and any([issubclass(kind, DTensor) for kind in kinds])
 
 
 def reduce_partial(leaf: Any) -> Any:

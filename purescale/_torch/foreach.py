@@ -328,7 +328,7 @@ def add_where_(
         for indices in by_kind(targets):
             some = [targets[i] for i in indices]
             dtype = some[0].dtype
-            if dtype not in _ADDED_AS_LISTS or not all(map(is_gapless, some)):
+            if dtype not in ADDED_AS_LISTS or not all(map(is_gapless, some)):
                 for target, other in zip(some, (new[i] for i in indices), strict=True):
                     target.add_(torch.where(good, other, 0).to(dtype) * factors[dtype])
                 continue
@@ -341,4 +341,4 @@ def add_where_(
             private.masked_add_(some, ordered, factors[dtype], bad)
 
 
-_ADDED_AS_LISTS = (torch.float32, torch.float64)
+ADDED_AS_LISTS = (torch.float32, torch.float64)

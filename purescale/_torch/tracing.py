@@ -49,7 +49,7 @@ def is_lazy(tensor: Tensor) -> bool:
 
 
 _is_cpu = operator.attrgetter("is_cpu")
-_READABLE = {Tensor, nn.Parameter}
+PLAIN_TYPES = frozenset((Tensor, nn.Parameter))  # a subclass may hold no values
 
 
 def host_can_read(*tensors: Tensor) -> bool:
@@ -58,7 +58,7 @@ def host_can_read(*tensors: Tensor) -> bool:
     """
     if _as_an_accelerator or traced():
         return False
-    return set(map(type, tensors)) <= _READABLE and all(map(_is_cpu, tensors))
+    return set(map(type, tensors)) <= PLAIN_TYPES and all(map(_is_cpu, tensors))
 
 
 @contextlib.contextmanager

@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._torch import dtensor, private
 from .._torch.dtypes import wide_dtype
+from .._torch.tracing import PLAIN_TYPES
 
 _REAL = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
 _USUAL = _REAL | {torch.complex64, torch.complex128}
-_PLAIN_TYPES = frozenset((Tensor, nn.Parameter, private.FakeTensor))
+_PLAIN_TYPES = PLAIN_TYPES | {private.FakeTensor}
 
 
 _dtype, _layout = operator.attrgetter("dtype"), operator.attrgetter("layout")

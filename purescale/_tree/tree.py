@@ -19,7 +19,7 @@ from torch import Tensor
 from .._torch import donation, dtensor
 from .._torch import private as _torch
 from .._torch.donation import memories, memory
-from .._torch.tracing import traced, under_transform
+from .._torch.tracing import PLAIN_TYPES, traced, under_transform
 from .._tree import leaves as _leaf
 
 _map = map  # of Python, which the one of trees below shadows
@@ -78,7 +78,7 @@ def tensors(tree: Tree) -> list[Tensor]:
 
 def are_tensors(leaves: Leaves) -> bool:
     """Whether one look shows that each leaf is a tensor of the usual types."""
-    return set(_map(type, leaves)) <= _PLAIN
+    return set(_map(type, leaves)) <= PLAIN_TYPES
 
 
 def clone(tree: Tree) -> Tree:
@@ -155,7 +155,6 @@ def paths(tree: Tree, name: str) -> list[str]:
 
 
 _CONTAINERS = {dict, list, tuple}
-_PLAIN = {Tensor, torch.nn.Parameter}
 _grad_fn, _is_nested = operator.attrgetter("grad_fn"), operator.attrgetter("is_nested")
 _is_quantized = operator.attrgetter("is_quantized")
 _layout, _shape = operator.attrgetter("layout"), operator.attrgetter("shape")

@@ -1386,7 +1386,8 @@ def masked(net):
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("how", ["eager", "func", "compiled", "vmap"])
 def test_hooks_on_parameters_change_their_gradients(how):
-    net, x = masked(nn.Sequential(nn.Linear(5, 5), nn.LayerNorm(5))), torch.randn(7, 5)
+    net = masked(nn.Sequential(nn.Linear(5, 5), nn.LayerNorm(5)).double())
+    x = torch.randn(7, 5, dtype=torch.float64)
     apply, params, buffers = ps.make_functional(net)
 
     def loss(p):

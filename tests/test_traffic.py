@@ -393,9 +393,10 @@ def test_a_compiled_step_with_a_schedule_and_half_gradients_has_the_bits_of_the_
     scaler, params, grads, state = problem([(3, 5), (40,)], optimizer, grad_dtype=torch.float16)
     expected = ps.unscale_and_step(optimizer, scaler, params, grads, state, max_norm=1.0)
     compiled = torch.compile(ps.unscale_and_step, fullgraph=True)
-    assert same_bits(
-        tuple(compiled(optimizer, scaler, params, grads, state, max_norm=1.0)), tuple(expected)
-    )
+    out = compiled(optimizer, scaler, params, grads, state, max_norm=1.0)
+    assert same_bits(tuple(out)[:3], tuple(expected)[:3])
+    # Its sum of squares is the compiler's own, whose order depends on the processor.
+    assert_close(out.grad_norm, expected.grad_norm, rtol=1e-6, atol=0)
 
 
 @pytest.mark.skipif(

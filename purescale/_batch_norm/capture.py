@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .._module.meta_module import Tensors
+from .._torch import private
 
 ApplyFn = Callable[..., tuple[Any, Tensors]]
 
@@ -74,6 +75,9 @@ _RANDOM: dict[Any, tuple[int, str, Any]] = {
 }
 
 
+_COPIES = {Tensor.copy_, Tensor.clone, private.clone_list, private.foreach.copy_}
+
+
 class CatchBatchNorm(TorchFunctionMode):
     """Puts what each batch norm in train mode was given into `calls`.
 
@@ -103,7 +107,7 @@ class CatchBatchNorm(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func is Tensor.copy_ or func is Tensor.clone:
+        if func in _COPIES and len(args) > (func is Tensor.copy_):
             return self._followed(func, args, kwargs)
         if self.evaluating and func in _RANDOM:
             position, name, off = _RANDOM[func]
@@ -122,13 +126,20 @@ class CatchBatchNorm(TorchFunctionMode):
         clones those of the first.
         """
         out = func(*args, **kwargs)
-        if func is Tensor.clone and any(call.running_mean is args[0] for call in self.calls):
-            self.clones.append((args[0], out))
-        if func is Tensor.copy_ and len(args) > 1:
+        if func is Tensor.copy_:
             self.calls = [
                 call._replace(running_mean=args[0]) if call.running_mean is args[1] else call
                 for call in self.calls
             ]
+            return out
+        if func is Tensor.clone:
+            pairs = [(args[0], out)]
+        elif func is private.foreach.copy_:
+            pairs = list(zip(args[1], args[0], strict=True))
+        else:
+            pairs = list(zip(args[0], out, strict=True))
+        caught = {id(call.running_mean) for call in self.calls}
+        self.clones += [(old, new) for old, new in pairs if id(old) in caught]
         return out
 
     def _batch_norm(

@@ -1,4 +1,6 @@
-"""Clipping, after unscaling and before the step: the bounds, the factor, what NaN does to both."""
+"""Clipping, after unscaling and before the step: the bounds and the factor. What a NaN among them
+does to a step is in `_step/decide.py`.
+"""
 
 from __future__ import annotations
 
@@ -24,26 +26,22 @@ class Clip(NamedTuple):
 
     max_norm: float | Tensor | None
     value: float | Tensor | None
-    norm_type: float
+    norm_type: float | None  # the p of the norm to measure; None where none is needed
+    bounds: tuple[Tensor, ...]  # those that are tensors
 
-    @property
-    def norm_to_measure(self) -> float | None:
-        """The p of the norm that clipping needs; None where it needs none."""
-        return None if self.max_norm is None else self.norm_type
 
-    @property
-    def bounds(self) -> list[Tensor]:
-        """The bounds that are tensors."""
-        return [bound for bound in self[:2] if isinstance(bound, Tensor)]
+NO_CLIP = Clip(None, None, None, ())
 
 
 def check_clip(max_norm: Any, clip_value: Any, norm_type: Any) -> Clip:
     """Bounds as floats and tensors; refuses what is neither None nor above 0."""
-    return Clip(
-        None if max_norm is None else bound("max_norm", max_norm),
-        None if clip_value is None else bound("clip_value", clip_value),
-        check_norm_type(norm_type),
-    )
+    p = check_norm_type(norm_type)
+    if max_norm is None and clip_value is None:
+        return NO_CLIP
+    max_norm = None if max_norm is None else bound("max_norm", max_norm)
+    value = None if clip_value is None else bound("clip_value", clip_value)
+    bounds = tuple(each for each in (max_norm, value) if isinstance(each, Tensor))
+    return Clip(max_norm, value, None if max_norm is None else p, bounds)
 
 
 def check_norm_type(norm_type: Any) -> float:
@@ -73,12 +71,19 @@ def check_ordered(grads: Tree, leaves: Sequence[Any], name: str = "grads") -> No
 def clip_factor(norm: Tensor, max_norm: float | Tensor) -> Tensor:
     """What to multiply gradients of this norm by: `min(1, max_norm / (norm + 1e-6))`."""
     # A number over a tensor would be its reciprocal times the number, with other bits.
-    most = max_norm if isinstance(max_norm, Tensor) else torch.full_like(norm, max_norm)
+    most = _or_nan(max_norm) if isinstance(max_norm, Tensor) else torch.full_like(norm, max_norm)
     factor = (most / (norm + 1e-6)).clamp(max=1.0)
     unbounded = max_norm == math.inf
     if isinstance(unbounded, Tensor):
         return torch.where(unbounded, 1.0, factor)  # inf / inf is NaN
     return torch.ones_like(factor) if unbounded else factor
+
+
+def _or_nan(bound: Tensor) -> Tensor:
+    """A bound that is a tensor; NaN for one that is 0, negative or NaN: what that clips is no
+    gradient.
+    """
+    return torch.where(bound > 0, bound, torch.nan)
 
 
 def clip_factor_on_host(norm: float, max_norm: float) -> float:
@@ -115,13 +120,16 @@ def clip_by_global_norm(
     Arguments:
     - `grads`: a pytree of unscaled gradients; `None` passes through. Sparse and complex leaves
       count with their values.
-    - `max_norm`: above 0; a number or a 0-d tensor. `inf` only measures.
+    - `max_norm`: above 0; a number or a 0-d tensor. `inf` only measures. Of a tensor no value is
+      read: where it is 0, negative or NaN all gradients become NaN.
     - `norm_type`: any p above 0, `math.inf` included.
     - `donate`: `grads` may be overwritten; the caller gives them up. Same bits.
 
     Returns the gradients in their own dtypes and the norm, 0-d float32 (float64 if a leaf is). The
     norm is exact also where squares overflow or vanish: gradients of 1e30 have a norm and are
-    clipped to `max_norm`. With inf or NaN among them the norm is inf or NaN.
+    clipped to `max_norm`. With inf or NaN among them the norm is inf or NaN, and what comes back
+    is of no use: look at `found_inf` of `unscale_and_check` first. `train_step` and
+    `unscale_and_step` skip the step in all these cases.
 
     Raises `ValueError` for `max_norm <= 0` or `norm_type <= 0`.
 
@@ -155,7 +163,7 @@ def _magnitudes(flat: Normalized, norm_type: float) -> Normalized:
     """What a norm is taken of: a complex number counts with its magnitude, for p = 2 as its two
     reals.
     """
-    if norm_type == 2 or flat.usual:
+    if norm_type == 2 or flat.plain:
         return flat
     pairs = zip(flat.tensors, flat.origins, strict=True)
     tensors = [
@@ -195,8 +203,9 @@ def check_grad_norm(norm: Tensor) -> None:
 def clip_by_value(grads: Tree, clip_value: float | Tensor, donate: bool = False) -> Tree:
     """Equal to `tree_map(lambda g: g.clamp(-clip_value, clip_value), grads)`.
 
-    `clip_value`: above 0, a number or a 0-d tensor. `None` passes through, NaN stays NaN; check for
-    inf before, since inf becomes `clip_value`. `donate`: `grads` may be overwritten; same bits.
+    `clip_value`: above 0, a number or a 0-d tensor; where a tensor is 0, negative or NaN all
+    gradients become NaN. `None` passes through, NaN stays NaN; check for inf before, since inf
+    becomes `clip_value`. `donate`: `grads` may be overwritten; same bits.
     Dtypes and shapes stay.
 
     Raises `ValueError` for `clip_value <= 0`, `TypeError` for complex gradients, which have no
@@ -209,13 +218,14 @@ def clip_by_value(grads: Tree, clip_value: float | Tensor, donate: bool = False)
     Source of the rule: `torch.nn.utils.clip_grad_value_`.
     """
     clip_value = bound("clip_value", clip_value)
+    limit = _or_nan(clip_value) if isinstance(clip_value, Tensor) else clip_value
     leaves, structure = _tree.flatten(grads)
     _tree.check_gradients(grads, leaves)
     check_ordered(grads, leaves)
     flat = normalize(leaves)
     in_place = donate and can_write(flat.tensors, [clip_value])
     clipped = structure.unflatten(
-        flat.restore(foreach.clamp(flat.tensors, clip_value, in_place=in_place))
+        flat.restore(foreach.clamp(flat.tensors, limit, in_place=in_place))
     )
     if donate:
         _tree.poison(grads, keep=(clipped, clip_value))

@@ -47,16 +47,17 @@ def measure(
     on_host = host_can_read(scale, *tensors)
     squares: Tensor | None = None
     if not _is_sharded(grads) and (norm_type == 2 or (norm_type is None and not amax)):
-        squares = _squares(tensors)
+        squares = _squares(tensors, readable=on_host)
     if squares is not None and on_host and group is None:
         total, number = squares.item(), scale.item()
-        number, usable = (number if scaled else 1.0), 0 < number < math.inf
+        usable, number = 0 < number < math.inf, number if scaled else 1.0
         if usable and _tells(tensors, total, number, norm=norm_type is not None):
+            known = None if norm_type is None else math.sqrt(total) / number
             return GradStats(
                 torch.zeros((), dtype=torch.bool, device=scale.device),
                 False,
-                torch.full_like(squares, math.sqrt(total) / number),
-                math.sqrt(total) / number,
+                None if known is None else torch.full_like(squares, known),
+                known,
                 _amax(local_stats(tensors, divisor, None), divisor) if amax else (),
             )
     stats = _exact_stats(grads, divisor, norm_type)
@@ -85,29 +86,29 @@ def _exact_stats(grads: Normalized, divisor: Tensor, norm_type: float | None) ->
 
 
 def _is_sharded(grads: Normalized) -> bool:
-    return not grads.usual and any_dtensor(grads.given)
+    return not grads.plain and any_dtensor(grads.given)
 
 
-def _squares(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The sum of squares on a CPU, where it is the fastest read; None elsewhere."""
+def _squares(tensors: Sequence[Tensor], *, readable: bool) -> Tensor | None:
+    """The sum of squares on a CPU, where it is the fastest read; None elsewhere. `readable`: the
+    host can see the values.
+    """
     present = tensors
     if 0 in map(Tensor.numel, tensors):
         present = [tensor for tensor in tensors if tensor.numel()]
-    if not present or not present[0].is_cpu or traced() or is_on_a_graph(present):
+    if not present or is_on_a_graph(present):
         return None
-    if not set(map(type, present)) <= PLAIN_TYPES:
-        return None
-    with torch.no_grad():
+    if readable or (present[0].is_cpu and not traced() and set(map(type, present)) <= PLAIN_TYPES):
         return sum_of_squares(present)
+    return None
 
 
 def _tells(tensors: Sequence[Tensor], total: float, divisor: float, *, norm: bool) -> bool:
-    """Whether a sum of squares shows that all elements are finite over `divisor`, and where a norm
-    is asked for that its root is one.
+    """Whether a sum of squares shows that all elements are finite over `divisor`, which is usable,
+    and where a norm is asked for that its root is one.
     """
     bound = math.sqrt(total) if total >= 0 else math.nan  # no element is larger
-    finite = 0 < divisor < math.inf and bound / divisor < _SMALLEST_RANGE
-    return finite and not (norm and total < _least(tensors))
+    return bound / divisor < _SMALLEST_RANGE and not (norm and total < _least(tensors))
 
 
 # bfloat16 ends a little below float32

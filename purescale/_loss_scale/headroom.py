@@ -242,7 +242,7 @@ def check_rule(rule: Any) -> None:
             "found_inf)`, which gives the next one. Fix: DynamicScale(), StaticScale(512.0) or "
             "NoScale(); docs/recipes.md has a rule of your own."
         )
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return
     function, wants = getattr(type(rule), "update", None), takes_amax(rule)
     if function is None or _fits(function, wants):

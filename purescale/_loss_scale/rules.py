@@ -213,11 +213,11 @@ class DynamicScale:
         bad = flag(found_inf, scaler, ScalerState)
         scale, tolerance = scaler.scale, scaler.hysteresis_tracker
 
-        clean_steps = torch.where(bad, 0, scaler.growth_tracker.clamp(0, 2**31 - 2) + 1)
+        clean_steps = (scaler.growth_tracker.clamp(0, 2**31 - 2) + 1).masked_fill(bad, 0)
         # >= and not ==, or lowering growth_interval below the count would stop growth for good.
         interval_reached = clean_steps >= self.growth_interval
         # Kept from going negative, so that a job that overflows for ever cannot wrap it around.
-        tolerance = torch.where(bad, tolerance.clamp(min=1) - 1, tolerance)
+        tolerance = torch.add(tolerance, bad, alpha=-1).clamp(min=0)
         back_off = bad & (tolerance <= 0)
 
         moved = torch.where(interval_reached, scale * self.growth_factor, scale)
@@ -226,11 +226,11 @@ class DynamicScale:
         moved = torch.where(scale < math.inf, moved, self.min_scale)
         return ScalerState(
             scale=moved.clamp(self.min_scale, self.max_scale),
-            growth_tracker=torch.where(interval_reached, 0, clean_steps),
-            hysteresis_tracker=torch.where(
-                interval_reached if self.refill == "growth" else ~bad, self.hysteresis, tolerance
+            growth_tracker=clean_steps.masked_fill(interval_reached, 0),
+            hysteresis_tracker=tolerance.masked_fill(
+                interval_reached if self.refill == "growth" else ~bad, self.hysteresis
             ),
-            consecutive_skips=torch.where(bad, scaler.consecutive_skips + 1, 0),
+            consecutive_skips=(scaler.consecutive_skips + 1) * bad,
         )
 
 
@@ -304,18 +304,16 @@ def scale_loss(scaler: HasScale, loss: Tree) -> Tree:
     Source of the rule: torch.amp.GradScaler.scale; there a float16 loss of shape (1,) becomes inf.
     """
     if isinstance(loss, Tensor):
-        _check_loss(loss, scaler.scale, lambda: "loss")
-        return _wide(loss) * _tree.recordable(scaler.scale)
+        return wide_loss(loss, scaler.scale) * _tree.recordable(scaler.scale)
     leaves, structure = _tree.flatten(loss)
-    for index, leaf in enumerate(leaves):
-        if leaf is not None:
-            _check_loss(leaf, scaler.scale, lambda index=index: _tree.paths(loss, "loss")[index])
+    wide = [
+        None
+        if leaf is None
+        else wide_loss(leaf, scaler.scale, functools.partial(_path_of_loss, loss, index))
+        for index, leaf in enumerate(leaves)
+    ]
     scale = _tree.recordable(scaler.scale)
-    return structure.unflatten([None if leaf is None else _wide(leaf) * scale for leaf in leaves])
-
-
-def _wide(loss: Tensor) -> Tensor:
-    return loss.to(wide_dtype(loss.dtype))
+    return structure.unflatten([None if leaf is None else leaf * scale for leaf in wide])
 
 
 @outside_autocast()
@@ -462,7 +460,12 @@ def check_device(scale: Tensor, tree: Tree, leaves: list[Any], name: str) -> Non
             )
 
 
-def _check_loss(loss: Any, scale: Tensor, path: Any) -> None:
+def _path_of_loss(loss: Tree, index: int) -> str:
+    return _tree.paths(loss, "loss")[index]
+
+
+def wide_loss(loss: Any, scale: Tensor, path: Callable[[], str] = lambda: "loss") -> Tensor:
+    """A loss at least in float32, as it is scaled; refused unless it is one number."""
     if not isinstance(loss, Tensor):
         raise TypeError(
             f"{path()} is {type(loss).__name__} {loss!r}; a loss is a tensor. Fix: return what "
@@ -488,3 +491,4 @@ def _check_loss(loss: Any, scale: Tensor, path: Any) -> None:
             f"{path()} is on {loss.device}, the scaler state on {scale.device}; they must be on "
             f"one device. Fix: `scaler = rule.init(device={str(loss.device)!r})`."
         )
+    return loss.to(wide_dtype(loss.dtype))

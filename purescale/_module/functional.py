@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -12,11 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .._module.meta_module import FIX, Skeleton, Tensors, called, traced, without_tensors
-from .._torch import donation
+from .._torch import donation, foreach
 from .._torch import private as _torch
-from .._torch.tracing import under_transform
+from .._torch.tracing import PLAIN_TYPES, under_transform
 from .._tree import tree as _tree
-from .._tree.leaves import are_dense, is_constant
+from .._tree.leaves import are_plain, is_constant
 
 NORM_MODULES: tuple[type[nn.Module], ...] = (
     _torch.NormBase,
@@ -51,14 +52,17 @@ class Apply:
     def __call__(
         self, params: Tensors, buffers: Tensors, *args: Any, train: bool = True, **kwargs: Any
     ) -> tuple[Any, Tensors]:
-        check_dicts(params, buffers)
+        if not (_are_tensors(params) and _are_tensors(buffers)):
+            check_dicts(params, buffers)
         if params.keys() != self._params or buffers.keys() != self._buffers:
             raise RuntimeError(self._misfit(params, buffers))
         # What is no dense tensor, as an adjacency matrix, is a constant: the same object comes
         # back.
         constants = _constants(buffers)
-        copies = {n: b if n in constants else b.clone() for n, b in buffers.items()}
-        if torch.compiler.is_compiling():
+        compiling, transformed = torch.compiler.is_dynamo_compiling(), under_transform()
+        # Lists have no rule under a transform.
+        copies = _copies(buffers, constants, one_by_one=compiling or transformed)
+        if compiling:
             # What is written into these copies does not reach params, and the compiler drops those
             # that nothing writes into.
             given = {name: param.clone() for name, param in params.items()}
@@ -70,7 +74,6 @@ class Apply:
             given[name] = params[name].clone()
         if self._hooks:
             given |= _hooked(params, self._hooks)
-        transformed = under_transform()
         watched = params | constants if constants else params
         versions = _versions(watched.values(), transformed)
         # Versions do not count what is written through `.data`.
@@ -146,8 +149,6 @@ def check_dicts(params: Any, buffers: Any) -> None:
                 "buffers = apply(params, buffers, x)`, also for a model without buffers, where "
                 "they are {}."
             )
-        if set(map(type, tree.values())) <= {Tensor, nn.Parameter}:
-            continue
         for name, value in tree.items():
             if type(value) is not Tensor and not isinstance(value, Tensor):
                 raise TypeError(
@@ -158,9 +159,25 @@ def check_dicts(params: Any, buffers: Any) -> None:
 # ---- a call --------------------------------------------------------------------------------------
 
 
+_requires_grad = operator.attrgetter("requires_grad")
+
+
+def _are_tensors(tree: Any) -> bool:
+    """Whether it is a dict of tensors, as one look shows."""
+    return type(tree) is dict and set(map(type, tree.values())) <= PLAIN_TYPES
+
+
+def _copies(buffers: Tensors, constants: Tensors, *, one_by_one: bool) -> Tensors:
+    """The buffers of a call, which it may write into; constants as they are."""
+    values = buffers.values()
+    if one_by_one or constants or not buffers or any(map(_requires_grad, values)):
+        return {n: b if n in constants else b.clone() for n, b in buffers.items()}
+    return dict(zip(buffers, foreach.clone_listed(list(values)), strict=True))
+
+
 def _constants(buffers: Tensors) -> Tensors:
     """The buffers that no call changes."""
-    if not buffers or are_dense(list(buffers.values())):
+    if not buffers or are_plain(list(buffers.values())):
         return {}
     return {name: buffer for name, buffer in buffers.items() if is_constant(buffer)}
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from .._optim.decision import Decision, unscale_and_clip
 from .._torch import foreach, private
 from .._torch.foreach import have_one_order, same_memory_order
+from .._torch.private import foreach as list_ops
 from .._torch.private import fused
 
 Settings = Mapping[str, Any]
@@ -178,16 +179,14 @@ def fused_update(
     """
     params = launch.targets[0]
     grads, divisor = _ready(launch, decision, scratch_ok=scratch_ok)
-    launch = launch._replace(grads=grads)
+    launch = Launch(grads, launch.steps, launch.targets)
     skip = None if decision.skip_on_host is False else decision.skip
     found_inf = None if skip is None else skip.to(params[0].device, torch.float32)
     lr, numbers = settings["lr"], kernel.numbers(settings)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         targets = [target for column in launch.targets for target in column]
         rate, lr = (0.0, lr) if isinstance(lr, Tensor) else (float(lr), None)
-        _node(
-            kernel.name, launch.grads, launch.steps, targets, rate, lr, numbers, found_inf, divisor
-        )
+        _node(kernel.name, grads, launch.steps, targets, rate, lr, numbers, found_inf, divisor)
     else:
         with torch.no_grad():
             _launch(kernel, lr, numbers, launch, found_inf, divisor)
@@ -204,13 +203,13 @@ def _ready(
     params, grads, divisor = launch.targets[0], launch.grads, decision.divisor
     if decision.rest is not None:
         grads = foreach.multiply(grads, decision.rest, in_place=scratch_ok)
-        scratch_ok = not torch.compiler.is_compiling()
+        scratch_ok = not torch.compiler.is_dynamo_compiling()
     dtype = params[0].dtype
     alike = {grad.dtype for grad in grads} == {dtype}
     ordered = have_one_order(grads, params)
     by_kernel = divisor is not None and decision.clip_value is None and alike and ordered
     by_kernel = by_kernel and dtype.itemsize >= 4 and divisor.dtype is torch.float32  # type: ignore[union-attr]
-    if by_kernel and (scratch_ok or torch.compiler.is_compiling()):
+    if by_kernel and (scratch_ok or torch.compiler.is_dynamo_compiling()):
         return grads, divisor
     if divisor is not None and divisor is not decision.scale:  # both at once, as the kernel does
         decision = decision._replace(scale=divisor, factor=None)
@@ -257,6 +256,8 @@ def _launch(
     divisor: Tensor | None,
 ) -> None:
     grads, steps, targets = launch
-    if steps:
+    if steps and found_inf is None:
+        list_ops.add_(steps, 1)
+    elif steps:
         private.masked_add_(steps, [torch.ones_like(steps[0])] * len(steps), 1.0, found_inf)
     kernel.launch(lr, numbers, grads, steps, *targets, grad_scale=divisor, found_inf=found_inf)

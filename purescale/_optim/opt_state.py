@@ -14,7 +14,6 @@ from torch import Tensor
 from .._optim.formulas import PlainArithmetic, Rate
 from .._torch import private as _torch
 from .._tree import tree as _tree
-from .._tree.leaves import are_dense
 
 Slots = dict[str, dict[str, Tensor]]
 
@@ -125,11 +124,11 @@ class Kept:
             "`opt_state = optimizer.init(params)`."
         )
 
-    def check(self, slots: Slots, weights: Mapping[str, Tensor]) -> None:
+    def check(self, slots: Slots, weights: Mapping[str, Tensor], *, ordinary: bool) -> None:
         """Refuse slots that are not what `new` makes for these parameters: torch's kernels take
-        their memory for that without a look.
+        their memory for that without a look. `ordinary`: all tensors are, as one look showed.
         """
-        if self._fit_at_one_look(slots, weights):
+        if ordinary and self._fit_at_one_look(slots, weights):
             return
         for name, slot in slots.items():
             for key, value in slot.items():
@@ -138,14 +137,15 @@ class Kept:
 
     def _fit_at_one_look(self, slots: Slots, weights: Mapping[str, Tensor]) -> bool:
         """Whether they all fit, where each parameter has the same slots."""
-        keys = next(iter(slots.values())).keys() if slots else ()
-        if torch.compiler.is_compiling() or any([slot.keys() != keys for slot in slots.values()]):
+        keys = set(map(tuple, slots.values()))
+        if len(keys) > 1:
             return False
-        likes = [weights[name] for name in slots]
-        shapes, dtypes, devices = (list(map(of, likes)) for of in (_shape, _dtype, _device))
-        for key in keys:
+        likes = list(map(weights.__getitem__, slots))
+        shapes, dtypes = list(map(_shape, likes)), list(map(_dtype, likes))
+        devices = list(map(_device, likes))
+        for key in itertools.chain(*keys):
             values = [slot[key] for slot in slots.values()]
-            if not are_dense(values) or list(map(_device, values)) != devices:
+            if list(map(_device, values)) != devices:
                 return False
             if key in self._counts:
                 alike = set(map(_dtype, values)) == {self._counts[key]}

@@ -110,10 +110,11 @@ class CalledOptimizer:
         old = trees[0], trees[2]
         with torch.set_grad_enabled(torch.is_grad_enabled() and (traced() or self.differentiable)):
             stepped = self.optimizer.step(*trees)
-            if decision.skip is None or decision.skip_on_host is False:
+            if decision.skip_on_host is False:
                 _tree.paired(old, stepped, "old", "new")
                 return _tree.apart(stepped, trees)  # type: ignore[no-any-return]
-            return select.where(decision.skip, old, stepped, donate=donate, keep=keep)  # type: ignore[no-any-return]
+            skip: Any = decision.skip
+            return select.where(skip, old, stepped, donate=donate, keep=keep)  # type: ignore[no-any-return]
 
     def _trees(self, inputs: StepInputs, grads: list[Tensor]) -> tuple[Tree, Tree, Any]:
         return inputs.params_tree(inputs.params), inputs.grads_tree(grads), inputs.opt_state
@@ -182,7 +183,9 @@ class TransformationOptimizer:
 
     def check(self, params: Tree, grads: Tree, opt_state: Any) -> None:
         """Refuse gradients that are not those of `params`."""
-        _tree.aligned(_tree.flat(params), grads)
+        flat = _tree.flat(params)
+        _tree.check_parameters(flat)
+        _tree.gradients_like(flat, grads)
 
     @outside_autocast()
     def step(self, params: Tree, grads: Tree, opt_state: Any) -> tuple[Tree, Any]:

@@ -12,7 +12,7 @@ from .._optim.opt_state import OptState, values_of
 from .._torch import dtensor
 from .._torch.tracing import is_lazy
 from .._tree import tree as _tree
-from .._tree.leaves import Normalized, are_usual, normalize
+from .._tree.leaves import Normalized, are_ordinary, normalize
 from .._tree.tree import Flat, Leaves, Tree
 
 
@@ -25,7 +25,10 @@ class StepInputs(NamedTuple):
     grads: Normalized
     opt_state: Any
     named_params: dict[str, Any]  # the parameters that are tensors, by dotted name
-    origins: tuple[Sequence[Any], Sequence[Any]] | None = None  # the DTensors of params and state
+    ordinary: bool  # one look at parameters and state showed that all are
+    dtensors: tuple[Sequence[Any], Sequence[Any]] | None = (
+        None  # of params and state, where they are
+    )
 
     @property
     def grad_names(self) -> list[str]:
@@ -50,45 +53,48 @@ class StepInputs(NamedTuple):
         None; local shards where those of the parameters are.
         """
         leaves = self.grads.restore(tensors)
-        return leaves if self.origins is None else list(map(dtensor.shard, leaves))
+        return leaves if self.dtensors is None else list(map(dtensor.shard, leaves))
 
     def restore(self, params: Tree, opt_state: Any) -> tuple[Tree, Any]:
         """What a step made of these, as DTensors where the arguments were."""
-        if self.origins is None:
+        if self.dtensors is None:
             return params, opt_state
         trees = []
-        for tree, origins in zip((params, opt_state), self.origins, strict=True):
+        for tree, dtensors in zip((params, opt_state), self.dtensors, strict=True):
             leaves, structure = _tree.flatten(tree)
-            pairs = zip(origins, leaves, strict=True)
+            pairs = zip(dtensors, leaves, strict=True)
             trees.append(structure.unflatten([dtensor.from_local_like(*pair) for pair in pairs]))
         return trees[0], trees[1]
 
 
-def flatten_step(optimizer: Any, params: Tree | Flat, grads: Tree, opt_state: Any) -> StepInputs:
+def flatten_step(
+    optimizer: Any, params: Tree | Flat, grads: Tree, opt_state: Any | Flat
+) -> StepInputs:
     """The inputs of a step, checked. Refused, naming the leaf: gradients that are not those of
     `params`, what is on a graph, shards that the optimizer would take for the whole. `grads=None`:
     they are still to be made.
     """
-    flat = params if isinstance(params, Flat) else _tree.flat(params)
-    params = flat.tree
-    if not optimizer.differentiable:
-        state = _tree.Flat(opt_state, _state_leaves(opt_state), None)
-        _tree.refuse_graphs(params=flat, grads=grads, opt_state=state)
-    structure, weights, gradients = _tree.aligned(flat, grads)
-    if not are_usual(weights):
+    if not isinstance(params, Flat):
+        params, opt_state = flatten_together(params, opt_state)
+        _tree.check_parameters(params)
+    ordinary = params.ordinary and opt_state.ordinary
+    if not optimizer.differentiable and not (ordinary and grads is None):
+        _tree.refuse_graphs(params=params, grads=grads, opt_state=opt_state)
+    tree, weights, structure, _ = params
+    gradients = [] if grads is None else _tree.gradients_like(params, grads)
+    if not ordinary:
         weights = list(map(_resolved, weights))
-    names = _tree.names(params)
-    sharded = dtensor.any_dtensor(weights) or dtensor.any_dtensor(gradients)
+    names, opt_state = _tree.names(tree), opt_state.tree
+    sharded = dtensor.any_dtensor(gradients if ordinary else [*weights, *gradients])
     if not sharded or optimizer.elementwise is None:
-        unmade = Normalized([], gradients, usual=False)
-        normalized = unmade if grads is None else normalize(gradients)
-        return StepInputs(
-            structure, names, weights, normalized, opt_state, _present(names, weights)
-        )
+        normalized = normalize(gradients)
+        named = _present(names, weights)
+        return StepInputs(structure, names, weights, normalized, opt_state, named, ordinary)
+    gradients = gradients or [None] * len(weights)
     for index, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
         if gradient is not None and (reason := dtensor.placement_mismatch(gradient, weight)):
-            raise ValueError(f"{_tree.path(params, 'grads', index)} {reason}")
-        _check_placements(weight, params, index, optimizer)
+            raise ValueError(f"{_tree.path(tree, 'grads', index)} {reason}")
+        _check_placements(weight, tree, index, optimizer)
     _check_state_placements(opt_state, dict(zip(names, weights, strict=True)))
     pairs = zip(gradients, weights, strict=True)
     gradients = [dtensor.redistribute_like(gradient, weight) for gradient, weight in pairs]
@@ -102,20 +108,29 @@ def flatten_step(optimizer: Any, params: Tree | Flat, grads: Tree, opt_state: An
         normalize(gradients),
         state.unflatten([dtensor.shard(leaf, on_graph=on_graph) for leaf in leaves]),
         _present(names, local),
+        ordinary,
         (weights, leaves),
     )
+
+
+def flatten_together(*trees: Tree) -> list[Flat]:
+    """Each tree flattened, with one look at the leaves of all. The state of one of torch's classes
+    has no structure: it is never put together from its leaves.
+    """
+    pairs = [_flatten(tree) for tree in trees]
+    ordinary = are_ordinary([leaf for leaves, _ in pairs for leaf in leaves])
+    return [Flat(tree, *pair, ordinary) for tree, pair in zip(trees, pairs, strict=True)]
 
 
 def _present(names: list[str], leaves: Sequence[Any]) -> dict[str, Any]:
     return {name: leaf for name, leaf in zip(names, leaves, strict=True) if leaf is not None}
 
 
-def _state_leaves(opt_state: Any) -> Leaves:
-    """The leaves of an optimizer's state; of torch's classes without a walk through their dicts."""
-    if not (isinstance(opt_state, OptState) and type(opt_state.slots) is dict):
-        return _tree.flatten(opt_state)[0]
-    rate = [opt_state.lr] if isinstance(opt_state.lr, Tensor) else []
-    return [opt_state.applied, *values_of(opt_state.slots), *rate]
+def _flatten(tree: Tree) -> tuple[Leaves, Any]:
+    if not (isinstance(tree, OptState) and type(tree.slots) is dict):
+        return _tree.flatten(tree)
+    rate = [tree.lr] if isinstance(tree.lr, Tensor) else []
+    return [tree.applied, *values_of(tree.slots), *rate], None  # without a walk through the dicts
 
 
 def _resolved(leaf: Any) -> Any:

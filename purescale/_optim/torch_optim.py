@@ -189,7 +189,7 @@ class TorchOptimizer:
                 f"{_tree.some(inputs.names)}. Fix: `opt_state = optimizer.init(params)` for these "
                 "params."
             )
-        self._kept.check(opt_state.slots, weights)
+        self._kept.check(opt_state.slots, weights, ordinary=inputs.ordinary)
         self._groups.check(opt_state)
 
     def conditional_step(
@@ -228,9 +228,13 @@ class TorchOptimizer:
             new_weights, new_slots = self._unfused_step(
                 inputs, decision, grads, lrs, in_place=in_place
             )
-        applied = opt_state.applied + (1 if _is_applied(decision) else ~decision.skip)  # type: ignore[operator]
+        is_applied = decision.skip_on_host is False
+        applied = opt_state.applied + (1 if is_applied else ~decision.skip)  # type: ignore[operator]
         lr = self._unfused.copy(opt_state.lr)
-        params = inputs.params_tree([new_weights.get(name) for name in inputs.names])
+        leaves: list[Any] = list(new_weights.values())
+        if len(leaves) < len(inputs.names):
+            leaves = [new_weights.get(name) for name in inputs.names]
+        params = inputs.params_tree(leaves)
         return params, OptState(applied, new_slots, lr)
 
     # ---- the fused kernel
@@ -242,7 +246,7 @@ class TorchOptimizer:
         if self._groups.flag_named and not self._groups.settings.get("fused"):
             return False
         weights, grads = list(inputs.named_params.values()), inputs.grads.tensors
-        if torch.compiler.is_compiling() and (
+        if torch.compiler.is_dynamo_compiling() and (
             len(weights) <= MAX_INLINE_LEAVES or is_on_a_graph([*weights, *grads])
         ):
             return False
@@ -296,10 +300,10 @@ class TorchOptimizer:
             new_weights, new_slots = _working_copies(inputs, in_place=in_place, any_order=True)
             self._unfused.on_host(new_weights, given, new_slots, lrs)
             return new_weights, new_slots
-        run = self._opaque if torch.compiler.is_compiling() else self._unfused.on_copies
+        run = self._opaque if torch.compiler.is_dynamo_compiling() else self._unfused.on_copies
         moving = self._groups.moving(inputs.opt_state)
         new_weights, new_slots = run(self._key, weights, given, slots, moving)
-        if _is_applied(decision):
+        if decision.skip_on_host is False:
             return new_weights, new_slots
         new = [*new_weights.values(), *values_of(new_slots)]
         if not (self.differentiable or traced()):  # parameters may require a gradient
@@ -381,10 +385,6 @@ class TorchOptimizer:
         return OptState(count, slots, lr)
 
 
-def _is_applied(decision: Decision) -> bool:
-    return decision.skip is None or decision.skip_on_host is False
-
-
 def _working_copies(
     inputs: StepInputs, *, in_place: bool, any_order: bool = False
 ) -> tuple[dict[str, Tensor], Slots]:
@@ -441,7 +441,8 @@ def is_elementwise(cls: Any) -> bool:
 
 
 def _by_name(params: Tree) -> dict[str, Tensor]:
-    leaves = _tree.flatten(params)[0]
+    flat = _tree.flat(params)
+    leaves = flat.leaves
     named = dict(zip(_tree.names(params), leaves, strict=True))
     if len(named) != len(leaves):
         raise ValueError(
@@ -457,5 +458,5 @@ def _by_name(params: Tree) -> dict[str, Tensor]:
                 f"params: {name} is {what}; a parameter is a floating or complex tensor. Fix: put "
                 "it among the buffers."
             )
-    _tree.check_parameters(params, leaves)
+    _tree.check_parameters(flat)
     return {name: leaf for name, leaf in named.items() if leaf is not None}

@@ -181,7 +181,7 @@ def probe_scales(
     tol = _checks.positive("tol", tol)
     chunk = len(chosen) if chunk_size is None else _checks.whole("chunk_size", chunk_size, least=1)
     given = _tree.flat(params)
-    _tree.check_parameters(*given[:2])
+    _tree.check_parameters(given)
     device = _tree.device_of(*given[:2], "params")
     scaler = _tree.flat(NoScale().init(device))
     value_and_grad = ValueAndGrad(given, _tree.flat(buffers), scaler, loss_fn)

@@ -31,7 +31,7 @@ def decide(stats: GradStats, clip: Clip, scale: Tensor | None, grads: Sequence[T
     NaN. Where the host can see, what follows from the norm are Python numbers; elsewhere tensors
     that nobody reads.
     """
-    if stats.nonfinite_on_host is not None and all(bound.is_cpu for bound in clip.bounds):
+    if stats.nonfinite_on_host is not None and all([bound.is_cpu for bound in clip.bounds]):
         return _decide_on_host(stats, clip, scale, grads)
     found_inf = stats.nonfinite
     factor, divisor, rest, norm = None, scale, None, ()
@@ -56,11 +56,9 @@ def decide(stats: GradStats, clip: Clip, scale: Tensor | None, grads: Sequence[T
 def _decide_on_host(
     stats: GradStats, clip: Clip, scale: Tensor | None, grads: Sequence[Tensor]
 ) -> Outcome:
-    skip = stats.nonfinite_on_host or any(not bound.item() > 0 for bound in clip.bounds)
+    skip = stats.nonfinite_on_host or any([not bound.item() > 0 for bound in clip.bounds])
     found_inf = torch.ones_like(stats.nonfinite) if skip else stats.nonfinite
-    norm: Any = ()
-    if stats.norm is not None and clip.max_norm is not None:
-        norm = stats.norm.to(factor_dtype(grads))
+    norm: Any = () if stats.norm is None else stats.norm.to(factor_dtype(grads))
     if skip:
         decision = Decision(found_inf, True)
         return Outcome(decision, found_inf, _not_finite(norm), _not_finite(stats.amax))

@@ -189,7 +189,7 @@ def _accumulate(
 ) -> WindowGrads:
     value_and_grad = ValueAndGrad(params, buffers, scaler, loss_fn)
     scale: Tensor = scaler.tree.scale
-    weights = _weights(microbatches, options.weight_fn, scale)
+    weights = _weights(options, microbatches, scale)
     mean = _Mean(options, weights, scale, is_traced=value_and_grad.is_traced)
     sender = _sender(options, weights, params, sent_with) if mean.is_summed else None
     carried, last = buffers.leaves, len(microbatches) - 1
@@ -273,7 +273,7 @@ class _Mean:
             grads,
             self.scale,
             scaled=self.is_summed,
-            norm_type=self.options.clip.norm_to_measure,
+            norm_type=self.options.clip.norm_type,
             amax=self.options.takes_amax,
         )
         if self.is_summed and self.overflows:
@@ -354,31 +354,30 @@ def _sender(
 class _Weights(NamedTuple):
     """Of the microbatches of a window, before the first of them is looked at."""
 
-    vector: Tensor  # [k]
+    vector: Any  # Tensor [k]; None where all are 1 and the mean is looked at once
     shares: Sequence[float | Tensor]  # of the mean: none negative, their sum 1
     counts: Sequence[bool | Tensor]  # what has weight 0 does not
-    equal: bool
 
 
-def _weights(
-    microbatches: list[Any], weight_fn: Callable[[Any], float | Tensor] | None, scale: Tensor
-) -> _Weights:
-    number = len(microbatches)
+def _weights(options: StepOptions, microbatches: list[Any], scale: Tensor) -> _Weights:
+    number, weight_fn = len(microbatches), options.weight_fn
     if weight_fn is None:
-        vector = torch.ones(number, dtype=widest_float(scale.device), device=scale.device)
-        return _Weights(vector, [1 / number] * number, [True] * number, equal=True)
+        vector = None
+        if not (options.group is None and (number == 1 or options.looks_once)):
+            vector = torch.ones(number, dtype=widest_float(scale.device), device=scale.device)
+        return _Weights(vector, [1 / number] * number, [True] * number)
     given = [weight_fn(microbatch) for microbatch in microbatches]
     vector = torch.stack([as_weight("weight_fn returned", weight, scale) for weight in given])
     if not traced() and not any(isinstance(weight, Tensor) for weight in given):
         numbers = [as_float(weight) or 0.0 for weight in given]
         total = sum(numbers) or 1.0
-        return _Weights(vector, [n / total for n in numbers], [n > 0 for n in numbers], equal=False)
+        return _Weights(vector, [n / total for n in numbers], [n > 0 for n in numbers])
     counts = is_weight(vector) & (vector > 0)
     shares = torch.where(counts, vector, 0)
     shares = shares / torch.where(counts.any(), shares.sum(), 1)
     if host_can_read(shares):
-        return _Weights(vector, shares.tolist(), counts.tolist(), equal=False)
-    return _Weights(vector, shares.unbind(), counts.unbind(), equal=False)
+        return _Weights(vector, shares.tolist(), counts.tolist())
+    return _Weights(vector, shares.unbind(), counts.unbind())
 
 
 def check_weights(
@@ -400,9 +399,9 @@ def _summary(
     mean; with a group from those of all its ranks, and `divisor`.
     """
     weight, group = weights.vector, options.group
-    loss = torch.stack(losses) if len(losses) > 1 else losses[0].reshape(1)
-    if group is None and weights.equal and len(overflows) == 1:
-        return _summary_of_mean(loss, overflows[0], weight.dtype, options)
+    if weight is None:
+        return _summary_of_mean(losses, overflows[0], widest_float(scale.device), options)
+    loss = torch.stack(losses)
     overflow = torch.zeros((), dtype=torch.bool, device=scale.device)
     if overflows:
         overflow = torch.stack(overflows) if len(overflows) == len(losses) else overflows[0]
@@ -444,11 +443,13 @@ def _summary(
 
 
 def _summary_of_mean(
-    loss: Tensor, flag: Tensor, dtype: torch.dtype, options: StepOptions
+    losses: list[Tensor], flag: Tensor, dtype: torch.dtype, options: StepOptions
 ) -> dict[str, Any]:
     """`_summary` of microbatches of equal weight whose mean was looked at once."""
-    mean = loss.mean(dtype=dtype).to(loss.dtype) if len(loss) > 1 else loss[0]
-    retryable = flag & torch.isfinite(loss).all() if options.max_retries else flag
+    mean = losses[0]
+    if len(losses) > 1:
+        mean = torch.stack(losses).mean(dtype=dtype).to(mean.dtype)
+    retryable = flag & torch.isfinite(mean) if options.max_retries else flag
     flags = dict.fromkeys(("skip", "overflow", "num_overflowed"), flag)
     return {"loss": mean, "retryable": retryable, **flags}
 

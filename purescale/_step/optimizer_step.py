@@ -121,7 +121,7 @@ def unscale_and_step(
     inputs = flatten_scaled(updater, params, scaled_grads, opt_state, scaler, clip)
     tensors, scale = inputs.grads.tensors, scaler.scale
     stats = measure(
-        inputs.grads, scale, scaled=True, norm_type=clip.norm_to_measure, amax=amax, group=group
+        inputs.grads, scale, scaled=True, norm_type=clip.norm_type, amax=amax, group=group
     )
     keep = [*_tree.tensors(scaler), *clip.bounds]
     outcome = decide(stats, clip, scale, tensors)
@@ -163,8 +163,8 @@ def update(
     scratch_ok: bool = False,
     keep: Sequence[Tensor],
 ) -> tuple[Tree, Any]:
-    """The stages `update` and `assemble`: parameters and state after the decided step, in the trees
-    of the arguments.
+    """The stage `update`: parameters and state after the decided step, in the trees of the
+    arguments.
     """
     decision = outcome.decision
     if updater.differentiable and decision.skip_on_host is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,8 @@ from .._torch.tracing import host_can_read
 from .._tree import tree as _tree
 from .._tree.leaves import normalize
 from .._tree.tree import Flat, Leaves, Tree
+
+T = TypeVar("T")
 
 
 def reduce_window(
@@ -56,7 +58,7 @@ def reduce_window(
         mean,
         scale,
         scaled=window.scaled,
-        norm_type=options.clip.norm_to_measure,
+        norm_type=options.clip.norm_type,
         amax=options.takes_amax,
     )
     skip, overflow = window.skip, window.overflow
@@ -109,24 +111,26 @@ def _largest_integers(before: Leaves, after: Leaves, group: Any) -> Leaves:
     return results
 
 
-def checked(group: Any, check: Callable[[], Any], settings: dict[str, Any], state: Any) -> Any:
-    """The group, `None` for one of a single rank, after `check`. Where the ranks meet on a CPU,
-    what one refuses or holds otherwise every rank refuses; nothing else waits for them there.
+def checked(
+    group: Any, check: Callable[[], T], settings: dict[str, Any], state: Any
+) -> tuple[T, Any]:
+    """What `check` gives, and the group, `None` for one of a single rank. Where the ranks meet on a
+    CPU, what one refuses or holds otherwise every rank refuses; nothing else waits for them there.
     """
     if group is None:
-        check()
-        return None
+        return check(), None
     group = check_group(group)
+    found: list[T] = []
 
     def checked_all() -> None:
-        check()
+        found.append(check())
         _refuse_dtensors({name: getattr(state, name) for name in ("params", "buffers", "scaler")})
 
     if on_cpu(group):
         agree(group, checked_all, lambda: _all_that_must_agree(settings, state))
     else:
         checked_all()
-    return group if dist.get_world_size(group) > 1 else None
+    return found[0], group if dist.get_world_size(group) > 1 else None
 
 
 def _is_dense(leaf: Tensor) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -51,19 +51,20 @@ def accumulate_until_finite(
             "Fix: max_retries=0; the next step is taken at the lower scale anyway."
         )
     device = scaler.tree.scale.device
-    best: Tried | None = None
+    best: tuple[WindowGrads, Any, Any] | None = None
     generators = _generators(device) if max_retries else []
     retries = 0
     while True:
-        with _drawing_from(rng, device) as after:
+        with _drawing_from(rng, device):
             window = accumulate_microbatches(options, params, buffers, scaler, microbatches)
-        if best is None or bool(window.num_overflowed < best.window.num_overflowed):
-            best = Tried(window, scaler.tree, after(), 0)
+            next_rng = _state_of(rng, device)
+        if best is None or bool(window.num_overflowed < best[0].num_overflowed):
+            best = window, scaler.tree, next_rng
         lower = None
         if retries < max_retries and bool(window.retryable):
             lower = _backed_off(rule, scaler.tree)
         if lower is None:
-            return best._replace(retries=retries)
+            return Tried(*best, retries)
         scaler, retries = _tree.flat(lower), retries + 1
         for module, where, before in generators:
             module.set_rng_state(before, *where)
@@ -94,19 +95,23 @@ def _generators(device: torch.device) -> list[tuple[Any, tuple[Any, ...], Tensor
     return [(module, where, module.get_rng_state(*where)) for module, where in generators]
 
 
-@contextlib.contextmanager
-def _drawing_from(rng: Any, device: torch.device) -> Iterator[Callable[[], Any]]:
-    """Draw random numbers from `rng`; yields a function that gives the next one. The global
-    generator is put back.
+def _drawing_from(rng: Any, device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Draw random numbers from `rng`, the state of a generator, and put the global one back
+    afterwards; `()` leaves it as it is.
     """
-    if isinstance(rng, tuple):
-        yield lambda: ()
-        return
+    return contextlib.nullcontext() if isinstance(rng, tuple) else _in_place_of_global(rng, device)
+
+
+@contextlib.contextmanager
+def _in_place_of_global(rng: Tensor, device: torch.device) -> Iterator[None]:
     module, where, before = _generators(device)[-1]
-    after: list[Tensor] = []
     module.set_rng_state(rng.clone(), *where)
     try:
-        yield lambda: after[0]
-        after.append(module.get_rng_state(*where))
+        yield
     finally:
         module.set_rng_state(before, *where)
+
+
+def _state_of(rng: Any, device: torch.device) -> Any:
+    """The state that `rng` has come to; `()` where the global generator is used."""
+    return rng if isinstance(rng, tuple) else _generators(device)[-1][2]

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from .._grads.accumulate import OnNonfinite
 from .._grads.clip import Clip
-from .._loss_scale.headroom import takes_amax
 from .._loss_scale.rules import Rule
 from .._step.value_and_grad import LossFn
 
@@ -31,8 +30,9 @@ class StepOptions:
     group: Any = None
     max_retries: int = 0
     donate: bool = False
+    takes_amax: bool = False  # whether the rule looks at the largest gradient
 
     @property
-    def takes_amax(self) -> bool:
-        """Whether the rule looks at the largest gradient."""
-        return takes_amax(self.rule)
+    def looks_once(self) -> bool:
+        """Whether nothing asks for each microbatch: they are summed, and the mean is looked at."""
+        return self.on_nonfinite == "drop_window" and not self.max_retries

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -11,12 +10,12 @@ import torch
 from torch import Tensor
 
 from .._grads.accumulate import OnNonfinite, check_on_nonfinite
-from .._grads.clip import check_clip, check_ordered
-from .._loss_scale.headroom import check_rule, updated
+from .._grads.clip import Clip, check_clip, check_ordered
+from .._loss_scale.headroom import check_rule, takes_amax, updated
 from .._loss_scale.rules import Rule, StaticScale, check_device
 from .._optim.decision import Decision
 from .._optim.protocol import Optimizer, as_conditional
-from .._optim.step_inputs import flatten_step
+from .._optim.step_inputs import flatten_step, flatten_together
 from .._step.decide import Outcome, decide
 from .._step.microbatches import WindowGrads, check_weights
 from .._step.optimizer_step import update
@@ -29,7 +28,7 @@ from .._step.value_and_grad import LossFn
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import traced
 from .._tree import tree as _tree
-from .._tree.scalars import shown
+from .._tree.scalars import is_whole, shown
 from .._tree.select import choose, copies, where
 from .._tree.tree import Flat, Leaves, Tree
 
@@ -186,10 +185,7 @@ def train_step(
     >>> state.params, info.loss, info.scale, state.scaler.scale
     ({'w': tensor([0.])}, tensor(1.), tensor(65536.), tensor(131072.))
     """
-    # What is no TrainState is about to be refused.
-    flat = _FlatState(
-        *(_tree.flat(getattr(state, name, ())) for name in ("params", "buffers", "scaler"))
-    )
+    flat = _flattened(state)
     settings = {
         "max_retries": max_retries,
         "on_nonfinite": on_nonfinite,
@@ -202,20 +198,21 @@ def train_step(
     }
     # Over a group weights are asked for before others wait for what follows from them.
     asked = weight_fn if group is not None else None
-    group = checked_group(
+    clip, group = checked_group(
         group, lambda: _check_call(state, flat, microbatches, settings, asked), settings, state
     )
     options = StepOptions(
         loss_fn=loss_fn,
         optimizer=as_conditional(optimizer),
         rule=rule,
-        clip=check_clip(max_norm, clip_value, norm_type),
+        clip=clip,
         weight_fn=weight_fn,
         on_nonfinite=on_nonfinite,
         bn_update=bn_update,
         group=group,
         max_retries=max_retries,
         donate=donate,
+        takes_amax=takes_amax(rule),
     )
     new_state, info = _stages(options, state, flat, microbatches)
     if donate:
@@ -228,22 +225,30 @@ class _FlatState(NamedTuple):
 
     params: Flat
     buffers: Flat
+    opt_state: Flat
     scaler: Flat
+
+
+def _flattened(state: Any) -> _FlatState:
+    if not isinstance(state, TrainState):  # which is about to be refused
+        return _FlatState(*[Flat((), [], None)] * 4)
+    return _FlatState(*flatten_together(*state[:4]))
 
 
 def _stages(
     options: StepOptions, state: TrainState, flat: _FlatState, microbatches: list[Any]
 ) -> tuple[TrainState, StepInfo]:
     """The stages of a step, one after the other; each is told of the whole step by one record."""
-    inputs = flatten_step(options.optimizer, flat.params, None, state.opt_state)
+    inputs = flatten_step(options.optimizer, flat.params, None, flat.opt_state)
     options.optimizer.check(inputs)
-    tried = accumulate_until_finite(options, *flat, state.rng, microbatches)
+    params, buffers, scaler = flat.params, flat.buffers, flat.scaler
+    tried = accumulate_until_finite(options, params, buffers, scaler, state.rng, microbatches)
     window, scale = tried.window, tried.scaler.scale
     if options.group is not None:
-        window = reduce_window(options, window, flat.params, flat.buffers, scale)
+        window = reduce_window(options, window, params, buffers, scale)
     scaled_by = scale if window.scaled else None
     outcome = decide(window.stats, options.clip, scaled_by, window.grads.tensors)  # type: ignore[arg-type]
-    next_scaler = _next_scaler(options, state, flat.scaler, tried.scaler, window, outcome)
+    next_scaler = _next_scaler(options, scaler, tried.scaler, window, outcome)
     used_scale = scale.clone()
     skip, skip_on_host = outcome.found_inf, outcome.decision.skip_on_host
     step = state.step + (~skip if skip_on_host is None else int(not skip_on_host))
@@ -255,11 +260,11 @@ def _stages(
         scratch_ok=not traced(),
         keep=_kept_in_update(options, state, flat, window),
     )
-    kept = (new_params, opt_state, next_scaler, window.aux, step, state.rng)
-    new_buffers = _next_buffers(options, outcome.decision, flat.buffers.leaves, window, kept)
+    rest = (new_params, opt_state, next_scaler, window.aux, step, state.rng)
+    new_buffers = _next_buffers(options, outcome.decision, buffers.leaves, window, rest)
     new_state = TrainState(
         params=new_params,
-        buffers=flat.buffers.structure.unflatten(new_buffers),
+        buffers=buffers.structure.unflatten(new_buffers),
         opt_state=opt_state,
         scaler=next_scaler,
         step=step,
@@ -293,7 +298,6 @@ _FROM_RULE = "the state that the rule gave"
 
 def _next_scaler(
     options: StepOptions,
-    state: TrainState,
     before: Flat,
     used: Any,
     window: WindowGrads,
@@ -302,16 +306,16 @@ def _next_scaler(
     """The loss scale after the step, updated last. `used`: the state that scaled the loss."""
     overflow, amax = _told_to_rule(options, window, outcome)
     # Where no try was finite, the scale ends as after one ordinary skip.
-    start = used if used is state.scaler else where(overflow, state.scaler, used)
+    start = used if used is before.tree else where(overflow, before.tree, used)
     updated_scaler = updated(options.rule, start, overflow, amax)
-    if not traced():  # a rule may return what it was given
-        updated_scaler = _tree.apart(updated_scaler, (state.scaler, window.overflow, amax))
-    _tree.paired(state.scaler, updated_scaler, "state.scaler", _FROM_RULE, flat=before)
+    new = _tree.paired(before.tree, updated_scaler, "state.scaler", _FROM_RULE, flat=before)[1]
     skip = outcome.found_inf
-    if outcome.decision.skip_on_host is False or skip is window.overflow:
-        return updated_scaler
-    # Weights that leave nothing, and a bound that is none, leave the scale as it was.
-    return where(skip & ~window.overflow, state.scaler, updated_scaler)
+    if not (outcome.decision.skip_on_host is False or skip is window.overflow):
+        # Weights that leave nothing, and a bound that is none, leave the scale as it was.
+        new = choose(skip & ~window.overflow, before.leaves, new)
+    elif not traced():  # a rule may return what it was given
+        new = _tree.leaves_apart(new, [*before.leaves, window.overflow, amax])
+    return before.structure.unflatten(new)
 
 
 def _told_to_rule(
@@ -334,10 +338,10 @@ def _told_to_rule(
 
 
 def _next_buffers(
-    options: StepOptions, decision: Decision, old: Leaves, window: WindowGrads, kept: Any
+    options: StepOptions, decision: Decision, old: Leaves, window: WindowGrads, rest: Any
 ) -> Leaves:
     """The buffers after the step, in memory of the state's own: a loss may keep the tensors that it
-    returned, or return them as aux too. `kept`: the rest of the new state, into which they are not
+    returned, or return them as aux too. `rest`: that of the new state, into which they are not
     written.
     """
     skip, donate = decision.skip_on_host, options.donate
@@ -347,7 +351,7 @@ def _next_buffers(
         old = [t.detach() if isinstance(t, Tensor) and t.requires_grad else t for t in old]
     if skip:
         return list(old)
-    keep = [*window.seen, *_tree.all_tensors(kept)] if donate else []
+    keep = [*window.seen, *_tree.all_tensors(rest)] if donate else []
     return choose(decision.skip, old, window.buffers, donate=donate, keep=keep)  # type: ignore[arg-type]
 
 
@@ -357,7 +361,8 @@ def _check_call(
     microbatches: Any,
     settings: dict[str, Any],
     weight_fn: Callable[[Any], float | Tensor] | None,
-) -> None:
+) -> Clip:
+    """The bounds of the step, once everything else is checked too."""
     rule, max_retries = settings["rule"], settings["max_retries"]
     if not isinstance(state, TrainState):
         raise TypeError(
@@ -368,18 +373,14 @@ def _check_call(
     _check_microbatches(microbatches)
     clip = check_clip(settings["max_norm"], settings["clip_value"], settings["norm_type"])
     leaves = flat.params.leaves
-    _tree.check_parameters(state.params, leaves, "state.params")
+    _tree.check_parameters(flat.params, "state.params")
     check_device(state.scaler.scale, state.params, leaves, "state.params")
     if clip.value is not None:
         check_ordered(state.params, leaves, "params")
     check_on_nonfinite(settings["on_nonfinite"])
     if settings["bn_update"] not in ("each", "window"):
         raise ValueError(f"bn_update must be 'each' or 'window', got {settings['bn_update']!r}.")
-    if (
-        isinstance(max_retries, bool)
-        or not isinstance(max_retries, numbers.Integral)
-        or max_retries < 0
-    ):
+    if not is_whole(max_retries) or max_retries < 0:
         raise ValueError(
             f"max_retries must be a whole number, 0 or more, got {shown(max_retries)}."
         )
@@ -402,6 +403,7 @@ def _check_call(
         )
     if weight_fn is not None:
         check_weights(microbatches, weight_fn, state.scaler.scale)
+    return clip
 
 
 def _check_microbatches(microbatches: Any) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Set
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from .._loss_scale.rules import scale_loss
+from .._loss_scale.rules import wide_loss
 from .._torch import donation, dtensor, private
 from .._torch.dtypes import wide_dtype
 from .._torch.tracing import traced
@@ -28,13 +30,18 @@ class LossFn(Protocol):
         """
 
 
-class Microbatch(NamedTuple):
-    """What one microbatch gives, off the graph and in memory of its own."""
+class MicrobatchResult(NamedTuple):
+    """What one microbatch gives, off the graph and apart from the state. `loss_fn` may still hold
+    the buffers and aux that it returned.
+    """
 
     grads: Leaves  # of the scaled loss, one per parameter; None where that is
     loss: Tensor  # unscaled, 0-d
     buffers: Leaves  # the new ones
     aux: list[Any]
+
+
+_ENABLED = contextlib.nullcontext()  # which costs a fifth of enabling again what is enabled
 
 
 class ValueAndGrad:
@@ -44,17 +51,19 @@ class ValueAndGrad:
     """
 
     def __init__(self, params: Flat, buffers: Flat, scaler: Flat, loss_fn: LossFn) -> None:
-        self.scaler, self.loss_fn, self.buffers = scaler.tree, loss_fn, buffers
+        self.scale, self.loss_fn, self.buffers = scaler.tree.scale, loss_fn, buffers
         self.params, self.structure = params, params.structure
         self.present = [index for index, leaf in enumerate(params.leaves) if leaf is not None]
         self.inputs = [params.leaves[index] for index in self.present]
+        self.are_all_present = len(self.inputs) == len(params.leaves)
         self.seen: list[Tensor] = []  # the tensors of the microbatches
-        self.sharded = dtensor.any_dtensor(self.inputs)
+        self.sharded = not params.ordinary and dtensor.any_dtensor(self.inputs)
         self.is_traced = traced()
         if not self.is_traced:
             given = [*self.inputs, *buffers.leaves, *scaler.leaves]
             self.taken = {None, *donation.memories(given)}
-            self.inputs = _recordable(self.inputs)
+            if not (params.ordinary and scaler.ordinary):
+                *self.inputs, self.scale = _recordable([*self.inputs, self.scale])
 
     def zeros(self) -> Leaves:
         """Gradients of a window in which nothing counts."""
@@ -69,7 +78,7 @@ class ValueAndGrad:
 
     def _leaves(self, tensors: list[Any]) -> Leaves:
         """One for each leaf of the parameters, None where they are None."""
-        if len(tensors) == len(self.params.leaves):
+        if self.are_all_present:
             return tensors
         leaves: Leaves = [None] * len(self.params.leaves)
         for index, tensor in zip(self.present, tensors, strict=True):
@@ -81,14 +90,14 @@ class ValueAndGrad:
         buffers: Leaves,
         microbatch: Any,
         on_grad: Callable[[int, Tensor], None] | None = None,
-    ) -> Microbatch:
+    ) -> MicrobatchResult:
         """`on_grad(index, gradient)` takes each gradient as the backward makes it; then none are
         returned.
         """
         if self.is_traced:
             scaled = functools.partial(self._scaled, buffers, microbatch)
             found, (_, outputs) = torch.func.grad_and_value(scaled, has_aux=True)(self.inputs)
-            return Microbatch(self._leaves(list(found)), *_tree.fresh(outputs))
+            return self._result(list(found), outputs, None)
         # torch.func.grad would give the same bits; this also takes checkpointing around `apply` and
         # custom Functions of the older form.
         inputs, loss, outputs = self.graph(buffers, microbatch)
@@ -106,8 +115,20 @@ class ValueAndGrad:
                 grads = [dtensor.redistribute_like(*pair) for pair in pairs]
         seen = _tree.all_tensors(microbatch)
         self.seen += seen
-        outputs = _tree.fresh(outputs, self.taken.union(donation.memories(seen)))
-        return Microbatch(self._leaves(grads) if grads else [], *outputs)
+        return self._result(grads, outputs, self.taken.union(donation.memories(seen)))
+
+    def _result(
+        self,
+        grads: Leaves,
+        outputs: tuple[Tensor, Leaves, list[Any]],
+        taken: Set[int | None] | None,
+    ) -> MicrobatchResult:
+        loss, *buffers = _tree.fresh([outputs[0], *outputs[1]], taken)
+        aux = outputs[2]
+        if aux:
+            leaves, structure = _tree.flatten(aux)
+            aux = structure.unflatten(_tree.fresh(leaves, taken))
+        return MicrobatchResult(self._leaves(grads) if grads else [], loss, buffers, aux)
 
     def graph(
         self, buffers: Leaves, microbatch: Any
@@ -115,8 +136,9 @@ class ValueAndGrad:
         """The parameters, the scaled loss on its graph over them, and the outputs; where nothing is
         traced.
         """
-        buffers = _recordable(buffers)
-        with torch.enable_grad():
+        if buffers is not self.buffers.leaves or not self.buffers.ordinary:
+            buffers = _recordable(buffers)
+        with _ENABLED if torch.is_grad_enabled() else torch.enable_grad():
             # Leaves, so that autocast casts a weight once however often it is used; new ones, as a
             # loss may hang a hook on them.
             inputs = _parameters(self.inputs)
@@ -146,12 +168,12 @@ class ValueAndGrad:
     def _scaled(
         self, buffers: Leaves, microbatch: Any, inputs: Leaves
     ) -> tuple[Tensor, tuple[Tensor, Leaves, list[Any]]]:
-        params = self.structure.unflatten(self._leaves(list(inputs)))
+        params = self.structure.unflatten(self._leaves(inputs))
         given = self.buffers.structure.unflatten(buffers)
         loss, new_buffers, aux = self._checked(self.loss_fn(params, given, microbatch))
-        scaled = scale_loss(self.scaler, loss).reshape(())  # checked there
-        unscaled = loss.to(wide_dtype(loss.dtype), copy=bool(aux))  # which may hold the loss
-        return scaled, (unscaled.reshape(()), new_buffers, aux)
+        wide = wide_loss(loss, self.scale).reshape(())
+        unscaled = wide.clone() if aux else wide  # aux may hold the loss
+        return wide * self.scale, (unscaled, new_buffers, aux)
 
     def _checked(self, returned: Any) -> tuple[Tensor, Leaves, list[Any]]:
         buffers = self.buffers.tree
@@ -167,13 +189,16 @@ class ValueAndGrad:
                 "changes them."
             )
         loss, new_buffers, *aux = returned
-        loss = dtensor.full_tensor(loss)
+        if type(loss) is not Tensor:
+            loss = dtensor.full_tensor(loss)
         if not isinstance(loss, Tensor):
             raise TypeError(
                 f"loss_fn returned {type(loss).__name__} as its loss; expected a tensor of one "
                 "element. Fix: loss first, `return loss, new_buffers`."
             )
-        if not _like_buffers(new_buffers, buffers):
+        both = type(buffers) is dict and type(new_buffers) is dict
+        alike = both and new_buffers.keys() == buffers.keys()
+        if not (alike or _like_buffers(new_buffers, buffers)):
             raise ValueError(
                 f"new_buffers does not match buffers: loss_fn returned {_described(new_buffers)} "
                 f"where the new buffers belong, {_described(buffers)}. Likely cause: `return loss, "
@@ -185,13 +210,17 @@ class ValueAndGrad:
 
 
 def _versions(tensors: Leaves) -> list[int]:
-    if any(map(Tensor.is_inference, tensors)):  # which have no counter
+    try:
+        return list(map(private.version, tensors))
+    except RuntimeError:  # what was made under inference_mode has no counter
         return [0] * len(tensors)
-    return list(map(private.version, tensors))
 
 
 def _parameters(tensors: Leaves) -> Leaves:
     """Leaves over the memory of parameters, which isinstance takes for an nn.Parameter."""
+    if set(map(type, tensors)) == {Tensor}:
+        kind, requires_grad = itertools.repeat(nn.Parameter), itertools.repeat(True)
+        return list(map(private.make_subclass, kind, tensors, requires_grad))
     return [
         private.make_subclass(nn.Parameter, tensor, True)
         if type(tensor) is Tensor

@@ -64,7 +64,7 @@ def can_write_each(lists: Sequence[Sequence[Tensor]], others: Sequence[Any] = ()
     if under_transform() or DEBUG:
         return [False] * len(lists)
     allowed = list(map(_are_writable, lists))
-    if torch.compiler.is_compiling() or not any(allowed):
+    if torch.compiler.is_dynamo_compiling() or not any(allowed):
         return allowed
     held = list(map(_memories_of_values, lists))
     kept = set(memories(others))
@@ -78,7 +78,7 @@ def can_write_each(lists: Sequence[Sequence[Tensor]], others: Sequence[Any] = ()
 
 def _are_writable(tensors: Sequence[Tensor]) -> bool:
     """Whether they may be written into, as far as each tells by itself."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return all(
             tensor.layout is torch.strided and is_gapless(tensor) and not tensor.requires_grad
             for tensor in tensors

@@ -7,10 +7,12 @@ import math
 import torch
 from torch import Tensor
 
+_WIDE = frozenset((torch.float32, torch.float64, torch.complex64, torch.complex128))
+
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """`dtype`, or float32 where that is wider; complex64 for half complex."""
-    return torch.promote_types(dtype, torch.float32)
+    return dtype if dtype in _WIDE else torch.promote_types(dtype, torch.float32)
 
 
 def real_dtype(dtype: torch.dtype) -> torch.dtype:

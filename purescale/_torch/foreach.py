@@ -40,7 +40,7 @@ def is_gapless(tensor: Tensor) -> bool:
 
 def are_contiguous(tensors: Sequence[Tensor]) -> bool:
     """Whether each of them is, as far as one look shows."""
-    return not torch.compiler.is_compiling() and all(map(Tensor.is_contiguous, tensors))
+    return not torch.compiler.is_dynamo_compiling() and all(map(Tensor.is_contiguous, tensors))
 
 
 def are_gapless(tensors: Sequence[Tensor]) -> bool:
@@ -67,23 +67,25 @@ def by_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
     kinds = [(tensor.device, tensor.dtype) for tensor in tensors]
     if len(set(kinds)) <= 1:
         return [list(range(len(tensors)))] if tensors else []
-    groups: dict[Any, list[int]] = {}
-    for index, kind in enumerate(kinds):
-        groups.setdefault(kind, []).append(index)
-    return list(groups.values())
+    return [[i for i, kind in enumerate(kinds) if kind == one] for one in dict.fromkeys(kinds)]
 
 
 def clone(tensors: Sequence[Tensor]) -> list[Tensor]:
     """`[t.detach().clone() for t in tensors]`."""
     if traced():
         return [tensor.detach().clone() for tensor in tensors]
-    copies: list[Any] = list(tensors)
-    with torch.no_grad():
-        for indices in by_kind(tensors):
-            for index, copy in zip(
-                indices, private.clone_list([tensors[i] for i in indices]), strict=True
-            ):
-                copies[index] = copy
+    return clone_listed([t.detach() if t.requires_grad else t for t in tensors])
+
+
+def clone_listed(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """`[t.clone() for t in tensors]` of tensors that are on no graph, outside of every trace."""
+    if not tensors or not is_launch_bound(tensors[0]):
+        return list(private.clone_list(list(tensors))) if tensors else []
+    copies = list(tensors)
+    for indices in by_kind(tensors):
+        made = private.clone_list([tensors[index] for index in indices])
+        for index, copy in zip(indices, made, strict=True):
+            copies[index] = copy
     return copies
 
 

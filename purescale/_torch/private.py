@@ -55,14 +55,35 @@ without_modes: Any = _find("torch.utils._python_dispatch._disable_current_modes"
 DispatchMode: Any = _find("torch.utils._python_dispatch.TorchDispatchMode")
 nonstrict_trace: Any = _find("torch._dynamo.nonstrict_trace")
 TensorGuards: Any = _find("torch._C._dynamo.guards.TensorGuards")
+# Both move, so they cannot be looked up once.
 _find("torch.autograd.forward_ad._current_level")
+_find("torch.compiler._is_compiling_flag")
 _forward_ad: Any = torch.autograd.forward_ad
+_compiler: Any = torch.compiler
 
 
-def forward_level() -> int:
-    """How deep inside of `forward_ad.dual_level`; -1 outside."""
-    level: int = _forward_ad._current_level  # moves, so it cannot be looked up once
-    return level
+def under_transform() -> bool:
+    """Whether this runs inside vmap, grad or another torch.func transform, or in forward mode.
+
+    List operators have no vmap rule there, and fused kernels drop what is being differentiated.
+    """
+    return transforms_active() or (
+        not torch.compiler.is_dynamo_compiling() and _forward_ad._current_level >= 0
+    )
+
+
+def traced() -> bool:
+    """Whether plain operators are needed: while compiling, where all kinds fuse the same, or under
+    a transform.
+    """
+    # Spelled out, because every stage asks. Dynamo must come to an end at the first line: an
+    # interpreter stack that is None comes back to it wrapped in something that is not.
+    return (
+        torch.compiler.is_dynamo_compiling()
+        or _compiler._is_compiling_flag
+        or transforms_active()
+        or _forward_ad._current_level >= 0
+    )
 
 
 FakeTensorMode: Any = _find("torch._subclasses.fake_tensor.FakeTensorMode")

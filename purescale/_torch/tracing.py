@@ -9,31 +9,12 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from .._torch import private
+# They read private names of torch, which stand in one file.
+from .._torch.private import traced as traced
+from .._torch.private import under_transform as under_transform
 
 # For tests: with it a CPU decides as an accelerator does, without reading a value.
 _as_an_accelerator = False
-
-
-def under_transform() -> bool:
-    """Whether this runs inside vmap, grad or another torch.func transform, or in forward mode.
-
-    List operators have no vmap rule there, and fused kernels drop what is being differentiated.
-    """
-    return private.transforms_active() or (
-        not torch.compiler.is_compiling() and private.forward_level() >= 0
-    )
-
-
-def traced() -> bool:
-    """Whether plain operators are needed: while compiling, where all kinds fuse the same, or under
-    a transform.
-    """
-    # While compiling, an interpreter stack that is None comes back wrapped in something that is
-    # not, so it is asked for second.
-    return (
-        torch.compiler.is_compiling() or private.transforms_active() or private.forward_level() >= 0
-    )
 
 
 def is_on_a_graph(tensors: Iterable[Tensor | None]) -> bool:

@@ -14,13 +14,52 @@ from .._torch.dtypes import wide_dtype
 from .._torch.tracing import PLAIN_TYPES
 
 _REAL = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
-_USUAL = _REAL | {torch.complex64, torch.complex128}
+_FLOATING = _REAL | {torch.complex64, torch.complex128}
+_WHOLE = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool))
+_PLAIN_DTYPES = _REAL | _WHOLE
 _PLAIN_TYPES = PLAIN_TYPES | {private.FakeTensor}
 
 
 _dtype, _layout = operator.attrgetter("dtype"), operator.attrgetter("layout")
-_is_nested = operator.attrgetter("is_nested")
-_is_quantized = operator.attrgetter("is_quantized")
+_is_nested, _grad_fn = operator.attrgetter("is_nested"), operator.attrgetter("grad_fn")
+
+
+# ---- what one look shows -------------------------------------------------------------------------
+
+
+def are_plain(leaves: Sequence[Any]) -> bool:
+    """Whether one look shows that each leaf is a dense, real tensor of torch's own types, with
+    nothing lazy about it. A leaf that is not is looked at by itself.
+    """
+    if torch.compiler.is_dynamo_compiling():  # which cannot follow the maps below
+        return all(
+            type(leaf) in _PLAIN_TYPES
+            and leaf.dtype in _PLAIN_DTYPES
+            and leaf.layout is torch.strided
+            for leaf in leaves
+        )
+    return (
+        set(map(type, leaves)) <= _PLAIN_TYPES
+        and set(map(_dtype, leaves)) <= _PLAIN_DTYPES
+        and set(map(_layout, leaves)) <= {torch.strided}
+        and not any(map(_is_nested, leaves))
+        and not any(map(Tensor.is_neg, leaves))
+    )
+
+
+def are_ordinary(leaves: Sequence[Any]) -> bool:
+    """`are_plain`, off every graph, and made outside of inference mode."""
+    return (
+        not torch.compiler.is_dynamo_compiling()
+        and are_plain(leaves)
+        and not any(map(_grad_fn, leaves))
+        and not any(map(Tensor.is_inference, leaves))
+    )
+
+
+def are_real(leaves: Sequence[Any]) -> bool:
+    """Whether tensors hold real numbers of the dtypes that a parameter may have."""
+    return set(map(_dtype, leaves)) <= _REAL
 
 
 # ---- what may be one -----------------------------------------------------------------------------
@@ -28,7 +67,7 @@ _is_quantized = operator.attrgetter("is_quantized")
 
 def unusual(leaves: Sequence[Any]) -> list[tuple[int, Any]]:
     """The leaves that need a second look, with their indices."""
-    if are_dense(leaves) and set(map(_dtype, leaves)) <= _USUAL:
+    if are_plain(leaves) and not torch.compiler.is_dynamo_compiling() and are_real(leaves):
         return []
     return [
         (index, leaf)
@@ -36,20 +75,11 @@ def unusual(leaves: Sequence[Any]) -> list[tuple[int, Any]]:
         if leaf is not None
         and not (
             isinstance(leaf, Tensor)
-            and leaf.dtype in _USUAL
+            and leaf.dtype in _FLOATING
             and leaf.layout is torch.strided
             and not leaf.is_nested
         )
     ]
-
-
-def are_dense(leaves: Sequence[Any]) -> bool:
-    """Whether one look shows that each leaf is a dense tensor of the usual types."""
-    if torch.compiler.is_compiling() or not set(map(type, leaves)) <= _PLAIN_TYPES:
-        return False
-    if not set(map(_layout, leaves)) <= {torch.strided}:
-        return False
-    return not (any(map(_is_nested, leaves)) or any(map(_is_quantized, leaves)))
 
 
 def unsupported_reason(leaf: Tensor, *, sparse: bool = False) -> str:
@@ -127,13 +157,13 @@ class Normalized(NamedTuple):
 
     tensors: list[Tensor]
     given: Sequence[Any]  # the leaves, with None; a DTensor whose value was a sum has that sum
-    usual: bool  # they are the tensors
+    plain: bool  # they are the tensors
 
     def restore(self, results: Sequence[Tensor]) -> list[Any]:
         """What was computed of each tensor, as the leaf that it came from: complex, a DTensor, with
         None between them.
         """
-        if self.usual:
+        if self.plain:
             return list(results)
         found = iter(results)
         return [None if leaf is None else _restored(leaf, next(found)) for leaf in self.given]
@@ -146,26 +176,11 @@ class Normalized(NamedTuple):
 
 def normalize(leaves: Sequence[Any]) -> Normalized:
     """`leaves`, which are checked already, as dense, real, strided tensors."""
-    if are_usual(leaves):
-        return Normalized(list(leaves), leaves, usual=True)
+    if are_plain(leaves):
+        return Normalized(list(leaves), leaves, plain=True)
     given = [dtensor.reduce_partial(leaf) for leaf in leaves]
     tensors = [_dense_real(dtensor.shard(leaf)) for leaf in given if leaf is not None]
-    return Normalized(tensors, given, usual=False)
-
-
-def are_usual(leaves: Sequence[Any]) -> bool:
-    """Whether each leaf is a dense, real tensor already."""
-    if torch.compiler.is_compiling():
-        return all(
-            type(leaf) in _PLAIN_TYPES and leaf.dtype in _REAL and leaf.layout is torch.strided
-            for leaf in leaves
-        )
-    return (
-        set(map(type, leaves)) <= _PLAIN_TYPES
-        and set(map(_dtype, leaves)) <= _REAL
-        and set(map(_layout, leaves)) <= {torch.strided}
-        and not any(map(Tensor.is_neg, leaves))
-    )
+    return Normalized(tensors, given, plain=False)
 
 
 def _dense_real(leaf: Tensor) -> Tensor:

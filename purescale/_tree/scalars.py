@@ -18,6 +18,8 @@ def as_float(value: Any) -> float | None:
     """A real number of any type as a float, inf where it is beyond the range of one; `None` for
     what is none (a bool, a tensor).
     """
+    if type(value) is float:
+        return value
     number = _plain(value)
     if isinstance(number, bool) or not isinstance(number, numbers.Real):
         return None
@@ -35,10 +37,17 @@ def real(name: str, value: Any) -> float:
     return number
 
 
+def is_whole(value: Any) -> bool:
+    """Whether it is a whole number, of any type that is one; a bool is none."""
+    if type(value) is int:
+        return True
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
 def whole(name: str, value: Any, least: int = 0, most: int | None = 2**31 - 1) -> int:
     """`value` as an int from `least` to `most`."""
     plain = _plain(value)
-    if isinstance(plain, bool) or not isinstance(plain, numbers.Integral):
+    if not is_whole(plain):
         raise _no_number(name, value, int)
     number = int(plain)
     if number < least or (most is not None and number > most):

@@ -11,7 +11,7 @@ from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write
 from .._torch.tracing import host_can_read, is_on_a_graph, traced
 from .._tree import tree as _tree
-from .._tree.leaves import are_dense, is_constant
+from .._tree.leaves import are_plain, is_constant
 from .._tree.tree import Flat, Leaves, Tree
 
 
@@ -87,6 +87,6 @@ def choose(
 
 def copies(leaves: Leaves) -> Leaves:
     """Each leaf off the graph in memory of its own; constants as they are."""
-    if are_dense(leaves):
+    if are_plain(leaves):
         return foreach.clone(leaves)
     return [leaf if is_constant(leaf) else leaf.detach().clone() for leaf in leaves]

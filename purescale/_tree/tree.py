@@ -39,7 +39,7 @@ _insertion_ordered.__enter__()
 
 def flatten(tree: Tree) -> tuple[Leaves, Any]:
     """The leaves and the structure, with its `.unflatten(leaves)` and `.flatten_up_to(other)`."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         # optree cannot be traced where a dict is empty, as the buffers of a net without BatchNorm
         # are.
         leaves, structure = _torch.pytree.tree_flatten(tree)
@@ -54,10 +54,12 @@ class Flat(NamedTuple):
     tree: Tree
     leaves: Leaves
     structure: Any
+    ordinary: bool = False  # as `leaves.are_ordinary` saw when it looked
 
 
 def flat(tree: Tree) -> Flat:
-    return Flat(tree, *flatten(tree))
+    leaves, structure = flatten(tree)
+    return Flat(tree, leaves, structure, _leaf.are_ordinary(leaves))
 
 
 def map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
@@ -107,46 +109,46 @@ def all_tensors(tree: Any) -> list[Tensor]:
     return found
 
 
-def fresh(tree: Any, taken: Set[int | None] = frozenset()) -> Any:
-    """`tree`, in any container that torch's pytree knows, off the graph; copied out of `taken`.
-    Constants that are on no graph are the same objects.
+def fresh(leaves: Leaves, taken: Set[int | None] | None) -> Leaves:
+    """Leaves, which may be containers that only torch's pytree knows, off the graph; copied out of
+    `taken`, where traced (None) all of them. Constants that are on no graph are the same objects.
     """
 
     def own(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or (_leaf.is_constant(leaf) and not leaf.requires_grad):
             return leaf
-        if traced():
+        if taken is None:
             return leaf.clone()
         return leaf.detach().clone() if memory(leaf) in taken else leaf.detach()
 
-    if traced():
-        return _torch.pytree.tree_map(own, tree)
-    leaves, structure = flatten(tree)
-    if are_tensors(leaves) and taken.isdisjoint(memories(leaves)):
-        kept = [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves]
-    else:
-        kept = [_torch.pytree.tree_map(own, leaf) for leaf in leaves]
-    return structure.unflatten(kept)
+    if taken is not None and are_tensors(leaves) and taken.isdisjoint(memories(leaves)):
+        return [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves]
+    return [_torch.pytree.tree_map(own, leaf) for leaf in leaves]
 
 
 def apart(tree: Tree, inputs: Tree) -> Tree:
     """`tree`, on its graph, copied where it may share memory with `inputs` or one leaf with
     another.
     """
+    leaves, structure = flatten(tree)
+    return structure.unflatten(leaves_apart(leaves, tensors(inputs)))
+
+
+def leaves_apart(leaves: Leaves, others: Leaves) -> Leaves:
+    """`apart` of flat lists."""
     if traced():
-        return map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
-    taken, held = set(memories(tensors(inputs))), memories(tensors(tree))
+        return [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    taken, held = set(memories(others)), memories(leaves)
     if len(set(held)) == len(held) and taken.isdisjoint(held):
-        return tree
-
-    def own(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        leaf = leaf.clone() if memory(leaf) in taken else leaf
-        taken.add(memory(leaf))
-        return leaf
-
-    return map(own, tree)
+        return leaves
+    found = []
+    for leaf, storage in zip(leaves, held, strict=True):
+        if isinstance(leaf, Tensor) and storage in taken:
+            leaf = leaf.clone()
+            storage = memory(leaf)
+        taken.add(storage)
+        found.append(leaf)
+    return found
 
 
 def paths(tree: Tree, name: str) -> list[str]:
@@ -155,10 +157,8 @@ def paths(tree: Tree, name: str) -> list[str]:
 
 
 _CONTAINERS = {dict, list, tuple}
-_grad_fn, _is_nested = operator.attrgetter("grad_fn"), operator.attrgetter("is_nested")
-_is_quantized = operator.attrgetter("is_quantized")
-_layout, _shape = operator.attrgetter("layout"), operator.attrgetter("shape")
-_dtype, _device = operator.attrgetter("dtype"), operator.attrgetter("device")
+_shape, _dtype = operator.attrgetter("shape"), operator.attrgetter("dtype")
+_device = operator.attrgetter("device")
 
 
 def names(tree: Tree) -> list[str]:
@@ -167,7 +167,7 @@ def names(tree: Tree) -> list[str]:
     """
     if type(tree) is dict and not any([type(child) in _CONTAINERS for child in tree.values()]):
         return [str(key) for key in tree]
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_dynamo_compiling():
         return [".".join(str(part) for part in path) for path in optree.tree_paths(tree, **_OURS)]
     if isinstance(tree, dict):
         children = list(tree.items())
@@ -194,7 +194,7 @@ def path(tree: Tree, name: str, index: int) -> str:
     """Where leaf `index` stands, as Python; while compiling, where optree cannot be asked, only its
     number.
     """
-    return f"leaf {index}" if torch.compiler.is_compiling() else paths(tree, name)[index]
+    return f"leaf {index}" if torch.compiler.is_dynamo_compiling() else paths(tree, name)[index]
 
 
 def leaves_like(name: str, tree: Tree, like_name: str, like: Tree, structure: Any = None) -> Leaves:
@@ -208,7 +208,7 @@ def leaves_like(name: str, tree: Tree, like_name: str, like: Tree, structure: An
             return found
     except ValueError:
         pass
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         raise ValueError(
             f"{name} and {like_name} differ in structure: run the step once without torch.compile "
             "to see where."
@@ -225,45 +225,28 @@ def leaves_like(name: str, tree: Tree, like_name: str, like: Tree, structure: An
     )
 
 
-def _agree_in_place(gradients: Leaves, weights: Leaves) -> bool:
-    """Whether one look shows that each gradient has the shape and device of its parameter, and the
-    dtypes are real.
+def gradients_like(params: Flat, grads: Tree) -> Leaves:
+    """The leaves of `grads` in the order of `params`; refused, naming the leaf, unless each could
+    be added to its parameter.
     """
-    if torch.compiler.is_compiling() or not _leaf.are_usual([*gradients, *weights]):
-        return False
-    return all([list(_map(of, gradients)) == list(_map(of, weights)) for of in (_shape, _device)])
-
-
-class Aligned(NamedTuple):
-    """Parameters and their gradients in one order."""
-
-    structure: Any  # of the parameters
-    weights: Leaves
-    gradients: Leaves
-
-
-def aligned(params: Flat, grads: Tree) -> Aligned:
-    """The leaves of both; refused, naming the leaf, unless each gradient could be added to its
-    parameter.
-    """
-    params, weights, structure = params
-    check_parameters(params, weights)
-    if grads is None:
-        return Aligned(structure, weights, [None] * len(weights))
-    gradients = leaves_like("grads", grads, "params", params, structure)
-    check_gradients(params, gradients)
-    if _agree_in_place(gradients, weights):
-        return Aligned(structure, weights, gradients)
-    for index, (gradient, weight) in enumerate(zip(gradients, weights, strict=True)):
+    gradients = leaves_like("grads", grads, "params", params.tree, params.structure)
+    if params.ordinary and _leaf.are_plain(gradients) and _leaf.are_real(gradients):
+        weights = params.leaves
+        shapes = list(_map(_shape, gradients)), list(_map(_shape, weights))
+        devices = list(_map(_device, gradients)), list(_map(_device, weights))
+        if shapes[0] == shapes[1] and devices[0] == devices[1]:
+            return gradients
+    check_gradients(params.tree, gradients)
+    for index, (gradient, weight) in enumerate(zip(gradients, params.leaves, strict=True)):
         if gradient is None:
             continue
         cause = "no parameter there" if weight is None else _leaf.mismatch_reason(gradient, weight)
         if cause:
             raise ValueError(
-                f"{path(params, 'grads', index)} has {cause}. Fix: the gradients of these "
+                f"{path(params.tree, 'grads', index)} has {cause}. Fix: the gradients of these "
                 "params, `torch.func.grad(scaled_loss)(params)`."
             )
-    return Aligned(structure, weights, gradients)
+    return gradients
 
 
 def some(items: list[str], most: int = 5) -> str:
@@ -280,13 +263,11 @@ def refuse_graphs(**trees: Tree) -> None:
     if traced() or not torch.is_grad_enabled():
         return
     for name, tree in trees.items():
-        tree, leaves, _ = tree if isinstance(tree, Flat) else flat(tree)
-        if are_tensors(leaves) and not any(_map(_grad_fn, leaves)):
-            continue
-        for index, leaf in enumerate(leaves):
+        looked_at = tree if isinstance(tree, Flat) else flat(tree)
+        for index, leaf in enumerate([] if looked_at.ordinary else looked_at.leaves):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 raise ValueError(
-                    f"{paths(tree, name)[index]} is a result of torch.autograd "
+                    f"{paths(looked_at.tree, name)[index]} is a result of torch.autograd "
                     f"({leaf.grad_fn.name()}), and `.backward()` cannot go through a step. Likely "
                     "cause: a derivative through the step is wanted, or gradients were made with "
                     "create_graph=True. Fix: torch.func.grad of a function that makes the step, "
@@ -334,7 +315,8 @@ def paired(
 
     `flat`: of `tree`, where it is known.
     """
-    leaves, structure = flatten(tree) if flat is None else flat[1:]
+    flat = Flat(tree, *flatten(tree)) if flat is None else flat
+    leaves, structure = flat.leaves, flat.structure
     others = leaves_like(other_name, other, name, tree, structure)
     if _have_same_metadata(leaves, others):
         return leaves, others, structure
@@ -347,13 +329,12 @@ def paired(
 
 def _have_same_metadata(leaves: Leaves, others: Leaves) -> bool:
     """Whether one look at all of them shows that each two do; only of the usual kinds."""
-    every = [*leaves, *others]
-    if torch.compiler.is_compiling() or not are_tensors(every) or any(_map(_is_nested, every)):
-        return False
-    if not set(_map(_layout, every)) <= {torch.strided} or any(_map(_is_quantized, every)):
-        return False
-    return all(
-        [list(_map(of, leaves)) == list(_map(of, others)) for of in (_shape, _dtype, _device)]
+    return (
+        not torch.compiler.is_dynamo_compiling()
+        and _leaf.are_plain([*leaves, *others])
+        and list(_map(_shape, leaves)) == list(_map(_shape, others))
+        and list(_map(_dtype, leaves)) == list(_map(_dtype, others))
+        and list(_map(_device, leaves)) == list(_map(_device, others))
     )
 
 
@@ -391,10 +372,12 @@ def check_gradients(grads: Tree, leaves: Leaves, name: str = "grads") -> None:
         _leaf.check_gradient(leaf, path(grads, name, index))
 
 
-def check_parameters(params: Tree, leaves: Leaves, name: str = "params") -> None:
+def check_parameters(params: Flat, name: str = "params") -> None:
     """Refuse, naming the leaf, what no step can be taken from."""
-    for index, leaf in _leaf.unusual(leaves):
-        _leaf.check_parameter(leaf, path(params, name, index))
+    if params.ordinary and _leaf.are_real(params.leaves):
+        return
+    for index, leaf in _leaf.unusual(params.leaves):
+        _leaf.check_parameter(leaf, path(params.tree, name, index))
 
 
 def device_of(tree: Tree, leaves: Leaves, name: str) -> torch.device:

@@ -23,17 +23,29 @@ class Outcome(NamedTuple):
     grad_amax: Any  # likewise; () where it was not asked for
 
 
-def decide(stats: GradStats, clip: Clip, scale: Tensor | None, grads: Sequence[Tensor]) -> Outcome:
+def decide(
+    stats: GradStats,
+    clip: Clip,
+    scale: Tensor | None,
+    grads: Sequence[Tensor],
+    must_skip: Tensor | None = None,
+) -> Outcome:
     """Skip or apply, and by what the gradients are divided. `scale`: what they are still scaled by;
     None of unscaled ones.
 
-    Skipped is a step whose gradients are not finite, and one with a bound that is 0, negative or
-    NaN. Where the host can see, what follows from the norm are Python numbers; elsewhere tensors
-    that nobody reads.
+    Skipped is a step whose gradients are not finite, one with a bound that is 0, negative or NaN,
+    and one of which `must_skip` says so: its weights, a microbatch of it or another rank. Where the
+    host can see, what follows from the norm are Python numbers; elsewhere tensors that nobody
+    reads.
     """
+    causes = [~(bound.to(stats.nonfinite.device) > 0) for bound in clip.bounds]
+    if must_skip is not None:
+        causes.append(must_skip)
     if stats.nonfinite_on_host is not None and all([bound.is_cpu for bound in clip.bounds]):
-        return _decide_on_host(stats, clip, scale, grads)
+        return _decide_on_host(stats, clip, scale, grads, any([bool(cause) for cause in causes]))
     found_inf = stats.nonfinite
+    for cause in causes:
+        found_inf = found_inf | cause
     factor, divisor, rest, norm = None, scale, None, ()
     if clip.max_norm is not None:
         dtype = factor_dtype(grads)
@@ -46,18 +58,20 @@ def decide(stats: GradStats, clip: Clip, scale: Tensor | None, grads: Sequence[T
             divisor = (unscaling / wide).to(dtype)
             fits = torch.isfinite(divisor)
             divisor, rest = torch.where(fits, divisor, unscaling), torch.where(fits, one, factor)
-    for bound in clip.bounds:
-        found_inf = found_inf | ~(bound.to(found_inf.device) > 0)
     decision = Decision(found_inf, None, scale, factor, clip.value, divisor, rest)
     amax = reported(stats.amax, found_inf)
     return Outcome(decision, found_inf, reported(norm, found_inf), amax)
 
 
 def _decide_on_host(
-    stats: GradStats, clip: Clip, scale: Tensor | None, grads: Sequence[Tensor]
+    stats: GradStats,
+    clip: Clip,
+    scale: Tensor | None,
+    grads: Sequence[Tensor],
+    other_cause: bool,
 ) -> Outcome:
-    skip = stats.nonfinite_on_host or any([not bound.item() > 0 for bound in clip.bounds])
-    found_inf = torch.ones_like(stats.nonfinite) if skip else stats.nonfinite
+    skip = stats.nonfinite_on_host or other_cause
+    found_inf = torch.ones_like(stats.nonfinite) if other_cause else stats.nonfinite
     norm: Any = () if stats.norm is None else stats.norm.to(factor_dtype(grads))
     if skip:
         decision = Decision(found_inf, True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -42,7 +43,7 @@ class WindowGrads(NamedTuple):
     scaled: bool  # the gradients still are
     stats: GradStats | None  # of the mean; None before the ranks of a group are reduced
     loss: Tensor  # the mean of those that count
-    skip: Tensor  # bool []: the step must be skipped
+    must_skip: Tensor | None  # bool []: whatever the mean is; None where it alone decides
     overflow: Tensor  # bool []: a microbatch that has a weight overflowed; the scale follows it
     # bool []: fewer may overflow at a lower scale, since what overflowed has a finite loss
     retryable: Tensor
@@ -215,8 +216,6 @@ def _accumulate(
         grads = normalize([] if sender is not None else value_and_grad.zeros())
     stats = None if options.group is not None else mean.measured(grads)
     facts = _summary(weights, losses, mean.overflows, options, scale)
-    if stats is not None:
-        stats = _with_skip(stats, facts["skip"], is_single=mean.is_single)
     return WindowGrads(
         grads=grads,
         scaled=mean.is_summed,
@@ -276,6 +275,10 @@ class _Mean:
             norm_type=self.options.clip.norm_type,
             amax=self.options.takes_amax,
         )
+        if not self.is_single and stats.norm is not None and stats.nonfinite_on_host is not False:
+            # inf and -inf in one sum are NaN, or not, by the order of the microbatches.
+            norm = stats.norm.nan_to_num(nan=math.inf, posinf=math.inf)
+            stats = stats._replace(norm=norm)
         if self.is_summed and self.overflows:
             each = torch.stack(self.overflows)
             self.overflows = list(torch.where(each.any(), each, stats.nonfinite))
@@ -288,21 +291,6 @@ def _and_finite(counts: bool | Tensor, stats: GradStats) -> bool | Tensor:
     if stats.nonfinite_on_host is not None and not isinstance(counts, Tensor):
         return counts and not stats.nonfinite_on_host
     return counts & ~stats.nonfinite
-
-
-def _with_skip(stats: GradStats, skip: Tensor, *, is_single: bool) -> GradStats:
-    """What was measured of the mean, with the flag of the whole window: a norm of a window that is
-    skipped is not finite.
-    """
-    if is_single and skip is stats.nonfinite:
-        return stats
-    on_host = stats.nonfinite_on_host
-    if skip is not stats.nonfinite:
-        on_host = bool(skip) if on_host is not None and host_can_read(skip) else None
-    norm = stats.norm
-    if norm is not None and not is_single and on_host is not False:
-        norm = torch.where(skip, torch.inf, norm)
-    return stats._replace(nonfinite=skip, nonfinite_on_host=on_host, norm=norm)
 
 
 # ---- over ranks ----------------------------------------------------------------------------------
@@ -431,7 +419,7 @@ def _summary(
         mean = means[1]
     summary = {
         "loss": mean.to(loss.dtype),
-        "skip": skip,
+        "must_skip": skip,
         "overflow": any_overflow,
         "retryable": retryable,
         "num_overflowed": facts[4].to(torch.int64),
@@ -450,8 +438,8 @@ def _summary_of_mean(
     if len(losses) > 1:
         mean = torch.stack(losses).mean(dtype=dtype).to(mean.dtype)
     retryable = flag & torch.isfinite(mean) if options.max_retries else flag
-    flags = dict.fromkeys(("skip", "overflow", "num_overflowed"), flag)
-    return {"loss": mean, "retryable": retryable, **flags}
+    flags = {"overflow": flag, "num_overflowed": flag, "retryable": retryable}
+    return {"loss": mean, "must_skip": None, **flags}
 
 
 def _mean(loss: Tensor, weight: Tensor, counts: Tensor) -> Tensor:

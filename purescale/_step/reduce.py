@@ -19,7 +19,6 @@ from .._grads.measure import measure
 from .._step.microbatches import WindowGrads
 from .._step.step_options import StepOptions
 from .._torch.dtypes import wide_dtype
-from .._torch.tracing import host_can_read
 from .._tree import tree as _tree
 from .._tree.leaves import normalize
 from .._tree.tree import Flat, Leaves, Tree
@@ -35,6 +34,10 @@ def reduce_window(
 
     Gradients that are on their way already are waited for; else they are sent now. A buffer that no
     rank has changed keeps its bits. Of integers the largest is taken, since they count.
+
+    No flag is sent where the window is looked at as a whole: an overflow of one rank is inf or NaN
+    in the sum, so every rank measures the same. What was seen of single microbatches, and of
+    weights, `microbatches._summary` has reduced already.
     """
     weights, before, after = params.leaves, buffers.leaves, window.buffers
     reduction = window.reduction
@@ -61,17 +64,9 @@ def reduce_window(
         norm_type=options.clip.norm_type,
         amax=options.takes_amax,
     )
-    skip, overflow = window.skip, window.overflow
-    if window.scaled:
-        skip, overflow = skip | stats.nonfinite, overflow | stats.nonfinite
-    on_host = bool(skip) if host_can_read(skip, *mean.tensors) else None
+    overflow = window.overflow | stats.nonfinite if window.scaled else window.overflow
     return window._replace(
-        grads=mean,
-        stats=stats._replace(nonfinite=skip, nonfinite_on_host=on_host),
-        skip=skip,
-        overflow=overflow,
-        buffers=averaged,
-        reduction=None,
+        grads=mean, stats=stats, overflow=overflow, buffers=averaged, reduction=None
     )
 
 

@@ -247,7 +247,13 @@ def _stages(
     if options.group is not None:
         window = reduce_window(options, window, params, buffers, scale)
     scaled_by = scale if window.scaled else None
-    outcome = decide(window.stats, options.clip, scaled_by, window.grads.tensors)  # type: ignore[arg-type]
+    outcome = decide(
+        window.stats,  # type: ignore[arg-type]
+        options.clip,
+        scaled_by,
+        window.grads.tensors,
+        window.must_skip,
+    )
     next_scaler = _next_scaler(options, scaler, tried.scaler, window, outcome)
     used_scale = scale.clone()
     skip, skip_on_host = outcome.found_inf, outcome.decision.skip_on_host
@@ -309,10 +315,10 @@ def _next_scaler(
     start = used if used is before.tree else where(overflow, before.tree, used)
     updated_scaler = updated(options.rule, start, overflow, amax)
     new = _tree.paired(before.tree, updated_scaler, "state.scaler", _FROM_RULE, flat=before)[1]
-    skip = outcome.found_inf
-    if not (outcome.decision.skip_on_host is False or skip is window.overflow):
+    only_an_overflow_skips = window.must_skip is None and not options.clip.bounds
+    if not (only_an_overflow_skips or outcome.decision.skip_on_host is False):
         # Weights that leave nothing, and a bound that is none, leave the scale as it was.
-        new = choose(skip & ~window.overflow, before.leaves, new)
+        new = choose(outcome.found_inf & ~window.overflow, before.leaves, new)
     elif not traced():  # a rule may return what it was given
         new = _tree.leaves_apart(new, [*before.leaves, window.overflow, amax])
     return before.structure.unflatten(new)

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._loss_scale.headroom import check_rule, takes_amax, updated
-from ._loss_scale.rules import Rule
+from ._loss_scale.rule_protocol import Rule, check_rule, takes_amax, updated
 from ._torch.autocast import outside_autocast
 from ._tree import scalars as _checks
 from ._tree import tree as _tree

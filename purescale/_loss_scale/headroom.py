@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import math
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .._grads.measure import is_usable, measure_amax
-from .._loss_scale.rules import check_state
+from .._loss_scale.rule_protocol import check_state
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import saturating
 from .._tree import scalars as _checks
@@ -211,58 +210,3 @@ def grad_amax(grads: Tree, group: Any = None) -> Tensor:
     device = _tree.device_of(grads, leaves, "grads")
     one = torch.ones((), dtype=torch.float32, device=device)
     return measure_amax(normalize(leaves), one, group)
-
-
-# ---- rules that take amax, and those that do not -------------------------------------------------
-
-
-def takes_amax(rule: Any) -> bool:
-    """Whether `rule.update` wants to know the largest gradient."""
-    return bool(getattr(rule, "takes_amax", False))
-
-
-def updated(rule: Any, scaler: Any, found_inf: Tensor, amax: Any) -> Any:
-    """`rule.update`, with `amax` for a rule that takes it."""
-    return rule.update(scaler, found_inf, *([amax] if takes_amax(rule) else []))
-
-
-def check_rule(rule: Any) -> None:
-    """Refuse what is no rule, and one whose `update` does not take what `takes_amax` says."""
-    if isinstance(rule, type):
-        raise TypeError(
-            f"rule is the class {rule.__name__}; expected one that was made. Fix: "
-            f"rule={rule.__name__}()."
-        )
-    missing = [name for name in ("init", "update") if not callable(getattr(rule, name, None))]
-    if missing:
-        raise TypeError(
-            f"rule is {type(rule).__name__}, without "
-            f"{' and '.join(f'`{name}`' for name in missing)}; expected an object with "
-            "`init(device)`, which gives the state to start from, and `update(scaler, "
-            "found_inf)`, which gives the next one. Fix: DynamicScale(), StaticScale(512.0) or "
-            "NoScale(); docs/recipes.md has a rule of your own."
-        )
-    if torch.compiler.is_compiling():
-        return
-    function, wants = getattr(type(rule), "update", None), takes_amax(rule)
-    if function is None or _fits(function, wants):
-        return
-    given = "scaler, found_inf, amax" if wants else "scaler, found_inf"
-    raise TypeError(
-        f"{type(rule).__name__}.update cannot be called as update({given}), and takes_amax is "
-        f"{wants}. Fix: `takes_amax = True` in the class and `def update(self, scaler, found_inf, "
-        "amax)` for a rule that looks at the largest gradient; neither for one that does not."
-    )
-
-
-@functools.lru_cache(maxsize=64)
-def _fits(function: Any, wants: bool) -> bool:
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of no function written in Python
-        return True
-    try:
-        signature.bind(*[None] * (4 if wants else 3))
-    except TypeError:
-        return False
-    return True

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._loss_scale.rules import NoScale, unscale_and_check
+from .._loss_scale.rules import NoScale
+from .._loss_scale.scaling import unscale_and_check
 from .._step.value_and_grad import LossFn, ValueAndGrad
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import widest_float

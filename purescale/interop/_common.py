@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from .._loss_scale.rule_protocol import flag as flag
 from .._loss_scale.rules import ScalerState
-from .._loss_scale.rules import flag as flag
 from .._tree import scalars as _checks
 from .._tree import tree as _tree
 from .._tree.scalars import is_positive_float32, positive, real, shown, whole

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._loss_scale.rules import without_amax
+from .._loss_scale.rule_protocol import without_amax
 from .._tree.scalars import whole
 from ._common import (
     Device,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._loss_scale.rules import without_amax
+from .._loss_scale.rule_protocol import without_amax
 from .._torch.dtypes import widest_float
 from .._tree.scalars import real, shown, whole
 from ._common import (

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._loss_scale.rules import ScalerState, without_amax
+from .._loss_scale.rule_protocol import without_amax
+from .._loss_scale.rules import ScalerState
 from .._tree.scalars import whole
 from ._common import (
     Device,

@@ -4,12 +4,12 @@ ranks.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -101,25 +101,17 @@ def precise_bn(
     else:
         check()
     sequential = normalize == "sequential"
-    gather = functools.partial(
-        _gather,
-        apply,
-        params,
-        loader=loader,
-        num_samples=num_samples,
-        call=call,
-        group=group,
-        progress=progress,
-        once=sequential,
-    )
-    stats, order = gather(buffers)
+    source = _Source(loader, num_samples, call, group, progress, sequential)
+    stats, order = _gather(source, _Pass(apply, params, buffers, sequential))
     if not sequential:
         new = bn_buffers(stats, buffers, estimator, correction)
     else:
         new = _tree.clone(buffers)
         final = dict(stats.layers)
-        for settled, name in enumerate(order):
-            stats, _ = gather(new, order=order, settled=settled) if settled else (stats, order)
+        for num_final, name in enumerate(order):
+            if num_final:
+                one_pass = _Pass(apply, params, new, sequential, order, num_final)
+                stats, _ = _gather(source, one_pass)
             final[name] = stats.layers[name]
             new = bn_buffers(stats._replace(layers={name: final[name]}), new, estimator, correction)
         stats = stats._replace(layers=final)
@@ -127,102 +119,116 @@ def precise_bn(
     return new
 
 
-def _gather(
-    apply: ApplyFn,
-    params: Tensors,
-    buffers: Tensors,
-    *,
-    loader: Iterable[Any],
-    num_samples: int,
-    call: Callable[[Callable[..., Any], Any], Any] | None,
-    group: Any,
-    progress: bool,
-    once: bool,
-    order: list[str] | None = None,
-    settled: int = 0,
-) -> tuple[BNStatsState, list[str]]:
-    """Syncs with the host at its end. The statistics of one pass over the loader and all ranks, and
-    the layers in the order of their calls.
+class _Source(NamedTuple):
+    """Where the batches come from, and how each is fed: the same in every pass."""
 
-    `once`: a layer that is called several times in a forward is refused.
+    loader: Iterable[Any]
+    num_samples: int
+    call: Callable[[Callable[..., Any], Any], Any] | None
+    group: Any
+    progress: bool
+    sequential: bool
+
+
+class _Pass:
+    """The statistics of one pass over the loader, as far as it has come.
+
+    `num_final`: how many layers, in the order of their calls, have final statistics in `buffers`.
     """
-    stats = init_bn_stats(buffers)
-    called: list[list[str]] = []
-    rows = 0
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        nonlocal stats, rows
-        rows += _rows(args, kwargs)
-        out, calls = calls_of(apply, params, buffers, args, kwargs, settled)
-        called.append([name for name, _ in calls])
-        if once and calls:
-            _check_order(called[-1], order or next(names for names in called if names))
-        stats = absorb(stats, calls, settled)
+    def __init__(
+        self,
+        apply: ApplyFn,
+        params: Tensors,
+        buffers: Tensors,
+        sequential: bool,
+        order: Sequence[str] = (),
+        num_final: int = 0,
+    ) -> None:
+        self.apply, self.params, self.buffers = apply, params, buffers
+        self.sequential, self.num_final = sequential, num_final
+        self.order = list(order)  # of the layers; of the first forward that has any
+        self.stats = init_bn_stats(buffers)
+        self.num_forwards = self.num_samples = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What `call` is given: the model, whose batch norms are listened to."""
+        self.num_samples += _num_samples(args, kwargs)
+        out, calls = calls_of(self.apply, self.params, self.buffers, args, kwargs, self.num_final)
+        self.num_forwards += 1
+        names = [name for name, _ in calls]
+        self.order = self.order or names
+        if self.sequential and calls:
+            _check_order(names, self.order)
+        self.stats = absorb(self.stats, calls, self.num_final)
         return out
 
+
+def _gather(source: _Source, one_pass: _Pass) -> tuple[BNStatsState, list[str]]:
+    """Syncs with the host at its end. The statistics of one pass over the loader and all ranks, and
+    the layers in the order of their calls.
+    """
     failure: Exception | None = None
     try:
-        _check_loader(loader, once)
-        most = num_samples // (1 if group is None else dist.get_world_size(group))
-        for batch in _taken(loader, most, lambda: rows, _bar(group) if progress else None):
-            before = len(called)
-            _feed(forward, batch) if call is None else call(forward, batch)
-            if len(called) == before:
+        _feed_batches(source, one_pass)
+    except Exception as error:
+        if source.group is None:
+            raise
+        failure = error
+    stats, order = one_pass.stats, one_pass.order
+    if source.group is not None:
+        stats, order = _over_ranks(stats, order, failure, source.group)
+    if not stats.num_batches + stats.num_skipped:
+        where = "" if source.group is None else " on any rank"
+        raise ValueError(
+            f"the loader gave no batch{where}. Likely cause: it is empty, or an iterator that was "
+            "used up before. Fix: a loader with a batch; for an iterator, a new one."
+        )
+    return stats, order
+
+
+def _feed_batches(source: _Source, one_pass: _Pass) -> None:
+    """Feed batches, one at least, until another like the last would be one too many."""
+    _check_loader(source.loader, source.sequential)
+    limit = source.num_samples // (1 if source.group is None else dist.get_world_size(source.group))
+    with _bar(source.group) if source.progress else nullcontext() as bar:
+        for index, batch in enumerate(source.loader):
+            forwards, samples = one_pass.num_forwards, one_pass.num_samples
+            if source.call is None:
+                _feed(one_pass.forward, batch)
+            else:
+                source.call(one_pass.forward, batch)
+            if one_pass.num_forwards == forwards:
                 raise ValueError(
                     "call(forward, batch) did not call forward. Fix: call=lambda forward, batch: "
                     "forward(batch[0])."
                 )
-    except Exception as error:
-        if group is None:
-            raise
-        failure = error
-    first = next((names for names in called if names), [])
-    if group is not None:
-        # A rank that failed, or had no data, must not leave the others waiting.
-        device = stats.num_batches.device
-        failed = all_reduce_found_inf(torch.tensor(failure is not None, device=device), group)
-        if failure is not None:
-            raise failure
-        if failed:
-            raise RuntimeError(
-                "precise_bn failed on another rank of the group; its error says why."
-            )
-        stats = all_reduce_bn_stats(stats, group)
-        names = list(stats.layers)
-        places = torch.tensor(
-            [first.index(name) if name in first else -1 for name in names], device=device
-        )
-        places = all_reduce(places, "max", group)
-        first = [
-            name for place, name in sorted(zip(places.tolist(), names, strict=True)) if place >= 0
-        ]
-    if not stats.num_batches + stats.num_skipped:
-        where = "" if group is None else " on any rank"
-        raise ValueError(
-            f"the loader gave no batch{where}. Likely cause: it is empty, or an iterator that was "
-            "used up before."
-        )
-    return stats, first
-
-
-def _taken(loader: Iterable[Any], most: int, rows: Callable[[], int], bar: Any) -> Iterator[Any]:
-    """Batches of the loader, one at least, until another like the last would bring `rows()` above
-    `most`.
-    """
-    try:
-        for index, batch in enumerate(loader):
-            before = rows()
-            yield batch
-            size = rows() - before
+            size = one_pass.num_samples - samples
             if bar is not None and index == 0:
-                bar.reset(total=min(max(1, most // max(1, size)), _length(loader)))
+                bar.reset(total=min(max(1, limit // max(1, size)), _length(source.loader)))
             if bar is not None:
                 bar.update()
-            if rows() + size > most:
+            if one_pass.num_samples + size > limit:
                 return
-    finally:
-        if bar is not None:
-            bar.close()
+
+
+def _over_ranks(
+    stats: BNStatsState, order: list[str], failure: Exception | None, group: Any
+) -> tuple[BNStatsState, list[str]]:
+    """The statistics of all ranks, and the layers that any rank saw, in the order of their calls. A
+    rank that failed or had no data takes part, as the others would wait for it.
+    """
+    device = stats.num_batches.device
+    failed = all_reduce_found_inf(torch.tensor(failure is not None, device=device), group)
+    if failure is not None:
+        raise failure
+    if failed:
+        raise RuntimeError("precise_bn failed on another rank of the group; its error says why.")
+    stats = all_reduce_bn_stats(stats, group)
+    names = list(stats.layers)
+    indices = [order.index(name) if name in order else -1 for name in names]
+    indices = all_reduce(torch.tensor(indices, device=device), "max", group).tolist()
+    return stats, [name for index, name in sorted(zip(indices, names, strict=True)) if index >= 0]
 
 
 def _length(loader: Any) -> float:
@@ -232,7 +238,7 @@ def _length(loader: Any) -> float:
         return math.inf
 
 
-def _rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def _num_samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """How many samples a forward is given: the first dimension of the first array; without one, the
     length of the first argument.
     """

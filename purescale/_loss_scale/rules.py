@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,16 +23,37 @@ class ScalerState(NamedTuple):
     consecutive_skips: Tensor  # int32: overflows in a row, for check_scaler
 
 
-def _fresh(scale: float, hysteresis: int, device: torch.device | str | None) -> ScalerState:
-    def zero() -> Tensor:
-        return torch.zeros((), dtype=torch.int32, device=device)
+def scaler_state(
+    scale: float,
+    growth_tracker: int = 0,
+    hysteresis_tracker: int = 0,
+    device: torch.device | str | None = None,
+) -> ScalerState:
+    """A `ScalerState` from host numbers."""
+
+    def count(number: int) -> Tensor:
+        return torch.full((), number, dtype=torch.int32, device=device)
 
     return ScalerState(
         scale=torch.full((), scale, dtype=torch.float32, device=device),
-        growth_tracker=zero(),
-        hysteresis_tracker=zero() + hysteresis,
-        consecutive_skips=zero(),
+        growth_tracker=count(growth_tracker),
+        hysteresis_tracker=count(hysteresis_tracker),
+        consecutive_skips=count(0),
     )
+
+
+def check_factors(rule: Any, growth: str, backoff: str | None = None) -> None:
+    """Refuse a growth factor of at most 1 and a backoff factor of at least 1, by their names."""
+    if getattr(rule, growth) <= 1:
+        raise ValueError(
+            f"{growth} must be above 1, got {getattr(rule, growth)!r}: the scale would never grow. "
+            f"Fix: {growth}=2.0, as usual."
+        )
+    if backoff is not None and getattr(rule, backoff) >= 1:
+        raise ValueError(
+            f"{backoff} must lie between 0 and 1, got {getattr(rule, backoff)!r}: an overflow "
+            f"would repeat for ever. Fix: {backoff}=0.5, as usual."
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,16 +117,7 @@ class DynamicScale:
         scalars.settle(
             self, functools.partial(scalars.whole, least=1), "growth_interval", "hysteresis"
         )
-        if self.growth_factor <= 1:
-            raise ValueError(
-                f"growth_factor must be above 1, got {self.growth_factor!r}: the scale would never "
-                "grow. Fix: growth_factor=2.0, as usual."
-            )
-        if self.backoff_factor >= 1:
-            raise ValueError(
-                f"backoff_factor must lie between 0 and 1, got {self.backoff_factor!r}: an "
-                "overflow would repeat for ever. Fix: backoff_factor=0.5, as usual."
-            )
+        check_factors(self, "growth_factor", "backoff_factor")
         if not self.min_scale <= self.init_scale <= self.max_scale:
             raise ValueError(
                 f"min_scale <= init_scale <= max_scale must hold, got {self.min_scale!r}, "
@@ -120,7 +132,7 @@ class DynamicScale:
 
     def init(self, device: torch.device | str | None = None) -> ScalerState:
         """The state to start from, on `device` (that of the gradients)."""
-        return _fresh(self.init_scale, self.hysteresis, device)
+        return scaler_state(self.init_scale, hysteresis_tracker=self.hysteresis, device=device)
 
     @without_amax
     def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
@@ -172,7 +184,7 @@ class StaticScale:
 
     def init(self, device: torch.device | str | None = None) -> ScalerState:
         """The state to start from, on `device` (that of the gradients)."""
-        return _fresh(self.scale, 0, device)
+        return scaler_state(self.scale, device=device)
 
     @without_amax
     def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:

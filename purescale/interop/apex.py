@@ -9,18 +9,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._loss_scale.rule_protocol import without_amax
-from .._loss_scale.rules import NoScale, ScalerState
+from .._loss_scale.rules import NoScale, ScalerState, scaler_state
 from .._module.policy import Policy
 from .._tree.scalars import positive, real, whole
 from ._common import (
     Device,
+    ScaleAndCount,
     check_dict,
     check_saveable,
-    flag,
-    moved,
     saved_scale,
-    scaler_state,
     settle,
     settle_counts,
 )
@@ -32,7 +29,7 @@ _ENTRY = ("loss_scale", "unskipped")
 
 
 @dataclasses.dataclass(frozen=True)
-class ApexScale:
+class ApexScale(ScaleAndCount):
     """Equal to `LossScaler.update_scale()`: `max(min_loss_scale, scale / 2), 0` when bad, else
     `min(max_loss_scale, scale * 2)`.
 
@@ -100,26 +97,17 @@ class ApexScale:
             device=device,
         )
 
-    @without_amax
-    def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
-        """The state for the next step. `found_inf`: 0-d bool, True = the step was bad. Reads no
-        value; raises only for another rule's state.
-        """
-        bad = flag(found_inf, scaler, ScalerState)
-        unskipped = scaler.growth_tracker + 1
+    def _next(self, scale: Tensor, count: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
+        unskipped = count + 1
         if not self.dynamic:
-            return moved(scaler, bad, scaler.scale.clone(), unskipped)
+            return scale.clone(), unskipped
         interval_reached = ~bad & (unskipped == self.scale_window)
-        lowered = scaler.scale / 2
+        grown = (scale * 2).clamp(max=self.max_loss_scale)
+        lowered = scale / 2
         if self.min_scale is not None:
             lowered = lowered.clamp(min=self.min_scale)
-        scale = torch.where(
-            interval_reached, (scaler.scale * 2).clamp(max=self.max_loss_scale), scaler.scale
-        )
-        return moved(
-            scaler,
-            bad,
-            torch.where(bad, lowered, scale),
+        return (
+            torch.where(bad, lowered, torch.where(interval_reached, grown, scale)),
             torch.where(bad | interval_reached, 0, unskipped),
         )
 
@@ -128,7 +116,7 @@ rule = ApexScale
 
 
 def _loss_scale(value: Any) -> float | str:
-    """`"dynamic"`, or the number that is meant, as apex reads it."""
+    """`"dynamic"`, or the number that a string holds, as apex reads it."""
     if value == "dynamic":
         return "dynamic"
     if isinstance(value, str):
@@ -137,8 +125,8 @@ def _loss_scale(value: Any) -> float | str:
         except ValueError:
             raise ValueError(
                 f"loss_scale must be 'dynamic', a number, or a number as a string, got {value!r}. "
-                "Likely cause: a slip of the pen, or an argument of the command line that was "
-                "passed on as it is. Fix: loss_scale='dynamic' or loss_scale=128.0."
+                "Likely cause: a typo, for instance on the command line. Fix: loss_scale='dynamic' "
+                "or loss_scale=128.0."
             ) from None
     return positive("loss_scale", value)
 
@@ -223,8 +211,8 @@ def to_state_dict(rule: Rules, scaler: States) -> dict[str, Any]:
             f"interop.apex.to_state_dict got {len(rules)} rule(s) and {len(states)} state(s). "
             "Fix: one state a loss."
         )
-    for one, state in zip(rules, states, strict=True):
-        check_saveable("apex", one, (ApexScale,), state, ScalerState)
+    for each, state in zip(rules, states, strict=True):
+        check_saveable("apex", each, (ApexScale,), state, ScalerState)
     return {
         f"loss_scaler{index}": {
             "loss_scale": float(state.scale),
@@ -280,7 +268,7 @@ def initialize(
 
     An argument that is not `None` overrides the level's. `params` are the masters: float32 unless
     `master_weights` is False. `keep_batchnorm_fp32` decides for every norm. `cast_model_outputs`:
-    the dtype of the outputs, also in O1, where apex would otherwise leave each as it comes.
+    the dtype of the outputs, in O1 too, where apex by default leaves each output in its own dtype.
     `loss_scale` and `keep_batchnorm_fp32` may be strings, as on a command line: "dynamic", "128.0",
     "True". `num_losses > 1`: a tuple of rules, one a loss. `enabled=False`: float32 and
     `NoScale()`. Overflows of a static scale are skipped here, in apex they are not.

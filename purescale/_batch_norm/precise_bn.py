@@ -1,6 +1,4 @@
-"""The batch-norm statistics of a whole loader, as buffers: feeding, counting and stopping, over all
-ranks.
-"""
+"""The batch-norm statistics of a whole loader, over all ranks, as buffers."""
 
 from __future__ import annotations
 
@@ -34,8 +32,7 @@ from .._tree import tree as _tree
 Normalize = Literal["batch", "sequential"]
 
 
-# values per channel and call, below which a batch's own statistics say little of the whole
-_FEW = 32
+_FEW = 32  # values per channel in a batch; with fewer its statistics are too noisy
 
 
 def precise_bn(
@@ -54,31 +51,32 @@ def precise_bn(
     """Syncs with the host at the end. Equal to `bn_buffers(stats, buffers)`, `stats` those of
     `accumulate_bn_stats` over the loader.
 
-    The statistics of the weights as they are now, in place of the running average over weights long
-    gone. It reads them for its report to the logger "purescale": layers, batches, skipped batches,
-    what was left alone.
+    The statistics belong to the weights as they are now; a running average mixes in those of older
+    weights. It reads them to report to the logger "purescale": layers, batches, skipped batches,
+    and what was left out.
 
     Arguments:
-    - `loader`: any iterable of batches. As many are taken as make up `num_samples` over all ranks,
-      rounded down: none once another of the size of the last would be too many. At least one; a
-      shorter loader is fine. What counts is what `forward` was given, in all its calls: the first
-      dimension of the first array among the arguments. Each rank counts its own.
+    - `loader`: any iterable of batches, at least one. It stops before a batch that would exceed
+      `num_samples` over all ranks, if the next is as large as the last; a shorter loader is fine.
+      Samples are counted in the calls of `forward`: the first dimension of the first array among
+      the arguments. Each rank counts its own.
     - `call(forward, batch)` feeds one batch:
       `call=lambda forward, batch: forward(batch[0].to(device))`. The default passes a tuple or list
       as arguments, a dict as keyword arguments, anything else as the one argument.
     - `estimator`, `correction`: as in `bn_buffers`.
     - `normalize="batch"`: each layer sees activations that were normalised with the statistics of
-      their batch, in one pass; use large batches. `"sequential"`: with the final statistics of the
-      layers before it, exactly what it will see at eval. It takes one pass over the loader a layer,
-      so the loader must be re-iterable and should give the same data.
+      their batch, in one pass: use large batches. `"sequential"`: activations that were
+      normalised with the final statistics of the layers before it, as in eval mode. It takes one
+      pass over the loader per layer, so the loader must be re-iterable and should give the same
+      data.
     - `group`: ranks whose data are one sample; all get the same buffers. `None`: this rank alone.
       Where the ranks communicate on a CPU (gloo), settings that differ are an error on every rank.
-    - `progress`: a bar, on rank 0 (needs tqdm); where no terminal would show it, a line a minute.
+    - `progress`: a progress bar on rank 0 (needs tqdm); without a terminal, one line a minute.
 
     Raises `ValueError` for settings, a model without batch norm, a loader without a batch on any
     rank; in `"sequential"` for a one-shot iterator or a layer called several times; `TypeError`
-    when the default cannot feed a batch. What the loader raises goes through, on every rank of the
-    group. Nothing is changed by any of it.
+    when the default cannot feed a batch. An exception from the loader is raised on every rank of
+    the group. No argument is changed, whatever is raised.
 
     >>> from purescale import make_functional
     >>> apply, params, buffers = make_functional(nn.BatchNorm1d(1))
@@ -92,7 +90,7 @@ def precise_bn(
 
     def check() -> None:
         _check_settings(num_samples, normalize)
-        # raises for what it would refuse at the end
+        # Raises now what it would raise after the last batch.
         bn_buffers(init_bn_stats(buffers), buffers, estimator, correction)
 
     if group is not None and on_cpu(check_group(group)):
@@ -152,7 +150,7 @@ class _Pass:
         self.num_forwards = self.num_samples = 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What `call` is given: the model, whose batch norms are listened to."""
+        """The model as `call` gets it: it adds the statistics of its batch norms."""
         self.num_samples += _num_samples(args, kwargs)
         out, calls = calls_of(self.apply, self.params, self.buffers, args, kwargs, self.num_final)
         self.num_forwards += 1
@@ -239,7 +237,7 @@ def _length(loader: Any) -> float:
 
 
 def _num_samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """How many samples a forward is given: the first dimension of the first array; without one, the
+    """The number of samples in a forward: the first dimension of the first array; without one, the
     length of the first argument.
     """
     for leaf in _torch.pytree.tree_leaves((args, kwargs)):
@@ -259,7 +257,7 @@ def _bar(group: Any) -> Any:
     rank = dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
     bar = tqdm(desc="precise_bn", unit="batch", disable=rank != 0)
     if not bar.disable and not bar.gui and not bar.fp.isatty():
-        bar.mininterval = 60.0  # seconds: in a log each refresh stays, as a line
+        bar.mininterval = 60.0  # seconds: in a log every refresh is a line
     return bar
 
 
@@ -269,7 +267,7 @@ def _feed(forward: Callable[..., Any], batch: Any) -> Any:
             return forward(**batch)
         return forward(*batch) if isinstance(batch, (tuple, list)) else forward(batch)
     except TypeError as error:
-        if "argument" not in str(error):  # not of the call, but of something in the model
+        if "argument" not in str(error):  # raised inside the model, not by the call
             raise
         if isinstance(batch, (tuple, list)):
             how = f"a {type(batch).__name__} of {len(batch)}, passed as {len(batch)} arguments"
@@ -284,7 +282,7 @@ def _feed(forward: Callable[..., Any], batch: Any) -> Any:
 
 
 def _report(stats: BNStatsState, apply: ApplyFn, normalize: str) -> None:
-    """Syncs with the host: says what was gathered."""
+    """Syncs with the host. Log how much data the statistics are from, and what was left out."""
     log = logging.getLogger("purescale")
     counts = {name: (int(layer.count), int(layer.calls)) for name, layer in stats.layers.items()}
     unseen = [name for name, (count, _) in counts.items() if not count]
@@ -329,7 +327,7 @@ def _check_order(called: list[str], order: list[str]) -> None:
     if len(set(called)) < len(called):
         twice = next(name for name in called if called.count(name) > 1)
         raise ValueError(
-            f"normalize='sequential' settles one layer after the other, but {twice!r} is called "
+            f"normalize='sequential' computes one layer after the other, but {twice!r} is called "
             f"{called.count(twice)} times in a forward. Fix: normalize='batch', or a layer of its "
             "own for each call."
         )
@@ -342,11 +340,14 @@ def _check_order(called: list[str], order: list[str]) -> None:
 
 def _check_settings(num_samples: Any, normalize: Any) -> None:
     if normalize not in ("batch", "sequential"):
-        raise ValueError(f"normalize must be 'batch' or 'sequential', got {normalize!r}.")
+        raise ValueError(
+            f"normalize must be 'batch' or 'sequential', got {normalize!r}. Fix: "
+            "normalize='batch', the default."
+        )
     if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1:
         raise ValueError(
             f"num_samples must be a whole number above 0, got {num_samples!r}; less than one batch "
-            "means one batch."
+            "means one batch. Fix: num_samples=8192, the default."
         )
 
 
@@ -358,7 +359,7 @@ def _check_loader(loader: Any, several_passes: bool) -> None:
         )
     if several_passes and isinstance(loader, Iterator):
         raise ValueError(
-            "normalize='sequential' goes through the loader once a layer, but "
-            f"{type(loader).__name__} can be gone through once only. Fix: a DataLoader, or "
+            "normalize='sequential' goes through the loader once a layer, but a "
+            f"{type(loader).__name__} can be iterated once only. Fix: a DataLoader, or "
             "list(batches)."
         )

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from .._tree import tree as _tree
+from .._tree import tree
 
 
 class HasScale(Protocol):
@@ -24,9 +24,9 @@ State = TypeVar("State", bound=HasScale)
 
 
 class Rule(Protocol[State]):
-    """Anything with these two pure methods is a rule. Neither raises, but for arguments that are
-    none of its own, and neither reads a tensor's
-    value. Of one whose class says `takes_amax = True`, `update` gets `grad_amax` as a third.
+    """Anything with these two pure methods is a rule. Neither reads a tensor's value; they raise
+    only for wrong arguments, such as the state of another rule. If the class says `takes_amax =
+    True`, `update` gets `grad_amax` as a third argument.
     """
 
     def init(self, device: torch.device | str | None = None) -> State: ...
@@ -35,7 +35,7 @@ class Rule(Protocol[State]):
 
 
 def takes_amax(rule: Any) -> bool:
-    """Whether `rule.update` wants to know the largest gradient."""
+    """Whether `rule.update` takes the largest gradient."""
     return bool(getattr(rule, "takes_amax", False))
 
 
@@ -45,7 +45,7 @@ def updated(rule: Any, scaler: Any, found_inf: Tensor, amax: Any) -> Any:
 
 
 def check_rule(rule: Any) -> None:
-    """Refuse what is no rule, and one whose `update` does not take what `takes_amax` says."""
+    """Refuse what is no rule, and a rule whose `update` does not match its `takes_amax`."""
     if isinstance(rule, type):
         raise TypeError(
             f"rule is the class {rule.__name__}; expected one that was made. Fix: "
@@ -63,7 +63,7 @@ def check_rule(rule: Any) -> None:
     if torch.compiler.is_compiling():
         return
     function, wants = getattr(type(rule), "update", None), takes_amax(rule)
-    if function is None or _fits(function, wants):
+    if function is None or _accepts(function, wants):
         return
     given = "scaler, found_inf, amax" if wants else "scaler, found_inf"
     raise TypeError(
@@ -74,10 +74,10 @@ def check_rule(rule: Any) -> None:
 
 
 @functools.lru_cache(maxsize=64)
-def _fits(function: Any, wants: bool) -> bool:
+def _accepts(function: Any, wants: bool) -> bool:
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of no function written in Python
+    except (TypeError, ValueError):  # not a Python function
         return True
     try:
         signature.bind(*[None] * (4 if wants else 3))
@@ -90,7 +90,9 @@ Update = TypeVar("Update", bound=Callable[..., Any])
 
 
 def without_amax(update: Update) -> Update:
-    """`update` of a rule that looks at the flag alone; what is one thing more, refused in words."""
+    """A decorator for `update` of a rule that takes no amax: raises `TypeError` if it is
+    given one.
+    """
 
     @functools.wraps(update)
     def checked(rule: Any, scaler: Any, found_inf: Tensor, *amax: Any, **named: Any) -> Any:
@@ -106,30 +108,30 @@ def without_amax(update: Update) -> Update:
 
 
 def flag(found_inf: Any, scaler: Any, kind: type[Any]) -> Tensor:
-    """`found_inf` as a 0-d bool tensor, once it is sure that `scaler` is a state of this kind."""
+    """`found_inf` as a 0-d bool tensor; raises if `scaler` is not a state of this kind."""
     check_state(scaler, kind)
-    return _tree.flag(found_inf, like=scaler.scale)
+    return tree.flag(found_inf, like=scaler.scale)
 
 
 def check_state(scaler: Any, kind: type[Any]) -> None:
-    """Refuse the state of another rule, which lacks what `update` is about to use."""
+    """Refuse the state of another rule, which lacks fields that `update` uses."""
     if isinstance(scaler, kind):
         return
-    there = [name for name in kind._fields if isinstance(getattr(scaler, name, None), Tensor)]
-    missing = [name for name in kind._fields if name not in there]
+    present = [name for name in kind._fields if isinstance(getattr(scaler, name, None), Tensor)]
+    missing = [name for name in kind._fields if name not in present]
     if not missing:
         return
-    cause, cure = "a rule that was swapped in in mid-run, or a checkpoint of another rule", ""
+    cause, fix = "a rule that was replaced in mid-run, or a checkpoint of another rule", ""
     if hasattr(scaler, "scaler"):
-        cause, cure = "the state of a whole step", "`rule.update(state.scaler, found_inf)`"
+        cause, fix = "the state of a whole step", "`rule.update(state.scaler, found_inf)`"
     elif isinstance(scaler, dict):
-        cause, cure = "a state that was saved as a dict", f"`{kind.__name__}(**scaler)`"
-    elif "scale" in there:
+        cause, fix = "a state that was saved as a dict", f"`{kind.__name__}(**scaler)`"
+    elif "scale" in present:
         device = str(scaler.scale.device)
-        cure = f"`scaler = rule.init({device!r})._replace(scale=scaler.scale)`"
+        fix = f"`scaler = rule.init({device!r})._replace(scale=scaler.scale)`"
     raise TypeError(
         f"scaler is {type(scaler).__name__}; expected a {kind.__name__}: this rule's state is a "
-        f"tuple of {', '.join(kind._fields)}. It has {', '.join(there) or 'none of them'}; "
+        f"tuple of {', '.join(kind._fields)}. It has {', '.join(present) or 'none of them'}; "
         f"missing: {', '.join(missing)}. Likely cause: {cause}. Fix: "
-        f"{cure or '`scaler = rule.init(device)`'}."
+        f"{fix or '`scaler = rule.init(device)`'}."
     )

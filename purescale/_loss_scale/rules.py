@@ -71,8 +71,8 @@ class DynamicScale:
       every gradient twice.
     - `growth_interval`: steps; growth comes on exactly that clean step. Lowering it in mid-run
       works: the count is compared with >=.
-    - `hysteresis`: how many overflows it takes to back off; until then the step is skipped and the
-      scale stays.
+    - `hysteresis`: the number of overflows after which the scale backs off; each of them skips its
+      step.
     - `refill`: when the tolerance is restored. `"growth"` (Megatron-LM, DeepSpeed's default): when
       the growth interval is reached. `"clean"` (DeepSpeed's consecutive_hysteresis, apex's kernel):
       on every clean step.
@@ -145,13 +145,14 @@ class DynamicScale:
         clean_steps = torch.where(bad, 0, scaler.growth_tracker.clamp(0, 2**31 - 2) + 1)
         # >= and not ==, or lowering growth_interval below the count would stop growth for good.
         interval_reached = clean_steps >= self.growth_interval
-        # Kept from going negative, so that a job that overflows for ever cannot wrap it around.
+        # Not below 0: a job that overflows for ever must not wrap the counter around.
         tolerance = torch.where(bad, tolerance.clamp(min=1) - 1, tolerance)
         back_off = bad & (tolerance <= 0)
 
         moved = torch.where(interval_reached, scale * self.growth_factor, scale)
         moved = torch.where(back_off, scale * self.backoff_factor, moved)
-        # inf and NaN are not below inf; what is not positive comes to min_scale by the clamp.
+        # For inf and NaN the comparison is false; the clamp brings a scale of 0 or less to
+        # min_scale.
         moved = torch.where(scale < math.inf, moved, self.min_scale)
         return ScalerState(
             scale=moved.clamp(self.min_scale, self.max_scale),
@@ -188,8 +189,8 @@ class StaticScale:
 
     @without_amax
     def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
-        """The same scale whatever the state holds; `consecutive_skips` is counted, the other
-        counters stay 0.
+        """The scale of the rule, whatever the state holds; `consecutive_skips` is counted, the
+        other counters stay 0.
         """
         bad = flag(found_inf, scaler, ScalerState)
         return ScalerState(
@@ -202,8 +203,8 @@ class StaticScale:
 
 @dataclasses.dataclass(frozen=True)
 class NoScale(StaticScale):
-    """A static scale of 1: for float32 and bfloat16, so that a loop needs no `enabled=` branch. Bad
-    steps are still skipped.
+    """A static scale of 1, for float32 and bfloat16: the loop needs no `enabled=` branch. Bad steps
+    are still skipped.
 
     >>> NoScale().init().scale
     tensor(1.)

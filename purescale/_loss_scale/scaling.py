@@ -28,8 +28,8 @@ def scale_loss(scaler: HasScale, loss: Tree) -> Tree:
     overflow here.
 
     `loss`: one tensor or a pytree of them, each floating and of one element. Returned in float32 or
-    float64, same shape. Differentiate what comes back; the caller unscales the gradients with
-    `unscale_and_check` and the same `scaler`.
+    float64, same shape. Differentiate the result; unscale the gradients with `unscale_and_check`
+    and the same `scaler`.
 
     Raises `ValueError` for a loss of several elements or on another device than `scaler`,
     `TypeError` for one that is not floating.
@@ -69,15 +69,15 @@ def unscale_and_check(
     - `grads`: a pytree of dense, sparse or distributed tensors of any floating or complex dtype.
       float16 comes back as float32 (1e-3 * 2**-16 is 0 in float16), complex32 as complex64, all
       others in their own dtype; `None` stays `None`. A sparse gradient comes back dense; its
-      duplicate indices are summed before unscaling, at least in float32, and a sum that overflows
-      there is an overflow.
+      duplicate indices are summed before unscaling, at least in float32; if that sum overflows,
+      `found_inf` is True.
     - `donate`: `grads` may be overwritten; the caller gives them up. Same bits.
     - `group`: a process group whose ranks decide together; `None` decides for this rank alone.
       DTensors always reduce over their own mesh.
 
     Returns the gradients and `found_inf`, 0-d bool: True when an input or an unscaled output is not
-    finite, or when the scale itself is 0, negative, inf or NaN. A sum or a norm that overflows is
-    not an overflow. Without any gradient it is False.
+    finite, or when the scale itself is 0, negative, inf or NaN. Finite gradients whose sum or
+    norm overflows do not count. Without any gradient it is False.
 
     Raises `TypeError` for integer and bool leaves, `ValueError` for leaves on another device than
     `scaler`.
@@ -110,11 +110,11 @@ def check_scaler(scaler: HasScale, rule: Any, max_skips: int | None = None) -> N
     """Syncs with the host, and raises `FloatingPointError` when training has stopped moving. Call
     it now and then, not every step.
 
-    Raises when the scale is not positive and finite; when the last step overflowed with the scale
-    already at `rule.min_scale`; when the scale fell to a `min_scale` below 1, where gradients in
-    half precision are lost, whether or not the last step overflowed; when more than `max_skips`
-    steps in a row overflowed. Overflows are told from a state that counts them in
-    `consecutive_skips`: `TypeError` for `max_skips` with one that does not.
+    Raises if the scale is not positive and finite; if the last step overflowed with the scale
+    already at `rule.min_scale`; if the scale fell to a `min_scale` below 1, where half-precision
+    gradients are lost, whether or not the last step overflowed; if more than `max_skips` steps in a
+    row overflowed. Overflows are counted by the field `consecutive_skips` of the state: `TypeError`
+    for `max_skips` with a state that has none.
 
     >>> from purescale import DynamicScale
     >>> rule = DynamicScale()
@@ -170,7 +170,7 @@ def check_scaler(scaler: HasScale, rule: Any, max_skips: int | None = None) -> N
 
 
 def _start_of(rule: Any) -> float:
-    """The scale that `rule` starts from. At its smallest scale, one that starts there has not
+    """The scale that `rule` starts from: a rule that starts at its smallest scale has not
     fallen.
     """
     return float(rule.init("cpu").scale)
@@ -180,13 +180,13 @@ def _start_of(rule: Any) -> float:
 
 
 def check_grads(scale: Tensor, grads: Tree, leaves: list[Any]) -> None:
-    """Refuse, naming the leaf, what cannot be a gradient under `scale`."""
+    """Refuse, naming the leaf, what cannot be a gradient, or is on another device than `scale`."""
     _tree.check_gradients(grads, leaves)
     check_device(scale, grads, leaves, "grads")
 
 
 def check_device(scale: Tensor, tree: Tree, leaves: list[Any], name: str) -> None:
-    """Refuse, naming the leaf, what is not where the scaler is."""
+    """Refuse, naming the leaf, a tensor on another device than the scaler."""
     for index, leaf in enumerate(leaves):
         if leaf is not None and leaf.device != scale.device:
             at = _tree.path(tree, name, index)

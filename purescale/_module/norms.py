@@ -35,8 +35,8 @@ _RUNNING_STATISTICS: dict[Callable[..., Any], tuple[tuple[int, str], ...]] = {
 
 
 class NormsIn(TorchFunctionMode):
-    """Norms whose input is one of the `given` dtypes: input, weights and running statistics in
-    `dtype` inside, out as they came in.
+    """Computes norms whose input has one of the `given` dtypes in `dtype`: input, weights and
+    running statistics are cast. The output has the dtype of the input.
     """
 
     def __init__(self, dtype: torch.dtype, given: tuple[torch.dtype, ...]) -> None:
@@ -62,21 +62,21 @@ class NormsIn(TorchFunctionMode):
 
         cast_args, cast_kwargs = list(cast(args, self.dtype)), cast(kwargs, self.dtype)
         out = func(*cast_args, **cast_kwargs)
-        # In eval mode the statistics are only read; a round trip through a narrower dtype would
-        # change them.
+        # In eval mode the statistics are not written back: a round trip through a narrower dtype
+        # would change them.
         updated = (
             args[5]
             if len(args) > 5
             else kwargs.get("training", kwargs.get("use_input_stats", func is F.instance_norm))
         )
         for position, name in _RUNNING_STATISTICS[func] if updated else ():
-            stored, used = (
+            stored, computed = (
                 (args[position], cast_args[position])
                 if position < len(args)
                 else (kwargs.get(name), cast_kwargs.get(name))
             )
-            if stored is not None and used is not stored:
-                stored.copy_(used)
+            if stored is not None and computed is not stored:
+                stored.copy_(computed)
         return out.to(x.dtype)
 
 

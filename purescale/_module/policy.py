@@ -163,14 +163,14 @@ def with_policy(
     - Parameters are kept in `policy.param_dtype` (masters; checked, not cast) and cast inside, so
       gradients arrive in it.
     - Weights and inputs of batch, layer, group, instance and rms norm are in `policy.norm_dtype`,
-      float32 by default; each such layer hands on the dtype that it was given.
+      float32 by default; the output of such a layer has the dtype of its input.
     - Floating inputs, positional and by keyword, are cast to `policy.compute_dtype`, floating
       outputs to `policy.output_dtype`, in any container that torch's pytree knows. Buffers are
-      never cast, and come back in the dtype they have. Frozen parameters compute like the others;
-      what a half forward writes into them is dropped.
-    - With `compute=autocast(...)` nothing is cast but the output: torch's op lists choose. It is
-      the way for a net that mixes floating buffers (positional encodings, say) into its
-      activations, which plain half compute would refuse.
+      never cast, and are returned in the dtype they have. Frozen parameters are cast like the
+      others; what a half forward writes into them is dropped.
+    - With `compute=autocast(...)` only the output is cast: torch's op lists choose the dtypes. Use
+      it for a net that adds floating buffers (such as positional encodings) to its activations,
+      which fails in plain half compute.
 
     Raises `TypeError`, naming the leaf, for a parameter in another dtype than `policy.param_dtype`;
     `ValueError` for a spectral norm or an Embedding(sparse=True) whose weight would be cast.

@@ -38,7 +38,9 @@ def _sources(app: Any, page: str, source: list[str]) -> None:
         source[0] += "\n" + _AUTOMODULE.format(name="purescale", more="   :imported-members:\n")
     if page == "modules":
         found = pkgutil.walk_packages(purescale.__path__, "purescale.")
-        names = sorted(name for _, name, package in found if "._" not in name and not package)
+        names = sorted(
+            name for _, name, _ in found if "._" not in name and name != "purescale.interop"
+        )
         source[0] += "".join(
             f"\n## `{name}`\n\n{_AUTOMODULE.format(name=name, more='')}" for name in names
         )

@@ -101,16 +101,17 @@ from ._module.policy import (
     Policy as Policy,
     policy as policy,
     with_policy as with_policy,
-    norms_in_float32 as norms_in_float32,
 )
+from ._module.norms import norms_in_float32 as norms_in_float32
 
+from ._loss_scale.rule_protocol import Rule as Rule, HasScale as HasScale
 from ._loss_scale.rules import (
-    Rule as Rule,
-    HasScale as HasScale,
     DynamicScale as DynamicScale,
     StaticScale as StaticScale,
     NoScale as NoScale,
     ScalerState as ScalerState,
+)
+from ._loss_scale.scaling import (
     scale_loss as scale_loss,
     unscale_and_check as unscale_and_check,
     check_scaler as check_scaler,

@@ -1,5 +1,5 @@
-"""A tree of tensors as a plain dict, and as a file that is written whole or not at all and read
-without running anything.
+"""Checkpoints: a tree as a state dict, and as a file, written atomically and loaded without
+running code.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _VERSION = 1
 _VERSION_KEY = "purescale_version"
 _ABANDONED = 3600.0  # seconds without a write
 _MARK = b"purescale crc32 "  # and four bytes: the comment of the zip that torch.save writes
-_END = b"PK\5\6"  # where a zip without a comment has its last 22 bytes
+_END = b"PK\5\6"  # how the last 22 bytes of a zip without a comment begin
 _SOUND = 0x2144DF1C  # the CRC-32 of anything that ends with its CRC-32
 
 
@@ -40,16 +40,16 @@ def to_state_dict(tree: Tree) -> dict[str, Any]:
     """Equal to `{"purescale_version": tensor(1), "tree": {...}}`: `tree` as nested dicts of tensors
     with string keys.
 
-    A field of a NamedTuple stands under its name, an item of a list or tuple under its position,
-    one of a dict under its key: `d["tree"]["opt_state"]["slots"]["conv.weight"]["exp_avg"]`. `None`
+    The key of a field of a NamedTuple is its name, of an item of a list or tuple its position, of
+    an item of a dict its key: `d["tree"]["opt_state"]["slots"]["conv.weight"]["exp_avg"]`. `None`
     and containers without a tensor are left out; `from_state_dict` takes them from `like`.
 
-    The tensors are those of `tree`, off the graph and in the same memory, so that
+    The tensors are those of `tree`, detached and in the same memory, so that
     `torch.distributed.checkpoint.load(d, checkpoint_id=...)` loads in place, into a tree that you
-    give up, on any number of ranks. It casts where dtypes differ and passes over what `d` has not,
-    before `from_state_dict` can see it; of a plain leaf it keeps what one rank has, so that what
-    differs needs a name on each: `{rank: rng}`. The version is a tensor too, since it restores
-    anything else in a dict by running a pickle.
+    give up, on any number of ranks. That function casts where dtypes differ and ignores entries
+    that `d` does not have, before `from_state_dict` could notice. Of a plain tensor it keeps the
+    value of one rank, so a value that differs between ranks needs a key per rank: `{rank: rng}`.
+    The version is a tensor too, as everything else in a dict is restored by running a pickle.
 
     Raises `TypeError` for a leaf that is no tensor, `ValueError` where two keys of a dict are one
     string.
@@ -75,8 +75,8 @@ def _to_state_dict(tree: Tree, name: str) -> dict[str, Any]:
                 f"{_tree.paths(tree, name)[index]} is {kind_of(leaf)}; a checkpoint holds dense, "
                 "sparse and distributed tensors. Fix: `torch.tensor(...)` of a number, "
                 "`.to_dense()` of a tensor in mkldnn's layout; settings belong to the code that "
-                "makes the state. dict, list, tuple and NamedTuple are looked into, other "
-                "containers are not."
+                "makes the state. Containers may be dict, list, tuple and NamedTuple; other "
+                "containers are not looked into."
             )
         node: Any = d
         *outer, last = ("tree", *keys)
@@ -97,13 +97,13 @@ def from_state_dict(d: Mapping[str, Any], like: Tree) -> Tree:
     """Reads the version on the host. Equal to `tree` where `d = to_state_dict(tree)`, in fresh
     memory, on the devices of `like`.
 
-    `like` is any tree of the structure, shapes and dtypes of the one that was saved, such as a new
-    state; its values are not looked at. What it has in containers, `None` and empty ones, the
-    result has too: `d` knows names, not types. The result shares memory with neither, and is off
-    the graph. Values are not judged: NaN is loaded as NaN. The one number read is the version.
+    `like`: a tree of the structure, shapes and dtypes of the saved one, such as a new state; its
+    values are not used. Containers, `None` and empty containers come from `like`, as `d` holds
+    names and no types. The result shares no memory with either and is detached. Values are not
+    checked: NaN is loaded as NaN. The one number read is the version.
 
-    Raises one `ValueError` that lists what is missing, what is too much, and where type, shape,
-    dtype, layout or version differ, before anything is copied.
+    Raises one `ValueError` that lists missing and unexpected entries and all differences in type,
+    shape, dtype, layout or version, before anything is copied.
 
     >>> from purescale import StaticScale
     >>> d = to_state_dict(StaticScale(8.0).init())
@@ -124,12 +124,12 @@ def _from_state_dict(name: str, d: Any, like: Tree, *, donate: bool) -> Tree:
         None if leaf is None else _tree.off_graph(_at(d["tree"], keys))
         for keys, leaf in zip(_tree.keys(like), leaves, strict=True)
     ]
-    # Two leaves of a file may stand in one piece of memory, as tied weights do: a later donation of
-    # the one would reach the other.
-    mine = donate and can_write([leaf for leaf in found if leaf is not None])
+    # Two leaves of a file may share memory, as tied weights do: a later donation of the one would
+    # reach the other.
+    writable = donate and can_write([leaf for leaf in found if leaf is not None])
     return structure.unflatten(
         [
-            None if leaf is None else leaf.to(old.device, copy=not mine)
+            None if leaf is None else leaf.to(old.device, copy=not writable)
             for leaf, old in zip(found, leaves, strict=True)
         ]
     )
@@ -139,21 +139,21 @@ def save(path: Path, tree: Tree) -> None:
     """Syncs with the host and with the disk. Equal to `torch.save(to_state_dict(tree), path)` with
     a checksum, whole or not at all.
 
-    A kill, a full disk or an error at any moment leaves the old file or the new one. Once the call
-    is back the new one survives a power failure too, where the disk can sync a directory and this
-    user may read it. It is written beside `path`, as `.purescale-*.tmp`, synced, and renamed. Only
-    a kill leaves such a file behind: it is harmless, and a later save into that directory removes
-    those that nobody wrote to for an hour.
+    A kill, a full disk or an error at any moment leaves either the old file or the new one. When
+    the call returns, the new file also survives a power failure, if the disk can sync a directory
+    and this user may read it. The file is written beside `path`, as `.purescale-*.tmp`, synced, and
+    renamed. Only a kill leaves the temporary file behind; a later save into that directory removes
+    it once it is an hour old.
 
-    `path`: `str` or `os.PathLike`; a link is followed. A file that is replaced hands on its
-    permissions, and its owner where this user may give it; a new one has those of any new file.
-    Call it on one rank. `torch.load` reads the file too: the checksum, of every byte, stands in the
-    comment of the zip that `torch.save` writes.
+    `path`: `str` or `os.PathLike`; a link is followed. A new file takes the permissions of the one
+    that it replaces, and its owner if this user may set it. Call it on one rank. `torch.load` reads
+    the file too: the checksum, of every byte, is in the comment of the zip that `torch.save`
+    writes.
 
     Raises `FileNotFoundError` for a missing directory, `ValueError` for a path that is no file,
     `TypeError` for a `DTensor`, for another subclass of tensors (an `nn.Parameter` is stored as a
-    plain one), for a tensor without values, and for what `to_state_dict` refuses, `OSError` as the
-    disk has it.
+    plain tensor), for a tensor without values, and for what `to_state_dict` refuses; `OSError` from
+    the disk.
 
     >>> import tempfile
     >>> from purescale import StaticScale
@@ -166,17 +166,17 @@ def save(path: Path, tree: Tree) -> None:
     """
     target = _target(path)
     folder = os.path.dirname(target)
-    to_state_dict(tree)  # raises for what it would refuse below
-    for where, leaf in zip(_tree.paths(tree, "tree"), _tree.flatten(tree)[0], strict=True):
+    to_state_dict(tree)  # raises before anything is written
+    for at, leaf in zip(_tree.paths(tree, "tree"), _tree.flatten(tree)[0], strict=True):
         if leaf is not None:
-            _check_storable(where, leaf, path)
+            _check_storable(at, leaf, path)
     d = to_state_dict(_tree.map(_compact, tree))
 
     temporary = os.path.join(folder, f".purescale-{secrets.token_hex(8)}.tmp")
     old = os.stat(target) if os.path.exists(target) else None
     allowed = 0o666 if old is None else stat.S_IMODE(old.st_mode)
     try:
-        # Never open to more than the file that it will be.
+        # At no moment is it readable by more users than the final file.
         with open(
             temporary,
             "x+b",
@@ -201,14 +201,14 @@ def load(path: Path, like: Tree) -> Tree:
     """Syncs with the host and the disk. Equal to
     `from_state_dict(torch.load(path, weights_only=True), like)`: what `save` wrote.
 
-    Nothing in the file is run, whatever it holds. `like` as in `from_state_dict`; its tensors are
-    not written to. Of a file that `save` wrote every byte is checked first; one without a checksum,
-    from `torch.save(to_state_dict(tree), path)` or an older purescale, is loaded with a line to the
+    Runs no code from the file. `like` as in `from_state_dict`; its tensors are not written to. In a
+    file that `save` wrote every byte is checked first; a file without a checksum, from
+    `torch.save(to_state_dict(tree), path)` or an older purescale, is loaded with a warning to the
     logger "purescale".
 
-    Raises `ValueError` for a file that is damaged, with the leaf in which it is; that is truncated
-    or no checkpoint; and for one that does not match `like`, with the paths in which it differs;
-    `OSError` where it cannot be opened.
+    Raises `ValueError` for a damaged file, naming the damaged leaf; for a truncated file or another
+    kind of file; and for one that does not match `like`, listing the paths that differ; `OSError`
+    if it cannot be opened.
 
     >>> import tempfile
     >>> from purescale import StaticScale
@@ -224,16 +224,16 @@ def load(path: Path, like: Tree) -> Tree:
         try:
             d = _read(file)
         except Exception as error:
-            raise _foreign(name, type(error).__name__) from error
+            raise _not_a_checkpoint(name, type(error).__name__) from error
     if not checked:
         logging.getLogger("purescale").warning(
-            "load: %r has no checksum, so whether it is damaged is not known; `save` writes one",
+            "load: %r has no checksum, so damage would go unnoticed; `save` writes one",
             name,
         )
     return _from_state_dict(f"torch.load({name!r})", d, like, donate=True)
 
 
-# ---- what differs --------------------------------------------------------------------------------
+# ---- reading a state dict ------------------------------------------------------------------------
 
 
 def _check_version(name: str, d: Any, expected: Tensor) -> None:
@@ -263,27 +263,27 @@ def _at(node: Any, keys: tuple[str, ...]) -> Any:
     return node
 
 
-# ---- what a file can hold ------------------------------------------------------------------------
+# ---- leaves that a file can hold -----------------------------------------------------------------
 
 
-def _check_storable(where: str, leaf: Tensor, path: Path) -> None:
-    """Refuse what `load` would: it makes plain tensors and runs no code to make others."""
+def _check_storable(at: str, leaf: Tensor, path: Path) -> None:
+    """Refuse leaves that `load` could not restore: it makes plain tensors only. `at`: its path."""
     if isinstance(leaf, DTensor):
         raise TypeError(
-            f"{where} is a DTensor: this rank has a part of it, and one file is written by one "
+            f"{at} is a DTensor: this rank stores a part of it, and one file is written by one "
             "rank. Fix: `torch.distributed.checkpoint.save(to_state_dict(tree), "
             f"checkpoint_id={os.fspath(path)!r})`."
         )
     kind = type(leaf.detach())
     if kind is not Tensor:
         raise TypeError(
-            f"{where} is a {kind.__name__}, a subclass of tensors; a file holds plain ones, since "
-            f"`load` runs no code that it finds there. Fix: `{where}.as_subclass(torch.Tensor)`, "
-            "or of one that wraps others those others, each with its name."
+            f"{at} is a {kind.__name__}, a subclass of tensors; a file holds plain ones, since "
+            f"`load` runs no code from it. Fix: `{at}.as_subclass(torch.Tensor)`; for a wrapper, "
+            "store the tensors that it wraps."
         )
     if leaf.is_meta:
         raise TypeError(
-            f"{where} is {kind_of(leaf)}; a file holds values. Fix: `torch.empty_like({where}, "
+            f"{at} is {kind_of(leaf)}; a file holds values. Fix: `torch.empty_like({at}, "
             "device='cpu')`, and fill it."
         )
     try:
@@ -291,14 +291,14 @@ def _check_storable(where: str, leaf: Tensor, path: Path) -> None:
             part.untyped_storage().data_ptr()
     except RuntimeError as error:
         raise TypeError(
-            f"{where} has no memory of its own. Likely cause: `save` inside torch.vmap, "
+            f"{at} has no memory of its own. Likely cause: `save` inside torch.vmap, "
             "torch.func.grad or a trace. Fix: return the state from the transformed function and "
             "save it there."
         ) from error
 
 
 def _parts(leaf: Tensor) -> list[Tensor]:
-    """The dense tensors that make up `leaf`."""
+    """The dense tensors that `leaf` stores."""
     if leaf.layout is torch.strided:
         return [leaf]
     if leaf.layout is torch.sparse_coo:
@@ -313,8 +313,8 @@ def _parts(leaf: Tensor) -> list[Tensor]:
 
 
 def _compact(leaf: Any) -> Any:
-    """torch.save writes all of the memory that a tensor is a view of: for one member of an
-    ensemble, the whole ensemble.
+    """A copy of a tensor that is a view of more memory, all of which torch.save would write: for
+    one member of an ensemble, the whole ensemble.
     """
     if leaf.layout is not torch.strided:
         return leaf
@@ -329,32 +329,32 @@ def _compact(leaf: Any) -> Any:
 
 
 def _seal(file: BinaryIO) -> None:
-    """Give the zip in `file` a comment that ends with the CRC-32 of all before it."""
+    """Append a comment to the zip in `file` that ends with the CRC-32 of all bytes before."""
     file.seek(-2, os.SEEK_END)
     file.write((len(_MARK) + 4).to_bytes(2, "little") + _MARK)
     file.write(_crc32(file).to_bytes(4, "little"))
 
 
 def _check_seal(name: str, file: BinaryIO) -> bool:
-    """Whether `file` has a checksum; refused unless it is sound, or a whole zip without one."""
+    """Whether `file` has a checksum. Raises if the checksum is wrong, or for a truncated zip."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - 22))
     tail = file.read()
     if tail[-len(_MARK) - 4 : -4] != _MARK:
         if not tail.startswith(_END):
-            raise _foreign(name, "no zip of torch.save")
+            raise _not_a_checkpoint(name, "no zip of torch.save")
         return False
     if _crc32(file) != _SOUND:
         raise ValueError(
             f"load: {name!r} is damaged: {_damaged(name, file)} is not what was saved. Likely "
-            "cause: a disk, a memory or a copy that changed bits. Fix: another copy of the file, "
-            "or the checkpoint before it."
+            "cause: bits that changed on the disk, in memory or in a copy. Fix: another copy of "
+            "the file, or the checkpoint before it."
         )
     return True
 
 
 def _crc32(file: BinaryIO) -> int:
-    """Of all of `file`, which is left at its end."""
+    """The CRC-32 of the whole file; leaves the position at its end."""
     file.seek(0)
     crc = 0
     while block := file.read(2**20):
@@ -363,18 +363,18 @@ def _crc32(file: BinaryIO) -> int:
 
 
 def _damaged(name: str, file: BinaryIO) -> str:
-    """What in a damaged file is damaged: torch.save writes each piece of memory as a record with a
-    CRC-32, numbered as they come.
+    """Which leaf of a damaged file is damaged: torch.save writes each storage as a record with a
+    CRC-32, numbered in order.
     """
     with contextlib.suppress(Exception):
         number = int((zipfile.ZipFile(file).testzip() or "").rpartition("/data/")[2])
         d = _read(file)
         records: dict[Any, str] = {}
-        for where, leaf in zip(
+        for at, leaf in zip(
             _tree.paths(d, f"torch.load({name!r})"), _tree.flatten(d)[0], strict=True
         ):
             for part in _parts(leaf):
-                records.setdefault(part.untyped_storage(), where)
+                records.setdefault(part.untyped_storage(), at)
         return list(records.values())[number]
     return "something beside the values, a name, a shape or an index,"
 
@@ -384,7 +384,7 @@ def _read(file: BinaryIO) -> Any:
     return torch.load(file, map_location="cpu", weights_only=True)
 
 
-def _foreign(name: str, what: str) -> ValueError:
+def _not_a_checkpoint(name: str, what: str) -> ValueError:
     return ValueError(
         f"load: {name!r} is not a file that purescale.save wrote ({what}). Likely cause: another "
         "kind of file, one that was cut off when it was copied, or a pickle with code in it, "
@@ -396,7 +396,7 @@ def _foreign(name: str, what: str) -> ValueError:
 
 
 def _target(path: Path) -> str:
-    """The file that `path` means, refused where it can be none."""
+    """The absolute path of the file, with links followed; refused if it cannot be a file."""
     name = os.fsdecode(path)
     if "\0" in name:
         raise ValueError(
@@ -410,7 +410,7 @@ def _target(path: Path) -> str:
             f"save: there is no directory {folder!r} for {path!r}. Fix: `os.makedirs({folder!r}, "
             "exist_ok=True)`."
         )
-    # "runs/", "runs/.", "": each is the name of a directory, also where there is none.
+    # "runs/", "runs/.", "": names of directories, even if there is no such directory.
     if os.path.basename(name) in ("", os.curdir, os.pardir) or (
         os.path.exists(target) and not os.path.isfile(target)
     ):
@@ -424,17 +424,17 @@ def _target(path: Path) -> str:
 
 
 def _inherit(temporary: str, target: str, old: os.stat_result) -> None:
-    """What `target` has and this user may give: permissions, owner, access lists. Where not, less
-    is allowed and never more.
+    """Copy permissions, owner and access lists of `target`, as far as this user may. What cannot be
+    copied leaves less access, never more.
     """
-    mode, mine, lists = stat.S_IMODE(old.st_mode), os.stat(temporary), hasattr(os, "listxattr")
-    if (mine.st_uid, mine.st_gid) != (old.st_uid, old.st_gid):
+    mode, new, lists = stat.S_IMODE(old.st_mode), os.stat(temporary), hasattr(os, "listxattr")
+    if (new.st_uid, new.st_gid) != (old.st_uid, old.st_gid):
         with contextlib.suppress(OSError):
             os.chown(temporary, old.st_uid, -1)
         try:
             os.chown(temporary, -1, old.st_gid)
         except OSError:
-            # what its group was allowed is not for another
+            # The permissions of the old group are not for the new one.
             mode, lists = mode & ~0o070 | (mode & 0o007) << 3, False
     with contextlib.suppress(OSError):
         os.chmod(temporary, mode)
@@ -444,7 +444,7 @@ def _inherit(temporary: str, target: str, old: os.stat_result) -> None:
 
 
 class _Disk:
-    """A file that remembers why it could not be written to."""
+    """A file that keeps the error of a failed write."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.write_to, self.flush, self.fileno = file.write, file.flush, file.fileno
@@ -459,23 +459,23 @@ class _Disk:
 
 
 def _write(d: dict[str, Any], file: BinaryIO) -> None:
-    """`torch.save(d, file)`, which on a full disk raises a RuntimeError about positions: here what
-    the disk said.
+    """`torch.save(d, file)`, with the error of the disk in place of torch's RuntimeError about
+    positions.
     """
     disk = _Disk(file)
     try:
-        torch.save(d, disk)  # type: ignore[arg-type]  # it only writes
+        torch.save(d, disk)  # type: ignore[arg-type]  # torch.save only writes
     except RuntimeError:
         if disk.failure is None:
             raise
         raise disk.failure from None
 
 
-def _remove_abandoned(folder: str, mine: str) -> None:
-    """What killed saves left in `folder`. By age, since whose a file is cannot be seen on a network
-    disk, and by the disk's clock.
+def _remove_abandoned(folder: str, temporary: str) -> None:
+    """Remove temporary files of killed saves in `folder`. They are known by their age: the owner of
+    a file on a network disk is not reliable. The clock is that of the disk.
     """
-    now = os.stat(mine).st_mtime
+    now = os.stat(temporary).st_mtime
     for other in glob.glob(os.path.join(glob.escape(folder), ".purescale-*.tmp")):
         with contextlib.suppress(OSError):
             if now - os.stat(other).st_mtime > _ABANDONED:
@@ -483,14 +483,14 @@ def _remove_abandoned(folder: str, mine: str) -> None:
 
 
 def _sync_directory(folder: str) -> None:
-    """Until this a power failure may bring the old name back. Windows has no such call, some
+    """Sync the rename, which a power failure could undo before. Windows has no such call, and some
     network disks refuse it.
     """
     if os.name != "posix":
         return
     try:
         descriptor = os.open(folder, os.O_RDONLY)
-    except PermissionError:  # one that may be written to and not be read; the new file is in place
+    except PermissionError:  # a directory that may be written to but not read; the file is in place
         return
     try:
         os.fsync(descriptor)

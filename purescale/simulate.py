@@ -1,4 +1,4 @@
-"""A rule of the loss scale without a training: what it would do with flags, or with gradients."""
+"""A rule of the loss scale without training: its states over given overflows, or over gradients."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._loss_scale.headroom import check_rule, takes_amax, updated
-from ._loss_scale.rules import Rule
+from ._loss_scale.rule_protocol import Rule, check_rule, takes_amax, updated
 from ._torch.autocast import outside_autocast
-from ._tree import scalars as _checks
-from ._tree import tree as _tree
+from ._tree import scalars, tree
 
 
 @outside_autocast()
@@ -20,15 +18,15 @@ def simulate(rule: Rule[Any], found_infs: Tensor | Sequence[bool]) -> Any:
     """Equal to `states = [rule.init()]; for bad in found_infs: states += [rule.update(states[-1],
     bad)]`, stacked.
 
-    `found_infs`: bool [T], True = the step was bad; or a list of bools. Returns the rule's state
-    with one dimension more, [T + 1] in front, the state before step t at index t; on the device of
-    `found_infs`. `torch.vmap` makes many runs of it at once, and of a rule of your own that holds
-    its settings as tensors many settings. A rule that takes amax is handed NaN, which tells it
-    nothing: what it would foresee is seen with `replay`.
+    `found_infs`: bool [T], True = the step was bad; or a list of bools. Returns the rule's
+    states, stacked: one more dimension in front, [T + 1], with the state before step t at index t;
+    on the device of `found_infs`. Use `torch.vmap` for many runs at once, or for many settings of a
+    rule of your own that holds them as tensors. A rule that takes amax gets NaN, which it ignores;
+    use `replay` for such a rule.
 
-    Reads no value. Compiled it is one graph of T updates; compile `rule.update` for long runs.
+    Reads no value. Compiled, it is one graph of T updates; compile `rule.update` for long runs.
 
-    Raises `TypeError` for a rule that is none, `ValueError` unless `found_infs` is bool [T].
+    Raises `TypeError` for what is no rule, `ValueError` unless `found_infs` is bool [T].
 
     >>> from purescale import DynamicScale
     >>> rule = DynamicScale(init_scale=8.0, growth_interval=2)
@@ -44,17 +42,17 @@ def simulate(rule: Rule[Any], found_infs: Tensor | Sequence[bool]) -> Any:
 def replay(
     rule: Rule[Any], amaxes: Tensor | Sequence[float], largest: float = 65504.0
 ) -> tuple[Any, Tensor]:
-    """Equal to `simulate` of the overflows that the rule itself brings about: a step is bad unless
+    """Equal to `simulate` with the overflows that the rule's own scale causes: a step is bad unless
     `amax * scale <= largest`.
 
-    `amaxes`: floating [T], the largest unscaled gradient of each step of a run, as `StepInfo` or
-    `grad_amax` tells; inf and NaN are bad at any scale, so a rule that takes amax is not told of an
-    overflow there, as by `train_step` where a loss is not finite. `largest`: of the numbers that
-    gradients are computed in, that of float16.
+    `amaxes`: floating [T], the largest unscaled gradient of each step of a run, from `StepInfo` or
+    `grad_amax`. inf and NaN are bad at any scale; a rule that takes amax gets found_inf=False
+    there, as in `train_step` if a loss is not finite. `largest`: the largest number of the dtype in
+    which gradients are computed, by default float16.
 
-    Returns the states [T + 1] as `simulate` does and the flags, bool [T]. What a skipped step does
-    to the gradients of the next ones is not in a recording: near the start of a run take it for an
-    approximation.
+    Returns the states [T + 1], as `simulate` does, and the flags, bool [T]. A recording does not
+    contain the effect of a skipped step on later gradients, so near the start of a run the result
+    is an approximation.
 
     Raises `TypeError` and `ValueError` as `simulate`, and for a `largest` that is not positive.
 
@@ -63,8 +61,8 @@ def replay(
     >>> found_infs, states.scale.int()
     (tensor([ True, False, False]), tensor([65536,   512,   128,     4], dtype=torch.int32))
     """
-    limit = _checks.positive("largest", largest)
-    tops = _series("amaxes", amaxes, "floating", Tensor.is_floating_point).to(torch.float32)
+    limit = scalars.positive("largest", largest)
+    series = _series("amaxes", amaxes, "floating", Tensor.is_floating_point).to(torch.float32)
 
     follows_amax = takes_amax(rule)
 
@@ -72,22 +70,22 @@ def replay(
         bad = ~(amax * scaler.scale <= limit)
         return bad, bad & torch.isfinite(amax) if follows_amax else bad, amax
 
-    return _run(rule, tops, step)
+    return _run(rule, series, step)
 
 
 def _run(rule: Any, series: Tensor, step: Any) -> tuple[Any, Tensor]:
     check_rule(rule)
     scaler = rule.init(series.device)
-    first, structure = _tree.flatten(scaler)
+    first, structure = tree.flatten(scaler)
     rows, flags = [first], [torch.zeros_like(series[:0], dtype=torch.bool)]
     for item in series.unbind():
-        bad, told, amax = step(scaler, item)
-        after = updated(rule, scaler, told, amax)
-        rows.append(_tree.paired(scaler, after, "rule.init()", "what the rule made of it")[1])
+        bad, found_inf, amax = step(scaler, item)
+        new = updated(rule, scaler, found_inf, amax)
+        rows.append(tree.paired(scaler, new, "rule.init()", "what rule.update returned")[1])
         flags.append(bad.reshape(1))
-        scaler = after
-    columns = [torch.stack(list(column)) for column in zip(*rows, strict=True)]
-    return structure.unflatten(columns), torch.cat(flags)
+        scaler = new
+    stacked = [torch.stack(list(leaves)) for leaves in zip(*rows, strict=True)]
+    return structure.unflatten(stacked), torch.cat(flags)
 
 
 def _series(name: str, values: Any, kind: str, fits: Any) -> Tensor:
@@ -97,25 +95,25 @@ def _series(name: str, values: Any, kind: str, fits: Any) -> Tensor:
     elif isinstance(values, Iterable) and not isinstance(values, (str, bytes)):
         listed = list(values)
         if listed and all(isinstance(value, Tensor) for value in listed):
-            series = torch.stack(listed)  # as steps told them, and unread
-        elif any(_checks.as_float(value) is None and type(value) is not bool for value in listed):
-            raise TypeError(f"{name} holds what is no number. Fix: one {dtype} a step.")
+            series = torch.stack(listed)  # without reading them
+        elif any(scalars.as_float(value) is None and type(value) is not bool for value in listed):
+            raise TypeError(f"{name} holds what is no number. Fix: one {dtype} per step.")
         else:
-            # Not the default dtype, which may be narrower.
+            # float32 for fractions, as the default dtype may be narrower.
             fractions = any(isinstance(value, float) for value in listed)
-            kept = torch.float32 if fractions else None if listed else dtype
-            series = torch.tensor(listed, dtype=kept)
+            inferred = torch.float32 if fractions else None if listed else dtype
+            series = torch.tensor(listed, dtype=inferred)
     else:
         raise TypeError(
-            f"{name} is {_checks.shown(values)}; expected {kind} [T], one a step, or a list. Fix: "
-            f"`torch.tensor([{_checks.shown(values)}])`."
+            f"{name} is {scalars.shown(values)}; expected {kind} [T], one a step, or a list. Fix: "
+            f"`torch.tensor([{scalars.shown(values)}])`."
         )
     if series.ndim != 1 or not fits(series):
-        cure = f"`.to({dtype})`"
+        fix = f"`.to({dtype})`"
         if series.ndim != 1:
-            cure = "for many runs at once, `torch.vmap` over the first dimension"
+            fix = "for many runs at once, `torch.vmap` over the first dimension"
         raise ValueError(
             f"{name} is {series.dtype} {tuple(series.shape)}; expected {kind} [T], one a step. "
-            f"Fix: {cure}."
+            f"Fix: {fix}."
         )
     return series

@@ -97,12 +97,11 @@ def private(name):
 FLOORS = [
     {"_torch"},
     {"_tree"},
-    {"_distributed", "_module", "_optim", "_checkpoint.py", "_laws.py"},
+    {"_distributed", "_module", "_optim", "_checkpoint.py"},
     {"_grads", "_batch_norm"},
     {"_loss_scale"},
     {"_step", "interop", "simulate.py"},
-    {"_reports", "_optimizer_laws.py"},
-    {"testing.py"},
+    {"_reports", "testing"},
     {"__init__.py"},
 ]
 
@@ -178,8 +177,9 @@ def test_nothing_is_needed_but_torch_and_optree():
 
 
 def test_what_tests_need_is_imported_by_testing_alone():
-    assert [name for name in FILES if "hypothesis" in packages(name)] == ["testing.py"]
-    assert [name for name in FILES if "testing.py" in imported(name)] == []
+    assert {room_of(name) for name in FILES if "hypothesis" in packages(name)} == {"testing"}
+    users = {room_of(name) for name in FILES if "testing" in map(room_of, imported(name))}
+    assert users == {"testing"}
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -1,6 +1,4 @@
-"""Batch-norm statistics as a value: gathered by a forward that changes nothing, merged exactly,
-read as buffers.
-"""
+"""Batch-norm statistics as a value: accumulate a batch, merge, reduce over ranks, make buffers."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._batch_norm.capture import ApplyFn, Call, calls_of, key_of, layers_of
-from .._distributed.process_group import all_reduce, alone
+from .._distributed.process_group import all_reduce, is_single_process
 from .._module.meta_module import Tensors
 from .._torch.dtypes import widest_float
 from .._tree import tree as _tree
@@ -20,9 +18,9 @@ Estimator = Literal["pooled", "within"]
 
 
 class BNLayerStats(NamedTuple):
-    """The values that one layer has seen, a channel at a time."""
+    """Statistics of the inputs of one layer, per channel."""
 
-    count: Tensor  # type: ignore[assignment]  # float64 []: values a channel; covers tuple.count
+    count: Tensor  # type: ignore[assignment]  # float64 []: values per channel; shadows tuple.count
     mean: Tensor  # float64 [C]
     m2: Tensor  # float64 [C]: squared deviations from `mean`, summed
     within: Tensor  # float64 [C]: squared deviations from the mean of each call, summed
@@ -30,13 +28,13 @@ class BNLayerStats(NamedTuple):
 
 
 class BNStatsState(NamedTuple):
-    """What the batch norms of a model have seen. Make it with `init_bn_stats`; save it, merge it,
-    reduce it over ranks.
+    """Statistics of the inputs of all batch norms of a model. Make it with `init_bn_stats`; save
+    it, merge it, reduce it over ranks.
     """
 
     layers: dict[str, BNLayerStats]
-    num_batches: Tensor  # int64 []: that counted
-    num_skipped: Tensor  # int64 []: not finite somewhere, left out as a whole
+    num_batches: Tensor  # int64 []: batches accumulated
+    num_skipped: Tensor  # int64 []: batches left out, as a value was not finite
 
 
 def init_bn_stats(buffers: Tensors) -> BNStatsState:
@@ -44,7 +42,7 @@ def init_bn_stats(buffers: Tensors) -> BNStatsState:
     num_batches=0, num_skipped=0)`.
 
     `buffers`: from `make_functional`, a flat dict by dotted name. The statistics are kept in
-    float64 (float32 on a device that has none): two vectors and a half a layer, 1 MB for a
+    float64 (float32 on a device without it): three vectors and two scalars a layer, 1 MB for a
     ResNet-50.
 
     Raises `ValueError` when no layer has running statistics.
@@ -61,16 +59,16 @@ def init_bn_stats(buffers: Tensors) -> BNStatsState:
         raise ValueError(
             f"no layer with a running_mean and a running_var among {len(buffers)} buffers: "
             f"{_tree.some(list(buffers))}. Likely cause: a model without BatchNorm, or with "
-            "track_running_stats=False; there is nothing to compute. Fix: leave this call out."
+            "track_running_stats=False. There is nothing to compute. Fix: leave this call out."
         )
     layers = {}
     for name in names:
         mean = buffers[key_of(name, "running_mean")]
         zeros = torch.zeros_like(mean, dtype=widest_float(mean.device))
-        nothing = zeros.new_zeros(())
-        layers[name] = BNLayerStats(nothing, zeros, zeros.clone(), zeros.clone(), nothing.clone())
-    none = torch.zeros((), dtype=torch.int64, device=mean.device)
-    return BNStatsState(layers, none, none.clone())
+        zero = zeros.new_zeros(())
+        layers[name] = BNLayerStats(zero, zeros, zeros.clone(), zeros.clone(), zero.clone())
+    count = torch.zeros((), dtype=torch.int64, device=mean.device)
+    return BNStatsState(layers, count, count.clone())
 
 
 def accumulate_bn_stats(
@@ -81,19 +79,19 @@ def accumulate_bn_stats(
     *args: Any,
     **kwargs: Any,
 ) -> BNStatsState:
-    """Equal to running `apply(params, buffers, *args, **kwargs)` and merging what each batch norm
-    was given into `stats`.
+    """Equal to running `apply(params, buffers, *args, **kwargs)` and merging the statistics of each
+    batch norm's input into `stats`.
 
     One forward under `no_grad`; it costs little more than that forward alone, and changes neither
     model nor buffers. Each layer in train mode normalises with the statistics of this batch, in
     float32 for half inputs. A layer that is called several times pools its calls; frozen layers and
     those without running statistics are left alone. The dropout of torch.nn.functional is off, as
-    it will be where the statistics are used, and draws nothing; that inside an LSTM is not.
+    it is in eval mode, where the statistics are used; the dropout inside an LSTM stays on.
 
     A batch in which a layer sees inf or NaN, or numbers whose variance float32 cannot hold, is left
-    out for all layers and counted in `num_skipped`. A batch of one value a channel counts. `apply`
-    is that of `make_functional`, `with_policy` of it, or any function whose `new_buffers` are the
-    tensors that its batch norms were given.
+    out for all layers and counted in `num_skipped`. A batch of one value per channel counts.
+    `apply` is that of `make_functional`, `with_policy` of it, or any function whose `new_buffers`
+    are the tensors that its batch norms were given.
 
     Raises `ValueError` for layers that are not in `stats`; `TypeError` for an `apply` that returns
     something else.
@@ -114,12 +112,12 @@ def accumulate_bn_stats(
 
 
 def merge_bn_stats(a: BNStatsState, b: BNStatsState) -> BNStatsState:
-    """Equal to the statistics over the batches of both, exactly: associative and commutative up to
-    float64's rounding.
+    """Equal to the statistics over the batches of both: associative and commutative up to the
+    rounding of float64.
 
-    `init_bn_stats(buffers)` changes nothing.
+    `init_bn_stats(buffers)` is the neutral element.
 
-    Raises `ValueError` when the two are of different layers or channels.
+    Raises `ValueError` when the layers or their numbers of channels differ.
 
     >>> stats = init_bn_stats({"running_mean": torch.zeros(1), "running_var": torch.ones(1)})
     >>> merge_bn_stats(stats, stats).num_batches
@@ -129,7 +127,7 @@ def merge_bn_stats(a: BNStatsState, b: BNStatsState) -> BNStatsState:
     """
     _tree.paired(a, b, "a", "b", "Only statistics of the same layers can be merged.")
     return BNStatsState(
-        layers={name: _merged(layer, b.layers[name]) for name, layer in a.layers.items()},
+        layers={name: _merge_layer(layer, b.layers[name]) for name, layer in a.layers.items()},
         num_batches=a.num_batches + b.num_batches,
         num_skipped=a.num_skipped + b.num_skipped,
     )
@@ -142,13 +140,13 @@ def bn_buffers(
     for each layer `l` of `stats`.
 
     - `estimator="pooled"`: the variance of all values together. `"within"`: the mean of the
-      variances of the batches, each weighted by its degrees of freedom; between batches that differ
-      it is too small. On equal batches it is what mmpretrain's PreciseBNHook and
+      variances of the batches, each weighted by its degrees of freedom; it leaves out the variance
+      between batches. With batches of equal size it is what mmpretrain's PreciseBNHook and
       `swa_utils.update_bn` compute.
     - `correction=1` is the unbiased variance, as torch keeps it in running_var; 0 that of the
       population, which fvcore writes.
-    - A layer with no degree of freedom left, `count <= correction`, keeps its buffers. Never
-      negative; in the buffers' dtypes.
+    - A layer without a degree of freedom, `count <= correction`, keeps its buffers. Variances are
+      never negative; results have the dtypes of the buffers.
 
     Returns all of `buffers`, in fresh memory. `num_batches_tracked` stays.
 
@@ -160,20 +158,23 @@ def bn_buffers(
     {'running_mean': tensor([0.]), 'running_var': tensor([1.])}
     """
     if estimator not in ("pooled", "within"):
-        raise ValueError(f"estimator must be 'pooled' or 'within', got {estimator!r}.")
+        raise ValueError(
+            f"estimator must be 'pooled' or 'within', got {estimator!r}. Fix: estimator='pooled', "
+            "the default."
+        )
     if isinstance(correction, bool) or not isinstance(correction, int) or correction < 0:
         raise ValueError(
-            f"correction must be 0 or a positive whole number, got {correction!r}: 1 for torch's "
-            "running_var."
+            f"correction must be 0 or a positive whole number, got {correction!r}. Fix: "
+            "correction=1, as torch's running_var has it."
         )
     _check_layers(stats, buffers)
     new: Tensors = _tree.clone(buffers)
     for name, layer in stats.layers.items():
-        m2, freedom = layer.m2, layer.count - correction
+        m2, degrees = layer.m2, layer.count - correction
         if estimator == "within":
-            m2, freedom = layer.within, layer.count - correction * layer.calls
-        known = freedom > 0
-        var = m2.clamp(min=0) / torch.where(known, freedom, 1)
+            m2, degrees = layer.within, layer.count - correction * layer.calls
+        known = degrees > 0
+        var = m2.clamp(min=0) / torch.where(known, degrees, 1)
         for key, value in (
             (key_of(name, "running_mean"), layer.mean),
             (key_of(name, "running_var"), var),
@@ -186,27 +187,28 @@ def all_reduce_bn_stats(stats: BNStatsState, group: Any = None) -> BNStatsState:
     """Equal to `functools.reduce(merge_bn_stats, [stats on rank for rank in group])`, on every
     rank, from two reductions.
 
-    `stats`: a `BNStatsState`, left as it is; a rank without data counts for nothing. `group=None`
-    is the default process group, and the identity (a copy) where there is none. It communicates,
-    but reads no value on the host. The ranks must have the same layers.
+    `stats`: a `BNStatsState`, not changed; a rank without data adds nothing. `group=None` is the
+    default process group; without one the result is a copy. It communicates, but reads no value on
+    the host. The ranks must have the same layers.
 
     >>> buffers = {"running_mean": torch.zeros(1), "running_var": torch.ones(1)}
     >>> all_reduce_bn_stats(init_bn_stats(buffers)).num_batches
     tensor(0)
 
     Source of the rule: Chan, Golub, LeVeque (1979). mmpretrain averages means and variances of
-    ranks, which drops what lies between them; fvcore and `swa_utils.update_bn` reduce nothing.
+    ranks, which drops the variance between their means; fvcore and `swa_utils.update_bn` reduce
+    nothing.
     """
-    if alone(group):
+    if is_single_process(group):
         copy: BNStatsState = _tree.clone(stats)
         return copy
-    return _reduced(stats, [], group)[0]
+    return _reduce(stats, [], group)[0]
 
 
-def _reduced(
-    stats: BNStatsState, along: list[Tensor], group: Any
+def _reduce(
+    stats: BNStatsState, extra: list[Tensor], group: Any
 ) -> tuple[BNStatsState, list[Tensor]]:
-    """`all_reduce_bn_stats`, and the sums of what numbers go along."""
+    """`all_reduce_bn_stats`, and the sums of `extra` scalars in the same message."""
     layers = list(stats.layers.values())
     sizes = [layer.mean.numel() for layer in layers]
     wide = layers[0].mean.dtype
@@ -214,54 +216,45 @@ def _reduced(
         [layer.count for layer in layers]
         + [layer.calls for layer in layers]
         + [stats.num_batches, stats.num_skipped]
-        + along
+        + extra
     )
-    vectors = [(layer.mean * layer.count).reshape(-1) for layer in layers] + [
-        layer.within.reshape(-1) for layer in layers
-    ]
+    vectors = [(layer.mean * layer.count).reshape(-1) for layer in layers]
+    vectors += [layer.within.reshape(-1) for layer in layers]
     sums = all_reduce(torch.cat([scalars.to(wide), *vectors]), "sum", group)
     scalars, *vectors = torch.split(sums, [len(scalars), *sizes, *sizes])
-    counts, calls, (batches, skipped, *along) = (
-        scalars[: len(layers)],
-        scalars[len(layers) : 2 * len(layers)],
-        scalars[2 * len(layers) :],
-    )
+    n = len(layers)
+    counts, calls, (batches, skipped, *extra) = scalars[:n], scalars[n : 2 * n], scalars[2 * n :]
+    totals, within = vectors[:n], vectors[n:]
     means = [
         total / torch.where(count > 0, count, 1)
-        for total, count in zip(vectors, counts, strict=False)
+        for total, count in zip(totals, counts, strict=True)
     ]
-    # From the common mean: two passes, so that nothing cancels.
+    # Squared deviations from the common mean, in a second reduction: a difference of sums would
+    # cancel.
     m2 = [
         layer.m2.reshape(-1) + layer.count * (layer.mean.reshape(-1) - mean).square()
         for layer, mean in zip(layers, means, strict=True)
     ]
     reduced = torch.split(all_reduce(torch.cat(m2), "sum", group), sizes)
-    parts = zip(
-        stats.layers, layers, counts, means, reduced, vectors[len(layers) :], calls, strict=True
-    )
-
-    def rebuilt(
-        layer: BNLayerStats, count: Tensor, mean: Tensor, m2: Tensor, within: Tensor, calls: Tensor
-    ) -> BNLayerStats:
-        mean, m2, within = (vector.clone().view_as(layer.mean) for vector in (mean, m2, within))
-        return BNLayerStats(count.clone(), mean, m2, within, calls.clone())
-
-    everywhere = BNStatsState(
-        layers={name: rebuilt(*part) for name, *part in parts},
-        num_batches=batches.to(torch.int64),
-        num_skipped=skipped.to(torch.int64),
-    )
-    return everywhere, along
+    new_layers = {
+        name: BNLayerStats(
+            *(part.clone().view_as(old) for part, old in zip(parts, layer, strict=True))
+        )
+        for (name, layer), *parts in zip(
+            stats.layers.items(), counts, means, reduced, within, calls, strict=True
+        )
+    }
+    return BNStatsState(new_layers, batches.to(torch.int64), skipped.to(torch.int64)), extra
 
 
 # ---- one batch -----------------------------------------------------------------------------------
 
 
-def absorb(stats: BNStatsState, calls: list[tuple[str, Call]], settled: int = 0) -> BNStatsState:
-    """`stats` with the calls of one batch merged in, but for the `settled` ones, where all of them
-    are finite.
+def absorb(stats: BNStatsState, calls: list[tuple[str, Call]], num_final: int = 0) -> BNStatsState:
+    """`stats` with the calls of one batch merged in, if all of them are finite. The first
+    `num_final` calls are only checked.
     """
-    for name, call in calls[settled:]:
+    for name, call in calls[num_final:]:
         layer = stats.layers.get(name)
         if layer is None or layer.mean.shape != call.mean.shape:
             have = (
@@ -274,37 +267,38 @@ def absorb(stats: BNStatsState, calls: list[tuple[str, Call]], settled: int = 0)
                 f"channels {have}. Fix: stats = init_bn_stats(buffers) with the buffers that "
                 "apply is given."
             )
-    called = {name for name, _ in calls[settled:]}
+    called = {name for name, _ in calls[num_final:]}
     layers = {
         name: layer if name in called else _tree.clone(layer)
         for name, layer in stats.layers.items()
     }
-    counts = torch.ones((), dtype=torch.bool, device=stats.num_batches.device)
+    finite = torch.ones((), dtype=torch.bool, device=stats.num_batches.device)
     if calls:
-        facts = [fact.reshape(-1) for _, call in calls for fact in (call.mean, call.var)]
-        together = torch.cat(facts)
-        counts = torch.isfinite(together).all()
-        wide = torch.where(counts, together, 0).to(next(iter(layers.values())).mean.dtype)
-        values = torch.split(wide, [fact.numel() for fact in facts])[2 * settled :]
-        n = counts.to(wide.dtype)
+        vectors = [vector.reshape(-1) for _, call in calls for vector in (call.mean, call.var)]
+        values = torch.cat(vectors)
+        finite = torch.isfinite(values).all()
+        wide = torch.where(finite, values, 0).to(next(iter(layers.values())).mean.dtype)
+        means_and_vars = torch.split(wide, [vector.numel() for vector in vectors])[2 * num_final :]
+        weight = finite.to(wide.dtype)  # 0 leaves the whole batch out
     for (name, call), mean, var in (
-        zip(calls[settled:], values[::2], values[1::2], strict=True) if calls else ()
+        zip(calls[num_final:], means_and_vars[::2], means_and_vars[1::2], strict=True)
+        if calls
+        else ()
     ):
         m2 = (var * max(call.values - 1, 0)).view_as(call.var)
-        layers[name] = _merged(
-            layers[name], BNLayerStats(n * call.values, mean.view_as(call.mean), m2, m2, n)
-        )
-    return BNStatsState(layers, stats.num_batches + counts, stats.num_skipped + ~counts)
+        batch = BNLayerStats(weight * call.values, mean.view_as(call.mean), m2, m2, weight)
+        layers[name] = _merge_layer(layers[name], batch)
+    return BNStatsState(layers, stats.num_batches + finite, stats.num_skipped + ~finite)
 
 
-def _merged(a: BNLayerStats, b: BNLayerStats) -> BNLayerStats:
+def _merge_layer(a: BNLayerStats, b: BNLayerStats) -> BNLayerStats:
     count = a.count + b.count
-    some = torch.where(count > 0, count, 1)
-    apart = b.mean - a.mean
+    divisor = torch.where(count > 0, count, 1)
+    delta = b.mean - a.mean
     return BNLayerStats(
         count=count,
-        mean=a.mean + apart * (b.count / some),
-        m2=a.m2 + b.m2 + apart.square() * (a.count * b.count / some),
+        mean=a.mean + delta * (b.count / divisor),
+        m2=a.m2 + b.m2 + delta.square() * (a.count * b.count / divisor),
         within=a.within + b.within,
         calls=a.calls + b.calls,
     )
@@ -316,9 +310,9 @@ _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def without_update(new_buffers: Tensors, before: Tensors, names: Iterable[str]) -> Tensors:
-    """`new_buffers` in which the statistics of these layers stand as they were `before`."""
-    mine = {key_of(name, buffer) for name in names for buffer in _BUFFERS}
-    return {key: before[key] if key in mine else buffer for key, buffer in new_buffers.items()}
+    """`new_buffers` with the statistics of these layers as they were `before`."""
+    restored = {key_of(name, buffer) for name in names for buffer in _BUFFERS}
+    return {key: before[key] if key in restored else buffer for key, buffer in new_buffers.items()}
 
 
 def over_ranks(
@@ -326,10 +320,10 @@ def over_ranks(
 ) -> tuple[BNStatsState, dict[str, Tensor]]:
     """Statistics and momenta over the ranks of a group.
 
-    A momentum is known only where its layer ran: it is the mean over the calls.
+    A rank knows a momentum only if the layer ran there: the result is the mean over all calls.
     """
-    weighed = [layer.calls * momenta.get(name, 0.0) for name, layer in stats.layers.items()]
-    stats, sums = _reduced(stats, weighed, group)
+    weighted = [layer.calls * momenta.get(name, 0.0) for name, layer in stats.layers.items()]
+    stats, sums = _reduce(stats, weighted, group)
     parts = zip(stats.layers.items(), sums, strict=True)
     return stats, {name: total / layer.calls.clamp(min=1) for (name, layer), total in parts}
 
@@ -358,7 +352,7 @@ def updated_once(
 
 
 def check_flat(buffers: Any) -> None:
-    """Refuse buffers in which layers cannot be known by name."""
+    """Refuse buffers that are no flat dict, in which layers have no names."""
     if not isinstance(buffers, dict) or not all(
         isinstance(key, str) and isinstance(value, Tensor) for key, value in buffers.items()
     ):

@@ -1,4 +1,4 @@
-"""What each batch norm of a forward was given, caught while it runs, and the name of its layer."""
+"""Statistics of the input of each batch norm of a forward, and the name of its layer."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ ApplyFn = Callable[..., tuple[Any, Tensors]]
 class Call(NamedTuple):
     """One call of a batch norm in train mode."""
 
-    running_mean: Tensor  # the tensor that it was given: which layer it is
+    running_mean: Tensor  # the argument itself: its identity tells which layer it is
     mean: Tensor
     var: Tensor  # unbiased; 0 for a single value
-    values: int  # a channel
+    values: int  # per channel
     momentum: float
 
 
@@ -51,8 +51,8 @@ _SIGNATURES: dict[Any, tuple[str, ...]] = {
 }
 
 
-# What draws random numbers in training: the argument that says so, where it stands, and its value
-# at eval.
+# Functions that draw random numbers in training: the position and name of the argument that says
+# so, and its value in eval mode.
 _RANDOM: dict[Any, tuple[int, str, Any]] = {
     **dict.fromkeys(
         (
@@ -79,21 +79,21 @@ _COPIES = {Tensor.copy_, Tensor.clone, private.clone_list, private.foreach.copy_
 
 
 class CatchBatchNorm(TorchFunctionMode):
-    """Puts what each batch norm in train mode was given into `calls`.
+    """Records each call of a batch norm in train mode in `calls`.
 
-    `evaluating`: for statistics to be used at eval. Running statistics are left alone, half inputs
-    computed in float32, dropout is off, a single value a channel is taken, SyncBatchNorm is local,
-    and the first `settled` calls normalise with their running statistics. Otherwise everything is
-    as without the mode.
+    `evaluating`: the statistics are for use in eval mode. Running statistics are not updated, half
+    inputs are computed in float32, dropout is off, one value per channel is accepted, SyncBatchNorm
+    is local, and the first `num_final` calls normalise with their running statistics. Without it
+    the forward computes what it does without this mode.
     """
 
-    def __init__(self, evaluating: bool, settled: int = 0) -> None:
+    def __init__(self, evaluating: bool, num_final: int = 0) -> None:
         super().__init__()
         self.calls: list[Call] = []
         self.clones: list[tuple[Tensor, Tensor]] = []
         self.local_statistics = evaluating
         self.evaluating = evaluating
-        self.settled = settled
+        self.num_final = num_final
 
     def __enter__(self) -> CatchBatchNorm:
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -108,7 +108,7 @@ class CatchBatchNorm(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _COPIES and len(args) > (func is Tensor.copy_):
-            return self._followed(func, args, kwargs)
+            return self._copied(func, args, kwargs)
         if self.evaluating and func in _RANDOM:
             position, name, off = _RANDOM[func]
             if len(args) > position:
@@ -121,9 +121,9 @@ class CatchBatchNorm(TorchFunctionMode):
         given.pop("cudnn_enabled", None)
         return self._batch_norm(**given)
 
-    def _followed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Follow running statistics: a policy casts them and stores them back, a second `apply`
-        clones those of the first.
+    def _copied(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A copy of running statistics stands for the same layer: a policy casts them and copies
+        them back, a second `apply` clones those of the first.
         """
         out = func(*args, **kwargs)
         if func is Tensor.copy_:
@@ -155,34 +155,33 @@ class CatchBatchNorm(TorchFunctionMode):
     ) -> Tensor:
         if input.numel() == 0 and self.evaluating:
             return input.clone()
-        kept = running_mean.dtype if running_mean is not None else input.dtype
+        stats_dtype = running_mean.dtype if running_mean is not None else input.dtype
         wide = torch.promote_types(input.dtype, torch.float32)
         if self.evaluating:
-            kept, x, w, b = wide, input.to(wide), _to(weight, wide), _to(bias, wide)
-            frozen = _to(running_mean, wide), _to(running_var, wide)
+            stats_dtype, x, w, b = wide, input.to(wide), _to(weight, wide), _to(bias, wide)
+            running = _to(running_mean, wide), _to(running_var, wide)
         else:
-            x, w, b, frozen = input, weight, bias, (running_mean, running_var)
+            x, w, b, running = input, weight, bias, (running_mean, running_var)
         if not training or running_mean is None or running_var is None:
-            return _normalized(x, w, b, *frozen, training, momentum, eps).to(input.dtype)
+            return _normalized(x, w, b, *running, training, momentum, eps).to(input.dtype)
 
         values = input.numel() // input.shape[1]
         mean, var = (
-            torch.zeros_like(running_mean, dtype=kept),
-            torch.zeros_like(running_var, dtype=kept),
+            torch.zeros_like(running_mean, dtype=stats_dtype),
+            torch.zeros_like(running_var, dtype=stats_dtype),
         )
-        if len(self.calls) < self.settled:
-            mean, var = torch.aminmax(x.detach())  # only whether they are finite will be asked
-            out = _normalized(x, w, b, *frozen, False, momentum, eps)
+        if len(self.calls) < self.num_final:
+            mean, var = torch.aminmax(x.detach())  # used only to see whether the input is finite
+            out = _normalized(x, w, b, *running, False, momentum, eps)
         elif values == 1 and self.evaluating:
             mean = x.detach().reshape(-1).clone()
             out = _normalized(x, w, b, mean, var, False, momentum, eps)
         else:
-            # With a momentum of 1 the statistics of this batch come out beside its result, at no
-            # cost.
+            # With a momentum of 1 the kernel stores the statistics of this batch, at no extra cost.
             out = _normalized(x, w, b, mean, var, True, 1.0, eps)
         if not self.evaluating:
-            for running, now in ((running_mean, mean), (running_var, var)):
-                running.mul_(1 - momentum).add_(now * momentum)
+            for average, new in ((running_mean, mean), (running_var, var)):
+                average.mul_(1 - momentum).add_(new * momentum)
         self.calls.append(Call(running_mean, mean, var, values, momentum))
         return out.to(input.dtype)
 
@@ -190,8 +189,8 @@ class CatchBatchNorm(TorchFunctionMode):
 def _normalized(
     x: Tensor, w: Any, b: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
 ) -> Tensor:
-    # Not by the names that are caught: a forward compiled by the backend "eager" runs this while
-    # the mode is still on.
+    # Not by a name in `_SIGNATURES`: a forward compiled by the backend "eager" runs this while the
+    # mode is still on.
     out: Tensor = torch.ops.aten.batch_norm.default(
         x, w, b, mean, var, training, momentum, eps, torch.backends.cudnn.enabled
     )
@@ -203,37 +202,37 @@ def _to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def calls_of(
-    apply: ApplyFn, params: Tensors, buffers: Tensors, args: Any, kwargs: Any, settled: int = 0
+    apply: ApplyFn, params: Tensors, buffers: Tensors, args: Any, kwargs: Any, num_final: int = 0
 ) -> tuple[Any, list[tuple[str, Call]]]:
-    """One forward for statistics to be used at eval: what it returned, and the calls of its batch
-    norms with their layers.
+    """One forward for statistics to be used in eval mode: its output, and the calls of its batch
+    norms with the names of their layers.
     """
-    with torch.no_grad(), CatchBatchNorm(evaluating=True, settled=settled) as caught:
+    with torch.no_grad(), CatchBatchNorm(evaluating=True, num_final=num_final) as catcher:
         returned = apply(params, buffers, *args, **kwargs)
     if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)):
         raise TypeError(
             f"apply returned {type(returned).__name__}; expected (out, new_buffers). Fix: apply, "
             "params, buffers = make_functional(model)."
         )
-    return returned[0], named_calls(caught, returned[1])
+    return returned[0], named_calls(catcher, returned[1])
 
 
-def named_calls(caught: CatchBatchNorm, new_buffers: Tensors) -> list[tuple[str, Call]]:
+def named_calls(catcher: CatchBatchNorm, new_buffers: Tensors) -> list[tuple[str, Call]]:
     """Each call with the name of its layer, known by the identity of its running mean.
 
-    What has no name is refused where statistics are gathered. In training it is a batch norm with
-    statistics of its own.
+    A call without a name raises if `evaluating`. In training it is a batch norm whose statistics
+    are not among the buffers, and is left out.
     """
     named = []
     layers = [(name, new_buffers[key_of(name, "running_mean")]) for name in layers_of(new_buffers)]
-    for call in caught.calls:
+    for call in catcher.calls:
         same = [call.running_mean]
-        for old, new in caught.clones:
-            same += [new] if any(old is one for one in same) else []
-        found = next((name for name, mean in layers if any(mean is one for one in same)), None)
+        for old, new in catcher.clones:
+            same += [new] if any(old is mean for mean in same) else []
+        found = next((name for name, mean in layers if any(mean is other for other in same)), None)
         if found is not None:
             named.append((found, call))
-        elif caught.evaluating:
+        elif catcher.evaluating:
             raise ValueError(
                 "a batch norm was given running statistics that are not among the new_buffers of "
                 "apply, so its layer cannot be known. Likely cause: new_buffers were copied or "

@@ -1,15 +1,13 @@
-"""The batch-norm statistics of a whole loader, as buffers: feeding, counting and stopping, over all
-ranks.
-"""
+"""The batch-norm statistics of a whole loader, over all ranks, as buffers."""
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,8 +32,7 @@ from .._tree import tree as _tree
 Normalize = Literal["batch", "sequential"]
 
 
-# values per channel and call, below which a batch's own statistics say little of the whole
-_FEW = 32
+_FEW = 32  # values per channel in a batch; with fewer its statistics are too noisy
 
 
 def precise_bn(
@@ -54,31 +51,32 @@ def precise_bn(
     """Syncs with the host at the end. Equal to `bn_buffers(stats, buffers)`, `stats` those of
     `accumulate_bn_stats` over the loader.
 
-    The statistics of the weights as they are now, in place of the running average over weights long
-    gone. It reads them for its report to the logger "purescale": layers, batches, skipped batches,
-    what was left alone.
+    The statistics belong to the weights as they are now; a running average mixes in those of older
+    weights. It reads them to report to the logger "purescale": layers, batches, skipped batches,
+    and what was left out.
 
     Arguments:
-    - `loader`: any iterable of batches. As many are taken as make up `num_samples` over all ranks,
-      rounded down: none once another of the size of the last would be too many. At least one; a
-      shorter loader is fine. What counts is what `forward` was given, in all its calls: the first
-      dimension of the first array among the arguments. Each rank counts its own.
+    - `loader`: any iterable of batches, at least one. It stops before a batch that would exceed
+      `num_samples` over all ranks, if the next is as large as the last; a shorter loader is fine.
+      Samples are counted in the calls of `forward`: the first dimension of the first array among
+      the arguments. Each rank counts its own.
     - `call(forward, batch)` feeds one batch:
       `call=lambda forward, batch: forward(batch[0].to(device))`. The default passes a tuple or list
       as arguments, a dict as keyword arguments, anything else as the one argument.
     - `estimator`, `correction`: as in `bn_buffers`.
     - `normalize="batch"`: each layer sees activations that were normalised with the statistics of
-      their batch, in one pass; use large batches. `"sequential"`: with the final statistics of the
-      layers before it, exactly what it will see at eval. It takes one pass over the loader a layer,
-      so the loader must be re-iterable and should give the same data.
+      their batch, in one pass: use large batches. `"sequential"`: activations that were
+      normalised with the final statistics of the layers before it, as in eval mode. It takes one
+      pass over the loader per layer, so the loader must be re-iterable and should give the same
+      data.
     - `group`: ranks whose data are one sample; all get the same buffers. `None`: this rank alone.
       Where the ranks communicate on a CPU (gloo), settings that differ are an error on every rank.
-    - `progress`: a bar, on rank 0 (needs tqdm); where no terminal would show it, a line a minute.
+    - `progress`: a progress bar on rank 0 (needs tqdm); without a terminal, one line a minute.
 
     Raises `ValueError` for settings, a model without batch norm, a loader without a batch on any
     rank; in `"sequential"` for a one-shot iterator or a layer called several times; `TypeError`
-    when the default cannot feed a batch. What the loader raises goes through, on every rank of the
-    group. Nothing is changed by any of it.
+    when the default cannot feed a batch. An exception from the loader is raised on every rank of
+    the group. No argument is changed, whatever is raised.
 
     >>> from purescale import make_functional
     >>> apply, params, buffers = make_functional(nn.BatchNorm1d(1))
@@ -92,7 +90,7 @@ def precise_bn(
 
     def check() -> None:
         _check_settings(num_samples, normalize)
-        # raises for what it would refuse at the end
+        # Raises now what it would raise after the last batch.
         bn_buffers(init_bn_stats(buffers), buffers, estimator, correction)
 
     if group is not None and on_cpu(check_group(group)):
@@ -101,25 +99,17 @@ def precise_bn(
     else:
         check()
     sequential = normalize == "sequential"
-    gather = functools.partial(
-        _gather,
-        apply,
-        params,
-        loader=loader,
-        num_samples=num_samples,
-        call=call,
-        group=group,
-        progress=progress,
-        once=sequential,
-    )
-    stats, order = gather(buffers)
+    source = _Source(loader, num_samples, call, group, progress, sequential)
+    stats, order = _gather(source, _Pass(apply, params, buffers, sequential))
     if not sequential:
         new = bn_buffers(stats, buffers, estimator, correction)
     else:
         new = _tree.clone(buffers)
         final = dict(stats.layers)
-        for settled, name in enumerate(order):
-            stats, _ = gather(new, order=order, settled=settled) if settled else (stats, order)
+        for num_final, name in enumerate(order):
+            if num_final:
+                one_pass = _Pass(apply, params, new, sequential, order, num_final)
+                stats, _ = _gather(source, one_pass)
             final[name] = stats.layers[name]
             new = bn_buffers(stats._replace(layers={name: final[name]}), new, estimator, correction)
         stats = stats._replace(layers=final)
@@ -127,102 +117,116 @@ def precise_bn(
     return new
 
 
-def _gather(
-    apply: ApplyFn,
-    params: Tensors,
-    buffers: Tensors,
-    *,
-    loader: Iterable[Any],
-    num_samples: int,
-    call: Callable[[Callable[..., Any], Any], Any] | None,
-    group: Any,
-    progress: bool,
-    once: bool,
-    order: list[str] | None = None,
-    settled: int = 0,
-) -> tuple[BNStatsState, list[str]]:
-    """Syncs with the host at its end. The statistics of one pass over the loader and all ranks, and
-    the layers in the order of their calls.
+class _Source(NamedTuple):
+    """Where the batches come from, and how each is fed: the same in every pass."""
 
-    `once`: a layer that is called several times in a forward is refused.
+    loader: Iterable[Any]
+    num_samples: int
+    call: Callable[[Callable[..., Any], Any], Any] | None
+    group: Any
+    progress: bool
+    sequential: bool
+
+
+class _Pass:
+    """The statistics of one pass over the loader, as far as it has come.
+
+    `num_final`: how many layers, in the order of their calls, have final statistics in `buffers`.
     """
-    stats = init_bn_stats(buffers)
-    called: list[list[str]] = []
-    rows = 0
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        nonlocal stats, rows
-        rows += _rows(args, kwargs)
-        out, calls = calls_of(apply, params, buffers, args, kwargs, settled)
-        called.append([name for name, _ in calls])
-        if once and calls:
-            _check_order(called[-1], order or next(names for names in called if names))
-        stats = absorb(stats, calls, settled)
+    def __init__(
+        self,
+        apply: ApplyFn,
+        params: Tensors,
+        buffers: Tensors,
+        sequential: bool,
+        order: Sequence[str] = (),
+        num_final: int = 0,
+    ) -> None:
+        self.apply, self.params, self.buffers = apply, params, buffers
+        self.sequential, self.num_final = sequential, num_final
+        self.order = list(order)  # of the layers; of the first forward that has any
+        self.stats = init_bn_stats(buffers)
+        self.num_forwards = self.num_samples = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model as `call` gets it: it adds the statistics of its batch norms."""
+        self.num_samples += _num_samples(args, kwargs)
+        out, calls = calls_of(self.apply, self.params, self.buffers, args, kwargs, self.num_final)
+        self.num_forwards += 1
+        names = [name for name, _ in calls]
+        self.order = self.order or names
+        if self.sequential and calls:
+            _check_order(names, self.order)
+        self.stats = absorb(self.stats, calls, self.num_final)
         return out
 
+
+def _gather(source: _Source, one_pass: _Pass) -> tuple[BNStatsState, list[str]]:
+    """Syncs with the host at its end. The statistics of one pass over the loader and all ranks, and
+    the layers in the order of their calls.
+    """
     failure: Exception | None = None
     try:
-        _check_loader(loader, once)
-        most = num_samples // (1 if group is None else dist.get_world_size(group))
-        for batch in _taken(loader, most, lambda: rows, _bar(group) if progress else None):
-            before = len(called)
-            _feed(forward, batch) if call is None else call(forward, batch)
-            if len(called) == before:
+        _feed_batches(source, one_pass)
+    except Exception as error:
+        if source.group is None:
+            raise
+        failure = error
+    stats, order = one_pass.stats, one_pass.order
+    if source.group is not None:
+        stats, order = _over_ranks(stats, order, failure, source.group)
+    if not stats.num_batches + stats.num_skipped:
+        where = "" if source.group is None else " on any rank"
+        raise ValueError(
+            f"the loader gave no batch{where}. Likely cause: it is empty, or an iterator that was "
+            "used up before. Fix: a loader with a batch; for an iterator, a new one."
+        )
+    return stats, order
+
+
+def _feed_batches(source: _Source, one_pass: _Pass) -> None:
+    """Feed batches, one at least, until another like the last would be one too many."""
+    _check_loader(source.loader, source.sequential)
+    limit = source.num_samples // (1 if source.group is None else dist.get_world_size(source.group))
+    with _bar(source.group) if source.progress else nullcontext() as bar:
+        for index, batch in enumerate(source.loader):
+            forwards, samples = one_pass.num_forwards, one_pass.num_samples
+            if source.call is None:
+                _feed(one_pass.forward, batch)
+            else:
+                source.call(one_pass.forward, batch)
+            if one_pass.num_forwards == forwards:
                 raise ValueError(
                     "call(forward, batch) did not call forward. Fix: call=lambda forward, batch: "
                     "forward(batch[0])."
                 )
-    except Exception as error:
-        if group is None:
-            raise
-        failure = error
-    first = next((names for names in called if names), [])
-    if group is not None:
-        # A rank that failed, or had no data, must not leave the others waiting.
-        device = stats.num_batches.device
-        failed = all_reduce_found_inf(torch.tensor(failure is not None, device=device), group)
-        if failure is not None:
-            raise failure
-        if failed:
-            raise RuntimeError(
-                "precise_bn failed on another rank of the group; its error says why."
-            )
-        stats = all_reduce_bn_stats(stats, group)
-        names = list(stats.layers)
-        places = torch.tensor(
-            [first.index(name) if name in first else -1 for name in names], device=device
-        )
-        places = all_reduce(places, "max", group)
-        first = [
-            name for place, name in sorted(zip(places.tolist(), names, strict=True)) if place >= 0
-        ]
-    if not stats.num_batches + stats.num_skipped:
-        where = "" if group is None else " on any rank"
-        raise ValueError(
-            f"the loader gave no batch{where}. Likely cause: it is empty, or an iterator that was "
-            "used up before."
-        )
-    return stats, first
-
-
-def _taken(loader: Iterable[Any], most: int, rows: Callable[[], int], bar: Any) -> Iterator[Any]:
-    """Batches of the loader, one at least, until another like the last would bring `rows()` above
-    `most`.
-    """
-    try:
-        for index, batch in enumerate(loader):
-            before = rows()
-            yield batch
-            size = rows() - before
+            size = one_pass.num_samples - samples
             if bar is not None and index == 0:
-                bar.reset(total=min(max(1, most // max(1, size)), _length(loader)))
+                bar.reset(total=min(max(1, limit // max(1, size)), _length(source.loader)))
             if bar is not None:
                 bar.update()
-            if rows() + size > most:
+            if one_pass.num_samples + size > limit:
                 return
-    finally:
-        if bar is not None:
-            bar.close()
+
+
+def _over_ranks(
+    stats: BNStatsState, order: list[str], failure: Exception | None, group: Any
+) -> tuple[BNStatsState, list[str]]:
+    """The statistics of all ranks, and the layers that any rank saw, in the order of their calls. A
+    rank that failed or had no data takes part, as the others would wait for it.
+    """
+    device = stats.num_batches.device
+    failed = all_reduce_found_inf(torch.tensor(failure is not None, device=device), group)
+    if failure is not None:
+        raise failure
+    if failed:
+        raise RuntimeError("precise_bn failed on another rank of the group; its error says why.")
+    stats = all_reduce_bn_stats(stats, group)
+    names = list(stats.layers)
+    indices = [order.index(name) if name in order else -1 for name in names]
+    indices = all_reduce(torch.tensor(indices, device=device), "max", group).tolist()
+    return stats, [name for index, name in sorted(zip(indices, names, strict=True)) if index >= 0]
 
 
 def _length(loader: Any) -> float:
@@ -232,8 +236,8 @@ def _length(loader: Any) -> float:
         return math.inf
 
 
-def _rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """How many samples a forward is given: the first dimension of the first array; without one, the
+def _num_samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """The number of samples in a forward: the first dimension of the first array; without one, the
     length of the first argument.
     """
     for leaf in _torch.pytree.tree_leaves((args, kwargs)):
@@ -253,7 +257,7 @@ def _bar(group: Any) -> Any:
     rank = dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
     bar = tqdm(desc="precise_bn", unit="batch", disable=rank != 0)
     if not bar.disable and not bar.gui and not bar.fp.isatty():
-        bar.mininterval = 60.0  # seconds: in a log each refresh stays, as a line
+        bar.mininterval = 60.0  # seconds: in a log every refresh is a line
     return bar
 
 
@@ -263,7 +267,7 @@ def _feed(forward: Callable[..., Any], batch: Any) -> Any:
             return forward(**batch)
         return forward(*batch) if isinstance(batch, (tuple, list)) else forward(batch)
     except TypeError as error:
-        if "argument" not in str(error):  # not of the call, but of something in the model
+        if "argument" not in str(error):  # raised inside the model, not by the call
             raise
         if isinstance(batch, (tuple, list)):
             how = f"a {type(batch).__name__} of {len(batch)}, passed as {len(batch)} arguments"
@@ -278,7 +282,7 @@ def _feed(forward: Callable[..., Any], batch: Any) -> Any:
 
 
 def _report(stats: BNStatsState, apply: ApplyFn, normalize: str) -> None:
-    """Syncs with the host: says what was gathered."""
+    """Syncs with the host. Log how much data the statistics are from, and what was left out."""
     log = logging.getLogger("purescale")
     counts = {name: (int(layer.count), int(layer.calls)) for name, layer in stats.layers.items()}
     unseen = [name for name, (count, _) in counts.items() if not count]
@@ -323,7 +327,7 @@ def _check_order(called: list[str], order: list[str]) -> None:
     if len(set(called)) < len(called):
         twice = next(name for name in called if called.count(name) > 1)
         raise ValueError(
-            f"normalize='sequential' settles one layer after the other, but {twice!r} is called "
+            f"normalize='sequential' computes one layer after the other, but {twice!r} is called "
             f"{called.count(twice)} times in a forward. Fix: normalize='batch', or a layer of its "
             "own for each call."
         )
@@ -336,11 +340,14 @@ def _check_order(called: list[str], order: list[str]) -> None:
 
 def _check_settings(num_samples: Any, normalize: Any) -> None:
     if normalize not in ("batch", "sequential"):
-        raise ValueError(f"normalize must be 'batch' or 'sequential', got {normalize!r}.")
+        raise ValueError(
+            f"normalize must be 'batch' or 'sequential', got {normalize!r}. Fix: "
+            "normalize='batch', the default."
+        )
     if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1:
         raise ValueError(
             f"num_samples must be a whole number above 0, got {num_samples!r}; less than one batch "
-            "means one batch."
+            "means one batch. Fix: num_samples=8192, the default."
         )
 
 
@@ -352,7 +359,7 @@ def _check_loader(loader: Any, several_passes: bool) -> None:
         )
     if several_passes and isinstance(loader, Iterator):
         raise ValueError(
-            "normalize='sequential' goes through the loader once a layer, but "
-            f"{type(loader).__name__} can be gone through once only. Fix: a DataLoader, or "
+            "normalize='sequential' goes through the loader once a layer, but a "
+            f"{type(loader).__name__} can be iterated once only. Fix: a DataLoader, or "
             "list(batches)."
         )

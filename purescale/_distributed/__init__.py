@@ -1,10 +1,10 @@
-"""What ranks tell each other: flags, gradients in buckets, settings that must agree.
+"""Communication between ranks: flags, gradients in buckets, settings that must agree.
 
-Nothing here decides anything. The stage `reduce` (`_step/reduce.py`) says what is sent and when;
-`_grads/mesh_stats.py` does so for DTensors.
+The stage `reduce` (`_step/reduce.py`) decides what is reduced and when; `_grads/mesh_stats.py`
+does so for DTensors.
 
 Entry: `collectives.all_reduce_grads` and `collectives.all_reduce_found_inf`, by hand;
-`buckets.reduction_of`, many tensors in few messages, each on its way while the next is filled;
+`buckets.reduction_of`, many tensors in few messages, each sent while the next is filled;
 `collectives.agree`, an error on one rank as an error on all; `process_group.check_group`.
 Hands on: a `buckets.Reduction`, whose `get` waits for the sums.
 May import: `_tree`, `_torch`.

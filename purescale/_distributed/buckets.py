@@ -1,4 +1,4 @@
-"""Many tensors reduced over the ranks in few messages, one on its way while the next is filled."""
+"""All-reduce of many tensors in few messages: a bucket is sent while the next one is filled."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from .._tree.leaves import dense
 from .._tree.tree import Leaves
 
 SIZE = 25 * 2**20  # bytes, as DistributedDataParallel
-LARGE = 2**20  # bytes: on a CPU, where fresh memory is what is slow, sent from where it stands
+LARGE = 2**20  # bytes: a leaf of this size is sent in its own memory on a CPU, as fresh is slow
 
 
 class Reduction:
     """The sums of `leaf / divisor` over the ranks, dense and at least in float32.
 
-    A leaf is `put` in when there is one like it in `like`, in any order; a bucket of up to `size`
-    bytes, of one dtype and device, leaves when it and those before it are full. Buckets follow
-    `order`, by default that of `like`, which are the same on every rank. `laid`: in memory as
-    `like`, else in rows, and what is large on a CPU by itself. What is no tensor, and DTensors, are
-    left out.
+    Leaves are `put` in any order; each goes with the one of the same index in `like`. A bucket
+    holds up to `size` bytes of one dtype and device, and is sent when it and all before it are
+    full. Buckets follow `order`, by default that of `like`, which must be the same on every rank.
+    `keep_strides`: the sums have the strides of `like`, else they are contiguous; a large leaf on a
+    CPU is a bucket of its own then. Leaves that are no tensors, and DTensors, are left out.
     """
 
     def __init__(
@@ -39,113 +39,113 @@ class Reduction:
         size: float = SIZE,
         *,
         order: Iterable[int] | None = None,
-        laid: bool = False,
+        keep_strides: bool = False,
     ) -> None:
-        self.like, self.divisor, self.group, self.laid = like, divisor, group, laid
+        self.like, self.divisor, self.group = like, divisor, group
+        self.keep_strides = keep_strides
         self.buckets: list[list[int]] = []
         filling: dict[Any, tuple[list[int], float]] = {}
         order = list(range(len(like)) if order is None else order)
-        for place in order:
-            leaf = like[place]
+        for index in order:
+            leaf = like[index]
             if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor):
                 continue
             dtype = wide_dtype(leaf.dtype)
-            width = leaf.numel() * dtype.itemsize
-            if laid and leaf.is_cpu and width >= LARGE:
-                self.buckets.append([place])
+            nbytes = leaf.numel() * dtype.itemsize
+            if keep_strides and leaf.is_cpu and nbytes >= LARGE:
+                self.buckets.append([index])
                 continue
             bucket, filled = filling.get((leaf.device, dtype), ([], size))
-            if not bucket or filled + width > size:
+            if not bucket or filled + nbytes > size:
                 bucket, filled = [], 0.0
                 self.buckets.append(bucket)
-            bucket.append(place)
-            filling[leaf.device, dtype] = bucket, filled + width
-        turn = {place: index for index, place in enumerate(order)}
-        self.buckets.sort(key=lambda places: turn[places[-1]])  # as they become full
-        self.bucket_of = {p: index for index, places in enumerate(self.buckets) for p in places}
-        self.missing = list(map(len, self.buckets))
-        self.parts: dict[int, Tensor] = {}
-        self.rows: list[Any] = [None] * len(self.buckets)
-        self.away: list[Any] = []
+            bucket.append(index)
+            filling[leaf.device, dtype] = bucket, filled + nbytes
+        turn = {index: t for t, index in enumerate(order)}
+        self.buckets.sort(key=lambda indices: turn[indices[-1]])  # as they become full
+        self.bucket_of = {index: b for b, indices in enumerate(self.buckets) for index in indices}
+        self.num_missing = list(map(len, self.buckets))
+        self.parts: dict[int, Tensor] = {}  # of each leaf, a view of its bucket's row
+        self.rows: list[Any] = [None] * len(self.buckets)  # what is sent
+        self.works: list[Any] = []  # of the buckets that are sent; None where it was waited for
 
-    def put(self, place: int, leaf: Tensor, *, own: bool = False) -> None:
-        """Take a leaf along, and send what is full. `own`: nobody else will use the tensor, though
-        others may stand in its memory.
+    def put(self, index: int, leaf: Tensor, *, own: bool = False) -> None:
+        """Add a leaf, and send the buckets that are full. `own`: nobody else will use this tensor,
+        though another may share its memory.
         """
-        index = self.bucket_of[place]
-        number = _numbers(leaf)
-        dtype = real_dtype(wide_dtype(self.like[place].dtype))
+        bucket = self.bucket_of[index]
+        values = _dense_real(leaf)
+        dtype = real_dtype(wide_dtype(self.like[index].dtype))
         divisor: Any = self.divisor
         divisor = divisor.to(dtype) if isinstance(divisor, Tensor) else divisor
         if traced():
-            self.parts[place] = torch.div(number.to(dtype), divisor)
+            self.parts[index] = torch.div(values.to(dtype), divisor)
         else:
             with torch.no_grad():
-                if own and len(self.buckets[index]) == 1 and self._fits(place, number):
-                    self.parts[place] = number.div_(divisor)
-                    self.rows[index] = _in_memory_order(number)
+                if own and len(self.buckets[bucket]) == 1 and self._can_be_sent(index, values):
+                    self.parts[index] = values.div_(divisor)
+                    self.rows[bucket] = _in_memory_order(values)
                 else:
-                    self._copy(place, number, dtype, divisor)
-        self.missing[index] -= 1
-        while len(self.away) < len(self.buckets) and not self.missing[len(self.away)]:
-            self._send(len(self.away))
+                    self._copy(index, values, dtype, divisor)
+        self.num_missing[bucket] -= 1
+        while len(self.works) < len(self.buckets) and not self.num_missing[len(self.works)]:
+            self._send(len(self.works))
 
     def get(self) -> Leaves:
-        """The sums, in the places of `like`; `None` for what was left out."""
+        """The sums, in the order of `like`; `None` for the leaves that were left out."""
         results: Leaves = [None] * len(self.like)
-        for places, row, work in zip(self.buckets, self.rows, self.away, strict=True):
+        for indices, row, work in zip(self.buckets, self.rows, self.works, strict=True):
             if work is not None:
                 work.wait()
             if traced():
-                sums = torch.split(row, [self.parts[place].numel() for place in places])
-                for place, part in zip(places, sums, strict=True):
-                    self.parts[place] = part.view(self.parts[place].shape)
-            for place in places:
-                part = self.parts[place]
-                results[place] = (
-                    torch.view_as_complex(part) if self.like[place].is_complex() else part
+                sums = torch.split(row, [self.parts[index].numel() for index in indices])
+                for index, part in zip(indices, sums, strict=True):
+                    self.parts[index] = part.view(self.parts[index].shape)
+            for index in indices:
+                part = self.parts[index]
+                results[index] = (
+                    torch.view_as_complex(part) if self.like[index].is_complex() else part
                 )
         return results
 
-    def _fits(self, place: int, number: Tensor) -> bool:
-        """Whether a leaf can be sent and received where it stands."""
-        like = self.like[place]
-        alike = number.dtype is like.dtype is wide_dtype(like.dtype)
-        laid = self.laid and number.stride() == like.stride() and is_gapless(number)
-        memory = number.untyped_storage()
+    def _can_be_sent(self, index: int, values: Tensor) -> bool:
+        """Whether the sum can be made in the memory of the tensor itself."""
+        like = self.like[index]
+        same_dtype = values.dtype is like.dtype is wide_dtype(like.dtype)
+        same_layout = self.keep_strides and values.stride() == like.stride() and is_gapless(values)
+        memory = values.untyped_storage()
         # Two uses: the tensor, and the name on the line above.
-        alone = memory.resizable() and _torch.storage_uses(memory._cdata) == 2
-        return alike and laid and alone and memory.nbytes() == number.nbytes
+        unshared = memory.resizable() and _torch.storage_uses(memory._cdata) == 2
+        return same_dtype and same_layout and unshared and memory.nbytes() == values.nbytes
 
-    def _copy(self, place: int, number: Tensor, dtype: torch.dtype, divisor: Any) -> None:
-        index = self.bucket_of[place]
-        if self.rows[index] is None:
-            self._make_room(index, dtype)
-        part = self.parts[place]
-        # In the dtype of the row also where that of the leaf is narrower.
-        number = number if number.dtype is dtype else part.copy_(number)
-        torch.div(number, divisor, out=part)
+    def _copy(self, index: int, values: Tensor, dtype: torch.dtype, divisor: Any) -> None:
+        if self.rows[self.bucket_of[index]] is None:
+            self._allocate(self.bucket_of[index], dtype)
+        part = self.parts[index]
+        # Widened first: the quotient may be beyond the range of a narrower dtype.
+        values = values if values.dtype is dtype else part.copy_(values)
+        torch.div(values, divisor, out=part)
 
-    def _make_room(self, index: int, dtype: torch.dtype) -> None:
-        likes = [_numbers(self.like[place]) for place in self.buckets[index]]
+    def _allocate(self, bucket: int, dtype: torch.dtype) -> None:
+        likes = [_dense_real(self.like[index]) for index in self.buckets[bucket]]
         sizes = list(map(Tensor.numel, likes))
-        self.rows[index] = row = likes[0].new_empty(sum(sizes), dtype=dtype, requires_grad=False)
+        self.rows[bucket] = row = likes[0].new_empty(sum(sizes), dtype=dtype, requires_grad=False)
         parts = torch.split(row, sizes)
-        for place, like, part in zip(self.buckets[index], likes, parts, strict=True):
-            if self.laid and not like.is_contiguous() and is_gapless(like):
+        for index, like, part in zip(self.buckets[bucket], likes, parts, strict=True):
+            if self.keep_strides and not like.is_contiguous() and is_gapless(like):
                 offset = part.storage_offset()
-                self.parts[place] = part.as_strided(like.shape, like.stride(), offset)
+                self.parts[index] = part.as_strided(like.shape, like.stride(), offset)
             else:
-                self.parts[place] = part.view(like.shape)
+                self.parts[index] = part.view(like.shape)
 
-    def _send(self, index: int) -> None:
+    def _send(self, bucket: int) -> None:
         work: Any = None
         if traced():
-            row = torch.cat([self.parts[place].reshape(-1) for place in self.buckets[index]])
-            self.rows[index] = _torch.all_reduce(row, "sum", self.group)
-        elif self.rows[index].numel():
-            work = dist.all_reduce(self.rows[index], group=self.group, async_op=True)
-        self.away.append(work)
+            row = torch.cat([self.parts[index].reshape(-1) for index in self.buckets[bucket]])
+            self.rows[bucket] = _torch.all_reduce(row, "sum", self.group)
+        elif self.rows[bucket].numel():
+            work = dist.all_reduce(self.rows[bucket], group=self.group, async_op=True)
+        self.works.append(work)
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:
@@ -153,8 +153,7 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
     return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
-def _numbers(leaf: Tensor) -> Tensor:
-    """A leaf as dense, real numbers."""
+def _dense_real(leaf: Tensor) -> Tensor:
     leaf = dense(leaf)
     if not leaf.is_complex():
         return leaf
@@ -162,8 +161,8 @@ def _numbers(leaf: Tensor) -> Tensor:
 
 
 def reduction_of(leaves: Leaves, buffers: Leaves, divisor: Any, group: Any) -> Reduction:
-    """The gradients of parameters and what became of buffers, two numbers for each, as a backward
-    makes them in turn.
+    """For the gradients of `leaves` and the changes and values of `buffers`, in the order in which
+    a backward computes them.
     """
     order = [*reversed(range(len(leaves))), *range(len(leaves), len(leaves) + len(buffers))]
     floating = [
@@ -172,9 +171,9 @@ def reduction_of(leaves: Leaves, buffers: Leaves, divisor: Any, group: Any) -> R
         else None
         for leaf in buffers
     ]
-    return Reduction([*leaves, *floating], divisor, group, order=order, laid=True)
+    return Reduction([*leaves, *floating], divisor, group, order=order, keep_strides=True)
 
 
-def share_of(mine: Tensor, every: Tensor) -> Tensor:
-    """By which a mean of this weight is divided in the mean of all."""
-    return torch.where(mine > 0, every / mine, torch.inf)
+def share_of(weight: Tensor, total: Tensor) -> Tensor:
+    """The divisor of one mean in the sum that is the mean of all: `total / weight`."""
+    return torch.where(weight > 0, total / weight, torch.inf)

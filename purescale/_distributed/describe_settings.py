@@ -1,4 +1,4 @@
-"""What an object was made with, as text: the same in every process with the same settings."""
+"""The settings of an object as text: the same text in every process with the same settings."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_WHOLE = 64  # values: a tensor of more is told by dtype and shape
+_MAX_VALUES = 64  # of a tensor with more only dtype and shape are compared
 
 
 def described(setting: Any) -> str:
-    """All that can be compared of `setting` over processes: numbers, strings, dtypes, containers,
-    small tensors on a CPU by value; functions by their code and what it refers to; rules and
-    optimizers by their fields. Of any other object, and of an accelerator's tensor, which would
-    have to be waited for, the kind.
+    """Whatever of `setting` can be compared between processes. Numbers, strings, dtypes, containers
+    and small tensors on a CPU: the value. Functions: their code and the values that it refers to.
+    Rules and optimizers: their fields. Other objects, and tensors on an accelerator, whose values
+    would have to be waited for: the type.
     """
-    return _told(setting, ())
+    return _text(setting, ())
 
 
-def _told(value: Any, above: tuple[int, ...]) -> str:
+def _text(value: Any, parents: tuple[int, ...]) -> str:
     if value is None or isinstance(value, (bool, str, bytes, complex, torch.dtype)):
         return repr(value)
     if isinstance(value, numbers.Real):  # 1 and 1.0 are one setting
@@ -35,71 +35,72 @@ def _told(value: Any, above: tuple[int, ...]) -> str:
         return _tensor(value)
     if isinstance(value, type):
         return f"{value.__module__}.{value.__qualname__}"
-    if id(value) in above:  # it holds itself
+    if id(value) in parents:  # it contains itself
         return "..."
-    above = (*above, id(value))
+    parents = (*parents, id(value))
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{_told(k, above)}: {_told(v, above)}' for k, v in value.items())}}}"
-    if isinstance(value, (set, frozenset)):  # each process has an order of its own
-        return f"{{{', '.join(sorted(_told(item, above) for item in value))}}}"
+        items = (f"{_text(k, parents)}: {_text(v, parents)}" for k, v in value.items())
+        return f"{{{', '.join(items)}}}"
+    if isinstance(value, (set, frozenset)):  # the order differs between processes
+        return f"{{{', '.join(sorted(_text(item, parents) for item in value))}}}"
     if isinstance(value, (list, tuple)):
         name = type(value).__name__ if hasattr(value, "_fields") else ""
-        return f"{name}({', '.join(_told(item, above) for item in value)})"
+        return f"{name}({', '.join(_text(item, parents) for item in value)})"
     if isinstance(value, functools.partial):
-        return _told((value.func, value.args, sorted(value.keywords.items())), above)
+        return _text((value.func, value.args, sorted(value.keywords.items())), parents)
     if isinstance(value, types.MethodType):
-        return f"{_told(value.__self__, above)}.{_told(value.__func__, above)}"
+        return f"{_text(value.__self__, parents)}.{_text(value.__func__, parents)}"
     if isinstance(value, types.FunctionType):
-        return _function(value, above)
-    return _object(value, above)
+        return _function(value, parents)
+    return _object(value, parents)
 
 
 def _tensor(tensor: Tensor) -> str:
     kind = f"{tensor.dtype} {tuple(tensor.shape)}"
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-    if not plain or tensor.device.type != "cpu" or tensor.numel() > _WHOLE:
+    if not plain or tensor.device.type != "cpu" or tensor.numel() > _MAX_VALUES:
         return kind
     return f"{kind} {tensor.tolist()}"
 
 
-def _function(function: Any, above: tuple[int, ...]) -> str:
-    """By name and a digest of what it computes with: `schedule` of 1e-3 is not that of 1e-2."""
+def _function(function: Any, parents: tuple[int, ...]) -> str:
+    """Its name and a digest of its code and values: a schedule from 1e-3 is not one from 1e-2."""
     name = f"{function.__module__}.{function.__qualname__}"
     wrapped = getattr(function, "__wrapped__", None)
     if str(function.__globals__.get("__name__")).startswith("torch."):  # as of torch.compile
-        return name if wrapped is None else _told(wrapped, above)
+        return name if wrapped is None else _text(wrapped, parents)
     parts = [
         *_code(function.__code__, function.__globals__),
-        *(_told(value, above) for value in function.__defaults__ or ()),
-        _told(sorted((function.__kwdefaults__ or {}).items()), above),
+        *(_text(value, parents) for value in function.__defaults__ or ()),
+        _text(sorted((function.__kwdefaults__ or {}).items()), parents),
     ]
     for cell in function.__closure__ or ():
         try:
-            parts.append(_told(cell.cell_contents, above))
-        except ValueError:  # nothing stands in it yet
+            parts.append(_text(cell.cell_contents, parents))
+        except ValueError:  # the cell is empty
             parts.append("nothing")
     digest = hashlib.blake2b("\n".join(parts).encode(), digest_size=4).hexdigest()
     return f"{name}#{digest}"
 
 
 def _code(code: types.CodeType, names: Mapping[str, Any]) -> list[str]:
-    """What is run, its constants, and the global numbers and strings that it refers to."""
+    """The bytecode, its constants, and the global numbers and strings that it refers to."""
     parts = [code.co_code.hex(), repr(code.co_names)]
     for constant in code.co_consts:
         nested = isinstance(constant, types.CodeType)
-        parts += _code(constant, names) if nested else [_told(constant, ())]
+        parts += _code(constant, names) if nested else [_text(constant, ())]
     plain = (bool, str, numbers.Real, Tensor)
-    parts += [_told(names[n], ()) for n in code.co_names if isinstance(names.get(n), plain)]
+    parts += [_text(names[n], ()) for n in code.co_names if isinstance(names.get(n), plain)]
     return parts
 
 
-def _object(value: Any, above: tuple[int, ...]) -> str:
-    """A rule, an optimizer, a schedule that is an object: its class and its fields. What it was
-    told where it says so, since other fields may remember what one process has seen.
+def _object(value: Any, parents: tuple[int, ...]) -> str:
+    """A rule, an optimizer, a schedule that is an object: its class and its fields. An object with
+    an attribute `told` is compared by that alone: other fields may hold what one process has seen.
     """
     name = type(value).__qualname__
     if hasattr(value, "told"):
-        return f"{name}{_told(value.told, above)}"
+        return f"{name}{_text(value.told, parents)}"
     if dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]
         fields = {key: getattr(value, key, None) for key in names}
@@ -107,11 +108,12 @@ def _object(value: Any, above: tuple[int, ...]) -> str:
         fields = dict(getattr(value, "__dict__", {}))
     else:
         return name
-    return f"{name}({', '.join(f'{key}={_told(v, above)}' for key, v in fields.items())})"
+    settings = (f"{key}={_text(setting, parents)}" for key, setting in fields.items())
+    return f"{name}({', '.join(settings)})"
 
 
 def _has_settings(value: Any) -> bool:
-    """Whether the fields of an object are looked into: not those of a logger, a module, a lock."""
+    """Whether the fields of an object are settings; those of a logger or a lock are not."""
     known = any(callable(getattr(value, name, None)) for name in ("init", "update", "step"))
     own = not type(value).__module__.startswith(("torch.", "builtins", "logging"))
     return own and (known or callable(value)) and not inspect.ismodule(value)

@@ -1,4 +1,4 @@
-"""What all ranks of a device mesh know together."""
+"""Communication over the ranks of a device mesh."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .._distributed.process_group import all_reduce
 
 
 def num_replicas(leaf: DTensor) -> int:
-    """How many ranks hold one and the same element."""
+    """How many ranks store the same element."""
     count = 1
     for placement, size in zip(leaf.placements, mesh_sizes(leaf.device_mesh), strict=True):
         count *= size if placement.is_replicate() else 1
     return count
 
 
-# Dynamo does not look into a mesh that it has no source for, as that of what was computed.
+# Dynamo cannot trace into the mesh of a computed DTensor, for which it has no source.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def mesh_sizes(mesh: DeviceMesh) -> tuple[int, ...]:
     """How many ranks there are in each dimension of a mesh."""
@@ -31,19 +31,21 @@ def mesh_sizes(mesh: DeviceMesh) -> tuple[int, ...]:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _mesh_rank(mesh: DeviceMesh) -> int | None:
-    """Of this rank among those of a mesh; `None` outside."""
+    """The index of this rank in a mesh; `None` outside of it."""
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return None
-    place = 0
+    rank = 0
     for index, size in zip(coordinate, mesh.shape, strict=True):
-        place = place * size + index
-    return place
+        rank = rank * size + index
+    return rank
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _groups(mesh: DeviceMesh) -> tuple[str, ...]:
-    """Those over which a sum is one over all ranks of a mesh, by name."""
+    """The names of the groups whose sums, one after the other, are the sum over all ranks of a
+    mesh.
+    """
     if mesh.ndim > 1 and mesh.size() == dist.get_world_size():
         return (dist.group.WORLD.group_name,)  # type: ignore[union-attr]
     return tuple(mesh.get_group(d).group_name for d in range(mesh.ndim) if mesh.shape[d] > 1)
@@ -52,15 +54,15 @@ def _groups(mesh: DeviceMesh) -> tuple[str, ...]:
 def all_gather_row(row: Tensor, mesh: DeviceMesh) -> Tensor:
     """`row` of each rank of `mesh`, the same on all of them, from one all-reduce.
 
-    A sum in which each rank has a place of its own: so a row may hold sums, maxima, inf and NaN
-    alike, and nothing overflows. It costs 8 bytes a number and rank. A mesh of several dimensions
-    that is not all there is takes one all-reduce for each.
+    The all-reduce is a sum in which each rank fills a row of its own, so a row may hold sums,
+    maxima, inf and NaN, and nothing overflows. A mesh of several dimensions that does not hold all
+    ranks takes one all-reduce per dimension.
     """
-    place = _mesh_rank(mesh)
-    if place is None:
+    rank = _mesh_rank(mesh)
+    if rank is None:
         return row[None]
-    after = math.prod(mesh_sizes(mesh)) - 1 - place
-    table = F.pad(row[None], (0, 0, place, after))
+    after = math.prod(mesh_sizes(mesh)) - 1 - rank
+    table = F.pad(row[None], (0, 0, rank, after))
     for group in _groups(mesh):
         table = all_reduce(table, "sum", group)
     return table

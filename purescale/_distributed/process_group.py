@@ -1,4 +1,4 @@
-"""Which ranks are meant, and what is reduced over them."""
+"""The process group of a call, and an all-reduce over it."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._torch import private as _torch
-from .._tree import scalars as _checks
+from .._tree.scalars import shown
 
 
 def all_reduce(tensor: Tensor, op: str, group: Any) -> Tensor:
     """The "sum" or "max" of `tensor` over the ranks of `group` (`None`: all), out of place."""
-    group = member(group)
+    group = resolve_group(group)
     if not torch.compiler.is_compiling():
-        # Waited for here: what is left of a view of it would still be a tensor on its way.
+        # Waited for here: a view of a result that was not waited for would not wait either.
         return _torch.arrived(_torch.all_reduce(tensor, op, group))
-    # Inductor (2.11 to 2.13) sums a result of torch.cat where it stands, and what it was made of
-    # stands there too, and is read again afterwards as the sum. What is negated stands apart.
+    # Inductor (2.11 to 2.13) reduces a result of torch.cat in place, where the inputs of torch.cat
+    # share its memory: read again, they have become the sum. A negation has memory of its own.
     return -_torch.all_reduce(-tensor, "min" if op == "max" else op, group)
 
 
-def alone(group: Any) -> bool:
-    """Whether the default group is meant and there is none."""
+def is_single_process(group: Any) -> bool:
+    """Whether `group` is the default one and no process group was made."""
     return group is None and not (dist.is_available() and dist.is_initialized())
 
 
-def member(group: Any) -> Any:
-    """The group that is meant (`None`: all ranks); refused where this rank is not in it, or it is
-    gone.
+def resolve_group(group: Any) -> Any:
+    """The process group (`None`: of all ranks); refused if this rank is not in it or if it was
+    destroyed.
     """
     if torch.compiler.is_compiling():
         return dist.group.WORLD if group is None else group
     if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
             "group is one that this rank is not in. Likely cause: `dist.new_group(ranks)` is "
-            "called by every rank, and gives those that are not in `ranks` only a mark. Fix: `if "
-            "dist.get_rank() in ranks:` around what the group does."
+            "called by every rank, and returns a placeholder to those that are not in `ranks`. "
+            "Fix: `if dist.get_rank() in ranks:` around what the group does."
         )
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError(
@@ -60,11 +60,11 @@ def member(group: Any) -> Any:
 
 
 def check_group(group: Any) -> Any:
-    """`member`, for what takes nothing but process groups."""
-    group = member(group)
+    """`resolve_group`, where only a process group will do."""
+    group = resolve_group(group)
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
-            f"group is {_checks.shown(group)} ({type(group).__name__}); expected a process group. "
+            f"group is {shown(group)} ({type(group).__name__}); expected a process group. "
             "Fix: `dist.group.WORLD`, `dist.new_group(ranks)`, or of a DeviceMesh "
             "`mesh.get_group('dp')`."
         )

@@ -1,10 +1,11 @@
-"""The loss scale: the rules that move it, scaling of a loss, unscaling of gradients.
+"""The loss scale: rules that update it, scaling of a loss, unscaling of gradients.
 
-A rule is settings with two pure methods, `init(device)` and `update(scaler, found_inf)`. The state
-that scaled the loss unscales the gradients; `update` comes last in a step.
+A rule is settings with two pure methods, `init(device)` and `update(scaler, found_inf)`. Gradients
+are unscaled with the state that scaled the loss; `update` comes last in a step.
 
-Entry: `rules.DynamicScale` and its kin, `headroom.HeadroomScale`; `rules.scale_loss`,
-`rules.unscale_and_check`, `rules.check_scaler`; `headroom.updated`, how a step calls a rule.
+Entry: `rules.DynamicScale` and its kin, `headroom.HeadroomScale`; `scaling.scale_loss`,
+`scaling.unscale_and_check`, `scaling.check_scaler`; `rule_protocol.updated`, how a step calls a
+rule.
 Hands on: a state with a `scale`, `rules.ScalerState` or `headroom.HeadroomState`.
 May import: `_grads`, `_distributed`, `_tree`, `_torch`; not `_optim`.
 """

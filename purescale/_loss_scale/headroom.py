@@ -1,12 +1,11 @@
-"""A loss scale that looks ahead: it follows the largest gradient of the last steps, so that
-overflows are foreseen instead of suffered.
+"""HeadroomScale: a loss scale from the largest gradients of the last steps, which avoids overflows
+instead of waiting for them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import math
 from typing import Any, NamedTuple
 
@@ -14,23 +13,22 @@ import torch
 from torch import Tensor
 
 from .._grads.measure import is_usable, measure_amax
-from .._loss_scale.rules import check_state
+from .._loss_scale.rule_protocol import check_state
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import saturating
-from .._tree import scalars as _checks
-from .._tree import tree as _tree
+from .._tree import scalars, tree
 from .._tree.leaves import normalize
 from .._tree.tree import Tree
 
 _LARGEST = 65504.0  # of float16
-_LEAST_SCALE = 2.0**-111  # below it an overflow at that scale stands for more than float32 holds
+_LEAST_SCALE = 2.0**-111  # at a lower one 2 * 65504 / scale is beyond float32
 
 
 class HeadroomState(NamedTuple):
-    """What HeadroomScale remembers, on one device; make it with `rule.init(device)`."""
+    """The state of HeadroomScale, on one device; make it with `rule.init(device)`."""
 
     scale: Tensor  # float32 []: what the loss is multiplied by
-    amax_history: Tensor  # float32 [window]: the largest gradients, the latest last; 0: none yet
+    amax_history: Tensor  # float32 [window]: the largest gradients, the latest last; 0: no step yet
     consecutive_skips: Tensor  # int32 []: overflows in a row, for check_scaler
 
 
@@ -48,34 +46,33 @@ class HeadroomScale:
             history = [past / 2 for past in history]
         scale = 2.0 ** (floor(log2(65504 / max(history))) - margin)
 
-    in exact arithmetic, clamped to `[min_scale, max_scale]`. Until a first step was informative
-    there is no history: `scale` stays as it is, and doubles where a history would be halved. So
-    gradients up to `2**margin` times as large as any in the window do not overflow, and one
-    overflow lowers the scale by `margin + 1` bits at once: all that it tells is that the gradients
-    were too large.
+    in exact arithmetic, clamped to `[min_scale, max_scale]`. Before the first informative step the
+    history is empty: `scale` stays as it is, and doubles where a history would be halved. Gradients
+    up to `2**margin` times as large as any in the window do not overflow. One overflow lowers the
+    scale by `margin + 1` bits at once, as it shows only that the gradients were too large.
 
-    - Gradients of zeros raise a scale below 1, up to 1: such a scale makes gradients smaller, and
-      may be why they are 0. So no start is too low, and no bad stretch is final. At 1 and above
-      they tell nothing: a rule that grew on them would skip the steps that teach where rewards are
-      sparse.
+    - Gradients that are all 0 raise a scale below 1, up to 1: such a scale makes gradients smaller,
+      and may be the reason why they are 0. So no start is too low, and the scale recovers from any
+      run of overflows. At 1 and above they change nothing: with sparse rewards most gradients are
+      0, and a rule that grew on them would overflow on the others.
     - An `amax` that is inf or NaN in a step that was not bad changes neither scale nor history.
-      `train_step` hands over `found_inf=False` and NaN where the loss itself was not finite: the
-      step is skipped, but no scale could have cured it. A loop by hand does the same with
-      `rule.update(scaler, found_inf & torch.isfinite(loss), amax)`. `consecutive_skips` counts
-      overflows, and such a step is none; `StepInfo.found_inf` tells of both.
+      If the loss itself is not finite, `train_step` passes `found_inf=False` and NaN: the step is
+      skipped, but no scale could have avoided that. A loop by hand does the same with
+      `rule.update(scaler, found_inf & torch.isfinite(loss), amax)`. `consecutive_skips` does not
+      count such a step; `StepInfo.found_inf` is True for both kinds.
 
     Settings, checked when made (`ValueError`, `TypeError`):
     - `init_scale`, `min_scale`, `max_scale`: powers of two, `min_scale <= init_scale <= max_scale`,
       from 2**-111 to 2**127. After the first informative step `init_scale` is forgotten.
-    - `margin`: bits, 0 to 39 (float16 has 40). 2 cover what activations have above the gradients of
-      parameters; 6 cost nothing measurable, as float16's gradients keep their precision over 16
-      bits of scale and more.
-    - `window`: steps, and floats in the state. Longer than the time between two spikes, so that a
-      spike is remembered when the next one comes.
+    - `margin`: bits, 0 to 39 (float16 has 40). Gradients of activations are larger than those of
+      parameters; 2 bits allow for that. 6 cost no measurable precision, as float16 gradients keep
+      their precision over at least 16 bits of scale.
+    - `window`: steps, and floats in the state. It should be longer than the time between two
+      spikes, so that the history still holds the last one when the next one comes.
 
-    It is a rule that takes amax: `update` needs what `grad_amax` tells, which `train_step` hands to
-    every rule whose `takes_amax` is True. A scale of 0, inf or NaN, as a damaged checkpoint may
-    hold, comes back with the next update.
+    `takes_amax` is True: `update` needs the result of `grad_amax`, which `train_step` passes to
+    every such rule. A scale of 0, inf or NaN, as from a damaged checkpoint, is repaired by the next
+    update.
 
     >>> import torch
     >>> rule = HeadroomScale(margin=6)
@@ -84,7 +81,7 @@ class HeadroomScale:
     tensor(512.)
 
     Source of the rule: delayed scaling of TransformerEngine (amax history, margin), there for casts
-    to float8. The factor 2 after an overflow is new: without it a margin of 0 would not back off.
+    to float8. The factor 2 after an overflow is ours: without it a margin of 0 would not back off.
     """
 
     init_scale: float = 2.0**16
@@ -96,9 +93,9 @@ class HeadroomScale:
     takes_amax = True
 
     def __post_init__(self) -> None:
-        _checks.settle(self, _checks.power_of_two, "init_scale", "min_scale", "max_scale")
-        _checks.settle(self, functools.partial(_checks.whole, least=0, most=39), "margin")
-        _checks.settle(self, functools.partial(_checks.whole, least=1), "window")
+        scalars.settle(self, scalars.power_of_two, "init_scale", "min_scale", "max_scale")
+        scalars.settle(self, functools.partial(scalars.whole, least=0, most=39), "margin")
+        scalars.settle(self, functools.partial(scalars.whole, least=1), "window")
         if not _LEAST_SCALE <= self.min_scale <= self.init_scale <= self.max_scale:
             raise ValueError(
                 f"2**-111 <= min_scale <= init_scale <= max_scale must hold, got "
@@ -119,66 +116,68 @@ class HeadroomScale:
         self, scaler: HeadroomState, found_inf: Tensor, amax: Tensor | None = None
     ) -> HeadroomState:
         """The state for the next step. `found_inf`: 0-d bool, True = the step was bad; `amax`: 0-d,
-        the largest magnitude of the unscaled gradients before clipping, of any value where the step
-        was bad, NaN where nothing is known of them. Reads no value.
+        the largest magnitude of the unscaled gradients before clipping; any value if the step was
+        bad, NaN if it is not known. Reads no value.
 
         Raises `TypeError` without an `amax` and for the state of another rule, `ValueError` for an
         `amax` that is not 0-d and for a history of another length than `window`.
         """
         self._check(scaler, amax)
         scale, history = scaler.scale, scaler.amax_history
-        bad = _tree.flag(found_inf, like=scale)
+        bad = tree.flag(found_inf, like=scale)
         seen = torch.where(bad, 2 * _LARGEST / scale, _as_amax(amax, scale))
-        told = (seen > 0) & (seen < math.inf)
+        informative = (seen > 0) & (seen < math.inf)
         growth = 1 + ((seen == 0) & (scale < 1)).to(scale.dtype)  # 2 where every gradient was lost
-        history = torch.where(told, torch.cat([history[1:], seen.reshape(1)]), history) / growth
-        most = torch.where(history < math.inf, history, 0).amax()
-        kept = torch.where(is_usable(scale), scale * growth, self.min_scale)
+        history = (
+            torch.where(informative, torch.cat([history[1:], seen.reshape(1)]), history) / growth
+        )
+        largest = torch.where(history < math.inf, history, 0).amax()
+        unchanged = torch.where(is_usable(scale), scale * growth, self.min_scale)
         return HeadroomState(
-            scale=torch.where(most > 0, self._scale_for(most), kept).clamp(
+            scale=torch.where(largest > 0, self._scale_for(largest), unchanged).clamp(
                 self.min_scale, self.max_scale
             ),
             amax_history=history,
             consecutive_skips=torch.where(bad, scaler.consecutive_skips + 1, 0),
         )
 
-    def _scale_for(self, most: Tensor) -> Tensor:
-        """`2**(floor(log2(65504 / most)) - margin)` between the bounds. A logarithm would round:
-        the exponents are subtracted, and the mantissas tell whether there is one more to borrow.
+    def _scale_for(self, largest: Tensor) -> Tensor:
+        """`2**(floor(log2(65504 / largest)) - margin)` between the bounds. A logarithm would round,
+        so exponents are subtracted, with a borrow if the mantissa of `largest` is the larger one.
         """
-        mantissa, exponent = torch.frexp(most)
+        mantissa, exponent = torch.frexp(largest)
         top_mantissa, top_exponent = math.frexp(_LARGEST)
         borrowed = (mantissa > top_mantissa).to(exponent.dtype)
         exponent = (top_exponent - self.margin) - exponent - borrowed
-        # Clamped here, as a power that float32 does not hold need not be exact.
+        # Clamped before ldexp, which is not exact beyond the range of float32.
         low, high = (math.frexp(bound)[1] - 1 for bound in (self.min_scale, self.max_scale))
-        one = torch.ones_like(most)
+        one = torch.ones_like(largest)
         return torch.ldexp(one, exponent.clamp(low, high)).to(one.dtype)
 
     def _check(self, scaler: Any, amax: Any) -> None:
         if amax is None:
             raise TypeError(
                 f"{type(self).__name__}.update needs amax, the largest magnitude of the unscaled "
-                "gradients. Fix: `rule.update(scaler, found_inf, grad_amax(grads))` of what "
-                "unscale_and_check returned, before clipping; train_step hands it over by itself."
+                "gradients. Fix: `rule.update(scaler, found_inf, grad_amax(grads))` with the "
+                "gradients from unscale_and_check, before clipping; train_step does so by itself."
             )
         check_state(scaler, HeadroomState)
         history = scaler.amax_history
         if history.shape != (self.window,):
             raise ValueError(
-                f"scaler.amax_history has shape {tuple(history.shape)}, the rule looks at "
-                f"window={self.window} steps. Likely cause: a state that was saved under another "
-                "window. Fix: that window, or `scaler = rule.init(device)`, which is back in its "
-                "band after one step; for stacked states, call this under `torch.vmap`."
+                f"scaler.amax_history has shape {tuple(history.shape)}, the rule has "
+                f"window={self.window}. Likely cause: a state that was saved with another window. "
+                "Fix: that window, or `scaler = rule.init(device)`, which finds the scale again in "
+                "one step; for stacked states, call this under `torch.vmap`."
             )
 
 
 def _as_amax(amax: Any, like: Tensor) -> Tensor:
-    """`amax` as 0-d float32, off every graph: what the scale is made of has no derivative."""
+    """`amax` as 0-d float32, detached: the scale has no derivative."""
     if not isinstance(amax, Tensor):
-        number, most = _checks.real("amax", amax), torch.finfo(torch.float32).max
-        within = max(-most, min(number, most)) if math.isfinite(number) else number
-        return torch.full_like(like, within)
+        number, limit = scalars.real("amax", amax), torch.finfo(torch.float32).max
+        clamped = max(-limit, min(number, limit)) if math.isfinite(number) else number
+        return torch.full_like(like, clamped)
     if amax.ndim or not amax.is_floating_point():
         raise ValueError(
             f"amax is {amax.dtype} {tuple(amax.shape)}; expected one real number, 0-d. Fix: "
@@ -189,16 +188,16 @@ def _as_amax(amax: Any, like: Tensor) -> Tensor:
 
 @outside_autocast()
 def grad_amax(grads: Tree, group: Any = None) -> Tensor:
-    """Equal to `max(g.abs().max() for g in tree_leaves(grads))`, from one read and with no sync.
+    """Equal to `max(g.abs().max() for g in tree_leaves(grads))`, from one pass and without a sync.
 
     `grads`: a pytree of dense, sparse or distributed tensors of any floating or complex dtype;
-    `None` and tensors without an element count for nothing, duplicate indices of a sparse gradient
-    are summed first. Of a complex number the larger of its two parts, which is what overflows.
-    `group`: a process group, over whose ranks the largest is taken (one all-reduce); `None` is this
-    rank alone. DTensors always reduce over their own mesh.
+    `None` and empty tensors are left out; duplicate indices of a sparse gradient are summed first.
+    Of a complex number the larger of its two parts counts, as each overflows by itself. `group`: a
+    process group, for the maximum over its ranks (one all-reduce); `None` is this rank alone.
+    DTensors always reduce over their own mesh.
 
-    Returns a 0-d float32 tensor: NaN where a gradient is, else inf where one is, 0 without
-    gradients. What is finite in float64 stays finite.
+    Returns a 0-d float32 tensor: NaN if a gradient has a NaN, else inf if one has an inf; 0 without
+    gradients. A finite float64 beyond float32 becomes its largest number.
 
     Raises `TypeError` for integer and bool leaves, `ValueError` for leaves on several devices.
 
@@ -206,63 +205,8 @@ def grad_amax(grads: Tree, group: Any = None) -> Tensor:
     >>> grad_amax({"w": torch.tensor([1.0, -3.0], dtype=torch.float16), "frozen": None})
     tensor(3.)
     """
-    leaves, _ = _tree.flatten(grads)
-    _tree.check_gradients(grads, leaves)
-    device = _tree.device_of(grads, leaves, "grads")
+    leaves, _ = tree.flatten(grads)
+    tree.check_gradients(grads, leaves)
+    device = tree.device_of(grads, leaves, "grads")
     one = torch.ones((), dtype=torch.float32, device=device)
     return measure_amax(normalize(leaves), one, group)
-
-
-# ---- rules that take amax, and those that do not -------------------------------------------------
-
-
-def takes_amax(rule: Any) -> bool:
-    """Whether `rule.update` wants to know the largest gradient."""
-    return bool(getattr(rule, "takes_amax", False))
-
-
-def updated(rule: Any, scaler: Any, found_inf: Tensor, amax: Any) -> Any:
-    """`rule.update`, with `amax` for a rule that takes it."""
-    return rule.update(scaler, found_inf, *([amax] if takes_amax(rule) else []))
-
-
-def check_rule(rule: Any) -> None:
-    """Refuse what is no rule, and one whose `update` does not take what `takes_amax` says."""
-    if isinstance(rule, type):
-        raise TypeError(
-            f"rule is the class {rule.__name__}; expected one that was made. Fix: "
-            f"rule={rule.__name__}()."
-        )
-    missing = [name for name in ("init", "update") if not callable(getattr(rule, name, None))]
-    if missing:
-        raise TypeError(
-            f"rule is {type(rule).__name__}, without "
-            f"{' and '.join(f'`{name}`' for name in missing)}; expected an object with "
-            "`init(device)`, which gives the state to start from, and `update(scaler, "
-            "found_inf)`, which gives the next one. Fix: DynamicScale(), StaticScale(512.0) or "
-            "NoScale(); docs/recipes.md has a rule of your own."
-        )
-    if torch.compiler.is_dynamo_compiling():
-        return
-    function, wants = getattr(type(rule), "update", None), takes_amax(rule)
-    if function is None or _fits(function, wants):
-        return
-    given = "scaler, found_inf, amax" if wants else "scaler, found_inf"
-    raise TypeError(
-        f"{type(rule).__name__}.update cannot be called as update({given}), and takes_amax is "
-        f"{wants}. Fix: `takes_amax = True` in the class and `def update(self, scaler, found_inf, "
-        "amax)` for a rule that looks at the largest gradient; neither for one that does not."
-    )
-
-
-@functools.lru_cache(maxsize=64)
-def _fits(function: Any, wants: bool) -> bool:
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of no function written in Python
-        return True
-    try:
-        signature.bind(*[None] * (4 if wants else 3))
-    except TypeError:
-        return False
-    return True

@@ -9,13 +9,11 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from .._module.functional import check_dicts
-from .._tree import tree as _tree
-from .._tree.tree import Tree
+from .._module.norms import HALF, NormsIn
+from .._tree.tree import Tree, cast
 
 _DTYPES = {
     **dict.fromkeys(("float16", "f16", "fp16", "half"), torch.float16),
@@ -33,7 +31,6 @@ _KEYS = {
     "norms": "norms",
     "n": "norms",
 }
-_HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +62,7 @@ class Policy:
                     f"Policy.{field.name} must be a floating torch.dtype, got {value!r}. Fix: "
                     "torch.float32, or policy('params=float32,...')."
                 )
-        if self.autocast and self.compute_dtype not in _HALF:
+        if self.autocast and self.compute_dtype not in HALF:
             raise ValueError(
                 f"autocast computes in float16 or bfloat16, not in {self.compute_dtype}. Fix: "
                 "compute=autocast(bfloat16)."
@@ -75,17 +72,17 @@ class Policy:
         """The floating tensors of any tree in the dtype the state keeps; the rest copied as it is.
         Shares no memory with `tree`.
         """
-        return _tree.cast(tree, self.param_dtype, copy=True)
+        return cast(tree, self.param_dtype, copy=True)
 
     def cast_to_compute(self, tree: Tree) -> Tree:
         """The floating tensors of any tree in the dtype of the arithmetic; the rest copied as it
         is.
         """
-        return _tree.cast(tree, self.compute_dtype, copy=True)
+        return cast(tree, self.compute_dtype, copy=True)
 
     def cast_to_output(self, tree: Tree) -> Tree:
         """The floating tensors of any tree in the dtype of the outputs; the rest, copied."""
-        return _tree.cast(tree, self.output_dtype, copy=True)
+        return cast(tree, self.output_dtype, copy=True)
 
 
 def policy(text: str) -> Policy:
@@ -166,14 +163,14 @@ def with_policy(
     - Parameters are kept in `policy.param_dtype` (masters; checked, not cast) and cast inside, so
       gradients arrive in it.
     - Weights and inputs of batch, layer, group, instance and rms norm are in `policy.norm_dtype`,
-      float32 by default; each such layer hands on the dtype that it was given.
+      float32 by default; the output of such a layer has the dtype of its input.
     - Floating inputs, positional and by keyword, are cast to `policy.compute_dtype`, floating
       outputs to `policy.output_dtype`, in any container that torch's pytree knows. Buffers are
-      never cast, and come back in the dtype they have. Frozen parameters compute like the others;
-      what a half forward writes into them is dropped.
-    - With `compute=autocast(...)` nothing is cast but the output: torch's op lists choose. It is
-      the way for a net that mixes floating buffers (positional encodings, say) into its
-      activations, which plain half compute would refuse.
+      never cast, and are returned in the dtype they have. Frozen parameters are cast like the
+      others; what a half forward writes into them is dropped.
+    - With `compute=autocast(...)` only the output is cast: torch's op lists choose the dtypes. Use
+      it for a net that adds floating buffers (such as positional encodings) to its activations,
+      which fails in plain half compute.
 
     Raises `TypeError`, naming the leaf, for a parameter in another dtype than `policy.param_dtype`;
     `ValueError` for a spectral norm or an Embedding(sparse=True) whose weight would be cast.
@@ -221,10 +218,10 @@ def with_policy(
         _check_params(params, rules)
         frozen = {name: buffer for name, buffer in buffers.items() if name in frozen_params}
         if not rules.autocast:
-            args, kwargs = _tree.cast((args, kwargs), rules.compute_dtype)
+            args, kwargs = cast((args, kwargs), rules.compute_dtype)
         device = next((weight.device.type for weight in params.values()), "cpu")
         norms = (
-            _NormsIn(rules.norm_dtype, given=(rules.compute_dtype,))
+            NormsIn(rules.norm_dtype, given=(rules.compute_dtype,))
             if rules.compute_dtype is not torch.float32
             else nullcontext()
         )
@@ -240,7 +237,7 @@ def with_policy(
                 **new_buffers,
                 **{name: buffer.clone() for name, buffer in frozen.items()},
             }
-        return _tree.cast(out, rules.output_dtype), new_buffers
+        return cast(out, rules.output_dtype), new_buffers
 
     cast_apply.norm_params, cast_apply.frozen_params = norm_params, frozen_params  # type: ignore[attr-defined]
     return cast_apply
@@ -255,90 +252,3 @@ def _check_params(params: dict[str, Tensor], rules: Policy) -> None:
                 "policy.cast_to_param(params)`, or "
                 f"'params={str(weight.dtype).removeprefix('torch.')}' in the policy."
             )
-
-
-# ---- norms ---------------------------------------------------------------------------------------
-
-# For each operator: where its running statistics stand, which it updates in place.
-_RUNNING_STATISTICS: dict[Callable[..., Any], tuple[tuple[int, str], ...]] = {
-    **dict.fromkeys(
-        (
-            F.layer_norm,
-            F.group_norm,
-            F.rms_norm,
-            torch.layer_norm,
-            torch.group_norm,
-            torch.rms_norm,
-        ),
-        (),
-    ),
-    **dict.fromkeys((F.batch_norm, F.instance_norm), ((1, "running_mean"), (2, "running_var"))),
-    **dict.fromkeys(
-        (torch.batch_norm, torch.instance_norm), ((3, "running_mean"), (4, "running_var"))
-    ),
-}
-
-
-class _NormsIn(TorchFunctionMode):
-    """Norms whose input is one of the `given` dtypes: input, weights and running statistics in
-    `dtype` inside, out as they came in.
-    """
-
-    def __init__(self, dtype: torch.dtype, given: tuple[torch.dtype, ...]) -> None:
-        super().__init__()
-        self.dtype = dtype
-        self.given = given
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        x = args[0] if args else kwargs.get("input")
-        if (
-            func not in _RUNNING_STATISTICS
-            or not isinstance(x, Tensor)
-            or x.dtype not in self.given
-        ):
-            return func(*args, **kwargs)
-
-        cast_args, cast_kwargs = list(_tree.cast(args, self.dtype)), _tree.cast(kwargs, self.dtype)
-        out = func(*cast_args, **cast_kwargs)
-        # In eval mode the statistics are only read; a round trip through a narrower dtype would
-        # change them.
-        updated = (
-            args[5]
-            if len(args) > 5
-            else kwargs.get("training", kwargs.get("use_input_stats", func is F.instance_norm))
-        )
-        for position, name in _RUNNING_STATISTICS[func] if updated else ():
-            stored, used = (
-                (args[position], cast_args[position])
-                if position < len(args)
-                else (kwargs.get(name), cast_kwargs.get(name))
-            )
-            if stored is not None and used is not stored:
-                stored.copy_(used)
-        return out.to(x.dtype)
-
-
-class norms_in_float32(_NormsIn):  # noqa: N801, a context manager is used like a function
-    """Equal to calling every norm of torch.nn.functional inside as `norm(x.float()).to(x.dtype)`.
-
-    A context manager, for batch, layer, rms, group and instance norm. Only half inputs are touched;
-    weights are cast too, running statistics are updated in float32 and stored in the dtype they
-    have. Works under compile and vmap, where half BatchNorm otherwise raises.
-
-    >>> import torch
-    >>> with norms_in_float32():
-    ...     torch.nn.functional.layer_norm(torch.tensor([6e4, -6e4], dtype=torch.float16), (2,))
-    tensor([ 1., -1.], dtype=torch.float16)
-
-    Source of the rule: mmpose's patch_norm_fp32, apex's keep_batchnorm_fp32.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(torch.float32, given=_HALF)

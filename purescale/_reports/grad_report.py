@@ -1,4 +1,4 @@
-"""What the numbers in each gradient look like."""
+"""A report on each gradient: largest magnitude, share of zeros and subnormals, nonfinite values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .._torch import dtensor
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import widest_float
 from .._torch.tracing import traced
-from .._tree import scalars as _checks
+from .._tree import scalars
 from .._tree import tree as _tree
 from .._tree.leaves import stored_values
 from .._tree.tree import Tree
@@ -23,55 +23,58 @@ class LeafReport(NamedTuple):
 
     amax: Tensor  # at least float32: the largest magnitude; NaN or inf where there is one
     zeros: Tensor  # float32: the share of elements that are 0
-    subnormal: Tensor  # float32: the share that is not 0 and below the dtype's normal range
-    nonfinite: Tensor  # int64: how many are inf or NaN
+    subnormal: Tensor  # float32: the share that is subnormal in the dtype
+    nonfinite: Tensor  # int64: the number of inf and NaN
 
 
 class GradReport(NamedTuple):
-    """A `LeafReport` for each gradient. `print(report)` reads it: a table, the worst first."""
+    """A `LeafReport` for each gradient. `print(report)` syncs, and prints a table, the
+    worst first.
+    """
 
     rows: dict[str, LeafReport]
 
     def __str__(self) -> str:
-        facts = _read(self.rows)
-        bad = [name for name, row in facts.items() if row.nonfinite]
+        rows = _read(self.rows)
+        bad = [name for name, row in rows.items() if row.nonfinite]
         lines = ["every gradient is finite"]
         if bad:
             lines = [
-                f"{len(bad)} of {len(facts)} gradients are not finite. First: {bad[0]}; last, "
+                f"{len(bad)} of {len(rows)} gradients are not finite. First: {bad[0]}; last, "
                 f"nearest to the loss: {bad[-1]}"
             ]
-        lost = {name: row.zeros + row.subnormal for name, row in facts.items()}
-        worst = sorted(facts, key=lambda name: (-facts[name].nonfinite, -lost[name]))
-        width = max(len("leaf"), *map(len, worst[:_MOST]))
+        lost = {name: row.zeros + row.subnormal for name, row in rows.items()}
+        worst = sorted(rows, key=lambda name: (-rows[name].nonfinite, -lost[name]))
+        width = max(len("leaf"), *map(len, worst[:_MAX_LINES]))
         lines.append(f"{'leaf':{width}}  {'amax':>9}  zeros  subnormal  not finite")
-        for name in worst[:_MOST]:
-            row = facts[name]
+        for name in worst[:_MAX_LINES]:
+            row = rows[name]
             lines.append(
                 f"{name:{width}}  {row.amax:9.2e}  {row.zeros:5.0%}  {row.subnormal:9.0%}  "
                 f"{row.nonfinite:10.0f}"
             )
-        return "\n".join(lines + [f"and {len(worst) - _MOST} more"] * (len(worst) > _MOST))
+        return "\n".join(
+            lines + [f"and {len(worst) - _MAX_LINES} more"] * (len(worst) > _MAX_LINES)
+        )
 
 
-_MOST = 30  # lines of a table
+_MAX_LINES = 30
 
 
-class _Read(NamedTuple):
+class _HostReport(NamedTuple):
     amax: float
     zeros: float
     subnormal: float
     nonfinite: float
 
 
-def _read(rows: dict[str, LeafReport]) -> dict[str, _Read]:
-    """On the host, by four copies however many rows there are; of stacked reports the largest."""
+def _read(rows: dict[str, LeafReport]) -> dict[str, _HostReport]:
+    """Syncs with the host: four copies for any number of rows. Of stacked reports the maximum."""
     columns = []
     for column in zip(*rows.values(), strict=True):
         wide = widest_float(column[0].device)
-        each = torch.stack([fact.to(wide).max() for fact in column])
-        columns.append(each.tolist())
-    return {name: _Read(*facts) for name, *facts in zip(rows, *columns, strict=True)}
+        columns.append(torch.stack([value.to(wide).max() for value in column]).tolist())
+    return {name: _HostReport(*values) for name, *values in zip(rows, *columns, strict=True)}
 
 
 @outside_autocast()
@@ -80,20 +83,20 @@ def grad_report(grads: Tree, sample: int = 1) -> GradReport:
     `subnormal = ((g != 0) & (g.abs() < torch.finfo(g.dtype).tiny)).float().mean()` and
     `nonfinite = (~g.isfinite()).sum()`.
 
-    The answer to "which layer overflowed", and to "which one starves": a high share of zeros under
-    a low scale. Zeros and subnormals are those of the dtype that a leaf has, so a float16 tensor
-    tells more before it is widened. For a look now and then, not for every step.
+    It shows which layer overflowed, and which one underflows: a high share of zeros under a low
+    scale. Zeros and subnormals are counted in the dtype of the leaf, so look at float16 gradients
+    before they are widened. For occasional use, not for every step.
 
-    - `grads`: a pytree of floating or complex tensors. `None` has no row; an empty
-      leaf has four zeros. Of a sparse leaf its summed values count, of a complex one both parts,
-      each by itself. A DTensor is gathered.
-    - `sample=n` looks at every n-th element of a leaf only.
+    - `grads`: a pytree of floating or complex tensors. `None` has no row; the row of an
+      empty leaf is four zeros. Of a sparse leaf its summed values count, of a complex leaf both
+      parts. A DTensor is gathered.
+    - `sample=n`: use only every n-th element of a leaf.
 
-    Returns tensors, on the device of the leaf, and reads none of them: that is left to `print`.
-    Reports can be stacked (what is printed then is the worst of each) and come out of `torch.vmap`.
+    Returns tensors on the device of the leaf and reads no value; `print` does. Reports can be
+    stacked (then the worst of each is printed) and returned from `torch.vmap`.
 
-    Raises `TypeError`, naming the leaf, for what is no gradient, `ValueError` for a tree without
-    tensors.
+    Raises `TypeError`, naming the leaf, for a leaf that is no gradient, `ValueError` for a tree
+    without tensors.
 
     >>> import torch
     >>> weight = torch.tensor([2.0, 0.0, 1e-7, float("inf")], dtype=torch.float16)
@@ -103,12 +106,12 @@ def grad_report(grads: Tree, sample: int = 1) -> GradReport:
     head.weight        inf    25%        25%           1
     head.bias     1.00e+00     0%         0%           0
 
-    Source of the rule: none. DeepSpeed's and apex's `prof_only_nonfinite` name no leaf; asked for
-    in pytorch#67590 and #152279.
+    Source of the rule: none. Requested in pytorch#67590 and #152279; DeepSpeed and apex name no
+    leaf.
     """
     leaves, _ = _tree.flatten(grads)
     _tree.check_gradients(grads, leaves)
-    sample = _checks.whole("sample", sample, least=1)
+    sample = scalars.whole("sample", sample, least=1)
     names = [name for name, leaf in zip(_names(grads), leaves, strict=True) if leaf is not None]
     if not names:
         raise ValueError(
@@ -122,58 +125,58 @@ def grad_report(grads: Tree, sample: int = 1) -> GradReport:
         kinds.setdefault((leaf.device, leaf.dtype), []).append(index)
     reports: list[Any] = [None] * len(present)
     with torch.no_grad():
-        for (_, dtype), places in kinds.items():
+        for (_, dtype), indices in kinds.items():
             tiny = torch.finfo(dtype).tiny
-            columns = _columns_of([present[index] for index in places], tiny, sample)
-            for index, *facts in zip(places, *(c.unbind() for c in columns), strict=True):
-                reports[index] = LeafReport(*facts)
+            columns = _reports_of([present[index] for index in indices], tiny, sample)
+            for index, *row in zip(indices, *(c.unbind() for c in columns), strict=True):
+                reports[index] = LeafReport(*row)
     return GradReport(dict(zip(names, reports, strict=True)))
 
 
 def _names(tree: Tree) -> list[str]:
-    """The dotted names; where some are the same, each with its place in the tree."""
+    """The dotted names; if two are the same, all with their positions."""
     names = [name or "grads" for name in _tree.names(tree)]
     if len(set(names)) == len(names):
         return names
     return [f"{name} ({index})" for index, name in enumerate(names)]
 
 
-# ---- columns -------------------------------------------------------------------------------------
+# ---- reductions over many leaves -----------------------------------------------------------------
 
-# The elements of all leaves stand in rows of this length, each leaf filled up to whole rows, so
-# that a few reductions serve any number of leaves.
+# The elements of all leaves are put into rows of this length, each leaf padded to whole rows, so
+# that a few reductions do for any number of leaves.
 _ROW = 64
 
 
-def _columns_of(leaves: Sequence[Tensor], tiny: float, sample: int) -> list[Tensor]:
+def _reports_of(leaves: Sequence[Tensor], tiny: float, sample: int) -> list[Tensor]:
     """`amax`, `zeros`, `subnormal` and `nonfinite` of leaves of one dtype and device: [n] each."""
     device, number = leaves[0].device, len(leaves)
-    sizes, filled = [0] * number, [0] * number
-    tops = torch.zeros(number, dtype=_wide(leaves[0].dtype), device=device)
+    sizes, padded = [0] * number, [0] * number
+    amax = torch.zeros(number, dtype=_wide(leaves[0].dtype), device=device)
     counts = torch.zeros(number, 3, dtype=torch.int64, device=device)
-    for part in _portions(leaves, sample, 2**19 if leaves[0].is_cpu else 2**24):
+    for part in _chunks(leaves, sample, 2**19 if leaves[0].is_cpu else 2**24):
         lengths = [-(-values.numel() // _ROW) for _, values in part]
         for (index, values), length in zip(part, lengths, strict=True):
             sizes[index] += values.numel()
-            filled[index] += length * _ROW
+            padded[index] += length * _ROW
         magnitude = _in_rows([values for _, values in part], lengths).abs()
         tests = (magnitude == 0, magnitude < tiny, magnitude < torch.inf)
-        found = torch.stack([test.sum(1, dtype=torch.int32) for test in tests], 1)
-        owner = torch.repeat_interleave(
+        row_counts = torch.stack([test.sum(1, dtype=torch.int32) for test in tests], 1)
+        leaf_of_row = torch.repeat_interleave(
             torch.tensor([index for index, _ in part], device=device),
             torch.tensor(lengths, device=device),
             output_size=sum(lengths),
         )
-        tops = tops.scatter_reduce(0, owner, magnitude.amax(1).to(tops.dtype), "amax")
-        counts = counts.index_add(0, owner, found.to(torch.int64))
-    size, all_of_it = torch.tensor([sizes, filled], device=device).unbind()
+        amax = amax.scatter_reduce(0, leaf_of_row, magnitude.amax(1).to(amax.dtype), "amax")
+        counts = counts.index_add(0, leaf_of_row, row_counts.to(torch.int64))
+    size, padded_size = torch.tensor([sizes, padded], device=device).unbind()
     zeros, below, finite = counts.unbind(1)
-    share = size.clamp(min=1).to(torch.float32)
+    divisor = size.clamp(min=1).to(torch.float32)
     return [
-        torch.where(tops.isnan(), torch.nan, tops),  # of one payload, however it was found
-        (zeros - (all_of_it - size)).to(torch.float32) / share,
-        (below - zeros).to(torch.float32) / share,
-        all_of_it - finite,
+        torch.where(amax.isnan(), torch.nan, amax),  # the same bits for every NaN
+        (zeros - (padded_size - size)).to(torch.float32) / divisor,
+        (below - zeros).to(torch.float32) / divisor,
+        padded_size - finite,
     ]
 
 
@@ -181,37 +184,37 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
 
 
-def _portions(
-    leaves: Sequence[Tensor], sample: int, most: int
+def _chunks(
+    leaves: Sequence[Tensor], sample: int, limit: int
 ) -> Iterator[list[tuple[int, Tensor]]]:
-    """The elements of the leaves, each in pieces with its place, about `most` of them at a time."""
-    part: list[tuple[int, Tensor]] = []
+    """The elements of the leaves, about `limit` at a time, each part with the index of its leaf."""
+    chunk: list[tuple[int, Tensor]] = []
     size = 0
     for index, leaf in enumerate(leaves):
         values = _elements(stored_values(dtensor.full_tensor(leaf)))
         values = values[::sample] if sample > 1 else values
-        for piece in torch.split(values, most) if values.numel() > most else [values]:
-            part.append((index, piece))
-            size += piece.numel()
-            if size >= most:
-                yield part
-                part, size = [], 0
-    if part:
-        yield part
+        for part in torch.split(values, limit) if values.numel() > limit else [values]:
+            chunk.append((index, part))
+            size += part.numel()
+            if size >= limit:
+                yield chunk
+                chunk, size = [], 0
+    if chunk:
+        yield chunk
 
 
 def _elements(leaf: Tensor) -> Tensor:
-    """In one row, in whichever order needs no copy."""
+    """All elements in one row, in the order of the memory, which needs no copy."""
     if not traced():
         leaf = leaf.permute(sorted(range(leaf.ndim), key=leaf.stride, reverse=True))
     return leaf.reshape(-1)
 
 
 def _in_rows(values: list[Tensor], lengths: list[int]) -> Tensor:
-    """[sum(lengths), _ROW]: each in as many rows as it needs, the last filled up with 0."""
+    """[sum(lengths), _ROW]: the elements of each in rows of its own, the last padded with 0."""
     pads = [length * _ROW - v.numel() for v, length in zip(values, lengths, strict=True)]
     if any(pads):
-        rest = torch.split(values[0].new_zeros(sum(pads)), pads)
-        values = [part for pair in zip(values, rest, strict=True) for part in pair]
+        zeros = torch.split(values[0].new_zeros(sum(pads)), pads)
+        values = [part for pair in zip(values, zeros, strict=True) for part in pair]
     row = torch.cat(values) if len(values) > 1 else values[0]
     return row.reshape(-1, _ROW)

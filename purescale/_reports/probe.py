@@ -1,4 +1,4 @@
-"""One batch at many loss scales: which overflow, and which leaf starves at which."""
+"""Probe of one batch at many loss scales: which overflow, and where gradients underflow."""
 
 from __future__ import annotations
 
@@ -10,42 +10,45 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._loss_scale.rules import NoScale, unscale_and_check
+from .._loss_scale.rules import NoScale
+from .._loss_scale.scaling import unscale_and_check
 from .._step.value_and_grad import LossFn, ValueAndGrad
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import widest_float
-from .._tree import scalars as _checks
+from .._tree import scalars
 from .._tree import tree as _tree
 from .._tree.leaves import dense, stored_values
 from .._tree.tree import Leaves, Tree
 
 
 class ScaleProbe(NamedTuple):
-    """What `probe_scales` found. Names are dotted; `print(probe)` is a table, `probe.plot()` a
-    picture.
+    """The result of `probe_scales`. Names are dotted; `print(probe)` prints a table, `probe.plot()`
+    makes a figure.
     """
 
     exponents: Tensor  # int64 [E], rising: the scales were 2**exponents
     overflow: Tensor  # bool [E]: a step at this scale would be skipped
     zeros: dict[str, Tensor]  # leaf -> float32 [E]: the share of its gradient that is 0
-    # leaf -> float32 [E]: the distance of its unscaled gradient to that at 2**high, over the norm
-    # of that one; inf where it overflows
+    # leaf -> float32 [E]: the relative error of its unscaled gradient against that at 2**high; inf
+    # where it overflows
     error: dict[str, Tensor]
-    # leaf -> the exponent from which on its error is within tol; None where there is none
+    # leaf -> the exponent from which on its error is within tol, or None
     low: dict[str, int | None]
-    high: int | None  # the largest exponent that does not overflow; None where each does
+    high: int | None  # the largest exponent that does not overflow; None if all do
 
     @property
     def window(self) -> tuple[int, int] | None:
-        """The exponents, from and to, that every leaf that is not `silent` can live with; `None` if
-        there are none.
+        """The first and last exponent that is safe for every leaf that is not `silent`, or
+        `None`.
         """
         lows = [low for low in self.low.values() if low is not None]
         return None if self.high is None or self.starved or not lows else (max(lows), self.high)
 
     @property
     def starved(self) -> list[str]:
-        """The leaves without a safe scale: at the largest that fits they still change with it."""
+        """The leaves without a safe scale: even at the largest that fits they still depend
+        on it.
+        """
         return [] if self.high is None else self._without(lambda zeros: zeros < 1)
 
     @property
@@ -75,7 +78,7 @@ class ScaleProbe(NamedTuple):
                 f"{_tree.some(self.starved, 20)}. The largest that fits is 2**{self.high}."
             ]
         else:
-            lines = [f"Safe for every leaf: {_shown(self.window)}."]
+            lines = [f"Safe for every leaf: {_as_text(self.window)}."]
         if self.silent:
             lines.append(
                 "Nothing but zeros at every scale (unused, behind a weight of 0, or too small): "
@@ -112,22 +115,22 @@ class ScaleProbe(NamedTuple):
         rows = first | {
             name: f"2**{rest[name]}" for name in sorted(rest, key=lambda name: -rest[name])
         }
-        width = max(len("leaf"), *map(len, list(rows)[:_MOST]))
-        lines = [f"{name:{width}}  {text}" for name, text in list(rows.items())[:_MOST]]
-        more = [f"and {len(rows) - _MOST} more"] * (len(rows) > _MOST)
+        width = max(len("leaf"), *map(len, list(rows)[:_MAX_LINES]))
+        lines = [f"{name:{width}}  {text}" for name, text in list(rows.items())[:_MAX_LINES]]
+        more = [f"and {len(rows) - _MAX_LINES} more"] * (len(rows) > _MAX_LINES)
         return [f"{'leaf':{width}}  safe from", *lines, *more]
 
     def plot(self) -> Any:
-        """A matplotlib Figure: exponent against zeros and error, a line a leaf, the safe window
-        shaded.
+        """A matplotlib Figure of zeros and error over the exponents: one line per leaf, the safe
+        window shaded.
         """
         return _plot(self)
 
 
-_MOST = 30  # lines of a table
+_MAX_LINES = 30
 
 
-def _shown(window: tuple[int, int] | None) -> str:
+def _as_text(window: tuple[int, int] | None) -> str:
     return "none" if window is None else f"2**{window[0]} to 2**{window[1]}"
 
 
@@ -148,23 +151,23 @@ def probe_scales(
     """Syncs with the host. Equal to `unscale_and_check` of the gradients of `loss_fn` scaled by
     `2.0**e`, for each of `exponents`; from one forward and one vmapped backward.
 
-    A step at a scale too low raises no flag: the small gradients of some leaf become 0 and the rest
-    looks well. Here that leaf is named, with the scale from which on it is safe.
+    A scale that is too low raises no flag: the small gradients of some leaf become 0, and all
+    others look right. The probe names that leaf, and the scale from which on it is safe.
 
-    - `loss_fn`, `params`, `buffers`, `microbatch`: those of `train_step`, under whatever policy.
-      None of them is changed; what the loss does to buffers is dropped, and the same random numbers
-      serve every scale.
-    - `exponents`: whole numbers from -149 to 127. They come back rising, each once.
-    - `tol`: a leaf is safe from the exponent on from which its gradient stays within `tol` of that
-      at the largest scale that fits, relative to its norm. A leaf of which that holds for no other
-      scale than the largest has no safe one: `low[name]` is None, and `probe.starved` names it. A
-      gradient that is 0 at every scale cannot be told from one that should be: None too, but it
-      stands in `probe.silent`, and `probe.window` leaves it out.
-    - `chunk_size`: how many scales at once; memory is that many gradients, twice, and one more.
-      `None`: all of them. 1 does without vmap, for an operator whose backward has no rule for it.
+    - `loss_fn`, `params`, `buffers`, `microbatch`: as for `train_step`, under any policy.
+      None of them is changed; new buffers are dropped. All scales share one forward, so its random
+      numbers are the same.
+    - `exponents`: whole numbers from -149 to 127, returned sorted and without duplicates.
+    - `tol`: a leaf is safe from the exponent on from which the relative error of its gradient is
+      within `tol`, against that at the largest scale that fits. A leaf that is safe at no scale but
+      the largest has no safe scale: `low[name]` is None, and `probe.starved` names it. A gradient
+      that is 0 at every scale may be right or wrong: `low[name]` is None, `probe.silent` names it,
+      and `probe.window` leaves it out.
+    - `chunk_size`: the number of scales at once; memory is that many gradients, twice, and one
+      more. `None`: all of them. 1 uses no vmap, for an operator whose backward does not support it.
 
-    Raises `ValueError` for exponents that are empty or beyond float32, `TypeError` for such as are
-    not whole, and `ValueError` for a loss that does not depend on `params`.
+    Raises `ValueError` for no exponents, for exponents beyond float32 and for a loss that does not
+    depend on `params`; `TypeError` for exponents that are not whole.
 
     >>> import torch
     >>> def loss_fn(params, buffers, x):  # a gradient of 2**-20 of the scale, in float16
@@ -174,20 +177,19 @@ def probe_scales(
     >>> probe.low, probe.high, probe.window
     ({'w': 0}, 32, (0, 32))
 
-    Source of the rule: none; the error against a larger scale is the test by which torch's and
-    Megatron-LM's users choose one by hand.
+    Source of the rule: none; users of torch and Megatron-LM compare scales in this way by hand.
     """
     chosen = _exponents(exponents)
-    tol = _checks.positive("tol", tol)
-    chunk = len(chosen) if chunk_size is None else _checks.whole("chunk_size", chunk_size, least=1)
-    given = _tree.flat(params)
-    _tree.check_parameters(given)
-    device = _tree.device_of(*given[:2], "params")
+    tol = scalars.positive("tol", tol)
+    chunk = len(chosen) if chunk_size is None else scalars.whole("chunk_size", chunk_size, least=1)
+    flat = _tree.flat(params)
+    _tree.check_parameters(flat)
+    device = _tree.device_of(*flat[:2], "params")
     scaler = _tree.flat(NoScale().init(device))
-    value_and_grad = ValueAndGrad(given, _tree.flat(buffers), scaler, loss_fn)
+    value_and_grad = ValueAndGrad(flat, _tree.flat(buffers), scaler, loss_fn)
     if not value_and_grad.inputs:
         raise ValueError(
-            "params holds no tensor, so there is no gradient to look at. Fix: the `params` of "
+            "params holds no tensor, so there is no gradient to probe. Fix: the `params` of "
             "`apply, params, buffers = make_functional(model)`."
         )
     inputs, loss, _ = value_and_grad.graph(value_and_grad.buffers.leaves, microbatch)
@@ -195,7 +197,7 @@ def probe_scales(
     high: int | None = None
     flags: list[Tensor] = []
     columns: list[list[tuple[Tensor, Tensor]]] = []
-    for start in range(0, len(chosen), chunk):  # the largest first: the others are held against it
+    for start in range(0, len(chosen), chunk):  # the largest first: the others are compared with it
         part = chosen[start : start + chunk]
         scales = torch.tensor(
             [2.0**exponent for exponent in part], dtype=torch.float32, device=device
@@ -208,15 +210,15 @@ def probe_scales(
             first = fits.index(True)
             high, best = part[first], [grad[first].clone() for grad in grads]
         flags.append(overflow)
-        columns.append(_facts(grads, overflow, best))
+        columns.append(_zeros_and_errors(grads, overflow, best))
         del grads
     names = value_and_grad.names()
     zeros, error = (
         {
-            name: torch.cat([column[index][fact] for column in columns]).flip(0)
+            name: torch.cat([column[index][which] for column in columns]).flip(0)
             for index, name in enumerate(names)
         }
-        for fact in (0, 1)
+        for which in (0, 1)
     )
     chosen.reverse()
     return ScaleProbe(
@@ -230,46 +232,48 @@ def probe_scales(
 
 
 def _exponents(given: Iterable[int]) -> list[int]:
-    """Falling, each once."""
+    """Sorted, the largest first, without duplicates."""
     listed = given if isinstance(given, Iterable) else [given]
-    chosen = {_checks.whole("each of exponents", each, least=-149, most=127) for each in listed}
+    chosen = {scalars.whole("each of exponents", each, least=-149, most=127) for each in listed}
     if not chosen:
         raise ValueError(
-            "exponents is empty, so there is no scale to look at. Fix: `range(-8, 25, 2)`, the "
+            "exponents is empty, so there is no scale to probe. Fix: `range(-8, 25, 2)`, the "
             "usual ones."
         )
     return sorted(chosen, reverse=True)
 
 
 def _gradients(loss: Tensor, inputs: Leaves, scales: Tensor) -> Leaves:
-    """[C, ...] each: those of `loss` times each scale, from one walk over its graph."""
+    """[C, ...] each: the gradients of `loss` times each scale, from one vmapped backward."""
     differentiate = functools.partial(
         torch.autograd.grad, loss, inputs, retain_graph=True, allow_unused=True
     )
     seeds = scales.to(loss.dtype)
     if len(scales) == 1:
-        # torch.vmap has no rule for what is sparse; its duplicates are not to overflow
-        found = differentiate(seeds[0])
-        grads = [None if grad is None else dense(grad)[None] for grad in found]
+        # torch.vmap does not support sparse gradients; `dense` sums their duplicates in float32.
+        sparse_or_dense = differentiate(seeds[0])
+        grads = [None if grad is None else dense(grad)[None] for grad in sparse_or_dense]
     else:
         try:
             grads = list(differentiate(seeds, is_grads_batched=True))
-        except RuntimeError as refused:
+        except RuntimeError as error:
             raise RuntimeError(
                 f"the backward of the loss does not go through torch.vmap over {len(scales)} "
-                "scales (see above). Likely cause: an operator of it has no rule for vmap or reads "
-                "a value, or this is too much memory. Fix: probe_scales(..., chunk_size=1), which "
-                "does without vmap; for memory a chunk_size between."
-            ) from refused
+                "scales (see above). Likely cause: one of its operators does not support vmap or "
+                "reads a value, or memory ran out. Fix: probe_scales(..., chunk_size=1), which "
+                "uses no vmap; for memory a chunk_size between."
+            ) from error
     return [
         leaf.detach().new_zeros(()).expand(len(scales), *leaf.shape) if grad is None else grad
         for leaf, grad in zip(inputs, grads, strict=True)
     ]
 
 
-def _facts(grads: Leaves, overflow: Tensor, best: Leaves | None) -> list[tuple[Tensor, Tensor]]:
+def _zeros_and_errors(
+    grads: Leaves, overflow: Tensor, best: Leaves | None
+) -> list[tuple[Tensor, Tensor]]:
     """For each leaf the share of zeros, and the error against `best`: [C] each."""
-    facts = []
+    columns = []
     for index, grad in enumerate(grads):
         values = stored_values(grad).reshape(len(grad), -1)
         zeros = (values == 0).sum(1).to(torch.float32) / max(values.shape[1], 1)
@@ -277,14 +281,16 @@ def _facts(grads: Leaves, overflow: Tensor, best: Leaves | None) -> list[tuple[T
         if best is not None:
             ideal = stored_values(best[index]).reshape(1, -1)
             distance, size = (_norm(rows) for rows in (values - ideal, ideal))
-            # a leaf that is 0 also there has no distance to itself
+            # A leaf that is 0 in both has an error of 0, not NaN.
             error = torch.where(distance == 0, 0, distance / size).to(zeros.dtype)
-        facts.append((zeros, torch.where(overflow, math.inf, error)))
-    return facts
+        columns.append((zeros, torch.where(overflow, math.inf, error)))
+    return columns
 
 
 def _norm(rows: Tensor) -> Tensor:
-    """Of each row; squares of gradients underflow in float32."""
+    """The norm of each row, in float64 if the device has it: squares of gradients underflow in
+    float32.
+    """
     norm: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=widest_float(rows.device))
     return norm
 
@@ -308,14 +314,14 @@ def _lows(
         low = top
         while low and errors[low - 1] <= tol:
             low -= 1
-        # At the largest scale the error is 0 because it is held against itself.
+        # At the largest scale the error is 0, as the gradient is compared with itself.
         lows[name] = None if zero or low == top > 0 else exponents[low]
     return lows
 
 
 # ---- the picture ---------------------------------------------------------------------------------
 
-_APART = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
 
 
 def _plot(probe: ScaleProbe) -> Any:
@@ -327,19 +333,19 @@ def _plot(probe: ScaleProbe) -> Any:
         ) from missing
     exponents = probe.exponents.tolist()
     figure, panels = plt.subplots(2, 1, sharex=True, figsize=(8, 6.5), layout="constrained")
-    many = len(probe.zeros) > len(_APART)
+    many = len(probe.zeros) > len(_COLOURS)
     for index, name in enumerate(probe.zeros):
-        # More leaves than colours that can be told apart: dark to light, first layer to last.
+        # For more leaves than colours: dark to light, from the first layer to the last.
         shade = plt.get_cmap("cividis")(index / max(len(probe.zeros) - 1, 1))
         starved = name in probe.starved
         style = {
-            "color": shade if many else _APART[index],
+            "color": shade if many else _COLOURS[index],
             "linestyle": "--" if starved else "-",
             "label": f"{name} (no safe scale)" if starved else name,
             "marker": ".",
         }
-        for panel, fact in zip(panels, (probe.zeros, probe.error), strict=True):
-            values = fact[name].double().where(~probe.overflow, math.nan).tolist()
+        for panel, columns in zip(panels, (probe.zeros, probe.error), strict=True):
+            values = columns[name].double().where(~probe.overflow, math.nan).tolist()
             panel.plot(exponents, values, **style)
     for panel in panels:
         if probe.window is not None:

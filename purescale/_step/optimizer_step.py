@@ -10,7 +10,8 @@ from torch import Tensor
 
 from .._grads.clip import Clip, check_clip, check_ordered
 from .._grads.measure import measure
-from .._loss_scale.rules import HasScale, check_device
+from .._loss_scale.rule_protocol import HasScale
+from .._loss_scale.scaling import check_device
 from .._optim.decision import Decision
 from .._optim.protocol import Optimizer, as_conditional
 from .._optim.step_inputs import StepInputs, flatten_step

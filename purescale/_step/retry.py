@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from .._grads.measure import is_usable
-from .._loss_scale.headroom import updated
-from .._loss_scale.rules import Rule
+from .._loss_scale.rule_protocol import Rule, updated
 from .._step.microbatches import WindowGrads, accumulate_microbatches
 from .._step.step_options import StepOptions
 from .._torch.dtensor import any_dtensor

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._grads.accumulate import OnNonfinite
 from .._grads.clip import Clip
-from .._loss_scale.rules import Rule
+from .._loss_scale.rule_protocol import Rule
 from .._step.value_and_grad import LossFn
 
 BNUpdate = Literal["each", "window"]

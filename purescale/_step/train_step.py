@@ -11,8 +11,9 @@ from torch import Tensor
 
 from .._grads.accumulate import OnNonfinite, check_on_nonfinite
 from .._grads.clip import Clip, check_clip, check_ordered
-from .._loss_scale.headroom import check_rule, takes_amax, updated
-from .._loss_scale.rules import Rule, StaticScale, check_device
+from .._loss_scale.rule_protocol import Rule, check_rule, takes_amax, updated
+from .._loss_scale.rules import StaticScale
+from .._loss_scale.scaling import check_device
 from .._optim.decision import Decision
 from .._optim.protocol import Optimizer, as_conditional
 from .._optim.step_inputs import flatten_step, flatten_together

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from .._loss_scale.rules import wide_loss
+from .._loss_scale.scaling import wide_loss
 from .._torch import donation, dtensor, private
 from .._torch.dtypes import wide_dtype
 from .._torch.tracing import traced

@@ -1,4 +1,4 @@
-"""Pytrees of tensors: flattened, named, compared, selected from, stacked; what a leaf may be.
+"""Pytrees of tensors: flatten, name, compare, select, stack; and what a leaf may be.
 
 A state, its gradients and its buffers are trees. Here they become lists of leaves and trees again,
 and what cannot be a parameter or a gradient is refused, naming the leaf, the cause and the fix.
@@ -6,6 +6,6 @@ and what cannot be a parameter or a gradient is refused, naming the leaf, the ca
 Entry: `tree.flatten` and `tree.flat`; `leaves.normalize`, which makes leaves dense, real and local;
 `select.select`, old or new; `stack.stack_states`.
 Hands on: `tree.Flat`, the leaves of a tree and its structure; `leaves.Normalized`, dense, real
-tensors and the way back to the leaves that they came from.
+tensors, with `restore`, the way back to leaves.
 May import: `_torch`. `tree.py` is the only importer of optree.
 """

@@ -1,4 +1,6 @@
-"""One leaf: what may be a parameter or a gradient; how it becomes dense, real and local."""
+"""What a leaf may be: a parameter, a gradient, a constant; and leaves as dense, real, local
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -62,11 +64,11 @@ def are_real(leaves: Sequence[Any]) -> bool:
     return set(map(_dtype, leaves)) <= _REAL
 
 
-# ---- what may be one -----------------------------------------------------------------------------
+# ---- which leaves are supported ------------------------------------------------------------------
 
 
 def unusual(leaves: Sequence[Any]) -> list[tuple[int, Any]]:
-    """The leaves that need a second look, with their indices."""
+    """The leaves that need a check of their own, with their indices."""
     if are_plain(leaves) and not torch.compiler.is_dynamo_compiling() and are_real(leaves):
         return []
     return [
@@ -83,9 +85,8 @@ def unusual(leaves: Sequence[Any]) -> list[tuple[int, Any]]:
 
 
 def unsupported_reason(leaf: Tensor, *, sparse: bool = False) -> str:
-    """Why a tensor cannot be a leaf that is computed with, and the fix; nothing where it can.
-
-    `sparse`: a COO tensor can, since it is made dense.
+    """Why a tensor is not supported, and the fix; "" if it is. `sparse`: COO tensors are supported,
+    as they are made dense.
     """
     if leaf.is_nested:
         return (
@@ -114,7 +115,7 @@ def check_gradient(leaf: Any, at: str) -> None:
 
 
 def check_parameter(leaf: Any, at: str) -> None:
-    """Refuse what no step can be taken from; `at` is its path."""
+    """Refuse what cannot be a parameter; `at` is its path."""
     _check_floating(leaf, at, "parameter")
     reason = unsupported_reason(leaf)
     if reason:
@@ -125,8 +126,8 @@ def _check_floating(leaf: Any, at: str, what: str) -> None:
     if not isinstance(leaf, Tensor):
         raise TypeError(
             f"{at} is {type(leaf).__name__} {leaf!r}; every {what} must be a tensor or None. "
-            "Fix: put tensors into the tree; dict, list, tuple and NamedTuple are looked into, "
-            "other containers are not."
+            "Fix: put tensors into the tree; containers may be dict, list, tuple and NamedTuple, "
+            "no others."
         )
     if not (leaf.is_floating_point() or leaf.is_complex()):
         raise TypeError(
@@ -140,8 +141,8 @@ def elsewhere(device: torch.device) -> str:
     """Why a leaf may be on another device than the rest, and the fix."""
     if device.type == "meta":
         return (
-            "A tensor on meta has no values. Likely cause: a model that was never filled. Fix: "
-            "load or initialise it, then begin."
+            "A tensor on meta has no values. Likely cause: a model without weights. Fix: "
+            "load or initialise it first."
         )
     return "Fix: `.to(device)` of what was left behind."
 
@@ -150,18 +151,18 @@ def elsewhere(device: torch.device) -> str:
 
 
 class Normalized(NamedTuple):
-    """Leaves as dense, real, strided tensors of this rank, without those that are None.
+    """Leaves as dense, real, strided tensors of this rank, without `None`.
 
     A DTensor is its local shard, a complex tensor its two reals, a sparse COO tensor dense.
     """
 
     tensors: list[Tensor]
-    given: Sequence[Any]  # the leaves, with None; a DTensor whose value was a sum has that sum
-    plain: bool  # they are the tensors
+    given: Sequence[Any]  # the leaves, with None; a partial DTensor is reduced
+    plain: bool  # whether the leaves are the tensors
 
     def restore(self, results: Sequence[Tensor]) -> list[Any]:
-        """What was computed of each tensor, as the leaf that it came from: complex, a DTensor, with
-        None between them.
+        """Results computed from each tensor in the form of its leaf: complex, a DTensor, and None
+        for None.
         """
         if self.plain:
             return list(results)
@@ -170,12 +171,12 @@ class Normalized(NamedTuple):
 
     @property
     def origins(self) -> list[Any]:
-        """The leaf that each tensor came from."""
+        """The leaf of each tensor."""
         return [leaf for leaf in self.given if leaf is not None]
 
 
 def normalize(leaves: Sequence[Any]) -> Normalized:
-    """`leaves`, which are checked already, as dense, real, strided tensors."""
+    """Checked leaves as dense, real, strided tensors."""
     if are_plain(leaves):
         return Normalized(list(leaves), leaves, plain=True)
     given = [dtensor.reduce_partial(leaf) for leaf in leaves]
@@ -192,18 +193,18 @@ def _dense_real(leaf: Tensor) -> Tensor:
 
 
 def dense(leaf: Tensor) -> Tensor:
-    """A sparse tensor as a dense one. Rows that are there twice are summed at least in float32: in
-    half precision their sum may be beyond its range.
+    """A sparse tensor as a dense one. Duplicate rows are summed at least in float32, as in half
+    precision their sum may overflow.
     """
     if leaf.layout is torch.strided:
         return leaf
-    made: Tensor = leaf.to(wide_dtype(leaf.dtype)).to_dense()
-    return made
+    result: Tensor = leaf.to(wide_dtype(leaf.dtype)).to_dense()
+    return result
 
 
 def stored_values(leaf: Tensor) -> Tensor:
-    """The numbers that a leaf stores as reals: a sparse leaf's summed values, a complex leaf's two
-    parts.
+    """The values that a leaf stores, as reals: of a sparse leaf its summed values, of a complex
+    leaf both parts.
     """
     if leaf.layout is torch.sparse_coo:
         leaf = leaf.coalesce().values()
@@ -217,11 +218,11 @@ def _restored(leaf: Tensor, result: Tensor) -> Tensor:
     return restored
 
 
-# ---- which two go together -----------------------------------------------------------------------
+# ---- matching of two leaves ----------------------------------------------------------------------
 
 
 def mismatch_reason(gradient: Tensor, weight: Tensor) -> str:
-    """Why a gradient cannot be that of a parameter; nothing where it can."""
+    """Why a gradient does not fit a parameter; "" if it does."""
     if gradient.shape != weight.shape:
         return f"shape {tuple(gradient.shape)}, its parameter {tuple(weight.shape)}"
     if gradient.device != weight.device:
@@ -232,7 +233,7 @@ def mismatch_reason(gradient: Tensor, weight: Tensor) -> str:
 
 
 def is_constant(leaf: Any) -> bool:
-    """Whether no step changes a leaf: what is not a dense tensor has to come back as the same
+    """Whether a leaf is no dense tensor: no step changes it, and it must come back as the same
     object.
     """
     return (
@@ -244,7 +245,7 @@ def is_constant(leaf: Any) -> bool:
 
 
 def same_metadata(a: Any, b: Any) -> bool:
-    """Whether two leaves are alike in all but their values; constants must be the same."""
+    """Whether two leaves agree in all but values; constants must be the same object or equal."""
     if is_constant(a) or is_constant(b):
         if isinstance(a, Tensor) or isinstance(b, Tensor):
             return a is b
@@ -257,8 +258,8 @@ def same_metadata(a: Any, b: Any) -> bool:
     )
 
 
-def mismatch_error(a: Any, b: Any, at: str, other: str, why: str) -> Exception:
-    """What to raise of two leaves without the `same_metadata`; `a` is `at`, `b` in `other`."""
+def mismatch_error(a: Any, b: Any, at: str, other: str, reason: str) -> Exception:
+    """The error for two leaves without `same_metadata`: `a` at path `at`, `b` in `other`."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if is_constant(a) or is_constant(b):
             kinds = sorted({_kind(x) for x in (a, b) if is_constant(x)})
@@ -271,15 +272,16 @@ def mismatch_error(a: Any, b: Any, at: str, other: str, why: str) -> Exception:
             return TypeError(f"{at} {cause}")
         if a.device != b.device:
             return ValueError(
-                f"{at} is on {a.device}, but on {b.device} in {other}. {why} {elsewhere(b.device)}"
+                f"{at} is on {a.device}, but on {b.device} in {other}. {reason} "
+                f"{elsewhere(b.device)}"
             )
         return ValueError(
-            f"{at} is {a.dtype} {tuple(a.shape)}, but {b.dtype} {tuple(b.shape)} in {other}. {why} "
-            f"Fix: `.to({a.dtype})` what was computed in another dtype."
+            f"{at} is {a.dtype} {tuple(a.shape)}, but {b.dtype} {tuple(b.shape)} in {other}. "
+            f"{reason} Fix: `.to({a.dtype})` what was computed in another dtype."
         )
     return ValueError(
-        f"{at} is {a!r}, but {b!r} in {other}. What changes in a step must be a tensor, or a "
-        "skipped step could not keep the old value without reading the flag. Fix: "
+        f"{at} is {a!r}, but {b!r} in {other}. What changes in a step must be a tensor: a "
+        "skipped step could keep the old value only by reading the flag. Fix: "
         "`torch.tensor(...)`."
     )
 

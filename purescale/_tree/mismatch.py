@@ -1,4 +1,4 @@
-"""Where a state dict and what was expected of it differ, in words."""
+"""The differences between a state dict and the expected one, as an error message."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .._tree import tree as _tree
 
 class _Difference(NamedTuple):
     kind: str
-    keys: tuple[Any, ...]  # on the way to it
+    keys: tuple[Any, ...]  # its path
     detail: str
 
 
-# the field of a state that tells most, first
+# by the field of a state that differs; the first that is found is named
 _CAUSES = {
     "params": "another model",
     "buffers": "another model",
@@ -28,8 +28,8 @@ _CAUSES = {
 
 
 def check_equal(name: str, d: Any, expected: dict[str, Any]) -> None:
-    """Refuse a `d` that does not have the keys, shapes and dtypes of `expected`, with all paths in
-    which the two differ.
+    """Refuse a `d` without the keys, shapes and dtypes of `expected`, listing all paths in which
+    the two differ.
     """
     differences = list(_differences((), d, expected))
     if not differences:
@@ -50,8 +50,8 @@ def check_equal(name: str, d: Any, expected: dict[str, Any]) -> None:
 
 
 def _differences(keys: tuple[Any, ...], got: Any, expected: Any) -> Iterator[_Difference]:
-    """What is wrong with `got` and where; goes only where `expected` goes, since what comes from a
-    file may contain itself.
+    """All differences. Only paths of `expected` are followed: a dict from a file may contain
+    itself.
     """
     if isinstance(got, Mapping) and isinstance(expected, dict):
         for key, child in expected.items():
@@ -70,15 +70,17 @@ def _differences(keys: tuple[Any, ...], got: Any, expected: Any) -> Iterator[_Di
 
 
 def _grouped(name: str, differences: list[_Difference]) -> list[str]:
-    """Each difference in words. Of more than three in one field, as `exp_avg` of every parameter,
-    the first and how many there are.
+    """A text for each difference. Of more than three in one field, such as `exp_avg` of every
+    parameter, only the first and their number.
     """
     groups: dict[Any, list[_Difference]] = {}
-    for one in differences:  # by all keys but the name of a parameter, the last or the one before
-        groups.setdefault((one.keys[:-2], one.keys[-1:]), []).append(one)
-    for place, group in list(groups.items()):
+    for difference in (
+        differences
+    ):  # by all keys but the name of a parameter, which is the last or the one before
+        groups.setdefault((difference.keys[:-2], difference.keys[-1:]), []).append(difference)
+    for field, group in list(groups.items()):
         if len(group) == 1:
-            del groups[place]
+            del groups[field]
             groups.setdefault((group[0].keys[:-1], None), []).extend(group)
     texts: dict[_Difference, str] = {}
     for (_, last), group in groups.items():
@@ -95,8 +97,8 @@ def _code(name: str, keys: tuple[Any, ...]) -> str:
 
 
 def kind_of(value: Any) -> str:
-    """All of a tensor that must agree. Of anything else no more than its type: its repr may be
-    endless, or refused.
+    """Dtype, shape, layout and placements of a tensor. Of any other object the type: its repr may
+    be endless, or raise.
     """
     if not isinstance(value, Tensor):
         return type(value).__name__

@@ -1,6 +1,4 @@
-"""Numbers that come from the host: settings, weights, counts, what a state dict holds. Shared with
-`interop`.
-"""
+"""Checks of numbers from the host: settings, weights, counts, entries of state dicts."""
 
 from __future__ import annotations
 
@@ -15,8 +13,8 @@ from torch import Tensor
 
 
 def as_float(value: Any) -> float | None:
-    """A real number of any type as a float, inf where it is beyond the range of one; `None` for
-    what is none (a bool, a tensor).
+    """A real number of any type as a float, inf beyond the range of float; `None` for anything
+    else, such as a bool or a tensor.
     """
     if type(value) is float:
         return value
@@ -30,7 +28,7 @@ def as_float(value: Any) -> float | None:
 
 
 def real(name: str, value: Any) -> float:
-    """`as_float`, or an error in words."""
+    """`value` as a float."""
     number = as_float(value)
     if number is None:
         raise _no_number(name, value, float)
@@ -60,7 +58,7 @@ def whole(name: str, value: Any, least: int = 0, most: int | None = 2**31 - 1) -
 
 
 def positive(name: str, value: Any) -> float:
-    """`value` as a float that is a positive, finite float32 too."""
+    """`value` as a float, if it is positive and finite in float32."""
     number = real(name, value)
     if not is_positive_float32(number):
         raise ValueError(
@@ -71,12 +69,14 @@ def positive(name: str, value: Any) -> float:
 
 
 def is_positive_float32(number: float) -> bool:
-    """Whether a loss could be scaled by it; NaN and inf are not."""
+    """Whether `number` can be a loss scale; NaN and inf cannot."""
     return 2.0**-149 <= number <= torch.finfo(torch.float32).max
 
 
 def power_of_two(name: str, value: Any) -> float:
-    """`value` as a float that float32 holds and that changes no bit of a mantissa."""
+    """`value` as a float, if it is a power of two in the range of float32, which changes no bit of
+    a mantissa.
+    """
     number = real(name, value)
     exact = math.isfinite(number) and number > 0 and math.frexp(number)[0] == 0.5
     if not exact or not 2.0**-149 <= number <= 2.0**127:
@@ -94,15 +94,15 @@ def power_of_two(name: str, value: Any) -> float:
 
 
 def settle(rule: Any, check: Callable[[str, Any], Any], *names: str) -> None:
-    """Put fields of a frozen dataclass as what `check` makes of them, so that an equal setting is
-    equal whatever type it came in.
+    """Store fields of a frozen dataclass as `check` returns them, so that equal settings of other
+    types make equal objects.
     """
     for name in names:
         object.__setattr__(rule, name, check(name, getattr(rule, name)))
 
 
 def bound(name: str, value: Any) -> float | Tensor:
-    """A number above 0, as a float; of a 0-d tensor the value is not looked at."""
+    """`value` as a float above 0; or a 0-d tensor, which is not read."""
     if isinstance(value, Tensor):
         if value.ndim:
             raise ValueError(
@@ -124,7 +124,7 @@ def bound(name: str, value: Any) -> float | Tensor:
 
 
 def _plain(value: Any) -> Any:
-    """The 0-d arrays of jax and numpy as Python numbers: it is how their libraries keep one."""
+    """The 0-d arrays of jax and numpy as Python numbers."""
     if type(value) in (float, int) or isinstance(value, Tensor):
         return value
     return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
@@ -135,23 +135,23 @@ def _no_number(name: str, value: Any, kind: type[int] | type[float]) -> TypeErro
     if isinstance(value, Tensor):
         return TypeError(
             f"{name} is a tensor of shape {tuple(value.shape)}, {value.dtype}; expected {what}. "
-            "Likely cause: a dict that was put through something that turns numbers into tensors, "
-            f"or that comes from another library. Fix: `{name}.item()`."
+            "Likely cause: a dict whose numbers were turned into tensors, or that comes from "
+            f"another library. Fix: `{name}.item()`."
         )
-    cure = repr(kind(1))
+    fix = repr(kind(1))
     if isinstance(value, (str, numbers.Number)):
         with contextlib.suppress(TypeError, ValueError, OverflowError):
-            cure = shown(kind(value))  # type: ignore[arg-type]
+            fix = shown(kind(value))  # type: ignore[arg-type]
     return TypeError(
-        f"{name} must be {what}, got {shown(value)} ({type(value).__name__}). Fix: {cure}, as an "
+        f"{name} must be {what}, got {shown(value)} ({type(value).__name__}). Fix: {fix}, as an "
         f"{'int' if kind is int else 'int or a float'}."
     )
 
 
-def shown(value: Any, most: int = 80) -> str:
-    """`repr(value)` for a message; Python refuses that of an int of 5000 digits."""
+def shown(value: Any, limit: int = 80) -> str:
+    """`repr(value)` for an error message; Python raises for that of an int of 5000 digits."""
     try:
         text = repr(value)
     except ValueError:
         return f"a number beyond any {type(value).__name__} that can be shown"
-    return text if len(text) <= most else f"{text[: most // 2]}... ({len(text)} characters)"
+    return text if len(text) <= limit else f"{text[: limit // 2]}... ({len(text)} characters)"

@@ -1,4 +1,4 @@
-"""Old or new: a tree as it was where the step is skipped, else as it became."""
+"""Selection of the old tree if a step is skipped, else of the new one."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .._tree.tree import Flat, Leaves, Tree
 
 @outside_autocast()
 def select(found_inf: Tensor | bool, old: Tree, new: Tree) -> Tree:
-    """Equal to `tree_map(lambda o, n: torch.where(found_inf, o, n), old, new)`: `old` where the
-    step is bad, else `new`.
+    """Equal to `tree_map(lambda o, n: torch.where(found_inf, o, n), old, new)`: `old` if the step
+    is bad, else `new`.
 
-    For anything of your own that must stand still on a skipped step: an EMA of the weights,
-    buffers, a schedule's state. It selects and never multiplies, so a NaN in `new` cannot leak
+    For anything of your own that a skipped step must not change: an EMA of the weights, buffers, a
+    schedule's state. It selects and never multiplies, so a NaN in `new` cannot leak
     through (`0 * nan` is `nan`).
 
     Shapes and dtypes: `found_inf` is 0-d bool, True = bad. The leaves of `old` and `new` agree in
     shape and dtype. A leaf that is no dense tensor, such as a sparse one, must be the same object
-    in both and comes back. The result shares no memory with either.
+    in both and is returned. The result shares no memory with either tree.
 
     Raises `ValueError` when the trees differ in structure or two leaves in shape or dtype.
 
@@ -49,7 +49,7 @@ def where(
     flat: Flat | None = None,
 ) -> Tree:
     """`select` that may write its result into the tensors of `old`, unless they share memory with
-    `keep`. `flat`: of `old`, where it is known.
+    `keep`. `flat`: of `old`, if it is known.
     """
     leaves, others, structure = _tree.paired(old, new, "old", "new", flat=flat)
     return structure.unflatten(choose(skip, leaves, others, donate=donate, keep=keep))
@@ -63,12 +63,12 @@ def choose(
     donate: bool = False,
     keep: Sequence[Tensor] = (),
 ) -> Leaves:
-    """`where` of leaves that are paired already; a `skip` that the host knows chooses nothing."""
+    """`where` over two matching lists of leaves. If the host knows `skip`, one list is copied."""
     indices = [index for index, leaf in enumerate(old) if not is_constant(leaf)]
     before = [dtensor.shard(old[index]) for index in indices]
     after = [dtensor.shard(new[index]) for index in indices]
     graph = traced() or is_on_a_graph([*before, *after])
-    if not graph:  # what is written into is off the graph too
+    if not graph:  # so that a leaf that requires grad may be written into
         before = [leaf.detach() if leaf.requires_grad else leaf for leaf in before]
     if isinstance(skip, Tensor) and not graph and host_can_read(_tree.flag(skip), *before):
         skip = bool(skip)
@@ -86,7 +86,7 @@ def choose(
 
 
 def copies(leaves: Leaves) -> Leaves:
-    """Each leaf off the graph in memory of its own; constants as they are."""
+    """Each leaf detached and in fresh memory; constants as they are."""
     if are_plain(leaves):
         return foreach.clone(leaves)
     return [leaf if is_constant(leaf) else leaf.detach().clone() for leaf in leaves]

@@ -1,4 +1,4 @@
-"""Many states as one and back, and averages of states over time; over trees of tensors."""
+"""Stacking of states, one member of a stack, and exponential moving averages of trees."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._torch.dtypes import wide_dtype
-from .._tree import scalars as _checks
+from .._tree import scalars
 from .._tree import tree as _tree
 from .._tree.tree import Leaves, Tree
 
@@ -18,10 +18,10 @@ def stack_states(states: Iterable[Tree]) -> Tree:
     """Equal to `tree_map(lambda *leaves: torch.stack(leaves), *states)`: one tree, each tensor with
     one dimension more in front, [len(states), ...].
 
-    `states`: trees of one structure, as TrainState, what an optimizer or a rule remembers, or
-    parameters; leaf by leaf of one shape, dtype and device. `None` stays `None`; what is no tensor
-    must be equal in all and stays as it is. What comes back is for `torch.vmap` over a step, and
-    `member` picks one state of it. The result is in fresh memory, on the graph of its arguments.
+    `states`: trees of one structure, such as TrainState, the state of an optimizer or a rule, or
+    parameters; leaf by leaf of one shape, dtype and device. `None` stays `None`; a leaf that is no
+    tensor must be equal in all states. The result is for `torch.vmap` over a step; `member` picks
+    one state of it. It is in fresh memory, on the graph of its arguments.
 
     Raises `ValueError`, naming the leaf, for states that differ in more than values, and for an
     empty list; `TypeError` for one state in place of a list.
@@ -34,21 +34,22 @@ def stack_states(states: Iterable[Tree]) -> Tree:
 
     Source of the form: torch.func.stack_module_state, which takes modules.
     """
-    one = isinstance(states, (Tensor, Mapping, str)) or hasattr(states, "_fields")
-    if one or not isinstance(states, Iterable):
+    is_one_state = isinstance(states, (Tensor, Mapping, str)) or hasattr(states, "_fields")
+    if is_one_state or not isinstance(states, Iterable):
         raise TypeError(
             f"stack_states takes a list of states, got one {type(states).__name__}. Fix: "
             "`stack_states([state, other])`."
         )
     cause = (
-        "Likely cause: states of other parameters, optimizers or rules. Fix: states that one init "
-        "made; `torch.tensor(...)` for a number that a member has of its own."
+        "Likely cause: states of other parameters, optimizers or rules. Fix: make all "
+        "states with one `init`, and a number that differs between members with "
+        "`torch.tensor(...)`."
     )
     return stacked("states", list(states), cause)
 
 
 def stacked(name: str, trees: list[Tree], cause: str) -> Tree:
-    """The trees as one. `cause`: what a message says of trees that differ."""
+    """The trees as one. `cause` ends the error message for trees that differ."""
     if not trees:
         raise ValueError(f"{name} is an empty list; expected at least one to stack.")
     first, structure = _tree.flatten(trees[0])
@@ -57,9 +58,9 @@ def stacked(name: str, trees: list[Tree], cause: str) -> Tree:
         for index, tree in enumerate(trees)
     ]
     for index, row in enumerate(rows):
-        for place, (leaf, like) in enumerate(zip(row, first, strict=True)):
-            if not _alike(leaf, like):
-                at = _tree.path(trees[0], f"{name}[{index}]", place)
+        for position, (leaf, like) in enumerate(zip(row, first, strict=True)):
+            if not _can_be_stacked(leaf, like):
+                at = _tree.path(trees[0], f"{name}[{index}]", position)
                 raise ValueError(f"{at} is {_kind(leaf)}, but {_kind(like)} in {name}[0]. {cause}")
     return structure.unflatten(
         [
@@ -69,7 +70,7 @@ def stacked(name: str, trees: list[Tree], cause: str) -> Tree:
     )
 
 
-def _alike(leaf: Any, like: Any) -> bool:
+def _can_be_stacked(leaf: Any, like: Any) -> bool:
     if isinstance(leaf, Tensor) and isinstance(like, Tensor):
         return (leaf.shape, leaf.dtype, leaf.device) == (like.shape, like.dtype, like.device)
     if isinstance(leaf, Tensor) or isinstance(like, Tensor):
@@ -79,21 +80,21 @@ def _alike(leaf: Any, like: Any) -> bool:
 
 def _kind(leaf: Any) -> str:
     if not isinstance(leaf, Tensor):
-        return _checks.shown(leaf)
+        return scalars.shown(leaf)
     where = "" if leaf.device.type == "cpu" else f" on {leaf.device}"
     return f"{leaf.dtype} {tuple(leaf.shape)}{where}"
 
 
 def member(states: Tree, i: int | Tensor) -> Tree:
-    """Equal to `tree_map(lambda leaf: leaf[i].clone(), states)`: one of the states that
-    `stack_states` put together, in fresh memory.
+    """Equal to `tree_map(lambda leaf: leaf[i].clone(), states)`: one of the states in what
+    `stack_states` returned, in fresh memory.
 
-    `i`: a whole number, negative from the end, or a 0-d integer tensor, which is not read (one that
-    is out of range gets whatever torch's indexing makes of it). `None` and what is no tensor stay
-    as they are.
+    `i`: a whole number, negative from the end, or a 0-d integer tensor, which is not read: out of
+    range it does what torch's indexing does. `None` and leaves that are no tensors stay as they
+    are.
 
-    Raises `ValueError`, naming the leaf, where a tensor has no dimension in front or one of another
-    size than the others, `IndexError` for an `i` out of range, `TypeError` for one that is no whole
+    Raises `ValueError`, naming the leaf, for a tensor without a first dimension or with one of
+    another size, `IndexError` for an `i` out of range, `TypeError` for one that is no whole
     number.
 
     >>> import torch
@@ -102,20 +103,20 @@ def member(states: Tree, i: int | Tensor) -> Tree:
     {'w': tensor([3., 4.])}
     """
     leaves, structure = _tree.flatten(states)
-    size = _members(states, leaves)
+    size = _num_members(states, leaves)
     if isinstance(i, Tensor):
         if i.ndim or i.is_floating_point() or i.is_complex() or i.dtype is torch.bool:
             raise TypeError(
                 f"i is {i.dtype} {tuple(i.shape)}; expected a whole number or a 0-d integer tensor."
                 " Fix: `i.long()`; for several members, `torch.vmap` over i."
             )
-        place = torch.where(i < 0, i + size, i).to(torch.int64).reshape(1)
+        row = torch.where(i < 0, i + size, i).to(torch.int64).reshape(1)
         picked = [
-            leaf.index_select(0, place.to(leaf.device))[0] if isinstance(leaf, Tensor) else leaf
+            leaf.index_select(0, row.to(leaf.device))[0] if isinstance(leaf, Tensor) else leaf
             for leaf in leaves
         ]
         return structure.unflatten(picked)
-    index = _checks.whole("i", i, least=-(2**63), most=None)
+    index = scalars.whole("i", i, least=-(2**63), most=None)
     if not -size <= index < size:
         raise IndexError(
             f"i is {index}, and there are {size} states. Fix: from 0 to {size - 1}, or from -1 "
@@ -125,10 +126,9 @@ def member(states: Tree, i: int | Tensor) -> Tree:
     return structure.unflatten(picked)
 
 
-def _members(states: Tree, leaves: Leaves) -> int:
-    """How many states there are."""
+def _num_members(states: Tree, leaves: Leaves) -> int:
     size: int | None = None
-    for place, leaf in enumerate(leaves):
+    for position, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
             continue
         if leaf.ndim and (size is None or leaf.shape[0] == size):
@@ -136,9 +136,9 @@ def _members(states: Tree, leaves: Leaves) -> int:
             continue
         others = "[n, ...]" if size is None else f"[{size}, ...], as the tensors before it"
         raise ValueError(
-            f"{_tree.path(states, 'states', place)} has shape {tuple(leaf.shape)}; expected "
-            f"{others}. Likely cause: one state, or states that were put together otherwise. Fix: "
-            "what `stack_states` returned, or a step under `torch.vmap` made of it."
+            f"{_tree.path(states, 'states', position)} has shape {tuple(leaf.shape)}; expected "
+            f"{others}. Likely cause: one state, or states stacked in another way. Fix: what "
+            "`stack_states` returned, or a step of it under `torch.vmap`."
         )
     if size is None:
         raise ValueError("states has no tensor, so it has no members. Fix: `stack_states(...)`.")
@@ -149,19 +149,19 @@ def ema(old: Tree, new: Tree, decay: float | Tensor) -> Tree:
     """Equal to `tree_map(lambda o, n: decay * o + (1 - decay) * n, old, new)`: an exponential
     moving average, one step on.
 
-    `old`: the average, `new`: what it follows, trees of one structure, leaf by leaf of one shape
-    and device. Floating and complex leaves are averaged in at least float32 and come back in the
-    dtype of `old`; keep the average in float32 where the weights are in half precision, which
-    holds no step of 1/1000. Integer and bool leaves, and what is no tensor, come from `new`; `None`
-    stays `None`. `decay`: from 0 (`new`) to 1 (`old`), a number or a 0-d tensor, which is not read.
-    Where `old` and `new` are the same number, so is the result, bit for bit. In fresh memory; the
-    derivatives come through.
+    `old`: the average, `new`: the latest value; trees of one structure, leaf by leaf of one shape
+    and device. Floating and complex leaves are averaged in at least float32 and returned in the
+    dtype of `old`; keep the average of half-precision weights in float32, as half precision rounds
+    away a change of 1/1000. Integer and bool leaves, and leaves that are no tensors, come from
+    `new`; `None` stays `None`. `decay`: from 0 (`new`) to 1 (`old`), a number or a 0-d tensor,
+    which is not read. Elements that are equal in `old` and `new` are so in the result, bit for bit.
+    In fresh memory; derivatives pass through.
 
-    It knows nothing of skipped steps; `select(info.found_inf, average, ema(average, params, 0.99))`
-    stands still on those.
+    It does not know which steps were skipped:
+    `select(info.found_inf, average, ema(average, params, 0.99))` leaves those out.
 
-    Raises `ValueError`, naming the leaf, for trees that do not go together, and for a `decay` out
-    of its bounds; `TypeError` for one that is no number.
+    Raises `ValueError`, naming the leaf, for trees that do not match, and for a `decay` outside of
+    [0, 1]; `TypeError` for one that is no number.
 
     >>> import torch
     >>> ema({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([3.0, 2.0])}, decay=0.75)
@@ -169,13 +169,14 @@ def ema(old: Tree, new: Tree, decay: float | Tensor) -> Tree:
 
     Source of the rule: torch.optim.swa_utils.get_ema_multi_avg_fn, which writes into the average.
     """
-    decay = _checked_decay(decay)
+    decay = _check_decay(decay)
     leaves, structure = _tree.flatten(old)
     others = _tree.leaves_like("new", new, "old", old, structure)
-    for place, (a, b) in enumerate(zip(leaves, others, strict=True)):
-        if cause := _apart(a, b):
+    for position, (a, b) in enumerate(zip(leaves, others, strict=True)):
+        if reason := _no_average_reason(a, b):
             raise ValueError(
-                f"{_tree.path(old, 'new', place)} is {_kind(b)}, but {_kind(a)} in old: {cause}. "
+                f"{_tree.path(old, 'new', position)} is {_kind(b)}, but {_kind(a)} in old: "
+                f"{reason}. "
                 "Likely cause: the average of another model. Fix: start with a copy, `{name: "
                 "weight.clone() for name, weight in params.items()}`."
             )
@@ -184,7 +185,7 @@ def ema(old: Tree, new: Tree, decay: float | Tensor) -> Tree:
     )
 
 
-def _checked_decay(decay: Any) -> float | Tensor:
+def _check_decay(decay: Any) -> float | Tensor:
     if isinstance(decay, Tensor):
         if decay.ndim:
             raise ValueError(
@@ -194,11 +195,9 @@ def _checked_decay(decay: Any) -> float | Tensor:
         if decay.is_complex() or decay.dtype is torch.bool:
             raise TypeError(f"decay is a tensor of {decay.dtype}. Fix: `torch.tensor(0.999)`.")
         return decay
-    number = _checks.real("decay", decay)
+    number = scalars.real("decay", decay)
     if not 0 <= number <= 1:
-        raise ValueError(
-            f"decay must lie between 0 and 1, got {number!r}. Fix: 0.999, the share of the old."
-        )
+        raise ValueError(f"decay must lie between 0 and 1, got {number!r}. Fix: decay=0.999.")
     return number
 
 
@@ -206,8 +205,8 @@ def _is_averaged(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
-def _apart(a: Any, b: Any) -> str:
-    """Why two leaves have no average; nothing where they have."""
+def _no_average_reason(a: Any, b: Any) -> str:
+    """Why two leaves have no average; "" if they have one."""
     if isinstance(a, Tensor) is not isinstance(b, Tensor):
         return "only one of them is a tensor"
     if not isinstance(a, Tensor):
@@ -227,5 +226,5 @@ def _averaged(a: Any, b: Any, decay: float | Tensor) -> Any:
         return b.clone()
     wide = torch.promote_types(wide_dtype(a.dtype), wide_dtype(b.dtype))
     share = 1 - (decay.to(wide) if isinstance(decay, Tensor) else decay)
-    # lerp leaves what is equal in both as it is, which the sum of two products does not.
+    # lerp returns equal elements unchanged; a sum of two products would round them.
     return torch.lerp(a.to(wide), b.to(wide), share).to(a.dtype)

@@ -1,8 +1,7 @@
-"""Pytrees of tensors: structure, which two go together, who may be written to. The only module that
-knows optree.
+"""Pytrees of tensors: structure, names, matching of two trees. The only module that imports optree.
 
 A tree is any nesting of dict, list, tuple and NamedTuple. `None` is a leaf here and passes through
-every function. Dicts keep their key order: a compiled step whose outputs came back in sorted order
+every function. Dicts keep their key order: if outputs came back with sorted keys, a compiled step
 would be traced a second time.
 """
 
@@ -22,14 +21,14 @@ from .._torch.donation import memories, memory
 from .._torch.tracing import PLAIN_TYPES, traced, under_transform
 from .._tree import leaves as _leaf
 
-_map = map  # of Python, which the one of trees below shadows
+_map = map  # the builtin, which `map` over trees shadows below
 
 Tree: TypeAlias = Any
 Leaves: TypeAlias = list[Any]
 
-# optree sorts dict keys unless told not to; the order of the parameters is that of a torch
-# optimizer's state. This setting is that of our own namespace and reaches nobody else.
-_OURS: dict[str, Any] = {"none_is_leaf": True, "namespace": "purescale"}
+# optree sorts dict keys by default; the state of a torch optimizer has the order of the parameters.
+# The setting applies to this namespace only.
+_OPTREE: dict[str, Any] = {"none_is_leaf": True, "namespace": "purescale"}
 _insertion_ordered = optree.dict_insertion_ordered(True, namespace="purescale")
 _insertion_ordered.__enter__()
 
@@ -40,16 +39,16 @@ _insertion_ordered.__enter__()
 def flatten(tree: Tree) -> tuple[Leaves, Any]:
     """The leaves and the structure, with its `.unflatten(leaves)` and `.flatten_up_to(other)`."""
     if torch.compiler.is_dynamo_compiling():
-        # optree cannot be traced where a dict is empty, as the buffers of a net without BatchNorm
-        # are.
+        # Dynamo cannot trace optree through an empty dict, such as the buffers of a net without
+        # BatchNorm.
         leaves, structure = _torch.pytree.tree_flatten(tree)
     else:
-        leaves, structure = optree.tree_flatten(tree, **_OURS)
+        leaves, structure = optree.tree_flatten(tree, **_OPTREE)
     return leaves, structure
 
 
 class Flat(NamedTuple):
-    """A tree that is flattened once, where it comes in."""
+    """A tree, its leaves and its structure: flattened once, at the start of a step."""
 
     tree: Tree
     leaves: Leaves
@@ -63,13 +62,11 @@ def flat(tree: Tree) -> Flat:
 
 
 def map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
-    """`fn` over the leaves of `tree` and of the trees that start with its structure; `None` stays
-    `None`.
-    """
+    """`fn` over the leaves of `tree` and of other trees of its structure; `None` stays `None`."""
     leaves, structure = flatten(tree)
-    columns = [leaves, *(structure.flatten_up_to(other) for other in rest)]
+    leaf_lists = [leaves, *(structure.flatten_up_to(other) for other in rest)]
     return structure.unflatten(
-        [None if row[0] is None else fn(*row) for row in zip(*columns, strict=True)]
+        [None if row[0] is None else fn(*row) for row in zip(*leaf_lists, strict=True)]
     )
 
 
@@ -79,42 +76,35 @@ def tensors(tree: Tree) -> list[Tensor]:
 
 
 def are_tensors(leaves: Leaves) -> bool:
-    """Whether one look shows that each leaf is a tensor of the usual types."""
+    """Whether each leaf is a tensor of a plain type; a fast check of the whole list."""
     return set(_map(type, leaves)) <= PLAIN_TYPES
 
 
 def clone(tree: Tree) -> Tree:
-    """`tree` in fresh memory; off torch.autograd's graph, on that of a torch.func transform."""
+    """`tree` in fresh memory, detached; under a torch.func transform still on its graph."""
     return map(lambda leaf: off_graph(leaf).clone() if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def off_graph(leaf: Tensor) -> Tensor:
-    """`leaf.detach()`, but for torch.func, whose derivatives must come through."""
+    """`leaf.detach()`; under torch.func `leaf`, as its derivatives must come through."""
     return leaf if under_transform() else leaf.detach()
 
 
 def all_tensors(tree: Any) -> list[Tensor]:
-    """`tensors` that also looks into the containers that only torch's pytree knows, which is
-    slower.
-    """
+    """`tensors`, also of containers that only torch's pytree knows. Slower."""
     leaves = flatten(tree)[0]
     if are_tensors(leaves):
         return leaves
-    found: list[Tensor] = []
-    for leaf in leaves:
-        rest = (
-            [leaf] if leaf is None or isinstance(leaf, Tensor) else _torch.pytree.tree_leaves(leaf)
-        )
-        found += [part for part in rest if isinstance(part, Tensor)]
-    return found
+    return [part for part in _torch.pytree.tree_leaves(leaves) if isinstance(part, Tensor)]
 
 
 def fresh(leaves: Leaves, taken: Set[int | None] | None) -> Leaves:
-    """Leaves, which may be containers that only torch's pytree knows, off the graph; copied out of
-    `taken`, where traced (None) all of them. Constants that are on no graph are the same objects.
+    """Leaves, which may be containers that only torch's pytree knows, detached; those whose memory
+    is in `taken` are copied, where traced (None) all. Constants that are on no graph are the same
+    objects.
     """
 
-    def own(leaf: Any) -> Any:
+    def detach(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or (_leaf.is_constant(leaf) and not leaf.requires_grad):
             return leaf
         if taken is None:
@@ -123,12 +113,12 @@ def fresh(leaves: Leaves, taken: Set[int | None] | None) -> Leaves:
 
     if taken is not None and are_tensors(leaves) and taken.isdisjoint(memories(leaves)):
         return [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves]
-    return [_torch.pytree.tree_map(own, leaf) for leaf in leaves]
+    return [_torch.pytree.tree_map(detach, leaf) for leaf in leaves]
 
 
 def apart(tree: Tree, inputs: Tree) -> Tree:
-    """`tree`, on its graph, copied where it may share memory with `inputs` or one leaf with
-    another.
+    """`tree`, on its graph; leaves that may share memory with `inputs` or with each other are
+    copied.
     """
     leaves, structure = flatten(tree)
     return structure.unflatten(leaves_apart(leaves, tensors(inputs)))
@@ -152,8 +142,8 @@ def leaves_apart(leaves: Leaves, others: Leaves) -> Leaves:
 
 
 def paths(tree: Tree, name: str) -> list[str]:
-    """Where each leaf stands, as Python: `grads['conv']['weight']`."""
-    return [accessor.codify(name) for accessor in optree.tree_accessors(tree, **_OURS)]
+    """The path of each leaf, as Python: `grads['conv']['weight']`."""
+    return [accessor.codify(name) for accessor in optree.tree_accessors(tree, **_OPTREE)]
 
 
 _CONTAINERS = {dict, list, tuple}
@@ -162,13 +152,13 @@ _device = operator.attrgetter("device")
 
 
 def names(tree: Tree) -> list[str]:
-    """Where each leaf stands, dotted: `conv.weight`, in the order of `flatten`. A flat dict of
-    parameters gives its own keys.
+    """The dotted name of each leaf, `conv.weight`, in the order of `flatten`. Of a flat dict its
+    keys.
     """
     if type(tree) is dict and not any([type(child) in _CONTAINERS for child in tree.values()]):
         return [str(key) for key in tree]
     if not torch.compiler.is_dynamo_compiling():
-        return [".".join(str(part) for part in path) for path in optree.tree_paths(tree, **_OURS)]
+        return [".".join(str(part) for part in path) for path in optree.tree_paths(tree, **_OPTREE)]
     if isinstance(tree, dict):
         children = list(tree.items())
     elif isinstance(tree, (list, tuple)):
@@ -181,17 +171,17 @@ def names(tree: Tree) -> list[str]:
 
 
 def keys(tree: Tree) -> list[tuple[str, ...]]:
-    """The names on the way to each leaf: keys of dicts, fields of NamedTuples, positions in lists
+    """The path of each leaf as strings: keys of dicts, fields of NamedTuples, positions in lists
     and tuples.
     """
     return [
-        tuple(str(getattr(entry, "field", entry.entry)) for entry in way)
-        for way in optree.tree_accessors(tree, **_OURS)
+        tuple(str(getattr(entry, "field", entry.entry)) for entry in accessor)
+        for accessor in optree.tree_accessors(tree, **_OPTREE)
     ]
 
 
 def path(tree: Tree, name: str, index: int) -> str:
-    """Where leaf `index` stands, as Python; while compiling, where optree cannot be asked, only its
+    """The path of leaf `index`, as Python; while compiling, where optree cannot be traced, its
     number.
     """
     return f"leaf {index}" if torch.compiler.is_dynamo_compiling() else paths(tree, name)[index]
@@ -213,9 +203,9 @@ def leaves_like(name: str, tree: Tree, like_name: str, like: Tree, structure: An
             f"{name} and {like_name} differ in structure: run the step once without torch.compile "
             "to see where."
         )
-    ours, theirs = dict.fromkeys(paths(tree, "")), dict.fromkeys(paths(like, ""))
-    missing = [path for path in theirs if path not in ours]
-    extra = [path for path in ours if path not in theirs]
+    got, expected = dict.fromkeys(paths(tree, "")), dict.fromkeys(paths(like, ""))
+    missing = [path for path in expected if path not in got]
+    extra = [path for path in got if path not in expected]
     raise ValueError(
         f"{name} does not match {like_name}: missing {some(missing)}; not in {like_name}: "
         f"{some(extra)}. Both must be the same nesting of the same keys (with None for what is "
@@ -226,8 +216,8 @@ def leaves_like(name: str, tree: Tree, like_name: str, like: Tree, structure: An
 
 
 def gradients_like(params: Flat, grads: Tree) -> Leaves:
-    """The leaves of `grads` in the order of `params`; refused, naming the leaf, unless each could
-    be added to its parameter.
+    """The leaves of `grads` in the order of `params`; refused, naming the leaf, if a gradient does
+    not fit its parameter.
     """
     gradients = leaves_like("grads", grads, "params", params.tree, params.structure)
     if params.ordinary and _leaf.are_plain(gradients) and _leaf.are_real(gradients):
@@ -259,7 +249,7 @@ def some(items: list[str], most: int = 5) -> str:
 
 
 def refuse_graphs(**trees: Tree) -> None:
-    """Refuse what stands on a graph of torch.autograd, which a step would leave without a word."""
+    """Refuse tensors with autograd history, which a step would silently detach."""
     if traced() or not torch.is_grad_enabled():
         return
     for name, tree in trees.items():
@@ -280,8 +270,8 @@ def refuse_graphs(**trees: Tree) -> None:
 
 
 def cast(tree: Tree, dtype: torch.dtype, *, copy: bool = False) -> Tree:
-    """Floating tensors of `tree` in `dtype`; everything else as it is. Reaches into types
-    registered with torch's pytree too.
+    """Floating tensors of `tree` in `dtype`; everything else as it is. Also of containers that only
+    torch's pytree knows.
     """
 
     def convert(leaf: Any) -> Any:
@@ -293,13 +283,13 @@ def cast(tree: Tree, dtype: torch.dtype, *, copy: bool = False) -> Tree:
 
 
 def recordable(leaf: Any) -> Any:
-    """A tensor made under inference_mode as a copy that autograd takes; anything else as it is."""
+    """Of a tensor made under inference_mode a copy that autograd accepts; else the leaf itself."""
     return (
         leaf.clone() if isinstance(leaf, Tensor) and not traced() and leaf.is_inference() else leaf
     )
 
 
-_EITHER = "A skipped step keeps the one, an applied step takes the other, so both must agree."
+_REASON = "A skipped step returns the one, an applied step the other, so both must match."
 
 
 def paired(
@@ -307,13 +297,11 @@ def paired(
     other: Tree,
     name: str,
     other_name: str,
-    why: str = _EITHER,
+    reason: str = _REASON,
     flat: Flat | None = None,
 ) -> tuple[Leaves, Leaves, Any]:
-    """The leaves of two trees, those of `other` in the order of `tree`'s, and the structure;
-    refused unless all but values agree.
-
-    `flat`: of `tree`, where it is known.
+    """The leaves of two trees in one order, and the structure; refused, naming the leaf, if they
+    differ in anything but values. `flat`: of `tree`, if it is known.
     """
     flat = Flat(tree, *flatten(tree)) if flat is None else flat
     leaves, structure = flat.leaves, flat.structure
@@ -322,13 +310,15 @@ def paired(
         return leaves, others, structure
     for index, (a, b) in enumerate(zip(leaves, others, strict=True)):
         if not _leaf.same_metadata(a, b):
-            raise _leaf.mismatch_error(a, b, path(tree, name, index), other_name, why)
+            raise _leaf.mismatch_error(a, b, path(tree, name, index), other_name, reason)
     others = [dtensor.redistribute_like(b, a) for a, b in zip(leaves, others, strict=True)]
     return leaves, others, structure
 
 
 def _have_same_metadata(leaves: Leaves, others: Leaves) -> bool:
-    """Whether one look at all of them shows that each two do; only of the usual kinds."""
+    """Whether each two leaves agree in all but values, and all are plain; a fast check of whole
+    lists.
+    """
     return (
         not torch.compiler.is_dynamo_compiling()
         and _leaf.are_plain([*leaves, *others])
@@ -350,12 +340,15 @@ def flag(found_inf: Tensor | bool, like: Tensor | None = None) -> Tensor:
         return found_inf if found_inf.dtype is torch.bool else found_inf != 0
     if isinstance(found_inf, bool):
         return torch.tensor(found_inf, device=None if like is None else like.device)
-    raise TypeError(f"found_inf must be a 0-d bool tensor (True = bad), got {found_inf!r}.")
+    raise TypeError(
+        f"found_inf must be a 0-d bool tensor (True = bad), got {found_inf!r}. Fix: "
+        "`torch.tensor(found_inf)`."
+    )
 
 
 def poison(given: Any, keep: Any) -> None:
-    """Where `PURESCALE_DEBUG_DONATION=1` was set before the import: fill with NaN what was donated,
-    so that its use is seen at once. `keep` holds the results and what the caller did not give up.
+    """If `PURESCALE_DEBUG_DONATION=1` was set before the import: fill donated tensors with NaN, so
+    that a later use is noticed. `keep` holds the results and what the caller did not give up.
 
     In a test: `monkeypatch.setattr("purescale._torch.donation.DEBUG", True)`.
     """
@@ -367,13 +360,13 @@ def poison(given: Any, keep: Any) -> None:
 
 
 def check_gradients(grads: Tree, leaves: Leaves, name: str = "grads") -> None:
-    """Refuse, naming the leaf, what cannot be a gradient or have one."""
+    """Refuse, naming the leaf, what cannot be a gradient."""
     for index, leaf in _leaf.unusual(leaves):
         _leaf.check_gradient(leaf, path(grads, name, index))
 
 
 def check_parameters(params: Flat, name: str = "params") -> None:
-    """Refuse, naming the leaf, what no step can be taken from."""
+    """Refuse, naming the leaf, what cannot be a parameter."""
     if params.ordinary and _leaf.are_real(params.leaves):
         return
     for index, leaf in _leaf.unusual(params.leaves):
@@ -381,8 +374,8 @@ def check_parameters(params: Flat, name: str = "params") -> None:
 
 
 def device_of(tree: Tree, leaves: Leaves, name: str) -> torch.device:
-    """The device of the leaves, the CPU where there is none; refused, naming the leaf, unless all
-    are on one.
+    """The device of the leaves, the CPU if there is none; refused, naming the leaf, if there are
+    two.
     """
     device: torch.device | None = None
     for index, leaf in enumerate(leaves):
@@ -390,7 +383,7 @@ def device_of(tree: Tree, leaves: Leaves, name: str) -> torch.device:
             continue
         if device is not None:
             raise ValueError(
-                f"{path(tree, name, index)} is on {leaf.device}, what comes before it on {device}; "
+                f"{path(tree, name, index)} is on {leaf.device}, the leaves before it on {device}; "
                 f"they must be on one device. {_leaf.elsewhere(leaf.device)}"
             )
         device = leaf.device

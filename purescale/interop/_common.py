@@ -1,5 +1,5 @@
-"""What the peers' files share: states made and moved, settings checked, state dicts read and told
-apart.
+"""What the peers' files share: a rule over a scale and a count; checks of settings and of state
+dicts.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from .._loss_scale.rule_protocol import flag, without_amax
 from .._loss_scale.rules import ScalerState
-from .._loss_scale.rules import flag as flag
-from .._tree import scalars as _checks
-from .._tree import tree as _tree
+from .._tree import scalars
 from .._tree.scalars import is_positive_float32, positive, real, shown, whole
+from .._tree.tree import some
 
 Device = torch.device | str | None
 
@@ -28,28 +28,27 @@ def scalar(value: float, dtype: torch.dtype, device: Device) -> Tensor:
     return torch.full((), value, dtype=dtype, device=device)
 
 
-def scaler_state(
-    scale: float, growth_tracker: int = 0, hysteresis_tracker: int = 0, device: Device = None
-) -> ScalerState:
-    """A `ScalerState` from host numbers."""
-    return ScalerState(
-        scale=scalar(scale, torch.float32, device),
-        growth_tracker=scalar(growth_tracker, torch.int32, device),
-        hysteresis_tracker=scalar(hysteresis_tracker, torch.int32, device),
-        consecutive_skips=scalar(0, torch.int32, device),
-    )
-
-
-def moved(scaler: ScalerState, bad: Tensor, scale: Tensor, growth_tracker: Tensor) -> ScalerState:
-    """The next state of a rule without hysteresis. No tensor of `scaler` is handed on: a later
-    donation would reach back into it.
+class ScaleAndCount:
+    """A rule whose state is a scale and one count of steps. `_next` is its transition; what it
+    returns shares no memory with its arguments, or a later donation would reach back into them.
     """
-    return ScalerState(
-        scale=scale,
-        growth_tracker=growth_tracker,
-        hysteresis_tracker=torch.zeros_like(scaler.hysteresis_tracker),
-        consecutive_skips=next_skips(scaler.consecutive_skips, bad),
-    )
+
+    def _next(self, scale: Tensor, count: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    @without_amax
+    def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
+        """The state for the next step. `found_inf`: 0-d bool, True = the step was bad. Reads no
+        value; raises only for another rule's state.
+        """
+        bad = flag(found_inf, scaler, ScalerState)
+        scale, count = self._next(scaler.scale, scaler.growth_tracker, bad)
+        return ScalerState(
+            scale=scale,
+            growth_tracker=count,
+            hysteresis_tracker=torch.zeros_like(scaler.hysteresis_tracker),
+            consecutive_skips=next_skips(scaler.consecutive_skips, bad),
+        )
 
 
 def next_skips(skips: Tensor, bad: Tensor) -> Tensor:
@@ -61,29 +60,15 @@ def next_skips(skips: Tensor, bad: Tensor) -> Tensor:
 
 
 def settle(rule: Any, *names: str) -> None:
-    """Put fields of a frozen rule as `positive` floats, so that an equal setting is an equal rule
-    whatever type it came in.
+    """Store fields of a frozen rule as `positive` floats, so that equal settings of other types
+    make equal rules.
     """
-    _checks.settle(rule, positive, *names)
+    scalars.settle(rule, positive, *names)
 
 
 def settle_counts(rule: Any, *names: str, least: int = 1) -> None:
-    """Put fields of a frozen rule as ints from `least` up."""
-    _checks.settle(rule, functools.partial(whole, least=least), *names)
-
-
-def check_factors(growth: tuple[str, float], backoff: tuple[str, float] | None = None) -> None:
-    """Refuse factors that do not grow, or do not back off."""
-    if growth[1] <= 1:
-        raise ValueError(
-            f"{growth[0]} must be above 1, got {growth[1]!r}: the scale would never grow. Fix: "
-            f"{growth[0]}=2.0, as usual."
-        )
-    if backoff is not None and backoff[1] >= 1:
-        raise ValueError(
-            f"{backoff[0]} must lie between 0 and 1, got {backoff[1]!r}: an overflow would repeat "
-            f"for ever. Fix: {backoff[0]}=0.5, as usual."
-        )
+    """Store fields of a frozen rule as ints of at least `least`."""
+    scalars.settle(rule, functools.partial(whole, least=least), *names)
 
 
 def check_bool(name: str, value: Any) -> None:
@@ -112,8 +97,8 @@ _OWNERS = {
     "purescale": "a ScalerState of purescale's own",
 }
 
-# Keys that only this one has all of, asked in this order: a set that holds another comes first.
-_TELLING_KEYS = (
+# The keys by which a dict is known; the first set that it holds decides, so larger sets come first.
+_SIGNATURES = (
     ("mmengine", {"apex_amp"}),
     ("mmcv", {"cur_scale", "cur_iter", "mode"}),
     ("deepspeed", {"cur_scale", "cur_iter"}),
@@ -130,7 +115,7 @@ _TELLING_KEYS = (
 
 
 def owner(d: Mapping[str, Any]) -> str | None:
-    """Whose state dict this looks like."""
+    """The peer whose state dict this looks like; `None` for no peer's."""
     keys = set(d)
     if any(isinstance(key, str) and re.fullmatch(r"loss_scaler\d+", key) for key in keys):
         return "apex"
@@ -140,7 +125,7 @@ def owner(d: Mapping[str, Any]) -> str | None:
             if isinstance(d["loss_scaler"], Mapping) and "cur_scale" not in d["loss_scaler"]
             else "deepspeed"
         )
-    return next((peer for peer, telling in _TELLING_KEYS if telling <= keys), None)
+    return next((peer for peer, signature in _SIGNATURES if signature <= keys), None)
 
 
 def check_dict(
@@ -178,14 +163,14 @@ def refuse(
     missing: Iterable[str] = (),
     extra: Iterable[Any] = (),
 ) -> NoReturn:
-    """Say what is wrong with the keys of `d`, and whose it may be."""
+    """Raise an error that says which keys are wrong, and which peer's dict it may be."""
     found = owner(d)
     if found in (peer, None):
-        cure = "Fix: pass the scaler's own dict as it was saved, not a checkpoint that holds it."
+        fix = "Fix: pass the scaler's own dict as it was saved, not a checkpoint that holds it."
     elif found in ("mmcv", "purescale"):
-        cure = f"This looks like {_OWNERS[found]}, for which there is no file here."
+        fix = f"This looks like {_OWNERS[found]}, for which there is no file here."
     else:
-        cure = f"This looks like {_OWNERS[found]}. Fix: `interop.{found}.from_state_dict(d)`."
+        fix = f"This looks like {_OWNERS[found]}. Fix: `interop.{found}.from_state_dict(d)`."
     wrong = "".join(
         f" {what} {_listed(sorted(map(str, keys)))}."
         for what, keys in (("Missing:", missing), ("Unexpected:", extra))
@@ -193,12 +178,12 @@ def refuse(
     )
     raise ValueError(
         f"interop.{peer}.from_state_dict expects {_listed(required)}; got "
-        f"{_listed(sorted(map(str, d)))}.{wrong} {cure}"
+        f"{_listed(sorted(map(str, d)))}.{wrong} {fix}"
     )
 
 
 def _listed(keys: Sequence[str]) -> str:
-    return _tree.some([repr(key) for key in keys], most=12)
+    return some([repr(key) for key in keys], most=12)
 
 
 def with_settings(

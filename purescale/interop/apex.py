@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._loss_scale.rules import NoScale, ScalerState, without_amax
+from .._loss_scale.rules import NoScale, ScalerState, scaler_state
 from .._module.policy import Policy
 from .._tree.scalars import positive, real, whole
 from ._common import (
     Device,
+    ScaleAndCount,
     check_dict,
     check_saveable,
-    flag,
-    moved,
     saved_scale,
-    scaler_state,
     settle,
     settle_counts,
 )
@@ -31,7 +29,7 @@ _ENTRY = ("loss_scale", "unskipped")
 
 
 @dataclasses.dataclass(frozen=True)
-class ApexScale:
+class ApexScale(ScaleAndCount):
     """Equal to `LossScaler.update_scale()`: `max(min_loss_scale, scale / 2), 0` when bad, else
     `min(max_loss_scale, scale * 2)`.
 
@@ -99,26 +97,17 @@ class ApexScale:
             device=device,
         )
 
-    @without_amax
-    def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
-        """The state for the next step. `found_inf`: 0-d bool, True = the step was bad. Reads no
-        value; raises only for another rule's state.
-        """
-        bad = flag(found_inf, scaler, ScalerState)
-        unskipped = scaler.growth_tracker + 1
+    def _next(self, scale: Tensor, count: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
+        unskipped = count + 1
         if not self.dynamic:
-            return moved(scaler, bad, scaler.scale.clone(), unskipped)
+            return scale.clone(), unskipped
         interval_reached = ~bad & (unskipped == self.scale_window)
-        lowered = scaler.scale / 2
+        grown = (scale * 2).clamp(max=self.max_loss_scale)
+        lowered = scale / 2
         if self.min_scale is not None:
             lowered = lowered.clamp(min=self.min_scale)
-        scale = torch.where(
-            interval_reached, (scaler.scale * 2).clamp(max=self.max_loss_scale), scaler.scale
-        )
-        return moved(
-            scaler,
-            bad,
-            torch.where(bad, lowered, scale),
+        return (
+            torch.where(bad, lowered, torch.where(interval_reached, grown, scale)),
             torch.where(bad | interval_reached, 0, unskipped),
         )
 
@@ -127,7 +116,7 @@ rule = ApexScale
 
 
 def _loss_scale(value: Any) -> float | str:
-    """`"dynamic"`, or the number that is meant, as apex reads it."""
+    """`"dynamic"`, or the number that a string holds, as apex reads it."""
     if value == "dynamic":
         return "dynamic"
     if isinstance(value, str):
@@ -136,8 +125,8 @@ def _loss_scale(value: Any) -> float | str:
         except ValueError:
             raise ValueError(
                 f"loss_scale must be 'dynamic', a number, or a number as a string, got {value!r}. "
-                "Likely cause: a slip of the pen, or an argument of the command line that was "
-                "passed on as it is. Fix: loss_scale='dynamic' or loss_scale=128.0."
+                "Likely cause: a typo, for instance on the command line. Fix: loss_scale='dynamic' "
+                "or loss_scale=128.0."
             ) from None
     return positive("loss_scale", value)
 
@@ -222,8 +211,8 @@ def to_state_dict(rule: Rules, scaler: States) -> dict[str, Any]:
             f"interop.apex.to_state_dict got {len(rules)} rule(s) and {len(states)} state(s). "
             "Fix: one state a loss."
         )
-    for one, state in zip(rules, states, strict=True):
-        check_saveable("apex", one, (ApexScale,), state, ScalerState)
+    for each, state in zip(rules, states, strict=True):
+        check_saveable("apex", each, (ApexScale,), state, ScalerState)
     return {
         f"loss_scaler{index}": {
             "loss_scale": float(state.scale),
@@ -236,13 +225,14 @@ def to_state_dict(rule: Rules, scaler: States) -> dict[str, Any]:
 # ---- opt levels ----------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class _Level:
-    cast_model_type: torch.dtype | None
-    patch_torch_functions: bool
+class _Level(NamedTuple):
+    """apex's properties of an opt level; as overrides, `None` is what was not given."""
+
+    cast_model_type: Any  # False, as None: no cast
+    patch_torch_functions: bool | None
     keep_batchnorm_fp32: bool | None
     master_weights: bool | None
-    loss_scale: float | str
+    loss_scale: Any
 
 
 _LEVELS = {
@@ -278,7 +268,7 @@ def initialize(
 
     An argument that is not `None` overrides the level's. `params` are the masters: float32 unless
     `master_weights` is False. `keep_batchnorm_fp32` decides for every norm. `cast_model_outputs`:
-    the dtype of the outputs, also in O1, where apex would otherwise leave each as it comes.
+    the dtype of the outputs, in O1 too, where apex by default leaves each output in its own dtype.
     `loss_scale` and `keep_batchnorm_fp32` may be strings, as on a command line: "dynamic", "128.0",
     "True". `num_losses > 1`: a tuple of rules, one a loss. `enabled=False`: float32 and
     `NoScale()`. Overflows of a static scale are skipped here, in apex they are not.
@@ -297,6 +287,23 @@ def initialize(
     count = whole("num_losses", num_losses, least=1)
     if not enabled:
         return Policy(), NoScale() if count == 1 else (NoScale(),) * count
+    _check_dtype("cast_model_outputs", cast_model_outputs)
+    keep_norms = {"True": True, "False": False}.get(str(keep_batchnorm_fp32), keep_batchnorm_fp32)
+    overrides: Any = (
+        cast_model_type, patch_torch_functions, keep_norms, master_weights, loss_scale
+    )  # fmt: skip
+    level = _overridden(opt_level, _Level(*overrides))
+    scaling = ApexScale(
+        level.loss_scale,
+        min_loss_scale=min_loss_scale,
+        max_loss_scale=max_loss_scale,
+    )
+    policy = _policy(level, cast_model_outputs or torch.float32)
+    return policy, scaling if count == 1 else (scaling,) * count
+
+
+def _overridden(opt_level: Any, overrides: _Level) -> _Level:
+    """The level with what was given in place of its own, once that was checked."""
     if not isinstance(opt_level, str) or opt_level not in _LEVELS:
         near = f"O{str(opt_level)[-1]}" if str(opt_level)[-1:] in tuple("0123") else "O1"
         raise RuntimeError(
@@ -304,49 +311,31 @@ def initialize(
             "a digit. Likely cause: a zero for the letter, or a number alone. Fix: "
             f"opt_level={near!r}."
         )
-    keep_norms: Any = {"True": True, "False": False}.get(
-        str(keep_batchnorm_fp32), keep_batchnorm_fp32
-    )
-    for name, value in (
-        ("patch_torch_functions", patch_torch_functions),
-        ("keep_batchnorm_fp32", keep_norms),
-        ("master_weights", master_weights),
-    ):
+    for name in ("patch_torch_functions", "keep_batchnorm_fp32", "master_weights"):
+        value = getattr(overrides, name)
         if value is not None and not isinstance(value, bool):
             strings = ", 'True', 'False'" if name == "keep_batchnorm_fp32" else ""
             raise ValueError(
                 f"{name} must be True, False{strings} or None, got {value!r}. Fix: {name}=True."
             )
-    _check_dtype("cast_model_type", None if cast_model_type is False else cast_model_type)
-    _check_dtype("cast_model_outputs", cast_model_outputs)
-    _refuse_contradictions(
-        opt_level, cast_model_type, patch_torch_functions, keep_norms, master_weights
-    )
+    if overrides.cast_model_type is not False:
+        _check_dtype("cast_model_type", overrides.cast_model_type)
+    _check_contradictions(opt_level, overrides)
+    pairs = zip(_LEVELS[opt_level], overrides, strict=True)
+    return _Level(*(own if given is None else given for own, given in pairs))
 
-    level = _LEVELS[opt_level]
-    scaling = ApexScale(
-        level.loss_scale if loss_scale is None else loss_scale,
-        min_loss_scale=min_loss_scale,
-        max_loss_scale=max_loss_scale,
+
+def _policy(level: _Level, output: torch.dtype) -> Policy:
+    if level.patch_torch_functions:
+        return Policy(compute_dtype=torch.float16, output_dtype=output, autocast=True)
+    compute = level.cast_model_type or torch.float32
+    wide = torch.promote_types(compute, torch.float32)
+    return Policy(
+        param_dtype=wide if level.master_weights else compute,
+        compute_dtype=compute,
+        output_dtype=output,
+        norm_dtype=wide if level.keep_batchnorm_fp32 else compute,
     )
-    cast_to = level.cast_model_type if cast_model_type is None else (cast_model_type or None)
-    if level.patch_torch_functions and patch_torch_functions is not False:
-        made = Policy(
-            compute_dtype=torch.float16,
-            output_dtype=cast_model_outputs or torch.float32,
-            autocast=True,
-        )
-    else:
-        compute = cast_to or torch.float32
-        masters = level.master_weights if master_weights is None else master_weights
-        kept = level.keep_batchnorm_fp32 if keep_norms is None else keep_norms
-        made = Policy(
-            param_dtype=torch.promote_types(compute, torch.float32) if masters else compute,
-            compute_dtype=compute,
-            output_dtype=cast_model_outputs or torch.float32,
-            norm_dtype=torch.promote_types(compute, torch.float32) if kept else compute,
-        )
-    return made, scaling if count == 1 else (scaling,) * count
 
 
 def _check_dtype(name: str, dtype: Any) -> None:
@@ -357,34 +346,27 @@ def _check_dtype(name: str, dtype: Any) -> None:
         )
 
 
-def _refuse_contradictions(
-    opt_level: str,
-    cast_model_type: Any,
-    patch: bool | None,
-    keep_norms: bool | None,
-    masters: bool | None,
-) -> None:
+_NOT_IN_O1 = {
+    "cast_model_type": "which leaves the model in float32 and casts operator by operator. Fix: "
+    "opt_level='O2' (float32 masters) or 'O3', or leave cast_model_type out.",
+    "keep_batchnorm_fp32": "where norms are in float32 in any case. Fix: leave it out, or "
+    "opt_level='O2'.",
+    "master_weights": "where the parameters themselves are float32. Fix: leave it out, or "
+    "opt_level='O2'.",
+}
+
+
+def _check_contradictions(opt_level: str, overrides: _Level) -> None:
     if opt_level != "O1":
-        if patch:
+        if overrides.patch_torch_functions:
             raise RuntimeError(
                 f"patch_torch_functions=True contradicts opt_level={opt_level!r}: only O1 lets "
                 "torch's op lists choose the dtypes, the others cast the model. Fix: "
                 "opt_level='O1', or leave patch_torch_functions out."
             )
         return
-    if cast_model_type not in (None, False, torch.float32):
-        raise RuntimeError(
-            f"cast_model_type={cast_model_type} contradicts opt_level='O1', which leaves the model "
-            "in float32 and casts operator by operator. Fix: opt_level='O2' (float32 masters) or "
-            "'O3', or leave cast_model_type out."
-        )
-    if keep_norms is not None:
-        raise RuntimeError(
-            f"keep_batchnorm_fp32={keep_norms} contradicts opt_level='O1', where norms are in "
-            "float32 in any case. Fix: leave it out, or opt_level='O2'."
-        )
-    if masters is not None:
-        raise RuntimeError(
-            f"master_weights={masters} contradicts opt_level='O1', where the parameters themselves "
-            "are float32. Fix: leave it out, or opt_level='O2'."
-        )
+    for name, reason in _NOT_IN_O1.items():
+        value = getattr(overrides, name)
+        harmless = name == "cast_model_type" and value in (False, torch.float32)
+        if value is not None and not harmless:
+            raise RuntimeError(f"{name}={value} contradicts opt_level='O1', {reason}")

@@ -11,15 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._loss_scale.rules import without_amax
+from .._loss_scale.rule_protocol import flag, without_amax
+from .._loss_scale.rules import check_factors
 from .._tree.scalars import whole
 from ._common import (
     Device,
     check_bool,
     check_dict,
-    check_factors,
     check_saveable,
-    flag,
     next_skips,
     refuse,
     saved_scale,
@@ -101,7 +100,7 @@ class DeepSpeedScale:
 
     def __post_init__(self) -> None:
         settle(self, "init_scale", "min_scale", "scale_factor")
-        check_factors(("scale_factor", self.scale_factor))
+        check_factors(self, "scale_factor")
         settle_counts(self, "scale_window", "delayed_shift")
         for name in ("consecutive_hysteresis", "raise_error_at_min_scale", "dynamic"):
             check_bool(name, getattr(self, name))

@@ -9,15 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._loss_scale.rules import without_amax
+from .._loss_scale.rule_protocol import flag, without_amax
+from .._loss_scale.rules import check_factors
 from .._torch.dtypes import widest_float
 from .._tree.scalars import real, shown, whole
 from ._common import (
     Device,
     check_dict,
-    check_factors,
     check_saveable,
-    flag,
     next_skips,
     refuse,
     saved_scale,
@@ -84,7 +83,7 @@ class FairseqScale:
 
     def __post_init__(self) -> None:
         settle(self, "init_scale", "scale_factor")
-        check_factors(("scale_factor", self.scale_factor))
+        check_factors(self, "scale_factor")
         settle_counts(self, "scale_window")
         for name in ("tolerance", "min_loss_scale", "threshold"):
             value = getattr(self, name)

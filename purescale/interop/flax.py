@@ -9,17 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._loss_scale.rules import ScalerState, without_amax
+from .._loss_scale.rules import ScalerState, check_factors, scaler_state
 from .._tree.scalars import whole
 from ._common import (
     Device,
+    ScaleAndCount,
     check_dict,
-    check_factors,
     check_saveable,
-    flag,
-    moved,
     saved_scale,
-    scaler_state,
     settle,
     settle_counts,
     with_settings,
@@ -30,7 +27,7 @@ _FLOAT32 = torch.finfo(torch.float32)
 
 
 @dataclasses.dataclass(frozen=True)
-class FlaxScale:
+class FlaxScale(ScaleAndCount):
     """Equal to `max(scale * backoff_factor, minimum_scale), 0` when bad, else
     `min(scale * growth_factor, 3.4e38)` in time.
 
@@ -71,9 +68,7 @@ class FlaxScale:
             *(() if self.minimum_scale is None else ("minimum_scale",)),
         )
         settle_counts(self, "fin_steps", least=0)
-        check_factors(
-            ("growth_factor", self.growth_factor), ("backoff_factor", self.backoff_factor)
-        )
+        check_factors(self, "growth_factor", "backoff_factor")
         settle_counts(self, "growth_interval")
 
     @property
@@ -85,24 +80,15 @@ class FlaxScale:
         """The state to start from, on `device` (that of the gradients)."""
         return scaler_state(self.scale, self.fin_steps, device=device)
 
-    @without_amax
-    def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
-        """The state for the next step. `found_inf`: 0-d bool, True = the step was bad. Reads no
-        value; raises only for another rule's state.
-        """
-        bad = flag(found_inf, scaler, ScalerState)
-        grows = scaler.growth_tracker == self.growth_interval
-        scale = torch.where(
-            grows, (scaler.scale * self.growth_factor).clamp(max=_FLOAT32.max), scaler.scale
-        )
-        lowered = scaler.scale * self.backoff_factor
+    def _next(self, scale: Tensor, count: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
+        grows = count == self.growth_interval
+        grown = (scale * self.growth_factor).clamp(max=_FLOAT32.max)
+        lowered = scale * self.backoff_factor
         if self.minimum_scale is not None:
             lowered = lowered.clamp(min=self.minimum_scale)
-        return moved(
-            scaler,
-            bad,
-            torch.where(bad, lowered, scale),
-            torch.where(bad | grows, 0, scaler.growth_tracker + 1),
+        return (
+            torch.where(bad, lowered, torch.where(grows, grown, scale)),
+            torch.where(bad | grows, 0, count + 1),
         )
 
 

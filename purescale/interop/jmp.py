@@ -11,17 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._loss_scale.rules import ScalerState, without_amax
+from .._loss_scale.rules import ScalerState, check_factors, scaler_state
 from .._tree.scalars import whole
 from ._common import (
     Device,
+    ScaleAndCount,
     check_dict,
-    check_factors,
     check_saveable,
-    flag,
-    moved,
     saved_scale,
-    scaler_state,
     settle,
     settle_counts,
     with_settings,
@@ -32,7 +29,7 @@ _SETTINGS = ("period", "factor", "min_loss_scale")
 
 
 @dataclasses.dataclass(frozen=True)
-class JmpScale:
+class JmpScale(ScaleAndCount):
     """Equal to `max(min_loss_scale, loss_scale / factor), 0` when bad, else `loss_scale * factor`
     where `counter == period - 1`.
 
@@ -68,7 +65,7 @@ class JmpScale:
     def __post_init__(self) -> None:
         settle(self, "loss_scale", "factor", "min_loss_scale")
         settle_counts(self, "counter", least=0)
-        check_factors(("factor", self.factor))
+        check_factors(self, "factor")
         settle_counts(self, "period")
 
     @property
@@ -80,21 +77,13 @@ class JmpScale:
         """The state to start from, on `device` (that of the gradients)."""
         return scaler_state(self.loss_scale, self.counter, device=device)
 
-    @without_amax
-    def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
-        """The state for the next step. `found_inf`: 0-d bool, True = the step was bad. Reads no
-        value; raises only for another rule's state.
-        """
-        bad = flag(found_inf, scaler, ScalerState)
-        grown = scaler.scale * self.factor
-        grows = (scaler.growth_tracker == self.period - 1) & torch.isfinite(grown)
-        lowered = (scaler.scale / self.factor).clamp(min=self.min_loss_scale)
-        counter = (scaler.growth_tracker + 1) % self.period
-        return moved(
-            scaler,
-            bad,
-            torch.where(bad, lowered, torch.where(grows, grown, scaler.scale)),
-            torch.where(bad, 0, counter),
+    def _next(self, scale: Tensor, count: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
+        grown = scale * self.factor
+        grows = (count == self.period - 1) & torch.isfinite(grown)
+        lowered = (scale / self.factor).clamp(min=self.min_loss_scale)
+        return (
+            torch.where(bad, lowered, torch.where(grows, grown, scale)),
+            torch.where(bad, 0, (count + 1) % self.period),
         )
 
 

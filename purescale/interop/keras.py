@@ -9,16 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._loss_scale.rules import ScalerState, without_amax
+from .._loss_scale.rules import ScalerState, scaler_state
 from .._tree.scalars import whole
 from ._common import (
     Device,
+    ScaleAndCount,
     check_dict,
     check_saveable,
-    flag,
-    moved,
     saved_scale,
-    scaler_state,
     settle,
     settle_counts,
     with_settings,
@@ -29,7 +27,7 @@ _SETTINGS = ("initial_scale", "dynamic_growth_steps")
 
 
 @dataclasses.dataclass(frozen=True)
-class KerasScale:
+class KerasScale(ScaleAndCount):
     """Equal to `scale / 2, 0` when bad, else
     `(scale * 2, 0) if step_counter == dynamic_growth_steps - 1 else (scale, step_counter + 1)`.
 
@@ -58,19 +56,11 @@ class KerasScale:
         """The state to start from, on `device` (that of the gradients)."""
         return scaler_state(self.initial_scale, device=device)
 
-    @without_amax
-    def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
-        """The state for the next step. `found_inf`: 0-d bool, True = the step was bad. Reads no
-        value; raises only for another rule's state.
-        """
-        bad = flag(found_inf, scaler, ScalerState)
-        grows = scaler.growth_tracker == self.dynamic_growth_steps - 1
-        scale = torch.where(grows, scaler.scale * 2, scaler.scale)
-        return moved(
-            scaler,
-            bad,
-            scale=torch.where(bad, scaler.scale * 0.5, scale),
-            growth_tracker=torch.where(bad | grows, 0, scaler.growth_tracker + 1),
+    def _next(self, scale: Tensor, count: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
+        grows = count == self.dynamic_growth_steps - 1
+        return (
+            torch.where(bad, scale * 0.5, torch.where(grows, scale * 2, scale)),
+            torch.where(bad | grows, 0, count + 1),
         )
 
 

@@ -11,17 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._loss_scale.rules import ScalerState, without_amax
+from .._loss_scale.rule_protocol import flag, without_amax
+from .._loss_scale.rules import ScalerState, check_factors, scaler_state
 from .._tree.scalars import real, whole
 from ._common import (
     Device,
     check_dict,
-    check_factors,
     check_saveable,
-    flag,
     next_skips,
     saved_scale,
-    scaler_state,
     settle,
     settle_counts,
 )
@@ -67,9 +65,7 @@ class MegatronScale:
 
     def __post_init__(self) -> None:
         settle(self, "initial_scale", "min_scale", "growth_factor", "backoff_factor")
-        check_factors(
-            ("growth_factor", self.growth_factor), ("backoff_factor", self.backoff_factor)
-        )
+        check_factors(self, "growth_factor", "backoff_factor")
         settle_counts(self, "growth_interval", "hysteresis")
         if self.min_scale > self.initial_scale:
             raise ValueError(

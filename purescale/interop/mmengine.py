@@ -11,18 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._loss_scale.rules import ScalerState, without_amax
+from .._loss_scale.rules import ScalerState, scaler_state
 from .._tree.scalars import whole
 from . import apex, torch_amp
 from ._common import (
     Device,
+    ScaleAndCount,
     check_dict,
     check_saveable,
-    flag,
-    moved,
     refuse,
     saved_scale,
-    scaler_state,
     settle,
 )
 
@@ -30,7 +28,7 @@ _GROWTH = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 
 
 @dataclasses.dataclass(frozen=True)
-class FixedAmpScale:
+class FixedAmpScale(ScaleAndCount):
     """Equal to `GradScaler.update(new_scale=loss_scale)`: steps that overflow are skipped, the
     scale stays or comes back.
 
@@ -52,18 +50,8 @@ class FixedAmpScale:
         """The state to start from, on `device` (that of the gradients)."""
         return scaler_state(self.loss_scale, device=device)
 
-    @without_amax
-    def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
-        """The state for the next step. `found_inf`: 0-d bool, True = the step was bad. Reads no
-        value; raises only for another rule's state.
-        """
-        bad = flag(found_inf, scaler, ScalerState)
-        return moved(
-            scaler,
-            bad,
-            torch.full_like(scaler.scale, self.loss_scale),
-            scaler.growth_tracker.clone(),
-        )
+    def _next(self, scale: Tensor, count: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.full_like(scale, self.loss_scale), count.clone()
 
 
 def rule(

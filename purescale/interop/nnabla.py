@@ -11,17 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._loss_scale.rules import ScalerState, without_amax
+from .._loss_scale.rules import ScalerState, check_factors, scaler_state
 from .._tree.scalars import whole
 from ._common import (
     Device,
+    ScaleAndCount,
     check_dict,
-    check_factors,
     check_saveable,
-    flag,
-    moved,
     saved_scale,
-    scaler_state,
     settle,
     settle_counts,
     with_settings,
@@ -32,7 +29,7 @@ _KEYS = ("scale", *_SETTINGS, "_counter")
 
 
 @dataclasses.dataclass(frozen=True)
-class NnablaScale:
+class NnablaScale(ScaleAndCount):
     """Equal to `scale / scaling_factor, 0` when bad, else
     `(scale * scaling_factor, 1) if counter > N else (scale, counter + 1)`.
 
@@ -69,27 +66,19 @@ class NnablaScale:
 
     def __post_init__(self) -> None:
         settle(self, "scale", "scaling_factor")
-        check_factors(("scaling_factor", self.scaling_factor))
+        check_factors(self, "scaling_factor")
         settle_counts(self, "N", least=0)
 
     def init(self, device: Device = None) -> ScalerState:
         """The state to start from, on `device` (that of the gradients)."""
         return scaler_state(self.scale, device=device)
 
-    @without_amax
-    def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
-        """The state for the next step. `found_inf`: 0-d bool, True = the step was bad. Reads no
-        value; raises only for another rule's state.
-        """
-        bad = flag(found_inf, scaler, ScalerState)
-        grows = scaler.growth_tracker > self.N
-        scale = torch.where(grows, scaler.scale * self.scaling_factor, scaler.scale)
-        counter = torch.where(grows, 0, scaler.growth_tracker) + 1
-        return moved(
-            scaler,
-            bad,
-            torch.where(bad, scaler.scale / self.scaling_factor, scale),
-            torch.where(bad, 0, counter),
+    def _next(self, scale: Tensor, count: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
+        grows = count > self.N
+        grown, lowered = scale * self.scaling_factor, scale / self.scaling_factor
+        return (
+            torch.where(bad, lowered, torch.where(grows, grown, scale)),
+            torch.where(bad, 0, torch.where(grows, 0, count) + 1),
         )
 
 

@@ -11,18 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._loss_scale.rules import ScalerState, without_amax
+from .._loss_scale.rules import ScalerState, check_factors, scaler_state
 from .._torch.dtypes import widest_float
 from .._tree.scalars import whole
 from ._common import (
     Device,
+    ScaleAndCount,
     check_dict,
-    check_factors,
     check_saveable,
-    flag,
-    moved,
     saved_scale,
-    scaler_state,
     settle,
     settle_counts,
     with_settings,
@@ -33,7 +30,7 @@ _KEYS = ("scale", *_SETTINGS, "_growth_tracker")
 
 
 @dataclasses.dataclass(frozen=True)
-class TorchAmpScale:
+class TorchAmpScale(ScaleAndCount):
     """Equal to `aten._amp_update_scale(scale, growth_tracker, found_inf, growth_factor,
     backoff_factor, growth_interval)`.
 
@@ -69,34 +66,24 @@ class TorchAmpScale:
 
     def __post_init__(self) -> None:
         settle(self, "init_scale", "growth_factor", "backoff_factor")
-        check_factors(
-            ("growth_factor", self.growth_factor), ("backoff_factor", self.backoff_factor)
-        )
+        check_factors(self, "growth_factor", "backoff_factor")
         settle_counts(self, "growth_interval")
 
     def init(self, device: Device = None) -> ScalerState:
         """The state to start from, on `device` (that of the gradients)."""
         return scaler_state(self.init_scale, device=device)
 
-    @without_amax
-    def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
-        """The state for the next step. `found_inf`: 0-d bool, True = the step was bad. Reads no
-        value; raises only for another rule's state.
-        """
-        bad = flag(found_inf, scaler, ScalerState)
+    def _next(self, scale: Tensor, count: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
         # In double, as the kernel does: a factor that is no float32 would otherwise be rounded
         # before it multiplies.
-        wide = scaler.scale.to(widest_float(scaler.scale.device))
+        wide = scale.to(widest_float(scale.device))
         grown = (wide * self.growth_factor).to(torch.float32)
         lowered = (wide * self.backoff_factor).to(torch.float32)
-
-        clean_steps = scaler.growth_tracker + 1
+        clean_steps = count + 1
         interval_reached = ~bad & (clean_steps == self.growth_interval)
-        scale = torch.where(interval_reached & torch.isfinite(grown), grown, scaler.scale)
-        return moved(
-            scaler,
-            bad,
-            torch.where(bad, lowered, scale),
+        grows = interval_reached & torch.isfinite(grown)
+        return (
+            torch.where(bad, lowered, torch.where(grows, grown, scale)),
             torch.where(bad | interval_reached, 0, clean_steps),
         )
 

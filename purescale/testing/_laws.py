@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ._torch import private as _torch
-from ._torch import tracing
-from ._tree import tree as _tree
+from .._torch import private as _torch
+from .._torch import tracing
+from .._tree.tree import some
 
 # ---- bits and memory -----------------------------------------------------------------------------
 
@@ -53,9 +53,9 @@ def _same(x: Any, y: Any) -> bool:
 
 
 def _named(tree: Any) -> Iterator[tuple[str, Tensor]]:
-    for way, leaf in _torch.pytree.tree_flatten_with_path(tree)[0]:
+    for path, leaf in _torch.pytree.tree_flatten_with_path(tree)[0]:
         if isinstance(leaf, Tensor):
-            yield _torch.pytree.keystr(way), leaf
+            yield _torch.pytree.keystr(path), leaf
 
 
 def _clone(tree: Any) -> Any:
@@ -63,8 +63,8 @@ def _clone(tree: Any) -> Any:
 
 
 class Untouched:
-    """`with Untouched(tree):` fails on exit when a tensor of `tree` was written to inside: its
-    values, or its version, which tells of a write that was taken back.
+    """`with Untouched(tree):` fails on exit when a tensor of `tree` was written to inside. It
+    compares values, and versions, which also count a write that was undone.
     """
 
     def __init__(self, tree: Any) -> None:
@@ -85,7 +85,7 @@ class Untouched:
             if not _same(leaf, copy) or _version(leaf) != version
         ]
         assert not changed, (
-            f"an argument was written into: {_tree.some(changed)}. Fix: `x = x + 1` in place of "
+            f"an argument was written into: {some(changed)}. Fix: `x = x + 1` in place of "
             "`x += 1` and of methods that end in `_`; return the new value."
         )
 
@@ -107,7 +107,7 @@ def _storages(tree: Any) -> dict[int, str]:
 
 
 def shares_memory(a: Any, b: Any) -> bool:
-    """Whether a tensor of `a` stands in the memory of one of `b`."""
+    """Whether a tensor of `a` shares memory with one of `b`."""
     return bool(_storages(a).keys() & _storages(b).keys())
 
 
@@ -116,8 +116,8 @@ def shares_memory(a: Any, b: Any) -> bool:
 
 def assert_pure(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Returns `fn(*args, **kwargs)`, which must change no argument (values and versions), give the
-    same bits when called again, leave torch's random numbers alone, and return nothing that stands
-    in the memory of an argument.
+    same bits when called again, leave torch's random numbers alone, and return nothing that shares
+    memory with an argument.
 
     >>> import torch
     >>> assert_pure(torch.add, torch.ones(1), 1)
@@ -127,8 +127,8 @@ def assert_pure(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     generator = torch.get_rng_state()
     with Untouched(given):
         first = fn(*args, **kwargs)
-    theirs = _storages(given)
-    shared = [(name, theirs[key]) for key, name in _storages(first).items() if key in theirs]
+    arguments = _storages(given)
+    shared = [(name, arguments[key]) for key, name in _storages(first).items() if key in arguments]
     assert not shared, (
         f"result{shared[0][0]} stands in the memory of argument{shared[0][1]}: who writes into one "
         "changes the other. Fix: `.clone()` of what is passed through, as `state._replace(...)` "
@@ -152,19 +152,19 @@ def assert_sync_free(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     `float(t)`, `bool(t)`, `if t:`, `.tolist()`, `.numpy()`, `torch.equal`, and what has a shape
     that depends on values: `nonzero`, `unique`, boolean indexing.
 
-    Works on a CPU, where such a read costs nothing and is not seen otherwise. The one look that
-    `unscale_and_check` and its kin take at a sum there, and on no accelerator, does not count.
+    Works on a CPU too, where such a read costs nothing and would go unnoticed. The function runs as
+    on an accelerator, so the read by which a step decides on the host does not count.
 
     >>> import torch
     >>> assert_sync_free(torch.where, torch.tensor(True), 1.0, 2.0)
     tensor(1.)
     """
     reads: list[str] = []
-    # On a CPU a step reads its flag where that waits for nothing; here it goes as on a GPU.
+    # On a CPU a step reads its flag, which waits for nothing; here it runs as on a GPU.
     with tracing.as_on_an_accelerator(), _Dispatched(reads), _Called(reads):
         result = fn(*args, **kwargs)
     assert not reads, (
-        f"a tensor's value was read: {_tree.some(list(dict.fromkeys(reads)))}. On an accelerator "
+        f"a tensor's value was read: {some(list(dict.fromkeys(reads)))}. On an accelerator "
         "the host would wait there, and torch.compile and torch.vmap stop. Fix: "
         "`torch.where(flag, a, b)` in place of `if flag:` and of boolean indexing; read where you "
         "log."
@@ -173,7 +173,7 @@ def assert_sync_free(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 class _Dispatched(_torch.DispatchMode):  # type: ignore[misc]
-    """Notes operators whose result, or its shape, depends on values that the host must know."""
+    """Notes operators whose result on the host, or whose shape, depends on values."""
 
     def __init__(self, reads: list[str]) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class _Dispatched(_torch.DispatchMode):  # type: ignore[misc]
 
 
 class _Called(TorchFunctionMode):
-    """Notes what reads without an operator."""
+    """Notes reads that run no operator."""
 
     def __init__(self, reads: list[str]) -> None:
         super().__init__()
@@ -268,34 +268,28 @@ def assert_vmap_equals_loop(
     sizes = {leaf.shape[0] for _, leaf in _named(stacked)}
     assert len(sizes) == 1, f"the arguments have leading dimensions {sorted(sizes)}, expected one"
     try:
-        together = torch.vmap(fn)(*stacked)
+        batched = torch.vmap(fn)(*stacked)
     except Exception as error:
         raise AssertionError(
             f"torch.vmap does not take it: {str(error).splitlines()[0]} (see above). Fix: "
             "torch.where in place of `if`; no reads; no writing into an argument."
         ) from error
     for index in range(sizes.pop()):
-        alone = fn(*tree.tree_map_only(Tensor, lambda t, i=index: t[i], stacked))
-        member = tree.tree_map_only(Tensor, lambda t, i=index: t[i], together)
+        single = fn(*tree.tree_map_only(Tensor, lambda t, i=index: t[i], stacked))
+        member = tree.tree_map_only(Tensor, lambda t, i=index: t[i], batched)
         if rtol or atol:
-            torch.testing.assert_close(member, alone, rtol=rtol, atol=atol, equal_nan=True)
+            torch.testing.assert_close(member, single, rtol=rtol, atol=atol, equal_nan=True)
         else:
-            assert same_bits(member, alone), (
-                f"member {index} is {short(member)} under torch.vmap, {short(alone)} by itself. "
+            assert same_bits(member, single), (
+                f"member {index} is {short(member)} under torch.vmap, {short(single)} by itself. "
                 "Likely cause: an operation over all dimensions, or the shape of a tensor looked "
                 "at. Fix: dimensions counted from the end; rtol= where sums come in another "
                 "order."
             )
-    return together
+    return batched
 
 
-def report(name: str, law: str, rows: dict[str, str], came: str, should: str, cure: str) -> str:
-    """What is said of a thing called `name` that breaks a law. `rows`: what it was given."""
-    given = {**rows, "came": came, "should": should}
-    lines = [f"  {label:6}  {value}" for label, value in given.items()]
-    return "\n".join([f"{name} breaks the law `{law}`", *lines, f"  Fix: {cure}"])
-
-
-def short(value: Any, most: int = 200) -> str:
+def short(value: Any, limit: int = 200) -> str:
+    """The `repr` on one line, cut after `limit` characters."""
     text = " ".join(repr(value).split())
-    return text if len(text) <= most else f"{text[:most]}..."
+    return text if len(text) <= limit else f"{text[:limit]}..."

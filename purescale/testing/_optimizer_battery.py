@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import functools
-import tempfile
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ._checkpoint import from_state_dict, load, save, to_state_dict
+from .._optim.protocol import Optimizer
+from .._step.optimizer_step import maybe_step
+from .._torch import tracing
+from .._tree import tree
+from .._tree.stack import stack_states
+from .._tree.tree import Tree
+from ._battery import Battery, saved_and_loaded
 from ._laws import (
     assert_pure,
     assert_single_graph,
     assert_sync_free,
     assert_vmap_equals_loop,
-    report,
     same_bits,
     short,
 )
-from ._optim.protocol import Optimizer
-from ._step.optimizer_step import maybe_step
-from ._torch import tracing
-from ._tree import tree as _tree
-from ._tree.stack import stack_states
-from ._tree.tree import Tree
 
 
 def assert_optimizer(optimizer: Optimizer, params: Tree = None, quirks: Sequence[str] = ()) -> None:
@@ -53,37 +51,16 @@ def assert_optimizer(optimizer: Optimizer, params: Tree = None, quirks: Sequence
     `quirks`: laws that it breaks on purpose. Each of them must be seen broken.
 
     Raises `AssertionError` with the state, the gradients, what came, what should have come, and a
-    cure; `TypeError` for what is no optimizer.
+    fix; `TypeError` for what is no optimizer.
 
     >>> import torch
     >>> from purescale import from_torch
     >>> assert_optimizer(from_torch(torch.optim.SGD, lr=0.1, momentum=0.9))
     """
-    missing = [name for name in ("init", "step") if not callable(getattr(optimizer, name, None))]
-    given: Any = optimizer
-    if isinstance(given, type) or missing:
-        is_class = isinstance(given, type)
-        what = f"the class {given.__name__}" if is_class else type(given).__name__
-        raise TypeError(
-            f"optimizer is {what}; expected an object with `init(params)` and `step(params, grads, "
-            "opt_state)`. Fix: "
-            "`assert_optimizer(MyOptimizer())`, one that was made; `from_torch` for a class of "
-            "torch.optim."
-        )
-    broken = frozenset(quirks)
-    unknown = sorted(broken - set(_CURES))
-    if unknown:
-        raise ValueError(f"quirks has {unknown}; expected some of {', '.join(_CURES)}.")
-    battery = _Battery(optimizer, _usual() if params is None else _tree.clone(params), broken)
-    battery.run()
-    kept = sorted(broken - battery.seen)
-    assert not kept, (
-        f"{type(optimizer).__name__} keeps {', '.join(kept)}, which quirks says it breaks. Fix: "
-        "leave it out of quirks."
-    )
+    _OptimizerBattery(optimizer, params, quirks).run()
 
 
-_CURES = {
+_FIXES = {
     "init": "`init(params)` makes tensors of its own: `torch.zeros_like(p)`, `p.clone()`; counts "
     "as 0-d tensors.",
     "structure": "make everything that a step keeps in `init`, also what is 0 until the first "
@@ -118,57 +95,38 @@ def _usual() -> dict[str, Tensor]:
 
 def _gradients(params: Tree, seed: int) -> Tree:
     generator = torch.Generator().manual_seed(seed)
-    return _tree.map(
+    return tree.map(
         lambda p: torch.randn(p.shape, generator=generator, dtype=torch.float32).to(p), params
     )
 
 
-class _Battery:
+class _OptimizerBattery(Battery):
     """The checks of one optimizer."""
 
-    def __init__(self, optimizer: Any, params: Tree, quirks: frozenset[str]) -> None:
-        self.optimizer, self.params, self.quirks = optimizer, params, quirks
-        self.seen: set[str] = set()
+    kind = "optimizer"
+    methods: ClassVar[dict[str, str]] = {"init": "params", "step": "params, grads, opt_state"}
+    fix_for_kind = (
+        "`assert_optimizer(MyOptimizer())`, one that was made; `from_torch` for a class of "
+        "torch.optim"
+    )
+    fixes = _FIXES
+    labels = ("params", "grads", "state")
+
+    def __init__(self, optimizer: Any, params: Tree, quirks: Sequence[str]) -> None:
+        super().__init__(optimizer, quirks)
+        self.params = _usual() if params is None else tree.clone(params)
         self.calls: list[tuple[Tree, Tree, Any]] = []  # the arguments of one step after another
         self.results: list[Any] = []
 
-    def fail(
-        self,
-        law: str,
-        came: str,
-        should: str,
-        *call: Any,
-        cause: Exception | None = None,
-        cure: str = "",
-    ) -> None:
-        """`call`: the arguments of the step."""
-        if law in self.quirks:
-            self.seen.add(law)
-            return
-        rows = dict(zip(("params", "grads", "state"), map(short, call), strict=False))
-        name = type(self.optimizer).__name__
-        raise AssertionError(report(name, law, rows, came, should, cure or _CURES[law])) from cause
-
-    def run(self) -> None:
+    def check(self) -> None:
         if not self.init() or not self.steps():
-            return  # a quirk without which nothing else can be told
-        for check in (self.care, self.none, self.dtype, self.found_inf, self.round_trip,
+            return  # a broken `init` or `step` is a quirk: there is nothing else to check
+        for check in (self.purity, self.none, self.dtype, self.found_inf, self.round_trip,
                       self.compile, self.vmap):  # fmt: skip
             check()
 
-    def attempt(self, law: str, should: str, function: Callable[..., Any], *call: Any) -> Any:
-        """What the function returns; None where it raises and that is a quirk."""
-        try:
-            return function(*call)
-        except Exception as error:
-            came, _, cure = str(error).partition(" Fix: ")
-            if not isinstance(error, AssertionError):
-                came, cure = f"{type(error).__name__}: {error}", ""
-            self.fail(law, " ".join(came.split()), should, *call, cause=error, cure=cure)
-            return None
-
     def alike(self, law: str, result: Any, *call: Any) -> bool:
-        """Whether a step gave parameters and state of the kinds that it was given."""
+        """Whether the results have the structure, dtypes and shapes of the arguments."""
         params, _, state = call
         if not isinstance(result, tuple) or len(result) != 2:
             came = f"a tuple of {len(result)}" if isinstance(result, tuple) else short(result)
@@ -176,7 +134,7 @@ class _Battery:
             return False
         for name, old, new in zip(("params", "opt_state"), (params, state), result, strict=True):
             try:
-                _tree.paired(old, new, name, "what the step returned", "")
+                tree.paired(old, new, name, "what the step returned", "")
             except (TypeError, ValueError) as error:
                 came = str(error).partition(" Fix:")[0]
                 self.fail(law, came, "what it was given, in all but values", *call, cause=error)
@@ -187,15 +145,15 @@ class _Battery:
 
     def init(self) -> bool:
         should = "a state in memory of its own"
-        init = functools.partial(assert_pure, self.optimizer.init)
+        init = functools.partial(assert_pure, self.subject.init)
         self.state = self.attempt("init", should, init, self.params)
-        return "init" not in self.seen
+        return "init" not in self.broken
 
     def steps(self) -> bool:
         params, state = self.params, self.state
         for seed in range(_STEPS):
             call = (params, _gradients(params, seed), state)
-            result = self.attempt("structure", "a step", self.optimizer.step, *call)
+            result = self.attempt("structure", "a step", self.subject.step, *call)
             if result is None or not self.alike("structure", result, *call):
                 return False
             self.calls.append(call)
@@ -203,9 +161,9 @@ class _Battery:
             params, state = result
         return True
 
-    def care(self) -> None:
-        """What each step must leave alone."""
-        step = self.optimizer.step
+    def purity(self) -> None:
+        """A step reads no value, changes no argument and remembers nothing."""
+        step = self.subject.step
         for law, check in (("reads", assert_sync_free), ("pure", assert_pure)):
             for call in self.calls:
                 self.attempt(law, "nothing of the kind", functools.partial(check, step), *call)
@@ -217,37 +175,37 @@ class _Battery:
 
     def none(self) -> None:
         params, grads, state = self.calls[-1]
-        leaves, structure = _tree.flatten(grads)
-        every = [list(leaves) for _ in leaves] + [[None] * len(leaves)]
-        for place in range(len(leaves)):
-            every[place][place] = None
-        for some in every:
-            call = (params, structure.unflatten(some), state)
-            result = self.attempt("none", "a step", self.optimizer.step, *call)
+        leaves, structure = tree.flatten(grads)
+        choices = [list(leaves) for _ in leaves] + [[None] * len(leaves)]
+        for index in range(len(leaves)):
+            choices[index][index] = None
+        for chosen in choices:
+            call = (params, structure.unflatten(chosen), state)
+            result = self.attempt("none", "a step", self.subject.step, *call)
             if result is None or not self.alike("none", result, *call):
                 return
-            pairs = zip(some, _tree.flatten(params)[0], _tree.flatten(result[0])[0], strict=True)
+            pairs = zip(chosen, tree.flatten(params)[0], tree.flatten(result[0])[0], strict=True)
             for index, (gradient, before, after) in enumerate(pairs):
                 if gradient is None and not same_bits(before, after):
-                    at = _tree.path(params, "params", index)
+                    at = tree.path(params, "params", index)
                     self.fail("none", f"{at} moved", "the same bits: its gradient is None", *call)
         if not isinstance(self.params, dict):
             return
         absent = {**self.params, "absent": None}
         grads = _gradients(absent, 0)
-        call = (absent, grads, self.attempt("none", "a state", self.optimizer.init, absent))
-        result = self.attempt("none", "a step", self.optimizer.step, *call)
+        call = (absent, grads, self.attempt("none", "a state", self.subject.init, absent))
+        result = self.attempt("none", "a step", self.subject.step, *call)
         if result is not None:
             self.alike("none", result, *call)
 
     def dtype(self) -> None:
         for dtype in (torch.float16, torch.bfloat16, torch.float64):
-            params = _tree.cast(self.params, dtype)
-            state = self.attempt("dtype", "a state", self.optimizer.init, params)
+            params = tree.cast(self.params, dtype)
+            state = self.attempt("dtype", "a state", self.subject.init, params)
             grads = _gradients(params, 0)
-            grads = _tree.cast(grads, torch.float32) if dtype is torch.float16 else grads
+            grads = tree.cast(grads, torch.float32) if dtype is torch.float16 else grads
             call = (params, grads, state)
-            result = self.attempt("dtype", "a step", self.optimizer.step, *call)
+            result = self.attempt("dtype", "a step", self.subject.step, *call)
             if result is not None:
                 self.alike("dtype", result, *call)
 
@@ -262,42 +220,34 @@ class _Battery:
     def skipped_and_applied(self) -> None:
         params, grads, state = self.calls[-1]
         for value in (torch.inf, torch.nan):
-            bad = _tree.map(lambda g, value=value: torch.full_like(g, value), grads)
+            bad = tree.map(lambda g, value=value: torch.full_like(g, value), grads)
             call = (params, bad, state)
             result = self.attempt("found_inf", "a skipped step", self.maybe(True), *call)
             if result is not None and not same_bits(result, (params, state)):
                 self.fail("found_inf", short(result), "params and state as they were", *call)
         call = self.calls[-1]
         result = self.attempt("found_inf", "a step", self.maybe(False), *call)
-        expected = self.optimizer.step(*call)
+        expected = self.subject.step(*call)
         if result is not None and not same_bits(result, expected):
             self.fail("found_inf", short(result), f"that of step, {short(expected)}", *call)
 
     def maybe(self, bad: bool) -> Callable[..., Any]:
         return lambda params, grads, state: maybe_step(
-            self.optimizer, params, grads, state, torch.tensor(bad)
+            self.subject, params, grads, state, torch.tensor(bad)
         )
 
     def round_trip(self) -> None:
         params, grads, state = call = self.calls[-1]
-        with tempfile.TemporaryDirectory() as folder:
-            path = f"{folder}/state.pt"
-            save(path, state)
-            ways: list[Callable[[], Any]] = [
-                lambda: _tree.clone(state),
-                lambda: from_state_dict(to_state_dict(state), like=self.state),
-                lambda: load(path, like=self.state),
-            ]
-            for way in ways:
-                step = self.optimizer.step
-                should = "the step of the state that was saved"
-                result = self.attempt("round_trip", should, step, params, grads, way())
-                if result is not None and not same_bits(result, self.results[-1]):
-                    self.fail("round_trip", short(result), short(self.results[-1]), *call)
+        for restored in saved_and_loaded(state, self.state):
+            should = "the step of the state that was saved"
+            step = self.subject.step
+            result = self.attempt("round_trip", should, step, params, grads, restored)
+            if result is not None and not same_bits(result, self.results[-1]):
+                self.fail("round_trip", short(result), short(self.results[-1]), *call)
 
     def compile(self) -> None:
         def together(*_: Any) -> Any:
-            found = assert_single_graph(self.optimizer.step, *self.calls)
+            found = assert_single_graph(self.subject.step, *self.calls)
             torch.testing.assert_close(found, self.results, rtol=1e-4, atol=1e-5)
 
         self.attempt("compile", "the same as eager, to 1e-4", together, *self.calls[0])
@@ -305,6 +255,6 @@ class _Battery:
     def vmap(self) -> None:
         def together(*_: Any) -> Any:
             stacked = stack_states(self.calls)
-            assert_vmap_equals_loop(self.optimizer.step, *stacked, rtol=1e-4, atol=1e-5)
+            assert_vmap_equals_loop(self.subject.step, *stacked, rtol=1e-4, atol=1e-5)
 
         self.attempt("vmap", "each member as by itself, to 1e-4", together, *self.calls[0])

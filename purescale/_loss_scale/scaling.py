@@ -1,0 +1,236 @@
+"""Scaling of a loss, unscaling of gradients, and the check that the scale still lets training move.
+
+Gradients are unscaled with the state that scaled the loss. Scales are powers of two in float32, so
+that scaling and unscaling are exact.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from .._grads.measure import measure
+from .._loss_scale.rule_protocol import HasScale
+from .._torch import foreach
+from .._torch.autocast import outside_autocast
+from .._torch.donation import can_write
+from .._torch.dtypes import wide_dtype
+from .._tree import scalars
+from .._tree import tree as _tree
+from .._tree.leaves import elsewhere, normalize, unsupported_reason
+from .._tree.tree import Tree
+
+
+def scale_loss(scaler: HasScale, loss: Tree) -> Tree:
+    """Equal to `loss.float() * scaler.scale` (float64 stays float64), so a half loss cannot
+    overflow here.
+
+    `loss`: one tensor or a pytree of them, each floating and of one element. Returned in float32 or
+    float64, same shape. Differentiate the result; unscale the gradients with `unscale_and_check`
+    and the same `scaler`.
+
+    Raises `ValueError` for a loss of several elements or on another device than `scaler`,
+    `TypeError` for one that is not floating.
+
+    >>> import torch
+    >>> from purescale import DynamicScale
+    >>> scaler = DynamicScale(init_scale=2.0**16).init()
+    >>> scale_loss(scaler, torch.tensor([2.0], dtype=torch.float16))
+    tensor([131072.])
+
+    Source of the rule: torch.amp.GradScaler.scale; there a float16 loss of shape (1,) becomes inf.
+    """
+    if isinstance(loss, Tensor):
+        return wide_loss(loss, scaler.scale) * _tree.recordable(scaler.scale)
+    leaves, structure = _tree.flatten(loss)
+    wide = [
+        None
+        if leaf is None
+        else wide_loss(leaf, scaler.scale, functools.partial(_path_of_loss, loss, index))
+        for index, leaf in enumerate(leaves)
+    ]
+    scale = _tree.recordable(scaler.scale)
+    return structure.unflatten([None if leaf is None else leaf * scale for leaf in wide])
+
+
+@outside_autocast()
+def unscale_and_check(
+    scaler: HasScale, grads: Tree, donate: bool = False, group: Any = None
+) -> tuple[Tree, Tensor]:
+    """Equal to `grads = tree_map(lambda g: g.float() / scaler.scale, grads)` and
+    `found_inf = not all(isfinite(grads))`.
+
+    Arguments:
+    - `scaler`: the state that scaled the loss of these gradients, not the next one.
+    - `grads`: a pytree of dense, sparse or distributed tensors of any floating or complex dtype.
+      float16 comes back as float32 (1e-3 * 2**-16 is 0 in float16), complex32 as complex64, all
+      others in their own dtype; `None` stays `None`. A sparse gradient comes back dense; its
+      duplicate indices are summed before unscaling, at least in float32; if that sum overflows,
+      `found_inf` is True.
+    - `donate`: `grads` may be overwritten; the caller gives them up. Same bits.
+    - `group`: a process group whose ranks decide together; `None` decides for this rank alone.
+      DTensors always reduce over their own mesh.
+
+    Returns the gradients and `found_inf`, 0-d bool: True when an input or an unscaled output is not
+    finite, or when the scale itself is 0, negative, inf or NaN. Finite gradients whose sum or
+    norm overflows do not count. Without any gradient it is False.
+
+    Raises `TypeError` for integer and bool leaves, `ValueError` for leaves on another device than
+    `scaler`.
+
+    >>> import torch
+    >>> from purescale import DynamicScale
+    >>> scaler = DynamicScale(init_scale=4.0).init()
+    >>> grads = {"w": torch.tensor([4.0, 8.0], dtype=torch.float16), "frozen": None}
+    >>> unscale_and_check(scaler, grads)
+    ({'w': tensor([1., 2.]), 'frozen': None}, tensor(False))
+
+    Source of the rule: torch's `_amp_foreach_non_finite_check_and_unscale_`, which checks its input
+    only (finding 4 of pytorch#96755: scale 2**-140 makes a parameter inf), and flax's DynamicScale,
+    which checks the output.
+    """
+    leaves, structure = _tree.flatten(grads)
+    check_grads(scaler.scale, grads, leaves)
+    flat = normalize(leaves)
+    in_place = donate and can_write(flat.tensors, _tree.tensors(scaler))
+    unscaled = foreach.divide(flat.tensors, scaler.scale, in_place=in_place)
+    outputs = flat._replace(tensors=unscaled)
+    found_inf = measure(outputs, scaler.scale, scaled=False, group=group).nonfinite
+    result = structure.unflatten(flat.restore(unscaled))
+    if donate:
+        _tree.poison(grads, keep=(result, found_inf, scaler))
+    return result, found_inf
+
+
+def check_scaler(scaler: HasScale, rule: Any, max_skips: int | None = None) -> None:
+    """Syncs with the host, and raises `FloatingPointError` when training has stopped moving. Call
+    it now and then, not every step.
+
+    Raises if the scale is not positive and finite; if the last step overflowed with the scale
+    already at `rule.min_scale`; if the scale fell to a `min_scale` below 1, where half-precision
+    gradients are lost, whether or not the last step overflowed; if more than `max_skips` steps in a
+    row overflowed. Overflows are counted by the field `consecutive_skips` of the state: `TypeError`
+    for `max_skips` with a state that has none.
+
+    >>> from purescale import DynamicScale
+    >>> rule = DynamicScale()
+    >>> check_scaler(rule.init(), rule, max_skips=10)
+
+    Source of the rule: fairseq's FloatingPointError at min_loss_scale, DeepSpeed's
+    raise_error_at_min_scale.
+    """
+    if not isinstance(getattr(scaler, "scale", None), Tensor) or scaler.scale.ndim:
+        raise TypeError(
+            "check_scaler takes the state of one scaler, its `scale` a 0-d tensor, got "
+            f"{scalars.shown(scaler)}. Fix: `check_scaler(state.scaler, rule)` of a TrainState; "
+            "of an ensemble one at a time."
+        )
+    if max_skips is not None:
+        max_skips = scalars.whole("max_skips", max_skips)
+        if not hasattr(scaler, "consecutive_skips"):
+            raise TypeError(
+                f"max_skips={max_skips} with a {type(scaler).__name__}, which does not count "
+                "skips. Fix: a field `consecutive_skips` in it, an int32 tensor that starts at 0 "
+                "and that `update` sets to `torch.where(found_inf, scaler.consecutive_skips + 1, "
+                "0)`."
+            )
+    scale = float(scaler.scale)
+    skips = int(getattr(scaler, "consecutive_skips", 0))
+    floor = getattr(rule, "min_scale", None)
+    if not (math.isfinite(scale) and scale > 0):
+        raise FloatingPointError(
+            f"the loss scale is {scale}, and no step can be taken with it: the state was damaged, "
+            "or it is that of an interop rule whose peer has no floor or no ceiling. DynamicScale "
+            "comes back by itself. Fix: `scaler = rule.init(device)`."
+        )
+    if skips and floor is not None and scale <= floor:
+        raise FloatingPointError(
+            f"gradients overflow at the smallest scale, {scale} (min_scale), {skips} step(s) in a "
+            "row. No scale helps: the loss or its gradients are inf or NaN by themselves. Look at "
+            "the data, the learning rate, a division or log of 0."
+        )
+    if floor is not None and scale <= floor and scale < min(1.0, _start_of(rule)):
+        raise FloatingPointError(
+            f"the loss scale sits at the smallest that the rule allows, {scale} (min_scale). A "
+            "scale so far below 1 makes float16 gradients 0, and then nothing moves though no step "
+            "is bad. Likely cause: many batches in a row whose gradients were inf or NaN. Look at "
+            "the data, the learning rate, a division or log of 0. Fix: then go on with `scaler = "
+            "rule.init(device)`."
+        )
+    if max_skips is not None and skips > max_skips:
+        raise FloatingPointError(
+            f"{skips} steps in a row were skipped, more than max_skips={max_skips}; the scale is "
+            f"{scale}. A few skips at the start are normal. Look at the data and the learning "
+            f"rate, or start lower: DynamicScale(init_scale={max(scale, 2.0**-126)!r})."
+        )
+
+
+def _start_of(rule: Any) -> float:
+    """The scale that `rule` starts from: a rule that starts at its smallest scale has not
+    fallen.
+    """
+    return float(rule.init("cpu").scale)
+
+
+# ---- checks --------------------------------------------------------------------------------------
+
+
+def check_grads(scale: Tensor, grads: Tree, leaves: list[Any]) -> None:
+    """Refuse, naming the leaf, what cannot be a gradient, or is on another device than `scale`."""
+    _tree.check_gradients(grads, leaves)
+    check_device(scale, grads, leaves, "grads")
+
+
+def check_device(scale: Tensor, tree: Tree, leaves: list[Any], name: str) -> None:
+    """Refuse, naming the leaf, a tensor on another device than the scaler."""
+    for index, leaf in enumerate(leaves):
+        if leaf is not None and leaf.device != scale.device:
+            at = _tree.path(tree, name, index)
+            if leaf.is_meta:
+                raise ValueError(
+                    f"{at} is on meta, the scaler state on {scale.device}. {elsewhere(leaf.device)}"
+                )
+            raise ValueError(
+                f"{at} is on {leaf.device}, the scaler state on {scale.device}; they must be on "
+                "one device, or each step would wait for a copy. Fix: `scaler = "
+                f"rule.init(device={str(leaf.device)!r})`, or for a restored state `scaler = "
+                f"type(scaler)(*(t.to({str(leaf.device)!r}) for t in scaler))`."
+            )
+
+
+def _path_of_loss(loss: Tree, index: int) -> str:
+    return _tree.paths(loss, "loss")[index]
+
+
+def wide_loss(loss: Any, scale: Tensor, path: Callable[[], str] = lambda: "loss") -> Tensor:
+    """A loss at least in float32, as it is scaled; refused unless it is one number."""
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            f"{path()} is {type(loss).__name__} {loss!r}; a loss is a tensor. Fix: return what "
+            "the loss function computed, not `.item()`."
+        )
+    if not loss.is_floating_point():
+        raise TypeError(
+            f"{path()} has dtype {loss.dtype}; a loss is real and floating. Likely cause: a count "
+            "of errors, or predictions, instead of a loss. Fix: `loss.float()` if that is meant; "
+            "`loss.abs()` of a complex one."
+        )
+    reason = unsupported_reason(loss)
+    if reason:
+        raise TypeError(f"{path()} {reason}")
+    if loss.numel() != 1:
+        raise ValueError(
+            f"{path()} has shape {tuple(loss.shape)}; a loss is one number. Likely cause: "
+            "reduction='none'. Fix: `loss.mean()`; for one loss a member of an ensemble, call "
+            "this under `torch.vmap`."
+        )
+    if loss.device != scale.device:
+        raise ValueError(
+            f"{path()} is on {loss.device}, the scaler state on {scale.device}; they must be on "
+            f"one device. Fix: `scaler = rule.init(device={str(loss.device)!r})`."
+        )
+    return loss.to(wide_dtype(loss.dtype))

@@ -1,0 +1,109 @@
+"""What the checks of a rule and of an optimizer have in common: laws, quirks, the report."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from .._checkpoint import from_state_dict, load, save, to_state_dict
+from .._tree import tree
+from ._laws import short
+
+
+class Battery:
+    """The checks of one object. A broken law that is among the quirks is noted and raises nothing;
+    the check then goes on.
+    """
+
+    kind: ClassVar[str]  # the name of the argument
+    methods: ClassVar[dict[str, str]]  # the methods it must have, each with its arguments
+    fix_for_kind: ClassVar[str]
+    fixes: ClassVar[dict[str, str]]  # by law
+    labels: ClassVar[tuple[str, ...]]  # labels of what a call was given
+
+    def __init__(self, subject: Any, quirks: Sequence[str]) -> None:
+        missing = [name for name in self.methods if not callable(getattr(subject, name, None))]
+        if isinstance(subject, type) or missing:
+            is_class = isinstance(subject, type)
+            what = f"the class {subject.__name__}" if is_class else type(subject).__name__
+            expected = " and ".join(f"`{name}({given})`" for name, given in self.methods.items())
+            raise TypeError(
+                f"{self.kind} is {what}; expected an object with {expected}. Fix: "
+                f"{self.fix_for_kind}."
+            )
+        self.subject, self.quirks = subject, frozenset(quirks)
+        self.name = type(subject).__name__
+        self.broken: set[str] = set()
+        unknown = sorted(self.quirks - set(self.fixes))
+        if unknown:
+            raise ValueError(f"quirks has {unknown}; expected some of {', '.join(self.fixes)}.")
+
+    def run(self) -> None:
+        """All checks, then whether each quirk was seen."""
+        self.check()
+        kept = sorted(self.quirks - self.broken)
+        assert not kept, (
+            f"{self.name} keeps {', '.join(kept)}, which quirks says it breaks. Fix: leave it out "
+            "of quirks."
+        )
+
+    def check(self) -> None:
+        """The checks, in the order in which one relies on the others."""
+        raise NotImplementedError
+
+    def fail(
+        self,
+        law: str,
+        came: str,
+        should: str,
+        *call: Any,
+        cause: Exception | None = None,
+        fix: str = "",
+    ) -> None:
+        """Raise the report that `law` is broken, with `call`, the arguments of the method."""
+        if law in self.quirks:
+            self.broken.add(law)
+            return
+        given = dict(zip(self.labels, map(shown, call), strict=False))
+        rows = {**given, "came": came, "should": should}
+        lines = [f"  {label:6}  {value}" for label, value in rows.items()]
+        fix = fix or self.fixes[law]
+        raise AssertionError(
+            "\n".join([f"{self.name} breaks the law `{law}`", *lines, f"  Fix: {fix}"])
+        ) from cause
+
+    def attempt(self, law: str, should: str, function: Callable[..., Any], *call: Any) -> Any:
+        """What the function returns; None where it raises and that is a quirk."""
+        try:
+            return function(*call)
+        except Exception as error:
+            came, _, fix = str(error).partition(" Fix: ")
+            if not isinstance(error, AssertionError):
+                came, fix = f"{type(error).__name__}: {error}", ""
+            self.fail(law, " ".join(came.split()), should, *call, cause=error, fix=fix)
+            return None
+
+
+def saved_and_loaded(state: Any, like: Any) -> list[Any]:
+    """The state in other tensors, by way of a dict, and by way of a file."""
+    with tempfile.TemporaryDirectory() as folder:
+        save(f"{folder}/state.pt", state)
+        return [
+            tree.clone(state),
+            from_state_dict(to_state_dict(state), like=like),
+            load(f"{folder}/state.pt", like=like),
+        ]
+
+
+def shown(value: Any) -> str:
+    """A state as its numbers."""
+    if isinstance(value, Tensor):
+        return short(value.tolist(), 80)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        rows = zip(value._fields, value, strict=True)
+        fields = ", ".join(f"{name}={shown(leaf)}" for name, leaf in rows)
+        return f"{type(value).__name__}({fields})"
+    return short(value)

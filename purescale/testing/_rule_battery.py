@@ -1,0 +1,312 @@
+"""The laws of a rule of one's own, as one check."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import hypothesis.strategies as st
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from torch import Tensor
+
+from .._loss_scale.rule_protocol import takes_amax
+from .._torch import private as _torch
+from .._tree import tree
+from ._battery import Battery, saved_and_loaded, shown
+from ._laws import (
+    assert_pure,
+    assert_single_graph,
+    assert_sync_free,
+    assert_vmap_equals_loop,
+    same_bits,
+    short,
+)
+from ._strategies import DAMAGED, as_scale, rule_steps, update_arguments
+
+
+def assert_scale_rule(rule: Any, quirks: Sequence[str] = ()) -> None:
+    """A rule of your own against all that `train_step` relies on: one line of test.
+
+    Checked on runs that Hypothesis finds and shrinks, on hundreds of overflows and thousands of
+    clean steps in a row, in each state of these with an overflow and with a clean step, on all
+    short runs from the states whose next step grows the scale, and from damaged states:
+
+    - `value`: the rule can be hashed and compared, and keeps nothing in its attributes
+    - `init`: a NamedTuple of tensors with a 0-d float32 `scale`, on the device that was asked for
+    - `raises`, `reads`, `pure`: `update` raises nothing, reads no value, changes no argument
+    - `structure`: the state keeps its type, dtypes and shapes
+    - `positive`, `finite`, `power_of_two`: what the scale is, for ever
+    - `damaged`: it is so again one step after a scale of 0, inf, NaN or less than 0
+    - `overflow`: one never raises the scale; `backs_off`: many lower it, unless the rule is static
+      or at its `min_scale`; `clean`: a clean step never lowers it, unless it `takes_amax`
+    - `round_trip`: a state that was saved and loaded goes on with the same bits
+    - `compile`, `vmap`: one graph, and members equal to single runs; the same bits
+
+    `quirks`: laws that it breaks on purpose, as the rules of `interop` do where their peer does.
+    Each of them must be seen broken.
+
+    Raises `AssertionError` with the state, the flag, what came, what should have come, and a fix.
+
+    >>> from purescale import DynamicScale
+    >>> assert_scale_rule(DynamicScale(growth_interval=2))
+    """
+    _RuleBattery(rule, quirks).run()
+
+
+_FIXES = {
+    "value": "`@dataclasses.dataclass(frozen=True)`; what changes belongs into the state.",
+    "init": "`init(device)` returns a NamedTuple of tensors made with `device=device`, one of them "
+    "`scale`, 0-d, float32, positive.",
+    "raises": "return a state for any; what should stop training is check_scaler's to raise.",
+    "reads": "`torch.where(found_inf, a, b)` in place of `if found_inf:`; no `.item()`.",
+    "pure": "torch.where and others that make new tensors, in place of methods that end in `_`.",
+    "structure": "every field as it was: `.to(scaler.scale.dtype)`, `torch.full_like(scaler.scale, "
+    "x)` for a number, a counter as `torch.where(found_inf, 0, count + 1)`.",
+    "positive": "`scale.clamp(min=self.min_scale)`, a floor such as 2.0**-24.",
+    "finite": "`scale.clamp(max=self.max_scale)`, a ceiling such as 2.0**24.",
+    "power_of_two": "factors and bounds that are powers of two: any other scale rounds every "
+    "gradient twice.",
+    "damaged": "`torch.where(torch.isfinite(scale) & (scale > 0), new, self.min_scale)`.",
+    "overflow": "`torch.where(found_inf, scale * 0.5, ...)`: found_inf is True where the step was "
+    "bad.",
+    "backs_off": "multiply by a factor below 1 on an overflow, or training never moves again.",
+    "clean": "decide by this step's found_inf, True where it was bad, in this update: a scale that "
+    "moves a step late is not the one that scaled.",
+    "round_trip": "tensors only in the state, nothing remembered elsewhere.",
+    "compile": "torch.where in place of `if`; counters as 0-d tensors.",
+    "vmap": "0-d operations and torch.where, as for one state.",
+}
+_RUN = [letter == "O" for letter in "...O.O...OOO....O...."]
+_LONG = 320  # overflows: through all of float32 by halves
+_STRETCH = 2500  # clean steps: beyond the usual interval
+_LONGEST = 20_000  # clean steps: up to the interval of a rule that has a longer one
+_EVENTS = 4  # states before a growth from which all runs of _DEPTH steps are tried
+_DEPTH = 4
+
+
+class _RuleBattery(Battery):
+    """The checks of one rule."""
+
+    kind = "rule"
+    methods: ClassVar[dict[str, str]] = {"init": "device", "update": "scaler, found_inf"}
+    fix_for_kind = "`assert_scale_rule(MyRule())`, one that was made"
+    fixes = _FIXES
+    labels = ("state", "flag", "amax")
+
+    def __init__(self, rule: Any, quirks: Sequence[str]) -> None:
+        super().__init__(rule, quirks)
+        self.amax = 1.0 if takes_amax(rule) else None
+        self.growing: list[Any] = []  # states whose next clean step raises the scale
+
+    def check(self) -> None:
+        for check in (self.value, self.init, self.purity, self.long_runs, self.runs, self.damaged,
+                      self.round_trip, self.compile, self.vmap):  # fmt: skip
+            check()
+
+    def update(self, state: Any, bad: bool, amax: float | None = None) -> Any:
+        call = update_arguments(state, bad, self.amax if amax is None else amax)
+        try:
+            return self.subject.update(*call)
+        except Exception as error:
+            self.fail("raises", f"{type(error).__name__}: {error}", "a state", *call, cause=error)
+            raise
+
+    def legal(self, new: Any, *call: Any, law: str = "") -> None:
+        scale = float(new.scale)
+        came = f"scale={scale!r}"
+        if scale > 0 and math.isfinite(scale) and math.frexp(scale)[0] != 0.5:
+            self.fail(law or "power_of_two", came, "a scale that is a power of two", *call)
+        elif not math.isfinite(scale):
+            self.fail(law or "finite", came, "a finite scale", *call)
+        elif scale <= 0:
+            self.fail(law or "positive", came, "a scale above 0", *call)
+
+    def step(self, state: Any, bad: bool, amax: float | None = None, *, inside: bool = True) -> Any:
+        """The next state of a run, after both an overflow and a clean step were checked. A clean
+        step may lower the scale of a state that is not `inside` the bounds.
+        """
+        tried = {}
+        for flag in (True, False):
+            new = tried[flag] = self.update(state, flag, amax)
+            call = update_arguments(state, flag, self.amax if amax is None else amax)
+            self.alike(state, new, call)
+            self.legal(new, *call)
+            before, after = float(state.scale), float(new.scale)
+            if flag and after > before:
+                self.fail("overflow", f"scale={after!r}", f"at most {before!r}", *call)
+            if not flag and after < before and inside and not takes_amax(self.subject):
+                self.fail("clean", f"scale={after!r}", f"at least {before!r}", *call)
+        return tried[bad]
+
+    def alike(self, state: Any, new: Any, call: tuple[Any, ...]) -> None:
+        """The state keeps its type, dtypes and shapes."""
+        if type(new) is not type(state) or list(map(_kind, new)) != list(map(_kind, state)):
+            self.fail("structure", _kinds(new), _kinds(state), *call)
+
+    # ---- what is checked
+
+    def value(self) -> None:
+        try:
+            hash(self.subject)
+        except TypeError as error:
+            self.fail("value", str(error), "a rule that can be hashed", cause=error)
+
+    def init(self) -> None:
+        state = self.subject.init("cpu")
+        scale = getattr(state, "scale", None)
+        if not (isinstance(state, tuple) and hasattr(state, "_fields")):
+            return self.fail("init", f"a {type(state).__name__}", "a NamedTuple")
+        if not isinstance(scale, Tensor) or scale.ndim or scale.dtype is not torch.float32:
+            return self.fail("init", f"scale={short(scale)}", "a 0-d float32 tensor")
+        for name, leaf in zip(state._fields, state, strict=True):
+            if not all(isinstance(part, Tensor) for part in tree.flatten(leaf)[0]):
+                return self.fail("init", f"{name}={leaf!r}", "a tensor")
+        self.legal(state, law="init")
+        devices = {leaf.device.type for leaf in tree.tensors(self.subject.init("meta"))}
+        if devices != {"meta"}:
+            self.fail("init", f"tensors on {sorted(devices)}", 'on what `init("meta")` names')
+
+    def purity(self) -> None:
+        """An update reads no value, changes no argument and no attribute of the rule."""
+        state = self.subject.init()
+        for bad in _RUN:
+            call = update_arguments(state, bad, self.amax)
+            before = _attributes(self.subject)
+            new = self.update(state, bad)
+            self.alike(state, new, call)
+            for law, check in (("reads", assert_sync_free), ("pure", assert_pure)):
+                checked = functools.partial(check, self.subject.update)
+                self.attempt(law, "nothing of the kind", checked, *call)
+            if _attributes(self.subject) != before:
+                self.fail("value", "an attribute of the rule changed", "the same", *call)
+            state = new
+
+    def long_runs(self) -> None:
+        first = state = self.subject.init()
+        for _ in range(_LONG):
+            state = self.step(state, bad=True)
+        low = float(state.scale)
+        high = float(self.stretch(first).scale)
+        for start in self.growing[:_EVENTS]:
+            self.all_short_runs(start)
+        self.stretch(state)
+        self.stretch(first._replace(scale=as_scale(2.0**127)), inside=False)
+        scale, floor = float(first.scale), getattr(self.subject, "min_scale", None) or 0.0
+        if low >= scale and low > floor and high != scale:
+            call = update_arguments(first, True, self.amax)
+            self.fail(
+                "backs_off", f"scale={low!r} after {_LONG} overflows", f"below {scale!r}", *call
+            )
+
+    def stretch(self, state: Any, *, inside: bool = True) -> Any:
+        """The state after as many clean steps as it takes to grow."""
+        values = getattr(self.subject, "__dict__", {}).values()
+        numbers = [n for n in values if type(n) is int]
+        for _ in range(min(max(_STRETCH, *numbers, 0) + 2, _LONGEST)):
+            new = self.step(state, bad=False, inside=inside)
+            if inside and float(new.scale) > float(state.scale):
+                self.growing.append(state)
+            state = new
+        return state
+
+    def all_short_runs(self, state: Any) -> None:
+        """All runs of `_DEPTH` steps."""
+        states = [state]
+        for _ in range(_DEPTH):
+            states = [self.step(each, bad) for each in states for bad in (False, True)]
+
+    def runs(self) -> None:
+        @settings(
+            max_examples=40,
+            deadline=None,
+            database=None,
+            derandomize=True,
+            phases=(Phase.generate, Phase.shrink),
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(st.lists(rule_steps(self.subject), min_size=1, max_size=30))
+        def run(steps: list[tuple[bool, float | None]]) -> None:
+            state = self.subject.init()
+            for bad, amax in steps:
+                state = self.step(state, bad, amax)
+
+        run()
+
+    def damaged(self) -> None:
+        sound = [self.subject.init(), *self.growing[:1]]
+        for scale, bad in itertools.product(DAMAGED, (False, True)):
+            for state in (state._replace(scale=as_scale(scale)) for state in sound):
+                call = update_arguments(state, bad, self.amax)
+                self.legal(self.update(state, bad), *call, law="damaged")
+
+    def round_trip(self) -> None:
+        state = self.update(self.update(self.subject.init(), True), False)
+        ours, call = self.update(state, False), update_arguments(state, False, self.amax)
+        for restored in saved_and_loaded(state, self.subject.init()):
+            theirs = self.update(restored, False)
+            if not same_bits(ours, theirs):
+                self.fail("round_trip", shown(theirs), shown(ours), *call)
+
+    def compile(self) -> None:
+        state, calls, expected = self.subject.init(), [], []
+        for bad in _RUN:
+            calls.append(update_arguments(state, bad, self.amax))
+            state = self.update(state, bad)
+            expected.append(state)
+        self._agree(
+            "compile", calls, expected, lambda: assert_single_graph(self.subject.update, *calls)
+        )
+
+    def vmap(self) -> None:
+        state, states = self.subject.init(), []
+        for bad in _RUN:
+            states.append(state)
+            state = self.update(state, bad)
+        calls = [
+            update_arguments(state, bad, self.amax) for state in states for bad in (False, True)
+        ]
+        stacked = _torch.pytree.tree_map(lambda *t: torch.stack(t), *calls)
+
+        def members() -> list[Any]:
+            together = assert_vmap_equals_loop(self.subject.update, *stacked)
+            return [
+                _torch.pytree.tree_map(lambda t, i=i: t[i], together) for i in range(len(calls))
+            ]
+
+        self._agree("vmap", calls, [self.subject.update(*call) for call in calls], members)
+
+    def _agree(
+        self, law: str, calls: list[Any], expected: list[Any], results: Callable[[], list[Any]]
+    ) -> None:
+        try:
+            found = results()
+        except AssertionError as error:
+            came = str(error).partition(" Fix:")[0]
+            return self.fail(law, came, "the same as eager", *calls[0], cause=error)
+        for call, came, should in zip(calls, found, expected, strict=True):
+            if not same_bits(came, should):
+                self.fail(law, shown(came), shown(should), *call)
+
+
+def _attributes(rule: Any) -> dict[str, str]:
+    return {name: repr(value) for name, value in getattr(rule, "__dict__", {}).items()}
+
+
+def _kind(value: Any) -> Any:
+    return (value.dtype, value.shape) if isinstance(value, Tensor) else type(value)
+
+
+def _kinds(state: Any) -> str:
+    if not hasattr(state, "_fields"):
+        return f"a {type(state).__name__}"
+    fields = [
+        f"{name}: {leaf.dtype} {tuple(leaf.shape)}"
+        if isinstance(leaf, Tensor)
+        else f"{name}: {type(leaf).__name__}"
+        for name, leaf in zip(state._fields, state, strict=True)
+    ]
+    return f"{type(state).__name__}({', '.join(fields)})"

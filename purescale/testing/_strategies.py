@@ -1,0 +1,154 @@
+"""Hypothesis strategies: rules, their states, runs of overflows, gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import hypothesis.strategies as st
+import torch
+from torch import Tensor
+
+from .._loss_scale.rule_protocol import takes_amax
+from .._loss_scale.rules import DynamicScale, NoScale, StaticScale
+from .._tree import tree
+from .._tree.tree import Tree
+
+
+def scale_rules(kind: type | None = None) -> st.SearchStrategy[Any]:
+    """Rules of this package with any legal settings, short intervals preferred; of one `kind`.
+
+    >>> from purescale import StaticScale
+    >>> isinstance(scale_rules(StaticScale).example(), StaticScale)  # doctest: +SKIP
+    True
+    """
+    kinds: dict[type, st.SearchStrategy[Any]] = {
+        DynamicScale: st.builds(
+            lambda init, interval, hysteresis, refill, low, high: DynamicScale(
+                init_scale=2.0**init,
+                growth_interval=interval,
+                hysteresis=hysteresis,
+                refill=refill,
+                min_scale=2.0 ** (init - low),
+                max_scale=2.0 ** (init + high),
+            ),
+            st.integers(-20, 20),
+            st.integers(1, 5),
+            st.integers(1, 3),
+            st.sampled_from(["growth", "clean"]),
+            st.integers(0, 20),
+            st.integers(0, 20),
+        ),
+        StaticScale: st.builds(StaticScale, _powers(-24, 24)),
+        NoScale: st.just(NoScale()),
+    }
+    return st.one_of(*kinds.values()) if kind is None else kinds[kind]
+
+
+def as_scale(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float32)
+
+
+@st.composite
+def scaler_states(draw: Any, rule: Any = None) -> Any:
+    """States that `rule` (`DynamicScale()`) may be handed: after any run, and with a scale that a
+    restored or damaged checkpoint may hold: any power of two, 0, inf, NaN, negative.
+    """
+    rule = DynamicScale() if rule is None else rule
+    state = rule.init()
+    for bad, amax in draw(st.lists(rule_steps(rule), max_size=12)):
+        state = rule.update(*update_arguments(state, bad, amax))
+    scale = draw(st.none() | _powers(-149, 127) | st.sampled_from(DAMAGED))
+    return state if scale is None else state._replace(scale=as_scale(scale))
+
+
+def overflow_runs(size: int | None = None) -> st.SearchStrategy[list[bool]]:
+    """`found_inf` of one step after another: up to 40, or of `size`; bursts and long clean
+    stretches.
+    """
+    limit = 40 if size is None else size
+
+    def flags(gaps: list[int]) -> list[bool]:
+        return [bad for gap in gaps for bad in [False] * gap + [True]]
+
+    gaps = st.lists(st.integers(0, 25), max_size=max(1, limit // 8)).map(flags)
+    if size is None:
+        return st.lists(st.booleans(), min_size=1, max_size=limit) | gaps.map(
+            lambda run: run[:limit] or [False]
+        )
+    return gaps.map(lambda run: (run + [False] * limit)[:limit])
+
+
+def grad_trees(like: Tree = None) -> st.SearchStrategy[Tree]:
+    """Gradients: of any nesting, or in the structure, shapes and dtypes of `like`.
+
+    float16, bfloat16, float32 and float64; 0-d, empty, `None`; zeros of both signs, subnormals,
+    the largest numbers, inf and NaN among the elements.
+    """
+    if like is not None:
+        leaves, structure = tree.flatten(like)
+        each = [st.none() if leaf is None else _leaf(leaf.dtype, leaf.shape) for leaf in leaves]
+        return st.tuples(*each).map(lambda drawn: structure.unflatten(list(drawn)))
+    dtypes = st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64])
+    shapes = st.sampled_from([(3,), (), (0,), (2, 3), (1,)])
+    leaf = st.none() | st.tuples(dtypes, shapes).flatmap(lambda kind: _leaf(*kind))
+    return st.recursive(
+        st.dictionaries(st.sampled_from("abc"), leaf, min_size=1),
+        lambda inner: (
+            st.dictionaries(st.sampled_from("xyz"), inner, min_size=1, max_size=2)
+            | st.lists(inner, min_size=1, max_size=2)
+            | st.tuples(inner, leaf)
+        ),
+        max_leaves=3,
+    )
+
+
+@st.composite
+def params_and_grads(draw: Any) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
+    """Finite float32 parameters by name, and gradients as `grad_trees` has them, or `None`."""
+    shapes = draw(st.lists(st.sampled_from([(3,), (), (2, 3), (0,)]), min_size=1, max_size=4))
+    finite = st.floats(-(2.0**20), 2.0**20, width=32)
+    params = {
+        f"layer{index}": draw(_leaf(torch.float32, shape, finite))
+        for index, shape in enumerate(shapes)
+    }
+    grads = draw(grad_trees(params))
+    return params, {name: draw(st.just(g) | st.none()) for name, g in grads.items()}
+
+
+DAMAGED = (0.0, -0.0, math.inf, -math.inf, math.nan, -8.0)
+
+
+def _powers(low: int, high: int) -> st.SearchStrategy[float]:
+    return st.integers(low, high).map(lambda exponent: 2.0**exponent)
+
+
+def _elements(dtype: torch.dtype) -> st.SearchStrategy[float]:
+    limits = torch.finfo(dtype)
+    special = [0.0, -0.0, math.inf, -math.inf, math.nan, limits.max, -limits.max, limits.tiny / 2]
+    width: Any = {2: 16, 4: 32, 8: 64}[dtype.itemsize]
+    return st.floats(width=width) | st.sampled_from(special)
+
+
+def _leaf(
+    dtype: torch.dtype, shape: Sequence[int], elements: st.SearchStrategy[float] | None = None
+) -> st.SearchStrategy[Tensor]:
+    count = math.prod(shape)
+    each = _elements(dtype) if elements is None else elements
+    values = st.lists(each, min_size=count, max_size=count)
+    return values.map(lambda v: torch.tensor(v, dtype=torch.float64).to(dtype).reshape(shape))
+
+
+def rule_steps(rule: Any) -> st.SearchStrategy[tuple[bool, float | None]]:
+    """`found_inf`, and the largest gradient for a rule that takes it."""
+    amax: st.SearchStrategy[Any] = st.none()
+    if takes_amax(rule):
+        amax = _powers(-120, 120) | st.sampled_from([0.0, 1.0, 3.0, math.inf, math.nan])
+    return st.tuples(st.booleans(), amax)
+
+
+def update_arguments(state: Any, bad: bool, amax: float | None) -> tuple[Any, ...]:
+    """The arguments of `rule.update`, as tensors."""
+    given = (state, torch.tensor(bad))
+    return given if amax is None else (*given, torch.tensor(amax, dtype=torch.float32))

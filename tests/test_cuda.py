@@ -107,23 +107,54 @@ def test_launches_do_not_grow_with_the_number_of_tensors():
     assert launches[1] < 2 * launches[0]
 
 
-def test_a_donated_step_is_captured_as_a_cuda_graph_overflow_included():
-    state, step, data = job("compute=autocast(float16),output=float32", max_norm=1.0, donate=True)
+POLICY = "compute=autocast(float16),output=float32"
+
+
+def windows(data):
+    """Eight batches of these, the sixth with an overflow."""
+    return [(data[0] * (float("inf") if index == 5 else 1.0), data[1]) for index in range(8)]
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_a_donated_step_is_captured_once_and_replayed_overflow_included(name):
+    state, step, data = job(POLICY, OPTIMIZERS[name], max_norm=1.0, donate=True)
+    expected, x, y = clone(state), data[0][0].clone(), data[0][1]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # what libraries allocate in their first calls is no part of it
+        warm = clone(state)
+        for _ in range(3):
+            warm, _ = step(warm, [(x, y)])
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured, info = step(state, [(x, y)])
+    assert [t.data_ptr() for t in tensors(captured)] == [t.data_ptr() for t in tensors(state)]
+    for batch in windows(data[0]):
+        x.copy_(batch[0])
+        graph.replay()
+        expected, told = step(expected, [batch])
+        assert info.found_inf == told.found_inf
+        assert_close((info.loss, info.scale), (told.loss, told.scale), rtol=1e-2, atol=1e-3)
+    assert captured.step == 7
+    assert_close(captured.scaler, expected.scaler, rtol=0, atol=0)
+    assert_close(captured.params, expected.params, rtol=1e-2, atol=1e-3)
+
+
+def test_a_compiled_donated_step_is_a_cuda_graph_overflow_included():
+    state, step, data = job(POLICY, max_norm=1.0, donate=True)
     expected, eager = clone(state), []
-    for index in range(8):
-        batch = [(data[0][0] * (float("inf") if index == 5 else 1.0), data[0][1])]
-        expected, info = step(clone(expected), batch)
+    for batch in windows(data[0]):
+        expected, info = step(clone(expected), [batch])
         eager.append(info.found_inf.item())
-    for tensor in tensors((state.params, state.buffers, state.opt_state)):
+    for tensor in tensors(state):
         # they stay where they are, which a graph that writes into them must know
         torch._dynamo.mark_static_address(tensor)
     compiled = torch.compile(step, fullgraph=True, mode="reduce-overhead")
     flags = []
-    for index in range(8):
+    for batch in windows(data[0]):
         torch.compiler.cudagraph_mark_step_begin()
-        batch = [(data[0][0] * (float("inf") if index == 5 else 1.0), data[0][1])]
-        state, info = compiled(state, batch)
+        state, info = compiled(state, [batch])
         flags.append(info.found_inf.item())
-        state = state._replace(scaler=clone(state.scaler), step=state.step.clone())
     assert flags == eager
     assert_close(state.params, expected.params, rtol=1e-2, atol=1e-3)

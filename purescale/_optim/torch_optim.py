@@ -21,7 +21,7 @@ from .._optim.step_inputs import StepInputs, flatten_step
 from .._optim.unfused import UnfusedStep
 from .._torch import foreach, private
 from .._torch.autocast import outside_autocast
-from .._torch.donation import can_write, can_write_each
+from .._torch.donation import can_write_each
 from .._torch.foreach import MAX_INLINE_LEAVES, same_memory_order
 from .._torch.tracing import host_can_read, is_on_a_graph, traced, under_transform
 from .._tree import scalars as _checks
@@ -209,16 +209,24 @@ class TorchOptimizer:
             return kept((params, opt_state), donate=donate)  # type: ignore[no-any-return]
         weights, slots = inputs.named_params, opt_state.slots
         lrs = self._groups.rates(opt_state.applied, opt_state.lr)
-        in_place = False
+        in_place = numbers_in_place = False
         if donate or donate_grads:
             old, grads = [*weights.values(), *values_of(slots)], inputs.grads.tensors
-            rates = [rate for rate in (opt_state.lr, *lrs) if isinstance(rate, Tensor)]
-            others = [opt_state.applied, *rates, *keep]
-            if scratch_ok:  # they share no memory with anything
-                in_place = can_write(old, others)
+            lr = opt_state.lr
+            numbers = [opt_state.applied, *([lr] if isinstance(lr, Tensor) else ())]
+            others = [rate for rate in lrs if isinstance(rate, Tensor) and rate is not lr]
+            others += keep
+            lists = [old] if scratch_ok else [old, grads]  # scratch shares no memory with anything
+            # A step that is captured leaves them where they are; on the host nobody captures.
+            captured = decision.skip_on_host is None and not self.differentiable
+            if captured:
+                lists.append(numbers)
             else:
-                writable = can_write_each([old, grads], others)
-                in_place, scratch_ok = donate and writable[0], donate_grads and writable[1]
+                others += numbers
+            writable = can_write_each(lists, others)
+            in_place = donate and writable[0]
+            scratch_ok = scratch_ok or (donate_grads and writable[1])
+            numbers_in_place = captured and in_place and writable[-1]
         if self._can_fuse(inputs):
             new_weights, new_slots = self._fused_step(
                 inputs, decision, lrs, in_place=in_place, scratch_ok=scratch_ok
@@ -228,14 +236,24 @@ class TorchOptimizer:
             new_weights, new_slots = self._unfused_step(
                 inputs, decision, grads, lrs, in_place=in_place
             )
-        is_applied = decision.skip_on_host is False
-        applied = opt_state.applied + (1 if is_applied else ~decision.skip)  # type: ignore[operator]
-        lr = self._unfused.copy(opt_state.lr)
+        applied, lr = self._counted(opt_state, decision, in_place=numbers_in_place)
         leaves: list[Any] = list(new_weights.values())
         if len(leaves) < len(inputs.names):
             leaves = [new_weights.get(name) for name in inputs.names]
         params = inputs.params_tree(leaves)
         return params, OptState(applied, new_slots, lr)
+
+    def _counted(
+        self, opt_state: OptState, decision: Decision, *, in_place: bool
+    ) -> tuple[Tensor, Any]:
+        """The steps applied, and the rate that the state holds, after the decided step."""
+        applied, lr = opt_state.applied, opt_state.lr
+        is_applied = decision.skip_on_host is False
+        count: Any = 1 if is_applied else ~decision.skip  # type: ignore[operator]
+        if in_place:
+            lr = lr.detach() if isinstance(lr, Tensor) and lr.requires_grad else lr
+            return applied.add_(count), lr
+        return applied + count, self._unfused.copy(lr) if isinstance(lr, Tensor) else lr
 
     # ---- the fused kernel
 

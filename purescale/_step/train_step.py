@@ -30,7 +30,7 @@ from .._torch.autocast import outside_autocast
 from .._torch.tracing import traced
 from .._tree import tree as _tree
 from .._tree.scalars import is_whole, shown
-from .._tree.select import choose, copies, where
+from .._tree.select import choose, copies, where, write_over
 from .._tree.tree import Flat, Leaves, Tree
 
 
@@ -269,13 +269,18 @@ def _stages(
     )
     rest = (new_params, opt_state, next_scaler, window.aux, step, state.rng)
     new_buffers = _next_buffers(options, outcome.decision, buffers.leaves, window, rest)
+    rng = tried.rng
+    if options.donate and skip_on_host is None:
+        keep = [*window.seen, *options.clip.bounds, *_tree.all_tensors((window.aux, new_buffers))]
+        before = (state.scaler, state.step, state.rng)
+        next_scaler, step, rng = write_over(before, (next_scaler, step, rng), keep)
     new_state = TrainState(
         params=new_params,
         buffers=buffers.structure.unflatten(new_buffers),
         opt_state=opt_state,
         scaler=next_scaler,
         step=step,
-        rng=tried.rng,
+        rng=rng,
     )
     return new_state, StepInfo(
         loss=window.loss,

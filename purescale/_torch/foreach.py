@@ -89,6 +89,17 @@ def clone_listed(tensors: Sequence[Tensor]) -> list[Tensor]:
     return copies
 
 
+def copy_(targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """`t.copy_(n)` for each pair, of one dtype and device."""
+    if traced():
+        for target, tensor in zip(targets, tensors, strict=True):
+            target.copy_(tensor)
+        return
+    with torch.no_grad():
+        for indices in by_kind(targets):
+            foreach.copy_([targets[i] for i in indices], [tensors[i] for i in indices])
+
+
 # ---- arithmetic ----------------------------------------------------------------------------------
 
 

@@ -85,6 +85,18 @@ def choose(
     return results
 
 
+def write_over(old: Tree, new: Tree, keep: Sequence[Tensor]) -> Tree:
+    """`new`, written into the donated tensors of `old` that share no memory with `keep`, in few
+    operators: a captured step is replayed over the memory that it was captured with.
+    """
+    leaves, others, structure = _tree.paired(old, new, "old", "new")
+    plain = not (any(map(is_constant, leaves)) or is_on_a_graph([*leaves, *others]))
+    if plain and can_write(leaves, keep):
+        foreach.copy_(leaves, others)
+        others = leaves
+    return structure.unflatten(others)
+
+
 def copies(leaves: Leaves) -> Leaves:
     """Each leaf detached and in fresh memory; constants as they are."""
     if are_plain(leaves):

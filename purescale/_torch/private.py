@@ -59,6 +59,12 @@ _find("torch.autograd.forward_ad._current_level")
 _forward_ad: Any = torch.autograd.forward_ad
 
 
+# The key at which torch.func has kernels of its own, and the way to put others before them.
+FUNCTORCH: Any = _find("torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode")
+for _name in ("py_impl", "decompose"):
+    _find(f"torch._ops.OpOverload.{_name}")
+
+
 def forward_level() -> int:
     """How deep inside of `forward_ad.dual_level`; -1 outside."""
     level: int = _forward_ad._current_level  # moves, so it cannot be looked up once

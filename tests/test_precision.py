@@ -392,3 +392,13 @@ def test_an_integer_parameter_has_no_dtype_to_keep():
         {"n": torch.tensor([1])}, {}
     )
     assert out.dtype is torch.int64
+
+
+def test_norms_in_float32_around_an_unflatten_is_one_graph():
+    def half(x):
+        with ps.norms_in_float32():
+            return torch.nn.functional.layer_norm(x.unflatten(-1, (2, 3)), (3,))
+
+    x = torch.randn(4, 6, dtype=torch.float16)
+    compiled = torch.compile(half, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), half(x))

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from .._loss_scale.scaling import wide_loss
-from .._torch import donation, dtensor, private
+from .._torch import donation, dtensor, functorch_kernels, private
 from .._torch.dtypes import wide_dtype
 from .._torch.tracing import traced
 from .._tree import tree as _tree
 from .._tree.tree import Flat, Leaves, Tree
+
+functorch_kernels.register()
 
 
 class LossFn(Protocol):

@@ -86,6 +86,12 @@ def traced() -> bool:
     )
 
 
+# The key at which torch.func has kernels of its own, and the way to put others before them.
+FUNCTORCH: Any = _find("torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode")
+for _name in ("py_impl", "decompose"):
+    _find(f"torch._ops.OpOverload.{_name}")
+
+
 FakeTensorMode: Any = _find("torch._subclasses.fake_tensor.FakeTensorMode")
 DataDependentOutput: Any = _find("torch._subclasses.fake_tensor.DataDependentOutputException")
 FakeTensor: type[Tensor] = _find("torch._subclasses.fake_tensor.FakeTensor")

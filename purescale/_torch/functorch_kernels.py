@@ -1,0 +1,65 @@
+"""Kernels for symbolic sizes, of the operators for which torch.func has kernels of its own."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._torch import private
+
+# Under torch.func some operators go to kernels that read sizes as plain integers
+# (aten/src/ATen/functorch/PyTorchOperatorHacks.cpp): a compiled step took a graph for each length
+# of a sequence (linear) or failed at the second (dropout; in torch 2.11 index_select too). A kernel
+# in Python at the same key goes before them, while something is traced: eager calls never look for
+# one. `linear` and `index_select` become what they are without torch.func.
+
+
+def kernels() -> dict[Any, Any]:
+    """The kernel of each operator that needs one."""
+    aten = torch.ops.aten
+    found: dict[Any, Any] = {
+        operator: operator.decompose
+        for operator in (aten.linear.default, aten.index_select_backward.default)
+    }
+    for by_channel, alpha in ((False, False), (True, False), (False, True), (True, True)):
+        name = f"{'feature_' * by_channel}{'alpha_' * alpha}dropout"
+        kernel = functools.partial(_dropout, by_channel=by_channel, alpha=alpha)
+        found[getattr(aten, name).default] = kernel
+        found[getattr(aten, f"{name}_").default] = functools.partial(kernel, in_place=True)
+    return found
+
+
+def register() -> None:
+    """Put the kernels before torch's, but for those of somebody else."""
+    for operator, kernel in kernels().items():
+        if private.FUNCTORCH not in operator.py_kernels:
+            operator.py_impl(private.FUNCTORCH)(kernel)
+
+
+_SELU_MINIMUM = -1.7580993408473766  # what SELU tends to far below 0
+
+
+def _dropout(
+    x: Tensor, p: float, train: bool, *, by_channel: bool, alpha: bool, in_place: bool = False
+) -> Tensor:
+    """torch's dropouts, whose mask no operator makes in place: so each member of a vmap has its
+    own, also where `x` is that of all.
+    """
+    if p == 0 or not train:
+        return x
+    factor, shift = torch.zeros_like(x), None
+    if p < 1:
+        shape = (*x.shape[:2], *(1,) * (x.dim() - 2)) if by_channel else x.shape
+        kept = torch.bernoulli(x.new_empty(()).expand(shape), 1 - p)
+        factor = kept / (1 - p)
+        if alpha:
+            scale = 1 / math.sqrt((_SELU_MINIMUM**2 * p + 1) * (1 - p))
+            factor = kept * scale
+            shift = (kept - 1) * (-_SELU_MINIMUM * scale) - _SELU_MINIMUM * scale * p
+    multiply, add = (Tensor.mul_, Tensor.add_) if in_place else (torch.mul, torch.add)
+    out: Tensor = multiply(x, factor)
+    return out if shift is None else add(out, shift)

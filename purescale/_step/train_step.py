@@ -326,7 +326,8 @@ def _next_scaler(
         # Weights that leave nothing, and a bound that is none, leave the scale as it was.
         new = choose(outcome.found_inf & ~window.overflow, before.leaves, new)
     elif not traced():  # a rule may return what it was given
-        new = _tree.leaves_apart(new, [*before.leaves, window.overflow, amax])
+        given = [*before.leaves, overflow, *([amax] if options.takes_amax else [])]
+        new = _tree.leaves_apart(new, given)
     return before.structure.unflatten(new)
 
 

@@ -41,7 +41,8 @@ def measure(
     """The stats of `grads`, which still are `scaled` by `scale` or not.
 
     On a CPU in eager mode the sum of squares is read, and the exact way is taken only where that
-    sum does not tell enough. On an accelerator and where traced no value is read.
+    sum does not tell enough. On an accelerator and where traced no value is read. `group`: whose
+    ranks decide together; a `train_step` has reduced the gradients before it measures them.
     """
     tensors, divisor = grads.tensors, scale if scaled else torch.ones_like(scale)
     on_host = host_can_read(scale, *tensors)

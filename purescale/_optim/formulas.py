@@ -38,7 +38,7 @@ def without_reads(cls: type, *, lists: bool = False) -> Callable[[Any], Any]:
     torchs = _torch.formula_of(cls)
     assert torchs is not None  # from_torch refuses such a class
     name, _ = torchs.names
-    own = torchs.lists if lists else torchs.single
+    own = torchs.lists if lists and torchs.lists is not None else torchs.single
     formula = _OVER_LISTS.get(name) if lists else None
     formula = formula or _copy_of(
         own,
@@ -53,9 +53,11 @@ def without_reads(cls: type, *, lists: bool = False) -> Callable[[Any], Any]:
 
 
 def has_lists(cls: type) -> bool:
-    """Whether torch implements `cls` over lists."""
+    """Whether torch implements `cls` over lists, or this file does."""
     formula = _torch.formula_of(cls)
-    return formula is not None and formula.lists is not None
+    if formula is None:
+        return False
+    return formula.lists is not None or formula.names[0] in _OVER_LISTS
 
 
 def _copy_of(function: Any, **names: Any) -> Callable[..., Any]:

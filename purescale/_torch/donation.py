@@ -103,10 +103,13 @@ def _memories_of_values(tensors: Sequence[Tensor]) -> list[int | None]:
 
 def owned(found: list[Tensor]) -> list[Tensor]:
     """Gradients that a backward just made, off the graph, in memory that nobody else can see; what
-    a custom backward or a hook may keep is copied. Empties `found`.
+    a custom backward or a hook may keep is copied. Empties `found`, whose references would count as
+    uses.
     """
     if set(map(type, found)) != {Tensor} or set(map(_layout, found)) != {torch.strided}:
-        return [gradient.detach().clone() for gradient in found]
+        copies = [gradient.detach().clone() for gradient in found]
+        found.clear()
+        return copies
     # A result of torch's own backward can be a view of a tensor that only the view keeps alive.
     detached = list(map(Tensor.detach, found))
     found.clear()

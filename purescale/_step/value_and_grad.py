@@ -173,7 +173,8 @@ class ValueAndGrad:
         params = self.structure.unflatten(self._leaves(inputs))
         given = self.buffers.structure.unflatten(buffers)
         loss, new_buffers, aux = self._checked(self.loss_fn(params, given, microbatch))
-        wide = wide_loss(loss, self.scale).reshape(())
+        wide = wide_loss(loss, self.scale)
+        wide = wide.reshape(()) if wide.ndim else wide
         unscaled = wide.clone() if aux else wide  # aux may hold the loss
         return wide * self.scale, (unscaled, new_buffers, aux)
 

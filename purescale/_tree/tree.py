@@ -15,7 +15,7 @@ import optree
 import torch
 from torch import Tensor
 
-from .._torch import donation, dtensor
+from .._torch import donation, dtensor, foreach
 from .._torch import private as _torch
 from .._torch.donation import memories, memory
 from .._torch.tracing import PLAIN_TYPES, traced, under_transform
@@ -111,8 +111,16 @@ def fresh(leaves: Leaves, taken: Set[int | None] | None) -> Leaves:
             return leaf.clone()
         return leaf.detach().clone() if memory(leaf) in taken else leaf.detach()
 
-    if taken is not None and are_tensors(leaves) and taken.isdisjoint(memories(leaves)):
-        return [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves]
+    if taken is not None and are_tensors(leaves):
+        held = memories(leaves)
+        if taken.isdisjoint(held):
+            return [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves]
+        if _leaf.are_plain(leaves):  # as where a loss returns the buffers that it was given
+            shared = [index for index, storage in enumerate(held) if storage in taken]
+            found = [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves]
+            for index, copy in zip(shared, foreach.clone([found[i] for i in shared]), strict=True):
+                found[index] = copy
+            return found
     return [_torch.pytree.tree_map(detach, leaf) for leaf in leaves]
 
 

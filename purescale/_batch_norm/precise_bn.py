@@ -221,7 +221,10 @@ def _over_ranks(
     if failure is not None:
         raise failure
     if failed:
-        raise RuntimeError("precise_bn failed on another rank of the group; its error says why.")
+        raise RuntimeError(
+            "precise_bn failed on another rank of the group; its error says why. Fix: what it "
+            "names."
+        )
     stats = all_reduce_bn_stats(stats, group)
     names = list(stats.layers)
     indices = [order.index(name) if name in order else -1 for name in names]

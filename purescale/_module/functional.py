@@ -151,7 +151,8 @@ def check_dicts(params: Any, buffers: Any) -> None:
         for name, value in tree.items():
             if type(value) is not Tensor and not isinstance(value, Tensor):
                 raise TypeError(
-                    f"{which}[{name!r}] is {type(value).__name__} {value!r}; expected a tensor."
+                    f"{which}[{name!r}] is {type(value).__name__} {value!r}; expected a tensor. "
+                    f"Fix: the {which} that make_functional returned, or `torch.tensor(...)`."
                 )
 
 

@@ -199,8 +199,8 @@ def leaves_like(name: str, tree: Tree, like_name: str, like: Tree, structure: An
         pass
     if torch.compiler.is_compiling():
         raise ValueError(
-            f"{name} and {like_name} differ in structure: run the step once without torch.compile "
-            "to see where."
+            f"{name} and {like_name} differ in structure. Fix: run the step once without "
+            "torch.compile, which names the paths."
         )
     got, expected = dict.fromkeys(paths(tree, "")), dict.fromkeys(paths(like, ""))
     missing = [path for path in expected if path not in got]

@@ -15,8 +15,7 @@ import optree
 import torch
 from torch import Tensor
 
-from .._torch import donation, dtensor
-from .._torch import private as _torch
+from .._torch import donation, dtensor, private
 from .._torch.donation import memories, memory
 from .._torch.tracing import PLAIN_TYPES, traced, under_transform
 from .._tree import leaves as _leaf
@@ -41,7 +40,7 @@ def flatten(tree: Tree) -> tuple[Leaves, Any]:
     if torch.compiler.is_compiling():
         # Dynamo cannot trace optree through an empty dict, such as the buffers of a net without
         # BatchNorm.
-        leaves, structure = _torch.pytree.tree_flatten(tree)
+        leaves, structure = private.pytree.tree_flatten(tree)
     else:
         leaves, structure = optree.tree_flatten(tree, **_OPTREE)
     return leaves, structure
@@ -93,7 +92,7 @@ def all_tensors(tree: Any) -> list[Tensor]:
     leaves = flatten(tree)[0]
     if are_tensors(leaves):
         return leaves
-    return [part for part in _torch.pytree.tree_leaves(leaves) if isinstance(part, Tensor)]
+    return [part for part in private.pytree.tree_leaves(leaves) if isinstance(part, Tensor)]
 
 
 def fresh(tree: Any, taken: Set[int | None] = frozenset()) -> Any:
@@ -109,12 +108,12 @@ def fresh(tree: Any, taken: Set[int | None] = frozenset()) -> Any:
         return leaf.detach().clone() if memory(leaf) in taken else leaf.detach()
 
     if traced():
-        return _torch.pytree.tree_map(detach, tree)
+        return private.pytree.tree_map(detach, tree)
     leaves, structure = flatten(tree)
     if are_tensors(leaves) and taken.isdisjoint(memories(leaves)):
         detached = [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves]
     else:
-        detached = [_torch.pytree.tree_map(detach, leaf) for leaf in leaves]
+        detached = [private.pytree.tree_map(detach, leaf) for leaf in leaves]
     return structure.unflatten(detached)
 
 
@@ -299,7 +298,7 @@ def cast(tree: Tree, dtype: torch.dtype, *, copy: bool = False) -> Tree:
             return leaf
         return leaf.to(dtype if leaf.is_floating_point() else leaf.dtype, copy=copy)
 
-    return _torch.pytree.tree_map(convert, tree)
+    return private.pytree.tree_map(convert, tree)
 
 
 def recordable(leaf: Any) -> Any:

@@ -29,7 +29,7 @@ from ._strategies import DAMAGED, as_scale, rule_steps, update_arguments
 
 
 def assert_scale_rule(rule: Any, quirks: Sequence[str] = ()) -> None:
-    """A rule of your own against all that `train_step` relies on: one line of test.
+    """Check that a rule of your own keeps all laws that `train_step` relies on.
 
     Checked on runs that Hypothesis finds and shrinks, on hundreds of overflows and thousands of
     clean steps in a row, in each state of these with an overflow and with a clean step, on all

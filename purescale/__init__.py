@@ -2,8 +2,8 @@
 the order of a step:
 
 A module as a function:
-    make_functional a module as `apply(params, buffers, *args)`, its parameters and its buffers
-    load_into parameters and buffers copied back into a module
+    make_functional       a module as `apply`, its parameters and its buffers
+    load_into             parameters and buffers copied back into a module
 
 What runs in which dtype:
     Policy                dtypes of parameters, computation, output and norms
@@ -12,24 +12,24 @@ What runs in which dtype:
     norms_in_float32      a scope in which half inputs of norms are computed in float32
 
 The loss scale:
-    Rule                  what moves a scale: `init(device)` and `update(scaler, found_inf)`
-    HasScale              what a rule remembers: tensors, one of them `scale`
+    Rule                  the protocol of a rule: `init(device)` and `update(scaler, found_inf)`
+    HasScale              the protocol of its state: tensors, one of them `scale`
     DynamicScale          the rule: halve on an overflow, double after clean steps
     StaticScale           the rule: a scale that never moves
     NoScale               the rule: a scale of 1
-    ScalerState           what these three remember
+    ScalerState           the state of these three
     scale_loss            the loss times the scale, in float32
     unscale_and_check     gradients over the scale, and `found_inf`
-    check_scaler          syncs; raises where training has stopped moving
+    check_scaler          syncs; raises if training has stopped moving
     HeadroomScale         the rule: follow the largest gradient, some bits below an overflow
-    HeadroomState         what it remembers
-    grad_amax             the largest magnitude in gradients, which it looks at
+    HeadroomState         its state
+    grad_amax             the largest magnitude in gradients, which it follows
 
-What the numbers look like:
-    probe_scales          syncs; one batch at many scales: which overflow, which leaf starves
-    ScaleProbe            what that returns: a table, a picture, the window that is safe
-    grad_report           amax, zeros, subnormals and what is not finite, leaf by leaf
-    GradReport            what that returns: a table when printed
+Reports:
+    probe_scales          syncs; one batch at many scales: which overflow, which leaf underflows
+    ScaleProbe            its result: a table, a figure, the safe window
+    grad_report           amax, zeros, subnormals and nonfinite values of each leaf
+    GradReport            its result: a table when printed
     LeafReport            one row of it
 
 Over ranks:
@@ -42,53 +42,53 @@ Accumulation:
     init_accum            the empty one
     accumulate_grads      one microbatch more
     accumulated_grads     the mean, and whether to skip
-    merge_accum           the halves of two workers
-    accumulation_window   where a microbatch stands in its window
-    Window                what that returns
+    merge_accum           two workers' halves of a window as one
+    accumulation_window   the position of a microbatch in its window
+    Window                its result
 
 Clipping:
     clip_by_global_norm   gradients within a norm, and the norm that they had
     clip_by_value         gradients between two bounds
-    check_grad_norm       syncs; raises where a norm is not finite
+    check_grad_norm       syncs; raises if a norm is not finite
 
 Optimizers:
     Optimizer             anything with pure `init` and `step`
     from_torch            a class of torch.optim as one
     from_transformation   an optax-style (init, update) pair as one
-    OptState              what a torch optimizer remembers
+    OptState              the state of a torch optimizer
 
 Batch-norm statistics:
-    BNStatsState          statistics gathered over batches
+    BNStatsState          statistics accumulated over batches
     BNLayerStats          those of one layer
     init_bn_stats         the empty ones
     accumulate_bn_stats   one batch more
-    merge_bn_stats        the halves of two workers
-    bn_buffers            buffers that hold them
-    precise_bn            all of that over a loader
+    merge_bn_stats        two workers' statistics as one
+    bn_buffers            buffers with these statistics
+    precise_bn            buffers with the statistics of a whole loader
 
 The step:
     LossFn                `loss_fn(params, buffers, microbatch)`, what a step differentiates
     maybe_step            the optimizer's step, unless `found_inf`
     unscale_and_step      unscale, check, clip and step in the fewest passes
-    Stepped               what that returns
+    Stepped               its result
     init_train_state      everything that a step changes, as one value
     train_step            a whole step over a list of microbatches
-    TrainState            what it maps to the next one
-    StepInfo              what it tells: loss, found_inf, scale, grad_norm, grad_amax
-    stack_infos           what many steps tell, as one value
+    TrainState            the state that it maps to the next one
+    StepInfo              loss, found_inf, scale, grad_norm, grad_amax of a step
+    stack_infos           those of many steps as one value
 
 Checkpoints:
     to_state_dict         any state as nested dicts of tensors
     from_state_dict       the state again
     save                  a state as a file, whole or not at all
-    load                  the state again, nothing in the file is run
+    load                  the state again; no code from the file is run
 
 Besides:
-    select                the old tree where `found_inf`, else the new one
+    select                the old tree if `found_inf`, else the new one
     stack_states          many states as one, for `torch.vmap`
     member                one of them again
-    ema                   an exponential moving average, one step on
-    simulate              a rule over flags or over gradients, without a training
+    ema                   one step of an exponential moving average
+    simulate              a rule over flags or over gradients, without training
     interop               the scalers of other libraries as rules, their state dicts both ways
 """
 

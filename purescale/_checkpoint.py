@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ._torch import private as _torch
+from ._torch import private
 from ._torch.donation import can_write
 from ._tree import tree as _tree
 from ._tree.mismatch import check_equal, key_of, kind_of
@@ -278,8 +278,8 @@ def _check_storable(at: str, leaf: Tensor, path: Path) -> None:
     if kind is not Tensor:
         raise TypeError(
             f"{at} is a {kind.__name__}, a subclass of tensors; a file holds plain ones, since "
-            f"`load` runs no code from it. Fix: `{at}.as_subclass(torch.Tensor)`; for a wrapper, "
-            "store the tensors that it wraps."
+            f"`load` runs no code from it. Fix: `{at}.as_subclass(torch.Tensor)`, or of one that "
+            "wraps others the tensors that it wraps."
         )
     if leaf.is_meta:
         raise TypeError(
@@ -302,7 +302,7 @@ def _parts(leaf: Tensor) -> list[Tensor]:
     if leaf.layout is torch.strided:
         return [leaf]
     if leaf.layout is torch.sparse_coo:
-        return [_torch.indices(leaf), _torch.values(leaf)]
+        return [private.indices(leaf), private.values(leaf)]
     by_row = leaf.layout in (torch.sparse_csr, torch.sparse_bsr)
     outer, inner = (
         (leaf.crow_indices(), leaf.col_indices())

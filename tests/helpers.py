@@ -25,6 +25,9 @@ from purescale.testing import overflow_runs, scale_rules
 from purescale.testing import same_bits as same_bits
 from purescale.testing import shares_memory as shares_memory
 
+# The classes of torch.optim with a capturable implementation and without a fused kernel.
+CAPTURABLE = ("Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
+
 
 def tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]

@@ -14,7 +14,7 @@ import torch
 from helpers import Untouched, assert_close, clone, same_bits, shares_memory
 from hypothesis import given
 from hypothesis import strategies as st
-from test_optim import SETTINGS, grads_at, make_params
+from test_torch_optim import SETTINGS, grads_at, make_params
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode

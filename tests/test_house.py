@@ -202,6 +202,62 @@ def test_the_pages_for_contributors_name_every_file_and_no_other():
     assert named <= own | tests | others | peers | made | {"__init__.py"}
 
 
+# A source file has its tests in the test file of its name; these have them in that of a neighbour.
+TESTED_WITH = {
+    "_batch_norm/capture.py": "test_bn_stats.py",
+    "_distributed/buckets.py": "test_reduce.py",
+    "_distributed/mesh.py": "test_dtensor.py",
+    "_distributed/process_group.py": "test_reduce.py",
+    "_grads/grad_stats.py": "test_clip.py",
+    "_grads/measure.py": "test_clip.py",
+    "_grads/mesh_stats.py": "test_dtensor.py",
+    "_loss_scale/rule_protocol.py": "test_rules.py",
+    "_module/meta_module.py": "test_functional.py",
+    "_module/references.py": "test_functional.py",
+    "_optim/decision.py": "test_optimizer_step.py",
+    "_optim/formulas.py": "test_laws_of_a_step.py",
+    "_optim/fused.py": "test_laws_of_a_step.py",
+    "_optim/step_inputs.py": "test_leaves.py",
+    "_optim/unfused.py": "test_laws_of_a_step.py",
+    "_step/decide.py": "test_laws_of_a_step.py",
+    "_step/step_info.py": "test_train_step.py",
+    "_step/step_options.py": "test_train_step.py",
+    "_step/value_and_grad.py": "test_train_step.py",
+    "_torch/dtypes.py": "test_default_dtype.py",
+    "_torch/private.py": "test_house.py",
+    "_torch/tracing.py": "test_laws.py",
+    "_tree/mismatch.py": "test_checkpoint.py",
+    "_tree/tree.py": "test_leaves.py",
+    "testing/_battery.py": "test_rule_battery.py",
+}
+# Laws, counts and pages, over many files.
+ACROSS_FILES = {
+    "test_calls.py",
+    "test_compile.py",
+    "test_cuda.py",
+    "test_derivatives.py",
+    "test_docs.py",
+    "test_examples.py",
+    "test_four_ways.py",
+    "test_peers_mistakes.py",
+    "test_sharded_checkpoint.py",
+    "test_sweep.py",
+    "test_traffic.py",
+    "test_wrapped.py",
+}
+
+
+def test_each_source_file_has_its_test_file():
+    tests = {path.name for path in Path(__file__).parent.glob("test_*.py")}
+    sources = {name for name in FILES if "interop/" not in name and "__init__" not in name}
+    assert set(TESTED_WITH) <= sources
+    found = {name: f"test_{Path(name).name.removeprefix('_')}" for name in sources} | TESTED_WITH
+    assert {name: test for name, test in found.items() if test not in tests} == {}
+    assert tests == {*found.values(), "test_interop.py", *ACROSS_FILES}
+    own = {name: test for name, test in TESTED_WITH.items() if f"test_{Path(name).name}" in tests}
+    assert own == {}, "a file with tests of its own needs no row"
+
+
 def test_private_names_of_torch_stand_in_one_file():
     found = {name: list(private(name)) for name in FILES if name != "_torch/private.py"}
     assert {name: names for name, names in found.items() if names} == {}

@@ -12,7 +12,7 @@ from .._batch_norm.capture import ApplyFn, Call, calls_of, key_of, layers_of
 from .._distributed.process_group import all_reduce, is_single_process
 from .._module.meta_module import Tensors
 from .._torch.dtypes import widest_float
-from .._tree import tree as _tree
+from .._tree import tree
 
 Estimator = Literal["pooled", "within"]
 
@@ -58,7 +58,7 @@ def init_bn_stats(buffers: Tensors) -> BNStatsState:
     if not names:
         raise ValueError(
             f"no layer with a running_mean and a running_var among {len(buffers)} buffers: "
-            f"{_tree.some(list(buffers))}. Likely cause: a model without BatchNorm, or with "
+            f"{tree.some(list(buffers))}. Likely cause: a model without BatchNorm, or with "
             "track_running_stats=False. There is nothing to compute. Fix: leave this call out."
         )
     layers = {}
@@ -125,7 +125,7 @@ def merge_bn_stats(a: BNStatsState, b: BNStatsState) -> BNStatsState:
 
     Source of the rule: Chan, Golub, LeVeque (1979).
     """
-    _tree.paired(a, b, "a", "b", "Only statistics of the same layers can be merged.")
+    tree.paired(a, b, "a", "b", "Only statistics of the same layers can be merged.")
     return BNStatsState(
         layers={name: _merge_layer(layer, b.layers[name]) for name, layer in a.layers.items()},
         num_batches=a.num_batches + b.num_batches,
@@ -168,7 +168,7 @@ def bn_buffers(
             "correction=1, as torch's running_var has it."
         )
     _check_layers(stats, buffers)
-    new: Tensors = _tree.clone(buffers)
+    new: Tensors = tree.clone(buffers)
     for name, layer in stats.layers.items():
         m2, degrees = layer.m2, layer.count - correction
         if estimator == "within":
@@ -200,7 +200,7 @@ def all_reduce_bn_stats(stats: BNStatsState, group: Any = None) -> BNStatsState:
     nothing.
     """
     if is_single_process(group):
-        copy: BNStatsState = _tree.clone(stats)
+        copy: BNStatsState = tree.clone(stats)
         return copy
     return _reduce(stats, [], group)[0]
 
@@ -269,8 +269,7 @@ def absorb(stats: BNStatsState, calls: list[tuple[str, Call]], num_final: int = 
             )
     called = {name for name, _ in calls[num_final:]}
     layers = {
-        name: layer if name in called else _tree.clone(layer)
-        for name, layer in stats.layers.items()
+        name: layer if name in called else tree.clone(layer) for name, layer in stats.layers.items()
     }
     finite = torch.ones((), dtype=torch.bool, device=stats.num_batches.device)
     if calls:
@@ -357,7 +356,7 @@ def check_flat(buffers: Any) -> None:
         isinstance(key, str) and isinstance(value, Tensor) for key, value in buffers.items()
     ):
         what = (
-            f"a dict of {_tree.some([repr(key) for key in buffers])}"
+            f"a dict of {tree.some([repr(key) for key in buffers])}"
             if isinstance(buffers, dict)
             else type(buffers).__name__
         )

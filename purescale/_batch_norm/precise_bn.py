@@ -26,8 +26,8 @@ from .._distributed.collectives import agree, all_reduce_found_inf, on_cpu
 from .._distributed.process_group import all_reduce, check_group
 from .._module.functional import Apply
 from .._module.meta_module import Tensors
-from .._torch import private as _torch
-from .._tree import tree as _tree
+from .._torch import private
+from .._tree import tree
 
 Normalize = Literal["batch", "sequential"]
 
@@ -104,7 +104,7 @@ def precise_bn(
     if not sequential:
         new = bn_buffers(stats, buffers, estimator, correction)
     else:
-        new = _tree.clone(buffers)
+        new = tree.clone(buffers)
         final = dict(stats.layers)
         for num_final, name in enumerate(order):
             if num_final:
@@ -221,7 +221,10 @@ def _over_ranks(
     if failure is not None:
         raise failure
     if failed:
-        raise RuntimeError("precise_bn failed on another rank of the group; its error says why.")
+        raise RuntimeError(
+            "precise_bn failed on another rank of the group; its error says why. Fix: what it "
+            "names."
+        )
     stats = all_reduce_bn_stats(stats, group)
     names = list(stats.layers)
     indices = [order.index(name) if name in order else -1 for name in names]
@@ -240,7 +243,7 @@ def _num_samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """The number of samples in a forward: the first dimension of the first array; without one, the
     length of the first argument.
     """
-    for leaf in _torch.pytree.tree_leaves((args, kwargs)):
+    for leaf in private.pytree.tree_leaves((args, kwargs)):
         if getattr(leaf, "shape", ()):
             return int(leaf.shape[0])
     first: Any = next(iter((*args, *kwargs.values())), None)
@@ -291,7 +294,7 @@ def _report(stats: BNStatsState, apply: ApplyFn, normalize: str) -> None:
         *(len(counts) - len(unseen), int(stats.num_batches), int(stats.num_skipped)),
     )
     if unseen:
-        some = _tree.some(unseen)
+        some = tree.some(unseen)
         log.info("precise_bn: %d layers saw no data and keep their buffers: %s", len(unseen), some)
     if not int(stats.num_batches):
         log.warning(
@@ -313,13 +316,13 @@ def _report(stats: BNStatsState, apply: ApplyFn, normalize: str) -> None:
     inner = inspect.unwrap(apply)
     modules = inner._training.named_modules() if isinstance(inner, Apply) else ()
     others = [
-        name for name, module in modules if isinstance(module, (_torch.InstanceNorm, nn.GroupNorm))
+        name for name, module in modules if isinstance(module, (private.InstanceNorm, nn.GroupNorm))
     ]
     if others:
         log.info(
             "precise_bn: instance and group norms have no statistics of the batch and are left "
             "alone: %s",
-            _tree.some(others),
+            tree.some(others),
         )
 
 
@@ -334,7 +337,7 @@ def _check_order(called: list[str], order: list[str]) -> None:
     if called != order:
         raise ValueError(
             "normalize='sequential' needs the same layers in the same order in every forward; got "
-            f"{_tree.some(called)} after {_tree.some(order)}. Fix: normalize='batch'."
+            f"{tree.some(called)} after {tree.some(order)}. Fix: normalize='batch'."
         )
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .._torch import private as _torch
+from .._torch import private
 from .._torch.dtypes import real_dtype, wide_dtype
 from .._torch.foreach import is_gapless
 from .._torch.tracing import traced
@@ -115,7 +115,7 @@ class Reduction:
         same_layout = self.keep_strides and values.stride() == like.stride() and is_gapless(values)
         memory = values.untyped_storage()
         # Two uses: the tensor, and the name on the line above.
-        unshared = memory.resizable() and _torch.storage_uses(memory._cdata) == 2
+        unshared = memory.resizable() and private.storage_uses(memory._cdata) == 2
         return same_dtype and same_layout and unshared and memory.nbytes() == values.nbytes
 
     def _copy(self, index: int, values: Tensor, dtype: torch.dtype, divisor: Any) -> None:
@@ -142,7 +142,7 @@ class Reduction:
         work: Any = None
         if traced():
             row = torch.cat([self.parts[index].reshape(-1) for index in self.buckets[bucket]])
-            self.rows[bucket] = _torch.all_reduce(row, "sum", self.group)
+            self.rows[bucket] = private.all_reduce(row, "sum", self.group)
         elif self.rows[bucket].numel():
             work = dist.all_reduce(self.rows[bucket], group=self.group, async_op=True)
         self.works.append(work)

@@ -17,8 +17,7 @@ from .._distributed.buckets import Reduction
 from .._distributed.describe_settings import described
 from .._distributed.mesh import mesh_sizes
 from .._distributed.process_group import all_reduce, check_group, is_single_process, resolve_group
-from .._torch import donation
-from .._torch import private as _torch
+from .._torch import donation, private
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import traced
 from .._tree import scalars
@@ -52,7 +51,7 @@ def all_reduce_found_inf(found_inf: Tensor | bool, group: Any = None) -> Tensor:
     group = resolve_group(group)
     traced = torch.compiler.is_compiling()
     if not (isinstance(found_inf, Tensor) or traced) and isinstance(group, dist.ProcessGroup):
-        flag = flag.to(_torch.object_device(group))
+        flag = flag.to(private.object_device(group))
     return all_reduce(flag.to(torch.int32), "max", group).to(torch.bool)
 
 
@@ -144,7 +143,7 @@ def on_cpu(group: Any) -> bool:
     """Whether the ranks of `group` exchange objects without waiting for an accelerator. The answer
     is the same on every rank.
     """
-    return not traced() and bool(_torch.object_device(group) == "cpu")
+    return not traced() and bool(private.object_device(group) == "cpu")
 
 
 def lines_of(name: str, tree: Tree, *, laid: bool) -> list[str]:
@@ -183,7 +182,7 @@ def agree(group: Any, check: Callable[[], Any], describe: Callable[[], list[str]
     except Exception as error:  # of any kind: the other ranks wait for an answer
         refusal, lines = error, [f"{type(error).__name__}: {error}"]
     fingerprint = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).digest()
-    device = _torch.object_device(group)
+    device = private.object_device(group)
     local = torch.frombuffer(bytearray(fingerprint), dtype=torch.uint8).to(device)
     gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, local, group=group)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._torch import private as _torch
+from .._torch import private
 from .._tree.scalars import shown
 
 
@@ -17,10 +17,10 @@ def all_reduce(tensor: Tensor, op: str, group: Any) -> Tensor:
     group = resolve_group(group)
     if not torch.compiler.is_compiling():
         # Waited for here: a view of a result that was not waited for would not wait either.
-        return _torch.arrived(_torch.all_reduce(tensor, op, group))
+        return private.arrived(private.all_reduce(tensor, op, group))
     # Inductor (2.11 to 2.13) reduces a result of torch.cat in place, where the inputs of torch.cat
     # share its memory: read again, they have become the sum. A negation has memory of its own.
-    return -_torch.all_reduce(-tensor, "min" if op == "max" else op, group)
+    return -private.all_reduce(-tensor, "min" if op == "max" else op, group)
 
 
 def is_single_process(group: Any) -> bool:

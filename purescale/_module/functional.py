@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .._module.meta_module import FIX, Skeleton, Tensors, called, traced, without_tensors
-from .._torch import donation, foreach
-from .._torch import private as _torch
+from .._torch import donation, foreach, private
 from .._torch.tracing import PLAIN_TYPES, under_transform
 from .._tree import tree as _tree
 from .._tree.leaves import are_plain, is_constant
 
 NORM_MODULES: tuple[type[nn.Module], ...] = (
-    _torch.NormBase,
+    private.NormBase,
     nn.LayerNorm,
     nn.GroupNorm,
     nn.RMSNorm,
@@ -152,7 +151,8 @@ def check_dicts(params: Any, buffers: Any) -> None:
         for name, value in tree.items():
             if type(value) is not Tensor and not isinstance(value, Tensor):
                 raise TypeError(
-                    f"{which}[{name!r}] is {type(value).__name__} {value!r}; expected a tensor."
+                    f"{which}[{name!r}] is {type(value).__name__} {value!r}; expected a tensor. "
+                    f"Fix: the {which} that make_functional returned, or `torch.tensor(...)`."
                 )
 
 
@@ -187,14 +187,14 @@ def _versions(tensors: Collection[Tensor], transformed: bool) -> list[int]:
     if transformed:
         tensors = [_unwrapped(tensor) for tensor in tensors]
     try:
-        return list(map(_torch.version, tensors))
+        return list(map(private.version, tensors))
     except RuntimeError:  # what was made under inference_mode has none
-        return [0 if tensor.is_inference() else _torch.version(tensor) for tensor in tensors]
+        return [0 if tensor.is_inference() else private.version(tensor) for tensor in tensors]
 
 
 def _unwrapped(tensor: Tensor) -> Tensor:
-    while _torch.is_wrapped(tensor):
-        tensor = _torch.unwrapped(tensor)
+    while private.is_wrapped(tensor):
+        tensor = private.unwrapped(tensor)
     return tensor
 
 
@@ -246,13 +246,13 @@ def _hooked(params: Tensors, hooks: dict[str, tuple[Hook, ...]]) -> Tensors:
 
 def _hooks_of(params: Tensors) -> dict[str, tuple[Hook, ...]]:
     for name, param in params.items():
-        if _torch.has_accumulated_hooks(param):
+        if private.has_accumulated_hooks(param):
             raise ValueError(
                 f"{name} has a hook of register_post_accumulate_grad_hook, which would wait for a "
                 "`.grad` that is never there: gradients are values here. Fix: do its work between "
                 "gradients and step, or `weight.register_hook`, which is kept."
             )
-    return {name: hooks for name, p in params.items() if (hooks := _torch.gradient_hooks(p))}
+    return {name: hooks for name, p in params.items() if (hooks := private.gradient_hooks(p))}
 
 
 # ---- made ----------------------------------------------------------------------------------------
@@ -375,7 +375,7 @@ def _kinds(model: nn.Module, params: Tensors) -> dict[str, Any]:
                     f"{path or 'the model'} is {type(module).__name__}(sparse=True), whose sparse "
                     "gradient torch does not cast. Fix: sparse=False, which has the same values"
                 )
-        if _torch.is_spectral_norm(module):
+        if private.is_spectral_norm(module):
             not_in_half.append(
                 f"{path or 'the model'} is a spectral norm, which multiplies a weight in the dtype "
                 "of compute by buffers, and those are never cast. Fix: compute=autocast(float16)"

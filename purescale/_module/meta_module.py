@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .._module.references import references
-from .._torch import private as _torch
+from .._torch import private
 from .._torch.donation import memory
 
 Tensors = dict[str, Tensor]
@@ -40,7 +40,7 @@ class Absent(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        leaves = _torch.pytree.tree_leaves((args, kwargs))
+        leaves = private.pytree.tree_leaves((args, kwargs))
         found = (leaf.why for leaf in leaves if isinstance(leaf, Absent))
         raise RuntimeError(next(found, _outside("a tensor")))
 
@@ -57,7 +57,7 @@ class Absent(Tensor):
 
 
 def absent(why: str) -> Absent:
-    stand_in: Absent = _torch.make_subclass(Absent, _NOTHING)
+    stand_in: Absent = private.make_subclass(Absent, _NOTHING)
     stand_in.why = why
     return stand_in
 
@@ -111,11 +111,11 @@ class Skeleton:
         self.modules = list(root.modules())
         self.places = [_place(module, names) for module in self.modules]
         self.slots = _slots(self.places)
-        stores = [store for module in self.modules for store in _torch.stores(module)]
+        stores = [store for module in self.modules for store in private.stores(module)]
         self.vacant = [
             (store, key) for store in stores for key, tensor in store.items() if tensor is None
         ]
-        self.children = [(held, held.copy()) for held in map(_torch.children, self.modules)]
+        self.children = [(held, held.copy()) for held in map(private.children, self.modules)]
         # The same tensors in lists, dicts and attributes of other objects.
         found = [
             (reference, names[id(reference.value)])
@@ -147,7 +147,7 @@ class Skeleton:
 def _place(module: nn.Module, names: dict[int, str]) -> _Place:
     parameters, buffers = (
         {key: names[id(tensor)] for key, tensor in store.items() if tensor is not None}
-        for store in _torch.stores(module)
+        for store in private.stores(module)
     )
     attributes = None if _sets_nothing(module) else frozenset(vars(module)) - _OF_EVERY_MODULE
     return _Place(module, parameters, buffers, attributes)
@@ -157,7 +157,7 @@ def _sets_nothing(module: nn.Module) -> bool:
     return (
         type(module).__module__.startswith("torch.nn.modules.")
         and not isinstance(module, nn.RNNBase)
-        and not _torch.has_hooks(module)
+        and not private.has_hooks(module)
         and "forward" not in vars(module)
     )
 
@@ -165,7 +165,7 @@ def _sets_nothing(module: nn.Module) -> bool:
 def _slots(places: list[_Place]) -> list[_Slot]:
     slots: list[_Slot] = []
     for place in places:
-        parameters, buffers = _torch.stores(place.module)
+        parameters, buffers = private.stores(place.module)
         slots += [(parameters, key, name) for key, name in place.parameters.items()]
         slots += [(buffers, key, name) for key, name in place.buffers.items()]
     return slots
@@ -255,8 +255,8 @@ class _SyncBatchNorm(nn.SyncBatchNorm):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        if any(getattr(mode, "local_statistics", False) for mode in _torch.function_modes()):
-            out: Tensor = _torch.BatchNorm.forward(self, input)
+        if any(getattr(mode, "local_statistics", False) for mode in private.function_modes()):
+            out: Tensor = private.BatchNorm.forward(self, input)
             return out
         return super().forward(input)
 
@@ -369,7 +369,7 @@ def _refuse_child(skeleton: Skeleton) -> None:
 def _check_registered(skeleton: Skeleton) -> None:
     for place in skeleton.places:
         for store, names in zip(
-            _torch.stores(place.module), (place.parameters, place.buffers), strict=True
+            private.stores(place.module), (place.parameters, place.buffers), strict=True
         ):
             for key, value in store.items():
                 if value is not None and key not in names:

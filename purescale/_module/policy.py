@@ -106,8 +106,8 @@ def policy(text: str) -> Policy:
     """
     if not isinstance(text, str):
         raise TypeError(
-            "policy takes a string like 'params=float32,compute=float16,output=float32', got "
-            f"{text!r}."
+            f"policy takes a string, got {text!r}. Fix: "
+            "policy('params=float32,compute=float16,output=float32')."
         )
     found: dict[str, str] = {}
     for part in text.replace(" ", "").split(","):
@@ -118,7 +118,7 @@ def policy(text: str) -> Policy:
             raise ValueError(
                 f"policy {text!r}: {part!r} is "
                 f"{'given twice' if key in _KEYS else 'not understood'}. Expected key=dtype with "
-                "the keys params, compute, output, norms. Example: "
+                "the keys params, compute, output, norms. Fix: "
                 "'params=float32,compute=float16,output=float32'."
             )
         else:
@@ -145,8 +145,8 @@ _parsed = policy  # with_policy has a parameter of that name
 def _dtype(text: str, name: str) -> torch.dtype:
     if name not in _DTYPES:
         raise ValueError(
-            f"policy {text!r}: {name!r} is no dtype. Expected one of {', '.join(_DTYPES)}; for "
-            "compute also autocast(float16), autocast(bfloat16)."
+            f"policy {text!r}: {name!r} is no dtype. Fix: one of {', '.join(_DTYPES)}; for compute "
+            "also autocast(float16) and autocast(bfloat16)."
         )
     return _DTYPES[name]
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from .._torch import private as _torch
+from .._torch import private
 
 _ATOMS = (bool, int, float, complex, str, bytes, type, type(None), types.ModuleType, types.CodeType)
 _BOUND = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
@@ -77,7 +77,7 @@ def _of(holder: Any, where: str, registered: bool) -> Iterator[Reference]:
 
 def _attributes(holder: Any, where: str, registered: bool) -> Iterator[Reference]:
     attributes = getattr(holder, "__dict__", None)
-    left_out = _torch.NOT_FOR_FORWARD if registered else ()
+    left_out = private.NOT_FOR_FORWARD if registered else ()
     if isinstance(attributes, dict):
         for key, value in list(attributes.items()):
             if key not in left_out:

@@ -15,8 +15,7 @@ from .._loss_scale.scaling import unscale_and_check
 from .._step.value_and_grad import LossFn, ValueAndGrad
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import widest_float
-from .._tree import scalars
-from .._tree import tree as _tree
+from .._tree import scalars, tree
 from .._tree.leaves import dense, stored_values
 from .._tree.tree import Leaves, Tree
 
@@ -75,14 +74,14 @@ class ScaleProbe(NamedTuple):
         elif self.starved:
             lines = [
                 f"No safe scale for {len(self.starved)} of {len(self.low)} leaves: "
-                f"{_tree.some(self.starved, 20)}. The largest that fits is 2**{self.high}."
+                f"{tree.some(self.starved, 20)}. The largest that fits is 2**{self.high}."
             ]
         else:
             lines = [f"Safe for every leaf: {_as_text(self.window)}."]
         if self.silent:
             lines.append(
                 "Nothing but zeros at every scale (unused, behind a weight of 0, or too small): "
-                f"{_tree.some(self.silent, 20)}."
+                f"{tree.some(self.silent, 20)}."
             )
         return lines
 
@@ -182,11 +181,11 @@ def probe_scales(
     chosen = _exponents(exponents)
     tol = scalars.positive("tol", tol)
     chunk = len(chosen) if chunk_size is None else scalars.whole("chunk_size", chunk_size, least=1)
-    flat = _tree.flat(params)
-    _tree.check_parameters(flat)
-    device = _tree.device_of(*flat[:2], "params")
-    scaler = _tree.flat(NoScale().init(device))
-    value_and_grad = ValueAndGrad(flat, _tree.flat(buffers), scaler, loss_fn)
+    flat = tree.flat(params)
+    tree.check_parameters(flat)
+    device = tree.device_of(*flat[:2], "params")
+    scaler = tree.flat(NoScale().init(device))
+    value_and_grad = ValueAndGrad(flat, tree.flat(buffers), scaler, loss_fn)
     if not value_and_grad.inputs:
         raise ValueError(
             "params holds no tensor, so there is no gradient to probe. Fix: the `params` of "

@@ -10,7 +10,7 @@ from .._torch import dtensor, foreach
 from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write
 from .._torch.tracing import host_can_read, is_on_a_graph, traced
-from .._tree import tree as _tree
+from .._tree import tree
 from .._tree.leaves import are_plain, is_constant
 from .._tree.tree import Flat, Leaves, Tree
 
@@ -51,7 +51,7 @@ def where(
     """`select` that may write its result into the tensors of `old`, unless they share memory with
     `keep`. `flat`: of `old`, if it is known.
     """
-    leaves, others, structure = _tree.paired(old, new, "old", "new", flat=flat)
+    leaves, others, structure = tree.paired(old, new, "old", "new", flat=flat)
     return structure.unflatten(choose(skip, leaves, others, donate=donate, keep=keep))
 
 
@@ -70,12 +70,12 @@ def choose(
     graph = traced() or is_on_a_graph([*before, *after])
     if not graph:  # so that a leaf that requires grad may be written into
         before = [leaf.detach() if leaf.requires_grad else leaf for leaf in before]
-    if isinstance(skip, Tensor) and not graph and host_can_read(_tree.flag(skip), *before):
+    if isinstance(skip, Tensor) and not graph and host_can_read(tree.flag(skip), *before):
         skip = bool(skip)
     if isinstance(skip, bool) and not graph:
         chosen = foreach.clone(before if skip else after)
     else:
-        flag = _tree.flag(skip, like=before[0] if before else None)
+        flag = tree.flag(skip, like=before[0] if before else None)
         moved = [b for a, b in zip(before, after, strict=True) if b is not a]
         in_place = donate and can_write(before, [*moved, *keep])
         chosen = foreach.where(flag, before, after, in_place=in_place)
@@ -89,7 +89,7 @@ def write_over(old: Tree, new: Tree, keep: Sequence[Tensor]) -> Tree:
     """`new`, written into the donated tensors of `old` that share no memory with `keep`, in few
     operators: a captured step is replayed over the memory that it was captured with.
     """
-    leaves, others, structure = _tree.paired(old, new, "old", "new")
+    leaves, others, structure = tree.paired(old, new, "old", "new")
     plain = not (any(map(is_constant, leaves)) or is_on_a_graph([*leaves, *others]))
     if plain and can_write(leaves, keep):
         foreach.copy_(leaves, others)

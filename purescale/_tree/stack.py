@@ -51,7 +51,9 @@ def stack_states(states: Iterable[Tree]) -> Tree:
 def stacked(name: str, trees: list[Tree], cause: str) -> Tree:
     """The trees as one. `cause` ends the error message for trees that differ."""
     if not trees:
-        raise ValueError(f"{name} is an empty list; expected at least one to stack.")
+        raise ValueError(
+            f"{name} is an empty list; expected at least one to stack. Fix: `[state]`."
+        )
     first, structure = _tree.flatten(trees[0])
     rows = [
         _tree.leaves_like(f"{name}[{index}]", tree, f"{name}[0]", trees[0], structure)

@@ -15,8 +15,7 @@ import optree
 import torch
 from torch import Tensor
 
-from .._torch import donation, dtensor, foreach
-from .._torch import private as _torch
+from .._torch import donation, dtensor, foreach, private
 from .._torch.donation import memories, memory
 from .._torch.tracing import PLAIN_TYPES, traced, under_transform
 from .._tree import leaves as _leaf
@@ -41,7 +40,7 @@ def flatten(tree: Tree) -> tuple[Leaves, Any]:
     if torch.compiler.is_dynamo_compiling():
         # Dynamo cannot trace optree through an empty dict, such as the buffers of a net without
         # BatchNorm.
-        leaves, structure = _torch.pytree.tree_flatten(tree)
+        leaves, structure = private.pytree.tree_flatten(tree)
     else:
         leaves, structure = optree.tree_flatten(tree, **_OPTREE)
     return leaves, structure
@@ -95,7 +94,7 @@ def all_tensors(tree: Any) -> list[Tensor]:
     leaves = flatten(tree)[0]
     if are_tensors(leaves):
         return leaves
-    return [part for part in _torch.pytree.tree_leaves(leaves) if isinstance(part, Tensor)]
+    return [part for part in private.pytree.tree_leaves(leaves) if isinstance(part, Tensor)]
 
 
 def fresh(leaves: Leaves, taken: Set[int | None] | None) -> Leaves:
@@ -121,7 +120,7 @@ def fresh(leaves: Leaves, taken: Set[int | None] | None) -> Leaves:
             for index, copy in zip(shared, foreach.clone([found[i] for i in shared]), strict=True):
                 found[index] = copy
             return found
-    return [_torch.pytree.tree_map(detach, leaf) for leaf in leaves]
+    return [private.pytree.tree_map(detach, leaf) for leaf in leaves]
 
 
 def apart(tree: Tree, inputs: Tree) -> Tree:
@@ -208,8 +207,8 @@ def leaves_like(name: str, tree: Tree, like_name: str, like: Tree, structure: An
         pass
     if torch.compiler.is_dynamo_compiling():
         raise ValueError(
-            f"{name} and {like_name} differ in structure: run the step once without torch.compile "
-            "to see where."
+            f"{name} and {like_name} differ in structure. Fix: run the step once without "
+            "torch.compile, which names the paths."
         )
     got, expected = dict.fromkeys(paths(tree, "")), dict.fromkeys(paths(like, ""))
     missing = [path for path in expected if path not in got]
@@ -287,7 +286,7 @@ def cast(tree: Tree, dtype: torch.dtype, *, copy: bool = False) -> Tree:
             return leaf
         return leaf.to(dtype if leaf.is_floating_point() else leaf.dtype, copy=copy)
 
-    return _torch.pytree.tree_map(convert, tree)
+    return private.pytree.tree_map(convert, tree)
 
 
 def recordable(leaf: Any) -> Any:

@@ -224,7 +224,8 @@ def check_saveable(
         raise TypeError(
             f"interop.{peer}.to_state_dict got the rule {rule!r}; expected one that "
             f"`interop.{peer}.rule(...)` returned. Likely cause: a rule of another library, whose "
-            "settings have no place in this format."
+            f"settings have no place in this format. Fix: `interop.{peer}.rule(...)` with the "
+            "settings of the job."
         )
     if not isinstance(scaler, state_kind):
         raise TypeError(

@@ -77,7 +77,7 @@ class ApexScale(ScaleAndCount):
         if (self.min_scale or 0.0) > self.max_loss_scale:
             raise ValueError(
                 f"min_loss_scale <= max_loss_scale must hold, got {self.min_loss_scale!r} and "
-                f"{self.max_loss_scale!r}."
+                f"{self.max_loss_scale!r}. Fix: move the bound that is crossed."
             )
 
     @property

@@ -92,7 +92,10 @@ class FairseqScale:
             number = real(name, value)
             if not 0 <= number <= (1.0 if name == "tolerance" else torch.finfo(torch.float32).max):
                 expected = "from 0 to 1" if name == "tolerance" else "finite and not negative"
-                raise ValueError(f"{name} must be {expected}, got {shown(value)}.")
+                raise ValueError(
+                    f"{name} must be {expected}, got {shown(value)}. Fix: leave it out for "
+                    "fairseq's default."
+                )
             object.__setattr__(self, name, number)
 
     @property

@@ -74,8 +74,8 @@ def from_state_dict(
 
     `d`: Keras saves these two among the variables of the optimizer, so take its attributes:
     `{"step_counter": int(optimizer.step_counter), "dynamic_scale":
-    float(optimizer.dynamic_scale)}`. `dynamic_growth_steps` and `initial_scale` may stand in it or
-    in `settings`. `device`: that of the gradients.
+    float(optimizer.dynamic_scale)}`. `dynamic_growth_steps` and `initial_scale` may be in it or in
+    `settings`. `device`: that of the gradients.
 
     Raises `ValueError` for another library's dict, an empty one, a scale that cannot train and a
     setting that contradicts `d`; `TypeError` for what is no number.

@@ -70,7 +70,7 @@ class MegatronScale:
         if self.min_scale > self.initial_scale:
             raise ValueError(
                 f"min_scale <= initial_scale must hold, got {self.min_scale!r} and "
-                f"{self.initial_scale!r}."
+                f"{self.initial_scale!r}. Fix: initial_scale={self.min_scale!r} or above."
             )
 
     def init(self, device: Device = None) -> ScalerState:

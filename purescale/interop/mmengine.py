@@ -1,5 +1,5 @@
-"""MMEngine's AmpOptimWrapper and ApexOptimWrapper: whose scaler they hold, and where in their state
-dicts it stands.
+"""MMEngine's AmpOptimWrapper and ApexOptimWrapper: the scaler that each holds, and its entry in the
+state dict.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class FixedAmpScale(ScaleAndCount):
     scale stays or comes back.
 
     `loss_scale`: positive float32, a power of two or not. A restored state with another scale is
-    used for one step, then replaced, as in AmpOptimWrapper; the count, which nothing uses, is kept.
+    used for one step, then replaced, as in AmpOptimWrapper; the count, which is not used, is kept.
 
     >>> FixedAmpScale(512.0).init().scale
     tensor(512.)

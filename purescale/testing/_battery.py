@@ -39,7 +39,10 @@ class Battery:
         self.broken: set[str] = set()
         unknown = sorted(self.quirks - set(self.fixes))
         if unknown:
-            raise ValueError(f"quirks has {unknown}; expected some of {', '.join(self.fixes)}.")
+            raise ValueError(
+                f"quirks has {unknown}; expected some of {', '.join(self.fixes)}. Fix: leave it "
+                "out."
+            )
 
     def run(self) -> None:
         """All checks, then whether each quirk was seen."""

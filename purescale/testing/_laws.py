@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .._torch import private as _torch
-from .._torch import tracing
+from .._torch import private, tracing
 from .._tree.tree import some
 
 # ---- bits and memory -----------------------------------------------------------------------------
@@ -28,8 +27,8 @@ def same_bits(a: Any, b: Any) -> bool:
     >>> same_bits({"w": torch.tensor([0.0])}, {"w": torch.tensor([-0.0])})
     False
     """
-    leaves_a, spec_a = _torch.pytree.tree_flatten(a)
-    leaves_b, spec_b = _torch.pytree.tree_flatten(b)
+    leaves_a, spec_a = private.pytree.tree_flatten(a)
+    leaves_b, spec_b = private.pytree.tree_flatten(b)
     return bool(spec_a == spec_b) and all(map(_same, leaves_a, leaves_b))
 
 
@@ -53,13 +52,13 @@ def _same(x: Any, y: Any) -> bool:
 
 
 def _named(tree: Any) -> Iterator[tuple[str, Tensor]]:
-    for path, leaf in _torch.pytree.tree_flatten_with_path(tree)[0]:
+    for path, leaf in private.pytree.tree_flatten_with_path(tree)[0]:
         if isinstance(leaf, Tensor):
-            yield _torch.pytree.keystr(path), leaf
+            yield private.pytree.keystr(path), leaf
 
 
 def _clone(tree: Any) -> Any:
-    return _torch.pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), tree)
+    return private.pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), tree)
 
 
 class Untouched:
@@ -91,7 +90,7 @@ class Untouched:
 
 
 def _version(leaf: Tensor) -> int:
-    return 0 if leaf.is_inference() else _torch.version(leaf)
+    return 0 if leaf.is_inference() else private.version(leaf)
 
 
 def _storages(tree: Any) -> dict[int, str]:
@@ -99,7 +98,7 @@ def _storages(tree: Any) -> dict[int, str]:
     for name, leaf in _named(tree):
         parts = [leaf.detach()]
         if leaf.is_sparse:
-            parts = [_torch.indices(leaf.detach()), _torch.values(leaf.detach())]
+            parts = [private.indices(leaf.detach()), private.values(leaf.detach())]
         elif leaf.layout is not torch.strided:
             parts = [leaf.detach().values()]
         found |= {p.untyped_storage().data_ptr(): name for p in parts if p.numel()}
@@ -172,7 +171,7 @@ def assert_sync_free(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-class _Dispatched(_torch.DispatchMode):  # type: ignore[misc]
+class _Dispatched(private.DispatchMode):  # type: ignore[misc]
     """Notes operators whose result on the host, or whose shape, depends on values."""
 
     def __init__(self, reads: list[str]) -> None:
@@ -264,7 +263,7 @@ def assert_vmap_equals_loop(
     >>> assert_vmap_equals_loop(torch.sum, torch.ones(2, 3))
     tensor([3., 3.])
     """
-    tree = _torch.pytree
+    tree = private.pytree
     sizes = {leaf.shape[0] for _, leaf in _named(stacked)}
     assert len(sizes) == 1, f"the arguments have leading dimensions {sorted(sizes)}, expected one"
     try:

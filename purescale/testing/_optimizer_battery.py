@@ -27,8 +27,8 @@ from ._laws import (
 
 
 def assert_optimizer(optimizer: Optimizer, params: Tree = None, quirks: Sequence[str] = ()) -> None:
-    """An optimizer of your own against all that `maybe_step` and `train_step` rely on: one line of
-    test.
+    """Check that an optimizer of your own keeps all laws that `maybe_step` and `train_step` rely
+    on.
 
     Checked over some steps from random gradients, on `params`: a tree of floating tensors, for
     optimizers that take only some shapes; by default five tensors of float32 in a flat dict, of 1

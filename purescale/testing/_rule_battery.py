@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from torch import Tensor
 
 from .._loss_scale.rule_protocol import takes_amax
-from .._torch import private as _torch
+from .._torch import private
 from .._tree import tree
 from ._battery import Battery, saved_and_loaded, shown
 from ._laws import (
@@ -29,7 +29,7 @@ from ._strategies import DAMAGED, as_scale, rule_steps, update_arguments
 
 
 def assert_scale_rule(rule: Any, quirks: Sequence[str] = ()) -> None:
-    """A rule of your own against all that `train_step` relies on: one line of test.
+    """Check that a rule of your own keeps all laws that `train_step` relies on.
 
     Checked on runs that Hypothesis finds and shrinks, on hundreds of overflows and thousands of
     clean steps in a row, in each state of these with an overflow and with a clean step, on all
@@ -269,12 +269,12 @@ class _RuleBattery(Battery):
         calls = [
             update_arguments(state, bad, self.amax) for state in states for bad in (False, True)
         ]
-        stacked = _torch.pytree.tree_map(lambda *t: torch.stack(t), *calls)
+        stacked = private.pytree.tree_map(lambda *t: torch.stack(t), *calls)
 
         def members() -> list[Any]:
             together = assert_vmap_equals_loop(self.subject.update, *stacked)
             return [
-                _torch.pytree.tree_map(lambda t, i=i: t[i], together) for i in range(len(calls))
+                private.pytree.tree_map(lambda t, i=i: t[i], together) for i in range(len(calls))
             ]
 
         self._agree("vmap", calls, [self.subject.update(*call) for call in calls], members)

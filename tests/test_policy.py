@@ -1,13 +1,9 @@
-"""What runs in which dtype."""
-
-import dataclasses
+"""Policies: the grammar, and which tensors are cast where."""
 
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers import HALF, Untouched, batch, same_bits, shares_memory, small_net
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 import purescale as ps
 
@@ -87,34 +83,6 @@ def test_casting_a_tree_casts_floats_only_and_shares_nothing(cast, dtype):
 
 
 # ---- with_policy
-
-
-class Seen(TorchFunctionMode):
-    """The dtypes that reach each function."""
-
-    def __init__(self):
-        super().__init__()
-        self.dtypes = {}
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in (F.conv2d, F.batch_norm, F.linear):
-            self.dtypes[func.__name__] = [a.dtype for a in args if isinstance(a, torch.Tensor)] + [
-                a.dtype for a in (kwargs or {}).values() if isinstance(a, torch.Tensor)
-            ]
-        return func(*args, **(kwargs or {}))
-
-
-def test_compute_is_half_and_norms_and_masters_are_float32():
-    apply, params, buffers = ps.make_functional(small_net())
-    with Seen() as seen:
-        out, new_buffers = ps.with_policy(apply, HALF)(params, buffers, batch()[0])
-    assert set(seen.dtypes["linear"]) == {f16}
-    assert out.dtype is f32
-    assert new_buffers["1.running_mean"].dtype is f32
-    grads = torch.func.grad(lambda p: ps.with_policy(apply, HALF)(p, buffers, batch()[0])[0].sum())(
-        params
-    )
-    assert {g.dtype for g in grads.values()} == {f32}
 
 
 def test_float32_throughout_equals_no_policy():
@@ -203,27 +171,6 @@ def test_what_is_no_policy_is_refused():
         ps.with_policy(lambda p, b: (None, b), torch.float16)
 
 
-def spectral_net(norm):
-    return nn.Sequential(nn.ReLU(), norm(nn.Linear(5, 5)))
-
-
-@pytest.mark.filterwarnings("ignore:`torch.nn.utils.:FutureWarning")
-@pytest.mark.parametrize(
-    "norm", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm], ids=["old", "new"]
-)
-@pytest.mark.parametrize("compute", ["float16", "bfloat16", "float64"])
-def test_a_spectral_norm_whose_weight_would_be_cast_is_refused_and_the_cure_works(norm, compute):
-    apply, params, buffers = ps.make_functional(spectral_net(norm))
-    with pytest.raises(
-        ValueError,
-        match=rf"compute={compute} does not fit.*1\S* is a spectral norm.*"
-        r"Fix: compute=autocast\(float16\)",
-    ):
-        ps.with_policy(apply, f"params=float32,compute={compute}")
-    for cure in ("compute=autocast(float16)", "params=float32"):
-        ps.with_policy(apply, cure)(params, buffers, torch.ones(2, 5))
-
-
 @pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
 def test_a_sparse_gradient_that_would_be_cast_is_refused_and_the_cure_works(layer):
     def half(sparse):
@@ -238,122 +185,6 @@ def test_a_sparse_gradient_that_would_be_cast_is_refused_and_the_cure_works(laye
     assert half(sparse=False)["0.weight"].dtype is f32
 
 
-# ---- norms
-
-NORMS = {
-    "batch": (nn.BatchNorm1d(4), 16),
-    "layer": (nn.LayerNorm(4), 0),
-    "group": (nn.GroupNorm(2, 4), 0),
-    "rms": (nn.RMSNorm(4), 0),
-    "instance": (nn.InstanceNorm1d(4, affine=True, track_running_stats=True), 0),
-}
-
-
-@pytest.mark.parametrize("name", NORMS)
-@pytest.mark.parametrize("dtype", [f16, bf16])
-def test_norms_in_float32_equals_upcasting_by_hand(name, dtype):
-    shape = (3, 4, 5) if name == "instance" else (3, 4)
-    x = (torch.randn(shape) * 100).to(dtype)
-    module, oracle = (
-        type(NORMS[name][0])(*((2, 4) if name == "group" else (4,))) for _ in range(2)
-    )
-    with ps.norms_in_float32():
-        out = module(x)
-    assert same_bits(out.detach(), oracle(x.float()).to(dtype).detach())
-    assert same_bits(dict(module.named_buffers()), dict(oracle.named_buffers()))
-
-
-def test_norms_in_float32_leaves_float32_and_other_functions_alone():
-    x = torch.randn(3, 4)
-    expected = F.layer_norm(x, (4,)), F.linear(x.half(), x.half())
-    with ps.norms_in_float32():
-        assert same_bits((F.layer_norm(x, (4,)), F.linear(x.half(), x.half())), expected)
-
-
-def test_half_running_statistics_are_updated_and_stay_half():
-    module = nn.BatchNorm1d(4).half()
-    with ps.norms_in_float32():
-        module(torch.randn(8, 4).half() + 2)
-    assert module.running_mean.dtype is f16
-    assert module.running_mean.min() > 0.1
-
-
-@pytest.mark.parametrize("norms", ["float32", "float16"])
-def test_a_half_policy_with_norms_in_either_dtype_keeps_running_statistics_as_stored(norms):
-    apply, params, buffers = ps.make_functional(small_net())
-    out, new_buffers = ps.with_policy(apply, HALF + f",norms={norms}")(params, buffers, batch()[0])
-    assert new_buffers["1.running_var"].dtype is f32
-    expected = apply(params, buffers, batch()[0])
-    torch.testing.assert_close(
-        new_buffers["1.running_var"], expected[1]["1.running_var"], rtol=1e-2, atol=1e-3
-    )
-    torch.testing.assert_close(out, expected[0], rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [
-        HALF,
-        "compute=autocast(float16),output=float32",
-        "compute=autocast(bfloat16),output=float32",
-        HALF + ",norms=float16",
-    ],
-)
-def test_a_policy_under_vmap_equals_a_loop(policy):
-    apply, params, buffers = ps.make_functional(small_net())
-    half = ps.with_policy(apply, policy)
-    stacks = [
-        {n: torch.stack([t, t if t.dtype is torch.int64 else t * 1.5]) for n, t in tree.items()}
-        for tree in (params, buffers)
-    ]
-    x = batch()[0]
-    batched = torch.vmap(lambda p, b: half(p, b, x))(*stacks)
-    for index in range(2):
-        one = [{n: t[index] for n, t in tree.items()} for tree in stacks]
-        expected = half(*one, x)
-        torch.testing.assert_close(batched[0][index], expected[0], rtol=2e-2, atol=2e-2)
-        torch.testing.assert_close(
-            {n: t[index] for n, t in batched[1].items()}, expected[1], rtol=2e-2, atol=2e-2
-        )
-
-
-@pytest.mark.parametrize(
-    "policy", [HALF, "compute=autocast(float16),output=float32", HALF + ",norms=float16"]
-)
-def test_a_policy_compiles_in_one_graph(policy):
-    apply, params, buffers = ps.make_functional(small_net())
-    half = ps.with_policy(apply, policy)
-    compiled = torch.compile(lambda p, b, x: half(p, b, x), fullgraph=True, backend="aot_eager")
-    expected = half(params, buffers, batch()[0])
-    out, new_buffers = compiled(params, buffers, batch()[0])
-    torch.testing.assert_close(out, expected[0], rtol=2e-2, atol=2e-2)
-    torch.testing.assert_close(new_buffers, expected[1], rtol=2e-2, atol=2e-2)
-
-
-def test_half_norms_do_not_change_running_statistics_in_eval_mode():
-    apply, params, buffers = ps.make_functional(small_net())
-    buffers["1.running_var"].fill_(112345.0)
-    _, new_buffers = ps.with_policy(apply, HALF + ",norms=float16")(
-        params, buffers, batch()[0], train=False
-    )
-    assert same_bits(new_buffers, buffers)
-
-
-def test_further_norm_weights_can_be_named():
-    class Scale(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gamma = nn.Parameter(torch.ones(2))
-
-        def forward(self, x):
-            return F.rms_norm(x.float(), (2,)) * self.gamma, self.gamma.dtype
-
-    apply, params, buffers = ps.make_functional(Scale())
-    named = dataclasses.replace(apply, norm_params=apply.norm_params | {"gamma"})
-    assert ps.with_policy(apply, HALF)(params, buffers, torch.ones(1, 2))[0][1] is f16
-    assert ps.with_policy(named, HALF)(params, buffers, torch.ones(1, 2))[0][1] is f32
-
-
 # ---- edges that a careless change would break
 
 
@@ -363,13 +194,6 @@ def test_a_frozen_parameter_comes_back_in_fresh_memory():
     apply, params, buffers = ps.make_functional(model)
     _, new_buffers = ps.with_policy(apply, "compute=float16")(params, buffers, torch.ones(1, 2))
     assert not shares_memory(buffers, new_buffers)
-
-
-def test_torchs_own_batch_norm_updates_half_running_statistics():
-    x, mean, var = torch.randn(8, 4).half() + 2, torch.zeros(4).half(), torch.ones(4).half()
-    with ps.norms_in_float32():
-        torch.batch_norm(x, None, None, mean, var, True, 0.1, 1e-5, False)
-    assert mean.min() > 0.1
 
 
 def test_inputs_are_cast_before_the_model_sees_them():

@@ -5,21 +5,20 @@ import functools
 import inspect
 import itertools
 import math
-import subprocess
-import sys
-import types
 
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from helpers import AsOnAnAccelerator, Untouched, clone, same_bits, shares_memory
+from helpers import CAPTURABLE, AsOnAnAccelerator, Untouched, clone, same_bits, shares_memory
 from torch.profiler import ProfilerActivity, profile
 
 import purescale as ps
-from purescale._torch import tracing
 
 OPTIM = torch.optim
+
+
 nan = float("nan")
+
 
 # Each class in a plain and in its richest setting.
 SETTINGS = {
@@ -41,14 +40,19 @@ SETTINGS = {
     "Muon": [{}, {"nesterov": False}],
     "Adafactor": [{"foreach": False}, {"foreach": True, "weight_decay": 0.1}],
 }
+
+
 CASES = [
     pytest.param(name, settings, id=f"{name}-{i}")
     for name, many in SETTINGS.items()
     for i, settings in enumerate(many)
 ]
+
+
 NO_READS = [case for case in CASES if case.values[0] != "Adafactor"]
+
+
 FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
-CAPTURABLE = ("Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
 
 
 def make_params(dtype=torch.float32):
@@ -64,21 +68,6 @@ def grads_at(step, params):
     return {
         name: torch.randn(p.shape, generator=generator, dtype=p.dtype) for name, p in params.items()
     }
-
-
-@pytest.fixture(params=["host", "accelerator"])
-def way(request, monkeypatch):
-    """The way of a step: on a CPU torch's default formula, on an accelerator the capturable one,
-    which reads nothing and which torch refuses on a CPU; as an oracle it is right there too.
-    """
-    if request.param == "host":
-        yield request.param
-        return
-    for name in (*CAPTURABLE, "Adam"):
-        module = sys.modules[getattr(OPTIM, name).__module__]
-        monkeypatch.setattr(module, "_get_capturable_supported_devices", lambda *a, **k: ["cpu"])
-    with tracing.as_on_an_accelerator():
-        yield request.param
 
 
 def implementation(name, settings, way, dtype=torch.float32):
@@ -332,345 +321,6 @@ def test_a_step_compiles_in_one_graph(name):
         torch.testing.assert_close(
             pytree.tree_leaves(got), pytree.tree_leaves(expected), rtol=2e-3, atol=1e-4
         )
-
-
-# ---- learning rates and overrides
-
-
-@pytest.mark.parametrize("name", ["SGD", "AdamW", "RMSprop", "NAdam", "Adagrad", "Adamax"])
-def test_a_schedule_equals_setting_the_rate_by_hand(name, way):
-    def schedule(applied):
-        return 0.1 / (1.0 + applied)
-
-    params = {n: p.requires_grad_() for n, p in make_params().items()}
-    optimizer = getattr(OPTIM, name)(
-        params.values(), lr=torch.tensor(0.1), **implementation(name, {}, way)
-    )
-    for step in range(5):
-        for p, g in zip(params.values(), grads_at(step, params).values(), strict=True):
-            p.grad = g
-        optimizer.param_groups[0]["lr"] = schedule(torch.tensor(step))
-        optimizer.step()
-    torch.testing.assert_close(
-        ours(ps.from_torch(getattr(OPTIM, name), lr=schedule), steps=5)[0],
-        {n: p.detach() for n, p in params.items()},
-    )
-
-
-@pytest.mark.parametrize(
-    "name", ["SGD", "Adam", "AdamW", "NAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta"]
-)
-def test_the_rate_differentiates(name):
-    params = {"w": torch.ones(3, 2, dtype=torch.float64)}
-
-    def total(lr):
-        optimizer = ps.from_torch(getattr(OPTIM, name), lr=lr)
-        p, state = params, optimizer.init(params)
-        for _ in range(3):
-            p, state = optimizer.step(p, {"w": p["w"] * 2.0}, state)
-        return p["w"].sum()
-
-    lr = torch.tensor(0.01, dtype=torch.float64)
-    numeric = (total(lr + 1e-5) - total(lr - 1e-5)) / 2e-5
-    torch.testing.assert_close(torch.func.grad(total)(lr), numeric, rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "lr",
-    [0.1, torch.tensor(0.1), lambda applied: 0.1 + 0.0 * applied],
-    ids=["number", "tensor", "schedule"],
-)
-@pytest.mark.parametrize("name", ["SGD", "AdamW", "NAdam"])
-def test_no_kind_of_rate_is_read(name, lr):
-    optimizer = ps.from_torch(getattr(OPTIM, name), lr=lr)
-    params = make_params()
-    state = optimizer.init(params)
-    with AsOnAnAccelerator() as counted:
-        optimizer.step(params, grads_at(0, params), state)
-    assert counted.reads == 0
-
-
-def test_overrides_equal_parameter_groups():
-    params = {n: p.requires_grad_() for n, p in make_params().items()}
-    groups = [
-        {"params": [params["conv.weight"]]},
-        {"params": [params["head.weight"]], "lr": 0.5},
-        {"params": [params["gain"]], "weight_decay": 0.0, "betas": (0.5, 0.6)},
-    ]
-    optimizer = OPTIM.AdamW(groups, lr=0.1, weight_decay=0.3, fused=True)
-    for step in range(5):
-        for p, g in zip(params.values(), grads_at(step, params).values(), strict=True):
-            p.grad = g
-        optimizer.step()
-    overrides = {"head.*": {"lr": 0.5}, "gain": {"weight_decay": 0.0, "betas": (0.5, 0.6)}}
-    got, _ = ours(
-        ps.from_torch(OPTIM.AdamW, lr=0.1, weight_decay=0.3, overrides=overrides), steps=5
-    )
-    assert same_bits(got, {n: p.detach() for n, p in params.items()})
-
-
-def test_a_later_override_wins():
-    sgd = ps.from_torch(OPTIM.SGD, lr=1.0, overrides={"*": {"lr": 2.0}, "b": {"lr": 4.0}})
-    params = {"a": torch.zeros(1), "b": torch.zeros(1)}
-    stepped, _ = sgd.step(params, {"a": torch.ones(1), "b": torch.ones(1)}, sgd.init(params))
-    assert (stepped["a"], stepped["b"]) == (-2.0, -4.0)
-
-
-def test_an_override_may_have_a_schedule():
-    sgd = ps.from_torch(
-        OPTIM.SGD, lr=1.0, overrides={"b": {"lr": lambda applied: 10.0 * (applied + 1)}}
-    )
-    params = {"a": torch.zeros(1), "b": torch.zeros(1)}
-    for _ in range(2):
-        state = sgd.init(params) if params["a"] == 0 else state  # noqa: F821
-        params, state = sgd.step(params, {"a": torch.ones(1), "b": torch.ones(1)}, state)
-    assert (params["a"], params["b"]) == (-2.0, -30.0)
-
-
-def test_parameters_may_be_any_tree():
-    sgd = ps.from_torch(OPTIM.SGD, lr=1.0, momentum=0.9, overrides={"layers.1.*": {"lr": 0.5}})
-    params = {
-        "layers": [{"w": torch.zeros(1)}, {"w": torch.zeros(1)}],
-        "head": (torch.zeros(1), None),
-    }
-    state = sgd.init(params)
-    assert set(state.slots) == {"layers.0.w", "layers.1.w", "head.0"}
-    grads = pytree.tree_map(lambda t: None if t is None else torch.ones(1), params)
-    stepped, _ = ps.maybe_step(sgd, params, grads, state, torch.tensor(False))
-    assert stepped == {
-        "layers": [{"w": torch.tensor([-1.0])}, {"w": torch.tensor([-0.5])}],
-        "head": (torch.tensor([-1.0]), None),
-    }
-
-
-# ---- torch's own format
-
-
-@pytest.mark.parametrize(("name", "settings"), CASES)
-def test_a_state_moves_to_torch_and_continues_there(name, settings, way):
-    optimizer = ps.from_torch(getattr(OPTIM, name), **settings)
-    params, state = ours(optimizer, steps=4)
-    moved = [p.clone().requires_grad_() for p in params.values()]
-    theirs = getattr(OPTIM, name)(moved, **settings, **implementation(name, settings, way))
-    sd = optimizer.to_state_dict(state)
-    theirs.load_state_dict(
-        {
-            **sd,
-            "param_groups": [
-                {**theirs.state_dict()["param_groups"][0], "lr": sd["param_groups"][0]["lr"]}
-            ],
-        }
-    )
-    for step in (4, 5):
-        for p, g in zip(moved, grads_at(step, params).values(), strict=True):
-            p.grad = g
-        theirs.step()
-    expected, _ = ours(optimizer, steps=2, params=params, state=state, start=4)
-    assert same_bits(list(expected.values()), [p.detach() for p in moved])
-
-
-@pytest.mark.parametrize(("name", "settings"), CASES)
-def test_a_state_comes_from_torch_and_continues_here(name, settings, way):
-    params, theirs = real(name, settings, implementation(name, settings, way), steps=4)
-    optimizer = ps.from_torch(getattr(OPTIM, name), **settings)
-    state = optimizer.from_state_dict(theirs.state_dict(), params)
-    continued, _ = ours(optimizer, steps=2, params=params, state=state, start=4)
-    expected, _ = real(name, settings, implementation(name, settings, way), steps=6)
-    assert same_bits(continued, expected)
-    assert state.applied == (4 if name not in ("SGD", "Muon") else int(bool(theirs.state)))
-
-
-def test_the_groups_of_a_state_dict_are_torchs():
-    optimizer = ps.from_torch(OPTIM.AdamW, lr=0.1, overrides={"gain": {"weight_decay": 0.0}})
-    params = make_params()
-    ours_ = optimizer.to_state_dict(optimizer.init(params))["param_groups"]
-    theirs = OPTIM.AdamW(
-        [
-            {"params": [params["conv.weight"], params["head.weight"]]},
-            {"params": [params["gain"]], "weight_decay": 0.0},
-        ],
-        lr=0.1,
-    )
-    assert ours_ == theirs.state_dict()["param_groups"]
-
-
-def test_a_state_dict_shares_no_memory():
-    optimizer = ps.from_torch(OPTIM.AdamW)
-    params, state = ours(optimizer, steps=1)
-    sd = optimizer.to_state_dict(state)
-    assert not shares_memory(state, sd)
-    assert not shares_memory(sd, optimizer.from_state_dict(sd, params))
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (
-            lambda sd: sd["state"][0].pop("exp_avg"),
-            r"the state of conv.weight has \['exp_avg_sq', 'step'\]",
-        ),
-        (
-            lambda sd: sd["state"][1].update(exp_avg=torch.zeros(3)),
-            r"the state of head.weight has exp_avg of shape \(3,\)",
-        ),
-        (
-            lambda sd: sd["param_groups"][0]["params"].pop(),
-            r"the state dict has groups of \[2\] parameters, this optimizer has \[3\]",
-        ),
-    ],
-)
-def test_a_state_dict_of_something_else_is_refused(spoil, message):
-    optimizer = ps.from_torch(OPTIM.AdamW)
-    params, state = ours(optimizer, steps=1)
-    sd = optimizer.to_state_dict(state)
-    spoil(sd)
-    with pytest.raises(ValueError, match=message):
-        optimizer.from_state_dict(sd, params)
-
-
-COUNTLESS = [("SGD", {}), ("SGD", {"momentum": 0.9}), ("Muon", {})]
-
-
-def migrated(name, settings, steps=5):
-    """Parameters and torch's own optimizer after some steps under a cosine, and its scheduler."""
-    weight = torch.nn.Parameter(torch.ones(2, 3))
-    theirs = getattr(OPTIM, name)([weight], lr=0.1, **settings)
-    scheduler = OPTIM.lr_scheduler.CosineAnnealingLR(theirs, T_max=10)
-    for _ in range(steps):
-        weight.grad = torch.ones(2, 3)
-        theirs.step()
-        scheduler.step()
-    return {"w": weight.detach().clone()}, theirs, scheduler
-
-
-def cosine(applied):
-    return 0.05 * (1 + torch.cos(torch.pi * applied / 10))
-
-
-@pytest.mark.parametrize(("name", "settings"), COUNTLESS)
-def test_a_schedule_is_refused_a_state_dict_that_does_not_tell_how_many_steps_were_made(
-    name, settings
-):
-    params, theirs, _ = migrated(name, settings)
-    optimizer = ps.from_torch(getattr(OPTIM, name), lr=cosine, **settings)
-    with pytest.raises(ValueError, match=r"schedule.*no step count.*applied=scheduler.last_epoch"):
-        optimizer.from_state_dict(theirs.state_dict(), params)
-    of_a_group = ps.from_torch(
-        getattr(OPTIM, name), lr=0.1, overrides={"w": {"lr": cosine}}, **settings
-    )
-    with pytest.raises(ValueError, match="no step count"):
-        of_a_group.from_state_dict(theirs.state_dict(), params)
-
-
-@pytest.mark.parametrize("as_tensor", [False, True])
-@pytest.mark.parametrize(("name", "settings"), [*COUNTLESS, ("AdamW", {}), ("ASGD", {})])
-def test_a_schedule_goes_on_from_the_count_that_is_told(name, settings, as_tensor):
-    params, theirs, scheduler = migrated(name, settings)
-    optimizer = ps.from_torch(getattr(OPTIM, name), lr=cosine, **settings)
-    applied = torch.tensor(scheduler.last_epoch) if as_tensor else scheduler.last_epoch
-    state = optimizer.from_state_dict(theirs.state_dict(), params, applied=applied)
-    assert same_bits(state.applied, torch.tensor(5))
-    stepped, _ = optimizer.step(params, {"w": torch.ones(2, 3)}, state)
-    (weight,) = theirs.param_groups[0]["params"]
-    theirs.step()
-    torch.testing.assert_close(stepped["w"], weight.detach())
-
-
-def test_a_count_that_is_told_goes_before_that_of_the_state_dict():
-    params, theirs, _ = migrated("AdamW", {})
-    optimizer = ps.from_torch(OPTIM.AdamW, lr=cosine)
-    assert optimizer.from_state_dict(theirs.state_dict(), params).applied == 5
-    state = optimizer.from_state_dict(theirs.state_dict(), params, applied=2**31 - 1)
-    assert state.applied == 2**31 - 1
-    assert state.slots["w"]["step"] == 5
-
-
-@pytest.mark.parametrize("applied", [-1, 0.5, True, "five", torch.ones(2)])
-def test_a_count_that_is_none_is_refused(applied):
-    params, theirs, _ = migrated("SGD", {})
-    with pytest.raises((TypeError, ValueError), match="applied"):
-        ps.from_torch(OPTIM.SGD).from_state_dict(theirs.state_dict(), params, applied=applied)
-
-
-def test_without_a_schedule_no_count_is_asked_for():
-    params, theirs, _ = migrated("SGD", {"momentum": 0.9})
-    sgd = ps.from_torch(OPTIM.SGD, momentum=0.9, lr_in_state=True)
-    state = sgd.from_state_dict(theirs.state_dict(), params)
-    assert same_bits(state.lr, torch.tensor(theirs.param_groups[0]["lr"]))
-
-
-def test_the_rate_of_a_state_is_that_of_the_groups_that_take_it():
-    params = {"a": torch.ones(1), "b": torch.ones(1)}
-    groups = [{"params": [params["a"]], "lr": 0.25}, {"params": [params["b"]], "lr": 0.5}]
-    sd = OPTIM.SGD(groups).state_dict()
-    own = ps.from_torch(OPTIM.SGD, lr_in_state=True, overrides={"a": {"lr": 0.25}, "b": {}})
-    assert own.from_state_dict(sd, params).lr == 0.5
-    one = ps.from_torch(OPTIM.SGD, lr_in_state=True, overrides={"b": {"momentum": 0.0}})
-    with pytest.raises(ValueError, match=r"the rates \[0.25, 0.5\] in groups.*Fix: `overrides"):
-        one.from_state_dict(sd, params)
-
-
-# ---- (init, update) pairs
-
-
-def momentum_transformation(rate, decay):
-    def init(params):
-        return {"trace": pytree.tree_map(torch.zeros_like, params), "count": torch.tensor(0)}
-
-    def update(grads, state, params=None):
-        trace = pytree.tree_map(lambda m, g: decay * m + g, state["trace"], grads)
-        return pytree.tree_map(lambda m: -rate * m, trace), {
-            "trace": trace,
-            "count": state["count"] + 1,
-        }
-
-    return types.SimpleNamespace(init=init, update=update)
-
-
-@pytest.mark.parametrize("form", ["object", "tuple"])
-def test_a_transformation_equals_torchs_sgd(form):
-    tx = momentum_transformation(0.1, 0.9)
-    optimizer = ps.from_transformation(tx if form == "object" else (tx.init, tx.update))
-    torch.testing.assert_close(
-        ours(optimizer, steps=5)[0],
-        ours(ps.from_torch(OPTIM.SGD, lr=0.1, momentum=0.9), steps=5)[0],
-    )
-
-
-@pytest.mark.parametrize("donate", [False, True])
-def test_a_transformations_state_stands_still_on_a_skipped_step(donate):
-    optimizer = ps.from_transformation(momentum_transformation(0.1, 0.9))
-    params, state = ours(optimizer, steps=2)
-    bad = pytree.tree_map(lambda p: torch.full_like(p, nan), params)
-    assert same_bits(
-        ps.maybe_step(
-            optimizer, clone(params), bad, clone(state), torch.tensor(True), donate=donate
-        ),
-        (params, state),
-    )
-
-
-def test_a_transformation_that_writes_by_default_is_told_not_to():
-    def update(grads, state, *, params=None, inplace=True):
-        assert params is not None
-        return pytree.tree_map(lambda g: g.mul_(-1.0) if inplace else g * -1.0, grads), state
-
-    optimizer = ps.from_transformation((lambda params: (), update))
-    params = make_params()
-    grads = grads_at(0, params)
-    with Untouched(grads):
-        optimizer.step(params, grads, optimizer.init(params))
-
-
-def test_a_transformation_that_counts_in_python_cannot_be_skipped():
-    optimizer = ps.from_transformation(
-        (lambda p: {"count": 0}, lambda g, s, p: (g, {"count": s["count"] + 1}))
-    )
-    params = make_params()
-    with pytest.raises(
-        ValueError, match=r"is 0, but 1 in new. What changes in a step must be a tensor"
-    ):
-        ps.maybe_step(optimizer, params, params, optimizer.init(params), torch.tensor(False))
 
 
 # ---- bad input
@@ -958,6 +608,8 @@ def by_us(optimizer, params, state, steps, **flags):
 
 
 LATE = [{"a": 1.0, "b": None}, {"a": 1.0, "b": 1.0}, {"a": -2.0, "b": 0.5}, {"a": None, "b": 3.0}]
+
+
 DAMPED = {"lr": 1.0, "momentum": 0.9, "dampening": 0.5}
 
 
@@ -1001,76 +653,6 @@ def test_a_skipped_first_step_is_still_to_come():
     assert skipped.slots["a"]["is_first_step"]
     moved, _ = sgd.step(params, {"a": torch.ones(1)}, skipped)
     assert moved["a"] == -1
-
-
-# ---- states that do not fit
-
-
-def test_no_kernel_is_called_with_a_slot_that_is_not_its_parameters():
-    """In a process of its own: torch's kernels would write past the end of what is too short."""
-    program = """
-import itertools, torch, purescale as ps
-wrong = {
-    "0-d": lambda t: torch.tensor(1.0),
-    "short": lambda t: torch.zeros(2),
-    "long": lambda t: torch.zeros(t.numel() + 1),
-    "reshaped": lambda t: torch.zeros(2, t.numel() // 2),
-    "double": lambda t: t.double(),
-    "half": lambda t: t.half(),
-    "complex": lambda t: t.to(torch.complex64),
-    "meta": lambda t: t.to("meta"),
-    "sparse": lambda t: t.to_sparse(),
-}
-counts = {
-    "1-d": lambda t: t.reshape(1),
-    "long": lambda t: torch.ones(8),
-    "double": lambda t: t.double(),
-    "meta": lambda t: t.to("meta"),
-}
-O = torch.optim
-refused = 0
-classes = {O.AdamW: {"amsgrad": True}, O.SGD: {"momentum": 0.9}}
-classes |= {cls: {} for cls in (O.Adam, O.Adagrad, O.RMSprop, O.NAdam)}
-calls = ("maybe_step", "unscale_and_step", "step")
-for cls, settings in classes.items():
-    optimizer, params = ps.from_torch(cls, **settings), {"s": torch.ones(8)}
-    for key, slot in optimizer.init(params).slots["s"].items():
-        spoilt = (wrong if slot.ndim else counts).items()
-        for (kind, spoil), donate, call in itertools.product(spoilt, (False, True), calls):
-            state = optimizer.init(params)
-            state.slots["s"][key] = spoil(slot)
-            grads = {"s": torch.ones(8)}
-            try:
-                if call == "step":
-                    optimizer.step(params, grads, state)
-                elif call == "maybe_step":
-                    ps.maybe_step(optimizer, params, grads, state, False, donate=donate)
-                else:
-                    scaler = ps.NoScale().init()
-                    ps.unscale_and_step(optimizer, scaler, params, grads, state, donate=donate)
-            except ValueError as error:
-                assert f"opt_state: {key} of s is" in str(error), error
-                refused += 1
-            else:
-                taken = f"{key} {kind} was taken by {call}, donate={donate}"
-                raise SystemExit(f"{cls.__name__}: {taken}")
-assert params["s"].tolist() == [1.0] * 8
-print("refused", refused)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert int(done.stdout.split()[-1]) > 300
-
-
-def test_the_state_of_a_0_d_parameter_is_not_that_of_a_longer_one():
-    adamw = ps.from_torch(OPTIM.AdamW)
-    state = adamw.init({"s": torch.tensor(1.0)})
-    with pytest.raises(
-        ValueError, match=r"exp_avg of s is torch.float32 \(\), the parameter torch.float32 \(8,\)"
-    ):
-        ps.maybe_step(adamw, {"s": torch.ones(8)}, {"s": torch.ones(8)}, state, False, donate=True)
 
 
 # ---- lazy negation and conjugation
@@ -1179,193 +761,8 @@ def test_init_leaves_the_parameters_alone():
 # ---- a rate in the state
 
 
-def test_a_rate_in_the_state_is_what_steps_use():
-    optimizer = ps.from_torch(OPTIM.SGD, lr=0.5, lr_in_state=True)
-    params = {"w": torch.zeros(1)}
-    state = optimizer.init(params)
-    assert same_bits(state.lr, torch.tensor(0.5))
-    assert optimizer.step(params, {"w": torch.ones(1)}, state)[0]["w"] == -0.5
-    assert (
-        optimizer.step(params, {"w": torch.ones(1)}, state._replace(lr=torch.tensor(2.0)))[0]["w"]
-        == -2
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "settings"), [case for case in CASES if case.values[0] not in ("Rprop", "Adafactor")]
-)
-def test_a_rate_in_the_state_agrees_with_the_same_number(name, settings):
-    fixed = ps.from_torch(getattr(OPTIM, name), lr=0.25, **settings)
-    moving = ps.from_torch(getattr(OPTIM, name), lr=1.0, lr_in_state=True, **settings)
-    state = moving.init(make_params())._replace(lr=torch.tensor(0.25))
-    (expected, _), (params, after) = ours(fixed, steps=5), ours(moving, steps=5, state=state)
-    torch.testing.assert_close(list(params.values()), list(expected.values()), rtol=1e-5, atol=1e-6)
-    assert same_bits(after.lr, torch.tensor(0.25))
-
-
 def table(rates):
     return lambda applied: torch.tensor(rates).take(applied)
-
-
-RATES_OF_STEPS = [0.3, 0.2, 0.25, 0.15]
-
-
-def by_groups(name, settings, params, grads, lr_of_a_group):
-    """torch's own optimizer, whose first group follows RATES_OF_STEPS."""
-    weights = {key: torch.nn.Parameter(param.clone()) for key, param in params.items()}
-    groups = [
-        {"params": [weights["conv.weight"], weights["gain"]]},
-        {"params": [weights["head.weight"]], "lr": 0.5},
-    ]
-    theirs = getattr(OPTIM, name)(groups, lr=1.0, **settings)
-    for step, rate in enumerate(RATES_OF_STEPS):
-        theirs.param_groups[0]["lr"] = rate
-        theirs.param_groups[1]["lr"] = lr_of_a_group[step]
-        for key, weight in weights.items():
-            weight.grad = grads[step][key]
-        theirs.step()
-    return {key: weight.detach() for key, weight in weights.items()}
-
-
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("scheduled", [False, True])
-@pytest.mark.parametrize(
-    ("name", "settings", "in_state"),
-    [
-        pytest.param(*case.values, in_state, id=f"{case.id}-{in_state}")
-        for case in CASES
-        for in_state in (False, True)
-        if (case.values[0], in_state) != ("Rprop", True)  # refused
-    ],
-)
-def test_rates_of_the_state_and_of_overrides_are_those_of_torchs_groups(
-    name, settings, in_state, scheduled, late
-):
-    """In each step, and in the first of a parameter whose gradient comes late."""
-    params = {
-        "conv.weight": torch.randn(2, 5),
-        "gain": torch.randn(3, 33, dtype=torch.float64),
-        "head.weight": torch.randn(2, 300),
-    }
-    grads = [
-        {
-            key: None if late and step == 0 and key != "gain" else torch.randn_like(param)
-            for key, param in params.items()
-        }
-        for step in range(len(RATES_OF_STEPS))
-    ]
-    of_a_group = [0.4, 0.35, 0.45, 0.05] if scheduled else [0.5] * 4
-    optimizer = ps.from_torch(
-        getattr(OPTIM, name),
-        lr=1.0 if in_state else table(RATES_OF_STEPS),
-        lr_in_state=in_state,
-        overrides={"head.*": {"lr": table(of_a_group) if scheduled else 0.5}},
-        **settings,
-    )
-    stepped, state = params, optimizer.init(params)
-    for step, rate in enumerate(RATES_OF_STEPS):
-        if in_state:
-            state = state._replace(lr=torch.tensor(rate))
-        stepped, state = optimizer.step(stepped, grads[step], state)
-    expected = by_groups(name, settings, params, grads, of_a_group)
-    torch.testing.assert_close(stepped, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_asgd_begins_at_the_rate_of_an_override_and_not_at_that_of_the_state():
-    asgd = ps.from_torch(
-        OPTIM.ASGD, lr=0.001, lr_in_state=True, overrides={"b": {"lr": 0.5}}, lambd=0.0
-    )
-    params = {"a": torch.zeros(1), "b": torch.zeros(1)}
-    stepped, _ = asgd.step(params, {"a": torch.ones(1), "b": torch.ones(1)}, asgd.init(params))
-    torch.testing.assert_close(stepped["a"], torch.tensor([-0.001]))
-    torch.testing.assert_close(stepped["b"], torch.tensor([-0.5]))
-
-
-def test_a_parameter_without_a_gradient_does_not_begin():
-    asgd = ps.from_torch(OPTIM.ASGD, lr=0.1, lr_in_state=True)
-    params = {"a": torch.zeros(5), "b": torch.zeros(5)}
-    state = asgd.init(params)._replace(lr=torch.tensor(0.2))
-    after = asgd.step(params, {"a": torch.ones(5), "b": None}, state)[1]
-    assert same_bits(after.slots["b"], state.slots["b"])
-
-
-def test_without_it_the_rate_is_no_part_of_the_state():
-    optimizer = ps.from_torch(OPTIM.AdamW)
-    assert optimizer.init({"w": torch.ones(1)}).lr == ()
-
-
-def test_a_rate_in_the_state_is_one_a_member_under_vmap():
-    optimizer, params = ps.from_torch(OPTIM.RMSprop, lr_in_state=True), {"w": torch.ones(3)}
-    rates = torch.tensor([0.1, 0.2, 0.4])
-
-    def member(lr):
-        return optimizer.step(params, params, optimizer.init(params)._replace(lr=lr))
-
-    stacked, state = torch.vmap(member)(rates)
-    assert torch.equal(state.lr, rates)
-    for index, rate in enumerate(rates):
-        torch.testing.assert_close(stacked["w"][index], member(rate)[0]["w"])
-
-
-def test_a_rate_in_the_state_is_differentiated():
-    optimizer, params = ps.from_torch(OPTIM.SGD, lr_in_state=True), {"w": torch.ones(1)}
-
-    def after(lr):
-        stepped, state = params, optimizer.init(params)._replace(lr=lr)
-        for _ in range(2):
-            stepped, state = ps.maybe_step(
-                optimizer, stepped, {"w": torch.full((1,), 3.0)}, state, False
-            )
-        return stepped["w"].sum()
-
-    assert torch.func.grad(after)(torch.tensor(0.1)) == -6
-
-
-def test_a_rate_in_the_state_is_saved_and_goes_into_a_state_dict_and_back(tmp_path):
-    optimizer, params = ps.from_torch(OPTIM.AdamW, lr_in_state=True), {"w": torch.ones(2)}
-    state = optimizer.init(params)._replace(lr=torch.tensor(0.125))
-    ps.save(tmp_path / "state.pt", state)
-    assert same_bits(ps.load(tmp_path / "state.pt", like=optimizer.init(params)), state)
-    sd = optimizer.to_state_dict(state)
-    assert sd["param_groups"][0]["lr"] == 0.125
-    assert same_bits(optimizer.from_state_dict(sd, params).lr, state.lr)
-
-
-def test_a_skipped_step_keeps_the_rate_of_the_state():
-    optimizer, params = ps.from_torch(OPTIM.AdamW, lr_in_state=True), {"w": torch.ones(2)}
-    state = optimizer.init(params)._replace(lr=torch.tensor(0.125))
-    assert same_bits(
-        ps.maybe_step(optimizer, params, params, state, torch.tensor(True)), (params, state)
-    )
-
-
-@pytest.mark.parametrize(
-    ("change", "in_state", "message"),
-    [
-        ({"lr": ()}, True, "made with lr_in_state=True.*optimizer.init"),
-        ({"lr": torch.ones(2)}, True, "expected a floating 0-d tensor"),
-        ({"lr": torch.tensor(0.1)}, False, "would be passed over.*lr_in_state=True"),
-    ],
-)
-def test_a_state_whose_rate_is_elsewhere_is_refused(change, in_state, message):
-    optimizer, params = ps.from_torch(OPTIM.AdamW, lr_in_state=in_state), {"w": torch.ones(2)}
-    with pytest.raises(ValueError, match=message):
-        optimizer.step(params, params, optimizer.init(params)._replace(**change))
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            lambda: ps.from_torch(OPTIM.SGD, lr=lambda n: 0.1, lr_in_state=True),
-            "lr_in_state=True with a schedule",
-        ),
-        (lambda: ps.from_torch(OPTIM.Rprop, lr_in_state=True), "step sizes start from"),
-    ],
-)
-def test_what_cannot_have_its_rate_in_the_state_says_so(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
 
 
 # ---- words
@@ -1471,6 +868,7 @@ def test_a_transformations_state_shares_no_memory_with_what_it_was_given():
 
 
 # ---- edges that a careless change would break
+
 
 SGD = ps.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
 

@@ -15,7 +15,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
-from test_data_parallel import OPTIMIZERS, RULES
+from test_reduce import OPTIMIZERS, RULES
 from torch import nn
 
 import purescale as ps
@@ -70,8 +70,8 @@ def test_1_and_1_0_are_one_setting_and_a_default_may_be_named():
 
 
 PROGRAM = """
-import test_settings
-print([test_settings.described(one) for pair in test_settings.PAIRS.values() for one in pair])
+from test_describe_settings import PAIRS, described
+print([described(one) for pair in PAIRS.values() for one in pair])
 """
 
 

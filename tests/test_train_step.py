@@ -12,13 +12,10 @@ from helpers import (
     AsOnAnAccelerator,
     Untouched,
     any32,
-    assert_close,
     at,
     batch,
     clone,
-    finite32,
     job,
-    powers_of_two,
     same_bits,
     scaled_by,
     shares_memory,
@@ -32,12 +29,21 @@ import purescale as ps
 from purescale._torch import tracing
 
 OPTIM = torch.optim
+
+
 ADAMW = ps.from_torch(OPTIM.AdamW, lr=0.01)
+
+
 SGD = ps.from_torch(OPTIM.SGD, lr=0.1, momentum=0.9)
+
+
 RULE = ps.DynamicScale(init_scale=2.0**10, growth_interval=3)
+
+
 optimizers = pytest.mark.parametrize(
     "optimizer", [ADAMW, SGD, ps.from_torch(OPTIM.RMSprop)], ids=["AdamW", "SGD", "RMSprop"]
 )
+
 
 OVERFLOWS = 2.0**24  # a scale under which the small net overflows float16
 
@@ -48,125 +54,6 @@ def run(state, step, count, start=0):
         state, info = step(state, [batch(index)])
         infos.append(info)
     return state, infos
-
-
-# ---- select
-
-
-@given(trees(any32), st.booleans())
-def test_select_takes_one_tree_whole(tree, bad):
-    other = pytree.tree_map(lambda t: None if t is None else t + 1, tree)
-    with Untouched((tree, other)):
-        picked = ps.select(torch.tensor(bad), tree, other)
-    assert same_bits(picked, tree if bad else other)
-    assert not shares_memory((tree, other), picked)
-
-
-def test_select_under_vmap_equals_a_loop():
-    picked = torch.vmap(ps.select)(
-        torch.tensor([True, False]),
-        {"a": torch.tensor([1.0, 2.0])},
-        {"a": torch.tensor([3.0, 4.0])},
-    )
-    assert picked["a"].tolist() == [1, 4]
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        (
-            {"a": torch.ones(1)},
-            {"b": torch.ones(1)},
-            r"new does not match old: missing \['a'\]; not in old: \['b'\]",
-        ),
-        (
-            {"a": torch.ones(1)},
-            {"a": torch.ones(2)},
-            r"old\['a'\] is torch.float32 \(1,\), but torch.float32 \(2,\) in new",
-        ),
-        ({"a": torch.ones(1)}, {"a": torch.ones(1).half()}, r"torch.float16 \(1,\) in new"),
-        ({"a": 1}, {"a": 2}, r"old\['a'\] is 1, but 2 in new"),
-        ({"a": torch.ones(1)}, {"a": None}, r"old\['a'\] is .*, but None in new"),
-    ],
-)
-def test_select_refuses_trees_that_differ(old, new, message):
-    with pytest.raises(ValueError, match=message):
-        ps.select(torch.tensor(True), old, new)
-
-
-def test_one_flag_decides_so_it_is_0d():
-    with pytest.raises(ValueError, match="one flag decides"):
-        ps.select(torch.tensor([True]), torch.ones(1), torch.ones(1))
-    with pytest.raises(TypeError, match="found_inf must be a 0-d bool tensor"):
-        ps.select(None, torch.ones(1), torch.ones(1))
-
-
-# ---- unscale_and_step
-
-
-@given(
-    trees(any32),
-    powers_of_two,
-    st.sampled_from([None, 0.5]),
-    st.sampled_from([None, 0.1]),
-    st.booleans(),
-    st.booleans(),
-)
-def test_unscale_and_step_equals_its_parts(grads, scale, max_norm, clip_value, donate, amax):
-    """Bit for bit; the values to 1e-6 where clipping is one division with unscaling."""
-    scaler = RULE.init()._replace(scale=torch.tensor(scale))
-    params = pytree.tree_map(lambda t: None if t is None else torch.ones_like(t), grads)
-    for optimizer in (ADAMW, SGD):
-        state = optimizer.init(params)
-        parts, found_inf = ps.unscale_and_check(scaler, grads)
-        norm, most = (), ps.grad_amax(parts)
-        if max_norm is not None:
-            parts, norm = ps.clip_by_global_norm(parts, max_norm)
-        if clip_value is not None:
-            parts = ps.clip_by_value(parts, clip_value)
-        expected = (*ps.maybe_step(optimizer, params, parts, state, found_inf), found_inf, norm)
-        with Untouched((params, grads, state) if not donate else ()):
-            out = ps.unscale_and_step(
-                optimizer,
-                scaler,
-                *(
-                    (clone(params), clone(grads), clone(state))
-                    if donate
-                    else (params, grads, state)
-                ),
-                max_norm,
-                clip_value,
-                donate=donate,
-                amax=amax,
-            )
-        if amax and out.found_inf:
-            assert not out.grad_amax.isfinite()
-        else:
-            assert same_bits(out.grad_amax, most if amax else ())
-        if max_norm is None or found_inf:
-            assert same_bits(tuple(out)[:4], expected)
-        else:
-            assert same_bits(out.found_inf, found_inf)
-            assert_close(tuple(out)[:4], expected, rtol=2e-6, atol=1e-6)
-
-
-@given(trees(finite32), powers_of_two)
-def test_unscale_and_step_without_donation_shares_no_memory(grads, scale):
-    scaler = RULE.init()._replace(scale=torch.tensor(scale))
-    params = pytree.tree_map(lambda t: None if t is None else torch.ones_like(t), grads)
-    state = ADAMW.init(params)
-    assert not shares_memory(
-        (scaler, params, grads, state), ps.unscale_and_step(ADAMW, scaler, params, grads, state)
-    )
-
-
-def test_half_parameters_do_not_become_inf_from_a_finite_gradient():
-    sgd = ps.from_torch(OPTIM.SGD, lr=1e-3)
-    params = {"w": torch.ones(1, dtype=torch.float16)}
-    stepped, _ = ps.maybe_step(
-        sgd, params, {"w": torch.tensor([1e6])}, sgd.init(params), torch.tensor(False)
-    )
-    assert torch.isfinite(stepped["w"]).all()
 
 
 # ---- train_step

@@ -1,0 +1,85 @@
+"""maybe_step and unscale_and_step: a step over gradients that the caller brings."""
+
+import hypothesis.strategies as st
+import torch
+import torch.utils._pytree as pytree
+from helpers import (
+    Untouched,
+    any32,
+    assert_close,
+    clone,
+    finite32,
+    powers_of_two,
+    same_bits,
+    shares_memory,
+    trees,
+)
+from hypothesis import given
+from test_train_step import ADAMW, OPTIM, RULE, SGD
+
+import purescale as ps
+
+
+@given(
+    trees(any32),
+    powers_of_two,
+    st.sampled_from([None, 0.5]),
+    st.sampled_from([None, 0.1]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_unscale_and_step_equals_its_parts(grads, scale, max_norm, clip_value, donate, amax):
+    """Bit for bit; the values to 1e-6 where clipping is one division with unscaling."""
+    scaler = RULE.init()._replace(scale=torch.tensor(scale))
+    params = pytree.tree_map(lambda t: None if t is None else torch.ones_like(t), grads)
+    for optimizer in (ADAMW, SGD):
+        state = optimizer.init(params)
+        parts, found_inf = ps.unscale_and_check(scaler, grads)
+        norm, most = (), ps.grad_amax(parts)
+        if max_norm is not None:
+            parts, norm = ps.clip_by_global_norm(parts, max_norm)
+        if clip_value is not None:
+            parts = ps.clip_by_value(parts, clip_value)
+        expected = (*ps.maybe_step(optimizer, params, parts, state, found_inf), found_inf, norm)
+        with Untouched((params, grads, state) if not donate else ()):
+            out = ps.unscale_and_step(
+                optimizer,
+                scaler,
+                *(
+                    (clone(params), clone(grads), clone(state))
+                    if donate
+                    else (params, grads, state)
+                ),
+                max_norm,
+                clip_value,
+                donate=donate,
+                amax=amax,
+            )
+        if amax and out.found_inf:
+            assert not out.grad_amax.isfinite()
+        else:
+            assert same_bits(out.grad_amax, most if amax else ())
+        if max_norm is None or found_inf:
+            assert same_bits(tuple(out)[:4], expected)
+        else:
+            assert same_bits(out.found_inf, found_inf)
+            assert_close(tuple(out)[:4], expected, rtol=2e-6, atol=1e-6)
+
+
+@given(trees(finite32), powers_of_two)
+def test_unscale_and_step_without_donation_shares_no_memory(grads, scale):
+    scaler = RULE.init()._replace(scale=torch.tensor(scale))
+    params = pytree.tree_map(lambda t: None if t is None else torch.ones_like(t), grads)
+    state = ADAMW.init(params)
+    assert not shares_memory(
+        (scaler, params, grads, state), ps.unscale_and_step(ADAMW, scaler, params, grads, state)
+    )
+
+
+def test_half_parameters_do_not_become_inf_from_a_finite_gradient():
+    sgd = ps.from_torch(OPTIM.SGD, lr=1e-3)
+    params = {"w": torch.ones(1, dtype=torch.float16)}
+    stepped, _ = ps.maybe_step(
+        sgd, params, {"w": torch.tensor([1e6])}, sgd.init(params), torch.tensor(False)
+    )
+    assert torch.isfinite(stepped["w"]).all()

@@ -1,0 +1,305 @@
+"""Settings by parameter, learning rates, schedules, and a rate in the state."""
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from helpers import AsOnAnAccelerator, same_bits
+from test_torch_optim import CASES, OPTIM, grads_at, implementation, make_params, ours, table
+
+import purescale as ps
+
+# ---- learning rates and overrides
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "RMSprop", "NAdam", "Adagrad", "Adamax"])
+def test_a_schedule_equals_setting_the_rate_by_hand(name, way):
+    def schedule(applied):
+        return 0.1 / (1.0 + applied)
+
+    params = {n: p.requires_grad_() for n, p in make_params().items()}
+    optimizer = getattr(OPTIM, name)(
+        params.values(), lr=torch.tensor(0.1), **implementation(name, {}, way)
+    )
+    for step in range(5):
+        for p, g in zip(params.values(), grads_at(step, params).values(), strict=True):
+            p.grad = g
+        optimizer.param_groups[0]["lr"] = schedule(torch.tensor(step))
+        optimizer.step()
+    torch.testing.assert_close(
+        ours(ps.from_torch(getattr(OPTIM, name), lr=schedule), steps=5)[0],
+        {n: p.detach() for n, p in params.items()},
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["SGD", "Adam", "AdamW", "NAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta"]
+)
+def test_the_rate_differentiates(name):
+    params = {"w": torch.ones(3, 2, dtype=torch.float64)}
+
+    def total(lr):
+        optimizer = ps.from_torch(getattr(OPTIM, name), lr=lr)
+        p, state = params, optimizer.init(params)
+        for _ in range(3):
+            p, state = optimizer.step(p, {"w": p["w"] * 2.0}, state)
+        return p["w"].sum()
+
+    lr = torch.tensor(0.01, dtype=torch.float64)
+    numeric = (total(lr + 1e-5) - total(lr - 1e-5)) / 2e-5
+    torch.testing.assert_close(torch.func.grad(total)(lr), numeric, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "lr",
+    [0.1, torch.tensor(0.1), lambda applied: 0.1 + 0.0 * applied],
+    ids=["number", "tensor", "schedule"],
+)
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "NAdam"])
+def test_no_kind_of_rate_is_read(name, lr):
+    optimizer = ps.from_torch(getattr(OPTIM, name), lr=lr)
+    params = make_params()
+    state = optimizer.init(params)
+    with AsOnAnAccelerator() as counted:
+        optimizer.step(params, grads_at(0, params), state)
+    assert counted.reads == 0
+
+
+def test_overrides_equal_parameter_groups():
+    params = {n: p.requires_grad_() for n, p in make_params().items()}
+    groups = [
+        {"params": [params["conv.weight"]]},
+        {"params": [params["head.weight"]], "lr": 0.5},
+        {"params": [params["gain"]], "weight_decay": 0.0, "betas": (0.5, 0.6)},
+    ]
+    optimizer = OPTIM.AdamW(groups, lr=0.1, weight_decay=0.3, fused=True)
+    for step in range(5):
+        for p, g in zip(params.values(), grads_at(step, params).values(), strict=True):
+            p.grad = g
+        optimizer.step()
+    overrides = {"head.*": {"lr": 0.5}, "gain": {"weight_decay": 0.0, "betas": (0.5, 0.6)}}
+    got, _ = ours(
+        ps.from_torch(OPTIM.AdamW, lr=0.1, weight_decay=0.3, overrides=overrides), steps=5
+    )
+    assert same_bits(got, {n: p.detach() for n, p in params.items()})
+
+
+def test_a_later_override_wins():
+    sgd = ps.from_torch(OPTIM.SGD, lr=1.0, overrides={"*": {"lr": 2.0}, "b": {"lr": 4.0}})
+    params = {"a": torch.zeros(1), "b": torch.zeros(1)}
+    stepped, _ = sgd.step(params, {"a": torch.ones(1), "b": torch.ones(1)}, sgd.init(params))
+    assert (stepped["a"], stepped["b"]) == (-2.0, -4.0)
+
+
+def test_an_override_may_have_a_schedule():
+    sgd = ps.from_torch(
+        OPTIM.SGD, lr=1.0, overrides={"b": {"lr": lambda applied: 10.0 * (applied + 1)}}
+    )
+    params = {"a": torch.zeros(1), "b": torch.zeros(1)}
+    for _ in range(2):
+        state = sgd.init(params) if params["a"] == 0 else state  # noqa: F821
+        params, state = sgd.step(params, {"a": torch.ones(1), "b": torch.ones(1)}, state)
+    assert (params["a"], params["b"]) == (-2.0, -30.0)
+
+
+def test_parameters_may_be_any_tree():
+    sgd = ps.from_torch(OPTIM.SGD, lr=1.0, momentum=0.9, overrides={"layers.1.*": {"lr": 0.5}})
+    params = {
+        "layers": [{"w": torch.zeros(1)}, {"w": torch.zeros(1)}],
+        "head": (torch.zeros(1), None),
+    }
+    state = sgd.init(params)
+    assert set(state.slots) == {"layers.0.w", "layers.1.w", "head.0"}
+    grads = pytree.tree_map(lambda t: None if t is None else torch.ones(1), params)
+    stepped, _ = ps.maybe_step(sgd, params, grads, state, torch.tensor(False))
+    assert stepped == {
+        "layers": [{"w": torch.tensor([-1.0])}, {"w": torch.tensor([-0.5])}],
+        "head": (torch.tensor([-1.0]), None),
+    }
+
+
+# ---- a rate in the state
+
+
+def test_a_rate_in_the_state_is_what_steps_use():
+    optimizer = ps.from_torch(OPTIM.SGD, lr=0.5, lr_in_state=True)
+    params = {"w": torch.zeros(1)}
+    state = optimizer.init(params)
+    assert same_bits(state.lr, torch.tensor(0.5))
+    assert optimizer.step(params, {"w": torch.ones(1)}, state)[0]["w"] == -0.5
+    assert (
+        optimizer.step(params, {"w": torch.ones(1)}, state._replace(lr=torch.tensor(2.0)))[0]["w"]
+        == -2
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"), [case for case in CASES if case.values[0] not in ("Rprop", "Adafactor")]
+)
+def test_a_rate_in_the_state_agrees_with_the_same_number(name, settings):
+    fixed = ps.from_torch(getattr(OPTIM, name), lr=0.25, **settings)
+    moving = ps.from_torch(getattr(OPTIM, name), lr=1.0, lr_in_state=True, **settings)
+    state = moving.init(make_params())._replace(lr=torch.tensor(0.25))
+    (expected, _), (params, after) = ours(fixed, steps=5), ours(moving, steps=5, state=state)
+    torch.testing.assert_close(list(params.values()), list(expected.values()), rtol=1e-5, atol=1e-6)
+    assert same_bits(after.lr, torch.tensor(0.25))
+
+
+RATES_OF_STEPS = [0.3, 0.2, 0.25, 0.15]
+
+
+def by_groups(name, settings, params, grads, lr_of_a_group):
+    """torch's own optimizer, whose first group follows RATES_OF_STEPS."""
+    weights = {key: torch.nn.Parameter(param.clone()) for key, param in params.items()}
+    groups = [
+        {"params": [weights["conv.weight"], weights["gain"]]},
+        {"params": [weights["head.weight"]], "lr": 0.5},
+    ]
+    theirs = getattr(OPTIM, name)(groups, lr=1.0, **settings)
+    for step, rate in enumerate(RATES_OF_STEPS):
+        theirs.param_groups[0]["lr"] = rate
+        theirs.param_groups[1]["lr"] = lr_of_a_group[step]
+        for key, weight in weights.items():
+            weight.grad = grads[step][key]
+        theirs.step()
+    return {key: weight.detach() for key, weight in weights.items()}
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.parametrize(
+    ("name", "settings", "in_state"),
+    [
+        pytest.param(*case.values, in_state, id=f"{case.id}-{in_state}")
+        for case in CASES
+        for in_state in (False, True)
+        if (case.values[0], in_state) != ("Rprop", True)  # refused
+    ],
+)
+def test_rates_of_the_state_and_of_overrides_are_those_of_torchs_groups(
+    name, settings, in_state, scheduled, late
+):
+    """In each step, and in the first of a parameter whose gradient comes late."""
+    params = {
+        "conv.weight": torch.randn(2, 5),
+        "gain": torch.randn(3, 33, dtype=torch.float64),
+        "head.weight": torch.randn(2, 300),
+    }
+    grads = [
+        {
+            key: None if late and step == 0 and key != "gain" else torch.randn_like(param)
+            for key, param in params.items()
+        }
+        for step in range(len(RATES_OF_STEPS))
+    ]
+    of_a_group = [0.4, 0.35, 0.45, 0.05] if scheduled else [0.5] * 4
+    optimizer = ps.from_torch(
+        getattr(OPTIM, name),
+        lr=1.0 if in_state else table(RATES_OF_STEPS),
+        lr_in_state=in_state,
+        overrides={"head.*": {"lr": table(of_a_group) if scheduled else 0.5}},
+        **settings,
+    )
+    stepped, state = params, optimizer.init(params)
+    for step, rate in enumerate(RATES_OF_STEPS):
+        if in_state:
+            state = state._replace(lr=torch.tensor(rate))
+        stepped, state = optimizer.step(stepped, grads[step], state)
+    expected = by_groups(name, settings, params, grads, of_a_group)
+    torch.testing.assert_close(stepped, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_asgd_begins_at_the_rate_of_an_override_and_not_at_that_of_the_state():
+    asgd = ps.from_torch(
+        OPTIM.ASGD, lr=0.001, lr_in_state=True, overrides={"b": {"lr": 0.5}}, lambd=0.0
+    )
+    params = {"a": torch.zeros(1), "b": torch.zeros(1)}
+    stepped, _ = asgd.step(params, {"a": torch.ones(1), "b": torch.ones(1)}, asgd.init(params))
+    torch.testing.assert_close(stepped["a"], torch.tensor([-0.001]))
+    torch.testing.assert_close(stepped["b"], torch.tensor([-0.5]))
+
+
+def test_a_parameter_without_a_gradient_does_not_begin():
+    asgd = ps.from_torch(OPTIM.ASGD, lr=0.1, lr_in_state=True)
+    params = {"a": torch.zeros(5), "b": torch.zeros(5)}
+    state = asgd.init(params)._replace(lr=torch.tensor(0.2))
+    after = asgd.step(params, {"a": torch.ones(5), "b": None}, state)[1]
+    assert same_bits(after.slots["b"], state.slots["b"])
+
+
+def test_without_it_the_rate_is_no_part_of_the_state():
+    optimizer = ps.from_torch(OPTIM.AdamW)
+    assert optimizer.init({"w": torch.ones(1)}).lr == ()
+
+
+def test_a_rate_in_the_state_is_one_a_member_under_vmap():
+    optimizer, params = ps.from_torch(OPTIM.RMSprop, lr_in_state=True), {"w": torch.ones(3)}
+    rates = torch.tensor([0.1, 0.2, 0.4])
+
+    def member(lr):
+        return optimizer.step(params, params, optimizer.init(params)._replace(lr=lr))
+
+    stacked, state = torch.vmap(member)(rates)
+    assert torch.equal(state.lr, rates)
+    for index, rate in enumerate(rates):
+        torch.testing.assert_close(stacked["w"][index], member(rate)[0]["w"])
+
+
+def test_a_rate_in_the_state_is_differentiated():
+    optimizer, params = ps.from_torch(OPTIM.SGD, lr_in_state=True), {"w": torch.ones(1)}
+
+    def after(lr):
+        stepped, state = params, optimizer.init(params)._replace(lr=lr)
+        for _ in range(2):
+            stepped, state = ps.maybe_step(
+                optimizer, stepped, {"w": torch.full((1,), 3.0)}, state, False
+            )
+        return stepped["w"].sum()
+
+    assert torch.func.grad(after)(torch.tensor(0.1)) == -6
+
+
+def test_a_rate_in_the_state_is_saved_and_goes_into_a_state_dict_and_back(tmp_path):
+    optimizer, params = ps.from_torch(OPTIM.AdamW, lr_in_state=True), {"w": torch.ones(2)}
+    state = optimizer.init(params)._replace(lr=torch.tensor(0.125))
+    ps.save(tmp_path / "state.pt", state)
+    assert same_bits(ps.load(tmp_path / "state.pt", like=optimizer.init(params)), state)
+    sd = optimizer.to_state_dict(state)
+    assert sd["param_groups"][0]["lr"] == 0.125
+    assert same_bits(optimizer.from_state_dict(sd, params).lr, state.lr)
+
+
+def test_a_skipped_step_keeps_the_rate_of_the_state():
+    optimizer, params = ps.from_torch(OPTIM.AdamW, lr_in_state=True), {"w": torch.ones(2)}
+    state = optimizer.init(params)._replace(lr=torch.tensor(0.125))
+    assert same_bits(
+        ps.maybe_step(optimizer, params, params, state, torch.tensor(True)), (params, state)
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "in_state", "message"),
+    [
+        ({"lr": ()}, True, "made with lr_in_state=True.*optimizer.init"),
+        ({"lr": torch.ones(2)}, True, "expected a floating 0-d tensor"),
+        ({"lr": torch.tensor(0.1)}, False, "would be passed over.*lr_in_state=True"),
+    ],
+)
+def test_a_state_whose_rate_is_elsewhere_is_refused(change, in_state, message):
+    optimizer, params = ps.from_torch(OPTIM.AdamW, lr_in_state=in_state), {"w": torch.ones(2)}
+    with pytest.raises(ValueError, match=message):
+        optimizer.step(params, params, optimizer.init(params)._replace(**change))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: ps.from_torch(OPTIM.SGD, lr=lambda n: 0.1, lr_in_state=True),
+            "lr_in_state=True with a schedule",
+        ),
+        (lambda: ps.from_torch(OPTIM.Rprop, lr_in_state=True), "step sizes start from"),
+    ],
+)
+def test_what_cannot_have_its_rate_in_the_state_says_so(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

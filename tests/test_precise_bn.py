@@ -1,0 +1,461 @@
+"""precise_bn: the statistics of a whole loader, in one pass or layer by layer."""
+
+import io
+import itertools
+import logging
+import sys
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import (
+    Untouched,
+    assert_close,
+    same_bits,
+    shares_memory,
+    tensors,
+)
+from hypothesis import given, settings
+from test_bn_stats import (
+    INF,
+    Labelled,
+    Rescaled,
+    first,
+    gathered,
+    images,
+    net,
+    normal,
+    truth,
+)
+from torch import nn
+
+import purescale as ps
+
+# ---- precise_bn
+
+
+def loader(*sizes):
+    return [(x, torch.zeros(len(x))) for x in images(*sizes)]
+
+
+def test_precise_bn_is_the_small_functions_over_a_loader():
+    apply, params, buffers = ps.make_functional(net())
+    data = loader(8, 8, 3)
+    with Untouched((params, buffers)):
+        new = ps.precise_bn(apply, params, buffers, data, call=first)
+    stats, *_ = gathered(net(), [x for x, _ in data])
+    assert same_bits(new, ps.bn_buffers(stats, buffers))
+    assert not shares_memory((params, buffers), new)
+    within = ps.precise_bn(
+        apply, params, buffers, data, call=first, estimator="within", correction=0
+    )
+    assert same_bits(within, ps.bn_buffers(stats, buffers, estimator="within", correction=0))
+
+
+@pytest.mark.parametrize(("num_samples", "taken"), [(1, 1), (8, 1), (15, 1), (16, 2), (10_000, 3)])
+def test_num_samples_is_rounded_down_by_the_first_batch_but_never_to_none(num_samples, taken):
+    # mmpretrain writes zeros into running_mean and running_var when it rounds down to no batch.
+    seen = []
+
+    def batches():
+        for x in images(8, 8, 8):
+            seen.append(x)
+            yield x
+
+    apply, params, buffers = ps.make_functional(net())
+    new = ps.precise_bn(apply, params, buffers, batches(), num_samples=num_samples)
+    assert len(seen) == taken, "and not one batch more is pulled"
+    assert same_bits(new, ps.bn_buffers(gathered(net(), seen)[0], buffers))
+
+
+def taken(batches, num_samples, **settings):
+    """How many of these batches precise_bn takes."""
+    seen = []
+
+    def counted():
+        for x in batches:
+            seen.append(x)
+            yield x
+
+    apply, params, buffers = ps.make_functional(nn.BatchNorm1d(3))
+    ps.precise_bn(apply, params, buffers, counted(), num_samples=num_samples, **settings)
+    return len(seen)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_samples", "expected"),
+    [
+        ([0, *[64] * 200], 128, 3),  # the empty one and two more
+        ([0, 0, *[64] * 200], 1, 3),
+        ([64, 0, *[64] * 200], 128, 3),
+        ([1, *[64] * 200], 128, 2),
+        ([1, *[64] * 200], 129, 3),
+        ([64, 8, *[64] * 200], 128, 3),
+        ([0, 0], 128, 2),
+    ],
+)
+def test_samples_are_counted_as_they_come_so_that_an_odd_batch_is_no_measure_of_the_others(
+    sizes, num_samples, expected
+):
+    assert taken([torch.ones(size, 3) for size in sizes], num_samples) == expected
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(1, 40))
+def test_of_batches_that_do_not_grow_as_many_are_taken_as_fit_and_one_at_least(sizes, num_samples):
+    sizes.sort(reverse=True)
+    count = taken([torch.ones(size, 3) for size in sizes], num_samples)
+    assert count == 1 or sum(sizes[:count]) <= num_samples
+    assert count == len(sizes) or sum(sizes[:count]) + sizes[count - 1] > num_samples
+
+
+@pytest.mark.parametrize(
+    ("make", "call"),
+    [
+        (lambda: normal(3, 8), lambda forward, image: forward(image.mean(1)[None])),
+        (lambda: (normal(3, 8), 7), lambda forward, batch: forward(batch[0].mean(1)[None])),
+        (lambda: "one text", lambda forward, text: forward(torch.ones(1, 3))),
+        (
+            lambda: {"names": ["a", "b"], "x": normal(1, 3)},
+            lambda forward, batch: forward(batch["x"]),
+        ),
+    ],
+)
+def test_a_sample_is_a_row_that_forward_was_given_whatever_the_batch_looks_like(make, call):
+    assert taken([make() for _ in range(20)], 6, call=call) == 6
+
+
+def test_a_batch_that_is_fed_in_parts_counts_as_all_of_them():
+    batches = [normal(8, 3) for _ in range(20)]
+    assert taken(batches, 16, call=lambda forward, x: [forward(part) for part in x.split(2)]) == 2
+
+
+def test_what_is_no_array_is_counted_by_its_length():
+    apply, params, buffers = ps.make_functional(nn.BatchNorm1d(3))
+    fed = []
+
+    def texts(params, buffers, names):
+        fed.append(names)
+        return apply(params, buffers, torch.ones(len(names), 3))
+
+    ps.precise_bn(
+        texts,
+        params,
+        buffers,
+        [("a", "b", "c")] * 9,
+        num_samples=6,
+        call=lambda forward, batch: forward(batch),
+    )
+    assert len(fed) == 2
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [torch.ones(4, 3), (torch.ones(4, 3),), [torch.ones(4, 3)], {"x": torch.ones(4, 3)}],
+    ids=["tensor", "tuple", "list", "dict"],
+)
+def test_the_default_feeds_tensors_tuples_lists_and_dicts(batch):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn = nn.BatchNorm1d(3)
+
+        def forward(self, x):
+            return self.bn(x)
+
+    apply, params, buffers = ps.make_functional(Model())
+    assert ps.precise_bn(apply, params, buffers, [batch])["bn.running_mean"].tolist() == [1, 1, 1]
+
+
+def test_call_is_given_what_the_model_returns():
+    apply, params, buffers = ps.make_functional(net())
+    outs = []
+    ps.precise_bn(
+        apply,
+        params,
+        buffers,
+        loader(4, 4),
+        call=lambda forward, batch: outs.append(forward(batch[0])),
+    )
+    assert [tuple(out.shape) for out in outs] == [(4, 5), (4, 5)]
+
+
+def test_the_report_names_layers_skipped_batches_and_what_was_left_alone(caplog):
+    model = nn.Sequential(
+        nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.InstanceNorm2d(4), nn.BatchNorm2d(4).eval()
+    )
+    apply, params, buffers = ps.make_functional(model)
+    with caplog.at_level(logging.INFO, logger="purescale"):
+        ps.precise_bn(apply, params, buffers, [normal(4, 4, 8, 8), normal(4, 4, 8, 8) * INF])
+    report = caplog.text
+    assert "1 layers from 1 batches, 1 more skipped as not finite" in report
+    assert "1 layers saw no data and keep their buffers: 3" in report
+    assert (
+        "instance and group norms have no statistics of the batch and are left alone: 1, 2"
+        in report
+    )
+    assert "too few" not in report
+
+
+def test_too_few_values_for_the_batch_regime_are_warned_about(caplog):
+    apply, params, buffers = ps.make_functional(net())
+    ps.precise_bn(apply, params, buffers, images(4, 4))
+    assert "layer '9' has 4 values per channel in a batch" in caplog.text
+    assert "normalize='sequential'" in caplog.text
+    caplog.clear()
+    ps.precise_bn(apply, params, buffers, images(4, 4), normalize="sequential")
+    assert not caplog.text
+
+
+def test_a_pass_of_only_bad_batches_keeps_the_buffers_and_warns(caplog):
+    apply, params, buffers = ps.make_functional(net())
+    assert same_bits(ps.precise_bn(apply, params, buffers, [x * INF for x in images(4)]), buffers)
+    assert "all 1 batches were skipped as not finite" in caplog.text
+
+
+def test_a_bar_is_shown_on_demand(capfd):
+    apply, params, buffers = ps.make_functional(net())
+    quiet = ps.precise_bn(apply, params, buffers, images(4, 4))
+    assert "precise_bn" not in capfd.readouterr().err
+    assert same_bits(ps.precise_bn(apply, params, buffers, images(4, 4), progress=True), quiet)
+    assert "precise_bn: 100%" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_bar_in_a_log_is_a_line_a_minute(terminal, monkeypatch):
+    tqdm = pytest.importorskip("tqdm.std")
+
+    class Screen(io.StringIO):
+        def isatty(self):
+            return terminal
+
+    clock = itertools.count()  # a second between any two looks at it
+    monkeypatch.setattr(tqdm, "time", lambda: float(next(clock)))
+    monkeypatch.setattr(sys, "stderr", Screen())
+    apply, params, buffers = ps.make_functional(nn.BatchNorm1d(3))
+    ps.precise_bn(apply, params, buffers, [normal(4, 3)] * 100, progress=True)
+    lines = sys.stderr.getvalue().count("precise_bn")
+    assert lines > 90 if terminal else 3 <= lines < 10
+    assert "precise_bn: 100%" in sys.stderr.getvalue()
+
+
+# ---- sequential
+
+
+def eval_inputs(model, buffers, batches):
+    """What each batch norm of the model sees at eval."""
+    model.load_state_dict(buffers, strict=False)
+    seen = {}
+    hooks = [
+        module.register_forward_pre_hook(
+            lambda m, args, name=name: seen.setdefault(name, []).append(args[0])
+        )
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+    ]
+    model.eval()
+    with torch.no_grad():
+        for x in batches:
+            model(x)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+def test_sequential_statistics_are_those_that_the_model_sees_at_eval():
+    """Self-consistent to 1e-6; the regime of the batch is off by more than 1e-3 here."""
+    batches = images(6, 6, 3)
+    model = nn.Sequential(net(), nn.Dropout(0.5), nn.Linear(5, 4), nn.BatchNorm1d(4))
+    apply, params, buffers = ps.make_functional(model)
+    worst = {}
+    for normalize in ("sequential", "batch"):
+        new = ps.precise_bn(apply, params, buffers, batches, normalize=normalize)
+        errors = []
+        for name, inputs in eval_inputs(model, new, batches).items():
+            mean, var = truth(inputs)
+            errors += [
+                (new[f"{name}.running_var"] / var - 1).abs().max(),
+                ((new[f"{name}.running_mean"] - mean) / var.sqrt()).abs().max(),
+            ]
+        worst[normalize] = max(errors).item()
+    assert worst["sequential"] < 1e-6
+    assert worst["batch"] > 1e-3
+
+
+def test_sequential_does_not_depend_on_how_the_data_is_cut():
+    (x,) = images(12)
+    apply, params, buffers = ps.make_functional(net())
+    one = ps.precise_bn(apply, params, buffers, [x], normalize="sequential")
+    many = ps.precise_bn(apply, params, buffers, list(x.split([5, 1, 6])), normalize="sequential")
+    assert_close(one, many, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [lambda: iter(images(4)), lambda: (x for x in images(4))])
+def test_sequential_refuses_a_one_shot_iterator_before_anything_is_drawn(make):
+    apply, params, buffers = ps.make_functional(net())
+    once = make()
+    with pytest.raises(ValueError, match=r"goes through the loader once a layer.*list\(batches\)"):
+        ps.precise_bn(apply, params, buffers, once, normalize="sequential")
+    assert len(next(once)) == 4
+
+
+def test_sequential_refuses_a_layer_that_is_called_several_times():
+    bn = nn.BatchNorm1d(3)
+    apply, params, buffers = ps.make_functional(nn.Sequential(bn, nn.ReLU(), bn))
+    with pytest.raises(
+        ValueError, match=r"'0' is called 2 times in a forward. Fix: normalize='batch'"
+    ):
+        ps.precise_bn(apply, params, buffers, [normal(8, 3)], normalize="sequential")
+
+
+def test_sequential_refuses_layers_whose_order_changes():
+    class Swap(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+
+        def forward(self, x):
+            return self.a(self.b(x)) if len(x) % 2 else self.b(self.a(x))
+
+    apply, params, buffers = ps.make_functional(Swap())
+    with pytest.raises(
+        ValueError,
+        match="needs the same layers in the same order in every forward; got b, a after a, b",
+    ):
+        ps.precise_bn(apply, params, buffers, [normal(8, 3), normal(7, 3)], normalize="sequential")
+
+
+# ---- bad input
+
+
+def test_a_loader_of_images_and_labels_that_the_default_cannot_feed_shows_the_cure():
+    apply, params, buffers = ps.make_functional(Labelled())
+    with pytest.raises(
+        TypeError,
+        match=r"a tuple of 2, passed as 2 arguments.*"
+        r"Fix: call=lambda forward, batch: forward\(batch\[0\]\)",
+    ):
+        ps.precise_bn(apply, params, buffers, [(torch.ones(4, 3), torch.ones(4))])
+
+
+def test_what_the_loader_raises_goes_through():
+    def broken():
+        yield torch.ones(4, 3)
+        raise OSError("disk")
+
+    apply, params, buffers = ps.make_functional(Labelled())
+    with Untouched((params, buffers)), pytest.raises(OSError, match="disk"):
+        ps.precise_bn(apply, params, buffers, broken())
+
+
+# ---- a real case
+
+
+def test_precise_statistics_beat_the_running_ones_after_training_on_small_batches():
+    data = pytest.importorskip("sklearn.datasets").load_digits(return_X_y=True)
+    x, y = (
+        torch.tensor(data[0], dtype=torch.float32).reshape(-1, 1, 8, 8) / 16,
+        torch.tensor(data[1]),
+    )
+    train_x, train_y, test_x, test_y = x[:1200], y[:1200], x[1200:], y[1200:]
+    better = 0
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model = nn.Sequential(
+            nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
+            nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
+            nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, 10),
+        )  # fmt: skip
+        apply, params, buffers = ps.make_functional(model)
+        optimizer = ps.from_torch(torch.optim.SGD, lr=0.1)
+
+        def loss_fn(params, buffers, index, apply=apply):
+            logits, buffers = apply(params, buffers, train_x[index])
+            return F.cross_entropy(logits, train_y[index]), buffers
+
+        state = ps.init_train_state(params, buffers, optimizer, ps.NoScale())
+        for index in torch.randperm(1200)[:600].split(4):
+            state, _ = ps.train_step(
+                state, [index], loss_fn=loss_fn, optimizer=optimizer, rule=ps.NoScale(), donate=True
+            )
+        precise = ps.precise_bn(apply, state.params, state.buffers, train_x.split(200))
+        running_loss, precise_loss = (
+            F.cross_entropy(apply(state.params, b, test_x, train=False)[0], test_y)
+            for b in (state.buffers, precise)
+        )
+        better += bool(precise_loss < running_loss)
+    assert better == 3
+    assert tensors(precise)
+
+
+# ---- what a review found
+
+
+def test_sequential_leaves_a_bad_batch_out_of_every_layer():
+    class Hides(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+
+        def forward(self, x):
+            return self.b(torch.relu(self.a(x)))
+
+    apply, params, buffers = ps.make_functional(Hides())
+    x, bad = normal(64, 3), normal(64, 3, mean=3.0, seed=1)
+    bad[0, 0] = -INF
+    with_bad, without = (
+        ps.precise_bn(apply, params, buffers, data, normalize="sequential")
+        for data in ([x, bad], [x])
+    )
+    assert same_bits(with_bad, without)
+
+
+def test_sequential_passes_over_empty_batches_and_reports_all_layers(caplog):
+    apply, params, buffers = ps.make_functional(Rescaled())
+    x = normal(64, 3, mean=2.0)
+    expected = ps.precise_bn(apply, params, buffers, [x], normalize="sequential")
+    with caplog.at_level(logging.INFO, logger="purescale"):
+        for data in ([x, x[:0]], [x[:0], x]):
+            assert same_bits(
+                ps.precise_bn(apply, params, buffers, data, normalize="sequential"), expected
+            )
+    assert "2 layers from 2 batches" in caplog.text
+    assert "saw no data" not in caplog.text
+
+
+def test_sequential_goes_through_the_loader_once_a_layer_with_its_own_estimator():
+    passes = []
+
+    class Loader:
+        def __iter__(self):
+            passes.append(1)
+            return iter([normal(8, 3), normal(4, 3, mean=5.0, seed=1)])
+
+    apply, params, buffers = ps.make_functional(Rescaled())
+    within = ps.precise_bn(
+        apply, params, buffers, Loader(), normalize="sequential", estimator="within", correction=0
+    )
+    assert len(passes) == 2
+    pooled = ps.precise_bn(apply, params, buffers, Loader(), normalize="sequential")
+    assert (within["a.running_var"] < 0.5 * pooled["a.running_var"]).all()
+
+
+def test_a_loader_without_a_length_shows_its_bar(capfd):
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter([torch.ones(3), torch.zeros(3)])
+
+    apply, params, buffers = ps.make_functional(nn.BatchNorm1d(3))
+    loader = torch.utils.data.DataLoader(Stream(), batch_size=2)
+    assert (
+        ps.precise_bn(apply, params, buffers, loader, progress=True)["running_mean"].tolist()
+        == [0.5] * 3
+    )
+    assert "precise_bn" in capfd.readouterr().err
+
+
+def test_errors_inside_the_model_are_not_blamed_on_the_loader():
+    _, params, buffers = ps.make_functional(nn.BatchNorm1d(3))
+    with pytest.raises(TypeError, match=r"^apply returned Tensor; expected \(out, new_buffers\)"):
+        ps.precise_bn(lambda p, b, x: x, params, buffers, [(normal(4, 3),)])

@@ -1,0 +1,92 @@
+"""The Hypothesis strategies reach the values that they promise."""
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import find, given, settings
+
+import purescale as ps
+from purescale import testing
+from purescale._tree import tree as _tree
+from purescale.testing import (
+    assert_pure,
+    grad_trees,
+    overflow_runs,
+    params_and_grads,
+    same_bits,
+    scale_rules,
+    scaler_states,
+)
+
+
+@given(scale_rules(), st.data())
+@settings(max_examples=30)
+def test_rules_and_their_states_can_be_drawn(rule, data):
+    state = data.draw(scaler_states(rule))
+    assert type(state) is type(rule.init())
+    new = rule.update(state, torch.tensor(data.draw(st.booleans())))
+    assert rule.init().scale > 0
+    assert new.scale > 0
+
+
+REACHED = {
+    "inf": lambda t: t.isinf().any(),
+    "nan": lambda t: t.isnan().any(),
+    "subnormal": lambda t: ((t != 0) & (t.abs() < torch.finfo(t.dtype).tiny)).any(),
+    "negative zero": lambda t: ((t == 0) & t.signbit()).any(),
+    "half": lambda t: t.dtype is torch.float16,
+    "bfloat16": lambda t: t.dtype is torch.bfloat16,
+    "float64": lambda t: t.dtype is torch.float64,
+    "0-d": lambda t: t.ndim == 0,
+    "empty": lambda t: t.numel() == 0,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", REACHED)
+def test_gradients_reach_every_corner(what):
+    def reached(tree):
+        return any(bool(REACHED[what](leaf)) for leaf in _tree.tensors(tree))
+
+    assert reached(find(grad_trees(), reached, settings=settings(max_examples=2000, database=None)))
+
+
+def test_gradients_reach_none():
+    def reached(tree):
+        return None in [leaf for leaf in _tree.flatten(tree)[0] if leaf is None]
+
+    find(grad_trees(), reached, settings=settings(max_examples=2000, database=None))
+
+
+LIKE = {"a": [torch.ones(2, 3).half(), None], "b": (torch.tensor(1.0), torch.ones(0))}
+
+
+@given(grad_trees(like=LIKE))
+@settings(max_examples=10)
+def test_gradients_like_a_tree_have_its_structure_shapes_and_dtypes(grads):
+    assert _tree.names(grads) == _tree.names(LIKE)
+    for ours, theirs in zip(_tree.tensors(grads), _tree.tensors(LIKE), strict=True):
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+
+
+@given(params_and_grads(), st.booleans())
+@settings(max_examples=20)
+def test_parameters_and_gradients_make_a_step_that_is_pure(drawn, bad):
+    params, grads = drawn
+    sgd = ps.from_torch(torch.optim.SGD, lr=0.5, foreach=False)
+    stepped, _ = assert_pure(ps.maybe_step, sgd, params, grads, sgd.init(params), torch.tensor(bad))
+    if bad:
+        assert same_bits(stepped, params)
+
+
+@given(overflow_runs(), overflow_runs(17))
+@settings(max_examples=20)
+def test_runs_are_flags_of_the_size_asked_for(any_size, seventeen):
+    assert 1 <= len(any_size) <= 40
+    assert len(seventeen) == 17
+    assert {type(bad) for bad in any_size + seventeen} == {bool}
+
+
+def test_what_is_public_is_there():
+    assert all(hasattr(testing, name) for name in testing.__all__)
+    assert "testing" not in ps.__all__

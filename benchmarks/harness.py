@@ -69,8 +69,10 @@ def memcpy(shapes: list[tuple[int, ...]], device: str) -> Call:
     return Call(lambda: torch._foreach_copy_(target, source))
 
 
-def options(description: str | None, rounds: int = 25) -> argparse.Namespace:
-    """The command line; prints where this runs."""
+def options(
+    description: str | None, rounds: int = 25, **more: dict[str, Any]
+) -> argparse.Namespace:
+    """The command line; prints where this runs. `more`: what else a benchmark takes."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -85,6 +87,8 @@ def options(description: str | None, rounds: int = 25) -> argparse.Namespace:
     parser.add_argument(
         "--record", action="store_true", help="write the tables to results/ too, for plot.py"
     )
+    for name, settings in more.items():
+        parser.add_argument(f"--{name}", **settings)
     given = parser.parse_args()
     given.dtype = given.dtype or ("float16" if given.device == "cuda" else "float32")
     where = (

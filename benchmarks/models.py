@@ -65,21 +65,28 @@ def conv_net() -> nn.Module:
 
 
 class Attention(nn.Module):
-    def __init__(self, dim: int, heads: int) -> None:
+    def __init__(self, dim: int, heads: int, causal: bool) -> None:
         super().__init__()
         self.qkv, self.out, self.heads = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim), heads
+        self.causal = causal
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        batch, length, _ = x.shape
+        q, k, v = (
+            part.reshape(batch, length, self.heads, -1).transpose(1, 2)
+            for part in self.qkv(x).chunk(3, -1)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return self.out(mixed.transpose(1, 2).flatten(2))
 
 
 class Layer(nn.Module):
-    def __init__(self, dim: int, heads: int) -> None:
+    def __init__(self, dim: int, heads: int, causal: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
-        self.attend = nn.Sequential(nn.LayerNorm(dim), Attention(dim, heads))
+        dropped = [nn.Dropout(dropout)] * (dropout > 0)
+        self.attend = nn.Sequential(nn.LayerNorm(dim), Attention(dim, heads, causal), *dropped)
         self.think = nn.Sequential(
-            nn.LayerNorm(dim), nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim)
+            nn.LayerNorm(dim), nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim), *dropped
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -98,6 +105,21 @@ def transformer(dim: int = 128, depth: int = 4, heads: int = 4) -> nn.Module:
     return nn.Sequential(
         nn.Linear(32, dim), *layers, nn.LayerNorm(dim), Mean(), nn.Linear(dim, CLASSES)
     )
+
+
+class GPT(nn.Module):
+    """Predicts the next character; the head is the embedding."""
+
+    def __init__(self, vocabulary: int, length: int, dim: int, depth: int, heads: int) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocabulary, dim)
+        self.position = nn.Parameter(0.02 * torch.randn(length, dim))
+        layers = [Layer(dim, heads, causal=True, dropout=0.1) for _ in range(depth)]
+        self.body = nn.Sequential(nn.Dropout(0.1), *layers, nn.LayerNorm(dim))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.body(self.token(tokens) + self.position[: tokens.shape[1]])
+        return F.linear(x, self.token.weight)
 
 
 def mlp(width: int, depth: int) -> nn.Module:

@@ -2,7 +2,7 @@
 
 The baseline is the hand-written GradScaler loop with fused AdamW, eager against eager and
 `torch.compile(model)` against the whole step compiled; Lightning Fabric and accelerate run the
-loops of their own documentation. Then what it takes to compile, as models grow deeper.
+loops of their own documentation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import models
 import torch
 import torch.nn.functional as F
-from harness import DTYPES, Call, Job, Rows, compare, options, record, seconds
+from harness import DTYPES, Call, Job, Rows, compare, options, seconds
 from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
 
@@ -246,40 +246,6 @@ def compiled(task: Task, given: argparse.Namespace) -> Rows:
     return {name: functools.partial(timed, name, make) for name, make in rows.items()}
 
 
-def compile_times(given: argparse.Namespace) -> None:
-    columns = (
-        *("layers", "tensors", "torch.compile(model)"),
-        *("train_step, donate=True", "ratio", "loss_fn alone", "ratio"),
-    )
-    print(f"### Seconds to compile an MLP\n\n| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
-    whole = functools.partial(torch.compile, fullgraph=True)
-    for depth in (5, 10, 20, 30, 100) if given.slow else (5, 10, 20):
-        task = Task("MLP", functools.partial(models.mlp, 64, depth), (32, 64))
-        took = []
-        for make in (
-            lambda task=task: grad_scaler(task, given, wrap=torch.compile, fused=True),
-            lambda task=task: purescale(task, given, wrap=whole, donate=True),
-            lambda task=task: purescale(task, given, wrap_loss=whole, donate=True),
-        ):
-            torch.compiler.reset()
-            took.append(compile_seconds(make(), given.device))
-        theirs, ours, loss = took
-        print(
-            f"| {depth} | {2 * depth} | {theirs:.1f} | {ours:.1f} | {ours / theirs:.2f} "
-            f"| {loss:.1f} | {loss / theirs:.2f} |",
-            flush=True,
-        )
-        record(
-            given,
-            title="compile",
-            tensors=2 * depth,
-            baseline="torch.compile(model)",
-            seconds=ours,
-            ratio=ours / theirs,
-        )
-    print()
-
-
 def main() -> None:
     given = options(__doc__)
     for task in TASKS:
@@ -309,7 +275,6 @@ def main() -> None:
         torch.compiler.reset()
         title = f"{task.title}, {models.describe(task.model())}, {given.dtype}, torch.compile"
         compare(title, compiled(task, given), given, task=task.title, compiled=True)
-    compile_times(given)
 
 
 if __name__ == "__main__":

@@ -224,6 +224,7 @@ TESTED_WITH = {
     "_step/step_options.py": "test_train_step.py",
     "_step/value_and_grad.py": "test_train_step.py",
     "_torch/dtypes.py": "test_default_dtype.py",
+    "_torch/functorch_kernels.py": "test_lengths.py",
     "_torch/private.py": "test_house.py",
     "_torch/tracing.py": "test_laws.py",
     "_tree/mismatch.py": "test_checkpoint.py",
@@ -232,8 +233,10 @@ TESTED_WITH = {
 }
 # Laws, counts and pages, over many files.
 ACROSS_FILES = {
+    "test_addresses.py",
     "test_calls.py",
     "test_compile.py",
+    "test_compiled_loss.py",
     "test_cuda.py",
     "test_derivatives.py",
     "test_docs.py",

@@ -282,3 +282,16 @@ def test_clipping_has_torchs_epsilon():
 
 def test_clipping_an_expanded_gradient_donated_is_safe():
     assert ps.clip_by_value([torch.ones(1).expand(3)], 0.5, donate=True)[0].tolist() == [0.5] * 3
+
+
+@pytest.mark.parametrize("clip", [ps.clip_by_global_norm, ps.clip_by_value])
+@pytest.mark.parametrize("value", [-1.0, 0.0, math.nan])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_tensor_bound_that_is_none_leaves_no_gradient(clip, value, compiled):
+    grads = {n: torch.linspace(-3, 3, n) for n in (5, 33, 300)}
+    call = torch.compile(clip, fullgraph=True, backend="aot_eager") if compiled else clip
+    for dtype in (torch.float32, torch.float64):
+        clipped = call(grads, torch.tensor(value, dtype=dtype))
+        assert all(
+            leaf.isnan().all() for leaf in leaves(clipped[0] if len(clipped) == 2 else clipped)
+        )

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import purescale as ps
 from purescale._grads.grad_stats import local_stats
+from purescale._optim import formulas
 from purescale._torch import donation, foreach, private, tracing
 from purescale._torch.dtypes import saturating
 from purescale._tree import select
@@ -779,3 +780,26 @@ def test_a_named_implementation_over_lists_leaves_the_gradients_alone():
     grads = grads_at(0, params)
     with Untouched(grads):
         optimizer.step(params, grads, optimizer.init(params))
+
+
+def test_a_class_without_a_list_formula_of_torch_takes_the_one_of_this_package(monkeypatch):
+    given = []
+
+    def over_lists(params, grads, momenta, **settings):
+        given.append(len(params))
+        private.formula_of(torch.optim.Muon).single(params, grads, momenta, **settings)
+
+    assert not formulas.has_lists(torch.optim.Muon)
+    monkeypatch.setitem(formulas._OVER_LISTS, "muon", over_lists)
+    formulas.without_reads.cache_clear()
+    assert formulas.has_lists(torch.optim.Muon)
+    param = torch.nn.Parameter(torch.ones(4, 3))
+    param.grad = torch.ones(4, 3)
+    mirror = torch.nn.Parameter(torch.ones(4, 3))
+    mirror.grad = torch.ones(4, 3)
+    with torch.no_grad():
+        formulas.without_reads(torch.optim.Muon, lists=True)(torch.optim.Muon([param], lr=0.1))
+    torch.optim.Muon([mirror], lr=0.1).step()
+    assert given == [1]
+    assert torch.equal(param, mirror)
+    formulas.without_reads.cache_clear()

@@ -58,7 +58,7 @@ _shape, _dtype = operator.attrgetter("shape"), operator.attrgetter("dtype")
 _device = operator.attrgetter("device")
 
 
-class Kept:
+class SlotLayout:
     """What one class keeps, learnt from its slots for a parameter of shape (2, 3)."""
 
     def __init__(

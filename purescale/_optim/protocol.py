@@ -60,12 +60,12 @@ class Conditional(Protocol):
         donate: bool = False,
         donate_grads: bool = False,
         scratch_ok: bool = False,
-        keep: Sequence[Tensor] = (),
+        read_only: Sequence[Tensor] = (),
     ) -> tuple[Tree, Any]:
         """Parameters and state after the decided step, in memory of their own, or in that of
         `inputs` where it is donated. Gradients may be overwritten where they are donated, if they
         share no memory with anything else, and where `scratch_ok`: that is proved. Nothing is
-        written into the memory of `keep`.
+        written into the memory of `read_only`.
         """
 
 
@@ -96,12 +96,12 @@ class CalledOptimizer:
         donate: bool = False,
         donate_grads: bool = False,
         scratch_ok: bool = False,
-        keep: Sequence[Tensor] = (),
+        read_only: Sequence[Tensor] = (),
     ) -> tuple[Tree, Any]:
         """As in `Conditional`."""
         if decision.skip_on_host:
             old = inputs.params_tree(inputs.params), inputs.opt_state
-            return kept(old, donate=donate)  # type: ignore[no-any-return]
+            return unchanged(old, donate=donate)  # type: ignore[no-any-return]
         own_check = getattr(self.optimizer, "check", None)
         if own_check is not None:  # before any gradient is overwritten
             own_check(*self._trees(inputs, inputs.grads.tensors))
@@ -114,13 +114,13 @@ class CalledOptimizer:
                 _tree.paired(old, stepped, "old", "new")
                 return _tree.apart(stepped, trees)  # type: ignore[no-any-return]
             skip: Any = decision.skip
-            return select.where(skip, old, stepped, donate=donate, keep=keep)  # type: ignore[no-any-return]
+            return select.where(skip, old, stepped, donate=donate, read_only=read_only)  # type: ignore[no-any-return]
 
     def _trees(self, inputs: StepInputs, grads: list[Tensor]) -> tuple[Tree, Tree, Any]:
         return inputs.params_tree(inputs.params), inputs.grads_tree(grads), inputs.opt_state
 
 
-def kept(tree: Tree, *, donate: bool) -> Tree:
+def unchanged(tree: Tree, *, donate: bool) -> Tree:
     """A state that a skipped step keeps: its own tensors where they are donated, else copies."""
     if not donate:
         return _tree.clone(tree)

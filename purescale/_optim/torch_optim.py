@@ -14,9 +14,9 @@ from torch import Tensor
 from .._optim import opt_state as _slots
 from .._optim.decision import APPLY, Decision, unscale_and_clip
 from .._optim.fused import Launch, can_launch, fused_update, kernel_of
-from .._optim.opt_state import Kept, OptState, Slots, values_of
+from .._optim.opt_state import OptState, SlotLayout, Slots, values_of
 from .._optim.param_groups import PARAMETERS_GIVEN, Groups, Schedule
-from .._optim.protocol import kept
+from .._optim.protocol import unchanged
 from .._optim.step_inputs import StepInputs, flatten_step
 from .._optim.unfused import UnfusedStep
 from .._torch import foreach, private
@@ -126,14 +126,14 @@ class TorchOptimizer:
         lr_in_state: bool = False,
     ) -> None:
         self._groups = Groups(cls, lr, overrides, settings, lr_in_state=lr_in_state)
-        self._kept = Kept(cls, self._groups.slots, self._groups.every)
+        self._layout = SlotLayout(cls, self._groups.slots, self._groups.every)
         self._kernel = kernel_of(cls)
         self.differentiable = self._groups.differentiable
         self.elementwise = is_elementwise(cls)
         # Dynamo will not trace a torch optimizer; the compiler behind it traces this plain Python.
         # Nothing in there is guarded, so a compiled step is guarded by `_key` instead: all that the
         # formula reads but for its arguments.
-        self._unfused = UnfusedStep(self._groups, self._kept)
+        self._unfused = UnfusedStep(self._groups, self._layout)
         self._opaque = private.nonstrict_trace(self._unfused.on_copies)
         self._key = self._groups.key()
         # What ranks compare, defaults named or not.
@@ -160,7 +160,7 @@ class TorchOptimizer:
             for probe in probes:
                 probe.grad = probe.detach()
             for name, slot in zip(
-                names, self._kept.new(probes, group, self._groups.accepted), strict=True
+                names, self._layout.new(probes, group, self._groups.accepted), strict=True
             ):
                 slots[name] = slot
         return OptState(applied, {name: slots[name] for name in named}, lr)
@@ -189,7 +189,7 @@ class TorchOptimizer:
                 f"{_tree.some(inputs.names)}. Fix: `opt_state = optimizer.init(params)` for these "
                 "params."
             )
-        self._kept.check(opt_state.slots, weights, ordinary=inputs.ordinary)
+        self._layout.check(opt_state.slots, weights, ordinary=inputs.ordinary)
         self._groups.check(opt_state)
 
     def conditional_step(
@@ -200,13 +200,13 @@ class TorchOptimizer:
         donate: bool = False,
         donate_grads: bool = False,
         scratch_ok: bool = False,
-        keep: Sequence[Tensor] = (),
+        read_only: Sequence[Tensor] = (),
     ) -> tuple[Tree, OptState]:
         """Parameters and state after the decided step, as in `Conditional`."""
         opt_state = inputs.opt_state
         if decision.skip_on_host:
             params = inputs.params_tree(inputs.params)
-            return kept((params, opt_state), donate=donate)  # type: ignore[no-any-return]
+            return unchanged((params, opt_state), donate=donate)  # type: ignore[no-any-return]
         weights, slots = inputs.named_params, opt_state.slots
         lrs = self._groups.rates(opt_state.applied, opt_state.lr)
         in_place = numbers_in_place = False
@@ -215,7 +215,7 @@ class TorchOptimizer:
             lr = opt_state.lr
             numbers = [opt_state.applied, *([lr] if isinstance(lr, Tensor) else ())]
             others = [rate for rate in lrs if isinstance(rate, Tensor) and rate is not lr]
-            others += keep
+            others += read_only
             lists = [old] if scratch_ok else [old, grads]  # scratch shares no memory with anything
             # A step that is captured leaves them where they are; on the host nobody captures.
             captured = decision.skip_on_host is None and not self.differentiable
@@ -259,7 +259,7 @@ class TorchOptimizer:
 
     def _can_fuse(self, inputs: StepInputs) -> bool:
         """Whether torch's fused kernel can make this step."""
-        if self._kernel is None or self._kept.first_step_differs or under_transform():
+        if self._kernel is None or self._layout.first_step_differs or under_transform():
             return False
         if self._groups.flag_named and not self._groups.settings.get("fused"):
             return False
@@ -287,7 +287,7 @@ class TorchOptimizer:
             present = [name for name in names if name in grads]
             for indices in foreach.by_kind([weights[name] for name in present]):
                 some = [present[index] for index in indices]
-                columns = [_column(slots, some, key, self._kept) for key in keys]
+                columns = [_column(slots, some, key, self._layout) for key in keys]
                 steps = [slots[name]["step"] for name in some if "step" in slots[name]]
                 launch = Launch(
                     [grads[name] for name in some],
@@ -427,11 +427,11 @@ def _working_copies(
     return new_weights, new_slots
 
 
-def _column(slots: Slots, names: list[str], key: str, kept: Kept) -> list[Tensor]:
+def _column(slots: Slots, names: list[str], key: str, layout: SlotLayout) -> list[Tensor]:
     try:
         return [slots[name][key] for name in names]
     except KeyError:
-        raise kept.foreign(key) from None
+        raise layout.foreign(key) from None
 
 
 def _cast(leaves: list[Tensor], dtypes: list[torch.dtype]) -> list[Tensor]:

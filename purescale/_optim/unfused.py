@@ -20,7 +20,7 @@ from .._optim.formulas import (
     without_reads,
 )
 from .._optim.fused import can_launch
-from .._optim.opt_state import FIRST, Kept, Slots, values_of
+from .._optim.opt_state import FIRST, SlotLayout, Slots, values_of
 from .._optim.param_groups import Groups
 from .._torch import foreach, private
 from .._torch.tracing import traced, under_transform
@@ -31,8 +31,8 @@ class UnfusedStep:
     default on a host that reads its step counts, or a formula that reads nothing.
     """
 
-    def __init__(self, groups: Groups, kept: Kept) -> None:
-        self._groups, self._kept = groups, kept
+    def __init__(self, groups: Groups, layout: SlotLayout) -> None:
+        self._groups, self._layout = groups, layout
         self._cls = groups.cls
         self._has_lists = has_lists(groups.cls)
         # What torch makes of the rate of a parameter's first step, and `init` of the rate there.
@@ -94,7 +94,7 @@ class UnfusedStep:
         if self._writes_gradients and (lists or self._groups.settings.get("foreach")):
             gradients = {name: self.copy(gradient) for name, gradient in gradients.items()}
         later = self._stepped(weights, gradients, slots, lrs, lists=lists)
-        if not self._kept.first_step_differs or lists:
+        if not self._layout.first_step_differs or lists:
             return later
         # -0.0 * momentum + g is g: without dampening, what torch does in the step that makes a
         # buffer, and to be differentiated too.
@@ -184,7 +184,7 @@ class UnfusedStep:
             if isinstance(group["lr"], Tensor) and not (lists or self._groups.flag_named):
                 group["lr"] = Rate.of(group["lr"])
             present = [name for name in names if name in gradients]
-            if lists and self._kept.first_step_differs:
+            if lists and self._layout.first_step_differs:
                 first = {name: slots[name] for name in present if FIRST in slots[name]}
                 group["dampening"] = Dampening(
                     group["dampening"],
@@ -198,7 +198,7 @@ class UnfusedStep:
                 else:
                     foreign = not slots[name]
                 if foreign:
-                    raise self._kept.foreign("momentum_buffer" if slots[name] else "state")
+                    raise self._layout.foreign("momentum_buffer" if slots[name] else "state")
                 weights[name].grad = gradients[name]
                 optimizer.state[weights[name]] = slots[name]
             if self._begins and self._groups.moves[index]:
@@ -212,7 +212,7 @@ class UnfusedStep:
             if lists and spent:
                 private.foreach.zero_(spent)
         except KeyError as error:
-            raise self._kept.foreign(str(error)) from None
+            raise self._layout.foreign(str(error)) from None
         finally:
             for name in gradients:
                 weights[name].grad = None

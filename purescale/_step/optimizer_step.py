@@ -72,7 +72,7 @@ def maybe_step(
     on_host = bool(skip) if host_can_read(skip, *inputs.grads.tensors) else None
     decision = Decision(skip, None if updater.differentiable else on_host)
     stepped = inputs.restore(
-        *updater.conditional_step(inputs, decision, donate=donate, keep=[skip])
+        *updater.conditional_step(inputs, decision, donate=donate, read_only=[skip])
     )
     if donate:
         _tree.poison((params, opt_state), keep=(stepped, grads, found_inf))
@@ -124,7 +124,7 @@ def unscale_and_step(
     stats = measure(
         inputs.grads, scale, scaled=True, norm_type=clip.norm_type, amax=amax, group=group
     )
-    keep = [*_tree.tensors(scaler), *clip.bounds]
+    read_only = [*_tree.tensors(scaler), *clip.bounds]
     outcome = decide(stats, clip, scale, tensors)
     stepped = update(
         updater,
@@ -133,7 +133,7 @@ def unscale_and_step(
         donate=donate,
         # While compiling memory cannot be compared, and what is computed in between is fused.
         donate_grads=donate and not torch.compiler.is_compiling(),
-        keep=keep,
+        read_only=read_only,
     )
     out = Stepped(*stepped, outcome.found_inf, outcome.grad_norm, outcome.grad_amax)
     if donate:
@@ -162,7 +162,7 @@ def update(
     donate: bool,
     donate_grads: bool = False,
     scratch_ok: bool = False,
-    keep: Sequence[Tensor],
+    read_only: Sequence[Tensor],
 ) -> tuple[Tree, Any]:
     """The stage `update`: parameters and state after the decided step, in the trees of the
     arguments.
@@ -177,6 +177,6 @@ def update(
         donate=donate,
         donate_grads=donate_grads,
         scratch_ok=scratch_ok,
-        keep=keep,
+        read_only=read_only,
     )
     return inputs.restore(*stepped)

@@ -265,15 +265,19 @@ def _stages(
         outcome,
         donate=options.donate,
         scratch_ok=not traced(),
-        keep=_kept_in_update(options, state, flat, window),
+        read_only=_read_only_in_update(options, state, flat, window),
     )
     rest = (new_params, opt_state, next_scaler, window.aux, step, state.rng)
     new_buffers = _next_buffers(options, outcome.decision, buffers.leaves, window, rest)
     rng = tried.rng
     if options.donate and skip_on_host is None:
-        keep = [*window.seen, *options.clip.bounds, *_tree.all_tensors((window.aux, new_buffers))]
+        read_only = [
+            *window.seen,
+            *options.clip.bounds,
+            *_tree.all_tensors((window.aux, new_buffers)),
+        ]
         before = (state.scaler, state.step, state.rng)
-        next_scaler, step, rng = write_over(before, (next_scaler, step, rng), keep)
+        next_scaler, step, rng = write_over(before, (next_scaler, step, rng), read_only)
     new_state = TrainState(
         params=new_params,
         buffers=buffers.structure.unflatten(new_buffers),
@@ -293,7 +297,7 @@ def _stages(
     )
 
 
-def _kept_in_update(
+def _read_only_in_update(
     options: StepOptions, state: TrainState, flat: _FlatState, window: WindowGrads
 ) -> list[Tensor]:
     """What must not be written into with the parameters: parts of a state may share memory, and
@@ -364,8 +368,8 @@ def _next_buffers(
         old = [t.detach() if isinstance(t, Tensor) and t.requires_grad else t for t in old]
     if skip:
         return list(old)
-    keep = [*window.seen, *_tree.all_tensors(rest)] if donate else []
-    return choose(decision.skip, old, window.buffers, donate=donate, keep=keep)  # type: ignore[arg-type]
+    read_only = [*window.seen, *_tree.all_tensors(rest)] if donate else []
+    return choose(decision.skip, old, window.buffers, donate=donate, read_only=read_only)  # type: ignore[arg-type]
 
 
 def _check_call(

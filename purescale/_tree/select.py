@@ -45,14 +45,14 @@ def where(
     new: Tree,
     *,
     donate: bool = False,
-    keep: Sequence[Tensor] = (),
+    read_only: Sequence[Tensor] = (),
     flat: Flat | None = None,
 ) -> Tree:
     """`select` that may write its result into the tensors of `old`, unless they share memory with
-    `keep`. `flat`: of `old`, if it is known.
+    `read_only`. `flat`: of `old`, if it is known.
     """
     leaves, others, structure = tree.paired(old, new, "old", "new", flat=flat)
-    return structure.unflatten(choose(skip, leaves, others, donate=donate, keep=keep))
+    return structure.unflatten(choose(skip, leaves, others, donate=donate, read_only=read_only))
 
 
 def choose(
@@ -61,7 +61,7 @@ def choose(
     new: Leaves,
     *,
     donate: bool = False,
-    keep: Sequence[Tensor] = (),
+    read_only: Sequence[Tensor] = (),
 ) -> Leaves:
     """`where` over two matching lists of leaves. If the host knows `skip`, one list is copied."""
     indices = [index for index, leaf in enumerate(old) if not is_constant(leaf)]
@@ -77,7 +77,7 @@ def choose(
     else:
         flag = tree.flag(skip, like=before[0] if before else None)
         moved = [b for a, b in zip(before, after, strict=True) if b is not a]
-        in_place = donate and can_write(before, [*moved, *keep])
+        in_place = donate and can_write(before, [*moved, *read_only])
         chosen = foreach.where(flag, before, after, in_place=in_place)
     results = list(old)
     for index, tensor in zip(indices, chosen, strict=True):
@@ -85,13 +85,13 @@ def choose(
     return results
 
 
-def write_over(old: Tree, new: Tree, keep: Sequence[Tensor]) -> Tree:
-    """`new`, written into the donated tensors of `old` that share no memory with `keep`, in few
-    operators: a captured step is replayed over the memory that it was captured with.
+def write_over(old: Tree, new: Tree, read_only: Sequence[Tensor]) -> Tree:
+    """`new`, written into the donated tensors of `old` that share no memory with `read_only`: a
+    captured step is replayed over the memory that it was captured with.
     """
     leaves, others, structure = tree.paired(old, new, "old", "new")
     plain = not (any(map(is_constant, leaves)) or is_on_a_graph([*leaves, *others]))
-    if plain and can_write(leaves, keep):
+    if plain and can_write(leaves, read_only):
         foreach.copy_(leaves, others)
         others = leaves
     return structure.unflatten(others)

@@ -25,7 +25,7 @@ class StepInputs(NamedTuple):
     grads: Normalized
     opt_state: Any
     named_params: dict[str, Any]  # the parameters that are tensors, by dotted name
-    ordinary: bool  # one look at parameters and state showed that all are
+    ordinary: bool  # one look at parameters, state and given gradients showed that all are
     dtensors: tuple[Sequence[Any], Sequence[Any]] | None = (
         None  # of params and state, where they are
     )
@@ -67,6 +67,9 @@ class StepInputs(NamedTuple):
         return trees[0], trees[1]
 
 
+NO_GRADS = Flat(None, [], None, ordinary=True)  # they are still to be made
+
+
 def flatten_step(
     optimizer: Any, params: Tree | Flat, grads: Tree, opt_state: Any | Flat
 ) -> StepInputs:
@@ -77,17 +80,19 @@ def flatten_step(
     if not isinstance(params, Flat):
         params, opt_state = flatten_together(params, opt_state)
         _tree.check_parameters(params)
-    ordinary = params.ordinary and opt_state.ordinary
-    if not optimizer.differentiable and not (ordinary and grads is None):
-        _tree.refuse_graphs(params=params, grads=grads, opt_state=opt_state)
+    given = NO_GRADS if grads is None else _tree.gradients_like(params, grads)
+    ordinary = params.ordinary and opt_state.ordinary and given.ordinary
+    if not (optimizer.differentiable or ordinary):
+        _tree.refuse_graphs(params=params, grads=given, opt_state=opt_state)
     tree, weights, structure, _ = params
-    gradients = [] if grads is None else _tree.gradients_like(params, grads)
-    if not ordinary:
+    gradients = given.leaves
+    if not params.ordinary:
         weights = list(map(_resolved, weights))
     names, opt_state = _tree.names(tree), opt_state.tree
-    sharded = dtensor.any_dtensor(gradients if ordinary else [*weights, *gradients])
+    sharded = not ordinary and dtensor.any_dtensor([*weights, *gradients])
     if not sharded or optimizer.elementwise is None:
-        normalized = normalize(gradients)
+        plain = given.ordinary
+        normalized = Normalized(gradients, gradients, plain) if plain else normalize(gradients)
         named = _present(names, weights)
         return StepInputs(structure, names, weights, normalized, opt_state, named, ordinary)
     gradients = gradients or [None] * len(weights)

@@ -223,7 +223,7 @@ class TorchOptimizer:
                 lists.append(numbers)
             else:
                 others += numbers
-            writable = can_write_each(lists, others)
+            writable = can_write_each(lists, others, ordinary=inputs.ordinary)
             in_place = donate and writable[0]
             scratch_ok = scratch_ok or (donate_grads and writable[1])
             numbers_in_place = captured and in_place and writable[-1]

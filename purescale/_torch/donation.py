@@ -59,11 +59,15 @@ def can_write(tensors: Sequence[Tensor], others: Sequence[Any] = ()) -> bool:
     return can_write_each([tensors], others)[0]
 
 
-def can_write_each(lists: Sequence[Sequence[Tensor]], others: Sequence[Any] = ()) -> list[bool]:
-    """`can_write` of each list, the other lists among its `others`."""
+def can_write_each(
+    lists: Sequence[Sequence[Tensor]], others: Sequence[Any] = (), *, ordinary: bool = False
+) -> list[bool]:
+    """`can_write` of each list, the other lists among its `others`. `ordinary`: they are, as
+    `leaves.are_ordinary` has seen.
+    """
     if under_transform() or DEBUG:
         return [False] * len(lists)
-    allowed = list(map(_are_writable, lists))
+    allowed = list(map(are_gapless if ordinary else _are_writable, lists))
     if torch.compiler.is_dynamo_compiling() or not any(allowed):
         return allowed
     held = list(map(_memories_of_values, lists))

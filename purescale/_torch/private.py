@@ -54,7 +54,6 @@ function_modes: Callable[[], list[Any]] = _find("torch.overrides._get_current_fu
 without_modes: Any = _find("torch.utils._python_dispatch._disable_current_modes")
 DispatchMode: Any = _find("torch.utils._python_dispatch.TorchDispatchMode")
 nonstrict_trace: Any = _find("torch._dynamo.nonstrict_trace")
-TensorGuards: Any = _find("torch._C._dynamo.guards.TensorGuards")
 # Both move, so they cannot be looked up once.
 _find("torch.autograd.forward_ad._current_level")
 _find("torch.compiler._is_compiling_flag")

@@ -222,17 +222,18 @@ def leaves_like(name: str, tree: Tree, like_name: str, like: Tree, structure: An
     )
 
 
-def gradients_like(params: Flat, grads: Tree) -> Leaves:
-    """The leaves of `grads` in the order of `params`; refused, naming the leaf, if a gradient does
-    not fit its parameter.
+def gradients_like(params: Flat, grads: Tree) -> Flat:
+    """`grads`, its leaves in the order of `params`; refused, naming the leaf, where one does not
+    fit its parameter.
     """
     gradients = leaves_like("grads", grads, "params", params.tree, params.structure)
-    if params.ordinary and _leaf.are_plain(gradients) and _leaf.are_real(gradients):
+    found = Flat(grads, gradients, params.structure, _leaf.are_ordinary(gradients))
+    if params.ordinary and found.ordinary and _leaf.are_real(gradients):
         weights = params.leaves
         shapes = list(_map(_shape, gradients)), list(_map(_shape, weights))
         devices = list(_map(_device, gradients)), list(_map(_device, weights))
         if shapes[0] == shapes[1] and devices[0] == devices[1]:
-            return gradients
+            return found
     check_gradients(params.tree, gradients)
     for index, (gradient, weight) in enumerate(zip(gradients, params.leaves, strict=True)):
         if gradient is None:
@@ -243,7 +244,7 @@ def gradients_like(params: Flat, grads: Tree) -> Leaves:
                 f"{path(params.tree, 'grads', index)} has {cause}. Fix: the gradients of these "
                 "params, `torch.func.grad(scaled_loss)(params)`."
             )
-    return gradients
+    return found
 
 
 def some(items: list[str], most: int = 5) -> str:

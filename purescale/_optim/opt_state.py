@@ -129,7 +129,11 @@ class Kept:
         """Refuse slots that are not what `new` makes for these parameters: torch's kernels take
         their memory for that without a look.
         """
-        if self._fit_at_one_look(slots, weights):
+        if torch.compiler.is_compiling():
+            fit = self._fit_while_traced(slots, weights)
+        else:
+            fit = self._fit_at_one_look(slots, weights)
+        if fit:
             return
         for name, slot in slots.items():
             for key, value in slot.items():
@@ -139,7 +143,7 @@ class Kept:
     def _fit_at_one_look(self, slots: Slots, weights: Mapping[str, Tensor]) -> bool:
         """Whether they all fit, where each parameter has the same slots."""
         keys = next(iter(slots.values())).keys() if slots else ()
-        if torch.compiler.is_compiling() or any([slot.keys() != keys for slot in slots.values()]):
+        if any([slot.keys() != keys for slot in slots.values()]):
             return False
         likes = [weights[name] for name in slots]
         shapes, dtypes, devices = (list(map(of, likes)) for of in (_shape, _dtype, _device))
@@ -155,6 +159,23 @@ class Kept:
             if not alike:
                 return False
         return True
+
+    def _fit_while_traced(self, slots: Slots, weights: Mapping[str, Tensor]) -> bool:
+        """`_fit_at_one_look` for a compiler, which follows no attrgetter, and each call slowly."""
+        counts = self._counts
+        every = [
+            (weights[name], value, counts.get(key))
+            for name, slot in slots.items()
+            for key, value in slot.items()
+        ]
+        return are_dense([value for _, value, _ in every]) and all(
+            [
+                value.device == weight.device
+                and value.dtype is (count or weight.dtype)
+                and value.shape == (() if count else weight.shape)
+                for weight, value, count in every
+            ]
+        )
 
     def _fits(self, key: str, value: Tensor, weight: Tensor) -> bool:
         if value.is_nested:

@@ -28,7 +28,7 @@ _is_quantized = operator.attrgetter("is_quantized")
 
 def unusual(leaves: Sequence[Any]) -> list[tuple[int, Any]]:
     """The leaves that need a second look, with their indices."""
-    if are_dense(leaves) and set(map(_dtype, leaves)) <= _USUAL:
+    if are_dense(leaves) and {leaf.dtype for leaf in leaves} <= _USUAL:
         return []
     return [
         (index, leaf)
@@ -45,7 +45,10 @@ def unusual(leaves: Sequence[Any]) -> list[tuple[int, Any]]:
 
 def are_dense(leaves: Sequence[Any]) -> bool:
     """Whether one look shows that each leaf is a dense tensor of the usual types."""
-    if torch.compiler.is_compiling() or not set(map(type, leaves)) <= _PLAIN_TYPES:
+    if torch.compiler.is_compiling():  # which follows no attrgetter
+        plain = all([type(t) in _PLAIN_TYPES and t.layout is torch.strided for t in leaves])
+        return plain and not any([t.is_nested or t.is_quantized for t in leaves])
+    if not set(map(type, leaves)) <= _PLAIN_TYPES:
         return False
     if not set(map(_layout, leaves)) <= {torch.strided}:
         return False

@@ -188,3 +188,11 @@ def test_a_compiled_step_makes_no_tensor_on_another_device(settings):
         if isinstance(node.meta.get("val"), torch.Tensor)
     ]
     assert {value.device.type for value in made} == {"meta"}
+
+
+@pytest.mark.parametrize("misfit", [torch.zeros(40, 48), torch.zeros(WEIGHT).double()])
+def test_a_compiled_step_refuses_a_state_of_other_parameters(misfit):
+    state, step, data = linear()
+    state.opt_state.slots["w"]["exp_avg"] = misfit
+    with pytest.raises((ValueError, torch._dynamo.exc.Unsupported), match="exp_avg of w"):
+        torch.compile(step, fullgraph=True, backend="eager")(state, data)

@@ -277,9 +277,9 @@ def called(
             _refuse_child(skeleton)
     for store, key in skeleton.vacant:
         if key in store and store[key] is not None:
-            _check_registered(skeleton)
+            _check_registered(skeleton.places)
     if list(map(len, skeleton.counted)) != skeleton.counts:
-        _check_registered(skeleton)
+        _check_registered(skeleton.places)
         for attributes, _ in skeleton.dicts:
             attributes.clear()
     for attributes, at_rest in skeleton.dicts:
@@ -306,7 +306,7 @@ def traced(
     _put(skeleton, slots, tensors)
     out = skeleton.root(*args, **kwargs)
     new_buffers = _taken(slots, tensors, copies)
-    _check_registered(skeleton)
+    _check_registered([place for place in skeleton.places if place.attributes is not None])
     _put(skeleton, slots, before)
     for module, attributes in kept:
         if _FOLLOWS_DICTS:
@@ -366,8 +366,8 @@ def _refuse_child(skeleton: Skeleton) -> None:
             )
 
 
-def _check_registered(skeleton: Skeleton) -> None:
-    for place in skeleton.places:
+def _check_registered(places: list[_Place]) -> None:
+    for place in places:
         for store, names in zip(
             private.stores(place.module), (place.parameters, place.buffers), strict=True
         ):

@@ -182,7 +182,7 @@ def fused_update(
     skip = None if decision.skip_on_host is False else decision.skip
     found_inf = None if skip is None else skip.to(params[0].device, torch.float32)
     lr, numbers = settings["lr"], kernel.numbers(settings)
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_compiling():
         targets = [target for column in launch.targets for target in column]
         rate, lr = (0.0, lr) if isinstance(lr, Tensor) else (float(lr), None)
         _node(kernel.name, grads, launch.steps, targets, rate, lr, numbers, found_inf, divisor)
@@ -202,13 +202,13 @@ def _ready(
     params, grads, divisor = launch.targets[0], launch.grads, decision.divisor
     if decision.rest is not None:
         grads = foreach.multiply(grads, decision.rest, in_place=scratch_ok)
-        scratch_ok = not torch.compiler.is_dynamo_compiling()
+        scratch_ok = not torch.compiler.is_compiling()
     dtype = params[0].dtype
     alike = {grad.dtype for grad in grads} == {dtype}
     ordered = have_one_order(grads, params)
     by_kernel = divisor is not None and decision.clip_value is None and alike and ordered
     by_kernel = by_kernel and dtype.itemsize >= 4 and divisor.dtype is torch.float32  # type: ignore[union-attr]
-    if by_kernel and (scratch_ok or torch.compiler.is_dynamo_compiling()):
+    if by_kernel and (scratch_ok or torch.compiler.is_compiling()):
         return grads, divisor
     if divisor is not None and divisor is not decision.scale:  # both at once, as the kernel does
         decision = decision._replace(scale=divisor, factor=None)

@@ -14,6 +14,7 @@ from torch import Tensor
 from .._optim.formulas import PlainArithmetic, Rate
 from .._torch import private as _torch
 from .._tree import tree as _tree
+from .._tree.leaves import are_plain
 
 Slots = dict[str, dict[str, Tensor]]
 
@@ -128,7 +129,11 @@ class SlotLayout:
         """Refuse slots that are not what `new` makes for these parameters: torch's kernels take
         their memory for that without a look. `ordinary`: all tensors are, as one look showed.
         """
-        if ordinary and self._fit_at_one_look(slots, weights):
+        if torch.compiler.is_dynamo_compiling():
+            fit = self._fit_while_traced(slots, weights)
+        else:
+            fit = ordinary and self._fit_at_one_look(slots, weights)
+        if fit:
             return
         for name, slot in slots.items():
             for key, value in slot.items():
@@ -155,6 +160,23 @@ class SlotLayout:
             if not alike:
                 return False
         return True
+
+    def _fit_while_traced(self, slots: Slots, weights: Mapping[str, Tensor]) -> bool:
+        """`_fit_at_one_look` for a compiler, which follows no attrgetter, and each call slowly."""
+        counts = self._counts
+        every = [
+            (weights[name], value, counts.get(key))
+            for name, slot in slots.items()
+            for key, value in slot.items()
+        ]
+        return are_plain([value for _, value, _ in every]) and all(
+            [
+                value.device == weight.device
+                and value.dtype is (count or weight.dtype)
+                and value.shape == (() if count else weight.shape)
+                for weight, value, count in every
+            ]
+        )
 
     def _fits(self, key: str, value: Tensor, weight: Tensor) -> bool:
         if value.is_nested:

@@ -135,6 +135,8 @@ class TorchOptimizer:
         # formula reads but for its arguments.
         self._unfused = UnfusedStep(self._groups, self._layout)
         self._opaque = private.nonstrict_trace(self._unfused.on_copies)
+        # The same for the fused kernels.
+        self._opaque_launches = private.allow_in_graph(lambda *lists: self._launch_lists(*lists))
         self._key = self._groups.key()
         # What ranks compare, defaults named or not.
         every = {**self._groups.defaults, **settings, "lr": self._groups.lrs[0]}
@@ -279,9 +281,49 @@ class TorchOptimizer:
         in_place: bool,
         scratch_ok: bool,
     ) -> tuple[dict[str, Tensor], Slots]:
-        kernel: Any = self._kernel
-        grads = inputs.named_grads
         weights, slots = _working_copies(inputs, in_place=in_place)
+        grads = inputs.named_grads
+        if torch.compiler.is_dynamo_compiling() and _COMPILES_BEHIND_DYNAMO:
+            names = [(name, *slot) for name, slot in slots.items()]
+            self._opaque_launches(
+                self._key,
+                [list(weights), list(grads), names],
+                [list(weights.values()), list(grads.values()), values_of(slots)],
+                list(decision),
+                lrs,
+            )
+        else:
+            self._launch(weights, slots, grads, decision, lrs, scratch_ok=scratch_ok)
+        return weights, slots
+
+    def _launch_lists(
+        self,
+        key: str,
+        names: list[Any],
+        tensors: list[list[Tensor]],
+        decision: list[Any],
+        lrs: list[Any],
+    ) -> None:
+        """`_launch` as a compiler takes it; `key`: what the compiled step is guarded by."""
+        weights, grads = (
+            dict(zip(*pair, strict=True)) for pair in zip(names[:2], tensors[:2], strict=True)
+        )
+        values = iter(tensors[2])
+        slots = {name: {key: next(values) for key in keys} for name, *keys in names[2]}
+        self._launch(weights, slots, grads, Decision(*decision), lrs, scratch_ok=False)
+
+    def _launch(
+        self,
+        weights: dict[str, Tensor],
+        slots: Slots,
+        grads: dict[str, Tensor],
+        decision: Decision,
+        lrs: list[Any],
+        *,
+        scratch_ok: bool,
+    ) -> None:
+        """Update `weights` and `slots` in place, a launch for each kind of tensors."""
+        kernel: Any = self._kernel
         for names, settings in self._groups.of(tuple(weights), lrs):
             keys = kernel.slots(settings)
             present = [name for name in names if name in grads]
@@ -295,7 +337,6 @@ class TorchOptimizer:
                     [[weights[name] for name in some], *columns],
                 )
                 fused_update(kernel, settings, launch, decision, scratch_ok=scratch_ok)
-        return weights, slots
 
     # ---- torch's own formula
 
@@ -401,6 +442,10 @@ class TorchOptimizer:
             count = fresh.applied + bool(states)
         lr = self._groups.saved_lr(saved_groups, tuple(fresh.slots), fresh.lr)
         return OptState(count, slots, lr)
+
+
+# Before, is_compiling() is false in what the compiler behind Dynamo traces.
+_COMPILES_BEHIND_DYNAMO = torch.__version__ >= "2.13"
 
 
 def _working_copies(

@@ -303,7 +303,7 @@ def _read_only_in_update(
     """What must not be written into with the parameters: parts of a state may share memory, and
     microbatches may be made of it.
     """
-    if not options.donate:
+    if not options.donate or traced():  # where memory is not compared
         return []
     held = (flat.buffers.leaves, window.buffers, flat.scaler.leaves, state.step, state.rng)
     return [*window.seen, *options.clip.bounds, *_tree.all_tensors(held)]
@@ -368,7 +368,7 @@ def _next_buffers(
         old = [t.detach() if isinstance(t, Tensor) and t.requires_grad else t for t in old]
     if skip:
         return list(old)
-    read_only = [*window.seen, *_tree.all_tensors(rest)] if donate else []
+    read_only = [*window.seen, *_tree.all_tensors(rest)] if donate and not traced() else []
     return choose(decision.skip, old, window.buffers, donate=donate, read_only=read_only)  # type: ignore[arg-type]
 
 

@@ -53,6 +53,7 @@ AUTOCAST_DEVICES: tuple[str, ...] = tuple(_find("torch._C._autocast_supported_de
 function_modes: Callable[[], list[Any]] = _find("torch.overrides._get_current_function_mode_stack")
 without_modes: Any = _find("torch.utils._python_dispatch._disable_current_modes")
 DispatchMode: Any = _find("torch.utils._python_dispatch.TorchDispatchMode")
+allow_in_graph: Any = _find("torch._dynamo.allow_in_graph")
 nonstrict_trace: Any = _find("torch._dynamo.nonstrict_trace")
 # Both move, so they cannot be looked up once.
 _find("torch.autograd.forward_ad._current_level")

@@ -35,10 +35,13 @@ def are_plain(leaves: Sequence[Any]) -> bool:
     """
     if torch.compiler.is_dynamo_compiling():  # which cannot follow the maps below
         return all(
-            type(leaf) in _PLAIN_TYPES
-            and leaf.dtype in _PLAIN_DTYPES
-            and leaf.layout is torch.strided
-            for leaf in leaves
+            [
+                type(leaf) in _PLAIN_TYPES
+                and leaf.dtype in _PLAIN_DTYPES
+                and leaf.layout is torch.strided
+                and not leaf.is_nested
+                for leaf in leaves
+            ]
         )
     return (
         set(map(type, leaves)) <= _PLAIN_TYPES
@@ -61,7 +64,7 @@ def are_ordinary(leaves: Sequence[Any]) -> bool:
 
 def are_real(leaves: Sequence[Any]) -> bool:
     """Whether tensors hold real numbers of the dtypes that a parameter may have."""
-    return set(map(_dtype, leaves)) <= _REAL
+    return {leaf.dtype for leaf in leaves} <= _REAL
 
 
 # ---- which leaves are supported ------------------------------------------------------------------
@@ -69,7 +72,7 @@ def are_real(leaves: Sequence[Any]) -> bool:
 
 def unusual(leaves: Sequence[Any]) -> list[tuple[int, Any]]:
     """The leaves that need a check of their own, with their indices."""
-    if are_plain(leaves) and not torch.compiler.is_dynamo_compiling() and are_real(leaves):
+    if are_plain(leaves) and are_real(leaves):
         return []
     return [
         (index, leaf)

@@ -31,6 +31,12 @@ Reports:
     grad_report           amax, zeros, subnormals and nonfinite values of each leaf
     GradReport            its result: a table when printed
     LeafReport            one row of it
+    forward_report        what each module returned, and the first that is not finite
+    ForwardReport         its result: a table, a figure, `.first`
+    ModuleReport          one row of it
+    update_report         how much of a wanted update has arrived in each parameter
+    UpdateReport          its result: a table, a figure
+    UpdateRow             one row of it
 
 Over ranks:
     all_reduce_grads      the mean of all ranks' gradients, in buckets
@@ -131,6 +137,16 @@ from ._reports.grad_report import (
     GradReport as GradReport,
     LeafReport as LeafReport,
 )
+from ._reports.forward_report import (
+    forward_report as forward_report,
+    ForwardReport as ForwardReport,
+    ModuleReport as ModuleReport,
+)
+from ._reports.update_report import (
+    update_report as update_report,
+    UpdateReport as UpdateReport,
+    UpdateRow as UpdateRow,
+)
 
 from ._distributed.collectives import (
     all_reduce_grads as all_reduce_grads,
@@ -225,6 +241,12 @@ __all__ = [  # noqa: RUF022  in the order of a step
     "grad_report",
     "GradReport",
     "LeafReport",
+    "forward_report",
+    "ForwardReport",
+    "ModuleReport",
+    "update_report",
+    "UpdateReport",
+    "UpdateRow",
     "all_reduce_grads",
     "all_reduce_found_inf",
     "all_reduce_bn_stats",

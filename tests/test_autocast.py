@@ -204,6 +204,7 @@ def test_unscaling_clipping_and_accumulating_are_outside_of_it(size):
             ps.accumulated_grads(ps.merge_accum(accum, accum)),
             ps.grad_amax(grads),
             [tuple(row) for row in ps.grad_report(grads).rows.values()],
+            [tuple(row) for row in ps.update_report(grads, grads, grads).rows.values()],
             ps.select(torch.tensor(False), grads, grads),
             ps.all_reduce_grads(grads),
             ps.scale_loss(scaler, torch.tensor(1.0, dtype=torch.float16)),

@@ -1,13 +1,28 @@
 """Clipping."""
 
+import functools
 import math
 
 import hypothesis.strategies as st
 import pytest
 import torch
+import torch.distributed as dist
 import torch.utils._pytree as pytree
-from helpers import Untouched, finite32, same_bits, shares_memory, trees
+from helpers import (
+    AsOnAnAccelerator,
+    Dispatched,
+    Untouched,
+    at,
+    clone,
+    finite32,
+    in_processes,
+    same_bits,
+    shares_memory,
+    trees,
+)
 from hypothesis import given
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import purescale as ps
 
@@ -295,3 +310,191 @@ def test_a_tensor_bound_that_is_none_leaves_no_gradient(clip, value, compiled):
         assert all(
             leaf.isnan().all() for leaf in leaves(clipped[0] if len(clipped) == 2 else clipped)
         )
+
+
+# ---- over ranks that hold other parts of a model -------------------------------------------------
+
+SGD = ps.from_torch(torch.optim.SGD, lr=1.0)
+
+
+def part(rank, size=1.0, dtype=torch.float32, count=5):
+    """What one rank holds: other names, shapes and numbers than the others."""
+    generator = torch.Generator().manual_seed(rank)
+    leaf = torch.randn(count + 3 * rank, generator=generator, dtype=torch.float64)
+    more = torch.randn(2, 1 + rank, generator=generator, dtype=torch.float64)
+    return {f"w{rank}": (leaf * size).to(dtype), "b": (more * size).to(dtype)}
+
+
+def norm_of(parts, p):
+    """In float64, in units of the largest."""
+    every = torch.cat([leaf.double().reshape(-1) for tree in parts for leaf in leaves(tree)])
+    unit = every.abs().max()
+    return torch.linalg.vector_norm(every / unit, p) * unit
+
+
+def reductions(dispatched):
+    return sum("all_reduce" in str(op) or "allreduce" in str(op) for op in dispatched.ops)
+
+
+def _norms_of_parts(rank):
+    world = dist.group.WORLD
+    for p in (1.0, 2.0, 3.0, 0.5, 7.0, math.inf):
+        for size, dtype, count in (
+            (1.0, torch.float32, 300),
+            (1e30, torch.float32, 5),
+            (1e-30, torch.float32, 33),
+            (1e200, torch.float64, 33),
+            (1.0, torch.bfloat16, 300),
+        ):
+            parts = [part(r, size, dtype, count) for r in range(dist.get_world_size())]
+            expected = norm_of(parts, p)
+            with Untouched(parts[rank]), Dispatched() as run:
+                clipped, norm = ps.clip_by_global_norm(parts[rank], size, p, group=world)
+            assert reductions(run) == 1
+            assert norm.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
+            torch.testing.assert_close(norm.double(), expected, rtol=1e-6, atol=0)
+            factor = min(1.0, size / (expected.item() + 1e-6))
+            wanted = [(leaf.double() * factor).to(dtype) for leaf in leaves(parts[rank])]
+            low = 1e-2 if dtype is torch.bfloat16 else 2e-6
+            torch.testing.assert_close(leaves(clipped), wanted, rtol=low, atol=1e-44)
+            given = clone(parts[rank])
+            again = ps.clip_by_global_norm(given, size, p, donate=True, group=world)
+            assert same_bits(again, (clipped, norm))
+            with AsOnAnAccelerator() as run:
+                forced = ps.clip_by_global_norm(parts[rank], size, p, group=world)
+            assert run.reads == 0
+            assert same_bits(forced, (clipped, norm))
+    huge = {"w": torch.full((4,), 3e38) if rank else torch.zeros(1)}
+    assert ps.clip_by_global_norm(huge, 1.0, group=world)[1].isinf(), "beyond float32"
+    alone = {"w": torch.tensor([3 + 4j])} if rank == 1 else {"frozen": None}
+    assert ps.clip_by_global_norm(alone, 1.0, 1.0, group=world)[1] == 5
+    for bad in (math.inf, math.nan):
+        grads = {"w": torch.tensor([bad if rank else 1.0])}
+        assert not ps.clip_by_global_norm(grads, 1.0, group=world)[1].isfinite()
+
+
+def _stepped(params, grads, scaler, **settings):
+    params, grads = clone(params), clone(grads)
+    return ps.unscale_and_step(SGD, scaler, params, grads, SGD.init(params), **settings)
+
+
+def _steps_of_parts(rank):
+    world, ranks = dist.group.WORLD, dist.get_world_size()
+    for p, amax in ((2.0, False), (1.0, True), (3.0, False), (math.inf, True)):
+        for bad in (None, 0, ranks - 1):
+            parts = [part(r, 40.0, torch.float16, 33) for r in range(ranks)]
+            if bad is not None:
+                parts[bad]["b"][0, 0] = math.inf
+            params = {name: grad.float() for name, grad in parts[rank].items()}
+            settings = {"max_norm": 1.0, "norm_type": p, "amax": amax, "norm_group": world}
+            step = functools.partial(_stepped, params, parts[rank], at(4.0), **settings)
+            with Dispatched() as run:
+                out = step()
+            assert reductions(run) == 1
+            assert same_bits(step(donate=True), out)
+            with AsOnAnAccelerator() as run:
+                forced = step()
+            assert run.reads == 0
+            assert out.found_inf.item() is forced.found_inf.item() is (bad is not None)
+            torch.testing.assert_close(forced.params, out.params, rtol=1e-6, atol=1e-7)
+            assert out.grad_norm.isfinite().item() is (bad is None)
+            if bad is not None:
+                assert same_bits(out.params, params)
+                continue
+            unscaled = [{k: g.float() / 4 for k, g in each.items()} for each in parts]
+            norm = norm_of(unscaled, p)
+            assert same_bits(forced.grad_norm, out.grad_norm)
+            torch.testing.assert_close(out.grad_norm.double(), norm, rtol=1e-6, atol=0)
+            if amax:
+                assert out.grad_amax == norm_of(unscaled, math.inf)
+            for name, grad in unscaled[rank].items():
+                expected = params[name] - grad * (1 / (norm.item() + 1e-6))
+                torch.testing.assert_close(out.params[name], expected, rtol=1e-5, atol=1e-5)
+    # the flag alone: without a bound no norm is measured
+    grads = {"w": torch.tensor([4.0, math.inf if rank else 4.0])}
+    out = _stepped({"w": torch.ones(2)}, grads, at(4.0), norm_group=world)
+    assert out.found_inf
+    assert out.grad_norm == ()
+
+
+def _compiled_parts(rank):
+    world, ranks = dist.group.WORLD, dist.get_world_size()
+    mine = part(rank)
+    params, scaler = {k: torch.ones_like(g) for k, g in mine.items()}, at(4.0)
+    opt_state = SGD.init(params)
+
+    def step(grads):
+        clipped, norm = ps.clip_by_global_norm(grads, 1.0, group=world)
+        return norm, ps.unscale_and_step(
+            SGD, scaler, params, clipped, opt_state, 0.1, norm_group=world
+        )
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for factor in (1.0, 3.0, math.inf):
+        grads = {name: grad * (factor if rank == ranks - 1 else 1.0) for name, grad in mine.items()}
+        torch.testing.assert_close(compiled(grads), step(grads), equal_nan=True)
+
+
+def _everything_of_parts(rank):
+    _norms_of_parts(rank)
+    _steps_of_parts(rank)
+
+
+def test_a_norm_over_ranks_that_hold_other_parts_is_that_of_the_whole_model():
+    in_processes(_everything_of_parts)
+
+
+@pytest.mark.slow
+def test_a_norm_over_parts_is_one_graph():
+    in_processes(_compiled_parts)
+
+
+def _stages_and_replicas(rank):
+    """Two stages (rank // 2), each in two replicas; then each in two shards."""
+    stage = rank // 2
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "replica"))
+    stages, replicas = grid.get_group("stage"), grid.get_group("replica")
+    parts = [part(each, 4.0) for each in range(2)]
+    params = {name: torch.zeros_like(grad) for name, grad in parts[stage].items()}
+    for bad in (None, 0, 1, 2, 3):
+        grads = clone(parts[stage])
+        if rank == bad:
+            grads["b"][0, 0] = math.nan
+        settings = {"max_norm": 1.0, "group": replicas, "norm_group": stages}
+        out = _stepped(params, grads, at(4.0), **settings)
+        # known to the stages of one replica, then to each stage in every replica
+        assert out.found_inf.item() is (bad is not None)
+        if bad is None:
+            expected = norm_of(parts, 2.0) / 4
+            torch.testing.assert_close(out.grad_norm.double(), expected, rtol=1e-6, atol=0)
+    mesh = grid["replica"]
+    shards = {
+        name: distribute_tensor(grad, mesh, [Shard(0)], src_data_rank=None)
+        for name, grad in parts[stage].items()
+    }
+    for p in (1.0, 2.0, math.inf):
+        clipped, norm = ps.clip_by_global_norm(shards, 1.0, p, group=stages)
+        torch.testing.assert_close(norm.double(), norm_of(parts, p), rtol=1e-6, atol=0)
+        name = f"w{stage}"
+        expected = parts[stage][name] / (norm + 1e-6)
+        torch.testing.assert_close(clipped[name].full_tensor(), expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.slow
+def test_stages_of_replicas_and_stages_of_shards_know_the_norm_of_all_stages():
+    in_processes(_stages_and_replicas, 4)
+
+
+@pytest.mark.slow
+def test_three_parts_have_one_norm():
+    in_processes(_norms_of_parts, 3)
+
+
+def test_a_group_of_parts_without_a_process_group_is_refused():
+    params = {"w": torch.ones(1)}
+    for call in (
+        lambda: ps.clip_by_global_norm(params, 1.0, group="pp"),
+        lambda: _stepped(params, params, at(1.0), norm_group="pp"),
+    ):
+        with pytest.raises(ValueError, match=r"no process group.*Fix: "):
+            call()

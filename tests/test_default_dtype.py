@@ -125,6 +125,7 @@ def parts():
         ps.clip_by_value(grads, 0.1),
         ps.grad_amax(halves),
         [tuple(row) for row in ps.grad_report(halves).rows.values()],
+        [tuple(row) for row in ps.update_report(halves, halves, halves).rows.values()],
         ps.accumulated_grads(ps.merge_accum(accum, accum), "drop_microbatch"),
     ]
 

@@ -1,8 +1,9 @@
-"""Communication over the ranks of a device mesh."""
+"""What the ranks of a device mesh, or of a process group, know together."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .._distributed.process_group import all_reduce
+from .._distributed.process_group import all_reduce, resolve_group
 
 
 def num_replicas(leaf: DTensor) -> int:
@@ -61,8 +62,19 @@ def all_gather_row(row: Tensor, mesh: DeviceMesh) -> Tensor:
     rank = _mesh_rank(mesh)
     if rank is None:
         return row[None]
-    after = math.prod(mesh_sizes(mesh)) - 1 - rank
-    table = F.pad(row[None], (0, 0, rank, after))
+    table = _in_place_of_rank(row, rank, math.prod(mesh_sizes(mesh)))
     for group in _groups(mesh):
         table = all_reduce(table, "sum", group)
     return table
+
+
+def all_gather_row_of_group(row: Tensor, group: Any) -> Tensor:
+    """`all_gather_row` over the ranks of a process group."""
+    group = resolve_group(group)
+    table = _in_place_of_rank(row, dist.get_rank(group), dist.get_world_size(group))
+    return all_reduce(table, "sum", group)
+
+
+def _in_place_of_rank(row: Tensor, rank: int, size: int) -> Tensor:
+    """A table of zeros but for the row of this rank."""
+    return F.pad(row[None], (0, 0, rank, size - 1 - rank))

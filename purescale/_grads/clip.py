@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from .._distributed.process_group import resolve_group
 from .._grads.measure import measure
-from .._torch import foreach
+from .._torch import foreach, private
 from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write
 from .._tree import tree as _tree
@@ -112,7 +114,11 @@ def reported(measured: Any, skip: Tensor) -> Any:
 
 @outside_autocast()
 def clip_by_global_norm(
-    grads: Tree, max_norm: float | Tensor, norm_type: float = 2.0, donate: bool = False
+    grads: Tree,
+    max_norm: float | Tensor,
+    norm_type: float = 2.0,
+    donate: bool = False,
+    group: Any = None,
 ) -> tuple[Tree, Tensor]:
     """Equal to `grads = tree_map(lambda g: g * min(1, max_norm / (norm + 1e-6)), grads)`, with the
     norm before clipping.
@@ -124,6 +130,10 @@ def clip_by_global_norm(
       read: where it is 0, negative or NaN all gradients become NaN.
     - `norm_type`: any p above 0, `math.inf` included.
     - `donate`: `grads` may be overwritten; the caller gives them up. Same bits.
+    - `group`: the process group of the ranks that hold the other parts of the model, as pipeline
+      stages or experts do; the norm is that of all parts, from one all-reduce. What two of its
+      ranks hold counts twice: ranks that hold replicas must not be in it, nor the mesh of DTensors,
+      which are reduced over it by themselves. A rank without gradients passes its tree of `None`.
 
     Returns the gradients in their own dtypes and the norm, 0-d float32 (float64 if a leaf is). The
     norm is exact also where squares overflow or vanish: gradients of 1e30 have a norm and are
@@ -144,9 +154,15 @@ def clip_by_global_norm(
     leaves, structure = _tree.flatten(grads)
     _tree.check_gradients(grads, leaves)
     device = _tree.device_of(grads, leaves, "grads")
+    if group is not None:
+        group = resolve_group(group)
+        if not _tree.tensors(grads) and isinstance(group, dist.ProcessGroup):
+            device = torch.device(private.object_device(group))
     one = torch.ones((), dtype=torch.float32, device=device)
     flat = normalize(leaves)
-    stats = measure(_magnitudes(flat, norm_type), one, scaled=False, norm_type=norm_type)
+    stats = measure(
+        _magnitudes(flat, norm_type), one, scaled=False, norm_type=norm_type, norm_group=group
+    )
     measured: Any = stats.norm
     factor = clip_factor(measured, max_norm).to(factor_dtype(flat.tensors))
     in_place = donate and can_write(flat.tensors, [max_norm])

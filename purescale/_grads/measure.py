@@ -12,7 +12,7 @@ from torch import Tensor
 from .._distributed.collectives import all_reduce_found_inf
 from .._distributed.process_group import all_reduce
 from .._grads.grad_stats import LocalStats, local_stats, sum_of_squares
-from .._grads.mesh_stats import mesh_stats
+from .._grads.mesh_stats import mesh_stats, stats_of_parts
 from .._torch.dtensor import any_dtensor
 from .._torch.dtypes import saturating
 from .._torch.tracing import PLAIN_TYPES, host_can_read, is_on_a_graph, traced
@@ -37,17 +37,20 @@ def measure(
     norm_type: float | None = None,
     amax: bool = False,
     group: Any = None,
+    norm_group: Any = None,
 ) -> GradStats:
     """The stats of `grads`, which still are `scaled` by `scale` or not.
 
     On a CPU in eager mode the sum of squares is read, and the exact way is taken only where that
     sum does not tell enough. On an accelerator and where traced no value is read. `group`: whose
     ranks decide together; a `train_step` has reduced the gradients before it measures them.
+    `norm_group`: whose ranks hold other parts of the model; the stats are those of all parts.
     """
     tensors, divisor = grads.tensors, scale if scaled else torch.ones_like(scale)
     on_host = host_can_read(scale, *tensors)
     squares: Tensor | None = None
-    if not _is_sharded(grads) and (norm_type == 2 or (norm_type is None and not amax)):
+    one_part = norm_group is None and not _is_sharded(grads)
+    if one_part and (norm_type == 2 or (norm_type is None and not amax)):
         squares = _squares(tensors, readable=on_host)
     if squares is not None and on_host and group is None:
         total, number = squares.item(), scale.item()
@@ -62,6 +65,8 @@ def measure(
                 _amax(local_stats(tensors, divisor, None), divisor) if amax else (),
             )
     stats = _exact_stats(grads, divisor, norm_type)
+    if norm_group is not None:
+        stats = stats_of_parts(stats, divisor, norm_type, norm_group)
     nonfinite = ~stats.are_finite(divisor) | ~is_usable(scale)
     if group is not None:
         nonfinite = all_reduce_found_inf(nonfinite, group)

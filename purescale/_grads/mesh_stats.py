@@ -1,4 +1,6 @@
-"""How large sharded gradients are: one reduction per mesh tells all of its ranks."""
+"""How large gradients of several ranks are: one reduction per mesh of shards, and one over ranks
+that hold other parts of a model.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .._distributed.mesh import all_gather_row, mesh_sizes, num_replicas
+from .._distributed.mesh import (
+    all_gather_row,
+    all_gather_row_of_group,
+    mesh_sizes,
+    num_replicas,
+)
 from .._grads.grad_stats import LocalStats, local_stats, norm_of_norms
 from .._torch.dtypes import widest_float
 
@@ -47,6 +54,24 @@ def mesh_stats(
         table = all_gather_row(torch.stack(row), mesh)
         amax = table[:, 0].amax()
         norms += [] if norm_type is None else [norm_of_norms(table[:, 1].unbind(), norm_type)]
+    return _stats_of(amax, norms, norm_type)
+
+
+def stats_of_parts(
+    local: LocalStats, divisor: Tensor, norm_type: float | None, group: Any
+) -> LocalStats:
+    """The stats of a model of which each rank of `group` holds another part, the same on all of
+    them, from one reduction.
+    """
+    row = [_amax(local, divisor)]
+    if local.norm is not None:
+        row.append(local.norm.to(row[0].dtype))
+    table = all_gather_row_of_group(torch.stack(row), group)
+    norms = [] if norm_type is None else list(table[:, 1].unbind())
+    return _stats_of(table[:, 0].amax(), norms, norm_type)
+
+
+def _stats_of(amax: Tensor, norms: Sequence[Tensor], norm_type: float | None) -> LocalStats:
     if norm_type is None:
         return LocalStats({amax.dtype: amax}, None)
     norm = norm_of_norms(norms, norm_type)

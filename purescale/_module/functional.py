@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from .._module.meta_module import FIX, Skeleton, Tensors, called, traced, without_tensors
 from .._torch import donation, foreach, private
-from .._torch.tracing import PLAIN_TYPES, under_transform
+from .._torch.tracing import PLAIN_TYPES, innermost, under_transform
 from .._tree import tree as _tree
 from .._tree.leaves import are_plain, is_constant
 
@@ -185,17 +185,11 @@ def _constants(buffers: Tensors) -> Tensors:
 def _versions(tensors: Collection[Tensor], transformed: bool) -> list[int]:
     """How often each was written into; under vmap and grad, the tensor that the transform wraps."""
     if transformed:
-        tensors = [_unwrapped(tensor) for tensor in tensors]
+        tensors = [innermost(tensor) for tensor in tensors]
     try:
         return list(map(private.version, tensors))
     except RuntimeError:  # what was made under inference_mode has none
         return [0 if tensor.is_inference() else private.version(tensor) for tensor in tensors]
-
-
-def _unwrapped(tensor: Tensor) -> Tensor:
-    while private.is_wrapped(tensor):
-        tensor = private.unwrapped(tensor)
-    return tensor
 
 
 def _written(name: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._reports.printing import leaf_names, table
 from .._torch import dtensor
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import widest_float
@@ -45,20 +46,18 @@ class GradReport(NamedTuple):
             ]
         lost = {name: row.zeros + row.subnormal for name, row in rows.items()}
         worst = sorted(rows, key=lambda name: (-rows[name].nonfinite, -lost[name]))
-        width = max(len("leaf"), *map(len, worst[:_MAX_LINES]))
-        lines.append(f"{'leaf':{width}}  {'amax':>9}  zeros  subnormal  not finite")
-        for name in worst[:_MAX_LINES]:
-            row = rows[name]
-            lines.append(
-                f"{name:{width}}  {row.amax:9.2e}  {row.zeros:5.0%}  {row.subnormal:9.0%}  "
-                f"{row.nonfinite:10.0f}"
+        cells = [
+            (
+                name,
+                f"{rows[name].amax:.2e}",
+                f"{rows[name].zeros:.0%}",
+                f"{rows[name].subnormal:.0%}",
+                f"{rows[name].nonfinite:.0f}",
             )
-        return "\n".join(
-            lines + [f"and {len(worst) - _MAX_LINES} more"] * (len(worst) > _MAX_LINES)
-        )
-
-
-_MAX_LINES = 30
+            for name in worst
+        ]
+        header = ("leaf", "amax", "zeros", "subnormal", "not finite")
+        return "\n".join(lines + table(header, cells))
 
 
 class _HostReport(NamedTuple):
@@ -102,9 +101,9 @@ def grad_report(grads: Tree, sample: int = 1) -> GradReport:
     >>> weight = torch.tensor([2.0, 0.0, 1e-7, float("inf")], dtype=torch.float16)
     >>> print(grad_report({"head": {"weight": weight, "bias": torch.ones(2)}}))
     1 of 2 gradients are not finite. First: head.weight; last, nearest to the loss: head.weight
-    leaf              amax  zeros  subnormal  not finite
-    head.weight        inf    25%        25%           1
-    head.bias     1.00e+00     0%         0%           0
+    leaf             amax  zeros  subnormal  not finite
+    head.weight       inf    25%        25%           1
+    head.bias    1.00e+00     0%         0%           0
 
     Source of the rule: none. Requested in pytorch#67590 and #152279; DeepSpeed and apex name no
     leaf.
@@ -112,7 +111,11 @@ def grad_report(grads: Tree, sample: int = 1) -> GradReport:
     leaves, _ = _tree.flatten(grads)
     _tree.check_gradients(grads, leaves)
     sample = scalars.whole("sample", sample, least=1)
-    names = [name for name, leaf in zip(_names(grads), leaves, strict=True) if leaf is not None]
+    names = [
+        name
+        for name, leaf in zip(leaf_names(grads, "grads"), leaves, strict=True)
+        if leaf is not None
+    ]
     if not names:
         raise ValueError(
             "grads holds no tensor, so there is nothing to report. Likely cause: the `.grad` of "
@@ -131,14 +134,6 @@ def grad_report(grads: Tree, sample: int = 1) -> GradReport:
             for index, *row in zip(indices, *(c.unbind() for c in columns), strict=True):
                 reports[index] = LeafReport(*row)
     return GradReport(dict(zip(names, reports, strict=True)))
-
-
-def _names(tree: Tree) -> list[str]:
-    """The dotted names; if two are the same, all with their positions."""
-    names = [name or "grads" for name in _tree.names(tree)]
-    if len(set(names)) == len(names):
-        return names
-    return [f"{name} ({index})" for index, name in enumerate(names)]
 
 
 # ---- reductions over many leaves -----------------------------------------------------------------

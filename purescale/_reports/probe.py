@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .._loss_scale.rules import NoScale
 from .._loss_scale.scaling import unscale_and_check
+from .._reports.printing import MAX_LINES, pyplot
 from .._step.value_and_grad import LossFn, ValueAndGrad
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import widest_float
@@ -114,9 +115,9 @@ class ScaleProbe(NamedTuple):
         rows = first | {
             name: f"2**{rest[name]}" for name in sorted(rest, key=lambda name: -rest[name])
         }
-        width = max(len("leaf"), *map(len, list(rows)[:_MAX_LINES]))
-        lines = [f"{name:{width}}  {text}" for name, text in list(rows.items())[:_MAX_LINES]]
-        more = [f"and {len(rows) - _MAX_LINES} more"] * (len(rows) > _MAX_LINES)
+        width = max(len("leaf"), *map(len, list(rows)[:MAX_LINES]))
+        lines = [f"{name:{width}}  {text}" for name, text in list(rows.items())[:MAX_LINES]]
+        more = [f"and {len(rows) - MAX_LINES} more"] * (len(rows) > MAX_LINES)
         return [f"{'leaf':{width}}  safe from", *lines, *more]
 
     def plot(self) -> Any:
@@ -124,9 +125,6 @@ class ScaleProbe(NamedTuple):
         window shaded.
         """
         return _plot(self)
-
-
-_MAX_LINES = 30
 
 
 def _as_text(window: tuple[int, int] | None) -> str:
@@ -324,12 +322,7 @@ _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#
 
 
 def _plot(probe: ScaleProbe) -> Any:
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError as missing:
-        raise ImportError(
-            "probe.plot() draws with matplotlib. Fix: pip install matplotlib"
-        ) from missing
+    plt = pyplot("probe.plot()")
     exponents = probe.exponents.tolist()
     figure, panels = plt.subplots(2, 1, sharex=True, figsize=(8, 6.5), layout="constrained")
     many = len(probe.zeros) > len(_COLOURS)

@@ -92,6 +92,7 @@ def unscale_and_step(
     donate: bool = False,
     norm_type: float = 2.0,
     amax: bool = False,
+    norm_group: Any = None,
 ) -> Stepped:
     """Equal to `unscale_and_check`, `clip_by_global_norm`, `clip_by_value` and `maybe_step` in
     turn, in the fewest passes over memory.
@@ -106,6 +107,12 @@ def unscale_and_step(
     Same bits. `max_norm=None` and `clip_value=None` leave that clipping out; `norm_type` as in
     `clip_by_global_norm`, `group` as in `unscale_and_check`. `amax`: tell `grad_amax` of the
     unscaled gradients too, from the same read, over `group`; for a rule that takes it.
+
+    Two groups for two things. `group`: ranks that hold the same parameters, with gradients of their
+    own; one that overflows skips the step on all of them. `norm_group`: ranks that hold other parts
+    of the model, as pipeline stages or experts do, as `group` of `clip_by_global_norm`; norm, amax
+    and the flag are those of all parts, from one all-reduce. Each may be given without the other;
+    DTensors need neither for their own mesh.
 
     Returns `Stepped(params, opt_state, found_inf, grad_norm, grad_amax)`; `grad_norm` is `()` where
     `max_norm` is None (`inf` measures without clipping), `grad_amax` without `amax`.
@@ -122,7 +129,13 @@ def unscale_and_step(
     inputs = flatten_scaled(updater, params, scaled_grads, opt_state, scaler, clip)
     tensors, scale = inputs.grads.tensors, scaler.scale
     stats = measure(
-        inputs.grads, scale, scaled=True, norm_type=clip.norm_type, amax=amax, group=group
+        inputs.grads,
+        scale,
+        scaled=True,
+        norm_type=clip.norm_type,
+        amax=amax,
+        group=group,
+        norm_group=norm_group,
     )
     read_only = [*_tree.tensors(scaler), *clip.bounds]
     outcome = decide(stats, clip, scale, tensors)

@@ -125,7 +125,8 @@ class ValueAndGrad:
         outputs: tuple[Tensor, Leaves, list[Any]],
         taken: Set[int | None] | None,
     ) -> MicrobatchResult:
-        loss, *buffers = _tree.fresh([outputs[0], *outputs[1]], taken)
+        found = _tree.fresh([outputs[0], *outputs[1]], taken)
+        loss, buffers = found[0], found[1:]  # an unpacked rest is no list to Dynamo of torch 2.11
         aux = outputs[2]
         if aux:
             leaves, structure = _tree.flatten(aux)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 # They read private names of torch, which stand in one file.
+from .._torch import private
 from .._torch.private import traced as traced
 from .._torch.private import under_transform as under_transform
 
@@ -27,6 +28,13 @@ def is_on_a_graph(tensors: Iterable[Tensor | None]) -> bool:
 def is_lazy(tensor: Tensor) -> bool:
     """Whether a negation or conjugation is still to be made: torch's kernels do not look."""
     return not torch.compiler.is_compiling() and (tensor.is_neg() or tensor.is_conj())
+
+
+def innermost(tensor: Tensor) -> Tensor:
+    """Under vmap and grad, the tensor that the transforms wrap."""
+    while private.is_wrapped(tensor):
+        tensor = private.unwrapped(tensor)
+    return tensor
 
 
 _is_cpu = operator.attrgetter("is_cpu")

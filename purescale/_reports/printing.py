@@ -1,0 +1,48 @@
+"""Tables and figures of reports, and the names in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .._tree import tree as _tree
+from .._tree.tree import Tree
+
+MAX_LINES = 30
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], first: int = 0) -> list[str]:
+    """Lines of aligned columns, the first to the left, the others to the right; of many rows
+    `MAX_LINES`, from the row `first` on.
+    """
+    shown = rows[first : first + MAX_LINES]
+    widths = [max(map(len, column)) for column in zip(header, *shown, strict=True)]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
+        for row in (header, *shown)
+    ]
+    if first:
+        lines.insert(1, f"after {first} more")
+    rest = len(rows) - first - len(shown)
+    return lines + [f"and {rest} more"] * (rest > 0)
+
+
+def leaf_names(tree: Tree, whole: str) -> list[str]:
+    """The dotted name of each leaf, `whole` for a tree that is one tensor; if two are the same, all
+    with their positions.
+    """
+    names = [name or whole for name in _tree.names(tree)]
+    if len(set(names)) == len(names):
+        return names
+    return [f"{name} ({index})" for index, name in enumerate(names)]
+
+
+def pyplot(caller: str) -> Any:
+    """matplotlib, imported only when a picture is asked for."""
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError as missing:
+        raise ImportError(
+            f"{caller} draws with matplotlib. Fix: pip install matplotlib"
+        ) from missing
+    return plt

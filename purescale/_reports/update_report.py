@@ -1,0 +1,165 @@
+"""A report on an update: how much of what was wanted has arrived in each parameter."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._reports.printing import MAX_LINES, leaf_names, pyplot, table
+from .._torch.autocast import outside_autocast
+from .._torch.dtensor import full_tensor
+from .._torch.dtypes import widest_float
+from .._tree import leaves as _leaf
+from .._tree import tree as _tree
+from .._tree.leaves import stored_values
+from .._tree.tree import Leaves, Tree
+
+
+class UpdateRow(NamedTuple):
+    """One parameter in two numbers, 0-d tensors each."""
+
+    quality: Tensor  # float64: 1 where all of the wanted update has arrived, 0 where nothing has
+    lost: Tensor  # float32: the share of elements with a wanted update that did not move
+
+
+class UpdateReport(NamedTuple):
+    """An `UpdateRow` for each parameter. `print(report)` syncs, and prints a table, the worst
+    first; `report.plot()` makes a figure.
+    """
+
+    rows: dict[str, UpdateRow]
+
+    def __str__(self) -> str:
+        rows = _read(self.rows)
+        bad = sum(not quality >= 0.5 for _, quality, _ in rows)
+        verdict = "every leaf got at least half of the wanted update"
+        if bad:
+            verdict = f"{bad} of {len(rows)} leaves got less than half of the wanted update"
+        cells = [(name, f"{quality:.4f}", f"{lost:.0%}") for name, quality, lost in rows]
+        return "\n".join([verdict, *table(("leaf", "quality", "did not move"), cells)])
+
+    def plot(self) -> Any:
+        """Syncs with the host. A matplotlib Figure: a bar for the quality of each leaf and one for
+        the share that did not move, the worst first.
+        """
+        return _plot(_read(self.rows))
+
+
+def _read(rows: dict[str, UpdateRow]) -> list[tuple[str, float, float]]:
+    """Syncs with the host: two copies for any number of rows, the worst first. Of stacked reports
+    the worst.
+    """
+    qualities, shares = zip(*rows.values(), strict=True)
+    device = qualities[0].device
+    quality = torch.stack([value.min().to(device) for value in qualities]).tolist()
+    lost = torch.stack([value.max().to(device) for value in shares]).tolist()
+    found = list(zip(rows, quality, lost, strict=True))
+    return sorted(found, key=lambda row: (row[1] == row[1], row[1], -row[2]))  # NaN before all
+
+
+@outside_autocast()
+def update_report(old: Tree, new: Tree, wanted: Tree) -> UpdateReport:
+    """Equal to, for each leaf in float64, `quality = dot(new - old, wanted) / dot(wanted, wanted)`
+    and `lost = ((new == old) & (wanted != 0)).sum() / (wanted != 0).sum()`.
+
+    An update that is smaller than half the distance of two numbers of the parameter's dtype is
+    lost when it is added, and nothing says so. The quality is 1 where the update has arrived, 0
+    where nothing moved; rounding to nearest leaves 0 or far too much of a small one.
+
+    - `old`, `new`: parameters before and after a step, of any floating dtype.
+    - `wanted`: the update without rounding, a tree like `old` in any floating dtype, such as
+      `float32_new - float32_old` of the same step in float32. `None` has no row.
+    - A leaf of which nothing was wanted has quality 1, lost 0. Of a complex leaf both parts count.
+      A DTensor is gathered.
+
+    Returns tensors on the device of the leaf and reads no value; `print` does. Reports can be
+    stacked (then the worst of each is printed) and returned from `torch.vmap`.
+
+    Raises `TypeError` and `ValueError`, naming the leaf, for what is no parameter and for trees
+    that differ in structure or shapes.
+
+    >>> import torch
+    >>> old = {"w": torch.ones(2, dtype=torch.bfloat16), "b": torch.zeros(1)}
+    >>> wanted = {"w": torch.full((2,), -1e-3), "b": torch.full((1,), -1e-3)}
+    >>> new = {name: (old[name] + wanted[name]).to(old[name].dtype) for name in old}
+    >>> print(update_report(old, new, wanted))
+    1 of 2 leaves got less than half of the wanted update
+    leaf  quality  did not move
+    w      0.0000          100%
+    b      1.0000            0%
+
+    Source of the rule: effective descent quality, Collage (arXiv 2405.03637).
+    """
+    flat = _tree.flat(old)
+    _tree.check_parameters(flat, "old")
+    news, updates = (_leaves_like(flat, name, t) for name, t in (("new", new), ("wanted", wanted)))
+    rows = {}
+    with torch.no_grad():
+        for name, *columns in zip(leaf_names(old, "old"), flat.leaves, news, updates, strict=True):
+            if not any(leaf is None for leaf in columns):
+                before, after, update = (stored_values(full_tensor(leaf)) for leaf in columns)
+                rows[name] = _row(before, after, update)
+    if not rows:
+        raise ValueError(
+            "wanted holds no tensor, so there is nothing to report. Fix: the update of the same "
+            "step in float32, `{name: float32_new[name] - float32_old[name] for name in old}`."
+        )
+    return UpdateReport(rows)
+
+
+def _leaves_like(old: _tree.Flat, name: str, given: Tree) -> Leaves:
+    leaves = _tree.leaves_like(name, given, "old", old.tree, old.structure)
+    for index, (leaf, before) in enumerate(zip(leaves, old.leaves, strict=True)):
+        if leaf is None and (name == "wanted" or before is None):
+            continue
+        at = _tree.path(old.tree, name, index)
+        _leaf.check_parameter(leaf, at)
+        if before is None or leaf.shape != before.shape or leaf.device != before.device:
+            beside = "None" if before is None else f"{tuple(before.shape)} on {before.device}"
+            raise ValueError(
+                f"{at} is {tuple(leaf.shape)} on {leaf.device}, old {beside}. Fix: old, new and "
+                "wanted of one model."
+            )
+    return leaves
+
+
+_CHUNK = 2**22  # elements at a time: in float64 three copies of them are made
+
+
+def _row(old: Tensor, new: Tensor, wanted: Tensor) -> UpdateRow:
+    wide = widest_float(old.device)
+    zero = torch.zeros((), dtype=wide, device=old.device)
+    arrived, size, still, number = zero, zero, zero, zero
+    if old.numel():
+        # Squares of what is divided by the largest cannot overflow, nor all of them vanish.
+        unit = wanted.abs().amax().to(wide)
+        unit = torch.where(unit > 0, unit, 1)
+        parts = (torch.split(values.reshape(-1), _CHUNK) for values in (old, new, wanted))
+        for before, after, update in zip(*parts, strict=True):
+            step = update.to(wide) / unit
+            moved = (after.to(wide) - before.to(wide)) / unit
+            arrived = arrived + (moved * step).sum()
+            size = size + (step * step).sum()
+            asked = update != 0
+            still = still + (asked & (after == before)).sum()
+            number = number + asked.sum()
+    quality = torch.where(size == 0, 1, arrived / size)
+    return UpdateRow(quality, (still / number.clamp(min=1)).to(torch.float32))
+
+
+def _plot(rows: list[tuple[str, float, float]]) -> Any:
+    plt = pyplot("report.plot()")
+    shown = rows[:MAX_LINES][::-1]  # bars are drawn from below
+    height = 1.5 + 0.25 * len(shown)
+    figure, panels = plt.subplots(1, 2, sharey=True, figsize=(8, height), layout="constrained")
+    names, *columns = zip(*shown, strict=True)
+    labels = ("quality (1: all of the update has arrived)", "share that did not move")
+    colours = ("#0072B2", "#D55E00")
+    for panel, values, label, colour in zip(panels, columns, labels, colours, strict=True):
+        panel.barh(names, values, color=colour)
+        panel.set_xlabel(label)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].axvline(1, color="0.6", linestyle=":", linewidth=1)
+    return figure

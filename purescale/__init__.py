@@ -63,6 +63,11 @@ Optimizers:
     from_transformation   an optax-style (init, update) pair as one
     OptState              the state of a torch optimizer
 
+The update of half parameters:
+    with_stochastic_rounding  an optimizer that rounds them by chance
+    RoundingState         its state
+    stochastic_round      a tree rounded to half precision by chance, without a generator
+
 Batch-norm statistics:
     BNStatsState          statistics accumulated over batches
     BNLayerStats          those of one layer
@@ -175,6 +180,12 @@ from ._optim.torch_optim import from_torch as from_torch
 
 from ._optim.opt_state import OptState as OptState
 
+from ._optim.stochastic_rounding import (
+    with_stochastic_rounding as with_stochastic_rounding,
+    RoundingState as RoundingState,
+    stochastic_round as stochastic_round,
+)
+
 from ._batch_norm.bn_stats import (
     BNStatsState as BNStatsState,
     BNLayerStats as BNLayerStats,
@@ -264,6 +275,9 @@ __all__ = [  # noqa: RUF022  in the order of a step
     "from_torch",
     "from_transformation",
     "OptState",
+    "with_stochastic_rounding",
+    "RoundingState",
+    "stochastic_round",
     "BNStatsState",
     "BNLayerStats",
     "init_bn_stats",

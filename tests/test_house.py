@@ -219,6 +219,7 @@ TESTED_WITH = {
     "_optim/fused.py": "test_laws_of_a_step.py",
     "_optim/step_inputs.py": "test_leaves.py",
     "_optim/unfused.py": "test_laws_of_a_step.py",
+    "_optim/wrapper.py": "test_stochastic_rounding.py",
     "_reports/printing.py": "test_grad_report.py",
     "_step/decide.py": "test_laws_of_a_step.py",
     "_step/step_info.py": "test_train_step.py",

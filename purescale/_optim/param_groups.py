@@ -135,6 +135,16 @@ class Groups:
             groups.append((members[matching], settings))
         return groups
 
+    def check_names(self, names: tuple[str, ...]) -> None:
+        """Refuse a pattern that matches none of the names of all parameters."""
+        matched = {index for hits in _matching(names, self._patterns) for index in hits}
+        for index, pattern in enumerate(self._patterns):
+            if index not in matched:
+                raise ValueError(
+                    f"overrides: {pattern!r} matches no parameter. The names are: "
+                    f"{_tree.some(list(names), 20)}. A glob is '*.bias'."
+                )
+
     def _canonical(self, matching: tuple[int, ...]) -> tuple[int, ...]:
         """The first of all patterns that says the same: `{"*.bias": no_decay, "norm.*": no_decay}`
         is one group.
@@ -406,14 +416,7 @@ def _matching(names: tuple[str, ...], patterns: tuple[str, ...]) -> tuple[tuple[
 def _cached_matching(
     names: tuple[str, ...], patterns: tuple[str, ...]
 ) -> tuple[tuple[int, ...], ...]:
-    matching = tuple(
+    return tuple(
         tuple(i for i, pattern in enumerate(patterns) if fnmatch.fnmatchcase(name, pattern))
         for name in names
     )
-    for index, pattern in enumerate(patterns):
-        if not any(index in hits for hits in matching):
-            raise ValueError(
-                f"overrides: {pattern!r} matches no parameter. The names are: "
-                f"{_tree.some(list(names), 20)}. A glob is '*.bias'."
-            )
-    return matching

@@ -60,12 +60,13 @@ class Conditional(Protocol):
         donate: bool = False,
         donate_grads: bool = False,
         scratch_ok: bool = False,
+        writable: bool = False,
         read_only: Sequence[Tensor] = (),
     ) -> tuple[Tree, Any]:
         """Parameters and state after the decided step, in memory of their own, or in that of
         `inputs` where it is donated. Gradients may be overwritten where they are donated, if they
-        share no memory with anything else, and where `scratch_ok`: that is proved. Nothing is
-        written into the memory of `read_only`.
+        share no memory with anything else, and where `scratch_ok`: that is proved, as it is of
+        parameters and state where `writable`. Nothing is written into the memory of `read_only`.
         """
 
 
@@ -96,6 +97,7 @@ class CalledOptimizer:
         donate: bool = False,
         donate_grads: bool = False,
         scratch_ok: bool = False,
+        writable: bool = False,
         read_only: Sequence[Tensor] = (),
     ) -> tuple[Tree, Any]:
         """As in `Conditional`."""

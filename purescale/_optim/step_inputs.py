@@ -16,6 +16,14 @@ from .._tree.leaves import Normalized, are_ordinary, normalize
 from .._tree.tree import Flat, Leaves, Tree
 
 
+class Place(NamedTuple):
+    """Where the elements that a step was given of a leaf are in the whole."""
+
+    leaf: int  # its number among all leaves, None among them
+    start: int  # elements of this rank's part before them
+    dtensor: Any  # the DTensor of which this rank has a part, or None
+
+
 class StepInputs(NamedTuple):
     """Parameters, their gradients in the same order, and the optimizer's state, on this rank."""
 
@@ -29,6 +37,18 @@ class StepInputs(NamedTuple):
     dtensors: tuple[Sequence[Any], Sequence[Any]] | None = (
         None  # of params and state, where they are
     )
+    places: Any = None  # of each name its `Place`, where the inputs are a piece of a larger step
+
+    @property
+    def all_places(self) -> dict[str, Place]:
+        """Of each name the place of its elements."""
+        if self.places is not None:
+            return self.places  # type: ignore[no-any-return]
+        leaves = self.params if self.dtensors is None else self.dtensors[0]
+        return {
+            name: Place(index, 0, leaf if isinstance(leaf, DTensor) else None)
+            for index, (name, leaf) in enumerate(zip(self.names, leaves, strict=True))
+        }
 
     @property
     def grad_names(self) -> list[str]:
@@ -165,6 +185,8 @@ def _check_placements(weight: Any, params: Tree, index: int, optimizer: Any) -> 
 
 
 def _check_state_placements(opt_state: Any, weights: dict[str, Any]) -> None:
+    while hasattr(opt_state, "inner"):
+        opt_state = opt_state.inner
     for name, slot in getattr(opt_state, "slots", {}).items():
         weight = weights.get(name)
         for key, value in slot.items():

@@ -151,6 +151,7 @@ class TorchOptimizer:
         structure.
         """
         named = _by_name(params)
+        self._groups.check_names(tuple(named))
         device = next((leaf.device for leaf in named.values()), None)
         applied = torch.zeros((), dtype=torch.int64, device=device)
         lr = self._groups.lr_of(device)
@@ -193,6 +194,7 @@ class TorchOptimizer:
             )
         self._layout.check(opt_state.slots, weights, ordinary=inputs.ordinary)
         self._groups.check(opt_state)
+        self._groups.check_names(tuple(weights))
 
     def conditional_step(
         self,
@@ -202,6 +204,7 @@ class TorchOptimizer:
         donate: bool = False,
         donate_grads: bool = False,
         scratch_ok: bool = False,
+        writable: bool = False,
         read_only: Sequence[Tensor] = (),
     ) -> tuple[Tree, OptState]:
         """Parameters and state after the decided step, as in `Conditional`."""
@@ -211,24 +214,25 @@ class TorchOptimizer:
             return unchanged((params, opt_state), donate=donate)  # type: ignore[no-any-return]
         weights, slots = inputs.named_params, opt_state.slots
         lrs = self._groups.rates(opt_state.applied, opt_state.lr)
-        in_place = numbers_in_place = False
-        if donate or donate_grads:
+        in_place = writable
+        # A step that is captured leaves its numbers where they are; on the host nobody captures.
+        captured = decision.skip_on_host is None and not self.differentiable
+        numbers_in_place = writable and captured
+        if (donate or donate_grads) and not writable:
             old, grads = [*weights.values(), *values_of(slots)], inputs.grads.tensors
             lr = opt_state.lr
             numbers = [opt_state.applied, *([lr] if isinstance(lr, Tensor) else ())]
             others = [rate for rate in lrs if isinstance(rate, Tensor) and rate is not lr]
             others += read_only
             lists = [old] if scratch_ok else [old, grads]  # scratch shares no memory with anything
-            # A step that is captured leaves them where they are; on the host nobody captures.
-            captured = decision.skip_on_host is None and not self.differentiable
             if captured:
                 lists.append(numbers)
             else:
                 others += numbers
-            writable = can_write_each(lists, others, ordinary=inputs.ordinary)
-            in_place = donate and writable[0]
-            scratch_ok = scratch_ok or (donate_grads and writable[1])
-            numbers_in_place = captured and in_place and writable[-1]
+            allowed = can_write_each(lists, others, ordinary=inputs.ordinary)
+            in_place = donate and allowed[0]
+            scratch_ok = scratch_ok or (donate_grads and allowed[1])
+            numbers_in_place = captured and in_place and allowed[-1]
         if self._can_fuse(inputs):
             new_weights, new_slots = self._fused_step(
                 inputs, decision, lrs, in_place=in_place, scratch_ok=scratch_ok

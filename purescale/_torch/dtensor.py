@@ -77,6 +77,11 @@ def shard(leaf: Any, *, on_graph: bool = True) -> Any:
     return _torch.arrived(_torch.local(leaf))
 
 
+def offsets(leaf: DTensor) -> tuple[int, ...]:
+    """Where in each dimension of a DTensor this rank's shard begins."""
+    return tuple(_torch.local_part(leaf.shape, leaf.device_mesh, leaf.placements)[1])
+
+
 def from_local_like(leaf: Any, result: Any) -> Any:
     """What was computed of the local shard of a DTensor as a DTensor with its placements; of
     anything else the result itself.

@@ -112,6 +112,9 @@ object_device: Callable[[Any], str] = _find(
     "torch.distributed.distributed_c10d._get_object_coll_device"
 )
 local: Callable[[Tensor], Tensor] = _find("torch.distributed.tensor.DTensor._local_tensor").__get__
+local_part: Callable[..., tuple[Any, Any]] = _find(
+    "torch.distributed.tensor._utils.compute_local_shape_and_global_offset"
+)
 AsyncTensor: Any = _find("torch.distributed._functional_collectives.AsyncCollectiveTensor")
 
 

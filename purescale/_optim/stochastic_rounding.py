@@ -1,0 +1,319 @@
+"""Rounding to half precision by dice that are a hash: unbiased, and the same wherever it runs."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .._optim.opt_state import described
+from .._optim.protocol import Optimizer
+from .._optim.step_inputs import Place, StepInputs
+from .._optim.wrapper import Wrapper, put, put_tree, stand_in, with_params
+from .._torch import dtensor, foreach
+from .._torch.autocast import outside_autocast
+from .._torch.tracing import traced
+from .._tree import scalars as _checks
+from .._tree import tree as _tree
+from .._tree.tree import Tree
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+@outside_autocast()
+def stochastic_round(tree: Tree, dtype: torch.dtype, *, seed: int, step: int | Tensor = 0) -> Tree:
+    """Equal to `x.to(dtype)`, but up or down by chance: a number between two of `dtype` becomes the
+    upper one with the probability that makes the mean the number itself.
+
+    The dice are a hash of `(seed, step, leaf, element)`, where `leaf` is the number of a leaf in
+    the tree and `element` that of an element in the leaf. There is no generator: the same call
+    gives the same bits, eagerly, compiled, under vmap, on every replica, and of a DTensor those of
+    the whole. Another `step`, as the number of steps applied so far, gives other dice.
+
+    What `dtype` can hold keeps its value, what is finite stays finite (beyond the largest number of
+    `dtype` it becomes that), inf and NaN stay. Probabilities are exact to 2**-16 of the distance of
+    the two numbers, of a float64 leaf those of its float32. There is no derivative.
+
+    `tree`: any tree; what is not real and floating passes through as a copy. `dtype`: bfloat16 or
+    float16. `seed`: a whole number; `step`: one, or a 0-d integer tensor. Fresh memory.
+
+    Raises `ValueError` for another dtype, `TypeError` for a seed or a step that is not whole.
+
+    >>> import torch
+    >>> x = torch.full((10000,), 1.0 + 2.0**-9)  # a quarter of the way to the next bfloat16
+    >>> rounded = stochastic_round(x, torch.bfloat16, seed=0)
+    >>> sorted(set(rounded.tolist())), abs(rounded.double().mean() - x.mean()) < 1e-4
+    ([1.0, 1.0078125], tensor(True))
+
+    Source of the rule: Gupta et al., Deep Learning with Limited Numerical Precision (2015).
+    """
+    if dtype not in HALF:
+        raise ValueError(
+            f"stochastic_round rounds to torch.bfloat16 or torch.float16, got dtype={dtype!r}. "
+            "Fix: `stochastic_round(tree, torch.bfloat16, seed=0)`."
+        )
+    leaves, structure = _tree.flatten(tree)
+    dice = Dice.of(_seed(seed), _step(step), len(leaves))
+    results = []
+    for index, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            results.append(leaf)
+        elif not leaf.is_floating_point():
+            results.append(leaf.clone())
+        else:
+            whole = leaf if isinstance(leaf, DTensor) else None
+            local = dtensor.shard(leaf)
+            rounded = _rounded(local, dtype, dice, Place(index, 0, whole))
+            results.append(dtensor.from_local_like(leaf, rounded))
+    return structure.unflatten(results)
+
+
+def _seed(seed: Any) -> int:
+    return _checks.whole("seed", seed, least=-(2**63), most=2**63 - 1)
+
+
+def _step(step: Any) -> Any:
+    if not isinstance(step, Tensor):
+        return _checks.whole("step", step, least=-(2**63), most=2**63 - 1)
+    if step.ndim or step.is_floating_point() or step.is_complex():
+        raise TypeError(
+            f"step is a tensor {described(step)}; expected a whole number, or a 0-d integer "
+            "tensor. Fix: `opt_state.applied` of a state, or `torch.tensor(0)`."
+        )
+    return step.to(torch.int64)
+
+
+# ---- the dice ------------------------------------------------------------------------------------
+
+_32_BITS, _31_BITS = 0xFFFFFFFF, 0x7FFFFFFF
+_MULTIPLIER = 0x45D9F3B  # odd, below 2**27: its product with 32 bits stays below 2**63
+
+
+def _hash(x: Any) -> Any:
+    """32 bits of 32 bits, a Python number or an int64 tensor."""
+    for _ in range(2):
+        x = ((x ^ (x >> 16)) * _MULTIPLIER) & _32_BITS
+    return x ^ (x >> 16)
+
+
+class Dice(NamedTuple):
+    """Of each leaf two numbers below 2**31 that its dice are made of."""
+
+    factors: Any  # odd
+    shifts: Any
+
+    @classmethod
+    def of(cls, seed: int, step: Any, leaves: int) -> Dice:
+        """The dice of one step. A step that is a tensor gives tensors."""
+        begun = _hash(_hash(seed & _32_BITS) ^ ((seed >> 32) & _32_BITS))
+        begun = _hash(_hash(begun ^ (step & _32_BITS)) ^ ((step >> 32) & _32_BITS))
+        if not isinstance(begun, Tensor):
+            rows = [_hash((begun + index) & _32_BITS) for index in range(leaves)]
+            return cls(
+                [_hash(row ^ 1) & _31_BITS | 1 for row in rows], [row & _31_BITS for row in rows]
+            )
+        row = _hash((begun + torch.arange(leaves, device=begun.device)) & _32_BITS)
+        factors = ((_hash(row ^ 1) & _31_BITS) | 1).to(torch.int32)
+        return cls(factors.unbind(), (row & _31_BITS).to(torch.int32).unbind())
+
+    def roll(self, numbers: Tensor, leaf: int) -> Tensor:
+        """31 bits for each element, of its number."""
+        x: Tensor
+        # The lower 31 bits of a product are the same in int32, which wraps around and is twice as
+        # fast, and in int64: a compiler's int32 may be wider than that.
+        factor, shift = self.factors[leaf], self.shifts[leaf]
+        if traced():
+            numbers = numbers.to(torch.int64)
+            factor = factor.to(torch.int64) if isinstance(factor, Tensor) else factor
+        x = (numbers * factor + shift) & _31_BITS
+        for _ in range(2):
+            x = ((x ^ (x >> 15)) * _MULTIPLIER) & _31_BITS
+        return (x ^ (x >> 16)).to(torch.int32)
+
+
+def _numbers(local: Tensor, place: Place) -> Tensor:
+    """The number of each element in the whole leaf, int32, flat."""
+    whole: Any = place.dtensor
+    count, start, device = local.numel(), place.start, local.device
+    shape = local.shape if whole is None else dtensor.shard(whole).shape
+    first = (0,) * len(shape) if whole is None else dtensor.offsets(whole)
+    if whole is None or shape[1:] == whole.shape[1:]:  # the elements follow each other
+        if shape and first[0]:
+            start += first[0] * shape[1:].numel()
+        return _range(start, count, device)
+    found = torch.zeros((), dtype=torch.int32, device=device)
+    for size, offset, full in zip(shape, first, whole.shape, strict=True):
+        found = found.unsqueeze(-1) * full + _range(offset, size, device)
+    return found.reshape(-1)[start : start + count]
+
+
+def _range(start: int, count: int, device: torch.device) -> Tensor:
+    if start + count < 2**31:
+        return torch.arange(start, start + count, dtype=torch.int32, device=device)
+    return torch.arange(start, start + count, device=device).to(torch.int32)
+
+
+# ---- rounding ------------------------------------------------------------------------------------
+
+_BLOCK = 2**18  # elements that stay in a cache over all operators
+
+
+def _rounded(x: Tensor, dtype: torch.dtype, dice: Dice, place: Place) -> Tensor:
+    """The elements of a dense tensor rounded, in its shape and memory of their own."""
+    if x.dtype is dtype:
+        return x.clone()
+    numbers = _numbers(x, place)
+    if traced() or x.numel() <= _BLOCK or not x.is_contiguous():
+        dropped = dice.roll(numbers, place.leaf).reshape(x.shape)
+        return _up_or_down(x, dropped, dtype)
+    result = torch.empty_like(x, dtype=dtype)
+    columns = [torch.split(t.view(-1), _BLOCK) for t in (result, x, numbers)]
+    for target, row, some in zip(*columns, strict=True):
+        target.copy_(_up_or_down(row, dice.roll(some, place.leaf), dtype))
+    return result
+
+
+def _up_or_down(x: Tensor, dice: Tensor, dtype: torch.dtype) -> Tensor:
+    """On the bits of float32: dice are added to the bits that are dropped. A compiler leaves out
+    casts there and back, but no integers.
+    """
+    limit = torch.finfo(dtype).max
+    bounded = x.clamp(-limit, limit).to(torch.float32)
+    bits = bounded.view(torch.int32)
+    if dtype is torch.bfloat16:
+        halves = (bits + (dice >> 15)) >> 16
+    else:
+        magnitude = bits & _31_BITS
+        # The exponent of float16 begins at 2**-14; numbers below are multiples of 2**-24.
+        normal = (magnitude - (112 << 23) + (dice >> 18)) >> 13
+        multiple = (
+            (bounded.abs().clamp(max=2.0**-14) * 2.0**40).to(torch.int32) + (dice >> 15)
+        ) >> 16
+        halves = torch.where(magnitude < 113 << 23, multiple, normal) | ((bits >> 16) & 0x8000)
+    rounded = halves.to(torch.int16).view(dtype)
+    return torch.where(torch.isfinite(x), rounded, x.to(dtype))
+
+
+# ---- the wrapper ---------------------------------------------------------------------------------
+
+
+class RoundingState(NamedTuple):
+    """What `with_stochastic_rounding` remembers."""
+
+    inner: Any  # the state of the inner optimizer, for float32 parameters
+    applied: Tensor  # int64 []: steps applied, of which the dice are a hash
+
+
+def with_stochastic_rounding(optimizer: Optimizer, seed: int = 0) -> RoundingOptimizer:
+    """Equal to `wide, inner = optimizer.step(params.float(), grads.float(), inner)`, then
+    `stochastic_round(wide, dtype, seed=seed, step=applied)` of half parameters.
+
+    An update that is smaller than half the distance of two numbers of a half parameter is lost by
+    rounding to the nearest: AdamW at a rate of 1e-3 never moves a bfloat16 weight of 1.0. Rounded
+    by chance it arrives on average, at no byte a parameter. `with_master_weights` is exact, for two
+    bytes more.
+
+    `optimizer`: of any kind; it steps half parameters in float32 and keeps its state for them in
+    float32 (`with_state_dtype` around it makes that narrow). Parameters of float32 and wider, and
+    complex ones, have the same bits as without. The state is `RoundingState(inner, applied)`. A
+    skipped step throws no dice. Ranks that hold the same parameters round alike; of a DTensor each
+    shard has the dice of its place in the whole.
+
+    Raises `TypeError` for what is no optimizer and for a seed that is not whole.
+
+    >>> import torch
+    >>> from purescale import from_torch
+    >>> optimizer = with_stochastic_rounding(from_torch(torch.optim.SGD, lr=1.0))
+    >>> params = {"w": torch.ones(1000, dtype=torch.bfloat16)}
+    >>> grads = {"w": torch.full((1000,), -(2.0**-9), dtype=torch.bfloat16)}
+    >>> params, opt_state = optimizer.step(params, grads, optimizer.init(params))
+    >>> abs(params["w"].double().mean() - (1 + 2.0**-9)) < 1e-3, opt_state.applied
+    (tensor(True), tensor(1))
+
+    Source of the rule: arXiv 2502.20566.
+    """
+    return RoundingOptimizer(optimizer, _seed(seed))
+
+
+class RoundingOptimizer(Wrapper):
+    """An optimizer that rounds by chance; made by `with_stochastic_rounding`."""
+
+    def __init__(self, optimizer: Any, seed: int) -> None:
+        super().__init__(optimizer, seed)
+        self._seed = seed
+
+    def inner_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """float32 for half."""
+        return super().inner_dtype(_wide(dtype))
+
+    def init(self, params: Tree) -> RoundingState:
+        """The state of an optimizer that has made no step."""
+        wide = _tree.map(lambda p: p.to(_wide(p.dtype)) if isinstance(p, Tensor) else p, params)
+        device = next((p.device for p in _tree.tensors(params)), None)
+        applied = torch.zeros((), dtype=torch.int64, device=device)
+        return RoundingState(self.optimizer.init(wide), applied)
+
+    def stand_ins(self, inputs: StepInputs) -> StepInputs:
+        """Parameters in the dtype of the step, and the inner state."""
+        state = checked_state(inputs.opt_state, RoundingState)
+        made: dict[Any, Tensor] = {}
+        params = [
+            stand_in(leaf, _wide(leaf.dtype), made) if _is_half(leaf) else leaf
+            for leaf in inputs.params
+        ]
+        return with_params(inputs, params, state.inner)
+
+    def widen(self, inputs: StepInputs) -> StepInputs:
+        """Half parameters in float32."""
+        params = [leaf.float() if _is_half(leaf) else leaf for leaf in inputs.params]
+        return with_params(inputs, params, inputs.opt_state.inner)
+
+    def narrow(
+        self,
+        inputs: StepInputs,
+        skip: Tensor | None,
+        stepped: tuple[list[Any], Any],
+        *,
+        write: bool,
+    ) -> tuple[list[Any], Any]:
+        """Rounded where they were half."""
+        state, (wide, inner) = inputs.opt_state, stepped
+        places = inputs.all_places
+        count = 1 + max([place.leaf for place in places.values()], default=0)
+        dice = Dice.of(self._seed, state.applied, count)
+        params = []
+        for name, old, new in zip(inputs.names, inputs.params, wide, strict=True):
+            if not _is_half(old):
+                params.append(new)
+                continue
+            local = _rounded(dtensor.shard(new), old.dtype, dice, places[name])
+            if skip is not None:
+                local = foreach.where(skip, [dtensor.shard(old)], [local])[0]
+            params.append(dtensor.from_local_like(old, local))
+        applied = state.applied + (1 if skip is None else ~skip)
+        if not write:
+            return params, RoundingState(inner, applied)
+        put(inputs.params, params)
+        put_tree(state, RoundingState(inner, applied))
+        return inputs.params, state
+
+
+def checked_state(state: Any, kind: type) -> Any:
+    """The state, refused if it is not that of this wrapper."""
+    if not isinstance(state, kind):
+        raise TypeError(
+            f"opt_state is {type(state).__name__}, expected {kind.__name__}. Likely cause: the "
+            "state of the inner optimizer, or of another. Fix: `opt_state = "
+            "optimizer.init(params)`, or what the last step returned."
+        )
+    return state
+
+
+def _is_half(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dtype in HALF
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in HALF else dtype

@@ -1,0 +1,321 @@
+"""An optimizer around another one: what a step is given is widened, the inner optimizer makes its
+step, the result is narrowed again. In eager mode a piece of the model at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._optim.decision import APPLY, Decision
+from .._optim.opt_state import OptState
+from .._optim.protocol import as_conditional, unchanged
+from .._optim.step_inputs import StepInputs, flatten_step
+from .._torch import foreach
+from .._torch.autocast import outside_autocast
+from .._torch.donation import can_write_each
+from .._torch.dtensor import any_dtensor
+from .._torch.tracing import traced
+from .._tree import select
+from .._tree import tree as _tree
+from .._tree.leaves import normalize
+from .._tree.tree import Tree
+
+# Elements that are widened at a time. An element in work takes up to 24 bytes: 48 MiB in all.
+PIECE = 2**21
+
+
+class Wrapper:
+    """What all optimizers around others have in common. One of them has `init`, `check_state`,
+    `inner_dtype`, `widen` and `narrow`.
+    """
+
+    # A result that is rounded has no derivative.
+    differentiable = False
+
+    def __init__(self, optimizer: Any, *settings: Any) -> None:
+        if isinstance(optimizer, type) or not (
+            hasattr(optimizer, "init") and hasattr(optimizer, "step")
+        ):
+            raise TypeError(
+                f"expected an optimizer, an object with `init` and `step`, got {optimizer!r}. Fix: "
+                "from_torch(torch.optim.AdamW, lr=1e-3), or from_transformation(tx)."
+            )
+        self.optimizer = optimizer
+        self.conditional = as_conditional(optimizer)
+        self.elementwise = self.conditional.elementwise
+        self.told = (optimizer, *settings)
+
+    def __repr__(self) -> str:
+        name = type(self).__name__
+        return f"{name}({', '.join(map(repr, self.told))})"
+
+    # ---- what each wrapper does by itself
+
+    def init(self, params: Tree) -> Any:
+        """The state of an optimizer that has made no step."""
+        raise NotImplementedError
+
+    def inner_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which the innermost optimizer steps a parameter of this one."""
+        inner = getattr(self.optimizer, "inner_dtype", None)
+        return dtype if inner is None else inner(dtype)
+
+    def stand_ins(self, inputs: StepInputs) -> StepInputs:
+        """What `widen` gives, in shapes, dtypes and devices only. Refuses a state that is not this
+        wrapper's.
+        """
+        raise NotImplementedError
+
+    def widen(self, inputs: StepInputs) -> StepInputs:
+        """The inputs of the inner optimizer's step, gradients aside. What is widened is in memory
+        of its own.
+        """
+        raise NotImplementedError
+
+    def narrow(
+        self,
+        inputs: StepInputs,
+        skip: Tensor | None,
+        stepped: tuple[list[Any], Any],
+        *,
+        write: bool,
+    ) -> tuple[list[Any], Any]:
+        """Parameters, a list in the order of `inputs`, and the state after the step, of those of
+        the inner optimizer. `write`: into the tensors of `inputs`.
+        """
+        raise NotImplementedError
+
+    # ---- the step
+
+    @outside_autocast()
+    def step(self, params: Tree, grads: Tree, opt_state: Any) -> tuple[Tree, Any]:
+        """Parameters and state after one step, in fresh memory."""
+        inputs = flatten_step(self, params, grads, opt_state)
+        self.check(inputs)
+        return inputs.restore(*self.conditional_step(inputs, APPLY))
+
+    def check(self, inputs: StepInputs) -> None:
+        """Refuse a state that is not that of these parameters."""
+        self.conditional.check(self.stand_ins(inputs))
+
+    def conditional_step(
+        self,
+        inputs: StepInputs,
+        decision: Decision,
+        *,
+        donate: bool = False,
+        donate_grads: bool = False,
+        scratch_ok: bool = False,
+        writable: bool = False,
+        read_only: Sequence[Tensor] = (),
+    ) -> tuple[Tree, Any]:
+        """As in `Conditional`."""
+        old = inputs.params_tree(inputs.params), inputs.opt_state
+        if decision.skip_on_host:
+            return unchanged(old, donate=donate)  # type: ignore[no-any-return]
+        leaves = _tree.flatten(old)[0]
+        if traced() or any_dtensor(leaves):
+            params, state = self._stepped(inputs, decision, scratch_ok=scratch_ok, write=False)
+            new = inputs.params_tree(params), state
+            if not donate or any_dtensor(leaves):
+                return new
+            return select.write_over(old, new, read_only)  # type: ignore[no-any-return]
+        in_place = writable
+        if not writable and (donate or donate_grads):
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            allowed = can_write_each([tensors, inputs.grads.tensors], read_only)
+            in_place, scratch_ok = (
+                donate and allowed[0],
+                scratch_ok or (donate_grads and allowed[1]),
+            )
+        inputs = _off_graph(inputs, copy=not in_place)
+        with torch.no_grad():
+            for piece in self._pieces(inputs):
+                self._stepped(piece, decision, scratch_ok=scratch_ok, write=True)
+        return inputs.params_tree(inputs.params), inputs.opt_state
+
+    def _stepped(
+        self, inputs: StepInputs, decision: Decision, *, scratch_ok: bool, write: bool
+    ) -> tuple[list[Any], Any]:
+        wide = self.widen(inputs)
+        given = inputs.grads.tensors
+        # Before they are unscaled and clipped: what half precision would lose there masters keep.
+        grads = [grad.float() if grad.dtype.itemsize < 4 else grad for grad in given]
+        made_here = all([new is not old for new, old in zip(grads, given, strict=True)])
+        wide = wide._replace(grads=inputs.grads._replace(tensors=grads))
+        stepped, state = self.conditional.conditional_step(
+            wide,
+            decision,
+            donate=write,
+            writable=write,
+            scratch_ok=scratch_ok or (made_here and not traced()),
+        )
+        skip = decision.skip if decision.skip_on_host is None else None
+        return self.narrow(inputs, skip, (_tree.flatten(stepped)[0], state), write=write)
+
+    # ---- pieces
+
+    def _pieces(self, inputs: StepInputs) -> Iterator[StepInputs]:
+        """The step in pieces of at most `PIECE` elements, which share the memory of `inputs`."""
+        total = sum([leaf.numel() for leaf in inputs.named_params.values()])
+        if total <= PIECE or not _is_of_torch(inputs.opt_state):
+            yield inputs
+            return
+        cuts = _cuts(inputs.named_params, cut_leaves=self.elementwise is True)
+        grads = dict(zip(inputs.names, inputs.local_grads(inputs.grads.tensors), strict=True))
+        places = inputs.all_places
+        for number, cut in enumerate(cuts):
+            whole = inputs.named_params
+            params = {name: _cut(whole[name], whole[name], span) for name, span in cut.items()}
+            yield StepInputs(
+                _ByName(tuple(params)),
+                list(params),
+                list(params.values()),
+                normalize([_cut(grads[name], whole[name], span) for name, span in cut.items()]),
+                _state_of(inputs.opt_state, inputs, cut, last=number == len(cuts) - 1),
+                params,
+                inputs.ordinary,
+                places={
+                    name: places[name]._replace(start=places[name].start + span.start)
+                    for name, span in cut.items()
+                },
+            )
+
+
+class Span(NamedTuple):
+    """Which elements of a parameter, and whether they are the last ones; `stop` None: all."""
+
+    start: int
+    stop: int | None
+    last: bool
+
+
+_ALL = Span(0, None, True)
+
+
+class _ByName(NamedTuple):
+    """The structure of a flat dict."""
+
+    names: tuple[str, ...]
+
+    def unflatten(self, leaves: Sequence[Any]) -> dict[str, Any]:
+        return dict(zip(self.names, leaves, strict=True))
+
+    def flatten_up_to(self, tree: Mapping[str, Any]) -> list[Any]:
+        return [tree[name] for name in self.names]
+
+
+def _cuts(params: Mapping[str, Tensor], *, cut_leaves: bool) -> list[dict[str, Span]]:
+    """Which elements of which parameters make each piece: whole parameters up to `PIECE` elements,
+    or a part of one that has more.
+    """
+    cuts: list[dict[str, Span]] = [{}]
+    room = PIECE
+    for name, leaf in params.items():
+        count = leaf.numel()
+        if count > PIECE and cut_leaves and leaf.is_contiguous():
+            starts = range(0, count, PIECE)
+            spans = [
+                Span(start, min(start + PIECE, count), start + PIECE >= count) for start in starts
+            ]
+            cuts += [{name: span} for span in spans] + [{}]
+            room = PIECE
+            continue
+        if count > room and cuts[-1]:
+            cuts.append({})
+            room = PIECE
+        cuts[-1][name] = _ALL
+        room -= count
+    return [cut for cut in cuts if cut]
+
+
+def _cut(value: Any, param: Tensor, span: Span) -> Any:
+    """This part of what belongs to a parameter. What is no tensor of its shape, as a step count,
+    belongs to the last part; the others get copies.
+    """
+    if isinstance(value, dict):
+        return {key: _cut(child, param, span) for key, child in value.items()}
+    if not isinstance(value, Tensor) or span.stop is None:
+        return value
+    if value.shape == param.shape:
+        return value.reshape(-1)[span.start : span.stop]
+    return value if span.last else value.clone()
+
+
+def _state_of(state: Any, inputs: StepInputs, cut: Mapping[str, Span], *, last: bool) -> Any:
+    """The part of an optimizer's state that belongs to a piece. Numbers that belong to the whole
+    are those of the last piece, the others get copies.
+    """
+
+    def by_name(found: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: _cut(found[name], params[name], span) for name, span in cut.items()}
+
+    params = inputs.named_params
+    if isinstance(state, Tensor):
+        return state if last else state.clone()
+    if isinstance(state, tuple) and not state:
+        return ()
+    if isinstance(state, OptState):
+        numbers = [_state_of(part, inputs, cut, last=last) for part in (state.applied, state.lr)]
+        return OptState(numbers[0], by_name(state.slots), numbers[1])
+    if hasattr(state, "_fields"):
+        return type(state)(*[_state_of(part, inputs, cut, last=last) for part in state])
+    leaves = inputs.structure.flatten_up_to(state)  # like the parameters
+    return by_name(dict(zip(inputs.names, leaves, strict=True)))
+
+
+def _is_of_torch(state: Any) -> bool:
+    """Whether the innermost state is that of one of torch's classes, which can be cut."""
+    while hasattr(state, "inner"):
+        state = state.inner
+    return isinstance(state, OptState)
+
+
+def _off_graph(inputs: StepInputs, *, copy: bool) -> StepInputs:
+    """The inputs with parameters and state that may be written into."""
+    old = inputs.params, inputs.opt_state
+    leaves, structure = _tree.flatten(old)
+    indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    if copy:
+        for index, new in zip(indices, foreach.clone([leaves[i] for i in indices]), strict=True):
+            leaves[index] = new
+    elif not any([leaves[index].requires_grad for index in indices]):
+        return inputs
+    params, state = structure.unflatten(
+        [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    )
+    named = {n: leaf for n, leaf in zip(inputs.names, params, strict=True) if leaf is not None}
+    return inputs._replace(params=params, opt_state=state, named_params=named)
+
+
+# ---- for wrappers --------------------------------------------------------------------------------
+
+
+def put(targets: Sequence[Any], results: Sequence[Any]) -> None:
+    """What a step made, written over what it was given, unless it is there already."""
+    pairs = [(a, b) for a, b in zip(targets, results, strict=True) if b is not a]
+    pairs = [(a, b) for a, b in pairs if isinstance(a, Tensor)]
+    foreach.copy_([a for a, _ in pairs], [b for _, b in pairs])
+
+
+def put_tree(target: Tree, result: Tree) -> None:
+    """`put` of all leaves."""
+    put(_tree.flatten(target)[0], _tree.flatten(result)[0])
+
+
+def stand_in(like: Tensor, dtype: torch.dtype, made: dict[Any, Tensor]) -> Tensor:
+    """A tensor of this dtype with the shape and the device of `like`, of one element of memory."""
+    key = like.shape, like.device, dtype
+    if key not in made:
+        made[key] = torch.empty((), dtype=dtype, device=like.device).expand(like.shape)
+    return made[key]
+
+
+def with_params(inputs: StepInputs, params: list[Any], opt_state: Any) -> StepInputs:
+    """The inputs with these parameters, in their order, and this state."""
+    named = {n: leaf for n, leaf in zip(inputs.names, params, strict=True) if leaf is not None}
+    return inputs._replace(params=params, named_params=named, opt_state=opt_state)

@@ -64,6 +64,11 @@ Optimizers:
     OptState              the state of a torch optimizer
 
 The update of half parameters:
+    with_master_weights   an optimizer that steps float32 masters of them
+    MasterState           its state
+    master_weights        the masters of a state
+    split_masters         float32 weights as bfloat16 and the 16 bits that it lacks
+    join_masters          the float32 weights again
     with_stochastic_rounding  an optimizer that rounds them by chance
     RoundingState         its state
     stochastic_round      a tree rounded to half precision by chance, without a generator
@@ -180,6 +185,13 @@ from ._optim.torch_optim import from_torch as from_torch
 
 from ._optim.opt_state import OptState as OptState
 
+from ._optim.master_weights import (
+    with_master_weights as with_master_weights,
+    MasterState as MasterState,
+    master_weights as master_weights,
+    split_masters as split_masters,
+    join_masters as join_masters,
+)
 from ._optim.stochastic_rounding import (
     with_stochastic_rounding as with_stochastic_rounding,
     RoundingState as RoundingState,
@@ -275,6 +287,11 @@ __all__ = [  # noqa: RUF022  in the order of a step
     "from_torch",
     "from_transformation",
     "OptState",
+    "with_master_weights",
+    "MasterState",
+    "master_weights",
+    "split_masters",
+    "join_masters",
     "with_stochastic_rounding",
     "RoundingState",
     "stochastic_round",

@@ -47,7 +47,7 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
 
     `dot` of whole tensors of 7 million elements is off by 1.5e-4: large ones are read in chunks.
     """
-    rows = [row for indices in by_kind(tensors) for row in _rows([tensors[i] for i in indices])]
+    rows = (row for indices in by_kind(tensors) for row in _rows([tensors[i] for i in indices]))
     squares = [torch.dot(row, row) for row in rows]
     if len({square.dtype for square in squares}) > 1:
         squares = [square.double() for square in squares]
@@ -59,11 +59,17 @@ _SMALL = 2**13  # elements: below this a call costs more than a copy
 
 
 def _rows(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The elements of tensors of one dtype in rows: small ones put together, large ones cut."""
+    """The elements of tensors of one dtype in rows: small ones put together, large ones cut. Half
+    precision in float32, a row at a time: all of it would be twice the memory of the gradients.
+    """
+    half = bool(tensors) and tensors[0].dtype.itemsize < 4
+    for row in _rows_as_given(tensors):
+        yield row.float() if half else row
+
+
+def _rows_as_given(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     small: list[Tensor] = []
     size = 0
-    if tensors and tensors[0].dtype.itemsize < 4:
-        tensors = [tensor.float() for tensor in tensors]
     counts = list(map(Tensor.numel, tensors))
     if sum(counts) <= _CHUNK:
         yield private.flatten_dense(list(tensors))

@@ -100,6 +100,36 @@ def copy_(targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
             foreach.copy_([targets[i] for i in indices], [tensors[i] for i in indices])
 
 
+def gather(tensors: Sequence[Tensor]) -> Tensor:
+    """The elements of tensors of one kind one after another, each in the order of its memory. Where
+    they are one piece of memory already, as `views` made them, that piece and no copy.
+    """
+    first, count = tensors[0], sum(map(Tensor.numel, tensors))
+    base = private.base(first)
+    if base is not None and base.ndim == 1 and base.numel() == count and base.dtype is first.dtype:
+        offset = first.storage_offset()
+        for tensor in tensors:
+            if private.base(tensor) is not base or tensor.storage_offset() != offset:
+                break
+            offset += tensor.numel()
+        else:
+            return base
+    flat = first.new_empty(count)
+    copy_(views(flat, tensors), tensors)
+    return flat
+
+
+def views(flat: Tensor, likes: Sequence[Tensor]) -> list[Tensor]:
+    """The inverse of `gather`: views of `flat`, laid out as these where they are gapless."""
+    if are_contiguous(likes):
+        return list(private.unflatten_dense(flat, list(likes)))
+    parts = torch.split(flat, [like.numel() for like in likes])
+    return [
+        part.as_strided(like.shape, like.stride()) if is_gapless(like) else part.view(like.shape)
+        for part, like in zip(parts, likes, strict=True)
+    ]
+
+
 # ---- arithmetic ----------------------------------------------------------------------------------
 
 

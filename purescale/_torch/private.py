@@ -172,12 +172,16 @@ def is_spectral_norm(module: nn.Module) -> bool:
 
 # ---- tensors -------------------------------------------------------------------------------------
 
+base: Callable[[Tensor], Tensor | None] = _find("torch.Tensor._base").__get__
 version: Callable[[Tensor], int] = _find("torch.Tensor._version").__get__
 indices: Callable[[Tensor], Tensor] = _find("torch.Tensor._indices")  # sparse, coalesced or not
 values: Callable[[Tensor], Tensor] = _find("torch.Tensor._values")
 # Of a tensor, off its graph: a leaf of the class, which requires a gradient where that is asked.
 make_subclass: Callable[..., Any] = _find("torch.Tensor._make_subclass")
 flatten_dense: Callable[[list[Tensor]], Tensor] = _find("torch._utils._flatten_dense_tensors")
+unflatten_dense: Callable[[Tensor, list[Tensor]], tuple[Tensor, ...]] = _find(
+    "torch._utils._unflatten_dense_tensors"
+)
 
 
 _find("torch.Tensor._backward_hooks")

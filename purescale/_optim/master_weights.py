@@ -1,0 +1,370 @@
+"""float32 masters of half parameters: the 16 bits that bfloat16 lacks, a copy for float16."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._optim.opt_state import described
+from .._optim.protocol import Optimizer
+from .._optim.step_inputs import StepInputs
+from .._optim.stochastic_rounding import HALF, checked_state
+from .._optim.wrapper import Wrapper, put, put_tree, stand_in, with_params
+from .._torch import dtensor, foreach
+from .._torch.autocast import outside_autocast
+from .._torch.dtensor import any_dtensor
+from .._torch.dtypes import saturating
+from .._torch.tracing import host_can_read, traced
+from .._tree import tree as _tree
+from .._tree.tree import Leaves, Tree
+
+
+class MasterState(NamedTuple):
+    """What `with_master_weights` remembers."""
+
+    inner: Any  # the state of the inner optimizer, for float32 parameters
+    # like the parameters: of bfloat16 the lower half of the master, int16; of float16 the master,
+    # float32; of others ()
+    rest: Tree
+
+
+def with_master_weights(optimizer: Optimizer) -> MasterOptimizer:
+    """Equal to `masters, inner = optimizer.step(masters, grads.float(), inner)`, `params =
+    masters.to(dtype)`, where `masters` are float32 and never leave the state.
+
+    A bfloat16 weight has 8 bits, so an update of less than 1/256 of it is lost when it is added:
+    AdamW at a rate of 1e-3 never moves a weight of 1.0. Masters have 24. Of a bfloat16 parameter
+    only the 16 bits that it lacks are kept: parameter and rest are 4 bytes in place of 6, and after
+    any number of steps `master_weights(params, opt_state)` has the bits of a run in float32 on the
+    same gradients.
+
+    `optimizer`: of any kind. It steps masters, and its state for them is in float32
+    (`with_state_dtype` makes that narrow). The state is `MasterState(inner, rest)`. For parameters
+    of float32 and wider, and complex ones, nothing is kept, and steps have the bits of `optimizer`.
+    Masters begin as the parameters; to begin with float32 weights, `params, rest =
+    split_masters(weights)` and `optimizer.init(params)._replace(rest=rest)`. The master of a
+    float16 parameter is in the state alone: what is written into the parameter between steps is
+    lost; of bfloat16 it is the upper half of the master.
+
+    An eager donated step of a class of torch.optim goes through the model in pieces: it takes at
+    most 64 MiB beside state and gradients, whatever the size. Parameters are cut where a class
+    moves each element by itself and they are contiguous; else the largest one counts. A compiled
+    step has no such bound. A step has no derivative.
+
+    Raises `TypeError` for what is no optimizer; `step` for parameters of another dtype than those
+    that the state was made for.
+
+    >>> import torch
+    >>> from purescale import from_torch
+    >>> optimizer = with_master_weights(from_torch(torch.optim.SGD, lr=2.0**-10))
+    >>> params = {"w": torch.ones(1, dtype=torch.bfloat16)}
+    >>> opt_state, grads = optimizer.init(params), {"w": torch.ones(1, dtype=torch.bfloat16)}
+    >>> for _ in range(3):
+    ...     params, opt_state = optimizer.step(params, grads, opt_state)
+    >>> params["w"], opt_state.rest["w"], master_weights(params, opt_state)["w"]
+    (tensor([0.9961], dtype=torch.bfloat16), tensor([16384], dtype=torch.int16), tensor([0.9971]))
+
+    Source of the rule: Micikevicius et al., Mixed Precision Training (2018); halves of masters as
+    in FlashOptim (arXiv 2602.23349), without its loss of bits.
+    """
+    return MasterOptimizer(optimizer)
+
+
+@outside_autocast()
+def master_weights(params: Tree, opt_state: MasterState) -> Tree:
+    """The float32 masters of a state of `with_master_weights`, in fresh memory: equal to
+    `join_masters(params, opt_state.rest)` where parameters are bfloat16, to the master itself of
+    float16, to the parameter of other dtypes.
+
+    For evaluation, checkpoints for others, and comparison. The state may be within that of other
+    wrappers.
+
+    Raises `TypeError` for another state, and for one of parameters of another dtype.
+
+    >>> import torch
+    >>> from purescale import from_torch
+    >>> optimizer = with_master_weights(from_torch(torch.optim.SGD, lr=0.5))
+    >>> params = {"w": torch.ones(2, dtype=torch.float16)}
+    >>> master_weights(params, optimizer.init(params))
+    {'w': tensor([1., 1.])}
+    """
+    state: Any = opt_state
+    while not isinstance(state, MasterState) and hasattr(state, "inner"):
+        state = state.inner
+    leaves, structure = _tree.flatten(params)
+    _, rest = _state_and_rest(state, structure)
+    _check_rest(_tree.names(params), leaves, rest)
+    masters = []
+    for leaf, kept in zip(leaves, rest, strict=True):
+        if not isinstance(leaf, Tensor):
+            masters.append(leaf)
+            continue
+        local, low = dtensor.shard(leaf), dtensor.shard(kept)
+        if leaf.dtype is torch.bfloat16:
+            made = _joined(local, low)
+        else:
+            made = (low if leaf.dtype is torch.float16 else local).clone()
+        masters.append(dtensor.from_local_like(leaf, made))
+    return structure.unflatten(masters)
+
+
+@outside_autocast()
+def split_masters(masters: Tree) -> tuple[Tree, Tree]:
+    """Equal to `hi, low` of each leaf where `low = bits & 0xffff` as int16 and `hi = (bits - low)
+    >> 16` are the two halves of the bits of a float32: `hi` as bfloat16 is the leaf rounded to the
+    nearest, ties away from zero.
+
+    `masters`: a tree of float32 tensors. Two trees of its structure, bfloat16 and int16, in fresh
+    memory. `join_masters` gives the same bits again, of subnormal numbers and infinities too.
+    Numbers within half a step of the largest float32 show as inf in bfloat16. A NaN shows as NaN
+    (a signalling one, which no arithmetic makes, may as inf); one whose payload would carry into
+    the sign, as that of a GPU, loses bit 15 of it.
+
+    Raises `TypeError` for a leaf of another dtype.
+
+    >>> import torch
+    >>> params, rest = split_masters({"w": torch.tensor([1.0, 1.001])})
+    >>> params["w"].tolist(), rest["w"].tolist()
+    ([1.0, 1.0], [0, 8389])
+    """
+    leaves, structure = _tree.flatten(masters)
+    pairs = []
+    for index, leaf in enumerate(leaves):
+        if leaf is None:
+            pairs.append((None, None))
+            continue
+        if not isinstance(leaf, Tensor) or leaf.dtype is not torch.float32:
+            what = described(leaf) if isinstance(leaf, Tensor) else repr(leaf)
+            raise TypeError(
+                f"{_tree.path(masters, 'masters', index)} is {what}; a master is float32. Fix: "
+                "`.float()`, or leave it out."
+            )
+        halves = _split(dtensor.shard(leaf))
+        pairs.append(tuple(dtensor.from_local_like(leaf, half) for half in halves))
+    return structure.unflatten([a for a, _ in pairs]), structure.unflatten([b for _, b in pairs])
+
+
+@outside_autocast()
+def join_masters(params: Tree, rest: Tree) -> Tree:
+    """Equal to `((hi << 16) + low)` of each leaf, as float32: the inverse of `split_masters`.
+
+    `params` bfloat16, `rest` int16, of one structure and the same shapes; fresh memory.
+
+    Raises `TypeError` for other dtypes, `ValueError` where the trees differ.
+
+    >>> import torch
+    >>> weights = {"w": torch.tensor([1.0, 1.001])}
+    >>> join_masters(*split_masters(weights))
+    {'w': tensor([1.0000, 1.0010])}
+    """
+    leaves, structure = _tree.flatten(params)
+    others = _tree.leaves_like("rest", rest, "params", params, structure)
+    for index, (leaf, low) in enumerate(zip(leaves, others, strict=True)):
+        if leaf is None and low is None:
+            continue
+        if getattr(leaf, "dtype", None) is not torch.bfloat16 or not _fits(leaf, low):
+            what = [described(x) if isinstance(x, Tensor) else repr(x) for x in (leaf, low)]
+            raise TypeError(
+                f"{_tree.path(params, 'params', index)} is {what[0]}, rest there {what[1]}; "
+                "expected bfloat16 and int16 of one shape. Fix: what `split_masters` returned; of "
+                "a state with other dtypes `master_weights(params, opt_state)`."
+            )
+    return structure.unflatten(
+        [
+            leaf
+            if leaf is None
+            else dtensor.from_local_like(leaf, _joined(dtensor.shard(leaf), dtensor.shard(low)))
+            for leaf, low in zip(leaves, others, strict=True)
+        ]
+    )
+
+
+# ---- bits ----------------------------------------------------------------------------------------
+
+_MAGNITUDE = 0x7FFFFFFF
+# NaNs of more than this would carry into the sign when they are rounded: they lose bit 15.
+_LARGEST = 0x7FFF7FFF
+
+
+def _joined(hi: Tensor, low: Tensor) -> Tensor:
+    """The master of a bfloat16 tensor and its rest."""
+    bits = hi.view(torch.int16).to(torch.int32)
+    if traced():
+        return ((bits << 16) + low).view(torch.float32)
+    return bits.bitwise_left_shift_(16).add_(low.to(torch.int32)).view(torch.float32)
+
+
+def _split(master: Tensor) -> tuple[Tensor, Tensor]:
+    """bfloat16 and int16 of a float32 tensor."""
+    bits = master.view(torch.int32)
+    # A sum is a tenth of the work, and finite of almost all that is.
+    if not (host_can_read(master) and math.isfinite(master.sum())):
+        bits = torch.where((bits & _MAGNITUDE) > _LARGEST, bits & ~0x8000, bits)
+    rounded = bits + 0x8000
+    rounded = rounded >> 16 if traced() else rounded.bitwise_right_shift_(16)
+    return rounded.to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
+
+
+# ---- the wrapper ---------------------------------------------------------------------------------
+
+
+def _rest_of(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor) or leaf.dtype not in HALF:
+        return ()
+    if leaf.dtype is torch.float16:
+        return leaf.detach().float()
+    return torch.zeros_like(leaf.detach(), dtype=torch.int16)
+
+
+def _fits(leaf: Any, kept: Any) -> bool:
+    """Whether this is what is kept of a parameter."""
+    kinds: dict[Any, torch.dtype] = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
+    expected = kinds.get(getattr(leaf, "dtype", None))
+    if expected is None:  # a None among the parameters may be one in `split_masters` too
+        return (isinstance(kept, tuple) and not kept) or leaf is kept is None
+    return (
+        isinstance(kept, Tensor)
+        and kept.dtype is expected
+        and kept.shape == leaf.shape
+        and kept.device == leaf.device
+    )
+
+
+def _check_rest(names: Sequence[str], params: Leaves, rest: Leaves) -> None:
+    for name, leaf, kept in zip(names, params, rest, strict=True):
+        if _fits(leaf, kept):
+            continue
+        here = described(leaf) if isinstance(leaf, Tensor) else repr(leaf)
+        there = described(kept) if isinstance(kept, Tensor) else repr(kept)
+        raise TypeError(
+            f"params: {name} is {here}, and what the state keeps of its master is {there}; "
+            "expected int16 of bfloat16, float32 of float16, () of others, in one shape on one "
+            "device. Likely cause: parameters that were cast or changed after `init`. Fix: "
+            "`opt_state = optimizer.init(params)` of these."
+        )
+
+
+class MasterOptimizer(Wrapper):
+    """An optimizer that steps masters; made by `with_master_weights`."""
+
+    def inner_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """float32 for half."""
+        return super().inner_dtype(torch.float32 if dtype in HALF else dtype)
+
+    def init(self, params: Tree) -> MasterState:
+        """The state of an optimizer that has made no step: masters are the parameters."""
+        leaves, structure = _tree.flatten(params)
+        wide = [
+            leaf.detach().float() if isinstance(leaf, Tensor) and leaf.dtype in HALF else leaf
+            for leaf in leaves
+        ]
+        rest = structure.unflatten(list(map(_rest_of, leaves)))
+        return MasterState(self.optimizer.init(structure.unflatten(wide)), rest)
+
+    def stand_ins(self, inputs: StepInputs) -> StepInputs:
+        """Masters without values, and the inner state."""
+        state, rest = _state_and_rest(inputs.opt_state, inputs.structure)
+        _check_rest(inputs.names, inputs.params, rest)
+        made: dict[Any, Tensor] = {}
+        params = [
+            stand_in(leaf, torch.float32, made) if isinstance(kept, Tensor) else leaf
+            for leaf, kept in zip(inputs.params, rest, strict=True)
+        ]
+        return with_params(inputs, params, state.inner)
+
+    def widen(self, inputs: StepInputs) -> StepInputs:
+        """Masters, and the inner state."""
+        state, rest = _state_and_rest(inputs.opt_state, inputs.structure)
+        params = list(inputs.params)
+        split = [index for index, leaf in enumerate(params) if _is_split(leaf)]
+        for index, master in zip(
+            split, _masters([params[i] for i in split], [rest[i] for i in split]), strict=True
+        ):
+            params[index] = master
+        for index, leaf in enumerate(params):
+            if isinstance(leaf, Tensor) and leaf.dtype is torch.float16:
+                params[index] = rest[index]
+        return with_params(inputs, params, state.inner)
+
+    def narrow(
+        self,
+        inputs: StepInputs,
+        skip: Tensor | None,
+        stepped: tuple[list[Any], Any],
+        *,
+        write: bool,
+    ) -> tuple[list[Any], Any]:
+        """Masters in two halves, or rounded to the nearest."""
+        state, rest = _state_and_rest(inputs.opt_state, inputs.structure)
+        masters, inner = stepped
+        params, rest = list(masters), list(rest)
+        split = [index for index, leaf in enumerate(inputs.params) if _is_split(leaf)]
+        halves = _halves([masters[i] for i in split])
+        for index, half, low in zip(split, *halves, strict=True):
+            params[index], rest[index] = half, low
+        for index, leaf in enumerate(inputs.params):
+            if isinstance(leaf, Tensor) and leaf.dtype is torch.float16:
+                params[index] = _rounded_like(leaf, masters[index], skip)
+                rest[index] = masters[index]
+        if not write:
+            return params, MasterState(inner, inputs.structure.unflatten(rest))
+        put(
+            [*inputs.params, *_state_and_rest(inputs.opt_state, inputs.structure)[1]],
+            [*params, *rest],
+        )
+        put_tree(state.inner, inner)
+        return inputs.params, state
+
+
+def _state_and_rest(opt_state: Any, structure: Any) -> tuple[MasterState, Leaves]:
+    """The state, refused if it is another's, and what it keeps in the order of the parameters."""
+    state = checked_state(opt_state, MasterState)
+    try:
+        rest = structure.flatten_up_to(state.rest)
+    except (ValueError, KeyError):
+        raise ValueError(
+            "opt_state.rest has another structure than params. Likely cause: the state of other "
+            "parameters. Fix: `opt_state = optimizer.init(params)` for these params."
+        ) from None
+    return state, rest
+
+
+def _is_split(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dtype is torch.bfloat16
+
+
+def _rounded_like(old: Tensor, master: Tensor, skip: Tensor | None) -> Tensor:
+    """A float16 parameter of its master; where skipped it stays, whatever it was."""
+    new = saturating(dtensor.shard(master), old.dtype)
+    if skip is not None:
+        new = foreach.where(skip, [dtensor.shard(old)], [new])[0]
+    result: Tensor = dtensor.from_local_like(old, new)
+    return result
+
+
+def _masters(params: list[Tensor], rest: list[Tensor]) -> list[Tensor]:
+    """`_joined` of each. Outside of a trace in one piece of memory, which the step overwrites."""
+    if traced() or not params or any_dtensor(params):
+        pairs = [
+            (dtensor.shard(hi), dtensor.shard(low)) for hi, low in zip(params, rest, strict=True)
+        ]
+        made = [_joined(*pair) for pair in pairs]
+        return [dtensor.from_local_like(leaf, new) for leaf, new in zip(params, made, strict=True)]
+    return foreach.views(_joined(foreach.gather(params), foreach.gather(rest)), params)
+
+
+def _halves(masters: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """`_split` of each."""
+    if traced() or not masters or any_dtensor(masters):
+        pairs = [_split(dtensor.shard(master)) for master in masters]
+        split = [
+            [dtensor.from_local_like(m, half) for half in pair]
+            for m, pair in zip(masters, pairs, strict=True)
+        ]
+        return [a for a, _ in split], [b for _, b in split]
+    hi, low = _split(foreach.gather(masters))
+    return foreach.views(hi, masters), foreach.views(low, masters)

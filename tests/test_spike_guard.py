@@ -263,6 +263,18 @@ def test_a_rejected_step_reports_the_loss_and_the_norm_that_it_was_rejected_for(
     )
 
 
+@pytest.mark.parametrize("max_norm", [None, inf])
+def test_a_spike_of_the_norm_alone_is_seen_where_the_norm_is_measured(max_norm):
+    def loss_fn(params, buffers, microbatch):
+        loss, buffers = LOSS(params, buffers, (microbatch[0], CALM))
+        return loss + (microbatch[1] - 1) * (loss - loss.detach()), buffers
+
+    state, step = job(max_norm=max_norm)
+    _, infos = trained(state, functools.partial(step, loss_fn=loss_fn), windows(PLANTED[:6]))
+    assert flags(infos, "rejected") == [False] * 5 + [max_norm is not None]
+    assert infos[5].loss < 2
+
+
 @pytest.mark.parametrize("guard", [GUARD, None])
 def test_info_says_rejected_only_with_a_guard(guard):
     state, info = (lambda state, step: step(state, windows([CALM])[0]))(*job(guard=guard))

@@ -92,6 +92,9 @@ The step:
     TrainState            the state that it maps to the next one
     StepInfo              loss, found_inf, scale, grad_norm, grad_amax of a step
     stack_infos           those of many steps as one value
+    Guard                 the protocol of a guard: `init(device)` and `update(state, loss, norm)`
+    SpikeGuard            the guard: reject a step whose loss or norm spikes
+    SpikeState            its state
 
 Checkpoints:
     to_state_dict         any state as nested dicts of tensors
@@ -222,6 +225,11 @@ from ._step.train_step import (
     TrainState as TrainState,
 )
 from ._step.step_info import StepInfo as StepInfo, stack_infos as stack_infos
+from ._step.spike_guard import (
+    Guard as Guard,
+    SpikeGuard as SpikeGuard,
+    SpikeState as SpikeState,
+)
 
 from ._checkpoint import (
     to_state_dict as to_state_dict,
@@ -311,6 +319,9 @@ __all__ = [  # noqa: RUF022  in the order of a step
     "TrainState",
     "StepInfo",
     "stack_infos",
+    "Guard",
+    "SpikeGuard",
+    "SpikeState",
     "to_state_dict",
     "from_state_dict",
     "save",

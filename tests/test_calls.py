@@ -85,6 +85,24 @@ def test_a_warm_eager_step_runs_few_calls_beside_those_of_grad_scalers_loop(numb
     assert calls(a_step(number)) <= 1.45 * calls(grad_scalers_step(number))
 
 
+def test_a_step_without_a_guard_runs_nothing_of_one():
+    step, called = a_step(1), set()
+    step()
+
+    def noted(frame, event, arg):
+        if event == "call":
+            called.add((frame.f_code.co_filename.rpartition("/")[2], frame.f_code.co_name))
+
+    sys.setprofile(noted)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    assert ("train_step.py", "_stages") in called
+    assert not {(file, name) for file, name in called if file == "spike_guard.py"}
+    assert not {name for _, name in called} & {"_judged", "_next_guard"}
+
+
 def operators(function):
     """The operators that the third call runs."""
     function(), function()

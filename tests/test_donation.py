@@ -1,16 +1,19 @@
 """PURESCALE_DEBUG_DONATION: what was given up is NaN afterwards, and nothing else is."""
 
+import functools
 import importlib.util
 import math
 import os
 import subprocess
 import sys
+from typing import NamedTuple
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from helpers import at, batch, clone, job, same_bits, tensors
 from hypothesis import given
+from torch import Tensor
 
 import purescale as ps
 from purescale._torch import donation
@@ -316,3 +319,39 @@ def test_what_a_backward_made_is_ours_only_where_nobody_else_can_see_it():
     assert seen[0].tolist() == [2.0] * 3
     assert array.tolist() == [0.0, 1.0, 2.0]
     assert all(gradient.is_contiguous() for gradient in mine)
+
+
+class Sum(NamedTuple):
+    scale: Tensor
+    clean: Tensor  # 0-d float64
+
+
+class Summing:
+    def init(self, device=None):
+        return Sum(torch.ones((), device=device), torch.zeros((), dtype=torch.float64))
+
+    def update(self, scaler, found_inf):
+        return Sum(scaler.scale.clone(), scaler.clean + torch.where(found_inf, 0, 1))
+
+
+def test_a_compiled_donated_step_keeps_0d_numbers_of_float64():
+    """What compiled code writes into such an input on a CPU is lost (torch 2.13)."""
+    sgd = ps.from_torch(torch.optim.SGD, lr=0.5)
+
+    def loss_fn(params, buffers, x):
+        return (params["w"] * x).sum(), {"seen": buffers["seen"] + x}
+
+    @functools.partial(torch.compile, fullgraph=True, backend="aot_eager")
+    def step(state, x):
+        settings = {"loss_fn": loss_fn, "optimizer": sgd, "rule": Summing(), "donate": True}
+        return ps.train_step(state, [x], **settings)[0]
+
+    weights = {"w": torch.ones((), dtype=torch.float64)}
+    state = ps.init_train_state(
+        weights, {"seen": torch.zeros((), dtype=torch.float64)}, sgd, Summing()
+    )
+    for _ in range(3):
+        state = step(state, torch.tensor(2.0, dtype=torch.float64))
+    assert state.scaler.clean == 3
+    assert state.buffers["seen"] == 6
+    assert state.params["w"] == 1 - 3 * 0.5 * 2

@@ -19,8 +19,11 @@ class Outcome(NamedTuple):
 
     decision: Decision
     found_inf: Tensor  # bool []: the step is skipped, for whatever reason
-    grad_norm: Any  # before clipping, not finite where the step is skipped; () without max_norm
+    # before clipping; not finite where the step is skipped, unless a guard alone skips it; ()
+    # without max_norm
+    grad_norm: Any
     grad_amax: Any  # likewise; () where it was not asked for
+    rejected: Any = ()  # bool []: a guard skips the step, and nothing else does; () without one
 
 
 def decide(
@@ -29,23 +32,26 @@ def decide(
     scale: Tensor | None,
     grads: Sequence[Tensor],
     must_skip: Tensor | None = None,
+    bad: Tensor | None = None,
 ) -> Outcome:
     """Skip or apply, and by what the gradients are divided. `scale`: what they are still scaled by;
     None of unscaled ones.
 
     Skipped is a step whose gradients are not finite, one with a bound that is 0, negative or NaN,
-    and one of which `must_skip` says so: its weights, a microbatch of it or another rank. Where the
-    host can see, what follows from the norm are Python numbers; elsewhere tensors that nobody
-    reads.
+    and one of which `must_skip` says so: its weights, a microbatch of it or another rank. `bad`: a
+    guard rejects the step. Where the host can see, what follows from the norm are Python numbers;
+    elsewhere tensors that nobody reads.
     """
     causes = [~(bound.to(stats.nonfinite.device) > 0) for bound in clip.bounds]
     if must_skip is not None:
         causes.append(must_skip)
     if stats.nonfinite_on_host is not None and all([bound.is_cpu for bound in clip.bounds]):
-        return _decide_on_host(stats, clip, scale, grads, any([bool(cause) for cause in causes]))
-    found_inf = stats.nonfinite
+        other_cause = any([bool(cause) for cause in causes])
+        return _decide_on_host(stats, clip, scale, grads, other_cause, bad)
+    failed = stats.nonfinite
     for cause in causes:
-        found_inf = found_inf | cause
+        failed = failed | cause
+    found_inf = failed if bad is None else failed | bad
     factor, divisor, rest, norm = None, scale, None, ()
     if clip.max_norm is not None:
         dtype = factor_dtype(grads)
@@ -59,8 +65,9 @@ def decide(
             fits = torch.isfinite(divisor)
             divisor, rest = torch.where(fits, divisor, unscaling), torch.where(fits, one, factor)
     decision = Decision(found_inf, None, scale, factor, clip.value, divisor, rest)
-    amax = reported(stats.amax, found_inf)
-    return Outcome(decision, found_inf, reported(norm, found_inf), amax)
+    rejected = () if bad is None else bad & ~failed
+    amax = reported(stats.amax, failed)
+    return Outcome(decision, found_inf, reported(norm, failed), amax, rejected)
 
 
 def _decide_on_host(
@@ -69,13 +76,19 @@ def _decide_on_host(
     scale: Tensor | None,
     grads: Sequence[Tensor],
     other_cause: bool,
+    bad: Tensor | None,
 ) -> Outcome:
-    skip = stats.nonfinite_on_host or other_cause
-    found_inf = torch.ones_like(stats.nonfinite) if other_cause else stats.nonfinite
+    failed = stats.nonfinite_on_host or other_cause
+    rejects = bad is not None and not failed and bool(bad)
+    rejected = () if bad is None else torch.full_like(stats.nonfinite, rejects)
+    skipped = other_cause or rejects
+    found_inf = torch.ones_like(stats.nonfinite) if skipped else stats.nonfinite
     norm: Any = () if stats.norm is None else stats.norm.to(factor_dtype(grads))
-    if skip:
-        decision = Decision(found_inf, True)
-        return Outcome(decision, found_inf, _not_finite(norm), _not_finite(stats.amax))
+    if failed or rejects:
+        decision, amax = Decision(found_inf, True), stats.amax
+        if failed:
+            norm, amax = _not_finite(norm), _not_finite(amax)
+        return Outcome(decision, found_inf, norm, amax, rejected)
     factor, divisor = None, scale
     if clip.max_norm is not None and not _is_unbounded(clip):
         wide = clip_factor_on_host(stats.norm_on_host, float(clip.max_norm))  # type: ignore[arg-type]
@@ -85,7 +98,7 @@ def _decide_on_host(
             fits = wide * torch.finfo(norm.dtype).max >= unscaling
             divisor = torch.full_like(norm, unscaling / wide) if fits else None
     decision = Decision(None, False, scale, factor, clip.value, divisor)
-    return Outcome(decision, found_inf, norm, stats.amax)
+    return Outcome(decision, found_inf, norm, stats.amax, rejected)
 
 
 def _is_unbounded(clip: Clip) -> bool:

@@ -23,12 +23,15 @@ class StepInfo(NamedTuple):
     loss: Tensor
     found_inf: Tensor  # bool: the step was skipped
     scale: Tensor  # float32: the scale that was used
-    # float32, before clipping; not finite where found_inf; () where max_norm is None
+    # float32, before clipping; not finite where found_inf, unless rejected; () where max_norm is
+    # None
     grad_norm: Any
     # float32, as grad_norm, the largest magnitude; () where the rule does not take amax
     grad_amax: Any
     retries: Tensor  # int32: how often the window was gone through again
     aux: Any  # what loss_fn returned third, one a microbatch; () where it returns two
+    # bool: the guard skipped the step, and nothing else did; () without a guard
+    rejected: Any = ()
 
 
 @outside_autocast()

@@ -31,6 +31,7 @@ class StepOptions:
     max_retries: int = 0
     donate: bool = False
     takes_amax: bool = False  # whether the rule looks at the largest gradient
+    guard: Any = None
 
     @property
     def looks_once(self) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._grads.accumulate import OnNonfinite, check_on_nonfinite
-from .._grads.clip import Clip, check_clip, check_ordered
+from .._grads.clip import Clip, check_clip, check_ordered, factor_dtype
 from .._loss_scale.rule_protocol import Rule, check_rule, takes_amax, updated
 from .._loss_scale.rules import StaticScale
 from .._loss_scale.scaling import check_device
@@ -23,6 +23,7 @@ from .._step.optimizer_step import update
 from .._step.reduce import checked as checked_group
 from .._step.reduce import reduce_window
 from .._step.retry import accumulate_until_finite
+from .._step.spike_guard import Guard, check_guard, check_guarded, judged
 from .._step.step_info import StepInfo
 from .._step.step_options import BNUpdate, StepOptions
 from .._step.value_and_grad import LossFn
@@ -45,19 +46,25 @@ class TrainState(NamedTuple):
     scaler: Any
     step: Tensor  # int64 []: steps applied, skipped ones not counted
     rng: Any  # uint8 [n], a generator's state; () for torch's global generator
+    guard: Any = ()  # what a guard remembers; () without one
 
 
 def init_train_state(
-    params: Tree, buffers: Tree, optimizer: Optimizer, rule: Rule[Any], rng: Tensor | None = None
+    params: Tree,
+    buffers: Tree,
+    optimizer: Optimizer,
+    rule: Rule[Any],
+    rng: Tensor | None = None,
+    guard: Guard[Any] | None = None,
 ) -> TrainState:
     """Equal to `TrainState(params, buffers, optimizer.init(params), rule.init(device),
-    step=0, rng)`, in fresh memory.
+    step=0, rng, guard.init(device))`, in fresh memory.
 
     Off the graph of torch.autograd; inside torch.func it can be differentiated with respect to
     `params` and `buffers`. `device` is that of the parameters. `rng`: the state of a generator of
     that device, `torch.Generator(device).manual_seed(0).get_state()`; with it dropout is a function
     of the state and a step replays bit for bit. Without it (`()` in the state) torch's global
-    generator is used and moves on.
+    generator is used and moves on. `guard`: that of `train_step`, such as `SpikeGuard()`.
 
     Raises `ValueError` for params without a tensor, `TypeError` for integer parameters or an `rng`
     that is no generator state.
@@ -70,6 +77,8 @@ def init_train_state(
     (tensor(0), tensor(65536.))
     """
     _check_parts(optimizer, rule)
+    if guard is not None:
+        check_guard(guard)
     weights = _tree.tensors(params)
     if not weights:
         raise ValueError(
@@ -90,6 +99,7 @@ def init_train_state(
         scaler=rule.init(device),
         step=torch.zeros((), dtype=torch.int64, device=device),
         rng=() if rng is None else rng.clone(),
+        guard=() if guard is None else guard.init(device),
     )
 
 
@@ -110,6 +120,7 @@ def train_step(
     max_retries: int = 0,
     donate: bool = False,
     norm_type: float = 2.0,
+    guard: Guard[Any] | None = None,
 ) -> tuple[TrainState, StepInfo]:
     """Syncs with the host only where `max_retries` is above 0, and over a `group` whose ranks meet
     on a CPU. Equal to, with one microbatch and `s = state`:
@@ -161,6 +172,12 @@ def train_step(
       `weight_fn` is called for that too. What `loss_fn` raises on one rank is an error on the
       others only when that rank ends, or the group's timeout does. DTensors, which are reduced over
       their own mesh, are refused.
+    - `guard`: looks at the loss of the step and, with `max_norm`, at the norm before clipping, and
+      may reject it: `SpikeGuard()`, over a state of `init_train_state(..., guard=guard)`. A
+      rejected step is skipped as an overflow is, but leaves the loss scale as it was; `info` has
+      `found_inf` and `rejected`, and the loss and the norm that were rejected. It judges a window
+      as a whole, and over a group all ranks alike. A step that is skipped for another reason
+      leaves `state.guard` as it was.
 
     Inside the caller's `torch.autocast` only `loss_fn` and `weight_fn` are computed under it.
 
@@ -196,6 +213,7 @@ def train_step(
         "norm_type": norm_type,
         "rule": rule,
         "optimizer": optimizer,
+        "guard": guard,
     }
     # Over a group weights are asked for before others wait for what follows from them.
     asked = weight_fn if group is not None else None
@@ -214,6 +232,7 @@ def train_step(
         max_retries=max_retries,
         donate=donate,
         takes_amax=takes_amax(rule),
+        guard=guard,
     )
     new_state, info = _stages(options, state, flat, microbatches)
     if donate:
@@ -248,12 +267,14 @@ def _stages(
     if options.group is not None:
         window = reduce_window(options, window, params, buffers, scale)
     scaled_by = scale if window.scaled else None
+    verdict: Any = () if options.guard is None else _judged(options, state, window)
     outcome = decide(
         window.stats,  # type: ignore[arg-type]
         options.clip,
         scaled_by,
         window.grads.tensors,
         window.must_skip,
+        verdict[1] if verdict else None,
     )
     next_scaler = _next_scaler(options, scaler, tried.scaler, window, outcome)
     used_scale = scale.clone()
@@ -267,17 +288,16 @@ def _stages(
         scratch_ok=not traced(),
         read_only=_read_only_in_update(options, state, flat, window),
     )
-    rest = (new_params, opt_state, next_scaler, window.aux, step, state.rng)
+    next_guard = _next_guard(verdict[0], outcome) if verdict else ()
+    rest = (new_params, opt_state, next_scaler, window.aux, step, state.rng, next_guard)
     new_buffers = _next_buffers(options, outcome.decision, buffers.leaves, window, rest)
     rng = tried.rng
     if options.donate and skip_on_host is None:
-        read_only = [
-            *window.seen,
-            *options.clip.bounds,
-            *_tree.all_tensors((window.aux, new_buffers)),
-        ]
-        before = (state.scaler, state.step, state.rng)
-        next_scaler, step, rng = write_over(before, (next_scaler, step, rng), read_only)
+        held = _tree.all_tensors((window.aux, new_buffers))
+        read_only = [*window.seen, *options.clip.bounds, *held]
+        before = (state.scaler, state.step, state.rng, state.guard)
+        new = (next_scaler, step, rng, next_guard)
+        next_scaler, step, rng, next_guard = write_over(before, new, read_only)
     new_state = TrainState(
         params=new_params,
         buffers=buffers.structure.unflatten(new_buffers),
@@ -285,6 +305,7 @@ def _stages(
         scaler=next_scaler,
         step=step,
         rng=rng,
+        guard=next_guard,
     )
     return new_state, StepInfo(
         loss=window.loss,
@@ -294,6 +315,7 @@ def _stages(
         grad_amax=outcome.grad_amax,
         retries=torch.full((), tried.retries, dtype=torch.int32, device=skip.device),
         aux=window.aux,
+        rejected=outcome.rejected,
     )
 
 
@@ -305,7 +327,9 @@ def _read_only_in_update(
     """
     if not options.donate or traced():  # where memory is not compared
         return []
-    held = (flat.buffers.leaves, window.buffers, flat.scaler.leaves, state.step, state.rng)
+    held: Any = (flat.buffers.leaves, window.buffers, flat.scaler.leaves, state.step, state.rng)
+    if options.guard is not None:
+        held += (state.guard,)
     return [*window.seen, *options.clip.bounds, *_tree.all_tensors(held)]
 
 
@@ -325,10 +349,14 @@ def _next_scaler(
     start = used if used is before.tree else where(overflow, before.tree, used)
     updated_scaler = updated(options.rule, start, overflow, amax)
     new = _tree.paired(before.tree, updated_scaler, "state.scaler", _FROM_RULE, flat=before)[1]
-    only_an_overflow_skips = window.must_skip is None and not options.clip.bounds
+    only_an_overflow_skips = (
+        window.must_skip is None and not options.clip.bounds and options.guard is None
+    )
     if not (only_an_overflow_skips or outcome.decision.skip_on_host is False):
-        # Weights that leave nothing, and a bound that is none, leave the scale as it was.
-        new = choose(outcome.found_inf & ~window.overflow, before.leaves, new)
+        # Weights that leave nothing, a bound that is none and a guard leave the scale as it was.
+        # A lower scale at which a retry was finite stays.
+        old = before.leaves if start is before.tree else _tree.flatten(start)[0]
+        new = choose(outcome.found_inf & ~window.overflow, old, new)
     elif not traced():  # a rule may return what it was given
         given = [*before.leaves, overflow, *([amax] if options.takes_amax else [])]
         new = _tree.leaves_apart(new, given)
@@ -352,6 +380,24 @@ def _told_to_rule(
     bad = overflow & (window.loss.abs() < math.inf)
     amax: Any = window.stats.amax  # type: ignore[union-attr]
     return bad, torch.where(outcome.found_inf & ~bad, torch.nan, amax)
+
+
+def _judged(options: StepOptions, state: TrainState, window: WindowGrads) -> tuple[Any, Tensor]:
+    """What the guard makes of the step, before anything moves: its state before and after, paired,
+    and whether to reject. It is told what `StepInfo` tells.
+    """
+    norm: Any = window.stats.norm  # type: ignore[union-attr]
+    norm = () if norm is None else norm.to(factor_dtype(window.grads.tensors))
+    new, bad = judged(options.guard, state.guard, window.loss, norm)
+    return _tree.paired(state.guard, new, "state.guard", "the state that the guard gave"), bad
+
+
+def _next_guard(states: Any, outcome: Outcome) -> Any:
+    """The state of the guard after the step: what it said, unless the step was skipped for another
+    reason.
+    """
+    old, new, structure = states
+    return structure.unflatten(choose(outcome.found_inf & ~outcome.rejected, old, new))
 
 
 def _next_buffers(
@@ -392,6 +438,8 @@ def _check_call(
     leaves = flat.params.leaves
     _tree.check_parameters(flat.params, "state.params")
     check_device(state.scaler.scale, state.params, leaves, "state.params")
+    if settings["guard"] is not None or state.guard != ():
+        check_guarded(settings["guard"], state.guard)
     if clip.value is not None:
         check_ordered(state.params, leaves, "params")
     check_on_nonfinite(settings["on_nonfinite"])

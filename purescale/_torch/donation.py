@@ -84,7 +84,10 @@ def _are_writable(tensors: Sequence[Tensor]) -> bool:
     """Whether they may be written into, as far as each tells by itself."""
     if torch.compiler.is_dynamo_compiling():
         return all(
-            tensor.layout is torch.strided and is_gapless(tensor) and not tensor.requires_grad
+            tensor.layout is torch.strided
+            and is_gapless(tensor)
+            and not tensor.requires_grad
+            and not _is_number(tensor)
             for tensor in tensors
         )
     if any(map(_grad_fn, tensors)) or any(map(Tensor.is_neg, tensors)):
@@ -93,6 +96,13 @@ def _are_writable(tensors: Sequence[Tensor]) -> bool:
     if not torch.is_inference_mode_enabled() and any(map(Tensor.is_inference, tensors)):
         return False
     return set(map(_layout, tensors)) <= {torch.strided} and are_gapless(tensors)
+
+
+def _is_number(tensor: Tensor) -> bool:
+    """Whether the compiler takes an input for a Python float, as it does with a 0-d float64 on a
+    CPU: what is written into it is lost (torch 2.13).
+    """
+    return not tensor.ndim and tensor.dtype is torch.float64 and tensor.is_cpu
 
 
 def _memories_of_values(tensors: Sequence[Tensor]) -> list[int | None]:

@@ -24,6 +24,7 @@ _CAUSES = {
     "buffers": "another model",
     "opt_state": "another optimizer, or other settings of it,",
     "scaler": "another rule",
+    "guard": "another guard, or none where the other has one,",
 }
 
 

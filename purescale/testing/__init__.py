@@ -5,6 +5,7 @@ Needs hypothesis (`pip install purescale[testing]`), and is imported by itself:
 what was found, where, and what to do.
 """
 
+from ._guard_battery import assert_guard as assert_guard
 from ._laws import Untouched as Untouched
 from ._laws import assert_pure as assert_pure
 from ._laws import assert_single_graph as assert_single_graph
@@ -32,6 +33,7 @@ __all__ = [  # noqa: RUF022  strategies, then checks
     "assert_vmap_equals_loop",
     "assert_scale_rule",
     "assert_optimizer",
+    "assert_guard",
     "same_bits",
     "shares_memory",
     "Untouched",

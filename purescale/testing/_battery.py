@@ -110,3 +110,32 @@ def shown(value: Any) -> str:
         fields = ", ".join(f"{name}={shown(leaf)}" for name, leaf in rows)
         return f"{type(value).__name__}({fields})"
     return short(value)
+
+
+def attributes(subject: Any) -> dict[str, str]:
+    """What an object remembers, as text."""
+    return {name: repr(value) for name, value in getattr(subject, "__dict__", {}).items()}
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return type(value), *map(_kind, value)
+    return (value.dtype, value.shape) if isinstance(value, Tensor) else type(value)
+
+
+def alike(state: Any, new: Any) -> bool:
+    """Whether a state has kept its type, dtypes and shapes."""
+    return type(new) is type(state) and list(map(_kind, new)) == list(map(_kind, state))
+
+
+def kinds(state: Any) -> str:
+    """The fields of a state with their dtypes and shapes."""
+    if not hasattr(state, "_fields"):
+        return f"a {type(state).__name__}"
+    fields = [
+        f"{name}: {leaf.dtype} {tuple(leaf.shape)}"
+        if isinstance(leaf, Tensor)
+        else f"{name}: {kinds(leaf).removeprefix('a ')}"
+        for name, leaf in zip(state._fields, state, strict=True)
+    ]
+    return f"{type(state).__name__}({', '.join(fields)})"

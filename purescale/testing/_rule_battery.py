@@ -16,7 +16,7 @@ from torch import Tensor
 from .._loss_scale.rule_protocol import takes_amax
 from .._torch import private
 from .._tree import tree
-from ._battery import Battery, saved_and_loaded, shown
+from ._battery import Battery, alike, attributes, kinds, saved_and_loaded, shown
 from ._laws import (
     assert_pure,
     assert_single_graph,
@@ -144,8 +144,8 @@ class _RuleBattery(Battery):
 
     def alike(self, state: Any, new: Any, call: tuple[Any, ...]) -> None:
         """The state keeps its type, dtypes and shapes."""
-        if type(new) is not type(state) or list(map(_kind, new)) != list(map(_kind, state)):
-            self.fail("structure", _kinds(new), _kinds(state), *call)
+        if not alike(state, new):
+            self.fail("structure", kinds(new), kinds(state), *call)
 
     # ---- what is checked
 
@@ -175,13 +175,13 @@ class _RuleBattery(Battery):
         state = self.subject.init()
         for bad in _RUN:
             call = update_arguments(state, bad, self.amax)
-            before = _attributes(self.subject)
+            before = attributes(self.subject)
             new = self.update(state, bad)
             self.alike(state, new, call)
             for law, check in (("reads", assert_sync_free), ("pure", assert_pure)):
                 checked = functools.partial(check, self.subject.update)
                 self.attempt(law, "nothing of the kind", checked, *call)
-            if _attributes(self.subject) != before:
+            if attributes(self.subject) != before:
                 self.fail("value", "an attribute of the rule changed", "the same", *call)
             state = new
 
@@ -290,23 +290,3 @@ class _RuleBattery(Battery):
         for call, came, should in zip(calls, found, expected, strict=True):
             if not same_bits(came, should):
                 self.fail(law, shown(came), shown(should), *call)
-
-
-def _attributes(rule: Any) -> dict[str, str]:
-    return {name: repr(value) for name, value in getattr(rule, "__dict__", {}).items()}
-
-
-def _kind(value: Any) -> Any:
-    return (value.dtype, value.shape) if isinstance(value, Tensor) else type(value)
-
-
-def _kinds(state: Any) -> str:
-    if not hasattr(state, "_fields"):
-        return f"a {type(state).__name__}"
-    fields = [
-        f"{name}: {leaf.dtype} {tuple(leaf.shape)}"
-        if isinstance(leaf, Tensor)
-        else f"{name}: {type(leaf).__name__}"
-        for name, leaf in zip(state._fields, state, strict=True)
-    ]
-    return f"{type(state).__name__}({', '.join(fields)})"

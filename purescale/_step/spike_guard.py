@@ -1,0 +1,186 @@
+"""A guard that rejects steps whose loss or gradient norm spikes, and the protocol of guards."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from .._torch.dtypes import widest_float
+from .._tree import scalars
+from .._tree.tree import Tree
+
+State = TypeVar("State")
+
+
+class Guard(Protocol[State]):
+    """Anything with these two pure methods is a guard; its state is a NamedTuple of tensors.
+    Neither reads a tensor's value. `update` is given the loss and the gradient norm of a step, 0-d
+    tensors as in `StepInfo`, and returns the next state and `bad`, a 0-d bool tensor: whether to
+    reject the step. `grad_norm` is `()` where `train_step` has no `max_norm`. Where the step is
+    skipped for another reason its verdict and its state are dropped.
+    """
+
+    def init(self, device: torch.device | str | None = None) -> State: ...
+
+    def update(self, state: State, loss: Tensor, grad_norm: Any, /) -> tuple[State, Tensor]: ...
+
+
+class SpikeStats(NamedTuple):
+    """What is known of one measured number: 0-d tensors on one device."""
+
+    mean: Tensor  # float64 (float32 on mps): the running mean
+    variance: Tensor  # the same: the running variance
+    num_steps: Tensor  # int32: how many steps they are made of
+
+
+class SpikeState(NamedTuple):
+    """What a `SpikeGuard` remembers. Make it with `guard.init(device)`."""
+
+    loss: SpikeStats
+    grad_norm: SpikeStats
+
+
+@dataclasses.dataclass(frozen=True)
+class SpikeGuard:
+    """Reject a step whose loss or gradient norm is more than `sigma` standard deviations above its
+    running mean.
+
+    For `train_step(..., guard=guard)`, over a state of `init_train_state(..., guard=guard)`. With
+    `max_norm=math.inf` the norm is judged without clipping; without `max_norm` the loss alone.
+
+    Settings, checked when made (`ValueError`, `TypeError`):
+    - `sigma`: above 0.
+    - `decay`: between 0 and 1; of the running mean and variance. The first `1 / (1 - decay)` steps
+      have equal weights.
+    - `warmup`: accepted steps before the first is judged, at least 2.
+
+    What is rejected is not learnt from, nor is a step whose loss or norm is not finite. An exact 0
+    is not counted: it says nothing about the usual size, as where a reward is sparse. Deviations
+    below a millionth of the mean, which may be rounding, count as that. A lasting rise is rejected
+    for ever: look at `info.rejected`, and start again from `guard.init`. NaN is above nothing.
+
+    >>> import torch
+    >>> guard = SpikeGuard(warmup=4)
+    >>> state, verdicts = guard.init(), []
+    >>> for loss in (2.0, 2.1, 1.9, 2.0, 2.1, 9.0, 2.0):
+    ...     state, bad = guard.update(state, torch.tensor(loss), ())
+    ...     verdicts.append(bad.item())
+    >>> verdicts
+    [False, False, False, False, False, True, False]
+
+    Source of the rule: OLMo-core's SkipStepOptimizer and levanter's skip_bad_steps, over a window;
+    ZClip (arXiv 2504.02507), by moving averages. The variance is West's, Communications of the ACM
+    22 (1979).
+    """
+
+    sigma: float = 6.0
+    decay: float = 0.99
+    warmup: int = 20
+
+    def __post_init__(self) -> None:
+        scalars.settle(self, scalars.positive, "sigma", "decay")
+        scalars.settle(self, lambda name, n: scalars.whole(name, n, least=2), "warmup")
+        if not self.decay < 1:
+            raise ValueError(
+                f"decay must be between 0 and 1, got {self.decay!r}. Fix: 0.99, about a hundred "
+                "steps."
+            )
+
+    def init(self, device: torch.device | str | None = None) -> SpikeState:
+        """The state to start from: nothing is known."""
+
+        def nothing() -> SpikeStats:
+            count = torch.zeros((), dtype=torch.int32, device=device)
+            mean, variance = (
+                torch.zeros((), dtype=widest_float(count.device), device=device) for _ in range(2)
+            )
+            return SpikeStats(mean, variance, count)
+
+        return SpikeState(nothing(), nothing())
+
+    def update(
+        self, state: SpikeState, loss: Tensor, grad_norm: Any = (), /
+    ) -> tuple[SpikeState, Tensor]:
+        """The next state, and whether loss or norm is a spike, 0-d bool. `grad_norm`: a 0-d tensor,
+        or `()` where it was not measured.
+        """
+        if not isinstance(state, SpikeState):
+            raise TypeError(
+                f"state is {type(state).__name__}; expected a SpikeState. Likely cause: the state "
+                "of another guard, or of a whole step. Fix: `guard.init(device)`, or "
+                "`guard.update(train_state.guard, loss, grad_norm)`."
+            )
+        seen = (loss, grad_norm) if isinstance(grad_norm, Tensor) else (loss,)
+        pairs = [(stats, x.to(stats.mean.dtype)) for stats, x in zip(state, seen, strict=False)]
+        bad = torch.stack([self._is_spike(stats, x) for stats, x in pairs]).any()
+        learn = ~bad & torch.isfinite(torch.stack([x for _, x in pairs])).all()
+        learnt = [self._learnt(stats, x, learn) for stats, x in pairs]
+        absent = [SpikeStats(*map(torch.clone, stats)) for stats in state[len(seen) :]]
+        return SpikeState(*learnt, *absent), bad
+
+    def _is_spike(self, stats: SpikeStats, value: Tensor) -> Tensor:
+        deviation = torch.maximum(stats.variance.sqrt(), stats.mean.abs() * _RESOLUTION)
+        return (value > stats.mean + self.sigma * deviation) & (stats.num_steps >= self.warmup)
+
+    def _learnt(self, stats: SpikeStats, value: Tensor, learn: Tensor) -> SpikeStats:
+        learn = learn & (value != 0)
+        rate = (1 / (stats.num_steps + 1).to(value.dtype)).clamp(min=1 - self.decay)
+        change = value - stats.mean
+        mean = stats.mean + rate * change
+        variance = (1 - rate) * (stats.variance + rate * change * change)
+        return SpikeStats(
+            torch.where(learn, mean, stats.mean),
+            torch.where(learn, variance, stats.variance),
+            stats.num_steps + learn.to(torch.int32),
+        )
+
+
+_RESOLUTION = 2.0**-20  # of a loss or norm in float32, a sum of many numbers
+
+
+# ---- how a step calls a guard --------------------------------------------------------------------
+
+
+def check_guard(guard: Any) -> None:
+    """Refuse what is no guard."""
+    missing = [name for name in ("init", "update") if not callable(getattr(guard, name, None))]
+    if isinstance(guard, type) or missing:
+        what = f"the class {guard.__name__}" if isinstance(guard, type) else type(guard).__name__
+        raise TypeError(
+            f"guard is {what}; expected an object with `init(device)` and `update(state, loss, "
+            "grad_norm)`. Fix: SpikeGuard(), or None; docs/recipes.md has a guard of your own."
+        )
+
+
+def check_guarded(guard: Any, state: Tree) -> None:
+    """Refuse a guard without its state, and a state without its guard."""
+    if guard is None:
+        raise ValueError(
+            f"state.guard is a {type(state).__name__}, and the step has no guard. Fix: "
+            "`train_step(..., guard=guard)` with the guard of init_train_state; to go on without, "
+            "`state._replace(guard=())`."
+        )
+    check_guard(guard)
+    if state == ():
+        raise ValueError(
+            "the step has a guard, and state.guard is (). Likely cause: a state that was made, or "
+            "saved, without one. Fix: `init_train_state(..., guard=guard)`, or "
+            "`state._replace(guard=guard.init(device))`."
+        )
+
+
+def judged(guard: Guard[Any], state: Any, loss: Tensor, grad_norm: Any) -> tuple[Any, Tensor]:
+    """What `guard.update` returns, checked."""
+    returned = guard.update(state, loss, grad_norm)
+    pair = isinstance(returned, tuple) and len(returned) == 2
+    bad = returned[1] if pair else None
+    if not isinstance(bad, Tensor) or bad.dtype is not torch.bool or bad.ndim:
+        what = f"{type(returned).__name__}" if not pair else f"(state, {scalars.shown(bad)})"
+        raise TypeError(
+            f"{type(guard).__name__}.update returned {what}; expected (state, bad), bad a 0-d bool "
+            "tensor. Fix: `return new_state, loss > limit`, of tensors."
+        )
+    return returned[0], bad

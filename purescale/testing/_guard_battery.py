@@ -1,0 +1,233 @@
+"""The laws of a guard of one's own, as one check."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import hypothesis.strategies as st
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from torch import Tensor
+
+from .._torch import private
+from .._tree import tree
+from ._battery import Battery, alike, attributes, kinds, saved_and_loaded, shown
+from ._laws import (
+    assert_pure,
+    assert_single_graph,
+    assert_sync_free,
+    assert_vmap_equals_loop,
+    same_bits,
+    short,
+)
+
+
+def assert_guard(guard: Any, quirks: Sequence[str] = ()) -> None:
+    """Check that a guard of your own keeps all laws that `train_step` relies on.
+
+    Checked on a steady run of 300 steps with spikes, inf and NaN in it, with a gradient norm and
+    without, and on runs that Hypothesis finds and shrinks:
+
+    - `value`: the guard can be hashed and compared, and keeps nothing in its attributes
+    - `init`: a NamedTuple of tensors on the device that was asked for
+    - `raises`, `reads`, `pure`: `update` raises nothing, reads no value, changes no argument
+    - `pair`: it returns `(state, bad)`, `bad` a 0-d bool tensor
+    - `structure`: the state keeps its type, dtypes and shapes
+    - `finite`: a state of finite numbers stays one, whatever it is told
+    - `steady`: where nothing spikes, nine of ten steps are accepted, also after spikes, inf and NaN
+    - `round_trip`: a state that was saved and loaded goes on with the same bits
+    - `compile`, `vmap`: one graph, and members equal to single runs; the same bits
+
+    `quirks`: laws that it breaks on purpose. Each of them must be seen broken.
+
+    Raises `AssertionError` with the state, loss and norm, what came, what should have come, and a
+    fix; `TypeError` for what is no guard.
+
+    >>> from purescale import SpikeGuard
+    >>> assert_guard(SpikeGuard(warmup=10))
+    """
+    _GuardBattery(guard, quirks).run()
+
+
+_FIXES = {
+    "value": "`@dataclasses.dataclass(frozen=True)`; what changes belongs into the state.",
+    "init": "`init(device)` returns a NamedTuple of tensors made with `device=device`.",
+    "raises": "return a state and a verdict for any loss and norm; `grad_norm` is () where "
+    "train_step has no max_norm: `isinstance(grad_norm, torch.Tensor)`.",
+    "reads": "`torch.where(bad, a, b)` in place of `if bad:`; no `.item()`.",
+    "pure": "torch.where and others that make new tensors, in place of methods that end in `_`.",
+    "pair": "`return new_state, loss > limit`, of 0-d tensors.",
+    "structure": "every field as it was: `.to(state.mean.dtype)`, a counter as "
+    "`torch.where(bad, 0, count + 1)`.",
+    "finite": "`torch.where(torch.isfinite(loss), new, old)`: learn from finite numbers only.",
+    "steady": "judge after a warmup only, by what is usual in the run, and learn nothing from what "
+    "is rejected or not finite.",
+    "round_trip": "tensors only in the state, nothing remembered elsewhere.",
+    "compile": "torch.where in place of `if`; counters as 0-d tensors.",
+    "vmap": "0-d operations and torch.where, as for one state.",
+}
+_STEPS = 300
+_EVENTS = {120: 1e4, 150: math.nan, 180: math.inf, 210: 3e38, 240: -math.inf}
+_LOOKED_AT = (0, 1, 40, *sorted({step + i for step in _EVENTS for i in (0, 1)}))
+
+
+def _run() -> list[float]:
+    """A steady run: about 2, give or take a tenth."""
+    noise = torch.rand(_STEPS, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    values = (2 + 0.2 * (noise - 0.5)).tolist()
+    return [_EVENTS.get(step, value) for step, value in enumerate(values)]
+
+
+def _call(state: Any, loss: float, norm: float | None) -> tuple[Any, Tensor, Any]:
+    number = torch.tensor(loss, dtype=torch.float32)
+    return state, number, () if norm is None else torch.tensor(norm, dtype=torch.float32)
+
+
+class _GuardBattery(Battery):
+    """The checks of one guard."""
+
+    kind = "guard"
+    methods: ClassVar[dict[str, str]] = {"init": "device", "update": "state, loss, grad_norm"}
+    fix_for_kind = "`assert_guard(MyGuard())`, one that was made"
+    fixes = _FIXES
+    labels = ("state", "loss", "norm")
+
+    def check(self) -> None:
+        for check in (self.value, self.init, self.purity, self.steady, self.runs, self.round_trip,
+                      self.compile, self.vmap):  # fmt: skip
+            check()
+
+    def update(self, call: tuple[Any, Tensor, Any]) -> tuple[Any, Tensor]:
+        """The next state and the verdict, after all that one call can break was checked."""
+        try:
+            returned = self.subject.update(*call)
+        except Exception as error:
+            came = f"{type(error).__name__}: {error}"
+            self.fail("raises", came, "a state and a verdict", *call, cause=error)
+            raise
+        pair = isinstance(returned, tuple) and len(returned) == 2
+        bad = returned[1] if pair else None
+        if not isinstance(bad, Tensor) or bad.dtype is not torch.bool or bad.ndim:
+            self.fail("pair", short(returned), "(state, bad), bad a 0-d bool tensor", *call)
+            raise AssertionError(f"quirks has `pair`, without which {self.name} is no guard.")
+        new = returned[0]
+        if not alike(call[0], new):
+            self.fail("structure", kinds(new), kinds(call[0]), *call)
+        elif _is_finite(call[0]) and not _is_finite(new):
+            self.fail("finite", shown(new), "finite numbers", *call)
+        return new, bad
+
+    def calls(self, *, norm: bool = True) -> list[tuple[Any, Tensor, Any]]:
+        """The arguments of a run, each with the state that the one before has led to."""
+        state, calls = self.subject.init(), []
+        for loss in _run():
+            calls.append(_call(state, loss, loss if norm else None))
+            state = self.update(calls[-1])[0]
+        return calls
+
+    # ---- what is checked
+
+    def value(self) -> None:
+        try:
+            hash(self.subject)
+        except TypeError as error:
+            self.fail("value", str(error), "a guard that can be hashed", cause=error)
+
+    def init(self) -> None:
+        state = self.subject.init("cpu")
+        if not (isinstance(state, tuple) and hasattr(state, "_fields")):
+            return self.fail("init", f"a {type(state).__name__}", "a NamedTuple")
+        leaves = tree.flatten(state)[0]
+        if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
+            return self.fail("init", shown(state), "tensors")
+        devices = {leaf.device.type for leaf in tree.tensors(self.subject.init("meta"))}
+        if devices != {"meta"}:
+            self.fail("init", f"tensors on {sorted(devices)}", 'on what `init("meta")` names')
+
+    def purity(self) -> None:
+        """An update reads no value, changes no argument and no attribute of the guard."""
+        for norm in (True, False):
+            calls = self.calls(norm=norm)
+            for call in (calls[step] for step in _LOOKED_AT):
+                before = attributes(self.subject)
+                for law, check in (("reads", assert_sync_free), ("pure", assert_pure)):
+                    checked = functools.partial(check, self.subject.update)
+                    self.attempt(law, "nothing of the kind", checked, *call)
+                if attributes(self.subject) != before:
+                    self.fail("value", "an attribute of the guard changed", "the same", *call)
+
+    def steady(self) -> None:
+        for norm in (True, False):
+            calls = [c for step, c in enumerate(self.calls(norm=norm)) if step not in _EVENTS]
+            for some in (calls[:100], calls[-50:]):
+                verdicts = [bool(self.update(call)[1]) for call in some]
+                rejected = sum(verdicts)
+                if rejected > len(some) / 10:
+                    came = f"{rejected} of {len(some)} steps rejected, this one first"
+                    self.fail("steady", came, "one in ten at most", *some[verdicts.index(True)])
+
+    def runs(self) -> None:
+        number = st.floats(width=32)
+
+        @settings(
+            max_examples=40,
+            deadline=None,
+            database=None,
+            derandomize=True,
+            phases=(Phase.generate, Phase.shrink),
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(st.lists(st.tuples(number, st.none() | number), min_size=1, max_size=40))
+        def run(steps: list[tuple[float, float | None]]) -> None:
+            state = self.subject.init()
+            for loss, norm in steps:
+                state = self.update(_call(state, loss, norm))[0]
+
+        run()
+
+    def round_trip(self) -> None:
+        call = self.calls()[-1]
+        ours = self.update(call)
+        for restored in saved_and_loaded(call[0], self.subject.init()):
+            theirs = self.update((restored, *call[1:]))
+            if not same_bits(ours, theirs):
+                self.fail("round_trip", shown(theirs), shown(ours), *call)
+
+    def compile(self) -> None:
+        for norm in (True, False):
+            every = self.calls(norm=norm)
+            calls = [every[step] for step in _LOOKED_AT]
+            results = functools.partial(assert_single_graph, self.subject.update, *calls)
+            self._agree("compile", calls, results)
+
+    def vmap(self) -> None:
+        every = self.calls()
+        calls = [every[step] for step in _LOOKED_AT]
+        stacked = private.pytree.tree_map(lambda *t: torch.stack(t), *calls)
+
+        def members() -> list[Any]:
+            together = assert_vmap_equals_loop(self.subject.update, *stacked)
+            return [
+                private.pytree.tree_map(lambda t, i=i: t[i], together) for i in range(len(calls))
+            ]
+
+        self._agree("vmap", calls, members)
+
+    def _agree(self, law: str, calls: list[Any], results: Callable[[], list[Any]]) -> None:
+        try:
+            found = results()
+        except AssertionError as error:
+            came = str(error).partition(" Fix:")[0]
+            return self.fail(law, came, "the same as eager", *calls[0], cause=error)
+        for call, came in zip(calls, found, strict=True):
+            should = self.update(call)
+            if not same_bits(tuple(came), should):
+                self.fail(law, shown(came), shown(should), *call)
+
+
+def _is_finite(state: Any) -> bool:
+    leaves = [leaf for leaf in tree.tensors(state) if leaf.is_floating_point()]
+    return all(bool(torch.isfinite(leaf).all()) for leaf in leaves)

@@ -1,0 +1,153 @@
+"""assert_guard: a right guard passes, a wrong one is caught by the law that it breaks."""
+
+import dataclasses
+import re
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import purescale as ps
+from purescale.testing import assert_guard
+
+
+class Last(NamedTuple):
+    loss: Tensor
+    count: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Doubled:
+    """Right: rejects a loss that is twice the last that was accepted."""
+
+    factor: float = 2.0
+
+    def init(self, device=None):
+        loss = torch.full((), torch.inf, device=device)
+        return Last(loss, torch.zeros((), dtype=torch.int32, device=device))
+
+    def update(self, state, loss, grad_norm):
+        bad = loss > self.factor * state.loss
+        learn = torch.isfinite(loss) & ~bad
+        new = Last(torch.where(learn, loss, state.loss), state.count + bad.to(torch.int32))
+        return new, bad
+
+
+class Syncs(Doubled):
+    def update(self, state, loss, grad_norm):
+        return super().update(state, torch.tensor(loss.item()), grad_norm)
+
+
+class HandsBack(Doubled):
+    def update(self, state, loss, grad_norm):
+        new, bad = super().update(state, loss, grad_norm)
+        return new._replace(count=state.count), bad
+
+
+class Mutates(Doubled):
+    def update(self, state, loss, grad_norm):
+        state.count.add_(1)
+        return super().update(state, loss, grad_norm)
+
+
+class WantsANorm(Doubled):
+    def update(self, state, loss, grad_norm):
+        return super().update(state, loss + 0 * grad_norm, grad_norm)
+
+
+class NoPair(Doubled):
+    def update(self, state, loss, grad_norm):
+        return super().update(state, loss, grad_norm)[0]
+
+
+class NoFlag(Doubled):
+    def update(self, state, loss, grad_norm):
+        new, bad = super().update(state, loss, grad_norm)
+        return new, bad.float()
+
+
+class Widens(Doubled):
+    def update(self, state, loss, grad_norm):
+        new, bad = super().update(state, loss, grad_norm)
+        return new._replace(loss=new.loss.double()), bad
+
+
+class LearnsAnything(Doubled):
+    def init(self, device=None):
+        return super().init(device)._replace(loss=torch.ones((), device=device))
+
+    def update(self, state, loss, grad_norm):
+        new, bad = super().update(state, loss, grad_norm)
+        return new._replace(loss=loss.clone()), bad
+
+
+class Nervous(Doubled):
+    def update(self, state, loss, grad_norm):
+        new, bad = super().update(state, loss, grad_norm)
+        return new, bad | (loss > 1.95)
+
+
+class Remembers(Doubled):
+    def update(self, state, loss, grad_norm):
+        object.__setattr__(self, "steps", getattr(self, "steps", 0) + 1)
+        return super().update(state, loss, grad_norm)
+
+
+class Elsewhere(Doubled):
+    def init(self, device=None):
+        return super().init()
+
+
+class OneAtATime(Doubled):
+    def update(self, state, loss, grad_norm):
+        new, bad = super().update(state, loss, grad_norm)
+        kept = torch.zeros(())
+        kept.copy_(new.loss)
+        return new._replace(loss=kept), bad
+
+
+class Unhashable(Doubled):
+    __hash__ = None
+
+
+WRONG = [
+    (Syncs, "reads", "torch.where"),
+    (HandsBack, "pure", r"\.clone\(\)"),
+    (Mutates, "pure", "of methods that end"),
+    (WantsANorm, "raises", r"grad_norm. is \(\)"),
+    (NoPair, "pair", "return new_state"),
+    (NoFlag, "pair", "return new_state"),
+    (Widens, "structure", "every field as it was"),
+    (LearnsAnything, "finite", "finite numbers only"),
+    (Nervous, "steady", "after a warmup"),
+    (Remembers, "value", "belongs into the state"),
+    (Elsewhere, "init", "device=device"),
+    (OneAtATime, "vmap", "as for one state"),
+    (Unhashable, "value", "frozen=True"),
+]
+
+
+def test_a_right_guard_of_ones_own_passes():
+    assert_guard(Doubled())
+
+
+@pytest.mark.parametrize(("kind", "law", "fix"), WRONG, ids=lambda value: str(value))
+def test_a_wrong_guard_is_caught_with_its_cure(kind, law, fix):
+    with pytest.raises(AssertionError) as caught:
+        assert_guard(kind())
+    report = str(caught.value)
+    assert report.startswith(f"{kind.__name__} breaks the law `{law}`")
+    assert re.search(rf"came .*should .*Fix: .*{fix}", report, re.S), report
+
+
+def test_a_quirk_is_let_through_and_must_be_seen():
+    assert_guard(Nervous(), quirks=["steady"])
+    with pytest.raises(AssertionError, match="Doubled keeps steady, which quirks says it breaks"):
+        assert_guard(Doubled(), quirks=["steady"])
+
+
+@pytest.mark.parametrize("guard", [ps.SpikeGuard, ps.DynamicScale, None])
+def test_what_is_no_guard_is_refused(guard):
+    with pytest.raises(TypeError, match=r"guard is .*expected an object with `init.*Fix: "):
+        assert_guard(guard)

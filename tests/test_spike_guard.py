@@ -1,0 +1,543 @@
+"""A guard: which steps it rejects, and that a rejected step is as if it had not been."""
+
+import dataclasses
+import functools
+import math
+from typing import NamedTuple
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from helpers import (
+    HALF,
+    AsOnAnAccelerator,
+    Dispatched,
+    batch,
+    clone,
+    in_processes,
+    same_bits,
+    small_net,
+    stack,
+    unstack,
+)
+from hypothesis import given
+from torch import Tensor
+
+import purescale as ps
+from purescale.testing import assert_guard, assert_pure, assert_single_graph
+
+nan, inf = math.nan, math.inf
+GUARD = ps.SpikeGuard(sigma=6.0, decay=0.9, warmup=3)
+
+
+# ---- the rule ------------------------------------------------------------------------------------
+
+
+class Oracle:
+    """The rule in Python floats, a list of what was learnt in place of running numbers."""
+
+    def __init__(self, guard):
+        self.guard, self.seen = guard, ([], [])
+
+    def weights(self, count):
+        """Of what was learnt, the newest last."""
+        weights = []
+        for index in range(count):
+            rate = max(1 / (index + 1), 1 - self.guard.decay)
+            weights = [w * (1 - rate) for w in weights] + [rate]
+        return weights
+
+    def limit(self, values):
+        weights = self.weights(len(values))
+        mean = math.fsum(w * v for w, v in zip(weights, values, strict=True))
+        variance = math.fsum(w * (v - mean) ** 2 for w, v in zip(weights, values, strict=True))
+        return mean + self.guard.sigma * max(math.sqrt(variance), abs(mean) * 2.0**-20)
+
+    def update(self, *values):
+        known = [(seen, v) for seen, v in zip(self.seen, values, strict=False) if v is not None]
+        bad = any(len(s) >= self.guard.warmup and v > self.limit(s) for s, v in known)
+        if not bad and all(math.isfinite(v) for _, v in known):
+            for seen, value in known:
+                seen.extend([value] if value else [])
+        return bad
+
+
+steady = st.floats(1.5, 2.5, width=32)
+losses = steady | st.sampled_from([0.0, 2.0, 30.0, 1e30, nan, inf, -inf, -5.0])
+guards = st.builds(
+    ps.SpikeGuard,
+    sigma=st.sampled_from([1.0, 3.0, 6.0]),
+    decay=st.sampled_from([0.5, 0.9, 0.99]),
+    warmup=st.integers(2, 6),
+)
+
+
+@given(guards, st.lists(st.tuples(losses, losses | st.none()), max_size=40))
+def test_it_rejects_what_is_sigma_deviations_above_what_was_learnt(guard, run):
+    oracle, state = Oracle(guard), guard.init()
+    for loss, norm in run:
+        near = [abs(v - oracle.limit(s)) < 1e-6 * abs(v) if s and v and math.isfinite(v) else False
+                for s, v in zip(oracle.seen, (loss, norm), strict=True)]  # fmt: skip
+        if any(near):
+            return  # rounding decides
+        wide = functools.partial(torch.tensor, dtype=torch.float64)
+        given = wide(loss), () if norm is None else wide(norm)
+        state, bad = guard.update(state, *given)
+        assert bad.item() is oracle.update(loss, norm)
+        assert (state.loss.num_steps, state.grad_norm.num_steps) == tuple(map(len, oracle.seen))
+    for stats, seen in zip(state, oracle.seen, strict=True):
+        if seen:
+            weights = oracle.weights(len(seen))
+            mean = math.fsum(w * v for w, v in zip(weights, seen, strict=True))
+            assert stats.mean.item() == pytest.approx(mean, rel=1e-9, abs=1e-9)
+        assert stats.variance >= 0
+
+
+def run_of(guard, numbers, state=None):
+    state = guard.init() if state is None else state
+    verdicts = []
+    for number in numbers:
+        state, bad = guard.update(state, torch.tensor(float(number)), ())
+        verdicts.append(bad.item())
+    return state, verdicts
+
+
+def test_what_is_rejected_or_not_finite_is_not_learnt_from():
+    calm = [2.0, 2.1, 1.9, 2.0]
+    state, verdicts = run_of(GUARD, [*calm, 50.0, nan, inf, 50.0, -inf])
+    assert same_bits(state, run_of(GUARD, calm)[0])
+    assert verdicts[4:] == [True, False, True, True, False]
+    for odd in (nan, inf):  # in one of both: neither is learnt
+        given = GUARD.update(state, torch.tensor(2.0), torch.tensor(odd))[0]
+        assert same_bits(given, state)
+
+
+def test_a_run_of_one_number_and_its_rounding_is_not_rejected():
+    step = torch.tensor(2.0).nextafter(torch.tensor(3.0)).item()
+    assert not any(run_of(GUARD, [2.0] * 10 + [step] * 3)[1])
+    assert run_of(GUARD, [2.0] * 10 + [2.1])[1][-1]
+
+
+def test_zeros_of_a_sparse_reward_do_not_forbid_the_first_that_teaches():
+    guard = ps.SpikeGuard(warmup=5)
+    assert not any(run_of(guard, [0.0] * 30 + [0.5, 0.4, 0.6, 0.0, 0.5])[1])
+
+
+def test_nothing_is_rejected_during_warmup():
+    numbers = [1.0, 1.1, 100.0, 1.0, 1e4]
+    assert not any(run_of(ps.SpikeGuard(warmup=5), numbers)[1])
+    assert run_of(ps.SpikeGuard(warmup=2), numbers)[1][2:] == [True, False, True]
+
+
+def test_numbers_whose_squares_overflow_float32_are_judged():
+    state, _ = run_of(GUARD, [1e30, 1.1e30, 0.9e30, 1e30])
+    assert run_of(GUARD, [1.1e30, 9e30], state)[1] == [False, True]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"sigma": 0}, {"sigma": -1.0}, {"decay": 1.0}, {"decay": 0.0}, {"warmup": 1}, {"sigma": nan}],
+)
+def test_settings_that_are_none_are_refused_when_made(settings):
+    with pytest.raises(ValueError, match=rf"{next(iter(settings))} must be .*Fix: "):
+        ps.SpikeGuard(**settings)
+    for wrong in ("6", None, torch.tensor(6.0)):
+        with pytest.raises(TypeError, match="Fix: "):
+            ps.SpikeGuard(**{next(iter(settings)): wrong})
+
+
+def test_settings_are_values():
+    assert ps.SpikeGuard(sigma=6, warmup=20) == ps.SpikeGuard()
+    assert hash(ps.SpikeGuard(sigma=6)) == hash(ps.SpikeGuard())
+
+
+def test_it_keeps_the_laws_of_a_guard():
+    assert_guard(ps.SpikeGuard())
+
+
+# ---- in a step -----------------------------------------------------------------------------------
+
+ADAMW = ps.from_torch(torch.optim.AdamW, lr=1e-2)
+RMSPROP = ps.from_torch(torch.optim.RMSprop, lr=1e-2, momentum=0.5)
+RULE = ps.DynamicScale(init_scale=2.0**4, growth_interval=4)
+CALM, SPIKE, OVERFLOW = 1.0, 100.0, 1e30
+PLANTED = [*[CALM] * 5, SPIKE, CALM, SPIKE, OVERFLOW, CALM, CALM, SPIKE, CALM]
+
+
+def loss_of(factor_of=lambda microbatch: microbatch[1]):
+    apply, params, buffers = ps.make_functional(small_net())
+    apply = ps.with_policy(apply, HALF)
+
+    def loss_fn(params, buffers, microbatch):
+        (x, y), factor = microbatch
+        logits, buffers = apply(params, buffers, x)
+        return F.cross_entropy(logits, y) * factor, buffers
+
+    return loss_fn, params, buffers
+
+
+LOSS, PARAMS, BUFFERS = loss_of()
+
+
+def job(optimizer=ADAMW, rule=RULE, guard=GUARD, **settings):
+    step = functools.partial(
+        ps.train_step, loss_fn=LOSS, optimizer=optimizer, rule=rule, guard=guard, **settings
+    )
+    return ps.init_train_state(PARAMS, BUFFERS, optimizer, rule, guard=guard), step
+
+
+def windows(factors, count=1):
+    """Windows of `count` microbatches; the factor is that of the last."""
+    return [
+        [(batch(index), torch.tensor(factor if place == count - 1 else CALM))
+         for place, index in enumerate(range(3 * i, 3 * i + count))]
+        for i, factor in enumerate(factors)
+    ]  # fmt: skip
+
+
+def trained(state, step, every):
+    infos = []
+    for window in every:
+        state, info = step(state, window)
+        infos.append(info)
+    return state, infos
+
+
+def flags(infos, name):
+    return [getattr(info, name).item() for info in infos]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("settings", [{}, {"donate": True}, {"max_norm": inf}, {"max_norm": 0.5}])
+@pytest.mark.parametrize("optimizer", [ADAMW, RMSPROP], ids=["AdamW", "RMSprop"])
+def test_exactly_the_planted_spikes_are_rejected_and_are_as_if_they_had_not_been(
+    optimizer, settings, count
+):
+    every = windows(PLANTED, count)
+    state, infos = trained(*job(optimizer, **settings), every)
+    assert flags(infos, "rejected") == [factor == SPIKE for factor in PLANTED]
+    assert flags(infos, "found_inf") == [factor != CALM for factor in PLANTED]
+    scales = flags(infos, "scale")
+    assert scales[8] / scales[9] == 2, "the overflow backs off"
+    assert state.step == PLANTED.count(CALM)
+    calm = [window for window, factor in zip(every, PLANTED, strict=True) if factor != SPIKE]
+    without, others = trained(*job(optimizer, **settings), calm)
+    assert same_bits(state, without), "scale, counters, guard and buffers too"
+    kept = [info for info in infos if not info.rejected]
+    assert all(same_bits(a, b) for a, b in zip(kept, others, strict=True))
+    # and but for the skips it is the run without a guard
+    bare, _ = trained(*job(optimizer, guard=None, **settings), calm)
+    assert same_bits(state._replace(guard=()), bare)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("optimizer", [ADAMW, RMSPROP], ids=["AdamW", "RMSprop"])
+def test_an_accelerators_way_is_that_of_the_host(optimizer, donate):
+    every = windows(PLANTED)
+    host, infos = trained(*job(optimizer, max_norm=inf, donate=donate), every)
+    state, step = job(optimizer, max_norm=inf, donate=donate)
+    with AsOnAnAccelerator() as run:
+        forced, forced_infos = trained(state, step, every)
+    assert run.reads == 0
+    assert flags(forced_infos, "rejected") == flags(infos, "rejected")
+    torch.testing.assert_close(tuple(forced), tuple(host), rtol=1e-4, atol=1e-5)
+    if optimizer is ADAMW:
+        assert same_bits((forced, forced_infos), (host, infos))
+
+
+def test_a_rejected_step_reports_the_loss_and_the_norm_that_it_was_rejected_for():
+    _, infos = trained(*job(max_norm=1.0), windows(PLANTED))
+    run = ps.stack_infos(infos)
+    assert run.grad_norm.isfinite().tolist() == [factor != OVERFLOW for factor in PLANTED]
+    assert run.grad_norm[5] > 10 * run.grad_norm[4]
+    assert run.loss[5] > 10 * run.loss[4]
+    # Told what the infos tell, the guard decides the same.
+    state, verdicts = GUARD.init(), []
+    for loss, norm in zip(run.loss, run.grad_norm, strict=True):
+        state, bad = GUARD.update(state, loss, norm)
+        verdicts.append(bad.item())
+    assert [a and not b for a, b in zip(verdicts, run.found_inf & ~run.rejected, strict=True)] == (
+        run.rejected.tolist()
+    )
+
+
+@pytest.mark.parametrize("max_norm", [None, inf])
+def test_a_spike_of_the_norm_alone_is_seen_where_the_norm_is_measured(max_norm):
+    def loss_fn(params, buffers, microbatch):
+        loss, buffers = LOSS(params, buffers, (microbatch[0], CALM))
+        return loss + (microbatch[1] - 1) * (loss - loss.detach()), buffers
+
+    state, step = job(max_norm=max_norm)
+    _, infos = trained(state, functools.partial(step, loss_fn=loss_fn), windows(PLANTED[:6]))
+    assert flags(infos, "rejected") == [False] * 5 + [max_norm is not None]
+    assert infos[5].loss < 2
+
+
+@pytest.mark.parametrize("guard", [GUARD, None])
+def test_info_says_rejected_only_with_a_guard(guard):
+    state, info = (lambda state, step: step(state, windows([CALM])[0]))(*job(guard=guard))
+    if guard is None:
+        assert (info.rejected, state.guard) == ((), ())
+    else:
+        assert info.rejected.item() is False
+        assert info.rejected.dtype is torch.bool
+        assert isinstance(state.guard, ps.SpikeState)
+
+
+def test_a_step_with_a_guard_is_pure():
+    state, step = job(max_norm=inf)
+    for window in windows([CALM, CALM, CALM, CALM, SPIKE, OVERFLOW]):
+        state = assert_pure(step, state, window)[0]
+
+
+class Counting(NamedTuple):
+    seen: Tensor
+    in_a_row: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Above:
+    """A guard that hands back what it was given, and counts what it rejects."""
+
+    limit: float = 10.0
+
+    def init(self, device=None):
+        zero = torch.zeros((), dtype=torch.int32, device=device)
+        return Counting(zero, zero.clone())
+
+    def update(self, state, loss, grad_norm):
+        bad = loss > self.limit
+        return Counting(state.seen, torch.where(bad, state.in_a_row + 1, 0)), bad
+
+
+@pytest.mark.parametrize("forced", [False, True])
+def test_the_state_of_a_guard_of_ones_own_follows_rejections_and_no_other_skip(forced):
+    state, step = job(guard=Above())
+    every = windows([CALM, SPIKE, SPIKE, OVERFLOW, SPIKE, CALM])
+    counts = []
+    with AsOnAnAccelerator() if forced else Dispatched():
+        for window in every:
+            new, _ = assert_pure(step, state, window) if not forced else step(state, window)
+            counts.append(new.guard.in_a_row)
+            state = new
+    assert [count.item() for count in counts] == [0, 1, 2, 2, 3, 0]
+
+
+@pytest.mark.parametrize("forced", [False, True])
+@pytest.mark.parametrize(
+    "settings",
+    [{"weight_fn": lambda m: 0.0}, {"weight_fn": lambda m: torch.tensor(nan)},
+     {"max_norm": torch.tensor(nan)}],
+)  # fmt: skip
+def test_a_step_that_is_skipped_for_another_reason_is_not_the_guards(settings, forced):
+    state, step = job()
+    state, _ = trained(state, step, windows([CALM] * 4))
+    for factor in (CALM, SPIKE):
+        with AsOnAnAccelerator() if forced else Dispatched():
+            new, info = step(state, windows([factor])[0], **settings)
+        assert info.found_inf
+        assert not info.rejected
+        assert same_bits(new, state)
+
+
+def test_a_window_is_judged_as_a_whole_and_a_dropped_microbatch_is_no_part_of_it():
+    state, step = job(on_nonfinite="drop_microbatch")
+    state, _ = trained(state, step, windows([CALM] * 4, 3))
+    new, info = step(state, windows([OVERFLOW], 3)[0])
+    assert not info.found_inf
+    assert not info.rejected
+    assert new.scaler.scale < state.scaler.scale
+    new, info = step(state, windows([SPIKE], 3)[0])
+    assert info.rejected
+    assert same_bits(new, state)
+    # of a hundred calm microbatches one that is a little off is no spike
+    window = [*windows([1.0] * 30), *windows([1.5])]
+    assert not step(state, [each[0] for each in window])[1].rejected
+
+
+def test_a_spike_is_not_tried_again_and_an_overflow_that_was_cured_is_judged():
+    state, step = job(max_retries=30)
+    state, infos = trained(state, step, windows([*[CALM] * 4, SPIKE]))
+    assert infos[-1].rejected
+    assert infos[-1].retries == 0
+    high = state._replace(scaler=state.scaler._replace(scale=torch.tensor(2.0**24)))
+    new, info = step(high, windows([SPIKE])[0])
+    assert info.retries > 0
+    assert info.rejected
+    assert same_bits(new._replace(scaler=()), state._replace(scaler=()))
+    assert new.scaler.scale < high.scaler.scale, "of which the step knows that it is too high"
+
+
+def test_a_rule_that_looks_ahead_does_not_learn_from_a_rejected_step():
+    rule = ps.HeadroomScale(init_scale=2.0**4, window=4)
+    every = windows([*[CALM] * 4, SPIKE])
+    state, infos = trained(*job(rule=rule, max_norm=inf), every)
+    assert infos[-1].rejected
+    assert infos[-1].grad_amax.isfinite()
+    assert same_bits(state, trained(*job(rule=rule, max_norm=inf), every[:-1])[0])
+
+
+@pytest.mark.parametrize("at", [3, 6, 9])
+def test_a_run_that_is_resumed_goes_on_with_the_same_bits(at, tmp_path):
+    every = windows(PLANTED)
+    whole, infos = trained(*job(), every)
+    state, step = job()
+    half, _ = trained(state, step, every[:at])
+    ps.save(tmp_path / "state.pt", half)
+    again = ps.load(tmp_path / "state.pt", like=state)
+    resumed, rest = trained(again, step, every[at:])
+    assert same_bits(resumed, whole)
+    assert all(same_bits(a, b) for a, b in zip(rest, infos[at:], strict=True))
+
+
+def test_a_checkpoint_without_a_guard_still_loads_and_one_that_differs_is_refused(tmp_path):
+    state, _ = job()
+    old, _ = job(guard=None)
+    assert same_bits(ps.TrainState(*old[:6]), old), "six fields, as before there were guards"
+    ps.save(tmp_path / "old.pt", old)
+    assert "guard" not in ps.to_state_dict(old)["tree"]
+    assert same_bits(ps.load(tmp_path / "old.pt", like=old), old)
+    words = r"missing: .*\['guard'\].*Likely cause: the state of another guard, or none"
+    with pytest.raises(ValueError, match=words):
+        ps.load(tmp_path / "old.pt", like=state)
+    ps.save(tmp_path / "new.pt", state)
+    with pytest.raises(ValueError, match=r"not in like: .*\['guard'\].*another guard, or none"):
+        ps.load(tmp_path / "new.pt", like=old)
+
+
+def test_under_vmap_each_member_is_judged_by_itself():
+    members, step = [], None
+    for seed in range(3):
+        state, step = job()
+        params = {name: p * (1 + 0.1 * seed) for name, p in state.params.items()}
+        state = state._replace(params=params)
+        members.append(trained(state, step, windows([CALM] * 4))[0])
+    given = [(batch(seed), torch.tensor(f)) for seed, f in enumerate((CALM, SPIKE, OVERFLOW))]
+    loop = [step(state, [microbatch]) for state, microbatch in zip(members, given, strict=True)]
+    mapped = torch.vmap(lambda state, microbatch: step(state, [microbatch]))
+    together, info = mapped(stack(members), stack(given))
+    assert info.rejected.tolist() == [False, True, False]
+    assert info.found_inf.tolist() == [False, True, True]
+    for index, (new, _) in enumerate(loop):
+        found = unstack(together, index)
+        torch.testing.assert_close(tuple(found), tuple(new), rtol=1e-2, atol=1e-3)
+    assert same_bits(unstack(together, 1), members[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_compiled_step_is_one_graph_and_decides_the_same(donate):
+    state, step = job(donate=donate, max_norm=inf)
+    every = windows(PLANTED)
+    expected, infos = trained(*job(max_norm=inf), every)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    found, compiled_infos = trained(clone(state), compiled, every)
+    assert flags(compiled_infos, "rejected") == flags(infos, "rejected")
+    torch.testing.assert_close(tuple(found), tuple(expected), rtol=1e-3, atol=1e-4)
+    states = [state]
+    for window in every[:6]:
+        states.append(job(max_norm=inf)[1](states[-1], window)[0])
+    pure = job(max_norm=inf)[1]
+    assert_single_graph(pure, *zip(states[:6], every[:6], strict=True))
+
+
+def test_a_derivative_goes_through_a_step_with_a_guard():
+    sgd = ps.from_torch(torch.optim.SGD, lr=0.1)
+    rule = ps.NoScale()
+    guard = ps.SpikeGuard(warmup=2)
+
+    def loss_fn(params, buffers, x):
+        return (params["w"] * x).pow(2).sum(), buffers
+
+    def after(w, x):
+        state = ps.init_train_state({"w": w}, {}, sgd, rule, guard=guard)
+        for each in (1.0, 1.1, 1.0, x):
+            settings = {"loss_fn": loss_fn, "optimizer": sgd, "rule": rule, "guard": guard}
+            state, info = ps.train_step(state, [torch.tensor(each)], **settings)
+        return state.params["w"], info.rejected
+
+    w = torch.tensor(1.0)
+    factors = [1 - 0.2 * x * x for x in (1.0, 1.1, 1.0)]
+    derivative, rejected = torch.func.grad(lambda w: after(w, 30.0), has_aux=True)(w)
+    assert rejected
+    assert derivative.item() == pytest.approx(math.prod(factors), rel=1e-5)
+
+
+# ---- over ranks ----------------------------------------------------------------------------------
+
+
+def _ranks(rank):
+    every = windows(PLANTED)
+    calm = windows([CALM] * len(PLANTED))
+    mine = every if rank == 1 else calm
+    group = dist.group.WORLD
+    for settings in ({}, {"max_norm": inf}, {"on_nonfinite": "drop_microbatch"}):
+        state, infos = trained(*job(group=group, **settings), mine)
+        dropped = "on_nonfinite" in settings
+        assert flags(infos, "rejected") == [factor == SPIKE for factor in PLANTED]
+        skipped = [factor == SPIKE or (factor == OVERFLOW and not dropped) for factor in PLANTED]
+        assert flags(infos, "found_inf") == skipped
+        told = [None] * 2
+        dist.all_gather_object(told, (state, infos))
+        assert same_bits(*told)
+    state, step = job(group=group)
+    with pytest.raises(ValueError, match="guard"):
+        step(state, calm[0], guard=ps.SpikeGuard(warmup=3 + rank))
+    off = state.guard._replace(loss=state.guard.loss._replace(mean=state.guard.loss.mean + rank))
+    with pytest.raises(ValueError, match=r"guard\.loss\.mean"):
+        step(state._replace(guard=off), calm[0])
+
+
+def test_over_a_group_all_ranks_reject_alike():
+    in_processes(_ranks)
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+class NoPair(Above):
+    def update(self, state, loss, grad_norm):
+        return loss > self.limit
+
+
+class NoFlag(Above):
+    def update(self, state, loss, grad_norm):
+        return state, (loss > self.limit).float()
+
+
+class OtherState(Above):
+    def update(self, state, loss, grad_norm):
+        return state.seen, loss > self.limit
+
+
+@pytest.mark.parametrize(
+    ("guard", "error", "words"),
+    [
+        (ps.SpikeGuard, TypeError, r"guard is the class SpikeGuard.*Fix: SpikeGuard\(\)"),
+        ("spikes", TypeError, "guard is str; expected an object with `init"),
+        (None, ValueError, r"state\.guard is a Counting.*Fix: .*_replace\(guard=\(\)\)"),
+        (GUARD, TypeError, r"state is Counting; expected a SpikeState.*Fix: "),
+        (NoPair(), TypeError, r"NoPair\.update returned Tensor; expected \(state, bad\)"),
+        (NoFlag(), TypeError, r"NoFlag\.update returned \(state, tensor\(0\.\)\)"),
+        (OtherState(), ValueError, r"state that the guard gave does not match state\.guard"),
+    ],
+)
+def test_what_is_no_guard_is_refused_before_anything_moves(guard, error, words):
+    state, step = job(guard=Above(), donate=True)
+    before = clone(state)
+    with pytest.raises(error, match=words):
+        step(state, windows([CALM])[0], guard=guard)
+    assert same_bits(state, before)
+    if guard is ps.SpikeGuard or guard == "spikes":
+        with pytest.raises(error, match=words):
+            ps.init_train_state(PARAMS, BUFFERS, ADAMW, RULE, guard=guard)
+
+
+def test_a_state_without_a_guard_is_refused_by_a_step_with_one():
+    state, _ = job(guard=None)
+    with pytest.raises(ValueError, match=r"state\.guard is \(\).*Likely cause.*Fix: .*guard\.init"):
+        job()[1](state, windows([CALM])[0])
+    state = state._replace(guard=GUARD.init())
+    assert not job()[1](state, windows([CALM])[0])[1].rejected

@@ -27,6 +27,9 @@ OPTIM = torch.optim
 OPTIMIZERS = {
     "AdamW": functools.partial(ps.from_torch, OPTIM.AdamW, lr=1e-3),
     "SGD-momentum": functools.partial(ps.from_torch, OPTIM.SGD, lr=0.05, momentum=0.9),
+    "AdamW-in-state": functools.partial(
+        ps.from_torch, OPTIM.AdamW, lr=1e-3, in_state=("lr", "weight_decay", "betas", "eps")
+    ),
 }
 RULE = ps.DynamicScale(init_scale=2.0**23, growth_interval=6)
 

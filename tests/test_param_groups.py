@@ -279,9 +279,9 @@ def test_a_skipped_step_keeps_the_rate_of_the_state():
 @pytest.mark.parametrize(
     ("change", "in_state", "message"),
     [
-        ({"lr": ()}, True, "made with lr_in_state=True.*optimizer.init"),
+        ({"lr": ()}, True, "made with lr in the state.*optimizer.init"),
         ({"lr": torch.ones(2)}, True, "expected a floating 0-d tensor"),
-        ({"lr": torch.tensor(0.1)}, False, "would be passed over.*lr_in_state=True"),
+        ({"lr": torch.tensor(0.1)}, False, "would be passed over.*in_state="),
     ],
 )
 def test_a_state_whose_rate_is_elsewhere_is_refused(change, in_state, message):
@@ -290,16 +290,31 @@ def test_a_state_whose_rate_is_elsewhere_is_refused(change, in_state, message):
         optimizer.step(params, params, optimizer.init(params)._replace(**change))
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            lambda: ps.from_torch(OPTIM.SGD, lr=lambda n: 0.1, lr_in_state=True),
-            "lr_in_state=True with a schedule",
-        ),
-        (lambda: ps.from_torch(OPTIM.Rprop, lr_in_state=True), "step sizes start from"),
-    ],
-)
-def test_what_cannot_have_its_rate_in_the_state_says_so(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
+def test_a_schedule_multiplies_the_rate_in_the_state():
+    def schedule(applied):
+        return 0.5**applied
+
+    optimizer, params = (
+        ps.from_torch(OPTIM.SGD, lr=schedule, in_state=("lr",)),
+        {"w": torch.ones(3)},
+    )
+    state = optimizer.init(params)
+    assert state.lr == 1.0
+    state = state._replace(lr=torch.tensor(0.3))
+    (stepped, after) = ours_of_ones(optimizer, params, state)
+    assert after.lr == torch.tensor(0.3)
+    torch.testing.assert_close(stepped["w"], torch.full((3,), 1 - 0.3 * 1.75))
+
+    sd = optimizer.to_state_dict(after)
+    assert sd["param_groups"][0]["lr"] == torch.tensor(0.3) / 8
+    assert same_bits(optimizer.from_state_dict(sd, params, applied=3), after)
+    del sd["param_groups"][0]["initial_lr"]
+    with pytest.raises(ValueError, match=r"no initial_lr.*Fix"):
+        optimizer.from_state_dict(sd, params, applied=3)
+
+
+def ours_of_ones(optimizer, params, state, steps=3):
+    ones = {name: torch.ones_like(param) for name, param in params.items()}
+    for _ in range(steps):
+        params, state = optimizer.step(params, ones, state)
+    return params, state

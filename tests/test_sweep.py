@@ -69,6 +69,8 @@ SWEEPS = {
         {"lr": lambda applied: 0.5 / (1 + applied)},
         {"lr": 1e-1, "lr_in_state": True},
         {"lr": 1e-2, "lr_in_state": True},
+        {"lr": 1e-1, "weight_decay": 0.5, "in_state": ("lr", "weight_decay")},
+        {"lr": 1e-1, "betas": (0.5, 0.6), "in_state": ("betas",)},
     ],
     "SGD": [
         {"lr": 0.1},
@@ -169,6 +171,61 @@ def test_a_rate_in_the_state_is_one_graph_for_every_rate(name, count):
         assert_close(new, expected, rtol=1e-3, atol=1e-4)
         assert after.lr == state.lr
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [*((name, FEW) for name in ("AdamW", "RMSprop", "NAdam")), ("AdamW", MANY)]
+)
+def test_settings_in_the_state_are_one_graph_for_every_value(name, count):
+    optimizer = ps.from_torch(getattr(OPTIM, name), lr=0.1, in_state=("weight_decay", "eps"))
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = compile(functools.partial(ps.maybe_step, optimizer), counter)
+    params = {f"w{i}": torch.linspace(-1, 1, 6).view(2, 3) + i for i in range(count)}
+    grads = {name: torch.full_like(p, 0.5) for name, p in params.items()}
+    for weight_decay, eps in ((0.1, 1e-3), (0.0, 0.1), (0.5, 1e-8)):
+        hyper = {"weight_decay": torch.tensor(weight_decay), "eps": torch.tensor(eps)}
+        state = optimizer.init(params)._replace(hyper=hyper)
+        fixed = ps.from_torch(getattr(OPTIM, name), lr=0.1, weight_decay=weight_decay, eps=eps)
+        expected, _ = fixed.step(params, grads, fixed.init(params))
+        new, after = compiled(params, grads, state, torch.tensor(False))
+        assert_close(new, expected, rtol=1e-6, atol=1e-6)
+        assert_close(after.hyper, hyper, rtol=0, atol=0)
+        skipped = compiled(params, grads, state, torch.tensor(True))
+        assert_close(skipped, (params, state), rtol=0, atol=0)
+    assert counter.frame_count == 1
+
+
+def test_an_ensemble_with_a_cosine_and_a_weight_decay_a_member_equals_a_run_for_each():
+    """Vmapped and compiled, in one graph, against optimizers made with those numbers."""
+
+    def cosine(applied):
+        return 0.5 * (1 + torch.cos(applied / 4))
+
+    rates, decays = torch.tensor([1e-3, 1e-2]), torch.tensor([0.5, 0.1])
+    optimizer = ps.from_torch(OPTIM.AdamW, lr=cosine, in_state=("lr", "weight_decay"))
+    state, step = job(optimizer, RULES[0], "float32")
+    members = stack(
+        [
+            state._replace(
+                opt_state=state.opt_state._replace(lr=rate, hyper={"weight_decay": decay})
+            )
+            for rate, decay in zip(rates, decays, strict=True)
+        ]
+    )
+    counter = CompileCounterWithBackend("aot_eager")
+    ensemble = compile(torch.vmap(lambda state, data: step(state, [data])), counter)
+    for index in range(3):
+        members, info = ensemble(members, stack([batch(index)] * 2))
+    assert counter.frame_count == 1
+    for member, (rate, decay) in enumerate(zip(rates.tolist(), decays.tolist(), strict=True)):
+        fixed = ps.from_torch(
+            OPTIM.AdamW, lr=lambda n, rate=rate: rate * cosine(n), weight_decay=decay
+        )
+        alone, alone_step = job(fixed, RULES[0], "float32")
+        for index in range(3):
+            alone, told = alone_step(alone, [batch(index)])
+        assert_close(unstack(members.params, member), alone.params, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(info.loss[member], told.loss, rtol=1e-4, atol=1e-5)
 
 
 RULES = [

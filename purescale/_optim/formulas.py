@@ -75,21 +75,28 @@ def _copy_of(function: Any, **names: Any) -> Callable[..., Any]:
 _NOTHING = torch.full((), float("nan"), dtype=torch.float32, device="cpu")
 
 
-class Rate(Tensor):
-    """Stands for a learning rate that is data, in torch's formulas.
+class Number(Tensor):
+    """Stands for a setting that is data, such as the learning rate, in torch's formulas.
 
     torch takes a 0-d tensor for a number only where it is not being differentiated:
     `p.add_(g, alpha=-lr)` is refused before any mode can see it. This stand-in is taken, and
-    `PlainArithmetic` puts the rate itself in its place.
+    `PlainArithmetic` puts the tensor itself in its place.
     """
 
-    rate: Tensor
+    value: Tensor
+    used: bool  # whether a formula took it
 
     @staticmethod
-    def of(rate: Tensor) -> Rate:
-        stand_in: Rate = _torch.make_subclass(Rate, _NOTHING)
-        stand_in.rate = rate
+    def of(value: Tensor) -> Number:
+        if isinstance(value, Number):
+            return value
+        stand_in: Number = _torch.make_subclass(Number, _NOTHING)
+        stand_in.value, stand_in.used = value, False
         return stand_in
+
+
+class NumberReadError(TypeError):
+    """A formula asked a `Number` for its value in Python."""
 
 
 class PlainArithmetic(TorchFunctionMode):
@@ -108,20 +115,51 @@ class PlainArithmetic(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if not any(isinstance(value, Rate) for value in (*args, *kwargs.values())):
+        numbers = [value for value in (*args, *kwargs.values()) if isinstance(value, Number)]
+        if not numbers:
             return self._plain(func, args, kwargs)
-        args = tuple(value.rate if isinstance(value, Rate) else value for value in args)
-        kwargs = {
-            name: value.rate if isinstance(value, Rate) else value for name, value in kwargs.items()
-        }
-        result = self._plain(func, args, kwargs)
-        # What is computed of a rate alone is a rate; of a rate and a parameter, what torch makes of
-        # it.
+        if func in _READS:
+            raise NumberReadError(f"it calls {func.__name__} on it")
+        for number in numbers:
+            number.used = True
+        if isinstance(args[0], Number):
+            # `if weight_decay != 0` and the like: apply it; a 0 then changes nothing.
+            if func in _CONDITIONS and not isinstance(args[1], Tensor) and args[1] == 0:
+                return True
+            # torch writes into the gradient where a weight decay requires one
+            if func == _REQUIRES_GRAD:
+                return False
+            # torch's Adam casts betas to the parameter's dtype, where 0.999 may be 1
+            if func is Tensor.to:
+                return args[0]
+        args = (_value(args[0]), *map(_operand, args[1:]))
+        kwargs = {name: _value(value) for name, value in kwargs.items()}
+        result = self._with_numbers(func, args, kwargs)
+        # What is computed of numbers alone is a number; of a number and a parameter, what torch
+        # makes of it.
         return (
-            Rate.of(result)
+            Number.of(result)
             if isinstance(result, Tensor) and result.ndim == 0 and func not in _WRITES
             else result
         )
+
+    def _with_numbers(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """In float32 where a half tensor meets a number: torch would round a tensor of no
+        dimensions to half before it computes, which it does not with a number of Python.
+        """
+        if func is Tensor.eq and isinstance(args[1], Tensor):  # Rprop finds its own factors again
+            return self._plain(func, (args[0], args[1].to(args[0].dtype)), kwargs)
+        half = [arg for arg in args if isinstance(arg, Tensor) and arg.dtype in _HALF]
+        if not half:
+            return self._plain(func, args, kwargs)
+        wide = [
+            arg.float() if isinstance(arg, Tensor) and arg.dtype in _HALF else arg for arg in args
+        ]
+        result = self._plain(func, tuple(wide), kwargs)
+        if not isinstance(result, Tensor):
+            return result
+        in_place = func.__name__.endswith("_") and not func.__name__.endswith("__")
+        return args[0].copy_(result) if in_place else result.to(half[0].dtype)
 
     def _plain(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         transformed = under_transform()
@@ -132,7 +170,7 @@ class PlainArithmetic(TorchFunctionMode):
         if transformed and func in _ROOTS:
             root = _root(args[0])
             return args[0].copy_(root) if func is Tensor.sqrt_ else root
-        if transformed and func in _POWERS and args[1] == 0.5:
+        if transformed and func in _POWERS and isinstance(args[1], float) and args[1] == 0.5:
             return _root(args[0].clamp(min=0))  # below 0 the result is NaN, and chosen by nobody
         if transformed and func in (Tensor.norm, Tensor.mul_):
             # Muon divides by the norm in place, ASGD writes its factors anew.
@@ -144,19 +182,22 @@ class PlainArithmetic(TorchFunctionMode):
             return func(first.clone() if func is Tensor.norm else first, *rest, **kwargs)
         factor = kwargs.get("alpha", kwargs.get("value"))
         plain = transformed and func in (Tensor.lerp_, Tensor.addcmul_, Tensor.addcdiv_)
+        plain = plain or (func in _LERPS and isinstance(args[2], Tensor))
         if not plain and not (isinstance(factor, Tensor) and func in _SCALED):
             return func(*args, **kwargs)
         target, first, *rest = args
         # Muon's updates are in bfloat16
         first = first.to(torch.promote_types(first.dtype, target.dtype))
-        if func is Tensor.lerp_:
-            return target.add_((first - target) * rest[0])
+        if func in _LERPS:
+            moved = (first - target) * rest[0]
+            return target.add_(moved) if func is Tensor.lerp_ else target + moved
         if func is Tensor.addcdiv_:
             first = first / rest[0]
         elif func is Tensor.addcmul_:
             first = first * rest[0].clone() if rest[0].ndim == 0 else first * rest[0]
         if func is Tensor.add:
-            return target + first * factor
+            # a weight decay's derivative needs the parameter, which is written over later
+            return target + (first.clone() if torch.is_grad_enabled() else first) * factor
         return target.add_(first if factor is None else first * factor)
 
 
@@ -188,8 +229,31 @@ _WRITES = (
     Tensor.sub_,
     Tensor.div_,
 )
+_LERPS = (Tensor.lerp, Tensor.lerp_)
 _ROOTS = (Tensor.sqrt, Tensor.sqrt_, torch.sqrt)
 _POWERS = (Tensor.pow, Tensor.__pow__, torch.pow)
+_CONDITIONS = (Tensor.ne, Tensor.gt)
+_REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_READS = (
+    Tensor.item,
+    Tensor.tolist,
+    Tensor.__bool__,
+    Tensor.__float__,
+    Tensor.__int__,
+    Tensor.__index__,
+)
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def _value(argument: Any) -> Any:
+    return argument.value if isinstance(argument, Number) else argument
+
+
+def _operand(argument: Any) -> Any:
+    """What a number meets; a copy where a derivative needs it: ASGD writes its factors anew."""
+    if isinstance(argument, Tensor) and not isinstance(argument, Number) and argument.ndim == 0:
+        return argument.clone() if torch.is_grad_enabled() else argument
+    return _value(argument)
 
 
 def _root(square: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._optim.formulas import PlainArithmetic, Rate
+from .._optim.formulas import Number, PlainArithmetic
 from .._torch import private as _torch
 from .._tree import tree as _tree
 from .._tree.leaves import are_plain
@@ -30,13 +30,26 @@ class OptState(NamedTuple):
     applied: Tensor  # int64 []: steps applied; what a schedule is a function of
     # by parameter name, then by torch's own names: {"conv.weight": {"step": ..., "exp_avg": ...}}
     slots: Slots
-    # float32 []: the rate that steps use, where from_torch was told lr_in_state=True; else ()
+    # float32 []: the rate that steps use, where from_torch was told in_state=("lr",); else ()
     lr: Any = ()
+    # float32 []: the other settings in the state, by name: {"weight_decay": [], "betas": ([], [])};
+    # () where there are none
+    hyper: Any = ()
 
 
 def values_of(slots: Slots) -> list[Tensor]:
     """The tensors of all slots, in order."""
     return list(itertools.chain.from_iterable(map(dict.values, slots.values())))
+
+
+def numbers_of(opt_state: OptState) -> list[Tensor]:
+    """The settings that are data."""
+    lr, hyper = opt_state.lr, opt_state.hyper
+    numbers = [lr] if isinstance(lr, Tensor) else []
+    if hyper:
+        for value in hyper.values():
+            numbers.extend(value if isinstance(value, tuple) else (value,))
+    return numbers
 
 
 def with_slots(cls: Any, probes: list[Tensor], settings: dict[str, Any], rate: Any) -> Any:
@@ -49,7 +62,7 @@ def with_slots(cls: Any, probes: list[Tensor], settings: dict[str, Any], rate: A
         )
         if isinstance(rate, Tensor):  # the constructor would read it
             optimizer.param_groups[0]["lr"] = (
-                Rate.of(rate) if issubclass(cls, torch.optim.Rprop) else rate
+                Number.of(rate) if issubclass(cls, torch.optim.Rprop) else rate
             )
         _torch.new_state(optimizer)
     return optimizer
@@ -202,7 +215,7 @@ def _scalar_dtype(value: Tensor) -> torch.dtype:
 
 def _made(value: Any, probe: Tensor) -> Any:
     """What torch made of `probe`, and of a rate where that stood in."""
-    return value.rate.to(probe) if isinstance(value, Rate) else value.to(probe.device)
+    return value.value.to(probe) if isinstance(value, Number) else value.to(probe.device)
 
 
 def described(tensor: Tensor) -> str:

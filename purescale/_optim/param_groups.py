@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._optim.in_state import agreed, check_hyper, check_setting, each_number, float32
 from .._optim.opt_state import OptState, described, with_slots
 from .._torch import private as _torch
 from .._torch.dtypes import widest_float
@@ -23,7 +24,7 @@ PARAMETERS_GIVEN = (
     "Likely cause: parameters, as torch's classes take them; here a state is made of them later. "
     "Fix: `optimizer = from_torch(torch.optim.AdamW, lr=1e-3)`, `optimizer.init(params)`."
 )
-_FLAGS = ("foreach", "fused", "capturable", "differentiable")
+FLAGS = ("foreach", "fused", "capturable", "differentiable")
 
 
 class Groups:
@@ -36,7 +37,7 @@ class Groups:
         overrides: Mapping[str, Mapping[str, Any]],
         settings: dict[str, Any],
         *,
-        lr_in_state: bool,
+        in_state: Sequence[str],
     ) -> None:
         _check_class(cls, settings)
         self.cls = cls
@@ -46,36 +47,39 @@ class Groups:
         self._patterns = tuple(overrides)
         self._overrides = tuple(dict(extra) for extra in overrides.values())
         self.settings = settings
-        self.flag_named = any(settings.get(name) is not None for name in _FLAGS)
+        self.flag_named = any(settings.get(name) is not None for name in FLAGS)
         self.defaults, self.slots = self._probed("from_torch", {**settings, "lr": self._lr})
         for pattern, extra in overrides.items():
             every = {**settings, "lr": self._lr, **extra}
             self.slots |= self._probed(f"overrides[{pattern!r}]", every)[1]
         self.differentiable = bool(settings.get("differentiable"))
         self.lrs = (self._lr, *(extra.get("lr") for extra in self._overrides))
-        if lr_in_state and callable(self._lr):
+        self.in_state = tuple(in_state)
+        for name in self.in_state:
+            check_setting(cls, name, {**self.defaults, "lr": 0.0})
+        # The numbers that the settings in the state start from, but the rate.
+        self.hyper = {
+            name: value if isinstance(value := self.defaults[name], numbers.Real) else tuple(value)
+            for name in self.in_state
+            if name != "lr"
+        }
+        lists = [name for name in ("foreach", "fused") if settings.get(name)]
+        if self.hyper and lists:
             raise ValueError(
-                f"lr_in_state=True with a schedule, lr={self._lr!r}: a rate is data or a function "
-                "of the step count. Fix: lr=1e-3 to start from and `opt_state._replace(lr=...)` "
-                "between steps, or leave lr_in_state out."
+                f"{lists[0]}=True beside in_state={self.in_state!r}: that implementation of "
+                f"{cls.__name__} takes Python numbers only. Fix: leave {lists[0]} out."
             )
-        if lr_in_state and issubclass(cls, torch.optim.Rprop):
-            raise ValueError(
-                "lr_in_state=True with Rprop, whose lr is only what its step sizes start from: "
-                "they are in the state already, `opt_state.slots[name]['step_size']`. Fix: leave "
-                "lr_in_state out."
-            )
-        self.lr_in_state = lr_in_state
+        self.lr_in_state = "lr" in self.in_state
         # Which of the rates may be another one in a later step.
-        self.moves = (callable(self._lr) or lr_in_state, *map(callable, self.lrs[1:]))
+        self.moves = (callable(self._lr) or self.lr_in_state, *map(callable, self.lrs[1:]))
         self._tensor_lrs = {
             index: rate.clone() for index, rate in enumerate(self.lrs) if isinstance(rate, Tensor)
         }
 
     def __repr__(self) -> str:
         extra = {"lr": self._lr, **self.settings}
-        if self.lr_in_state:
-            extra["lr_in_state"] = True
+        if self.in_state:
+            extra["in_state"] = self.in_state
         if self._patterns:
             extra["overrides"] = dict(zip(self._patterns, self._overrides, strict=True))
         settings = ", ".join(f"{name}={value!r}" for name, value in extra.items())
@@ -109,16 +113,19 @@ class Groups:
                 id(self.cls),
                 self._patterns,
                 self._plain(),
-                self.lr_in_state,
+                self.in_state,
             )
         )
 
     def of(
-        self, names: tuple[str, ...], lrs: Sequence[Any]
+        self, names: tuple[str, ...], lrs: Sequence[Any], hyper: Mapping[str, Any] | tuple[()] = ()
     ) -> list[tuple[list[str], dict[str, Any]]]:
-        """torch's parameter groups: the names of each with its complete settings."""
+        """torch's parameter groups: the names of each with its complete settings, of which `hyper`
+        are in the state.
+        """
+        defaults = {**self.defaults, **hyper} if hyper else self.defaults
         if not self._patterns:
-            return [(list(names), {**self.defaults, "lr": lrs[0]})] if names else []
+            return [(list(names), {**defaults, "lr": lrs[0]})] if names else []
         matches = _matching(names, self._patterns)
         canonical = {matching: self._canonical(matching) for matching in set(matches)}
         members: dict[tuple[int, ...], list[str]] = {}
@@ -126,7 +133,7 @@ class Groups:
             members.setdefault(canonical[matching], []).append(name)
         groups = []
         for matching in sorted(members):
-            settings = dict(self.defaults)
+            settings = dict(defaults)
             rate = 0
             for index in matching:
                 settings.update(self._overrides[index])
@@ -174,20 +181,37 @@ class Groups:
                 rate = rate(count)
                 _check_scheduled(rate)
             if index == 0 and self.lr_in_state:
-                rate = lr
-            if (
-                isinstance(rate, Tensor)
-                and rate.requires_grad
-                and torch.is_grad_enabled()
-                and not (self.differentiable or traced())
-            ):
-                raise ValueError(
-                    "the learning rate requires a gradient, and `.backward()` cannot go through a "
-                    "step. Fix: torch.func.grad of a function that makes the step, or "
-                    "from_torch(..., differentiable=True)."
-                )
+                rate = lr * rate if callable(self._lr) else lr
+            if isinstance(rate, Tensor) and rate.requires_grad:
+                self._refuse_graph("the learning rate")
             rates.append(rate.to(count.device) if isinstance(rate, Tensor) else rate)
         return rates
+
+    def _refuse_graph(self, what: str) -> None:
+        if torch.is_grad_enabled() and not (self.differentiable or traced()):
+            raise ValueError(
+                f"{what} requires a gradient, and `.backward()` cannot go through a step. Fix: "
+                "torch.func.grad of a function that makes the step, or "
+                "from_torch(..., differentiable=True)."
+            )
+
+    def numbers(self, opt_state: OptState) -> dict[str, Any]:
+        """The settings in the state but the rate, as a formula takes them: a beta to the power of
+        the step count needs more than float32.
+        """
+        device = opt_state.applied.device
+
+        def wide(name: str, value: Tensor) -> Tensor:
+            if value.requires_grad:
+                self._refuse_graph(f"opt_state.hyper[{name!r}]")
+            return value.to(device, torch.promote_types(value.dtype, widest_float(device)))
+
+        return {
+            name: tuple(wide(name, one) for one in value)
+            if isinstance(value, tuple)
+            else wide(name, value)
+            for name, value in opt_state.hyper.items()
+        }
 
     def moving(self, opt_state: OptState) -> dict[int, Any]:
         """The learning rates that are no plain numbers of from_torch, as of the steps applied."""
@@ -206,37 +230,79 @@ class Groups:
         """The rate that a new state starts from; () where the state holds none."""
         if not self.lr_in_state:
             return ()
-        given = self._tensor_lrs.get(0, self._lr)
-        return (
-            given.to(device, torch.float32, copy=True)
-            if isinstance(given, Tensor)
-            else torch.full((), float(given), dtype=torch.float32, device=device)
-        )
+        given = 1.0 if callable(self._lr) else self._tensor_lrs.get(0, self._lr)
+        return float32(given, device)
 
-    def saved_lr(
-        self, saved_groups: Sequence[Mapping[str, Any]], names: tuple[str, ...], lr: Any
-    ) -> Any:
-        """The rate in a state dict of those groups that take that of the state, else `lr`; () where
-        the state holds none.
+    def saved_groups(self, opt_state: OptState) -> list[tuple[list[str], dict[str, Any]]]:
+        """torch's parameter groups with the settings as they are now, as in its state dicts."""
+        names = tuple(opt_state.slots)
+        rates = self.rates(opt_state.applied, opt_state.lr)
+        groups = self.of(names, rates, each_number(float, opt_state.hyper) if self.hyper else ())
+        if self.lr_in_state and callable(self._lr):
+            indices = self.of(names, range(len(rates)))
+            for (_, group), (_, index) in zip(groups, indices, strict=True):
+                if index["lr"] == 0:  # where torch's schedulers have it
+                    group["initial_lr"] = opt_state.lr.clone()
+        return groups
+
+    def hyper_of(self, device: torch.device | None) -> Any:
+        """The other settings that a new state starts from; () where the state holds none."""
+        return self._started(self.hyper, device) if self.hyper else ()
+
+    @staticmethod
+    def _started(hyper: Mapping[str, Any], device: torch.device | None) -> dict[str, Any]:
+        return each_number(lambda value: float32(value, device), hyper)
+
+    def for_layout(self) -> tuple[dict[str, Any], ...]:
+        """The settings by which a state is laid out: one in the state may not stay 0."""
+        return (*self.every, dict.fromkeys(self.hyper, True))
+
+    def for_slots(self) -> dict[str, Any]:
+        """Settings with which a state has all slots that a later value needs."""
+        return {name: 0.5 for name in self.hyper if name == "momentum"}
+
+    def saved(
+        self, saved_groups: Sequence[Mapping[str, Any]], names: tuple[str, ...], fresh: OptState
+    ) -> tuple[Any, Any]:
+        """The rate and the other settings in a state dict, of those groups that take theirs from
+        the state; where there is none, what a new state has.
         """
-        if not self.lr_in_state:
-            return lr
-        indices = [group["lr"] for _, group in self.of(names, range(len(self.lrs)))]
-        if len(saved_groups) != len(indices):
-            indices = [0]
-        pairs = zip(indices, saved_groups, strict=True)
-        rates = [group.get("lr", lr) for index, group in pairs if index == 0] or [lr]
-        if len({float(rate) for rate in rates}) > 1:
-            raise ValueError(
-                f"the state dict has the rates {[float(rate) for rate in rates]} in groups that "
-                "take theirs from the state, which holds one. Likely cause: groups with a rate of "
-                "their own. Fix: `overrides={pattern: {'lr': ...}}` for all of them but one."
-            )
-        return as_tensor(rates[0], lr).detach().to(lr.device, torch.float32, copy=True)
+        if not self.in_state:
+            return fresh.lr, fresh.hyper
+        groups = [g for _, g in self.of(names, range(len(self.lrs)), dict.fromkeys(self.hyper))]
+        if len(saved_groups) != len(groups):
+            groups = [{"lr": 0, **dict.fromkeys(self.hyper)}]
+        pairs = list(zip(groups, saved_groups, strict=True))
+        scheduled = callable(self._lr)
+        lr, hyper = fresh.lr, dict(fresh.hyper)
+        if self.lr_in_state:
+            key = "initial_lr" if scheduled else "lr"
+            taken = [saved for group, saved in pairs if group["lr"] == 0]
+            if scheduled and not all(key in saved for saved in taken):
+                raise ValueError(
+                    "the state dict has no initial_lr, the rate in the state that the schedule "
+                    "multiplies. Likely cause: the state dict of an optimizer without a scheduler. "
+                    "Fix: `group['initial_lr'] = 1e-3` for its param_groups."
+                )
+            rate = agreed(key, taken)
+            lr = lr if rate is None else float32(rate, lr.device)
+        for name, value in hyper.items():
+            found = agreed(name, [saved for group, saved in pairs if group[name] is None])
+            if found is not None:
+                hyper[name] = self._started({name: found}, fresh.applied.device)[name]
+                if isinstance(value, tuple) != isinstance(found, tuple):
+                    raise ValueError(
+                        f"the state dict has {name} = {found}; expected what "
+                        f"{self.cls.__name__} has there, such as {self.hyper[name]}. Likely cause: "
+                        "the state dict of another class."
+                    )
+        return lr, hyper or ()
 
     def check(self, opt_state: OptState) -> None:
-        """Refuse a state whose rate is not where these settings look for it."""
-        lr = opt_state.lr
+        """Refuse a state whose settings are not where these settings look for them."""
+        lr, hyper = opt_state.lr, opt_state.hyper
+        if hyper or self.hyper:
+            check_hyper(hyper, self.hyper)
         if (
             (isinstance(lr, Tensor) and lr.ndim == 0 and lr.is_floating_point())
             if self.lr_in_state
@@ -246,14 +312,14 @@ class Groups:
         if self.lr_in_state:
             raise ValueError(
                 f"opt_state.lr is {described(lr) if isinstance(lr, Tensor) else repr(lr)}, "
-                "expected a floating 0-d tensor: this optimizer was made with lr_in_state=True. "
+                "expected a floating 0-d tensor: this optimizer was made with lr in the state. "
                 "Fix: `opt_state = optimizer.init(params)`, or "
                 "`opt_state._replace(lr=torch.tensor(1e-3))`; a rate for each member of an "
                 "ensemble goes through torch.vmap."
             )
         raise ValueError(
             f"opt_state.lr is {lr!r}, but this optimizer takes its rate from from_torch, and it "
-            "would be passed over. Fix: from_torch(..., lr_in_state=True)."
+            'would be passed over. Fix: from_torch(..., in_state=("lr",)).'
         )
 
     def _probed(
@@ -286,15 +352,10 @@ class Groups:
 
 
 def _cure(name: str) -> str:
-    if name == "lr":
-        return "Fix: a number, or lr_in_state=True and torch.vmap for a rate a member."
-    if name == "weight_decay":
-        return (
-            "Fix: a number; for one a member, weight_decay=0.0 and `p - lr * weight_decay * "
-            'before` after the step, under torch.vmap (docs/recipes.md, "A weight decay a '
-            'member").'
-        )
-    return "Fix: a number, and an optimizer for each of the values."
+    return (
+        f"Fix: a number to start from and in_state=({name!r},), and torch.vmap for a value a "
+        "member."
+    )
 
 
 def _check_class(cls: Any, settings: dict[str, Any]) -> None:

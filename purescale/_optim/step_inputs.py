@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .._optim.opt_state import OptState, values_of
+from .._optim.opt_state import OptState, numbers_of, values_of
 from .._torch import dtensor
 from .._torch.tracing import is_lazy
 from .._tree import tree as _tree
@@ -154,6 +154,8 @@ def _present(names: list[str], leaves: Sequence[Any]) -> dict[str, Any]:
 def _flatten(tree: Tree) -> tuple[Leaves, Any]:
     if not (isinstance(tree, OptState) and type(tree.slots) is dict):
         return _tree.flatten(tree)
+    if tree.hyper:
+        return [tree.applied, *values_of(tree.slots), *numbers_of(tree)], None
     rate = [tree.lr] if isinstance(tree.lr, Tensor) else []
     return [tree.applied, *values_of(tree.slots), *rate], None  # without a walk through the dicts
 

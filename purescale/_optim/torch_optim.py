@@ -14,11 +14,12 @@ from torch import Tensor
 from .._optim import opt_state as _slots
 from .._optim.decision import APPLY, Decision, unscale_and_clip
 from .._optim.fused import Launch, can_launch, fused_update, kernel_of
-from .._optim.opt_state import OptState, SlotLayout, Slots, values_of
+from .._optim.in_state import names_in_state
+from .._optim.opt_state import OptState, SlotLayout, Slots, numbers_of, values_of
 from .._optim.param_groups import PARAMETERS_GIVEN, Groups, Schedule
 from .._optim.protocol import unchanged
 from .._optim.step_inputs import StepInputs, flatten_step
-from .._optim.unfused import UnfusedStep
+from .._optim.unfused import UnfusedStep, check_in_state
 from .._torch import foreach, private
 from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write_each
@@ -52,6 +53,7 @@ def from_torch(
     cls: type[torch.optim.Optimizer],
     lr: float | Tensor | Schedule | None = None,
     overrides: Mapping[str, Mapping[str, Any]] | None = None,
+    in_state: Sequence[str] = (),
     lr_in_state: bool = False,
     **settings: Any,
 ) -> TorchOptimizer:
@@ -64,10 +66,15 @@ def from_torch(
       far, a 0-d int64 tensor, to the learning rate. A skipped step is not applied, so a schedule
       never advances on it. As a tensor it can be differentiated. A schedule is tried once, here,
       and refused where it reads the value of the count.
-    - `lr_in_state`: steps use `opt_state.lr`, a 0-d float32 tensor that `init` makes of `lr`: data,
-      so that one compiled step serves every rate, a vmapped ensemble has one a member, and it is
-      saved and differentiated. `opt_state._replace(lr=...)` between steps moves it. Rates in
-      `overrides` stay settings. Without it `opt_state.lr` is `()`.
+    - `in_state`: names of settings that steps take from the state, as 0-d float32 tensors that
+      `init` makes of the numbers given: data, so that one compiled step serves every value, a
+      vmapped ensemble has one a member, and they are saved and differentiated. The rate is
+      `opt_state.lr`; a schedule beside it multiplies it, and it starts from 1. The others are in
+      `opt_state.hyper`, by name, betas as a tuple of two; either is `()` where it holds nothing.
+      `opt_state._replace(lr=...)` moves them. What `overrides` names stays a setting. With others
+      than the rate a step is torch's formula, tensor by tensor, since its fused kernels and lists
+      take Python numbers; the results agree to 1e-6.
+    - `lr_in_state=True`: `in_state=("lr",)`.
     - `overrides`: settings for some parameters, by dotted name or glob; later patterns win:
       `{"*.bias": {"weight_decay": 0.0}, "head.*": {"lr": 1e-2}}`.
     - `settings`: the class's own. A flag named here (`foreach`, `fused`, `capturable`,
@@ -87,10 +94,11 @@ def from_torch(
     own format) take any pytree of parameters. Step hooks do not run.
 
     Raises `TypeError` or `ValueError` when made, and in torch's own words for settings that the
-    class refuses: for parameters, which `init` takes; for LBFGS (needs a closure), SparseAdam
-    (takes no dense gradients), Adafactor without a named `foreach` (each of torch's implementations
-    reads three values per parameter, so name the one that may), classes outside of torch.optim's
-    pattern. `init` and `step` raise for a pattern in `overrides` that matches no parameter; `step`
+    class refuses: for what is no number in `in_state`, or is read in Python by torch's formula,
+    tried once; for parameters, which `init` takes; for LBFGS (needs a closure), SparseAdam (takes
+    no dense gradients), Adafactor without a named `foreach` (each of torch's implementations reads
+    three values per parameter, so name the one that may), classes outside of torch.optim's pattern.
+    `init` and `step` raise for a pattern in `overrides` that matches no parameter; `step`
     for a state that is not that of these parameters (shapes, dtypes and devices of every slot),
     before torch's kernel is called.
 
@@ -110,7 +118,8 @@ def from_torch(
             "be made. Fix: make the optimizer outside; a rate that the function is given goes "
             "through from_torch(..., lr_in_state=True) and opt_state._replace(lr=...)."
         )
-    return TorchOptimizer(cls, lr, overrides or {}, settings, lr_in_state=lr_in_state)
+    names = names_in_state(in_state, lr_in_state)
+    return TorchOptimizer(cls, lr, overrides or {}, settings, in_state=names)
 
 
 class TorchOptimizer:
@@ -123,25 +132,27 @@ class TorchOptimizer:
         overrides: Mapping[str, Mapping[str, Any]],
         settings: dict[str, Any],
         *,
-        lr_in_state: bool = False,
+        in_state: Sequence[str] = (),
     ) -> None:
-        self._groups = Groups(cls, lr, overrides, settings, lr_in_state=lr_in_state)
-        self._layout = SlotLayout(cls, self._groups.slots, self._groups.every)
-        self._kernel = kernel_of(cls)
+        self._groups = Groups(cls, lr, overrides, settings, in_state=in_state)
+        self._layout = SlotLayout(cls, self._groups.slots, self._groups.for_layout())
+        # torch's kernels take Python numbers.
+        self._kernel = None if self._groups.hyper else kernel_of(cls)
         self.differentiable = self._groups.differentiable
         self.elementwise = is_elementwise(cls)
         # Dynamo will not trace a torch optimizer; the compiler behind it traces this plain Python.
         # Nothing in there is guarded, so a compiled step is guarded by `_key` instead: all that the
         # formula reads but for its arguments.
         self._unfused = UnfusedStep(self._groups, self._layout)
+        check_in_state(self._groups)
         self._opaque = private.nonstrict_trace(self._unfused.on_copies)
         # The same for the fused kernels.
         self._opaque_launches = private.allow_in_graph(lambda *lists: self._launch_lists(*lists))
         self._key = self._groups.key()
         # What ranks compare, defaults named or not.
-        every = {**self._groups.defaults, **settings, "lr": self._groups.lrs[0]}
+        told = {**self._groups.defaults, **settings, "lr": self._groups.lrs[0]}
         patterns = dict(zip(overrides, self._groups.every[1:], strict=True))
-        self.told = cls, dict(sorted(every.items())), patterns, lr_in_state
+        self.told = cls, dict(sorted(told.items())), patterns, self._groups.in_state
 
     def __repr__(self) -> str:
         return repr(self._groups)
@@ -156,7 +167,8 @@ class TorchOptimizer:
         applied = torch.zeros((), dtype=torch.int64, device=device)
         lr = self._groups.lr_of(device)
         slots: Slots = {}
-        for names, group in self._groups.of(tuple(named), self._groups.rates(applied, lr)):
+        rates = self._groups.rates(applied, lr)
+        for names, group in self._groups.of(tuple(named), rates, self._groups.for_slots()):
             # These stand in the memory of the parameters: torch makes the state from their shapes
             # and only that is kept.
             probes = [named[name].detach() for name in names]
@@ -166,7 +178,8 @@ class TorchOptimizer:
                 names, self._layout.new(probes, group, self._groups.accepted), strict=True
             ):
                 slots[name] = slot
-        return OptState(applied, {name: slots[name] for name in named}, lr)
+        hyper = self._groups.hyper_of(device)
+        return OptState(applied, {name: slots[name] for name in named}, lr, hyper)
 
     @outside_autocast()
     def step(self, params: Tree, grads: Tree, opt_state: OptState) -> tuple[Tree, OptState]:
@@ -222,6 +235,8 @@ class TorchOptimizer:
             old, grads = [*weights.values(), *values_of(slots)], inputs.grads.tensors
             lr = opt_state.lr
             numbers = [opt_state.applied, *([lr] if isinstance(lr, Tensor) else ())]
+            if opt_state.hyper:
+                numbers = [opt_state.applied, *numbers_of(opt_state)]
             others = [rate for rate in lrs if isinstance(rate, Tensor) and rate is not lr]
             others += read_only
             lists = [old] if scratch_ok else [old, grads]  # scratch shares no memory with anything
@@ -243,11 +258,12 @@ class TorchOptimizer:
                 inputs, decision, grads, lrs, in_place=in_place
             )
         applied, lr = self._counted(opt_state, decision, in_place=numbers_in_place)
+        hyper = opt_state.hyper and self._unfused.kept(opt_state.hyper, in_place=numbers_in_place)
         leaves: list[Any] = list(new_weights.values())
         if len(leaves) < len(inputs.names):
             leaves = [new_weights.get(name) for name in inputs.names]
         params = inputs.params_tree(leaves)
-        return params, OptState(applied, new_slots, lr)
+        return params, OptState(applied, new_slots, lr, hyper)
 
     def _counted(
         self, opt_state: OptState, decision: Decision, *, in_place: bool
@@ -359,13 +375,14 @@ class TorchOptimizer:
         dtypes = [weights[name].dtype for name in present]
         given = dict(zip(present, _cast(leaves, dtypes), strict=True))
         old = [*weights.values(), *values_of(slots)]
-        if decision.skip_on_host is False and self._reads_on_host(old):
+        if decision.skip_on_host is False and not self._groups.hyper and self._reads_on_host(old):
             new_weights, new_slots = _working_copies(inputs, in_place=in_place, any_order=True)
             self._unfused.on_host(new_weights, given, new_slots, lrs)
             return new_weights, new_slots
         run = self._opaque if torch.compiler.is_dynamo_compiling() else self._unfused.on_copies
         moving = self._groups.moving(inputs.opt_state)
-        new_weights, new_slots = run(self._key, weights, given, slots, moving)
+        hyper = self._groups.numbers(inputs.opt_state) if self._groups.hyper else ()
+        new_weights, new_slots = run(self._key, weights, given, slots, moving, hyper)
         if decision.skip_on_host is False:
             return new_weights, new_slots
         new = [*new_weights.values(), *values_of(new_slots)]
@@ -387,8 +404,7 @@ class TorchOptimizer:
         The groups are, in order: the parameters that no override matches, then those that the
         overrides match.
         """
-        rates = self._groups.rates(opt_state.applied, opt_state.lr)
-        return _slots.state_dict(opt_state.slots, self._groups.of(tuple(opt_state.slots), rates))
+        return _slots.state_dict(opt_state.slots, self._groups.saved_groups(opt_state))
 
     def from_state_dict(
         self, sd: Mapping[str, Any], params: Tree, applied: int | Tensor | None = None
@@ -444,8 +460,7 @@ class TorchOptimizer:
             count = torch.stack(steps).max().to(torch.int64)
         else:
             count = fresh.applied + bool(states)
-        lr = self._groups.saved_lr(saved_groups, tuple(fresh.slots), fresh.lr)
-        return OptState(count, slots, lr)
+        return OptState(count, slots, *self._groups.saved(saved_groups, tuple(fresh.slots), fresh))
 
 
 # Before, is_compiling() is false in what the compiler behind Dynamo traces.

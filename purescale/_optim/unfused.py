@@ -14,14 +14,15 @@ from torch import Tensor
 from .._optim.formulas import (
     Dampening,
     FactorsOnHost,
+    Number,
     PlainArithmetic,
-    Rate,
     has_lists,
     without_reads,
 )
 from .._optim.fused import can_launch
+from .._optim.in_state import each_number
 from .._optim.opt_state import FIRST, SlotLayout, Slots, values_of
-from .._optim.param_groups import Groups
+from .._optim.param_groups import FLAGS, Groups
 from .._torch import foreach, private
 from .._torch.tracing import traced, under_transform
 
@@ -85,20 +86,24 @@ class UnfusedStep:
         gradients: dict[str, Tensor],
         slots: Slots,
         rates: dict[int, Any],
+        hyper: Any = (),
     ) -> tuple[dict[str, Tensor], Slots]:
         """A step in memory of its own that reads no value. A compiler looks only at the arguments:
-        `key` stands for the settings, `rates` are the rates that move.
+        `key` stands for the settings, `rates` are the rates that move, `hyper` the other settings
+        in the state.
         """
         lrs = [rates.get(index, rate) for index, rate in enumerate(self._groups.lrs)]
-        lists = self._over_lists([*weights.values(), *gradients.values(), *values_of(slots)])
+        lists = not hyper and self._over_lists(
+            [*weights.values(), *gradients.values(), *values_of(slots)]
+        )
         if self._writes_gradients and (lists or self._groups.settings.get("foreach")):
             gradients = {name: self.copy(gradient) for name, gradient in gradients.items()}
-        later = self._stepped(weights, gradients, slots, lrs, lists=lists)
+        later = self._stepped(weights, gradients, slots, lrs, hyper, lists=lists)
         if not self._layout.first_step_differs or lists:
             return later
         # -0.0 * momentum + g is g: without dampening, what torch does in the step that makes a
         # buffer, and to be differentiated too.
-        first = self._stepped(weights, gradients, slots, lrs, lists=lists, dampening=0)
+        first = self._stepped(weights, gradients, slots, lrs, hyper, lists=lists, dampening=0)
         return _first_or_later(slots, gradients, first, later)
 
     def _stepped(
@@ -107,6 +112,7 @@ class UnfusedStep:
         gradients: dict[str, Tensor],
         slots: Slots,
         lrs: list[Any],
+        hyper: Any,
         *,
         lists: bool,
         **changed: Any,
@@ -128,10 +134,11 @@ class UnfusedStep:
             run = without_reads(self._cls, lists=lists)
         flags |= changed
         if under_transform():
-            _batch_alike(new_weights, new_slots, gradients, lrs)
+            numbers = [*lrs, *_leaves(hyper)]
+            gradients = _batch_alike(new_weights, new_slots, gradients, numbers)
         arithmetic = contextlib.nullcontext() if lists else PlainArithmetic()
         with torch.set_grad_enabled(differentiable), arithmetic:
-            self._run(run, new_weights, gradients, new_slots, lrs, flags, lists=lists)
+            self._run(run, new_weights, gradients, new_slots, lrs, flags, hyper, lists=lists)
         return new_weights, new_slots
 
     def _over_lists(self, tensors: list[Tensor]) -> bool:
@@ -146,6 +153,11 @@ class UnfusedStep:
         ):
             return False
         return all(foreach.is_launch_bound(tensor) for tensor in tensors)
+
+    def kept(self, hyper: dict[str, Any], *, in_place: bool) -> dict[str, Any]:
+        """The settings in the state after a step, which changes none."""
+        keep = Tensor.detach if in_place else self.copy
+        return each_number(keep, hyper)
 
     def copy(self, tensor: Any) -> Any:
         """In fresh memory, on the graph only where a step is to be differentiated."""
@@ -163,6 +175,7 @@ class UnfusedStep:
         slots: Slots,
         lrs: list[Any],
         flags: dict[str, Any],
+        hyper: Any = (),
         *,
         lists: bool = False,
     ) -> None:
@@ -177,12 +190,14 @@ class UnfusedStep:
         )
         optimizer.param_groups = []
         beginning: list[tuple[Any, list[dict[str, Tensor]]]] = []
-        for names, group in self._groups.of(tuple(weights), range(len(lrs))):
+        for names, group in self._groups.of(tuple(weights), range(len(lrs)), hyper):
             index = group["lr"]
             group["lr"] = lrs[index]
             group.update((name, value) for name, value in flags.items() if name in group)
             if isinstance(group["lr"], Tensor) and not (lists or self._groups.flag_named):
-                group["lr"] = Rate.of(group["lr"])
+                group["lr"] = Number.of(group["lr"])
+            if hyper:
+                _put_numbers(group, hyper)
             present = [name for name in names if name in gradients]
             if lists and self._layout.first_step_differs:
                 first = {name: slots[name] for name in present if FIRST in slots[name]}
@@ -216,6 +231,60 @@ class UnfusedStep:
         finally:
             for name in gradients:
                 weights[name].grad = None
+
+
+def check_in_state(groups: Groups) -> None:
+    """Refuse a setting in the state that torch's formula reads in Python, or does not use: each is
+    tried once, in a step of tensors that have no values.
+    """
+    plain = {name: value for name, value in groups.settings.items() if name not in FLAGS}
+    plain |= groups.for_slots()
+    for name, start in groups.hyper.items():
+        alone = Groups(groups.cls, 1e-3, {}, plain, in_state=(name,))
+        layout = SlotLayout(groups.cls, alone.slots, (plain, {name: True}))
+        [(_, group)] = alone.of(("",), alone.lrs, alone.for_slots())
+        with private.FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
+            weight = torch.zeros(2, 3, dtype=torch.float32)
+            weight.grad = torch.zeros_like(weight)
+            slots = dict(zip([""], layout.new([weight], group, alone.accepted), strict=True))
+            hyper = each_number(
+                lambda value: Number.of(torch.full((), float(value), dtype=torch.float64)),
+                {name: start},
+            )
+            reason = "does not use it in a step"
+            try:
+                UnfusedStep(alone, layout).on_copies(
+                    "", {"": weight.detach()}, {"": weight.grad}, slots, {}, hyper
+                )
+            except (TypeError, RuntimeError) as error:
+                reason = f"takes a number of Python there ({type(error).__name__}: {error})"
+            else:
+                if any(number.used for number in _leaves(hyper)):
+                    continue
+        raise TypeError(
+            f"in_state: {name} of {groups.cls.__name__} cannot be in the state: torch's formula "
+            f"{reason}. Fix: leave {name} out of in_state, and make an optimizer for each value."
+        )
+
+
+def _leaves(hyper: Any) -> list[Any]:
+    """Every number of the settings in the state."""
+    values = hyper.values() if hyper else ()
+    return [one for v in values for one in (v if isinstance(v, tuple) else (v,))]
+
+
+def _put_numbers(group: dict[str, Any], hyper: dict[str, Any]) -> None:
+    """Stand-ins for the settings of a group that are in the state."""
+    momentum = group.get("momentum")
+    if isinstance(momentum, Tensor) and "dampening" in group:  # torch's SGD: none without momentum
+        group["dampening"] = group["dampening"] * torch.ne(momentum, 0).to(momentum.dtype)
+    for name, value in group.items():
+        if name == "lr":
+            continue
+        if isinstance(value, tuple) and any(isinstance(one, Tensor) for one in value):
+            group[name] = tuple(map(Number.of, value))
+        elif isinstance(value, Tensor):
+            group[name] = Number.of(value)
 
 
 def _step_of(cls: Any) -> Callable[[Any], Any]:
@@ -266,12 +335,13 @@ def _begin_at(key: str, rate: Any, slots: list[dict[str, Tensor]], *, lists: boo
 
 
 def _batch_alike(
-    weights: dict[str, Tensor], slots: Slots, gradients: dict[str, Tensor], lrs: list[Any]
-) -> None:
+    weights: dict[str, Tensor], slots: Slots, gradients: dict[str, Tensor], numbers: list[Any]
+) -> dict[str, Tensor]:
     """Under vmap a batched value cannot be written into an unbatched one: make weights and slots as
-    batched as what they meet.
+    batched as what they meet. The gradients are returned, as batched.
     """
-    rates = [rate for rate in lrs if isinstance(rate, Tensor)]
+    rates = [number for number in numbers if isinstance(number, Tensor)]
+    batched = {}
     for name, gradient in gradients.items():
         met = torch.zeros_like(gradient)
         for value in (weights[name], *slots[name].values(), *rates):
@@ -282,3 +352,9 @@ def _batch_alike(
         for key, value in slots[name].items():
             if value.shape == gradient.shape and value.dtype == gradient.dtype:
                 slots[name][key] = torch.where(everywhere, value, gradient)
+            elif value.ndim == 0 and value.is_floating_point():  # NAdam's product of momenta
+                for rate in rates:
+                    value = torch.where(torch.ones_like(rate, dtype=torch.bool), value, value)
+                slots[name][key] = value
+        batched[name] = torch.where(everywhere, gradient, gradient)
+    return batched

@@ -1,0 +1,283 @@
+"""Settings in the state of an optimizer: the numbers of the same settings, as data."""
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from helpers import clone, same_bits
+from test_torch_optim import OPTIM, grads_at, make_params, ours
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import purescale as ps
+
+# Every class with all that its formula takes as data.
+NUMBERS = [
+    ("SGD", {"momentum": 0.9, "dampening": 0.4, "weight_decay": 0.1}),
+    ("SGD", {"momentum": 0.0, "dampening": 0.4, "weight_decay": 0.0}),
+    ("Adam", {"betas": (0.8, 0.97), "weight_decay": 0.1, "eps": 1e-3}),
+    ("AdamW", {"betas": (0.9, 0.999), "weight_decay": 0.1, "eps": 1e-8}),
+    ("Adamax", {"betas": (0.9, 0.999), "weight_decay": 0.1, "eps": 1e-4}),
+    ("ASGD", {"lambd": 0.01, "alpha": 0.6, "t0": 2.0, "weight_decay": 0.1}),
+    ("NAdam", {"betas": (0.9, 0.99), "weight_decay": 0.1, "eps": 1e-3, "momentum_decay": 0.1}),
+    ("RAdam", {"betas": (0.9, 0.9), "weight_decay": 0.1, "eps": 1e-3}),
+    ("RMSprop", {"alpha": 0.9, "eps": 1e-3, "weight_decay": 0.1, "momentum": 0.9}),
+    ("RMSprop", {"alpha": 0.9, "eps": 1e-3, "weight_decay": 0.0, "momentum": 0.0}),
+    ("Rprop", {"etas": (0.4, 1.3), "step_sizes": (1e-3, 0.05)}),
+    ("Adagrad", {"lr_decay": 0.1, "eps": 1e-3, "weight_decay": 0.1}),
+    ("Adadelta", {"rho": 0.8, "eps": 1e-3, "weight_decay": 0.1}),
+    ("Muon", {"weight_decay": 0.1, "momentum": 0.9, "eps": 1e-6}),
+]
+each_class = pytest.mark.parametrize(
+    ("name", "settings"), NUMBERS, ids=[f"{n}-{i}" for i, (n, _) in enumerate(NUMBERS)]
+)
+
+
+def in_state(name, settings, **extra):
+    rate = () if name == "Rprop" else ("lr",)
+    return ps.from_torch(getattr(OPTIM, name), in_state=(*settings, *rate), **extra)
+
+
+def shapes_of(name, dtype):
+    shapes = [(1, 5), (3, 11)] if name == "Muon" else [(5,), (3, 11), (300,), ()]
+    return {f"w{i}": torch.randn(shape).to(dtype) for i, shape in enumerate(shapes)}
+
+
+def moved_to(state, settings):
+    """The state of an optimizer that started elsewhere, with these settings in it."""
+    hyper = {
+        name: tuple(map(torch.tensor, value)) if isinstance(value, tuple) else torch.tensor(value)
+        for name, value in settings.items()
+    }
+    return state._replace(hyper=hyper)
+
+
+def steps_of(optimizer, params, grads, state, step=None):
+    for gradients in grads:
+        params, state = (step or optimizer.step)(params, gradients, state)
+    return params, state
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@each_class
+def test_settings_in_the_state_give_the_numbers_of_the_same_settings(name, settings, dtype, way):
+    """To 1e-6, in bfloat16 to two of its units in the last place: torch's own ways of one class
+    differ by as much. The optimizer starts from torch's defaults.
+    """
+    params = shapes_of(name, dtype)
+    grads = [{key: torch.randn_like(p) for key, p in params.items()} for _ in range(7)]
+    fixed, moving = ps.from_torch(getattr(OPTIM, name), lr=0.01, **settings), None
+    moving = in_state(name, settings, lr=0.01)
+    state = moved_to(moving.init(params), settings)
+    expected, _ = steps_of(fixed, params, grads, fixed.init(params))
+    got, after = steps_of(moving, params, grads, state)
+    tolerance = 2**-6 if dtype is torch.bfloat16 else 1e-6
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+    assert same_bits(after.hyper, state.hyper)
+
+    donated = clone((params, state))
+    for gradients in grads:
+        donated = ps.maybe_step(moving, donated[0], gradients, donated[1], False, donate=True)
+    assert same_bits(donated, (got, after))
+
+
+@each_class
+def test_settings_in_the_state_are_one_a_member_under_vmap(name, settings):
+    """Also where nothing but they is batched. Muon's products in bfloat16 round otherwise."""
+    params = shapes_of(name, torch.float32)
+    grads = [{key: torch.randn_like(p) for key, p in params.items()} for _ in range(3)]
+    optimizer = in_state(name, settings, lr=0.01)
+    state = moved_to(optimizer.init(params), settings)
+    halves = pytree.tree_map(lambda value: 0.5 * value, state.hyper)
+    members = ps.stack_states([state.hyper, halves])
+    got = torch.vmap(
+        lambda hyper: steps_of(optimizer, params, grads, state._replace(hyper=hyper))[0]
+    )(members)
+    tolerance = 2e-3 if name == "Muon" else 1e-6
+    for index, hyper in enumerate((state.hyper, halves)):
+        alone, _ = steps_of(optimizer, params, grads, state._replace(hyper=hyper))
+        torch.testing.assert_close(ps.member(got, index), alone, rtol=tolerance, atol=tolerance)
+
+
+SMOOTH = [case for case in NUMBERS if case[1].get("momentum") != 0.0 and case[0] != "Muon"]
+
+
+@pytest.mark.parametrize(("name", "settings"), SMOOTH, ids=[name for name, _ in SMOOTH])
+def test_settings_in_the_state_are_differentiated(name, settings):
+    """Against central differences in float64. torch keeps ASGD's and NAdam's factors in float32;
+    Adamax takes a maximum, which has a corner.
+    """
+    params = shapes_of(name, torch.float64)
+    grads = [{key: torch.randn_like(p) for key, p in params.items()} for _ in range(6)]
+    optimizer = in_state(name, settings, lr=0.02)
+    state = moved_to(optimizer.init(params), settings)
+    leaves, spec = pytree.tree_flatten(state.hyper)
+    leaves = [leaf.double() for leaf in leaves]
+
+    def total(*leaves):
+        hyper = pytree.tree_unflatten(list(leaves), spec)
+        stepped, _ = steps_of(optimizer, params, grads, state._replace(hyper=hyper))
+        return sum((p * p).sum() + p.sum() for p in stepped.values())
+
+    slopes = torch.func.grad(total, argnums=tuple(range(len(leaves))))(*leaves)
+    for index, (leaf, slope) in enumerate(zip(leaves, slopes, strict=True)):
+        h = 3e-4 * leaf
+        up, down = (
+            total(*leaves[:index], leaf + sign * h, *leaves[index + 1 :]) for sign in (1, -1)
+        )
+        torch.testing.assert_close(slope, (up - down) / (2 * h), rtol=5e-3, atol=1e-3)
+    assert any(slope != 0 for slope in slopes)
+
+
+def test_an_override_keeps_its_own_beside_the_state():
+    overrides = {"head.*": {"weight_decay": 0.0, "lr": 0.3}, "gain": {"betas": (0.5, 0.6)}}
+    names = ("weight_decay", "betas")
+    optimizer = ps.from_torch(OPTIM.AdamW, lr=0.1, in_state=names, overrides=overrides)
+    fixed = ps.from_torch(
+        OPTIM.AdamW, lr=0.1, weight_decay=0.4, betas=(0.7, 0.8), overrides=overrides
+    )
+    state = moved_to(optimizer.init(make_params()), {"weight_decay": 0.4, "betas": (0.7, 0.8)})
+    got, expected = ours(optimizer, steps=4, state=state)[0], ours(fixed, steps=4)[0]
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_skipped_step_keeps_the_settings_of_the_state(way):
+    optimizer, params = in_state("AdamW", ["betas", "weight_decay"]), make_params()
+    state = optimizer.init(params)
+    for donate in (False, True):
+        given = clone((params, state))
+        skipped = ps.maybe_step(
+            optimizer, given[0], grads_at(0, params), given[1], torch.tensor(True), donate=donate
+        )
+        assert same_bits(skipped, (params, state))
+
+
+def test_settings_in_the_state_are_saved_and_go_into_torchs_state_dict_and_back(tmp_path):
+    params = make_params()
+    overrides = {"gain": {"weight_decay": 0.0}}
+    optimizer = in_state("AdamW", ["betas", "weight_decay"], overrides=overrides)
+    _, state = ours(optimizer, steps=2)
+    state = moved_to(state, {"betas": (0.75, 0.875), "weight_decay": 0.3})
+    ps.save(tmp_path / "state.pt", state)
+    assert same_bits(ps.load(tmp_path / "state.pt", like=optimizer.init(params)), state)
+
+    sd = optimizer.to_state_dict(state)
+    decays = [group["weight_decay"] for group in sd["param_groups"]]
+    assert decays == [state.hyper["weight_decay"].item(), 0.0]
+    assert same_bits(optimizer.from_state_dict(sd, params), state)
+    weights = [params["conv.weight"], params["head.weight"]], [params["gain"]]
+    theirs = OPTIM.AdamW([{"params": group} for group in weights])
+    theirs.load_state_dict(sd)
+    assert theirs.param_groups[0]["betas"] == (0.75, 0.875)
+    assert same_bits(optimizer.from_state_dict(theirs.state_dict(), params), state)
+
+    both = in_state("AdamW", ["weight_decay"], overrides={"gain": {"lr": 0.5}})
+    with pytest.raises(ValueError, match=r"values of weight_decay.*overrides="):
+        both.from_state_dict(sd, params)
+
+
+def test_a_checkpoint_from_before_there_were_settings_in_the_state_loads():
+    optimizer, params = ps.from_torch(OPTIM.AdamW, lr=0.5, lr_in_state=True), {"w": torch.ones(2)}
+    state = optimizer.init(params)
+    saved = ps.to_state_dict(state._replace(lr=torch.tensor(0.25)))
+    assert saved["tree"].keys() == {"applied", "slots", "lr"}  # all that such a file has
+    assert same_bits(ps.from_state_dict(saved, like=state), state._replace(lr=torch.tensor(0.25)))
+
+
+@pytest.mark.parametrize(
+    ("cls", "settings", "names", "message"),
+    [
+        ("AdamW", {}, ("beta",), "AdamW has no setting 'beta'. It has: lr, betas"),
+        ("AdamW", {}, ("amsgrad",), "amsgrad of AdamW is False, expected a number"),
+        ("AdamW", {}, "lr", "in_state is 'lr', expected a tuple.*comma"),
+        ("AdamW", {"foreach": True}, ("eps",), "foreach=True beside in_state.*Fix: leave foreach"),
+        ("SGD", {}, ("nesterov",), "nesterov of SGD is False"),
+        ("SGD", {}, ("dampening",), "dampening of SGD.*does not use it"),
+        ("Muon", {}, ("ns_coefficients",), "ns_coefficients of Muon.*number of Python"),
+        ("Muon", {}, ("ns_steps",), "ns_steps of Muon.*number of Python there.*__bool__"),
+        ("Adagrad", {}, ("initial_accumulator_value",), "value of Adagrad.*does not use it"),
+        ("Adafactor", {"foreach": False}, ("weight_decay",), "weight_decay of Adafactor.*read"),
+        ("Rprop", {}, ("lr",), "lr with Rprop.*step sizes start from.*leave lr out"),
+    ],
+)
+def test_what_cannot_be_in_the_state_is_refused_when_made(cls, settings, names, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        ps.from_torch(getattr(OPTIM, cls), in_state=names, **settings)
+
+
+@pytest.mark.parametrize(
+    ("hyper", "message"),
+    [
+        ((), r"opt_state.hyper has \(\).*'betas': a tuple of 2.*optimizer.init"),
+        ({"betas": torch.tensor(0.9)}, r"hyper\['betas'\] is torch.float32 \(\)"),
+        ({"betas": (torch.ones(2), torch.ones(2))}, "floating 0-d tensors.*torch.vmap"),
+        ({"betas": (0.9, 0.99)}, "is 0.9, 0.99; expected floating 0-d tensors"),
+    ],
+)
+def test_a_state_whose_settings_are_elsewhere_is_refused(hyper, message):
+    optimizer, params = ps.from_torch(OPTIM.AdamW, in_state=("betas",)), {"w": torch.ones(2)}
+    state = optimizer.init(params)._replace(hyper=hyper)
+    with pytest.raises(ValueError, match=message):
+        optimizer.step(params, params, state)
+    if hyper:
+        plain = ps.from_torch(OPTIM.AdamW)
+        with pytest.raises(ValueError, match=r"hyper has \['betas'\], this optimizer looks for"):
+            plain.step(params, params, plain.init(params)._replace(hyper=hyper))
+
+
+def test_a_setting_in_the_state_that_requires_a_gradient_is_refused():
+    optimizer, params = ps.from_torch(OPTIM.AdamW, in_state=("eps",)), {"w": torch.ones(2)}
+    hyper = {"eps": torch.tensor(0.1, requires_grad=True)}
+    with pytest.raises(ValueError, match=r"opt_state.*requires a gradient.*torch.func.grad"):
+        optimizer.step(params, params, optimizer.init(params)._replace(hyper=hyper))
+
+
+def test_a_beta_in_the_state_is_not_rounded_to_half_parameters():
+    """torch's Adam casts a beta that is a tensor to bfloat16, where 0.9 is 0.8984."""
+    params = {"w": torch.randn(33, dtype=torch.bfloat16)}
+    settings = {"betas": (0.9, 0.999)}
+    fixed, moving = ps.from_torch(OPTIM.AdamW, **settings), in_state("AdamW", settings)
+    expected = fixed.step(params, params, fixed.init(params))[1].slots["w"]
+    got = moving.step(params, params, moving.init(params))[1].slots["w"]
+    torch.testing.assert_close(got, expected, rtol=2**-7, atol=0)
+
+
+def test_rprop_finds_its_own_factors_again_in_bfloat16_under_vmap():
+    params = {"w": torch.randn(33).bfloat16()}
+    grads = [{"w": torch.randn(33).bfloat16()} for _ in range(4)]
+    optimizer, settings = in_state("Rprop", ["etas"]), {"etas": (0.4, 1.3)}
+    state = moved_to(optimizer.init(params), settings)
+    alone, _ = steps_of(optimizer, params, grads, state)
+    mapped, _ = torch.vmap(lambda s: steps_of(optimizer, params, grads, s))(
+        ps.stack_states([state, state])
+    )
+    assert same_bits(mapped["w"][1], alone["w"])
+
+
+def test_bias_corrections_of_betas_in_the_state_are_not_those_of_float32():
+    params = {"w": torch.randn(33)}
+    settings = {"betas": (0.9, 0.999)}
+    fixed, moving = (
+        ps.from_torch(OPTIM.AdamW, lr=1.0, **settings),
+        in_state("AdamW", settings, lr=1.0),
+    )
+    zeros = {"w": torch.zeros(33)}
+    expected, _ = steps_of(fixed, zeros, [params] * 2, fixed.init(params))
+    got, _ = steps_of(moving, zeros, [params] * 2, moving.init(params))
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
+
+
+def test_half_tensors_meet_no_setting_that_an_accelerator_would_round_to_half():
+    class Meetings(TorchDispatchMode):
+        found = ()
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            given = [arg for arg in args if isinstance(arg, torch.Tensor)]
+            half = any(arg.ndim and arg.dtype is torch.bfloat16 for arg in given)
+            if half and any(arg.ndim == 0 and arg.is_floating_point() for arg in given):
+                self.found += (func,)
+            return func(*args, **(kwargs or {}))
+
+    params = {"w": torch.randn(33, dtype=torch.bfloat16)}
+    optimizer = in_state("SGD", {"momentum": 0.9, "weight_decay": 0.1})
+    with Meetings() as meetings:
+        optimizer.step(params, params, optimizer.init(params))
+    assert not meetings.found

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .._optim.opt_state import OptState, numbers_of, values_of
-from .._torch import dtensor
+from .._optim.opt_state import OptState, Slots, numbers_of, values_of
+from .._torch import dtensor, foreach
+from .._torch.foreach import same_memory_order
 from .._torch.tracing import is_lazy
 from .._tree import tree as _tree
 from .._tree.leaves import Normalized, are_ordinary, normalize
@@ -202,3 +204,27 @@ def _check_state_placements(opt_state: Any, weights: dict[str, Any]) -> None:
                     f"parameter has {has}. Likely cause: the state of the parameters before they "
                     "were sharded. Fix: `opt_state = optimizer.init(params)` once they are."
                 )
+
+
+def working_copies(
+    inputs: StepInputs, *, in_place: bool, any_order: bool = False
+) -> tuple[dict[str, Tensor], Slots]:
+    """Parameters and slots that a kernel may write into: the given ones off the graph where that is
+    allowed, else copies. Slots are in the memory order of their parameter unless in `any_order`.
+    """
+    weights, slots = inputs.named_params, inputs.opt_state.slots
+    old = [*weights.values(), *values_of(slots)]
+    new = old if in_place else foreach.clone(old)
+    if in_place and not any([tensor.requires_grad for tensor in new]):
+        new_weights, new_slots = weights, {name: {**slot} for name, slot in slots.items()}
+    else:
+        working = iter([t.detach() if t.requires_grad else t for t in new])
+        new_weights = dict(zip(weights, working, strict=False))
+        new_slots = {n: dict(zip(slot, working, strict=False)) for n, slot in slots.items()}
+    if not any_order and not foreach.are_contiguous(new):
+        for name, slot in new_slots.items():
+            weight = new_weights[name]
+            for key, value in slot.items():
+                if value.shape == weight.shape and not same_memory_order(value, weight):
+                    slot[key] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
+    return new_weights, new_slots

@@ -18,12 +18,12 @@ from .._optim.in_state import names_in_state
 from .._optim.opt_state import OptState, SlotLayout, Slots, numbers_of, values_of
 from .._optim.param_groups import PARAMETERS_GIVEN, Groups, Schedule
 from .._optim.protocol import unchanged
-from .._optim.step_inputs import StepInputs, flatten_step
+from .._optim.step_inputs import StepInputs, flatten_step, working_copies
 from .._optim.unfused import UnfusedStep, check_in_state
 from .._torch import foreach, private
 from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write_each
-from .._torch.foreach import MAX_INLINE_LEAVES, same_memory_order
+from .._torch.foreach import MAX_INLINE_LEAVES
 from .._torch.tracing import host_can_read, is_on_a_graph, traced, under_transform
 from .._tree import scalars as _checks
 from .._tree import tree as _tree
@@ -301,7 +301,7 @@ class TorchOptimizer:
         in_place: bool,
         scratch_ok: bool,
     ) -> tuple[dict[str, Tensor], Slots]:
-        weights, slots = _working_copies(inputs, in_place=in_place)
+        weights, slots = working_copies(inputs, in_place=in_place)
         grads = inputs.named_grads
         if torch.compiler.is_dynamo_compiling() and _COMPILES_BEHIND_DYNAMO:
             names = [(name, *slot) for name, slot in slots.items()]
@@ -376,7 +376,7 @@ class TorchOptimizer:
         given = dict(zip(present, _cast(leaves, dtypes), strict=True))
         old = [*weights.values(), *values_of(slots)]
         if decision.skip_on_host is False and not self._groups.hyper and self._reads_on_host(old):
-            new_weights, new_slots = _working_copies(inputs, in_place=in_place, any_order=True)
+            new_weights, new_slots = working_copies(inputs, in_place=in_place, any_order=True)
             self._unfused.on_host(new_weights, given, new_slots, lrs)
             return new_weights, new_slots
         run = self._opaque if torch.compiler.is_dynamo_compiling() else self._unfused.on_copies
@@ -465,30 +465,6 @@ class TorchOptimizer:
 
 # Before, is_compiling() is false in what the compiler behind Dynamo traces.
 _COMPILES_BEHIND_DYNAMO = torch.__version__ >= "2.13"
-
-
-def _working_copies(
-    inputs: StepInputs, *, in_place: bool, any_order: bool = False
-) -> tuple[dict[str, Tensor], Slots]:
-    """Parameters and slots that a kernel may write into: the given ones off the graph where that is
-    allowed, else copies. Slots are in the memory order of their parameter unless in `any_order`.
-    """
-    weights, slots = inputs.named_params, inputs.opt_state.slots
-    old = [*weights.values(), *values_of(slots)]
-    new = old if in_place else foreach.clone(old)
-    if in_place and not any([tensor.requires_grad for tensor in new]):
-        new_weights, new_slots = weights, {name: {**slot} for name, slot in slots.items()}
-    else:
-        working = iter([t.detach() if t.requires_grad else t for t in new])
-        new_weights = dict(zip(weights, working, strict=False))
-        new_slots = {n: dict(zip(slot, working, strict=False)) for n, slot in slots.items()}
-    if not any_order and not foreach.are_contiguous(new):
-        for name, slot in new_slots.items():
-            weight = new_weights[name]
-            for key, value in slot.items():
-                if value.shape == weight.shape and not same_memory_order(value, weight):
-                    slot[key] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
-    return new_weights, new_slots
 
 
 def _column(slots: Slots, names: list[str], key: str, layout: SlotLayout) -> list[Tensor]:

@@ -307,13 +307,18 @@ def _stages(
         rng=rng,
         guard=next_guard,
     )
-    return new_state, StepInfo(
+    return new_state, _info(window, outcome, used_scale, tried.retries)
+
+
+def _info(window: WindowGrads, outcome: Outcome, scale: Tensor, retries: int) -> StepInfo:
+    skip = outcome.found_inf
+    return StepInfo(
         loss=window.loss,
         found_inf=skip,
-        scale=used_scale,
+        scale=scale,
         grad_norm=outcome.grad_norm,
         grad_amax=outcome.grad_amax,
-        retries=torch.full((), tried.retries, dtype=torch.int32, device=skip.device),
+        retries=torch.full((), retries, dtype=torch.int32, device=skip.device),
         aux=window.aux,
         rejected=outcome.rejected,
     )

@@ -240,7 +240,7 @@ def _check_version(name: str, d: Any, expected: Tensor) -> None:
     version = d.get(_VERSION_KEY) if isinstance(d, Mapping) else None
     if not isinstance(version, Tensor) or kind_of(version) != kind_of(expected):
         what = (
-            f"has the keys {_tree.some([key_of(key) for key in d])}"
+            f"has the keys {_tree.join_names([key_of(key) for key in d])}"
             if isinstance(d, Mapping)
             else f"is {kind_of(d)}"
         )

@@ -81,7 +81,9 @@ def _run(rule: Any, series: Tensor, step: Any) -> tuple[Any, Tensor]:
     for item in series.unbind():
         bad, found_inf, amax = step(scaler, item)
         new = updated(rule, scaler, found_inf, amax)
-        rows.append(tree.paired(scaler, new, "rule.init()", "what rule.update returned")[1])
+        rows.append(
+            tree.matching_leaves(scaler, new, "rule.init()", "what rule.update returned")[1]
+        )
         flags.append(bad.reshape(1))
         scaler = new
     stacked = [torch.stack(list(leaves)) for leaves in zip(*rows, strict=True)]
@@ -105,8 +107,9 @@ def _series(name: str, values: Any, kind: str, fits: Any) -> Tensor:
             series = torch.tensor(listed, dtype=inferred)
     else:
         raise TypeError(
-            f"{name} is {scalars.shown(values)}; expected {kind} [T], one a step, or a list. Fix: "
-            f"`torch.tensor([{scalars.shown(values)}])`."
+            f"{name} is {scalars.short_repr(values)}; expected {kind} [T], one a step, or a "
+            "list. Fix: "
+            f"`torch.tensor([{scalars.short_repr(values)}])`."
         )
     if series.ndim != 1 or not fits(series):
         fix = f"`.to({dtype})`"

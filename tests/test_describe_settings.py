@@ -19,7 +19,7 @@ from test_reduce import OPTIMIZERS, RULES
 from torch import nn
 
 import purescale as ps
-from purescale._distributed.describe_settings import described
+from purescale._distributed.describe_settings import describe_setting
 
 PAIRS = {
     **OPTIMIZERS,
@@ -43,8 +43,8 @@ PAIRS = {
 @pytest.mark.parametrize("name", PAIRS)
 def test_settings_that_differ_are_told_apart(name):
     one, other = PAIRS[name]
-    assert described(one) == described(one)
-    assert described(one) != described(other)
+    assert describe_setting(one) == describe_setting(one)
+    assert describe_setting(one) != describe_setting(other)
 
 
 plain = st.recursive(
@@ -57,16 +57,16 @@ plain = st.recursive(
 @given(plain, plain)
 def test_data_is_told_by_value(one, other):
     again = eval(repr(one), {"nan": float("nan"), "inf": float("inf")})
-    assert described(again) == described(one)
+    assert describe_setting(again) == describe_setting(one)
     if repr(one) == repr(other):
-        assert described(one) == described(other)
+        assert describe_setting(one) == describe_setting(other)
 
 
 def test_1_and_1_0_are_one_setting_and_a_default_may_be_named():
-    assert described(ps.StaticScale(8)) == described(ps.StaticScale(8.0))
+    assert describe_setting(ps.StaticScale(8)) == describe_setting(ps.StaticScale(8.0))
     named = ps.from_torch(torch.optim.SGD, momentum=0, lr=1e-3)
-    assert described(named) == described(ps.from_torch(torch.optim.SGD))
-    assert described(frozenset("abc")) == described(frozenset("cba"))
+    assert describe_setting(named) == describe_setting(ps.from_torch(torch.optim.SGD))
+    assert describe_setting(frozenset("abc")) == describe_setting(frozenset("cba"))
 
 
 PROGRAM = """
@@ -110,15 +110,15 @@ class Own:
 
 
 def test_of_what_is_no_setting_the_kind_is_told():
-    assert described(Own(0.1, "rank 0")) == described(Own(0.1, "rank 1"))
-    assert described(Own(0.1, "rank 0")) != described(Own(0.2, "rank 0"))
-    assert described(Unset()) == "Unset(there=1.0, missing=None)"
-    assert described(torch.zeros(1000)) == "torch.float32 (1000,)"
-    assert described(torch.zeros(2, device="meta")) == "torch.float32 (2,)"
+    assert describe_setting(Own(0.1, "rank 0")) == describe_setting(Own(0.1, "rank 1"))
+    assert describe_setting(Own(0.1, "rank 0")) != describe_setting(Own(0.2, "rank 0"))
+    assert describe_setting(Unset()) == "Unset(there=1.0, missing=None)"
+    assert describe_setting(torch.zeros(1000)) == "torch.float32 (1000,)"
+    assert describe_setting(torch.zeros(2, device="meta")) == "torch.float32 (2,)"
 
 
 def test_a_compiled_function_is_that_which_was_compiled():
     def schedule(applied):
         return 0.1 * applied
 
-    assert described(torch.compile(schedule)) == described(schedule)
+    assert describe_setting(torch.compile(schedule)) == describe_setting(schedule)

@@ -161,7 +161,7 @@ def test_what_is_refused_is_told_with_what_was_expected_and_a_cure(check):
         if isinstance(value, torch.Tensor):
             shown = f"shape {tuple(value.shape)}", f"{value.dtype}"
         else:
-            shown = (_checks.shown(value),)
+            shown = (_checks.short_repr(value),)
         assert any(part in message for part in shown), message
         assert re.search(r"Fix: .+\.$", message), message
 

@@ -53,12 +53,12 @@ def init_bn_stats(buffers: Tensors) -> BNStatsState:
     >>> list(init_bn_stats(buffers).layers)
     ['1']
     """
-    check_flat(buffers)
+    check_flat_buffers(buffers)
     names = layers_of(buffers)
     if not names:
         raise ValueError(
             f"no layer with a running_mean and a running_var among {len(buffers)} buffers: "
-            f"{tree.some(list(buffers))}. Likely cause: a model without BatchNorm, or with "
+            f"{tree.join_names(list(buffers))}. Likely cause: a model without BatchNorm, or with "
             "track_running_stats=False. There is nothing to compute. Fix: leave this call out."
         )
     layers = {}
@@ -108,7 +108,7 @@ def accumulate_bn_stats(
     Source of the rule: Chan, Golub, LeVeque (1979); fvcore's update_bn_stats, whose float32 E[x^2]
     - E[x]^2 goes negative.
     """
-    return absorb(stats, calls_of(apply, params, buffers, args, kwargs)[1])
+    return add_batch(stats, calls_of(apply, params, buffers, args, kwargs)[1])
 
 
 def merge_bn_stats(a: BNStatsState, b: BNStatsState) -> BNStatsState:
@@ -125,7 +125,7 @@ def merge_bn_stats(a: BNStatsState, b: BNStatsState) -> BNStatsState:
 
     Source of the rule: Chan, Golub, LeVeque (1979).
     """
-    tree.paired(a, b, "a", "b", "Only statistics of the same layers can be merged.")
+    tree.matching_leaves(a, b, "a", "b", "Only statistics of the same layers can be merged.")
     return BNStatsState(
         layers={name: _merge_layer(layer, b.layers[name]) for name, layer in a.layers.items()},
         num_batches=a.num_batches + b.num_batches,
@@ -250,7 +250,9 @@ def _reduce(
 # ---- one batch -----------------------------------------------------------------------------------
 
 
-def absorb(stats: BNStatsState, calls: list[tuple[str, Call]], num_final: int = 0) -> BNStatsState:
+def add_batch(
+    stats: BNStatsState, calls: list[tuple[str, Call]], num_final: int = 0
+) -> BNStatsState:
     """`stats` with the calls of one batch merged in, if all of them are finite. The first
     `num_final` calls are only checked.
     """
@@ -308,13 +310,13 @@ def _merge_layer(a: BNLayerStats, b: BNLayerStats) -> BNLayerStats:
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
-def without_update(new_buffers: Tensors, before: Tensors, names: Iterable[str]) -> Tensors:
+def restore_running_stats(new_buffers: Tensors, before: Tensors, names: Iterable[str]) -> Tensors:
     """`new_buffers` with the statistics of these layers as they were `before`."""
     restored = {key_of(name, buffer) for name in names for buffer in _BUFFERS}
     return {key: before[key] if key in restored else buffer for key, buffer in new_buffers.items()}
 
 
-def over_ranks(
+def reduce_stats_and_momenta(
     stats: BNStatsState, momenta: dict[str, float], group: Any
 ) -> tuple[BNStatsState, dict[str, Tensor]]:
     """Statistics and momenta over the ranks of a group.
@@ -327,7 +329,7 @@ def over_ranks(
     return stats, {name: total / layer.calls.clamp(min=1) for (name, layer), total in parts}
 
 
-def updated_once(
+def update_running_stats(
     buffers: Tensors, stats: BNStatsState, momenta: Mapping[str, float | Tensor]
 ) -> Tensors:
     """`buffers` after one update of the running averages, by torch's rule, with the pooled
@@ -350,13 +352,13 @@ def updated_once(
 # ---- checks --------------------------------------------------------------------------------------
 
 
-def check_flat(buffers: Any) -> None:
+def check_flat_buffers(buffers: Any) -> None:
     """Refuse buffers that are no flat dict, in which layers have no names."""
     if not isinstance(buffers, dict) or not all(
         isinstance(key, str) and isinstance(value, Tensor) for key, value in buffers.items()
     ):
         what = (
-            f"a dict of {tree.some([repr(key) for key in buffers])}"
+            f"a dict of {tree.join_names([repr(key) for key in buffers])}"
             if isinstance(buffers, dict)
             else type(buffers).__name__
         )

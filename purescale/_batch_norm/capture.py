@@ -78,7 +78,7 @@ _RANDOM: dict[Any, tuple[int, str, Any]] = {
 _COPIES = {Tensor.copy_, Tensor.clone, private.clone_list, private.foreach.copy_}
 
 
-class CatchBatchNorm(TorchFunctionMode):
+class CaptureBatchNorm(TorchFunctionMode):
     """Records each call of a batch norm in train mode in `calls`.
 
     `evaluating`: the statistics are for use in eval mode. Running statistics are not updated, half
@@ -95,7 +95,7 @@ class CatchBatchNorm(TorchFunctionMode):
         self.evaluating = evaluating
         self.num_final = num_final
 
-    def __enter__(self) -> CatchBatchNorm:
+    def __enter__(self) -> CaptureBatchNorm:
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -207,7 +207,7 @@ def calls_of(
     """One forward for statistics to be used in eval mode: its output, and the calls of its batch
     norms with the names of their layers.
     """
-    with torch.no_grad(), CatchBatchNorm(evaluating=True, num_final=num_final) as catcher:
+    with torch.no_grad(), CaptureBatchNorm(evaluating=True, num_final=num_final) as catcher:
         returned = apply(params, buffers, *args, **kwargs)
     if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)):
         raise TypeError(
@@ -217,7 +217,7 @@ def calls_of(
     return returned[0], named_calls(catcher, returned[1])
 
 
-def named_calls(catcher: CatchBatchNorm, new_buffers: Tensors) -> list[tuple[str, Call]]:
+def named_calls(catcher: CaptureBatchNorm, new_buffers: Tensors) -> list[tuple[str, Call]]:
     """Each call with the name of its layer, known by the identity of its running mean.
 
     A call without a name raises if `evaluating`. In training it is a batch norm whose statistics

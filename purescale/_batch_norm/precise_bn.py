@@ -16,13 +16,13 @@ from torch import nn
 from .._batch_norm.bn_stats import (
     BNStatsState,
     Estimator,
-    absorb,
+    add_batch,
     all_reduce_bn_stats,
     bn_buffers,
     init_bn_stats,
 )
 from .._batch_norm.capture import ApplyFn, calls_of
-from .._distributed.collectives import agree, all_reduce_found_inf, on_cpu
+from .._distributed.collectives import all_reduce_found_inf, assert_same_on_all_ranks, on_cpu
 from .._distributed.process_group import all_reduce, check_group
 from .._module.functional import Apply
 from .._module.meta_module import Tensors
@@ -95,7 +95,9 @@ def precise_bn(
 
     if group is not None and on_cpu(check_group(group)):
         settings = {"estimator": estimator, "correction": correction, "normalize": normalize}
-        agree(group, check, lambda: [f"{key}={value!r}" for key, value in settings.items()])
+        assert_same_on_all_ranks(
+            group, check, lambda: [f"{key}={value!r}" for key, value in settings.items()]
+        )
     else:
         check()
     sequential = normalize == "sequential"
@@ -158,7 +160,7 @@ class _Pass:
         self.order = self.order or names
         if self.sequential and calls:
             _check_order(names, self.order)
-        self.stats = absorb(self.stats, calls, self.num_final)
+        self.stats = add_batch(self.stats, calls, self.num_final)
         return out
 
 
@@ -294,7 +296,7 @@ def _report(stats: BNStatsState, apply: ApplyFn, normalize: str) -> None:
         *(len(counts) - len(unseen), int(stats.num_batches), int(stats.num_skipped)),
     )
     if unseen:
-        some = tree.some(unseen)
+        some = tree.join_names(unseen)
         log.info("precise_bn: %d layers saw no data and keep their buffers: %s", len(unseen), some)
     if not int(stats.num_batches):
         log.warning(
@@ -322,7 +324,7 @@ def _report(stats: BNStatsState, apply: ApplyFn, normalize: str) -> None:
         log.info(
             "precise_bn: instance and group norms have no statistics of the batch and are left "
             "alone: %s",
-            tree.some(others),
+            tree.join_names(others),
         )
 
 
@@ -337,7 +339,7 @@ def _check_order(called: list[str], order: list[str]) -> None:
     if called != order:
         raise ValueError(
             "normalize='sequential' needs the same layers in the same order in every forward; got "
-            f"{tree.some(called)} after {tree.some(order)}. Fix: normalize='batch'."
+            f"{tree.join_names(called)} after {tree.join_names(order)}. Fix: normalize='batch'."
         )
 
 

@@ -174,6 +174,6 @@ def reduction_of(leaves: Leaves, buffers: Leaves, divisor: Any, group: Any) -> R
     return Reduction([*leaves, *floating], divisor, group, order=order, keep_strides=True)
 
 
-def share_of(weight: Tensor, total: Tensor) -> Tensor:
+def mean_divisor(weight: Tensor, total: Tensor) -> Tensor:
     """The divisor of one mean in the sum that is the mean of all: `total / weight`."""
     return torch.where(weight > 0, total / weight, torch.inf)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .._distributed.buckets import Reduction
-from .._distributed.describe_settings import described
+from .._distributed.describe_settings import describe_setting
 from .._distributed.mesh import mesh_sizes
 from .._distributed.process_group import all_reduce, check_group, is_single_process, resolve_group
 from .._torch import donation, private
@@ -98,7 +98,8 @@ def all_reduce_grads(
         size = scalars.real("bucket_size_mb", bucket_size_mb)
         if not size > 0:
             raise ValueError(
-                f"bucket_size_mb must be above 0, got {scalars.shown(bucket_size_mb)}. Fix: 25, "
+                f"bucket_size_mb must be above 0, got {scalars.short_repr(bucket_size_mb)}. Fix: "
+                "25, "
                 "as DistributedDataParallel; float('inf') for one bucket a dtype."
             )
         leaves, structure = _tree.flatten(grads)
@@ -111,10 +112,13 @@ def all_reduce_grads(
     else:
         group = check_group(group)
         if check and not traced():
-            agree(
+            assert_same_on_all_ranks(
                 group,
                 checked_leaves,
-                lambda: [f"{bucket_size_mb=}", *lines_of("grads", grads, laid=False)],
+                lambda: [
+                    f"{bucket_size_mb=}",
+                    *describe_leaves("grads", grads, with_strides=False),
+                ],
             )
         leaves, structure = checked_leaves()
         size = float(bucket_size_mb) * 2**20
@@ -146,19 +150,19 @@ def on_cpu(group: Any) -> bool:
     return not traced() and bool(private.object_device(group) == "cpu")
 
 
-def lines_of(name: str, tree: Tree, *, laid: bool) -> list[str]:
-    """One line per leaf with what must be the same on every rank; with `laid` its strides too."""
+def describe_leaves(name: str, tree: Tree, *, with_strides: bool) -> list[str]:
+    """One line per leaf with what must be the same on every rank, strides where asked for."""
     leaves = _tree.flatten(tree)[0]
     return [
-        f"{name}{key and f' {key!r}'}: {_kind(leaf, laid=laid)}"
+        f"{name}{key and f' {key!r}'}: {_kind(leaf, with_strides=with_strides)}"
         for key, leaf in zip(_tree.names(tree), leaves, strict=True)
     ]
 
 
-def _kind(leaf: Any, *, laid: bool) -> str:
+def _kind(leaf: Any, *, with_strides: bool) -> str:
     if not isinstance(leaf, Tensor):
-        return described(leaf)
-    strides = leaf.stride() if laid and leaf.layout is torch.strided else None
+        return describe_setting(leaf)
+    strides = leaf.stride() if with_strides and leaf.layout is torch.strided else None
     # The kind of device only: each rank has a device of its own.
     text = _metadata(leaf.dtype, leaf.shape, strides, leaf.layout, leaf.device.type)
     if isinstance(leaf, DTensor):
@@ -171,7 +175,9 @@ def _metadata(dtype: Any, shape: Any, strides: Any, layout: Any, device: str) ->
     return f"{dtype} {tuple(shape)}{f' {strides}' if strides else ''} {layout} on {device}"
 
 
-def agree(group: Any, check: Callable[[], Any], describe: Callable[[], list[str]]) -> None:
+def assert_same_on_all_ranks(
+    group: Any, check: Callable[[], Any], describe: Callable[[], list[str]]
+) -> None:
     """Syncs with the host. Raise on every rank of `group` if `check` raises on one of them, or if
     the lines of `describe` differ between ranks.
     """

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 _MAX_VALUES = 64  # of a tensor with more only dtype and shape are compared
 
 
-def described(setting: Any) -> str:
+def describe_setting(setting: Any) -> str:
     """Whatever of `setting` can be compared between processes. Numbers, strings, dtypes, containers
     and small tensors on a CPU: the value. Functions: their code and the values that it refers to.
     Rules and optimizers: their fields. Other objects, and tensors on an accelerator, whose values
@@ -96,11 +96,11 @@ def _code(code: types.CodeType, names: Mapping[str, Any]) -> list[str]:
 
 def _object(value: Any, parents: tuple[int, ...]) -> str:
     """A rule, an optimizer, a schedule that is an object: its class and its fields. An object with
-    an attribute `told` is compared by that alone: other fields may hold what one process has seen.
+    an attribute `summary` is compared by that alone: other fields may hold what one process saw.
     """
     name = type(value).__qualname__
-    if hasattr(value, "told"):
-        return f"{name}{_text(value.told, parents)}"
+    if hasattr(value, "summary"):
+        return f"{name}{_text(value.summary, parents)}"
     if dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]
         fields = {key: getattr(value, key, None) for key in names}

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._torch import private
-from .._tree.scalars import shown
+from .._tree.scalars import short_repr
 
 
 def all_reduce(tensor: Tensor, op: str, group: Any) -> Tensor:
@@ -64,7 +64,7 @@ def check_group(group: Any) -> Any:
     group = resolve_group(group)
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
-            f"group is {shown(group)} ({type(group).__name__}); expected a process group. "
+            f"group is {short_repr(group)} ({type(group).__name__}); expected a process group. "
             "Fix: `dist.group.WORLD`, `dist.new_group(ranks)`, or of a DeviceMesh "
             "`mesh.get_group('dp')`."
         )

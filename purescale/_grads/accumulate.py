@@ -17,7 +17,7 @@ from .._torch.private import foreach as list_ops
 from .._torch.tracing import host_can_read, is_on_a_graph, traced, under_transform
 from .._tree import tree as _tree
 from .._tree.leaves import dense, normalize
-from .._tree.scalars import as_float, shown, whole
+from .._tree.scalars import as_float, short_repr, whole
 from .._tree.tree import Leaves, Tree
 
 _HEAVIEST = 2.0**64  # of one microbatch; beyond any count of tokens, and no sum of such overflows
@@ -294,7 +294,7 @@ def merge_accum(a: AccumState, b: AccumState, donate: bool = False) -> AccumStat
     Source of the rule: Chan, Golub, LeVeque (1979), the mean of two samples.
     """
     why = "The halves of one window are of the same params."
-    leaves, others, structure = _tree.paired(a.grads, b.grads, "a.grads", "b.grads", why)
+    leaves, others, structure = _tree.matching_leaves(a.grads, b.grads, "a.grads", "b.grads", why)
     means, new = normalize(leaves), normalize(others)
     owned = donate and can_write(means.tensors, [*new.tensors, *a[1:], *b[1:]])
     share = _share(b.weight, a.weight)
@@ -399,12 +399,13 @@ def as_weight(what: str, weight: Any, like: Tensor) -> Tensor:
     number = as_float(weight)
     if number is None:
         raise TypeError(
-            f"{what} {shown(weight)}; a weight is a number or a 0-d tensor. Fix: `len(batch[0])` "
+            f"{what} {short_repr(weight)}; a weight is a number or a 0-d tensor. Fix: "
+            "`len(batch[0])` "
             "for samples, `mask.sum()` for tokens."
         )
     if not 0 <= number <= _HEAVIEST:
         raise ValueError(
-            f"{what} {shown(weight)}; a weight is finite and not negative, 2**64 at most. "
+            f"{what} {short_repr(weight)}; a weight is finite and not negative, 2**64 at most. "
             f"Fix: samples or tokens; 0 for what must not count."
         )
     return torch.full((), number, dtype=dtype, device=like.device)

@@ -19,7 +19,7 @@ from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write
 from .._tree import tree as _tree
 from .._tree.leaves import Normalized, normalize
-from .._tree.scalars import as_float, bound, shown
+from .._tree.scalars import as_float, bound, short_repr
 from .._tree.tree import Tree
 
 
@@ -51,7 +51,8 @@ def check_norm_type(norm_type: Any) -> float:
     p = as_float(norm_type)
     if p is None or not p > 0:
         raise ValueError(
-            f"norm_type must be above 0, a number or math.inf, got {shown(norm_type)}. Fix: 2.0, "
+            f"norm_type must be above 0, a number or math.inf, got {short_repr(norm_type)}. Fix: "
+            "2.0, "
             "the usual norm."
         )
     return p

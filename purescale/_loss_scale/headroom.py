@@ -93,9 +93,9 @@ class HeadroomScale:
     takes_amax = True
 
     def __post_init__(self) -> None:
-        scalars.settle(self, scalars.power_of_two, "init_scale", "min_scale", "max_scale")
-        scalars.settle(self, functools.partial(scalars.whole, least=0, most=39), "margin")
-        scalars.settle(self, functools.partial(scalars.whole, least=1), "window")
+        scalars.normalize_fields(self, scalars.power_of_two, "init_scale", "min_scale", "max_scale")
+        scalars.normalize_fields(self, functools.partial(scalars.whole, least=0, most=39), "margin")
+        scalars.normalize_fields(self, functools.partial(scalars.whole, least=1), "window")
         if not _LEAST_SCALE <= self.min_scale <= self.init_scale <= self.max_scale:
             raise ValueError(
                 f"2**-111 <= min_scale <= init_scale <= max_scale must hold, got "

@@ -105,7 +105,7 @@ class DynamicScale:
     refill: str = "growth"
 
     def __post_init__(self) -> None:
-        scalars.settle(
+        scalars.normalize_fields(
             self,
             scalars.power_of_two,
             "init_scale",
@@ -114,7 +114,7 @@ class DynamicScale:
             "min_scale",
             "max_scale",
         )
-        scalars.settle(
+        scalars.normalize_fields(
             self, functools.partial(scalars.whole, least=1), "growth_interval", "hysteresis"
         )
         check_factors(self, "growth_factor", "backoff_factor")
@@ -181,7 +181,7 @@ class StaticScale:
     scale: float
 
     def __post_init__(self) -> None:
-        scalars.settle(self, scalars.power_of_two, "scale")
+        scalars.normalize_fields(self, scalars.power_of_two, "scale")
 
     def init(self, device: torch.device | str | None = None) -> ScalerState:
         """The state to start from, on `device` (that of the gradients)."""

@@ -126,7 +126,8 @@ def check_scaler(scaler: HasScale, rule: Any, max_skips: int | None = None) -> N
     if not isinstance(getattr(scaler, "scale", None), Tensor) or scaler.scale.ndim:
         raise TypeError(
             "check_scaler takes the state of one scaler, its `scale` a 0-d tensor, got "
-            f"{scalars.shown(scaler)}. Fix: `check_scaler(state.scaler, rule)` of a TrainState; "
+            f"{scalars.short_repr(scaler)}. Fix: `check_scaler(state.scaler, rule)` of a "
+            "TrainState; "
             "of an ensemble one at a time."
         )
     if max_skips is not None:

@@ -116,8 +116,8 @@ class Apply:
                     [str(name) for name in tree if name not in expected],
                 )
                 found.append(
-                    f"{which} has the wrong names: missing {_tree.some(missing)}; not in the "
-                    f"model: {_tree.some(extra)}"
+                    f"{which} has the wrong names: missing {_tree.join_names(missing)}; not in the "
+                    f"model: {_tree.join_names(extra)}"
                 )
         cause = "these are of another model, or of this one before it was changed"
         if set(params) == self._buffers and set(buffers) == self._params:
@@ -441,7 +441,8 @@ def load_into(model: nn.Module, params: Tensors, buffers: Tensors) -> None:
     if faults:
         raise ValueError(
             "params and buffers do not fit the model, so nothing was copied: "
-            f"{_tree.some(faults, 8)}. Likely cause: they are of another model, stacked over an "
+            f"{_tree.join_names(faults, 8)}. Likely cause: they are of another model, stacked "
+            "over an "
             "ensemble, or incomplete. Fix: `load_into(model, state.params, state.buffers)` with "
             "the model that they were made from."
         )

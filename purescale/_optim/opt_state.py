@@ -269,7 +269,7 @@ def checked_state_dict(sd: Any) -> tuple[list[Mapping[str, Any]], Mapping[Any, A
         and all(isinstance(state, Mapping) for state in states.values())
     ):
         what = (
-            f"a dict with the keys {_tree.some([repr(key) for key in sd])}"
+            f"a dict with the keys {_tree.join_names([repr(key) for key in sd])}"
             if isinstance(sd, Mapping)
             else type(sd).__name__
         )

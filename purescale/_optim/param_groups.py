@@ -149,7 +149,7 @@ class Groups:
             if index not in matched:
                 raise ValueError(
                     f"overrides: {pattern!r} matches no parameter. The names are: "
-                    f"{_tree.some(list(names), 20)}. A glob is '*.bias'."
+                    f"{_tree.join_names(list(names), 20)}. A glob is '*.bias'."
                 )
 
     def _canonical(self, matching: tuple[int, ...]) -> tuple[int, ...]:

@@ -113,8 +113,8 @@ class CalledOptimizer:
         with torch.set_grad_enabled(torch.is_grad_enabled() and (traced() or self.differentiable)):
             stepped = self.optimizer.step(*trees)
             if decision.skip_on_host is False:
-                _tree.paired(old, stepped, "old", "new")
-                return _tree.apart(stepped, trees)  # type: ignore[no-any-return]
+                _tree.matching_leaves(old, stepped, "old", "new")
+                return _tree.copy_aliased(stepped, trees)  # type: ignore[no-any-return]
             skip: Any = decision.skip
             return select.where(skip, old, stepped, donate=donate, read_only=read_only)  # type: ignore[no-any-return]
 
@@ -185,7 +185,7 @@ class TransformationOptimizer:
 
     def check(self, params: Tree, grads: Tree, opt_state: Any) -> None:
         """Refuse gradients that are not those of `params`."""
-        flat = _tree.flat(params)
+        flat = _tree.flatten_once(params)
         _tree.check_parameters(flat)
         _tree.gradients_like(flat, grads)
 
@@ -202,4 +202,4 @@ class TransformationOptimizer:
         stepped = _tree.map(
             lambda p, u: p.clone() if u is None else (p + u).to(p.dtype), params, updates
         )
-        return stepped, _tree.apart(new_state, (params, grads, opt_state))
+        return stepped, _tree.copy_aliased(new_state, (params, grads, opt_state))

@@ -105,7 +105,7 @@ def flatten_step(
     given = NO_GRADS if grads is None else _tree.gradients_like(params, grads)
     ordinary = params.ordinary and opt_state.ordinary and given.ordinary
     if not (optimizer.differentiable or ordinary):
-        _tree.refuse_graphs(params=params, grads=given, opt_state=opt_state)
+        _tree.reject_autograd_history(params=params, grads=given, opt_state=opt_state)
     tree, weights, structure, _ = params
     gradients = given.leaves
     if not params.ordinary:

@@ -152,7 +152,7 @@ class TorchOptimizer:
         # What ranks compare, defaults named or not.
         told = {**self._groups.defaults, **settings, "lr": self._groups.lrs[0]}
         patterns = dict(zip(overrides, self._groups.every[1:], strict=True))
-        self.told = cls, dict(sorted(told.items())), patterns, self._groups.in_state
+        self.summary = cls, dict(sorted(told.items())), patterns, self._groups.in_state
 
     def __repr__(self) -> str:
         return repr(self._groups)
@@ -201,8 +201,10 @@ class TorchOptimizer:
         weights = inputs.named_params
         if opt_state.slots.keys() != weights.keys():
             raise ValueError(
-                f"opt_state knows the parameters {_tree.some(list(opt_state.slots))}, params has "
-                f"{_tree.some(inputs.names)}. Fix: `opt_state = optimizer.init(params)` for these "
+                f"opt_state knows the parameters {_tree.join_names(list(opt_state.slots))}, "
+                "params has "
+                f"{_tree.join_names(inputs.names)}. Fix: `opt_state = optimizer.init(params)` "
+                "for these "
                 "params."
             )
         self._layout.check(opt_state.slots, weights, ordinary=inputs.ordinary)
@@ -499,7 +501,7 @@ def is_elementwise(cls: Any) -> bool:
 
 
 def _by_name(params: Tree) -> dict[str, Tensor]:
-    flat = _tree.flat(params)
+    flat = _tree.flatten_once(params)
     leaves = flat.leaves
     named = dict(zip(_tree.names(params), leaves, strict=True))
     if len(named) != len(leaves):

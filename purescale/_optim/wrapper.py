@@ -47,11 +47,11 @@ class Wrapper:
         self.optimizer = optimizer
         self.conditional = as_conditional(optimizer)
         self.elementwise = self.conditional.elementwise
-        self.told = (optimizer, *settings)
+        self.summary = (optimizer, *settings)
 
     def __repr__(self) -> str:
         name = type(self).__name__
-        return f"{name}({', '.join(map(repr, self.told))})"
+        return f"{name}({', '.join(map(repr, self.summary))})"
 
     # ---- what each wrapper does by itself
 

@@ -75,14 +75,14 @@ class ScaleProbe(NamedTuple):
         elif self.starved:
             lines = [
                 f"No safe scale for {len(self.starved)} of {len(self.low)} leaves: "
-                f"{tree.some(self.starved, 20)}. The largest that fits is 2**{self.high}."
+                f"{tree.join_names(self.starved, 20)}. The largest that fits is 2**{self.high}."
             ]
         else:
             lines = [f"Safe for every leaf: {_as_text(self.window)}."]
         if self.silent:
             lines.append(
                 "Nothing but zeros at every scale (unused, behind a weight of 0, or too small): "
-                f"{tree.some(self.silent, 20)}."
+                f"{tree.join_names(self.silent, 20)}."
             )
         return lines
 
@@ -179,11 +179,11 @@ def probe_scales(
     chosen = _exponents(exponents)
     tol = scalars.positive("tol", tol)
     chunk = len(chosen) if chunk_size is None else scalars.whole("chunk_size", chunk_size, least=1)
-    flat = tree.flat(params)
+    flat = tree.flatten_once(params)
     tree.check_parameters(flat)
     device = tree.device_of(*flat[:2], "params")
-    scaler = tree.flat(NoScale().init(device))
-    value_and_grad = ValueAndGrad(flat, tree.flat(buffers), scaler, loss_fn)
+    scaler = tree.flatten_once(NoScale().init(device))
+    value_and_grad = ValueAndGrad(flat, tree.flatten_once(buffers), scaler, loss_fn)
     if not value_and_grad.inputs:
         raise ValueError(
             "params holds no tensor, so there is no gradient to probe. Fix: the `params` of "

@@ -92,7 +92,7 @@ def update_report(old: Tree, new: Tree, wanted: Tree) -> UpdateReport:
 
     Source of the rule: effective descent quality, Collage (arXiv 2405.03637).
     """
-    flat = _tree.flat(old)
+    flat = _tree.flatten_once(old)
     _tree.check_parameters(flat, "old")
     news, updates = (_leaves_like(flat, name, t) for name, t in (("new", new), ("wanted", wanted)))
     rows = {}

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from .._batch_norm.bn_stats import (
-    absorb,
-    check_flat,
+    add_batch,
+    check_flat_buffers,
     has_layers,
     init_bn_stats,
-    over_ranks,
-    updated_once,
-    without_update,
+    reduce_stats_and_momenta,
+    restore_running_stats,
+    update_running_stats,
 )
-from .._batch_norm.capture import CatchBatchNorm, named_calls
-from .._distributed.buckets import Reduction, reduction_of, share_of
+from .._batch_norm.capture import CaptureBatchNorm, named_calls
+from .._distributed.buckets import Reduction, mean_divisor, reduction_of
 from .._distributed.process_group import all_reduce
 from .._grads.accumulate import AccumState, add, as_weight, init_accum, is_weight
 from .._grads.measure import GradStats, measure
@@ -146,7 +146,7 @@ def accumulate_microbatches(
     sent_with = buffers.leaves
     once = options.bn_update == "window" and bool(buffers.tree)
     if once:
-        check_flat(buffers.tree)
+        check_flat_buffers(buffers.tree)
     if not (once and has_layers(buffers.tree)):
         return _accumulate(
             options, options.loss_fn, params, buffers, scaler, microbatches, sent_with
@@ -155,7 +155,7 @@ def accumulate_microbatches(
 
     def loss_and_stats(params: Tree, carried: Tree, microbatch: Any) -> Any:
         buffers, stats = carried
-        with CatchBatchNorm(evaluating=False) as caught:
+        with CaptureBatchNorm(evaluating=False) as caught:
             returned = options.loss_fn(params, buffers, microbatch)
         if (
             not isinstance(returned, tuple)
@@ -167,16 +167,20 @@ def accumulate_microbatches(
         calls = named_calls(caught, new_buffers)
         for name, call in calls:
             momenta.setdefault(name, call.momentum)
-        return loss, (without_update(new_buffers, buffers, momenta), absorb(stats, calls)), *aux
+        return (
+            loss,
+            (restore_running_stats(new_buffers, buffers, momenta), add_batch(stats, calls)),
+            *aux,
+        )
 
     # The statistics travel with the buffers, so whatever is dropped is dropped from them too.
-    carrying = _tree.flat((buffers.tree, init_bn_stats(buffers.tree)))
+    carrying = _tree.flatten_once((buffers.tree, init_bn_stats(buffers.tree)))
     window = _accumulate(options, loss_and_stats, params, carrying, scaler, microbatches, sent_with)
     carried, stats = carrying.structure.unflatten(window.buffers)
     known: Mapping[str, float | Tensor] = momenta
     if options.group is not None:
-        stats, known = over_ranks(stats, momenta, options.group)
-    return window._replace(buffers=_tree.flatten(updated_once(carried, stats, known))[0])
+        stats, known = reduce_stats_and_momenta(stats, momenta, options.group)
+    return window._replace(buffers=_tree.flatten(update_running_stats(carried, stats, known))[0])
 
 
 def _accumulate(
@@ -332,7 +336,7 @@ def _sender(
         return None
     # What follows from the weights alone is known before the gradients are.
     counted = torch.where(is_weight(weights.vector), weights.vector, 0).sum()
-    divisor = share_of(counted, all_reduce(counted, "sum", options.group))
+    divisor = mean_divisor(counted, all_reduce(counted, "sum", options.group))
     return _Sender(reduction_of(params.leaves, buffers, divisor, options.group), params)
 
 
@@ -426,7 +430,7 @@ def _summary(
     }
     if group is not None:
         which = 0 if drops_one else 1
-        summary["divisor"] = share_of(local[which], facts[which])
+        summary["divisor"] = mean_divisor(local[which], facts[which])
     return summary
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .._distributed.buckets import reduction_of
-from .._distributed.collectives import agree, lines_of, on_cpu
-from .._distributed.describe_settings import described
+from .._distributed.collectives import assert_same_on_all_ranks, describe_leaves, on_cpu
+from .._distributed.describe_settings import describe_setting
 from .._distributed.mesh import mesh_sizes
 from .._distributed.process_group import all_reduce, check_group
 from .._grads.measure import measure
@@ -122,7 +122,7 @@ def checked(
         _refuse_dtensors({name: getattr(state, name) for name in ("params", "buffers", "scaler")})
 
     if on_cpu(group):
-        agree(group, checked_all, lambda: _all_that_must_agree(settings, state))
+        assert_same_on_all_ranks(group, checked_all, lambda: _all_that_must_agree(settings, state))
     else:
         checked_all()
     return found[0], group if dist.get_world_size(group) > 1 else None
@@ -136,12 +136,12 @@ def _all_that_must_agree(settings: dict[str, Any], state: Any) -> list[str]:
     """Every setting and the structure of the whole state, a line each. Of a scale, a rate and a
     count the value too: ranks that differ there make different steps of equal gradients.
     """
-    lines = [f"{name}={described(setting)}" for name, setting in settings.items()]
+    lines = [f"{name}={describe_setting(setting)}" for name, setting in settings.items()]
     for field, tree in state._asdict().items():
         for name, part in _fields(field, tree):
-            lines += lines_of(name, part, laid=True)
+            lines += describe_leaves(name, part, with_strides=True)
             if isinstance(part, Tensor) and not part.ndim and field not in ("params", "buffers"):
-                lines.append(f"{name} = {described(part)}")
+                lines.append(f"{name} = {describe_setting(part)}")
     return lines
 
 

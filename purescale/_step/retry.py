@@ -64,7 +64,7 @@ def accumulate_until_finite(
             lower = _backed_off(rule, scaler.tree)
         if lower is None:
             return Tried(*best, retries)
-        scaler, retries = _tree.flat(lower), retries + 1
+        scaler, retries = _tree.flatten_once(lower), retries + 1
         for module, where, before in generators:
             module.set_rng_state(before, *where)
 

@@ -81,8 +81,8 @@ class SpikeGuard:
     warmup: int = 20
 
     def __post_init__(self) -> None:
-        scalars.settle(self, scalars.positive, "sigma", "decay")
-        scalars.settle(self, lambda name, n: scalars.whole(name, n, least=2), "warmup")
+        scalars.normalize_fields(self, scalars.positive, "sigma", "decay")
+        scalars.normalize_fields(self, lambda name, n: scalars.whole(name, n, least=2), "warmup")
         if not self.decay < 1:
             raise ValueError(
                 f"decay must be between 0 and 1, got {self.decay!r}. Fix: 0.99, about a hundred "
@@ -178,7 +178,7 @@ def judged(guard: Guard[Any], state: Any, loss: Tensor, grad_norm: Any) -> tuple
     pair = isinstance(returned, tuple) and len(returned) == 2
     bad = returned[1] if pair else None
     if not isinstance(bad, Tensor) or bad.dtype is not torch.bool or bad.ndim:
-        what = f"{type(returned).__name__}" if not pair else f"(state, {scalars.shown(bad)})"
+        what = f"{type(returned).__name__}" if not pair else f"(state, {scalars.short_repr(bad)})"
         raise TypeError(
             f"{type(guard).__name__}.update returned {what}; expected (state, bad), bad a 0-d bool "
             "tensor. Fix: `return new_state, loss > limit`, of tensors."

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._torch.autocast import outside_autocast
 from .._tree import tree as _tree
-from .._tree.scalars import shown
+from .._tree.scalars import short_repr
 from .._tree.stack import stacked
 
 
@@ -71,20 +71,23 @@ def stack_infos(infos: Sequence[StepInfo]) -> StepInfo:
     if isinstance(infos, StepInfo):
         raise TypeError("stack_infos takes a list, got one StepInfo. Fix: `infos += [info]`.")
     if not isinstance(infos, Iterable):
-        raise TypeError(f"stack_infos takes a list, got {shown(infos)}. Fix: `infos += [info]`.")
+        raise TypeError(
+            f"stack_infos takes a list, got {short_repr(infos)}. Fix: `infos += [info]`."
+        )
     infos = list(infos)
     if not infos:
         raise ValueError("stack_infos got no infos. Fix: `infos += [info]` after each step.")
     for index, info in enumerate(infos):
         if not isinstance(info, StepInfo):
             raise TypeError(
-                f"infos[{index}] is {shown(info)}; expected a StepInfo. Fix: what train_step "
+                f"infos[{index}] is {short_repr(info)}; expected a StepInfo. Fix: what train_step "
                 "returns second; for a state, `infos += [info]` and not `infos += info`."
             )
         for place, leaf in enumerate(_tree.flatten(info)[0]):
             if leaf is not None and not isinstance(leaf, Tensor):
                 raise TypeError(
-                    f"{_tree.path(info, f'infos[{index}]', place)} is {shown(leaf)}; only tensors "
+                    f"{_tree.path(info, f'infos[{index}]', place)} is {short_repr(leaf)}; only "
+                    "tensors "
                     "are stacked. Fix: `torch.tensor(...)` of it in loss_fn, or "
                     "`info._replace(aux=())`."
                 )

@@ -30,7 +30,7 @@ from .._step.value_and_grad import LossFn
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import traced
 from .._tree import tree as _tree
-from .._tree.scalars import is_whole, shown
+from .._tree.scalars import is_whole, short_repr
 from .._tree.select import choose, copies, where, write_over
 from .._tree.tree import Flat, Leaves, Tree
 
@@ -90,7 +90,7 @@ def init_train_state(
             f"rng must be the state of a generator, a uint8 tensor, got {type(rng).__name__}. "
             f"Fix: rng=torch.Generator({weights[0].device.type!r}).manual_seed(0).get_state()."
         )
-    _tree.refuse_graphs(params=params, buffers=buffers)
+    _tree.reject_autograd_history(params=params, buffers=buffers)
     device = weights[0].device
     return TrainState(
         params=_tree.clone(params),
@@ -293,8 +293,7 @@ def _stages(
     new_buffers = _next_buffers(options, outcome.decision, buffers.leaves, window, rest)
     rng = tried.rng
     if options.donate and skip_on_host is None:
-        held = _tree.all_tensors((window.aux, new_buffers))
-        read_only = [*window.seen, *options.clip.bounds, *held]
+        read_only = _tree.all_tensors((window.seen, options.clip.bounds, window.aux, new_buffers))
         before = (state.scaler, state.step, state.rng, state.guard)
         new = (next_scaler, step, rng, next_guard)
         next_scaler, step, rng, next_guard = write_over(before, new, read_only)
@@ -353,7 +352,9 @@ def _next_scaler(
     # Where no try was finite, the scale ends as after one ordinary skip.
     start = used if used is before.tree else where(overflow, before.tree, used)
     updated_scaler = updated(options.rule, start, overflow, amax)
-    new = _tree.paired(before.tree, updated_scaler, "state.scaler", _FROM_RULE, flat=before)[1]
+    new = _tree.matching_leaves(
+        before.tree, updated_scaler, "state.scaler", _FROM_RULE, flat=before
+    )[1]
     only_an_overflow_skips = (
         window.must_skip is None and not options.clip.bounds and options.guard is None
     )
@@ -394,7 +395,9 @@ def _judged(options: StepOptions, state: TrainState, window: WindowGrads) -> tup
     norm: Any = window.stats.norm  # type: ignore[union-attr]
     norm = () if norm is None else norm.to(factor_dtype(window.grads.tensors))
     new, bad = judged(options.guard, state.guard, window.loss, norm)
-    return _tree.paired(state.guard, new, "state.guard", "the state that the guard gave"), bad
+    return _tree.matching_leaves(
+        state.guard, new, "state.guard", "the state that the guard gave"
+    ), bad
 
 
 def _next_guard(states: Any, outcome: Outcome) -> Any:
@@ -452,7 +455,7 @@ def _check_call(
         raise ValueError(f"bn_update must be 'each' or 'window', got {settings['bn_update']!r}.")
     if not is_whole(max_retries) or max_retries < 0:
         raise ValueError(
-            f"max_retries must be a whole number, 0 or more, got {shown(max_retries)}."
+            f"max_retries must be a whole number, 0 or more, got {short_repr(max_retries)}."
         )
     if max_retries and isinstance(rule, StaticScale):
         raise ValueError(

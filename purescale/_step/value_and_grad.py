@@ -125,12 +125,12 @@ class ValueAndGrad:
         outputs: tuple[Tensor, Leaves, list[Any]],
         taken: Set[int | None] | None,
     ) -> MicrobatchResult:
-        found = _tree.fresh([outputs[0], *outputs[1]], taken)
+        found = _tree.detach_unaliased([outputs[0], *outputs[1]], taken)
         loss, buffers = found[0], found[1:]  # an unpacked rest is no list to Dynamo of torch 2.11
         aux = outputs[2]
         if aux:
             leaves, structure = _tree.flatten(aux)
-            aux = structure.unflatten(_tree.fresh(leaves, taken))
+            aux = structure.unflatten(_tree.detach_unaliased(leaves, taken))
         return MicrobatchResult(self._leaves(grads) if grads else [], loss, buffers, aux)
 
     def graph(
@@ -209,7 +209,9 @@ class ValueAndGrad:
                 "aux`. Fix: `return loss, new_buffers, aux`, or `return loss, buffers, aux` "
                 "where nothing changes them."
             )
-        leaves = _tree.paired(buffers, new_buffers, "buffers", "new_buffers", flat=self.buffers)[1]
+        leaves = _tree.matching_leaves(
+            buffers, new_buffers, "buffers", "new_buffers", flat=self.buffers
+        )[1]
         return loss, leaves, aux
 
 
@@ -281,5 +283,5 @@ def _described(tree: Any) -> str:
     if isinstance(tree, Tensor):
         return f"a tensor of shape {tuple(tree.shape)}"
     if isinstance(tree, dict):
-        return f"a dict of {_tree.some([repr(name) for name in tree])}"
+        return f"a dict of {_tree.join_names([repr(name) for name in tree])}"
     return type(tree).__name__

@@ -37,7 +37,7 @@ def check_equal(name: str, d: Any, expected: dict[str, Any]) -> None:
         return
     kinds = dict.fromkeys(difference.kind for difference in differences)
     lists = "; ".join(
-        f"{kind}: {tree.some(_grouped(name, [d for d in differences if d.kind == kind]), 20)}"
+        f"{kind}: {tree.join_names(_grouped(name, [d for d in differences if d.kind == kind]), 20)}"
         for kind in kinds
     )
     fields = {difference.keys[1] for difference in differences if len(difference.keys) > 1}
@@ -64,7 +64,7 @@ def _differences(keys: tuple[Any, ...], got: Any, expected: Any) -> Iterator[_Di
             _Difference("not in like", (*keys, key), "") for key in got if key not in expected
         )
     elif isinstance(expected, dict):
-        names = tree.some([key_of(key) for key in expected])
+        names = tree.join_names([key_of(key) for key in expected])
         yield _Difference("different", keys, f" is {kind_of(got)}, expected a dict of {names}")
     elif kind_of(got) != kind_of(expected):
         yield _Difference("different", keys, f" is {kind_of(got)}, expected {kind_of(expected)}")

@@ -52,7 +52,8 @@ def whole(name: str, value: Any, least: int = 0, most: int | None = 2**31 - 1) -
         bounds = f"at least {least}" if most is None else f"from {least} to {most}"
         nearest = least if number < least else most
         raise ValueError(
-            f"{name} must be {bounds}, got {shown(value)}. Fix: the nearest that fits, {nearest}."
+            f"{name} must be {bounds}, got {short_repr(value)}. Fix: the nearest that fits, "
+            f"{nearest}."
         )
     return number
 
@@ -62,7 +63,8 @@ def positive(name: str, value: Any) -> float:
     number = real(name, value)
     if not is_positive_float32(number):
         raise ValueError(
-            f"{name} must be positive and finite in float32, got {shown(value)}. Fix: a power of "
+            f"{name} must be positive and finite in float32, got {short_repr(value)}. Fix: a "
+            "power of "
             f"two, as {name}=2.0."
         )
     return number
@@ -87,13 +89,14 @@ def power_of_two(name: str, value: Any) -> float:
             else usual
         )
         raise ValueError(
-            f"{name} must be a power of two between 2**-149 and 2**127, got {shown(value)}: any "
+            f"{name} must be a power of two between 2**-149 and 2**127, got {short_repr(value)}: "
+            "any "
             f"other factor rounds every gradient. Fix: {name}={near!r}."
         )
     return number
 
 
-def settle(rule: Any, check: Callable[[str, Any], Any], *names: str) -> None:
+def normalize_fields(rule: Any, check: Callable[[str, Any], Any], *names: str) -> None:
     """Store fields of a frozen dataclass as `check` returns them, so that equal settings of other
     types make equal objects.
     """
@@ -118,7 +121,8 @@ def bound(name: str, value: Any) -> float | Tensor:
     number = real(name, value)
     if not number > 0:
         raise ValueError(
-            f"{name} must be above 0, got {shown(value)}. Fix: None to leave this clipping out."
+            f"{name} must be above 0, got {short_repr(value)}. Fix: None to leave this clipping "
+            "out."
         )
     return number
 
@@ -141,14 +145,15 @@ def _no_number(name: str, value: Any, kind: type[int] | type[float]) -> TypeErro
     fix = repr(kind(1))
     if isinstance(value, (str, numbers.Number)):
         with contextlib.suppress(TypeError, ValueError, OverflowError):
-            fix = shown(kind(value))  # type: ignore[arg-type]
+            fix = short_repr(kind(value))  # type: ignore[arg-type]
     return TypeError(
-        f"{name} must be {what}, got {shown(value)} ({type(value).__name__}). Fix: {fix}, as an "
+        f"{name} must be {what}, got {short_repr(value)} ({type(value).__name__}). Fix: {fix}, "
+        "as an "
         f"{'int' if kind is int else 'int or a float'}."
     )
 
 
-def shown(value: Any, limit: int = 80) -> str:
+def short_repr(value: Any, limit: int = 80) -> str:
     """`repr(value)` for an error message; Python raises for that of an int of 5000 digits."""
     try:
         text = repr(value)

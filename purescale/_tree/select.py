@@ -51,7 +51,7 @@ def where(
     """`select` that may write its result into the tensors of `old`, unless they share memory with
     `read_only`. `flat`: of `old`, if it is known.
     """
-    leaves, others, structure = tree.paired(old, new, "old", "new", flat=flat)
+    leaves, others, structure = tree.matching_leaves(old, new, "old", "new", flat=flat)
     return structure.unflatten(choose(skip, leaves, others, donate=donate, read_only=read_only))
 
 
@@ -89,7 +89,7 @@ def write_over(old: Tree, new: Tree, read_only: Sequence[Tensor]) -> Tree:
     """`new`, written into the donated tensors of `old` that share no memory with `read_only`: a
     captured step is replayed over the memory that it was captured with.
     """
-    leaves, others, structure = tree.paired(old, new, "old", "new")
+    leaves, others, structure = tree.matching_leaves(old, new, "old", "new")
     plain = not (any(map(is_constant, leaves)) or is_on_a_graph([*leaves, *others]))
     if plain and can_write(leaves, read_only):
         foreach.copy_(leaves, others)

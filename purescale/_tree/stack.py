@@ -82,7 +82,7 @@ def _can_be_stacked(leaf: Any, like: Any) -> bool:
 
 def _kind(leaf: Any) -> str:
     if not isinstance(leaf, Tensor):
-        return scalars.shown(leaf)
+        return scalars.short_repr(leaf)
     where = "" if leaf.device.type == "cpu" else f" on {leaf.device}"
     return f"{leaf.dtype} {tuple(leaf.shape)}{where}"
 

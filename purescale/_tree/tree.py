@@ -55,7 +55,7 @@ class Flat(NamedTuple):
     ordinary: bool = False  # as `leaves.are_ordinary` saw when it looked
 
 
-def flat(tree: Tree) -> Flat:
+def flatten_once(tree: Tree) -> Flat:
     leaves, structure = flatten(tree)
     return Flat(tree, leaves, structure, _leaf.are_ordinary(leaves))
 
@@ -97,7 +97,7 @@ def all_tensors(tree: Any) -> list[Tensor]:
     return [part for part in private.pytree.tree_leaves(leaves) if isinstance(part, Tensor)]
 
 
-def fresh(leaves: Leaves, taken: Set[int | None] | None) -> Leaves:
+def detach_unaliased(leaves: Leaves, taken: Set[int | None] | None) -> Leaves:
     """Leaves, which may be containers that only torch's pytree knows, detached; those whose memory
     is in `taken` are copied, where traced (None) all. Constants that are on no graph are the same
     objects.
@@ -123,7 +123,7 @@ def fresh(leaves: Leaves, taken: Set[int | None] | None) -> Leaves:
     return [private.pytree.tree_map(detach, leaf) for leaf in leaves]
 
 
-def apart(tree: Tree, inputs: Tree) -> Tree:
+def copy_aliased(tree: Tree, inputs: Tree) -> Tree:
     """`tree`, on its graph; leaves that may share memory with `inputs` or with each other are
     copied.
     """
@@ -214,8 +214,9 @@ def leaves_like(name: str, tree: Tree, like_name: str, like: Tree, structure: An
     missing = [path for path in expected if path not in got]
     extra = [path for path in got if path not in expected]
     raise ValueError(
-        f"{name} does not match {like_name}: missing {some(missing)}; not in {like_name}: "
-        f"{some(extra)}. Both must be the same nesting of the same keys (with None for what is "
+        f"{name} does not match {like_name}: missing {join_names(missing)}; not in {like_name}: "
+        f"{join_names(extra)}. Both must be the same nesting of the same keys (with None for "
+        "what is "
         f"absent). Likely cause: {name} was made from other {like_name} than these, or some leaves "
         f"were dropped. Fix: take both from one place, for example `{name} = "
         f"{{key: {name}.get(key) for key in {like_name}}}` for flat dicts."
@@ -247,7 +248,7 @@ def gradients_like(params: Flat, grads: Tree) -> Flat:
     return found
 
 
-def some(items: list[str], most: int = 5) -> str:
+def join_names(items: list[str], most: int = 5) -> str:
     if not items:
         return "nothing"
     return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
@@ -256,12 +257,12 @@ def some(items: list[str], most: int = 5) -> str:
 # ---- graphs --------------------------------------------------------------------------------------
 
 
-def refuse_graphs(**trees: Tree) -> None:
+def reject_autograd_history(**trees: Tree) -> None:
     """Refuse tensors with autograd history, which a step would silently detach."""
     if traced() or not torch.is_grad_enabled():
         return
     for name, tree in trees.items():
-        looked_at = tree if isinstance(tree, Flat) else flat(tree)
+        looked_at = tree if isinstance(tree, Flat) else flatten_once(tree)
         for index, leaf in enumerate([] if looked_at.ordinary else looked_at.leaves):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 raise ValueError(
@@ -300,7 +301,7 @@ def recordable(leaf: Any) -> Any:
 _REASON = "A skipped step returns the one, an applied step the other, so both must match."
 
 
-def paired(
+def matching_leaves(
     tree: Tree,
     other: Tree,
     name: str,

@@ -15,8 +15,8 @@ from torch import Tensor
 from .._loss_scale.rule_protocol import flag, without_amax
 from .._loss_scale.rules import ScalerState
 from .._tree import scalars
-from .._tree.scalars import is_positive_float32, positive, real, shown, whole
-from .._tree.tree import some
+from .._tree.scalars import is_positive_float32, positive, real, short_repr, whole
+from .._tree.tree import join_names
 
 Device = torch.device | str | None
 
@@ -63,12 +63,12 @@ def settle(rule: Any, *names: str) -> None:
     """Store fields of a frozen rule as `positive` floats, so that equal settings of other types
     make equal rules.
     """
-    scalars.settle(rule, positive, *names)
+    scalars.normalize_fields(rule, positive, *names)
 
 
 def settle_counts(rule: Any, *names: str, least: int = 1) -> None:
     """Store fields of a frozen rule as ints of at least `least`."""
-    scalars.settle(rule, functools.partial(whole, least=least), *names)
+    scalars.normalize_fields(rule, functools.partial(whole, least=least), *names)
 
 
 def check_bool(name: str, value: Any) -> None:
@@ -183,7 +183,7 @@ def refuse(
 
 
 def _listed(keys: Sequence[str]) -> str:
-    return some([repr(key) for key in keys], most=12)
+    return join_names([repr(key) for key in keys], most=12)
 
 
 def with_settings(
@@ -196,9 +196,10 @@ def with_settings(
             continue
         if name in merged and merged[name] != d[name]:
             raise ValueError(
-                f"{name}={shown(merged[name])} contradicts the state dict, which has "
-                f"{shown(d[name])}. Fix: leave it out, and change the rule afterwards if that is "
-                f"meant: `dataclasses.replace(rule, {name}={shown(merged[name])})`."
+                f"{name}={short_repr(merged[name])} contradicts the state dict, which has "
+                f"{short_repr(d[name])}. Fix: leave it out, and change the rule afterwards if "
+                "that is "
+                f"meant: `dataclasses.replace(rule, {name}={short_repr(merged[name])})`."
             )
         merged[name] = d[name]
     return merged
@@ -209,7 +210,8 @@ def saved_scale(name: str, value: Any) -> float:
     number = real(name, value)
     if not is_positive_float32(number):
         raise ValueError(
-            f"the saved scale, {name}, is {shown(value)}; a loss can only be scaled by a positive, "
+            f"the saved scale, {name}, is {short_repr(value)}; a loss can only be scaled by a "
+            "positive, "
             "finite float32. Likely cause: the job had overflowed or grown without end before it "
             "was saved. Fix: `state = rule(...).init(device)`."
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 from .._loss_scale.rule_protocol import flag, without_amax
 from .._loss_scale.rules import check_factors
 from .._torch.dtypes import widest_float
-from .._tree.scalars import real, shown, whole
+from .._tree.scalars import real, short_repr, whole
 from ._common import (
     Device,
     check_dict,
@@ -93,7 +93,7 @@ class FairseqScale:
             if not 0 <= number <= (1.0 if name == "tolerance" else torch.finfo(torch.float32).max):
                 expected = "from 0 to 1" if name == "tolerance" else "finite and not negative"
                 raise ValueError(
-                    f"{name} must be {expected}, got {shown(value)}. Fix: leave it out for "
+                    f"{name} must be {expected}, got {short_repr(value)}. Fix: leave it out for "
                     "fairseq's default."
                 )
             object.__setattr__(self, name, number)

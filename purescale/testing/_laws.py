@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .._torch import private, tracing
-from .._tree.tree import some
+from .._tree.tree import join_names
 
 # ---- bits and memory -----------------------------------------------------------------------------
 
@@ -84,7 +84,7 @@ class Untouched:
             if not _same(leaf, copy) or _version(leaf) != version
         ]
         assert not changed, (
-            f"an argument was written into: {some(changed)}. Fix: `x = x + 1` in place of "
+            f"an argument was written into: {join_names(changed)}. Fix: `x = x + 1` in place of "
             "`x += 1` and of methods that end in `_`; return the new value."
         )
 
@@ -163,7 +163,7 @@ def assert_sync_free(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with tracing.as_on_an_accelerator(), _Dispatched(reads), _Called(reads):
         result = fn(*args, **kwargs)
     assert not reads, (
-        f"a tensor's value was read: {some(list(dict.fromkeys(reads)))}. On an accelerator "
+        f"a tensor's value was read: {join_names(list(dict.fromkeys(reads)))}. On an accelerator "
         "the host would wait there, and torch.compile and torch.vmap stop. Fix: "
         "`torch.where(flag, a, b)` in place of `if flag:` and of boolean indexing; read where you "
         "log."

@@ -134,7 +134,7 @@ class _OptimizerBattery(Battery):
             return False
         for name, old, new in zip(("params", "opt_state"), (params, state), result, strict=True):
             try:
-                tree.paired(old, new, name, "what the step returned", "")
+                tree.matching_leaves(old, new, name, "what the step returned", "")
             except (TypeError, ValueError) as error:
                 came = str(error).partition(" Fix:")[0]
                 self.fail(law, came, "what it was given, in all but values", *call, cause=error)

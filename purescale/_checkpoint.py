@@ -33,6 +33,7 @@ _VERSION_KEY = "purescale_version"
 _ABANDONED = 3600.0  # seconds without a write
 _MARK = b"purescale crc32 "  # and four bytes: the comment of the zip that torch.save writes
 _END = b"PK\5\6"  # how the last 22 bytes of a zip without a comment begin
+_NO_COMMENT = b"\0\0"  # how it ends: a length; another one is that of a comment that was cut off
 _SOUND = 0x2144DF1C  # the CRC-32 of anything that ends with its CRC-32
 
 
@@ -341,7 +342,7 @@ def _check_seal(name: str, file: BinaryIO) -> bool:
     file.seek(max(0, size - 22))
     tail = file.read()
     if tail[-len(_MARK) - 4 : -4] != _MARK:
-        if not tail.startswith(_END):
+        if not (tail.startswith(_END) and tail.endswith(_NO_COMMENT)):
             raise _not_a_checkpoint(name, "no zip of torch.save")
         return False
     if _crc32(file) != _SOUND:

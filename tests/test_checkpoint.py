@@ -741,6 +741,13 @@ def test_a_file_that_was_cut_off_is_the_clear_error(tmp_path_factory, share):
     check_refused(lambda: ps.load(path, like=SMALL))
 
 
+def test_a_file_that_lost_its_checksum_alone_is_cut_off_too(tmp_path):
+    path = tmp_path / "cut.pt"
+    ps.save(path, SMALL)
+    os.truncate(path, os.path.getsize(path) - len(ps._checkpoint._MARK) - 4)
+    check_refused(lambda: ps.load(path, like=SMALL))
+
+
 # ---- files that are damaged
 
 

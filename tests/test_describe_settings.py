@@ -70,8 +70,8 @@ def test_1_and_1_0_are_one_setting_and_a_default_may_be_named():
 
 
 PROGRAM = """
-from test_describe_settings import PAIRS, described
-print([described(one) for pair in PAIRS.values() for one in pair])
+from test_describe_settings import PAIRS, describe_setting
+print([describe_setting(one) for pair in PAIRS.values() for one in pair])
 """
 
 

@@ -138,8 +138,10 @@ class CaptureBatchNorm(TorchFunctionMode):
             pairs = list(zip(args[1], args[0], strict=True))
         else:
             pairs = list(zip(args[0], out, strict=True))
-        caught = {id(call.running_mean) for call in self.calls}
-        self.clones += [(old, new) for old, new in pairs if id(old) in caught]
+        # No `id`: a compiled step would be guarded by the very tensor.
+        for old, new in pairs:
+            if any(call.running_mean is old for call in self.calls):
+                self.clones.append((old, new))
         return out
 
     def _batch_norm(

@@ -146,6 +146,23 @@ def test_a_scaled_step_has_those_bits_too(name, way):
         assert same_bits(ps.master_weights(params, state), wide)
 
 
+@pytest.mark.parametrize("donate", [False, True])
+def test_pieces_keep_the_settings_in_the_state(donate, way, monkeypatch):
+    optimizer = made("AdamW", in_state=("lr", "weight_decay", "betas"))
+    wrapped = ps.with_master_weights(optimizer)
+    params = params_of()
+    whole = cut = (params, wrapped.init(params))
+    for index in range(3):
+        grads = grads_of(params, 100 * index)
+        whole = wrapped.step(whole[0], grads, whole[1])
+        with monkeypatch.context() as patched:
+            patched.setattr(wrapper, "PIECE", 64)
+            given = clone(cut)
+            cut = ps.maybe_step(wrapped, given[0], grads, given[1], False, donate)
+        assert same_bits(cut, whole)
+    assert cut[1].inner.hyper.keys() == {"weight_decay", "betas"}
+
+
 def test_pieces_keep_overrides_counts_and_the_rest_of_the_tree(way, monkeypatch):
     """A nested tree with None, a schedule, a leaf that is cut, one gradient that is not there."""
     monkeypatch.setattr(wrapper, "PIECE", 64)

@@ -260,8 +260,9 @@ def _state_of(state: Any, inputs: StepInputs, cut: Mapping[str, Span], *, last: 
     if isinstance(state, tuple) and not state:
         return ()
     if isinstance(state, OptState):
-        numbers = [_state_of(part, inputs, cut, last=last) for part in (state.applied, state.lr)]
-        return OptState(numbers[0], by_name(state.slots), numbers[1])
+        of_the_whole = state._replace(slots={})
+        part = of_the_whole if last else _tree.clone(of_the_whole)
+        return part._replace(slots=by_name(state.slots))
     if hasattr(state, "_fields"):
         return type(state)(*[_state_of(part, inputs, cut, last=last) for part in state])
     leaves = inputs.structure.flatten_up_to(state)  # like the parameters

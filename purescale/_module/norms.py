@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from .._torch.dtypes import HALF
 from .._tree.tree import cast
-
-HALF = (torch.float16, torch.bfloat16)
 
 # For each operator: the positions of the running statistics that it updates in place.
 _RUNNING_STATISTICS: dict[Callable[..., Any], tuple[tuple[int, str], ...]] = {

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from .._module.functional import check_dicts
-from .._module.norms import HALF, NormsIn
+from .._module.norms import NormsIn
+from .._torch.dtypes import HALF
 from .._tree.tree import Tree, cast
 
 _DTYPES = {

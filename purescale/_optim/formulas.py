@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .._torch import private as _torch
+from .._torch.dtypes import HALF
 from .._torch.private import foreach
 from .._torch.tracing import under_transform
 
@@ -149,11 +150,11 @@ class PlainArithmetic(TorchFunctionMode):
         """
         if func is Tensor.eq and isinstance(args[1], Tensor):  # Rprop finds its own factors again
             return self._plain(func, (args[0], args[1].to(args[0].dtype)), kwargs)
-        half = [arg for arg in args if isinstance(arg, Tensor) and arg.dtype in _HALF]
+        half = [arg for arg in args if isinstance(arg, Tensor) and arg.dtype in HALF]
         if not half:
             return self._plain(func, args, kwargs)
         wide = [
-            arg.float() if isinstance(arg, Tensor) and arg.dtype in _HALF else arg for arg in args
+            arg.float() if isinstance(arg, Tensor) and arg.dtype in HALF else arg for arg in args
         ]
         result = self._plain(func, tuple(wide), kwargs)
         if not isinstance(result, Tensor):
@@ -242,7 +243,6 @@ _READS = (
     Tensor.__int__,
     Tensor.__index__,
 )
-_HALF = (torch.float16, torch.bfloat16)
 
 
 def _value(argument: Any) -> Any:

@@ -12,8 +12,16 @@ from torch import Tensor
 from .._optim.opt_state import described
 from .._optim.protocol import Optimizer
 from .._optim.step_inputs import StepInputs
-from .._optim.stochastic_rounding import HALF, checked_state
-from .._optim.wrapper import Wrapper, put, put_tree, stand_in, with_params
+from .._optim.wrapper import (
+    Wrapper,
+    checked_state,
+    is_half,
+    put,
+    put_tree,
+    stand_in,
+    widened,
+    with_params,
+)
 from .._torch import dtensor, foreach
 from .._torch.autocast import outside_autocast
 from .._torch.dtensor import any_dtensor
@@ -213,7 +221,7 @@ def _split(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rest_of(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor) or leaf.dtype not in HALF:
+    if not is_half(leaf):
         return ()
     if leaf.dtype is torch.float16:
         return leaf.detach().float()
@@ -253,15 +261,12 @@ class MasterOptimizer(Wrapper):
 
     def inner_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """float32 for half."""
-        return super().inner_dtype(torch.float32 if dtype in HALF else dtype)
+        return super().inner_dtype(widened(dtype))
 
     def init(self, params: Tree) -> MasterState:
         """The state of an optimizer that has made no step: masters are the parameters."""
         leaves, structure = _tree.flatten(params)
-        wide = [
-            leaf.detach().float() if isinstance(leaf, Tensor) and leaf.dtype in HALF else leaf
-            for leaf in leaves
-        ]
+        wide = [leaf.detach().float() if is_half(leaf) else leaf for leaf in leaves]
         rest = structure.unflatten(list(map(_rest_of, leaves)))
         return MasterState(self.optimizer.init(structure.unflatten(wide)), rest)
 

@@ -144,6 +144,8 @@ class Groups:
 
     def check_names(self, names: tuple[str, ...]) -> None:
         """Refuse a pattern that matches none of the names of all parameters."""
+        if not self._patterns:
+            return
         matched = {index for hits in _matching(names, self._patterns) for index in hits}
         for index, pattern in enumerate(self._patterns):
             if index not in matched:

@@ -55,7 +55,7 @@ class StepInputs(NamedTuple):
     @property
     def grad_names(self) -> list[str]:
         """The dotted names of the gradients that are there."""
-        return list(_present(self.names, self.grads.given))
+        return list(present(self.names, self.grads.given))
 
     @property
     def named_grads(self) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def flatten_step(
     if not sharded or optimizer.elementwise is None:
         plain = given.ordinary
         normalized = Normalized(gradients, gradients, plain) if plain else normalize(gradients)
-        named = _present(names, weights)
+        named = present(names, weights)
         return StepInputs(structure, names, weights, normalized, opt_state, named, ordinary)
     gradients = gradients or [None] * len(weights)
     for index, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
@@ -134,7 +134,7 @@ def flatten_step(
         local,
         normalize(gradients),
         state.unflatten([dtensor.shard(leaf, on_graph=on_graph) for leaf in leaves]),
-        _present(names, local),
+        present(names, local),
         ordinary,
         (weights, leaves),
     )
@@ -149,17 +149,16 @@ def flatten_together(*trees: Tree) -> list[Flat]:
     return [Flat(tree, *pair, ordinary) for tree, pair in zip(trees, pairs, strict=True)]
 
 
-def _present(names: list[str], leaves: Sequence[Any]) -> dict[str, Any]:
+def present(names: Sequence[str], leaves: Sequence[Any]) -> dict[str, Any]:
+    """By name what is there among leaves with None."""
     return {name: leaf for name, leaf in zip(names, leaves, strict=True) if leaf is not None}
 
 
 def _flatten(tree: Tree) -> tuple[Leaves, Any]:
     if not (isinstance(tree, OptState) and type(tree.slots) is dict):
         return _tree.flatten(tree)
-    if tree.hyper:
-        return [tree.applied, *values_of(tree.slots), *numbers_of(tree)], None
-    rate = [tree.lr] if isinstance(tree.lr, Tensor) else []
-    return [tree.applied, *values_of(tree.slots), *rate], None  # without a walk through the dicts
+    # Without a walk through the dicts.
+    return [tree.applied, *values_of(tree.slots), *numbers_of(tree)], None
 
 
 def _resolved(leaf: Any) -> Any:

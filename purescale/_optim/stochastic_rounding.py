@@ -11,15 +11,23 @@ from torch.distributed.tensor import DTensor
 from .._optim.opt_state import described
 from .._optim.protocol import Optimizer
 from .._optim.step_inputs import Place, StepInputs
-from .._optim.wrapper import Wrapper, put, put_tree, stand_in, with_params
+from .._optim.wrapper import (
+    Wrapper,
+    checked_state,
+    is_half,
+    put,
+    put_tree,
+    stand_in,
+    widened,
+    with_params,
+)
 from .._torch import dtensor, foreach
 from .._torch.autocast import outside_autocast
+from .._torch.dtypes import HALF
 from .._torch.tracing import traced
 from .._tree import scalars as _checks
 from .._tree import tree as _tree
 from .._tree.tree import Tree
-
-HALF = (torch.float16, torch.bfloat16)
 
 
 @outside_autocast()
@@ -246,11 +254,11 @@ class RoundingOptimizer(Wrapper):
 
     def inner_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """float32 for half."""
-        return super().inner_dtype(_wide(dtype))
+        return super().inner_dtype(widened(dtype))
 
     def init(self, params: Tree) -> RoundingState:
         """The state of an optimizer that has made no step."""
-        wide = _tree.map(lambda p: p.to(_wide(p.dtype)) if isinstance(p, Tensor) else p, params)
+        wide = _tree.map(lambda p: p.to(widened(p.dtype)) if isinstance(p, Tensor) else p, params)
         device = next((p.device for p in _tree.tensors(params)), None)
         applied = torch.zeros((), dtype=torch.int64, device=device)
         return RoundingState(self.optimizer.init(wide), applied)
@@ -260,14 +268,14 @@ class RoundingOptimizer(Wrapper):
         state = checked_state(inputs.opt_state, RoundingState)
         made: dict[Any, Tensor] = {}
         params = [
-            stand_in(leaf, _wide(leaf.dtype), made) if _is_half(leaf) else leaf
+            stand_in(leaf, widened(leaf.dtype), made) if is_half(leaf) else leaf
             for leaf in inputs.params
         ]
         return with_params(inputs, params, state.inner)
 
     def widen(self, inputs: StepInputs) -> StepInputs:
         """Half parameters in float32."""
-        params = [leaf.float() if _is_half(leaf) else leaf for leaf in inputs.params]
+        params = [leaf.float() if is_half(leaf) else leaf for leaf in inputs.params]
         return with_params(inputs, params, inputs.opt_state.inner)
 
     def narrow(
@@ -285,7 +293,7 @@ class RoundingOptimizer(Wrapper):
         dice = Dice.of(self._seed, state.applied, count)
         params = []
         for name, old, new in zip(inputs.names, inputs.params, wide, strict=True):
-            if not _is_half(old):
+            if not is_half(old):
                 params.append(new)
                 continue
             local = _rounded(dtensor.shard(new), old.dtype, dice, places[name])
@@ -298,22 +306,3 @@ class RoundingOptimizer(Wrapper):
         put(inputs.params, params)
         put_tree(state, RoundingState(inner, applied))
         return inputs.params, state
-
-
-def checked_state(state: Any, kind: type) -> Any:
-    """The state, refused if it is not that of this wrapper."""
-    if not isinstance(state, kind):
-        raise TypeError(
-            f"opt_state is {type(state).__name__}, expected {kind.__name__}. Likely cause: the "
-            "state of the inner optimizer, or of another. Fix: `opt_state = "
-            "optimizer.init(params)`, or what the last step returned."
-        )
-    return state
-
-
-def _is_half(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dtype in HALF
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in HALF else dtype

@@ -235,10 +235,8 @@ class TorchOptimizer:
         numbers_in_place = writable and captured
         if (donate or donate_grads) and not writable:
             old, grads = [*weights.values(), *values_of(slots)], inputs.grads.tensors
+            numbers = [opt_state.applied, *numbers_of(opt_state)]
             lr = opt_state.lr
-            numbers = [opt_state.applied, *([lr] if isinstance(lr, Tensor) else ())]
-            if opt_state.hyper:
-                numbers = [opt_state.applied, *numbers_of(opt_state)]
             others = [rate for rate in lrs if isinstance(rate, Tensor) and rate is not lr]
             others += read_only
             lists = [old] if scratch_ok else [old, grads]  # scratch shares no memory with anything

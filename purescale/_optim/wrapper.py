@@ -13,11 +13,12 @@ from torch import Tensor
 from .._optim.decision import APPLY, Decision
 from .._optim.opt_state import OptState
 from .._optim.protocol import as_conditional, unchanged
-from .._optim.step_inputs import StepInputs, flatten_step
+from .._optim.step_inputs import StepInputs, flatten_step, present
 from .._torch import foreach
 from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write_each
 from .._torch.dtensor import any_dtensor
+from .._torch.dtypes import HALF
 from .._torch.tracing import traced
 from .._tree import select
 from .._tree import tree as _tree
@@ -286,11 +287,8 @@ def _off_graph(inputs: StepInputs, *, copy: bool) -> StepInputs:
             leaves[index] = new
     elif not any([leaves[index].requires_grad for index in indices]):
         return inputs
-    params, state = structure.unflatten(
-        [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    )
-    named = {n: leaf for n, leaf in zip(inputs.names, params, strict=True) if leaf is not None}
-    return inputs._replace(params=params, opt_state=state, named_params=named)
+    detached = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return with_params(inputs, *structure.unflatten(detached))
 
 
 # ---- for wrappers --------------------------------------------------------------------------------
@@ -318,5 +316,26 @@ def stand_in(like: Tensor, dtype: torch.dtype, made: dict[Any, Tensor]) -> Tenso
 
 def with_params(inputs: StepInputs, params: list[Any], opt_state: Any) -> StepInputs:
     """The inputs with these parameters, in their order, and this state."""
-    named = {n: leaf for n, leaf in zip(inputs.names, params, strict=True) if leaf is not None}
+    named = present(inputs.names, params)
     return inputs._replace(params=params, named_params=named, opt_state=opt_state)
+
+
+def is_half(leaf: Any) -> bool:
+    """Whether it is a tensor in half precision."""
+    return isinstance(leaf, Tensor) and leaf.dtype in HALF
+
+
+def widened(dtype: torch.dtype) -> torch.dtype:
+    """float32 for half; any other dtype as it is."""
+    return torch.float32 if dtype in HALF else dtype
+
+
+def checked_state(state: Any, kind: type) -> Any:
+    """The state, refused if it is not that of this wrapper."""
+    if not isinstance(state, kind):
+        raise TypeError(
+            f"opt_state is {type(state).__name__}, expected {kind.__name__}. Likely cause: the "
+            "state of the inner optimizer, or of another. Fix: `opt_state = "
+            "optimizer.init(params)`, or what the last step returned."
+        )
+    return state

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+HALF = (torch.float16, torch.bfloat16)
 _WIDE = frozenset((torch.float32, torch.float64, torch.complex64, torch.complex128))
 
 

@@ -79,8 +79,8 @@ def clone(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def clone_listed(tensors: Sequence[Tensor]) -> list[Tensor]:
     """`[t.clone() for t in tensors]` of tensors that are on no graph, outside of every trace."""
-    if not tensors or not is_launch_bound(tensors[0]):
-        return list(private.clone_list(list(tensors))) if tensors else []
+    if tensors and not is_launch_bound(tensors[0]):
+        return list(private.clone_list(list(tensors)))
     copies = list(tensors)
     for indices in by_kind(tensors):
         made = private.clone_list([tensors[index] for index in indices])

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+import torch
+from hypothesis import HealthCheck, Phase, settings
 from torch import Tensor
 
 from .._checkpoint import from_state_dict, load, save, to_state_dict
+from .._torch import private
 from .._tree import tree
-from ._laws import short
+from ._laws import (
+    assert_pure,
+    assert_single_graph,
+    assert_sync_free,
+    assert_vmap_equals_loop,
+    same_bits,
+    short,
+)
 
 
 class Battery:
@@ -88,6 +99,69 @@ class Battery:
                 came, fix = f"{type(error).__name__}: {error}", ""
             self.fail(law, " ".join(came.split()), should, *call, cause=error, fix=fix)
             return None
+
+    # ---- of what has `init` and a pure `update`
+
+    def value(self) -> None:
+        """It can be hashed, as a setting."""
+        try:
+            hash(self.subject)
+        except TypeError as error:
+            self.fail("value", str(error), f"a {self.kind} that can be hashed", cause=error)
+
+    def device(self) -> None:
+        """Its first state is on the device that was asked for."""
+        devices = {leaf.device.type for leaf in tree.tensors(self.subject.init("meta"))}
+        if devices != {"meta"}:
+            self.fail("init", f"tensors on {sorted(devices)}", 'on what `init("meta")` names')
+
+    def pure(self, before: dict[str, str], *call: Any) -> None:
+        """An update reads no value, and changes no argument and none of the attributes `before`."""
+        for law, check in (("reads", assert_sync_free), ("pure", assert_pure)):
+            checked = functools.partial(check, self.subject.update)
+            self.attempt(law, "nothing of the kind", checked, *call)
+        if attributes(self.subject) != before:
+            self.fail("value", f"an attribute of the {self.kind} changed", "the same", *call)
+
+    def one_graph(self, calls: list[Any], expected: list[Any]) -> None:
+        """A compiled update gives what is expected."""
+        run = functools.partial(assert_single_graph, self.subject.update, *calls)
+        self._agree("compile", calls, expected, run)
+
+    def members(self, calls: list[Any], expected: list[Any]) -> None:
+        """Updates side by side under vmap give what is expected."""
+        stacked = private.pytree.tree_map(lambda *t: torch.stack(t), *calls)
+
+        def run() -> list[Any]:
+            together = assert_vmap_equals_loop(self.subject.update, *stacked)
+            return [
+                private.pytree.tree_map(lambda t, i=i: t[i], together) for i in range(len(calls))
+            ]
+
+        self._agree("vmap", calls, expected, run)
+
+    def _agree(
+        self, law: str, calls: list[Any], expected: list[Any], run: Callable[[], list[Any]]
+    ) -> None:
+        try:
+            found = run()
+        except AssertionError as error:
+            came = str(error).partition(" Fix:")[0]
+            return self.fail(law, came, "the same as eager", *calls[0], cause=error)
+        for call, came, should in zip(calls, found, expected, strict=True):
+            if not same_bits(came, should):
+                self.fail(law, shown(came), shown(should), *call)
+
+
+# Without a database, so that a battery gives the same verdict wherever it runs.
+EXAMPLES = settings(
+    max_examples=40,
+    deadline=None,
+    database=None,
+    derandomize=True,
+    phases=(Phase.generate, Phase.shrink),
+    suppress_health_check=list(HealthCheck),
+)
 
 
 def saved_and_loaded(state: Any, like: Any) -> list[Any]:

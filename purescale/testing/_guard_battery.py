@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import hypothesis.strategies as st
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from torch import Tensor
 
-from .._torch import private
 from .._tree import tree
-from ._battery import Battery, alike, attributes, kinds, saved_and_loaded, shown
-from ._laws import (
-    assert_pure,
-    assert_single_graph,
-    assert_sync_free,
-    assert_vmap_equals_loop,
-    same_bits,
-    short,
-)
+from ._battery import EXAMPLES, Battery, alike, attributes, kinds, saved_and_loaded, shown
+from ._laws import same_bits, short
 
 
 def assert_guard(guard: Any, quirks: Sequence[str] = ()) -> None:
@@ -130,12 +121,6 @@ class _GuardBattery(Battery):
 
     # ---- what is checked
 
-    def value(self) -> None:
-        try:
-            hash(self.subject)
-        except TypeError as error:
-            self.fail("value", str(error), "a guard that can be hashed", cause=error)
-
     def init(self) -> None:
         state = self.subject.init("cpu")
         if not (isinstance(state, tuple) and hasattr(state, "_fields")):
@@ -143,21 +128,14 @@ class _GuardBattery(Battery):
         leaves = tree.flatten(state)[0]
         if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
             return self.fail("init", shown(state), "tensors")
-        devices = {leaf.device.type for leaf in tree.tensors(self.subject.init("meta"))}
-        if devices != {"meta"}:
-            self.fail("init", f"tensors on {sorted(devices)}", 'on what `init("meta")` names')
+        self.device()
 
     def purity(self) -> None:
         """An update reads no value, changes no argument and no attribute of the guard."""
         for norm in (True, False):
             calls = self.calls(norm=norm)
             for call in (calls[step] for step in _LOOKED_AT):
-                before = attributes(self.subject)
-                for law, check in (("reads", assert_sync_free), ("pure", assert_pure)):
-                    checked = functools.partial(check, self.subject.update)
-                    self.attempt(law, "nothing of the kind", checked, *call)
-                if attributes(self.subject) != before:
-                    self.fail("value", "an attribute of the guard changed", "the same", *call)
+                self.pure(attributes(self.subject), *call)
 
     def steady(self) -> None:
         for norm in (True, False):
@@ -172,14 +150,7 @@ class _GuardBattery(Battery):
     def runs(self) -> None:
         number = st.floats(width=32)
 
-        @settings(
-            max_examples=40,
-            deadline=None,
-            database=None,
-            derandomize=True,
-            phases=(Phase.generate, Phase.shrink),
-            suppress_health_check=list(HealthCheck),
-        )
+        @EXAMPLES
         @given(st.lists(st.tuples(number, st.none() | number), min_size=1, max_size=40))
         def run(steps: list[tuple[float, float | None]]) -> None:
             state = self.subject.init()
@@ -200,32 +171,12 @@ class _GuardBattery(Battery):
         for norm in (True, False):
             every = self.calls(norm=norm)
             calls = [every[step] for step in _LOOKED_AT]
-            results = functools.partial(assert_single_graph, self.subject.update, *calls)
-            self._agree("compile", calls, results)
+            self.one_graph(calls, [self.update(call) for call in calls])
 
     def vmap(self) -> None:
         every = self.calls()
         calls = [every[step] for step in _LOOKED_AT]
-        stacked = private.pytree.tree_map(lambda *t: torch.stack(t), *calls)
-
-        def members() -> list[Any]:
-            together = assert_vmap_equals_loop(self.subject.update, *stacked)
-            return [
-                private.pytree.tree_map(lambda t, i=i: t[i], together) for i in range(len(calls))
-            ]
-
-        self._agree("vmap", calls, members)
-
-    def _agree(self, law: str, calls: list[Any], results: Callable[[], list[Any]]) -> None:
-        try:
-            found = results()
-        except AssertionError as error:
-            came = str(error).partition(" Fix:")[0]
-            return self.fail(law, came, "the same as eager", *calls[0], cause=error)
-        for call, came in zip(calls, found, strict=True):
-            should = self.update(call)
-            if not same_bits(tuple(came), should):
-                self.fail(law, shown(came), shown(should), *call)
+        self.members(calls, [self.update(call) for call in calls])
 
 
 def _is_finite(state: Any) -> bool:

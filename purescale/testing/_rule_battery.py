@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import hypothesis.strategies as st
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from torch import Tensor
 
 from .._loss_scale.rule_protocol import takes_amax
-from .._torch import private
 from .._tree import tree
-from ._battery import Battery, alike, attributes, kinds, saved_and_loaded, shown
-from ._laws import (
-    assert_pure,
-    assert_single_graph,
-    assert_sync_free,
-    assert_vmap_equals_loop,
-    same_bits,
-    short,
-)
+from ._battery import EXAMPLES, Battery, alike, attributes, kinds, saved_and_loaded, shown
+from ._laws import same_bits, short
 from ._strategies import DAMAGED, as_scale, rule_steps, update_arguments
 
 
@@ -149,12 +140,6 @@ class _RuleBattery(Battery):
 
     # ---- what is checked
 
-    def value(self) -> None:
-        try:
-            hash(self.subject)
-        except TypeError as error:
-            self.fail("value", str(error), "a rule that can be hashed", cause=error)
-
     def init(self) -> None:
         state = self.subject.init("cpu")
         scale = getattr(state, "scale", None)
@@ -166,9 +151,7 @@ class _RuleBattery(Battery):
             if not all(isinstance(part, Tensor) for part in tree.flatten(leaf)[0]):
                 return self.fail("init", f"{name}={leaf!r}", "a tensor")
         self.legal(state, law="init")
-        devices = {leaf.device.type for leaf in tree.tensors(self.subject.init("meta"))}
-        if devices != {"meta"}:
-            self.fail("init", f"tensors on {sorted(devices)}", 'on what `init("meta")` names')
+        self.device()
 
     def purity(self) -> None:
         """An update reads no value, changes no argument and no attribute of the rule."""
@@ -178,11 +161,7 @@ class _RuleBattery(Battery):
             before = attributes(self.subject)
             new = self.update(state, bad)
             self.alike(state, new, call)
-            for law, check in (("reads", assert_sync_free), ("pure", assert_pure)):
-                checked = functools.partial(check, self.subject.update)
-                self.attempt(law, "nothing of the kind", checked, *call)
-            if attributes(self.subject) != before:
-                self.fail("value", "an attribute of the rule changed", "the same", *call)
+            self.pure(before, *call)
             state = new
 
     def long_runs(self) -> None:
@@ -220,14 +199,7 @@ class _RuleBattery(Battery):
             states = [self.step(each, bad) for each in states for bad in (False, True)]
 
     def runs(self) -> None:
-        @settings(
-            max_examples=40,
-            deadline=None,
-            database=None,
-            derandomize=True,
-            phases=(Phase.generate, Phase.shrink),
-            suppress_health_check=list(HealthCheck),
-        )
+        @EXAMPLES
         @given(st.lists(rule_steps(self.subject), min_size=1, max_size=30))
         def run(steps: list[tuple[bool, float | None]]) -> None:
             state = self.subject.init()
@@ -257,9 +229,7 @@ class _RuleBattery(Battery):
             calls.append(update_arguments(state, bad, self.amax))
             state = self.update(state, bad)
             expected.append(state)
-        self._agree(
-            "compile", calls, expected, lambda: assert_single_graph(self.subject.update, *calls)
-        )
+        self.one_graph(calls, expected)
 
     def vmap(self) -> None:
         state, states = self.subject.init(), []
@@ -269,24 +239,4 @@ class _RuleBattery(Battery):
         calls = [
             update_arguments(state, bad, self.amax) for state in states for bad in (False, True)
         ]
-        stacked = private.pytree.tree_map(lambda *t: torch.stack(t), *calls)
-
-        def members() -> list[Any]:
-            together = assert_vmap_equals_loop(self.subject.update, *stacked)
-            return [
-                private.pytree.tree_map(lambda t, i=i: t[i], together) for i in range(len(calls))
-            ]
-
-        self._agree("vmap", calls, [self.subject.update(*call) for call in calls], members)
-
-    def _agree(
-        self, law: str, calls: list[Any], expected: list[Any], results: Callable[[], list[Any]]
-    ) -> None:
-        try:
-            found = results()
-        except AssertionError as error:
-            came = str(error).partition(" Fix:")[0]
-            return self.fail(law, came, "the same as eager", *calls[0], cause=error)
-        for call, came, should in zip(calls, found, expected, strict=True):
-            if not same_bits(came, should):
-                self.fail(law, shown(came), shown(should), *call)
+        self.members(calls, [self.subject.update(*call) for call in calls])

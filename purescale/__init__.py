@@ -72,6 +72,7 @@ The update of half parameters:
     with_stochastic_rounding  an optimizer that rounds them by chance
     RoundingState         its state
     stochastic_round      a tree rounded to half precision by chance, without a generator
+    with_state_dtype      an optimizer that keeps chosen parts of its state in a narrow dtype
 
 Batch-norm statistics:
     BNStatsState          statistics accumulated over batches
@@ -200,6 +201,7 @@ from ._optim.stochastic_rounding import (
     RoundingState as RoundingState,
     stochastic_round as stochastic_round,
 )
+from ._optim.state_dtype import with_state_dtype as with_state_dtype
 
 from ._batch_norm.bn_stats import (
     BNStatsState as BNStatsState,
@@ -303,6 +305,7 @@ __all__ = [  # noqa: RUF022  in the order of a step
     "with_stochastic_rounding",
     "RoundingState",
     "stochastic_round",
+    "with_state_dtype",
     "BNStatsState",
     "BNLayerStats",
     "init_bn_stats",

@@ -24,6 +24,7 @@ from .._optim.wrapper import (
 from .._torch import dtensor, foreach
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import HALF
+from .._torch.half_bits import rounded_on_bits
 from .._torch.tracing import traced
 from .._tree import scalars as _checks
 from .._tree import tree as _tree
@@ -184,24 +185,12 @@ def _rounded(x: Tensor, dtype: torch.dtype, dice: Dice, place: Place) -> Tensor:
 
 
 def _up_or_down(x: Tensor, dice: Tensor, dtype: torch.dtype) -> Tensor:
-    """On the bits of float32: dice are added to the bits that are dropped. A compiler leaves out
-    casts there and back, but no integers.
-    """
-    limit = torch.finfo(dtype).max
-    bounded = x.clamp(-limit, limit).to(torch.float32)
-    bits = bounded.view(torch.int32)
-    if dtype is torch.bfloat16:
-        halves = (bits + (dice >> 15)) >> 16
-    else:
-        magnitude = bits & _31_BITS
-        # The exponent of float16 begins at 2**-14; numbers below are multiples of 2**-24.
-        normal = (magnitude - (112 << 23) + (dice >> 18)) >> 13
-        multiple = (
-            (bounded.abs().clamp(max=2.0**-14) * 2.0**40).to(torch.int32) + (dice >> 15)
-        ) >> 16
-        halves = torch.where(magnitude < 113 << 23, multiple, normal) | ((bits >> 16) & 0x8000)
-    rounded = halves.to(torch.int16).view(dtype)
-    return torch.where(torch.isfinite(x), rounded, x.to(dtype))
+    """Dice are added to the bits that are dropped."""
+
+    def multiple(small: Tensor) -> Tensor:
+        return ((small * 2.0**40).to(torch.int32) + (dice >> 15)) >> 16
+
+    return rounded_on_bits(x, dtype, lambda _, dropped: dice >> (31 - dropped), multiple)
 
 
 # ---- the wrapper ---------------------------------------------------------------------------------

@@ -36,6 +36,8 @@ class Wrapper:
 
     # A result that is rounded has no derivative.
     differentiable = False
+    # Whether the inner optimizer steps half parameters in float32.
+    widens_params = True
 
     def __init__(self, optimizer: Any, *settings: Any) -> None:
         if isinstance(optimizer, type) or not (
@@ -143,9 +145,10 @@ class Wrapper:
         self, inputs: StepInputs, decision: Decision, *, scratch_ok: bool, write: bool
     ) -> tuple[list[Any], Any]:
         wide = self.widen(inputs)
-        given = inputs.grads.tensors
-        # Before they are unscaled and clipped: what half precision would lose there masters keep.
-        grads = [grad.float() if grad.dtype.itemsize < 4 else grad for grad in given]
+        given = grads = inputs.grads.tensors
+        if self.widens_params:
+            # Before they are unscaled and clipped: what half would lose there masters keep.
+            grads = [grad.float() if grad.dtype.itemsize < 4 else grad for grad in given]
         made_here = all([new is not old for new, old in zip(grads, given, strict=True)])
         wide = wide._replace(grads=inputs.grads._replace(tensors=grads))
         stepped, state = self.conditional.conditional_step(

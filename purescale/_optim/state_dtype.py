@@ -1,0 +1,278 @@
+"""Chosen parts of an optimizer's state in a narrow dtype: cast up, stepped, cast down."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._optim.opt_state import OptState, values_of
+from .._optim.protocol import Optimizer
+from .._optim.step_inputs import StepInputs
+from .._optim.wrapper import Wrapper, put, put_tree, stand_in
+from .._torch import foreach
+from .._torch.dtypes import HALF
+from .._torch.half_bits import nearest_on_bits
+from .._tree import tree as _tree
+from .._tree.tree import Leaves, Tree
+
+DTYPES = (*HALF, torch.float32)
+
+
+def with_state_dtype(
+    optimizer: Optimizer, dtypes: Mapping[str, torch.dtype]
+) -> StateDtypeOptimizer:
+    """Equal to `params, wide = optimizer.step(params, grads, up(opt_state))`, `opt_state =
+    down(wide)`, where `up` and `down` cast the chosen tensors of the state between the dtype in
+    which `optimizer` makes them and a narrow one.
+
+    `optimizer`: of any kind. `dtypes`: by name or glob, bfloat16, float16 or float32: that of a
+    slot of torch (`{"exp_avg": torch.bfloat16}`, `{"exp_avg*": ...}`), of a parameter
+    (`{"embedding.*": ...}`), of a field of another state (`{"mu": ...}`), or both with a dot
+    (`{"*.bias.exp_avg": ...}`); of several that match the last. Step counts and other 0-d tensors
+    are never cast, nor what is not real and floating, nor what wrappers keep. The state is that of
+    `optimizer`, with narrow tensors in it.
+
+    `down` rounds to the nearest; what is finite stays finite. A moving average whose decay is `b`
+    stops where a step of it, `1 - b` of a difference, is less than half the distance of two
+    numbers: in bfloat16 (2**-9 of a number) `exp_avg_sq` with the usual `b = 0.999` can grow, but
+    never shrink. Give it `betas=(0.9, 0.95)`, or keep it wide. In float16 squares below 3e-8
+    become 0. Nothing but the bytes of the state changes: the step is in the wide dtype, and
+    in eager mode and donated a part of the model at a time. A step has no derivative.
+
+    With `with_master_weights` AdamW takes 8 bytes for a bfloat16 parameter in place of 16.
+
+    Raises `TypeError` for what is no optimizer and for dtypes that are none of the three; `init`
+    raises `ValueError` for a name that matches nothing, and for a dtype that is wider than the one
+    that `optimizer` makes; of the same size, that stays.
+
+    >>> import torch
+    >>> from purescale import from_torch
+    >>> adamw = from_torch(torch.optim.AdamW, lr=1e-3)
+    >>> optimizer = with_state_dtype(adamw, {"exp_avg": torch.bfloat16})
+    >>> params = {"w": torch.ones(2)}
+    >>> params, opt_state = optimizer.step(params, {"w": torch.ones(2)}, optimizer.init(params))
+    >>> {key: slot.dtype for key, slot in opt_state.slots["w"].items()}
+    {'step': torch.float32, 'exp_avg': torch.bfloat16, 'exp_avg_sq': torch.float32}
+
+    Source of the rule: Micikevicius et al. (2018) for the cast up; moments in bfloat16 as in
+    DeepSeek-V3 (arXiv 2412.19437), section 3.3.3.
+    """
+    return StateDtypeOptimizer(optimizer, dtypes)
+
+
+class StateDtypeOptimizer(Wrapper):
+    """An optimizer with a narrow state; made by `with_state_dtype`."""
+
+    widens_params = False
+
+    def __init__(self, optimizer: Any, dtypes: Mapping[str, torch.dtype]) -> None:
+        sound = isinstance(dtypes, Mapping) and len(dtypes) > 0
+        if not sound or not all([dtype in DTYPES for dtype in dtypes.values()]):
+            raise TypeError(
+                f"dtypes is {dtypes!r}; expected names of slots, each with torch.bfloat16, "
+                'torch.float16 or torch.float32. Fix: {"exp_avg": torch.bfloat16}.'
+            )
+        self._dtypes = dict(dtypes)
+        super().__init__(optimizer, self._dtypes)
+
+    def init(self, params: Tree) -> Any:
+        """The state of an optimizer that has made no step."""
+        state = self.optimizer.init(params)
+        leaves = _slots(state)
+        names = _names(state)
+        self._check_all_match(names, leaves)
+        pairs = zip(names, leaves, strict=True)
+        return _with_slots(state, _cast(leaves, [self._kept_in(*pair) for pair in pairs]))
+
+    def _matching(self, name: tuple[str, ...]) -> list[str]:
+        """The patterns that match a part of the way to a leaf, or all of it."""
+        texts = (*name, ".".join(name))
+        return [p for p in self._dtypes if any([fnmatch.fnmatchcase(text, p) for text in texts])]
+
+    def _kept_in(
+        self, name: tuple[str, ...], leaf: Any, made: torch.dtype | None = None
+    ) -> torch.dtype | None:
+        """The dtype in which a tensor of the state is kept that is made in `made`, its own where
+        that is not given; None for what is never cast.
+        """
+        if not _can_be_cast(leaf):
+            return None
+        made = made or leaf.dtype
+        matching = self._matching(name)
+        dtype = self._dtypes[matching[-1]] if matching else made
+        if dtype.itemsize > made.itemsize:
+            raise ValueError(
+                f"dtypes: {'.'.join(name)} is made in {made}, and {dtype} is wider. Likely cause: "
+                "parameters in half precision, which give their dtype to the state. Fix: "
+                "with_state_dtype(with_master_weights(optimizer), dtypes), where the state is made "
+                "in float32."
+            )
+        return dtype if dtype.itemsize < made.itemsize else made
+
+    def _check_all_match(self, names: list[tuple[str, ...]], leaves: Leaves) -> None:
+        pairs = list(zip(names, leaves, strict=True))
+        castable = [name for name, leaf in pairs if _can_be_cast(leaf)]
+        left = self._dtypes.keys() - {p for name in castable for p in self._matching(name)}
+        for pattern in left:
+            never = any([pattern in self._matching(name) for name in names])
+            slots = _tree.join_names(sorted({name[-1] for name in castable if name}), 20)
+            raise ValueError(
+                f"dtypes: {pattern!r} matches {'only what is never cast' if never else 'nothing'} "
+                f"in the state of {self.optimizer!r}. It has the slots: {slots}; step "
+                "counts and other 0-d tensors are never cast."
+            )
+
+    # ---- the step
+
+    def stand_ins(self, inputs: StepInputs) -> StepInputs:
+        """The wide state without values."""
+        leaves = _slots(inputs.opt_state)
+        made = self._made_dtypes(inputs, leaves)
+        if not torch.compiler.is_dynamo_compiling():  # it follows neither optree nor patterns
+            self._check_dtypes(_names(inputs.opt_state), leaves, made)
+        stand_ins: dict[Any, Tensor] = {}
+        wide = [
+            stand_in(leaf, dtype, stand_ins) if dtype and _is_narrow(leaf, dtype) else leaf
+            for leaf, dtype in zip(leaves, made, strict=True)
+        ]
+        return inputs._replace(opt_state=_with_slots(inputs.opt_state, wide))
+
+    def widen(self, inputs: StepInputs) -> StepInputs:
+        """The state in the dtypes of the inner optimizer."""
+        leaves = _slots(inputs.opt_state)
+        made = self._made_dtypes(inputs, leaves)
+        pairs = zip(leaves, made, strict=True)
+        wide = _cast(leaves, [dtype if _is_narrow(leaf, dtype) else None for leaf, dtype in pairs])
+        return inputs._replace(opt_state=_with_slots(inputs.opt_state, wide))
+
+    def narrow(
+        self,
+        inputs: StepInputs,
+        skip: Tensor | None,
+        stepped: tuple[list[Any], Any],
+        *,
+        write: bool,
+    ) -> tuple[list[Any], Any]:
+        """The state in the dtypes that it had."""
+        params, state = stepped
+        old, wide = _slots(inputs.opt_state), _slots(state)
+        index = [
+            i
+            for i, (kept, new) in enumerate(zip(old, wide, strict=True))
+            if isinstance(kept, Tensor) and _is_narrow(kept, new.dtype)
+        ]
+        new = _cast([wide[i] for i in index], [old[i].dtype for i in index])
+        if skip is not None:
+            new = foreach.where(skip, [old[i] for i in index], new)
+        results = list(wide)
+        for i, result in zip(index, new, strict=True):
+            results[i] = result
+        state = _with_slots(state, results)
+        if not write:
+            return params, state
+        put(inputs.params, params)
+        put_tree(inputs.opt_state, state)
+        return inputs.params, inputs.opt_state
+
+    def _made_dtypes(self, inputs: StepInputs, leaves: Leaves) -> list[torch.dtype | None]:
+        """The dtype in which the inner optimizer makes each of these tensors of its state."""
+        state = _innermost(inputs.opt_state)
+        if isinstance(state, OptState):
+            dtypes = {name: self.inner_dtype(p.dtype) for name, p in inputs.named_params.items()}
+            return [dtypes.get(name) for name, slot in state.slots.items() for _ in slot]
+        meta = [
+            torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+            if isinstance(leaf, Tensor)
+            else leaf
+            for leaf in inputs.params
+        ]
+        made = _slots(self.optimizer.init(inputs.params_tree(meta)))
+        if len(made) != len(leaves):
+            raise ValueError(
+                f"opt_state has {len(leaves)} leaves, {self.optimizer!r} makes {len(made)} for "
+                "these parameters. Likely cause: the state of another optimizer or model. Fix: "
+                "`opt_state = optimizer.init(params)`."
+            )
+        return [getattr(leaf, "dtype", None) for leaf in made]
+
+    def _check_dtypes(
+        self, names: list[tuple[str, ...]], leaves: Leaves, made: list[torch.dtype | None]
+    ) -> None:
+        for name, leaf, dtype in zip(names, leaves, made, strict=True):
+            expected = self._kept_in(name, leaf, dtype)
+            if expected is not None and leaf.dtype is not expected:
+                raise TypeError(
+                    f"opt_state: {'.'.join(name)} is {leaf.dtype}, expected {expected}. Likely "
+                    "cause: the state of an optimizer with other dtypes, or with none. Fix: "
+                    "`opt_state = optimizer.init(params)`, or cast it there."
+                )
+
+
+# ---- the tensors of a state ----------------------------------------------------------------------
+
+
+def _innermost(state: Any) -> Any:
+    """The state of the optimizer that is in all wrappers."""
+    while hasattr(state, "inner"):
+        state = state.inner
+    return state
+
+
+def _slots(state: Any) -> Leaves:
+    """What may be narrow in a state, in order."""
+    state = _innermost(state)
+    return values_of(state.slots) if isinstance(state, OptState) else _tree.flatten(state)[0]
+
+
+def _with_slots(state: Any, leaves: Leaves) -> Any:
+    """The state with others in the place of `_slots`."""
+    if hasattr(state, "inner"):
+        fields = zip(state._fields, state, strict=True)
+        return type(state)(
+            *[_with_slots(value, leaves) if name == "inner" else value for name, value in fields]
+        )
+    if not isinstance(state, OptState):
+        return _tree.flatten(state)[1].unflatten(leaves)
+    by_name = dict(zip(_names(state), leaves, strict=True))
+    slots = {n: {key: by_name[n, key] for key in slot} for n, slot in state.slots.items()}
+    return OptState(state.applied, slots, state.lr, state.hyper)
+
+
+def _names(state: Any) -> list[tuple[str, ...]]:
+    """The way to each leaf of `_slots`: of torch's the parameter and the slot."""
+    state = _innermost(state)
+    if isinstance(state, OptState):
+        return [(name, key) for name, slot in state.slots.items() for key in slot]
+    return _tree.keys(state)
+
+
+def _can_be_cast(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim > 0
+
+
+def _is_narrow(leaf: Any, made: torch.dtype | None) -> bool:
+    """Whether it is kept in less than the dtype in which it was made."""
+    return made is not None and _can_be_cast(leaf) and leaf.dtype.itemsize < made.itemsize
+
+
+def _cast(leaves: Leaves, dtypes: list[torch.dtype | None]) -> Leaves:
+    """Leaves in these dtypes, in fresh memory, and those with None as they are."""
+    results = list(leaves)
+    index = [
+        i for i, dtype in enumerate(dtypes) if dtype is not None and leaves[i].dtype is not dtype
+    ]
+    targets: list[Any] = [dtypes[i] for i in index]
+    if torch.compiler.is_compiling():
+        cast = [
+            nearest_on_bits(leaves[i], dtype) if dtype in HALF else leaves[i].to(dtype)
+            for i, dtype in zip(index, targets, strict=True)
+        ]
+    else:
+        cast = foreach.cast([leaves[i] for i in index], targets)
+    for i, new in zip(index, cast, strict=True):
+        results[i] = new
+    return results

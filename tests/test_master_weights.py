@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import purescale as ps
-from purescale._optim import wrapper
+from purescale._optim import torch_optim, wrapper
 from purescale._torch import tracing
 from purescale.testing import assert_optimizer, assert_pure, assert_single_graph
 
@@ -263,6 +263,22 @@ def test_inductor_keeps_what_is_below_half_precision():
     for _ in range(20):
         params, state = step(params, grads, state, torch.tensor(False))
     assert (ps.master_weights(params, state)["w"] == 1 - 20 * 2.0**-12).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inline", [0, 1000])
+@pytest.mark.parametrize("name", ["AdamW", "RMSprop"])
+def test_inductor_steps_masters(name, inline, monkeypatch):
+    """By a fused kernel, which writes into the masters, and by a formula."""
+    monkeypatch.setattr(torch_optim, "MAX_INLINE_LEAVES", inline)
+    wrapped, params = ps.with_master_weights(made(name)), params_of()
+    state, grads, no = wrapped.init(params), grads_of(params, 0), torch.tensor(False)
+    expected = ps.maybe_step(wrapped, params, grads, state, no)
+    for donate in (False, True):
+        step = functools.partial(ps.maybe_step, wrapped, donate=donate)
+        found = torch.compile(step, fullgraph=True)(*clone((params, grads, state)), no)
+        pairs = [ps.master_weights(*each) for each in (found, expected)]
+        torch.testing.assert_close(*pairs, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])

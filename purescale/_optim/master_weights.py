@@ -208,13 +208,17 @@ def _joined(hi: Tensor, low: Tensor) -> Tensor:
 
 def _split(master: Tensor) -> tuple[Tensor, Tensor]:
     """bfloat16 and int16 of a float32 tensor."""
+    bits = _bits(master)
+    return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
+
+
+def _bits(master: Tensor) -> Tensor:
+    """The bits of a float32 tensor, of which no NaN would be rounded to another kind of number."""
     bits = master.view(torch.int32)
     # A sum is a tenth of the work, and finite of almost all that is.
-    if not (host_can_read(master) and math.isfinite(master.sum())):
-        bits = torch.where((bits & _MAGNITUDE) > _LARGEST, bits & ~0x8000, bits)
-    rounded = bits + 0x8000
-    rounded = rounded >> 16 if traced() else rounded.bitwise_right_shift_(16)
-    return rounded.to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
+    if host_can_read(master) and math.isfinite(master.sum()):
+        return bits
+    return torch.where((bits & _MAGNITUDE) > _LARGEST, bits & ~0x8000, bits)
 
 
 # ---- the wrapper ---------------------------------------------------------------------------------
@@ -304,11 +308,14 @@ class MasterOptimizer(Wrapper):
         write: bool,
     ) -> tuple[list[Any], Any]:
         """Masters in two halves, or rounded to the nearest."""
-        state, rest = _state_and_rest(inputs.opt_state, inputs.structure)
+        state, old_rest = _state_and_rest(inputs.opt_state, inputs.structure)
         masters, inner = stepped
-        params, rest = list(masters), list(rest)
+        params, rest = list(masters), list(old_rest)
         split = [index for index, leaf in enumerate(inputs.params) if _is_split(leaf)]
-        halves = _halves([masters[i] for i in split])
+        if write:
+            old = [inputs.params[i] for i in split], [rest[i] for i in split]
+            _write_halves([masters[i] for i in split], *old)
+        halves = old if write else _halves([masters[i] for i in split])
         for index, half, low in zip(split, *halves, strict=True):
             params[index], rest[index] = half, low
         for index, leaf in enumerate(inputs.params):
@@ -317,10 +324,7 @@ class MasterOptimizer(Wrapper):
                 rest[index] = masters[index]
         if not write:
             return params, MasterState(inner, inputs.structure.unflatten(rest))
-        put(
-            [*inputs.params, *_state_and_rest(inputs.opt_state, inputs.structure)[1]],
-            [*params, *rest],
-        )
+        put([*inputs.params, *old_rest], [*params, *rest])
         put_tree(state.inner, inner)
         return inputs.params, state
 
@@ -353,23 +357,44 @@ def _rounded_like(old: Tensor, master: Tensor, skip: Tensor | None) -> Tensor:
 
 def _masters(params: list[Tensor], rest: list[Tensor]) -> list[Tensor]:
     """`_joined` of each. Outside of a trace in one piece of memory, which the step overwrites."""
-    if traced() or not params or any_dtensor(params):
+    if traced() or any_dtensor(params):
         pairs = [
             (dtensor.shard(hi), dtensor.shard(low)) for hi, low in zip(params, rest, strict=True)
         ]
-        made = [_joined(*pair) for pair in pairs]
+        # inductor cannot write a step into a view of another dtype, and leaves out a clone: less
+        # 0.0 every number is itself.
+        made = [_joined(*pair) - 0.0 for pair in pairs]
         return [dtensor.from_local_like(leaf, new) for leaf, new in zip(params, made, strict=True)]
-    return foreach.views(_joined(foreach.gather(params), foreach.gather(rest)), params)
+    masters = list(params)
+    for indices in foreach.by_kind(params):
+        hi = [params[i] for i in indices]
+        bits = hi[0].new_empty(sum(map(Tensor.numel, hi)), dtype=torch.int32)
+        low = torch.empty_like(bits)
+        made = foreach.views(bits.view(torch.float32), hi)
+        foreach.copy_(made, hi)
+        foreach.copy_(foreach.views(low, hi), [rest[i] for i in indices])
+        bits.add_(low)
+        for index, master in zip(indices, made, strict=True):
+            masters[index] = master
+    return masters
+
+
+def _write_halves(masters: list[Tensor], params: list[Tensor], rest: list[Tensor]) -> None:
+    """`_split` of each, written into these."""
+    for indices in foreach.by_kind(masters):
+        given = [masters[i] for i in indices]
+        bits = _bits(foreach.gather(given))
+        foreach.copy_([rest[i] for i in indices], foreach.views(bits, given))
+        bits = (bits + 0x8000).bitwise_right_shift_(16)
+        halves = [params[i].view(torch.int16) for i in indices]
+        foreach.copy_(halves, foreach.views(bits, given))
 
 
 def _halves(masters: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """`_split` of each."""
-    if traced() or not masters or any_dtensor(masters):
-        pairs = [_split(dtensor.shard(master)) for master in masters]
-        split = [
-            [dtensor.from_local_like(m, half) for half in pair]
-            for m, pair in zip(masters, pairs, strict=True)
-        ]
-        return [a for a, _ in split], [b for _, b in split]
-    hi, low = _split(foreach.gather(masters))
-    return foreach.views(hi, masters), foreach.views(low, masters)
+    pairs = [_split(dtensor.shard(master)) for master in masters]
+    split = [
+        [dtensor.from_local_like(m, half) for half in pair]
+        for m, pair in zip(masters, pairs, strict=True)
+    ]
+    return [a for a, _ in split], [b for _, b in split]

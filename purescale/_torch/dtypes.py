@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from .._torch.tracing import host_can_read
+
 HALF = (torch.float16, torch.bfloat16)
 _WIDE = frozenset((torch.float32, torch.float64, torch.complex64, torch.complex128))
 
@@ -42,6 +44,11 @@ def saturating(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     limit = None if tensor.is_complex() else largest_within(tensor.dtype, dtype)
     if limit is None:
         return tensor.to(dtype)
+    if host_can_read(tensor):
+        # A sum is finite only if every element is, and a tenth of the work below.
+        narrow = tensor.to(dtype)
+        if math.isfinite(narrow.detach().sum()):
+            return narrow
     bounded = tensor.clamp(-limit, limit)
     return torch.where(torch.isfinite(tensor), bounded, tensor).to(dtype)
 

@@ -291,8 +291,11 @@ def test_a_whole_train_step_saved_and_resumed(tmp_path):
 
 @pytest.mark.slow
 def test_the_battery_for_optimizers_passes():
-    params = params_of((torch.float32,))
-    assert_optimizer(ps.with_state_dtype(made("SGD"), {"*": torch.bfloat16}), params=params)
+    narrow = ps.with_state_dtype(made("AdamW"), MOMENTS)
+    assert_optimizer(narrow, params=params_of((torch.float32,)))
+    halves = params_of((torch.bfloat16,))
+    masters = ps.with_state_dtype(ps.with_master_weights(made("SGD")), {"*": torch.bfloat16})
+    assert_optimizer(masters, params=halves)
 
 
 # ---- refused -------------------------------------------------------------------------------------

@@ -301,3 +301,33 @@ def test_a_whole_training_job_is_differentiated_by_its_initial_parameters():
     torch.testing.assert_close(
         difference(along, torch.tensor(0.0), 1e-3), expected, rtol=2e-2, atol=1e-3
     )
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        ps.with_master_weights,
+        ps.with_stochastic_rounding,
+        lambda inner: ps.with_state_dtype(inner, {"*": torch.bfloat16}),
+    ],
+)
+def test_a_derivative_through_a_step_that_rounds_is_refused(wrap):
+    """Of integers it would be zeros. vmap alone takes none, and float32 weights are not rounded."""
+    wrapped = wrap(ps.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9, in_state=("lr",)))
+    weight = torch.ones(3).bfloat16()
+
+    def stepped(weight, grad, rate):
+        state = wrapped.init({"w": weight.detach()})
+        inner = state.inner if hasattr(state, "inner") else state
+        inner = inner._replace(lr=rate)
+        state = state._replace(inner=inner) if hasattr(state, "inner") else inner
+        return wrapped.step({"w": weight}, {"w": grad}, state)[0]["w"].float().sum()
+
+    call = weight, weight, torch.tensor(0.1)
+    for argument in range(3):
+        with pytest.raises(ValueError, match=r"which rounds to half precision and has none.*Fix:"):
+            torch.func.grad(stepped, argnums=argument)(*call)
+    with pytest.raises(ValueError, match=r"which rounds to half precision and has none"):
+        torch.func.jvp(lambda grad: stepped(weight, grad, call[2]), (weight,), (weight,))
+    stacked = [torch.stack([one, one]) for one in call]
+    torch.testing.assert_close(torch.vmap(stepped)(*stacked)[0], stepped(*call))

@@ -19,7 +19,7 @@ from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write_each
 from .._torch.dtensor import any_dtensor
 from .._torch.dtypes import HALF
-from .._torch.tracing import traced
+from .._torch.tracing import is_differentiated, traced
 from .._tree import select
 from .._tree import tree as _tree
 from .._tree.leaves import normalize
@@ -121,6 +121,8 @@ class Wrapper:
         if decision.skip_on_host:
             return unchanged(old, donate=donate)  # type: ignore[no-any-return]
         leaves = _tree.flatten(old)[0]
+        if traced():
+            self._reject_derivatives([*leaves, *inputs.grads.tensors])
         if traced() or any_dtensor(leaves):
             params, state = self._stepped(inputs, decision, scratch_ok=scratch_ok, write=False)
             new = inputs.params_tree(params), state
@@ -140,6 +142,18 @@ class Wrapper:
             for piece in self._pieces(inputs):
                 self._stepped(piece, decision, scratch_ok=scratch_ok, write=True)
         return inputs.params_tree(inputs.params), inputs.opt_state
+
+    def _reject_derivatives(self, leaves: Sequence[Any]) -> None:
+        """Refuse to round what a derivative is taken of, which would come out as zeros."""
+        if torch.compiler.is_dynamo_compiling() or not any(map(is_half, leaves)):
+            return
+        if any([isinstance(leaf, Tensor) and is_differentiated(leaf) for leaf in leaves]):
+            raise ValueError(
+                f"a derivative is taken through a step of {self!r}, which rounds to half precision "
+                "and has none. Likely cause: torch.func.grad or jvp around the step, with respect "
+                "to parameters, gradients or settings. Fix: the optimizer without wrappers, over "
+                "parameters in float32, where the derivative is wanted."
+            )
 
     def _stepped(
         self, inputs: StepInputs, decision: Decision, *, scratch_ok: bool, write: bool

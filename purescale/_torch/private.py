@@ -46,6 +46,7 @@ def _find(name: str) -> Any:
 
 transforms_active: Callable[[], bool] = _find("torch._C._are_functorch_transforms_active")
 is_wrapped: Callable[[Tensor], bool] = _find("torch._C._functorch.is_functorch_wrapped_tensor")
+tracks_grad: Callable[[Tensor], bool] = _find("torch._C._functorch.is_gradtrackingtensor")
 is_batched: Callable[[Tensor], bool] = _find("torch._C._functorch.is_batchedtensor")
 unwrapped: Callable[[Tensor], Tensor] = _find("torch._C._functorch.get_unwrapped")
 any_autocast: Callable[[], bool] = _find("torch._C._is_any_autocast_enabled")

@@ -37,6 +37,15 @@ def innermost(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def is_differentiated(tensor: Tensor) -> bool:
+    """Whether a transform of torch.func takes a derivative with respect to what this is made of."""
+    while private.is_wrapped(tensor):
+        if private.tracks_grad(tensor):
+            return True
+        tensor = private.unwrapped(tensor)
+    return False
+
+
 _is_cpu = operator.attrgetter("is_cpu")
 PLAIN_TYPES = frozenset((Tensor, nn.Parameter))  # a subclass may hold no values
 

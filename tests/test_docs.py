@@ -213,7 +213,10 @@ def test_what_only_sphinx_shows_is_added_when_it_builds():
         source = [PAGES[f"docs/{page}.md"].read_text()]
         hooks["_sources"](None, page, source)
         built[page] = source[0]
-    assert "```{toctree}\n:caption: Use\n:hidden:\n\nguide\nrecipes\nthe_update\ngpu\n" in built["index"]
+    assert (
+        "```{toctree}\n:caption: Use\n:hidden:\n\nguide\nrecipes\nthe_update\ngpu\n"
+        in built["index"]
+    )
     assert built["index"].count("{toctree}") == 4
     assert "automodule:: purescale\n   :members:\n   :imported-members:" in built["reference"]
     assert "## `purescale.interop.apex`" in built["modules"]

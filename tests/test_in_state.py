@@ -3,8 +3,10 @@
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from helpers import clone, same_bits
+from helpers import clone, in_processes, same_bits
 from test_torch_optim import OPTIM, grads_at, make_params, ours
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import purescale as ps
@@ -281,3 +283,39 @@ def test_half_tensors_meet_no_setting_that_an_accelerator_would_round_to_half():
     with Meetings() as meetings:
         optimizer.step(params, params, optimizer.init(params))
     assert not meetings.found
+
+
+@pytest.mark.parametrize("name", ["AdamW", "RMSprop"])
+def test_a_setting_that_shares_memory_with_parameters_is_not_written_over(name, way):
+    optimizer = ps.from_torch(getattr(torch.optim, name), lr=0.1, in_state=("weight_decay",))
+    memory = torch.tensor([1.0, 2.0, 3.0, 0.5])
+    params, grads = {"w": memory[:3]}, {"w": torch.ones(3)}
+    state = optimizer.init(params)._replace(hyper={"weight_decay": memory[3]})
+    call = optimizer, params, grads, state, torch.tensor(False)
+    expected = ps.maybe_step(*call)
+    assert same_bits(ps.maybe_step(*call, donate=True), expected)
+    assert memory.tolist() == [1.0, 2.0, 3.0, 0.5]
+
+
+def _shards_take_the_settings_of_the_state(_):
+    mesh = init_device_mesh("cpu", (2,))
+    whole = {"a": torch.arange(15.0).reshape(5, 3), "b": torch.ones(7)}
+    halves = {n: x.bfloat16() for n, x in whole.items()}
+    optimizer = ps.from_torch(torch.optim.AdamW, lr=0.1, in_state=("lr", "weight_decay", "betas"))
+    for wrapped, params in (
+        (optimizer, whole),
+        (ps.with_master_weights(optimizer), halves),
+        (ps.with_state_dtype(optimizer, {"exp_avg": torch.bfloat16}), whole),
+    ):
+        spread = {n: distribute_tensor(x, mesh, [Shard(0)]) for n, x in params.items()}
+        one, many = (params, wrapped.init(params)), (spread, wrapped.init(spread))
+        grads = {n: distribute_tensor(x, mesh, [Shard(0)]) for n, x in whole.items()}
+        for _ in range(2):
+            one = wrapped.step(one[0], whole, one[1])
+            many = ps.maybe_step(wrapped, many[0], grads, many[1], False, donate=True)
+            assert same_bits({n: p.full_tensor() for n, p in many[0].items()}, one[0])
+
+
+@pytest.mark.slow
+def test_shards_take_the_settings_of_the_state():
+    in_processes(_shards_take_the_settings_of_the_state)

@@ -74,6 +74,12 @@ def cases(quick: bool) -> dict[str, Case]:
     def vectors(width: int, _: int) -> Microbatch:
         return models.batch(32, width, device="cpu")
 
+    def images(_: int) -> Microbatch:
+        return models.batch(8, 3, 16, 16, device="cpu")
+
+    def resnet() -> nn.Module:
+        return models.resnet(3, 8, stages=2, blocks=1 if quick else 2)
+
     return {
         "lengths": Case(f"GPT, {steps} lengths", gpt, lambda index: text(8, lengths[index]), steps),
         "sizes": Case(
@@ -85,6 +91,14 @@ def cases(quick: bool) -> dict[str, Case]:
         "one": Case("GPT, one microbatch", gpt, lambda _: text(8, 48), 5),
         "window": Case(
             f"GPT, {window} microbatches", gpt, lambda _: text(8, 48), 5, microbatches=window
+        ),
+        "conv": Case("Conv net, one microbatch", models.conv_net, images, 5),
+        "conv_window": Case(
+            f"Conv net, {window} microbatches", models.conv_net, images, 5, microbatches=window
+        ),
+        "resnet": Case("ResNet, one microbatch", resnet, images, 5),
+        "resnet_window": Case(
+            f"ResNet, {window} microbatches", resnet, images, 5, microbatches=window
         ),
         "hundred": Case(
             f"MLP, {2 * hundred} tensors",
@@ -133,7 +147,12 @@ def grad_scaler(case: Case, given: argparse.Namespace) -> Step:
 
 
 def purescale(
-    case: Case, given: argparse.Namespace, *, loss: bool = False, whole: bool = False
+    case: Case,
+    given: argparse.Namespace,
+    *,
+    loss: bool = False,
+    whole: bool = False,
+    unroll: bool = True,
 ) -> Step:
     torch.manual_seed(0)
     apply, params, buffers = ps.make_functional(case.model().to(given.device))
@@ -152,6 +171,7 @@ def purescale(
         optimizer=optimizer,
         rule=rule,
         donate=True,
+        unroll=unroll,
     )
     step = compiled(step) if whole else step
     state = ps.init_train_state(params, buffers, optimizer, rule)
@@ -167,6 +187,7 @@ WAYS: dict[str, Callable[[Case, argparse.Namespace], Step]] = {
     BASELINE: grad_scaler,
     "loss_fn compiled": functools.partial(purescale, loss=True),
     "whole step compiled": functools.partial(purescale, whole=True),
+    "whole step, unroll=False": functools.partial(purescale, whole=True, unroll=False),
 }
 
 
@@ -243,7 +264,7 @@ def table(name: str, case: Case, given: argparse.Namespace) -> dict[str, dict[st
     print(f"### {case.title}, {model}, {given.dtype}, {given.backend}\n")
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|", flush=True)
     rows: dict[str, dict[str, Any]] = {}
-    for way in WAYS:
+    for way in list(WAYS)[: None if case.microbatches > 1 else -1]:
         rows[way] = found = in_a_process(name, way, given, once=False)
         if "failed" in found:
             continue
@@ -277,7 +298,7 @@ def ratio(found: dict[str, Any], peer: dict[str, Any]) -> str:
 def budgets(rows: dict[str, dict[str, dict[str, Any]]], titles: dict[str, str]) -> None:
     """The figures that have a budget."""
     loss, whole = "loss_fn compiled", "whole step compiled"
-    hundred, one, window = rows["hundred"], rows["one"], rows["window"]
+    hundred = rows["hundred"]
     figures = [
         (
             f"{titles['hundred']}: {whole} / {BASELINE}",
@@ -286,9 +307,11 @@ def budgets(rows: dict[str, dict[str, dict[str, Any]]], titles: dict[str, str]) 
         ),
         (f"{titles['hundred']}: {loss} / {BASELINE}", ratio(hundred[loss], hundred[BASELINE]), 1.1),
     ]
-    for way in (whole, loss, BASELINE):
-        what = f"{titles['window']} / {titles['one']}: {way}"
-        figures.append((what, ratio(window[way], one[way]), 1.3))
+    for one, window in (("one", "window"), ("conv", "conv_window"), ("resnet", "resnet_window")):
+        for way in WAYS:
+            what = f"{titles[window]} / {titles[one]}: {way}"
+            single = rows[one].get(way, rows[one][whole])
+            figures.append((what, ratio(rows[window][way], single), 1.3))
     for name in ("lengths", "sizes"):
         for way in (whole, loss, BASELINE):
             graphs = rows[name][way].get("graphs", rows[name][way].get("failed"))

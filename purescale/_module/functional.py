@@ -12,7 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .._module.meta_module import FIX, Skeleton, Tensors, called, traced, without_tensors
+from .._module.meta_module import (
+    FIX,
+    Skeleton,
+    Tensors,
+    called,
+    regions,
+    remade,
+    traced,
+    without_tensors,
+)
 from .._torch import donation, foreach, private
 from .._torch.tracing import PLAIN_TYPES, innermost, under_transform
 from .._tree import tree as _tree
@@ -66,7 +75,8 @@ class Apply:
             # that nothing writes into.
             given = {name: param.clone() for name, param in params.items()}
             given |= _hooked(given, self._hooks)
-            return traced(self._traced[bool(train)], {**given, **copies}, copies, args, kwargs)
+            call = remade if regions else traced
+            return call(self._traced[bool(train)], {**given, **copies}, copies, args, kwargs)
 
         given = {**params, **copies}
         for name in self._copied:

@@ -22,6 +22,10 @@ FIX = (
     "params between steps."
 )
 
+# Not empty while the compiler follows one microbatch for all: nothing that was made outside of it
+# may then be written into.
+regions: list[Any] = []
+
 # torch 2.11's compiler does not: there an attribute that a forward adds stays
 _FOLLOWS_DICTS = torch.__version__ >= "2.12"
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
@@ -121,6 +125,18 @@ class Skeleton:
             (reference, names[id(reference.value)])
             for reference in references(root)
             if id(reference.value) in names and isinstance(reference.holder, (dict, list))
+        ]
+        index = {id(module): place for place, module in enumerate(self.modules)}
+        # For each module the places of its own, by its name for them.
+        self.lineage = [
+            {key: None if child is None else index[id(child)] for key, child in held.items()}
+            for held, _ in self.children
+        ]
+        # What refers to a part of this copy, and would go on with it in modules made for a call.
+        self.bound = [
+            reference.where
+            for reference in references(root)
+            if id(reference.value) in names or id(reference.value) in index
         ]
         self.others: list[_Slot] = [(where.holder, where.key, name) for where, name in found]
         self.owners = [where.owner for where, _ in found]
@@ -319,6 +335,36 @@ def traced(
         for key, value in attributes.items():
             if key not in module.__dict__ or module.__dict__[key] is not value:
                 setattr(module, key, value)
+    return out, new_buffers
+
+
+def remade(
+    skeleton: Skeleton, tensors: Tensors, copies: Tensors, args: Any, kwargs: Any
+) -> tuple[Any, Tensors]:
+    """`traced` in modules that are made for this call."""
+    if skeleton.bound:
+        raise RuntimeError(
+            f"{skeleton.bound[0]} of the model refers to one of its modules, parameters or buffers "
+            "besides the place where it is registered. With unroll=False a compiled window calls "
+            "modules that are made for each call, which it cannot follow. Fix: unroll=True."
+        )
+    places = []
+    for place in skeleton.places:
+        module = object.__new__(type(place.module))
+        for key, value in place.module.__dict__.items():
+            if key not in private.NOT_FOR_FORWARD:
+                object.__setattr__(module, key, value)
+        for key, names in zip(private.STORES, (place.parameters, place.buffers), strict=False):
+            known = place.module.__dict__[key]
+            own = {name: tensors[names[name]] if name in names else None for name in known}
+            object.__setattr__(module, key, own)
+        places.append(place._replace(module=module))
+    for place, children in zip(places, skeleton.lineage, strict=True):
+        below = {k: None if i is None else places[i].module for k, i in children.items()}
+        object.__setattr__(place.module, private.STORES[2], below)
+    out = places[0].module(*args, **kwargs)
+    new_buffers = _taken(_slots(places), tensors, copies)
+    _check_registered([place for place in places if place.attributes is not None])
     return out, new_buffers
 
 

@@ -23,16 +23,16 @@ from .._distributed.buckets import Reduction, mean_divisor, reduction_of
 from .._distributed.process_group import all_reduce
 from .._grads.accumulate import AccumState, add, as_weight, init_accum, is_weight
 from .._grads.measure import GradStats, measure
+from .._step.compiled_window import Repeated, can_repeat, carry
 from .._step.step_options import StepOptions
 from .._step.value_and_grad import ValueAndGrad
-from .._torch import foreach
+from .._torch import foreach, private
 from .._torch.dtypes import wide_dtype, widest_float
 from .._torch.private import foreach as list_ops
 from .._torch.tracing import host_can_read, traced
 from .._tree import tree as _tree
 from .._tree.leaves import Normalized, normalize
 from .._tree.scalars import as_float
-from .._tree.select import where
 from .._tree.tree import Flat, Leaves, Tree
 
 
@@ -198,6 +198,11 @@ def _accumulate(
     mean = _Mean(options, weights, scale, is_traced=value_and_grad.is_traced)
     sender = _sender(options, weights, params, sent_with) if mean.is_summed else None
     carried, last = buffers.leaves, len(microbatches) - 1
+    repeated = None
+    if can_repeat(options, value_and_grad, carried, len(microbatches)):
+        mean.start(value_and_grad)
+        # Copies, as one tensor may stand in two places.
+        repeated, carried = Repeated(mean, value_and_grad), [leaf.clone() for leaf in carried]
     losses: list[Tensor] = []
     aux: tuple[Any, ...] = ()
     for index, microbatch in enumerate(microbatches):
@@ -205,15 +210,16 @@ def _accumulate(
         if sender is not None and index == last:
             taker = sender.taker(mean.total, weights.shares[index], counts)
             out = value_and_grad(carried, microbatch, taker)
+            carried = carry(counts, carried, out.buffers)
+        elif repeated is not None and _tree.are_tensors(private.pytree.tree_leaves(microbatch)):
+            out = repeated(index, carried, microbatch)
+            carried = out.buffers
         else:
             out = value_and_grad(carried, microbatch)
             counts = mean.add(index, normalize(out.grads))
+            carried = carry(counts, carried, out.buffers)
         losses.append(out.loss)
         aux += tuple(out.aux)
-        if counts is True:
-            carried = out.buffers
-        elif counts is not False:
-            carried = where(~counts, carried, out.buffers)
         del out  # before the next gradients are made: their memory serves again
     grads = mean.mean()
     if grads is None:
@@ -246,6 +252,41 @@ class _Mean:
         self.single: Normalized | None = None
         self.total, self.running = ScaledSum(is_traced=is_traced), RunningMean()
         self.overflows: list[Tensor] = []  # of each microbatch that was measured, or of the mean
+
+    def start(self, value_and_grad: ValueAndGrad) -> None:
+        """A mean of nothing, which has the tensors of every later one."""
+        flat = normalize(value_and_grad.leaves())
+        self.total.flat = self.running.flat = flat
+        if self.is_summed:
+            zeros = [torch.zeros_like(t, dtype=wide_dtype(t.dtype)) for t in flat.tensors]
+            self.total.sums = zeros
+        else:
+            self.running.accum = init_accum(flat.tensors)
+
+    @property
+    def state(self) -> list[Tensor]:
+        """What changes with each microbatch."""
+        if self.is_summed:
+            return list(self.total.sums or [])
+        accum: Any = self.running.accum
+        return [*accum.grads, *accum[1:]]
+
+    @state.setter
+    def state(self, tensors: list[Tensor]) -> None:
+        if self.is_summed:
+            self.total.sums = tensors
+        else:
+            count = len(tensors) - len(AccumState._fields) + 1
+            self.running.accum = AccumState(tensors[:count], *tensors[count:])
+
+    def resumed(self, state: list[Tensor], scale: Tensor, weighed: list[Any]) -> _Mean:
+        """A mean with this state, of microbatches that are all `weighed` alike."""
+        number = len(self.weights.counts)
+        weights = _Weights(*[value if value is None else [value] * number for value in weighed])  # type: ignore[arg-type]
+        new = _Mean(self.options, weights, scale, is_traced=True)
+        new.total.flat = new.running.flat = self.total.flat
+        new.state = state
+        return new
 
     def add(self, index: int, grads: Normalized) -> bool | Tensor:
         """Average these in; whether their microbatch counts for the buffers."""
@@ -349,6 +390,10 @@ class _Weights(NamedTuple):
     vector: Any  # Tensor [k]; None where all are 1 and the mean is looked at once
     shares: Sequence[float | Tensor]  # of the mean: none negative, their sum 1
     counts: Sequence[bool | Tensor]  # what has weight 0 does not
+
+    def of(self, index: int) -> list[Any]:
+        """Those of one microbatch."""
+        return [None if values is None else values[index] for values in self]
 
 
 def _weights(options: StepOptions, microbatches: list[Any], scale: Tensor) -> _Weights:

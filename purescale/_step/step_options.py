@@ -32,6 +32,7 @@ class StepOptions:
     donate: bool = False
     takes_amax: bool = False  # whether the rule looks at the largest gradient
     guard: Any = None
+    unroll: bool = True  # a compiled window; False: its microbatches share their code
 
     @property
     def looks_once(self) -> bool:

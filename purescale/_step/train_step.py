@@ -121,6 +121,7 @@ def train_step(
     donate: bool = False,
     norm_type: float = 2.0,
     guard: Guard[Any] | None = None,
+    unroll: bool = True,
 ) -> tuple[TrainState, StepInfo]:
     """Syncs with the host only where `max_retries` is above 0, and over a `group` whose ranks meet
     on a CPU. Equal to, with one microbatch and `s = state`:
@@ -179,6 +180,12 @@ def train_step(
       as a whole, and over a group all ranks alike. A step that is skipped for another reason
       leaves `state.guard` as it was.
 
+    - `unroll=False`: under `torch.compile` (torch 2.13) the compiler follows the gradient of one
+      microbatch and calls its code for all of the same structure, shapes, strides and dtypes, so
+      that seconds to compile hardly grow with their number. Same numbers, for a `loss_fn` that
+      changes nothing outside of it and returns no aux. Elsewhere, and with what `docs/limits.md`
+      lists, the window is unrolled as ever.
+
     Inside the caller's `torch.autocast` only `loss_fn` and `weight_fn` are computed under it.
 
     Returns the next state and `StepInfo`. On an overflow parameters, optimizer state, buffers and
@@ -214,6 +221,7 @@ def train_step(
         "rule": rule,
         "optimizer": optimizer,
         "guard": guard,
+        "unroll": unroll,
     }
     # Over a group weights are asked for before others wait for what follows from them.
     asked = weight_fn if group is not None else None
@@ -233,6 +241,7 @@ def train_step(
         donate=donate,
         takes_amax=takes_amax(rule),
         guard=guard,
+        unroll=unroll,
     )
     new_state, info = _stages(options, state, flat, microbatches)
     if donate:
@@ -453,6 +462,8 @@ def _check_call(
     check_on_nonfinite(settings["on_nonfinite"])
     if settings["bn_update"] not in ("each", "window"):
         raise ValueError(f"bn_update must be 'each' or 'window', got {settings['bn_update']!r}.")
+    if not isinstance(settings["unroll"], bool):
+        raise TypeError(f"unroll must be True or False, got {short_repr(settings['unroll'])}.")
     if not is_whole(max_retries) or max_retries < 0:
         raise ValueError(
             f"max_retries must be a whole number, 0 or more, got {short_repr(max_retries)}."

@@ -67,6 +67,10 @@ class ValueAndGrad:
             if not (params.ordinary and scaler.ordinary):
                 *self.inputs, self.scale = _recordable([*self.inputs, self.scale])
 
+    def leaves(self) -> Leaves:
+        """The parameters."""
+        return self._leaves(self.inputs)
+
     def zeros(self) -> Leaves:
         """Gradients of a window in which nothing counts."""
         return self._leaves(
@@ -97,9 +101,7 @@ class ValueAndGrad:
         returned.
         """
         if self.is_traced:
-            scaled = functools.partial(self._scaled, buffers, microbatch)
-            found, (_, outputs) = torch.func.grad_and_value(scaled, has_aux=True)(self.inputs)
-            return self._result(list(found), outputs, None)
+            return self.traced(self.inputs, self.scale, buffers, microbatch)
         # torch.func.grad would give the same bits; this also takes checkpointing around `apply` and
         # custom Functions of the older form.
         inputs, loss, outputs = self.graph(buffers, microbatch)
@@ -107,7 +109,7 @@ class ValueAndGrad:
         if on_grad is not None:
             _backward(loss, inputs, [functools.partial(on_grad, index) for index in self.present])
         else:
-            found = list(_gradients(loss, inputs))
+            found: list[Any] = list(_gradients(loss, inputs))
             for index, gradient in enumerate(found):
                 if gradient is None:  # the loss does not use it
                     found[index] = torch.zeros_like(inputs[index].detach())
@@ -118,6 +120,14 @@ class ValueAndGrad:
         seen = _tree.all_tensors(microbatch)
         self.seen += seen
         return self._result(grads, outputs, self.taken.union(donation.memories(seen)))
+
+    def traced(
+        self, inputs: Leaves, scale: Tensor, buffers: Leaves, microbatch: Any
+    ) -> MicrobatchResult:
+        """In plain operators, of parameters and a scale that may stand for those of the step."""
+        scaled = functools.partial(self._scaled, buffers, microbatch, scale=scale)
+        found, (_, outputs) = torch.func.grad_and_value(scaled, has_aux=True)(inputs)
+        return self._result(list(found), outputs, None)
 
     def _result(
         self,
@@ -146,7 +156,7 @@ class ValueAndGrad:
             # loss may hang a hook on them.
             inputs = _parameters(self.inputs)
             before = _versions(inputs)
-            loss, outputs = self._scaled(buffers, microbatch, inputs)
+            loss, outputs = self._scaled(buffers, microbatch, inputs, scale=self.scale)
         if not loss.requires_grad:
             raise ValueError(
                 "the loss does not depend on params. Likely cause: loss_fn calls the module "
@@ -169,15 +179,15 @@ class ValueAndGrad:
         )
 
     def _scaled(
-        self, buffers: Leaves, microbatch: Any, inputs: Leaves
+        self, buffers: Leaves, microbatch: Any, inputs: Leaves, *, scale: Tensor
     ) -> tuple[Tensor, tuple[Tensor, Leaves, list[Any]]]:
         params = self.structure.unflatten(self._leaves(inputs))
         given = self.buffers.structure.unflatten(buffers)
         loss, new_buffers, aux = self._checked(self.loss_fn(params, given, microbatch))
-        wide = wide_loss(loss, self.scale)
+        wide = wide_loss(loss, scale)
         wide = wide.reshape(()) if wide.ndim else wide
         unscaled = wide.clone() if aux else wide  # aux may hold the loss
-        return wide * self.scale, (unscaled, new_buffers, aux)
+        return wide * scale, (unscaled, new_buffers, aux)
 
     def _checked(self, returned: Any) -> tuple[Tensor, Leaves, list[Any]]:
         buffers = self.buffers.tree

@@ -55,6 +55,7 @@ function_modes: Callable[[], list[Any]] = _find("torch.overrides._get_current_fu
 without_modes: Any = _find("torch.utils._python_dispatch._disable_current_modes")
 DispatchMode: Any = _find("torch.utils._python_dispatch.TorchDispatchMode")
 allow_in_graph: Any = _find("torch._dynamo.allow_in_graph")
+statically_known_true: Any = _find("torch.fx.experimental.symbolic_shapes.statically_known_true")
 nonstrict_trace: Any = _find("torch._dynamo.nonstrict_trace")
 # Both move, so they cannot be looked up once.
 _find("torch.autograd.forward_ad._current_level")
@@ -132,6 +133,9 @@ InstanceNorm: type[nn.Module] = _find("torch.nn.modules.instancenorm._InstanceNo
 for _name in ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"):
     if not isinstance(vars(nn.Module()).get(_name), dict):
         raise _refused(f"the dict torch.nn.Module().{_name}")
+
+
+STORES = ("_parameters", "_buffers", "_modules")
 
 
 def stores(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:

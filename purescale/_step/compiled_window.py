@@ -1,0 +1,143 @@
+"""A compiled window that is not unrolled: the compiler follows one microbatch, and its code is
+called for all that are like it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._module.meta_module import regions
+from .._module.norms import norms_in_float32
+from .._step.step_options import StepOptions
+from .._step.value_and_grad import MicrobatchResult, ValueAndGrad
+from .._torch import private
+from .._tree import tree as _tree
+from .._tree.leaves import normalize
+from .._tree.select import where
+from .._tree.tree import Leaves
+
+_numbers = itertools.count(1)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _number() -> str:  # an int would become a symbolic one
+    return str(next(_numbers))
+
+
+def _key(key: int, *tensors: Tensor) -> int:
+    return key
+
+
+def _region(key: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(regions[-1](tensors))
+
+
+_nested: Any = torch.compiler.nested_compile_region
+CAN_REPEAT = "reuse_hash_fn" in inspect.signature(_nested).parameters  # not torch 2.11
+if CAN_REPEAT:
+    _region = _nested(_region, reuse_hash_fn=_key, max_reuse_entries=2**30)
+
+
+def can_repeat(
+    options: StepOptions, value_and_grad: ValueAndGrad, buffers: Leaves, number: int
+) -> bool:
+    """Whether the compiler can follow one microbatch for all, as is asked for."""
+    if options.unroll or number == 1 or not (CAN_REPEAT and torch.compiler.is_dynamo_compiling()):
+        return False
+    # The momenta of batch norms are numbers, which do not come out of a region.
+    if options.bn_update == "window" or options.group is not None or private.under_transform():
+        return False
+    given = [*value_and_grad.inputs, *buffers, value_and_grad.scale]
+    return _tree.are_tensors(given) and not any([tensor.requires_grad for tensor in given])
+
+
+def carry(counts: bool | Tensor, before: Leaves, after: Leaves) -> Leaves:
+    """The buffers that the next microbatch is given."""
+    if isinstance(counts, bool):
+        return after if counts else before
+    return where(~counts, before, after)  # type: ignore[no-any-return]
+
+
+class Repeated:
+    """The gradients of microbatches, added to a mean that has started."""
+
+    def __init__(self, mean: Any, value_and_grad: ValueAndGrad) -> None:
+        self.mean, self.value_and_grad = mean, value_and_grad
+        self.seen: list[tuple[Any, list[Tensor], int]] = []
+        with norms_in_float32():
+            pass  # To the compiler the first mode of a step changes what is outside, no other does.
+
+    def __call__(self, index: int, carried: Leaves, microbatch: Any) -> MicrobatchResult:
+        """Loss and buffers of a microbatch that is made of tensors."""
+        mean, value_and_grad = self.mean, self.value_and_grad
+        leaves, structure = private.pytree.tree_flatten(microbatch)
+        weighed = mean.weights.of(index)
+        weights = [value.clone() for value in weighed if isinstance(value, Tensor)]
+        given = (value_and_grad.inputs, [value_and_grad.scale], carried, mean.state, weights)
+        sizes = [len(tensors) for tensors in given]
+
+        def one(tensors: Sequence[Tensor]) -> list[Tensor]:
+            rest = list(tensors)
+            inputs, (scale,), before, state, own = [[rest.pop(0) for _ in range(n)] for n in sizes]
+            weights = [own.pop(0) if isinstance(value, Tensor) else value for value in weighed]
+            batch = private.pytree.tree_unflatten(rest, structure)
+            out = value_and_grad.traced(inputs, scale, before, batch)
+            _check_aux(out.aux)
+            with_it = mean.resumed(state, scale, weights)
+            counts = with_it.add(0, normalize(out.grads))
+            after = carry(counts, before, out.buffers)
+            return [out.loss, *after, *with_it.state, *with_it.overflows]
+
+        # What goes into a region may share no memory, and microbatches often do.
+        tensors = [tensor for part in given for tensor in part] + [leaf.clone() for leaf in leaves]
+        regions.append(one)
+        loss, *rest = _region(self._key_of(structure, tensors), *tensors)
+        regions.pop()
+        buffers, mean.state, overflows = _cut(rest, len(carried), len(mean.state))
+        mean.overflows += overflows
+        return MicrobatchResult([], loss, buffers, [])
+
+    def _key_of(self, structure: Any, tensors: list[Tensor]) -> int:
+        """The number of the code for such tensors: that of the first call with their like."""
+        key = 0
+        for other, examples, number in self.seen:
+            if key == 0 and other == structure and _alike(examples, tensors):
+                key = number
+        if key == 0:
+            key = int(_number())
+            self.seen.append((structure, tensors, key))
+        return key
+
+
+def _check_aux(aux: list[Any]) -> None:
+    if aux:
+        raise ValueError(
+            "loss_fn returned (loss, new_buffers, aux); expected (loss, new_buffers). With "
+            "unroll=False a compiled step takes nothing else out of a microbatch. Fix: no aux, or "
+            "unroll=True."
+        )
+
+
+def _cut(tensors: list[Tensor], *sizes: int) -> list[list[Tensor]]:
+    """Parts of these sizes, and the rest."""
+    ends = [0, *itertools.accumulate(sizes), len(tensors)]
+    return [tensors[start:end] for start, end in itertools.pairwise(ends)]
+
+
+def _alike(some: list[Tensor], others: list[Tensor]) -> bool:
+    """Whether one code fits both, without a guard on a symbolic size."""
+    for a, b in zip(some, others, strict=True):
+        if a is b:
+            continue
+        if a.dtype is not b.dtype or a.device != b.device or a.ndim != b.ndim:
+            return False
+        for m, n in zip((*a.shape, *a.stride()), (*b.shape, *b.stride()), strict=True):
+            if not private.statically_known_true(m == n):
+                return False
+    return True

@@ -43,7 +43,8 @@ def with_state_dtype(
     become 0. Nothing but the bytes of the state changes: the step is in the wide dtype, and
     in eager mode and donated a part of the model at a time. A step has no derivative.
 
-    With `with_master_weights` AdamW takes 8 bytes for a bfloat16 parameter in place of 16.
+    Around `with_master_weights` AdamW takes 8 bytes for a bfloat16 parameter in place of 12:
+    weight, master and moments.
 
     Raises `TypeError` for what is no optimizer and for dtypes that are none of the three; `init`
     raises `ValueError` for a name that matches nothing, and for a dtype that is wider than the one

@@ -352,7 +352,7 @@ def checked_state(state: Any, kind: type) -> Any:
     if not isinstance(state, kind):
         raise TypeError(
             f"opt_state is {type(state).__name__}, expected {kind.__name__}. Likely cause: the "
-            "state of the inner optimizer, or of another. Fix: `opt_state = "
-            "optimizer.init(params)`, or what the last step returned."
+            "state of the inner optimizer, or of another. Fix: what `optimizer.init(params)` or "
+            "the last step returned; of a TrainState `state.opt_state`."
         )
     return state

@@ -66,9 +66,11 @@ def update_report(old: Tree, new: Tree, wanted: Tree) -> UpdateReport:
 
     An update that is smaller than half the distance of two numbers of the parameter's dtype is
     lost when it is added, and nothing says so. The quality is 1 where the update has arrived, 0
-    where nothing moved; rounding to nearest leaves 0 or far too much of a small one.
+    where nothing moved; rounding to the nearest leaves 0 or far too much of a small one. Rounding
+    by chance is 1 on average over steps, not in each.
 
-    - `old`, `new`: parameters before and after a step, of any floating dtype.
+    - `old`, `new`: parameters before and after a step, of any floating dtype. Where masters take
+      the update it is `master_weights` before and after; half weights show what they lose.
     - `wanted`: the update without rounding, a tree like `old` in any floating dtype, such as
       `float32_new - float32_old` of the same step in float32. `None` has no row.
     - A leaf of which nothing was wanted has quality 1, lost 0. Of a complex leaf both parts count.

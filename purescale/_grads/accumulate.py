@@ -194,7 +194,7 @@ def convex_sum(
         return sums
     means = means if in_place else foreach.clone(means)
     with torch.no_grad():
-        if host_can_read(good, *means):
+        if host_can_read([good], means):
             if bool(good):
                 _add_known(means, new, share.item(), scale)
         else:

@@ -17,6 +17,7 @@ from .._grads.measure import measure
 from .._torch import foreach, private
 from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write
+from .._torch.looks import dtypes
 from .._tree import tree as _tree
 from .._tree.leaves import Normalized, normalize
 from .._tree.scalars import as_float, bound, short_repr
@@ -98,7 +99,7 @@ def factor_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
     """float64 if a gradient is, else float32: a float64 factor would take float32 gradients through
     a slower kernel.
     """
-    return torch.float64 if any(t.dtype is torch.float64 for t in tensors) else torch.float32
+    return torch.float64 if torch.float64 in dtypes(tensors) else torch.float32
 
 
 def reported(measured: Any, skip: Tensor) -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor
 from .._torch import private
 from .._torch.dtypes import unscaled_dtype, widest_float
 from .._torch.foreach import MAX_INLINE_LEAVES, by_kind, cast
+from .._torch.looks import elements
 from .._torch.private import foreach
 from .._torch.tracing import is_on_a_graph, under_transform
 
@@ -47,7 +48,9 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
 
     `dot` of whole tensors of 7 million elements is off by 1.5e-4: large ones are read in chunks.
     """
-    rows = (row for indices in by_kind(tensors) for row in _rows([tensors[i] for i in indices]))
+    kinds = by_kind(tensors)
+    lists = [tensors] if len(kinds) == 1 else [[tensors[i] for i in indices] for indices in kinds]
+    rows = (row for some in lists for row in _rows(some))
     squares = [torch.dot(row, row) for row in rows]
     if len({square.dtype for square in squares}) > 1:
         squares = [square.double() for square in squares]
@@ -70,7 +73,7 @@ def _rows(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
 def _rows_as_given(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     small: list[Tensor] = []
     size = 0
-    counts = list(map(Tensor.numel, tensors))
+    counts = elements(tensors)
     if sum(counts) <= _CHUNK:
         yield private.flatten_dense(list(tensors))
         return

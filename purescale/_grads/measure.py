@@ -15,6 +15,7 @@ from .._grads.grad_stats import LocalStats, local_stats, sum_of_squares
 from .._grads.mesh_stats import mesh_stats, stats_of_parts
 from .._torch.dtensor import any_dtensor
 from .._torch.dtypes import saturating
+from .._torch.looks import elements
 from .._torch.tracing import PLAIN_TYPES, host_can_read, is_on_a_graph, traced
 from .._tree.leaves import Normalized
 
@@ -47,7 +48,7 @@ def measure(
     `norm_group`: whose ranks hold other parts of the model; the stats are those of all parts.
     """
     tensors, divisor = grads.tensors, scale if scaled else torch.ones_like(scale)
-    on_host = host_can_read(scale, *tensors)
+    on_host = host_can_read([scale], tensors)
     squares: Tensor | None = None
     one_part = norm_group is None and not _is_sharded(grads)
     if one_part and (norm_type == 2 or (norm_type is None and not amax)):
@@ -100,7 +101,7 @@ def _squares(tensors: Sequence[Tensor], *, readable: bool) -> Tensor | None:
     host can see the values.
     """
     present = tensors
-    if 0 in map(Tensor.numel, tensors):
+    if 0 in elements(tensors):
         present = [tensor for tensor in tensors if tensor.numel()]
     if not present or is_on_a_graph(present):
         return None
@@ -125,7 +126,7 @@ def _least(tensors: Sequence[Tensor]) -> float:
     """Squares below the range of float32 are lost; what they could add to a sum above this is less
     than its rounding.
     """
-    return float(sum(map(Tensor.numel, tensors)) * 2.0**-100)
+    return float(sum(elements(tensors)) * 2.0**-100)
 
 
 def _norm(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +19,7 @@ from .._torch import foreach
 from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write
 from .._torch.dtypes import wide_dtype
+from .._torch.looks import once
 from .._tree import scalars
 from .._tree import tree as _tree
 from .._tree.leaves import elsewhere, normalize, unsupported_reason
@@ -186,10 +187,13 @@ def check_grads(scale: Tensor, grads: Tree, leaves: list[Any]) -> None:
     check_device(scale, grads, leaves, "grads")
 
 
-def check_device(scale: Tensor, tree: Tree, leaves: list[Any], name: str) -> None:
+def check_device(scale: Tensor, tree: Tree, leaves: Sequence[Any], name: str) -> None:
     """Refuse, naming the leaf, a tensor on another device than the scaler."""
+    device = scale.device
+    if once(device, lambda: all([x is None or x.device == device for x in leaves]), leaves):
+        return
     for index, leaf in enumerate(leaves):
-        if leaf is not None and leaf.device != scale.device:
+        if leaf is not None and leaf.device != device:
             at = _tree.path(tree, name, index)
             if leaf.is_meta:
                 raise ValueError(

@@ -12,6 +12,7 @@ from torch import Tensor
 from .._optim.decision import Decision, unscale_and_clip
 from .._torch import foreach, private
 from .._torch.foreach import have_one_order, same_memory_order
+from .._torch.looks import dtypes, once
 from .._torch.private import fused
 
 Settings = Mapping[str, Any]
@@ -157,11 +158,15 @@ def can_launch(params: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
     """Whether a fused kernel is right here: on CUDA, as torch uses it; on a CPU in float32 and
     float64 only, since in half precision it leaves whole vector lanes as they were.
     """
-    for device, dtype in {(param.device.type, param.dtype) for param in params}:
+    for device, dtype in once("places", lambda: _places(params), params):
         right_on_cpu = device == "cpu" and dtype in (torch.float32, torch.float64)
         if not (right_on_cpu or (device == "cuda" and dtype.is_floating_point)):
             return False
-    return all([dtype.is_floating_point for dtype in {grad.dtype for grad in grads}])
+    return all([dtype.is_floating_point for dtype in dtypes(grads)])
+
+
+def _places(tensors: Sequence[Tensor]) -> set[tuple[str, torch.dtype]]:
+    return {(tensor.device.type, tensor.dtype) for tensor in tensors}
 
 
 def fused_update(
@@ -204,7 +209,7 @@ def _ready(
         grads = foreach.multiply(grads, decision.rest, in_place=scratch_ok)
         scratch_ok = not torch.compiler.is_compiling()
     dtype = params[0].dtype
-    alike = {grad.dtype for grad in grads} == {dtype}
+    alike = dtypes(grads) == {dtype}
     ordered = have_one_order(grads, params)
     by_kernel = divisor is not None and decision.clip_value is None and alike and ordered
     by_kernel = by_kernel and dtype.itemsize >= 4 and divisor.dtype is torch.float32  # type: ignore[union-attr]

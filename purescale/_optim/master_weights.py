@@ -216,7 +216,7 @@ def _bits(master: Tensor) -> Tensor:
     """The bits of a float32 tensor, of which no NaN would be rounded to another kind of number."""
     bits = master.view(torch.int32)
     # A sum is a tenth of the work, and finite of almost all that is.
-    if host_can_read(master) and math.isfinite(master.sum()):
+    if host_can_read([master]) and math.isfinite(master.sum()):
         return bits
     return torch.where((bits & _MAGNITUDE) > _LARGEST, bits & ~0x8000, bits)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import numbers
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .._optim.formulas import Number, PlainArithmetic
 from .._torch import private as _torch
+from .._torch.looks import once
 from .._tree import tree as _tree
 from .._tree.leaves import are_plain
 
@@ -138,14 +139,17 @@ class SlotLayout:
             "`opt_state = optimizer.init(params)`."
         )
 
-    def check(self, slots: Slots, weights: Mapping[str, Tensor], *, ordinary: bool) -> None:
+    def check(
+        self, slots: Slots, weights: Mapping[str, Tensor], every: Sequence[Any], *, ordinary: bool
+    ) -> None:
         """Refuse slots that are not what `new` makes for these parameters: torch's kernels take
-        their memory for that without a look. `ordinary`: all tensors are, as one look showed.
+        their memory for that without a look. `ordinary`: all tensors are, as one look showed;
+        `every`: they, weights and then slots, where they are known.
         """
         if torch.compiler.is_dynamo_compiling():
             fit = self._fit_while_traced(slots, weights)
         else:
-            fit = ordinary and self._fit_at_one_look(slots, weights)
+            fit = ordinary and self._fit_at_one_look(slots, weights, every)
         if fit:
             return
         for name, slot in slots.items():
@@ -153,11 +157,18 @@ class SlotLayout:
                 if not self._fits(key, value, weights[name]):
                     raise self._misfit(key, value, name, weights[name])
 
-    def _fit_at_one_look(self, slots: Slots, weights: Mapping[str, Tensor]) -> bool:
+    def _fit_at_one_look(
+        self, slots: Slots, weights: Mapping[str, Tensor], every: Sequence[Any]
+    ) -> bool:
         """Whether they all fit, where each parameter has the same slots."""
         keys = set(map(tuple, slots.values()))
         if len(keys) > 1:
             return False
+        if list(slots) != list(weights):
+            return self._fit(slots, weights, keys)
+        return once((self, *keys), lambda: self._fit(slots, weights, keys), every)
+
+    def _fit(self, slots: Slots, weights: Mapping[str, Tensor], keys: Set[tuple[str, ...]]) -> bool:
         likes = list(map(weights.__getitem__, slots))
         shapes, dtypes = list(map(_shape, likes)), list(map(_dtype, likes))
         devices = list(map(_device, likes))

@@ -12,9 +12,10 @@ from torch.distributed.tensor import DTensor
 from .._optim.opt_state import OptState, Slots, numbers_of, values_of
 from .._torch import dtensor, foreach
 from .._torch.foreach import same_memory_order
-from .._torch.tracing import is_lazy
+from .._torch.looks import joined, part
+from .._torch.tracing import any_requires_grad, is_lazy
 from .._tree import tree as _tree
-from .._tree.leaves import Normalized, are_ordinary, normalize
+from .._tree.leaves import Normalized, look, normalize
 from .._tree.tree import Flat, Leaves, Tree
 
 
@@ -39,7 +40,13 @@ class StepInputs(NamedTuple):
     dtensors: tuple[Sequence[Any], Sequence[Any]] | None = (
         None  # of params and state, where they are
     )
+    known: Any = ()  # `old`, where all are ordinary and the state is that of a class of torch
     places: Any = None  # of each name its `Place`, where the inputs are a piece of a larger step
+
+    @property
+    def old(self) -> Leaves:
+        """The tensors that a step of a class of torch updates: parameters, then slots."""
+        return self.known or [*self.named_params.values(), *values_of(self.opt_state.slots)]
 
     @property
     def all_places(self) -> dict[str, Place]:
@@ -55,6 +62,8 @@ class StepInputs(NamedTuple):
     @property
     def grad_names(self) -> list[str]:
         """The dotted names of the gradients that are there."""
+        if self.grads.plain:
+            return self.names
         return list(present(self.names, self.grads.given))
 
     @property
@@ -110,13 +119,22 @@ def flatten_step(
     gradients = given.leaves
     if not params.ordinary:
         weights = list(map(_resolved, weights))
-    names, opt_state = _tree.names(tree), opt_state.tree
+    names, (opt_state, state, *_) = _tree.names(tree), opt_state
     sharded = not ordinary and dtensor.any_dtensor([*weights, *gradients])
     if not sharded or optimizer.elementwise is None:
         plain = given.ordinary
         normalized = Normalized(gradients, gradients, plain) if plain else normalize(gradients)
-        named = present(names, weights)
-        return StepInputs(structure, names, weights, normalized, opt_state, named, ordinary)
+        if not ordinary:
+            named = present(names, weights)
+            return StepInputs(structure, names, weights, normalized, opt_state, named, ordinary)
+        known: Leaves = []
+        named = dict(zip(names, weights, strict=True))
+        if isinstance(opt_state, OptState):
+            slots = part(state, 1, len(state) - len(numbers_of(opt_state)))
+            known = joined(weights, slots)
+        return StepInputs(
+            structure, names, weights, normalized, opt_state, named, ordinary, known=known
+        )
     gradients = gradients or [None] * len(weights)
     for index, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
         if gradient is not None and (reason := dtensor.placement_mismatch(gradient, weight)):
@@ -145,8 +163,16 @@ def flatten_together(*trees: Tree) -> list[Flat]:
     has no structure: it is never put together from its leaves.
     """
     pairs = [_flatten(tree) for tree in trees]
-    ordinary = are_ordinary([leaf for leaves, _ in pairs for leaf in leaves])
-    return [Flat(tree, *pair, ordinary) for tree, pair in zip(trees, pairs, strict=True)]
+    every, ordinary = look([leaf for leaves, _ in pairs for leaf in leaves])
+    flats, start = [], 0
+    for tree, (leaves, structure) in zip(trees, pairs, strict=True):
+        stop = start + len(leaves)
+        # What else a step has goes into trees, where only a plain list is like a list.
+        if start == 0 or isinstance(tree, OptState):
+            leaves = part(every, start, stop)
+        flats.append(Flat(tree, leaves, structure, ordinary))
+        start = stop
+    return flats
 
 
 def present(names: Sequence[str], leaves: Sequence[Any]) -> dict[str, Any]:
@@ -212,10 +238,10 @@ def working_copies(
     allowed, else copies. Slots are in the memory order of their parameter unless in `any_order`.
     """
     weights, slots = inputs.named_params, inputs.opt_state.slots
-    old = [*weights.values(), *values_of(slots)]
+    old = inputs.old
     new = old if in_place else foreach.clone(old)
-    if in_place and not any([tensor.requires_grad for tensor in new]):
-        new_weights, new_slots = weights, {name: {**slot} for name, slot in slots.items()}
+    if in_place and not any_requires_grad(new):
+        new_weights, new_slots = weights, slots
     else:
         working = iter([t.detach() if t.requires_grad else t for t in new])
         new_weights = dict(zip(weights, working, strict=False))

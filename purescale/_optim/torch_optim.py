@@ -207,7 +207,7 @@ class TorchOptimizer:
                 "for these "
                 "params."
             )
-        self._layout.check(opt_state.slots, weights, ordinary=inputs.ordinary)
+        self._layout.check(opt_state.slots, weights, inputs.known, ordinary=inputs.ordinary)
         self._groups.check(opt_state)
         self._groups.check_names(tuple(weights))
 
@@ -227,14 +227,13 @@ class TorchOptimizer:
         if decision.skip_on_host:
             params = inputs.params_tree(inputs.params)
             return unchanged((params, opt_state), donate=donate)  # type: ignore[no-any-return]
-        weights, slots = inputs.named_params, opt_state.slots
         lrs = self._groups.rates(opt_state.applied, opt_state.lr)
         in_place = writable
         # A step that is captured leaves its numbers where they are; on the host nobody captures.
         captured = decision.skip_on_host is None and not self.differentiable
         numbers_in_place = writable and captured
         if (donate or donate_grads) and not writable:
-            old, grads = [*weights.values(), *values_of(slots)], inputs.grads.tensors
+            old, grads = inputs.old, inputs.grads.tensors
             numbers = [opt_state.applied, *numbers_of(opt_state)]
             lr = opt_state.lr
             others = [rate for rate in lrs if isinstance(rate, Tensor) and rate is not lr]
@@ -285,7 +284,7 @@ class TorchOptimizer:
             return False
         if self._groups.flag_named and not self._groups.settings.get("fused"):
             return False
-        weights, grads = list(inputs.named_params.values()), inputs.grads.tensors
+        weights, grads = _weights(inputs), inputs.grads.tensors
         if torch.compiler.is_dynamo_compiling() and (
             len(weights) <= MAX_INLINE_LEAVES or is_on_a_graph([*weights, *grads])
         ):
@@ -313,7 +312,10 @@ class TorchOptimizer:
                 lrs,
             )
         else:
-            self._launch(weights, slots, grads, decision, lrs, scratch_ok=scratch_ok)
+            same = weights is inputs.named_params
+            targets = _weights(inputs) if same else list(weights.values())
+            lists = targets, inputs.grads.tensors
+            self._launch(weights, slots, grads, decision, lrs, lists, scratch_ok=scratch_ok)
         return weights, slots
 
     def _launch_lists(
@@ -330,7 +332,8 @@ class TorchOptimizer:
         )
         values = iter(tensors[2])
         slots = {name: {key: next(values) for key in keys} for name, *keys in names[2]}
-        self._launch(weights, slots, grads, Decision(*decision), lrs, scratch_ok=False)
+        lists = tensors[0], tensors[1]
+        self._launch(weights, slots, grads, Decision(*decision), lrs, lists, scratch_ok=False)
 
     def _launch(
         self,
@@ -339,23 +342,29 @@ class TorchOptimizer:
         grads: dict[str, Tensor],
         decision: Decision,
         lrs: list[Any],
+        lists: tuple[list[Tensor], list[Tensor]],
         *,
         scratch_ok: bool,
     ) -> None:
-        """Update `weights` and `slots` in place, a launch for each kind of tensors."""
+        """Update `weights` and `slots` in place, a launch for each kind of tensors. `lists`: all
+        weights and gradients, as they were looked at.
+        """
         kernel: Any = self._kernel
         for names, settings in self._groups.of(tuple(weights), lrs):
             keys = kernel.slots(settings)
             present = [name for name in names if name in grads]
-            for indices in foreach.by_kind([weights[name] for name in present]):
-                some = [present[index] for index in indices]
+            whole = len(present) == len(weights)
+            targets, sources = lists
+            if not whole:
+                targets, sources = ([d[name] for name in present] for d in (weights, grads))
+            for indices in foreach.by_kind(targets):
+                some = present
+                if len(indices) < len(present):
+                    some = [present[index] for index in indices]
+                    targets, sources = ([d[name] for name in some] for d in (weights, grads))
                 columns = [_column(slots, some, key, self._layout) for key in keys]
                 steps = [slots[name]["step"] for name in some if "step" in slots[name]]
-                launch = Launch(
-                    [grads[name] for name in some],
-                    steps,
-                    [[weights[name] for name in some], *columns],
-                )
+                launch = Launch(sources, steps, [targets, *columns])
                 fused_update(kernel, settings, launch, decision, scratch_ok=scratch_ok)
 
     # ---- torch's own formula
@@ -374,7 +383,7 @@ class TorchOptimizer:
         leaves = [leaf for leaf in inputs.local_grads(grads) if leaf is not None]
         dtypes = [weights[name].dtype for name in present]
         given = dict(zip(present, _cast(leaves, dtypes), strict=True))
-        old = [*weights.values(), *values_of(slots)]
+        old = inputs.old
         if decision.skip_on_host is False and not self._groups.hyper and self._reads_on_host(old):
             new_weights, new_slots = working_copies(inputs, in_place=in_place, any_order=True)
             self._unfused.on_host(new_weights, given, new_slots, lrs)
@@ -395,7 +404,7 @@ class TorchOptimizer:
         )
 
     def _reads_on_host(self, tensors: list[Tensor]) -> bool:
-        return not self.differentiable and host_can_read(*tensors)
+        return not self.differentiable and host_can_read(tensors)
 
     def to_state_dict(self, opt_state: OptState) -> dict[str, Any]:
         """Equal to `cls(groups).state_dict()` of an optimizer that made the same steps: tensors
@@ -465,6 +474,11 @@ class TorchOptimizer:
 
 # Before, is_compiling() is false in what the compiler behind Dynamo traces.
 _COMPILES_BEHIND_DYNAMO = torch.__version__ >= "2.13"
+
+
+def _weights(inputs: StepInputs) -> list[Tensor]:
+    """The parameters that are tensors, as they were looked at."""
+    return inputs.params if inputs.known else list(inputs.named_params.values())
 
 
 def _column(slots: Slots, names: list[str], key: str, layout: SlotLayout) -> list[Tensor]:

@@ -334,7 +334,7 @@ def stand_in(like: Tensor, dtype: torch.dtype, made: dict[Any, Tensor]) -> Tenso
 def with_params(inputs: StepInputs, params: list[Any], opt_state: Any) -> StepInputs:
     """The inputs with these parameters, in their order, and this state."""
     named = present(inputs.names, params)
-    return inputs._replace(params=params, named_params=named, opt_state=opt_state)
+    return inputs._replace(params=params, named_params=named, opt_state=opt_state, known=())
 
 
 def is_half(leaf: Any) -> bool:

@@ -31,7 +31,7 @@ from .._torch.dtypes import wide_dtype, widest_float
 from .._torch.private import foreach as list_ops
 from .._torch.tracing import host_can_read, traced
 from .._tree import tree as _tree
-from .._tree.leaves import Normalized, normalize
+from .._tree.leaves import Normalized, look, normalize
 from .._tree.scalars import as_float
 from .._tree.tree import Flat, Leaves, Tree
 
@@ -224,6 +224,7 @@ def _accumulate(
     grads = mean.mean()
     if grads is None:
         grads = normalize([] if sender is not None else value_and_grad.zeros())
+    grads = grads._replace(tensors=look(grads.tensors)[0])
     stats = None if options.group is not None else mean.measured(grads)
     facts = _summary(weights, losses, mean.overflows, options, scale)
     return WindowGrads(
@@ -412,7 +413,7 @@ def _weights(options: StepOptions, microbatches: list[Any], scale: Tensor) -> _W
     counts = is_weight(vector) & (vector > 0)
     shares = torch.where(counts, vector, 0)
     shares = shares / torch.where(counts.any(), shares.sum(), 1)
-    if host_can_read(shares):
+    if host_can_read([shares]):
         return _Weights(vector, shares.tolist(), counts.tolist())
     return _Weights(vector, shares.unbind(), counts.unbind())
 

@@ -69,7 +69,7 @@ def maybe_step(
     inputs = flatten_step(updater, params, grads, opt_state)
     updater.check(inputs)
     skip = _tree.flag(found_inf, like=next(iter(inputs.named_params.values()), None))
-    on_host = bool(skip) if host_can_read(skip, *inputs.grads.tensors) else None
+    on_host = bool(skip) if host_can_read([skip], inputs.grads.tensors) else None
     decision = Decision(skip, None if updater.differentiable else on_host)
     stepped = inputs.restore(
         *updater.conditional_step(inputs, decision, donate=donate, read_only=[skip])
@@ -159,7 +159,7 @@ def flatten_scaled(
 ) -> StepInputs:
     """The checked inputs of a step over gradients that `scaler` scaled."""
     inputs = flatten_step(updater, params, grads, opt_state)
-    leaves = list(inputs.grads.given)
+    leaves = inputs.grads.given
     check_device(scaler.scale, params, leaves, "grads")
     if clip.value is not None:
         check_ordered(params, leaves, "grads")

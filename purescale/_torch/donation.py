@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import os
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch import dtensor, private
 from .._torch.foreach import are_contiguous, are_gapless, is_gapless
+from .._torch.looks import elements
 from .._torch.tracing import PLAIN_TYPES, traced, under_transform
 
 DEBUG = os.environ.get("PURESCALE_DEBUG_DONATION", "0") not in ("", "0")
@@ -72,6 +74,9 @@ def can_write_each(
         return allowed
     held = list(map(_memories_of_values, lists))
     kept = set(memories(others))
+    every = set(itertools.chain(*held))
+    if len(every) == sum(map(len, held)) and None not in every and every.isdisjoint(kept):
+        return allowed
     for index, mine in enumerate(held):
         alone = set(mine)
         apart = len(alone) == len(mine) and None not in alone and alone.isdisjoint(kept)
@@ -107,7 +112,7 @@ def _is_number(tensor: Tensor) -> bool:
 
 def _memories_of_values(tensors: Sequence[Tensor]) -> list[int | None]:
     """The storages of those that have an element: what is empty has no memory to share."""
-    if 0 in map(Tensor.numel, tensors):
+    if 0 in elements(tensors):
         tensors = [tensor for tensor in tensors if tensor.numel()]
     return memories(tensors)
 

@@ -44,7 +44,7 @@ def saturating(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     limit = None if tensor.is_complex() else largest_within(tensor.dtype, dtype)
     if limit is None:
         return tensor.to(dtype)
-    if host_can_read(tensor):
+    if host_can_read([tensor]):
         # A sum is finite only if every element is, and a tenth of the work below.
         narrow = tensor.to(dtype)
         if math.isfinite(narrow.detach().sum()):

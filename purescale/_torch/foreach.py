@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .._torch import private
 from .._torch.dtypes import largest_within, saturating, unscaled_dtype
+from .._torch.looks import dtypes, once
 from .._torch.private import foreach, fused
 from .._torch.tracing import is_on_a_graph, traced
 
@@ -40,12 +41,16 @@ def is_gapless(tensor: Tensor) -> bool:
 
 def are_contiguous(tensors: Sequence[Tensor]) -> bool:
     """Whether each of them is, as far as one look shows."""
-    return not torch.compiler.is_dynamo_compiling() and all(map(Tensor.is_contiguous, tensors))
+    return not torch.compiler.is_dynamo_compiling() and once(
+        "contiguous", lambda: all(map(Tensor.is_contiguous, tensors)), tensors
+    )
 
 
 def are_gapless(tensors: Sequence[Tensor]) -> bool:
     """Whether each of them is."""
-    return are_contiguous(tensors) or all(map(is_gapless, tensors))
+    return are_contiguous(tensors) or once(
+        "gapless", lambda: all(map(is_gapless, tensors)), tensors
+    )
 
 
 def have_one_order(tensors: Sequence[Tensor], likes: Sequence[Tensor]) -> bool:
@@ -64,6 +69,10 @@ def same_memory_order(a: Tensor, b: Tensor) -> bool:
 
 def by_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
     """The indices of the tensors of each device and dtype: list kernels take one kind at a time."""
+    return once("kinds", lambda: _by_kind(tensors), tensors)
+
+
+def _by_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
     kinds = [(tensor.device, tensor.dtype) for tensor in tensors]
     if len(set(kinds)) <= 1:
         return [list(range(len(tensors)))] if tensors else []
@@ -135,9 +144,11 @@ def views(flat: Tensor, likes: Sequence[Tensor]) -> list[Tensor]:
 
 def divide(tensors: Sequence[Tensor], divisor: Tensor, *, in_place: bool = False) -> list[Tensor]:
     """Each tensor over a 0-d tensor, float16 in float32; others in their own dtype."""
+    ops = torch.div, foreach.div, foreach.div_
+    if all([unscaled_dtype(dtype) is dtype for dtype in dtypes(tensors)]):
+        return _with_operand(*ops, tensors, divisor, in_place=in_place)
     wide = cast(tensors, [unscaled_dtype(tensor.dtype) for tensor in tensors])
     made_here = all(new is not old for new, old in zip(wide, tensors, strict=True))
-    ops = torch.div, foreach.div, foreach.div_
     return _with_operand(*ops, wide, divisor, in_place=in_place or (made_here and not traced()))
 
 
@@ -158,7 +169,8 @@ def _with_operand(
 ) -> list[Tensor]:
     if not tensors:
         return []
-    if traced() or is_on_a_graph([*tensors, operand]):  # lists have no derivative by an operand
+    # lists have no derivative by an operand
+    if traced() or is_on_a_graph(tensors) or is_on_a_graph([operand]):
         results = [_in_own_dtype(plain, tensor, operand) for tensor in tensors]
         if in_place and torch.compiler.is_compiling():
             return [old.copy_(new) for old, new in zip(tensors, results, strict=True)]

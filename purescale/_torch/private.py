@@ -203,6 +203,18 @@ def has_accumulated_hooks(tensor: Tensor) -> bool:
     return bool(tensor._post_accumulate_grad_hooks)
 
 
+_TensorGuards: Any = _find("torch._C._dynamo.guards.TensorGuards")
+
+
+def metadata_guard(*tensors: Tensor) -> Callable[..., bool]:
+    """Of strided tensors that are not nested: whether others have their classes, dtypes, devices,
+    shapes, strides, and what else torch's dispatcher goes by.
+    """
+    dims: dict[str, Any] = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
+    same: Callable[..., bool] = _TensorGuards(*tensors, **dims).check
+    return same
+
+
 # ---- list kernels --------------------------------------------------------------------------------
 
 _FOREACH = """

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 # They read private names of torch, which stand in one file.
 from .._torch import private
+from .._torch.looks import PLAIN_TYPES as PLAIN_TYPES
+from .._torch.looks import once
 from .._torch.private import traced as traced
 from .._torch.private import under_transform as under_transform
 
@@ -18,11 +20,18 @@ from .._torch.private import under_transform as under_transform
 _as_an_accelerator = False
 
 
-def is_on_a_graph(tensors: Iterable[Tensor | None]) -> bool:
+def is_on_a_graph(tensors: Sequence[Tensor | None]) -> bool:
     """Whether torch.autograd would differentiate through what is computed of these."""
-    if not torch.is_grad_enabled():
-        return False
-    return any([tensor is not None and tensor.requires_grad for tensor in tensors])
+    return torch.is_grad_enabled() and any_requires_grad(tensors)
+
+
+def any_requires_grad(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether one of them does."""
+    return once(
+        "requires grad",
+        lambda: any([tensor is not None and tensor.requires_grad for tensor in tensors]),
+        tensors,
+    )
 
 
 def is_lazy(tensor: Tensor) -> bool:
@@ -47,16 +56,23 @@ def is_differentiated(tensor: Tensor) -> bool:
 
 
 _is_cpu = operator.attrgetter("is_cpu")
-PLAIN_TYPES = frozenset((Tensor, nn.Parameter))  # a subclass may hold no values
 
 
-def host_can_read(*tensors: Tensor) -> bool:
+def host_can_read(*lists: Sequence[Tensor]) -> bool:
     """Whether to read these waits for nothing: on a CPU, in eager mode, of no subclass without
     values.
     """
     if _as_an_accelerator or traced():
         return False
-    return set(map(type, tensors)) <= PLAIN_TYPES and all(map(_is_cpu, tensors))
+    return all(map(_hold_values_on_a_cpu, lists))
+
+
+def _hold_values_on_a_cpu(tensors: Sequence[Tensor]) -> bool:
+    return once(
+        "readable",
+        lambda: set(map(type, tensors)) <= PLAIN_TYPES and all(map(_is_cpu, tensors)),
+        tensors,
+    )
 
 
 @contextlib.contextmanager

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch import dtensor, private
+from .._torch import dtensor, looks, private
 from .._torch.dtypes import wide_dtype
+from .._torch.looks import once
 from .._torch.tracing import PLAIN_TYPES
 
 _REAL = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
@@ -62,9 +63,14 @@ def are_ordinary(leaves: Sequence[Any]) -> bool:
     )
 
 
+def look(leaves: list[Any]) -> tuple[list[Any], bool]:
+    """The leaves and whether they are ordinary, from memory where it knows such leaves."""
+    return looks.look(leaves, are_ordinary)
+
+
 def are_real(leaves: Sequence[Any]) -> bool:
     """Whether tensors hold real numbers of the dtypes that a parameter may have."""
-    return {leaf.dtype for leaf in leaves} <= _REAL
+    return once("real", lambda: {leaf.dtype for leaf in leaves} <= _REAL, leaves)
 
 
 # ---- which leaves are supported ------------------------------------------------------------------

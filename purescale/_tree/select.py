@@ -70,7 +70,7 @@ def choose(
     graph = traced() or is_on_a_graph([*before, *after])
     if not graph:  # so that a leaf that requires grad may be written into
         before = [leaf.detach() if leaf.requires_grad else leaf for leaf in before]
-    if isinstance(skip, Tensor) and not graph and host_can_read(tree.flag(skip), *before):
+    if isinstance(skip, Tensor) and not graph and host_can_read([tree.flag(skip)], before):
         skip = bool(skip)
     if isinstance(skip, bool) and not graph:
         chosen = foreach.clone(before if skip else after)

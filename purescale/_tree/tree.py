@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .._torch import donation, dtensor, foreach, private
 from .._torch.donation import memories, memory
+from .._torch.looks import Looked, once
 from .._torch.tracing import PLAIN_TYPES, traced, under_transform
 from .._tree import leaves as _leaf
 
@@ -30,6 +31,11 @@ Leaves: TypeAlias = list[Any]
 _OPTREE: dict[str, Any] = {"none_is_leaf": True, "namespace": "purescale"}
 _insertion_ordered = optree.dict_insertion_ordered(True, namespace="purescale")
 _insertion_ordered.__enter__()
+
+# A list that was looked at is a list still.
+optree.register_pytree_node(
+    Looked, lambda leaves: (leaves, None), lambda _, leaves: list(leaves), namespace="purescale"
+)
 
 
 # ---- structure -----------------------------------------------------------------------------------
@@ -57,7 +63,8 @@ class Flat(NamedTuple):
 
 def flatten_once(tree: Tree) -> Flat:
     leaves, structure = flatten(tree)
-    return Flat(tree, leaves, structure, _leaf.are_ordinary(leaves))
+    leaves, ordinary = _leaf.look(leaves)
+    return Flat(tree, leaves, structure, ordinary)
 
 
 def map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
@@ -228,12 +235,17 @@ def gradients_like(params: Flat, grads: Tree) -> Flat:
     fit its parameter.
     """
     gradients = leaves_like("grads", grads, "params", params.tree, params.structure)
-    found = Flat(grads, gradients, params.structure, _leaf.are_ordinary(gradients))
-    if params.ordinary and found.ordinary and _leaf.are_real(gradients):
+    gradients, ordinary = _leaf.look(gradients)
+    found = Flat(grads, gradients, params.structure, ordinary)
+    if params.ordinary and ordinary and _leaf.are_real(gradients):
         weights = params.leaves
-        shapes = list(_map(_shape, gradients)), list(_map(_shape, weights))
-        devices = list(_map(_device, gradients)), list(_map(_device, weights))
-        if shapes[0] == shapes[1] and devices[0] == devices[1]:
+
+        def alike() -> bool:
+            shapes = list(_map(_shape, gradients)), list(_map(_shape, weights))
+            devices = list(_map(_device, gradients)), list(_map(_device, weights))
+            return shapes[0] == shapes[1] and devices[0] == devices[1]
+
+        if once("alike", alike, gradients, weights):
             return found
     check_gradients(params.tree, gradients)
     for index, (gradient, weight) in enumerate(zip(gradients, params.leaves, strict=True)):

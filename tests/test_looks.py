@@ -1,0 +1,258 @@
+"""What was seen of metadata is known for the next list with the same, and for no other."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from helpers import same_bits
+from torch import Tensor, nn
+
+import purescale as ps
+from purescale._torch import looks
+from purescale._torch.looks import Looked, joined, once, part
+from purescale._tree.leaves import are_ordinary, look
+
+RULE = ps.DynamicScale(init_scale=2.0**4)
+
+
+@pytest.fixture(autouse=True)
+def nothing_seen(monkeypatch):
+    monkeypatch.setattr(looks, "_seen", {})
+
+
+def forget(monkeypatch):
+    """As if nothing were ever remembered."""
+    monkeypatch.setattr(looks, "look", lambda tensors, ordinary: (tensors, ordinary(tensors)))
+
+
+def is_known(tensors):
+    """Whether a look finds this list in memory."""
+    known = looks._seen.get(len(tensors), ())
+    found = look(tensors)[0]
+    return type(found) is Looked and found.seen in known
+
+
+def inference_tensor():
+    with torch.inference_mode():
+        return torch.zeros(2, 3)
+
+
+OTHERS = {
+    "dtype": lambda: torch.zeros(2, 3, dtype=torch.float64),
+    "integer": lambda: torch.zeros(2, 3, dtype=torch.int32),
+    "shape": lambda: torch.zeros(3, 2),
+    "dimensions": lambda: torch.zeros(6),
+    "strides": lambda: torch.zeros(3, 2).t(),
+    "overlap": lambda: torch.zeros(3).expand(2, 3),
+    "device": lambda: torch.zeros(2, 3, device="meta"),
+    "class": lambda: nn.Parameter(torch.zeros(2, 3), requires_grad=False),
+    "requires_grad": lambda: torch.zeros(2, 3, requires_grad=True),
+    "graph": lambda: torch.zeros(2, 3, requires_grad=True) * 2,
+    "negation": lambda: torch._neg_view(torch.zeros(2, 3)),
+    "complex": lambda: torch.zeros(2, 3, dtype=torch.complex64),
+    "inference": inference_tensor,
+    "sparse": lambda: torch.zeros(2, 3).to_sparse(),
+    "nested": lambda: torch.nested.nested_tensor([torch.zeros(3), torch.zeros(2)]),
+    "quantized": lambda: torch.quantize_per_tensor(torch.zeros(2, 3), 1.0, 0, torch.qint8),
+    "None": lambda: None,
+    "number": lambda: 1.0,
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+@pytest.mark.filterwarnings("ignore")
+def test_a_list_that_differs_in_one_thing_is_not_known(what):
+    look([torch.zeros(4), torch.zeros(2, 3)])
+    assert is_known([torch.ones(4), torch.ones(2, 3)])
+    assert not is_known([torch.zeros(4), OTHERS[what]()])
+    assert not is_known([torch.zeros(4), torch.zeros(2, 3), torch.zeros(2, 3)])
+    assert not is_known([torch.zeros(2, 3), torch.zeros(4)])
+
+
+def test_in_inference_mode_its_tensors_are_not_taken_for_others():
+    with torch.inference_mode():
+        assert not look([torch.zeros(2)])[1]
+    made_before = [torch.zeros(2)]
+    with torch.inference_mode():
+        assert look(made_before)[1]
+        assert look(made_before)[1]
+        assert not look([torch.zeros(2)])[1]
+    assert look(made_before)[1]
+    assert not look([inference_tensor()])[1]
+
+
+def test_a_result_of_autograd_is_not_taken_for_a_parameter():
+    assert look([torch.zeros(2, requires_grad=True)])[1]
+    assert is_known([torch.zeros(2, requires_grad=True)])
+    assert not look([torch.zeros(2, requires_grad=True) * 2])[1]
+
+
+def test_where_a_call_is_traced_or_transformed_nothing_is_known():
+    found = []
+
+    def looked_at(tensor):
+        found.append(type(look([tensor])[0]) is Looked)
+        return tensor
+
+    look([torch.zeros(3)])
+    torch.func.grad(lambda t: looked_at(t).sum())(torch.zeros(3))
+    torch.vmap(looked_at)(torch.zeros(2, 3))
+    with torch.autograd.forward_ad.dual_level():
+        looked_at(torch.zeros(3))
+    assert found == [False] * 3
+
+
+def test_a_question_is_asked_once_of_lists_alike():
+    asked = []
+
+    def ask(tensors, *likes):
+        return once("numbers", lambda: asked.append(len(tensors)) or len(tensors), tensors, *likes)
+
+    for _ in range(3):
+        first, second = look([torch.zeros(2)])[0], look([torch.zeros(3), torch.zeros(1)])[0]
+        assert (ask(first), ask(second), ask(first, second), ask(second, first)) == (1, 2, 1, 2)
+        both = joined(first, second)
+        assert [t.shape for t in both] == [(2,), (3,), (1,)]
+        assert [t.shape for t in part(both, 1, 3)] == [(3,), (1,)]
+        assert (ask(both), ask(part(both, 0, 1)), ask(part(both, 1, 3))) == (3, 1, 2)
+    assert sorted(asked) == [1, 1, 1, 2, 2, 2, 3]
+    assert ask([torch.zeros(2)]) == ask([torch.zeros(2)]) == 1
+    assert sorted(asked) == [1, 1, 1, 1, 1, 2, 2, 2, 3]
+
+
+def test_memory_is_bounded():
+    for count in range(1, 40):
+        for size in range(9):
+            tensors = look([torch.zeros(size)] * count)[0]
+    for question in range(500):
+        once(question, lambda: True, tensors)
+    assert len(looks._seen) == 16
+    assert max(map(len, looks._seen.values())) == 4
+    assert len(tensors.seen.answers) < 100
+
+
+# ---- whole steps ---------------------------------------------------------------------------------
+
+
+def parameters(dtype=torch.float32, size=3):
+    torch.manual_seed(0)
+    return {name: torch.randn(size, 2, dtype=dtype) for name in "abc"}
+
+
+def a_step(cls, params, scale, **settings):
+    """Three steps, the second with gradients that overflow; everything that they gave."""
+    optimizer = ps.from_torch(cls, lr=0.1)
+    scaler, state, told = RULE.init(), optimizer.init(params), []
+    for value in (1.0, scale, -1.0):
+        grads = {name: torch.full_like(p, value) for name, p in params.items()}
+        out = ps.unscale_and_step(optimizer, scaler, params, grads, state, **settings)
+        params, state = out.params, out.opt_state
+        scaler = RULE.update(scaler, out.found_inf)
+        told.append((out.found_inf, out.grad_norm, scaler))
+    return params, state, told
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.SGD, torch.optim.ASGD])
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_has_the_same_bits_with_what_was_seen_and_without(cls, donate, dtype, monkeypatch):
+    def run():
+        given = {"donate": donate, "max_norm": 1.0}
+        return a_step(cls, parameters(dtype), float("inf"), **given)
+
+    remembering = run()
+    assert looks._seen
+    forget(monkeypatch)
+    assert same_bits(remembering, run())
+
+
+def test_two_models_do_not_disturb_each_other(monkeypatch):
+    def run():
+        small, large = a_step(torch.optim.AdamW, parameters(), 1.0), parameters(size=5)
+        return small, a_step(torch.optim.AdamW, large, 1.0)
+
+    run()
+    looked = []
+    monkeypatch.setattr(
+        looks, "Seen", lambda tensors=(): looked.append(len(tensors)) or pytest.fail("looked anew")
+    )
+    run()
+    assert not looked
+
+
+WRONG = {
+    "shape": lambda p, g, s: g.update(a=torch.zeros(2, 3)),
+    "dtype": lambda p, g, s: g.update(a=torch.zeros(3, 2, dtype=torch.int32)),
+    "device": lambda p, g, s: g.update(a=torch.zeros(3, 2, device="meta")),
+    "graph": lambda p, g, s: g.update(a=torch.zeros(3, 2, requires_grad=True) * 2),
+    "parameter": lambda p, g, s: p.update(a=p["a"].double(), b=p["b"].long()),
+    "missing": lambda p, g, s: g.pop("a"),
+    "slot": lambda p, g, s: s.slots["a"].update(exp_avg=torch.zeros(2, 3)),
+    "count": lambda p, g, s: s.slots["a"].update(step=torch.zeros(1)),
+    "other slots": lambda p, g, s: [slot.pop("exp_avg_sq") for slot in s.slots.values()],
+    "swapped": lambda p, g, s: s.slots["a"].update(
+        step=s.slots["a"]["exp_avg"], exp_avg=s.slots["a"]["step"]
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_argument_is_refused_with_the_same_words(what, monkeypatch):
+    def refused():
+        params = parameters()
+        optimizer = ps.from_torch(torch.optim.AdamW, lr=0.1)
+        a_step(torch.optim.AdamW, params, 1.0)  # all that is right is known
+        grads = {name: torch.ones_like(p) for name, p in params.items()}
+        state = optimizer.init(params)
+        WRONG[what](params, grads, state)
+        with pytest.raises((ValueError, TypeError)) as caught:
+            ps.unscale_and_step(optimizer, RULE.init(), params, grads, state)
+        return str(caught.value)
+
+    remembering = refused()
+    forget(monkeypatch)
+    assert remembering == refused()
+
+
+def test_the_state_of_another_class_is_refused_where_its_metadata_is_known():
+    params, scaler = parameters(), RULE.init()
+    grads = {name: torch.ones_like(p) for name, p in params.items()}
+    adamw, adagrad = (ps.from_torch(getattr(torch.optim, n), lr=0.1) for n in ("AdamW", "Adagrad"))
+    for optimizer in (adamw, adagrad):
+        ps.unscale_and_step(optimizer, scaler, params, grads, optimizer.init(params))
+    for optimizer, other in ((adamw, adagrad), (adagrad, adamw)):
+        state = other.init(params)
+        with pytest.raises(ValueError, match="opt_state"):
+            ps.unscale_and_step(optimizer, scaler, params, grads, state)
+
+
+def test_no_tensor_is_kept_alive():
+    params = parameters()
+    given = [weakref.ref(p) for p in params.values()]
+    state = a_step(torch.optim.AdamW, params, 1.0)[1]
+    given += [weakref.ref(leaf) for slot in state.slots.values() for leaf in slot.values()]
+    del params, state
+    gc.collect()
+    assert not any(reference() for reference in given)
+
+
+def test_shared_memory_is_seen_though_the_metadata_is_known():
+    kept = []
+    for _ in range(2):
+        params = parameters()
+        whole = torch.cat([params["a"], params["b"]])
+        params.update(a=whole[:3], b=whole[3:])
+        kept.append(whole.clone())
+        a_step(torch.optim.AdamW, params, 1.0, donate=True)
+        assert torch.equal(whole, kept[-1])
+        a_step(torch.optim.AdamW, parameters(), 1.0, donate=True)
+
+
+def test_a_list_that_was_looked_at_is_a_list_for_trees():
+    from purescale._tree import tree
+
+    looked = look([torch.zeros(2), torch.zeros(3)])[0]
+    assert [type(leaf) for leaf in tree.flatten((looked, {"a": looked}))[0]] == [Tensor] * 4
+    assert len(tree.all_tensors([looked])) == 2
+    assert are_ordinary(looked)

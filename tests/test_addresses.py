@@ -60,7 +60,7 @@ def cuda():
     """
 
     def graph(self, buffers, microbatch):
-        return (self.inputs, *self._scaled(buffers, microbatch, self.inputs))
+        return (self.inputs, *self._scaled(buffers, microbatch, self.inputs, scale=self.scale))
 
     with (
         fake_cuda(),

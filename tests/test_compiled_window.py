@@ -139,6 +139,7 @@ def test_every_setting_has_the_numbers_of_eager_mode(settings, overflows):
     check(step, state, window, (1, 3), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_guard_judges_it():
     state, step = small(weighted_sum, guard=ps.SpikeGuard(), max_norm=1.0)
     check(step, state, VECTORS, (1, 4), rtol=1e-5, atol=1e-6)
@@ -211,7 +212,13 @@ WINDOWS = {
 }
 
 
-@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("sizes", "numbers", "one") else pytest.param(name, marks=pytest.mark.slow)
+        for name in WINDOWS
+    ],
+)
 def test_what_differs_in_more_than_values_has_code_of_its_own(name):
     window, expected = WINDOWS[name]
 

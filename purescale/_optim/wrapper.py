@@ -25,7 +25,7 @@ from .._tree import tree as _tree
 from .._tree.leaves import normalize
 from .._tree.tree import Tree
 
-# Elements that are widened at a time. An element in work takes up to 24 bytes: 48 MiB in all.
+# Elements that are widened at a time. An element in work takes some 24 bytes: 50 MiB in all.
 PIECE = 2**21
 
 

@@ -23,7 +23,7 @@ from .._torch.tracing import is_differentiated, traced
 from .._tree import select
 from .._tree import tree as _tree
 from .._tree.leaves import normalize
-from .._tree.tree import Tree
+from .._tree.tree import FlatDict, Tree
 
 # Elements that are widened at a time. An element in work takes some 24 bytes: 50 MiB in all.
 PIECE = 2**21
@@ -190,7 +190,7 @@ class Wrapper:
             whole = inputs.named_params
             params = {name: _cut(whole[name], whole[name], span) for name, span in cut.items()}
             yield StepInputs(
-                _ByName(tuple(params)),
+                FlatDict(tuple(params)),
                 list(params),
                 list(params.values()),
                 normalize([_cut(grads[name], whole[name], span) for name, span in cut.items()]),
@@ -213,18 +213,6 @@ class Span(NamedTuple):
 
 
 _ALL = Span(0, None, True)
-
-
-class _ByName(NamedTuple):
-    """The structure of a flat dict."""
-
-    names: tuple[str, ...]
-
-    def unflatten(self, leaves: Sequence[Any]) -> dict[str, Any]:
-        return dict(zip(self.names, leaves, strict=True))
-
-    def flatten_up_to(self, tree: Mapping[str, Any]) -> list[Any]:
-        return [tree[name] for name in self.names]
 
 
 def _cuts(params: Mapping[str, Tensor], *, cut_leaves: bool) -> list[dict[str, Span]]:

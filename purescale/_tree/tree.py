@@ -8,7 +8,7 @@ would be traced a second time.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple, TypeAlias
 
 import optree
@@ -44,12 +44,28 @@ optree.register_pytree_node(
 def flatten(tree: Tree) -> tuple[Leaves, Any]:
     """The leaves and the structure, with its `.unflatten(leaves)` and `.flatten_up_to(other)`."""
     if torch.compiler.is_dynamo_compiling():
+        if type(tree) is dict and all([x is None or isinstance(x, Tensor) for x in tree.values()]):
+            return list(tree.values()), FlatDict(tuple(tree))  # which takes a compiler a tenth
         # Dynamo cannot trace optree through an empty dict, such as the buffers of a net without
         # BatchNorm.
         leaves, structure = private.pytree.tree_flatten(tree)
     else:
         leaves, structure = optree.tree_flatten(tree, **_OPTREE)
     return leaves, structure
+
+
+class FlatDict(NamedTuple):
+    """The structure of a dict of leaves."""
+
+    names: tuple[Any, ...]
+
+    def unflatten(self, leaves: Sequence[Any]) -> dict[Any, Any]:
+        return dict(zip(self.names, leaves, strict=True))
+
+    def flatten_up_to(self, tree: Tree) -> Leaves:
+        if not isinstance(tree, dict) or tree.keys() != set(self.names):
+            raise ValueError(f"not a dict of {self.names}")
+        return [tree[name] for name in self.names]
 
 
 class Flat(NamedTuple):

@@ -125,7 +125,7 @@ def allocated(code):
     return sum(math.prod(map(int, shape)) == math.prod(WEIGHT) for shape in shapes)
 
 
-@pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0}])
+@pytest.mark.parametrize("settings", [pytest.param({}, marks=pytest.mark.slow), {"max_norm": 1.0}])
 def test_a_donated_compiled_step_writes_in_place_and_allocates_nothing_but_the_gradient(settings):
     state, step, data = linear(donate=True, **settings)
     before = [tensor.data_ptr() for tensor in tensors((state.params, state.opt_state.slots))]
@@ -166,7 +166,10 @@ def test_a_vmapped_ensemble_is_one_graph_with_no_loop_over_its_members(settings)
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"weight_fn": lambda batch: batch[1].ge(0).sum(), "on_nonfinite": "drop_microbatch"}],
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"weight_fn": lambda batch: batch[1].ge(0).sum(), "on_nonfinite": "drop_microbatch"},
+    ],
 )
 def test_a_compiled_step_makes_no_tensor_on_another_device(settings):
     """One CPU scalar would keep a CUDA graph away, or make each step wait; the meta device stands

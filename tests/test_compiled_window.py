@@ -215,7 +215,7 @@ WINDOWS = {
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in ("sizes", "numbers", "one") else pytest.param(name, marks=pytest.mark.slow)
+        name if name in ("numbers", "one") else pytest.param(name, marks=pytest.mark.slow)
         for name in WINDOWS
     ],
 )

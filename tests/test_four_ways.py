@@ -41,7 +41,7 @@ def images(index, count=1):
 
 
 @each
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("microbatches", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_compiled_is_one_graph_without_recompiling_over_overflow_and_growth(name, microbatches):
     """Fifty steps; agreement with eager to 2e-2, float16's rounding in other kernels."""
     state, step = job(OPTIMIZERS[name](), RULE, max_norm=1.0)

@@ -163,6 +163,25 @@ def test_pieces_keep_the_settings_in_the_state(donate, way, monkeypatch):
     assert cut[1].inner.hyper.keys() == {"weight_decay", "betas"}
 
 
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("wrap", [ps.with_master_weights, ps.with_stochastic_rounding])
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "RMSprop"])
+def test_pieces_keep_slots_whose_memory_is_in_another_order(name, wrap, donate, monkeypatch):
+    """As of a checkpoint: contiguous, of parameters in channels_last."""
+    wrapped = wrap(made(name))
+    plain = {"w": numbers((4, 3, 5, 5)).bfloat16(), "v": numbers(300).bfloat16()}
+    params = {**plain, "w": plain["w"].to(memory_format=torch.channels_last)}
+    whole = cut = (params, wrapped.init(plain))
+    for index in range(3):
+        grads = grads_of(params, 100 * index)
+        given = clone((whole, cut))
+        whole = ps.maybe_step(wrapped, given[0][0], grads, given[0][1], False, donate)
+        with monkeypatch.context() as patched:
+            patched.setattr(wrapper, "PIECE", 64)
+            cut = ps.maybe_step(wrapped, given[1][0], grads, given[1][1], False, donate)
+        assert same_bits(cut, whole)
+
+
 def test_pieces_keep_overrides_counts_and_the_rest_of_the_tree(way, monkeypatch):
     """A nested tree with None, a schedule, a leaf that is cut, one gradient that is not there."""
     monkeypatch.setattr(wrapper, "PIECE", 64)

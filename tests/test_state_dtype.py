@@ -354,6 +354,17 @@ def test_the_state_of_another_optimizer_is_refused(way):
         ps.with_state_dtype(torch.optim.AdamW, MOMENTS)
 
 
+def test_a_narrow_state_is_refused_by_the_optimizer_inside_after_steps_around_it():
+    """What was seen of the narrow tensors must not answer for the wide ones."""
+    inner, params = made("AdamW"), params_of((torch.float32,))
+    narrow = ps.with_state_dtype(inner, MOMENTS)
+    grads, state = grads_of(params, 0), narrow.init(params)
+    for _ in range(2):
+        narrow.step(params, grads, state)
+        with pytest.raises(ValueError, match=r"exp_avg of float32_5 is torch.bfloat16"):
+            inner.step(params, grads, state)
+
+
 # ---- shards --------------------------------------------------------------------------------------
 
 

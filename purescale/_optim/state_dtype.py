@@ -12,7 +12,7 @@ from torch import Tensor
 from .._optim.opt_state import OptState, values_of
 from .._optim.protocol import Optimizer
 from .._optim.step_inputs import StepInputs
-from .._optim.wrapper import Wrapper, put, put_tree, stand_in
+from .._optim.wrapper import Wrapper, put, put_tree, stand_in, with_params
 from .._torch import foreach
 from .._torch.dtypes import HALF
 from .._torch.half_bits import nearest_on_bits
@@ -140,7 +140,7 @@ class StateDtypeOptimizer(Wrapper):
             stand_in(leaf, dtype, stand_ins) if dtype and _is_narrow(leaf, dtype) else leaf
             for leaf, dtype in zip(leaves, made, strict=True)
         ]
-        return inputs._replace(opt_state=_with_slots(inputs.opt_state, wide))
+        return with_params(inputs, inputs.params, _with_slots(inputs.opt_state, wide))
 
     def widen(self, inputs: StepInputs) -> StepInputs:
         """The state in the dtypes of the inner optimizer."""
@@ -148,7 +148,7 @@ class StateDtypeOptimizer(Wrapper):
         made = self._made_dtypes(inputs, leaves)
         pairs = zip(leaves, made, strict=True)
         wide = _cast(leaves, [dtype if _is_narrow(leaf, dtype) else None for leaf, dtype in pairs])
-        return inputs._replace(opt_state=_with_slots(inputs.opt_state, wide))
+        return with_params(inputs, inputs.params, _with_slots(inputs.opt_state, wide))
 
     def narrow(
         self,

@@ -241,7 +241,7 @@ def working_copies(
     old = inputs.old
     new = old if in_place else foreach.clone(old)
     if in_place and not any_requires_grad(new):
-        new_weights, new_slots = weights, slots
+        new_weights, new_slots = weights, {name: {**slot} for name, slot in slots.items()}
     else:
         working = iter([t.detach() if t.requires_grad else t for t in new])
         new_weights = dict(zip(weights, working, strict=False))

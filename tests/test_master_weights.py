@@ -318,28 +318,36 @@ def test_mapped_equals_a_loop(name):
             assert same_bits(pair, (params, state))
 
 
-def test_a_whole_train_step_saved_and_resumed(tmp_path):
-    wrapped, rule = ps.with_master_weights(made("AdamW")), ps.DynamicScale(init_scale=8.0)
-    params = {"w": numbers((4, 3)).bfloat16(), "b": numbers(3).half(), "c": numbers(3)}
+def assert_a_run_resumes(optimizer, dtypes, path):
+    """A few steps of a loss over parameters of these dtypes, saved and loaded, and one skipped."""
+    rule = ps.DynamicScale(init_scale=8.0)
+    shapes = {"w": (4, 3), "b": (3,), "c": (3,)}
+    pairs = zip(shapes.items(), dtypes, strict=True)
+    params = {name: numbers(shape).to(dtype) for (name, shape), dtype in pairs}
 
     def loss_fn(params, buffers, x):
         out = x @ params["w"].float() + params["b"].float()
         return (out.square().mean() + params["c"].square().sum()), buffers
 
-    step = functools.partial(ps.train_step, loss_fn=loss_fn, optimizer=wrapped, rule=rule)
-    state = ps.init_train_state(params, {}, wrapped, rule)
+    step = functools.partial(ps.train_step, loss_fn=loss_fn, optimizer=optimizer, rule=rule)
+    state = ps.init_train_state(params, {}, optimizer, rule)
     like = state
     data = [numbers((2, 4), seed) for seed in range(6)]
     for index in range(3):
         state, info = step(state, data[index : index + 2], max_norm=1.0)
         assert not info.found_inf
-    ps.save(tmp_path / "state.pt", state)
-    loaded = ps.load(tmp_path / "state.pt", like=like)
+    ps.save(path / "state.pt", state)
+    loaded = ps.load(path / "state.pt", like=like)
     assert same_bits(loaded, state)
     skipped, info = step(state, [data[0] * torch.inf])
     assert info.found_inf
     assert same_bits(skipped.opt_state, state.opt_state)
     assert same_bits(step(loaded, data[:1]), step(state, data[:1], donate=True))
+
+
+def test_a_whole_train_step_saved_and_resumed(tmp_path):
+    dtypes = torch.bfloat16, torch.float16, torch.float32
+    assert_a_run_resumes(ps.with_master_weights(made("AdamW")), dtypes, tmp_path)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from helpers import clone, in_processes, same_bits, stack, tensors, unstack
 from hypothesis import given
 from hypothesis import strategies as st
+from test_master_weights import assert_a_run_resumes
 from test_stochastic_rounding import CLASSES, grads_of, made, numbers, params_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -268,25 +269,8 @@ def test_mapped_equals_a_loop(name):
 
 
 def test_a_whole_train_step_saved_and_resumed(tmp_path):
-    narrow, rule = ps.with_state_dtype(made("AdamW"), MOMENTS), ps.DynamicScale(init_scale=8.0)
-    params = {"w": numbers((4, 3)), "b": numbers(3)}
-
-    def loss_fn(params, buffers, x):
-        return (x @ params["w"] + params["b"]).square().mean(), buffers
-
-    step = functools.partial(ps.train_step, loss_fn=loss_fn, optimizer=narrow, rule=rule)
-    like = state = ps.init_train_state(params, {}, narrow, rule)
-    data = [numbers((2, 4), seed) for seed in range(6)]
-    for index in range(3):
-        state, info = step(state, data[index : index + 2], max_norm=1.0)
-        assert not info.found_inf
-    ps.save(tmp_path / "state.pt", state)
-    loaded = ps.load(tmp_path / "state.pt", like=like)
-    assert same_bits(loaded, state)
-    skipped, info = step(state, [data[0] * torch.inf])
-    assert info.found_inf
-    assert same_bits(skipped.opt_state, state.opt_state)
-    assert same_bits(step(loaded, data[:1]), step(state, data[:1], donate=True))
+    narrow = ps.with_state_dtype(made("AdamW"), MOMENTS)
+    assert_a_run_resumes(narrow, [torch.float32] * 3, tmp_path)
 
 
 @pytest.mark.slow

@@ -121,9 +121,10 @@ class Skeleton:
         ]
         self.children = [(held, held.copy()) for held in map(private.children, self.modules)]
         # The same tensors in lists, dicts and attributes of other objects.
+        everywhere = list(references(root))
         found = [
             (reference, names[id(reference.value)])
-            for reference in references(root)
+            for reference in everywhere
             if id(reference.value) in names and isinstance(reference.holder, (dict, list))
         ]
         index = {id(module): place for place, module in enumerate(self.modules)}
@@ -135,9 +136,10 @@ class Skeleton:
         # What refers to a part of this copy, and would go on with it in modules made for a call.
         self.bound = [
             reference.where
-            for reference in references(root)
+            for reference in everywhere
             if id(reference.value) in names or id(reference.value) in index
         ]
+        del everywhere  # what holds a module is counted below
         self.others: list[_Slot] = [(where.holder, where.key, name) for where, name in found]
         self.owners = [where.owner for where, _ in found]
         self.entries = self.slots + self.others

@@ -200,10 +200,7 @@ _LARGEST = 0x7FFF7FFF
 
 def _joined(hi: Tensor, low: Tensor) -> Tensor:
     """The master of a bfloat16 tensor and its rest."""
-    bits = hi.view(torch.int16).to(torch.int32)
-    if traced():
-        return ((bits << 16) + low).view(torch.float32)
-    return bits.bitwise_left_shift_(16).add_(low.to(torch.int32)).view(torch.float32)
+    return ((hi.view(torch.int16).to(torch.int32) << 16) + low).view(torch.float32)
 
 
 def _split(master: Tensor) -> tuple[Tensor, Tensor]:

@@ -43,6 +43,13 @@ def values_of(slots: Slots) -> list[Tensor]:
     return list(itertools.chain.from_iterable(map(dict.values, slots.values())))
 
 
+def without_wrappers(state: Any) -> Any:
+    """The state of the optimizer that is inside of all wrappers."""
+    while hasattr(state, "inner"):
+        state = state.inner
+    return state
+
+
 def numbers_of(opt_state: OptState) -> list[Tensor]:
     """The settings that are data."""
     lr, hyper = opt_state.lr, opt_state.hyper

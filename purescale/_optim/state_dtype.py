@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._optim.opt_state import OptState, values_of
+from .._optim.opt_state import OptState, values_of, without_wrappers
 from .._optim.protocol import Optimizer
 from .._optim.step_inputs import StepInputs
 from .._optim.wrapper import Wrapper, put, put_tree, stand_in, with_params
@@ -181,7 +181,7 @@ class StateDtypeOptimizer(Wrapper):
 
     def _made_dtypes(self, inputs: StepInputs, leaves: Leaves) -> list[torch.dtype | None]:
         """The dtype in which the inner optimizer makes each of these tensors of its state."""
-        state = _innermost(inputs.opt_state)
+        state = without_wrappers(inputs.opt_state)
         if isinstance(state, OptState):
             dtypes = {name: self.inner_dtype(p.dtype) for name, p in inputs.named_params.items()}
             return [dtypes.get(name) for name, slot in state.slots.items() for _ in slot]
@@ -216,16 +216,9 @@ class StateDtypeOptimizer(Wrapper):
 # ---- the tensors of a state ----------------------------------------------------------------------
 
 
-def _innermost(state: Any) -> Any:
-    """The state of the optimizer that is in all wrappers."""
-    while hasattr(state, "inner"):
-        state = state.inner
-    return state
-
-
 def _slots(state: Any) -> Leaves:
     """What may be narrow in a state, in order."""
-    state = _innermost(state)
+    state = without_wrappers(state)
     return values_of(state.slots) if isinstance(state, OptState) else _tree.flatten(state)[0]
 
 
@@ -245,7 +238,7 @@ def _with_slots(state: Any, leaves: Leaves) -> Any:
 
 def _names(state: Any) -> list[tuple[str, ...]]:
     """The way to each leaf of `_slots`: of torch's the parameter and the slot."""
-    state = _innermost(state)
+    state = without_wrappers(state)
     if isinstance(state, OptState):
         return [(name, key) for name, slot in state.slots.items() for key in slot]
     return _tree.keys(state)

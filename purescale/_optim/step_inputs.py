@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .._optim.opt_state import OptState, Slots, numbers_of, values_of
+from .._optim.opt_state import OptState, Slots, numbers_of, values_of, without_wrappers
 from .._torch import dtensor, foreach
 from .._torch.foreach import same_memory_order
 from .._torch.looks import joined, part
@@ -124,12 +124,9 @@ def flatten_step(
     if not sharded or optimizer.elementwise is None:
         plain = given.ordinary
         normalized = Normalized(gradients, gradients, plain) if plain else normalize(gradients)
-        if not ordinary:
-            named = present(names, weights)
-            return StepInputs(structure, names, weights, normalized, opt_state, named, ordinary)
         known: Leaves = []
-        named = dict(zip(names, weights, strict=True))
-        if isinstance(opt_state, OptState):
+        named = present(names, weights)
+        if ordinary and isinstance(opt_state, OptState):
             slots = part(state, 1, len(state) - len(numbers_of(opt_state)))
             known = joined(weights, slots)
         return StepInputs(
@@ -214,9 +211,7 @@ def _check_placements(weight: Any, params: Tree, index: int, optimizer: Any) -> 
 
 
 def _check_state_placements(opt_state: Any, weights: dict[str, Any]) -> None:
-    while hasattr(opt_state, "inner"):
-        opt_state = opt_state.inner
-    for name, slot in getattr(opt_state, "slots", {}).items():
+    for name, slot in getattr(without_wrappers(opt_state), "slots", {}).items():
         weight = weights.get(name)
         for key, value in slot.items():
             if isinstance(value, DTensor) and not (

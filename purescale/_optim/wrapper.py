@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._optim.decision import APPLY, Decision
-from .._optim.opt_state import OptState
+from .._optim.opt_state import OptState, without_wrappers
 from .._optim.protocol import as_conditional, unchanged
 from .._optim.step_inputs import StepInputs, flatten_step, present
 from .._torch import foreach
@@ -180,7 +180,8 @@ class Wrapper:
     def _pieces(self, inputs: StepInputs) -> Iterator[StepInputs]:
         """The step in pieces of at most `PIECE` elements, which share the memory of `inputs`."""
         total = sum([leaf.numel() for leaf in inputs.named_params.values()])
-        if total <= PIECE or not _is_of_torch(inputs.opt_state):
+        is_of_torch = isinstance(without_wrappers(inputs.opt_state), OptState)
+        if total <= PIECE or not is_of_torch:  # others cannot be cut
             yield inputs
             return
         cuts = _cuts(inputs.named_params, cut_leaves=self.elementwise is True)
@@ -273,13 +274,6 @@ def _state_of(state: Any, inputs: StepInputs, cut: Mapping[str, Span], *, last: 
         return type(state)(*[_state_of(part, inputs, cut, last=last) for part in state])
     leaves = inputs.structure.flatten_up_to(state)  # like the parameters
     return by_name(dict(zip(inputs.names, leaves, strict=True)))
-
-
-def _is_of_torch(state: Any) -> bool:
-    """Whether the innermost state is that of one of torch's classes, which can be cut."""
-    while hasattr(state, "inner"):
-        state = state.inner
-    return isinstance(state, OptState)
 
 
 def _off_graph(inputs: StepInputs, *, copy: bool) -> StepInputs:

@@ -33,10 +33,10 @@ class UpdateReport(NamedTuple):
 
     def __str__(self) -> str:
         rows = _read(self.rows)
-        bad = sum(not quality >= 0.5 for _, quality, _ in rows)
-        verdict = "every leaf got at least half of the wanted update"
+        bad = sum(not abs(quality - 1) <= 0.5 for _, quality, _ in rows)
+        verdict = "every leaf is within half of the wanted update"
         if bad:
-            verdict = f"{bad} of {len(rows)} leaves got less than half of the wanted update"
+            verdict = f"{bad} of {len(rows)} leaves miss the wanted update by more than half of it"
         cells = [(name, f"{quality:.4f}", f"{lost:.0%}") for name, quality, lost in rows]
         return "\n".join([verdict, *table(("leaf", "quality", "did not move"), cells)])
 
@@ -48,15 +48,20 @@ class UpdateReport(NamedTuple):
 
 
 def _read(rows: dict[str, UpdateRow]) -> list[tuple[str, float, float]]:
-    """Syncs with the host: two copies for any number of rows, the worst first. Of stacked reports
-    the worst.
+    """Syncs with the host: two copies for any number of rows, the worst first: those whose quality
+    is farthest from 1. Of stacked reports the worst.
     """
     qualities, shares = zip(*rows.values(), strict=True)
     device = qualities[0].device
-    quality = torch.stack([value.min().to(device) for value in qualities]).tolist()
+    quality = torch.stack([_farthest_from_1(value).to(device) for value in qualities]).tolist()
     lost = torch.stack([value.max().to(device) for value in shares]).tolist()
     found = list(zip(rows, quality, lost, strict=True))
-    return sorted(found, key=lambda row: (row[1] == row[1], row[1], -row[2]))  # NaN before all
+    # NaN before all
+    return sorted(found, key=lambda row: (row[1] == row[1], -abs(row[1] - 1), -row[2]))
+
+
+def _farthest_from_1(quality: Tensor) -> Tensor:
+    return quality.flatten()[(quality - 1).abs().argmax()]
 
 
 @outside_autocast()
@@ -87,7 +92,7 @@ def update_report(old: Tree, new: Tree, wanted: Tree) -> UpdateReport:
     >>> wanted = {"w": torch.full((2,), -1e-3), "b": torch.full((1,), -1e-3)}
     >>> new = {name: (old[name] + wanted[name]).to(old[name].dtype) for name in old}
     >>> print(update_report(old, new, wanted))
-    1 of 2 leaves got less than half of the wanted update
+    1 of 2 leaves miss the wanted update by more than half of it
     leaf  quality  did not move
     w      0.0000          100%
     b      1.0000            0%

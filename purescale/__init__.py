@@ -112,143 +112,76 @@ Besides:
     interop               the scalers of other libraries as rules, their state dicts both ways
 """
 
-from ._module.functional import (
-    make_functional as make_functional,
-    load_into as load_into,
-)
+from ._module.functional import make_functional, load_into
 
-from ._module.policy import (
-    Policy as Policy,
-    policy as policy,
-    with_policy as with_policy,
-)
-from ._module.norms import norms_in_float32 as norms_in_float32
+from ._module.policy import Policy, policy, with_policy
+from ._module.norms import norms_in_float32
 
-from ._loss_scale.rule_protocol import Rule as Rule, HasScale as HasScale
-from ._loss_scale.rules import (
-    DynamicScale as DynamicScale,
-    StaticScale as StaticScale,
-    NoScale as NoScale,
-    ScalerState as ScalerState,
-)
-from ._loss_scale.scaling import (
-    scale_loss as scale_loss,
-    unscale_and_check as unscale_and_check,
-    check_scaler as check_scaler,
-)
-from ._loss_scale.headroom import (
-    HeadroomScale as HeadroomScale,
-    HeadroomState as HeadroomState,
-    grad_amax as grad_amax,
-)
+from ._loss_scale.rule_protocol import Rule, HasScale
+from ._loss_scale.rules import DynamicScale, StaticScale, NoScale, ScalerState
+from ._loss_scale.scaling import scale_loss, unscale_and_check, check_scaler
+from ._loss_scale.headroom import HeadroomScale, HeadroomState, grad_amax
 
-from ._reports.probe import (
-    probe_scales as probe_scales,
-    ScaleProbe as ScaleProbe,
-)
-from ._reports.grad_report import (
-    grad_report as grad_report,
-    GradReport as GradReport,
-    LeafReport as LeafReport,
-)
-from ._reports.forward_report import (
-    forward_report as forward_report,
-    ForwardReport as ForwardReport,
-    ModuleReport as ModuleReport,
-)
-from ._reports.update_report import (
-    update_report as update_report,
-    UpdateReport as UpdateReport,
-    UpdateRow as UpdateRow,
-)
+from ._reports.probe import probe_scales, ScaleProbe
+from ._reports.grad_report import grad_report, GradReport, LeafReport
+from ._reports.forward_report import forward_report, ForwardReport, ModuleReport
+from ._reports.update_report import update_report, UpdateReport, UpdateRow
 
-from ._distributed.collectives import (
-    all_reduce_grads as all_reduce_grads,
-    all_reduce_found_inf as all_reduce_found_inf,
-)
-from ._batch_norm.bn_stats import all_reduce_bn_stats as all_reduce_bn_stats
+from ._distributed.collectives import all_reduce_grads, all_reduce_found_inf
+from ._batch_norm.bn_stats import all_reduce_bn_stats
 
 from ._grads.accumulate import (
-    AccumState as AccumState,
-    init_accum as init_accum,
-    accumulate_grads as accumulate_grads,
-    accumulated_grads as accumulated_grads,
-    merge_accum as merge_accum,
-    accumulation_window as accumulation_window,
-    Window as Window,
+    AccumState,
+    init_accum,
+    accumulate_grads,
+    accumulated_grads,
+    merge_accum,
+    accumulation_window,
+    Window,
 )
 
-from ._grads.clip import (
-    clip_by_global_norm as clip_by_global_norm,
-    clip_by_value as clip_by_value,
-    check_grad_norm as check_grad_norm,
-)
+from ._grads.clip import clip_by_global_norm, clip_by_value, check_grad_norm
 
-from ._optim.protocol import Optimizer as Optimizer, from_transformation as from_transformation
-from ._optim.torch_optim import from_torch as from_torch
+from ._optim.protocol import Optimizer, from_transformation
+from ._optim.torch_optim import from_torch
 
-from ._optim.opt_state import OptState as OptState
+from ._optim.opt_state import OptState
 
 from ._optim.master_weights import (
-    with_master_weights as with_master_weights,
-    MasterState as MasterState,
-    master_weights as master_weights,
-    split_masters as split_masters,
-    join_masters as join_masters,
+    with_master_weights,
+    MasterState,
+    master_weights,
+    split_masters,
+    join_masters,
 )
-from ._optim.stochastic_rounding import (
-    with_stochastic_rounding as with_stochastic_rounding,
-    RoundingState as RoundingState,
-    stochastic_round as stochastic_round,
-)
-from ._optim.state_dtype import with_state_dtype as with_state_dtype
+from ._optim.stochastic_rounding import with_stochastic_rounding, RoundingState, stochastic_round
+from ._optim.state_dtype import with_state_dtype
 
 from ._batch_norm.bn_stats import (
-    BNStatsState as BNStatsState,
-    BNLayerStats as BNLayerStats,
-    init_bn_stats as init_bn_stats,
-    accumulate_bn_stats as accumulate_bn_stats,
-    merge_bn_stats as merge_bn_stats,
-    bn_buffers as bn_buffers,
+    BNStatsState,
+    BNLayerStats,
+    init_bn_stats,
+    accumulate_bn_stats,
+    merge_bn_stats,
+    bn_buffers,
 )
-from ._batch_norm.precise_bn import precise_bn as precise_bn
+from ._batch_norm.precise_bn import precise_bn
 
-from ._step.value_and_grad import LossFn as LossFn
+from ._step.value_and_grad import LossFn
 
-from ._step.optimizer_step import (
-    maybe_step as maybe_step,
-    unscale_and_step as unscale_and_step,
-    Stepped as Stepped,
-)
+from ._step.optimizer_step import maybe_step, unscale_and_step, Stepped
 
-from ._step.train_step import (
-    init_train_state as init_train_state,
-    train_step as train_step,
-    TrainState as TrainState,
-)
-from ._step.step_info import StepInfo as StepInfo, stack_infos as stack_infos
-from ._step.spike_guard import (
-    Guard as Guard,
-    SpikeGuard as SpikeGuard,
-    SpikeState as SpikeState,
-)
+from ._step.train_step import init_train_state, train_step, TrainState
+from ._step.step_info import StepInfo, stack_infos
+from ._step.spike_guard import Guard, SpikeGuard, SpikeState
 
-from ._checkpoint import (
-    to_state_dict as to_state_dict,
-    from_state_dict as from_state_dict,
-    save as save,
-    load as load,
-)
+from ._checkpoint import to_state_dict, from_state_dict, save, load
 
-from ._tree.select import select as select
-from ._tree.stack import (
-    stack_states as stack_states,
-    member as member,
-    ema as ema,
-)
+from ._tree.select import select
+from ._tree.stack import stack_states, member, ema
 
-from . import simulate as simulate
-from . import interop as interop
+from . import simulate
+from . import interop
 
 __all__ = [  # noqa: RUF022  in the order of a step
     "make_functional",

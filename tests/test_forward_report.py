@@ -177,6 +177,27 @@ def test_a_module_that_is_called_twice_has_two_rows_and_shared_ones_have_their_f
     assert [row.name for row in rows] == ["a", "a", "(model)"]
 
 
+def test_a_module_that_a_forward_makes_goes_by_its_class_where_it_was_made():
+    class Maker(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x):
+            return nn.Sequential(nn.ReLU(), self.linear)(nn.ReLU()(x))
+
+    apply, params, buffers = ps.make_functional(nn.Sequential(Maker()))
+    rows = ps.forward_report(apply, params, buffers, torch.ones(1, 2)).rows
+    assert [row.name for row in rows] == [
+        "0.ReLU",
+        "0.Sequential.0",
+        "0.linear",
+        "0.Sequential",
+        "0",
+        "(model)",
+    ]
+
+
 def test_a_row_under_vmap_is_about_all_members():
     apply, params, buffers = ps.make_functional(tower())
     members = [{name: p * factor for name, p in params.items()} for factor in (1, nan, 2)]

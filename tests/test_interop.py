@@ -54,7 +54,7 @@ RULES = {
         init_scale=8.0, scale_window=2, consecutive_hysteresis=True
     ),
     "deepspeed-config": interop.deepspeed.rule(init_scale=8.0, scale_window=2, delayed_shift=1),
-    "deepspeed-static": interop.deepspeed.rule(init_scale=8.0, dynamic=False),
+    "deepspeed-static": interop.deepspeed.rule(init_scale=8.0, dynamic=False, scale_window=5),
     "megatron": interop.megatron.rule(initial_scale=8.0, growth_interval=2),
     "flax": interop.flax.rule(scale=8.0, growth_interval=1),
     "flax-no-floor": interop.flax.rule(scale=8.0, growth_interval=1, minimum_scale=None),

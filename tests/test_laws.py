@@ -2,6 +2,7 @@
 break it.
 """
 
+import numpy as np
 import pytest
 import torch
 
@@ -71,6 +72,9 @@ SYNCS = {
     "if": lambda: 1 if x.any() else 2,
     "tolist": lambda: x.tolist(),
     "numpy": lambda: x.numpy(),
+    "asarray": lambda: np.asarray(x),
+    "repr": lambda: repr(x),
+    "print": lambda: print(x),
     "nonzero": lambda: x.nonzero(),
     "where of one": lambda: torch.where(x > 0),
     "boolean indexing": lambda: x[x > 0],
@@ -158,6 +162,8 @@ def test_what_equals_a_loop_passes_and_comes_back():
         ([torch.ones(1)], (torch.ones(1),), False),
         (torch.ones(2).to_sparse(), torch.ones(2), False),
         (torch.ones(2).to_sparse(), torch.ones(2).to_sparse(), True),
+        (torch.ones(2, device="meta"), torch.ones(2, device="meta"), True),
+        (torch.ones(2, device="meta"), torch.ones(2), False),
         (torch.ones(2) * 1j, torch.ones(2) * 1j, True),
         (torch.ones(1).to(torch.float8_e5m2), torch.zeros(1).to(torch.float8_e5m2), False),
     ],
@@ -167,9 +173,18 @@ def test_same_bits_tells_what_equality_does_not(a, b, same):
     assert same_bits(a, b) is same
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_same_bits_looks_into_compressed_layouts():
+    a = torch.eye(2)
+    assert same_bits(a.to_sparse_csr(), a.to_sparse_csr())
+    assert not same_bits(a.to_sparse_csr(), 2 * a.to_sparse_csr())
+    assert not same_bits(a.to_sparse_csr(), a.to_sparse_csc())
+
+
 def test_memory_is_shared_by_views_and_by_sparse_values():
     a = torch.ones(4)
     assert shares_memory({"x": a}, [a[2:]])
     assert not shares_memory(a, a.clone())
     sparse = torch.sparse_coo_tensor([[0, 1, 2, 3]], a, (4,))
     assert shares_memory(sparse, a)
+    assert not shares_memory(torch.ones(2, device="meta"), torch.ones(2, device="meta"))

@@ -58,7 +58,7 @@ def by_single_runs(problem, exponents, tol=1e-2):
     low = {}
     for name, rows in error.items():
         safe = [i for i in range(top + 1) if all(e <= tol for e in rows[i : top + 1])]
-        alone = safe == [top] and top > 0
+        alone = safe == [top]
         low[name] = None if alone or zeros[name][top] == 1 else exponents[safe[0]]
     return zeros, error, low, exponents[top]
 
@@ -135,6 +135,14 @@ def test_the_leaf_without_a_safe_scale_is_named():
     assert probe.starved == ["weak"]
     assert probe.window is None
     assert str(probe).startswith("No safe scale for 1 of 2 leaves: weak. ")
+
+
+def test_a_scale_that_was_compared_with_nothing_is_not_called_safe():
+    for exponents, fits in (([0], 0), ([15, 24], 15)):
+        probe = ps.probe_scales(two_leaves, TWO, {}, MESSAGE, exponents=exponents)
+        assert probe.high == fits
+        assert probe.window is None
+        assert probe.starved == ["strong", "weak"]
 
 
 def test_a_leaf_of_zeros_is_named_and_narrows_no_window():
@@ -303,7 +311,8 @@ def test_the_table_has_a_line_for_each_scale_and_each_leaf():
     assert rows[0][1:] == ["1", "1.0e+00", "100%", "weak"]
     assert [row[1] for row in rows[1:3]] == ["0", "0"]
     assert rows[3][1:] == rows[4][1:] == ["overflow"]
-    assert by_leaf.splitlines()[1:] == ["weak    2**0", "strong  2**-8"]
+    leaves = [line.split() for line in by_leaf.splitlines()[1:]]
+    assert leaves == [["weak", "2**0"], ["strong", "2**-8"]]
 
 
 @pytest.mark.parametrize("leaves", [2, 12])

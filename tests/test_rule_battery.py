@@ -329,3 +329,14 @@ def test_a_quirk_is_let_through_and_must_be_seen():
         assert_scale_rule(Halving(), quirks=["power_of_two"])
     with pytest.raises(ValueError, match=r"quirks has \['powers'\]; expected some of value, init"):
         assert_scale_rule(Halving(), quirks=["powers"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Raising(Halving):
+    def update(self, scaler, found_inf):
+        raise RuntimeError("no")
+
+
+def test_to_raise_cannot_be_a_quirk():
+    with pytest.raises(AssertionError, match="without which Raising is no rule"):
+        assert_scale_rule(Raising(), quirks=["raises"])

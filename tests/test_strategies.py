@@ -58,7 +58,11 @@ def test_gradients_reach_none():
     find(grad_trees(), reached, settings=settings(max_examples=2000, database=None))
 
 
-LIKE = {"a": [torch.ones(2, 3).half(), None], "b": (torch.tensor(1.0), torch.ones(0))}
+LIKE = {
+    "a": [torch.ones(2, 3).half(), None],
+    "b": (torch.tensor(1.0), torch.ones(0)),
+    "c": torch.ones(2) * 1j,
+}
 
 
 @given(grad_trees(like=LIKE))

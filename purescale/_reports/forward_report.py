@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _module
 
-from .._reports.printing import MAX_LINES, pyplot, table
+from .._reports.printing import MAX_LINES, pyplot, read, table
 from .._torch import private
 from .._torch.autocast import outside_autocast
 from .._torch.dtensor import full_tensor
@@ -59,7 +59,7 @@ class ForwardReport(NamedTuple):
         middle = bad[0] if bad else largest
         start = max(0, min(middle - MAX_LINES // 2, len(rows) - MAX_LINES))
         cells = [
-            (name, kind, f"{amax:.2e}", f"{smallest:.2e}", f"{nonfinite}")
+            (name, kind, f"{amax:.2e}", f"{smallest:.2e}", f"{nonfinite:.0f}")
             for name, kind, amax, smallest, nonfinite in rows
         ]
         header = ("module", "kind", "amax", "smallest", "not finite")
@@ -72,15 +72,13 @@ class ForwardReport(NamedTuple):
         return _plot(_read(self))
 
 
-_Row = tuple[str, str, float, float, int]
+_Row = tuple[str, str, float, float, float]
 
 
 def _read(report: ForwardReport) -> list[_Row]:
     """Syncs with the host: three copies for any number of rows."""
     names, kinds, *columns = zip(*report.rows, strict=True)
-    device = columns[0][0].device
-    amax, smallest, bad = (torch.stack([t.to(device) for t in each]).tolist() for each in columns)
-    return list(zip(names, kinds, amax, smallest, bad, strict=True))
+    return list(zip(names, kinds, *map(read, columns), strict=True))
 
 
 @outside_autocast("apply")
@@ -93,7 +91,8 @@ def forward_report(
 
     It names the module in which a forward overflows, which a loss of inf does not. A row is made
     when a module returns, so a part stands before what contains it, and the first row that is not
-    finite is the innermost cause. A module that is called twice has two rows.
+    finite is the innermost cause. A module that is called twice has two rows; one that a forward
+    makes goes by its class, after the name of the module that makes it.
 
     - `apply`, `params`, `buffers`, `args`, `kwargs`: a call of what `make_functional` or
       `with_policy` returns, or of any function that calls modules; under a policy values are those
@@ -123,22 +122,31 @@ def forward_report(
     `DebugUnderflowOverflow` of transformers puts hooks into the model.
     """
     rows: list[ModuleReport] = []
-    names: dict[int, str] = {}
+    names: dict[int, str] = {}  # "" is all of it
     roots: list[nn.Module] = []  # held, so that no other module gets the id of one of theirs
+    running: list[nn.Module] = []
     thread = threading.get_ident()
 
     def entered(module: nn.Module, inputs: Any) -> None:
-        if threading.get_ident() == thread and id(module) not in names:
+        if threading.get_ident() != thread:
+            return
+        if id(module) not in names:
             roots.append(module)
-            names.update((id(part), name or WHOLE) for name, part in module.named_modules())
+            path = [names[id(running[-1])], type(module).__name__] if running else []
+            for name, part in module.named_modules():
+                names.setdefault(id(part), ".".join(filter(None, [*path, name])))
+        running.append(module)
 
     def returned(module: nn.Module, inputs: Any, out: Any) -> None:
-        if threading.get_ident() == thread and (found := _measured(out)) is not None:
-            rows.append(ModuleReport(names[id(module)], type(module).__name__, *found))
+        if threading.get_ident() != thread:
+            return
+        running.pop()
+        if (found := _measured(out)) is not None:
+            rows.append(ModuleReport(names[id(module)] or WHOLE, type(module).__name__, *found))
 
     hooks = [
         _module.register_module_forward_pre_hook(entered),
-        _module.register_module_forward_hook(returned),
+        _module.register_module_forward_hook(returned, always_call=True),
     ]
     try:
         with torch.compiler.set_stance("force_eager"):

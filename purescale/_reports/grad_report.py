@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._reports.printing import leaf_names, table
+from .._reports.printing import leaf_names, read, table
 from .._torch import dtensor
 from .._torch.autocast import outside_autocast
-from .._torch.dtypes import widest_float
 from .._torch.tracing import traced
 from .._tree import scalars
 from .._tree import tree as _tree
@@ -36,44 +35,23 @@ class GradReport(NamedTuple):
     rows: dict[str, LeafReport]
 
     def __str__(self) -> str:
-        rows = _read(self.rows)
-        bad = [name for name, row in rows.items() if row.nonfinite]
+        columns = map(read, zip(*self.rows.values(), strict=True))
+        rows = list(zip(self.rows, *columns, strict=True))
+        bad = [name for name, *_, nonfinite in rows if nonfinite]
         lines = ["every gradient is finite"]
         if bad:
             lines = [
                 f"{len(bad)} of {len(rows)} gradients are not finite. First: {bad[0]}; last, "
                 f"nearest to the loss: {bad[-1]}"
             ]
-        lost = {name: row.zeros + row.subnormal for name, row in rows.items()}
-        worst = sorted(rows, key=lambda name: (-rows[name].nonfinite, -lost[name]))
         cells = [
-            (
-                name,
-                f"{rows[name].amax:.2e}",
-                f"{rows[name].zeros:.0%}",
-                f"{rows[name].subnormal:.0%}",
-                f"{rows[name].nonfinite:.0f}",
+            (name, f"{amax:.2e}", f"{zeros:.0%}", f"{subnormal:.0%}", f"{nonfinite:.0f}")
+            for name, amax, zeros, subnormal, nonfinite in sorted(
+                rows, key=lambda row: (-row[4], -(row[2] + row[3]))
             )
-            for name in worst
         ]
         header = ("leaf", "amax", "zeros", "subnormal", "not finite")
         return "\n".join(lines + table(header, cells))
-
-
-class _HostReport(NamedTuple):
-    amax: float
-    zeros: float
-    subnormal: float
-    nonfinite: float
-
-
-def _read(rows: dict[str, LeafReport]) -> dict[str, _HostReport]:
-    """Syncs with the host: four copies for any number of rows. Of stacked reports the maximum."""
-    columns = []
-    for column in zip(*rows.values(), strict=True):
-        wide = widest_float(column[0].device)
-        columns.append(torch.stack([value.to(wide).max() for value in column]).tolist())
-    return {name: _HostReport(*values) for name, *values in zip(rows, *columns, strict=True)}
 
 
 @outside_autocast()

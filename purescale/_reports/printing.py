@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from .._torch.dtypes import widest_float
 from .._tree import tree as _tree
 from .._tree.tree import Tree
 
@@ -25,6 +29,13 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], first: int = 0) 
         lines.insert(1, f"after {first} more")
     rest = len(rows) - first - len(shown)
     return lines + [f"and {rest} more"] * (rest > 0)
+
+
+def read(column: Sequence[Tensor], worst: Callable[[Tensor], Tensor] = Tensor.max) -> list[float]:
+    """Syncs with the host, with one copy for any number of rows. Of stacked reports the worst."""
+    device = column[0].device
+    wide = widest_float(device)
+    return torch.stack([worst(value).to(device, wide) for value in column]).tolist()
 
 
 def leaf_names(tree: Tree, whole: str) -> list[str]:

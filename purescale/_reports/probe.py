@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._loss_scale.rules import NoScale
 from .._loss_scale.scaling import unscale_and_check
-from .._reports.printing import MAX_LINES, pyplot
+from .._reports.printing import pyplot, table
 from .._step.value_and_grad import LossFn, ValueAndGrad
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import widest_float
@@ -91,34 +91,29 @@ class ScaleProbe(NamedTuple):
         names = list(self.error)
         errors = torch.stack(list(self.error.values())).tolist()
         zeros = torch.stack(list(self.zeros.values())).tolist()
-        lines = ["scale   leaves that starve  largest error  most zeros"]
+        cells = []
         for index, (exponent, bad) in enumerate(zip(exponents, overflow, strict=True)):
-            scale = f"2**{exponent}"
             if bad:
-                lines.append(f"{scale:6}  overflow")
+                cells.append((f"2**{exponent}", "overflow", "", "", ""))
                 continue
             starving = sum(exponent < low for low in self.low.values() if low is not None)
             starving += len(self.starved)
             error, worst = max((row[index], name) for row, name in zip(errors, names, strict=True))
             most = max(row[index] for row in zeros)
-            lines.append(f"{scale:6}  {starving:18}  {error:13.1e}  {most:10.0%}  {worst}")
-        return lines
+            cells.append((f"2**{exponent}", f"{starving}", f"{error:.1e}", f"{most:.0%}", worst))
+        header = ("scale", "leaves that starve", "largest error", "most zeros", "where")
+        return table(header, cells)
 
     def _by_leaf(self) -> list[str]:
         if self.high is None:
             return []
-        first = {
-            **dict.fromkeys(self.starved, "no scale"),
-            **dict.fromkeys(self.silent, "all zeros"),
-        }
-        rest = {name: low for name, low in self.low.items() if low is not None}
-        rows = first | {
-            name: f"2**{rest[name]}" for name in sorted(rest, key=lambda name: -rest[name])
-        }
-        width = max(len("leaf"), *map(len, list(rows)[:MAX_LINES]))
-        lines = [f"{name:{width}}  {text}" for name, text in list(rows.items())[:MAX_LINES]]
-        more = [f"and {len(rows) - MAX_LINES} more"] * (len(rows) > MAX_LINES)
-        return [f"{'leaf':{width}}  safe from", *lines, *more]
+        safe = {name: low for name, low in self.low.items() if low is not None}
+        rows = [
+            *((name, "no scale") for name in self.starved),
+            *((name, "all zeros") for name in self.silent),
+            *((name, f"2**{safe[name]}") for name in sorted(safe, key=lambda name: -safe[name])),
+        ]
+        return table(("leaf", "safe from"), rows)
 
     def plot(self) -> Any:
         """A matplotlib Figure of zeros and error over the exponents: one line per leaf, the safe
@@ -311,8 +306,9 @@ def _lows(
         low = top
         while low and errors[low - 1] <= tol:
             low -= 1
-        # At the largest scale the error is 0, as the gradient is compared with itself.
-        lows[name] = None if zero or low == top > 0 else exponents[low]
+        # At the largest scale the error is 0, as the gradient is compared with itself; safe is what
+        # a lower one agrees with.
+        lows[name] = None if zero or low == top else exponents[low]
     return lows
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._reports.printing import MAX_LINES, leaf_names, pyplot, table
+from .._reports.printing import MAX_LINES, leaf_names, pyplot, read, table
 from .._torch.autocast import outside_autocast
 from .._torch.dtensor import full_tensor
 from .._torch.dtypes import widest_float
@@ -52,10 +52,7 @@ def _read(rows: dict[str, UpdateRow]) -> list[tuple[str, float, float]]:
     is farthest from 1. Of stacked reports the worst.
     """
     qualities, shares = zip(*rows.values(), strict=True)
-    device = qualities[0].device
-    quality = torch.stack([_farthest_from_1(value).to(device) for value in qualities]).tolist()
-    lost = torch.stack([value.max().to(device) for value in shares]).tolist()
-    found = list(zip(rows, quality, lost, strict=True))
+    found = list(zip(rows, read(qualities, _farthest_from_1), read(shares), strict=True))
     # NaN before all
     return sorted(found, key=lambda row: (row[1] == row[1], -abs(row[1] - 1), -row[2]))
 

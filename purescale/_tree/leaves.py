@@ -284,9 +284,12 @@ def mismatch_error(a: Any, b: Any, at: str, other: str, reason: str) -> Exceptio
                 f"{at} is on {a.device}, but on {b.device} in {other}. {reason} "
                 f"{elsewhere(b.device)}"
             )
+        cure = f"`.to({a.dtype})` what was computed in another dtype"
+        if a.shape != b.shape:
+            cure = f"return it in the shape {tuple(a.shape)}"
         return ValueError(
             f"{at} is {a.dtype} {tuple(a.shape)}, but {b.dtype} {tuple(b.shape)} in {other}. "
-            f"{reason} Fix: `.to({a.dtype})` what was computed in another dtype."
+            f"{reason} Fix: {cure}."
         )
     return ValueError(
         f"{at} is {a!r}, but {b!r} in {other}. What changes in a step must be a tensor: a "

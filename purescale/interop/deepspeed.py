@@ -197,32 +197,18 @@ def from_state_dict(
     dynamic = held.get("dynamic", d.get("dynamic_loss_scale"))
     check_bool("dynamic_loss_scale", dynamic)
     scale = saved_scale("cur_scale", held["cur_scale"])
-    if not dynamic:
-        made = rule(**{"init_scale": scale, "dynamic": False, **settings})
-        return made, _state(
-            scale,
-            whole("cur_iter", held.get("cur_iter", 0), most=_MOST),
-            -1,
-            made.delayed_shift,
-            device,
-        )
-
-    check_dict(
-        held,
-        "deepspeed",
-        ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window"),
-        None,
-    )
-    without_hysteresis = (
-        {} if "delayed_shift" in held else {"delayed_shift": 1, "raise_error_at_min_scale": False}
-    )
-    made = rule(
-        **{"init_scale": scale, **without_hysteresis, **with_settings(held, _SETTINGS, settings)}
-    )
+    flat = {}
+    if dynamic:
+        needed = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
+        check_dict(held, "deepspeed", needed, None)
+        if "delayed_shift" not in held:
+            flat = {"delayed_shift": 1, "raise_error_at_min_scale": False}
+    known = with_settings({"dynamic": dynamic, **held}, ("dynamic", *_SETTINGS), settings)
+    made = rule(**{"init_scale": scale, **flat, **known})
     return made, _state(
         scale,
-        whole("cur_iter", held["cur_iter"], most=_MOST),
-        whole("last_overflow_iter", held["last_overflow_iter"], least=-1, most=_MOST),
+        whole("cur_iter", held.get("cur_iter", 0), most=_MOST),
+        whole("last_overflow_iter", held.get("last_overflow_iter", -1), least=-1, most=_MOST),
         whole("cur_hysteresis", held.get("cur_hysteresis", made.delayed_shift), least=-(2**31)),
         device,
     )

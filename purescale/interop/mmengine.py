@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from .._loss_scale.rules import ScalerState, scaler_state
-from .._tree.scalars import whole
 from . import apex, torch_amp
 from ._common import (
     Device,
@@ -20,11 +19,8 @@ from ._common import (
     check_dict,
     check_saveable,
     refuse,
-    saved_scale,
     settle,
 )
-
-_GROWTH = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,13 +115,7 @@ def from_state_dict(
     if isinstance(loss_scale, Mapping) or loss_scale == "dynamic":
         given = dict(loss_scale) if isinstance(loss_scale, Mapping) else {}
         return torch_amp.from_state_dict(held, device=device, **given, **settings)
-    made = rule(loss_scale, **settings)
-    check_dict(held, "torch_amp", ("scale", *_GROWTH, "_growth_tracker"))
-    return made, scaler_state(
-        saved_scale("scale", held["scale"]),
-        whole("_growth_tracker", held["_growth_tracker"]),
-        device=device,
-    )
+    return rule(loss_scale, **settings), torch_amp.from_state_dict(held, device=device)[1]
 
 
 def to_state_dict(rule: Any, scaler: Any) -> dict[str, Any]:
@@ -148,12 +138,6 @@ def to_state_dict(rule: Any, scaler: Any) -> dict[str, Any]:
     ):
         return {"apex_amp": apex.to_state_dict(rule, scaler)}
     check_saveable("mmengine", rule, (torch_amp.TorchAmpScale, FixedAmpScale), scaler, ScalerState)
-    if isinstance(rule, torch_amp.TorchAmpScale):
-        return {"loss_scaler": torch_amp.to_state_dict(rule, scaler)}
-    return {
-        "loss_scaler": {
-            "scale": float(scaler.scale),
-            **_GROWTH,
-            "_growth_tracker": int(scaler.growth_tracker),
-        }
-    }
+    # That of a fixed scale is a GradScaler with torch's own settings, which it does not use.
+    held = rule if isinstance(rule, torch_amp.TorchAmpScale) else torch_amp.rule()
+    return {"loss_scaler": torch_amp.to_state_dict(held, scaler)}

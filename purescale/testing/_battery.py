@@ -100,6 +100,16 @@ class Battery:
             self.fail(law, " ".join(came.split()), should, *call, cause=error, fix=fix)
             return None
 
+    def alike(self, law: str, name: str, old: Any, new: Any, *call: Any) -> bool:
+        """Whether `new` is as `old` in all but values."""
+        try:
+            tree.matching_leaves(old, new, name, "what came", "")
+        except (TypeError, ValueError) as error:
+            came = str(error).partition(" Fix:")[0]
+            self.fail(law, came, "what it was, in all but values", *call, cause=error)
+            return False
+        return True
+
     # ---- of what has `init` and a pure `update`
 
     def value(self) -> None:
@@ -122,6 +132,24 @@ class Battery:
             self.attempt(law, "nothing of the kind", checked, *call)
         if attributes(self.subject) != before:
             self.fail("value", f"an attribute of the {self.kind} changed", "the same", *call)
+
+    def updated(self, should: str, *call: Any) -> Any:
+        """What `update` returns; it may raise nothing."""
+        try:
+            return self.subject.update(*call)
+        except Exception as error:
+            self.fail("raises", f"{type(error).__name__}: {error}", should, *call, cause=error)
+            raise AssertionError(
+                f"quirks has `raises`, without which {self.name} is no {self.kind}."
+            ) from error
+
+    def resumed(self, *call: Any) -> None:
+        """An update of a state that was saved and loaded has the same bits."""
+        ours = self.subject.update(*call)
+        for restored in saved_and_loaded(call[0], self.subject.init()):
+            theirs = self.subject.update(restored, *call[1:])
+            if not same_bits(ours, theirs):
+                self.fail("round_trip", shown(theirs), shown(ours), *call)
 
     def one_graph(self, calls: list[Any], expected: list[Any]) -> None:
         """A compiled update gives what is expected."""
@@ -189,27 +217,3 @@ def shown(value: Any) -> str:
 def attributes(subject: Any) -> dict[str, str]:
     """What an object remembers, as text."""
     return {name: repr(value) for name, value in getattr(subject, "__dict__", {}).items()}
-
-
-def _kind(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return type(value), *map(_kind, value)
-    return (value.dtype, value.shape) if isinstance(value, Tensor) else type(value)
-
-
-def alike(state: Any, new: Any) -> bool:
-    """Whether a state has kept its type, dtypes and shapes."""
-    return type(new) is type(state) and list(map(_kind, new)) == list(map(_kind, state))
-
-
-def kinds(state: Any) -> str:
-    """The fields of a state with their dtypes and shapes."""
-    if not hasattr(state, "_fields"):
-        return f"a {type(state).__name__}"
-    fields = [
-        f"{name}: {leaf.dtype} {tuple(leaf.shape)}"
-        if isinstance(leaf, Tensor)
-        else f"{name}: {kinds(leaf).removeprefix('a ')}"
-        for name, leaf in zip(state._fields, state, strict=True)
-    ]
-    return f"{type(state).__name__}({', '.join(fields)})"

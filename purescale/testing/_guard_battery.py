@@ -12,8 +12,8 @@ from hypothesis import given
 from torch import Tensor
 
 from .._tree import tree
-from ._battery import EXAMPLES, Battery, alike, attributes, kinds, saved_and_loaded, shown
-from ._laws import same_bits, short
+from ._battery import EXAMPLES, Battery, attributes, shown
+from ._laws import short
 
 
 def assert_guard(guard: Any, quirks: Sequence[str] = ()) -> None:
@@ -93,21 +93,15 @@ class _GuardBattery(Battery):
 
     def update(self, call: tuple[Any, Tensor, Any]) -> tuple[Any, Tensor]:
         """The next state and the verdict, after all that one call can break was checked."""
-        try:
-            returned = self.subject.update(*call)
-        except Exception as error:
-            came = f"{type(error).__name__}: {error}"
-            self.fail("raises", came, "a state and a verdict", *call, cause=error)
-            raise
+        returned = self.updated("a state and a verdict", *call)
         pair = isinstance(returned, tuple) and len(returned) == 2
         bad = returned[1] if pair else None
         if not isinstance(bad, Tensor) or bad.dtype is not torch.bool or bad.ndim:
             self.fail("pair", short(returned), "(state, bad), bad a 0-d bool tensor", *call)
             raise AssertionError(f"quirks has `pair`, without which {self.name} is no guard.")
         new = returned[0]
-        if not alike(call[0], new):
-            self.fail("structure", kinds(new), kinds(call[0]), *call)
-        elif _is_finite(call[0]) and not _is_finite(new):
+        same = self.alike("structure", "state", call[0], new, *call)
+        if same and _is_finite(call[0]) and not _is_finite(new):
             self.fail("finite", shown(new), "finite numbers", *call)
         return new, bad
 
@@ -160,12 +154,7 @@ class _GuardBattery(Battery):
         run()
 
     def round_trip(self) -> None:
-        call = self.calls()[-1]
-        ours = self.update(call)
-        for restored in saved_and_loaded(call[0], self.subject.init()):
-            theirs = self.update((restored, *call[1:]))
-            if not same_bits(ours, theirs):
-                self.fail("round_trip", shown(theirs), shown(ours), *call)
+        self.resumed(*self.calls()[-1])
 
     def compile(self) -> None:
         for norm in (True, False):

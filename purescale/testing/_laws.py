@@ -39,8 +39,10 @@ def _same(x: Any, y: Any) -> bool:
         return False
     if x.shape != y.shape or x.layout is not y.layout:
         return False
-    if x.is_sparse:
-        x, y = x.coalesce(), y.coalesce()
+    if x.is_meta or y.is_meta:  # which have no bits
+        return x.device == y.device
+    if x.layout is not torch.strided:
+        x, y = x.to_sparse().coalesce(), y.to_sparse().coalesce()
         return _same(x.indices(), y.indices()) and _same(x.values(), y.values())
     x, y = (t.detach().resolve_conj().resolve_neg().contiguous() for t in (x, y))
     if x.is_complex():
@@ -101,7 +103,9 @@ def _storages(tree: Any) -> dict[int, str]:
             parts = [private.indices(leaf.detach()), private.values(leaf.detach())]
         elif leaf.layout is not torch.strided:
             parts = [leaf.detach().values()]
-        found |= {p.untyped_storage().data_ptr(): name for p in parts if p.numel()}
+        found |= {
+            p.untyped_storage().data_ptr(): name for p in parts if p.numel() and not p.is_meta
+        }
     return found
 
 
@@ -148,8 +152,8 @@ def assert_pure(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def assert_sync_free(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Returns `fn(*args, **kwargs)`, which must bring no tensor's value to the host: `.item()`,
-    `float(t)`, `bool(t)`, `if t:`, `.tolist()`, `.numpy()`, `torch.equal`, and what has a shape
-    that depends on values: `nonzero`, `unique`, boolean indexing.
+    `float(t)`, `bool(t)`, `if t:`, `.tolist()`, `.numpy()`, `print(t)`, `torch.equal`, and what has
+    a shape that depends on values: `nonzero`, `unique`, boolean indexing.
 
     Works on a CPU too, where such a read costs nothing and would go unnoticed. The function runs as
     on an accelerator, so the read by which a step decides on the host does not count.
@@ -193,7 +197,7 @@ class _Called(TorchFunctionMode):
         self.reads = reads
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (Tensor.tolist, Tensor.numpy):
+        if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__):
             _note(self.reads, func.__name__)
         return func(*args, **(kwargs or {}))
 

@@ -134,6 +134,8 @@ def _elements(dtype: torch.dtype) -> st.SearchStrategy[float]:
 def _leaf(
     dtype: torch.dtype, shape: Sequence[int], elements: st.SearchStrategy[float] | None = None
 ) -> st.SearchStrategy[Tensor]:
+    if dtype.is_complex:
+        return _leaf(dtype.to_real(), (*shape, 2), elements).map(torch.view_as_complex)
     count = math.prod(shape)
     each = _elements(dtype) if elements is None else elements
     values = st.lists(each, min_size=count, max_size=count)

@@ -698,6 +698,15 @@ def test_what_cannot_be_accumulated_is_refused(params, dtype, error, message):
         ps.init_accum(params, dtype=dtype)
 
 
+@pytest.mark.parametrize("empty", [{}, {"w": None}, []])
+def test_a_tree_without_tensors_is_accumulated(empty):
+    accum = ps.accumulate_grads(ps.init_accum(empty), empty)
+    accum = ps.merge_accum(accum, ps.accumulate_grads(accum, empty))
+    grads, bad = ps.accumulated_grads(accum)
+    assert grads == empty
+    assert (bad.item(), accum.num_good.item()) == (False, 3)
+
+
 # ---- the norm of the mean
 
 

@@ -9,6 +9,7 @@ from helpers import clone, in_processes, same_bits, stack, tensors, unstack
 from test_stochastic_rounding import CLASSES, HALF, SIZES, grads_of, made, numbers, params_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils._pytree import tree_map
 
 import purescale as ps
 from purescale._optim import torch_optim, wrapper
@@ -22,6 +23,10 @@ def wide_of(params):
 
 def like(grads, wide):
     return {n: g.to(wide[n].dtype) for n, g in grads.items()}
+
+
+def channels_last(leaf):
+    return leaf.contiguous(memory_format=torch.channels_last) if leaf.ndim == 4 else leaf
 
 
 # ---- split and join ------------------------------------------------------------------------------
@@ -166,12 +171,19 @@ def test_pieces_keep_the_settings_in_the_state(donate, way, monkeypatch):
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("wrap", [ps.with_master_weights, ps.with_stochastic_rounding])
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "RMSprop"])
-def test_pieces_keep_slots_whose_memory_is_in_another_order(name, wrap, donate, monkeypatch):
-    """As of a checkpoint: contiguous, of parameters in channels_last."""
+@pytest.mark.parametrize("reordered", ["params", "state"])
+def test_pieces_keep_slots_whose_memory_is_in_another_order(
+    name, wrap, donate, reordered, monkeypatch
+):
+    """As of a checkpoint of the model before or after it was brought to channels_last."""
     wrapped = wrap(made(name))
-    plain = {"w": numbers((4, 3, 5, 5)).bfloat16(), "v": numbers(300).bfloat16()}
-    params = {**plain, "w": plain["w"].to(memory_format=torch.channels_last)}
-    whole = cut = (params, wrapped.init(plain))
+    params = {"w": numbers((4, 3, 5, 5)).bfloat16(), "v": numbers(300).bfloat16()}
+    state = wrapped.init(params)
+    if reordered == "params":
+        params = tree_map(channels_last, params)
+    else:
+        state = tree_map(channels_last, state)
+    whole = cut = (params, state)
     for index in range(3):
         grads = grads_of(params, 100 * index)
         given = clone((whole, cut))

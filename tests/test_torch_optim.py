@@ -372,6 +372,11 @@ def test_a_step_compiles_in_one_graph(name):
             r"only lr may be one.*a number to start from and in_state=\('momentum',\)",
         ),
         (
+            lambda: ps.from_torch(OPTIM.AdamW, betas=(torch.tensor(0.9), 0.999)),
+            TypeError,
+            r"betas holds a tensor of shape.*in_state=\('betas',\)",
+        ),
+        (
             lambda: ps.from_torch(OPTIM.SGD, make_params(), lr=0.1),
             TypeError,
             "given dict beside lr=0.1. Likely cause: parameters.*Fix: `optimizer = from_torch",

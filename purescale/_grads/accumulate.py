@@ -195,7 +195,7 @@ def convex_sum(
     means = means if in_place else foreach.clone(means)
     with torch.no_grad():
         if host_can_read([good], means):
-            if bool(good):
+            if means and bool(good):
                 _add_known(means, new, share.item(), scale)
         else:
             _add_unread(means, new, share, good, scale)

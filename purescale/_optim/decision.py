@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -25,6 +26,17 @@ class Decision(NamedTuple):
     rest: Tensor | None = None  # what they are multiplied by before that division; None for 1
 
 
+class Memory(NamedTuple):
+    """Whose memory a step may write into."""
+
+    donate: bool = False  # that of parameters and state, where nothing else shares it
+    donate_grads: bool = False  # that of gradients, likewise
+    scratch_ok: bool = False  # that of gradients: nothing else does, as was proved
+    writable: bool = False  # that of parameters and state, likewise
+    read_only: Sequence[Tensor] = ()  # what must not be written into
+
+
+FRESH = Memory()
 APPLY = Decision(skip=None, skip_on_host=False)
 
 

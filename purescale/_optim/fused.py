@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,105 +25,59 @@ class Kernel(NamedTuple):
     """One of torch's fused kernels."""
 
     name: str
-    slots: Callable[[Settings], tuple[str, ...]]  # what it updates besides the parameter
-    numbers: Callable[[Settings], list[float]]  # its settings but for the learning rate
-    launch: Callable[..., None]  # (lr, numbers, gradients, steps, weights, *slots, **amp)
+    columns: tuple[str, ...]  # what it updates besides the parameter
+    needs: str  # the setting without which it does not have the last of them; "" for none
+    settings: tuple[str, ...]  # but for the learning rate, by torch's names
+
+    def slots(self, settings: Settings) -> tuple[str, ...]:
+        """What it updates besides the parameter, of these settings."""
+        return self.columns if not self.needs or settings[self.needs] else self.columns[:-1]
+
+    def numbers(self, settings: Settings) -> list[float]:
+        """Its settings as numbers."""
+        if "betas" in settings:
+            settings = {**settings, **dict(zip(("beta1", "beta2"), settings["betas"], strict=True))}
+        return [float(settings[name]) for name in self.settings]
+
+    def launch(
+        self,
+        lr: Any,
+        numbers: Sequence[float],
+        grads: list[Tensor],
+        steps: list[Tensor],
+        targets: list[list[Tensor]],
+        **amp: Any,
+    ) -> None:
+        """Update `targets`, the parameters and each column, in place."""
+        settings: dict[str, Any] = dict(zip(self.settings, numbers, strict=True))
+        settings |= {name: bool(settings[name]) for name in _FLAGS & settings.keys()}
+        operator = fused.adamw_ if settings.pop(_DECOUPLED, False) else getattr(fused, self.name)
+        weights, *columns = targets
+        if len(columns) < len(self.columns):
+            columns.append([])
+        if self.name == "sgd_":  # which counts no steps
+            settings["is_first_step"] = False
+        else:
+            columns.append(steps)
+        operator(weights, grads, *columns, lr=lr, **settings, **amp)
 
 
-def _adam(
-    lr: Any,
-    numbers: Sequence[float],
-    grads: list[Tensor],
-    steps: list[Tensor],
-    *targets: list[Tensor],
-    **amp: Any,
-) -> None:
-    weights, means, squares, *maxima = targets
-    beta1, beta2, weight_decay, eps, amsgrad, maximize, decoupled = numbers
-    kernel = fused.adamw_ if decoupled else fused.adam_
-    settings = {
-        "weight_decay": weight_decay,
-        "eps": eps,
-        "amsgrad": bool(amsgrad),
-        "maximize": bool(maximize),
-    }
-    kernel(
-        weights,
-        grads,
-        means,
-        squares,
-        *(maxima or [[]]),
-        steps,
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        **settings,
-        **amp,
-    )
-
-
-def _sgd(
-    lr: Any,
-    numbers: Sequence[float],
-    grads: list[Tensor],
-    steps: list[Tensor],
-    *targets: list[Tensor],
-    **amp: Any,
-) -> None:
-    weights, *momenta = targets
-    weight_decay, momentum, dampening, nesterov, maximize = numbers
-    settings = {"weight_decay": weight_decay, "momentum": momentum, "dampening": dampening}
-    flags = {"nesterov": bool(nesterov), "maximize": bool(maximize), "is_first_step": False}
-    fused.sgd_(weights, grads, *(momenta or [[]]), lr=lr, **settings, **flags, **amp)
-
-
-def _adagrad(
-    lr: Any,
-    numbers: Sequence[float],
-    grads: list[Tensor],
-    steps: list[Tensor],
-    *targets: list[Tensor],
-    **amp: Any,
-) -> None:
-    weights, sums = targets
-    lr_decay, weight_decay, eps, maximize = numbers
-    settings = {
-        "lr_decay": lr_decay,
-        "weight_decay": weight_decay,
-        "eps": eps,
-        "maximize": bool(maximize),
-    }
-    fused.adagrad_(weights, grads, sums, steps, lr=lr, **settings, **amp)
-
-
-def _named(*names: str) -> Callable[[Settings], list[float]]:
-    return lambda settings: [float(settings[name]) for name in names]
-
-
-_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+_DECOUPLED, _FLAGS = "decoupled_weight_decay", {"amsgrad", "maximize", "nesterov"}
 _KERNELS: dict[Any, Kernel] = {
     torch.optim.Adam: Kernel(  # and AdamW, its subclass
-        "adam",
-        lambda settings: _MOMENTS if settings["amsgrad"] else _MOMENTS[:2],
-        lambda settings: [
-            *map(float, settings["betas"]),
-            *_named("weight_decay", "eps", "amsgrad", "maximize", "decoupled_weight_decay")(
-                settings
-            ),
-        ],
-        _adam,
+        "adam_",
+        ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+        "amsgrad",
+        ("beta1", "beta2", "weight_decay", "eps", "amsgrad", "maximize", _DECOUPLED),
     ),
     torch.optim.SGD: Kernel(
-        "sgd",
-        lambda settings: ("momentum_buffer",) if settings["momentum"] else (),
-        _named("weight_decay", "momentum", "dampening", "nesterov", "maximize"),
-        _sgd,
+        "sgd_",
+        ("momentum_buffer",),
+        "momentum",
+        ("weight_decay", "momentum", "dampening", "nesterov", "maximize"),
     ),
     torch.optim.Adagrad: Kernel(
-        "adagrad",
-        lambda settings: ("sum",),
-        _named("lr_decay", "weight_decay", "eps", "maximize"),
-        _adagrad,
+        "adagrad_", ("sum",), "", ("lr_decay", "weight_decay", "eps", "maximize")
     ),
 }
 _BY_NAME = {kernel.name: kernel for kernel in _KERNELS.values()}
@@ -262,4 +216,4 @@ def _launch(
     grads, steps, targets = launch
     if steps:  # also where none is skipped it takes an eighth of the time of a list of additions
         private.masked_add_(steps, [torch.ones_like(steps[0])] * len(steps), 1.0, found_inf)
-    kernel.launch(lr, numbers, grads, steps, *targets, grad_scale=divisor, found_inf=found_inf)
+    kernel.launch(lr, numbers, grads, steps, targets, grad_scale=divisor, found_inf=found_inf)

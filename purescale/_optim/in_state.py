@@ -69,7 +69,7 @@ def check_hyper(hyper: Any, starts: Mapping[str, Any]) -> None:
             for leaf in leaves
         )
         if not sound or (isinstance(start, tuple) and len(leaves) != len(start)):
-            has = [described(leaf) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
+            has = list(map(described, leaves))
             raise ValueError(
                 f"opt_state.hyper[{name!r}] is {', '.join(has)}; expected floating 0-d "
                 f"tensors, {{{expected}}}. Fix: `opt_state._replace(hyper={{**opt_state.hyper, "

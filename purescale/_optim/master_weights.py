@@ -16,10 +16,7 @@ from .._optim.wrapper import (
     Wrapper,
     checked_state,
     is_half,
-    put,
-    put_tree,
     stand_in,
-    widened,
     with_params,
 )
 from .._torch import dtensor, foreach
@@ -146,10 +143,9 @@ def split_masters(masters: Tree) -> tuple[Tree, Tree]:
             pairs.append((None, None))
             continue
         if not isinstance(leaf, Tensor) or leaf.dtype is not torch.float32:
-            what = described(leaf) if isinstance(leaf, Tensor) else repr(leaf)
             raise TypeError(
-                f"{_tree.path(masters, 'masters', index)} is {what}; a master is float32. Fix: "
-                "`.float()`, or leave it out."
+                f"{_tree.path(masters, 'masters', index)} is {described(leaf)}; a master is "
+                "float32. Fix: `.float()`, or leave it out."
             )
         halves = _split(dtensor.shard(leaf))
         pairs.append(tuple(dtensor.from_local_like(leaf, half) for half in halves))
@@ -175,11 +171,11 @@ def join_masters(params: Tree, rest: Tree) -> Tree:
         if leaf is None and low is None:
             continue
         if getattr(leaf, "dtype", None) is not torch.bfloat16 or not _fits(leaf, low):
-            what = [described(x) if isinstance(x, Tensor) else repr(x) for x in (leaf, low)]
             raise TypeError(
-                f"{_tree.path(params, 'params', index)} is {what[0]}, rest there {what[1]}; "
-                "expected bfloat16 and int16 of one shape. Fix: what `split_masters` returned; of "
-                "a state with other dtypes `master_weights(params, opt_state)`."
+                f"{_tree.path(params, 'params', index)} is {described(leaf)}, rest there "
+                f"{described(low)}; expected bfloat16 and int16 of one shape. Fix: what "
+                "`split_masters` returned; of a state with other dtypes `master_weights(params, "
+                "opt_state)`."
             )
     return structure.unflatten(
         [
@@ -247,22 +243,16 @@ def _check_rest(names: Sequence[str], params: Leaves, rest: Leaves) -> None:
     for name, leaf, kept in zip(names, params, rest, strict=True):
         if _fits(leaf, kept):
             continue
-        here = described(leaf) if isinstance(leaf, Tensor) else repr(leaf)
-        there = described(kept) if isinstance(kept, Tensor) else repr(kept)
         raise TypeError(
-            f"params: {name} is {here}, and what the state keeps of its master is {there}; "
-            "expected int16 of bfloat16, float32 of float16, () of others, in one shape on one "
-            "device. Likely cause: parameters that were cast or changed after `init`. Fix: "
-            "`opt_state = optimizer.init(params)` of these."
+            f"params: {name} is {described(leaf)}, and what the state keeps of its master is "
+            f"{described(kept)}; expected int16 of bfloat16, float32 of float16, () of others, in "
+            "one shape on one device. Likely cause: parameters that were cast or changed after "
+            "`init`. Fix: `opt_state = optimizer.init(params)` of these."
         )
 
 
 class MasterOptimizer(Wrapper):
     """An optimizer that steps masters; made by `with_master_weights`."""
-
-    def inner_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """float32 for half."""
-        return super().inner_dtype(widened(dtype))
 
     def init(self, params: Tree) -> MasterState:
         """The state of an optimizer that has made no step: masters are the parameters."""
@@ -305,9 +295,9 @@ class MasterOptimizer(Wrapper):
         write: bool,
     ) -> tuple[list[Any], Any]:
         """Masters in two halves, or rounded to the nearest."""
-        state, old_rest = _state_and_rest(inputs.opt_state, inputs.structure)
+        _, rest = _state_and_rest(inputs.opt_state, inputs.structure)
         masters, inner = stepped
-        params, rest = list(masters), list(old_rest)
+        params = list(masters)
         split = [index for index, leaf in enumerate(inputs.params) if _is_split(leaf)]
         if write:
             old = [inputs.params[i] for i in split], [rest[i] for i in split]
@@ -319,11 +309,7 @@ class MasterOptimizer(Wrapper):
             if isinstance(leaf, Tensor) and leaf.dtype is torch.float16:
                 params[index] = _rounded_like(leaf, masters[index], skip)
                 rest[index] = masters[index]
-        if not write:
-            return params, MasterState(inner, inputs.structure.unflatten(rest))
-        put([*inputs.params, *old_rest], [*params, *rest])
-        put_tree(state.inner, inner)
-        return inputs.params, state
+        return params, MasterState(inner, inputs.structure.unflatten(rest))
 
 
 def _state_and_rest(opt_state: Any, structure: Any) -> tuple[MasterState, Leaves]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import numbers
-import operator
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -53,11 +52,13 @@ def without_wrappers(state: Any) -> Any:
 def numbers_of(opt_state: OptState) -> list[Tensor]:
     """The settings that are data."""
     lr, hyper = opt_state.lr, opt_state.hyper
-    numbers = [lr] if isinstance(lr, Tensor) else []
-    if hyper:
-        for value in hyper.values():
-            numbers.extend(value if isinstance(value, tuple) else (value,))
-    return numbers
+    return [*([lr] if isinstance(lr, Tensor) else []), *each_of(hyper)]
+
+
+def each_of(hyper: Any) -> list[Any]:
+    """Every number of the settings in the state, of which some are tuples."""
+    values = hyper.values() if hyper else ()
+    return [one for v in values for one in (v if isinstance(v, tuple) else (v,))]
 
 
 def with_slots(cls: Any, probes: list[Tensor], settings: dict[str, Any], rate: Any) -> Any:
@@ -74,10 +75,6 @@ def with_slots(cls: Any, probes: list[Tensor], settings: dict[str, Any], rate: A
             )
         _torch.new_state(optimizer)
     return optimizer
-
-
-_shape, _dtype = operator.attrgetter("shape"), operator.attrgetter("dtype")
-_device = operator.attrgetter("device")
 
 
 class SlotLayout:
@@ -153,10 +150,12 @@ class SlotLayout:
         their memory for that without a look. `ordinary`: all tensors are, as one look showed;
         `every`: they, weights and then slots, where they are known.
         """
-        if torch.compiler.is_dynamo_compiling():
-            fit = self._fit_while_traced(slots, weights)
+        if torch.compiler.is_dynamo_compiling() or list(slots) != list(weights):
+            fit = self._fit(slots, weights)
         else:
-            fit = ordinary and self._fit_at_one_look(slots, weights, every)
+            keys = set(map(tuple, slots.values()))
+            known = every if ordinary and len(keys) == 1 else ()
+            fit = once((self, *keys), lambda: self._fit(slots, weights), known)
         if fit:
             return
         for name, slot in slots.items():
@@ -164,36 +163,10 @@ class SlotLayout:
                 if not self._fits(key, value, weights[name]):
                     raise self._misfit(key, value, name, weights[name])
 
-    def _fit_at_one_look(
-        self, slots: Slots, weights: Mapping[str, Tensor], every: Sequence[Any]
-    ) -> bool:
-        """Whether they all fit, where each parameter has the same slots."""
-        keys = set(map(tuple, slots.values()))
-        if len(keys) > 1:
-            return False
-        if list(slots) != list(weights):
-            return self._fit(slots, weights, keys)
-        return once((self, *keys), lambda: self._fit(slots, weights, keys), every)
-
-    def _fit(self, slots: Slots, weights: Mapping[str, Tensor], keys: Set[tuple[str, ...]]) -> bool:
-        likes = list(map(weights.__getitem__, slots))
-        shapes, dtypes = list(map(_shape, likes)), list(map(_dtype, likes))
-        devices = list(map(_device, likes))
-        for key in itertools.chain(*keys):
-            values = [slot[key] for slot in slots.values()]
-            if list(map(_device, values)) != devices:
-                return False
-            if key in self._counts:
-                alike = set(map(_dtype, values)) == {self._counts[key]}
-                alike = alike and not any(map(Tensor.dim, values))
-            else:
-                alike = list(map(_shape, values)) == shapes and list(map(_dtype, values)) == dtypes
-            if not alike:
-                return False
-        return True
-
-    def _fit_while_traced(self, slots: Slots, weights: Mapping[str, Tensor]) -> bool:
-        """`_fit_at_one_look` for a compiler, which follows no attrgetter, and each call slowly."""
+    def _fit(self, slots: Slots, weights: Mapping[str, Tensor]) -> bool:
+        """Whether one look shows that all fit. A compiler follows each call slowly, so it makes
+        none.
+        """
         counts = self._counts
         every = [
             (weights[name], value, counts.get(key))
@@ -236,7 +209,10 @@ def _made(value: Any, probe: Tensor) -> Any:
     return value.value.to(probe) if isinstance(value, Number) else value.to(probe.device)
 
 
-def described(tensor: Tensor) -> str:
+def described(tensor: Any) -> str:
+    """What stands in the place of a tensor, for an error message."""
+    if not isinstance(tensor, Tensor):
+        return repr(tensor)
     if tensor.is_nested:
         return f"{tensor.dtype}, a nested tensor"
     layout = "" if tensor.layout is torch.strided else f" {tensor.layout}"

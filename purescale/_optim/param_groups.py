@@ -313,9 +313,8 @@ class Groups:
             return
         if self.lr_in_state:
             raise ValueError(
-                f"opt_state.lr is {described(lr) if isinstance(lr, Tensor) else repr(lr)}, "
-                "expected a floating 0-d tensor: this optimizer was made with lr in the state. "
-                "Fix: `opt_state = optimizer.init(params)`, or "
+                f"opt_state.lr is {described(lr)}, expected a floating 0-d tensor: this optimizer "
+                "was made with lr in the state. Fix: `opt_state = optimizer.init(params)`, or "
                 "`opt_state._replace(lr=torch.tensor(1e-3))`; a rate for each member of an "
                 "ensemble goes through torch.vmap."
             )
@@ -336,14 +335,16 @@ class Groups:
                     f"{where}: {self.cls.__name__} has no setting {name!r}. It has: "
                     f"{', '.join(self.accepted)}."
                 )
-            if isinstance(value, Tensor) and (
-                name != "lr" or value.ndim or not value.is_floating_point()
-            ):
-                raise TypeError(
-                    f"{where}: {name} is a tensor of shape {tuple(value.shape)}, {value.dtype}; "
-                    f"only lr may be one, floating and 0-d, since torch's {self.cls.__name__} "
-                    f"reads the others in Python. {_cure(name)}"
-                )
+            for one in value if isinstance(value, (tuple, list)) else (value,):
+                if isinstance(one, Tensor) and (
+                    name != "lr" or one.ndim or not one.is_floating_point()
+                ):
+                    raise TypeError(
+                        f"{where}: {name} {'is' if one is value else 'holds'} a tensor of shape "
+                        f"{tuple(one.shape)}, {one.dtype}; only lr may be one, floating and 0-d, "
+                        f"since torch's {self.cls.__name__} reads the others in Python. "
+                        f"{_cure(name)}"
+                    )
         _check_rate(where, settings["lr"])
         probe = torch.zeros(2, 3, dtype=torch.float32, device="cpu")
         probe.grad = torch.zeros_like(probe)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from .._optim.decision import Decision, unscale_and_clip
+from .._optim.decision import FRESH, Decision, Memory, unscale_and_clip
 from .._optim.step_inputs import StepInputs
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import traced
@@ -53,20 +52,10 @@ class Conditional(Protocol):
         """Refuse parameters and a state that do not belong together, before any work is done."""
 
     def conditional_step(
-        self,
-        inputs: StepInputs,
-        decision: Decision,
-        *,
-        donate: bool = False,
-        donate_grads: bool = False,
-        scratch_ok: bool = False,
-        writable: bool = False,
-        read_only: Sequence[Tensor] = (),
+        self, inputs: StepInputs, decision: Decision, memory: Memory = FRESH
     ) -> tuple[Tree, Any]:
         """Parameters and state after the decided step, in memory of their own, or in that of
-        `inputs` where it is donated. Gradients may be overwritten where they are donated, if they
-        share no memory with anything else, and where `scratch_ok`: that is proved, as it is of
-        parameters and state where `writable`. Nothing is written into the memory of `read_only`.
+        `inputs` where `memory` says that it may be written into.
         """
 
 
@@ -87,27 +76,16 @@ class CalledOptimizer:
         return repr(self.optimizer)
 
     def check(self, inputs: StepInputs) -> None:
-        """Nothing yet: the optimizer's own `check` takes gradients, which may still be made."""
+        """Nothing: what it refuses is its own."""
 
     def conditional_step(
-        self,
-        inputs: StepInputs,
-        decision: Decision,
-        *,
-        donate: bool = False,
-        donate_grads: bool = False,
-        scratch_ok: bool = False,
-        writable: bool = False,
-        read_only: Sequence[Tensor] = (),
+        self, inputs: StepInputs, decision: Decision, memory: Memory = FRESH
     ) -> tuple[Tree, Any]:
         """As in `Conditional`."""
         if decision.skip_on_host:
             old = inputs.params_tree(inputs.params), inputs.opt_state
-            return unchanged(old, donate=donate)  # type: ignore[no-any-return]
-        own_check = getattr(self.optimizer, "check", None)
-        if own_check is not None:  # before any gradient is overwritten
-            own_check(*self._trees(inputs, inputs.grads.tensors))
-        grads = unscale_and_clip(inputs.grads.tensors, decision, in_place=scratch_ok)
+            return unchanged(old, donate=memory.donate)  # type: ignore[no-any-return]
+        grads = unscale_and_clip(inputs.grads.tensors, decision, in_place=memory.scratch_ok)
         trees = self._trees(inputs, grads)
         old = trees[0], trees[2]
         with torch.set_grad_enabled(torch.is_grad_enabled() and (traced() or self.differentiable)):
@@ -116,7 +94,9 @@ class CalledOptimizer:
                 _tree.matching_leaves(old, stepped, "old", "new")
                 return _tree.copy_aliased(stepped, trees)  # type: ignore[no-any-return]
             skip: Any = decision.skip
-            return select.where(skip, old, stepped, donate=donate, read_only=read_only)  # type: ignore[no-any-return]
+            return select.where(  # type: ignore[no-any-return]
+                skip, old, stepped, donate=memory.donate, read_only=memory.read_only
+            )
 
     def _trees(self, inputs: StepInputs, grads: list[Tensor]) -> tuple[Tree, Tree, Any]:
         return inputs.params_tree(inputs.params), inputs.grads_tree(grads), inputs.opt_state
@@ -183,18 +163,14 @@ class TransformationOptimizer:
         """The state of `tx`, in fresh memory."""
         return _tree.clone(self._init(params))
 
-    def check(self, params: Tree, grads: Tree, opt_state: Any) -> None:
-        """Refuse gradients that are not those of `params`."""
-        flat = _tree.flatten_once(params)
-        _tree.check_parameters(flat)
-        _tree.gradients_like(flat, grads)
-
     @outside_autocast()
     def step(self, params: Tree, grads: Tree, opt_state: Any) -> tuple[Tree, Any]:
         """Parameters and state after one step. A parameter whose gradient is None is given to `tx`
         with None.
         """
-        self.check(params, grads, opt_state)
+        flat = _tree.flatten_once(params)
+        _tree.check_parameters(flat)
+        _tree.gradients_like(flat, grads)
         if self._params_by_keyword:
             updates, new_state = self._update(grads, opt_state, params=params)
         else:

@@ -12,7 +12,7 @@ from torch import Tensor
 from .._optim.opt_state import OptState, values_of, without_wrappers
 from .._optim.protocol import Optimizer
 from .._optim.step_inputs import StepInputs
-from .._optim.wrapper import Wrapper, put, put_tree, stand_in, with_params
+from .._optim.wrapper import Wrapper, stand_in, with_params
 from .._torch import foreach
 from .._torch.dtypes import HALF
 from .._torch.half_bits import nearest_on_bits
@@ -172,12 +172,7 @@ class StateDtypeOptimizer(Wrapper):
         results = list(wide)
         for i, result in zip(index, new, strict=True):
             results[i] = result
-        state = _with_slots(state, results)
-        if not write:
-            return params, state
-        put(inputs.params, params)
-        put_tree(inputs.opt_state, state)
-        return inputs.params, inputs.opt_state
+        return params, _with_slots(state, results)
 
     def _made_dtypes(self, inputs: StepInputs, leaves: Leaves) -> list[torch.dtype | None]:
         """The dtype in which the inner optimizer makes each of these tensors of its state."""

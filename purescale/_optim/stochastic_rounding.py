@@ -15,8 +15,6 @@ from .._optim.wrapper import (
     Wrapper,
     checked_state,
     is_half,
-    put,
-    put_tree,
     stand_in,
     widened,
     with_params,
@@ -28,6 +26,7 @@ from .._torch.half_bits import rounded_on_bits
 from .._torch.tracing import traced
 from .._tree import scalars as _checks
 from .._tree import tree as _tree
+from .._tree.leaves import unsupported_reason
 from .._tree.tree import Tree
 
 
@@ -48,7 +47,8 @@ def stochastic_round(tree: Tree, dtype: torch.dtype, *, seed: int, step: int | T
     `tree`: any tree; what is not real and floating passes through as a copy. `dtype`: bfloat16 or
     float16. `seed`: a whole number; `step`: one, or a 0-d integer tensor. Fresh memory.
 
-    Raises `ValueError` for another dtype, `TypeError` for a seed or a step that is not whole.
+    Raises `ValueError` for another dtype, `TypeError` for a seed or a step that is not whole and
+    for a floating leaf that is not dense.
 
     >>> import torch
     >>> x = torch.full((10000,), 1.0 + 2.0**-9)  # a quarter of the way to the next bfloat16
@@ -71,6 +71,8 @@ def stochastic_round(tree: Tree, dtype: torch.dtype, *, seed: int, step: int | T
             results.append(leaf)
         elif not leaf.is_floating_point():
             results.append(leaf.clone())
+        elif reason := unsupported_reason(leaf):
+            raise TypeError(f"{_tree.path(tree, 'tree', index)} {reason}")
         else:
             whole = leaf if isinstance(leaf, DTensor) else None
             local = dtensor.shard(leaf)
@@ -83,9 +85,10 @@ def _seed(seed: Any) -> int:
     return _checks.whole("seed", seed, least=-(2**63), most=2**63 - 1)
 
 
-def _step(step: Any) -> Any:
+def _step(step: Any) -> Tensor:
     if not isinstance(step, Tensor):
-        return _checks.whole("step", step, least=-(2**63), most=2**63 - 1)
+        number = _checks.whole("step", step, least=-(2**63), most=2**63 - 1)
+        return torch.full((), number, dtype=torch.int64, device="cpu")
     if step.ndim or step.is_floating_point() or step.is_complex():
         raise TypeError(
             f"step is a tensor {described(step)}; expected a whole number, or a 0-d integer "
@@ -114,15 +117,10 @@ class Dice(NamedTuple):
     shifts: Any
 
     @classmethod
-    def of(cls, seed: int, step: Any, leaves: int) -> Dice:
-        """The dice of one step. A step that is a tensor gives tensors."""
+    def of(cls, seed: int, step: Tensor, leaves: int) -> Dice:
+        """The dice of one step, an int64 tensor."""
         begun = _hash(_hash(seed & _32_BITS) ^ ((seed >> 32) & _32_BITS))
         begun = _hash(_hash(begun ^ (step & _32_BITS)) ^ ((step >> 32) & _32_BITS))
-        if not isinstance(begun, Tensor):
-            rows = [_hash((begun + index) & _32_BITS) for index in range(leaves)]
-            return cls(
-                [_hash(row ^ 1) & _31_BITS | 1 for row in rows], [row & _31_BITS for row in rows]
-            )
         row = _hash((begun + torch.arange(leaves, device=begun.device)) & _32_BITS)
         factors = ((_hash(row ^ 1) & _31_BITS) | 1).to(torch.int32)
         return cls(factors.unbind(), (row & _31_BITS).to(torch.int32).unbind())
@@ -135,7 +133,7 @@ class Dice(NamedTuple):
         factor, shift = self.factors[leaf], self.shifts[leaf]
         if traced():
             numbers = numbers.to(torch.int64)
-            factor = factor.to(torch.int64) if isinstance(factor, Tensor) else factor
+            factor = factor.to(torch.int64)
         x = (numbers * factor + shift) & _31_BITS
         for _ in range(2):
             x = ((x ^ (x >> 15)) * _MULTIPLIER) & _31_BITS
@@ -241,10 +239,6 @@ class RoundingOptimizer(Wrapper):
         super().__init__(optimizer, seed)
         self._seed = seed
 
-    def inner_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """float32 for half."""
-        return super().inner_dtype(widened(dtype))
-
     def init(self, params: Tree) -> RoundingState:
         """The state of an optimizer that has made no step."""
         wide = _tree.map(lambda p: p.to(widened(p.dtype)) if isinstance(p, Tensor) else p, params)
@@ -290,8 +284,4 @@ class RoundingOptimizer(Wrapper):
                 local = foreach.where(skip, [dtensor.shard(old)], [local])[0]
             params.append(dtensor.from_local_like(old, local))
         applied = state.applied + (1 if skip is None else ~skip)
-        if not write:
-            return params, RoundingState(inner, applied)
-        put(inputs.params, params)
-        put_tree(state, RoundingState(inner, applied))
-        return inputs.params, state
+        return params, RoundingState(inner, applied)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._optim import opt_state as _slots
-from .._optim.decision import APPLY, Decision, unscale_and_clip
+from .._optim.decision import APPLY, FRESH, Decision, Memory, unscale_and_clip
 from .._optim.fused import Launch, can_launch, fused_update, kernel_of
 from .._optim.in_state import names_in_state
 from .._optim.opt_state import OptState, SlotLayout, Slots, numbers_of, values_of
@@ -147,7 +147,7 @@ class TorchOptimizer:
         check_in_state(self._groups)
         self._opaque = private.nonstrict_trace(self._unfused.on_copies)
         # The same for the fused kernels.
-        self._opaque_launches = private.allow_in_graph(lambda *lists: self._launch_lists(*lists))
+        self._opaque_launches = private.allow_in_graph(lambda *args: self._launch_traced(*args))
         self._key = self._groups.key()
         # What ranks compare, defaults named or not.
         told = {**self._groups.defaults, **settings, "lr": self._groups.lrs[0]}
@@ -212,27 +212,19 @@ class TorchOptimizer:
         self._groups.check_names(tuple(weights))
 
     def conditional_step(
-        self,
-        inputs: StepInputs,
-        decision: Decision,
-        *,
-        donate: bool = False,
-        donate_grads: bool = False,
-        scratch_ok: bool = False,
-        writable: bool = False,
-        read_only: Sequence[Tensor] = (),
+        self, inputs: StepInputs, decision: Decision, memory: Memory = FRESH
     ) -> tuple[Tree, OptState]:
         """Parameters and state after the decided step, as in `Conditional`."""
         opt_state = inputs.opt_state
         if decision.skip_on_host:
             params = inputs.params_tree(inputs.params)
-            return unchanged((params, opt_state), donate=donate)  # type: ignore[no-any-return]
+            return unchanged((params, opt_state), donate=memory.donate)  # type: ignore[no-any-return]
         lrs = self._groups.rates(opt_state.applied, opt_state.lr)
-        in_place = writable
+        donate, donate_grads, scratch_ok, in_place, read_only = memory
         # A step that is captured leaves its numbers where they are; on the host nobody captures.
         captured = decision.skip_on_host is None and not self.differentiable
-        numbers_in_place = writable and captured
-        if (donate or donate_grads) and not writable:
+        numbers_in_place = in_place and captured
+        if (donate or donate_grads) and not in_place:
             old, grads = inputs.old, inputs.grads.tensors
             numbers = [opt_state.applied, *numbers_of(opt_state)]
             lr = opt_state.lr
@@ -303,14 +295,7 @@ class TorchOptimizer:
         weights, slots = working_copies(inputs, in_place=in_place)
         grads = inputs.named_grads
         if torch.compiler.is_dynamo_compiling() and _COMPILES_BEHIND_DYNAMO:
-            names = [(name, *slot) for name, slot in slots.items()]
-            self._opaque_launches(
-                self._key,
-                [list(weights), list(grads), names],
-                [list(weights.values()), list(grads.values()), values_of(slots)],
-                list(decision),
-                lrs,
-            )
+            self._opaque_launches(self._key, weights, grads, slots, tuple(decision), lrs)
         else:
             same = weights is inputs.named_params
             targets = _weights(inputs) if same else list(weights.values())
@@ -318,21 +303,17 @@ class TorchOptimizer:
             self._launch(weights, slots, grads, decision, lrs, lists, scratch_ok=scratch_ok)
         return weights, slots
 
-    def _launch_lists(
+    def _launch_traced(
         self,
         key: str,
-        names: list[Any],
-        tensors: list[list[Tensor]],
-        decision: list[Any],
+        weights: dict[str, Tensor],
+        grads: dict[str, Tensor],
+        slots: Slots,
+        decision: tuple[Any, ...],
         lrs: list[Any],
     ) -> None:
         """`_launch` as a compiler takes it; `key`: what the compiled step is guarded by."""
-        weights, grads = (
-            dict(zip(*pair, strict=True)) for pair in zip(names[:2], tensors[:2], strict=True)
-        )
-        values = iter(tensors[2])
-        slots = {name: {key: next(values) for key in keys} for name, *keys in names[2]}
-        lists = tensors[0], tensors[1]
+        lists = list(weights.values()), list(grads.values())
         self._launch(weights, slots, grads, Decision(*decision), lrs, lists, scratch_ok=False)
 
     def _launch(

@@ -21,7 +21,7 @@ from .._optim.formulas import (
 )
 from .._optim.fused import can_launch
 from .._optim.in_state import each_number
-from .._optim.opt_state import FIRST, SlotLayout, Slots, values_of
+from .._optim.opt_state import FIRST, SlotLayout, Slots, each_of, values_of
 from .._optim.param_groups import FLAGS, Groups
 from .._torch import foreach, private
 from .._torch.tracing import traced, under_transform
@@ -138,7 +138,7 @@ class UnfusedStep:
             run = without_reads(self._cls, lists=lists)
         flags |= changed
         if under_transform():
-            numbers = [*lrs, *_leaves(hyper)]
+            numbers = [*lrs, *each_of(hyper)]
             gradients = _batch_alike(new_weights, new_slots, gradients, numbers)
         arithmetic = contextlib.nullcontext() if lists else PlainArithmetic()
         with torch.set_grad_enabled(differentiable), arithmetic:
@@ -263,18 +263,12 @@ def check_in_state(groups: Groups) -> None:
             except (TypeError, RuntimeError) as error:
                 reason = f"takes a number of Python there ({type(error).__name__}: {error})"
             else:
-                if any(number.used for number in _leaves(hyper)):
+                if any(number.used for number in each_of(hyper)):
                     continue
         raise TypeError(
             f"in_state: {name} of {groups.cls.__name__} cannot be in the state: torch's formula "
             f"{reason}. Fix: leave {name} out of in_state, and make an optimizer for each value."
         )
-
-
-def _leaves(hyper: Any) -> list[Any]:
-    """Every number of the settings in the state."""
-    values = hyper.values() if hyper else ()
-    return [one for v in values for one in (v if isinstance(v, tuple) else (v,))]
 
 
 def _put_numbers(group: dict[str, Any], hyper: dict[str, Any]) -> None:

@@ -4,13 +4,13 @@ step, the result is narrowed again. In eager mode a piece of the model at a time
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._optim.decision import APPLY, Decision
+from .._optim.decision import APPLY, FRESH, Decision, Memory
 from .._optim.opt_state import OptState, without_wrappers
 from .._optim.protocol import as_conditional, unchanged
 from .._optim.step_inputs import StepInputs, flatten_step, present
@@ -64,6 +64,7 @@ class Wrapper:
 
     def inner_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which the innermost optimizer steps a parameter of this one."""
+        dtype = widened(dtype) if self.widens_params else dtype
         inner = getattr(self.optimizer, "inner_dtype", None)
         return dtype if inner is None else inner(dtype)
 
@@ -88,7 +89,8 @@ class Wrapper:
         write: bool,
     ) -> tuple[list[Any], Any]:
         """Parameters, a list in the order of `inputs`, and the state after the step, of those of
-        the inner optimizer. `write`: into the tensors of `inputs`.
+        the inner optimizer. `write`: into the tensors of `inputs`, where that saves memory; what is
+        returned elsewhere is copied there.
         """
         raise NotImplementedError
 
@@ -106,17 +108,10 @@ class Wrapper:
         self.conditional.check(self.stand_ins(inputs))
 
     def conditional_step(
-        self,
-        inputs: StepInputs,
-        decision: Decision,
-        *,
-        donate: bool = False,
-        donate_grads: bool = False,
-        scratch_ok: bool = False,
-        writable: bool = False,
-        read_only: Sequence[Tensor] = (),
+        self, inputs: StepInputs, decision: Decision, memory: Memory = FRESH
     ) -> tuple[Tree, Any]:
         """As in `Conditional`."""
+        donate, donate_grads, scratch_ok, in_place, read_only = memory
         old = inputs.params_tree(inputs.params), inputs.opt_state
         if decision.skip_on_host:
             return unchanged(old, donate=donate)  # type: ignore[no-any-return]
@@ -129,8 +124,7 @@ class Wrapper:
             if not donate or any_dtensor(leaves):
                 return new
             return select.write_over(old, new, read_only)  # type: ignore[no-any-return]
-        in_place = writable
-        if not writable and (donate or donate_grads):
+        if not in_place and (donate or donate_grads):
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             allowed = can_write_each([tensors, inputs.grads.tensors], read_only)
             in_place, scratch_ok = (
@@ -165,15 +159,16 @@ class Wrapper:
             grads = [grad.float() if grad.dtype.itemsize < 4 else grad for grad in given]
         made_here = all([new is not old for new, old in zip(grads, given, strict=True)])
         wide = wide._replace(grads=inputs.grads._replace(tensors=grads))
-        stepped, state = self.conditional.conditional_step(
-            wide,
-            decision,
-            donate=write,
-            writable=write,
-            scratch_ok=scratch_ok or (made_here and not traced()),
-        )
+        scratch_ok = scratch_ok or (made_here and not traced())
+        memory = Memory(donate=write, scratch_ok=scratch_ok, writable=write)
+        stepped, state = self.conditional.conditional_step(wide, decision, memory)
         skip = decision.skip if decision.skip_on_host is None else None
-        return self.narrow(inputs, skip, (_tree.flatten(stepped)[0], state), write=write)
+        old = inputs.params, inputs.opt_state
+        new = self.narrow(inputs, skip, (_tree.flatten(stepped)[0], state), write=write)
+        if not write:
+            return new
+        _put(_tree.flatten(old)[0], _tree.flatten(new)[0])
+        return old
 
     # ---- pieces
 
@@ -184,7 +179,11 @@ class Wrapper:
         if total <= PIECE or not is_of_torch:  # others cannot be cut
             yield inputs
             return
-        cuts = _cuts(inputs.named_params, cut_leaves=self.elementwise is True)
+        # A part of a tensor in another memory order would be a copy, and what is written into it
+        # lost.
+        state = _tree.tensors(inputs.opt_state)
+        whole_shapes = {leaf.shape for leaf in state if not leaf.is_contiguous()}
+        cuts = _cuts(inputs.named_params, whole_shapes, cut_leaves=self.elementwise is True)
         grads = dict(zip(inputs.names, inputs.local_grads(inputs.grads.tensors), strict=True))
         places = inputs.all_places
         for number, cut in enumerate(cuts):
@@ -216,15 +215,17 @@ class Span(NamedTuple):
 _ALL = Span(0, None, True)
 
 
-def _cuts(params: Mapping[str, Tensor], *, cut_leaves: bool) -> list[dict[str, Span]]:
+def _cuts(
+    params: Mapping[str, Tensor], whole: Set[torch.Size], *, cut_leaves: bool
+) -> list[dict[str, Span]]:
     """Which elements of which parameters make each piece: whole parameters up to `PIECE` elements,
-    or a part of one that has more.
+    or a part of one that has more, unless it has one of these shapes.
     """
     cuts: list[dict[str, Span]] = [{}]
     room = PIECE
     for name, leaf in params.items():
         count = leaf.numel()
-        if count > PIECE and cut_leaves and leaf.is_contiguous():
+        if count > PIECE and cut_leaves and leaf.is_contiguous() and leaf.shape not in whole:
             starts = range(0, count, PIECE)
             spans = [
                 Span(start, min(start + PIECE, count), start + PIECE >= count) for start in starts
@@ -293,16 +294,11 @@ def _off_graph(inputs: StepInputs, *, copy: bool) -> StepInputs:
 # ---- for wrappers --------------------------------------------------------------------------------
 
 
-def put(targets: Sequence[Any], results: Sequence[Any]) -> None:
+def _put(targets: Sequence[Any], results: Sequence[Any]) -> None:
     """What a step made, written over what it was given, unless it is there already."""
     pairs = [(a, b) for a, b in zip(targets, results, strict=True) if b is not a]
     pairs = [(a, b) for a, b in pairs if isinstance(a, Tensor)]
     foreach.copy_([a for a, _ in pairs], [b for _, b in pairs])
-
-
-def put_tree(target: Tree, result: Tree) -> None:
-    """`put` of all leaves."""
-    put(_tree.flatten(target)[0], _tree.flatten(result)[0])
 
 
 def stand_in(like: Tensor, dtype: torch.dtype, made: dict[Any, Tensor]) -> Tensor:

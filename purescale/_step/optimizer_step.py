@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from .._grads.clip import Clip, check_clip, check_ordered
 from .._grads.measure import measure
 from .._loss_scale.rule_protocol import HasScale
 from .._loss_scale.scaling import check_device
-from .._optim.decision import Decision
+from .._optim.decision import Decision, Memory
 from .._optim.protocol import Optimizer, as_conditional
 from .._optim.step_inputs import StepInputs, flatten_step
 from .._step.decide import Outcome, decide
@@ -71,9 +70,8 @@ def maybe_step(
     skip = _tree.flag(found_inf, like=next(iter(inputs.named_params.values()), None))
     on_host = bool(skip) if host_can_read([skip], inputs.grads.tensors) else None
     decision = Decision(skip, None if updater.differentiable else on_host)
-    stepped = inputs.restore(
-        *updater.conditional_step(inputs, decision, donate=donate, read_only=[skip])
-    )
+    memory = Memory(donate, read_only=[skip])
+    stepped = inputs.restore(*updater.conditional_step(inputs, decision, memory))
     if donate:
         _tree.poison((params, opt_state), keep=(stepped, grads, found_inf))
     return stepped
@@ -139,15 +137,10 @@ def unscale_and_step(
     )
     read_only = [*_tree.tensors(scaler), *clip.bounds]
     outcome = decide(stats, clip, scale, tensors)
-    stepped = update(
-        updater,
-        inputs,
-        outcome,
-        donate=donate,
-        # While compiling memory cannot be compared, and what is computed in between is fused.
-        donate_grads=donate and not torch.compiler.is_compiling(),
-        read_only=read_only,
-    )
+    # While compiling memory cannot be compared, and what is computed in between is fused.
+    donate_grads = donate and not torch.compiler.is_compiling()
+    memory = Memory(donate, donate_grads, read_only=read_only)
+    stepped = update(updater, inputs, outcome, memory)
     out = Stepped(*stepped, outcome.found_inf, outcome.grad_norm, outcome.grad_amax)
     if donate:
         _tree.poison((params, scaled_grads, opt_state), keep=(out, scaler, max_norm, clip_value))
@@ -167,16 +160,7 @@ def flatten_scaled(
     return inputs
 
 
-def update(
-    updater: Any,
-    inputs: StepInputs,
-    outcome: Outcome,
-    *,
-    donate: bool,
-    donate_grads: bool = False,
-    scratch_ok: bool = False,
-    read_only: Sequence[Tensor],
-) -> tuple[Tree, Any]:
+def update(updater: Any, inputs: StepInputs, outcome: Outcome, memory: Memory) -> tuple[Tree, Any]:
     """The stage `update`: parameters and state after the decided step, in the trees of the
     arguments.
     """
@@ -184,12 +168,4 @@ def update(
     if updater.differentiable and decision.skip_on_host is not None:
         # Gradients flow through the skipped step and the applied one alike.
         decision = decision._replace(skip=outcome.found_inf, skip_on_host=None)
-    stepped = updater.conditional_step(
-        inputs,
-        decision,
-        donate=donate,
-        donate_grads=donate_grads,
-        scratch_ok=scratch_ok,
-        read_only=read_only,
-    )
-    return inputs.restore(*stepped)
+    return inputs.restore(*updater.conditional_step(inputs, decision, memory))

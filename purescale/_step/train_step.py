@@ -14,7 +14,7 @@ from .._grads.clip import Clip, check_clip, check_ordered, factor_dtype
 from .._loss_scale.rule_protocol import Rule, check_rule, takes_amax, updated
 from .._loss_scale.rules import StaticScale
 from .._loss_scale.scaling import check_device
-from .._optim.decision import Decision
+from .._optim.decision import Decision, Memory
 from .._optim.protocol import Optimizer, as_conditional
 from .._optim.step_inputs import flatten_step, flatten_together
 from .._step.decide import Outcome, decide
@@ -289,14 +289,10 @@ def _stages(
     used_scale = scale.clone()
     skip, skip_on_host = outcome.found_inf, outcome.decision.skip_on_host
     step = state.step + (~skip if skip_on_host is None else int(not skip_on_host))
-    new_params, opt_state = update(
-        options.optimizer,
-        inputs._replace(grads=window.grads),
-        outcome,
-        donate=options.donate,
-        scratch_ok=not traced(),
-        read_only=_read_only_in_update(options, state, flat, window),
-    )
+    read_only = _read_only_in_update(options, state, flat, window)
+    memory = Memory(options.donate, scratch_ok=not traced(), read_only=read_only)
+    inputs = inputs._replace(grads=window.grads)
+    new_params, opt_state = update(options.optimizer, inputs, outcome, memory)
     next_guard = _next_guard(verdict[0], outcome) if verdict else ()
     rest = (new_params, opt_state, next_scaler, window.aux, step, state.rng, next_guard)
     new_buffers = _next_buffers(options, outcome.decision, buffers.leaves, window, rest)

@@ -607,6 +607,20 @@ def test_one_microbatch_a_window_is_torchs_own_update():
     assert same_bits((each.params, info.loss), (window.params, other.loss))
 
 
+@pytest.mark.parametrize("bn_update", ["each", "window"])
+def test_a_batch_of_one_value_per_channel_is_refused_however_statistics_are_updated(bn_update):
+    apply, params, buffers = ps.make_functional(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+
+    def loss_fn(params, buffers, x):
+        out, buffers = apply(params, buffers, x)
+        return out.square().mean(), buffers
+
+    state = ps.init_train_state(params, buffers, SGD, RULE)
+    settings = {"loss_fn": loss_fn, "optimizer": SGD, "rule": RULE, "bn_update": bn_update}
+    with pytest.raises(ValueError, match=r"value.* per channel"):
+        ps.train_step(state, [torch.randn(1, 2)], **settings)
+
+
 @pytest.mark.parametrize("on_nonfinite", ["drop_window", "drop_microbatch"])
 def test_what_a_window_drops_is_dropped_from_its_statistics_too(on_nonfinite):
     state, step = job(SGD, RULE, policy="float32", bn_update="window", on_nonfinite=on_nonfinite)

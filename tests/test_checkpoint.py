@@ -723,6 +723,13 @@ def test_what_many_parameters_lack_is_one_line_a_field(like, cause, parts):
     assert len(message) < 1200
 
 
+@pytest.mark.parametrize("extra", [1, 4, 9])
+def test_whatever_is_too_much_at_the_top_is_the_clear_error(extra):
+    saved = {**ps.to_state_dict({"w": torch.ones(1)}), **{f"x{i}": i for i in range(extra)}}
+    with pytest.raises(ValueError, match="x0"):
+        ps.from_state_dict(saved, like={"w": torch.ones(1)})
+
+
 def test_a_mismatch_in_a_file_has_the_paths_as_code(tmp_path):
     path = str(tmp_path / "x.pt")
     ps.save(path, {"a": torch.ones(2)})

@@ -47,6 +47,12 @@ def test_settings_that_differ_are_told_apart(name):
     assert describe_setting(one) != describe_setting(other)
 
 
+def test_whole_numbers_beyond_a_float_are_told_apart():
+    assert describe_setting(2**60) != describe_setting(2**60 + 1)
+    assert describe_setting(10**400) == describe_setting(10**400)
+    assert describe_setting(2**60) == describe_setting(2.0**60)
+
+
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
     lambda items: st.lists(items, max_size=3) | st.dictionaries(st.text(), items, max_size=3),
@@ -112,7 +118,7 @@ class Own:
 def test_of_what_is_no_setting_the_kind_is_told():
     assert describe_setting(Own(0.1, "rank 0")) == describe_setting(Own(0.1, "rank 1"))
     assert describe_setting(Own(0.1, "rank 0")) != describe_setting(Own(0.2, "rank 0"))
-    assert describe_setting(Unset()) == "Unset(there=1.0, missing=None)"
+    assert describe_setting(Unset()) == "Unset(there=1, missing=None)"
     assert describe_setting(torch.zeros(1000)) == "torch.float32 (1000,)"
     assert describe_setting(torch.zeros(2, device="meta")) == "torch.float32 (2,)"
 

@@ -759,6 +759,19 @@ def updated(rule, state, bad, amax):
     return rule.update(state, torch.tensor(bad), *amax)
 
 
+class Bound(Remembers):
+    update = staticmethod(lambda scaler, found_inf, amax: scaler)
+
+
+class OfTheClass(Remembers):
+    update = classmethod(lambda cls, scaler, found_inf, amax: scaler)
+
+
+@pytest.mark.parametrize("rule", [Bound(), OfTheClass()])
+def test_an_update_may_be_a_function_of_the_class(rule):
+    assert isinstance(step(start(rule), [GRADIENT], rule)[1], ps.StepInfo)
+
+
 class WithoutIt(Remembers):
     def update(self, scaler, found_inf):
         return scaler

@@ -4,6 +4,7 @@ what is taken and what is refused.
 
 import contextlib
 
+import numpy as np
 import pytest
 import torch
 from helpers import AsOnAnAccelerator, at, batch, clone, job, same_bits, tensors
@@ -407,6 +408,15 @@ def test_what_is_no_dense_tensor_is_a_constant_that_comes_back_as_the_same_objec
         )
     assert new_state.buffers["a"] is old["a"]
     assert same_bits(new_state.buffers["b"], old["b"])
+
+
+def test_a_constant_that_is_an_array_is_itself_and_no_other():
+    one, other = np.array([1, 2]), np.array([1, 2])
+    assert ps.select(True, {"a": one}, {"a": one})["a"] is one
+    with pytest.raises(ValueError, match=r"old\['a'\] is array.*Fix:"):
+        ps.select(True, {"a": one}, {"a": other})
+    with pytest.raises(ValueError, match=r"\['a'\] is array"):
+        ps.stack_states([{"a": one}, {"a": other}])
 
 
 def test_tensors_on_two_devices_are_refused_by_path():

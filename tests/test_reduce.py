@@ -83,6 +83,9 @@ def _means(rank):
     # what is empty
     given = clone(mine)
     assert same_bits(ps.all_reduce_grads(given, check=False, donate=True), means)
+    leaf = torch.full((2,), float(rank), requires_grad=True)
+    [mean] = ps.all_reduce_grads([leaf], check=False, donate=True)
+    assert mean.tolist() == [(ranks - 1) / 2] * 2
     assert same_bits(tensors(ps.all_reduce_grads(mine, None, math.inf)), tensors(means))
     # every rank holds the same bits
     told = [None] * ranks

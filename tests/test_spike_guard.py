@@ -494,6 +494,27 @@ def test_over_a_group_all_ranks_reject_alike():
     in_processes(_ranks)
 
 
+@dataclasses.dataclass(frozen=True)
+class WithoutMemory:
+    limit: float = 50.0
+
+    def init(self, device=None):
+        return ()
+
+    def update(self, state, loss, grad_norm):
+        return (), loss > self.limit
+
+
+def test_a_guard_may_remember_nothing():
+    state, step = job(guard=WithoutMemory(), donate=True)
+    state, info = step(state, windows([CALM])[0])
+    assert (state.guard, info.rejected.item()) == ((), False)
+    before = clone(state)
+    state, info = step(state, windows([SPIKE])[0])
+    assert info.rejected.item()
+    assert same_bits(state.params, before.params)
+
+
 # ---- what is refused -----------------------------------------------------------------------------
 
 

@@ -232,6 +232,19 @@ def test_it_follows_a_run_of_torchs_averaged_model():
     assert_close(average, dict(theirs.module.named_parameters()))
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("decay", [0.1, 0.5, 0.999, torch.tensor(0.5)])
+def test_what_is_infinite_in_both_stays_and_what_is_finite_in_both_stays_finite(dtype, decay):
+    """As the -inf of a causal mask among the buffers."""
+    largest = torch.finfo(dtype).max
+    old = torch.tensor([-math.inf, math.inf, largest, -largest, math.inf, 1.0], dtype=dtype)
+    new = torch.tensor([-math.inf, math.inf, -largest, largest, 1.0, -math.inf], dtype=dtype)
+    average = ps.ema(old, new, decay)
+    assert same_bits(average[:2], old[:2])
+    assert average[2:4].isfinite().all()
+    assert same_bits(average[4:], torch.tensor([math.inf, -math.inf], dtype=dtype))
+
+
 def test_a_nan_goes_on_unless_it_is_selected_away():
     old, new = {"w": torch.ones(5)}, {"w": torch.full((5,), math.nan)}
     bad = torch.tensor(True)

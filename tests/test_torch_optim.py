@@ -5,11 +5,21 @@ import functools
 import inspect
 import itertools
 import math
+from collections import OrderedDict
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from helpers import CAPTURABLE, AsOnAnAccelerator, Untouched, clone, same_bits, shares_memory
+from helpers import (
+    CAPTURABLE,
+    AsOnAnAccelerator,
+    Untouched,
+    clone,
+    same_bits,
+    shares_memory,
+    tensors,
+)
 from torch.profiler import ProfilerActivity, profile
 
 import purescale as ps
@@ -1234,3 +1244,25 @@ def test_a_formula_reads_nothing_of_what_no_kernel_takes(name, kind):
     with AsOnAnAccelerator() as calls:
         optimizer.step(params, grads, state)
     assert calls.reads == 0
+
+
+class Layer(NamedTuple):
+    w: torch.Tensor
+    b: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "nested",
+    [
+        {"a": Layer(torch.ones(2), torch.ones(1)), "z": torch.ones(3)},
+        {"a": OrderedDict(w=torch.ones(2), b=torch.ones(1)), "z": torch.ones(3)},
+    ],
+)
+def test_a_dict_of_other_containers_steps_as_its_leaves(nested):
+    optimizer = ps.from_torch(torch.optim.AdamW, lr=0.1)
+    params, state = optimizer.step(nested, nested, optimizer.init(nested))
+    flat = dict(enumerate(tensors(nested)))
+    expected, _ = optimizer.step(flat, flat, optimizer.init(flat))
+    assert type(params["a"]) is type(nested["a"])
+    assert same_bits(tensors(params), list(expected.values()))
+    assert len(state.slots) == 3

@@ -12,7 +12,7 @@ from .._batch_norm.capture import ApplyFn, Call, calls_of, key_of, layers_of
 from .._distributed.process_group import all_reduce, is_single_process
 from .._module.meta_module import Tensors
 from .._torch.dtypes import widest_float
-from .._tree import tree
+from .._tree import scalars, tree
 
 Estimator = Literal["pooled", "within"]
 
@@ -162,7 +162,7 @@ def bn_buffers(
             f"estimator must be 'pooled' or 'within', got {estimator!r}. Fix: estimator='pooled', "
             "the default."
         )
-    if isinstance(correction, bool) or not isinstance(correction, int) or correction < 0:
+    if not scalars.is_whole(correction) or correction < 0:
         raise ValueError(
             f"correction must be 0 or a positive whole number, got {correction!r}. Fix: "
             "correction=1, as torch's running_var has it."
@@ -367,11 +367,6 @@ def check_flat_buffers(buffers: Any) -> None:
             "make_functional returns. Fix: of several models merge the dicts under a prefix, "
             "{f'generator.{name}': t for name, t in generator_buffers.items()}."
         )
-
-
-def has_layers(buffers: Tensors) -> bool:
-    """Whether these are the buffers of a model with batch norm."""
-    return bool(layers_of(buffers))
 
 
 def _check_layers(stats: BNStatsState, buffers: Tensors) -> None:

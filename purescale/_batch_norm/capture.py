@@ -26,45 +26,19 @@ class Call(NamedTuple):
     momentum: float
 
 
+_STATISTICS, _AFFINE = ("running_mean", "running_var"), ("weight", "bias")
+_REST = ("training", "momentum", "eps")
 _SIGNATURES: dict[Any, tuple[str, ...]] = {
-    F.batch_norm: (
-        "input",
-        "running_mean",
-        "running_var",
-        "weight",
-        "bias",
-        "training",
-        "momentum",
-        "eps",
-    ),
-    torch.batch_norm: (
-        "input",
-        "weight",
-        "bias",
-        "running_mean",
-        "running_var",
-        "training",
-        "momentum",
-        "eps",
-        "cudnn_enabled",
-    ),
+    F.batch_norm: ("input", *_STATISTICS, *_AFFINE, *_REST),
+    torch.batch_norm: ("input", *_AFFINE, *_STATISTICS, *_REST, "cudnn_enabled"),
 }
 
 
 # Functions that draw random numbers in training: the position and name of the argument that says
 # so, and its value in eval mode.
 _RANDOM: dict[Any, tuple[int, str, Any]] = {
-    **dict.fromkeys(
-        (
-            F.dropout,
-            F.dropout1d,
-            F.dropout2d,
-            F.dropout3d,
-            F.alpha_dropout,
-            F.feature_alpha_dropout,
-        ),
-        (2, "training", False),
-    ),
+    **dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d), (2, "training", False)),
+    **dict.fromkeys((F.alpha_dropout, F.feature_alpha_dropout), (2, "training", False)),
     **dict.fromkeys(
         (torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout),
         (2, "train", False),
@@ -164,6 +138,12 @@ class CaptureBatchNorm(TorchFunctionMode):
             running = _to(running_mean, wide), _to(running_var, wide)
         else:
             x, w, b, running = input, weight, bias, (running_mean, running_var)
+        if training and not self.evaluating and input.numel() == input.shape[1]:
+            raise ValueError(  # as torch does
+                "batch norm got one value per channel in training, an input of shape "
+                f"{tuple(input.shape)}, whose variance is not known. Likely cause: a batch of one. "
+                "Fix: larger microbatches, or drop_last=True in the loader."
+            )
         if not training or running_mean is None or running_var is None:
             return _normalized(x, w, b, *running, training, momentum, eps).to(input.dtype)
 

@@ -22,12 +22,12 @@ from .._batch_norm.bn_stats import (
     init_bn_stats,
 )
 from .._batch_norm.capture import ApplyFn, calls_of
-from .._distributed.collectives import all_reduce_found_inf, assert_same_on_all_ranks, on_cpu
+from .._distributed.collectives import all_reduce_found_inf, checked_on_all_ranks, on_cpu
 from .._distributed.process_group import all_reduce, check_group
 from .._module.functional import Apply
 from .._module.meta_module import Tensors
 from .._torch import private
-from .._tree import tree
+from .._tree import scalars, tree
 
 Normalize = Literal["batch", "sequential"]
 
@@ -93,13 +93,13 @@ def precise_bn(
         # Raises now what it would raise after the last batch.
         bn_buffers(init_bn_stats(buffers), buffers, estimator, correction)
 
-    if group is not None and on_cpu(check_group(group)):
-        settings = {"estimator": estimator, "correction": correction, "normalize": normalize}
-        assert_same_on_all_ranks(
-            group, check, lambda: [f"{key}={value!r}" for key, value in settings.items()]
-        )
-    else:
-        check()
+    settings = {"estimator": estimator, "correction": correction, "normalize": normalize}
+    checked_on_all_ranks(
+        group,
+        check,
+        lambda: [f"{key}={value!r}" for key, value in settings.items()],
+        sync=group is not None and on_cpu(check_group(group)),
+    )
     sequential = normalize == "sequential"
     source = _Source(loader, num_samples, call, group, progress, sequential)
     stats, order = _gather(source, _Pass(apply, params, buffers, sequential))
@@ -349,7 +349,7 @@ def _check_settings(num_samples: Any, normalize: Any) -> None:
             f"normalize must be 'batch' or 'sequential', got {normalize!r}. Fix: "
             "normalize='batch', the default."
         )
-    if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1:
+    if not scalars.is_whole(num_samples) or num_samples < 1:
         raise ValueError(
             f"num_samples must be a whole number above 0, got {num_samples!r}; less than one batch "
             "means one batch. Fix: num_samples=8192, the default."

@@ -14,7 +14,7 @@ from .._torch import private
 from .._torch.dtypes import real_dtype, wide_dtype
 from .._torch.foreach import is_gapless
 from .._torch.tracing import traced
-from .._tree.leaves import dense
+from .._tree.leaves import dense_real
 from .._tree.tree import Leaves
 
 SIZE = 25 * 2**20  # bytes, as DistributedDataParallel
@@ -74,7 +74,7 @@ class Reduction:
         though another may share its memory.
         """
         bucket = self.bucket_of[index]
-        values = _dense_real(leaf)
+        values = dense_real(leaf)
         dtype = real_dtype(wide_dtype(self.like[index].dtype))
         divisor: Any = self.divisor
         divisor = divisor.to(dtype) if isinstance(divisor, Tensor) else divisor
@@ -127,7 +127,7 @@ class Reduction:
         torch.div(values, divisor, out=part)
 
     def _allocate(self, bucket: int, dtype: torch.dtype) -> None:
-        likes = [_dense_real(self.like[index]) for index in self.buckets[bucket]]
+        likes = [dense_real(self.like[index]) for index in self.buckets[bucket]]
         sizes = list(map(Tensor.numel, likes))
         self.rows[bucket] = row = likes[0].new_empty(sum(sizes), dtype=dtype, requires_grad=False)
         parts = torch.split(row, sizes)
@@ -151,13 +151,6 @@ class Reduction:
 def _in_memory_order(tensor: Tensor) -> Tensor:
     """The elements of a gapless tensor in one row, whatever its layout."""
     return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
-
-
-def _dense_real(leaf: Tensor) -> Tensor:
-    leaf = dense(leaf)
-    if not leaf.is_complex():
-        return leaf
-    return torch.view_as_real(leaf.to(wide_dtype(leaf.dtype)).resolve_conj())
 
 
 def reduction_of(leaves: Leaves, buffers: Leaves, divisor: Any, group: Any) -> Reduction:

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,8 @@ from .._torch.tracing import traced
 from .._tree import scalars
 from .._tree import tree as _tree
 from .._tree.tree import Leaves, Tree
+
+T = TypeVar("T")
 
 
 def all_reduce_found_inf(found_inf: Tensor | bool, group: Any = None) -> Tensor:
@@ -111,16 +113,12 @@ def all_reduce_grads(
         results = leaves if donate and not donation.DEBUG else _tree.clone(leaves)
     else:
         group = check_group(group)
-        if check and not traced():
-            assert_same_on_all_ranks(
-                group,
-                checked_leaves,
-                lambda: [
-                    f"{bucket_size_mb=}",
-                    *describe_leaves("grads", grads, with_strides=False),
-                ],
-            )
-        leaves, structure = checked_leaves()
+        leaves, structure = checked_on_all_ranks(
+            group,
+            checked_leaves,
+            lambda: [f"{bucket_size_mb=}", *describe_leaves("grads", grads, with_strides=False)],
+            sync=check and not traced(),
+        )
         size = float(bucket_size_mb) * 2**20
         reduction = Reduction(leaves, dist.get_world_size(group), group, size)
         for index in reduction.bucket_of:
@@ -140,7 +138,7 @@ def _in_dtype_of(leaf: Any, mean: Tensor | None, *, writable: bool) -> Any:
     """The mean in the dtype of the leaf; in its memory if that is `writable`."""
     if mean is None:
         return leaf if leaf is None or writable else leaf.clone()
-    return leaf.copy_(mean) if writable else mean.to(leaf.dtype)
+    return leaf.detach().copy_(mean) if writable else mean.to(leaf.dtype)
 
 
 def on_cpu(group: Any) -> bool:
@@ -175,15 +173,17 @@ def _metadata(dtype: Any, shape: Any, strides: Any, layout: Any, device: str) ->
     return f"{dtype} {tuple(shape)}{f' {strides}' if strides else ''} {layout} on {device}"
 
 
-def assert_same_on_all_ranks(
-    group: Any, check: Callable[[], Any], describe: Callable[[], list[str]]
-) -> None:
-    """Syncs with the host. Raise on every rank of `group` if `check` raises on one of them, or if
-    the lines of `describe` differ between ranks.
+def checked_on_all_ranks(
+    group: Any, check: Callable[[], T], describe: Callable[[], list[str]], *, sync: bool
+) -> T:
+    """What `check` gives. With `sync` with the host: raise on every rank of `group` if `check`
+    raises on one of them, or if the lines of `describe` differ between ranks.
     """
+    if not sync:
+        return check()
     refusal: Exception | None = None
     try:
-        check()
+        found = check()
         lines = describe()
     except Exception as error:  # of any kind: the other ranks wait for an answer
         refusal, lines = error, [f"{type(error).__name__}: {error}"]
@@ -196,7 +196,7 @@ def assert_same_on_all_ranks(
     if rows.count(rows[0]) == len(rows):
         if refusal is not None:
             raise refusal
-        return
+        return found
     answers: list[Any] = [None] * len(rows)
     dist.all_gather_object(answers, (lines, refusal is not None), group=group)
     if refusal is not None:

@@ -29,8 +29,11 @@ def describe_setting(setting: Any) -> str:
 def _text(value: Any, parents: tuple[int, ...]) -> str:
     if value is None or isinstance(value, (bool, str, bytes, complex, torch.dtype)):
         return repr(value)
+    if isinstance(value, numbers.Integral):
+        return repr(int(value))
     if isinstance(value, numbers.Real):  # 1 and 1.0 are one setting
-        return repr(float(value))
+        number = float(value)
+        return repr(int(number) if number.is_integer() else number)
     if isinstance(value, Tensor):
         return _tensor(value)
     if isinstance(value, type):

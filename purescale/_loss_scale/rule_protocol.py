@@ -62,8 +62,9 @@ def check_rule(rule: Any) -> None:
         )
     if torch.compiler.is_dynamo_compiling():
         return
-    function, wants = getattr(type(rule), "update", None), takes_amax(rule)
-    if function is None or _accepts(function, wants):
+    cls: Any = type(rule)
+    function, wants = getattr(cls, "update", None), takes_amax(rule)
+    if function is None or _accepts(cls, function, wants):
         return
     given = "scaler, found_inf, amax" if wants else "scaler, found_inf"
     raise TypeError(
@@ -74,13 +75,16 @@ def check_rule(rule: Any) -> None:
 
 
 @functools.lru_cache(maxsize=64)
-def _accepts(function: Any, wants: bool) -> bool:
+def _accepts(cls: Any, function: Any, wants: bool) -> bool:
+    given = [None] * (3 if wants else 2)
+    if not isinstance(inspect.getattr_static(cls, "update"), (staticmethod, classmethod)):
+        given.append(None)  # self
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # not a Python function
         return True
     try:
-        signature.bind(*[None] * (4 if wants else 3))
+        signature.bind(*given)
     except TypeError:
         return False
     return True

@@ -6,7 +6,6 @@ that scaling and unscaling are exact.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -45,17 +44,16 @@ def scale_loss(scaler: HasScale, loss: Tree) -> Tree:
 
     Source of the rule: torch.amp.GradScaler.scale; there a float16 loss of shape (1,) becomes inf.
     """
-    if isinstance(loss, Tensor):
-        return wide_loss(loss, scaler.scale) * _tree.recordable(scaler.scale)
     leaves, structure = _tree.flatten(loss)
-    wide = [
-        None
-        if leaf is None
-        else wide_loss(leaf, scaler.scale, functools.partial(_path_of_loss, loss, index))
-        for index, leaf in enumerate(leaves)
-    ]
     scale = _tree.recordable(scaler.scale)
-    return structure.unflatten([None if leaf is None else leaf * scale for leaf in wide])
+
+    def scaled(index: int, leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        wide = wide_loss(leaf, scaler.scale, lambda: _tree.paths(loss, "loss")[index])
+        return wide * scale
+
+    return structure.unflatten([scaled(index, leaf) for index, leaf in enumerate(leaves)])
 
 
 @outside_autocast()
@@ -95,7 +93,8 @@ def unscale_and_check(
     which checks the output.
     """
     leaves, structure = _tree.flatten(grads)
-    check_grads(scaler.scale, grads, leaves)
+    _tree.check_gradients(grads, leaves)
+    check_device(scaler.scale, grads, leaves, "grads")
     flat = normalize(leaves)
     in_place = donate and can_write(flat.tensors, _tree.tensors(scaler))
     unscaled = foreach.divide(flat.tensors, scaler.scale, in_place=in_place)
@@ -155,7 +154,8 @@ def check_scaler(scaler: HasScale, rule: Any, max_skips: int | None = None) -> N
             "row. No scale helps: the loss or its gradients are inf or NaN by themselves. Look at "
             "the data, the learning rate, a division or log of 0."
         )
-    if floor is not None and scale <= floor and scale < min(1.0, _start_of(rule)):
+    # a rule that starts at its smallest scale has not fallen
+    if floor is not None and scale <= floor and scale < min(1.0, float(rule.init("cpu").scale)):
         raise FloatingPointError(
             f"the loss scale sits at the smallest that the rule allows, {scale} (min_scale). A "
             "scale so far below 1 makes float16 gradients 0, and then nothing moves though no step "
@@ -171,20 +171,7 @@ def check_scaler(scaler: HasScale, rule: Any, max_skips: int | None = None) -> N
         )
 
 
-def _start_of(rule: Any) -> float:
-    """The scale that `rule` starts from: a rule that starts at its smallest scale has not
-    fallen.
-    """
-    return float(rule.init("cpu").scale)
-
-
 # ---- checks --------------------------------------------------------------------------------------
-
-
-def check_grads(scale: Tensor, grads: Tree, leaves: list[Any]) -> None:
-    """Refuse, naming the leaf, what cannot be a gradient, or is on another device than `scale`."""
-    _tree.check_gradients(grads, leaves)
-    check_device(scale, grads, leaves, "grads")
 
 
 def check_device(scale: Tensor, tree: Tree, leaves: Sequence[Any], name: str) -> None:
@@ -205,10 +192,6 @@ def check_device(scale: Tensor, tree: Tree, leaves: Sequence[Any], name: str) ->
                 f"rule.init(device={str(leaf.device)!r})`, or for a restored state `scaler = "
                 f"type(scaler)(*(t.to({str(leaf.device)!r}) for t in scaler))`."
             )
-
-
-def _path_of_loss(loss: Tree, index: int) -> str:
-    return _tree.paths(loss, "loss")[index]
 
 
 def wide_loss(loss: Any, scale: Tensor, path: Callable[[], str] = lambda: "loss") -> Tensor:

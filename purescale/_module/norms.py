@@ -15,17 +15,8 @@ from .._tree.tree import cast
 
 # For each operator: the positions of the running statistics that it updates in place.
 _RUNNING_STATISTICS: dict[Callable[..., Any], tuple[tuple[int, str], ...]] = {
-    **dict.fromkeys(
-        (
-            F.layer_norm,
-            F.group_norm,
-            F.rms_norm,
-            torch.layer_norm,
-            torch.group_norm,
-            torch.rms_norm,
-        ),
-        (),
-    ),
+    **dict.fromkeys((F.layer_norm, F.group_norm, F.rms_norm), ()),
+    **dict.fromkeys((torch.layer_norm, torch.group_norm, torch.rms_norm), ()),
     **dict.fromkeys((F.batch_norm, F.instance_norm), ((1, "running_mean"), (2, "running_var"))),
     **dict.fromkeys(
         (torch.batch_norm, torch.instance_norm), ((3, "running_mean"), (4, "running_var"))

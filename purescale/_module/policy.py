@@ -22,16 +22,8 @@ _DTYPES = {
     **dict.fromkeys(("float32", "f32", "fp32", "full"), torch.float32),
     **dict.fromkeys(("float64", "f64", "fp64"), torch.float64),
 }
-_KEYS = {
-    "params": "params",
-    "p": "params",
-    "compute": "compute",
-    "c": "compute",
-    "output": "output",
-    "o": "output",
-    "norms": "norms",
-    "n": "norms",
-}
+_NAMES = ("params", "compute", "output", "norms")
+_KEYS = {key: name for name in _NAMES for key in (name, name[0])}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -51,8 +51,8 @@ def without_wrappers(state: Any) -> Any:
 
 def numbers_of(opt_state: OptState) -> list[Tensor]:
     """The settings that are data."""
-    lr, hyper = opt_state.lr, opt_state.hyper
-    return [*([lr] if isinstance(lr, Tensor) else []), *each_of(hyper)]
+    numbers = [opt_state.lr] if isinstance(opt_state.lr, Tensor) else []
+    return [*numbers, *each_of(opt_state.hyper)] if opt_state.hyper else numbers
 
 
 def each_of(hyper: Any) -> list[Any]:

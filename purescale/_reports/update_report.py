@@ -119,7 +119,7 @@ def _leaves_like(old: _tree.Flat, name: str, given: Tree) -> Leaves:
         if leaf is None and (name == "wanted" or before is None):
             continue
         at = _tree.path(old.tree, name, index)
-        _leaf.check_parameter(leaf, at)
+        _leaf.check_leaf(leaf, at, "parameter")
         if before is None or leaf.shape != before.shape or leaf.device != before.device:
             beside = "None" if before is None else f"{tuple(before.shape)} on {before.device}"
             raise ValueError(

@@ -12,13 +12,12 @@ from torch import Tensor
 from .._batch_norm.bn_stats import (
     add_batch,
     check_flat_buffers,
-    has_layers,
     init_bn_stats,
     reduce_stats_and_momenta,
     restore_running_stats,
     update_running_stats,
 )
-from .._batch_norm.capture import CaptureBatchNorm, named_calls
+from .._batch_norm.capture import CaptureBatchNorm, layers_of, named_calls
 from .._distributed.buckets import Reduction, mean_divisor, reduction_of
 from .._distributed.process_group import all_reduce
 from .._grads.accumulate import AccumState, add, as_weight, init_accum, is_weight
@@ -58,74 +57,46 @@ class WindowGrads(NamedTuple):
 # ---- two ways to average -------------------------------------------------------------------------
 
 
-class ScaledSum:
-    """The weighted mean of gradients that are still scaled, to be looked at once at the end."""
-
-    def __init__(self, *, is_traced: bool) -> None:
-        self.sums: list[Tensor] | None = None
-        self.flat: Normalized | None = None
-        self.is_traced = is_traced
-
-    def add(self, grads: Normalized, share: float | Tensor, counts: bool | Tensor) -> None:
-        """Add `grads * share`, at least in float32, where it `counts`. Shares sum to 1, so the sum
-        does not overflow.
-        """
-        self.flat = self.flat or grads
-        if counts is False:
-            return
-        new = grads.tensors
-        if self.is_traced or isinstance(share, Tensor):
-            self.sums = self._add_unread(new, share, counts)
-        elif self.sums is None:
-            wide = [t.to(wide_dtype(t.dtype)) if t.dtype.itemsize < 4 else t for t in new]
-            list_ops.mul_(wide, share)  # the gradients of a microbatch are the memory of the step
-            self.sums = wide
-        else:
-            list_ops.add_(self.sums, new, alpha=share)
-
-    def _add_unread(
-        self, new: list[Tensor], share: float | Tensor, counts: bool | Tensor
-    ) -> list[Tensor]:
-        sums = self.sums or [torch.zeros_like(n, dtype=wide_dtype(n.dtype)) for n in new]
-        if isinstance(share, Tensor) and not self.is_traced:
-            foreach.add_where_(sums, new, share, counts)  # type: ignore[arg-type]
-            return sums
-        wide = [n.to(total.dtype) for total, n in zip(sums, new, strict=True)]
-        if counts is not True:
-            wide = [torch.where(counts, n, 0) for n in wide]  # type: ignore[arg-type]
-        factors = [share.to(n.dtype) if isinstance(share, Tensor) else share for n in wide]
-        return [total + n * f for total, n, f in zip(sums, wide, factors, strict=True)]
-
-    def mean(self) -> Normalized | None:
-        """The mean; None where nothing counted."""
-        return (
-            None
-            if self.flat is None or self.sums is None
-            else self.flat._replace(tensors=self.sums)
-        )
+def add_share(
+    sums: list[Tensor] | None,
+    new: list[Tensor],
+    share: float | Tensor,
+    counts: bool | Tensor,
+    *,
+    is_traced: bool,
+) -> list[Tensor] | None:
+    """`sums + new * share`, at least in float32, where it `counts`; None is a sum of nothing.
+    Shares sum to 1, so the sum does not overflow.
+    """
+    if counts is False:
+        return sums
+    if is_traced or isinstance(share, Tensor):
+        return _add_unread(sums, new, share, counts, is_traced=is_traced)
+    if sums is None:
+        sums = [t.to(wide_dtype(t.dtype)) if t.dtype.itemsize < 4 else t for t in new]
+        list_ops.mul_(sums, share)  # the gradients of a microbatch are the memory of the step
+    else:
+        list_ops.add_(sums, new, alpha=share)
+    return sums
 
 
-class RunningMean:
-    """The weighted mean of microbatches that are looked at one by one, unscaled."""
-
-    def __init__(self) -> None:
-        self.accum: AccumState | None = None
-        self.flat: Normalized | None = None
-
-    def add(self, grads: Normalized, weight: Tensor, scale: Tensor) -> GradStats:
-        """Average `grads` unless they overflow; what was measured of them."""
-        stats = measure(grads, scale, scaled=True)
-        self.flat = self.flat or grads
-        accum = self.accum or init_accum(grads.tensors)
-        self.accum = add(
-            accum, grads.tensors, weight, stats.nonfinite, scale=scale, in_place=not traced()
-        )
-        return stats
-
-    def mean(self) -> Normalized:
-        """The mean of those that did not overflow."""
-        flat, accum = self.flat, self.accum
-        return flat._replace(tensors=accum.grads)  # type: ignore[union-attr]
+def _add_unread(
+    sums: list[Tensor] | None,
+    new: list[Tensor],
+    share: float | Tensor,
+    counts: bool | Tensor,
+    *,
+    is_traced: bool,
+) -> list[Tensor]:
+    sums = sums or [torch.zeros_like(n, dtype=wide_dtype(n.dtype)) for n in new]
+    if isinstance(share, Tensor) and not is_traced:
+        foreach.add_where_(sums, new, share, counts)  # type: ignore[arg-type]
+        return sums
+    wide = [n.to(total.dtype) for total, n in zip(sums, new, strict=True)]
+    if counts is not True:
+        wide = [torch.where(counts, n, 0) for n in wide]  # type: ignore[arg-type]
+    factors = [share.to(n.dtype) if isinstance(share, Tensor) else share for n in wide]
+    return [total + n * f for total, n, f in zip(sums, wide, factors, strict=True)]
 
 
 # ---- the window ----------------------------------------------------------------------------------
@@ -147,7 +118,7 @@ def accumulate_microbatches(
     once = options.bn_update == "window" and bool(buffers.tree)
     if once:
         check_flat_buffers(buffers.tree)
-    if not (once and has_layers(buffers.tree)):
+    if not (once and layers_of(buffers.tree)):
         return _accumulate(
             options, options.loss_fn, params, buffers, scaler, microbatches, sent_with
         )
@@ -196,7 +167,7 @@ def _accumulate(
     scale: Tensor = scaler.tree.scale
     weights = _weights(options, microbatches, scale)
     mean = _Mean(options, weights, scale, is_traced=value_and_grad.is_traced)
-    sender = _sender(options, weights, params, sent_with) if mean.is_summed else None
+    reduction = _reduction(options, weights, params, sent_with) if mean.is_summed else None
     carried, last = buffers.leaves, len(microbatches) - 1
     repeated = None
     if can_repeat(options, value_and_grad, carried, len(microbatches)):
@@ -207,9 +178,8 @@ def _accumulate(
     aux: tuple[Any, ...] = ()
     for index, microbatch in enumerate(microbatches):
         counts = weights.counts[index]
-        if sender is not None and index == last:
-            taker = sender.taker(mean.total, weights.shares[index], counts)
-            out = value_and_grad(carried, microbatch, taker)
+        if reduction is not None and index == last:
+            out = value_and_grad(carried, microbatch, _taker(reduction, value_and_grad, mean))
             carried = carry(counts, carried, out.buffers)
         elif repeated is not None and _tree.are_tensors(private.pytree.tree_leaves(microbatch)):
             out = repeated(index, carried, microbatch)
@@ -223,7 +193,7 @@ def _accumulate(
         del out  # before the next gradients are made: their memory serves again
     grads = mean.mean()
     if grads is None:
-        grads = normalize([] if sender is not None else value_and_grad.zeros())
+        grads = normalize([] if reduction is not None else value_and_grad.zeros())
     grads = grads._replace(tensors=look(grads.tensors)[0])
     stats = None if options.group is not None else mean.measured(grads)
     facts = _summary(weights, losses, mean.overflows, options, scale)
@@ -234,7 +204,7 @@ def _accumulate(
         buffers=carried,
         aux=aux,
         seen=value_and_grad.seen,
-        reduction=None if sender is None else sender.reduction,
+        reduction=reduction,
         **facts,
     )
 
@@ -250,67 +220,76 @@ class _Mean:
         self.options, self.weights, self.scale = options, weights, scale
         self.is_single = len(weights.counts) == 1 and options.group is None
         self.is_summed = self.is_single or options.on_nonfinite == "drop_window"
-        self.single: Normalized | None = None
-        self.total, self.running = ScaledSum(is_traced=is_traced), RunningMean()
+        self.is_traced = is_traced
+        self.flat: Normalized | None = None  # how leaves are made of tensors
+        self.sums: list[Tensor] | None = None
+        self.accum: AccumState | None = None
         self.overflows: list[Tensor] = []  # of each microbatch that was measured, or of the mean
 
     def start(self, value_and_grad: ValueAndGrad) -> None:
         """A mean of nothing, which has the tensors of every later one."""
-        flat = normalize(value_and_grad.leaves())
-        self.total.flat = self.running.flat = flat
+        self.flat = normalize(value_and_grad.zeros())
         if self.is_summed:
-            zeros = [torch.zeros_like(t, dtype=wide_dtype(t.dtype)) for t in flat.tensors]
-            self.total.sums = zeros
+            self.sums = self.flat.tensors
         else:
-            self.running.accum = init_accum(flat.tensors)
+            self.accum = init_accum(self.flat.tensors)
 
     @property
     def state(self) -> list[Tensor]:
         """What changes with each microbatch."""
         if self.is_summed:
-            return list(self.total.sums or [])
-        accum: Any = self.running.accum
+            return list(self.sums or [])
+        accum: Any = self.accum
         return [*accum.grads, *accum[1:]]
 
     @state.setter
     def state(self, tensors: list[Tensor]) -> None:
         if self.is_summed:
-            self.total.sums = tensors
+            self.sums = tensors
         else:
             count = len(tensors) - len(AccumState._fields) + 1
-            self.running.accum = AccumState(tensors[:count], *tensors[count:])
+            self.accum = AccumState(tensors[:count], *tensors[count:])
 
     def resumed(self, state: list[Tensor], scale: Tensor, weighed: list[Any]) -> _Mean:
         """A mean with this state, of microbatches that are all `weighed` alike."""
         number = len(self.weights.counts)
         weights = _Weights(*[value if value is None else [value] * number for value in weighed])  # type: ignore[arg-type]
         new = _Mean(self.options, weights, scale, is_traced=True)
-        new.total.flat = new.running.flat = self.total.flat
+        new.flat = self.flat
         new.state = state
         return new
 
     def add(self, index: int, grads: Normalized) -> bool | Tensor:
         """Average these in; whether their microbatch counts for the buffers."""
-        counts = self.weights.counts[index]
+        self.flat = self.flat or grads
+        counts, new = self.weights.counts[index], grads.tensors
         if self.is_single:
-            self.single = grads
+            self.sums = new
             return True  # what is dropped is the step
         if self.is_summed:
             if self.options.max_retries:
                 self.overflows.append(measure(grads, self.scale, scaled=True).nonfinite)
-            self.total.add(grads, self.weights.shares[index], counts)
+            share = self.weights.shares[index]
+            self.sums = add_share(self.sums, new, share, counts, is_traced=self.is_traced)
             return counts
-        stats = self.running.add(grads, self.weights.vector[index], self.scale)
+        stats = measure(grads, self.scale, scaled=True)
         self.overflows.append(stats.nonfinite)
+        self.accum = add(
+            self.accum or init_accum(new),
+            new,
+            self.weights.vector[index],
+            stats.nonfinite,
+            scale=self.scale,
+            in_place=not traced(),
+        )
         if self.options.on_nonfinite == "drop_microbatch":
             return _and_finite(counts, stats)
         return counts
 
     def mean(self) -> Normalized | None:
         """The mean; None where nothing counted, or all of it is on its way to other ranks."""
-        if self.is_single:
-            return self.single
-        return self.total.mean() if self.is_summed else self.running.mean()
+        tensors: Any = self.sums if self.accum is None else self.accum.grads
+        return None if self.flat is None or tensors is None else self.flat._replace(tensors=tensors)
 
     def measured(self, grads: Normalized) -> GradStats:
         """The stats of the mean, whose overflow is that of the window."""
@@ -342,35 +321,25 @@ def _and_finite(counts: bool | Tensor, stats: GradStats) -> bool | Tensor:
 # ---- over ranks ----------------------------------------------------------------------------------
 
 
-class _Sender(NamedTuple):
-    """Sends the mean gradients of this rank as the last backward makes them."""
+def _taker(
+    reduction: Reduction, value_and_grad: ValueAndGrad, mean: _Mean
+) -> Callable[[int, Tensor], None]:
+    """What takes a gradient of the last microbatch, adds it to the mean and sends it."""
+    share, counts = mean.weights.shares[-1], mean.weights.counts[-1]
 
-    reduction: Reduction
-    params: Flat
+    def take(place: int, gradient: Tensor) -> None:
+        flat = normalize([gradient])
+        before = None if mean.sums is None else [mean.sums[place]]
+        sums = add_share(before, flat.tensors, share, counts, is_traced=False)
+        tensors = [torch.zeros_like(t) for t in flat.tensors] if sums is None else sums
+        reduction.put(value_and_grad.present[place], flat.restore(tensors)[0], own=True)
 
-    def taker(
-        self, total: ScaledSum, share: float | Tensor, counts: bool | Tensor
-    ) -> Callable[[int, Tensor], None]:
-        """What takes a gradient of the last microbatch, adds it to the mean and sends it."""
-        present = [index for index, leaf in enumerate(self.params.leaves) if leaf is not None]
-        order = {index: place for place, index in enumerate(present)}
-
-        def take(index: int, gradient: Tensor) -> None:
-            flat = normalize([gradient])
-            one = ScaledSum(is_traced=False)
-            if total.sums is not None:
-                one.sums = [total.sums[order[index]]]
-            one.add(flat, share, counts)
-            mean = one.mean()
-            tensors = [torch.zeros_like(t) for t in flat.tensors] if mean is None else mean.tensors
-            self.reduction.put(index, flat.restore(tensors)[0], own=True)
-
-        return take
+    return take
 
 
-def _sender(
+def _reduction(
     options: StepOptions, weights: _Weights, params: Flat, buffers: Leaves
-) -> _Sender | None:
+) -> Reduction | None:
     """What sends gradients during the last backward; None where nothing is sent then, or where each
     microbatch has to be measured first.
     """
@@ -379,7 +348,7 @@ def _sender(
     # What follows from the weights alone is known before the gradients are.
     counted = torch.where(is_weight(weights.vector), weights.vector, 0).sum()
     divisor = mean_divisor(counted, all_reduce(counted, "sum", options.group))
-    return _Sender(reduction_of(params.leaves, buffers, divisor, options.group), params)
+    return reduction_of(params.leaves, buffers, divisor, options.group)
 
 
 # ---- weights and losses --------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._grads.clip import Clip, check_clip, check_ordered
+from .._grads.clip import check_clip, check_ordered
 from .._grads.measure import measure
 from .._loss_scale.rule_protocol import HasScale
 from .._loss_scale.scaling import check_device
@@ -124,8 +124,12 @@ def unscale_and_step(
     """
     clip = check_clip(max_norm, clip_value, norm_type)
     updater = as_conditional(optimizer)
-    inputs = flatten_scaled(updater, params, scaled_grads, opt_state, scaler, clip)
+    inputs = flatten_step(updater, params, scaled_grads, opt_state)
     tensors, scale = inputs.grads.tensors, scaler.scale
+    check_device(scale, params, inputs.grads.given, "grads")
+    if clip.value is not None:
+        check_ordered(params, inputs.grads.given, "grads")
+    updater.check(inputs)
     stats = measure(
         inputs.grads,
         scale,
@@ -145,19 +149,6 @@ def unscale_and_step(
     if donate:
         _tree.poison((params, scaled_grads, opt_state), keep=(out, scaler, max_norm, clip_value))
     return out
-
-
-def flatten_scaled(
-    updater: Any, params: Tree, grads: Tree, opt_state: Any, scaler: HasScale, clip: Clip
-) -> StepInputs:
-    """The checked inputs of a step over gradients that `scaler` scaled."""
-    inputs = flatten_step(updater, params, grads, opt_state)
-    leaves = inputs.grads.given
-    check_device(scaler.scale, params, leaves, "grads")
-    if clip.value is not None:
-        check_ordered(params, leaves, "grads")
-    updater.check(inputs)
-    return inputs
 
 
 def update(updater: Any, inputs: StepInputs, outcome: Outcome, memory: Memory) -> tuple[Tree, Any]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .._distributed.buckets import reduction_of
-from .._distributed.collectives import assert_same_on_all_ranks, describe_leaves, on_cpu
+from .._distributed.collectives import checked_on_all_ranks, describe_leaves, on_cpu
 from .._distributed.describe_settings import describe_setting
 from .._distributed.mesh import mesh_sizes
 from .._distributed.process_group import all_reduce, check_group
@@ -115,17 +115,16 @@ def checked(
     if group is None:
         return check(), None
     group = check_group(group)
-    found: list[T] = []
 
-    def checked_all() -> None:
-        found.append(check())
+    def check_all() -> T:
+        found = check()
         _refuse_dtensors({name: getattr(state, name) for name in ("params", "buffers", "scaler")})
+        return found
 
-    if on_cpu(group):
-        assert_same_on_all_ranks(group, checked_all, lambda: _all_that_must_agree(settings, state))
-    else:
-        checked_all()
-    return found[0], group if dist.get_world_size(group) > 1 else None
+    found = checked_on_all_ranks(
+        group, check_all, lambda: _all_that_must_agree(settings, state), sync=on_cpu(group)
+    )
+    return found, group if dist.get_world_size(group) > 1 else None
 
 
 def _is_dense(leaf: Tensor) -> bool:

@@ -164,7 +164,7 @@ def check_guarded(guard: Any, state: Tree) -> None:
             "`state._replace(guard=())`."
         )
     check_guard(guard)
-    if state == ():
+    if state == () and guard.init(None) != ():  # one that remembers nothing has no state
         raise ValueError(
             "the step has a guard, and state.guard is (). Likely cause: a state that was made, or "
             "saved, without one. Fix: `init_train_state(..., guard=guard)`, or "

@@ -210,38 +210,30 @@ def train_step(
     >>> state.params, info.loss, info.scale, state.scaler.scale
     ({'w': tensor([0.])}, tensor(1.), tensor(65536.), tensor(131072.))
     """
-    flat = _flattened(state)
-    settings = {
-        "max_retries": max_retries,
+    shared: Any = {
+        "rule": rule,
+        "guard": guard,
         "on_nonfinite": on_nonfinite,
         "bn_update": bn_update,
-        "max_norm": max_norm,
-        "clip_value": clip_value,
-        "norm_type": norm_type,
-        "rule": rule,
-        "optimizer": optimizer,
-        "guard": guard,
+        "max_retries": max_retries,
         "unroll": unroll,
     }
+    bounds = {"max_norm": max_norm, "clip_value": clip_value, "norm_type": norm_type}
+    settings = {**shared, **bounds, "optimizer": optimizer}
     # Over a group weights are asked for before others wait for what follows from them.
     asked = weight_fn if group is not None else None
-    clip, group = checked_group(
-        group, lambda: _check_call(state, flat, microbatches, settings, asked), settings, state
+    (flat, clip), group = checked_group(
+        group, lambda: _check_call(state, microbatches, settings, asked), settings, state
     )
     options = StepOptions(
         loss_fn=loss_fn,
         optimizer=as_conditional(optimizer),
-        rule=rule,
         clip=clip,
         weight_fn=weight_fn,
-        on_nonfinite=on_nonfinite,
-        bn_update=bn_update,
         group=group,
-        max_retries=max_retries,
         donate=donate,
         takes_amax=takes_amax(rule),
-        guard=guard,
-        unroll=unroll,
+        **shared,
     )
     new_state, info = _stages(options, state, flat, microbatches)
     if donate:
@@ -256,12 +248,6 @@ class _FlatState(NamedTuple):
     buffers: Flat
     opt_state: Flat
     scaler: Flat
-
-
-def _flattened(state: Any) -> _FlatState:
-    if not isinstance(state, TrainState):  # which is about to be refused
-        return _FlatState(*[Flat((), [], None)] * 4)
-    return _FlatState(*flatten_together(*state[:4]))
 
 
 def _stages(
@@ -433,12 +419,11 @@ def _next_buffers(
 
 def _check_call(
     state: TrainState,
-    flat: _FlatState,
     microbatches: Any,
     settings: dict[str, Any],
     weight_fn: Callable[[Any], float | Tensor] | None,
-) -> Clip:
-    """The bounds of the step, once everything else is checked too."""
+) -> tuple[_FlatState, Clip]:
+    """The state, flat, and the bounds of the step, once everything is checked."""
     rule, max_retries = settings["rule"], settings["max_retries"]
     if not isinstance(state, TrainState):
         raise TypeError(
@@ -448,6 +433,7 @@ def _check_call(
     _check_parts(settings["optimizer"], rule)
     _check_microbatches(microbatches)
     clip = check_clip(settings["max_norm"], settings["clip_value"], settings["norm_type"])
+    flat = _FlatState(*flatten_together(*state[:4]))
     leaves = flat.params.leaves
     _tree.check_parameters(flat.params, "state.params")
     check_device(state.scaler.scale, state.params, leaves, "state.params")
@@ -483,7 +469,7 @@ def _check_call(
         )
     if weight_fn is not None:
         check_weights(microbatches, weight_fn, state.scaler.scale)
-    return clip
+    return flat, clip
 
 
 def _check_microbatches(microbatches: Any) -> None:

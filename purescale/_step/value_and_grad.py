@@ -67,10 +67,6 @@ class ValueAndGrad:
             if not (params.ordinary and scaler.ordinary):
                 *self.inputs, self.scale = _recordable([*self.inputs, self.scale])
 
-    def leaves(self) -> Leaves:
-        """The parameters."""
-        return self._leaves(self.inputs)
-
     def zeros(self) -> Leaves:
         """Gradients of a window in which nothing counts."""
         return self._leaves(
@@ -107,7 +103,7 @@ class ValueAndGrad:
         inputs, loss, outputs = self.graph(buffers, microbatch)
         grads: list[Any] = []
         if on_grad is not None:
-            _backward(loss, inputs, [functools.partial(on_grad, index) for index in self.present])
+            _backward(loss, inputs, on_grad)
         else:
             found: list[Any] = list(_gradients(loss, inputs))
             for index, gradient in enumerate(found):
@@ -251,7 +247,7 @@ def _gradients(loss: Tensor, inputs: Leaves) -> tuple[Tensor | None, ...]:
     return private.run_backward((loss,), seed, *once, tuple(inputs), True, accumulate_grad=False)
 
 
-def _backward(loss: Tensor, inputs: Leaves, takers: list[Callable[[Tensor], None]]) -> None:
+def _backward(loss: Tensor, inputs: Leaves, on_grad: Callable[[int, Tensor], None]) -> None:
     """Hand over each gradient as the backward makes it; zeros of what the loss does not use."""
     taken: set[int] = set()
 
@@ -259,7 +255,7 @@ def _backward(loss: Tensor, inputs: Leaves, takers: list[Callable[[Tensor], None
         found = [leaf.grad]
         leaf.grad = None
         taken.add(index)
-        takers[index](donation.owned(found)[0])  # type: ignore[arg-type]
+        on_grad(index, donation.owned(found)[0])  # type: ignore[arg-type]
 
     for index, leaf in enumerate(inputs):
         leaf.grad = None  # of a backward inside of loss_fn
@@ -267,17 +263,14 @@ def _backward(loss: Tensor, inputs: Leaves, takers: list[Callable[[Tensor], None
     torch.autograd.backward(loss, inputs=inputs)
     for index in reversed(range(len(inputs))):
         if index not in taken:
-            takers[index](torch.zeros_like(inputs[index].detach()))
+            on_grad(index, torch.zeros_like(inputs[index].detach()))
 
 
 def _recordable(leaves: Leaves) -> Leaves:
     """Tensors made under inference_mode as copies that autograd takes; all others as they are."""
     if _tree.are_tensors(leaves) and not any(map(Tensor.is_inference, leaves)):
         return leaves
-    return [
-        leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf
-        for leaf in leaves
-    ]
+    return [_tree.recordable(leaf) for leaf in leaves]
 
 
 def _like_buffers(returned: Any, buffers: Tree) -> bool:

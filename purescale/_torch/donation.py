@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .._torch import dtensor, private
-from .._torch.foreach import are_contiguous, are_gapless, is_gapless
+from .._torch.foreach import are_gapless, is_gapless
 from .._torch.looks import elements
 from .._torch.tracing import PLAIN_TYPES, traced, under_transform
 
@@ -136,9 +136,9 @@ def owned(found: list[Tensor]) -> list[Tensor]:
     # Two uses: the tensor, and its place in this list. What came from outside cannot be resized.
     uses = list(map(private.storage_uses, map(_cdata, storages)))
     resizable = list(map(torch.UntypedStorage.resizable, storages))
-    gapless = map(Tensor.is_contiguous, detached)
-    if not are_contiguous(detached):
-        gapless = map(is_gapless, detached)
+    gapless = list(map(Tensor.is_contiguous, detached))
+    if not all(gapless):
+        gapless = list(map(is_gapless, detached))
     for index, (count, ours, whole) in enumerate(zip(uses, resizable, gapless, strict=True)):
         if count != 2 or not ours or not whole:
             detached[index] = detached[index].clone()

@@ -115,23 +115,8 @@ def unsupported_reason(leaf: Tensor, *, sparse: bool = False) -> str:
     return ""
 
 
-def check_gradient(leaf: Any, at: str) -> None:
-    """Refuse what cannot be a gradient; `at` is its path."""
-    _check_floating(leaf, at, "gradient")
-    reason = unsupported_reason(leaf, sparse=True)
-    if reason:
-        raise TypeError(f"{at} {reason}")
-
-
-def check_parameter(leaf: Any, at: str) -> None:
-    """Refuse what cannot be a parameter; `at` is its path."""
-    _check_floating(leaf, at, "parameter")
-    reason = unsupported_reason(leaf)
-    if reason:
-        raise TypeError(f"{at} {reason}")
-
-
-def _check_floating(leaf: Any, at: str, what: str) -> None:
+def check_leaf(leaf: Any, at: str, what: str) -> None:
+    """Refuse what cannot be a `what`, "gradient" or "parameter"; `at` is its path."""
     if not isinstance(leaf, Tensor):
         raise TypeError(
             f"{at} is {type(leaf).__name__} {leaf!r}; every {what} must be a tensor or None. "
@@ -144,6 +129,8 @@ def _check_floating(leaf: Any, at: str, what: str) -> None:
             "integer buffer, a mask or a token count is in the tree. Fix: leave it out, or put "
             "None in its place."
         )
+    if reason := unsupported_reason(leaf, sparse=what == "gradient"):
+        raise TypeError(f"{at} {reason}")
 
 
 def elsewhere(device: torch.device) -> str:
@@ -189,11 +176,11 @@ def normalize(leaves: Sequence[Any]) -> Normalized:
     if are_plain(leaves):
         return Normalized(list(leaves), leaves, plain=True)
     given = [dtensor.reduce_partial(leaf) for leaf in leaves]
-    tensors = [_dense_real(dtensor.shard(leaf)) for leaf in given if leaf is not None]
+    tensors = [dense_real(dtensor.shard(leaf)) for leaf in given if leaf is not None]
     return Normalized(tensors, given, plain=False)
 
 
-def _dense_real(leaf: Tensor) -> Tensor:
+def dense_real(leaf: Tensor) -> Tensor:
     leaf = dense(leaf)
     if not leaf.is_complex():
         resolved: Tensor = leaf.resolve_neg()
@@ -258,13 +245,23 @@ def same_metadata(a: Any, b: Any) -> bool:
     if is_constant(a) or is_constant(b):
         if isinstance(a, Tensor) or isinstance(b, Tensor):
             return a is b
-        return a is b or (type(a) is type(b) and bool(a == b))
+        return are_equal_constants(a, b)
     return (
         not dtensor.placement_mismatch(a, b)
         and a.shape == b.shape
         and a.dtype == b.dtype
         and a.device == b.device
     )
+
+
+def are_equal_constants(a: Any, b: Any) -> bool:
+    """Whether two constants that are no tensors are the same; arrays, which have no one answer,
+    only where they are one object.
+    """
+    try:
+        return a is b or (type(a) is type(b) and bool(a == b))
+    except ValueError:
+        return False
 
 
 def mismatch_error(a: Any, b: Any, at: str, other: str, reason: str) -> Exception:

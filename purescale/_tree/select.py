@@ -12,7 +12,7 @@ from .._torch.donation import can_write
 from .._torch.tracing import host_can_read, is_on_a_graph, traced
 from .._tree import tree
 from .._tree.leaves import are_plain, is_constant
-from .._tree.tree import Flat, Leaves, Tree
+from .._tree.tree import Leaves, Tree
 
 
 @outside_autocast()
@@ -46,12 +46,11 @@ def where(
     *,
     donate: bool = False,
     read_only: Sequence[Tensor] = (),
-    flat: Flat | None = None,
 ) -> Tree:
     """`select` that may write its result into the tensors of `old`, unless they share memory with
-    `read_only`. `flat`: of `old`, if it is known.
+    `read_only`.
     """
-    leaves, others, structure = tree.matching_leaves(old, new, "old", "new", flat=flat)
+    leaves, others, structure = tree.matching_leaves(old, new, "old", "new")
     return structure.unflatten(choose(skip, leaves, others, donate=donate, read_only=read_only))
 
 

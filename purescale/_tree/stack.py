@@ -11,6 +11,7 @@ from torch import Tensor
 from .._torch.dtypes import wide_dtype
 from .._tree import scalars
 from .._tree import tree as _tree
+from .._tree.leaves import are_equal_constants
 from .._tree.tree import Leaves, Tree
 
 
@@ -77,7 +78,7 @@ def _can_be_stacked(leaf: Any, like: Any) -> bool:
         return (leaf.shape, leaf.dtype, leaf.device) == (like.shape, like.dtype, like.device)
     if isinstance(leaf, Tensor) or isinstance(like, Tensor):
         return False
-    return type(leaf) is type(like) and bool(leaf == like)
+    return are_equal_constants(leaf, like)
 
 
 def _kind(leaf: Any) -> str:
@@ -228,5 +229,9 @@ def _averaged(a: Any, b: Any, decay: float | Tensor) -> Any:
         return b.clone()
     wide = torch.promote_types(wide_dtype(a.dtype), wide_dtype(b.dtype))
     share = 1 - (decay.to(wide) if isinstance(decay, Tensor) else decay)
-    # lerp returns equal elements unchanged; a sum of two products would round them.
-    return torch.lerp(a.to(wide), b.to(wide), share).to(a.dtype)
+    a_wide, b_wide = a.to(wide), b.to(wide)
+    # lerp returns equal elements unchanged; a sum of two products would round them. But of equal
+    # infinities, and of numbers whose difference overflows, it makes what is not finite.
+    average = torch.lerp(a_wide, b_wide, share)
+    products = a_wide * (1 - share) + b_wide * share
+    return torch.where(average.isfinite(), average, products).to(a.dtype)

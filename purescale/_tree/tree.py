@@ -176,7 +176,6 @@ def paths(tree: Tree, name: str) -> list[str]:
     return [accessor.codify(name) for accessor in optree.tree_accessors(tree, **_OPTREE)]
 
 
-_CONTAINERS = {dict, list, tuple}
 _shape, _dtype = operator.attrgetter("shape"), operator.attrgetter("dtype")
 _device = operator.attrgetter("device")
 
@@ -185,7 +184,12 @@ def names(tree: Tree) -> list[str]:
     """The dotted name of each leaf, `conv.weight`, in the order of `flatten`. Of a flat dict its
     keys.
     """
-    if type(tree) is dict and not any([type(child) in _CONTAINERS for child in tree.values()]):
+    if type(tree) is dict and all(
+        [
+            type(child) is Tensor or child is None or isinstance(child, Tensor)
+            for child in tree.values()
+        ]
+    ):
         return [str(key) for key in tree]
     if not torch.compiler.is_dynamo_compiling():
         return [".".join(str(part) for part in path) for path in optree.tree_paths(tree, **_OPTREE)]
@@ -399,7 +403,7 @@ def poison(given: Any, keep: Any) -> None:
 def check_gradients(grads: Tree, leaves: Leaves, name: str = "grads") -> None:
     """Refuse, naming the leaf, what cannot be a gradient."""
     for index, leaf in _leaf.unusual(leaves):
-        _leaf.check_gradient(leaf, path(grads, name, index))
+        _leaf.check_leaf(leaf, path(grads, name, index), "gradient")
 
 
 def check_parameters(params: Flat, name: str = "params") -> None:
@@ -407,7 +411,7 @@ def check_parameters(params: Flat, name: str = "params") -> None:
     if params.ordinary and _leaf.are_real(params.leaves):
         return
     for index, leaf in _leaf.unusual(params.leaves):
-        _leaf.check_parameter(leaf, path(params.tree, name, index))
+        _leaf.check_leaf(leaf, path(params.tree, name, index), "parameter")
 
 
 def device_of(tree: Tree, leaves: Leaves, name: str) -> torch.device:

@@ -82,6 +82,25 @@ def test_in_inference_mode_its_tensors_are_not_taken_for_others():
     assert not look([inference_tensor()])[1]
 
 
+def test_what_was_seen_in_inference_mode_is_not_taken_for_its_tensors_outside():
+    optimizer = ps.from_torch(torch.optim.Adamax, lr=0.1)
+
+    def stepped(params, state, **settings):
+        grads = {name: torch.ones(3, 2) for name in params}
+        return ps.maybe_step(optimizer, params, grads, state, torch.tensor(False), **settings)
+
+    with torch.inference_mode():
+        made_inside = parameters(), optimizer.init(parameters())
+    made_outside = parameters(), optimizer.init(parameters())
+    with torch.inference_mode():
+        expected = stepped(*made_outside)
+    assert same_bits(stepped(*made_inside, donate=True), expected)
+    with torch.inference_mode():
+        look([torch.zeros(2)])
+        assert not look([torch.zeros(2)])[1]
+    assert not look([inference_tensor()])[1]
+
+
 def test_a_result_of_autograd_is_not_taken_for_a_parameter():
     assert look([torch.zeros(2, requires_grad=True)])[1]
     assert is_known([torch.zeros(2, requires_grad=True)])

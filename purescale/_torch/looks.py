@@ -51,7 +51,10 @@ def look(
     """The list, so that what is seen of it is known for the next with its metadata, and whether it
     is ordinary.
     """
-    if traced() or not set(map(type, tensors)) <= PLAIN_TYPES:
+    # In inference mode the guard takes ordinary tensors for what its own are outside of it.
+    if traced() or torch.is_inference_mode_enabled():
+        return tensors, are_ordinary(tensors)
+    if not set(map(type, tensors)) <= PLAIN_TYPES:
         return tensors, are_ordinary(tensors)
     known = _seen.get(len(tensors), ())
     # The comparison would end the process over a nested tensor.

@@ -242,6 +242,31 @@ def test_a_beta_in_the_state_is_not_rounded_to_half_parameters():
     torch.testing.assert_close(got, expected, rtol=2**-7, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "setting", "value"),
+    [
+        (name, setting, value)
+        for name, settings in NUMBERS
+        for setting, value in settings.items()
+        if name != "Muon" and setting != "dampening"  # a matrix; nothing without momentum
+    ],
+)
+def test_one_setting_in_the_state_moves_a_parameter_without_dimensions_as_any(
+    name, setting, value, dtype, way
+):
+    """A formula tells a parameter from a setting that is data by its dimensions."""
+    optimizer = ps.from_torch(getattr(OPTIM, name), in_state=(setting,), **{setting: value})
+    results = []
+    for shape in ((), (1,)):
+        params = {"w": torch.full(shape, 0.7, dtype=dtype)}
+        grads = [{"w": torch.full(shape, g, dtype=dtype)} for g in (0.3, -0.2, 0.4)]
+        got, state = steps_of(optimizer, params, grads, optimizer.init(params))
+        assert got["w"].shape == shape
+        results.append((got["w"].reshape(1), [s.reshape(1) for s in state.slots["w"].values()]))
+    assert same_bits(*results)
+
+
 def test_rprop_finds_its_own_factors_again_in_bfloat16_under_vmap():
     params = {"w": torch.randn(33).bfloat16()}
     grads = [{"w": torch.randn(33).bfloat16()} for _ in range(4)]

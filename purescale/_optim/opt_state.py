@@ -126,6 +126,10 @@ class SlotLayout:
             slots.append(slot)
         return slots
 
+    def is_count(self, key: str) -> bool:
+        """Whether this is a number for each parameter, whatever its shape."""
+        return key in self._counts
+
     def _misfit(self, key: str, value: Tensor, name: str, weight: Tensor) -> ValueError:
         what = (
             f"a count {self._counts[key]} ()"

@@ -137,13 +137,42 @@ class UnfusedStep:
             }
             run = without_reads(self._cls, lists=lists)
         flags |= changed
+        # A setting that is data has no dimensions either: by them a formula tells it from a
+        # parameter.
+        single = [name for name, weight in weights.items() if weight.ndim == 0]
+        gradients = self._reshaped(single, (1,), new_weights, new_slots, gradients)
         if under_transform():
             numbers = [*lrs, *each_of(hyper)]
             gradients = _batch_alike(new_weights, new_slots, gradients, numbers)
         arithmetic = contextlib.nullcontext() if lists else PlainArithmetic()
         with torch.set_grad_enabled(differentiable), arithmetic:
             self._run(run, new_weights, gradients, new_slots, lrs, flags, hyper, lists=lists)
+        self._reshaped(single, (), new_weights, new_slots, {})
         return new_weights, new_slots
+
+    def _reshaped(
+        self,
+        names: list[str],
+        shape: tuple[int, ...],
+        weights: dict[str, Tensor],
+        slots: Slots,
+        gradients: dict[str, Tensor],
+    ) -> dict[str, Tensor]:
+        """Put views in this shape in place of these parameters and what is kept for them but
+        counts. The gradients are returned, likewise.
+        """
+        if not names:
+            return gradients
+        gradients = dict(gradients)
+        for name in names:
+            weights[name] = weights[name].reshape(shape)
+            slots[name] = {
+                key: value if self._layout.is_count(key) else value.reshape(shape)
+                for key, value in slots[name].items()
+            }
+            if name in gradients:
+                gradients[name] = gradients[name].reshape(shape)
+        return gradients
 
     def _over_lists(self, tensors: list[Tensor]) -> bool:
         """Whether launches are what a step costs, and torch has a formula whose launches do not

@@ -161,6 +161,28 @@ def test_masters_inside_or_outside_have_the_same_bits(way):
         assert same_bits(states[0].inner, states[2])
 
 
+@pytest.mark.parametrize("between", [lambda inside: inside, ps.with_master_weights])
+def test_one_around_another_equals_one_with_the_dtypes_of_both(between, way):
+    first, second = {"exp_avg": torch.bfloat16}, {"exp_avg_sq": torch.float16}
+    around = ps.with_state_dtype(between(ps.with_state_dtype(made("AdamW"), first)), second)
+    alone = ps.with_state_dtype(between(made("AdamW")), {**first, **second})
+    params = params_of(WIDE)
+    states, both = [around.init(params), alone.init(params)], [params, params]
+    for index in range(3):
+        for i, each in enumerate((around, alone)):
+            both[i], states[i] = each.step(both[i], grads_of(params, index), states[i])
+        assert same_bits((both[0], states[0]), (both[1], states[1]))
+
+
+def test_one_around_another_is_one_graph():
+    inside = ps.with_state_dtype(made("SGD"), {"*": torch.bfloat16})
+    around = ps.with_state_dtype(inside, {"momentum*": torch.float16})
+    params = params_of(WIDE)
+    state, grads = around.init(params), grads_of(params, 0)
+    (found,) = assert_single_graph(around.step, (params, grads, state))
+    torch.testing.assert_close(found, around.step(params, grads, state), rtol=2.0**-7, atol=1e-7)
+
+
 def test_with_masters_adamw_takes_8_bytes():
     optimizer = ps.with_state_dtype(ps.with_master_weights(made("AdamW")), MOMENTS)
     params = {"w": torch.zeros(1000, dtype=torch.bfloat16)}

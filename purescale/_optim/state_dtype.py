@@ -79,6 +79,7 @@ class StateDtypeOptimizer(Wrapper):
             )
         self._dtypes = dict(dtypes)
         super().__init__(optimizer, self._dtypes)
+        self._inside = _others_inside(optimizer)
 
     def init(self, params: Tree) -> Any:
         """The state of an optimizer that has made no step."""
@@ -91,8 +92,7 @@ class StateDtypeOptimizer(Wrapper):
 
     def _matching(self, name: tuple[str, ...]) -> list[str]:
         """The patterns that match a part of the way to a leaf, or all of it."""
-        texts = (*name, ".".join(name))
-        return [p for p in self._dtypes if any([fnmatch.fnmatchcase(text, p) for text in texts])]
+        return _matching((*name, ".".join(name)), tuple(self._dtypes))  # type: ignore[no-any-return]
 
     def _kept_in(
         self, name: tuple[str, ...], leaf: Any, made: torch.dtype | None = None
@@ -179,7 +179,11 @@ class StateDtypeOptimizer(Wrapper):
         state = without_wrappers(inputs.opt_state)
         if isinstance(state, OptState):
             dtypes = {name: self.inner_dtype(p.dtype) for name, p in inputs.named_params.items()}
-            return [dtypes.get(name) for name, slot in state.slots.items() for _ in slot]
+            made = [dtypes.get(name) for name, slot in state.slots.items() for _ in slot]
+            for other in self._inside:
+                triples = zip(_names(state), leaves, made, strict=True)
+                made = [other._kept_in(*triple) for triple in triples]
+            return made
         meta = [
             torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
             if isinstance(leaf, Tensor)
@@ -206,6 +210,21 @@ class StateDtypeOptimizer(Wrapper):
                     "cause: the state of an optimizer with other dtypes, or with none. Fix: "
                     "`opt_state = optimizer.init(params)`, or cast it there."
                 )
+
+
+def _others_inside(optimizer: Any) -> list[StateDtypeOptimizer]:
+    """Those that make a state narrow before another around them does, the innermost first."""
+    found: list[StateDtypeOptimizer] = []
+    while isinstance(optimizer, Wrapper):
+        if isinstance(optimizer, StateDtypeOptimizer):
+            found.insert(0, optimizer)
+        optimizer = optimizer.optimizer
+    return found
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # of names and patterns
+def _matching(texts: tuple[str, ...], patterns: tuple[str, ...]) -> list[str]:
+    return [p for p in patterns if any([fnmatch.fnmatchcase(text, p) for text in texts])]
 
 
 # ---- the tensors of a state ----------------------------------------------------------------------

@@ -54,6 +54,24 @@ def test_a_window_of_another_length_costs_one_more_graph_and_then_none():
     assert backend.frame_count == 2
 
 
+@pytest.mark.parametrize("names", [("max_norm",), ("max_norm", "clip_value")])
+def test_a_compiled_step_takes_bounds_that_are_tensors(names):
+    state, step = job(ADAMW(), ps.DynamicScale(init_scale=2.0**8))
+
+    def bounded(state, microbatches, bounds):
+        return step(state, microbatches, **dict(zip(names, bounds, strict=True)))
+
+    compiled = torch.compile(bounded, fullgraph=True, backend="aot_eager")
+    for value in (0.5, math.nan):
+        bounds = [torch.tensor(value) for _ in names]
+        (new, info), (expected, told) = (
+            f(state, window(0, 1), bounds) for f in (compiled, bounded)
+        )
+        assert info.found_inf == told.found_inf == math.isnan(value)
+        assert new.scaler == expected.scaler
+        torch.testing.assert_close(tensors(new.params), tensors(expected.params))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",

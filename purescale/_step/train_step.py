@@ -347,7 +347,7 @@ def _next_scaler(
         before.tree, updated_scaler, "state.scaler", _FROM_RULE, flat=before
     )[1]
     only_an_overflow_skips = (
-        window.must_skip is None and not options.clip.bounds and options.guard is None
+        window.must_skip is None and len(options.clip.bounds) == 0 and options.guard is None
     )
     if not (only_an_overflow_skips or outcome.decision.skip_on_host is False):
         # Weights that leave nothing, a bound that is none and a guard leave the scale as it was.

@@ -117,6 +117,22 @@ def test_a_half_policy_with_norms_in_either_dtype_keeps_running_statistics_as_st
     torch.testing.assert_close(out, expected[0], rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("norms", ["float64", "bfloat16", "float16"])
+@pytest.mark.parametrize("train", [True, False])
+def test_norms_in_another_dtype_than_a_float32_net(norms, train):
+    """The weights of norms are cast whatever the net computes in, and so must their inputs be."""
+    module = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.BatchNorm1d(8), nn.RMSNorm(8))
+    apply, params, buffers = ps.make_functional(module)
+    x = torch.randn(16, 8)
+    expected, expected_buffers = apply(params, buffers, x, train=train)
+    mixed = ps.with_policy(apply, f"compute=float32,norms={norms}")
+    out, new_buffers = mixed(params, buffers, x, train=train)
+    assert out.dtype is f32
+    close = {"rtol": 1e-5, "atol": 1e-6} if norms == "float64" else {"rtol": 0.05, "atol": 0.05}
+    torch.testing.assert_close(out, expected, **close)
+    torch.testing.assert_close(new_buffers, expected_buffers, **close)
+
+
 @pytest.mark.parametrize(
     "policy",
     [

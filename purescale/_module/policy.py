@@ -215,7 +215,7 @@ def with_policy(
         device = next((weight.device.type for weight in params.values()), "cpu")
         norms = (
             NormsIn(rules.norm_dtype, given=(rules.compute_dtype,))
-            if rules.compute_dtype is not torch.float32
+            if {rules.compute_dtype, rules.norm_dtype} != {torch.float32}
             else nullcontext()
         )
         with (

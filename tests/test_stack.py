@@ -199,6 +199,13 @@ def test_what_does_not_move_keeps_its_bits(dtype, decay):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("decay", [0.0, 0.1, 0.999, 1.0, torch.tensor(0.9)])
+def test_a_zero_that_does_not_move_keeps_its_sign(dtype, decay):
+    x = torch.tensor([-0.0, 0.0]).to(dtype)
+    assert same_bits(torch.signbit(ps.ema(x, x, decay)), torch.signbit(x))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_the_ends_are_old_and_new(dtype):
     old, new = torch.randn(33).to(dtype) * 100, torch.randn(33).to(dtype)
     assert same_bits(ps.ema([old], [new], 1), [old])

@@ -231,7 +231,8 @@ def _averaged(a: Any, b: Any, decay: float | Tensor) -> Any:
     share = 1 - (decay.to(wide) if isinstance(decay, Tensor) else decay)
     a_wide, b_wide = a.to(wide), b.to(wide)
     # lerp returns equal elements unchanged; a sum of two products would round them. But of equal
-    # infinities, and of numbers whose difference overflows, it makes what is not finite.
+    # infinities, and of numbers whose difference overflows, it makes what is not finite, and of
+    # two -0.0 it makes 0.0.
     average = torch.lerp(a_wide, b_wide, share)
     products = a_wide * (1 - share) + b_wide * share
-    return torch.where(average.isfinite(), average, products).to(a.dtype)
+    return torch.where(average.isfinite() & (average != 0), average, products).to(a.dtype)

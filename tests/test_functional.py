@@ -1486,6 +1486,31 @@ def test_a_part_of_torch_jit_is_refused_by_name(script):
         ps.make_functional(nn.Sequential(nn.ReLU(), part))
 
 
+def test_an_attribute_of_which_there_is_no_copy_is_refused_in_words():
+    module = nn.Linear(5, 5)
+    module.lock = threading.Lock()
+    with pytest.raises(TypeError, match=r"^the model cannot be copied .*'_thread.lock'.*Fix: "):
+        ps.make_functional(module)
+
+
+class OverGroup(nn.Linear):
+    """Knows the ranks of its group, as what is parallel over tensors does."""
+
+    def forward(self, x):
+        return super().forward(x) * self.group.size()
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_a_process_group_is_that_of_the_model(train):
+    module = OverGroup(5, 5)
+    module.group = torch.distributed.ProcessGroup(torch.distributed.HashStore(), 0, 3)
+    apply, params, buffers = ps.make_functional(module)
+    x = torch.randn(2, 5)
+    apply._idle[train].clear()  # as where another thread is in a call: one more copy is made
+    out, _ = apply(params, buffers, x, train=train)
+    assert same_bits(out, module(x).detach())
+
+
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda apply: pickle.loads(pickle.dumps(apply))])
 @pytest.mark.parametrize("make", [small_net, lambda: nn.Sequential(nn.Flatten(), nn.LSTM(36, 3))])
 def test_a_copy_of_apply_does_the_same(how, make):

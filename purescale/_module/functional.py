@@ -51,6 +51,7 @@ class Apply:
     _copied: frozenset[str]  # weights of embeddings with max_norm, which write into them
     _hooks: dict[str, tuple[Hook, ...]]  # by parameter: what the gradients go through
     _not_in_half: tuple[str, ...]  # what plain half compute cannot run, in words
+    _shared: dict[int, Any]  # what has no copy, by id: all copies of the model hold the same
     # Skeletons that no call is using. A call inside of another, or in another thread, takes one of
     # its own.
     _idle: dict[bool, list[Skeleton]] = dataclasses.field(
@@ -107,7 +108,7 @@ class Apply:
         except IndexError:
             skeleton = None
         if skeleton is None or skeleton.is_kept():
-            skeleton = Skeleton(copy.deepcopy(self._roots[train]))
+            skeleton = Skeleton(copy.deepcopy(self._roots[train], {**self._shared}))
         return skeleton
 
     @property
@@ -293,13 +294,14 @@ def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
     - Random numbers (dropout) come from torch's global generator, unless `train_step` is given an
       `rng`.
 
-    Raises `TypeError` for what is no module, or has a part of torch.jit; `ValueError` for lazy
-    parameters that have not seen a batch, for tensors in a tuple, and for functions that hold parts
-    of the live model: closures, hooks, patched and compiled forwards. `apply` raises `RuntimeError`
-    for names of another model, for a read of a parameter after it has returned, and for a forward
-    that registers, replaces or removes what must be there in every call, or has written into its
-    parameters. Writes through `.data` are not seen, unless `PURESCALE_DEBUG_DONATION=1` was set
-    before the import; under `torch.compile` all change a copy and are dropped.
+    Raises `TypeError` for what is no module, has a part of torch.jit, or has attributes of which
+    there is no copy, such as a lock; `ValueError` for lazy parameters that have not seen a batch,
+    for tensors in a tuple, and for functions that hold parts of the live model: closures, hooks,
+    patched and compiled forwards. `apply` raises `RuntimeError` for names of another model, for a
+    read of a parameter after it has returned, and for a forward that registers, replaces or removes
+    what must be there in every call, or has written into its parameters. Writes through `.data` are
+    not seen, unless `PURESCALE_DEBUG_DONATION=1` was set before the import; under `torch.compile`
+    all change a copy and are dropped.
 
     >>> from torch import nn, ones
     >>> apply, params, buffers = make_functional(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
@@ -315,7 +317,7 @@ def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
     if len(frozen) == len(params):
         frozen = set()
     own = {name: p for name, p in params.items() if name not in frozen}
-    training, compiled, hooks = without_tensors(model, _hooks_of(own))
+    training, compiled, hooks, shared = without_tensors(model, _hooks_of(own))
     if not model.training:
         for module in (*training.modules(), *compiled.modules()):
             module.training = True  # and not training.train(), which a class may have replaced
@@ -324,13 +326,17 @@ def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
         name: t.detach().clone()
         for name, t in ({n: params[n] for n in params if n in frozen} | buffers).items()
     }
+    evaluating, compiled_evaluating = (
+        copy.deepcopy(module, {**shared}) for module in (training, compiled)
+    )
     apply = Apply(
-        _roots={True: training, False: copy.deepcopy(training).eval()},
-        _traced={True: Skeleton(compiled), False: Skeleton(copy.deepcopy(compiled).eval())},
+        _roots={True: training, False: evaluating.eval()},
+        _traced={True: Skeleton(compiled), False: Skeleton(compiled_evaluating.eval())},
         _params=frozenset(trained),
         _buffers=frozenset(state),
         frozen_params=frozenset(frozen),
         _hooks=hooks,
+        _shared=shared,
         **_kinds(model, params),
     )
     return apply, trained, state

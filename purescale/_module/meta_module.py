@@ -9,6 +9,7 @@ import weakref
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._module.references import references
@@ -189,17 +190,22 @@ def _slots(places: list[_Place]) -> list[_Slot]:
     return slots
 
 
-def without_tensors(model: nn.Module, hooks: Any) -> tuple[nn.Module, nn.Module, Any]:
+def without_tensors(
+    model: nn.Module, hooks: Any
+) -> tuple[nn.Module, nn.Module, Any, dict[int, Any]]:
     """Two copies of `model`, and one of the `hooks` of its parameters: for calls with `Absent` in
     the places of its tensors, and for the compiler, which refuses those, with tensors on the meta
-    device. What was one tensor in two places stays one.
+    device. What was one tensor in two places stays one. Last, by id, what all copies share.
     """
     registered = [*model.named_parameters(), *model.named_buffers()]
     originals = {id(tensor): tensor for _, tensor in registered}
     stand_ins = {id(tensor): absent(_outside(name)) for name, tensor in registered}
     memories = {memory(tensor) for tensor in originals.values()} - {None, 0}
+    shared: dict[int, Any] = {}
     for reference in references(model):
         value = reference.value
+        if isinstance(value, dist.ProcessGroup):  # a handle, of which there is no copy
+            shared[id(value)] = value
         # Left by torch.nn.utils.weight_norm and its kind, which compute it anew in each forward;
         # deepcopy refuses such tensors.
         if (
@@ -209,8 +215,17 @@ def without_tensors(model: nn.Module, hooks: Any) -> tuple[nn.Module, nn.Module,
         ):
             originals[id(value)] = value
             stand_ins[id(value)] = absent(_computed(reference.where))
-    memo: dict[int, Any] = dict(stand_ins)
-    root = copy.deepcopy(model, memo)
+    memo: dict[int, Any] = {**shared, **stand_ins}
+    try:
+        root = copy.deepcopy(model, memo)
+    except Exception as error:
+        what = str(error).partition(". ")[0]
+        raise TypeError(
+            f"the model cannot be copied without its tensors: {what}. Likely "
+            "cause: an attribute of which there is no copy, such as a lock or an open file, or a "
+            "wrapper, such as DistributedDataParallel. Fix: keep the attribute outside of the "
+            "model, or make it in forward; of a wrapper `make_functional(wrapper.module)`."
+        ) from error
     hooks = copy.deepcopy(hooks, memo)
     _check_bound(root, hooks, model)
     for module in root.modules():
@@ -218,8 +233,8 @@ def without_tensors(model: nn.Module, hooks: Any) -> tuple[nn.Module, nn.Module,
             module.__class__ = _SyncBatchNorm
         if isinstance(module, nn.RNNBase):
             vars(module)["flatten_parameters"] = _left_as_they_are
-    memo = {id(stand_ins[key]): _on_meta(tensor) for key, tensor in originals.items()}
-    return root, copy.deepcopy(root, memo), hooks
+    on_meta = {id(stand_ins[key]): _on_meta(tensor) for key, tensor in originals.items()}
+    return root, copy.deepcopy(root, {**shared, **on_meta}), hooks, shared
 
 
 def _on_meta(tensor: Tensor) -> Tensor:

@@ -788,6 +788,28 @@ def test_load_into_a_model_without_memory_is_refused():
         ps.load_into(model, params, buffers)
 
 
+def inference_ones():
+    with torch.inference_mode():
+        return torch.ones(4)
+
+
+@pytest.mark.parametrize(
+    ("late", "given", "message"),
+    [
+        (torch.ones(1).expand(4), torch.ones(4), "late of the model was expanded"),
+        (inference_ones(), torch.ones(4), "late of the model was made under inference_mode"),
+        (torch.ones(4), torch.ones(4, device="meta"), "late is on meta"),
+    ],
+)
+def test_load_into_changes_nothing_where_torch_would_refuse_a_later_copy(late, given, message):
+    model = nn.Linear(2, 1)
+    model.register_buffer("late", late)
+    _, params, buffers = ps.make_functional(model)
+    params = {name: p + 1 for name, p in params.items()}
+    with Untouched(dict(model.named_parameters())), pytest.raises(ValueError, match=message):
+        ps.load_into(model, params, {**buffers, "late": given})
+
+
 @pytest.mark.parametrize(
     "arguments", [(torch.ones(1), {}, {}), (nn.Linear(1, 1), [], {}), (nn.Linear(1, 1), {}, None)]
 )

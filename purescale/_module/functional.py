@@ -439,8 +439,12 @@ def load_into(model: nn.Module, params: Tensors, buffers: Tensors) -> None:
             faults.append(
                 f"{name} of the model has no memory, run `model.to_empty(device=...)` first"
             )
+        elif reason := _unwritable_reason(target):
+            faults.append(f"{name} of the model {reason}")
         elif source is None:
             continue
+        elif source.is_meta:
+            faults.append(f"{name} is on meta, without values")
         elif source.shape != target.shape:
             faults.append(
                 f"{name} has shape {tuple(source.shape)}, in the model {tuple(target.shape)}"
@@ -465,3 +469,12 @@ def load_into(model: nn.Module, params: Tensors, buffers: Tensors) -> None:
     with torch.no_grad():
         for name, target in targets.items():
             target.copy_(given[name])
+
+
+def _unwritable_reason(target: Tensor) -> str:
+    """Why torch would refuse a copy into it; "" if it would not."""
+    if target.is_inference() and not torch.is_inference_mode_enabled():
+        return "was made under inference_mode, make it outside"
+    if target.layout is torch.strided and private.overlap_within(target) == 1:
+        return "was expanded, so that elements share memory, register a `.clone()` of it"
+    return ""

@@ -109,6 +109,8 @@ pytree: Any = _find("torch.utils._pytree")
 all_reduce: Callable[[Tensor, str, Any], Tensor] = _find(
     "torch.distributed._functional_collectives.all_reduce"
 )
+# 1 where two elements of a tensor are one in memory, as in what was expanded
+overlap_within: Callable[[Tensor], int] = _find("torch._debug_has_internal_overlap")
 storage_uses: Callable[[int], int] = _find("torch._C._storage_Use_Count")
 object_device: Callable[[Any], str] = _find(
     "torch.distributed.distributed_c10d._get_object_coll_device"

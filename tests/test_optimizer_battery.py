@@ -83,6 +83,11 @@ class MovesWithoutAGradient(Momentum):
         return (param - self.lr * mean).to(param.dtype)
 
 
+class HandsBackWhatStays(Momentum):
+    def stepped(self, param, grad, mean):
+        return param if grad is None else super().stepped(param, grad, mean)
+
+
 class TakesNoNone(Momentum):
     def moved(self, mean, grad):
         return 0.9 * mean + 0.1 * grad.float()
@@ -175,6 +180,7 @@ class OneAtATime(Momentum):
         (Counts, "pure", "keep it in the state"),
         (RemembersTheLast, "pure", "what it remembers belongs into the state"),
         (MovesWithoutAGradient, "none", "leave a parameter alone whose gradient is None"),
+        (HandsBackWhatStays, "none", r"`\.clone\(\)` of what is passed through"),
         (TakesNoNone, "none", "leave a parameter alone whose gradient is None"),
         (DropsWhatIsNone, "none", "leave a parameter alone"),
         (GivesFloat32, "dtype", r"\.to\(p\.dtype\)"),

@@ -287,6 +287,28 @@ def test_an_embedding_that_renormalises_its_weight_leaves_params_alone():
     torch.testing.assert_close(out, module(torch.tensor([0, 2])).detach())
 
 
+def test_rows_that_are_renormalised_before_each_step_are_trained_as_torch_trains_them():
+    model = nn.Embedding(5, 3, max_norm=0.5)
+    apply, params, buffers = ps.make_functional(model)
+    optimizer, rule = ps.from_torch(torch.optim.SGD, lr=0.1), ps.NoScale()
+    state = ps.init_train_state(params, buffers, optimizer, rule)
+    torchs = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss_fn(params, buffers, rows):
+        out, buffers = apply(params, buffers, rows)
+        return (out - 1).square().sum(), buffers
+
+    for rows in torch.tensor([[0, 2], [2, 1], [0, 4]]):
+        weight = state.params["weight"].clone()
+        F.embedding(rows, weight, max_norm=0.5)  # writes into `weight`
+        state = state._replace(params={"weight": weight})
+        state, _ = ps.train_step(state, [rows], loss_fn=loss_fn, optimizer=optimizer, rule=rule)
+        torchs.zero_grad()
+        (model(rows) - 1).square().sum().backward()
+        torchs.step()
+    torch.testing.assert_close(state.params["weight"], model.weight.detach())
+
+
 # ---- a forward that writes into its parameters
 
 

@@ -52,6 +52,10 @@ class Groups:
         for pattern, extra in overrides.items():
             every = {**settings, "lr": self._lr, **extra}
             self.slots |= self._probed(f"overrides[{pattern!r}]", every)[1]
+        # What ranks compare, defaults named or not.
+        told = {**self.defaults, **settings, "lr": self._lr}
+        patterns = dict(zip(self._patterns, self._overrides, strict=True))
+        self.summary = cls, dict(sorted(told.items())), patterns, tuple(in_state)
         self.differentiable = bool(settings.get("differentiable"))
         self.lrs = (self._lr, *(extra.get("lr") for extra in self._overrides))
         self.in_state = tuple(in_state)
@@ -78,10 +82,11 @@ class Groups:
 
     def __repr__(self) -> str:
         extra = {"lr": self._lr, **self.settings}
-        if self.in_state:
-            extra["in_state"] = self.in_state
-        if self._patterns:
-            extra["overrides"] = dict(zip(self._patterns, self._overrides, strict=True))
+        *_, overrides, in_state = self.summary
+        if in_state:
+            extra["in_state"] = in_state
+        if overrides:
+            extra["overrides"] = overrides
         settings = ", ".join(f"{name}={value!r}" for name, value in extra.items())
         return f"from_torch({self.cls.__name__}, {settings})"
 
@@ -90,32 +95,16 @@ class Groups:
         """The settings given, for all and then in each override."""
         return (self.settings, *self._overrides)
 
-    def _plain(self) -> list[Any]:
-        """The settings that are numbers, strings and flags; rates that are tensors or schedules
+    def key(self) -> str:
+        """All that a step reads of the settings, as text; rates that are tensors or schedules
         reach the formula as arguments.
         """
-        every = ({**self.defaults, **self.settings, "lr": self._lr}, *self._overrides)
-        return [
-            sorted(
-                (name, value)
-                for name, value in extra.items()
-                if not (isinstance(value, Tensor) or callable(value))
-            )
-            for extra in every
+        cls, told, overrides, in_state = self.summary
+        plain = [
+            {k: v for k, v in settings.items() if not (isinstance(v, Tensor) or callable(v))}
+            for settings in (told, *overrides.values())
         ]
-
-    def key(self) -> str:
-        """All that a step reads of the settings, as text."""
-        return repr(
-            (
-                self.cls.__module__,
-                self.cls.__qualname__,
-                id(self.cls),
-                self._patterns,
-                self._plain(),
-                self.in_state,
-            )
-        )
+        return repr((cls, id(cls), list(overrides), plain, in_state))
 
     def of(
         self, names: tuple[str, ...], lrs: Sequence[Any], hyper: Mapping[str, Any] | tuple[()] = ()

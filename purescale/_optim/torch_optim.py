@@ -149,10 +149,7 @@ class TorchOptimizer:
         # The same for the fused kernels.
         self._opaque_launches = private.allow_in_graph(lambda *args: self._launch_traced(*args))
         self._key = self._groups.key()
-        # What ranks compare, defaults named or not.
-        told = {**self._groups.defaults, **settings, "lr": self._groups.lrs[0]}
-        patterns = dict(zip(overrides, self._groups.every[1:], strict=True))
-        self.summary = cls, dict(sorted(told.items())), patterns, self._groups.in_state
+        self.summary = self._groups.summary
 
     def __repr__(self) -> str:
         return repr(self._groups)

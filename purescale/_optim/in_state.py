@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._optim.opt_state import described
+from .._optim.opt_state import described, each_of
 
 
 def names_in_state(in_state: Any, lr_in_state: bool) -> tuple[str, ...]:
@@ -62,13 +62,10 @@ def check_hyper(hyper: Any, starts: Mapping[str, Any]) -> None:
             "the names that the state has."
         )
     for name, value in hyper.items():
-        start = starts[name]
-        leaves = value if isinstance(value, tuple) else (value,)
-        sound = isinstance(value, tuple) == isinstance(start, tuple) and all(
-            isinstance(leaf, Tensor) and leaf.ndim == 0 and leaf.is_floating_point()
-            for leaf in leaves
-        )
-        if not sound or (isinstance(start, tuple) and len(leaves) != len(start)):
+        leaves, start = each_of({name: value}), starts[name]
+        of_one_kind = isinstance(value, tuple) == isinstance(start, tuple)
+        sound = of_one_kind and len(leaves) == len(each_of({name: start}))
+        if not (sound and all(map(is_number, leaves))):
             has = list(map(described, leaves))
             raise ValueError(
                 f"opt_state.hyper[{name!r}] is {', '.join(has)}; expected floating 0-d "
@@ -76,6 +73,11 @@ def check_hyper(hyper: Any, starts: Mapping[str, Any]) -> None:
                 f"{name!r}: ...}})` with torch.tensor(0.1), or a tuple of them for a tuple; a "
                 "value for each member of an ensemble goes through torch.vmap."
             )
+
+
+def is_number(leaf: Any) -> bool:
+    """Whether it is a setting as a state holds it: a floating tensor of no dimensions."""
+    return isinstance(leaf, Tensor) and leaf.ndim == 0 and leaf.is_floating_point()
 
 
 def float32(number: Any, device: torch.device | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import numbers
 from collections.abc import Mapping, Sequence
@@ -98,17 +99,11 @@ class SlotLayout:
         if self.first_step_differs:
             self._counts = {**self._counts, FIRST: torch.bool}
 
-    def new(
-        self, probes: list[Tensor], group: dict[str, Any], accepted: Sequence[str]
-    ) -> list[dict[str, Tensor]]:
+    def new(self, probes: list[Tensor], group: dict[str, Any]) -> list[dict[str, Tensor]]:
         """What torch's class keeps for these tensors before their first step."""
-        rate = group["lr"]
-        optimizer = with_slots(
-            self._cls,
-            probes,
-            {name: value for name, value in group.items() if name in accepted},
-            rate,
-        )
+        rate, accepted = group["lr"], inspect.signature(self._cls).parameters
+        settings = {name: value for name, value in group.items() if name in accepted}
+        optimizer = with_slots(self._cls, probes, settings, rate)
         slots = []
         for probe in probes:
             slot = {key: _made(value, probe) for key, value in optimizer.state[probe].items()}

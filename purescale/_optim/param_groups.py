@@ -12,11 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._optim.in_state import agreed, check_hyper, check_setting, each_number, float32
-from .._optim.opt_state import OptState, described, with_slots
+from .._optim.in_state import (
+    agreed,
+    check_hyper,
+    check_setting,
+    each_number,
+    float32,
+    is_number,
+)
+from .._optim.opt_state import OptState, SlotLayout, Slots, described, each_of, with_slots
 from .._torch import private as _torch
 from .._torch.dtypes import widest_float
-from .._torch.tracing import traced
+from .._torch.tracing import any_requires_grad, traced
 from .._tree import tree as _tree
 
 Schedule = Callable[[Tensor], "Tensor | float"]
@@ -48,25 +55,26 @@ class Groups:
         self._overrides = tuple(dict(extra) for extra in overrides.values())
         self.settings = settings
         self.flag_named = any(settings.get(name) is not None for name in FLAGS)
-        self.defaults, self.slots = self._probed("from_torch", {**settings, "lr": self._lr})
+        self.defaults, slots = self._probed("from_torch", {**settings, "lr": self._lr})
         for pattern, extra in overrides.items():
             every = {**settings, "lr": self._lr, **extra}
-            self.slots |= self._probed(f"overrides[{pattern!r}]", every)[1]
+            slots |= self._probed(f"overrides[{pattern!r}]", every)[1]
         # What ranks compare, defaults named or not.
         told = {**self.defaults, **settings, "lr": self._lr}
         patterns = dict(zip(self._patterns, self._overrides, strict=True))
         self.summary = cls, dict(sorted(told.items())), patterns, tuple(in_state)
         self.differentiable = bool(settings.get("differentiable"))
-        self.lrs = (self._lr, *(extra.get("lr") for extra in self._overrides))
+        self.lrs = tuple(
+            rate.clone() if isinstance(rate, Tensor) else rate
+            for rate in (self._lr, *(extra.get("lr") for extra in self._overrides))
+        )
         self.in_state = tuple(in_state)
         for name in self.in_state:
             check_setting(cls, name, {**self.defaults, "lr": 0.0})
         # The numbers that the settings in the state start from, but the rate.
-        self.hyper = {
-            name: value if isinstance(value := self.defaults[name], numbers.Real) else tuple(value)
-            for name in self.in_state
-            if name != "lr"
-        }
+        self.hyper = each_number(
+            float, {name: self.defaults[name] for name in self.in_state if name != "lr"}
+        )
         lists = [name for name in ("foreach", "fused") if settings.get(name)]
         if self.hyper and lists:
             raise ValueError(
@@ -76,9 +84,8 @@ class Groups:
         self.lr_in_state = "lr" in self.in_state
         # Which of the rates may be another one in a later step.
         self.moves = (callable(self._lr) or self.lr_in_state, *map(callable, self.lrs[1:]))
-        self._tensor_lrs = {
-            index: rate.clone() for index, rate in enumerate(self.lrs) if isinstance(rate, Tensor)
-        }
+        # A setting in the state may not stay 0.
+        self.layout = SlotLayout(cls, slots, (*self.every, dict.fromkeys(self.hyper, True)))
 
     def __repr__(self) -> str:
         extra = {"lr": self._lr, **self.settings}
@@ -166,9 +173,7 @@ class Groups:
         """
         rates: list[Any] = []
         for index, rate in enumerate(self.lrs):
-            if index in self._tensor_lrs:
-                rate = self._tensor_lrs[index]
-            elif callable(rate):
+            if callable(rate):
                 rate = rate(count)
                 _check_scheduled(rate)
             if index == 0 and self.lr_in_state:
@@ -191,22 +196,17 @@ class Groups:
         the step count needs more than float32.
         """
         device = opt_state.applied.device
-
-        def wide(name: str, value: Tensor) -> Tensor:
-            if value.requires_grad:
+        for name, value in opt_state.hyper.items():
+            if any_requires_grad(each_of({name: value})):
                 self._refuse_graph(f"opt_state.hyper[{name!r}]")
+
+        def wide(value: Tensor) -> Tensor:
             return value.to(device, torch.promote_types(value.dtype, widest_float(device)))
 
-        return {
-            name: tuple(wide(name, one) for one in value)
-            if isinstance(value, tuple)
-            else wide(name, value)
-            for name, value in opt_state.hyper.items()
-        }
+        return each_number(wide, opt_state.hyper)
 
-    def moving(self, opt_state: OptState) -> dict[int, Any]:
-        """The learning rates that are no plain numbers of from_torch, as of the steps applied."""
-        rates = self.rates(opt_state.applied, opt_state.lr)
+    def moving(self, rates: Sequence[Any], like: Tensor) -> dict[int, Any]:
+        """Those of `rates` that are no plain numbers of from_torch."""
         moving = {
             index: rate
             for index, rate in enumerate(rates)
@@ -215,14 +215,17 @@ class Groups:
         if not torch.compiler.is_compiling():
             return moving
         # it would take a number for a constant
-        return {index: as_tensor(rate, opt_state.applied) for index, rate in moving.items()}
+        number: dict[str, Any] = {"dtype": widest_float(like.device), "device": like.device}
+        return {
+            index: rate if isinstance(rate, Tensor) else torch.full((), rate, **number)
+            for index, rate in moving.items()
+        }
 
     def lr_of(self, device: torch.device | None) -> Any:
         """The rate that a new state starts from; () where the state holds none."""
         if not self.lr_in_state:
             return ()
-        given = 1.0 if callable(self._lr) else self._tensor_lrs.get(0, self._lr)
-        return float32(given, device)
+        return float32(1.0 if callable(self._lr) else self.lrs[0], device)
 
     def saved_groups(self, opt_state: OptState) -> list[tuple[list[str], dict[str, Any]]]:
         """torch's parameter groups with the settings as they are now, as in its state dicts."""
@@ -238,19 +241,23 @@ class Groups:
 
     def hyper_of(self, device: torch.device | None) -> Any:
         """The other settings that a new state starts from; () where the state holds none."""
-        return self._started(self.hyper, device) if self.hyper else ()
-
-    @staticmethod
-    def _started(hyper: Mapping[str, Any], device: torch.device | None) -> dict[str, Any]:
-        return each_number(lambda value: float32(value, device), hyper)
-
-    def for_layout(self) -> tuple[dict[str, Any], ...]:
-        """The settings by which a state is laid out: one in the state may not stay 0."""
-        return (*self.every, dict.fromkeys(self.hyper, True))
+        return each_number(lambda value: float32(value, device), self.hyper) or ()
 
     def for_slots(self) -> dict[str, Any]:
         """Settings with which a state has all slots that a later value needs."""
-        return {name: 0.5 for name in self.hyper if name == "momentum"}
+        return {"momentum": 0.5} if "momentum" in self.hyper else {}
+
+    def new_slots(self, named: Mapping[str, Tensor], rates: Sequence[Any]) -> Slots:
+        """What the class keeps for these parameters before their first step."""
+        slots: Slots = {}
+        for names, group in self.of(tuple(named), rates, self.for_slots()):
+            # These stand in the memory of the parameters: torch makes the state from their shapes
+            # and only that is kept.
+            probes = [named[name].detach() for name in names]
+            for probe in probes:
+                probe.grad = probe.detach()
+            slots.update(zip(names, self.layout.new(probes, group), strict=True))
+        return {name: slots[name] for name in named}
 
     def saved(
         self, saved_groups: Sequence[Mapping[str, Any]], names: tuple[str, ...], fresh: OptState
@@ -264,7 +271,7 @@ class Groups:
         if len(saved_groups) != len(groups):
             groups = [{"lr": 0, **dict.fromkeys(self.hyper)}]
         pairs = list(zip(groups, saved_groups, strict=True))
-        scheduled = callable(self._lr)
+        scheduled, device = callable(self._lr), fresh.applied.device
         lr, hyper = fresh.lr, dict(fresh.hyper)
         if self.lr_in_state:
             key = "initial_lr" if scheduled else "lr"
@@ -276,11 +283,11 @@ class Groups:
                     "Fix: `group['initial_lr'] = 1e-3` for its param_groups."
                 )
             rate = agreed(key, taken)
-            lr = lr if rate is None else float32(rate, lr.device)
+            lr = lr if rate is None else float32(rate, device)
         for name, value in hyper.items():
             found = agreed(name, [saved for group, saved in pairs if group[name] is None])
             if found is not None:
-                hyper[name] = self._started({name: found}, fresh.applied.device)[name]
+                hyper |= each_number(lambda number: float32(number, device), {name: found})
                 if isinstance(value, tuple) != isinstance(found, tuple):
                     raise ValueError(
                         f"the state dict has {name} = {found}; expected what "
@@ -294,23 +301,18 @@ class Groups:
         lr, hyper = opt_state.lr, opt_state.hyper
         if hyper or self.hyper:
             check_hyper(hyper, self.hyper)
-        if (
-            (isinstance(lr, Tensor) and lr.ndim == 0 and lr.is_floating_point())
-            if self.lr_in_state
-            else isinstance(lr, tuple)
-        ):
-            return
-        if self.lr_in_state:
+        if self.lr_in_state and not is_number(lr):
             raise ValueError(
                 f"opt_state.lr is {described(lr)}, expected a floating 0-d tensor: this optimizer "
                 "was made with lr in the state. Fix: `opt_state = optimizer.init(params)`, or "
                 "`opt_state._replace(lr=torch.tensor(1e-3))`; a rate for each member of an "
                 "ensemble goes through torch.vmap."
             )
-        raise ValueError(
-            f"opt_state.lr is {lr!r}, but this optimizer takes its rate from from_torch, and it "
-            'would be passed over. Fix: from_torch(..., in_state=("lr",)).'
-        )
+        if not (self.lr_in_state or isinstance(lr, tuple)):
+            raise ValueError(
+                f"opt_state.lr is {lr!r}, but this optimizer takes its rate from from_torch, and "
+                'it would be passed over. Fix: from_torch(..., in_state=("lr",)).'
+            )
 
     def _probed(
         self, where: str, settings: dict[str, Any]
@@ -325,14 +327,13 @@ class Groups:
                     f"{', '.join(self.accepted)}."
                 )
             for one in value if isinstance(value, (tuple, list)) else (value,):
-                if isinstance(one, Tensor) and (
-                    name != "lr" or one.ndim or not one.is_floating_point()
-                ):
+                if isinstance(one, Tensor) and not (name == "lr" and is_number(one)):
                     raise TypeError(
                         f"{where}: {name} {'is' if one is value else 'holds'} a tensor of shape "
                         f"{tuple(one.shape)}, {one.dtype}; only lr may be one, floating and 0-d, "
                         f"since torch's {self.cls.__name__} reads the others in Python. "
-                        f"{_cure(name)}"
+                        f"Fix: a number to start from and in_state=({name!r},), and torch.vmap "
+                        "for a value a member."
                     )
         _check_rate(where, settings["lr"])
         probe = torch.zeros(2, 3, dtype=torch.float32, device="cpu")
@@ -341,13 +342,6 @@ class Groups:
         return dict(optimizer.defaults), {
             key: value for key, value in optimizer.state[probe].items() if isinstance(value, Tensor)
         }
-
-
-def _cure(name: str) -> str:
-    return (
-        f"Fix: a number to start from and in_state=({name!r},), and torch.vmap for a value a "
-        "member."
-    )
 
 
 def _check_class(cls: Any, settings: dict[str, Any]) -> None:
@@ -381,14 +375,6 @@ def _check_class(cls: Any, settings: dict[str, Any]) -> None:
 
 
 # ---- learning rates ------------------------------------------------------------------------------
-
-
-def as_tensor(rate: Any, like: Tensor) -> Tensor:
-    return (
-        rate
-        if isinstance(rate, Tensor)
-        else torch.full((), rate, dtype=widest_float(like.device), device=like.device)
-    )
 
 
 def _check_rate(where: str, lr: Any) -> None:
@@ -438,15 +424,8 @@ def _is_scheduler(lr: Any) -> bool:
 
 
 def _check_scheduled(rate: Any) -> None:
-    if isinstance(rate, Tensor):
-        sound = rate.ndim == 0 and rate.is_floating_point()
-    else:
-        sound = (
-            isinstance(rate, (numbers.Real, torch.SymFloat))
-            and rate is not True
-            and rate is not False
-        )
-    if sound:
+    plain = isinstance(rate, (numbers.Real, torch.SymFloat)) and not isinstance(rate, bool)
+    if plain or is_number(rate):
         return
     what = f"a tensor {rate.dtype} {tuple(rate.shape)}" if isinstance(rate, Tensor) else repr(rate)
     raise TypeError(

@@ -135,7 +135,7 @@ class TorchOptimizer:
         in_state: Sequence[str] = (),
     ) -> None:
         self._groups = Groups(cls, lr, overrides, settings, in_state=in_state)
-        self._layout = SlotLayout(cls, self._groups.slots, self._groups.for_layout())
+        self._layout = self._groups.layout
         # torch's kernels take Python numbers.
         self._kernel = None if self._groups.hyper else kernel_of(cls)
         self.differentiable = self._groups.differentiable
@@ -143,7 +143,7 @@ class TorchOptimizer:
         # Dynamo will not trace a torch optimizer; the compiler behind it traces this plain Python.
         # Nothing in there is guarded, so a compiled step is guarded by `_key` instead: all that the
         # formula reads but for its arguments.
-        self._unfused = UnfusedStep(self._groups, self._layout)
+        self._unfused = UnfusedStep(self._groups)
         check_in_state(self._groups)
         self._opaque = private.nonstrict_trace(self._unfused.on_copies)
         # The same for the fused kernels.
@@ -163,20 +163,8 @@ class TorchOptimizer:
         device = next((leaf.device for leaf in named.values()), None)
         applied = torch.zeros((), dtype=torch.int64, device=device)
         lr = self._groups.lr_of(device)
-        slots: Slots = {}
-        rates = self._groups.rates(applied, lr)
-        for names, group in self._groups.of(tuple(named), rates, self._groups.for_slots()):
-            # These stand in the memory of the parameters: torch makes the state from their shapes
-            # and only that is kept.
-            probes = [named[name].detach() for name in names]
-            for probe in probes:
-                probe.grad = probe.detach()
-            for name, slot in zip(
-                names, self._layout.new(probes, group, self._groups.accepted), strict=True
-            ):
-                slots[name] = slot
-        hyper = self._groups.hyper_of(device)
-        return OptState(applied, {name: slots[name] for name in named}, lr, hyper)
+        slots = self._groups.new_slots(named, self._groups.rates(applied, lr))
+        return OptState(applied, slots, lr, self._groups.hyper_of(device))
 
     @outside_autocast()
     def step(self, params: Tree, grads: Tree, opt_state: OptState) -> tuple[Tree, OptState]:
@@ -367,7 +355,7 @@ class TorchOptimizer:
             self._unfused.on_host(new_weights, given, new_slots, lrs)
             return new_weights, new_slots
         run = self._opaque if torch.compiler.is_dynamo_compiling() else self._unfused.on_copies
-        moving = self._groups.moving(inputs.opt_state)
+        moving = self._groups.moving(lrs, inputs.opt_state.applied)
         hyper = self._groups.numbers(inputs.opt_state) if self._groups.hyper else ()
         new_weights, new_slots = run(self._key, weights, given, slots, moving, hyper)
         if decision.skip_on_host is False:

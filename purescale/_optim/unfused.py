@@ -21,7 +21,7 @@ from .._optim.formulas import (
 )
 from .._optim.fused import can_launch
 from .._optim.in_state import each_number
-from .._optim.opt_state import FIRST, SlotLayout, Slots, each_of, values_of
+from .._optim.opt_state import FIRST, Slots, each_of, values_of
 from .._optim.param_groups import FLAGS, Groups
 from .._torch import foreach, private
 from .._torch.tracing import traced, under_transform
@@ -34,8 +34,8 @@ class UnfusedStep:
     default on a host that reads its step counts, or a formula that reads nothing.
     """
 
-    def __init__(self, groups: Groups, layout: SlotLayout) -> None:
-        self._groups, self._layout = groups, layout
+    def __init__(self, groups: Groups) -> None:
+        self._groups, self._layout = groups, groups.layout
         self._cls = groups.cls
         self._has_lists = has_lists(groups.cls)
         # What torch makes of the rate of a parameter's first step, and `init` of the rate there.
@@ -274,21 +274,17 @@ def check_in_state(groups: Groups) -> None:
     plain |= groups.for_slots()
     for name, start in groups.hyper.items():
         alone = Groups(groups.cls, 1e-3, {}, plain, in_state=(name,))
-        layout = SlotLayout(groups.cls, alone.slots, (plain, {name: True}))
-        [(_, group)] = alone.of(("",), alone.lrs, alone.for_slots())
         with private.FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
             weight = torch.zeros(2, 3, dtype=torch.float32)
-            weight.grad = torch.zeros_like(weight)
-            slots = dict(zip([""], layout.new([weight], group, alone.accepted), strict=True))
+            slots = alone.new_slots({"": weight}, alone.lrs)
             hyper = each_number(
                 lambda value: Number.of(torch.full((), float(value), dtype=torch.float64)),
                 {name: start},
             )
             reason = "does not use it in a step"
             try:
-                UnfusedStep(alone, layout).on_copies(
-                    "", {"": weight.detach()}, {"": weight.grad}, slots, {}, hyper
-                )
+                step = UnfusedStep(alone).on_copies
+                step("", {"": weight}, {"": torch.zeros_like(weight)}, slots, {}, hyper)
             except (TypeError, RuntimeError) as error:
                 reason = f"takes a number of Python there ({type(error).__name__}: {error})"
             else:

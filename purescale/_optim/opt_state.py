@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +41,12 @@ class OptState(NamedTuple):
 def values_of(slots: Slots) -> list[Tensor]:
     """The tensors of all slots, in order."""
     return list(itertools.chain.from_iterable(map(dict.values, slots.values())))
+
+
+def slots_like(slots: Slots, values: Iterable[Tensor]) -> Slots:
+    """The inverse of `values_of`: slots of these names with the next of these values."""
+    found = iter(values)
+    return {name: dict(zip(slot, found, strict=False)) for name, slot in slots.items()}
 
 
 def without_wrappers(state: Any) -> Any:

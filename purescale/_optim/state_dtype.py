@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._optim.opt_state import OptState, values_of, without_wrappers
+from .._optim.opt_state import OptState, slots_like, values_of, without_wrappers
 from .._optim.protocol import Optimizer
 from .._optim.step_inputs import StepInputs
 from .._optim.wrapper import Wrapper, stand_in, with_params
@@ -245,9 +245,7 @@ def _with_slots(state: Any, leaves: Leaves) -> Any:
         )
     if not isinstance(state, OptState):
         return _tree.flatten(state)[1].unflatten(leaves)
-    by_name = dict(zip(_names(state), leaves, strict=True))
-    slots = {n: {key: by_name[n, key] for key in slot} for n, slot in state.slots.items()}
-    return OptState(state.applied, slots, state.lr, state.hyper)
+    return OptState(state.applied, slots_like(state.slots, leaves), state.lr, state.hyper)
 
 
 def _names(state: Any) -> list[tuple[str, ...]]:

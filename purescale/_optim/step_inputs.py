@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .._optim.opt_state import OptState, Slots, numbers_of, values_of, without_wrappers
+from .._optim.opt_state import (
+    OptState,
+    Slots,
+    numbers_of,
+    slots_like,
+    values_of,
+    without_wrappers,
+)
 from .._torch import dtensor, foreach
 from .._torch.foreach import same_memory_order
 from .._torch.looks import joined, part
@@ -240,7 +247,7 @@ def working_copies(
     else:
         working = iter([t.detach() if t.requires_grad else t for t in new])
         new_weights = dict(zip(weights, working, strict=False))
-        new_slots = {n: dict(zip(slot, working, strict=False)) for n, slot in slots.items()}
+        new_slots = slots_like(slots, working)
     if not any_order and not foreach.are_contiguous(new):
         for name, slot in new_slots.items():
             weight = new_weights[name]

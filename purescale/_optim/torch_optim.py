@@ -15,7 +15,7 @@ from .._optim import opt_state as _slots
 from .._optim.decision import APPLY, FRESH, Decision, Memory, unscale_and_clip
 from .._optim.fused import Launch, can_launch, fused_update, kernel_of
 from .._optim.in_state import names_in_state
-from .._optim.opt_state import OptState, SlotLayout, Slots, numbers_of, values_of
+from .._optim.opt_state import OptState, SlotLayout, Slots, numbers_of, slots_like, values_of
 from .._optim.param_groups import PARAMETERS_GIVEN, Groups, Schedule
 from .._optim.protocol import unchanged
 from .._optim.step_inputs import StepInputs, flatten_step, working_copies
@@ -350,7 +350,8 @@ class TorchOptimizer:
         dtypes = [weights[name].dtype for name in present]
         given = dict(zip(present, _cast(leaves, dtypes), strict=True))
         old = inputs.old
-        if decision.skip_on_host is False and not self._groups.hyper and self._reads_on_host(old):
+        formula_only = self._groups.hyper or self.differentiable
+        if decision.skip_on_host is False and not formula_only and host_can_read(old):
             new_weights, new_slots = working_copies(inputs, in_place=in_place, any_order=True)
             self._unfused.on_host(new_weights, given, new_slots, lrs)
             return new_weights, new_slots
@@ -364,13 +365,7 @@ class TorchOptimizer:
         if not (self.differentiable or traced()):  # parameters may require a gradient
             old = [leaf.detach() if leaf.requires_grad else leaf for leaf in old]
         chosen = iter(foreach.where(decision.skip, old, new, in_place=in_place))  # type: ignore[arg-type]
-        return (
-            {name: next(chosen) for name in weights},
-            {name: {key: next(chosen) for key in slot} for name, slot in slots.items()},
-        )
-
-    def _reads_on_host(self, tensors: list[Tensor]) -> bool:
-        return not self.differentiable and host_can_read(tensors)
+        return dict(zip(weights, chosen, strict=False)), slots_like(slots, chosen)
 
     def to_state_dict(self, opt_state: OptState) -> dict[str, Any]:
         """Equal to `cls(groups).state_dict()` of an optimizer that made the same steps: tensors

@@ -21,7 +21,7 @@ from .._optim.formulas import (
 )
 from .._optim.fused import can_launch
 from .._optim.in_state import each_number
-from .._optim.opt_state import FIRST, Slots, each_of, values_of
+from .._optim.opt_state import FIRST, Slots, each_of, slots_like, values_of
 from .._optim.param_groups import FLAGS, Groups
 from .._torch import foreach, private
 from .._torch.tracing import traced, under_transform
@@ -124,8 +124,8 @@ class UnfusedStep:
         old = [*weights.values(), *values_of(slots)]
         differentiable = traced() or self._groups.differentiable
         new = iter([self.copy(t) for t in old] if differentiable else foreach.clone(old))
-        new_weights = {name: next(new) for name in weights}
-        new_slots = {name: {key: next(new) for key in slot} for name, slot in slots.items()}
+        new_weights = dict(zip(weights, new, strict=False))
+        new_slots = slots_like(slots, new)
         flags: dict[str, Any] = {}
         run = _step_of(self._cls)
         if self._picks_formula(weights, gradients):

@@ -83,11 +83,10 @@ class CalledOptimizer:
     ) -> tuple[Tree, Any]:
         """As in `Conditional`."""
         if decision.skip_on_host:
-            old = inputs.params_tree(inputs.params), inputs.opt_state
-            return unchanged(old, donate=memory.donate)  # type: ignore[no-any-return]
+            return unchanged(inputs, donate=memory.donate)
         grads = unscale_and_clip(inputs.grads.tensors, decision, in_place=memory.scratch_ok)
-        trees = self._trees(inputs, grads)
-        old = trees[0], trees[2]
+        old = inputs.params_tree(inputs.params), inputs.opt_state
+        trees = old[0], inputs.grads_tree(grads), old[1]
         with torch.set_grad_enabled(torch.is_grad_enabled() and (traced() or self.differentiable)):
             stepped = self.optimizer.step(*trees)
             if decision.skip_on_host is False:
@@ -98,17 +97,17 @@ class CalledOptimizer:
                 skip, old, stepped, donate=memory.donate, read_only=memory.read_only
             )
 
-    def _trees(self, inputs: StepInputs, grads: list[Tensor]) -> tuple[Tree, Tree, Any]:
-        return inputs.params_tree(inputs.params), inputs.grads_tree(grads), inputs.opt_state
 
-
-def unchanged(tree: Tree, *, donate: bool) -> Tree:
-    """A state that a skipped step keeps: its own tensors where they are donated, else copies."""
+def unchanged(inputs: StepInputs, *, donate: bool) -> tuple[Tree, Any]:
+    """Parameters and state of a skipped step: the given tensors where they are donated, else
+    copies.
+    """
+    old = inputs.params_tree(inputs.params), inputs.opt_state
     if not donate:
-        return _tree.clone(tree)
-    return _tree.map(
+        return _tree.clone(old)  # type: ignore[no-any-return]
+    return _tree.map(  # type: ignore[no-any-return]
         lambda leaf: leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf,
-        tree,
+        old,
     )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from .._optim import opt_state as _slots
 from .._optim.decision import APPLY, FRESH, Decision, Memory, unscale_and_clip
 from .._optim.fused import Launch, can_launch, fused_update, kernel_of
-from .._optim.in_state import names_in_state
+from .._optim.in_state import each_number, names_in_state
 from .._optim.opt_state import OptState, SlotLayout, Slots, numbers_of, slots_like, values_of
 from .._optim.param_groups import PARAMETERS_GIVEN, Groups, Schedule
 from .._optim.protocol import unchanged
@@ -202,8 +202,7 @@ class TorchOptimizer:
         """Parameters and state after the decided step, as in `Conditional`."""
         opt_state = inputs.opt_state
         if decision.skip_on_host:
-            params = inputs.params_tree(inputs.params)
-            return unchanged((params, opt_state), donate=memory.donate)  # type: ignore[no-any-return]
+            return unchanged(inputs, donate=memory.donate)
         lrs = self._groups.rates(opt_state.applied, opt_state.lr)
         donate, donate_grads, scratch_ok, in_place, read_only = memory
         # A step that is captured leaves its numbers where they are; on the host nobody captures.
@@ -233,25 +232,25 @@ class TorchOptimizer:
             new_weights, new_slots = self._unfused_step(
                 inputs, decision, grads, lrs, in_place=in_place
             )
-        applied, lr = self._counted(opt_state, decision, in_place=numbers_in_place)
-        hyper = opt_state.hyper and self._unfused.kept(opt_state.hyper, in_place=numbers_in_place)
+        applied, lr, hyper = self._numbers_after(opt_state, decision, in_place=numbers_in_place)
         leaves: list[Any] = list(new_weights.values())
         if len(leaves) < len(inputs.names):
             leaves = [new_weights.get(name) for name in inputs.names]
         params = inputs.params_tree(leaves)
         return params, OptState(applied, new_slots, lr, hyper)
 
-    def _counted(
+    def _numbers_after(
         self, opt_state: OptState, decision: Decision, *, in_place: bool
-    ) -> tuple[Tensor, Any]:
-        """The steps applied, and the rate that the state holds, after the decided step."""
-        applied, lr = opt_state.applied, opt_state.lr
-        is_applied = decision.skip_on_host is False
-        count: Any = 1 if is_applied else ~decision.skip  # type: ignore[operator]
-        if in_place:
-            lr = lr.detach() if isinstance(lr, Tensor) and lr.requires_grad else lr
-            return applied.add_(count), lr
-        return applied + count, self._unfused.copy(lr) if isinstance(lr, Tensor) else lr
+    ) -> tuple[Tensor, Any, Any]:
+        """The steps applied, and the settings in the state, after the decided step."""
+        applied, _, lr, hyper = opt_state
+        count: Any = 1 if decision.skip_on_host is False else ~decision.skip  # type: ignore[operator]
+        keep = Tensor.detach if in_place else self._unfused.copy
+        return (
+            applied.add_(count) if in_place else applied + count,
+            keep(lr) if isinstance(lr, Tensor) else lr,
+            hyper and each_number(keep, hyper),
+        )
 
     # ---- the fused kernel
 

@@ -37,6 +37,9 @@ class UnfusedStep:
     def __init__(self, groups: Groups) -> None:
         self._groups, self._layout = groups, groups.layout
         self._cls = groups.cls
+        self._step = inspect.unwrap(
+            groups.cls.step
+        )  # without what torch's profiler wraps around it
         self._has_lists = has_lists(groups.cls)
         # What torch makes of the rate of a parameter's first step, and `init` of the rate there.
         self._begins = next(
@@ -67,7 +70,7 @@ class UnfusedStep:
         lrs = [rate.item() if isinstance(rate, Tensor) else rate for rate in lrs]
         flags: dict[str, Any] = {}
         if self._picks_formula(weights, gradients):
-            flags = {"foreach": False, "fused": False, "capturable": False, "differentiable": False}
+            flags = dict.fromkeys(FLAGS, False)
         elif self._writes_gradients and self._groups.settings.get("foreach"):
             gradients = dict(zip(gradients, foreach.clone(list(gradients.values())), strict=True))
         first = {name: g for name, g in gradients.items() if bool(slots[name].get(FIRST, False))}
@@ -76,11 +79,9 @@ class UnfusedStep:
         usual = torch.get_default_dtype() is torch.float32 and torch.get_default_device() == _CPU
         as_usual = usual or not issubclass(self._cls, torch.optim.ASGD)
         with torch.no_grad(), contextlib.nullcontext() if as_usual else FactorsOnHost():
-            self._run(_step_of(self._cls), weights, later, slots, lrs, flags)
+            self._run(self._step, weights, later, slots, lrs, flags)
             if first:  # torch's SGD ignores dampening in the step that makes a momentum buffer
-                self._run(
-                    _step_of(self._cls), weights, first, slots, lrs, {**flags, "dampening": 0}
-                )
+                self._run(self._step, weights, first, slots, lrs, {**flags, "dampening": 0})
                 private.foreach.zero_([slots[name][FIRST] for name in first])
 
     def on_copies(
@@ -127,14 +128,10 @@ class UnfusedStep:
         new_weights = dict(zip(weights, new, strict=False))
         new_slots = slots_like(slots, new)
         flags: dict[str, Any] = {}
-        run = _step_of(self._cls)
+        run = self._step
         if self._picks_formula(weights, gradients):
-            flags = {
-                "foreach": lists,
-                "fused": False,
-                "capturable": True,
-                "differentiable": traced(),
-            }
+            flags = {"foreach": lists, "fused": False, "capturable": True}
+            flags["differentiable"] = traced()
             run = without_reads(self._cls, lists=lists)
         flags |= changed
         # A setting that is data has no dimensions either: by them a formula tells it from a
@@ -178,27 +175,13 @@ class UnfusedStep:
         """Whether launches are what a step costs, and torch has a formula whose launches do not
         grow with the tensors.
         """
-        if (
-            self._groups.flag_named
-            or not self._has_lists
-            or traced()
-            or self._groups.differentiable
-        ):
-            return False
-        return all(foreach.is_launch_bound(tensor) for tensor in tensors)
+        plain = self._groups.flag_named or self._groups.differentiable or traced()
+        return self._has_lists and not plain and all(map(foreach.is_launch_bound, tensors))
 
-    def kept(self, hyper: dict[str, Any], *, in_place: bool) -> dict[str, Any]:
-        """The settings in the state after a step, which changes none."""
-        keep = Tensor.detach if in_place else self.copy
-        return each_number(keep, hyper)
-
-    def copy(self, tensor: Any) -> Any:
+    def copy(self, tensor: Tensor) -> Tensor:
         """In fresh memory, on the graph only where a step is to be differentiated."""
-        if not isinstance(tensor, Tensor):
-            return tensor
-        return (
-            tensor.clone() if self._groups.differentiable or traced() else tensor.detach().clone()
-        )
+        on_graph = self._groups.differentiable or traced()
+        return (tensor if on_graph else tensor.detach()).clone()
 
     def _run(
         self,
@@ -230,7 +213,7 @@ class UnfusedStep:
             if isinstance(group["lr"], Tensor) and not (lists or self._groups.flag_named):
                 group["lr"] = Number.of(group["lr"])
             if hyper:
-                _put_numbers(group, hyper)
+                _put_numbers(group)
             present = [name for name in names if name in gradients]
             if lists and self._layout.first_step_differs:
                 first = {name: slots[name] for name in present if FIRST in slots[name]}
@@ -296,24 +279,13 @@ def check_in_state(groups: Groups) -> None:
         )
 
 
-def _put_numbers(group: dict[str, Any], hyper: dict[str, Any]) -> None:
+def _put_numbers(group: dict[str, Any]) -> None:
     """Stand-ins for the settings of a group that are in the state."""
     momentum = group.get("momentum")
     if isinstance(momentum, Tensor) and "dampening" in group:  # torch's SGD: none without momentum
         group["dampening"] = group["dampening"] * torch.ne(momentum, 0).to(momentum.dtype)
-    for name, value in group.items():
-        if name == "lr":
-            continue
-        if isinstance(value, tuple) and any(isinstance(one, Tensor) for one in value):
-            group[name] = tuple(map(Number.of, value))
-        elif isinstance(value, Tensor):
-            group[name] = Number.of(value)
-
-
-def _step_of(cls: Any) -> Callable[[Any], Any]:
-    """The `step` of a class without what torch's profiler wraps around it."""
-    step: Callable[[Any], Any] = inspect.unwrap(cls.step)
-    return step
+    others = {name: value for name, value in group.items() if name != "lr"}
+    group |= each_number(lambda one: Number.of(one) if isinstance(one, Tensor) else one, others)
 
 
 def _first_or_later(

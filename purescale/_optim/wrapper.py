@@ -112,9 +112,9 @@ class Wrapper:
     ) -> tuple[Tree, Any]:
         """As in `Conditional`."""
         donate, donate_grads, scratch_ok, in_place, read_only = memory
-        old = inputs.params_tree(inputs.params), inputs.opt_state
         if decision.skip_on_host:
-            return unchanged(old, donate=donate)  # type: ignore[no-any-return]
+            return unchanged(inputs, donate=donate)
+        old = inputs.params_tree(inputs.params), inputs.opt_state
         leaves = _tree.flatten(old)[0]
         if traced():
             self._reject_derivatives([*leaves, *inputs.grads.tensors])
@@ -296,8 +296,8 @@ def _off_graph(inputs: StepInputs, *, copy: bool) -> StepInputs:
 
 def _put(targets: Sequence[Any], results: Sequence[Any]) -> None:
     """What a step made, written over what it was given, unless it is there already."""
-    pairs = [(a, b) for a, b in zip(targets, results, strict=True) if b is not a]
-    pairs = [(a, b) for a, b in pairs if isinstance(a, Tensor)]
+    every = zip(targets, results, strict=True)
+    pairs = [(a, b) for a, b in every if b is not a and isinstance(a, Tensor)]
     foreach.copy_([a for a, _ in pairs], [b for _, b in pairs])
 
 

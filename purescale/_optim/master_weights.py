@@ -15,9 +15,10 @@ from .._optim.step_inputs import StepInputs
 from .._optim.wrapper import (
     Wrapper,
     checked_state,
+    chosen_like,
     is_half,
-    stand_in,
     with_params,
+    with_stand_ins,
 )
 from .._torch import dtensor, foreach
 from .._torch.autocast import outside_autocast
@@ -265,12 +266,7 @@ class MasterOptimizer(Wrapper):
         """Masters without values, and the inner state."""
         state, rest = _state_and_rest(inputs.opt_state, inputs.structure)
         _check_rest(inputs.names, inputs.params, rest)
-        made: dict[Any, Tensor] = {}
-        params = [
-            stand_in(leaf, torch.float32, made) if isinstance(kept, Tensor) else leaf
-            for leaf, kept in zip(inputs.params, rest, strict=True)
-        ]
-        return with_params(inputs, params, state.inner)
+        return with_stand_ins(inputs, state.inner)
 
     def widen(self, inputs: StepInputs) -> StepInputs:
         """Masters, and the inner state."""
@@ -307,7 +303,8 @@ class MasterOptimizer(Wrapper):
             params[index], rest[index] = half, low
         for index, leaf in enumerate(inputs.params):
             if isinstance(leaf, Tensor) and leaf.dtype is torch.float16:
-                params[index] = _rounded_like(leaf, masters[index], skip)
+                half = saturating(dtensor.shard(masters[index]), leaf.dtype)
+                params[index] = chosen_like(leaf, half, skip)
                 rest[index] = masters[index]
         return params, MasterState(inner, inputs.structure.unflatten(rest))
 
@@ -327,15 +324,6 @@ def _state_and_rest(opt_state: Any, structure: Any) -> tuple[MasterState, Leaves
 
 def _is_split(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.dtype is torch.bfloat16
-
-
-def _rounded_like(old: Tensor, master: Tensor, skip: Tensor | None) -> Tensor:
-    """A float16 parameter of its master; where skipped it stays, whatever it was."""
-    new = saturating(dtensor.shard(master), old.dtype)
-    if skip is not None:
-        new = foreach.where(skip, [dtensor.shard(old)], [new])[0]
-    result: Tensor = dtensor.from_local_like(old, new)
-    return result
 
 
 def _masters(params: list[Tensor], rest: list[Tensor]) -> list[Tensor]:

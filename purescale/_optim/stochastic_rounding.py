@@ -14,12 +14,13 @@ from .._optim.step_inputs import Place, StepInputs
 from .._optim.wrapper import (
     Wrapper,
     checked_state,
+    chosen_like,
     is_half,
-    stand_in,
     widened,
     with_params,
+    with_stand_ins,
 )
-from .._torch import dtensor, foreach
+from .._torch import dtensor
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import HALF
 from .._torch.half_bits import rounded_on_bits
@@ -249,12 +250,7 @@ class RoundingOptimizer(Wrapper):
     def stand_ins(self, inputs: StepInputs) -> StepInputs:
         """Parameters in the dtype of the step, and the inner state."""
         state = checked_state(inputs.opt_state, RoundingState)
-        made: dict[Any, Tensor] = {}
-        params = [
-            stand_in(leaf, widened(leaf.dtype), made) if is_half(leaf) else leaf
-            for leaf in inputs.params
-        ]
-        return with_params(inputs, params, state.inner)
+        return with_stand_ins(inputs, state.inner)
 
     def widen(self, inputs: StepInputs) -> StepInputs:
         """Half parameters in float32."""
@@ -280,8 +276,6 @@ class RoundingOptimizer(Wrapper):
                 params.append(new)
                 continue
             local = _rounded(dtensor.shard(new), old.dtype, dice, places[name])
-            if skip is not None:
-                local = foreach.where(skip, [dtensor.shard(old)], [local])[0]
-            params.append(dtensor.from_local_like(old, local))
+            params.append(chosen_like(old, local, skip))
         applied = state.applied + (1 if skip is None else ~skip)
         return params, RoundingState(inner, applied)

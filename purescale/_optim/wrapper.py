@@ -14,7 +14,7 @@ from .._optim.decision import APPLY, FRESH, Decision, Memory
 from .._optim.opt_state import OptState, without_wrappers
 from .._optim.protocol import as_conditional, unchanged
 from .._optim.step_inputs import StepInputs, flatten_step, present
-from .._torch import foreach
+from .._torch import dtensor, foreach
 from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write_each
 from .._torch.dtensor import any_dtensor
@@ -309,10 +309,28 @@ def stand_in(like: Tensor, dtype: torch.dtype, made: dict[Any, Tensor]) -> Tenso
     return made[key]
 
 
+def with_stand_ins(inputs: StepInputs, opt_state: Any) -> StepInputs:
+    """The inputs with float32 in the place of half parameters, without values, and this state."""
+    made: dict[Any, Tensor] = {}
+    params = [
+        stand_in(leaf, torch.float32, made) if is_half(leaf) else leaf for leaf in inputs.params
+    ]
+    return with_params(inputs, params, opt_state)
+
+
 def with_params(inputs: StepInputs, params: list[Any], opt_state: Any) -> StepInputs:
     """The inputs with these parameters, in their order, and this state."""
     named = present(inputs.names, params)
     return inputs._replace(params=params, named_params=named, opt_state=opt_state, known=())
+
+
+def chosen_like(old: Any, new: Tensor, skip: Tensor | None) -> Any:
+    """The local part of a new parameter, in the form of the old one; where skipped that stays,
+    whatever it was.
+    """
+    if skip is not None:
+        new = foreach.where(skip, [dtensor.shard(old)], [new])[0]
+    return dtensor.from_local_like(old, new)
 
 
 def is_half(leaf: Any) -> bool:

@@ -61,19 +61,14 @@ def init_accum(params: Tree, dtype: torch.dtype | None = None) -> AccumState:
             "or None. Likely cause: the dtype of the parameters. Fix: leave it out, the mean of "
             "half gradients is kept in float32."
         )
-    leaves, structure = _tree.flatten(params)
+    leaves = _tree.flatten(params)[0]
     _tree.check_gradients(params, leaves, "params")
     device = _tree.device_of(params, leaves, "params")
     zero = torch.zeros((), dtype=widest_float(device), device=device)
     count = torch.zeros((), dtype=torch.int32, device=device)
     return AccumState(
-        grads=structure.unflatten(
-            [
-                None
-                if leaf is None
-                else torch.zeros_like(dense(leaf.detach()), dtype=_wide(leaf, dtype))
-                for leaf in leaves
-            ]
+        grads=_tree.map(
+            lambda leaf: torch.zeros_like(dense(leaf.detach()), dtype=_wide(leaf, dtype)), params
         ),
         weight=zero,
         found_inf=torch.zeros((), dtype=torch.bool, device=device),
@@ -193,27 +188,19 @@ def convex_sum(
             return [mean.copy_(total) for mean, total in zip(means, sums, strict=True)]
         return sums
     means = means if in_place else foreach.clone(means)
+    on_host = host_can_read([good], means)
+    if not means or (on_host and not bool(good)):
+        return means
     with torch.no_grad():
-        if host_can_read([good], means):
-            if means and bool(good):
-                _add_known(means, new, share.item(), scale)
+        new = new if scale is None else foreach.divide(new, scale)
+        if on_host:
+            known = share.item()
+            list_ops.mul_(means, 1 - known)
+            list_ops.add_(means, new, alpha=known)
         else:
-            _add_unread(means, new, share, good, scale)
+            foreach.multiply(means, 1 - share, in_place=True)
+            foreach.add_where_(means, new, share, good)
     return means
-
-
-def _add_known(means: list[Tensor], new: list[Tensor], share: float, scale: Tensor | None) -> None:
-    list_ops.mul_(means, 1 - share)
-    new = new if scale is None else foreach.divide(new, scale)
-    list_ops.add_(means, new, alpha=share)
-
-
-def _add_unread(
-    means: list[Tensor], new: list[Tensor], share: Tensor, good: Tensor, scale: Tensor | None
-) -> None:
-    foreach.multiply(means, 1 - share, in_place=True)
-    new = new if scale is None else foreach.divide(new, scale)
-    foreach.add_where_(means, new, share, good)
 
 
 def _convex(mean: Tensor, new: Tensor, share: Tensor, good: Tensor, scale: Tensor | None) -> Tensor:
@@ -263,10 +250,8 @@ def accumulated_grads(
     check_on_nonfinite(on_nonfinite)
     empty = ~(accum.weight > 0)
     found_inf = empty if on_nonfinite == "drop_microbatch" else accum.found_inf | empty
-    if not donate or donation.DEBUG:
-        grads = _tree.map(torch.clone, accum.grads)
-    else:
-        grads = accum.grads
+    given_up = donate and not donation.DEBUG
+    grads = accum.grads if given_up else _tree.map(torch.clone, accum.grads)
     if donate:
         _tree.poison(accum, keep=(grads, found_inf))
     return grads, found_inf
@@ -343,11 +328,8 @@ def accumulation_window(index: int, every: int, total: int | None = None, start:
     Source of the rule: OptimWrapper of MMEngine, except where it steps twice as far beyond `total`
     and two thirds as far after an unaligned resume.
     """
-    index, every, start = (
-        whole("index", index, 0, None),
-        whole("every", every, 1, None),
-        whole("start", start, 0, None),
-    )
+    index, every = whole("index", index, 0, None), whole("every", every, 1, None)
+    start = whole("start", start, 0, None)
     total = None if total is None else whole("total", total, 1, None)
     if total is not None and index >= total:
         raise ValueError(

@@ -303,10 +303,10 @@ _LISTS = _Lists()
 
 
 def _columns_of(
-    columns: Sequence[Sequence[Tensor]], steps: list[Tensor], has_complex: bool
+    columns: Sequence[Sequence[Tensor]], steps: list[Tensor], has_complex: bool, maximize: bool
 ) -> Iterator[list[Any]]:
-    """The columns and the step counts, which are now those of this step, one device and dtype at a
-    time; complex as real.
+    """The columns, parameters and gradients first, and the step counts, which are now those of this
+    step, one device and dtype at a time; complex as real.
     """
     grouped = _torch.group_alike([*columns, steps])
     for (*alike, counts), _ in grouped.values():
@@ -314,6 +314,8 @@ def _columns_of(
             alike = [
                 [torch.view_as_real(t) if t.is_complex() else t for t in column] for column in alike
             ]
+        if maximize:
+            alike[1] = foreach.neg(alike[1])
         foreach.add_(counts, 1)
         yield [*alike, counts]
 
@@ -326,10 +328,8 @@ def _adagrad(
     lr_decay: float, eps: float, maximize: bool, has_complex: bool, **_: Any,
 ) -> None:  # fmt: skip
     for weights, gradients, squares, counts in _columns_of(
-        [params, grads, sums], steps, has_complex
+        [params, grads, sums], steps, has_complex, maximize
     ):
-        if maximize:
-            gradients = foreach.neg(gradients)
         if weight_decay != 0:
             gradients = foreach.add(gradients, weights, alpha=weight_decay)
         rates = -lr / (1 + (torch.stack(counts) - 1) * lr_decay)
@@ -345,10 +345,8 @@ def _radam(
     maximize: bool, has_complex: bool, **_: Any,
 ) -> None:  # fmt: skip
     for weights, gradients, means, squares, counts in _columns_of(
-        [params, grads, exp_avgs, exp_avg_sqs], steps, has_complex
+        [params, grads, exp_avgs, exp_avg_sqs], steps, has_complex, maximize
     ):
-        if maximize:
-            gradients = foreach.neg(gradients)
         if weight_decay != 0 and decoupled_weight_decay:
             foreach.mul_(weights, 1 - lr * weight_decay)
         elif weight_decay != 0:
@@ -380,10 +378,8 @@ def _rprop(
     **_: Any,
 ) -> None:  # fmt: skip
     for weights, gradients, before, sizes, _counts in _columns_of(
-        [params, grads, prevs, step_sizes], steps, has_complex
+        [params, grads, prevs, step_sizes], steps, has_complex, maximize
     ):
-        if maximize:
-            gradients = foreach.neg(gradients)
         signs = foreach.mul(gradients, before)
         foreach.sign_(signs)
         same, opposite = foreach.clamp_min(signs, 0), foreach.clamp_max(signs, 0)

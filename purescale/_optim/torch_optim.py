@@ -319,13 +319,11 @@ class TorchOptimizer:
             keys = kernel.slots(settings)
             present = [name for name in names if name in grads]
             whole = len(present) == len(weights)
-            targets, sources = lists
-            if not whole:
-                targets, sources = ([d[name] for name in present] for d in (weights, grads))
-            for indices in foreach.by_kind(targets):
-                some = present
-                if len(indices) < len(present):
-                    some = [present[index] for index in indices]
+            every = lists[0] if whole else [weights[name] for name in present]
+            for indices in foreach.by_kind(every):
+                some = [present[index] for index in indices]
+                targets, sources = lists
+                if len(some) < len(weights):
                     targets, sources = ([d[name] for name in some] for d in (weights, grads))
                 columns = [_column(slots, some, key, self._layout) for key in keys]
                 steps = [slots[name]["step"] for name in some if "step" in slots[name]]

@@ -13,12 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .._distributed.mesh import (
-    all_gather_row,
-    all_gather_row_of_group,
-    mesh_sizes,
-    num_replicas,
-)
+from .._distributed.mesh import all_gather_row, all_gather_row_of_group, mesh_sizes, num_replicas
 from .._grads.grad_stats import LocalStats, local_stats, norm_of_norms
 from .._torch.dtypes import widest_float
 

@@ -124,12 +124,7 @@ def _places(tensors: Sequence[Tensor]) -> set[tuple[str, torch.dtype]]:
 
 
 def fused_update(
-    kernel: Kernel,
-    settings: Settings,
-    launch: Launch,
-    decision: Decision,
-    *,
-    scratch_ok: bool,
+    kernel: Kernel, settings: Settings, launch: Launch, decision: Decision, *, scratch_ok: bool
 ) -> None:
     """Update `launch` in place unless the step is skipped; its gradients are still scaled.
 

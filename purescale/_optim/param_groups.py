@@ -12,14 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._optim.in_state import (
-    agreed,
-    check_hyper,
-    check_setting,
-    each_number,
-    float32,
-    is_number,
-)
+from .._optim.in_state import agreed, check_hyper, check_setting, each_number, float32, is_number
 from .._optim.opt_state import OptState, SlotLayout, Slots, described, each_of, with_slots
 from .._torch import private as _torch
 from .._torch.dtypes import widest_float

@@ -9,14 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .._optim.opt_state import (
-    OptState,
-    Slots,
-    numbers_of,
-    slots_like,
-    values_of,
-    without_wrappers,
-)
+from .._optim.opt_state import OptState, Slots, numbers_of, slots_like, values_of, without_wrappers
 from .._torch import dtensor, foreach
 from .._torch.foreach import same_memory_order
 from .._torch.looks import joined, part

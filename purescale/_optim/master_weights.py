@@ -272,14 +272,12 @@ class MasterOptimizer(Wrapper):
         """Masters, and the inner state."""
         state, rest = _state_and_rest(inputs.opt_state, inputs.structure)
         params = list(inputs.params)
-        split = [index for index, leaf in enumerate(params) if _is_split(leaf)]
-        for index, master in zip(
-            split, _masters([params[i] for i in split], [rest[i] for i in split]), strict=True
-        ):
+        split = _indices(params, torch.bfloat16)
+        masters = _masters([params[i] for i in split], [rest[i] for i in split])
+        for index, master in zip(split, masters, strict=True):
             params[index] = master
-        for index, leaf in enumerate(params):
-            if isinstance(leaf, Tensor) and leaf.dtype is torch.float16:
-                params[index] = rest[index]
+        for index in _indices(params, torch.float16):
+            params[index] = rest[index]
         return with_params(inputs, params, state.inner)
 
     def narrow(
@@ -294,18 +292,19 @@ class MasterOptimizer(Wrapper):
         _, rest = _state_and_rest(inputs.opt_state, inputs.structure)
         masters, inner = stepped
         params = list(masters)
-        split = [index for index, leaf in enumerate(inputs.params) if _is_split(leaf)]
+        split = _indices(inputs.params, torch.bfloat16)
+        wide = [masters[i] for i in split]
         if write:
-            old = [inputs.params[i] for i in split], [rest[i] for i in split]
-            _write_halves([masters[i] for i in split], *old)
-        halves = old if write else _halves([masters[i] for i in split])
+            halves = [inputs.params[i] for i in split], [rest[i] for i in split]
+            _write_halves(wide, *halves)
+        else:
+            halves = _halves(wide)
         for index, half, low in zip(split, *halves, strict=True):
             params[index], rest[index] = half, low
-        for index, leaf in enumerate(inputs.params):
-            if isinstance(leaf, Tensor) and leaf.dtype is torch.float16:
-                half = saturating(dtensor.shard(masters[index]), leaf.dtype)
-                params[index] = chosen_like(leaf, half, skip)
-                rest[index] = masters[index]
+        for index in _indices(inputs.params, torch.float16):
+            half = saturating(dtensor.shard(masters[index]), torch.float16)
+            params[index] = chosen_like(inputs.params[index], half, skip)
+            rest[index] = masters[index]
         return params, MasterState(inner, inputs.structure.unflatten(rest))
 
 
@@ -322,8 +321,9 @@ def _state_and_rest(opt_state: Any, structure: Any) -> tuple[MasterState, Leaves
     return state, rest
 
 
-def _is_split(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dtype is torch.bfloat16
+def _indices(params: Leaves, dtype: torch.dtype) -> list[int]:
+    """Of the parameters of this dtype."""
+    return [index for index, leaf in enumerate(params) if getattr(leaf, "dtype", None) is dtype]
 
 
 def _masters(params: list[Tensor], rest: list[Tensor]) -> list[Tensor]:

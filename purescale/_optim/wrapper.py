@@ -30,8 +30,8 @@ PIECE = 2**21
 
 
 class Wrapper:
-    """What all optimizers around others have in common. One of them has `init`, `check_state`,
-    `inner_dtype`, `widen` and `narrow`.
+    """What all optimizers around others have in common. One of them has `init`, `stand_ins`,
+    `widen` and `narrow`.
     """
 
     # A result that is rounded has no derivative.

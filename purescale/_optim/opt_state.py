@@ -256,14 +256,12 @@ def checked_state_dict(sd: Any) -> tuple[list[Mapping[str, Any]], Mapping[Any, A
     """The groups and the states of `torch.optim.Optimizer.state_dict()`, refused in words where it
     is none.
     """
-    groups: Any = sd.get("param_groups") if isinstance(sd, Mapping) else None
-    states = sd.get("state") if isinstance(sd, Mapping) else None
-    sound = isinstance(groups, (list, tuple)) and all(
-        isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple))
-        for group in groups
-    )
+    held = sd if isinstance(sd, Mapping) else {}
+    groups, states = held.get("param_groups"), held.get("state")
     if not (
-        sound
+        isinstance(groups, (list, tuple))
+        and all(isinstance(group, Mapping) for group in groups)
+        and all(isinstance(group.get("params"), (list, tuple)) for group in groups)
         and isinstance(states, Mapping)
         and all(isinstance(state, Mapping) for state in states.values())
     ):
@@ -299,16 +297,13 @@ def restored(name: str, saved: dict[str, Any], fresh: dict[str, Tensor]) -> dict
             restored[key] = torch.zeros_like(like)
             continue
         value = saved[key]
-        if not isinstance(value, (Tensor, numbers.Real)):
+        if isinstance(value, numbers.Real):
+            value = torch.tensor(float(value), dtype=torch.float64, device="cpu")
+        if not isinstance(value, Tensor):
             raise TypeError(
                 f"the state of {name} has {key} = {type(value).__name__}; expected a tensor. Fix: "
                 "`opt.state_dict()`, unchanged."
             )
-        value = (
-            value
-            if isinstance(value, Tensor)
-            else torch.tensor(float(value), dtype=torch.float64, device="cpu")
-        )
         if value.shape != like.shape or (value.is_complex() and not like.is_complex()):
             raise ValueError(
                 f"the state of {name} has {key} of shape {tuple(value.shape)}, {value.dtype}, "

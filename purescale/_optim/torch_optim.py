@@ -6,7 +6,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
@@ -30,14 +30,13 @@ from .._tree import tree as _tree
 from .._tree.tree import Tree
 
 P = ParamSpec("P")
-T = TypeVar("T")
 
 
-def _without_parameters(make: Callable[P, T]) -> Callable[P, T]:
+def _without_parameters(make: Callable[P, TorchOptimizer]) -> Callable[P, TorchOptimizer]:
     """`from_torch`, with words for a call as that of torch's class, which begins with them."""
 
     @functools.wraps(make)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+    def checked(*args: P.args, **kwargs: P.kwargs) -> TorchOptimizer:
         if len(args) > 1 and "lr" in kwargs:
             raise TypeError(
                 f"from_torch was given {type(args[1]).__name__} beside lr={kwargs['lr']!r}. "
@@ -233,10 +232,7 @@ class TorchOptimizer:
                 inputs, decision, grads, lrs, in_place=in_place
             )
         applied, lr, hyper = self._numbers_after(opt_state, decision, in_place=numbers_in_place)
-        leaves: list[Any] = list(new_weights.values())
-        if len(leaves) < len(inputs.names):
-            leaves = [new_weights.get(name) for name in inputs.names]
-        params = inputs.params_tree(leaves)
+        params = inputs.params_tree(list(map(new_weights.get, inputs.names)))
         return params, OptState(applied, new_slots, lr, hyper)
 
     def _numbers_after(

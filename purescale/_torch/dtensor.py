@@ -38,13 +38,10 @@ def full_tensor(leaf: Any) -> Any:
 
 def redistribute_like(leaf: Any, other: Any) -> Any:
     """`leaf` with the placements of `other`: a gradient may have others than its parameter."""
-    if not (isinstance(leaf, DTensor) and isinstance(other, DTensor)):
+    both = isinstance(leaf, DTensor) and isinstance(other, DTensor)
+    if not both or leaf.placements == other.placements:
         return leaf
-    return (
-        leaf
-        if leaf.placements == other.placements
-        else leaf.redistribute(placements=other.placements)
-    )
+    return leaf.redistribute(placements=other.placements)
 
 
 def placement_mismatch(leaf: Any, other: Any) -> str:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .._distributed.mesh import all_gather_row, all_gather_row_of_group, mesh_sizes, num_replicas
@@ -37,7 +36,8 @@ def mesh_stats(
     amax = _amax(plain, divisor)
     norms = [] if plain.norm is None else [plain.norm]
     # The largest mesh last: then all ranks know of everything, be it another mesh's.
-    for mesh in sorted(dict.fromkeys(mesh for mesh, _ in stats), key=_size):
+    meshes = dict.fromkeys(mesh for mesh, _ in stats)
+    for mesh in sorted(meshes, key=lambda mesh: math.prod(mesh_sizes(mesh))):
         here = []
         for (other, replicas), local in stats.items():
             if other == mesh:
@@ -82,7 +82,3 @@ def _amax(local: LocalStats, divisor: Tensor) -> Tensor:
     tops = [value.to(wide) for value in local.amax.values()]
     amax = torch.stack(tops).amax() if tops else torch.zeros((), dtype=wide, device=divisor.device)
     return torch.where(local.are_finite(divisor), amax, torch.inf)
-
-
-def _size(mesh: DeviceMesh) -> int:
-    return math.prod(mesh_sizes(mesh))

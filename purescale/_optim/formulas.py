@@ -95,10 +95,6 @@ class Number(Tensor):
         return stand_in
 
 
-class NumberReadError(TypeError):
-    """A formula asked a `Number` for its value in Python."""
-
-
 class PlainArithmetic(TorchFunctionMode):
     """torch's formulas where they would read a tensor, have no vmap rule, or no derivative.
 
@@ -119,7 +115,7 @@ class PlainArithmetic(TorchFunctionMode):
         if not numbers:
             return self._plain(func, args, kwargs)
         if func in _READS:
-            raise NumberReadError(f"it calls {func.__name__} on it")
+            raise TypeError(f"it calls {func.__name__} on it")
         for number in numbers:
             number.used = True
         if isinstance(args[0], Number):

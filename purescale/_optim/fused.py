@@ -112,15 +112,11 @@ def can_launch(params: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
     """Whether a fused kernel is right here: on CUDA, as torch uses it; on a CPU in float32 and
     float64 only, since in half precision it leaves whole vector lanes as they were.
     """
-    for device, dtype in once("places", lambda: _places(params), params):
+    for device, dtype in once("places", lambda: {(p.device.type, p.dtype) for p in params}, params):
         right_on_cpu = device == "cpu" and dtype in (torch.float32, torch.float64)
         if not (right_on_cpu or (device == "cuda" and dtype.is_floating_point)):
             return False
     return all([dtype.is_floating_point for dtype in dtypes(grads)])
-
-
-def _places(tensors: Sequence[Tensor]) -> set[tuple[str, torch.dtype]]:
-    return {(tensor.device.type, tensor.dtype) for tensor in tensors}
 
 
 def fused_update(

@@ -155,13 +155,11 @@ class SlotLayout:
         their memory for that without a look. `ordinary`: all tensors are, as one look showed;
         `every`: they, weights and then slots, where they are known.
         """
-        if torch.compiler.is_dynamo_compiling() or list(slots) != list(weights):
-            fit = self._fit(slots, weights)
-        else:
-            keys = set(map(tuple, slots.values()))
-            known = every if ordinary and len(keys) == 1 else ()
-            fit = once((self, *keys), lambda: self._fit(slots, weights), known)
-        if fit:
+        # To a compiler nothing is ordinary.
+        in_order = ordinary and list(slots) == list(weights)
+        keys = set(map(tuple, slots.values())) if in_order else set()
+        known = every if len(keys) == 1 else ()
+        if once((self, *keys), lambda: self._fit(slots, weights), known):
             return
         for name, slot in slots.items():
             for key, value in slot.items():

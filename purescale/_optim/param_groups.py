@@ -214,11 +214,14 @@ class Groups:
             for index, rate in moving.items()
         }
 
-    def lr_of(self, device: torch.device | None) -> Any:
-        """The rate that a new state starts from; () where the state holds none."""
-        if not self.lr_in_state:
-            return ()
-        return float32(1.0 if callable(self._lr) else self.lrs[0], device)
+    def starts(self, device: torch.device | None) -> tuple[Any, Any]:
+        """The rate and the other settings of a new state; () for either that it does not hold."""
+
+        def start(number: Any) -> Tensor:
+            return float32(number, device)
+
+        lr = start(1.0 if callable(self._lr) else self.lrs[0]) if self.lr_in_state else ()
+        return lr, each_number(start, self.hyper) or ()
 
     def saved_groups(self, opt_state: OptState) -> list[tuple[list[str], dict[str, Any]]]:
         """torch's parameter groups with the settings as they are now, as in its state dicts."""
@@ -231,10 +234,6 @@ class Groups:
                 if index["lr"] == 0:  # where torch's schedulers have it
                     group["initial_lr"] = opt_state.lr.clone()
         return groups
-
-    def hyper_of(self, device: torch.device | None) -> Any:
-        """The other settings that a new state starts from; () where the state holds none."""
-        return each_number(lambda value: float32(value, device), self.hyper) or ()
 
     def for_slots(self) -> dict[str, Any]:
         """Settings with which a state has all slots that a later value needs."""
@@ -375,20 +374,16 @@ def _check_rate(where: str, lr: Any) -> None:
     break later, in a traced step.
     """
     if isinstance(lr, (bool, type)) or not (callable(lr) or isinstance(lr, (Tensor, numbers.Real))):
+        kind, likely = lr if isinstance(lr, type) else type(lr), "a string, or None"
+        if issubclass(kind, torch.optim.lr_scheduler.LRScheduler):
+            likely = "a scheduler of torch, which holds an optimizer and counts by itself"
+        got, fix = repr(lr), "Fix: lr=1e-3, or lr=lambda applied: 1e-3 * 0.95**applied."
+        cause = f"Likely cause: {likely}. {fix}"
         if _may_be_parameters(lr):
-            raise TypeError(
-                f"{where}: lr must be a number, a 0-d tensor or a function of the step count, got "
-                f"{type(lr).__name__}. {PARAMETERS_GIVEN}"
-            )
-        likely = (
-            "a scheduler of torch, which holds an optimizer and counts by itself. "
-            if _is_scheduler(lr)
-            else "a string, or None. "
-        )
+            got, cause = kind.__name__, PARAMETERS_GIVEN
         raise TypeError(
             f"{where}: lr must be a number, a 0-d tensor or a function of the step count, got "
-            f"{lr!r}. Likely cause: {likely}Fix: lr=1e-3, or lr=lambda applied: 1e-3 * "
-            "0.95**applied."
+            f"{got}. {cause}"
         )
     if not callable(lr) or traced():
         return
@@ -409,11 +404,6 @@ def _may_be_parameters(lr: Any) -> bool:
     if isinstance(lr, (list, tuple)):
         return not all(isinstance(value, numbers.Real) for value in lr)
     return isinstance(lr, Iterable) and not isinstance(lr, str)
-
-
-def _is_scheduler(lr: Any) -> bool:
-    kind = lr if isinstance(lr, type) else type(lr)
-    return issubclass(kind, torch.optim.lr_scheduler.LRScheduler)
 
 
 def _check_scheduled(rate: Any) -> None:

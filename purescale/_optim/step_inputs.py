@@ -117,8 +117,13 @@ def flatten_step(
         _tree.reject_autograd_history(params=params, grads=given, opt_state=opt_state)
     tree, weights, structure, _ = params
     gradients = given.leaves
-    if not params.ordinary:
-        weights = list(map(_resolved, weights))
+    if not params.ordinary:  # torch's kernels know nothing of lazy negation
+        weights = [
+            leaf.resolve_conj().resolve_neg()
+            if isinstance(leaf, Tensor) and is_lazy(leaf)
+            else leaf
+            for leaf in weights
+        ]
     names, (opt_state, state, *_) = _tree.names(tree), opt_state
     sharded = not ordinary and dtensor.any_dtensor([*weights, *gradients])
     if not sharded or optimizer.elementwise is None:
@@ -182,13 +187,6 @@ def _flatten(tree: Tree) -> tuple[Leaves, Any]:
         return _tree.flatten(tree)
     # Without a walk through the dicts.
     return [tree.applied, *values_of(tree.slots), *numbers_of(tree)], None
-
-
-def _resolved(leaf: Any) -> Any:
-    """A parameter as torch's kernels read it, which know nothing of lazy negation."""
-    if not isinstance(leaf, Tensor) or not is_lazy(leaf):
-        return leaf
-    return leaf.resolve_conj().resolve_neg()
 
 
 def _check_placements(weight: Any, params: Tree, index: int, optimizer: Any) -> None:

@@ -161,9 +161,9 @@ class TorchOptimizer:
         self._groups.check_names(tuple(named))
         device = next((leaf.device for leaf in named.values()), None)
         applied = torch.zeros((), dtype=torch.int64, device=device)
-        lr = self._groups.lr_of(device)
+        lr, hyper = self._groups.starts(device)
         slots = self._groups.new_slots(named, self._groups.rates(applied, lr))
-        return OptState(applied, slots, lr, self._groups.hyper_of(device))
+        return OptState(applied, slots, lr, hyper)
 
     @outside_autocast()
     def step(self, params: Tree, grads: Tree, opt_state: OptState) -> tuple[Tree, OptState]:

@@ -37,9 +37,7 @@ class StepInputs(NamedTuple):
     opt_state: Any
     named_params: dict[str, Any]  # the parameters that are tensors, by dotted name
     ordinary: bool  # one look at parameters, state and given gradients showed that all are
-    dtensors: tuple[Sequence[Any], Sequence[Any]] | None = (
-        None  # of params and state, where they are
-    )
+    dtensors: Any = None  # those of params and of the state, where there are any
     known: Any = ()  # `old`, where all are ordinary and the state is that of a class of torch
     places: Any = None  # of each name its `Place`, where the inputs are a piece of a larger step
 

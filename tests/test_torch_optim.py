@@ -1074,6 +1074,16 @@ def test_the_state_of_another_class_is_refused_by_sgd():
         sgd.step(params, params, ps.from_torch(OPTIM.AdamW).init(params))
 
 
+def test_a_refused_state_leaves_no_gradient_on_donated_parameters():
+    sgd = ps.from_torch(OPTIM.SGD, lr=0.1, momentum=0.9, foreach=False)
+    params = {"a": torch.ones(2), "b": torch.ones(2)}
+    state, grads = sgd.init(params), {"a": torch.ones(2), "b": torch.ones(2)}
+    state = state._replace(slots={"a": state.slots["a"], "b": {}})
+    with pytest.raises(ValueError, match="opt_state has no state that SGD keeps"):
+        ps.maybe_step(sgd, params, grads, state, torch.tensor(False), donate=True)
+    assert params["a"].grad is None
+
+
 @pytest.mark.parametrize(
     ("grad", "error", "message"),
     [

@@ -230,12 +230,13 @@ class UnfusedStep:
                     foreign = not slots[name]
                 if foreign:
                     raise self._layout.foreign("momentum_buffer" if slots[name] else "state")
-                weights[name].grad = gradients[name]
-                optimizer.state[weights[name]] = slots[name]
             if self._begins and self._groups.moves[index]:
                 beginning.append((lrs[index], [slots[name] for name in present]))
             optimizer.param_groups.append({**group, "params": [weights[name] for name in present]})
         try:
+            for name, gradient in gradients.items():
+                weights[name].grad = gradient
+                optimizer.state[weights[name]] = slots[name]
             for rate, begun in beginning:
                 _begin_at(self._begins, rate, begun, lists=lists)
             run(optimizer)

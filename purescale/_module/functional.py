@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from .._module.meta_module import (
 from .._torch import donation, foreach, private
 from .._torch.tracing import PLAIN_TYPES, innermost, under_transform
 from .._tree import tree as _tree
-from .._tree.leaves import are_plain, is_constant
+from .._tree.leaves import are_plain, is_constant, versions
 
 NORM_MODULES: tuple[type[nn.Module], ...] = (
     private.NormBase,
@@ -85,16 +85,17 @@ class Apply:
         if self._hooks:
             given |= _hooked(params, self._hooks)
         watched = params | constants if constants else params
-        versions = _versions(watched.values(), transformed)
+        inner = list(map(innermost, watched.values())) if transformed else watched.values()
+        known = versions(inner)
         # Versions do not count what is written through `.data`.
         before = _tree.clone(params) if donation.DEBUG and not transformed else {}
         skeleton = self._free(bool(train))
         # Where the forward fails, its skeleton is thrown away as it stands.
         out, new_buffers = called(skeleton, given, copies, args, kwargs)
         self._idle[bool(train)].append(skeleton)
-        now = _versions(watched.values(), transformed)
-        if now != versions:
-            name = next(n for n, v, w in zip(watched, versions, now, strict=True) if v != w)
+        now = versions(inner)
+        if now != known:
+            name = next(n for n, v, w in zip(watched, known, now, strict=True) if v != w)
             raise RuntimeError(_written(name) if name in params else _written_constant(name))
         for name, value in before.items():
             if not torch.allclose(params[name], value, rtol=0, atol=0, equal_nan=True):
@@ -191,16 +192,6 @@ def _constants(buffers: Tensors) -> Tensors:
     if not buffers or are_plain(list(buffers.values())):
         return {}
     return {name: buffer for name, buffer in buffers.items() if is_constant(buffer)}
-
-
-def _versions(tensors: Collection[Tensor], transformed: bool) -> list[int]:
-    """How often each was written into; under vmap and grad, the tensor that the transform wraps."""
-    if transformed:
-        tensors = [innermost(tensor) for tensor in tensors]
-    try:
-        return list(map(private.version, tensors))
-    except RuntimeError:  # what was made under inference_mode has none
-        return [0 if tensor.is_inference() else private.version(tensor) for tensor in tensors]
 
 
 def _written(name: str) -> str:

@@ -16,6 +16,7 @@ from .._torch import donation, dtensor, functorch_kernels, private
 from .._torch.dtypes import wide_dtype
 from .._torch.tracing import traced
 from .._tree import tree as _tree
+from .._tree.leaves import versions
 from .._tree.tree import Flat, Leaves, Tree
 
 functorch_kernels.register()
@@ -151,7 +152,7 @@ class ValueAndGrad:
             # Leaves, so that autocast casts a weight once however often it is used; new ones, as a
             # loss may hang a hook on them.
             inputs = _parameters(self.inputs)
-            before = _versions(inputs)
+            before = versions(inputs)
             loss, outputs = self._scaled(buffers, microbatch, inputs, scale=self.scale)
         if not loss.requires_grad:
             raise ValueError(
@@ -160,12 +161,12 @@ class ValueAndGrad:
                 "inference_mode. Fix: `out, buffers = apply(params, buffers, x)` and a loss "
                 "of that `out`."
             )
-        if _versions(inputs) != before:
+        if versions(inputs) != before:
             self._refuse_writes(inputs, before)
         return inputs, loss, outputs
 
     def _refuse_writes(self, inputs: Leaves, before: list[int]) -> None:
-        index = next(i for i, new in enumerate(_versions(inputs)) if new != before[i])
+        index = next(i for i, new in enumerate(versions(inputs)) if new != before[i])
         name = self.names()[index]
         raise RuntimeError(
             f"loss_fn wrote into the parameter {name}. Parameters are the state of this step, "
@@ -219,13 +220,6 @@ class ValueAndGrad:
             buffers, new_buffers, "buffers", "new_buffers", flat=self.buffers
         )[1]
         return loss, leaves, aux
-
-
-def _versions(tensors: Leaves) -> list[int]:
-    try:
-        return list(map(private.version, tensors))
-    except RuntimeError:  # what was made under inference_mode has no counter
-        return [0] * len(tensors)
 
 
 def _parameters(tensors: Leaves) -> Leaves:

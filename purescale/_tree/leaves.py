@@ -5,7 +5,7 @@ tensors.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -71,6 +71,14 @@ def look(leaves: list[Any]) -> tuple[list[Any], bool]:
 def are_real(leaves: Sequence[Any]) -> bool:
     """Whether tensors hold real numbers of the dtypes that a parameter may have."""
     return once("real", lambda: {leaf.dtype for leaf in leaves} <= _REAL, leaves)
+
+
+def versions(tensors: Collection[Tensor]) -> list[int]:
+    """How often each was written into, of which torch keeps no count under inference_mode."""
+    try:
+        return list(map(private.version, tensors))
+    except RuntimeError:
+        return [0 if tensor.is_inference() else private.version(tensor) for tensor in tensors]
 
 
 # ---- which leaves are supported ------------------------------------------------------------------

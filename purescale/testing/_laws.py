@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .._torch import private, tracing
+from .._tree.leaves import versions
 from .._tree.tree import join_names
 
 # ---- bits and memory -----------------------------------------------------------------------------
@@ -73,26 +74,23 @@ class Untouched:
 
     def __enter__(self) -> None:
         self.values = _clone(self.tree)
-        self.versions = [_version(leaf) for _, leaf in _named(self.tree)]
+        self.versions = versions([leaf for _, leaf in _named(self.tree)])
 
     def __exit__(self, kind: Any, *rest: Any) -> None:
         if kind is not None:
             return
         now, before = list(_named(self.tree)), list(_named(self.values))
         changed = [name for name, _ in now] if len(now) != len(before) else []
+        counts = zip(self.versions, versions([leaf for _, leaf in now]), strict=False)
         changed += [
             name
-            for (name, leaf), (_, copy), version in zip(now, before, self.versions, strict=False)
-            if not _same(leaf, copy) or _version(leaf) != version
+            for (name, leaf), (_, copy), (old, new) in zip(now, before, counts, strict=False)
+            if not _same(leaf, copy) or old != new
         ]
         assert not changed, (
             f"an argument was written into: {join_names(changed)}. Fix: `x = x + 1` in place of "
             "`x += 1` and of methods that end in `_`; return the new value."
         )
-
-
-def _version(leaf: Tensor) -> int:
-    return 0 if leaf.is_inference() else private.version(leaf)
 
 
 def _storages(tree: Any) -> dict[int, str]:

@@ -19,7 +19,7 @@ from .._step.value_and_grad import MicrobatchResult, ValueAndGrad
 from .._torch import private
 from .._tree import tree as _tree
 from .._tree.leaves import normalize
-from .._tree.select import where
+from .._tree.select import choose
 from .._tree.tree import Leaves
 
 _numbers = itertools.count(1)
@@ -61,7 +61,7 @@ def carry(counts: bool | Tensor, before: Leaves, after: Leaves) -> Leaves:
     """The buffers that the next microbatch is given."""
     if isinstance(counts, bool):
         return after if counts else before
-    return where(~counts, before, after)  # type: ignore[no-any-return]
+    return choose(~counts, before, after)
 
 
 class Repeated:

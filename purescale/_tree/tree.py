@@ -134,13 +134,12 @@ def detach_unaliased(leaves: Leaves, taken: Set[int | None] | None) -> Leaves:
         return leaf.detach().clone() if memory(leaf) in taken else leaf.detach()
 
     if taken is not None and are_tensors(leaves):
-        held = memories(leaves)
-        if taken.isdisjoint(held):
-            return [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves]
-        if _leaf.are_plain(leaves):  # as where a loss returns the buffers that it was given
-            shared = [index for index, storage in enumerate(held) if storage in taken]
+        shared = [index for index, storage in enumerate(memories(leaves)) if storage in taken]
+        # Some are, as where a loss returns the buffers that it was given.
+        if not shared or _leaf.are_plain(leaves):
             found = [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves]
-            for index, copy in zip(shared, foreach.clone([found[i] for i in shared]), strict=True):
+            copies = foreach.clone([found[index] for index in shared]) if shared else []
+            for index, copy in zip(shared, copies, strict=True):
                 found[index] = copy
             return found
     return [private.pytree.tree_map(detach, leaf) for leaf in leaves]

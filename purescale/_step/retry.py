@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +15,8 @@ from .._step.step_options import StepOptions
 from .._torch.dtensor import any_dtensor
 from .._tree import tree as _tree
 from .._tree.tree import Flat
+
+T = TypeVar("T")
 
 
 class Tried(NamedTuple):
@@ -54,9 +55,8 @@ def accumulate_until_finite(
     generators = _generators(device) if max_retries else []
     retries = 0
     while True:
-        with _drawing_from(rng, device):
-            window = accumulate_microbatches(options, params, buffers, scaler, microbatches)
-            next_rng = _state_of(rng, device)
+        arguments = (options, params, buffers, scaler, microbatches)
+        window, next_rng = _drawing_from(rng, device, accumulate_microbatches, *arguments)
         if best is None or bool(window.num_overflowed < best[0].num_overflowed):
             best = window, scaler.tree, next_rng
         lower = None
@@ -94,23 +94,17 @@ def _generators(device: torch.device) -> list[tuple[Any, tuple[Any, ...], Tensor
     return [(module, where, module.get_rng_state(*where)) for module, where in generators]
 
 
-def _drawing_from(rng: Any, device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Draw random numbers from `rng`, the state of a generator, and put the global one back
-    afterwards; `()` leaves it as it is.
+def _drawing_from(
+    rng: Any, device: torch.device, function: Callable[..., T], *arguments: Any
+) -> tuple[T, Any]:
+    """What the function gives, which draws its random numbers from `rng`, the state of a generator,
+    and the state after it; `()`: from the global one, which is otherwise left as it was.
     """
-    return contextlib.nullcontext() if isinstance(rng, tuple) else _in_place_of_global(rng, device)
-
-
-@contextlib.contextmanager
-def _in_place_of_global(rng: Tensor, device: torch.device) -> Iterator[None]:
+    if isinstance(rng, tuple):
+        return function(*arguments), rng
     module, where, before = _generators(device)[-1]
     module.set_rng_state(rng.clone(), *where)
     try:
-        yield
+        return function(*arguments), module.get_rng_state(*where)
     finally:
         module.set_rng_state(before, *where)
-
-
-def _state_of(rng: Any, device: torch.device) -> Any:
-    """The state that `rng` has come to; `()` where the global generator is used."""
-    return rng if isinstance(rng, tuple) else _generators(device)[-1][2]

@@ -110,7 +110,7 @@ def test_nothing_stays_behind_and_no_argument_changes():
             ps.forward_report(apply, params, buffers, x[:, :, 0])
     assert [len(held) for held in _global_hooks()] == hooks
     assert same_bits(apply(params, buffers, x), before)
-    assert not any(private.has_hooks(m) for m in apply._training.modules())
+    assert not any(private.has_hooks(m) for m in apply._roots[True].modules())
 
 
 def _global_hooks():

@@ -101,7 +101,7 @@ def precise_bn(
         sync=group is not None and on_cpu(check_group(group)),
     )
     sequential = normalize == "sequential"
-    source = _Source(loader, num_samples, call, group, progress, sequential)
+    source = _Source(loader, num_samples, call, group, progress)
     stats, order = _gather(source, _Pass(apply, params, buffers, sequential))
     if not sequential:
         new = bn_buffers(stats, buffers, estimator, correction)
@@ -127,7 +127,6 @@ class _Source(NamedTuple):
     call: Callable[[Callable[..., Any], Any], Any] | None
     group: Any
     progress: bool
-    sequential: bool
 
 
 class _Pass:
@@ -189,7 +188,7 @@ def _gather(source: _Source, one_pass: _Pass) -> tuple[BNStatsState, list[str]]:
 
 def _feed_batches(source: _Source, one_pass: _Pass) -> None:
     """Feed batches, one at least, until another like the last would be one too many."""
-    _check_loader(source.loader, source.sequential)
+    _check_loader(source.loader, one_pass.sequential)
     limit = source.num_samples // (1 if source.group is None else dist.get_world_size(source.group))
     with _bar(source.group) if source.progress else nullcontext() as bar:
         for index, batch in enumerate(source.loader):
@@ -316,7 +315,7 @@ def _report(stats: BNStatsState, apply: ApplyFn, normalize: str) -> None:
             "normalize='sequential'.", name, few[name], len(few), _FEW,
         )  # fmt: skip
     inner = inspect.unwrap(apply)
-    modules = inner._training.named_modules() if isinstance(inner, Apply) else ()
+    modules = inner._roots[True].named_modules() if isinstance(inner, Apply) else ()
     others = [
         name for name, module in modules if isinstance(module, (private.InstanceNorm, nn.GroupNorm))
     ]

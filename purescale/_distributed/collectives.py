@@ -51,8 +51,8 @@ def all_reduce_found_inf(found_inf: Tensor | bool, group: Any = None) -> Tensor:
     if is_single_process(group):
         return flag.clone() if flag is found_inf else flag
     group = resolve_group(group)
-    traced = torch.compiler.is_compiling()
-    if not (isinstance(found_inf, Tensor) or traced) and isinstance(group, dist.ProcessGroup):
+    of_host = not (isinstance(found_inf, Tensor) or torch.compiler.is_compiling())
+    if of_host and isinstance(group, dist.ProcessGroup):
         flag = flag.to(private.object_device(group))
     return all_reduce(flag.to(torch.int32), "max", group).to(torch.bool)
 

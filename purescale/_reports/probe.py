@@ -78,7 +78,9 @@ class ScaleProbe(NamedTuple):
                 f"{tree.join_names(self.starved, 20)}. The largest that fits is 2**{self.high}."
             ]
         else:
-            lines = [f"Safe for every leaf: {_as_text(self.window)}."]
+            window = self.window
+            safe = "none" if window is None else f"2**{window[0]} to 2**{window[1]}"
+            lines = [f"Safe for every leaf: {safe}."]
         if self.silent:
             lines.append(
                 "Nothing but zeros at every scale (unused, behind a weight of 0, or too small): "
@@ -120,10 +122,6 @@ class ScaleProbe(NamedTuple):
         window shaded.
         """
         return _plot(self)
-
-
-def _as_text(window: tuple[int, int] | None) -> str:
-    return "none" if window is None else f"2**{window[0]} to 2**{window[1]}"
 
 
 class _Scale(NamedTuple):

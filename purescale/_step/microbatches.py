@@ -128,11 +128,8 @@ def accumulate_microbatches(
         buffers, stats = carried
         with CaptureBatchNorm(evaluating=False) as caught:
             returned = options.loss_fn(params, buffers, microbatch)
-        if (
-            not isinstance(returned, tuple)
-            or len(returned) < 2
-            or not isinstance(returned[1], dict)
-        ):
+        several = isinstance(returned, tuple) and len(returned) > 1
+        if not (several and isinstance(returned[1], dict)):
             return returned  # to be refused
         loss, new_buffers, *aux = returned
         calls = named_calls(caught, new_buffers)
@@ -280,11 +277,13 @@ class _Mean:
             self.weights.vector[index],
             stats.nonfinite,
             scale=self.scale,
-            in_place=not traced(),
+            in_place=not self.is_traced,
         )
-        if self.options.on_nonfinite == "drop_microbatch":
-            return _and_finite(counts, stats)
-        return counts
+        if self.options.on_nonfinite != "drop_microbatch":
+            return counts
+        if stats.nonfinite_on_host is not None and not isinstance(counts, Tensor):
+            return counts and not stats.nonfinite_on_host
+        return counts & ~stats.nonfinite
 
     def mean(self) -> Normalized | None:
         """The mean; None where nothing counted, or all of it is on its way to other ranks."""
@@ -310,12 +309,6 @@ class _Mean:
         elif self.is_summed:
             self.overflows = [stats.nonfinite]
         return stats
-
-
-def _and_finite(counts: bool | Tensor, stats: GradStats) -> bool | Tensor:
-    if stats.nonfinite_on_host is not None and not isinstance(counts, Tensor):
-        return counts and not stats.nonfinite_on_host
-    return counts & ~stats.nonfinite
 
 
 # ---- over ranks ----------------------------------------------------------------------------------
@@ -370,7 +363,8 @@ def _weights(options: StepOptions, microbatches: list[Any], scale: Tensor) -> _W
     number, weight_fn = len(microbatches), options.weight_fn
     if weight_fn is None:
         vector = None
-        if not (options.group is None and (number == 1 or options.looks_once)):
+        looks_once = options.on_nonfinite == "drop_window" and not options.max_retries
+        if options.group is not None or not (number == 1 or looks_once):
             vector = torch.ones(number, dtype=widest_float(scale.device), device=scale.device)
         return _Weights(vector, [1 / number] * number, [True] * number)
     given = [weight_fn(microbatch) for microbatch in microbatches]

@@ -127,10 +127,6 @@ def checked(
     return found, group if dist.get_world_size(group) > 1 else None
 
 
-def _is_dense(leaf: Tensor) -> bool:
-    return leaf.layout is torch.strided and not isinstance(leaf, DTensor)
-
-
 def _all_that_must_agree(settings: dict[str, Any], state: Any) -> list[str]:
     """Every setting and the structure of the whole state, a line each. Of a scale, a rate and a
     count the value too: ranks that differ there make different steps of equal gradients.
@@ -156,10 +152,8 @@ def _fields(name: str, tree: Tree) -> Iterator[tuple[str, Tree]]:
 def _refuse_dtensors(trees: dict[str, Tree]) -> None:
     for name, tree in trees.items():
         for index, leaf in enumerate(_tree.flatten(tree)[0]):
-            if not isinstance(leaf, Tensor) or _is_dense(leaf):
-                continue
-            at = _tree.path(tree, f"state.{name}", index)
             if isinstance(leaf, DTensor):
+                at = _tree.path(tree, f"state.{name}", index)
                 mesh = mesh_sizes(leaf.device_mesh)
                 raise ValueError(
                     f"{at} is a DTensor, {leaf.placements} over a mesh of {mesh}; with a group "
@@ -168,8 +162,10 @@ def _refuse_dtensors(trees: dict[str, Tree]) -> None:
                     "is reduced over its own mesh; for replicas of shards a mesh of two dimensions "
                     "and [Replicate(), Shard(0)]."
                 )
-            raise ValueError(
-                f"{at} is {leaf.layout}; what ranks average is dense. Likely cause: a sparse "
-                "buffer, as an adjacency matrix. Fix: `buffer.to_dense()`, or let loss_fn "
-                "close over what no step changes."
-            )
+            if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
+                at = _tree.path(tree, f"state.{name}", index)
+                raise ValueError(
+                    f"{at} is {leaf.layout}; what ranks average is dense. Likely cause: a sparse "
+                    "buffer, as an adjacency matrix. Fix: `buffer.to_dense()`, or let loss_fn "
+                    "close over what no step changes."
+                )

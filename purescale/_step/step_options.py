@@ -33,8 +33,3 @@ class StepOptions:
     takes_amax: bool = False  # whether the rule looks at the largest gradient
     guard: Any = None
     unroll: bool = True  # a compiled window; False: its microbatches share their code
-
-    @property
-    def looks_once(self) -> bool:
-        """Whether nothing asks for each microbatch: they are summed, and the mean is looked at."""
-        return self.on_nonfinite == "drop_window" and not self.max_retries

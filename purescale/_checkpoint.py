@@ -167,11 +167,10 @@ def save(path: Path, tree: Tree) -> None:
     """
     target = _target(path)
     folder = os.path.dirname(target)
-    to_state_dict(tree)  # raises before anything is written
+    d = to_state_dict(tree)  # raises before anything is written
     for at, leaf in zip(_tree.paths(tree, "tree"), _tree.flatten(tree)[0], strict=True):
         if leaf is not None:
             _check_storable(at, leaf, path)
-    d = to_state_dict(_tree.map(_compact, tree))
 
     temporary = os.path.join(folder, f".purescale-{secrets.token_hex(8)}.tmp")
     old = os.stat(target) if os.path.exists(target) else None
@@ -186,7 +185,7 @@ def save(path: Path, tree: Tree) -> None:
             _remove_abandoned(folder, temporary)
             if old is not None:
                 _inherit(temporary, target, old)
-            _write(d, file)
+            _write(_tree.map(_compact, d), file)
             _seal(file)
             file.flush()
             os.fsync(file.fileno())
@@ -317,13 +316,9 @@ def _compact(leaf: Any) -> Any:
     """A copy of a tensor that is a view of more memory, all of which torch.save would write: for
     one member of an ensemble, the whole ensemble.
     """
-    if leaf.layout is not torch.strided:
-        return leaf
-    return (
-        leaf
-        if leaf.untyped_storage().nbytes() <= leaf.numel() * leaf.element_size()
-        else leaf.detach().clone()
-    )
+    if leaf.layout is torch.strided and leaf.untyped_storage().nbytes() > leaf.nbytes:
+        return leaf.clone()
+    return leaf
 
 
 # ---- the checksum --------------------------------------------------------------------------------

@@ -281,14 +281,11 @@ def add_batch(
         wide = torch.where(finite, values, 0).to(next(iter(layers.values())).mean.dtype)
         means_and_vars = torch.split(wide, [vector.numel() for vector in vectors])[2 * num_final :]
         weight = finite.to(wide.dtype)  # 0 leaves the whole batch out
-    for (name, call), mean, var in (
-        zip(calls[num_final:], means_and_vars[::2], means_and_vars[1::2], strict=True)
-        if calls
-        else ()
-    ):
-        m2 = (var * max(call.values - 1, 0)).view_as(call.var)
-        batch = BNLayerStats(weight * call.values, mean.view_as(call.mean), m2, m2, weight)
-        layers[name] = _merge_layer(layers[name], batch)
+        parts = zip(calls[num_final:], means_and_vars[::2], means_and_vars[1::2], strict=True)
+        for (name, call), mean, var in parts:
+            m2 = (var * max(call.values - 1, 0)).view_as(call.var)
+            batch = BNLayerStats(weight * call.values, mean.view_as(call.mean), m2, m2, weight)
+            layers[name] = _merge_layer(layers[name], batch)
     return BNStatsState(layers, stats.num_batches + finite, stats.num_skipped + ~finite)
 
 
@@ -357,15 +354,10 @@ def check_flat_buffers(buffers: Any) -> None:
     if not isinstance(buffers, dict) or not all(
         isinstance(key, str) and isinstance(value, Tensor) for key, value in buffers.items()
     ):
-        what = (
-            f"a dict of {tree.join_names([repr(key) for key in buffers])}"
-            if isinstance(buffers, dict)
-            else type(buffers).__name__
-        )
         raise TypeError(
-            f"buffers is {what}; expected the flat dict of tensors by dotted name that "
-            "make_functional returns. Fix: of several models merge the dicts under a prefix, "
-            "{f'generator.{name}': t for name, t in generator_buffers.items()}."
+            f"buffers is {tree.described(buffers)}; expected the flat dict of tensors by dotted "
+            "name that make_functional returns. Fix: of several models merge the dicts under a "
+            "prefix, {f'generator.{name}': t for name, t in generator_buffers.items()}."
         )
 
 

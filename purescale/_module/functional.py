@@ -112,10 +112,6 @@ class Apply:
             skeleton = Skeleton(copy.deepcopy(self._roots[train], {**self._shared}))
         return skeleton
 
-    @property
-    def _training(self) -> nn.Module:
-        return self._roots[True]
-
     def _misfit(self, params: Tensors, buffers: Tensors) -> str:
         found = []
         for which, tree, expected in (
@@ -123,10 +119,8 @@ class Apply:
             ("buffers", buffers, self._buffers),
         ):
             if set(tree) != expected:
-                missing, extra = (
-                    sorted(expected - set(tree)),
-                    [str(name) for name in tree if name not in expected],
-                )
+                missing = sorted(expected - set(tree))
+                extra = [str(name) for name in tree if name not in expected]
                 found.append(
                     f"{which} has the wrong names: missing {_tree.join_names(missing)}; not in the "
                     f"model: {_tree.join_names(extra)}"
@@ -149,16 +143,11 @@ def check_dicts(params: Any, buffers: Any) -> None:
     """Refuse what cannot be the params and buffers of `make_functional`."""
     for which, tree in (("params", params), ("buffers", buffers)):
         if not isinstance(tree, dict):
-            what = (
-                f"a tensor of shape {tuple(tree.shape)}"
-                if isinstance(tree, Tensor)
-                else type(tree).__name__
-            )
             raise TypeError(
-                f"{which} is {what}; expected the dict of tensors by dotted name that "
-                "make_functional returns. Likely cause: an argument was forgotten. Fix: `out, "
-                "buffers = apply(params, buffers, x)`, also for a model without buffers, where "
-                "they are {}."
+                f"{which} is {_tree.described(tree)}; expected the dict of tensors by dotted name "
+                "that make_functional returns. Likely cause: an argument was forgotten. Fix: "
+                "`out, buffers = apply(params, buffers, x)`, also for a model without buffers, "
+                "where they are {}."
             )
         for name, value in tree.items():
             if type(value) is not Tensor and not isinstance(value, Tensor):

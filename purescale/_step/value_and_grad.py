@@ -211,8 +211,9 @@ class ValueAndGrad:
         alike = both and new_buffers.keys() == buffers.keys()
         if not (alike or _like_buffers(new_buffers, buffers)):
             raise ValueError(
-                f"new_buffers does not match buffers: loss_fn returned {_described(new_buffers)} "
-                f"where the new buffers belong, {_described(buffers)}. Likely cause: `return loss, "
+                "new_buffers does not match buffers: loss_fn returned "
+                f"{_tree.described(new_buffers)} where the new buffers belong, "
+                f"{_tree.described(buffers)}. Likely cause: `return loss, "
                 "aux`. Fix: `return loss, new_buffers, aux`, or `return loss, buffers, aux` "
                 "where nothing changes them."
             )
@@ -274,11 +275,3 @@ def _like_buffers(returned: Any, buffers: Tree) -> bool:
             not returned or any(name in buffers for name in returned)
         )
     return type(returned) is type(buffers)
-
-
-def _described(tree: Any) -> str:
-    if isinstance(tree, Tensor):
-        return f"a tensor of shape {tuple(tree.shape)}"
-    if isinstance(tree, dict):
-        return f"a dict of {_tree.join_names([repr(name) for name in tree])}"
-    return type(tree).__name__

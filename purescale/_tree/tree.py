@@ -44,7 +44,7 @@ optree.register_pytree_node(
 def flatten(tree: Tree) -> tuple[Leaves, Any]:
     """The leaves and the structure, with its `.unflatten(leaves)` and `.flatten_up_to(other)`."""
     if torch.compiler.is_dynamo_compiling():
-        if type(tree) is dict and all([x is None or isinstance(x, Tensor) for x in tree.values()]):
+        if _is_dict_of_leaves(tree):
             return list(tree.values()), FlatDict(tuple(tree))  # which takes a compiler a tenth
         # Dynamo cannot trace optree through an empty dict, such as the buffers of a net without
         # BatchNorm.
@@ -52,6 +52,12 @@ def flatten(tree: Tree) -> tuple[Leaves, Any]:
     else:
         leaves, structure = optree.tree_flatten(tree, **_OPTREE)
     return leaves, structure
+
+
+def _is_dict_of_leaves(tree: Tree) -> bool:
+    return type(tree) is dict and all(
+        [type(x) is Tensor or x is None or isinstance(x, Tensor) for x in tree.values()]
+    )
 
 
 class FlatDict(NamedTuple):
@@ -154,7 +160,7 @@ def copy_aliased(tree: Tree, inputs: Tree) -> Tree:
 
 
 def leaves_apart(leaves: Leaves, others: Leaves) -> Leaves:
-    """`apart` of flat lists."""
+    """The leaves; those that may share memory with `others` or with each other are copied."""
     if traced():
         return [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     taken, held = set(memories(others)), memories(leaves)
@@ -183,12 +189,7 @@ def names(tree: Tree) -> list[str]:
     """The dotted name of each leaf, `conv.weight`, in the order of `flatten`. Of a flat dict its
     keys.
     """
-    if type(tree) is dict and all(
-        [
-            type(child) is Tensor or child is None or isinstance(child, Tensor)
-            for child in tree.values()
-        ]
-    ):
+    if _is_dict_of_leaves(tree):
         return [str(key) for key in tree]
     if not torch.compiler.is_dynamo_compiling():
         return [".".join(str(part) for part in path) for path in optree.tree_paths(tree, **_OPTREE)]
@@ -277,6 +278,15 @@ def gradients_like(params: Flat, grads: Tree) -> Flat:
                 "params, `torch.func.grad(scaled_loss)(params)`."
             )
     return found
+
+
+def described(tree: Any) -> str:
+    """What stands where a tree belongs."""
+    if isinstance(tree, Tensor):
+        return f"a tensor of shape {tuple(tree.shape)}"
+    if isinstance(tree, dict):
+        return f"a dict of {join_names([repr(name) for name in tree])}"
+    return type(tree).__name__
 
 
 def join_names(items: list[str], most: int = 5) -> str:

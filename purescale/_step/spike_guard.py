@@ -146,9 +146,7 @@ _RESOLUTION = 2.0**-20  # of a loss or norm in float32, a sum of many numbers
 
 def check_guard(guard: Any) -> None:
     """Refuse what is no guard."""
-    missing = [name for name in ("init", "update") if not callable(getattr(guard, name, None))]
-    if isinstance(guard, type) or missing:
-        what = f"the class {guard.__name__}" if isinstance(guard, type) else type(guard).__name__
+    if what := scalars.not_made(guard, "init", "update"):
         raise TypeError(
             f"guard is {what}; expected an object with `init(device)` and `update(state, loss, "
             "grad_norm)`. Fix: SpikeGuard(), or None; docs/recipes.md has a guard of your own."

@@ -30,7 +30,7 @@ from .._step.value_and_grad import LossFn
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import traced
 from .._tree import tree as _tree
-from .._tree.scalars import is_whole, short_repr
+from .._tree.scalars import is_whole, not_made, short_repr
 from .._tree.select import choose, copies, where, write_over
 from .._tree.tree import Flat, Leaves, Tree
 
@@ -297,21 +297,17 @@ def _stages(
         rng=rng,
         guard=next_guard,
     )
-    return new_state, _info(window, outcome, used_scale, tried.retries)
-
-
-def _info(window: WindowGrads, outcome: Outcome, scale: Tensor, retries: int) -> StepInfo:
-    skip = outcome.found_inf
-    return StepInfo(
+    info = StepInfo(
         loss=window.loss,
         found_inf=skip,
-        scale=scale,
+        scale=used_scale,
         grad_norm=outcome.grad_norm,
         grad_amax=outcome.grad_amax,
-        retries=torch.full((), retries, dtype=torch.int32, device=skip.device),
+        retries=torch.full((), tried.retries, dtype=torch.int32, device=skip.device),
         aux=window.aux,
         rejected=outcome.rejected,
     )
+    return new_state, info
 
 
 def _read_only_in_update(
@@ -496,16 +492,9 @@ def _check_microbatches(microbatches: Any) -> None:
 
 
 def _check_parts(optimizer: Any, rule: Any) -> None:
-    if isinstance(optimizer, type) or not (
-        callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "step", None))
-    ):
-        got = (
-            f"the class {optimizer.__name__}"
-            if isinstance(optimizer, type)
-            else type(optimizer).__name__
-        )
+    if what := not_made(optimizer, "init", "step"):
         raise TypeError(
-            f"optimizer is {got}; expected an object with `init` and `step`. "
+            f"optimizer is {what}; expected an object with `init` and `step`. "
             f"Fix: from_torch(torch.optim.AdamW, lr=1e-3), or from_transformation(tx)."
         )
     check_rule(rule)

@@ -1,4 +1,4 @@
-"""Checks of numbers from the host: settings, weights, counts, entries of state dicts."""
+"""Checks of what comes from the host: settings, weights, counts, entries of state dicts."""
 
 from __future__ import annotations
 
@@ -151,6 +151,14 @@ def _no_number(name: str, value: Any, kind: type[int] | type[float]) -> TypeErro
         "as an "
         f"{'int' if kind is int else 'int or a float'}."
     )
+
+
+def not_made(value: Any, *methods: str) -> str:
+    """What `value` is where it is a class, or lacks one of these methods; "" where it will do."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    will_do = all([callable(getattr(value, name, None)) for name in methods])
+    return "" if will_do else type(value).__name__
 
 
 def short_repr(value: Any, limit: int = 80) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor
 from .._checkpoint import from_state_dict, load, save, to_state_dict
 from .._torch import private
 from .._tree import tree
+from .._tree.scalars import not_made
 from ._laws import (
     assert_pure,
     assert_single_graph,
@@ -36,10 +37,7 @@ class Battery:
     labels: ClassVar[tuple[str, ...]]  # labels of what a call was given
 
     def __init__(self, subject: Any, quirks: Sequence[str]) -> None:
-        missing = [name for name in self.methods if not callable(getattr(subject, name, None))]
-        if isinstance(subject, type) or missing:
-            is_class = isinstance(subject, type)
-            what = f"the class {subject.__name__}" if is_class else type(subject).__name__
+        if what := not_made(subject, *self.methods):
             expected = " and ".join(f"`{name}({given})`" for name, given in self.methods.items())
             raise TypeError(
                 f"{self.kind} is {what}; expected an object with {expected}. Fix: "

@@ -105,15 +105,8 @@ class DynamicScale:
     refill: str = "growth"
 
     def __post_init__(self) -> None:
-        scalars.normalize_fields(
-            self,
-            scalars.power_of_two,
-            "init_scale",
-            "growth_factor",
-            "backoff_factor",
-            "min_scale",
-            "max_scale",
-        )
+        powers = ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale")
+        scalars.normalize_fields(self, scalars.power_of_two, *powers)
         scalars.normalize_fields(
             self, functools.partial(scalars.whole, least=1), "growth_interval", "hysteresis"
         )

@@ -207,8 +207,7 @@ def wide_loss(loss: Any, scale: Tensor, path: Callable[[], str] = lambda: "loss"
             "of errors, or predictions, instead of a loss. Fix: `loss.float()` if that is meant; "
             "`loss.abs()` of a complex one."
         )
-    reason = unsupported_reason(loss)
-    if reason:
+    if reason := unsupported_reason(loss):
         raise TypeError(f"{path()} {reason}")
     if loss.numel() != 1:
         raise ValueError(

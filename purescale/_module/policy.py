@@ -226,10 +226,7 @@ def with_policy(
                 compute(params), {**buffers, **compute(frozen)}, *args, **kwargs
             )
         if not rules.autocast:
-            new_buffers = {
-                **new_buffers,
-                **{name: buffer.clone() for name, buffer in frozen.items()},
-            }
+            new_buffers = new_buffers | {name: frozen[name].clone() for name in frozen}
         return cast(out, rules.output_dtype), new_buffers
 
     cast_apply.norm_params, cast_apply.frozen_params = norm_params, frozen_params  # type: ignore[attr-defined]

@@ -11,6 +11,7 @@ from torch import Tensor
 from .._reports.printing import leaf_names, read, table
 from .._torch import dtensor
 from .._torch.autocast import outside_autocast
+from .._torch.dtypes import real_dtype, wide_dtype
 from .._torch.tracing import traced
 from .._tree import scalars
 from .._tree import tree as _tree
@@ -125,7 +126,7 @@ def _reports_of(leaves: Sequence[Tensor], tiny: float, sample: int) -> list[Tens
     """`amax`, `zeros`, `subnormal` and `nonfinite` of leaves of one dtype and device: [n] each."""
     device, number = leaves[0].device, len(leaves)
     sizes, padded = [0] * number, [0] * number
-    amax = torch.zeros(number, dtype=_wide(leaves[0].dtype), device=device)
+    amax = torch.zeros(number, dtype=real_dtype(wide_dtype(leaves[0].dtype)), device=device)
     counts = torch.zeros(number, 3, dtype=torch.int64, device=device)
     for part in _chunks(leaves, sample, 2**19 if leaves[0].is_cpu else 2**24):
         lengths = [-(-values.numel() // _ROW) for _, values in part]
@@ -151,10 +152,6 @@ def _reports_of(leaves: Sequence[Tensor], tiny: float, sample: int) -> list[Tens
         (below - zeros).to(torch.float32) / divisor,
         padded_size - finite,
     ]
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
 
 
 def _chunks(

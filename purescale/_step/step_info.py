@@ -68,12 +68,9 @@ def stack_infos(infos: Sequence[StepInfo]) -> StepInfo:
     >>> run.loss, run.grad_norm
     (tensor([2., 1.]), ())
     """
-    if isinstance(infos, StepInfo):
-        raise TypeError("stack_infos takes a list, got one StepInfo. Fix: `infos += [info]`.")
-    if not isinstance(infos, Iterable):
-        raise TypeError(
-            f"stack_infos takes a list, got {short_repr(infos)}. Fix: `infos += [info]`."
-        )
+    if isinstance(infos, StepInfo) or not isinstance(infos, Iterable):
+        got = "one StepInfo" if isinstance(infos, StepInfo) else short_repr(infos)
+        raise TypeError(f"stack_infos takes a list, got {got}. Fix: `infos += [info]`.")
     infos = list(infos)
     if not infos:
         raise ValueError("stack_infos got no infos. Fix: `infos += [info]` after each step.")

@@ -210,9 +210,7 @@ def stored_values(leaf: Tensor) -> Tensor:
     """The values that a leaf stores, as reals: of a sparse leaf its summed values, of a complex
     leaf both parts.
     """
-    if leaf.layout is torch.sparse_coo:
-        leaf = leaf.coalesce().values()
-    return torch.view_as_real(leaf.resolve_conj().resolve_neg()) if leaf.is_complex() else leaf
+    return dense_real(leaf.coalesce().values() if leaf.layout is torch.sparse_coo else leaf)
 
 
 def _restored(leaf: Tensor, result: Tensor) -> Tensor:

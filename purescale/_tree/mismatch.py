@@ -75,9 +75,8 @@ def _grouped(name: str, differences: list[_Difference]) -> list[str]:
     parameter, only the first and their number.
     """
     groups: dict[Any, list[_Difference]] = {}
-    for difference in (
-        differences
-    ):  # by all keys but the name of a parameter, which is the last or the one before
+    # By all keys but the name of a parameter, which is the last or the one before.
+    for difference in differences:
         groups.setdefault((difference.keys[:-2], difference.keys[-1:]), []).append(difference)
     for field, group in list(groups.items()):
         if len(group) == 1:

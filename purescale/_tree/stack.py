@@ -76,8 +76,6 @@ def stacked(name: str, trees: list[Tree], cause: str) -> Tree:
 def _can_be_stacked(leaf: Any, like: Any) -> bool:
     if isinstance(leaf, Tensor) and isinstance(like, Tensor):
         return (leaf.shape, leaf.dtype, leaf.device) == (like.shape, like.dtype, like.device)
-    if isinstance(leaf, Tensor) or isinstance(like, Tensor):
-        return False
     return are_equal_constants(leaf, like)
 
 

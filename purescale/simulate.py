@@ -107,9 +107,8 @@ def _series(name: str, values: Any, kind: str, fits: Any) -> Tensor:
             series = torch.tensor(listed, dtype=inferred)
     else:
         raise TypeError(
-            f"{name} is {scalars.short_repr(values)}; expected {kind} [T], one a step, or a "
-            "list. Fix: "
-            f"`torch.tensor([{scalars.short_repr(values)}])`."
+            f"{name} is {scalars.short_repr(values)}; expected {kind} [T], one a step, or a list. "
+            f"Fix: `torch.tensor([{scalars.short_repr(values)}])`."
         )
     if series.ndim != 1 or not fits(series):
         fix = f"`.to({dtype})`"

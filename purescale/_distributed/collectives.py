@@ -101,8 +101,7 @@ def all_reduce_grads(
         if not size > 0:
             raise ValueError(
                 f"bucket_size_mb must be above 0, got {scalars.short_repr(bucket_size_mb)}. Fix: "
-                "25, "
-                "as DistributedDataParallel; float('inf') for one bucket a dtype."
+                "25, as DistributedDataParallel; float('inf') for one bucket a dtype."
             )
         leaves, structure = _tree.flatten(grads)
         _tree.check_gradients(grads, leaves)

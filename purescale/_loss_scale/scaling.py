@@ -127,8 +127,7 @@ def check_scaler(scaler: HasScale, rule: Any, max_skips: int | None = None) -> N
         raise TypeError(
             "check_scaler takes the state of one scaler, its `scale` a 0-d tensor, got "
             f"{scalars.short_repr(scaler)}. Fix: `check_scaler(state.scaler, rule)` of a "
-            "TrainState; "
-            "of an ensemble one at a time."
+            "TrainState; of an ensemble one at a time."
         )
     if max_skips is not None:
         max_skips = scalars.whole("max_skips", max_skips)

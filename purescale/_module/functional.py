@@ -442,9 +442,8 @@ def load_into(model: nn.Module, params: Tensors, buffers: Tensors) -> None:
         raise ValueError(
             "params and buffers do not fit the model, so nothing was copied: "
             f"{_tree.join_names(faults, 8)}. Likely cause: they are of another model, stacked "
-            "over an "
-            "ensemble, or incomplete. Fix: `load_into(model, state.params, state.buffers)` with "
-            "the model that they were made from."
+            "over an ensemble, or incomplete. Fix: `load_into(model, state.params, "
+            "state.buffers)` with the model that they were made from."
         )
     with torch.no_grad():
         for name, target in targets.items():

@@ -84,8 +84,7 @@ def stack_infos(infos: Sequence[StepInfo]) -> StepInfo:
             if leaf is not None and not isinstance(leaf, Tensor):
                 raise TypeError(
                     f"{_tree.path(info, f'infos[{index}]', place)} is {short_repr(leaf)}; only "
-                    "tensors "
-                    "are stacked. Fix: `torch.tensor(...)` of it in loss_fn, or "
+                    "tensors are stacked. Fix: `torch.tensor(...)` of it in loss_fn, or "
                     "`info._replace(aux=())`."
                 )
     cause = (

@@ -64,8 +64,7 @@ def positive(name: str, value: Any) -> float:
     if not is_positive_float32(number):
         raise ValueError(
             f"{name} must be positive and finite in float32, got {short_repr(value)}. Fix: a "
-            "power of "
-            f"two, as {name}=2.0."
+            f"power of two, as {name}=2.0."
         )
     return number
 
@@ -90,8 +89,7 @@ def power_of_two(name: str, value: Any) -> float:
         )
         raise ValueError(
             f"{name} must be a power of two between 2**-149 and 2**127, got {short_repr(value)}: "
-            "any "
-            f"other factor rounds every gradient. Fix: {name}={near!r}."
+            f"any other factor rounds every gradient. Fix: {name}={near!r}."
         )
     return number
 
@@ -147,9 +145,8 @@ def _no_number(name: str, value: Any, kind: type[int] | type[float]) -> TypeErro
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             fix = short_repr(kind(value))  # type: ignore[arg-type]
     return TypeError(
-        f"{name} must be {what}, got {short_repr(value)} ({type(value).__name__}). Fix: {fix}, "
-        "as an "
-        f"{'int' if kind is int else 'int or a float'}."
+        f"{name} must be {what}, got {short_repr(value)} ({type(value).__name__}). Fix: {fix}, as "
+        f"an {'int' if kind is int else 'int or a float'}."
     )
 
 

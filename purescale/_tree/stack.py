@@ -177,9 +177,8 @@ def ema(old: Tree, new: Tree, decay: float | Tensor) -> Tree:
         if reason := _no_average_reason(a, b):
             raise ValueError(
                 f"{_tree.path(old, 'new', position)} is {_kind(b)}, but {_kind(a)} in old: "
-                f"{reason}. "
-                "Likely cause: the average of another model. Fix: start with a copy, `{name: "
-                "weight.clone() for name, weight in params.items()}`."
+                f"{reason}. Likely cause: the average of another model. Fix: start with a copy, "
+                "`{name: weight.clone() for name, weight in params.items()}`."
             )
     return structure.unflatten(
         [_averaged(a, b, decay) for a, b in zip(leaves, others, strict=True)]

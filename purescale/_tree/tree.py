@@ -242,11 +242,10 @@ def leaves_like(name: str, tree: Tree, like_name: str, like: Tree, structure: An
     extra = [path for path in got if path not in expected]
     raise ValueError(
         f"{name} does not match {like_name}: missing {join_names(missing)}; not in {like_name}: "
-        f"{join_names(extra)}. Both must be the same nesting of the same keys (with None for "
-        "what is "
-        f"absent). Likely cause: {name} was made from other {like_name} than these, or some leaves "
-        f"were dropped. Fix: take both from one place, for example `{name} = "
-        f"{{key: {name}.get(key) for key in {like_name}}}` for flat dicts."
+        f"{join_names(extra)}. Both must be the same nesting of the same keys (with None for what "
+        f"is absent). Likely cause: {name} was made from other {like_name} than these, or some "
+        f"leaves were dropped. Fix: take both from one place, for example `{name} = {{key: "
+        f"{name}.get(key) for key in {like_name}}}` for flat dicts."
     )
 
 

@@ -198,8 +198,7 @@ def with_settings(
             raise ValueError(
                 f"{name}={short_repr(merged[name])} contradicts the state dict, which has "
                 f"{short_repr(d[name])}. Fix: leave it out, and change the rule afterwards if "
-                "that is "
-                f"meant: `dataclasses.replace(rule, {name}={short_repr(merged[name])})`."
+                f"that is meant: `dataclasses.replace(rule, {name}={short_repr(merged[name])})`."
             )
         merged[name] = d[name]
     return merged
@@ -211,9 +210,8 @@ def saved_scale(name: str, value: Any) -> float:
     if not is_positive_float32(number):
         raise ValueError(
             f"the saved scale, {name}, is {short_repr(value)}; a loss can only be scaled by a "
-            "positive, "
-            "finite float32. Likely cause: the job had overflowed or grown without end before it "
-            "was saved. Fix: `state = rule(...).init(device)`."
+            "positive, finite float32. Likely cause: the job had overflowed or grown without end "
+            "before it was saved. Fix: `state = rule(...).init(device)`."
         )
     return number
 

@@ -9,13 +9,14 @@ import textwrap
 import hypothesis.strategies as st
 import pytest
 import torch
-from helpers import Dispatched, Untouched, any32, batch, job, legal_rules, same_bits, stack
+from helpers import any32, batch, job, legal_rules, same_bits, stack
 from hypothesis import given
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import purescale as ps
 from purescale import interop
 from purescale.simulate import replay, simulate
+from purescale.testing import assert_pure, assert_sync_free
 
 RULES = {
     "DynamicScale": ps.DynamicScale(init_scale=2.0**20, growth_interval=2),
@@ -83,9 +84,7 @@ def test_replay_of_steps_that_no_scale_could_have_cured_leaves_a_rule_that_takes
 
 @given(legal_rules, flags)
 def test_simulate_is_pure(rule, pattern):
-    given_flags = torch.tensor(pattern, dtype=torch.bool)
-    with Untouched(given_flags):
-        assert same_bits(simulate(rule, given_flags), simulate(rule, given_flags))
+    assert_pure(simulate, rule, torch.tensor(pattern, dtype=torch.bool))
 
 
 @each_rule
@@ -111,10 +110,8 @@ def test_compiled_it_is_one_graph(name):
 
 
 def test_nothing_is_read():
-    with Dispatched() as dispatched:
-        simulate(ps.DynamicScale(), torch.ones(3, dtype=torch.bool))
-        replay(ps.HeadroomScale(), torch.ones(3))
-    assert dispatched.reads == 0
+    assert_sync_free(simulate, ps.DynamicScale(), torch.ones(3, dtype=torch.bool))
+    assert_sync_free(replay, ps.HeadroomScale(), torch.ones(3))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,10 +179,8 @@ def test_what_is_no_run_is_refused(call, error, words):
 
 def test_a_list_of_what_steps_told_is_not_read():
     told = [torch.tensor(value) for value in (1.0, math.inf, 3.0)]
-    with Dispatched() as dispatched:
-        states, flags = replay(ps.HeadroomScale(), told)
-        simulate(ps.DynamicScale(), list(flags.unbind()))
-    assert dispatched.reads == 0
+    states, flags = assert_sync_free(replay, ps.HeadroomScale(), told)
+    assert_sync_free(simulate, ps.DynamicScale(), list(flags.unbind()))
     assert same_bits((states, flags), replay(ps.HeadroomScale(), [1.0, math.inf, 3.0]))
 
 
@@ -254,9 +249,8 @@ def test_stacked_infos_of_an_ensemble_and_a_compiled_function():
 
 def test_stacking_reads_and_changes_nothing():
     infos = infos_of(2)
-    with Untouched(infos), Dispatched() as dispatched:
-        ps.stack_infos(infos)
-    assert dispatched.reads == 0
+    assert_pure(ps.stack_infos, infos)
+    assert_sync_free(ps.stack_infos, infos)
 
 
 @pytest.mark.parametrize(

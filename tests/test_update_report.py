@@ -7,6 +7,7 @@ import torch
 from helpers import Dispatched, Untouched, same_bits, stack
 
 import purescale as ps
+from purescale.testing import assert_sync_free
 
 nan, inf = math.nan, math.inf
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
@@ -120,9 +121,7 @@ def test_compiled_it_is_one_graph_and_the_same():
 
 def test_nothing_is_read_until_it_is_printed_and_it_is_no_part_of_a_graph():
     old, new, wanted = ({"w": torch.full((3,), x, requires_grad=True)} for x in (1.0, 1.0, 0.1))
-    with Dispatched() as looking:
-        report = ps.update_report(old, new, wanted)
-    assert looking.reads == 0
+    report = assert_sync_free(ps.update_report, old, new, wanted)
     assert not report.rows["w"].quality.requires_grad
     with Dispatched() as printing:
         str(report)

@@ -12,7 +12,7 @@ from hypothesis import given
 from torch import Tensor
 
 from .._tree import tree
-from ._battery import EXAMPLES, Battery, attributes, shown
+from ._battery import EXAMPLES, Battery, shown
 from ._laws import short
 
 
@@ -113,6 +113,11 @@ class _GuardBattery(Battery):
             state = self.update(calls[-1])[0]
         return calls
 
+    def looked_at(self, *, norm: bool) -> list[tuple[Any, Tensor, Any]]:
+        """Those of a run at which something happens."""
+        every = self.calls(norm=norm)
+        return [every[step] for step in _LOOKED_AT]
+
     # ---- what is checked
 
     def init(self) -> None:
@@ -127,9 +132,8 @@ class _GuardBattery(Battery):
     def purity(self) -> None:
         """An update reads no value, changes no argument and no attribute of the guard."""
         for norm in (True, False):
-            calls = self.calls(norm=norm)
-            for call in (calls[step] for step in _LOOKED_AT):
-                self.pure(attributes(self.subject), *call)
+            for call in self.looked_at(norm=norm):
+                self.pure(*call)
 
     def steady(self) -> None:
         for norm in (True, False):
@@ -158,14 +162,10 @@ class _GuardBattery(Battery):
 
     def compile(self) -> None:
         for norm in (True, False):
-            every = self.calls(norm=norm)
-            calls = [every[step] for step in _LOOKED_AT]
-            self.one_graph(calls, [self.update(call) for call in calls])
+            self.one_graph(self.looked_at(norm=norm))
 
     def vmap(self) -> None:
-        every = self.calls()
-        calls = [every[step] for step in _LOOKED_AT]
-        self.members(calls, [self.update(call) for call in calls])
+        self.members(self.looked_at(norm=True))
 
 
 def _is_finite(state: Any) -> bool:

@@ -120,11 +120,9 @@ def owner(d: Mapping[str, Any]) -> str | None:
     if any(isinstance(key, str) and re.fullmatch(r"loss_scaler\d+", key) for key in keys):
         return "apex"
     if "loss_scaler" in keys:
-        return (
-            "mmengine"
-            if isinstance(d["loss_scaler"], Mapping) and "cur_scale" not in d["loss_scaler"]
-            else "deepspeed"
-        )
+        held = d["loss_scaler"]
+        of_mmengine = isinstance(held, Mapping) and "cur_scale" not in held
+        return "mmengine" if of_mmengine else "deepspeed"
     return next((peer for peer, signature in _SIGNATURES if signature <= keys), None)
 
 
@@ -147,11 +145,8 @@ def check_dict(
             "state. Fix: `rule = NoScale(); state = rule.init(device)`."
         )
     missing = [key for key in required if key not in d]
-    extra = (
-        []
-        if optional is None
-        else [key for key in d if key not in required and key not in optional]
-    )
+    known = d if optional is None else {*required, *optional}
+    extra = [key for key in d if key not in known]
     if missing or extra:
         refuse(d, peer, required, missing, extra)
 

@@ -115,12 +115,8 @@ class DeepSpeedScale:
         value; raises only for another rule's state.
         """
         bad = flag(found_inf, scaler, DeepSpeedState)
-        iteration, last, hysteresis, scale = (
-            scaler.cur_iter,
-            scaler.last_overflow_iter,
-            scaler.cur_hysteresis,
-            scaler.scale,
-        )
+        iteration, last = scaler.cur_iter, scaler.last_overflow_iter
+        hysteresis, scale = scaler.cur_hysteresis, scaler.scale
         if not self.dynamic:
             last, hysteresis, scale = last.clone(), hysteresis.clone(), scale.clone()
         else:

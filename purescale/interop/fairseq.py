@@ -172,19 +172,16 @@ def from_state_dict(
     attributes.
     """
     check_dict(d, "fairseq", ("loss_scale",), None)
-    counted = [key for key in _COUNTS if key in d]
-    if (counted and len(counted) < len(_COUNTS)) or not (counted or "param_groups" in d):
-        refuse(
-            d, "fairseq", ("loss_scale", *_COUNTS), missing=[key for key in _COUNTS if key not in d]
-        )
+    missing = [key for key in _COUNTS if key not in d]
+    counted = len(missing) < len(_COUNTS)
+    if (counted and missing) or not (counted or "param_groups" in d):
+        refuse(d, "fairseq", ("loss_scale", *_COUNTS), missing)
     scale = saved_scale("loss_scale", d["loss_scale"])
     made = rule(**{"init_scale": scale, **with_settings(d, _SETTINGS, settings)})
     least = {"_last_overflow_iter": -1, "_last_rescale_iter": -1}
-    counts = (
-        tuple(whole(key, d[key], least.get(key, 0), _MOST) for key in _COUNTS)
-        if counted
-        else (0, -1, -1, 0)
-    )
+    counts: tuple[int, ...] = (0, -1, -1, 0)
+    if counted:
+        counts = tuple(whole(key, d[key], least.get(key, 0), _MOST) for key in _COUNTS)
     return made, _state(scale, counts, device)
 
 

@@ -60,13 +60,9 @@ class FlaxScale(ScaleAndCount):
     minimum_scale: float | None = _FLOAT32.tiny
 
     def __post_init__(self) -> None:
-        settle(
-            self,
-            "growth_factor",
-            "backoff_factor",
-            "scale",
-            *(() if self.minimum_scale is None else ("minimum_scale",)),
-        )
+        settle(self, "growth_factor", "backoff_factor", "scale")
+        if self.minimum_scale is not None:
+            settle(self, "minimum_scale")
         settle_counts(self, "fin_steps", least=0)
         check_factors(self, "growth_factor", "backoff_factor")
         settle_counts(self, "growth_interval")

@@ -13,14 +13,7 @@ from torch import Tensor
 
 from .._loss_scale.rules import ScalerState, scaler_state
 from . import apex, torch_amp
-from ._common import (
-    Device,
-    ScaleAndCount,
-    check_dict,
-    check_saveable,
-    refuse,
-    settle,
-)
+from ._common import Device, ScaleAndCount, check_dict, check_saveable, refuse, settle
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,12 +98,8 @@ def from_state_dict(
         return apex.from_state_dict(d["apex_amp"], device=device, **settings)
     held = d.get("loss_scaler")
     if not isinstance(held, Mapping) or "cur_scale" in held:
-        refuse(
-            d,
-            "mmengine",
-            ("loss_scaler", "param_groups"),
-            missing=() if "loss_scaler" in d else ("loss_scaler",),
-        )
+        missing = () if "loss_scaler" in d else ("loss_scaler",)
+        refuse(d, "mmengine", ("loss_scaler", "param_groups"), missing)
     loss_scale = settings.pop("loss_scale", "dynamic")
     if isinstance(loss_scale, Mapping) or loss_scale == "dynamic":
         given = dict(loss_scale) if isinstance(loss_scale, Mapping) else {}

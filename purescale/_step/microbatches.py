@@ -103,11 +103,7 @@ def _add_unread(
 
 
 def accumulate_microbatches(
-    options: StepOptions,
-    params: Flat,
-    buffers: Flat,
-    scaler: Flat,
-    microbatches: list[Any],
+    options: StepOptions, params: Flat, buffers: Flat, scaler: Flat, microbatches: list[Any]
 ) -> WindowGrads:
     """The weighted mean of the microbatches' gradients and losses, and the buffers after them.
 

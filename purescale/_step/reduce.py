@@ -58,11 +58,7 @@ def reduce_window(
     ]
     mean = normalize(sums[: len(weights)])
     stats = measure(
-        mean,
-        scale,
-        scaled=window.scaled,
-        norm_type=options.clip.norm_type,
-        amax=options.takes_amax,
+        mean, scale, scaled=window.scaled, norm_type=options.clip.norm_type, amax=options.takes_amax
     )
     overflow = window.overflow | stats.nonfinite if window.scaled else window.overflow
     return window._replace(

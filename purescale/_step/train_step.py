@@ -328,11 +328,7 @@ _FROM_RULE = "the state that the rule gave"
 
 
 def _next_scaler(
-    options: StepOptions,
-    before: Flat,
-    used: Any,
-    window: WindowGrads,
-    outcome: Outcome,
+    options: StepOptions, before: Flat, used: Any, window: WindowGrads, outcome: Outcome
 ) -> Any:
     """The loss scale after the step, updated last. `used`: the state that scaled the loss."""
     overflow, amax = _told_to_rule(options, window, outcome)

@@ -89,10 +89,7 @@ class ValueAndGrad:
         return leaves
 
     def __call__(
-        self,
-        buffers: Leaves,
-        microbatch: Any,
-        on_grad: Callable[[int, Tensor], None] | None = None,
+        self, buffers: Leaves, microbatch: Any, on_grad: Callable[[int, Tensor], None] | None = None
     ) -> MicrobatchResult:
         """`on_grad(index, gradient)` takes each gradient as the backward makes it; then none are
         returned.

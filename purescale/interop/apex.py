@@ -294,9 +294,7 @@ def initialize(
     )  # fmt: skip
     level = _overridden(opt_level, _Level(*overrides))
     scaling = ApexScale(
-        level.loss_scale,
-        min_loss_scale=min_loss_scale,
-        max_loss_scale=max_loss_scale,
+        level.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale
     )
     policy = _policy(level, cast_model_outputs or torch.float32)
     return policy, scaling if count == 1 else (scaling,) * count

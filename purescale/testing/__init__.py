@@ -17,13 +17,7 @@ from ._laws import (
 )
 from ._optimizer_battery import assert_optimizer
 from ._rule_battery import assert_scale_rule
-from ._strategies import (
-    grad_trees,
-    overflow_runs,
-    params_and_grads,
-    scale_rules,
-    scaler_states,
-)
+from ._strategies import grad_trees, overflow_runs, params_and_grads, scale_rules, scaler_states
 
 __all__ = [  # noqa: RUF022  strategies, then checks
     "scale_rules",

@@ -25,6 +25,7 @@ from hypothesis import given, settings
 from torch import nn
 
 import purescale as ps
+from purescale.testing import assert_pure
 
 INF = math.inf
 
@@ -192,9 +193,7 @@ def test_gathering_changes_nothing_also_when_the_forward_raises():
     assert not shares_memory((params, buffers, stats, x), new)
     assert torch.equal(torch.get_rng_state(), before)
     assert not torch.overrides._get_current_function_mode_stack()
-    with Untouched((new, buffers)):
-        read = ps.bn_buffers(new, buffers)
-    assert not shares_memory((new, buffers), read)
+    read = assert_pure(ps.bn_buffers, new, buffers)
     assert same_bits(read["1.num_batches_tracked"], buffers["1.num_batches_tracked"])
     assert set(read) == set(buffers)
 
@@ -408,9 +407,7 @@ batches = st.lists(st.tuples(st.integers(1, 5), st.floats(-5, 5)), max_size=3).m
 @given(batches, batches, batches)
 def test_merging_is_associative_and_commutative_with_the_empty_state_as_its_unit(a, b, c):
     close = {"rtol": 1e-10, "atol": 1e-10}
-    with Untouched((a, b)):
-        merged = ps.merge_bn_stats(a, b)
-    assert not shares_memory((a, b), merged)
+    merged = assert_pure(ps.merge_bn_stats, a, b)
     assert_close(merged, ps.merge_bn_stats(b, a), **close)
     assert_close(
         ps.merge_bn_stats(merged, c), ps.merge_bn_stats(a, ps.merge_bn_stats(b, c)), **close
@@ -927,3 +924,37 @@ def test_gathering_builds_no_graph():
     params = {name: p.requires_grad_() for name, p in params.items()}
     stats = ps.accumulate_bn_stats(ps.init_bn_stats(buffers), apply, params, buffers, normal(8, 3))
     assert not any(t.requires_grad for t in tensors(stats))
+
+
+class Taught(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+
+    def forward(self, x):
+        out = self.student(x)
+        self.teacher.running_mean.copy_(self.student.running_mean)
+        return out
+
+
+def test_a_layer_whose_statistics_are_copied_to_another_keeps_its_own():
+    stats, *_ = gathered(Taught(), [normal(8, 3)])
+    assert {name: layer.count.item() for name, layer in stats.layers.items()} == {
+        "student": 8,
+        "teacher": 0,
+    }
+
+
+def test_a_layer_is_known_by_a_copy_of_a_copy_of_its_statistics():
+    apply, params, buffers = ps.make_functional(nn.BatchNorm1d(3))
+
+    def then_evaluated_twice(params, buffers, x):
+        out, buffers = apply(params, buffers, x)
+        for _ in range(2):
+            out, buffers = apply(params, buffers, out, train=False)
+        return out, buffers
+
+    x, stats = normal(8, 3), ps.init_bn_stats(buffers)
+    expected = ps.accumulate_bn_stats(stats, apply, params, buffers, x)
+    found = ps.accumulate_bn_stats(stats, then_evaluated_twice, params, buffers, x)
+    assert same_bits(found, expected)

@@ -49,7 +49,8 @@ _RANDOM: dict[Any, tuple[int, str, Any]] = {
 }
 
 
-_COPIES = {Tensor.copy_, Tensor.clone, private.clone_list, private.foreach.copy_}
+_INTO = {Tensor.copy_, private.foreach.copy_}  # the target is the first argument
+_COPIES = {Tensor.clone, private.clone_list, *_INTO}
 
 
 class CaptureBatchNorm(TorchFunctionMode):
@@ -64,7 +65,7 @@ class CaptureBatchNorm(TorchFunctionMode):
     def __init__(self, evaluating: bool, num_final: int = 0) -> None:
         super().__init__()
         self.calls: list[Call] = []
-        self.clones: list[tuple[Tensor, Tensor]] = []
+        self.copies: list[tuple[Tensor, Tensor]] = []
         self.local_statistics = evaluating
         self.evaluating = evaluating
         self.num_final = num_final
@@ -100,22 +101,11 @@ class CaptureBatchNorm(TorchFunctionMode):
         them back, a second `apply` clones those of the first.
         """
         out = func(*args, **kwargs)
-        if func is Tensor.copy_:
-            self.calls = [
-                call._replace(running_mean=args[0]) if call.running_mean is args[1] else call
-                for call in self.calls
-            ]
-            return out
-        if func is Tensor.clone:
-            pairs = [(args[0], out)]
-        elif func is private.foreach.copy_:
-            pairs = list(zip(args[1], args[0], strict=True))
-        else:
-            pairs = list(zip(args[0], out, strict=True))
+        given, made = (args[1], args[0]) if func in _INTO else (args[0], out)
+        pairs = [(given, made)] if isinstance(made, Tensor) else zip(given, made, strict=True)
+        known = [call.running_mean for call in self.calls] + [new for _, new in self.copies]
         # No `id`: a compiled step would be guarded by the very tensor.
-        for old, new in pairs:
-            if any(call.running_mean is old for call in self.calls):
-                self.clones.append((old, new))
+        self.copies += [(old, new) for old, new in pairs if any(old is each for each in known)]
         return out
 
     def _batch_norm(
@@ -209,9 +199,9 @@ def named_calls(catcher: CaptureBatchNorm, new_buffers: Tensors) -> list[tuple[s
     layers = [(name, new_buffers[key_of(name, "running_mean")]) for name in layers_of(new_buffers)]
     for call in catcher.calls:
         same = [call.running_mean]
-        for old, new in catcher.clones:
+        for old, new in catcher.copies:
             same += [new] if any(old is mean for mean in same) else []
-        found = next((name for name, mean in layers if any(mean is other for other in same)), None)
+        found = next((name for other in same for name, mean in layers if mean is other), None)
         if found is not None:
             named.append((found, call))
         elif catcher.evaluating:

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from helpers import HALF, Untouched, batch, same_bits, shares_memory, small_net
+from helpers import HALF, batch, same_bits, shares_memory, small_net
 from torch import nn
 
 import purescale as ps
+from purescale.testing import assert_pure
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
@@ -71,9 +72,7 @@ def test_casting_a_tree_casts_floats_only_and_shares_nothing(cast, dtype):
         "n": [torch.tensor(1), None, "text"],
         "c": (torch.ones(1, dtype=torch.complex64),),
     }
-    with Untouched(tree):
-        out = getattr(ps.Policy(f64, f16, bf16), cast)(tree)
-    assert not shares_memory(tree, out)
+    out = assert_pure(getattr(ps.Policy(f64, f16, bf16), cast), tree)
     assert out["x"].dtype is out["same"].dtype is dtype
     assert (out["n"][0].dtype, out["n"][1:], out["c"][0].dtype) == (
         torch.int64,
@@ -131,9 +130,7 @@ def test_autocast_of_a_convolutional_net_equals_torchs_autocast():
 def test_with_policy_is_pure():
     apply, params, buffers = ps.make_functional(small_net())
     x = batch()[0]
-    with Untouched((params, buffers, x)):
-        out, new_buffers = ps.with_policy(apply, HALF)(params, buffers, x)
-    assert not shares_memory((params, buffers, x), (out, new_buffers))
+    assert_pure(ps.with_policy(apply, HALF), params, buffers, x)
 
 
 def test_inputs_in_any_container_are_cast_and_integers_are_not():

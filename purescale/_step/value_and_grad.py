@@ -210,9 +210,8 @@ class ValueAndGrad:
             raise ValueError(
                 "new_buffers does not match buffers: loss_fn returned "
                 f"{_tree.described(new_buffers)} where the new buffers belong, "
-                f"{_tree.described(buffers)}. Likely cause: `return loss, "
-                "aux`. Fix: `return loss, new_buffers, aux`, or `return loss, buffers, aux` "
-                "where nothing changes them."
+                f"{_tree.described(buffers)}. Likely cause: `return loss, aux`. Fix: `return loss, "
+                "new_buffers, aux`, or `return loss, buffers, aux` where nothing changes them."
             )
         leaves = _tree.matching_leaves(
             buffers, new_buffers, "buffers", "new_buffers", flat=self.buffers

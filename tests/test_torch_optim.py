@@ -1272,3 +1272,19 @@ def test_a_dict_of_other_containers_steps_as_its_leaves(nested):
     assert type(params["a"]) is type(nested["a"])
     assert same_bits(tensors(params), list(expected.values()))
     assert len(state.slots) == 3
+
+
+@pytest.mark.parametrize(
+    "moving",
+    [
+        {"lr": lambda applied: 0.1 * 0.5**applied},
+        {"in_state": ("lr",)},
+        {"overrides": {"w": {"lr": lambda applied: torch.full((), 0.1)}}},
+    ],
+)
+def test_a_rate_that_an_implementation_refuses_as_a_tensor_is_refused_when_made(moving):
+    for rate in ({"lr": torch.tensor(0.1)}, moving):
+        with pytest.raises(RuntimeError, match="lr as a Tensor is not supported"):
+            ps.from_torch(torch.optim.AdamW, foreach=True, **rate)
+    with pytest.raises(ValueError, match="learning rate"):
+        ps.from_torch(torch.optim.AdamW, lr=-1.0, in_state=("lr",))

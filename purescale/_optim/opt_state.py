@@ -20,7 +20,7 @@ from .._tree.leaves import are_plain
 Slots = dict[str, dict[str, Tensor]]
 
 # stands where torch wants a number to check and a schedule or tensor will take its place
-_ANY_LR = 1e-3
+ANY_LR = 1e-3
 # a slot of our own: the momentum buffer of this parameter is still to be made
 FIRST = "is_first_step"
 
@@ -74,7 +74,7 @@ def with_slots(cls: Any, probes: list[Tensor], settings: dict[str, Any], rate: A
     with torch.device("cpu"), PlainArithmetic():
         optimizer = cls(
             probes,
-            **{**settings, "lr": _ANY_LR if isinstance(rate, Tensor) or callable(rate) else rate},
+            **{**settings, "lr": ANY_LR if isinstance(rate, Tensor) or callable(rate) else rate},
         )
         if isinstance(rate, Tensor):  # the constructor would read it
             optimizer.param_groups[0]["lr"] = (

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from .._optim.in_state import agreed, check_hyper, check_setting, each_number, float32, is_number
-from .._optim.opt_state import OptState, SlotLayout, Slots, described, each_of, with_slots
+from .._optim.opt_state import (
+    ANY_LR,
+    OptState,
+    SlotLayout,
+    Slots,
+    described,
+    each_of,
+    with_slots,
+)
 from .._torch import private as _torch
 from .._torch.dtypes import widest_float
 from .._torch.tracing import any_requires_grad, traced
@@ -48,6 +56,7 @@ class Groups:
         self._overrides = tuple(dict(extra) for extra in overrides.values())
         self.settings = settings
         self.flag_named = any(settings.get(name) is not None for name in FLAGS)
+        self.lr_in_state = "lr" in in_state
         self.defaults, slots = self._probed("from_torch", {**settings, "lr": self._lr})
         for pattern, extra in overrides.items():
             every = {**settings, "lr": self._lr, **extra}
@@ -74,7 +83,6 @@ class Groups:
                 f"{lists[0]}=True beside in_state={self.in_state!r}: that implementation of "
                 f"{cls.__name__} takes Python numbers only. Fix: leave {lists[0]} out."
             )
-        self.lr_in_state = "lr" in self.in_state
         # Which of the rates may be another one in a later step.
         self.moves = (callable(self._lr) or self.lr_in_state, *map(callable, self.lrs[1:]))
         # A setting in the state may not stay 0.
@@ -327,10 +335,14 @@ class Groups:
                         f"Fix: a number to start from and in_state=({name!r},), and torch.vmap "
                         "for a value a member."
                     )
-        _check_rate(where, settings["lr"])
+        rate = _check_rate(where, settings["lr"])
         probe = torch.zeros(2, 3, dtype=torch.float32, device="cpu")
         probe.grad = torch.zeros_like(probe)
         optimizer = with_slots(self.cls, [probe], settings, settings["lr"])
+        if self.lr_in_state or isinstance(rate, Tensor):
+            # A rate that steps are given as a tensor, which torch's Adam over lists refuses.
+            tensor = torch.full((), ANY_LR, dtype=torch.float32, device="cpu")
+            with_slots(self.cls, [probe], settings, tensor)
         return dict(optimizer.defaults), {
             key: value for key, value in optimizer.state[probe].items() if isinstance(value, Tensor)
         }
@@ -369,9 +381,9 @@ def _check_class(cls: Any, settings: dict[str, Any]) -> None:
 # ---- learning rates ------------------------------------------------------------------------------
 
 
-def _check_rate(where: str, lr: Any) -> None:
+def _check_rate(where: str, lr: Any) -> Any:
     """Refuse what is no learning rate; of a schedule also one that reads the count, which would
-    break later, in a traced step.
+    break later, in a traced step. What a step is given is returned, of a schedule the first.
     """
     if isinstance(lr, (bool, type)) or not (callable(lr) or isinstance(lr, (Tensor, numbers.Real))):
         kind, likely = lr if isinstance(lr, type) else type(lr), "a string, or None"
@@ -386,7 +398,7 @@ def _check_rate(where: str, lr: Any) -> None:
             f"{got}. {cause}"
         )
     if not callable(lr) or traced():
-        return
+        return lr
     try:
         with _torch.FakeTensorMode(allow_non_fake_inputs=True):
             rate = lr(torch.zeros((), dtype=torch.int64, device="cpu"))
@@ -398,6 +410,7 @@ def _check_rate(where: str, lr: Any) -> None:
             "torch.cos, torch.where(applied < 100, a, b), torch.tensor(rates).take(applied)."
         ) from None
     _check_scheduled(rate)
+    return rate
 
 
 def _may_be_parameters(lr: Any) -> bool:

@@ -322,7 +322,7 @@ def _state_and_rest(opt_state: Any, structure: Any) -> tuple[MasterState, Leaves
 
 
 def _indices(params: Leaves, dtype: torch.dtype) -> list[int]:
-    """Of the parameters of this dtype."""
+    """The places of the parameters of this dtype."""
     return [index for index, leaf in enumerate(params) if getattr(leaf, "dtype", None) is dtype]
 
 

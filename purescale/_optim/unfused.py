@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import torch
@@ -37,9 +37,8 @@ class UnfusedStep:
     def __init__(self, groups: Groups) -> None:
         self._groups, self._layout = groups, groups.layout
         self._cls = groups.cls
-        self._step = inspect.unwrap(
-            groups.cls.step
-        )  # without what torch's profiler wraps around it
+        # Without what torch's profiler wraps around it.
+        self._step = inspect.unwrap(groups.cls.step)
         self._has_lists = has_lists(groups.cls)
         # What torch makes of the rate of a parameter's first step, and `init` of the rate there.
         self._begins = next(
@@ -136,40 +135,40 @@ class UnfusedStep:
         flags |= changed
         # A setting that is data has no dimensions either: by them a formula tells it from a
         # parameter.
-        single = [name for name, weight in weights.items() if weight.ndim == 0]
-        gradients = self._reshaped(single, (1,), new_weights, new_slots, gradients)
+        single = {name for name, weight in weights.items() if weight.ndim == 0}
+        given = self._shaped(single, (1,), new_weights, new_slots, gradients)
+        new_weights, new_slots, gradients = given
         if under_transform():
             numbers = [*lrs, *each_of(hyper)]
             gradients = _batch_alike(new_weights, new_slots, gradients, numbers)
         arithmetic = contextlib.nullcontext() if lists else PlainArithmetic()
         with torch.set_grad_enabled(differentiable), arithmetic:
             self._run(run, new_weights, gradients, new_slots, lrs, flags, hyper, lists=lists)
-        self._reshaped(single, (), new_weights, new_slots, {})
-        return new_weights, new_slots
+        return self._shaped(single, (), new_weights, new_slots, {})[:2]
 
-    def _reshaped(
+    def _shaped(
         self,
-        names: list[str],
+        names: Set[str],
         shape: tuple[int, ...],
         weights: dict[str, Tensor],
         slots: Slots,
         gradients: dict[str, Tensor],
-    ) -> dict[str, Tensor]:
-        """Put views in this shape in place of these parameters and what is kept for them but
-        counts. The gradients are returned, likewise.
+    ) -> tuple[dict[str, Tensor], Slots, dict[str, Tensor]]:
+        """The same, with views in this shape of the parameters of these names, of what is kept for
+        them but counts, and of their gradients.
         """
         if not names:
-            return gradients
-        gradients = dict(gradients)
+            return weights, slots, gradients
+
+        def shaped(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {n: t.reshape(shape) if n in names else t for n, t in tensors.items()}
+
+        new_slots = {name: {**slot} for name, slot in slots.items()}
         for name in names:
-            weights[name] = weights[name].reshape(shape)
-            slots[name] = {
-                key: value if self._layout.is_count(key) else value.reshape(shape)
-                for key, value in slots[name].items()
-            }
-            if name in gradients:
-                gradients[name] = gradients[name].reshape(shape)
-        return gradients
+            for key, value in slots[name].items():
+                if not self._layout.is_count(key):
+                    new_slots[name][key] = value.reshape(shape)
+        return shaped(weights), new_slots, shaped(gradients)
 
     def _over_lists(self, tensors: list[Tensor]) -> bool:
         """Whether launches are what a step costs, and torch has a formula whose launches do not

@@ -338,6 +338,7 @@ def _next_scaler(
     new = _tree.matching_leaves(
         before.tree, updated_scaler, "state.scaler", _FROM_RULE, flat=before
     )[1]
+    # A compiler has no `not` of a tuple.
     only_an_overflow_skips = (
         window.must_skip is None and len(options.clip.bounds) == 0 and options.guard is None
     )

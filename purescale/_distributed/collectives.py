@@ -175,8 +175,8 @@ def _metadata(dtype: Any, shape: Any, strides: Any, layout: Any, device: str) ->
 def checked_on_all_ranks(
     group: Any, check: Callable[[], T], describe: Callable[[], list[str]], *, sync: bool
 ) -> T:
-    """What `check` gives. With `sync` with the host: raise on every rank of `group` if `check`
-    raises on one of them, or if the lines of `describe` differ between ranks.
+    """Syncs with the host if `sync`. What `check` gives; with `sync` an error on every rank of
+    `group` if `check` raises on one of them, or if the lines of `describe` differ between ranks.
     """
     if not sync:
         return check()

@@ -52,9 +52,8 @@ def look(
     is ordinary.
     """
     # In inference mode the guard takes ordinary tensors for what its own are outside of it.
-    if traced() or torch.is_inference_mode_enabled():
-        return tensors, are_ordinary(tensors)
-    if not set(map(type, tensors)) <= PLAIN_TYPES:
+    nothing_known = traced() or torch.is_inference_mode_enabled()
+    if nothing_known or not set(map(type, tensors)) <= PLAIN_TYPES:
         return tensors, are_ordinary(tensors)
     known = _seen.get(len(tensors), ())
     # The comparison would end the process over a nested tensor.

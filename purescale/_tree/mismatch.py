@@ -87,9 +87,9 @@ def _grouped(name: str, differences: list[_Difference]) -> list[str]:
         first, shown = group[0], group if len(group) <= 3 else group[:1]
         texts |= {one: f"{_code(name, one.keys)}{one.detail}" for one in shown}
         if len(group) > len(shown):
-            place = first.keys[-2:-1]
-            more = [key_of(last[0])] if last else [f"in {key_of(key)}" for key in place]
-            texts[first] += " ".join(["", "and", str(len(group) - 1), "more", *more])
+            place = "".join([f"in {key_of(key)}" for key in first.keys[-2:-1]])
+            more = key_of(last[0]) if last else place
+            texts[first] += f" and {len(group) - 1} more {more}".rstrip()
     return [texts[one] for one in differences if one in texts]
 
 

@@ -5,7 +5,7 @@ CONFORMANCE := .venv/.conformance
 BENCH := .venv/.bench
 DOCS := .venv/.docs
 
-.PHONY: demo demo-distributed test test-all lint types notebooks docs conformance bench clean
+.PHONY: demo demo-distributed test test-all matrix lint types notebooks docs conformance bench gpu clean
 
 demo: $(READY)
 	$(BIN)/python examples/digits.py
@@ -22,6 +22,9 @@ test: $(READY)
 test-all: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests --ignore=tests/conformance
 	$(BIN)/python -m pytest --doctest-modules purescale
+
+matrix: $(READY)
+	$(BIN)/nox --no-error-on-missing-interpreters
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -45,8 +48,12 @@ bench: $(BENCH)
 	done
 	$(BIN)/python benchmarks/plot.py
 
+# With the machine's own torch: a GPU's is seldom the pinned one, and there may be no network.
+gpu:
+	$(PYTHON) benchmarks/gpu.py
+
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .nox .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "purescale needs Python 3.11 or newer: make PYTHON=python3.11")'

@@ -2,7 +2,8 @@
 
 The baseline is the hand-written GradScaler loop with fused AdamW, eager against eager and
 `torch.compile(model)` against the whole step compiled; Lightning Fabric and accelerate run the
-loops of their own documentation.
+loops of their own documentation. The loop by hand, with `value_and_grad`, on one thread:
+`OMP_NUM_THREADS=1 python benchmarks/train_step.py --only by-hand`.
 """
 
 from __future__ import annotations
@@ -58,10 +59,15 @@ TASKS = [
     ),
     Task("small transformer", models.transformer, (16, 32, 32)),
 ]
+BY_HAND = [  # where what is around the model is most of a step
+    TASKS[1],
+    Task("MLP", functools.partial(models.mlp, 256, 4), (64, 256)),
+    Task("tiny MLP", functools.partial(models.mlp, 32, 3), (16, 32)),
+]
 COMPILED = [
     TASKS[0],
     TASKS[0]._replace(title="small conv net, channels_last", layout=torch.channels_last),
-    Task("MLP", functools.partial(models.mlp, 256, 4), (64, 256)),
+    BY_HAND[1],
 ]
 
 
@@ -141,18 +147,18 @@ def accelerate(task: Task, given: argparse.Namespace) -> Job:
     return Call(step)
 
 
-def purescale(
-    task: Task,
-    given: argparse.Namespace,
-    microbatches: int = 1,
-    wrap: Callable[[Any], Any] = lambda step: step,
-    wrap_loss: Callable[[Any], Any] = lambda loss_fn: loss_fn,
-    static: bool = False,
-    **settings: Any,
-) -> Job:
-    """`train_step`. `static`: the donated tensors stay where they are, as CUDA graphs that write
-    into them must know.
-    """
+class Parts(NamedTuple):
+    """What a step of this package is made of."""
+
+    data: list[tuple[Tensor, Tensor]]
+    params: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    loss_fn: Callable[..., Any]
+    optimizer: Any
+    rule: ps.DynamicScale
+
+
+def made(task: Task, given: argparse.Namespace, microbatches: int = 1) -> Parts:
     model, data = task.make(given.device, microbatches)
     apply, params, buffers = ps.make_functional(model)
     if given.dtype != "float32":
@@ -168,20 +174,77 @@ def purescale(
         logits, buffers = apply(params, buffers, x)
         return F.cross_entropy(logits, y), buffers
 
+    return Parts(data, params, buffers, loss_fn, optimizer, rule)
+
+
+def purescale(
+    task: Task,
+    given: argparse.Namespace,
+    microbatches: int = 1,
+    wrap: Callable[[Any], Any] = lambda step: step,
+    wrap_loss: Callable[[Any], Any] = lambda loss_fn: loss_fn,
+    static: bool = False,
+    **settings: Any,
+) -> Job:
+    """`train_step`. `static`: the donated tensors stay where they are, as CUDA graphs that write
+    into them must know.
+    """
+    parts = made(task, given, microbatches)
     step = wrap(
         functools.partial(
-            ps.train_step, loss_fn=wrap_loss(loss_fn), optimizer=optimizer, rule=rule, **settings
+            ps.train_step,
+            loss_fn=wrap_loss(parts.loss_fn),
+            optimizer=parts.optimizer,
+            rule=parts.rule,
+            **settings,
         )
     )
-    state = ps.init_train_state(params, buffers, optimizer, rule)
+    state = ps.init_train_state(parts.params, parts.buffers, parts.optimizer, parts.rule)
     if static:
         torch.utils._pytree.tree_map_only(Tensor, torch._dynamo.mark_static_address, state)
 
     def once() -> None:
         nonlocal state
-        state, _ = step(state, data)
+        state, _ = step(state, parts.data)
 
     return Call(once)
+
+
+def by_hand(task: Task, given: argparse.Namespace, max_norm: float, donate: bool = False) -> Job:
+    """The loop of `value_and_grad` and `unscale_and_step`."""
+    [batch], params, buffers, loss_fn, optimizer, rule = made(task, given)
+    gradients = ps.value_and_grad(loss_fn)
+    opt_state, scaler = optimizer.init(params), rule.init(given.device)
+
+    def step() -> None:
+        nonlocal params, buffers, opt_state, scaler
+        (_, new_buffers), grads = gradients(params, buffers, batch, scaler=scaler)
+        out = ps.unscale_and_step(
+            optimizer, scaler, params, grads, opt_state, max_norm, donate=donate
+        )
+        params, opt_state = out.params, out.opt_state
+        buffers = ps.select(out.found_inf, buffers, new_buffers)
+        scaler = rule.update(scaler, out.found_inf)
+
+    return Call(step)
+
+
+def by_parts(task: Task, given: argparse.Namespace, max_norm: float, donate: bool = False) -> Job:
+    """The loop of the README, one part after the other."""
+    [batch], params, buffers, loss_fn, optimizer, rule = made(task, given)
+    gradients = ps.value_and_grad(loss_fn)
+    opt_state, scaler = optimizer.init(params), rule.init(given.device)
+
+    def step() -> None:
+        nonlocal params, buffers, opt_state, scaler
+        (_, new_buffers), grads = gradients(params, buffers, batch, scaler=scaler)
+        grads, bad = ps.unscale_and_check(scaler, grads, donate=donate)
+        grads, _ = ps.clip_by_global_norm(grads, max_norm)
+        params, opt_state = ps.maybe_step(optimizer, params, grads, opt_state, bad, donate=donate)
+        buffers = ps.select(bad, buffers, new_buffers)
+        scaler = rule.update(scaler, bad)
+
+    return Call(step)
 
 
 # ---- the tables ----------------------------------------------------------------------------------
@@ -206,6 +269,17 @@ def with_settings(task: Task, given: argparse.Namespace, **settings: Any) -> Row
         "GradScaler + fused AdamW": lambda: grad_scaler(task, given, fused=True, **settings),
         "purescale, donate=True": lambda: purescale(task, given, donate=True, **settings),
         "purescale": lambda: purescale(task, given, **settings),
+    }
+
+
+def loops_by_hand(task: Task, given: argparse.Namespace, **settings: Any) -> Rows:
+    """Without and with donation, beside the composed step."""
+    return {
+        **with_settings(task, given, **settings),
+        "by hand, donate=True": lambda: by_hand(task, given, donate=True, **settings),
+        "by hand": lambda: by_hand(task, given, **settings),
+        "by parts, donate=True": lambda: by_parts(task, given, donate=True, **settings),
+        "by parts": lambda: by_parts(task, given, **settings),
     }
 
 
@@ -247,8 +321,7 @@ def compiled(task: Task, given: argparse.Namespace) -> Rows:
     return {name: functools.partial(timed, name, make) for name, make in rows.items()}
 
 
-def main() -> None:
-    given = options(__doc__)
+def eager_tables(given: argparse.Namespace) -> None:
     for task in TASKS:
         title = f"{task.title}, {models.describe(task.model())}, {given.dtype}"
         compare(title, eager(task, given), given, task=task.title)
@@ -266,6 +339,16 @@ def main() -> None:
             task=task.title,
             microbatches=4,
         )
+
+
+def tables_by_hand(given: argparse.Namespace) -> None:
+    for task in BY_HAND:
+        title = f"{task.title}, {models.describe(task.model())}, {given.dtype}, by hand, max_norm"
+        rows = loops_by_hand(task, given, max_norm=1.0)
+        compare(title, rows, given, task=task.title, by_hand=True)
+
+
+def compiled_tables(given: argparse.Namespace) -> None:
     # What the first compilation of a process pays once, finding out about the compiler, is
     # nobody's.
     compile_seconds(
@@ -276,6 +359,16 @@ def main() -> None:
         torch.compiler.reset()
         title = f"{task.title}, {models.describe(task.model())}, {given.dtype}, torch.compile"
         compare(title, compiled(task, given), given, task=task.title, compiled=True)
+
+
+TABLES = {"eager": eager_tables, "by-hand": tables_by_hand, "compiled": compiled_tables}
+
+
+def main() -> None:
+    given = options(__doc__, only={"choices": TABLES, "help": "these tables alone"})
+    for name, table in TABLES.items():
+        if given.only in (None, name):
+            table(given)
 
 
 if __name__ == "__main__":

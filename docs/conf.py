@@ -8,7 +8,7 @@ import purescale
 
 project = "purescale"
 version = release = purescale.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 myst_heading_anchors = 3
 html_theme = "furo"
 html_title = "purescale"

@@ -28,15 +28,15 @@ rule = ps.DynamicScale(init_scale=2.0**24)
 opt_state, scaler = optimizer.init(params), rule.init()
 
 
-def scaled_loss(params, buffers, scaler, x, y):
+def loss_fn(params, buffers, batch):
+    x, y = batch
     logits, buffers = apply(params, buffers, x)
-    loss = F.cross_entropy(logits, y)
-    return ps.scale_loss(scaler, loss), (loss, buffers)
+    return F.cross_entropy(logits, y), buffers
 
 
-gradients = torch.func.grad_and_value(scaled_loss, has_aux=True)
-for x, y in torch.utils.data.DataLoader(dataset, batch_size=64, shuffle=True, drop_last=True):
-    grads, (_, (loss, new_buffers)) = gradients(params, buffers, scaler, x, y)
+gradients = ps.value_and_grad(loss_fn)
+for batch in torch.utils.data.DataLoader(dataset, batch_size=64, shuffle=True, drop_last=True):
+    (loss, new_buffers), grads = gradients(params, buffers, batch, scaler=scaler)
     grads, found_inf = ps.unscale_and_check(scaler, grads)
     grads, norm = ps.clip_by_global_norm(grads, max_norm=1.0)
     params, opt_state = ps.maybe_step(optimizer, params, grads, opt_state, found_inf)
@@ -52,10 +52,10 @@ print(
 # -- the loop, accumulating
 microbatches = torch.utils.data.DataLoader(dataset, batch_size=16, shuffle=True)
 accum, new_buffers = ps.init_accum(params), buffers
-for index, (x, y) in enumerate(microbatches):
-    grads, (_, (loss, new_buffers)) = gradients(params, new_buffers, scaler, x, y)
+for index, batch in enumerate(microbatches):
+    (loss, new_buffers), grads = gradients(params, new_buffers, batch, scaler=scaler)
     grads, found_inf = ps.unscale_and_check(scaler, grads)
-    accum = ps.accumulate_grads(accum, grads, weight=len(x), found_inf=found_inf)
+    accum = ps.accumulate_grads(accum, grads, weight=len(batch[1]), found_inf=found_inf)
     if ps.accumulation_window(index, every=4, total=len(microbatches)).should_update:
         grads, found_inf = ps.accumulated_grads(accum)
         grads, norm = ps.clip_by_global_norm(grads, max_norm=1.0)

@@ -31,7 +31,7 @@ Reports:
     grad_report           amax, zeros, subnormals and nonfinite values of each leaf
     GradReport            its result: a table when printed
     LeafReport            one row of it
-    forward_report        what each module returned, and the first that is not finite
+    forward_report        what each module returned, and in which inf or NaN arose
     ForwardReport         its result: a table, a figure, `.first`
     ModuleReport          one row of it
     update_report         how much of a wanted update has arrived in each parameter
@@ -61,6 +61,7 @@ Optimizers:
     Optimizer             anything with pure `init` and `step`
     from_torch            a class of torch.optim as one
     from_transformation   an optax-style (init, update) pair as one
+    schedule_from_torch   any scheduler of torch as a rate by step
     OptState              the state of a torch optimizer
 
 The update of half parameters:
@@ -85,6 +86,7 @@ Batch-norm statistics:
 
 The step:
     LossFn                `loss_fn(params, buffers, microbatch)`, what a step differentiates
+    value_and_grad        its loss, new buffers and scaled gradients, for a loop by hand
     maybe_step            the optimizer's step, unless `found_inf`
     unscale_and_step      unscale, check, clip and step in the fewest passes
     Stepped               its result
@@ -96,6 +98,7 @@ The step:
     Guard                 the protocol of a guard: `init(device)` and `update(state, loss, norm)`
     SpikeGuard            the guard: reject a step whose loss or norm spikes
     SpikeState            its state
+    check_guard           syncs; raises if it has rejected too many steps in a row
 
 Checkpoints:
     to_state_dict         any state as nested dicts of tensors
@@ -109,7 +112,8 @@ Besides:
     member                one of them again
     ema                   one step of an exponential moving average
     simulate              a rule over flags or over gradients, without training
-    interop               the scalers of other libraries as rules, their state dicts both ways
+    interop               the scalers of other libraries as rules, their state dicts both ways; a
+                          running job of torch.amp taken over and given back
 """
 
 from ._module.functional import make_functional, load_into
@@ -144,6 +148,7 @@ from ._grads.clip import clip_by_global_norm, clip_by_value, check_grad_norm
 
 from ._optim.protocol import Optimizer, from_transformation
 from ._optim.torch_optim import from_torch
+from ._optim.schedule import schedule_from_torch
 
 from ._optim.opt_state import OptState
 
@@ -167,13 +172,13 @@ from ._batch_norm.bn_stats import (
 )
 from ._batch_norm.precise_bn import precise_bn
 
-from ._step.value_and_grad import LossFn
+from ._step.value_and_grad import LossFn, value_and_grad
 
 from ._step.optimizer_step import maybe_step, unscale_and_step, Stepped
 
 from ._step.train_step import init_train_state, train_step, TrainState
 from ._step.step_info import StepInfo, stack_infos
-from ._step.spike_guard import Guard, SpikeGuard, SpikeState
+from ._step.spike_guard import Guard, SpikeGuard, SpikeState, check_guard
 
 from ._checkpoint import to_state_dict, from_state_dict, save, load
 
@@ -229,6 +234,7 @@ __all__ = [  # noqa: RUF022  in the order of a step
     "Optimizer",
     "from_torch",
     "from_transformation",
+    "schedule_from_torch",
     "OptState",
     "with_master_weights",
     "MasterState",
@@ -247,6 +253,7 @@ __all__ = [  # noqa: RUF022  in the order of a step
     "bn_buffers",
     "precise_bn",
     "LossFn",
+    "value_and_grad",
     "maybe_step",
     "unscale_and_step",
     "Stepped",
@@ -258,6 +265,7 @@ __all__ = [  # noqa: RUF022  in the order of a step
     "Guard",
     "SpikeGuard",
     "SpikeState",
+    "check_guard",
     "to_state_dict",
     "from_state_dict",
     "save",

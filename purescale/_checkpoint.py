@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import glob
 import logging
 import os
@@ -13,8 +14,8 @@ import secrets
 import stat
 import zipfile
 import zlib
-from collections.abc import Mapping
-from typing import Any, BinaryIO, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any, BinaryIO, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ from ._tree.mismatch import check_equal, key_of, kind_of
 from ._tree.tree import Tree
 
 Path: TypeAlias = str | os.PathLike[str]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _VERSION = 1
 _VERSION_KEY = "purescale_version"
@@ -37,6 +40,24 @@ _NO_COMMENT = b"\0\0"  # how it ends: a length; another one is that of a comment
 _SOUND = 0x2144DF1C  # the CRC-32 of anything that ends with its CRC-32
 
 
+def _within_depth(function: Callable[P, T]) -> Callable[P, T]:
+    """Refuse in words what is nested more deeply than Python, optree or torch.save follows."""
+
+    @functools.wraps(function)
+    def within_depth(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except RecursionError as error:
+            raise ValueError(
+                f"{function.__name__}: the tree has too many levels: {error}. A file holds some "
+                "400, a dict some 900. Likely cause: a container that contains itself, or a list "
+                "linked by tuples. Fix: a flat dict, with a name such as 'a.b.c' for each leaf."
+            ) from None
+
+    return within_depth
+
+
+@_within_depth
 def to_state_dict(tree: Tree) -> dict[str, Any]:
     """Equal to `{"purescale_version": tensor(1), "tree": {...}}`: `tree` as nested dicts of tensors
     with string keys.
@@ -53,7 +74,7 @@ def to_state_dict(tree: Tree) -> dict[str, Any]:
     The version is a tensor too, as everything else in a dict is restored by running a pickle.
 
     Raises `TypeError` for a leaf that is no tensor, `ValueError` where two keys of a dict are one
-    string.
+    string and for a tree that is nested too deeply.
 
     >>> from purescale import StaticScale
     >>> to_state_dict(StaticScale(8.0).init())["tree"]["scale"]
@@ -94,6 +115,7 @@ def _to_state_dict(tree: Tree, name: str) -> dict[str, Any]:
     return d
 
 
+@_within_depth
 def from_state_dict(d: Mapping[str, Any], like: Tree) -> Tree:
     """Reads the version on the host. Equal to `tree` where `d = to_state_dict(tree)`, in fresh
     memory, on the devices of `like`.
@@ -136,6 +158,7 @@ def _from_state_dict(name: str, d: Any, like: Tree, *, donate: bool) -> Tree:
     )
 
 
+@_within_depth
 def save(path: Path, tree: Tree) -> None:
     """Syncs with the host and with the disk. Equal to `torch.save(to_state_dict(tree), path)` with
     a checksum, whole or not at all.
@@ -167,7 +190,7 @@ def save(path: Path, tree: Tree) -> None:
     """
     target = _target(path)
     folder = os.path.dirname(target)
-    d = to_state_dict(tree)  # raises before anything is written
+    d = _to_state_dict(tree, "tree")  # raises before anything is written
     for at, leaf in zip(_tree.paths(tree, "tree"), _tree.flatten(tree)[0], strict=True):
         if leaf is not None:
             _check_storable(at, leaf, path)
@@ -185,7 +208,7 @@ def save(path: Path, tree: Tree) -> None:
             _remove_abandoned(folder, temporary)
             if old is not None:
                 _inherit(temporary, target, old)
-            _write(_tree.map(_compact, d), file)
+            _write(_tree.map(_separate_dtypes(), d), file)
             _seal(file)
             file.flush()
             os.fsync(file.fileno())
@@ -197,6 +220,7 @@ def save(path: Path, tree: Tree) -> None:
     _sync_directory(folder)
 
 
+@_within_depth
 def load(path: Path, like: Tree) -> Tree:
     """Syncs with the host and the disk. Equal to
     `from_state_dict(torch.load(path, weights_only=True), like)`: what `save` wrote.
@@ -319,6 +343,23 @@ def _compact(leaf: Any) -> Any:
     if leaf.layout is torch.strided and leaf.untyped_storage().nbytes() > leaf.nbytes:
         return leaf.clone()
     return leaf
+
+
+def _separate_dtypes() -> Callable[[Tensor], Tensor]:
+    """`_compact` for the tensors of one file, in which torch.save takes a memory in one dtype only:
+    one in another dtype is copied.
+    """
+    dtypes: dict[int, torch.dtype] = {}
+
+    def separated(leaf: Tensor) -> Tensor:
+        leaf = _compact(leaf)
+        parts = [(part.untyped_storage().data_ptr(), part.dtype) for part in _parts(leaf)]
+        if any(dtypes.get(memory, dtype) is not dtype for memory, dtype in parts):
+            return leaf.clone()
+        dtypes.update(parts)
+        return leaf
+
+    return separated
 
 
 # ---- the checksum --------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ def a_step(number):
     return step
 
 
-def grad_scalers_step(number):
+def grad_scalers_step(number, max_norm=None):
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     scaler = torch.amp.GradScaler("cpu")
@@ -57,8 +57,35 @@ def grad_scalers_step(number):
         optimizer.zero_grad()
         for x, y in data:
             scaler.scale(F.cross_entropy(model(x), y) / number).backward()
+        if max_norm is not None:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         scaler.step(optimizer)
         scaler.update()
+
+    return step
+
+
+def a_loop_by_hand():
+    """The same as a loop by hand, clipped."""
+    apply, params, buffers = ps.make_functional(net())
+    optimizer, rule = ps.from_torch(torch.optim.AdamW, lr=1e-3), ps.DynamicScale()
+    state = [params, buffers, optimizer.init(params), rule.init()]
+    [batch] = batches(1)
+
+    def loss_fn(params, buffers, batch):
+        logits, buffers = apply(params, buffers, batch[0])
+        return F.cross_entropy(logits, batch[1]), buffers
+
+    gradients = ps.value_and_grad(loss_fn)
+
+    def step():
+        params, buffers, opt_state, scaler = state
+        (_, new), grads = gradients(params, buffers, batch, scaler=scaler)
+        params, opt_state, bad, *_ = ps.unscale_and_step(
+            optimizer, scaler, params, grads, opt_state, 1.0, donate=True
+        )
+        state[:] = params, ps.select(bad, buffers, new), opt_state, rule.update(scaler, bad)
 
     return step
 
@@ -83,6 +110,10 @@ def calls(function):
 @pytest.mark.parametrize("number", [1, 4])
 def test_a_warm_eager_step_runs_few_calls_beside_those_of_grad_scalers_loop(number):
     assert calls(a_step(number)) <= 1.45 * calls(grad_scalers_step(number))
+
+
+def test_a_warm_loop_by_hand_runs_few_calls_beside_those_of_grad_scalers_loop():
+    assert calls(a_loop_by_hand()) <= 1.10 * calls(grad_scalers_step(1, max_norm=1.0))
 
 
 def test_a_step_without_a_guard_runs_nothing_of_one():
@@ -112,4 +143,6 @@ def operators(function):
 
 
 def test_a_warm_eager_step_runs_few_operators_beside_those_of_grad_scalers_loop():
-    assert 65 * operators(a_step(1)) <= 95 * operators(grad_scalers_step(1))
+    # torch 2.11 has no list operator that clones, so each of the two lists takes one more
+    ours = operators(a_step(1)) - 2 * (torch.__version__ < "2.12")
+    assert 65 * ours <= 95 * operators(grad_scalers_step(1))

@@ -305,6 +305,45 @@ def test_leaves_that_shared_memory_do_not_after_loading_so_that_all_may_be_donat
         check_restored(ps.load(tmp_path / name, like=tree), tree, tree)
 
 
+def test_one_memory_in_two_dtypes_is_saved_as_two(tmp_path):
+    row = torch.tensor([1.0, 2.0])
+    tree = {
+        "float": row,
+        "bits": row.view(torch.int32),
+        "again": row[:],
+        "complex": torch.view_as_complex(row),
+        "sparse": torch.sparse_coo_tensor([[0, 1]], row.view(torch.int32)),
+        "empty": torch.empty(0),
+        "no integers": torch.empty(0, dtype=torch.int32),
+    }
+    with Untouched({name: tree[name] for name in ("float", "bits")}):
+        ps.save(tmp_path / "bits.pt", tree)
+    check_restored(ps.load(tmp_path / "bits.pt", like=tree), tree, tree)
+
+
+def nested(levels, wrap):
+    tree = torch.ones(1)
+    for _ in range(levels):
+        tree = wrap(tree)
+    return tree
+
+
+@pytest.mark.parametrize("wrap", [lambda t: {"a": t}, lambda t: [t], lambda t: (t,)])
+def test_a_tree_of_hundreds_of_levels_is_the_clear_error_and_the_old_file_kept(wrap, tmp_path):
+    path = tmp_path / "deep.pt"
+    ps.save(path, SMALL)
+    old = path.read_bytes()
+    for levels in (990, 1200):
+        deep = nested(levels, wrap)
+        with pytest.raises(ValueError, match=r"^save: the tree has too many levels.*Fix: "):
+            ps.save(path, deep)
+    for refused in (ps.to_state_dict, lambda tree: ps.load(path, like=tree)):
+        with pytest.raises(ValueError, match=r"^\w+: the tree has too many levels.*Fix: "):
+            refused(deep)
+    assert path.read_bytes() == old
+    assert os.listdir(tmp_path) == ["deep.pt"]
+
+
 def test_one_member_of_an_ensemble_is_saved_without_the_others(tmp_path):
     ensemble = torch.randn(100, 1000)
     tree = {
@@ -708,7 +747,10 @@ def of_net(layers, width, optimizer, rule=None):
                 of_net, 20, 4, ps.from_torch(torch.optim.AdamW), rule=ps.HeadroomScale()
             ),
             "another rule",
-            ("missing: d['tree']['scaler']['amax_history']; not in like: ",),
+            (
+                "missing: d['tree']['scaler']['amax_history'], "
+                "d['tree']['scaler']['consecutive_zeros']; not in like: ",
+            ),
         ),
     ],
 )

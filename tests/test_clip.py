@@ -69,6 +69,27 @@ def test_the_norm_is_exact_where_squares_overflow_or_vanish(size):
     )
 
 
+SIMILAR = {
+    "equal": torch.ones_like,
+    "of both signs": lambda x: 1 - 2 * (torch.arange(len(x)) % 2).to(x),
+    "normal": lambda x: torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x),
+}
+
+
+@pytest.mark.parametrize("forced", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [[700], [2**18], [2**20 + 7], [2**17 + 513] * 4, [300] * 1000])
+@pytest.mark.parametrize("draw", SIMILAR)
+def test_the_norm_of_many_similar_gradients_is_that_of_float64(draw, sizes, dtype, forced):
+    """A sum in float32 rounds to one side with each of them."""
+    for size in (0.0101, 1.0, 1.1, 1.37, 1.9):
+        grads = [(SIMILAR[draw](torch.empty(n)) * size).to(dtype) for n in sizes]
+        expected = math.sqrt(sum(g.double().square().sum().item() for g in grads))
+        with AsOnAnAccelerator() if forced else Dispatched():
+            norm = ps.clip_by_global_norm(grads, math.inf)[1]
+        assert abs(norm.item() / expected - 1) < 2e-6
+
+
 def test_gradients_below_the_bound_come_back_bit_for_bit():
     grads = {"w": torch.randn(5), "b": None}
     assert same_bits(ps.clip_by_global_norm(grads, 1e6)[0], grads)

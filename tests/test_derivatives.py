@@ -1,5 +1,6 @@
 """Derivatives through a step: torch.func, forward mode, and in words what cannot be had."""
 
+import contextlib
 import functools
 
 import pytest
@@ -8,6 +9,7 @@ from helpers import at, job, tensors
 from torch.autograd import forward_ad
 
 import purescale as ps
+from purescale._torch import tracing
 
 OPTIM = torch.optim
 RULE = ps.DynamicScale(init_scale=2.0**4)
@@ -138,6 +140,13 @@ def accumulated(grad):
     return ps.accumulated_grads(accum)[0]["w"].square().sum()
 
 
+def gradients_and_loss(x):
+    (loss, buffers), grads = ps.value_and_grad(
+        lambda p, b, x: ((p["w"] * x).sin().sum(), {"seen": b["seen"] * x.sum()})
+    )({"w": x}, {"seen": x.sum()}, x, scaler=at(8.0))
+    return loss + buffers["seen"] + grads["w"].square().sum()
+
+
 FUNCTIONS = {
     "scale_loss": lambda x: ps.scale_loss(at(8.0), x.square().sum()),
     "unscale_and_check": lambda x: ps.unscale_and_check(at(8.0), {"w": x.square()})[0]["w"].sum(),
@@ -157,6 +166,7 @@ FUNCTIONS = {
             1.0,
         ).params["w"]
     ).sum(),
+    "value_and_grad": lambda x: gradients_and_loss(x),
     "step": lambda x: (
         (o := ps.from_torch(OPTIM.AdamW, lr=0.1))
         .step({"w": x}, {"w": x}, o.init({"w": x}))[0]["w"]
@@ -278,6 +288,110 @@ def test_backward_goes_through_an_optimizer_that_was_told_to_be_differentiable(n
     x = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
     of(x).backward()
     torch.testing.assert_close(x.grad, torch.func.grad(of)(x.detach()), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 100.0])
+def test_backward_goes_through_the_clipping_of_a_step(max_norm):
+    sgd, scaler = ps.from_torch(OPTIM.SGD, lr=0.1, differentiable=True), ps.StaticScale(8.0).init()
+    params = {"w": torch.ones(3)}
+    weights = torch.tensor([1.0, -2.0, 3.0])
+
+    def of(x):
+        state = sgd.init(params)
+        out = ps.unscale_and_step(sgd, scaler, params, {"w": x * 16}, state, max_norm=max_norm)
+        return (out.params["w"] * weights).sum()
+
+    x = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    of(x).backward()
+    torch.testing.assert_close(x.grad, torch.func.grad(of)(x.detach()))
+
+
+INNER = {
+    "SGD": {"lr": 0.1, "momentum": 0.9},
+    "Adam": {"lr": 0.1, "eps": 1e-3},
+    "RMSprop": {"lr": 0.1, "eps": 1e-3},
+}
+
+
+def adapted(name, policy="compute=float32", **settings):
+    """A loss after three steps inside of it, as in MAML, of the parameters that they start from."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(3, 8, bias=False),
+        torch.nn.BatchNorm1d(8),
+        torch.nn.Tanh(),
+        torch.nn.Linear(8, 1),
+    )
+    apply, params, buffers = ps.make_functional(model)
+    apply, rule = ps.with_policy(apply, policy), ps.StaticScale(2.0**4)
+    optimizer = ps.from_torch(getattr(OPTIM, name), **INNER[name], differentiable=True)
+    x = torch.randn(12, 3)
+    y = x.sin().sum(1, keepdim=True)
+
+    def loss_fn(params, buffers, batch):
+        out, buffers = apply(params, buffers, batch[0])
+        return (out - batch[1]).square().mean(), buffers
+
+    def after(params, buffers, batch):
+        x, y = batch
+        state = ps.init_train_state(
+            {name: p.detach() for name, p in params.items()}, buffers, optimizer, rule
+        )._replace(params=params)
+        for _ in range(3):
+            window = [(x[:4], y[:4]), (x[4:8], y[4:8])]
+            state, _ = ps.train_step(
+                state, window, loss_fn=loss_fn, optimizer=optimizer, rule=rule, **settings
+            )
+        return loss_fn(state.params, buffers, (x[8:], y[8:]))[0], buffers
+
+    return after, params, buffers, (x, y)
+
+
+@pytest.mark.parametrize("forced", [False, True])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("SGD", {}),
+        ("SGD", {"on_nonfinite": "drop_microbatch", "max_norm": 1.0}),
+        ("SGD", {"policy": "compute=float16,output=float32", "bn_update": "window"}),
+        ("Adam", {"weight_fn": lambda batch: len(batch[0])}),
+        ("RMSprop", {"clip_value": 0.5}),
+    ],
+)
+def test_backward_goes_through_the_gradients_of_a_step_inside_of_a_loss(name, settings, forced):
+    after, params, buffers, batch = adapted(name, **settings)
+    expected = torch.func.grad(lambda params: after(params, buffers, batch)[0])(params)
+    weights = {name: p.clone().requires_grad_() for name, p in params.items()}
+    with tracing.as_on_an_accelerator() if forced else contextlib.nullcontext():
+        loss = after(weights, buffers, batch)[0]
+    found = torch.autograd.grad(loss, list(weights.values()))
+    torch.testing.assert_close(list(found), list(expected.values()), rtol=2e-3, atol=2e-5)
+
+
+def test_a_train_step_over_a_loss_of_train_steps_has_second_derivatives():
+    after, params, buffers, batch = adapted("SGD")
+    expected = torch.func.grad(lambda params: after(params, buffers, batch)[0])(params)
+    sgd, rule = ps.from_torch(OPTIM.SGD, lr=1.0), ps.NoScale()
+    state = ps.init_train_state(params, buffers, sgd, rule)
+    new, _ = ps.train_step(state, [batch], loss_fn=after, optimizer=sgd, rule=rule)
+    for name, before in params.items():
+        torch.testing.assert_close(before - new.params[name], expected[name], rtol=1e-3, atol=1e-5)
+
+
+# Rprop's rate is what its step sizes start from, and torch's ASGD reads what it makes of it.
+@pytest.mark.parametrize("name", [name for name in EVERY if name not in ("Rprop", "ASGD")])
+def test_backward_goes_to_the_rate_of_an_optimizer_that_was_told_to_be_differentiable(name):
+    def of(rate):
+        optimizer = ps.from_torch(getattr(OPTIM, name), lr=rate, differentiable=True)
+        params, state = {"w": torch.ones(3)}, optimizer.init({"w": torch.ones(3)})
+        for _ in range(2):
+            grads = {"w": torch.tensor([1.0, 2.0, 3.0])}
+            params, state = ps.maybe_step(optimizer, params, grads, state, False)
+        return params["w"].sum()
+
+    rate = torch.tensor(0.1, requires_grad=True)
+    of(rate).backward()
+    torch.testing.assert_close(rate.grad, torch.func.grad(of)(rate.detach()), rtol=1e-4, atol=1e-5)
 
 
 def test_a_whole_training_job_is_differentiated_by_its_initial_parameters():

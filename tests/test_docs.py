@@ -4,6 +4,8 @@ import importlib.util
 import os
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,10 +44,36 @@ LONG = ("A character GPT whose lengths change", "Float16 reinforcement learning 
 WITH_CODE = [name for name, path in PAGES.items() if blocks(path)]
 
 
+ONE_RANK = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
+
+
 @pytest.mark.parametrize("name", WITH_CODE)
 def test_the_python_of_a_page_runs(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    for variable, value in ONE_RANK.items():  # as torchrun tells a process
+        monkeypatch.setenv(variable, value)
     run(name)
+
+
+@pytest.mark.slow
+def test_the_script_that_scaling_up_begins_with_trains_over_two_ranks(tmp_path):
+    page = PAGES["docs/scaling.md"].read_text()
+    command = re.search(r"^OMP_NUM_THREADS=1 torchrun (.*) train.py$", page, re.M)
+    (tmp_path / "train.py").write_text(blocks(PAGES["docs/scaling.md"])[0])
+    said = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *command[1].split(), "train.py"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    ).stdout
+    loss, steps = re.fullmatch(r"loss (\S+), (\d+) steps, scale 65536\n", said).groups()
+    assert page.index("```python") < 200
+    assert f"Two ranks take {steps} steps" in page
+    assert float(loss) < 0.5
+    assert (tmp_path / "state.pt").exists()
 
 
 def test_the_loop_of_the_readme_is_short_and_trains(tmp_path, monkeypatch):

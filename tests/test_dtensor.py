@@ -615,7 +615,9 @@ def test_ranks_agree_where_torch_looks_at_the_placement_of_the_first_gradient_on
 
 
 def _trained(shape, rank):
-    """train_step over parameters that are DTensors, from data that each rank has a part of."""
+    """train_step, and value_and_grad, over parameters that are DTensors, from data that each rank
+    has a part of.
+    """
     mesh = init_device_mesh("cpu", shape)
     replicas = [COPY] * (mesh.ndim - 1)
     optimizer, rule = ps.from_torch(torch.optim.AdamW, lr=0.01), ps.DynamicScale(init_scale=4.0)
@@ -647,8 +649,13 @@ def _trained(shape, rank):
                     close(info.loss, told.loss, 1e-5)
                 assert new.params["w"].placements == (*replicas, ways["w"])
             state, one = new, expected
+        gradients = ps.value_and_grad(loss_fn)
+        (loss, _), grads = gradients(params, {}, spread_out[0], scaler=at(4.0))
+        (same, _), expected = gradients(weights, {}, data[0], scaler=at(4.0))
+        close((loss, grads), (same, expected), 1e-5)
+        assert all(grads[name].placements == params[name].placements for name in params)
 
 
 @pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=["a line", "replicas of shards"])
-def test_a_train_step_over_dtensors_equals_that_of_one_process(shape):
+def test_a_train_step_and_gradients_over_dtensors_equal_those_of_one_process(shape):
     in_processes(functools.partial(_trained, shape), math.prod(shape))

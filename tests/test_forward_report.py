@@ -105,6 +105,7 @@ def test_nothing_stays_behind_and_no_argument_changes():
     x = torch.randn(4, 1, 6, 6)
     before = apply(params, buffers, x)
     hooks = [len(held) for held in _global_hooks()]
+    assert len(hooks) >= 5
     with Untouched((params, buffers, x)):
         ps.forward_report(apply, params, buffers, x)
         with pytest.raises(RuntimeError, match=r"shape|dimension|channels"):
@@ -116,7 +117,7 @@ def test_nothing_stays_behind_and_no_argument_changes():
 
 def _global_hooks():
     held = vars(torch.nn.modules.module)
-    return [held["_global_forward_hooks"], held["_global_forward_pre_hooks"]]
+    return [of for name, of in held.items() if name.startswith("_global_") and isinstance(of, dict)]
 
 
 class Many(nn.Module):
@@ -128,6 +129,358 @@ class Many(nn.Module):
 
     def forward(self, x):
         return self.out(x)
+
+
+# ---- the first: faults put into a net, at every place of it
+
+
+class Fault:
+    """Where a fault is put in, and what it does; None for a net without one."""
+
+    place, change = None, None
+
+    @classmethod
+    def reach(cls, place, values):
+        return cls.change(values) if place == cls.place else values
+
+
+class Dense(nn.Linear):
+    def forward(self, x):
+        return Fault.reach(self.place, super().forward(x))
+
+
+class Norm(nn.LayerNorm):
+    def forward(self, x):
+        return Fault.reach(self.place, super().forward(x))
+
+
+class Attention(nn.Module):
+    def __init__(self, size, softmax):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (Dense(size, size) for _ in range(4))
+        self.softmax = nn.Softmax(-1) if softmax else None
+
+    def forward(self, x, mask=None):
+        scores = Fault.reach(self.place, self.q(x) @ self.k(x).mT)
+        scores = scores if mask is None else scores + mask.to(x.dtype)
+        weights = scores.softmax(-1) if self.softmax is None else self.softmax(scores)
+        return self.out(weights @ self.v(x))
+
+
+class Layer(nn.Module):
+    def __init__(self, size, softmax):
+        super().__init__()
+        self.before, self.between = Norm(size), Norm(size)
+        self.attention = Attention(size, softmax)
+        self.mlp = nn.Sequential(Dense(size, 2 * size), nn.GELU(), Dense(2 * size, size))
+
+    def forward(self, x, mask=None):
+        x = Fault.reach(self.place, x + self.attention(self.before(x), mask=mask))
+        return x + self.mlp(self.between(x))
+
+
+class Future(nn.Module):
+    def forward(self, x):
+        return torch.full((x.shape[-2], x.shape[-2]), -inf).triu(1)
+
+
+class Net(nn.Module):
+    """A transformer: residual, nested, with a mask of -inf in one of the ways there are."""
+
+    def __init__(self, masked, size=6, softmax=False):
+        super().__init__()
+        self.masked = masked
+        self.layers = nn.ModuleList(Layer(size, softmax) for _ in range(2))
+        self.head = nn.Sequential(Norm(size), Dense(size, 3))
+        self.future = Future()
+        self.register_buffer("mask", self.future(torch.ones(4, size)))
+        for name, module in self.named_modules():
+            module.place = name or "(model)"
+
+    def forward(self, x, mask=None):
+        if self.masked == "buffer":
+            mask = self.mask
+        elif self.masked == "module":
+            mask = self.future(x)
+        elif self.masked == "made":
+            mask = torch.full((4, 4), -inf).triu(1)
+        for layer in self.layers:
+            x = Fault.reach("(model)", layer(x, mask))
+        return self.head(x)
+
+
+def faulty(net, place, change, *inputs, policy="compute=float32", **keywords):
+    """The first that a report names while a fault is in the net, and whether that shows."""
+    apply, params, buffers = net
+    Fault.place, Fault.change = place, change
+    try:
+        report = ps.forward_report(
+            ps.with_policy(apply, policy), params, buffers, *inputs, **keywords
+        )
+    finally:
+        Fault.place, Fault.change = None, None
+    return report.first, bool(report.rows[-1].nonfinite)
+
+
+def one(value):
+    def change(values):
+        changed = values.clone()
+        changed.view(-1)[-1] = value
+        return changed
+
+    return change
+
+
+CHANGES = {
+    "one NaN": one(nan),
+    "one inf": one(inf),
+    "overflow": lambda values: values * 1e39 * 1e39,
+    "all NaN": lambda values: values * nan,
+}
+MASKS = {
+    "none": lambda: ((), {}),
+    "buffer": lambda: ((), {}),
+    "module": lambda: ((), {}),
+    "made": lambda: ((), {}),
+    "argument": lambda: ((Future()(torch.ones(4, 6)),), {}),
+    "keyword": lambda: ((), {"mask": Future()(torch.ones(4, 6))}),
+    # with the distance in it, as of ALiBi
+    "slope": lambda: ((Future()(torch.ones(4, 6)) - torch.arange(4.0),), {}),
+}
+PLACES = [
+    name or "(model)"
+    for name, module in Net("none").named_modules()
+    if isinstance(module, (Dense, Norm, Attention, Layer, Net))
+]
+POLICIES = ("compute=float32", HALF, "compute=autocast(float16)")
+
+
+@pytest.mark.parametrize("masked", MASKS)
+def test_the_first_is_the_module_whose_own_forward_makes_inf_or_nan(masked):
+    torch.manual_seed(0)
+    net = ps.make_functional(Net(masked, softmax=masked in ("made", "argument")))
+    masks, keywords = MASKS[masked]()
+    inputs = torch.randn(2, 4, 6), *masks
+    assert faulty(net, None, None, *inputs, **keywords) == (None, False)
+    for index, place in enumerate(PLACES, len(masked)):  # each mask with others in each place
+        change, policy = list(CHANGES.values())[index % 4], POLICIES[index % 3]
+        assert faulty(net, place, change, *inputs, policy=policy, **keywords) == (place, True)
+
+
+@pytest.mark.parametrize("masked", [masked for masked in MASKS if masked != "slope"])
+def test_an_overflow_to_minus_inf_is_told_from_a_mask(masked):
+    """By what becomes of it: softmax takes that of scores away, the next norm makes NaN of it."""
+    torch.manual_seed(0)
+    net = ps.make_functional(Net(masked, softmax=masked in ("made", "argument")))
+    masks, keywords = MASKS[masked]()
+    inputs = torch.randn(2, 4, 6), *masks
+    found = {place: faulty(net, place, one(-inf), *inputs, **keywords) for place in PLACES}
+    taken_away = {"layers.0.attention": (None, False), "layers.1.attention": (None, False)}
+    assert found == {place: (place, True) for place in PLACES} | taken_away
+
+
+@pytest.mark.parametrize("softmax", [False, True])
+@pytest.mark.parametrize("masked", ["argument", "keyword"])
+def test_a_row_of_which_all_is_masked_is_a_fault_of_the_attention(masked, softmax):
+    net = ps.make_functional(Net(masked, softmax=softmax))
+    masks, keywords = MASKS[masked]()
+    for mask in (*masks, *keywords.values()):
+        mask[2] = -inf
+    inputs = torch.randn(2, 4, 6), *masks
+    assert faulty(net, None, None, *inputs, **keywords) == ("layers.0.attention", True)
+
+
+def test_inf_and_nan_that_came_in_belong_to_no_module():
+    net, x = ps.make_functional(Net("buffer")), torch.randn(2, 4, 6)
+    for value in (nan, inf):
+        assert faulty(net, None, None, one(value)(x)) == ("(inputs)", True)
+    # float16 cannot hold what comes in, so the policy makes inf of it
+    assert faulty(net, None, None, x * 1e6, policy=HALF) == ("(inputs)", True)
+    # but what a module made before it saw the rest is its own
+    lists = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = lists
+
+        def forward(self, x, y):
+            return self.parts["a"](x) + self.parts["b"](y)
+
+    apply, params, buffers = ps.make_functional(Two())
+    params["parts.b.weight"] *= 1e39
+    two = torch.ones(1, 2)
+    assert ps.forward_report(apply, params, buffers, two * nan, two).first == "parts.b"
+
+
+@pytest.mark.parametrize("value", [nan, inf])
+def test_a_parameter_that_is_not_finite_makes_its_module_the_first(value):
+    apply, params, buffers = ps.make_functional(Net("buffer"))
+    x = torch.randn(2, 4, 6)
+    for name in ("layers.1.attention.v.weight", "layers.1.between.bias", "head.1.weight"):
+        report = ps.forward_report(apply, params | {name: one(value)(params[name])}, buffers, x)
+        assert report.first == name.rpartition(".")[0]
+        held = {row.name for row in report.rows if row.held}
+        assert held == {report.first}
+        assert "the first has inf or NaN in its own parameters or buffers" in str(report)
+    large = params | {"head.1.weight": params["head.1.weight"] + 1e6}  # inf in float16
+    report = ps.forward_report(ps.with_policy(apply, HALF), large, buffers, x)
+    assert report.first == "head.1"
+    assert {row.name: row.held.item() for row in report.rows}["head.1"] == 18
+
+
+def test_statistics_that_are_not_finite_make_their_norm_the_first():
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+    apply, params, buffers = ps.make_functional(net)
+    buffers["1.running_var"][0] = nan
+    report = ps.forward_report(apply, params, buffers, torch.randn(4, 3), train=False)
+    assert report.first == "1"
+    assert [row.held.item() for row in report.rows] == [0, 1, 0, 0]
+
+
+def test_what_a_module_writes_into_its_argument_was_not_given():
+    class Scaled(nn.Module):
+        def forward(self, x):
+            return x.mul_(1e39)
+
+    net = nn.Sequential(nn.Linear(3, 3), Scaled(), nn.ReLU(inplace=True), nn.LayerNorm(3))
+    apply, params, buffers = ps.make_functional(net)
+    report = ps.forward_report(apply, params, buffers, torch.randn(4, 3))
+    assert report.first == "1"
+    assert report.rows[1].given == 0
+
+
+def test_a_mask_of_torchs_own_encoder_is_no_fault():
+    torch.manual_seed(0)
+    part = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    net = nn.TransformerEncoder(part, 2, enable_nested_tensor=False)
+    apply, params, buffers = ps.make_functional(net)
+    x, padding = torch.randn(2, 4, 8), torch.zeros(2, 4)
+    padding[0, 2:] = -inf
+    causal = nn.Transformer.generate_square_subsequent_mask(4)
+    for masks in ({"mask": causal}, {"mask": causal, "src_key_padding_mask": padding}):
+        report = ps.forward_report(apply, params, buffers, x, **masks)
+        assert report.first is None
+        broken = params | {"layers.1.self_attn.in_proj_weight": torch.full((24, 8), 1e38)}
+        report = ps.forward_report(apply, broken, buffers, x, **masks)
+        assert report.first == "layers.1.self_attn"
+
+
+class Calls(nn.Module):
+    """A forward of a few lines, over modules a, b, c."""
+
+    def __init__(self, forward, **parts):
+        super().__init__()
+        self.parts, self.calls = nn.ModuleDict(parts), forward
+
+    def forward(self, x):
+        return self.calls(self.parts, x)
+
+
+class ByKeyword(nn.Module):
+    def forward(self, x, *, other):
+        return x * other
+
+
+@pytest.mark.parametrize(
+    ("forward", "first"),
+    [
+        # a keyword argument is an argument
+        (lambda m, x: m["b"](x, other=m["a"](x) * 1e39 * 1e39), "(model)"),
+        (lambda m, x: m["b"](x, other=m["a"](x) * 3e38 * 10), "(model)"),
+        # taken away before another overflow
+        (lambda m, x: m["softmax"](m["a"](x) - inf) * 1e39 * 1e39, "(model)"),
+        (lambda m, x: m["softmax"](m["low"](x)) * 1e39 * 1e39, "(model)"),
+        (lambda m, x: m["norm"](m["low"](x)) * 1e39 * 1e39, "parts.low"),
+        (lambda m, x: m["low"](x).softmax(-1), None),
+        (lambda m, x: m["low"](x), "parts.low"),
+        (lambda m, x: m["low"](x) - m["low"](x), "parts.low"),
+        # what overflows beside it is not its parent's
+        (lambda m, x: (m["low"](x), m["a"](x) * 1e39 * 1e39, m["high"](x)), "parts.high"),
+    ],
+)
+def test_a_fault_between_two_modules_is_that_of_the_module_around_them(forward, first):
+    torch.manual_seed(0)
+    parts = {"a": nn.Linear(3, 3), "low": nn.Linear(3, 3), "high": nn.Linear(3, 3)}
+    others = {"b": ByKeyword(), "softmax": nn.Softmax(-1), "norm": nn.LayerNorm(3)}
+    model = nn.Sequential(nn.Linear(3, 3), Calls(forward, **parts, **others))
+    apply, params, buffers = ps.make_functional(model)
+    params["1.parts.low.bias"][0] = -inf
+    params["1.parts.high.bias"][0] = inf
+    report = ps.forward_report(apply, params, buffers, torch.randn(2, 3))
+    expected = None if first is None else {"(model)": "1"}.get(first, f"1.{first}")
+    assert report.first == expected
+
+
+def test_a_function_over_two_modules_has_no_module_of_its_own():
+    (linear, params, _), (norm, scale, _) = map(
+        ps.make_functional, (nn.Linear(3, 3), nn.LayerNorm(3))
+    )
+
+    def both(params, buffers, x, factor):
+        return norm(scale, {}, linear(params, {}, x)[0] * factor)
+
+    x = torch.randn(2, 3)
+    kinds = [row.kind for row in ps.forward_report(both, params, {}, x, 1.0).rows]
+    assert kinds == ["Linear", "LayerNorm"]
+    assert ps.forward_report(both, params, {}, x, nan).first == "(inputs)"
+    report = ps.forward_report(both, params | {"bias": torch.tensor([-inf, 0, 1])}, {}, x, 1.0)
+    assert [row.nonfinite.item() for row in report.rows] == [2, 6]
+    assert "LayerNorm" in str(report).splitlines()[3]
+    assert report.first == "(model)"
+    assert "the first has inf or NaN in its own parameters or buffers" in str(report)
+
+
+def test_minus_inf_that_the_model_returns_is_told_if_no_module_was_given_it():
+    """As of an actor that masks actions, or of a head that overflows downwards."""
+
+    class Actor(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(2, 3)
+
+        def forward(self, x, allowed):
+            return self.head(x).masked_fill(~allowed, -inf)
+
+    apply, params, buffers = ps.make_functional(Actor())
+    allowed = torch.tensor([True, False, True])
+    report = ps.forward_report(apply, params, buffers, torch.ones(1, 2), allowed)
+    assert report.first == "(model)"
+    params["head.bias"] = torch.full((3,), -inf)
+    report = ps.forward_report(apply, params, buffers, torch.ones(1, 2), allowed)
+    assert report.first == "head"
+
+
+def test_what_was_taken_away_is_said_to_be_no_fault():
+    apply, params, buffers = ps.make_functional(Net("module"))
+    report = ps.forward_report(apply, params, buffers, torch.randn(2, 4, 6))
+    assert report.first is None
+    assert (
+        str(report).splitlines()[0].endswith("not finite: -inf, as in a mask, of which no NaN came")
+    )
+
+
+@pytest.mark.parametrize("value", [nan, inf, -inf])
+def test_inf_and_nan_are_told_apart_and_what_is_all_of_them_has_no_magnitude(value):
+    apply, params, buffers = ps.make_functional(nn.Sequential(nn.Linear(2, 3), nn.ReLU6()))
+    params["0.bias"] = torch.tensor([value, 1.0, value])
+    params["0.weight"] = torch.zeros(3, 2)
+    report = ps.forward_report(apply, params, buffers, torch.ones(4, 2))
+    row = report.rows[0]
+    counts = (row.nonfinite.item(), row.nan.item(), row.posinf.item(), row.size)
+    is_nan, is_inf = math.isnan(value), value == inf
+    assert counts == (8, 8 * is_nan, 8 * is_inf, 12)
+    cells = str(report).splitlines()[2].split()
+    assert cells == [
+        "0",
+        "Linear",
+        "1.00e+00",
+        "1.00e+00",
+        *map(str, (8 - counts[1], counts[1], 0)),
+    ]
+    params["0.bias"] = torch.full((3,), value)
+    cells = str(ps.forward_report(apply, params, buffers, torch.ones(4, 2))).splitlines()[2].split()
+    assert cells[2:4] == ["-", "-"]
 
 
 Pair = collections.namedtuple("Pair", "a b")
@@ -160,7 +513,7 @@ def test_all_floating_tensors_that_a_module_returns_count(out, facts):
 
     apply, params, buffers = ps.make_functional(Holder())
     rows = ps.forward_report(apply, params, buffers, torch.ones(3)).rows
-    found = [tuple(fact.item() for fact in row[2:]) for row in rows if row.name == "part"]
+    found = [tuple(fact.item() for fact in row[2:5]) for row in rows if row.name == "part"]
     assert found == ([] if facts is None else [facts])
 
 
@@ -237,7 +590,7 @@ def test_nothing_is_read_until_it_is_asked():
     apply, params, buffers = overflowing()
     report = assert_sync_free(ps.forward_report, apply, params, buffers, torch.ones(2, 5))
     assert report.first is None
-    assert ps.forward_report(apply, params, buffers, torch.full((2, 5), inf)).first == "0.up"
+    assert ps.forward_report(apply, params, buffers, torch.full((2, 5), inf)).first == "(inputs)"
 
 
 def test_it_prints_the_calls_around_the_first_that_is_not_finite():

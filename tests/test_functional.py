@@ -1,8 +1,11 @@
 """A module as a pure function, for modules that nobody here wrote, as they come."""
 
+import collections
 import copy
 import functools
 import gc
+import itertools
+import operator
 import pickle
 import re
 import sys
@@ -1099,6 +1102,20 @@ REFUSED = {
     "a set": (lambda m: {m.w}, "1.kept[0]"),
     "slots": (lambda m: Slotted(m.w), "1.kept.weight"),
     "a key": (lambda m: {m.w: 1}, "a key of 1.kept"),
+    "positional arguments": (lambda m: functools.partial(torch.mul, m.w), "1.kept[0]"),
+    "a deque": (lambda m: collections.deque([m.w]), "1.kept[0]"),
+    # objects that are not written in Python
+    "a repeat": (lambda m: itertools.repeat(m.w), "1.kept (a repeat)"),
+    "a caller of a method": (
+        lambda m: operator.methodcaller("mul", m.w),
+        "1.kept (a methodcaller)[0]",
+    ),
+    "a slice": (lambda m: slice(m.w), "1.kept (a slice)"),
+    "a property": (
+        lambda m: property(functools.partial(torch.mul, m.w)),
+        "1.kept (a property)[0]",
+    ),
+    "an exception": (lambda m: ValueError(m.w), "1.kept.args[0]"),
     "a method of the tensor": (lambda m: m.w.t, "1.kept (its 'self')"),
     "a closure": (lambda m: lambda: m.w, "1.kept (its 'm')"),
     "a weak reference": (lambda m: weakref.ref(m.w), "1.kept (a weak reference)"),
@@ -1138,6 +1155,8 @@ def test_a_weight_that_stands_elsewhere_too_is_that_of_the_call(where, how):
         assert same_bits(apply(moved, buffers, torch.eye(5))[0], moved["w"] + 1)
 
 
+# of itertools, since Python 3.12
+@pytest.mark.filterwarnings("ignore:Pickle, copy, and deepcopy support")
 @pytest.mark.parametrize("where", REFUSED)
 def test_a_weight_where_none_can_be_put_is_refused_by_name(where):
     keep, named = REFUSED[where]
@@ -1258,21 +1277,39 @@ def test_a_weight_that_is_read_in_the_backward_pass_is_refused_in_words():
         out.sum().backward()
 
 
-def test_a_module_that_a_graph_keeps_gets_no_tensors_of_another_call():
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.part = ReadsLater()
+class ReadsLaterThen(ReadsLater):
+    def forward(self, x, then=lambda: None):
+        then()
+        return super().forward(x)
 
-        def forward(self, x, then=lambda: None):
-            then()
-            return self.part(x)
 
-    apply, params, buffers = ps.make_functional(Outer())
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.part = ReadsLater()
+
+    def forward(self, x, then=lambda: None):
+        then()
+        return self.part(x)
+
+
+@pytest.mark.parametrize("make", [ReadsLaterThen, Outer])  # the whole model, and a part of it
+def test_a_module_that_a_graph_keeps_gets_no_tensors_of_another_call(make):
+    apply, params, buffers = ps.make_functional(make())
     x = torch.ones(2, 5, requires_grad=True)
     out, _ = apply(params, buffers, x)
+    others = {name: weight * 7 for name, weight in params.items()}
     with pytest.raises(RuntimeError, match="read outside of a call"):
-        apply({"part.w": params["part.w"] * 7}, buffers, x, then=lambda: out.sum().backward())
+        apply(others, buffers, x, then=lambda: out.sum().backward())
+
+
+def test_a_copy_of_a_used_apply_has_modules_of_its_own():
+    apply, params, buffers = ps.make_functional(small_net())
+    x = torch.ones(2, 1, 6, 6)
+    out = apply(params, buffers, x)
+    copied = copy.deepcopy(apply)
+    assert copied._idle == {True: [], False: []}
+    assert same_bits(copied(params, buffers, x), out)
 
 
 @pytest.mark.parametrize("hooked", [False, True])
@@ -1287,9 +1324,10 @@ def test_a_skeleton_that_no_graph_keeps_is_used_again(hooked):
         out, _ = apply(weights, buffers, torch.ones(2, 1, 6, 6, requires_grad=True))
         out.sum().backward()
         del out
-        roots += [skeleton.root for skeleton in apply._idle[True]]
+        # not the root itself, which would then be kept here
+        roots += [weakref.ref(skeleton.root) for skeleton in apply._idle[True]]
     assert len(roots) == 3
-    assert len(set(map(id, roots))) == 1
+    assert {root() for root in roots} == {apply._idle[True][0].root}
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -1586,3 +1624,84 @@ def test_a_warm_call_of_apply_costs_a_few_dozen_calls_over_the_module(depth):
     apply, params, buffers = ps.make_functional(net)
     x = torch.randn(2, 1, 6, 6)
     assert calls(lambda: apply(params, buffers, x)) <= calls(lambda: net(x)) + 32
+
+
+# ---- hooks that a forward installs
+
+
+class InstallsHooks(nn.Module):
+    """As transformers does where hidden states are asked for: once, behind a flag."""
+
+    def __init__(self, hooked=False):
+        super().__init__()
+        self.lin, self.installed = nn.Linear(3, 3), False
+        if hooked:
+            self.lin.register_forward_hook(add_one)
+
+    def forward(self, x, replace=False):
+        if not self.installed:
+            self.installed = True
+            if replace:
+                self.lin._forward_hooks.clear()
+            self.lin.register_forward_hook(double)
+        return self.lin(x)
+
+
+def add_one(module, inputs, out):
+    return out + 1
+
+
+def double(module, inputs, out):
+    return out * 2
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("replace", [False, True])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_hooks_that_a_forward_installs_are_gone_after_the_call(hooked, replace, mapped):
+    model, x = InstallsHooks(hooked), torch.ones(2, 3)
+    apply, params, buffers = ps.make_functional(model)
+    expected = model(x, replace)
+    call = (
+        torch.vmap(lambda x: apply(params, buffers, x, replace)[0])
+        if mapped
+        else (lambda x: apply(params, buffers, x, replace)[0])
+    )
+    for _ in range(3):
+        torch.testing.assert_close(call(x), expected)
+    (skeleton,) = apply._idle[True]
+    assert list(skeleton.root.lin._forward_hooks.values()) == [add_one] * hooked
+
+
+def test_a_buffer_that_a_forward_replaces_in_another_dtype_keeps_its_own():
+    class Replaces(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+            self.register_buffer("seen", torch.zeros(3))
+
+        def forward(self, x):
+            self.seen = (x * self.weight).half()
+            return self.seen
+
+    apply, params, buffers = ps.make_functional(Replaces())
+    _, new = apply(params, buffers, torch.tensor([1.0, 2.0, 3.0]))
+    assert same_bits(new["seen"], torch.tensor([1.0, 2.0, 3.0]))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_float_that_replaces_an_integer_buffer_is_not_truncated(compiled):
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+            self.register_buffer("mean", torch.zeros(3, dtype=torch.int64))
+
+        def forward(self, x):
+            self.mean = self.mean + 0.5
+            return x * self.weight
+
+    apply, params, buffers = ps.make_functional(Counts())
+    call = torch.compile(apply, fullgraph=True, backend="aot_eager") if compiled else apply
+    _, new = call(params, buffers, torch.ones(3))
+    assert same_bits(new["mean"], torch.full((3,), 0.5))

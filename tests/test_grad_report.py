@@ -79,6 +79,56 @@ def test_a_number_that_float16_keeps_as_subnormal_is_normal_in_bfloat16():
     assert shares == {torch.float16: 0.5, torch.bfloat16: 0.0, torch.float32: 0.0}
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("own", [*DTYPES, torch.complex32], ids=str)
+@pytest.mark.parametrize("judged", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_with_a_dtype_a_leaf_is_judged_as_it_would_be_in_that_dtype(own, judged):
+    wide = values(torch.float64, 500)
+    leaf = torch.complex(wide, wide.flip(0)) if own.is_complex else wide
+    leaf = leaf.to(own)
+    row = ps.grad_report(leaf, dtype=judged).rows["grads"]
+    parts = torch.view_as_real(leaf) if own.is_complex else leaf
+    agrees(row, parts.to(judged))
+    assert row.amax.dtype == torch.float32
+    assert same_bits(ps.grad_report(leaf, dtype=own.to_real()), ps.grad_report(leaf))
+
+
+def test_what_a_policy_computed_in_float16_is_judged_in_float16():
+    """The gradient of float32 weights, against that of the same weights in float16."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
+    apply, params, buffers = ps.make_functional(net)
+    x, scaler = torch.randn(16, 64), ps.StaticScale(2.0**-8).init()
+
+    def grads_of(compute, weights, x):
+        def scaled_loss(weights):
+            out, _ = compute(weights, buffers, x)
+            return ps.scale_loss(scaler, out.float().square().mean())
+
+        return torch.func.grad(scaled_loss)(weights)
+
+    widened = grads_of(ps.with_policy(apply, "compute=float16"), params, x)
+    half = {name: weight.half() for name, weight in params.items()}
+    computed = grads_of(apply, half, x.half())
+    assert {g.dtype for g in widened.values()} == {torch.float32}
+    report = ps.grad_report(widened, dtype=torch.float16)
+    assert same_bits(report, ps.grad_report(computed))
+    assert report.rows["0.weight"].subnormal > 0.5
+    assert ps.grad_report(widened).rows["0.weight"].subnormal == 0
+
+
+def test_what_the_dtype_cannot_hold_is_not_finite():
+    leaf = torch.tensor([1e5, 1.0, 1e-8, -1e6])
+    row = ps.grad_report(leaf, dtype=torch.float16).rows["grads"]
+    assert (row.amax.item(), row.zeros.item(), row.nonfinite.item()) == (inf, 0.25, 2)
+
+
+@pytest.mark.parametrize("wrong", ["float16", torch.int8, torch.complex64])
+def test_a_dtype_that_judges_no_gradient_is_refused(wrong):
+    with pytest.raises(TypeError, match=r"dtype must be .* got .*Fix: dtype=torch.float16"):
+        ps.grad_report(torch.ones(2), dtype=wrong)
+
+
 def test_all_kinds_of_leaves_have_a_row_but_none():
     sparse = torch.sparse_coo_tensor([[0, 0, 2]], torch.tensor([1.0, 2.0, 0.0]), (4,))
     grads = {
@@ -206,6 +256,36 @@ def test_a_long_report_prints_its_worst_lines_only():
 def test_of_stacked_reports_the_worst_is_printed():
     reports = [ps.grad_report({"w": torch.tensor([0.0, x])}) for x in (1.0, inf)]
     assert "1 of 1 gradients are not finite" in str(stack(reports))
+
+
+def test_the_picture_has_bars_a_leaf_and_marks_what_is_not_finite():
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    grads = {
+        "fine": torch.ones(4),
+        "starved": torch.tensor([0.0, 0.0, 1e-40, 2.0]),
+        "inf": torch.tensor([1.0, inf]),
+    }
+    figure = ps.grad_report(grads).plot()
+    left, right = figure.axes
+    assert [label.get_text() for label in left.get_yticklabels()] == ["fine", "starved", "inf"]
+    assert [bar.get_width() for bar in left.containers[0]] == [1, 2, 0]
+    zeros, subnormal = ([bar.get_width() for bar in bars] for bars in right.containers)
+    assert (zeros, subnormal) == ([0, 0.5, 0], [0, 0.25, 0])
+    bars = {bar for container in left.containers for bar in container}
+    assert [mark.get_y() for mark in left.patches if mark not in bars] == [1.5]
+    plt.close(figure)
+    for grads in ({"nothing": torch.zeros(0)}, {str(i): torch.ones(1) * nan for i in range(100)}):
+        plt.close(ps.grad_report(grads).plot())
+
+
+def test_matplotlib_is_imported_only_when_a_picture_is_asked_for(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.pyplot", None)
+    report = ps.grad_report(torch.ones(2))
+    with pytest.raises(ImportError, match="Fix: pip install matplotlib"):
+        report.plot()
 
 
 @pytest.mark.parametrize("grads", [{}, [None], {"a": None, "b": {}}])

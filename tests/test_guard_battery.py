@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from helpers import clone
 from torch import Tensor
 
 import purescale as ps
@@ -104,11 +105,42 @@ class OneAtATime(Doubled):
         new, bad = super().update(state, loss, grad_norm)
         kept = torch.zeros(())
         kept.copy_(new.loss)
-        return new._replace(loss=kept), bad
+        return Last(kept, new.count), bad
 
 
 class Unhashable(Doubled):
     __hash__ = None
+
+
+class Pending(NamedTuple):
+    inner: Last
+    bad: Tensor
+
+
+class Late(Doubled):
+    """Rejects the step after a spike."""
+
+    delay = 1
+
+    def init(self, device=None):
+        pending = torch.zeros(self.delay, dtype=torch.bool, device=device)
+        return Pending(super().init(device), pending)
+
+    def update(self, state, loss, grad_norm):
+        inner, bad = super().update(state.inner, loss, grad_norm)
+        pending = torch.cat([state.bad[1:], bad.reshape(1)])
+        return Pending(inner, pending), state.bad[0].clone()
+
+
+class Later(Late):
+    delay = 4
+
+
+class LateByTheNorm(Late):
+    def update(self, state, loss, grad_norm):
+        if not isinstance(grad_norm, Tensor):
+            return Pending(*map(clone, state)), torch.zeros_like(loss, dtype=torch.bool)
+        return super().update(state, grad_norm, grad_norm)
 
 
 WRONG = [
@@ -121,6 +153,9 @@ WRONG = [
     (Widens, "structure", "every field as it was"),
     (LearnsAnything, "finite", "finite numbers only"),
     (Nervous, "steady", "after a warmup"),
+    (Late, "timely", "of this call"),
+    (Later, "timely", "of this call"),
+    (LateByTheNorm, "timely", "of this call"),
     (Remembers, "value", "belongs into the state"),
     (Elsewhere, "init", "device=device"),
     (OneAtATime, "vmap", "as for one state"),
@@ -128,8 +163,21 @@ WRONG = [
 ]
 
 
-def test_a_right_guard_of_ones_own_passes():
-    assert_guard(Doubled())
+@dataclasses.dataclass(frozen=True)
+class InARow(Doubled):
+    """Right: accepts a spike that stands alone."""
+
+    def update(self, state, loss, grad_norm):
+        new, spike = super().update(state, loss, grad_norm)
+        row = torch.where(spike, state.count + 1, 0)
+        return Last(new.loss, row), spike & (row > 1)
+
+
+@pytest.mark.parametrize(
+    "guard", [Doubled(), InARow(), ps.SpikeGuard(warmup=200), ps.SpikeGuard(patience=1)], ids=repr
+)
+def test_a_right_guard_passes(guard):
+    assert_guard(guard)
 
 
 @pytest.mark.parametrize(("kind", "law", "fix"), WRONG, ids=lambda value: str(value))

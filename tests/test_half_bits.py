@@ -4,8 +4,9 @@ import pytest
 import torch
 from helpers import same_bits
 
+from purescale._torch import half_bits
 from purescale._torch.dtypes import HALF, saturating
-from purescale._torch.half_bits import nearest_on_bits
+from purescale._torch.half_bits import bitcast, nearest_on_bits
 
 each_dtype = pytest.mark.parametrize("dtype", HALF)
 
@@ -42,3 +43,22 @@ def test_a_compiler_keeps_the_rounding_between_two_steps(dtype, backend):
     x = x[x.isfinite()]
     compiled = torch.compile(there_and_back, fullgraph=True, backend=backend)
     assert same_bits(compiled(x), saturating(x, dtype).float() + 0.0)
+
+
+# the second is what the first calls under a transform of torch 2.11
+@pytest.mark.parametrize("cast", [bitcast, half_bits._bitcast])
+@pytest.mark.parametrize(
+    ("dtype", "other"), [(torch.float32, torch.int32), (torch.int16, torch.bfloat16)]
+)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_bitcast_is_the_view_also_mapped_and_mapped_twice(cast, dtype, other, compiled):
+    bits = torch.tensor([[0, 1, -1, 0x7F80], [0x3F80, -0x8000, 0x7FC0, 5]], dtype=torch.int16)
+    x = bits.repeat(1, 2).view(dtype)
+    for mapped in (
+        cast,
+        torch.vmap(cast, (0, None)),
+        torch.vmap(torch.vmap(cast, (0, None)), (0, None)),
+    ):
+        if compiled:
+            mapped = torch.compile(mapped, fullgraph=True, backend="aot_eager")
+        assert same_bits(mapped(x, other), x.view(other))

@@ -1,8 +1,10 @@
 """A scale that looks ahead, what it looks at, and how a step hands it over."""
 
 import dataclasses
+import functools
 import math
 import random
+import unittest.mock
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -31,9 +33,12 @@ from hypothesis import given
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import purescale as ps
+from purescale._loss_scale import headroom
 from purescale.testing import assert_pure, assert_vmap_equals_loop
 
 TOP = 65504
+ZEROS = 3  # in a row, where a test has no time for 2000
+patched = functools.partial(unittest.mock.patch.multiple, headroom)
 SGD = ps.from_torch(torch.optim.SGD, lr=0.1)
 ADAMW = ps.from_torch(torch.optim.AdamW, lr=1e-2)
 
@@ -52,7 +57,7 @@ rules = st.builds(
     st.integers(0, 20),
 )
 positive32 = st.floats(2.0**-149, allow_infinity=False, width=32)
-steps = st.lists(st.tuples(st.booleans(), any32.map(abs)), min_size=1, max_size=30)
+steps = st.lists(st.tuples(st.booleans(), any32.map(abs) | st.just(0.0)), min_size=1, max_size=30)
 wide = {"min_scale": 2.0**-111, "max_scale": 2.0**127}
 
 
@@ -67,20 +72,21 @@ def clean(rule, *amaxes):
     return run(rule, [(False, amax) for amax in amaxes])[-1]
 
 
-def by_hand(rule, scale, history, skips, bad, amax):
+def by_hand(rule, scale, history, skips, zeros, bad, amax):
     """The definition, in exact arithmetic."""
     seen = 2 * Fraction(TOP) / Fraction(scale) if bad else amax
+    zeros += seen == 0
     if bad or (math.isfinite(amax) and amax > 0):
-        history = [*history[1:], Fraction(seen)]
-    elif amax == 0 and scale < 1:
-        history, scale = [past / 2 for past in history], scale * 2
+        history, zeros = [*history[1:], Fraction(seen)], 0
+    elif amax == 0 and (scale < 1 or zeros == ZEROS):
+        history, scale, zeros = [past / 2 for past in history], scale * 2, 0
     if max(history) > 0:
         exponent = -400
         while Fraction(2) ** (exponent + 1) <= Fraction(TOP) / max(history):
             exponent += 1
         scale = Fraction(2) ** (exponent - rule.margin)
     scale = min(max(Fraction(scale), Fraction(rule.min_scale)), Fraction(rule.max_scale))
-    return scale, history, skips + 1 if bad else 0
+    return scale, history, skips + 1 if bad else 0, zeros
 
 
 # ---- the rule
@@ -88,11 +94,14 @@ def by_hand(rule, scale, history, skips, bad, amax):
 
 @given(rules, steps)
 def test_update_equals_its_definition_in_exact_arithmetic(rule, series):
-    scale, history, skips = rule.init_scale, [0] * rule.window, 0
-    for (bad, amax), state in zip(series, run(rule, series)[1:], strict=True):
-        scale, history, skips = by_hand(rule, scale, history, skips, bad, amax)
+    scale, history, skips, zeros = rule.init_scale, [0] * rule.window, 0, 0
+    with patched(_MOST_ZEROS=ZEROS):
+        states = run(rule, series)[1:]
+    for (bad, amax), state in zip(series, states, strict=True):
+        scale, history, skips, zeros = by_hand(rule, scale, history, skips, zeros, bad, amax)
         assert state.scale.item() == scale
         assert state.consecutive_skips == skips
+        assert state.consecutive_zeros == zeros
         torch.testing.assert_close(  # halved, float32's smallest rounds
             state.amax_history, torch.tensor(list(map(float, history))), rtol=2e-7, atol=2e-45
         )
@@ -159,12 +168,13 @@ def test_a_step_that_tells_nothing_changes_nothing(rule, series, amax):
 
 
 @given(rules, steps, st.sampled_from([0.0, -0.0]))
-def test_zeros_halve_the_history_below_a_scale_of_1_and_tell_nothing_above(rule, series, amax):
+def test_zeros_halve_the_history_below_a_scale_of_1_and_are_counted_above(rule, series, amax):
     state = run(rule, series)[-1]
     after = rule.update(state, torch.tensor(False), torch.tensor(amax))
     if state.scale >= 1:
         zero = torch.tensor(0, dtype=torch.int32)
-        assert same_bits(after, state._replace(consecutive_skips=zero))
+        zeros = state.consecutive_zeros + 1
+        assert same_bits(after, state._replace(consecutive_skips=zero, consecutive_zeros=zeros))
     else:
         assert same_bits(after.amax_history, state.amax_history / 2)
         assert state.scale <= after.scale <= min(1.0, rule.max_scale)
@@ -187,6 +197,58 @@ def test_no_start_is_too_low_and_no_bad_stretch_is_final(rule, stretch, exponent
     for _ in range(rule.window):
         state = rule.update(state, torch.tensor(False), torch.tensor(amax))
     assert same_bits(state, clean(rule, *[amax] * rule.window))
+
+
+def lived(rule, amaxes, forced=()):
+    """What a rule makes of gradients that float16 holds times its scale or loses: how many steps
+    taught, which was the last, and the state.
+    """
+    state, taught = rule.init(), []
+    for index, amax in enumerate(amaxes):
+        seen = ((amax * state.scale.double()).half().double() / state.scale).float()
+        bad = not math.isfinite(seen) or index in forced
+        taught += [index] if seen > 0 and not bad else []
+        state = updated(rule, state, bad, seen.item())
+    return taught, state
+
+
+@pytest.mark.parametrize("init_scale", [2.0**-24, 1.0, 2.0**16])
+@pytest.mark.parametrize(
+    ("before", "forced"),
+    [([1e-8] * 4, ()), ([1e-8] * 20, range(4, 20)), ([1e-8] * 4 + [300.0] * 20, ())],
+    ids=["a low start", "overflows of any scale", "gradients that fell"],
+)
+def test_gradients_that_a_scale_of_1_loses_are_found_again(before, forced, init_scale):
+    """As a rule that grows finds them: they stayed 0, and the scale stayed 1, for ever."""
+    rule = ps.HeadroomScale(init_scale=init_scale, window=16)
+    with patched(_MOST_ZEROS=20):
+        taught, state = lived(rule, [*before, *[1e-8] * 400], forced)
+    assert taught[-200:] == list(range(len(before) + 200, len(before) + 400))
+    assert state.scale == 2.0**24
+
+
+@pytest.mark.parametrize("gap", [10, 19, 25])
+@pytest.mark.parametrize("amax", [1e-3, 100.0, 1e4])
+def test_sparse_rewards_teach_also_where_zeros_raise_the_scale_between_them(gap, amax):
+    """As often as with a rule that grows after as many clean steps, and beyond."""
+    amaxes = [0.0 if index % gap else amax for index in range(25 * gap)]
+    with patched(_MOST_ZEROS=20):
+        taught, _ = lived(ps.HeadroomScale(), amaxes)
+    assert taught[-15:] == list(range(10 * gap, 25 * gap, gap))
+    grows = ps.DynamicScale(growth_interval=20)
+    assert len(lived(grows, amaxes)[0]) <= len(taught)
+
+
+def test_2000_zeros_in_a_row_raise_a_scale_of_1_and_above_by_a_bit():
+    rule = ps.HeadroomScale(window=4)
+    for state in (rule.init(), clean(rule, 3.0)):
+        states = run(rule, [(False, 0.0)] * 4000, state)
+        assert (torch.stack([s.scale for s in states[:2000]]) == state.scale).all()
+        assert states[2000].scale == 2 * state.scale
+        assert states[3999].scale == 2 * state.scale
+        assert states[4000].scale == 4 * state.scale
+    again = run(rule, [(False, 0.0)] * 1999 + [(False, 3.0)] + [(False, 0.0)] * 1999)
+    assert again[-1].scale == clean(rule, 3.0).scale
 
 
 @given(rules, steps, st.integers(0, 200))
@@ -215,7 +277,7 @@ def test_what_is_older_than_the_window_is_forgotten(rule, old, amaxes):
 def test_a_damaged_state_comes_back(scale, bad, history):
     rule = ps.HeadroomScale(window=3)
     damaged = ps.HeadroomState(
-        torch.tensor(scale), torch.tensor([history] * 3), torch.tensor(0, dtype=torch.int32)
+        torch.tensor(scale), torch.tensor([history] * 3), *torch.zeros(2, dtype=torch.int32)
     )
     for amax in (0.0, 1.0):
         state = run(rule, [(bad, amax)], damaged)[-1]
@@ -614,7 +676,7 @@ def test_gradients_of_zeros_leave_a_scale_of_1_and_above_where_it_is():
     for _ in range(10):
         after, info = step(state, [GRADIENT * 0], rule)
         assert info.grad_amax == 0
-        assert same_bits(after.scaler, state.scaler)
+        assert same_bits(after.scaler[:3], state.scaler[:3])
 
 
 def test_a_retry_is_an_overflow_in_the_history_and_then_what_the_last_try_saw():
@@ -711,7 +773,7 @@ def test_a_step_with_it_costs_a_handful_of_operators_more():
         with Dispatched() as dispatched:
             step(state, [torch.ones(50)], rule, ADAMW)
         counts.append(len(dispatched.ops))
-    assert counts[1] - counts[0] <= 30
+    assert counts[1] - counts[0] <= 32
 
 
 def test_check_scaler_knows_its_floor_and_its_skips():

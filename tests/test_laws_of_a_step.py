@@ -4,12 +4,15 @@ size and dtype, with bounds of every kind, and with memory that somebody else ca
 
 import contextlib
 import functools
+import inspect
+import itertools
 import math
 
 import hypothesis.strategies as st
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 from helpers import (
     Untouched,
     assert_close,
@@ -23,6 +26,8 @@ from hypothesis import given, settings
 
 import purescale as ps
 from purescale._grads.clip import clip_factor
+from purescale._optim import torch_optim
+from purescale._torch import foreach
 from purescale._torch.tracing import as_on_an_accelerator
 
 INF, NAN = math.inf, math.nan
@@ -129,6 +134,326 @@ def test_equal_steps_of_half_parameters_give_equal_bits(name, dtype):
     for donate in (False, True) * 10:
         given = clone((params, grads, state))
         assert same_bits(ps.maybe_step(optimizer, *given, False, donate=donate), first)
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0)])
+@pytest.mark.parametrize("name", EVERY)
+def test_an_empty_parameter_stays_beside_others_that_move(name, shape):
+    if name == "Muon" and len(shape) == 1:  # takes matrices only
+        return
+    many = [{"foreach": True}, {"foreach": False}] if name == "Adafactor" else [{}]
+    for extra in many:
+        optimizer, params = made(name, **extra), {"none": torch.zeros(shape), "w": torch.ones(3, 2)}
+        moved, _ = optimizer.step(params, params, optimizer.init(params))
+        alone = {"w": params["w"]}
+        expected, _ = optimizer.step(alone, alone, optimizer.init(alone))
+        assert moved["none"].shape == shape
+        assert same_bits(moved["w"], expected["w"])
+
+
+# ---- a rate of 0 ---------------------------------------------------------------------------------
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64)
+WAYS = ("host", "accelerator", "formula", "lists", "vmap", "in_state", "differentiable")
+# Rprop's rate is what its step sizes start from, which have bounds of their own.
+RATED = [name for name in EVERY if name != "Rprop"]
+# AdamW as one more setting of Adam; the others have no second form.
+SETTINGS = {name: [settings] for name, settings in EVERY.items()}
+SETTINGS["Adam"] += [{"maximize": True, "weight_decay": 0.1}]
+SETTINGS["AdamW"] += [{"amsgrad": True, "maximize": True}]
+SETTINGS["Adamax"] += [{"weight_decay": 0.1, "maximize": True}]
+
+
+@contextlib.contextmanager
+def going(way):
+    """A CPU goes this way; the accelerator's without fused kernels too, where torch has lists or
+    goes tensor by tensor.
+    """
+    if way not in ("accelerator", "formula", "lists"):
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch, as_on_an_accelerator():
+        if way != "accelerator":
+            patch.setattr(torch_optim, "kernel_of", lambda cls: None)
+        if way == "lists":
+            patch.setattr(foreach, "is_launch_bound", lambda tensor: True)
+        yield
+
+
+def can_go(name, way, dtype):
+    if name in ("Adafactor", "Muon") and dtype.is_complex:
+        return False
+    if name == "Adafactor":  # reads
+        return way in ("host", "accelerator")
+    flags = inspect.signature(getattr(torch.optim, name)).parameters
+    if way == "in_state":
+        return "weight_decay" in flags
+    return way != "differentiable" or "differentiable" in flags
+
+
+def optimizer_of(name, way, settings, **rate):
+    extra = {"differentiable": True} if way == "differentiable" else {}
+    if way == "in_state":
+        rate["in_state"] = (*rate.get("in_state", ()), "weight_decay")
+    return ps.from_torch(getattr(torch.optim, name), **{**settings, **extra, **rate})
+
+
+def mapped(step):
+    """A step as that of the second of two equal members."""
+
+    def of_two(*trees):
+        stacked = pytree.tree_map(lambda leaf: torch.stack([leaf, leaf]), trees)
+        return ps.member(torch.vmap(step)(*stacked), 1)
+
+    return of_two
+
+
+def step_of(optimizer, way):
+    if way == "compiled":
+        return torch.compile(optimizer.step, fullgraph=True, backend="aot_eager")
+    return mapped(optimizer.step) if way == "vmap" else optimizer.step
+
+
+def a_table(dtype, count=2):
+    """Parameters, and gradients at a step, of which rows were not seen yet: their gradient and
+    second moment are 0.
+    """
+    generator = torch.Generator().manual_seed(0)
+    params = {str(i): torch.randn(6, 3, generator=generator).to(dtype) for i in range(count)}
+
+    def grads_at(step):
+        grads = gradients_like(params, seed=step)
+        return {
+            name: torch.where(torch.arange(6)[:, None] < 2 + step // 2, grad, 0)
+            for name, grad in grads.items()
+        }
+
+    return params, grads_at
+
+
+NO_RATES = {
+    "float": {"lr": 0.0},
+    "tensor": {"lr": torch.tensor(0.0)},
+    "schedule": {"lr": lambda applied: 0.01 * applied},
+    "state": {"lr": 0.0, "in_state": ("lr",)},
+}
+
+
+def check_that_nothing_moves(name, way, settings, rate, params, grads):
+    with going(way):
+        optimizer = optimizer_of(name, way, settings, **NO_RATES[rate])
+        state = optimizer.init(params)
+        found, after = step_of(optimizer, way)(params, grads, state)
+    assert same_bits(found, params)
+    assert all(bool(leaf.isfinite().all()) for leaf in tensors(after))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", RATED)
+def test_a_rate_of_0_moves_nothing_in_any_way(name, way, dtype):
+    if not can_go(name, way, dtype):
+        return
+    params, grads_at = a_table(dtype)
+    for extra, rate in itertools.product(SETTINGS[name], NO_RATES):
+        check_that_nothing_moves(name, way, extra, rate, params, grads_at(0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 16, 20])
+@pytest.mark.parametrize("name", [name for name in RATED if name != "Adafactor"])
+def test_a_rate_of_0_moves_nothing_in_a_compiled_step(name, count):
+    params, grads_at = a_table(torch.float32, count)
+    for rate in ("state", "schedule"):
+        check_that_nothing_moves(name, "compiled", EVERY[name], rate, params, grads_at(0))
+
+
+@pytest.mark.parametrize("rate", ["float", "schedule"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("name", ["AdamW", "Adamax"])
+def test_a_rate_of_0_moves_nothing_in_a_compiled_step_of_few_tensors(name, dtype, rate):
+    params, grads_at = a_table(dtype)
+    check_that_nothing_moves(name, "compiled", EVERY[name], rate, params, grads_at(0))
+
+
+def torchs_warm_up(name, settings, params, grads_at, count):
+    """torch's own class with the rate set by hand, by its for-loop; over half parameters what it
+    makes in float32, rounded after each step.
+    """
+    half = {key: leaf.dtype for key, leaf in params.items() if leaf.dtype.itemsize == 2}
+    real = [leaf.float() if key in half else leaf.clone() for key, leaf in params.items()]
+    plain = {} if name == "Muon" else {"foreach": False}
+    theirs = getattr(torch.optim, name)(real, **{**plain, **settings, "lr": 0.0})
+    for step in range(count):
+        theirs.param_groups[0]["lr"] = 0.01 * step
+        for leaf, grad in zip(real, grads_at(step).values(), strict=True):
+            leaf.grad = grad.to(leaf.dtype)
+        theirs.step()
+        for leaf in real if half else ():
+            for kept in (leaf, *theirs.state[leaf].values()):
+                if isinstance(kept, torch.Tensor) and kept.ndim:
+                    kept.copy_(kept.to(next(iter(half.values()))))
+    return {k: leaf.to(params[k].dtype) for k, leaf in zip(params, real, strict=True)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", EVERY)
+def test_a_warm_up_from_0_is_that_of_torchs_class(name, way, dtype):
+    """To 2e-6 and in half precision to one unit in the last place; Muon under vmap to 1e-2 of the
+    update.
+    """
+    if not can_go(name, way, dtype):
+        return
+    params, grads_at = a_table(dtype)
+    for extra in SETTINGS[name]:
+        found, count = params, 6
+        with going(way):
+            optimizer = optimizer_of(name, way, extra, lr=lambda applied: 0.01 * applied)
+            state, step = optimizer.init(params), step_of(optimizer, way)
+            for index in range(count):
+                found, state = step(found, grads_at(index), state)
+        expected = torchs_warm_up(name, extra, params, grads_at, count)
+        tolerance = torch.finfo(dtype).eps if dtype.itemsize == 2 else 2e-6
+        if name == "Muon" and way == "vmap":
+            tolerance = max(tolerance, 0.01 * 0.15)
+        assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("way", ["host", "accelerator", "formula", "lists", "vmap", "in_state"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop"])
+def test_half_parameters_do_not_stand_still_under_large_gradients(name, dtype, way):
+    """A square root over the rate leaves float16's range there."""
+    params = {"w": torch.zeros(8, dtype=dtype)}
+    with going(way):
+        optimizer = optimizer_of(name, way, {}, lr=1e-3, weight_decay=0.0)
+        state, step = optimizer.init(params), step_of(optimizer, way)
+        moved = params
+        for _ in range(30):
+            moved, state = step(moved, {"w": torch.full((8,), 100.0, dtype=dtype)}, state)
+    expected = torchs_constant(name, 30)
+    torch.testing.assert_close(moved["w"].float(), expected, rtol=5e-2, atol=0)
+
+
+def torchs_constant(name, count):
+    leaf = torch.zeros(8)
+    theirs = getattr(torch.optim, name)([leaf], lr=1e-3, weight_decay=0.0)
+    for _ in range(count):
+        leaf.grad = torch.full((8,), 100.0)
+        theirs.step()
+    return leaf
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("way", ["accelerator", "formula", "lists", "vmap", "in_state"])
+@pytest.mark.parametrize("name", [name for name in EVERY if name != "Muon"])
+def test_the_first_updates_of_every_way_are_those_of_the_host(name, way, dtype):
+    """To 1e-6 of the update, in float64 to 1e-9: bias corrections and ASGD's factors are not those
+    of float32. NAdam keeps a product of all its momenta in float32.
+    """
+    if not can_go(name, way, dtype):
+        return
+    wide = dtype is torch.float64
+    _, grads_at = a_table(dtype)
+    begun = {key: torch.full_like(grad, float(wide)) for key, grad in grads_at(0).items()}
+    rate = {"lr": torch.tensor(0.5, dtype=torch.float64)}
+    if name in ("ASGD", "Rprop"):  # which keep what they make of it
+        rate = {"lr": 0.5}
+    optimizer = optimizer_of(name, "host", EVERY[name], **rate)
+    state = optimizer.init(begun)
+    for index in range(3):
+        expected, after = optimizer.step(begun, grads_at(index), state)
+        with going(way):
+            other = optimizer_of(name, way, EVERY[name], **rate)
+            given = state._replace(hyper=other.init(begun).hyper)
+            found, _ = step_of(other, way)(begun, grads_at(index), given)
+        tolerance = (1e-7 if name == "NAdam" else 1e-9) if wide else 1e-6
+        assert_close(found, expected, rtol=tolerance, atol=tolerance / 10)
+        state = after
+
+
+@pytest.mark.parametrize("way", ["vmap", "in_state"])
+@pytest.mark.parametrize("beta", [0.0, 0.1, 0.4, 0.5, 0.9])
+@pytest.mark.parametrize("name", ["Adam", "Adamax", "NAdam", "RAdam"])
+def test_a_mean_with_any_beta_is_that_of_the_host(name, beta, way):
+    """From the nearer end: what is near 0 is not lost beside a large gradient of before."""
+    params = {"w": torch.ones(5)}
+    fixed = ps.from_torch(getattr(torch.optim, name), betas=(beta, 0.99))
+    _, state = fixed.step(params, {"w": torch.full((5,), 1e9)}, fixed.init(params))
+    grads = {"w": torch.linspace(0.1, 1.0, 5)}
+    _, expected = fixed.step(params, grads, state)
+    optimizer = fixed
+    if way == "in_state":
+        optimizer = ps.from_torch(
+            getattr(torch.optim, name), betas=(beta, 0.99), in_state=("betas",)
+        )
+        state = state._replace(hyper=optimizer.init(params).hyper)
+    _, found = step_of(optimizer, way)(params, grads, state)
+    means = [slots["w"]["exp_avg"] for slots in (found.slots, expected.slots)]
+    torch.testing.assert_close(*means, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (33, 20), (64, 128)])
+def test_muon_under_vmap_makes_the_update_of_the_host(shape):
+    """To 1e-2 of it: a sum of products on the edge of two numbers of bfloat16 falls to either side,
+    and the iteration makes more of it.
+    """
+    optimizer = ps.from_torch(torch.optim.Muon, lr=1.0, weight_decay=0.0)
+    params = {"w": torch.zeros(shape)}
+    state, grads = optimizer.init(params), torch.randn(8, *shape)
+    found = torch.vmap(lambda grad: optimizer.step(params, {"w": grad}, state)[0]["w"])(grads)
+    for member, grad in zip(found, grads, strict=True):
+        expected = optimizer.step(params, {"w": grad}, state)[0]["w"]
+        assert (member - expected).norm() <= 1e-2 * expected.norm()
+
+
+@pytest.mark.parametrize("way", ["host", "accelerator", "formula", "lists", "vmap"])
+@pytest.mark.parametrize("rate", [torch.tensor(0.01), lambda applied: 0.01 * 0.5**applied])
+def test_rprop_begins_both_parts_of_complex_parameters_at_a_rate_that_is_data(rate, way):
+    params = {"w": torch.randn(5, dtype=torch.complex64)}
+    results = []
+    with going(way):
+        for lr in (0.01, rate):
+            optimizer = ps.from_torch(torch.optim.Rprop, lr=lr)
+            moved, state = params, optimizer.init(params)
+            assert (torch.view_as_real(state.slots["w"]["step_size"]) == torch.tensor(0.01)).all()
+            for sign in (1, 1, -1):
+                grads = {"w": sign * params["w"]}
+                moved, state = step_of(optimizer, way)(moved, grads, state)
+            results.append(moved["w"])
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("rate", [0.0, 0.01])
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "Adamax"])
+def test_the_derivative_by_a_rate_is_that_of_differences_at_0_too(name, rate, amsgrad, named):
+    """Also where gradient and second moment are 0; by torch.func and by `.backward()`."""
+    settings = {"amsgrad": amsgrad} if name != "Adamax" else {}
+    params, grads_at = a_table(torch.float64)
+
+    def total(lr, grad):
+        made = ps.from_torch(
+            getattr(torch.optim, name), lr=lr, **settings, differentiable=named or None
+        )
+        moved, state = params, made.init(params)
+        for index in range(3):
+            moved, state = made.step(moved, {"0": grad, "1": grads_at(index)["1"]}, state)
+        return sum((leaf * leaf).sum() for leaf in moved.values())
+
+    lr, grad = torch.tensor(rate, dtype=torch.float64), grads_at(0)["0"]
+    if named:
+        lr.requires_grad_(), grad.requires_grad_()
+        found = torch.autograd.grad(total(lr, grad), (lr, grad))
+        lr, grad = lr.detach(), grad.detach()
+    else:
+        found = torch.func.grad(total, argnums=(0, 1))(lr, grad)
+    width = 1e-6
+    by_rate = (total(lr + width, grad) - total(lr - width, grad)) / (2 * width)
+    torch.testing.assert_close(found[0], by_rate.detach(), rtol=1e-5, atol=1e-7)
+    assert found[1].isfinite().all()
 
 
 # ---- a backward inside of the loss ---------------------------------------------------------------

@@ -167,6 +167,24 @@ class OneAtATime(Momentum):
         return torch.zeros(param.shape, dtype=param.dtype).copy_(param - self.lr * mean)
 
 
+class NeedsEveryParameter(Momentum):
+    """Its `init` takes no parameter that is None."""
+
+    def init(self, params):
+        mean = {name: torch.zeros(p.shape, dtype=torch.float32) for name, p in params.items()}
+        return {"mean": mean, "count": torch.zeros((), dtype=torch.int64)}
+
+
+class NeedsEveryParameterAndWidens(NeedsEveryParameter):
+    stepped = GivesFloat32.stepped
+
+
+class DropsWhatIsAbsent(Momentum):
+    def step(self, params, grads, state):
+        params, state = super().step(params, grads, state)
+        return {name: p for name, p in params.items() if p is not None}, state
+
+
 @pytest.mark.parametrize(
     ("optimizer", "law", "words"),
     [
@@ -187,6 +205,9 @@ class OneAtATime(Momentum):
         (KnowsItsStateByName, "round_trip", "a loaded state is made of other tensor objects"),
         (Prints, "compile", "no reads, prints"),
         (OneAtATime, "vmap", "no writing into an argument"),
+        (NeedsEveryParameter, "absent", "None if p is None"),
+        (NeedsEveryParameterAndWidens, "dtype", r"\.to\(p\.dtype\)"),
+        (DropsWhatIsAbsent, "absent", "keep None where a parameter is None"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else None,
 )
@@ -242,7 +263,17 @@ def test_a_transformation_passes_once_it_takes_none():
 def test_parameters_of_ones_own_for_an_optimizer_that_takes_matrices_only():
     """It computes in bfloat16, so that members are not those of a loop to 1e-4."""
     muon = ps.from_torch(optim.Muon, lr=0.1)
-    assert_optimizer(muon, {"w": torch.randn(4, 6), "v": [torch.randn(3, 2)]}, quirks=["vmap"])
+    assert_optimizer(muon, {"w": torch.randn(4, 6), "v": [torch.randn(3, 2)]})
+
+
+def test_an_init_that_takes_no_none_lets_nothing_else_through():
+    assert_optimizer(NeedsEveryParameter(), quirks=["absent"])
+
+    class MovesToo(NeedsEveryParameter):
+        stepped = MovesWithoutAGradient.stepped
+
+    with pytest.raises(AssertionError, match="MovesToo breaks the law `none`"):
+        assert_optimizer(MovesToo(), quirks=["absent"])
 
 
 def test_a_quirk_must_be_seen():

@@ -1,10 +1,13 @@
 """Settings by parameter, learning rates, schedules, and a rate in the state."""
 
+import re
+
 import pytest
 import torch
 import torch.utils._pytree as pytree
 from helpers import same_bits
 from test_torch_optim import CASES, OPTIM, grads_at, implementation, make_params, ours, table
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR
 
 import purescale as ps
 from purescale.testing import assert_sync_free
@@ -87,6 +90,63 @@ def test_a_later_override_wins():
     params = {"a": torch.zeros(1), "b": torch.zeros(1)}
     stepped, _ = sgd.step(params, {"a": torch.ones(1), "b": torch.ones(1)}, sgd.init(params))
     assert (stepped["a"], stepped["b"]) == (-2.0, -4.0)
+
+
+def test_a_tuple_of_names_and_globs_is_one_override(way):
+    def made(*overrides):
+        settings = implementation("SGD", {}, way)
+        return ps.from_torch(
+            OPTIM.SGD, lr=0.1, weight_decay=0.1, overrides=dict(overrides), **settings
+        )
+
+    no_decay = {"weight_decay": 0.0}
+    one = made((("conv.bias", "norm.*"), no_decay))
+    several = made(("conv.bias", no_decay), ("norm.*", no_decay))
+    params = {"conv.weight": 1, "conv.bias": 2, "norm.weight": 3, "norm.bias": 4, "head": 5}
+    params = {name: torch.full((2,), float(value)) for name, value in params.items()}
+    grads = {name: torch.ones(2) for name in params}
+    state = one.init(params)
+    assert len(one.to_state_dict(state)["param_groups"]) == 2
+    new, _ = one.step(params, grads, state)
+    assert same_bits(new, several.step(params, grads, several.init(params))[0])
+    kept = {name for name in params if same_bits(new[name], params[name] - 0.1)}
+    assert kept == {"conv.bias", "norm.weight", "norm.bias"}
+
+
+@pytest.mark.parametrize("missing", ["c", "c*"])
+def test_every_name_of_a_tuple_must_be_there(missing):
+    optimizer = ps.from_torch(OPTIM.SGD, overrides={("a", missing, "b"): {"lr": 0.1}})
+    with pytest.raises(ValueError, match=rf"'{re.escape(missing)}' matches no parameter"):
+        optimizer.init({"a": torch.ones(1), "b": torch.ones(1)})
+
+
+def test_a_compiled_step_takes_a_tuple_of_names():
+    optimizer = ps.from_torch(OPTIM.SGD, lr=0.1, overrides={("a", "b*"): {"lr": 1.0}})
+    params = {name: torch.ones(1) for name in ("a", "bb", "c")}
+    torch.compiler.reset()
+    step = torch.compile(optimizer.step, fullgraph=True, backend="aot_eager")
+    new, _ = step(params, params, optimizer.init(params))
+    assert {name: round(p.item(), 6) for name, p in new.items()} == {"a": 0, "bb": 0, "c": 0.9}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [lambda applied: [0.1, 0.2][int(applied)], lambda applied: torch.ones(3)],
+    ids=["read", "table"],
+)
+def test_the_lookup_that_the_words_recommend_has_a_rule_under_vmap(wrong):
+    with pytest.raises(TypeError, match=r"rates\.gather") as refused:
+        ps.from_torch(OPTIM.SGD, lr=wrong)
+    (advice,) = re.findall(r"rates\.gather\S*(?: \S+)*?\)\)\[0\]", str(refused.value))
+    rates = torch.tensor([0.1, 0.2, 0.3])
+    optimizer = ps.from_torch(
+        OPTIM.SGD, lr=lambda applied: eval(advice, {"rates": rates, "applied": applied})
+    )
+    params = {"w": torch.zeros(1)}
+    states = [optimizer.init(params)._replace(applied=torch.tensor(n)) for n in (0, 1, 2, 9)]
+    params = {"w": torch.zeros(4, 1)}
+    new, _ = torch.vmap(optimizer.step)(params, {"w": torch.ones(4, 1)}, ps.stack_states(states))
+    assert same_bits(new["w"].flatten(), -torch.tensor([0.1, 0.2, 0.3, 0.3]))
 
 
 def test_an_override_may_have_a_schedule():
@@ -310,6 +370,94 @@ def test_a_schedule_multiplies_the_rate_in_the_state():
     del sd["param_groups"][0]["initial_lr"]
     with pytest.raises(ValueError, match=r"no initial_lr.*Fix"):
         optimizer.from_state_dict(sd, params, applied=3)
+
+
+# ---- the way back to torch
+
+
+def falling(applied):
+    return 1e-2 * 0.9**applied
+
+
+def cosine(applied):
+    return 5e-3 * (1 + torch.cos(torch.pi * applied / 20))
+
+
+def loaded(optimizer, params, state, made=None, **named):
+    """torch's AdamW with this state."""
+    leaves = [param.clone().requires_grad_() for param in params.values()]
+    theirs = torch.optim.AdamW(leaves, lr=1.0, **(made or {}))
+    theirs.load_state_dict(optimizer.to_state_dict(state, **named))
+    return theirs, leaves
+
+
+@pytest.mark.parametrize(
+    "rate",
+    [
+        {"lr": falling},
+        {"lr": 0.01, "in_state": ("lr",)},
+        {"lr": falling, "in_state": ("lr",)},
+        {"lr": 0.01, "overrides": {"w": {"lr": falling}}},
+    ],
+    ids=["schedule", "state", "both", "override"],
+)
+def test_a_rate_that_moves_is_a_number_of_python_in_a_state_dict(rate):
+    optimizer = ps.from_torch(torch.optim.AdamW, **rate)
+    params = {"w": torch.ones(3), "v": torch.ones(2)}
+    for group in optimizer.to_state_dict(optimizer.init(params))["param_groups"]:
+        assert type(group["lr"]) is float
+        assert type(group.get("initial_lr", 0.0)) is float
+
+
+@pytest.mark.parametrize(
+    ("schedule", "make"),
+    [
+        (falling, lambda theirs, at: LambdaLR(theirs, lambda k: 0.9**k, last_epoch=at)),
+        (falling, lambda theirs, at: ExponentialLR(theirs, 0.9, last_epoch=at)),
+        (cosine, lambda theirs, at: CosineAnnealingLR(theirs, 20, last_epoch=at)),
+    ],
+    ids=["LambdaLR", "ExponentialLR", "CosineAnnealingLR"],
+)
+def test_a_new_scheduler_of_torch_goes_on_where_a_schedule_was(schedule, make):
+    optimizer = ps.from_torch(torch.optim.AdamW, lr=schedule)
+    params = {"w": torch.ones(3)}
+    params, state = ours_of_ones(optimizer, params, optimizer.init(params), steps=4)
+    theirs, (leaf,) = loaded(optimizer, params, state)
+    scheduler = make(theirs, int(state.applied) - 1)
+    for _ in range(5):
+        assert scheduler.get_last_lr()[0] == pytest.approx(float(schedule(state.applied)), rel=1e-5)
+        leaf.grad = torch.ones(3)
+        theirs.step()
+        scheduler.step()
+        params, state = ours_of_ones(optimizer, params, state, steps=1)
+    torch.testing.assert_close(leaf.detach(), params["w"], rtol=1e-6, atol=1e-7)
+
+
+def test_the_rate_that_a_new_scheduler_multiplies_can_be_named():
+    def warm_up(applied):
+        return 1e-2 * (applied / 10).clamp(max=1.0)
+
+    optimizer = ps.from_torch(torch.optim.AdamW, lr=warm_up)
+    params = {"w": torch.ones(3)}
+    params, state = ours_of_ones(optimizer, params, optimizer.init(params), steps=4)
+    assert optimizer.to_state_dict(state)["param_groups"][0]["initial_lr"] > 0
+    theirs, _ = loaded(optimizer, params, state, initial_lr=1e-2)
+    scheduler = LambdaLR(theirs, lambda k: min(k / 10, 1.0), last_epoch=int(state.applied) - 1)
+    assert scheduler.get_last_lr()[0] == pytest.approx(4e-3)
+
+
+def test_a_fused_optimizer_of_torch_trains_on_with_its_gradscaler():
+    """torch takes the flags from the dict, also from another optimizer of torch's."""
+    optimizer = ps.from_torch(torch.optim.AdamW, lr=falling, fused=True)
+    params = {"w": torch.ones(3)}
+    params, state = ours_of_ones(optimizer, params, optimizer.init(params), steps=4)
+    theirs, (leaf,) = loaded(optimizer, params, state, {"fused": True})
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(leaf.sum()).backward()
+    scaler.step(theirs)
+    scaler.update()
+    params, _ = ours_of_ones(optimizer, params, state, steps=1)
+    torch.testing.assert_close(leaf.detach(), params["w"], rtol=1e-6, atol=1e-7)
 
 
 def ours_of_ones(optimizer, params, state, steps=3):

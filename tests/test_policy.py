@@ -223,3 +223,66 @@ def test_norms_in_float32_around_an_unflatten_is_one_graph():
     x = torch.randn(4, 6, dtype=torch.float16)
     compiled = torch.compile(half, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(x), half(x))
+
+
+class EveryNorm(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = torch.nn.Conv1d(4, 4, 3, padding=1)
+        self.norms = torch.nn.ModuleList(
+            [
+                torch.nn.BatchNorm1d(4),
+                torch.nn.GroupNorm(2, 4),
+                torch.nn.InstanceNorm1d(4, affine=True),
+                torch.nn.LayerNorm(33),
+                torch.nn.RMSNorm(33),
+            ]
+        )
+
+    def forward(self, x):
+        for norm in self.norms:
+            x = norm(self.conv(x))
+        return torch.nn.functional.normalize(x, dim=1)
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch's rms norm
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_autocast_has_the_bits_of_torch_autocast_around_the_module(dtype):
+    model, x = EveryNorm(), torch.randn(5, 4, 33)
+    apply, params, buffers = ps.make_functional(model)
+    weights = {name: p.requires_grad_() for name, p in params.items()}
+    out, new_buffers = ps.with_policy(apply, f"compute=autocast({dtype})")(weights, buffers, x)
+    with torch.autocast("cpu", getattr(torch, dtype)):
+        expected = model(x)
+    assert same_bits(out.detach(), expected.detach().to(out.dtype))
+    assert same_bits(new_buffers, dict(model.named_buffers()))
+    found = torch.autograd.grad(out.float().sum(), list(weights.values()))
+    expected = torch.autograd.grad(expected.float().sum(), list(model.parameters()))
+    assert same_bits(list(found), list(expected))
+
+
+def test_norms_that_are_written_out_are_taken_out_of_autocast():
+    made = ps.Policy(compute_dtype=torch.bfloat16, norm_dtype=torch.float32, autocast=True)
+    assert ps.policy("compute=autocast(bfloat16),output=float32,norms=float32") == made
+    assert ps.policy("compute=autocast(bfloat16)").norm_dtype is None
+    apply, params, buffers = ps.make_functional(torch.nn.LayerNorm(33))
+    x = torch.randn(5, 33).bfloat16()
+    out, _ = ps.with_policy(apply, made)(params, buffers, x)
+    assert same_bits(out, torch.nn.functional.layer_norm(x.float(), (33,)).bfloat16().float())
+
+
+def test_a_norm_under_autocast_has_a_gradient_under_vmap():
+    apply, params, buffers = ps.make_functional(torch.nn.LayerNorm(33))
+    half = ps.with_policy(apply, "compute=autocast(bfloat16),output=float32")
+    x = torch.randn(3, 5, 33).bfloat16()
+    grad = torch.func.grad(lambda p, x: half(p, buffers, x)[0].square().sum())
+    found = torch.vmap(grad, (None, 0))(params, x)
+    for index in range(3):
+        one = {name: g[index] for name, g in found.items()}
+        torch.testing.assert_close(one, grad(params, x[index]), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("compute", ["float16", "bfloat16", "float32", "float64"])
+def test_the_constructor_and_the_text_have_the_same_norms(compute):
+    dtype = getattr(torch, compute)
+    assert ps.Policy(torch.float32, dtype, dtype) == ps.policy(f"params=float32,compute={compute}")

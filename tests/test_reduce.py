@@ -370,16 +370,54 @@ def _overflows(rank):
             assert the_same_everywhere(new, info)
 
 
+def _norms(rank):
+    """What overflows to inf on one rank and to -inf on another has the norm inf, as in one process;
+    a NaN of one rank stays NaN. `[2]` is finite on all.
+    """
+    inf, nan, ranks = math.inf, math.nan, dist.get_world_size()
+    cases = [  # by rank the gradient of each microbatch; the norm
+        ([[inf], [-inf]], inf),
+        ([[-inf], [2.0]], inf),
+        ([[inf, -inf], [2.0]], inf),
+        ([[-inf, 2.0], [inf]], inf),
+        ([[nan], [2.0]], nan),
+        ([[nan], [-inf]], nan),
+        ([[2.0], [2.0]], 2.0),
+    ]
+    for size in (2, 2**19):  # the larger one is sent in memory of its own
+        for (grads, norm), retries in itertools.product(cases, (0, 1)):
+            mine = [torch.tensor([g] + [0.0] * (size - 1)) for g in (grads + [[2.0]] * ranks)[rank]]
+            for rule in (ps.DynamicScale(), ps.HeadroomScale()):
+                state = ps.init_train_state({"v": torch.ones(size)}, {}, SGD, rule)
+                new, info = ps.train_step(
+                    state,
+                    mine,
+                    loss_fn=lambda params, buffers, g: ((params["v"] * g).sum(), buffers),
+                    optimizer=SGD,
+                    rule=rule,
+                    max_norm=1e30,
+                    max_retries=retries,
+                    group=dist.group.WORLD,
+                )
+                expected = torch.tensor(norm)
+                torch.testing.assert_close(info.grad_norm, expected, equal_nan=True)
+                if isinstance(rule, ps.HeadroomScale):
+                    torch.testing.assert_close(info.grad_amax, expected, equal_nan=True)
+                assert info.found_inf == (norm != 2.0)
+                assert same_bits(new.params["v"][1:], state.params["v"][1:])
+                assert the_same_everywhere(new, info)
+
+
 def _unless(size, microbatch):
     return 0 if samples(microbatch) == size else 1
 
 
 def _everything(rank):
-    for part in (_means, _steps, _buffers, _fallen, _branches, _overflows):
+    for part in (_means, _steps, _buffers, _fallen, _branches, _overflows, _norms):
         part(rank)
     if dist.get_world_size() == 2:  # as a GPU would, with numbers
         with tracing.as_on_an_accelerator():
-            for part in (_steps, _buffers, _overflows):
+            for part in (_steps, _buffers, _overflows, _norms):
                 part(rank)
 
 

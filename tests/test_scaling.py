@@ -165,6 +165,54 @@ def test_check_scaler_raises_after_too_many_skips():
         ps.check_scaler(state, rule, max_skips=1)
 
 
+STOPPED = {
+    "too many skips": (ps.StaticScale(1.0), 1),
+    "at the floor": (ps.DynamicScale(1.0, min_scale=1.0), None),
+}
+
+
+def stopped(name, loss):
+    rule, max_skips = STOPPED[name]
+    state = rule.update(rule.update(rule.init(), torch.tensor(True)), torch.tensor(True))
+    with pytest.raises(FloatingPointError) as raised:
+        ps.check_scaler(state, rule, max_skips, loss=loss)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("name", STOPPED)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_check_scaler_does_not_blame_the_scale_for_a_loss_that_is_not_finite(name, value):
+    for loss in (value, torch.tensor(value), torch.tensor([value], dtype=torch.float16)):
+        told = stopped(name, loss)
+        assert f"The loss itself is {value}, at any scale" in told
+        assert "forward_report" in told
+        assert "init_scale" not in told
+
+
+@pytest.mark.parametrize("name", STOPPED)
+def test_check_scaler_tells_that_gradients_overflow_where_the_loss_is_finite(name):
+    told = stopped(name, torch.tensor(2.5))
+    assert "The loss is finite, 2.5, so its gradients overflow: `grad_report`" in told
+    assert ("init_scale" in told) == (name == "too many skips")
+
+
+@pytest.mark.parametrize("name", STOPPED)
+def test_check_scaler_without_the_loss_asks_for_it_first(name):
+    assert "First look whether the loss is inf or NaN itself" in stopped(name, None)
+
+
+def test_one_loss_that_is_not_finite_stops_no_training():
+    rule = ps.DynamicScale()
+    state = rule.update(rule.init(), torch.tensor(True))
+    ps.check_scaler(state, rule, max_skips=1, loss=torch.tensor(math.nan))
+
+
+@pytest.mark.parametrize("loss", [torch.ones(2), "nan", torch.tensor(1j)])
+def test_check_scaler_takes_the_loss_of_one_step(loss):
+    with pytest.raises(TypeError, match=r"loss must be that of one step.*Fix: loss=info.loss"):
+        ps.check_scaler(ps.DynamicScale().init(), ps.DynamicScale(), loss=loss)
+
+
 # ---- bad input
 
 

@@ -39,7 +39,7 @@ class Oracle:
     """The rule in Python floats, a list of what was learnt in place of running numbers."""
 
     def __init__(self, guard):
-        self.guard, self.seen = guard, ([], [])
+        self.guard, self.seen, self.row = guard, ([], []), 0
 
     def weights(self, count):
         """Of what was learnt, the newest last."""
@@ -58,9 +58,15 @@ class Oracle:
     def update(self, *values):
         known = [(seen, v) for seen, v in zip(self.seen, values, strict=False) if v is not None]
         bad = any(len(s) >= self.guard.warmup and v > self.limit(s) for s, v in known)
+        gives_in = bad and self.row == self.guard.patience
+        if gives_in:
+            bad, self.row = False, 0
+            self.seen[0].clear(), self.seen[1].clear()
+        self.row += bad
         if not bad and all(math.isfinite(v) for _, v in known):
             for seen, value in known:
                 seen.extend([value] if value else [])
+            self.row = 0 if known[-1][1] else self.row
         return bad
 
 
@@ -71,6 +77,7 @@ guards = st.builds(
     sigma=st.sampled_from([1.0, 3.0, 6.0]),
     decay=st.sampled_from([0.5, 0.9, 0.99]),
     warmup=st.integers(2, 6),
+    patience=st.integers(1, 4),
 )
 
 
@@ -87,7 +94,8 @@ def test_it_rejects_what_is_sigma_deviations_above_what_was_learnt(guard, run):
         state, bad = guard.update(state, *given)
         assert bad.item() is oracle.update(loss, norm)
         assert (state.loss.num_steps, state.grad_norm.num_steps) == tuple(map(len, oracle.seen))
-    for stats, seen in zip(state, oracle.seen, strict=True):
+        assert state.consecutive_rejections == oracle.row
+    for stats, seen in zip(state[:2], oracle.seen, strict=True):
         if seen:
             weights = oracle.weights(len(seen))
             mean = math.fsum(w * v for w, v in zip(weights, seen, strict=True))
@@ -104,10 +112,17 @@ def run_of(guard, numbers, state=None):
     return state, verdicts
 
 
+def counting(state, rejections):
+    """The state of a guard, or of a step with one, after so many rejections in a row."""
+    if isinstance(state, ps.TrainState):
+        return state._replace(guard=counting(state.guard, rejections))
+    return state._replace(consecutive_rejections=torch.tensor(rejections, dtype=torch.int32))
+
+
 def test_what_is_rejected_or_not_finite_is_not_learnt_from():
     calm = [2.0, 2.1, 1.9, 2.0]
     state, verdicts = run_of(GUARD, [*calm, 50.0, nan, inf, 50.0, -inf])
-    assert same_bits(state, run_of(GUARD, calm)[0])
+    assert same_bits(state, counting(run_of(GUARD, calm)[0], 3))
     assert verdicts[4:] == [True, False, True, True, False]
     for odd in (nan, inf):  # in one of both: neither is learnt
         given = GUARD.update(state, torch.tensor(2.0), torch.tensor(odd))[0]
@@ -131,6 +146,70 @@ def test_nothing_is_rejected_during_warmup():
     assert run_of(ps.SpikeGuard(warmup=2), numbers)[1][2:] == [True, False, True]
 
 
+NOISE = (2 + 0.1 * torch.randn(4000, generator=torch.Generator().manual_seed(0))).tolist()
+PATIENT = ps.SpikeGuard(patience=10)
+
+
+@pytest.mark.parametrize("rise", [4.0, 50.0, 1e6, inf])
+@pytest.mark.parametrize("patience", [1, 3, 10])
+def test_a_lasting_rise_is_rejected_exactly_as_often_as_there_is_patience(patience, rise):
+    guard = ps.SpikeGuard(patience=patience)
+    state, verdicts = run_of(guard, [*NOISE[:100], *[x * rise for x in NOISE[100:400]]])
+    assert verdicts == [False] * 100 + [True] * patience + [False] * (300 - patience)
+    assert state.consecutive_rejections == 0
+    risen = [*NOISE[-20:], 60.0] if rise == inf else [x * rise for x in (*NOISE[-20:], 60.0)]
+    assert run_of(guard, risen, state)[1][-1], "what was learnt anew judges again"
+
+
+def test_nothing_is_rejected_in_calm_and_each_spike_alone():
+    assert not any(run_of(PATIENT, NOISE)[1])
+    spikes = [x * (30.0 if index % 50 == 49 else 1.0) for index, x in enumerate(NOISE)]
+    assert run_of(PATIENT, spikes)[1] == [index % 50 == 49 for index in range(len(spikes))]
+    row = [*NOISE[:60], *[40.0] * 10, *NOISE[60:90]]
+    state, verdicts = run_of(PATIENT, row)
+    assert verdicts == [x == 40.0 for x in row]
+    assert state.loss.mean < 3, "a stretch as long as its patience is not learnt"
+
+
+@pytest.mark.parametrize("quiet", [0.0, nan])
+def test_steps_that_move_nothing_do_not_end_a_row_of_rejections(quiet):
+    """Or sparse rewards that have risen would be rejected for ever, one at a time."""
+    risen = [x for y in NOISE[:300] for x in (quiet, quiet, 5 * y)]
+    assert sum(run_of(PATIENT, [*NOISE[:50], *risen])[1]) == 10
+    state, rejected = PATIENT.init(), 0
+    for norm in (*NOISE[:50], *risen):  # the loss is calm
+        state, bad = PATIENT.update(state, torch.tensor(2.0), torch.tensor(norm))
+        rejected += bad.item()
+    assert rejected == 10
+
+
+def test_a_loss_of_0_whose_gradient_is_not_ends_a_row():
+    """As of a surrogate, `loss - loss.detach()`: its spikes are years apart."""
+    state = PATIENT.init()
+    for index, x in enumerate(NOISE[:1000]):
+        norm = torch.tensor(x * (30 if index % 50 == 49 else 1))
+        state, bad = PATIENT.update(state, torch.tensor(0.0), norm)
+        assert bad.item() is (index % 50 == 49)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_no_data_is_rejected_for_ever(scale):
+    """Whatever comes after a calm start: more than one step in `patience + 1` is accepted."""
+    generator = torch.Generator().manual_seed(1)
+    walks = {
+        "growth": [1.2**i for i in range(300)],
+        "heavy tails": (torch.randn(3000, generator=generator) * 3).exp().tolist(),
+        "steps": [10.0 ** (i // 40) for i in range(400)],
+        "waves": [2 + 50 * (i // 30 % 2) for i in range(900)],
+        "alternating": [2.0 + 50 * (i % 2) for i in range(300)],
+        "overflow": [inf] * 300,
+    }
+    for name, walk in walks.items():
+        verdicts = run_of(PATIENT, [*NOISE[:60], *[scale * x for x in walk]])[1][60:]
+        for start in range(len(verdicts) - 10):
+            assert not all(verdicts[start : start + 11]), name
+
+
 def test_numbers_whose_squares_overflow_float32_are_judged():
     state, _ = run_of(GUARD, [1e30, 1.1e30, 0.9e30, 1e30])
     assert run_of(GUARD, [1.1e30, 9e30], state)[1] == [False, True]
@@ -138,8 +217,9 @@ def test_numbers_whose_squares_overflow_float32_are_judged():
 
 @pytest.mark.parametrize(
     "settings",
-    [{"sigma": 0}, {"sigma": -1.0}, {"decay": 1.0}, {"decay": 0.0}, {"warmup": 1}, {"sigma": nan}],
-)
+    [{"sigma": 0}, {"sigma": -1.0}, {"decay": 1.0}, {"decay": 0.0}, {"warmup": 1}, {"sigma": nan},
+     {"patience": 0}],
+)  # fmt: skip
 def test_settings_that_are_none_are_refused_when_made(settings):
     with pytest.raises(ValueError, match=rf"{next(iter(settings))} must be .*Fix: "):
         ps.SpikeGuard(**settings)
@@ -351,7 +431,7 @@ def test_a_window_is_judged_as_a_whole_and_a_dropped_microbatch_is_no_part_of_it
     assert new.scaler.scale < state.scaler.scale
     new, info = step(state, windows([SPIKE], 3)[0])
     assert info.rejected
-    assert same_bits(new, state)
+    assert same_bits(new, counting(state, 1))
     # of a hundred calm microbatches one that is a little off is no spike
     window = [*windows([1.0] * 30), *windows([1.5])]
     assert not step(state, [each[0] for each in window])[1].rejected
@@ -366,7 +446,7 @@ def test_a_spike_is_not_tried_again_and_an_overflow_that_was_cured_is_judged():
     new, info = step(high, windows([SPIKE])[0])
     assert info.retries > 0
     assert info.rejected
-    assert same_bits(new._replace(scaler=()), state._replace(scaler=()))
+    assert same_bits(new._replace(scaler=()), counting(state, 2)._replace(scaler=()))
     assert new.scaler.scale < high.scaler.scale, "of which the step knows that it is too high"
 
 
@@ -376,7 +456,8 @@ def test_a_rule_that_looks_ahead_does_not_learn_from_a_rejected_step():
     state, infos = trained(*job(rule=rule, max_norm=inf), every)
     assert infos[-1].rejected
     assert infos[-1].grad_amax.isfinite()
-    assert same_bits(state, trained(*job(rule=rule, max_norm=inf), every[:-1])[0])
+    before, _ = trained(*job(rule=rule, max_norm=inf), every[:-1])
+    assert same_bits(state, counting(before, 1))
 
 
 @pytest.mark.parametrize("at", [3, 6, 9])
@@ -407,6 +488,31 @@ def test_a_checkpoint_without_a_guard_still_loads_and_one_that_differs_is_refuse
         ps.load(tmp_path / "new.pt", like=old)
 
 
+def without_counts(tree):
+    """A state dict as of a version that did not count them."""
+    if not isinstance(tree, dict):
+        return tree
+    added = ("consecutive_rejections", "consecutive_zeros")
+    return {key: without_counts(node) for key, node in tree.items() if key not in added}
+
+
+@pytest.mark.parametrize("members", [0, 2])
+def test_a_checkpoint_from_before_the_counts_says_how_to_load_it(members, tmp_path):
+    state, _ = job(rule=ps.HeadroomScale(window=4))
+    state = stack([state] * members) if members else state
+    path = tmp_path / "old.pt"
+    torch.save(without_counts(ps.to_state_dict(state)), path)
+    with pytest.raises(ValueError, match=r"missing: .*an earlier purescale") as caught:
+        ps.load(path, like=state)
+    fix = str(caught.value).partition("Fix: begin at 0, `")[2].removesuffix("`.")
+    *lines, last = fix.split("; ")
+    names = {"torch": torch, "from_state_dict": ps.from_state_dict, "like": state}
+    exec("\n".join(lines), names)
+    assert same_bits(eval(last, names), state)
+    with pytest.raises(ValueError, match="Fix: begin at 0, `d\\['tree'\\]"):
+        ps.from_state_dict(without_counts(ps.to_state_dict(state)), like=state)
+
+
 def test_under_vmap_each_member_is_judged_by_itself():
     members, step = [], None
     for seed in range(3):
@@ -423,7 +529,7 @@ def test_under_vmap_each_member_is_judged_by_itself():
     for index, (new, _) in enumerate(loop):
         found = unstack(together, index)
         torch.testing.assert_close(tuple(found), tuple(new), rtol=1e-2, atol=1e-3)
-    assert same_bits(unstack(together, 1), members[1])
+    assert same_bits(unstack(together, 1), counting(members[1], 1))
 
 
 @pytest.mark.slow
@@ -463,6 +569,72 @@ def test_a_derivative_goes_through_a_step_with_a_guard():
     derivative, rejected = torch.func.grad(lambda w: after(w, 30.0), has_aux=True)(w)
     assert rejected
     assert derivative.item() == pytest.approx(math.prod(factors), rel=1e-5)
+
+
+def descended(guard, count=90):
+    """The infos of a descent on `(w x)^2 + 1` in which one step has a rate that is far too high,
+    and the last state.
+    """
+
+    def loss_fn(params, buffers, x):
+        return (params["w"] * x).square() + 1, buffers
+
+    rule, infos = ps.NoScale(), []
+    calm, wild = (ps.from_torch(torch.optim.SGD, lr=lr) for lr in (0.1, 5e3))
+    state = ps.init_train_state({"w": torch.tensor(1.0)}, {}, calm, rule, guard=guard)
+    for index in range(count):
+        optimizer = wild if index == 30 else calm
+        settings = {"loss_fn": loss_fn, "optimizer": optimizer, "rule": rule, "guard": guard}
+        microbatch = torch.tensor(1.0 + 0.01 * (index % 7))
+        state, info = ps.train_step(state, [microbatch], max_norm=inf, **settings)
+        infos.append(info)
+    return infos, state
+
+
+@pytest.mark.parametrize("forced", [False, True])
+def test_a_bad_step_that_a_training_repairs_by_itself_is_repaired_with_a_guard_too(forced):
+    with AsOnAnAccelerator() if forced else Dispatched():
+        bare, _ = descended(None)
+        guarded, state = descended(ps.SpikeGuard(patience=10))
+    assert flags(guarded, "rejected") == [31 <= index <= 40 for index in range(90)]
+    assert bare[31].loss == guarded[31].loss > 10
+    assert bare[-1].loss == pytest.approx(1, abs=1e-3)
+    assert guarded[-1].loss == pytest.approx(1, abs=1e-3)
+    assert state.guard.consecutive_rejections == 0
+
+
+# ---- check_guard ---------------------------------------------------------------------------------
+
+
+def test_check_guard_raises_above_so_many_rejections_in_a_row():
+    state, _ = run_of(PATIENT, [*NOISE[:50], *[90.0] * 4])
+    ps.check_guard(state, max_rejections=4)
+    with pytest.raises(FloatingPointError, match=r"4 steps in a row.*max_rejections=3.*Fix: "):
+        ps.check_guard(state, max_rejections=3)
+    ps.check_guard(run_of(PATIENT, [2.0], state)[0], max_rejections=0)
+
+
+def test_check_guard_counts_the_rejections_of_a_training():
+    state, infos = trained(*job(), windows([*[CALM] * 5, *[SPIKE] * 3]))
+    assert flags(infos, "rejected")[-3:] == [True] * 3
+    with pytest.raises(FloatingPointError, match="3 steps in a row"):
+        ps.check_guard(state.guard, max_rejections=2)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [job()[0], (), None, ps.DynamicScale().init(), counting(stack([GUARD.init()] * 2), [1, 2])],
+    ids=lambda state: type(state).__name__,
+)
+def test_check_guard_refuses_what_counts_no_rejections(state):
+    with pytest.raises(TypeError, match=r"state of one guard.*Fix: `check_guard\(state\.guard, 3"):
+        ps.check_guard(state, max_rejections=3)
+
+
+@pytest.mark.parametrize("most", [-1, 2.5, None, True])
+def test_check_guard_refuses_a_bound_that_is_not_a_count(most):
+    with pytest.raises((TypeError, ValueError), match="max_rejections must be"):
+        ps.check_guard(GUARD.init(), most)
 
 
 # ---- over ranks ----------------------------------------------------------------------------------

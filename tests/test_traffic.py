@@ -207,7 +207,7 @@ def step_over(shapes, optimizer=ADAMW, **settings):
 def test_a_donated_step_computes_with_as_many_operators_for_a_thousand_tensors_as_for_ten(max_norm):
     counts = []
     for number in (10, 1000):
-        _, step = step_over([(8,)] * number, donate=True, max_norm=max_norm)
+        _, step = step_over([(250,)] * number, donate=True, max_norm=max_norm)
         with Dispatched() as dispatched:
             step()
         counts.append(len([op for op in dispatched.ops if op.overloadpacket.__name__ not in VIEWS]))
@@ -223,7 +223,7 @@ class Reads(Dispatched):
         self.read = self.written = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket.__name__ not in VIEWS:
+        if func.overloadpacket.__name__ not in (*VIEWS, "new_zeros"):
             seen = [
                 t
                 for t in tensors((args, kwargs))
@@ -247,10 +247,9 @@ def test_a_donated_step_reads_the_gradients_once_to_check_and_once_to_step(shape
     """The norm is the check's own read; a kernel that divides leaves the gradients divided."""
     (_, _, grads, _), step = step_over(shapes, donate=True, max_norm=max_norm)
     total = sum(g.numel() for g in grads.values())
-    pair = 1 if len(shapes) == 100 else 2  # a dot names its one argument twice
     with Reads(grads.values()) as reads:
         step()
-    assert reads.read == (pair + 1) * total
+    assert reads.read == 2 * total
 
 
 @pytest.mark.parametrize("max_norm", [None, 1.0])
@@ -295,6 +294,22 @@ def test_a_donated_step_needs_the_memory_of_a_row_of_small_tensors_whatever_the_
         assert peak(step) < 2**20
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("wrap", [ps.with_master_weights, ps.with_stochastic_rounding])
+def test_a_wrapped_donated_step_needs_at_most_64_mib_whatever_the_size(wrap, dtype):
+    optimizer = wrap(ps.from_torch(torch.optim.NAdam, lr=0.1))
+    optimizer = ps.with_state_dtype(optimizer, {"exp_avg*": torch.bfloat16})
+    params = {str(i): torch.ones(2**21, dtype=dtype) for i in range(3)}
+    params["large"] = torch.ones(3, 2**21, dtype=dtype)
+    grads, state = clone(params), optimizer.init(params)
+    scaler = ps.StaticScale(1.0).init()
+    assert (
+        peak(lambda: ps.unscale_and_step(optimizer, scaler, params, grads, state, donate=True))
+        < 64 * 2**20
+    )
+
+
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 def test_a_step_without_donation_needs_its_results_and_a_copy_of_the_gradients(max_norm):
     _, step = step_over([(2**20,)] * 4, donate=False, max_norm=max_norm)
@@ -333,12 +348,15 @@ def test_one_bad_element_is_found_wherever_it_is(where, value, dtype):
 
 
 @given(
-    st.integers(1, 64), st.lists(st.integers(0, 70), min_size=1, max_size=6), st.floats(1.0, 4.0)
+    st.integers(1, 16),
+    st.integers(1, 64),
+    st.lists(st.integers(0, 70), min_size=1, max_size=6),
+    st.floats(1.0, 4.0),
 )
-def test_the_norm_in_chunks_equals_float64(chunk, sizes, power):
+def test_the_norm_in_rows_and_chunks_equals_float64(length, chunk, sizes, power):
     leaves = [torch.randn(size) * 10.0 ** (7 * index) for index, size in enumerate(sizes)]
     row = torch.cat(leaves).double()
-    with changed(grad_stats, _CHUNK=2 * chunk, _SMALL=chunk):
+    with changed(grad_stats, _FEW=chunk, _ROW=length, _CHUNK=2 * chunk, _SMALL=chunk):
         for p in (2.0, power):
             norm = ps.clip_by_global_norm(leaves, float("inf"), p)[1]
             expected = torch.linalg.vector_norm(row, p).float()

@@ -1,5 +1,6 @@
 """One step: skipped or applied as a whole, replayed bit for bit."""
 
+import contextlib
 import functools
 import math
 
@@ -397,6 +398,43 @@ def test_without_rng_the_global_generator_decides():
 
 
 # ---- what the loss function may be
+
+
+class RejectsAll:
+    """A guard that rejects every step."""
+
+    def init(self, device=None):
+        return ()
+
+    def update(self, state, loss, grad_norm):
+        return state, torch.ones_like(loss, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("forced", [False, True])
+@pytest.mark.parametrize(
+    ("settings", "overflows", "falls"),
+    [
+        ({}, False, False),
+        ({"on_nonfinite": "drop_microbatch"}, False, False),
+        ({"on_nonfinite": "drop_microbatch"}, True, True),
+        ({"max_retries": 30}, True, True),
+    ],
+)
+def test_a_rejected_step_lowers_the_scale_only_for_an_overflow_in_its_window(
+    settings, overflows, falls, forced
+):
+    def loss_fn(params, buffers, x):
+        return (params["w"].half() * x).float().sum(), buffers
+
+    rule, guard = ps.DynamicScale(init_scale=2.0**10), RejectsAll()
+    state = ps.init_train_state({"w": torch.ones(1)}, {}, SGD, rule, guard=guard)
+    window = [torch.ones(1).half(), torch.full((1,), 2.0**8 if overflows else 1.0).half()]
+    parts = {"loss_fn": loss_fn, "optimizer": SGD, "rule": rule, "guard": guard, **settings}
+    with tracing.as_on_an_accelerator() if forced else contextlib.nullcontext():
+        new, info = ps.train_step(state, window, **parts)
+    assert info.rejected
+    assert new.step == 0
+    assert (new.scaler.scale < state.scaler.scale) == falls
 
 
 def test_unused_parameters_get_a_gradient_of_zero():
@@ -903,6 +941,31 @@ def test_aux_shares_no_memory_with_the_microbatch():
         state, [x], loss_fn=lambda p, b, x: ((p["w"] * x).sum(), b, x), optimizer=SGD, rule=RULE
     )
     assert not shares_memory(x, step[1].aux)
+
+
+def test_a_compiled_step_returns_aux_that_is_no_tensor():
+    state = ps.init_train_state({"w": torch.ones(3)}, {"n": None}, SGD, RULE)
+    step = functools.partial(
+        ps.train_step,
+        loss_fn=lambda p, b, x: ((p["w"] * x).sum(), b, {"name": "a", "x": x, "none": None}),
+        optimizer=SGD,
+        rule=RULE,
+    )
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert same_bits(compiled(state, [torch.ones(3)]), step(state, [torch.ones(3)]))
+
+
+def test_a_loss_that_is_aux_too_lies_in_memory_of_its_own():
+    def loss_fn(params, buffers, x):
+        loss = params["w"].sum()
+        return loss, {"n": loss + 1}, (loss, x * 2)
+
+    state = ps.init_train_state({"w": torch.ones(3)}, {"n": torch.ones(())}, SGD, RULE)
+    _, info = ps.train_step(
+        state, [torch.ones(3)], loss_fn=loss_fn, optimizer=SGD, rule=RULE, donate=True
+    )
+    assert not shares_memory(info.loss, info.aux)
+    assert info.aux[0][0] == info.loss == 3
 
 
 def test_bad_settings_are_refused_before_loss_fn_is_called():

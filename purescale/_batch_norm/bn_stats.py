@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._batch_norm.capture import ApplyFn, Call, calls_of, key_of, layers_of
 from .._distributed.process_group import all_reduce, is_single_process
-from .._module.meta_module import Tensors
+from .._module.registered import Tensors
 from .._torch.dtypes import widest_float
 from .._tree import scalars, tree
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .._module.meta_module import Tensors
+from .._module.registered import Tensors
 from .._torch import private
 
 ApplyFn = Callable[..., tuple[Any, Tensors]]

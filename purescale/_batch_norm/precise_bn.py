@@ -25,7 +25,7 @@ from .._batch_norm.capture import ApplyFn, calls_of
 from .._distributed.collectives import all_reduce_found_inf, checked_on_all_ranks, on_cpu
 from .._distributed.process_group import all_reduce, check_group
 from .._module.functional import Apply
-from .._module.meta_module import Tensors
+from .._module.registered import Tensors
 from .._torch import private
 from .._tree import scalars, tree
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -69,9 +70,10 @@ class Reduction:
         self.rows: list[Any] = [None] * len(self.buckets)  # what is sent
         self.works: list[Any] = []  # of the buckets that are sent; None where it was waited for
 
-    def put(self, index: int, leaf: Tensor, *, own: bool = False) -> None:
+    def put(self, index: int, leaf: Tensor, *, own: bool = False, nan: float | None = None) -> None:
         """Add a leaf, and send the buckets that are full. `own`: nobody else will use this tensor,
-        though another may share its memory.
+        though another may share its memory. `nan`: send -inf as inf, whose sum with inf is not NaN,
+        and NaN as this.
         """
         bucket = self.bucket_of[index]
         values = dense_real(leaf)
@@ -79,7 +81,8 @@ class Reduction:
         divisor: Any = self.divisor
         divisor = divisor.to(dtype) if isinstance(divisor, Tensor) else divisor
         if traced():
-            self.parts[index] = torch.div(values.to(dtype), divisor)
+            part = torch.div(values.to(dtype), divisor)
+            self.parts[index] = part if nan is None else part.nan_to_num(nan, math.inf, math.inf)
         else:
             with torch.no_grad():
                 if own and len(self.buckets[bucket]) == 1 and self._can_be_sent(index, values):
@@ -87,6 +90,8 @@ class Reduction:
                     self.rows[bucket] = _in_memory_order(values)
                 else:
                     self._copy(index, values, dtype, divisor)
+                if nan is not None:
+                    self.parts[index].nan_to_num_(nan, math.inf, math.inf)
         self.num_missing[bucket] -= 1
         while len(self.works) < len(self.buckets) and not self.num_missing[len(self.works)]:
             self._send(len(self.works))

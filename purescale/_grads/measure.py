@@ -72,6 +72,7 @@ def measure(
     if group is not None:
         nonfinite = all_reduce_found_inf(nonfinite, group)
     norm = None if stats.norm is None else _norm(tensors, stats.norm, squares, divisor)
+    on_host = on_host and not is_on_a_graph(tensors)  # a clip factor has a derivative
     return GradStats(
         nonfinite,
         bool(nonfinite) if on_host else None,

@@ -21,6 +21,7 @@ from .._tree.leaves import normalize
 from .._tree.tree import Tree
 
 _LARGEST = 65504.0  # of float16
+_MOST_ZEROS = 2000  # steps; the usual interval of a rule that grows
 _LEAST_SCALE = 2.0**-111  # at a lower one 2 * 65504 / scale is beyond float32
 
 
@@ -30,6 +31,7 @@ class HeadroomState(NamedTuple):
     scale: Tensor  # float32 []: what the loss is multiplied by
     amax_history: Tensor  # float32 [window]: the largest gradients, the latest last; 0: no step yet
     consecutive_skips: Tensor  # int32 []: overflows in a row, for check_scaler
+    consecutive_zeros: Tensor  # int32 []: steps in a row whose gradients were all 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +44,7 @@ class HeadroomScale:
         seen = 2 * 65504 / scale if found_inf else amax
         if isfinite(seen) and seen > 0:             # informative
             history = [*history[1:], seen]
-        elif seen == 0 and scale < 1:               # every gradient was lost
+        elif seen == 0 and (scale < 1 or 2000 in a row):  # every gradient may be lost
             history = [past / 2 for past in history]
         scale = 2.0 ** (floor(log2(65504 / max(history))) - margin)
 
@@ -52,9 +54,10 @@ class HeadroomScale:
     scale by `margin + 1` bits at once, as it shows only that the gradients were too large.
 
     - Gradients that are all 0 raise a scale below 1, up to 1: such a scale makes gradients smaller,
-      and may be the reason why they are 0. So no start is too low, and the scale recovers from any
-      run of overflows. At 1 and above they change nothing: with sparse rewards most gradients are
-      0, and a rule that grew on them would overflow on the others.
+      and may be the reason why they are 0. At 1 and above only 2000 of them in a row do so, by one
+      bit: with sparse rewards most gradients are 0, and a rule that grew on them at once would
+      overflow on the others. So no start is too low, and the scale recovers from any run of
+      overflows and from any fall of the gradients.
     - An `amax` that is inf or NaN in a step that was not bad changes neither scale nor history.
       If the loss itself is not finite, `train_step` passes `found_inf=False` and NaN: the step is
       skipped, but no scale could have avoided that. A loop by hand does the same with
@@ -110,6 +113,7 @@ class HeadroomScale:
             scale=torch.full((), self.init_scale, dtype=torch.float32, device=device),
             amax_history=torch.zeros(self.window, dtype=torch.float32, device=device),
             consecutive_skips=torch.zeros((), dtype=torch.int32, device=device),
+            consecutive_zeros=torch.zeros((), dtype=torch.int32, device=device),
         )
 
     def update(
@@ -127,7 +131,10 @@ class HeadroomScale:
         bad = tree.flag(found_inf, like=scale)
         seen = torch.where(bad, 2 * _LARGEST / scale, _as_amax(amax, scale))
         informative = (seen > 0) & (seen < math.inf)
-        growth = 1 + ((seen == 0) & (scale < 1)).to(scale.dtype)  # 2 where every gradient was lost
+        all_zero = seen == 0
+        zeros = scaler.consecutive_zeros.clamp(0, _MOST_ZEROS) + all_zero
+        lost = all_zero & ((scale < 1) | (zeros >= _MOST_ZEROS))
+        growth = 1 + lost.to(scale.dtype)
         history = (
             torch.where(informative, torch.cat([history[1:], seen.reshape(1)]), history) / growth
         )
@@ -139,6 +146,7 @@ class HeadroomScale:
             ),
             amax_history=history,
             consecutive_skips=torch.where(bad, scaler.consecutive_skips + 1, 0),
+            consecutive_zeros=torch.where(informative | lost, 0, zeros),
         )
 
     def _scale_for(self, largest: Tensor) -> Tensor:

@@ -75,7 +75,8 @@ class DynamicScale:
       step.
     - `refill`: when the tolerance is restored. `"growth"` (Megatron-LM, DeepSpeed's default): when
       the growth interval is reached. `"clean"` (DeepSpeed's consecutive_hysteresis, apex's kernel):
-      on every clean step.
+      on every clean step; overflows that are never `hysteresis` in a row then never lower the
+      scale, and each skips its step.
 
     A scale of 0, inf or NaN, as a damaged checkpoint may hold, becomes `min_scale` on the next
     update; one outside of `[min_scale, max_scale]` is brought back to the nearer end.

@@ -106,7 +106,12 @@ def unscale_and_check(
     return result, found_inf
 
 
-def check_scaler(scaler: HasScale, rule: Any, max_skips: int | None = None) -> None:
+def check_scaler(
+    scaler: HasScale,
+    rule: Any,
+    max_skips: int | None = None,
+    loss: Tensor | float | None = None,
+) -> None:
     """Syncs with the host, and raises `FloatingPointError` when training has stopped moving. Call
     it now and then, not every step.
 
@@ -115,6 +120,10 @@ def check_scaler(scaler: HasScale, rule: Any, max_skips: int | None = None) -> N
     gradients are lost, whether or not the last step overflowed; if more than `max_skips` steps in a
     row overflowed. Overflows are counted by the field `consecutive_skips` of the state: `TypeError`
     for `max_skips` with a state that has none.
+
+    `loss`: that of the last step, `info.loss`. The error then tells a loss that is itself inf or
+    NaN, which no scale can mend, from gradients that overflow. It decides nothing else: one such
+    loss is skipped, and training goes on.
 
     >>> from purescale import DynamicScale
     >>> rule = DynamicScale()
@@ -138,6 +147,11 @@ def check_scaler(scaler: HasScale, rule: Any, max_skips: int | None = None) -> N
                 "and that `update` sets to `torch.where(found_inf, scaler.consecutive_skips + 1, "
                 "0)`."
             )
+    if loss is not None and not (isinstance(loss, float | int) or _is_one_number(loss)):
+        raise TypeError(
+            f"loss must be that of one step, a number or a tensor with one element, got "
+            f"{scalars.short_repr(loss)}. Fix: loss=info.loss; of stacked infos `info.loss[-1]`."
+        )
     scale = float(scaler.scale)
     skips = int(getattr(scaler, "consecutive_skips", 0))
     floor = getattr(rule, "min_scale", None)
@@ -150,8 +164,8 @@ def check_scaler(scaler: HasScale, rule: Any, max_skips: int | None = None) -> N
     if skips and floor is not None and scale <= floor:
         raise FloatingPointError(
             f"gradients overflow at the smallest scale, {scale} (min_scale), {skips} step(s) in a "
-            "row. No scale helps: the loss or its gradients are inf or NaN by themselves. Look at "
-            "the data, the learning rate, a division or log of 0."
+            "row. No scale helps: the loss or its gradients are inf or NaN by themselves. "
+            f"{_where_to_look(loss)}"
         )
     # a rule that starts at its smallest scale has not fallen
     if floor is not None and scale <= floor and scale < min(1.0, float(rule.init("cpu").scale)):
@@ -165,9 +179,37 @@ def check_scaler(scaler: HasScale, rule: Any, max_skips: int | None = None) -> N
     if max_skips is not None and skips > max_skips:
         raise FloatingPointError(
             f"{skips} steps in a row were skipped, more than max_skips={max_skips}; the scale is "
-            f"{scale}. A few skips at the start are normal. Look at the data and the learning "
-            f"rate, or start lower: DynamicScale(init_scale={max(scale, 2.0**-126)!r})."
+            f"{scale}. {_where_to_look(loss, max(scale, 2.0**-126))}"
         )
+
+
+def _is_one_number(loss: Any) -> bool:
+    return isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_complex()
+
+
+def _where_to_look(loss: Any, lower: float | None = None) -> str:
+    """What may be wrong after several skips. `lower`: a scale to start from if one may help."""
+    if loss is not None and not math.isfinite(loss):
+        return (
+            f"The loss itself is {float(loss)}, at any scale. Look at the data, the learning rate, "
+            "a division or log of 0, and whether parameters are finite; `forward_report(apply, "
+            "params, buffers, *inputs).first` names the module in which it arose."
+        )
+    look = "look at the data, the learning rate, a division or log of 0"
+    if lower is not None:
+        look += (
+            "; a few skips at the start of a run are normal, and fewer with "
+            f"DynamicScale(init_scale={lower!r})"
+        )
+    if loss is not None:
+        return (
+            f"The loss is finite, {float(loss):.4g}, so its gradients overflow: `grad_report` "
+            f"names them. Then {look}."
+        )
+    return (
+        "First look whether the loss is inf or NaN itself, which no scale can mend: "
+        f"`check_scaler(..., loss=info.loss)` tells. If it is finite, {look}."
+    )
 
 
 # ---- checks --------------------------------------------------------------------------------------

@@ -15,12 +15,17 @@ from torch.distributed.tensor import DTensor
 from .._module.meta_module import (
     FIX,
     Skeleton,
-    Tensors,
     called,
     regions,
     remade,
     traced,
     without_tensors,
+)
+from .._module.registered import (
+    Tensors,
+    check_shared_memory,
+    disagree,
+    registered_tensors,
 )
 from .._torch import donation, foreach, private
 from .._torch.tracing import PLAIN_TYPES, innermost, under_transform
@@ -51,6 +56,7 @@ class Apply:
     _copied: frozenset[str]  # weights of embeddings with max_norm, which write into them
     _hooks: dict[str, tuple[Hook, ...]]  # by parameter: what the gradients go through
     _not_in_half: tuple[str, ...]  # what plain half compute cannot run, in words
+    _overlaps: dict[str, str]  # buffers that shared a part of their memory with another
     _shared: dict[int, Any]  # what has no copy, by id: all copies of the model hold the same
     # Skeletons that no call is using. A call inside of another, or in another thread, takes one of
     # its own.
@@ -85,6 +91,8 @@ class Apply:
         if self._hooks:
             given |= _hooked(params, self._hooks)
         watched = params | constants if constants else params
+        if self._overlaps:
+            watched = watched | {name: copies[name] for name in self._overlaps}
         inner = list(map(innermost, watched.values())) if transformed else watched.values()
         known = versions(inner)
         # Versions do not count what is written through `.data`.
@@ -96,7 +104,10 @@ class Apply:
         now = versions(inner)
         if now != known:
             name = next(n for n, v, w in zip(watched, known, now, strict=True) if v != w)
-            raise RuntimeError(_written(name) if name in params else _written_constant(name))
+            other = self._overlaps.get(name)
+            if name in params:
+                raise RuntimeError(_written(name))
+            raise RuntimeError(_written_overlap(name, other) if other else _written_constant(name))
         for name, value in before.items():
             if not torch.allclose(params[name], value, rtol=0, atol=0, equal_nan=True):
                 raise RuntimeError(_written(name))
@@ -110,7 +121,11 @@ class Apply:
             skeleton = None
         if skeleton is None or skeleton.is_kept():
             skeleton = Skeleton(copy.deepcopy(self._roots[train], {**self._shared}))
+            skeleton.settle()
         return skeleton
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_idle": {True: [], False: []}}  # a copy makes its own
 
     def _misfit(self, params: Tensors, buffers: Tensors) -> str:
         found = []
@@ -198,6 +213,15 @@ def _written_constant(name: str) -> str:
     )
 
 
+def _written_overlap(name: str, other: str) -> str:
+    return (
+        f"the forward of the model wrote into its buffer {name}, which shares memory with {other} "
+        "in the model: the other would have changed with it, but as arguments each has a value of "
+        f"its own. Fix: compute one from the other in forward, or `.clone()` {other} where it is "
+        "registered."
+    )
+
+
 # ---- hooks on parameters -------------------------------------------------------------------------
 
 Hook = Callable[[Tensor], Any]
@@ -252,8 +276,11 @@ def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
     `params` nor `buffers` and works under `torch.compile`, `torch.vmap` and `torch.func.grad`.
 
     - The model is copied without its tensors (they lie on the meta device), so later changes to
-      `model` cannot reach `apply` and `apply` cannot reach `model`. Tied weights stay tied and have
-      one name, their first.
+      `model` cannot reach `apply` and `apply` cannot reach `model`.
+    - Tied weights stay tied and have one name, their first: one parameter in several places, one
+      that is also a buffer, and two over the same elements of memory (`b.weight.data =
+      a.weight.data`). Their gradient is the sum over all places. Over two parameters on one memory
+      torch's optimizer makes two steps, one with each gradient; here it is one step with the sum.
     - `train` is the mode of every module, except that a module in eval mode inside a model in train
       mode was frozen and stays so. In a model that is in eval mode as a whole, `train` decides for
       all.
@@ -276,12 +303,15 @@ def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
 
     Raises `TypeError` for what is no module, has a part of torch.jit, or has attributes of which
     there is no copy, such as a lock; `ValueError` for lazy parameters that have not seen a batch,
-    for tensors in a tuple, and for functions that hold parts of the live model: closures, hooks,
-    patched and compiled forwards. `apply` raises `RuntimeError` for names of another model, for a
-    read of a parameter after it has returned, and for a forward that registers, replaces or removes
-    what must be there in every call, or has written into its parameters. Writes through `.data` are
-    not seen, unless `PURESCALE_DEBUG_DONATION=1` was set before the import; under `torch.compile`
-    all change a copy and are dropped.
+    for tensors in a tuple, for parameters in the attribute of a class, for a parameter that shares
+    memory with another tensor in any other way (a buffer that is a view of it), and for functions
+    that hold parts of the live model: closures, hooks, patched and compiled forwards. `apply`
+    raises `RuntimeError` for names of another model, for a read of a parameter after it has
+    returned, and for a forward that registers, replaces or removes what must be there in every
+    call, replaces a buffer in one of its two places, or has written into its parameters or into a
+    buffer that shares memory with another. Writes through `.data` are not seen, unless
+    `PURESCALE_DEBUG_DONATION=1` was set before the import; under `torch.compile` all change a copy
+    and are dropped.
 
     >>> from torch import nn, ones
     >>> apply, params, buffers = make_functional(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
@@ -292,12 +322,15 @@ def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
     Source: torch.func.functional_call, which writes into the buffers it is given and keeps hold of
     the live module.
     """
-    params, buffers = _tensors_of(model)
+    _check_module(model)
+    registered = registered_tensors(model)
+    check_shared_memory(registered)
+    params, buffers = registered.params, registered.buffers
     frozen = {name for name, p in params.items() if not p.requires_grad}
     if len(frozen) == len(params):
         frozen = set()
     own = {name: p for name, p in params.items() if name not in frozen}
-    training, compiled, hooks, shared = without_tensors(model, _hooks_of(own))
+    training, compiled, hooks, shared = without_tensors(model, registered, _hooks_of(own))
     if not model.training:
         for module in (*training.modules(), *compiled.modules()):
             module.training = True  # and not training.train(), which a class may have replaced
@@ -309,6 +342,7 @@ def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
     evaluating, compiled_evaluating = (
         copy.deepcopy(module, {**shared}) for module in (training, compiled)
     )
+    overlaps = dict((*registered.overlaps, *((b, a) for a, b in registered.overlaps)))
     apply = Apply(
         _roots={True: training, False: evaluating.eval()},
         _traced={True: Skeleton(compiled), False: Skeleton(compiled_evaluating.eval())},
@@ -316,14 +350,15 @@ def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
         _buffers=frozenset(state),
         frozen_params=frozenset(frozen),
         _hooks=hooks,
+        _overlaps=overlaps,
         _shared=shared,
-        **_kinds(model, params),
+        **_kinds(model, registered.names),
     )
     return apply, trained, state
 
 
-def _tensors_of(model: nn.Module) -> tuple[Tensors, Tensors]:
-    """The parameters and buffers of what can be made functional."""
+def _check_module(model: nn.Module) -> None:
+    """Refuse what cannot be made functional."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"make_functional takes an nn.Module, got {type(model).__name__}. Fix: a plain "
@@ -336,23 +371,18 @@ def _tensors_of(model: nn.Module) -> tuple[Tensors, Tensors]:
                 "copied without its tensors. Fix: the module that it was scripted or traced from; "
                 "for speed, torch.compile of the step."
             )
-    params: Tensors = dict(model.named_parameters())
-    buffers: Tensors = dict(model.named_buffers())
-    for name, tensor in (*params.items(), *buffers.items()):
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             raise ValueError(
                 f"{name} is not initialised yet: a lazy module learns its shapes from the first "
                 "batch. Fix: run `model(example_batch)` once before make_functional(model)."
             )
-    return params, buffers
 
 
-def _kinds(model: nn.Module, params: Tensors) -> dict[str, Any]:
+def _kinds(model: nn.Module, names: dict[int, str]) -> dict[str, Any]:
     """What kinds of modules tell: the parameters of norms, those that a forward writes into, and
-    what cannot run in plain half compute.
+    what cannot run in plain half compute. `names`: of parameters, by id.
     """
-    # By identity: a tied weight is known by its first name, wherever else it stands.
-    names = {id(parameter): name for name, parameter in params.items()}
     norms, copied, not_in_half = set(), set(), []
     for path, module in model.named_modules():
         if isinstance(module, NORM_MODULES):
@@ -388,8 +418,8 @@ def load_into(model: nn.Module, params: Tensors, buffers: Tensors) -> None:
     is kept in another dtype is cast to that of the model, as load_state_dict does; any device will
     do.
 
-    Raises `ValueError` that lists missing and unexpected names and other shapes; `TypeError` for
-    what is no dict of tensors.
+    Raises `ValueError` that lists missing and unexpected names, other shapes and two values for one
+    memory; `TypeError` for what is no dict of tensors.
 
     >>> model = nn.BatchNorm1d(2)
     >>> apply, params, buffers = make_functional(model)
@@ -406,38 +436,25 @@ def load_into(model: nn.Module, params: Tensors, buffers: Tensors) -> None:
             "load_into(model, params, buffers)."
         )
     check_dicts(params, buffers)
-    targets = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    registered = registered_tensors(model)
+    targets = registered.params | registered.buffers
     given = {**params, **buffers}
     faults = [f"missing {name}" for name in targets if name not in given]
-    faults += [f"{name} is not in the model" for name in given if name not in targets]
+    for name in given:
+        if name in registered.aliases:
+            first = registered.names[id(registered.aliases[name])]
+            faults.append(f"{name} is tied to {first} in the model and goes by that name")
+        elif name not in targets:
+            faults.append(f"{name} is not in the model")
     faults += [f"{name} stands in both" for name in params if name in buffers]
-    for name, target in targets.items():
-        source = given.get(name)
-        if nn.parameter.is_lazy(target):
-            faults.append(f"{name} is not initialised yet, run `model(example_batch)` once")
-        elif target.is_meta:
-            faults.append(
-                f"{name} of the model has no memory, run `model.to_empty(device=...)` first"
-            )
-        elif reason := _unwritable_reason(target):
-            faults.append(f"{name} of the model {reason}")
-        elif source is None:
-            continue
-        elif source.is_meta:
-            faults.append(f"{name} is on meta, without values")
-        elif source.shape != target.shape:
-            faults.append(
-                f"{name} has shape {tuple(source.shape)}, in the model {tuple(target.shape)}"
-            )
-        elif source.is_complex() and not target.is_complex():
-            faults.append(f"{name} is {source.dtype}, in the model {target.dtype}")
-        elif source.layout is not target.layout or isinstance(source, DTensor) is not isinstance(
-            target, DTensor
-        ):
-            faults.append(
-                f"{name} is {type(source).__name__} of {source.layout}, in the model "
-                f"{type(target).__name__} of {target.layout}"
-            )
+    reasons = {name: _misfit(target, given.get(name)) for name, target in targets.items()}
+    faults += [f"{name} {reason}" for name, reason in reasons.items() if reason]
+    if not faults:
+        faults = [
+            f"{first} and {other} share memory in the model, and their values there differ"
+            for first, other in registered.overlaps
+            if disagree(targets[first], targets[other], given[first], given[other])
+        ]
     if faults:
         raise ValueError(
             "params and buffers do not fit the model, so nothing was copied: "
@@ -448,6 +465,30 @@ def load_into(model: nn.Module, params: Tensors, buffers: Tensors) -> None:
     with torch.no_grad():
         for name, target in targets.items():
             target.copy_(given[name])
+
+
+def _misfit(target: Tensor, source: Tensor | None) -> str:
+    """Why one cannot be copied into the other; "" if it can, or is missing."""
+    if nn.parameter.is_lazy(target):
+        return "is not initialised yet, run `model(example_batch)` once"
+    if target.is_meta:
+        return "of the model has no memory, run `model.to_empty(device=...)` first"
+    if reason := _unwritable_reason(target):
+        return f"of the model {reason}"
+    if source is None:
+        return ""
+    if source.is_meta:
+        return "is on meta, without values"
+    if source.shape != target.shape:
+        return f"has shape {tuple(source.shape)}, in the model {tuple(target.shape)}"
+    if source.is_complex() and not target.is_complex():
+        return f"is {source.dtype}, in the model {target.dtype}"
+    if (source.layout, isinstance(source, DTensor)) != (target.layout, isinstance(target, DTensor)):
+        return (
+            f"is {type(source).__name__} of {source.layout}, in the model "
+            f"{type(target).__name__} of {target.layout}"
+        )
+    return ""
 
 
 def _unwritable_reason(target: Tensor) -> str:

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .._module.references import references
+from .._module.norms import SyncBatchNorm
+from .._module.references import class_attributes, references
+from .._module.registered import Registered, Tensors
 from .._torch import private
 from .._torch.donation import memory
-
-Tensors = dict[str, Tensor]
 
 FIX = (
     "A parameter is an argument here. Fix: compute with a changed copy in forward, or change "
@@ -70,9 +70,11 @@ def absent(why: str) -> Absent:
 def _outside(name: str) -> str:
     return (
         f"{name} of the model is read outside of a call of `apply`, where it has no value. Likely "
-        "cause: the backward of a torch.autograd.Function reads it through the module, or "
-        "torch.utils.checkpoint stands inside of the model. Fix: hand the tensor to the Function "
-        "as an argument and read ctx.saved_tensors; checkpoint around `apply`."
+        "cause: the backward of a torch.autograd.Function reads it through the module, "
+        "torch.utils.checkpoint stands inside of the model, or it stands in an object that is not "
+        "written in Python, where `apply` cannot put that of a call. Fix: hand the tensor to the "
+        "Function as an argument and read ctx.saved_tensors; checkpoint around `apply`; keep it "
+        "in a list or an attribute."
     )
 
 
@@ -110,8 +112,8 @@ class Skeleton:
 
     def __init__(self, root: nn.Module) -> None:
         # By identity: one tensor has one name, its first, in all of its places.
-        names = {id(tensor): name for name, tensor in root.named_parameters()}
-        names |= {id(tensor): name for name, tensor in root.named_buffers()}
+        names = {id(tensor): name for name, tensor in root.named_buffers()}
+        names |= {id(tensor): name for name, tensor in root.named_parameters()}
         self.root = root
         self.modules = list(root.modules())
         self.places = [_place(module, names) for module in self.modules]
@@ -140,18 +142,23 @@ class Skeleton:
             for reference in everywhere
             if id(reference.value) in names or id(reference.value) in index
         ]
-        del everywhere  # what holds a module is counted below
         self.others: list[_Slot] = [(where.holder, where.key, name) for where, name in found]
         self.owners = [where.owner for where, _ in found]
         self.entries = self.slots + self.others
+        where_registered = _dotted_names(root, self.places)
+        self.doubles = _doubles(self.entries, where_registered + [r.where for r, _ in found])
         # How everything that a forward may set stands between calls.
         holders = [*map(vars, self.modules), *stores, *(holder for holder, _, _ in self.others)]
         distinct = {id(holder): holder for holder in holders}.values()
         self.dicts = [(held, held.copy()) for held in distinct if isinstance(held, dict)]
         self.lists = [(held, held.copy()) for held in distinct if isinstance(held, list)]
+        # Hooks that a forward installs: most of these dicts are empty.
+        hooks = [held for module in self.modules for held in private.hook_dicts(module)]
+        self.unhooked = [held for held in hooks if not held]
+        self.hooked = [(held, held.copy()) for held in hooks if held]
         self.counted = [held for held, _ in self.dicts]
         self.counts = list(map(len, self.counted))
-        self.known = list(map(sys.getrefcount, self.modules))
+        self.at_rest: list[int] = []  # references to each module while no call uses them
 
     def __reduce__(self) -> Any:  # for deepcopy too: what it lists are parts of its root
         return Skeleton, (self.root,)
@@ -160,7 +167,16 @@ class Skeleton:
         """Whether something else holds on to one of its modules, as a graph does whose backward
         will read from it.
         """
-        return any(map(operator.gt, map(sys.getrefcount, self.modules), self.known))
+        return any(map(operator.gt, self._references(), self.at_rest))
+
+    def settle(self) -> None:
+        """Count the references to each module, for `is_kept`. The caller holds none of them."""
+        self.at_rest = self._references()
+
+    def _references(self) -> list[int]:
+        # Pythons differ in what they count for a frame, so both counts are made here, from outside
+        # of every call.
+        return list(map(sys.getrefcount, self.modules))
 
 
 def _place(module: nn.Module, names: dict[int, str]) -> _Place:
@@ -190,17 +206,35 @@ def _slots(places: list[_Place]) -> list[_Slot]:
     return slots
 
 
+def _dotted_names(root: nn.Module, places: list[_Place]) -> list[str]:
+    """Where each of the `_slots` is, as a user would write it."""
+    return [
+        f"{path}.{key}" if path else key
+        for (path, _), place in zip(root.named_modules(), places, strict=True)
+        for key in (*place.parameters, *place.buffers)
+    ]
+
+
+def _doubles(entries: list[_Slot], where: list[str]) -> list[tuple[int, int, str]]:
+    """Of tensors that stand in several places: the index of the first, of another, and where."""
+    first: dict[str, int] = {}
+    indices = [first.setdefault(name, index) for index, (_, _, name) in enumerate(entries)]
+    return [(f, index, where[index]) for index, f in enumerate(indices) if f != index]
+
+
 def without_tensors(
-    model: nn.Module, hooks: Any
+    model: nn.Module, registered: Registered, hooks: Any
 ) -> tuple[nn.Module, nn.Module, Any, dict[int, Any]]:
     """Two copies of `model`, and one of the `hooks` of its parameters: for calls with `Absent` in
     the places of its tensors, and for the compiler, which refuses those, with tensors on the meta
     device. What was one tensor in two places stays one. Last, by id, what all copies share.
     """
-    registered = [*model.named_parameters(), *model.named_buffers()]
-    originals = {id(tensor): tensor for _, tensor in registered}
-    stand_ins = {id(tensor): absent(_outside(name)) for name, tensor in registered}
+    tensors = registered.params | registered.buffers
+    originals = {id(tensor): tensor for tensor in tensors.values()}
+    by_name = {name: absent(_outside(name)) for name in tensors}
+    stand_ins = {key: by_name[name] for key, name in registered.names.items()}
     memories = {memory(tensor) for tensor in originals.values()} - {None, 0}
+    _check_classes(model, registered)
     shared: dict[int, Any] = {}
     for reference in references(model):
         value = reference.value
@@ -210,7 +244,7 @@ def without_tensors(
         # deepcopy refuses such tensors.
         if (
             isinstance(value, Tensor)
-            and id(value) not in originals
+            and id(value) not in stand_ins
             and (not value.is_leaf or memory(value) in memories)
         ):
             originals[id(value)] = value
@@ -230,11 +264,35 @@ def without_tensors(
     _check_bound(root, hooks, model)
     for module in root.modules():
         if type(module) is nn.SyncBatchNorm:
-            module.__class__ = _SyncBatchNorm
+            module.__class__ = SyncBatchNorm
         if isinstance(module, nn.RNNBase):
             vars(module)["flatten_parameters"] = _left_as_they_are
     on_meta = {id(stand_ins[key]): _on_meta(tensor) for key, tensor in originals.items()}
     return root, copy.deepcopy(root, {**shared, **on_meta}), hooks, shared
+
+
+def _check_classes(model: nn.Module, registered: Registered) -> None:
+    """Refuse parameters in attributes of classes, of which there is no copy."""
+    names = {key: name for key, name in registered.names.items() if name in registered.params}
+    names |= {id(m): name for name, m in model.named_modules() if name and list(m.parameters())}
+    by_memory = {memory(tensor): name for name, tensor in registered.params.items()}
+    for where, kind, key, value in class_attributes(model):
+        if id(value) in names:
+            what = f"its {names[id(value)]}"
+        elif not isinstance(value, Tensor):
+            continue
+        elif memory(value) and memory(value) in by_memory:
+            what = f"a view of its {by_memory[memory(value)]}"
+        elif isinstance(value, nn.Parameter) and value.requires_grad:
+            what = "a parameter that is registered nowhere"
+        else:
+            continue
+        raise ValueError(
+            f"{where} of the model is an attribute of its class {kind.__name__} and holds {what}. "
+            "Each call would read it from the class, where it follows the live model and not "
+            f"params. Fix: register it in `__init__`, `self.{key} = nn.Parameter(...)`, and remove "
+            "it from the class."
+        )
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
@@ -270,9 +328,9 @@ def _check_bound(root: nn.Module, hooks: Any, model: nn.Module) -> None:
         if id(value) in registered and not isinstance(reference.holder, _CAN_FOLLOW):
             raise ValueError(
                 f"{where} of the model holds its tensor {registered[id(value)]}, where `apply` "
-                "cannot put that of a call. Likely cause: a tuple, a set, __slots__ or the key of "
-                "a dict. Fix: a list, the value of a dict or an attribute, or read it from the "
-                "module in forward."
+                "cannot put that of a call. Likely cause: a tuple, a set, __slots__, the key of a "
+                "dict, or an object that is not written in Python. Fix: a list, the value of a "
+                "dict or an attribute, or read it from the module in forward."
             )
 
 
@@ -280,18 +338,6 @@ def _left_as_they_are() -> None:
     """In the place of RNNBase.flatten_parameters, which on CUDA moves the weights into one piece of
     memory; they are arguments of the call.
     """
-
-
-class _SyncBatchNorm(nn.SyncBatchNorm):
-    """SyncBatchNorm that can be told to look at this rank alone: its statistics are then gathered
-    here and reduced afterwards.
-    """
-
-    def forward(self, input: Tensor) -> Tensor:
-        if any(getattr(mode, "local_statistics", False) for mode in private.function_modes()):
-            out: Tensor = private.BatchNorm.forward(self, input)
-            return out
-        return super().forward(input)
 
 
 # ---- called --------------------------------------------------------------------------------------
@@ -305,6 +351,7 @@ def called(
         holder[key] = tensors[name]
     out = skeleton.root(*args, **kwargs)
     new_buffers = _taken(skeleton.slots, tensors, copies)
+    _check_doubles(skeleton, skeleton.slots, tensors)
     for held, before in skeleton.children:
         if held != before:
             _refuse_child(skeleton)
@@ -319,6 +366,13 @@ def called(
         attributes |= at_rest
     for elements, as_before in skeleton.lists:
         elements[:] = as_before
+    if any(skeleton.unhooked):
+        for hooks in skeleton.unhooked:
+            hooks.clear()
+    for hooks, installed in skeleton.hooked:
+        if hooks != installed:  # of OrderedDicts: the order too
+            hooks.clear()
+            hooks.update(installed)
     return out, new_buffers
 
 
@@ -339,6 +393,7 @@ def traced(
     _put(skeleton, slots, tensors)
     out = skeleton.root(*args, **kwargs)
     new_buffers = _taken(slots, tensors, copies)
+    _check_doubles(skeleton, slots, tensors)
     _check_registered([place for place in skeleton.places if place.attributes is not None])
     _put(skeleton, slots, before)
     for module, attributes in kept:
@@ -380,7 +435,9 @@ def remade(
         below = {k: None if i is None else places[i].module for k, i in children.items()}
         object.__setattr__(place.module, private.STORES[2], below)
     out = places[0].module(*args, **kwargs)
-    new_buffers = _taken(_slots(places), tensors, copies)
+    slots = _slots(places)
+    new_buffers = _taken(slots, tensors, copies)
+    _check_doubles(skeleton, slots, tensors)
     _check_registered([place for place in places if place.attributes is not None])
     return out, new_buffers
 
@@ -415,8 +472,43 @@ def _taken(slots: list[_Slot], tensors: Tensors, copies: Tensors) -> Tensors:
                 "Fix: fill it with zeros, or keep in a plain attribute what lives within "
                 "one forward."
             )
-        new[name] = value.clone()  # it may be an argument
+        value = value.clone()  # it may be an argument
+        if value.is_floating_point() and copies[name].is_floating_point():
+            value = value.to(copies[name].dtype)
+        new[name] = value
     return new
+
+
+def _check_doubles(skeleton: Skeleton, slots: list[_Slot], tensors: Tensors) -> None:
+    """Refuse a buffer that was replaced in one of its places and not in another: as one argument
+    of the next call it would have the new value in both.
+    """
+    for first, again, where in skeleton.doubles:
+        store, key, name = slots[first]
+        new = store.get(key)
+        registered = again < len(slots)
+        if registered:
+            store, key, _ = slots[again]
+            other = store.get(key)
+        else:
+            other = _element(skeleton, again - len(slots))
+        # what a forward sets in an attribute is no state
+        if other is not new and (registered or other is tensors[name]):
+            raise RuntimeError(
+                f"the forward of the model replaced its buffer {name} or {where} alone: before, "
+                "they were one tensor, which has one value in `buffers`. Fix: write into it, "
+                "`self.buffer.copy_(new)`, which both places see; or give the second a value of "
+                "its own, `.clone()`, where it is set."
+            )
+
+
+def _element(skeleton: Skeleton, index: int) -> Any:
+    (holder, key, _), owner = skeleton.others[index], skeleton.owners[index]
+    if owner is not None:
+        return getattr(owner, key, None)
+    if isinstance(holder, dict):
+        return holder.get(key)
+    return holder[key] if key < len(holder) else None
 
 
 def _refuse_child(skeleton: Skeleton) -> None:

@@ -1,4 +1,6 @@
-"""Batch, layer, group, instance and rms norms computed in another dtype than their inputs have."""
+"""Batch, layer, group, instance and rms norms computed in another dtype than their inputs have, and
+a SyncBatchNorm that may look at one rank alone.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from .._torch import private
 from .._torch.dtypes import HALF
 from .._tree.tree import cast
 
@@ -89,3 +92,15 @@ class norms_in_float32(NormsIn):  # noqa: N801, a context manager is used like a
 
     def __init__(self) -> None:
         super().__init__(torch.float32, given=HALF)
+
+
+class SyncBatchNorm(nn.SyncBatchNorm):
+    """SyncBatchNorm that can be told to look at this rank alone: its statistics are then gathered
+    here and reduced afterwards.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        if any(getattr(mode, "local_statistics", False) for mode in private.function_modes()):
+            out: Tensor = private.BatchNorm.forward(self, input)
+            return out
+        return super().forward(input)

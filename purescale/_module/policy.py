@@ -14,6 +14,7 @@ from torch import Tensor
 from .._module.functional import check_dicts
 from .._module.norms import NormsIn
 from .._torch.dtypes import HALF
+from .._torch.tracing import under_transform
 from .._tree.tree import Tree, cast
 
 _DTYPES = {
@@ -31,7 +32,9 @@ class Policy:
     """The dtypes of a model: kept parameters, arithmetic, outputs, normalisation layers. Usually
     made by `policy(text)`.
 
-    `autocast=True` leaves the choice, operator by operator, to torch's lists for `compute_dtype`.
+    `autocast=True` leaves the choice, operator by operator, to torch's lists for `compute_dtype`;
+    for norms too, unless `norm_dtype` is given: None stands for torch's lists. Without autocast
+    `norm_dtype` is float32 by default, or `compute_dtype` if that is wider.
 
     >>> import torch
     >>> half = Policy(torch.float32, torch.float16, torch.float32)
@@ -42,15 +45,15 @@ class Policy:
     param_dtype: torch.dtype = torch.float32
     compute_dtype: torch.dtype = torch.float32
     output_dtype: torch.dtype = torch.float32
-    norm_dtype: torch.dtype = torch.float32
+    norm_dtype: torch.dtype | None = None
     autocast: bool = False
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name != "autocast" and not (
-                isinstance(value, torch.dtype) and value.is_floating_point
-            ):
+            if field.name == "autocast" or (field.name == "norm_dtype" and value is None):
+                continue
+            if not (isinstance(value, torch.dtype) and value.is_floating_point):
                 raise TypeError(
                     f"Policy.{field.name} must be a floating torch.dtype, got {value!r}. Fix: "
                     "torch.float32, or policy('params=float32,...')."
@@ -60,6 +63,9 @@ class Policy:
                 f"autocast computes in float16 or bfloat16, not in {self.compute_dtype}. Fix: "
                 "compute=autocast(bfloat16)."
             )
+        if self.norm_dtype is None and not self.autocast:
+            wide = torch.promote_types(self.compute_dtype, torch.float32)
+            object.__setattr__(self, "norm_dtype", wide)
 
     def cast_to_param(self, tree: Tree) -> Tree:
         """The floating tensors of any tree in the dtype the state keeps; the rest copied as it is.
@@ -86,7 +92,7 @@ def policy(text: str) -> Policy:
     float64 (or f16, fp16, half, bf16, f32, fp32, full, f64, fp64); for `compute` also
     `autocast(float16)` and `autocast(bfloat16)`: torch's own op lists. Left out: params is float32,
     compute follows params, output follows compute, norms is float32 (or compute, where that is
-    wider).
+    wider), and with autocast what torch's lists make of it.
 
     Raises `ValueError` for anything else, naming the part.
 
@@ -125,9 +131,7 @@ def policy(text: str) -> Policy:
         param_dtype=_dtype(text, found.get("params", "float32")),
         compute_dtype=compute_dtype,
         output_dtype=_dtype(text, found["output"]) if "output" in found else compute_dtype,
-        norm_dtype=_dtype(text, found["norms"])
-        if "norms" in found
-        else torch.promote_types(compute_dtype, torch.float32),
+        norm_dtype=_dtype(text, found["norms"]) if "norms" in found else None,
         autocast=autocast,
     )
 
@@ -161,7 +165,9 @@ def with_policy(
       outputs to `policy.output_dtype`, in any container that torch's pytree knows. Buffers are
       never cast, and are returned in the dtype they have. Frozen parameters are cast like the
       others; what a half forward writes into them is dropped.
-    - With `compute=autocast(...)` only the output is cast: torch's op lists choose the dtypes. Use
+    - With `compute=autocast(...)` only the output is cast: torch's op lists choose the dtypes, with
+      the bits of `torch.autocast` around the module. Norms are taken out of them where `norms=` is
+      written out, and under the transforms of torch.func, where torch has no rule for some. Use
       it for a net that adds floating buffers (such as positional encodings) to its activations,
       which fails in plain half compute.
 
@@ -213,10 +219,13 @@ def with_policy(
         if not rules.autocast:
             args, kwargs = cast((args, kwargs), rules.compute_dtype)
         device = next((weight.device.type for weight in params.values()), "cpu")
+        norm_dtype = rules.norm_dtype
+        if norm_dtype is None and under_transform():
+            norm_dtype = torch.float32
         norms = (
-            NormsIn(rules.norm_dtype, given=(rules.compute_dtype,))
-            if {rules.compute_dtype, rules.norm_dtype} != {torch.float32}
-            else nullcontext()
+            nullcontext()
+            if norm_dtype is None or {rules.compute_dtype, norm_dtype} == {torch.float32}
+            else NormsIn(norm_dtype, given=(rules.compute_dtype,))
         )
         with (
             torch.autocast(device, rules.compute_dtype) if rules.autocast else nullcontext(),

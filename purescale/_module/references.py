@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dis
 import functools
+import gc
 import types
 import weakref
 from collections.abc import Iterator
@@ -49,6 +50,24 @@ def references(root: Any, where: str = "") -> Iterator[Reference]:
                 waiting.append((reference.value, reference.where))
 
 
+def class_attributes(root: nn.Module) -> Iterator[tuple[str, type, str, Any]]:
+    """Modules and tensors in the classes of modules, and of other objects, that can be reached:
+    where, in which class, under which name, and what.
+    """
+    holders = [(reference.where, reference.value) for reference in references(root)]
+    seen = set()
+    for where, holder in (*root.named_modules(), *holders):
+        for kind in type(holder).__mro__:
+            if kind in seen:
+                continue
+            seen.add(kind)
+            for key, value in list(vars(kind).items()):
+                inside = isinstance(value, (dict, list, tuple))
+                for part in private.pytree.tree_leaves(value) if inside else [value]:
+                    if isinstance(part, Tensor) or (part is value and isinstance(part, nn.Module)):
+                        yield f"{where}.{key}" if where else key, kind, key, part
+
+
 def _of(holder: Any, where: str, registered: bool) -> Iterator[Reference]:
     if isinstance(holder, dict):
         for key, value in list(holder.items()):
@@ -70,9 +89,19 @@ def _of(holder: Any, where: str, registered: bool) -> Iterator[Reference]:
         yield Reference(f"{where} (its 'self')", holder, None, holder.__self__)
         if isinstance(holder, types.MethodType):
             yield Reference(where, holder, None, holder.__func__)
+    elif isinstance(holder, BaseException):
+        yield Reference(f"{where}.args", holder, None, holder.args)
     elif isinstance(holder, weakref.ref):
         yield Reference(f"{where} (a weak reference)", holder, None, holder())
+    elif not hasattr(holder, "__dict__") and not _has_slots(holder):
+        # An object that is not written in Python shows what it holds to the garbage collector.
+        for value in gc.get_referents(holder):
+            yield Reference(f"{where} (a {type(holder).__name__})", holder, None, value)
     yield from _attributes(holder, where, registered)
+
+
+def _has_slots(holder: Any) -> bool:
+    return any("__slots__" in vars(kind) for kind in type(holder).__mro__)
 
 
 def _attributes(holder: Any, where: str, registered: bool) -> Iterator[Reference]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,8 +49,27 @@ def without_reads(cls: type, *, lists: bool = False) -> Callable[[Any], Any]:
             **({"torch": _LISTS} if lists else {}),
         },
     )
+    if name in _DIVIDE_BY_THE_RATE and not lists:
+        formula = functools.partial(_as_if_it_could_read, formula)
     functional = _copy_of(torchs.functional, **{own.__name__: formula})
     return _copy_of(torchs.step, **{name: functional})
+
+
+# Classes, by torch's names, that divide by the rate tensor by tensor, and with which flags. If it
+# is 0, 0 / 0 is NaN; over lists, where this is the last division, eps / 0 is inf, and the update 0.
+_DIVIDE_BY_THE_RATE = {"adam": ("capturable", "differentiable"), "adamax": ("capturable",)}
+
+
+def divides_by_the_rate(cls: type, settings: Mapping[str, Any]) -> bool:
+    """Whether torch's own implementation with the flags that are named divides 0 by the rate."""
+    formula = _torch.formula_of(cls)
+    flags = _DIVIDE_BY_THE_RATE.get(formula.names[0], ()) if formula else ()
+    return any(settings.get(flag) for flag in flags) and not settings.get("foreach")
+
+
+def _as_if_it_could_read(formula: Callable[..., None], *columns: Any, **settings: Any) -> None:
+    """The branch of a formula that multiplies by the rate, which is that of a host that reads."""
+    formula(*columns, **{**settings, "capturable": False, "differentiable": False})
 
 
 def has_lists(cls: type) -> bool:
@@ -158,11 +177,16 @@ class PlainArithmetic(TorchFunctionMode):
         return args[0].copy_(result) if in_place else result.to(half[0].dtype)
 
     def _plain(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        transformed = under_transform()
+        transformed = under_transform() or (
+            torch.is_grad_enabled() and any([_is_differentiated(value) for value in args])
+        )
+        if transformed and func is torch.maximum and "out" in kwargs:
+            return kwargs["out"].copy_(torch.maximum(args[0].clone(), args[1]))
+        if transformed and func is torch.addmm and args[0].dtype in HALF:
+            # vmap rounds in between, which Muon's iteration makes 3 to 9 % of its update
+            return func(*map(Tensor.float, args), **kwargs).to(args[0].dtype)
         if func is Tensor.clamp_ and _torch.is_batched(args[0]):
             return args[0].copy_(args[0].clamp(*args[1:], **kwargs))
-        if func is torch.full_like and isinstance(args[1], Tensor):
-            return func(args[0], 0.0, **kwargs) + args[1]
         if transformed and func in _ROOTS:
             root = _root(args[0])
             return args[0].copy_(root) if func is Tensor.sqrt_ else root
@@ -185,8 +209,8 @@ class PlainArithmetic(TorchFunctionMode):
         # Muon's updates are in bfloat16
         first = first.to(torch.promote_types(first.dtype, target.dtype))
         if func in _LERPS:
-            moved = (first - target) * rest[0]
-            return target.add_(moved) if func is Tensor.lerp_ else target + moved
+            mean = _lerp(target, first, rest[0])
+            return target.copy_(mean) if func is Tensor.lerp_ else mean
         if func is Tensor.addcdiv_:
             first = first / rest[0]
         elif func is Tensor.addcmul_:
@@ -244,11 +268,23 @@ def _value(argument: Any) -> Any:
     return argument.value if isinstance(argument, Number) else argument
 
 
+def _is_differentiated(argument: Any) -> bool:
+    return isinstance(argument, Tensor) and argument.requires_grad
+
+
 def _operand(argument: Any) -> Any:
     """What a number meets; a copy where a derivative needs it: ASGD writes its factors anew."""
     if isinstance(argument, Tensor) and not isinstance(argument, Number) and argument.ndim == 0:
         return argument.clone() if torch.is_grad_enabled() else argument
     return _value(argument)
+
+
+def _lerp(start: Tensor, end: Tensor, weight: Tensor | float) -> Tensor:
+    """As torch's: from the nearer end, so that a weight of 1 gives `end` itself."""
+    way = end - start
+    if isinstance(weight, Tensor):
+        return torch.where(weight < 0.5, start + weight * way, end - way * (1 - weight))
+    return start + weight * way if weight < 0.5 else end - way * (1 - weight)
 
 
 def _root(square: Tensor) -> Tensor:

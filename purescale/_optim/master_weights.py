@@ -24,6 +24,7 @@ from .._torch import dtensor, foreach
 from .._torch.autocast import outside_autocast
 from .._torch.dtensor import any_dtensor
 from .._torch.dtypes import saturating
+from .._torch.half_bits import bitcast
 from .._torch.tracing import host_can_read, traced
 from .._tree import tree as _tree
 from .._tree.tree import Leaves, Tree
@@ -197,18 +198,20 @@ _LARGEST = 0x7FFF7FFF
 
 def _joined(hi: Tensor, low: Tensor) -> Tensor:
     """The master of a bfloat16 tensor and its rest."""
-    return ((hi.view(torch.int16).to(torch.int32) << 16) + low).view(torch.float32)
+    bits = (bitcast(hi, torch.int16).to(torch.int32) << 16) + low
+    return bitcast(bits, torch.float32)
 
 
 def _split(master: Tensor) -> tuple[Tensor, Tensor]:
     """bfloat16 and int16 of a float32 tensor."""
     bits = _bits(master)
-    return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
+    hi = bitcast(((bits + 0x8000) >> 16).to(torch.int16), torch.bfloat16)
+    return hi, bits.to(torch.int16)
 
 
 def _bits(master: Tensor) -> Tensor:
     """The bits of a float32 tensor, of which no NaN would be rounded to another kind of number."""
-    bits = master.view(torch.int32)
+    bits = bitcast(master, torch.int32)
     # A sum is a tenth of the work, and finite of almost all that is.
     if host_can_read([master]) and math.isfinite(master.sum()):
         return bits

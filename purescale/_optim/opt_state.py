@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._optim.formulas import Number, PlainArithmetic
+from .._optim.formulas import PlainArithmetic
 from .._torch import private as _torch
 from .._torch.looks import once
 from .._tree import tree as _tree
@@ -76,10 +76,9 @@ def with_slots(cls: Any, probes: list[Tensor], settings: dict[str, Any], rate: A
             probes,
             **{**settings, "lr": ANY_LR if isinstance(rate, Tensor) or callable(rate) else rate},
         )
-        if isinstance(rate, Tensor):  # the constructor would read it
-            optimizer.param_groups[0]["lr"] = (
-                Number.of(rate) if issubclass(cls, torch.optim.Rprop) else rate
-            )
+        # the constructor would read it, and Rprop where it makes its step sizes
+        if isinstance(rate, Tensor) and not issubclass(cls, torch.optim.Rprop):
+            optimizer.param_groups[0]["lr"] = rate
         _torch.new_state(optimizer)
     return optimizer
 
@@ -112,7 +111,7 @@ class SlotLayout:
         optimizer = with_slots(self._cls, probes, settings, rate)
         slots = []
         for probe in probes:
-            slot = {key: _made(value, probe) for key, value in optimizer.state[probe].items()}
+            slot = {k: value.to(probe.device) for k, value in optimizer.state[probe].items()}
             if issubclass(self._cls, torch.optim.SGD) and group["momentum"] != 0:
                 # torch makes this buffer in the first step, as a copy of the gradient; -0.0 *
                 # momentum + g is g for every g.
@@ -121,6 +120,8 @@ class SlotLayout:
                     slot[FIRST] = torch.ones((), dtype=torch.bool, device=probe.device)
             if issubclass(self._cls, torch.optim.ASGD) and isinstance(rate, Tensor):
                 slot["eta"] = rate.to(slot["eta"], copy=True)  # torch detaches it
+            if issubclass(self._cls, torch.optim.Rprop) and isinstance(rate, Tensor):
+                slot["step_size"] = of_rate(slot["step_size"], rate)
             for key in self._counts.keys() & slot.keys():
                 # torch makes these in the default dtype, and its kernels read float32
                 slot[key] = slot[key].to(self._counts[key])
@@ -207,9 +208,10 @@ def _scalar_dtype(value: Tensor) -> torch.dtype:
     return torch.float32 if value.is_floating_point() else value.dtype
 
 
-def _made(value: Any, probe: Tensor) -> Any:
-    """What torch made of `probe`, and of a rate where that stood in."""
-    return value.value.to(probe) if isinstance(value, Number) else value.to(probe.device)
+def of_rate(like: Tensor, rate: Any) -> Tensor:
+    """Full of the rate; both parts of a complex number are."""
+    filled = torch.full_like(like.real, 1.0) * rate
+    return (torch.complex(filled, filled) if like.is_complex() else filled).to(like.dtype)
 
 
 def described(tensor: Any) -> str:

@@ -6,6 +6,7 @@ import fnmatch
 import functools
 import inspect
 import numbers
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,8 @@ from .._torch.tracing import any_requires_grad, traced
 from .._tree import tree as _tree
 
 Schedule = Callable[[Tensor], "Tensor | float"]
+Pattern = str | tuple[str, ...]  # a dotted name or a glob, or several
+Overrides = Mapping[Any, Mapping[str, Any]]  # by `Pattern`
 PARAMETERS_GIVEN = (
     "Likely cause: parameters, as torch's classes take them; here a state is made of them later. "
     "Fix: `optimizer = from_torch(torch.optim.AdamW, lr=1e-3)`, `optimizer.init(params)`."
@@ -42,7 +45,7 @@ class Groups:
         self,
         cls: Any,
         lr: Any,
-        overrides: Mapping[str, Mapping[str, Any]],
+        overrides: Overrides,
         settings: dict[str, Any],
         *,
         in_state: Sequence[str],
@@ -143,13 +146,12 @@ class Groups:
         """Refuse a pattern that matches none of the names of all parameters."""
         if not self._patterns:
             return
-        matched = {index for hits in _matching(names, self._patterns) for index in hits}
-        for index, pattern in enumerate(self._patterns):
-            if index not in matched:
-                raise ValueError(
-                    f"overrides: {pattern!r} matches no parameter. The names are: "
-                    f"{_tree.join_names(list(names), 20)}. A glob is '*.bias'."
-                )
+        pattern = _unmatched(names, self._patterns)
+        if pattern is not None:
+            raise ValueError(
+                f"overrides: {pattern!r} matches no parameter. The names are: "
+                f"{_tree.join_names(list(names), 20)}. A glob is '*.bias'."
+            )
 
     def _canonical(self, matching: tuple[int, ...]) -> tuple[int, ...]:
         """The first of all patterns that says the same: `{"*.bias": no_decay, "norm.*": no_decay}`
@@ -231,16 +233,28 @@ class Groups:
         lr = start(1.0 if callable(self._lr) else self.lrs[0]) if self.lr_in_state else ()
         return lr, each_number(start, self.hyper) or ()
 
-    def saved_groups(self, opt_state: OptState) -> list[tuple[list[str], dict[str, Any]]]:
-        """torch's parameter groups with the settings as they are now, as in its state dicts."""
-        names = tuple(opt_state.slots)
-        rates = self.rates(opt_state.applied, opt_state.lr)
+    def saved_groups(
+        self, opt_state: OptState, initial_lr: float | None
+    ) -> list[tuple[list[str], dict[str, Any]]]:
+        """torch's parameter groups with the settings as they are now, as in its state dicts:
+        numbers of Python, but a rate that was given as a tensor.
+        """
+        names, lr = tuple(opt_state.slots), opt_state.lr
+        rates = self.rates(opt_state.applied, lr)
+        rates = [
+            float(rate) if moves else rate for rate, moves in zip(rates, self.moves, strict=True)
+        ]
+        first = self.rates(torch.zeros_like(opt_state.applied), lr)
         groups = self.of(names, rates, each_number(float, opt_state.hyper) if self.hyper else ())
-        if self.lr_in_state and callable(self._lr):
-            indices = self.of(names, range(len(rates)))
-            for (_, group), (_, index) in zip(groups, indices, strict=True):
-                if index["lr"] == 0:  # where torch's schedulers have it
-                    group["initial_lr"] = opt_state.lr.clone()
+        indices = self.of(names, range(len(rates)))
+        for (_, group), (_, of) in zip(groups, indices, strict=True):
+            index = of["lr"]
+            if index == 0 and initial_lr is not None:
+                group["initial_lr"] = float(initial_lr)
+            elif index == 0 and self.lr_in_state and callable(self._lr):
+                group["initial_lr"] = float(lr)
+            elif callable(self.lrs[index]):
+                group["initial_lr"] = max(float(first[index]), rates[index])
         return groups
 
     def for_slots(self) -> dict[str, Any]:
@@ -338,11 +352,22 @@ class Groups:
         rate = _check_rate(where, settings["lr"])
         probe = torch.zeros(2, 3, dtype=torch.float32, device="cpu")
         probe.grad = torch.zeros_like(probe)
-        optimizer = with_slots(self.cls, [probe], settings, settings["lr"])
-        if self.lr_in_state or isinstance(rate, Tensor):
-            # A rate that steps are given as a tensor, which torch's Adam over lists refuses.
-            tensor = torch.full((), ANY_LR, dtype=torch.float32, device="cpu")
-            with_slots(self.cls, [probe], settings, tensor)
+        # A rate that steps are given as a tensor, which torch's Adam over lists refuses.
+        is_data = self.lr_in_state or isinstance(rate, Tensor)
+        tensor = torch.full((), ANY_LR, dtype=torch.float32, device="cpu")
+        try:
+            if is_data:
+                with_slots(self.cls, [probe], settings, tensor)
+            optimizer = with_slots(self.cls, [probe], settings, settings["lr"])
+        except RuntimeError as error:
+            if not (is_data and settings.get("foreach")):
+                raise
+            raise ValueError(
+                f"{where}: {self.cls.__name__} with foreach=True takes its rate as a number of "
+                f"Python, and this one is data ({error}). Likely cause: a schedule, a tensor "
+                "or a rate in the state beside foreach=True. Fix: leave foreach out, and lists "
+                "are taken where they are faster; or add capturable=True."
+            ) from None
         return dict(optimizer.defaults), {
             key: value for key, value in optimizer.state[probe].items() if isinstance(value, Tensor)
         }
@@ -380,6 +405,9 @@ def _check_class(cls: Any, settings: dict[str, Any]) -> None:
 
 # ---- learning rates ------------------------------------------------------------------------------
 
+# `take` would be shorter, and has no rule under vmap.
+_LOOKED_UP = "rates.gather(0, applied.clamp(max=len(rates) - 1).view(1))[0]"
+
 
 def _check_rate(where: str, lr: Any) -> Any:
     """Refuse what is no learning rate; of a schedule also one that reads the count, which would
@@ -387,9 +415,10 @@ def _check_rate(where: str, lr: Any) -> Any:
     """
     if isinstance(lr, (bool, type)) or not (callable(lr) or isinstance(lr, (Tensor, numbers.Real))):
         kind, likely = lr if isinstance(lr, type) else type(lr), "a string, or None"
+        got, fix = repr(lr), "Fix: lr=1e-3, or lr=lambda applied: 1e-3 * 0.95**applied."
         if issubclass(kind, torch.optim.lr_scheduler.LRScheduler):
             likely = "a scheduler of torch, which holds an optimizer and counts by itself"
-        got, fix = repr(lr), "Fix: lr=1e-3, or lr=lambda applied: 1e-3 * 0.95**applied."
+            fix = f"Fix: lr=schedule_from_torch(lambda opt: {kind.__name__}(opt, ...), lr, steps)."
         cause = f"Likely cause: {likely}. {fix}"
         if _may_be_parameters(lr):
             got, cause = kind.__name__, PARAMETERS_GIVEN
@@ -407,7 +436,8 @@ def _check_rate(where: str, lr: Any) -> Any:
             f"{where}: the schedule {lr!r} reads the value of the step count. It works step by "
             "step and breaks when the step is compiled or vmapped, or makes a GPU wait. Likely "
             "cause: math.cos, an `if`, `int(applied)` or a list indexed by the count. Fix: "
-            "torch.cos, torch.where(applied < 100, a, b), torch.tensor(rates).take(applied)."
+            "torch.cos, torch.where(applied < 100, a, b); of a table, "
+            f"{_LOOKED_UP}; of a scheduler of torch, schedule_from_torch(make, lr, steps)."
         ) from None
     _check_scheduled(rate)
     return rate
@@ -427,7 +457,7 @@ def _check_scheduled(rate: Any) -> None:
     raise TypeError(
         f"the schedule lr returned {what}; a learning rate is a number or a floating 0-d tensor. "
         "Likely cause: a missing `return`, or a table of rates. Fix: `lambda applied: 1e-3 * "
-        "0.95**applied`; of a table, `rates.take(applied)`."
+        f"0.95**applied`; of a table, `{_LOOKED_UP}`."
     )
 
 
@@ -435,16 +465,45 @@ def _check_scheduled(rate: Any) -> None:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # of names and patterns, which dynamo need not look into
-def _matching(names: tuple[str, ...], patterns: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+def _matching(names: tuple[str, ...], patterns: tuple[Pattern, ...]) -> tuple[tuple[int, ...], ...]:
     """For each name the patterns that match it."""
     return _cached_matching(names, patterns)
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _unmatched(names: tuple[str, ...], patterns: tuple[Pattern, ...]) -> str | None:
+    """The first name or glob that matches none of the names."""
+    return _cached_unmatched(names, patterns)
+
+
 @functools.lru_cache(maxsize=64)
 def _cached_matching(
-    names: tuple[str, ...], patterns: tuple[str, ...]
+    names: tuple[str, ...], patterns: tuple[Pattern, ...]
 ) -> tuple[tuple[int, ...], ...]:
+    parts = list(map(_parts, patterns))
     return tuple(
-        tuple(i for i, pattern in enumerate(patterns) if fnmatch.fnmatchcase(name, pattern))
+        tuple(i for i, (plain, globs) in enumerate(parts) if name in plain or _match(name, globs))
         for name in names
     )
+
+
+@functools.lru_cache(maxsize=64)
+def _cached_unmatched(names: tuple[str, ...], patterns: tuple[Pattern, ...]) -> str | None:
+    known = frozenset(names)
+    for plain, globs in map(_parts, patterns):
+        missing = [one for one in plain if one not in known]
+        missing += [one for one in globs if not any(_match(name, [one]) for name in names)]
+        if missing:
+            return missing[0]
+    return None
+
+
+def _parts(pattern: Pattern) -> tuple[dict[str, None], list[str]]:
+    """The names in a pattern, and its globs. The many names of a group are found at once."""
+    every = (pattern,) if isinstance(pattern, str) else pattern
+    plain = dict.fromkeys(one for one in every if not re.search(r"[*?[]", one))
+    return plain, [one for one in every if one not in plain]
+
+
+def _match(name: str, globs: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, one) for one in globs)

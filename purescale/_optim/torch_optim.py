@@ -16,7 +16,7 @@ from .._optim.decision import APPLY, FRESH, Decision, Memory, unscale_and_clip
 from .._optim.fused import Launch, can_launch, fused_update, kernel_of
 from .._optim.in_state import each_number, names_in_state
 from .._optim.opt_state import OptState, SlotLayout, Slots, numbers_of, slots_like, values_of
-from .._optim.param_groups import PARAMETERS_GIVEN, Groups, Schedule
+from .._optim.param_groups import PARAMETERS_GIVEN, Groups, Overrides, Schedule
 from .._optim.protocol import unchanged
 from .._optim.step_inputs import StepInputs, flatten_step, working_copies
 from .._optim.unfused import UnfusedStep, check_in_state
@@ -51,20 +51,21 @@ def _without_parameters(make: Callable[P, TorchOptimizer]) -> Callable[P, TorchO
 def from_torch(
     cls: type[torch.optim.Optimizer],
     lr: float | Tensor | Schedule | None = None,
-    overrides: Mapping[str, Mapping[str, Any]] | None = None,
+    overrides: Overrides | None = None,
     in_state: Sequence[str] = (),
     lr_in_state: bool = False,
     **settings: Any,
 ) -> TorchOptimizer:
     """Equal to `opt = cls(params, lr=lr, **settings); opt.step()` on copies of everything, bit for
-    bit.
+    bit; over half parameters to that step in float32, rounded to what is kept.
 
     Arguments:
     - `cls`: a class of torch.optim, or a subclass that keeps its `step`.
     - `lr`: a number, a 0-d tensor, or a schedule: a function from the number of steps applied so
       far, a 0-d int64 tensor, to the learning rate. A skipped step is not applied, so a schedule
       never advances on it. As a tensor it can be differentiated. A schedule is tried once, here,
-      and refused where it reads the value of the count.
+      and refused where it reads the value of the count. Of a scheduler of torch:
+      `schedule_from_torch`.
     - `in_state`: names of settings that steps take from the state, as 0-d float32 tensors that
       `init` makes of the numbers given: data, so that one compiled step serves every value, a
       vmapped ensemble has one a member, and they are saved and differentiated. The rate is
@@ -74,8 +75,8 @@ def from_torch(
       than the rate a step is torch's formula, tensor by tensor, since its fused kernels and lists
       take Python numbers; how far the results agree stands below.
     - `lr_in_state=True`: `in_state=("lr",)`.
-    - `overrides`: settings for some parameters, by dotted name or glob; later patterns win:
-      `{"*.bias": {"weight_decay": 0.0}, "head.*": {"lr": 1e-2}}`.
+    - `overrides`: settings for some parameters, by dotted name or glob, or by a tuple of these;
+      later ones win: `{("*.bias", "norm*"): {"weight_decay": 0.0}, "head.*": {"lr": 1e-2}}`.
     - `settings`: the class's own. A flag named here (`foreach`, `fused`, `capturable`,
       `differentiable`) is kept.
 
@@ -84,11 +85,12 @@ def from_torch(
     reads its step counts there, and elsewhere the capturable formula, which reads no value, so that
     nothing syncs. Inside torch.func transforms it is the capturable and differentiable formula,
     inside torch.compile too up to 16 parameters, or where they are to be differentiated. These
-    agree to 1e-6, in the first steps of Adam and its kin to 4e-5 of the update, as the capturable
-    formula computes their bias correction in float32. Each can be differentiated; where torch's
-    square root has an infinite derivative, at a gradient of exactly 0, it is taken for 0.
-    `.backward()` goes through a step only with `differentiable=True`, and is refused in words
-    otherwise.
+    agree to 1e-6, Muon's under vmap to 1e-2 of the update, as it multiplies matrices in bfloat16.
+    At a rate of 0 nothing moves in any of them: where torch's formula of Adam and Adamax divides by
+    the rate, theirs for the host is taken. (Rprop's `lr` is only what its step sizes start from.)
+    Each can be differentiated; where torch's square root has an infinite derivative, at a gradient
+    of exactly 0, it is taken for 0. `.backward()` goes through a step only with
+    `differentiable=True`, and is refused in words otherwise.
 
     `optimizer.init(params)`, `optimizer.step(params, grads, opt_state)`,
     `optimizer.to_state_dict(opt_state)` and `optimizer.from_state_dict(sd, params)` (torch.optim's
@@ -130,7 +132,7 @@ class TorchOptimizer:
         self,
         cls: Any,
         lr: Any,
-        overrides: Mapping[str, Mapping[str, Any]],
+        overrides: Overrides,
         settings: dict[str, Any],
         *,
         in_state: Sequence[str] = (),
@@ -279,8 +281,9 @@ class TorchOptimizer:
         if torch.compiler.is_dynamo_compiling() and _COMPILES_BEHIND_DYNAMO:
             self._opaque_launches(self._key, weights, grads, slots, tuple(decision), lrs)
         else:
-            same = weights is inputs.named_params
-            targets = _weights(inputs) if same else list(weights.values())
+            # `is` of two dicts is nothing that Dynamo of torch 2.11 can trace
+            known = not torch.compiler.is_dynamo_compiling() and weights is inputs.named_params
+            targets = _weights(inputs) if known else list(weights.values())
             lists = targets, inputs.grads.tensors
             self._launch(weights, slots, grads, decision, lrs, lists, scratch_ok=scratch_ok)
         return weights, slots
@@ -362,14 +365,21 @@ class TorchOptimizer:
         chosen = iter(foreach.where(decision.skip, old, new, in_place=in_place))  # type: ignore[arg-type]
         return dict(zip(weights, chosen, strict=False)), slots_like(slots, chosen)
 
-    def to_state_dict(self, opt_state: OptState) -> dict[str, Any]:
+    def to_state_dict(self, opt_state: OptState, initial_lr: float | None = None) -> dict[str, Any]:
         """Equal to `cls(groups).state_dict()` of an optimizer that made the same steps: tensors
         copied, `lr` as it is now. Syncs.
 
         The groups are, in order: the parameters that no override matches, then those that the
-        overrides match.
+        overrides match. `initial_lr`: the rate that a new scheduler of torch multiplies, such as
+        `LambdaLR(theirs, f, last_epoch=...)`. Left out it is, of a schedule, the larger of its
+        first rate and that of now, which is right for one that falls from its first rate: name the
+        peak of one that warms up. Of a schedule beside a rate in the state it is `opt_state.lr`.
+
+        torch takes the flags of a loaded optimizer from the dict: for `AdamW(params, fused=True)`
+        make this one with `fused=True` too.
         """
-        return _slots.state_dict(opt_state.slots, self._groups.saved_groups(opt_state))
+        groups = self._groups.saved_groups(opt_state, initial_lr)
+        return _slots.state_dict(opt_state.slots, groups)
 
     def from_state_dict(
         self, sd: Mapping[str, Any], params: Tree, applied: int | Tensor | None = None

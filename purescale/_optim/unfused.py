@@ -16,14 +16,16 @@ from .._optim.formulas import (
     FactorsOnHost,
     Number,
     PlainArithmetic,
+    divides_by_the_rate,
     has_lists,
     without_reads,
 )
 from .._optim.fused import can_launch
 from .._optim.in_state import each_number
-from .._optim.opt_state import FIRST, Slots, each_of, slots_like, values_of
+from .._optim.opt_state import FIRST, Slots, each_of, of_rate, slots_like, values_of
 from .._optim.param_groups import FLAGS, Groups
 from .._torch import foreach, private
+from .._torch.dtypes import wide_dtype, widest_float
 from .._torch.tracing import traced, under_transform
 
 _CPU = torch.device("cpu")
@@ -50,13 +52,15 @@ class UnfusedStep:
         )
 
     def _picks_formula(self, weights: dict[str, Tensor], gradients: dict[str, Tensor]) -> bool:
-        """Whether no flag was named; a fused kernel that was asked for is not taken where it is
-        wrong, as in half precision on a CPU.
+        """Whether no flag was named; one that asks for what is wrong is not kept: a fused kernel in
+        half precision on a CPU, or a division by the rate, which may be 0.
         """
+        settings = self._groups.settings
         if not self._groups.flag_named:
             return True
-        tensors = list(weights.values()), list(gradients.values())
-        return bool(self._groups.settings.get("fused")) and not can_launch(*tensors)
+        if settings.get("fused"):
+            return not can_launch(list(weights.values()), list(gradients.values()))
+        return divides_by_the_rate(self._cls, settings)
 
     def on_host(
         self,
@@ -65,13 +69,18 @@ class UnfusedStep:
         slots: Slots,
         lrs: list[Any],
     ) -> None:
-        """torch's default step over these very tensors, which nobody else sees."""
+        """torch's default step over these very tensors, which nobody else sees; half ones are
+        computed in float32.
+        """
         lrs = [rate.item() if isinstance(rate, Tensor) else rate for rate in lrs]
         flags: dict[str, Any] = {}
         if self._picks_formula(weights, gradients):
             flags = dict.fromkeys(FLAGS, False)
         elif self._writes_gradients and self._groups.settings.get("foreach"):
             gradients = dict(zip(gradients, foreach.clone(list(gradients.values())), strict=True))
+        narrow = weights, slots
+        if any([weight.dtype.itemsize == 2 for weight in weights.values()]):
+            weights, slots, gradients = self._widened(weights, slots, gradients, counts=False)
         first = {name: g for name, g in gradients.items() if bool(slots[name].get(FIRST, False))}
         later = {name: g for name, g in gradients.items() if name not in first}
         # A mode sees every call of the formula, which makes it twice as long for small tensors.
@@ -82,6 +91,37 @@ class UnfusedStep:
             if first:  # torch's SGD ignores dampening in the step that makes a momentum buffer
                 self._run(self._step, weights, first, slots, lrs, {**flags, "dampening": 0})
                 private.foreach.zero_([slots[name][FIRST] for name in first])
+            if weights is not narrow[0]:
+                pairs = zip(_tensors(*narrow), _tensors(weights, slots), strict=True)
+                for target, computed in pairs:
+                    target.copy_(computed)
+
+    def _widened(
+        self,
+        weights: dict[str, Tensor],
+        slots: Slots,
+        gradients: dict[str, Tensor],
+        *,
+        counts: bool,
+    ) -> tuple[dict[str, Tensor], Slots, dict[str, Tensor]]:
+        """What a formula computes with: float32 in place of half precision, in which an eps of 1e-8
+        is 0 and a square can be inf; `counts`: they are as wide as the numbers of Python that a
+        host makes of them.
+        """
+        dtypes = [wide_dtype(weight.dtype) for weight in weights.values()]
+        for slot in slots.values():
+            for key, value in slot.items():
+                if not (value.is_floating_point() or value.is_complex()):
+                    dtypes.append(value.dtype)
+                elif self._layout.is_count(key):
+                    dtypes.append(widest_float(value.device) if counts else value.dtype)
+                else:
+                    dtypes.append(wide_dtype(value.dtype))
+        wide = iter(foreach.cast(_tensors(weights, slots), dtypes))
+        new_weights = dict(zip(weights, wide, strict=False))
+        given = list(gradients.values())
+        given = foreach.cast(given, [wide_dtype(gradient.dtype) for gradient in given])
+        return new_weights, slots_like(slots, wide), dict(zip(gradients, given, strict=True))
 
     def on_copies(
         self,
@@ -97,9 +137,7 @@ class UnfusedStep:
         in the state.
         """
         lrs = [rates.get(index, rate) for index, rate in enumerate(self._groups.lrs)]
-        lists = not hyper and self._over_lists(
-            [*weights.values(), *gradients.values(), *values_of(slots)]
-        )
+        lists = not hyper and self._over_lists([*_tensors(weights, slots), *gradients.values()])
         if self._writes_gradients and (lists or self._groups.settings.get("foreach")):
             gradients = {name: self.copy(gradient) for name, gradient in gradients.items()}
         later = self._stepped(weights, gradients, slots, lrs, hyper, lists=lists)
@@ -121,7 +159,7 @@ class UnfusedStep:
         lists: bool,
         **changed: Any,
     ) -> tuple[dict[str, Tensor], Slots]:
-        old = [*weights.values(), *values_of(slots)]
+        old = _tensors(weights, slots)
         differentiable = traced() or self._groups.differentiable
         new = iter([self.copy(t) for t in old] if differentiable else foreach.clone(old))
         new_weights = dict(zip(weights, new, strict=False))
@@ -130,21 +168,25 @@ class UnfusedStep:
         run = self._step
         if self._picks_formula(weights, gradients):
             flags = {"foreach": lists, "fused": False, "capturable": True}
-            flags["differentiable"] = traced()
+            flags["differentiable"] = differentiable
             run = without_reads(self._cls, lists=lists)
         flags |= changed
         # A setting that is data has no dimensions either: by them a formula tells it from a
         # parameter.
         single = {name for name, weight in weights.items() if weight.ndim == 0}
-        given = self._shaped(single, (1,), new_weights, new_slots, gradients)
-        new_weights, new_slots, gradients = given
+        given = self._widened(new_weights, new_slots, gradients, counts=bool(flags))
+        new_weights, new_slots, gradients = self._shaped(single, (1,), *given)
         if under_transform():
             numbers = [*lrs, *each_of(hyper)]
             gradients = _batch_alike(new_weights, new_slots, gradients, numbers)
         arithmetic = contextlib.nullcontext() if lists else PlainArithmetic()
         with torch.set_grad_enabled(differentiable), arithmetic:
             self._run(run, new_weights, gradients, new_slots, lrs, flags, hyper, lists=lists)
-        return self._shaped(single, (), new_weights, new_slots, {})[:2]
+        new_weights, new_slots, _ = self._shaped(single, (), new_weights, new_slots, {})
+        with torch.set_grad_enabled(differentiable):
+            computed = _tensors(new_weights, new_slots)
+            new = iter(foreach.cast(computed, [t.dtype for t in old], bounded=False))
+        return dict(zip(weights, new, strict=False)), slots_like(slots, new)
 
     def _shaped(
         self,
@@ -204,16 +246,19 @@ class UnfusedStep:
             **private.SILENT,
         )
         optimizer.param_groups = []
+        by_tensor = bool(flags.get("capturable") or self._groups.differentiable) and not lists
         beginning: list[tuple[Any, list[dict[str, Tensor]]]] = []
         for names, group in self._groups.of(tuple(weights), range(len(lrs)), hyper):
             index = group["lr"]
             group["lr"] = lrs[index]
             group.update((name, value) for name, value in flags.items() if name in group)
-            if isinstance(group["lr"], Tensor) and not (lists or self._groups.flag_named):
+            if isinstance(group["lr"], Tensor) and by_tensor:
                 group["lr"] = Number.of(group["lr"])
             if hyper:
                 _put_numbers(group)
             present = [name for name in names if name in gradients]
+            if issubclass(self._cls, _DIVIDE_BY_A_SIZE):
+                present = [name for name in present if weights[name].numel()]
             if lists and self._layout.first_step_differs:
                 first = {name: slots[name] for name in present if FIRST in slots[name]}
                 group["dampening"] = Dampening(
@@ -247,6 +292,10 @@ class UnfusedStep:
         finally:
             for name in gradients:
                 weights[name].grad = None
+
+
+def _tensors(weights: dict[str, Tensor], slots: Slots) -> list[Tensor]:
+    return [*weights.values(), *values_of(slots)]
 
 
 def check_in_state(groups: Groups) -> None:
@@ -310,6 +359,7 @@ def _first_or_later(
     return weights, new_slots
 
 
+_DIVIDE_BY_A_SIZE = (torch.optim.Adafactor, torch.optim.Muon)  # which may be 0
 _MADE_OF_THE_RATE: dict[Any, str] = {torch.optim.ASGD: "eta", torch.optim.Rprop: "step_size"}
 
 
@@ -317,10 +367,7 @@ def _begin_at(key: str, rate: Any, slots: list[dict[str, Tensor]], *, lists: boo
     """This slot of parameters that make their first step, from this rate."""
     if key == "step_size" or not lists:
         for slot in slots:
-            old = slot[key]
-            begun = torch.full_like(old.real, 1.0) * rate
-            begun = torch.complex(begun, begun) if old.is_complex() else begun
-            slot[key] = torch.where(slot["step"] == 0, begun.to(old.dtype), old)
+            slot[key] = torch.where(slot["step"] == 0, of_rate(slot[key], rate), slot[key])
     elif slots:
         etas = [slot[key] for slot in slots]
         begun = torch.where(

@@ -1,9 +1,9 @@
-"""A report on a forward: how large what each module returned is, and which was first not finite."""
+"""A report on a forward: what each module returned, and in which inf or NaN arose first."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -20,16 +20,27 @@ from .._tree.leaves import stored_values, unsupported_reason
 from .._tree.tree import Tree
 
 WHOLE = "(model)"  # its dotted name in torch is "", which is easily overlooked
+INPUTS = "(inputs)"  # where no module is the first, since the outermost was given inf or NaN
 
 
 class ModuleReport(NamedTuple):
-    """What one call of a module returned, over all its floating tensors."""
+    """What one call of a module returned, over all its floating tensors, and how much of what it
+    was given was not finite.
+    """
 
     name: str  # dotted, as in the model; "(model)" for all of it
     kind: str  # the name of its class
-    amax: Tensor  # float64 []: the largest finite magnitude; 0 where there is none
-    smallest: Tensor  # float64 []: the smallest finite magnitude that is not 0; 0 where none is
+    amax: Tensor  # float64 []: the largest finite magnitude; 0 if there is none
+    smallest: Tensor  # float64 []: the smallest finite magnitude that is not 0; 0 if there is none
     nonfinite: Tensor  # int64 []: the number of inf and NaN
+    nan: Tensor  # int64 []: how many of them are NaN
+    posinf: Tensor  # int64 []: how many of them are +inf; all others are -inf
+    masked: Tensor  # int64 []: how many are -inf in masks: tensors of nothing but 0 and -inf
+    given: Tensor  # int64 []: the number of inf and NaN among its arguments, but for masks
+    given_neginf: Tensor  # int64 []: how many of them are -inf
+    held: Tensor  # int64 []: the number of inf and NaN in its own parameters and buffers, likewise
+    size: int  # the number of values that it returned
+    inside: int  # how many of the rows before this one are of calls that it made
 
 
 class ForwardReport(NamedTuple):
@@ -41,29 +52,31 @@ class ForwardReport(NamedTuple):
 
     @property
     def first(self) -> str | None:
-        """Syncs with the host. The first module that returned something not finite; None if none
-        did.
+        """Syncs with the host. The module in which inf or NaN arose first: it returned some and
+        was given none. `"(inputs)"` if the outermost module was given them; None without a fault.
         """
-        return next((name for name, *_, nonfinite in _read(self) if nonfinite), None)
+        rows = _read(self)
+        found = _first(rows)
+        return found if isinstance(found, str | None) else rows[found].name
 
     def __str__(self) -> str:
         rows = _read(self)
-        bad = [index for index, row in enumerate(rows) if row[4]]
-        lines = ["everything that a module returned is finite"]
-        if bad:
-            lines = [
-                f"{len(bad)} of {len(rows)} calls returned something not finite. "
-                f"First: {rows[bad[0]][0]}"
-            ]
-        largest = max(range(len(rows)), key=lambda index: rows[index][2])
-        middle = bad[0] if bad else largest
+        bad = [index for index, row in enumerate(rows) if row.nonfinite]
+        largest = max(range(len(rows)), key=lambda index: rows[index].amax)
+        found = _first(rows)
+        middle = found if isinstance(found, int) else bad[0] if bad else largest
         start = max(0, min(middle - MAX_LINES // 2, len(rows) - MAX_LINES))
         cells = [
-            (name, kind, f"{amax:.2e}", f"{smallest:.2e}", f"{nonfinite:.0f}")
-            for name, kind, amax, smallest, nonfinite in rows
+            (
+                row.name,
+                row.kind,
+                *(("-", "-") if row.nonfinite == row.size > 0 else _magnitudes(row)),
+                *(f"{count:.0f}" for count in (row.nonfinite - row.nan, row.nan, row.given)),
+            )
+            for row in rows
         ]
-        header = ("module", "kind", "amax", "smallest", "not finite")
-        return "\n".join(lines + table(header, cells, start))
+        header = ("module", "kind", "amax", "smallest", "inf", "NaN", "inf or NaN given")
+        return "\n".join([_verdict(rows, found, len(bad)), *table(header, cells, start)])
 
     def plot(self) -> Any:
         """Syncs with the host. A matplotlib Figure: largest and smallest magnitude, module by
@@ -72,13 +85,101 @@ class ForwardReport(NamedTuple):
         return _plot(_read(self))
 
 
-_Row = tuple[str, str, float, float, float]
+class _Row(NamedTuple):
+    """A `ModuleReport`, its tensors read."""
+
+    name: str
+    kind: str
+    amax: float
+    smallest: float
+    nonfinite: float
+    nan: float
+    posinf: float
+    masked: float
+    given: float
+    given_neginf: float
+    held: float
+    size: int
+    inside: int
+
+    @property
+    def poisoned(self) -> bool:
+        """True if it returned NaN or +inf, which no mask holds."""
+        return self.nan + self.posinf > 0
+
+    @property
+    def lowered(self) -> bool:
+        """True if it returned -inf outside of masks."""
+        return self.nonfinite > self.nan + self.posinf + self.masked
+
+    @property
+    def given_poison(self) -> bool:
+        return self.given > self.given_neginf
 
 
 def _read(report: ForwardReport) -> list[_Row]:
-    """Syncs with the host: three copies for any number of rows."""
-    names, kinds, *columns = zip(*report.rows, strict=True)
-    return list(zip(names, kinds, *map(read, columns), strict=True))
+    """Syncs with the host: one copy for any number of rows."""
+    numbers = iter(read([fact for row in report.rows for fact in row if isinstance(fact, Tensor)]))
+    rows: list[list[Any]] = [
+        [next(numbers) if isinstance(fact, Tensor) else fact for fact in row] for row in report.rows
+    ]
+    return [_Row(*row) for row in rows]
+
+
+# ---- the first -----------------------------------------------------------------------------------
+
+
+def _first(rows: list[_Row]) -> int | str | None:
+    """The index of the call in which inf or NaN arose first, or `INPUTS`, or None.
+
+    It is a call that was given finite values and returned others. Calls inside of another come
+    before it, so it is the innermost. -inf alone may be meant, as in attention: it counts if NaN or
+    +inf comes of it, or if the outermost module returns it.
+    """
+    lowered: int | None = None  # the call in which -inf arose that nothing has taken away yet
+    turned: int | None = None  # the first call that made NaN of nothing worse than -inf
+    for index, row in enumerate(rows):
+        if row.poisoned and not row.given_poison:
+            if lowered is not None and (row.given or lowered >= index - row.inside):
+                return lowered
+            if not row.given:
+                return index
+            turned = index if turned is None else turned
+        elif row.lowered and not row.given and lowered is None:
+            lowered = index
+        elif row.given_neginf and not row.nonfinite:
+            lowered = None
+    if any(row.poisoned for row in rows):
+        return INPUTS if turned is None else turned
+    return lowered if any(rows[index].lowered for index in _outermost(rows)) else None
+
+
+def _outermost(rows: list[_Row]) -> Iterator[int]:
+    """The calls that no other contains, the last first."""
+    index = len(rows) - 1
+    while index >= 0:
+        yield index
+        index -= rows[index].inside + 1
+
+
+def _verdict(rows: list[_Row], found: int | str | None, bad: int) -> str:
+    if not bad:
+        return "everything that a module returned is finite"
+    said = f"{bad} of {len(rows)} calls returned something not finite"
+    if found is None:
+        return f"{said}: -inf, as in a mask, of which no NaN came"
+    if isinstance(found, str):
+        return f"{said}; the outermost module was given inf or NaN. First: {found}"
+    if rows[found].held:
+        said += "; the first has inf or NaN in its own parameters or buffers"
+    return f"{said}. First: {rows[found].name}"
+
+
+def _magnitudes(row: _Row) -> tuple[str, str]:
+    return f"{row.amax:.2e}", f"{row.smallest:.2e}"
+
+
+# ---- the forward ---------------------------------------------------------------------------------
 
 
 @outside_autocast("apply")
@@ -90,9 +191,16 @@ def forward_report(
     `nonfinite = (~out.isfinite()).sum()`, with `finite = out[out.isfinite()]`.
 
     It names the module in which a forward overflows, which a loss of inf does not. A row is made
-    when a module returns, so a part stands before what contains it, and the first row that is not
-    finite is the innermost cause. A module that is called twice has two rows; one that a forward
-    makes goes by its class, after the name of the module that makes it.
+    when a module returns, so a part stands before what contains it. A module that is called twice
+    has two rows; one that a forward makes goes by its class, after the name of the module that
+    makes it.
+
+    `.first` is the module in which inf or NaN arose: the first to return some though its arguments
+    were finite. What a forward computes between two modules arises in the module around them.
+    `"(inputs)"` if the outermost module was already given NaN or inf, under a policy after its
+    casts. -inf alone may be meant, as in a mask: it is a fault if NaN or +inf comes of it, or if
+    the model returns it. The printed table counts inf and NaN apart, and those that a module was
+    given; `row.held` counts those in its own parameters and buffers.
 
     - `apply`, `params`, `buffers`, `args`, `kwargs`: a call of what `make_functional` or
       `with_policy` returns, or of any function that calls modules; under a policy values are those
@@ -124,36 +232,41 @@ def forward_report(
     rows: list[ModuleReport] = []
     names: dict[int, str] = {}  # "" is all of it
     roots: list[nn.Module] = []  # held, so that no other module gets the id of one of theirs
-    running: list[nn.Module] = []
+    running: list[_Call] = []
     thread = threading.get_ident()
 
-    def entered(module: nn.Module, inputs: Any) -> None:
+    def entered(module: nn.Module, args: Any) -> None:
         if threading.get_ident() != thread:
             return
         if id(module) not in names:
             roots.append(module)
-            path = [names[id(running[-1])], type(module).__name__] if running else []
+            path = [names[id(running[-1].module)], type(module).__name__] if running else []
             for name, part in module.named_modules():
                 names.setdefault(id(part), ".".join(filter(None, [*path, name])))
-        running.append(module)
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        # measured before the forward, which may write into them
+        running.append(_Call(module, len(rows), _measured(args), _measured(own)))
 
-    def returned(module: nn.Module, inputs: Any, out: Any) -> None:
+    def returned(module: nn.Module, args: Any, *kwargs_and_out: Any) -> None:
         if threading.get_ident() != thread:
             return
-        running.pop()
-        if (found := _measured(out)) is not None:
-            rows.append(ModuleReport(names[id(module)] or WHOLE, type(module).__name__, *found))
+        call = running.pop()
+        *kwargs, out = kwargs_and_out  # torch leaves out kwargs if the forward raised
+        if (facts := _measured(out)) is not None:
+            # torch shows keyword arguments to this hook only
+            given = _together(filter(None, [call.given, _measured(kwargs)]))
+            rows.append(_report(names[id(module)] or WHOLE, call, facts, given, len(rows)))
 
     hooks = [
         _module.register_module_forward_pre_hook(entered),
-        _module.register_module_forward_hook(returned, always_call=True),
+        _module.register_module_forward_hook(returned, with_kwargs=True, always_call=True),
     ]
     try:
         with torch.compiler.set_stance("force_eager"):
             apply(params, buffers, *args, **kwargs)
     finally:
         for hook in hooks:
-            hook.remove()
+            private.remove_global_hook(hook)
     if not rows:
         raise ValueError(
             "no module returned a floating tensor, so there is nothing to report. Likely cause: "
@@ -163,48 +276,107 @@ def forward_report(
     return ForwardReport(tuple(rows))
 
 
-def _measured(out: Any) -> tuple[Tensor, Tensor, Tensor] | None:
-    """`amax`, `smallest` and `nonfinite` over the floating tensors of `out`; None without any."""
-    found: list[tuple[Tensor, Tensor, Tensor]] = []
+class _Facts(NamedTuple):
+    """What is told of some values."""
+
+    amax: Tensor
+    smallest: Tensor
+    counts: Tensor  # int64 [4]: of inf and NaN, of NaN, of +inf, of -inf in masks
+    size: int
+
+
+class _Call(NamedTuple):
+    """A call of a module that has not returned yet."""
+
+    module: nn.Module
+    start: int  # the number of rows before it
+    given: _Facts | None
+    held: _Facts | None
+
+
+def _report(name: str, call: _Call, out: _Facts, given: _Facts | None, rows: int) -> ModuleReport:
+    nonfinite, nan, posinf, masked = out.counts.unbind()
+    zeros = torch.zeros_like(out.counts)
+    of_given, of_held = (zeros if facts is None else facts.counts for facts in (given, call.held))
+    return ModuleReport(
+        name=name,
+        kind=type(call.module).__name__,
+        amax=out.amax,
+        smallest=out.smallest,
+        nonfinite=nonfinite,
+        nan=nan,
+        posinf=posinf,
+        masked=masked,
+        given=of_given[0] - of_given[3],
+        given_neginf=of_given[0] - of_given[1:].sum(),
+        held=of_held[0] - of_held[3],
+        size=out.size,
+        inside=rows - call.start,
+    )
+
+
+def _measured(tree: Any) -> _Facts | None:
+    """The facts over the floating tensors of `tree`; None without any."""
     with torch.no_grad():
-        for leaf in private.pytree.tree_leaves(out):
+        found = []
+        for leaf in private.pytree.tree_leaves(tree):
             if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
                 continue
             leaf = innermost(leaf.detach())
             if not unsupported_reason(leaf, sparse=True):
                 found.append(_facts(stored_values(full_tensor(leaf))))
-        if len(found) < 2:
-            return found[0] if found else None
-        amax, smallest, nonfinite = (torch.stack(each) for each in zip(*found, strict=True))
-        some = torch.where(smallest > 0, smallest, torch.inf).amin()
-        return amax.amax(), torch.where(amax.amax() > 0, some, 0), nonfinite.sum()
+        return _together(found)
 
 
-def _facts(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _together(parts: Iterable[_Facts]) -> _Facts | None:
+    """The facts over all parts, on the device of the first."""
+    listed = list(parts)
+    if len(listed) < 2:
+        return listed[0] if listed else None
+    amax, smallest, counts = (
+        torch.stack([fact.to(facts[0].device, facts[0].dtype) for fact in facts])
+        for facts in zip(*(part[:3] for part in listed), strict=True)
+    )
+    largest = amax.amax()
+    some = torch.where(smallest > 0, smallest, torch.inf).amin()
+    size = sum(part.size for part in listed)
+    return _Facts(largest, torch.where(largest > 0, some, 0), counts.sum(0), size)
+
+
+def _facts(values: Tensor) -> _Facts:
     wide = widest_float(values.device)
     if not values.numel():
         zero = torch.zeros((), dtype=wide, device=values.device)
-        return zero, zero, zero.to(torch.int64)
+        return _Facts(zero, zero, torch.zeros(4, dtype=torch.int64, device=values.device), 0)
     magnitude = values.to(wide_dtype(values.dtype)).abs()
     finite = magnitude < torch.inf
     amax = torch.where(finite, magnitude, 0).amax()
     smallest = torch.where(finite & (magnitude > 0), magnitude, torch.inf).amin()
     smallest = torch.where(amax > 0, smallest, 0)
-    return amax.to(wide), smallest.to(wide), (~finite).sum()
+    nonfinite, nan, posinf = (each.sum() for each in (~finite, values.isnan(), values == torch.inf))
+    is_mask = (amax == 0) & finite.any() & (nan + posinf == 0)
+    counts = torch.stack([nonfinite, nan, posinf, torch.where(is_mask, nonfinite, 0)])
+    return _Facts(amax.to(wide), smallest.to(wide), counts, values.numel())
+
+
+# ---- the picture ---------------------------------------------------------------------------------
 
 
 def _plot(rows: list[_Row]) -> Any:
     plt = pyplot("report.plot()")
     figure, panel = plt.subplots(figsize=(8, 4.5), layout="constrained")
     places = range(len(rows))
-    for label, column, colour in (("largest", 2, "#0072B2"), ("smallest, not 0", 3, "#E69F00")):
-        values = [row[column] or float("nan") for row in rows]
+    for label, fact, colour in (
+        ("largest", "amax", "#0072B2"),
+        ("smallest, not 0", "smallest", "#E69F00"),
+    ):
+        values = [getattr(row, fact) or float("nan") for row in rows]
         panel.plot(places, values, marker=".", color=colour, label=label)
     for place in places:
-        if rows[place][4]:
+        if rows[place].nonfinite:
             panel.axvline(place, color="#D55E00", linestyle=":", linewidth=1)
     every = -(-len(rows) // MAX_LINES)
-    panel.set_xticks(places[::every], [row[0] for row in rows[::every]], rotation=90)
+    panel.set_xticks(places[::every], [row.name for row in rows[::every]], rotation=90)
     panel.set_yscale("log", base=2)
     panel.set_ylabel("magnitude of what it returned")
     panel.set_xlabel("module, in the order of the forward (dotted: not finite)")

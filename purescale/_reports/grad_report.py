@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._reports.printing import leaf_names, read, table
+from .._reports.printing import MAX_LINES, leaf_names, pyplot, read, table
 from .._torch import dtensor
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import real_dtype, wide_dtype
@@ -30,14 +31,13 @@ class LeafReport(NamedTuple):
 
 class GradReport(NamedTuple):
     """A `LeafReport` for each gradient. `print(report)` syncs, and prints a table, the
-    worst first.
+    worst first; `report.plot()` makes a figure.
     """
 
     rows: dict[str, LeafReport]
 
     def __str__(self) -> str:
-        columns = map(read, zip(*self.rows.values(), strict=True))
-        rows = list(zip(self.rows, *columns, strict=True))
+        rows = _read(self.rows)
         bad = [name for name, *_, nonfinite in rows if nonfinite]
         lines = ["every gradient is finite"]
         if bad:
@@ -47,34 +47,54 @@ class GradReport(NamedTuple):
             ]
         cells = [
             (name, f"{amax:.2e}", f"{zeros:.0%}", f"{subnormal:.0%}", f"{nonfinite:.0f}")
-            for name, amax, zeros, subnormal, nonfinite in sorted(
-                rows, key=lambda row: (-row[4], -(row[2] + row[3]))
-            )
+            for name, amax, zeros, subnormal, nonfinite in _worst_first(rows)
         ]
         header = ("leaf", "amax", "zeros", "subnormal", "not finite")
         return "\n".join(lines + table(header, cells))
 
+    def plot(self) -> Any:
+        """Syncs with the host. A matplotlib Figure: a bar for the largest magnitude of each leaf,
+        one for its zeros and subnormals, the worst first; what is not finite is marked.
+        """
+        return _plot(_worst_first(_read(self.rows)))
+
+
+_Row = tuple[str, float, float, float, float]
+
+
+def _read(rows: dict[str, LeafReport]) -> list[_Row]:
+    """Syncs with the host: four copies for any number of rows. Of stacked reports the worst."""
+    return list(zip(rows, *map(read, zip(*rows.values(), strict=True)), strict=True))
+
+
+def _worst_first(rows: list[_Row]) -> list[_Row]:
+    return sorted(rows, key=lambda row: (-row[4], -(row[2] + row[3])))
+
 
 @outside_autocast()
-def grad_report(grads: Tree, sample: int = 1) -> GradReport:
+def grad_report(grads: Tree, sample: int = 1, dtype: torch.dtype | None = None) -> GradReport:
     """Equal to, for each leaf `g`, `amax = g.abs().amax()`, `zeros = (g == 0).float().mean()`,
     `subnormal = ((g != 0) & (g.abs() < torch.finfo(g.dtype).tiny)).float().mean()` and
-    `nonfinite = (~g.isfinite()).sum()`.
+    `nonfinite = (~g.isfinite()).sum()`; with `dtype` of `g.to(dtype)`.
 
-    It shows which layer overflowed, and which one underflows: a high share of zeros under a low
-    scale. Zeros and subnormals are counted in the dtype of the leaf, so look at float16 gradients
-    before they are widened. For occasional use, not for every step.
+    It shows which layer overflowed, and which one underflows: a high share of zeros and subnormals
+    under a low scale. For occasional use, not for every step.
 
     - `grads`: a pytree of floating or complex tensors. `None` has no row; the row of an
       empty leaf is four zeros. Of a sparse leaf its summed values count, of a complex leaf both
       parts. A DTensor is gathered.
     - `sample=n`: use only every n-th element of a leaf.
+    - `dtype`: the dtype by which zeros, subnormals and inf are judged; None for that of each leaf.
+      Gradients of float32 parameters are float32 even if a policy computed them in float16, as
+      autograd widens them; in float32 next to nothing is subnormal. Pass those of the scaled loss,
+      not yet unscaled, with `dtype=torch.float16`: that cast is exact for all that float16
+      computed. Norms are computed in float32; `apply.norm_params` names their weights.
 
     Returns tensors on the device of the leaf and reads no value; `print` does. Reports can be
     stacked (then the worst of each is printed) and returned from `torch.vmap`.
 
-    Raises `TypeError`, naming the leaf, for a leaf that is no gradient, `ValueError` for a tree
-    without tensors.
+    Raises `TypeError`, naming the leaf, for a leaf that is not a gradient, and for a `dtype` that
+    is not real and floating; `ValueError` for a tree without tensors.
 
     >>> import torch
     >>> weight = torch.tensor([2.0, 0.0, 1e-7, float("inf")], dtype=torch.float16)
@@ -83,6 +103,9 @@ def grad_report(grads: Tree, sample: int = 1) -> GradReport:
     leaf             amax  zeros  subnormal  not finite
     head.weight       inf    25%        25%           1
     head.bias    1.00e+00     0%         0%           0
+    >>> widened = torch.tensor([1e-6, 1.0])  # 1e-6 is subnormal in float16
+    >>> grad_report(widened, dtype=torch.float16).rows["grads"].subnormal
+    tensor(0.5000)
 
     Source of the rule: none. Requested in pytorch#67590 and #152279; DeepSpeed and apex name no
     leaf.
@@ -90,6 +113,11 @@ def grad_report(grads: Tree, sample: int = 1) -> GradReport:
     leaves, _ = _tree.flatten(grads)
     _tree.check_gradients(grads, leaves)
     sample = scalars.whole("sample", sample, least=1)
+    if not (dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)):
+        raise TypeError(
+            f"dtype must be that in which the gradients were computed, got "
+            f"{scalars.short_repr(dtype)}. Fix: dtype=torch.float16, or None for that of each leaf."
+        )
     names = [
         name
         for name, leaf in zip(leaf_names(grads, "grads"), leaves, strict=True)
@@ -107,9 +135,9 @@ def grad_report(grads: Tree, sample: int = 1) -> GradReport:
         kinds.setdefault((leaf.device, leaf.dtype), []).append(index)
     reports: list[Any] = [None] * len(present)
     with torch.no_grad():
-        for (_, dtype), indices in kinds.items():
-            tiny = torch.finfo(dtype).tiny
-            columns = _reports_of([present[index] for index in indices], tiny, sample)
+        for (_, own), indices in kinds.items():
+            judged = real_dtype(own) if dtype is None else dtype
+            columns = _reports_of([present[index] for index in indices], judged, sample)
             for index, *row in zip(indices, *(c.unbind() for c in columns), strict=True):
                 reports[index] = LeafReport(*row)
     return GradReport(dict(zip(names, reports, strict=True)))
@@ -122,18 +150,20 @@ def grad_report(grads: Tree, sample: int = 1) -> GradReport:
 _ROW = 64
 
 
-def _reports_of(leaves: Sequence[Tensor], tiny: float, sample: int) -> list[Tensor]:
-    """`amax`, `zeros`, `subnormal` and `nonfinite` of leaves of one dtype and device: [n] each."""
-    device, number = leaves[0].device, len(leaves)
+def _reports_of(leaves: Sequence[Tensor], dtype: torch.dtype, sample: int) -> list[Tensor]:
+    """`amax`, `zeros`, `subnormal` and `nonfinite` in `dtype`, of leaves that share their own and
+    the device: [n] each.
+    """
+    device, number, tiny = leaves[0].device, len(leaves), torch.finfo(dtype).tiny
     sizes, padded = [0] * number, [0] * number
-    amax = torch.zeros(number, dtype=real_dtype(wide_dtype(leaves[0].dtype)), device=device)
+    amax = torch.zeros(number, dtype=wide_dtype(dtype), device=device)
     counts = torch.zeros(number, 3, dtype=torch.int64, device=device)
     for part in _chunks(leaves, sample, 2**19 if leaves[0].is_cpu else 2**24):
         lengths = [-(-values.numel() // _ROW) for _, values in part]
         for (index, values), length in zip(part, lengths, strict=True):
             sizes[index] += values.numel()
             padded[index] += length * _ROW
-        magnitude = _in_rows([values for _, values in part], lengths).abs()
+        magnitude = _in_rows([values.to(dtype) for _, values in part], lengths).abs()
         tests = (magnitude == 0, magnitude < tiny, magnitude < torch.inf)
         row_counts = torch.stack([test.sum(1, dtype=torch.int32) for test in tests], 1)
         leaf_of_row = torch.repeat_interleave(
@@ -188,3 +218,32 @@ def _in_rows(values: list[Tensor], lengths: list[int]) -> Tensor:
         values = [part for pair in zip(values, zeros, strict=True) for part in pair]
     row = torch.cat(values) if len(values) > 1 else values[0]
     return row.reshape(-1, _ROW)
+
+
+# ---- the picture ---------------------------------------------------------------------------------
+
+
+def _plot(rows: list[_Row]) -> Any:
+    plt = pyplot("report.plot()")
+    shown = rows[:MAX_LINES][::-1]  # bars are drawn from below
+    height = 1.5 + 0.25 * len(shown)
+    figure, (left, right) = plt.subplots(
+        1, 2, sharey=True, figsize=(8, height), layout="constrained"
+    )
+    names, amax, zeros, subnormal, nonfinite = zip(*shown, strict=True)
+    largest = [value if math.isfinite(value) else 0 for value in amax]
+    left.barh(names, largest, color="#0072B2")
+    if any(largest):
+        left.set_xscale("log", base=2)
+    left.set_xlabel("largest magnitude (shaded: not finite)")
+    right.barh(names, zeros, color="#E69F00", label="zeros")
+    right.barh(names, subnormal, left=zeros, color="#56B4E9", label="subnormal")
+    right.set_xlim(0, 1)
+    right.set_xlabel("share of the elements")
+    for panel in (left, right):
+        for place, count in enumerate(nonfinite):
+            if count:
+                panel.axhspan(place - 0.5, place + 0.5, color="#F4CDB3", linewidth=0, zorder=0)
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=2)
+    return figure

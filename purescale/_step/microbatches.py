@@ -52,6 +52,7 @@ class WindowGrads(NamedTuple):
     seen: list[Tensor]  # the tensors of the microbatches
     divisor: Tensor | None = None  # of this rank's mean in that of a group; inf where it counts not
     reduction: Reduction | None = None  # what is on its way to the other ranks
+    nan: float | None = None  # what a NaN of this rank is sent as; None if nobody is told
 
 
 # ---- two ways to average -------------------------------------------------------------------------
@@ -156,7 +157,9 @@ def _accumulate(
     microbatches: list[Any],
     sent_with: Leaves,
 ) -> WindowGrads:
-    value_and_grad = ValueAndGrad(params, buffers, scaler, loss_fn)
+    # what is sent to other ranks has no graph
+    differentiable = options.optimizer.differentiable and options.group is None
+    value_and_grad = ValueAndGrad(params, buffers, scaler, loss_fn, differentiable=differentiable)
     scale: Tensor = scaler.tree.scale
     weights = _weights(options, microbatches, scale)
     mean = _Mean(options, weights, scale, is_traced=value_and_grad.is_traced)
@@ -198,6 +201,7 @@ def _accumulate(
         aux=aux,
         seen=value_and_grad.seen,
         reduction=reduction,
+        nan=mean.nan,
         **facts,
     )
 
@@ -218,6 +222,15 @@ class _Mean:
         self.sums: list[Tensor] | None = None
         self.accum: AccumState | None = None
         self.overflows: list[Tensor] = []  # of each microbatch that was measured, or of the mean
+
+    @property
+    def nan(self) -> float | None:
+        """What a NaN of this rank is sent as; None if no norm is told. As `measured` tells it: inf
+        in a sum of several microbatches.
+        """
+        if self.options.clip.norm_type is None and not self.options.takes_amax:
+            return None
+        return math.nan if len(self.weights.counts) == 1 else math.inf
 
     def start(self, value_and_grad: ValueAndGrad) -> None:
         """A mean of nothing, which has the tensors of every later one."""
@@ -297,8 +310,7 @@ class _Mean:
         )
         if not self.is_single and stats.norm is not None and stats.nonfinite_on_host is not False:
             # inf and -inf in one sum are NaN, or not, by the order of the microbatches.
-            norm = stats.norm.nan_to_num(nan=math.inf, posinf=math.inf)
-            stats = stats._replace(norm=norm)
+            stats = stats._replace(norm=stats.norm.nan_to_num(math.inf, math.inf))
         if self.is_summed and self.overflows:
             each = torch.stack(self.overflows)
             self.overflows = list(torch.where(each.any(), each, stats.nonfinite))
@@ -321,7 +333,8 @@ def _taker(
         before = None if mean.sums is None else [mean.sums[place]]
         sums = add_share(before, flat.tensors, share, counts, is_traced=False)
         tensors = [torch.zeros_like(t) for t in flat.tensors] if sums is None else sums
-        reduction.put(value_and_grad.present[place], flat.restore(tensors)[0], own=True)
+        gradient = flat.restore(tensors)[0]
+        reduction.put(value_and_grad.present[place], gradient, own=True, nan=mean.nan)
 
     return take
 

@@ -36,8 +36,9 @@ def reduce_window(
     rank has changed keeps its bits. Of integers the largest is taken, since they count.
 
     No flag is sent where the window is looked at as a whole: an overflow of one rank is inf or NaN
-    in the sum, so every rank measures the same. What was seen of single microbatches, and of
-    weights, `microbatches._summary` has reduced already.
+    in the sum, so every rank measures the same. Where a norm is told, -inf is sent as inf: what
+    overflows on several ranks has the norm inf, as in one process. What was seen of single
+    microbatches, and of weights, `microbatches._summary` has reduced already.
     """
     weights, before, after = params.leaves, buffers.leaves, window.buffers
     reduction = window.reduction
@@ -46,7 +47,7 @@ def reduce_window(
         grads = window.grads.restore(window.grads.tensors)
         for index in reversed(range(len(weights))):
             if index in reduction.bucket_of:
-                reduction.put(index, grads[index])
+                reduction.put(index, grads[index], nan=window.nan)
     for index, (old, new) in enumerate(zip(before, after, strict=True), len(weights)):
         if index in reduction.bucket_of:
             reduction.put(index, _change_and_value(old, new, reduction.divisor))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -41,6 +42,7 @@ class SpikeState(NamedTuple):
 
     loss: SpikeStats
     grad_norm: SpikeStats
+    consecutive_rejections: Tensor  # int32 []: rejections in a row, for check_guard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,11 +58,15 @@ class SpikeGuard:
     - `decay`: between 0 and 1; of the running mean and variance. The first `1 / (1 - decay)` steps
       have equal weights.
     - `warmup`: accepted steps before the first is judged, at least 2.
+    - `patience`: rejections in a row, at least 1. The spike after them is accepted, and all is
+      learnt anew from it on, `warmup` included: a loss that has risen for good is no spike.
 
     What is rejected is not learnt from, nor is a step whose loss or norm is not finite. An exact 0
     is not counted: it says nothing about the usual size, as where a reward is sparse. Deviations
-    below a millionth of the mean, which may be rounding, count as that. A lasting rise is rejected
-    for ever: look at `info.rejected`, and start again from `guard.init`. NaN is above nothing.
+    below a millionth of the mean, which may be rounding, count as that. NaN is above nothing.
+    `state.consecutive_rejections` counts up to `patience`, for `check_guard`. What ends a row is an
+    accepted step that moves something: its numbers are finite, and its gradient norm, or without
+    one its loss, is not 0.
 
     >>> import torch
     >>> guard = SpikeGuard(warmup=4)
@@ -79,10 +85,12 @@ class SpikeGuard:
     sigma: float = 6.0
     decay: float = 0.99
     warmup: int = 20
+    patience: int = 10
 
     def __post_init__(self) -> None:
         scalars.normalize_fields(self, scalars.positive, "sigma", "decay")
-        scalars.normalize_fields(self, lambda name, n: scalars.whole(name, n, least=2), "warmup")
+        scalars.normalize_fields(self, functools.partial(scalars.whole, least=2), "warmup")
+        scalars.normalize_fields(self, functools.partial(scalars.whole, least=1), "patience")
         if not self.decay < 1:
             raise ValueError(
                 f"decay must be between 0 and 1, got {self.decay!r}. Fix: 0.99, about a hundred "
@@ -99,13 +107,15 @@ class SpikeGuard:
             )
             return SpikeStats(mean, variance, count)
 
-        return SpikeState(nothing(), nothing())
+        rejections = torch.zeros((), dtype=torch.int32, device=device)
+        return SpikeState(nothing(), nothing(), rejections)
 
     def update(
         self, state: SpikeState, loss: Tensor, grad_norm: Any = (), /
     ) -> tuple[SpikeState, Tensor]:
-        """The next state, and whether loss or norm is a spike, 0-d bool. `grad_norm`: a 0-d tensor,
-        or `()` where it was not measured.
+        """The next state, and whether to reject the step, 0-d bool: loss or norm is a spike, and
+        fewer than `patience` before it in a row were. `grad_norm`: a 0-d tensor, or `()` where it
+        was not measured.
         """
         if not isinstance(state, SpikeState):
             raise TypeError(
@@ -113,13 +123,20 @@ class SpikeGuard:
                 "of another guard, or of a whole step. Fix: `guard.init(device)`, or "
                 "`guard.update(train_state.guard, loss, grad_norm)`."
             )
-        seen = (loss, grad_norm) if isinstance(grad_norm, Tensor) else (loss,)
-        pairs = [(stats, x.to(stats.mean.dtype)) for stats, x in zip(state, seen, strict=False)]
-        bad = torch.stack([self._is_spike(stats, x) for stats, x in pairs]).any()
+        numbers = (loss, grad_norm) if isinstance(grad_norm, Tensor) else (loss,)
+        known = (state.loss, state.grad_norm)
+        pairs = [(stats, x.to(stats.mean.dtype)) for stats, x in zip(known, numbers, strict=False)]
+        spike = torch.stack([self._is_spike(stats, x) for stats, x in pairs]).any()
+        rejections = state.consecutive_rejections
+        gives_in = spike & (rejections >= self.patience)
+        bad = spike & ~gives_in
         learn = ~bad & torch.isfinite(torch.stack([x for _, x in pairs])).all()
-        learnt = [self._learnt(stats, x, learn) for stats, x in pairs]
-        absent = [SpikeStats(*map(torch.clone, stats)) for stats in state[len(seen) :]]
-        return SpikeState(*learnt, *absent), bad
+        new = [self._learnt(_forgotten(stats, gives_in), x, learn) for stats, x in pairs]
+        new += [_forgotten(stats, gives_in) for stats in known[len(pairs) :]]
+        # A step of gradients that are 0 moves nothing: it must not end the row.
+        ends = gives_in | (learn & (pairs[-1][1] != 0))
+        rejections = torch.where(ends, 0, rejections + bad.to(torch.int32))
+        return SpikeState(new[0], new[1], rejections), bad
 
     def _is_spike(self, stats: SpikeStats, value: Tensor) -> Tensor:
         deviation = torch.maximum(stats.variance.sqrt(), stats.mean.abs() * _RESOLUTION)
@@ -138,13 +155,57 @@ class SpikeGuard:
         )
 
 
+def _forgotten(stats: SpikeStats, forget: Tensor) -> SpikeStats:
+    """In fresh memory, as before the first step where `forget` says so."""
+    return SpikeStats(*[torch.where(forget, 0, number) for number in stats])
+
+
 _RESOLUTION = 2.0**-20  # of a loss or norm in float32, a sum of many numbers
+
+
+def check_guard(state: Any, max_rejections: int) -> None:
+    """Syncs with the host, and raises `FloatingPointError` if a guard has rejected more than
+    `max_rejections` steps in a row.
+
+    `state`: that of one guard, `state.guard` of a TrainState. The count is its field
+    `consecutive_rejections`: `TypeError` for a state that has none. A `SpikeGuard` gives in after
+    `patience` of them, so choose fewer, and call this every `patience - max_rejections` steps at
+    least.
+
+    >>> import torch
+    >>> guard = SpikeGuard(warmup=2, patience=10)
+    >>> state = guard.init()
+    >>> for loss in (2.0, 2.1, 9.0, 9.0, 9.0):
+    ...     state, bad = guard.update(state, torch.tensor(loss), ())
+    >>> check_guard(state, max_rejections=3)
+    >>> check_guard(state, max_rejections=2)
+    Traceback (most recent call last):
+    FloatingPointError: 3 steps in a row were rejected by the guard, more than max_rejections=2...
+    """
+    most = scalars.whole("max_rejections", max_rejections)
+    count = getattr(state, "consecutive_rejections", None)
+    if not isinstance(count, Tensor) or count.ndim:
+        raise TypeError(
+            f"check_guard takes the state of one guard, its `consecutive_rejections` a 0-d tensor, "
+            f"got {scalars.short_repr(state)}. Fix: `check_guard(state.guard, {most})` of a "
+            "TrainState, of an ensemble one at a time; in a guard of your own an int32 field of "
+            "that name, which `update` sets to `torch.where(bad, state.consecutive_rejections + 1, "
+            "0)`."
+        )
+    if int(count) > most:
+        raise FloatingPointError(
+            f"{int(count)} steps in a row were rejected by the guard, more than "
+            f"max_rejections={most}. Likely cause: loss or gradient norm has risen for good, by a "
+            "bad step that was accepted, other data, or a higher rate. Fix: go back to a "
+            "checkpoint before the rise; to go on from here, "
+            "`state._replace(guard=guard.init(device))`, which learns anew at once."
+        )
 
 
 # ---- how a step calls a guard --------------------------------------------------------------------
 
 
-def check_guard(guard: Any) -> None:
+def check_is_guard(guard: Any) -> None:
     """Refuse what is no guard."""
     if what := scalars.not_made(guard, "init", "update"):
         raise TypeError(
@@ -161,7 +222,7 @@ def check_guarded(guard: Any, state: Tree) -> None:
             "`train_step(..., guard=guard)` with the guard of init_train_state; to go on without, "
             "`state._replace(guard=())`."
         )
-    check_guard(guard)
+    check_is_guard(guard)
     if state == () and guard.init(None) != ():  # one that remembers nothing has no state
         raise ValueError(
             "the step has a guard, and state.guard is (). Likely cause: a state that was made, or "

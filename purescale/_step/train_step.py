@@ -23,7 +23,7 @@ from .._step.optimizer_step import update
 from .._step.reduce import checked as checked_group
 from .._step.reduce import reduce_window
 from .._step.retry import accumulate_until_finite
-from .._step.spike_guard import Guard, check_guard, check_guarded, judged
+from .._step.spike_guard import Guard, check_guarded, check_is_guard, judged
 from .._step.step_info import StepInfo
 from .._step.step_options import BNUpdate, StepOptions
 from .._step.value_and_grad import LossFn
@@ -78,7 +78,7 @@ def init_train_state(
     """
     _check_parts(optimizer, rule)
     if guard is not None:
-        check_guard(guard)
+        check_is_guard(guard)
     weights = _tree.tensors(params)
     if not weights:
         raise ValueError(
@@ -175,10 +175,12 @@ def train_step(
       their own mesh, are refused.
     - `guard`: looks at the loss of the step and, with `max_norm`, at the norm before clipping, and
       may reject it: `SpikeGuard()`, over a state of `init_train_state(..., guard=guard)`. A
-      rejected step is skipped as an overflow is, but leaves the loss scale as it was; `info` has
-      `found_inf` and `rejected`, and the loss and the norm that were rejected. It judges a window
-      as a whole, and over a group all ranks alike. A step that is skipped for another reason
-      leaves `state.guard` as it was.
+      rejected step is skipped as an overflow is, but the rejection itself does not lower the loss
+      scale; an overflow in the same window does, of a microbatch that was dropped or of a try
+      before the last. `info` has `found_inf` and `rejected`, and the loss and the norm that were
+      rejected. It judges a window as a whole, and over a group all ranks alike. A step that is
+      skipped for another reason leaves `state.guard` as it was. `check_guard(state.guard, n)`
+      raises after more than n rejections in a row.
 
     - `unroll=False`: under `torch.compile` (torch 2.13) the compiler follows the gradient of one
       microbatch and calls its code for all of the same structure, shapes, strides and dtypes, so
@@ -193,7 +195,10 @@ def train_step(
     averaged, unscaled gradients before clipping; where the loss itself is not finite it gets
     `found_inf=False` and NaN, as no scale could have cured it. Reads no tensor's value, so nothing
     syncs; works under `torch.compile(fullgraph=True)`, `torch.vmap` and `torch.func.grad`.
-    Parameters that the loss does not use have a gradient of 0.
+    Parameters that the loss does not use have a gradient of 0, so momentum and weight decay still
+    move them, where torch leaves a parameter without a gradient alone. A derivative with respect to
+    the state goes through torch.func, or by `.backward()` with an optimizer that is
+    `differentiable=True`.
 
     Raises before any work is done: `TypeError` and `ValueError` for microbatches that are no list
     or an empty one and for settings; before anything is changed: for what `loss_fn` returns.

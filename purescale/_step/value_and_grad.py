@@ -1,4 +1,4 @@
-"""The loss and the gradients of one microbatch, of a loss that is scaled."""
+"""The loss and the gradients of one microbatch, for a step and for a loop by hand."""
 
 from __future__ import annotations
 
@@ -11,19 +11,25 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from .._loss_scale.scaling import wide_loss
+from .._loss_scale.rule_protocol import HasScale
+from .._loss_scale.scaling import check_device, wide_loss
+from .._optim.step_inputs import flatten_together
 from .._torch import donation, dtensor, functorch_kernels, private
+from .._torch.autocast import outside_autocast
 from .._torch.dtypes import wide_dtype
-from .._torch.tracing import traced
+from .._torch.tracing import is_on_a_graph, traced
 from .._tree import tree as _tree
 from .._tree.leaves import versions
+from .._tree.scalars import short_repr
 from .._tree.tree import Flat, Leaves, Tree
 
 functorch_kernels.register()
 
 
 class LossFn(Protocol):
-    """What `train_step` differentiates: a pure function of params, buffers and one microbatch."""
+    """What `train_step` and `value_and_grad` differentiate: a pure function of params, buffers and
+    one microbatch.
+    """
 
     def __call__(
         self, params: Tree, buffers: Tree, microbatch: Any, /
@@ -33,9 +39,118 @@ class LossFn(Protocol):
         """
 
 
+def value_and_grad(
+    loss_fn: LossFn,
+) -> Callable[..., tuple[tuple[Tensor, Tree] | tuple[Tensor, Tree, Any], Tree]]:
+    """Return `fn(params, buffers, microbatch, scaler=None)`, equal to
+
+        def scaled(params):
+            loss, new_buffers, *aux = loss_fn(params, buffers, microbatch)
+            return scale_loss(scaler, loss), (loss.float(), new_buffers, *aux)
+
+        grads, (_, value) = torch.func.grad_and_value(scaled, has_aux=True)(params)
+        return value, grads
+
+    The gradients for a loop by hand, with the `loss_fn` of `train_step` and the same bits. In eager
+    mode torch's ordinary backward makes them, which takes two thirds of the time of `torch.func`
+    and also takes activation checkpointing and autograd Functions of the older form. Inside
+    `torch.compile`, `torch.vmap` and `torch.func.grad` it is `torch.func`, so that the result can
+    be differentiated again.
+
+    Args:
+        loss_fn: That of `train_step`. It returns `(loss, new_buffers)` or `(loss, new_buffers,
+            aux)`: a real loss of one element, not scaled; `buffers` where nothing changes them.
+        params: Given to `fn`, as all that follows. What is differentiated: a pytree of floating or
+            complex tensors and None.
+        buffers, microbatch: What `loss_fn` is given besides. They have no gradient.
+        scaler: The state that scales the loss, of `rule.init(device)`. Unscale with the same one.
+            Without it the gradients are those of the loss itself.
+
+    Returns:
+        `(loss, new_buffers), grads`, or `(loss, new_buffers, aux), grads` where `loss_fn` returns
+        aux. `loss`: 0-d, not scaled, in float32 or float64. `grads`: of the scaled loss, a tree
+        like `params` in their dtypes; 0 where the loss does not use a parameter, None where that is
+        None. In eager mode nothing is on a graph, and nothing shares memory with the arguments or
+        with another result, so that a later step may be given any of it with `donate=True`. Inside
+        the caller's `torch.autocast` only `loss_fn` is computed under it.
+
+    Raises:
+        TypeError: `loss_fn` is not a function, `scaler` is not the state of one scaler, a parameter
+            is an integer, or `loss_fn` returned something else.
+        ValueError: There is no parameter, a tensor is on another device or on a graph of
+            torch.autograd, the new buffers do not match, or in eager mode the loss does not depend
+            on `params`.
+        RuntimeError: `loss_fn` wrote into a parameter.
+
+    Example:
+        >>> import torch
+        >>> from purescale import DynamicScale, unscale_and_check
+        >>> def loss_fn(params, buffers, x):
+        ...     return (params["w"] * x).sum(), {"seen": buffers["seen"] + 1}
+        >>> fn, scaler = value_and_grad(loss_fn), DynamicScale(init_scale=8.0).init()
+        >>> params, buffers = {"w": torch.ones(2)}, {"seen": torch.tensor(0)}
+        >>> (loss, buffers), grads = fn(params, buffers, torch.tensor([1.0, 2.0]), scaler=scaler)
+        >>> loss, buffers, grads
+        (tensor(3.), {'seen': tensor(1)}, {'w': tensor([ 8., 16.])})
+        >>> unscale_and_check(scaler, grads)
+        ({'w': tensor([1., 2.])}, tensor(False))
+
+    Source of the rule: `jax.value_and_grad(..., has_aux=True)`; torch.amp's `scaler.scale(loss)
+    .backward()`.
+    """
+    if not callable(loss_fn):
+        raise TypeError(
+            f"value_and_grad takes a function, got {type(loss_fn).__name__} {short_repr(loss_fn)}. "
+            "Likely cause: the loss was computed before. Fix: `fn = value_and_grad(loss_fn)`, then "
+            "`(loss, buffers), grads = fn(params, buffers, microbatch, scaler=scaler)`."
+        )
+    return functools.partial(_value_and_grad, loss_fn)
+
+
+class _Unscaled(NamedTuple):
+    """What stands for the scaler of a loss that is not scaled."""
+
+    scale: Tensor
+
+
+@outside_autocast("loss_fn")
+def _value_and_grad(
+    loss_fn: LossFn, params: Tree, buffers: Tree, microbatch: Any, scaler: HasScale | None = None
+) -> tuple[Any, Tree]:
+    flat = flat_params, flat_buffers, _ = _checked(params, buffers, scaler)
+    out = ValueAndGrad(*flat, loss_fn)(flat_buffers.leaves, microbatch)
+    new_buffers = flat_buffers.structure.unflatten(out.buffers)
+    return (out.loss, new_buffers, *out.aux), flat_params.structure.unflatten(out.grads)
+
+
+def _checked(params: Tree, buffers: Tree, scaler: HasScale | None) -> tuple[Flat, Flat, Flat]:
+    """Parameters, buffers and scaler, flat; refused where they are not."""
+    flat = flatten_together(params, buffers, () if scaler is None else scaler)
+    flat_params, flat_buffers, flat_scaler = flat
+    if all([leaf is None for leaf in flat_params.leaves]):
+        raise ValueError(
+            f"params has no tensor: {short_repr(params)}. Fix: `apply, params, buffers = "
+            "make_functional(model)`."
+        )
+    _tree.check_parameters(flat_params)
+    _tree.reject_autograd_history(params=flat_params, buffers=flat_buffers)
+    if scaler is None:
+        one = torch.ones((), device=_tree.device_of(params, flat_params.leaves, "params"))
+        flat_scaler = Flat(_Unscaled(one), [one], None, flat_params.ordinary)
+    scale = getattr(flat_scaler.tree, "scale", None)
+    if not isinstance(scale, Tensor) or scale.ndim:
+        raise TypeError(
+            f"scaler is {short_repr(scaler)}; expected the state of one scaler, its `scale` a 0-d "
+            "tensor. Fix: `scaler = rule.init(device)`, of a TrainState `state.scaler`; for "
+            "stacked states call this under torch.vmap."
+        )
+    check_device(scale, params, flat_params.leaves, "params")
+    return flat_params, flat_buffers, flat_scaler
+
+
 class MicrobatchResult(NamedTuple):
-    """What one microbatch gives, off the graph and apart from the state. `loss_fn` may still hold
-    the buffers and aux that it returned.
+    """What one microbatch gives, off the graph, in memory apart from the state, the microbatch and
+    each other. `loss_fn` may still hold the buffers and aux that it returned.
     """
 
     grads: Leaves  # of the scaled loss, one per parameter; None where that is
@@ -50,10 +165,19 @@ _ENABLED = contextlib.nullcontext()  # which costs a fifth of enabling again wha
 class ValueAndGrad:
     """The loss, the gradients and the new buffers of each microbatch of a step.
 
-    What is the same for all of them is worked out once.
+    What is the same for all of them is worked out once. `differentiable`: a `.backward()` is to go
+    through the gradients too.
     """
 
-    def __init__(self, params: Flat, buffers: Flat, scaler: Flat, loss_fn: LossFn) -> None:
+    def __init__(
+        self,
+        params: Flat,
+        buffers: Flat,
+        scaler: Flat,
+        loss_fn: LossFn,
+        *,
+        differentiable: bool = False,
+    ) -> None:
         self.scale, self.loss_fn, self.buffers = scaler.tree.scale, loss_fn, buffers
         self.params, self.structure = params, params.structure
         self.present = [index for index, leaf in enumerate(params.leaves) if leaf is not None]
@@ -61,7 +185,8 @@ class ValueAndGrad:
         self.are_all_present = len(self.inputs) == len(params.leaves)
         self.seen: list[Tensor] = []  # the tensors of the microbatches
         self.sharded = not params.ordinary and dtensor.any_dtensor(self.inputs)
-        self.is_traced = traced()
+        # torch.autograd would drop the graph of its own backward; torch.func.grad keeps it.
+        self.is_traced = traced() or (differentiable and is_on_a_graph(self.inputs))
         if not self.is_traced:
             given = [*self.inputs, *buffers.leaves, *scaler.leaves]
             self.taken = {None, *donation.memories(given)}
@@ -95,6 +220,7 @@ class ValueAndGrad:
         returned.
         """
         if self.is_traced:
+            self.seen += [] if traced() else _tree.all_tensors(microbatch)
             return self.traced(self.inputs, self.scale, buffers, microbatch)
         # torch.func.grad would give the same bits; this also takes checkpointing around `apply` and
         # custom Functions of the older form.
@@ -119,9 +245,19 @@ class ValueAndGrad:
         self, inputs: Leaves, scale: Tensor, buffers: Leaves, microbatch: Any
     ) -> MicrobatchResult:
         """In plain operators, of parameters and a scale that may stand for those of the step."""
-        scaled = functools.partial(self._scaled, buffers, microbatch, scale=scale)
-        found, (_, outputs) = torch.func.grad_and_value(scaled, has_aux=True)(inputs)
-        return self._result(list(found), outputs, None)
+        apart: list[Any] = []  # torch.func lets nothing out but tensors
+
+        def scaled(inputs: Leaves) -> tuple[Tensor, list[Tensor]]:
+            loss, outputs = self._scaled(buffers, microbatch, inputs, scale=scale)
+            leaves, structure = private.pytree.tree_flatten(outputs)
+            others = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
+            apart.extend((structure, others))
+            return loss, [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+        found, (_, tensors) = torch.func.grad_and_value(scaled, has_aux=True)(inputs)
+        structure, others = apart
+        leaves = [tensors.pop(0) if other is None else other[0] for other in others]
+        return self._result(list(found), private.pytree.tree_unflatten(leaves, structure), None)
 
     def _result(
         self,
@@ -134,6 +270,7 @@ class ValueAndGrad:
         aux = outputs[2]
         if aux:
             leaves, structure = _tree.flatten(aux)
+            taken = None if taken is None else {*taken, *donation.memories(found)}
             aux = structure.unflatten(_tree.detach_unaliased(leaves, taken))
         return MicrobatchResult(self._leaves(grads) if grads else [], loss, buffers, aux)
 
@@ -154,9 +291,10 @@ class ValueAndGrad:
         if not loss.requires_grad:
             raise ValueError(
                 "the loss does not depend on params. Likely cause: loss_fn calls the module "
-                "and not `apply(params, buffers, ...)`, or runs under torch.no_grad or "
-                "inference_mode. Fix: `out, buffers = apply(params, buffers, x)` and a loss "
-                "of that `out`."
+                "and not `apply(params, buffers, ...)`, runs under torch.no_grad or "
+                "inference_mode, or takes steps of its own by an optimizer without "
+                "differentiable=True. Fix: `out, buffers = apply(params, buffers, x)` and a loss "
+                "of that `out`; from_torch(..., differentiable=True) for the inner steps."
             )
         if versions(inputs) != before:
             self._refuse_writes(inputs, before)
@@ -180,8 +318,7 @@ class ValueAndGrad:
         loss, new_buffers, aux = self._checked(self.loss_fn(params, given, microbatch))
         wide = wide_loss(loss, scale)
         wide = wide.reshape(()) if wide.ndim else wide
-        unscaled = wide.clone() if aux else wide  # aux may hold the loss
-        return wide * scale, (unscaled, new_buffers, aux)
+        return wide * scale, (wide, new_buffers, aux)
 
     def _checked(self, returned: Any) -> tuple[Tensor, Leaves, list[Any]]:
         buffers = self.buffers.tree

@@ -10,17 +10,23 @@ from torch import Tensor
 from .._torch.tracing import host_can_read
 
 HALF = (torch.float16, torch.bfloat16)
-_WIDE = frozenset((torch.float32, torch.float64, torch.complex64, torch.complex128))
+_PARTS = {
+    torch.complex32: torch.float16,
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+}
+_WIDE = {kind: kind for kind in (torch.float32, torch.float64, torch.complex64, torch.complex128)}
+_WIDE |= {**dict.fromkeys(HALF, torch.float32), torch.complex32: torch.complex64}
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """`dtype`, or float32 where that is wider; complex64 for half complex."""
-    return dtype if dtype in _WIDE else torch.promote_types(dtype, torch.float32)
+    return _WIDE.get(dtype) or torch.promote_types(dtype, torch.float32)
 
 
 def real_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of the two parts of a complex number; any other dtype as it is."""
-    return {torch.complex64: torch.float32, torch.complex128: torch.float64}.get(dtype, dtype)
+    return _PARTS.get(dtype, dtype)
 
 
 def widest_float(device: torch.device) -> torch.dtype:

@@ -262,15 +262,22 @@ def _filled_like(tensors: Sequence[Tensor], value: Tensor) -> list[Tensor]:
     return filled
 
 
-def cast(tensors: Sequence[Tensor], dtypes: torch.dtype | Sequence[torch.dtype]) -> list[Tensor]:
-    """`saturating` of each; what has its dtype already is returned as it is."""
+def cast(
+    tensors: Sequence[Tensor],
+    dtypes: torch.dtype | Sequence[torch.dtype],
+    *,
+    bounded: bool = True,
+) -> list[Tensor]:
+    """`saturating` of each, or `.to` where not `bounded`; what has its dtype already is returned as
+    it is.
+    """
     if isinstance(dtypes, torch.dtype):
         dtypes = [dtypes] * len(tensors)
     pairs = list(zip(tensors, dtypes, strict=True))
     if not tensors or all(tensor.dtype is dtype for tensor, dtype in pairs):
         return list(tensors)
     if traced() or is_on_a_graph(tensors) or not is_launch_bound(tensors[0]):
-        return [saturating(tensor, dtype) for tensor, dtype in pairs]
+        return [saturating(t, dtype) if bounded else t.to(dtype) for t, dtype in pairs]
     results = list(tensors)
     kinds: dict[Any, list[int]] = {}
     for index, (tensor, dtype) in enumerate(pairs):
@@ -282,7 +289,7 @@ def cast(tensors: Sequence[Tensor], dtypes: torch.dtype | Sequence[torch.dtype])
                 tensors[i] if is_gapless(tensors[i]) else tensors[i].contiguous() for i in indices
             ]
             wanted = [torch.empty_like(tensor, dtype=new) for tensor in given]
-            foreach.copy_(wanted, _bounded(given, old, new))
+            foreach.copy_(wanted, _bounded(given, old, new) if bounded else given)
             for index, made in zip(indices, wanted, strict=True):
                 results[index] = made
     return results

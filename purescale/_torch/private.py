@@ -53,6 +53,7 @@ any_autocast: Callable[[], bool] = _find("torch._C._is_any_autocast_enabled")
 AUTOCAST_DEVICES: tuple[str, ...] = tuple(_find("torch._C._autocast_supported_devices")())
 function_modes: Callable[[], list[Any]] = _find("torch.overrides._get_current_function_mode_stack")
 without_modes: Any = _find("torch.utils._python_dispatch._disable_current_modes")
+without_transforms: Any = _find("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack")
 DispatchMode: Any = _find("torch.utils._python_dispatch.TorchDispatchMode")
 allow_in_graph: Any = _find("torch._dynamo.allow_in_graph")
 statically_known_true: Any = _find("torch.fx.experimental.symbolic_shapes.statically_known_true")
@@ -153,6 +154,22 @@ def children(module: nn.Module) -> dict[str, nn.Module | None]:
 def has_hooks(module: nn.Module) -> bool:
     """Whether anything runs before or after a module's forward."""
     return bool(module._forward_pre_hooks or module._forward_hooks)
+
+
+def hook_dicts(module: nn.Module) -> list[dict[int, Any]]:
+    """All dicts in which a module keeps hooks, and more about them."""
+    return [held for key, held in vars(module).items() if "_hooks" in key and held is not None]
+
+
+_with_kwargs: dict[int, bool] = _find("torch.nn.modules.module._global_forward_hooks_with_kwargs")
+
+
+def remove_global_hook(handle: Any) -> None:
+    """Remove a hook on every module, and its entry that `handle.remove()` leaves in torch: with one
+    torch.compile takes hooks to be there.
+    """
+    handle.remove()
+    _with_kwargs.pop(handle.id, None)
 
 
 # Attributes of every module that are known by other ways, or that a forward does not use.

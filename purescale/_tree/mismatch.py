@@ -27,6 +27,9 @@ _CAUSES = {
     "guard": "another guard, or none where the other has one,",
 }
 
+# counts, int32, that a later version added to a state
+_ADDED = {"consecutive_rejections", "consecutive_zeros"}
+
 
 def check_equal(name: str, d: Any, expected: dict[str, Any]) -> None:
     """Refuse a `d` without the keys, shapes and dtypes of `expected`, listing all paths in which
@@ -40,6 +43,12 @@ def check_equal(name: str, d: Any, expected: dict[str, Any]) -> None:
         f"{kind}: {tree.join_names(_grouped(name, [d for d in differences if d.kind == kind]), 20)}"
         for kind in kinds
     )
+    if all(found.kind == "missing" and found.keys[-1] in _ADDED for found in differences):
+        raise ValueError(
+            f"{name} does not match like: {lists}. Likely cause: it was saved by an earlier "
+            "purescale, which did not count that. Fix: begin at 0, "
+            f"`{_with_zeros(name, differences, expected)}`."
+        )
     fields = {difference.keys[1] for difference in differences if len(difference.keys) > 1}
     other = "another model, optimizer or settings"
     cause = next((_CAUSES[field] for field in _CAUSES if field in fields), other)
@@ -48,6 +57,18 @@ def check_equal(name: str, d: Any, expected: dict[str, Any]) -> None:
         "Fix: make `like` as the saved tree was made, `init_train_state(params, buffers, "
         "optimizer, rule, rng)` with the same arguments; change what was loaded afterwards."
     )
+
+
+def _with_zeros(name: str, missing: list[_Difference], expected: Any) -> str:
+    """Code that loads `name` with what is missing."""
+    lines = [] if name == "d" else [f"d = {name}"]
+    for difference in missing:
+        node = expected
+        for key in difference.keys:
+            node = node[key]
+        zeros = f"torch.zeros({tuple(node.shape)}, dtype=torch.int32)"
+        lines.append(f"{_code('d', difference.keys)} = {zeros}")
+    return "; ".join([*lines, "from_state_dict(d, like)"])
 
 
 def _differences(keys: tuple[Any, ...], got: Any, expected: Any) -> Iterator[_Difference]:

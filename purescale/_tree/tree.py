@@ -128,27 +128,43 @@ def all_tensors(tree: Any) -> list[Tensor]:
 
 def detach_unaliased(leaves: Leaves, taken: Set[int | None] | None) -> Leaves:
     """Leaves, which may be containers that only torch's pytree knows, detached; those whose memory
-    is in `taken` are copied, where traced (None) all. Constants that are on no graph are the same
-    objects.
+    is in `taken` or is that of an earlier one are copied, where traced (None) all. Constants that
+    are on no graph are the same objects.
     """
+    held = set() if taken is None else {*taken}
 
     def detach(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or (_leaf.is_constant(leaf) and not leaf.requires_grad):
             return leaf
         if taken is None:
             return leaf.clone()
-        return leaf.detach().clone() if memory(leaf) in taken else leaf.detach()
+        storage = memory(leaf)
+        shared = storage in held
+        held.add(storage)
+        return leaf.detach().clone() if shared else leaf.detach()
 
     if taken is not None and are_tensors(leaves):
-        shared = [index for index, storage in enumerate(memories(leaves)) if storage in taken]
-        # Some are, as where a loss returns the buffers that it was given.
-        if not shared or _leaf.are_plain(leaves):
+        storages = memories(leaves)
+        apart = len(set(storages)) == len(storages) and taken.isdisjoint(storages)
+        # Some are not, as where a loss returns the buffers that it was given.
+        if apart or _leaf.are_plain(leaves):
             found = [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves]
+            shared = [] if apart else _repeated(storages, held)
             copies = foreach.clone([found[index] for index in shared]) if shared else []
             for index, copy in zip(shared, copies, strict=True):
                 found[index] = copy
             return found
     return [private.pytree.tree_map(detach, leaf) for leaf in leaves]
+
+
+def _repeated(storages: list[int | None], held: set[int | None]) -> list[int]:
+    """The places of what is in `held`, or stands before; all of it is in `held` afterwards."""
+    found = []
+    for index, storage in enumerate(storages):
+        if storage in held:
+            found.append(index)
+        held.add(storage)
+    return found
 
 
 def copy_aliased(tree: Tree, inputs: Tree) -> Tree:
@@ -274,7 +290,7 @@ def gradients_like(params: Flat, grads: Tree) -> Flat:
         if cause:
             raise ValueError(
                 f"{path(params.tree, 'grads', index)} has {cause}. Fix: the gradients of these "
-                "params, `torch.func.grad(scaled_loss)(params)`."
+                "params, `value_and_grad(loss_fn)(params, buffers, batch, scaler=scaler)`."
             )
     return found
 

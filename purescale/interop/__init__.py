@@ -3,7 +3,8 @@ file a peer.
 
 Each file has `rule(**the peer's own argument names)`,
 `from_state_dict(d, **settings) -> (rule, state)` and `to_state_dict(rule, state) -> d`. The rules
-go wherever `DynamicScale` goes; nothing here imports a peer.
+go wherever `DynamicScale` goes; nothing here imports a peer. `torch_amp` also has `take_over` and
+`give_back`, for a whole job of torch.amp in mid-run.
 """
 
 from . import apex as apex

@@ -262,7 +262,7 @@ def initialize(
     | opt_level | policy | loss_scale |
     |---|---|---|
     | O0 | params=float32,compute=float32,output=float32 | 1.0 |
-    | O1 | params=float32,compute=autocast(float16),output=float32 | "dynamic" |
+    | O1 | params=float32,compute=autocast(float16),output=float32,norms=float32 | "dynamic" |
     | O2 | params=float32,compute=float16,output=float32,norms=float32 | "dynamic" |
     | O3 | params=float16,compute=float16,output=float32,norms=float16 | 1.0 |
 
@@ -325,7 +325,9 @@ def _overridden(opt_level: Any, overrides: _Level) -> _Level:
 
 def _policy(level: _Level, output: torch.dtype) -> Policy:
     if level.patch_torch_functions:
-        return Policy(compute_dtype=torch.float16, output_dtype=output, autocast=True)
+        # of apex's lists, in which norms are among the operators in float32
+        half, wide = torch.float16, torch.float32
+        return Policy(compute_dtype=half, output_dtype=output, norm_dtype=wide, autocast=True)
     compute = level.cast_model_type or torch.float32
     wide = torch.promote_types(compute, torch.float32)
     return Policy(

@@ -1,5 +1,5 @@
-"""torch.amp.GradScaler: the state dict holds the settings too, floats are multiplied in double
-precision.
+"""torch.amp.GradScaler: its rule, whose floats are multiplied in double precision, its state dict,
+which holds the settings too; and a whole job of torch.amp in mid-run, both ways.
 """
 
 from __future__ import annotations
@@ -9,9 +9,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
-from .._loss_scale.rules import ScalerState, check_factors, scaler_state
+from .._loss_scale.rules import NoScale, ScalerState, check_factors, scaler_state
+from .._module.functional import Apply, load_into, make_functional
+from .._optim.schedule import advance, stand_in
+from .._optim.torch_optim import TorchOptimizer
+from .._step.train_step import TrainState
 from .._torch.dtypes import widest_float
 from .._tree.scalars import whole
 from ._common import (
@@ -23,6 +28,16 @@ from ._common import (
     settle,
     settle_counts,
     with_settings,
+)
+from ._live_optimizer import (
+    as_from_torch,
+    names_by_group,
+    rates_from_now,
+    slots_of,
+    steps_since,
+    unwrapped,
+    weights_of,
+    with_slots,
 )
 
 _SETTINGS = ("growth_factor", "backoff_factor", "growth_interval")
@@ -156,3 +171,136 @@ def _parts(accumulated: Any) -> int:
             "the scale grows back by itself."
         )
     return count
+
+
+# ---- a job in mid-run ----------------------------------------------------------------------------
+
+
+def take_over(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler | None,
+    scheduler: LRScheduler | None = None,
+    steps: int | None = None,
+) -> tuple[Apply, TorchOptimizer, Any, TrainState]:
+    """Syncs with the host. Equal to `apply, params, buffers = make_functional(model)`,
+    `optimizer = from_torch(type(optimizer), lr=schedule, overrides=groups)`,
+    `rule, scaler = from_state_dict(scaler.state_dict())`, with the state of all of them as it is:
+    the next `train_step` makes the step that torch's own loop would make next.
+
+    Copies everything and changes none of the live objects; `give_back` is the way back.
+
+    Args:
+        model: What `optimizer` trains. Of a model in DistributedDataParallel: `model.module`.
+        optimizer: Of a class that `from_torch` takes. Its parameter groups become `overrides`.
+            Flags (`foreach`, `fused`, `capturable`, `differentiable`) are left out, so that
+            `from_torch` chooses, and step hooks do not run.
+        scaler: A GradScaler; None or a disabled one gives `NoScale()`. A job that scales `loss / k`
+            for each of k microbatches has a scale that is k times too high here, and it overflows
+            about log2(k) times; `from_state_dict(d, accumulated=k)` gives that of such a job.
+        scheduler: Of torch, chained and sequential ones too, one that steps with the optimizer.
+            One that steps once an epoch is left out: the rate stays as it is until `give_back`.
+        steps: The number of steps to tabulate from now on, needed with a `scheduler`. Later steps
+            keep the last rate.
+
+    Returns:
+        `apply, optimizer, rule, state`, for `with_policy` and `train_step`. A schedule goes on from
+        `state.opt_state.applied`, which is the scheduler's `last_epoch`, else the largest step
+        count of the optimizer; so does `state.step`.
+
+    Raises:
+        TypeError: What is not a model, an optimizer or a scheduler of torch.
+        ValueError: The optimizer has a parameter that is not in the model, or the model one to be
+            trained that is not in the optimizer; ReduceLROnPlateau, a momentum that cycles, a
+            scheduler of another optimizer or without `steps`; and what `make_functional`,
+            `from_torch` and `from_state_dict` refuse.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 1)
+        >>> adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        >>> apply, optimizer, rule, state = take_over(model, adamw, scaler)
+        >>> optimizer, state.scaler.scale
+        (from_torch(AdamW, lr=0.001), tensor(8.))
+
+    Source of the rules: torch.optim, torch.amp.GradScaler.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer is {type(optimizer).__name__}; expected one of torch.optim, the live one. "
+            "Likely cause: arguments in another order. Fix: take_over(model, optimizer, scaler, "
+            "scheduler, steps=...)."
+        )
+    apply, params, buffers = make_functional(model)
+    names = names_by_group(optimizer, model, params)
+    rates, place = rates_from_now(optimizer, scheduler, steps)
+    ours = as_from_torch(optimizer, names, rates)
+    opt_state = ours.from_state_dict(slots_of(optimizer, model, params), params, applied=place)
+    device = opt_state.applied.device
+    rule: Any = NoScale()
+    state = rule.init(device)
+    if scaler is not None and scaler.is_enabled():
+        rule, state = from_state_dict(scaler.state_dict(), device=device)
+    step = opt_state.applied.clone()
+    return apply, ours, rule, TrainState(params, buffers, opt_state, state, step, rng=())
+
+
+def give_back(
+    state: TrainState,
+    optimizer: Any,
+    rule: Any,
+    model: nn.Module,
+    torch_optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler | None,
+    scheduler: LRScheduler | None = None,
+) -> None:
+    """Syncs with the host. Equal to `load_into(model, state.params, state.buffers)`,
+    `torch_optimizer.load_state_dict(...)`, `scaler.load_state_dict(to_state_dict(rule,
+    state.scaler))` and one `scheduler.step()` for each step that was applied.
+
+    The way back of `take_over`: writes the state into the live objects, so that torch's own loop
+    goes on. Nothing is written unless all of it fits. Parameter groups stay torch's own, and their
+    rates are those of the scheduler; without one they are as they were. Parameters that are frozen
+    keep what the optimizer has of them.
+
+    Args:
+        state: What the last `train_step` returned. It is copied, and stays as it is.
+        optimizer: That of `take_over`, or one around it: of `with_master_weights` the model is
+            given the float32 masters.
+        rule: That of `take_over`.
+        model: The live model, as are `torch_optimizer`, `scaler` and `scheduler`, all as
+            `take_over` was given them.
+
+    Raises:
+        TypeError: A rule or state that is not of `take_over`.
+        ValueError: Another model or class of optimizer, a scheduler that was stepped meanwhile or
+            that ends before the last step, settings in the state, stacked states.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 1)
+        >>> adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        >>> apply, optimizer, rule, state = take_over(model, adamw, scaler)
+        >>> state = state._replace(scaler=rule.update(state.scaler, torch.tensor(True)))
+        >>> give_back(state, optimizer, rule, model, adamw, scaler)
+        >>> scaler.get_scale()
+        4.0
+
+    Source of the formats: torch.optim.Optimizer.load_state_dict, GradScaler.load_state_dict.
+    """
+    inner, opt_state = unwrapped(state, optimizer, torch_optimizer)
+    params = weights_of(state)
+    loaded = with_slots(torch_optimizer, model, opt_state)
+    enabled = scaler if scaler is not None and scaler.is_enabled() else None
+    saved = {} if enabled is None else to_state_dict(rule, state.scaler)
+    steps = steps_since(scheduler, torch_optimizer, inner, opt_state)
+    if scheduler is not None:
+        # Where it ends before the last step this raises, and nothing has been changed.
+        advance(stand_in(scheduler), steps)
+
+    load_into(model, params, state.buffers)
+    torch_optimizer.load_state_dict(loaded)
+    if enabled is not None:
+        enabled.load_state_dict(saved)
+    if scheduler is not None:
+        advance(scheduler, steps)

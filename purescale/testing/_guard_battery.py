@@ -29,6 +29,8 @@ def assert_guard(guard: Any, quirks: Sequence[str] = ()) -> None:
     - `structure`: the state keeps its type, dtypes and shapes
     - `finite`: a state of finite numbers stays one, whatever it is told
     - `steady`: where nothing spikes, nine of ten steps are accepted, also after spikes, inf and NaN
+    - `timely`: a verdict is about the step that it came with: a spike that is accepted has no step
+      after it rejected
     - `round_trip`: a state that was saved and loaded goes on with the same bits
     - `compile`, `vmap`: one graph, and members equal to single runs; the same bits
 
@@ -56,12 +58,15 @@ _FIXES = {
     "finite": "`torch.where(torch.isfinite(loss), new, old)`: learn from finite numbers only.",
     "steady": "judge after a warmup only, by what is usual in the run, and learn nothing from what "
     "is rejected or not finite.",
+    "timely": "judge the loss and the norm of this call, `return new_state, loss > limit`, not what"
+    " the state kept of an earlier one: a bad step must be rejected before it changes anything.",
     "round_trip": "tensors only in the state, nothing remembered elsewhere.",
     "compile": "torch.where in place of `if`; counters as 0-d tensors.",
     "vmap": "0-d operations and torch.where, as for one state.",
 }
 _STEPS = 300
 _EVENTS = {120: 1e4, 150: math.nan, 180: math.inf, 210: 3e38, 240: -math.inf}
+_SOON = 10  # steps after an event
 _LOOKED_AT = (0, 1, 40, *sorted({step + i for step in _EVENTS for i in (0, 1)}))
 
 
@@ -87,8 +92,8 @@ class _GuardBattery(Battery):
     labels = ("state", "loss", "norm")
 
     def check(self) -> None:
-        for check in (self.value, self.init, self.purity, self.steady, self.runs, self.round_trip,
-                      self.compile, self.vmap):  # fmt: skip
+        for check in (self.value, self.init, self.purity, self.steady, self.timely, self.runs,
+                      self.round_trip, self.compile, self.vmap):  # fmt: skip
             check()
 
     def update(self, call: tuple[Any, Tensor, Any]) -> tuple[Any, Tensor]:
@@ -144,6 +149,21 @@ class _GuardBattery(Battery):
                 if rejected > len(some) / 10:
                     came = f"{rejected} of {len(some)} steps rejected, this one first"
                     self.fail("steady", came, "one in ten at most", *some[verdicts.index(True)])
+
+    def timely(self) -> None:
+        for norm in (True, False):
+            calls = self.calls(norm=norm)
+            for step in _EVENTS:
+                event = calls[step]
+                after, bad = self.update(event)
+                # the same run with a calm step in place of the event
+                calm = self.update((event[0], *calls[step - 1][1:]))[0]
+                for soon in range(step + 1, step + 1 + _SOON):
+                    after, late = self.update((after, *calls[soon][1:]))
+                    calm, usual = self.update((calm, *calls[soon][1:]))
+                    if late and not bad and not usual:
+                        came = f"accepted, and the calm step {soon - step} after it rejected"
+                        self.fail("timely", came, "rejected itself, or no other for it", *event)
 
     def runs(self) -> None:
         number = st.floats(width=32)

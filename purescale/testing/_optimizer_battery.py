@@ -40,14 +40,15 @@ def assert_optimizer(optimizer: Optimizer, params: Tree = None, quirks: Sequence
       `init` made is final
     - `reads`, `pure`: a step reads no value, changes no argument, remembers nothing outside of the
       state, gives the same bits again and no memory of its arguments
-    - `none`: a parameter whose gradient is None comes back with the same bits in fresh memory, and
-      one that is None as None
+    - `none`: a parameter whose gradient is None comes back with the same bits in fresh memory
     - `dtype`: float16 parameters with float32 gradients, as unscaling gives them, bfloat16 and
       float64 ones stay what they are
     - `found_inf`: `maybe_step` with gradients of inf and NaN gives parameters and state back bit
       for bit where the step is skipped, and that of `step` where it is not
     - `round_trip`: a state that was saved and loaded goes on with the same bits
     - `compile`, `vmap`: one graph, and members equal to single steps, to 1e-4
+    - `absent`: `init` and a step take a dict with a parameter that is None, and give it back as
+      None; checked last, as many trainings have none
 
     `quirks`: laws that it breaks on purpose. Each of them must be seen broken.
 
@@ -72,7 +73,7 @@ _FIXES = {
     "pure": "`p - lr * g` in place of methods that end in `_`; what it remembers belongs into the "
     "state.",
     "none": "leave a parameter alone whose gradient is None, `p.clone() if g is None else ...`, "
-    "and what is kept of it; do the same for a parameter that is None.",
+    "and what is kept of it.",
     "dtype": "`(p - lr * g).to(p.dtype)`: the gradients of float16 parameters come in float32.",
     "found_inf": "raise nothing for inf and NaN, and give a state of the same structure for them; "
     "maybe_step drops what came of it.",
@@ -82,6 +83,8 @@ _FIXES = {
     "tensors.",
     "vmap": "operations that torch.vmap has rules for: no `out=`, no writing into tensors made "
     "without a member dimension; no list operations (`torch._foreach_*`).",
+    "absent": "keep None where a parameter is None, in `init` and in the step: "
+    "`None if p is None else torch.zeros_like(p)`.",
 }
 _STEPS = 3
 _SIZES = {"matrix": (4, 3), "few": (5,), "some": (33,), "many": (20, 15), "number": ()}
@@ -123,7 +126,7 @@ class _OptimizerBattery(Battery):
         if not self.init() or not self.steps():
             return  # a broken `init` or `step` is a quirk: there is nothing else to check
         for check in (self.purity, self.none, self.dtype, self.found_inf, self.round_trip,
-                      self.compile, self.vmap):  # fmt: skip
+                      self.compile, self.vmap, self.absent):  # fmt: skip
             check()
 
     def both_alike(self, law: str, result: Any, *call: Any) -> bool:
@@ -187,14 +190,19 @@ class _OptimizerBattery(Battery):
                 if gradient is None and not same_bits(before, after):
                     at = tree.path(params, "params", index)
                     self.fail("none", f"{at} moved", "the same bits: its gradient is None", *call)
+
+    def absent(self) -> None:
+        """A parameter that is None stays so."""
         if not isinstance(self.params, dict):
             return
-        absent = {**self.params, "absent": None}
-        grads = _gradients(absent, 0)
-        call = (absent, grads, self.attempt("none", "a state", self.subject.init, absent))
-        result = self.attempt("none", "a step", self.subject.step, *call)
+        params = {**self.params, "absent": None}
+        state = self.attempt("absent", "a state", self.subject.init, params)
+        if "absent" in self.broken:
+            return
+        call = (params, _gradients(params, 0), state)
+        result = self.attempt("absent", "a step", self.subject.step, *call)
         if result is not None:
-            self.both_alike("none", result, *call)
+            self.both_alike("absent", result, *call)
 
     def dtype(self) -> None:
         for dtype in (torch.float16, torch.bfloat16, torch.float64):

@@ -1,0 +1,197 @@
+"""What a GPU shows, on one page: the GPU tests, then the rows that matter most. Run `make gpu`.
+
+It takes the torch of the machine, 2.11 or newer, and nothing from a network. After nine minutes it
+begins no other table, and says so on the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import functools
+import io
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT)]  # `make gpu` installs nothing
+
+import ensemble  # noqa: E402
+import post_backward  # noqa: E402
+import torch  # noqa: E402
+import train_step  # noqa: E402
+import update  # noqa: E402
+from harness import SIZES, Job, Rows, compare  # noqa: E402
+
+SECONDS = 540
+
+
+# ---- the rows ------------------------------------------------------------------------------------
+
+
+def captured(make: Callable[[], Job]) -> Job:
+    """A step that is replayed as a CUDA graph of its third call."""
+    job = make()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # libraries allocate in their first calls
+        job.run()
+        job.run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        job.run()
+    job.run = graph.replay  # type: ignore[method-assign]
+    return job
+
+
+def after_backward(given: argparse.Namespace) -> Iterator[tuple[str, Rows]]:
+    for size in given.sizes:
+        shapes = SIZES[size]
+        for clip in (False, True):
+            make = functools.partial(post_backward.GradScaler, shapes, given.device, clip)
+            step = functools.partial(post_backward.Purescale, shapes, given.device, clip)
+            yield (
+                f"After backward, {size} tensors, {'max_norm' if clip else 'no clipping'}",
+                {
+                    "GradScaler + fused AdamW": functools.partial(make, fused=True),
+                    "GradScaler + foreach AdamW": functools.partial(make, foreach=True),
+                    "purescale, donate=True": functools.partial(step, donate=True),
+                    "purescale": functools.partial(step, donate=False),
+                },
+            )
+
+
+def whole_steps(given: argparse.Namespace) -> Iterator[tuple[str, Rows]]:
+    for task in train_step.TASKS[1:2] if given.rehearse else train_step.TASKS:
+        rows = train_step.with_settings(task, given, max_norm=1.0)
+        if given.device == "cuda":
+            step = functools.partial(train_step.purescale, task, given, donate=True, max_norm=1.0)
+            rows["purescale, donate=True, as a captured graph"] = lambda s=step: captured(s)
+        yield f"Whole step, {task.title}, {given.dtype}, max_norm", rows
+
+
+def compiled_steps(given: argparse.Namespace) -> Iterator[tuple[str, Rows]]:
+    for task in (train_step.COMPILED[0], train_step.COMPILED[-1]):
+        yield (
+            f"Compiled step, {task.title}, {given.dtype}",
+            train_step.compiled(task, given),
+        )
+
+
+def half_parameters(given: argparse.Namespace) -> Iterator[tuple[str, Rows]]:
+    shapes = SIZES[given.sizes[0]]
+    for compiled in (False, True):
+        how = "compiled" if compiled else "eager"
+        rows: Rows = {
+            way: functools.partial(update.Step, way, shapes, given.device, compiled=compiled)
+            for way in ("float32", "bfloat16, masters", "bfloat16, rounded by chance")
+        }
+        yield f"Half parameters, after backward, {given.sizes[0]} tensors, {how}", rows
+
+
+def ensembles(given: argparse.Namespace) -> Iterator[tuple[str, Rows]]:
+    whole = functools.partial(torch.compile, fullgraph=True, dynamic=False)
+    rows: Rows = {
+        "GradScaler + fused AdamW in turn": lambda: ensemble.in_turn(16, given),
+        "purescale, vmap": lambda: ensemble.vmapped(16, given),
+        "purescale, vmap, donate=True, compiled": lambda: ensemble.vmapped(
+            16, given, whole, donate=True
+        ),
+    }
+    yield f"Ensemble of 16 MLPs, {given.dtype}", rows
+
+
+TABLES = (after_backward, whole_steps, half_parameters, ensembles, compiled_steps)
+REHEARSED = (after_backward, whole_steps)  # what needs no compiler
+
+
+# ---- the page ------------------------------------------------------------------------------------
+
+
+class Echo(io.StringIO):
+    """Text that is kept for the page and shown while it comes."""
+
+    def write(self, text: str) -> int:
+        sys.__stdout__.write(text)  # type: ignore[union-attr]
+        sys.__stdout__.flush()  # type: ignore[union-attr]
+        return super().write(text)
+
+
+def heading(given: argparse.Namespace) -> str:
+    name = torch.cuda.get_device_name() if given.device == "cuda" else platform.processor()
+    driver = torch.version.cuda if given.device == "cuda" else "none"
+    return (
+        f"# {name or 'CPU'}\n\nMeasured on {datetime.date.today()} by `make gpu`: torch "
+        f"{torch.__version__}, CUDA {driver}, Python {platform.python_version()}, "
+        f"{os.cpu_count()} CPU cores, median of {given.rounds} rounds.\n"
+    )
+
+
+def gpu_tests() -> str:
+    """The last lines of the GPU tests, which fail where a step waits for the GPU."""
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "tests/test_cuda.py", "--no-header", "-rfE"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    lines = [line for line in run.stdout.splitlines() if re.match("FAILED|ERROR|[0-9]+ ", line)]
+    return "\n".join(lines or (run.stdout + run.stderr).splitlines()[-20:])
+
+
+def tables(given: argparse.Namespace, started: float) -> str:
+    page = Echo()
+    with contextlib.redirect_stdout(page):
+        for table in REHEARSED if given.rehearse else TABLES:
+            torch.compiler.reset()
+            for title, rows in table(given):
+                if time.monotonic() - started > SECONDS:
+                    print(f"{title}: left out, for want of time.\n")
+                else:
+                    compare(title, rows, given)
+    return page.getvalue()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--dtype", default="float16", help="of autocast")
+    parser.add_argument(
+        "--rehearse", action="store_true", help="on the CPU, without the tests: is all in order?"
+    )
+    given = parser.parse_args()
+    given.device, given.record = "cuda", None
+    given.sizes = [size for size in SIZES if "ResNet" not in size]
+    if given.rehearse:
+        given.device, given.dtype, given.sizes = "cpu", "bfloat16", [*SIZES][2:3]
+    elif not torch.cuda.is_available():
+        sys.exit(
+            f"No GPU: torch {torch.__version__} sees none here. `make gpu` takes the torch of the "
+            "machine, so run it where `python3 -c 'import torch; print(torch.cuda.is_available())'`"
+            " prints True."
+        )
+    started, page = time.monotonic(), heading(given)
+    if not given.rehearse:
+        page += f"\n## Tests\n\n```\n{gpu_tests()}\n```\n"
+    print(page, flush=True)
+    page += "\n## Figures\n\n" + tables(given, started)
+    name = re.sub("[^a-z0-9]+", "-", page.splitlines()[0].lower()).strip("-")
+    path = Path(__file__).parent / "results" / "gpu" / f"{name}-torch-{torch.__version__[:4]}.md"
+    if given.rehearse:
+        path = ROOT / "build" / "gpu.md"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page)
+    print(f"Written: {path.relative_to(ROOT)}. Commit it, or send it in.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""The quick tests at both ends of the range that pyproject.toml declares: `make matrix`.
+
+A session whose Python is not on the machine is skipped, and nox says so.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import nox
+
+TORCH_OF = {"3.12": "2.11.0", "3.13": "2.13.0"}  # the oldest torch; the newest Python
+
+if shutil.which("pyenv"):  # whose python3.12 answers only if that version is named
+    versions = subprocess.run(["pyenv", "versions", "--bare"], capture_output=True, text=True)
+    os.environ["PYENV_VERSION"] = ":".join(versions.stdout.split())
+
+nox.options.default_venv_backend = "venv"
+nox.options.reuse_existing_virtualenvs = True
+nox.options.error_on_missing_interpreters = False
+
+
+@nox.session(python=list(TORCH_OF))
+def quick(session: nox.Session) -> None:
+    """Run the quick tests with the torch of this Python."""
+    torch = f"torch=={TORCH_OF[str(session.python)]}"
+    pins = re.sub("^torch==.*$", torch, Path("constraints.txt").read_text(), flags=re.MULTILINE)
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
+        constraints.write(pins)
+        constraints.flush()
+        session.install("--constraint", constraints.name, "--editable", ".[dev]")
+    session.run(
+        *("python", "-m", "pytest", "-n", "2", "-m", "not slow", "tests", *session.posargs),
+        "--ignore=tests/conformance",
+        env={"OMP_NUM_THREADS": "1"},
+    )

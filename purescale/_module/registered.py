@@ -1,0 +1,194 @@
+"""Parameters and buffers of a module, with one name for each memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .._torch import dtensor, private
+
+Tensors = dict[str, Tensor]
+
+
+class Registered(NamedTuple):
+    """The tensors of a module by their first names; of parameters before buffers."""
+
+    params: Tensors
+    buffers: Tensors
+    names: dict[int, str]  # by the id of every registered tensor: the first name of its memory
+    aliases: Tensors  # by its own name: a second tensor over the memory of another
+    overlaps: list[tuple[str, str]]  # names of two that share a part of their memory
+
+
+def registered_tensors(model: nn.Module) -> Registered:
+    """Find parameters and buffers. Two tensors with the same elements in the same memory are one,
+    as is a tensor that is registered twice.
+    """
+    params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    names: dict[int, str] = {}
+    aliases: Tensors = {}
+    spans: dict[Any, _Span] = {}
+    for place, (name, tensor) in enumerate((*params.items(), *buffers.items())):
+        if id(tensor) in names:  # a parameter that is a buffer too
+            continue
+        span = _span(place, name, tensor)
+        names[id(tensor)] = name if span is None else spans.setdefault(span.elements, span).name
+        if names[id(tensor)] != name:
+            aliases[name] = tensor
+    return Registered(
+        {name: tensor for name, tensor in params.items() if names[id(tensor)] == name},
+        {name: tensor for name, tensor in buffers.items() if names[id(tensor)] == name},
+        names,
+        aliases,
+        [(first.name, other.name) for first, other in _overlaps(list(spans.values()))],
+    )
+
+
+def check_shared_memory(registered: Registered) -> None:
+    """Refuse two tensors over one memory, at least one of them trained, that are not trained as
+    one.
+    """
+    tensors = registered.params | registered.buffers
+    all_frozen = not any(param.requires_grad for param in registered.params.values())
+
+    def is_trained(tensor: Tensor) -> bool:
+        return isinstance(tensor, nn.Parameter) and (tensor.requires_grad or all_frozen)
+
+    for name, alias in registered.aliases.items():
+        first = registered.names[id(alias)]
+        one = tensors[first]
+        hooked = _has_hooks(one) or _has_hooks(alias)
+        if is_trained(one) != is_trained(alias) or (is_trained(one) and hooked):
+            raise _sharing_error(first, one, name, alias)
+    for first, other in registered.overlaps:
+        if is_trained(tensors[first]) or is_trained(tensors[other]):
+            raise _sharing_error(first, tensors[first], other, tensors[other])
+
+
+def _has_hooks(tensor: Tensor) -> bool:
+    return bool(private.gradient_hooks(tensor)) or private.has_accumulated_hooks(tensor)
+
+
+def _sharing_error(name: str, tensor: Tensor, other: str, another: Tensor) -> ValueError:
+    return ValueError(
+        f"{name} and {other} of the model share memory and are not one tensor: {name} is "
+        f"{_described(tensor)}, {other} is {_described(another)}. A write into one, such as an "
+        "optimizer's step, shows in the other; as arguments of a function each would have a value "
+        f"of its own. Likely cause: {other} was made from a view of {name}, such as `.detach()`, "
+        "`.data`, `.t()` or a slice. Fix: compute the view in forward; tie two weights by setting "
+        "the parameter, `head.weight = embed.weight`; for a separate value `.clone()` it."
+    )
+
+
+def _described(tensor: Tensor) -> str:
+    kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+    grad = "requires a gradient" if tensor.requires_grad else "requires no gradient"
+    hooked = " and has hooks" if _has_hooks(tensor) else ""
+    return f"a {kind} of {tensor.dtype} and shape {tuple(tensor.shape)} that {grad}{hooked}"
+
+
+def disagree(*targets_and_sources: Tensor) -> bool:
+    """True if the copy into the second of two targets that overlap would change the first."""
+    a, b, for_a, for_b = (
+        dtensor.shard(tensor.detach(), on_graph=False) for tensor in targets_and_sources
+    )
+    scratch = a.untyped_storage().clone()
+    a, b = (
+        torch.empty(0, dtype=t.dtype, device=t.device).set_(
+            scratch, t.storage_offset(), t.shape, t.stride()
+        )
+        for t in (a, b)
+    )
+    b.copy_(for_b)
+    a.copy_(for_a)
+    held = scratch.clone()
+    b.copy_(for_b)
+    every, before = (
+        torch.empty(0, dtype=torch.uint8, device=a.device).set_(memory)
+        for memory in (scratch, held)
+    )
+    return not torch.equal(every, before)
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+class _Span(NamedTuple):
+    """The piece of memory in which the elements of a tensor lie, in bytes."""
+
+    place: int  # among the registered tensors
+    name: str
+    tensor: Tensor
+    device: str
+    start: int
+    end: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # 0 where a dimension has one element
+    elements: Any  # equal for two tensors with the same elements in the same memory
+
+
+def _span(place: int, name: str, tensor: Tensor) -> _Span | None:
+    """The span of a dense tensor; None if it has no address: empty, sparse, on meta, fake, or a
+    subclass that wraps other tensors.
+    """
+    if nn.parameter.is_lazy(tensor) or tensor.is_nested or tensor.layout is not torch.strided:
+        return None
+    local = dtensor.shard(tensor, on_graph=False)
+    try:
+        start = local.data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return None
+    if not start:
+        return None
+    shape, size = tuple(local.shape), local.itemsize
+    strides = tuple(size * s if n > 1 else 0 for n, s in zip(shape, local.stride(), strict=True))
+    end = start + size + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    device = str(local.device)
+    read_as = (tuple(tensor.shape), local.dtype, local.is_conj(), local.is_neg())
+    elements = (device, start, shape, strides, read_as)
+    return _Span(place, name, tensor, device, start, end, shape, strides, elements)
+
+
+def _overlaps(spans: list[_Span]) -> Iterator[tuple[_Span, _Span]]:
+    """Pairs that have an element in common. Columns of one matrix have none, though their spans
+    overlap.
+    """
+    for cluster in _clusters(spans):
+        start, end = cluster[0].start, max(span.end for span in cluster)
+        sizes = [span.tensor.itemsize for span in cluster]
+        unit = math.gcd(*sizes, *(span.start - start for span in cluster))
+        owners = torch.zeros((end - start) // unit, dtype=torch.int32, device="cpu")
+        for number, (span, size) in enumerate(zip(cluster, sizes, strict=True), 1):
+            view = owners.as_strided(
+                # an expanded dimension is one element, as often as it is read
+                [
+                    *(n if s else 1 for n, s in zip(span.shape, span.strides, strict=True)),
+                    size // unit,
+                ],
+                [*(s // unit for s in span.strides), 1],
+                (span.start - start) // unit,
+            )
+            if owner := int(view.max()):
+                first, other = sorted([cluster[owner - 1], span], key=lambda span: span.place)
+                yield first, other
+            view.fill_(number)
+
+
+def _clusters(spans: list[_Span]) -> Iterator[list[_Span]]:
+    """Spans that lie over each other, directly or by way of others; those that lie alone are left
+    out.
+    """
+    cluster: list[_Span] = []
+    for span in sorted(spans, key=lambda span: (span.device, span.start)):
+        last = max((other.end for other in cluster), default=0)
+        if cluster and (span.device != cluster[0].device or span.start >= last):
+            if len(cluster) > 1:
+                yield cluster
+            cluster = []
+        cluster.append(span)
+    if len(cluster) > 1:
+        yield cluster

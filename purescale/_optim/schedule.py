@@ -1,0 +1,238 @@
+"""Learning-rate schedulers of torch as tables of rates by step."""
+
+from __future__ import annotations
+
+import array
+import copy
+import dataclasses
+import hashlib
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from .._torch import private
+from .._tree.scalars import real, whole
+
+RATE_IN_THE_STATE = (
+    "Fix: the rate in the state, `optimizer = from_torch(cls, lr=lr, in_state=('lr',))`; a "
+    "scheduler of its own over `torch.optim.SGD([torch.zeros(1)], lr=lr)`, and after each "
+    "`scheduler.step(loss)` `opt_state = opt_state._replace(lr=torch.tensor("
+    "scheduler.get_last_lr()[0]))`. With take_over, leave the scheduler out, and give back before "
+    "each `scheduler.step(loss)`."
+)
+
+
+def schedule_from_torch(
+    make: Callable[[torch.optim.Optimizer], LRScheduler], lr: float, steps: int
+) -> RateTable:
+    """Equal to `lambda applied: table[min(applied, steps - 1)]`, where `table` is what torch's own
+    loop uses, each rate rounded to float32:
+
+        theirs = torch.optim.SGD([weight], lr=lr)
+        scheduler, table = make(theirs), []
+        for _ in range(steps):
+            table.append(theirs.param_groups[0]["lr"])
+            theirs.step()
+            scheduler.step()
+
+    The loop runs once, here, on the host. A step looks its rate up in the table, without a read, so
+    one compiled step serves every count, and `torch.vmap` over states gives each member the rate of
+    its own count. The table takes 4 bytes a step, on each device that asks for it.
+
+    Args:
+        make: A function from an optimizer to a scheduler of torch for it, chained and sequential
+            ones too: `lambda opt: CosineAnnealingLR(opt, T_max=1000)`. It is called once.
+        lr: The rate that the scheduler starts from, as in `torch.optim.SGD(..., lr=lr)`. Give 1.0
+            for a schedule that multiplies a rate in the state (`in_state=("lr",)`).
+        steps: The length of the table. Later steps use the last rate in it.
+
+    Returns:
+        A function from a count (an integer tensor of any shape) to rates, float32 in that shape: an
+        `lr` for `from_torch` and its `overrides`. For a scheduler that torch would step once an
+        epoch: `lambda applied: schedule(applied // steps_per_epoch)`.
+
+    Raises:
+        TypeError: `make` did not return a scheduler of torch.
+        ValueError: The scheduler is a ReduceLROnPlateau, which needs a loss; it moves a setting
+            other than the rate, such as the momentum (`cycle_momentum=False`); it belongs to
+            another optimizer; or it ends before `steps`, as OneCycleLR does.
+
+    Example:
+        >>> from torch.optim.lr_scheduler import LinearLR
+        >>> schedule = schedule_from_torch(
+        ...     lambda opt: LinearLR(opt, start_factor=0.5, total_iters=2), lr=1.0, steps=3
+        ... )
+        >>> schedule(torch.arange(4))
+        tensor([0.5000, 0.7500, 1.0000, 1.0000])
+
+    Source of the rule: torch.optim.lr_scheduler, which is what runs.
+    """
+    steps = whole("steps", steps, least=1)
+    # with a momentum, which some schedulers ask for
+    weight = torch.zeros((), device="cpu")
+    optimizer = torch.optim.SGD([weight], lr=real("lr", lr), momentum=0.9)
+    fixed = _settings(optimizer)
+    scheduler = make(optimizer)
+    check_scheduler(scheduler, optimizer, "make(optimizer)")
+    return RateTable.of(rates_of(scheduler, steps, fixed)[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class RateTable:
+    """A rate for each number of applied steps; made by `schedule_from_torch`."""
+
+    digest: str  # of the rates: what tables are compared by
+    start: int  # the count of the first rate
+    rates: Tensor = dataclasses.field(compare=False)  # float32 [steps], on a CPU
+    # What every device has of it, so that a step copies nothing from the host.
+    _copies: dict[torch.device, Tensor] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    @classmethod
+    def of(cls, rates: Sequence[float], start: int = 0) -> RateTable:
+        """The table of these rates, which are rounded to float32."""
+        rounded = array.array("f", rates)
+        digest = hashlib.blake2b(rounded.tobytes(), digest_size=16).hexdigest()
+        return cls(digest, start, torch.tensor(rounded, dtype=torch.float32, device="cpu"))
+
+    @property
+    def summary(self) -> tuple[str, int]:
+        """What ranks compare."""
+        return self.digest, self.start
+
+    def __call__(self, applied: Tensor) -> Tensor:
+        # `gather`, since `table[count]` is a read and `take` has no rule under vmap.
+        index = (applied - self.start).clamp(0, len(self.rates) - 1)
+        rates: Tensor = self._on(applied.device, self.digest)
+        return rates.gather(0, index.reshape(-1)).reshape(applied.shape)
+
+    def __repr__(self) -> str:
+        first, last = self.rates[0].item(), self.rates[-1].item()
+        return f"<{len(self.rates)} rates, {first:g} to {last:g}>"
+
+    # A constant, or each compiled step would copy it from the host; of this digest, or a compiler
+    # would take it for that of another table.
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _on(self, device: torch.device, digest: str) -> Tensor:
+        if device not in self._copies:
+            # Whatever runs now, it must be there for what runs later.
+            with private.without_modes(), private.without_transforms(), torch.inference_mode(False):
+                self._copies[device] = self.rates.to(device)
+        return self._copies[device]
+
+
+# ---- what a scheduler of torch does --------------------------------------------------------------
+
+
+def check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, what: str) -> None:
+    """Refuse a scheduler whose rates cannot be known before the training, or that does not move
+    `optimizer`.
+    """
+    kind = type(scheduler).__name__
+    if not isinstance(scheduler, LRScheduler):
+        raise TypeError(
+            f"{what} is {kind}; expected a scheduler of torch.optim.lr_scheduler. Likely cause: a "
+            "missing `return`, or a scheduler of another library. Fix: `lambda opt: "
+            "CosineAnnealingLR(opt, T_max=1000)`; in place of another library's, a function of the "
+            "step count as the lr of from_torch."
+        )
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ValueError(
+            f"{what} is a ReduceLROnPlateau, whose rates depend on losses, so they are not known "
+            f"before the training. {RATE_IN_THE_STATE}"
+        )
+    if scheduler.optimizer is not optimizer:
+        raise ValueError(
+            f"{what} is a {kind} of another optimizer, so it does not move the rates of this one. "
+            "Fix: a scheduler of the optimizer that is given, as `lambda opt: "
+            "CosineAnnealingLR(opt, T_max=1000)` makes it."
+        )
+
+
+def rates_of(
+    scheduler: LRScheduler, steps: int, fixed: Sequence[Mapping[str, Any]] | None = None
+) -> list[list[float]]:
+    """Step `scheduler`, and return for each parameter group the rates of the next `steps` steps.
+    `fixed`: the settings that may not move, those of now if it is left out.
+    """
+    groups, rates = scheduler.optimizer.param_groups, []
+    fixed = _settings(scheduler.optimizer) if fixed is None else fixed
+    for done in range(steps):
+        if done:
+            _step(scheduler, done, steps)
+        for group, settings in zip(groups, fixed, strict=True):
+            _check_fixed(scheduler, group, settings)
+        rates.append([float(group["lr"]) for group in groups])
+    return [list(column) for column in zip(*rates, strict=True)]
+
+
+def advance(scheduler: LRScheduler, steps: int) -> None:
+    """Step a scheduler so many times."""
+    for done in range(steps):
+        _step(scheduler, done + 1, steps + 1)
+
+
+def _step(scheduler: LRScheduler, done: int, wanted: int) -> None:
+    try:
+        with warnings.catch_warnings():
+            # torch asks for a step of the optimizer first; those are made elsewhere
+            warnings.simplefilter("ignore")
+            scheduler.step()
+    except (ValueError, IndexError) as error:
+        raise ValueError(
+            f"{type(scheduler).__name__} ends after {done} steps from here, and {wanted} were "
+            f"asked for ({error}). Likely cause: a schedule with an end, as OneCycleLR's "
+            f"total_steps. Fix: steps={done}, or a longer schedule."
+        ) from error
+
+
+def stand_in(scheduler: LRScheduler) -> LRScheduler:
+    """A copy of a scheduler in mid-run, over an optimizer of its own with the same settings, so
+    that steps of it change nothing else.
+    """
+    live = scheduler.optimizer
+    optimizer = torch.optim.SGD([torch.zeros((), device="cpu")], lr=0.0)
+    optimizer.param_groups = [
+        {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+        for group in live.param_groups
+    ]
+    for group in optimizer.param_groups:
+        group["params"] = []
+    return copy.deepcopy(scheduler, {id(live): optimizer})
+
+
+def place_of(scheduler: Any) -> int:
+    """How often a scheduler was stepped. A ChainedScheduler does not count; those in it do."""
+    while not hasattr(scheduler, "last_epoch"):
+        scheduler = next(
+            value[0]
+            for value in vars(scheduler).values()
+            if isinstance(value, (list, tuple)) and value and isinstance(value[0], LRScheduler)
+        )
+    return int(scheduler.last_epoch)
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The settings of each parameter group but the rate."""
+    return [
+        {name: value for name, value in group.items() if name not in ("params", "lr")}
+        for group in optimizer.param_groups
+    ]
+
+
+def _check_fixed(
+    scheduler: LRScheduler, group: Mapping[str, Any], settings: Mapping[str, Any]
+) -> None:
+    moved = [name for name, value in settings.items() if group[name] != value]
+    if moved:
+        raise ValueError(
+            f"{type(scheduler).__name__} moves {', '.join(moved)}, and a schedule is a rate by "
+            "step. Fix: cycle_momentum=False; a setting that is to move goes into the state, "
+            "from_torch(..., in_state=('lr', 'betas')), and `opt_state._replace(hyper=...)` "
+            "before a step."
+        )

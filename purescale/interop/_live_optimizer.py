@@ -1,0 +1,212 @@
+"""A live optimizer of torch and its scheduler, as `from_torch` has them, both ways."""
+
+from __future__ import annotations
+
+import glob
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._optim.master_weights import MasterState, master_weights
+from .._optim.opt_state import OptState, state_dict, without_wrappers
+from .._optim.param_groups import FLAGS
+from .._optim.schedule import RateTable, check_scheduler, place_of, rates_of, stand_in
+from .._optim.torch_optim import TorchOptimizer, from_torch
+from .._step.train_step import TrainState
+from .._tree.scalars import whole
+from .._tree.tree import join_names
+
+# ---- into purescale
+
+
+def names_by_group(
+    optimizer: torch.optim.Optimizer, model: nn.Module, params: Mapping[str, Tensor]
+) -> list[tuple[str, ...]]:
+    """The names of the parameters that are trained in each group of a live optimizer."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = []
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise ValueError(
+                    f"param_groups[{index}] of the optimizer has a parameter of shape "
+                    f"{tuple(parameter.shape)} that is not in the model. Likely cause: the "
+                    "optimizer of another model, of several, or of this one before its parameters "
+                    "were replaced. Fix: the model whose `.parameters()` the optimizer was given; "
+                    "of several `nn.ModuleDict({'a': a, 'b': b})`."
+                )
+        found = [names[id(parameter)] for parameter in group["params"]]
+        groups.append(tuple(name for name in found if name in params))
+    missing = params.keys() - {name for group in groups for name in group}
+    if missing:
+        raise ValueError(
+            f"the optimizer does not have {join_names(sorted(missing))} of the model, and here "
+            "every parameter that requires a gradient is trained. Fix: "
+            f"`model.get_parameter({min(missing)!r}).requires_grad_(False)` for what is not "
+            "trained, before take_over."
+        )
+    return groups
+
+
+def rates_from_now(
+    optimizer: torch.optim.Optimizer, scheduler: Any, steps: int | None
+) -> tuple[list[Any], int | None]:
+    """The rate of each parameter group, a table where there is a scheduler; and its place."""
+    if scheduler is None:
+        if steps is not None:
+            raise ValueError(
+                f"steps={steps} without a scheduler: the rates would stay as they are. Fix: "
+                "take_over(model, optimizer, scaler, scheduler, steps=...), or leave steps out."
+            )
+        return [float(group["lr"]) for group in optimizer.param_groups], None
+    check_scheduler(scheduler, optimizer, "scheduler")
+    if steps is None:
+        raise ValueError(
+            "take_over got a scheduler, whose rates are tabulated, and no `steps`. Fix: "
+            "take_over(..., scheduler, steps=10_000), the number of steps to be made here at most."
+        )
+    count, place = whole("steps", steps, least=1), place_of(scheduler)
+    rates = rates_of(stand_in(scheduler), count)
+    return [RateTable.of(column, place) for column in rates], place
+
+
+def as_from_torch(
+    optimizer: torch.optim.Optimizer, names: list[tuple[str, ...]], rates: list[Any]
+) -> TorchOptimizer:
+    """The live optimizer's settings: those of its first group, and overrides for the others."""
+    cls = type(optimizer)
+    groups = [
+        {**_settings_of(cls, group), "lr": rate}
+        for group, rate in zip(optimizer.param_groups, rates, strict=True)
+    ]
+    first, overrides = groups[0], {}
+    for members, group in zip(names, groups, strict=True):
+        own = {name: value for name, value in group.items() if value != first[name]}
+        if own and members:
+            overrides[tuple(map(glob.escape, members))] = own
+    defaults = inspect.signature(cls).parameters
+    told = {name: value for name, value in first.items() if value != defaults[name].default}
+    return from_torch(cls, overrides=overrides, **{**told, "lr": first["lr"]})
+
+
+def _settings_of(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
+    """What `cls` was told for a parameter group, as Python numbers, but for the rate and flags."""
+    accepted = inspect.signature(cls).parameters.keys() - {"params", "lr", *FLAGS}
+    settings = {
+        name: tuple(map(_number, value)) if isinstance(value, (tuple, list)) else _number(value)
+        for name, value in group.items()
+        if name in accepted
+    }
+    if issubclass(cls, torch.optim.Adafactor):  # of which from_torch wants it named
+        settings["foreach"] = bool(group["foreach"])
+    return settings
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else value
+
+
+def slots_of(
+    optimizer: torch.optim.Optimizer, model: nn.Module, params: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """The live optimizer's state dict with all trained parameters in one group, in the order of
+    `params`: names decide, since groups with equal settings are one here.
+    """
+    live = dict(model.named_parameters())
+    state = {index: optimizer.state.get(live[name], {}) for index, name in enumerate(params)}
+    return {"state": state, "param_groups": [{"params": list(state)}]}
+
+
+# ---- back into torch
+
+
+def unwrapped(state: Any, optimizer: Any, torch_optimizer: Any) -> tuple[TorchOptimizer, OptState]:
+    """Optimizer and state inside of all wrappers, refused if they are not those of
+    `torch_optimizer`.
+    """
+    inner = optimizer
+    while not isinstance(inner, TorchOptimizer) and hasattr(inner, "optimizer"):
+        inner = inner.optimizer
+    if not (isinstance(state, TrainState) and isinstance(inner, TorchOptimizer)):
+        raise TypeError(
+            f"give_back got a {type(state).__name__} and a {type(optimizer).__name__}; expected "
+            "the TrainState of train_step and the optimizer of take_over. Likely cause: arguments "
+            "in another order. Fix: give_back(state, optimizer, rule, model, torch_optimizer, "
+            "scaler, scheduler)."
+        )
+    cls, opt_state = inner.summary[0], without_wrappers(state.opt_state)
+    if not isinstance(opt_state, OptState) or cls is not type(torch_optimizer):
+        raise ValueError(
+            f"the state is a {type(opt_state).__name__} of {cls.__name__}, the live optimizer a "
+            f"{type(torch_optimizer).__name__}. Fix: the live optimizer that take_over was given."
+        )
+    if opt_state.applied.ndim:
+        raise ValueError(
+            f"the state is {len(opt_state.applied)} stacked ones, an ensemble's. Fix: one at a "
+            "time, `give_back(member(state, 0), ...)`."
+        )
+    if inner.summary[3]:
+        raise ValueError(
+            f"the optimizer has {', '.join(inner.summary[3])} in its state, torch's has them in "
+            "its parameter groups. Fix: "
+            "`torch_optimizer.load_state_dict(optimizer.to_state_dict(state.opt_state))`."
+        )
+    return inner, opt_state
+
+
+def weights_of(state: TrainState) -> Any:
+    """The parameters, or their float32 masters where the state has them."""
+    kept = state.opt_state
+    while not isinstance(kept, MasterState) and hasattr(kept, "inner"):
+        kept = kept.inner
+    return master_weights(state.params, kept) if isinstance(kept, MasterState) else state.params
+
+
+def with_slots(
+    optimizer: torch.optim.Optimizer, model: nn.Module, opt_state: OptState
+) -> dict[str, Any]:
+    """The live optimizer's own state dict, with these slots in it: its groups stay torch's, whose
+    rates a scheduler goes on from.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    listed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    places = {names.get(id(parameter)): place for place, parameter in enumerate(listed)}
+    missing = opt_state.slots.keys() - places.keys()
+    if missing:
+        raise ValueError(
+            f"the state has {join_names(sorted(missing))}, the live optimizer does not. Likely "
+            "cause: another model or optimizer than take_over was given. Fix: those of take_over."
+        )
+    every = list(opt_state.slots)
+    saved = state_dict(opt_state.slots, [(every, {"lr": 0.0})])["state"]
+    held = optimizer.state_dict()
+    own = {places[every[index]]: slot for index, slot in saved.items()}
+    return {**held, "state": {**held["state"], **own}}
+
+
+def steps_since(
+    scheduler: Any, optimizer: torch.optim.Optimizer, ours: TorchOptimizer, opt_state: OptState
+) -> int:
+    """The steps that were applied since the scheduler's last."""
+    scheduled = callable(ours.summary[1]["lr"])
+    if scheduled != (scheduler is not None):
+        raise ValueError(
+            "take_over was given a scheduler, and give_back is not. Fix: give_back(..., scheduler)."
+            if scheduled
+            else "give_back got a scheduler, and the rate of the optimizer is a number. Likely "
+            "cause: take_over without it. Fix: leave it out here too, and step it yourself."
+        )
+    if scheduler is None:
+        return 0
+    check_scheduler(scheduler, optimizer, "scheduler")
+    applied, place = int(opt_state.applied), place_of(scheduler)
+    if applied < place:
+        raise ValueError(
+            f"the scheduler is at step {place}, the state at {applied}. Likely cause: the "
+            "scheduler was stepped after take_over. Fix: leave it alone until give_back, which "
+            "steps it."
+        )
+    return applied - place

@@ -1,0 +1,545 @@
+"""One name for each memory of a module: tensors over the same elements are one, and what shares
+memory in another way is right or refused with both names.
+"""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import Untouched, same_bits
+from torch import nn
+
+import purescale as ps
+from purescale._module.registered import registered_tensors
+from purescale._torch.private import FakeTensorMode
+
+SGD = ps.from_torch(torch.optim.SGD, lr=0.1)
+
+
+class Holds(nn.Module):
+    """A weight, and what `add` registers besides; its forward uses all that is registered."""
+
+    def __init__(self, add, frozen=False):
+        super().__init__()
+        self.w = nn.Parameter(torch.arange(9.0).reshape(3, 3) / 9, requires_grad=not frozen)
+        self.other = nn.Parameter(torch.ones(3))
+        add(self)
+
+    def forward(self, x):
+        for tensor in (*self._parameters.values(), *self._buffers.values()):
+            x = x + tensor.to(x.dtype).sum() + (tensor.to(x.dtype) ** 2).sum()
+        return x
+
+
+def trained(model, steps=3):
+    """Parameters and buffers after some steps, and the losses."""
+    apply, params, buffers = ps.make_functional(model)
+
+    def loss_fn(params, buffers, x):
+        out, buffers = apply(params, buffers, x)
+        return out.sum(), buffers
+
+    rule, losses = ps.NoScale(), []
+    state = ps.init_train_state(params, buffers, SGD, rule)
+    for _ in range(steps):
+        state, info = ps.train_step(
+            state, [torch.ones(3)], loss_fn=loss_fn, optimizer=SGD, rule=rule
+        )
+        losses.append(info.loss)
+    return state, torch.stack(losses)
+
+
+def trained_by_torch(model, steps=3):
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(torch.ones(3)).sum()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+# ---- tied: the same elements in the same memory --------------------------------------------------
+
+
+def tied_net(tie):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    tie(net[0], net[2])
+    return net
+
+
+def by_data(first, second):
+    second.weight.data = first.weight.data
+
+
+def by_a_parameter_of_its_own(first, second):
+    second.weight = nn.Parameter(first.weight.data)
+
+
+def by_a_view_with_its_shape(first, second):
+    second.weight = nn.Parameter(first.weight.detach().view(9).view(3, 3))
+
+
+def as_one(first, second):
+    second.weight = first.weight
+
+
+BY_MEMORY = [by_data, by_a_parameter_of_its_own, by_a_view_with_its_shape]
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled", "vmap"])
+@pytest.mark.parametrize("tie", BY_MEMORY)
+def test_parameters_over_one_memory_are_tied_as_one_parameter_is(tie, how):
+    def grads(tie):
+        apply, params, buffers = ps.make_functional(tied_net(tie))
+
+        def loss(params, x):
+            return apply(params, buffers, x)[0].pow(2).sum()
+
+        grad = torch.func.grad(loss)
+        if how == "compiled":
+            grad = torch.compile(grad, fullgraph=True, backend="aot_eager")
+        if how == "vmap":
+            grad = torch.vmap(grad, in_dims=(None, 0))
+        return grad(params, torch.linspace(-1, 1, 6).reshape(2, 3))
+
+    found = grads(tie)
+    assert list(found) == ["0.weight", "0.bias", "2.bias"]
+    assert same_bits(found, grads(as_one))
+
+
+@pytest.mark.parametrize("tie", BY_MEMORY)
+def test_parameters_over_one_memory_train_as_in_torch_where_steps_add_up(tie):
+    _, losses = trained(tied_net(tie))
+    torch.testing.assert_close(losses, trained_by_torch(tied_net(tie)))
+
+
+@pytest.mark.parametrize("tie", BY_MEMORY)
+def test_the_way_back_of_tied_parameters_is_one_value_in_one_memory(tie):
+    state, _ = trained(tied_net(tie))
+    model = tied_net(tie)
+    ps.load_into(model, state.params, state.buffers)
+    assert same_bits(model[0].weight.detach(), state.params["0.weight"])
+    assert same_bits(model[2].weight.detach(), state.params["0.weight"])
+
+
+def test_load_into_a_tied_model_takes_no_value_for_the_second_name():
+    _, params, buffers = ps.make_functional(tied_net(lambda first, second: None))
+    model = tied_net(by_data)
+    with (
+        Untouched(dict(model.named_parameters())),
+        pytest.raises(ValueError, match=r"2\.weight is tied to 0\.weight in the model"),
+    ):
+        ps.load_into(model, params, buffers)
+
+
+def test_norm_params_of_tied_norms_are_known_by_their_first_name():
+    net = nn.Sequential(nn.LayerNorm(3), nn.LayerNorm(3))
+    by_data(*net)
+    apply, _, _ = ps.make_functional(net)
+    assert apply.norm_params == {"0.weight", "0.bias", "1.bias"}
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_a_parameter_that_is_a_buffer_too_trains(how):
+    def add(model):
+        model.register_buffer("again", model.w)
+
+    apply, params, buffers = ps.make_functional(Holds(add))
+    assert (list(params), list(buffers)) == (["w", "other"], [])
+    grad = torch.func.grad(lambda p: apply(p, buffers, torch.ones(3))[0].sum())
+    if how == "compiled":
+        grad = torch.compile(grad, fullgraph=True, backend="aot_eager")
+    model = Holds(add)
+    model(torch.ones(3)).sum().backward()
+    torch.testing.assert_close(grad(params)["w"], model.w.grad)
+    state, losses = trained(Holds(add))
+    torch.testing.assert_close(losses, trained_by_torch(model := Holds(add)))
+    back = Holds(add)
+    ps.load_into(back, state.params, state.buffers)
+    torch.testing.assert_close(back.again, model.w)
+
+
+def test_frozen_parameters_over_one_memory_are_one_buffer():
+    def add(model):
+        model.v = nn.Parameter(model.w.data, requires_grad=False)
+        model.register_buffer("again", model.w.data)
+
+    _, params, buffers = ps.make_functional(Holds(add, frozen=True))
+    assert (list(params), list(buffers)) == (["other"], ["w"])
+
+
+# ---- refused: a trained parameter that shares memory in another way ------------------------------
+
+
+def other_parameter(view):
+    def add(model):
+        model.c = nn.Parameter(view(model.w.data))
+
+    return add
+
+
+def buffer(view):
+    def add(model):
+        model.register_buffer("c", view(model.w))
+
+    return add
+
+
+def frozen_parameter(model):
+    model.c = nn.Parameter(model.w.data, requires_grad=False)
+
+
+def with_a_hook(model):
+    model.c = nn.Parameter(model.w.data)
+    model.c.register_hook(lambda grad: grad * 2)
+
+
+def with_an_accumulated_hook(model):
+    model.c = nn.Parameter(model.w.data)
+    model.c.register_post_accumulate_grad_hook(lambda param: None)
+
+
+SHARED = {
+    "a buffer, detached": buffer(torch.detach),
+    "a buffer on the graph": buffer(lambda w: w.view(9)),
+    "a buffer that is .data": buffer(lambda w: w.data),
+    "a row": buffer(lambda w: w.detach()[1]),
+    "an element": buffer(lambda w: w.detach()[2, 2]),
+    "expanded": buffer(lambda w: w.detach()[0, 0].expand(5)),
+    "other bits": buffer(lambda w: w.detach().view(torch.int32)),
+    "narrow": buffer(lambda w: w.detach().view(torch.float16)),
+    "a transposed parameter": other_parameter(torch.t),
+    "a column as a parameter": other_parameter(lambda w: w[:, 1]),
+    "a frozen parameter": frozen_parameter,
+    "a hook": with_a_hook,
+    "an accumulated hook": with_an_accumulated_hook,
+}
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_what_shares_memory_with_a_trained_parameter_is_refused_with_both_names(case):
+    model = Holds(SHARED[case])
+    with pytest.raises(ValueError, match=r"^w and c of the model share memory.*Fix: .*\.clone"):
+        ps.make_functional(model)
+
+
+def test_a_model_that_is_frozen_as_a_whole_may_be_trained_and_is_looked_at_alike():
+    model = Holds(buffer(torch.detach)).requires_grad_(False)
+    with pytest.raises(ValueError, match=r"^w and c of the model share memory"):
+        ps.make_functional(model)
+
+
+# ---- taken: memory without a common element, or without an address -------------------------------
+
+
+def test_weights_in_one_piece_of_memory_are_apart():
+    rnn = nn.LSTM(3, 4, num_layers=2)
+    flat = torch.cat([p.detach().reshape(-1) for p in rnn.parameters()])
+    names = [name for name, _ in rnn.named_parameters()]
+    for param, part in zip(
+        rnn.parameters(), flat.split([p.numel() for p in rnn.parameters()]), strict=True
+    ):
+        param.data = part.view_as(param)
+    _, params, _ = ps.make_functional(rnn)
+    assert list(params) == names
+
+
+def test_columns_of_one_matrix_are_apart_though_their_spans_overlap():
+    matrix, model = torch.randn(4, 6), nn.Module()
+    for index, columns in enumerate(matrix.split([1, 2, 3], dim=1)):
+        model.register_parameter(f"p{index}", nn.Parameter(columns))
+    model.register_buffer("imag", torch.view_as_real(c := torch.ones(3, dtype=torch.cfloat))[:, 1])
+    model.register_buffer("real", torch.view_as_real(c)[:, 0])
+    _, params, buffers = ps.make_functional(model)
+    assert (list(params), list(buffers)) == (["p0", "p1", "p2"], ["imag", "real"])
+    assert registered_tensors(model).overlaps == []
+
+
+def fake(make):
+    with FakeTensorMode():
+        return make()
+
+
+def without_address():
+    return nn.Sequential(nn.Linear(2, 2, device="meta"), nn.Linear(2, 2, device="meta"))
+
+
+def empty():
+    model, memory = nn.Module(), torch.ones(3)
+    model.a, model.b = nn.Parameter(memory[1:1]), nn.Parameter(memory[1:1].view(0, 3))
+    model.c = nn.Parameter(memory)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize(
+    "make", [without_address, lambda: fake(lambda: tied_net(lambda a, b: None)), empty]
+)
+def test_what_has_no_address_is_apart(make):
+    model = make()
+    _, params, _ = ps.make_functional(model)
+    assert list(params) == [name for name, _ in model.named_parameters()]
+
+
+# ---- buffers that share memory among themselves --------------------------------------------------
+
+
+class Tables(nn.Module):
+    """A table, and another view of it; `write` changes one."""
+
+    def __init__(self, write=lambda m: None):
+        super().__init__()
+        self.register_buffer("table", torch.arange(6.0).reshape(2, 3))
+        self.register_buffer("flat", self.table.view(6))
+        self.write = write
+
+    def forward(self, x):
+        self.write(self)
+        return x + self.table.sum() + self.flat.sum()
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_constant_buffers_may_be_views_of_each_other(how):
+    model = Tables()
+    apply, params, buffers = ps.make_functional(model)
+    run = torch.compile(apply, fullgraph=True, backend="aot_eager") if how == "compiled" else apply
+    out, buffers = run(params, buffers, torch.ones(2))
+    assert same_bits(out, model(torch.ones(2)))
+    ps.load_into(model, params, buffers)
+    assert same_bits(model(torch.ones(2)), out)
+
+
+@pytest.mark.parametrize(
+    "view", [lambda t: t.real, lambda t: t.view(torch.int64), torch.conj, lambda t: t[:1]]
+)
+def test_buffers_that_read_one_memory_otherwise_keep_a_name_and_a_value_each(view):
+    model, table = nn.Module(), torch.arange(6.0).reshape(3, 2) * (1 + 2j)
+    model.register_buffer("table", table)
+    model.register_buffer("other", view(table))
+    model.register_buffer("again", view(table))
+    _, _, buffers = ps.make_functional(model)
+    assert same_bits(buffers, {"table": table, "other": view(table)})
+
+
+def test_a_buffer_that_is_replaced_leaves_its_view_as_it_was():
+    def replace(model):
+        model.table = model.table + 1
+
+    model = Tables(replace)
+    apply, params, buffers = ps.make_functional(model)
+    for _ in range(3):
+        out, buffers = apply(params, buffers, torch.ones(2))
+        assert same_bits(out, model(torch.ones(2)))
+
+
+@pytest.mark.parametrize(
+    ("write", "names"),
+    [
+        (lambda m: m.table.add_(1), "table, which shares memory with flat"),
+        (lambda m: m.flat.zero_(), "flat, which shares memory with table"),
+    ],
+)
+def test_a_write_into_a_buffer_that_another_would_see_is_refused_with_both_names(write, names):
+    apply, params, buffers = ps.make_functional(Tables(write))
+    with pytest.raises(RuntimeError, match=f"wrote into its buffer {names}.*Fix: "):
+        apply(params, buffers, torch.ones(2))
+
+
+def test_load_into_refuses_two_values_for_one_memory_and_changes_nothing():
+    model = Tables()
+    _, params, buffers = ps.make_functional(model)
+    with (
+        Untouched(dict(model.named_buffers())),
+        pytest.raises(ValueError, match="table and flat share memory in the model"),
+    ):
+        ps.load_into(model, params, buffers | {"table": buffers["table"] + 1})
+
+
+# ---- one buffer under two names ------------------------------------------------------------------
+
+
+class TwoNames(nn.Module):
+    """A buffer that stands in two places, of which `change` changes one."""
+
+    def __init__(self, keep, change):
+        super().__init__()
+        self.register_buffer("a", torch.zeros(3))
+        self.inner = nn.Module()
+        keep(self)
+        self.change = change
+
+    def forward(self, x):
+        self.change(self)
+        b = self.inner.b
+        b = b["a"] if isinstance(b, dict) else b[0] if isinstance(b, list) else b
+        return x + self.a + 10 * b
+
+
+def registered_again(model):
+    model.inner.register_buffer("b", model.a)
+
+
+def over_its_memory(model):
+    model.inner.register_buffer("b", model.a.view(3))
+
+
+def in_an_attribute(model):
+    model.inner.b = model.a
+
+
+def in_a_dict(model):
+    model.inner.b = {"a": model.a}
+
+
+def in_a_list(model):
+    model.inner.b = [model.a]
+
+
+TWICE = {
+    registered_again: "inner.b",
+    over_its_memory: "inner.b",
+    in_an_attribute: "inner.b",
+    in_a_dict: "inner.b['a']",
+    in_a_list: "inner.b[0]",
+}
+
+
+def replaces(model):
+    model.a = model.a + 1
+
+
+def replaces_the_second(model):
+    model.inner.b = model.a + 1
+
+
+def replaces_each(model):
+    model.a, model.inner.b = model.a + 1, model.a + 1
+
+
+def replaces_both(model):
+    model.a = model.inner.b = model.a + 1
+
+
+def writes(model):
+    model.a += 1
+
+
+@pytest.mark.parametrize(
+    ("keep", "change"),
+    [
+        *((keep, replaces) for keep in TWICE),
+        *((registered_again, change) for change in (replaces_the_second, replaces_each)),
+    ],
+)
+@pytest.mark.parametrize("how", ["eager", "vmap"])
+def test_a_buffer_that_is_replaced_in_one_of_two_places_is_refused_with_both(keep, change, how):
+    apply, params, buffers = ps.make_functional(TwoNames(keep, change))
+    run = torch.vmap(apply, in_dims=(None, None, 0)) if how == "vmap" else apply
+    names = f"replaced its buffer a or {re.escape(TWICE[keep])} alone.*Fix: "
+    with Untouched(buffers), pytest.raises(RuntimeError, match=names):
+        run(params, buffers, torch.zeros(2, 3))
+
+
+def test_a_compiler_refuses_a_buffer_that_is_replaced_in_one_of_two_places():
+    apply, params, buffers = ps.make_functional(TwoNames(registered_again, replaces))
+    run = torch.compile(apply, fullgraph=True, backend="aot_eager")
+    with pytest.raises(RuntimeError, match=r"replaced its buffer a or inner\.b alone"):
+        run(params, buffers, torch.zeros(3))
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("keep", "change"),
+    [
+        (registered_again, writes),
+        (over_its_memory, writes),
+        (in_a_list, writes),
+        (registered_again, replaces_both),
+        # what a forward sets in an attribute is no state
+        (in_an_attribute, replaces_the_second),
+    ],
+)
+def test_a_buffer_with_two_names_that_stays_one_counts_as_in_torch(keep, change, how):
+    model = TwoNames(keep, change)
+    apply, params, buffers = ps.make_functional(model)
+    run = torch.compile(apply, fullgraph=True, backend="aot_eager") if how == "compiled" else apply
+    for _ in range(3):
+        out, buffers = run(params, buffers, torch.zeros(3))
+        assert same_bits(out, model(torch.zeros(3)))
+
+
+# ---- attributes of classes -----------------------------------------------------------------------
+
+
+def in_a_class(put):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return F.linear(x, self.shared)
+
+    class Helper:
+        pass
+
+    net = Net()
+    net.linear.helper = Helper()
+    put(net, Net, Helper)
+    return nn.Sequential(net)
+
+
+IN_CLASSES = {
+    "registered": (
+        lambda net, owner, _: setattr(owner, "shared", net.linear.weight),
+        "0.shared .* class Net and holds its 0.linear.weight",
+    ),
+    "registered nowhere": (
+        lambda net, owner, _: setattr(owner, "shared", nn.Parameter(torch.ones(3, 3))),
+        "0.shared .* class Net and holds a parameter that is registered nowhere",
+    ),
+    "a view": (
+        lambda net, owner, _: setattr(owner, "shared", net.linear.weight.detach()),
+        "0.shared .* holds a view of its 0.linear.weight",
+    ),
+    "in a dict": (
+        lambda net, owner, _: setattr(owner, "shared", {"w": [net.linear.weight]}),
+        "0.shared .* holds its 0.linear.weight",
+    ),
+    "a module": (
+        lambda net, owner, _: setattr(owner, "shared", net.linear),
+        "0.shared .* holds its 0.linear",
+    ),
+    "a helper's class": (
+        lambda net, _, helper: setattr(helper, "shared", net.linear.weight),
+        "0.linear.helper.shared .* class Helper and holds its 0.linear.weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", IN_CLASSES)
+def test_a_parameter_in_a_class_which_no_copy_has_is_refused_by_name(case):
+    put, message = IN_CLASSES[case]
+    with pytest.raises(ValueError, match=f"^{message}.*Fix: "):
+        ps.make_functional(in_a_class(put))
+
+
+def test_a_class_that_knows_its_only_instance_is_taken():
+    def put(net, owner, helper):
+        owner.shared, owner.instance = torch.ones(3, 3), net
+
+    ps.make_functional(in_a_class(put)[0])
+
+
+def test_constants_in_a_class_are_taken_and_its_list_of_instances():
+    def put(net, owner, helper):
+        owner.shared = torch.ones(3, 3)
+        owner.instances = [net]
+        net.register_buffer("mean", owner.shared)
+
+    apply, params, buffers = ps.make_functional(in_a_class(put))
+    assert same_bits(apply(params, buffers, torch.ones(1, 3))[0], torch.full((1, 3), 3.0))

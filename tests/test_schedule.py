@@ -1,0 +1,341 @@
+"""Schedulers of torch as tables of rates."""
+
+import copy
+import functools
+import math
+import pickle
+
+import pytest
+import torch
+from helpers import AsOnAnAccelerator, same_bits
+from torch.optim import lr_scheduler as torchs
+
+import purescale as ps
+from purescale._distributed.describe_settings import describe_setting
+from purescale._optim.schedule import RateTable
+from purescale._torch.private import FakeTensorMode
+from purescale.testing import assert_sync_free, assert_vmap_equals_loop
+
+STEPS = 40
+
+
+def warm_up_and_cosine(opt):
+    parts = [
+        torchs.LinearLR(opt, start_factor=0.1, total_iters=5),
+        torchs.CosineAnnealingLR(opt, T_max=30),
+        torchs.ExponentialLR(opt, gamma=0.9),
+    ]
+    return torchs.SequentialLR(opt, parts, milestones=[5, 28])
+
+
+def chained(opt):
+    parts = [
+        torchs.ConstantLR(opt, factor=0.5, total_iters=4),
+        torchs.ExponentialLR(opt, gamma=0.95),
+        torchs.MultiStepLR(opt, milestones=[9, 20, 20]),
+    ]
+    return torchs.ChainedScheduler(parts)
+
+
+def nested(opt):
+    return torchs.ChainedScheduler([warm_up_and_cosine(opt), torchs.StepLR(opt, 8)])
+
+
+MAKES = {
+    "LambdaLR": lambda opt: torchs.LambdaLR(opt, lambda n: min(n / 10, 1.0)),
+    "MultiplicativeLR": lambda opt: torchs.MultiplicativeLR(opt, lambda n: 0.9 + 0.001 * n),
+    "StepLR": lambda opt: torchs.StepLR(opt, step_size=7, gamma=0.3),
+    "MultiStepLR": lambda opt: torchs.MultiStepLR(opt, milestones=[3, 11, 12]),
+    "ConstantLR": lambda opt: torchs.ConstantLR(opt, factor=0.2, total_iters=5),
+    "LinearLR": lambda opt: torchs.LinearLR(opt, start_factor=0.01, total_iters=20),
+    "ExponentialLR": lambda opt: torchs.ExponentialLR(opt, gamma=0.87),
+    "PolynomialLR": lambda opt: torchs.PolynomialLR(opt, total_iters=30, power=1.7),
+    "CosineAnnealingLR": lambda opt: torchs.CosineAnnealingLR(opt, T_max=13, eta_min=1e-5),
+    "CosineAnnealingWarmRestarts": lambda opt: torchs.CosineAnnealingWarmRestarts(
+        opt, T_0=5, T_mult=2
+    ),
+    "CyclicLR": lambda opt: torchs.CyclicLR(
+        opt, 1e-4, 1e-2, step_size_up=6, mode="exp_range", gamma=0.99, cycle_momentum=False
+    ),
+    "OneCycleLR": lambda opt: torchs.OneCycleLR(
+        opt, max_lr=0.1, total_steps=STEPS, cycle_momentum=False
+    ),
+    "SequentialLR": warm_up_and_cosine,
+    "ChainedScheduler": chained,
+    "nested": nested,
+    "SWALR": lambda opt: torch.optim.swa_utils.SWALR(opt, swa_lr=0.01, anneal_epochs=9),
+}
+each = pytest.mark.parametrize("name", MAKES)
+
+
+def rates_of(make, lr=0.3, steps=STEPS):
+    """torch's own scheduler in torch's own loop."""
+    theirs = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr)
+    scheduler, rates = make(theirs), []
+    for step in range(steps):
+        rates.append(theirs.param_groups[0]["lr"])
+        theirs.step()
+        if step < steps - 1:
+            scheduler.step()
+    return torch.tensor(rates, dtype=torch.float32)
+
+
+def made(name, lr=0.3, steps=STEPS):
+    return ps.schedule_from_torch(MAKES[name], lr, steps)
+
+
+# ---- what it is equal to
+
+
+@each
+def test_every_scheduler_of_torch_is_itself_to_the_bit(name):
+    schedule, expected = made(name), rates_of(MAKES[name])
+    rates = [schedule(torch.tensor(step)) for step in range(STEPS)]
+    assert all(rate.dtype is torch.float32 and rate.shape == () for rate in rates)
+    assert same_bits(torch.stack(rates), expected)
+    assert same_bits(schedule(torch.arange(STEPS).view(4, -1)), expected.view(4, -1))
+
+
+def test_all_schedulers_of_torch_are_drawn():
+    every = {
+        name
+        for name, cls in vars(torchs).items()
+        if isinstance(cls, type) and issubclass(cls, torchs.LRScheduler)
+    }
+    assert every - MAKES.keys() == {"LRScheduler", "_LRScheduler", "ReduceLROnPlateau"}
+
+
+def test_beyond_the_end_the_rate_is_the_last():
+    schedule = made("ExponentialLR", steps=5)
+    last = rates_of(MAKES["ExponentialLR"], steps=5)[-1]
+    assert same_bits(schedule(torch.tensor([4, 5, 2**40])), last.expand(3))
+
+
+@pytest.mark.parametrize("name", ["SequentialLR", "CyclicLR"])
+@pytest.mark.parametrize("cls", ["AdamW", "SGD", "RMSprop"])
+def test_steps_with_it_are_those_of_torchs_loop(cls, name):
+    make, cls = MAKES[name], getattr(torch.optim, cls)
+    weight = torch.linspace(-1, 1, 6)
+    trained = weight.clone().requires_grad_()
+    theirs = cls([trained], lr=0.3)
+    scheduler = make(theirs)
+    optimizer = ps.from_torch(cls, lr=made(name))
+    params = {"w": weight}
+    state = optimizer.init(params)
+    for step in range(STEPS):
+        grad = torch.sin(weight * step)
+        trained.grad = grad
+        theirs.step()
+        scheduler.step()
+        skip = torch.tensor(step % 5 == 4)  # a skipped step does not move it
+        if skip:
+            params, state = ps.maybe_step(optimizer, params, {"w": grad}, state, skip)
+        params, state = optimizer.step(params, {"w": grad}, state)
+    torch.testing.assert_close(params["w"], trained.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_it_multiplies_a_rate_in_the_state():
+    schedule = made("StepLR", lr=1.0)
+    optimizer = ps.from_torch(torch.optim.SGD, lr=schedule, in_state=("lr",))
+    params = {"w": torch.zeros(1)}
+    state = optimizer.init(params)._replace(lr=torch.tensor(0.5), applied=torch.tensor(8))
+    new, _ = optimizer.step(params, {"w": torch.ones(1)}, state)
+    assert new["w"] == -0.5 * schedule(torch.tensor(8))
+
+
+# ---- one graph, one rate a member, no read
+
+
+def jobs(schedule, counts, *, cls=torch.optim.AdamW):
+    optimizer = ps.from_torch(cls, lr=schedule)
+    params = {"w": torch.linspace(-1, 1, 5)}
+    started = optimizer.init(params)
+    states = [started._replace(applied=torch.tensor(count)) for count in counts]
+    return optimizer, params, {"w": torch.ones(5)}, states
+
+
+@each
+def test_members_with_counts_of_their_own_have_rates_of_their_own(name):
+    optimizer, params, grads, states = jobs(made(name), (0, 9, 1000))
+    every = [ps.stack_states([tree] * 3) for tree in (params, grads)]
+    assert_vmap_equals_loop(optimizer.step, *every, ps.stack_states(states), rtol=1e-5, atol=1e-6)
+    assert_vmap_equals_loop(made(name), torch.tensor([0, 9, 1000]))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_compiled_step_serves_every_count(backend):
+    optimizer, params, grads, states = jobs(made("SequentialLR"), (0, 4, 5, 30, 99))
+    torch.compiler.reset()
+    step = torch.compile(optimizer.step, fullgraph=True, backend=backend)
+    with torch.compiler.set_stance("default"):
+        first = step(params, grads, states[0])
+    torch.testing.assert_close(first, optimizer.step(params, grads, states[0]))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for state in states[1:]:
+            torch.testing.assert_close(
+                step(params, grads, state), optimizer.step(params, grads, state)
+            )
+
+
+def test_compiled_code_tells_two_tables_of_one_length_apart():
+    @functools.partial(torch.compile, fullgraph=True, backend="aot_eager")
+    def rate(schedule, applied):
+        return schedule(applied)
+
+    torch.compiler.reset()
+    for name in ("ExponentialLR", "StepLR", "ExponentialLR"):
+        schedule = made(name)
+        # as on every device but the host's: a tensor of its own, which the compiler takes as it is
+        schedule._copies[torch.device("cpu")] = schedule.rates.clone()
+        assert same_bits(rate(schedule, torch.tensor(9)), schedule(torch.tensor(9)))
+
+
+def test_a_step_reads_no_count():
+    optimizer, params, grads, (state,) = jobs(made("SequentialLR"), (3,), cls=torch.optim.SGD)
+    expected = optimizer.step(params, grads, state)
+    with AsOnAnAccelerator() as ran:
+        forced = assert_sync_free(optimizer.step, params, grads, state)
+    torch.testing.assert_close(forced, expected)
+    assert ran.reads == 0
+
+
+@pytest.mark.parametrize("first", ["vmap", "grad", "fake", "inference"])
+def test_the_copy_on_a_device_is_an_ordinary_tensor_wherever_it_was_first_asked_for(first):
+    schedule, counts = made("StepLR"), torch.arange(3, device="meta")
+    if first == "vmap":
+        torch.vmap(schedule)(counts)
+    elif first == "grad":
+        torch.func.grad(lambda x: x * schedule(counts).sum())(torch.ones((), device="meta"))
+    elif first == "fake":
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            schedule(torch.arange(3, device="meta"))
+    else:
+        with torch.inference_mode():
+            schedule(counts)
+    (copied,) = schedule._copies.values()
+    assert type(copied) is torch.Tensor
+    assert copied.is_meta
+    assert not copied.is_inference()
+    assert torch._C._functorch.maybe_get_level(copied) == -1
+
+
+def test_a_device_is_copied_to_once():
+    schedule, count = made("StepLR"), torch.zeros((), dtype=torch.int64, device="meta")
+    schedule(count)
+    with AsOnAnAccelerator() as ran:
+        schedule(count)
+    assert torch.ops.aten._to_copy.default not in ran.ops
+
+
+# ---- a setting like others
+
+
+def test_equal_tables_are_equal_settings():
+    assert made("StepLR") == made("StepLR")
+    assert hash(made("StepLR")) == hash(made("StepLR"))
+    assert made("StepLR") != made("StepLR", lr=0.4)
+    assert made("StepLR") != made("StepLR", steps=39)
+    assert RateTable.of([1.0, 2.0], start=1) != RateTable.of([1.0, 2.0])
+
+
+def test_ranks_compare_every_rate():
+    one, same = (ps.from_torch(torch.optim.SGD, lr=made("StepLR")) for _ in range(2))
+    other = ps.from_torch(torch.optim.SGD, lr=made("StepLR", lr=0.3001))
+    assert describe_setting(one) == describe_setting(same) != describe_setting(other)
+
+
+def test_overrides_with_equal_tables_are_one_group():
+    groups = {"a": {"lr": made("StepLR")}, "b": {"lr": made("StepLR")}}
+    optimizer = ps.from_torch(torch.optim.SGD, lr=0.1, overrides=groups)
+    params = {name: torch.ones(1) for name in "abc"}
+    assert len(optimizer.to_state_dict(optimizer.init(params))["param_groups"]) == 2
+
+
+def test_it_is_copied_and_pickled():
+    schedule = made("StepLR")
+    for other in (copy.deepcopy(schedule), pickle.loads(pickle.dumps(schedule))):
+        assert other == schedule
+        assert same_bits(other(torch.arange(9)), schedule(torch.arange(9)))
+
+
+def test_it_is_short_when_printed():
+    optimizer = ps.from_torch(torch.optim.SGD, lr=made("StepLR"))
+    assert repr(optimizer) == "from_torch(SGD, lr=<40 rates, 0.3 to 0.000729>)"
+
+
+@each
+def test_nothing_warns(name, recwarn):
+    made(name)
+    assert not recwarn
+
+
+# ---- words
+
+
+def plateau(opt):
+    return torchs.ReduceLROnPlateau(opt)
+
+
+def of_another(opt):
+    return torchs.StepLR(torch.optim.SGD([torch.zeros(1)], lr=1.0), 3)
+
+
+REFUSED = {
+    "plateau": (plateau, ValueError, r"ReduceLROnPlateau.*in_state=\('lr',\).*get_last_lr"),
+    "one-cycle": (
+        lambda opt: torchs.OneCycleLR(opt, max_lr=0.1, total_steps=STEPS),
+        ValueError,
+        "OneCycleLR moves momentum.*cycle_momentum=False",
+    ),
+    "cyclic": (
+        lambda opt: torchs.CyclicLR(opt, 0.1, 0.2, base_momentum=0.9, max_momentum=0.95),
+        ValueError,
+        "CyclicLR moves momentum.*cycle_momentum=False",
+    ),
+    "ends": (
+        lambda opt: torchs.OneCycleLR(opt, max_lr=0.1, total_steps=10, cycle_momentum=False),
+        ValueError,
+        "OneCycleLR ends after 11 steps.*40 were asked for.*Fix: steps=11",
+    ),
+    "table": (
+        lambda opt: torchs.LambdaLR(opt, lambda n: [0.1, 0.2, 0.3][n]),
+        ValueError,
+        "LambdaLR ends after 3 steps.*Fix: steps=3",
+    ),
+    "other": (of_another, ValueError, "a StepLR of another optimizer"),
+    "none": (lambda opt: None, TypeError, r"make\(optimizer\) is NoneType.*missing `return`"),
+    "function": (lambda opt: math.cos, TypeError, "expected a scheduler of torch"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_rate_by_step_is_refused(case):
+    make, error, message = REFUSED[case]
+    with pytest.raises(error, match=message):
+        ps.schedule_from_torch(make, 0.3, STEPS)
+
+
+@pytest.mark.parametrize(
+    ("lr", "steps", "error", "message"),
+    [
+        (0.1, 0, ValueError, "steps must be from 1"),
+        (0.1, 2.5, TypeError, "steps must be a whole number"),
+        ("0.1", 5, TypeError, "lr must be a number"),
+        (torch.tensor(0.1), 5, TypeError, "lr is a tensor"),
+        (-0.1, 5, ValueError, "Invalid learning rate"),
+    ],
+    ids=str,
+)
+def test_a_rate_or_length_that_is_none_is_refused(lr, steps, error, message):
+    with pytest.raises(error, match=message):
+        ps.schedule_from_torch(MAKES["StepLR"], lr, steps)
+
+
+def test_the_recipe_for_a_plateau_works():
+    optimizer = ps.from_torch(torch.optim.SGD, lr=0.5, in_state=("lr",))
+    scheduler = plateau(torch.optim.SGD([torch.zeros(1)], lr=0.5))
+    opt_state = optimizer.init({"w": torch.ones(1)})
+    for loss in [1.0] * 12:
+        scheduler.step(loss)
+        opt_state = opt_state._replace(lr=torch.tensor(scheduler.get_last_lr()[0]))
+    assert opt_state.lr == 0.05

@@ -1,0 +1,711 @@
+"""Gradients for a loop by hand: the bits of a step and of torch's own backward, and nothing of
+theirs in the memory of others.
+"""
+
+import contextlib
+import copy
+import functools
+import pickle
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import (
+    HALF,
+    at,
+    batch,
+    clone,
+    job,
+    same_bits,
+    scaled_by,
+    shares_memory,
+    small_net,
+    stack,
+    tensors,
+    unstack,
+)
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
+
+import purescale as ps
+from purescale._torch import tracing
+from purescale.testing import (
+    assert_pure,
+    assert_single_graph,
+    assert_sync_free,
+    assert_vmap_equals_loop,
+)
+
+OPTIM = torch.optim
+RULE = ps.DynamicScale(init_scale=2.0**10, growth_interval=3)
+AUTOCAST = "params=float32,compute=autocast({}),output=float32"
+SCALER = at(8.0)
+
+
+def linear(params, buffers, x):
+    return (params["w"] * x).sum(), buffers
+
+
+def net(policy=HALF, model=None):
+    """(loss_fn, params, buffers) of a net with BatchNorm, unless another is given."""
+    apply, params, buffers = ps.make_functional(model or small_net())
+    apply = ps.with_policy(apply, policy) if policy else apply
+
+    def loss_fn(params, buffers, microbatch):
+        x, y = microbatch
+        logits, buffers = apply(params, buffers, x)
+        return F.cross_entropy(logits, y), buffers
+
+    return loss_fn, params, buffers
+
+
+# ---- the same as torch's own ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [None, 2.0**10])
+def test_it_is_the_backward_of_torchs_own_loop(dtype, scale):
+    policy = AUTOCAST.format(str(dtype).removeprefix("torch.")) if dtype else None
+    model, (x, y) = small_net(), batch()
+    if dtype:  # under which norms are computed in float32 here
+        model[1] = nn.Sigmoid()
+    loss_fn, params, buffers = net(policy, model)
+    scaler = scale and at(scale)
+    (loss, new_buffers), grads = ps.value_and_grad(loss_fn)(params, buffers, (x, y), scaler=scaler)
+
+    with torch.autocast("cpu", dtype, enabled=dtype is not None):
+        logits = model(x)
+    theirs = F.cross_entropy(logits.float(), y)
+    (theirs * (scale or 1.0)).backward()
+    assert same_bits(loss, theirs.detach())
+    assert same_bits(grads, {name: p.grad for name, p in model.named_parameters()})
+    assert same_bits(new_buffers, dict(model.named_buffers()))
+
+
+@pytest.mark.parametrize("policy", [None, HALF])
+def test_it_is_the_torch_func_of_its_docstring(policy):
+    loss_fn, params, buffers = net(policy)
+    value, grads = ps.value_and_grad(loss_fn)(params, buffers, batch(), scaler=SCALER)
+
+    def scaled(params):
+        loss, new_buffers = loss_fn(params, buffers, batch())
+        return ps.scale_loss(SCALER, loss), (loss.float(), new_buffers)
+
+    expected, (_, same) = torch.func.grad_and_value(scaled, has_aux=True)(params)
+    assert same_bits((value, grads), (same, expected))
+
+
+def test_it_is_functional_call_where_the_model_has_no_buffers():
+    model = nn.Sequential(nn.Linear(36, 8), nn.Tanh(), nn.Linear(8, 3))
+    x, y = torch.randn(4, 36), torch.tensor([0, 1, 2, 0])
+    loss_fn, params, buffers = net(None, model)
+
+    def loss_of(params):
+        return F.cross_entropy(torch.func.functional_call(model, params, (x,)), y)
+
+    expected, loss = torch.func.grad_and_value(loss_of)(params)
+    assert same_bits(
+        ps.value_and_grad(loss_fn)(params, buffers, (x, y)), ((loss, buffers), expected)
+    )
+
+
+# ---- the same as a step --------------------------------------------------------------------------
+
+
+def by_hand(loss_fn, optimizer, rule, max_norm=1.0):
+    """`step(state, batch)`, the loop by hand as a function of a TrainState."""
+    fn = ps.value_and_grad(loss_fn)
+
+    def step(state, batch):
+        (loss, buffers), grads = fn(state.params, state.buffers, batch, scaler=state.scaler)
+        params, opt_state, bad, *_ = ps.unscale_and_step(
+            optimizer, state.scaler, state.params, grads, state.opt_state, max_norm
+        )
+        buffers = ps.select(bad, state.buffers, buffers)
+        scaler = rule.update(state.scaler, bad)
+        new = ps.TrainState(params, buffers, opt_state, scaler, state.step + ~bad, ())
+        return new, loss, bad
+
+    return step
+
+
+WAYS = {"on the host": contextlib.nullcontext, "as on an accelerator": tracing.as_on_an_accelerator}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("cls", [OPTIM.AdamW, OPTIM.RMSprop])
+def test_the_loop_by_hand_is_train_step_bit_for_bit(cls, way):
+    """Ten steps, the first of which overflow."""
+    optimizer = ps.from_torch(cls, lr=1e-2)
+    ours, composed = job(optimizer, RULE, max_norm=1.0)
+    step = by_hand(composed.keywords["loss_fn"], optimizer, RULE)
+    ours = theirs = scaled_by(ours, 2.0**25)
+    skipped = 0
+    with WAYS[way]():
+        for index in range(10):
+            ours, loss, bad = step(ours, batch(index))
+            theirs, info = composed(theirs, [batch(index)])
+            assert same_bits((ours, loss, bad), (theirs, info.loss, info.found_inf))
+            skipped += int(bad)
+    assert 0 < skipped < 10
+
+
+def test_the_gradients_of_a_window_are_those_of_train_step():
+    """Microbatches of several sizes through `AccumState`: buffers thread through, weights count."""
+    keeps = ps.from_transformation((lambda params: params, lambda grads, *_: (grads, grads)))
+    state, step = job(keeps, ps.StaticScale(8.0), weight_fn=lambda batch: len(batch[1]))
+    window = [batch(0, 5), batch(1, 8), batch(2, 3)]
+    expected, _ = step(state, window)
+
+    fn = ps.value_and_grad(step.keywords["loss_fn"])
+    accum, buffers = ps.init_accum(state.params), state.buffers
+    for microbatch in window:
+        (_, buffers), grads = fn(state.params, buffers, microbatch, scaler=state.scaler)
+        grads, bad = ps.unscale_and_check(state.scaler, grads)
+        accum = ps.accumulate_grads(accum, grads, weight=len(microbatch[1]), found_inf=bad)
+    torch.testing.assert_close(
+        ps.accumulated_grads(accum)[0], expected.opt_state, rtol=1e-5, atol=1e-7
+    )
+    assert same_bits(buffers, expected.buffers)
+
+
+# ---- the loss ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_loss_is_unscaled_in_no_dimension_and_at_least_float32(dtype, shape):
+    def loss_fn(params, buffers, x):
+        return (params["w"] * x).sum().to(dtype).reshape(shape), buffers
+
+    (loss, _), grads = ps.value_and_grad(loss_fn)({"w": torch.ones(2)}, {}, 3.0, at(2.0**10))
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    assert same_bits(loss, torch.tensor(6.0, dtype=wide))
+    assert same_bits(grads["w"], torch.full((2,), 3 * 2.0**10))
+
+
+def test_without_a_scaler_gradients_are_those_of_the_loss():
+    loss_fn, params, buffers = net(None)
+    fn = ps.value_and_grad(loss_fn)
+    plain = fn(params, buffers, batch())
+    assert same_bits(plain, fn(params, buffers, batch(), scaler=ps.NoScale().init()))
+    assert same_bits(plain, fn(params, buffers, batch(), None))
+    value, scaled = fn(params, buffers, batch(), SCALER)
+    assert same_bits((value, scaled), (plain[0], {name: 8 * g for name, g in plain[1].items()}))
+
+
+def test_an_overflow_of_the_gradients_leaves_the_loss_as_it_is():
+    loss_fn, params, buffers = net()
+    fn = ps.value_and_grad(loss_fn)
+    (loss, _), grads = fn(params, buffers, batch(), scaler=at(2.0**26))
+    assert ps.unscale_and_check(at(2.0**26), grads)[1]
+    assert same_bits(loss, fn(params, buffers, batch())[0][0])
+
+
+# ---- leaves --------------------------------------------------------------------------------------
+
+
+def test_what_the_loss_does_not_use_has_a_gradient_of_zero():
+    params = {"used": torch.ones(2), "half": torch.ones(3).half(), "empty": torch.ones(0)}
+
+    def loss_fn(params, buffers, x):
+        return params["used"].sum(), buffers
+
+    _, grads = ps.value_and_grad(loss_fn)(params, {}, None, SCALER)
+    expected = {"used": torch.full((2,), 8.0), "half": torch.zeros(3).half()}
+    assert same_bits(grads, {**expected, "empty": torch.zeros(0)})
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+def test_none_stays_none_in_any_nesting(way):
+    params = {"a": (torch.ones(2), None), "b": [None, {"c": torch.tensor(2.0)}]}
+
+    def loss_fn(params, buffers, x):
+        return params["a"][0].sum() * params["b"][1]["c"], [None, buffers[1] + 1]
+
+    fn = ps.value_and_grad(loss_fn)
+    if way == "compiled":
+        fn = torch.compile(fn, fullgraph=True, backend="aot_eager")
+    value, grads = fn(params, [None, torch.zeros(())], None)
+    assert same_bits(value, (torch.tensor(4.0), [None, torch.ones(())]))
+    assert same_bits(
+        grads, {"a": (torch.full((2,), 2.0), None), "b": [None, {"c": torch.tensor(2.0)}]}
+    )
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.complex128],
+    ids=str,
+)
+def test_gradients_have_the_dtypes_of_their_parameters_and_the_bits_of_autograd(dtype):
+    params = {"w": torch.randn(3, 2).to(dtype), "b": torch.randn(2)}
+    x = torch.randn(4, 3).to(dtype)
+
+    def loss_fn(params, buffers, x):
+        return (x @ params["w"]).abs().square().float().sum() + params["b"].exp().sum(), buffers
+
+    _, grads = ps.value_and_grad(loss_fn)(params, {}, x, SCALER)
+    leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
+    (8 * loss_fn(leaves, {}, x)[0]).backward()
+    assert same_bits(grads, {name: p.grad for name, p in leaves.items()})
+
+
+def test_frozen_parameters_have_no_gradient_and_come_back_among_the_buffers():
+    model, (x, y) = small_net(), batch()
+    model[0].requires_grad_(False)
+    loss_fn, params, buffers = net(None, model)
+    (_, new_buffers), grads = ps.value_and_grad(loss_fn)(params, buffers, (x, y))
+    F.cross_entropy(model(x), y).backward()
+    assert same_bits(
+        grads, {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    )
+    assert same_bits(new_buffers["0.weight"], model[0].weight.detach())
+
+
+def test_tied_weights_have_one_gradient():
+    model = nn.Sequential(nn.Linear(36, 36), nn.Tanh(), nn.Linear(36, 36))
+    model[2].weight = model[0].weight
+    loss_fn, params, buffers = net(None, model)
+    data = torch.randn(4, 36), torch.arange(4)
+    _, grads = ps.value_and_grad(loss_fn)(params, buffers, data)
+    F.cross_entropy(model(data[0]), data[1]).backward()
+    assert same_bits(grads, {name: p.grad for name, p in model.named_parameters()})
+
+
+# ---- aux -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+def test_aux_is_returned_as_it_is_off_the_graph(way):
+    def loss_fn(params, buffers, x):
+        logits = params["w"] * x
+        return logits.sum(), buffers, {"logits": logits, "name": "a", "both": (x, None, 3)}
+
+    fn, x = ps.value_and_grad(loss_fn), torch.arange(2.0)
+    if way == "compiled":
+        fn = torch.compile(fn, fullgraph=True, backend="aot_eager")
+    value, grads = fn({"w": torch.full((2,), 3.0)}, {}, x, SCALER)
+    aux = {"logits": 3 * x, "name": "a", "both": (x, None, 3)}
+    assert same_bits(value, (torch.tensor(3.0), {}, aux))
+    assert same_bits(grads, {"w": 8 * x})
+    assert not any(t.requires_grad for t in tensors(value))
+
+
+# ---- nothing is kept, nothing is shared ----------------------------------------------------------
+
+
+def aliasing(params, buffers, x):
+    """Returns what it was given, in every place where it may return anything."""
+    loss = params["w"].view(-1)[0]
+    new_buffers = {"old": params["w"], "x": x, "again": x, "loss": loss}
+    return loss, new_buffers, [buffers["x"], x, loss, params["w"][1:], new_buffers["x"]]
+
+
+def given():
+    buffers = {"old": torch.ones(3), "x": torch.ones(3), "again": torch.ones(3)}
+    return {"w": torch.arange(3.0)}, {**buffers, "loss": torch.ones(())}, torch.full((3,), 5.0)
+
+
+def of_arguments(params, buffers, x):
+    """What was given, each in one place."""
+    new_buffers = {"old": params["w"], "x": x, "again": buffers["old"], "loss": buffers["loss"]}
+    return params["w"].sum(), new_buffers, [buffers["x"][1:], "name"]
+
+
+def of_one_another(params, buffers, x):
+    """What was computed, each in two places or more."""
+    loss, made = params["w"].view(-1).sum(), x * 2
+    new_buffers = {"old": made, "x": made.view(3), "again": x * 3, "loss": loss}
+    return loss, new_buffers, None
+
+
+def of_one_another_in_aux(params, buffers, x):
+    loss, made = params["w"].sum(), x * 2
+    new_buffers = {"old": made, "x": x * 3, "again": x * 4, "loss": loss * 2}
+    return loss, new_buffers, [made[1:], loss, new_buffers["again"], new_buffers["again"], "name"]
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+@pytest.mark.parametrize("loss_fn", [aliasing, of_arguments, of_one_another, of_one_another_in_aux])
+def test_no_result_shares_memory_with_an_argument_or_another_result(loss_fn, way):
+    fn = ps.value_and_grad(loss_fn)
+    if way == "compiled":
+        fn = torch.compile(fn, fullgraph=True, backend="aot_eager")
+    result = assert_pure(fn, *given(), SCALER)
+    assert same_bits(result[0], loss_fn(*given()))
+    found = tensors(result)
+    for index, tensor in enumerate(found):
+        assert not shares_memory([tensor], found[:index])
+
+
+def test_a_later_donated_step_corrupts_nothing_that_was_returned(monkeypatch):
+    """It is given the parameters, the buffers and the gradients, and overwrites them with NaN."""
+    monkeypatch.setattr("purescale._torch.donation.DEBUG", True)
+    params, buffers, x = given()
+    sgd = ps.from_torch(OPTIM.SGD, lr=1.0)
+    (loss, new_buffers, aux), grads = ps.value_and_grad(aliasing)(params, buffers, x, SCALER)
+    kept = clone((loss, new_buffers, aux))
+    ps.unscale_and_step(sgd, SCALER, params, grads, sgd.init(params), donate=True)
+    assert params["w"].isnan().all()
+    assert grads["w"].isnan().all()
+    assert same_bits((loss, new_buffers, aux), kept)
+
+    state = ps.init_train_state({"w": torch.ones(3)}, new_buffers, sgd, RULE)
+    state = state._replace(buffers=new_buffers)
+    ps.train_step(
+        state,
+        [x],
+        loss_fn=lambda p, b, x: (linear(p, b, x)[0], b),
+        optimizer=sgd,
+        rule=RULE,
+        donate=True,
+    )
+    assert new_buffers["x"].isnan().all()
+    assert same_bits((loss, aux), (kept[0], kept[2]))
+    assert same_bits(x, given()[2])
+
+
+def test_gradients_that_a_custom_backward_keeps_are_copied():
+    kept = torch.ones(3)
+
+    class Keeps(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, w):
+            return w.sum()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return kept
+
+    _, grads = ps.value_and_grad(lambda p, b, x: (Keeps.apply(p["w"]), b))(
+        {"w": torch.ones(3)}, {}, None
+    )
+    assert same_bits(grads["w"], kept)
+    assert not shares_memory(grads, kept)
+
+
+def test_it_is_pure():
+    loss_fn, params, buffers = net()
+    assert_pure(ps.value_and_grad(loss_fn), params, buffers, batch(), SCALER)
+
+
+def test_parameters_that_require_a_gradient_get_none_of_their_own():
+    w = torch.ones(2, requires_grad=True)
+    _, grads = ps.value_and_grad(linear)({"w": w}, {}, torch.ones(2))
+    assert w.grad is None
+    assert not grads["w"].requires_grad
+
+
+def test_it_keeps_no_graph():
+    held = []
+
+    class Seen(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, w):
+            activation = w * 2
+            ctx.save_for_backward(activation)
+            held.append(weakref.ref(activation))
+            return activation.sum()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * ctx.saved_tensors[0]
+
+    def loss_fn(params, buffers, x):
+        loss = Seen.apply(params["w"])
+        return loss, {"n": loss + 1}, loss * 2
+
+    returned = ps.value_and_grad(loss_fn)({"w": torch.ones(2)}, {"n": torch.zeros(())}, None)
+    assert held[0]() is None
+    assert not any(t.requires_grad for t in tensors(returned))
+
+
+def test_the_backward_frees_what_was_saved_as_it_goes():
+    saved, alive = [], []
+
+    class Saves(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, w):
+            activation = w * 2
+            ctx.save_for_backward(activation)
+            saved.append(weakref.ref(activation))
+            return w * 3
+
+        @staticmethod
+        def backward(ctx, grad):
+            alive.append([held() is not None for held in saved])
+            return grad
+
+    def loss_fn(params, buffers, x):
+        return Saves.apply(Saves.apply(params["w"])).sum(), buffers
+
+    ps.value_and_grad(loss_fn)({"w": torch.ones(2)}, {}, None)
+    assert alive == [[True, True], [True, False]]
+
+
+# ---- traced --------------------------------------------------------------------------------------
+
+
+def test_it_is_one_graph_over_overflow_and_growth():
+    loss_fn, params, buffers = net("float32")
+    fn = ps.value_and_grad(loss_fn)
+    calls = [(params, buffers, batch(i), at(2.0**scale)) for i, scale in enumerate((4, 127, 5))]
+    for found, call in zip(assert_single_graph(fn, *calls), calls, strict=True):
+        expected = fn(*call)
+        torch.testing.assert_close(
+            tensors(found), tensors(expected), rtol=1e-4, atol=1e-5, equal_nan=True
+        )
+
+
+@pytest.mark.parametrize("policy", [HALF, "float32"])
+def test_a_compiled_loop_is_the_loop(policy):
+    sgd = ps.from_torch(OPTIM.SGD, lr=0.1, momentum=0.9)
+    state, composed = job(sgd, RULE, policy)
+    step = by_hand(composed.keywords["loss_fn"], sgd, RULE)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    tolerance = 1e-2 if policy == HALF else 1e-5
+    torch.testing.assert_close(
+        tensors(compiled(state, batch())), tensors(step(state, batch())), rtol=tolerance, atol=1e-3
+    )
+
+
+def test_a_compiled_loss_fn_gives_the_same_gradients():
+    loss_fn, params, buffers = net("float32")
+    compiled = torch.compile(loss_fn, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(
+        ps.value_and_grad(compiled)(params, buffers, batch(), SCALER),
+        ps.value_and_grad(loss_fn)(params, buffers, batch(), SCALER),
+        rtol=1e-4,
+        atol=1e-5,
+    )
+
+
+def test_mapped_over_members_with_scales_of_their_own_it_is_a_loop():
+    loss_fn, params, buffers = net("float32")
+    members = [{name: p * factor for name, p in params.items()} for factor in (1.0, 0.5)]
+    assert_vmap_equals_loop(
+        ps.value_and_grad(loss_fn),
+        stack(members),
+        stack([buffers, buffers]),
+        stack([batch(0), batch(1)]),
+        stack([at(2.0), at(2.0**10)]),
+        rtol=1e-4,
+        atol=1e-5,
+    )
+
+
+def test_mapped_over_samples_it_gives_the_gradients_of_each():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
+    loss_fn, params, buffers = net(None, model)
+    fn, (x, y) = ps.value_and_grad(loss_fn), batch()
+    (losses, _), grads = torch.vmap(fn, in_dims=(None, None, 0))(
+        params, buffers, (x[:, None], y[:, None])
+    )
+    for index in range(len(x)):
+        (loss, _), one = fn(params, buffers, (x[index : index + 1], y[index : index + 1]))
+        torch.testing.assert_close((losses[index], unstack(grads, index)), (loss, one))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_derivative_goes_through_the_gradients(compiled):
+    """A Hessian against the one that is known, of a loss that is scaled."""
+    curvature = torch.tensor([[2.0, 1.0], [1.0, 3.0]], dtype=torch.float64)
+
+    def loss_fn(params, buffers, x):
+        return 0.5 * params["w"] @ curvature @ params["w"] + (params["w"] * x).sum(), buffers
+
+    fn = ps.value_and_grad(loss_fn)
+
+    def squares(w, x):
+        (loss, _), grads = fn({"w": w}, {}, x, SCALER)
+        return grads["w"].square().sum() / 64 + loss
+
+    w, x = torch.tensor([1.0, -2.0]).double(), torch.tensor([0.5, 1.5]).double()
+    of = torch.func.grad(squares, argnums=(0, 1))
+    found = torch.compile(of, fullgraph=True, backend="aot_eager")(w, x) if compiled else of(w, x)
+    gradient = curvature @ w + x
+    torch.testing.assert_close(found[0], 2 * curvature @ gradient + gradient)
+    torch.testing.assert_close(found[1], 2 * gradient + w)
+
+
+def test_it_is_a_graph_of_make_fx():
+    loss_fn, params, buffers = net("float32")
+    fn = ps.value_and_grad(loss_fn)
+    call = params, buffers, batch(), SCALER
+    graph = make_fx(fn, tracing_mode="fake")(*call)
+    torch.testing.assert_close(graph(*call), fn(*call))
+
+
+def test_it_reads_no_tensor_value():
+    loss_fn, params, buffers = net()
+    assert_sync_free(ps.value_and_grad(loss_fn), params, buffers, batch(), SCALER)
+
+
+# ---- where it is called --------------------------------------------------------------------------
+
+
+def test_an_autograd_function_of_the_older_form_and_checkpointing_are_taken():
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2
+
+    def loss_fn(params, buffers, x):
+        out = checkpoint(lambda w: Double.apply(w).square(), params["w"], use_reentrant=False)
+        return out.sum(), buffers
+
+    _, grads = ps.value_and_grad(loss_fn)({"w": torch.ones(2)}, {}, None)
+    assert same_bits(grads["w"], torch.full((2,), 8.0))
+
+
+def test_under_no_grad_it_gives_the_same():
+    loss_fn, params, buffers = net()
+    fn = ps.value_and_grad(loss_fn)
+    expected = fn(params, buffers, batch(), SCALER)
+    with torch.no_grad():
+        assert same_bits(fn(params, buffers, batch(), SCALER), expected)
+
+
+def test_what_was_made_in_inference_mode_is_taken():
+    loss_fn, params, buffers = net()
+    fn = ps.value_and_grad(loss_fn)
+    expected = fn(params, buffers, batch(), SCALER)
+    with torch.inference_mode():
+        params, buffers, scaler = clone((params, buffers, SCALER))
+    assert same_bits(fn(params, buffers, batch(), scaler), expected)
+
+
+def in_float32(params, buffers, x):
+    """A loss that leaves autocast, whose backward multiplies matrices all the same."""
+    with torch.autocast("cpu", enabled=False):
+        return (x @ params["w"]).square().sum(), buffers
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "loss_fn", [in_float32, lambda p, b, x: ((x @ p["w"]).float().square().sum(), b)]
+)
+def test_in_the_callers_autocast_the_loss_is_computed_under_it_and_the_backward_is_not(
+    loss_fn, dtype
+):
+    """As torch asks of its own loops: `backward` outside of the context."""
+    w, x = torch.randn(33, 5), torch.randn(5, 33)
+    with torch.autocast("cpu", dtype):
+        (loss, _), grads = ps.value_and_grad(loss_fn)({"w": w}, {}, x, SCALER)
+    leaf = w.clone().requires_grad_()
+    with torch.autocast("cpu", dtype):
+        theirs, _ = loss_fn({"w": leaf}, {}, x)
+    (8 * theirs).backward()
+    assert same_bits((loss, grads["w"]), (theirs.detach(), leaf.grad))
+
+
+def test_it_can_be_copied_and_pickled():
+    for fn in (copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))):
+        made = fn(ps.value_and_grad(linear))
+        assert same_bits(made({"w": torch.ones(2)}, {}, torch.ones(2))[1], {"w": torch.ones(2)})
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+def call(params=None, buffers=None, scaler=None, loss_fn=linear):
+    params = {"w": torch.ones(2)} if params is None else params
+    return ps.value_and_grad(loss_fn)(params, buffers or {}, torch.ones(2), scaler=scaler)
+
+
+@pytest.mark.parametrize("given", [torch.ones(()), None, {}])
+def test_what_is_not_a_function_is_refused_when_it_is_made(given):
+    with pytest.raises(TypeError, match=r"value_and_grad takes a function, got .*Fix: `fn = "):
+        ps.value_and_grad(given)
+
+
+@pytest.mark.parametrize(
+    "scaler",
+    [
+        RULE,
+        torch.amp.GradScaler("cpu"),
+        8.0,
+        torch.tensor(8.0),
+        stack([at(1.0), at(2.0)]),
+        job(ps.from_torch(OPTIM.SGD, lr=0.1), RULE)[0],
+    ],
+    ids=lambda given: type(given).__name__,
+)
+def test_what_is_not_the_state_of_one_scaler_is_refused(scaler):
+    words = r"(?s)scaler is .*expected the state of one scaler.*rule.init\(device\).*state\.scaler"
+    with pytest.raises(TypeError, match=words):
+        call(scaler=scaler)
+
+
+@pytest.mark.parametrize("params", [{}, {"w": None}, ()])
+def test_params_without_a_tensor_are_refused(params):
+    with pytest.raises(ValueError, match=r"params has no tensor.*Fix: `apply, params, buffers"):
+        call(params=params)
+
+
+@pytest.mark.parametrize("scaler", [None, SCALER])
+@pytest.mark.parametrize(
+    ("params", "error", "words"),
+    [
+        ({"w": torch.ones(2).long()}, TypeError, r"params\['w'\] has dtype torch.int64"),
+        ({"w": [1.0]}, TypeError, r"params\['w'\]\[0\] is float 1.0"),
+        ({"w": torch.ones(2), "m": torch.ones(2, device="meta")}, ValueError, r"params\['m'\] is"),
+        (
+            {"w": torch.ones(2, requires_grad=True) * 2},
+            ValueError,
+            r"params\['w'\] is a result of torch\.autograd.*torch\.func\.grad",
+        ),
+    ],
+    ids=["integer", "a number", "another device", "on a graph"],
+)
+def test_params_that_cannot_be_differentiated_are_refused_by_name(params, error, words, scaler):
+    with pytest.raises(error, match=words):
+        call(params=params, scaler=scaler)
+
+
+def test_buffers_on_a_graph_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"buffers\['b'\] is a result of torch\.autograd"):
+        call(buffers={"b": torch.ones(1, requires_grad=True) * 2})
+
+
+@pytest.mark.parametrize(
+    ("returned", "error", "words"),
+    [
+        (lambda w, b: w.sum(), TypeError, r"loss_fn returned Tensor; expected \(loss, new_buffers"),
+        (lambda w, b: (w, b), ValueError, r"has shape \(2,\); a loss is one number"),
+        (lambda w, b: (w.sum(), {"n": 1}), ValueError, "new_buffers does not match buffers"),
+        (lambda w, b: (torch.ones(()), b), ValueError, "the loss does not depend on params"),
+    ],
+)
+def test_what_loss_fn_must_not_return_is_refused_as_in_a_step(returned, error, words):
+    with pytest.raises(error, match=words):
+        call(loss_fn=lambda p, b, x: returned(p["w"], b))
+
+
+def test_a_loss_fn_that_writes_into_a_parameter_is_refused_by_name():
+    def loss_fn(params, buffers, x):
+        with torch.no_grad():
+            params["w"].clamp_(max=1.0)
+        return linear(params, buffers, x)
+
+    with pytest.raises(RuntimeError, match="loss_fn wrote into the parameter w"):
+        call(loss_fn=loss_fn)
+
+
+def test_a_loss_fn_that_raises_leaves_nothing_behind():
+    loss_fn, params, buffers = net()
+    fn = ps.value_and_grad(loss_fn)
+    before = clone((params, buffers))
+    expected = fn(params, buffers, batch())
+    with pytest.raises(RuntimeError):
+        fn(params, buffers, (torch.ones(2, 7, 6, 6), torch.zeros(2).long()))
+    assert same_bits((params, buffers), before)
+    assert same_bits(fn(params, buffers, batch()), expected)
+    assert functools.partial(fn, params)(buffers, batch())[1].keys() == params.keys()

@@ -60,16 +60,16 @@ def test_the_script_that_scaling_up_begins_with_trains_over_two_ranks(tmp_path):
     page = PAGES["docs/scaling.md"].read_text()
     command = re.search(r"^OMP_NUM_THREADS=1 torchrun (.*) train.py$", page, re.M)
     (tmp_path / "train.py").write_text(blocks(PAGES["docs/scaling.md"])[0])
-    said = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *command[1].split(), "train.py"],
         cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        check=True,
         capture_output=True,
         text=True,
         timeout=120,
-    ).stdout
-    loss, steps = re.fullmatch(r"loss (\S+), (\d+) steps, scale 65536\n", said).groups()
+    )
+    assert done.returncode == 0, done.stderr
+    loss, steps = re.fullmatch(r"loss (\S+), (\d+) steps, scale 65536\n", done.stdout).groups()
     assert page.index("```python") < 200
     assert f"Two ranks take {steps} steps" in page
     assert float(loss) < 0.5

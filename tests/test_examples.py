@@ -151,16 +151,16 @@ def test_ranks_train_as_one_process_does_by_a_group_ddp_and_fsdp2():
         "    for example in (data_parallel, ddp, fsdp2): example.main(*place)"
     )
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    out = subprocess.run(
+    done = subprocess.run(
         [*torchrun, "--nproc-per-node", "2", "--no-python", sys.executable, "-c", mains],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(EXAMPLES)},
-        check=True,
         capture_output=True,
         text=True,
         timeout=120,
-    ).stdout
+    )
+    assert done.returncode == 0, done.stderr
     # the last twice: from its checkpoint too
-    ends = re.findall(r"^2 ranks: (\d+) steps applied of 19, .* within (\S+) of one", out, re.M)
+    ends = re.findall(r"^2 ranks: (\d+) steps applied of 19, .* within (\S+) of one", done.stdout, re.M)
     assert len(ends) == 4
     assert {steps for steps, _ in ends} == {"15"}
     assert all(float(apart) <= 1e-5 for _, apart in ends)

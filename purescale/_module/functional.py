@@ -82,8 +82,15 @@ class Apply:
             # that nothing writes into.
             given = {name: param.clone() for name, param in params.items()}
             given |= _hooked(given, self._hooks)
+            given |= copies
             call = remade if regions else traced
-            return call(self._traced[bool(train)], {**given, **copies}, copies, args, kwargs)
+            # The compiler gives up a graph that breaks inside of a `try`, runs this function as it
+            # is, and asks again.
+            try:
+                if torch.compiler.is_dynamo_compiling():
+                    return call(self._traced[bool(train)], given, copies, args, kwargs)
+            except Exception:
+                raise
 
         given = {**params, **copies}
         for name in self._copied:
@@ -113,6 +120,7 @@ class Apply:
                 raise RuntimeError(_written(name))
         return out, new_buffers
 
+    @private.only_inlined
     def _free(self, train: bool) -> Skeleton:
         """A skeleton that no call is using, and no graph whose backward might read from it."""
         try:
@@ -120,7 +128,7 @@ class Apply:
         except IndexError:
             skeleton = None
         if skeleton is None or skeleton.is_kept():
-            skeleton = Skeleton(copy.deepcopy(self._roots[train], {**self._shared}))
+            skeleton = _new(self._roots[train], self._shared)
             skeleton.settle()
         return skeleton
 
@@ -220,6 +228,9 @@ def _written_overlap(name: str, other: str) -> str:
         f"its own. Fix: compute one from the other in forward, or `.clone()` {other} where it is "
         "registered."
     )
+
+
+_new = torch.compiler.disable(Skeleton)
 
 
 # ---- hooks on parameters -------------------------------------------------------------------------
@@ -339,13 +350,12 @@ def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
         name: t.detach().clone()
         for name, t in ({n: params[n] for n in params if n in frozen} | buffers).items()
     }
-    evaluating, compiled_evaluating = (
-        copy.deepcopy(module, {**shared}) for module in (training, compiled)
-    )
+    evaluating = copy.deepcopy(training, {**shared}).eval()
+    in_training = Skeleton(compiled, shared)
     overlaps = dict((*registered.overlaps, *((b, a) for a, b in registered.overlaps)))
     apply = Apply(
-        _roots={True: training, False: evaluating.eval()},
-        _traced={True: Skeleton(compiled), False: Skeleton(compiled_evaluating.eval())},
+        _roots={True: training, False: evaluating},
+        _traced={True: in_training, False: Skeleton(compiled.eval(), shared)},
         _params=frozenset(trained),
         _buffers=frozenset(state),
         frozen_params=frozenset(frozen),

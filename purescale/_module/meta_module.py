@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .._module.at_rest import AtRest
 from .._module.norms import SyncBatchNorm
 from .._module.references import class_attributes, references
 from .._module.registered import Registered, Tensors
@@ -27,9 +28,6 @@ FIX = (
 # may then be written into.
 regions: list[Any] = []
 
-# torch 2.11's compiler does not: there an attribute that a forward adds stays
-_FOLLOWS_DICTS = torch.__version__ >= "2.12"
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _NOTHING = torch.empty(0, device="meta")
 
 
@@ -97,8 +95,7 @@ class _Place(NamedTuple):
     module: nn.Module
     parameters: dict[str, str]
     buffers: dict[str, str]
-    # its own, which its forward may set; None for torch's modules, where it sets nothing
-    attributes: frozenset[str] | None
+    registers: bool  # whether its forward may register tensors; of torch's own layers none does
 
 
 # The dict or list that holds a tensor, the key in it, the dotted name.
@@ -106,15 +103,20 @@ _Slot = tuple[Any, Any, str]
 
 
 class Skeleton:
-    """A copy of the model, with `Absent` in the places of its tensors, and all that a call writes
+    """A copy of a model that has `Absent` in the places of its tensors, and all that a call writes
     into, found once; each of its modules is one place, whatever names it has.
+
+    `shared`: by id, what the copy has in common with the model.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, model: nn.Module, shared: dict[int, Any]) -> None:
+        memo = {**shared}
+        root = copy.deepcopy(model, memo)
+        own = set(map(id, memo.values())) - shared.keys()
         # By identity: one tensor has one name, its first, in all of its places.
         names = {id(tensor): name for name, tensor in root.named_buffers()}
         names |= {id(tensor): name for name, tensor in root.named_parameters()}
-        self.root = root
+        self.root, self.shared = root, shared
         self.modules = list(root.modules())
         self.places = [_place(module, names) for module in self.modules]
         self.slots = _slots(self.places)
@@ -147,32 +149,27 @@ class Skeleton:
         self.entries = self.slots + self.others
         where_registered = _dotted_names(root, self.places)
         self.doubles = _doubles(self.entries, where_registered + [r.where for r, _ in found])
-        # How everything that a forward may set stands between calls.
-        holders = [*map(vars, self.modules), *stores, *(holder for holder, _, _ in self.others)]
-        distinct = {id(holder): holder for holder in holders}.values()
-        self.dicts = [(held, held.copy()) for held in distinct if isinstance(held, dict)]
-        self.lists = [(held, held.copy()) for held in distinct if isinstance(held, list)]
-        # Hooks that a forward installs: most of these dicts are empty.
-        hooks = [held for module in self.modules for held in private.hook_dicts(module)]
-        self.unhooked = [held for held in hooks if not held]
-        self.hooked = [(held, held.copy()) for held in hooks if held]
-        self.counted = [held for held, _ in self.dicts]
-        self.counts = list(map(len, self.counted))
-        self.at_rest: list[int] = []  # references to each module while no call uses them
+        self.stores = stores
+        self.counts = list(map(len, stores))
+        self.rest = AtRest(root, everywhere, own)
+        self.idle: list[int] = []  # references to each module while no call uses them
 
     def __reduce__(self) -> Any:  # for deepcopy too: what it lists are parts of its root
-        return Skeleton, (self.root,)
+        return Skeleton, (self.root, self.shared)
 
+    @private.only_inlined
     def is_kept(self) -> bool:
         """Whether something else holds on to one of its modules, as a graph does whose backward
         will read from it.
         """
-        return any(map(operator.gt, self._references(), self.at_rest))
+        return any(map(operator.gt, self._references(), self.idle))
 
+    @private.only_inlined
     def settle(self) -> None:
         """Count the references to each module, for `is_kept`. The caller holds none of them."""
-        self.at_rest = self._references()
+        self.idle = self._references()
 
+    @private.only_inlined
     def _references(self) -> list[int]:
         # Pythons differ in what they count for a frame, so both counts are made here, from outside
         # of every call.
@@ -184,11 +181,10 @@ def _place(module: nn.Module, names: dict[int, str]) -> _Place:
         {key: names[id(tensor)] for key, tensor in store.items() if tensor is not None}
         for store in private.stores(module)
     )
-    attributes = None if _sets_nothing(module) else frozenset(vars(module)) - _OF_EVERY_MODULE
-    return _Place(module, parameters, buffers, attributes)
+    return _Place(module, parameters, buffers, not _registers_nothing(module))
 
 
-def _sets_nothing(module: nn.Module) -> bool:
+def _registers_nothing(module: nn.Module) -> bool:
     return (
         type(module).__module__.startswith("torch.nn.modules.")
         and not isinstance(module, nn.RNNBase)
@@ -343,6 +339,7 @@ def _left_as_they_are() -> None:
 # ---- called --------------------------------------------------------------------------------------
 
 
+@private.only_inlined
 def called(
     skeleton: Skeleton, tensors: Tensors, copies: Tensors, args: Any, kwargs: Any
 ) -> tuple[Any, Tensors]:
@@ -358,55 +355,34 @@ def called(
     for store, key in skeleton.vacant:
         if key in store and store[key] is not None:
             _check_registered(skeleton.places)
-    if list(map(len, skeleton.counted)) != skeleton.counts:
+    if list(map(len, skeleton.stores)) != skeleton.counts:
         _check_registered(skeleton.places)
-        for attributes, _ in skeleton.dicts:
-            attributes.clear()
-    for attributes, at_rest in skeleton.dicts:
-        attributes |= at_rest
-    for elements, as_before in skeleton.lists:
-        elements[:] = as_before
-    if any(skeleton.unhooked):
-        for hooks in skeleton.unhooked:
-            hooks.clear()
-    for hooks, installed in skeleton.hooked:
-        if hooks != installed:  # of OrderedDicts: the order too
-            hooks.clear()
-            hooks.update(installed)
+    skeleton.rest.restore()
     return out, new_buffers
 
 
 def traced(
     skeleton: Skeleton, tensors: Tensors, copies: Tensors, args: Any, kwargs: Any
 ) -> tuple[Any, Tensors]:
-    """`called` for a compiler, which follows single attributes only, and only where they are put
-    back one by one.
+    """`called` for a compiler, which follows single stores only, and only where each of them is
+    emptied again.
     """
-    kept = [
-        (place.module, {key: place.module.__dict__[key] for key in place.attributes})
-        for place in skeleton.places
-        if place.attributes is not None
-    ]
+    rest = skeleton.rest
+    outer = rest.changes()  # of a call that this one is inside of
+    rest.put_back()
     slots = _slots(skeleton.places)
     # nothing but shapes, or in a compiled call inside of another the tensors of that one
     before = {name: holder[key] for holder, key, name in slots}
-    _put(skeleton, slots, tensors)
-    out = skeleton.root(*args, **kwargs)
-    new_buffers = _taken(slots, tensors, copies)
-    _check_doubles(skeleton, slots, tensors)
-    _check_registered([place for place in skeleton.places if place.attributes is not None])
-    _put(skeleton, slots, before)
-    for module, attributes in kept:
-        if _FOLLOWS_DICTS:
-            for key in [
-                key
-                for key in module.__dict__
-                if key not in _OF_EVERY_MODULE and key not in attributes
-            ]:
-                delattr(module, key)
-        for key, value in attributes.items():
-            if key not in module.__dict__ or module.__dict__[key] is not value:
-                setattr(module, key, value)
+    try:
+        _put(skeleton, slots, tensors)
+        out = skeleton.root(*args, **kwargs)
+        new_buffers = _taken(slots, tensors, copies)
+        _check_doubles(skeleton, slots, tensors)
+        _check_registered([place for place in skeleton.places if place.registers])
+    finally:
+        rest.put_back()
+        _put(skeleton, slots, before)
+        rest.put(outer)
     return out, new_buffers
 
 
@@ -438,7 +414,7 @@ def remade(
     slots = _slots(places)
     new_buffers = _taken(slots, tensors, copies)
     _check_doubles(skeleton, slots, tensors)
-    _check_registered([place for place in places if place.attributes is not None])
+    _check_registered([place for place in places if place.registers])
     return out, new_buffers
 
 
@@ -453,6 +429,7 @@ def _put(skeleton: Skeleton, slots: list[_Slot], tensors: Tensors) -> None:
             setattr(owner, key, tensors[name])
 
 
+@private.only_inlined
 def _taken(slots: list[_Slot], tensors: Tensors, copies: Tensors) -> Tensors:
     """What the forward left where the buffers stood: written in place, or replaced."""
     new = dict(copies)
@@ -479,6 +456,7 @@ def _taken(slots: list[_Slot], tensors: Tensors, copies: Tensors) -> Tensors:
     return new
 
 
+@private.only_inlined
 def _check_doubles(skeleton: Skeleton, slots: list[_Slot], tensors: Tensors) -> None:
     """Refuse a buffer that was replaced in one of its places and not in another: as one argument
     of the next call it would have the new value in both.

@@ -112,11 +112,17 @@ def _attributes(holder: Any, where: str, registered: bool) -> Iterator[Reference
             if key not in left_out:
                 name = f"{where}.{key}" if where else str(key)
                 yield Reference(name, attributes, key, value, holder)
+    for key in slots(holder):
+        yield Reference(f"{where}.{key}", holder, None, getattr(holder, key, None))
+
+
+def slots(holder: Any) -> Iterator[str]:
+    """The names of attributes for which a class has `__slots__`."""
     for kind in type(holder).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        for key in (slots,) if isinstance(slots, str) else slots:
-            if isinstance(kind.__dict__.get(key), types.MemberDescriptorType):
-                yield Reference(f"{where}.{key}", holder, None, getattr(holder, key, None))
+        if "__slots__" in vars(kind):
+            for key, found in vars(kind).items():
+                if isinstance(found, types.MemberDescriptorType):
+                    yield key
 
 
 def _captured(function: types.FunctionType) -> Iterator[tuple[str, Any]]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import importlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +64,44 @@ _find("torch.autograd.forward_ad._current_level")
 _find("torch.compiler._is_compiling_flag")
 _forward_ad: Any = torch.autograd.forward_ad
 _compiler: Any = torch.compiler
+
+
+_translator: Callable[[], Any] = _find(
+    "torch._dynamo.symbolic_convert.InstructionTranslator.current_tx"
+)
+_Deleted: type = _find("torch._dynamo.variables.misc.DeletedVariable")
+_SideEffects: Any = _find("torch._dynamo.side_effects.SideEffects")
+_find("torch._dynamo.side_effects.SideEffects.is_modified")
+for _name in ("id_to_variable", "store_attr_mutations"):
+    if _name not in inspect.signature(_SideEffects).parameters:
+        raise _refused(f"{_name} of torch._dynamo.side_effects.SideEffects")
+
+
+def seen_to_change(objects: Sequence[Any]) -> Iterator[tuple[int, str, bool]]:
+    """What the compiler that follows the caller has seen change: the index of an object, the name
+    of its attribute, or "" for the elements of a container, and whether it was deleted.
+    """
+    effects = _translator().output.side_effects
+    for index, changed in enumerate(objects):
+        known = effects.id_to_variable.get(id(changed))
+        if known is not None and effects.is_modified(known):
+            attributes = effects.store_attr_mutations.get(known, {})
+            for key, value in attributes.items():
+                yield index, key, isinstance(value, _Deleted)
+            if isinstance(changed, (list, dict, set, collections.deque)):
+                yield index, "", False
+
+
+_skip_code: Callable[[Any], None] = _find("torch._dynamo.eval_frame.skip_code")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def only_inlined(function: _Function) -> _Function:
+    """`function`, which is compiled as a part of a graph, and else runs as it is: where a graph
+    breaks, torch compiles what stands around the break, one function at a time.
+    """
+    _skip_code(function.__code__)  # type: ignore[attr-defined]
+    return function
 
 
 def under_transform() -> bool:

@@ -126,7 +126,9 @@ def _seen_to_change(number: str) -> str:  # both strings, which every torch take
 
 
 def _has_dict(held: Any) -> bool:
-    return isinstance(getattr(held, "__dict__", None), dict)
+    # of hooks: an OrderedDict could have attributes besides, and nothing gives it any
+    is_plain = type(held) is collections.OrderedDict
+    return not is_plain and isinstance(getattr(held, "__dict__", None), dict)
 
 
 def _attributes(held: Any) -> dict[str, Any]:

@@ -112,7 +112,7 @@ class Skeleton:
     def __init__(self, model: nn.Module, shared: dict[int, Any]) -> None:
         memo = {**shared}
         root = copy.deepcopy(model, memo)
-        own = set(map(id, memo.values())) - shared.keys()
+        own = {id(made) for key, made in memo.items() if id(made) != key}
         # By identity: one tensor has one name, its first, in all of its places.
         names = {id(tensor): name for name, tensor in root.named_buffers()}
         names |= {id(tensor): name for name, tensor in root.named_parameters()}

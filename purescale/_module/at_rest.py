@@ -15,11 +15,15 @@ from .._module.references import Reference, slots
 from .._torch import private
 
 _CONTAINERS = (list, dict, set, collections.deque)
+_PLAIN = (*_CONTAINERS, collections.OrderedDict, collections.defaultdict)
+
+# An object, by its index; its attribute, or "" for its elements; what stands there, as `_now` says.
+_Change = tuple[int, str, Any]
 
 
 class AtRest:
-    """The attributes of modules and of other objects, hooks, and what is in lists, dicts, sets and
-    deques: how they stand now.
+    """Modules, their hooks, lists, dicts, sets, deques and helper objects: which attributes they
+    have and what they hold, as of now.
 
     `found`: the references of the module; `own`: the ids of what is there for this module alone.
     What it shares with others, such as a logger, is left alone.
@@ -33,22 +37,22 @@ class AtRest:
         self.objects = [held for held in distinct if not isinstance(held, Tensor)]
         self.attributes = list(map(_attributes, self.objects))
         self.elements = list(map(_elements, self.objects))
+        self._for_eager_calls([store for module in modules for store in private.stores(module)])
+        # No compiler follows a hook that is put into an empty dict of hooks, so that stays one.
+        left = set(map(id, (*modules, *(held for held in hooks if not held))))
+        self._for_new_modules(left)
         self._number = str(next(_numbers))
         _made[self._number] = self
-        # For `restore`, by what costs least.
-        stores = [store for module in modules for store in private.stores(module)]
-        dicts = [vars(held) for held in self.objects if _has_dict(held)] + stores
-        self._dicts = [(held, held.copy()) for held in dicts]
-        self._counted = dicts
-        self._counts = list(map(len, dicts))
-        both = [
-            (held, before)
-            for held, before in zip(self.objects, self.elements, strict=True)
-            if before is not None
-        ]
-        self._empty = [held for held, before in both if not before]
+
+    def _for_eager_calls(self, stores: list[dict[str, Any]]) -> None:
+        """Sort it by what it costs to put it back."""
+        self._dicts = [vars(held) for held in self.objects if _has_dict(held)] + stores
+        self._as_before = [(held, held.copy()) for held in self._dicts]
+        self._lengths = list(map(len, self._dicts))
+        both = list(zip(self.objects, self.elements, strict=True))
+        self._empty = [held for held, before in both if before is not None and not before]
         self._lists = [(held, before) for held, before in both if before and type(held) is list]
-        self._others = [
+        self._filled = [
             (held, before) for held, before in both if before and type(held) is not list
         ]
         self._slots = [
@@ -58,10 +62,10 @@ class AtRest:
     @private.only_inlined
     def restore(self) -> None:
         """Put all of it back, after an eager call."""
-        for held, before in self._dicts:
+        for held, before in self._as_before:
             held |= before
-        if list(map(len, self._counted)) != self._counts:
-            for held, before in self._dicts:
+        if list(map(len, self._dicts)) != self._lengths:
+            for held, before in self._as_before:
                 held.clear()
                 held |= before
         if any(self._empty):
@@ -69,39 +73,46 @@ class AtRest:
                 held.clear()
         for held, before in self._lists:
             held[:] = before
-        for held, before in self._others:
+        for held, before in self._filled:
             _fill(held, before)
         for index, key in self._slots:
-            self._put(index, key, _of(self.attributes[index], key))
+            self._put(index, key, self._before(index, key))
+
+    # ---- followed by a compiler, which guards all that it reads: so nothing else is ---------------
 
     def put_back(self) -> None:
-        """Put back what the compiler that follows this has seen change: all else it would guard."""
+        """Put back what the compiler has seen change."""
         for index, key in self._changed():
-            own = self.attributes[index]
-            self._put(index, key, _of(own, key) if key else self.elements[index])
+            self._put(index, key, self._before(index, key))
 
-    def changes(self) -> list[tuple[int, str, Any]]:
-        """What the compiler has seen change so far, as it is, for `put`."""
-        return [(index, key, self._now(self.objects[index], key)) for index, key in self._changed()]
+    def changes(self) -> list[_Change]:
+        """What the compiler has seen change, as it stands now, for `put`."""
+        return [(index, key, self._now(index, key)) for index, key in self._changed()]
 
-    def put(self, changes: list[tuple[int, str, Any]]) -> None:
-        """Put the `changes` there, in a way that the compiler follows."""
+    def put(self, changes: list[_Change]) -> None:
+        """Put it there again."""
         for index, key, state in changes:
             self._put(index, key, state)
 
     def _changed(self) -> list[tuple[int, str]]:
-        """Each changed object by its index, and which of its attributes; "" for its elements."""
         found = _seen_to_change(self._number)
         pairs = [entry.partition(" ") for entry in found.split("\n")] if found else []
         return [(int(index), key) for index, _, key in pairs]
 
-    def _now(self, held: Any, key: str) -> Any:
-        if key:
-            return [getattr(held, key)] if hasattr(held, key) else []
-        return _elements(held)
+    def _before(self, index: int, key: str) -> Any:
+        if not key:
+            return self.elements[index]
+        attributes = self.attributes[index]
+        return [attributes[key]] if key in attributes else []
+
+    def _now(self, index: int, key: str) -> Any:
+        held = self.objects[index]
+        if not key:
+            return _elements(held)
+        return [getattr(held, key)] if hasattr(held, key) else []
 
     def _put(self, index: int, key: str, state: Any) -> None:
-        """Give an object its elements; or an attribute: a list of its value, or of none."""
+        """Give an object its elements, or an attribute: of a list the one value, or none."""
         held = self.objects[index]
         if not key:
             _fill(held, state)
@@ -109,6 +120,44 @@ class AtRest:
             object.__setattr__(held, key, state[0])
         elif hasattr(held, key):
             delattr(held, key)
+
+    # ---- modules that are made for one call ------------------------------------------------------
+
+    def _for_new_modules(self, left: set[int]) -> None:
+        """Find what is made anew with them: all but what is in `left`, and what has no simple copy.
+        Of each object, modules too: under which key it holds which of these.
+        """
+        everything = list(enumerate(self.objects))
+        rest = [(index, held) for index, held in everything if id(held) not in left]
+        self._copied = [index for index, held in rest if type(held) in _PLAIN]
+        self._rebuilt = [
+            index
+            for index, held in rest
+            if _has_dict(held) and type(held).__new__ is object.__new__
+        ]
+        index_of = {id(self.objects[i]): i for i in (*self._copied, *self._rebuilt)}
+        self.parts = [
+            {key: index_of[id(part)] for key, part in _parts(held) if id(part) in index_of}
+            for held in self.objects
+        ]
+
+    def again(self) -> dict[int, Any]:
+        """All of that anew, by index, in a way that the compiler follows."""
+        made = {index: self.objects[index].copy() for index in self._copied}
+        for index in self._rebuilt:
+            made[index] = object.__new__(type(self.objects[index]))
+        for index in self._copied:
+            for key, part in self.parts[index].items():
+                made[index][key] = made[part]
+        for index in self._rebuilt:
+            for key, value in self.anew(index, made).items():
+                object.__setattr__(made[index], key, value)
+        return made
+
+    def anew(self, index: int, made: dict[int, Any]) -> dict[str, Any]:
+        """The attributes of an object, with what was made anew in them."""
+        parts, attributes = self.parts[index], self.attributes[index]
+        return {key: made[parts[key]] if key in parts else attributes[key] for key in attributes}
 
 
 _numbers = itertools.count(1)
@@ -136,10 +185,6 @@ def _attributes(held: Any) -> dict[str, Any]:
     return own | {key: getattr(held, key) for key in slots(held) if hasattr(held, key)}
 
 
-def _of(attributes: dict[str, Any], key: str) -> list[Any]:
-    return [attributes[key]] if key in attributes else []
-
-
 def _elements(held: Any) -> Any:
     """A plain copy of what a container holds; None of anything else."""
     if isinstance(held, dict):
@@ -147,6 +192,15 @@ def _elements(held: Any) -> Any:
     if isinstance(held, set):
         return set(held)
     return list(held) if isinstance(held, _CONTAINERS) else None
+
+
+def _parts(held: Any) -> Iterable[tuple[Any, Any]]:
+    """What an object holds, by the key or attribute under which another can be put there."""
+    if type(held) in (list, collections.deque):
+        return enumerate(held)
+    if type(held) in _PLAIN:
+        return [] if type(held) is set else held.items()
+    return _attributes(held).items()
 
 
 @private.only_inlined

@@ -397,9 +397,11 @@ def remade(
             "modules that are made for each call, which it cannot follow. Fix: unroll=True."
         )
     places = []
-    for place in skeleton.places:
+    rest = skeleton.rest
+    made = rest.again()
+    for index, place in enumerate(skeleton.places):  # modules are the first objects of `rest`
         module = object.__new__(type(place.module))
-        for key, value in place.module.__dict__.items():
+        for key, value in rest.anew(index, made).items():
             if key not in private.NOT_FOR_FORWARD:
                 object.__setattr__(module, key, value)
         for key, names in zip(private.STORES, (place.parameters, place.buffers), strict=False):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from .._module.kept import explain, fill, keep, kept, release
 from .._module.meta_module import (
     FIX,
     Skeleton,
@@ -106,8 +107,20 @@ class Apply:
         before = _tree.clone(params) if donation.DEBUG and not transformed else {}
         skeleton = self._free(bool(train))
         # Where the forward fails, its skeleton is thrown away as it stands.
-        out, new_buffers = called(skeleton, given, copies, args, kwargs)
-        self._idle[bool(train)].append(skeleton)
+        try:
+            out, new_buffers = called(skeleton, given, copies, args, kwargs)
+        except RuntimeError as error:
+            if transformed:
+                explain(error)
+            raise
+        if skeleton.is_kept():
+            if not transformed:
+                # Batch norms write without a trace. Into a frozen parameter nothing is written.
+                written = buffers.keys() - self.frozen_params - constants.keys()
+                fill(skeleton, given, {name: buffers[name] for name in written})
+            keep(skeleton, self._idle[bool(train)])
+        else:
+            self._idle[bool(train)].append(skeleton)
         now = versions(inner)
         if now != known:
             name = next(n for n, v, w in zip(watched, known, now, strict=True) if v != w)
@@ -123,14 +136,14 @@ class Apply:
     @private.only_inlined
     def _free(self, train: bool) -> Skeleton:
         """A skeleton that no call is using, and no graph whose backward might read from it."""
+        if kept:
+            release()
         try:
-            skeleton = self._idle[train].pop()
+            return self._idle[train].pop()
         except IndexError:
-            skeleton = None
-        if skeleton is None or skeleton.is_kept():
             skeleton = _new(self._roots[train], self._shared)
             skeleton.settle()
-        return skeleton
+            return skeleton
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_idle": {True: [], False: []}}  # a copy makes its own

@@ -68,11 +68,10 @@ def absent(why: str) -> Absent:
 def _outside(name: str) -> str:
     return (
         f"{name} of the model is read outside of a call of `apply`, where it has no value. Likely "
-        "cause: the backward of a torch.autograd.Function reads it through the module, "
-        "torch.utils.checkpoint stands inside of the model, or it stands in an object that is not "
-        "written in Python, where `apply` cannot put that of a call. Fix: hand the tensor to the "
-        "Function as an argument and read ctx.saved_tensors; checkpoint around `apply`; keep it "
-        "in a list or an attribute."
+        "cause: a backward reads it through the module after torch.vmap or torch.func has ended, "
+        "as that of torch.utils.checkpoint does; or it stands in an object that is not written in "
+        "Python, where `apply` cannot put that of a call. Fix: take the gradient inside of the "
+        "transform, without checkpointing; keep it in a list or an attribute."
     )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .._loss_scale.rule_protocol import HasScale
 from .._loss_scale.scaling import check_device, wide_loss
 from .._optim.step_inputs import flatten_together
+from .._module.kept import release
 from .._torch import donation, dtensor, functorch_kernels, private
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import wide_dtype
@@ -239,7 +240,10 @@ class ValueAndGrad:
                 grads = [dtensor.redistribute_like(*pair) for pair in pairs]
         seen = _tree.all_tensors(microbatch)
         self.seen += seen
-        return self._result(grads, outputs, self.taken.union(donation.memories(seen)))
+        result = self._result(grads, outputs, self.taken.union(donation.memories(seen)))
+        del inputs, loss, outputs  # and with them the graph
+        release()
+        return result
 
     def traced(
         self, inputs: Leaves, scale: Tensor, buffers: Leaves, microbatch: Any

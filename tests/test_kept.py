@@ -1,0 +1,337 @@
+"""Activation checkpointing inside of a model: the bits of the model without it."""
+
+import copy
+import functools
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import same_bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import purescale as ps
+from purescale._module import kept as kept_module
+from purescale._module.kept import kept
+
+NORMS = {
+    "layer": nn.LayerNorm,
+    "batch": nn.BatchNorm1d,
+    "rms": nn.RMSNorm,
+    "group": functools.partial(nn.GroupNorm, 3),
+    "spectral": nn.Identity,
+}
+POLICIES = [
+    "params=float32,compute=float32",
+    "params=float32,compute=float16,output=float32",
+    "params=float32,compute=bfloat16,output=float32",
+    "params=float32,compute=autocast(bfloat16),output=float32",
+    "params=float32,compute=autocast(float16),output=float32,norms=float32",
+]
+
+
+class Block(nn.Module):
+    """Checkpoints itself as timm and transformers do: a module, or a function over its parts."""
+
+    def __init__(self, norm="layer", size=6, dropout=0.0, checkpoints=True):
+        super().__init__()
+        self.norm, self.linear = NORMS[norm](size), nn.Linear(size, size)
+        if norm == "spectral":
+            nn.utils.parametrizations.spectral_norm(self.linear)
+        self.mlp = nn.Sequential(nn.Linear(size, 2 * size), nn.GELU(), nn.Linear(2 * size, size))
+        self.dropout, self.checkpoints = nn.Dropout(dropout), checkpoints
+
+    def part(self, x, scale):
+        return x + self.dropout(self.linear(self.norm(x))) * scale
+
+    def forward(self, x):
+        if not self.checkpoints:
+            return self.part(x, 0.5) + self.mlp(x)
+        first = checkpoint(self.part, x, 0.5, use_reentrant=False)
+        return first + checkpoint(self.mlp, x, use_reentrant=False)
+
+
+def net(checkpoints=True, depth=2, **options):
+    torch.manual_seed(0)
+    blocks = [Block(checkpoints=checkpoints, **options) for _ in range(depth)]
+    return nn.Sequential(*blocks, nn.Linear(6, 3))
+
+
+def loss_of(apply):
+    def loss_fn(params, buffers, batch):
+        logits, buffers = apply(params, buffers, batch[0])
+        return F.cross_entropy(logits, batch[1]), buffers
+
+    return loss_fn
+
+
+def batches(count=3, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(5, 6, generator=generator), torch.randint(3, (5,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+def trained(model, policy=POLICIES[0], steps=3, compiled=False, rng=None, **options):
+    apply, params, buffers = ps.make_functional(model)
+    loss_fn = loss_of(ps.with_policy(apply, policy))
+    parts = {
+        "loss_fn": torch.compile(loss_fn, backend="aot_eager") if compiled else loss_fn,
+        "optimizer": ps.from_torch(torch.optim.AdamW, lr=1e-2),
+        "rule": ps.DynamicScale(2.0**12, growth_interval=2),
+    }
+    state = ps.init_train_state(params, buffers, parts["optimizer"], parts["rule"], rng=rng)
+    torch.manual_seed(2)
+    for seed in range(steps):
+        state, _ = ps.train_step(state, batches(seed=seed), **parts, **options)
+    return state
+
+
+# ---- the bits of a model without it
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    norm=st.sampled_from(list(NORMS)),
+    policy=st.sampled_from(POLICIES),
+    dropout=st.sampled_from([0.0, 0.4]),
+    options=st.sampled_from(
+        [
+            {},
+            {"donate": True, "max_norm": 0.1},
+            {"on_nonfinite": "drop_microbatch"},
+            {"max_retries": 3},
+            {"bn_update": "window"},
+        ]
+    ),
+)
+def test_steps_have_the_bits_of_a_model_that_does_not_checkpoint(norm, policy, dropout, options):
+    if norm == "spectral" and "autocast" not in policy:
+        policy = POLICIES[0]  # its weight cannot be cast
+    kind = {"norm": norm, "dropout": dropout}
+    plain, other = (trained(net(c, **kind), policy, **options) for c in (False, True))
+    assert same_bits(other, plain)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_a_step_that_draws_from_its_own_generator_has_the_same_bits(dropout):
+    states = [trained(net(c, dropout=dropout), rng=torch.Generator().manual_seed(7).get_state()) for c in (False, True)]
+    assert same_bits(*states)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_step_whose_loss_overflows_has_the_same_bits(policy):
+    rule = ps.DynamicScale(2.0**40, max_scale=2.0**40)
+    found = []
+    for checkpoints in (False, True):
+        apply, params, buffers = ps.make_functional(net(checkpoints, norm="batch"))
+        optimizer = ps.from_torch(torch.optim.SGD, lr=0.1)
+        state = ps.init_train_state(params, buffers, optimizer, rule)
+        loss_fn = loss_of(ps.with_policy(apply, policy))
+        parts = {"loss_fn": loss_fn, "optimizer": optimizer, "rule": rule, "max_retries": 40}
+        found.append(ps.train_step(state, batches(), **parts))
+    assert same_bits(*found)
+
+
+def test_gradients_are_those_of_the_module_by_itself():
+    model = net(dropout=0.4)
+    apply, params, buffers = ps.make_functional(model)
+    fn = ps.value_and_grad(loss_of(apply))
+    x, labels = batches(1)[0]
+    torch.manual_seed(5)
+    (loss, _), grads = fn(params, buffers, (x, labels))
+    torch.manual_seed(5)
+    expected = F.cross_entropy(model(x), labels)
+    expected.backward()
+    assert same_bits(loss, expected.detach())
+    assert same_bits(grads, {name: p.grad for name, p in model.named_parameters()})
+
+
+def test_a_batch_norm_counts_each_batch_once_where_torch_counts_it_twice():
+    model = net(norm="batch", depth=1)
+    x, labels = batches(1)[0]
+    apply, params, buffers = ps.make_functional(model)
+    (_, new_buffers), _ = ps.value_and_grad(loss_of(apply))(params, buffers, (x, labels))
+    assert new_buffers["0.norm.num_batches_tracked"] == 1
+    plain = net(norm="batch", depth=1, checkpoints=False)
+    plain(x)
+    assert same_bits(new_buffers, dict(plain.named_buffers()))
+    F.cross_entropy(model(x), labels).backward()
+    assert model[0].norm.num_batches_tracked == 2
+
+
+def test_a_compiled_loss_has_the_numbers_of_the_plain_one():
+    states = [trained(net(), compiled=compiled) for compiled in (False, True)]
+    torch.testing.assert_close(*(state.params for state in states), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_forwards_before_their_backwards_keep_apart(order):
+    apply, params, buffers = ps.make_functional(net(dropout=0.0))
+    rows = batches(2)
+    weights = [{n: (p * k).requires_grad_() for n, p in params.items()} for k in (1, 3)]
+    losses = [apply(w, buffers, x)[0].square().sum() for w, (x, _) in zip(weights, rows, strict=True)]
+    found = {k: torch.autograd.grad(losses[k], list(weights[k].values())) for k in order}
+    plain, _, _ = ps.make_functional(net(False, dropout=0.0))
+    for k in order:
+        loss = plain(weights[k], buffers, rows[k][0])[0].square().sum()
+        assert same_bits(found[k], torch.autograd.grad(loss, list(weights[k].values())))
+
+
+def test_a_backward_again_over_a_graph_that_was_retained_gives_the_same_bits():
+    apply, params, buffers = ps.make_functional(net(norm="batch"))
+    weights = {name: p.requires_grad_() for name, p in params.items()}
+    out, _ = apply(weights, buffers, batches(1)[0][0])
+    first = torch.autograd.grad(out.sum(), list(weights.values()), retain_graph=True)
+    apply(params, buffers, batches(1)[0][0])
+    assert same_bits(torch.autograd.grad(out.sum(), list(weights.values())), first)
+
+
+def test_neither_parameters_nor_buffers_change():
+    apply, params, buffers = ps.make_functional(net(norm="batch"))
+    fn = ps.value_and_grad(loss_of(apply))
+    ps.testing.assert_pure(fn, params, buffers, batches(1)[0])
+
+
+def test_a_window_is_a_part_of_memory_of_what_it_is_without():
+    """Of what the graph saves, in bytes."""
+    saved = []
+    for checkpoints in (False, True):
+        apply, params, buffers = ps.make_functional(net(checkpoints, depth=8))
+        weights = {name: p.requires_grad_() for name, p in params.items()}
+        storages = {}
+
+        def pack(tensor, storages=storages):
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            out, _ = apply(weights, buffers, torch.randn(300, 6))
+        saved.append(sum(storages.values()))
+        del out
+    assert saved[1] < saved[0] / 2
+
+
+# ---- who keeps what
+
+
+def tensors_of_a_step(donate):
+    apply, params, buffers = ps.make_functional(net(norm="batch"))
+    parts = {
+        "loss_fn": loss_of(ps.with_policy(apply, POLICIES[1])),
+        "optimizer": ps.from_torch(torch.optim.SGD, lr=0.1),
+        "rule": ps.DynamicScale(),
+    }
+    state = ps.init_train_state(params, buffers, parts["optimizer"], parts["rule"])
+    del params, buffers
+    old = [weakref.ref(tensor) for tensor in (*state.params.values(), *state.buffers.values())]
+    state, _ = ps.train_step(state, batches(), **parts, donate=donate)
+    return old, state, apply
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_no_old_parameter_lives_on_after_a_step(donate):
+    old, state, apply = tensors_of_a_step(donate)
+    gc.collect()
+    new = {id(tensor) for tensor in (*state.params.values(), *state.buffers.values())}
+    assert not [ref for ref in old if ref() is not None and id(ref()) not in new]
+    assert not kept
+
+
+def test_in_a_loop_by_hand_the_next_call_lets_the_old_parameters_go():
+    apply, params, buffers = ps.make_functional(net())
+    weights = {name: p.clone().requires_grad_() for name, p in params.items()}
+    apply(weights, buffers, batches(1)[0][0])[0].sum().backward()
+    old = [weakref.ref(tensor) for tensor in weights.values()]
+    del weights
+    apply(params, buffers, batches(1)[0][0])
+    gc.collect()
+    assert not any(ref() is not None for ref in old)
+
+
+def test_a_graph_that_is_dropped_before_its_backward_gives_its_modules_back():
+    apply, params, buffers = ps.make_functional(net())
+    weights = {name: p.clone().requires_grad_() for name, p in params.items()}
+    for _ in range(3):
+        apply(weights, buffers, batches(1)[0][0])
+    kept_module.release()
+    assert not kept
+    assert len(apply._idle[True]) == 1
+
+
+def test_a_step_of_several_microbatches_makes_one_copy_of_the_modules(monkeypatch):
+    made = []
+    new = ps._module.functional._new
+    monkeypatch.setattr(ps._module.functional, "_new", lambda *a: made.append(1) or new(*a))
+    trained(net(), steps=3)
+    assert len(made) == 1
+
+
+def test_a_frozen_parameter_is_not_copied_for_the_backward():
+    model = net(depth=1)
+    model[0].mlp.requires_grad_(False)
+    apply, params, buffers = ps.make_functional(model)
+    weights = {name: p.requires_grad_() for name, p in params.items()}
+    out, new_buffers = apply(weights, buffers, batches(1)[0][0])
+    (skeleton, _) = kept[-1]
+    assert skeleton.root[0].mlp[0].weight is new_buffers["0.mlp.0.weight"]
+    out.sum().backward()
+
+
+def test_a_copy_of_an_apply_whose_graph_is_alive_has_modules_of_its_own():
+    apply, params, buffers = ps.make_functional(net())
+    weights = {name: p.requires_grad_() for name, p in params.items()}
+    out, _ = apply(weights, buffers, batches(1)[0][0])
+    again, _ = copy.deepcopy(apply)(weights, buffers, batches(1)[0][0])
+    grads = [torch.autograd.grad(o.sum(), list(weights.values())) for o in (again, out)]
+    assert same_bits(*grads)
+
+
+def test_threads_that_train_one_model_keep_apart():
+    apply, params, buffers = ps.make_functional(net())
+    fn = ps.value_and_grad(loss_of(apply))
+    expected = [fn(params, buffers, batch) for batch in batches(4)]
+    found = {}
+
+    def work(index):
+        for _ in range(5):
+            found[index] = fn(params, buffers, batches(4)[index])
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert same_bits([found[index] for index in range(4)], expected)
+
+
+# ---- what torch refuses
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap of grad"])
+def test_a_transform_of_torch_func_refuses_it_with_a_note(transform):
+    apply, params, buffers = ps.make_functional(net())
+
+    def loss(params, x):
+        return apply(params, buffers, x)[0].sum()
+
+    function = torch.func.grad(loss)
+    if transform != "grad":
+        function = torch.vmap(function, (None, 0))
+    with pytest.raises(RuntimeError, match="saved tensor hooks") as caught:
+        function(params, torch.ones(2, 5, 6))
+    assert "checkpoints a part of itself" in caught.value.__notes__[0]
+
+
+def test_a_backward_after_vmap_has_ended_is_refused_in_words():
+    apply, params, buffers = ps.make_functional(net())
+    weights = {name: p.requires_grad_() for name, p in params.items()}
+    outs = torch.vmap(lambda x: apply(weights, buffers, x)[0])(torch.ones(2, 5, 6))
+    with pytest.raises(RuntimeError, match=r"read outside of a call.*torch\.vmap.*Fix: "):
+        outs.sum().backward()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import itertools
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -41,8 +40,7 @@ class AtRest:
         # No compiler follows a hook that is put into an empty dict of hooks, so that stays one.
         left = set(map(id, (*modules, *(held for held in hooks if not held))))
         self._for_new_modules(left)
-        self._number = str(next(_numbers))
-        _made[self._number] = self
+        _all[id(self)] = self
 
     def _for_eager_calls(self, stores: list[dict[str, Any]]) -> None:
         """Sort it by what it costs to put it back."""
@@ -95,7 +93,11 @@ class AtRest:
             self._put(index, key, state)
 
     def _changed(self) -> list[tuple[int, str]]:
-        found = _seen_to_change(self._number)
+        # Whatever told one `AtRest` from another as a value would be guarded, and each model would
+        # have a graph of its own. What has been set and is deleted again leaves no trace.
+        self._asks = True
+        found = _seen_to_change()
+        del self._asks
         pairs = [entry.partition(" ") for entry in found.split("\n")] if found else []
         return [(int(index), key) for index, _, key in pairs]
 
@@ -160,18 +162,21 @@ class AtRest:
         return {key: made[parts[key]] if key in parts else attributes[key] for key in attributes}
 
 
-_numbers = itertools.count(1)
-_made: weakref.WeakValueDictionary[str, AtRest] = weakref.WeakValueDictionary()
+_all: weakref.WeakValueDictionary[int, AtRest] = weakref.WeakValueDictionary()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _seen_to_change(number: str) -> str:  # both strings, which every torch takes for constants
-    rest = _made[number]
-    return "\n".join(
-        f"{index} {key}"
-        for index, key, is_deleted in private.seen_to_change(rest.objects)
-        if not is_deleted or key in rest.attributes[index]
-    )
+def _seen_to_change() -> str:  # which every torch takes for a constant, as it does no list
+    """What the compiler has seen change of the one `AtRest` that asks."""
+    seen = private.attributes_set()
+    [rest] = [_all[key] for key, names in seen.items() if key in _all and names.get("_asks")]
+    found = []
+    for index, (held, before) in enumerate(zip(rest.objects, rest.attributes, strict=True)):
+        names = seen.get(id(held), {})
+        found += [f"{index} {key}" for key, is_there in names.items() if is_there or key in before]
+        if rest.elements[index] is not None and private.elements_changed(held):
+            found.append(f"{index} ")
+    return "\n".join(found)
 
 
 def _has_dict(held: Any) -> bool:

@@ -40,6 +40,7 @@ class AtRest:
         # No compiler follows a hook that is put into an empty dict of hooks, so that stays one.
         left = set(map(id, (*modules, *(held for held in hooks if not held))))
         self._for_new_modules(left)
+        self._asks = False
         _all[id(self)] = self
 
     def _for_eager_calls(self, stores: list[dict[str, Any]]) -> None:
@@ -93,11 +94,11 @@ class AtRest:
             self._put(index, key, state)
 
     def _changed(self) -> list[tuple[int, str]]:
-        # Whatever told one `AtRest` from another as a value would be guarded, and each model would
-        # have a graph of its own. What has been set and is deleted again leaves no trace.
+        # Any value that tells one `AtRest` from another would be guarded, so that each model had a
+        # graph of its own; a flag that comes down again is not.
         self._asks = True
         found = _seen_to_change()
-        del self._asks
+        self._asks = False
         pairs = [entry.partition(" ") for entry in found.split("\n")] if found else []
         return [(int(index), key) for index, _, key in pairs]
 
@@ -168,8 +169,8 @@ _all: weakref.WeakValueDictionary[int, AtRest] = weakref.WeakValueDictionary()
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _seen_to_change() -> str:  # which every torch takes for a constant, as it does no list
     """What the compiler has seen change of the one `AtRest` that asks."""
+    [rest] = [_all[key] for key in private.raised("_asks")]
     seen = private.attributes_set()
-    [rest] = [_all[key] for key, names in seen.items() if key in _all and names.get("_asks")]
     found = []
     for index, (held, before) in enumerate(zip(rest.objects, rest.attributes, strict=True)):
         names = seen.get(id(held), {})

@@ -88,6 +88,17 @@ def attributes_set() -> dict[int, dict[str, bool]]:
     }
 
 
+def raised(flag: str) -> list[int]:
+    """The ids of objects whose attribute `flag` the compiler has seen set to True last."""
+    effects = _translator().output.side_effects
+    return [
+        key
+        for key, known in effects.id_to_variable.items()
+        if flag in (of_one := effects.store_attr_mutations.get(known, {}))
+        and of_one[flag].as_python_constant() is True
+    ]
+
+
 def elements_changed(container: Any) -> bool:
     """Whether the compiler that follows the caller has seen a list, a dict and so on change."""
     effects = _translator().output.side_effects

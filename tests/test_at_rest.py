@@ -40,7 +40,7 @@ class Net(nn.Module):
         self.dict, self.default = {"n": 1, "m": 2}, collections.defaultdict(list)
         self.order = collections.OrderedDict(a=1, b=2)
         self.counter = collections.Counter(a=2, b=-1)
-        self.set, self.deque = {1, 2}, collections.deque([1, 2], maxlen=3)
+        self.set, self.deque = {1, 2}, collections.deque([1, 2], maxlen=4)
         self.helper, self.slotted = types.SimpleNamespace(value=1, seen=[]), Slotted()
         self.cache = Cache()
         self.partial = functools.partial(max, [1])
@@ -137,7 +137,7 @@ def remember(net, x):
 
 def forget(net, x):
     net.extra = 1
-    del net.handle, net.cache.items, net.extra
+    del net.installed, net.cache.items, net.extra
 
 
 def change_layers(net, x):
@@ -266,6 +266,10 @@ def test_what_a_forward_changes_is_as_before_and_each_call_as_the_first(name, ma
         assert picture(skeleton.root) == before
 
 
+# What needs an attribute that another change takes away.
+FORGOTTEN = {"grow", "forward", "first", "kwargs", "pre", "backward"}
+
+
 @given(names=st.lists(st.sampled_from(sorted(EAGER)), max_size=8), mapped=st.booleans())
 def test_any_sequence_of_changes_leaves_all_as_before(names, mapped):
     names = [
@@ -274,8 +278,7 @@ def test_any_sequence_of_changes_leaves_all_as_before(names, mapped):
         if name not in names[:index] or name not in ("forget", "replace_keys", "other order")
     ]
     if "forget" in names:
-        names = [name for name in names if EAGER[name] not in (replace_hook, grow)]
-        names = [name for name in names if name not in ("removed", "other order")]
+        names = [name for name in names if name == "forget" or name not in FORGOTTEN]
     if {"removed", "replaced at an equal count"} & set(names):
         names = [name for name in names if name != "other order"]
     _, apply, (params, buffers, x) = functional()
@@ -485,7 +488,7 @@ def test_what_stands_around_a_break_is_compiled_once():
 @pytest.mark.skipif(not CAN_REPEAT, reason="this torch unrolls every window")
 def test_modules_of_a_window_have_lists_dicts_hooks_and_helpers_of_their_own():
     net = Net()
-    del net.partial, net.helper, net.counter, net.slotted  # which are those of all calls
+    del net.handle  # which torch's compiler does not follow there
     apply, params, buffers = ps.make_functional(net)
     before = picture(apply._traced[True].root)
     changes = [count, grow, count_up, swap_hooks, fill_deque, change_set, remember]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from .._module.references import Reference, slots
 from .._torch import private
@@ -133,11 +134,7 @@ class AtRest:
         everything = list(enumerate(self.objects))
         rest = [(index, held) for index, held in everything if id(held) not in left]
         self._copied = [index for index, held in rest if type(held) in _PLAIN]
-        self._rebuilt = [
-            index
-            for index, held in rest
-            if _has_dict(held) and type(held).__new__ is object.__new__
-        ]
+        self._rebuilt = [index for index, held in rest if _is_simple(held)]
         index_of = {id(self.objects[i]): i for i in (*self._copied, *self._rebuilt)}
         self.parts = [
             {key: index_of[id(part)] for key, part in _parts(held) if id(part) in index_of}
@@ -184,6 +181,14 @@ def _has_dict(held: Any) -> bool:
     # of hooks: an OrderedDict could have attributes besides, and nothing gives it any
     is_plain = type(held) is collections.OrderedDict
     return not is_plain and isinstance(getattr(held, "__dict__", None), dict)
+
+
+def _is_simple(held: Any) -> bool:
+    """Whether a new object with the same attributes is a copy. Of a handle of a hook the compiler
+    does not even follow that it is there.
+    """
+    plain = _has_dict(held) and type(held).__new__ is object.__new__
+    return plain and not isinstance(held, RemovableHandle)
 
 
 def _attributes(held: Any) -> dict[str, Any]:

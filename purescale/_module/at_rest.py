@@ -78,7 +78,7 @@ class AtRest:
         for index, key in self._slots:
             self._put(index, key, self._before(index, key))
 
-    # ---- followed by a compiler, which guards all that it reads: so nothing else is ---------------
+    # ---- followed by a compiler, which guards all that it reads: so nothing else is read ---------
 
     def put_back(self) -> None:
         """Put back what the compiler has seen change."""
@@ -166,7 +166,7 @@ _all: weakref.WeakValueDictionary[int, AtRest] = weakref.WeakValueDictionary()
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _seen_to_change() -> str:  # which every torch takes for a constant, as it does no list
     """What the compiler has seen change of the one `AtRest` that asks."""
-    [rest] = [_all[key] for key in private.raised("_asks")]
+    [rest] = [_all[key] for key in private.raised("_asks") if key in _all]
     seen = private.attributes_set()
     found = []
     for index, (held, before) in enumerate(zip(rest.objects, rest.attributes, strict=True)):
@@ -178,7 +178,7 @@ def _seen_to_change() -> str:  # which every torch takes for a constant, as it d
 
 
 def _has_dict(held: Any) -> bool:
-    # of hooks: an OrderedDict could have attributes besides, and nothing gives it any
+    # a dict of hooks could have attributes too, and nothing gives it any
     is_plain = type(held) is collections.OrderedDict
     return not is_plain and isinstance(getattr(held, "__dict__", None), dict)
 
@@ -187,8 +187,8 @@ def _is_simple(held: Any) -> bool:
     """Whether a new object with the same attributes is a copy. Of a handle of a hook the compiler
     does not even follow that it is there.
     """
-    plain = _has_dict(held) and type(held).__new__ is object.__new__
-    return plain and not isinstance(held, RemovableHandle)
+    make: Any = type(held).__new__
+    return make is object.__new__ and _has_dict(held) and not isinstance(held, RemovableHandle)
 
 
 def _attributes(held: Any) -> dict[str, Any]:

@@ -114,7 +114,7 @@ def only_inlined(function: _Function) -> _Function:
     """`function`, which is compiled as a part of a graph, and else runs as it is: where a graph
     breaks, torch compiles what stands around the break, one function at a time.
     """
-    _skip_code(function.__code__)  # type: ignore[attr-defined]
+    _skip_code(function.__code__)
     return function
 
 

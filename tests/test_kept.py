@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import purescale as ps
 from purescale._module import kept as kept_module
 from purescale._module.kept import kept
+from purescale._module.meta_module import Skeleton
 
 NORMS = {
     "layer": nn.LayerNorm,
@@ -121,7 +122,10 @@ def test_steps_have_the_bits_of_a_model_that_does_not_checkpoint(norm, policy, d
 
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
 def test_a_step_that_draws_from_its_own_generator_has_the_same_bits(dropout):
-    states = [trained(net(c, dropout=dropout), rng=torch.Generator().manual_seed(7).get_state()) for c in (False, True)]
+    states = [
+        trained(net(c, dropout=dropout), rng=torch.Generator().manual_seed(7).get_state())
+        for c in (False, True)
+    ]
     assert same_bits(*states)
 
 
@@ -176,7 +180,9 @@ def test_two_forwards_before_their_backwards_keep_apart(order):
     apply, params, buffers = ps.make_functional(net(dropout=0.0))
     rows = batches(2)
     weights = [{n: (p * k).requires_grad_() for n, p in params.items()} for k in (1, 3)]
-    losses = [apply(w, buffers, x)[0].square().sum() for w, (x, _) in zip(weights, rows, strict=True)]
+    losses = [
+        apply(w, buffers, x)[0].square().sum() for w, (x, _) in zip(weights, rows, strict=True)
+    ]
     found = {k: torch.autograd.grad(losses[k], list(weights[k].values())) for k in order}
     plain, _, _ = ps.make_functional(net(False, dropout=0.0))
     for k in order:
@@ -232,12 +238,12 @@ def tensors_of_a_step(donate):
     del params, buffers
     old = [weakref.ref(tensor) for tensor in (*state.params.values(), *state.buffers.values())]
     state, _ = ps.train_step(state, batches(), **parts, donate=donate)
-    return old, state, apply
+    return old, state
 
 
 @pytest.mark.parametrize("donate", [False, True])
 def test_no_old_parameter_lives_on_after_a_step(donate):
-    old, state, apply = tensors_of_a_step(donate)
+    old, state = tensors_of_a_step(donate)
     gc.collect()
     new = {id(tensor) for tensor in (*state.params.values(), *state.buffers.values())}
     assert not [ref for ref in old if ref() is not None and id(ref()) not in new]
@@ -267,8 +273,8 @@ def test_a_graph_that_is_dropped_before_its_backward_gives_its_modules_back():
 
 def test_a_step_of_several_microbatches_makes_one_copy_of_the_modules(monkeypatch):
     made = []
-    new = ps._module.functional._new
-    monkeypatch.setattr(ps._module.functional, "_new", lambda *a: made.append(1) or new(*a))
+    settle = Skeleton.settle
+    monkeypatch.setattr(Skeleton, "settle", lambda new: made.append(1) or settle(new))
     trained(net(), steps=3)
     assert len(made) == 1
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import collections
-import itertools
 import weakref
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from .._module.references import Reference, slots
 from .._torch import private
@@ -41,8 +41,8 @@ class AtRest:
         # No compiler follows a hook that is put into an empty dict of hooks, so that stays one.
         left = set(map(id, (*modules, *(held for held in hooks if not held))))
         self._for_new_modules(left)
-        self._number = str(next(_numbers))
-        _made[self._number] = self
+        self._asks = False
+        _all[id(self)] = self
 
     def _for_eager_calls(self, stores: list[dict[str, Any]]) -> None:
         """Sort it by what it costs to put it back."""
@@ -78,7 +78,7 @@ class AtRest:
         for index, key in self._slots:
             self._put(index, key, self._before(index, key))
 
-    # ---- followed by a compiler, which guards all that it reads: so nothing else is ---------------
+    # ---- followed by a compiler, which guards all that it reads: so nothing else is read ---------
 
     def put_back(self) -> None:
         """Put back what the compiler has seen change."""
@@ -95,7 +95,11 @@ class AtRest:
             self._put(index, key, state)
 
     def _changed(self) -> list[tuple[int, str]]:
-        found = _seen_to_change(self._number)
+        # Any value that tells one `AtRest` from another would be guarded, so that each model had a
+        # graph of its own; a flag that comes down again is not.
+        self._asks = True
+        found = _seen_to_change()
+        self._asks = False
         pairs = [entry.partition(" ") for entry in found.split("\n")] if found else []
         return [(int(index), key) for index, _, key in pairs]
 
@@ -130,11 +134,7 @@ class AtRest:
         everything = list(enumerate(self.objects))
         rest = [(index, held) for index, held in everything if id(held) not in left]
         self._copied = [index for index, held in rest if type(held) in _PLAIN]
-        self._rebuilt = [
-            index
-            for index, held in rest
-            if _has_dict(held) and type(held).__new__ is object.__new__
-        ]
+        self._rebuilt = [index for index, held in rest if _is_simple(held)]
         index_of = {id(self.objects[i]): i for i in (*self._copied, *self._rebuilt)}
         self.parts = [
             {key: index_of[id(part)] for key, part in _parts(held) if id(part) in index_of}
@@ -160,24 +160,35 @@ class AtRest:
         return {key: made[parts[key]] if key in parts else attributes[key] for key in attributes}
 
 
-_numbers = itertools.count(1)
-_made: weakref.WeakValueDictionary[str, AtRest] = weakref.WeakValueDictionary()
+_all: weakref.WeakValueDictionary[int, AtRest] = weakref.WeakValueDictionary()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _seen_to_change(number: str) -> str:  # both strings, which every torch takes for constants
-    rest = _made[number]
-    return "\n".join(
-        f"{index} {key}"
-        for index, key, is_deleted in private.seen_to_change(rest.objects)
-        if not is_deleted or key in rest.attributes[index]
-    )
+def _seen_to_change() -> str:  # which every torch takes for a constant, as it does no list
+    """What the compiler has seen change of the one `AtRest` that asks."""
+    [rest] = [_all[key] for key in private.raised("_asks") if key in _all]
+    seen = private.attributes_set()
+    found = []
+    for index, (held, before) in enumerate(zip(rest.objects, rest.attributes, strict=True)):
+        names = seen.get(id(held), {})
+        found += [f"{index} {key}" for key, is_there in names.items() if is_there or key in before]
+        if rest.elements[index] is not None and private.elements_changed(held):
+            found.append(f"{index} ")
+    return "\n".join(found)
 
 
 def _has_dict(held: Any) -> bool:
-    # of hooks: an OrderedDict could have attributes besides, and nothing gives it any
+    # a dict of hooks could have attributes too, and nothing gives it any
     is_plain = type(held) is collections.OrderedDict
     return not is_plain and isinstance(getattr(held, "__dict__", None), dict)
+
+
+def _is_simple(held: Any) -> bool:
+    """Whether a new object with the same attributes is a copy. Of a handle of a hook the compiler
+    does not even follow that it is there.
+    """
+    make: Any = type(held).__new__
+    return make is object.__new__ and _has_dict(held) and not isinstance(held, RemovableHandle)
 
 
 def _attributes(held: Any) -> dict[str, Any]:

@@ -141,7 +141,7 @@ class Apply:
         try:
             return self._idle[train].pop()
         except IndexError:
-            skeleton = _new(self._roots[train], self._shared)
+            skeleton = Skeleton(self._roots[train], self._shared)
             skeleton.settle()
             return skeleton
 
@@ -243,9 +243,6 @@ def _written_overlap(name: str, other: str) -> str:
     )
 
 
-_new = torch.compiler.disable(Skeleton)
-
-
 # ---- hooks on parameters -------------------------------------------------------------------------
 
 Hook = Callable[[Tensor], Any]
@@ -310,9 +307,9 @@ def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
       all.
     - A parameter with `requires_grad=False` is not trained: it stands in `buffers`, unless no
       parameter requires a gradient.
-    - Buffers, whether persistent or not, are state, and the same ones before and after. Attributes
-      of other kinds that `forward` sets are not: after the call they are as they were at first, so
-      what is cached in one is made anew in each call.
+    - Buffers, whether persistent or not, are state, and the same ones before and after. Whatever
+      else `forward` changes is not: attributes, hooks, and what is in lists, dicts, sets and helper
+      objects are after the call as they were at first, so a cache is made anew in each call.
     - `apply` may be called inside of itself, again in the backward pass (checkpointing around it)
       and from several threads.
     - A parameter or buffer that also stands in a list, a dict or an attribute of the model is that

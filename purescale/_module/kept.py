@@ -77,8 +77,8 @@ def explain(error: RuntimeError) -> None:
     """Add to torch's refusal what in a model it is about."""
     if "saved tensor hooks" in str(error):
         error.add_note(
-            "The model checkpoints a part of itself (torch.utils.checkpoint), which torch.func does "
-            "not follow. Fix: turn that off in the model for this call, as with transformers' "
-            "`model.gradient_checkpointing_disable()` before make_functional; or let `value_and_grad` "
-            "or `train_step` differentiate in eager mode, which torch.autograd does."
+            "The model checkpoints a part of itself (torch.utils.checkpoint), which torch.func "
+            "does not follow. Fix: turn that off before make_functional, as by transformers' "
+            "`model.gradient_checkpointing_disable()`; or let value_and_grad or train_step "
+            "differentiate in eager mode, which torch.autograd does."
         )

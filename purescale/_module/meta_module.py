@@ -108,6 +108,7 @@ class Skeleton:
     `shared`: by id, what the copy has in common with the model.
     """
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __init__(self, model: nn.Module, shared: dict[int, Any]) -> None:
         memo = {**shared}
         root = copy.deepcopy(model, memo)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from .._loss_scale.rule_protocol import HasScale
 from .._loss_scale.scaling import check_device, wide_loss
-from .._optim.step_inputs import flatten_together
 from .._module.kept import release
+from .._optim.step_inputs import flatten_together
 from .._torch import donation, dtensor, functorch_kernels, private
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import wide_dtype

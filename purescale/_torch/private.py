@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
@@ -77,19 +76,34 @@ for _name in ("id_to_variable", "store_attr_mutations"):
         raise _refused(f"{_name} of torch._dynamo.side_effects.SideEffects")
 
 
-def seen_to_change(objects: Sequence[Any]) -> Iterator[tuple[int, str, bool]]:
-    """What the compiler that follows the caller has seen change: the index of an object, the name
-    of its attribute, or "" for the elements of a container, and whether it was deleted.
+def attributes_set() -> dict[int, dict[str, bool]]:
+    """Which attributes the compiler that follows the caller has seen set: by the id of the object
+    their names, and whether they are there, or were deleted again.
     """
     effects = _translator().output.side_effects
-    for index, changed in enumerate(objects):
-        known = effects.id_to_variable.get(id(changed))
-        if known is not None and effects.is_modified(known):
-            attributes = effects.store_attr_mutations.get(known, {})
-            for key, value in attributes.items():
-                yield index, key, isinstance(value, _Deleted)
-            if isinstance(changed, (list, dict, set, collections.deque)):
-                yield index, "", False
+    return {
+        key: {name: type(value) is not _Deleted for name, value in of_one.items()}
+        for key, known in effects.id_to_variable.items()
+        if (of_one := effects.store_attr_mutations.get(known))
+    }
+
+
+def raised(flag: str) -> list[int]:
+    """The ids of objects whose attribute `flag` the compiler has seen set to True last."""
+    effects = _translator().output.side_effects
+    return [
+        key
+        for key, known in effects.id_to_variable.items()
+        if flag in (of_one := effects.store_attr_mutations.get(known, {}))
+        and of_one[flag].as_python_constant() is True
+    ]
+
+
+def elements_changed(container: Any) -> bool:
+    """Whether the compiler that follows the caller has seen a list, a dict and so on change."""
+    effects = _translator().output.side_effects
+    known = effects.id_to_variable.get(id(container))
+    return known is not None and bool(effects.is_modified(known))
 
 
 _skip_code: Callable[[Any], None] = _find("torch._dynamo.eval_frame.skip_code")
@@ -100,7 +114,7 @@ def only_inlined(function: _Function) -> _Function:
     """`function`, which is compiled as a part of a graph, and else runs as it is: where a graph
     breaks, torch compiles what stands around the break, one function at a time.
     """
-    _skip_code(function.__code__)  # type: ignore[attr-defined]
+    _skip_code(function.__code__)
     return function
 
 

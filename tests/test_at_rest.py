@@ -1,0 +1,510 @@
+"""All that a forward changes in a module is as it was after the call: eager, mapped, compiled."""
+
+import collections
+import copy
+import functools
+import gc
+import logging
+import pickle
+import types
+import weakref
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import purescale as ps
+from purescale._step.compiled_window import CAN_REPEAT
+
+
+class Slotted:
+    __slots__ = ("later", "value")
+
+    def __init__(self):
+        self.value = 1
+
+
+class Net(nn.Module):
+    """Has one of each kind of thing that a forward may change; which it changes is an argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin, self.drop = nn.Linear(3, 3), nn.Dropout(0.0)
+        self.handle = self.lin.register_forward_hook(add_one)
+        self.lin.register_forward_hook(halve)
+        self.installed, self.count = False, 0
+        self.empty, self.list, self.nested = [], [3, 1, 2], [[1], {"a": [2]}]
+        self.dict, self.default = {"n": 1, "m": 2}, collections.defaultdict(list)
+        self.order = collections.OrderedDict(a=1, b=2)
+        self.counter = collections.Counter(a=2, b=-1)
+        self.set, self.deque = {1, 2}, collections.deque([1, 2], maxlen=4)
+        self.helper, self.slotted = types.SimpleNamespace(value=1, seen=[]), Slotted()
+        self.cache = Cache()
+        self.partial = functools.partial(max, [1])
+
+    def forward(self, x, changes=()):
+        for change in changes:
+            change(self, x)
+        return self.lin(self.drop(x)) * self.number()
+
+    def number(self):
+        """What the state amounts to, so that a change that stayed would be seen in a result."""
+        lengths = len(self.empty) + len(self.nested[0]) + len(self.set) + len(self.deque)
+        counts = self.count + self.dict["n"] + next(iter(self.order.values()))
+        return 1 + lengths + 10 * counts + 100 * self.cache.value
+
+
+class Cache:
+    def __init__(self):
+        self.value, self.items = 1, {}
+
+
+def add_one(module, inputs, out):
+    return out + 1
+
+
+def halve(module, inputs, out):
+    return out / 2
+
+
+def double(module, inputs, out):
+    return out * 2
+
+
+def double_inputs(module, inputs):
+    return (inputs[0] * 2,)
+
+
+def double_all(module, inputs, kwargs, out):
+    return out * 2
+
+
+def double_grad(module, grads, _):
+    return tuple(grad * 2 for grad in grads)
+
+
+# ---- what a forward may do -----------------------------------------------------------------------
+
+
+def once(register):
+    """As transformers does where hidden states are asked for: behind a flag."""
+
+    def install(net, x):
+        if not net.installed:
+            net.installed = True
+            register(net, x)
+
+    return install
+
+
+def swap_hooks(net, x):
+    hooks = net.lin._forward_hooks
+    for key, hook in list(hooks.items()):
+        hooks[key] = double if hook is add_one else add_one
+
+
+def replace_hook(net, x):
+    net.handle.remove()
+    net.handle = net.lin.register_forward_hook(double)
+
+
+HOOKS = {
+    "forward": once(lambda net, x: net.lin.register_forward_hook(double)),
+    "first": once(lambda net, x: net.lin.register_forward_hook(double, prepend=True)),
+    "always": lambda net, x: net.lin.register_forward_hook(double, always_call=True),
+    "kwargs": once(lambda net, x: net.lin.register_forward_hook(double_all, with_kwargs=True)),
+    "pre": once(lambda net, x: net.drop.register_forward_pre_hook(double_inputs)),
+    "unflagged": lambda net, x: net.lin.register_forward_pre_hook(double_inputs),
+    "backward": once(lambda net, x: net.lin.register_full_backward_hook(double_grad)),
+    "state dict": lambda net, x: net.lin.register_state_dict_post_hook(lambda *args: None),
+    "removed": lambda net, x: net.handle.remove(),
+    "replaced at an equal count": replace_hook,
+    "swapped": swap_hooks,
+    "other order": lambda net, x: net.lin._forward_hooks.move_to_end(net.handle.id),
+}
+
+
+def count(net, x):
+    net.count += 1
+
+
+def remember(net, x):
+    net.later, net.cache.later, net.cache.value = x, x, net.cache.value + 1
+
+
+def forget(net, x):
+    net.extra = 1
+    del net.installed, net.cache.items, net.extra
+
+
+def change_layers(net, x):
+    net.drop.p, net.drop.seen, net.lin.training = 0.5 if net.drop.p else 0.0, x, False
+
+
+def replace_list(net, x):
+    net.empty = [*net.empty, 1]
+    net.empty.append(x)
+
+
+def count_up(net, x):
+    net.dict["n"] += 1
+
+
+def reorder(net, x):
+    for held in (net.dict, net.order):
+        key = next(iter(held))
+        held[key] = held.pop(key)
+
+
+def replace_keys(net, x):
+    del net.dict["m"]
+    net.dict["o"] = net.counter["c"] = net.order["c"] = x
+
+
+def count_letters(net, x):
+    net.counter["a"] -= 1
+
+
+def change_set(net, x):
+    net.set.discard(1)
+    net.set.update((7, 8))
+
+
+def fill_deque(net, x):
+    net.deque.extend((x, 4))
+
+
+def grow(net, x):
+    net.nested[0].append(x)
+    net.nested[1]["a"].append(3)
+    net.cache.items["x"] = x
+    net.default["a"].append(1)
+
+
+def change_slots(net, x):
+    net.slotted.value += 1
+    net.slotted.later = x
+
+
+def change_helper(net, x):
+    net.helper.seen.append(x)
+    net.helper.later = net.helper.value = x
+
+
+CHANGES = {
+    change.__name__: change
+    for change in (
+        count, remember, forget, change_layers, replace_list, count_up, reorder, replace_keys,
+        change_set, fill_deque, grow, change_slots,
+    )
+} | {
+    "append": lambda net, x: net.empty.append(x),
+    "sort": lambda net, x: net.list.sort(),
+    "shrink": lambda net, x: net.list.clear(),
+}  # fmt: skip
+EAGER = (
+    HOOKS
+    | CHANGES
+    | {
+        "of a class in C": change_helper,
+        "in a partial": lambda net, x: net.partial.args[0].append(x),
+        "counter": count_letters,
+    }
+)
+
+
+def picture(held, seen=None):
+    """What can be reached from an object, and in which order: the same objects are the same ids."""
+    seen = set() if seen is None else seen
+    if id(held) in seen or isinstance(held, torch.Tensor):
+        return id(held)
+    seen.add(id(held))
+    parts = []
+    if isinstance(held, dict):
+        parts = [(key, picture(value, seen)) for key, value in held.items()]
+    elif isinstance(held, (list, tuple, collections.deque)):
+        parts = [picture(value, seen) for value in held]
+    elif isinstance(held, set):
+        parts = sorted(held)
+    elif isinstance(held, functools.partial):
+        parts = picture(held.args, seen)
+    if isinstance(held, (nn.Module, Cache, types.SimpleNamespace)):
+        parts = [(key, picture(value, seen)) for key, value in sorted(vars(held).items())]
+    if isinstance(held, Slotted):
+        parts = [held.value, hasattr(held, "later")]
+    return id(held), parts
+
+
+def functional():
+    """A net, its `apply` with one skeleton that has been called, and arguments."""
+    net, x = Net(), torch.arange(6.0).reshape(2, 3)
+    apply, params, buffers = ps.make_functional(net)
+    apply(params, buffers, x)
+    return net, apply, (params, buffers, x)
+
+
+# ---- eager and mapped ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", EAGER)
+@pytest.mark.parametrize("mapped", [False, True])
+def test_what_a_forward_changes_is_as_before_and_each_call_as_the_first(name, mapped):
+    net, apply, (params, buffers, x) = functional()
+    skeleton = apply._idle[True][0]
+    before = picture(skeleton.root)
+    expected = net(x, [EAGER[name]])
+
+    def call(x):
+        return apply(params, buffers, x, [EAGER[name]])[0]
+
+    for _ in range(3):
+        torch.testing.assert_close(torch.vmap(call)(x) if mapped else call(x), expected)
+        assert apply._idle[True] == [skeleton]
+        assert picture(skeleton.root) == before
+
+
+# What needs an attribute that another change takes away.
+FORGOTTEN = {"grow", "forward", "first", "kwargs", "pre", "backward"}
+
+
+@given(names=st.lists(st.sampled_from(sorted(EAGER)), max_size=8), mapped=st.booleans())
+def test_any_sequence_of_changes_leaves_all_as_before(names, mapped):
+    names = [
+        name  # what is not there cannot be taken away
+        for index, name in enumerate(names)
+        if name not in names[:index] or name not in ("forget", "replace_keys", "other order")
+    ]
+    if "forget" in names:
+        names = [name for name in names if name == "forget" or name not in FORGOTTEN]
+    if {"removed", "replaced at an equal count"} & set(names):
+        names = [name for name in names if name != "other order"]
+    _, apply, (params, buffers, x) = functional()
+    skeleton = apply._idle[True][0]
+    before = picture(skeleton.root)
+    changes = [EAGER[name] for name in names]
+    call = (lambda f: torch.vmap(f)(x)) if mapped else (lambda f: f(x))
+    outs = [call(lambda x: apply(params, buffers, x, changes)[0]) for _ in range(2)]
+    assert apply._idle[True] == [skeleton]
+    assert picture(skeleton.root) == before
+    assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_nothing_that_a_forward_keeps_of_its_arguments_stays_alive(name):
+    _, apply, (params, buffers, x) = functional()
+    given = x.clone()
+    seen = weakref.ref(given)
+    apply(params, buffers, given, [EAGER[name]])
+    del given
+    gc.collect()
+    assert seen() is None
+
+
+def test_a_backward_hook_that_a_forward_installs_is_there_for_the_backward_of_that_call():
+    net, apply, (params, buffers, x) = functional()
+    found = []
+    for call in (net, *[functools.partial(apply, params, buffers)] * 3):
+        given = x.clone().requires_grad_()
+        out = call(given, [HOOKS["backward"]])
+        (out if call is net else out[0]).sum().backward()
+        found.append(given.grad)
+    for grad in found[1:]:
+        torch.testing.assert_close(grad, found[0])
+
+
+def test_what_a_module_shares_with_others_is_left_alone():
+    def log(net, x):
+        net.log.setLevel(logging.ERROR)
+
+    net = Net()
+    net.log = logging.getLogger("purescale.tests.at_rest")
+    net.log.setLevel(logging.DEBUG)
+    apply, params, buffers = ps.make_functional(net)
+    apply(params, buffers, torch.ones(2, 3), [log])
+    assert net.log.level == logging.ERROR
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda apply: pickle.loads(pickle.dumps(apply))])
+def test_a_copy_of_apply_puts_back_what_is_its_own(how):
+    _, apply, (params, buffers, x) = functional()
+    other = how(apply)
+    outs = [call(params, buffers, x, [grow, remember])[0] for call in (apply, other, other, apply)]
+    assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+# ---- compiled ------------------------------------------------------------------------------------
+
+
+def compiled(apply, changes, **settings):
+    return torch.compile(
+        lambda params, buffers, x: apply(params, buffers, x, changes)[0],
+        **{"fullgraph": True, "backend": "eager"} | settings,
+    )
+
+
+def test_a_compiled_call_is_as_the_first_and_one_graph():
+    net, apply, (params, buffers, x) = functional()
+    before = picture(apply._traced[True].root)
+    changes = [CHANGES[name] for name in CHANGES if name != "forget"]
+    expected = net(x, changes)
+    counted = CompileCounterWithBackend("eager")
+    call = compiled(apply, changes, backend=counted)
+    for _ in range(3):
+        torch.testing.assert_close(call(params, buffers, x), expected)
+        assert picture(apply._traced[True].root) == before
+    assert counted.frame_count == 1
+
+
+def test_a_compiled_call_puts_back_what_was_deleted():
+    _, apply, (params, buffers, x) = functional()
+    before = picture(apply._traced[True].root)
+    call = compiled(apply, [forget])
+    outs = [call(params, buffers, x[:rows]) for rows in (2, 1, 2)]
+    assert torch.equal(outs[0], outs[2])
+    assert picture(apply._traced[True].root) == before
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap"])
+def test_a_transform_inside_of_a_compiled_function_finds_all_as_before(transform):
+    _, apply, (params, buffers, x) = functional()
+    before = picture(apply._traced[True].root)
+
+    def call(x):
+        return apply(params, buffers, x, [count, grow, count_up])[0]
+
+    function = torch.vmap(call) if transform == "vmap" else torch.func.grad(lambda x: call(x).sum())
+    again = torch.compile(function, fullgraph=True, backend="eager")
+    for _ in range(2):
+        torch.testing.assert_close(again(x), function(x))
+    assert picture(apply._traced[True].root) == before
+
+
+def test_models_that_are_alike_share_a_graph():
+    counted = CompileCounterWithBackend("eager")
+    call = torch.compile(
+        lambda apply, *args: apply(*args, [count, grow])[0], fullgraph=True, backend=counted
+    )
+    for _ in range(3):
+        net, apply, args = functional()
+        torch.testing.assert_close(call(apply, *args), net(args[-1], [count, grow]))
+    assert counted.frame_count == 1
+
+
+def test_a_compiled_call_inside_of_another_begins_at_rest_and_leaves_the_outer_one_as_it_was():
+    def inner(net, x):
+        count(net, x), grow(net, x)
+        net.drop.seen = calls[0](x)
+        count(net, x), grow(net, x)
+
+    _, apply, (params, buffers, x) = functional()
+    calls = [lambda x: apply(params, buffers, x, [count, grow])[0]]
+    before = picture(apply._traced[True].root)
+
+    def outer(x):
+        return apply(params, buffers, x, [inner])[0]
+
+    expected = outer(x)
+    again = torch.compile(outer, fullgraph=True, backend="eager")
+    for _ in range(2):
+        torch.testing.assert_close(again(x), expected)
+    assert picture(apply._traced[True].root) == before
+
+
+def fail(net, x):
+    raise ValueError("in the middle")
+
+
+def test_what_a_compiled_function_catches_leaves_all_as_before():
+    _, apply, (params, buffers, x) = functional()
+    before = picture(apply._traced[True].root)
+
+    def function(x):
+        try:
+            apply(params, buffers, x, [count, grow, change_layers, fail])
+        except ValueError:
+            x = x + 1
+        return apply(params, buffers, x)[0]
+
+    call = torch.compile(function, fullgraph=True, backend="eager")
+    for _ in range(2):
+        torch.testing.assert_close(call(x), apply(params, buffers, x + 1)[0])
+    assert picture(apply._traced[True].root) == before
+
+
+# ---- where a graph breaks ------------------------------------------------------------------------
+
+
+def graph_break(net, x):
+    torch._dynamo.graph_break()
+
+
+@pytest.mark.parametrize("name", ["forward", "replaced at an equal count", "swapped", "kwargs"])
+def test_hooks_that_break_the_graph_are_gone_after_the_call(name):
+    net, apply, (params, buffers, x) = functional()
+    before = picture(apply._traced[True].root)
+    changes = [HOOKS[name], count]
+    expected = net(x, changes)
+    call = compiled(apply, changes, fullgraph=False)
+    for _ in range(3):
+        torch.testing.assert_close(call(params, buffers, x), expected)
+    torch.testing.assert_close(call(params, buffers, x[:1]), expected[:1])
+    assert picture(apply._traced[True].root) == before
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_call_that_fails_while_compiled_leaves_all_as_before(broken):
+    _, apply, (params, buffers, x) = functional()
+    before = picture(apply._traced[True].root)
+    changes = [count, grow, change_layers, *[graph_break] * broken]
+    call = compiled(apply, changes, fullgraph=False)
+    failing = compiled(apply, [*changes, fail], fullgraph=False)
+    expected = apply(params, buffers, x, [count, grow, change_layers])[0]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="in the middle"):
+            failing(params, buffers, x)
+        torch.testing.assert_close(call(params, buffers, x), expected)
+    assert picture(apply._traced[True].root) == before
+    torch.testing.assert_close(apply(params, buffers, x, changes)[0], expected)
+
+
+def test_what_stands_around_a_break_is_compiled_once():
+    _, apply, (params, buffers, x) = functional()
+    counted = CompileCounterWithBackend("eager")
+    call = compiled(apply, [count, graph_break], fullgraph=False, backend=counted)
+    call(params, buffers, x)
+    graphs = counted.frame_count
+    assert graphs > 0
+    for _ in range(4):
+        call({name: p.clone() for name, p in params.items()}, buffers, x)
+    assert counted.frame_count == graphs
+
+
+# ---- modules that are made for a window that is not unrolled -------------------------------------
+
+
+@pytest.mark.skipif(not CAN_REPEAT, reason="this torch unrolls every window")
+def test_modules_of_a_window_have_lists_dicts_hooks_and_helpers_of_their_own():
+    net = Net()
+    del net.handle  # which torch's compiler does not follow there
+    apply, params, buffers = ps.make_functional(net)
+    before = picture(apply._traced[True].root)
+    changes = [count, grow, count_up, swap_hooks, fill_deque, change_set, remember]
+
+    def loss_fn(params, buffers, x):
+        out, buffers = apply(params, buffers, x, changes)
+        return out.sum(), buffers
+
+    sgd, rule = ps.from_torch(torch.optim.SGD, lr=0.1), ps.NoScale()
+    state = ps.init_train_state(params, buffers, sgd, rule)
+    window = [torch.full((2, 3), float(number)) for number in range(3)]
+
+    def step(state, window):
+        return ps.train_step(state, window, loss_fn=loss_fn, optimizer=sgd, rule=rule, unroll=False)
+
+    call = torch.compile(step, fullgraph=True, backend="eager")
+    for _ in range(2):
+        torch.testing.assert_close(call(state, window)[1].loss, step(state, window)[1].loss)
+    assert picture(apply._traced[True].root) == before

@@ -137,7 +137,8 @@ def _cut(tensors: list[Tensor], *sizes: int) -> list[list[Tensor]]:
 def _symbolic_sizes(tensors: list[Tensor]) -> int:
     """How many sizes the compiler has not fixed."""
     sizes = [size for tensor in tensors for size in tensor.shape]
-    return len(sizes) - sum(map(private.has_static_value, sizes))
+    fixed: int = sum(map(private.has_static_value, sizes))
+    return len(sizes) - fixed
 
 
 def _alike(some: list[Tensor], others: list[Tensor]) -> bool:

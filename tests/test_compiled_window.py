@@ -243,6 +243,20 @@ def test_lengths_that_change_are_two_graphs_with_the_numbers_of_eager_mode():
     assert backend.frame_count == 2
 
 
+@pytest.mark.parametrize("lengths", [(3, 3, 3), (3, 5, 3, 5, 3)])
+def test_a_loss_may_fix_a_size_that_the_compiler_made_symbolic(lengths):
+    def loss_fn(params, buffers, microbatch):
+        hidden = torch.zeros(2, 3)
+        for step in range(microbatch.shape[1]):
+            hidden = torch.tanh(hidden * params["w"] + microbatch[:, step])
+        return hidden.square().sum(), buffers
+
+    state, step = small(loss_fn, unroll=False)
+    window = [torch.randn(2, length, 3) for length in lengths]
+    function = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    assert_close(function(state, window), step(state, window), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.slow
 def test_models_and_steps_in_one_graph_have_code_of_their_own():
     first, step = job(Net, "float32")

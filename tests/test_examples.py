@@ -160,9 +160,8 @@ def test_ranks_train_as_one_process_does_by_a_group_ddp_and_fsdp2():
     )
     assert done.returncode == 0, done.stderr
     # the last twice: from its checkpoint too
-    ends = re.findall(
-        r"^2 ranks: (\d+) steps applied of 19, .* within (\S+) of one", done.stdout, re.M
-    )
+    pattern = r"^2 ranks: (\d+) steps applied of 19, .* within (\S+) of one"
+    ends = re.findall(pattern, done.stdout, re.M)
     assert len(ends) == 4
     assert {steps for steps, _ in ends} == {"15"}
     assert all(float(apart) <= 1e-5 for _, apart in ends)

@@ -1,5 +1,7 @@
 """Policies: the grammar, and which tensors are cast where."""
 
+import re
+
 import pytest
 import torch
 from helpers import HALF, batch, same_bits, shares_memory, small_net
@@ -286,3 +288,37 @@ def test_a_norm_under_autocast_has_a_gradient_under_vmap():
 def test_the_constructor_and_the_text_have_the_same_norms(compute):
     dtype = getattr(torch, compute)
     assert ps.Policy(torch.float32, dtype, dtype) == ps.policy(f"params=float32,compute={compute}")
+
+
+class Positions(nn.Module):
+    """Adds a floating buffer to its activations, as many transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(3, 2)
+        self.head.bias.requires_grad_(False)
+        self.register_buffer("positions", torch.ones(4, 3))
+
+    def forward(self, x):
+        return self.head(x + self.positions)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_dtype_error_of_torch_has_a_note_whose_cure_works(dtype):
+    apply, params, buffers = ps.make_functional(Positions())
+    half = ps.with_policy(apply, f"params=float32,compute={dtype},output=float32")
+    with pytest.raises(RuntimeError, match="dtype") as caught:
+        half(params, buffers, torch.ones(4, 3))
+    (note,) = caught.value.__notes__
+    assert "buffers of the model: positions (float32)." in note, "not head.bias, which is cast"
+    (cure,) = re.findall(r"'compute=(\S+)'", note)
+    cured = ps.with_policy(apply, f"params=float32,compute={cure},output=float32")
+    assert cured(params, buffers, torch.ones(4, 3))[0].isfinite().all()
+
+
+def test_another_error_in_half_compute_has_no_note():
+    apply, params, buffers = ps.make_functional(Positions())
+    half = ps.with_policy(apply, "params=float32,compute=float16,output=float32")
+    with pytest.raises(RuntimeError, match="size of tensor") as caught:
+        half(params, buffers, torch.ones(4, 5))
+    assert not hasattr(caught.value, "__notes__")

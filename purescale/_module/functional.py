@@ -141,7 +141,7 @@ class Apply:
         try:
             return self._idle[train].pop()
         except IndexError:
-            skeleton = Skeleton(self._roots[train], self._shared)
+            skeleton: Skeleton = Skeleton(self._roots[train], self._shared)
             skeleton.settle()
             return skeleton
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -15,7 +16,7 @@ from .._module.functional import check_dicts
 from .._module.norms import NormsIn
 from .._torch.dtypes import HALF
 from .._torch.tracing import under_transform
-from .._tree.tree import Tree, cast
+from .._tree.tree import Tree, cast, join_names
 
 _DTYPES = {
     **dict.fromkeys(("float16", "f16", "fp16", "half"), torch.float16),
@@ -171,6 +172,7 @@ def with_policy(
       it for a net that adds floating buffers (such as positional encodings) to its activations,
       which fails in plain half compute.
 
+    If half and other dtypes meet in an operator, torch's error has a note with the likely cause.
     Raises `TypeError`, naming the leaf, for a parameter in another dtype than `policy.param_dtype`;
     `ValueError` for a spectral norm or an Embedding(sparse=True) whose weight would be cast.
 
@@ -227,9 +229,12 @@ def with_policy(
             if norm_dtype is None or {rules.compute_dtype, norm_dtype} == {torch.float32}
             else NormsIn(norm_dtype, given=(rules.compute_dtype,))
         )
+        plain_half = rules.compute_dtype in HALF and not rules.autocast
+        explained = plain_half and not torch.compiler.is_dynamo_compiling()
         with (
             torch.autocast(device, rules.compute_dtype) if rules.autocast else nullcontext(),
             norms,
+            _MixedDtypes(rules.compute_dtype, buffers, frozen) if explained else nullcontext(),
         ):
             out, new_buffers = apply(
                 compute(params), {**buffers, **compute(frozen)}, *args, **kwargs
@@ -240,6 +245,34 @@ def with_policy(
 
     cast_apply.norm_params, cast_apply.frozen_params = norm_params, frozen_params  # type: ignore[attr-defined]
     return cast_apply
+
+
+class _MixedDtypes:
+    """Adds the likely cause to an error of torch about half tensors that meet others."""
+
+    def __init__(
+        self, compute_dtype: torch.dtype, buffers: dict[str, Tensor], frozen: dict[str, Tensor]
+    ) -> None:
+        self.compute_dtype, self.buffers, self.frozen = compute_dtype, buffers, frozen
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if not isinstance(error, RuntimeError) or not re.search("Half|BFloat16", str(error)):
+            return
+        dtype = str(self.compute_dtype).removeprefix("torch.")
+        floating = [
+            f"{name} ({str(buffer.dtype).removeprefix('torch.')})"
+            for name, buffer in self.buffers.items()
+            if buffer.is_floating_point() and name not in self.frozen
+        ]
+        error.add_note(
+            f"The policy computes in {dtype} and casts parameters and inputs, not buffers; "
+            f"floating buffers of the model: {join_names(floating)}. Likely cause: one of them, or "
+            f"a tensor that forward makes without a dtype, meets an activation in {dtype}. Fix: "
+            f"'compute=autocast({dtype})' in the policy, which chooses the dtype of each operator."
+        )
 
 
 def _check_params(params: dict[str, Tensor], rules: Policy) -> None:

@@ -96,9 +96,13 @@ class Repeated:
 
         # What goes into a region may share no memory, and microbatches often do.
         tensors = [tensor for part in given for tensor in part] + [leaf.clone() for leaf in leaves]
+        key, symbolic = self._key_of(structure, tensors), _symbolic_sizes(tensors)
         regions.append(one)
-        loss, *rest = _region(self._key_of(structure, tensors), *tensors)
+        loss, *rest = _region(key, *tensors)
         regions.pop()
+        if _symbolic_sizes(tensors) != symbolic:
+            # Code in which a size was symbolic cannot be called any more once it is fixed.
+            self.seen.clear()
         buffers, mean.state, overflows = _cut(rest, len(carried), len(mean.state))
         mean.overflows += overflows
         return MicrobatchResult([], loss, buffers, [])
@@ -128,6 +132,13 @@ def _cut(tensors: list[Tensor], *sizes: int) -> list[list[Tensor]]:
     """Parts of these sizes, and the rest."""
     ends = [0, *itertools.accumulate(sizes), len(tensors)]
     return [tensors[start:end] for start, end in itertools.pairwise(ends)]
+
+
+def _symbolic_sizes(tensors: list[Tensor]) -> int:
+    """How many sizes the compiler has not fixed."""
+    sizes = [size for tensor in tensors for size in tensor.shape]
+    fixed: int = sum(map(private.has_static_value, sizes))
+    return len(sizes) - fixed
 
 
 def _alike(some: list[Tensor], others: list[Tensor]) -> bool:

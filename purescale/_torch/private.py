@@ -56,6 +56,7 @@ without_modes: Any = _find("torch.utils._python_dispatch._disable_current_modes"
 without_transforms: Any = _find("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack")
 DispatchMode: Any = _find("torch.utils._python_dispatch.TorchDispatchMode")
 allow_in_graph: Any = _find("torch._dynamo.allow_in_graph")
+has_static_value: Any = _find("torch.fx.experimental.symbolic_shapes.has_static_value")
 statically_known_true: Any = _find("torch.fx.experimental.symbolic_shapes.statically_known_true")
 nonstrict_trace: Any = _find("torch._dynamo.nonstrict_trace")
 # Both move, so they cannot be looked up once.

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import purescale as ps
 from purescale._module import kept as kept_module
 from purescale._module.kept import kept
-from purescale._module.meta_module import Skeleton
+from purescale._module.meta_module import Absent, Skeleton
 
 NORMS = {
     "layer": nn.LayerNorm,
@@ -238,16 +238,17 @@ def tensors_of_a_step(donate):
     del params, buffers
     old = [weakref.ref(tensor) for tensor in (*state.params.values(), *state.buffers.values())]
     state, _ = ps.train_step(state, batches(), **parts, donate=donate)
-    return old, state
+    return old, state, apply
 
 
 @pytest.mark.parametrize("donate", [False, True])
 def test_no_old_parameter_lives_on_after_a_step(donate):
-    old, state = tensors_of_a_step(donate)
+    old, state, apply = tensors_of_a_step(donate)
     gc.collect()
     new = {id(tensor) for tensor in (*state.params.values(), *state.buffers.values())}
     assert not [ref for ref in old if ref() is not None and id(ref()) not in new]
-    assert not kept
+    (skeleton,) = apply._idle[True]
+    assert all(type(holder[key]) is Absent for holder, key, _ in skeleton.entries)
 
 
 def test_in_a_loop_by_hand_the_next_call_lets_the_old_parameters_go():

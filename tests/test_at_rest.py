@@ -17,6 +17,8 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import purescale as ps
+from purescale._module.at_rest import AtRest
+from purescale._module.meta_module import called
 from purescale._step.compiled_window import CAN_REPEAT
 
 
@@ -396,7 +398,7 @@ def test_models_that_are_alike_share_a_graph():
 def test_a_compiled_call_inside_of_another_begins_at_rest_and_leaves_the_outer_one_as_it_was():
     def inner(net, x):
         count(net, x), grow(net, x)
-        net.drop.seen = calls[0](x)
+        net.count = net.count + calls[0](x)
         count(net, x), grow(net, x)
 
     _, apply, (params, buffers, x) = functional()
@@ -480,6 +482,9 @@ def test_what_stands_around_a_break_is_compiled_once():
     for _ in range(4):
         call({name: p.clone() for name, p in params.items()}, buffers, x)
     assert counted.frame_count == graphs
+    # Nothing of what puts it back is compiled on its own, with guards on all that it touches.
+    for function in (called, AtRest.restore):
+        assert torch._C._dynamo.eval_frame._debug_get_cache_entry_list(function.__code__) == []
 
 
 # ---- modules that are made for a window that is not unrolled -------------------------------------
@@ -488,7 +493,10 @@ def test_what_stands_around_a_break_is_compiled_once():
 @pytest.mark.skipif(not CAN_REPEAT, reason="this torch unrolls every window")
 def test_modules_of_a_window_have_lists_dicts_hooks_and_helpers_of_their_own():
     net = Net()
-    del net.handle  # which torch's compiler does not follow there
+    # a handle the compiler does not follow, so what holds one is that of all calls
+    net.handles, net.extra = [net.handle], Cache()
+    net.extra.handle = net.handle
+    del net.handle
     apply, params, buffers = ps.make_functional(net)
     before = picture(apply._traced[True].root)
     changes = [count, grow, count_up, swap_hooks, fill_deque, change_set, remember]

@@ -64,24 +64,20 @@ class Cache:
         self.value, self.items = 1, {}
 
 
-def add_one(module, inputs, out):
-    return out + 1
+def add_one(module, *inputs_and_out):
+    return inputs_and_out[-1] + 1
 
 
-def halve(module, inputs, out):
-    return out / 2
+def halve(module, *inputs_and_out):
+    return inputs_and_out[-1] / 2
 
 
-def double(module, inputs, out):
-    return out * 2
+def double(module, *inputs_and_out):
+    return inputs_and_out[-1] * 2
 
 
 def double_inputs(module, inputs):
     return (inputs[0] * 2,)
-
-
-def double_all(module, inputs, kwargs, out):
-    return out * 2
 
 
 def double_grad(module, grads, _):
@@ -117,7 +113,7 @@ HOOKS = {
     "forward": once(lambda net, x: net.lin.register_forward_hook(double)),
     "first": once(lambda net, x: net.lin.register_forward_hook(double, prepend=True)),
     "always": lambda net, x: net.lin.register_forward_hook(double, always_call=True),
-    "kwargs": once(lambda net, x: net.lin.register_forward_hook(double_all, with_kwargs=True)),
+    "kwargs": once(lambda net, x: net.lin.register_forward_hook(double, with_kwargs=True)),
     "pre": once(lambda net, x: net.drop.register_forward_pre_hook(double_inputs)),
     "unflagged": lambda net, x: net.lin.register_forward_pre_hook(double_inputs),
     "backward": once(lambda net, x: net.lin.register_full_backward_hook(double_grad)),

@@ -133,6 +133,12 @@ class AtRest:
         """
         everything = list(enumerate(self.objects))
         rest = [(index, held) for index, held in everything if id(held) not in left]
+        # Of a handle of a hook the compiler does not even follow that it is there.
+        rest = [
+            (index, held)
+            for index, held in rest
+            if not any(isinstance(part, RemovableHandle) for _, part in [("", held), *_parts(held)])
+        ]
         self._copied = [index for index, held in rest if type(held) in _PLAIN]
         self._rebuilt = [index for index, held in rest if _is_simple(held)]
         index_of = {id(self.objects[i]): i for i in (*self._copied, *self._rebuilt)}
@@ -169,9 +175,8 @@ def _seen_to_change() -> str:  # which every torch takes for a constant, as it d
     [rest] = [_all[key] for key in private.raised("_asks") if key in _all]
     seen = private.attributes_set()
     found = []
-    for index, (held, before) in enumerate(zip(rest.objects, rest.attributes, strict=True)):
-        names = seen.get(id(held), {})
-        found += [f"{index} {key}" for key, is_there in names.items() if is_there or key in before]
+    for index, held in enumerate(rest.objects):
+        found += [f"{index} {key}" for key in seen.get(id(held), [])]
         if rest.elements[index] is not None and private.elements_changed(held):
             found.append(f"{index} ")
     return "\n".join(found)
@@ -184,11 +189,9 @@ def _has_dict(held: Any) -> bool:
 
 
 def _is_simple(held: Any) -> bool:
-    """Whether a new object with the same attributes is a copy. Of a handle of a hook the compiler
-    does not even follow that it is there.
-    """
+    """Whether a new object with the same attributes is a copy."""
     make: Any = type(held).__new__
-    return make is object.__new__ and _has_dict(held) and not isinstance(held, RemovableHandle)
+    return make is object.__new__ and _has_dict(held)
 
 
 def _attributes(held: Any) -> dict[str, Any]:

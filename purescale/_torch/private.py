@@ -69,7 +69,6 @@ _compiler: Any = torch.compiler
 _translator: Callable[[], Any] = _find(
     "torch._dynamo.symbolic_convert.InstructionTranslator.current_tx"
 )
-_Deleted: type = _find("torch._dynamo.variables.misc.DeletedVariable")
 _SideEffects: Any = _find("torch._dynamo.side_effects.SideEffects")
 _find("torch._dynamo.side_effects.SideEffects.is_modified")
 for _name in ("id_to_variable", "store_attr_mutations"):
@@ -77,15 +76,14 @@ for _name in ("id_to_variable", "store_attr_mutations"):
         raise _refused(f"{_name} of torch._dynamo.side_effects.SideEffects")
 
 
-def attributes_set() -> dict[int, dict[str, bool]]:
-    """Which attributes the compiler that follows the caller has seen set: by the id of the object
-    their names, and whether they are there, or were deleted again.
+def attributes_set() -> dict[int, list[str]]:
+    """Which attributes the compiler that follows the caller has seen set or deleted, by the id of
+    the object.
     """
     effects = _translator().output.side_effects
     return {
-        key: {name: type(value) is not _Deleted for name, value in of_one.items()}
+        key: list(effects.store_attr_mutations.get(known, ()))
         for key, known in effects.id_to_variable.items()
-        if (of_one := effects.store_attr_mutations.get(known))
     }
 
 

@@ -62,6 +62,7 @@ Optimizers:
     from_torch            a class of torch.optim as one
     from_transformation   an optax-style (init, update) pair as one
     schedule_from_torch   any scheduler of torch as a rate by step
+    partition             one optimizer for each kind of parameter, as one
     OptState              the state of a torch optimizer
 
 The update of half parameters:
@@ -149,6 +150,7 @@ from ._grads.clip import clip_by_global_norm, clip_by_value, check_grad_norm
 from ._optim.protocol import Optimizer, from_transformation
 from ._optim.torch_optim import from_torch
 from ._optim.schedule import schedule_from_torch
+from ._optim.partition import partition
 
 from ._optim.opt_state import OptState
 
@@ -235,6 +237,7 @@ __all__ = [  # noqa: RUF022  in the order of a step
     "from_torch",
     "from_transformation",
     "schedule_from_torch",
+    "partition",
     "OptState",
     "with_master_weights",
     "MasterState",

@@ -87,6 +87,14 @@ def part(tensors: list[Any], start: int, stop: int) -> list[Any]:
     return some
 
 
+def picked(tensors: list[Any], indices: tuple[int, ...]) -> list[Any]:
+    """`[tensors[index] for index in indices]`."""
+    some = [tensors[index] for index in indices]
+    if type(tensors) is not Looked:
+        return some
+    return _looked(some, once(indices, Seen, tensors))
+
+
 def joined(first: list[Any], second: list[Any]) -> list[Any]:
     """Both lists in one."""
     both = [*first, *second]

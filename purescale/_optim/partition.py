@@ -1,0 +1,272 @@
+"""One optimizer for each kind of parameter, as one optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .._optim.decision import APPLY, FRESH, Decision, Memory
+from .._optim.opt_state import OptState, described, numbers_of, values_of
+from .._optim.protocol import Optimizer, as_conditional, unchanged
+from .._optim.step_inputs import StepInputs, flatten_step, present
+from .._torch.autocast import outside_autocast
+from .._torch.donation import can_write_each
+from .._torch.dtensor import any_dtensor
+from .._torch.looks import joined, once, picked
+from .._tree import tree as _tree
+from .._tree.leaves import Normalized, look
+from .._tree.tree import FlatDict, Leaves, Tree
+
+Label = Callable[[str, Tensor], str]
+
+
+def partition(optimizers: Mapping[str, Optimizer], label: Label) -> PartitionOptimizer:
+    """Equal to `for key, part in parts.items(): params[key], opt_state[key] =
+    optimizers[key].step(params[key], grads[key], opt_state[key])`, where `parts` are the parameters
+    of each label: one optimizer for each kind of parameter, such as Muon for the matrices within a
+    model and AdamW for all else.
+
+    Arguments:
+    - `optimizers`: by key, of any kind: `from_torch`, with masters or rounding around it, your own.
+    - `label(name, param)`: the key of a parameter, of its dotted name and of its shape and dtype,
+      never of its values. It is asked when the state is made and again in steps, so it gives the
+      same answer every time; a compiled step follows its code (`name.endswith`, `in`, `param.ndim`;
+      not `fnmatch`).
+
+    The state is a dict: by key what that optimizer's `init` makes of its part, a flat dict by
+    dotted name. A part goes by itself from there on: patterns in `overrides` look at its parameters
+    alone, a schedule counts its own steps, `muon.to_state_dict(opt_state["muon"])` is torch's.
+
+    One flag decides for all parts, and `max_norm` of a step bounds the norm over all of them: an
+    inf in one gradient skips every part. Donated memory is looked at as a whole: what two parts
+    share is never written into. `with_master_weights` may stand around it or within; within, a
+    donated step goes through a part in pieces. Of DTensors each part takes its own: AdamW may
+    step shards beside a Muon whose parameters are whole.
+
+    Raises `TypeError` for what is no dict of optimizers and for a label that is no function;
+    `init` and `step` raise `ValueError`, before any work is done, for a label that names no
+    optimizer, for an optimizer without a parameter, and for a state with other parts.
+
+    >>> import torch
+    >>> from purescale import from_torch
+    >>> optimizers = {
+    ...     "muon": from_torch(torch.optim.Muon, lr=0.02),
+    ...     "adamw": from_torch(torch.optim.AdamW, lr=1e-3),
+    ... }
+    >>> def label(name, param):
+    ...     return "muon" if param.ndim == 2 and "embed" not in name else "adamw"
+    >>> optimizer = partition(optimizers, label)
+    >>> params = {"embed": torch.ones(8, 2), "linear.weight": torch.ones(2, 2)}
+    >>> opt_state = optimizer.init(params)
+    >>> {key: list(state.slots) for key, state in opt_state.items()}
+    {'muon': ['linear.weight'], 'adamw': ['embed']}
+
+    Source of the form: optax.multi_transform.
+    """
+    return PartitionOptimizer(optimizers, label)
+
+
+class Part(NamedTuple):
+    """One optimizer with its part of a step."""
+
+    key: str
+    optimizer: Any  # a `Conditional`
+    inputs: StepInputs
+
+
+class PartitionOptimizer:
+    """Several optimizers, each for its part of the parameters; made by `partition`."""
+
+    # A part is given its DTensors as they are, and takes their shards where it may.
+    elementwise = None
+
+    def __init__(self, optimizers: Mapping[str, Optimizer], label: Label) -> None:
+        _check(optimizers, label)
+        self.optimizers, self.label = dict(optimizers), label
+        self._parts = {key: as_conditional(each) for key, each in self.optimizers.items()}
+        # What is on a graph would come off it in the others.
+        self.differentiable = all(part.differentiable for part in self._parts.values())
+        self.summary = self.optimizers, label
+
+    def __repr__(self) -> str:
+        return f"partition({self.optimizers!r}, {self.label!r})"
+
+    def init(self, params: Tree) -> dict[str, Any]:
+        """The states of all optimizers, by key, each over its part."""
+        flat = _tree.flatten_once(params)
+        _tree.check_parameters(flat)
+        names = _tree.names(params)
+        places = self._places(names, flat.leaves)
+        return {
+            key: optimizer.init({names[index]: flat.leaves[index] for index in places[key]})
+            for key, optimizer in self.optimizers.items()
+        }
+
+    @outside_autocast()
+    def step(self, params: Tree, grads: Tree, opt_state: dict[str, Any]) -> tuple[Tree, Any]:
+        """Parameters and state after one step of each part, in fresh memory."""
+        inputs = flatten_step(self, params, grads, opt_state)
+        self.check(inputs)
+        return self.conditional_step(inputs, APPLY)
+
+    def check(self, inputs: StepInputs) -> None:
+        """Refuse a state that is not that of these parts."""
+        for part in self.split(inputs):
+            part.optimizer.check(part.inputs)
+
+    def conditional_step(
+        self, inputs: StepInputs, decision: Decision, memory: Memory = FRESH
+    ) -> tuple[Tree, dict[str, Any]]:
+        """As in `Conditional`."""
+        if decision.skip_on_host:
+            return unchanged(inputs, donate=memory.donate)
+        parts = self.split(inputs)
+        memory = _of_all(inputs, parts, memory)
+        params: dict[str, Any] = {}
+        opt_state = {}
+        for key, optimizer, own in parts:
+            stepped = optimizer.conditional_step(own, decision, memory)
+            stepped, opt_state[key] = own.restore(*stepped)
+            params.update(stepped)
+        return inputs.params_tree(list(map(params.get, inputs.names))), opt_state
+
+    def split(self, inputs: StepInputs) -> list[Part]:
+        """The inputs of each part."""
+        opt_state = inputs.opt_state
+        if not (isinstance(opt_state, dict) and opt_state.keys() == self._parts.keys()):
+            has = list(opt_state) if isinstance(opt_state, dict) else type(opt_state).__name__
+            raise ValueError(
+                f"opt_state has the parts {has}, this optimizer has {list(self._parts)}. Likely "
+                "cause: the state of one optimizer alone, or of another partition. Fix: "
+                "`opt_state = optimizer.init(params)`, or what the last step returned."
+            )
+        places = self._places(inputs.names, inputs.params)
+        every = () if inputs.ordinary else (*inputs.params, *inputs.grads.given)
+        take = _part_of_dtensors if any_dtensor(every) else _part
+        return [
+            Part(key, part, take(inputs, places[key], part, opt_state[key]))
+            for key, part in self._parts.items()
+        ]
+
+    def _places(self, names: Sequence[str], leaves: Leaves) -> dict[str, tuple[int, ...]]:
+        """Of each key the places of its parameters."""
+        return once((self, *names), lambda: self._labelled(names, leaves), leaves)
+
+    def _labelled(self, names: Sequence[str], leaves: Leaves) -> dict[str, tuple[int, ...]]:
+        places: dict[str, list[int]] = {key: [] for key in self._parts}
+        for index, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
+            if leaf is None:
+                continue
+            key = self.label(name, leaf)
+            if key not in places:
+                raise ValueError(
+                    f"label gives {key!r} for {name}, {described(leaf)}; the optimizers are "
+                    f"{list(places)}. Likely cause: a kind of parameter that it does not think of. "
+                    "Fix: a last line that returns the key of the usual one, as AdamW."
+                )
+            places[key].append(index)
+        for key, found in places.items():
+            if not found:
+                raise ValueError(
+                    f"no parameter has the label {key!r}, so its optimizer would do nothing. The "
+                    f"names are: {_tree.join_names(list(names), 20)}. Likely cause: names of "
+                    "another model in label. Fix: what `label(name, param)` compares with, or "
+                    f"leave {key!r} out of the optimizers."
+                )
+        return {key: tuple(found) for key, found in places.items()}
+
+
+def _check(optimizers: Any, label: Any) -> None:
+    if not isinstance(optimizers, Mapping) or not optimizers:
+        raise TypeError(
+            f"optimizers is {optimizers!r}; expected a dict of one or more by key. Fix: "
+            'partition({"muon": from_torch(torch.optim.Muon), "adamw": '
+            "from_torch(torch.optim.AdamW)}, label)."
+        )
+    for key, each in optimizers.items():
+        made = not isinstance(each, type) and hasattr(each, "init") and hasattr(each, "step")
+        if not (isinstance(key, str) and made):
+            raise TypeError(
+                f"optimizers[{key!r}] is {each!r}; expected an optimizer, an object with `init` "
+                'and `step`, under a string. Fix: {"adamw": from_torch(torch.optim.AdamW, '
+                "lr=1e-3)}."
+            )
+    if not callable(label):
+        raise TypeError(
+            f"label is {label!r}; expected a function of a parameter's dotted name and the "
+            'parameter. Fix: lambda name, param: "muon" if param.ndim == 2 else "adamw".'
+        )
+
+
+def _part(inputs: StepInputs, places: tuple[int, ...], _: Any, opt_state: Any) -> StepInputs:
+    """The inputs of one part; without a look at a tensor where one has shown all of them."""
+    names = [inputs.names[index] for index in places]
+    params, ordinary = picked(inputs.params, places), inputs.ordinary
+    known: Leaves = []
+    if ordinary and isinstance(opt_state, OptState):
+        known = joined(params, look(values_of(opt_state.slots))[0])
+    return StepInputs(
+        FlatDict(tuple(names)),
+        names,
+        params,
+        _gradients(inputs.grads, places),
+        opt_state,
+        present(names, params),
+        ordinary,
+        known=known,
+    )
+
+
+def _gradients(grads: Normalized, places: tuple[int, ...]) -> Normalized:
+    """The gradients at these places; none where they are still to be made."""
+    if not grads.given:
+        return grads
+    if grads.plain:
+        tensors = picked(grads.tensors, places)
+        return Normalized(tensors, tensors, plain=True)
+    found = iter(grads.tensors)
+    every = [None if leaf is None else next(found) for leaf in grads.given]
+    tensors = [every[index] for index in places if every[index] is not None]
+    return Normalized(tensors, [grads.given[index] for index in places], plain=False)
+
+
+def _part_of_dtensors(
+    inputs: StepInputs, places: tuple[int, ...], optimizer: Any, opt_state: Any
+) -> StepInputs:
+    """The inputs of one part of DTensors, flattened as its own optimizer takes them."""
+    names = [inputs.names[index] for index in places]
+    params = {name: inputs.params[index] for name, index in zip(names, places, strict=True)}
+    grads = None
+    if inputs.grads.given:
+        every = inputs.grads.restore(inputs.grads.tensors)
+        grads = {name: every[index] for name, index in zip(names, places, strict=True)}
+    return flatten_step(optimizer, params, grads, opt_state)
+
+
+def _of_all(inputs: StepInputs, parts: list[Part], memory: Memory) -> Memory:
+    """What each part may write into: memory is compared over all of them, as no part sees what it
+    shares with another.
+    """
+    donate, donate_grads, scratch_ok, writable, read_only = memory
+    if writable or not (donate or donate_grads):
+        return memory
+    old = [tensor for part in parts for tensor in _held(part.inputs)]
+    lists = [old] if scratch_ok else [old, inputs.grads.tensors]
+    allowed = can_write_each(lists, read_only, ordinary=inputs.ordinary)
+    donate = donate and allowed[0]
+    return Memory(
+        donate=donate,
+        scratch_ok=scratch_ok or (donate_grads and allowed[-1]),
+        writable=donate,
+        read_only=read_only,
+    )
+
+
+def _held(inputs: StepInputs) -> list[Tensor]:
+    """All tensors that a step of one part may write into, gradients aside."""
+    opt_state = inputs.opt_state
+    if isinstance(opt_state, OptState):  # without a walk through the dicts
+        return [*inputs.old, opt_state.applied, *numbers_of(opt_state)]
+    return [*inputs.named_params.values(), *_tree.tensors(opt_state)]

@@ -56,6 +56,16 @@ def without_wrappers(state: Any) -> Any:
     return state
 
 
+def is_of_torch(state: Any) -> bool:
+    """Whether it is the state of a class of torch, with slots that can be listed."""
+    return isinstance(state, OptState) and type(state.slots) is dict
+
+
+def tensors_of(opt_state: OptState) -> list[Tensor]:
+    """All tensors of a state, without a walk through its dicts."""
+    return [opt_state.applied, *values_of(opt_state.slots), *numbers_of(opt_state)]
+
+
 def numbers_of(opt_state: OptState) -> list[Tensor]:
     """The settings that are data."""
     numbers = [opt_state.lr] if isinstance(opt_state.lr, Tensor) else []

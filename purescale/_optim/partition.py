@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from .._optim.decision import APPLY, FRESH, Decision, Memory
-from .._optim.opt_state import OptState, described, numbers_of, values_of
+from .._optim.opt_state import described, numbers_of
 from .._optim.protocol import Optimizer, as_conditional, unchanged
-from .._optim.step_inputs import StepInputs, flatten_step, present
+from .._optim.step_inputs import StepInputs, flatten_step
 from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write_each
 from .._torch.dtensor import any_dtensor
-from .._torch.looks import joined, once, picked
+from .._torch.looks import once, picked
 from .._tree import tree as _tree
-from .._tree.leaves import Normalized, look
+from .._tree.leaves import Normalized
 from .._tree.tree import FlatDict, Leaves, Tree
 
 Label = Callable[[str, Tensor], str]
@@ -68,6 +69,14 @@ def partition(optimizers: Mapping[str, Optimizer], label: Label) -> PartitionOpt
     return PartitionOptimizer(optimizers, label)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Members:
+    """The parameters of one optimizer."""
+
+    names: tuple[str, ...]
+    indices: tuple[int, ...]  # among all leaves
+
+
 class Part(NamedTuple):
     """One optimizer with its part of a step."""
 
@@ -98,9 +107,9 @@ class PartitionOptimizer:
         flat = _tree.flatten_once(params)
         _tree.check_parameters(flat)
         names = _tree.names(params)
-        places = self._places(names, flat.leaves)
+        members = self._members(names, flat.leaves)
         return {
-            key: optimizer.init({names[index]: flat.leaves[index] for index in places[key]})
+            key: optimizer.init(_by_name(members[key], flat.leaves))
             for key, optimizer in self.optimizers.items()
         }
 
@@ -142,19 +151,26 @@ class PartitionOptimizer:
                 "cause: the state of one optimizer alone, or of another partition. Fix: "
                 "`opt_state = optimizer.init(params)`, or what the last step returned."
             )
-        places = self._places(inputs.names, inputs.params)
+        members = self._members(inputs.names, inputs.params)
         every = () if inputs.ordinary else (*inputs.params, *inputs.grads.given)
-        take = _part_of_dtensors if any_dtensor(every) else _part
-        return [
-            Part(key, part, take(inputs, places[key], part, opt_state[key]))
-            for key, part in self._parts.items()
-        ]
+        if any_dtensor(every):
+            return [
+                Part(key, part, _part_of_dtensors(inputs, members[key], part, opt_state[key]))
+                for key, part in self._parts.items()
+            ]
+        parts, start = [], len(inputs.params)
+        for key, part in self._parts.items():
+            state = opt_state[key]
+            stop = start + sum(map(len, state.slots.values())) if inputs.known else start
+            parts.append(Part(key, part, _part(inputs, members[key], state, range(start + 1, stop + 1))))
+            start = stop + 1 + len(numbers_of(state)) if inputs.known else start
+        return parts
 
-    def _places(self, names: Sequence[str], leaves: Leaves) -> dict[str, tuple[int, ...]]:
-        """Of each key the places of its parameters."""
+    def _members(self, names: Sequence[str], leaves: Leaves) -> dict[str, Members]:
+        """The parameters of each optimizer, by key."""
         return once((self, *names), lambda: self._labelled(names, leaves), leaves)
 
-    def _labelled(self, names: Sequence[str], leaves: Leaves) -> dict[str, tuple[int, ...]]:
+    def _labelled(self, names: Sequence[str], leaves: Leaves) -> dict[str, Members]:
         places: dict[str, list[int]] = {key: [] for key in self._parts}
         for index, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
             if leaf is None:
@@ -175,7 +191,10 @@ class PartitionOptimizer:
                     "another model in label. Fix: what `label(name, param)` compares with, or "
                     f"leave {key!r} out of the optimizers."
                 )
-        return {key: tuple(found) for key, found in places.items()}
+        return {
+            key: Members(tuple([names[index] for index in found]), tuple(found))
+            for key, found in places.items()
+        }
 
 
 def _check(optimizers: Any, label: Any) -> None:
@@ -200,49 +219,52 @@ def _check(optimizers: Any, label: Any) -> None:
         )
 
 
-def _part(inputs: StepInputs, places: tuple[int, ...], _: Any, opt_state: Any) -> StepInputs:
-    """The inputs of one part; without a look at a tensor where one has shown all of them."""
-    names = [inputs.names[index] for index in places]
-    params, ordinary = picked(inputs.params, places), inputs.ordinary
+def _by_name(members: Members, leaves: Leaves) -> dict[str, Any]:
+    return dict(zip(members.names, map(leaves.__getitem__, members.indices), strict=True))
+
+
+def _part(inputs: StepInputs, members: Members, opt_state: Any, slots: range) -> StepInputs:
+    """The inputs of one part; without a look at a tensor where one has shown all of them. `slots`:
+    where those of its state are in `inputs.known`.
+    """
+    names, indices = members.names, members.indices
+    params = picked(inputs.params, indices, members)
     known: Leaves = []
-    if ordinary and isinstance(opt_state, OptState):
-        known = joined(params, look(values_of(opt_state.slots))[0])
+    if inputs.known:
+        known = picked(inputs.known, (*indices, *slots), (members, slots))
     return StepInputs(
-        FlatDict(tuple(names)),
-        names,
+        FlatDict(names),
+        list(names),
         params,
-        _gradients(inputs.grads, places),
+        _gradients(inputs.grads, members),
         opt_state,
-        present(names, params),
-        ordinary,
+        dict(zip(names, params, strict=True)),
+        inputs.ordinary,
         known=known,
     )
 
 
-def _gradients(grads: Normalized, places: tuple[int, ...]) -> Normalized:
-    """The gradients at these places; none where they are still to be made."""
+def _gradients(grads: Normalized, members: Members) -> Normalized:
+    """The gradients of these parameters; none where they are still to be made."""
     if not grads.given:
         return grads
     if grads.plain:
-        tensors = picked(grads.tensors, places)
+        tensors = picked(grads.tensors, members.indices, members)
         return Normalized(tensors, tensors, plain=True)
     found = iter(grads.tensors)
     every = [None if leaf is None else next(found) for leaf in grads.given]
-    tensors = [every[index] for index in places if every[index] is not None]
-    return Normalized(tensors, [grads.given[index] for index in places], plain=False)
+    tensors = [every[index] for index in members.indices if every[index] is not None]
+    return Normalized(tensors, [grads.given[index] for index in members.indices], plain=False)
 
 
 def _part_of_dtensors(
-    inputs: StepInputs, places: tuple[int, ...], optimizer: Any, opt_state: Any
+    inputs: StepInputs, members: Members, optimizer: Any, opt_state: Any
 ) -> StepInputs:
     """The inputs of one part of DTensors, flattened as its own optimizer takes them."""
-    names = [inputs.names[index] for index in places]
-    params = {name: inputs.params[index] for name, index in zip(names, places, strict=True)}
     grads = None
     if inputs.grads.given:
-        every = inputs.grads.restore(inputs.grads.tensors)
-        grads = {name: every[index] for name, index in zip(names, places, strict=True)}
-    return flatten_step(optimizer, params, grads, opt_state)
+        grads = _by_name(members, inputs.grads.restore(inputs.grads.tensors))
+    return flatten_step(optimizer, _by_name(members, inputs.params), grads, opt_state)
 
 
 def _of_all(inputs: StepInputs, parts: list[Part], memory: Memory) -> Memory:
@@ -252,7 +274,10 @@ def _of_all(inputs: StepInputs, parts: list[Part], memory: Memory) -> Memory:
     donate, donate_grads, scratch_ok, writable, read_only = memory
     if writable or not (donate or donate_grads):
         return memory
-    old = [tensor for part in parts for tensor in _held(part.inputs)]
+    old = inputs.known or [
+        *inputs.named_params.values(),
+        *[tensor for part in parts for tensor in _tree.tensors(part.inputs.opt_state)],
+    ]
     lists = [old] if scratch_ok else [old, inputs.grads.tensors]
     allowed = can_write_each(lists, read_only, ordinary=inputs.ordinary)
     donate = donate and allowed[0]
@@ -262,11 +287,3 @@ def _of_all(inputs: StepInputs, parts: list[Part], memory: Memory) -> Memory:
         writable=donate,
         read_only=read_only,
     )
-
-
-def _held(inputs: StepInputs) -> list[Tensor]:
-    """All tensors that a step of one part may write into, gradients aside."""
-    opt_state = inputs.opt_state
-    if isinstance(opt_state, OptState):  # without a walk through the dicts
-        return [*inputs.old, opt_state.applied, *numbers_of(opt_state)]
-    return [*inputs.named_params.values(), *_tree.tensors(opt_state)]

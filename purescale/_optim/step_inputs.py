@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .._optim.opt_state import OptState, Slots, numbers_of, slots_like, values_of, without_wrappers
+from .._optim.opt_state import (
+    OptState,
+    Slots,
+    is_of_torch,
+    numbers_of,
+    slots_like,
+    tensors_of,
+    values_of,
+    without_wrappers,
+)
 from .._torch import dtensor, foreach
 from .._torch.foreach import same_memory_order
 from .._torch.looks import joined, part
@@ -38,7 +47,9 @@ class StepInputs(NamedTuple):
     named_params: dict[str, Any]  # the parameters that are tensors, by dotted name
     ordinary: bool  # one look at parameters, state and given gradients showed that all are
     dtensors: Any = None  # those of params and of the state, where there are any
-    known: Any = ()  # `old`, where all are ordinary and the state is that of a class of torch
+    # `old`, where all are ordinary and the state is that of a class of torch; where it is a dict of
+    # such states, parameters and all tensors of these
+    known: Any = ()
     places: Any = None  # of each name its `Place`, where the inputs are a piece of a larger step
 
     @property
@@ -132,6 +143,8 @@ def flatten_step(
         if ordinary and isinstance(opt_state, OptState):
             slots = part(state, 1, len(state) - len(numbers_of(opt_state)))
             known = joined(weights, slots)
+        elif ordinary and are_parts(opt_state):
+            known = joined(weights, state)
         return StepInputs(
             structure, names, weights, normalized, opt_state, named, ordinary, known=known
         )
@@ -160,7 +173,7 @@ def flatten_step(
 
 def flatten_together(*trees: Tree) -> list[Flat]:
     """Each tree flattened, with one look at the leaves of all. The state of one of torch's classes
-    has no structure: it is never put together from its leaves.
+    has no structure, nor has a dict of them: it is never put together from its leaves.
     """
     pairs = [_flatten(tree) for tree in trees]
     every, ordinary = look([leaf for leaves, _ in pairs for leaf in leaves])
@@ -168,7 +181,7 @@ def flatten_together(*trees: Tree) -> list[Flat]:
     for tree, (leaves, structure) in zip(trees, pairs, strict=True):
         stop = start + len(leaves)
         # What else a step has goes into trees, where only a plain list is like a list.
-        if start == 0 or isinstance(tree, OptState):
+        if start == 0 or structure is None:
             leaves = part(every, start, stop)
         flats.append(Flat(tree, leaves, structure, ordinary))
         start = stop
@@ -181,10 +194,16 @@ def present(names: Sequence[str], leaves: Sequence[Any]) -> dict[str, Any]:
 
 
 def _flatten(tree: Tree) -> tuple[Leaves, Any]:
-    if not (isinstance(tree, OptState) and type(tree.slots) is dict):
-        return _tree.flatten(tree)
-    # Without a walk through the dicts.
-    return [tree.applied, *values_of(tree.slots), *numbers_of(tree)], None
+    if is_of_torch(tree):
+        return tensors_of(tree), None
+    if are_parts(tree):
+        return [leaf for state in tree.values() for leaf in tensors_of(state)], None
+    return _tree.flatten(tree)
+
+
+def are_parts(state: Any) -> bool:
+    """Whether it is a dict of states of torch's classes, as `partition` keeps them."""
+    return type(state) is dict and bool(state) and all(map(is_of_torch, state.values()))
 
 
 def _check_placements(weight: Any, params: Tree, index: int, optimizer: Any) -> None:

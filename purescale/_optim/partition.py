@@ -158,13 +158,11 @@ class PartitionOptimizer:
                 Part(key, part, _part_of_dtensors(inputs, members[key], part, opt_state[key]))
                 for key, part in self._parts.items()
             ]
-        parts, start = [], len(inputs.params)
-        for key, part in self._parts.items():
-            state = opt_state[key]
-            stop = start + sum(map(len, state.slots.values())) if inputs.known else start
-            parts.append(Part(key, part, _part(inputs, members[key], state, range(start + 1, stop + 1))))
-            start = stop + 1 + len(numbers_of(state)) if inputs.known else start
-        return parts
+        slots = _slots(inputs) if inputs.known else {}
+        return [
+            Part(key, part, _part(inputs, members[key], opt_state[key], slots.get(key, range(0))))
+            for key, part in self._parts.items()
+        ]
 
     def _members(self, names: Sequence[str], leaves: Leaves) -> dict[str, Members]:
         """The parameters of each optimizer, by key."""
@@ -221,6 +219,17 @@ def _check(optimizers: Any, label: Any) -> None:
 
 def _by_name(members: Members, leaves: Leaves) -> dict[str, Any]:
     return dict(zip(members.names, map(leaves.__getitem__, members.indices), strict=True))
+
+
+def _slots(inputs: StepInputs) -> dict[str, range]:
+    """Where the slots of each part are in `inputs.known`."""
+    found, stop = {}, len(inputs.params)
+    for key, state in inputs.opt_state.items():
+        start = stop + 1  # after `applied`
+        stop = start + sum(map(len, state.slots.values()))
+        found[key] = range(start, stop)
+        stop += len(numbers_of(state))
+    return found
 
 
 def _part(inputs: StepInputs, members: Members, opt_state: Any, slots: range) -> StepInputs:

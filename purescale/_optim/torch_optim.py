@@ -252,6 +252,19 @@ class TorchOptimizer:
             hyper and each_number(keep, hyper),
         )
 
+    def widened(self, opt_state: OptState, dtype: torch.dtype) -> OptState:
+        """The state for parameters of at least this dtype; counts are what they are."""
+        slots = {
+            name: {
+                key: value
+                if self._layout.is_count(key)
+                else value.to(torch.promote_types(value.dtype, dtype))
+                for key, value in slot.items()
+            }
+            for name, slot in opt_state.slots.items()
+        }
+        return opt_state._replace(slots=slots)
+
     # ---- the fused kernel
 
     def _can_fuse(self, inputs: StepInputs) -> bool:

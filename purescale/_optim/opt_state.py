@@ -61,6 +61,18 @@ def is_of_torch(state: Any) -> bool:
     return isinstance(state, OptState) and type(state.slots) is dict
 
 
+def are_parts(state: Any) -> bool:
+    """Whether it is a dict of states of torch's classes, as `partition` keeps them."""
+    return type(state) is dict and bool(state) and all(map(is_of_torch, state.values()))
+
+
+def parts_of(state: Any) -> list[OptState]:
+    """The states of torch's classes in the state of one, or of several by key; none of others."""
+    if are_parts(state):
+        return list(state.values())
+    return [state] if isinstance(state, OptState) else []
+
+
 def tensors_of(opt_state: OptState) -> list[Tensor]:
     """All tensors of a state, without a walk through its dicts."""
     return [opt_state.applied, *values_of(opt_state.slots), *numbers_of(opt_state)]

@@ -12,8 +12,10 @@ from torch.distributed.tensor import DTensor
 from .._optim.opt_state import (
     OptState,
     Slots,
+    are_parts,
     is_of_torch,
     numbers_of,
+    parts_of,
     slots_like,
     tensors_of,
     values_of,
@@ -194,16 +196,9 @@ def present(names: Sequence[str], leaves: Sequence[Any]) -> dict[str, Any]:
 
 
 def _flatten(tree: Tree) -> tuple[Leaves, Any]:
-    if is_of_torch(tree):
-        return tensors_of(tree), None
-    if are_parts(tree):
-        return [leaf for state in tree.values() for leaf in tensors_of(state)], None
+    if is_of_torch(tree) or are_parts(tree):
+        return [leaf for state in parts_of(tree) for leaf in tensors_of(state)], None
     return _tree.flatten(tree)
-
-
-def are_parts(state: Any) -> bool:
-    """Whether it is a dict of states of torch's classes, as `partition` keeps them."""
-    return type(state) is dict and bool(state) and all(map(is_of_torch, state.values()))
 
 
 def _check_placements(weight: Any, params: Tree, index: int, optimizer: Any) -> None:

@@ -63,7 +63,7 @@ def is_of_torch(state: Any) -> bool:
 
 def are_parts(state: Any) -> bool:
     """Whether it is a dict of states of torch's classes, as `partition` keeps them."""
-    return type(state) is dict and bool(state) and all(map(is_of_torch, state.values()))
+    return type(state) is dict and len(state) > 0 and all(map(is_of_torch, state.values()))
 
 
 def parts_of(state: Any) -> list[OptState]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -262,19 +262,23 @@ def _slots(state: Any) -> Leaves:
     return [leaf for part in parts for leaf in values_of(part.slots)]
 
 
-def _with_slots(state: Any, leaves: Iterable[Any]) -> Any:
+def _with_slots(state: Any, leaves: Leaves) -> Any:
     """The state with others in the place of `_slots`."""
-    leaves = iter(leaves)
     if hasattr(state, "inner"):
         fields = zip(state._fields, state, strict=True)
         return type(state)(
             *[_with_slots(value, leaves) if name == "inner" else value for name, value in fields]
         )
     if isinstance(state, OptState):
-        return state._replace(slots=slots_like(state.slots, leaves))
-    if are_parts(state):
-        return {key: _with_slots(part, leaves) for key, part in state.items()}
-    return _tree.flatten(state)[1].unflatten(list(leaves))
+        return OptState(state.applied, slots_like(state.slots, leaves), state.lr, state.hyper)
+    if not are_parts(state):
+        return _tree.flatten(state)[1].unflatten(leaves)
+    found, start = {}, 0
+    for key, part in state.items():
+        stop = start + len(values_of(part.slots))
+        found[key] = _with_slots(part, leaves[start:stop])
+        start = stop
+    return found
 
 
 def _names(state: Any) -> list[tuple[str, ...]]:

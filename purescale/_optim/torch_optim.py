@@ -71,9 +71,9 @@ def from_torch(
       vmapped ensemble has one a member, and they are saved and differentiated. The rate is
       `opt_state.lr`; a schedule beside it multiplies it, and it starts from 1. The others are in
       `opt_state.hyper`, by name, betas as a tuple of two; either is `()` where it holds nothing.
-      `opt_state._replace(lr=...)` moves them. What `overrides` names stays a setting. With others
-      than the rate a step is torch's formula, tensor by tensor, since its fused kernels and lists
-      take Python numbers; how far the results agree stands below.
+      `replace_settings(state, lr=...)` moves them. What `overrides` names stays a setting. With
+      others than the rate a step is torch's formula, tensor by tensor, since its fused kernels and
+      lists take Python numbers; how far the results agree stands below.
     - `lr_in_state=True`: `in_state=("lr",)`.
     - `overrides`: settings for some parameters, by dotted name or glob, or by a tuple of these;
       later ones win: `{("*.bias", "norm*"): {"weight_decay": 0.0}, "head.*": {"lr": 1e-2}}`.
@@ -119,7 +119,7 @@ def from_torch(
         raise ValueError(
             "from_torch was called inside of a compiled function, where torch's optimizers cannot "
             "be made. Fix: make the optimizer outside; a rate that the function is given goes "
-            "through from_torch(..., lr_in_state=True) and opt_state._replace(lr=...)."
+            "through from_torch(..., in_state=('lr',)) and replace_settings(opt_state, lr=...)."
         )
     names = names_in_state(in_state, lr_in_state)
     return TorchOptimizer(cls, lr, overrides or {}, settings, in_state=names)

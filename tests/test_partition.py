@@ -546,6 +546,24 @@ def test_the_battery_passes_with_wrappers_within_and_for_a_partition_of_a_partit
     assert_optimizer(ps.partition({"a": within, "b": RMSPROP}, lambda n, p: "a" if p.ndim else "b"))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_masters_of_parts_are_those_of_each(dtype):
+    narrow = {"momentum_buffer": torch.bfloat16}
+    wrapped = ps.with_state_dtype(ps.with_master_weights(MOMENTUM), narrow)
+    optimizer, params = made(wrapped, ADAMW), params_of(dtype)
+    params, state = optimizer.step(params, grads_of(params, 0), optimizer.init(params))
+    masters = assert_pure(ps.master_weights, params, state)
+    of = parts_of(params, by_shape, params)
+    expected = {**ps.master_weights(of["matrices"], state["matrices"]), **of["others"]}
+    assert list(masters) == list(params)
+    assert same_bits(masters, {name: expected[name] for name in params})
+    if dtype is not torch.float32:
+        with pytest.raises(TypeError, match="up is None, and what the state keeps of its master"):
+            ps.master_weights({n: p for n, p in params.items() if n != "up"}, state)
+    with pytest.raises(TypeError, match="opt_state is dict, expected MasterState"):
+        ps.master_weights(params, made().init(params))
+
+
 # ---- refused -------------------------------------------------------------------------------------
 
 
@@ -554,6 +572,8 @@ def test_a_label_that_names_no_optimizer_is_refused_with_the_name():
     words = r"label gives 'adamw' for norm, torch.float32 \(3,\); the optimizers are \['matrices'"
     with pytest.raises(ValueError, match=words):
         optimizer.init(params_of())
+    with pytest.raises(ValueError, match=r"label gives \['others'\] for embed"):
+        made(label=lambda name, param: ["others"]).init(params_of())
     with pytest.raises(ValueError, match=words):
         optimizer.step(params_of(), params_of(), made().init(params_of()))
 
@@ -564,6 +584,12 @@ def test_an_optimizer_without_a_parameter_is_refused_with_the_names():
         made(label=lambda name, param: "others").init(params_of())
     with pytest.raises(ValueError, match="no parameter has the label"):
         made().init({})
+
+
+def test_two_parameters_of_one_dotted_name_are_refused():
+    tree = {"a.b": torch.ones(2), "a": {"b": torch.ones(2, 2)}}
+    with pytest.raises(ValueError, match="two leaves have the same dotted name"):
+        made().init(tree)
 
 
 @pytest.mark.parametrize(
@@ -645,6 +671,37 @@ def _each_part_takes_its_own_shards(rank):
     with pytest.raises(ValueError, match=r"'rows'.*Shard.*Muon.* needs the whole"):
         ps.maybe_step(wrong, given, given, wrong.init(given), GO)
     assert dist.get_rank() == rank
+
+
+def _ranks_agree_on_every_part(rank):
+    rates = ps.from_torch(torch.optim.SGD, lr=0.1, in_state=("lr",))
+    params, rule = params_of(), ps.NoScale()
+
+    def loss_fn(params, buffers, x):
+        return sum((p * x).square().sum() for p in params.values()), buffers
+
+    def step(state, optimizer):
+        settings = {"loss_fn": loss_fn, "optimizer": optimizer, "rule": rule}
+        return ps.train_step(state, [torch.tensor(1.0 + rank)], group=dist.group.WORLD, **settings)
+
+    optimizer = made(MOMENTUM, rates)
+    state = ps.init_train_state(params, {}, optimizer, rule)
+    together, _ = step(state, optimizer)
+    slope = {n: 2 * p * (1 + 4) / 2 for n, p in params.items()}
+    assert_close(together.params, optimizer.step(params, slope, state.opt_state)[0])
+    with pytest.raises(ValueError, match=r"opt_state\['others'\]\.lr = .*0\.5.*1\.5"):
+        step(ps.replace_settings(state, lr=0.5 + rank), optimizer)
+    other = made(MOMENTUM, rates, lambda name, p: by_shape(name, p) if rank else "others")
+    with pytest.raises(ValueError, match="the ranks do not hold the same: .*<lambda>#"):
+        step(state, other)
+    other = made(MOMENTUM, ps.from_torch(torch.optim.SGD, lr=0.1 + rank))
+    with pytest.raises(ValueError, match="optimizer=PartitionOptimizer"):
+        step(ps.init_train_state(params, {}, other, rule), other)
+
+
+@pytest.mark.slow
+def test_ranks_agree_on_every_part():
+    in_processes(_ranks_agree_on_every_part)
 
 
 @pytest.mark.slow

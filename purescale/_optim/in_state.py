@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .._optim.opt_state import OptState, described, each_of
+from .._optim.opt_state import OptState, described, each_of, is_wrapped
 from .._tree.tree import join_names
 
 S = TypeVar("S")
@@ -162,8 +162,9 @@ class _Holder(NamedTuple):
 
 def _inner(state: Any) -> str | None:
     """The field of a step's state or of a wrapper's that holds another state."""
-    fields = getattr(state, "_fields", ())
-    return next((name for name in ("opt_state", "inner") if name in fields), None)
+    if isinstance(state, tuple) and hasattr(state, "opt_state"):
+        return "opt_state"
+    return "inner" if is_wrapped(state) else None
 
 
 def _holders(state: Any, keys: tuple[str, ...]) -> Iterator[_Holder]:

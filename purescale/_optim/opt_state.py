@@ -49,9 +49,14 @@ def slots_like(slots: Slots, values: Iterable[Tensor]) -> Slots:
     return {name: dict(zip(slot, found, strict=False)) for name, slot in slots.items()}
 
 
+def is_wrapped(state: Any) -> bool:
+    """Whether it is a wrapper's, with another state inside; a tensor has a method of that name."""
+    return isinstance(state, tuple) and hasattr(state, "inner")
+
+
 def without_wrappers(state: Any) -> Any:
     """The state of the optimizer that is inside of all wrappers."""
-    while hasattr(state, "inner"):
+    while is_wrapped(state):
         state = state.inner
     return state
 

@@ -169,12 +169,13 @@ class PartitionOptimizer:
         return once((self, *names), lambda: self._labelled(names, leaves), leaves)
 
     def _labelled(self, names: Sequence[str], leaves: Leaves) -> dict[str, Members]:
+        _tree.check_names(names)
         places: dict[str, list[int]] = {key: [] for key in self._parts}
         for index, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
             if leaf is None:
                 continue
             key = self.label(name, leaf)
-            if key not in places:
+            if not (isinstance(key, str) and key in places):
                 raise ValueError(
                     f"label gives {key!r} for {name}, {described(leaf)}; the optimizers are "
                     f"{list(places)}. Likely cause: a kind of parameter that it does not think of. "

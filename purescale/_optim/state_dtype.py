@@ -12,6 +12,7 @@ from torch import Tensor
 from .._optim.opt_state import (
     OptState,
     are_parts,
+    is_wrapped,
     parts_of,
     slots_like,
     values_of,
@@ -264,7 +265,7 @@ def _slots(state: Any) -> Leaves:
 
 def _with_slots(state: Any, leaves: Leaves) -> Any:
     """The state with others in the place of `_slots`."""
-    if hasattr(state, "inner"):
+    if is_wrapped(state):
         fields = zip(state._fields, state, strict=True)
         return type(state)(
             *[_with_slots(value, leaves) if name == "inner" else value for name, value in fields]

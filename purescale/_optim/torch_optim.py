@@ -494,12 +494,9 @@ def is_elementwise(cls: Any) -> bool:
 def _by_name(params: Tree) -> dict[str, Tensor]:
     flat = _tree.flatten_once(params)
     leaves = flat.leaves
-    named = dict(zip(_tree.names(params), leaves, strict=True))
-    if len(named) != len(leaves):
-        raise ValueError(
-            "params: two leaves have the same dotted name, such as {'a.b': ...} beside "
-            "{'a': {'b': ...}}. Fix: rename one."
-        )
+    names = _tree.names(params)
+    _tree.check_names(names)
+    named = dict(zip(names, leaves, strict=True))
     for name, leaf in named.items():
         if leaf is not None and not (
             isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())

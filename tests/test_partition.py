@@ -692,7 +692,7 @@ def _ranks_agree_on_every_part(rank):
     with pytest.raises(ValueError, match=r"opt_state\['others'\]\.lr = .*0\.5.*1\.5"):
         step(ps.replace_settings(state, lr=0.5 + rank), optimizer)
     other = made(MOMENTUM, rates, lambda name, p: by_shape(name, p) if rank else "others")
-    with pytest.raises(ValueError, match="the ranks do not hold the same: .*<lambda>#"):
+    with pytest.raises(ValueError, match=r"the ranks do not hold the same: .*<lambda>#"):
         step(state, other)
     other = made(MOMENTUM, ps.from_torch(torch.optim.SGD, lr=0.1 + rank))
     with pytest.raises(ValueError, match="optimizer=PartitionOptimizer"):

@@ -360,6 +360,14 @@ def test_a_compiled_step_is_one_graph_and_equal_to_an_eager_one():
     found = assert_single_graph(step, *calls)
     assert_close(found[-1], (params, state), rtol=1e-4, atol=1e-5)
     assert same_bits(found[1], (calls[1][0], calls[1][2]))
+    donated = torch.compile(functools.partial(step, donate=True), fullgraph=True, backend="eager")
+    given, expected = clone(calls[2]), step(*calls[2])
+    assert_close(donated(*given), expected, rtol=1e-4, atol=1e-5)
+    assert_close((given[0], given[2]), expected, rtol=1e-4, atol=1e-5)  # written into
+
+
+def chosen_one(chosen):
+    return lambda name, param: "matrices" if name == chosen else "others"
 
 
 def test_another_label_is_never_served_by_an_old_graph():
@@ -370,29 +378,21 @@ def test_another_label_is_never_served_by_an_old_graph():
     params = {name: torch.zeros(1) for name in "xyz"}
     ones = {name: torch.ones(1) for name in "xyz"}
     for chosen in "xyzx":
-        optimizer = made(
-            slow, fast, lambda name, _, chosen=chosen: "matrices" if name == chosen else "others"
-        )
+        optimizer = made(slow, fast, chosen_one(chosen))
         found = step(optimizer, params, ones, optimizer.init(params))[0]
         assert {n: p.item() for n, p in found.items()} == {n: -2.0 + (n == chosen) for n in "xyz"}
 
 
-def test_an_optimizer_in_the_place_of_another_is_never_served_by_what_was_remembered():
-    """Labels of one list of shapes are remembered, for each partition by itself."""
+def test_labels_that_were_remembered_are_those_of_this_partition_and_of_these_names():
     params, ones = {n: torch.zeros(1) for n in "xy"}, {n: torch.ones(1) for n in "xy"}
     slow, fast = (ps.from_torch(torch.optim.SGD, lr=lr) for lr in (1.0, 2.0))
-    for names in ("xy", "yx"):
-        for chosen in "xyx":
-            optimizer = made(
-                slow,
-                fast,
-                lambda name, _, chosen=chosen: "matrices" if name == chosen else "others",
-            )
+    for chosen in "xyx":
+        optimizer = made(slow, fast, chosen_one(chosen))
+        for names in ("xy", "yx", "xy"):
             trees = [{name: tree[name] for name in names} for tree in (params, ones)]
-            for _ in range(2):
-                found = optimizer.step(*trees, optimizer.init(trees[0]))[0]
-                assert found[chosen] == -1
-                assert sum(found.values()) == -3
+            found = optimizer.step(*trees, optimizer.init(trees[0]))[0]
+            assert found[chosen] == -1
+            assert sum(found.values()) == -3
 
 
 @pytest.mark.parametrize("others", [ADAMW, ps.with_master_weights(ADAMW)])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._optim.decision import APPLY, FRESH, Decision, Memory
 from .._optim.opt_state import described, numbers_of
-from .._optim.protocol import Optimizer, as_conditional, unchanged
+from .._optim.protocol import Optimizer, as_conditional
 from .._optim.step_inputs import StepInputs, flatten_step
 from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write_each
@@ -129,8 +129,6 @@ class PartitionOptimizer:
         self, inputs: StepInputs, decision: Decision, memory: Memory = FRESH
     ) -> tuple[Tree, dict[str, Any]]:
         """As in `Conditional`."""
-        if decision.skip_on_host:
-            return unchanged(inputs, donate=memory.donate)
         parts = self.split(inputs)
         memory = _of_all(inputs, parts, memory)
         params: dict[str, Any] = {}

@@ -451,6 +451,7 @@ def test_a_stacked_state_takes_a_value_a_member_or_one_for_all():
             ps.replace_settings(state, lr=rate)
 
 
+@pytest.mark.slow
 def test_a_sweep_over_two_rates_is_a_run_for_each():
     """Fine-tuning: a small rate for the body, a large one for the head, a member for each pair."""
     optimizer, rule = two_parts(RATE, RATE), ps.NoScale()

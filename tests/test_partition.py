@@ -114,6 +114,7 @@ def test_any_tree_of_parameters_is_cut_by_dotted_name():
 
     flat = params_of()
     tree = {"a": {"embed": flat["embed"], "up": flat["up"]}, "b": [flat["norm"], (flat["down"],)]}
+    tree["absent"] = None
     optimizer = made(label=label)
     state = optimizer.init(tree)
     assert set(seen) == {"a.embed", "a.up", "b.0", "b.1.0"}
@@ -122,6 +123,7 @@ def test_any_tree_of_parameters_is_cut_by_dotted_name():
         "others": ["a.embed", "b.0"],
     }
     new, _ = assert_pure(optimizer.step, tree, tree, state)
+    assert new["absent"] is None
     assert same_bits(new["b"][1][0], made().step(flat, flat, made().init(flat))[0]["down"])
     assert_close(new["a"]["embed"] != flat["embed"], torch.ones(7, dtype=torch.bool))
 
@@ -370,6 +372,7 @@ def chosen_one(chosen):
     return lambda name, param: "matrices" if name == chosen else "others"
 
 
+@pytest.mark.slow
 def test_another_label_is_never_served_by_an_old_graph():
     slow, fast = (ps.from_torch(torch.optim.SGD, lr=lr) for lr in (1.0, 2.0))
     step = torch.compile(
@@ -384,15 +387,17 @@ def test_another_label_is_never_served_by_an_old_graph():
 
 
 def test_labels_that_were_remembered_are_those_of_this_partition_and_of_these_names():
-    params, ones = {n: torch.zeros(1) for n in "xy"}, {n: torch.ones(1) for n in "xy"}
+    params, ones = (
+        {n: torch.full((1,), 8.0 * ord(n)) for n in "xy"},
+        {n: torch.ones(1) for n in "xy"},
+    )
     slow, fast = (ps.from_torch(torch.optim.SGD, lr=lr) for lr in (1.0, 2.0))
     for chosen in "xyx":
         optimizer = made(slow, fast, chosen_one(chosen))
         for names in ("xy", "yx", "xy"):
             trees = [{name: tree[name] for name in names} for tree in (params, ones)]
             found = optimizer.step(*trees, optimizer.init(trees[0]))[0]
-            assert found[chosen] == -1
-            assert sum(found.values()) == -3
+            assert found == {name: params[name] - 2 + (name == chosen) for name in names}
 
 
 @pytest.mark.parametrize("others", [ADAMW, ps.with_master_weights(ADAMW)])
@@ -664,7 +669,8 @@ def _each_part_takes_its_own_shards(rank):
             many = ps.unscale_and_step(
                 optimizer, scaler, many[0], spread(grads), many[1], donate=donate
             )
-            assert same_bits(full(many[:2]), one[:2])
+            # a vector ends elsewhere in a shard
+            assert_close(full(many[:2]), one[:2], rtol=1e-6, atol=1e-8)
             assert many.found_inf == (index == 1)
     given = spread(whole)
     wrong = made(label=lambda name, param: "matrices" if param.ndim == 2 else "others")

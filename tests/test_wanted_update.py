@@ -1,5 +1,7 @@
 """`wanted_update`: the update of torch's own step in float64, whatever is rounded around it."""
 
+import functools
+
 import pytest
 import torch
 from helpers import Untouched, assert_close, in_processes, same_bits, stack, tensors, unstack
@@ -194,6 +196,36 @@ def test_an_optimizer_of_ones_own_is_asked_for_a_wide_step(wrapped):
     params = {"w": torch.ones(3)}
     found = ps.wanted_update(optimizer, params, params, optimizer.init(params))
     assert_close(found["w"], torch.full((3,), -(2.0**-30), dtype=torch.float64), rtol=1e-6, atol=0)
+
+
+def test_gradients_and_state_are_as_wide_as_the_parameters_of_that_step():
+    """An operator that takes one dtype says so."""
+
+    def update(grads, state, params):
+        state = {n: torch.lerp(state[n], grads[n], 0.5) for n in grads}
+        return {n: -m for n, m in state.items()}, state
+
+    init = functools.partial(torch.utils._pytree.tree_map, torch.zeros_like)
+    optimizer = ps.from_transformation((init, update))
+    params = {"w": torch.full((3,), 0.25).bfloat16()}
+    found = ps.wanted_update(optimizer, params, params, optimizer.init(params))
+    assert same_bits(found["w"], torch.full((3,), -0.125, dtype=torch.float64))
+
+
+def test_a_first_step_and_counts_are_what_they_are():
+    """torch leaves dampening out of the first step, and divides by a count in others."""
+    optimizer = made("SGD", dampening=0.5, weight_decay=0.0)
+    params = params_of()
+    state = optimizer.init(params)
+    with Untouched(state):
+        found = ps.wanted_update(optimizer, params, params, state)
+    assert_close(found, {n: -1e-2 * p.double() for n, p in params.items()}, rtol=1e-12, atol=0)
+    optimizer = made()
+    wide = optimizer.widened(optimizer.init(params), torch.float64).slots["number"]
+    assert {key: slot.dtype for key, slot in wide.items() if key in ("step", "exp_avg")} == {
+        "step": torch.float32,
+        "exp_avg": torch.float64,
+    }
 
 
 def test_mapped_equals_a_loop():

@@ -15,7 +15,6 @@ from .._optim.opt_state import (
     are_parts,
     is_of_torch,
     numbers_of,
-    parts_of,
     slots_like,
     tensors_of,
     values_of,
@@ -120,7 +119,7 @@ def flatten_step(
     they are still to be made.
     """
     if not isinstance(params, Flat):
-        params, opt_state = flatten_together(params, opt_state)
+        params, opt_state = flatten_together(params, opt_state=opt_state)
         _tree.check_parameters(params)
     given = NO_GRADS if grads is None else _tree.gradients_like(params, grads)
     ordinary = params.ordinary and opt_state.ordinary and given.ordinary
@@ -173,11 +172,13 @@ def flatten_step(
     )
 
 
-def flatten_together(*trees: Tree) -> list[Flat]:
-    """Each tree flattened, with one look at the leaves of all. The state of one of torch's classes
-    has no structure, nor has a dict of them: it is never put together from its leaves.
+def flatten_together(*trees: Tree, opt_state: Tree = ()) -> list[Flat]:
+    """Each tree flattened, an optimizer's state the last, with one look at the leaves of all. The
+    state of one of torch's classes has no structure, nor has a dict of them: it is never put
+    together from its leaves.
     """
-    pairs = [_flatten(tree) for tree in trees]
+    pairs = [*map(_tree.flatten, trees), _flatten_state(opt_state)]
+    trees = *trees, opt_state
     every, ordinary = look([leaf for leaves, _ in pairs for leaf in leaves])
     flats, start = [], 0
     for tree, (leaves, structure) in zip(trees, pairs, strict=True):
@@ -195,10 +196,13 @@ def present(names: Sequence[str], leaves: Sequence[Any]) -> dict[str, Any]:
     return {name: leaf for name, leaf in zip(names, leaves, strict=True) if leaf is not None}
 
 
-def _flatten(tree: Tree) -> tuple[Leaves, Any]:
-    if is_of_torch(tree) or are_parts(tree):
-        return [leaf for state in parts_of(tree) for leaf in tensors_of(state)], None
-    return _tree.flatten(tree)
+def _flatten_state(opt_state: Any) -> tuple[Leaves, Any]:
+    # Without a walk through the dicts.
+    if is_of_torch(opt_state):
+        return tensors_of(opt_state), None
+    if are_parts(opt_state):
+        return [leaf for state in opt_state.values() for leaf in tensors_of(state)], None
+    return _tree.flatten(opt_state)
 
 
 def _check_placements(weight: Any, params: Tree, index: int, optimizer: Any) -> None:

@@ -39,7 +39,7 @@ def step(state, batch):
 
 # -- one state a rate, stacked
 state = ps.init_train_state(params, buffers, optimizer, rule)
-states = [state._replace(opt_state=state.opt_state._replace(lr=rate)) for rate in rates]
+states = [ps.replace_settings(state, lr=rate) for rate in rates]
 ensemble = ps.stack_states(states)
 # -- every member sees the same batch
 every = torch.compile(torch.vmap(step, in_dims=(0, None)), fullgraph=True)

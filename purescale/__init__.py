@@ -37,6 +37,7 @@ Reports:
     update_report         how much of a wanted update has arrived in each parameter
     UpdateReport          its result: a table, a figure
     UpdateRow             one row of it
+    wanted_update         the update of a step before it is rounded, for that report
 
 Over ranks:
     all_reduce_grads      the mean of all ranks' gradients, in buckets
@@ -62,6 +63,8 @@ Optimizers:
     from_torch            a class of torch.optim as one
     from_transformation   an optax-style (init, update) pair as one
     schedule_from_torch   any scheduler of torch as a rate by step
+    partition             one optimizer for each kind of parameter, as one
+    replace_settings      a rate or another setting that a state holds, replaced
     OptState              the state of a torch optimizer
 
 The update of half parameters:
@@ -130,6 +133,7 @@ from ._reports.probe import probe_scales, ScaleProbe
 from ._reports.grad_report import grad_report, GradReport, LeafReport
 from ._reports.forward_report import forward_report, ForwardReport, ModuleReport
 from ._reports.update_report import update_report, UpdateReport, UpdateRow
+from ._reports.wanted_update import wanted_update
 
 from ._distributed.collectives import all_reduce_grads, all_reduce_found_inf
 from ._batch_norm.bn_stats import all_reduce_bn_stats
@@ -149,6 +153,8 @@ from ._grads.clip import clip_by_global_norm, clip_by_value, check_grad_norm
 from ._optim.protocol import Optimizer, from_transformation
 from ._optim.torch_optim import from_torch
 from ._optim.schedule import schedule_from_torch
+from ._optim.partition import partition
+from ._optim.in_state import replace_settings
 
 from ._optim.opt_state import OptState
 
@@ -218,6 +224,7 @@ __all__ = [  # noqa: RUF022  in the order of a step
     "update_report",
     "UpdateReport",
     "UpdateRow",
+    "wanted_update",
     "all_reduce_grads",
     "all_reduce_found_inf",
     "all_reduce_bn_stats",
@@ -235,6 +242,8 @@ __all__ = [  # noqa: RUF022  in the order of a step
     "from_torch",
     "from_transformation",
     "schedule_from_torch",
+    "partition",
+    "replace_settings",
     "OptState",
     "with_master_weights",
     "MasterState",

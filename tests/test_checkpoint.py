@@ -333,7 +333,8 @@ def test_a_tree_of_hundreds_of_levels_is_the_clear_error_and_the_old_file_kept(w
     path = tmp_path / "deep.pt"
     ps.save(path, SMALL)
     old = path.read_bytes()
-    for levels in (990, 1200):
+    # Python 3.13 pickles 990 levels
+    for levels in (1200,) if sys.version_info >= (3, 13) else (990, 1200):
         deep = nested(levels, wrap)
         with pytest.raises(ValueError, match=r"^save: the tree has too many levels.*Fix: "):
             ps.save(path, deep)

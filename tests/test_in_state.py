@@ -1,9 +1,13 @@
 """Settings in the state of an optimizer: the numbers of the same settings, as data."""
 
+import functools
+
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from helpers import clone, in_processes, same_bits
+from helpers import Untouched, clone, in_processes, same_bits, shares_memory, tensors
+from hypothesis import given
+from hypothesis import strategies as st
 from test_torch_optim import OPTIM, grads_at, make_params, ours
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -344,3 +348,191 @@ def _shards_take_the_settings_of_the_state(_):
 @pytest.mark.slow
 def test_shards_take_the_settings_of_the_state():
     in_processes(_shards_take_the_settings_of_the_state)
+
+
+# ---- replace_settings ----------------------------------------------------------------------------
+
+BOTH = ps.from_torch(torch.optim.AdamW, lr=1e-3, in_state=("lr", "betas", "weight_decay"))
+RATE = ps.from_torch(torch.optim.SGD, lr=0.5, in_state=("lr",))
+PLAIN = ps.from_torch(torch.optim.SGD, lr=0.5)
+WRAPPED = {
+    "none": lambda optimizer: optimizer,
+    "masters": ps.with_master_weights,
+    "rounding": ps.with_stochastic_rounding,
+    "both": lambda optimizer: ps.with_stochastic_rounding(ps.with_master_weights(optimizer)),
+    "moments": lambda optimizer: ps.with_state_dtype(optimizer, {"exp_avg": torch.bfloat16}),
+    "a partition": lambda optimizer: two_parts(optimizer, PLAIN),
+    "masters around a partition": lambda optimizer: ps.with_master_weights(
+        two_parts(optimizer, PLAIN)
+    ),
+    "a partition of masters": lambda optimizer: two_parts(ps.with_master_weights(optimizer), PLAIN),
+}
+
+
+def two_parts(body, head):
+    return ps.partition(
+        {"body": body, "head": head}, lambda name, _: "head" if name == "head" else "body"
+    )
+
+
+def body_and_head():
+    return {"w": torch.ones(2, 3), "head": torch.ones(3)}
+
+
+def of_torch(state):
+    """The first state of torch's within another."""
+    while not isinstance(state, ps.OptState):
+        state = state["body"] if isinstance(state, dict) else state.inner
+    return state
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_settings_are_replaced_wherever_the_state_is(kind):
+    optimizer, rule = WRAPPED[kind](BOTH), ps.DynamicScale()
+    params = body_and_head()
+    opt_state = optimizer.init(params)
+    whole = ps.init_train_state(params, {}, optimizer, rule)
+    with Untouched((opt_state, whole)):
+        found = ps.replace_settings(opt_state, lr=0.25, betas=(0.5, 0.75))
+        in_whole = ps.replace_settings(whole, lr=0.25, betas=(0.5, 0.75))
+    inner, old = of_torch(found), of_torch(opt_state)
+    by_hand = old._replace(
+        lr=torch.tensor(0.25),
+        hyper={**old.hyper, "betas": (torch.tensor(0.5), torch.tensor(0.75))},
+    )
+    assert same_bits(inner, by_hand)
+    assert same_bits(in_whole, whole._replace(opt_state=found))
+    back = ps.replace_settings(found, lr=old.lr, betas=old.hyper["betas"])
+    assert same_bits(back, opt_state)
+    assert same_bits(
+        optimizer.step(params, params, back), optimizer.step(params, params, opt_state)
+    )
+    assert type(found) is type(opt_state)
+
+
+@given(value=st.floats(-1e3, 1e3, width=32), dtype=st.sampled_from([torch.float32, torch.float64]))
+def test_what_is_replaced_keeps_its_dtype_and_has_memory_of_its_own(value, dtype):
+    state = RATE.init(body_and_head())
+    state = state._replace(lr=state.lr.to(dtype))
+    for given_value in (value, torch.tensor(value), torch.tensor(value, dtype=torch.float64)):
+        lr = ps.replace_settings(state, lr=given_value).lr
+        assert same_bits(lr, torch.tensor(value, dtype=dtype))
+        assert not shares_memory(lr, given_value)
+    assert ps.replace_settings(state, lr=1).lr == 1
+
+
+def test_each_part_has_a_setting_of_its_own_or_all_have_one():
+    optimizer = two_parts(RATE, BOTH)
+    state = optimizer.init(body_and_head())
+    both = ps.replace_settings(state, lr=0.125)
+    assert both["body"].lr == both["head"].lr == 0.125
+    assert both["body"].lr is not both["head"].lr
+    each = ps.replace_settings(state, lr={"body": 0.5, "head": 0.25}, weight_decay=0.75)
+    assert (each["body"].lr, each["head"].lr) == (0.5, 0.25)
+    assert each["head"].hyper["weight_decay"] == 0.75
+    one = ps.replace_settings(state, lr={"head": 0.0625}, betas={"head": (0.1, 0.2)})
+    assert same_bits(one["body"], state["body"])
+    assert one["head"].lr == 0.0625
+    assert torch.stack(one["head"].hyper["betas"]).tolist() == pytest.approx([0.1, 0.2])
+    nested = ps.partition({"a": optimizer}, lambda name, _: "a").init(body_and_head())
+    assert ps.replace_settings(nested, lr={"a": {"head": 0.5}})["a"]["head"].lr == 0.5
+
+
+def test_a_stacked_state_takes_a_value_a_member_or_one_for_all():
+    states = ps.stack_states([RATE.init(body_and_head())] * 3)
+    rates = torch.tensor([0.1, 0.2, 0.3])
+    assert same_bits(ps.replace_settings(states, lr=rates).lr, rates)
+    for one in (0.5, torch.tensor(0.5)):
+        found = ps.replace_settings(states, lr=one).lr
+        assert same_bits(found, torch.full((3,), 0.5))
+        assert found.is_contiguous()
+    for state, rate in ((states, rates[:2]), (RATE.init(body_and_head()), rates)):
+        with pytest.raises(ValueError, match=r"lr is torch.float32 \([23],\), the state holds"):
+            ps.replace_settings(state, lr=rate)
+
+
+@pytest.mark.slow
+def test_a_sweep_over_two_rates_is_a_run_for_each():
+    """Fine-tuning: a small rate for the body, a large one for the head, a member for each pair."""
+    optimizer, rule = two_parts(RATE, RATE), ps.NoScale()
+    params, data = body_and_head(), torch.arange(6.0).reshape(2, 3) / 4
+
+    def loss_fn(params, buffers, x):
+        return ((x * params["w"]) @ params["head"]).square().mean(), buffers
+
+    step = functools.partial(ps.train_step, loss_fn=loss_fn, optimizer=optimizer, rule=rule)
+    start = ps.init_train_state(params, {}, optimizer, rule)
+    rates = {"body": torch.tensor([0.0, 1e-3, 1e-2]), "head": torch.tensor([1e-2, 0.0, 0.1])}
+
+    @functools.partial(torch.compile, fullgraph=True, backend="eager")
+    @torch.vmap
+    def first_step(rates):
+        return step(ps.replace_settings(start, lr=rates), [data])[0]
+
+    inside = first_step(rates)
+    outside = ps.replace_settings(ps.stack_states([start] * 3), lr=rates)
+    outside = torch.vmap(lambda state: step(state, [data])[0])(outside)
+    for index in range(3):
+        lr = {key: rate[index] for key, rate in rates.items()}
+        alone, _ = step(ps.replace_settings(start, lr=lr), [data])
+        for stacked in (inside, outside):
+            torch.testing.assert_close(
+                tensors(ps.member(stacked, index)), tensors(alone), rtol=1e-5, atol=1e-6
+            )
+    assert same_bits(ps.member(inside, 0).params["w"], params["w"])
+    assert same_bits(ps.member(inside, 1).params["head"], params["head"])
+
+
+def test_a_derivative_goes_through_what_is_replaced():
+    params = {"w": torch.ones(2)}
+    state = RATE.init(params)
+
+    def after(rate):
+        return RATE.step(params, params, ps.replace_settings(state, lr=rate))[0]["w"].sum()
+
+    assert torch.func.grad(after)(torch.tensor(0.5)) == -2
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "settings", "words"),
+    [
+        (RATE, {"momentum": 0.9}, r"the state holds no setting 'momentum'. In the state is: lr\. "),
+        (BOTH, {"lr": 1.0, "eps": 1.0}, r"no setting 'eps'.*is: lr, betas, weight_decay\..*'eps'"),
+        (PLAIN, {"lr": 0.1}, r"no setting 'lr'.*In the state is: nothing.*in_state=\('lr',\)"),
+        (two_parts(RATE, PLAIN), {"eps": 1.0}, r"In the state is: body: lr; head: nothing\."),
+        (two_parts(RATE, PLAIN), {"lr": {"head": 1.0}}, r"the part 'head' of the state holds no"),
+        (two_parts(RATE, PLAIN), {"lr": {"tail": 1.0}}, r"the part 'tail'.*is: body: lr; head"),
+        (RATE, {"lr": {"body": 1.0}}, r"the part 'body' of the state holds no setting 'lr'"),
+    ],
+)
+def test_a_setting_that_is_not_in_the_state_is_refused_with_those_that_are(
+    optimizer, settings, words
+):
+    state = optimizer.init(body_and_head())
+    with Untouched(state), pytest.raises(ValueError, match=words):
+        ps.replace_settings(state, **settings)
+
+
+@pytest.mark.parametrize("state", [{"mu": {"w": torch.ones(2)}}, torch.ones(2), (), None])
+def test_a_state_that_is_not_of_torch_holds_nothing(state):
+    with pytest.raises(ValueError, match=r"no setting 'lr'. In the state is: nothing"):
+        ps.replace_settings(state, lr=1.0)
+    assert same_bits(ps.replace_settings(state), state)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"lr": "0.1"}, r"lr is '0\.1'; expected a finite number"),
+        ({"lr": True}, "lr is True"),
+        ({"lr": torch.tensor(True)}, r"lr is tensor\(True\)"),
+        ({"lr": float("nan")}, "lr is nan"),
+        ({"lr": None}, "lr is None"),
+        ({"lr": (0.1, 0.2)}, r"lr is \(0\.1, 0\.2\)"),
+        ({"betas": 0.9}, r"betas is 0\.9; the state holds a tuple of 2.*betas=\(0\.9, 0\.9\)"),
+        ({"betas": (0.9,)}, "a tuple of 2"),
+    ],
+)
+def test_what_is_no_number_is_refused(settings, words):
+    with pytest.raises(TypeError, match=words):
+        ps.replace_settings(BOTH.init(body_and_head()), **settings)

@@ -394,3 +394,19 @@ def _shards_are_narrow_as_the_whole_is(rank):
 @pytest.mark.slow
 def test_shards_are_narrow_as_the_whole_is():
     in_processes(_shards_are_narrow_as_the_whole_is)
+
+
+def test_a_state_that_is_one_tensor_is_kept_narrow():
+    """A tensor has a method `inner`, which is no state within."""
+
+    def update(grads, state, params):
+        state = 0.5 * state + grads["w"]
+        return {"w": -state}, state
+
+    sums = ps.from_transformation((lambda params: torch.zeros_like(params["w"]), update))
+    optimizer = ps.with_state_dtype(sums, {"*": torch.bfloat16})
+    params = {"w": torch.ones(3)}
+    state = optimizer.init(params)
+    assert state.dtype is torch.bfloat16
+    params, state = optimizer.step(params, {"w": torch.ones(3)}, state)
+    assert same_bits((params["w"], state), (torch.zeros(3), torch.ones(3).bfloat16()))

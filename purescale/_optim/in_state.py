@@ -1,15 +1,21 @@
-"""Settings that an optimizer's state holds as tensors: which, checked, made, read from a dict."""
+"""Settings that an optimizer's state holds as tensors: which, checked, made, read from a dict,
+replaced.
+"""
 
 from __future__ import annotations
 
+import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from .._optim.opt_state import described, each_of
+from .._optim.opt_state import OptState, described, each_of, is_wrapped
+from .._tree.tree import join_names
+
+S = TypeVar("S")
 
 
 def names_in_state(in_state: Any, lr_in_state: bool) -> tuple[str, ...]:
@@ -106,3 +112,130 @@ def agreed(name: str, groups: Sequence[Mapping[str, Any]]) -> Any:
             f"`overrides={{pattern: {{{name!r}: ...}}}}` for all of them but one."
         )
     return found[0] if found else None
+
+
+# ---- replaced ------------------------------------------------------------------------------------
+
+
+def replace_settings(state: S, **settings: Any) -> S:
+    """Equal to `opt_state._replace(lr=torch.full_like(opt_state.lr, lr))` of each state of
+    `from_torch` in `state`, and so for the settings in `opt_state.hyper`.
+
+    - `state`: a `TrainState` or an `opt_state`, of an optimizer with or without wrappers, or of a
+      `partition`. What is not replaced is handed on, not copied.
+    - `settings`: by the names that `from_torch` was given as `in_state`: a number or a tensor, of
+      betas a tuple of two. The tensor that was there keeps its dtype, device and shape: of a
+      stacked ensemble a number is for all members, a tensor has one for each. Beside a schedule
+      `lr` is what multiplies it.
+    - Of a `partition` a setting is replaced in every part that holds it; a dict by key replaces it
+      in these parts alone: `lr={"head": 1e-3}`.
+
+    Reads no value; works under `torch.compile` (a number that is to change there is given as a
+    tensor), `torch.vmap` and `torch.func.grad`.
+
+    Raises `ValueError` for a name that the state does not hold, with those that it does, and for a
+    tensor of another shape; `TypeError` for what is no number.
+
+    >>> import torch
+    >>> from purescale import from_torch
+    >>> optimizer = from_torch(torch.optim.SGD, lr=0.5, in_state=("lr", "weight_decay"))
+    >>> opt_state = replace_settings(optimizer.init({"w": torch.ones(2)}), lr=0.25)
+    >>> opt_state.lr, opt_state.hyper
+    (tensor(0.2500), {'weight_decay': tensor(0.)})
+
+    Source of the form: optax.inject_hyperparams.
+    """
+    holders = list(_holders(state, ()))
+    for name, value in settings.items():
+        for key in value if isinstance(value, Mapping) else (None,):
+            if not any([name in held and key in (None, *keys) for keys, held in holders]):
+                raise _not_held(name, key, holders)
+    return _replaced(state, settings)  # type: ignore[no-any-return]
+
+
+class _Holder(NamedTuple):
+    """A state of from_torch within another."""
+
+    keys: tuple[str, ...]  # of the parts that it is in
+    held: tuple[str, ...]  # the settings that it holds
+
+
+def _inner(state: Any) -> str | None:
+    """The field of a step's state or of a wrapper's that holds another state."""
+    if isinstance(state, tuple) and hasattr(state, "opt_state"):
+        return "opt_state"
+    return "inner" if is_wrapped(state) else None
+
+
+def _holders(state: Any, keys: tuple[str, ...]) -> Iterator[_Holder]:
+    if isinstance(state, OptState):
+        rate = ("lr",) if isinstance(state.lr, Tensor) else ()
+        yield _Holder(keys, (*rate, *(state.hyper or ())))
+    elif isinstance(state, dict):
+        for key, part in state.items():
+            yield from _holders(part, (*keys, key))
+    elif name := _inner(state):
+        yield from _holders(getattr(state, name), keys)
+
+
+def _replaced(state: Any, settings: Mapping[str, Any]) -> Any:
+    """The state with those of the settings that it holds."""
+    if isinstance(state, OptState):
+        if "lr" in settings and isinstance(state.lr, Tensor):
+            state = state._replace(lr=_like(state.lr, settings["lr"], "lr"))
+        hyper = {name: settings[name] for name in state.hyper or () if name in settings}
+        new = {name: _like(state.hyper[name], value, name) for name, value in hyper.items()}
+        return state._replace(hyper={**state.hyper, **new}) if new else state
+    if isinstance(state, dict):
+        return {key: _replaced(part, _of_part(key, settings)) for key, part in state.items()}
+    if name := _inner(state):
+        return state._replace(**{name: _replaced(getattr(state, name), settings)})
+    return state
+
+
+def _of_part(key: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value[key] if isinstance(value, Mapping) else value
+        for name, value in settings.items()
+        if not isinstance(value, Mapping) or key in value
+    }
+
+
+def _like(old: Any, new: Any, name: str) -> Any:
+    """A setting in the place of another, in fresh memory."""
+    if isinstance(old, tuple):
+        if not (isinstance(new, (tuple, list)) and len(new) == len(old)):
+            raise TypeError(
+                f"{name} is {new!r}; the state holds a tuple of {len(old)} there. Fix: "
+                f"replace_settings(state, {name}=({', '.join(['0.9'] * len(old))}))."
+            )
+        return tuple([_like(*pair, name) for pair in zip(old, new, strict=True)])
+    if isinstance(new, Tensor) and not (new.is_complex() or new.dtype is torch.bool):
+        if new.shape not in (old.shape, ()):
+            raise ValueError(
+                f"{name} is {described(new)}, the state holds {described(old)} there. Likely "
+                "cause: a value a member for a state of one. Fix: a 0-d tensor; for an ensemble "
+                "`replace_settings(stack_states(states), ...)`, or replace_settings inside of "
+                "torch.vmap."
+            )
+        return new.to(old.device, old.dtype).expand(old.shape).clone()
+    if not isinstance(new, bool) and isinstance(new, numbers.Real) and math.isfinite(new):
+        return torch.full_like(old, float(new))
+    raise TypeError(
+        f"{name} is {new!r}; expected a finite number or a tensor. Fix: "
+        f"replace_settings(state, {name}=0.1)."
+    )
+
+
+def _not_held(name: str, key: str | None, holders: Sequence[_Holder]) -> ValueError:
+    held = [
+        f"{'.'.join(keys)}{': ' if keys else ''}{join_names(list(names), 20)}"
+        for keys, names in holders
+    ]
+    where = "the state" if key is None else f"the part {key!r} of the state"
+    return ValueError(
+        f"{where} holds no setting {name!r}. In the state is: {'; '.join(held) or 'nothing'}. "
+        "Likely cause: a setting that was given to from_torch alone. Fix: from_torch(..., "
+        f"in_state=({name!r},)), with the names that are there already, and a new "
+        "`opt_state = optimizer.init(params)`."
+    )

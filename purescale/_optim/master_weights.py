@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._optim.opt_state import described
+from .._optim.opt_state import described, is_wrapped
 from .._optim.protocol import Optimizer
 from .._optim.step_inputs import StepInputs
 from .._optim.wrapper import (
@@ -88,7 +88,7 @@ def master_weights(params: Tree, opt_state: MasterState) -> Tree:
     float16, to the parameter of other dtypes.
 
     For evaluation, checkpoints for others, and comparison. The state may be within that of other
-    wrappers.
+    wrappers, or in parts of a `partition`; parameters of its other parts come back as they are.
 
     Raises `TypeError` for another state, and for one of parameters of another dtype.
 
@@ -99,10 +99,12 @@ def master_weights(params: Tree, opt_state: MasterState) -> Tree:
     >>> master_weights(params, optimizer.init(params))
     {'w': tensor([1., 1.])}
     """
-    state: Any = opt_state
-    while not isinstance(state, MasterState) and hasattr(state, "inner"):
-        state = state.inner
+    state = _with_masters(opt_state)
     leaves, structure = _tree.flatten(params)
+    if isinstance(state, dict) and any(
+        isinstance(_with_masters(part), MasterState) for part in state.values()
+    ):
+        return structure.unflatten(_of_parts(_tree.names(params), leaves, state))
     _, rest = _state_and_rest(state, structure)
     _check_rest(_tree.names(params), leaves, rest)
     masters = []
@@ -117,6 +119,24 @@ def master_weights(params: Tree, opt_state: MasterState) -> Tree:
             made = (low if leaf.dtype is torch.float16 else local).clone()
         masters.append(dtensor.from_local_like(leaf, made))
     return structure.unflatten(masters)
+
+
+def _with_masters(state: Any) -> Any:
+    """The state that has masters, within those of other wrappers."""
+    while not isinstance(state, MasterState) and is_wrapped(state):
+        state = state.inner
+    return state
+
+
+def _of_parts(names: Sequence[str], leaves: Leaves, states: Mapping[str, Any]) -> Leaves:
+    """The masters in the parts of a partition, which are by dotted name; of others the leaves."""
+    named = dict(zip(names, leaves, strict=True))
+    found = {}
+    for state in map(_with_masters, states.values()):
+        if isinstance(state, MasterState):
+            own = {name: named.get(name) for name in state.rest}
+            found.update(master_weights(own, state))
+    return [found[name] if name in found else _tree.clone(named[name]) for name in names]
 
 
 @outside_autocast()

@@ -49,11 +49,38 @@ def slots_like(slots: Slots, values: Iterable[Tensor]) -> Slots:
     return {name: dict(zip(slot, found, strict=False)) for name, slot in slots.items()}
 
 
+def is_wrapped(state: Any) -> bool:
+    """Whether it is a wrapper's, with another state inside; a tensor has a method of that name."""
+    return isinstance(state, tuple) and hasattr(state, "inner")
+
+
 def without_wrappers(state: Any) -> Any:
     """The state of the optimizer that is inside of all wrappers."""
-    while hasattr(state, "inner"):
+    while is_wrapped(state):
         state = state.inner
     return state
+
+
+def is_of_torch(state: Any) -> bool:
+    """Whether it is the state of a class of torch, with slots that can be listed."""
+    return isinstance(state, OptState) and type(state.slots) is dict
+
+
+def are_parts(state: Any) -> bool:
+    """Whether it is a dict of states of torch's classes, as `partition` keeps them."""
+    return type(state) is dict and len(state) > 0 and all(map(is_of_torch, state.values()))
+
+
+def parts_of(state: Any) -> list[OptState]:
+    """The states of torch's classes in the state of one, or of several by key; none of others."""
+    if are_parts(state):
+        return list(state.values())
+    return [state] if isinstance(state, OptState) else []
+
+
+def tensors_of(opt_state: OptState) -> list[Tensor]:
+    """All tensors of a state, without a walk through its dicts."""
+    return [opt_state.applied, *values_of(opt_state.slots), *numbers_of(opt_state)]
 
 
 def numbers_of(opt_state: OptState) -> list[Tensor]:

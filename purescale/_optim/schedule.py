@@ -20,8 +20,8 @@ from .._tree.scalars import real, whole
 RATE_IN_THE_STATE = (
     "Fix: the rate in the state, `optimizer = from_torch(cls, lr=lr, in_state=('lr',))`; a "
     "scheduler of its own over `torch.optim.SGD([torch.zeros(1)], lr=lr)`, and after each "
-    "`scheduler.step(loss)` `opt_state = opt_state._replace(lr=torch.tensor("
-    "scheduler.get_last_lr()[0]))`. With take_over, leave the scheduler out, and give back before "
+    "`scheduler.step(loss)` `state = replace_settings(state, lr=scheduler.get_last_lr()[0])`. "
+    "With take_over, leave the scheduler out, and give back before "
     "each `scheduler.step(loss)`."
 )
 

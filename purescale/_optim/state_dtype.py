@@ -9,7 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._optim.opt_state import OptState, slots_like, values_of, without_wrappers
+from .._optim.opt_state import (
+    OptState,
+    are_parts,
+    is_wrapped,
+    parts_of,
+    slots_like,
+    values_of,
+    without_wrappers,
+)
+from .._optim.partition import PartitionOptimizer
 from .._optim.protocol import Optimizer
 from .._optim.step_inputs import StepInputs
 from .._optim.wrapper import Wrapper, stand_in, with_params
@@ -46,7 +55,8 @@ def with_state_dtype(
     Around `with_master_weights` AdamW takes 8 bytes for a bfloat16 parameter in place of 12:
     weight, master and moments.
 
-    Raises `TypeError` for what is no optimizer and for dtypes that are none of the three; `init`
+    Raises `TypeError` for what is no optimizer and for dtypes that are none of the three,
+    `ValueError` for a `partition` whose parts have wrappers of their own; `init`
     raises `ValueError` for a name that matches nothing, and for a dtype that is wider than the one
     that `optimizer` makes; of the same size, that stays.
 
@@ -79,6 +89,7 @@ class StateDtypeOptimizer(Wrapper):
             )
         self._dtypes = dict(dtypes)
         super().__init__(optimizer, self._dtypes)
+        _check_parts(optimizer)
         self._inside = _others_inside(optimizer)
 
     def init(self, params: Tree) -> Any:
@@ -176,12 +187,12 @@ class StateDtypeOptimizer(Wrapper):
 
     def _made_dtypes(self, inputs: StepInputs, leaves: Leaves) -> list[torch.dtype | None]:
         """The dtype in which the inner optimizer makes each of these tensors of its state."""
-        state = without_wrappers(inputs.opt_state)
-        if isinstance(state, OptState):
+        if parts_of(without_wrappers(inputs.opt_state)):
+            names = _names(inputs.opt_state)
             dtypes = {name: self.inner_dtype(p.dtype) for name, p in inputs.named_params.items()}
-            made = [dtypes.get(name) for name, slot in state.slots.items() for _ in slot]
+            made = [dtypes.get(name) for name, _ in names]
             for other in self._inside:
-                triples = zip(_names(state), leaves, made, strict=True)
+                triples = zip(names, leaves, made, strict=True)
                 made = [other._kept_in(*triple) for triple in triples]
             return made
         meta = [
@@ -212,6 +223,19 @@ class StateDtypeOptimizer(Wrapper):
                 )
 
 
+def _check_parts(optimizer: Any) -> None:
+    """Refuse parts with wrappers of their own, which keep what must not be cast."""
+    while isinstance(optimizer, Wrapper):
+        optimizer = optimizer.optimizer
+    if isinstance(optimizer, PartitionOptimizer):
+        for key, part in optimizer.optimizers.items():
+            if isinstance(part, (Wrapper, PartitionOptimizer)):
+                raise ValueError(
+                    f"with_state_dtype around a partition of which {key!r} is {part!r}. Fix: "
+                    f"partition({{{key!r}: with_state_dtype({key}, dtypes), ...}}, label)."
+                )
+
+
 def _others_inside(optimizer: Any) -> list[StateDtypeOptimizer]:
     """Those that make a state narrow before another around them does, the innermost first."""
     found: list[StateDtypeOptimizer] = []
@@ -233,27 +257,38 @@ def _matching(texts: tuple[str, ...], patterns: tuple[str, ...]) -> list[str]:
 def _slots(state: Any) -> Leaves:
     """What may be narrow in a state, in order."""
     state = without_wrappers(state)
-    return values_of(state.slots) if isinstance(state, OptState) else _tree.flatten(state)[0]
+    parts = parts_of(state)
+    if not parts:
+        return _tree.flatten(state)[0]
+    return [leaf for part in parts for leaf in values_of(part.slots)]
 
 
 def _with_slots(state: Any, leaves: Leaves) -> Any:
     """The state with others in the place of `_slots`."""
-    if hasattr(state, "inner"):
+    if is_wrapped(state):
         fields = zip(state._fields, state, strict=True)
         return type(state)(
             *[_with_slots(value, leaves) if name == "inner" else value for name, value in fields]
         )
-    if not isinstance(state, OptState):
+    if isinstance(state, OptState):
+        return OptState(state.applied, slots_like(state.slots, leaves), state.lr, state.hyper)
+    if not are_parts(state):
         return _tree.flatten(state)[1].unflatten(leaves)
-    return OptState(state.applied, slots_like(state.slots, leaves), state.lr, state.hyper)
+    found, start = {}, 0
+    for key, part in state.items():
+        stop = start + len(values_of(part.slots))
+        found[key] = _with_slots(part, leaves[start:stop])
+        start = stop
+    return found
 
 
 def _names(state: Any) -> list[tuple[str, ...]]:
     """The way to each leaf of `_slots`: of torch's the parameter and the slot."""
     state = without_wrappers(state)
-    if isinstance(state, OptState):
-        return [(name, key) for name, slot in state.slots.items() for key in slot]
-    return _tree.keys(state)
+    parts = parts_of(state)
+    if not parts:
+        return _tree.keys(state)
+    return [(name, key) for part in parts for name, slot in part.slots.items() for key in slot]
 
 
 def _can_be_cast(leaf: Any) -> bool:

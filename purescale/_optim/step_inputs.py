@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .._optim.opt_state import OptState, Slots, numbers_of, slots_like, values_of, without_wrappers
+from .._optim.opt_state import (
+    OptState,
+    Slots,
+    are_parts,
+    is_of_torch,
+    numbers_of,
+    slots_like,
+    tensors_of,
+    values_of,
+    without_wrappers,
+)
 from .._torch import dtensor, foreach
 from .._torch.foreach import same_memory_order
 from .._torch.looks import joined, part
@@ -38,7 +48,9 @@ class StepInputs(NamedTuple):
     named_params: dict[str, Any]  # the parameters that are tensors, by dotted name
     ordinary: bool  # one look at parameters, state and given gradients showed that all are
     dtensors: Any = None  # those of params and of the state, where there are any
-    known: Any = ()  # `old`, where all are ordinary and the state is that of a class of torch
+    # `old`, where all are ordinary and the state is that of a class of torch; where it is a dict of
+    # such states, parameters and all tensors of these
+    known: Any = ()
     places: Any = None  # of each name its `Place`, where the inputs are a piece of a larger step
 
     @property
@@ -107,7 +119,7 @@ def flatten_step(
     they are still to be made.
     """
     if not isinstance(params, Flat):
-        params, opt_state = flatten_together(params, opt_state)
+        params, opt_state = flatten_together(params, opt_state=opt_state)
         _tree.check_parameters(params)
     given = NO_GRADS if grads is None else _tree.gradients_like(params, grads)
     ordinary = params.ordinary and opt_state.ordinary and given.ordinary
@@ -132,6 +144,8 @@ def flatten_step(
         if ordinary and isinstance(opt_state, OptState):
             slots = part(state, 1, len(state) - len(numbers_of(opt_state)))
             known = joined(weights, slots)
+        elif ordinary and are_parts(opt_state):
+            known = joined(weights, state)
         return StepInputs(
             structure, names, weights, normalized, opt_state, named, ordinary, known=known
         )
@@ -158,17 +172,19 @@ def flatten_step(
     )
 
 
-def flatten_together(*trees: Tree) -> list[Flat]:
-    """Each tree flattened, with one look at the leaves of all. The state of one of torch's classes
-    has no structure: it is never put together from its leaves.
+def flatten_together(*trees: Tree, opt_state: Tree = ()) -> list[Flat]:
+    """Each tree flattened, an optimizer's state the last, with one look at the leaves of all. The
+    state of one of torch's classes has no structure, nor has a dict of them: it is never put
+    together from its leaves.
     """
-    pairs = [_flatten(tree) for tree in trees]
+    pairs = [*map(_tree.flatten, trees), _flatten_state(opt_state)]
+    trees = *trees, opt_state
     every, ordinary = look([leaf for leaves, _ in pairs for leaf in leaves])
     flats, start = [], 0
     for tree, (leaves, structure) in zip(trees, pairs, strict=True):
         stop = start + len(leaves)
         # What else a step has goes into trees, where only a plain list is like a list.
-        if start == 0 or isinstance(tree, OptState):
+        if start == 0 or structure is None:
             leaves = part(every, start, stop)
         flats.append(Flat(tree, leaves, structure, ordinary))
         start = stop
@@ -180,11 +196,13 @@ def present(names: Sequence[str], leaves: Sequence[Any]) -> dict[str, Any]:
     return {name: leaf for name, leaf in zip(names, leaves, strict=True) if leaf is not None}
 
 
-def _flatten(tree: Tree) -> tuple[Leaves, Any]:
-    if not (isinstance(tree, OptState) and type(tree.slots) is dict):
-        return _tree.flatten(tree)
+def _flatten_state(opt_state: Any) -> tuple[Leaves, Any]:
     # Without a walk through the dicts.
-    return [tree.applied, *values_of(tree.slots), *numbers_of(tree)], None
+    if is_of_torch(opt_state):
+        return tensors_of(opt_state), None
+    if are_parts(opt_state):
+        return [leaf for state in opt_state.values() for leaf in tensors_of(state)], None
+    return _tree.flatten(opt_state)
 
 
 def _check_placements(weight: Any, params: Tree, index: int, optimizer: Any) -> None:

@@ -71,9 +71,9 @@ def from_torch(
       vmapped ensemble has one a member, and they are saved and differentiated. The rate is
       `opt_state.lr`; a schedule beside it multiplies it, and it starts from 1. The others are in
       `opt_state.hyper`, by name, betas as a tuple of two; either is `()` where it holds nothing.
-      `opt_state._replace(lr=...)` moves them. What `overrides` names stays a setting. With others
-      than the rate a step is torch's formula, tensor by tensor, since its fused kernels and lists
-      take Python numbers; how far the results agree stands below.
+      `replace_settings(state, lr=...)` moves them. What `overrides` names stays a setting. With
+      others than the rate a step is torch's formula, tensor by tensor, since its fused kernels and
+      lists take Python numbers; how far the results agree stands below.
     - `lr_in_state=True`: `in_state=("lr",)`.
     - `overrides`: settings for some parameters, by dotted name or glob, or by a tuple of these;
       later ones win: `{("*.bias", "norm*"): {"weight_decay": 0.0}, "head.*": {"lr": 1e-2}}`.
@@ -119,7 +119,7 @@ def from_torch(
         raise ValueError(
             "from_torch was called inside of a compiled function, where torch's optimizers cannot "
             "be made. Fix: make the optimizer outside; a rate that the function is given goes "
-            "through from_torch(..., lr_in_state=True) and opt_state._replace(lr=...)."
+            "through from_torch(..., in_state=('lr',)) and replace_settings(opt_state, lr=...)."
         )
     names = names_in_state(in_state, lr_in_state)
     return TorchOptimizer(cls, lr, overrides or {}, settings, in_state=names)
@@ -251,6 +251,19 @@ class TorchOptimizer:
             keep(lr) if isinstance(lr, Tensor) else lr,
             hyper and each_number(keep, hyper),
         )
+
+    def widened(self, opt_state: OptState, dtype: torch.dtype) -> OptState:
+        """The state for parameters of at least this dtype; counts are what they are."""
+        slots = {
+            name: {
+                key: value
+                if self._layout.is_count(key)
+                else value.to(torch.promote_types(value.dtype, dtype))
+                for key, value in slot.items()
+            }
+            for name, slot in opt_state.slots.items()
+        }
+        return opt_state._replace(slots=slots)
 
     # ---- the fused kernel
 
@@ -481,12 +494,9 @@ def is_elementwise(cls: Any) -> bool:
 def _by_name(params: Tree) -> dict[str, Tensor]:
     flat = _tree.flatten_once(params)
     leaves = flat.leaves
-    named = dict(zip(_tree.names(params), leaves, strict=True))
-    if len(named) != len(leaves):
-        raise ValueError(
-            "params: two leaves have the same dotted name, such as {'a.b': ...} beside "
-            "{'a': {'b': ...}}. Fix: rename one."
-        )
+    names = _tree.names(params)
+    _tree.check_names(names)
+    named = dict(zip(names, leaves, strict=True))
     for name, leaf in named.items():
         if leaf is not None and not (
             isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())

@@ -304,10 +304,11 @@ def _put(targets: Sequence[Any], results: Sequence[Any]) -> None:
 
 def stand_in(like: Tensor, dtype: torch.dtype, made: dict[Any, Tensor]) -> Tensor:
     """A tensor of this dtype with the shape and the device of `like`, of one element of memory."""
-    key = like.shape, like.device, dtype
+    local = dtensor.shard(like)
+    key = local.shape, local.device, dtype
     if key not in made:
-        made[key] = torch.empty((), dtype=dtype, device=like.device).expand(like.shape)
-    return made[key]
+        made[key] = torch.empty((), dtype=dtype, device=local.device).expand(local.shape)
+    return dtensor.from_local_like(like, made[key])  # type: ignore[no-any-return]
 
 
 def with_stand_ins(inputs: StepInputs, opt_state: Any) -> StepInputs:

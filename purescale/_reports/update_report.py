@@ -73,8 +73,8 @@ def update_report(old: Tree, new: Tree, wanted: Tree) -> UpdateReport:
 
     - `old`, `new`: parameters before and after a step, of any floating dtype. Where masters take
       the update it is `master_weights` before and after; half weights show what they lose.
-    - `wanted`: the update without rounding, a tree like `old` in any floating dtype, such as
-      `float32_new - float32_old` of the same step in float32. `None` has no row.
+    - `wanted`: the update without rounding, a tree like `old` in any floating dtype:
+      `wanted_update(optimizer, old, grads, opt_state)` of the same step. `None` has no row.
     - A leaf of which nothing was wanted has quality 1, lost 0. Of a complex leaf both parts count.
       A DTensor is gathered.
 
@@ -108,7 +108,7 @@ def update_report(old: Tree, new: Tree, wanted: Tree) -> UpdateReport:
     if not rows:
         raise ValueError(
             "wanted holds no tensor, so there is nothing to report. Fix: the update of the same "
-            "step in float32, `{name: float32_new[name] - float32_old[name] for name in old}`."
+            "step, `wanted_update(optimizer, old, grads, opt_state)`."
         )
     return UpdateReport(rows)
 

@@ -138,7 +138,13 @@ def _all_that_must_agree(settings: dict[str, Any], state: Any) -> list[str]:
 
 
 def _fields(name: str, tree: Tree) -> Iterator[tuple[str, Tree]]:
-    """What stands in a NamedTuple, and in those in it: `opt_state.slots`."""
+    """What stands in a NamedTuple, and in those in it: `opt_state.slots`; so of the states that a
+    partition has by key.
+    """
+    if isinstance(tree, dict) and any(hasattr(child, "_asdict") for child in tree.values()):
+        for key, child in tree.items():
+            yield from _fields(f"{name}[{key!r}]", child)
+        return
     if not hasattr(tree, "_asdict"):
         yield name, tree
         return

@@ -251,8 +251,8 @@ class _FlatState(NamedTuple):
 
     params: Flat
     buffers: Flat
-    opt_state: Flat
     scaler: Flat
+    opt_state: Flat
 
 
 def _stages(
@@ -431,7 +431,8 @@ def _check_call(
     _check_parts(settings["optimizer"], rule)
     _check_microbatches(microbatches)
     clip = check_clip(settings["max_norm"], settings["clip_value"], settings["norm_type"])
-    flat = _FlatState(*flatten_together(*state[:4]))
+    trees = state.params, state.buffers, state.scaler
+    flat = _FlatState(*flatten_together(*trees, opt_state=state.opt_state))
     leaves = flat.params.leaves
     _tree.check_parameters(flat.params, "state.params")
     check_device(state.scaler.scale, state.params, leaves, "state.params")

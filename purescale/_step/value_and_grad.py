@@ -127,7 +127,7 @@ def _value_and_grad(
 def _checked(params: Tree, buffers: Tree, scaler: HasScale | None) -> tuple[Flat, Flat, Flat]:
     """Parameters, buffers and scaler, flat; refused where they are not."""
     flat = flatten_together(params, buffers, () if scaler is None else scaler)
-    flat_params, flat_buffers, flat_scaler = flat
+    flat_params, flat_buffers, flat_scaler, _ = flat
     if all([leaf is None for leaf in flat_params.leaves]):
         raise ValueError(
             f"params has no tensor: {short_repr(params)}. Fix: `apply, params, buffers = "

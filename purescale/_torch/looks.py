@@ -87,6 +87,12 @@ def part(tensors: list[Any], start: int, stop: int) -> list[Any]:
     return some
 
 
+def picked(tensors: list[Any], indices: Sequence[int], question: Any) -> list[Any]:
+    """`[tensors[index] for index in indices]`; `question` stands for these indices."""
+    some = list(map(tensors.__getitem__, indices))
+    return some if type(tensors) is not Looked else _looked(some, once(question, Seen, tensors))
+
+
 def joined(first: list[Any], second: list[Any]) -> list[Any]:
     """Both lists in one."""
     both = [*first, *second]

@@ -430,6 +430,15 @@ def check_gradients(grads: Tree, leaves: Leaves, name: str = "grads") -> None:
         _leaf.check_leaf(leaf, path(grads, name, index), "gradient")
 
 
+def check_names(found: Sequence[str]) -> None:
+    """Refuse dotted names of parameters of which two are the same."""
+    if len(set(found)) != len(found):
+        raise ValueError(
+            "params: two leaves have the same dotted name, such as {'a.b': ...} beside "
+            "{'a': {'b': ...}}. Fix: rename one."
+        )
+
+
 def check_parameters(params: Flat, name: str = "params") -> None:
     """Refuse, naming the leaf, what cannot be a parameter."""
     if params.ordinary and _leaf.are_real(params.leaves):

@@ -1,0 +1,297 @@
+"""One optimizer for each kind of parameter, as one optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .._optim.decision import APPLY, FRESH, Decision, Memory
+from .._optim.opt_state import described, numbers_of
+from .._optim.protocol import Optimizer, as_conditional
+from .._optim.step_inputs import StepInputs, flatten_step
+from .._torch.autocast import outside_autocast
+from .._torch.donation import can_write_each
+from .._torch.dtensor import any_dtensor
+from .._torch.looks import once, picked
+from .._tree import tree as _tree
+from .._tree.leaves import Normalized
+from .._tree.tree import FlatDict, Leaves, Tree
+
+Label = Callable[[str, Tensor], str]
+
+
+def partition(optimizers: Mapping[str, Optimizer], label: Label) -> PartitionOptimizer:
+    """Equal to `for key, part in parts.items(): params[key], opt_state[key] =
+    optimizers[key].step(params[key], grads[key], opt_state[key])`, where `parts` are the parameters
+    of each label: one optimizer for each kind of parameter, such as Muon for the matrices within a
+    model and AdamW for all else.
+
+    Arguments:
+    - `optimizers`: by key, of any kind: `from_torch`, with masters or rounding around it, your own.
+    - `label(name, param)`: the key of a parameter, of its dotted name and of its shape and dtype,
+      never of its values. It is asked when the state is made and again in steps, so it gives the
+      same answer every time; a compiled step follows its code (`name.endswith`, `in`, `param.ndim`;
+      not `fnmatch`).
+
+    The state is a dict: by key what that optimizer's `init` makes of its part, a flat dict by
+    dotted name. A part goes by itself from there on: patterns in `overrides` look at its parameters
+    alone, a schedule counts its own steps, `muon.to_state_dict(opt_state["muon"])` is torch's.
+
+    One flag decides for all parts, and `max_norm` of a step bounds the norm over all of them: an
+    inf in one gradient skips every part. Donated memory is looked at as a whole: what two parts
+    share is never written into. `with_master_weights` may stand around it or within; within, a
+    donated step goes through a part in pieces. Of DTensors each part takes its own: AdamW may
+    step shards beside a Muon whose parameters are whole.
+
+    Raises `TypeError` for what is no dict of optimizers and for a label that is no function;
+    `init` and `step` raise `ValueError`, before any work is done, for a label that names no
+    optimizer, for an optimizer without a parameter, and for a state with other parts.
+
+    >>> import torch
+    >>> from purescale import from_torch
+    >>> optimizers = {
+    ...     "muon": from_torch(torch.optim.Muon, lr=0.02),
+    ...     "adamw": from_torch(torch.optim.AdamW, lr=1e-3),
+    ... }
+    >>> def label(name, param):
+    ...     return "muon" if param.ndim == 2 and "embed" not in name else "adamw"
+    >>> optimizer = partition(optimizers, label)
+    >>> params = {"embed": torch.ones(8, 2), "linear.weight": torch.ones(2, 2)}
+    >>> opt_state = optimizer.init(params)
+    >>> {key: list(state.slots) for key, state in opt_state.items()}
+    {'muon': ['linear.weight'], 'adamw': ['embed']}
+
+    Source of the form: optax.multi_transform.
+    """
+    return PartitionOptimizer(optimizers, label)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Members:
+    """The parameters of one optimizer."""
+
+    names: tuple[str, ...]
+    indices: tuple[int, ...]  # among all leaves
+
+
+class Part(NamedTuple):
+    """One optimizer with its part of a step."""
+
+    key: str
+    optimizer: Any  # a `Conditional`
+    inputs: StepInputs
+
+
+class PartitionOptimizer:
+    """Several optimizers, each for its part of the parameters; made by `partition`."""
+
+    # A part is given its DTensors as they are, and takes their shards where it may.
+    elementwise = None
+
+    def __init__(self, optimizers: Mapping[str, Optimizer], label: Label) -> None:
+        _check(optimizers, label)
+        self.optimizers, self.label = dict(optimizers), label
+        self._parts = {key: as_conditional(each) for key, each in self.optimizers.items()}
+        # What is on a graph would come off it in the others.
+        self.differentiable = all(part.differentiable for part in self._parts.values())
+        self.summary = self.optimizers, label
+
+    def __repr__(self) -> str:
+        return f"partition({self.optimizers!r}, {self.label!r})"
+
+    def init(self, params: Tree) -> dict[str, Any]:
+        """The states of all optimizers, by key, each over its part."""
+        flat = _tree.flatten_once(params)
+        _tree.check_parameters(flat)
+        names = _tree.names(params)
+        members = self._members(names, flat.leaves)
+        return {
+            key: optimizer.init(_by_name(members[key], flat.leaves))
+            for key, optimizer in self.optimizers.items()
+        }
+
+    @outside_autocast()
+    def step(self, params: Tree, grads: Tree, opt_state: dict[str, Any]) -> tuple[Tree, Any]:
+        """Parameters and state after one step of each part, in fresh memory."""
+        inputs = flatten_step(self, params, grads, opt_state)
+        self.check(inputs)
+        return self.conditional_step(inputs, APPLY)
+
+    def check(self, inputs: StepInputs) -> None:
+        """Refuse a state that is not that of these parts."""
+        for part in self.split(inputs):
+            part.optimizer.check(part.inputs)
+
+    def conditional_step(
+        self, inputs: StepInputs, decision: Decision, memory: Memory = FRESH
+    ) -> tuple[Tree, dict[str, Any]]:
+        """As in `Conditional`."""
+        parts = self.split(inputs)
+        memory = _of_all(inputs, parts, memory)
+        params: dict[str, Any] = {}
+        opt_state = {}
+        for key, optimizer, own in parts:
+            stepped = optimizer.conditional_step(own, decision, memory)
+            stepped, opt_state[key] = own.restore(*stepped)
+            params.update(stepped)
+        return inputs.params_tree(list(map(params.get, inputs.names))), opt_state
+
+    def split(self, inputs: StepInputs) -> list[Part]:
+        """The inputs of each part."""
+        opt_state = inputs.opt_state
+        if not (isinstance(opt_state, dict) and opt_state.keys() == self._parts.keys()):
+            has = list(opt_state) if isinstance(opt_state, dict) else type(opt_state).__name__
+            raise ValueError(
+                f"opt_state has the parts {has}, this optimizer has {list(self._parts)}. Likely "
+                "cause: the state of one optimizer alone, or of another partition. Fix: "
+                "`opt_state = optimizer.init(params)`, or what the last step returned."
+            )
+        members = self._members(inputs.names, inputs.params)
+        every = () if inputs.ordinary else (*inputs.params, *inputs.grads.given)
+        if any_dtensor(every):
+            return [
+                Part(key, part, _part_of_dtensors(inputs, members[key], part, opt_state[key]))
+                for key, part in self._parts.items()
+            ]
+        slots = _slots(inputs) if inputs.known else {}
+        return [
+            Part(key, part, _part(inputs, members[key], opt_state[key], slots.get(key, range(0))))
+            for key, part in self._parts.items()
+        ]
+
+    def _members(self, names: Sequence[str], leaves: Leaves) -> dict[str, Members]:
+        """The parameters of each optimizer, by key."""
+        return once((self, *names), lambda: self._labelled(names, leaves), leaves)
+
+    def _labelled(self, names: Sequence[str], leaves: Leaves) -> dict[str, Members]:
+        _tree.check_names(names)
+        places: dict[str, list[int]] = {key: [] for key in self._parts}
+        for index, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
+            if leaf is None:
+                continue
+            key = self.label(name, leaf)
+            if not (isinstance(key, str) and key in places):
+                raise ValueError(
+                    f"label gives {key!r} for {name}, {described(leaf)}; the optimizers are "
+                    f"{list(places)}. Likely cause: a kind of parameter that it does not think of. "
+                    "Fix: a last line that returns the key of the usual one, as AdamW."
+                )
+            places[key].append(index)
+        for key, found in places.items():
+            if not found:
+                raise ValueError(
+                    f"no parameter has the label {key!r}, so its optimizer would do nothing. The "
+                    f"names are: {_tree.join_names(list(names), 20)}. Likely cause: names of "
+                    "another model in label. Fix: what `label(name, param)` compares with, or "
+                    f"leave {key!r} out of the optimizers."
+                )
+        return {
+            key: Members(tuple([names[index] for index in found]), tuple(found))
+            for key, found in places.items()
+        }
+
+
+def _check(optimizers: Any, label: Any) -> None:
+    if not isinstance(optimizers, Mapping) or not optimizers:
+        raise TypeError(
+            f"optimizers is {optimizers!r}; expected a dict of one or more by key. Fix: "
+            'partition({"muon": from_torch(torch.optim.Muon), "adamw": '
+            "from_torch(torch.optim.AdamW)}, label)."
+        )
+    for key, each in optimizers.items():
+        made = not isinstance(each, type) and hasattr(each, "init") and hasattr(each, "step")
+        if not (isinstance(key, str) and made):
+            raise TypeError(
+                f"optimizers[{key!r}] is {each!r}; expected an optimizer, an object with `init` "
+                'and `step`, under a string. Fix: {"adamw": from_torch(torch.optim.AdamW, '
+                "lr=1e-3)}."
+            )
+    if not callable(label):
+        raise TypeError(
+            f"label is {label!r}; expected a function of a parameter's dotted name and the "
+            'parameter. Fix: lambda name, param: "muon" if param.ndim == 2 else "adamw".'
+        )
+
+
+def _by_name(members: Members, leaves: Leaves) -> dict[str, Any]:
+    return dict(zip(members.names, map(leaves.__getitem__, members.indices), strict=True))
+
+
+def _slots(inputs: StepInputs) -> dict[str, range]:
+    """Where the slots of each part are in `inputs.known`."""
+    found, stop = {}, len(inputs.params)
+    for key, state in inputs.opt_state.items():
+        start = stop + 1  # after `applied`
+        stop = start + sum(map(len, state.slots.values()))
+        found[key] = range(start, stop)
+        stop += len(numbers_of(state))
+    return found
+
+
+def _part(inputs: StepInputs, members: Members, opt_state: Any, slots: range) -> StepInputs:
+    """The inputs of one part; without a look at a tensor where one has shown all of them. `slots`:
+    where those of its state are in `inputs.known`.
+    """
+    names, indices = members.names, members.indices
+    params = picked(inputs.params, indices, members)
+    known: Leaves = []
+    if inputs.known:
+        known = picked(inputs.known, (*indices, *slots), (members, slots))
+    return StepInputs(
+        FlatDict(names),
+        list(names),
+        params,
+        _gradients(inputs.grads, members),
+        opt_state,
+        dict(zip(names, params, strict=True)),
+        inputs.ordinary,
+        known=known,
+    )
+
+
+def _gradients(grads: Normalized, members: Members) -> Normalized:
+    """The gradients of these parameters; none where they are still to be made."""
+    if not grads.given:
+        return grads
+    if grads.plain:
+        tensors = picked(grads.tensors, members.indices, members)
+        return Normalized(tensors, tensors, plain=True)
+    found = iter(grads.tensors)
+    every = [None if leaf is None else next(found) for leaf in grads.given]
+    tensors = [every[index] for index in members.indices if every[index] is not None]
+    return Normalized(tensors, [grads.given[index] for index in members.indices], plain=False)
+
+
+def _part_of_dtensors(
+    inputs: StepInputs, members: Members, optimizer: Any, opt_state: Any
+) -> StepInputs:
+    """The inputs of one part of DTensors, flattened as its own optimizer takes them."""
+    grads = None
+    if inputs.grads.given:
+        grads = _by_name(members, inputs.grads.restore(inputs.grads.tensors))
+    return flatten_step(optimizer, _by_name(members, inputs.params), grads, opt_state)
+
+
+def _of_all(inputs: StepInputs, parts: list[Part], memory: Memory) -> Memory:
+    """What each part may write into: memory is compared over all of them, as no part sees what it
+    shares with another.
+    """
+    donate, donate_grads, scratch_ok, writable, read_only = memory
+    if writable or not (donate or donate_grads):
+        return memory
+    old = inputs.known or [
+        *inputs.named_params.values(),
+        *[tensor for part in parts for tensor in _tree.tensors(part.inputs.opt_state)],
+    ]
+    lists = [old] if scratch_ok else [old, inputs.grads.tensors]
+    allowed = can_write_each(lists, read_only, ordinary=inputs.ordinary)
+    donate = donate and allowed[0]
+    return Memory(
+        donate=donate,
+        scratch_ok=scratch_ok or (donate_grads and allowed[-1]),
+        writable=donate,
+        read_only=read_only,
+    )

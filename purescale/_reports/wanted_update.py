@@ -1,0 +1,105 @@
+"""The update that an optimizer wants, before it is rounded to what is kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._optim.decision import APPLY
+from .._optim.partition import PartitionOptimizer
+from .._optim.protocol import CalledOptimizer, Optimizer, as_conditional
+from .._optim.step_inputs import StepInputs, flatten_step
+from .._optim.torch_optim import TorchOptimizer
+from .._optim.wrapper import Wrapper, with_params
+from .._torch.autocast import outside_autocast
+from .._torch.dtensor import from_local_like
+from .._torch.dtypes import widest_float
+from .._tree import tree as _tree
+from .._tree.tree import Leaves, Tree
+
+
+@outside_autocast()
+def wanted_update(optimizer: Optimizer, params: Tree, grads: Tree, opt_state: Any) -> Tree:
+    """Equal to `optimizer.step(wide, grads, wide_state)[0] - wide`, where `wide` are the parameters
+    in float64, of masters the masters, and `wide_state` is the state for them: what a step adds to
+    the parameters, before anything is rounded.
+
+    - `optimizer`, `opt_state`: of any kind. What stands around an optimizer rounds, so the update
+      is that of the innermost one, of a `partition` that of each part.
+    - `grads`: unscaled and clipped, as `optimizer.step` takes them. Where one is None the update
+      is 0.
+    - Returns a tree like `params` in float64, complex128 of complex ones; on a device without
+      float64 in float32. Nothing is changed.
+
+    For `update_report(old, new, wanted)`: parameters before and after the same step, of masters
+    `master_weights` of both. An optimizer that itself computes in half, as Muon does when it
+    multiplies matrices, does so here too.
+
+    Raises what `optimizer.step` raises for arguments that do not belong together.
+
+    >>> import torch
+    >>> from purescale import from_torch, update_report
+    >>> sgd = from_torch(torch.optim.SGD, lr=2.0**-10)
+    >>> old = {"w": torch.ones(2, dtype=torch.bfloat16)}
+    >>> opt_state = sgd.init(old)
+    >>> wanted = wanted_update(sgd, old, old, opt_state)
+    >>> wanted
+    {'w': tensor([-0.0010, -0.0010], dtype=torch.float64)}
+    >>> new, _ = sgd.step(old, old, opt_state)
+    >>> print(update_report(old, new, wanted))
+    1 of 1 leaves miss the wanted update by more than half of it
+    leaf  quality  did not move
+    w      0.0000          100%
+
+    Source of the rule: the exact update of Collage (arXiv 2405.03637).
+    """
+    updater = as_conditional(optimizer)
+    inputs = flatten_step(updater, params, grads, opt_state)
+    updater.check(inputs)
+    with torch.no_grad():
+        return inputs.params_tree(_wanted(updater, inputs))
+
+
+def _wanted(optimizer: Any, inputs: StepInputs) -> Leaves:
+    """The update of each parameter, in their order; a DTensor of one."""
+    if isinstance(optimizer, Wrapper):
+        return _wanted(optimizer.conditional, optimizer.widen(inputs))
+    if isinstance(optimizer, PartitionOptimizer):
+        found: dict[str, Any] = {}
+        for _, part, own in optimizer.split(inputs):
+            found.update(zip(own.names, _wanted(part, own), strict=True))
+        return list(map(found.get, inputs.names))
+    old = list(map(_wide, inputs.params))
+    grads = inputs.grads._replace(tensors=list(map(_wide, inputs.grads.tensors)))
+    wide = with_params(inputs, old, _wide_state(optimizer, inputs))._replace(grads=grads)
+    new = inputs.structure.flatten_up_to(_stepped(optimizer, wide))
+    given = inputs.params if inputs.dtensors is None else inputs.dtensors[0]
+    return [
+        None if before is None else from_local_like(leaf, after - before)
+        for leaf, before, after in zip(given, old, new, strict=True)
+    ]
+
+
+def _stepped(optimizer: Any, inputs: StepInputs) -> Tree:
+    if not isinstance(optimizer, CalledOptimizer):
+        return optimizer.conditional_step(inputs, APPLY)[0]
+    # By itself: it may keep its state in a dtype of its own, whatever it was given.
+    trees = inputs.params_tree(inputs.params), inputs.grads_tree(inputs.grads.tensors)
+    return optimizer.optimizer.step(*trees, inputs.opt_state)[0]
+
+
+def _wide(leaf: Any) -> Any:
+    """In float64, where it is floating or complex."""
+    if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+        return leaf
+    return leaf.detach().to(torch.promote_types(leaf.dtype, widest_float(leaf.device)))
+
+
+def _wide_state(optimizer: Any, inputs: StepInputs) -> Any:
+    """The state for wide parameters."""
+    opt_state = inputs.opt_state
+    if isinstance(optimizer, TorchOptimizer):
+        return optimizer.widened(opt_state, widest_float(opt_state.applied.device))
+    return _tree.map(_wide, opt_state)

@@ -1,0 +1,718 @@
+"""`partition`: each part has the bits of its own optimizer alone, and one flag is for all."""
+
+import contextlib
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from helpers import Untouched, assert_close, clone, in_processes, same_bits, stack, tensors, unstack
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._pytree import tree_map
+
+import purescale as ps
+from purescale._distributed.describe_settings import describe_setting
+from purescale._torch import tracing
+from purescale.testing import assert_optimizer, assert_pure, assert_single_graph
+
+ADAMW = ps.from_torch(torch.optim.AdamW, lr=1e-2)
+MUON = ps.from_torch(torch.optim.Muon, lr=0.02)
+MOMENTUM = ps.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
+RMSPROP = ps.from_torch(torch.optim.RMSprop, lr=1e-2)
+GO, SKIP = torch.tensor(False), torch.tensor(True)
+
+
+def by_shape(name, param):
+    return "matrices" if param.ndim == 2 else "others"
+
+
+def made(matrices=MUON, others=ADAMW, label=by_shape):
+    return ps.partition({"matrices": matrices, "others": others}, label)
+
+
+def randn(shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+SHAPES = {"embed": (7,), "up": (4, 3), "norm": (3,), "down": (3, 4), "scale": ()}
+
+
+def params_of(dtype=torch.float32, seed=0):
+    return {n: randn(s, seed + i).to(dtype) for i, (n, s) in enumerate(SHAPES.items())}
+
+
+def grads_of(params, seed):
+    return {n: randn(p.shape, 100 * seed + i) for i, (n, p) in enumerate(params.items())}
+
+
+def parts_of(tree, label, params):
+    """A flat tree by label."""
+    found = {}
+    for name, leaf in tree.items():
+        found.setdefault(label(name, params[name]), {})[name] = leaf
+    return found
+
+
+def alone(optimizers, label, params, grads, state):
+    """The step of each optimizer over its own dict, put together by hand."""
+    of = [parts_of(tree, label, params) for tree in (params, grads)]
+    stepped = {k: ps.maybe_step(o, of[0][k], of[1][k], state[k], GO) for k, o in optimizers.items()}
+    together = {name: leaf for part, _ in stepped.values() for name, leaf in part.items()}
+    return {name: together[name] for name in params}, {k: s for k, (_, s) in stepped.items()}
+
+
+# ---- the bits of each part -----------------------------------------------------------------------
+
+some = st.sampled_from(
+    [ADAMW, MOMENTUM, RMSPROP, ps.with_master_weights(ADAMW), ps.with_stochastic_rounding(MOMENTUM)]
+)
+
+
+@given(
+    optimizers=st.dictionaries(st.sampled_from("abc"), some, min_size=1),
+    labels=st.lists(st.sampled_from("abc"), min_size=3, max_size=8),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
+    absent=st.integers(0, 7),
+    donate=st.booleans(),
+    forced=st.booleans(),
+)
+def test_each_part_has_the_bits_of_its_optimizer_alone(
+    optimizers, labels, dtype, absent, donate, forced
+):
+    keys = list(optimizers)
+    labels = [*keys, *[keys[ord(each) % len(keys)] for each in labels]]
+    params = {str(i): randn((i, 2), i).to(dtype) for i in range(1, len(labels) + 1)}
+
+    def label(name, param):
+        return labels[int(name) - 1]
+
+    optimizer = ps.partition(optimizers, label)
+    of = parts_of(params, label, params)
+    state = {key: each.init(of[key]) for key, each in optimizers.items()}
+    assert same_bits(optimizer.init(params), state)
+    found = params, state
+    for seed in range(2):
+        grads = {n: None if n == str(absent) else g for n, g in grads_of(params, seed).items()}
+        with tracing.as_on_an_accelerator() if forced else contextlib.nullcontext():
+            expected = alone(optimizers, label, params, grads, state)
+            found = ps.maybe_step(optimizer, *clone((found[0], grads, found[1])), GO, donate=donate)
+        assert same_bits(found, expected)
+        params, state = expected
+
+
+def test_any_tree_of_parameters_is_cut_by_dotted_name():
+    seen = []
+
+    def label(name, param):
+        seen.append(name)
+        return by_shape(name, param)
+
+    flat = params_of()
+    tree = {"a": {"embed": flat["embed"], "up": flat["up"]}, "b": [flat["norm"], (flat["down"],)]}
+    tree["absent"] = None
+    optimizer = made(label=label)
+    state = optimizer.init(tree)
+    assert set(seen) == {"a.embed", "a.up", "b.0", "b.1.0"}
+    assert {key: list(part.slots) for key, part in state.items()} == {
+        "matrices": ["a.up", "b.1.0"],
+        "others": ["a.embed", "b.0"],
+    }
+    new, _ = assert_pure(optimizer.step, tree, tree, state)
+    assert new["absent"] is None
+    assert same_bits(new["b"][1][0], made().step(flat, flat, made().init(flat))[0]["down"])
+    assert_close(new["a"]["embed"] != flat["embed"], torch.ones(7, dtype=torch.bool))
+
+
+def test_overrides_and_schedules_are_those_of_a_part():
+    decays = ps.from_torch(
+        torch.optim.SGD, lr=lambda applied: 0.5**applied, overrides={"norm": {"lr": 0.0}}
+    )
+    optimizer = made(others=decays)
+    params, state = params_of(), made(others=decays).init(params_of())
+    for _ in range(2):
+        params, state = optimizer.step(params, grads_of(params, 1), state)
+    assert state["others"].applied == 2
+    assert same_bits(params["norm"], params_of()["norm"])
+    expected = params_of()["scale"] - 1.5 * grads_of(params, 1)["scale"]
+    assert_close(params["scale"], expected)
+
+
+# ---- the oracle: two torch optimizers in an ordinary loop ----------------------------------------
+
+
+class TwoOfTorch:
+    """Muon and AdamW of torch over the same leaves; one gradient that is not finite skips both."""
+
+    def __init__(self, params):
+        self.params = {n: p.clone().requires_grad_() for n, p in params.items()}
+        of = parts_of(self.params, by_shape, self.params)
+        self.optimizers = [
+            torch.optim.Muon(of["matrices"].values(), lr=0.02),
+            torch.optim.AdamW(of["others"].values(), lr=1e-2, fused=True),
+        ]
+
+    def step(self, scaled, scale, max_norm):
+        grads = [g / scale for g in scaled.values()]
+        for param, grad in zip(self.params.values(), grads, strict=True):
+            param.grad = grad
+        if not all(grad.isfinite().all() for grad in grads):
+            return True
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(self.params.values(), max_norm)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return False
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_run_has_the_bits_of_two_optimizers_of_torch(max_norm, donate):
+    optimizer, rule = made(), ps.DynamicScale(init_scale=2.0**10, growth_interval=2)
+    params = params_of()
+    theirs, scaler, state = TwoOfTorch(params), rule.init(), optimizer.init(params)
+    for index, bad in enumerate([None, "up", None, "scale", None, None]):
+        scaled = {n: g * scaler.scale for n, g in grads_of(params, index).items()}
+        if bad:
+            scaled[bad] = scaled[bad] * torch.inf
+        skipped = theirs.step(scaled, scaler.scale, max_norm)
+        out = ps.unscale_and_step(optimizer, scaler, params, scaled, state, max_norm, donate=donate)
+        params, state, scaler = out.params, out.opt_state, rule.update(scaler, out.found_inf)
+        assert out.found_inf == skipped == (bad is not None)
+        if max_norm is None:
+            assert same_bits(params, {n: p.detach() for n, p in theirs.params.items()})
+        else:  # one division in place of two; Muon multiplies in bfloat16
+            assert_close(params, theirs.params, rtol=1e-3, atol=1e-3)
+    assert state["matrices"].applied == state["others"].applied == 4
+
+
+def test_the_norm_that_is_clipped_is_that_of_all_parts():
+    params, scaler = params_of(), ps.NoScale().init()
+    plain = ps.from_torch(torch.optim.SGD, lr=1.0)
+    optimizer = made(plain, plain)
+    grads = grads_of(params, 0)
+    norm = torch.cat([g.flatten() for g in grads.values()]).norm()
+    out = ps.unscale_and_step(optimizer, scaler, params, grads, optimizer.init(params), norm / 2)
+    assert_close(out.grad_norm, norm)
+    assert_close(out.params, {n: p - grads[n] / 2 for n, p in params.items()})
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.attend = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.mix = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+    def forward(self, x):
+        y = self.norm(x)
+        x = x + self.attend(y, y, y, need_weights=False)[0]
+        return x + self.mix(x)
+
+
+class Transformer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(11, 8), nn.Sequential(Block(), Block())
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, tokens):
+        return self.head(self.blocks(self.embed(tokens)))
+
+
+def hidden_matrices(name, param):
+    return "muon" if name.startswith("blocks.") and param.ndim == 2 else "adamw"
+
+
+def next_token_loss(logits, tokens):
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def test_a_transformer_trains_as_with_two_optimizers_of_torch():
+    torch.manual_seed(0)
+    model = Transformer()
+    apply, params, buffers = ps.make_functional(model)
+    optimizer = ps.partition({"muon": MUON, "adamw": ADAMW}, hidden_matrices)
+    rule = ps.DynamicScale(init_scale=2.0**4)
+    of = parts_of(dict(model.named_parameters()), hidden_matrices, params)
+    assert list(map(len, of.values())) == [15, 8]  # matrices within are of Muon
+    theirs = [
+        torch.optim.Muon(of["muon"].values(), lr=0.02),
+        torch.optim.AdamW(of["adamw"].values(), lr=1e-2, fused=True),
+    ]
+
+    def loss_fn(params, buffers, tokens):
+        logits, buffers = apply(params, buffers, tokens)
+        return next_token_loss(logits, tokens), buffers
+
+    state = ps.init_train_state(params, buffers, optimizer, rule)
+    losses = []
+    for index in range(12):
+        tokens = (torch.arange(6) + torch.arange(4)[:, None] + index) % 11
+        state, info = ps.train_step(
+            state,
+            [tokens],
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            rule=rule,
+            max_norm=1.0,
+            donate=True,
+        )
+        loss = next_token_loss(model(tokens), tokens)
+        model.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for each in theirs:
+            each.step()
+        # Muon rounds to bfloat16, where two almost equal numbers may part
+        assert_close(info.loss, loss, rtol=2e-2, atol=0)
+        losses.append(info.loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+    assert state.opt_state["muon"].applied == 12
+
+
+# ---- one flag ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("forced", [False, True])
+@pytest.mark.parametrize("bad", SHAPES)
+def test_an_inf_in_one_gradient_skips_every_bit_of_every_part(bad, forced):
+    optimizer, scaler = made(ps.with_master_weights(MUON)), ps.DynamicScale().init()
+    params = params_of(torch.bfloat16)
+    params, state = optimizer.step(params, grads_of(params, 0), optimizer.init(params))
+    grads = grads_of(params, 1)
+    grads[bad] = grads[bad] * torch.nan
+    for donate in (False, True):
+        given = clone((params, grads, state))
+        step = functools.partial(ps.unscale_and_step, optimizer, scaler, max_norm=1.0)
+        if forced:
+            with tracing.as_on_an_accelerator():
+                out = step(*given, donate=donate)
+        else:
+            out = step(*given, donate=donate)
+        assert out.found_inf
+        assert same_bits((out.params, out.opt_state), (params, state))
+
+
+# ---- donation ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("forced", [False, True])
+def test_a_donated_step_writes_into_all_that_it_was_given(forced):
+    optimizer = made(MOMENTUM, ADAMW)
+    params, state = params_of(), made(MOMENTUM, ADAMW).init(params_of())
+    places = [t.data_ptr() for t in tensors((params, state)) if t.is_floating_point()]
+    with tracing.as_on_an_accelerator() if forced else contextlib.nullcontext():
+        found = ps.maybe_step(optimizer, params, grads_of(params, 0), state, GO, donate=True)
+    assert [t.data_ptr() for t in tensors(found) if t.is_floating_point()] == places
+
+
+@pytest.mark.parametrize("what", ["params", "state", "grads", "flag"])
+@pytest.mark.parametrize("forced", [False, True])
+def test_memory_that_two_parts_share_is_copied(what, forced):
+    """No part sees it by itself: up and embed are of two parts."""
+    optimizer, scaler = made(MOMENTUM, RMSPROP), ps.NoScale().init()
+    params, grads = params_of(), grads_of(params_of(), 0)
+    state = optimizer.init(params)
+    shared = randn((12,), 5)
+    at = {"params": params, "grads": grads}.get(what)
+    if what == "state":
+        slots = state["matrices"].slots["up"], state["others"].slots["embed"]
+        slots[0]["momentum_buffer"] = shared.view(4, 3)
+        slots[1]["square_avg"] = shared[5:].abs_()
+    elif what == "flag":
+        scaler = ps.StaticScale(1.0).init()._replace(scale=params["scale"].fill_(1.0))
+    else:
+        at["up"], at["embed"] = shared.view(4, 3), shared[5:]
+    expected = ps.unscale_and_step(optimizer, scaler, *clone((params, grads, state)), 1.0)
+    before = shared.clone()
+    with tracing.as_on_an_accelerator() if forced else contextlib.nullcontext():
+        found = ps.unscale_and_step(optimizer, scaler, params, grads, state, 1.0, donate=True)
+    assert_close(found, expected, rtol=1e-6, atol=1e-7)
+    assert what == "flag" or same_bits(shared, before)
+    assert scaler.scale == 1
+
+
+def test_nothing_of_a_step_is_in_memory_that_was_given():
+    optimizer = made(ps.with_master_weights(MUON), ps.with_stochastic_rounding(ADAMW))
+    for dtype in (torch.float32, torch.bfloat16):
+        params = params_of(dtype)
+        state = assert_pure(optimizer.init, params)
+        for flag in (GO, SKIP):
+            step = functools.partial(ps.maybe_step, optimizer)
+            assert_pure(step, params, grads_of(params, 0), state, flag)
+
+
+# ---- compiled, mapped, derived, saved ------------------------------------------------------------
+
+
+def test_a_compiled_step_is_one_graph_and_equal_to_an_eager_one():
+    optimizer = made(MUON, ps.with_master_weights(ADAMW))
+    params = params_of()
+    step = functools.partial(ps.maybe_step, optimizer)
+    calls = []
+    state = optimizer.init(params)
+    for seed, flag in enumerate([GO, SKIP, GO]):
+        calls.append((params, grads_of(params, seed), state, flag))
+        params, state = step(*calls[-1])
+    found = assert_single_graph(step, *calls)
+    assert_close(found[-1], (params, state), rtol=1e-4, atol=1e-5)
+    assert same_bits(found[1], (calls[1][0], calls[1][2]))
+    donated = torch.compile(functools.partial(step, donate=True), fullgraph=True, backend="eager")
+    given, expected = clone(calls[2]), step(*calls[2])
+    assert_close(donated(*given), expected, rtol=1e-4, atol=1e-5)
+    assert_close((given[0], given[2]), expected, rtol=1e-4, atol=1e-5)  # written into
+
+
+def chosen_one(chosen):
+    return lambda name, param: "matrices" if name == chosen else "others"
+
+
+@pytest.mark.slow
+def test_another_label_is_never_served_by_an_old_graph():
+    slow, fast = (ps.from_torch(torch.optim.SGD, lr=lr) for lr in (1.0, 2.0))
+    step = torch.compile(
+        lambda optimizer, p, g, s: optimizer.step(p, g, s), fullgraph=True, backend="eager"
+    )
+    params = {name: torch.zeros(1) for name in "xyz"}
+    ones = {name: torch.ones(1) for name in "xyz"}
+    for chosen in "xyzx":
+        optimizer = made(slow, fast, chosen_one(chosen))
+        found = step(optimizer, params, ones, optimizer.init(params))[0]
+        assert {n: p.item() for n, p in found.items()} == {n: -2.0 + (n == chosen) for n in "xyz"}
+
+
+def test_labels_that_were_remembered_are_those_of_this_partition_and_of_these_names():
+    params, ones = (
+        {n: torch.full((1,), 8.0 * ord(n)) for n in "xy"},
+        {n: torch.ones(1) for n in "xy"},
+    )
+    slow, fast = (ps.from_torch(torch.optim.SGD, lr=lr) for lr in (1.0, 2.0))
+    for chosen in "xyx":
+        optimizer = made(slow, fast, chosen_one(chosen))
+        for names in ("xy", "yx", "xy"):
+            trees = [{name: tree[name] for name in names} for tree in (params, ones)]
+            found = optimizer.step(*trees, optimizer.init(trees[0]))[0]
+            assert found == {name: params[name] - 2 + (name == chosen) for name in names}
+
+
+@pytest.mark.parametrize("others", [ADAMW, ps.with_master_weights(ADAMW)])
+def test_mapped_equals_a_loop(others):
+    optimizer = made(MOMENTUM, others)
+    members = []
+    for seed in range(3):
+        params = params_of(seed=seed)
+        members.append((params, grads_of(params, seed), optimizer.init(params)))
+    flags = torch.tensor([False, True, False])
+    stacked = torch.vmap(functools.partial(ps.maybe_step, optimizer))(*stack(members), flags)
+    for index, (params, grads, state) in enumerate(members):
+        one = ps.maybe_step(optimizer, params, grads, state, flags[index])
+        assert_close(unstack(stacked, index), one, rtol=1e-5, atol=1e-6)
+        if flags[index]:
+            assert same_bits(unstack(stacked, index), (params, state))
+
+
+def test_a_derivative_goes_through_every_part_or_is_refused():
+    both = [ps.from_torch(torch.optim.SGD, lr=lr, differentiable=True) for lr in (0.5, 0.25)]
+    params = {n: p.requires_grad_() for n, p in params_of().items()}
+    grads = {n: p * 2 for n, p in params.items()}
+    optimizer = made(*both)
+    new, _ = ps.maybe_step(optimizer, params, grads, optimizer.init(params), GO)
+    sum(p.sum() for p in new.values()).backward()
+    assert (params["up"].grad == 1 - 0.5 * 2).all()
+    assert (params["norm"].grad == 1 - 0.25 * 2).all()
+    mixed = made(both[0], ADAMW)
+    with pytest.raises(ValueError, match=r"grads\['embed'\] is a result of torch\.autograd"):
+        mixed.step(params, {n: p * 2 for n, p in params.items()}, mixed.init(params))
+
+
+def test_a_state_is_saved_and_loaded_and_that_of_other_parts_is_refused(tmp_path):
+    optimizer, rule = made(), ps.DynamicScale()
+    params = params_of()
+    state = ps.init_train_state(params, {}, optimizer, rule)
+
+    def loss_fn(params, buffers, x):
+        return sum((p * x).square().sum() for p in params.values()), buffers
+
+    step = functools.partial(ps.train_step, loss_fn=loss_fn, optimizer=optimizer, rule=rule)
+    later, _ = step(state, [torch.ones(())])
+    ps.save(tmp_path / "state.pt", later)
+    loaded = ps.load(tmp_path / "state.pt", like=state)
+    assert same_bits(loaded, later)
+    assert same_bits(step(loaded, [torch.ones(())]), step(later, [torch.ones(())], donate=True))
+    renamed = ps.partition(
+        {"muon": MUON, "adamw": ADAMW}, lambda n, p: "muon" if p.ndim == 2 else "adamw"
+    )
+    with pytest.raises(ValueError, match=r"missing: .*'muon'.*not in like: .*'matrices'"):
+        ps.load(tmp_path / "state.pt", like=ps.init_train_state(params, {}, renamed, rule))
+    moved = made(label=lambda n, p: "others" if n == "down" else by_shape(n, p))
+    with pytest.raises(ValueError, match=r"opt_state.*down"):
+        ps.load(tmp_path / "state.pt", like=ps.init_train_state(params, {}, moved, rule))
+    for other in (renamed, ADAMW):
+        wrong = state._replace(opt_state=other.init(params))
+        with Untouched(wrong), pytest.raises(ValueError, match=r"the parts .*this optimizer has"):
+            step(wrong, [torch.ones(())])
+    with pytest.raises(ValueError, match="opt_state knows the parameters up, params has up, down"):
+        step(state._replace(opt_state=moved.init(params)), [torch.ones(())])
+
+
+def test_ranks_are_told_of_another_label_and_of_another_part():
+    texts = {
+        describe_setting(each)
+        for each in (
+            made(),
+            made(MOMENTUM),
+            made(label=lambda n, p: "others"),
+            ps.partition({"others": ADAMW, "more": MUON}, by_shape),
+        )
+    }
+    assert len(texts) == 4
+    assert describe_setting(made()) == describe_setting(made())
+
+
+# ---- with others ---------------------------------------------------------------------------------
+
+AROUND = {
+    "masters": ps.with_master_weights,
+    "rounding": ps.with_stochastic_rounding,
+    "moments": lambda optimizer: ps.with_state_dtype(optimizer, {"exp_avg": torch.bfloat16}),
+    "masters and moments": lambda optimizer: ps.with_state_dtype(
+        ps.with_master_weights(optimizer), {"exp_avg": torch.bfloat16}
+    ),
+}
+
+
+@pytest.mark.parametrize("forced", [False, True])
+@pytest.mark.parametrize("around", ["masters", "masters and moments"])
+def test_a_wrapper_around_has_the_bits_of_wrappers_within(around, forced):
+    """Rounding has other dice there: they are of the number of a leaf."""
+    wrap = AROUND[around]
+    plain = AROUND["masters"] if around == "masters and moments" else wrap
+    outer, inner = wrap(made(MOMENTUM, ADAMW)), made(plain(MOMENTUM), wrap(ADAMW))
+    params = params_of(torch.bfloat16)
+    one, two = (params, outer.init(params)), (params, inner.init(params))
+    for seed, flag in enumerate([GO, SKIP, GO]):
+        for donate in (False, True):
+            grads = grads_of(params, seed)
+            with tracing.as_on_an_accelerator() if forced else contextlib.nullcontext():
+                one = ps.maybe_step(outer, one[0], grads, one[1], flag, donate=donate)
+                two = ps.maybe_step(inner, two[0], grads, two[1], flag, donate=donate)
+            if forced:  # the unfused formulas run over other lists
+                assert_close(one[0], two[0], rtol=2e-2, atol=1e-3)
+            else:
+                assert same_bits(one[0], two[0])
+                masters = ps.master_weights(*one)
+                of = parts_of(two[0], by_shape, params)
+                for key, part in of.items():
+                    assert same_bits(
+                        {name: masters[name] for name in part}, ps.master_weights(part, two[1][key])
+                    )
+
+
+def test_narrow_moments_go_around_parts_without_wrappers_only():
+    narrow = AROUND["moments"]
+    state = narrow(made(MOMENTUM, ADAMW)).init(params_of())
+    assert state["others"].slots["norm"]["exp_avg"].dtype is torch.bfloat16
+    with pytest.raises(ValueError, match=r"of which 'others' is MasterOptimizer.*Fix: partition\("):
+        narrow(made(MOMENTUM, ps.with_master_weights(ADAMW)))
+
+
+def test_a_part_may_be_stepped_by_an_optimizer_that_offers_step_alone():
+    tx = (lambda params: torch.zeros(()), lambda grads, state, params: (
+        {n: None if g is None else -0.5 * g for n, g in grads.items()}, state + 1
+    ))  # fmt: skip
+    optimizer = made(MOMENTUM, ps.from_transformation(tx))
+    params = params_of()
+    grads = grads_of(params, 0)
+    state = optimizer.init(params)
+    for flag in (GO, SKIP):
+        for donate in (False, True):
+            given = clone((params, grads, state))
+            found = ps.maybe_step(optimizer, *given, flag, donate=donate)
+            assert found[1]["others"] == 1 - flag.int()
+            assert same_bits(found[0]["norm"], params["norm"] - 0.5 * grads["norm"] * ~flag)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("around", [None, *AROUND])
+def test_the_battery_for_optimizers_passes(around):
+    optimizer = made(MOMENTUM if around else MUON, ADAMW)
+    assert_optimizer(AROUND[around](optimizer) if around else optimizer)
+
+
+@pytest.mark.slow
+def test_the_battery_passes_with_wrappers_within_and_for_a_partition_of_a_partition():
+    within = made(ps.with_master_weights(MOMENTUM), ps.with_stochastic_rounding(ADAMW))
+    assert_optimizer(within)
+    assert_optimizer(ps.partition({"a": within, "b": RMSPROP}, lambda n, p: "a" if p.ndim else "b"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_masters_of_parts_are_those_of_each(dtype):
+    narrow = {"momentum_buffer": torch.bfloat16}
+    wrapped = ps.with_state_dtype(ps.with_master_weights(MOMENTUM), narrow)
+    optimizer, params = made(wrapped, ADAMW), params_of(dtype)
+    params, state = optimizer.step(params, grads_of(params, 0), optimizer.init(params))
+    masters = assert_pure(ps.master_weights, params, state)
+    of = parts_of(params, by_shape, params)
+    expected = {**ps.master_weights(of["matrices"], state["matrices"]), **of["others"]}
+    assert list(masters) == list(params)
+    assert same_bits(masters, {name: expected[name] for name in params})
+    if dtype is not torch.float32:
+        with pytest.raises(TypeError, match="up is None, and what the state keeps of its master"):
+            ps.master_weights({n: p for n, p in params.items() if n != "up"}, state)
+    with pytest.raises(TypeError, match="opt_state is dict, expected MasterState"):
+        ps.master_weights(params, made().init(params))
+
+
+# ---- refused -------------------------------------------------------------------------------------
+
+
+def test_a_label_that_names_no_optimizer_is_refused_with_the_name():
+    optimizer = made(label=lambda name, param: "adamw" if name == "norm" else by_shape(name, param))
+    words = r"label gives 'adamw' for norm, torch.float32 \(3,\); the optimizers are \['matrices'"
+    with pytest.raises(ValueError, match=words):
+        optimizer.init(params_of())
+    with pytest.raises(ValueError, match=r"label gives \['others'\] for embed"):
+        made(label=lambda name, param: ["others"]).init(params_of())
+    with pytest.raises(ValueError, match=words):
+        optimizer.step(params_of(), params_of(), made().init(params_of()))
+
+
+def test_an_optimizer_without_a_parameter_is_refused_with_the_names():
+    words = "no parameter has the label 'matrices'.* embed, up, norm, down, scale"
+    with pytest.raises(ValueError, match=words):
+        made(label=lambda name, param: "others").init(params_of())
+    with pytest.raises(ValueError, match="no parameter has the label"):
+        made().init({})
+
+
+def test_two_parameters_of_one_dotted_name_are_refused():
+    tree = {"a.b": torch.ones(2), "a": {"b": torch.ones(2, 2)}}
+    with pytest.raises(ValueError, match="two leaves have the same dotted name"):
+        made().init(tree)
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "words"),
+    [
+        ({}, "expected a dict of one or more"),
+        ([ADAMW], "expected a dict of one or more"),
+        ({"a": torch.optim.AdamW}, r"optimizers\['a'\] is .*AdamW.*Fix"),
+        ({1: ADAMW}, r"optimizers\[1\] is .*under a string"),
+    ],
+)
+def test_what_is_no_dict_of_optimizers_is_refused(optimizers, words):
+    with pytest.raises(TypeError, match=words):
+        ps.partition(optimizers, by_shape)
+
+
+def test_a_label_that_is_no_function_is_refused():
+    with pytest.raises(TypeError, match=r"label is \{'up'.*Fix: lambda name, param"):
+        ps.partition({"a": ADAMW}, {"up": "a"})
+
+
+def test_what_does_not_fit_is_refused_before_any_part_moves():
+    optimizer = made(MOMENTUM, ADAMW)
+    params = params_of()
+    state = optimizer.init(params)
+    broken = {
+        **state,
+        "others": ADAMW.init({**parts_of(params, by_shape, params)["others"], "x": params["up"]}),
+    }
+    given = params, grads_of(params, 0), broken
+    with Untouched(given), pytest.raises(ValueError, match="opt_state knows the parameters"):
+        ps.maybe_step(optimizer, *given, GO, donate=True)
+
+
+# ---- shards --------------------------------------------------------------------------------------
+
+
+def _each_part_takes_its_own_shards(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    whole = {
+        "rows": randn((5, 3), 0),
+        "columns": randn((3, 7), 1),
+        "muon": randn((4, 4), 2),
+        "plain": randn((3,), 3),
+    }
+    on = {"rows": Shard(0), "columns": Shard(1), "muon": Replicate()}
+
+    def spread(tree):
+        return {
+            n: distribute_tensor(x, mesh, [on[n]], src_data_rank=None) if n in on else x
+            for n, x in tree.items()
+        }
+
+    def full(tree):
+        return tree_map(lambda x: x.full_tensor() if isinstance(x, DTensor) else x, tree)
+
+    def label(name, param):
+        assert param.shape == whole[name].shape  # never that of a shard
+        return "matrices" if name == "muon" else "others"
+
+    plain, half = made(label=label), {n: x.bfloat16() for n, x in whole.items()}
+    for optimizer, begun in (
+        (plain, whole),
+        (ps.with_master_weights(plain), half),
+        (made(MUON, ps.with_master_weights(ADAMW), label), half),
+    ):
+        scaler, weights = ps.DynamicScale(init_scale=4.0).init(), lambda params, _: params
+        weights = weights if begun is whole else ps.master_weights
+        params = spread(begun)
+        one, many = (begun, optimizer.init(begun)), (params, optimizer.init(params))
+        for index, donate in enumerate((False, True, True)):
+            grads = {n: g / (index != 1) for n, g in grads_of(whole, index).items()}
+            one = ps.unscale_and_step(optimizer, scaler, one[0], grads, one[1])
+            many = ps.unscale_and_step(
+                optimizer, scaler, many[0], spread(grads), many[1], donate=donate
+            )
+            assert many.found_inf == (index == 1)
+            # a vector ends elsewhere in a shard
+            found = full(weights(*many[:2]))
+            assert_close(found, weights(*one[:2]), rtol=1e-6, atol=1e-8)
+    given = spread(whole)
+    wrong = made(label=lambda name, param: "matrices" if param.ndim == 2 else "others")
+    with pytest.raises(ValueError, match=r"'rows'.*Shard.*Muon.* needs the whole"):
+        ps.maybe_step(wrong, given, given, wrong.init(given), GO)
+    assert dist.get_rank() == rank
+
+
+def _ranks_agree_on_every_part(rank):
+    rates = ps.from_torch(torch.optim.SGD, lr=0.1, in_state=("lr",))
+    params, rule = params_of(), ps.NoScale()
+
+    def loss_fn(params, buffers, x):
+        return sum((p * x).square().sum() for p in params.values()), buffers
+
+    def step(state, optimizer):
+        settings = {"loss_fn": loss_fn, "optimizer": optimizer, "rule": rule}
+        return ps.train_step(state, [torch.tensor(1.0 + rank)], group=dist.group.WORLD, **settings)
+
+    optimizer = made(MOMENTUM, rates)
+    state = ps.init_train_state(params, {}, optimizer, rule)
+    together, _ = step(state, optimizer)
+    slope = {n: 2 * p * (1 + 4) / 2 for n, p in params.items()}
+    assert_close(together.params, optimizer.step(params, slope, state.opt_state)[0])
+    with pytest.raises(ValueError, match=r"opt_state\['others'\]\.lr = .*0\.5.*1\.5"):
+        step(ps.replace_settings(state, lr=0.5 + rank), optimizer)
+    other = made(MOMENTUM, rates, lambda name, p: by_shape(name, p) if rank else "others")
+    with pytest.raises(ValueError, match=r"the ranks do not hold the same: .*<lambda>#"):
+        step(state, other)
+    other = made(MOMENTUM, ps.from_torch(torch.optim.SGD, lr=0.1 + rank))
+    with pytest.raises(ValueError, match="optimizer=PartitionOptimizer"):
+        step(ps.init_train_state(params, {}, other, rule), other)
+
+
+@pytest.mark.slow
+def test_ranks_agree_on_every_part():
+    in_processes(_ranks_agree_on_every_part)
+
+
+@pytest.mark.slow
+def test_each_part_takes_its_own_shards():
+    in_processes(_each_part_takes_its_own_shards)

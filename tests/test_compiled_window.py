@@ -405,6 +405,7 @@ def counting():
 
 
 @repeats
+@pytest.mark.filterwarnings("ignore:Pickle, copy, and deepcopy support")  # of itertools, by torch
 @pytest.mark.parametrize(
     "effect",
     [appended, stored, counted, kept, by_default, counting(), lambda: next(NUMBERS)],

@@ -2,18 +2,22 @@
 where there is none.
 """
 
+import contextlib
 import functools
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import assert_close, clone, small_net, tensors
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 
 import purescale as ps
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
+DEVICE = "cuda"
 OPTIMIZERS = {
     name: ps.from_torch(getattr(torch.optim, name), lr=1e-2)
     for name in ("AdamW", "SGD", "Adagrad", "RMSprop")
@@ -25,6 +29,15 @@ def syncs_are_errors():
     torch.cuda.set_sync_debug_mode("error")
     yield
     torch.cuda.set_sync_debug_mode("default")
+
+
+@contextlib.contextmanager
+def syncs_allowed():
+    """For what a test does besides the step."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("default")
+    yield
+    torch.cuda.set_sync_debug_mode(before)
 
 
 def job(policy, optimizer=OPTIMIZERS["AdamW"], **settings):
@@ -158,3 +171,139 @@ def test_a_compiled_donated_step_is_a_cuda_graph_overflow_included():
         flags.append(info.found_inf.item())
     assert flags == eager
     assert_close(state.params, expected.params, rtol=1e-2, atol=1e-3)
+
+
+# ---- wrappers, partitions, guards, checkpoints, the loop by hand: beside the CPU -----------------
+
+MUON = ps.from_torch(torch.optim.Muon, lr=0.02)
+ADAMW = OPTIMIZERS["AdamW"]
+AROUND = {
+    "masters": (ps.with_master_weights(ADAMW), torch.bfloat16),
+    "rounding": (ps.with_stochastic_rounding(ADAMW), torch.bfloat16),
+    "partition": (
+        ps.partition({"sgd": OPTIMIZERS["SGD"], "adamw": ADAMW}, lambda name, p: name),
+        torch.float32,
+    ),
+}
+AROUND["masters of a partition"] = (ps.with_master_weights(AROUND["partition"][0]), torch.bfloat16)
+
+
+def to(device, tree):
+    return torch.utils._pytree.tree_map(
+        lambda leaf: leaf.to(device, copy=True) if isinstance(leaf, torch.Tensor) else leaf, tree
+    )
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("name", AROUND)
+def test_what_stands_around_an_optimizer_agrees_with_the_cpu(name, donate, syncs_are_errors):
+    optimizer, dtype = AROUND[name]
+    scaler = ps.DynamicScale(2.0**10)
+    params = {"sgd": torch.randn(300, 20).to(dtype), "adamw": torch.randn(20).to(dtype)}
+    grads = {name: 2.0**10 * torch.randn_like(p) for name, p in params.items()}
+    given = scaler.init(), params, grads, optimizer.init(params)
+    with syncs_allowed():
+        there = to(DEVICE, given)
+    stepped = ps.unscale_and_step(optimizer, *there, 1.0, donate=donate)
+    with syncs_allowed():
+        here, stepped = ps.unscale_and_step(optimizer, *given, 1.0), to("cpu", tuple(stepped))
+        # Roundings to bfloat16 are drawn, or fall to the other side: one unit in the last place.
+        assert_close(tensors(stepped), tensors(tuple(here)), rtol=2.0**-7, atol=1e-6)
+        if "masters" in name:
+            masters = [ps.master_weights(*step[:2]) for step in (stepped, here)]
+            assert_close(*map(tensors, masters), rtol=1e-5, atol=1e-6)
+
+
+def test_muon_in_a_partition_moves_matrices_on_a_gpu_without_a_sync(syncs_are_errors):
+    optimizer = ps.partition(
+        {"muon": MUON, "adamw": ADAMW}, lambda name, p: "muon" if p.ndim == 2 else "adamw"
+    )
+    with syncs_allowed():
+        params = {"w": torch.randn(30, 20, device=DEVICE), "b": torch.randn(20, device=DEVICE)}
+        opt_state = optimizer.init(params)
+        found_inf = torch.tensor(False, device=DEVICE)
+    new, _ = ps.maybe_step(optimizer, params, params, opt_state, found_inf)
+    with syncs_allowed():
+        assert all(not torch.equal(new[name], params[name]) for name in params)
+
+
+def test_a_guard_rejects_the_step_that_it_rejects_on_the_cpu(syncs_are_errors):
+    guard = ps.SpikeGuard(warmup=3)
+
+    def loss_fn(params, buffers, scale):
+        return (params["w"] * scale).square().mean(), buffers
+
+    rejected = []
+    for device in ("cpu", DEVICE):
+        with syncs_allowed():
+            params = {"w": torch.linspace(1, 2, 33, device=device)}
+            rule = ps.DynamicScale(2.0**10)
+            parts = {"loss_fn": loss_fn, "optimizer": OPTIMIZERS["SGD"], "rule": rule}
+            state = ps.init_train_state(params, {}, parts["optimizer"], rule, guard=guard)
+            scales = [torch.tensor(s, device=device) for s in (1.0, 1.0, 1.1, 1.0, 1e4, 1.0)]
+        verdicts = []
+        for scale in scales:
+            state, info = ps.train_step(state, [scale], **parts, guard=guard)
+            verdicts.append(info.rejected)
+        with syncs_allowed():
+            rejected.append([bool(verdict) for verdict in verdicts])
+    assert rejected[0] == rejected[1] == [False, False, False, False, True, False]
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, checkpoints):
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Dropout(0.3)) for _ in range(3)
+        )
+        self.checkpoints = checkpoints
+
+    def forward(self, x):
+        for part in self.parts:
+            x = checkpoint(part, x, use_reentrant=False) if self.checkpoints else part(x)
+        return x
+
+
+@pytest.mark.parametrize("policy", ["compute=float32", "compute=float16,output=float32"])
+def test_a_model_that_checkpoints_itself_has_the_gradients_of_one_that_does_not(policy):
+    found = []
+    for checkpoints in (False, True):
+        apply, params, buffers = ps.make_functional(Checkpointed(checkpoints).to(DEVICE))
+        apply = ps.with_policy(apply, f"params=float32,{policy}")
+
+        def loss_fn(params, buffers, x, apply=apply):
+            out, buffers = apply(params, buffers, x)
+            return out.float().square().mean(), buffers
+
+        torch.manual_seed(1)
+        x = torch.randn(33, 6, device=DEVICE)
+        found.append(ps.value_and_grad(loss_fn)(params, buffers, x))
+    assert_close(*found, rtol=1e-6, atol=1e-7)
+
+
+def test_a_loop_by_hand_agrees_with_the_cpu_and_does_not_sync(syncs_are_errors):
+    apply, params, buffers = ps.make_functional(nn.Linear(6, 3))
+    rule = ps.DynamicScale(2.0**10)
+
+    def loss_fn(params, buffers, batch):
+        out, buffers = apply(params, buffers, batch[0])
+        return F.cross_entropy(out, batch[1]), buffers
+
+    gradients, ends = ps.value_and_grad(loss_fn), []
+    with syncs_allowed():
+        batches = [(torch.randn(8, 6), torch.randint(3, (8,))) for _ in range(3)]
+        states = [
+            to(device, (params, buffers, ADAMW.init(params), rule.init(), batches))
+            for device in ("cpu", DEVICE)
+        ]
+    for weights, state, opt_state, scaler, data in states:
+        for batch in data:
+            (_, state), grads = gradients(weights, state, batch, scaler=scaler)
+            grads, found_inf = ps.unscale_and_check(scaler, grads)
+            grads, _ = ps.clip_by_global_norm(grads, 1.0)
+            weights, opt_state = ps.maybe_step(ADAMW, weights, grads, opt_state, found_inf)
+            scaler = rule.update(scaler, found_inf)
+        ends.append(weights)
+    with syncs_allowed():
+        assert_close(to("cpu", ends[1]), ends[0], rtol=1e-4, atol=1e-5)

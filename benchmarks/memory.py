@@ -15,8 +15,9 @@ import models
 import torch
 from harness import SIZES, Rows, options, record
 from post_backward import GradScaler, Purescale
-from torch import nn
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 from train_step import Task, grad_scaler, purescale
 
 
@@ -112,6 +113,41 @@ def whole_step(task: Task, given: argparse.Namespace, max_norm: float | None) ->
     }
 
 
+class Recomputed(nn.Module):
+    """A layer that keeps its input alone and is computed again in the backward."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.layer, x, use_reentrant=False)
+        return out
+
+
+def deep(checkpoints: bool) -> nn.Module:
+    layers = models.transformer(dim=64, depth=24)
+    return nn.Sequential(
+        *(
+            Recomputed(layer) if checkpoints and isinstance(layer, models.Layer) else layer
+            for layer in layers
+        )
+    )
+
+
+def checkpointing(given: argparse.Namespace) -> Rows:
+    plain, own = (
+        Task("", lambda checkpoints=checkpoints: deep(checkpoints), (8, 256, 32))
+        for checkpoints in (False, True)
+    )
+    return {
+        "GradScaler + fused AdamW": lambda: Cleared(plain, given, None),
+        "GradScaler + fused AdamW, own checkpointing": lambda: Cleared(own, given, None),
+        "purescale": lambda: purescale(plain, given, donate=True),
+        "purescale, own checkpointing": lambda: purescale(own, given, donate=True),
+    }
+
+
 def main() -> None:
     given = options(__doc__)
     size, shapes = next(iter(SIZES.items()))
@@ -126,6 +162,9 @@ def main() -> None:
         rows = after_backward(shapes, given.device, clip=max_norm is not None)
         table(f"After backward, {size} tensors, {how}", rows, 16, counts[0], given)
         table(f"{step}, {how}", whole_step(task, given, max_norm), 12, counts[1], given)
+    deep_title = f"A step of 24 layers that checkpoint themselves, {given.dtype}, donated"
+    count = sum(p.numel() for p in deep(False).parameters())
+    table(deep_title, checkpointing(given), 12, count, given)
 
 
 if __name__ == "__main__":

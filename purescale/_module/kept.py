@@ -75,7 +75,8 @@ def _weak(module: nn.Module) -> Any:
 
 def explain(error: RuntimeError) -> None:
     """Add to torch's refusal what in a model it is about."""
-    if "saved tensor hooks" in str(error):
+    # torch 2.11 names a part of its checkpoints under torch.vmap.
+    if "saved tensor hooks" in str(error) or "_NoopSaveInputs" in str(error):
         error.add_note(
             "The model checkpoints a part of itself (torch.utils.checkpoint), which torch.func "
             "does not follow. Fix: turn that off before make_functional, as by transformers' "

@@ -1,0 +1,318 @@
+"""Models of transformers and x-transformers in their smallest configurations, with random weights."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+VOCABULARY, BATCH, LENGTH, WIDTH, CLASSES, SIDE = 61, 2, 8, 16, 3, 32
+
+
+def random_numbers() -> torch.Generator:
+    return torch.Generator().manual_seed(1)
+
+
+def tokens() -> Tensor:
+    return torch.randint(5, VOCABULARY, (BATCH, LENGTH), generator=random_numbers())
+
+
+def text() -> dict[str, Tensor]:
+    """Tokens that are their own labels, with padding at the end of the second row."""
+    mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
+    mask[1, -2:] = 0
+    return {"input_ids": tokens(), "attention_mask": mask, "labels": tokens()}
+
+
+def plain_text() -> dict[str, Tensor]:
+    return {"input_ids": tokens(), "labels": tokens()}
+
+
+def images(side: int = SIDE) -> dict[str, Tensor]:
+    pixels = torch.randn(BATCH, 3, side, side, generator=random_numbers())
+    return {"pixel_values": pixels, "labels": torch.arange(BATCH)}
+
+
+def unlabelled_images() -> dict[str, Tensor]:
+    return {"pixel_values": images()["pixel_values"]}
+
+
+def segmented() -> dict[str, Tensor]:
+    """Images with a class for each pixel."""
+    return images() | {"labels": (images()["pixel_values"][:, 0] > 0).long()}
+
+
+def masked_images() -> dict[str, Tensor]:
+    """Images with a mask over the 64 patches, every other one of them hidden."""
+    hidden = (torch.arange(64) % 2 == 0).expand(BATCH, -1)
+    return unlabelled_images() | {"bool_masked_pos": hidden}
+
+
+def sound() -> dict[str, Tensor]:
+    return {"input_values": torch.randn(BATCH, 400, generator=random_numbers())}
+
+
+def labelled_sound() -> dict[str, Tensor]:
+    return sound() | {"labels": torch.arange(BATCH)}
+
+
+def spectrogram() -> dict[str, Tensor]:
+    values = torch.randn(BATCH, 16, 8, generator=random_numbers())
+    return {"input_values": values, "labels": torch.arange(BATCH)}
+
+
+def speech() -> dict[str, Tensor]:
+    features = torch.randn(BATCH, 8, 16, generator=random_numbers())
+    return {"input_features": features, "labels": tokens()}
+
+
+def frames() -> dict[str, Tensor]:
+    features = torch.randn(BATCH, 32, 8, generator=random_numbers())
+    return {"input_features": features, "labels": tokens()}
+
+
+def captioned_images() -> dict[str, Any]:
+    return {"input_ids": tokens(), **unlabelled_images(), "return_loss": True}
+
+
+def questions() -> dict[str, Tensor]:
+    return {"input_ids": tokens(), **images()}
+
+
+class Architecture(NamedTuple):
+    """A class of transformers: `{name}{head}` made from `{name}Config(**settings)`."""
+
+    name: str
+    head: str
+    settings: dict[str, Any]
+    inputs: Callable[[], dict[str, Any]]
+
+    def make(self) -> nn.Module:
+        transformers.set_seed(0)
+        if self.name == "x-transformers":
+            return x_transformer()
+        config = getattr(transformers, f"{self.name}Config")(**self.settings)
+        return getattr(transformers, f"{self.name}{self.head}")(config).train()
+
+
+def x_transformer() -> nn.Module:
+    import x_transformers as x
+
+    layers = x.Decoder(
+        dim=WIDTH, depth=2, heads=2, attn_dim_head=8, attn_dropout=0.1, ff_dropout=0.1
+    )
+    return x.AutoregressiveWrapper(
+        x.TransformerWrapper(num_tokens=VOCABULARY, max_seq_len=16, attn_layers=layers)
+    ).train()
+
+
+IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+WORDS = {"vocab_size": VOCABULARY, "max_position_embeddings": 32, **IDS}
+LAYERS = {
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+}
+BERT = WORDS | LAYERS
+LLAMA = BERT | {"num_key_value_heads": 1}
+HEADS = LLAMA | {"head_dim": 8}
+GPT = {"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": 2, "n_head": 2, **IDS}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+STACKS = {
+    "d_model": WIDTH,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 24,
+    "decoder_ffn_dim": 24,
+    "decoder_start_token_id": 2,
+}
+T5 = {
+    "vocab_size": VOCABULARY,
+    "d_model": WIDTH,
+    "d_kv": 8,
+    "d_ff": 24,
+    "num_layers": 2,
+    "num_heads": 2,
+    "decoder_start_token_id": 0,
+    **IDS,
+}
+CLASSIFIER = {"num_labels": CLASSES}
+VIT = LAYERS | CLASSIFIER | {"image_size": SIDE, "patch_size": 8}
+SWIN = CLASSIFIER | {
+    "image_size": SIDE,
+    "patch_size": 4,
+    "embed_dim": 8,
+    "depths": [1, 1],
+    "num_heads": [2, 2],
+    "window_size": 4,
+}
+CONVNEXT = CLASSIFIER | {
+    "hidden_sizes": [8, 16],
+    "depths": [1, 1],
+    "num_stages": 2,
+    "drop_path_rate": 0.1,
+}
+RESNET = CLASSIFIER | {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]}
+PYRAMID = {
+    "depths": [1, 1],
+    "sr_ratios": [2, 1],
+    "num_encoder_blocks": 2,
+    "num_attention_heads": [1, 2],
+}
+WAVES = LAYERS | {
+    "vocab_size": VOCABULARY,
+    "conv_dim": [8, 8],
+    "conv_kernel": [8, 4],
+    "conv_stride": [4, 4],
+    "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2,
+    "mask_time_length": 2,
+    "classifier_proj_size": 8,
+    "num_labels": CLASSES,
+}
+TOWERS = {
+    "text_config": BERT,
+    "vision_config": LAYERS | {"image_size": SIDE, "patch_size": 8},
+    "projection_dim": 8,
+}
+
+
+def decoder(name: str, settings: dict[str, Any], head: str = "ForCausalLM") -> Architecture:
+    return Architecture(name, head, settings, text)
+
+
+def encoder(name: str, settings: dict[str, Any], head: str = "ForMaskedLM") -> Architecture:
+    return Architecture(name, head, settings, text)
+
+
+def translator(name: str, settings: dict[str, Any]) -> Architecture:
+    return Architecture(name, "ForConditionalGeneration", settings, text)
+
+
+def classifier(name: str, settings: dict[str, Any]) -> Architecture:
+    return Architecture(name, "ForImageClassification", settings, images)
+
+
+DECODERS = [
+    decoder("GPT2", GPT | {"n_positions": 32}, "LMHeadModel"),
+    decoder("GPTJ", GPT | {"n_positions": 32, "rotary_dim": 4}),
+    decoder("GPTNeo", WORDS | {"hidden_size": WIDTH, "num_layers": 2, "num_heads": 2, "intermediate_size": 24, "attention_types": [[["global", "local"], 1]], "window_size": 4}),
+    decoder("GPTNeoX", BERT),
+    decoder("GPTBigCode", GPT | {"n_positions": 32}),
+    decoder("CodeGen", GPT | {"n_positions": 32, "rotary_dim": 4, "n_head": 4}),
+    decoder("OPT", WORDS | {"hidden_size": WIDTH, "word_embed_proj_dim": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 24}),
+    decoder("Bloom", {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "n_layer": 2, "n_head": 2, **IDS}),
+    decoder("Mpt", {"vocab_size": VOCABULARY, "d_model": WIDTH, "n_layers": 2, "n_heads": 2, "max_seq_len": 32, **IDS}),
+    decoder("Falcon", BERT),
+    decoder("XGLM", {"vocab_size": VOCABULARY, "d_model": WIDTH, "ffn_dim": 24, "num_layers": 2, "attention_heads": 2, "max_position_embeddings": 32, **IDS}),
+    decoder("BioGpt", BERT),
+    decoder("Llama", LLAMA),
+    decoder("Mistral", LLAMA | {"sliding_window": 4}),
+    decoder("Mixtral", LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}),
+    decoder("Qwen2", LLAMA),
+    decoder("Qwen2Moe", LLAMA | EXPERTS | {"shared_expert_intermediate_size": 24}),
+    decoder("Qwen3", HEADS),
+    decoder("Qwen3Moe", HEADS | EXPERTS),
+    decoder("Gemma", HEADS),
+    decoder("Gemma2", HEADS | {"sliding_window": 4}),
+    decoder("Gemma3", HEADS | {"sliding_window": 4}),
+    decoder("Phi", LLAMA | {"partial_rotary_factor": 0.5}),
+    decoder("Phi3", LLAMA),
+    decoder("StableLm", LLAMA | {"partial_rotary_factor": 0.5}),
+    decoder("Olmo", LLAMA),
+    decoder("Olmo2", LLAMA),
+    decoder("Granite", LLAMA),
+    decoder("Cohere", LLAMA),
+    decoder("Starcoder2", LLAMA),
+    decoder("Glm", HEADS),
+    decoder("Nemotron", HEADS),
+    decoder("SmolLM3", LLAMA),
+    decoder("DeepseekV3", HEADS | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "num_key_value_heads": 2}),
+    Architecture("Mamba", "ForCausalLM", {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "state_size": 4, "num_hidden_layers": 2, **IDS}, plain_text),
+    Architecture("Mamba2", "ForCausalLM", {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "state_size": 4, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 8, "n_groups": 1, "chunk_size": 4, **IDS}, plain_text),
+    Architecture("CTRL", "LMHeadModel", GPT | {"n_positions": 32, "dff": 24}, text),
+    Architecture("x-transformers", "", {}, plain_text),
+]
+ENCODERS = [
+    encoder("Bert", BERT),
+    encoder("Roberta", BERT),
+    encoder("DistilBert", {"vocab_size": VOCABULARY, "dim": WIDTH, "n_layers": 2, "n_heads": 2, "hidden_dim": 24, "max_position_embeddings": 32}),
+    encoder("Albert", BERT | {"embedding_size": 8}),
+    encoder("Electra", BERT | {"embedding_size": 8}),
+    encoder("Deberta", BERT | {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}),
+    encoder("DebertaV2", BERT | {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}),
+    encoder("MPNet", BERT),
+    encoder("ModernBert", BERT | {"local_attention": 4, "sep_token_id": 2, "cls_token_id": 1}),
+    encoder("Longformer", BERT | {"attention_window": 4}),
+    encoder("BigBird", BERT | {"attention_type": "original_full"}),
+    Architecture("FNet", "ForMaskedLM", BERT, plain_text),
+    encoder("ConvBert", BERT | {"embedding_size": 8, "num_groups": 1}),
+    encoder("Funnel", {"vocab_size": VOCABULARY, "block_sizes": [1, 1], "num_decoder_layers": 1, "d_model": WIDTH, "n_head": 2, "d_head": 8, "d_inner": 24}),
+    encoder("RoFormer", BERT | {"embedding_size": 8}),
+    encoder("MobileBert", BERT | {"embedding_size": 8, "intra_bottleneck_size": 8, "num_feedforward_networks": 2}),
+    encoder("SqueezeBert", BERT | {"embedding_size": 16, "q_groups": 2, "k_groups": 2, "v_groups": 2, "intermediate_groups": 2, "output_groups": 2}),
+    encoder("Nystromformer", BERT | {"num_landmarks": 4, "segment_means_seq_len": 8}),
+]
+TRANSLATORS = [
+    translator("T5", T5),
+    translator("MT5", T5),
+    translator("UMT5", T5),
+    translator("LongT5", T5 | {"local_radius": 3}),
+    translator("SwitchTransformers", T5 | {"num_experts": 4, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}),
+    translator("Bart", WORDS | STACKS),
+    translator("MBart", WORDS | STACKS),
+    translator("Pegasus", WORDS | STACKS),
+    Architecture("Marian", "MTModel", WORDS | STACKS, text),
+    translator("Blenderbot", WORDS | STACKS),
+    translator("M2M100", WORDS | STACKS),
+    translator("LED", STACKS | {"vocab_size": VOCABULARY, "max_encoder_position_embeddings": 32, "max_decoder_position_embeddings": 32, "attention_window": 4, **IDS}),
+]
+VISION = [
+    classifier("ViT", VIT),
+    classifier("DeiT", VIT),
+    classifier("Beit", VIT | {"use_relative_position_bias": True}),
+    classifier("Swin", SWIN),
+    classifier("Swinv2", SWIN),
+    classifier("ConvNext", CONVNEXT),
+    classifier("ConvNextV2", CONVNEXT),
+    classifier("ResNet", RESNET),
+    classifier("RegNet", RESNET | {"groups_width": 8}),
+    classifier("EfficientNet", CLASSIFIER | {"image_size": SIDE, "width_coefficient": 0.25, "depth_coefficient": 0.3, "hidden_dim": 32, "kernel_sizes": [3, 5], "in_channels": [32, 16], "out_channels": [16, 24], "strides": [1, 2], "num_block_repeats": [1, 1], "expand_ratios": [1, 2], "depthwise_padding": []}),
+    classifier("MobileNetV1", CLASSIFIER | {"depth_multiplier": 0.25, "image_size": SIDE}),
+    classifier("MobileNetV2", CLASSIFIER | {"depth_multiplier": 0.25, "image_size": SIDE}),
+    classifier("MobileViT", CLASSIFIER | {"image_size": SIDE, "hidden_sizes": [8, 8, 8], "neck_hidden_sizes": [4, 4, 8, 8, 8, 8, 16], "num_attention_heads": 2, "expand_ratio": 1.0}),
+    classifier("MobileViTV2", CLASSIFIER | {"image_size": SIDE, "width_multiplier": 0.125, "n_attn_blocks": [1, 1, 1]}),
+    Architecture("Segformer", "ForSemanticSegmentation", CLASSIFIER | PYRAMID | {"hidden_sizes": [8, 16], "patch_sizes": [7, 3], "strides": [4, 2], "mlp_ratios": [2, 2], "decoder_hidden_size": 8}, segmented),
+    Architecture("DPT", "ForSemanticSegmentation", VIT | {"backbone_out_indices": [0, 1], "reassemble_factors": [2, 1], "neck_hidden_sizes": [8, 16], "fusion_hidden_size": 8, "semantic_loss_ignore_index": 255}, segmented),
+    classifier("Dinov2", VIT | {"mlp_ratio": 2}),
+    classifier("Pvt", CLASSIFIER | PYRAMID | {"image_size": SIDE, "hidden_sizes": [8, 16], "patch_sizes": [4, 2], "strides": [4, 2], "mlp_ratios": [2, 2]}),
+    classifier("PvtV2", CLASSIFIER | {"image_size": SIDE, "num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [8, 16], "patch_sizes": [7, 3], "strides": [4, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2]}),
+    classifier("PoolFormer", CLASSIFIER | {"hidden_sizes": [8, 16], "depths": [1, 1], "num_encoder_blocks": 2, "patch_sizes": [7, 3], "strides": [4, 2], "padding": [2, 1], "mlp_ratio": 2.0}),
+    classifier("Levit", CLASSIFIER | {"image_size": SIDE, "hidden_sizes": [8, 16, 16], "num_attention_heads": [1, 2, 2], "depths": [1, 1, 1], "key_dim": [8, 8, 8], "drop_path_rate": 0.1}),
+    classifier("Cvt", CLASSIFIER | {"embed_dim": [8, 16], "num_heads": [1, 2], "depth": [1, 1], "patch_sizes": [7, 3], "patch_stride": [4, 2], "patch_padding": [2, 1], "mlp_ratio": [2.0, 2.0], "stride_q": [1, 1], "stride_kv": [2, 2], "attention_drop_rate": [0.0, 0.0], "drop_rate": [0.0, 0.0], "drop_path_rate": [0.0, 0.1], "qkv_bias": [True, True], "cls_token": [False, True], "qkv_projection_method": ["dw_bn", "dw_bn"], "kernel_qkv": [3, 3], "padding_kv": [1, 1], "padding_q": [1, 1]}),
+    Architecture("ViTMAE", "ForPreTraining", LAYERS | {"image_size": SIDE, "patch_size": 8, "decoder_hidden_size": WIDTH, "decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 2, "decoder_intermediate_size": 24}, unlabelled_images),
+    classifier("ViTMSN", VIT),
+    classifier("FocalNet", CLASSIFIER | {"image_size": SIDE, "embed_dim": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "focal_levels": [1, 1], "focal_windows": [3, 3]}),
+    classifier("SwiftFormer", CLASSIFIER | {"image_size": SIDE, "depths": [1, 1], "embed_dims": [8, 16], "downsamples": [True, True], "mlp_ratio": 2}),
+    classifier("Bit", CLASSIFIER | {"embedding_size": 8, "hidden_sizes": [32, 64], "depths": [1, 1], "num_groups": 8, "drop_path_rate": 0.1}),
+]
+SOUND = [
+    Architecture("Wav2Vec2", "ForSequenceClassification", WAVES, labelled_sound),
+    Architecture("Hubert", "ForSequenceClassification", WAVES, labelled_sound),
+    Architecture("WavLM", "ForSequenceClassification", WAVES | {"num_buckets": 8, "max_bucket_distance": 8}, labelled_sound),
+    Architecture("Data2VecAudio", "ForSequenceClassification", WAVES | {"conv_pos_kernel_size": 3, "num_conv_pos_embeddings": 2}, labelled_sound),
+    Architecture("AST", "ForAudioClassification", LAYERS | CLASSIFIER | {"patch_size": 4, "frequency_stride": 4, "time_stride": 4, "max_length": 16, "num_mel_bins": 8}, spectrogram),
+    Architecture("Whisper", "ForConditionalGeneration", STACKS | {"vocab_size": VOCABULARY, "num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 16, **IDS}, speech),
+    Architecture("Speech2Text", "ForConditionalGeneration", STACKS | {"vocab_size": VOCABULARY, "input_feat_per_channel": 8, "conv_channels": 8, "max_source_positions": 32, "max_target_positions": 16, **IDS}, frames),
+]
+SEVERAL = [
+    Architecture("CLIP", "Model", TOWERS, captioned_images),
+    Architecture("Siglip", "Model", {name: TOWERS[name] for name in ("text_config", "vision_config")}, captioned_images),
+    Architecture("Vilt", "ForQuestionAnswering", VIT | {"vocab_size": VOCABULARY, "max_position_embeddings": 32}, questions),
+]
+ARCHITECTURES = [*DECODERS, *ENCODERS, *TRANSLATORS, *VISION, *SOUND, *SEVERAL]

@@ -1,5 +1,8 @@
-"""Models of transformers and x-transformers in their smallest configurations, with random weights."""
+"""Models of transformers and x-transformers, as small as their configurations allow, with random
+weights.
+"""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,43 +21,39 @@ def tokens() -> Tensor:
     return torch.randint(5, VOCABULARY, (BATCH, LENGTH), generator=random_numbers())
 
 
-def text() -> dict[str, Tensor]:
-    """Tokens that are their own labels, with padding at the end of the second row."""
-    mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
-    mask[1, -2:] = 0
-    return {"input_ids": tokens(), "attention_mask": mask, "labels": tokens()}
-
-
 def plain_text() -> dict[str, Tensor]:
+    """Tokens that are their own labels."""
     return {"input_ids": tokens(), "labels": tokens()}
 
 
-def images(side: int = SIDE) -> dict[str, Tensor]:
-    pixels = torch.randn(BATCH, 3, side, side, generator=random_numbers())
-    return {"pixel_values": pixels, "labels": torch.arange(BATCH)}
+def text() -> dict[str, Tensor]:
+    """The same with padding at the end of the second row."""
+    mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
+    mask[1, -2:] = 0
+    return plain_text() | {"attention_mask": mask}
+
+
+def bare_text() -> dict[str, Tensor]:
+    return {"x": tokens()}
 
 
 def unlabelled_images() -> dict[str, Tensor]:
-    return {"pixel_values": images()["pixel_values"]}
+    return {"pixel_values": torch.randn(BATCH, 3, SIDE, SIDE, generator=random_numbers())}
+
+
+def images() -> dict[str, Tensor]:
+    return unlabelled_images() | {"labels": torch.arange(BATCH)}
 
 
 def segmented() -> dict[str, Tensor]:
     """Images with a class for each pixel."""
-    return images() | {"labels": (images()["pixel_values"][:, 0] > 0).long()}
-
-
-def masked_images() -> dict[str, Tensor]:
-    """Images with a mask over the 64 patches, every other one of them hidden."""
-    hidden = (torch.arange(64) % 2 == 0).expand(BATCH, -1)
-    return unlabelled_images() | {"bool_masked_pos": hidden}
+    inputs = unlabelled_images()
+    return inputs | {"labels": (inputs["pixel_values"][:, 0] > 0).long()}
 
 
 def sound() -> dict[str, Tensor]:
-    return {"input_values": torch.randn(BATCH, 400, generator=random_numbers())}
-
-
-def labelled_sound() -> dict[str, Tensor]:
-    return sound() | {"labels": torch.arange(BATCH)}
+    values = torch.randn(BATCH, 400, generator=random_numbers())
+    return {"input_values": values, "labels": torch.arange(BATCH)}
 
 
 def spectrogram() -> dict[str, Tensor]:
@@ -77,11 +76,13 @@ def captioned_images() -> dict[str, Any]:
 
 
 def questions() -> dict[str, Tensor]:
-    return {"input_ids": tokens(), **images()}
+    return {"input_ids": tokens(), **images(), "labels": torch.eye(BATCH, CLASSES)}
 
 
 class Architecture(NamedTuple):
-    """A class of transformers: `{name}{head}` made from `{name}Config(**settings)`."""
+    """`{name}{head}(config)` of transformers with `config = {name}Config(**settings)`, and the
+    keyword arguments of a call.
+    """
 
     name: str
     head: str
@@ -89,6 +90,7 @@ class Architecture(NamedTuple):
     inputs: Callable[[], dict[str, Any]]
 
     def make(self) -> nn.Module:
+        """The model in train mode, with the same weights every time."""
         transformers.set_seed(0)
         if self.name == "x-transformers":
             return x_transformer()
@@ -108,7 +110,8 @@ def x_transformer() -> nn.Module:
 
 
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-WORDS = {"vocab_size": VOCABULARY, "max_position_embeddings": 32, **IDS}
+TOKENS = {"vocab_size": VOCABULARY, **IDS}
+WORDS = TOKENS | {"max_position_embeddings": 32}
 LAYERS = {
     "hidden_size": WIDTH,
     "num_hidden_layers": 2,
@@ -118,7 +121,7 @@ LAYERS = {
 BERT = WORDS | LAYERS
 LLAMA = BERT | {"num_key_value_heads": 1}
 HEADS = LLAMA | {"head_dim": 8}
-GPT = {"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": 2, "n_head": 2, **IDS}
+GPT = TOKENS | {"n_positions": 32, "n_embd": WIDTH, "n_layer": 2, "n_head": 2}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 STACKS = {
     "d_model": WIDTH,
@@ -162,6 +165,10 @@ PYRAMID = {
     "sr_ratios": [2, 1],
     "num_encoder_blocks": 2,
     "num_attention_heads": [1, 2],
+    "hidden_sizes": [8, 16],
+    "patch_sizes": [7, 3],
+    "strides": [4, 2],
+    "mlp_ratios": [2, 2],
 }
 WAVES = LAYERS | {
     "vocab_size": VOCABULARY,
@@ -182,137 +189,323 @@ TOWERS = {
 }
 
 
-def decoder(name: str, settings: dict[str, Any], head: str = "ForCausalLM") -> Architecture:
-    return Architecture(name, head, settings, text)
+def entry(
+    head: str, inputs: Callable[[], dict[str, Any]], name: str, *shared: dict[str, Any], **own: Any
+) -> Architecture:
+    settings = {key: value for part in (*shared, own) for key, value in part.items()}
+    return Architecture(name, head, settings, inputs)
 
 
-def encoder(name: str, settings: dict[str, Any], head: str = "ForMaskedLM") -> Architecture:
-    return Architecture(name, head, settings, text)
-
-
-def translator(name: str, settings: dict[str, Any]) -> Architecture:
-    return Architecture(name, "ForConditionalGeneration", settings, text)
-
-
-def classifier(name: str, settings: dict[str, Any]) -> Architecture:
-    return Architecture(name, "ForImageClassification", settings, images)
-
+decoder = functools.partial(entry, "ForCausalLM", text)
+encoder = functools.partial(entry, "ForMaskedLM", text)
+translator = functools.partial(entry, "ForConditionalGeneration", text)
+classifier = functools.partial(entry, "ForImageClassification", images)
 
 DECODERS = [
-    decoder("GPT2", GPT | {"n_positions": 32}, "LMHeadModel"),
-    decoder("GPTJ", GPT | {"n_positions": 32, "rotary_dim": 4}),
-    decoder("GPTNeo", WORDS | {"hidden_size": WIDTH, "num_layers": 2, "num_heads": 2, "intermediate_size": 24, "attention_types": [[["global", "local"], 1]], "window_size": 4}),
+    entry("LMHeadModel", text, "GPT2", GPT),
+    decoder("GPTJ", GPT, rotary_dim=4),
+    decoder(
+        "GPTNeo",
+        WORDS,
+        hidden_size=WIDTH,
+        num_layers=2,
+        num_heads=2,
+        intermediate_size=24,
+        attention_types=[[["global", "local"], 1]],
+        window_size=4,
+    ),
     decoder("GPTNeoX", BERT),
-    decoder("GPTBigCode", GPT | {"n_positions": 32}),
-    decoder("CodeGen", GPT | {"n_positions": 32, "rotary_dim": 4, "n_head": 4}),
-    decoder("OPT", WORDS | {"hidden_size": WIDTH, "word_embed_proj_dim": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 24}),
-    decoder("Bloom", {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "n_layer": 2, "n_head": 2, **IDS}),
-    decoder("Mpt", {"vocab_size": VOCABULARY, "d_model": WIDTH, "n_layers": 2, "n_heads": 2, "max_seq_len": 32, **IDS}),
+    decoder(
+        "OPT",
+        WORDS,
+        hidden_size=WIDTH,
+        word_embed_proj_dim=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        ffn_dim=24,
+    ),
+    decoder("Bloom", TOKENS, hidden_size=WIDTH, n_layer=2, n_head=2),
+    decoder("Mpt", TOKENS, d_model=WIDTH, n_layers=2, n_heads=2, max_seq_len=32),
     decoder("Falcon", BERT),
-    decoder("XGLM", {"vocab_size": VOCABULARY, "d_model": WIDTH, "ffn_dim": 24, "num_layers": 2, "attention_heads": 2, "max_position_embeddings": 32, **IDS}),
-    decoder("BioGpt", BERT),
+    decoder("XGLM", WORDS, d_model=WIDTH, ffn_dim=24, num_layers=2, attention_heads=2),
     decoder("Llama", LLAMA),
-    decoder("Mistral", LLAMA | {"sliding_window": 4}),
-    decoder("Mixtral", LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}),
+    decoder("Mistral", LLAMA, sliding_window=4),
+    decoder(
+        "Mixtral", LLAMA, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True
+    ),
     decoder("Qwen2", LLAMA),
-    decoder("Qwen2Moe", LLAMA | EXPERTS | {"shared_expert_intermediate_size": 24}),
+    decoder("Qwen2Moe", LLAMA, EXPERTS, shared_expert_intermediate_size=24),
     decoder("Qwen3", HEADS),
-    decoder("Qwen3Moe", HEADS | EXPERTS),
     decoder("Gemma", HEADS),
-    decoder("Gemma2", HEADS | {"sliding_window": 4}),
-    decoder("Gemma3", HEADS | {"sliding_window": 4}),
-    decoder("Phi", LLAMA | {"partial_rotary_factor": 0.5}),
+    decoder("Gemma2", HEADS, sliding_window=4),
+    decoder("Phi", LLAMA, partial_rotary_factor=0.5),
     decoder("Phi3", LLAMA),
-    decoder("StableLm", LLAMA | {"partial_rotary_factor": 0.5}),
+    decoder("StableLm", LLAMA, partial_rotary_factor=0.5),
     decoder("Olmo", LLAMA),
     decoder("Olmo2", LLAMA),
     decoder("Granite", LLAMA),
     decoder("Cohere", LLAMA),
     decoder("Starcoder2", LLAMA),
-    decoder("Glm", HEADS),
-    decoder("Nemotron", HEADS),
-    decoder("SmolLM3", LLAMA),
-    decoder("DeepseekV3", HEADS | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "num_key_value_heads": 2}),
-    Architecture("Mamba", "ForCausalLM", {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "state_size": 4, "num_hidden_layers": 2, **IDS}, plain_text),
-    Architecture("Mamba2", "ForCausalLM", {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "state_size": 4, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 8, "n_groups": 1, "chunk_size": 4, **IDS}, plain_text),
-    Architecture("CTRL", "LMHeadModel", GPT | {"n_positions": 32, "dff": 24}, text),
-    Architecture("x-transformers", "", {}, plain_text),
+    decoder(
+        "DeepseekV3",
+        LLAMA,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=8,
+        num_key_value_heads=2,
+    ),
+    entry(
+        "ForCausalLM",
+        plain_text,
+        "Mamba",
+        TOKENS,
+        hidden_size=WIDTH,
+        state_size=4,
+        num_hidden_layers=2,
+    ),
+    entry(
+        "ForCausalLM",
+        plain_text,
+        "Mamba2",
+        TOKENS,
+        hidden_size=WIDTH,
+        state_size=4,
+        num_hidden_layers=2,
+        num_heads=4,
+        head_dim=8,
+        n_groups=1,
+        chunk_size=4,
+    ),
+    entry("LMHeadModel", text, "CTRL", GPT, dff=24),
+    entry("", bare_text, "x-transformers"),
 ]
 ENCODERS = [
     encoder("Bert", BERT),
     encoder("Roberta", BERT),
-    encoder("DistilBert", {"vocab_size": VOCABULARY, "dim": WIDTH, "n_layers": 2, "n_heads": 2, "hidden_dim": 24, "max_position_embeddings": 32}),
-    encoder("Albert", BERT | {"embedding_size": 8}),
-    encoder("Electra", BERT | {"embedding_size": 8}),
-    encoder("Deberta", BERT | {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}),
-    encoder("DebertaV2", BERT | {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}),
+    encoder(
+        "DistilBert",
+        vocab_size=VOCABULARY,
+        dim=WIDTH,
+        n_layers=2,
+        n_heads=2,
+        hidden_dim=24,
+        max_position_embeddings=32,
+    ),
+    encoder("Albert", BERT, embedding_size=8),
+    encoder("Electra", BERT, embedding_size=8),
+    encoder("Deberta", BERT, relative_attention=True, pos_att_type=["c2p", "p2c"]),
+    encoder("DebertaV2", BERT, relative_attention=True, pos_att_type=["c2p", "p2c"]),
     encoder("MPNet", BERT),
-    encoder("ModernBert", BERT | {"local_attention": 4, "sep_token_id": 2, "cls_token_id": 1}),
-    encoder("Longformer", BERT | {"attention_window": 4}),
-    encoder("BigBird", BERT | {"attention_type": "original_full"}),
-    Architecture("FNet", "ForMaskedLM", BERT, plain_text),
-    encoder("ConvBert", BERT | {"embedding_size": 8, "num_groups": 1}),
-    encoder("Funnel", {"vocab_size": VOCABULARY, "block_sizes": [1, 1], "num_decoder_layers": 1, "d_model": WIDTH, "n_head": 2, "d_head": 8, "d_inner": 24}),
-    encoder("RoFormer", BERT | {"embedding_size": 8}),
-    encoder("MobileBert", BERT | {"embedding_size": 8, "intra_bottleneck_size": 8, "num_feedforward_networks": 2}),
-    encoder("SqueezeBert", BERT | {"embedding_size": 16, "q_groups": 2, "k_groups": 2, "v_groups": 2, "intermediate_groups": 2, "output_groups": 2}),
-    encoder("Nystromformer", BERT | {"num_landmarks": 4, "segment_means_seq_len": 8}),
+    encoder("ModernBert", BERT, local_attention=4, sep_token_id=2, cls_token_id=1),
+    encoder("Longformer", BERT, attention_window=4),
+    encoder("BigBird", BERT, attention_type="original_full"),
+    entry("ForMaskedLM", plain_text, "FNet", BERT),
+    encoder("ConvBert", BERT, embedding_size=8, num_groups=1),
+    encoder(
+        "Funnel",
+        vocab_size=VOCABULARY,
+        block_sizes=[1, 1],
+        num_decoder_layers=1,
+        d_model=WIDTH,
+        n_head=2,
+        d_head=8,
+        d_inner=24,
+    ),
+    encoder("RoFormer", BERT, embedding_size=8),
+    encoder("Nystromformer", BERT, num_landmarks=8, segment_means_seq_len=8),
 ]
 TRANSLATORS = [
     translator("T5", T5),
-    translator("MT5", T5),
-    translator("UMT5", T5),
-    translator("LongT5", T5 | {"local_radius": 3}),
-    translator("SwitchTransformers", T5 | {"num_experts": 4, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}),
-    translator("Bart", WORDS | STACKS),
-    translator("MBart", WORDS | STACKS),
-    translator("Pegasus", WORDS | STACKS),
-    Architecture("Marian", "MTModel", WORDS | STACKS, text),
-    translator("Blenderbot", WORDS | STACKS),
-    translator("M2M100", WORDS | STACKS),
-    translator("LED", STACKS | {"vocab_size": VOCABULARY, "max_encoder_position_embeddings": 32, "max_decoder_position_embeddings": 32, "attention_window": 4, **IDS}),
+    translator("LongT5", T5, local_radius=3),
+    translator(
+        "SwitchTransformers",
+        T5,
+        num_decoder_layers=2,
+        num_experts=4,
+        num_sparse_encoder_layers=1,
+        num_sparse_decoder_layers=1,
+    ),
+    translator("Bart", WORDS, STACKS),
+    translator("MBart", WORDS, STACKS),
+    translator("Pegasus", WORDS, STACKS),
+    entry("MTModel", text, "Marian", WORDS, STACKS),
+    translator(
+        "LED",
+        STACKS,
+        TOKENS,
+        max_encoder_position_embeddings=32,
+        max_decoder_position_embeddings=32,
+        attention_window=4,
+    ),
 ]
 VISION = [
     classifier("ViT", VIT),
     classifier("DeiT", VIT),
-    classifier("Beit", VIT | {"use_relative_position_bias": True}),
+    classifier("Beit", VIT, use_relative_position_bias=True),
     classifier("Swin", SWIN),
     classifier("Swinv2", SWIN),
     classifier("ConvNext", CONVNEXT),
     classifier("ConvNextV2", CONVNEXT),
     classifier("ResNet", RESNET),
-    classifier("RegNet", RESNET | {"groups_width": 8}),
-    classifier("EfficientNet", CLASSIFIER | {"image_size": SIDE, "width_coefficient": 0.25, "depth_coefficient": 0.3, "hidden_dim": 32, "kernel_sizes": [3, 5], "in_channels": [32, 16], "out_channels": [16, 24], "strides": [1, 2], "num_block_repeats": [1, 1], "expand_ratios": [1, 2], "depthwise_padding": []}),
-    classifier("MobileNetV1", CLASSIFIER | {"depth_multiplier": 0.25, "image_size": SIDE}),
-    classifier("MobileNetV2", CLASSIFIER | {"depth_multiplier": 0.25, "image_size": SIDE}),
-    classifier("MobileViT", CLASSIFIER | {"image_size": SIDE, "hidden_sizes": [8, 8, 8], "neck_hidden_sizes": [4, 4, 8, 8, 8, 8, 16], "num_attention_heads": 2, "expand_ratio": 1.0}),
-    classifier("MobileViTV2", CLASSIFIER | {"image_size": SIDE, "width_multiplier": 0.125, "n_attn_blocks": [1, 1, 1]}),
-    Architecture("Segformer", "ForSemanticSegmentation", CLASSIFIER | PYRAMID | {"hidden_sizes": [8, 16], "patch_sizes": [7, 3], "strides": [4, 2], "mlp_ratios": [2, 2], "decoder_hidden_size": 8}, segmented),
-    Architecture("DPT", "ForSemanticSegmentation", VIT | {"backbone_out_indices": [0, 1], "reassemble_factors": [2, 1], "neck_hidden_sizes": [8, 16], "fusion_hidden_size": 8, "semantic_loss_ignore_index": 255}, segmented),
-    classifier("Dinov2", VIT | {"mlp_ratio": 2}),
-    classifier("Pvt", CLASSIFIER | PYRAMID | {"image_size": SIDE, "hidden_sizes": [8, 16], "patch_sizes": [4, 2], "strides": [4, 2], "mlp_ratios": [2, 2]}),
-    classifier("PvtV2", CLASSIFIER | {"image_size": SIDE, "num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [8, 16], "patch_sizes": [7, 3], "strides": [4, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2]}),
-    classifier("PoolFormer", CLASSIFIER | {"hidden_sizes": [8, 16], "depths": [1, 1], "num_encoder_blocks": 2, "patch_sizes": [7, 3], "strides": [4, 2], "padding": [2, 1], "mlp_ratio": 2.0}),
-    classifier("Levit", CLASSIFIER | {"image_size": SIDE, "hidden_sizes": [8, 16, 16], "num_attention_heads": [1, 2, 2], "depths": [1, 1, 1], "key_dim": [8, 8, 8], "drop_path_rate": 0.1}),
-    classifier("Cvt", CLASSIFIER | {"embed_dim": [8, 16], "num_heads": [1, 2], "depth": [1, 1], "patch_sizes": [7, 3], "patch_stride": [4, 2], "patch_padding": [2, 1], "mlp_ratio": [2.0, 2.0], "stride_q": [1, 1], "stride_kv": [2, 2], "attention_drop_rate": [0.0, 0.0], "drop_rate": [0.0, 0.0], "drop_path_rate": [0.0, 0.1], "qkv_bias": [True, True], "cls_token": [False, True], "qkv_projection_method": ["dw_bn", "dw_bn"], "kernel_qkv": [3, 3], "padding_kv": [1, 1], "padding_q": [1, 1]}),
-    Architecture("ViTMAE", "ForPreTraining", LAYERS | {"image_size": SIDE, "patch_size": 8, "decoder_hidden_size": WIDTH, "decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 2, "decoder_intermediate_size": 24}, unlabelled_images),
-    classifier("ViTMSN", VIT),
-    classifier("FocalNet", CLASSIFIER | {"image_size": SIDE, "embed_dim": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "focal_levels": [1, 1], "focal_windows": [3, 3]}),
-    classifier("SwiftFormer", CLASSIFIER | {"image_size": SIDE, "depths": [1, 1], "embed_dims": [8, 16], "downsamples": [True, True], "mlp_ratio": 2}),
-    classifier("Bit", CLASSIFIER | {"embedding_size": 8, "hidden_sizes": [32, 64], "depths": [1, 1], "num_groups": 8, "drop_path_rate": 0.1}),
+    classifier("RegNet", RESNET, groups_width=8),
+    classifier(
+        "EfficientNet",
+        CLASSIFIER,
+        image_size=SIDE,
+        width_coefficient=0.25,
+        depth_coefficient=0.3,
+        hidden_dim=320,
+        kernel_sizes=[3, 5],
+        in_channels=[32, 16],
+        out_channels=[16, 24],
+        strides=[1, 2],
+        num_block_repeats=[1, 1],
+        expand_ratios=[1, 2],
+        depthwise_padding=[],
+    ),
+    classifier("MobileNetV1", CLASSIFIER, depth_multiplier=0.25, image_size=SIDE),
+    classifier("MobileNetV2", CLASSIFIER, depth_multiplier=0.25, image_size=SIDE),
+    classifier(
+        "MobileViT",
+        CLASSIFIER,
+        image_size=SIDE,
+        hidden_sizes=[8, 8, 8],
+        neck_hidden_sizes=[4, 4, 8, 8, 8, 8, 16],
+        num_attention_heads=2,
+        expand_ratio=1.0,
+    ),
+    entry(
+        "ForSemanticSegmentation",
+        segmented,
+        "Segformer",
+        CLASSIFIER,
+        PYRAMID,
+        decoder_hidden_size=8,
+    ),
+    entry(
+        "ForSemanticSegmentation",
+        segmented,
+        "DPT",
+        VIT,
+        backbone_out_indices=[0, 1],
+        reassemble_factors=[2, 1],
+        neck_hidden_sizes=[8, 16],
+        fusion_hidden_size=8,
+        semantic_loss_ignore_index=255,
+    ),
+    classifier("Dinov2", VIT, mlp_ratio=2),
+    classifier(
+        "Pvt",
+        CLASSIFIER,
+        num_encoder_blocks=2,
+        depths=[1, 1],
+        sequence_reduction_ratios=[2, 1],
+        num_attention_heads=[1, 2],
+        image_size=SIDE,
+        hidden_sizes=[8, 16],
+        patch_sizes=[4, 2],
+        strides=[4, 2],
+        mlp_ratios=[2, 2],
+    ),
+    classifier(
+        "PvtV2",
+        CLASSIFIER,
+        PYRAMID,
+        image_size=SIDE,
+    ),
+    classifier(
+        "PoolFormer",
+        CLASSIFIER,
+        hidden_sizes=[8, 16],
+        depths=[1, 1],
+        num_encoder_blocks=2,
+        patch_sizes=[7, 3],
+        strides=[4, 2],
+        padding=[2, 1],
+        mlp_ratio=2.0,
+    ),
+    classifier(
+        "Levit",
+        CLASSIFIER,
+        image_size=SIDE,
+        hidden_sizes=[8, 16, 16],
+        num_attention_heads=[1, 2, 2],
+        depths=[1, 1, 1],
+        key_dim=[8, 8, 8],
+    ),
+    entry(
+        "ForPreTraining",
+        unlabelled_images,
+        "ViTMAE",
+        LAYERS,
+        image_size=SIDE,
+        patch_size=8,
+        decoder_hidden_size=WIDTH,
+        decoder_num_hidden_layers=1,
+        decoder_num_attention_heads=2,
+        decoder_intermediate_size=24,
+    ),
 ]
 SOUND = [
-    Architecture("Wav2Vec2", "ForSequenceClassification", WAVES, labelled_sound),
-    Architecture("Hubert", "ForSequenceClassification", WAVES, labelled_sound),
-    Architecture("WavLM", "ForSequenceClassification", WAVES | {"num_buckets": 8, "max_bucket_distance": 8}, labelled_sound),
-    Architecture("Data2VecAudio", "ForSequenceClassification", WAVES | {"conv_pos_kernel_size": 3, "num_conv_pos_embeddings": 2}, labelled_sound),
-    Architecture("AST", "ForAudioClassification", LAYERS | CLASSIFIER | {"patch_size": 4, "frequency_stride": 4, "time_stride": 4, "max_length": 16, "num_mel_bins": 8}, spectrogram),
-    Architecture("Whisper", "ForConditionalGeneration", STACKS | {"vocab_size": VOCABULARY, "num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 16, **IDS}, speech),
-    Architecture("Speech2Text", "ForConditionalGeneration", STACKS | {"vocab_size": VOCABULARY, "input_feat_per_channel": 8, "conv_channels": 8, "max_source_positions": 32, "max_target_positions": 16, **IDS}, frames),
+    entry("ForSequenceClassification", sound, "Wav2Vec2", WAVES),
+    entry("ForSequenceClassification", sound, "Hubert", WAVES),
+    entry(
+        "ForAudioClassification",
+        spectrogram,
+        "AST",
+        LAYERS,
+        CLASSIFIER,
+        patch_size=4,
+        frequency_stride=4,
+        time_stride=4,
+        max_length=16,
+        num_mel_bins=8,
+    ),
+    entry(
+        "ForConditionalGeneration",
+        speech,
+        "Whisper",
+        STACKS,
+        TOKENS,
+        num_mel_bins=8,
+        max_source_positions=8,
+        max_target_positions=16,
+    ),
+    entry(
+        "ForConditionalGeneration",
+        frames,
+        "Speech2Text",
+        STACKS,
+        TOKENS,
+        input_feat_per_channel=8,
+        conv_channels=8,
+        max_source_positions=32,
+        max_target_positions=16,
+    ),
 ]
 SEVERAL = [
-    Architecture("CLIP", "Model", TOWERS, captioned_images),
-    Architecture("Siglip", "Model", {name: TOWERS[name] for name in ("text_config", "vision_config")}, captioned_images),
-    Architecture("Vilt", "ForQuestionAnswering", VIT | {"vocab_size": VOCABULARY, "max_position_embeddings": 32}, questions),
+    entry("Model", captioned_images, "CLIP", TOWERS),
+    entry(
+        "Model",
+        captioned_images,
+        "Siglip",
+        {name: TOWERS[name] for name in ("text_config", "vision_config")},
+    ),
+    entry(
+        "ForQuestionAnswering",
+        questions,
+        "Vilt",
+        VIT,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=32,
+    ),
 ]
 ARCHITECTURES = [*DECODERS, *ENCODERS, *TRANSLATORS, *VISION, *SOUND, *SEVERAL]

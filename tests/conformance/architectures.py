@@ -329,7 +329,7 @@ TRANSLATORS = [
         "SwitchTransformers",
         T5,
         num_decoder_layers=2,
-        num_experts=4,
+        num_experts=2,
         num_sparse_encoder_layers=1,
         num_sparse_decoder_layers=1,
     ),
@@ -371,7 +371,13 @@ VISION = [
         expand_ratios=[1, 2],
         depthwise_padding=[],
     ),
-    classifier("MobileNetV1", CLASSIFIER, depth_multiplier=0.25, image_size=SIDE),
+    classifier(
+        "MobileNetV1",
+        CLASSIFIER,
+        depth_multiplier=0.25,
+        image_size=SIDE,
+        classifier_dropout_prob=0.1,
+    ),
     classifier("MobileNetV2", CLASSIFIER, depth_multiplier=0.25, image_size=SIDE),
     classifier(
         "MobileViT",

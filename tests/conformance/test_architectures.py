@@ -17,9 +17,11 @@ pytest.importorskip("x_transformers")
 
 from architectures import ARCHITECTURES  # noqa: E402
 
-# x-transformers calls torch.jit.script when it is imported; no concern of this package.
+# x-transformers calls torch.jit.script when it is imported; no concern of this package. Of the two
+# names, transformers 5.0 has only the older one.
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:.torch.jit.script. is deprecated:DeprecationWarning"
+    "ignore:.torch.jit.script. is deprecated:DeprecationWarning",
+    "ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning",
 )
 
 # What fails under torch.autocast(bfloat16) as a module too: the error, and why.
@@ -128,7 +130,7 @@ def test_gradients_and_new_buffers_have_the_bits_of_backward(architecture, funct
     assert same_bits(loss, expected)
     assert differing(grads, expected_grads) == []
     assert differing(buffers, values(model, buffers)) == []
-    assert any(grad.any() for grad in grads.values())
+    assert sum(bool(grad.any()) for grad in grads.values()) > len(grads) / 2
 
 
 def test_three_steps_have_the_bits_of_a_loop_of_torch(architecture, functional, trained):
@@ -183,12 +185,13 @@ def test_autocast_has_the_bits_of_torch_autocast(architecture, functional):
     assert same_bits(tensors(ours), [t.float() if t.is_floating_point() else t for t in theirs])
 
 
-def checkpoints(architecture):
-    return getattr(architecture.make(), "supports_gradient_checkpointing", False)
+def checkpoints(model):
+    return getattr(model, "supports_gradient_checkpointing", False)
 
 
 def test_its_own_checkpointing_changes_no_bit(architecture, functional, monkeypatch):
-    if not checkpoints(architecture):
+    model = architecture.make()
+    if not checkpoints(model):
         pytest.skip("it has none")
     calls = []
 
@@ -197,7 +200,6 @@ def test_its_own_checkpointing_changes_no_bit(architecture, functional, monkeypa
         return torch.utils.checkpoint.checkpoint(*args, **kwargs)
 
     monkeypatch.setattr(transformers.modeling_utils, "checkpoint", counted)
-    model = architecture.make()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     (loss, buffers), grads = gradients(ps.make_functional(model), architecture)
     (plain_loss, plain_buffers), plain_grads = gradients(functional, architecture)
@@ -233,10 +235,10 @@ def table():
         "|---|---|---|---|---|\n",
     ]
     for architecture in ARCHITECTURES:
-        _, params, _ = ps.make_functional(architecture.make())
-        count = sum(p.numel() for p in params.values())
+        model = architecture.make()
+        count = sum(p.numel() for p in model.parameters() if p.requires_grad)
         _, autocast = NO_AUTOCAST.get(architecture.name, ("", "same bits"))
-        checkpointing = "same bits" if checkpoints(architecture) else "has none"
+        checkpointing = "same bits" if checkpoints(model) else "has none"
         lines.append(
             f"| {architecture.name}{architecture.head} | {count:,} | same bits | {autocast} "
             f"| {checkpointing} |\n"

@@ -37,6 +37,10 @@ def bare_text() -> dict[str, Tensor]:
     return {"x": tokens()}
 
 
+def labelled_text() -> dict[str, Tensor]:
+    return {"input_ids": tokens(), "labels": torch.arange(BATCH)}
+
+
 def unlabelled_images() -> dict[str, Tensor]:
     return {"pixel_values": torch.randn(BATCH, 3, SIDE, SIDE, generator=random_numbers())}
 
@@ -49,6 +53,11 @@ def segmented() -> dict[str, Tensor]:
     """Images with a class for each pixel."""
     inputs = unlabelled_images()
     return inputs | {"labels": (inputs["pixel_values"][:, 0] > 0).long()}
+
+
+def film() -> dict[str, Tensor]:
+    pixels = torch.randn(BATCH, 4, 3, SIDE, SIDE, generator=random_numbers())
+    return {"pixel_values": pixels, "labels": torch.arange(BATCH)}
 
 
 def sound() -> dict[str, Tensor]:
@@ -285,6 +294,29 @@ DECODERS = [
         chunk_size=4,
     ),
     entry("LMHeadModel", text, "CTRL", GPT, dff=24),
+    entry(
+        "LMHeadModel",
+        plain_text,
+        "XLNet",
+        vocab_size=VOCABULARY,
+        d_model=WIDTH,
+        n_layer=2,
+        n_head=2,
+        d_inner=24,
+    ),
+    decoder("RecurrentGemma", HEADS, num_hidden_layers=3, lru_width=WIDTH, attention_window_size=4),
+    decoder(
+        "Jamba",
+        LLAMA,
+        num_experts=2,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        use_mamba_kernels=False,
+        mamba_d_state=4,
+        mamba_dt_rank=4,
+    ),
+    decoder("GptOss", HEADS, num_local_experts=4, num_experts_per_tok=2, sliding_window=4),
+    decoder("Lfm2", LLAMA, layer_types=["conv", "full_attention"], block_ff_dim=24),
     entry("", bare_text, "x-transformers"),
 ]
 ENCODERS = [
@@ -320,6 +352,20 @@ ENCODERS = [
         d_inner=24,
     ),
     encoder("RoFormer", BERT, embedding_size=8),
+    entry(
+        "ForSequenceClassification",
+        labelled_text,
+        "Canine",
+        LAYERS,
+        CLASSIFIER,
+        pad_token_id=0,
+        num_hash_functions=2,
+        num_hash_buckets=16,
+        max_position_embeddings=32,
+        downsampling_rate=2,
+        upsampling_kernel_size=2,
+        local_transformer_stride=4,
+    ),
     encoder("Nystromformer", BERT, num_landmarks=8, segment_means_seq_len=8),
 ]
 TRANSLATORS = [
@@ -337,6 +383,19 @@ TRANSLATORS = [
     translator("MBart", WORDS, STACKS),
     translator("Pegasus", WORDS, STACKS),
     entry("MTModel", text, "Marian", WORDS, STACKS),
+    translator(
+        "ProphetNet",
+        WORDS,
+        hidden_size=WIDTH,
+        num_encoder_layers=2,
+        num_decoder_layers=2,
+        num_encoder_attention_heads=2,
+        num_decoder_attention_heads=2,
+        encoder_ffn_dim=24,
+        decoder_ffn_dim=24,
+        decoder_start_token_id=0,
+        ngram=2,
+    ),
     translator(
         "LED",
         STACKS,
@@ -460,6 +519,7 @@ VISION = [
         decoder_intermediate_size=24,
     ),
 ]
+FILM = [entry("ForVideoClassification", film, "VideoMAE", VIT, num_frames=4)]
 SOUND = [
     entry("ForSequenceClassification", sound, "Wav2Vec2", WAVES),
     entry("ForSequenceClassification", sound, "Hubert", WAVES),
@@ -514,4 +574,70 @@ SEVERAL = [
         max_position_embeddings=32,
     ),
 ]
-ARCHITECTURES = [*DECODERS, *ENCODERS, *TRANSLATORS, *VISION, *SOUND, *SEVERAL]
+ARCHITECTURES = [*DECODERS, *ENCODERS, *TRANSLATORS, *VISION, *FILM, *SOUND, *SEVERAL]
+
+
+class Refused(NamedTuple):
+    """What is not run: a call of `apply(..., train=train)` or its backward raises `error`."""
+
+    architecture: Architecture
+    train: bool
+    error: type[Exception]
+    message: str
+    why: str
+
+
+REFUSED = [
+    Refused(
+        encoder("BigBird", BERT, attention_type="block_sparse", block_size=2, num_random_blocks=1),
+        True,
+        RuntimeError,
+        "put another module into BigBirdAttention",
+        "with `block_sparse`, its first forward over a short sequence replaces its attention; "
+        "call the module once before `make_functional`",
+    ),
+    Refused(
+        entry(
+            "ForMaskedLM",
+            plain_text,
+            "Reformer",
+            vocab_size=VOCABULARY,
+            attn_layers=["local", "lsh"],
+            attention_head_size=8,
+            hidden_size=WIDTH,
+            num_attention_heads=2,
+            feed_forward_size=24,
+            axial_pos_embds_dim=[8, 8],
+            axial_pos_shape=[2, 4],
+            num_hashes=1,
+            num_buckets=2,
+            local_attn_chunk_length=4,
+            lsh_attn_chunk_length=4,
+            max_position_embeddings=8,
+            is_decoder=False,
+        ),
+        True,
+        TypeError,
+        "not 'NoneType'",
+        "its backward reads attributes that its forward has set, and what a forward sets is put "
+        "back after the call",
+    ),
+    Refused(
+        entry(
+            "ForCausalLM",
+            plain_text,
+            "Rwkv",
+            vocab_size=VOCABULARY,
+            hidden_size=WIDTH,
+            num_hidden_layers=2,
+            attention_hidden_size=WIDTH,
+            intermediate_size=24,
+            context_length=32,
+        ),
+        False,
+        RuntimeError,
+        "wrote into its parameter rwkv.blocks.0.attention.output.weight",
+        "only `train=False`: in eval mode its forward divides its weights in place; "
+        "`rescale_every=0` keeps them",
+    ),
+]

@@ -15,7 +15,7 @@ import purescale as ps
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("x_transformers")
 
-from architectures import ARCHITECTURES  # noqa: E402
+from architectures import ARCHITECTURES, REFUSED  # noqa: E402
 
 # x-transformers calls torch.jit.script when it is imported; no concern of this package. Of the two
 # names, transformers 5.0 has only the older one.
@@ -228,6 +228,27 @@ def test_what_a_call_leaves_in_a_module_reaches_no_other_call(architecture, func
     assert (len(ours) > len(without)) == ("output_hidden_states" in inputs)
 
 
+# ---- what is refused
+
+
+@pytest.mark.parametrize("refused", REFUSED, ids=lambda r: r.architecture.name)
+def test_what_is_refused_runs_as_a_module(refused):
+    architecture, train, error, message, _ = refused
+    apply, params, buffers = ps.make_functional(architecture.make())
+
+    def loss_fn(params, buffers, inputs):
+        out, buffers = called(apply, params, buffers, train=train, **inputs)
+        return loss_of(out), buffers
+
+    with pytest.raises(error, match=message):
+        ps.value_and_grad(loss_fn)(params, buffers, architecture.inputs())
+    model = architecture.make()
+    if train:
+        backward(model, architecture)
+    else:
+        evaluated(model, **architecture.inputs())
+
+
 # ---- the page
 
 
@@ -246,6 +267,8 @@ def table():
             f"| {architecture.name}{architecture.head} | {count:,} | same bits | {autocast} "
             f"| {checkpointing} |\n"
         )
+    lines += ["\n| refused | why |\n", "|---|---|\n"]
+    lines += [f"| {r.architecture.name}{r.architecture.head} | {r.why} |\n" for r in REFUSED]
     return "".join(lines)
 
 

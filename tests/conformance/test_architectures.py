@@ -64,12 +64,7 @@ def trained(architecture, functional):
 
 
 def loss_of(out):
-    """The loss that a model returns, or one of all that it returns."""
-    if isinstance(out, torch.Tensor):
-        return out
-    return (
-        sum(t.float().sin().mean() for t in tensors(tuple(out))) if out.loss is None else out.loss
-    )
+    return out if isinstance(out, torch.Tensor) else out.loss
 
 
 def called(function, *args, **kwargs):

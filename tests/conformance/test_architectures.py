@@ -1,0 +1,283 @@
+"""What `make_functional` makes of each architecture is the module: gradients, a training, autocast,
+its own checkpointing and the way back, bit for bit. `docs/modules.md` has a table of what was run,
+which PURESCALE_WRITE_TABLE=1 writes.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import same_bits, tensors
+
+import purescale as ps
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("x_transformers")
+
+from architectures import ARCHITECTURES, REFUSED  # noqa: E402
+
+# x-transformers calls torch.jit.script when it is imported; no concern of this package. Of the two
+# names, transformers 5.0 has only the older one.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script. is deprecated:DeprecationWarning",
+    "ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning",
+)
+
+# What fails under torch.autocast(bfloat16) as a module too: the error, and why.
+NO_AUTOCAST = {
+    "Deberta": (
+        "value cannot be converted to type c10::BFloat16 without overflow",
+        "refused, as the module is: it fills bfloat16 scores with the least float32",
+    )
+}
+PAGE = Path(__file__).parents[2] / "docs" / "modules.md"
+BEGIN, END = "<!-- architectures -->\n", "<!-- end of architectures -->\n"
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES, ids=lambda a: a.name)
+def architecture(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def functional(architecture):
+    """apply, params, buffers: pure, so that all tests of an architecture can share them."""
+    return ps.make_functional(architecture.make())
+
+
+@pytest.fixture(scope="module")
+def trained(architecture, functional):
+    """The state after three steps."""
+    apply, params, buffers = functional
+    optimizer, rule = ps.from_torch(torch.optim.AdamW, lr=1e-2), ps.NoScale()
+    state = ps.init_train_state(params, buffers, optimizer, rule)
+    for _ in range(3):
+        state, _ = ps.train_step(
+            state,
+            [architecture.inputs()],
+            loss_fn=loss_fn_of(apply),
+            optimizer=optimizer,
+            rule=rule,
+        )
+    return state
+
+
+def loss_of(out):
+    return out if isinstance(out, torch.Tensor) else out.loss
+
+
+def called(function, *args, **kwargs):
+    transformers.set_seed(3)  # the same dropout on both sides
+    return function(*args, **kwargs)
+
+
+def loss_fn_of(apply):
+    def loss_fn(params, buffers, inputs):
+        out, buffers = called(apply, params, buffers, **inputs)
+        return loss_of(out), buffers
+
+    return loss_fn
+
+
+def gradients(functional, architecture):
+    """(loss, buffers), grads: by the pure function."""
+    apply, params, buffers = functional
+    return ps.value_and_grad(loss_fn_of(apply))(params, buffers, architecture.inputs())
+
+
+def backward(model, architecture, autocast=False):
+    """The loss and the gradients of the module; 0 for a parameter that has none."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out = called(model, **architecture.inputs())
+    loss = loss_of(out).float()
+    loss.backward()
+    own = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return loss.detach(), {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in own.items()
+    }
+
+
+def values(model, names):
+    registered = dict(model.named_parameters()) | dict(model.named_buffers())
+    return {name: registered[name].detach() for name in names}
+
+
+def evaluated(model, **inputs):
+    """What the module returns in eval mode; torch takes other kernels for weights that require a
+    gradient, even under no_grad.
+    """
+    return tensors(called(model.eval().requires_grad_(False), **inputs))
+
+
+def differing(ours, theirs):
+    assert list(ours) == list(theirs)
+    return [name for name in ours if not same_bits(ours[name], theirs[name])]
+
+
+# ---- the pure function is the module
+
+
+def test_gradients_and_new_buffers_have_the_bits_of_backward(architecture, functional):
+    model = architecture.make()
+    (loss, buffers), grads = gradients(functional, architecture)
+    expected, expected_grads = backward(model, architecture)
+    assert same_bits(loss, expected)
+    assert differing(grads, expected_grads) == []
+    assert differing(buffers, values(model, buffers)) == []
+    assert sum(bool(grad.any()) for grad in grads.values()) > len(grads) / 2
+
+
+def test_three_steps_have_the_bits_of_a_loop_of_torch(architecture, functional, trained):
+    model = architecture.make()
+    # Its kernel is the one of a step; torch's default on a CPU rounds otherwise.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    # A parameter without a gradient stands still there and decays here, as one with 0 does.
+    used = set(functional[1])
+    for _ in range(3):
+        optimizer.zero_grad()
+        backward(model, architecture)
+        used &= {name for name, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+    ours = {name: p for name, p in trained.params.items() if name in used}
+    assert differing(ours, values(model, ours)) == []
+    assert differing(trained.buffers, values(model, trained.buffers)) == []
+    assert len(differing(trained.params, functional[1])) > len(used) / 2
+
+
+def test_load_into_gives_the_module_what_was_trained(architecture, functional, trained):
+    inputs = architecture.inputs()
+    model = architecture.make()
+    ps.load_into(model, trained.params, trained.buffers)
+    ours, _ = called(functional[0], trained.params, trained.buffers, train=False, **inputs)
+    assert same_bits(tensors(ours), evaluated(model, **inputs))
+    assert not same_bits(tensors(ours), evaluated(architecture.make(), **inputs))
+
+
+# ---- what the module does besides
+
+
+def test_autocast_has_the_bits_of_torch_autocast(architecture, functional):
+    apply, params, buffers = functional
+    apply = ps.with_policy(apply, "params=float32,compute=autocast(bfloat16),output=float32")
+    model = architecture.make()
+    if architecture.name in NO_AUTOCAST:
+        error, _ = NO_AUTOCAST[architecture.name]
+        with pytest.raises(RuntimeError, match=error):
+            gradients((apply, params, buffers), architecture)
+        with pytest.raises(RuntimeError, match=error):
+            backward(model, architecture, autocast=True)
+        return
+    (loss, _), grads = gradients((apply, params, buffers), architecture)
+    expected, expected_grads = backward(model, architecture, autocast=True)
+    assert same_bits(loss, expected)
+    assert differing(grads, expected_grads) == []
+    assert len(differing(grads, gradients(functional, architecture)[1])) > len(grads) / 2
+
+    ours, _ = called(apply, params, buffers, train=False, **architecture.inputs())
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs = evaluated(architecture.make(), **architecture.inputs())
+    assert same_bits(tensors(ours), [t.float() if t.is_floating_point() else t for t in theirs])
+
+
+def checkpoints(model):
+    return getattr(model, "supports_gradient_checkpointing", False)
+
+
+def test_its_own_checkpointing_changes_no_bit(architecture, functional, monkeypatch):
+    model = architecture.make()
+    if not checkpoints(model):
+        pytest.skip("it has none")
+    calls = []
+
+    def counted(*args, **kwargs):
+        calls.append(kwargs["use_reentrant"])
+        return torch.utils.checkpoint.checkpoint(*args, **kwargs)
+
+    monkeypatch.setattr(transformers.modeling_utils, "checkpoint", counted)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    (loss, buffers), grads = gradients(ps.make_functional(model), architecture)
+    (plain_loss, plain_buffers), plain_grads = gradients(functional, architecture)
+    assert calls
+    assert not any(calls)
+    assert same_bits(loss, plain_loss)
+    assert differing(grads, plain_grads) == []
+    assert differing(buffers, plain_buffers) == []
+
+
+def test_what_a_call_leaves_in_a_module_reaches_no_other_call(architecture, functional, trained):
+    """Neither the hooks by which transformers collects hidden states nor caches made of weights."""
+    apply, params, buffers = functional
+    inputs = architecture.inputs()
+    if architecture.name != "x-transformers":
+        inputs["output_hidden_states"] = True
+
+    def outputs(params, buffers, **inputs):
+        return tensors(called(apply, params, buffers, train=False, **inputs)[0])
+
+    before = outputs(trained.params, trained.buffers, **inputs)
+    ours = outputs(params, buffers, **inputs)
+    assert same_bits(ours, evaluated(architecture.make(), **inputs))
+    assert same_bits(before, outputs(trained.params, trained.buffers, **inputs))
+    without = outputs(params, buffers, **architecture.inputs())
+    assert (len(ours) > len(without)) == ("output_hidden_states" in inputs)
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize("refused", REFUSED, ids=lambda r: r.architecture.name)
+def test_what_is_refused_runs_as_a_module(refused):
+    architecture, train, error, message, _ = refused
+    apply, params, buffers = ps.make_functional(architecture.make())
+
+    def loss_fn(params, buffers, inputs):
+        out, buffers = called(apply, params, buffers, train=train, **inputs)
+        return loss_of(out), buffers
+
+    with pytest.raises(error, match=message):
+        ps.value_and_grad(loss_fn)(params, buffers, architecture.inputs())
+    model = architecture.make()
+    if train:
+        backward(model, architecture)
+    else:
+        evaluated(model, **architecture.inputs())
+
+
+# ---- the page
+
+
+def table():
+    """What the tests above have run, a line for each architecture."""
+    lines = [
+        "| model | numbers that train | float32 | autocast(bfloat16) | own checkpointing |\n",
+        "|---|---|---|---|---|\n",
+    ]
+    for architecture in ARCHITECTURES:
+        model = architecture.make()
+        count = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        _, autocast = NO_AUTOCAST.get(architecture.name, ("", "same bits"))
+        checkpointing = "same bits" if checkpoints(model) else "has none"
+        lines.append(
+            f"| {architecture.name}{architecture.head} | {count:,} | same bits | {autocast} "
+            f"| {checkpointing} |\n"
+        )
+    lines += ["\n| refused | why |\n", "|---|---|\n"]
+    lines += [f"| {r.architecture.name}{r.architecture.head} | {r.why} |\n" for r in REFUSED]
+    return "".join(lines)
+
+
+def test_the_page_has_the_table_of_what_was_run():
+    before, rest = PAGE.read_text().split(BEGIN)
+    shown, after = rest.split(END)
+    made = table()
+    if os.environ.get("PURESCALE_WRITE_TABLE") == "1":
+        PAGE.write_text(f"{before}{BEGIN}\n{made}\n{END}{after}")
+        return
+    assert shown.strip() == made.strip(), "run it with PURESCALE_WRITE_TABLE=1"
+
+
+def test_the_table_has_60_architectures_each_once():
+    names = [architecture.name for architecture in ARCHITECTURES]
+    assert len(set(names)) == len(names) >= 60
+    assert set(NO_AUTOCAST) <= set(names)

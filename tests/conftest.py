@@ -15,9 +15,7 @@ settings.register_profile(
     "default",
     deadline=None,
     max_examples=50,
-    # Bounded floats of 32 bits are also drawn from the constants of all modules that are imported,
-    # most of which are none: how many are filtered depends on which tests ran before.
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile("ci", settings.get_profile("default"), derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")

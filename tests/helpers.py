@@ -115,6 +115,18 @@ def _rank(rank: int, port: int, body: Any, count: int, patience: float) -> None:
 # ---- a small training job ------------------------------------------------------------------------
 
 
+class OldDouble(torch.autograd.Function):
+    """Of the older form, without setup_context, which torch.func does not take."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
 def small_net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from helpers import (
+    OldDouble,
     Untouched,
     any32,
     at,
@@ -461,21 +462,12 @@ def test_nothing_returned_carries_a_graph():
 
 
 def test_an_autograd_function_of_the_older_form_is_taken():
-    class Double(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * 2
-
     sgd = ps.from_torch(OPTIM.SGD, lr=1.0)
     state = ps.init_train_state({"w": torch.ones(1)}, {}, sgd, RULE)
     new, _ = ps.train_step(
         state,
         [None],
-        loss_fn=lambda p, b, _: (Double.apply(p["w"]).sum(), b),
+        loss_fn=lambda p, b, _: (OldDouble.apply(p["w"]).sum(), b),
         optimizer=sgd,
         rule=RULE,
     )

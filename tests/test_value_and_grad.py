@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from helpers import (
     HALF,
+    OldDouble,
     at,
     batch,
     clone,
@@ -548,17 +549,8 @@ def test_it_reads_no_tensor_value():
 
 
 def test_an_autograd_function_of_the_older_form_and_checkpointing_are_taken():
-    class Double(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * 2
-
     def loss_fn(params, buffers, x):
-        out = checkpoint(lambda w: Double.apply(w).square(), params["w"], use_reentrant=False)
+        out = checkpoint(lambda w: OldDouble.apply(w).square(), params["w"], use_reentrant=False)
         return out.sum(), buffers
 
     _, grads = ps.value_and_grad(loss_fn)({"w": torch.ones(2)}, {}, None)

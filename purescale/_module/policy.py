@@ -195,8 +195,7 @@ def with_policy(
     casts = not rules.autocast and rules.compute_dtype is not rules.param_dtype
     if casts and (refused := getattr(apply, "_not_in_half", ())):
         raise ValueError(
-            f"compute={str(rules.compute_dtype).removeprefix('torch.')} does not fit the model: "
-            f"{'; '.join(refused)}."
+            f"compute={_name(rules.compute_dtype)} does not fit the model: {'; '.join(refused)}."
         )
     norm_params: frozenset[str] = getattr(apply, "norm_params", frozenset())
     frozen_params: frozenset[str] = getattr(apply, "frozen_params", frozenset())
@@ -261,9 +260,9 @@ class _MixedDtypes:
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if not isinstance(error, RuntimeError) or not re.search("Half|BFloat16", str(error)):
             return
-        dtype = str(self.compute_dtype).removeprefix("torch.")
+        dtype = _name(self.compute_dtype)
         floating = [
-            f"{name} ({str(buffer.dtype).removeprefix('torch.')})"
+            f"{name} ({_name(buffer.dtype)})"
             for name, buffer in self.buffers.items()
             if buffer.is_floating_point() and name not in self.frozen
         ]
@@ -275,6 +274,11 @@ class _MixedDtypes:
         )
 
 
+def _name(dtype: torch.dtype) -> str:
+    """As a policy is written."""
+    return str(dtype).removeprefix("torch.")
+
+
 def _check_params(params: dict[str, Tensor], rules: Policy) -> None:
     for name, weight in params.items():
         if weight.is_floating_point() and weight.dtype is not rules.param_dtype:
@@ -282,5 +286,5 @@ def _check_params(params: dict[str, Tensor], rules: Policy) -> None:
                 f"params[{name!r}] is {weight.dtype}; the policy keeps parameters in "
                 f"{rules.param_dtype}, and casts them itself where it computes. Fix: `params = "
                 "policy.cast_to_param(params)`, or "
-                f"'params={str(weight.dtype).removeprefix('torch.')}' in the policy."
+                f"'params={_name(weight.dtype)}' in the policy."
             )

@@ -99,10 +99,10 @@ def master_weights(params: Tree, opt_state: MasterState) -> Tree:
     >>> master_weights(params, optimizer.init(params))
     {'w': tensor([1., 1.])}
     """
-    state = _with_masters(opt_state)
+    state = masters_within(opt_state)
     leaves, structure = _tree.flatten(params)
     if isinstance(state, dict) and any(
-        isinstance(_with_masters(part), MasterState) for part in state.values()
+        isinstance(masters_within(part), MasterState) for part in state.values()
     ):
         return structure.unflatten(_of_parts(_tree.names(params), leaves, state))
     _, rest = _state_and_rest(state, structure)
@@ -121,8 +121,8 @@ def master_weights(params: Tree, opt_state: MasterState) -> Tree:
     return structure.unflatten(masters)
 
 
-def _with_masters(state: Any) -> Any:
-    """The state that has masters, within those of other wrappers."""
+def masters_within(state: Any) -> Any:
+    """The state that has masters, within those of other wrappers; else that inside of all."""
     while not isinstance(state, MasterState) and is_wrapped(state):
         state = state.inner
     return state
@@ -132,7 +132,7 @@ def _of_parts(names: Sequence[str], leaves: Leaves, states: Mapping[str, Any]) -
     """The masters in the parts of a partition, which are by dotted name; of others the leaves."""
     named = dict(zip(names, leaves, strict=True))
     found = {}
-    for state in map(_with_masters, states.values()):
+    for state in map(masters_within, states.values()):
         if isinstance(state, MasterState):
             own = {name: named.get(name) for name in state.rest}
             found.update(master_weights(own, state))

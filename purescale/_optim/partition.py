@@ -18,6 +18,7 @@ from .._torch.dtensor import any_dtensor
 from .._torch.looks import once, picked
 from .._tree import tree as _tree
 from .._tree.leaves import Normalized
+from .._tree.scalars import not_made
 from .._tree.tree import FlatDict, Leaves, Tree
 
 Label = Callable[[str, Tensor], str]
@@ -202,8 +203,7 @@ def _check(optimizers: Any, label: Any) -> None:
             "from_torch(torch.optim.AdamW)}, label)."
         )
     for key, each in optimizers.items():
-        made = not isinstance(each, type) and hasattr(each, "init") and hasattr(each, "step")
-        if not (isinstance(key, str) and made):
+        if not isinstance(key, str) or not_made(each, "init", "step"):
             raise TypeError(
                 f"optimizers[{key!r}] is {each!r}; expected an optimizer, an object with `init` "
                 'and `step`, under a string. Fix: {"adamw": from_torch(torch.optim.AdamW, '

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -263,7 +263,7 @@ def _slots(state: Any) -> Leaves:
     return [leaf for part in parts for leaf in values_of(part.slots)]
 
 
-def _with_slots(state: Any, leaves: Leaves) -> Any:
+def _with_slots(state: Any, leaves: Iterable[Any]) -> Any:
     """The state with others in the place of `_slots`."""
     if is_wrapped(state):
         fields = zip(state._fields, state, strict=True)
@@ -274,12 +274,8 @@ def _with_slots(state: Any, leaves: Leaves) -> Any:
         return OptState(state.applied, slots_like(state.slots, leaves), state.lr, state.hyper)
     if not are_parts(state):
         return _tree.flatten(state)[1].unflatten(leaves)
-    found, start = {}, 0
-    for key, part in state.items():
-        stop = start + len(values_of(part.slots))
-        found[key] = _with_slots(part, leaves[start:stop])
-        start = stop
-    return found
+    rest = iter(leaves)
+    return {key: _with_slots(part, rest) for key, part in state.items()}
 
 
 def _names(state: Any) -> list[tuple[str, ...]]:

@@ -265,15 +265,7 @@ class UnfusedStep:
                     group["dampening"],
                     {id(slot["momentum_buffer"]): slot[FIRST] for slot in first.values()},
                 )
-            for name in present:
-                # Where this is missing torch would begin anew, and the structure of the state would
-                # change.
-                if issubclass(self._cls, torch.optim.SGD):
-                    foreign = group["momentum"] != 0 and "momentum_buffer" not in slots[name]
-                else:
-                    foreign = not slots[name]
-                if foreign:
-                    raise self._layout.foreign("momentum_buffer" if slots[name] else "state")
+            self._check_slots([slots[name] for name in present], group)
             if self._begins and self._groups.moves[index]:
                 beginning.append((lrs[index], [slots[name] for name in present]))
             optimizer.param_groups.append({**group, "params": [weights[name] for name in present]})
@@ -292,6 +284,18 @@ class UnfusedStep:
         finally:
             for name in gradients:
                 weights[name].grad = None
+
+    def _check_slots(self, slots: list[dict[str, Tensor]], group: dict[str, Any]) -> None:
+        """Refuse a state in which something is missing: torch would begin anew, and the structure
+        of the state would change.
+        """
+        for slot in slots:
+            if issubclass(self._cls, torch.optim.SGD):
+                foreign = group["momentum"] != 0 and "momentum_buffer" not in slot
+            else:
+                foreign = not slot
+            if foreign:
+                raise self._layout.foreign("momentum_buffer" if slot else "state")
 
 
 def _tensors(weights: dict[str, Tensor], slots: Slots) -> list[Tensor]:

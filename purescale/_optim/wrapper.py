@@ -23,6 +23,7 @@ from .._torch.tracing import is_differentiated, traced
 from .._tree import select
 from .._tree import tree as _tree
 from .._tree.leaves import normalize
+from .._tree.scalars import not_made
 from .._tree.tree import FlatDict, Tree
 
 # Elements that are widened at a time. An element in work takes 6 to 26 bytes, by class and wrapper:
@@ -41,9 +42,7 @@ class Wrapper:
     widens_params = True
 
     def __init__(self, optimizer: Any, *settings: Any) -> None:
-        if isinstance(optimizer, type) or not (
-            hasattr(optimizer, "init") and hasattr(optimizer, "step")
-        ):
+        if not_made(optimizer, "init", "step"):
             raise TypeError(
                 f"expected an optimizer, an object with `init` and `step`, got {optimizer!r}. Fix: "
                 "from_torch(torch.optim.AdamW, lr=1e-3), or from_transformation(tx)."

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._optim.master_weights import MasterState, master_weights
-from .._optim.opt_state import OptState, is_wrapped, state_dict, without_wrappers
+from .._optim.master_weights import MasterState, master_weights, masters_within
+from .._optim.opt_state import OptState, state_dict, without_wrappers
 from .._optim.param_groups import FLAGS
 from .._optim.schedule import RateTable, check_scheduler, place_of, rates_of, stand_in
 from .._optim.torch_optim import TorchOptimizer, from_torch
@@ -159,9 +159,7 @@ def unwrapped(state: Any, optimizer: Any, torch_optimizer: Any) -> tuple[TorchOp
 
 def weights_of(state: TrainState) -> Any:
     """The parameters, or their float32 masters where the state has them."""
-    kept = state.opt_state
-    while not isinstance(kept, MasterState) and is_wrapped(kept):
-        kept = kept.inner
+    kept = masters_within(state.opt_state)
     return master_weights(state.params, kept) if isinstance(kept, MasterState) else state.params
 
 

@@ -570,6 +570,9 @@ def spoil(live, taken, state, case):
         given["state"] = ps.stack_states([state, state])
     elif case == "in the state":
         given["optimizer"] = ps.from_torch(torch.optim.AdamW, in_state=("lr",))
+    elif case == "partition":
+        given["optimizer"] = ps.partition({"all": optimizer}, lambda name, param: "all")
+        given["state"] = state._replace(opt_state={"all": state.opt_state})
     return given
 
 
@@ -585,6 +588,7 @@ NOT_GIVEN = {
     "too far": "OneCycleLR ends after",
     "stacked": r"2 stacked ones.*member\(state, 0\)",
     "in the state": "has lr in its state.*to_state_dict",
+    "partition": r"has the parts \['all'\].*to_state_dict\(state.opt_state\[key\]\)",
 }
 
 

@@ -355,9 +355,15 @@ class ValueAndGrad:
                 "new_buffers, aux`, or `return loss, buffers, aux` where nothing changes them."
             )
         leaves = _tree.matching_leaves(
-            buffers, new_buffers, "buffers", "new_buffers", flat=self.buffers
+            buffers, new_buffers, "buffers", "new_buffers", _ONE_SHAPE, flat=self.buffers
         )[1]
         return loss, leaves, aux
+
+
+_ONE_SHAPE = (
+    "A skipped step returns the one, an applied step the other, so both must match. If the first "
+    "forward of a module gives the buffer its shape, call the module once before `make_functional`."
+)
 
 
 def _parameters(tensors: Leaves) -> Leaves:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .._optim.master_weights import MasterState, master_weights, masters_within
 from .._optim.opt_state import OptState, state_dict, without_wrappers
 from .._optim.param_groups import FLAGS
+from .._optim.partition import PartitionOptimizer
 from .._optim.schedule import RateTable, check_scheduler, place_of, rates_of, stand_in
 from .._optim.torch_optim import TorchOptimizer, from_torch
 from .._step.train_step import TrainState
@@ -128,14 +129,23 @@ def unwrapped(state: Any, optimizer: Any, torch_optimizer: Any) -> tuple[TorchOp
     `torch_optimizer`.
     """
     inner = optimizer
-    while not isinstance(inner, TorchOptimizer) and hasattr(inner, "optimizer"):
+    while hasattr(inner, "optimizer"):
         inner = inner.optimizer
-    if not (isinstance(state, TrainState) and isinstance(inner, TorchOptimizer)):
+    if not (
+        isinstance(state, TrainState) and isinstance(inner, (TorchOptimizer, PartitionOptimizer))
+    ):
         raise TypeError(
             f"give_back got a {type(state).__name__} and a {type(optimizer).__name__}; expected "
             "the TrainState of train_step and the optimizer of take_over. Likely cause: arguments "
             "in another order. Fix: give_back(state, optimizer, rule, model, torch_optimizer, "
             "scaler, scheduler)."
+        )
+    if isinstance(inner, PartitionOptimizer):
+        raise ValueError(
+            f"the optimizer has the parts {list(inner.optimizers)}; torch has an optimizer for "
+            "each. Fix: `load_into(model, state.params, state.buffers)`, and for each key "
+            "`torch_optimizers[key].load_state_dict("
+            "optimizer.optimizers[key].to_state_dict(state.opt_state[key]))`."
         )
     cls, opt_state = inner.summary[0], without_wrappers(state.opt_state)
     if not isinstance(opt_state, OptState) or cls is not type(torch_optimizer):

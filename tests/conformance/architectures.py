@@ -1,13 +1,15 @@
-"""Models of transformers and x-transformers, as small as their configurations allow, with random
-weights.
+"""Models of transformers, x-transformers and timm, as small as their configurations allow, with
+random weights.
 """
 
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import timm
 import torch
 import transformers
+import x_transformers as x
 from torch import Tensor, nn
 
 VOCABULARY, BATCH, LENGTH, WIDTH, CLASSES, SIDE = 61, 2, 8, 16, 3, 32
@@ -43,6 +45,10 @@ def labelled_text() -> dict[str, Tensor]:
 
 def unlabelled_images() -> dict[str, Tensor]:
     return {"pixel_values": torch.randn(BATCH, 3, SIDE, SIDE, generator=random_numbers())}
+
+
+def bare_images() -> dict[str, Tensor]:
+    return {"x": unlabelled_images()["pixel_values"]}
 
 
 def images() -> dict[str, Tensor]:
@@ -89,33 +95,43 @@ def questions() -> dict[str, Tensor]:
 
 
 class Architecture(NamedTuple):
-    """`{name}{head}(config)` of transformers with `config = {name}Config(**settings)`, and the
-    keyword arguments of a call.
-    """
+    """A model and the keyword arguments of a call of it."""
 
     name: str
-    head: str
-    settings: dict[str, Any]
+    build: Callable[[], nn.Module]
     inputs: Callable[[], dict[str, Any]]
 
     def make(self) -> nn.Module:
         """The model in train mode, with the same weights every time."""
         transformers.set_seed(0)
-        if self.name == "x-transformers":
-            return x_transformer()
-        config = getattr(transformers, f"{self.name}Config")(**self.settings)
-        return getattr(transformers, f"{self.name}{self.head}")(config).train()
+        return self.build().train()
+
+
+def from_config(name: str, head: str, settings: dict[str, Any]) -> nn.Module:
+    """A model of transformers."""
+    config = getattr(transformers, f"{name}Config")(**settings)
+    model: nn.Module = getattr(transformers, f"{name}{head}")(config)
+    return model
+
+
+def from_timm(name: str, settings: dict[str, Any]) -> nn.Module:
+    """A model of timm. What it sets to 0, such as the last norm of a residual block, is random, so
+    that all of the model has gradients.
+    """
+    model: nn.Module = timm.create_model(name, num_classes=CLASSES, **settings)
+    for parameter in model.parameters():
+        if not parameter.any():
+            nn.init.normal_(parameter, std=0.1)
+    return model
 
 
 def x_transformer() -> nn.Module:
-    import x_transformers as x
-
     layers = x.Decoder(
         dim=WIDTH, depth=2, heads=2, attn_dim_head=8, attn_dropout=0.1, ff_dropout=0.1
     )
     return x.AutoregressiveWrapper(
         x.TransformerWrapper(num_tokens=VOCABULARY, max_seq_len=16, attn_layers=layers)
-    ).train()
+    )
 
 
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -152,6 +168,15 @@ T5 = {
     "decoder_start_token_id": 0,
     **IDS,
 }
+TIMM_VIT = {"img_size": SIDE, "patch_size": 8, "embed_dim": WIDTH, "depth": 2, "num_heads": 2}
+TIMM_SWIN = {
+    "img_size": SIDE,
+    "window_size": 4,
+    "embed_dim": 8,
+    "depths": (1, 1),
+    "num_heads": (2, 2),
+}
+TIMM_RESNET = {"layers": (1, 1, 1, 1), "channels": (8, 8, 16, 16)}
 CLASSIFIER = {"num_labels": CLASSES}
 VIT = LAYERS | CLASSIFIER | {"image_size": SIDE, "patch_size": 8}
 SWIN = CLASSIFIER | {
@@ -202,7 +227,13 @@ def entry(
     head: str, inputs: Callable[[], dict[str, Any]], name: str, *shared: dict[str, Any], **own: Any
 ) -> Architecture:
     settings = {key: value for part in (*shared, own) for key, value in part.items()}
-    return Architecture(name, head, settings, inputs)
+    build = functools.partial(from_config, name, head, settings)
+    return Architecture(f"{name}{head}", build, inputs)
+
+
+def timm_model(name: str, **settings: Any) -> Architecture:
+    build = functools.partial(from_timm, name, settings)
+    return Architecture(f"timm {name}", build, bare_images)
 
 
 decoder = functools.partial(entry, "ForCausalLM", text)
@@ -317,7 +348,7 @@ DECODERS = [
     ),
     decoder("GptOss", HEADS, num_local_experts=4, num_experts_per_tok=2, sliding_window=4),
     decoder("Lfm2", LLAMA, layer_types=["conv", "full_attention"], block_ff_dim=24),
-    entry("", bare_text, "x-transformers"),
+    Architecture("x-transformers", x_transformer, bare_text),
 ]
 ENCODERS = [
     encoder("Bert", BERT),
@@ -519,6 +550,35 @@ VISION = [
         decoder_intermediate_size=24,
     ),
 ]
+TIMM = [
+    timm_model("vit_tiny_patch16_224", **TIMM_VIT, drop_path_rate=0.1),
+    timm_model("vit_relpos_small_patch16_224", **TIMM_VIT),
+    timm_model("deit3_small_patch16_224", **TIMM_VIT),
+    timm_model("beit_base_patch16_224", **TIMM_VIT),
+    timm_model("eva02_tiny_patch14_224", **TIMM_VIT),
+    timm_model("cait_xxs24_224", **TIMM_VIT),
+    timm_model("xcit_nano_12_p16_224", img_size=SIDE, embed_dim=WIDTH, depth=2, num_heads=2),
+    timm_model("swin_tiny_patch4_window7_224", **TIMM_SWIN),
+    timm_model("swinv2_tiny_window8_256", **TIMM_SWIN),
+    timm_model("convnext_tiny", depths=(1, 1, 1, 1), dims=(8, 8, 16, 16)),
+    timm_model("resnet18", **TIMM_RESNET),
+    timm_model("resnet50d", **TIMM_RESNET, drop_block_rate=0.1),
+    timm_model("seresnet50", **TIMM_RESNET),
+    timm_model("densenet121", block_config=(1, 1), growth_rate=8),
+    timm_model("mobilenetv3_small_050"),
+    timm_model("mobilenetv4_conv_small_035"),
+    timm_model("ghostnet_050"),
+    timm_model("regnetx_002"),
+    timm_model("edgenext_xx_small"),
+    timm_model("mobilevit_xxs"),
+    timm_model("pvt_v2_b0", depths=(1, 1, 1, 1)),
+    timm_model("mambaout_femto", depths=(1, 1), dims=(16, 24)),
+    timm_model("inception_next_atto"),
+    timm_model("starnet_s1"),
+    timm_model("fastvit_t8"),
+    timm_model("repvit_m0_9"),
+    timm_model("nf_regnet_b0"),
+]
 FILM = [entry("ForVideoClassification", film, "VideoMAE", VIT, num_frames=4)]
 SOUND = [
     entry("ForSequenceClassification", sound, "Wav2Vec2", WAVES),
@@ -574,7 +634,7 @@ SEVERAL = [
         max_position_embeddings=32,
     ),
 ]
-ARCHITECTURES = [*DECODERS, *ENCODERS, *TRANSLATORS, *VISION, *FILM, *SOUND, *SEVERAL]
+ARCHITECTURES = [*DECODERS, *ENCODERS, *TRANSLATORS, *VISION, *TIMM, *FILM, *SOUND, *SEVERAL]
 
 
 class Refused(NamedTuple):
@@ -588,6 +648,13 @@ class Refused(NamedTuple):
 
 
 REFUSED = [
+    Refused(
+        timm_model("convit_tiny", **TIMM_VIT),
+        True,
+        ValueError,
+        "call the module once before `make_functional`",
+        "its first forward gives a buffer its shape; call the module once before `make_functional`",
+    ),
     Refused(
         encoder("BigBird", BERT, attention_type="block_sparse", block_size=2, num_random_blocks=1),
         True,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._loss_scale.rule_protocol import Rule, check_rule, takes_amax, updated
+from ._loss_scale.rule_protocol import Rule, call_rule, check_rule, takes_amax
 from ._torch.autocast import outside_autocast
 from ._tree import scalars, tree
 
@@ -80,7 +80,7 @@ def _run(rule: Any, series: Tensor, step: Any) -> tuple[Any, Tensor]:
     rows, flags = [first], [torch.zeros_like(series[:0], dtype=torch.bool)]
     for item in series.unbind():
         bad, found_inf, amax = step(scaler, item)
-        new = updated(rule, scaler, found_inf, amax)
+        new = call_rule(rule, scaler, found_inf, amax)
         rows.append(
             tree.matching_leaves(scaler, new, "rule.init()", "what rule.update returned")[1]
         )

@@ -34,7 +34,7 @@ RULES = [RULE, ps.HeadroomScale(window=4), ps.NoScale()]
 
 
 def addresses(state):
-    return [donation.memory(tensor) for tensor in tensors(state)]
+    return [donation.storage_pointer(tensor) for tensor in tensors(state)]
 
 
 # ---- on fake CUDA tensors ------------------------------------------------------------------------
@@ -68,7 +68,7 @@ def cuda():
         IndexedWithoutDriver(),
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr(tree, "memory", donation.memory)
+        patch.setattr(tree, "storage_pointer", donation.storage_pointer)
         patch.setattr(value_and_grad.ValueAndGrad, "graph", graph)
         patch.setattr(
             value_and_grad, "_gradients", lambda loss, inputs: list(map(torch.empty_like, inputs))

@@ -18,7 +18,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import purescale as ps
 from purescale._module.at_rest import AtRest
-from purescale._module.meta_module import called
+from purescale._module.meta_module import call_eager
 from purescale._step.compiled_window import CAN_REPEAT
 
 
@@ -479,7 +479,7 @@ def test_what_stands_around_a_break_is_compiled_once():
         call({name: p.clone() for name, p in params.items()}, buffers, x)
     assert counted.frame_count == graphs
     # Nothing of what puts it back is compiled on its own, with guards on all that it touches.
-    for function in (called, AtRest.restore):
+    for function in (call_eager, AtRest.restore):
         assert torch._C._dynamo.eval_frame._debug_get_cache_entry_list(function.__code__) == []
 
 

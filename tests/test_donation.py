@@ -17,7 +17,7 @@ from torch import Tensor
 
 import purescale as ps
 from purescale._torch import donation
-from purescale._torch.donation import can_write, owned
+from purescale._torch.donation import can_write, take_ownership
 
 RULE = ps.DynamicScale(init_scale=2.0**10)
 ADAMW = ps.from_torch(torch.optim.AdamW, lr=0.1)
@@ -309,7 +309,7 @@ def test_what_a_backward_made_is_ours_only_where_nobody_else_can_see_it():
     loss = loss + (weights[2] * outside).sum() + weights[3].sum()
     found = list(torch.autograd.grad(loss, weights))
     before, addresses = clone(found), [gradient.data_ptr() for gradient in found]
-    mine = owned(found)
+    mine = take_ownership(found)
     assert found == []
     assert same_bits(mine, before)
     assert not any(gradient.requires_grad for gradient in mine)

@@ -80,7 +80,7 @@ def fake_cuda():
         torch.device("cuda"),
         WithoutDriver(),
     ):
-        patch.setattr(donation, "memory", lambda leaf: leaf.untyped_storage()._cdata)
+        patch.setattr(donation, "storage_pointer", lambda leaf: leaf.untyped_storage()._cdata)
         yield
 
 

@@ -1109,7 +1109,8 @@ REFUSED = {
     "a repeat": (lambda m: itertools.repeat(m.w), "1.kept (a repeat)"),
     "a caller of a method": (
         lambda m: operator.methodcaller("mul", m.w),
-        "1.kept (a methodcaller)[0]",
+        # Among what it refers to; Python 3.13 has the name of the method before its arguments.
+        f"1.kept (a methodcaller)[{0 if sys.version_info < (3, 13) else 1}]",
     ),
     "a slice": (lambda m: slice(m.w), "1.kept (a slice)"),
     "a property": (

@@ -16,7 +16,7 @@ from hypothesis import given
 
 import purescale as ps
 from purescale import interop
-from purescale._tree import scalars as _checks
+from purescale._tree import scalars
 
 HUGE = 10**400
 ENORMOUS = 10**5000  # which Python does not even print
@@ -137,13 +137,13 @@ def test_a_bound_that_is_a_tensor_is_real(tensor):
 BAD = [None, True, "1", "much", 1j, math.nan, math.inf, -HUGE, ENORMOUS, -1, 0.5, 3.0, np.ones(2)]
 BAD += [decimal.Decimal("2"), Fraction(1, 3), torch.tensor(1.0), torch.zeros(2), torch.tensor(1j)]
 CHECKS = {
-    "real": _checks.real,
-    "whole": _checks.whole,
-    "whole from 5 to 7": lambda name, value: _checks.whole(name, value, least=5, most=7),
-    "whole from 5": lambda name, value: _checks.whole(name, value, least=5, most=None),
-    "positive": _checks.positive,
-    "power of two": _checks.power_of_two,
-    "bound": _checks.bound,
+    "real": scalars.real,
+    "whole": scalars.whole,
+    "whole from 5 to 7": lambda name, value: scalars.whole(name, value, least=5, most=7),
+    "whole from 5": lambda name, value: scalars.whole(name, value, least=5, most=None),
+    "positive": scalars.positive,
+    "power of two": scalars.power_of_two,
+    "bound": scalars.bound,
 }
 
 
@@ -161,7 +161,7 @@ def test_what_is_refused_is_told_with_what_was_expected_and_a_cure(check):
         if isinstance(value, torch.Tensor):
             shown = f"shape {tuple(value.shape)}", f"{value.dtype}"
         else:
-            shown = (_checks.short_repr(value),)
+            shown = (scalars.short_repr(value),)
         assert any(part in message for part in shown), message
         assert re.search(r"Fix: .+\.$", message), message
 
@@ -170,13 +170,13 @@ def test_what_is_refused_is_told_with_what_was_expected_and_a_cure(check):
 def test_the_cure_of_a_range_is_a_number_in_it(value, least, span):
     most = None if span is None else least + span
     try:
-        assert _checks.whole("n", value, least, most) == value
+        assert scalars.whole("n", value, least, most) == value
     except (TypeError, ValueError) as error:
         cure = re.search(r"Fix: .*?(-?\d+)[.,]", str(error))
         if isinstance(error, ValueError):
-            assert _checks.whole("n", int(cure.group(1)), least, most) in (least, most)
+            assert scalars.whole("n", int(cure.group(1)), least, most) in (least, most)
         else:
-            _checks.whole("n", int(cure.group(1)), -(10**400), None)
+            scalars.whole("n", int(cure.group(1)), -(10**400), None)
 
 
 # ---- settings of rules

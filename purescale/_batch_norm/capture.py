@@ -49,7 +49,7 @@ _RANDOM: dict[Any, tuple[int, str, Any]] = {
 }
 
 
-_INTO = {Tensor.copy_, private.foreach.copy_}  # the target is the first argument
+_INTO = {Tensor.copy_, private.listops.copy_}  # the target is the first argument
 _COPIES = {Tensor.clone, private.clone_list, *_INTO}
 
 

@@ -22,7 +22,7 @@ from .._batch_norm.bn_stats import (
     init_bn_stats,
 )
 from .._batch_norm.capture import ApplyFn, calls_of
-from .._distributed.collectives import all_reduce_found_inf, checked_on_all_ranks, on_cpu
+from .._distributed.collectives import agree_on_all_ranks, all_reduce_found_inf, on_cpu
 from .._distributed.process_group import all_reduce, check_group
 from .._module.functional import Apply
 from .._module.registered import Tensors
@@ -94,7 +94,7 @@ def precise_bn(
         bn_buffers(init_bn_stats(buffers), buffers, estimator, correction)
 
     settings = {"estimator": estimator, "correction": correction, "normalize": normalize}
-    checked_on_all_ranks(
+    agree_on_all_ranks(
         group,
         check,
         lambda: [f"{key}={value!r}" for key, value in settings.items()],

@@ -5,7 +5,7 @@ does so for DTensors.
 
 Entry: `collectives.all_reduce_grads` and `collectives.all_reduce_found_inf`, by hand;
 `buckets.reduction_of`, many tensors in few messages, each sent while the next is filled;
-`collectives.checked_on_all_ranks`, an error on one rank as an error on all ranks.
+`collectives.agree_on_all_ranks`, an error on one rank as an error on all ranks.
 Hands on: a `buckets.Reduction`, whose `get` waits for the sums.
 May import: `_tree`, `_torch`.
 """

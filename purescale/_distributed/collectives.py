@@ -112,7 +112,7 @@ def all_reduce_grads(
         results = leaves if donate and not donation.DEBUG else _tree.clone(leaves)
     else:
         group = check_group(group)
-        leaves, structure = checked_on_all_ranks(
+        leaves, structure = agree_on_all_ranks(
             group,
             checked_leaves,
             lambda: [f"{bucket_size_mb=}", *describe_leaves("grads", grads, with_strides=False)],
@@ -134,7 +134,7 @@ def all_reduce_grads(
 
 
 def _in_dtype_of(leaf: Any, mean: Tensor | None, *, writable: bool) -> Any:
-    """The mean in the dtype of the leaf; in its memory if that is `writable`."""
+    """The mean in the dtype of the leaf; in its memory if that is `may_overwrite_state`."""
     if mean is None:
         return leaf if leaf is None or writable else leaf.clone()
     return leaf.detach().copy_(mean) if writable else mean.to(leaf.dtype)
@@ -172,7 +172,7 @@ def _metadata(dtype: Any, shape: Any, strides: Any, layout: Any, device: str) ->
     return f"{dtype} {tuple(shape)}{f' {strides}' if strides else ''} {layout} on {device}"
 
 
-def checked_on_all_ranks(
+def agree_on_all_ranks(
     group: Any, check: Callable[[], T], describe: Callable[[], list[str]], *, sync: bool
 ) -> T:
     """Syncs with the host if `sync`. What `check` gives; with `sync` an error on every rank of

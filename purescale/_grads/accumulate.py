@@ -13,7 +13,7 @@ from .._torch import donation, dtensor, foreach
 from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write
 from .._torch.dtypes import saturating, wide_dtype, widest_float
-from .._torch.private import foreach as list_ops
+from .._torch.private import listops
 from .._torch.tracing import host_can_read, is_on_a_graph, traced, under_transform
 from .._tree import tree as _tree
 from .._tree.leaves import dense, normalize
@@ -195,8 +195,8 @@ def convex_sum(
         new = new if scale is None else foreach.divide(new, scale)
         if on_host:
             known = share.item()
-            list_ops.mul_(means, 1 - known)
-            list_ops.add_(means, new, alpha=known)
+            listops.mul_(means, 1 - known)
+            listops.add_(means, new, alpha=known)
         else:
             foreach.multiply(means, 1 - share, in_place=True)
             foreach.add_where_(means, new, share, good)

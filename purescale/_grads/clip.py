@@ -17,7 +17,7 @@ from .._grads.measure import measure
 from .._torch import foreach, private
 from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write
-from .._torch.looks import dtypes
+from .._torch.metadata_cache import dtypes
 from .._tree import tree as _tree
 from .._tree.leaves import Normalized, normalize
 from .._tree.scalars import as_float, bound, short_repr
@@ -102,7 +102,7 @@ def factor_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
     return torch.float64 if torch.float64 in dtypes(tensors) else torch.float32
 
 
-def reported(measured: Any, skip: Tensor) -> Any:
+def inf_where_skipped(measured: Any, skip: Tensor) -> Any:
     """A norm or amax that a step reports: not finite where it is skipped, be it for what was
     dropped before or for another rank.
     """
@@ -181,9 +181,9 @@ def _magnitudes(flat: Normalized, norm_type: float) -> Normalized:
     """What a norm is taken of: a complex number counts with its magnitude, for p = 2 as its two
     reals.
     """
-    if norm_type == 2 or flat.plain:
+    if norm_type == 2 or flat.dense_real:
         return flat
-    pairs = zip(flat.tensors, flat.origins, strict=True)
+    pairs = zip(flat.tensors, flat.present_originals, strict=True)
     tensors = [
         torch.view_as_complex(tensor).abs() if origin.is_complex() else tensor
         for tensor, origin in pairs

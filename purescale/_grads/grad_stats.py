@@ -13,8 +13,8 @@ from torch import Tensor
 from .._torch import private
 from .._torch.dtypes import unscaled_dtype, widest_float
 from .._torch.foreach import MAX_INLINE_LEAVES, by_kind, cast
-from .._torch.looks import elements
-from .._torch.private import foreach
+from .._torch.metadata_cache import elements
+from .._torch.private import listops
 from .._torch.tracing import is_on_a_graph, under_transform
 
 
@@ -164,7 +164,7 @@ def _list_stats(
             ends = [end for rows in _rows(some) for end in torch.aminmax(rows)]
             amax = _at_least_float32(torch.stack(ends)).abs().amax()
         else:
-            amax = _at_least_float32(torch.stack(foreach.norm(some, math.inf)).amax())
+            amax = _at_least_float32(torch.stack(listops.norm(some, math.inf)).amax())
         found.append(amax)
         if p is not None:
             norms.append(_norm_of_list(some, p, amax, divisor))
@@ -175,13 +175,13 @@ def _norm_of_list(tensors: list[Tensor], p: float, amax: Tensor, divisor: Tensor
     wide = widest_float(tensors[0].device)
     if tensors[0].dtype.itemsize <= 4 and wide is torch.float64 and p <= _SAFE_POWER:
         norm: Tensor = torch.linalg.vector_norm(
-            torch.stack(foreach.norm(tensors, p, dtype=wide)), p
+            torch.stack(listops.norm(tensors, p, dtype=wide)), p
         )
         return norm / divisor
     # In units of the largest of all, of whose norm what underflows is no part.
     unit = _unit(amax)
     tensors = cast(tensors, unit.dtype)  # a quotient in half precision would be rounded
-    norms = foreach.norm(foreach.div(tensors, unit), p, dtype=wide)
+    norms = listops.norm(listops.div(tensors, unit), p, dtype=wide)
     in_units: Tensor = torch.linalg.vector_norm(torch.stack(norms), p)
     return in_units * (unit / divisor)
 

@@ -15,7 +15,7 @@ from .._grads.grad_stats import LocalStats, local_stats, sum_of_squares
 from .._grads.mesh_stats import mesh_stats, stats_of_parts
 from .._torch.dtensor import any_dtensor
 from .._torch.dtypes import saturating
-from .._torch.looks import elements
+from .._torch.metadata_cache import elements
 from .._torch.tracing import PLAIN_TYPES, host_can_read, is_on_a_graph, traced
 from .._tree.leaves import Normalized
 
@@ -56,7 +56,7 @@ def measure(
     if squares is not None and on_host and group is None:
         total, number = squares.item(), scale.item()
         usable, number = 0 < number < math.inf, number if scaled else 1.0
-        if usable and _tells(tensors, total, number, norm=norm_type is not None):
+        if usable and _sum_is_conclusive(tensors, total, number, norm=norm_type is not None):
             known = None if norm_type is None else math.sqrt(total) / number
             return GradStats(
                 torch.zeros((), dtype=torch.bool, device=scale.device),
@@ -89,12 +89,12 @@ def measure_amax(grads: Normalized, one: Tensor, group: Any = None) -> Tensor:
 
 def _exact_stats(grads: Normalized, divisor: Tensor, norm_type: float | None) -> LocalStats:
     if _is_sharded(grads):
-        return mesh_stats(grads.tensors, grads.origins, divisor, norm_type)
+        return mesh_stats(grads.tensors, grads.present_originals, divisor, norm_type)
     return local_stats(grads.tensors, divisor, norm_type)
 
 
 def _is_sharded(grads: Normalized) -> bool:
-    return not grads.plain and any_dtensor(grads.given)
+    return not grads.dense_real and any_dtensor(grads.originals)
 
 
 def _squares(tensors: Sequence[Tensor], *, readable: bool) -> Tensor | None:
@@ -111,19 +111,23 @@ def _squares(tensors: Sequence[Tensor], *, readable: bool) -> Tensor | None:
     return None
 
 
-def _tells(tensors: Sequence[Tensor], total: float, divisor: float, *, norm: bool) -> bool:
+def _sum_is_conclusive(
+    tensors: Sequence[Tensor], total: float, divisor: float, *, norm: bool
+) -> bool:
     """Whether a sum of squares shows that all elements are finite over `divisor`, which is usable,
     and where a norm is asked for that its root is one.
     """
     bound = math.sqrt(total) if total >= 0 else math.nan  # no element is larger
-    return bound / divisor < _SMALLEST_RANGE and not (norm and total < _least(tensors))
+    return bound / divisor < _SMALLEST_RANGE and not (
+        norm and total < _smallest_reliable_sum(tensors)
+    )
 
 
 # bfloat16 ends a little below float32
 _SMALLEST_RANGE = torch.finfo(torch.bfloat16).max
 
 
-def _least(tensors: Sequence[Tensor]) -> float:
+def _smallest_reliable_sum(tensors: Sequence[Tensor]) -> float:
     """Squares below the range of float32 are lost; what they could add to a sum above this is less
     than its rounding.
     """
@@ -139,8 +143,8 @@ def _norm(
     if squares is None:
         return exact
     quick = squares.sqrt() / divisor
-    tells = (quick < _SMALLEST_RANGE) & (squares >= _least(tensors))
-    return torch.where(tells, quick, exact)
+    conclusive = (quick < _SMALLEST_RANGE) & (squares >= _smallest_reliable_sum(tensors))
+    return torch.where(conclusive, quick, exact)
 
 
 def _amax(stats: LocalStats, divisor: Tensor, group: Any = None) -> Tensor:

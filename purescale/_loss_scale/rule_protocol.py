@@ -39,7 +39,7 @@ def takes_amax(rule: Any) -> bool:
     return bool(getattr(rule, "takes_amax", False))
 
 
-def updated(rule: Any, scaler: Any, found_inf: Tensor, amax: Any) -> Any:
+def call_rule(rule: Any, scaler: Any, found_inf: Tensor, amax: Any) -> Any:
     """`rule.update`, with `amax` for a rule that takes it."""
     return rule.update(scaler, found_inf, *([amax] if takes_amax(rule) else []))
 

@@ -18,7 +18,7 @@ from .._torch import foreach
 from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write
 from .._torch.dtypes import wide_dtype
-from .._torch.looks import once
+from .._torch.metadata_cache import cached
 from .._tree import scalars
 from .._tree import tree as _tree
 from .._tree.leaves import elsewhere, normalize, unsupported_reason
@@ -218,7 +218,7 @@ def _where_to_look(loss: Any, lower: float | None = None) -> str:
 def check_device(scale: Tensor, tree: Tree, leaves: Sequence[Any], name: str) -> None:
     """Refuse, naming the leaf, a tensor on another device than the scaler."""
     device = scale.device
-    if once(device, lambda: all([x is None or x.device == device for x in leaves]), leaves):
+    if cached(device, lambda: all([x is None or x.device == device for x in leaves]), leaves):
         return
     for index, leaf in enumerate(leaves):
         if leaf is not None and leaf.device != device:

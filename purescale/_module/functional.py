@@ -16,10 +16,10 @@ from .._module.kept import explain, fill, keep, kept, release
 from .._module.meta_module import (
     FIX,
     Skeleton,
-    called,
-    regions,
-    remade,
-    traced,
+    active_compiled_regions,
+    call_eager,
+    call_in_fresh_modules,
+    call_under_dynamo,
     without_tensors,
 )
 from .._module.registered import (
@@ -31,7 +31,7 @@ from .._module.registered import (
 from .._torch import donation, foreach, private
 from .._torch.tracing import PLAIN_TYPES, innermost, under_transform
 from .._tree import tree as _tree
-from .._tree.leaves import are_plain, is_constant, versions
+from .._tree.leaves import are_dense_real, is_constant, versions
 
 NORM_MODULES: tuple[type[nn.Module], ...] = (
     private.NormBase,
@@ -84,7 +84,7 @@ class Apply:
             given = {name: param.clone() for name, param in params.items()}
             given |= _hooked(given, self._hooks)
             given |= copies
-            call = remade if regions else traced
+            call = call_in_fresh_modules if active_compiled_regions else call_under_dynamo
             # The compiler gives up a graph that breaks inside of a `try`, runs this function as it
             # is, and asks again.
             try:
@@ -108,7 +108,7 @@ class Apply:
         skeleton = self._free(bool(train))
         # Where the forward fails, its skeleton is thrown away as it stands.
         try:
-            out, new_buffers = called(skeleton, given, copies, args, kwargs)
+            out, new_buffers = call_eager(skeleton, given, copies, args, kwargs)
         except RuntimeError as error:
             if transformed:
                 explain(error)
@@ -214,7 +214,7 @@ def _copies(buffers: Tensors, constants: Tensors, *, one_by_one: bool) -> Tensor
 
 def _constants(buffers: Tensors) -> Tensors:
     """The buffers that no call changes."""
-    if not buffers or are_plain(list(buffers.values())):
+    if not buffers or are_dense_real(list(buffers.values())):
         return {}
     return {name: buffer for name, buffer in buffers.items() if is_constant(buffer)}
 

@@ -17,7 +17,7 @@ from .._module.norms import SyncBatchNorm
 from .._module.references import class_attributes, references
 from .._module.registered import Registered, Tensors
 from .._torch import private
-from .._torch.donation import memory
+from .._torch.donation import storage_pointer
 
 FIX = (
     "A parameter is an argument here. Fix: compute with a changed copy in forward, or change "
@@ -26,7 +26,7 @@ FIX = (
 
 # Not empty while the compiler follows one microbatch for all: nothing that was made outside of it
 # may then be written into.
-regions: list[Any] = []
+active_compiled_regions: list[Any] = []
 
 _NOTHING = torch.empty(0, device="meta")
 
@@ -229,7 +229,7 @@ def without_tensors(
     originals = {id(tensor): tensor for tensor in tensors.values()}
     by_name = {name: absent(_outside(name)) for name in tensors}
     stand_ins = {key: by_name[name] for key, name in registered.names.items()}
-    memories = {memory(tensor) for tensor in originals.values()} - {None, 0}
+    memories = {storage_pointer(tensor) for tensor in originals.values()} - {None, 0}
     _check_classes(model, registered)
     shared: dict[int, Any] = {}
     for reference in references(model):
@@ -241,7 +241,7 @@ def without_tensors(
         if (
             isinstance(value, Tensor)
             and id(value) not in stand_ins
-            and (not value.is_leaf or memory(value) in memories)
+            and (not value.is_leaf or storage_pointer(value) in memories)
         ):
             originals[id(value)] = value
             stand_ins[id(value)] = absent(_computed(reference.where))
@@ -271,14 +271,14 @@ def _check_classes(model: nn.Module, registered: Registered) -> None:
     """Refuse parameters in attributes of classes, of which there is no copy."""
     names = {key: name for key, name in registered.names.items() if name in registered.params}
     names |= {id(m): name for name, m in model.named_modules() if name and list(m.parameters())}
-    by_memory = {memory(tensor): name for name, tensor in registered.params.items()}
+    by_memory = {storage_pointer(tensor): name for name, tensor in registered.params.items()}
     for where, kind, key, value in class_attributes(model):
         if id(value) in names:
             what = f"its {names[id(value)]}"
         elif not isinstance(value, Tensor):
             continue
-        elif memory(value) and memory(value) in by_memory:
-            what = f"a view of its {by_memory[memory(value)]}"
+        elif storage_pointer(value) and storage_pointer(value) in by_memory:
+            what = f"a view of its {by_memory[storage_pointer(value)]}"
         elif isinstance(value, nn.Parameter) and value.requires_grad:
             what = "a parameter that is registered nowhere"
         else:
@@ -340,7 +340,7 @@ def _left_as_they_are() -> None:
 
 
 @private.only_inlined
-def called(
+def call_eager(
     skeleton: Skeleton, tensors: Tensors, copies: Tensors, args: Any, kwargs: Any
 ) -> tuple[Any, Tensors]:
     """The forward with `tensors` in their places, and nothing of it left there afterwards."""
@@ -361,10 +361,10 @@ def called(
     return out, new_buffers
 
 
-def traced(
+def call_under_dynamo(
     skeleton: Skeleton, tensors: Tensors, copies: Tensors, args: Any, kwargs: Any
 ) -> tuple[Any, Tensors]:
-    """`called` for a compiler, which follows single stores only, and only where each of them is
+    """`call_eager` for a compiler, which follows single stores only, and only where each of them is
     emptied again.
     """
     rest = skeleton.rest
@@ -386,10 +386,10 @@ def traced(
     return out, new_buffers
 
 
-def remade(
+def call_in_fresh_modules(
     skeleton: Skeleton, tensors: Tensors, copies: Tensors, args: Any, kwargs: Any
 ) -> tuple[Any, Tensors]:
-    """`traced` in modules that are made for this call."""
+    """`call_under_dynamo` in modules that are made for this call."""
     if skeleton.bound:
         raise RuntimeError(
             f"{skeleton.bound[0]} of the model refers to one of its modules, parameters or buffers "

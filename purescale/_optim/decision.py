@@ -21,9 +21,9 @@ class Decision(NamedTuple):
     factor: Tensor | None = None
     clip_value: float | Tensor | None = None
     # `scale / factor`, for a kernel that divides once. Where float32 does not hold it, it is
-    # `scale`, and gradients are multiplied by `rest` before; on the host None: both apart.
+    # `scale`, and gradients are multiplied by `prefactor` before; on the host None: both apart.
     divisor: Tensor | None = None
-    rest: Tensor | None = None  # what they are multiplied by before that division; None for 1
+    prefactor: Tensor | None = None  # what they are multiplied by before that division; None for 1
 
 
 class Memory(NamedTuple):
@@ -31,8 +31,8 @@ class Memory(NamedTuple):
 
     donate: bool = False  # that of parameters and state, where nothing else shares it
     donate_grads: bool = False  # that of gradients, likewise
-    scratch_ok: bool = False  # that of gradients: nothing else does, as was proved
-    writable: bool = False  # that of parameters and state, likewise
+    may_overwrite_grads: bool = False  # that of gradients: nothing else does, as was proved
+    may_overwrite_state: bool = False  # that of parameters and state, likewise
     read_only: Sequence[Tensor] = ()  # what must not be written into
 
 

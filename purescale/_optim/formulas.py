@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .._torch import private as _torch
+from .._torch import private
 from .._torch.dtypes import HALF
-from .._torch.private import foreach
+from .._torch.private import listops
 from .._torch.tracing import under_transform
 
 
@@ -36,7 +36,7 @@ def without_reads(cls: type, *, lists: bool = False) -> Callable[[Any], Any]:
     `lists`: its implementation over lists, in place of that tensor by tensor. torch's functions are
     not changed: copies of them look up a few names elsewhere.
     """
-    torchs = _torch.formula_of(cls)
+    torchs = private.formula_of(cls)
     assert torchs is not None  # from_torch refuses such a class
     name, _ = torchs.names
     own = torchs.lists if lists and torchs.lists is not None else torchs.single
@@ -44,8 +44,8 @@ def without_reads(cls: type, *, lists: bool = False) -> Callable[[Any], Any]:
     formula = formula or _copy_of(
         own,
         **{
-            _torch.DEVICES: lambda *args, **kwargs: _Everywhere(),
-            _torch.VALUE: lambda value: value,
+            private.DEVICES: lambda *args, **kwargs: _Everywhere(),
+            private.VALUE: lambda value: value,
             **({"torch": _LISTS} if lists else {}),
         },
     )
@@ -62,7 +62,7 @@ _DIVIDE_BY_THE_RATE = {"adam": ("capturable", "differentiable"), "adamax": ("cap
 
 def divides_by_the_rate(cls: type, settings: Mapping[str, Any]) -> bool:
     """Whether torch's own implementation with the flags that are named divides 0 by the rate."""
-    formula = _torch.formula_of(cls)
+    formula = private.formula_of(cls)
     flags = _DIVIDE_BY_THE_RATE.get(formula.names[0], ()) if formula else ()
     return any(settings.get(flag) for flag in flags) and not settings.get("foreach")
 
@@ -74,7 +74,7 @@ def _as_if_it_could_read(formula: Callable[..., None], *columns: Any, **settings
 
 def has_lists(cls: type) -> bool:
     """Whether torch implements `cls` over lists, or this file does."""
-    formula = _torch.formula_of(cls)
+    formula = private.formula_of(cls)
     assert formula is not None  # from_torch refuses such a class
     return formula.lists is not None or formula.names[0] in _OVER_LISTS
 
@@ -109,7 +109,7 @@ class Number(Tensor):
     def of(value: Tensor) -> Number:
         if isinstance(value, Number):
             return value
-        stand_in: Number = _torch.make_subclass(Number, _NOTHING)
+        stand_in: Number = private.make_subclass(Number, _NOTHING)
         stand_in.value, stand_in.used = value, False
         return stand_in
 
@@ -185,7 +185,7 @@ class PlainArithmetic(TorchFunctionMode):
         if transformed and func is torch.addmm and args[0].dtype in HALF:
             # vmap rounds in between, which Muon's iteration makes 3 to 9 % of its update
             return func(*map(Tensor.float, args), **kwargs).to(args[0].dtype)
-        if func is Tensor.clamp_ and _torch.is_batched(args[0]):
+        if func is Tensor.clamp_ and private.is_batched(args[0]):
             return args[0].copy_(args[0].clamp(*args[1:], **kwargs))
         if transformed and func in _ROOTS:
             root = _root(args[0])
@@ -327,8 +327,8 @@ class _Lists:
         alpha = settings.get("alpha")
         if isinstance(alpha, (Dampening, Tensor)):
             factor = alpha.shares(targets) if isinstance(alpha, Dampening) else alpha
-            others, settings = foreach.mul(others, factor), {}
-        foreach.add_(targets, others, **settings)
+            others, settings = listops.mul(others, factor), {}
+        listops.add_(targets, others, **settings)
 
 
 _LISTS = _Lists()
@@ -340,15 +340,15 @@ def _columns_of(
     """The columns, parameters and gradients first, and the step counts, which are now those of this
     step, one device and dtype at a time; complex as real.
     """
-    grouped = _torch.group_alike([*columns, steps])
+    grouped = private.group_alike([*columns, steps])
     for (*alike, counts), _ in grouped.values():
         if has_complex:
             alike = [
                 [torch.view_as_real(t) if t.is_complex() else t for t in column] for column in alike
             ]
         if maximize:
-            alike[1] = foreach.neg(alike[1])
-        foreach.add_(counts, 1)
+            alike[1] = listops.neg(alike[1])
+        listops.add_(counts, 1)
         yield [*alike, counts]
 
 
@@ -363,12 +363,12 @@ def _adagrad(
         [params, grads, sums], steps, has_complex, maximize
     ):
         if weight_decay != 0:
-            gradients = foreach.add(gradients, weights, alpha=weight_decay)
+            gradients = listops.add(gradients, weights, alpha=weight_decay)
         rates = -lr / (1 + (torch.stack(counts) - 1) * lr_decay)
-        foreach.addcmul_(squares, gradients, gradients, value=1)
-        roots = foreach.sqrt(squares)
-        foreach.add_(roots, eps)
-        foreach.addcdiv_(weights, foreach.mul(gradients, rates.unbind()), roots)
+        listops.addcmul_(squares, gradients, gradients, value=1)
+        roots = listops.sqrt(squares)
+        listops.add_(roots, eps)
+        listops.addcdiv_(weights, listops.mul(gradients, rates.unbind()), roots)
 
 
 def _radam(
@@ -380,12 +380,12 @@ def _radam(
         [params, grads, exp_avgs, exp_avg_sqs], steps, has_complex, maximize
     ):
         if weight_decay != 0 and decoupled_weight_decay:
-            foreach.mul_(weights, 1 - lr * weight_decay)
+            listops.mul_(weights, 1 - lr * weight_decay)
         elif weight_decay != 0:
-            gradients = foreach.add(gradients, weights, alpha=weight_decay)
-        foreach.lerp_(means, gradients, 1 - beta1)
-        foreach.mul_(squares, beta2)
-        foreach.addcmul_(squares, gradients, gradients, 1 - beta2)
+            gradients = listops.add(gradients, weights, alpha=weight_decay)
+        listops.lerp_(means, gradients, 1 - beta1)
+        listops.mul_(squares, beta2)
+        listops.addcmul_(squares, gradients, gradients, 1 - beta2)
 
         step, most = torch.stack(counts), 2 / (1 - beta2) - 1
         bias1, bias2 = 1 - beta1**step, 1 - beta2**step
@@ -396,12 +396,12 @@ def _radam(
         alone = -((rectified <= 0).to(bias1.dtype) * lr / bias1)
         scale = -(bias2.sqrt() * lr * rectified) / bias1
 
-        factors = foreach.sqrt(squares)
-        foreach.add_(factors, eps)
-        foreach.div_(factors, scale.unbind())
-        foreach.reciprocal_(factors)
-        foreach.add_(factors, alone.unbind())
-        foreach.addcmul_(weights, means, factors)
+        factors = listops.sqrt(squares)
+        listops.add_(factors, eps)
+        listops.div_(factors, scale.unbind())
+        listops.reciprocal_(factors)
+        listops.add_(factors, alone.unbind())
+        listops.addcmul_(weights, means, factors)
 
 
 def _rprop(
@@ -412,29 +412,29 @@ def _rprop(
     for weights, gradients, before, sizes, _counts in _columns_of(
         [params, grads, prevs, step_sizes], steps, has_complex, maximize
     ):
-        signs = foreach.mul(gradients, before)
-        foreach.sign_(signs)
-        same, opposite = foreach.clamp_min(signs, 0), foreach.clamp_max(signs, 0)
+        signs = listops.mul(gradients, before)
+        listops.sign_(signs)
+        same, opposite = listops.clamp_min(signs, 0), listops.clamp_max(signs, 0)
         # etaplus, etaminus or 1: two of the three terms are 0.
-        factors = foreach.abs(signs)
-        foreach.neg_(factors)
-        foreach.add_(factors, 1)
-        foreach.add_(factors, same, alpha=etaplus)
-        foreach.add_(factors, opposite, alpha=-etaminus)
-        foreach.mul_(sizes, factors)
-        foreach.clamp_min_(sizes, step_size_min)
-        foreach.clamp_max_(sizes, step_size_max)
+        factors = listops.abs(signs)
+        listops.neg_(factors)
+        listops.add_(factors, 1)
+        listops.add_(factors, same, alpha=etaplus)
+        listops.add_(factors, opposite, alpha=-etaminus)
+        listops.mul_(sizes, factors)
+        listops.clamp_min_(sizes, step_size_min)
+        listops.clamp_max_(sizes, step_size_max)
         # The gradient, or 0 where its sign turned: between 0 and -0 there, else between inf and
         # -inf.
-        bounds = foreach.abs(opposite)
-        foreach.reciprocal_(bounds)
-        foreach.sub_(bounds, 1)
-        foreach.copy_(before, gradients)
-        foreach.minimum_(before, bounds)
-        foreach.neg_(bounds)
-        foreach.maximum_(before, bounds)
-        foreach.add_(before, 0)  # -0 is 0
-        foreach.addcmul_(weights, foreach.sign(before), sizes, value=-1)
+        bounds = listops.abs(opposite)
+        listops.reciprocal_(bounds)
+        listops.sub_(bounds, 1)
+        listops.copy_(before, gradients)
+        listops.minimum_(before, bounds)
+        listops.neg_(bounds)
+        listops.maximum_(before, bounds)
+        listops.add_(before, 0)  # -0 is 0
+        listops.addcmul_(weights, listops.sign(before), sizes, value=-1)
 
 
 _OVER_LISTS: dict[str, Callable[..., None]] = {

@@ -12,7 +12,7 @@ from torch import Tensor
 from .._optim.decision import Decision, unscale_and_clip
 from .._torch import foreach, private
 from .._torch.foreach import have_one_order, same_memory_order
-from .._torch.looks import dtypes, once
+from .._torch.metadata_cache import cached, dtypes
 from .._torch.private import fused
 
 Settings = Mapping[str, Any]
@@ -112,7 +112,9 @@ def can_launch(params: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
     """Whether a fused kernel is right here: on CUDA, as torch uses it; on a CPU in float32 and
     float64 only, since in half precision it leaves whole vector lanes as they were.
     """
-    for device, dtype in once("places", lambda: {(p.device.type, p.dtype) for p in params}, params):
+    for device, dtype in cached(
+        "places", lambda: {(p.device.type, p.dtype) for p in params}, params
+    ):
         right_on_cpu = device == "cpu" and dtype in (torch.float32, torch.float64)
         if not (right_on_cpu or (device == "cuda" and dtype.is_floating_point)):
             return False
@@ -120,14 +122,19 @@ def can_launch(params: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
 
 
 def fused_update(
-    kernel: Kernel, settings: Settings, launch: Launch, decision: Decision, *, scratch_ok: bool
+    kernel: Kernel,
+    settings: Settings,
+    launch: Launch,
+    decision: Decision,
+    *,
+    may_overwrite_grads: bool,
 ) -> None:
     """Update `launch` in place unless the step is skipped; its gradients are still scaled.
 
-    Where the gradients may be overwritten (`scratch_ok`) the kernel itself divides by the scale.
+    With `may_overwrite_grads` the kernel itself divides by the scale.
     """
     params = launch.targets[0]
-    grads, divisor = _ready(launch, decision, scratch_ok=scratch_ok)
+    grads, divisor = _ready(launch, decision, may_overwrite_grads=may_overwrite_grads)
     launch = Launch(grads, launch.steps, launch.targets)
     skip = None if decision.skip_on_host is False else decision.skip
     found_inf = None if skip is None else skip.to(params[0].device, torch.float32)
@@ -142,7 +149,7 @@ def fused_update(
 
 
 def _ready(
-    launch: Launch, decision: Decision, *, scratch_ok: bool
+    launch: Launch, decision: Decision, *, may_overwrite_grads: bool
 ) -> tuple[list[Tensor], Tensor | None]:
     """The gradients as the kernel takes them, and what it shall divide them by.
 
@@ -150,20 +157,20 @@ def _ready(
     memory.
     """
     params, grads, divisor = launch.targets[0], launch.grads, decision.divisor
-    if decision.rest is not None:
-        grads = foreach.multiply(grads, decision.rest, in_place=scratch_ok)
-        scratch_ok = not torch.compiler.is_compiling()
+    if decision.prefactor is not None:
+        grads = foreach.multiply(grads, decision.prefactor, in_place=may_overwrite_grads)
+        may_overwrite_grads = not torch.compiler.is_compiling()
     dtype = params[0].dtype
     alike = dtypes(grads) == {dtype}
     ordered = have_one_order(grads, params)
     by_kernel = divisor is not None and decision.clip_value is None and alike and ordered
     by_kernel = by_kernel and dtype.itemsize >= 4 and divisor.dtype is torch.float32  # type: ignore[union-attr]
-    if by_kernel and (scratch_ok or torch.compiler.is_compiling()):
+    if by_kernel and (may_overwrite_grads or torch.compiler.is_compiling()):
         return grads, divisor
     if divisor is not None and divisor is not decision.scale:  # both at once, as the kernel does
         decision = decision._replace(scale=divisor, factor=None)
     with torch.no_grad():
-        grads = foreach.cast(unscale_and_clip(grads, decision, in_place=scratch_ok), dtype)
+        grads = foreach.cast(unscale_and_clip(grads, decision, in_place=may_overwrite_grads), dtype)
     if have_one_order(grads, params):
         return grads, None
     return [

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from .._optim.formulas import PlainArithmetic
-from .._torch import private as _torch
-from .._torch.looks import once
+from .._torch import private
+from .._torch.metadata_cache import cached
 from .._tree import tree as _tree
-from .._tree.leaves import are_plain
+from .._tree.leaves import are_dense_real
 
 Slots = dict[str, dict[str, Tensor]]
 
@@ -106,7 +106,7 @@ def with_slots(cls: Any, probes: list[Tensor], settings: dict[str, Any], rate: A
         # the constructor would read it, and Rprop where it makes its step sizes
         if isinstance(rate, Tensor) and not issubclass(cls, torch.optim.Rprop):
             optimizer.param_groups[0]["lr"] = rate
-        _torch.new_state(optimizer)
+        private.new_state(optimizer)
     return optimizer
 
 
@@ -177,17 +177,22 @@ class SlotLayout:
         )
 
     def check(
-        self, slots: Slots, weights: Mapping[str, Tensor], every: Sequence[Any], *, ordinary: bool
+        self,
+        slots: Slots,
+        weights: Mapping[str, Tensor],
+        every: Sequence[Any],
+        *,
+        dense_off_graph: bool,
     ) -> None:
         """Refuse slots that are not what `new` makes for these parameters: torch's kernels take
-        their memory for that without a look. `ordinary`: all tensors are, as one look showed;
-        `every`: they, weights and then slots, where they are known.
+        their memory for that without a check. `dense_off_graph`: all tensors are known to be.
+        `every`: weights and then slots, if they are known.
         """
         # To a compiler nothing is ordinary.
-        in_order = ordinary and list(slots) == list(weights)
+        in_order = dense_off_graph and list(slots) == list(weights)
         keys = set(map(tuple, slots.values())) if in_order else set()
         known = every if len(keys) == 1 else ()
-        if once((self, *keys), lambda: self._fit(slots, weights), known):
+        if cached((self, *keys), lambda: self._fit(slots, weights), known):
             return
         for name, slot in slots.items():
             for key, value in slot.items():
@@ -204,7 +209,7 @@ class SlotLayout:
             for name, slot in slots.items()
             for key, value in slot.items()
         ]
-        return are_plain([value for _, value, _ in every]) and all(
+        return are_dense_real([value for _, value, _ in every]) and all(
             [
                 value.device == weight.device
                 and value.dtype is (count or weight.dtype)

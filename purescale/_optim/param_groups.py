@@ -23,7 +23,7 @@ from .._optim.opt_state import (
     each_of,
     with_slots,
 )
-from .._torch import private as _torch
+from .._torch import private
 from .._torch.dtypes import widest_float
 from .._torch.tracing import any_requires_grad, traced
 from .._tree import tree as _tree
@@ -38,7 +38,7 @@ PARAMETERS_GIVEN = (
 FLAGS = ("foreach", "fused", "capturable", "differentiable")
 
 
-class Groups:
+class OptimizerSettings:
     """What from_torch was told, and what follows from it: never state."""
 
     def __init__(
@@ -117,7 +117,7 @@ class Groups:
         ]
         return repr((cls, id(cls), list(overrides), plain, in_state))
 
-    def of(
+    def torch_groups(
         self, names: tuple[str, ...], lrs: Sequence[Any], hyper: Mapping[str, Any] | tuple[()] = ()
     ) -> list[tuple[list[str], dict[str, Any]]]:
         """torch's parameter groups: the names of each with its complete settings, of which `hyper`
@@ -224,7 +224,7 @@ class Groups:
             for index, rate in moving.items()
         }
 
-    def starts(self, device: torch.device | None) -> tuple[Any, Any]:
+    def initial_numbers(self, device: torch.device | None) -> tuple[Any, Any]:
         """The rate and the other settings of a new state; () for either that it does not hold."""
 
         def start(number: Any) -> Tensor:
@@ -245,8 +245,10 @@ class Groups:
             float(rate) if moves else rate for rate, moves in zip(rates, self.moves, strict=True)
         ]
         first = self.rates(torch.zeros_like(opt_state.applied), lr)
-        groups = self.of(names, rates, each_number(float, opt_state.hyper) if self.hyper else ())
-        indices = self.of(names, range(len(rates)))
+        groups = self.torch_groups(
+            names, rates, each_number(float, opt_state.hyper) if self.hyper else ()
+        )
+        indices = self.torch_groups(names, range(len(rates)))
         for (_, group), (_, of) in zip(groups, indices, strict=True):
             index = of["lr"]
             if index == 0 and initial_lr is not None:
@@ -257,14 +259,14 @@ class Groups:
                 group["initial_lr"] = max(float(first[index]), rates[index])
         return groups
 
-    def for_slots(self) -> dict[str, Any]:
+    def settings_per_slot(self) -> dict[str, Any]:
         """Settings with which a state has all slots that a later value needs."""
         return {"momentum": 0.5} if "momentum" in self.hyper else {}
 
     def new_slots(self, named: Mapping[str, Tensor], rates: Sequence[Any]) -> Slots:
         """What the class keeps for these parameters before their first step."""
         slots: Slots = {}
-        for names, group in self.of(tuple(named), rates, self.for_slots()):
+        for names, group in self.torch_groups(tuple(named), rates, self.settings_per_slot()):
             # These stand in the memory of the parameters: torch makes the state from their shapes
             # and only that is kept.
             probes = [named[name].detach() for name in names]
@@ -273,7 +275,7 @@ class Groups:
             slots.update(zip(names, self.layout.new(probes, group), strict=True))
         return {name: slots[name] for name in named}
 
-    def saved(
+    def numbers_from_dict(
         self, saved_groups: Sequence[Mapping[str, Any]], names: tuple[str, ...], fresh: OptState
     ) -> tuple[Any, Any]:
         """The rate and the other settings in a state dict, of those groups that take theirs from
@@ -281,7 +283,9 @@ class Groups:
         """
         if not self.in_state:
             return fresh.lr, fresh.hyper
-        groups = [g for _, g in self.of(names, range(len(self.lrs)), dict.fromkeys(self.hyper))]
+        groups = [
+            g for _, g in self.torch_groups(names, range(len(self.lrs)), dict.fromkeys(self.hyper))
+        ]
         if len(saved_groups) != len(groups):
             groups = [{"lr": 0, **dict.fromkeys(self.hyper)}]
         pairs = list(zip(groups, saved_groups, strict=True))
@@ -395,7 +399,7 @@ def _check_class(cls: Any, settings: dict[str, Any]) -> None:
             "Python (a sync on a GPU, and no compile or vmap). Fix: name the one that may, "
             "from_torch(Adafactor, foreach=False)."
         )
-    if _torch.formula_of(cls) is None:
+    if private.formula_of(cls) is None:
         raise ValueError(
             f"{cls.__name__} is not built like the classes of torch.optim, so its state cannot be "
             "found before its first step. Fix: from_transformation(tx) with an (init, update) "
@@ -429,9 +433,9 @@ def _check_rate(where: str, lr: Any) -> Any:
     if not callable(lr) or traced():
         return lr
     try:
-        with _torch.FakeTensorMode(allow_non_fake_inputs=True):
+        with private.FakeTensorMode(allow_non_fake_inputs=True):
             rate = lr(torch.zeros((), dtype=torch.int64, device="cpu"))
-    except (_torch.DataDependentOutput, _torch.DynamicOutputShape):
+    except (private.DataDependentOutput, private.DynamicOutputShape):
         raise TypeError(
             f"{where}: the schedule {lr!r} reads the value of the step count. It works step by "
             "step and breaks when the step is compiled or vmapped, or makes a GPU wait. Likely "

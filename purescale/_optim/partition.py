@@ -15,7 +15,7 @@ from .._optim.step_inputs import StepInputs, flatten_step
 from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write_each
 from .._torch.dtensor import any_dtensor
-from .._torch.looks import once, picked
+from .._torch.metadata_cache import cached, picked
 from .._tree import tree as _tree
 from .._tree.leaves import Normalized
 from .._tree.scalars import not_made
@@ -151,7 +151,7 @@ class PartitionOptimizer:
                 "`opt_state = optimizer.init(params)`, or what the last step returned."
             )
         members = self._members(inputs.names, inputs.params)
-        every = () if inputs.ordinary else (*inputs.params, *inputs.grads.given)
+        every = () if inputs.dense_off_graph else (*inputs.params, *inputs.grads.originals)
         if any_dtensor(every):
             return [
                 Part(key, part, _part_of_dtensors(inputs, members[key], part, opt_state[key]))
@@ -165,7 +165,7 @@ class PartitionOptimizer:
 
     def _members(self, names: Sequence[str], leaves: Leaves) -> dict[str, Members]:
         """The parameters of each optimizer, by key."""
-        return once((self, *names), lambda: self._labelled(names, leaves), leaves)
+        return cached((self, *names), lambda: self._labelled(names, leaves), leaves)
 
     def _labelled(self, names: Sequence[str], leaves: Leaves) -> dict[str, Members]:
         _tree.check_names(names)
@@ -247,22 +247,24 @@ def _part(inputs: StepInputs, members: Members, opt_state: Any, slots: range) ->
         _gradients(inputs.grads, members),
         opt_state,
         dict(zip(names, params, strict=True)),
-        inputs.ordinary,
+        inputs.dense_off_graph,
         known=known,
     )
 
 
 def _gradients(grads: Normalized, members: Members) -> Normalized:
     """The gradients of these parameters; none where they are still to be made."""
-    if not grads.given:
+    if not grads.originals:
         return grads
-    if grads.plain:
+    if grads.dense_real:
         tensors = picked(grads.tensors, members.indices, members)
-        return Normalized(tensors, tensors, plain=True)
+        return Normalized(tensors, tensors, dense_real=True)
     found = iter(grads.tensors)
-    every = [None if leaf is None else next(found) for leaf in grads.given]
+    every = [None if leaf is None else next(found) for leaf in grads.originals]
     tensors = [every[index] for index in members.indices if every[index] is not None]
-    return Normalized(tensors, [grads.given[index] for index in members.indices], plain=False)
+    return Normalized(
+        tensors, [grads.originals[index] for index in members.indices], dense_real=False
+    )
 
 
 def _part_of_dtensors(
@@ -270,7 +272,7 @@ def _part_of_dtensors(
 ) -> StepInputs:
     """The inputs of one part of DTensors, flattened as its own optimizer takes them."""
     grads = None
-    if inputs.grads.given:
+    if inputs.grads.originals:
         grads = _by_name(members, inputs.grads.restore(inputs.grads.tensors))
     return flatten_step(optimizer, _by_name(members, inputs.params), grads, opt_state)
 
@@ -279,19 +281,19 @@ def _of_all(inputs: StepInputs, parts: list[Part], memory: Memory) -> Memory:
     """What each part may write into: memory is compared over all of them, as no part sees what it
     shares with another.
     """
-    donate, donate_grads, scratch_ok, writable, read_only = memory
-    if writable or not (donate or donate_grads):
+    donate, donate_grads, may_overwrite_grads, may_overwrite_state, read_only = memory
+    if may_overwrite_state or not (donate or donate_grads):
         return memory
     old = inputs.known or [
         *inputs.named_params.values(),
         *[tensor for part in parts for tensor in _tree.tensors(part.inputs.opt_state)],
     ]
-    lists = [old] if scratch_ok else [old, inputs.grads.tensors]
-    allowed = can_write_each(lists, read_only, ordinary=inputs.ordinary)
+    lists = [old] if may_overwrite_grads else [old, inputs.grads.tensors]
+    allowed = can_write_each(lists, read_only, dense_off_graph=inputs.dense_off_graph)
     donate = donate and allowed[0]
     return Memory(
         donate=donate,
-        scratch_ok=scratch_ok or (donate_grads and allowed[-1]),
-        writable=donate,
+        may_overwrite_grads=may_overwrite_grads or (donate_grads and allowed[-1]),
+        may_overwrite_state=donate,
         read_only=read_only,
     )

@@ -84,7 +84,9 @@ class CalledOptimizer:
         """As in `Conditional`."""
         if decision.skip_on_host:
             return unchanged(inputs, donate=memory.donate)
-        grads = unscale_and_clip(inputs.grads.tensors, decision, in_place=memory.scratch_ok)
+        grads = unscale_and_clip(
+            inputs.grads.tensors, decision, in_place=memory.may_overwrite_grads
+        )
         old = inputs.params_tree(inputs.params), inputs.opt_state
         trees = old[0], inputs.grads_tree(grads), old[1]
         with torch.set_grad_enabled(torch.is_grad_enabled() and (traced() or self.differentiable)):

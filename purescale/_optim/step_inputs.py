@@ -22,10 +22,10 @@ from .._optim.opt_state import (
 )
 from .._torch import dtensor, foreach
 from .._torch.foreach import same_memory_order
-from .._torch.looks import joined, part
+from .._torch.metadata_cache import joined, part
 from .._torch.tracing import any_requires_grad, is_lazy
 from .._tree import tree as _tree
-from .._tree.leaves import Normalized, look, normalize
+from .._tree.leaves import Normalized, lookup, normalize
 from .._tree.tree import Flat, Leaves, Tree
 
 
@@ -46,7 +46,7 @@ class StepInputs(NamedTuple):
     grads: Normalized
     opt_state: Any
     named_params: dict[str, Any]  # the parameters that are tensors, by dotted name
-    ordinary: bool  # one look at parameters, state and given gradients showed that all are
+    dense_off_graph: bool  # one look at parameters, state and given gradients showed that all are
     dtensors: Any = None  # those of params and of the state, where there are any
     # `old`, where all are ordinary and the state is that of a class of torch; where it is a dict of
     # such states, parameters and all tensors of these
@@ -72,9 +72,9 @@ class StepInputs(NamedTuple):
     @property
     def grad_names(self) -> list[str]:
         """The dotted names of the gradients that are there."""
-        if self.grads.plain:
+        if self.grads.dense_real:
             return self.names
-        return list(present(self.names, self.grads.given))
+        return list(present(self.names, self.grads.originals))
 
     @property
     def named_grads(self) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class StepInputs(NamedTuple):
         return trees[0], trees[1]
 
 
-NO_GRADS = Flat(None, [], None, ordinary=True)  # they are still to be made
+NO_GRADS = Flat(None, [], None, dense_off_graph=True)  # they are still to be made
 
 
 def flatten_step(
@@ -122,12 +122,12 @@ def flatten_step(
         params, opt_state = flatten_together(params, opt_state=opt_state)
         _tree.check_parameters(params)
     given = NO_GRADS if grads is None else _tree.gradients_like(params, grads)
-    ordinary = params.ordinary and opt_state.ordinary and given.ordinary
-    if not (optimizer.differentiable or ordinary):
+    dense_off_graph = params.dense_off_graph and opt_state.dense_off_graph and given.dense_off_graph
+    if not (optimizer.differentiable or dense_off_graph):
         _tree.reject_autograd_history(params=params, grads=given, opt_state=opt_state)
     tree, weights, structure, _ = params
     gradients = given.leaves
-    if not params.ordinary:  # torch's kernels know nothing of lazy negation
+    if not params.dense_off_graph:  # torch's kernels know nothing of lazy negation
         weights = [
             leaf.resolve_conj().resolve_neg()
             if isinstance(leaf, Tensor) and is_lazy(leaf)
@@ -135,19 +135,19 @@ def flatten_step(
             for leaf in weights
         ]
     names, (opt_state, state, *_) = _tree.names(tree), opt_state
-    sharded = not ordinary and dtensor.any_dtensor([*weights, *gradients])
+    sharded = not dense_off_graph and dtensor.any_dtensor([*weights, *gradients])
     if not sharded or optimizer.elementwise is None:
-        plain = given.ordinary
+        plain = given.dense_off_graph
         normalized = Normalized(gradients, gradients, plain) if plain else normalize(gradients)
         known: Leaves = []
         named = present(names, weights)
-        if ordinary and isinstance(opt_state, OptState):
+        if dense_off_graph and isinstance(opt_state, OptState):
             slots = part(state, 1, len(state) - len(numbers_of(opt_state)))
             known = joined(weights, slots)
-        elif ordinary and are_parts(opt_state):
+        elif dense_off_graph and are_parts(opt_state):
             known = joined(weights, state)
         return StepInputs(
-            structure, names, weights, normalized, opt_state, named, ordinary, known=known
+            structure, names, weights, normalized, opt_state, named, dense_off_graph, known=known
         )
     gradients = gradients or [None] * len(weights)
     for index, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
@@ -167,7 +167,7 @@ def flatten_step(
         normalize(gradients),
         state.unflatten([dtensor.shard(leaf, on_graph=on_graph) for leaf in leaves]),
         present(names, local),
-        ordinary,
+        dense_off_graph,
         (weights, leaves),
     )
 
@@ -179,14 +179,14 @@ def flatten_together(*trees: Tree, opt_state: Tree = ()) -> list[Flat]:
     """
     pairs = [*map(_tree.flatten, trees), _flatten_state(opt_state)]
     trees = *trees, opt_state
-    every, ordinary = look([leaf for leaves, _ in pairs for leaf in leaves])
+    every, dense_off_graph = lookup([leaf for leaves, _ in pairs for leaf in leaves])
     flats, start = [], 0
     for tree, (leaves, structure) in zip(trees, pairs, strict=True):
         stop = start + len(leaves)
         # What else a step has goes into trees, where only a plain list is like a list.
         if start == 0 or structure is None:
             leaves = part(every, start, stop)
-        flats.append(Flat(tree, leaves, structure, ordinary))
+        flats.append(Flat(tree, leaves, structure, dense_off_graph))
         start = stop
     return flats
 

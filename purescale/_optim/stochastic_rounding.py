@@ -25,9 +25,9 @@ from .._torch.autocast import outside_autocast
 from .._torch.dtypes import HALF
 from .._torch.half_bits import rounded_on_bits
 from .._torch.tracing import traced
-from .._tree import scalars as _checks
 from .._tree import tree as _tree
 from .._tree.leaves import unsupported_reason
+from .._tree.scalars import whole
 from .._tree.tree import Tree
 
 
@@ -83,12 +83,12 @@ def stochastic_round(tree: Tree, dtype: torch.dtype, *, seed: int, step: int | T
 
 
 def _seed(seed: Any) -> int:
-    return _checks.whole("seed", seed, least=-(2**63), most=2**63 - 1)
+    return whole("seed", seed, least=-(2**63), most=2**63 - 1)
 
 
 def _step(step: Any) -> Tensor:
     if not isinstance(step, Tensor):
-        number = _checks.whole("step", step, least=-(2**63), most=2**63 - 1)
+        number = whole("step", step, least=-(2**63), most=2**63 - 1)
         return torch.full((), number, dtype=torch.int64, device="cpu")
     if step.ndim or step.is_floating_point() or step.is_complex():
         raise TypeError(

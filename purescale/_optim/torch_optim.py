@@ -11,12 +11,21 @@ from typing import Any, ParamSpec
 import torch
 from torch import Tensor
 
-from .._optim import opt_state as _slots
 from .._optim.decision import APPLY, FRESH, Decision, Memory, unscale_and_clip
 from .._optim.fused import Launch, can_launch, fused_update, kernel_of
 from .._optim.in_state import each_number, names_in_state
-from .._optim.opt_state import OptState, SlotLayout, Slots, numbers_of, slots_like, values_of
-from .._optim.param_groups import PARAMETERS_GIVEN, Groups, Overrides, Schedule
+from .._optim.opt_state import (
+    OptState,
+    SlotLayout,
+    Slots,
+    checked_state_dict,
+    numbers_of,
+    restored,
+    slots_like,
+    state_dict,
+    values_of,
+)
+from .._optim.param_groups import PARAMETERS_GIVEN, OptimizerSettings, Overrides, Schedule
 from .._optim.protocol import unchanged
 from .._optim.step_inputs import StepInputs, flatten_step, working_copies
 from .._optim.unfused import UnfusedStep, check_in_state
@@ -25,8 +34,8 @@ from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write_each
 from .._torch.foreach import MAX_INLINE_LEAVES
 from .._torch.tracing import host_can_read, is_on_a_graph, traced, under_transform
-from .._tree import scalars as _checks
 from .._tree import tree as _tree
+from .._tree.scalars import whole
 from .._tree.tree import Tree
 
 P = ParamSpec("P")
@@ -137,7 +146,7 @@ class TorchOptimizer:
         *,
         in_state: Sequence[str] = (),
     ) -> None:
-        self._groups = Groups(cls, lr, overrides, settings, in_state=in_state)
+        self._groups = OptimizerSettings(cls, lr, overrides, settings, in_state=in_state)
         self._layout = self._groups.layout
         # torch's kernels take Python numbers.
         self._kernel = None if self._groups.hyper else kernel_of(cls)
@@ -165,7 +174,7 @@ class TorchOptimizer:
         self._groups.check_names(tuple(named))
         device = next((leaf.device for leaf in named.values()), None)
         applied = torch.zeros((), dtype=torch.int64, device=device)
-        lr, hyper = self._groups.starts(device)
+        lr, hyper = self._groups.initial_numbers(device)
         slots = self._groups.new_slots(named, self._groups.rates(applied, lr))
         return OptState(applied, slots, lr, hyper)
 
@@ -195,7 +204,9 @@ class TorchOptimizer:
                 "for these "
                 "params."
             )
-        self._layout.check(opt_state.slots, weights, inputs.known, ordinary=inputs.ordinary)
+        self._layout.check(
+            opt_state.slots, weights, inputs.known, dense_off_graph=inputs.dense_off_graph
+        )
         self._groups.check(opt_state)
         self._groups.check_names(tuple(weights))
 
@@ -207,7 +218,7 @@ class TorchOptimizer:
         if decision.skip_on_host:
             return unchanged(inputs, donate=memory.donate)
         lrs = self._groups.rates(opt_state.applied, opt_state.lr)
-        donate, donate_grads, scratch_ok, in_place, read_only = memory
+        donate, donate_grads, may_overwrite_grads, in_place, read_only = memory
         # A step that is captured leaves its numbers where they are; on the host nobody captures.
         captured = decision.skip_on_host is None and not self.differentiable
         numbers_in_place = in_place and captured
@@ -217,21 +228,23 @@ class TorchOptimizer:
             lr = opt_state.lr
             others = [rate for rate in lrs if isinstance(rate, Tensor) and rate is not lr]
             others += read_only
-            lists = [old] if scratch_ok else [old, grads]  # scratch shares no memory with anything
+            lists = (
+                [old] if may_overwrite_grads else [old, grads]
+            )  # scratch shares no memory with anything
             if captured:
                 lists.append(numbers)
             else:
                 others += numbers
-            allowed = can_write_each(lists, others, ordinary=inputs.ordinary)
+            allowed = can_write_each(lists, others, dense_off_graph=inputs.dense_off_graph)
             in_place = donate and allowed[0]
-            scratch_ok = scratch_ok or (donate_grads and allowed[1])
+            may_overwrite_grads = may_overwrite_grads or (donate_grads and allowed[1])
             numbers_in_place = captured and in_place and allowed[-1]
         if self._can_fuse(inputs):
             new_weights, new_slots = self._fused_step(
-                inputs, decision, lrs, in_place=in_place, scratch_ok=scratch_ok
+                inputs, decision, lrs, in_place=in_place, may_overwrite_grads=may_overwrite_grads
             )
         else:
-            grads = unscale_and_clip(inputs.grads.tensors, decision, in_place=scratch_ok)
+            grads = unscale_and_clip(inputs.grads.tensors, decision, in_place=may_overwrite_grads)
             new_weights, new_slots = self._unfused_step(
                 inputs, decision, grads, lrs, in_place=in_place
             )
@@ -287,7 +300,7 @@ class TorchOptimizer:
         lrs: list[Any],
         *,
         in_place: bool,
-        scratch_ok: bool,
+        may_overwrite_grads: bool,
     ) -> tuple[dict[str, Tensor], Slots]:
         weights, slots = working_copies(inputs, in_place=in_place)
         grads = inputs.named_grads
@@ -298,7 +311,9 @@ class TorchOptimizer:
             known = not torch.compiler.is_dynamo_compiling() and weights is inputs.named_params
             targets = _weights(inputs) if known else list(weights.values())
             lists = targets, inputs.grads.tensors
-            self._launch(weights, slots, grads, decision, lrs, lists, scratch_ok=scratch_ok)
+            self._launch(
+                weights, slots, grads, decision, lrs, lists, may_overwrite_grads=may_overwrite_grads
+            )
         return weights, slots
 
     def _launch_traced(
@@ -312,7 +327,9 @@ class TorchOptimizer:
     ) -> None:
         """`_launch` as a compiler takes it; `key`: what the compiled step is guarded by."""
         lists = list(weights.values()), list(grads.values())
-        self._launch(weights, slots, grads, Decision(*decision), lrs, lists, scratch_ok=False)
+        self._launch(
+            weights, slots, grads, Decision(*decision), lrs, lists, may_overwrite_grads=False
+        )
 
     def _launch(
         self,
@@ -323,13 +340,13 @@ class TorchOptimizer:
         lrs: list[Any],
         lists: tuple[list[Tensor], list[Tensor]],
         *,
-        scratch_ok: bool,
+        may_overwrite_grads: bool,
     ) -> None:
         """Update `weights` and `slots` in place, a launch for each kind of tensors. `lists`: all
         weights and gradients, as they were looked at.
         """
         kernel: Any = self._kernel
-        for names, settings in self._groups.of(tuple(weights), lrs):
+        for names, settings in self._groups.torch_groups(tuple(weights), lrs):
             keys = kernel.slots(settings)
             present = [name for name in names if name in grads]
             whole = len(present) == len(weights)
@@ -342,7 +359,9 @@ class TorchOptimizer:
                 columns = [_column(slots, some, key, self._layout) for key in keys]
                 steps = [slots[name]["step"] for name in some if "step" in slots[name]]
                 launch = Launch(sources, steps, [targets, *columns])
-                fused_update(kernel, settings, launch, decision, scratch_ok=scratch_ok)
+                fused_update(
+                    kernel, settings, launch, decision, may_overwrite_grads=may_overwrite_grads
+                )
 
     # ---- torch's own formula
 
@@ -392,7 +411,7 @@ class TorchOptimizer:
         make this one with `fused=True` too.
         """
         groups = self._groups.saved_groups(opt_state, initial_lr)
-        return _slots.state_dict(opt_state.slots, groups)
+        return state_dict(opt_state.slots, groups)
 
     def from_state_dict(
         self, sd: Mapping[str, Any], params: Tree, applied: int | Tensor | None = None
@@ -407,10 +426,12 @@ class TorchOptimizer:
         state, else 0, and an error where the rate is a schedule. Raises `ValueError` for another
         class's or another model's state, and for one with two rates where the state holds one.
         """
-        saved_groups, states = _slots.checked_state_dict(sd)
+        saved_groups, states = checked_state_dict(sd)
         known = None if applied is None else _whole_count(applied)
         fresh = self.init(params)
-        groups = [names for names, _ in self._groups.of(tuple(fresh.slots), self._groups.lrs)]
+        groups = [
+            names for names, _ in self._groups.torch_groups(tuple(fresh.slots), self._groups.lrs)
+        ]
         if len(saved_groups) == 1:
             groups = [list(fresh.slots)]
         sizes = [len(group["params"]) for group in saved_groups]
@@ -428,7 +449,7 @@ class TorchOptimizer:
             saved = {
                 key: value for key, value in states.get(index, {}).items() if value is not None
             }
-            slots[name] = _slots.restored(name, saved, slots[name])
+            slots[name] = restored(name, saved, slots[name])
         steps = [slot["step"] for slot in slots.values() if "step" in slot]
         if steps and not bool(torch.isfinite(torch.stack(steps)).all()):
             raise ValueError(
@@ -448,7 +469,9 @@ class TorchOptimizer:
             count = torch.stack(steps).max().to(torch.int64)
         else:
             count = fresh.applied + bool(states)
-        return OptState(count, slots, *self._groups.saved(saved_groups, tuple(fresh.slots), fresh))
+        return OptState(
+            count, slots, *self._groups.numbers_from_dict(saved_groups, tuple(fresh.slots), fresh)
+        )
 
 
 # Before, is_compiling() is false in what the compiler behind Dynamo traces.
@@ -477,7 +500,7 @@ def _cast(leaves: list[Tensor], dtypes: list[torch.dtype]) -> list[Tensor]:
 def _whole_count(applied: Any) -> int:
     if isinstance(applied, Tensor) and applied.ndim == 0:
         applied = applied.item()
-    return _checks.whole("applied", applied, least=0)
+    return whole("applied", applied, least=0)
 
 
 _ELEMENTWISE = "asgd|adadelta|adagrad|adam|adamax|adamw|nadam|radam|rmsprop|rprop|sgd"

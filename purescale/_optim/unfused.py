@@ -23,7 +23,7 @@ from .._optim.formulas import (
 from .._optim.fused import can_launch
 from .._optim.in_state import each_number
 from .._optim.opt_state import FIRST, Slots, each_of, of_rate, slots_like, values_of
-from .._optim.param_groups import FLAGS, Groups
+from .._optim.param_groups import FLAGS, OptimizerSettings
 from .._torch import foreach, private
 from .._torch.dtypes import wide_dtype, widest_float
 from .._torch.tracing import traced, under_transform
@@ -36,15 +36,15 @@ class UnfusedStep:
     default on a host that reads its step counts, or a formula that reads nothing.
     """
 
-    def __init__(self, groups: Groups) -> None:
+    def __init__(self, groups: OptimizerSettings) -> None:
         self._groups, self._layout = groups, groups.layout
         self._cls = groups.cls
         # Without what torch's profiler wraps around it.
         self._step = inspect.unwrap(groups.cls.step)
         self._has_lists = has_lists(groups.cls)
         # What torch makes of the rate of a parameter's first step, and `init` of the rate there.
-        self._begins = next(
-            (slot for cls, slot in _MADE_OF_THE_RATE.items() if issubclass(groups.cls, cls)), ""
+        self._slot_initialised_from_lr = next(
+            (slot for cls, slot in _INITIALISED_FROM_LR.items() if issubclass(groups.cls, cls)), ""
         )
         # torch's SGD over lists adds the momentum to the gradients themselves.
         self._writes_gradients = issubclass(groups.cls, torch.optim.SGD) and any(
@@ -90,7 +90,7 @@ class UnfusedStep:
             self._run(self._step, weights, later, slots, lrs, flags)
             if first:  # torch's SGD ignores dampening in the step that makes a momentum buffer
                 self._run(self._step, weights, first, slots, lrs, {**flags, "dampening": 0})
-                private.foreach.zero_([slots[name][FIRST] for name in first])
+                private.listops.zero_([slots[name][FIRST] for name in first])
             if weights is not narrow[0]:
                 pairs = zip(_tensors(*narrow), _tensors(weights, slots), strict=True)
                 for target, computed in pairs:
@@ -248,7 +248,7 @@ class UnfusedStep:
         optimizer.param_groups = []
         by_tensor = bool(flags.get("capturable") or self._groups.differentiable) and not lists
         beginning: list[tuple[Any, list[dict[str, Tensor]]]] = []
-        for names, group in self._groups.of(tuple(weights), range(len(lrs)), hyper):
+        for names, group in self._groups.torch_groups(tuple(weights), range(len(lrs)), hyper):
             index = group["lr"]
             group["lr"] = lrs[index]
             group.update((name, value) for name, value in flags.items() if name in group)
@@ -266,7 +266,7 @@ class UnfusedStep:
                     {id(slot["momentum_buffer"]): slot[FIRST] for slot in first.values()},
                 )
             self._check_slots([slots[name] for name in present], group)
-            if self._begins and self._groups.moves[index]:
+            if self._slot_initialised_from_lr and self._groups.moves[index]:
                 beginning.append((lrs[index], [slots[name] for name in present]))
             optimizer.param_groups.append({**group, "params": [weights[name] for name in present]})
         try:
@@ -274,11 +274,11 @@ class UnfusedStep:
                 weights[name].grad = gradient
                 optimizer.state[weights[name]] = slots[name]
             for rate, begun in beginning:
-                _begin_at(self._begins, rate, begun, lists=lists)
+                _initialise_from_lr(self._slot_initialised_from_lr, rate, begun, lists=lists)
             run(optimizer)
             spent = [slots[name][FIRST] for name in gradients if FIRST in slots[name]]
             if lists and spent:
-                private.foreach.zero_(spent)
+                private.listops.zero_(spent)
         except KeyError as error:
             raise self._layout.foreign(str(error)) from None
         finally:
@@ -302,14 +302,14 @@ def _tensors(weights: dict[str, Tensor], slots: Slots) -> list[Tensor]:
     return [*weights.values(), *values_of(slots)]
 
 
-def check_in_state(groups: Groups) -> None:
+def check_in_state(groups: OptimizerSettings) -> None:
     """Refuse a setting in the state that torch's formula reads in Python, or does not use: each is
     tried once, in a step of tensors that have no values.
     """
     plain = {name: value for name, value in groups.settings.items() if name not in FLAGS}
-    plain |= groups.for_slots()
+    plain |= groups.settings_per_slot()
     for name, start in groups.hyper.items():
-        alone = Groups(groups.cls, 1e-3, {}, plain, in_state=(name,))
+        alone = OptimizerSettings(groups.cls, 1e-3, {}, plain, in_state=(name,))
         with private.FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
             weight = torch.zeros(2, 3, dtype=torch.float32)
             slots = alone.new_slots({"": weight}, alone.lrs)
@@ -364,10 +364,12 @@ def _first_or_later(
 
 
 _DIVIDE_BY_A_SIZE = (torch.optim.Adafactor, torch.optim.Muon)  # which may be 0
-_MADE_OF_THE_RATE: dict[Any, str] = {torch.optim.ASGD: "eta", torch.optim.Rprop: "step_size"}
+_INITIALISED_FROM_LR: dict[Any, str] = {torch.optim.ASGD: "eta", torch.optim.Rprop: "step_size"}
 
 
-def _begin_at(key: str, rate: Any, slots: list[dict[str, Tensor]], *, lists: bool) -> None:
+def _initialise_from_lr(
+    key: str, rate: Any, slots: list[dict[str, Tensor]], *, lists: bool
+) -> None:
     """This slot of parameters that make their first step, from this rate."""
     if key == "step_size" or not lists:
         for slot in slots:
@@ -377,7 +379,7 @@ def _begin_at(key: str, rate: Any, slots: list[dict[str, Tensor]], *, lists: boo
         begun = torch.where(
             torch.stack([slot["step"] for slot in slots]) == 0, rate, torch.stack(etas)
         )
-        private.foreach.copy_(etas, begun.unbind())
+        private.listops.copy_(etas, begun.unbind())
 
 
 def _batch_alike(

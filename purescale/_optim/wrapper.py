@@ -111,7 +111,7 @@ class Wrapper:
         self, inputs: StepInputs, decision: Decision, memory: Memory = FRESH
     ) -> tuple[Tree, Any]:
         """As in `Conditional`."""
-        donate, donate_grads, scratch_ok, in_place, read_only = memory
+        donate, donate_grads, may_overwrite_grads, in_place, read_only = memory
         if decision.skip_on_host:
             return unchanged(inputs, donate=donate)
         old = inputs.params_tree(inputs.params), inputs.opt_state
@@ -119,7 +119,9 @@ class Wrapper:
         if traced():
             self._reject_derivatives([*leaves, *inputs.grads.tensors])
         if traced() or any_dtensor(leaves):
-            params, state = self._stepped(inputs, decision, scratch_ok=scratch_ok, write=False)
+            params, state = self._stepped(
+                inputs, decision, may_overwrite_grads=may_overwrite_grads, write=False
+            )
             new = inputs.params_tree(params), state
             if not donate or any_dtensor(leaves):
                 return new
@@ -127,14 +129,14 @@ class Wrapper:
         if not in_place and (donate or donate_grads):
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             allowed = can_write_each([tensors, inputs.grads.tensors], read_only)
-            in_place, scratch_ok = (
+            in_place, may_overwrite_grads = (
                 donate and allowed[0],
-                scratch_ok or (donate_grads and allowed[1]),
+                may_overwrite_grads or (donate_grads and allowed[1]),
             )
         inputs = _off_graph(inputs, copy=not in_place)
         with torch.no_grad():
             for piece in self._pieces(inputs):
-                self._stepped(piece, decision, scratch_ok=scratch_ok, write=True)
+                self._stepped(piece, decision, may_overwrite_grads=may_overwrite_grads, write=True)
         return inputs.params_tree(inputs.params), inputs.opt_state
 
     def _reject_derivatives(self, leaves: Sequence[Any]) -> None:
@@ -150,7 +152,7 @@ class Wrapper:
             )
 
     def _stepped(
-        self, inputs: StepInputs, decision: Decision, *, scratch_ok: bool, write: bool
+        self, inputs: StepInputs, decision: Decision, *, may_overwrite_grads: bool, write: bool
     ) -> tuple[list[Any], Any]:
         wide = self.widen(inputs)
         given = grads = inputs.grads.tensors
@@ -159,8 +161,10 @@ class Wrapper:
             grads = [grad.float() if grad.dtype.itemsize < 4 else grad for grad in given]
         made_here = all([new is not old for new, old in zip(grads, given, strict=True)])
         wide = wide._replace(grads=inputs.grads._replace(tensors=grads))
-        scratch_ok = scratch_ok or (made_here and not traced())
-        memory = Memory(donate=write, scratch_ok=scratch_ok, writable=write)
+        may_overwrite_grads = may_overwrite_grads or (made_here and not traced())
+        memory = Memory(
+            donate=write, may_overwrite_grads=may_overwrite_grads, may_overwrite_state=write
+        )
         stepped, state = self.conditional.conditional_step(wide, decision, memory)
         skip = decision.skip if decision.skip_on_host is None else None
         old = inputs.params, inputs.opt_state
@@ -196,7 +200,7 @@ class Wrapper:
                 normalize([_cut(grads[name], whole[name], span) for name, span in cut.items()]),
                 _state_of(inputs.opt_state, inputs, cut, last=number == len(cuts) - 1),
                 params,
-                inputs.ordinary,
+                inputs.dense_off_graph,
                 places={
                     name: places[name]._replace(start=places[name].start + span.start)
                     for name, span in cut.items()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._module.meta_module import regions
+from .._module.meta_module import active_compiled_regions
 from .._module.norms import norms_in_float32
 from .._step.step_options import StepOptions
 from .._step.value_and_grad import MicrobatchResult, ValueAndGrad
@@ -35,7 +35,7 @@ def _key(key: int, *tensors: Tensor) -> int:
 
 
 def _region(key: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(regions[-1](tensors))
+    return tuple(active_compiled_regions[-1](tensors))
 
 
 _nested: Any = torch.compiler.nested_compile_region
@@ -57,14 +57,14 @@ def can_repeat(
     return _tree.are_tensors(given) and not any([tensor.requires_grad for tensor in given])
 
 
-def carry(counts: bool | Tensor, before: Leaves, after: Leaves) -> Leaves:
+def keep_buffers_if_dropped(counts: bool | Tensor, before: Leaves, after: Leaves) -> Leaves:
     """The buffers that the next microbatch is given."""
     if isinstance(counts, bool):
         return after if counts else before
     return choose(~counts, before, after)
 
 
-class Repeated:
+class RegionCaller:
     """The gradients of microbatches, added to a mean that has started."""
 
     def __init__(self, mean: Any, value_and_grad: ValueAndGrad) -> None:
@@ -91,15 +91,15 @@ class Repeated:
             _check_aux(out.aux)
             with_it = mean.resumed(state, scale, weights)
             counts = with_it.add(0, normalize(out.grads))
-            after = carry(counts, before, out.buffers)
+            after = keep_buffers_if_dropped(counts, before, out.buffers)
             return [out.loss, *after, *with_it.state, *with_it.overflows]
 
         # What goes into a region may share no memory, and microbatches often do.
         tensors = [tensor for part in given for tensor in part] + [leaf.clone() for leaf in leaves]
         key, symbolic = self._key_of(structure, tensors), _symbolic_sizes(tensors)
-        regions.append(one)
+        active_compiled_regions.append(one)
         loss, *rest = _region(key, *tensors)
-        regions.pop()
+        active_compiled_regions.pop()
         if _symbolic_sizes(tensors) != symbolic:
             # Code in which a size was symbolic cannot be called any more once it is fixed.
             self.seen.clear()

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._grads.clip import Clip, clip_factor, clip_factor_on_host, factor_dtype, reported
+from .._grads.clip import Clip, clip_factor, clip_factor_on_host, factor_dtype, inf_where_skipped
 from .._grads.measure import GradStats
 from .._optim.decision import Decision
 
@@ -52,7 +52,7 @@ def decide(
     for cause in causes:
         failed = failed | cause
     found_inf = failed if bad is None else failed | bad
-    factor, divisor, rest, norm = None, scale, None, ()
+    factor, divisor, prefactor, norm = None, scale, None, ()
     if clip.max_norm is not None:
         dtype = factor_dtype(grads)
         exact: Any = stats.norm
@@ -63,11 +63,14 @@ def decide(
             unscaling = one if scale is None else scale.to(dtype)
             divisor = (unscaling / wide).to(dtype)
             fits = torch.isfinite(divisor)
-            divisor, rest = torch.where(fits, divisor, unscaling), torch.where(fits, one, factor)
-    decision = Decision(found_inf, None, scale, factor, clip.value, divisor, rest)
+            divisor, prefactor = (
+                torch.where(fits, divisor, unscaling),
+                torch.where(fits, one, factor),
+            )
+    decision = Decision(found_inf, None, scale, factor, clip.value, divisor, prefactor)
     rejected = () if bad is None else bad & ~failed
-    amax = reported(stats.amax, failed)
-    return Outcome(decision, found_inf, reported(norm, failed), amax, rejected)
+    amax = inf_where_skipped(stats.amax, failed)
+    return Outcome(decision, found_inf, inf_where_skipped(norm, failed), amax, rejected)
 
 
 def _decide_on_host(
@@ -87,7 +90,7 @@ def _decide_on_host(
     if failed or rejects:
         decision, amax = Decision(found_inf, True), stats.amax
         if failed:
-            norm, amax = _not_finite(norm), _not_finite(amax)
+            norm, amax = _inf_if_finite(norm), _inf_if_finite(amax)
         return Outcome(decision, found_inf, norm, amax, rejected)
     factor, divisor = None, scale
     if clip.max_norm is not None and not _is_unbounded(clip):
@@ -105,5 +108,5 @@ def _is_unbounded(clip: Clip) -> bool:
     return not isinstance(clip.max_norm, Tensor) and clip.max_norm == math.inf
 
 
-def _not_finite(measured: Any) -> Any:
+def _inf_if_finite(measured: Any) -> Any:
     return measured.clamp(min=math.inf) if isinstance(measured, Tensor) else measured

@@ -22,15 +22,15 @@ from .._distributed.buckets import Reduction, mean_divisor, reduction_of
 from .._distributed.process_group import all_reduce
 from .._grads.accumulate import AccumState, add, as_weight, init_accum, is_weight
 from .._grads.measure import GradStats, measure
-from .._step.compiled_window import Repeated, can_repeat, carry
+from .._step.compiled_window import RegionCaller, can_repeat, keep_buffers_if_dropped
 from .._step.step_options import StepOptions
 from .._step.value_and_grad import ValueAndGrad
 from .._torch import foreach, private
 from .._torch.dtypes import wide_dtype, widest_float
-from .._torch.private import foreach as list_ops
+from .._torch.private import listops
 from .._torch.tracing import host_can_read, traced
 from .._tree import tree as _tree
-from .._tree.leaves import Normalized, look, normalize
+from .._tree.leaves import Normalized, lookup, normalize
 from .._tree.scalars import as_float
 from .._tree.tree import Flat, Leaves, Tree
 
@@ -75,9 +75,9 @@ def add_share(
         return _add_unread(sums, new, share, counts, is_traced=is_traced)
     if sums is None:
         sums = [t.to(wide_dtype(t.dtype)) if t.dtype.itemsize < 4 else t for t in new]
-        list_ops.mul_(sums, share)  # the gradients of a microbatch are the memory of the step
+        listops.mul_(sums, share)  # the gradients of a microbatch are the memory of the step
     else:
-        list_ops.add_(sums, new, alpha=share)
+        listops.add_(sums, new, alpha=share)
     return sums
 
 
@@ -169,28 +169,28 @@ def _accumulate(
     if can_repeat(options, value_and_grad, carried, len(microbatches)):
         mean.start(value_and_grad)
         # Copies, as one tensor may stand in two places.
-        repeated, carried = Repeated(mean, value_and_grad), [leaf.clone() for leaf in carried]
+        repeated, carried = RegionCaller(mean, value_and_grad), [leaf.clone() for leaf in carried]
     losses: list[Tensor] = []
     aux: tuple[Any, ...] = ()
     for index, microbatch in enumerate(microbatches):
         counts = weights.counts[index]
         if reduction is not None and index == last:
             out = value_and_grad(carried, microbatch, _taker(reduction, value_and_grad, mean))
-            carried = carry(counts, carried, out.buffers)
+            carried = keep_buffers_if_dropped(counts, carried, out.buffers)
         elif repeated is not None and _tree.are_tensors(private.pytree.tree_leaves(microbatch)):
             out = repeated(index, carried, microbatch)
             carried = out.buffers
         else:
             out = value_and_grad(carried, microbatch)
             counts = mean.add(index, normalize(out.grads))
-            carried = carry(counts, carried, out.buffers)
+            carried = keep_buffers_if_dropped(counts, carried, out.buffers)
         losses.append(out.loss)
         aux += tuple(out.aux)
         del out  # before the next gradients are made: their memory serves again
     grads = mean.mean()
     if grads is None:
         grads = normalize([] if reduction is not None else value_and_grad.zeros())
-    grads = grads._replace(tensors=look(grads.tensors)[0])
+    grads = grads._replace(tensors=lookup(grads.tensors)[0])
     stats = None if options.group is not None else mean.measured(grads)
     facts = _summary(weights, losses, mean.overflows, options, scale)
     return WindowGrads(

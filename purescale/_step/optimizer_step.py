@@ -126,9 +126,9 @@ def unscale_and_step(
     updater = as_conditional(optimizer)
     inputs = flatten_step(updater, params, scaled_grads, opt_state)
     tensors, scale = inputs.grads.tensors, scaler.scale
-    check_device(scale, params, inputs.grads.given, "grads")
+    check_device(scale, params, inputs.grads.originals, "grads")
     if clip.value is not None:
-        check_ordered(params, inputs.grads.given, "grads")
+        check_ordered(params, inputs.grads.originals, "grads")
     updater.check(inputs)
     stats = measure(
         inputs.grads,

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .._distributed.buckets import reduction_of
-from .._distributed.collectives import checked_on_all_ranks, describe_leaves, on_cpu
+from .._distributed.collectives import agree_on_all_ranks, describe_leaves, on_cpu
 from .._distributed.describe_settings import describe_setting
 from .._distributed.mesh import mesh_sizes
 from .._distributed.process_group import all_reduce, check_group
@@ -103,7 +103,7 @@ def _largest_integers(before: Leaves, after: Leaves, group: Any) -> Leaves:
     return results
 
 
-def checked(
+def check_on_all_ranks(
     group: Any, check: Callable[[], T], settings: dict[str, Any], state: Any
 ) -> tuple[T, Any]:
     """What `check` gives, and the group, `None` for one of a single rank. Where the ranks meet on a
@@ -118,7 +118,7 @@ def checked(
         _refuse_dtensors({name: getattr(state, name) for name in ("params", "buffers", "scaler")})
         return found
 
-    found = checked_on_all_ranks(
+    found = agree_on_all_ranks(
         group, check_all, lambda: _all_that_must_agree(settings, state), sync=on_cpu(group)
     )
     return found, group if dist.get_world_size(group) > 1 else None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._grads.measure import is_usable
-from .._loss_scale.rule_protocol import Rule, updated
+from .._loss_scale.rule_protocol import Rule, call_rule
 from .._step.microbatches import WindowGrads, accumulate_microbatches
 from .._step.step_options import StepOptions
 from .._torch.dtensor import any_dtensor
@@ -19,7 +19,7 @@ from .._tree.tree import Flat
 T = TypeVar("T")
 
 
-class Tried(NamedTuple):
+class FinalTry(NamedTuple):
     """The window that the step is made of."""
 
     window: WindowGrads
@@ -35,7 +35,7 @@ def accumulate_until_finite(
     scaler: Flat,
     rng: Any,
     microbatches: list[Any],
-) -> Tried:
+) -> FinalTry:
     """Syncs with the host where `max_retries` is above 0. The window at the first scale at which it
     is finite.
 
@@ -63,7 +63,7 @@ def accumulate_until_finite(
         if retries < max_retries and bool(window.retryable):
             lower = _backed_off(rule, scaler.tree)
         if lower is None:
-            return Tried(*best, retries)
+            return FinalTry(*best, retries)
         scaler, retries = _tree.flatten_once(lower), retries + 1
         for module, where, before in generators:
             module.set_rng_state(before, *where)
@@ -79,7 +79,7 @@ def _backed_off(rule: Rule[Any], scaler: Any) -> Any | None:
     lower, bad = scaler, torch.ones((), dtype=torch.bool, device=scaler.scale.device)
     amax = torch.full_like(scaler.scale, torch.inf)  # what a skipped step has
     for _ in range(_MAX_UPDATES):
-        lower = updated(rule, lower, bad, amax)
+        lower = call_rule(rule, lower, bad, amax)
         usable = is_usable(lower.scale) & ~is_usable(scaler.scale)
         if bool((lower.scale < scaler.scale) | usable):
             return lower

@@ -231,7 +231,7 @@ def check_guarded(guard: Any, state: Tree) -> None:
         )
 
 
-def judged(guard: Guard[Any], state: Any, loss: Tensor, grad_norm: Any) -> tuple[Any, Tensor]:
+def call_guard(guard: Guard[Any], state: Any, loss: Tensor, grad_norm: Any) -> tuple[Any, Tensor]:
     """What `guard.update` returns, checked."""
     returned = guard.update(state, loss, grad_norm)
     pair = isinstance(returned, tuple) and len(returned) == 2

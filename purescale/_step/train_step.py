@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._grads.accumulate import OnNonfinite, check_on_nonfinite
 from .._grads.clip import Clip, check_clip, check_ordered, factor_dtype
-from .._loss_scale.rule_protocol import Rule, check_rule, takes_amax, updated
+from .._loss_scale.rule_protocol import Rule, call_rule, check_rule, takes_amax
 from .._loss_scale.rules import StaticScale
 from .._loss_scale.scaling import check_device
 from .._optim.decision import Decision, Memory
@@ -20,10 +20,10 @@ from .._optim.step_inputs import flatten_step, flatten_together
 from .._step.decide import Outcome, decide
 from .._step.microbatches import WindowGrads, check_weights
 from .._step.optimizer_step import update
-from .._step.reduce import checked as checked_group
+from .._step.reduce import check_on_all_ranks as check_on_all_ranks
 from .._step.reduce import reduce_window
 from .._step.retry import accumulate_until_finite
-from .._step.spike_guard import Guard, check_guarded, check_is_guard, judged
+from .._step.spike_guard import Guard, call_guard, check_guarded, check_is_guard
 from .._step.step_info import StepInfo
 from .._step.step_options import BNUpdate, StepOptions
 from .._step.value_and_grad import LossFn
@@ -227,7 +227,7 @@ def train_step(
     settings = {**shared, **bounds, "optimizer": optimizer}
     # Over a group weights are asked for before others wait for what follows from them.
     asked = weight_fn if group is not None else None
-    (flat, clip), group = checked_group(
+    (flat, clip), group = check_on_all_ranks(
         group, lambda: _check_call(state, microbatches, settings, asked), settings, state
     )
     options = StepOptions(
@@ -281,7 +281,7 @@ def _stages(
     skip, skip_on_host = outcome.found_inf, outcome.decision.skip_on_host
     step = state.step + (~skip if skip_on_host is None else int(not skip_on_host))
     read_only = _read_only_in_update(options, state, flat, window)
-    memory = Memory(options.donate, scratch_ok=not traced(), read_only=read_only)
+    memory = Memory(options.donate, may_overwrite_grads=not traced(), read_only=read_only)
     inputs = inputs._replace(grads=window.grads)
     new_params, opt_state = update(options.optimizer, inputs, outcome, memory)
     next_guard = _next_guard(verdict[0], outcome) if verdict else ()
@@ -339,7 +339,7 @@ def _next_scaler(
     overflow, amax = _told_to_rule(options, window, outcome)
     # Where no try was finite, the scale ends as after one ordinary skip.
     start = used if used is before.tree else where(overflow, before.tree, used)
-    updated_scaler = updated(options.rule, start, overflow, amax)
+    updated_scaler = call_rule(options.rule, start, overflow, amax)
     new = _tree.matching_leaves(
         before.tree, updated_scaler, "state.scaler", _FROM_RULE, flat=before
     )[1]
@@ -383,7 +383,7 @@ def _judged(options: StepOptions, state: TrainState, window: WindowGrads) -> tup
     """
     norm: Any = window.stats.norm  # type: ignore[union-attr]
     norm = () if norm is None else norm.to(factor_dtype(window.grads.tensors))
-    new, bad = judged(options.guard, state.guard, window.loss, norm)
+    new, bad = call_guard(options.guard, state.guard, window.loss, norm)
     return _tree.matching_leaves(
         state.guard, new, "state.guard", "the state that the guard gave"
     ), bad

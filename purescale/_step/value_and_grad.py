@@ -137,7 +137,7 @@ def _checked(params: Tree, buffers: Tree, scaler: HasScale | None) -> tuple[Flat
     _tree.reject_autograd_history(params=flat_params, buffers=flat_buffers)
     if scaler is None:
         one = torch.ones((), device=_tree.device_of(params, flat_params.leaves, "params"))
-        flat_scaler = Flat(_Unscaled(one), [one], None, flat_params.ordinary)
+        flat_scaler = Flat(_Unscaled(one), [one], None, flat_params.dense_off_graph)
     scale = getattr(flat_scaler.tree, "scale", None)
     if not isinstance(scale, Tensor) or scale.ndim:
         raise TypeError(
@@ -185,13 +185,13 @@ class ValueAndGrad:
         self.inputs = [params.leaves[index] for index in self.present]
         self.are_all_present = len(self.inputs) == len(params.leaves)
         self.seen: list[Tensor] = []  # the tensors of the microbatches
-        self.sharded = not params.ordinary and dtensor.any_dtensor(self.inputs)
+        self.sharded = not params.dense_off_graph and dtensor.any_dtensor(self.inputs)
         # torch.autograd would drop the graph of its own backward; torch.func.grad keeps it.
         self.is_traced = traced() or (differentiable and is_on_a_graph(self.inputs))
         if not self.is_traced:
             given = [*self.inputs, *buffers.leaves, *scaler.leaves]
-            self.taken = {None, *donation.memories(given)}
-            if not (params.ordinary and scaler.ordinary):
+            self.taken = {None, *donation.storage_pointers(given)}
+            if not (params.dense_off_graph and scaler.dense_off_graph):
                 *self.inputs, self.scale = _recordable([*self.inputs, self.scale])
 
     def zeros(self) -> Leaves:
@@ -234,13 +234,13 @@ class ValueAndGrad:
             for index, gradient in enumerate(found):
                 if gradient is None:  # the loss does not use it
                     found[index] = torch.zeros_like(inputs[index].detach())
-            grads = donation.owned(found)
+            grads = donation.take_ownership(found)
             if self.sharded:
                 pairs = zip(grads, inputs, strict=True)
                 grads = [dtensor.redistribute_like(*pair) for pair in pairs]
         seen = _tree.all_tensors(microbatch)
         self.seen += seen
-        result = self._result(grads, outputs, self.taken.union(donation.memories(seen)))
+        result = self._result(grads, outputs, self.taken.union(donation.storage_pointers(seen)))
         del inputs, loss, outputs  # and with them the graph
         release()
         return result
@@ -274,7 +274,7 @@ class ValueAndGrad:
         aux = outputs[2]
         if aux:
             leaves, structure = _tree.flatten(aux)
-            taken = None if taken is None else {*taken, *donation.memories(found)}
+            taken = None if taken is None else {*taken, *donation.storage_pointers(found)}
             aux = structure.unflatten(_tree.detach_unaliased(leaves, taken))
         return MicrobatchResult(self._leaves(grads) if grads else [], loss, buffers, aux)
 
@@ -284,7 +284,7 @@ class ValueAndGrad:
         """The parameters, the scaled loss on its graph over them, and the outputs; where nothing is
         traced.
         """
-        if buffers is not self.buffers.leaves or not self.buffers.ordinary:
+        if buffers is not self.buffers.leaves or not self.buffers.dense_off_graph:
             buffers = _recordable(buffers)
         with _ENABLED if torch.is_grad_enabled() else torch.enable_grad():
             # Leaves, so that autocast casts a weight once however often it is used; new ones, as a
@@ -393,7 +393,7 @@ def _backward(loss: Tensor, inputs: Leaves, on_grad: Callable[[int, Tensor], Non
         found = [leaf.grad]
         leaf.grad = None
         taken.add(index)
-        on_grad(index, donation.owned(found)[0])  # type: ignore[arg-type]
+        on_grad(index, donation.take_ownership(found)[0])  # type: ignore[arg-type]
 
     for index, leaf in enumerate(inputs):
         leaf.grad = None  # of a backward inside of loss_fn

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
-from .._torch import private as _torch
+from .._torch import private
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -24,12 +24,12 @@ class _Entry(NamedTuple):
 
 
 def _entries() -> list[_Entry]:
-    if not _torch.any_autocast():
+    if not private.any_autocast():
         return []
     cached = torch.is_autocast_cache_enabled()
     return [
         _Entry(device, torch.get_autocast_dtype(device), cached)
-        for device in _torch.AUTOCAST_DEVICES
+        for device in private.AUTOCAST_DEVICES
         if torch.is_autocast_enabled(device)
     ]
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch import dtensor, private
 from .._torch.foreach import are_gapless, is_gapless
-from .._torch.looks import elements
+from .._torch.metadata_cache import elements
 from .._torch.tracing import PLAIN_TYPES, traced, under_transform
 
 DEBUG = os.environ.get("PURESCALE_DEBUG_DONATION", "0") not in ("", "0")
@@ -24,7 +24,7 @@ _layout = operator.attrgetter("layout")
 _grad_fn, _cdata = operator.attrgetter("grad_fn"), operator.attrgetter("_cdata")
 
 
-def memories(leaves: Sequence[Any]) -> list[int | None]:
+def storage_pointers(leaves: Sequence[Any]) -> list[int | None]:
     """The storage of each leaf, by which two are known to share memory; None of what has none, as a
     subclass that wraps others.
     """
@@ -34,11 +34,11 @@ def memories(leaves: Sequence[Any]) -> list[int | None]:
             return list(map(torch.UntypedStorage.data_ptr, storages))
         except (RuntimeError, NotImplementedError):  # one of them is sparse
             pass
-    return list(map(memory, leaves))
+    return list(map(storage_pointer, leaves))
 
 
-def memory(leaf: Any) -> int | None:
-    """The storage of one leaf, as in `memories`."""
+def storage_pointer(leaf: Any) -> int | None:
+    """The storage of one leaf, as in `storage_pointers`."""
     if not isinstance(leaf, Tensor):
         return None
     try:
@@ -62,18 +62,18 @@ def can_write(tensors: Sequence[Tensor], others: Sequence[Any] = ()) -> bool:
 
 
 def can_write_each(
-    lists: Sequence[Sequence[Tensor]], others: Sequence[Any] = (), *, ordinary: bool = False
+    lists: Sequence[Sequence[Tensor]], others: Sequence[Any] = (), *, dense_off_graph: bool = False
 ) -> list[bool]:
-    """`can_write` of each list, the other lists among its `others`. `ordinary`: they are, as
-    `leaves.are_ordinary` has seen.
+    """`can_write` of each list, the other lists among its `others`. `dense_off_graph`: they are, as
+    `leaves.are_dense_off_graph` has seen.
     """
     if under_transform() or DEBUG:
         return [False] * len(lists)
-    allowed = list(map(are_gapless if ordinary else _are_writable, lists))
+    allowed = list(map(are_gapless if dense_off_graph else _are_writable, lists))
     if torch.compiler.is_dynamo_compiling() or not any(allowed):
         return allowed
     held = list(map(_memories_of_values, lists))
-    kept = set(memories(others))
+    kept = set(storage_pointers(others))
     every = set(itertools.chain(*held))
     if len(every) == sum(map(len, held)) and None not in every and every.isdisjoint(kept):
         return allowed
@@ -114,13 +114,13 @@ def _memories_of_values(tensors: Sequence[Tensor]) -> list[int | None]:
     """The storages of those that have an element: what is empty has no memory to share."""
     if 0 in elements(tensors):
         tensors = [tensor for tensor in tensors if tensor.numel()]
-    return memories(tensors)
+    return storage_pointers(tensors)
 
 
 # ---- gradients -----------------------------------------------------------------------------------
 
 
-def owned(found: list[Tensor]) -> list[Tensor]:
+def take_ownership(found: list[Tensor]) -> list[Tensor]:
     """Gradients that a backward just made, off the graph, in memory that nobody else can see; what
     a custom backward or a hook may keep is copied. Empties `found`, whose references would count as
     uses.
@@ -157,7 +157,7 @@ def poison(given: Sequence[Any], keep: Sequence[Any]) -> None:
     """
     if not DEBUG or traced():
         return
-    taken, held = set(memories(keep)), memories(given)
+    taken, held = set(storage_pointers(keep)), storage_pointers(given)
     for leaf, storage in zip(given, held, strict=True):
         alone = storage is not None and storage not in taken and held.count(storage) == 1
         floating = isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from .._torch import private as _torch
+from .._torch import private
 from .._torch.tracing import PLAIN_TYPES
 
 _PLAIN_OR_NONE = PLAIN_TYPES | {type(None)}
@@ -71,12 +71,12 @@ def shard(leaf: Any, *, on_graph: bool = True) -> Any:
         on_graph and leaf.requires_grad and torch.is_grad_enabled()
     ):
         return leaf.to_local()
-    return _torch.arrived(_torch.local(leaf))
+    return private.arrived(private.local(leaf))
 
 
 def offsets(leaf: DTensor) -> tuple[int, ...]:
     """Where in each dimension of a DTensor this rank's shard begins."""
-    return tuple(_torch.local_part(leaf.shape, leaf.device_mesh, leaf.placements)[1])
+    return tuple(private.local_part(leaf.shape, leaf.device_mesh, leaf.placements)[1])
 
 
 def from_local_like(leaf: Any, result: Any) -> Any:
@@ -85,7 +85,7 @@ def from_local_like(leaf: Any, result: Any) -> Any:
     """
     if not isinstance(leaf, DTensor) or isinstance(result, DTensor):
         return result
-    if not torch.compiler.is_compiling() and result is _torch.local(leaf):  # written in place
+    if not torch.compiler.is_compiling() and result is private.local(leaf):  # written in place
         return leaf.detach() if leaf.requires_grad else leaf
     shape: Any = leaf.shape
     return DTensor.from_local(

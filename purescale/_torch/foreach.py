@@ -14,8 +14,8 @@ from torch import Tensor
 
 from .._torch import private
 from .._torch.dtypes import largest_within, saturating, unscaled_dtype
-from .._torch.looks import dtypes, once
-from .._torch.private import foreach, fused
+from .._torch.metadata_cache import cached, dtypes
+from .._torch.private import fused, listops
 from .._torch.tracing import is_on_a_graph, traced
 
 
@@ -41,14 +41,14 @@ def is_gapless(tensor: Tensor) -> bool:
 
 def are_contiguous(tensors: Sequence[Tensor]) -> bool:
     """Whether each of them is, as far as one look shows."""
-    return not torch.compiler.is_dynamo_compiling() and once(
+    return not torch.compiler.is_dynamo_compiling() and cached(
         "contiguous", lambda: all(map(Tensor.is_contiguous, tensors)), tensors
     )
 
 
 def are_gapless(tensors: Sequence[Tensor]) -> bool:
     """Whether each of them is."""
-    return are_contiguous(tensors) or once(
+    return are_contiguous(tensors) or cached(
         "gapless", lambda: all(map(is_gapless, tensors)), tensors
     )
 
@@ -69,7 +69,7 @@ def same_memory_order(a: Tensor, b: Tensor) -> bool:
 
 def by_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
     """The indices of the tensors of each device and dtype: list kernels take one kind at a time."""
-    return once("kinds", lambda: _by_kind(tensors), tensors)
+    return cached("kinds", lambda: _by_kind(tensors), tensors)
 
 
 def _by_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
@@ -106,7 +106,7 @@ def copy_(targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         return
     with torch.no_grad():
         for indices in by_kind(targets):
-            foreach.copy_([targets[i] for i in indices], [tensors[i] for i in indices])
+            listops.copy_([targets[i] for i in indices], [tensors[i] for i in indices])
 
 
 def gather(tensors: Sequence[Tensor]) -> Tensor:
@@ -144,7 +144,7 @@ def views(flat: Tensor, likes: Sequence[Tensor]) -> list[Tensor]:
 
 def divide(tensors: Sequence[Tensor], divisor: Tensor, *, in_place: bool = False) -> list[Tensor]:
     """Each tensor over a 0-d tensor, float16 in float32; others in their own dtype."""
-    ops = torch.div, foreach.div, foreach.div_
+    ops = torch.div, listops.div, listops.div_
     if all([unscaled_dtype(dtype) is dtype for dtype in dtypes(tensors)]):
         return _with_operand(*ops, tensors, divisor, in_place=in_place)
     wide = cast(tensors, [unscaled_dtype(tensor.dtype) for tensor in tensors])
@@ -154,7 +154,7 @@ def divide(tensors: Sequence[Tensor], divisor: Tensor, *, in_place: bool = False
 
 def multiply(tensors: Sequence[Tensor], factor: Tensor, *, in_place: bool = False) -> list[Tensor]:
     """Each tensor times a 0-d tensor, in its own dtype."""
-    ops = torch.mul, foreach.mul, foreach.mul_
+    ops = torch.mul, listops.mul, listops.mul_
     return _with_operand(*ops, tensors, factor, in_place=in_place)
 
 
@@ -235,11 +235,11 @@ def _clamped_list(
         high = min(float(bound), torch.finfo(tensors[0].dtype).max)
         low = -high
     if in_place:
-        foreach.clamp_min_(tensors, low)
+        listops.clamp_min_(tensors, low)
         bounded: Sequence[Tensor] = tensors
     else:
-        bounded = foreach.clamp_min(tensors, low)
-    foreach.clamp_max_(bounded, high)
+        bounded = listops.clamp_min(tensors, low)
+    listops.clamp_max_(bounded, high)
     return bounded
 
 
@@ -289,7 +289,7 @@ def cast(
                 tensors[i] if is_gapless(tensors[i]) else tensors[i].contiguous() for i in indices
             ]
             wanted = [torch.empty_like(tensor, dtype=new) for tensor in given]
-            foreach.copy_(wanted, _bounded(given, old, new) if bounded else given)
+            listops.copy_(wanted, _bounded(given, old, new) if bounded else given)
             for index, made in zip(indices, wanted, strict=True):
                 results[index] = made
     return results
@@ -300,10 +300,10 @@ def _bounded(tensors: list[Tensor], old: torch.dtype, new: torch.dtype) -> Seque
     limit = largest_within(old, new)
     if limit is None:
         return tensors
-    bounded: Sequence[Tensor] = foreach.clamp_min(tensors, -limit)
-    foreach.clamp_max_(bounded, limit)
+    bounded: Sequence[Tensor] = listops.clamp_min(tensors, -limit)
+    listops.clamp_max_(bounded, limit)
     # inf again where it was; to what is finite this adds too little to change a bit of `new`
-    foreach.add_(bounded, tensors, alpha=torch.finfo(old).tiny)
+    listops.add_(bounded, tensors, alpha=torch.finfo(old).tiny)
     return bounded
 
 
@@ -371,7 +371,7 @@ def _where_list(
             fused.sgd_(scratch, scratch, kept, found_inf=flag, **numbers, **flags)
         else:
             chosen = torch.where(skip.to(kept[0].device), torch.stack(kept), torch.stack(new))
-            foreach.copy_(kept, chosen.unbind())
+            listops.copy_(kept, chosen.unbind())
     return kept
 
 

@@ -292,13 +292,13 @@ _FOREACH = """
     abs add add_ addcdiv_ addcmul_ clamp_max clamp_max_ clamp_min clamp_min_ copy_ div div_ lerp_
     maximum_ minimum_ mul mul_ neg neg_ norm reciprocal_ sign sign_ sqrt sub_ zero_
 """
-foreach: Any = SimpleNamespace(**{op: _find(f"torch._foreach_{op}") for op in _FOREACH.split()})
+listops: Any = SimpleNamespace(**{op: _find(f"torch._foreach_{op}") for op in _FOREACH.split()})
 
 
 def clone_by_two(tensors: list[Tensor]) -> Sequence[Tensor]:
     """In torch 2.11, which has no such list operation: memory from one, values from another."""
-    copies: Sequence[Tensor] = foreach.mul(tensors, True)
-    foreach.copy_(copies, tensors)
+    copies: Sequence[Tensor] = listops.mul(tensors, True)
+    listops.copy_(copies, tensors)
     return copies
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 # They read private names of torch, which stand in one file.
 from .._torch import private
-from .._torch.looks import PLAIN_TYPES as PLAIN_TYPES
-from .._torch.looks import once
+from .._torch.metadata_cache import PLAIN_TYPES as PLAIN_TYPES
+from .._torch.metadata_cache import cached
 from .._torch.private import traced as traced
 from .._torch.private import under_transform as under_transform
 
@@ -27,7 +27,7 @@ def is_on_a_graph(tensors: Sequence[Tensor | None]) -> bool:
 
 def any_requires_grad(tensors: Sequence[Tensor | None]) -> bool:
     """Whether one of them does."""
-    return once(
+    return cached(
         "requires grad",
         lambda: any([tensor is not None and tensor.requires_grad for tensor in tensors]),
         tensors,
@@ -68,7 +68,7 @@ def host_can_read(*lists: Sequence[Tensor]) -> bool:
 
 
 def _hold_values_on_a_cpu(tensors: Sequence[Tensor]) -> bool:
-    return once(
+    return cached(
         "readable",
         lambda: set(map(type, tensors)) <= PLAIN_TYPES and all(map(_is_cpu, tensors)),
         tensors,

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch import dtensor, looks, private
+from .._torch import dtensor, metadata_cache, private
 from .._torch.dtypes import wide_dtype
-from .._torch.looks import once
+from .._torch.metadata_cache import cached
 from .._torch.tracing import PLAIN_TYPES
 
 _REAL = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
@@ -30,7 +30,7 @@ _is_nested, _grad_fn = operator.attrgetter("is_nested"), operator.attrgetter("gr
 # ---- what one look shows -------------------------------------------------------------------------
 
 
-def are_plain(leaves: Sequence[Any]) -> bool:
+def are_dense_real(leaves: Sequence[Any]) -> bool:
     """Whether one look shows that each leaf is a dense, real tensor of torch's own types, with
     nothing lazy about it. A leaf that is not is looked at by itself.
     """
@@ -53,24 +53,24 @@ def are_plain(leaves: Sequence[Any]) -> bool:
     )
 
 
-def are_ordinary(leaves: Sequence[Any]) -> bool:
-    """`are_plain`, off every graph, and made outside of inference mode."""
+def are_dense_off_graph(leaves: Sequence[Any]) -> bool:
+    """`are_dense_real`, off every graph, and made outside of inference mode."""
     return (
         not torch.compiler.is_dynamo_compiling()
-        and are_plain(leaves)
+        and are_dense_real(leaves)
         and not any(map(_grad_fn, leaves))
         and not any(map(Tensor.is_inference, leaves))
     )
 
 
-def look(leaves: list[Any]) -> tuple[list[Any], bool]:
+def lookup(leaves: list[Any]) -> tuple[list[Any], bool]:
     """The leaves and whether they are ordinary, from memory where it knows such leaves."""
-    return looks.look(leaves, are_ordinary)
+    return metadata_cache.lookup(leaves, are_dense_off_graph)
 
 
 def are_real(leaves: Sequence[Any]) -> bool:
     """Whether tensors hold real numbers of the dtypes that a parameter may have."""
-    return once("real", lambda: {leaf.dtype for leaf in leaves} <= _REAL, leaves)
+    return cached("real", lambda: {leaf.dtype for leaf in leaves} <= _REAL, leaves)
 
 
 def versions(tensors: Collection[Tensor]) -> list[int]:
@@ -86,7 +86,7 @@ def versions(tensors: Collection[Tensor]) -> list[int]:
 
 def unusual(leaves: Sequence[Any]) -> list[tuple[int, Any]]:
     """The leaves that need a check of their own, with their indices."""
-    if are_plain(leaves) and are_real(leaves):
+    if are_dense_real(leaves) and are_real(leaves):
         return []
     return [
         (index, leaf)
@@ -161,31 +161,31 @@ class Normalized(NamedTuple):
     """
 
     tensors: list[Tensor]
-    given: Sequence[Any]  # the leaves, with None; a partial DTensor is reduced
-    plain: bool  # whether the leaves are the tensors
+    originals: Sequence[Any]  # the leaves, with None; a partial DTensor is reduced
+    dense_real: bool  # whether the leaves are the tensors
 
     def restore(self, results: Sequence[Tensor]) -> list[Any]:
         """Results computed from each tensor in the form of its leaf: complex, a DTensor, and None
         for None.
         """
-        if self.plain:
+        if self.dense_real:
             return list(results)
         found = iter(results)
-        return [None if leaf is None else _restored(leaf, next(found)) for leaf in self.given]
+        return [None if leaf is None else _restored(leaf, next(found)) for leaf in self.originals]
 
     @property
-    def origins(self) -> list[Any]:
+    def present_originals(self) -> list[Any]:
         """The leaf of each tensor."""
-        return [leaf for leaf in self.given if leaf is not None]
+        return [leaf for leaf in self.originals if leaf is not None]
 
 
 def normalize(leaves: Sequence[Any]) -> Normalized:
     """Checked leaves as dense, real, strided tensors."""
-    if are_plain(leaves):
-        return Normalized(list(leaves), leaves, plain=True)
+    if are_dense_real(leaves):
+        return Normalized(list(leaves), leaves, dense_real=True)
     given = [dtensor.reduce_partial(leaf) for leaf in leaves]
     tensors = [dense_real(dtensor.shard(leaf)) for leaf in given if leaf is not None]
-    return Normalized(tensors, given, plain=False)
+    return Normalized(tensors, given, dense_real=False)
 
 
 def dense_real(leaf: Tensor) -> Tensor:

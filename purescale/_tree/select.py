@@ -11,7 +11,7 @@ from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write
 from .._torch.tracing import host_can_read, is_on_a_graph, traced
 from .._tree import tree
-from .._tree.leaves import are_plain, is_constant
+from .._tree.leaves import are_dense_real, is_constant
 from .._tree.tree import Leaves, Tree
 
 
@@ -98,6 +98,6 @@ def write_over(old: Tree, new: Tree, read_only: Sequence[Tensor]) -> Tree:
 
 def copies(leaves: Leaves) -> Leaves:
     """Each leaf detached and in fresh memory; constants as they are."""
-    if are_plain(leaves):
+    if are_dense_real(leaves):
         return foreach.clone(leaves)
     return [leaf if is_constant(leaf) else leaf.detach().clone() for leaf in leaves]

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from .._torch import donation, dtensor, foreach, private
-from .._torch.donation import memories, memory
-from .._torch.looks import Looked, once
+from .._torch.donation import storage_pointer, storage_pointers
+from .._torch.metadata_cache import CachedList, cached
 from .._torch.tracing import PLAIN_TYPES, traced, under_transform
 from .._tree import leaves as _leaf
 
@@ -34,7 +34,7 @@ _insertion_ordered.__enter__()
 
 # A list that was looked at is a list still.
 optree.register_pytree_node(
-    Looked, lambda leaves: (leaves, None), lambda _, leaves: list(leaves), namespace="purescale"
+    CachedList, lambda leaves: (leaves, None), lambda _, leaves: list(leaves), namespace="purescale"
 )
 
 
@@ -80,13 +80,13 @@ class Flat(NamedTuple):
     tree: Tree
     leaves: Leaves
     structure: Any
-    ordinary: bool = False  # as `leaves.are_ordinary` saw when it looked
+    dense_off_graph: bool = False  # as `leaves.are_dense_off_graph` saw when it looked
 
 
 def flatten_once(tree: Tree) -> Flat:
     leaves, structure = flatten(tree)
-    leaves, ordinary = _leaf.look(leaves)
-    return Flat(tree, leaves, structure, ordinary)
+    leaves, dense_off_graph = _leaf.lookup(leaves)
+    return Flat(tree, leaves, structure, dense_off_graph)
 
 
 def map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
@@ -138,16 +138,16 @@ def detach_unaliased(leaves: Leaves, taken: Set[int | None] | None) -> Leaves:
             return leaf
         if taken is None:
             return leaf.clone()
-        storage = memory(leaf)
+        storage = storage_pointer(leaf)
         shared = storage in held
         held.add(storage)
         return leaf.detach().clone() if shared else leaf.detach()
 
     if taken is not None and are_tensors(leaves):
-        storages = memories(leaves)
+        storages = storage_pointers(leaves)
         apart = len(set(storages)) == len(storages) and taken.isdisjoint(storages)
         # Some are not, as where a loss returns the buffers that it was given.
-        if apart or _leaf.are_plain(leaves):
+        if apart or _leaf.are_dense_real(leaves):
             found = [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves]
             shared = [] if apart else _repeated(storages, held)
             copies = foreach.clone([found[index] for index in shared]) if shared else []
@@ -179,14 +179,14 @@ def leaves_apart(leaves: Leaves, others: Leaves) -> Leaves:
     """The leaves; those that may share memory with `others` or with each other are copied."""
     if traced():
         return [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    taken, held = set(memories(others)), memories(leaves)
+    taken, held = set(storage_pointers(others)), storage_pointers(leaves)
     if len(set(held)) == len(held) and taken.isdisjoint(held):
         return leaves
     found = []
     for leaf, storage in zip(leaves, held, strict=True):
         if isinstance(leaf, Tensor) and storage in taken:
             leaf = leaf.clone()
-            storage = memory(leaf)
+            storage = storage_pointer(leaf)
         taken.add(storage)
         found.append(leaf)
     return found
@@ -270,9 +270,9 @@ def gradients_like(params: Flat, grads: Tree) -> Flat:
     fit its parameter.
     """
     gradients = leaves_like("grads", grads, "params", params.tree, params.structure)
-    gradients, ordinary = _leaf.look(gradients)
-    found = Flat(grads, gradients, params.structure, ordinary)
-    if params.ordinary and ordinary and _leaf.are_real(gradients):
+    gradients, dense_off_graph = _leaf.lookup(gradients)
+    found = Flat(grads, gradients, params.structure, dense_off_graph)
+    if params.dense_off_graph and dense_off_graph and _leaf.are_real(gradients):
         weights = params.leaves
 
         def alike() -> bool:
@@ -280,7 +280,7 @@ def gradients_like(params: Flat, grads: Tree) -> Flat:
             devices = list(_map(_device, gradients)), list(_map(_device, weights))
             return shapes[0] == shapes[1] and devices[0] == devices[1]
 
-        if once("alike", alike, gradients, weights):
+        if cached("alike", alike, gradients, weights):
             return found
     check_gradients(params.tree, gradients)
     for index, (gradient, weight) in enumerate(zip(gradients, params.leaves, strict=True)):
@@ -319,7 +319,7 @@ def reject_autograd_history(**trees: Tree) -> None:
         return
     for name, tree in trees.items():
         looked_at = tree if isinstance(tree, Flat) else flatten_once(tree)
-        for index, leaf in enumerate([] if looked_at.ordinary else looked_at.leaves):
+        for index, leaf in enumerate([] if looked_at.dense_off_graph else looked_at.leaves):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 raise ValueError(
                     f"{paths(looked_at.tree, name)[index]} is a result of torch.autograd "
@@ -386,7 +386,7 @@ def _have_same_metadata(leaves: Leaves, others: Leaves) -> bool:
     """
     return (
         not torch.compiler.is_dynamo_compiling()
-        and _leaf.are_plain([*leaves, *others])
+        and _leaf.are_dense_real([*leaves, *others])
         and list(_map(_shape, leaves)) == list(_map(_shape, others))
         and list(_map(_dtype, leaves)) == list(_map(_dtype, others))
         and list(_map(_device, leaves)) == list(_map(_device, others))
@@ -441,7 +441,7 @@ def check_names(found: Sequence[str]) -> None:
 
 def check_parameters(params: Flat, name: str = "params") -> None:
     """Refuse, naming the leaf, what cannot be a parameter."""
-    if params.ordinary and _leaf.are_real(params.leaves):
+    if params.dense_off_graph and _leaf.are_real(params.leaves):
         return
     for index, leaf in _leaf.unusual(params.leaves):
         _leaf.check_leaf(leaf, path(params.tree, name, index), "parameter")

@@ -23,7 +23,7 @@ _is_nested, _grad_fn = operator.attrgetter("is_nested"), operator.attrgetter("gr
 _requires_grad = operator.attrgetter("requires_grad")
 
 
-class Seen:
+class Entry:
     """What was seen of a list's metadata."""
 
     def __init__(self, tensors: Sequence[Tensor] = ()) -> None:
@@ -32,21 +32,21 @@ class Seen:
         self.answers: dict[Any, Any] = {}
 
 
-class Looked(list[Any]):
-    """A list of ordinary tensors, as `leaves.are_ordinary` says, of which something was seen; it is
-    not written into.
+class CachedList(list[Any]):
+    """A list of tensors that `leaves.are_dense_off_graph` is true of, with the cached answers to
+    questions about their metadata. It is not written into.
     """
 
-    seen: Seen
+    entry: Entry
 
 
 # By the number of tensors: lists that differed in something else.
 _LENGTHS, _LISTS, _ANSWERS = 16, 4, 64
-_seen: dict[int, tuple[Seen, ...]] = {}
+_entries: dict[int, tuple[Entry, ...]] = {}
 
 
-def look(
-    tensors: list[Any], are_ordinary: Callable[[Sequence[Any]], bool]
+def lookup(
+    tensors: list[Any], are_dense_off_graph: Callable[[Sequence[Any]], bool]
 ) -> tuple[list[Any], bool]:
     """The list, so that what is seen of it is known for the next with its metadata, and whether it
     is ordinary.
@@ -54,76 +54,80 @@ def look(
     # In inference mode the guard takes ordinary tensors for what its own are outside of it.
     nothing_known = traced() or torch.is_inference_mode_enabled()
     if nothing_known or not set(map(type, tensors)) <= PLAIN_TYPES:
-        return tensors, are_ordinary(tensors)
-    known = _seen.get(len(tensors), ())
+        return tensors, are_dense_off_graph(tensors)
+    known = _entries.get(len(tensors), ())
     # The comparison would end the process over a nested tensor.
     if known and not any(map(_is_nested, tensors)):
-        for seen in known:
-            if seen.is_like(*tensors):
-                if seen.may_have_graph and any(map(_grad_fn, tensors)):
+        for entry in known:
+            if entry.is_like(*tensors):
+                if entry.may_have_graph and any(map(_grad_fn, tensors)):
                     return tensors, False
-                return _looked(tensors, seen), True
-    if not are_ordinary(tensors):
+                return _cached_list(tensors, entry), True
+    if not are_dense_off_graph(tensors):
         return tensors, False
-    if not known and len(_seen) >= _LENGTHS:
-        _seen.pop(next(iter(_seen)), None)
-    seen = Seen(tensors)
-    _seen[len(tensors)] = (seen, *known[: _LISTS - 1])
-    return _looked(tensors, seen), True
+    if not known and len(_entries) >= _LENGTHS:
+        _entries.pop(next(iter(_entries)), None)
+    entry = Entry(tensors)
+    _entries[len(tensors)] = (entry, *known[: _LISTS - 1])
+    return _cached_list(tensors, entry), True
 
 
-def _looked(tensors: list[Any], seen: Seen) -> Looked:
-    looked = Looked(tensors)
-    looked.seen = seen
-    return looked
+def _cached_list(tensors: list[Any], entry: Entry) -> CachedList:
+    cached_list = CachedList(tensors)
+    cached_list.entry = entry
+    return cached_list
 
 
 def part(tensors: list[Any], start: int, stop: int) -> list[Any]:
     """`tensors[start:stop]`."""
-    if type(tensors) is not Looked:
+    if type(tensors) is not CachedList:
         return tensors[start:stop]
-    some = Looked(tensors[start:stop])
-    some.seen = once(("part", start, stop), Seen, tensors)
+    some = CachedList(tensors[start:stop])
+    some.entry = cached(("part", start, stop), Entry, tensors)
     return some
 
 
 def picked(tensors: list[Any], indices: Sequence[int], question: Any) -> list[Any]:
     """`[tensors[index] for index in indices]`; `question` stands for these indices."""
     some = list(map(tensors.__getitem__, indices))
-    return some if type(tensors) is not Looked else _looked(some, once(question, Seen, tensors))
+    return (
+        some
+        if type(tensors) is not CachedList
+        else _cached_list(some, cached(question, Entry, tensors))
+    )
 
 
 def joined(first: list[Any], second: list[Any]) -> list[Any]:
     """Both lists in one."""
     both = [*first, *second]
-    if type(first) is Looked and type(second) is Looked:
-        return _looked(both, once("joined", Seen, first, second))
+    if type(first) is CachedList and type(second) is CachedList:
+        return _cached_list(both, cached("joined", Entry, first, second))
     return both
 
 
-def once(question: Any, look: Callable[[], T], tensors: Sequence[Any], likes: Any = None) -> T:
+def cached(question: Any, lookup: Callable[[], T], tensors: Sequence[Any], likes: Any = None) -> T:
     """`look()`, which asks `question` of the metadata of `tensors`, and of `likes`, and of nothing
     else; once where both are known.
     """
-    if type(tensors) is not Looked:
-        return look()
+    if type(tensors) is not CachedList:
+        return lookup()
     if likes is not None:
-        if type(likes) is not Looked:
-            return look()
-        question = question, likes.seen
-    answers = tensors.seen.answers
+        if type(likes) is not CachedList:
+            return lookup()
+        question = question, likes.entry
+    answers = tensors.entry.answers
     if question not in answers:
         if len(answers) > _ANSWERS:
             answers.clear()
-        answers[question] = look()
+        answers[question] = lookup()
     return answers[question]  # type: ignore[no-any-return]
 
 
 def dtypes(tensors: Sequence[Tensor]) -> set[torch.dtype]:
     """The dtypes of a list."""
-    return once("dtypes", lambda: {tensor.dtype for tensor in tensors}, tensors)
+    return cached("dtypes", lambda: {tensor.dtype for tensor in tensors}, tensors)
 
 
 def elements(tensors: Sequence[Tensor]) -> list[int]:
     """The number of elements of each."""
-    return once("elements", lambda: list(map(Tensor.numel, tensors)), tensors)
+    return cached("elements", lambda: list(map(Tensor.numel, tensors)), tensors)

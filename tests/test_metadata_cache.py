@@ -9,28 +9,30 @@ from helpers import same_bits
 from torch import Tensor, nn
 
 import purescale as ps
-from purescale._torch import looks
-from purescale._torch.looks import Looked, joined, once, part
-from purescale._tree.leaves import are_ordinary, look
+from purescale._torch import metadata_cache
+from purescale._torch.metadata_cache import CachedList, cached, joined, part
+from purescale._tree.leaves import are_dense_off_graph, lookup
 
 RULE = ps.DynamicScale(init_scale=2.0**4)
 
 
 @pytest.fixture(autouse=True)
 def nothing_seen(monkeypatch):
-    monkeypatch.setattr(looks, "_seen", {})
+    monkeypatch.setattr(metadata_cache, "_entries", {})
 
 
 def forget(monkeypatch):
     """As if nothing were ever remembered."""
-    monkeypatch.setattr(looks, "look", lambda tensors, ordinary: (tensors, ordinary(tensors)))
+    monkeypatch.setattr(
+        metadata_cache, "lookup", lambda tensors, are_dense: (tensors, are_dense(tensors))
+    )
 
 
 def is_known(tensors):
     """Whether a look finds this list in memory."""
-    known = looks._seen.get(len(tensors), ())
-    found = look(tensors)[0]
-    return type(found) is Looked and found.seen in known
+    known = metadata_cache._entries.get(len(tensors), ())
+    found = lookup(tensors)[0]
+    return type(found) is CachedList and found.seen in known
 
 
 def inference_tensor():
@@ -63,7 +65,7 @@ OTHERS = {
 @pytest.mark.parametrize("what", OTHERS)
 @pytest.mark.filterwarnings("ignore")
 def test_a_list_that_differs_in_one_thing_is_not_known(what):
-    look([torch.zeros(4), torch.zeros(2, 3)])
+    lookup([torch.zeros(4), torch.zeros(2, 3)])
     assert is_known([torch.ones(4), torch.ones(2, 3)])
     assert not is_known([torch.zeros(4), OTHERS[what]()])
     assert not is_known([torch.zeros(4), torch.zeros(2, 3), torch.zeros(2, 3)])
@@ -72,14 +74,14 @@ def test_a_list_that_differs_in_one_thing_is_not_known(what):
 
 def test_in_inference_mode_its_tensors_are_not_taken_for_others():
     with torch.inference_mode():
-        assert not look([torch.zeros(2)])[1]
+        assert not lookup([torch.zeros(2)])[1]
     made_before = [torch.zeros(2)]
     with torch.inference_mode():
-        assert look(made_before)[1]
-        assert look(made_before)[1]
-        assert not look([torch.zeros(2)])[1]
-    assert look(made_before)[1]
-    assert not look([inference_tensor()])[1]
+        assert lookup(made_before)[1]
+        assert lookup(made_before)[1]
+        assert not lookup([torch.zeros(2)])[1]
+    assert lookup(made_before)[1]
+    assert not lookup([inference_tensor()])[1]
 
 
 def test_what_was_seen_in_inference_mode_is_not_taken_for_its_tensors_outside():
@@ -96,25 +98,25 @@ def test_what_was_seen_in_inference_mode_is_not_taken_for_its_tensors_outside():
         expected = stepped(*made_outside)
     assert same_bits(stepped(*made_inside, donate=True), expected)
     with torch.inference_mode():
-        look([torch.zeros(2)])
-        assert not look([torch.zeros(2)])[1]
-    assert not look([inference_tensor()])[1]
+        lookup([torch.zeros(2)])
+        assert not lookup([torch.zeros(2)])[1]
+    assert not lookup([inference_tensor()])[1]
 
 
 def test_a_result_of_autograd_is_not_taken_for_a_parameter():
-    assert look([torch.zeros(2, requires_grad=True)])[1]
+    assert lookup([torch.zeros(2, requires_grad=True)])[1]
     assert is_known([torch.zeros(2, requires_grad=True)])
-    assert not look([torch.zeros(2, requires_grad=True) * 2])[1]
+    assert not lookup([torch.zeros(2, requires_grad=True) * 2])[1]
 
 
 def test_where_a_call_is_traced_or_transformed_nothing_is_known():
     found = []
 
     def looked_at(tensor):
-        found.append(type(look([tensor])[0]) is Looked)
+        found.append(type(lookup([tensor])[0]) is CachedList)
         return tensor
 
-    look([torch.zeros(3)])
+    lookup([torch.zeros(3)])
     torch.func.grad(lambda t: looked_at(t).sum())(torch.zeros(3))
     torch.vmap(looked_at)(torch.zeros(2, 3))
     with torch.autograd.forward_ad.dual_level():
@@ -126,10 +128,12 @@ def test_a_question_is_asked_once_of_lists_alike():
     asked = []
 
     def ask(tensors, *likes):
-        return once("numbers", lambda: asked.append(len(tensors)) or len(tensors), tensors, *likes)
+        return cached(
+            "numbers", lambda: asked.append(len(tensors)) or len(tensors), tensors, *likes
+        )
 
     for _ in range(3):
-        first, second = look([torch.zeros(2)])[0], look([torch.zeros(3), torch.zeros(1)])[0]
+        first, second = lookup([torch.zeros(2)])[0], lookup([torch.zeros(3), torch.zeros(1)])[0]
         assert (ask(first), ask(second), ask(first, second), ask(second, first)) == (1, 2, 1, 2)
         both = joined(first, second)
         assert [t.shape for t in both] == [(2,), (3,), (1,)]
@@ -143,11 +147,11 @@ def test_a_question_is_asked_once_of_lists_alike():
 def test_memory_is_bounded():
     for count in range(1, 40):
         for size in range(9):
-            tensors = look([torch.zeros(size)] * count)[0]
+            tensors = lookup([torch.zeros(size)] * count)[0]
     for question in range(500):
-        once(question, lambda: True, tensors)
-    assert len(looks._seen) == 16
-    assert max(map(len, looks._seen.values())) == 4
+        cached(question, lambda: True, tensors)
+    assert len(metadata_cache._entries) == 16
+    assert max(map(len, metadata_cache._entries.values())) == 4
     assert len(tensors.seen.answers) < 100
 
 
@@ -181,7 +185,7 @@ def test_a_step_has_the_same_bits_with_what_was_seen_and_without(cls, donate, dt
         return a_step(cls, parameters(dtype), float("inf"), **given)
 
     remembering = run()
-    assert looks._seen
+    assert metadata_cache._entries
     forget(monkeypatch)
     assert same_bits(remembering, run())
 
@@ -194,7 +198,9 @@ def test_two_models_do_not_disturb_each_other(monkeypatch):
     run()
     looked = []
     monkeypatch.setattr(
-        looks, "Seen", lambda tensors=(): looked.append(len(tensors)) or pytest.fail("looked anew")
+        metadata_cache,
+        "Entry",
+        lambda tensors=(): looked.append(len(tensors)) or pytest.fail("looked anew"),
     )
     run()
     assert not looked
@@ -271,7 +277,7 @@ def test_shared_memory_is_seen_though_the_metadata_is_known():
 def test_a_list_that_was_looked_at_is_a_list_for_trees():
     from purescale._tree import tree
 
-    looked = look([torch.zeros(2), torch.zeros(3)])[0]
+    looked = lookup([torch.zeros(2), torch.zeros(3)])[0]
     assert [type(leaf) for leaf in tree.flatten((looked, {"a": looked}))[0]] == [Tensor] * 4
     assert len(tree.all_tensors([looked])) == 2
-    assert are_ordinary(looked)
+    assert are_dense_off_graph(looked)

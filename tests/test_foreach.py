@@ -716,6 +716,21 @@ def test_a_formula_over_lists_is_torchs_own_bit_for_bit(name, settings, dtype, d
     assert same_bits((found, found_slots), (expected, slots))
 
 
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "Adagrad", "SGD"])
+def test_the_formula_of_a_class_with_a_fused_kernel_is_few_operators_too(name, made):
+    """Complex parameters take it, as no fused kernel does."""
+    counts = {}
+    for count in (10, 40):
+        optimizer = made(name, {})
+        with fake_cuda():
+            _, params, grads, state = problem(optimizer, count)
+            bad = torch.zeros((), dtype=torch.bool)
+            with Launched() as launched:
+                ps.maybe_step(optimizer, params, grads, state, bad)
+        counts[count] = len(launched.ops)
+    assert counts[40] == counts[10] <= 100
+
+
 @pytest.mark.parametrize(("name", "settings"), CASES)
 def test_a_formula_over_lists_agrees_with_that_tensor_by_tensor(name, settings, made):
     expected = steps(made(name, settings), make_params())

@@ -238,6 +238,7 @@ ACROSS_FILES = {
     "test_calls.py",
     "test_compile.py",
     "test_compiled_loss.py",
+    "test_contributing.py",
     "test_cuda.py",
     "test_derivatives.py",
     "test_docs.py",

@@ -176,6 +176,7 @@ def test_a_donated_step_has_the_bits_of_one_in_fresh_memory_and_stays_where_it_i
     assert expected.step == 2  # the other two windows hold an overflow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("donate", [False, True])
 def test_a_compiled_donated_step_stays_where_it_is(donate):
     torch._dynamo.reset()

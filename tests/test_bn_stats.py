@@ -434,6 +434,7 @@ def test_a_state_can_be_saved_in_the_middle_and_resumed_bit_for_bit():
     assert_close(ps.merge_bn_stats(*halves), whole, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["the whole", "apply"])
 def test_compiled_it_agrees(what):
     """To 1e-5: fused arithmetic."""

@@ -54,6 +54,7 @@ def test_a_window_of_another_length_costs_one_more_graph_and_then_none():
     assert backend.frame_count == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [("max_norm",), ("max_norm", "clip_value")])
 def test_a_compiled_step_takes_bounds_that_are_tensors(names):
     state, step = job(ADAMW(), ps.DynamicScale(init_scale=2.0**8))

@@ -116,6 +116,7 @@ def test_every_length_and_window_is_served_by_as_many_graphs_as_a_compiled_model
     assert ours <= counters["stats"]["unique_graphs"] <= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_compiled_loss_takes_any_optimizer(name):
     state, loss_fn, settings = gpt_job(None, OPTIMIZERS[name])

@@ -243,6 +243,7 @@ def test_lengths_that_change_are_two_graphs_with_the_numbers_of_eager_mode():
     assert backend.frame_count == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [(3, 3, 3), (3, 5, 3, 5, 3)])
 def test_a_loss_may_fix_a_size_that_the_compiler_made_symbolic(lengths):
     def loss_fn(params, buffers, microbatch):
@@ -270,6 +271,7 @@ def test_models_and_steps_in_one_graph_have_code_of_their_own():
     check(both, (first, second), [batch_of(Net) for _ in range(3)], (3, 8))
 
 
+@pytest.mark.slow
 def test_one_tensor_may_stand_in_several_places_of_a_state():
     def loss_fn(params, buffers, microbatch):
         loss = ((params["a"] * 2 + params["b"]) * microbatch * buffers["u"]).square().sum()
@@ -404,6 +406,7 @@ def counting():
     return count
 
 
+@pytest.mark.slow
 @repeats
 @pytest.mark.filterwarnings("ignore:Pickle, copy, and deepcopy support")  # of itertools, by torch
 @pytest.mark.parametrize(

@@ -111,6 +111,7 @@ def test_every_picture_of_a_page_says_what_it_shows_and_is_small():
             assert (path.parent / file).stat().st_size < 100_000, file
 
 
+@pytest.mark.slow
 def test_the_average_of_the_recipes_lies_in_memory_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace = run("docs/recipes.md", LONG)
@@ -159,6 +160,7 @@ def test_an_average_of_the_weights_survives_donation():
     torch.testing.assert_close(given["average"]["w"], torch.full((2,), 0.999))
 
 
+@pytest.mark.slow
 def test_the_gan_of_the_recipes_is_torchs_loop(tmp_path, monkeypatch):
     """In float32, with spectral norm and batch norm in it: what both passes do to both networks."""
     monkeypatch.chdir(tmp_path)
@@ -189,6 +191,7 @@ def test_the_gan_of_the_recipes_is_torchs_loop(tmp_path, monkeypatch):
         )
 
 
+@pytest.mark.slow
 def test_a_skipped_side_of_the_gan_leaves_both_networks_as_they_were(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = run("docs/recipes.md", LONG)

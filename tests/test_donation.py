@@ -334,6 +334,7 @@ class Summing:
         return Sum(scaler.scale.clone(), scaler.clean + torch.where(found_inf, 0, 1))
 
 
+@pytest.mark.slow
 def test_a_compiled_donated_step_keeps_0d_numbers_of_float64():
     """What compiled code writes into such an input on a CPU is lost (torch 2.13)."""
     sgd = ps.from_torch(torch.optim.SGD, lr=0.5)

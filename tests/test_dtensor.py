@@ -656,6 +656,7 @@ def _trained(shape, rank):
         assert all(grads[name].placements == params[name].placements for name in params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=["a line", "replicas of shards"])
 def test_a_train_step_and_gradients_over_dtensors_equal_those_of_one_process(shape):
     in_processes(functools.partial(_trained, shape), math.prod(shape))

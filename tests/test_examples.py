@@ -121,6 +121,7 @@ def test_the_probe_shows_which_scales_are_safe_and_who_starves(tmp_path, monkeyp
     assert all(name in verdict for name in sigmoid.starved)
 
 
+@pytest.mark.slow
 def test_float16_agrees_better_and_headroom_loses_no_rollouts(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(ROOT / "examples")
     import grpo

@@ -112,6 +112,7 @@ HOW = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", HOW)
 def test_a_step_of_adamw_is_few_operators_whatever_the_number_of_tensors(how):
     optimizer = ps.from_torch(torch.optim.AdamW, lr=0.1)
@@ -120,6 +121,7 @@ def test_a_step_of_adamw_is_few_operators_whatever_the_number_of_tensors(how):
     assert counts[10] <= 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize(("name", "settings"), CASES)
 def test_a_step_of_every_class_over_lists_is_few_operators_whatever_the_number_of_tensors(
@@ -139,6 +141,7 @@ MIXED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", CLIPS, ids=str)
 @pytest.mark.parametrize("dtypes", MIXED)
 @pytest.mark.parametrize("name", ["AdamW", "RMSprop"])
@@ -149,6 +152,7 @@ def test_gradients_in_another_dtype_than_parameters_are_cast_in_few_operators(na
     assert counts[5] <= (75 if name == "AdamW" else 120)
 
 
+@pytest.mark.slow
 def test_a_hundred_half_tensors_with_wide_gradients_are_no_more_operators_than_ten():
     optimizer, kind = ps.from_torch(torch.optim.AdamW), (f16, f32)
     counts = {operators(optimizer, count, kind, max_norm=1.0) for count in (10, 1000)}
@@ -202,6 +206,7 @@ def test_a_mean_of_gradients_has_the_same_bits_in_any_layout(lay):
     assert same_bits(means[1].contiguous(), means[0])
 
 
+@pytest.mark.slow
 def test_a_thousand_tensors_are_no_more_operators_by_a_formula_either():
     optimizer = ps.from_torch(torch.optim.RMSprop)
     assert operators(optimizer, 1000, max_norm=1.0, donate=True) == operators(
@@ -209,6 +214,7 @@ def test_a_thousand_tensors_are_no_more_operators_by_a_formula_either():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize(("name", "settings"), FORMULA)
 def test_a_maybe_step_is_few_operators_whatever_the_number_of_tensors(name, settings, donate):

@@ -64,6 +64,7 @@ def test_compiled_is_one_graph_without_recompiling_over_overflow_and_growth(name
     assert state.step == eager.step == 50 - overflows
 
 
+@pytest.mark.slow
 @each
 def test_compiled_by_inductor_with_donation_agrees(name):
     state, step = job(OPTIMIZERS[name](), RULE, policy="float32")
@@ -169,6 +170,7 @@ def test_vmapped_over_states_with_different_scales_equals_a_loop(name, policy):
         assert same_bits(unstack(stacked.params, 2), state.params)
 
 
+@pytest.mark.slow
 @each
 def test_compiled_and_vmapped_agrees_with_vmapped(name):
     state, step = job(OPTIMIZERS[name](), RULE, policy="float32")

@@ -15,6 +15,7 @@ def make_gpu(*arguments):
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
 def test_without_a_gpu_it_says_so_and_stops():
     run = make_gpu()

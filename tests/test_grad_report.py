@@ -224,6 +224,7 @@ def launches(count, dtype):
     return sum(not func.is_view for func in launched.ops)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.complex64], ids=str)
 def test_a_report_of_a_thousand_leaves_is_no_more_launches_than_one_of_ten(dtype):
     counts = {count: launches(count, dtype) for count in (10, 100, 1000)}

@@ -173,6 +173,7 @@ class InARow(Doubled):
         return Last(new.loss, row), spike & (row > 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "guard", [Doubled(), InARow(), ps.SpikeGuard(warmup=200), ps.SpikeGuard(patience=1)], ids=repr
 )

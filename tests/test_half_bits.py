@@ -46,6 +46,7 @@ def test_a_compiler_keeps_the_rounding_between_two_steps(dtype, backend):
 
 
 # the second is what the first calls under a transform of torch 2.11
+@pytest.mark.slow
 @pytest.mark.parametrize("cast", [bitcast, half_bits._bitcast])
 @pytest.mark.parametrize(
     ("dtype", "other"), [(torch.float32, torch.int32), (torch.int16, torch.bfloat16)]

@@ -181,6 +181,7 @@ def test_zeros_halve_the_history_below_a_scale_of_1_and_are_counted_above(rule, 
         assert state.scale <= after.scale <= min(1.0, rule.max_scale)
 
 
+@pytest.mark.slow
 @given(
     st.builds(
         ps.HeadroomScale, st.just(2.0**-24), margin=st.integers(0, 12), window=st.integers(1, 6)
@@ -240,6 +241,7 @@ def test_sparse_rewards_teach_also_where_zeros_raise_the_scale_between_them(gap,
     assert len(lived(grows, amaxes)[0]) <= len(taught)
 
 
+@pytest.mark.slow
 def test_2000_zeros_in_a_row_raise_a_scale_of_1_and_above_by_a_bit():
     rule = ps.HeadroomScale(window=4)
     for state in (rule.init(), clean(rule, 3.0)):
@@ -458,6 +460,7 @@ def test_grad_amax_reads_nothing_and_its_operators_do_not_grow_with_the_tensors(
     assert counts[0] == counts[1] < 10
 
 
+@pytest.mark.slow
 def test_grad_amax_under_vmap_compile_and_grad():
     grads = {"a": torch.randn(3, 5), "b": torch.randn(3, 2, 2)}
     loop = torch.stack([ps.grad_amax(unstack(grads, index)) for index in range(3)])
@@ -647,6 +650,7 @@ def test_batches_with_a_nan_do_not_lower_the_scale():
     assert state.step == 29
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_training_that_starts_at_the_lowest_scale_moves(compiled):
     rule = ps.HeadroomScale(init_scale=2.0**-24)
@@ -710,6 +714,7 @@ def test_a_state_is_saved_and_loaded_in_the_middle_of_its_window(tmp_path):
     assert (state.scaler.amax_history > 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0}])
 def test_a_compiled_step_is_one_graph_over_overflow_growth_and_a_full_window(settings):
     rule = ps.HeadroomScale(init_scale=2.0**24, window=3)

@@ -215,6 +215,7 @@ def test_nnabla_equals_its_oracle(pattern, scale, factor, interval, change_at, n
         assert (state.scale.item(), state.growth_tracker.item()) == (oracle.scale, oracle.counter)
 
 
+@pytest.mark.slow
 @given(
     overflow_patterns,
     powers,
@@ -415,6 +416,7 @@ QUIRKS = {
 }
 
 
+@pytest.mark.slow
 @each_rule
 def test_each_rule_keeps_the_laws_but_for_the_quirks_of_its_peer(name):
     assert_scale_rule(RULES[name], quirks=["damaged", *QUIRKS[name].split()])
@@ -445,6 +447,7 @@ def test_gradients_that_stay_large_stop_no_rule_whose_scale_moves(name):
 PATTERN = [letter == "O" for letter in "...O.O...OOO....O...."]
 
 
+@pytest.mark.slow
 def test_all_rules_compiled_by_inductor_have_the_same_bits():
     def update(states, bad):
         return {name: RULES[name].update(state, bad) for name, state in states.items()}

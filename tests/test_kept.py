@@ -97,6 +97,7 @@ def trained(model, policy=POLICIES[0], steps=3, compiled=False, rng=None, **opti
 # ---- the bits of a model without it
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     norm=st.sampled_from(list(NORMS)),

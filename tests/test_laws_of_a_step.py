@@ -268,6 +268,7 @@ def test_a_rate_of_0_moves_nothing_in_a_compiled_step(name, count):
         check_that_nothing_moves(name, "compiled", EVERY[name], rate, params, grads_at(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", ["float", "schedule"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("name", ["AdamW", "Adamax"])

@@ -264,6 +264,7 @@ def test_parameters_of_another_dtype_than_the_state_are_refused():
 # ---- the four ways -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "RMSprop"])
 def test_compiled_has_the_masters_of_a_compiled_run_in_float32(name):
     optimizer = made(name)

@@ -32,7 +32,7 @@ def is_known(tensors):
     """Whether a look finds this list in memory."""
     known = metadata_cache._entries.get(len(tensors), ())
     found = lookup(tensors)[0]
-    return type(found) is CachedList and found.seen in known
+    return type(found) is CachedList and found.entry in known
 
 
 def inference_tensor():
@@ -152,7 +152,7 @@ def test_memory_is_bounded():
         cached(question, lambda: True, tensors)
     assert len(metadata_cache._entries) == 16
     assert max(map(len, metadata_cache._entries.values())) == 4
-    assert len(tensors.seen.answers) < 100
+    assert len(tensors.entry.answers) < 100
 
 
 # ---- whole steps ---------------------------------------------------------------------------------

@@ -99,6 +99,7 @@ def test_many_runs_at_once_equal_runs_in_turn(name):
     assert same_bits(torch.vmap(lambda t: replay(rule, t))(tops), stack(each))
 
 
+@pytest.mark.slow
 @each_rule
 def test_compiled_it_is_one_graph(name):
     rule, counter = RULES[name], CompileCounterWithBackend("eager")

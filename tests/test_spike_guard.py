@@ -192,6 +192,7 @@ def test_a_loss_of_0_whose_gradient_is_not_ends_a_row():
         assert bad.item() is (index % 50 == 49)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
 def test_no_data_is_rejected_for_ever(scale):
     """Whatever comes after a calm start: more than one step in `patience + 1` is accepted."""

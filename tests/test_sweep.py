@@ -140,6 +140,7 @@ def test_equal_settings_share_a_graph():
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [FEW, MANY])
 def test_a_schedule_that_reads_a_cell_sees_what_is_in_it(count):
     peak = 0.1
@@ -249,6 +250,7 @@ RULES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_one_compiled_function_serves_every_rule():
     def update(rule, state, bad):
         amax = [torch.full((), 2.0**-9)] if getattr(rule, "takes_amax", False) else []
@@ -301,6 +303,7 @@ def test_one_compiled_train_step_serves_every_rule_policy_and_bound():
         assert_close((new, info), (expected, told), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_an_ensemble_with_a_rate_a_member_equals_a_run_for_each_rate():
     """Vmapped and compiled, in one graph, against optimizers made with that rate."""
     rates = torch.tensor([1e-3, 1e-2, 1e-1])

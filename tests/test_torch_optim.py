@@ -349,6 +349,7 @@ def test_a_step_differentiates(name, settings):
     torch.testing.assert_close(derivative.sum(), numeric.detach(), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "NAdam", "ASGD", "Muon", "Adagrad", "RMSprop"])
 def test_a_step_compiles_in_one_graph(name):
     optimizer = ps.from_torch(getattr(OPTIM, name))

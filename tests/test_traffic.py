@@ -373,6 +373,7 @@ def as_one_node(monkeypatch):
         monkeypatch.setattr(module, "MAX_INLINE_LEAVES", 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(FUSED))
 @pytest.mark.parametrize("donate", [False, True])
 def test_a_compiled_step_has_the_bits_of_the_eager_one(name, donate, as_one_node):
@@ -464,7 +465,7 @@ def test_the_node_of_an_update_does_what_its_schema_says(name):
     scaler, params, grads, state = problem([(3, 5), (40,)], optimizer)
     kernel = optimizer._kernel
     groups = optimizer._groups
-    [(_, settings)] = groups.of(("0", "1"), groups.rates(state.applied, state.lr))
+    [(_, settings)] = groups.torch_groups(("0", "1"), groups.rates(state.applied, state.lr))
     slots = list(state.slots.values())
     targets = [*params.values(), *(slot[key] for key in kernel.slots(settings) for slot in slots)]
     steps = [slot["step"] for slot in slots if "step" in slot]

@@ -461,6 +461,7 @@ def test_it_is_one_graph_over_overflow_and_growth():
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [HALF, "float32"])
 def test_a_compiled_loop_is_the_loop(policy):
     sgd = ps.from_torch(OPTIM.SGD, lr=0.1, momentum=0.9)

@@ -359,7 +359,9 @@ WRAPPED = {
     "none": lambda optimizer: optimizer,
     "masters": ps.with_master_weights,
     "rounding": ps.with_stochastic_rounding,
-    "both": lambda optimizer: ps.with_stochastic_rounding(ps.with_master_weights(optimizer)),
+    "both": lambda optimizer: ps.with_state_dtype(
+        ps.with_master_weights(optimizer), {"exp_avg": torch.bfloat16}
+    ),
     "moments": lambda optimizer: ps.with_state_dtype(optimizer, {"exp_avg": torch.bfloat16}),
     "a partition": lambda optimizer: two_parts(optimizer, PLAIN),
     "masters around a partition": lambda optimizer: ps.with_master_weights(

@@ -419,3 +419,18 @@ def test_shards_are_stepped_as_the_whole():
 
 def test_sizes_are_on_both_sides_of_a_vector():
     assert {p.numel() for p in params_of().values()} == set(SIZES)
+
+
+SGD = ps.from_torch(torch.optim.SGD, lr=0.1)
+WIDENING = {"masters": ps.with_master_weights, "rounding": ps.with_stochastic_rounding}
+
+
+@pytest.mark.parametrize("outer", WIDENING)
+@pytest.mark.parametrize("inner", WIDENING)
+def test_an_optimizer_that_would_be_given_no_half_parameters_is_refused(outer, inner):
+    within = WIDENING[inner](SGD)
+    narrow = ps.with_state_dtype(within, {"exp_avg": torch.bfloat16})
+    for optimizer in (within, narrow, ps.partition({"all": within}, lambda name, param: "all")):
+        with pytest.raises(ValueError, match=r"do nothing\. Fix: one of the two"):
+            WIDENING[outer](optimizer)
+    ps.with_state_dtype(within, {"exp_avg": torch.bfloat16})  # which steps in the dtype it is given

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .._optim.decision import APPLY, FRESH, Decision, Memory
 from .._optim.opt_state import OptState, without_wrappers
+from .._optim.partition import PartitionOptimizer
 from .._optim.protocol import as_conditional, unchanged
 from .._optim.step_inputs import StepInputs, flatten_step, present
 from .._torch import dtensor, foreach
@@ -31,6 +32,15 @@ from .._tree.tree import FlatDict, Tree
 PIECE = 2**21
 
 
+def _widening(optimizer: Any) -> Any:
+    """Return the first wrapper in `optimizer` that steps half parameters in float32, or None."""
+    if isinstance(optimizer, PartitionOptimizer):
+        return next(filter(None, map(_widening, optimizer.optimizers.values())), None)
+    if not isinstance(optimizer, Wrapper):
+        return None
+    return optimizer if optimizer.widens_params else _widening(optimizer.optimizer)
+
+
 class Wrapper:
     """What all optimizers around others have in common. One of them has `init`, `stand_ins`,
     `widen` and `narrow`.
@@ -46,6 +56,12 @@ class Wrapper:
             raise TypeError(
                 f"expected an optimizer, an object with `init` and `step`, got {optimizer!r}. Fix: "
                 "from_torch(torch.optim.AdamW, lr=1e-3), or from_transformation(tx)."
+            )
+        if self.widens_params and (inner := _widening(optimizer)) is not None:
+            raise ValueError(
+                f"{inner!r} is inside of another optimizer that steps half parameters in float32, "
+                "so it would be given float32 parameters and do nothing. Fix: one of the two, "
+                "`with_master_weights` (exact) or `with_stochastic_rounding` (no memory)."
             )
         self.optimizer = optimizer
         self.conditional = as_conditional(optimizer)

@@ -249,6 +249,7 @@ ACROSS_FILES = {
     "test_sharded_checkpoint.py",
     "test_sweep.py",
     "test_traffic.py",
+    "test_types.py",
     "test_wrapped.py",
 }
 

@@ -522,7 +522,7 @@ NOT_TAKEN = {
     "no steps": (lambda live: None, None, "no `steps`.*steps=10_000"),
     "steps": (lambda live: None, 0, "steps must be from 1"),
     "lbfgs": (lbfgs, None, "LBFGS evaluates the loss again"),
-    "swapped": (swapped, None, "optimizer is GradScaler; expected one of torch.optim"),
+    "swapped": (swapped, None, "optimizer is GradScaler; expected the live one of torch.optim"),
 }
 
 

@@ -1173,7 +1173,9 @@ def test_what_was_computed_from_a_weight_before_is_refused_where_it_is_read(view
 
     model = Elsewhere(lambda m: keep(view(m.w)), read)
     apply, params, buffers = ps.make_functional(model)
-    with pytest.raises(RuntimeError, match=r"kept(\[0\])? of the model is no parameter.*Fix: "):
+    with pytest.raises(
+        RuntimeError, match=r"kept(\[0\])? of the model was computed from a parameter.*Fix: "
+    ):
         apply(params, buffers, torch.ones(2, 5))
 
 

@@ -577,7 +577,7 @@ def spoil(live, taken, state, case):
 
 
 NOT_GIVEN = {
-    "swapped": "expected the TrainState.*arguments in another order",
+    "swapped": "expected the TrainState.*arguments in the wrong order",
     "class": "OptState of AdamW, the live optimizer a SGD",
     "other optimizer": "the state has .* the live optimizer does not",
     "rule": "expected one that `interop.torch_amp.rule",

@@ -167,7 +167,7 @@ def _verdict(rows: list[_Row], found: int | str | None, bad: int) -> str:
         return "everything that a module returned is finite"
     said = f"{bad} of {len(rows)} calls returned something not finite"
     if found is None:
-        return f"{said}: -inf, as in a mask, of which no NaN came"
+        return f"{said}: -inf, as in a mask, which did not lead to NaN"
     if isinstance(found, str):
         return f"{said}; the outermost module was given inf or NaN. First: {found}"
     if rows[found].held:

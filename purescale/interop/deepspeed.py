@@ -70,8 +70,8 @@ class DeepSpeedScale:
         init_scale: The first scale, 2**initial_scale_power in the config.
         scale_window: The steps between growths, loss_scale_window in the config.
         min_scale: The floor, min_loss_scale in the config.
-        delayed_shift: The number of overflows of which the last backs off, hysteresis in the
-            config.
+        delayed_shift: The first overflow after a refill of the tolerance that backs off, counted
+            from 1; hysteresis in the config.
         consecutive_hysteresis: If True, any clean step refills the tolerance.
         raise_error_at_min_scale: Not used; kept for DeepSpeed's own object.
         scale_factor: The factor of growth and backoff, above 1.

@@ -47,7 +47,7 @@ class MegatronScale:
         growth_factor: The factor of a growth, above 1.
         backoff_factor: The factor of a backoff, above 0 and below 1.
         growth_interval: The number of clean steps before a growth.
-        hysteresis: The number of overflows of which the last backs off.
+        hysteresis: The first overflow after the start or a growth that backs off, counted from 1.
 
     Raises:
         TypeError: A setting is not a number.

@@ -456,7 +456,9 @@ def test_what_was_taken_away_is_said_to_be_no_fault():
     report = ps.forward_report(apply, params, buffers, torch.randn(2, 4, 6))
     assert report.first is None
     assert (
-        str(report).splitlines()[0].endswith("not finite: -inf, as in a mask, of which no NaN came")
+        str(report)
+        .splitlines()[0]
+        .endswith("not finite: -inf, as in a mask, which did not lead to NaN")
     )
 
 

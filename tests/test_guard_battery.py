@@ -156,7 +156,7 @@ WRONG = [
     (Late, "timely", "of this call"),
     (Later, "timely", "of this call"),
     (LateByTheNorm, "timely", "of this call"),
-    (Remembers, "value", "belongs into the state"),
+    (Remembers, "value", "put what changes into the state"),
     (Elsewhere, "init", "device=device"),
     (OneAtATime, "vmap", "as for one state"),
     (Unhashable, "value", "frozen=True"),

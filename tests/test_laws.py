@@ -34,9 +34,9 @@ drawn = []
 IMPURE = {
     "writes": (lambda p: p["w"].mul_(2) * 1, r"written into: \[0\]\['w'\].*Fix: `x = x \+ 1`"),
     "takes it back": (lambda p: p["w"].add_(0) * 1, "written into"),
-    "aliases": (lambda p: p["w"][:1], r"memory of argument\[0\]\['w'\].*Fix: `.clone\(\)`"),
-    "hands back": (lambda p: p, "stands in the memory"),
-    "draws": (lambda p: p["w"] + torch.rand(2), r"random numbers.*Fix: a torch.Generator"),
+    "aliases": (lambda p: p["w"][:1], r"memory with argument\[0\]\['w'\].*Fix: `.clone\(\)`"),
+    "hands back": (lambda p: p, "shares memory with argument"),
+    "draws": (lambda p: p["w"] + torch.rand(2), r"random generator.*Fix: pass a torch.Generator"),
     "remembers": (
         lambda p: (drawn.append(1), p["w"] + len(drawn))[1],
         r"the same arguments gave .*Fix: keep it in the state",
@@ -120,7 +120,7 @@ def test_one_graph_for_many_calls_passes():
     ("fn", "words"),
     [
         (lambda a, n: a + 1 if a.sum() > 0 else a, r"not one graph.*Fix: torch.where"),
-        (lambda a, n: a * n, r"traced again.*Fix: keep it as a 0-d tensor"),
+        (lambda a, n: a * n, r"traced again.*Fix: keep the number as a 0-d tensor"),
     ],
 )
 def test_a_branch_and_a_number_that_changes_are_caught(fn, words):

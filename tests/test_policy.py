@@ -40,15 +40,15 @@ def test_a_policy_string_means(text, expected):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("float15", "'float15' is no dtype"),
-        ("compute=int8", "'int8' is no dtype"),
-        ("compute=", "'' is no dtype"),
+        ("float15", "unknown dtype 'float15'"),
+        ("compute=int8", "unknown dtype 'int8'"),
+        ("compute=", "unknown dtype ''"),
         ("weights=float16", "'weights=float16' is not understood"),
         ("params=float32,float16", "'float16' is not understood"),
         ("compute=float16,c=float16", "'c=float16' is given twice"),
-        ("params=autocast(float16)", "is no dtype"),
+        ("params=autocast(float16)", "unknown dtype 'autocast(float16)'"),
         ("compute=autocast(float32)", "autocast computes in float16 or bfloat16"),
-        ("", "is no dtype"),
+        ("", "unknown dtype"),
     ],
 )
 def test_an_unknown_policy_string_is_refused(text, message):

@@ -260,7 +260,7 @@ def test_a_backward_without_a_rule_for_vmap_goes_through_one_at_a_time():
         return Own.apply(params["w"]).sum(), buffers
 
     given = loss_fn, {"w": torch.ones(2)}, {}, None
-    with pytest.raises(RuntimeError, match=r"does not go through torch.vmap.*Fix: .*chunk_size=1"):
+    with pytest.raises(RuntimeError, match=r"failed under torch.vmap.*Fix: .*chunk_size=1"):
         ps.probe_scales(*given)
     assert ps.probe_scales(*given, chunk_size=1).window == (-8, 24)
 

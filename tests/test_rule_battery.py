@@ -244,20 +244,20 @@ class GrowsFromTheFloor(Halving):
         (ForgetsTheFloor, "positive", r"clamp\(min=self.min_scale\)"),
         (ForgetsTheCeiling, "finite", r"clamp\(max=self.max_scale\)"),
         (ByThirds, "power_of_two", "powers of two"),
-        (ComesLate, "clean", "not the one that scaled"),
-        (TheOtherWayOn, "clean", "found_inf, True where it was bad"),
+        (ComesLate, "clean", "not the one that was used"),
+        (TheOtherWayOn, "clean", "found_inf, True if it was bad"),
         (NeverBacksOff, "backs_off", "a factor below 1"),
         (Syncs, "reads", "torch.where"),
         (Mutates, "pure", "methods that end in `_`"),
         (HandsBack, "pure", r"`\.clone\(\)`.*`state._replace"),
         (ReplacesByANumber, "structure", "full_like"),
         (ReplacesInFloat64, "structure", r"\.to\(scaler.scale.dtype\)"),
-        (GrowsOnTheWrongFlag, "overflow", "found_inf is True where the step was bad"),
-        (GrowsOnceOnAnOverflow, "overflow", "found_inf is True where the step was bad"),
-        (GrowsOnTheSecondOverflow, "overflow", "found_inf is True where the step was bad"),
-        (GrowsFromTheFloor, "overflow", "found_inf is True where the step was bad"),
+        (GrowsOnTheWrongFlag, "overflow", "found_inf is True if the step was bad"),
+        (GrowsOnceOnAnOverflow, "overflow", "found_inf is True if the step was bad"),
+        (GrowsOnTheSecondOverflow, "overflow", "found_inf is True if the step was bad"),
+        (GrowsFromTheFloor, "overflow", "found_inf is True if the step was bad"),
         (Raises, "reads", "torch.where"),
-        (Remembers, "value", "belongs into the state"),
+        (Remembers, "value", "put what changes into the state"),
         (ChangesItsDtype, "structure", "a counter as"),
         (Unhashable, "value", "frozen=True"),
         (InFloat64, "init", "float32"),
@@ -299,8 +299,8 @@ def test_the_counterexample_can_be_read():
         "  flag    False",
         "  came    scale=512.0",
         "  should  at least 1024.0",
-        "  Fix: decide by this step's found_inf, True where it was bad, in this update: a scale "
-        "that moves a step late is not the one that scaled.",
+        "  Fix: decide by this step's found_inf, True if it was bad: a scale that moves a step "
+        "late is not the one that was used.",
     ]
 
 
@@ -338,5 +338,5 @@ class Raising(Halving):
 
 
 def test_to_raise_cannot_be_a_quirk():
-    with pytest.raises(AssertionError, match="without which Raising is no rule"):
+    with pytest.raises(AssertionError, match="a rule such as Raising must keep this law"):
         assert_scale_rule(Raising(), quirks=["raises"])

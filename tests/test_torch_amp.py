@@ -522,7 +522,7 @@ NOT_TAKEN = {
     "no steps": (lambda live: None, None, "no `steps`.*steps=10_000"),
     "steps": (lambda live: None, 0, "steps must be from 1"),
     "lbfgs": (lbfgs, None, "LBFGS evaluates the loss again"),
-    "swapped": (swapped, None, "optimizer is GradScaler; expected one of torch.optim"),
+    "swapped": (swapped, None, "optimizer is GradScaler; expected the live one of torch.optim"),
 }
 
 
@@ -577,7 +577,7 @@ def spoil(live, taken, state, case):
 
 
 NOT_GIVEN = {
-    "swapped": "expected the TrainState.*arguments in another order",
+    "swapped": "expected the TrainState.*arguments in the wrong order",
     "class": "OptState of AdamW, the live optimizer a SGD",
     "other optimizer": "the state has .* the live optimizer does not",
     "rule": "expected one that `interop.torch_amp.rule",

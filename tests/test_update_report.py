@@ -167,7 +167,13 @@ def test_the_picture_has_a_bar_a_leaf():
         ({"a": torch.ones(1)}, {"b": torch.ones(1)}, {}, ValueError, r"new does not match old"),
         ({"a": torch.ones(1)}, {"a": None}, {"a": None}, TypeError, r"new\['a'\]"),
         ({"a": torch.ones(2)}, {"a": torch.ones(3)}, {"a": None}, ValueError, r"new\['a'\] is \(3"),
-        ({"a": None}, {"a": None}, {"a": torch.ones(1)}, ValueError, r"wanted\['a'\].* old None"),
+        (
+            {"a": None},
+            {"a": None},
+            {"a": torch.ones(1)},
+            ValueError,
+            r"wanted\['a'\].* old is None",
+        ),
         ({"a": torch.ones(2) > 0}, {}, {}, TypeError, r"old\['a'\] has dtype torch.bool"),
     ],
 )

@@ -1,4 +1,4 @@
-"""How everything that a forward may change in a module stands between calls."""
+"""Snapshot and restore of everything that a forward may change in a module besides its tensors."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .._torch import private
 _CONTAINERS = (list, dict, set, collections.deque)
 _PLAIN = (*_CONTAINERS, collections.OrderedDict, collections.defaultdict)
 
-# An object, by its index; its attribute, or "" for its elements; what stands there, as `_now` says.
+# The index of an object; an attribute, or "" for its elements; the value, as `_now` returns it.
 _Change = tuple[int, str, Any]
 
 
 class AtRest:
-    """Modules, their hooks, lists, dicts, sets, deques and helper objects: which attributes they
-    have and what they hold, as of now.
+    """A snapshot of the attributes and elements of modules, their hooks, lists, dicts, sets, deques
+    and helper objects.
 
-    `found`: the references of the module; `own`: the ids of what is there for this module alone.
-    What it shares with others, such as a logger, is left alone.
+    `found`: the references of the module; `own`: the ids of objects that belong to this module
+    alone. Objects shared with others, such as a logger, are not restored.
     """
 
     def __init__(self, root: nn.Module, found: Iterable[Reference], own: set[int]) -> None:
@@ -38,14 +38,14 @@ class AtRest:
         self.attributes = list(map(_attributes, self.objects))
         self.elements = list(map(_elements, self.objects))
         self._for_eager_calls([store for module in modules for store in private.stores(module)])
-        # No compiler follows a hook that is put into an empty dict of hooks, so that stays one.
+        # Dynamo does not trace a hook put into an empty dict of hooks, so those are not replaced.
         left = set(map(id, (*modules, *(held for held in hooks if not held))))
         self._for_new_modules(left)
         self._asks = False
         _all[id(self)] = self
 
     def _for_eager_calls(self, stores: list[dict[str, Any]]) -> None:
-        """Sort it by what it costs to put it back."""
+        """Group the objects by the fastest way to restore them."""
         self._dicts = [vars(held) for held in self.objects if _has_dict(held)] + stores
         self._as_before = [(held, held.copy()) for held in self._dicts]
         self._lengths = list(map(len, self._dicts))
@@ -61,7 +61,7 @@ class AtRest:
 
     @private.only_inlined
     def restore(self) -> None:
-        """Put all of it back, after an eager call."""
+        """Restore everything after an eager call."""
         for held, before in self._as_before:
             held |= before
         if list(map(len, self._dicts)) != self._lengths:
@@ -78,25 +78,25 @@ class AtRest:
         for index, key in self._slots:
             self._put(index, key, self._before(index, key))
 
-    # ---- followed by a compiler, which guards all that it reads: so nothing else is read ---------
+    # ---- traced by Dynamo, which guards every value that is read, so these read only changes -----
 
     def put_back(self) -> None:
-        """Put back what the compiler has seen change."""
+        """Restore what Dynamo has seen change."""
         for index, key in self._changed():
             self._put(index, key, self._before(index, key))
 
     def changes(self) -> list[_Change]:
-        """What the compiler has seen change, as it stands now, for `put`."""
+        """Return the current values of what Dynamo has seen change, for `put`."""
         return [(index, key, self._now(index, key)) for index, key in self._changed()]
 
     def put(self, changes: list[_Change]) -> None:
-        """Put it there again."""
+        """Put the values of `changes` back."""
         for index, key, state in changes:
             self._put(index, key, state)
 
     def _changed(self) -> list[tuple[int, str]]:
-        # Any value that tells one `AtRest` from another would be guarded, so that each model had a
-        # graph of its own; a flag that comes down again is not.
+        # A value that identifies this `AtRest` would be guarded, so that each model would have its
+        # own graph. A flag that is reset is not guarded.
         self._asks = True
         found = _seen_to_change()
         self._asks = False
@@ -116,7 +116,9 @@ class AtRest:
         return [getattr(held, key)] if hasattr(held, key) else []
 
     def _put(self, index: int, key: str, state: Any) -> None:
-        """Give an object its elements, or an attribute: of a list the one value, or none."""
+        """Set the elements of an object, or an attribute from a list with its value. An empty list
+        deletes the attribute.
+        """
         held = self.objects[index]
         if not key:
             _fill(held, state)
@@ -128,12 +130,12 @@ class AtRest:
     # ---- modules that are made for one call ------------------------------------------------------
 
     def _for_new_modules(self, left: set[int]) -> None:
-        """Find what is made anew with them: all but what is in `left`, and what has no simple copy.
-        Of each object, modules too: under which key it holds which of these.
+        """Find the objects to make anew: all except those in `left` and those without a simple
+        copy. `parts`: for each object, modules too, the keys under which it holds them.
         """
         everything = list(enumerate(self.objects))
         rest = [(index, held) for index, held in everything if id(held) not in left]
-        # Of a handle of a hook the compiler does not even follow that it is there.
+        # Dynamo cannot trace the handle of a hook at all.
         rest = [
             (index, held)
             for index, held in rest
@@ -148,7 +150,7 @@ class AtRest:
         ]
 
     def again(self) -> dict[int, Any]:
-        """All of that anew, by index, in a way that the compiler follows."""
+        """Return new copies of these objects by index, made by operations that Dynamo traces."""
         made = {index: self.objects[index].copy() for index in self._copied}
         for index in self._rebuilt:
             made[index] = object.__new__(type(self.objects[index]))
@@ -161,7 +163,7 @@ class AtRest:
         return made
 
     def anew(self, index: int, made: dict[int, Any]) -> dict[str, Any]:
-        """The attributes of an object, with what was made anew in them."""
+        """Return the attributes of an object, with the objects that were made anew."""
         parts, attributes = self.parts[index], self.attributes[index]
         return {key: made[parts[key]] if key in parts else attributes[key] for key in attributes}
 
@@ -170,8 +172,8 @@ _all: weakref.WeakValueDictionary[int, AtRest] = weakref.WeakValueDictionary()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _seen_to_change() -> str:  # which every torch takes for a constant, as it does no list
-    """What the compiler has seen change of the one `AtRest` that asks."""
+def _seen_to_change() -> str:  # a str, as not every torch takes a list for a constant
+    """Return what Dynamo has seen change in the `AtRest` that asks, one change a line."""
     [rest] = [_all[key] for key in private.raised("_asks") if key in _all]
     seen = private.attributes_set()
     found = []
@@ -183,13 +185,13 @@ def _seen_to_change() -> str:  # which every torch takes for a constant, as it d
 
 
 def _has_dict(held: Any) -> bool:
-    # a dict of hooks could have attributes too, and nothing gives it any
+    # A dict of hooks could have attributes, but nothing sets any.
     is_plain = type(held) is collections.OrderedDict
     return not is_plain and isinstance(getattr(held, "__dict__", None), dict)
 
 
 def _is_simple(held: Any) -> bool:
-    """Whether a new object with the same attributes is a copy."""
+    """Return True if a new object with the same attributes is a copy."""
     make: Any = type(held).__new__
     return make is object.__new__ and _has_dict(held)
 
@@ -200,7 +202,7 @@ def _attributes(held: Any) -> dict[str, Any]:
 
 
 def _elements(held: Any) -> Any:
-    """A plain copy of what a container holds; None of anything else."""
+    """Return a plain copy of a container's elements, or None for any other object."""
     if isinstance(held, dict):
         return dict(held)
     if isinstance(held, set):
@@ -209,7 +211,7 @@ def _elements(held: Any) -> Any:
 
 
 def _parts(held: Any) -> Iterable[tuple[Any, Any]]:
-    """What an object holds, by the key or attribute under which another can be put there."""
+    """Return the replaceable parts of an object by key or attribute."""
     if type(held) in (list, collections.deque):
         return enumerate(held)
     if type(held) in _PLAIN:

@@ -43,24 +43,23 @@ NORM_MODULES: tuple[type[nn.Module], ...] = (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Apply:
-    """`apply(params, buffers, *args, train=True, **kwargs) -> (out, new_buffers)`; made by
-    `make_functional`.
+    """The function that `make_functional` returns: `apply(params, buffers, *args, train=True,
+    **kwargs) -> (out, new_buffers)`.
     """
 
     _roots: dict[bool, nn.Module]  # by `train`: the model without its tensors
-    _traced: dict[bool, Skeleton]  # for the compiler
+    _traced: dict[bool, Skeleton]  # by `train`: used under torch.compile
     _params: frozenset[str]
     _buffers: frozenset[str]
     norm_params: frozenset[str]  # the weights and biases of normalisation layers
-    # parameters with requires_grad=False; they stand among the buffers
+    # parameters with requires_grad=False, which are among the buffers
     frozen_params: frozenset[str]
     _copied: frozenset[str]  # weights of embeddings with max_norm, which write into them
-    _hooks: dict[str, tuple[Hook, ...]]  # by parameter: what the gradients go through
-    _not_in_half: tuple[str, ...]  # what plain half compute cannot run, in words
-    _overlaps: dict[str, str]  # buffers that shared a part of their memory with another
-    _shared: dict[int, Any]  # what has no copy, by id: all copies of the model hold the same
-    # Skeletons that no call is using. A call inside of another, or in another thread, takes one of
-    # its own.
+    _hooks: dict[str, tuple[Hook, ...]]  # by parameter: the hooks on its gradient
+    _not_in_half: tuple[str, ...]  # messages: parts that plain half compute cannot run
+    _overlaps: dict[str, str]  # buffer -> a buffer that shares some of its memory in the model
+    _shared: dict[int, Any]  # by id: objects that cannot be copied, shared by all copies
+    # Skeletons not in use. A nested call, or a call in another thread, needs its own.
     _idle: dict[bool, list[Skeleton]] = dataclasses.field(
         default_factory=lambda: {True: [], False: []}, repr=False
     )
@@ -72,21 +71,19 @@ class Apply:
             check_dicts(params, buffers)
         if params.keys() != self._params or buffers.keys() != self._buffers:
             raise RuntimeError(self._misfit(params, buffers))
-        # What is no dense tensor, as an adjacency matrix, is a constant: the same object comes
-        # back.
+        # A buffer that is not dense, such as a sparse adjacency matrix, is returned as it is.
         constants = _constants(buffers)
         compiling, transformed = torch.compiler.is_dynamo_compiling(), under_transform()
-        # Lists have no rule under a transform.
+        # List kernels have no vmap rule.
         copies = _copies(buffers, constants, one_by_one=compiling or transformed)
         if compiling:
-            # What is written into these copies does not reach params, and the compiler drops those
-            # that nothing writes into.
+            # Writes into these copies do not reach params. The compiler removes unused copies.
             given = {name: param.clone() for name, param in params.items()}
             given |= _hooked(given, self._hooks)
             given |= copies
             call = call_in_fresh_modules if active_compiled_regions else call_under_dynamo
-            # The compiler gives up a graph that breaks inside of a `try`, runs this function as it
-            # is, and asks again.
+            # If the graph breaks inside a `try`, Dynamo gives up this frame and runs it eagerly,
+            # so the condition is read again.
             try:
                 if torch.compiler.is_dynamo_compiling():
                     return call(self._traced[bool(train)], given, copies, args, kwargs)
@@ -103,10 +100,10 @@ class Apply:
             watched = watched | {name: copies[name] for name in self._overlaps}
         inner = list(map(innermost, watched.values())) if transformed else watched.values()
         known = versions(inner)
-        # Versions do not count what is written through `.data`.
+        # Version counters miss writes through `.data`.
         before = _tree.clone(params) if donation.DEBUG and not transformed else {}
         skeleton = self._free(bool(train))
-        # Where the forward fails, its skeleton is thrown away as it stands.
+        # If the forward raises, its skeleton is dropped and not reused.
         try:
             out, new_buffers = call_eager(skeleton, given, copies, args, kwargs)
         except RuntimeError as error:
@@ -115,7 +112,8 @@ class Apply:
             raise
         if skeleton.is_kept():
             if not transformed:
-                # Batch norms write without a trace. Into a frozen parameter nothing is written.
+                # Batch norms write without a change of version, so all buffers that a forward may
+                # write into are put back. Frozen parameters are never written into.
                 written = buffers.keys() - self.frozen_params - constants.keys()
                 fill(skeleton, given, {name: buffers[name] for name in written})
             keep(skeleton, self._idle[bool(train)])
@@ -135,7 +133,7 @@ class Apply:
 
     @private.only_inlined
     def _free(self, train: bool) -> Skeleton:
-        """A skeleton that no call is using, and no graph whose backward might read from it."""
+        """Return a skeleton that is used neither by a call nor by the backward of one."""
         if kept:
             release()
         try:
@@ -146,7 +144,7 @@ class Apply:
             return skeleton
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_idle": {True: [], False: []}}  # a copy makes its own
+        return {**vars(self), "_idle": {True: [], False: []}}  # a copy makes its own skeletons
 
     def _misfit(self, params: Tensors, buffers: Tensors) -> str:
         found = []
@@ -161,35 +159,31 @@ class Apply:
                     f"{which} has the wrong names: missing {_tree.join_names(missing)}; not in the "
                     f"model: {_tree.join_names(extra)}"
                 )
-        cause = "these are of another model, or of this one before it was changed"
+        cause = "they belong to another model, or to this one before it was changed"
         if set(params) == self._buffers and set(buffers) == self._params:
-            cause = "params and buffers in each other's place"
+            cause = "params and buffers are swapped"
         elif set(params) | set(buffers) == self._params | self._buffers:
-            cause = (
-                "a parameter with requires_grad=False stands among the buffers, every other among "
-                "params"
-            )
+            cause = "a parameter with requires_grad=False belongs in buffers, any other in params"
         return (
             f"{'; '.join(found)}. Likely cause: {cause}. Fix: `apply, params, buffers = "
-            "make_functional(model)`, all three of one call."
+            "make_functional(model)`, all three from one call."
         )
 
 
 def check_dicts(params: Any, buffers: Any) -> None:
-    """Refuse what cannot be the params and buffers of `make_functional`."""
+    """Check that `params` and `buffers` are dicts of tensors."""
     for which, tree in (("params", params), ("buffers", buffers)):
         if not isinstance(tree, dict):
             raise TypeError(
                 f"{which} is {_tree.described(tree)}; expected the dict of tensors by dotted name "
-                "that make_functional returns. Likely cause: an argument was forgotten. Fix: "
-                "`out, buffers = apply(params, buffers, x)`, also for a model without buffers, "
-                "where they are {}."
+                "that make_functional returns. Likely cause: a missing argument. Fix: "
+                "`out, buffers = apply(params, buffers, x)`; a model without buffers takes {}."
             )
         for name, value in tree.items():
             if type(value) is not Tensor and not isinstance(value, Tensor):
                 raise TypeError(
                     f"{which}[{name!r}] is {type(value).__name__} {value!r}; expected a tensor. "
-                    f"Fix: the {which} that make_functional returned, or `torch.tensor(...)`."
+                    f"Fix: pass the {which} that make_functional returned, or `torch.tensor(...)`."
                 )
 
 
@@ -200,12 +194,12 @@ _requires_grad = operator.attrgetter("requires_grad")
 
 
 def _are_tensors(tree: Any) -> bool:
-    """Whether it is a dict of tensors, as one look shows."""
+    """True for a plain dict of plain tensors. A quick check: other valid dicts give False."""
     return type(tree) is dict and set(map(type, tree.values())) <= PLAIN_TYPES
 
 
 def _copies(buffers: Tensors, constants: Tensors, *, one_by_one: bool) -> Tensors:
-    """The buffers of a call, which it may write into; constants as they are."""
+    """Return copies that the forward may write into. Constants are not copied."""
     values = buffers.values()
     if one_by_one or constants or not buffers or any(map(_requires_grad, values)):
         return {n: b if n in constants else b.clone() for n, b in buffers.items()}
@@ -213,7 +207,7 @@ def _copies(buffers: Tensors, constants: Tensors, *, one_by_one: bool) -> Tensor
 
 
 def _constants(buffers: Tensors) -> Tensors:
-    """The buffers that no call changes."""
+    """Return the buffers that are not dense tensors, which no call changes."""
     if not buffers or are_dense_real(list(buffers.values())):
         return {}
     return {name: buffer for name, buffer in buffers.items() if is_constant(buffer)}
@@ -222,24 +216,23 @@ def _constants(buffers: Tensors) -> Tensors:
 def _written(name: str) -> str:
     return (
         f"the forward of the model wrote into its parameter {name}, so params[{name!r}] "
-        f"has changed. {FIX}"
+        f"changed. {FIX}"
     )
 
 
 def _written_constant(name: str) -> str:
     return (
-        f"the forward of the model wrote into its buffer {name}, which is no dense tensor and so a "
-        f"constant: buffers[{name!r}] has changed. Fix: compute with a changed copy in forward, "
-        "or keep the buffer dense, `.to_dense()`."
+        f"the forward of the model wrote into its buffer {name}, which is not dense and therefore "
+        f"a constant: buffers[{name!r}] changed. Fix: compute with a changed copy in forward, or "
+        "make the buffer dense, `.to_dense()`."
     )
 
 
 def _written_overlap(name: str, other: str) -> str:
     return (
         f"the forward of the model wrote into its buffer {name}, which shares memory with {other} "
-        "in the model: the other would have changed with it, but as arguments each has a value of "
-        f"its own. Fix: compute one from the other in forward, or `.clone()` {other} where it is "
-        "registered."
+        "in the model. There the write changes both; as arguments they are separate. Fix: compute "
+        f"one from the other in forward, or `.clone()` {other} where it is registered."
     )
 
 
@@ -249,7 +242,7 @@ Hook = Callable[[Tensor], Any]
 
 
 class Hooked(torch.autograd.Function):
-    """A parameter whose gradient goes through the hooks that the model's own has."""
+    """A copy of a parameter; backward passes its gradient through the parameter's hooks."""
 
     generate_vmap_rule = True
 
@@ -278,9 +271,9 @@ def _hooks_of(params: Tensors) -> dict[str, tuple[Hook, ...]]:
     for name, param in params.items():
         if private.has_accumulated_hooks(param):
             raise ValueError(
-                f"{name} has a hook of register_post_accumulate_grad_hook, which would wait for a "
-                "`.grad` that is never there: gradients are values here. Fix: do its work between "
-                "gradients and step, or `weight.register_hook`, which is kept."
+                f"{name} has a hook of register_post_accumulate_grad_hook, which would never run: "
+                "gradients are values here, and `.grad` is not set. Fix: do its work between "
+                "gradients and step, or use `weight.register_hook`, which is kept."
             )
     return {name: hooks for name, p in params.items() if (hooks := private.gradient_hooks(p))}
 
@@ -292,53 +285,59 @@ def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
     """Equal to `apply = lambda params, buffers, *args: (functional_call(model,
     {**params, **(b := copy(buffers))}, args), b)`.
 
-    Returns `apply, params, buffers`, the last two as dicts of detached copies by dotted name.
-    `out, new_buffers = apply(params, buffers, *args, train=True, **kwargs)` changes neither
-    `params` nor `buffers` and works under `torch.compile`, `torch.vmap` and `torch.func.grad`.
+    Call it as `out, new_buffers = apply(params, buffers, *args, train=True, **kwargs)`. It changes
+    neither `params` nor `buffers`, and works under `torch.compile`, `torch.vmap` and
+    `torch.func.grad`.
 
-    - The model is copied without its tensors (they lie on the meta device), so later changes to
-      `model` cannot reach `apply` and `apply` cannot reach `model`.
-    - Tied weights stay tied and have one name, their first: one parameter in several places, one
-      that is also a buffer, and two over the same elements of memory (`b.weight.data =
-      a.weight.data`). Their gradient is the sum over all places. Over two parameters on one memory
-      torch's optimizer makes two steps, one with each gradient; here it is one step with the sum.
-    - `train` is the mode of every module, except that a module in eval mode inside a model in train
-      mode was frozen and stays so. In a model that is in eval mode as a whole, `train` decides for
-      all.
-    - A parameter with `requires_grad=False` is not trained: it stands in `buffers`, unless no
-      parameter requires a gradient.
-    - Buffers, whether persistent or not, are state, and the same ones before and after. Whatever
-      else `forward` changes is not: attributes, hooks, and what is in lists, dicts, sets and helper
-      objects are after the call as they were at first, so a cache is made anew in each call.
+    - `apply` calls a copy of the model that holds no tensors, so it does not change `model`, and
+      later changes to `model` do not change `apply`.
+    - Tied weights stay tied and have one name, their first. This holds for one parameter in several
+      places, a parameter that is also a buffer, and two parameters over the same elements of
+      memory. Their gradient is the sum over all places.
+    - `train` sets the mode of every module. If `model` is in train mode, its modules in eval mode
+      stay in eval mode.
+    - A parameter with `requires_grad=False` is in `buffers`, unless no parameter requires a
+      gradient.
+    - Buffers, persistent or not, are returned as new ones. Other changes made by `forward`
+      (attributes, hooks, lists, dicts, sets, helper objects) are undone after the call, so a cache
+      is made anew in each call.
     - `apply` may be called inside of itself, again in the backward pass (checkpointing around it)
       and from several threads.
-    - A parameter or buffer that also stands in a list, a dict or an attribute of the model is that
-      of the call there too. Hooks of `weight.register_hook` are kept: the gradient of each call
-      goes through them.
-    - `out` is what the module returns, which may be an argument or a view of one.
+    - A parameter or buffer that is also in a list, a dict or an attribute of the model is replaced
+      there too. Hooks of `weight.register_hook` run on the gradient of each call.
+    - `out` is what the module returns. It may be an argument or a view of one.
     - `apply.norm_params` names the weights of torch's own normalisation layers, for `with_policy`.
-      For a class of your own:
+      Add those of your own class with
       `dataclasses.replace(apply, norm_params=apply.norm_params | {"my_norm.weight"})`.
-    - Random numbers (dropout) come from torch's global generator, unless `train_step` is given an
-      `rng`.
+    - Dropout draws from torch's global generator, unless `train_step` is given an `rng`.
 
-    Raises `TypeError` for what is no module, has a part of torch.jit, or has attributes of which
-    there is no copy, such as a lock; `ValueError` for lazy parameters that have not seen a batch,
-    for tensors in a tuple, for parameters in the attribute of a class, for a parameter that shares
-    memory with another tensor in any other way (a buffer that is a view of it), and for functions
-    that hold parts of the live model: closures, hooks, patched and compiled forwards. `apply`
-    raises `RuntimeError` for names of another model, for a read of a parameter after it has
-    returned, and for a forward that registers, replaces or removes what must be there in every
-    call, replaces a buffer in one of its two places, or has written into its parameters or into a
-    buffer that shares memory with another. Writes through `.data` are not seen, unless
-    `PURESCALE_DEBUG_DONATION=1` was set before the import; under `torch.compile` all change a copy
-    and are dropped.
+    Args:
+        model: The module. It is not changed.
 
-    >>> from torch import nn, ones
-    >>> apply, params, buffers = make_functional(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
-    >>> out, new_buffers = apply(params, buffers, ones(4, 3))
-    >>> buffers["1.num_batches_tracked"], new_buffers["1.num_batches_tracked"]
-    (tensor(0), tensor(1))
+    Returns:
+        `apply, params, buffers`. The last two are dicts of detached copies by dotted name.
+
+    Raises:
+        TypeError: `model` is not a module, contains a torch.jit module, or has an attribute that
+            cannot be copied, such as a lock.
+        ValueError: A lazy parameter has not seen a batch; a parameter or buffer is in a tuple; a
+            parameter is in a class attribute, or shares memory with a tensor that is not tied to
+            it, such as a buffer that is a view of it; or a closure, a hook, or a patched or
+            compiled forward holds a part of the live model.
+        RuntimeError: From `apply`: the names are of another model, a parameter is read after the
+            call, or the forward does one of the following. It registers a parameter, buffer or
+            module, replaces or removes a parameter, removes a buffer or replaces it in only one of
+            two places, or writes into a parameter or into a buffer that shares memory with another.
+            Writes through `.data` are found only if `PURESCALE_DEBUG_DONATION=1` was set before the
+            import. Under `torch.compile` all writes change a copy and are dropped.
+
+    Example:
+        >>> from torch import nn, ones
+        >>> model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+        >>> apply, params, buffers = make_functional(model)
+        >>> out, new_buffers = apply(params, buffers, ones(4, 3))
+        >>> buffers["1.num_batches_tracked"], new_buffers["1.num_batches_tracked"]
+        (tensor(0), tensor(1))
 
     Source: torch.func.functional_call, which writes into the buffers it is given and keeps hold of
     the live module.
@@ -354,7 +353,7 @@ def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
     training, compiled, hooks, shared = without_tensors(model, registered, _hooks_of(own))
     if not model.training:
         for module in (*training.modules(), *compiled.modules()):
-            module.training = True  # and not training.train(), which a class may have replaced
+            module.training = True  # not training.train(), which a class may override
     trained = {name: p.detach().clone() for name, p in own.items()}
     state = {
         name: t.detach().clone()
@@ -378,18 +377,17 @@ def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
 
 
 def _check_module(model: nn.Module) -> None:
-    """Refuse what cannot be made functional."""
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"make_functional takes an nn.Module, got {type(model).__name__}. Fix: a plain "
-            "function of tensors is pure already."
+            f"make_functional takes an nn.Module, got {type(model).__name__}. Fix: pass the "
+            "module; a plain function of tensors is pure already."
         )
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError(
                 f"{path or 'the model'} is a {type(module).__name__} of torch.jit, which cannot be "
-                "copied without its tensors. Fix: the module that it was scripted or traced from; "
-                "for speed, torch.compile of the step."
+                "copied without its tensors. Fix: pass the module that it was scripted or traced "
+                "from, and compile the step for speed."
             )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(tensor):
@@ -400,8 +398,8 @@ def _check_module(model: nn.Module) -> None:
 
 
 def _kinds(model: nn.Module, names: dict[int, str]) -> dict[str, Any]:
-    """What kinds of modules tell: the parameters of norms, those that a forward writes into, and
-    what cannot run in plain half compute. `names`: of parameters, by id.
+    """Return the fields of `Apply` that follow from the classes of the modules. `names`: the names
+    of parameters by id.
     """
     norms, copied, not_in_half = set(), set(), []
     for path, module in model.named_modules():
@@ -413,12 +411,12 @@ def _kinds(model: nn.Module, names: dict[int, str]) -> dict[str, Any]:
             if module.sparse:
                 not_in_half.append(
                     f"{path or 'the model'} is {type(module).__name__}(sparse=True), whose sparse "
-                    "gradient torch does not cast. Fix: sparse=False, which has the same values"
+                    "gradient torch cannot cast. Fix: sparse=False, which gives the same values"
                 )
         if private.is_spectral_norm(module):
             not_in_half.append(
-                f"{path or 'the model'} is a spectral norm, which multiplies a weight in the dtype "
-                "of compute by buffers, and those are never cast. Fix: compute=autocast(float16)"
+                f"{path or 'the model'} is a spectral norm, which multiplies the cast weight by "
+                "buffers, which are never cast. Fix: compute=autocast(float16)"
             )
     return {
         "norm_params": frozenset(norms),
@@ -428,27 +426,34 @@ def _kinds(model: nn.Module, names: dict[int, str]) -> dict[str, Any]:
 
 
 def load_into(model: nn.Module, params: Tensors, buffers: Tensors) -> None:
-    """Equal to `model.load_state_dict({**params, **buffers})`, for every model: tied weights,
-    frozen ones, all buffers.
+    """Equal to `model.load_state_dict({**params, **buffers})`, also for tied and frozen weights and
+    for buffers that are not persistent.
 
-    The way back of `make_functional`: copies into the tensors that `model` has, so an optimizer, a
-    tied weight or a hook that knows them sees the new values. Changes nothing unless everything
-    fits. Names are those that `make_functional` gives, so it takes those of `with_policy` too, and
-    frozen parameters may stand in either dict. Buffers that are not saved are copied as well. What
-    is kept in another dtype is cast to that of the model, as load_state_dict does; any device will
-    do.
+    The inverse of `make_functional`. Copies values into the existing tensors of `model`, so an
+    optimizer, a tied weight or a hook that holds them sees the new values. Nothing is copied unless
+    everything fits. Values in another dtype or on another device are converted, as by
+    load_state_dict.
 
-    Raises `ValueError` that lists missing and unexpected names, other shapes and two values for one
-    memory; `TypeError` for what is no dict of tensors.
+    Args:
+        model: The module to write into.
+        params: Parameters by the names that `make_functional` gives. Frozen parameters may be in
+            either dict.
+        buffers: Buffers by name, persistent or not.
 
-    >>> model = nn.BatchNorm1d(2)
-    >>> apply, params, buffers = make_functional(model)
-    >>> load_into(model, {**params, "weight": torch.tensor([2.0, 3.0])}, buffers)
-    >>> model.weight.tolist()
-    [2.0, 3.0]
+    Raises:
+        TypeError: `model` is not a module, or a dict is not one of tensors.
+        ValueError: Lists missing and unexpected names, wrong shapes, and different values for
+            tensors that share memory.
 
-    Source of the rule: torch.nn.Module.load_state_dict, which wants every name of a tied weight and
-    no buffer that is not saved.
+    Example:
+        >>> model = nn.BatchNorm1d(2)
+        >>> apply, params, buffers = make_functional(model)
+        >>> load_into(model, {**params, "weight": torch.tensor([2.0, 3.0])}, buffers)
+        >>> model.weight.tolist()
+        [2.0, 3.0]
+
+    Source of the rule: torch.nn.Module.load_state_dict, which requires every name of a tied weight
+    and rejects buffers that are not persistent.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -463,10 +468,10 @@ def load_into(model: nn.Module, params: Tensors, buffers: Tensors) -> None:
     for name in given:
         if name in registered.aliases:
             first = registered.names[id(registered.aliases[name])]
-            faults.append(f"{name} is tied to {first} in the model and goes by that name")
+            faults.append(f"{name} is tied to {first} in the model, use that name")
         elif name not in targets:
             faults.append(f"{name} is not in the model")
-    faults += [f"{name} stands in both" for name in params if name in buffers]
+    faults += [f"{name} is in both dicts" for name in params if name in buffers]
     reasons = {name: _misfit(target, given.get(name)) for name, target in targets.items()}
     faults += [f"{name} {reason}" for name, reason in reasons.items() if reason]
     if not faults:
@@ -478,8 +483,8 @@ def load_into(model: nn.Module, params: Tensors, buffers: Tensors) -> None:
     if faults:
         raise ValueError(
             "params and buffers do not fit the model, so nothing was copied: "
-            f"{_tree.join_names(faults, 8)}. Likely cause: they are of another model, stacked "
-            "over an ensemble, or incomplete. Fix: `load_into(model, state.params, "
+            f"{_tree.join_names(faults, 8)}. Likely cause: they belong to another model, are "
+            "stacked over an ensemble, or are incomplete. Fix: `load_into(model, state.params, "
             "state.buffers)` with the model that they were made from."
         )
     with torch.no_grad():
@@ -488,7 +493,7 @@ def load_into(model: nn.Module, params: Tensors, buffers: Tensors) -> None:
 
 
 def _misfit(target: Tensor, source: Tensor | None) -> str:
-    """Why one cannot be copied into the other; "" if it can, or is missing."""
+    """Return the reason that `source` cannot be copied into `target`; "" if it can or is None."""
     if nn.parameter.is_lazy(target):
         return "is not initialised yet, run `model(example_batch)` once"
     if target.is_meta:
@@ -500,21 +505,21 @@ def _misfit(target: Tensor, source: Tensor | None) -> str:
     if source.is_meta:
         return "is on meta, without values"
     if source.shape != target.shape:
-        return f"has shape {tuple(source.shape)}, in the model {tuple(target.shape)}"
+        return f"has shape {tuple(source.shape)}, expected {tuple(target.shape)}"
     if source.is_complex() and not target.is_complex():
-        return f"is {source.dtype}, in the model {target.dtype}"
+        return f"is {source.dtype}, expected {target.dtype}"
     if (source.layout, isinstance(source, DTensor)) != (target.layout, isinstance(target, DTensor)):
         return (
-            f"is {type(source).__name__} of {source.layout}, in the model "
+            f"is {type(source).__name__} of {source.layout}, expected "
             f"{type(target).__name__} of {target.layout}"
         )
     return ""
 
 
 def _unwritable_reason(target: Tensor) -> str:
-    """Why torch would refuse a copy into it; "" if it would not."""
+    """Return the reason that torch would refuse a copy into `target`, or ""."""
     if target.is_inference() and not torch.is_inference_mode_enabled():
         return "was made under inference_mode, make it outside"
     if target.layout is torch.strided and private.overlap_within(target) == 1:
-        return "was expanded, so that elements share memory, register a `.clone()` of it"
+        return "was expanded, so its elements share memory, register a `.clone()` of it"
     return ""

@@ -1,4 +1,6 @@
-"""Skeletons that a graph keeps, as one does whose backward runs a part of the forward again."""
+"""Skeletons held by an autograd graph whose backward runs a part of the forward again
+(checkpointing).
+"""
 
 from __future__ import annotations
 
@@ -15,19 +17,19 @@ from .._module.meta_module import Skeleton
 from .._module.registered import Tensors
 from .._torch import private
 
-# With the list that each goes back to. One thread at a time owns what it took out.
+# Each with the list of idle skeletons that it goes back to. A thread owns what it has popped.
 kept: deque[tuple[Skeleton, list[Skeleton]]] = deque()
 
 
 @private.only_inlined
 def keep(skeleton: Skeleton, idle: list[Skeleton]) -> None:
-    """Leave a skeleton as it is until no graph keeps it, and then put it to the `idle` ones."""
+    """Keep a skeleton filled while a graph holds it. `release` then moves it to `idle`."""
     kept.append((skeleton, idle))
 
 
 @private.only_inlined
 def release() -> None:
-    """Empty the skeletons that no graph keeps any more, so that they keep no tensors alive."""
+    """Empty the skeletons that no graph holds any more, which frees their tensors."""
     for _ in range(len(kept)):
         try:
             skeleton, idle = kept.popleft()
@@ -42,9 +44,8 @@ def release() -> None:
 
 @private.only_inlined
 def fill(skeleton: Skeleton, tensors: Tensors, before: Tensors) -> None:
-    """Put there what the forward was given, for a backward that runs a part of it again. `before`:
-    the buffers that it may have written into, as they were. What it does to them the second time
-    is lost.
+    """Put the tensors of the call back, for a backward that runs a part of the forward again.
+    `before`: the buffers that the forward may write into, as they were. Second writes are dropped.
     """
     again = {name: buffer.clone() for name, buffer in before.items()}
     given = {**tensors, **again}
@@ -56,7 +57,7 @@ def fill(skeleton: Skeleton, tensors: Tensors, before: Tensors) -> None:
 
 
 def _under(modes: list[Any], forward: Any, *args: Any, **kwargs: Any) -> Any:
-    """A forward under the modes of the call, which may have ended."""
+    """Run a forward under the modes of the call, even after they were exited."""
     with ExitStack() as entered:
         active = private.function_modes()
         for mode in modes:
@@ -66,7 +67,7 @@ def _under(modes: list[Any], forward: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _weak(module: nn.Module) -> Any:
-    """A function that returns the module's forward and does not keep the module."""
+    """Return a function that returns the module's forward without keeping the module alive."""
     forward = module.forward
     if inspect.ismethod(forward) and forward.__self__ is module:
         return weakref.WeakMethod(forward)
@@ -74,12 +75,12 @@ def _weak(module: nn.Module) -> Any:
 
 
 def explain(error: RuntimeError) -> None:
-    """Add to torch's refusal what in a model it is about."""
-    # torch 2.11 names a part of its checkpoints under torch.vmap.
+    """Add a note on checkpointing to torch's error about saved tensor hooks."""
+    # Under torch.vmap torch 2.11 names an internal class of its checkpoints.
     if "saved tensor hooks" in str(error) or "_NoopSaveInputs" in str(error):
         error.add_note(
             "The model checkpoints a part of itself (torch.utils.checkpoint), which torch.func "
-            "does not follow. Fix: turn that off before make_functional, as by transformers' "
-            "`model.gradient_checkpointing_disable()`; or let value_and_grad or train_step "
-            "differentiate in eager mode, which torch.autograd does."
+            "does not support. Fix: turn that off before make_functional, in transformers by "
+            "`model.gradient_checkpointing_disable()`; or use value_and_grad or train_step in "
+            "eager mode, which call torch.autograd."
         )

@@ -1,4 +1,4 @@
-"""A module without its tensors, and a call of it with tensors in their places."""
+"""A copy of a module without its tensors, and calls of it with given tensors."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ FIX = (
     "params between steps."
 )
 
-# Not empty while the compiler follows one microbatch for all: nothing that was made outside of it
-# may then be written into.
+# Not empty while the compiler traces one microbatch as the body of a loop: such a body may not
+# write into anything made outside of it.
 active_compiled_regions: list[Any] = []
 
 _NOTHING = torch.empty(0, device="meta")
 
 
-# ---- what stands in it between calls -------------------------------------------------------------
+# ---- placeholders between calls ------------------------------------------------------------------
 
 
 class Absent(Tensor):
-    """Stands for a tensor of the model while there is none: it refuses every operation."""
+    """A placeholder for a tensor of the model between calls. It refuses every operation."""
 
     why: str
 
@@ -51,7 +51,7 @@ class Absent(Tensor):
         return f"Absent({self.why!r})"
 
     def __deepcopy__(self, memo: Any) -> Absent:
-        return self  # there is nothing in it that could change
+        return self  # immutable
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return absent, (self.why,)
@@ -69,32 +69,29 @@ def _outside(name: str) -> str:
     return (
         f"{name} of the model is read outside of a call of `apply`, where it has no value. Likely "
         "cause: a backward reads it through the module after torch.vmap or torch.func has ended, "
-        "as that of torch.utils.checkpoint does; or it stands in an object that is not written in "
-        "Python, where `apply` cannot put that of a call. Fix: take the gradient inside of the "
-        "transform, without checkpointing; keep it in a list or an attribute."
+        "as torch.utils.checkpoint does; or an object that is not written in Python holds it, in "
+        "which `apply` cannot replace it. Fix: take the gradient inside of the transform, without "
+        "checkpointing; keep it in a list or an attribute."
     )
 
 
 def _computed(where: str) -> str:
     return (
-        f"{where} of the model is no parameter and no buffer, but was computed from one, or is a "
-        "view of one, before make_functional: it would never change with params. Fix: compute it "
-        "in forward."
+        f"{where} of the model was computed from a parameter or buffer, or is a view of one, made "
+        "before make_functional: it would not change with params. Fix: compute it in forward."
     )
 
 
-# ---- made ----------------------------------------------------------------------------------------
+# ---- the copy without tensors --------------------------------------------------------------------
 
 
 class _Place(NamedTuple):
-    """A module of a skeleton, and which tensors go into it: its own name for one -> the dotted
-    name.
-    """
+    """A module of a skeleton and its tensors: own name -> dotted name in the model."""
 
     module: nn.Module
     parameters: dict[str, str]
     buffers: dict[str, str]
-    registers: bool  # whether its forward may register tensors; of torch's own layers none does
+    registers: bool  # its forward may register tensors; those of torch's own layers do not
 
 
 # The dict or list that holds a tensor, the key in it, the dotted name.
@@ -102,10 +99,10 @@ _Slot = tuple[Any, Any, str]
 
 
 class Skeleton:
-    """A copy of a model that has `Absent` in the places of its tensors, and all that a call writes
-    into, found once; each of its modules is one place, whatever names it has.
+    """A copy of a model with `Absent` in place of its tensors, and a list of everything that a call
+    may write into. Each module is listed once, even if it has several names.
 
-    `shared`: by id, what the copy has in common with the model.
+    `shared`: by id, the objects that the copy shares with the model.
     """
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -113,7 +110,7 @@ class Skeleton:
         memo = {**shared}
         root = copy.deepcopy(model, memo)
         own = {id(made) for key, made in memo.items() if id(made) != key}
-        # By identity: one tensor has one name, its first, in all of its places.
+        # By id, so that a tensor in several places has one name, its first.
         names = {id(tensor): name for name, tensor in root.named_buffers()}
         names |= {id(tensor): name for name, tensor in root.named_parameters()}
         self.root, self.shared = root, shared
@@ -125,7 +122,6 @@ class Skeleton:
             (store, key) for store in stores for key, tensor in store.items() if tensor is None
         ]
         self.children = [(held, held.copy()) for held in map(private.children, self.modules)]
-        # The same tensors in lists, dicts and attributes of other objects.
         everywhere = list(references(root))
         found = [
             (reference, names[id(reference.value)])
@@ -133,12 +129,12 @@ class Skeleton:
             if id(reference.value) in names and isinstance(reference.holder, (dict, list))
         ]
         index = {id(module): place for place, module in enumerate(self.modules)}
-        # For each module the places of its own, by its name for them.
+        # For each module: its own name of a child -> the place of that child.
         self.lineage = [
             {key: None if child is None else index[id(child)] for key, child in held.items()}
             for held, _ in self.children
         ]
-        # What refers to a part of this copy, and would go on with it in modules made for a call.
+        # References to a part of this copy. In modules made for one call they would not follow.
         self.bound = [
             reference.where
             for reference in everywhere
@@ -152,15 +148,15 @@ class Skeleton:
         self.stores = stores
         self.counts = list(map(len, stores))
         self.rest = AtRest(root, everywhere, own)
-        self.idle: list[int] = []  # references to each module while no call uses them
+        self.idle: list[int] = []  # reference counts of the modules between calls
 
-    def __reduce__(self) -> Any:  # for deepcopy too: what it lists are parts of its root
+    def __reduce__(self) -> Any:  # for deepcopy too: all lists are made anew from the root
         return Skeleton, (self.root, self.shared)
 
     @private.only_inlined
     def is_kept(self) -> bool:
-        """Whether something else holds on to one of its modules, as a graph does whose backward
-        will read from it.
+        """True if something else holds one of its modules, such as a graph whose backward will run
+        a part of the forward again.
         """
         return any(map(operator.gt, self._references(), self.idle))
 
@@ -171,8 +167,7 @@ class Skeleton:
 
     @private.only_inlined
     def _references(self) -> list[int]:
-        # Pythons differ in what they count for a frame, so both counts are made here, from outside
-        # of every call.
+        # Python versions count the references of a frame differently, so both counts are made here.
         return list(map(sys.getrefcount, self.modules))
 
 
@@ -203,7 +198,7 @@ def _slots(places: list[_Place]) -> list[_Slot]:
 
 
 def _dotted_names(root: nn.Module, places: list[_Place]) -> list[str]:
-    """Where each of the `_slots` is, as a user would write it."""
+    """Return the dotted path of each of the `_slots`."""
     return [
         f"{path}.{key}" if path else key
         for (path, _), place in zip(root.named_modules(), places, strict=True)
@@ -212,7 +207,7 @@ def _dotted_names(root: nn.Module, places: list[_Place]) -> list[str]:
 
 
 def _doubles(entries: list[_Slot], where: list[str]) -> list[tuple[int, int, str]]:
-    """Of tensors that stand in several places: the index of the first, of another, and where."""
+    """For tensors in several places: the index of the first place, of another, and its path."""
     first: dict[str, int] = {}
     indices = [first.setdefault(name, index) for index, (_, _, name) in enumerate(entries)]
     return [(f, index, where[index]) for index, f in enumerate(indices) if f != index]
@@ -221,9 +216,9 @@ def _doubles(entries: list[_Slot], where: list[str]) -> list[tuple[int, int, str
 def without_tensors(
     model: nn.Module, registered: Registered, hooks: Any
 ) -> tuple[nn.Module, nn.Module, Any, dict[int, Any]]:
-    """Two copies of `model`, and one of the `hooks` of its parameters: for calls with `Absent` in
-    the places of its tensors, and for the compiler, which refuses those, with tensors on the meta
-    device. What was one tensor in two places stays one. Last, by id, what all copies share.
+    """Return two copies of `model`, a copy of `hooks`, and the objects that all copies share, by
+    id. The first copy has `Absent` in place of tensors. The second has tensors on the meta device,
+    because the compiler refuses `Absent`. Tensors that are tied stay tied.
     """
     tensors = registered.params | registered.buffers
     originals = {id(tensor): tensor for tensor in tensors.values()}
@@ -234,10 +229,10 @@ def without_tensors(
     shared: dict[int, Any] = {}
     for reference in references(model):
         value = reference.value
-        if isinstance(value, dist.ProcessGroup):  # a handle, of which there is no copy
+        if isinstance(value, dist.ProcessGroup):  # a handle, which cannot be copied
             shared[id(value)] = value
-        # Left by torch.nn.utils.weight_norm and its kind, which compute it anew in each forward;
-        # deepcopy refuses such tensors.
+        # Tensors that torch.nn.utils.weight_norm and its like compute anew in each forward.
+        # deepcopy refuses them.
         if (
             isinstance(value, Tensor)
             and id(value) not in stand_ins
@@ -252,9 +247,9 @@ def without_tensors(
         what = str(error).partition(". ")[0]
         raise TypeError(
             f"the model cannot be copied without its tensors: {what}. Likely "
-            "cause: an attribute of which there is no copy, such as a lock or an open file, or a "
+            "cause: an attribute that cannot be copied, such as a lock or an open file, or a "
             "wrapper, such as DistributedDataParallel. Fix: keep the attribute outside of the "
-            "model, or make it in forward; of a wrapper `make_functional(wrapper.module)`."
+            "model, or make it in forward; for a wrapper `make_functional(wrapper.module)`."
         ) from error
     hooks = copy.deepcopy(hooks, memo)
     _check_bound(root, hooks, model)
@@ -268,7 +263,7 @@ def without_tensors(
 
 
 def _check_classes(model: nn.Module, registered: Registered) -> None:
-    """Refuse parameters in attributes of classes, of which there is no copy."""
+    """Refuse parameters in class attributes, which are not copied."""
     names = {key: name for key, name in registered.names.items() if name in registered.params}
     names |= {id(m): name for name, m in model.named_modules() if name and list(m.parameters())}
     by_memory = {storage_pointer(tensor): name for name, tensor in registered.params.items()}
@@ -280,12 +275,12 @@ def _check_classes(model: nn.Module, registered: Registered) -> None:
         elif storage_pointer(value) and storage_pointer(value) in by_memory:
             what = f"a view of its {by_memory[storage_pointer(value)]}"
         elif isinstance(value, nn.Parameter) and value.requires_grad:
-            what = "a parameter that is registered nowhere"
+            what = "a parameter that is not registered"
         else:
             continue
         raise ValueError(
             f"{where} of the model is an attribute of its class {kind.__name__} and holds {what}. "
-            "Each call would read it from the class, where it follows the live model and not "
+            "A call would read it from the class, so it would follow the live model and not "
             f"params. Fix: register it in `__init__`, `self.{key} = nn.Parameter(...)`, and remove "
             "it from the class."
         )
@@ -298,13 +293,13 @@ def _on_meta(tensor: Tensor) -> Tensor:
     return meta
 
 
-# a weak reference made for a copy is one to what refuses to be read
+# The weak references of a copy refer to its placeholders, which refuse every read.
 _CAN_FOLLOW = (dict, list, weakref.ref)
 
 
 def _check_bound(root: nn.Module, hooks: Any, model: nn.Module) -> None:
-    """Refuse what a copy cannot follow: functions that hold parts of the live `model`, and tensors
-    that stand where none can be put.
+    """Refuse references that a copy cannot replace: functions that hold parts of the live `model`,
+    and tensors in immutable containers.
     """
     live = {id(module): f"module {name or 'itself'}" for name, module in model.named_modules()}
     registered = {id(t): name for name, t in (*root.named_parameters(), *root.named_buffers())}
@@ -314,36 +309,35 @@ def _check_bound(root: nn.Module, hooks: Any, model: nn.Module) -> None:
         value, where = reference.value, reference.where
         if id(value) in live:
             raise ValueError(
-                f"{where} of the model holds its {live[id(value)]} where a copy cannot follow it, "
-                "so it would go on with the live model and not with params. Likely cause: a "
-                "hook or a patched forward that is a function over the model, or a compiled "
-                "method. Fix: a function gets a module as its argument, by functools.partial("
-                "function, module), or is a method of one; compile `apply`, not a part; "
-                "torch.utils.checkpoint stands around `apply`."
+                f"{where} of the model holds its {live[id(value)]}, which a copy cannot replace, "
+                "so it would use the live model and not params. Likely cause: a hook or a patched "
+                "forward that is a closure over the model, or a compiled method. Fix: pass the "
+                "module as an argument, functools.partial(function, module), or use a method of "
+                "it; compile `apply`, not a part; put torch.utils.checkpoint around `apply`."
             )
         if id(value) in registered and not isinstance(reference.holder, _CAN_FOLLOW):
             raise ValueError(
-                f"{where} of the model holds its tensor {registered[id(value)]}, where `apply` "
-                "cannot put that of a call. Likely cause: a tuple, a set, __slots__, the key of a "
-                "dict, or an object that is not written in Python. Fix: a list, the value of a "
+                f"{where} of the model holds its tensor {registered[id(value)]}, which `apply` "
+                "cannot replace there. Likely cause: a tuple, a set, __slots__, the key of a "
+                "dict, or an object that is not written in Python. Fix: use a list, the value of a "
                 "dict or an attribute, or read it from the module in forward."
             )
 
 
 def _left_as_they_are() -> None:
-    """In the place of RNNBase.flatten_parameters, which on CUDA moves the weights into one piece of
-    memory; they are arguments of the call.
+    """Replaces RNNBase.flatten_parameters, which on CUDA moves the weights into one memory block;
+    here they are arguments of the call.
     """
 
 
-# ---- called --------------------------------------------------------------------------------------
+# ---- a call --------------------------------------------------------------------------------------
 
 
 @private.only_inlined
 def call_eager(
     skeleton: Skeleton, tensors: Tensors, copies: Tensors, args: Any, kwargs: Any
 ) -> tuple[Any, Tensors]:
-    """The forward with `tensors` in their places, and nothing of it left there afterwards."""
+    """Run the forward with `tensors` in their places. Undo its other changes afterwards."""
     for holder, key, name in skeleton.entries:
         holder[key] = tensors[name]
     out = skeleton.root(*args, **kwargs)
@@ -364,14 +358,14 @@ def call_eager(
 def call_under_dynamo(
     skeleton: Skeleton, tensors: Tensors, copies: Tensors, args: Any, kwargs: Any
 ) -> tuple[Any, Tensors]:
-    """`call_eager` for a compiler, which follows single stores only, and only where each of them is
-    emptied again.
+    """`call_eager` for Dynamo, which traces single assignments only, and needs each of them undone
+    afterwards.
     """
     rest = skeleton.rest
-    outer = rest.changes()  # of a call that this one is inside of
+    outer = rest.changes()  # those of an enclosing call
     rest.put_back()
     slots = _slots(skeleton.places)
-    # nothing but shapes, or in a compiled call inside of another the tensors of that one
+    # meta tensors, or the tensors of an enclosing call
     before = {name: holder[key] for holder, key, name in slots}
     try:
         _put(skeleton, slots, tensors)
@@ -389,12 +383,12 @@ def call_under_dynamo(
 def call_in_fresh_modules(
     skeleton: Skeleton, tensors: Tensors, copies: Tensors, args: Any, kwargs: Any
 ) -> tuple[Any, Tensors]:
-    """`call_under_dynamo` in modules that are made for this call."""
+    """`call_under_dynamo` in modules that are made for this call only."""
     if skeleton.bound:
         raise RuntimeError(
             f"{skeleton.bound[0]} of the model refers to one of its modules, parameters or buffers "
-            "besides the place where it is registered. With unroll=False a compiled window calls "
-            "modules that are made for each call, which it cannot follow. Fix: unroll=True."
+            "outside of where it is registered. With unroll=False a compiled window makes new "
+            "modules for each call, and this reference would not follow. Fix: unroll=True."
         )
     places = []
     rest = skeleton.rest
@@ -421,7 +415,7 @@ def call_in_fresh_modules(
 
 
 def _put(skeleton: Skeleton, slots: list[_Slot], tensors: Tensors) -> None:
-    """Put `tensors` in all places, in a way that a compiler follows."""
+    """Put `tensors` in all places, by assignments that Dynamo traces."""
     for store, key, name in slots:
         store[key] = tensors[name]
     for (holder, key, name), owner in zip(skeleton.others, skeleton.owners, strict=True):
@@ -433,7 +427,7 @@ def _put(skeleton: Skeleton, slots: list[_Slot], tensors: Tensors) -> None:
 
 @private.only_inlined
 def _taken(slots: list[_Slot], tensors: Tensors, copies: Tensors) -> Tensors:
-    """What the forward left where the buffers stood: written in place, or replaced."""
+    """Return the buffers after the forward, which wrote into them or replaced them."""
     new = dict(copies)
     for store, key, name in slots:
         if key in store and store[key] is tensors[name]:
@@ -441,15 +435,13 @@ def _taken(slots: list[_Slot], tensors: Tensors, copies: Tensors) -> Tensors:
         value = store.get(key)
         if name not in copies:
             raise RuntimeError(
-                "the forward of the model put another tensor in the place of its "
-                f"parameter {name}. {FIX}"
+                f"the forward of the model replaced its parameter {name} by another tensor. {FIX}"
             )
         if value is None:
             raise RuntimeError(
                 f"the forward of the model removed its buffer {name}, or set it to None. "
-                "Buffers are the state of a step and the same ones before and after. "
-                "Fix: fill it with zeros, or keep in a plain attribute what lives within "
-                "one forward."
+                "Buffers are the state of a step and must be the same ones before and after. "
+                "Fix: fill it with zeros, or keep values of one forward in a plain attribute."
             )
         value = value.clone()  # it may be an argument
         if value.is_floating_point() and copies[name].is_floating_point():
@@ -460,8 +452,8 @@ def _taken(slots: list[_Slot], tensors: Tensors, copies: Tensors) -> Tensors:
 
 @private.only_inlined
 def _check_doubles(skeleton: Skeleton, slots: list[_Slot], tensors: Tensors) -> None:
-    """Refuse a buffer that was replaced in one of its places and not in another: as one argument
-    of the next call it would have the new value in both.
+    """Refuse a buffer that the forward replaced in only one of its places: the next call would put
+    the new value in both.
     """
     for first, again, where in skeleton.doubles:
         store, key, name = slots[first]
@@ -472,13 +464,13 @@ def _check_doubles(skeleton: Skeleton, slots: list[_Slot], tensors: Tensors) -> 
             other = store.get(key)
         else:
             other = _element(skeleton, again - len(slots))
-        # what a forward sets in an attribute is no state
+        # An attribute that a forward sets to something new is not state.
         if other is not new and (registered or other is tensors[name]):
             raise RuntimeError(
-                f"the forward of the model replaced its buffer {name} or {where} alone: before, "
-                "they were one tensor, which has one value in `buffers`. Fix: write into it, "
-                "`self.buffer.copy_(new)`, which both places see; or give the second a value of "
-                "its own, `.clone()`, where it is set."
+                f"the forward of the model replaced only one of its buffer {name} and {where}, "
+                "which were one tensor with one value in `buffers`. Fix: write into it, "
+                "`self.buffer.copy_(new)`, which both places see; or `.clone()` the second one "
+                "where it is set."
             )
 
 
@@ -495,9 +487,9 @@ def _refuse_child(skeleton: Skeleton) -> None:
     for module, (held, before) in zip(skeleton.modules, skeleton.children, strict=True):
         if held != before:
             raise RuntimeError(
-                f"the forward of the model put another module into {type(module).__name__}. "
-                "Its tensors would be no arguments of `apply`. Fix: make it in `__init__`, or "
-                "run `model(example_batch)` once before make_functional(model)."
+                f"the forward of the model put another module into {type(module).__name__}. Its "
+                "tensors would not be arguments of `apply`. Fix: make it in `__init__`, or run "
+                "`model(example_batch)` once before make_functional(model)."
             )
 
 
@@ -511,7 +503,7 @@ def _check_registered(places: list[_Place]) -> None:
                     raise RuntimeError(
                         f"the forward of the model registered {key!r} in its "
                         f"{type(place.module).__name__}. Parameters and buffers are arguments and "
-                        "results of `apply`, so all must be there from the start. Likely cause: "
-                        "it is made in the first forward. Fix: run `model(example_batch)` once "
-                        "before make_functional(model)."
+                        "results of `apply`, so all must exist from the start. Likely cause: the "
+                        "first forward makes it. Fix: run `model(example_batch)` once before "
+                        "make_functional(model)."
                     )

@@ -1,5 +1,5 @@
-"""Batch, layer, group, instance and rms norms computed in another dtype than their inputs have, and
-a SyncBatchNorm that may look at one rank alone.
+"""Normalisation layers in another dtype than their inputs, and a SyncBatchNorm with an option for
+the statistics of one rank.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _RUNNING_STATISTICS: dict[Callable[..., Any], tuple[tuple[int, str], ...]] = {
 
 
 class NormsIn(TorchFunctionMode):
-    """Computes norms whose input has one of the `given` dtypes in `dtype`: input, weights and
-    running statistics are cast. The output has the dtype of the input.
+    """A mode in which norms with an input in one of the dtypes `given` compute in `dtype`: input,
+    weights and running statistics are cast. The output has the dtype of the input.
     """
 
     def __init__(self, dtype: torch.dtype, given: tuple[torch.dtype, ...]) -> None:
@@ -51,14 +51,14 @@ class NormsIn(TorchFunctionMode):
             or not isinstance(x, Tensor)
             or x.dtype not in self.given
         ):
-            # The method calls super(), which torch's compiler does not follow in a mode.
+            # Tensor.unflatten calls super(), which Dynamo does not follow in a mode.
             func = torch.unflatten if func is Tensor.unflatten else func
             return func(*args, **kwargs)
 
         cast_args, cast_kwargs = list(cast(args, self.dtype)), cast(kwargs, self.dtype)
         out = func(*cast_args, **cast_kwargs)
-        # In eval mode the statistics are not written back: a round trip through a narrower dtype
-        # would change them.
+        # In eval mode the statistics are not written back, because a cast to a narrower dtype and
+        # back would change them.
         updated = (
             args[5]
             if len(args) > 5
@@ -78,14 +78,15 @@ class NormsIn(TorchFunctionMode):
 class norms_in_float32(NormsIn):  # noqa: N801, a context manager is used like a function
     """Equal to calling every norm of torch.nn.functional inside as `norm(x.float()).to(x.dtype)`.
 
-    A context manager, for batch, layer, rms, group and instance norm. Only half inputs are touched;
-    weights are cast too, running statistics are updated in float32 and stored in the dtype they
-    have. Works under compile and vmap, where half BatchNorm otherwise raises.
+    A context manager, for batch, layer, rms, group and instance norm. Only norms with half inputs
+    change. Their weights are cast too; running statistics are updated in float32 and keep their
+    dtype. Works under compile and vmap, where half BatchNorm otherwise raises.
 
-    >>> import torch
-    >>> with norms_in_float32():
-    ...     torch.nn.functional.layer_norm(torch.tensor([6e4, -6e4], dtype=torch.float16), (2,))
-    tensor([ 1., -1.], dtype=torch.float16)
+    Example:
+        >>> import torch
+        >>> with norms_in_float32():
+        ...     torch.nn.functional.layer_norm(torch.tensor([6e4, -6e4], dtype=torch.float16), (2,))
+        tensor([ 1., -1.], dtype=torch.float16)
 
     Source of the rule: mmpose's patch_norm_fp32, apex's keep_batchnorm_fp32.
     """
@@ -95,8 +96,8 @@ class norms_in_float32(NormsIn):  # noqa: N801, a context manager is used like a
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
-    """SyncBatchNorm that can be told to look at this rank alone: its statistics are then gathered
-    here and reduced afterwards.
+    """A SyncBatchNorm that uses the statistics of this rank alone inside a mode with
+    `local_statistics`; these are reduced over ranks afterwards.
     """
 
     def forward(self, input: Tensor) -> Tensor:

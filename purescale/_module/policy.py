@@ -1,4 +1,4 @@
-"""What runs in which dtype."""
+"""Mixed-precision policies: the dtypes of parameters, computation, outputs and norms."""
 
 from __future__ import annotations
 
@@ -30,17 +30,26 @@ _KEYS = {key: name for name in _NAMES for key in (name, name[0])}
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """The dtypes of a model: kept parameters, arithmetic, outputs, normalisation layers. Usually
-    made by `policy(text)`.
+    """The dtypes of a model: stored parameters, computation, outputs and normalisation layers.
+    Usually made by `policy(text)`.
 
-    `autocast=True` leaves the choice, operator by operator, to torch's lists for `compute_dtype`;
-    for norms too, unless `norm_dtype` is given: None stands for torch's lists. Without autocast
-    `norm_dtype` is float32 by default, or `compute_dtype` if that is wider.
+    Args:
+        param_dtype: The dtype in which the state keeps parameters.
+        compute_dtype: The dtype of the computation.
+        output_dtype: The dtype of floating outputs.
+        norm_dtype: The dtype of normalisation layers. None means float32, or `compute_dtype` if
+            that is wider; with `autocast` None means torch's op lists.
+        autocast: If True, torch's op lists for `compute_dtype` choose the dtype of each operator.
 
-    >>> import torch
-    >>> half = Policy(torch.float32, torch.float16, torch.float32)
-    >>> half.cast_to_compute({"x": torch.ones(2), "labels": torch.tensor([1])})
-    {'x': tensor([1., 1.], dtype=torch.float16), 'labels': tensor([1])}
+    Raises:
+        TypeError: A dtype is not a floating `torch.dtype`.
+        ValueError: `autocast` with a `compute_dtype` other than float16 or bfloat16.
+
+    Example:
+        >>> import torch
+        >>> half = Policy(torch.float32, torch.float16, torch.float32)
+        >>> half.cast_to_compute({"x": torch.ones(2), "labels": torch.tensor([1])})
+        {'x': tensor([1., 1.], dtype=torch.float16), 'labels': tensor([1])}
     """
 
     param_dtype: torch.dtype = torch.float32
@@ -61,7 +70,7 @@ class Policy:
                 )
         if self.autocast and self.compute_dtype not in HALF:
             raise ValueError(
-                f"autocast computes in float16 or bfloat16, not in {self.compute_dtype}. Fix: "
+                f"autocast computes in float16 or bfloat16, got {self.compute_dtype}. Fix: "
                 "compute=autocast(bfloat16)."
             )
         if self.norm_dtype is None and not self.autocast:
@@ -69,38 +78,42 @@ class Policy:
             object.__setattr__(self, "norm_dtype", wide)
 
     def cast_to_param(self, tree: Tree) -> Tree:
-        """The floating tensors of any tree in the dtype the state keeps; the rest copied as it is.
-        Shares no memory with `tree`.
+        """Copy a tree and cast its floating tensors to `param_dtype`. The result shares no memory
+        with `tree`.
         """
         return cast(tree, self.param_dtype, copy=True)
 
     def cast_to_compute(self, tree: Tree) -> Tree:
-        """The floating tensors of any tree in the dtype of the arithmetic; the rest copied as it
-        is.
-        """
+        """Copy a tree and cast its floating tensors to `compute_dtype`."""
         return cast(tree, self.compute_dtype, copy=True)
 
     def cast_to_output(self, tree: Tree) -> Tree:
-        """The floating tensors of any tree in the dtype of the outputs; the rest, copied."""
+        """Copy a tree and cast its floating tensors to `output_dtype`."""
         return cast(tree, self.output_dtype, copy=True)
 
 
 def policy(text: str) -> Policy:
     """Equal to `Policy(params, compute, output, norms)` with the dtypes named in `text`.
 
-    Grammar: one dtype for all (`"bfloat16"`), or `key=dtype` pairs joined by commas. Keys:
-    `params`, `compute`, `output`, `norms` (or p, c, o, n). Dtypes: float16, bfloat16, float32,
-    float64 (or f16, fp16, half, bf16, f32, fp32, full, f64, fp64); for `compute` also
-    `autocast(float16)` and `autocast(bfloat16)`: torch's own op lists. Left out: params is float32,
-    compute follows params, output follows compute, norms is float32 (or compute, where that is
-    wider), and with autocast what torch's lists make of it.
+    - Grammar: one dtype for all (`"bfloat16"`), or `key=dtype` pairs joined by commas.
+    - Keys: `params`, `compute`, `output`, `norms` (or p, c, o, n).
+    - Dtypes: float16, bfloat16, float32, float64 (or f16, fp16, half, bf16, f32, fp32, full, f64,
+      fp64). `compute` also takes `autocast(float16)` and `autocast(bfloat16)`, torch's op lists.
+    - Defaults: params is float32, compute is that of params, output that of compute. norms is
+      float32, or compute if that is wider; with autocast torch's op lists decide.
 
-    Raises `ValueError` for anything else, naming the part.
+    Args:
+        text: The policy in this grammar.
 
-    >>> policy("params=float32,compute=float16,output=float32").compute_dtype
-    torch.float16
-    >>> policy("compute=autocast(bfloat16)").autocast
-    True
+    Raises:
+        TypeError: `text` is not a string.
+        ValueError: A part of `text` is not in the grammar; the message names it.
+
+    Example:
+        >>> policy("params=float32,compute=float16,output=float32").compute_dtype
+        torch.float16
+        >>> policy("compute=autocast(bfloat16)").autocast
+        True
 
     Source of the grammar: jmp.get_policy.
     """
@@ -143,8 +156,8 @@ _parsed = policy  # with_policy has a parameter of that name
 def _dtype(text: str, name: str) -> torch.dtype:
     if name not in _DTYPES:
         raise ValueError(
-            f"policy {text!r}: {name!r} is no dtype. Fix: one of {', '.join(_DTYPES)}; for compute "
-            "also autocast(float16) and autocast(bfloat16)."
+            f"policy {text!r}: unknown dtype {name!r}. Fix: one of {', '.join(_DTYPES)}; for "
+            "compute also autocast(float16) and autocast(bfloat16)."
         )
     return _DTYPES[name]
 
@@ -155,33 +168,40 @@ def with_policy(
     """Equal to `lambda p, b, *a, **k: cast_to_output(apply(cast_to_compute(p),
     b, *cast_to_compute(a), **cast_to_compute(k)))`.
 
-    The result is a pure function like `apply` (see `make_functional`), and has its `norm_params`
-    and `frozen_params`.
+    - Parameters must be in `policy.param_dtype` (master weights). They are cast inside the call,
+      so their gradients arrive in that dtype.
+    - Batch, layer, group, instance and rms norms compute in `policy.norm_dtype`, float32 by
+      default. Their output has the dtype of their input.
+    - Floating inputs are cast to `policy.compute_dtype` and floating outputs to
+      `policy.output_dtype`, in any container that torch's pytree knows.
+    - Buffers are never cast and keep their dtype. Frozen parameters are cast like the others; a
+      write of the forward into one is dropped.
+    - With `compute=autocast(...)` only outputs are cast, and torch's op lists choose the dtypes,
+      with the bits of `torch.autocast` around the module. Norms leave these lists if `norms=` is
+      given, and under torch.func, which lacks a rule for some. Use it for a net that adds floating
+      buffers (such as positional encodings) to its activations, which fails in plain half compute.
 
-    - Parameters are kept in `policy.param_dtype` (masters; checked, not cast) and cast inside, so
-      gradients arrive in it.
-    - Weights and inputs of batch, layer, group, instance and rms norm are in `policy.norm_dtype`,
-      float32 by default; the output of such a layer has the dtype of its input.
-    - Floating inputs, positional and by keyword, are cast to `policy.compute_dtype`, floating
-      outputs to `policy.output_dtype`, in any container that torch's pytree knows. Buffers are
-      never cast, and are returned in the dtype they have. Frozen parameters are cast like the
-      others; what a half forward writes into them is dropped.
-    - With `compute=autocast(...)` only the output is cast: torch's op lists choose the dtypes, with
-      the bits of `torch.autocast` around the module. Norms are taken out of them where `norms=` is
-      written out, and under the transforms of torch.func, where torch has no rule for some. Use
-      it for a net that adds floating buffers (such as positional encodings) to its activations,
-      which fails in plain half compute.
+    Args:
+        apply: A function that `make_functional` returned, or one like it.
+        policy: A `Policy` or the text of one.
 
-    If half and other dtypes meet in an operator, torch's error has a note with the likely cause.
-    Raises `TypeError`, naming the leaf, for a parameter in another dtype than `policy.param_dtype`;
-    `ValueError` for a spectral norm or an Embedding(sparse=True) whose weight would be cast.
+    Returns:
+        A pure function like `apply`, with its `norm_params` and `frozen_params`.
 
-    >>> import torch
-    >>> from purescale import make_functional
-    >>> apply, params, buffers = make_functional(torch.nn.Linear(2, 1))
-    >>> half = with_policy(apply, "params=float32,compute=float16")
-    >>> half(params, buffers, torch.ones(3, 2))[0].dtype
-    torch.float16
+    Raises:
+        TypeError: `policy` is of another type. From the call: a parameter is not in
+            `policy.param_dtype`.
+        ValueError: The weight of a spectral norm or an Embedding(sparse=True) would be cast.
+        RuntimeError: From the call, torch's own: if half and other dtypes meet in an operator, a
+            note gives the likely cause.
+
+    Example:
+        >>> import torch
+        >>> from purescale import make_functional
+        >>> apply, params, buffers = make_functional(torch.nn.Linear(2, 1))
+        >>> half = with_policy(apply, "params=float32,compute=float16")
+        >>> half(params, buffers, torch.ones(3, 2))[0].dtype
+        torch.float16
 
     Source of the rule: jmp.Policy; mmpose's patch_norm_fp32 and apex's keep_batchnorm_fp32, which
     rewrite the module instead.
@@ -247,7 +267,7 @@ def with_policy(
 
 
 class _MixedDtypes:
-    """Adds the likely cause to an error of torch about half tensors that meet others."""
+    """A context manager that adds the likely cause to torch's errors about mixed dtypes."""
 
     def __init__(
         self, compute_dtype: torch.dtype, buffers: dict[str, Tensor], frozen: dict[str, Tensor]
@@ -270,12 +290,11 @@ class _MixedDtypes:
             f"The policy computes in {dtype} and casts parameters and inputs, not buffers; "
             f"floating buffers of the model: {join_names(floating)}. Likely cause: one of them, or "
             f"a tensor that forward makes without a dtype, meets an activation in {dtype}. Fix: "
-            f"'compute=autocast({dtype})' in the policy, which chooses the dtype of each operator."
+            f"'compute=autocast({dtype})' in the policy, which casts operator by operator."
         )
 
 
 def _name(dtype: torch.dtype) -> str:
-    """As a policy is written."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -284,7 +303,7 @@ def _check_params(params: dict[str, Tensor], rules: Policy) -> None:
         if weight.is_floating_point() and weight.dtype is not rules.param_dtype:
             raise TypeError(
                 f"params[{name!r}] is {weight.dtype}; the policy keeps parameters in "
-                f"{rules.param_dtype}, and casts them itself where it computes. Fix: `params = "
+                f"{rules.param_dtype} and casts them itself. Fix: `params = "
                 "policy.cast_to_param(params)`, or "
                 f"'params={_name(weight.dtype)}' in the policy."
             )

@@ -1,4 +1,4 @@
-"""What a module refers to besides its tensors: lists, helper objects, closures, hooks."""
+"""References from a module to lists, helper objects, closures and hooks."""
 
 from __future__ import annotations
 
@@ -20,20 +20,18 @@ _BOUND = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 
 
 class Reference(NamedTuple):
-    """One object of the model refers to another: where, as a user would write it; who, by which key
-    or index where that is a dict or a list; to what; and whose attributes the dict holds, if so.
-    """
+    """A reference from one object of the model to another."""
 
-    where: str
-    holder: Any
-    key: Any
-    value: Any
-    owner: Any = None
+    where: str  # as a user would write it
+    holder: Any  # the object that refers
+    key: Any  # the key or index, if the holder is a dict or list
+    value: Any  # the object referred to
+    owner: Any = None  # the object whose attributes the holder is, if it is one's `__dict__`
 
 
 def references(root: Any, where: str = "") -> Iterator[Reference]:
-    """All references that can be reached from a module, or from functions that hang on one, but
-    for its registered tensors.
+    """Yield all references that can be reached from a module, or from functions attached to one,
+    except its registered tensors.
     """
     modules = dict(root.named_modules()) if isinstance(root, nn.Module) else {}
     names = {id(module): name for name, module in modules.items()}
@@ -51,8 +49,8 @@ def references(root: Any, where: str = "") -> Iterator[Reference]:
 
 
 def class_attributes(root: nn.Module) -> Iterator[tuple[str, type, str, Any]]:
-    """Modules and tensors in the classes of modules, and of other objects, that can be reached:
-    where, in which class, under which name, and what.
+    """Yield the modules and tensors in class attributes of all objects that can be reached: the
+    path, the class, the attribute and the value.
     """
     holders = [(reference.where, reference.value) for reference in references(root)]
     seen = set()
@@ -94,7 +92,7 @@ def _of(holder: Any, where: str, registered: bool) -> Iterator[Reference]:
     elif isinstance(holder, weakref.ref):
         yield Reference(f"{where} (a weak reference)", holder, None, holder())
     elif not hasattr(holder, "__dict__") and not _has_slots(holder):
-        # An object that is not written in Python shows what it holds to the garbage collector.
+        # Only the garbage collector knows what an object that is not written in Python holds.
         for value in gc.get_referents(holder):
             yield Reference(f"{where} (a {type(holder).__name__})", holder, None, value)
     yield from _attributes(holder, where, registered)
@@ -117,7 +115,7 @@ def _attributes(holder: Any, where: str, registered: bool) -> Iterator[Reference
 
 
 def slots(holder: Any) -> Iterator[str]:
-    """The names of attributes for which a class has `__slots__`."""
+    """Yield the names of attributes in `__slots__`."""
     for kind in type(holder).__mro__:
         if "__slots__" in vars(kind):
             for key, found in vars(kind).items():
@@ -126,8 +124,8 @@ def slots(holder: Any) -> Iterator[str]:
 
 
 def _captured(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """What a function uses besides its arguments: closure, defaults, and modules and tensors that
-    are global.
+    """Yield what a function uses besides its arguments: closure, defaults, and global modules and
+    tensors.
     """
     cells = function.__closure__ or ()
     for name, cell in zip(function.__code__.co_freevars, cells, strict=True):

@@ -1,4 +1,4 @@
-"""Parameters and buffers of a module, with one name for each memory."""
+"""Parameters and buffers of a module by name; tensors over the same memory share one name."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ Tensors = dict[str, Tensor]
 
 
 class Registered(NamedTuple):
-    """The tensors of a module by their first names; of parameters before buffers."""
+    """The tensors of a module by first name, parameters before buffers."""
 
     params: Tensors
     buffers: Tensors
     names: dict[int, str]  # by the id of every registered tensor: the first name of its memory
-    aliases: Tensors  # by its own name: a second tensor over the memory of another
-    overlaps: list[tuple[str, str]]  # names of two that share a part of their memory
+    aliases: Tensors  # by own name: tensors over the same memory as an earlier one
+    overlaps: list[tuple[str, str]]  # names of two tensors that share a part of their memory
 
 
 def registered_tensors(model: nn.Module) -> Registered:
-    """Find parameters and buffers. Two tensors with the same elements in the same memory are one,
-    as is a tensor that is registered twice.
+    """Return the parameters and buffers of `model`. A tensor that is registered twice, and two
+    tensors with the same elements in the same memory, count as one.
     """
     params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     names: dict[int, str] = {}
@@ -49,9 +49,7 @@ def registered_tensors(model: nn.Module) -> Registered:
 
 
 def check_shared_memory(registered: Registered) -> None:
-    """Refuse two tensors over one memory, at least one of them trained, that are not trained as
-    one.
-    """
+    """Refuse a trained tensor that shares memory with another, unless both are trained as one."""
     tensors = registered.params | registered.buffers
     all_frozen = not any(param.requires_grad for param in registered.params.values())
 
@@ -75,24 +73,24 @@ def _has_hooks(tensor: Tensor) -> bool:
 
 def _sharing_error(name: str, tensor: Tensor, other: str, another: Tensor) -> ValueError:
     return ValueError(
-        f"{name} and {other} of the model share memory and are not one tensor: {name} is "
-        f"{_described(tensor)}, {other} is {_described(another)}. A write into one, such as an "
-        "optimizer's step, shows in the other; as arguments of a function each would have a value "
-        f"of its own. Likely cause: {other} was made from a view of {name}, such as `.detach()`, "
-        "`.data`, `.t()` or a slice. Fix: compute the view in forward; tie two weights by setting "
-        "the parameter, `head.weight = embed.weight`; for a separate value `.clone()` it."
+        f"{name} and {other} of the model share memory but are not one tensor: {name} is "
+        f"{_described(tensor)}, {other} is {_described(another)}. In the model a write into one, "
+        "such as an optimizer's step, changes the other; as arguments they would be separate. "
+        f"Likely cause: {other} was made from a view of {name}, such as `.detach()`, `.data`, "
+        "`.t()` or a slice. Fix: compute the view in forward; tie two weights by setting the "
+        "parameter, `head.weight = embed.weight`; for a separate value `.clone()` it."
     )
 
 
 def _described(tensor: Tensor) -> str:
     kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-    grad = "requires a gradient" if tensor.requires_grad else "requires no gradient"
+    grad = "requires a gradient" if tensor.requires_grad else "does not require a gradient"
     hooked = " and has hooks" if _has_hooks(tensor) else ""
     return f"a {kind} of {tensor.dtype} and shape {tuple(tensor.shape)} that {grad}{hooked}"
 
 
 def disagree(*targets_and_sources: Tensor) -> bool:
-    """True if the copy into the second of two targets that overlap would change the first."""
+    """True if a copy into the second of two overlapping targets would change the first."""
     a, b, for_a, for_b = (
         dtensor.shard(tensor.detach(), on_graph=False) for tensor in targets_and_sources
     )
@@ -118,22 +116,22 @@ def disagree(*targets_and_sources: Tensor) -> bool:
 
 
 class _Span(NamedTuple):
-    """The piece of memory in which the elements of a tensor lie, in bytes."""
+    """The range of memory that holds the elements of a tensor, in bytes."""
 
-    place: int  # among the registered tensors
+    place: int  # index among the registered tensors
     name: str
     tensor: Tensor
     device: str
     start: int
     end: int
     shape: tuple[int, ...]
-    strides: tuple[int, ...]  # 0 where a dimension has one element
+    strides: tuple[int, ...]  # 0 for a dimension with one element
     elements: Any  # equal for two tensors with the same elements in the same memory
 
 
 def _span(place: int, name: str, tensor: Tensor) -> _Span | None:
-    """The span of a dense tensor; None if it has no address: empty, sparse, on meta, fake, or a
-    subclass that wraps other tensors.
+    """Return the span of a dense tensor; None for one without an address: empty, sparse, on meta,
+    fake, or a subclass that wraps other tensors.
     """
     if nn.parameter.is_lazy(tensor) or tensor.is_nested or tensor.layout is not torch.strided:
         return None
@@ -154,9 +152,7 @@ def _span(place: int, name: str, tensor: Tensor) -> _Span | None:
 
 
 def _overlaps(spans: list[_Span]) -> Iterator[tuple[_Span, _Span]]:
-    """Pairs that have an element in common. Columns of one matrix have none, though their spans
-    overlap.
-    """
+    """Yield pairs that share an element. Columns of a matrix do not, though their spans overlap."""
     for cluster in _clusters(spans):
         start, end = cluster[0].start, max(span.end for span in cluster)
         sizes = [span.tensor.itemsize for span in cluster]
@@ -164,7 +160,7 @@ def _overlaps(spans: list[_Span]) -> Iterator[tuple[_Span, _Span]]:
         owners = torch.zeros((end - start) // unit, dtype=torch.int32, device="cpu")
         for number, (span, size) in enumerate(zip(cluster, sizes, strict=True), 1):
             view = owners.as_strided(
-                # an expanded dimension is one element, as often as it is read
+                # an expanded dimension repeats one element
                 [
                     *(n if s else 1 for n, s in zip(span.shape, span.strides, strict=True)),
                     size // unit,
@@ -179,9 +175,7 @@ def _overlaps(spans: list[_Span]) -> Iterator[tuple[_Span, _Span]]:
 
 
 def _clusters(spans: list[_Span]) -> Iterator[list[_Span]]:
-    """Spans that lie over each other, directly or by way of others; those that lie alone are left
-    out.
-    """
+    """Yield groups of spans that overlap, directly or through others. Single spans are left out."""
     cluster: list[_Span] = []
     for span in sorted(spans, key=lambda span: (span.device, span.start)):
         last = max((other.end for other in cluster), default=0)

@@ -1,4 +1,4 @@
-"""A report on a forward: what each module returned, and in which inf or NaN arose first."""
+"""A report on a forward pass: the range of each module's output, and the first inf or NaN."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from .._tree.leaves import stored_values, unsupported_reason
 from .._tree.tree import Tree
 
 WHOLE = "(model)"  # its dotted name in torch is "", which is easily overlooked
-INPUTS = "(inputs)"  # where no module is the first, since the outermost was given inf or NaN
+INPUTS = "(inputs)"  # `first` if the outermost module was already given inf or NaN
 
 
 class ModuleReport(NamedTuple):
-    """What one call of a module returned, over all its floating tensors, and how much of what it
-    was given was not finite.
+    """The range of the floating tensors that one call of a module returned, and the counts of inf
+    and NaN in its output, arguments, parameters and buffers.
     """
 
-    name: str  # dotted, as in the model; "(model)" for all of it
+    name: str  # dotted, as in the model; "(model)" for the whole model
     kind: str  # the name of its class
-    amax: Tensor  # float64 []: the largest finite magnitude; 0 if there is none
-    smallest: Tensor  # float64 []: the smallest finite magnitude that is not 0; 0 if there is none
+    amax: Tensor  # float64 []: the largest finite magnitude, or 0
+    smallest: Tensor  # float64 []: the smallest finite magnitude that is not 0, or 0
     nonfinite: Tensor  # int64 []: the number of inf and NaN
     nan: Tensor  # int64 []: how many of them are NaN
     posinf: Tensor  # int64 []: how many of them are +inf; all others are -inf
-    masked: Tensor  # int64 []: how many are -inf in masks: tensors of nothing but 0 and -inf
-    given: Tensor  # int64 []: the number of inf and NaN among its arguments, but for masks
+    masked: Tensor  # int64 []: how many are -inf in masks, tensors of only 0 and -inf
+    given: Tensor  # int64 []: the number of inf and NaN in its arguments, without masks
     given_neginf: Tensor  # int64 []: how many of them are -inf
-    held: Tensor  # int64 []: the number of inf and NaN in its own parameters and buffers, likewise
+    held: Tensor  # int64 []: the number in its own parameters and buffers, without masks
     size: int  # the number of values that it returned
-    inside: int  # how many of the rows before this one are of calls that it made
+    inside: int  # how many of the rows before this one are calls that it made
 
 
 class ForwardReport(NamedTuple):
@@ -52,8 +52,8 @@ class ForwardReport(NamedTuple):
 
     @property
     def first(self) -> str | None:
-        """Syncs with the host. The module in which inf or NaN arose first: it returned some and
-        was given none. `"(inputs)"` if the outermost module was given them; None without a fault.
+        """Syncs with the host. The first module that returned inf or NaN and was given only finite
+        values; `"(inputs)"` if the outermost module was given inf or NaN; None without a fault.
         """
         rows = _read(self)
         found = _first(rows)
@@ -79,14 +79,14 @@ class ForwardReport(NamedTuple):
         return "\n".join([_verdict(rows, found, len(bad)), *table(header, cells, start)])
 
     def plot(self) -> Any:
-        """Syncs with the host. A matplotlib Figure: largest and smallest magnitude, module by
-        module, with those that are not finite marked.
+        """Syncs with the host. Draw a matplotlib Figure with the largest and smallest magnitude of
+        each module's output; a dotted line marks inf or NaN.
         """
         return _plot(_read(self))
 
 
 class _Row(NamedTuple):
-    """A `ModuleReport`, its tensors read."""
+    """A `ModuleReport` in Python numbers."""
 
     name: str
     kind: str
@@ -104,7 +104,7 @@ class _Row(NamedTuple):
 
     @property
     def poisoned(self) -> bool:
-        """True if it returned NaN or +inf, which no mask holds."""
+        """True if it returned NaN or +inf, which masks do not hold."""
         return self.nan + self.posinf > 0
 
     @property
@@ -118,7 +118,7 @@ class _Row(NamedTuple):
 
 
 def _read(report: ForwardReport) -> list[_Row]:
-    """Syncs with the host: one copy for any number of rows."""
+    """Read all rows with one copy from the device. Syncs with the host."""
     numbers = iter(read([fact for row in report.rows for fact in row if isinstance(fact, Tensor)]))
     rows: list[list[Any]] = [
         [next(numbers) if isinstance(fact, Tensor) else fact for fact in row] for row in report.rows
@@ -130,14 +130,14 @@ def _read(report: ForwardReport) -> list[_Row]:
 
 
 def _first(rows: list[_Row]) -> int | str | None:
-    """The index of the call in which inf or NaN arose first, or `INPUTS`, or None.
+    """Return the index of the call in which inf or NaN arose first, or `INPUTS`, or None.
 
-    It is a call that was given finite values and returned others. Calls inside of another come
-    before it, so it is the innermost. -inf alone may be meant, as in attention: it counts if NaN or
-    +inf comes of it, or if the outermost module returns it.
+    This call was given finite values and returned others. Nested calls come before the call that
+    makes them, so it is the innermost. -inf alone may be intended, as in attention: it counts if
+    it leads to NaN or +inf, or if the outermost module returns it.
     """
-    lowered: int | None = None  # the call in which -inf arose that nothing has taken away yet
-    turned: int | None = None  # the first call that made NaN of nothing worse than -inf
+    lowered: int | None = None  # the call in which the current -inf arose
+    turned: int | None = None  # the first call that made NaN or +inf from -inf alone
     for index, row in enumerate(rows):
         if row.poisoned and not row.given_poison:
             if lowered is not None and (row.given or lowered >= index - row.inside):
@@ -155,7 +155,7 @@ def _first(rows: list[_Row]) -> int | str | None:
 
 
 def _outermost(rows: list[_Row]) -> Iterator[int]:
-    """The calls that no other contains, the last first."""
+    """Yield the calls that are not nested in another, the last first."""
     index = len(rows) - 1
     while index >= 0:
         yield index
@@ -167,7 +167,7 @@ def _verdict(rows: list[_Row], found: int | str | None, bad: int) -> str:
         return "everything that a module returned is finite"
     said = f"{bad} of {len(rows)} calls returned something not finite"
     if found is None:
-        return f"{said}: -inf, as in a mask, of which no NaN came"
+        return f"{said}: -inf, as in a mask, which did not lead to NaN"
     if isinstance(found, str):
         return f"{said}; the outermost module was given inf or NaN. First: {found}"
     if rows[found].held:
@@ -190,48 +190,56 @@ def forward_report(
     returns, `amax = finite.abs().amax()`, `smallest = finite[finite != 0].abs().amin()` and
     `nonfinite = (~out.isfinite()).sum()`, with `finite = out[out.isfinite()]`.
 
-    It names the module in which a forward overflows, which a loss of inf does not. A row is made
-    when a module returns, so a part stands before what contains it. A module that is called twice
-    has two rows; one that a forward makes goes by its class, after the name of the module that
-    makes it.
+    It names the module in which a forward overflows. For occasional use, since it measures every
+    activation. It syncs only when printed, drawn, or asked for `.first`.
 
-    `.first` is the module in which inf or NaN arose: the first to return some though its arguments
-    were finite. What a forward computes between two modules arises in the module around them.
-    `"(inputs)"` if the outermost module was already given NaN or inf, under a policy after its
-    casts. -inf alone may be meant, as in a mask: it is a fault if NaN or +inf comes of it, or if
-    the model returns it. The printed table counts inf and NaN apart, and those that a module was
-    given; `row.held` counts those in its own parameters and buffers.
+    - `.first` is the module in which inf or NaN arose: the first to return some although its
+      arguments were finite. A value computed between two modules counts for the module around them.
+      `"(inputs)"` means that the outermost module was given inf or NaN, after the casts of a
+      policy. -inf alone may be intended, as in a mask: it is a fault if it leads to NaN or +inf, or
+      if the model returns it.
+    - The printed table counts inf and NaN separately, and those among a module's arguments.
+      `row.held` counts those in its own parameters and buffers.
+    - Rows are in the order in which modules return, so a part comes before the module around it. A
+      module that is called twice has two rows. A module made in a forward is named by its class,
+      after the module that makes it.
+    - An output counts with all its floating and complex tensors, in any container that torch's
+      pytree knows. Complex tensors count as two real ones, and DTensors are gathered. A module that
+      returns no such tensor has no row.
+    - Compiled functions run eagerly here. Under `torch.vmap` inside of `apply` a row is about all
+      members.
 
-    - `apply`, `params`, `buffers`, `args`, `kwargs`: a call of what `make_functional` or
-      `with_policy` returns, or of any function that calls modules; under a policy values are those
-      in the dtype in which a module returned them. None of them is changed, nothing stays behind
-      in a module, and the results of the call are dropped. Random numbers are drawn as in any call.
-      What `torch.compile` has compiled runs eagerly here. Under `torch.vmap` inside of `apply` a
-      row is about all members.
-    - Of an `out` in any container that torch's pytree knows all floating and complex tensors count,
-      of complex ones both parts; a DTensor is gathered. What returns none has no row.
+    Args:
+        apply: A function of `make_functional` or `with_policy`, or any function that calls modules.
+            Under a policy, values are those in the dtype that a module returned.
+        params: The parameters. Neither they nor the other arguments are changed.
+        buffers: The buffers.
+        args: Further positional arguments of `apply`.
+        kwargs: Keyword arguments of `apply`.
 
-    Reads no value until it is printed, drawn, or asked for `.first`; for occasional use, since it
-    reads every activation.
+    Returns:
+        A `ForwardReport`. The results of the call are dropped.
 
-    Raises `ValueError` if no module returns a floating tensor, and what `apply` raises.
+    Raises:
+        ValueError: No module returns a floating tensor.
 
-    >>> import torch
-    >>> from purescale import make_functional, with_policy
-    >>> net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.Linear(2, 1))
-    >>> apply, params, buffers = make_functional(net)
-    >>> apply = with_policy(apply, "params=float32,compute=float16")
-    >>> params["0.bias"] += 30000.0
-    >>> params = {**params, "2.weight": torch.full((1, 2), 2.0)}
-    >>> forward_report(apply, params, buffers, torch.ones(1, 2)).first
-    '2'
+    Example:
+        >>> import torch
+        >>> from purescale import make_functional, with_policy
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.Linear(2, 1))
+        >>> apply, params, buffers = make_functional(net)
+        >>> apply = with_policy(apply, "params=float32,compute=float16")
+        >>> params["0.bias"] += 30000.0
+        >>> params = {**params, "2.weight": torch.full((1, 2), 2.0)}
+        >>> forward_report(apply, params, buffers, torch.ones(1, 2)).first
+        '2'
 
-    Source of the rule: none. Requested in transformers#11274 and TransformerEngine#1441;
+    Source of the rule: requested in transformers#11274 and TransformerEngine#1441;
     `DebugUnderflowOverflow` of transformers puts hooks into the model.
     """
     rows: list[ModuleReport] = []
-    names: dict[int, str] = {}  # "" is all of it
-    roots: list[nn.Module] = []  # held, so that no other module gets the id of one of theirs
+    names: dict[int, str] = {}  # "" is the whole model
+    roots: list[nn.Module] = []  # kept alive, so that ids are not reused
     running: list[_Call] = []
     thread = threading.get_ident()
 
@@ -244,16 +252,16 @@ def forward_report(
             for name, part in module.named_modules():
                 names.setdefault(id(part), ".".join(filter(None, [*path, name])))
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        # measured before the forward, which may write into them
+        # Measured before the forward, which may write into them.
         running.append(_Call(module, len(rows), _measured(args), _measured(own)))
 
     def returned(module: nn.Module, args: Any, *kwargs_and_out: Any) -> None:
         if threading.get_ident() != thread:
             return
         call = running.pop()
-        *kwargs, out = kwargs_and_out  # torch leaves out kwargs if the forward raised
+        *kwargs, out = kwargs_and_out  # torch omits kwargs if the forward raised
         if (facts := _measured(out)) is not None:
-            # torch shows keyword arguments to this hook only
+            # Only this hook receives keyword arguments.
             given = _together(filter(None, [call.given, _measured(kwargs)]))
             rows.append(_report(names[id(module)] or WHOLE, call, facts, given, len(rows)))
 
@@ -270,14 +278,14 @@ def forward_report(
     if not rows:
         raise ValueError(
             "no module returned a floating tensor, so there is nothing to report. Likely cause: "
-            "`apply` is a function that calls no module. Fix: `apply, params, buffers = "
+            "`apply` does not call a module. Fix: `apply, params, buffers = "
             "make_functional(model)`."
         )
     return ForwardReport(tuple(rows))
 
 
 class _Facts(NamedTuple):
-    """What is told of some values."""
+    """Statistics of some values."""
 
     amax: Tensor
     smallest: Tensor
@@ -316,7 +324,7 @@ def _report(name: str, call: _Call, out: _Facts, given: _Facts | None, rows: int
 
 
 def _measured(tree: Any) -> _Facts | None:
-    """The facts over the floating tensors of `tree`; None without any."""
+    """Return the statistics of the floating tensors of `tree`, or None without any."""
     with torch.no_grad():
         found = []
         for leaf in private.pytree.tree_leaves(tree):
@@ -329,7 +337,7 @@ def _measured(tree: Any) -> _Facts | None:
 
 
 def _together(parts: Iterable[_Facts]) -> _Facts | None:
-    """The facts over all parts, on the device of the first."""
+    """Combine statistics, on the device of the first."""
     listed = list(parts)
     if len(listed) < 2:
         return listed[0] if listed else None

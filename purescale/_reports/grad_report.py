@@ -1,4 +1,4 @@
-"""A report on each gradient: largest magnitude, share of zeros and subnormals, nonfinite values."""
+"""A report on each gradient: largest magnitude, shares of zeros and subnormals, inf and NaN."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from .._tree.tree import Tree
 
 
 class LeafReport(NamedTuple):
-    """One gradient in four numbers, 0-d tensors each."""
+    """Four statistics of one gradient, as 0-d tensors."""
 
-    amax: Tensor  # at least float32: the largest magnitude; NaN or inf where there is one
+    amax: Tensor  # at least float32: the largest magnitude; NaN or inf if the gradient has any
     zeros: Tensor  # float32: the share of elements that are 0
     subnormal: Tensor  # float32: the share that is subnormal in the dtype
     nonfinite: Tensor  # int64: the number of inf and NaN
 
 
 class GradReport(NamedTuple):
-    """A `LeafReport` for each gradient. `print(report)` syncs, and prints a table, the
-    worst first; `report.plot()` makes a figure.
+    """A `LeafReport` for each gradient. `print(report)` syncs and prints a table, the worst first;
+    `report.plot()` makes a figure.
     """
 
     rows: dict[str, LeafReport]
@@ -53,8 +53,8 @@ class GradReport(NamedTuple):
         return "\n".join(lines + table(header, cells))
 
     def plot(self) -> Any:
-        """Syncs with the host. A matplotlib Figure: a bar for the largest magnitude of each leaf,
-        one for its zeros and subnormals, the worst first; what is not finite is marked.
+        """Syncs with the host. Draw a matplotlib Figure with bars for the largest magnitude, zeros
+        and subnormals of each leaf, the worst first; leaves that are not finite are shaded.
         """
         return _plot(_worst_first(_read(self.rows)))
 
@@ -63,7 +63,9 @@ _Row = tuple[str, float, float, float, float]
 
 
 def _read(rows: dict[str, LeafReport]) -> list[_Row]:
-    """Syncs with the host: four copies for any number of rows. Of stacked reports the worst."""
+    """Read all rows with four copies from the device. Syncs with the host. A stacked report gives
+    its worst values.
+    """
     return list(zip(rows, *map(read, zip(*rows.values(), strict=True)), strict=True))
 
 
@@ -75,39 +77,43 @@ def _worst_first(rows: list[_Row]) -> list[_Row]:
 def grad_report(grads: Tree, sample: int = 1, dtype: torch.dtype | None = None) -> GradReport:
     """Equal to, for each leaf `g`, `amax = g.abs().amax()`, `zeros = (g == 0).float().mean()`,
     `subnormal = ((g != 0) & (g.abs() < torch.finfo(g.dtype).tiny)).float().mean()` and
-    `nonfinite = (~g.isfinite()).sum()`; with `dtype` of `g.to(dtype)`.
+    `nonfinite = (~g.isfinite()).sum()`; with `dtype`, for `g.to(dtype)`.
 
-    It shows which layer overflowed, and which one underflows: a high share of zeros and subnormals
+    It shows which layer overflowed and which one underflows: a high share of zeros and subnormals
     under a low scale. For occasional use, not for every step.
 
-    - `grads`: a pytree of floating or complex tensors. `None` has no row; the row of an
-      empty leaf is four zeros. Of a sparse leaf its summed values count, of a complex leaf both
-      parts. A DTensor is gathered.
-    - `sample=n`: use only every n-th element of a leaf.
-    - `dtype`: the dtype by which zeros, subnormals and inf are judged; None for that of each leaf.
-      Gradients of float32 parameters are float32 even if a policy computed them in float16, as
-      autograd widens them; in float32 next to nothing is subnormal. Pass those of the scaled loss,
-      not yet unscaled, with `dtype=torch.float16`: that cast is exact for all that float16
-      computed. Norms are computed in float32; `apply.norm_params` names their weights.
+    Give it the gradients of the scaled loss with `dtype=torch.float16` if a policy computes in
+    float16. Autograd widens gradients of float32 parameters to float32, in which hardly any value
+    is subnormal; the cast back is exact. Norms compute in float32: `apply.norm_params` names their
+    weights.
 
-    Returns tensors on the device of the leaf and reads no value; `print` does. Reports can be
-    stacked (then the worst of each is printed) and returned from `torch.vmap`.
+    Args:
+        grads: A pytree of floating or complex tensors. Sparse leaves count with their summed
+            values, complex leaves with both parts; DTensors are gathered, and None has no row.
+        sample: Use only every n-th element of a leaf.
+        dtype: The dtype that decides what is 0, subnormal or inf; None for that of each leaf.
 
-    Raises `TypeError`, naming the leaf, for a leaf that is not a gradient, and for a `dtype` that
-    is not real and floating; `ValueError` for a tree without tensors.
+    Returns:
+        A `GradReport` of tensors on the device of each leaf; only printing it reads values. Reports
+        can be returned from `torch.vmap` and stacked; then the worst of each is printed.
 
-    >>> import torch
-    >>> weight = torch.tensor([2.0, 0.0, 1e-7, float("inf")], dtype=torch.float16)
-    >>> print(grad_report({"head": {"weight": weight, "bias": torch.ones(2)}}))
-    1 of 2 gradients are not finite. First: head.weight; last, nearest to the loss: head.weight
-    leaf             amax  zeros  subnormal  not finite
-    head.weight       inf    25%        25%           1
-    head.bias    1.00e+00     0%         0%           0
-    >>> widened = torch.tensor([1e-6, 1.0])  # 1e-6 is subnormal in float16
-    >>> grad_report(widened, dtype=torch.float16).rows["grads"].subnormal
-    tensor(0.5000)
+    Raises:
+        TypeError: A leaf is not a gradient, or `dtype` is not real and floating.
+        ValueError: The tree has no tensors.
 
-    Source of the rule: none. Requested in pytorch#67590 and #152279; DeepSpeed and apex name no
+    Example:
+        >>> import torch
+        >>> weight = torch.tensor([2.0, 0.0, 1e-7, float("inf")], dtype=torch.float16)
+        >>> print(grad_report({"head": {"weight": weight, "bias": torch.ones(2)}}))
+        1 of 2 gradients are not finite. First: head.weight; last, nearest to the loss: head.weight
+        leaf             amax  zeros  subnormal  not finite
+        head.weight       inf    25%        25%           1
+        head.bias    1.00e+00     0%         0%           0
+        >>> widened = torch.tensor([1e-6, 1.0])  # 1e-6 is subnormal in float16
+        >>> grad_report(widened, dtype=torch.float16).rows["grads"].subnormal
+        tensor(0.5000)
+
+    Source of the rule: requested in pytorch#67590 and #152279; DeepSpeed and apex do not name the
     leaf.
     """
     leaves, _ = _tree.flatten(grads)
@@ -115,8 +121,8 @@ def grad_report(grads: Tree, sample: int = 1, dtype: torch.dtype | None = None) 
     sample = scalars.whole("sample", sample, least=1)
     if not (dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)):
         raise TypeError(
-            f"dtype must be that in which the gradients were computed, got "
-            f"{scalars.short_repr(dtype)}. Fix: dtype=torch.float16, or None for that of each leaf."
+            f"dtype must be a floating torch.dtype or None, got {scalars.short_repr(dtype)}. Fix: "
+            "dtype=torch.float16, or None for that of each leaf."
         )
     names = [
         name
@@ -126,7 +132,7 @@ def grad_report(grads: Tree, sample: int = 1, dtype: torch.dtype | None = None) 
     if not names:
         raise ValueError(
             "grads holds no tensor, so there is nothing to report. Likely cause: the `.grad` of "
-            "parameters before a backward, or a tree of None. Fix: the gradients that "
+            "parameters before a backward, or a tree of None. Fix: pass the gradients that "
             "`torch.func.grad(loss_fn)(params)` returns."
         )
     present = [leaf for leaf in leaves if leaf is not None]
@@ -145,14 +151,14 @@ def grad_report(grads: Tree, sample: int = 1, dtype: torch.dtype | None = None) 
 
 # ---- reductions over many leaves -----------------------------------------------------------------
 
-# The elements of all leaves are put into rows of this length, each leaf padded to whole rows, so
-# that a few reductions do for any number of leaves.
+# All leaves are split into rows of this length, each leaf padded to whole rows, so that the number
+# of reductions does not grow with the number of leaves.
 _ROW = 64
 
 
 def _reports_of(leaves: Sequence[Tensor], dtype: torch.dtype, sample: int) -> list[Tensor]:
-    """`amax`, `zeros`, `subnormal` and `nonfinite` in `dtype`, of leaves that share their own and
-    the device: [n] each.
+    """Return `amax`, `zeros`, `subnormal` and `nonfinite`, [n] each, of n leaves with one dtype and
+    device, judged in `dtype`.
     """
     device, number, tiny = leaves[0].device, len(leaves), torch.finfo(dtype).tiny
     sizes, padded = [0] * number, [0] * number
@@ -187,7 +193,7 @@ def _reports_of(leaves: Sequence[Tensor], dtype: torch.dtype, sample: int) -> li
 def _chunks(
     leaves: Sequence[Tensor], sample: int, limit: int
 ) -> Iterator[list[tuple[int, Tensor]]]:
-    """The elements of the leaves, about `limit` at a time, each part with the index of its leaf."""
+    """Yield the elements of the leaves, about `limit` at a time, with the index of each leaf."""
     chunk: list[tuple[int, Tensor]] = []
     size = 0
     for index, leaf in enumerate(leaves):
@@ -204,14 +210,14 @@ def _chunks(
 
 
 def _elements(leaf: Tensor) -> Tensor:
-    """All elements in one row, in the order of the memory, which needs no copy."""
+    """Flatten a leaf in memory order, which avoids a copy."""
     if not traced():
         leaf = leaf.permute(sorted(range(leaf.ndim), key=leaf.stride, reverse=True))
     return leaf.reshape(-1)
 
 
 def _in_rows(values: list[Tensor], lengths: list[int]) -> Tensor:
-    """[sum(lengths), _ROW]: the elements of each in rows of its own, the last padded with 0."""
+    """Put each tensor into rows of its own, the last padded with 0: [sum(lengths), _ROW]."""
     pads = [length * _ROW - v.numel() for v, length in zip(values, lengths, strict=True)]
     if any(pads):
         zeros = torch.split(values[0].new_zeros(sum(pads)), pads)

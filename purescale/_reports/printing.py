@@ -1,4 +1,4 @@
-"""Tables and figures of reports, and the names in them."""
+"""Text tables, matplotlib import and leaf names for the reports."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ MAX_LINES = 30
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], first: int = 0) -> list[str]:
-    """Lines of aligned columns, the first to the left, the others to the right; of many rows
-    `MAX_LINES`, from the row `first` on.
+    """Return lines of aligned columns, the first flush left, the others right; at most `MAX_LINES`
+    rows, from the row `first` on.
     """
     shown = rows[first : first + MAX_LINES]
     widths = [max(map(len, column)) for column in zip(header, *shown, strict=True)]
@@ -32,15 +32,17 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], first: int = 0) 
 
 
 def read(column: Sequence[Tensor], worst: Callable[[Tensor], Tensor] = Tensor.max) -> list[float]:
-    """Syncs with the host, with one copy for any number of rows. Of stacked reports the worst."""
+    """Read a column with one copy from the device. Syncs with the host. A stacked report gives its
+    worst value.
+    """
     device = column[0].device
     wide = widest_float(device)
     return torch.stack([worst(value).to(device, wide) for value in column]).tolist()
 
 
 def leaf_names(tree: Tree, whole: str) -> list[str]:
-    """The dotted name of each leaf, `whole` for a tree that is one tensor; if two are the same, all
-    with their positions.
+    """Return the dotted name of each leaf, or `whole` for a tree that is one tensor. If two names
+    are equal, all have their positions.
     """
     names = [name or whole for name in _tree.names(tree)]
     if len(set(names)) == len(names):
@@ -49,7 +51,7 @@ def leaf_names(tree: Tree, whole: str) -> list[str]:
 
 
 def pyplot(caller: str) -> Any:
-    """matplotlib, imported only when a picture is asked for."""
+    """Import matplotlib, only when a figure is drawn."""
     try:
         import matplotlib.pyplot as plt
     except ImportError as missing:

@@ -1,4 +1,4 @@
-"""Probe of one batch at many loss scales: which overflow, and where gradients underflow."""
+"""A probe of one batch at many loss scales: overflows, and gradients that underflow."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ScaleProbe(NamedTuple):
     overflow: Tensor  # bool [E]: a step at this scale would be skipped
     zeros: dict[str, Tensor]  # leaf -> float32 [E]: the share of its gradient that is 0
     # leaf -> float32 [E]: the relative error of its unscaled gradient against that at 2**high; inf
-    # where it overflows
+    # at a scale that overflows
     error: dict[str, Tensor]
     # leaf -> the exponent from which on its error is within tol, or None
     low: dict[str, int | None]
@@ -46,8 +46,8 @@ class ScaleProbe(NamedTuple):
 
     @property
     def starved(self) -> list[str]:
-        """The leaves without a safe scale: even at the largest that fits they still depend
-        on it.
+        """The leaves without a safe scale: their gradients still change at the largest scale that
+        fits.
         """
         return [] if self.high is None else self._without(lambda zeros: zeros < 1)
 
@@ -118,8 +118,8 @@ class ScaleProbe(NamedTuple):
         return table(("leaf", "safe from"), rows)
 
     def plot(self) -> Any:
-        """A matplotlib Figure of zeros and error over the exponents: one line per leaf, the safe
-        window shaded.
+        """Draw a matplotlib Figure of zeros and error over the exponents, with one line for each
+        leaf and the safe window shaded.
         """
         return _plot(self)
 
@@ -141,33 +141,42 @@ def probe_scales(
     """Syncs with the host. Equal to `unscale_and_check` of the gradients of `loss_fn` scaled by
     `2.0**e`, for each of `exponents`; from one forward and one vmapped backward.
 
-    A scale that is too low raises no flag: the small gradients of some leaf become 0, and all
-    others look right. The probe names that leaf, and the scale from which on it is safe.
+    A scale that is too low sets no flag: small gradients of some leaf become 0. The probe names
+    that leaf and the lowest scale that is safe for it.
 
-    - `loss_fn`, `params`, `buffers`, `microbatch`: as for `train_step`, under any policy.
-      None of them is changed; new buffers are dropped. All scales share one forward, so its random
-      numbers are the same.
-    - `exponents`: whole numbers from -149 to 127, returned sorted and without duplicates.
-    - `tol`: a leaf is safe from the exponent on from which the relative error of its gradient is
-      within `tol`, against that at the largest scale that fits. A leaf that is safe at no scale but
-      the largest has no safe scale: `low[name]` is None, and `probe.starved` names it. A gradient
-      that is 0 at every scale may be right or wrong: `low[name]` is None, `probe.silent` names it,
-      and `probe.window` leaves it out.
-    - `chunk_size`: the number of scales at once; memory is that many gradients, twice, and one
-      more. `None`: all of them. 1 uses no vmap, for an operator whose backward does not support it.
+    The reference is the gradient at the largest scale that fits. From exponent `low[name]` on, the
+    relative error of a leaf is within `tol`. A leaf that is within `tol` only at the largest scale
+    has no safe scale: `low[name]` is None, and `probe.starved` names it. A gradient that is 0 at
+    every scale may be right or wrong: `low[name]` is None, `probe.silent` names it, and
+    `probe.window` leaves it out.
 
-    Raises `ValueError` for no exponents, for exponents beyond float32 and for a loss that does not
-    depend on `params`; `TypeError` for exponents that are not whole.
+    Args:
+        loss_fn: As for `train_step`, under any policy. New buffers are dropped.
+        params: The parameters. They are not changed.
+        buffers: The buffers. They are not changed.
+        microbatch: One microbatch. All scales share one forward, and so its random numbers.
+        exponents: Whole numbers from -149 to 127, returned sorted and without duplicates.
+        tol: The largest relative error of a safe gradient.
+        chunk_size: The number of scales at once, which takes the memory of twice as many gradients
+            and one more; None for all. 1 does not use vmap, for operators without support for it.
 
-    >>> import torch
-    >>> def loss_fn(params, buffers, x):  # a gradient of 2**-20 of the scale, in float16
-    ...     return ((params["w"].half() * x).float() * 2.0**-20).sum(), buffers
-    >>> x = torch.ones(3, dtype=torch.float16)
-    >>> probe = probe_scales(loss_fn, {"w": torch.ones(3)}, {}, x, exponents=[-8, 0, 8, 32, 40])
-    >>> probe.low, probe.high, probe.window
-    ({'w': 0}, 32, (0, 32))
+    Returns:
+        A `ScaleProbe`.
 
-    Source of the rule: none; users of torch and Megatron-LM compare scales in this way by hand.
+    Raises:
+        TypeError: An exponent is not a whole number.
+        ValueError: `exponents` is empty or beyond float32, or the loss does not depend on `params`.
+
+    Example:
+        >>> import torch
+        >>> def loss_fn(params, buffers, x):  # a gradient of 2**-20 of the scale, in float16
+        ...     return ((params["w"].half() * x).float() * 2.0**-20).sum(), buffers
+        >>> x = torch.ones(3, dtype=torch.float16)
+        >>> probe = probe_scales(loss_fn, {"w": torch.ones(3)}, {}, x, exponents=[-8, 0, 8, 32, 40])
+        >>> probe.low, probe.high, probe.window
+        ({'w': 0}, 32, (0, 32))
+
+    Source of the rule: users of torch and Megatron-LM compare scales in this way by hand.
     """
     chosen = _exponents(exponents)
     tol = scalars.positive("tol", tol)
@@ -179,7 +188,7 @@ def probe_scales(
     value_and_grad = ValueAndGrad(flat, tree.flatten_once(buffers), scaler, loss_fn)
     if not value_and_grad.inputs:
         raise ValueError(
-            "params holds no tensor, so there is no gradient to probe. Fix: the `params` of "
+            "params holds no tensor, so there is no gradient to probe. Fix: pass the `params` of "
             "`apply, params, buffers = make_functional(model)`."
         )
     inputs, loss, _ = value_and_grad.graph(value_and_grad.buffers.leaves, microbatch)
@@ -187,7 +196,7 @@ def probe_scales(
     high: int | None = None
     flags: list[Tensor] = []
     columns: list[list[tuple[Tensor, Tensor]]] = []
-    for start in range(0, len(chosen), chunk):  # the largest first: the others are compared with it
+    for start in range(0, len(chosen), chunk):  # the largest first, which is the reference
         part = chosen[start : start + chunk]
         scales = torch.tensor(
             [2.0**exponent for exponent in part], dtype=torch.float32, device=device
@@ -222,7 +231,7 @@ def probe_scales(
 
 
 def _exponents(given: Iterable[int]) -> list[int]:
-    """Sorted, the largest first, without duplicates."""
+    """Check the exponents and sort them, the largest first."""
     listed = given if isinstance(given, Iterable) else [given]
     chosen = {scalars.whole("each of exponents", each, least=-149, most=127) for each in listed}
     if not chosen:
@@ -234,7 +243,7 @@ def _exponents(given: Iterable[int]) -> list[int]:
 
 
 def _gradients(loss: Tensor, inputs: Leaves, scales: Tensor) -> Leaves:
-    """[C, ...] each: the gradients of `loss` times each scale, from one vmapped backward."""
+    """Return the gradients of `loss` times each scale, [C, ...], from one vmapped backward."""
     differentiate = functools.partial(
         torch.autograd.grad, loss, inputs, retain_graph=True, allow_unused=True
     )
@@ -248,10 +257,10 @@ def _gradients(loss: Tensor, inputs: Leaves, scales: Tensor) -> Leaves:
             grads = list(differentiate(seeds, is_grads_batched=True))
         except RuntimeError as error:
             raise RuntimeError(
-                f"the backward of the loss does not go through torch.vmap over {len(scales)} "
-                "scales (see above). Likely cause: one of its operators does not support vmap or "
-                "reads a value, or memory ran out. Fix: probe_scales(..., chunk_size=1), which "
-                "uses no vmap; for memory a chunk_size between."
+                f"the backward of the loss failed under torch.vmap over {len(scales)} scales (see "
+                "above). Likely cause: one of its operators does not support vmap or reads a "
+                "value, or memory ran out. Fix: probe_scales(..., chunk_size=1), which does not "
+                "use vmap; if memory ran out, a smaller chunk_size."
             ) from error
     return [
         leaf.detach().new_zeros(()).expand(len(scales), *leaf.shape) if grad is None else grad
@@ -262,7 +271,7 @@ def _gradients(loss: Tensor, inputs: Leaves, scales: Tensor) -> Leaves:
 def _zeros_and_errors(
     grads: Leaves, overflow: Tensor, best: Leaves | None
 ) -> list[tuple[Tensor, Tensor]]:
-    """For each leaf the share of zeros, and the error against `best`: [C] each."""
+    """Return the share of zeros and the error against `best` for each leaf, [C] each."""
     columns = []
     for index, grad in enumerate(grads):
         values = stored_values(grad).reshape(len(grad), -1)
@@ -278,8 +287,8 @@ def _zeros_and_errors(
 
 
 def _norm(rows: Tensor) -> Tensor:
-    """The norm of each row, in float64 if the device has it: squares of gradients underflow in
-    float32.
+    """Return the norm of each row, in float64 if the device has it, because squares of gradients
+    underflow in float32.
     """
     norm: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=widest_float(rows.device))
     return norm
@@ -292,7 +301,7 @@ def _lows(
     high: int | None,
     tol: float,
 ) -> dict[str, int | None]:
-    """For each leaf the exponent from which on, up to `high`, all errors are within `tol`."""
+    """Return for each leaf the exponent from which on all errors up to `high` are within `tol`."""
     if high is None:
         return dict.fromkeys(error)
     top = exponents.index(high)

@@ -1,4 +1,4 @@
-"""A report on an update: how much of what was wanted has arrived in each parameter."""
+"""A report on an update: the share of the wanted update that arrived in each parameter."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from .._tree.tree import Leaves, Tree
 
 
 class UpdateRow(NamedTuple):
-    """One parameter in two numbers, 0-d tensors each."""
+    """Two statistics of one parameter, as 0-d tensors."""
 
-    quality: Tensor  # float64: 1 where all of the wanted update has arrived, 0 where nothing has
+    quality: Tensor  # float64: 1 if all of the wanted update arrived, 0 if none of it
     lost: Tensor  # float32: the share of elements with a wanted update that did not move
 
 
 class UpdateReport(NamedTuple):
-    """An `UpdateRow` for each parameter. `print(report)` syncs, and prints a table, the worst
-    first; `report.plot()` makes a figure.
+    """An `UpdateRow` for each parameter. `print(report)` syncs and prints a table, the worst first;
+    `report.plot()` makes a figure.
     """
 
     rows: dict[str, UpdateRow]
@@ -41,19 +41,19 @@ class UpdateReport(NamedTuple):
         return "\n".join([verdict, *table(("leaf", "quality", "did not move"), cells)])
 
     def plot(self) -> Any:
-        """Syncs with the host. A matplotlib Figure: a bar for the quality of each leaf and one for
+        """Syncs with the host. Draw a matplotlib Figure with bars for the quality of each leaf and
         the share that did not move, the worst first.
         """
         return _plot(_read(self.rows))
 
 
 def _read(rows: dict[str, UpdateRow]) -> list[tuple[str, float, float]]:
-    """Syncs with the host: two copies for any number of rows, the worst first: those whose quality
-    is farthest from 1. Of stacked reports the worst.
+    """Read all rows with two copies from the device, those farthest from a quality of 1 first.
+    Syncs with the host. A stacked report gives its worst values.
     """
     qualities, shares = zip(*rows.values(), strict=True)
     found = list(zip(rows, read(qualities, _farthest_from_1), read(shares), strict=True))
-    # NaN before all
+    # NaN first
     return sorted(found, key=lambda row: (row[1] == row[1], -abs(row[1] - 1), -row[2]))
 
 
@@ -66,33 +66,38 @@ def update_report(old: Tree, new: Tree, wanted: Tree) -> UpdateReport:
     """Equal to, for each leaf in float64, `quality = dot(new - old, wanted) / dot(wanted, wanted)`
     and `lost = ((new == old) & (wanted != 0)).sum() / (wanted != 0).sum()`.
 
-    An update that is smaller than half the distance of two numbers of the parameter's dtype is
-    lost when it is added, and nothing says so. The quality is 1 where the update has arrived, 0
-    where nothing moved; rounding to the nearest leaves 0 or far too much of a small one. Rounding
-    by chance is 1 on average over steps, not in each.
+    An update smaller than half the distance between two numbers of the parameter's dtype is lost
+    without a warning. The quality is 1 if the update arrived and 0 if nothing moved. Rounding to
+    nearest makes a small update 0 or far too large; stochastic rounding has quality 1 on average
+    over steps, not in each step.
 
-    - `old`, `new`: parameters before and after a step, of any floating dtype. Where masters take
-      the update it is `master_weights` before and after; half weights show what they lose.
-    - `wanted`: the update without rounding, a tree like `old` in any floating dtype:
-      `wanted_update(optimizer, old, grads, opt_state)` of the same step. `None` has no row.
-    - A leaf of which nothing was wanted has quality 1, lost 0. Of a complex leaf both parts count.
-      A DTensor is gathered.
+    Args:
+        old: Parameters before the step, in any floating dtype. With master weights, give
+            `master_weights` before and after; the half weights show what they alone lose.
+        new: Parameters after the step.
+        wanted: The update without rounding, a tree like `old`:
+            `wanted_update(optimizer, old, grads, opt_state)` of the same step. None has no row.
 
-    Returns tensors on the device of the leaf and reads no value; `print` does. Reports can be
-    stacked (then the worst of each is printed) and returned from `torch.vmap`.
+    Returns:
+        An `UpdateReport` of tensors on the device of each leaf; only printing it reads values. A
+        leaf with a wanted update of 0 has quality 1 and lost 0. Complex leaves count with both
+        parts, and DTensors are gathered. Reports can be returned from `torch.vmap` and stacked;
+        then the worst of each is printed.
 
-    Raises `TypeError` and `ValueError`, naming the leaf, for what is no parameter and for trees
-    that differ in structure or shapes.
+    Raises:
+        TypeError: A leaf is not a floating or complex tensor.
+        ValueError: The trees differ in structure, shapes or devices, or have no tensors.
 
-    >>> import torch
-    >>> old = {"w": torch.ones(2, dtype=torch.bfloat16), "b": torch.zeros(1)}
-    >>> wanted = {"w": torch.full((2,), -1e-3), "b": torch.full((1,), -1e-3)}
-    >>> new = {name: (old[name] + wanted[name]).to(old[name].dtype) for name in old}
-    >>> print(update_report(old, new, wanted))
-    1 of 2 leaves miss the wanted update by more than half of it
-    leaf  quality  did not move
-    w      0.0000          100%
-    b      1.0000            0%
+    Example:
+        >>> import torch
+        >>> old = {"w": torch.ones(2, dtype=torch.bfloat16), "b": torch.zeros(1)}
+        >>> wanted = {"w": torch.full((2,), -1e-3), "b": torch.full((1,), -1e-3)}
+        >>> new = {name: (old[name] + wanted[name]).to(old[name].dtype) for name in old}
+        >>> print(update_report(old, new, wanted))
+        1 of 2 leaves miss the wanted update by more than half of it
+        leaf  quality  did not move
+        w      0.0000          100%
+        b      1.0000            0%
 
     Source of the rule: effective descent quality, Collage (arXiv 2405.03637).
     """
@@ -107,8 +112,8 @@ def update_report(old: Tree, new: Tree, wanted: Tree) -> UpdateReport:
                 rows[name] = _row(before, after, update)
     if not rows:
         raise ValueError(
-            "wanted holds no tensor, so there is nothing to report. Fix: the update of the same "
-            "step, `wanted_update(optimizer, old, grads, opt_state)`."
+            "wanted holds no tensor, so there is nothing to report. Fix: pass the update of the "
+            "same step, `wanted_update(optimizer, old, grads, opt_state)`."
         )
     return UpdateReport(rows)
 
@@ -123,13 +128,13 @@ def _leaves_like(old: _tree.Flat, name: str, given: Tree) -> Leaves:
         if before is None or leaf.shape != before.shape or leaf.device != before.device:
             beside = "None" if before is None else f"{tuple(before.shape)} on {before.device}"
             raise ValueError(
-                f"{at} is {tuple(leaf.shape)} on {leaf.device}, old {beside}. Fix: old, new and "
-                "wanted of one model."
+                f"{at} is {tuple(leaf.shape)} on {leaf.device}, old is {beside}. Fix: pass old, "
+                "new and wanted of one model."
             )
     return leaves
 
 
-_CHUNK = 2**22  # elements at a time: in float64 three copies of them are made
+_CHUNK = 2**22  # elements at a time, as three float64 copies of them are made
 
 
 def _row(old: Tensor, new: Tensor, wanted: Tensor) -> UpdateRow:
@@ -137,7 +142,7 @@ def _row(old: Tensor, new: Tensor, wanted: Tensor) -> UpdateRow:
     zero = torch.zeros((), dtype=wide, device=old.device)
     arrived, size, still, number = zero, zero, zero, zero
     if old.numel():
-        # Squares of what is divided by the largest cannot overflow, nor all of them vanish.
+        # Divided by the largest update, squares cannot overflow, nor can all of them underflow.
         unit = wanted.abs().amax().to(wide)
         unit = torch.where(unit > 0, unit, 1)
         parts = (torch.split(values.reshape(-1), _CHUNK) for values in (old, new, wanted))

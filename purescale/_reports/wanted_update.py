@@ -1,4 +1,4 @@
-"""The update that an optimizer wants, before it is rounded to what is kept."""
+"""The exact update of an optimizer, in float64, before it is rounded to the parameters' dtype."""
 
 from __future__ import annotations
 
@@ -22,36 +22,43 @@ from .._tree.tree import Leaves, Tree
 
 @outside_autocast()
 def wanted_update(optimizer: Optimizer, params: Tree, grads: Tree, opt_state: Any) -> Tree:
-    """Equal to `optimizer.step(wide, grads, wide_state)[0] - wide`, where `wide` are the parameters
-    in float64, of masters the masters, and `wide_state` is the state for them: what a step adds to
-    the parameters, before anything is rounded.
+    """Equal to `optimizer.step(wide, grads, wide_state)[0] - wide`, with `wide` the parameters (or
+    their masters) in float64, and `wide_state` the state for them.
 
-    - `optimizer`, `opt_state`: of any kind. What stands around an optimizer rounds, so the update
-      is that of the innermost one, of a `partition` that of each part.
-    - `grads`: unscaled and clipped, as `optimizer.step` takes them. Where one is None the update
-      is 0.
-    - Returns a tree like `params` in float64, complex128 of complex ones; on a device without
-      float64 in float32. Nothing is changed.
+    This is the update that a step adds to the parameters before rounding, for
+    `update_report(old, new, wanted)`.
 
-    For `update_report(old, new, wanted)`: parameters before and after the same step, of masters
-    `master_weights` of both. An optimizer that itself computes in half, as Muon does when it
-    multiplies matrices, does so here too.
+    Args:
+        optimizer: Any optimizer. Wrappers round, so the update is that of the innermost optimizer;
+            a `partition` has that of each part. One that computes in half itself, as Muon does,
+            does so here too.
+        params: The parameters before the step. Nothing is changed.
+        grads: Unscaled and clipped gradients, as `optimizer.step` takes them. None gives an update
+            of 0.
+        opt_state: The state of the optimizer before the step.
 
-    Raises what `optimizer.step` raises for arguments that do not belong together.
+    Returns:
+        A tree like `params` in float64 or complex128; in float32 or complex64 on a device without
+        float64.
 
-    >>> import torch
-    >>> from purescale import from_torch, update_report
-    >>> sgd = from_torch(torch.optim.SGD, lr=2.0**-10)
-    >>> old = {"w": torch.ones(2, dtype=torch.bfloat16)}
-    >>> opt_state = sgd.init(old)
-    >>> wanted = wanted_update(sgd, old, old, opt_state)
-    >>> wanted
-    {'w': tensor([-0.0010, -0.0010], dtype=torch.float64)}
-    >>> new, _ = sgd.step(old, old, opt_state)
-    >>> print(update_report(old, new, wanted))
-    1 of 1 leaves miss the wanted update by more than half of it
-    leaf  quality  did not move
-    w      0.0000          100%
+    Raises:
+        TypeError: An argument is of the wrong type, as for `optimizer.step`.
+        ValueError: The arguments do not belong together, as for `optimizer.step`.
+
+    Example:
+        >>> import torch
+        >>> from purescale import from_torch, update_report
+        >>> sgd = from_torch(torch.optim.SGD, lr=2.0**-10)
+        >>> old = {"w": torch.ones(2, dtype=torch.bfloat16)}
+        >>> opt_state = sgd.init(old)
+        >>> wanted = wanted_update(sgd, old, old, opt_state)
+        >>> wanted
+        {'w': tensor([-0.0010, -0.0010], dtype=torch.float64)}
+        >>> new, _ = sgd.step(old, old, opt_state)
+        >>> print(update_report(old, new, wanted))
+        1 of 1 leaves miss the wanted update by more than half of it
+        leaf  quality  did not move
+        w      0.0000          100%
 
     Source of the rule: the exact update of Collage (arXiv 2405.03637).
     """
@@ -63,7 +70,7 @@ def wanted_update(optimizer: Optimizer, params: Tree, grads: Tree, opt_state: An
 
 
 def _wanted(optimizer: Any, inputs: StepInputs) -> Leaves:
-    """The update of each parameter, in their order; a DTensor of one."""
+    """Return the update of each parameter in order, as a DTensor for one."""
     if isinstance(optimizer, Wrapper):
         return _wanted(optimizer.conditional, optimizer.widen(inputs))
     if isinstance(optimizer, PartitionOptimizer):
@@ -85,20 +92,20 @@ def _wanted(optimizer: Any, inputs: StepInputs) -> Leaves:
 def _stepped(optimizer: Any, inputs: StepInputs) -> Tree:
     if not isinstance(optimizer, CalledOptimizer):
         return optimizer.conditional_step(inputs, APPLY)[0]
-    # By itself: it may keep its state in a dtype of its own, whatever it was given.
+    # The optimizer itself is called, as it may keep its state in a dtype of its own.
     trees = inputs.params_tree(inputs.params), inputs.grads_tree(inputs.grads.tensors)
     return optimizer.optimizer.step(*trees, inputs.opt_state)[0]
 
 
 def _wide(leaf: Any) -> Any:
-    """In float64, where it is floating or complex."""
+    """Cast floating and complex tensors to at least float64, or to float32 on a device without."""
     if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
         return leaf
     return leaf.detach().to(torch.promote_types(leaf.dtype, widest_float(leaf.device)))
 
 
 def _wide_state(optimizer: Any, inputs: StepInputs) -> Any:
-    """The state for wide parameters."""
+    """Return the state for the wide parameters."""
     opt_state = inputs.opt_state
     if isinstance(optimizer, TorchOptimizer):
         return optimizer.widened(opt_state, widest_float(opt_state.applied.device))

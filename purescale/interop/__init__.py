@@ -1,10 +1,10 @@
-"""The loss scalers of other libraries as rules: each one's transition, state dict and quirks, one
-file a peer.
+"""The loss scalers of other libraries as rules, with their transitions, state dicts and quirks; one
+file for each library.
 
-Each file has `rule(**the peer's own argument names)`,
+Each file has `rule(**the library's own argument names)`,
 `from_state_dict(d, **settings) -> (rule, state)` and `to_state_dict(rule, state) -> d`. The rules
-go wherever `DynamicScale` goes; nothing here imports a peer. `torch_amp` also has `take_over` and
-`give_back`, for a whole job of torch.amp in mid-run.
+work in place of `DynamicScale`, and these files do not import the other libraries. `torch_amp` also
+has `take_over` and `give_back`, for a running job of torch.amp.
 """
 
 from . import apex as apex

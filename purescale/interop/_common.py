@@ -1,5 +1,5 @@
-"""What the peers' files share: a rule over a scale and a count; checks of settings and of state
-dicts.
+"""Shared helpers of the interop files: a rule over a scale and a count, and checks of settings and
+state dicts.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ Device = torch.device | str | None
 
 
 def scalar(value: float, dtype: torch.dtype, device: Device) -> Tensor:
-    """A 0-d tensor."""
     return torch.full((), value, dtype=dtype, device=device)
 
 
 class ScaleAndCount:
-    """A rule whose state is a scale and one count of steps. `_next` is its transition; what it
-    returns shares no memory with its arguments, or a later donation would reach back into them.
+    """A rule whose state is a scale and one count of steps. `_next` is its transition. Its results
+    share no memory with its arguments, because a later donation would overwrite those.
     """
 
     def _next(self, scale: Tensor, count: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
@@ -38,8 +37,8 @@ class ScaleAndCount:
 
     @without_amax
     def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
-        """The state for the next step. `found_inf`: 0-d bool, True = the step was bad. Reads no
-        value; raises only for another rule's state.
+        """Return the state for the next step. `found_inf`: 0-d bool, True if the step was bad.
+        Reads no value; raises only for another rule's state.
         """
         bad = flag(found_inf, scaler, ScalerState)
         scale, count = self._next(scaler.scale, scaler.growth_tracker, bad)
@@ -52,7 +51,7 @@ class ScaleAndCount:
 
 
 def next_skips(skips: Tensor, bad: Tensor) -> Tensor:
-    """Overflows in a row, for `check_scaler`."""
+    """Return the number of overflows in a row, for `check_scaler`."""
     return torch.where(bad, skips + 1, 0)
 
 
@@ -60,8 +59,8 @@ def next_skips(skips: Tensor, bad: Tensor) -> Tensor:
 
 
 def settle(rule: Any, *names: str) -> None:
-    """Store fields of a frozen rule as `positive` floats, so that equal settings of other types
-    make equal rules.
+    """Store fields of a frozen rule as `positive` floats, so that settings of equal value but other
+    type make equal rules.
     """
     scalars.normalize_fields(rule, positive, *names)
 
@@ -72,7 +71,7 @@ def settle_counts(rule: Any, *names: str, least: int = 1) -> None:
 
 
 def check_bool(name: str, value: Any) -> None:
-    """Refuse what is not True or False."""
+    """Check that `value` is True or False."""
     if not isinstance(value, bool):
         raise TypeError(
             f"{name} must be True or False, got {value!r} ({type(value).__name__}). Fix: "
@@ -97,7 +96,7 @@ _OWNERS = {
     "purescale": "a ScalerState of purescale's own",
 }
 
-# The keys by which a dict is known; the first set that it holds decides, so larger sets come first.
+# The keys by which a dict is recognised. The first match decides, so larger sets come first.
 _SIGNATURES = (
     ("mmengine", {"apex_amp"}),
     ("mmcv", {"cur_scale", "cur_iter", "mode"}),
@@ -115,7 +114,7 @@ _SIGNATURES = (
 
 
 def owner(d: Mapping[str, Any]) -> str | None:
-    """The peer whose state dict this looks like; `None` for no peer's."""
+    """Return the library whose state dict this looks like, or None."""
     keys = set(d)
     if any(isinstance(key, str) and re.fullmatch(r"loss_scaler\d+", key) for key in keys):
         return "apex"
@@ -129,14 +128,12 @@ def owner(d: Mapping[str, Any]) -> str | None:
 def check_dict(
     d: Any, peer: str, required: Sequence[str], optional: Sequence[str] | None = ()
 ) -> None:
-    """Refuse what is not `peer`'s state dict, saying whose it looks like. `optional=None`: it may
-    hold anything besides.
-    """
+    """Check that `d` is a state dict of `peer`. With `optional=None` it may have any other keys."""
     if not isinstance(d, Mapping):
         raise TypeError(
             f"interop.{peer}.from_state_dict takes a state dict with {_listed(required)}, got "
-            f"{type(d).__name__}. Fix: pass what `state_dict()` returned, or what torch.load "
-            "read, not the object or its path."
+            f"{type(d).__name__}. Fix: pass what `state_dict()` or torch.load returned, not the "
+            "object or its path."
         )
     if not d:
         raise ValueError(
@@ -158,12 +155,12 @@ def refuse(
     missing: Iterable[str] = (),
     extra: Iterable[Any] = (),
 ) -> NoReturn:
-    """Raise an error that says which keys are wrong, and which peer's dict it may be."""
+    """Raise an error with the wrong keys, and the library that `d` may come from."""
     found = owner(d)
     if found in (peer, None):
         fix = "Fix: pass the scaler's own dict as it was saved, not a checkpoint that holds it."
     elif found in ("mmcv", "purescale"):
-        fix = f"This looks like {_OWNERS[found]}, for which there is no file here."
+        fix = f"This looks like {_OWNERS[found]}, which interop does not read."
     else:
         fix = f"This looks like {_OWNERS[found]}. Fix: `interop.{found}.from_state_dict(d)`."
     wrong = "".join(
@@ -184,7 +181,7 @@ def _listed(keys: Sequence[str]) -> str:
 def with_settings(
     d: Mapping[str, Any], names: Iterable[str], settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """`settings` and those of `d` in one; an error where the two differ."""
+    """Merge `settings` with those of `d`. Refuse a setting that differs."""
     merged = dict(settings)
     for name in names:
         if name not in d:
@@ -192,21 +189,21 @@ def with_settings(
         if name in merged and merged[name] != d[name]:
             raise ValueError(
                 f"{name}={short_repr(merged[name])} contradicts the state dict, which has "
-                f"{short_repr(d[name])}. Fix: leave it out, and change the rule afterwards if "
-                f"that is meant: `dataclasses.replace(rule, {name}={short_repr(merged[name])})`."
+                f"{short_repr(d[name])}. Fix: leave it out. To change the rule, afterwards "
+                f"`dataclasses.replace(rule, {name}={short_repr(merged[name])})`."
             )
         merged[name] = d[name]
     return merged
 
 
 def saved_scale(name: str, value: Any) -> float:
-    """A scale out of a state dict, one that training can go on with."""
+    """Return a scale from a state dict, checked to be a positive float32."""
     number = real(name, value)
     if not is_positive_float32(number):
         raise ValueError(
             f"the saved scale, {name}, is {short_repr(value)}; a loss can only be scaled by a "
-            "positive, finite float32. Likely cause: the job had overflowed or grown without end "
-            "before it was saved. Fix: `state = rule(...).init(device)`."
+            "positive, finite float32. Likely cause: the scale fell to 0 or grew to inf before it "
+            "was saved. Fix: `state = rule(...).init(device)`."
         )
     return number
 
@@ -214,13 +211,13 @@ def saved_scale(name: str, value: Any) -> float:
 def check_saveable(
     peer: str, rule: Any, rule_kinds: tuple[type[Any], ...], scaler: Any, state_kind: type[Any]
 ) -> None:
-    """Refuse a rule or a state that `peer`'s format cannot hold."""
+    """Check that `peer`'s format can hold this rule and state."""
     if not isinstance(rule, rule_kinds):
         raise TypeError(
             f"interop.{peer}.to_state_dict got the rule {rule!r}; expected one that "
             f"`interop.{peer}.rule(...)` returned. Likely cause: a rule of another library, whose "
-            f"settings have no place in this format. Fix: `interop.{peer}.rule(...)` with the "
-            "settings of the job."
+            f"settings this format cannot hold. Fix: `interop.{peer}.rule(...)` with the settings "
+            "of the job."
         )
     if not isinstance(scaler, state_kind):
         raise TypeError(
@@ -232,6 +229,6 @@ def check_saveable(
     if stacked:
         raise ValueError(
             f"interop.{peer}.to_state_dict takes one state of 0-d tensors; {_listed(stacked)} have "
-            "more dimensions. Likely cause: states of an ensemble. Fix: one at a time, "
+            "more dimensions. Likely cause: states of an ensemble. Fix: pass one at a time, "
             "`type(state)(*(t[i] for t in state))`."
         )

@@ -1,4 +1,4 @@
-"""A live optimizer of torch and its scheduler, as `from_torch` has them, both ways."""
+"""Transfer of a live torch optimizer and its scheduler to `from_torch` and back."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .._tree.tree import join_names
 def names_by_group(
     optimizer: torch.optim.Optimizer, model: nn.Module, params: Mapping[str, Tensor]
 ) -> list[tuple[str, ...]]:
-    """The names of the parameters that are trained in each group of a live optimizer."""
+    """Return the names of the trained parameters in each group of a live optimizer."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = []
     for index, group in enumerate(optimizer.param_groups):
@@ -36,8 +36,8 @@ def names_by_group(
                     f"param_groups[{index}] of the optimizer has a parameter of shape "
                     f"{tuple(parameter.shape)} that is not in the model. Likely cause: the "
                     "optimizer of another model, of several, or of this one before its parameters "
-                    "were replaced. Fix: the model whose `.parameters()` the optimizer was given; "
-                    "of several `nn.ModuleDict({'a': a, 'b': b})`."
+                    "were replaced. Fix: pass the model whose `.parameters()` the optimizer was "
+                    "given; for several `nn.ModuleDict({'a': a, 'b': b})`."
                 )
         found = [names[id(parameter)] for parameter in group["params"]]
         groups.append(tuple(name for name in found if name in params))
@@ -45,9 +45,9 @@ def names_by_group(
     if missing:
         raise ValueError(
             f"the optimizer does not have {join_names(sorted(missing))} of the model, and here "
-            "every parameter that requires a gradient is trained. Fix: "
-            f"`model.get_parameter({min(missing)!r}).requires_grad_(False)` for what is not "
-            "trained, before take_over."
+            "every parameter that requires a gradient is trained. Fix: before take_over, "
+            f"`model.get_parameter({min(missing)!r}).requires_grad_(False)` for each that is not "
+            "trained."
         )
     return groups
 
@@ -55,11 +55,11 @@ def names_by_group(
 def rates_from_now(
     optimizer: torch.optim.Optimizer, scheduler: Any, steps: int | None
 ) -> tuple[list[Any], int | None]:
-    """The rate of each parameter group, a table where there is a scheduler; and its place."""
+    """Return the rate of each parameter group, a table if there is a scheduler, and its step."""
     if scheduler is None:
         if steps is not None:
             raise ValueError(
-                f"steps={steps} without a scheduler: the rates would stay as they are. Fix: "
+                f"steps={steps} without a scheduler, so the rates would not change. Fix: "
                 "take_over(model, optimizer, scaler, scheduler, steps=...), or leave steps out."
             )
         return [float(group["lr"]) for group in optimizer.param_groups], None
@@ -67,7 +67,7 @@ def rates_from_now(
     if steps is None:
         raise ValueError(
             "take_over got a scheduler, whose rates are tabulated, and no `steps`. Fix: "
-            "take_over(..., scheduler, steps=10_000), the number of steps to be made here at most."
+            "take_over(..., scheduler, steps=10_000), the largest number of steps made here."
         )
     count, place = whole("steps", steps, least=1), place_of(scheduler)
     rates = rates_of(stand_in(scheduler), count)
@@ -77,7 +77,9 @@ def rates_from_now(
 def as_from_torch(
     optimizer: torch.optim.Optimizer, names: list[tuple[str, ...]], rates: list[Any]
 ) -> TorchOptimizer:
-    """The live optimizer's settings: those of its first group, and overrides for the others."""
+    """Return a `from_torch` optimizer with the settings of the first group, and overrides for the
+    others.
+    """
     cls = type(optimizer)
     groups = [
         {**_settings_of(cls, group), "lr": rate}
@@ -94,14 +96,14 @@ def as_from_torch(
 
 
 def _settings_of(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
-    """What `cls` was told for a parameter group, as Python numbers, but for the rate and flags."""
+    """Return the settings of a parameter group as Python numbers, without the rate and flags."""
     accepted = inspect.signature(cls).parameters.keys() - {"params", "lr", *FLAGS}
     settings = {
         name: tuple(map(_number, value)) if isinstance(value, (tuple, list)) else _number(value)
         for name, value in group.items()
         if name in accepted
     }
-    if issubclass(cls, torch.optim.Adafactor):  # of which from_torch wants it named
+    if issubclass(cls, torch.optim.Adafactor):  # from_torch requires it by name
         settings["foreach"] = bool(group["foreach"])
     return settings
 
@@ -113,8 +115,8 @@ def _number(value: Any) -> Any:
 def slots_of(
     optimizer: torch.optim.Optimizer, model: nn.Module, params: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """The live optimizer's state dict with all trained parameters in one group, in the order of
-    `params`: names decide, since groups with equal settings are one here.
+    """Return the live optimizer's state dict with all trained parameters in one group, in the order
+    of `params`, because groups with equal settings are one here.
     """
     live = dict(model.named_parameters())
     state = {index: optimizer.state.get(live[name], {}) for index, name in enumerate(params)}
@@ -125,9 +127,7 @@ def slots_of(
 
 
 def unwrapped(state: Any, optimizer: Any, torch_optimizer: Any) -> tuple[TorchOptimizer, OptState]:
-    """Optimizer and state inside of all wrappers, refused if they are not those of
-    `torch_optimizer`.
-    """
+    """Return the innermost optimizer and its state, checked to fit `torch_optimizer`."""
     inner = optimizer
     while hasattr(inner, "optimizer"):
         inner = inner.optimizer
@@ -137,12 +137,12 @@ def unwrapped(state: Any, optimizer: Any, torch_optimizer: Any) -> tuple[TorchOp
         raise TypeError(
             f"give_back got a {type(state).__name__} and a {type(optimizer).__name__}; expected "
             "the TrainState of train_step and the optimizer of take_over. Likely cause: arguments "
-            "in another order. Fix: give_back(state, optimizer, rule, model, torch_optimizer, "
+            "in the wrong order. Fix: give_back(state, optimizer, rule, model, torch_optimizer, "
             "scaler, scheduler)."
         )
     if isinstance(inner, PartitionOptimizer):
         raise ValueError(
-            f"the optimizer has the parts {list(inner.optimizers)}; torch has an optimizer for "
+            f"the optimizer has the parts {list(inner.optimizers)}; torch has one optimizer for "
             "each. Fix: `load_into(model, state.params, state.buffers)`, and for each key "
             "`torch_optimizers[key].load_state_dict("
             "optimizer.optimizers[key].to_state_dict(state.opt_state[key]))`."
@@ -151,16 +151,17 @@ def unwrapped(state: Any, optimizer: Any, torch_optimizer: Any) -> tuple[TorchOp
     if not isinstance(opt_state, OptState) or cls is not type(torch_optimizer):
         raise ValueError(
             f"the state is a {type(opt_state).__name__} of {cls.__name__}, the live optimizer a "
-            f"{type(torch_optimizer).__name__}. Fix: the live optimizer that take_over was given."
+            f"{type(torch_optimizer).__name__}. Fix: pass the live optimizer that take_over was "
+            "given."
         )
     if opt_state.applied.ndim:
         raise ValueError(
-            f"the state is {len(opt_state.applied)} stacked ones, an ensemble's. Fix: one at a "
-            "time, `give_back(member(state, 0), ...)`."
+            f"the state is {len(opt_state.applied)} stacked ones, of an ensemble. Fix: pass one at "
+            "a time, `give_back(member(state, 0), ...)`."
         )
     if inner.summary[3]:
         raise ValueError(
-            f"the optimizer has {', '.join(inner.summary[3])} in its state, torch's has them in "
+            f"the optimizer has {', '.join(inner.summary[3])} in its state; torch's has them in "
             "its parameter groups. Fix: "
             "`torch_optimizer.load_state_dict(optimizer.to_state_dict(state.opt_state))`."
         )
@@ -168,7 +169,7 @@ def unwrapped(state: Any, optimizer: Any, torch_optimizer: Any) -> tuple[TorchOp
 
 
 def weights_of(state: TrainState) -> Any:
-    """The parameters, or their float32 masters where the state has them."""
+    """Return the parameters, or their float32 masters if the state has them."""
     kept = masters_within(state.opt_state)
     return master_weights(state.params, kept) if isinstance(kept, MasterState) else state.params
 
@@ -176,8 +177,8 @@ def weights_of(state: TrainState) -> Any:
 def with_slots(
     optimizer: torch.optim.Optimizer, model: nn.Module, opt_state: OptState
 ) -> dict[str, Any]:
-    """The live optimizer's own state dict, with these slots in it: its groups stay torch's, whose
-    rates a scheduler goes on from.
+    """Return the live optimizer's state dict with these slots. Its groups do not change, as a
+    scheduler continues from their rates.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     listed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -186,7 +187,7 @@ def with_slots(
     if missing:
         raise ValueError(
             f"the state has {join_names(sorted(missing))}, the live optimizer does not. Likely "
-            "cause: another model or optimizer than take_over was given. Fix: those of take_over."
+            "cause: another model or optimizer than in take_over. Fix: pass those of take_over."
         )
     every = list(opt_state.slots)
     saved = state_dict(opt_state.slots, [(every, {"lr": 0.0})])["state"]
@@ -198,13 +199,13 @@ def with_slots(
 def steps_since(
     scheduler: Any, optimizer: torch.optim.Optimizer, ours: TorchOptimizer, opt_state: OptState
 ) -> int:
-    """The steps that were applied since the scheduler's last."""
+    """Return the number of steps applied since the scheduler's last."""
     scheduled = callable(ours.summary[1]["lr"])
     if scheduled != (scheduler is not None):
         raise ValueError(
             "take_over was given a scheduler, and give_back is not. Fix: give_back(..., scheduler)."
             if scheduled
-            else "give_back got a scheduler, and the rate of the optimizer is a number. Likely "
+            else "give_back got a scheduler, but the rate of the optimizer is a number. Likely "
             "cause: take_over without it. Fix: leave it out here too, and step it yourself."
         )
     if scheduler is None:
@@ -214,7 +215,6 @@ def steps_since(
     if applied < place:
         raise ValueError(
             f"the scheduler is at step {place}, the state at {applied}. Likely cause: the "
-            "scheduler was stepped after take_over. Fix: leave it alone until give_back, which "
-            "steps it."
+            "scheduler was stepped after take_over. Fix: do not step it; give_back does."
         )
     return applied - place

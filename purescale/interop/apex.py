@@ -1,4 +1,4 @@
-"""apex.amp: its scaler, static and dynamic, its opt levels as a policy and a rule."""
+"""apex.amp: its static and dynamic scaler as a rule, and its opt levels as a policy and a rule."""
 
 from __future__ import annotations
 
@@ -33,27 +33,39 @@ class ApexScale(ScaleAndCount):
     """Equal to `LossScaler.update_scale()`: `max(min_loss_scale, scale / 2), 0` when bad, else
     `min(max_loss_scale, scale * 2)`.
 
-    Bit for bit where `max_loss_scale` and `min_loss_scale` are powers of two, within float32's
-    range; apex computes in Python floats. `loss_scale="dynamic"`, or a number, also as a string,
-    for a static one, which never moves.
+    Equal bit for bit within float32's range if both bounds are powers of two; apex computes in
+    Python floats. It follows apex where `DynamicScale` does not:
 
-    What `DynamicScale` does otherwise, and this does as apex does: `min_loss_scale=None`, and 0.0
-    too, is no floor, so the scale can become 0 and stays so (no step is taken then, `check_scaler`
-    raises); `max_loss_scale` also clamps `init_scale`; the count is compared with `==`;
-    `scale_factor` is taken and never used. One deliberate difference: apex takes the step on the
-    overflow of a static scaler, here every overflow is skipped.
+    - Without a floor the scale can become 0 and then stays 0: no step is taken, and `check_scaler`
+      raises.
+    - `max_loss_scale` also clamps `init_scale`.
+    - The count is compared with `==`.
 
-    Raises `ValueError` and `TypeError` for other settings when made.
+    One difference is deliberate: with a static scale apex takes a step that overflows, and here
+    every overflow is skipped.
 
-    >>> import torch
-    >>> scaler = rule(init_scale=2.0**30, scale_window=1)
-    >>> state = scaler.init()
-    >>> for overflow in [True, False, False]:
-    ...     state = scaler.update(state, torch.tensor(overflow))
-    ...     print(state.scale.item())
-    8388608.0
-    16777216.0
-    16777216.0
+    Args:
+        loss_scale: "dynamic", or a number, also as a string, for a static scale.
+        init_scale: The first scale.
+        scale_factor: Accepted and not used, as in apex.
+        scale_window: The number of clean steps before a growth.
+        min_loss_scale: The floor; None or 0.0 for a scale without one.
+        max_loss_scale: The ceiling.
+
+    Raises:
+        TypeError: A setting is not a number.
+        ValueError: A setting is out of range.
+
+    Example:
+        >>> import torch
+        >>> scaler = rule(init_scale=2.0**30, scale_window=1)
+        >>> state = scaler.init()
+        >>> for overflow in [True, False, False]:
+        ...     state = scaler.update(state, torch.tensor(overflow))
+        ...     print(state.scale.item())
+        8388608.0
+        16777216.0
+        16777216.0
 
     Source of the rule: apex/amp/scaler.py.
     """
@@ -77,21 +89,21 @@ class ApexScale(ScaleAndCount):
         if (self.min_scale or 0.0) > self.max_loss_scale:
             raise ValueError(
                 f"min_loss_scale <= max_loss_scale must hold, got {self.min_loss_scale!r} and "
-                f"{self.max_loss_scale!r}. Fix: move the bound that is crossed."
+                f"{self.max_loss_scale!r}. Fix: lower min_loss_scale or raise max_loss_scale."
             )
 
     @property
     def dynamic(self) -> bool:
-        """Whether the scale moves."""
+        """True if the scale moves."""
         return self.loss_scale == "dynamic"
 
     @property
     def min_scale(self) -> float | None:
-        """The floor, under the name that `check_scaler` knows; `None` where there is none."""
+        """The floor under the name that `check_scaler` reads, or None."""
         return (self.min_loss_scale or None) if self.dynamic else None
 
     def init(self, device: Device = None) -> ScalerState:
-        """The state to start from, on `device` (that of the gradients)."""
+        """Return the initial state, on `device` (that of the gradients)."""
         return scaler_state(
             min(self.init_scale, self.max_loss_scale) if self.dynamic else float(self.loss_scale),
             device=device,
@@ -116,7 +128,7 @@ rule = ApexScale
 
 
 def _loss_scale(value: Any) -> float | str:
-    """`"dynamic"`, or the number that a string holds, as apex reads it."""
+    """Return `"dynamic"` or the number, which may be a string, as apex reads it."""
     if value == "dynamic":
         return "dynamic"
     if isinstance(value, str):
@@ -143,16 +155,24 @@ def from_state_dict(
     """Equal to `rule(**settings), state of d["loss_scaler0"]`; with several losses, a tuple of
     rules and a tuple of states.
 
-    `d`: what `apex.amp.state_dict()` returned. It holds no setting: pass those of the job under
-    `rule()`'s names, here one set for all losses. `device`: that of the gradients.
+    Args:
+        d: What `apex.amp.state_dict()` returned. It does not hold settings.
+        device: The device of the gradients.
+        settings: The job's settings of `rule`, one set for all losses.
 
-    Raises `ValueError` for another library's dict, the `{}` of a disabled amp, a scale that cannot
-    train and a static `loss_scale` other than the saved one; `TypeError` for what is no number.
+    Returns:
+        The rule and its state, or a tuple of each.
 
-    >>> d = {"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 7}}
-    >>> scaler, state = from_state_dict(d, scale_window=500)
-    >>> state.scale, state.growth_tracker
-    (tensor(1024.), tensor(7, dtype=torch.int32))
+    Raises:
+        TypeError: A value is not a number.
+        ValueError: `d` is another library's dict or the `{}` of a disabled amp, its scale cannot
+            train, or a static `loss_scale` differs from the saved one.
+
+    Example:
+        >>> d = {"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 7}}
+        >>> scaler, state = from_state_dict(d, scale_window=500)
+        >>> state.scale, state.growth_tracker
+        (tensor(1024.), tensor(7, dtype=torch.int32))
 
     Source of the format: state_dict of apex/amp/frontend.py.
     """
@@ -169,8 +189,8 @@ def from_state_dict(
                 else repr(entry)
             )
             raise ValueError(
-                f"{name} in apex's state dict is a dict with 'loss_scale' and 'unskipped', got "
-                f"{got}. Fix: amp.state_dict()."
+                f"{name} in apex's state dict must be a dict with 'loss_scale' and 'unskipped', "
+                f"got {got}. Fix: pass amp.state_dict()."
             )
         scale = saved_scale(f"{name}['loss_scale']", entry["loss_scale"])
         made.append(rule(**{"init_scale": scale, **settings}))
@@ -188,17 +208,23 @@ def from_state_dict(
 
 
 def to_state_dict(rule: Rules, scaler: States) -> dict[str, Any]:
-    """Syncs with the host. Equal to what `apex.amp.state_dict()` returns at this point;
-    `amp.load_state_dict` takes it.
+    """Syncs with the host. Equal to what `apex.amp.state_dict()` returns at this point, for
+    `amp.load_state_dict`.
 
-    With several losses: a tuple of rules and a tuple of states, as `initialize` and
-    `from_state_dict` give them.
+    Args:
+        rule: An `ApexScale`, or a tuple of one for each loss, as `initialize` returns.
+        scaler: Its state, or a tuple of states.
 
-    Raises `TypeError` for another library's rule, `ValueError` for stacked states and for tuples of
-    different lengths.
+    Returns:
+        The state dict.
 
-    >>> to_state_dict(rule(), rule().init())
-    {'loss_scaler0': {'loss_scale': 65536.0, 'unskipped': 0}}
+    Raises:
+        TypeError: A rule is another library's.
+        ValueError: A state is stacked, or the tuples have different lengths.
+
+    Example:
+        >>> to_state_dict(rule(), rule().init())
+        {'loss_scaler0': {'loss_scale': 65536.0, 'unskipped': 0}}
 
     Source of the format: state_dict of apex/amp/frontend.py.
     """
@@ -209,7 +235,7 @@ def to_state_dict(rule: Rules, scaler: States) -> dict[str, Any]:
     if len(rules) != len(states):
         raise ValueError(
             f"interop.apex.to_state_dict got {len(rules)} rule(s) and {len(states)} state(s). "
-            "Fix: one state a loss."
+            "Fix: pass one state for each loss."
         )
     for each, state in zip(rules, states, strict=True):
         check_saveable("apex", each, (ApexScale,), state, ScalerState)
@@ -226,7 +252,7 @@ def to_state_dict(rule: Rules, scaler: States) -> dict[str, Any]:
 
 
 class _Level(NamedTuple):
-    """apex's properties of an opt level; as overrides, `None` is what was not given."""
+    """apex's properties of an opt level; as overrides, None means not given."""
 
     cast_model_type: Any  # False, as None: no cast
     patch_torch_functions: bool | None
@@ -266,21 +292,37 @@ def initialize(
     | O2 | params=float32,compute=float16,output=float32,norms=float32 | "dynamic" |
     | O3 | params=float16,compute=float16,output=float32,norms=float16 | 1.0 |
 
-    An argument that is not `None` overrides the level's. `params` are the masters: float32 unless
-    `master_weights` is False. `keep_batchnorm_fp32` decides for every norm. `cast_model_outputs`:
-    the dtype of the outputs, in O1 too, where apex by default leaves each output in its own dtype.
-    `loss_scale` and `keep_batchnorm_fp32` may be strings, as on a command line: "dynamic", "128.0",
-    "True". `num_losses > 1`: a tuple of rules, one a loss. `enabled=False`: float32 and
-    `NoScale()`. Overflows of a static scale are skipped here, in apex they are not.
+    An argument that is not None overrides that of the level. Overflows of a static scale are
+    skipped here, but not in apex.
 
-    Raises `RuntimeError`, as apex, for an unknown `opt_level` and for what contradicts it: in O1 a
-    `cast_model_type`, `keep_batchnorm_fp32` or `master_weights`, elsewhere
-    `patch_torch_functions=True`. `ValueError` for a value that apex does not take, `TypeError` for
-    one of the wrong type.
+    Args:
+        opt_level: "O0", "O1", "O2" or "O3".
+        loss_scale: "dynamic" or a number, also as a string.
+        cast_model_type: The dtype of the computation; False for no cast.
+        patch_torch_functions: If True, torch's op lists choose the dtypes. Only in O1.
+        keep_batchnorm_fp32: If True, all norms compute in float32. May be "True" or "False".
+        master_weights: If False, parameters are kept in `cast_model_type` and not in float32.
+        cast_model_outputs: The dtype of the outputs, float32 by default. In O1 apex by default
+            leaves each output in its own dtype.
+        num_losses: The number of losses; above 1 the second result is a tuple of rules.
+        min_loss_scale: The floor of the scale, see `ApexScale`.
+        max_loss_scale: The ceiling of the scale.
+        enabled: If False, the result is a float32 policy and `NoScale()`.
 
-    >>> policy, scaler = initialize("O2", loss_scale="128.0", keep_batchnorm_fp32="True")
-    >>> policy.compute_dtype, policy.norm_dtype, scaler.loss_scale
-    (torch.float16, torch.float32, 128.0)
+    Returns:
+        The policy and the rule.
+
+    Raises:
+        RuntimeError: As in apex: an unknown `opt_level`, or an argument that contradicts it. In O1
+            these are `cast_model_type`, `keep_batchnorm_fp32` and `master_weights`, in other
+            levels `patch_torch_functions=True`.
+        TypeError: A value has the wrong type.
+        ValueError: apex does not accept a value.
+
+    Example:
+        >>> policy, scaler = initialize("O2", loss_scale="128.0", keep_batchnorm_fp32="True")
+        >>> policy.compute_dtype, policy.norm_dtype, scaler.loss_scale
+        (torch.float16, torch.float32, 128.0)
 
     Source of the levels: apex/amp/frontend.py, apex/amp/_initialize.py.
     """
@@ -301,12 +343,12 @@ def initialize(
 
 
 def _overridden(opt_level: Any, overrides: _Level) -> _Level:
-    """The level with what was given in place of its own, once that was checked."""
+    """Check the overrides and apply them to the level."""
     if not isinstance(opt_level, str) or opt_level not in _LEVELS:
         near = f"O{str(opt_level)[-1]}" if str(opt_level)[-1:] in tuple("0123") else "O1"
         raise RuntimeError(
             f"unknown opt_level {opt_level!r}; expected 'O0', 'O1', 'O2' or 'O3': the letter O and "
-            "a digit. Likely cause: a zero for the letter, or a number alone. Fix: "
+            "a digit. Likely cause: a zero for the letter, or only a number. Fix: "
             f"opt_level={near!r}."
         )
     for name in ("patch_torch_functions", "keep_batchnorm_fp32", "master_weights"):
@@ -325,7 +367,7 @@ def _overridden(opt_level: Any, overrides: _Level) -> _Level:
 
 def _policy(level: _Level, output: torch.dtype) -> Policy:
     if level.patch_torch_functions:
-        # of apex's lists, in which norms are among the operators in float32
+        # Norms are among the float32 operators in apex's lists.
         half, wide = torch.float16, torch.float32
         return Policy(compute_dtype=half, output_dtype=output, norm_dtype=wide, autocast=True)
     compute = level.cast_model_type or torch.float32
@@ -349,9 +391,9 @@ def _check_dtype(name: str, dtype: Any) -> None:
 _NOT_IN_O1 = {
     "cast_model_type": "which leaves the model in float32 and casts operator by operator. Fix: "
     "opt_level='O2' (float32 masters) or 'O3', or leave cast_model_type out.",
-    "keep_batchnorm_fp32": "where norms are in float32 in any case. Fix: leave it out, or "
+    "keep_batchnorm_fp32": "which always computes norms in float32. Fix: leave it out, or "
     "opt_level='O2'.",
-    "master_weights": "where the parameters themselves are float32. Fix: leave it out, or "
+    "master_weights": "which keeps the parameters themselves in float32. Fix: leave it out, or "
     "opt_level='O2'.",
 }
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's DynamicLossScaler, and the LossScaleConfig of its fused and unfused optimizers: two
+"""DeepSpeed's DynamicLossScaler and the LossScaleConfig of its fused and unfused optimizers, two
 formats of one rule.
 """
 
@@ -40,12 +40,12 @@ _MOST = 2**63 - 1
 
 
 class DeepSpeedState(NamedTuple):
-    """What DeepSpeed's scaler remembers: iterations, not clean steps."""
+    """The state of DeepSpeed's scaler, which counts iterations and not clean steps."""
 
     scale: Tensor  # float32
     cur_iter: Tensor  # int64
-    last_overflow_iter: Tensor  # int64; -1: none yet
-    cur_hysteresis: Tensor  # int32: overflows still tolerated, and the one that backs off
+    last_overflow_iter: Tensor  # int64; -1 before the first
+    cur_hysteresis: Tensor  # int32: overflows up to and including the next that backs off
     consecutive_skips: Tensor  # int32: overflows in a row, for check_scaler
 
 
@@ -54,39 +54,48 @@ class DeepSpeedScale:
     """Equal to `DynamicLossScaler.update_scale(overflow)`; with `delayed_shift=1` to
     `FP16_Optimizer._update_scale(skip)`.
 
-    Bit for bit with a power of two as `scale_factor` and within float32's range; DeepSpeed computes
-    in Python floats.
+    Equal bit for bit within float32's range if `scale_factor` is a power of two; DeepSpeed computes
+    in Python floats. It follows DeepSpeed where `DynamicScale` does not:
 
-    What `DynamicScale` does otherwise, and this does as DeepSpeed does:
-    - growth comes on clean step `scale_window + 1` after the start or an overflow, then every
-      `scale_window` steps;
-    - once the tolerance is used up every overflow backs off, until it is refilled: by growth, or
-      with `consecutive_hysteresis` by any clean step;
-    - an overflow raises a scale below `min_scale` to it; there is no ceiling.
+    - The scale grows on clean step `scale_window + 1` after the start or an overflow, then every
+      `scale_window` steps.
+    - Once the tolerance is used up, every overflow backs off until a growth refills it, or any
+      clean step with `consecutive_hysteresis`.
+    - An overflow raises a scale below `min_scale` to it. The scale has no ceiling.
 
-    Where DeepSpeed raises "already at minimum" the scale stays at `min_scale`, and `check_scaler`
-    raises: already for the overflow that led there, and whatever `raise_error_at_min_scale` is,
-    which is only kept for DeepSpeed's own object.
+    When DeepSpeed raises "already at minimum", the scale stays at `min_scale` here, and
+    `check_scaler` raises, already for the overflow that led there.
 
-    `init_scale`, `min_scale`, `scale_factor > 1`: positive float32. `scale_window`,
-    `delayed_shift`: steps. Defaults are those of the config, where they are 2**initial_scale_power,
-    loss_scale_window, min_loss_scale, hysteresis. `dynamic=False` is the static LossScaler:
-    overflows are skipped, the scale stays. Raises `ValueError` and `TypeError` for other settings
-    when made.
+    Args:
+        init_scale: The first scale, 2**initial_scale_power in the config.
+        scale_window: The steps between growths, loss_scale_window in the config.
+        min_scale: The floor, min_loss_scale in the config.
+        delayed_shift: The first overflow after a refill of the tolerance that backs off, counted
+            from 1; hysteresis in the config.
+        consecutive_hysteresis: If True, any clean step refills the tolerance.
+        raise_error_at_min_scale: Not used; kept for DeepSpeed's own object.
+        scale_factor: The factor of growth and backoff, above 1.
+        dynamic: If False, the scale never moves, as that of the static LossScaler. Overflows are
+            skipped.
 
-    >>> import torch
-    >>> scaler = rule(init_scale=16.0, delayed_shift=2)
-    >>> state = scaler.init()
-    >>> for overflow in [True, False, True, True]:
-    ...     state = scaler.update(state, torch.tensor(overflow))
-    ...     print(state.scale.item())
-    16.0
-    16.0
-    8.0
-    4.0
+    Raises:
+        TypeError: A setting has the wrong type.
+        ValueError: A setting is out of range.
+
+    Example:
+        >>> import torch
+        >>> scaler = rule(init_scale=16.0, delayed_shift=2)
+        >>> state = scaler.init()
+        >>> for overflow in [True, False, True, True]:
+        ...     state = scaler.update(state, torch.tensor(overflow))
+        ...     print(state.scale.item())
+        16.0
+        16.0
+        8.0
+        4.0
 
     Source of the rule: deepspeed/runtime/fp16/loss_scaler.py and fused_optimizer.py, which unscale
-    with the next scale; we do not.
+    with the next scale; purescale uses the current one.
     """
 
     init_scale: float = 2.0**16
@@ -106,13 +115,13 @@ class DeepSpeedScale:
             check_bool(name, getattr(self, name))
 
     def init(self, device: Device = None) -> DeepSpeedState:
-        """The state to start from, on `device` (that of the gradients)."""
+        """Return the initial state, on `device` (that of the gradients)."""
         return _state(self.init_scale, 0, -1, self.delayed_shift, device)
 
     @without_amax
     def update(self, scaler: DeepSpeedState, found_inf: Tensor) -> DeepSpeedState:
-        """The state for the next step. `found_inf`: 0-d bool, True = the step was bad. Reads no
-        value; raises only for another rule's state.
+        """Return the state for the next step. `found_inf`: 0-d bool, True if the step was bad.
+        Reads no value; raises only for another rule's state.
         """
         bad = flag(found_inf, scaler, DeepSpeedState)
         iteration, last = scaler.cur_iter, scaler.last_overflow_iter
@@ -158,23 +167,31 @@ def from_state_dict(
     """Equal to `rule(**settings of d), state of cur_scale, cur_iter, last_overflow_iter,
     cur_hysteresis`.
 
-    `d`: the optimizer's state dict, in either of DeepSpeed's formats, whatever else it holds:
-    - ZeRO keeps the scaler itself under "loss_scaler": unpickled by you, an object with those
-      attributes, or their `vars`;
-    - the fused and unfused optimizers keep `cur_scale`, `cur_iter`, ... side by side. They have no
-      hysteresis, so it is 1, and do not save `min_scale`: pass 0.25 for the unfused one, 1.0, the
-      default, is the fused one's.
+    - ZeRO saves the scaler object under "loss_scaler". Unpickle it yourself; an object with its
+      attributes, or their `vars`, also works.
+    - The fused and unfused optimizers save `cur_scale`, `cur_iter` and others side by side. They
+      have a hysteresis of 1 and do not save `min_scale`: pass 0.25 for the unfused one; that of the
+      fused one is 1.0, the default.
 
-    `settings` under `rule()`'s names, for what `d` does not hold. `device`: that of the gradients.
+    Args:
+        d: The optimizer's state dict in either format. Other keys are ignored.
+        device: The device of the gradients.
+        settings: Settings of `rule` that `d` does not hold.
 
-    Raises `ValueError` for another library's dict, an empty one, a scale that cannot train and a
-    setting that contradicts `d`; `TypeError` for what is no number.
+    Returns:
+        The rule and its state.
 
-    >>> d = {"dynamic_loss_scale": True, "cur_scale": 1024.0, "cur_iter": 9}
-    >>> d |= {"last_overflow_iter": 4, "scale_factor": 2.0, "scale_window": 500}
-    >>> scaler, state = from_state_dict(d)
-    >>> scaler.scale_window, scaler.delayed_shift, state.scale
-    (500, 1, tensor(1024.))
+    Raises:
+        TypeError: A value is not a number.
+        ValueError: `d` is another library's dict or empty, its scale cannot train, or a setting
+            contradicts it.
+
+    Example:
+        >>> d = {"dynamic_loss_scale": True, "cur_scale": 1024.0, "cur_iter": 9}
+        >>> d |= {"last_overflow_iter": 4, "scale_factor": 2.0, "scale_window": 500}
+        >>> scaler, state = from_state_dict(d)
+        >>> scaler.scale_window, scaler.delayed_shift, state.scale
+        (500, 1, tensor(1024.))
 
     Source of the formats: state_dict of deepspeed/runtime/zero/stage_1_and_2.py and of
     deepspeed/runtime/fp16/fused_optimizer.py.
@@ -218,11 +235,21 @@ def to_state_dict(rule: DeepSpeedScale, scaler: DeepSpeedState) -> dict[str, Any
     For ZeRO, whose format is a pickled object:
     `vars(optimizer.loss_scaler).update({k: d[k] for k in vars(optimizer.loss_scaler) if k in d})`.
 
-    Raises `TypeError` for another library's rule, `ValueError` for stacked states.
+    Args:
+        rule: A `DeepSpeedScale`.
+        scaler: Its state.
 
-    >>> d = to_state_dict(rule(), rule().init())
-    >>> d["cur_scale"], d["cur_iter"], d["cur_hysteresis"]
-    (65536.0, 0, 2)
+    Returns:
+        The state dict.
+
+    Raises:
+        TypeError: `rule` is another library's.
+        ValueError: The state is stacked.
+
+    Example:
+        >>> d = to_state_dict(rule(), rule().init())
+        >>> d["cur_scale"], d["cur_iter"], d["cur_hysteresis"]
+        (65536.0, 0, 2)
 
     Source of the formats: state_dict of deepspeed/runtime/fp16/fused_optimizer.py, attributes of
     DynamicLossScaler.

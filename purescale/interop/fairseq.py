@@ -32,12 +32,12 @@ _MOST = 2**63 - 1
 
 
 class FairseqState(NamedTuple):
-    """What fairseq's scaler remembers: iterations, not clean steps."""
+    """The state of fairseq's scaler, which counts iterations and not clean steps."""
 
     scale: Tensor  # float32
     iteration: Tensor  # int64
-    last_overflow_iter: Tensor  # int64; -1: none yet
-    last_rescale_iter: Tensor  # int64; -1: none yet
+    last_overflow_iter: Tensor  # int64; -1 before the first
+    last_rescale_iter: Tensor  # int64; -1 before the first
     overflows_since_rescale: Tensor  # int64
     consecutive_skips: Tensor  # int32: overflows in a row, for check_scaler
 
@@ -47,29 +47,37 @@ class FairseqScale:
     """Equal to `check_overflow(grad_norm)`, and `update()` after a clean step, of fairseq's
     DynamicLossScaler.
 
-    Bit for bit with a power of two as `scale_factor` and within float32's range; fairseq computes
-    in Python floats. An overflow backs off where overflows make up at least `tolerance` of the
-    steps since the scale last moved, never below `threshold`. Growth comes every `scale_window`
-    steps after the last overflow. There is no ceiling.
+    Equal bit for bit within float32's range if `scale_factor` is a power of two; fairseq computes
+    in Python floats. The scale has no ceiling.
 
-    Where fairseq restores the scale and raises FloatingPointError, because it would fall to
-    `min_loss_scale` or below, this takes that last step down and stays there until it grows:
+    If the scale would fall to `min_loss_scale` or below, fairseq restores it and raises
+    FloatingPointError. Here the scale takes this last step and stays there until it grows, and
     `check_scaler` raises, at the same overflow.
 
-    `init_scale`, `scale_factor > 1`: positive float32. `scale_window`: steps. `tolerance`: from 0
-    to 1. `threshold`, `min_loss_scale`: not negative; `threshold` may be `None`. Raises
-    `ValueError` and `TypeError` for other settings when made.
+    Args:
+        init_scale: The first scale, a positive float32.
+        scale_factor: The factor of growth and backoff, above 1.
+        scale_window: The scale grows every `scale_window` steps after the last overflow.
+        tolerance: An overflow backs off if at least this share, from 0 to 1, of the steps since the
+            scale last moved overflowed.
+        threshold: A bound below which a backoff does not go, not negative, or None.
+        min_loss_scale: The scale at which fairseq raises, not negative.
 
-    >>> import torch
-    >>> scaler = rule(init_scale=16.0, tolerance=0.5)
-    >>> state = scaler.init()
-    >>> for overflow in [False, False, True, True]:
-    ...     state = scaler.update(state, torch.tensor(overflow))
-    ...     print(state.scale.item())
-    16.0
-    16.0
-    16.0
-    8.0
+    Raises:
+        TypeError: A setting is not a number.
+        ValueError: A setting is out of range.
+
+    Example:
+        >>> import torch
+        >>> scaler = rule(init_scale=16.0, tolerance=0.5)
+        >>> state = scaler.init()
+        >>> for overflow in [False, False, True, True]:
+        ...     state = scaler.update(state, torch.tensor(overflow))
+        ...     print(state.scale.item())
+        16.0
+        16.0
+        16.0
+        8.0
 
     Source of the rule: fairseq/optim/dynamic_loss_scaler.py.
     """
@@ -100,17 +108,17 @@ class FairseqScale:
 
     @property
     def min_scale(self) -> float:
-        """The floor, under the name that `check_scaler` knows."""
+        """The floor under the name that `check_scaler` reads."""
         return self.min_loss_scale
 
     def init(self, device: Device = None) -> FairseqState:
-        """The state to start from, on `device` (that of the gradients)."""
+        """Return the initial state, on `device` (that of the gradients)."""
         return _state(self.init_scale, (0, -1, -1, 0), device)
 
     @without_amax
     def update(self, scaler: FairseqState, found_inf: Tensor) -> FairseqState:
-        """The state for the next step. `found_inf`: 0-d bool, True = the step was bad. Reads no
-        value; raises only for another rule's state.
+        """Return the state for the next step. `found_inf`: 0-d bool, True if the step was bad.
+        Reads no value; raises only for another rule's state.
         """
         bad = flag(found_inf, scaler, FairseqState)
         iteration, scale = scaler.iteration, scaler.scale
@@ -120,7 +128,7 @@ class FairseqScale:
             bad, scaler.overflows_since_rescale + 1, scaler.overflows_since_rescale
         )
         steps = iteration - scaler.last_rescale_iter
-        # 0 only in a state saved right after a FloatingPointError; fairseq's own stand-in for it.
+        # 0 only in a state saved right after a FloatingPointError; fairseq then divides by 1000.
         share = overflows.to(wide) / torch.where(steps == 0, 1000, steps).to(wide)
         backs_off = bad & (share >= self.tolerance)
         grows = ~bad & ((iteration - scaler.last_overflow_iter) % self.scale_window == 0)
@@ -156,17 +164,24 @@ def from_state_dict(
 ) -> tuple[FairseqScale, FairseqState]:
     """Equal to `rule(**settings), state of d["loss_scale"] and the counts, where d has them`.
 
-    `d`: the state dict of fairseq's FP16Optimizer, which keeps `loss_scale` among the optimizer's
-    keys and loses the counts: as in fairseq they start anew. Or the scaler's attributes,
-    `vars(optimizer.scaler)`, which lose nothing. `settings` under `rule()`'s names, for what `d`
-    does not hold. `device`: that of the gradients.
+    Args:
+        d: The state dict of fairseq's FP16Optimizer, which does not hold the counts: they restart,
+            as in fairseq. Or `vars(optimizer.scaler)`, which holds everything.
+        device: The device of the gradients.
+        settings: Settings of `rule` that `d` does not hold.
 
-    Raises `ValueError` for another library's dict, an empty one, a scale that cannot train and a
-    setting that contradicts `d`; `TypeError` for what is no number.
+    Returns:
+        The rule and its state.
 
-    >>> d = {"loss_scale": 1024.0, "state": {}, "param_groups": []}
-    >>> from_state_dict(d, scale_window=256)[1].scale
-    tensor(1024.)
+    Raises:
+        TypeError: A value is not a number.
+        ValueError: `d` is another library's dict or empty, its scale cannot train, or a setting
+            contradicts it.
+
+    Example:
+        >>> d = {"loss_scale": 1024.0, "state": {}, "param_groups": []}
+        >>> from_state_dict(d, scale_window=256)[1].scale
+        tensor(1024.)
 
     Source of the format: fairseq/optim/fp16_optimizer.py; the names of DynamicLossScaler's
     attributes.
@@ -189,14 +204,24 @@ def to_state_dict(rule: FairseqScale, scaler: FairseqState) -> dict[str, Any]:
     """Syncs with the host. Equal to `vars(optimizer.scaler)` at this point;
     `vars(optimizer.scaler).update(d)` restores it.
 
-    `loss_scale` alone is what fairseq's FP16Optimizer keeps:
+    fairseq's FP16Optimizer saves only the scale:
     `{**state_dict_of_the_rest, "loss_scale": d["loss_scale"]}`.
 
-    Raises `TypeError` for another library's rule, `ValueError` for stacked states.
+    Args:
+        rule: A `FairseqScale`.
+        scaler: Its state.
 
-    >>> d = to_state_dict(rule(), rule().init())
-    >>> d["loss_scale"], d["_last_overflow_iter"]
-    (32768.0, -1)
+    Returns:
+        The attributes as a dict.
+
+    Raises:
+        TypeError: `rule` is another library's.
+        ValueError: The state is stacked.
+
+    Example:
+        >>> d = to_state_dict(rule(), rule().init())
+        >>> d["loss_scale"], d["_last_overflow_iter"]
+        (32768.0, -1)
 
     Source of the names: the attributes of fairseq's DynamicLossScaler.
     """

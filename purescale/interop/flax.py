@@ -1,4 +1,4 @@
-"""flax's DynamicScale: growth one step late, a ceiling that is no power of two."""
+"""flax's DynamicScale: growth one step later, and a ceiling that is not a power of two."""
 
 from __future__ import annotations
 
@@ -31,23 +31,34 @@ class FlaxScale(ScaleAndCount):
     """Equal to `max(scale * backoff_factor, minimum_scale), 0` when bad, else
     `min(scale * growth_factor, 3.4e38)` in time.
 
-    Bit for bit with powers of two as factors, in float32 from 2**-126 up: jax on CPU rounds smaller
-    scales to 0. What `DynamicScale` does otherwise, and this does as flax does: the count is tested
-    before it is moved, so growth comes on clean step `growth_interval + 1`; the ceiling is the
-    largest float32, no power of two, and neither is any scale after it.
+    Equal bit for bit from 2**-126 up if the factors are powers of two; jax on CPU rounds smaller
+    scales to 0. It follows flax where `DynamicScale` does not:
 
-    `growth_factor > 1`, `0 < backoff_factor < 1`, `scale`: positive float32. `minimum_scale` may be
-    `None`. `growth_interval`: steps. `fin_steps`: what `init` starts from. Raises `ValueError` and
-    `TypeError` for other settings when made.
+    - The count is tested before it is increased, so the scale grows on clean step
+      `growth_interval + 1`.
+    - The ceiling is the largest float32. It is not a power of two, so later scales are not either.
 
-    >>> import torch
-    >>> scaler = rule(scale=8.0, growth_interval=1)
-    >>> state = scaler.init()
-    >>> for _ in range(2):
-    ...     state = scaler.update(state, torch.tensor(False))
-    ...     print(state.scale.item())
-    8.0
-    16.0
+    Args:
+        growth_factor: The factor of a growth, above 1.
+        backoff_factor: The factor of a backoff, above 0 and below 1.
+        growth_interval: The count of clean steps after which the scale grows.
+        fin_steps: The first count.
+        scale: The first scale, a positive float32.
+        minimum_scale: The floor, or None.
+
+    Raises:
+        TypeError: A setting is not a number.
+        ValueError: A setting is out of range.
+
+    Example:
+        >>> import torch
+        >>> scaler = rule(scale=8.0, growth_interval=1)
+        >>> state = scaler.init()
+        >>> for _ in range(2):
+        ...     state = scaler.update(state, torch.tensor(False))
+        ...     print(state.scale.item())
+        8.0
+        16.0
 
     Source of the rule: flax/training/dynamic_scale.py.
     """
@@ -69,11 +80,11 @@ class FlaxScale(ScaleAndCount):
 
     @property
     def min_scale(self) -> float | None:
-        """The floor, under the name that `check_scaler` knows."""
+        """The floor under the name that `check_scaler` reads."""
         return self.minimum_scale
 
     def init(self, device: Device = None) -> ScalerState:
-        """The state to start from, on `device` (that of the gradients)."""
+        """Return the initial state, on `device` (that of the gradients)."""
         return scaler_state(self.scale, self.fin_steps, device=device)
 
     def _next(self, scale: Tensor, count: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,14 +107,23 @@ def from_state_dict(
 ) -> tuple[FlaxScale, ScalerState]:
     """Equal to `rule(**settings), state of d["scale"], d["fin_steps"]`.
 
-    `d`: what `flax.serialization.to_state_dict(dynamic_scale)` returned, numbers or 0-d arrays. It
-    holds no setting: pass those of the job under `rule()`'s names. `device`: that of the gradients.
+    Args:
+        d: What `flax.serialization.to_state_dict(dynamic_scale)` returned, numbers or 0-d arrays.
+            It does not hold settings.
+        device: The device of the gradients.
+        settings: The job's settings of `rule`.
 
-    Raises `ValueError` for another library's dict, an empty one, a scale that cannot train and a
-    setting that contradicts `d`; `TypeError` for what is no number.
+    Returns:
+        The rule and its state.
 
-    >>> from_state_dict({"fin_steps": 7, "scale": 1024.0}, growth_interval=100)[1].scale
-    tensor(1024.)
+    Raises:
+        TypeError: A value is not a number.
+        ValueError: `d` is another library's dict or empty, its scale cannot train, or a setting
+            contradicts it.
+
+    Example:
+        >>> from_state_dict({"fin_steps": 7, "scale": 1024.0}, growth_interval=100)[1].scale
+        tensor(1024.)
 
     Source of the format: the leaves of flax.training.dynamic_scale.DynamicScale.
     """
@@ -113,13 +133,23 @@ def from_state_dict(
 
 
 def to_state_dict(rule: FlaxScale, scaler: ScalerState) -> dict[str, Any]:
-    """Syncs with the host. Equal to `flax.serialization.to_state_dict(dynamic_scale)`, which
-    `from_state_dict` there takes.
+    """Syncs with the host. Equal to `flax.serialization.to_state_dict(dynamic_scale)`, for
+    flax.serialization.from_state_dict.
 
-    Raises `TypeError` for another library's rule, `ValueError` for stacked states.
+    Args:
+        rule: A `FlaxScale`.
+        scaler: Its state.
 
-    >>> to_state_dict(rule(), rule().init())
-    {'fin_steps': 0, 'scale': 65536.0}
+    Returns:
+        The state dict.
+
+    Raises:
+        TypeError: `rule` is another library's.
+        ValueError: The state is stacked.
+
+    Example:
+        >>> to_state_dict(rule(), rule().init())
+        {'fin_steps': 0, 'scale': 65536.0}
 
     Source of the format: the leaves of flax.training.dynamic_scale.DynamicScale.
     """

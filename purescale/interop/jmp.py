@@ -1,6 +1,4 @@
-"""jmp's DynamicLossScale: growth is refused where it would reach inf, the count wraps around by a
-remainder.
-"""
+"""jmp's DynamicLossScale: no growth to inf, and a count that wraps around."""
 
 from __future__ import annotations
 
@@ -31,27 +29,33 @@ _SETTINGS = ("period", "factor", "min_loss_scale")
 @dataclasses.dataclass(frozen=True)
 class JmpScale(ScaleAndCount):
     """Equal to `max(min_loss_scale, loss_scale / factor), 0` when bad, else `loss_scale * factor`
-    where `counter == period - 1`.
+    if `counter == period - 1`.
 
-    Bit for bit with a power of two as `factor`, in float32 from 2**-126 up: jax on CPU rounds
-    smaller scales to 0. A growth to inf leaves the scale where it is. The next count is
-    `(counter + 1) % period`, so that a period below the count grows again.
+    Equal bit for bit from 2**-126 up if `factor` is a power of two; jax on CPU rounds smaller
+    scales to 0. A growth to inf is dropped. The next count is `(counter + 1) % period`, so the
+    scale still grows if the count is above a new `period`.
 
-    `loss_scale`, `factor > 1`, `min_loss_scale`: positive float32, as numbers or 0-d arrays.
-    `period`: steps. `counter`: what `init` starts from. jmp forgets its `min_loss_scale` in every
-    pytree round trip, jax.jit among them, and goes on with 1.0: for such a job leave it at 1.0
-    here.
+    Args:
+        loss_scale: The first scale, a positive float32, as a number or a 0-d array.
+        counter: The first count.
+        period: The number of clean steps before a growth.
+        factor: The factor of growth and backoff, above 1.
+        min_loss_scale: The floor. jmp resets its own to 1.0 in every pytree round trip, such as
+            jax.jit: leave it at 1.0 for such a job.
 
-    Raises `ValueError` and `TypeError` for other settings when made.
+    Raises:
+        TypeError: A setting is not a number.
+        ValueError: A setting is out of range.
 
-    >>> import torch
-    >>> scaler = rule(loss_scale=2.0, min_loss_scale=1.0)
-    >>> state = scaler.init()
-    >>> for _ in range(2):
-    ...     state = scaler.update(state, torch.tensor(True))
-    ...     print(state.scale.item())
-    1.0
-    1.0
+    Example:
+        >>> import torch
+        >>> scaler = rule(loss_scale=2.0, min_loss_scale=1.0)
+        >>> state = scaler.init()
+        >>> for _ in range(2):
+        ...     state = scaler.update(state, torch.tensor(True))
+        ...     print(state.scale.item())
+        1.0
+        1.0
 
     Source of the rule: jmp/_src/loss_scale.py.
     """
@@ -70,11 +74,11 @@ class JmpScale(ScaleAndCount):
 
     @property
     def min_scale(self) -> float:
-        """The floor, under the name that `check_scaler` knows."""
+        """The floor under the name that `check_scaler` reads."""
         return self.min_loss_scale
 
     def init(self, device: Device = None) -> ScalerState:
-        """The state to start from, on `device` (that of the gradients)."""
+        """Return the initial state, on `device` (that of the gradients)."""
         return scaler_state(self.loss_scale, self.counter, device=device)
 
     def _next(self, scale: Tensor, count: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,15 +99,23 @@ def from_state_dict(
 ) -> tuple[JmpScale, ScalerState]:
     """Equal to `rule(d["loss_scale"], **settings), state of d["loss_scale"], d["counter"]`.
 
-    `d`: jmp has no state dict, so take the attributes: `dataclasses.asdict(loss_scale)`, or only
-    `loss_scale` and `counter`, its two leaves, with `period`, `factor` and `min_loss_scale` in
-    `settings`. Numbers or 0-d arrays. `device`: that of the gradients.
+    Args:
+        d: `dataclasses.asdict(loss_scale)`, as jmp does not have a state dict, or only its two
+            leaves `loss_scale` and `counter`. The values are numbers or 0-d arrays.
+        device: The device of the gradients.
+        settings: Settings of `rule` that `d` does not hold.
 
-    Raises `ValueError` for another library's dict, an empty one, a scale that cannot train and a
-    setting that contradicts `d`; `TypeError` for what is no number.
+    Returns:
+        The rule and its state.
 
-    >>> from_state_dict({"loss_scale": 1024.0, "counter": 7}, period=100)[1].scale
-    tensor(1024.)
+    Raises:
+        TypeError: A value is not a number.
+        ValueError: `d` is another library's dict or empty, its scale cannot train, or a setting
+            contradicts it.
+
+    Example:
+        >>> from_state_dict({"loss_scale": 1024.0, "counter": 7}, period=100)[1].scale
+        tensor(1024.)
 
     Source of the names: the fields of jmp.DynamicLossScale.
     """
@@ -117,14 +129,24 @@ def from_state_dict(
 def to_state_dict(rule: JmpScale, scaler: ScalerState) -> dict[str, Any]:
     """Syncs with the host. Equal to `dataclasses.asdict(loss_scale)` at this point, in numbers.
 
-    To go on in jmp, make arrays of those that are arrays there:
+    To continue in jmp, restore the arrays:
     `jmp.DynamicLossScale(jnp.float32(d["loss_scale"]), jnp.int32(d["counter"]),
     d["period"], d["factor"], jnp.float32(d["min_loss_scale"]))`.
 
-    Raises `TypeError` for another library's rule, `ValueError` for stacked states.
+    Args:
+        rule: A `JmpScale`.
+        scaler: Its state.
 
-    >>> to_state_dict(rule(1024.0), rule(1024.0).init())
-    {'loss_scale': 1024.0, 'counter': 0, 'period': 2000, 'factor': 2.0, 'min_loss_scale': 1.0}
+    Returns:
+        The attributes as a dict.
+
+    Raises:
+        TypeError: `rule` is another library's.
+        ValueError: The state is stacked.
+
+    Example:
+        >>> to_state_dict(rule(1024.0), rule(1024.0).init())
+        {'loss_scale': 1024.0, 'counter': 0, 'period': 2000, 'factor': 2.0, 'min_loss_scale': 1.0}
 
     Source of the names: the fields of jmp.DynamicLossScale.
     """

@@ -1,4 +1,4 @@
-"""Keras' LossScaleOptimizer: factors of 2, neither floor nor ceiling."""
+"""Keras' LossScaleOptimizer: factors of 2, without floor and ceiling."""
 
 from __future__ import annotations
 
@@ -31,16 +31,22 @@ class KerasScale(ScaleAndCount):
     """Equal to `scale / 2, 0` when bad, else
     `(scale * 2, 0) if step_counter == dynamic_growth_steps - 1 else (scale, step_counter + 1)`.
 
-    Bit for bit, except below 2**-126: jax, as a backend of Keras, rounds such a scale to 0. There
-    is no floor and no ceiling; a scale of 0 or inf takes no step, and `check_scaler` raises.
+    Equal bit for bit from 2**-126 up; jax, as a backend of Keras, rounds smaller scales to 0. The
+    scale has no floor and no ceiling. At 0 or inf no step is taken, and `check_scaler` raises.
 
-    `initial_scale`: positive float32. `dynamic_growth_steps`: steps. Raises `ValueError` and
-    `TypeError` otherwise, when made.
+    Args:
+        initial_scale: The first scale, a positive float32.
+        dynamic_growth_steps: The number of clean steps before a growth.
 
-    >>> import torch
-    >>> scaler = rule(initial_scale=8.0, dynamic_growth_steps=1)
-    >>> scaler.update(scaler.init(), torch.tensor(False)).scale
-    tensor(16.)
+    Raises:
+        TypeError: A setting is not a number.
+        ValueError: A setting is out of range.
+
+    Example:
+        >>> import torch
+        >>> scaler = rule(initial_scale=8.0, dynamic_growth_steps=1)
+        >>> scaler.update(scaler.init(), torch.tensor(False)).scale
+        tensor(16.)
 
     Source of the rule: keras/src/optimizers/loss_scale_optimizer.py.
     """
@@ -53,7 +59,7 @@ class KerasScale(ScaleAndCount):
         settle_counts(self, "dynamic_growth_steps")
 
     def init(self, device: Device = None) -> ScalerState:
-        """The state to start from, on `device` (that of the gradients)."""
+        """Return the initial state, on `device` (that of the gradients)."""
         return scaler_state(self.initial_scale, device=device)
 
     def _next(self, scale: Tensor, count: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,17 +78,24 @@ def from_state_dict(
 ) -> tuple[KerasScale, ScalerState]:
     """Equal to `rule(**settings), state of d["dynamic_scale"], d["step_counter"]`.
 
-    `d`: Keras saves these two among the variables of the optimizer, so take its attributes:
-    `{"step_counter": int(optimizer.step_counter), "dynamic_scale":
-    float(optimizer.dynamic_scale)}`. `dynamic_growth_steps` and `initial_scale` may be in it or in
-    `settings`. `device`: that of the gradients.
+    Args:
+        d: The attributes `{"step_counter": int(optimizer.step_counter), "dynamic_scale":
+            float(optimizer.dynamic_scale)}`, which Keras saves among the optimizer's variables.
+        device: The device of the gradients.
+        settings: Settings of `rule`, which may also be in `d`.
 
-    Raises `ValueError` for another library's dict, an empty one, a scale that cannot train and a
-    setting that contradicts `d`; `TypeError` for what is no number.
+    Returns:
+        The rule and its state.
 
-    >>> d = {"step_counter": 7, "dynamic_scale": 1024.0}
-    >>> from_state_dict(d, dynamic_growth_steps=100)[1].scale
-    tensor(1024.)
+    Raises:
+        TypeError: A value is not a number.
+        ValueError: `d` is another library's dict or empty, its scale cannot train, or a setting
+            contradicts it.
+
+    Example:
+        >>> d = {"step_counter": 7, "dynamic_scale": 1024.0}
+        >>> from_state_dict(d, dynamic_growth_steps=100)[1].scale
+        tensor(1024.)
 
     Source of the names: the variables of keras.optimizers.LossScaleOptimizer.
     """
@@ -93,17 +106,27 @@ def from_state_dict(
 
 
 def to_state_dict(rule: KerasScale, scaler: ScalerState) -> dict[str, Any]:
-    """Syncs with the host. Equal to the optimizer's attributes at this point: assign the first two,
-    construct with the others.
+    """Syncs with the host. Equal to the optimizer's attributes at this point.
 
+    Construct the optimizer with the last two, then restore the others with
     `optimizer.step_counter.assign(d["step_counter"])` and
     `optimizer.dynamic_scale.assign(d["dynamic_scale"])`.
 
-    Raises `TypeError` for another library's rule, `ValueError` for stacked states.
+    Args:
+        rule: A `KerasScale`.
+        scaler: Its state.
 
-    >>> d = to_state_dict(rule(), rule().init())
-    >>> d["step_counter"], d["dynamic_scale"], d["initial_scale"], d["dynamic_growth_steps"]
-    (0, 32768.0, 32768.0, 2000)
+    Returns:
+        The attributes as a dict.
+
+    Raises:
+        TypeError: `rule` is another library's.
+        ValueError: The state is stacked.
+
+    Example:
+        >>> d = to_state_dict(rule(), rule().init())
+        >>> d["step_counter"], d["dynamic_scale"], d["initial_scale"], d["dynamic_growth_steps"]
+        (0, 32768.0, 32768.0, 2000)
 
     Source of the names: the variables and arguments of keras.optimizers.LossScaleOptimizer.
     """

@@ -1,5 +1,5 @@
-"""Megatron-LM's DynamicGradScaler: hysteresis that growth alone refills; its state dict holds no
-setting.
+"""Megatron-LM's DynamicGradScaler: hysteresis that only growth refills, and a state dict without
+settings.
 """
 
 from __future__ import annotations
@@ -31,29 +31,41 @@ _KEYS = ("scale", "growth_tracker", "hysteresis_tracker")
 class MegatronScale:
     """Equal to `DynamicGradScaler.update(found_inf)`, bit for bit with any setting.
 
-    What `DynamicScale` does otherwise, and this does as Megatron does: overflows beyond the
-    tolerance go on being counted below 0; there is no ceiling, so the scale can become inf and
-    stays so (no step is taken then, `check_scaler` raises); the count is compared with `==`, so
-    that an interval below it stops growth until the next overflow.
+    It follows Megatron where `DynamicScale` does not:
 
-    `initial_scale >= min_scale`, `growth_factor > 1`, `0 < backoff_factor < 1`: positive float32.
-    `growth_interval`, `hysteresis`: steps. Megatron-LM itself has no defaults here; these are those
-    of its OptimizerConfig.
+    - Overflows beyond the tolerance are counted below 0.
+    - The scale has no ceiling. It can become inf and then stays inf: no step is taken, and
+      `check_scaler` raises.
+    - The count is compared with `==`. If it is already above `growth_interval`, the scale does not
+      grow until the next overflow.
 
-    Raises `ValueError` and `TypeError` for other settings when made.
+    The defaults are those of Megatron-LM's OptimizerConfig.
 
-    >>> import torch
-    >>> scaler = rule(initial_scale=16.0, hysteresis=2)
-    >>> state = scaler.init()
-    >>> for overflow in [True, False, True]:
-    ...     state = scaler.update(state, torch.tensor(overflow))
-    ...     print(state.scale.item())
-    16.0
-    16.0
-    8.0
+    Args:
+        initial_scale: The first scale, at least `min_scale`.
+        min_scale: The floor, a positive float32.
+        growth_factor: The factor of a growth, above 1.
+        backoff_factor: The factor of a backoff, above 0 and below 1.
+        growth_interval: The number of clean steps before a growth.
+        hysteresis: The first overflow after the start or a growth that backs off, counted from 1.
 
-    Source of the rule: megatron/core/optimizer/grad_scaler.py, where the docstring says "in a row"
-    and the code does not.
+    Raises:
+        TypeError: A setting is not a number.
+        ValueError: A setting is out of range.
+
+    Example:
+        >>> import torch
+        >>> scaler = rule(initial_scale=16.0, hysteresis=2)
+        >>> state = scaler.init()
+        >>> for overflow in [True, False, True]:
+        ...     state = scaler.update(state, torch.tensor(overflow))
+        ...     print(state.scale.item())
+        16.0
+        16.0
+        8.0
+
+    Source of the rule: megatron/core/optimizer/grad_scaler.py; its docstring says "in a row", but
+    its code does not require that.
     """
 
     initial_scale: float = 2.0**32
@@ -74,18 +86,18 @@ class MegatronScale:
             )
 
     def init(self, device: Device = None) -> ScalerState:
-        """The state to start from, on `device` (that of the gradients)."""
+        """Return the initial state, on `device` (that of the gradients)."""
         return scaler_state(self.initial_scale, hysteresis_tracker=self.hysteresis, device=device)
 
     @without_amax
     def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
-        """The state for the next step. `found_inf`: 0-d bool, True = the step was bad. Reads no
-        value; raises only for another rule's state.
+        """Return the state for the next step. `found_inf`: 0-d bool, True if the step was bad.
+        Reads no value; raises only for another rule's state.
         """
         bad = flag(found_inf, scaler, ScalerState)
         clean_steps = scaler.growth_tracker + 1
         interval_reached = ~bad & (clean_steps == self.growth_interval)
-        # Megatron's count is a Python int; here it must not wrap around to a tolerance without end.
+        # Megatron's count is a Python int. An int32 must not wrap around to a positive tolerance.
         tolerance = torch.where(
             bad, scaler.hysteresis_tracker.clamp(min=1 - 2**31) - 1, scaler.hysteresis_tracker
         )
@@ -109,16 +121,24 @@ def from_state_dict(
     """Syncs with the host. Equal to
     `rule(**settings), state of d["scale"], d["growth_tracker"], d["hysteresis_tracker"]`.
 
-    `d`: what `DynamicGradScaler.state_dict()` returned, its scale a float32 tensor of one element,
-    which is read. It holds no setting: pass those of the job under `rule()`'s names;
-    `initial_scale` may be left out. `device`: that of the gradients.
+    Args:
+        d: What `DynamicGradScaler.state_dict()` returned. Its scale is a tensor of one element,
+            which is read; it does not hold settings.
+        device: The device of the gradients.
+        settings: The job's settings of `rule`; `initial_scale` may be left out.
 
-    Raises `ValueError` for another library's dict, the `{}` of a ConstantGradScaler and a scale
-    that cannot train; `TypeError` for a scale that is no tensor and a count that is no number.
+    Returns:
+        The rule and its state.
 
-    >>> d = {"scale": torch.tensor([256.0]), "growth_tracker": 3, "hysteresis_tracker": 1}
-    >>> from_state_dict(d, growth_interval=500)[1].scale
-    tensor(256.)
+    Raises:
+        TypeError: The scale is not a tensor, or a count is not a number.
+        ValueError: `d` is another library's dict or the `{}` of a ConstantGradScaler, or its scale
+            cannot train.
+
+    Example:
+        >>> d = {"scale": torch.tensor([256.0]), "growth_tracker": 3, "hysteresis_tracker": 1}
+        >>> from_state_dict(d, growth_interval=500)[1].scale
+        tensor(256.)
 
     Source of the format: megatron.core.optimizer.grad_scaler.DynamicGradScaler.state_dict.
     """
@@ -131,7 +151,7 @@ def from_state_dict(
             else repr(saved)
         )
         raise TypeError(
-            "scale in Megatron-LM's state dict is a float32 tensor of one element, got "
+            "scale in Megatron-LM's state dict must be a float32 tensor of one element, got "
             f"{type(saved).__name__} {got}. Likely cause: a dict that was converted, or another "
             "library's. Fix: `d['scale'] = torch.tensor([65536.0])`, with the scale of the job."
         )
@@ -148,15 +168,23 @@ def from_state_dict(
 
 
 def to_state_dict(rule: MegatronScale, scaler: ScalerState) -> dict[str, Any]:
-    """Syncs with the host. Equal to what `DynamicGradScaler.state_dict()` returns at this point;
-    `load_state_dict` takes it.
+    """Syncs with the host. Equal to what `DynamicGradScaler.state_dict()` returns at this point,
+    for its `load_state_dict`.
 
-    The scale has shape [1] there, and is a copy on the device of the state.
+    Args:
+        rule: A `MegatronScale`.
+        scaler: Its state.
 
-    Raises `TypeError` for another library's rule, `ValueError` for stacked states.
+    Returns:
+        The state dict. Its scale is a copy of shape [1] on the device of the state.
 
-    >>> to_state_dict(rule(), rule().init())
-    {'scale': tensor([4.2950e+09]), 'growth_tracker': 0, 'hysteresis_tracker': 2}
+    Raises:
+        TypeError: `rule` is another library's.
+        ValueError: The state is stacked.
+
+    Example:
+        >>> to_state_dict(rule(), rule().init())
+        {'scale': tensor([4.2950e+09]), 'growth_tracker': 0, 'hysteresis_tracker': 2}
 
     Source of the format: megatron.core.optimizer.grad_scaler.DynamicGradScaler.state_dict.
     """

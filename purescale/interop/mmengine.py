@@ -1,6 +1,4 @@
-"""MMEngine's AmpOptimWrapper and ApexOptimWrapper: the scaler that each holds, and its entry in the
-state dict.
-"""
+"""MMEngine's AmpOptimWrapper and ApexOptimWrapper: their scalers and state dict entries."""
 
 from __future__ import annotations
 
@@ -18,14 +16,18 @@ from ._common import Device, ScaleAndCount, check_dict, check_saveable, refuse, 
 
 @dataclasses.dataclass(frozen=True)
 class FixedAmpScale(ScaleAndCount):
-    """Equal to `GradScaler.update(new_scale=loss_scale)`: steps that overflow are skipped, the
-    scale stays or comes back.
+    """Equal to `GradScaler.update(new_scale=loss_scale)`: steps that overflow are skipped, and the
+    scale is `loss_scale` after each step.
 
-    `loss_scale`: positive float32, a power of two or not. A restored state with another scale is
-    used for one step, then replaced, as in AmpOptimWrapper; the count, which is not used, is kept.
+    As in AmpOptimWrapper, a restored state with another scale uses it for one step. The count is
+    kept and not used.
 
-    >>> FixedAmpScale(512.0).init().scale
-    tensor(512.)
+    Args:
+        loss_scale: The scale, a positive float32.
+
+    Example:
+        >>> FixedAmpScale(512.0).init().scale
+        tensor(512.)
 
     Source of the rule: AmpOptimWrapper.step, with a float as `loss_scale`.
     """
@@ -36,7 +38,7 @@ class FixedAmpScale(ScaleAndCount):
         settle(self, "loss_scale")
 
     def init(self, device: Device = None) -> ScalerState:
-        """The state to start from, on `device` (that of the gradients)."""
+        """Return the initial state, on `device` (that of the gradients)."""
         return scaler_state(self.loss_scale, device=device)
 
     def _next(self, scale: Tensor, count: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,15 +48,23 @@ class FixedAmpScale(ScaleAndCount):
 def rule(
     loss_scale: float | str | Mapping[str, Any] = "dynamic",
 ) -> torch_amp.TorchAmpScale | FixedAmpScale:
-    """Equal to the scaler of `AmpOptimWrapper(loss_scale=loss_scale)`: "dynamic", a float, or a
-    dict of GradScaler's arguments.
+    """Equal to the scaler of `AmpOptimWrapper(loss_scale=loss_scale)`.
 
     For ApexOptimWrapper see `interop.apex.initialize`, which takes all of its arguments.
 
-    Raises `ValueError` for another string, and what `interop.torch_amp.rule` raises.
+    Args:
+        loss_scale: "dynamic", a float, or a dict of GradScaler's arguments.
 
-    >>> rule({"init_scale": 512.0, "growth_interval": 100})
-    TorchAmpScale(init_scale=512.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=100)
+    Returns:
+        A `FixedAmpScale` for a float, else a `TorchAmpScale`.
+
+    Raises:
+        TypeError: As `interop.torch_amp.rule`.
+        ValueError: Another string, or as `interop.torch_amp.rule`.
+
+    Example:
+        >>> rule({"init_scale": 512.0, "growth_interval": 100})
+        TorchAmpScale(init_scale=512.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=100)
 
     Source of the rule: mmengine/optim/optimizer/amp_optimizer_wrapper.py.
     """
@@ -76,19 +86,27 @@ def from_state_dict(
     """Equal to `torch_amp.from_state_dict(d["loss_scaler"])`, or to
     `apex.from_state_dict(d["apex_amp"], **settings)`.
 
-    `d`: the state dict of an AmpOptimWrapper or an ApexOptimWrapper, its optimizer's part included;
-    for that see `Optimizer.from_state_dict`. `settings`: for AmpOptimWrapper `loss_scale`, needed
-    where it was a float: the dict does not say that the scale was fixed. For ApexOptimWrapper those
-    of `interop.apex.rule`. `device`: that of the gradients.
+    For the optimizer's part of the state dict see `Optimizer.from_state_dict`.
 
-    Raises `ValueError` for another library's dict, that of an OptimWrapper without a scaler, the
-    `{}` of a disabled one, a scale that cannot train and a setting that contradicts `d`;
-    `TypeError` for what is no number.
+    Args:
+        d: The state dict of an AmpOptimWrapper or an ApexOptimWrapper.
+        device: The device of the gradients.
+        settings: For AmpOptimWrapper `loss_scale`, required if it was a float, as `d` does not hold
+            that. For ApexOptimWrapper the settings of `interop.apex.rule`.
 
-    >>> scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    >>> d = {"state": {}, "param_groups": [], "loss_scaler": scaler.state_dict()}
-    >>> from_state_dict(d)[1].scale
-    tensor(8.)
+    Returns:
+        The rule and its state.
+
+    Raises:
+        TypeError: A value is not a number.
+        ValueError: `d` is another library's dict, that of an OptimWrapper without a scaler, or the
+            `{}` of a disabled one; its scale cannot train, or a setting contradicts it.
+
+    Example:
+        >>> scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        >>> d = {"state": {}, "param_groups": [], "loss_scaler": scaler.state_dict()}
+        >>> from_state_dict(d)[1].scale
+        tensor(8.)
 
     Source of the format: state_dict of mmengine's amp_optimizer_wrapper.py and
     apex_optimizer_wrapper.py.
@@ -111,13 +129,23 @@ def to_state_dict(rule: Any, scaler: Any) -> dict[str, Any]:
     """Syncs with the host. Equal to the scaler's part of the wrapper's state dict:
     `{"loss_scaler": ...}` or `{"apex_amp": ...}`.
 
-    Put the optimizer's part beside it, `{**optimizer.to_state_dict(opt_state), **d}`, and the
-    wrapper's `load_state_dict` takes it.
+    For the wrapper's `load_state_dict` add the optimizer's part:
+    `{**optimizer.to_state_dict(opt_state), **d}`.
 
-    Raises `TypeError` for a rule that neither wrapper has, `ValueError` for stacked states.
+    Args:
+        rule: A rule of `interop.mmengine`, `interop.torch_amp` or `interop.apex`.
+        scaler: Its state.
 
-    >>> to_state_dict(rule(512.0), rule(512.0).init())["loss_scaler"]["scale"]
-    512.0
+    Returns:
+        The scaler's part of the state dict.
+
+    Raises:
+        TypeError: The rule is not one of these wrappers.
+        ValueError: The state is stacked.
+
+    Example:
+        >>> to_state_dict(rule(512.0), rule(512.0).init())["loss_scaler"]["scale"]
+        512.0
 
     Source of the format: state_dict of mmengine's amp_optimizer_wrapper.py and
     apex_optimizer_wrapper.py.
@@ -127,6 +155,6 @@ def to_state_dict(rule: Any, scaler: Any) -> dict[str, Any]:
     ):
         return {"apex_amp": apex.to_state_dict(rule, scaler)}
     check_saveable("mmengine", rule, (torch_amp.TorchAmpScale, FixedAmpScale), scaler, ScalerState)
-    # That of a fixed scale is a GradScaler with torch's own settings, which it does not use.
+    # A wrapper with a fixed scale has a GradScaler with torch's default settings, unused.
     held = rule if isinstance(rule, torch_amp.TorchAmpScale) else torch_amp.rule()
     return {"loss_scaler": torch_amp.to_state_dict(held, scaler)}

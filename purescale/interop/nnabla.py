@@ -1,6 +1,4 @@
-"""nnabla's DynamicLossScalingUpdater: growth after N + 2 clean steps, then after N + 1; no state
-dict of its own.
-"""
+"""nnabla's DynamicLossScalingUpdater: growth after N + 2 clean steps, then every N + 1."""
 
 from __future__ import annotations
 
@@ -33,29 +31,36 @@ class NnablaScale(ScaleAndCount):
     """Equal to `scale / scaling_factor, 0` when bad, else
     `(scale * scaling_factor, 1) if counter > N else (scale, counter + 1)`.
 
-    Bit for bit with a power of two as `scaling_factor`, within float32's range; nnabla computes in
-    Python floats. The count is tested before it is moved, and left at 1 by growth: the scale grows
-    on clean step N + 2, then every N + 1. There is no floor and no ceiling; a scale of 0 or inf
-    takes no step, and `check_scaler` raises.
+    Equal bit for bit within float32's range if `scaling_factor` is a power of two; nnabla computes
+    in Python floats. The count is tested before it is increased, and a growth leaves it at 1: the
+    scale grows on clean step N + 2, then every N + 1. The scale has no floor and no ceiling. At 0
+    or inf no step is taken, and `check_scaler` raises.
 
-    One `update` is one check of gradients. nnabla's own `update()` tries again, with new data, up
-    to 100 times after an overflow: each of its tries is one of ours. For a retry on the same data
-    see `max_retries` of `train_step`.
+    One `update` is one check of gradients. After an overflow nnabla's own `update()` retries up to
+    100 times with new data; each try is one update here. For a retry on the same data see
+    `max_retries` of `train_step`.
 
-    `scale`, `scaling_factor > 1`: positive float32; `N >= 0`. Raises `ValueError` and `TypeError`
-    otherwise, when made.
+    Args:
+        scale: The first scale, a positive float32.
+        scaling_factor: The factor of growth and backoff, above 1.
+        N: The scale grows if the count is above N.
 
-    >>> import torch
-    >>> updater = rule(scale=8.0, N=1)
-    >>> state = updater.init()
-    >>> for _ in range(5):
-    ...     state = updater.update(state, torch.tensor(False))
-    ...     print(state.scale.item())
-    8.0
-    8.0
-    16.0
-    16.0
-    32.0
+    Raises:
+        TypeError: A setting is not a number.
+        ValueError: A setting is out of range.
+
+    Example:
+        >>> import torch
+        >>> updater = rule(scale=8.0, N=1)
+        >>> state = updater.init()
+        >>> for _ in range(5):
+        ...     state = updater.update(state, torch.tensor(False))
+        ...     print(state.scale.item())
+        8.0
+        8.0
+        16.0
+        16.0
+        32.0
 
     Source of the rule: nnabla/experimental/mixed_precision_training.py.
     """
@@ -70,7 +75,7 @@ class NnablaScale(ScaleAndCount):
         settle_counts(self, "N", least=0)
 
     def init(self, device: Device = None) -> ScalerState:
-        """The state to start from, on `device` (that of the gradients)."""
+        """Return the initial state, on `device` (that of the gradients)."""
         return scaler_state(self.scale, device=device)
 
     def _next(self, scale: Tensor, count: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,16 +95,26 @@ def from_state_dict(
 ) -> tuple[NnablaScale, ScalerState]:
     """Equal to `rule(d["scale"], d["scaling_factor"], d["N"]), state of d["scale"], d["_counter"]`.
 
-    `d`: nnabla saves nothing, so take the updater's attributes:
+    nnabla does not save its state, so take the updater's attributes:
     `{name: getattr(updater, name) for name in ("scale", "scaling_factor", "N", "_counter")}`.
-    `settings` under `rule()`'s names may repeat them. `device`: that of the gradients.
 
-    Raises `ValueError` for another library's dict, an empty one, a scale that cannot train and a
-    setting that contradicts `d`; `TypeError` for what is no number.
+    Args:
+        d: These attributes.
+        device: The device of the gradients.
+        settings: Settings of `rule`, which must agree with `d`.
 
-    >>> d = {"scale": 16.0, "scaling_factor": 2.0, "N": 2000, "_counter": 7}
-    >>> from_state_dict(d)[1].growth_tracker
-    tensor(7, dtype=torch.int32)
+    Returns:
+        The rule and its state.
+
+    Raises:
+        TypeError: A value is not a number.
+        ValueError: `d` is another library's dict or empty, its scale cannot train, or a setting
+            contradicts it.
+
+    Example:
+        >>> d = {"scale": 16.0, "scaling_factor": 2.0, "N": 2000, "_counter": 7}
+        >>> from_state_dict(d)[1].growth_tracker
+        tensor(7, dtype=torch.int32)
 
     Source of the names: the attributes of DynamicLossScalingUpdater.
     """
@@ -113,10 +128,20 @@ def to_state_dict(rule: NnablaScale, scaler: ScalerState) -> dict[str, Any]:
     """Syncs with the host. Equal to the updater's attributes at this point;
     `vars(updater).update(d)` restores them.
 
-    Raises `TypeError` for another library's rule, `ValueError` for stacked states.
+    Args:
+        rule: An `NnablaScale`.
+        scaler: Its state.
 
-    >>> to_state_dict(rule(), rule().init())
-    {'scale': 8.0, 'scaling_factor': 2.0, 'N': 2000, '_counter': 0}
+    Returns:
+        The attributes as a dict.
+
+    Raises:
+        TypeError: `rule` is another library's.
+        ValueError: The state is stacked.
+
+    Example:
+        >>> to_state_dict(rule(), rule().init())
+        {'scale': 8.0, 'scaling_factor': 2.0, 'N': 2000, '_counter': 0}
 
     Source of the names: the attributes of DynamicLossScalingUpdater.
     """

@@ -1,5 +1,5 @@
-"""torch.amp.GradScaler: its rule, whose floats are multiplied in double precision, its state dict,
-which holds the settings too; and a whole job of torch.amp in mid-run, both ways.
+"""torch.amp.GradScaler: its scale rule, its state dict, and the transfer of a running job of
+torch.amp in both directions.
 """
 
 from __future__ import annotations
@@ -49,29 +49,35 @@ class TorchAmpScale(ScaleAndCount):
     """Equal to `aten._amp_update_scale(scale, growth_tracker, found_inf, growth_factor,
     backoff_factor, growth_interval)`.
 
-    Bit for bit with any setting, powers of two or not. What `DynamicScale` does otherwise, and this
-    does as torch does:
-    - no floor and no ceiling: the scale can become 0 and stays so (no step is taken then,
-      `check_scaler` raises); growth beyond float32 is refused, and the count starts anew.
-    - the count is compared with `==`: with an interval below the count nothing grows until the next
-      overflow.
+    Equal bit for bit with any setting, as factors are multiplied in double precision. It follows
+    torch where `DynamicScale` does not:
 
-    `init_scale`, `growth_factor > 1`, `0 < backoff_factor < 1`: positive float32.
-    `growth_interval`: steps. Changed in mid-run, as with `set_growth_factor`, by
-    `dataclasses.replace(rule, growth_factor=...)`; `update(new_scale)` is
-    `state._replace(scale=torch.tensor(new_scale))`.
+    - The scale has no floor and no ceiling. It can become 0 and then stays 0: no step is taken, and
+      `check_scaler` raises. A growth beyond float32 is dropped, and the count restarts.
+    - The count is compared with `==`. If it is already above `growth_interval`, the scale does not
+      grow until the next overflow.
 
-    Raises `ValueError` and `TypeError` for other settings when made. GradScaler itself takes
-    negative and NaN ones.
+    Change a setting of a running job with `dataclasses.replace(rule, growth_factor=...)`. In place
+    of `update(new_scale)` use `state._replace(scale=torch.tensor(new_scale))`.
 
-    >>> import torch
-    >>> scaler = rule(init_scale=3.0, backoff_factor=0.3)
-    >>> scaler.update(scaler.init(), torch.tensor(True)).scale
-    tensor(0.9000)
+    Args:
+        init_scale: The first scale, a positive float32.
+        growth_factor: The factor of a growth, above 1.
+        backoff_factor: The factor after an overflow, above 0 and below 1.
+        growth_interval: The number of clean steps before a growth.
+
+    Raises:
+        TypeError: A setting is not a number.
+        ValueError: A setting is out of range. GradScaler itself accepts negative and NaN ones.
+
+    Example:
+        >>> import torch
+        >>> scaler = rule(init_scale=3.0, backoff_factor=0.3)
+        >>> scaler.update(scaler.init(), torch.tensor(True)).scale
+        tensor(0.9000)
 
     Source of the rule: aten/src/ATen/native/cpu/AmpGradScalerKernels.cpp, the same in the CUDA
-    kernel. ShardedGradScaler with a scale on the CPU has a rule of its own, without the guard
-    against growth to inf.
+    kernel. ShardedGradScaler with a scale on the CPU has its own rule, which can grow to inf.
     """
 
     init_scale: float = 2.0**16
@@ -85,12 +91,11 @@ class TorchAmpScale(ScaleAndCount):
         settle_counts(self, "growth_interval")
 
     def init(self, device: Device = None) -> ScalerState:
-        """The state to start from, on `device` (that of the gradients)."""
+        """Return the initial state, on `device` (that of the gradients)."""
         return scaler_state(self.init_scale, device=device)
 
     def _next(self, scale: Tensor, count: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
-        # In double, as the kernel does: a factor that is no float32 would otherwise be rounded
-        # before it multiplies.
+        # The kernel multiplies in double, so that a factor is not first rounded to float32.
         wide = scale.to(widest_float(scale.device))
         grown = (wide * self.growth_factor).to(torch.float32)
         lowered = (wide * self.backoff_factor).to(torch.float32)
@@ -112,22 +117,27 @@ def from_state_dict(
     """Equal to `rule(init_scale=d["scale"], growth_factor=d["growth_factor"],
     ...), state of d["scale"], d["_growth_tracker"]`.
 
-    `d`: what `torch.amp.GradScaler.state_dict()` returned. It holds every setting; `settings` under
-    `rule()`'s names may repeat them. `init_scale` becomes the saved scale, as in
-    GradScaler.load_state_dict. `device`: that of the gradients.
+    Args:
+        d: What `torch.amp.GradScaler.state_dict()` returned. Its scale becomes `init_scale`, as in
+            GradScaler.load_state_dict.
+        device: The device of the gradients.
+        accumulated: The k of a job that runs `scaler.scale(loss / k).backward()` k times a step, a
+            power of two. The saved scale is divided by k, because here each microbatch's loss is
+            scaled whole; otherwise about log2(k) of the first steps overflow.
+        settings: Settings of `rule`, which must agree with `d`.
 
-    `accumulated=k`, a power of two: of a job that made a step of k times
-    `scaler.scale(loss / k).backward()`. Here the mean of each microbatch is scaled whole, so the
-    same gradients need a scale that is k times lower: the saved one over k. Without it the first
-    steps may overflow, about log2(k) of them, until the scale has come down by itself.
+    Returns:
+        The rule and its state.
 
-    Raises `ValueError` for another library's dict, the `{}` of a disabled scaler, a scale that
-    cannot train, a setting that contradicts `d` and an `accumulated` that is no power of two;
-    `TypeError` for what is no number.
+    Raises:
+        TypeError: A value is not a number.
+        ValueError: `d` is another library's dict or the `{}` of a disabled scaler, its scale cannot
+            train, a setting contradicts it, or `accumulated` is not a power of two.
 
-    >>> d = torch.amp.GradScaler("cpu", init_scale=8.0).state_dict()
-    >>> from_state_dict(d)[0]
-    TorchAmpScale(init_scale=8.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000)
+    Example:
+        >>> d = torch.amp.GradScaler("cpu", init_scale=8.0).state_dict()
+        >>> from_state_dict(d)[0]
+        TorchAmpScale(init_scale=8.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000)
 
     Source of the format: torch.amp.GradScaler.state_dict.
     """
@@ -138,17 +148,25 @@ def from_state_dict(
 
 
 def to_state_dict(rule: TorchAmpScale, scaler: ScalerState, accumulated: int = 1) -> dict[str, Any]:
-    """Syncs with the host. Equal to what `GradScaler.state_dict()` returns at this point;
-    `load_state_dict` takes it.
+    """Syncs with the host. Equal to what `GradScaler.state_dict()` returns at this point, for its
+    `load_state_dict`.
 
-    `accumulated=k`, as in `from_state_dict`, of a job that will go on with `loss / k`: the scale
-    times k.
+    Args:
+        rule: A `TorchAmpScale`.
+        scaler: Its state.
+        accumulated: The k of a job that goes on with `loss / k`, as in `from_state_dict`: the
+            scale is multiplied by k.
 
-    Raises `TypeError` for another library's rule, `ValueError` for stacked states and an
-    `accumulated` that is no power of two.
+    Returns:
+        The state dict.
 
-    >>> sorted(to_state_dict(rule(), rule().init()))
-    ['_growth_tracker', 'backoff_factor', 'growth_factor', 'growth_interval', 'scale']
+    Raises:
+        TypeError: `rule` is another library's.
+        ValueError: The state is stacked, or `accumulated` is not a power of two.
+
+    Example:
+        >>> sorted(to_state_dict(rule(), rule().init()))
+        ['_growth_tracker', 'backoff_factor', 'growth_factor', 'growth_interval', 'scale']
 
     Source of the format: torch.amp.GradScaler.state_dict.
     """
@@ -166,9 +184,9 @@ def _parts(accumulated: Any) -> int:
     count = whole("accumulated", accumulated, least=1)
     if count & (count - 1):
         raise ValueError(
-            f"accumulated must be a power of two, got {count}: any other would round every "
-            f"gradient from here on. Fix: the next one, accumulated={1 << count.bit_length()}; "
-            "the scale grows back by itself."
+            f"accumulated must be a power of two, got {count}: any other would round all later "
+            f"gradients. Fix: accumulated={1 << count.bit_length()}, the next one; the scale "
+            "grows back by itself."
         )
     return count
 
@@ -185,35 +203,35 @@ def take_over(
 ) -> tuple[Apply, TorchOptimizer, Any, TrainState]:
     """Syncs with the host. Equal to `apply, params, buffers = make_functional(model)`,
     `optimizer = from_torch(type(optimizer), lr=schedule, overrides=groups)`,
-    `rule, scaler = from_state_dict(scaler.state_dict())`, with the state of all of them as it is:
-    the next `train_step` makes the step that torch's own loop would make next.
+    `rule, scaler = from_state_dict(scaler.state_dict())`, with the current state of each: the next
+    `train_step` makes the step that torch's own loop would make next.
 
-    Copies everything and changes none of the live objects; `give_back` is the way back.
+    Copies everything and changes none of the live objects. `give_back` is the inverse.
 
     Args:
-        model: What `optimizer` trains. Of a model in DistributedDataParallel: `model.module`.
-        optimizer: Of a class that `from_torch` takes. Its parameter groups become `overrides`.
-            Flags (`foreach`, `fused`, `capturable`, `differentiable`) are left out, so that
-            `from_torch` chooses, and step hooks do not run.
-        scaler: A GradScaler; None or a disabled one gives `NoScale()`. A job that scales `loss / k`
-            for each of k microbatches has a scale that is k times too high here, and it overflows
-            about log2(k) times; `from_state_dict(d, accumulated=k)` gives that of such a job.
-        scheduler: Of torch, chained and sequential ones too, one that steps with the optimizer.
-            One that steps once an epoch is left out: the rate stays as it is until `give_back`.
-        steps: The number of steps to tabulate from now on, needed with a `scheduler`. Later steps
-            keep the last rate.
+        model: The model that `optimizer` trains; `model.module` of a DistributedDataParallel.
+        optimizer: An optimizer of a class that `from_torch` takes; its parameter groups become
+            `overrides`. Its step hooks do not run, and its flags (`foreach`, `fused`,
+            `capturable`, `differentiable`) are left to `from_torch`.
+        scaler: A GradScaler; None or a disabled one gives `NoScale()`. For a job that scales
+            `loss / k` use the rule and state of `from_state_dict(d, accumulated=k)`, or about
+            log2(k) of the first steps overflow.
+        scheduler: A scheduler of torch that steps with the optimizer, also a chained or sequential
+            one. Leave out one that steps once an epoch: the rate is then constant until
+            `give_back`.
+        steps: The number of coming steps whose rates are tabulated, needed with a `scheduler`.
+            Later steps keep the last rate.
 
     Returns:
         `apply, optimizer, rule, state`, for `with_policy` and `train_step`. A schedule goes on from
-        `state.opt_state.applied`, which is the scheduler's `last_epoch`, else the largest step
-        count of the optimizer; so does `state.step`.
+        `state.opt_state.applied`, which is the scheduler's `last_epoch`, or else the largest step
+        count of the optimizer. `state.step` starts from the same number.
 
     Raises:
-        TypeError: What is not a model, an optimizer or a scheduler of torch.
-        ValueError: The optimizer has a parameter that is not in the model, or the model one to be
-            trained that is not in the optimizer; ReduceLROnPlateau, a momentum that cycles, a
-            scheduler of another optimizer or without `steps`; and what `make_functional`,
-            `from_torch` and `from_state_dict` refuse.
+        TypeError: `model`, `optimizer` or `scheduler` is not one of torch.
+        ValueError: The parameters of optimizer and model differ; ReduceLROnPlateau, a scheduler
+            that cycles momentum, of another optimizer, or without `steps`; and all that
+            `make_functional`, `from_torch` and `from_state_dict` refuse.
 
     Example:
         >>> model = torch.nn.Linear(3, 1)
@@ -227,8 +245,8 @@ def take_over(
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
-            f"optimizer is {type(optimizer).__name__}; expected one of torch.optim, the live one. "
-            "Likely cause: arguments in another order. Fix: take_over(model, optimizer, scaler, "
+            f"optimizer is {type(optimizer).__name__}; expected the live one of torch.optim. "
+            "Likely cause: arguments in the wrong order. Fix: take_over(model, optimizer, scaler, "
             "scheduler, steps=...)."
         )
     apply, params, buffers = make_functional(model)
@@ -258,23 +276,25 @@ def give_back(
     `torch_optimizer.load_state_dict(...)`, `scaler.load_state_dict(to_state_dict(rule,
     state.scaler))` and one `scheduler.step()` for each step that was applied.
 
-    The way back of `take_over`: writes the state into the live objects, so that torch's own loop
-    goes on. Nothing is written unless all of it fits. Parameter groups stay torch's own, and their
-    rates are those of the scheduler; without one they are as they were. Parameters that are frozen
-    keep what the optimizer has of them.
+    The inverse of `take_over`: copies the state into the live objects, so that torch's own loop can
+    go on. Nothing is written unless everything fits. Parameter groups keep torch's settings; their
+    rates are those of the scheduler, or without one unchanged. The optimizer keeps its state of
+    frozen parameters.
 
     Args:
-        state: What the last `train_step` returned. It is copied, and stays as it is.
-        optimizer: That of `take_over`, or one around it: of `with_master_weights` the model is
-            given the float32 masters.
-        rule: That of `take_over`.
-        model: The live model, as are `torch_optimizer`, `scaler` and `scheduler`, all as
-            `take_over` was given them.
+        state: The state that the last `train_step` returned. It is not changed.
+        optimizer: The optimizer from `take_over`, or a wrapper of it. From `with_master_weights`
+            the model gets the float32 masters.
+        rule: The rule from `take_over`.
+        model: The live model that `take_over` was given.
+        torch_optimizer: The live optimizer that `take_over` was given.
+        scaler: The live scaler that `take_over` was given.
+        scheduler: The live scheduler that `take_over` was given.
 
     Raises:
-        TypeError: A rule or state that is not of `take_over`.
-        ValueError: Another model or class of optimizer, a scheduler that was stepped meanwhile or
-            that ends before the last step, settings in the state, stacked states.
+        TypeError: `rule` or `state` is not of `take_over`.
+        ValueError: The model or the class of optimizer is another, the scheduler was stepped
+            meanwhile or ends before the last step, the state holds settings, or it is stacked.
 
     Example:
         >>> model = torch.nn.Linear(3, 1)
@@ -295,7 +315,7 @@ def give_back(
     saved = {} if enabled is None else to_state_dict(rule, state.scaler)
     steps = steps_since(scheduler, torch_optimizer, inner, opt_state)
     if scheduler is not None:
-        # Where it ends before the last step this raises, and nothing has been changed.
+        # A scheduler that ends before the last step raises here, before anything is changed.
         advance(stand_in(scheduler), steps)
 
     load_into(model, params, state.buffers)

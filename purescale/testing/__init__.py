@@ -1,8 +1,8 @@
-"""For tests of your own: Hypothesis strategies, and checks of the laws that everything here keeps.
+"""Test helpers: Hypothesis strategies, and checks of the laws that purescale's functions keep.
 
-Needs hypothesis (`pip install purescale[testing]`), and is imported by itself:
-`from purescale.testing import assert_scale_rule`. Each check raises an `AssertionError` that says
-what was found, where, and what to do.
+Needs hypothesis (`pip install purescale[testing]`), and is imported separately:
+`from purescale.testing import assert_scale_rule`. Each check raises an `AssertionError` with what
+was found, where, and a fix.
 """
 
 from ._guard_battery import assert_guard

@@ -1,4 +1,4 @@
-"""What the checks of a rule and of an optimizer have in common: laws, quirks, the report."""
+"""The base class of the checks of rules, guards and optimizers: laws, quirks and the report."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from ._laws import (
 
 
 class Battery:
-    """The checks of one object. A broken law that is among the quirks is noted and raises nothing;
-    the check then goes on.
+    """The checks of one object. A broken law that is among the quirks is noted without an error,
+    and the check goes on.
     """
 
     kind: ClassVar[str]  # the name of the argument
-    methods: ClassVar[dict[str, str]]  # the methods it must have, each with its arguments
+    methods: ClassVar[dict[str, str]]  # required method -> its arguments
     fix_for_kind: ClassVar[str]
     fixes: ClassVar[dict[str, str]]  # by law
-    labels: ClassVar[tuple[str, ...]]  # labels of what a call was given
+    labels: ClassVar[tuple[str, ...]]  # of the arguments of a call, for the report
 
     def __init__(self, subject: Any, quirks: Sequence[str]) -> None:
         if what := not_made(subject, *self.methods):
@@ -54,7 +54,7 @@ class Battery:
             )
 
     def run(self) -> None:
-        """All checks, then whether each quirk was seen."""
+        """Run all checks, then check that each quirk was seen."""
         self.check()
         kept = sorted(self.quirks - self.broken)
         assert not kept, (
@@ -63,7 +63,7 @@ class Battery:
         )
 
     def check(self) -> None:
-        """The checks, in the order in which one relies on the others."""
+        """Run the checks, each after those that it relies on."""
         raise NotImplementedError
 
     def fail(
@@ -75,7 +75,7 @@ class Battery:
         cause: Exception | None = None,
         fix: str = "",
     ) -> None:
-        """Raise the report that `law` is broken, with `call`, the arguments of the method."""
+        """Report that `law` is broken, with the arguments `call` of the method."""
         if law in self.quirks:
             self.broken.add(law)
             return
@@ -88,7 +88,7 @@ class Battery:
         ) from cause
 
     def attempt(self, law: str, should: str, function: Callable[..., Any], *call: Any) -> Any:
-        """What the function returns; None where it raises and that is a quirk."""
+        """Return the function's result, or None if it raises and that is a quirk."""
         try:
             return function(*call)
         except Exception as error:
@@ -99,51 +99,51 @@ class Battery:
             return None
 
     def alike(self, law: str, name: str, old: Any, new: Any, *call: Any) -> bool:
-        """Whether `new` is as `old` in all but values."""
+        """Return True if `new` is like `old` except for values."""
         try:
             tree.matching_leaves(old, new, name, "what came", "")
         except (TypeError, ValueError) as error:
             came = str(error).partition(" Fix:")[0]
-            self.fail(law, came, "what it was, in all but values", *call, cause=error)
+            self.fail(law, came, "as before, except for values", *call, cause=error)
             return False
         return True
 
-    # ---- of what has `init` and a pure `update`
+    # ---- for objects with `init` and a pure `update`
 
     def value(self) -> None:
-        """It can be hashed, as a setting."""
+        """Check that the object can be hashed, as a setting."""
         try:
             hash(self.subject)
         except TypeError as error:
             self.fail("value", str(error), f"a {self.kind} that can be hashed", cause=error)
 
     def device(self) -> None:
-        """Its first state is on the device that was asked for."""
+        """Check that the initial state is on the requested device."""
         devices = {leaf.device.type for leaf in tree.tensors(self.subject.init("meta"))}
         if devices != {"meta"}:
-            self.fail("init", f"tensors on {sorted(devices)}", 'on what `init("meta")` names')
+            self.fail("init", f"tensors on {sorted(devices)}", 'on meta for `init("meta")`')
 
     def pure(self, *call: Any) -> None:
-        """An update reads no value, and changes no argument and no attribute."""
+        """Check that an update does not read values or change arguments or attributes."""
         before = _attributes(self.subject)
         for law, check in (("reads", assert_sync_free), ("pure", assert_pure)):
             checked = functools.partial(check, self.subject.update)
-            self.attempt(law, "nothing of the kind", checked, *call)
+            self.attempt(law, "not that", checked, *call)
         if _attributes(self.subject) != before:
             self.fail("value", f"an attribute of the {self.kind} changed", "the same", *call)
 
     def updated(self, should: str, *call: Any) -> Any:
-        """What `update` returns; it may raise nothing."""
+        """Return the result of `update`, which must not raise."""
         try:
             return self.subject.update(*call)
         except Exception as error:
             self.fail("raises", f"{type(error).__name__}: {error}", should, *call, cause=error)
             raise AssertionError(
-                f"quirks has `raises`, without which {self.name} is no {self.kind}."
+                f"quirks has `raises`, but a {self.kind} such as {self.name} must keep this law."
             ) from error
 
     def resumed(self, *call: Any) -> None:
-        """An update of a state that was saved and loaded has the same bits."""
+        """Check that an update of a saved and loaded state has the same bits."""
         ours = self.subject.update(*call)
         for restored in saved_and_loaded(call[0], self.subject.init()):
             theirs = self.subject.update(restored, *call[1:])
@@ -151,12 +151,12 @@ class Battery:
                 self.fail("round_trip", shown(theirs), shown(ours), *call)
 
     def one_graph(self, calls: list[Any]) -> None:
-        """A compiled update gives the same as the eager one."""
+        """Check that a compiled update equals the eager one."""
         run = functools.partial(assert_single_graph, self.subject.update, *calls)
         self._agree("compile", calls, run)
 
     def members(self, calls: list[Any]) -> None:
-        """Updates side by side under vmap give the same as one after the other."""
+        """Check that updates under vmap equal single ones."""
         stacked = private.pytree.tree_map(lambda *t: torch.stack(t), *calls)
 
         def run() -> list[Any]:
@@ -179,7 +179,7 @@ class Battery:
                 self.fail(law, shown(came), shown(should), *call)
 
 
-# Without a database, so that a battery gives the same verdict wherever it runs.
+# Without a database, so that a battery gives the same verdict on every machine.
 EXAMPLES = settings(
     max_examples=40,
     deadline=None,
@@ -191,7 +191,7 @@ EXAMPLES = settings(
 
 
 def saved_and_loaded(state: Any, like: Any) -> list[Any]:
-    """The state in other tensors, by way of a dict, and by way of a file."""
+    """Return three copies of the state: a clone, one through a dict and one through a file."""
     with tempfile.TemporaryDirectory() as folder:
         save(f"{folder}/state.pt", state)
         return [
@@ -202,7 +202,7 @@ def saved_and_loaded(state: Any, like: Any) -> list[Any]:
 
 
 def shown(value: Any) -> str:
-    """A state as its numbers."""
+    """Format a state with its numbers."""
     if isinstance(value, Tensor):
         return short(value.tolist(), 80)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -213,5 +213,4 @@ def shown(value: Any) -> str:
 
 
 def _attributes(subject: Any) -> dict[str, str]:
-    """What an object remembers, as text."""
     return {name: repr(value) for name, value in getattr(subject, "__dict__", {}).items()}

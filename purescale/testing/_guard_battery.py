@@ -1,4 +1,4 @@
-"""The laws of a guard of one's own, as one check."""
+"""`assert_guard`: the laws of a custom guard as one check."""
 
 from __future__ import annotations
 
@@ -19,36 +19,41 @@ from ._laws import short
 def assert_guard(guard: Any, quirks: Sequence[str] = ()) -> None:
     """Check that a guard of your own keeps all laws that `train_step` relies on.
 
-    Checked on a steady run of 300 steps with spikes, inf and NaN in it, with a gradient norm and
-    without, and on runs that Hypothesis finds and shrinks:
+    The checks use a steady run of 300 steps with spikes, inf and NaN, with and without a gradient
+    norm, and runs that Hypothesis finds and shrinks:
 
-    - `value`: the guard can be hashed and compared, and keeps nothing in its attributes
-    - `init`: a NamedTuple of tensors on the device that was asked for
-    - `raises`, `reads`, `pure`: `update` raises nothing, reads no value, changes no argument
+    - `value`: the guard can be hashed and compared, and its attributes do not change
+    - `init`: a NamedTuple of tensors on the requested device
+    - `raises`, `reads`, `pure`: `update` does not raise, read values or change arguments
     - `pair`: it returns `(state, bad)`, `bad` a 0-d bool tensor
     - `structure`: the state keeps its type, dtypes and shapes
-    - `finite`: a state of finite numbers stays one, whatever it is told
-    - `steady`: where nothing spikes, nine of ten steps are accepted, also after spikes, inf and NaN
-    - `timely`: a verdict is about the step that it came with: a spike that is accepted has no step
-      after it rejected
-    - `round_trip`: a state that was saved and loaded goes on with the same bits
+    - `finite`: a state of finite numbers stays finite for any loss and norm
+    - `steady`: without spikes nine of ten steps are accepted, also after spikes, inf and NaN
+    - `timely`: a verdict is about its own step: an accepted spike does not cause a later rejection
+    - `round_trip`: a saved and loaded state goes on with the same bits
     - `compile`, `vmap`: one graph, and members equal to single runs; the same bits
 
-    `quirks`: laws that it breaks on purpose. Each of them must be seen broken.
+    Args:
+        guard: The guard.
+        quirks: Laws that it breaks on purpose. Each must be seen broken.
 
-    Raises `AssertionError` with the state, loss and norm, what came, what should have come, and a
-    fix; `TypeError` for what is no guard.
+    Raises:
+        AssertionError: A law is broken; with the state, loss and norm, the result, the expected
+            result, and a fix.
+        TypeError: `guard` does not have the methods of a guard.
+        ValueError: A quirk is not the name of a law.
 
-    >>> from purescale import SpikeGuard
-    >>> assert_guard(SpikeGuard(warmup=10))
+    Example:
+        >>> from purescale import SpikeGuard
+        >>> assert_guard(SpikeGuard(warmup=10))
     """
     _GuardBattery(guard, quirks).run()
 
 
 _FIXES = {
-    "value": "`@dataclasses.dataclass(frozen=True)`; what changes belongs into the state.",
+    "value": "`@dataclasses.dataclass(frozen=True)`; put what changes into the state.",
     "init": "`init(device)` returns a NamedTuple of tensors made with `device=device`.",
-    "raises": "return a state and a verdict for any loss and norm; `grad_norm` is () where "
+    "raises": "return a state and a verdict for any loss and norm; `grad_norm` is () if "
     "train_step has no max_norm: `isinstance(grad_norm, torch.Tensor)`.",
     "reads": "`torch.where(bad, a, b)` in place of `if bad:`; no `.item()`.",
     "pure": "torch.where and others that make new tensors, in place of methods that end in `_`.",
@@ -56,11 +61,11 @@ _FIXES = {
     "structure": "every field as it was: `.to(state.mean.dtype)`, a counter as "
     "`torch.where(bad, 0, count + 1)`.",
     "finite": "`torch.where(torch.isfinite(loss), new, old)`: learn from finite numbers only.",
-    "steady": "judge after a warmup only, by what is usual in the run, and learn nothing from what "
-    "is rejected or not finite.",
-    "timely": "judge the loss and the norm of this call, `return new_state, loss > limit`, not what"
-    " the state kept of an earlier one: a bad step must be rejected before it changes anything.",
-    "round_trip": "tensors only in the state, nothing remembered elsewhere.",
+    "steady": "judge only after a warmup, by the usual values of the run, and do not learn from "
+    "steps that are rejected or not finite.",
+    "timely": "judge the loss and the norm of this call, `return new_state, loss > limit`, not "
+    "those of an earlier one: a bad step must be rejected before it changes anything.",
+    "round_trip": "keep only tensors in the state, and nothing elsewhere.",
     "compile": "torch.where in place of `if`; counters as 0-d tensors.",
     "vmap": "0-d operations and torch.where, as for one state.",
 }
@@ -71,7 +76,7 @@ _LOOKED_AT = (0, 1, 40, *sorted({step + i for step in _EVENTS for i in (0, 1)}))
 
 
 def _run() -> list[float]:
-    """A steady run: about 2, give or take a tenth."""
+    """Return losses of a steady run, 2 plus or minus 0.1, with the events."""
     noise = torch.rand(_STEPS, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     values = (2 + 0.2 * (noise - 0.5)).tolist()
     return [_EVENTS.get(step, value) for step, value in enumerate(values)]
@@ -83,11 +88,11 @@ def _call(state: Any, loss: float, norm: float | None) -> tuple[Any, Tensor, Any
 
 
 class _GuardBattery(Battery):
-    """The checks of one guard."""
+    """The checks of a guard."""
 
     kind = "guard"
     methods: ClassVar[dict[str, str]] = {"init": "device", "update": "state, loss, grad_norm"}
-    fix_for_kind = "`assert_guard(MyGuard())`, one that was made"
+    fix_for_kind = "`assert_guard(MyGuard())`, an instance"
     fixes = _FIXES
     labels = ("state", "loss", "norm")
 
@@ -97,13 +102,15 @@ class _GuardBattery(Battery):
             check()
 
     def update(self, call: tuple[Any, Tensor, Any]) -> tuple[Any, Tensor]:
-        """The next state and the verdict, after all that one call can break was checked."""
+        """Return the next state and the verdict, and check the laws of one call."""
         returned = self.updated("a state and a verdict", *call)
         pair = isinstance(returned, tuple) and len(returned) == 2
         bad = returned[1] if pair else None
         if not isinstance(bad, Tensor) or bad.dtype is not torch.bool or bad.ndim:
             self.fail("pair", short(returned), "(state, bad), bad a 0-d bool tensor", *call)
-            raise AssertionError(f"quirks has `pair`, without which {self.name} is no guard.")
+            raise AssertionError(
+                f"quirks has `pair`, but a guard such as {self.name} must keep this law."
+            )
         new = returned[0]
         same = self.alike("structure", "state", call[0], new, *call)
         if same and _is_finite(call[0]) and not _is_finite(new):
@@ -111,7 +118,7 @@ class _GuardBattery(Battery):
         return new, bad
 
     def calls(self, *, norm: bool = True) -> list[tuple[Any, Tensor, Any]]:
-        """The arguments of a run, each with the state that the one before has led to."""
+        """Return the arguments of each step of a run."""
         state, calls = self.subject.init(), []
         for loss in _run():
             calls.append(_call(state, loss, loss if norm else None))
@@ -119,7 +126,7 @@ class _GuardBattery(Battery):
         return calls
 
     def looked_at(self, *, norm: bool) -> list[tuple[Any, Tensor, Any]]:
-        """Those of a run at which something happens."""
+        """Return the arguments of the steps at and around the events."""
         every = self.calls(norm=norm)
         return [every[step] for step in _LOOKED_AT]
 
@@ -135,7 +142,6 @@ class _GuardBattery(Battery):
         self.device()
 
     def purity(self) -> None:
-        """An update reads no value, changes no argument and no attribute of the guard."""
         for norm in (True, False):
             for call in self.looked_at(norm=norm):
                 self.pure(*call)
@@ -156,7 +162,7 @@ class _GuardBattery(Battery):
             for step in _EVENTS:
                 event = calls[step]
                 after, bad = self.update(event)
-                # the same run with a calm step in place of the event
+                # The same run with a calm step in place of the event, for comparison.
                 calm = self.update((event[0], *calls[step - 1][1:]))[0]
                 for soon in range(step + 1, step + 1 + _SOON):
                     after, late = self.update((after, *calls[soon][1:]))

@@ -1,6 +1,4 @@
-"""The laws that everything here keeps, as checks: same bits, nothing changed, nothing read, one
-graph.
-"""
+"""Checks of single laws: equal bits, unchanged arguments, no host sync, one graph, vmap."""
 
 from __future__ import annotations
 
@@ -22,11 +20,17 @@ from .._tree.tree import join_names
 
 
 def same_bits(a: Any, b: Any) -> bool:
-    """Equal structure, dtype, shape and bits: NaN equals the same NaN, 0.0 differs from -0.0.
+    """Return True if structure, dtypes, shapes and bits are equal. A NaN equals the same NaN, and
+    0.0 differs from -0.0.
 
-    >>> import torch
-    >>> same_bits({"w": torch.tensor([0.0])}, {"w": torch.tensor([-0.0])})
-    False
+    Args:
+        a: A pytree.
+        b: A pytree.
+
+    Example:
+        >>> import torch
+        >>> same_bits({"w": torch.tensor([0.0])}, {"w": torch.tensor([-0.0])})
+        False
     """
     leaves_a, spec_a = private.pytree.tree_flatten(a)
     leaves_b, spec_b = private.pytree.tree_flatten(b)
@@ -40,7 +44,7 @@ def _same(x: Any, y: Any) -> bool:
         return False
     if x.shape != y.shape or x.layout is not y.layout:
         return False
-    if x.is_meta or y.is_meta:  # which have no bits
+    if x.is_meta or y.is_meta:  # no bits to compare
         return x.device == y.device
     if x.layout is not torch.strided:
         x, y = x.to_sparse().coalesce(), y.to_sparse().coalesce()
@@ -65,8 +69,8 @@ def _clone(tree: Any) -> Any:
 
 
 class Untouched:
-    """`with Untouched(tree):` fails on exit when a tensor of `tree` was written to inside. It
-    compares values, and versions, which also count a write that was undone.
+    """A context manager that fails on exit if a tensor of `tree` was written to inside. It compares
+    values, and versions, which also count a write that was undone.
     """
 
     def __init__(self, tree: Any) -> None:
@@ -108,7 +112,7 @@ def _storages(tree: Any) -> dict[int, str]:
 
 
 def shares_memory(a: Any, b: Any) -> bool:
-    """Whether a tensor of `a` shares memory with one of `b`."""
+    """Return True if a tensor of `a` shares memory with one of `b`."""
     return bool(_storages(a).keys() & _storages(b).keys())
 
 
@@ -116,13 +120,25 @@ def shares_memory(a: Any, b: Any) -> bool:
 
 
 def assert_pure(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Returns `fn(*args, **kwargs)`, which must change no argument (values and versions), give the
-    same bits when called again, leave torch's random numbers alone, and return nothing that shares
-    memory with an argument.
+    """Return `fn(*args, **kwargs)` and check that `fn` is pure: it does not write into arguments,
+    gives the same bits when called again, does not draw from torch's generator, and returns tensors
+    that share no memory with arguments.
 
-    >>> import torch
-    >>> assert_pure(torch.add, torch.ones(1), 1)
-    tensor([2.])
+    Args:
+        fn: The function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        The result of the first call.
+
+    Raises:
+        AssertionError: `fn` is not pure.
+
+    Example:
+        >>> import torch
+        >>> assert_pure(torch.add, torch.ones(1), 1)
+        tensor([2.])
     """
     given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     generator = torch.get_rng_state()
@@ -131,50 +147,62 @@ def assert_pure(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     arguments = _storages(given)
     shared = [(name, arguments[key]) for key, name in _storages(first).items() if key in arguments]
     assert not shared, (
-        f"result{shared[0][0]} stands in the memory of argument{shared[0][1]}: who writes into one "
-        "changes the other. Fix: `.clone()` of what is passed through, as `state._replace(...)` "
-        "does with every other field; torch.where makes a new one."
+        f"result{shared[0][0]} shares memory with argument{shared[0][1]}: a write into one changes "
+        "the other. Fix: `.clone()` what is passed through, such as the other fields of "
+        "`state._replace(...)`; torch.where makes a new tensor."
     )
     assert torch.equal(torch.get_rng_state(), generator), (
-        "torch's random numbers were drawn from, which is a state that no argument holds. Fix: a "
+        "torch's global random generator was used, which is hidden state. Fix: pass a "
         "torch.Generator, or its state, as an argument."
     )
     second = fn(*args, **kwargs)
     assert same_bits(first, second), (
         f"the same arguments gave {short(first)}, and then {short(second)}. Likely cause: an "
-        "attribute, a global or a closure that remembers. Fix: keep it in the state, and return "
-        "the next one."
+        "attribute, a global or a closure that changes. Fix: keep it in the state, and return the "
+        "next state."
     )
     return first
 
 
 def assert_sync_free(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Returns `fn(*args, **kwargs)`, which must bring no tensor's value to the host: `.item()`,
-    `float(t)`, `bool(t)`, `if t:`, `.tolist()`, `.numpy()`, `print(t)`, `torch.equal`, and what has
-    a shape that depends on values: `nonzero`, `unique`, boolean indexing.
+    """Return `fn(*args, **kwargs)` and check that `fn` does not read a tensor's value on the host:
+    `.item()`, `float(t)`, `bool(t)`, `if t:`, `.tolist()`, `.numpy()`, `print(t)`, `torch.equal`,
+    or a result whose shape depends on values (`nonzero`, `unique`, boolean indexing).
 
-    Works on a CPU too, where such a read costs nothing and would go unnoticed. The function runs as
-    on an accelerator, so the read by which a step decides on the host does not count.
+    Works on a CPU too, where such a read costs nothing. purescale's own code runs as on an
+    accelerator, so a step does not read its flag.
 
-    >>> import torch
-    >>> assert_sync_free(torch.where, torch.tensor(True), 1.0, 2.0)
-    tensor(1.)
+    Args:
+        fn: The function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        The result.
+
+    Raises:
+        AssertionError: A value was read; with the line that read it.
+
+    Example:
+        >>> import torch
+        >>> assert_sync_free(torch.where, torch.tensor(True), 1.0, 2.0)
+        tensor(1.)
     """
     reads: list[str] = []
-    # On a CPU a step reads its flag, which waits for nothing; here it runs as on a GPU.
+    # On a CPU a step reads its flag, which does not wait. Here it runs as on an accelerator.
     with tracing.as_on_an_accelerator(), _Dispatched(reads), _Called(reads):
         result = fn(*args, **kwargs)
     assert not reads, (
         f"a tensor's value was read: {join_names(list(dict.fromkeys(reads)))}. On an accelerator "
-        "the host would wait there, and torch.compile and torch.vmap stop. Fix: "
-        "`torch.where(flag, a, b)` in place of `if flag:` and of boolean indexing; read where you "
-        "log."
+        "the host would wait there, and torch.compile and torch.vmap would fail. Fix: "
+        "`torch.where(flag, a, b)` in place of `if flag:` and of boolean indexing; read values "
+        "where you log."
     )
     return result
 
 
 class _Dispatched(private.DispatchMode):  # type: ignore[misc]
-    """Notes operators whose result on the host, or whose shape, depends on values."""
+    """A mode that notes operators with a result on the host or a shape that depends on values."""
 
     def __init__(self, reads: list[str]) -> None:
         super().__init__()
@@ -188,7 +216,7 @@ class _Dispatched(private.DispatchMode):  # type: ignore[misc]
 
 
 class _Called(TorchFunctionMode):
-    """Notes reads that run no operator."""
+    """A mode that notes reads without an operator."""
 
     def __init__(self, reads: list[str]) -> None:
         super().__init__()
@@ -222,12 +250,23 @@ def _note(reads: list[str], what: str) -> None:
 
 
 def assert_single_graph(fn: Callable[..., Any], *calls: tuple[Any, ...]) -> list[Any]:
-    """Returns `[fn(*call) for call in calls]`, of `fn` under `torch.compile(fullgraph=True)`, which
-    must trace it without a break, and once for all calls. Forgets what was compiled before.
+    """Return `[fn(*call) for call in calls]`, with `fn` under `torch.compile(fullgraph=True)`, and
+    check that it is traced without a break, once for all calls. Resets torch.compiler.
 
-    >>> import torch
-    >>> assert_single_graph(torch.neg, (torch.ones(1),), (torch.zeros(1),))
-    [tensor([-1.]), tensor([-0.])]
+    Args:
+        fn: The function.
+        calls: The arguments of each call, as tuples.
+
+    Returns:
+        The results.
+
+    Raises:
+        AssertionError: Tracing fails, or a call is traced again.
+
+    Example:
+        >>> import torch
+        >>> assert_single_graph(torch.neg, (torch.ones(1),), (torch.zeros(1),))
+        [tensor([-1.]), tensor([-0.])]
     """
     graphs = []
 
@@ -244,13 +283,13 @@ def assert_single_graph(fn: Callable[..., Any], *calls: tuple[Any, ...]) -> list
         except Exception as error:
             raise AssertionError(
                 f"call {index} is not one graph: {str(error).splitlines()[0]} (see above). Fix: "
-                "torch.where in place of `if`; no reads, prints or containers that torch does not "
-                "know."
+                "torch.where in place of `if`; do not read or print values or use containers that "
+                "torch does not know."
             ) from error
         assert len(graphs) <= 1, (
-            f"call {index} was traced again, {len(graphs)} graphs by now. Likely cause: a number "
-            "that changes between calls and is no tensor, or another dtype, shape or order of "
-            "keys. Fix: keep it as a 0-d tensor, of one dtype."
+            f"call {index} was traced again, {len(graphs)} graphs by now. Likely cause: a Python "
+            "number that changes between calls, or another dtype, shape or order of keys. Fix: "
+            "keep the number as a 0-d tensor of one dtype."
         )
     return results
 
@@ -258,12 +297,24 @@ def assert_single_graph(fn: Callable[..., Any], *calls: tuple[Any, ...]) -> list
 def assert_vmap_equals_loop(
     fn: Callable[..., Any], *stacked: Any, rtol: float = 0.0, atol: float = 0.0
 ) -> Any:
-    """Returns `torch.vmap(fn)(*stacked)`, which must equal `fn` of one member after another: the
-    same bits, or within `rtol` and `atol`. Every tensor of the arguments has a leading dimension.
+    """Return `torch.vmap(fn)(*stacked)` and check that it equals `fn` of each member.
 
-    >>> import torch
-    >>> assert_vmap_equals_loop(torch.sum, torch.ones(2, 3))
-    tensor([3., 3.])
+    Args:
+        fn: The function.
+        stacked: Its arguments; every tensor in them has a leading dimension of members.
+        rtol: The relative tolerance; 0 with `atol` 0 for equal bits.
+        atol: The absolute tolerance.
+
+    Returns:
+        The stacked results.
+
+    Raises:
+        AssertionError: torch.vmap fails, or a member differs.
+
+    Example:
+        >>> import torch
+        >>> assert_vmap_equals_loop(torch.sum, torch.ones(2, 3))
+        tensor([3., 3.])
     """
     tree = private.pytree
     sizes = {leaf.shape[0] for _, leaf in _named(stacked)}
@@ -273,7 +324,7 @@ def assert_vmap_equals_loop(
     except Exception as error:
         raise AssertionError(
             f"torch.vmap does not take it: {str(error).splitlines()[0]} (see above). Fix: "
-            "torch.where in place of `if`; no reads; no writing into an argument."
+            "torch.where in place of `if`; do not read values or write into an argument."
         ) from error
     for index in range(sizes.pop()):
         single = fn(*tree.tree_map_only(Tensor, lambda t, i=index: t[i], stacked))
@@ -283,14 +334,13 @@ def assert_vmap_equals_loop(
         else:
             assert same_bits(member, single), (
                 f"member {index} is {short(member)} under torch.vmap, {short(single)} by itself. "
-                "Likely cause: an operation over all dimensions, or the shape of a tensor looked "
-                "at. Fix: dimensions counted from the end; rtol= where sums come in another "
-                "order."
+                "Likely cause: an operation over all dimensions, or code that depends on a shape. "
+                "Fix: count dimensions from the end; pass rtol= if only the order of sums differs."
             )
     return batched
 
 
 def short(value: Any, limit: int = 200) -> str:
-    """The `repr` on one line, cut after `limit` characters."""
+    """Return the `repr` on one line, cut after `limit` characters."""
     text = " ".join(repr(value).split())
     return text if len(text) <= limit else f"{text[:limit]}..."

@@ -1,4 +1,4 @@
-"""The laws of an optimizer of one's own, as one check."""
+"""`assert_optimizer`: the laws of a custom optimizer as one check."""
 
 from __future__ import annotations
 
@@ -31,59 +31,63 @@ def assert_optimizer(optimizer: Optimizer, params: Tree = None, quirks: Sequence
     """Check that an optimizer of your own keeps all laws that `maybe_step` and `train_step` rely
     on.
 
-    Checked over some steps from random gradients, on `params`: a tree of floating tensors, for
-    optimizers that take only some shapes; by default five tensors of float32 in a flat dict, of 1
-    to 300 elements.
+    The checks use some steps with random gradients:
 
-    - `init`: it takes `params`, changes nothing and gives a state in memory of its own
-    - `structure`: a step gives `(params, opt_state)`, both as they were in all but values: what
-      `init` made is final
-    - `reads`, `pure`: a step reads no value, changes no argument, remembers nothing outside of the
-      state, gives the same bits again and no memory of its arguments
-    - `none`: a parameter whose gradient is None comes back with the same bits in fresh memory
-    - `dtype`: float16 parameters with float32 gradients, as unscaling gives them, bfloat16 and
-      float64 ones stay what they are
-    - `found_inf`: `maybe_step` with gradients of inf and NaN gives parameters and state back bit
-      for bit where the step is skipped, and that of `step` where it is not
-    - `round_trip`: a state that was saved and loaded goes on with the same bits
+    - `init`: it does not change `params`, and the state shares no memory with them
+    - `structure`: a step returns `(params, opt_state)`, both as before except for values
+    - `reads`, `pure`: a step does not read values, change arguments or keep anything outside of the
+      state; it gives the same bits again, in memory of its own
+    - `none`: a parameter with a gradient of None comes back with the same bits in fresh memory
+    - `dtype`: float16 parameters with float32 gradients, as unscaling gives them, and bfloat16 and
+      float64 parameters keep their dtype
+    - `found_inf`: `maybe_step` with gradients of inf and NaN returns parameters and state bit for
+      bit if the step is skipped, and the result of `step` if it is not
+    - `round_trip`: a saved and loaded state goes on with the same bits
     - `compile`, `vmap`: one graph, and members equal to single steps, to 1e-4
-    - `absent`: `init` and a step take a dict with a parameter that is None, and give it back as
-      None; checked last, as many trainings have none
+    - `absent`: `init` and a step take a dict with a parameter that is None, and return None for it;
+      checked last, as many trainings do not need it
 
-    `quirks`: laws that it breaks on purpose. Each of them must be seen broken.
+    Args:
+        optimizer: The optimizer.
+        params: A tree of floating tensors, for optimizers that take only some shapes. The default
+            is a flat dict of five float32 tensors of 1 to 300 elements.
+        quirks: Laws that it breaks on purpose. Each must be seen broken.
 
-    Raises `AssertionError` with the state, the gradients, what came, what should have come, and a
-    fix; `TypeError` for what is no optimizer.
+    Raises:
+        AssertionError: A law is broken; with the state, the gradients, the result, the expected
+            result, and a fix.
+        TypeError: `optimizer` does not have the methods of an optimizer.
+        ValueError: A quirk is not the name of a law.
 
-    >>> import torch
-    >>> from purescale import from_torch
-    >>> assert_optimizer(from_torch(torch.optim.SGD, lr=0.1, momentum=0.9))
+    Example:
+        >>> import torch
+        >>> from purescale import from_torch
+        >>> assert_optimizer(from_torch(torch.optim.SGD, lr=0.1, momentum=0.9))
     """
     _OptimizerBattery(optimizer, params, quirks).run()
 
 
 _FIXES = {
-    "init": "`init(params)` makes tensors of its own: `torch.zeros_like(p)`, `p.clone()`; counts "
-    "as 0-d tensors.",
+    "init": "`init(params)` makes new tensors: `torch.zeros_like(p)`, `p.clone()`; counts as 0-d "
+    "tensors.",
     "structure": "make everything that a step keeps in `init`, also what is 0 until the first "
-    "step; return `(params, opt_state)` in the structure of the arguments, numbers that change as "
-    "0-d tensors.",
+    "step; return `(params, opt_state)` in the structure of the arguments, with numbers that "
+    "change as 0-d tensors.",
     "reads": "`torch.where(flag, a, b)` in place of `if flag:`; no `.item()`; a step count as a "
     "0-d tensor.",
-    "pure": "`p - lr * g` in place of methods that end in `_`; what it remembers belongs into the "
-    "state.",
-    "none": "leave a parameter alone whose gradient is None, `p.clone() if g is None else ...`, "
-    "and what is kept of it.",
-    "dtype": "`(p - lr * g).to(p.dtype)`: the gradients of float16 parameters come in float32.",
-    "found_inf": "raise nothing for inf and NaN, and give a state of the same structure for them; "
-    "maybe_step drops what came of it.",
-    "round_trip": "tensors in the state and nothing elsewhere: a loaded state is made of other "
+    "pure": "`p - lr * g` in place of methods that end in `_`; keep what changes in the state.",
+    "none": "do not change a parameter whose gradient is None, nor its state: "
+    "`p.clone() if g is None else ...`.",
+    "dtype": "`(p - lr * g).to(p.dtype)`: the gradients of float16 parameters are float32.",
+    "found_inf": "do not raise for inf and NaN, and return a state of the same structure; "
+    "maybe_step drops the result.",
+    "round_trip": "keep only tensors in the state, and nothing elsewhere: a loaded state has other "
     "tensor objects.",
     "compile": "torch.where in place of `if`; no attribute that a step changes; counts as 0-d "
     "tensors.",
-    "vmap": "operations that torch.vmap has rules for: no `out=`, no writing into tensors made "
+    "vmap": "use operations that torch.vmap has rules for: no `out=`, no writes into tensors made "
     "without a member dimension; no list operations (`torch._foreach_*`).",
-    "absent": "keep None where a parameter is None, in `init` and in the step: "
+    "absent": "keep None for a parameter that is None, in `init` and in the step: "
     "`None if p is None else torch.zeros_like(p)`.",
 }
 _STEPS = 3
@@ -105,13 +109,12 @@ def _gradients(params: Tree, seed: int) -> Tree:
 
 
 class _OptimizerBattery(Battery):
-    """The checks of one optimizer."""
+    """The checks of an optimizer."""
 
     kind = "optimizer"
     methods: ClassVar[dict[str, str]] = {"init": "params", "step": "params, grads, opt_state"}
     fix_for_kind = (
-        "`assert_optimizer(MyOptimizer())`, one that was made; `from_torch` for a class of "
-        "torch.optim"
+        "`assert_optimizer(MyOptimizer())`, an instance; `from_torch` for a class of torch.optim"
     )
     fixes = _FIXES
     labels = ("params", "grads", "state")
@@ -124,13 +127,13 @@ class _OptimizerBattery(Battery):
 
     def check(self) -> None:
         if not self.init() or not self.steps():
-            return  # a broken `init` or `step` is a quirk: there is nothing else to check
+            return  # a broken `init` or `step` is a quirk, and the other checks need both
         for check in (self.purity, self.none, self.dtype, self.found_inf, self.round_trip,
                       self.compile, self.vmap, self.absent):  # fmt: skip
             check()
 
     def both_alike(self, law: str, result: Any, *call: Any) -> bool:
-        """Whether the results have the structure, dtypes and shapes of the arguments."""
+        """Return True if the results have the structure, dtypes and shapes of the arguments."""
         params, _, state = call
         if not isinstance(result, tuple) or len(result) != 2:
             came = f"a tuple of {len(result)}" if isinstance(result, tuple) else short(result)
@@ -161,11 +164,10 @@ class _OptimizerBattery(Battery):
         return True
 
     def purity(self) -> None:
-        """A step reads no value, changes no argument and remembers nothing."""
         step = self.subject.step
         for law, check in (("reads", assert_sync_free), ("pure", assert_pure)):
             for call in self.calls:
-                self.attempt(law, "nothing of the kind", functools.partial(check, step), *call)
+                self.attempt(law, "not that", functools.partial(check, step), *call)
         for call, result in zip(self.calls, self.results, strict=True):
             again = step(*call)
             if not same_bits(again, result):
@@ -176,7 +178,7 @@ class _OptimizerBattery(Battery):
         params, grads, state = self.calls[-1]
         leaves, structure = tree.flatten(grads)
         choices = [list(leaves) for _ in leaves] + [[None] * len(leaves)]
-        # What does not move is what is most easily handed on as it is.
+        # A parameter that does not move is the one most likely to be returned without a copy.
         step = functools.partial(assert_pure, self.subject.step)
         for index in range(len(leaves)):
             choices[index][index] = None
@@ -192,7 +194,6 @@ class _OptimizerBattery(Battery):
                     self.fail("none", f"{at} moved", "the same bits: its gradient is None", *call)
 
     def absent(self) -> None:
-        """A parameter that is None stays so."""
         if not isinstance(self.params, dict):
             return
         params = {**self.params, "absent": None}
@@ -216,8 +217,8 @@ class _OptimizerBattery(Battery):
                 self.both_alike("dtype", result, *call)
 
     def found_inf(self) -> None:
-        """Where the host reads the flag, and as on an accelerator, where the step is made whatever
-        the flag says.
+        """Check both paths: on a CPU the host reads the flag, on an accelerator the step always
+        runs.
         """
         self.skipped_and_applied()
         with tracing.as_on_an_accelerator():
@@ -274,8 +275,8 @@ class _OptimizerBattery(Battery):
 
 
 def _with_masters(params: Tree, opt_state: Any) -> tuple[Tree, Any]:
-    """What a step returned, with masters in one piece: those that are close have halves that are
-    not.
+    """Return the result of a step with masters put together, because masters that are close can
+    have halves that are not.
     """
     if not isinstance(opt_state, MasterState):
         return params, opt_state

@@ -1,4 +1,4 @@
-"""The laws of a rule of one's own, as one check."""
+"""`assert_scale_rule`: the laws of a custom loss scale rule as one check."""
 
 from __future__ import annotations
 
@@ -22,69 +22,77 @@ from ._strategies import DAMAGED, as_scale, rule_steps, update_arguments
 def assert_scale_rule(rule: Any, quirks: Sequence[str] = ()) -> None:
     """Check that a rule of your own keeps all laws that `train_step` relies on.
 
-    Checked on runs that Hypothesis finds and shrinks, on hundreds of overflows and thousands of
-    clean steps in a row, in each state of these with an overflow and with a clean step, on all
-    short runs from the states whose next step grows the scale, and from damaged states:
+    The checks use runs that Hypothesis finds and shrinks, hundreds of overflows and thousands of
+    clean steps in a row (each state with an overflow and with a clean step), all short runs before
+    a growth, and damaged states:
 
-    - `value`: the rule can be hashed and compared, and keeps nothing in its attributes
-    - `init`: a NamedTuple of tensors with a 0-d float32 `scale`, on the device that was asked for
-    - `raises`, `reads`, `pure`: `update` raises nothing, reads no value, changes no argument
+    - `value`: the rule can be hashed and compared, and its attributes do not change
+    - `init`: a NamedTuple of tensors with a 0-d float32 `scale`, on the requested device
+    - `raises`, `reads`, `pure`: `update` does not raise, read values or change arguments
     - `structure`: the state keeps its type, dtypes and shapes
-    - `positive`, `finite`, `power_of_two`: what the scale is, for ever
+    - `positive`, `finite`, `power_of_two`: the scale always is
     - `damaged`: it is so again one step after a scale of 0, inf, NaN or less than 0
-    - `overflow`: one never raises the scale; `backs_off`: many lower it, unless the rule is static
-      or at its `min_scale`; `clean`: a clean step never lowers it, unless it `takes_amax`
-    - `round_trip`: a state that was saved and loaded goes on with the same bits
+    - `overflow`: an overflow never raises the scale
+    - `backs_off`: many overflows lower it, unless the rule is static or at its `min_scale`
+    - `clean`: a clean step never lowers it, unless the rule `takes_amax`
+    - `round_trip`: a saved and loaded state goes on with the same bits
     - `compile`, `vmap`: one graph, and members equal to single runs; the same bits
 
-    `quirks`: laws that it breaks on purpose, as the rules of `interop` do where their peer does.
-    Each of them must be seen broken.
+    Args:
+        rule: The rule.
+        quirks: Laws that it breaks on purpose, as some rules of `interop` do. Each must be seen
+            broken.
 
-    Raises `AssertionError` with the state, the flag, what came, what should have come, and a fix.
+    Raises:
+        AssertionError: A law is broken; with the state, the flag, the result, the expected result,
+            and a fix.
+        TypeError: `rule` does not have the methods of a rule.
+        ValueError: A quirk is not the name of a law.
 
-    >>> from purescale import DynamicScale
-    >>> assert_scale_rule(DynamicScale(growth_interval=2))
+    Example:
+        >>> from purescale import DynamicScale
+        >>> assert_scale_rule(DynamicScale(growth_interval=2))
     """
     _RuleBattery(rule, quirks).run()
 
 
 _FIXES = {
-    "value": "`@dataclasses.dataclass(frozen=True)`; what changes belongs into the state.",
+    "value": "`@dataclasses.dataclass(frozen=True)`; put what changes into the state.",
     "init": "`init(device)` returns a NamedTuple of tensors made with `device=device`, one of them "
     "`scale`, 0-d, float32, positive.",
-    "raises": "return a state for any; what should stop training is check_scaler's to raise.",
+    "raises": "return a state for any flag and state; `check_scaler` is what stops training.",
     "reads": "`torch.where(found_inf, a, b)` in place of `if found_inf:`; no `.item()`.",
     "pure": "torch.where and others that make new tensors, in place of methods that end in `_`.",
     "structure": "every field as it was: `.to(scaler.scale.dtype)`, `torch.full_like(scaler.scale, "
     "x)` for a number, a counter as `torch.where(found_inf, 0, count + 1)`.",
     "positive": "`scale.clamp(min=self.min_scale)`, a floor such as 2.0**-24.",
     "finite": "`scale.clamp(max=self.max_scale)`, a ceiling such as 2.0**24.",
-    "power_of_two": "factors and bounds that are powers of two: any other scale rounds every "
+    "power_of_two": "use factors and bounds that are powers of two: any other scale rounds every "
     "gradient twice.",
     "damaged": "`torch.where(torch.isfinite(scale) & (scale > 0), new, self.min_scale)`.",
-    "overflow": "`torch.where(found_inf, scale * 0.5, ...)`: found_inf is True where the step was "
+    "overflow": "`torch.where(found_inf, scale * 0.5, ...)`: found_inf is True if the step was "
     "bad.",
     "backs_off": "multiply by a factor below 1 on an overflow, or training never moves again.",
-    "clean": "decide by this step's found_inf, True where it was bad, in this update: a scale that "
-    "moves a step late is not the one that scaled.",
-    "round_trip": "tensors only in the state, nothing remembered elsewhere.",
+    "clean": "decide by this step's found_inf, True if it was bad: a scale that moves a step late "
+    "is not the one that was used.",
+    "round_trip": "keep only tensors in the state, and nothing elsewhere.",
     "compile": "torch.where in place of `if`; counters as 0-d tensors.",
     "vmap": "0-d operations and torch.where, as for one state.",
 }
 _RUN = [letter == "O" for letter in "...O.O...OOO....O...."]
-_LONG = 320  # overflows: through all of float32 by halves
+_LONG = 320  # overflows: halving passes through all of float32
 _STRETCH = 2500  # clean steps: beyond the usual interval
-_LONGEST = 20_000  # clean steps: up to the interval of a rule that has a longer one
+_LONGEST = 20_000  # clean steps at most, for rules with a longer interval
 _EVENTS = 4  # states before a growth from which all runs of _DEPTH steps are tried
 _DEPTH = 4
 
 
 class _RuleBattery(Battery):
-    """The checks of one rule."""
+    """The checks of a rule."""
 
     kind = "rule"
     methods: ClassVar[dict[str, str]] = {"init": "device", "update": "scaler, found_inf"}
-    fix_for_kind = "`assert_scale_rule(MyRule())`, one that was made"
+    fix_for_kind = "`assert_scale_rule(MyRule())`, an instance"
     fixes = _FIXES
     labels = ("state", "flag", "amax")
 
@@ -113,8 +121,8 @@ class _RuleBattery(Battery):
             self.fail(law or "positive", came, "a scale above 0", *call)
 
     def step(self, state: Any, bad: bool, amax: float | None = None, *, inside: bool = True) -> Any:
-        """The next state of a run, after both an overflow and a clean step were checked. A clean
-        step may lower the scale of a state that is not `inside` the bounds.
+        """Return the next state of a run, and check both an overflow and a clean step. A clean step
+        may lower the scale of a state that is not `inside` the bounds.
         """
         tried = {}
         for flag in (True, False):
@@ -145,7 +153,7 @@ class _RuleBattery(Battery):
         self.device()
 
     def calls(self) -> list[tuple[Any, ...]]:
-        """The arguments of a run, each with the state that the one before has led to."""
+        """Return the arguments of each step of a run."""
         state, calls = self.subject.init(), []
         for bad in _RUN:
             calls.append(update_arguments(state, bad, self.amax))
@@ -153,7 +161,6 @@ class _RuleBattery(Battery):
         return calls
 
     def purity(self) -> None:
-        """An update reads no value, changes no argument and no attribute of the rule."""
         for call in self.calls():
             self.alike("structure", "scaler", call[0], self.updated("a state", *call), *call)
             self.pure(*call)
@@ -176,7 +183,7 @@ class _RuleBattery(Battery):
             )
 
     def stretch(self, state: Any, *, inside: bool = True) -> Any:
-        """The state after as many clean steps as it takes to grow."""
+        """Return the state after enough clean steps for a growth."""
         values = getattr(self.subject, "__dict__", {}).values()
         numbers = [n for n in values if type(n) is int]
         for _ in range(min(max(_STRETCH, *numbers, 0) + 2, _LONGEST)):
@@ -187,7 +194,6 @@ class _RuleBattery(Battery):
         return state
 
     def all_short_runs(self, state: Any) -> None:
-        """All runs of `_DEPTH` steps."""
         states = [state]
         for _ in range(_DEPTH):
             states = [self.step(each, bad) for each in states for bad in (False, True)]

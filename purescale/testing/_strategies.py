@@ -1,4 +1,4 @@
-"""Hypothesis strategies: rules, their states, runs of overflows, gradients."""
+"""Hypothesis strategies for rules, their states, runs of overflows, and gradients."""
 
 from __future__ import annotations
 
@@ -17,11 +17,15 @@ from .._tree.tree import Tree
 
 
 def scale_rules(kind: type | None = None) -> st.SearchStrategy[Any]:
-    """Rules of this package with any legal settings, short intervals preferred; of one `kind`.
+    """Return a strategy of purescale's rules with any legal settings and short intervals.
 
-    >>> from purescale import StaticScale
-    >>> isinstance(scale_rules(StaticScale).example(), StaticScale)  # doctest: +SKIP
-    True
+    Args:
+        kind: The class of the rules; None for all.
+
+    Example:
+        >>> from purescale import StaticScale
+        >>> isinstance(scale_rules(StaticScale).example(), StaticScale)  # doctest: +SKIP
+        True
     """
     kinds: dict[type, st.SearchStrategy[Any]] = {
         DynamicScale: st.builds(
@@ -52,8 +56,9 @@ def as_scale(value: float) -> Tensor:
 
 @st.composite
 def scaler_states(draw: Any, rule: Any = None) -> Any:
-    """States that `rule` (`DynamicScale()`) may be handed: after any run, and with a scale that a
-    restored or damaged checkpoint may hold: any power of two, 0, inf, NaN, negative.
+    """Return a strategy of states that `rule`, by default `DynamicScale()`, may be given: after any
+    run, or with a scale that a damaged checkpoint may hold (any power of two, 0, inf, NaN,
+    negative).
     """
     rule = DynamicScale() if rule is None else rule
     state = rule.init()
@@ -64,8 +69,8 @@ def scaler_states(draw: Any, rule: Any = None) -> Any:
 
 
 def overflow_runs(size: int | None = None) -> st.SearchStrategy[list[bool]]:
-    """`found_inf` of one step after another: up to 40, or of `size`; bursts and long clean
-    stretches.
+    """Return a strategy of `found_inf` over a run of up to 40 steps, or of `size`, with bursts and
+    long clean stretches.
     """
     limit = 40 if size is None else size
 
@@ -81,10 +86,11 @@ def overflow_runs(size: int | None = None) -> st.SearchStrategy[list[bool]]:
 
 
 def grad_trees(like: Tree = None) -> st.SearchStrategy[Tree]:
-    """Gradients: of any nesting, or in the structure, shapes and dtypes of `like`.
+    """Return a strategy of gradients of any nesting, or in the structure, shapes and dtypes of
+    `like`.
 
-    float16, bfloat16, float32 and float64; 0-d, empty, `None`; zeros of both signs, subnormals,
-    the largest numbers, inf and NaN among the elements.
+    They include float16, bfloat16, float32 and float64, 0-d and empty tensors and None, and
+    elements that are zeros of both signs, subnormals, the largest numbers, inf and NaN.
     """
     if like is not None:
         leaves, structure = tree.flatten(like)
@@ -106,7 +112,9 @@ def grad_trees(like: Tree = None) -> st.SearchStrategy[Tree]:
 
 @st.composite
 def params_and_grads(draw: Any) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
-    """Finite float32 parameters by name, and gradients as `grad_trees` has them, or `None`."""
+    """Return a strategy of finite float32 parameters by name, with gradients as `grad_trees` draws
+    them, or None.
+    """
     shapes = draw(st.lists(st.sampled_from([(3,), (), (2, 3), (0,)]), min_size=1, max_size=4))
     finite = st.floats(-(2.0**20), 2.0**20, width=32)
     params = {
@@ -143,7 +151,7 @@ def _leaf(
 
 
 def rule_steps(rule: Any) -> st.SearchStrategy[tuple[bool, float | None]]:
-    """`found_inf`, and the largest gradient for a rule that takes it."""
+    """Return a strategy of `found_inf`, with the largest gradient if the rule takes it."""
     amax: st.SearchStrategy[Any] = st.none()
     if takes_amax(rule):
         amax = _powers(-120, 120) | st.sampled_from([0.0, 1.0, 3.0, math.inf, math.nan])
@@ -151,6 +159,6 @@ def rule_steps(rule: Any) -> st.SearchStrategy[tuple[bool, float | None]]:
 
 
 def update_arguments(state: Any, bad: bool, amax: float | None) -> tuple[Any, ...]:
-    """The arguments of `rule.update`, as tensors."""
+    """Return the arguments of `rule.update` as tensors."""
     given = (state, torch.tensor(bad))
     return given if amax is None else (*given, torch.tensor(amax, dtype=torch.float32))

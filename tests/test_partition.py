@@ -600,8 +600,8 @@ def test_two_parameters_of_one_dotted_name_are_refused():
 @pytest.mark.parametrize(
     ("optimizers", "words"),
     [
-        ({}, "expected a dict of one or more"),
-        ([ADAMW], "expected a dict of one or more"),
+        ({}, "expected a non-empty dict of optimizers"),
+        ([ADAMW], "expected a non-empty dict of optimizers"),
         ({"a": torch.optim.AdamW}, r"optimizers\['a'\] is .*AdamW.*Fix"),
         ({1: ADAMW}, r"optimizers\[1\] is .*under a string"),
     ],

@@ -163,7 +163,7 @@ class TorchOptimizer:
         return repr(self._groups)
 
     def init(self, params: Tree) -> OptState:
-        """Return the state before the first step, in fresh memory. No step changes its structure."""
+        """Return the state before the first step, in fresh memory. Steps keep its structure."""
         named = _by_name(params)
         self._groups.check_names(tuple(named))
         device = next((leaf.device for leaf in named.values()), None)
@@ -247,7 +247,7 @@ class TorchOptimizer:
     def _numbers_after(
         self, opt_state: OptState, decision: Decision, *, in_place: bool
     ) -> tuple[Tensor, Any, Any]:
-        """Return the count of applied steps and the settings in the state after the decided step."""
+        """Return the count of applied steps and the settings in the state after the step."""
         applied, _, lr, hyper = opt_state
         count: Any = 1 if decision.skip_on_host is False else ~decision.skip  # type: ignore[operator]
         keep = Tensor.detach if in_place else self._unfused.copy
@@ -479,7 +479,6 @@ _COMPILES_BEHIND_DYNAMO = torch.__version__ >= "2.13"
 
 
 def _weights(inputs: StepInputs) -> list[Tensor]:
-    """Return the parameters that are tensors, with cached metadata if it is known."""
     return inputs.params if inputs.known else list(inputs.named_params.values())
 
 

@@ -90,7 +90,7 @@ def part(tensors: list[Any], start: int, stop: int) -> list[Any]:
 
 
 def picked(tensors: list[Any], indices: Sequence[int], question: Any) -> list[Any]:
-    """Return `[tensors[index] for index in indices]`. `question` is the cache key of these indices."""
+    """Return `[tensors[index] for index in indices]`. `question` is their cache key."""
     some = list(map(tensors.__getitem__, indices))
     return (
         some
@@ -126,10 +126,8 @@ def cached(question: Any, lookup: Callable[[], T], tensors: Sequence[Any], likes
 
 
 def dtypes(tensors: Sequence[Tensor]) -> set[torch.dtype]:
-    """Return the dtypes of a list."""
     return cached("dtypes", lambda: {tensor.dtype for tensor in tensors}, tensors)
 
 
 def elements(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the number of elements of each tensor."""
     return cached("elements", lambda: list(map(Tensor.numel, tensors)), tensors)

@@ -201,7 +201,7 @@ def test_a_checkpoint_from_before_there_were_settings_in_the_state_loads():
         ("Muon", {}, ("ns_steps",), "ns_steps of Muon.*number of Python there.*__bool__"),
         ("Adagrad", {}, ("initial_accumulator_value",), "value of Adagrad.*does not use it"),
         ("Adafactor", {"foreach": False}, ("weight_decay",), "weight_decay of Adafactor.*read"),
-        ("Rprop", {}, ("lr",), "lr with Rprop.*step sizes start from.*leave lr out"),
+        ("Rprop", {}, ("lr",), "Rprop uses lr only for its first step sizes.*leave lr out"),
     ],
 )
 def test_what_cannot_be_in_the_state_is_refused_when_made(cls, settings, names, message):
@@ -496,10 +496,10 @@ def test_a_derivative_goes_through_what_is_replaced():
 @pytest.mark.parametrize(
     ("optimizer", "settings", "words"),
     [
-        (RATE, {"momentum": 0.9}, r"the state holds no setting 'momentum'. In the state is: lr\. "),
+        (RATE, {"momentum": 0.9}, r"the state holds no setting 'momentum'. It holds: lr\. "),
         (BOTH, {"lr": 1.0, "eps": 1.0}, r"no setting 'eps'.*is: lr, betas, weight_decay\..*'eps'"),
-        (PLAIN, {"lr": 0.1}, r"no setting 'lr'.*In the state is: nothing.*in_state=\('lr',\)"),
-        (two_parts(RATE, PLAIN), {"eps": 1.0}, r"In the state is: body: lr; head: nothing\."),
+        (PLAIN, {"lr": 0.1}, r"no setting 'lr'.*It holds: nothing.*in_state=\('lr',\)"),
+        (two_parts(RATE, PLAIN), {"eps": 1.0}, r"It holds: body: lr; head: nothing\."),
         (two_parts(RATE, PLAIN), {"lr": {"head": 1.0}}, r"the part 'head' of the state holds no"),
         (two_parts(RATE, PLAIN), {"lr": {"tail": 1.0}}, r"the part 'tail'.*is: body: lr; head"),
         (RATE, {"lr": {"body": 1.0}}, r"the part 'body' of the state holds no setting 'lr'"),
@@ -515,7 +515,7 @@ def test_a_setting_that_is_not_in_the_state_is_refused_with_those_that_are(
 
 @pytest.mark.parametrize("state", [{"mu": {"w": torch.ones(2)}}, torch.ones(2), (), None])
 def test_a_state_that_is_not_of_torch_holds_nothing(state):
-    with pytest.raises(ValueError, match=r"no setting 'lr'. In the state is: nothing"):
+    with pytest.raises(ValueError, match=r"no setting 'lr'. It holds: nothing"):
         ps.replace_settings(state, lr=1.0)
     assert same_bits(ps.replace_settings(state), state)
 

@@ -21,7 +21,7 @@ def names_in_state(in_state: Any, lr_in_state: bool) -> tuple[str, ...]:
     if not isinstance(in_state, (tuple, list)):
         raise TypeError(
             f"in_state is {in_state!r}, expected a tuple of names of settings. Fix: "
-            'in_state=("lr", "weight_decay"), or in_state=("lr",) for one.'
+            'in_state=("lr", "weight_decay"), or in_state=("lr",) with a comma.'
         )
     return tuple(dict.fromkeys((*in_state, "lr") if lr_in_state else in_state))
 

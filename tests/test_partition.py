@@ -517,7 +517,9 @@ def test_narrow_moments_go_around_parts_without_wrappers_only():
     narrow = AROUND["moments"]
     state = narrow(made(MOMENTUM, ADAMW)).init(params_of())
     assert state["others"].slots["norm"]["exp_avg"].dtype is torch.bfloat16
-    with pytest.raises(ValueError, match=r"of which 'others' is MasterOptimizer.*Fix: partition\("):
+    with pytest.raises(
+        ValueError, match=r"whose part 'others' is MasterOptimizer.*Fix: partition\("
+    ):
         narrow(made(MOMENTUM, ps.with_master_weights(ADAMW)))
 
 

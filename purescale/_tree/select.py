@@ -27,14 +27,15 @@ def select(found_inf: Tensor | bool, old: Tree, new: Tree) -> Tree:
     Args:
         found_inf: A bool or a 0-d bool tensor, True = bad.
         old: The tree before the step.
-        new: A tree of the same structure, shapes and dtypes. A leaf that is not a dense tensor,
-            such as a sparse one, must be the same object in both, or equal, and is returned.
+        new: A tree of the same structure, shapes and dtypes. A tensor that is not dense must
+            be the same object in both, and a leaf that is not a tensor must be equal.
 
     Returns:
         A tree in fresh memory.
 
     Raises:
         ValueError: If the trees differ in structure, shapes or dtypes.
+        TypeError: If a tensor that is not dense is another object in `new`.
 
     Example:
         >>> import torch

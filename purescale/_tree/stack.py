@@ -111,7 +111,8 @@ def member(states: Tree, i: int | Tensor) -> Tree:
 
     Example:
         >>> import torch
-        >>> states = stack_states([{"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([3.0, 4.0])}])
+        >>> weights = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
+        >>> states = stack_states([{"w": w} for w in weights])
         >>> member(states, 1)
         {'w': tensor([3., 4.])}
     """

@@ -34,7 +34,6 @@ class Kernel(NamedTuple):
         return self.columns if not self.needs or settings[self.needs] else self.columns[:-1]
 
     def numbers(self, settings: Settings) -> list[float]:
-        """Return its settings as numbers."""
         if "betas" in settings:
             settings = {**settings, **dict(zip(("beta1", "beta2"), settings["betas"], strict=True))}
         return [float(settings[name]) for name in self.settings]

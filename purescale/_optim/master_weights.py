@@ -1,6 +1,4 @@
-"""float32 master weights of half parameters: the missing 16 bits of bfloat16, a copy for
-float16.
-"""
+"""float32 master weights of half parameters: the missing 16 bits of bfloat16, or a copy."""
 
 from __future__ import annotations
 
@@ -52,8 +50,9 @@ def with_master_weights(optimizer: Optimizer) -> MasterOptimizer:
 
     Masters start as the parameters. To start from float32 weights, take `params, rest =
     split_masters(weights)` and `optimizer.init(params)._replace(rest=rest)`. Parameters of float32,
-    of wider dtypes and complex ones are stepped as by `optimizer`. An eager donated step takes at
-    most 64 MiB beside state and gradients ("The update" in the guide). A step has no derivative.
+    of wider dtypes and complex ones are stepped as by `optimizer`. An eager donated step of a class
+    of torch.optim goes through the model in pieces and takes at most 64 MiB beside state and
+    gradients. A step has no derivative.
 
     Args:
         optimizer: Any optimizer. It steps the masters, and its state is in float32
@@ -375,7 +374,6 @@ def _state_and_rest(opt_state: Any, structure: Any) -> tuple[MasterState, Leaves
 
 
 def _indices(params: Leaves, dtype: torch.dtype) -> list[int]:
-    """Return the indices of the parameters of this dtype."""
     return [index for index, leaf in enumerate(params) if getattr(leaf, "dtype", None) is dtype]
 
 

@@ -167,7 +167,6 @@ class PartitionOptimizer:
         ]
 
     def _members(self, names: Sequence[str], leaves: Leaves) -> dict[str, Members]:
-        """Return the parameters of each optimizer, by key."""
         return cached((self, *names), lambda: self._labelled(names, leaves), leaves)
 
     def _labelled(self, names: Sequence[str], leaves: Leaves) -> dict[str, Members]:

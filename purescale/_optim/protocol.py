@@ -1,4 +1,4 @@
-"""The protocol of an optimizer (`init` and `step`), conditional steps, and (init, update) pairs."""
+"""Protocols of an optimizer: `init` and `step`, conditional steps, (init, update) pairs."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Optimizer(Protocol):
 
 
 class Conditional(Protocol):
-    """The protocol that a step uses: `Optimizer`, with the defaults for what an optimizer does not
-    define. `as_conditional` makes one of any optimizer.
+    """The methods that a step calls beyond `init` and `step`, with defaults for an optimizer that
+    lacks them. `as_conditional` makes one of any optimizer.
     """
 
     # True if `.backward()` may go through a step; otherwise tensors on a graph are refused.

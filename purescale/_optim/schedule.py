@@ -172,7 +172,6 @@ def rates_of(
 
 
 def advance(scheduler: LRScheduler, steps: int) -> None:
-    """Step a scheduler this many times."""
     for done in range(steps):
         _step(scheduler, done + 1, steps + 1)
 

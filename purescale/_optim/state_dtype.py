@@ -39,7 +39,7 @@ def with_state_dtype(
     which `optimizer` makes them and a narrow one.
 
     `down` rounds to the nearest, and finite values stay finite. The step itself is in the wide
-    dtype, eager and donated one part of the model at a time; it has no derivative. Step counts and
+    dtype, in pieces of the model if it is eager and donated, and has no derivative. Step counts and
     other 0-d tensors, tensors that are not real and floating, and what wrappers keep are never
     cast.
 

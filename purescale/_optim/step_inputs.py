@@ -1,6 +1,4 @@
-"""The stage `flatten` of a step: trees of parameters, gradients and state as matching lists of
-local tensors.
-"""
+"""The stage `flatten` of a step: its trees as matching lists of local tensors."""
 
 from __future__ import annotations
 

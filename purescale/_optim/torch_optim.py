@@ -1,6 +1,4 @@
-"""Classes of torch.optim as pure functions: `from_torch`, `init`, `step` and the step that can
-skip.
-"""
+"""Classes of torch.optim as pure functions: `from_torch`, `init`, `step`, state dicts."""
 
 from __future__ import annotations
 
@@ -76,10 +74,10 @@ def from_torch(
     do not run. `.backward()` can go through a step only with `differentiable=True`; without it, it
     is refused.
 
-    If no flag is named, torch's fused kernel is used if the class has one, all dtypes are floating
-    and the device supports them. Otherwise an eager step on a CPU runs torch's default formula, and
-    every other step runs the capturable formula, which never syncs. These agree to 1e-6 (Muon under
-    vmap to 1e-2 of the update).
+    If no flag is named, a step uses torch's fused kernel if the class has one for the dtypes and
+    device. Otherwise an eager step on a CPU uses torch's default formula. Any other step, and one
+    with settings besides `lr` in the state, uses the capturable formula, which never syncs. These
+    agree to 1e-6 (Muon under vmap to 1e-2 of the update).
 
     Args:
         cls: A class of torch.optim, or a subclass that keeps its `step`.
@@ -410,8 +408,8 @@ class TorchOptimizer:
     def from_state_dict(
         self, sd: Mapping[str, Any], params: Tree, applied: int | Tensor | None = None
     ) -> OptState:
-        """Return the state in `cls(groups).state_dict()`, copied. Syncs with the host. Of the
-        settings in the dict only those named in `in_state` are taken.
+        """Return the state in `cls(groups).state_dict()`, copied. Syncs with the host. A
+        setting is taken from the dict only if `in_state` names it.
 
         Args:
             sd: A state dict of torch.optim or of `to_state_dict`.
@@ -424,8 +422,7 @@ class TorchOptimizer:
 
         Raises:
             ValueError: If the state is that of another class or model, if groups disagree on a
-                setting of which the state holds one value, or if a schedule needs a count and `sd`
-                has none.
+                setting in the state, or if a schedule needs a count and `sd` has none.
         """
         saved_groups, states = checked_state_dict(sd)
         known = None if applied is None else _whole_count(applied)

@@ -132,7 +132,7 @@ class UnfusedStep:
         rates: dict[int, Any],
         hyper: Any = (),
     ) -> tuple[dict[str, Tensor], Slots]:
-        """Return the result of a step in fresh memory that reads no value. Dynamo guards the
+        """Return the result of a step that reads no value, in fresh memory. Dynamo guards the
         arguments only: `key` stands for the settings, `rates` are the rates that move, `hyper` the
         other settings in the state.
         """

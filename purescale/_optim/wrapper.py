@@ -1,6 +1,4 @@
-"""Optimizers around another one: widen the inputs, make the inner step, narrow the result, in
-pieces.
-"""
+"""Optimizers around another one: widen its inputs, make its step, narrow the result."""
 
 from __future__ import annotations
 
@@ -342,7 +340,6 @@ def chosen_like(old: Any, new: Tensor, skip: Tensor | None) -> Any:
 
 
 def is_half(leaf: Any) -> bool:
-    """Return True for a tensor in half precision."""
     return isinstance(leaf, Tensor) and leaf.dtype in HALF
 
 

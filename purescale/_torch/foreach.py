@@ -1,5 +1,4 @@
-"""Arithmetic over lists of dense, real tensors, in a number of operators independent of their
-length.
+"""Arithmetic over lists of dense, real tensors, in few operators for any number of tensors.
 
 Plain operators are used while compiling, where both kinds fuse equally well, and under torch.func
 transforms, which have no rules for lists.

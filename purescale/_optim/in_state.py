@@ -216,9 +216,9 @@ def _like(old: Any, new: Any, name: str) -> Any:
         if new.shape not in (old.shape, ()):
             raise ValueError(
                 f"{name} is {described(new)}, the state holds {described(old)} there. Likely "
-                "cause: one value per member, one state. Fix: a 0-d tensor; for an ensemble "
-                "`replace_settings(stack_states(states), ...)`, or replace_settings inside of "
-                "torch.vmap."
+                "cause: a value for each member, but a single state. Fix: a 0-d tensor; for an "
+                "ensemble `replace_settings(stack_states(states), ...)`, or replace_settings inside "
+                "of torch.vmap."
             )
         return new.to(old.device, old.dtype).expand(old.shape).clone()
     if not isinstance(new, bool) and isinstance(new, numbers.Real) and math.isfinite(new):

@@ -119,7 +119,6 @@ class SlotLayout:
         self, cls: Any, probed: Mapping[str, Tensor], settings: Sequence[Mapping[str, Any]]
     ) -> None:
         self._cls = cls
-
         self._counts = {
             key: _scalar_dtype(value) for key, value in probed.items() if value.ndim == 0
         }
@@ -190,7 +189,6 @@ class SlotLayout:
         torch's kernels do not check what they read. `every` are weights and then slots, if they are
         known.
         """
-
         in_order = dense_off_graph and list(slots) == list(weights)
         keys = set(map(tuple, slots.values())) if in_order else set()
         known = every if len(keys) == 1 else ()

@@ -152,7 +152,6 @@ class TorchOptimizer:
         self._unfused = UnfusedStep(self._groups)
         check_in_state(self._groups)
         self._opaque = private.nonstrict_trace(self._unfused.on_copies)
-
         self._opaque_launches = private.allow_in_graph(lambda *args: self._launch_traced(*args))
         self._key = self._groups.key()
         self.summary = self._groups.summary

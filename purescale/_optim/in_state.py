@@ -217,8 +217,8 @@ def _like(old: Any, new: Any, name: str) -> Any:
             raise ValueError(
                 f"{name} is {described(new)}, the state holds {described(old)} there. Likely "
                 "cause: a value for each member, but a single state. Fix: a 0-d tensor; for an "
-                "ensemble `replace_settings(stack_states(states), ...)`, or replace_settings inside "
-                "of torch.vmap."
+                "ensemble `replace_settings(stack_states(states), ...)`, or replace_settings "
+                "inside of torch.vmap."
             )
         return new.to(old.device, old.dtype).expand(old.shape).clone()
     if not isinstance(new, bool) and isinstance(new, numbers.Real) and math.isfinite(new):

@@ -300,9 +300,9 @@ def checked_state_dict(sd: Any) -> tuple[list[Mapping[str, Any]], Mapping[Any, A
         raise ValueError(
             f"sd is {what}; expected "
             "{'state': {index: slots}, 'param_groups': [{'params': [index, ...], ...}]}. "
-            "Likely cause: a whole checkpoint, or the state dict of a module. Fix: what "
-            "`torch.optim.Optimizer.state_dict()` returned, "
-            "`optimizer.from_state_dict(checkpoint['optimizer'], params)`."
+            "Likely cause: a whole checkpoint, or the state dict of a module. Fix: "
+            "`optimizer.from_state_dict(checkpoint['optimizer'], params)`, with the result of "
+            "`torch.optim.Optimizer.state_dict()`."
         )
     return list(groups), states
 

@@ -387,7 +387,7 @@ def _check_class(cls: Any, settings: dict[str, Any]) -> None:
         )
     if issubclass(cls, torch.optim.LBFGS):
         raise ValueError(
-            "LBFGS evaluates the loss inside its step, so it is not a function of gradients. "
+            "LBFGS evaluates the loss again in its step, so it is not a function of gradients. "
             "Fix: torch.optim.AdamW, or your own loop around LBFGS."
         )
     if issubclass(cls, torch.optim.SparseAdam):

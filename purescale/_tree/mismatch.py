@@ -24,7 +24,7 @@ _CAUSES = {
     "buffers": "another model",
     "opt_state": "another optimizer, or other settings of it,",
     "scaler": "another rule",
-    "guard": "another guard, or a guard in only one of them,",
+    "guard": "another guard, or none,",
 }
 
 # int32 counts that a later version added to a state.

@@ -497,11 +497,19 @@ def test_a_derivative_goes_through_what_is_replaced():
     ("optimizer", "settings", "words"),
     [
         (RATE, {"momentum": 0.9}, r"the state holds no setting 'momentum'. It holds: lr\. "),
-        (BOTH, {"lr": 1.0, "eps": 1.0}, r"'eps'.*It holds: lr, betas, weight_decay\..*'eps'"),
+        (
+            BOTH,
+            {"lr": 1.0, "eps": 1.0},
+            r"no setting 'eps'.*It holds: lr, betas, weight_decay\..*'eps'",
+        ),
         (PLAIN, {"lr": 0.1}, r"no setting 'lr'.*It holds: nothing.*in_state=\('lr',\)"),
         (two_parts(RATE, PLAIN), {"eps": 1.0}, r"It holds: body: lr; head: nothing\."),
         (two_parts(RATE, PLAIN), {"lr": {"head": 1.0}}, r"the part 'head' of the state holds no"),
-        (two_parts(RATE, PLAIN), {"lr": {"tail": 1.0}}, r"part 'tail'.*It holds: body: lr; head"),
+        (
+            two_parts(RATE, PLAIN),
+            {"lr": {"tail": 1.0}},
+            r"the part 'tail'.*It holds: body: lr; head",
+        ),
         (RATE, {"lr": {"body": 1.0}}, r"the part 'body' of the state holds no setting 'lr'"),
     ],
 )

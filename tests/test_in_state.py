@@ -197,11 +197,11 @@ def test_a_checkpoint_from_before_there_were_settings_in_the_state_loads():
         ("AdamW", {"foreach": True}, ("eps",), "foreach=True beside in_state.*Fix: leave foreach"),
         ("SGD", {}, ("nesterov",), "nesterov of SGD is False"),
         ("SGD", {}, ("dampening",), "dampening of SGD.*does not use it"),
-        ("Muon", {}, ("ns_coefficients",), "ns_coefficients of Muon.*number of Python"),
-        ("Muon", {}, ("ns_steps",), "ns_steps of Muon.*number of Python there.*__bool__"),
+        ("Muon", {}, ("ns_coefficients",), "ns_coefficients of Muon.*Python number"),
+        ("Muon", {}, ("ns_steps",), "ns_steps of Muon.*Python number there.*__bool__"),
         ("Adagrad", {}, ("initial_accumulator_value",), "value of Adagrad.*does not use it"),
         ("Adafactor", {"foreach": False}, ("weight_decay",), "weight_decay of Adafactor.*read"),
-        ("Rprop", {}, ("lr",), "lr with Rprop.*step sizes start from.*leave lr out"),
+        ("Rprop", {}, ("lr",), "Rprop uses lr only for its first step sizes.*leave lr out"),
     ],
 )
 def test_what_cannot_be_in_the_state_is_refused_when_made(cls, settings, names, message):
@@ -498,12 +498,20 @@ def test_a_derivative_goes_through_what_is_replaced():
 @pytest.mark.parametrize(
     ("optimizer", "settings", "words"),
     [
-        (RATE, {"momentum": 0.9}, r"the state holds no setting 'momentum'. In the state is: lr\. "),
-        (BOTH, {"lr": 1.0, "eps": 1.0}, r"no setting 'eps'.*is: lr, betas, weight_decay\..*'eps'"),
-        (PLAIN, {"lr": 0.1}, r"no setting 'lr'.*In the state is: nothing.*in_state=\('lr',\)"),
-        (two_parts(RATE, PLAIN), {"eps": 1.0}, r"In the state is: body: lr; head: nothing\."),
+        (RATE, {"momentum": 0.9}, r"the state holds no setting 'momentum'. It holds: lr\. "),
+        (
+            BOTH,
+            {"lr": 1.0, "eps": 1.0},
+            r"no setting 'eps'.*It holds: lr, betas, weight_decay\..*'eps'",
+        ),
+        (PLAIN, {"lr": 0.1}, r"no setting 'lr'.*It holds: nothing.*in_state=\('lr',\)"),
+        (two_parts(RATE, PLAIN), {"eps": 1.0}, r"It holds: body: lr; head: nothing\."),
         (two_parts(RATE, PLAIN), {"lr": {"head": 1.0}}, r"the part 'head' of the state holds no"),
-        (two_parts(RATE, PLAIN), {"lr": {"tail": 1.0}}, r"the part 'tail'.*is: body: lr; head"),
+        (
+            two_parts(RATE, PLAIN),
+            {"lr": {"tail": 1.0}},
+            r"the part 'tail'.*It holds: body: lr; head",
+        ),
         (RATE, {"lr": {"body": 1.0}}, r"the part 'body' of the state holds no setting 'lr'"),
     ],
 )
@@ -517,7 +525,7 @@ def test_a_setting_that_is_not_in_the_state_is_refused_with_those_that_are(
 
 @pytest.mark.parametrize("state", [{"mu": {"w": torch.ones(2)}}, torch.ones(2), (), None])
 def test_a_state_that_is_not_of_torch_holds_nothing(state):
-    with pytest.raises(ValueError, match=r"no setting 'lr'. In the state is: nothing"):
+    with pytest.raises(ValueError, match=r"no setting 'lr'. It holds: nothing"):
         ps.replace_settings(state, lr=1.0)
     assert same_bits(ps.replace_settings(state), state)
 

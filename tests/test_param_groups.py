@@ -340,7 +340,7 @@ def test_a_skipped_step_keeps_the_rate_of_the_state():
     [
         ({"lr": ()}, True, "made with lr in the state.*optimizer.init"),
         ({"lr": torch.ones(2)}, True, "expected a floating 0-d tensor"),
-        ({"lr": torch.tensor(0.1)}, False, "would be passed over.*in_state="),
+        ({"lr": torch.tensor(0.1)}, False, "would ignore it.*in_state="),
     ],
 )
 def test_a_state_whose_rate_is_elsewhere_is_refused(change, in_state, message):

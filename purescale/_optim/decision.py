@@ -1,4 +1,4 @@
-"""What a step does, decided before any part of the state moves; what an optimizer is told."""
+"""The decision of a step (skip, unscale, clip) and the memory that an optimizer may overwrite."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from .._torch import foreach
 
 
 class Decision(NamedTuple):
-    """What happens to parameters, optimizer state and gradients in this step."""
+    """The decision about parameters, optimizer state and gradients in this step."""
 
-    skip: Tensor | None  # bool []: nothing moves; None where it is known that the step is applied
-    skip_on_host: bool | None  # the same, where the host can see it
+    skip: Tensor | None  # bool []: True keeps everything; None if the step is known to be applied
+    skip_on_host: bool | None  # the same as a bool, None if the host cannot see it
     # Gradients are divided by `scale`, then multiplied by `factor`, then clamped to plus and minus
     # `clip_value`; None leaves a part out.
     scale: Tensor | None = None
     factor: Tensor | None = None
     clip_value: float | Tensor | None = None
-    # `scale / factor`, for a kernel that divides once. Where float32 does not hold it, it is
-    # `scale`, and gradients are multiplied by `prefactor` before; on the host None: both apart.
+    # `scale / factor`, for a kernel that divides once. If it is out of float32's range, it is
+    # `scale`, and gradients are multiplied by `prefactor` first. None applies both separately.
     divisor: Tensor | None = None
-    prefactor: Tensor | None = None  # what they are multiplied by before that division; None for 1
+    prefactor: Tensor | None = None  # multiplied before that division; None for 1
 
 
 class Memory(NamedTuple):
-    """Whose memory a step may write into."""
+    """The memory that a step may overwrite."""
 
-    donate: bool = False  # that of parameters and state, where nothing else shares it
-    donate_grads: bool = False  # that of gradients, likewise
-    may_overwrite_grads: bool = False  # that of gradients: nothing else does, as was proved
-    may_overwrite_state: bool = False  # that of parameters and state, likewise
-    read_only: Sequence[Tensor] = ()  # what must not be written into
+    donate: bool = False  # parameters and state, after a check that nothing shares their memory
+    donate_grads: bool = False  # gradients, after the same check
+    may_overwrite_grads: bool = False  # gradients: the caller guarantees that nothing shares them
+    may_overwrite_state: bool = False  # parameters and state, with the same guarantee
+    read_only: Sequence[Tensor] = ()  # tensors that must not be overwritten
 
 
 FRESH = Memory()
@@ -43,8 +43,8 @@ APPLY = Decision(skip=None, skip_on_host=False)
 def unscale_and_clip(
     grads: list[Tensor], decision: Decision, *, in_place: bool = False
 ) -> list[Tensor]:
-    """The gradients that the update is made of, float16 in float32. `in_place`: the memory of
-    `grads` may be written into.
+    """Return the gradients for the update, unscaled and clipped, with float16 in float32.
+    `in_place` allows overwriting `grads`.
     """
     made_here = in_place
     if decision.scale is not None:

@@ -1,6 +1,4 @@
-"""torch.optim's own formulas without the places where they read a tensor's value in Python, or have
-no vmap rule.
-"""
+"""torch.optim's own formulas, made to run without reading tensor values and under vmap."""
 
 from __future__ import annotations
 
@@ -20,8 +18,8 @@ from .._torch.tracing import under_transform
 
 
 class _Everywhere(list[str]):
-    """The devices on which the capturable formula is allowed. It is right on all; torch lists those
-    with graph capture.
+    """A list that contains every device. torch allows the capturable formula only on devices with
+    graph capture, but it is right on all.
     """
 
     def __contains__(self, device: object) -> bool:
@@ -30,11 +28,11 @@ class _Everywhere(list[str]):
 
 @functools.cache
 def without_reads(cls: type, *, lists: bool = False) -> Callable[[Any], Any]:
-    """torch's own `cls.step`, whose helper functions keep step counts as tensors instead of reading
-    them.
+    """Return torch's own `cls.step` with helper functions that keep step counts as tensors instead
+    of reading them.
 
-    `lists`: its implementation over lists, in place of that tensor by tensor. torch's functions are
-    not changed: copies of them look up a few names elsewhere.
+    `lists` selects the implementation over lists of tensors. torch's functions are not changed:
+    copies of them look up a few names elsewhere.
     """
     torchs = private.formula_of(cls)
     assert torchs is not None  # from_torch refuses such a class
@@ -55,25 +53,25 @@ def without_reads(cls: type, *, lists: bool = False) -> Callable[[Any], Any]:
     return _copy_of(torchs.step, **{name: functional})
 
 
-# Classes, by torch's names, that divide by the rate tensor by tensor, and with which flags. If it
-# is 0, 0 / 0 is NaN; over lists, where this is the last division, eps / 0 is inf, and the update 0.
+# Classes, by torch's names, whose formulas with these flags divide by the rate. At a rate of 0 they
+# compute 0 / 0, which is NaN. Over lists they compute eps / 0, which is inf, so the update is 0.
 _DIVIDE_BY_THE_RATE = {"adam": ("capturable", "differentiable"), "adamax": ("capturable",)}
 
 
 def divides_by_the_rate(cls: type, settings: Mapping[str, Any]) -> bool:
-    """Whether torch's own implementation with the flags that are named divides 0 by the rate."""
+    """Return True if torch's implementation with these flags divides 0 by the rate."""
     formula = private.formula_of(cls)
     flags = _DIVIDE_BY_THE_RATE.get(formula.names[0], ()) if formula else ()
     return any(settings.get(flag) for flag in flags) and not settings.get("foreach")
 
 
 def _as_if_it_could_read(formula: Callable[..., None], *columns: Any, **settings: Any) -> None:
-    """The branch of a formula that multiplies by the rate, which is that of a host that reads."""
+    """Call the branch of a formula that multiplies by the rate, which torch keeps for the host."""
     formula(*columns, **{**settings, "capturable": False, "differentiable": False})
 
 
 def has_lists(cls: type) -> bool:
-    """Whether torch implements `cls` over lists, or this file does."""
+    """Return True if torch or this file implements `cls` over lists."""
     formula = private.formula_of(cls)
     assert formula is not None  # from_torch refuses such a class
     return formula.lists is not None or formula.names[0] in _OVER_LISTS
@@ -95,15 +93,15 @@ _NOTHING = torch.full((), float("nan"), dtype=torch.float32, device="cpu")
 
 
 class Number(Tensor):
-    """Stands for a setting that is data, such as the learning rate, in torch's formulas.
+    """A stand-in for a setting that is a tensor, such as the learning rate, in torch's formulas.
 
-    torch takes a 0-d tensor for a number only where it is not being differentiated:
-    `p.add_(g, alpha=-lr)` is refused before any mode can see it. This stand-in is taken, and
-    `PlainArithmetic` puts the tensor itself in its place.
+    torch accepts a 0-d tensor as a number only if it is not differentiated: it refuses `p.add_(g,
+    alpha=-lr)` before any mode sees it. It accepts this stand-in, and `PlainArithmetic` replaces it
+    by the tensor.
     """
 
     value: Tensor
-    used: bool  # whether a formula took it
+    used: bool  # True once a formula used it
 
     @staticmethod
     def of(value: Tensor) -> Number:
@@ -115,11 +113,12 @@ class Number(Tensor):
 
 
 class PlainArithmetic(TorchFunctionMode):
-    """torch's formulas where they would read a tensor, have no vmap rule, or no derivative.
+    """A mode that replaces operators of torch's formulas that read a tensor, or that lack a vmap
+    rule or a derivative.
 
-    `p.add_(g, alpha=t)` and its kin are mul, div and add. Under a transform nothing that a
-    derivative needs is written over, and a square root has the derivative 0 at 0, where torch has
-    inf, and 0 * inf is NaN.
+    `p.add_(g, alpha=t)` and similar calls become mul, div and add. Under a transform, tensors that
+    a derivative needs are not overwritten. A square root has the derivative 0 at 0, because torch's
+    is inf and 0 * inf is NaN.
     """
 
     def __torch_function__(
@@ -138,20 +137,19 @@ class PlainArithmetic(TorchFunctionMode):
         for number in numbers:
             number.used = True
         if isinstance(args[0], Number):
-            # `if weight_decay != 0` and the like: apply it; a 0 then changes nothing.
+            # `if weight_decay != 0` and the like must not read: applying a 0 changes nothing.
             if func in _CONDITIONS and not isinstance(args[1], Tensor) and args[1] == 0:
                 return True
-            # torch writes into the gradient where a weight decay requires one
+            # torch would write into the gradient if a weight decay requires a gradient.
             if func == _REQUIRES_GRAD:
                 return False
-            # torch's Adam casts betas to the parameter's dtype, where 0.999 may be 1
+            # torch's Adam casts betas to the parameter's dtype, in which 0.999 may be 1.
             if func is Tensor.to:
                 return args[0]
         args = (_value(args[0]), *map(_operand, args[1:]))
         kwargs = {name: _value(value) for name, value in kwargs.items()}
         result = self._with_numbers(func, args, kwargs)
-        # What is computed of numbers alone is a number; of a number and a parameter, what torch
-        # makes of it.
+        # A result computed from numbers alone is a number again.
         return (
             Number.of(result)
             if isinstance(result, Tensor) and result.ndim == 0 and func not in _WRITES
@@ -159,10 +157,10 @@ class PlainArithmetic(TorchFunctionMode):
         )
 
     def _with_numbers(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """In float32 where a half tensor meets a number: torch would round a tensor of no
-        dimensions to half before it computes, which it does not with a number of Python.
+        """Compute in float32 if a half tensor meets a number. torch would round a 0-d tensor to
+        half first, which it does not do with a Python number.
         """
-        if func is Tensor.eq and isinstance(args[1], Tensor):  # Rprop finds its own factors again
+        if func is Tensor.eq and isinstance(args[1], Tensor):  # Rprop looks for its own factors
             return self._plain(func, (args[0], args[1].to(args[0].dtype)), kwargs)
         half = [arg for arg in args if isinstance(arg, Tensor) and arg.dtype in HALF]
         if not half:
@@ -183,7 +181,7 @@ class PlainArithmetic(TorchFunctionMode):
         if transformed and func is torch.maximum and "out" in kwargs:
             return kwargs["out"].copy_(torch.maximum(args[0].clone(), args[1]))
         if transformed and func is torch.addmm and args[0].dtype in HALF:
-            # vmap rounds in between, which Muon's iteration makes 3 to 9 % of its update
+            # vmap rounds in between, which Muon's iteration amplifies to 3 to 9 % of its update.
             return func(*map(Tensor.float, args), **kwargs).to(args[0].dtype)
         if func is Tensor.clamp_ and private.is_batched(args[0]):
             return args[0].copy_(args[0].clamp(*args[1:], **kwargs))
@@ -191,9 +189,9 @@ class PlainArithmetic(TorchFunctionMode):
             root = _root(args[0])
             return args[0].copy_(root) if func is Tensor.sqrt_ else root
         if transformed and func in _POWERS and isinstance(args[1], float) and args[1] == 0.5:
-            return _root(args[0].clamp(min=0))  # below 0 the result is NaN, and chosen by nobody
+            return _root(args[0].clamp(min=0))  # torch's NaN below 0 is never used
         if transformed and func in (Tensor.norm, Tensor.mul_):
-            # Muon divides by the norm in place, ASGD writes its factors anew.
+            # Muon divides by the norm in place, and ASGD overwrites its factors.
             first, *rest = args
             rest = [
                 value.clone() if isinstance(value, Tensor) and value.ndim == 0 else value
@@ -206,7 +204,7 @@ class PlainArithmetic(TorchFunctionMode):
         if not plain and not (isinstance(factor, Tensor) and func in _SCALED):
             return func(*args, **kwargs)
         target, first, *rest = args
-        # Muon's updates are in bfloat16
+        # Muon's updates are in bfloat16.
         first = first.to(torch.promote_types(first.dtype, target.dtype))
         if func in _LERPS:
             mean = _lerp(target, first, rest[0])
@@ -216,14 +214,14 @@ class PlainArithmetic(TorchFunctionMode):
         elif func is Tensor.addcmul_:
             first = first * rest[0].clone() if rest[0].ndim == 0 else first * rest[0]
         if func is Tensor.add:
-            # a weight decay's derivative needs the parameter, which is written over later
+            # A weight decay's derivative needs the parameter, which is overwritten later.
             return target + (first.clone() if torch.is_grad_enabled() else first) * factor
         return target.add_(first if factor is None else first * factor)
 
 
 class FactorsOnHost(TorchFunctionMode):
-    """torch's formulas on a host that reads: the factors that ASGD makes of numbers are float32 on
-    the CPU, whatever torch's default dtype and device are.
+    """A mode for torch's formulas that read on the host. ASGD's factors are float32 on the CPU,
+    whatever torch's default dtype and device are.
     """
 
     def __torch_function__(
@@ -273,14 +271,16 @@ def _is_differentiated(argument: Any) -> bool:
 
 
 def _operand(argument: Any) -> Any:
-    """What a number meets; a copy where a derivative needs it: ASGD writes its factors anew."""
+    """Return the value of an operand, copied if a derivative needs it: ASGD overwrites its
+    factors.
+    """
     if isinstance(argument, Tensor) and not isinstance(argument, Number) and argument.ndim == 0:
         return argument.clone() if torch.is_grad_enabled() else argument
     return _value(argument)
 
 
 def _lerp(start: Tensor, end: Tensor, weight: Tensor | float) -> Tensor:
-    """As torch's: from the nearer end, so that a weight of 1 gives `end` itself."""
+    """Interpolate from the nearer end, like torch, so that a weight of 1 gives `end` itself."""
     way = end - start
     if isinstance(weight, Tensor):
         return torch.where(weight < 0.5, start + weight * way, end - way * (1 - weight))
@@ -288,7 +288,7 @@ def _lerp(start: Tensor, end: Tensor, weight: Tensor | float) -> Tensor:
 
 
 def _root(square: Tensor) -> Tensor:
-    """The square root; at 0 it is `square` itself, be it -0.0, and has no derivative."""
+    """Return the square root. At 0 it is `square` itself, also -0.0, and has no derivative."""
     none = square == 0
     return torch.where(none, square.detach(), torch.where(none, 1, square).sqrt())
 
@@ -297,8 +297,8 @@ def _root(square: Tensor) -> Tensor:
 
 
 class Dampening:
-    """Stands for `dampening` in torch's SGD over lists, which has one number for all: none of it in
-    the step that makes a buffer.
+    """A stand-in for `dampening` in torch's SGD over lists, which uses one number for all
+    parameters. Here it is 0 for a parameter whose momentum buffer is created in this step.
     """
 
     def __init__(self, dampening: float, first: dict[int, Tensor]) -> None:
@@ -317,7 +317,7 @@ class Dampening:
 
 
 class _Lists:
-    """torch, where its lists would read a factor that is a tensor."""
+    """torch, with list operators that do not read a factor that is a tensor."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -337,8 +337,8 @@ _LISTS = _Lists()
 def _columns_of(
     columns: Sequence[Sequence[Tensor]], steps: list[Tensor], has_complex: bool, maximize: bool
 ) -> Iterator[list[Any]]:
-    """The columns, parameters and gradients first, and the step counts, which are now those of this
-    step, one device and dtype at a time; complex as real.
+    """Yield the columns (parameters and gradients first) and the step counts, increased by 1, for
+    each device and dtype. Complex tensors are viewed as real.
     """
     grouped = private.group_alike([*columns, steps])
     for (*alike, counts), _ in grouped.values():
@@ -352,7 +352,7 @@ def _columns_of(
         yield [*alike, counts]
 
 
-# torch's own of these three go tensor by tensor in some places.
+# torch's list implementations of these three loop over tensors in some places.
 
 
 def _adagrad(
@@ -389,7 +389,7 @@ def _radam(
 
         step, most = torch.stack(counts), 2 / (1 - beta2) - 1
         bias1, bias2 = 1 - beta1**step, 1 - beta2**step
-        # of the moving average, as simple as it could be
+        # The length of a simple moving average with the same weight.
         length = most - beta2**step * step * 2 / bias2
         root = ((length - 4) * (length - 2) * most / (length * ((most - 4) * (most - 2)))).sqrt()
         rectified = torch.where(length > 5.0, root, 0.0)
@@ -415,7 +415,7 @@ def _rprop(
         signs = listops.mul(gradients, before)
         listops.sign_(signs)
         same, opposite = listops.clamp_min(signs, 0), listops.clamp_max(signs, 0)
-        # etaplus, etaminus or 1: two of the three terms are 0.
+        # Two of the three terms are 0, so a factor is etaplus, etaminus or 1.
         factors = listops.abs(signs)
         listops.neg_(factors)
         listops.add_(factors, 1)
@@ -424,8 +424,7 @@ def _rprop(
         listops.mul_(sizes, factors)
         listops.clamp_min_(sizes, step_size_min)
         listops.clamp_max_(sizes, step_size_max)
-        # The gradient, or 0 where its sign turned: between 0 and -0 there, else between inf and
-        # -inf.
+        # The gradient is clamped to 0 where its sign changed, and to infinite bounds elsewhere.
         bounds = listops.abs(opposite)
         listops.reciprocal_(bounds)
         listops.sub_(bounds, 1)
@@ -433,7 +432,7 @@ def _rprop(
         listops.minimum_(before, bounds)
         listops.neg_(bounds)
         listops.maximum_(before, bounds)
-        listops.add_(before, 0)  # -0 is 0
+        listops.add_(before, 0)  # makes 0 of -0
         listops.addcmul_(weights, listops.sign(before), sizes, value=-1)
 
 

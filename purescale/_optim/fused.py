@@ -1,4 +1,4 @@
-"""torch's fused optimizer kernels on values: unscale, skip and update in one pass over memory."""
+"""torch's fused optimizer kernels: unscale, skip and update in one pass over memory."""
 
 from __future__ import annotations
 
@@ -25,16 +25,15 @@ class Kernel(NamedTuple):
     """One of torch's fused kernels."""
 
     name: str
-    columns: tuple[str, ...]  # what it updates besides the parameter
-    needs: str  # the setting without which it does not have the last of them; "" for none
-    settings: tuple[str, ...]  # but for the learning rate, by torch's names
+    columns: tuple[str, ...]  # the slots that it updates besides the parameter
+    needs: str  # the setting without which the last of them is absent; "" if none is optional
+    settings: tuple[str, ...]  # torch's names, without the learning rate
 
     def slots(self, settings: Settings) -> tuple[str, ...]:
-        """What it updates besides the parameter, of these settings."""
+        """Return the slots that it updates with these settings."""
         return self.columns if not self.needs or settings[self.needs] else self.columns[:-1]
 
     def numbers(self, settings: Settings) -> list[float]:
-        """Its settings as numbers."""
         if "betas" in settings:
             settings = {**settings, **dict(zip(("beta1", "beta2"), settings["betas"], strict=True))}
         return [float(settings[name]) for name in self.settings]
@@ -84,11 +83,11 @@ _BY_NAME = {kernel.name: kernel for kernel in _KERNELS.values()}
 
 
 def kernel_of(cls: Any) -> Kernel | None:
-    """The kernel that makes the steps of `cls`, a class of torch.optim or one that keeps its step
-    and its state.
+    """Return the kernel that makes the steps of `cls`, which is a class of torch.optim or keeps the
+    step and state of one.
     """
     for base, kernel in _KERNELS.items():
-        # Dynamo wraps these methods, of each class apart.
+        # Dynamo wraps these methods, separately for each class.
         if issubclass(cls, base) and all(
             inspect.unwrap(getattr(cls, name)) is inspect.unwrap(getattr(base, name))
             for name in private.MADE_BY
@@ -104,13 +103,13 @@ class Launch(NamedTuple):
     """Lists of tensors of one device and dtype that one kernel updates in place."""
 
     grads: list[Tensor]
-    steps: list[Tensor]  # one per parameter; none where the kernel keeps none
+    steps: list[Tensor]  # one per parameter; empty if the kernel counts no steps
     targets: list[list[Tensor]]  # the parameters, then each slot that the kernel names
 
 
 def can_launch(params: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
-    """Whether a fused kernel is right here: on CUDA, as torch uses it; on a CPU in float32 and
-    float64 only, since in half precision it leaves whole vector lanes as they were.
+    """Return True if a fused kernel is right for these tensors: on CUDA, as torch uses it; on a CPU
+    only in float32 and float64, because in half precision it leaves whole vector lanes unchanged.
     """
     for device, dtype in cached(
         "places", lambda: {(p.device.type, p.dtype) for p in params}, params
@@ -129,7 +128,7 @@ def fused_update(
     *,
     may_overwrite_grads: bool,
 ) -> None:
-    """Update `launch` in place unless the step is skipped; its gradients are still scaled.
+    """Update `launch` in place unless the step is skipped. Its gradients are still scaled.
 
     With `may_overwrite_grads` the kernel itself divides by the scale.
     """
@@ -151,10 +150,9 @@ def fused_update(
 def _ready(
     launch: Launch, decision: Decision, *, may_overwrite_grads: bool
 ) -> tuple[list[Tensor], Tensor | None]:
-    """The gradients as the kernel takes them, and what it shall divide them by.
+    """Return the gradients as the kernel takes them, and the divisor for the kernel or None.
 
-    The kernel divides by a float32 number only, and leaves what it made of the gradients in their
-    memory.
+    The kernel divides by a float32 number only, and overwrites the gradients with the result.
     """
     params, grads, divisor = launch.targets[0], launch.grads, decision.divisor
     if decision.prefactor is not None:
@@ -167,7 +165,7 @@ def _ready(
     by_kernel = by_kernel and dtype.itemsize >= 4 and divisor.dtype is torch.float32  # type: ignore[union-attr]
     if by_kernel and (may_overwrite_grads or torch.compiler.is_compiling()):
         return grads, divisor
-    if divisor is not None and divisor is not decision.scale:  # both at once, as the kernel does
+    if divisor is not None and divisor is not decision.scale:  # one division, as in the kernel
         decision = decision._replace(scale=divisor, factor=None)
     with torch.no_grad():
         grads = foreach.cast(unscale_and_clip(grads, decision, in_place=may_overwrite_grads), dtype)
@@ -191,13 +189,13 @@ def _node(
     found_inf: Tensor | None,
     divisor: Tensor | None,
 ) -> None:
-    """`_launch` as one node of a compiled graph: traced operator by operator, the compiler would
-    take minutes over a hundred parameters.
+    """Run `_launch` as one node of a compiled graph. Traced operator by operator, a hundred
+    parameters would take minutes to compile.
     """
     count = len(grads)
     columns = [list(targets[first : first + count]) for first in range(0, len(targets), count)]
     given = list(grads)
-    if divisor is not None:  # the gradients are not given up
+    if divisor is not None:  # the kernel would overwrite the gradients
         given, divisor = foreach.divide(given, divisor), None
     launch = Launch(given, list(steps), columns)
     _launch(_BY_NAME[kernel], rate if lr is None else lr, numbers, launch, found_inf, divisor)
@@ -212,6 +210,6 @@ def _launch(
     divisor: Tensor | None,
 ) -> None:
     grads, steps, targets = launch
-    if steps:  # also where none is skipped it takes an eighth of the time of a list of additions
+    if steps:  # even without a skip this takes an eighth of the time of listed additions
         private.masked_add_(steps, [torch.ones_like(steps[0])] * len(steps), 1.0, found_inf)
     kernel.launch(lr, numbers, grads, steps, targets, grad_scale=divisor, found_inf=found_inf)

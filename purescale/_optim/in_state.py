@@ -1,6 +1,4 @@
-"""Settings that an optimizer's state holds as tensors: which, checked, made, read from a dict,
-replaced.
-"""
+"""Settings that an optimizer's state holds as tensors: checked, created, restored, replaced."""
 
 from __future__ import annotations
 
@@ -19,29 +17,29 @@ S = TypeVar("S")
 
 
 def names_in_state(in_state: Any, lr_in_state: bool) -> tuple[str, ...]:
-    """What from_torch was told to keep in the state, each name once."""
+    """Return the names of the settings that from_torch keeps in the state, each once."""
     if not isinstance(in_state, (tuple, list)):
         raise TypeError(
             f"in_state is {in_state!r}, expected a tuple of names of settings. Fix: "
-            'in_state=("lr", "weight_decay"), with a comma where it is one.'
+            'in_state=("lr", "weight_decay"), or in_state=("lr",) with a comma.'
         )
     return tuple(dict.fromkeys((*in_state, "lr") if lr_in_state else in_state))
 
 
 def check_setting(cls: Any, name: Any, values: Mapping[str, Any]) -> None:
-    """Refuse what is no number among the settings of `cls`."""
+    """Refuse a setting of `cls` that is not a number."""
     if name not in values:
         raise ValueError(
             f"in_state: {cls.__name__} has no setting {name!r}. It has: {', '.join(values)}."
         )
     if name == "lr" and issubclass(cls, torch.optim.Rprop):
         raise ValueError(
-            "in_state: lr with Rprop, whose lr is only what its step sizes start from: they are in "
-            "the state already, `opt_state.slots[name]['step_size']`. Fix: leave lr out."
+            "in_state: Rprop uses lr only for its first step sizes, which are in the state "
+            "already, `opt_state.slots[name]['step_size']`. Fix: leave lr out."
         )
     if name != "lr" and issubclass(cls, torch.optim.Adafactor):
         raise ValueError(
-            f"in_state: {name} of Adafactor, whose implementations in torch read values in Python. "
+            f"in_state: {name} of Adafactor is read in Python by torch's implementations. "
             f"Fix: leave {name} out of in_state, and make an optimizer for each value."
         )
     value = values[name]
@@ -54,7 +52,7 @@ def check_setting(cls: Any, name: Any, values: Mapping[str, Any]) -> None:
 
 
 def check_hyper(hyper: Any, starts: Mapping[str, Any]) -> None:
-    """Refuse settings in a state that are not those that an optimizer keeps there."""
+    """Refuse settings in a state that differ from those that the optimizer keeps there."""
     expected = ", ".join(
         f"{name!r}: {f'a tuple of {len(value)}' if isinstance(value, tuple) else 'one'}"
         for name, value in starts.items()
@@ -82,19 +80,19 @@ def check_hyper(hyper: Any, starts: Mapping[str, Any]) -> None:
 
 
 def is_number(leaf: Any) -> bool:
-    """Whether it is a setting as a state holds it: a floating tensor of no dimensions."""
+    """Return True if a leaf is a floating 0-d tensor, as a state holds a setting."""
     return isinstance(leaf, Tensor) and leaf.ndim == 0 and leaf.is_floating_point()
 
 
 def float32(number: Any, device: torch.device | None) -> Tensor:
-    """In fresh memory."""
+    """Return a number as a 0-d float32 tensor in fresh memory."""
     if isinstance(number, Tensor):
         return number.detach().to(device, torch.float32, copy=True)
     return torch.full((), float(number), dtype=torch.float32, device=device)
 
 
 def each_number(change: Callable[[Any], Any], hyper: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings, of which some are tuples, with `change` made to every number."""
+    """Return the settings with `change` applied to every number, also within tuples."""
     return {
         name: tuple(map(change, value)) if isinstance(value, (tuple, list)) else change(value)
         for name, value in hyper.items()
@@ -102,14 +100,14 @@ def each_number(change: Callable[[Any], Any], hyper: Mapping[str, Any]) -> dict[
 
 
 def agreed(name: str, groups: Sequence[Mapping[str, Any]]) -> Any:
-    """What all these groups of a state dict have; None where none has any."""
+    """Return the value that all these groups of a state dict share; None if no group has one."""
     found = [each_number(float, {name: group[name]})[name] for group in groups if name in group]
     if len(set(found)) > 1:
         what = "rates" if name == "lr" else f"values of {name}"
         raise ValueError(
             f"the state dict has the {what} {found} in groups that take theirs from the state, "
             "which holds one. Likely cause: groups with a setting of their own. Fix: "
-            f"`overrides={{pattern: {{{name!r}: ...}}}}` for all of them but one."
+            f"`overrides={{pattern: {{{name!r}: ...}}}}` for all but one of them."
         )
     return found[0] if found else None
 
@@ -119,29 +117,33 @@ def agreed(name: str, groups: Sequence[Mapping[str, Any]]) -> Any:
 
 def replace_settings(state: S, **settings: Any) -> S:
     """Equal to `opt_state._replace(lr=torch.full_like(opt_state.lr, lr))` of each state of
-    `from_torch` in `state`, and so for the settings in `opt_state.hyper`.
+    `from_torch` in `state`, and the same for the settings in `opt_state.hyper`.
 
-    - `state`: a `TrainState` or an `opt_state`, of an optimizer with or without wrappers, or of a
-      `partition`. What is not replaced is handed on, not copied.
-    - `settings`: by the names that `from_torch` was given as `in_state`: a number or a tensor, of
-      betas a tuple of two. The tensor that was there keeps its dtype, device and shape: of a
-      stacked ensemble a number is for all members, a tensor has one for each. Beside a schedule
-      `lr` is what multiplies it.
-    - Of a `partition` a setting is replaced in every part that holds it; a dict by key replaces it
-      in these parts alone: `lr={"head": 1e-3}`.
-
-    Reads no value; works under `torch.compile` (a number that is to change there is given as a
+    It reads no value and works under `torch.compile` (give a number that changes there as a
     tensor), `torch.vmap` and `torch.func.grad`.
 
-    Raises `ValueError` for a name that the state does not hold, with those that it does, and for a
-    tensor of another shape; `TypeError` for what is no number.
+    Args:
+        state: A `TrainState` or an `opt_state`, also of wrappers or of a `partition`. Everything
+            that is not replaced is returned without a copy.
+        settings: Numbers or tensors by the names in `in_state` (betas as a tuple of two), which
+            take the dtype, device and shape of the old ones: in a stacked ensemble a number is for
+            all members, a tensor has one value for each. A dict replaces only in these parts of a
+            `partition`: `lr={"head": 1e-3}`.
 
-    >>> import torch
-    >>> from purescale import from_torch
-    >>> optimizer = from_torch(torch.optim.SGD, lr=0.5, in_state=("lr", "weight_decay"))
-    >>> opt_state = replace_settings(optimizer.init({"w": torch.ones(2)}), lr=0.25)
-    >>> opt_state.lr, opt_state.hyper
-    (tensor(0.2500), {'weight_decay': tensor(0.)})
+    Returns:
+        The state with new tensors for these settings. With a schedule, `lr` is its factor.
+
+    Raises:
+        ValueError: If the state does not hold a setting, or a tensor has another shape.
+        TypeError: If a value is not a number.
+
+    Example:
+        >>> import torch
+        >>> from purescale import from_torch
+        >>> optimizer = from_torch(torch.optim.SGD, lr=0.5, in_state=("lr", "weight_decay"))
+        >>> opt_state = replace_settings(optimizer.init({"w": torch.ones(2)}), lr=0.25)
+        >>> opt_state.lr, opt_state.hyper
+        (tensor(0.2500), {'weight_decay': tensor(0.)})
 
     Source of the form: optax.inject_hyperparams.
     """
@@ -154,14 +156,14 @@ def replace_settings(state: S, **settings: Any) -> S:
 
 
 class _Holder(NamedTuple):
-    """A state of from_torch within another."""
+    """A state of from_torch within another state."""
 
-    keys: tuple[str, ...]  # of the parts that it is in
+    keys: tuple[str, ...]  # the keys of the parts around it
     held: tuple[str, ...]  # the settings that it holds
 
 
 def _inner(state: Any) -> str | None:
-    """The field of a step's state or of a wrapper's that holds another state."""
+    """Return the field of a step's or a wrapper's state that holds another state."""
     if isinstance(state, tuple) and hasattr(state, "opt_state"):
         return "opt_state"
     return "inner" if is_wrapped(state) else None
@@ -179,7 +181,7 @@ def _holders(state: Any, keys: tuple[str, ...]) -> Iterator[_Holder]:
 
 
 def _replaced(state: Any, settings: Mapping[str, Any]) -> Any:
-    """The state with those of the settings that it holds."""
+    """Return the state with those of the settings that it holds."""
     if isinstance(state, OptState):
         if "lr" in settings and isinstance(state.lr, Tensor):
             state = state._replace(lr=_like(state.lr, settings["lr"], "lr"))
@@ -202,7 +204,7 @@ def _of_part(key: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _like(old: Any, new: Any, name: str) -> Any:
-    """A setting in the place of another, in fresh memory."""
+    """Return a setting with the form of the old one, in fresh memory."""
     if isinstance(old, tuple):
         if not (isinstance(new, (tuple, list)) and len(new) == len(old)):
             raise TypeError(
@@ -214,9 +216,9 @@ def _like(old: Any, new: Any, name: str) -> Any:
         if new.shape not in (old.shape, ()):
             raise ValueError(
                 f"{name} is {described(new)}, the state holds {described(old)} there. Likely "
-                "cause: a value a member for a state of one. Fix: a 0-d tensor; for an ensemble "
-                "`replace_settings(stack_states(states), ...)`, or replace_settings inside of "
-                "torch.vmap."
+                "cause: a value for each member, but a single state. Fix: a 0-d tensor; for an "
+                "ensemble `replace_settings(stack_states(states), ...)`, or replace_settings "
+                "inside of torch.vmap."
             )
         return new.to(old.device, old.dtype).expand(old.shape).clone()
     if not isinstance(new, bool) and isinstance(new, numbers.Real) and math.isfinite(new):
@@ -234,8 +236,8 @@ def _not_held(name: str, key: str | None, holders: Sequence[_Holder]) -> ValueEr
     ]
     where = "the state" if key is None else f"the part {key!r} of the state"
     return ValueError(
-        f"{where} holds no setting {name!r}. In the state is: {'; '.join(held) or 'nothing'}. "
-        "Likely cause: a setting that was given to from_torch alone. Fix: from_torch(..., "
+        f"{where} holds no setting {name!r}. It holds: {'; '.join(held) or 'nothing'}. "
+        "Likely cause: a setting that in_state does not name. Fix: from_torch(..., "
         f"in_state=({name!r},)), with the names that are there already, and a new "
         "`opt_state = optimizer.init(params)`."
     )

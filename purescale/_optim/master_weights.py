@@ -1,4 +1,4 @@
-"""float32 masters of half parameters: the 16 bits that bfloat16 lacks, a copy for float16."""
+"""float32 master weights of half parameters: the missing 16 bits of bfloat16, or a copy."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from .._tree.tree import Leaves, Tree
 
 
 class MasterState(NamedTuple):
-    """What `with_master_weights` remembers."""
+    """The state of `with_master_weights`."""
 
     inner: Any  # the state of the inner optimizer, for float32 parameters
-    # like the parameters: of bfloat16 the lower half of the master, int16; of float16 the master,
-    # float32; of others ()
+    # A tree like the parameters: for bfloat16 the lower half of the master as int16, for float16
+    # the float32 master, for other dtypes ().
     rest: Tree
 
 
@@ -44,36 +44,39 @@ def with_master_weights(optimizer: Optimizer) -> MasterOptimizer:
     masters.to(dtype)`, where `masters` are float32 and never leave the state.
 
     A bfloat16 weight has 8 bits, so an update of less than 1/256 of it is lost when it is added:
-    AdamW at a rate of 1e-3 never moves a weight of 1.0. Masters have 24. Of a bfloat16 parameter
-    only the 16 bits that it lacks are kept: parameter and rest are 4 bytes in place of 6, and after
-    any number of steps `master_weights(params, opt_state)` has the bits of a run in float32 on the
-    same gradients.
+    AdamW at a rate of 1e-3 never moves a weight of 1.0. Masters have 24 bits. The state stores only
+    the 16 bits that a bfloat16 parameter lacks (4 bytes in all, not 6), and after any number of
+    steps `master_weights(params, opt_state)` has the bits of a float32 run on the same gradients.
 
-    `optimizer`: of any kind. It steps masters, and its state for them is in float32
-    (`with_state_dtype` makes that narrow). The state is `MasterState(inner, rest)`. For parameters
-    of float32 and wider, and complex ones, nothing is kept, and steps have the bits of `optimizer`.
-    Masters begin as the parameters; to begin with float32 weights, `params, rest =
-    split_masters(weights)` and `optimizer.init(params)._replace(rest=rest)`. The master of a
-    float16 parameter is in the state alone: what is written into the parameter between steps is
-    lost; of bfloat16 it is the upper half of the master.
+    Masters start as the parameters. To start from float32 weights, take `params, rest =
+    split_masters(weights)` and `optimizer.init(params)._replace(rest=rest)`. Parameters of float32,
+    of wider dtypes and complex ones are stepped as by `optimizer`. An eager donated step of a class
+    of torch.optim goes through the model in pieces and takes at most 64 MiB beside state and
+    gradients. A step has no derivative.
 
-    An eager donated step of a class of torch.optim goes through the model in pieces: it takes at
-    most 64 MiB beside state and gradients, whatever the size. Parameters are cut where a class
-    moves each element by itself and they are contiguous; else the largest one counts. A compiled
-    step has no such bound. A step has no derivative.
+    Args:
+        optimizer: Any optimizer. It steps the masters, and its state is in float32
+            (`with_state_dtype` narrows it).
 
-    Raises `TypeError` for what is no optimizer; `step` for parameters of another dtype than those
-    that the state was made for.
+    Returns:
+        An optimizer with the state `MasterState(inner, rest)`.
 
-    >>> import torch
-    >>> from purescale import from_torch
-    >>> optimizer = with_master_weights(from_torch(torch.optim.SGD, lr=2.0**-10))
-    >>> params = {"w": torch.ones(1, dtype=torch.bfloat16)}
-    >>> opt_state, grads = optimizer.init(params), {"w": torch.ones(1, dtype=torch.bfloat16)}
-    >>> for _ in range(3):
-    ...     params, opt_state = optimizer.step(params, grads, opt_state)
-    >>> params["w"], opt_state.rest["w"], master_weights(params, opt_state)["w"]
-    (tensor([0.9961], dtype=torch.bfloat16), tensor([16384], dtype=torch.int16), tensor([0.9971]))
+    Raises:
+        TypeError: If `optimizer` is not an optimizer; from `step`, if parameters have other dtypes
+            than those that the state was made for.
+
+    Example:
+        >>> import torch
+        >>> from purescale import from_torch
+        >>> optimizer = with_master_weights(from_torch(torch.optim.SGD, lr=2.0**-10))
+        >>> params = {"w": torch.ones(1, dtype=torch.bfloat16)}
+        >>> opt_state, grads = optimizer.init(params), {"w": torch.ones(1, dtype=torch.bfloat16)}
+        >>> for _ in range(3):
+        ...     params, opt_state = optimizer.step(params, grads, opt_state)
+        >>> params["w"], opt_state.rest["w"]
+        (tensor([0.9961], dtype=torch.bfloat16), tensor([16384], dtype=torch.int16))
+        >>> master_weights(params, opt_state)["w"]
+        tensor([0.9971])
 
     Source of the rule: Micikevicius et al., Mixed Precision Training (2018); halves of masters as
     in FlashOptim (arXiv 2602.23349), without its loss of bits.
@@ -83,21 +86,30 @@ def with_master_weights(optimizer: Optimizer) -> MasterOptimizer:
 
 @outside_autocast()
 def master_weights(params: Tree, opt_state: MasterState) -> Tree:
-    """The float32 masters of a state of `with_master_weights`, in fresh memory: equal to
-    `join_masters(params, opt_state.rest)` where parameters are bfloat16, to the master itself of
-    float16, to the parameter of other dtypes.
+    """Return the float32 masters in a state of `with_master_weights`, in fresh memory: equal to
+    `join_masters(params, opt_state.rest)` for bfloat16 parameters, to the stored master for
+    float16, to the parameter for other dtypes.
 
-    For evaluation, checkpoints for others, and comparison. The state may be within that of other
-    wrappers, or in parts of a `partition`; parameters of its other parts come back as they are.
+    They are for evaluation, comparison, and checkpoints that others read.
 
-    Raises `TypeError` for another state, and for one of parameters of another dtype.
+    Args:
+        params: The parameters.
+        opt_state: The state that belongs to them, also within other wrappers or in parts of a
+            `partition`. Parameters of parts without masters come back as they are.
 
-    >>> import torch
-    >>> from purescale import from_torch
-    >>> optimizer = with_master_weights(from_torch(torch.optim.SGD, lr=0.5))
-    >>> params = {"w": torch.ones(2, dtype=torch.float16)}
-    >>> master_weights(params, optimizer.init(params))
-    {'w': tensor([1., 1.])}
+    Returns:
+        A tree like `params`.
+
+    Raises:
+        TypeError: If the state has no masters, or belongs to parameters of other dtypes.
+
+    Example:
+        >>> import torch
+        >>> from purescale import from_torch
+        >>> optimizer = with_master_weights(from_torch(torch.optim.SGD, lr=0.5))
+        >>> params = {"w": torch.ones(2, dtype=torch.float16)}
+        >>> master_weights(params, optimizer.init(params))
+        {'w': tensor([1., 1.])}
     """
     state = masters_within(opt_state)
     leaves, structure = _tree.flatten(params)
@@ -122,14 +134,16 @@ def master_weights(params: Tree, opt_state: MasterState) -> Tree:
 
 
 def masters_within(state: Any) -> Any:
-    """The state that has masters, within those of other wrappers; else that inside of all."""
+    """Return the state that has masters, within other wrappers, else the innermost state."""
     while not isinstance(state, MasterState) and is_wrapped(state):
         state = state.inner
     return state
 
 
 def _of_parts(names: Sequence[str], leaves: Leaves, states: Mapping[str, Any]) -> Leaves:
-    """The masters in the parts of a partition, which are by dotted name; of others the leaves."""
+    """Return the masters in the parts of a partition, by dotted name, and copies of other
+    leaves.
+    """
     named = dict(zip(names, leaves, strict=True))
     found = {}
     for state in map(masters_within, states.values()):
@@ -145,18 +159,25 @@ def split_masters(masters: Tree) -> tuple[Tree, Tree]:
     >> 16` are the two halves of the bits of a float32: `hi` as bfloat16 is the leaf rounded to the
     nearest, ties away from zero.
 
-    `masters`: a tree of float32 tensors. Two trees of its structure, bfloat16 and int16, in fresh
-    memory. `join_masters` gives the same bits again, of subnormal numbers and infinities too.
-    Numbers within half a step of the largest float32 show as inf in bfloat16. A NaN shows as NaN
-    (a signalling one, which no arithmetic makes, may as inf); one whose payload would carry into
-    the sign, as that of a GPU, loses bit 15 of it.
+    `join_masters` restores the same bits, also of subnormal numbers and infinities. Numbers within
+    half a step of the largest float32 are inf in bfloat16. A NaN stays NaN; one whose payload would
+    carry into the sign, like a GPU's, loses bit 15, and a signalling NaN may become inf in
+    bfloat16.
 
-    Raises `TypeError` for a leaf of another dtype.
+    Args:
+        masters: A tree of float32 tensors.
 
-    >>> import torch
-    >>> params, rest = split_masters({"w": torch.tensor([1.0, 1.001])})
-    >>> params["w"].tolist(), rest["w"].tolist()
-    ([1.0, 1.0], [0, 8389])
+    Returns:
+        Two trees like `masters`, bfloat16 and int16, in fresh memory.
+
+    Raises:
+        TypeError: If a leaf has another dtype.
+
+    Example:
+        >>> import torch
+        >>> params, rest = split_masters({"w": torch.tensor([1.0, 1.001])})
+        >>> params["w"].tolist(), rest["w"].tolist()
+        ([1.0, 1.0], [0, 8389])
     """
     leaves, structure = _tree.flatten(masters)
     pairs = []
@@ -178,14 +199,22 @@ def split_masters(masters: Tree) -> tuple[Tree, Tree]:
 def join_masters(params: Tree, rest: Tree) -> Tree:
     """Equal to `((hi << 16) + low)` of each leaf, as float32: the inverse of `split_masters`.
 
-    `params` bfloat16, `rest` int16, of one structure and the same shapes; fresh memory.
+    Args:
+        params: A tree of bfloat16 tensors.
+        rest: A tree of the same structure and shapes, int16.
 
-    Raises `TypeError` for other dtypes, `ValueError` where the trees differ.
+    Returns:
+        A tree of float32 tensors in fresh memory.
 
-    >>> import torch
-    >>> weights = {"w": torch.tensor([1.0, 1.001])}
-    >>> join_masters(*split_masters(weights))
-    {'w': tensor([1.0000, 1.0010])}
+    Raises:
+        TypeError: If a leaf has another dtype.
+        ValueError: If the trees differ in structure.
+
+    Example:
+        >>> import torch
+        >>> weights = {"w": torch.tensor([1.0, 1.001])}
+        >>> join_masters(*split_masters(weights))
+        {'w': tensor([1.0000, 1.0010])}
     """
     leaves, structure = _tree.flatten(params)
     others = _tree.leaves_like("rest", rest, "params", params, structure)
@@ -196,8 +225,8 @@ def join_masters(params: Tree, rest: Tree) -> Tree:
             raise TypeError(
                 f"{_tree.path(params, 'params', index)} is {described(leaf)}, rest there "
                 f"{described(low)}; expected bfloat16 and int16 of one shape. Fix: what "
-                "`split_masters` returned; of a state with other dtypes `master_weights(params, "
-                "opt_state)`."
+                "`split_masters` returned, or `master_weights(params, opt_state)` for a state with "
+                "other dtypes."
             )
     return structure.unflatten(
         [
@@ -212,27 +241,27 @@ def join_masters(params: Tree, rest: Tree) -> Tree:
 # ---- bits ----------------------------------------------------------------------------------------
 
 _MAGNITUDE = 0x7FFFFFFF
-# NaNs of more than this would carry into the sign when they are rounded: they lose bit 15.
+# NaNs above this would carry into the sign when they are rounded, so they lose bit 15.
 _LARGEST = 0x7FFF7FFF
 
 
 def _joined(hi: Tensor, low: Tensor) -> Tensor:
-    """The master of a bfloat16 tensor and its rest."""
+    """Return the master of a bfloat16 tensor and its rest."""
     bits = (bitcast(hi, torch.int16).to(torch.int32) << 16) + low
     return bitcast(bits, torch.float32)
 
 
 def _split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """bfloat16 and int16 of a float32 tensor."""
+    """Return the bfloat16 and the int16 half of a float32 tensor."""
     bits = _bits(master)
     hi = bitcast(((bits + 0x8000) >> 16).to(torch.int16), torch.bfloat16)
     return hi, bits.to(torch.int16)
 
 
 def _bits(master: Tensor) -> Tensor:
-    """The bits of a float32 tensor, of which no NaN would be rounded to another kind of number."""
+    """Return the bits of a float32 tensor, changed so that no NaN is rounded to a number or inf."""
     bits = bitcast(master, torch.int32)
-    # A sum is a tenth of the work, and finite of almost all that is.
+    # A sum is a tenth of the work, and is almost always finite if all elements are.
     if host_can_read([master]) and math.isfinite(master.sum()):
         return bits
     return torch.where((bits & _MAGNITUDE) > _LARGEST, bits & ~0x8000, bits)
@@ -250,7 +279,7 @@ def _rest_of(leaf: Any) -> Any:
 
 
 def _fits(leaf: Any, kept: Any) -> bool:
-    """Whether this is what is kept of a parameter."""
+    """Return True if `kept` is what a state stores for the parameter `leaf`."""
     kinds: dict[Any, torch.dtype] = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
     expected = kinds.get(getattr(leaf, "dtype", None))
     if expected is None:  # a None among the parameters may be one in `split_masters` too
@@ -268,10 +297,10 @@ def _check_rest(names: Sequence[str], params: Leaves, rest: Leaves) -> None:
         if _fits(leaf, kept):
             continue
         raise TypeError(
-            f"params: {name} is {described(leaf)}, and what the state keeps of its master is "
-            f"{described(kept)}; expected int16 of bfloat16, float32 of float16, () of others, in "
-            "one shape on one device. Likely cause: parameters that were cast or changed after "
-            "`init`. Fix: `opt_state = optimizer.init(params)` of these."
+            f"params: {name} is {described(leaf)}, and the state keeps {described(kept)} for its "
+            "master; expected int16 for bfloat16, float32 for float16, () for other dtypes, of "
+            "the same shape on the same device. Likely cause: parameters that were cast or changed "
+            "after `init`. Fix: `opt_state = optimizer.init(params)` for these params."
         )
 
 
@@ -279,20 +308,20 @@ class MasterOptimizer(Wrapper):
     """An optimizer that steps masters; made by `with_master_weights`."""
 
     def init(self, params: Tree) -> MasterState:
-        """The state of an optimizer that has made no step: masters are the parameters."""
+        """Return the state before the first step. Masters are the parameters."""
         leaves, structure = _tree.flatten(params)
         wide = [leaf.detach().float() if is_half(leaf) else leaf for leaf in leaves]
         rest = structure.unflatten(list(map(_rest_of, leaves)))
         return MasterState(self.optimizer.init(structure.unflatten(wide)), rest)
 
     def stand_ins(self, inputs: StepInputs) -> StepInputs:
-        """Masters without values, and the inner state."""
+        """Return the step's inputs with masters without values and the inner state."""
         state, rest = _state_and_rest(inputs.opt_state, inputs.structure)
         _check_rest(inputs.names, inputs.params, rest)
         return with_stand_ins(inputs, state.inner)
 
     def widen(self, inputs: StepInputs) -> StepInputs:
-        """Masters, and the inner state."""
+        """Return the step's inputs with the masters and the inner state."""
         state, rest = _state_and_rest(inputs.opt_state, inputs.structure)
         params = list(inputs.params)
         split = _indices(params, torch.bfloat16)
@@ -311,7 +340,7 @@ class MasterOptimizer(Wrapper):
         *,
         write: bool,
     ) -> tuple[list[Any], Any]:
-        """Masters in two halves, or rounded to the nearest."""
+        """Split masters into two halves, or round them to the nearest float16."""
         _, rest = _state_and_rest(inputs.opt_state, inputs.structure)
         masters, inner = stepped
         params = list(masters)
@@ -332,7 +361,7 @@ class MasterOptimizer(Wrapper):
 
 
 def _state_and_rest(opt_state: Any, structure: Any) -> tuple[MasterState, Leaves]:
-    """The state, refused if it is another's, and what it keeps in the order of the parameters."""
+    """Return the checked state, and `rest` in the order of the parameters."""
     state = checked_state(opt_state, MasterState)
     try:
         rest = structure.flatten_up_to(state.rest)
@@ -345,18 +374,17 @@ def _state_and_rest(opt_state: Any, structure: Any) -> tuple[MasterState, Leaves
 
 
 def _indices(params: Leaves, dtype: torch.dtype) -> list[int]:
-    """The places of the parameters of this dtype."""
     return [index for index, leaf in enumerate(params) if getattr(leaf, "dtype", None) is dtype]
 
 
 def _masters(params: list[Tensor], rest: list[Tensor]) -> list[Tensor]:
-    """`_joined` of each. Outside of a trace in one piece of memory, which the step overwrites."""
+    """Return `_joined` of each, in one buffer unless traced or sharded. The step overwrites it."""
     if traced() or any_dtensor(params):
         pairs = [
             (dtensor.shard(hi), dtensor.shard(low)) for hi, low in zip(params, rest, strict=True)
         ]
-        # inductor cannot write a step into a view of another dtype, and leaves out a clone: less
-        # 0.0 every number is itself.
+        # inductor cannot write a step into a view of another dtype, and removes a clone.
+        # Subtracting 0.0 keeps every number and makes a new tensor.
         made = [_joined(*pair) - 0.0 for pair in pairs]
         return [dtensor.from_local_like(leaf, new) for leaf, new in zip(params, made, strict=True)]
     masters = list(params)
@@ -374,7 +402,7 @@ def _masters(params: list[Tensor], rest: list[Tensor]) -> list[Tensor]:
 
 
 def _write_halves(masters: list[Tensor], params: list[Tensor], rest: list[Tensor]) -> None:
-    """`_split` of each, written into these."""
+    """Write `_split` of each master into these tensors."""
     for indices in foreach.by_kind(masters):
         given = [masters[i] for i in indices]
         bits = _bits(foreach.gather(given))
@@ -385,7 +413,7 @@ def _write_halves(masters: list[Tensor], params: list[Tensor], rest: list[Tensor
 
 
 def _halves(masters: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """`_split` of each."""
+    """Return `_split` of each master."""
     pairs = [_split(dtensor.shard(master)) for master in masters]
     split = [
         [dtensor.from_local_like(m, half) for half in pair]

@@ -1,4 +1,4 @@
-"""What a class of torch.optim keeps for each parameter: made, compared, read from a state dict."""
+"""The state of a class of torch.optim: its slots for each parameter, their checks, state dicts."""
 
 from __future__ import annotations
 
@@ -19,91 +19,93 @@ from .._tree.leaves import are_dense_real
 
 Slots = dict[str, dict[str, Tensor]]
 
-# stands where torch wants a number to check and a schedule or tensor will take its place
+# A number for torch to check in place of a schedule or a tensor.
 ANY_LR = 1e-3
-# a slot of our own: the momentum buffer of this parameter is still to be made
+# An own slot: True while the momentum buffer of this parameter is still to be created.
 FIRST = "is_first_step"
 
 
 class OptState(NamedTuple):
-    """What a torch optimizer remembers. Its structure is final from `init` on."""
+    """The state of a torch optimizer. Its structure is final from `init` on."""
 
-    applied: Tensor  # int64 []: steps applied; what a schedule is a function of
+    applied: Tensor  # int64 []: the number of applied steps, the argument of a schedule
     # by parameter name, then by torch's own names: {"conv.weight": {"step": ..., "exp_avg": ...}}
     slots: Slots
-    # float32 []: the rate that steps use, where from_torch was told in_state=("lr",); else ()
+    # float32 []: the rate that steps use, with in_state=("lr",); else ()
     lr: Any = ()
     # float32 []: the other settings in the state, by name: {"weight_decay": [], "betas": ([], [])};
-    # () where there are none
+    # () if the state has no others
     hyper: Any = ()
 
 
 def values_of(slots: Slots) -> list[Tensor]:
-    """The tensors of all slots, in order."""
+    """Return the tensors of all slots, in order."""
     return list(itertools.chain.from_iterable(map(dict.values, slots.values())))
 
 
 def slots_like(slots: Slots, values: Iterable[Tensor]) -> Slots:
-    """The inverse of `values_of`: slots of these names with the next of these values."""
+    """Return slots of these names with the next of these values, the inverse of `values_of`."""
     found = iter(values)
     return {name: dict(zip(slot, found, strict=False)) for name, slot in slots.items()}
 
 
 def is_wrapped(state: Any) -> bool:
-    """Whether it is a wrapper's, with another state inside; a tensor has a method of that name."""
+    """Return True for the state of a wrapper, with another state inside. Tensors have a method
+    `inner`.
+    """
     return isinstance(state, tuple) and hasattr(state, "inner")
 
 
 def without_wrappers(state: Any) -> Any:
-    """The state of the optimizer that is inside of all wrappers."""
+    """Return the state of the innermost optimizer."""
     while is_wrapped(state):
         state = state.inner
     return state
 
 
 def is_of_torch(state: Any) -> bool:
-    """Whether it is the state of a class of torch, with slots that can be listed."""
+    """Return True for the state of a class of torch, with slots that can be listed."""
     return isinstance(state, OptState) and type(state.slots) is dict
 
 
 def are_parts(state: Any) -> bool:
-    """Whether it is a dict of states of torch's classes, as `partition` keeps them."""
+    """Return True for a dict of states of torch's classes, as in `partition`."""
     return type(state) is dict and len(state) > 0 and all(map(is_of_torch, state.values()))
 
 
 def parts_of(state: Any) -> list[OptState]:
-    """The states of torch's classes in the state of one, or of several by key; none of others."""
+    """Return the states of torch's classes in one state or a dict of states, else an empty list."""
     if are_parts(state):
         return list(state.values())
     return [state] if isinstance(state, OptState) else []
 
 
 def tensors_of(opt_state: OptState) -> list[Tensor]:
-    """All tensors of a state, without a walk through its dicts."""
+    """Return all tensors of a state, faster than a walk through its dicts."""
     return [opt_state.applied, *values_of(opt_state.slots), *numbers_of(opt_state)]
 
 
 def numbers_of(opt_state: OptState) -> list[Tensor]:
-    """The settings that are data."""
+    """Return the settings in the state."""
     numbers = [opt_state.lr] if isinstance(opt_state.lr, Tensor) else []
     return [*numbers, *each_of(opt_state.hyper)] if opt_state.hyper else numbers
 
 
 def each_of(hyper: Any) -> list[Any]:
-    """Every number of the settings in the state, of which some are tuples."""
+    """Return every number of the settings in the state, also those within tuples."""
     values = hyper.values() if hyper else ()
     return [one for v in values for one in (v if isinstance(v, tuple) else (v,))]
 
 
 def with_slots(cls: Any, probes: list[Tensor], settings: dict[str, Any], rate: Any) -> Any:
-    """An optimizer of torch that has made its state for parameters whose gradients are there."""
-    # where torch has step counts, whatever the default device is
+    """Return a torch optimizer that has created its state for parameters with gradients."""
+    # torch keeps step counts on the CPU, whatever the default device is.
     with torch.device("cpu"), PlainArithmetic():
         optimizer = cls(
             probes,
             **{**settings, "lr": ANY_LR if isinstance(rate, Tensor) or callable(rate) else rate},
         )
-        # the constructor would read it, and Rprop where it makes its step sizes
+        # The constructor would read a tensor, and so does Rprop when it creates its step sizes.
         if isinstance(rate, Tensor) and not issubclass(cls, torch.optim.Rprop):
             optimizer.param_groups[0]["lr"] = rate
         private.new_state(optimizer)
@@ -111,13 +113,12 @@ def with_slots(cls: Any, probes: list[Tensor], settings: dict[str, Any], rate: A
 
 
 class SlotLayout:
-    """What one class keeps, learnt from its slots for a parameter of shape (2, 3)."""
+    """The slots of one class, learnt from a probe parameter of shape (2, 3)."""
 
     def __init__(
         self, cls: Any, probed: Mapping[str, Tensor], settings: Sequence[Mapping[str, Any]]
     ) -> None:
         self._cls = cls
-        # Step counts and the like, and what is shaped like its parameter.
         self._counts = {
             key: _scalar_dtype(value) for key, value in probed.items() if value.ndim == 0
         }
@@ -132,7 +133,7 @@ class SlotLayout:
             self._counts = {**self._counts, FIRST: torch.bool}
 
     def new(self, probes: list[Tensor], group: dict[str, Any]) -> list[dict[str, Tensor]]:
-        """What torch's class keeps for these tensors before their first step."""
+        """Return the slots of torch's class for these tensors before their first step."""
         rate, accepted = group["lr"], inspect.signature(self._cls).parameters
         settings = {name: value for name, value in group.items() if name in accepted}
         optimizer = with_slots(self._cls, probes, settings, rate)
@@ -150,13 +151,13 @@ class SlotLayout:
             if issubclass(self._cls, torch.optim.Rprop) and isinstance(rate, Tensor):
                 slot["step_size"] = of_rate(slot["step_size"], rate)
             for key in self._counts.keys() & slot.keys():
-                # torch makes these in the default dtype, and its kernels read float32
+                # torch creates these in the default dtype, but its kernels read float32.
                 slot[key] = slot[key].to(self._counts[key])
             slots.append(slot)
         return slots
 
     def is_count(self, key: str) -> bool:
-        """Whether this is a number for each parameter, whatever its shape."""
+        """Return True if this slot is one number for each parameter, whatever its shape."""
         return key in self._counts
 
     def _misfit(self, key: str, value: Tensor, name: str, weight: Tensor) -> ValueError:
@@ -184,11 +185,10 @@ class SlotLayout:
         *,
         dense_off_graph: bool,
     ) -> None:
-        """Refuse slots that are not what `new` makes for these parameters: torch's kernels take
-        their memory for that without a check. `dense_off_graph`: all tensors are known to be.
-        `every`: weights and then slots, if they are known.
+        """Refuse slots that differ from those that `new` makes for these parameters, because
+        torch's kernels do not check what they read. `every` are weights and then slots, if they are
+        known.
         """
-        # To a compiler nothing is ordinary.
         in_order = dense_off_graph and list(slots) == list(weights)
         keys = set(map(tuple, slots.values())) if in_order else set()
         known = every if len(keys) == 1 else ()
@@ -200,9 +200,7 @@ class SlotLayout:
                     raise self._misfit(key, value, name, weights[name])
 
     def _fit(self, slots: Slots, weights: Mapping[str, Tensor]) -> bool:
-        """Whether one look shows that all fit. A compiler follows each call slowly, so it makes
-        none.
-        """
+        """Return True if all slots fit. It avoids calls, which a compiler traces slowly."""
         counts = self._counts
         every = [
             (weights[name], value, counts.get(key))
@@ -241,13 +239,13 @@ def _scalar_dtype(value: Tensor) -> torch.dtype:
 
 
 def of_rate(like: Tensor, rate: Any) -> Tensor:
-    """Full of the rate; both parts of a complex number are."""
+    """Return a tensor like this one filled with the rate; a complex number has it in both parts."""
     filled = torch.full_like(like.real, 1.0) * rate
     return (torch.complex(filled, filled) if like.is_complex() else filled).to(like.dtype)
 
 
 def described(tensor: Any) -> str:
-    """What stands in the place of a tensor, for an error message."""
+    """Return a short description of a tensor, or of what was passed for one."""
     if not isinstance(tensor, Tensor):
         return repr(tensor)
     if tensor.is_nested:
@@ -260,14 +258,13 @@ def described(tensor: Any) -> str:
 
 
 def state_dict(slots: Slots, groups: list[tuple[list[str], dict[str, Any]]]) -> dict[str, Any]:
-    """`torch.optim.Optimizer.state_dict()` of these slots, their tensors copied."""
+    """Return `torch.optim.Optimizer.state_dict()` of these slots, with copied tensors."""
     slots = {name: {} if slot.get(FIRST, False) else slot for name, slot in slots.items()}
     state: dict[int, dict[str, Tensor]] = {}
     listed = []
     for names, group in groups:
         indices = [len(state) + offset for offset in range(len(names))]
-        # torch keeps step counts on the CPU, and moves them itself where an implementation
-        # wants them elsewhere.
+        # torch keeps step counts on the CPU, and moves them itself if an implementation needs it.
         for index, name in zip(indices, names, strict=True):
             state[index] = {
                 k: v.cpu().clone() if k == "step" else v.clone()
@@ -285,9 +282,7 @@ def state_dict(slots: Slots, groups: list[tuple[list[str], dict[str, Any]]]) -> 
 
 
 def checked_state_dict(sd: Any) -> tuple[list[Mapping[str, Any]], Mapping[Any, Any]]:
-    """The groups and the states of `torch.optim.Optimizer.state_dict()`, refused in words where it
-    is none.
-    """
+    """Return the groups and states of `torch.optim.Optimizer.state_dict()`, or refuse the dict."""
     held = sd if isinstance(sd, Mapping) else {}
     groups, states = held.get("param_groups"), held.get("state")
     if not (
@@ -305,9 +300,9 @@ def checked_state_dict(sd: Any) -> tuple[list[Mapping[str, Any]], Mapping[Any, A
         raise ValueError(
             f"sd is {what}; expected "
             "{'state': {index: slots}, 'param_groups': [{'params': [index, ...], ...}]}. "
-            "Likely cause: a checkpoint that holds the optimizer's state dict among others, or a "
-            "module's. Fix: `optimizer.from_state_dict(checkpoint['optimizer'], params)`, what "
-            "`torch.optim.Optimizer.state_dict()` returned."
+            "Likely cause: a whole checkpoint, or the state dict of a module. Fix: "
+            "`optimizer.from_state_dict(checkpoint['optimizer'], params)`, with the result of "
+            "`torch.optim.Optimizer.state_dict()`."
         )
     return list(groups), states
 

@@ -1,4 +1,4 @@
-"""The settings of a class of torch.optim: its parameter groups, overrides, learning rates."""
+"""The settings of a class of torch.optim: parameter groups, overrides, learning rates."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ Schedule = Callable[[Tensor], "Tensor | float"]
 Pattern = str | tuple[str, ...]  # a dotted name or a glob, or several
 Overrides = Mapping[Any, Mapping[str, Any]]  # by `Pattern`
 PARAMETERS_GIVEN = (
-    "Likely cause: parameters, as torch's classes take them; here a state is made of them later. "
-    "Fix: `optimizer = from_torch(torch.optim.AdamW, lr=1e-3)`, `optimizer.init(params)`."
+    "Likely cause: parameters, which torch's classes take and from_torch does not. Fix: "
+    "`optimizer = from_torch(torch.optim.AdamW, lr=1e-3)`, then `optimizer.init(params)`."
 )
 FLAGS = ("foreach", "fused", "capturable", "differentiable")
 
 
 class OptimizerSettings:
-    """What from_torch was told, and what follows from it: never state."""
+    """The settings that from_torch was given, and what follows from them. No state."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class OptimizerSettings:
         for pattern, extra in overrides.items():
             every = {**settings, "lr": self._lr, **extra}
             slots |= self._probed(f"overrides[{pattern!r}]", every)[1]
-        # What ranks compare, defaults named or not.
+        # Ranks compare all settings, including defaults.
         told = {**self.defaults, **settings, "lr": self._lr}
         patterns = dict(zip(self._patterns, self._overrides, strict=True))
         self.summary = cls, dict(sorted(told.items())), patterns, tuple(in_state)
@@ -76,7 +76,7 @@ class OptimizerSettings:
         self.in_state = tuple(in_state)
         for name in self.in_state:
             check_setting(cls, name, {**self.defaults, "lr": 0.0})
-        # The numbers that the settings in the state start from, but the rate.
+        # The initial numbers of the settings in the state, except the rate.
         self.hyper = each_number(
             float, {name: self.defaults[name] for name in self.in_state if name != "lr"}
         )
@@ -86,9 +86,9 @@ class OptimizerSettings:
                 f"{lists[0]}=True beside in_state={self.in_state!r}: that implementation of "
                 f"{cls.__name__} takes Python numbers only. Fix: leave {lists[0]} out."
             )
-        # Which of the rates may be another one in a later step.
+        # Per rate: True if it may differ in a later step.
         self.moves = (callable(self._lr) or self.lr_in_state, *map(callable, self.lrs[1:]))
-        # A setting in the state may not stay 0.
+        # A setting in the state may become nonzero, so it counts as nonzero here.
         self.layout = SlotLayout(cls, slots, (*self.every, dict.fromkeys(self.hyper, True)))
 
     def __repr__(self) -> str:
@@ -103,12 +103,12 @@ class OptimizerSettings:
 
     @property
     def every(self) -> tuple[dict[str, Any], ...]:
-        """The settings given, for all and then in each override."""
+        """The settings given for all parameters, then those of each override."""
         return (self.settings, *self._overrides)
 
     def key(self) -> str:
-        """All that a step reads of the settings, as text; rates that are tensors or schedules
-        reach the formula as arguments.
+        """Return as text all settings that a step reads. Rates that are tensors or schedules are
+        left out, because they reach the formula as arguments.
         """
         cls, told, overrides, in_state = self.summary
         plain = [
@@ -120,8 +120,8 @@ class OptimizerSettings:
     def torch_groups(
         self, names: tuple[str, ...], lrs: Sequence[Any], hyper: Mapping[str, Any] | tuple[()] = ()
     ) -> list[tuple[list[str], dict[str, Any]]]:
-        """torch's parameter groups: the names of each with its complete settings, of which `hyper`
-        are in the state.
+        """Return torch's parameter groups: the names of each with its complete settings, in which
+        `hyper` replaces those that are in the state.
         """
         defaults = {**self.defaults, **hyper} if hyper else self.defaults
         if not self._patterns:
@@ -154,8 +154,8 @@ class OptimizerSettings:
             )
 
     def _canonical(self, matching: tuple[int, ...]) -> tuple[int, ...]:
-        """The first of all patterns that says the same: `{"*.bias": no_decay, "norm.*": no_decay}`
-        is one group.
+        """Return the first pattern with the same settings, so that `{"*.bias": no_decay, "norm.*":
+        no_decay}` is one group.
         """
         if not matching:
             return matching
@@ -171,8 +171,8 @@ class OptimizerSettings:
         return matching
 
     def rates(self, count: Tensor, lr: Any) -> list[Any]:
-        """The rate of from_torch, or that in the state, then of each override (None where it names
-        none), after `count` steps.
+        """Return the rate of from_torch or of the state, then that of each override (None if it
+        names none), after `count` steps.
         """
         rates: list[Any] = []
         for index, rate in enumerate(self.lrs):
@@ -195,8 +195,8 @@ class OptimizerSettings:
             )
 
     def numbers(self, opt_state: OptState) -> dict[str, Any]:
-        """The settings in the state but the rate, as a formula takes them: a beta to the power of
-        the step count needs more than float32.
+        """Return the settings in the state except the rate, wide enough for a formula: a beta to
+        the power of the step count needs more than float32.
         """
         device = opt_state.applied.device
         for name, value in opt_state.hyper.items():
@@ -209,7 +209,7 @@ class OptimizerSettings:
         return each_number(wide, opt_state.hyper)
 
     def moving(self, rates: Sequence[Any], like: Tensor) -> dict[int, Any]:
-        """Those of `rates` that are no plain numbers of from_torch."""
+        """Return those `rates` that are tensors or come from a schedule, by index."""
         moving = {
             index: rate
             for index, rate in enumerate(rates)
@@ -217,7 +217,7 @@ class OptimizerSettings:
         }
         if not torch.compiler.is_compiling():
             return moving
-        # it would take a number for a constant
+        # A compiler would take a Python number for a constant.
         number: dict[str, Any] = {"dtype": widest_float(like.device), "device": like.device}
         return {
             index: rate if isinstance(rate, Tensor) else torch.full((), rate, **number)
@@ -225,7 +225,9 @@ class OptimizerSettings:
         }
 
     def initial_numbers(self, device: torch.device | None) -> tuple[Any, Any]:
-        """The rate and the other settings of a new state; () for either that it does not hold."""
+        """Return the rate and the other settings of a new state, each () if the state does not hold
+        it.
+        """
 
         def start(number: Any) -> Tensor:
             return float32(number, device)
@@ -236,8 +238,8 @@ class OptimizerSettings:
     def saved_groups(
         self, opt_state: OptState, initial_lr: float | None
     ) -> list[tuple[list[str], dict[str, Any]]]:
-        """torch's parameter groups with the settings as they are now, as in its state dicts:
-        numbers of Python, but a rate that was given as a tensor.
+        """Return torch's parameter groups with the current settings, as in its state dicts: Python
+        numbers, except a rate that was given as a tensor.
         """
         names, lr = tuple(opt_state.slots), opt_state.lr
         rates = self.rates(opt_state.applied, lr)
@@ -260,15 +262,15 @@ class OptimizerSettings:
         return groups
 
     def settings_per_slot(self) -> dict[str, Any]:
-        """Settings with which a state has all slots that a later value needs."""
+        """Return settings with which a state has all slots that a later value needs."""
         return {"momentum": 0.5} if "momentum" in self.hyper else {}
 
     def new_slots(self, named: Mapping[str, Tensor], rates: Sequence[Any]) -> Slots:
-        """What the class keeps for these parameters before their first step."""
+        """Return the slots of these parameters before their first step."""
         slots: Slots = {}
         for names, group in self.torch_groups(tuple(named), rates, self.settings_per_slot()):
-            # These stand in the memory of the parameters: torch makes the state from their shapes
-            # and only that is kept.
+            # The probes alias the parameters, because torch makes the state from their shapes and
+            # only the state is kept.
             probes = [named[name].detach() for name in names]
             for probe in probes:
                 probe.grad = probe.detach()
@@ -278,8 +280,8 @@ class OptimizerSettings:
     def numbers_from_dict(
         self, saved_groups: Sequence[Mapping[str, Any]], names: tuple[str, ...], fresh: OptState
     ) -> tuple[Any, Any]:
-        """The rate and the other settings in a state dict, of those groups that take theirs from
-        the state; where there is none, what a new state has.
+        """Return the rate and the other settings in a state dict, from those groups that take
+        theirs from the state, or the fresh ones if the dict has none.
         """
         if not self.in_state:
             return fresh.lr, fresh.hyper
@@ -315,7 +317,7 @@ class OptimizerSettings:
         return lr, hyper or ()
 
     def check(self, opt_state: OptState) -> None:
-        """Refuse a state whose settings are not where these settings look for them."""
+        """Refuse a state whose settings do not match `in_state`."""
         lr, hyper = opt_state.lr, opt_state.hyper
         if hyper or self.hyper:
             check_hyper(hyper, self.hyper)
@@ -328,15 +330,15 @@ class OptimizerSettings:
             )
         if not (self.lr_in_state or isinstance(lr, tuple)):
             raise ValueError(
-                f"opt_state.lr is {lr!r}, but this optimizer takes its rate from from_torch, and "
-                'it would be passed over. Fix: from_torch(..., in_state=("lr",)).'
+                f"opt_state.lr is {lr!r}, but this optimizer takes its rate from from_torch and "
+                'would ignore it. Fix: from_torch(..., in_state=("lr",)).'
             )
 
     def _probed(
         self, where: str, settings: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Every setting of the class, with torch's own words for those that it refuses, and what it
-        keeps for one parameter.
+        """Return every setting of the class and the tensors that it keeps for one parameter.
+        Settings that the class refuses raise torch's own error.
         """
         for name, value in settings.items():
             if name not in self.accepted:
@@ -356,7 +358,7 @@ class OptimizerSettings:
         rate = _check_rate(where, settings["lr"])
         probe = torch.zeros(2, 3, dtype=torch.float32, device="cpu")
         probe.grad = torch.zeros_like(probe)
-        # A rate that steps are given as a tensor, which torch's Adam over lists refuses.
+        # Steps get such a rate as a tensor, which torch's Adam over lists refuses.
         is_data = self.lr_in_state or isinstance(rate, Tensor)
         tensor = torch.full((), ANY_LR, dtype=torch.float32, device="cpu")
         try:
@@ -367,10 +369,10 @@ class OptimizerSettings:
             if not (is_data and settings.get("foreach")):
                 raise
             raise ValueError(
-                f"{where}: {self.cls.__name__} with foreach=True takes its rate as a number of "
-                f"Python, and this one is data ({error}). Likely cause: a schedule, a tensor "
-                "or a rate in the state beside foreach=True. Fix: leave foreach out, and lists "
-                "are taken where they are faster; or add capturable=True."
+                f"{where}: {self.cls.__name__} with foreach=True takes its rate as a Python "
+                f"number, and this one is a tensor ({error}). Likely cause: a schedule, a tensor "
+                "or a rate in the state beside foreach=True. Fix: leave foreach out (lists are "
+                "used if they are faster), or add capturable=True."
             ) from None
         return dict(optimizer.defaults), {
             key: value for key, value in optimizer.state[probe].items() if isinstance(value, Tensor)
@@ -385,7 +387,7 @@ def _check_class(cls: Any, settings: dict[str, Any]) -> None:
         )
     if issubclass(cls, torch.optim.LBFGS):
         raise ValueError(
-            "LBFGS evaluates the loss again inside its step, so it is no function of gradients. "
+            "LBFGS evaluates the loss again in its step, so it is not a function of gradients. "
             "Fix: torch.optim.AdamW, or your own loop around LBFGS."
         )
     if issubclass(cls, torch.optim.SparseAdam):
@@ -395,33 +397,33 @@ def _check_class(cls: Any, settings: dict[str, Any]) -> None:
         )
     if issubclass(cls, torch.optim.Adafactor) and settings.get("foreach") is None:
         raise ValueError(
-            "each of torch's implementations of Adafactor reads three values per parameter in "
-            "Python (a sync on a GPU, and no compile or vmap). Fix: name the one that may, "
+            "torch's implementations of Adafactor all read three values per parameter in Python: "
+            "they sync on a GPU and cannot be compiled or vmapped. Fix: allow one by name, "
             "from_torch(Adafactor, foreach=False)."
         )
     if private.formula_of(cls) is None:
         raise ValueError(
             f"{cls.__name__} is not built like the classes of torch.optim, so its state cannot be "
-            "found before its first step. Fix: from_transformation(tx) with an (init, update) "
+            "made before its first step. Fix: from_transformation(tx) with an (init, update) "
             "pair, or an object of your own with `init` and `step`."
         )
 
 
 # ---- learning rates ------------------------------------------------------------------------------
 
-# `take` would be shorter, and has no rule under vmap.
+# `take` would be shorter, but has no batching rule for vmap.
 _LOOKED_UP = "rates.gather(0, applied.clamp(max=len(rates) - 1).view(1))[0]"
 
 
 def _check_rate(where: str, lr: Any) -> Any:
-    """Refuse what is no learning rate; of a schedule also one that reads the count, which would
-    break later, in a traced step. What a step is given is returned, of a schedule the first.
+    """Return the first rate that a step is given. Refuse anything but a learning rate, and a
+    schedule that reads the count, which would fail later in a traced step.
     """
     if isinstance(lr, (bool, type)) or not (callable(lr) or isinstance(lr, (Tensor, numbers.Real))):
         kind, likely = lr if isinstance(lr, type) else type(lr), "a string, or None"
         got, fix = repr(lr), "Fix: lr=1e-3, or lr=lambda applied: 1e-3 * 0.95**applied."
         if issubclass(kind, torch.optim.lr_scheduler.LRScheduler):
-            likely = "a scheduler of torch, which holds an optimizer and counts by itself"
+            likely = "a scheduler of torch, which holds an optimizer and its own count"
             fix = f"Fix: lr=schedule_from_torch(lambda opt: {kind.__name__}(opt, ...), lr, steps)."
         cause = f"Likely cause: {likely}. {fix}"
         if _may_be_parameters(lr):
@@ -440,8 +442,8 @@ def _check_rate(where: str, lr: Any) -> Any:
             f"{where}: the schedule {lr!r} reads the value of the step count. It works step by "
             "step and breaks when the step is compiled or vmapped, or makes a GPU wait. Likely "
             "cause: math.cos, an `if`, `int(applied)` or a list indexed by the count. Fix: "
-            "torch.cos, torch.where(applied < 100, a, b); of a table, "
-            f"{_LOOKED_UP}; of a scheduler of torch, schedule_from_torch(make, lr, steps)."
+            f"torch.cos, torch.where(applied < 100, a, b); for a table, {_LOOKED_UP}; for a "
+            "scheduler of torch, schedule_from_torch(make, lr, steps)."
         ) from None
     _check_scheduled(rate)
     return rate
@@ -461,22 +463,22 @@ def _check_scheduled(rate: Any) -> None:
     raise TypeError(
         f"the schedule lr returned {what}; a learning rate is a number or a floating 0-d tensor. "
         "Likely cause: a missing `return`, or a table of rates. Fix: `lambda applied: 1e-3 * "
-        f"0.95**applied`; of a table, `{_LOOKED_UP}`."
+        f"0.95**applied`; for a table, `{_LOOKED_UP}`."
     )
 
 
-# ---- who is in which group -----------------------------------------------------------------------
+# ---- patterns ------------------------------------------------------------------------------------
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # of names and patterns, which dynamo need not look into
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # Dynamo need not trace it
 def _matching(names: tuple[str, ...], patterns: tuple[Pattern, ...]) -> tuple[tuple[int, ...], ...]:
-    """For each name the patterns that match it."""
+    """Return for each name the patterns that match it."""
     return _cached_matching(names, patterns)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _unmatched(names: tuple[str, ...], patterns: tuple[Pattern, ...]) -> str | None:
-    """The first name or glob that matches none of the names."""
+    """Return the first name or glob that matches none of the names."""
     return _cached_unmatched(names, patterns)
 
 
@@ -503,7 +505,7 @@ def _cached_unmatched(names: tuple[str, ...], patterns: tuple[Pattern, ...]) -> 
 
 
 def _parts(pattern: Pattern) -> tuple[dict[str, None], list[str]]:
-    """The names in a pattern, and its globs. The many names of a group are found at once."""
+    """Return the names in a pattern, as a dict for fast lookup, and its globs."""
     every = (pattern,) if isinstance(pattern, str) else pattern
     plain = dict.fromkeys(one for one in every if not re.search(r"[*?[]", one))
     return plain, [one for one in every if one not in plain]

@@ -1,4 +1,4 @@
-"""One optimizer for each kind of parameter, as one optimizer."""
+"""Several optimizers, one for each kind of parameter, as one optimizer."""
 
 from __future__ import annotations
 
@@ -27,43 +27,46 @@ Label = Callable[[str, Tensor], str]
 def partition(optimizers: Mapping[str, Optimizer], label: Label) -> PartitionOptimizer:
     """Equal to `for key, part in parts.items(): params[key], opt_state[key] =
     optimizers[key].step(params[key], grads[key], opt_state[key])`, where `parts` are the parameters
-    of each label: one optimizer for each kind of parameter, such as Muon for the matrices within a
-    model and AdamW for all else.
+    of each label. This is for a model with several kinds of parameters, such as Muon for the
+    matrices and AdamW for everything else.
 
-    Arguments:
-    - `optimizers`: by key, of any kind: `from_torch`, with masters or rounding around it, your own.
-    - `label(name, param)`: the key of a parameter, of its dotted name and of its shape and dtype,
-      never of its values. It is asked when the state is made and again in steps, so it gives the
-      same answer every time; a compiled step follows its code (`name.endswith`, `in`, `param.ndim`;
-      not `fnmatch`).
+    Each optimizer sees only its part, a flat dict by dotted name: patterns in `overrides` match its
+    parameters alone, a schedule counts its own steps, and `muon.to_state_dict(opt_state["muon"])`
+    is in torch's format. One flag decides for all parts: an inf in one gradient skips every part,
+    and a step's `max_norm` bounds the norm over all of them. Memory that two parts share is never
+    overwritten. `with_master_weights` may be around the partition or around a part; around a part a
+    donated step goes in pieces. Each part takes its own DTensors, so AdamW may step shards beside a
+    Muon with whole parameters.
 
-    The state is a dict: by key what that optimizer's `init` makes of its part, a flat dict by
-    dotted name. A part goes by itself from there on: patterns in `overrides` look at its parameters
-    alone, a schedule counts its own steps, `muon.to_state_dict(opt_state["muon"])` is torch's.
+    Args:
+        optimizers: Any optimizers, by key.
+        label: A function `label(name, param)` that returns the key for a parameter from its dotted
+            name, shape and dtype, never from its values. It is called in `init` and in steps, so it
+            must always give the same key; a compiled step traces it (`name.endswith`, `in`,
+            `param.ndim`; not `fnmatch`).
 
-    One flag decides for all parts, and `max_norm` of a step bounds the norm over all of them: an
-    inf in one gradient skips every part. Donated memory is looked at as a whole: what two parts
-    share is never written into. `with_master_weights` may stand around it or within; within, a
-    donated step goes through a part in pieces. Of DTensors each part takes its own: AdamW may
-    step shards beside a Muon whose parameters are whole.
+    Returns:
+        An optimizer whose state is a dict: by key the state of each optimizer.
 
-    Raises `TypeError` for what is no dict of optimizers and for a label that is no function;
-    `init` and `step` raise `ValueError`, before any work is done, for a label that names no
-    optimizer, for an optimizer without a parameter, and for a state with other parts.
+    Raises:
+        TypeError: If `optimizers` is not a dict of optimizers, or `label` is not a function.
+        ValueError: From `init` and `step`, before any work, if a label names no optimizer, if an
+            optimizer has no parameter, or if the state has other parts.
 
-    >>> import torch
-    >>> from purescale import from_torch
-    >>> optimizers = {
-    ...     "muon": from_torch(torch.optim.Muon, lr=0.02),
-    ...     "adamw": from_torch(torch.optim.AdamW, lr=1e-3),
-    ... }
-    >>> def label(name, param):
-    ...     return "muon" if param.ndim == 2 and "embed" not in name else "adamw"
-    >>> optimizer = partition(optimizers, label)
-    >>> params = {"embed": torch.ones(8, 2), "linear.weight": torch.ones(2, 2)}
-    >>> opt_state = optimizer.init(params)
-    >>> {key: list(state.slots) for key, state in opt_state.items()}
-    {'muon': ['linear.weight'], 'adamw': ['embed']}
+    Example:
+        >>> import torch
+        >>> from purescale import from_torch
+        >>> optimizers = {
+        ...     "muon": from_torch(torch.optim.Muon, lr=0.02),
+        ...     "adamw": from_torch(torch.optim.AdamW, lr=1e-3),
+        ... }
+        >>> def label(name, param):
+        ...     return "muon" if param.ndim == 2 and "embed" not in name else "adamw"
+        >>> optimizer = partition(optimizers, label)
+        >>> params = {"embed": torch.ones(8, 2), "linear.weight": torch.ones(2, 2)}
+        >>> opt_state = optimizer.init(params)
+        >>> {key: list(state.slots) for key, state in opt_state.items()}
+        {'muon': ['linear.weight'], 'adamw': ['embed']}
 
     Source of the form: optax.multi_transform.
     """
@@ -79,7 +82,7 @@ class Members:
 
 
 class Part(NamedTuple):
-    """One optimizer with its part of a step."""
+    """One optimizer with the inputs of its part of a step."""
 
     key: str
     optimizer: Any  # a `Conditional`
@@ -89,14 +92,14 @@ class Part(NamedTuple):
 class PartitionOptimizer:
     """Several optimizers, each for its part of the parameters; made by `partition`."""
 
-    # A part is given its DTensors as they are, and takes their shards where it may.
+    # Each part gets DTensors as they are, because it decides itself whether to take shards.
     elementwise = None
 
     def __init__(self, optimizers: Mapping[str, Optimizer], label: Label) -> None:
         _check(optimizers, label)
         self.optimizers, self.label = dict(optimizers), label
         self._parts = {key: as_conditional(each) for key, each in self.optimizers.items()}
-        # What is on a graph would come off it in the others.
+        # A part that is not differentiable would detach what is on a graph.
         self.differentiable = all(part.differentiable for part in self._parts.values())
         self.summary = self.optimizers, label
 
@@ -104,7 +107,7 @@ class PartitionOptimizer:
         return f"partition({self.optimizers!r}, {self.label!r})"
 
     def init(self, params: Tree) -> dict[str, Any]:
-        """The states of all optimizers, by key, each over its part."""
+        """Return the states of all optimizers by key, each for its part."""
         flat = _tree.flatten_once(params)
         _tree.check_parameters(flat)
         names = _tree.names(params)
@@ -116,20 +119,20 @@ class PartitionOptimizer:
 
     @outside_autocast()
     def step(self, params: Tree, grads: Tree, opt_state: dict[str, Any]) -> tuple[Tree, Any]:
-        """Parameters and state after one step of each part, in fresh memory."""
+        """Return parameters and state after one step of each part, in fresh memory."""
         inputs = flatten_step(self, params, grads, opt_state)
         self.check(inputs)
         return self.conditional_step(inputs, APPLY)
 
     def check(self, inputs: StepInputs) -> None:
-        """Refuse a state that is not that of these parts."""
+        """Refuse a state that does not belong to these parts."""
         for part in self.split(inputs):
             part.optimizer.check(part.inputs)
 
     def conditional_step(
         self, inputs: StepInputs, decision: Decision, memory: Memory = FRESH
     ) -> tuple[Tree, dict[str, Any]]:
-        """As in `Conditional`."""
+        """Make the decided step of each part, as in `Conditional`."""
         parts = self.split(inputs)
         memory = _of_all(inputs, parts, memory)
         params: dict[str, Any] = {}
@@ -141,7 +144,7 @@ class PartitionOptimizer:
         return inputs.params_tree(list(map(params.get, inputs.names))), opt_state
 
     def split(self, inputs: StepInputs) -> list[Part]:
-        """The inputs of each part."""
+        """Return the inputs of each part."""
         opt_state = inputs.opt_state
         if not (isinstance(opt_state, dict) and opt_state.keys() == self._parts.keys()):
             has = list(opt_state) if isinstance(opt_state, dict) else type(opt_state).__name__
@@ -164,7 +167,6 @@ class PartitionOptimizer:
         ]
 
     def _members(self, names: Sequence[str], leaves: Leaves) -> dict[str, Members]:
-        """The parameters of each optimizer, by key."""
         return cached((self, *names), lambda: self._labelled(names, leaves), leaves)
 
     def _labelled(self, names: Sequence[str], leaves: Leaves) -> dict[str, Members]:
@@ -177,17 +179,17 @@ class PartitionOptimizer:
             if not (isinstance(key, str) and key in places):
                 raise ValueError(
                     f"label gives {key!r} for {name}, {described(leaf)}; the optimizers are "
-                    f"{list(places)}. Likely cause: a kind of parameter that it does not think of. "
-                    "Fix: a last line that returns the key of the usual one, as AdamW."
+                    f"{list(places)}. Likely cause: a kind of parameter that label does not cover. "
+                    "Fix: a last line that returns a default key, such as that of AdamW."
                 )
             places[key].append(index)
         for key, found in places.items():
             if not found:
                 raise ValueError(
                     f"no parameter has the label {key!r}, so its optimizer would do nothing. The "
-                    f"names are: {_tree.join_names(list(names), 20)}. Likely cause: names of "
-                    "another model in label. Fix: what `label(name, param)` compares with, or "
-                    f"leave {key!r} out of the optimizers."
+                    f"names are: {_tree.join_names(list(names), 20)}. Likely cause: label expects "
+                    "names of another model. Fix: correct `label(name, param)`, or leave "
+                    f"{key!r} out of the optimizers."
                 )
         return {
             key: Members(tuple([names[index] for index in found]), tuple(found))
@@ -198,7 +200,7 @@ class PartitionOptimizer:
 def _check(optimizers: Any, label: Any) -> None:
     if not isinstance(optimizers, Mapping) or not optimizers:
         raise TypeError(
-            f"optimizers is {optimizers!r}; expected a dict of one or more by key. Fix: "
+            f"optimizers is {optimizers!r}; expected a non-empty dict of optimizers. Fix: "
             'partition({"muon": from_torch(torch.optim.Muon), "adamw": '
             "from_torch(torch.optim.AdamW)}, label)."
         )
@@ -221,7 +223,7 @@ def _by_name(members: Members, leaves: Leaves) -> dict[str, Any]:
 
 
 def _slots(inputs: StepInputs) -> dict[str, range]:
-    """Where the slots of each part are in `inputs.known`."""
+    """Return the range of each part's slots in `inputs.known`."""
     found, stop = {}, len(inputs.params)
     for key, state in inputs.opt_state.items():
         start = stop + 1  # after `applied`
@@ -232,8 +234,8 @@ def _slots(inputs: StepInputs) -> dict[str, range]:
 
 
 def _part(inputs: StepInputs, members: Members, opt_state: Any, slots: range) -> StepInputs:
-    """The inputs of one part; without a look at a tensor where one has shown all of them. `slots`:
-    where those of its state are in `inputs.known`.
+    """Return the inputs of one part. Cached metadata of the whole step is reused. `slots` is the
+    range of its slots in `inputs.known`.
     """
     names, indices = members.names, members.indices
     params = picked(inputs.params, indices, members)
@@ -253,7 +255,7 @@ def _part(inputs: StepInputs, members: Members, opt_state: Any, slots: range) ->
 
 
 def _gradients(grads: Normalized, members: Members) -> Normalized:
-    """The gradients of these parameters; none where they are still to be made."""
+    """Return the gradients of these parameters, or the empty ones if they are still to be made."""
     if not grads.originals:
         return grads
     if grads.dense_real:
@@ -270,7 +272,7 @@ def _gradients(grads: Normalized, members: Members) -> Normalized:
 def _part_of_dtensors(
     inputs: StepInputs, members: Members, optimizer: Any, opt_state: Any
 ) -> StepInputs:
-    """The inputs of one part of DTensors, flattened as its own optimizer takes them."""
+    """Return the inputs of one part with DTensors, flattened for its own optimizer."""
     grads = None
     if inputs.grads.originals:
         grads = _by_name(members, inputs.grads.restore(inputs.grads.tensors))
@@ -278,8 +280,8 @@ def _part_of_dtensors(
 
 
 def _of_all(inputs: StepInputs, parts: list[Part], memory: Memory) -> Memory:
-    """What each part may write into: memory is compared over all of them, as no part sees what it
-    shares with another.
+    """Return the memory that each part may overwrite. It is compared over all parts, because a part
+    does not see what it shares with another.
     """
     donate, donate_grads, may_overwrite_grads, may_overwrite_state, read_only = memory
     if may_overwrite_state or not (donate or donate_grads):

@@ -1,4 +1,4 @@
-"""What an optimizer is: `init` and `step`, and what else it may offer to a conditional step."""
+"""Protocols of an optimizer: `init` and `step`, conditional steps, (init, update) pairs."""
 
 from __future__ import annotations
 
@@ -19,53 +19,56 @@ from .._tree.tree import Tree
 
 
 class Optimizer(Protocol):
-    """Anything with these two pure methods; `purescale.testing.assert_optimizer` tests one."""
+    """The protocol of an optimizer: two pure methods. `purescale.testing.assert_optimizer` tests
+    one.
+    """
 
     def init(self, params: Tree) -> Any:
-        """The state of an optimizer that has made no step: any tree of tensors, in fresh memory. It
-        has all that a state ever has; steps change values only. A parameter may be None.
+        """Return the state before the first step: any tree of tensors, in fresh memory. Its
+        structure is final; steps change values only. A parameter may be None.
         """
 
     def step(self, params: Tree, grads: Tree, opt_state: Any) -> tuple[Tree, Any]:
-        """Parameters and state after one step, in fresh memory, each tensor in its shape and dtype.
+        """Return parameters and state after one step, in fresh memory, with unchanged shapes and
+        dtypes.
 
-        `grads` has the structure of `params`. A gradient that is None means that the parameter has
-        no part in this step: it comes back with the same bits, and what the state keeps of it
-        stays, as in torch.optim. That is not a gradient of zeros, which decay and momentum move.
-        The gradients of float16 parameters come in float32. Values are not read, and may be inf or
-        NaN: `maybe_step` drops what came of them.
+        `grads` has the structure of `params`. A parameter whose gradient is None takes no part in
+        this step: it comes back with the same bits and its state does not change, as in
+        torch.optim. A gradient of zeros is different, because decay and momentum still act. The
+        gradients of float16 parameters are float32. Values may be inf or NaN and must not be read:
+        `maybe_step` drops such a result.
         """
 
 
 class Conditional(Protocol):
-    """What a step asks of an optimizer beyond `init` and `step`, with what holds where an optimizer
-    does not say; `as_conditional` makes one of any optimizer.
+    """The methods that a step calls beyond `init` and `step`, with defaults for an optimizer that
+    lacks them. `as_conditional` makes one of any optimizer.
     """
 
-    # Whether `.backward()` may go through a step; else what is on a graph is refused.
+    # True if `.backward()` may go through a step; otherwise tensors on a graph are refused.
     differentiable: bool = False
-    # Whether each element of a parameter moves by itself, so that a shard can be stepped; None
-    # where nobody knows, and the optimizer is given the DTensors themselves.
+    # True if elements update independently, so that a shard can be stepped. None if that is
+    # unknown: the optimizer then gets the DTensors themselves.
     elementwise: bool | None = None
 
     def check(self, inputs: StepInputs) -> None:
-        """Refuse parameters and a state that do not belong together, before any work is done."""
+        """Refuse parameters and a state that do not belong together, before any work."""
 
     def conditional_step(
         self, inputs: StepInputs, decision: Decision, memory: Memory = FRESH
     ) -> tuple[Tree, Any]:
-        """Parameters and state after the decided step, in memory of their own, or in that of
-        `inputs` where `memory` says that it may be written into.
+        """Return parameters and state after the decided step, in fresh memory, or in that of
+        `inputs` if `memory` allows it.
         """
 
 
 def as_conditional(optimizer: Any) -> Any:
-    """The optimizer itself where it can skip and unscale, else one that calls its `step`."""
+    """Return the optimizer if it has a conditional step, else a `CalledOptimizer` of it."""
     return optimizer if hasattr(optimizer, "conditional_step") else CalledOptimizer(optimizer)
 
 
 class CalledOptimizer:
-    """A `Conditional` of an optimizer that offers `step` alone: call it, then take old or new."""
+    """A `Conditional` for an optimizer with `step` alone: call it, then select old or new."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
@@ -76,12 +79,12 @@ class CalledOptimizer:
         return repr(self.optimizer)
 
     def check(self, inputs: StepInputs) -> None:
-        """Nothing: what it refuses is its own."""
+        """Do nothing: `step` makes its own checks."""
 
     def conditional_step(
         self, inputs: StepInputs, decision: Decision, memory: Memory = FRESH
     ) -> tuple[Tree, Any]:
-        """As in `Conditional`."""
+        """Make the decided step, as in `Conditional`."""
         if decision.skip_on_host:
             return unchanged(inputs, donate=memory.donate)
         grads = unscale_and_clip(
@@ -101,9 +104,7 @@ class CalledOptimizer:
 
 
 def unchanged(inputs: StepInputs, *, donate: bool) -> tuple[Tree, Any]:
-    """Parameters and state of a skipped step: the given tensors where they are donated, else
-    copies.
-    """
+    """Return parameters and state of a skipped step: the given tensors if donated, else copies."""
     old = inputs.params_tree(inputs.params), inputs.opt_state
     if not donate:
         return _tree.clone(old)  # type: ignore[no-any-return]
@@ -117,23 +118,29 @@ def unchanged(inputs: StepInputs, *, donate: bool) -> tuple[Tree, Any]:
 
 
 def from_transformation(tx: Any) -> TransformationOptimizer:
-    """Equal to `updates, opt_state = tx.update(grads, opt_state, params); params
-    = tree_map(add, params, updates)`.
+    """Equal to `updates, opt_state = tx.update(grads, opt_state, params); params = tree_map(add,
+    params, updates)`.
 
-    `tx`: any optax-style pair, `init(params) -> state` and
-    `update(grads, state, params) -> (updates, state)`, as an object or a tuple, on trees of torch
-    tensors. TorchOpt's, which write into the gradients by default, are called with `inplace=False`.
-    What its state holds must be tensors, or equal before and after a step.
+    Args:
+        tx: Any optax-style pair, `init(params) -> state` and `update(grads, state, params) ->
+            (updates, state)`, as an object or a tuple, on trees of torch tensors. Leaves of its
+            state must be tensors, or equal before and after a step. TorchOpt's pairs are called
+            with `inplace=False`, because by default they write into the gradients.
 
-    Raises `TypeError` for what has no `init` and `update`.
+    Returns:
+        An optimizer.
 
-    >>> import torch
-    >>> from types import SimpleNamespace
-    >>> def update(grads, state, params):
-    ...     return {"w": -0.5 * grads["w"]}, state
-    >>> sgd = SimpleNamespace(init=lambda params: (), update=update)
-    >>> from_transformation(sgd).step({"w": torch.tensor(1.0)}, {"w": torch.tensor(1.0)}, ())
-    ({'w': tensor(0.5000)}, ())
+    Raises:
+        TypeError: If `tx` has no `init` and `update`.
+
+    Example:
+        >>> import torch
+        >>> from types import SimpleNamespace
+        >>> def update(grads, state, params):
+        ...     return {"w": -0.5 * grads["w"]}, state
+        >>> sgd = SimpleNamespace(init=lambda params: (), update=update)
+        >>> from_transformation(sgd).step({"w": torch.tensor(1.0)}, {"w": torch.tensor(1.0)}, ())
+        ({'w': tensor(0.5000)}, ())
 
     Source of the form: optax.GradientTransformation.
     """
@@ -161,13 +168,13 @@ class TransformationOptimizer:
         )
 
     def init(self, params: Tree) -> Any:
-        """The state of `tx`, in fresh memory."""
+        """Return the state of `tx`, in fresh memory."""
         return _tree.clone(self._init(params))
 
     @outside_autocast()
     def step(self, params: Tree, grads: Tree, opt_state: Any) -> tuple[Tree, Any]:
-        """Parameters and state after one step. A parameter whose gradient is None is given to `tx`
-        with None.
+        """Return parameters and state after one step. `tx` gets None for a gradient that is
+        None.
         """
         flat = _tree.flatten_once(params)
         _tree.check_parameters(flat)

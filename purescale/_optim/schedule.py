@@ -41,7 +41,7 @@ def schedule_from_torch(
 
     The loop runs once, here, on the host. A step looks its rate up in the table, without a read, so
     one compiled step serves every count, and `torch.vmap` over states gives each member the rate of
-    its own count. The table takes 4 bytes a step, on each device that asks for it.
+    its own count. The table takes 4 bytes per step on each device that uses it.
 
     Args:
         make: A function from an optimizer to a scheduler of torch for it, chained and sequential
@@ -56,10 +56,10 @@ def schedule_from_torch(
         epoch: `lambda applied: schedule(applied // steps_per_epoch)`.
 
     Raises:
-        TypeError: `make` did not return a scheduler of torch.
-        ValueError: The scheduler is a ReduceLROnPlateau, which needs a loss; it moves a setting
-            other than the rate, such as the momentum (`cycle_momentum=False`); it belongs to
-            another optimizer; or it ends before `steps`, as OneCycleLR does.
+        TypeError: If `make` does not return a scheduler of torch.
+        ValueError: If the scheduler is a ReduceLROnPlateau, which needs a loss, moves another
+            setting such as the momentum (`cycle_momentum=False`), belongs to another optimizer, or
+            ends before `steps`, as OneCycleLR does.
 
     Example:
         >>> from torch.optim.lr_scheduler import LinearLR
@@ -72,7 +72,7 @@ def schedule_from_torch(
     Source of the rule: torch.optim.lr_scheduler, which is what runs.
     """
     steps = whole("steps", steps, least=1)
-    # with a momentum, which some schedulers ask for
+    # Some schedulers require a momentum.
     weight = torch.zeros((), device="cpu")
     optimizer = torch.optim.SGD([weight], lr=real("lr", lr), momentum=0.9)
     fixed = _settings(optimizer)
@@ -85,28 +85,28 @@ def schedule_from_torch(
 class RateTable:
     """A rate for each number of applied steps; made by `schedule_from_torch`."""
 
-    digest: str  # of the rates: what tables are compared by
+    digest: str  # a hash of the rates, by which tables are compared
     start: int  # the count of the first rate
     rates: Tensor = dataclasses.field(compare=False)  # float32 [steps], on a CPU
-    # What every device has of it, so that a step copies nothing from the host.
+    # A copy on every device that uses it, so that a step copies nothing from the host.
     _copies: dict[torch.device, Tensor] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     @classmethod
     def of(cls, rates: Sequence[float], start: int = 0) -> RateTable:
-        """The table of these rates, which are rounded to float32."""
+        """Return the table of these rates, rounded to float32."""
         rounded = array.array("f", rates)
         digest = hashlib.blake2b(rounded.tobytes(), digest_size=16).hexdigest()
         return cls(digest, start, torch.tensor(rounded, dtype=torch.float32, device="cpu"))
 
     @property
     def summary(self) -> tuple[str, int]:
-        """What ranks compare."""
+        """The values that ranks compare."""
         return self.digest, self.start
 
     def __call__(self, applied: Tensor) -> Tensor:
-        # `gather`, since `table[count]` is a read and `take` has no rule under vmap.
+        # `table[count]` would read the count, and `take` has no batching rule for vmap.
         index = (applied - self.start).clamp(0, len(self.rates) - 1)
         rates: Tensor = self._on(applied.device, self.digest)
         return rates.gather(0, index.reshape(-1)).reshape(applied.shape)
@@ -115,31 +115,31 @@ class RateTable:
         first, last = self.rates[0].item(), self.rates[-1].item()
         return f"<{len(self.rates)} rates, {first:g} to {last:g}>"
 
-    # A constant, or each compiled step would copy it from the host; of this digest, or a compiler
-    # would take it for that of another table.
+    # As a constant it is not copied from the host in each compiled step. The digest tells a
+    # compiler the constants of two tables apart.
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _on(self, device: torch.device, digest: str) -> Tensor:
         if device not in self._copies:
-            # Whatever runs now, it must be there for what runs later.
+            # Later calls need a real tensor, whatever modes or transforms are active now.
             with private.without_modes(), private.without_transforms(), torch.inference_mode(False):
                 self._copies[device] = self.rates.to(device)
         return self._copies[device]
 
 
-# ---- what a scheduler of torch does --------------------------------------------------------------
+# ---- schedulers of torch -------------------------------------------------------------------------
 
 
 def check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, what: str) -> None:
-    """Refuse a scheduler whose rates cannot be known before the training, or that does not move
-    `optimizer`.
+    """Refuse a scheduler whose rates cannot be known before the training, or that does not move the
+    rates of `optimizer`.
     """
     kind = type(scheduler).__name__
     if not isinstance(scheduler, LRScheduler):
         raise TypeError(
             f"{what} is {kind}; expected a scheduler of torch.optim.lr_scheduler. Likely cause: a "
             "missing `return`, or a scheduler of another library. Fix: `lambda opt: "
-            "CosineAnnealingLR(opt, T_max=1000)`; in place of another library's, a function of the "
-            "step count as the lr of from_torch."
+            "CosineAnnealingLR(opt, T_max=1000)`; for another library's, a function of the step "
+            "count as the lr of from_torch."
         )
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ValueError(
@@ -149,8 +149,8 @@ def check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, what: str)
     if scheduler.optimizer is not optimizer:
         raise ValueError(
             f"{what} is a {kind} of another optimizer, so it does not move the rates of this one. "
-            "Fix: a scheduler of the optimizer that is given, as `lambda opt: "
-            "CosineAnnealingLR(opt, T_max=1000)` makes it."
+            "Fix: a scheduler of the given optimizer, as in `lambda opt: "
+            "CosineAnnealingLR(opt, T_max=1000)`."
         )
 
 
@@ -158,7 +158,7 @@ def rates_of(
     scheduler: LRScheduler, steps: int, fixed: Sequence[Mapping[str, Any]] | None = None
 ) -> list[list[float]]:
     """Step `scheduler`, and return for each parameter group the rates of the next `steps` steps.
-    `fixed`: the settings that may not move, those of now if it is left out.
+    `fixed` are the settings that may not move, by default the current ones.
     """
     groups, rates = scheduler.optimizer.param_groups, []
     fixed = _settings(scheduler.optimizer) if fixed is None else fixed
@@ -172,7 +172,6 @@ def rates_of(
 
 
 def advance(scheduler: LRScheduler, steps: int) -> None:
-    """Step a scheduler so many times."""
     for done in range(steps):
         _step(scheduler, done + 1, steps + 1)
 
@@ -180,7 +179,7 @@ def advance(scheduler: LRScheduler, steps: int) -> None:
 def _step(scheduler: LRScheduler, done: int, wanted: int) -> None:
     try:
         with warnings.catch_warnings():
-            # torch asks for a step of the optimizer first; those are made elsewhere
+            # torch warns if the optimizer was not stepped first; here it never is.
             warnings.simplefilter("ignore")
             scheduler.step()
     except (ValueError, IndexError) as error:
@@ -192,8 +191,8 @@ def _step(scheduler: LRScheduler, done: int, wanted: int) -> None:
 
 
 def stand_in(scheduler: LRScheduler) -> LRScheduler:
-    """A copy of a scheduler in mid-run, over an optimizer of its own with the same settings, so
-    that steps of it change nothing else.
+    """Return a copy of a scheduler in mid-run over an optimizer of its own with the same settings,
+    so that stepping it changes nothing else.
     """
     live = scheduler.optimizer
     optimizer = torch.optim.SGD([torch.zeros((), device="cpu")], lr=0.0)
@@ -207,7 +206,9 @@ def stand_in(scheduler: LRScheduler) -> LRScheduler:
 
 
 def place_of(scheduler: Any) -> int:
-    """How often a scheduler was stepped. A ChainedScheduler does not count; those in it do."""
+    """Return how often a scheduler was stepped. A ChainedScheduler does not count, but its parts
+    do.
+    """
     while not hasattr(scheduler, "last_epoch"):
         scheduler = next(
             value[0]
@@ -218,7 +219,7 @@ def place_of(scheduler: Any) -> int:
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The settings of each parameter group but the rate."""
+    """Return the settings of each parameter group except the rate."""
     return [
         {name: value for name, value in group.items() if name not in ("params", "lr")}
         for group in optimizer.param_groups

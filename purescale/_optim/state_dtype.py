@@ -1,4 +1,4 @@
-"""Chosen parts of an optimizer's state in a narrow dtype: cast up, stepped, cast down."""
+"""Optimizer state in a narrow dtype: chosen slots are cast up, stepped and cast down."""
 
 from __future__ import annotations
 
@@ -38,36 +38,40 @@ def with_state_dtype(
     down(wide)`, where `up` and `down` cast the chosen tensors of the state between the dtype in
     which `optimizer` makes them and a narrow one.
 
-    `optimizer`: of any kind. `dtypes`: by name or glob, bfloat16, float16 or float32: that of a
-    slot of torch (`{"exp_avg": torch.bfloat16}`, `{"exp_avg*": ...}`), of a parameter
-    (`{"embedding.*": ...}`), of a field of another state (`{"mu": ...}`), or both with a dot
-    (`{"*.bias.exp_avg": ...}`); of several that match the last. Step counts and other 0-d tensors
-    are never cast, nor what is not real and floating, nor what wrappers keep. The state is that of
-    `optimizer`, with narrow tensors in it.
+    `down` rounds to the nearest, and finite values stay finite. The step itself is in the wide
+    dtype, in pieces of the model if it is eager and donated, and has no derivative. Step counts and
+    other 0-d tensors, tensors that are not real and floating, and what wrappers keep are never
+    cast.
 
-    `down` rounds to the nearest; what is finite stays finite. A moving average whose decay is `b`
-    stops where a step of it, `1 - b` of a difference, is less than half the distance of two
-    numbers: in bfloat16 (2**-9 of a number) `exp_avg_sq` with the usual `b = 0.999` can grow, but
-    never shrink. Give it `betas=(0.9, 0.95)`, or keep it wide. In float16 squares below 3e-8
-    become 0. Nothing but the bytes of the state changes: the step is in the wide dtype, and
-    in eager mode and donated a part of the model at a time. A step has no derivative.
+    A narrow moving average can get stuck: in bfloat16, `exp_avg_sq` with the usual decay of 0.999
+    can grow but never shrink, and in float16 squares below 3e-8 become 0. Use `betas=(0.9, 0.95)`,
+    or keep it wide. Around `with_master_weights`, AdamW takes 8 bytes for a bfloat16 parameter in
+    place of 12: weight, master and moments.
 
-    Around `with_master_weights` AdamW takes 8 bytes for a bfloat16 parameter in place of 12:
-    weight, master and moments.
+    Args:
+        optimizer: Any optimizer.
+        dtypes: bfloat16, float16 or float32 by name or glob of a slot of torch (`{"exp_avg*":
+            ...}`), of a parameter (`{"embedding.*": ...}`), of a field of another state (`{"mu":
+            ...}`), or of both with a dot (`{"*.bias.exp_avg": ...}`). The last match wins.
 
-    Raises `TypeError` for what is no optimizer and for dtypes that are none of the three,
-    `ValueError` for a `partition` whose parts have wrappers of their own; `init`
-    raises `ValueError` for a name that matches nothing, and for a dtype that is wider than the one
-    that `optimizer` makes; of the same size, that stays.
+    Returns:
+        An optimizer whose state is that of `optimizer` with narrow tensors.
 
-    >>> import torch
-    >>> from purescale import from_torch
-    >>> adamw = from_torch(torch.optim.AdamW, lr=1e-3)
-    >>> optimizer = with_state_dtype(adamw, {"exp_avg": torch.bfloat16})
-    >>> params = {"w": torch.ones(2)}
-    >>> params, opt_state = optimizer.step(params, {"w": torch.ones(2)}, optimizer.init(params))
-    >>> {key: slot.dtype for key, slot in opt_state.slots["w"].items()}
-    {'step': torch.float32, 'exp_avg': torch.bfloat16, 'exp_avg_sq': torch.float32}
+    Raises:
+        TypeError: If `optimizer` is not an optimizer, or for other dtypes.
+        ValueError: If a part of a `partition` has wrappers of its own; from `init`, if a name
+            matches nothing, or a dtype is wider than the one that `optimizer` makes. One of the
+            same size is not cast.
+
+    Example:
+        >>> import torch
+        >>> from purescale import from_torch
+        >>> adamw = from_torch(torch.optim.AdamW, lr=1e-3)
+        >>> optimizer = with_state_dtype(adamw, {"exp_avg": torch.bfloat16})
+        >>> params = {"w": torch.ones(2)}
+        >>> params, opt_state = optimizer.step(params, {"w": torch.ones(2)}, optimizer.init(params))
+        >>> {key: slot.dtype for key, slot in opt_state.slots["w"].items()}
+        {'step': torch.float32, 'exp_avg': torch.bfloat16, 'exp_avg_sq': torch.float32}
 
     Source of the rule: Micikevicius et al. (2018) for the cast up; moments in bfloat16 as in
     DeepSeek-V3 (arXiv 2412.19437), section 3.3.3.
@@ -93,7 +97,7 @@ class StateDtypeOptimizer(Wrapper):
         self._inside = _others_inside(optimizer)
 
     def init(self, params: Tree) -> Any:
-        """The state of an optimizer that has made no step."""
+        """Return the state before the first step."""
         state = self.optimizer.init(params)
         leaves = _slots(state)
         names = _names(state)
@@ -102,14 +106,14 @@ class StateDtypeOptimizer(Wrapper):
         return _with_slots(state, _cast(leaves, [self._kept_in(*pair) for pair in pairs]))
 
     def _matching(self, name: tuple[str, ...]) -> list[str]:
-        """The patterns that match a part of the way to a leaf, or all of it."""
+        """Return the patterns that match a part of a leaf's path, or all of it."""
         return _matching((*name, ".".join(name)), tuple(self._dtypes))  # type: ignore[no-any-return]
 
     def _kept_in(
         self, name: tuple[str, ...], leaf: Any, made: torch.dtype | None = None
     ) -> torch.dtype | None:
-        """The dtype in which a tensor of the state is kept that is made in `made`, its own where
-        that is not given; None for what is never cast.
+        """Return the dtype in which the state keeps a tensor that is made in `made` (by default its
+        own dtype); None if it is never cast.
         """
         if not _can_be_cast(leaf):
             return None
@@ -134,17 +138,17 @@ class StateDtypeOptimizer(Wrapper):
             slots = _tree.join_names(sorted({name[-1] for name in castable if name}), 20)
             raise ValueError(
                 f"dtypes: {pattern!r} matches {'only what is never cast' if never else 'nothing'} "
-                f"in the state of {self.optimizer!r}. It has the slots: {slots}; step "
-                "counts and other 0-d tensors are never cast."
+                f"in the state of {self.optimizer!r}. It has the slots: {slots}; step counts and "
+                "other 0-d tensors are never cast."
             )
 
     # ---- the step
 
     def stand_ins(self, inputs: StepInputs) -> StepInputs:
-        """The wide state without values."""
+        """Return the step's inputs with a wide state without values."""
         leaves = _slots(inputs.opt_state)
         made = self._made_dtypes(inputs, leaves)
-        if not torch.compiler.is_dynamo_compiling():  # it follows neither optree nor patterns
+        if not torch.compiler.is_dynamo_compiling():  # Dynamo traces neither optree nor fnmatch
             self._check_dtypes(_names(inputs.opt_state), leaves, made)
         stand_ins: dict[Any, Tensor] = {}
         wide = [
@@ -154,7 +158,7 @@ class StateDtypeOptimizer(Wrapper):
         return with_params(inputs, inputs.params, _with_slots(inputs.opt_state, wide))
 
     def widen(self, inputs: StepInputs) -> StepInputs:
-        """The state in the dtypes of the inner optimizer."""
+        """Return the step's inputs with the state in the dtypes of the inner optimizer."""
         leaves = _slots(inputs.opt_state)
         made = self._made_dtypes(inputs, leaves)
         pairs = zip(leaves, made, strict=True)
@@ -169,7 +173,7 @@ class StateDtypeOptimizer(Wrapper):
         *,
         write: bool,
     ) -> tuple[list[Any], Any]:
-        """The state in the dtypes that it had."""
+        """Cast the state back to the dtypes that it had."""
         params, state = stepped
         old, wide = _slots(inputs.opt_state), _slots(state)
         index = [
@@ -186,7 +190,7 @@ class StateDtypeOptimizer(Wrapper):
         return params, _with_slots(state, results)
 
     def _made_dtypes(self, inputs: StepInputs, leaves: Leaves) -> list[torch.dtype | None]:
-        """The dtype in which the inner optimizer makes each of these tensors of its state."""
+        """Return the dtype in which the inner optimizer makes each tensor of its state."""
         if parts_of(without_wrappers(inputs.opt_state)):
             names = _names(inputs.opt_state)
             dtypes = {name: self.inner_dtype(p.dtype) for name, p in inputs.named_params.items()}
@@ -218,26 +222,26 @@ class StateDtypeOptimizer(Wrapper):
             if expected is not None and leaf.dtype is not expected:
                 raise TypeError(
                     f"opt_state: {'.'.join(name)} is {leaf.dtype}, expected {expected}. Likely "
-                    "cause: the state of an optimizer with other dtypes, or with none. Fix: "
+                    "cause: the state of an optimizer with other dtypes, or without. Fix: "
                     "`opt_state = optimizer.init(params)`, or cast it there."
                 )
 
 
 def _check_parts(optimizer: Any) -> None:
-    """Refuse parts with wrappers of their own, which keep what must not be cast."""
+    """Refuse parts with wrappers of their own, whose state must not be cast."""
     while isinstance(optimizer, Wrapper):
         optimizer = optimizer.optimizer
     if isinstance(optimizer, PartitionOptimizer):
         for key, part in optimizer.optimizers.items():
             if isinstance(part, (Wrapper, PartitionOptimizer)):
                 raise ValueError(
-                    f"with_state_dtype around a partition of which {key!r} is {part!r}. Fix: "
+                    f"with_state_dtype around a partition whose part {key!r} is {part!r}. Fix: "
                     f"partition({{{key!r}: with_state_dtype({key}, dtypes), ...}}, label)."
                 )
 
 
 def _others_inside(optimizer: Any) -> list[StateDtypeOptimizer]:
-    """Those that make a state narrow before another around them does, the innermost first."""
+    """Return the `StateDtypeOptimizer`s within an optimizer, the innermost first."""
     found: list[StateDtypeOptimizer] = []
     while isinstance(optimizer, Wrapper):
         if isinstance(optimizer, StateDtypeOptimizer):
@@ -246,7 +250,7 @@ def _others_inside(optimizer: Any) -> list[StateDtypeOptimizer]:
     return found
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # of names and patterns
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _matching(texts: tuple[str, ...], patterns: tuple[str, ...]) -> list[str]:
     return [p for p in patterns if any([fnmatch.fnmatchcase(text, p) for text in texts])]
 
@@ -255,7 +259,7 @@ def _matching(texts: tuple[str, ...], patterns: tuple[str, ...]) -> list[str]:
 
 
 def _slots(state: Any) -> Leaves:
-    """What may be narrow in a state, in order."""
+    """Return the leaves of a state that may be narrow, in order."""
     state = without_wrappers(state)
     parts = parts_of(state)
     if not parts:
@@ -264,7 +268,7 @@ def _slots(state: Any) -> Leaves:
 
 
 def _with_slots(state: Any, leaves: Iterable[Any]) -> Any:
-    """The state with others in the place of `_slots`."""
+    """Return the state with other leaves in place of `_slots`."""
     if is_wrapped(state):
         fields = zip(state._fields, state, strict=True)
         return type(state)(
@@ -279,7 +283,7 @@ def _with_slots(state: Any, leaves: Iterable[Any]) -> Any:
 
 
 def _names(state: Any) -> list[tuple[str, ...]]:
-    """The way to each leaf of `_slots`: of torch's the parameter and the slot."""
+    """Return the path of each leaf of `_slots`; for torch's classes the parameter and the slot."""
     state = without_wrappers(state)
     parts = parts_of(state)
     if not parts:
@@ -292,12 +296,12 @@ def _can_be_cast(leaf: Any) -> bool:
 
 
 def _is_narrow(leaf: Any, made: torch.dtype | None) -> bool:
-    """Whether it is kept in less than the dtype in which it was made."""
+    """Return True if a leaf is kept in a narrower dtype than it was made in."""
     return made is not None and _can_be_cast(leaf) and leaf.dtype.itemsize < made.itemsize
 
 
 def _cast(leaves: Leaves, dtypes: list[torch.dtype | None]) -> Leaves:
-    """Leaves in these dtypes, in fresh memory, and those with None as they are."""
+    """Return leaves in these dtypes, in fresh memory; a leaf with None is returned as it is."""
     results = list(leaves)
     index = [
         i for i, dtype in enumerate(dtypes) if dtype is not None and leaves[i].dtype is not dtype

@@ -1,4 +1,4 @@
-"""The stage `flatten` of a step: its trees as lists of local tensors that go together."""
+"""The stage `flatten` of a step: its trees as matching lists of local tensors."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from .._tree.tree import Flat, Leaves, Tree
 
 
 class Place(NamedTuple):
-    """Where the elements that a step was given of a leaf are in the whole."""
+    """The position of a piece within its parameter."""
 
-    leaf: int  # its number among all leaves, None among them
-    start: int  # elements of this rank's part before them
-    dtensor: Any  # the DTensor of which this rank has a part, or None
+    leaf: int  # the index among all leaves, counting None
+    start: int  # the number of elements of this rank's part before the piece
+    dtensor: Any  # the DTensor that this rank has a part of, or None
 
 
 class StepInputs(NamedTuple):
@@ -42,16 +42,16 @@ class StepInputs(NamedTuple):
 
     structure: Any  # of the parameters
     names: list[str]  # of every leaf
-    params: Leaves  # with None; of a DTensor the local shard, where the optimizer is elementwise
+    params: Leaves  # with None; the local shard of a DTensor if the optimizer is elementwise
     grads: Normalized
     opt_state: Any
     named_params: dict[str, Any]  # the parameters that are tensors, by dotted name
-    dense_off_graph: bool  # one look at parameters, state and given gradients showed that all are
-    dtensors: Any = None  # those of params and of the state, where there are any
-    # `old`, where all are ordinary and the state is that of a class of torch; where it is a dict of
-    # such states, parameters and all tensors of these
+    dense_off_graph: bool  # True if parameters, state and given gradients all are
+    dtensors: Any = None  # the leaves of params and of the state before they were local, if sharded
+    # `old`, if all are dense and off graph and the state is an OptState. For a dict of such states:
+    # parameters and all tensors of the states.
     known: Any = ()
-    places: Any = None  # of each name its `Place`, where the inputs are a piece of a larger step
+    places: Any = None  # a `Place` by name, if the inputs are a piece of a larger step
 
     @property
     def old(self) -> Leaves:
@@ -60,7 +60,7 @@ class StepInputs(NamedTuple):
 
     @property
     def all_places(self) -> dict[str, Place]:
-        """Of each name the place of its elements."""
+        """The place of each parameter's elements, by name."""
         if self.places is not None:
             return self.places  # type: ignore[no-any-return]
         leaves = self.params if self.dtensors is None else self.dtensors[0]
@@ -71,33 +71,33 @@ class StepInputs(NamedTuple):
 
     @property
     def grad_names(self) -> list[str]:
-        """The dotted names of the gradients that are there."""
+        """The dotted names of the gradients that are not None."""
         if self.grads.dense_real:
             return self.names
         return list(present(self.names, self.grads.originals))
 
     @property
     def named_grads(self) -> dict[str, Any]:
-        """The gradients that are there, as dense, real tensors by dotted name."""
+        """The gradients that are not None, as dense, real tensors by dotted name."""
         return dict(zip(self.grad_names, self.grads.tensors, strict=True))
 
     def params_tree(self, leaves: Leaves) -> Tree:
-        """Leaves in the order of the parameters as a tree like theirs."""
+        """Return a tree like the parameters with these leaves, which are in their order."""
         return self.structure.unflatten(leaves)
 
     def grads_tree(self, tensors: list[Any]) -> Tree:
-        """What was computed of each gradient as a tree like the parameters."""
+        """Return a tree like the parameters with a result for each gradient."""
         return self.structure.unflatten(self.local_grads(tensors))
 
     def local_grads(self, tensors: list[Any]) -> Leaves:
-        """What was computed of each gradient in the order and the dtypes of the parameters, with
-        None; local shards where those of the parameters are.
+        """Return a result for each gradient in the order and form of the leaves, with None.
+        DTensors become local shards if the parameters are.
         """
         leaves = self.grads.restore(tensors)
         return leaves if self.dtensors is None else list(map(dtensor.shard, leaves))
 
     def restore(self, params: Tree, opt_state: Any) -> tuple[Tree, Any]:
-        """What a step made of these, as DTensors where the arguments were."""
+        """Return the results of a step, as DTensors if the arguments were."""
         if self.dtensors is None:
             return params, opt_state
         trees = []
@@ -108,15 +108,15 @@ class StepInputs(NamedTuple):
         return trees[0], trees[1]
 
 
-NO_GRADS = Flat(None, [], None, dense_off_graph=True)  # they are still to be made
+NO_GRADS = Flat(None, [], None, dense_off_graph=True)  # of gradients that are still to be made
 
 
 def flatten_step(
     optimizer: Any, params: Tree | Flat, grads: Tree, opt_state: Any | Flat
 ) -> StepInputs:
-    """The inputs of a step, checked. Refused, naming the leaf: gradients that are not those of
-    `params`, what is on a graph, shards that the optimizer would take for the whole. `grads=None`:
-    they are still to be made.
+    """Return the checked inputs of a step. Refuse, naming the leaf, gradients that do not fit
+    `params`, tensors on a graph, and shards of a parameter that the optimizer needs as a whole.
+    `grads=None` means that the gradients are still to be made.
     """
     if not isinstance(params, Flat):
         params, opt_state = flatten_together(params, opt_state=opt_state)
@@ -127,7 +127,7 @@ def flatten_step(
         _tree.reject_autograd_history(params=params, grads=given, opt_state=opt_state)
     tree, weights, structure, _ = params
     gradients = given.leaves
-    if not params.dense_off_graph:  # torch's kernels know nothing of lazy negation
+    if not params.dense_off_graph:  # torch's kernels ignore lazy negation
         weights = [
             leaf.resolve_conj().resolve_neg()
             if isinstance(leaf, Tensor) and is_lazy(leaf)
@@ -173,9 +173,9 @@ def flatten_step(
 
 
 def flatten_together(*trees: Tree, opt_state: Tree = ()) -> list[Flat]:
-    """Each tree flattened, an optimizer's state the last, with one look at the leaves of all. The
-    state of one of torch's classes has no structure, nor has a dict of them: it is never put
-    together from its leaves.
+    """Flatten each tree, the optimizer's state last, with one check of all leaves. The state of a
+    class of torch, and a dict of such states, has no structure: it is never rebuilt from its
+    leaves.
     """
     pairs = [*map(_tree.flatten, trees), _flatten_state(opt_state)]
     trees = *trees, opt_state
@@ -183,7 +183,7 @@ def flatten_together(*trees: Tree, opt_state: Tree = ()) -> list[Flat]:
     flats, start = [], 0
     for tree, (leaves, structure) in zip(trees, pairs, strict=True):
         stop = start + len(leaves)
-        # What else a step has goes into trees, where only a plain list is like a list.
+        # Leaves of other trees are put back into trees, which need a plain list.
         if start == 0 or structure is None:
             leaves = part(every, start, stop)
         flats.append(Flat(tree, leaves, structure, dense_off_graph))
@@ -192,12 +192,12 @@ def flatten_together(*trees: Tree, opt_state: Tree = ()) -> list[Flat]:
 
 
 def present(names: Sequence[str], leaves: Sequence[Any]) -> dict[str, Any]:
-    """By name what is there among leaves with None."""
+    """Return by name the leaves that are not None."""
     return {name: leaf for name, leaf in zip(names, leaves, strict=True) if leaf is not None}
 
 
 def _flatten_state(opt_state: Any) -> tuple[Leaves, Any]:
-    # Without a walk through the dicts.
+    # Listing the tensors is faster than walking through the dicts.
     if is_of_torch(opt_state):
         return tensors_of(opt_state), None
     if are_parts(opt_state):
@@ -211,16 +211,16 @@ def _check_placements(weight: Any, params: Tree, index: int, optimizer: Any) -> 
     at = _tree.path(params, "params", index)
     if any(placement.is_partial() for placement in weight.placements):
         raise ValueError(
-            f"{at} has the placements {weight.placements}: it has a Partial placement, and to "
-            "update each rank's part does not update their sum. Fix: "
+            f"{at} has the placements {weight.placements}: it has a Partial placement, and "
+            "updating each rank's part does not update their sum. Fix: "
             "`p.redistribute(placements=[Replicate()])`."
         )
     if not optimizer.elementwise and dtensor.is_sharded(weight):
         raise ValueError(
             f"{at} has the placements {weight.placements}, and {optimizer} needs the whole of a "
-            "parameter for a step of any part, as do Muon and Adafactor. Fix: AdamW or another "
-            "that moves each element by itself, or `p.redistribute(placements=[Replicate()])`, "
-            "gradients too."
+            "parameter, as Muon and Adafactor do. Fix: AdamW or another optimizer that updates "
+            "each element by itself, or `p.redistribute(placements=[Replicate()])`, for gradients "
+            "too."
         )
 
 
@@ -243,8 +243,9 @@ def _check_state_placements(opt_state: Any, weights: dict[str, Any]) -> None:
 def working_copies(
     inputs: StepInputs, *, in_place: bool, any_order: bool = False
 ) -> tuple[dict[str, Tensor], Slots]:
-    """Parameters and slots that a kernel may write into: the given ones off the graph where that is
-    allowed, else copies. Slots are in the memory order of their parameter unless in `any_order`.
+    """Return parameters and slots that a kernel may write into: the given ones off the graph if
+    `in_place`, else copies. Slots get the memory order of their parameter unless `any_order` is
+    set.
     """
     weights, slots = inputs.named_params, inputs.opt_state.slots
     old = inputs.old

@@ -1,4 +1,4 @@
-"""Rounding to half precision by dice that are a hash: unbiased, and the same wherever it runs."""
+"""Stochastic rounding to half precision with hashed dice: unbiased and reproducible anywhere."""
 
 from __future__ import annotations
 
@@ -36,26 +36,32 @@ def stochastic_round(tree: Tree, dtype: torch.dtype, *, seed: int, step: int | T
     """Equal to `x.to(dtype)`, but up or down by chance: a number between two of `dtype` becomes the
     upper one with the probability that makes the mean the number itself.
 
-    The dice are a hash of `(seed, step, leaf, element)`, where `leaf` is the number of a leaf in
-    the tree and `element` that of an element in the leaf. There is no generator: the same call
-    gives the same bits, eagerly, compiled, under vmap, on every replica, and of a DTensor those of
-    the whole. Another `step`, as the number of steps applied so far, gives other dice.
+    The dice are a hash of `(seed, step, leaf, element)`, where `leaf` and `element` are indices. No
+    generator is used: the same call gives the same bits eagerly, compiled, under vmap and on every
+    replica; a DTensor gets those of the whole tensor. Numbers of `dtype`, inf and NaN do not
+    change, and finite values stay finite. Probabilities are exact to 2**-16 of the distance of the
+    two numbers (for a float64 leaf, to those of its float32). There is no derivative.
 
-    What `dtype` can hold keeps its value, what is finite stays finite (beyond the largest number of
-    `dtype` it becomes that), inf and NaN stay. Probabilities are exact to 2**-16 of the distance of
-    the two numbers, of a float64 leaf those of its float32. There is no derivative.
+    Args:
+        tree: Any tree. Leaves that are not real and floating are copied.
+        dtype: bfloat16 or float16.
+        seed: A whole number.
+        step: A whole number or a 0-d integer tensor, such as the number of applied steps. Another
+            step gives other dice.
 
-    `tree`: any tree; what is not real and floating passes through as a copy. `dtype`: bfloat16 or
-    float16. `seed`: a whole number; `step`: one, or a 0-d integer tensor. Fresh memory.
+    Returns:
+        The rounded tree in fresh memory.
 
-    Raises `ValueError` for another dtype, `TypeError` for a seed or a step that is not whole and
-    for a floating leaf that is not dense.
+    Raises:
+        ValueError: If `dtype` is another one.
+        TypeError: If `seed` or `step` is not whole, or a floating leaf is not dense.
 
-    >>> import torch
-    >>> x = torch.full((10000,), 1.0 + 2.0**-9)  # a quarter of the way to the next bfloat16
-    >>> rounded = stochastic_round(x, torch.bfloat16, seed=0)
-    >>> sorted(set(rounded.tolist())), abs(rounded.double().mean() - x.mean()) < 1e-4
-    ([1.0, 1.0078125], tensor(True))
+    Example:
+        >>> import torch
+        >>> x = torch.full((10000,), 1.0 + 2.0**-9)  # a quarter of the way to the next bfloat16
+        >>> rounded = stochastic_round(x, torch.bfloat16, seed=0)
+        >>> sorted(set(rounded.tolist())), abs(rounded.double().mean() - x.mean()) < 1e-4
+        ([1.0, 1.0078125], tensor(True))
 
     Source of the rule: Gupta et al., Deep Learning with Limited Numerical Precision (2015).
     """
@@ -105,21 +111,21 @@ _MULTIPLIER = 0x45D9F3B  # odd, below 2**27: its product with 32 bits stays belo
 
 
 def _hash(x: Any) -> Any:
-    """32 bits of 32 bits, a Python number or an int64 tensor."""
+    """Return a 32-bit hash of 32 bits in a Python number or an int64 tensor."""
     for _ in range(2):
         x = ((x ^ (x >> 16)) * _MULTIPLIER) & _32_BITS
     return x ^ (x >> 16)
 
 
 class Dice(NamedTuple):
-    """Of each leaf two numbers below 2**31 that its dice are made of."""
+    """Two numbers below 2**31 for each leaf, which its dice are computed from."""
 
     factors: Any  # odd
     shifts: Any
 
     @classmethod
     def of(cls, seed: int, step: Tensor, leaves: int) -> Dice:
-        """The dice of one step, an int64 tensor."""
+        """Return the dice of one step, an int64 tensor."""
         begun = _hash(_hash(seed & _32_BITS) ^ ((seed >> 32) & _32_BITS))
         begun = _hash(_hash(begun ^ (step & _32_BITS)) ^ ((step >> 32) & _32_BITS))
         row = _hash((begun + torch.arange(leaves, device=begun.device)) & _32_BITS)
@@ -127,10 +133,10 @@ class Dice(NamedTuple):
         return cls(factors.unbind(), (row & _31_BITS).to(torch.int32).unbind())
 
     def roll(self, numbers: Tensor, leaf: int) -> Tensor:
-        """31 bits for each element, of its number."""
+        """Return 31 bits for each element, a hash of its number."""
         x: Tensor
-        # The lower 31 bits of a product are the same in int32, which wraps around and is twice as
-        # fast, and in int64: a compiler's int32 may be wider than that.
+        # int32 wraps around, keeps the lower 31 bits of a product and is twice as fast as int64.
+        # A compiler may compute int32 in wider integers, so traced code takes int64.
         factor, shift = self.factors[leaf], self.shifts[leaf]
         if traced():
             numbers = numbers.to(torch.int64)
@@ -142,12 +148,12 @@ class Dice(NamedTuple):
 
 
 def _numbers(local: Tensor, place: Place) -> Tensor:
-    """The number of each element in the whole leaf, int32, flat."""
+    """Return the index of each element in the whole leaf, int32, flat."""
     whole: Any = place.dtensor
     count, start, device = local.numel(), place.start, local.device
     shape = local.shape if whole is None else dtensor.shard(whole).shape
     first = (0,) * len(shape) if whole is None else dtensor.offsets(whole)
-    if whole is None or shape[1:] == whole.shape[1:]:  # the elements follow each other
+    if whole is None or shape[1:] == whole.shape[1:]:  # the elements are consecutive
         if shape and first[0]:
             start += first[0] * shape[1:].numel()
         return _range(start, count, device)
@@ -165,11 +171,11 @@ def _range(start: int, count: int, device: torch.device) -> Tensor:
 
 # ---- rounding ------------------------------------------------------------------------------------
 
-_BLOCK = 2**18  # elements that stay in a cache over all operators
+_BLOCK = 2**18  # elements that stay in a CPU cache from one operator to the next
 
 
 def _rounded(x: Tensor, dtype: torch.dtype, dice: Dice, place: Place) -> Tensor:
-    """The elements of a dense tensor rounded, in its shape and memory of their own."""
+    """Return the rounded elements of a dense tensor in its shape, in fresh memory."""
     if x.dtype is dtype:
         return x.clone()
     numbers = _numbers(x, place)
@@ -184,7 +190,7 @@ def _rounded(x: Tensor, dtype: torch.dtype, dice: Dice, place: Place) -> Tensor:
 
 
 def _up_or_down(x: Tensor, dice: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dice are added to the bits that are dropped."""
+    """Add dice to the bits that are dropped, so that a carry rounds up."""
 
     def multiple(small: Tensor) -> Tensor:
         return ((small * 2.0**40).to(torch.int32) + (dice >> 15)) >> 16
@@ -196,37 +202,44 @@ def _up_or_down(x: Tensor, dice: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class RoundingState(NamedTuple):
-    """What `with_stochastic_rounding` remembers."""
+    """The state of `with_stochastic_rounding`."""
 
     inner: Any  # the state of the inner optimizer, for float32 parameters
-    applied: Tensor  # int64 []: steps applied, of which the dice are a hash
+    applied: Tensor  # int64 []: the number of applied steps, hashed for the dice
 
 
 def with_stochastic_rounding(optimizer: Optimizer, seed: int = 0) -> RoundingOptimizer:
     """Equal to `wide, inner = optimizer.step(params.float(), grads.float(), inner)`, then
     `stochastic_round(wide, dtype, seed=seed, step=applied)` of half parameters.
 
-    An update that is smaller than half the distance of two numbers of a half parameter is lost by
-    rounding to the nearest: AdamW at a rate of 1e-3 never moves a bfloat16 weight of 1.0. Rounded
-    by chance it arrives on average, at no byte a parameter. `with_master_weights` is exact, for two
-    bytes more.
+    Rounding to the nearest loses an update that is smaller than half the distance between two half
+    numbers: AdamW at a rate of 1e-3 never moves a bfloat16 weight of 1.0. Stochastic rounding keeps
+    it on average and stores nothing. `with_master_weights` is exact and takes two more bytes a
+    parameter.
 
-    `optimizer`: of any kind; it steps half parameters in float32 and keeps its state for them in
-    float32 (`with_state_dtype` around it makes that narrow). Parameters of float32 and wider, and
-    complex ones, have the same bits as without. The state is `RoundingState(inner, applied)`. A
-    skipped step throws no dice. Ranks that hold the same parameters round alike; of a DTensor each
-    shard has the dice of its place in the whole.
+    A skipped step does not advance the dice. Ranks that hold the same parameters round alike, and a
+    shard of a DTensor gets the dice of its place in the whole.
 
-    Raises `TypeError` for what is no optimizer and for a seed that is not whole.
+    Args:
+        optimizer: Any optimizer. It steps half parameters in float32, with float32 state
+            (`with_state_dtype` narrows it); other parameters get its own bits.
+        seed: The seed of the dice.
 
-    >>> import torch
-    >>> from purescale import from_torch
-    >>> optimizer = with_stochastic_rounding(from_torch(torch.optim.SGD, lr=1.0))
-    >>> params = {"w": torch.ones(1000, dtype=torch.bfloat16)}
-    >>> grads = {"w": torch.full((1000,), -(2.0**-9), dtype=torch.bfloat16)}
-    >>> params, opt_state = optimizer.step(params, grads, optimizer.init(params))
-    >>> abs(params["w"].double().mean() - (1 + 2.0**-9)) < 1e-3, opt_state.applied
-    (tensor(True), tensor(1))
+    Returns:
+        An optimizer with the state `RoundingState(inner, applied)`.
+
+    Raises:
+        TypeError: If `optimizer` is not an optimizer, or `seed` is not whole.
+
+    Example:
+        >>> import torch
+        >>> from purescale import from_torch
+        >>> optimizer = with_stochastic_rounding(from_torch(torch.optim.SGD, lr=1.0))
+        >>> params = {"w": torch.ones(1000, dtype=torch.bfloat16)}
+        >>> grads = {"w": torch.full((1000,), -(2.0**-9), dtype=torch.bfloat16)}
+        >>> params, opt_state = optimizer.step(params, grads, optimizer.init(params))
+        >>> abs(params["w"].double().mean() - (1 + 2.0**-9)) < 1e-3, opt_state.applied
+        (tensor(True), tensor(1))
 
     Source of the rule: arXiv 2502.20566.
     """
@@ -241,19 +254,19 @@ class RoundingOptimizer(Wrapper):
         self._seed = seed
 
     def init(self, params: Tree) -> RoundingState:
-        """The state of an optimizer that has made no step."""
+        """Return the state before the first step."""
         wide = _tree.map(lambda p: p.to(widened(p.dtype)) if isinstance(p, Tensor) else p, params)
         device = next((p.device for p in _tree.tensors(params)), None)
         applied = torch.zeros((), dtype=torch.int64, device=device)
         return RoundingState(self.optimizer.init(wide), applied)
 
     def stand_ins(self, inputs: StepInputs) -> StepInputs:
-        """Parameters in the dtype of the step, and the inner state."""
+        """Return the step's inputs in the dtypes of the inner step, without values."""
         state = checked_state(inputs.opt_state, RoundingState)
         return with_stand_ins(inputs, state.inner)
 
     def widen(self, inputs: StepInputs) -> StepInputs:
-        """Half parameters in float32."""
+        """Return the step's inputs with half parameters in float32."""
         params = [leaf.float() if is_half(leaf) else leaf for leaf in inputs.params]
         return with_params(inputs, params, inputs.opt_state.inner)
 
@@ -265,7 +278,7 @@ class RoundingOptimizer(Wrapper):
         *,
         write: bool,
     ) -> tuple[list[Any], Any]:
-        """Rounded where they were half."""
+        """Round the parameters that were half."""
         state, (wide, inner) = inputs.opt_state, stepped
         places = inputs.all_places
         count = 1 + max([place.leaf for place in places.values()], default=0)

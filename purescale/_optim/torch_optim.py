@@ -1,4 +1,4 @@
-"""A class of torch.optim as pure functions: `init`, `step`, and the step that can skip."""
+"""Classes of torch.optim as pure functions: `from_torch`, `init`, `step`, state dicts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ P = ParamSpec("P")
 
 
 def _without_parameters(make: Callable[P, TorchOptimizer]) -> Callable[P, TorchOptimizer]:
-    """`from_torch`, with words for a call as that of torch's class, which begins with them."""
+    """Explain the error if `from_torch` is called like a class of torch, with parameters first."""
 
     @functools.wraps(make)
     def checked(*args: P.args, **kwargs: P.kwargs) -> TorchOptimizer:
@@ -66,61 +66,53 @@ def from_torch(
     **settings: Any,
 ) -> TorchOptimizer:
     """Equal to `opt = cls(params, lr=lr, **settings); opt.step()` on copies of everything, bit for
-    bit; over half parameters to that step in float32, rounded to what is kept.
+    bit. For half parameters it is equal to that step in float32, rounded to the dtypes that are
+    kept.
 
-    Arguments:
-    - `cls`: a class of torch.optim, or a subclass that keeps its `step`.
-    - `lr`: a number, a 0-d tensor, or a schedule: a function from the number of steps applied so
-      far, a 0-d int64 tensor, to the learning rate. A skipped step is not applied, so a schedule
-      never advances on it. As a tensor it can be differentiated. A schedule is tried once, here,
-      and refused where it reads the value of the count. Of a scheduler of torch:
-      `schedule_from_torch`.
-    - `in_state`: names of settings that steps take from the state, as 0-d float32 tensors that
-      `init` makes of the numbers given: data, so that one compiled step serves every value, a
-      vmapped ensemble has one a member, and they are saved and differentiated. The rate is
-      `opt_state.lr`; a schedule beside it multiplies it, and it starts from 1. The others are in
-      `opt_state.hyper`, by name, betas as a tuple of two; either is `()` where it holds nothing.
-      `replace_settings(state, lr=...)` moves them. What `overrides` names stays a setting. With
-      others than the rate a step is torch's formula, tensor by tensor, since its fused kernels and
-      lists take Python numbers; how far the results agree stands below.
-    - `lr_in_state=True`: `in_state=("lr",)`.
-    - `overrides`: settings for some parameters, by dotted name or glob, or by a tuple of these;
-      later ones win: `{("*.bias", "norm*"): {"weight_decay": 0.0}, "head.*": {"lr": 1e-2}}`.
-    - `settings`: the class's own. A flag named here (`foreach`, `fused`, `capturable`,
-      `differentiable`) is kept.
+    The result has `init(params)`, `step(params, grads, opt_state)`, `to_state_dict(opt_state)` and
+    `from_state_dict(sd, params)`, in torch.optim's format, for any pytree of parameters. Step hooks
+    do not run. `.backward()` can go through a step only with `differentiable=True`; without it, it
+    is refused.
 
-    Which of torch's implementations runs, where no flag is named: the fused kernel where the class
-    has one and everything is floating and dense; else torch's default on a CPU in eager mode, which
-    reads its step counts there, and elsewhere the capturable formula, which reads no value, so that
-    nothing syncs. Inside torch.func transforms it is the capturable and differentiable formula,
-    inside torch.compile too up to 16 parameters, or where they are to be differentiated. These
-    agree to 1e-6, Muon's under vmap to 1e-2 of the update, as it multiplies matrices in bfloat16.
-    At a rate of 0 nothing moves in any of them: where torch's formula of Adam and Adamax divides by
-    the rate, theirs for the host is taken. (Rprop's `lr` is only what its step sizes start from.)
-    Each can be differentiated; where torch's square root has an infinite derivative, at a gradient
-    of exactly 0, it is taken for 0. `.backward()` goes through a step only with
-    `differentiable=True`, and is refused in words otherwise.
+    If no flag is named, a step uses torch's fused kernel if the class has one for the dtypes and
+    device. Otherwise an eager step on a CPU uses torch's default formula. Any other step, and one
+    with settings besides `lr` in the state, uses the capturable formula, which never syncs. These
+    agree to 1e-6 (Muon under vmap to 1e-2 of the update).
 
-    `optimizer.init(params)`, `optimizer.step(params, grads, opt_state)`,
-    `optimizer.to_state_dict(opt_state)` and `optimizer.from_state_dict(sd, params)` (torch.optim's
-    own format) take any pytree of parameters. Step hooks do not run.
+    Args:
+        cls: A class of torch.optim, or a subclass that keeps its `step`.
+        lr: A number, a 0-d tensor (which can be differentiated), or a schedule: a function from the
+            number of applied steps, a 0-d int64 tensor, to the learning rate. Skipped steps do not
+            advance a schedule; `schedule_from_torch` makes one from a scheduler of torch.
+        overrides: Settings for some parameters, by dotted name or glob, or by a tuple of these.
+            Later ones win: `{("*.bias", "norm*"): {"weight_decay": 0.0}, "head.*": {"lr": 1e-2}}`.
+        in_state: Names of settings to keep in the state as 0-d float32 tensors, so that one
+            compiled step serves every value and they can be vmapped, saved and differentiated. The
+            rate is `opt_state.lr` (a factor that starts at 1 if `lr` is a schedule), the others are
+            in `opt_state.hyper`; `replace_settings(state, lr=...)` changes them.
+        lr_in_state: True for `in_state=("lr",)`.
+        settings: The settings of the class. A flag (`foreach`, `fused`, `capturable`,
+            `differentiable`) that is named here is kept.
 
-    Raises `TypeError` or `ValueError` when made, and in torch's own words for settings that the
-    class refuses: for what is no number in `in_state`, or is read in Python by torch's formula,
-    tried once; for parameters, which `init` takes; for LBFGS (needs a closure), SparseAdam (takes
-    no dense gradients), Adafactor without a named `foreach` (each of torch's implementations reads
-    three values per parameter, so name the one that may), classes outside of torch.optim's pattern.
-    `init` and `step` raise for a pattern in `overrides` that matches no parameter; `step`
-    for a state that is not that of these parameters (shapes, dtypes and devices of every slot),
-    before torch's kernel is called.
+    Returns:
+        An optimizer that holds settings and no state.
 
-    >>> import torch
-    >>> optimizer = from_torch(torch.optim.SGD, lr=0.5, momentum=0.9)
-    >>> params = {"w": torch.tensor([1.0])}
-    >>> state = optimizer.init(params)
-    >>> params, state = optimizer.step(params, {"w": torch.tensor([1.0])}, state)
-    >>> params, state.applied
-    ({'w': tensor([0.5000])}, tensor(1))
+    Raises:
+        TypeError, ValueError: If torch refuses a setting; if `lr` is a schedule that reads the
+            value of the count; if a name in `in_state` is not a number or is read in Python by
+            torch's formula. Also for parameters (give them to `init`), LBFGS, SparseAdam, Adafactor
+            without a named `foreach`, and classes that are not built like torch.optim's. `init` and
+            `step` raise if a pattern in `overrides` matches no parameter; `step` raises before any
+            work if the state does not fit the parameters.
+
+    Example:
+        >>> import torch
+        >>> optimizer = from_torch(torch.optim.SGD, lr=0.5, momentum=0.9)
+        >>> params = {"w": torch.tensor([1.0])}
+        >>> state = optimizer.init(params)
+        >>> params, state = optimizer.step(params, {"w": torch.tensor([1.0])}, state)
+        >>> params, state.applied
+        ({'w': tensor([0.5000])}, tensor(1))
 
     Source of the rules: torch.optim.
     """
@@ -135,7 +127,9 @@ def from_torch(
 
 
 class TorchOptimizer:
-    """A torch.optim class as pure functions; made by `from_torch`. Holds settings, never state."""
+    """A class of torch.optim as pure functions; made by `from_torch`. It holds settings, never
+    state.
+    """
 
     def __init__(
         self,
@@ -152,13 +146,12 @@ class TorchOptimizer:
         self._kernel = None if self._groups.hyper else kernel_of(cls)
         self.differentiable = self._groups.differentiable
         self.elementwise = is_elementwise(cls)
-        # Dynamo will not trace a torch optimizer; the compiler behind it traces this plain Python.
-        # Nothing in there is guarded, so a compiled step is guarded by `_key` instead: all that the
-        # formula reads but for its arguments.
+        # Dynamo does not trace a torch optimizer, but the compiler behind it traces this Python.
+        # Dynamo sets no guards in it, so `_key`, which has all that the formula reads besides its
+        # arguments, guards the compiled step.
         self._unfused = UnfusedStep(self._groups)
         check_in_state(self._groups)
         self._opaque = private.nonstrict_trace(self._unfused.on_copies)
-        # The same for the fused kernels.
         self._opaque_launches = private.allow_in_graph(lambda *args: self._launch_traced(*args))
         self._key = self._groups.key()
         self.summary = self._groups.summary
@@ -167,9 +160,7 @@ class TorchOptimizer:
         return repr(self._groups)
 
     def init(self, params: Tree) -> OptState:
-        """The state of an optimizer that has made no step, in fresh memory; no step changes its
-        structure.
-        """
+        """Return the state before the first step, in fresh memory. Steps keep its structure."""
         named = _by_name(params)
         self._groups.check_names(tuple(named))
         device = next((leaf.device for leaf in named.values()), None)
@@ -180,15 +171,15 @@ class TorchOptimizer:
 
     @outside_autocast()
     def step(self, params: Tree, grads: Tree, opt_state: OptState) -> tuple[Tree, OptState]:
-        """Parameters and state after one step, in fresh memory. A parameter whose gradient is None
-        stays, as in torch.optim.
+        """Return parameters and state after one step, in fresh memory. A parameter whose gradient
+        is None does not change, as in torch.optim.
         """
         inputs = flatten_step(self, params, grads, opt_state)
         self.check(inputs)
         return inputs.restore(*self.conditional_step(inputs, APPLY))
 
     def check(self, inputs: StepInputs) -> None:
-        """Refuse a state that is not that of these parameters."""
+        """Refuse a state that does not belong to these parameters."""
         opt_state = inputs.opt_state
         if not isinstance(opt_state, OptState):
             raise TypeError(
@@ -199,10 +190,8 @@ class TorchOptimizer:
         if opt_state.slots.keys() != weights.keys():
             raise ValueError(
                 f"opt_state knows the parameters {_tree.join_names(list(opt_state.slots))}, "
-                "params has "
-                f"{_tree.join_names(inputs.names)}. Fix: `opt_state = optimizer.init(params)` "
-                "for these "
-                "params."
+                f"params has {_tree.join_names(inputs.names)}. Fix: "
+                "`opt_state = optimizer.init(params)` for these params."
             )
         self._layout.check(
             opt_state.slots, weights, inputs.known, dense_off_graph=inputs.dense_off_graph
@@ -213,13 +202,13 @@ class TorchOptimizer:
     def conditional_step(
         self, inputs: StepInputs, decision: Decision, memory: Memory = FRESH
     ) -> tuple[Tree, OptState]:
-        """Parameters and state after the decided step, as in `Conditional`."""
+        """Return parameters and state after the decided step, as in `Conditional`."""
         opt_state = inputs.opt_state
         if decision.skip_on_host:
             return unchanged(inputs, donate=memory.donate)
         lrs = self._groups.rates(opt_state.applied, opt_state.lr)
         donate, donate_grads, may_overwrite_grads, in_place, read_only = memory
-        # A step that is captured leaves its numbers where they are; on the host nobody captures.
+        # A captured CUDA graph needs its numbers at fixed addresses; the host captures nothing.
         captured = decision.skip_on_host is None and not self.differentiable
         numbers_in_place = in_place and captured
         if (donate or donate_grads) and not in_place:
@@ -230,7 +219,7 @@ class TorchOptimizer:
             others += read_only
             lists = (
                 [old] if may_overwrite_grads else [old, grads]
-            )  # scratch shares no memory with anything
+            )  # gradients made here share no memory with anything
             if captured:
                 lists.append(numbers)
             else:
@@ -255,7 +244,7 @@ class TorchOptimizer:
     def _numbers_after(
         self, opt_state: OptState, decision: Decision, *, in_place: bool
     ) -> tuple[Tensor, Any, Any]:
-        """The steps applied, and the settings in the state, after the decided step."""
+        """Return the count of applied steps and the settings in the state after the step."""
         applied, _, lr, hyper = opt_state
         count: Any = 1 if decision.skip_on_host is False else ~decision.skip  # type: ignore[operator]
         keep = Tensor.detach if in_place else self._unfused.copy
@@ -266,7 +255,7 @@ class TorchOptimizer:
         )
 
     def widened(self, opt_state: OptState, dtype: torch.dtype) -> OptState:
-        """The state for parameters of at least this dtype; counts are what they are."""
+        """Return the state for parameters of at least this dtype. Step counts keep theirs."""
         slots = {
             name: {
                 key: value
@@ -281,7 +270,7 @@ class TorchOptimizer:
     # ---- the fused kernel
 
     def _can_fuse(self, inputs: StepInputs) -> bool:
-        """Whether torch's fused kernel can make this step."""
+        """Return True if torch's fused kernel can make this step."""
         if self._kernel is None or self._layout.first_step_differs or under_transform():
             return False
         if self._groups.flag_named and not self._groups.settings.get("fused"):
@@ -307,7 +296,7 @@ class TorchOptimizer:
         if torch.compiler.is_dynamo_compiling() and _COMPILES_BEHIND_DYNAMO:
             self._opaque_launches(self._key, weights, grads, slots, tuple(decision), lrs)
         else:
-            # `is` of two dicts is nothing that Dynamo of torch 2.11 can trace
+            # Dynamo of torch 2.11 cannot trace `is` between two dicts.
             known = not torch.compiler.is_dynamo_compiling() and weights is inputs.named_params
             targets = _weights(inputs) if known else list(weights.values())
             lists = targets, inputs.grads.tensors
@@ -325,7 +314,7 @@ class TorchOptimizer:
         decision: tuple[Any, ...],
         lrs: list[Any],
     ) -> None:
-        """`_launch` as a compiler takes it; `key`: what the compiled step is guarded by."""
+        """Call `_launch` from a compiled step, which is guarded by `key`."""
         lists = list(weights.values()), list(grads.values())
         self._launch(
             weights, slots, grads, Decision(*decision), lrs, lists, may_overwrite_grads=False
@@ -342,8 +331,8 @@ class TorchOptimizer:
         *,
         may_overwrite_grads: bool,
     ) -> None:
-        """Update `weights` and `slots` in place, a launch for each kind of tensors. `lists`: all
-        weights and gradients, as they were looked at.
+        """Update `weights` and `slots` in place, with one launch for each device and dtype. `lists`
+        are all weights and all gradients, with their cached metadata.
         """
         kernel: Any = self._kernel
         for names, settings in self._groups.torch_groups(tuple(weights), lrs):
@@ -392,23 +381,25 @@ class TorchOptimizer:
         if decision.skip_on_host is False:
             return new_weights, new_slots
         new = [*new_weights.values(), *values_of(new_slots)]
-        if not (self.differentiable or traced()):  # parameters may require a gradient
+        if not (self.differentiable or traced()):  # a parameter may require a gradient
             old = [leaf.detach() if leaf.requires_grad else leaf for leaf in old]
         chosen = iter(foreach.where(decision.skip, old, new, in_place=in_place))  # type: ignore[arg-type]
         return dict(zip(weights, chosen, strict=False)), slots_like(slots, chosen)
 
     def to_state_dict(self, opt_state: OptState, initial_lr: float | None = None) -> dict[str, Any]:
-        """Equal to `cls(groups).state_dict()` of an optimizer that made the same steps: tensors
-        copied, `lr` as it is now. Syncs.
+        """Equal to `cls(groups).state_dict()` of an optimizer that made the same steps, with copied
+        tensors and the current `lr`. Syncs with the host.
 
-        The groups are, in order: the parameters that no override matches, then those that the
-        overrides match. `initial_lr`: the rate that a new scheduler of torch multiplies, such as
-        `LambdaLR(theirs, f, last_epoch=...)`. Left out it is, of a schedule, the larger of its
-        first rate and that of now, which is right for one that falls from its first rate: name the
-        peak of one that warms up. Of a schedule beside a rate in the state it is `opt_state.lr`.
+        The first group has the parameters that no override matches; the groups of the overrides
+        follow. torch takes the flags of a loaded optimizer from the dict, so to load it into
+        `AdamW(params, fused=True)`, make this optimizer with `fused=True` too.
 
-        torch takes the flags of a loaded optimizer from the dict: for `AdamW(params, fused=True)`
-        make this one with `fused=True` too.
+        Args:
+            opt_state: The state of this optimizer.
+            initial_lr: The rate that a new scheduler of torch multiplies, such as `LambdaLR(theirs,
+                f, last_epoch=...)`. By default it is the larger of a schedule's first and current
+                rate (for a schedule that warms up, give its peak), or `opt_state.lr` if the
+                schedule multiplies a rate in the state.
         """
         groups = self._groups.saved_groups(opt_state, initial_lr)
         return state_dict(opt_state.slots, groups)
@@ -416,15 +407,21 @@ class TorchOptimizer:
     def from_state_dict(
         self, sd: Mapping[str, Any], params: Tree, applied: int | Tensor | None = None
     ) -> OptState:
-        """Syncs. The state in `cls(groups).state_dict()`, copied; of its settings only the rate,
-        and only with lr_in_state.
+        """Return the state in `cls(groups).state_dict()`, copied. Syncs with the host. A
+        setting is taken from the dict only if `in_state` names it.
 
-        `params` are taken in the order in which `to_state_dict` lists them, or in their own where
-        `sd` has one group. `applied`: the steps that were applied, which a schedule goes on from,
-        `scheduler.last_epoch` of a scheduler that stepped with the optimizer. Left out it is the
-        largest step count in `sd`; where the class keeps none (SGD, Muon) it is 1 if `sd` holds any
-        state, else 0, and an error where the rate is a schedule. Raises `ValueError` for another
-        class's or another model's state, and for one with two rates where the state holds one.
+        Args:
+            sd: A state dict of torch.optim or of `to_state_dict`.
+            params: The parameters, in the order in which `to_state_dict` lists them, or in their
+                own order if `sd` has one group.
+            applied: The number of applied steps, from which a schedule goes on:
+                `scheduler.last_epoch` of a scheduler that stepped with the optimizer. By default it
+                is the largest step count in `sd`. A class without step counts (SGD, Muon) starts at
+                1 if `sd` has any state, else at 0.
+
+        Raises:
+            ValueError: If the state is that of another class or model, if groups disagree on a
+                setting in the state, or if a schedule needs a count and `sd` has none.
         """
         saved_groups, states = checked_state_dict(sd)
         known = None if applied is None else _whole_count(applied)
@@ -442,7 +439,7 @@ class TorchOptimizer:
                 "overrides that match the groups of the optimizer that wrote it, in its order."
             )
         order = [name for names in groups for name in names]
-        slots = fresh.slots  # replaced one by one, so that no two states are there at a time
+        slots = fresh.slots  # replaced one by one, so that memory holds one state only
         for name, index in zip(
             order, (index for group in saved_groups for index in group["params"]), strict=True
         ):
@@ -460,8 +457,7 @@ class TorchOptimizer:
             raise ValueError(
                 f"the rate is a schedule, and {self._groups.cls.__name__}'s state dict has no step "
                 "count to go on from. Fix: `optimizer.from_state_dict(sd, params, "
-                "applied=scheduler.last_epoch)`, the steps made so far; 0 of an optimizer that has "
-                "made none."
+                "applied=scheduler.last_epoch)`, the number of steps made so far."
             )
         if known is not None:
             count = torch.full_like(fresh.applied, known)
@@ -474,12 +470,11 @@ class TorchOptimizer:
         )
 
 
-# Before, is_compiling() is false in what the compiler behind Dynamo traces.
+# In older versions is_compiling() is False while the compiler behind Dynamo traces.
 _COMPILES_BEHIND_DYNAMO = torch.__version__ >= "2.13"
 
 
 def _weights(inputs: StepInputs) -> list[Tensor]:
-    """The parameters that are tensors, as they were looked at."""
     return inputs.params if inputs.known else list(inputs.named_params.values())
 
 
@@ -491,7 +486,7 @@ def _column(slots: Slots, names: list[str], key: str, layout: SlotLayout) -> lis
 
 
 def _cast(leaves: list[Tensor], dtypes: list[torch.dtype]) -> list[Tensor]:
-    """Gradients in the dtype of their parameters; complex ones are not bounded by a range."""
+    """Cast gradients to the dtypes of their parameters. Complex ones are not clamped to a range."""
     if any(leaf.is_complex() for leaf in leaves):
         return [leaf.to(dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
     return foreach.cast(leaves, dtypes)
@@ -507,8 +502,9 @@ _ELEMENTWISE = "asgd|adadelta|adagrad|adam|adamax|adamw|nadam|radam|rmsprop|rpro
 
 
 def is_elementwise(cls: Any) -> bool:
-    """Whether a step of a part of a parameter is that part of its step: so it is where the class
-    keeps the step of torch's that moves each element by itself; of any other nobody knows.
+    """Return True if elements update independently, so that a shard or a slice can be stepped
+    alone. This is known for the elementwise classes of torch.optim and subclasses that keep their
+    `step`.
     """
     module = inspect.unwrap(cls.step).__module__
     return re.fullmatch(rf"torch\.optim\.({_ELEMENTWISE})", module) is not None

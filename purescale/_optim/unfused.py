@@ -1,4 +1,4 @@
-"""A step by torch's own formula: through an optimizer object that is never constructed."""
+"""Steps by torch's own formulas, run on an optimizer object that is never constructed."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ _CPU = torch.device("cpu")
 
 
 class UnfusedStep:
-    """The step that a class of torch.optim makes of these settings, in one of two ways: torch's
-    default on a host that reads its step counts, or a formula that reads nothing.
+    """The step of a class of torch.optim with these settings: torch's default on a host that reads
+    step counts, or a formula that reads nothing.
     """
 
     def __init__(self, groups: OptimizerSettings) -> None:
         self._groups, self._layout = groups, groups.layout
         self._cls = groups.cls
-        # Without what torch's profiler wraps around it.
+        # torch's profiler wraps `step`.
         self._step = inspect.unwrap(groups.cls.step)
         self._has_lists = has_lists(groups.cls)
-        # What torch makes of the rate of a parameter's first step, and `init` of the rate there.
+        # torch fills this slot from the rate of the first step, `init` from the rate at that time.
         self._slot_initialised_from_lr = next(
             (slot for cls, slot in _INITIALISED_FROM_LR.items() if issubclass(groups.cls, cls)), ""
         )
@@ -52,8 +52,8 @@ class UnfusedStep:
         )
 
     def _picks_formula(self, weights: dict[str, Tensor], gradients: dict[str, Tensor]) -> bool:
-        """Whether no flag was named; one that asks for what is wrong is not kept: a fused kernel in
-        half precision on a CPU, or a division by the rate, which may be 0.
+        """Return True if no flag was named, or if the named flag would be wrong: a fused kernel in
+        half precision on a CPU, or a division by a rate that may be 0.
         """
         settings = self._groups.settings
         if not self._groups.flag_named:
@@ -69,7 +69,7 @@ class UnfusedStep:
         slots: Slots,
         lrs: list[Any],
     ) -> None:
-        """torch's default step over these very tensors, which nobody else sees; half ones are
+        """Run torch's default step in place, on tensors that nobody else sees. Half tensors are
         computed in float32.
         """
         lrs = [rate.item() if isinstance(rate, Tensor) else rate for rate in lrs]
@@ -83,7 +83,7 @@ class UnfusedStep:
             weights, slots, gradients = self._widened(weights, slots, gradients, counts=False)
         first = {name: g for name, g in gradients.items() if bool(slots[name].get(FIRST, False))}
         later = {name: g for name, g in gradients.items() if name not in first}
-        # A mode sees every call of the formula, which makes it twice as long for small tensors.
+        # A mode intercepts every call, which doubles the time for small tensors.
         usual = torch.get_default_dtype() is torch.float32 and torch.get_default_device() == _CPU
         as_usual = usual or not issubclass(self._cls, torch.optim.ASGD)
         with torch.no_grad(), contextlib.nullcontext() if as_usual else FactorsOnHost():
@@ -104,9 +104,9 @@ class UnfusedStep:
         *,
         counts: bool,
     ) -> tuple[dict[str, Tensor], Slots, dict[str, Tensor]]:
-        """What a formula computes with: float32 in place of half precision, in which an eps of 1e-8
-        is 0 and a square can be inf; `counts`: they are as wide as the numbers of Python that a
-        host makes of them.
+        """Return float32 in place of half tensors, because in half precision an eps of 1e-8 is 0
+        and a square can be inf. With `counts`, step counts are as wide as the Python numbers of a
+        host.
         """
         dtypes = [wide_dtype(weight.dtype) for weight in weights.values()]
         for slot in slots.values():
@@ -132,9 +132,9 @@ class UnfusedStep:
         rates: dict[int, Any],
         hyper: Any = (),
     ) -> tuple[dict[str, Tensor], Slots]:
-        """A step in memory of its own that reads no value. A compiler looks only at the arguments:
-        `key` stands for the settings, `rates` are the rates that move, `hyper` the other settings
-        in the state.
+        """Return the result of a step that reads no value, in fresh memory. Dynamo guards the
+        arguments only: `key` stands for the settings, `rates` are the rates that move, `hyper` the
+        other settings in the state.
         """
         lrs = [rates.get(index, rate) for index, rate in enumerate(self._groups.lrs)]
         lists = not hyper and self._over_lists([*_tensors(weights, slots), *gradients.values()])
@@ -143,8 +143,8 @@ class UnfusedStep:
         later = self._stepped(weights, gradients, slots, lrs, hyper, lists=lists)
         if not self._layout.first_step_differs or lists:
             return later
-        # -0.0 * momentum + g is g: without dampening, what torch does in the step that makes a
-        # buffer, and to be differentiated too.
+        # Without dampening, -0.0 * momentum + g is g, which is what torch's first step computes. It
+        # can be differentiated too.
         first = self._stepped(weights, gradients, slots, lrs, hyper, lists=lists, dampening=0)
         return _first_or_later(slots, gradients, first, later)
 
@@ -171,8 +171,7 @@ class UnfusedStep:
             flags["differentiable"] = differentiable
             run = without_reads(self._cls, lists=lists)
         flags |= changed
-        # A setting that is data has no dimensions either: by them a formula tells it from a
-        # parameter.
+        # A formula tells a setting that is a tensor from a parameter by its 0 dimensions.
         single = {name for name, weight in weights.items() if weight.ndim == 0}
         given = self._widened(new_weights, new_slots, gradients, counts=bool(flags))
         new_weights, new_slots, gradients = self._shaped(single, (1,), *given)
@@ -196,8 +195,8 @@ class UnfusedStep:
         slots: Slots,
         gradients: dict[str, Tensor],
     ) -> tuple[dict[str, Tensor], Slots, dict[str, Tensor]]:
-        """The same, with views in this shape of the parameters of these names, of what is kept for
-        them but counts, and of their gradients.
+        """Return the same with views in this shape for the parameters of these names, their
+        gradients, and their slots except counts.
         """
         if not names:
             return weights, slots, gradients
@@ -213,14 +212,14 @@ class UnfusedStep:
         return shaped(weights), new_slots, shaped(gradients)
 
     def _over_lists(self, tensors: list[Tensor]) -> bool:
-        """Whether launches are what a step costs, and torch has a formula whose launches do not
-        grow with the tensors.
+        """Return True if launches dominate the cost of a step, and a formula exists whose number of
+        launches does not grow with the number of tensors.
         """
         plain = self._groups.flag_named or self._groups.differentiable or traced()
         return self._has_lists and not plain and all(map(foreach.is_launch_bound, tensors))
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """In fresh memory, on the graph only where a step is to be differentiated."""
+        """Copy into fresh memory, on the graph only if the step is to be differentiated."""
         on_graph = self._groups.differentiable or traced()
         return (tensor if on_graph else tensor.detach()).clone()
 
@@ -236,9 +235,7 @@ class UnfusedStep:
         *,
         lists: bool = False,
     ) -> None:
-        """torch's own `step` over these very tensors, in place, through an optimizer object that
-        was never constructed.
-        """
+        """Run torch's own `step` in place, on an optimizer object that was never constructed."""
         optimizer: Any = object.__new__(self._cls)
         optimizer.__dict__.update(
             defaults=self._groups.defaults,
@@ -286,8 +283,8 @@ class UnfusedStep:
                 weights[name].grad = None
 
     def _check_slots(self, slots: list[dict[str, Tensor]], group: dict[str, Any]) -> None:
-        """Refuse a state in which something is missing: torch would begin anew, and the structure
-        of the state would change.
+        """Refuse a state with missing slots: torch would create them, and the structure of the
+        state would change.
         """
         for slot in slots:
             if issubclass(self._cls, torch.optim.SGD):
@@ -303,8 +300,8 @@ def _tensors(weights: dict[str, Tensor], slots: Slots) -> list[Tensor]:
 
 
 def check_in_state(groups: OptimizerSettings) -> None:
-    """Refuse a setting in the state that torch's formula reads in Python, or does not use: each is
-    tried once, in a step of tensors that have no values.
+    """Refuse a setting in the state that torch's formula reads in Python or does not use. Each is
+    tried once, in a step on tensors without values.
     """
     plain = {name: value for name, value in groups.settings.items() if name not in FLAGS}
     plain |= groups.settings_per_slot()
@@ -322,7 +319,7 @@ def check_in_state(groups: OptimizerSettings) -> None:
                 step = UnfusedStep(alone).on_copies
                 step("", {"": weight}, {"": torch.zeros_like(weight)}, slots, {}, hyper)
             except (TypeError, RuntimeError) as error:
-                reason = f"takes a number of Python there ({type(error).__name__}: {error})"
+                reason = f"takes a Python number there ({type(error).__name__}: {error})"
             else:
                 if any(number.used for number in each_of(hyper)):
                     continue
@@ -333,9 +330,9 @@ def check_in_state(groups: OptimizerSettings) -> None:
 
 
 def _put_numbers(group: dict[str, Any]) -> None:
-    """Stand-ins for the settings of a group that are in the state."""
+    """Put stand-ins into a group for its settings that are in the state."""
     momentum = group.get("momentum")
-    if isinstance(momentum, Tensor) and "dampening" in group:  # torch's SGD: none without momentum
+    if isinstance(momentum, Tensor) and "dampening" in group:  # SGD has no dampening at momentum 0
         group["dampening"] = group["dampening"] * torch.ne(momentum, 0).to(momentum.dtype)
     others = {name: value for name, value in group.items() if name != "lr"}
     group |= each_number(lambda one: Number.of(one) if isinstance(one, Tensor) else one, others)
@@ -347,7 +344,7 @@ def _first_or_later(
     first: tuple[dict[str, Tensor], Slots],
     later: tuple[dict[str, Tensor], Slots],
 ) -> tuple[dict[str, Tensor], Slots]:
-    """Of each parameter its first step where its momentum buffer was still to be made."""
+    """Select for each parameter the first step if its momentum buffer was still to be created."""
 
     def chosen(name: str, first: Tensor, later: Tensor) -> Tensor:
         return torch.where(slots[name][FIRST], first, later) if FIRST in slots[name] else later
@@ -370,7 +367,7 @@ _INITIALISED_FROM_LR: dict[Any, str] = {torch.optim.ASGD: "eta", torch.optim.Rpr
 def _initialise_from_lr(
     key: str, rate: Any, slots: list[dict[str, Tensor]], *, lists: bool
 ) -> None:
-    """This slot of parameters that make their first step, from this rate."""
+    """Fill this slot from the rate for parameters that make their first step."""
     if key == "step_size" or not lists:
         for slot in slots:
             slot[key] = torch.where(slot["step"] == 0, of_rate(slot[key], rate), slot[key])
@@ -385,8 +382,8 @@ def _initialise_from_lr(
 def _batch_alike(
     weights: dict[str, Tensor], slots: Slots, gradients: dict[str, Tensor], numbers: list[Any]
 ) -> dict[str, Tensor]:
-    """Under vmap a batched value cannot be written into an unbatched one: make weights and slots as
-    batched as what they meet. The gradients are returned, as batched.
+    """Make weights and slots as batched as the gradients and numbers, and return the gradients as
+    batched. Under vmap a batched value cannot be written into an unbatched tensor.
     """
     rates = [number for number in numbers if isinstance(number, Tensor)]
     batched = {}
@@ -394,13 +391,13 @@ def _batch_alike(
         met = torch.zeros_like(gradient)
         for value in (weights[name], *slots[name].values(), *rates):
             met = met + torch.zeros_like(value, dtype=gradient.dtype)
-        # where(everywhere, a, b) is a, as batched as both and the mask
+        # where(everywhere, a, b) equals a and is as batched as a, b and the mask together.
         everywhere = torch.ones_like(met, dtype=torch.bool)
         weights[name] = torch.where(everywhere, weights[name], gradient)
         for key, value in slots[name].items():
             if value.shape == gradient.shape and value.dtype == gradient.dtype:
                 slots[name][key] = torch.where(everywhere, value, gradient)
-            elif value.ndim == 0 and value.is_floating_point():  # NAdam's product of momenta
+            elif value.ndim == 0 and value.is_floating_point():  # NAdam's mu_product
                 for rate in rates:
                     value = torch.where(torch.ones_like(rate, dtype=torch.bool), value, value)
                 slots[name][key] = value

@@ -1,6 +1,4 @@
-"""An optimizer around another one: what a step is given is widened, the inner optimizer makes its
-step, the result is narrowed again. In eager mode a piece of the model at a time.
-"""
+"""Optimizers around another one: widen its inputs, make its step, narrow the result."""
 
 from __future__ import annotations
 
@@ -27,8 +25,8 @@ from .._tree.leaves import normalize
 from .._tree.scalars import not_made
 from .._tree.tree import FlatDict, Tree
 
-# Elements that are widened at a time. An element in work takes 6 to 26 bytes, by class and wrapper:
-# 12 to 52 MiB in all.
+# The number of elements that are widened at a time. An element takes 6 to 26 bytes meanwhile,
+# depending on class and wrapper: 12 to 52 MiB in all.
 PIECE = 2**21
 
 
@@ -42,13 +40,13 @@ def _widening(optimizer: Any) -> Any:
 
 
 class Wrapper:
-    """What all optimizers around others have in common. One of them has `init`, `stand_ins`,
-    `widen` and `narrow`.
+    """The base of optimizers around others. A subclass has `init`, `stand_ins`, `widen` and
+    `narrow`.
     """
 
-    # A result that is rounded has no derivative.
+    # A rounded result has no derivative.
     differentiable = False
-    # Whether the inner optimizer steps half parameters in float32.
+    # True if the inner optimizer steps half parameters in float32.
     widens_params = True
 
     def __init__(self, optimizer: Any, *settings: Any) -> None:
@@ -72,27 +70,27 @@ class Wrapper:
         name = type(self).__name__
         return f"{name}({', '.join(map(repr, self.summary))})"
 
-    # ---- what each wrapper does by itself
+    # ---- for subclasses
 
     def init(self, params: Tree) -> Any:
-        """The state of an optimizer that has made no step."""
+        """Return the state before the first step."""
         raise NotImplementedError
 
     def inner_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which the innermost optimizer steps a parameter of this one."""
+        """Return the dtype in which the innermost optimizer steps a parameter of this dtype."""
         dtype = widened(dtype) if self.widens_params else dtype
         inner = getattr(self.optimizer, "inner_dtype", None)
         return dtype if inner is None else inner(dtype)
 
     def stand_ins(self, inputs: StepInputs) -> StepInputs:
-        """What `widen` gives, in shapes, dtypes and devices only. Refuses a state that is not this
-        wrapper's.
+        """Return tensors with the shapes, dtypes and devices of the result of `widen`. Refuse a
+        state that is not this wrapper's.
         """
         raise NotImplementedError
 
     def widen(self, inputs: StepInputs) -> StepInputs:
-        """The inputs of the inner optimizer's step, gradients aside. What is widened is in memory
-        of its own.
+        """Return the inputs of the inner optimizer's step, except gradients. Widened tensors are in
+        fresh memory.
         """
         raise NotImplementedError
 
@@ -104,9 +102,9 @@ class Wrapper:
         *,
         write: bool,
     ) -> tuple[list[Any], Any]:
-        """Parameters, a list in the order of `inputs`, and the state after the step, of those of
-        the inner optimizer. `write`: into the tensors of `inputs`, where that saves memory; what is
-        returned elsewhere is copied there.
+        """Return parameters, a list in the order of `inputs`, and the state after the step, from
+        those of the inner optimizer. `write` allows writing into the tensors of `inputs` to save
+        memory; other results are copied there.
         """
         raise NotImplementedError
 
@@ -114,19 +112,19 @@ class Wrapper:
 
     @outside_autocast()
     def step(self, params: Tree, grads: Tree, opt_state: Any) -> tuple[Tree, Any]:
-        """Parameters and state after one step, in fresh memory."""
+        """Return parameters and state after one step, in fresh memory."""
         inputs = flatten_step(self, params, grads, opt_state)
         self.check(inputs)
         return inputs.restore(*self.conditional_step(inputs, APPLY))
 
     def check(self, inputs: StepInputs) -> None:
-        """Refuse a state that is not that of these parameters."""
+        """Refuse a state that does not belong to these parameters."""
         self.conditional.check(self.stand_ins(inputs))
 
     def conditional_step(
         self, inputs: StepInputs, decision: Decision, memory: Memory = FRESH
     ) -> tuple[Tree, Any]:
-        """As in `Conditional`."""
+        """Make the decided step, as in `Conditional`."""
         donate, donate_grads, may_overwrite_grads, in_place, read_only = memory
         if decision.skip_on_host:
             return unchanged(inputs, donate=donate)
@@ -156,15 +154,15 @@ class Wrapper:
         return inputs.params_tree(inputs.params), inputs.opt_state
 
     def _reject_derivatives(self, leaves: Sequence[Any]) -> None:
-        """Refuse to round what a derivative is taken of, which would come out as zeros."""
+        """Refuse a derivative through rounding, which would come out as zeros."""
         if torch.compiler.is_dynamo_compiling() or not any(map(is_half, leaves)):
             return
         if any([isinstance(leaf, Tensor) and is_differentiated(leaf) for leaf in leaves]):
             raise ValueError(
                 f"a derivative is taken through a step of {self!r}, which rounds to half precision "
-                "and has none. Likely cause: torch.func.grad or jvp around the step, with respect "
-                "to parameters, gradients or settings. Fix: the optimizer without wrappers, over "
-                "parameters in float32, where the derivative is wanted."
+                "and has no derivative. Likely cause: torch.func.grad or jvp around the step, with "
+                "respect to parameters, gradients or settings. Fix: the optimizer without wrappers "
+                "over float32 parameters."
             )
 
     def _stepped(
@@ -173,7 +171,7 @@ class Wrapper:
         wide = self.widen(inputs)
         given = grads = inputs.grads.tensors
         if self.widens_params:
-            # Before they are unscaled and clipped: what half would lose there masters keep.
+            # Unscaling and clipping in half precision would lose bits that masters keep.
             grads = [grad.float() if grad.dtype.itemsize < 4 else grad for grad in given]
         made_here = all([new is not old for new, old in zip(grads, given, strict=True)])
         wide = wide._replace(grads=inputs.grads._replace(tensors=grads))
@@ -193,14 +191,15 @@ class Wrapper:
     # ---- pieces
 
     def _pieces(self, inputs: StepInputs) -> Iterator[StepInputs]:
-        """The step in pieces of at most `PIECE` elements, which share the memory of `inputs`."""
+        """Yield the step in pieces of at most `PIECE` elements, which share the memory of
+        `inputs`.
+        """
         total = sum([leaf.numel() for leaf in inputs.named_params.values()])
         is_of_torch = isinstance(without_wrappers(inputs.opt_state), OptState)
-        if total <= PIECE or not is_of_torch:  # others cannot be cut
+        if total <= PIECE or not is_of_torch:  # other states cannot be cut
             yield inputs
             return
-        # A part of a tensor in another memory order would be a copy, and what is written into it
-        # lost.
+        # A part of a tensor in another memory order would be a copy, and writes into it lost.
         state = _tree.tensors(inputs.opt_state)
         whole_shapes = {leaf.shape for leaf in state if not leaf.is_contiguous()}
         cuts = _cuts(inputs.named_params, whole_shapes, cut_leaves=self.elementwise is True)
@@ -225,7 +224,9 @@ class Wrapper:
 
 
 class Span(NamedTuple):
-    """Which elements of a parameter, and whether they are the last ones; `stop` None: all."""
+    """The elements of a parameter in a piece. `stop` None means all; `last` marks the last
+    piece.
+    """
 
     start: int
     stop: int | None
@@ -238,8 +239,8 @@ _ALL = Span(0, None, True)
 def _cuts(
     params: Mapping[str, Tensor], whole: Set[torch.Size], *, cut_leaves: bool
 ) -> list[dict[str, Span]]:
-    """Which elements of which parameters make each piece: whole parameters up to `PIECE` elements,
-    or a part of one that has more, unless it has one of these shapes.
+    """Return the elements of the parameters in each piece: whole parameters up to `PIECE` elements,
+    or a part of a larger one, unless its shape is in `whole`.
     """
     cuts: list[dict[str, Span]] = [{}]
     room = PIECE
@@ -262,8 +263,8 @@ def _cuts(
 
 
 def _cut(value: Any, param: Tensor, span: Span) -> Any:
-    """This part of what belongs to a parameter. What is no tensor of its shape, as a step count,
-    belongs to the last part; the others get copies.
+    """Return this part of a tensor that belongs to a parameter. A tensor of another shape, such as
+    a step count, belongs to the last part; the other parts get copies.
     """
     if isinstance(value, dict):
         return {key: _cut(child, param, span) for key, child in value.items()}
@@ -275,8 +276,8 @@ def _cut(value: Any, param: Tensor, span: Span) -> Any:
 
 
 def _state_of(state: Any, inputs: StepInputs, cut: Mapping[str, Span], *, last: bool) -> Any:
-    """The part of an optimizer's state that belongs to a piece. Numbers that belong to the whole
-    are those of the last piece, the others get copies.
+    """Return the part of an optimizer's state for a piece. Numbers of the whole state belong to the
+    last piece; the other pieces get copies.
     """
 
     def by_name(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -298,7 +299,7 @@ def _state_of(state: Any, inputs: StepInputs, cut: Mapping[str, Span], *, last: 
 
 
 def _off_graph(inputs: StepInputs, *, copy: bool) -> StepInputs:
-    """The inputs with parameters and state that may be written into."""
+    """Return the inputs with parameters and state that may be overwritten."""
     old = inputs.params, inputs.opt_state
     leaves, structure = _tree.flatten(old)
     indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -315,14 +316,14 @@ def _off_graph(inputs: StepInputs, *, copy: bool) -> StepInputs:
 
 
 def _put(targets: Sequence[Any], results: Sequence[Any]) -> None:
-    """What a step made, written over what it was given, unless it is there already."""
+    """Copy the results of a step into the given tensors, except those that are there already."""
     every = zip(targets, results, strict=True)
     pairs = [(a, b) for a, b in every if b is not a and isinstance(a, Tensor)]
     foreach.copy_([a for a, _ in pairs], [b for _, b in pairs])
 
 
 def stand_in(like: Tensor, dtype: torch.dtype, made: dict[Any, Tensor]) -> Tensor:
-    """A tensor of this dtype with the shape and the device of `like`, of one element of memory."""
+    """Return a tensor with the shape and device of `like` and memory for one element."""
     local = dtensor.shard(like)
     key = local.shape, local.device, dtype
     if key not in made:
@@ -331,7 +332,7 @@ def stand_in(like: Tensor, dtype: torch.dtype, made: dict[Any, Tensor]) -> Tenso
 
 
 def with_stand_ins(inputs: StepInputs, opt_state: Any) -> StepInputs:
-    """The inputs with float32 in the place of half parameters, without values, and this state."""
+    """Return the inputs with this state and float32 stand-ins for half parameters."""
     made: dict[Any, Tensor] = {}
     params = [
         stand_in(leaf, torch.float32, made) if is_half(leaf) else leaf for leaf in inputs.params
@@ -340,14 +341,14 @@ def with_stand_ins(inputs: StepInputs, opt_state: Any) -> StepInputs:
 
 
 def with_params(inputs: StepInputs, params: list[Any], opt_state: Any) -> StepInputs:
-    """The inputs with these parameters, in their order, and this state."""
+    """Return the inputs with these parameters, in their order, and this state."""
     named = present(inputs.names, params)
     return inputs._replace(params=params, named_params=named, opt_state=opt_state, known=())
 
 
 def chosen_like(old: Any, new: Tensor, skip: Tensor | None) -> Any:
-    """The local part of a new parameter, in the form of the old one; where skipped that stays,
-    whatever it was.
+    """Return the local part of a new parameter in the form of the old one, or the old value if the
+    step is skipped.
     """
     if skip is not None:
         new = foreach.where(skip, [dtensor.shard(old)], [new])[0]
@@ -355,21 +356,20 @@ def chosen_like(old: Any, new: Tensor, skip: Tensor | None) -> Any:
 
 
 def is_half(leaf: Any) -> bool:
-    """Whether it is a tensor in half precision."""
     return isinstance(leaf, Tensor) and leaf.dtype in HALF
 
 
 def widened(dtype: torch.dtype) -> torch.dtype:
-    """float32 for half; any other dtype as it is."""
+    """Return float32 for a half dtype; any other dtype unchanged."""
     return torch.float32 if dtype in HALF else dtype
 
 
 def checked_state(state: Any, kind: type) -> Any:
-    """The state, refused if it is not that of this wrapper."""
+    """Return the state, or refuse one that is not this wrapper's."""
     if not isinstance(state, kind):
         raise TypeError(
             f"opt_state is {type(state).__name__}, expected {kind.__name__}. Likely cause: the "
             "state of the inner optimizer, or of another. Fix: what `optimizer.init(params)` or "
-            "the last step returned; of a TrainState `state.opt_state`."
+            "the last step returned; for a TrainState `state.opt_state`."
         )
     return state

@@ -1,4 +1,4 @@
-"""The caller's `torch.autocast`: a loss is computed under it, and nothing else of a step is."""
+"""The caller's `torch.autocast`, which applies to the loss and to nothing else in a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class _Entry(NamedTuple):
-    """What one device type is cast to, and whether casts of weights are remembered."""
+    """The autocast dtype of one device type, and whether casts of weights are cached."""
 
     device: str
     dtype: torch.dtype
@@ -35,8 +35,8 @@ def _entries() -> list[_Entry]:
 
 
 def outside_autocast(*called: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """A decorator: the function's operators compute in the dtypes that they are given, whatever
-    autocast it is called under. The arguments `called` are functions that still run under it.
+    """Return a decorator that makes a function compute in the dtypes of its arguments, whatever
+    autocast is active. The arguments named in `called` are functions that still run under it.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
@@ -74,7 +74,7 @@ def _under(entries: list[_Entry], function: Any) -> Any:
 
 
 def _call(entries: list[_Entry], enabled: bool, function: Any, args: Any, kwargs: Any) -> Any:
-    # One device type a call, and not an ExitStack, which is not traced everywhere.
+    # Recursion over device types, because an ExitStack cannot be traced everywhere.
     if not entries:
         return function(*args, **kwargs)
     (device, dtype, cached), *others = entries

@@ -1,4 +1,4 @@
-"""Whose memory may be written into: what was donated or made here, and nobody else can see."""
+"""Donated memory: which tensors may be overwritten, because they were given up or made here."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _grad_fn, _cdata = operator.attrgetter("grad_fn"), operator.attrgetter("_cdata")
 
 
 def storage_pointers(leaves: Sequence[Any]) -> list[int | None]:
-    """The storage of each leaf, by which two are known to share memory; None of what has none, as a
-    subclass that wraps others.
+    """Return the storage pointer of each leaf, which is equal for leaves that share memory. It is
+    None for a leaf without a storage, such as a subclass that wraps other tensors.
     """
     if set(map(type, leaves)) <= PLAIN_TYPES:
         try:
@@ -38,7 +38,7 @@ def storage_pointers(leaves: Sequence[Any]) -> list[int | None]:
 
 
 def storage_pointer(leaf: Any) -> int | None:
-    """The storage of one leaf, as in `storage_pointers`."""
+    """Return the storage pointer of one leaf, as in `storage_pointers`."""
     if not isinstance(leaf, Tensor):
         return None
     try:
@@ -52,11 +52,11 @@ def storage_pointer(leaf: Any) -> int | None:
 
 
 def can_write(tensors: Sequence[Tensor], others: Sequence[Any] = ()) -> bool:
-    """Whether all of these may be written into: each is gapless, off every graph, and alone in its
-    storage among them and `others`.
+    """Return True if all tensors may be overwritten: each is gapless, off every graph, and alone in
+    its storage among them and `others`.
 
-    A parameter that requires a gradient may be, off the graph, as torch.optim does. While compiling
-    storages cannot be compared.
+    A parameter that requires a gradient may be overwritten off the graph, as torch.optim does.
+    While compiling, storages cannot be compared.
     """
     return can_write_each([tensors], others)[0]
 
@@ -64,8 +64,8 @@ def can_write(tensors: Sequence[Tensor], others: Sequence[Any] = ()) -> bool:
 def can_write_each(
     lists: Sequence[Sequence[Tensor]], others: Sequence[Any] = (), *, dense_off_graph: bool = False
 ) -> list[bool]:
-    """`can_write` of each list, the other lists among its `others`. `dense_off_graph`: they are, as
-    `leaves.are_dense_off_graph` has seen.
+    """Return `can_write` for each list, where the other lists count among its `others`.
+    `dense_off_graph` says that `leaves.are_dense_off_graph` is True for all of them.
     """
     if under_transform() or DEBUG:
         return [False] * len(lists)
@@ -86,7 +86,7 @@ def can_write_each(
 
 
 def _are_writable(tensors: Sequence[Tensor]) -> bool:
-    """Whether they may be written into, as far as each tells by itself."""
+    """Return True if each tensor by itself may be overwritten, storages aside."""
     if torch.compiler.is_dynamo_compiling():
         return all(
             tensor.layout is torch.strided
@@ -97,21 +97,21 @@ def _are_writable(tensors: Sequence[Tensor]) -> bool:
         )
     if any(map(_grad_fn, tensors)) or any(map(Tensor.is_neg, tensors)):
         return False
-    # Outside of inference mode torch refuses to write into its tensors.
+    # Outside of inference mode torch refuses to write into tensors made in it.
     if not torch.is_inference_mode_enabled() and any(map(Tensor.is_inference, tensors)):
         return False
     return set(map(_layout, tensors)) <= {torch.strided} and are_gapless(tensors)
 
 
 def _is_number(tensor: Tensor) -> bool:
-    """Whether the compiler takes an input for a Python float, as it does with a 0-d float64 on a
-    CPU: what is written into it is lost (torch 2.13).
+    """Return True if the compiler passes an input as a Python float, as it does for a 0-d float64
+    on a CPU: in-place writes to it are lost (torch 2.13).
     """
     return not tensor.ndim and tensor.dtype is torch.float64 and tensor.is_cpu
 
 
 def _memories_of_values(tensors: Sequence[Tensor]) -> list[int | None]:
-    """The storages of those that have an element: what is empty has no memory to share."""
+    """Return the storages of the tensors that have elements; empty ones cannot share memory."""
     if 0 in elements(tensors):
         tensors = [tensor for tensor in tensors if tensor.numel()]
     return storage_pointers(tensors)
@@ -121,9 +121,9 @@ def _memories_of_values(tensors: Sequence[Tensor]) -> list[int | None]:
 
 
 def take_ownership(found: list[Tensor]) -> list[Tensor]:
-    """Gradients that a backward just made, off the graph, in memory that nobody else can see; what
-    a custom backward or a hook may keep is copied. Empties `found`, whose references would count as
-    uses.
+    """Return the gradients of a backward, off the graph, in memory that nobody else can see. A
+    gradient that a custom backward or a hook may have kept is copied. Empties `found`, because its
+    references would count as uses.
     """
     if set(map(type, found)) != {Tensor} or set(map(_layout, found)) != {torch.strided}:
         copies = [gradient.detach().clone() for gradient in found]
@@ -133,7 +133,7 @@ def take_ownership(found: list[Tensor]) -> list[Tensor]:
     detached = list(map(Tensor.detach, found))
     found.clear()
     storages = list(map(Tensor.untyped_storage, detached))
-    # Two uses: the tensor, and its place in this list. What came from outside cannot be resized.
+    # Two uses: the tensor, and its place in `storages`. Memory from outside cannot be resized.
     uses = list(map(private.storage_uses, map(_cdata, storages)))
     resizable = list(map(torch.UntypedStorage.resizable, storages))
     gapless = list(map(Tensor.is_contiguous, detached))
@@ -149,11 +149,12 @@ def take_ownership(found: list[Tensor]) -> list[Tensor]:
 
 
 def poison(given: Sequence[Any], keep: Sequence[Any]) -> None:
-    """With `PURESCALE_DEBUG_DONATION=1`: fill with NaN what was donated, so that its use is seen.
+    """Fill donated tensors with NaN, so that a later use is seen, with
+    `PURESCALE_DEBUG_DONATION=1`.
 
-    Nothing is written in place then; results are in fresh memory and have the same bits. Every
-    tensor of `given` that donation might have written to becomes NaN, unless it shares memory with
-    another of them or with `keep`. Integers and bools are left.
+    In this mode nothing is written in place; results are in fresh memory and have the same bits.
+    Every floating tensor of `given` that donation might have overwritten becomes NaN, unless it
+    shares memory with another of them or with `keep`.
     """
     if not DEBUG or traced():
         return

@@ -1,4 +1,4 @@
-"""DTensors as the shards that this rank holds, and back."""
+"""DTensors as the local shards of this rank, and back."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _PLAIN_OR_NONE = PLAIN_TYPES | {type(None)}
 
 
 def any_dtensor(leaves: Sequence[Any]) -> bool:
-    """Whether a leaf is a DTensor, or a parameter that is one."""
+    """Return True if a leaf is a DTensor, or a parameter that is one."""
     kinds = set(map(type, leaves))
     return not kinds <= _PLAIN_OR_NONE and any([issubclass(kind, DTensor) for kind in kinds])
 
 
 def reduce_partial(leaf: Any) -> Any:
-    """A DTensor whose value is a sum over ranks, as a gradient of a replicated parameter can be,
-    with that sum on all of them; anything else as it is.
+    """Return a DTensor with Partial placements, such as a gradient of a replicated parameter,
+    summed over the ranks; anything else unchanged.
     """
     if not isinstance(leaf, DTensor) or not any(p.is_partial() for p in leaf.placements):
         return leaf
@@ -32,12 +32,14 @@ def reduce_partial(leaf: Any) -> Any:
 
 
 def full_tensor(leaf: Any) -> Any:
-    """All of a DTensor on every rank, on its graph; anything else as it is."""
+    """Return a DTensor as a whole on every rank, on its graph; anything else unchanged."""
     return leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
 
 
 def redistribute_like(leaf: Any, other: Any) -> Any:
-    """`leaf` with the placements of `other`: a gradient may have others than its parameter."""
+    """Return `leaf` with the placements of `other`: those of a gradient may differ from its
+    parameter's.
+    """
     both = isinstance(leaf, DTensor) and isinstance(other, DTensor)
     if not both or leaf.placements == other.placements:
         return leaf
@@ -45,26 +47,26 @@ def redistribute_like(leaf: Any, other: Any) -> Any:
 
 
 def placement_mismatch(leaf: Any, other: Any) -> str:
-    """Why two leaves are not over one mesh, and the fix; nothing where they are."""
+    """Return why two leaves are not over one mesh, and the fix; "" if they are."""
     here, there = (x.device_mesh if isinstance(x, DTensor) else None for x in (leaf, other))
     if here is there or here == there:
         return ""
     if here is None or there is None:
         a, b = ("a plain tensor" if mesh is None else "a DTensor" for mesh in (here, there))
         return (
-            f"is {a}, and {b}: a rank cannot tell what it holds of the other. Fix: "
+            f"is {a}, and {b}: a rank cannot match the two. Fix: "
             "`distribute_tensor(t, mesh, placements)` of the plain one."
         )
     return f"is over the mesh {here}, and over {there}. Fix: both over one mesh."
 
 
 def is_sharded(leaf: Any) -> bool:
-    """Whether a rank holds a part of `leaf` only."""
+    """Return True if a rank holds only a part of `leaf`."""
     return isinstance(leaf, DTensor) and not all(p.is_replicate() for p in leaf.placements)
 
 
 def shard(leaf: Any, *, on_graph: bool = True) -> Any:
-    """What this rank holds of a DTensor, itself and no copy; anything else as it is."""
+    """Return this rank's shard of a DTensor, not a copy; anything else unchanged."""
     if not isinstance(leaf, DTensor):
         return leaf
     if torch.compiler.is_compiling() or (
@@ -75,13 +77,13 @@ def shard(leaf: Any, *, on_graph: bool = True) -> Any:
 
 
 def offsets(leaf: DTensor) -> tuple[int, ...]:
-    """Where in each dimension of a DTensor this rank's shard begins."""
+    """Return the offset of this rank's shard in each dimension of a DTensor."""
     return tuple(private.local_part(leaf.shape, leaf.device_mesh, leaf.placements)[1])
 
 
 def from_local_like(leaf: Any, result: Any) -> Any:
-    """What was computed of the local shard of a DTensor as a DTensor with its placements; of
-    anything else the result itself.
+    """Return a result computed from the local shard of a DTensor as a DTensor with its placements;
+    the result itself for any other leaf.
     """
     if not isinstance(leaf, DTensor) or isinstance(result, DTensor):
         return result

@@ -1,4 +1,4 @@
-"""Which dtype to compute in, and casts that keep what is finite finite."""
+"""Dtypes for computation, and saturating casts that keep finite values finite."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ _WIDE |= {**dict.fromkeys(HALF, torch.float32), torch.complex32: torch.complex64
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """`dtype`, or float32 where that is wider; complex64 for half complex."""
+    """Return `dtype`, or float32 if that is wider; complex64 for half complex."""
     return _WIDE.get(dtype) or torch.promote_types(dtype, torch.float32)
 
 
 def real_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the two parts of a complex number; any other dtype as it is."""
+    """Return the dtype of the two parts of a complex number; any other dtype unchanged."""
     return _PARTS.get(dtype, dtype)
 
 
 def widest_float(device: torch.device) -> torch.dtype:
-    """For a handful of 0-d tensors, whose precision costs nothing."""
+    """Return the widest dtype of the device, for a few 0-d tensors whose precision costs
+    nothing.
+    """
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def unscaled_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of an unscaled gradient: float32 for float16, whose range is too small. bfloat16
-    has the range of float32 and stays.
+    """Return the dtype of an unscaled gradient: float32 for float16, whose range is too small.
+    bfloat16 has the range of float32 and stays.
     """
     return torch.float32 if dtype is torch.float16 else dtype
 
 
 def saturating(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`tensor.to(dtype)` in which finite values stay finite where `dtype` is narrower, and what is
-    not finite stays as it is.
-    """
+    """Return `tensor.to(dtype)`, but finite values stay finite if `dtype` has a smaller range."""
     if tensor.dtype is dtype:
         return tensor
     limit = None if tensor.is_complex() else largest_within(tensor.dtype, dtype)
     if limit is None:
         return tensor.to(dtype)
     if host_can_read([tensor]):
-        # A sum is finite only if every element is, and a tenth of the work below.
+        # A sum is finite only if every element is, and takes a tenth of the work below.
         narrow = tensor.to(dtype)
         if math.isfinite(narrow.detach().sum()):
             return narrow
@@ -60,10 +60,10 @@ def saturating(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def largest_within(old: torch.dtype, new: torch.dtype) -> float | None:
-    """The largest number of `old` that `new` holds; None where `new` holds all of them."""
+    """Return the largest number of `old` that `new` holds; None if `new` holds all of them."""
     limit = torch.finfo(new).max
     if limit >= torch.finfo(old).max:
         return None
     part, exponent = math.frexp(limit)
-    step = torch.finfo(old).eps / 2  # 65504 is no bfloat16: it would round to 65536
+    step = torch.finfo(old).eps / 2  # bfloat16 lacks 65504, which would round to 65536
     return math.ldexp(part // step * step, exponent)

@@ -1,7 +1,7 @@
-"""Arithmetic over lists of dense, real tensors, in as many operators for 10 as for 1000.
+"""Arithmetic over lists of dense, real tensors, in few operators for any number of tensors.
 
-Plain operators while compiling, where both kinds fuse the same, and under torch.func transforms,
-which have no rule for lists.
+Plain operators are used while compiling, where both kinds fuse equally well, and under torch.func
+transforms, which have no rules for lists.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from .._torch.tracing import is_on_a_graph, traced
 
 
 def is_launch_bound(tensor: Tensor) -> bool:
-    """Whether an operator on `tensor` costs by itself, however small."""
+    """Return True if every operator on `tensor` has a launch cost, however small it is."""
     return not tensor.is_cpu
 
 
 def is_gapless(tensor: Tensor) -> bool:
-    """Whether each element has a place of its own and no place is left out, in whatever order."""
+    """Return True if the elements fill a range of memory once each, in any order."""
     if tensor.is_contiguous():
         return True
-    if torch.compiler.is_compiling():  # sizes that are not known cannot be sorted
+    if torch.compiler.is_compiling():  # symbolic sizes cannot be sorted
         return tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
     size = 1
     for stride, count in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
@@ -40,35 +40,34 @@ def is_gapless(tensor: Tensor) -> bool:
 
 
 def are_contiguous(tensors: Sequence[Tensor]) -> bool:
-    """Whether each of them is, as far as one look shows."""
+    """Return True if all are known to be contiguous. A fast check of the whole list."""
     return not torch.compiler.is_dynamo_compiling() and cached(
         "contiguous", lambda: all(map(Tensor.is_contiguous, tensors)), tensors
     )
 
 
 def are_gapless(tensors: Sequence[Tensor]) -> bool:
-    """Whether each of them is."""
     return are_contiguous(tensors) or cached(
         "gapless", lambda: all(map(is_gapless, tensors)), tensors
     )
 
 
 def have_one_order(tensors: Sequence[Tensor], likes: Sequence[Tensor]) -> bool:
-    """Whether list kernels walk each tensor and its like, of one shape, by one pointer."""
+    """Return True if `same_memory_order` of each tensor and its like, which has the same shape."""
     return (are_contiguous(tensors) and are_contiguous(likes)) or all(
         map(same_memory_order, tensors, likes)
     )
 
 
 def same_memory_order(a: Tensor, b: Tensor) -> bool:
-    """Whether list kernels walk two tensors of one shape by one pointer."""
+    """Return True if list kernels can walk two tensors of one shape by one pointer."""
     if a.stride() == b.stride():
         return is_gapless(a)
     return a.is_contiguous() and b.is_contiguous()
 
 
 def by_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """The indices of the tensors of each device and dtype: list kernels take one kind at a time."""
+    """Return the indices of tensors by device and dtype: list kernels take one kind at a time."""
     return cached("kinds", lambda: _by_kind(tensors), tensors)
 
 
@@ -80,14 +79,14 @@ def _by_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 
 def clone(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """`[t.detach().clone() for t in tensors]`."""
+    """Return `[t.detach().clone() for t in tensors]`."""
     if traced():
         return [tensor.detach().clone() for tensor in tensors]
     return clone_listed([t.detach() if t.requires_grad else t for t in tensors])
 
 
 def clone_listed(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """`[t.clone() for t in tensors]` of tensors that are on no graph, outside of every trace."""
+    """Return `[t.clone() for t in tensors]` for tensors off every graph, outside of a trace."""
     if tensors and not is_launch_bound(tensors[0]):
         return list(private.clone_list(list(tensors)))
     copies = list(tensors)
@@ -99,7 +98,7 @@ def clone_listed(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def copy_(targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """`t.copy_(n)` for each pair, of one dtype and device."""
+    """Call `t.copy_(n)` for each pair, which must have one dtype and device."""
     if traced():
         for target, tensor in zip(targets, tensors, strict=True):
             target.copy_(tensor)
@@ -110,8 +109,8 @@ def copy_(targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
 
 
 def gather(tensors: Sequence[Tensor]) -> Tensor:
-    """The elements of tensors of one kind one after another, each in the order of its memory. Where
-    they are one piece of memory already, as `views` made them, that piece and no copy.
+    """Return the elements of tensors of one kind in one flat tensor, each in the order of its
+    memory. Without a copy if they are already the `views` of one flat tensor.
     """
     first, count = tensors[0], sum(map(Tensor.numel, tensors))
     base = private.base(first)
@@ -129,7 +128,7 @@ def gather(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def views(flat: Tensor, likes: Sequence[Tensor]) -> list[Tensor]:
-    """The inverse of `gather`: views of `flat`, laid out as these where they are gapless."""
+    """Return views of `flat` laid out like these if they are gapless, the inverse of `gather`."""
     if are_contiguous(likes):
         return list(private.unflatten_dense(flat, list(likes)))
     parts = torch.split(flat, [like.numel() for like in likes])
@@ -143,7 +142,7 @@ def views(flat: Tensor, likes: Sequence[Tensor]) -> list[Tensor]:
 
 
 def divide(tensors: Sequence[Tensor], divisor: Tensor, *, in_place: bool = False) -> list[Tensor]:
-    """Each tensor over a 0-d tensor, float16 in float32; others in their own dtype."""
+    """Divide each tensor by a 0-d tensor, float16 in float32, others in their own dtype."""
     ops = torch.div, listops.div, listops.div_
     if all([unscaled_dtype(dtype) is dtype for dtype in dtypes(tensors)]):
         return _with_operand(*ops, tensors, divisor, in_place=in_place)
@@ -153,7 +152,7 @@ def divide(tensors: Sequence[Tensor], divisor: Tensor, *, in_place: bool = False
 
 
 def multiply(tensors: Sequence[Tensor], factor: Tensor, *, in_place: bool = False) -> list[Tensor]:
-    """Each tensor times a 0-d tensor, in its own dtype."""
+    """Multiply each tensor by a 0-d tensor, in its own dtype."""
     ops = torch.mul, listops.mul, listops.mul_
     return _with_operand(*ops, tensors, factor, in_place=in_place)
 
@@ -169,7 +168,7 @@ def _with_operand(
 ) -> list[Tensor]:
     if not tensors:
         return []
-    # lists have no derivative by an operand
+    # List operators have no derivative with respect to the operand.
     if traced() or is_on_a_graph(tensors) or is_on_a_graph([operand]):
         results = [_in_own_dtype(plain, tensor, operand) for tensor in tensors]
         if in_place and torch.compiler.is_compiling():
@@ -197,7 +196,7 @@ def _in_own_dtype(plain: Callable[..., Tensor], tensor: Tensor, operand: Tensor)
 def clamp(
     tensors: Sequence[Tensor], bound: float | Tensor, *, in_place: bool = False
 ) -> list[Tensor]:
-    """Each tensor between plus and minus `bound`; NaN stays NaN."""
+    """Clamp each tensor to plus and minus `bound`; NaN stays NaN."""
     operand = [bound] if isinstance(bound, Tensor) else []
     if not tensors or traced() or is_on_a_graph([*tensors, *operand]):
         return [_clamped(tensor, bound, in_place=False) for tensor in tensors]
@@ -214,7 +213,7 @@ def clamp(
 
 
 def _clamped(tensor: Tensor, bound: float | Tensor, *, in_place: bool) -> Tensor:
-    # A bound beyond the range of the dtype is no bound, but torch refuses it.
+    # torch refuses a bound beyond the range of the dtype, though it bounds nothing.
     limit: Any = (
         bound.to(tensor)
         if isinstance(bound, Tensor)
@@ -227,7 +226,7 @@ def _clamped_list(
     tensors: list[Tensor], bound: float | Tensor, *, in_place: bool
 ) -> Sequence[Tensor]:
     if isinstance(bound, Tensor):
-        # A list of 0-d tensors would be a launch for each of them.
+        # A list of 0-d tensors would take one launch each.
         limit = bound.to(tensors[0])
         low: Any = _filled_like(tensors, -limit)
         high: Any = _filled_like(tensors, limit)
@@ -243,11 +242,11 @@ def _clamped_list(
     return bounded
 
 
-_ALIGNED = 64  # elements: list kernels read several at a time where a tensor begins at a multiple
+_ALIGNED = 64  # elements: list kernels vectorise reads of tensors that begin at a multiple
 
 
 def _filled_like(tensors: Sequence[Tensor], value: Tensor) -> list[Tensor]:
-    """Tensors full of `value`, laid out as these: one piece of memory for all of one layout."""
+    """Return tensors full of `value` with these layouts, in one piece of memory for each layout."""
     filled = list(tensors)
     layouts: dict[Any, list[int]] = {}
     for index, tensor in enumerate(tensors):
@@ -268,8 +267,8 @@ def cast(
     *,
     bounded: bool = True,
 ) -> list[Tensor]:
-    """`saturating` of each, or `.to` where not `bounded`; what has its dtype already is returned as
-    it is.
+    """Return `saturating` of each, or `.to` unless `bounded`. A tensor that has its dtype already
+    is returned as it is.
     """
     if isinstance(dtypes, torch.dtype):
         dtypes = [dtypes] * len(tensors)
@@ -296,20 +295,20 @@ def cast(
 
 
 def _bounded(tensors: list[Tensor], old: torch.dtype, new: torch.dtype) -> Sequence[Tensor]:
-    """What is finite, within the range of `new`."""
+    """Return the tensors with finite values clamped to the range of `new`."""
     limit = largest_within(old, new)
     if limit is None:
         return tensors
     bounded: Sequence[Tensor] = listops.clamp_min(tensors, -limit)
     listops.clamp_max_(bounded, limit)
-    # inf again where it was; to what is finite this adds too little to change a bit of `new`
+    # This restores inf, and adds too little to finite values to change a bit of `new`.
     listops.add_(bounded, tensors, alpha=torch.finfo(old).tiny)
     return bounded
 
 
 # ---- old or new ----------------------------------------------------------------------------------
 
-# By device, the dtypes in which torch's fused SGD, which chooses in a list, leaves no element out.
+# The dtypes, by device, in which torch's fused SGD, used for selection, handles every element.
 _CHOSEN_AS_LISTS = {
     "cuda": (torch.float32, torch.float64, torch.float16, torch.bfloat16),
     "cpu": (torch.float32, torch.float64),
@@ -319,10 +318,11 @@ _CHOSEN_AS_LISTS = {
 def where(
     skip: Tensor, old: Sequence[Tensor], new: Sequence[Tensor], *, in_place: bool = False
 ) -> list[Tensor]:
-    """`[torch.where(skip, o, n) for o, n in zip(old, new)]`, written into `old` if `in_place`.
+    """Return `[torch.where(skip, o, n) for o, n in zip(old, new)]`, written into `old` if
+    `in_place`.
 
-    On an accelerator in few operators for tensors of any number. In half precision a NaN stays a
-    NaN there, of another payload.
+    An accelerator needs few operators for any number of tensors. In half precision a NaN may get
+    another payload there.
     """
     results = list(old)
     listed: dict[Any, list[int]] = {}
@@ -331,7 +331,7 @@ def where(
     for index, (a, b) in enumerate(zip(old, new, strict=True)):
         kind = _list_kind(a, b) if lists and is_launch_bound(a) else None
         single.append(index) if kind is None else listed.setdefault(kind, []).append(index)
-    # Everything is chosen before anything is written: a new value may read what is overwritten.
+    # All are selected before any is written, because a new value may alias an old one.
     for index in single:
         results[index] = torch.where(skip, old[index], new[index])
     if in_place:
@@ -347,7 +347,7 @@ def where(
 
 
 def _list_kind(old: Tensor, new: Tensor) -> Any:
-    """The kind of pairs with which one list kernel chooses; None where `torch.where` has to."""
+    """Return the kind of pairs that one list kernel can select from; None if `torch.where` must."""
     dtypes = _CHOSEN_AS_LISTS.get(old.device.type, ())
     if old.is_floating_point():
         listed = old.dtype in dtypes and same_memory_order(old, new)
@@ -362,8 +362,8 @@ def _where_list(
     kept = old if in_place else clone(old)
     with torch.no_grad():
         if kept[0].is_floating_point():
-            # torch's SGD sets the momentum buffer to the gradient in its first step, unless
-            # found_inf; that is all that is wanted of it.
+            # In its first step torch's SGD sets the momentum buffer to the gradient, unless
+            # found_inf. That is the selection.
             scratch = clone(new)
             numbers = {"lr": 0.0, "momentum": 1.0, "dampening": 0.0, "weight_decay": 0.0}
             flags = {"nesterov": False, "maximize": False, "is_first_step": True}
@@ -375,15 +375,15 @@ def _where_list(
     return kept
 
 
-# Tensors: up to here a compiler's own kernels are faster than one node for all, beyond it takes
-# minutes to make them.
+# Up to this number of tensors a compiler's own kernels are faster than one node for all; for more
+# it takes minutes to compile them.
 MAX_INLINE_LEAVES = 16
 
 
 def add_where_(
     targets: Sequence[Tensor], new: Sequence[Tensor], factor: Tensor, good: Tensor
 ) -> None:
-    """`target += new * factor` for each, in place, where `good`; else `new` may be NaN."""
+    """Add `new * factor` to each target in place if `good`; otherwise `new` may be NaN."""
     factors = {dtype: factor.to(dtype) for dtype in {target.dtype for target in targets}}
     bad = (~good).to(torch.float32)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Kernels for symbolic sizes, of the operators for which torch.func has kernels of its own."""
+"""Kernels for symbolic sizes, for operators whose torch.func kernels need plain integers."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 
 from .._torch import private
 
-# Under torch.func some operators go to kernels that read sizes as plain integers
-# (aten/src/ATen/functorch/PyTorchOperatorHacks.cpp): a compiled step took a graph for each length
-# of a sequence (linear) or failed at the second (dropout; in torch 2.11 index_select too). A kernel
-# in Python at the same key goes before them, while something is traced: eager calls never look for
-# one. `linear` and `index_select` become what they are without torch.func.
+# Under torch.func some operators use kernels that read sizes as plain integers
+# (aten/src/ATen/functorch/PyTorchOperatorHacks.cpp). With these a compiled step takes a graph for
+# each length of a sequence (linear) or fails at the second (dropout; in torch 2.11 index_select
+# too). A Python kernel at the same key takes precedence while something is traced; eager calls do
+# not look for one. `linear` and `index_select` decompose as they do without torch.func.
 
 
 def kernels() -> dict[Any, Any]:
-    """The kernel of each operator that needs one."""
+    """Return the kernel of each operator that needs one."""
     aten = torch.ops.aten
     found: dict[Any, Any] = {
         operator: operator.decompose
@@ -34,20 +34,20 @@ def kernels() -> dict[Any, Any]:
 
 
 def register() -> None:
-    """Put the kernels before torch's, but for those of somebody else."""
+    """Register the kernels in this process, except for operators that have one from elsewhere."""
     for operator, kernel in kernels().items():
         if private.FUNCTORCH not in operator.py_kernels:
             operator.py_impl(private.FUNCTORCH)(kernel)
 
 
-_SELU_MINIMUM = -1.7580993408473766  # what SELU tends to far below 0
+_SELU_MINIMUM = -1.7580993408473766  # the limit of SELU at minus infinity
 
 
 def _dropout(
     x: Tensor, p: float, train: bool, *, by_channel: bool, alpha: bool, in_place: bool = False
 ) -> Tensor:
-    """torch's dropouts, whose mask no operator makes in place: so each member of a vmap has its
-    own, also where `x` is that of all.
+    """Compute torch's dropouts without an in-place operator on the mask, so that each member of a
+    vmap has its own mask, also if all share `x`.
     """
     if p == 0 or not train:
         return x

@@ -1,6 +1,4 @@
-"""Rounding to half precision on the bits of float32: a compiler leaves out casts there and back,
-but no integers.
-"""
+"""Rounding to half precision on the bits of float32, because compilers remove pairs of casts."""
 
 from __future__ import annotations
 
@@ -16,8 +14,8 @@ _HAS_BATCHING_RULE = torch.__version__ >= "2.12"
 
 
 def bitcast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Equal to `x.view(dtype)`, of a dtype as wide, to be read; also under `torch.vmap` of torch
-    2.11, which has no batching rule for that view.
+    """Equal to `x.view(dtype)` for a dtype of the same width, read-only. It also works under
+    `torch.vmap` of torch 2.11, which has no batching rule for that view.
     """
     if _HAS_BATCHING_RULE or not under_transform():
         return x.view(dtype)
@@ -46,10 +44,11 @@ def rounded_on_bits(
     added: Callable[[Tensor, int], Tensor],
     multiple: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Half precision of a real tensor. What is finite stays finite, what is not stays as it is.
+    """Return a real tensor in half precision. Finite values stay finite, inf and NaN stay.
 
-    `added(bits, n)`: below 2**n, added to the bits before the last n are dropped. `multiple(x)`:
-    how many times 2**-24 the magnitudes are to be that are subnormal in float16.
+    `added(bits, n)` is below 2**n and is added to the bits before the last n are dropped.
+    `multiple(x)` returns the rounded multiple of 2**-24 for magnitudes that are subnormal in
+    float16.
     """
     limit = torch.finfo(dtype).max
     bounded = x.clamp(-limit, limit).to(torch.float32)
@@ -67,7 +66,7 @@ def rounded_on_bits(
 
 
 def nearest_on_bits(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`saturating` of a float32 or float64 tensor to half precision, with the same bits."""
+    """Return `saturating` of a float32 or float64 tensor to half precision, with the same bits."""
 
     def half_and_even(bits: Tensor, n: int) -> Tensor:
         return ((bits >> n) & 1) + ((1 << (n - 1)) - 1)

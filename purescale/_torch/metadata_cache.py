@@ -1,6 +1,8 @@
-"""Looks at the metadata of thousands of tensors, remembered: a list with the metadata of an earlier
-one is known by one comparison in C++. It saves half of a step over 1000 small tensors on a CPU, and
-a quarter over 60 (benchmarks/README.md). No tensor and no value is kept.
+"""A cache of checks on the metadata of long lists of tensors.
+
+A list with the metadata of an earlier one is recognised by one comparison in C++. This saves half
+of a step over 1000 small tensors on a CPU, and a quarter over 60 (benchmarks/README.md). The cache
+keeps neither tensors nor values.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ _requires_grad = operator.attrgetter("requires_grad")
 
 
 class Entry:
-    """What was seen of a list's metadata."""
+    """The cached metadata of a list and the answers to questions about it."""
 
     def __init__(self, tensors: Sequence[Tensor] = ()) -> None:
         self.is_like = private.metadata_guard(*tensors)
@@ -33,14 +35,14 @@ class Entry:
 
 
 class CachedList(list[Any]):
-    """A list of tensors that `leaves.are_dense_off_graph` is true of, with the cached answers to
-    questions about their metadata. It is not written into.
+    """A list of tensors for which `leaves.are_dense_off_graph` is True, with the cached answers to
+    questions about their metadata. It must not be modified.
     """
 
     entry: Entry
 
 
-# By the number of tensors: lists that differed in something else.
+# At most `_LISTS` entries for each number of tensors, and `_LENGTHS` numbers.
 _LENGTHS, _LISTS, _ANSWERS = 16, 4, 64
 _entries: dict[int, tuple[Entry, ...]] = {}
 
@@ -48,15 +50,15 @@ _entries: dict[int, tuple[Entry, ...]] = {}
 def lookup(
     tensors: list[Any], are_dense_off_graph: Callable[[Sequence[Any]], bool]
 ) -> tuple[list[Any], bool]:
-    """The list, so that what is seen of it is known for the next with its metadata, and whether it
-    is ordinary.
+    """Return the list, with its cache entry if all tensors are dense and off graph, and whether
+    they are.
     """
-    # In inference mode the guard takes ordinary tensors for what its own are outside of it.
+    # In inference mode the guard cannot tell ordinary tensors from inference tensors.
     nothing_known = traced() or torch.is_inference_mode_enabled()
     if nothing_known or not set(map(type, tensors)) <= PLAIN_TYPES:
         return tensors, are_dense_off_graph(tensors)
     known = _entries.get(len(tensors), ())
-    # The comparison would end the process over a nested tensor.
+    # The comparison would crash the process on a nested tensor.
     if known and not any(map(_is_nested, tensors)):
         for entry in known:
             if entry.is_like(*tensors):
@@ -79,7 +81,7 @@ def _cached_list(tensors: list[Any], entry: Entry) -> CachedList:
 
 
 def part(tensors: list[Any], start: int, stop: int) -> list[Any]:
-    """`tensors[start:stop]`."""
+    """Return `tensors[start:stop]`, with a cache entry if `tensors` has one."""
     if type(tensors) is not CachedList:
         return tensors[start:stop]
     some = CachedList(tensors[start:stop])
@@ -88,7 +90,7 @@ def part(tensors: list[Any], start: int, stop: int) -> list[Any]:
 
 
 def picked(tensors: list[Any], indices: Sequence[int], question: Any) -> list[Any]:
-    """`[tensors[index] for index in indices]`; `question` stands for these indices."""
+    """Return `[tensors[index] for index in indices]`. `question` is their cache key."""
     some = list(map(tensors.__getitem__, indices))
     return (
         some
@@ -98,7 +100,7 @@ def picked(tensors: list[Any], indices: Sequence[int], question: Any) -> list[An
 
 
 def joined(first: list[Any], second: list[Any]) -> list[Any]:
-    """Both lists in one."""
+    """Return both lists in one."""
     both = [*first, *second]
     if type(first) is CachedList and type(second) is CachedList:
         return _cached_list(both, cached("joined", Entry, first, second))
@@ -106,8 +108,8 @@ def joined(first: list[Any], second: list[Any]) -> list[Any]:
 
 
 def cached(question: Any, lookup: Callable[[], T], tensors: Sequence[Any], likes: Any = None) -> T:
-    """`look()`, which asks `question` of the metadata of `tensors`, and of `likes`, and of nothing
-    else; once where both are known.
+    """Return `lookup()`, which must depend only on the metadata of `tensors` and `likes`. It is
+    called once if both are cached lists; `question` is the cache key.
     """
     if type(tensors) is not CachedList:
         return lookup()
@@ -124,10 +126,8 @@ def cached(question: Any, lookup: Callable[[], T], tensors: Sequence[Any], likes
 
 
 def dtypes(tensors: Sequence[Tensor]) -> set[torch.dtype]:
-    """The dtypes of a list."""
     return cached("dtypes", lambda: {tensor.dtype for tensor in tensors}, tensors)
 
 
 def elements(tensors: Sequence[Tensor]) -> list[int]:
-    """The number of elements of each."""
     return cached("elements", lambda: list(map(Tensor.numel, tensors)), tensors)

@@ -1,4 +1,4 @@
-"""Every private name of torch that is used, looked up once: a torch without one is refused."""
+"""All private names of torch in use, looked up on import. A torch without one is refused."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ NAMES: list[str] = []  # all that were looked up
 def _refused(what: str) -> ImportError:
     return ImportError(
         f"purescale needs {what}, which torch {torch.__version__} does not have. Likely cause: "
-        f"a torch other than those that this version was tested with, 2.11 to 2.13; its private "
-        f"names move without notice. Fix: pip install 'torch>=2.11,<2.14', or a newer purescale.",
+        f"an untested torch (2.11 to 2.13 were tested); private names of torch change without "
+        f"notice. Fix: pip install 'torch>=2.11,<2.14', or a newer purescale.",
         name="torch",
     )
 
 
 def _find(name: str) -> Any:
-    """What stands at a dotted name, whose modules are imported on the way."""
+    """Return the object at a dotted name, importing modules on the way."""
     NAMES.append(name)
     found: Any = torch
     parts = name.split(".")
@@ -42,7 +42,7 @@ def _find(name: str) -> Any:
     return found
 
 
-# ---- what stands around a call -------------------------------------------------------------------
+# ---- transforms, modes, compilers ----------------------------------------------------------------
 
 transforms_active: Callable[[], bool] = _find("torch._C._are_functorch_transforms_active")
 is_wrapped: Callable[[Tensor], bool] = _find("torch._C._functorch.is_functorch_wrapped_tensor")
@@ -59,7 +59,7 @@ allow_in_graph: Any = _find("torch._dynamo.allow_in_graph")
 has_static_value: Any = _find("torch.fx.experimental.symbolic_shapes.has_static_value")
 statically_known_true: Any = _find("torch.fx.experimental.symbolic_shapes.statically_known_true")
 nonstrict_trace: Any = _find("torch._dynamo.nonstrict_trace")
-# Both move, so they cannot be looked up once.
+# Both change at run time, so their values cannot be looked up once.
 _find("torch.autograd.forward_ad._current_level")
 _find("torch.compiler._is_compiling_flag")
 _forward_ad: Any = torch.autograd.forward_ad
@@ -77,8 +77,8 @@ for _name in ("id_to_variable", "store_attr_mutations"):
 
 
 def attributes_set() -> dict[int, list[str]]:
-    """Which attributes the compiler that follows the caller has seen set or deleted, by the id of
-    the object.
+    """Return the attributes that the tracing compiler has seen set or deleted, by the id of the
+    object.
     """
     effects = _translator().output.side_effects
     return {
@@ -88,7 +88,9 @@ def attributes_set() -> dict[int, list[str]]:
 
 
 def raised(flag: str) -> list[int]:
-    """The ids of objects whose attribute `flag` the compiler has seen set to True last."""
+    """Return the ids of objects whose attribute `flag` the tracing compiler has last seen set to
+    True.
+    """
     effects = _translator().output.side_effects
     return [
         key
@@ -99,7 +101,7 @@ def raised(flag: str) -> list[int]:
 
 
 def elements_changed(container: Any) -> bool:
-    """Whether the compiler that follows the caller has seen a list, a dict and so on change."""
+    """Return True if the tracing compiler has seen a list, a dict or another container change."""
     effects = _translator().output.side_effects
     known = effects.id_to_variable.get(id(container))
     return known is not None and bool(effects.is_modified(known))
@@ -110,17 +112,17 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def only_inlined(function: _Function) -> _Function:
-    """`function`, which is compiled as a part of a graph, and else runs as it is: where a graph
-    breaks, torch compiles what stands around the break, one function at a time.
+    """Mark `function` so that torch compiles it as a part of a graph only. After a graph break
+    torch would compile the remaining functions one by one; this one then runs as it is.
     """
     _skip_code(function.__code__)
     return function
 
 
 def under_transform() -> bool:
-    """Whether this runs inside vmap, grad or another torch.func transform, or in forward mode.
+    """Return True inside vmap, grad or another torch.func transform, or in forward mode.
 
-    List operators have no vmap rule there, and fused kernels drop what is being differentiated.
+    List operators have no vmap rule there, and fused kernels drop derivatives.
     """
     return transforms_active() or (
         not torch.compiler.is_dynamo_compiling() and _forward_ad._current_level >= 0
@@ -128,11 +130,11 @@ def under_transform() -> bool:
 
 
 def traced() -> bool:
-    """Whether plain operators are needed: while compiling, where all kinds fuse the same, or under
-    a transform.
+    """Return True if plain operators are needed: while compiling, where all kinds fuse equally
+    well, or under a transform.
     """
-    # Spelled out, because every stage asks. Dynamo must come to an end at the first line: an
-    # interpreter stack that is None comes back to it wrapped in something that is not.
+    # Written out, because every stage calls it. Dynamo must stop at the first line: it gets an
+    # interpreter stack of None wrapped in an object that is not None.
     return (
         torch.compiler.is_dynamo_compiling()
         or _compiler._is_compiling_flag
@@ -141,7 +143,7 @@ def traced() -> bool:
     )
 
 
-# The key at which torch.func has kernels of its own, and the way to put others before them.
+# The dispatch key of torch.func's own kernels, and methods to register others before them.
 FUNCTORCH: Any = _find("torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode")
 for _name in ("py_impl", "decompose"):
     _find(f"torch._ops.OpOverload.{_name}")
@@ -162,7 +164,7 @@ pytree: Any = _find("torch.utils._pytree")
 all_reduce: Callable[[Tensor, str, Any], Tensor] = _find(
     "torch.distributed._functional_collectives.all_reduce"
 )
-# 1 where two elements of a tensor are one in memory, as in what was expanded
+# 1 if two elements of a tensor share memory, as in an expanded tensor
 overlap_within: Callable[[Tensor], int] = _find("torch._debug_has_internal_overlap")
 storage_uses: Callable[[int], int] = _find("torch._C._storage_Use_Count")
 object_device: Callable[[Any], str] = _find(
@@ -176,7 +178,7 @@ AsyncTensor: Any = _find("torch.distributed._functional_collectives.AsyncCollect
 
 
 def arrived(tensor: Tensor) -> Tensor:
-    """A tensor that a collective may still be filling, once it is there."""
+    """Return a tensor once the collective that fills it is done."""
     found: Tensor = tensor.wait() if isinstance(tensor, AsyncTensor) else tensor
     return found
 
@@ -194,22 +196,22 @@ STORES = ("_parameters", "_buffers", "_modules")
 
 
 def stores(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Where a module keeps its own parameters, and where its buffers."""
+    """Return the dicts of a module's own parameters and of its own buffers."""
     return module._parameters, module._buffers
 
 
 def children(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Where a module keeps its own modules."""
+    """Return the dict of a module's own modules."""
     return module._modules
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether anything runs before or after a module's forward."""
+    """Return True if a hook runs before or after a module's forward."""
     return bool(module._forward_pre_hooks or module._forward_hooks)
 
 
 def hook_dicts(module: nn.Module) -> list[dict[int, Any]]:
-    """All dicts in which a module keeps hooks, and more about them."""
+    """Return all dicts in which a module keeps hooks and data about them."""
     return [held for key, held in vars(module).items() if "_hooks" in key and held is not None]
 
 
@@ -217,14 +219,14 @@ _with_kwargs: dict[int, bool] = _find("torch.nn.modules.module._global_forward_h
 
 
 def remove_global_hook(handle: Any) -> None:
-    """Remove a hook on every module, and its entry that `handle.remove()` leaves in torch: with one
-    torch.compile takes hooks to be there.
+    """Remove a hook on every module, and the entry that `handle.remove()` leaves in torch, from
+    which torch.compile concludes that hooks exist.
     """
     handle.remove()
     _with_kwargs.pop(handle.id, None)
 
 
-# Attributes of every module that are known by other ways, or that a forward does not use.
+# Attributes of every module that are handled elsewhere, or that a forward does not use.
 NOT_FOR_FORWARD = frozenset(
     {
         "_parameters",
@@ -240,7 +242,7 @@ _ParametrizedSpectralNorm: Any = _find("torch.nn.utils.parametrizations._Spectra
 
 
 def is_spectral_norm(module: nn.Module) -> bool:
-    """Whether a module has or is a spectral norm, of the older or the newer kind."""
+    """Return True if a module has or is a spectral norm, of the older or the newer kind."""
     return isinstance(module, _ParametrizedSpectralNorm) or any(
         isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values()
     )
@@ -252,7 +254,7 @@ base: Callable[[Tensor], Tensor | None] = _find("torch.Tensor._base").__get__
 version: Callable[[Tensor], int] = _find("torch.Tensor._version").__get__
 indices: Callable[[Tensor], Tensor] = _find("torch.Tensor._indices")  # sparse, coalesced or not
 values: Callable[[Tensor], Tensor] = _find("torch.Tensor._values")
-# Of a tensor, off its graph: a leaf of the class, which requires a gradient where that is asked.
+# Makes a leaf of the class from a tensor, off its graph; it can require a gradient.
 make_subclass: Callable[..., Any] = _find("torch.Tensor._make_subclass")
 flatten_dense: Callable[[list[Tensor]], Tensor] = _find("torch._utils._flatten_dense_tensors")
 unflatten_dense: Callable[[Tensor, list[Tensor]], tuple[Tensor, ...]] = _find(
@@ -265,12 +267,12 @@ _find("torch.Tensor._post_accumulate_grad_hooks")
 
 
 def gradient_hooks(tensor: Tensor) -> tuple[Callable[[Tensor], Any], ...]:
-    """What `register_hook` hung on a tensor."""
+    """Return the hooks that `register_hook` added to a tensor."""
     return tuple((tensor._backward_hooks or {}).values())
 
 
 def has_accumulated_hooks(tensor: Tensor) -> bool:
-    """Whether `register_post_accumulate_grad_hook` hung anything on it."""
+    """Return True if a tensor has a hook from `register_post_accumulate_grad_hook`."""
     return bool(tensor._post_accumulate_grad_hooks)
 
 
@@ -278,8 +280,8 @@ _TensorGuards: Any = _find("torch._C._dynamo.guards.TensorGuards")
 
 
 def metadata_guard(*tensors: Tensor) -> Callable[..., bool]:
-    """Of strided tensors that are not nested: whether others have their classes, dtypes, devices,
-    shapes, strides, and what else torch's dispatcher goes by.
+    """Return a function that is True for tensors with the classes, dtypes, devices, shapes, strides
+    and dispatch keys of these, which must be strided and not nested.
     """
     dims: dict[str, Any] = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
     same: Callable[..., bool] = _TensorGuards(*tensors, **dims).check
@@ -296,7 +298,7 @@ listops: Any = SimpleNamespace(**{op: _find(f"torch._foreach_{op}") for op in _F
 
 
 def clone_by_two(tensors: list[Tensor]) -> Sequence[Tensor]:
-    """In torch 2.11, which has no such list operation: memory from one, values from another."""
+    """Clone a list in torch 2.11, which lacks `_foreach_clone`, by a multiplication and a copy."""
     copies: Sequence[Tensor] = listops.mul(tensors, True)
     listops.copy_(copies, tensors)
     return copies
@@ -314,15 +316,15 @@ _ADD |= {"nesterov": False, "maximize": False, "is_first_step": False}
 def masked_add_(
     targets: list[Tensor], news: list[Tensor], factor: float | Tensor, bad: Tensor | None
 ) -> None:
-    """`target += new * factor` in one pass, left out where `bad`, a flag in float32.
+    """Add `new * factor` to each target in one pass, unless `bad`, a float32 flag, is 1.
 
-    The one list kernel that can leave NaN behind.
+    This is the only list kernel that can leave out NaN.
     """
     fused.sgd_(targets, news, [], lr=-factor, found_inf=bad, **_ADD)
 
 
 def _check_masked_add() -> None:
-    # A kernel that stopped heeding the flag, or read it the other way, would be wrong in silence.
+    # A kernel that ignores the flag, or inverts it, would be wrong silently.
     with without_modes(), torch.no_grad():
         for flag, new, expected in ((1.0, float("nan"), 1.0), (0.0, 2.0, 5.0)):
             row = torch.tensor([[1.0], [new], [flag]], dtype=torch.float32, device="cpu")
@@ -333,17 +335,19 @@ def _check_masked_add() -> None:
                 raise _refused(f"that torch._fused_sgd_ makes {what}")
 
 
-if not (torch.compiler.is_compiling() or transforms_active()):  # where nothing is to be read
+if not (torch.compiler.is_compiling() or transforms_active()):  # the check reads values
     _check_masked_add()
 
 
 # ---- optimizers ----------------------------------------------------------------------------------
 
-VALUE = "_get_value"  # by which torch's formulas read step counts,
-DEVICES = "_get_capturable_supported_devices"  # and where not: copies give both another meaning
+# torch's formulas read step counts by the first, except on the devices in the second. Copies of the
+# formulas replace both.
+VALUE = "_get_value"
+DEVICES = "_get_capturable_supported_devices"
 _WARNED = "_warned_capturable_if_run_uncaptured"
-SILENT = {_WARNED: True}  # on an optimizer that was never constructed, which would warn otherwise
-MADE_BY = ("step", "_init_group")  # the methods of a class that make its steps and its state
+SILENT = {_WARNED: True}  # without it an optimizer that was never constructed warns
+MADE_BY = ("step", "_init_group")  # the methods that make its steps and its state
 group_alike: Any = _find("torch.optim.Optimizer._group_tensors_by_device_and_dtype")
 
 _LOOKED_UP = {
@@ -364,21 +368,21 @@ _LOOKED_UP = {
 
 
 class Formula(NamedTuple):
-    """The functions that make a step of a class of torch.optim: each calls the next by its name."""
+    """The functions that make a step of a class of torch.optim. Each calls the next by name."""
 
     step: Any
     functional: Any
     single: Any
-    lists: Any  # as `single`, over lists of tensors; None where torch has no such thing
+    lists: Any  # like `single`, over lists of tensors; None if torch has none
 
     @property
     def names(self) -> tuple[str, str]:
-        """By which `step` calls `functional`, and that `single`."""
+        """The names by which `step` calls `functional`, and `functional` calls `single`."""
         return self.functional.__name__, self.single.__name__
 
 
 def formula_of(cls: Any) -> Formula | None:
-    """The formula of `cls`; None for a class that is not built like those of torch.optim."""
+    """Return the formula of `cls`; None for a class that is not built like those of torch.optim."""
     step: Any = inspect.unwrap(cls.step)
     module = step.__globals__
     name = module.get("__name__", "").rpartition(".")[2].lstrip("_")
@@ -390,13 +394,13 @@ def formula_of(cls: Any) -> Formula | None:
 
 
 def new_state(optimizer: Any) -> None:
-    """Make the state of the first group's parameters, which have gradients, as a step does."""
+    """Create the state of the first group's parameters, which have gradients, like a step."""
     lists = len(inspect.signature(optimizer._init_group).parameters) - 1
     optimizer._init_group(optimizer.param_groups[0], *([] for _ in range(lists)))
 
 
 def _check_formulas() -> None:
-    # A copy that looks up a name elsewhere goes on reading where torch calls it by another.
+    # If torch renames a function, a copy that replaces the old name would read values again.
     for name, looked_up in _LOOKED_UP.items():
         formula = formula_of(_find(f"torch.optim.{name}"))
         if formula is None:

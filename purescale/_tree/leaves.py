@@ -1,6 +1,4 @@
-"""What a leaf may be: a parameter, a gradient, a constant; and leaves as dense, real, local
-tensors.
-"""
+"""Checks on leaves (parameters, gradients, constants), and leaves as dense, real, local tensors."""
 
 from __future__ import annotations
 
@@ -27,12 +25,12 @@ _dtype, _layout = operator.attrgetter("dtype"), operator.attrgetter("layout")
 _is_nested, _grad_fn = operator.attrgetter("is_nested"), operator.attrgetter("grad_fn")
 
 
-# ---- what one look shows -------------------------------------------------------------------------
+# ---- checks of whole lists -----------------------------------------------------------------------
 
 
 def are_dense_real(leaves: Sequence[Any]) -> bool:
-    """Whether one look shows that each leaf is a dense, real tensor of torch's own types, with
-    nothing lazy about it. A leaf that is not is looked at by itself.
+    """Return True if each leaf is a dense, real tensor of torch's own types, without lazy negation.
+    This is one fast check of the whole list; other leaves are checked one by one.
     """
     if torch.compiler.is_dynamo_compiling():  # which cannot follow the maps below
         return all(
@@ -54,7 +52,7 @@ def are_dense_real(leaves: Sequence[Any]) -> bool:
 
 
 def are_dense_off_graph(leaves: Sequence[Any]) -> bool:
-    """`are_dense_real`, off every graph, and made outside of inference mode."""
+    """Return True if `are_dense_real`, off every graph, and made outside of inference mode."""
     return (
         not torch.compiler.is_dynamo_compiling()
         and are_dense_real(leaves)
@@ -64,17 +62,21 @@ def are_dense_off_graph(leaves: Sequence[Any]) -> bool:
 
 
 def lookup(leaves: list[Any]) -> tuple[list[Any], bool]:
-    """The leaves and whether they are ordinary, from memory where it knows such leaves."""
+    """Return the leaves, with cached metadata if possible, and whether they are dense and off
+    graph.
+    """
     return metadata_cache.lookup(leaves, are_dense_off_graph)
 
 
 def are_real(leaves: Sequence[Any]) -> bool:
-    """Whether tensors hold real numbers of the dtypes that a parameter may have."""
+    """Return True if the tensors hold real numbers in dtypes that a parameter may have."""
     return cached("real", lambda: {leaf.dtype for leaf in leaves} <= _REAL, leaves)
 
 
 def versions(tensors: Collection[Tensor]) -> list[int]:
-    """How often each was written into, of which torch keeps no count under inference_mode."""
+    """Return the number of in-place writes to each tensor; torch does not count them for inference
+    tensors.
+    """
     try:
         return list(map(private.version, tensors))
     except RuntimeError:
@@ -85,7 +87,7 @@ def versions(tensors: Collection[Tensor]) -> list[int]:
 
 
 def unusual(leaves: Sequence[Any]) -> list[tuple[int, Any]]:
-    """The leaves that need a check of their own, with their indices."""
+    """Return the leaves that need a check of their own, with their indices."""
     if are_dense_real(leaves) and are_real(leaves):
         return []
     return [
@@ -102,8 +104,8 @@ def unusual(leaves: Sequence[Any]) -> list[tuple[int, Any]]:
 
 
 def unsupported_reason(leaf: Tensor, *, sparse: bool = False) -> str:
-    """Why a tensor is not supported, and the fix; "" if it is. `sparse`: COO tensors are supported,
-    as they are made dense.
+    """Return why a tensor is not supported, and the fix; "" if it is supported. With `sparse`, COO
+    tensors are supported, since they are made dense.
     """
     if leaf.is_nested:
         return (
@@ -124,12 +126,11 @@ def unsupported_reason(leaf: Tensor, *, sparse: bool = False) -> str:
 
 
 def check_leaf(leaf: Any, at: str, what: str) -> None:
-    """Refuse what cannot be a `what`, "gradient" or "parameter"; `at` is its path."""
+    """Refuse a leaf that cannot be a `what`, "gradient" or "parameter". `at` is its path."""
     if not isinstance(leaf, Tensor):
         raise TypeError(
             f"{at} is {type(leaf).__name__} {leaf!r}; every {what} must be a tensor or None. "
-            "Fix: put tensors into the tree; containers may be dict, list, tuple and NamedTuple, "
-            "no others."
+            "Fix: put tensors into the tree; containers are dict, list, tuple and NamedTuple."
         )
     if not (leaf.is_floating_point() or leaf.is_complex()):
         raise TypeError(
@@ -142,7 +143,7 @@ def check_leaf(leaf: Any, at: str, what: str) -> None:
 
 
 def elsewhere(device: torch.device) -> str:
-    """Why a leaf may be on another device than the rest, and the fix."""
+    """Return why a leaf may be on another device than the rest, and the fix."""
     if device.type == "meta":
         return (
             "A tensor on meta has no values. Likely cause: a model without weights. Fix: "
@@ -157,17 +158,15 @@ def elsewhere(device: torch.device) -> str:
 class Normalized(NamedTuple):
     """Leaves as dense, real, strided tensors of this rank, without `None`.
 
-    A DTensor is its local shard, a complex tensor its two reals, a sparse COO tensor dense.
+    A DTensor becomes its local shard, a complex tensor a view as reals, a sparse COO tensor dense.
     """
 
     tensors: list[Tensor]
     originals: Sequence[Any]  # the leaves, with None; a partial DTensor is reduced
-    dense_real: bool  # whether the leaves are the tensors
+    dense_real: bool  # True if the tensors are the leaves themselves
 
     def restore(self, results: Sequence[Tensor]) -> list[Any]:
-        """Results computed from each tensor in the form of its leaf: complex, a DTensor, and None
-        for None.
-        """
+        """Return the results in the form of their leaves: complex, a DTensor, or None for None."""
         if self.dense_real:
             return list(results)
         found = iter(results)
@@ -180,7 +179,7 @@ class Normalized(NamedTuple):
 
 
 def normalize(leaves: Sequence[Any]) -> Normalized:
-    """Checked leaves as dense, real, strided tensors."""
+    """Return checked leaves as dense, real, strided tensors."""
     if are_dense_real(leaves):
         return Normalized(list(leaves), leaves, dense_real=True)
     given = [dtensor.reduce_partial(leaf) for leaf in leaves]
@@ -197,8 +196,8 @@ def dense_real(leaf: Tensor) -> Tensor:
 
 
 def dense(leaf: Tensor) -> Tensor:
-    """A sparse tensor as a dense one. Duplicate rows are summed at least in float32, as in half
-    precision their sum may overflow.
+    """Return a sparse tensor as a dense one. Duplicate rows are summed at least in float32, because
+    a sum in half precision may overflow.
     """
     if leaf.layout is torch.strided:
         return leaf
@@ -207,8 +206,8 @@ def dense(leaf: Tensor) -> Tensor:
 
 
 def stored_values(leaf: Tensor) -> Tensor:
-    """The values that a leaf stores, as reals: of a sparse leaf its summed values, of a complex
-    leaf both parts.
+    """Return the values that a leaf stores, as reals: the summed values of a sparse leaf, both
+    parts of a complex leaf.
     """
     return dense_real(leaf.coalesce().values() if leaf.layout is torch.sparse_coo else leaf)
 
@@ -224,7 +223,7 @@ def _restored(leaf: Tensor, result: Tensor) -> Tensor:
 
 
 def mismatch_reason(gradient: Tensor, weight: Tensor) -> str:
-    """Why a gradient does not fit a parameter; "" if it does."""
+    """Return why a gradient does not fit a parameter; "" if it does."""
     if gradient.shape != weight.shape:
         return f"shape {tuple(gradient.shape)}, its parameter {tuple(weight.shape)}"
     if gradient.device != weight.device:
@@ -235,8 +234,8 @@ def mismatch_reason(gradient: Tensor, weight: Tensor) -> str:
 
 
 def is_constant(leaf: Any) -> bool:
-    """Whether a leaf is no dense tensor: no step changes it, and it must come back as the same
-    object.
+    """Return True if a leaf is not a dense tensor. Steps do not change it, and it must come back as
+    the same object.
     """
     return (
         not isinstance(leaf, Tensor)
@@ -247,7 +246,9 @@ def is_constant(leaf: Any) -> bool:
 
 
 def same_metadata(a: Any, b: Any) -> bool:
-    """Whether two leaves agree in all but values; constants must be the same object or equal."""
+    """Return True if two leaves differ at most in values. Constants must be equal or the same
+    object.
+    """
     if is_constant(a) or is_constant(b):
         if isinstance(a, Tensor) or isinstance(b, Tensor):
             return a is b
@@ -261,8 +262,8 @@ def same_metadata(a: Any, b: Any) -> bool:
 
 
 def are_equal_constants(a: Any, b: Any) -> bool:
-    """Whether two constants that are no tensors are the same; arrays, which have no one answer,
-    only where they are one object.
+    """Return True if two constants that are not tensors are equal. Arrays, whose comparison is not
+    a single bool, must be the same object.
     """
     try:
         return a is b or (type(a) is type(b) and bool(a == b))
@@ -271,14 +272,14 @@ def are_equal_constants(a: Any, b: Any) -> bool:
 
 
 def mismatch_error(a: Any, b: Any, at: str, other: str, reason: str) -> Exception:
-    """The error for two leaves without `same_metadata`: `a` at path `at`, `b` in `other`."""
+    """Return the error for `a` at path `at` and `b` in `other`, which fail `same_metadata`."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if is_constant(a) or is_constant(b):
             kinds = sorted({_kind(x) for x in (a, b) if is_constant(x)})
             return TypeError(
-                f"{at} is {' and '.join(kinds)}, and another tensor in {other}. No step changes "
-                "such a tensor: it must come back as the same object. Fix: return what was given, "
-                "or keep it dense, `.to_dense()` or `.dequantize()`."
+                f"{at} is {' and '.join(kinds)}, and another tensor in {other}. Steps do not "
+                "change such a tensor: it must come back as the same object. Fix: return what was "
+                "given, or make it dense, `.to_dense()` or `.dequantize()`."
             )
         if cause := dtensor.placement_mismatch(a, b):
             return TypeError(f"{at} {cause}")

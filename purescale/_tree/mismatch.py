@@ -1,4 +1,4 @@
-"""The differences between a state dict and the expected one, as an error message."""
+"""Error messages for the differences between a state dict and the expected one."""
 
 from __future__ import annotations
 
@@ -18,23 +18,21 @@ class _Difference(NamedTuple):
     detail: str
 
 
-# by the field of a state that differs; the first that is found is named
+# The likely cause by the field of a state that differs. The first match is named.
 _CAUSES = {
     "params": "another model",
     "buffers": "another model",
     "opt_state": "another optimizer, or other settings of it,",
     "scaler": "another rule",
-    "guard": "another guard, or none where the other has one,",
+    "guard": "another guard, or none,",
 }
 
-# counts, int32, that a later version added to a state
+# int32 counts that a later version added to a state.
 _ADDED = {"consecutive_rejections", "consecutive_zeros"}
 
 
 def check_equal(name: str, d: Any, expected: dict[str, Any]) -> None:
-    """Refuse a `d` without the keys, shapes and dtypes of `expected`, listing all paths in which
-    the two differ.
-    """
+    """Refuse a `d` whose keys, shapes or dtypes differ from `expected`, listing all such paths."""
     differences = list(_differences((), d, expected))
     if not differences:
         return
@@ -60,7 +58,7 @@ def check_equal(name: str, d: Any, expected: dict[str, Any]) -> None:
 
 
 def _with_zeros(name: str, missing: list[_Difference], expected: Any) -> str:
-    """Code that loads `name` with what is missing."""
+    """Return code that loads `name` with zeros for the missing counts."""
     lines = [] if name == "d" else [f"d = {name}"]
     for difference in missing:
         node = expected
@@ -72,8 +70,8 @@ def _with_zeros(name: str, missing: list[_Difference], expected: Any) -> str:
 
 
 def _differences(keys: tuple[Any, ...], got: Any, expected: Any) -> Iterator[_Difference]:
-    """All differences. Only paths of `expected` are followed: a dict from a file may contain
-    itself.
+    """Yield all differences. Only paths of `expected` are followed, because a dict from a file may
+    contain itself.
     """
     if isinstance(got, Mapping) and isinstance(expected, dict):
         for key, child in expected.items():
@@ -92,11 +90,11 @@ def _differences(keys: tuple[Any, ...], got: Any, expected: Any) -> Iterator[_Di
 
 
 def _grouped(name: str, differences: list[_Difference]) -> list[str]:
-    """A text for each difference. Of more than three in one field, such as `exp_avg` of every
-    parameter, only the first and their number.
+    """Return a text for each difference. If more than three are in one field, such as `exp_avg` of
+    every parameter, only the first and the number of the others are given.
     """
     groups: dict[Any, list[_Difference]] = {}
-    # By all keys but the name of a parameter, which is the last or the one before.
+    # Groups ignore the name of a parameter, which is the last key or the one before.
     for difference in differences:
         groups.setdefault((difference.keys[:-2], difference.keys[-1:]), []).append(difference)
     for field, group in list(groups.items()):
@@ -119,8 +117,8 @@ def _code(name: str, keys: tuple[Any, ...]) -> str:
 
 
 def kind_of(value: Any) -> str:
-    """Dtype, shape, layout and placements of a tensor. Of any other object the type: its repr may
-    be endless, or raise.
+    """Return dtype, shape, layout and placements of a tensor, or the type of another object, whose
+    repr may be endless or raise.
     """
     if not isinstance(value, Tensor):
         return type(value).__name__

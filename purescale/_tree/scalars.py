@@ -1,4 +1,4 @@
-"""Checks of what comes from the host: settings, weights, counts, entries of state dicts."""
+"""Checks of host values: settings, weights, counts, entries of state dicts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 
 
 def as_float(value: Any) -> float | None:
-    """A real number of any type as a float, inf beyond the range of float; `None` for anything
-    else, such as a bool or a tensor.
+    """Return a real number of any type as a float, inf beyond its range; None for anything else,
+    such as a bool or a tensor.
     """
     if type(value) is float:
         return value
@@ -28,7 +28,7 @@ def as_float(value: Any) -> float | None:
 
 
 def real(name: str, value: Any) -> float:
-    """`value` as a float."""
+    """Return `value` as a float."""
     number = as_float(value)
     if number is None:
         raise _no_number(name, value, float)
@@ -36,14 +36,14 @@ def real(name: str, value: Any) -> float:
 
 
 def is_whole(value: Any) -> bool:
-    """Whether it is a whole number, of any type that is one; a bool is none."""
+    """Return True for a whole number of any type, except bool."""
     if type(value) is int:
         return True
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def whole(name: str, value: Any, least: int = 0, most: int | None = 2**31 - 1) -> int:
-    """`value` as an int from `least` to `most`."""
+    """Return `value` as an int from `least` to `most`."""
     plain = _plain(value)
     if not is_whole(plain):
         raise _no_number(name, value, int)
@@ -59,24 +59,24 @@ def whole(name: str, value: Any, least: int = 0, most: int | None = 2**31 - 1) -
 
 
 def positive(name: str, value: Any) -> float:
-    """`value` as a float, if it is positive and finite in float32."""
+    """Return `value` as a float, if it is positive and finite in float32."""
     number = real(name, value)
     if not is_positive_float32(number):
         raise ValueError(
             f"{name} must be positive and finite in float32, got {short_repr(value)}. Fix: a "
-            f"power of two, as {name}=2.0."
+            f"power of two, such as {name}=2.0."
         )
     return number
 
 
 def is_positive_float32(number: float) -> bool:
-    """Whether `number` can be a loss scale; NaN and inf cannot."""
+    """Return True if `number` can be a loss scale; NaN and inf cannot."""
     return 2.0**-149 <= number <= torch.finfo(torch.float32).max
 
 
 def power_of_two(name: str, value: Any) -> float:
-    """`value` as a float, if it is a power of two in the range of float32, which changes no bit of
-    a mantissa.
+    """Return `value` as a float, if it is a power of two in the range of float32, which keeps all
+    bits of a mantissa.
     """
     number = real(name, value)
     exact = math.isfinite(number) and number > 0 and math.frexp(number)[0] == 0.5
@@ -95,15 +95,15 @@ def power_of_two(name: str, value: Any) -> float:
 
 
 def normalize_fields(rule: Any, check: Callable[[str, Any], Any], *names: str) -> None:
-    """Store fields of a frozen dataclass as `check` returns them, so that equal settings of other
-    types make equal objects.
+    """Replace fields of a frozen dataclass by the result of `check`, so that equal settings of
+    different types make equal objects.
     """
     for name in names:
         object.__setattr__(rule, name, check(name, getattr(rule, name)))
 
 
 def bound(name: str, value: Any) -> float | Tensor:
-    """`value` as a float above 0; or a 0-d tensor, which is not read."""
+    """Return `value` as a float above 0, or a 0-d tensor, which is not read."""
     if isinstance(value, Tensor):
         if value.ndim:
             raise ValueError(
@@ -126,7 +126,7 @@ def bound(name: str, value: Any) -> float | Tensor:
 
 
 def _plain(value: Any) -> Any:
-    """The 0-d arrays of jax and numpy as Python numbers."""
+    """Return 0-d arrays of jax and numpy as Python numbers."""
     if type(value) in (float, int) or isinstance(value, Tensor):
         return value
     return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
@@ -151,7 +151,7 @@ def _no_number(name: str, value: Any, kind: type[int] | type[float]) -> TypeErro
 
 
 def not_made(value: Any, *methods: str) -> str:
-    """What `value` is where it is a class, or lacks one of these methods; "" where it will do."""
+    """Return a description of `value` if it is a class or lacks one of these methods, else ""."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     will_do = all([callable(getattr(value, name, None)) for name in methods])
@@ -159,7 +159,9 @@ def not_made(value: Any, *methods: str) -> str:
 
 
 def short_repr(value: Any, limit: int = 80) -> str:
-    """`repr(value)` for an error message; Python raises for that of an int of 5000 digits."""
+    """Return `repr(value)`, shortened for an error message. Python cannot print an int of 5000
+    digits.
+    """
     try:
         text = repr(value)
     except ValueError:

@@ -20,19 +20,28 @@ def select(found_inf: Tensor | bool, old: Tree, new: Tree) -> Tree:
     """Equal to `tree_map(lambda o, n: torch.where(found_inf, o, n), old, new)`: `old` if the step
     is bad, else `new`.
 
-    For anything of your own that a skipped step must not change: an EMA of the weights, buffers, a
-    schedule's state. It selects and never multiplies, so a NaN in `new` cannot leak
+    It is for anything of your own that a skipped step must not change: an EMA of the weights,
+    buffers, a schedule's state. It selects and never multiplies, so a NaN in `new` cannot leak
     through (`0 * nan` is `nan`).
 
-    Shapes and dtypes: `found_inf` is 0-d bool, True = bad. The leaves of `old` and `new` agree in
-    shape and dtype. A leaf that is no dense tensor, such as a sparse one, must be the same object
-    in both and is returned. The result shares no memory with either tree.
+    Args:
+        found_inf: A bool or a 0-d bool tensor, True = bad.
+        old: The tree before the step.
+        new: A tree of the same structure, shapes and dtypes. A tensor that is not dense must
+            be the same object in both, and a leaf that is not a tensor must be equal.
 
-    Raises `ValueError` when the trees differ in structure or two leaves in shape or dtype.
+    Returns:
+        A tree in fresh memory.
 
-    >>> import torch
-    >>> select(torch.tensor(True), {"ema": torch.tensor(1.0)}, {"ema": torch.tensor(float("nan"))})
-    {'ema': tensor(1.)}
+    Raises:
+        ValueError: If the trees differ in structure, shapes or dtypes.
+        TypeError: If a tensor that is not dense is another object in `new`.
+
+    Example:
+        >>> import torch
+        >>> old, new = {"ema": torch.tensor(1.0)}, {"ema": torch.tensor(float("nan"))}
+        >>> select(torch.tensor(True), old, new)
+        {'ema': tensor(1.)}
 
     Source of the rule: `select_tree` of jmp.
     """
@@ -47,8 +56,8 @@ def where(
     donate: bool = False,
     read_only: Sequence[Tensor] = (),
 ) -> Tree:
-    """`select` that may write its result into the tensors of `old`, unless they share memory with
-    `read_only`.
+    """Select like `select`, and if `donate`, write the result into the tensors of `old`, unless
+    they share memory with `read_only`.
     """
     leaves, others, structure = tree.matching_leaves(old, new, "old", "new")
     return structure.unflatten(choose(skip, leaves, others, donate=donate, read_only=read_only))
@@ -62,12 +71,12 @@ def choose(
     donate: bool = False,
     read_only: Sequence[Tensor] = (),
 ) -> Leaves:
-    """`where` over two matching lists of leaves. If the host knows `skip`, one list is copied."""
+    """Select like `where` from two matching lists. If the host knows `skip`, it copies one list."""
     indices = [index for index, leaf in enumerate(old) if not is_constant(leaf)]
     before = [dtensor.shard(old[index]) for index in indices]
     after = [dtensor.shard(new[index]) for index in indices]
     graph = traced() or is_on_a_graph([*before, *after])
-    if not graph:  # so that a leaf that requires grad may be written into
+    if not graph:  # torch refuses in-place writes to a leaf that requires grad
         before = [leaf.detach() if leaf.requires_grad else leaf for leaf in before]
     if isinstance(skip, Tensor) and not graph and host_can_read([tree.flag(skip)], before):
         skip = bool(skip)
@@ -85,7 +94,7 @@ def choose(
 
 
 def write_over(old: Tree, new: Tree, read_only: Sequence[Tensor]) -> Tree:
-    """`new`, written into the donated tensors of `old` that share no memory with `read_only`: a
+    """Write `new` into the donated tensors of `old`, unless they share memory with `read_only`: a
     captured step is replayed over the memory that it was captured with.
     """
     leaves, others, structure = tree.matching_leaves(old, new, "old", "new")
@@ -97,7 +106,7 @@ def write_over(old: Tree, new: Tree, read_only: Sequence[Tensor]) -> Tree:
 
 
 def copies(leaves: Leaves) -> Leaves:
-    """Each leaf detached and in fresh memory; constants as they are."""
+    """Return each leaf detached and in fresh memory. Constants are not copied."""
     if are_dense_real(leaves):
         return foreach.clone(leaves)
     return [leaf if is_constant(leaf) else leaf.detach().clone() for leaf in leaves]

@@ -1,4 +1,4 @@
-"""Stacking of states, one member of a stack, and exponential moving averages of trees."""
+"""Stacked states for vmap, one member of a stack, and exponential moving averages of trees."""
 
 from __future__ import annotations
 
@@ -16,22 +16,28 @@ from .._tree.tree import Leaves, Tree
 
 
 def stack_states(states: Iterable[Tree]) -> Tree:
-    """Equal to `tree_map(lambda *leaves: torch.stack(leaves), *states)`: one tree, each tensor with
-    one dimension more in front, [len(states), ...].
+    """Equal to `tree_map(lambda *leaves: torch.stack(leaves), *states)`: one tree, whose tensors
+    have one more dimension in front, [len(states), ...].
 
-    `states`: trees of one structure, such as TrainState, the state of an optimizer or a rule, or
-    parameters; leaf by leaf of one shape, dtype and device. `None` stays `None`; a leaf that is no
-    tensor must be equal in all states. The result is for `torch.vmap` over a step; `member` picks
-    one state of it. It is in fresh memory, on the graph of its arguments.
+    The result is for `torch.vmap` over a step; `member` picks one state of it.
 
-    Raises `ValueError`, naming the leaf, for states that differ in more than values, and for an
-    empty list; `TypeError` for one state in place of a list.
+    Args:
+        states: Trees of one structure, such as TrainState, the state of an optimizer or a rule, or
+            parameters. Tensors must agree in shape, dtype and device, other leaves must be equal.
 
-    >>> import torch
-    >>> from purescale import DynamicScale
-    >>> rules = DynamicScale(init_scale=8.0), DynamicScale(init_scale=2.0)
-    >>> stack_states([rule.init() for rule in rules]).scale
-    tensor([8., 2.])
+    Returns:
+        A tree in fresh memory, on the graph of its arguments. `None` stays `None`.
+
+    Raises:
+        ValueError: If the list is empty, or, naming the leaf, if states differ in more than values.
+        TypeError: If one state is given in place of a list.
+
+    Example:
+        >>> import torch
+        >>> from purescale import DynamicScale
+        >>> rules = DynamicScale(init_scale=8.0), DynamicScale(init_scale=2.0)
+        >>> stack_states([rule.init() for rule in rules]).scale
+        tensor([8., 2.])
 
     Source of the form: torch.func.stack_module_state, which takes modules.
     """
@@ -50,7 +56,7 @@ def stack_states(states: Iterable[Tree]) -> Tree:
 
 
 def stacked(name: str, trees: list[Tree], cause: str) -> Tree:
-    """The trees as one. `cause` ends the error message for trees that differ."""
+    """Stack the trees. `cause` ends the error message for trees that differ."""
     if not trees:
         raise ValueError(
             f"{name} is an empty list; expected at least one to stack. Fix: `[state]`."
@@ -87,21 +93,28 @@ def _kind(leaf: Any) -> str:
 
 
 def member(states: Tree, i: int | Tensor) -> Tree:
-    """Equal to `tree_map(lambda leaf: leaf[i].clone(), states)`: one of the states in what
-    `stack_states` returned, in fresh memory.
+    """Equal to `tree_map(lambda leaf: leaf[i].clone(), states)`: one of the states in the result of
+    `stack_states`, in fresh memory.
 
-    `i`: a whole number, negative from the end, or a 0-d integer tensor, which is not read: out of
-    range it does what torch's indexing does. `None` and leaves that are no tensors stay as they
-    are.
+    Args:
+        states: A stacked tree. `None` and leaves that are not tensors are returned as they are.
+        i: A whole number, negative from the end, or a 0-d integer tensor. A tensor is not read and
+            not checked for range.
 
-    Raises `ValueError`, naming the leaf, for a tensor without a first dimension or with one of
-    another size, `IndexError` for an `i` out of range, `TypeError` for one that is no whole
-    number.
+    Returns:
+        One state.
 
-    >>> import torch
-    >>> states = stack_states([{"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([3.0, 4.0])}])
-    >>> member(states, 1)
-    {'w': tensor([3., 4.])}
+    Raises:
+        ValueError: If, naming the leaf, a tensor has no first dimension, or one of another size.
+        IndexError: If a number `i` is out of range.
+        TypeError: If `i` is not a whole number.
+
+    Example:
+        >>> import torch
+        >>> weights = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
+        >>> states = stack_states([{"w": w} for w in weights])
+        >>> member(states, 1)
+        {'w': tensor([3., 4.])}
     """
     leaves, structure = _tree.flatten(states)
     size = _num_members(states, leaves)
@@ -150,23 +163,29 @@ def ema(old: Tree, new: Tree, decay: float | Tensor) -> Tree:
     """Equal to `tree_map(lambda o, n: decay * o + (1 - decay) * n, old, new)`: an exponential
     moving average, one step on.
 
-    `old`: the average, `new`: the latest value; trees of one structure, leaf by leaf of one shape
-    and device. Floating and complex leaves are averaged in at least float32 and returned in the
-    dtype of `old`; keep the average of half-precision weights in float32, as half precision rounds
-    away a change of 1/1000. Integer and bool leaves, and leaves that are no tensors, come from
-    `new`; `None` stays `None`. `decay`: from 0 (`new`) to 1 (`old`), a number or a 0-d tensor,
-    which is not read. Elements that are equal in `old` and `new` are so in the result, bit for bit.
-    In fresh memory; derivatives pass through.
+    It does not know which steps were skipped; to leave those out, use `select(info.found_inf,
+    average, ema(average, params, 0.99))`. Derivatives pass through. Elements that are equal in
+    `old` and `new` keep their bits.
 
-    It does not know which steps were skipped:
-    `select(info.found_inf, average, ema(average, params, 0.99))` leaves those out.
+    Args:
+        old: The average. Keep that of half-precision weights in float32, because half precision
+            rounds away a change of 1/1000.
+        new: The latest value, a tree of the same structure, shapes and devices.
+        decay: A number from 0 (`new`) to 1 (`old`), or a 0-d tensor, which is not read.
 
-    Raises `ValueError`, naming the leaf, for trees that do not match, and for a `decay` outside of
-    [0, 1]; `TypeError` for one that is no number.
+    Returns:
+        A tree in fresh memory. Floating and complex leaves are averaged in at least float32 and
+        have
+        the dtype of `old`; other leaves come from `new`.
 
-    >>> import torch
-    >>> ema({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([3.0, 2.0])}, decay=0.75)
-    {'w': tensor([1.5000, 2.0000])}
+    Raises:
+        ValueError: If, naming the leaf, the trees do not match, or `decay` is outside of [0, 1].
+        TypeError: If `decay` is not a number.
+
+    Example:
+        >>> import torch
+        >>> ema({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([3.0, 2.0])}, decay=0.75)
+        {'w': tensor([1.5000, 2.0000])}
 
     Source of the rule: torch.optim.swa_utils.get_ema_multi_avg_fn, which writes into the average.
     """
@@ -206,7 +225,7 @@ def _is_averaged(leaf: Any) -> bool:
 
 
 def _no_average_reason(a: Any, b: Any) -> str:
-    """Why two leaves have no average; "" if they have one."""
+    """Return why two leaves have no average; "" if they have one."""
     if isinstance(a, Tensor) is not isinstance(b, Tensor):
         return "only one of them is a tensor"
     if not isinstance(a, Tensor):
@@ -227,9 +246,8 @@ def _averaged(a: Any, b: Any, decay: float | Tensor) -> Any:
     wide = torch.promote_types(wide_dtype(a.dtype), wide_dtype(b.dtype))
     share = 1 - (decay.to(wide) if isinstance(decay, Tensor) else decay)
     a_wide, b_wide = a.to(wide), b.to(wide)
-    # lerp returns equal elements unchanged; a sum of two products would round them. But of equal
-    # infinities, and of numbers whose difference overflows, it makes what is not finite, and of
-    # two -0.0 it makes 0.0.
+    # lerp keeps equal elements, which a sum of two products would round. But it gives NaN for equal
+    # infinities, is not finite if the difference overflows, and gives 0.0 for two -0.0.
     average = torch.lerp(a_wide, b_wide, share)
     products = a_wide * (1 - share) + b_wide * share
     return torch.where(average.isfinite() & (average != 0), average, products).to(a.dtype)

@@ -1,8 +1,7 @@
 """Pytrees of tensors: structure, names, matching of two trees. The only module that imports optree.
 
-A tree is any nesting of dict, list, tuple and NamedTuple. `None` is a leaf here and passes through
-every function. Dicts keep their key order: if outputs came back with sorted keys, a compiled step
-would be traced a second time.
+A tree is any nesting of dict, list, tuple and NamedTuple. `None` is a leaf and passes through every
+function. Dicts keep their key order: outputs with sorted keys would retrace a compiled step.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ _map = map  # the builtin, which `map` over trees shadows below
 Tree: TypeAlias = Any
 Leaves: TypeAlias = list[Any]
 
-# optree sorts dict keys by default; the state of a torch optimizer has the order of the parameters.
-# The setting applies to this namespace only.
+# optree sorts dict keys by default, but the state of a torch optimizer has the order of the
+# parameters. The setting applies to this namespace only.
 _OPTREE: dict[str, Any] = {"none_is_leaf": True, "namespace": "purescale"}
 _insertion_ordered = optree.dict_insertion_ordered(True, namespace="purescale")
 _insertion_ordered.__enter__()
 
-# A list that was looked at is a list still.
+# optree takes a CachedList for a leaf unless it is registered. It unflattens to a plain list.
 optree.register_pytree_node(
     CachedList, lambda leaves: (leaves, None), lambda _, leaves: list(leaves), namespace="purescale"
 )
@@ -42,10 +41,12 @@ optree.register_pytree_node(
 
 
 def flatten(tree: Tree) -> tuple[Leaves, Any]:
-    """The leaves and the structure, with its `.unflatten(leaves)` and `.flatten_up_to(other)`."""
+    """Return the leaves and the structure, which has `.unflatten(leaves)` and
+    `.flatten_up_to(other)`.
+    """
     if torch.compiler.is_dynamo_compiling():
         if _is_dict_of_leaves(tree):
-            return list(tree.values()), FlatDict(tuple(tree))  # which takes a compiler a tenth
+            return list(tree.values()), FlatDict(tuple(tree))  # compiles ten times as fast
         # Dynamo cannot trace optree through an empty dict, such as the buffers of a net without
         # BatchNorm.
         leaves, structure = private.pytree.tree_flatten(tree)
@@ -75,12 +76,12 @@ class FlatDict(NamedTuple):
 
 
 class Flat(NamedTuple):
-    """A tree, its leaves and its structure: flattened once, at the start of a step."""
+    """A tree with its leaves and structure, flattened once at the start of a step."""
 
     tree: Tree
     leaves: Leaves
     structure: Any
-    dense_off_graph: bool = False  # as `leaves.are_dense_off_graph` saw when it looked
+    dense_off_graph: bool = False  # the result of `leaves.are_dense_off_graph` at that time
 
 
 def flatten_once(tree: Tree) -> Flat:
@@ -90,7 +91,7 @@ def flatten_once(tree: Tree) -> Flat:
 
 
 def map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
-    """`fn` over the leaves of `tree` and of other trees of its structure; `None` stays `None`."""
+    """Map `fn` over the leaves of trees with the structure of `tree`; `None` stays `None`."""
     leaves, structure = flatten(tree)
     leaf_lists = [leaves, *(structure.flatten_up_to(other) for other in rest)]
     return structure.unflatten(
@@ -104,22 +105,22 @@ def tensors(tree: Tree) -> list[Tensor]:
 
 
 def are_tensors(leaves: Leaves) -> bool:
-    """Whether each leaf is a tensor of a plain type; a fast check of the whole list."""
+    """Return True if each leaf is a tensor of a plain type. A fast check of the whole list."""
     return set(_map(type, leaves)) <= PLAIN_TYPES
 
 
 def clone(tree: Tree) -> Tree:
-    """`tree` in fresh memory, detached; under a torch.func transform still on its graph."""
+    """Return `tree` in fresh memory, detached, but on its graph under a torch.func transform."""
     return map(lambda leaf: off_graph(leaf).clone() if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def off_graph(leaf: Tensor) -> Tensor:
-    """`leaf.detach()`; under torch.func `leaf`, as its derivatives must come through."""
+    """Return `leaf.detach()`, or `leaf` under torch.func, so that derivatives pass through."""
     return leaf if under_transform() else leaf.detach()
 
 
 def all_tensors(tree: Any) -> list[Tensor]:
-    """`tensors`, also of containers that only torch's pytree knows. Slower."""
+    """Like `tensors`, but also in containers that only torch's pytree knows. Slower."""
     leaves = flatten(tree)[0]
     if are_tensors(leaves):
         return leaves
@@ -127,9 +128,9 @@ def all_tensors(tree: Any) -> list[Tensor]:
 
 
 def detach_unaliased(leaves: Leaves, taken: Set[int | None] | None) -> Leaves:
-    """Leaves, which may be containers that only torch's pytree knows, detached; those whose memory
-    is in `taken` or is that of an earlier one are copied, where traced (None) all. Constants that
-    are on no graph are the same objects.
+    """Detach leaves, which may be containers that only torch's pytree knows. A leaf is copied if
+    its memory is in `taken` or is that of an earlier leaf; if `taken` is None (traced), every leaf
+    is. Constants that are not on a graph stay the same objects.
     """
     held = set() if taken is None else {*taken}
 
@@ -146,7 +147,7 @@ def detach_unaliased(leaves: Leaves, taken: Set[int | None] | None) -> Leaves:
     if taken is not None and are_tensors(leaves):
         storages = storage_pointers(leaves)
         apart = len(set(storages)) == len(storages) and taken.isdisjoint(storages)
-        # Some are not, as where a loss returns the buffers that it was given.
+        # Some are shared if a loss returns the buffers that it was given.
         if apart or _leaf.are_dense_real(leaves):
             found = [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves]
             shared = [] if apart else _repeated(storages, held)
@@ -158,7 +159,7 @@ def detach_unaliased(leaves: Leaves, taken: Set[int | None] | None) -> Leaves:
 
 
 def _repeated(storages: list[int | None], held: set[int | None]) -> list[int]:
-    """The places of what is in `held`, or stands before; all of it is in `held` afterwards."""
+    """Return the indices of storages that are in `held` or occur earlier, and add all to `held`."""
     found = []
     for index, storage in enumerate(storages):
         if storage in held:
@@ -168,15 +169,15 @@ def _repeated(storages: list[int | None], held: set[int | None]) -> list[int]:
 
 
 def copy_aliased(tree: Tree, inputs: Tree) -> Tree:
-    """`tree`, on its graph; leaves that may share memory with `inputs` or with each other are
-    copied.
+    """Return `tree`, on its graph, with copies of leaves that may share memory with `inputs` or
+    with each other.
     """
     leaves, structure = flatten(tree)
     return structure.unflatten(leaves_apart(leaves, tensors(inputs)))
 
 
 def leaves_apart(leaves: Leaves, others: Leaves) -> Leaves:
-    """The leaves; those that may share memory with `others` or with each other are copied."""
+    """Return the leaves, with copies of those that may share memory with `others` or each other."""
     if traced():
         return [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     taken, held = set(storage_pointers(others)), storage_pointers(leaves)
@@ -193,7 +194,7 @@ def leaves_apart(leaves: Leaves, others: Leaves) -> Leaves:
 
 
 def paths(tree: Tree, name: str) -> list[str]:
-    """The path of each leaf, as Python: `grads['conv']['weight']`."""
+    """Return the path of each leaf, as Python: `grads['conv']['weight']`."""
     return [accessor.codify(name) for accessor in optree.tree_accessors(tree, **_OPTREE)]
 
 
@@ -202,8 +203,8 @@ _device = operator.attrgetter("device")
 
 
 def names(tree: Tree) -> list[str]:
-    """The dotted name of each leaf, `conv.weight`, in the order of `flatten`. Of a flat dict its
-    keys.
+    """Return the dotted name of each leaf, `conv.weight`, in the order of `flatten`. The names of a
+    flat dict are its keys.
     """
     if _is_dict_of_leaves(tree):
         return [str(key) for key in tree]
@@ -221,8 +222,8 @@ def names(tree: Tree) -> list[str]:
 
 
 def keys(tree: Tree) -> list[tuple[str, ...]]:
-    """The path of each leaf as strings: keys of dicts, fields of NamedTuples, positions in lists
-    and tuples.
+    """Return the path of each leaf as strings: keys of dicts, fields of NamedTuples, positions in
+    lists and tuples.
     """
     return [
         tuple(str(getattr(entry, "field", entry.entry)) for entry in accessor)
@@ -231,15 +232,15 @@ def keys(tree: Tree) -> list[tuple[str, ...]]:
 
 
 def path(tree: Tree, name: str, index: int) -> str:
-    """The path of leaf `index`, as Python; while compiling, where optree cannot be traced, its
-    number.
+    """Return the path of leaf `index`, as Python; while compiling, its number, because optree
+    cannot be traced.
     """
     return f"leaf {index}" if torch.compiler.is_dynamo_compiling() else paths(tree, name)[index]
 
 
 def leaves_like(name: str, tree: Tree, like_name: str, like: Tree, structure: Any = None) -> Leaves:
-    """The leaves of `tree` in the order of `like`'s, or an error that lists the paths in which the
-    two differ.
+    """Return the leaves of `tree` in the order of those of `like`, or raise an error that lists the
+    paths in which the two differ.
     """
     structure = flatten(like)[1] if structure is None else structure
     try:
@@ -266,8 +267,8 @@ def leaves_like(name: str, tree: Tree, like_name: str, like: Tree, structure: An
 
 
 def gradients_like(params: Flat, grads: Tree) -> Flat:
-    """`grads`, its leaves in the order of `params`; refused, naming the leaf, where one does not
-    fit its parameter.
+    """Return `grads` with its leaves in the order of `params`. Refuse, naming the leaf, a gradient
+    that does not fit its parameter.
     """
     gradients = leaves_like("grads", grads, "params", params.tree, params.structure)
     gradients, dense_off_graph = _leaf.lookup(gradients)
@@ -296,7 +297,7 @@ def gradients_like(params: Flat, grads: Tree) -> Flat:
 
 
 def described(tree: Any) -> str:
-    """What stands where a tree belongs."""
+    """Return a short description of an object that was passed in place of a tree."""
     if isinstance(tree, Tensor):
         return f"a tensor of shape {tuple(tree.shape)}"
     if isinstance(tree, dict):
@@ -335,8 +336,8 @@ def reject_autograd_history(**trees: Tree) -> None:
 
 
 def cast(tree: Tree, dtype: torch.dtype, *, copy: bool = False) -> Tree:
-    """Floating tensors of `tree` in `dtype`; everything else as it is. Also of containers that only
-    torch's pytree knows.
+    """Cast the floating tensors of `tree` to `dtype` and leave everything else. Containers that
+    only torch's pytree knows are cast too.
     """
 
     def convert(leaf: Any) -> Any:
@@ -348,13 +349,13 @@ def cast(tree: Tree, dtype: torch.dtype, *, copy: bool = False) -> Tree:
 
 
 def recordable(leaf: Any) -> Any:
-    """Of a tensor made under inference_mode a copy that autograd accepts; else the leaf itself."""
+    """Return the leaf, or a copy that autograd accepts if it was made under inference_mode."""
     return (
         leaf.clone() if isinstance(leaf, Tensor) and not traced() and leaf.is_inference() else leaf
     )
 
 
-_REASON = "A skipped step returns the one, an applied step the other, so both must match."
+_REASON = "A skipped step returns the old one, an applied step the new one: both must match."
 
 
 def matching_leaves(
@@ -365,8 +366,8 @@ def matching_leaves(
     reason: str = _REASON,
     flat: Flat | None = None,
 ) -> tuple[Leaves, Leaves, Any]:
-    """The leaves of two trees in one order, and the structure; refused, naming the leaf, if they
-    differ in anything but values. `flat`: of `tree`, if it is known.
+    """Return the leaves of two trees in one order, and the structure. Refuse, naming the leaf,
+    trees that differ in anything but values. `flat` is `tree` flattened, if that is known.
     """
     flat = Flat(tree, *flatten(tree)) if flat is None else flat
     leaves, structure = flat.leaves, flat.structure
@@ -381,8 +382,8 @@ def matching_leaves(
 
 
 def _have_same_metadata(leaves: Leaves, others: Leaves) -> bool:
-    """Whether each two leaves agree in all but values, and all are plain; a fast check of whole
-    lists.
+    """Return True if the leaves agree pairwise in all but values and are dense and real. A fast
+    check of whole lists.
     """
     return (
         not torch.compiler.is_dynamo_compiling()
@@ -394,7 +395,7 @@ def _have_same_metadata(leaves: Leaves, others: Leaves) -> bool:
 
 
 def flag(found_inf: Tensor | bool, like: Tensor | None = None) -> Tensor:
-    """`found_inf` as a 0-d bool tensor; a Python bool is put on the device of `like`."""
+    """Return `found_inf` as a 0-d bool tensor; a Python bool is put on the device of `like`."""
     if isinstance(found_inf, Tensor):
         if found_inf.ndim != 0:
             raise ValueError(
@@ -412,8 +413,9 @@ def flag(found_inf: Tensor | bool, like: Tensor | None = None) -> Tensor:
 
 
 def poison(given: Any, keep: Any) -> None:
-    """If `PURESCALE_DEBUG_DONATION=1` was set before the import: fill donated tensors with NaN, so
-    that a later use is noticed. `keep` holds the results and what the caller did not give up.
+    """Fill donated tensors with NaN, so that a later use is noticed, if
+    `PURESCALE_DEBUG_DONATION=1` was set before the import. `keep` holds the results and what the
+    caller still owns.
 
     In a test: `monkeypatch.setattr("purescale._torch.donation.DEBUG", True)`.
     """
@@ -425,13 +427,13 @@ def poison(given: Any, keep: Any) -> None:
 
 
 def check_gradients(grads: Tree, leaves: Leaves, name: str = "grads") -> None:
-    """Refuse, naming the leaf, what cannot be a gradient."""
+    """Refuse, naming the leaf, a leaf that cannot be a gradient."""
     for index, leaf in _leaf.unusual(leaves):
         _leaf.check_leaf(leaf, path(grads, name, index), "gradient")
 
 
 def check_names(found: Sequence[str]) -> None:
-    """Refuse dotted names of parameters of which two are the same."""
+    """Refuse equal dotted names of parameters."""
     if len(set(found)) != len(found):
         raise ValueError(
             "params: two leaves have the same dotted name, such as {'a.b': ...} beside "
@@ -440,7 +442,7 @@ def check_names(found: Sequence[str]) -> None:
 
 
 def check_parameters(params: Flat, name: str = "params") -> None:
-    """Refuse, naming the leaf, what cannot be a parameter."""
+    """Refuse, naming the leaf, a leaf that cannot be a parameter."""
     if params.dense_off_graph and _leaf.are_real(params.leaves):
         return
     for index, leaf in _leaf.unusual(params.leaves):
@@ -448,8 +450,8 @@ def check_parameters(params: Flat, name: str = "params") -> None:
 
 
 def device_of(tree: Tree, leaves: Leaves, name: str) -> torch.device:
-    """The device of the leaves, the CPU if there is none; refused, naming the leaf, if there are
-    two.
+    """Return the device of the leaves, the CPU if there are no leaves. Refuse, naming the leaf,
+    leaves on two devices.
     """
     device: torch.device | None = None
     for index, leaf in enumerate(leaves):

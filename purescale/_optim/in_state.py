@@ -152,7 +152,7 @@ def replace_settings(state: S, **settings: Any) -> S:
         for key in value if isinstance(value, Mapping) else (None,):
             if not any([name in held and key in (None, *keys) for keys, held in holders]):
                 raise _not_held(name, key, holders)
-    return _replaced(state, settings)  # type: ignore[no-any-return]
+    return _replaced(state, settings)
 
 
 class _Holder(NamedTuple):

@@ -27,7 +27,7 @@ from .._torch.dtypes import saturating
 from .._torch.half_bits import bitcast
 from .._torch.tracing import host_can_read, traced
 from .._tree import tree as _tree
-from .._tree.tree import Leaves, Tree
+from .._tree.tree import Leaves, Tree, TreeT
 
 
 class MasterState(NamedTuple):
@@ -85,7 +85,7 @@ def with_master_weights(optimizer: Optimizer) -> MasterOptimizer:
 
 
 @outside_autocast()
-def master_weights(params: Tree, opt_state: MasterState) -> Tree:
+def master_weights(params: TreeT, opt_state: MasterState) -> TreeT:
     """Return the float32 masters in a state of `with_master_weights`, in fresh memory: equal to
     `join_masters(params, opt_state.rest)` for bfloat16 parameters, to the stored master for
     float16, to the parameter for other dtypes.
@@ -154,7 +154,7 @@ def _of_parts(names: Sequence[str], leaves: Leaves, states: Mapping[str, Any]) -
 
 
 @outside_autocast()
-def split_masters(masters: Tree) -> tuple[Tree, Tree]:
+def split_masters(masters: TreeT) -> tuple[TreeT, TreeT]:
     """Equal to `hi, low` of each leaf where `low = bits & 0xffff` as int16 and `hi = (bits - low)
     >> 16` are the two halves of the bits of a float32: `hi` as bfloat16 is the leaf rounded to the
     nearest, ties away from zero.
@@ -196,7 +196,7 @@ def split_masters(masters: Tree) -> tuple[Tree, Tree]:
 
 
 @outside_autocast()
-def join_masters(params: Tree, rest: Tree) -> Tree:
+def join_masters(params: TreeT, rest: Tree) -> TreeT:
     """Equal to `((hi << 16) + low)` of each leaf, as float32: the inverse of `split_masters`.
 
     Args:

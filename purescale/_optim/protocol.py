@@ -96,9 +96,9 @@ class CalledOptimizer:
             stepped = self.optimizer.step(*trees)
             if decision.skip_on_host is False:
                 _tree.matching_leaves(old, stepped, "old", "new")
-                return _tree.copy_aliased(stepped, trees)  # type: ignore[no-any-return]
+                return _tree.copy_aliased(stepped, trees)
             skip: Any = decision.skip
-            return select.where(  # type: ignore[no-any-return]
+            return select.where(
                 skip, old, stepped, donate=memory.donate, read_only=memory.read_only
             )
 
@@ -107,8 +107,8 @@ def unchanged(inputs: StepInputs, *, donate: bool) -> tuple[Tree, Any]:
     """Return parameters and state of a skipped step: the given tensors if donated, else copies."""
     old = inputs.params_tree(inputs.params), inputs.opt_state
     if not donate:
-        return _tree.clone(old)  # type: ignore[no-any-return]
-    return _tree.map(  # type: ignore[no-any-return]
+        return _tree.clone(old)
+    return _tree.map(
         lambda leaf: leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf,
         old,
     )

@@ -107,7 +107,7 @@ class StateDtypeOptimizer(Wrapper):
 
     def _matching(self, name: tuple[str, ...]) -> list[str]:
         """Return the patterns that match a part of a leaf's path, or all of it."""
-        return _matching((*name, ".".join(name)), tuple(self._dtypes))  # type: ignore[no-any-return]
+        return _matching((*name, ".".join(name)), tuple(self._dtypes))
 
     def _kept_in(
         self, name: tuple[str, ...], leaf: Any, made: torch.dtype | None = None

@@ -62,7 +62,7 @@ class StepInputs(NamedTuple):
     def all_places(self) -> dict[str, Place]:
         """The place of each parameter's elements, by name."""
         if self.places is not None:
-            return self.places  # type: ignore[no-any-return]
+            return self.places
         leaves = self.params if self.dtensors is None else self.dtensors[0]
         return {
             name: Place(index, 0, leaf if isinstance(leaf, DTensor) else None)

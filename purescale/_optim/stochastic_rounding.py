@@ -28,11 +28,13 @@ from .._torch.tracing import traced
 from .._tree import tree as _tree
 from .._tree.leaves import unsupported_reason
 from .._tree.scalars import whole
-from .._tree.tree import Tree
+from .._tree.tree import Tree, TreeT
 
 
 @outside_autocast()
-def stochastic_round(tree: Tree, dtype: torch.dtype, *, seed: int, step: int | Tensor = 0) -> Tree:
+def stochastic_round(
+    tree: TreeT, dtype: torch.dtype, *, seed: int, step: int | Tensor = 0
+) -> TreeT:
     """Equal to `x.to(dtype)`, but up or down by chance: a number between two of `dtype` becomes the
     upper one with the probability that makes the mean the number itself.
 

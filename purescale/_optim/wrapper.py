@@ -139,7 +139,7 @@ class Wrapper:
             new = inputs.params_tree(params), state
             if not donate or any_dtensor(leaves):
                 return new
-            return select.write_over(old, new, read_only)  # type: ignore[no-any-return]
+            return select.write_over(old, new, read_only)
         if not in_place and (donate or donate_grads):
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             allowed = can_write_each([tensors, inputs.grads.tensors], read_only)
@@ -328,7 +328,7 @@ def stand_in(like: Tensor, dtype: torch.dtype, made: dict[Any, Tensor]) -> Tenso
     key = local.shape, local.device, dtype
     if key not in made:
         made[key] = torch.empty((), dtype=dtype, device=local.device).expand(local.shape)
-    return dtensor.from_local_like(like, made[key])  # type: ignore[no-any-return]
+    return dtensor.from_local_like(like, made[key])
 
 
 def with_stand_ins(inputs: StepInputs, opt_state: Any) -> StepInputs:

@@ -17,11 +17,11 @@ from .._torch.autocast import outside_autocast
 from .._torch.dtensor import from_local_like
 from .._torch.dtypes import widest_float
 from .._tree import tree as _tree
-from .._tree.tree import Leaves, Tree
+from .._tree.tree import Leaves, Tree, TreeT
 
 
 @outside_autocast()
-def wanted_update(optimizer: Optimizer, params: Tree, grads: Tree, opt_state: Any) -> Tree:
+def wanted_update(optimizer: Optimizer, params: TreeT, grads: Tree, opt_state: Any) -> TreeT:
     """Equal to `optimizer.step(wide, grads, wide_state)[0] - wide`, with `wide` the parameters (or
     their masters) in float64, and `wide_state` the state for them.
 

@@ -122,7 +122,7 @@ def cached(question: Any, lookup: Callable[[], T], tensors: Sequence[Any], likes
         if len(answers) > _ANSWERS:
             answers.clear()
         answers[question] = lookup()
-    return answers[question]  # type: ignore[no-any-return]
+    return answers[question]
 
 
 def dtypes(tensors: Sequence[Tensor]) -> set[torch.dtype]:

@@ -12,11 +12,11 @@ from .._torch.donation import can_write
 from .._torch.tracing import host_can_read, is_on_a_graph, traced
 from .._tree import tree
 from .._tree.leaves import are_dense_real, is_constant
-from .._tree.tree import Leaves, Tree
+from .._tree.tree import Leaves, Tree, TreeT
 
 
 @outside_autocast()
-def select(found_inf: Tensor | bool, old: Tree, new: Tree) -> Tree:
+def select(found_inf: Tensor | bool, old: TreeT, new: TreeT) -> TreeT:
     """Equal to `tree_map(lambda o, n: torch.where(found_inf, o, n), old, new)`: `old` if the step
     is bad, else `new`.
 

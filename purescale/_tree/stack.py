@@ -12,10 +12,10 @@ from .._torch.dtypes import wide_dtype
 from .._tree import scalars
 from .._tree import tree as _tree
 from .._tree.leaves import are_equal_constants
-from .._tree.tree import Leaves, Tree
+from .._tree.tree import Leaves, Tree, TreeT
 
 
-def stack_states(states: Iterable[Tree]) -> Tree:
+def stack_states(states: Iterable[TreeT]) -> TreeT:
     """Equal to `tree_map(lambda *leaves: torch.stack(leaves), *states)`: one tree, whose tensors
     have one more dimension in front, [len(states), ...].
 
@@ -92,7 +92,7 @@ def _kind(leaf: Any) -> str:
     return f"{leaf.dtype} {tuple(leaf.shape)}{where}"
 
 
-def member(states: Tree, i: int | Tensor) -> Tree:
+def member(states: TreeT, i: int | Tensor) -> TreeT:
     """Equal to `tree_map(lambda leaf: leaf[i].clone(), states)`: one of the states in the result of
     `stack_states`, in fresh memory.
 
@@ -159,7 +159,7 @@ def _num_members(states: Tree, leaves: Leaves) -> int:
     return size
 
 
-def ema(old: Tree, new: Tree, decay: float | Tensor) -> Tree:
+def ema(old: TreeT, new: TreeT, decay: float | Tensor) -> TreeT:
     """Equal to `tree_map(lambda o, n: decay * o + (1 - decay) * n, old, new)`: an exponential
     moving average, one step on.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence, Set
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import optree
 import torch
@@ -23,6 +23,7 @@ from .._tree import leaves as _leaf
 _map = map  # the builtin, which `map` over trees shadows below
 
 Tree: TypeAlias = Any
+TreeT = TypeVar("TreeT")  # a tree that comes back as one of its type
 Leaves: TypeAlias = list[Any]
 
 # optree sorts dict keys by default, but the state of a torch optimizer has the order of the

@@ -526,10 +526,10 @@ def test_a_loss_fn_that_returns_the_wrong_thing_is_refused_and_nothing_changes(
             r"is a tuple; expected a list.*`train_step\(state, \[batch\], \.\.\.\)`",
         ),
         (torch.ones(2), TypeError, "is a Tensor; expected a list"),
-        (iter([1]), TypeError, r"is a list_iterator; .*whose length is not known.*islice\("),
-        ((b for b in [1]), TypeError, r"is a generator; .*whose length is not known.*islice\("),
+        (iter([1]), TypeError, r"is a list_iterator; .*of unknown length was passed.*islice\("),
+        ((b for b in [1]), TypeError, r"is a generator; .*of unknown length was passed.*islice\("),
         ({"x": 1}, TypeError, r"is a dict; expected a list.*one \(input, target\) batch"),
-        (1.0, TypeError, r"is a float; expected a list, one step for all of it\. Fix: `train_"),
+        (1.0, TypeError, r"is a float; expected a list, which makes one step\. Fix: `train_"),
     ],
 )
 def test_microbatches_that_are_no_list_are_refused_before_any_work(microbatches, error, message):

@@ -583,7 +583,7 @@ def test_a_state_that_is_no_train_state_is_refused():
 
 @pytest.mark.parametrize("params", [{}, {"w": None}, []])
 def test_a_state_without_parameters_is_refused(params):
-    with pytest.raises(ValueError, match="params without a tensor"):
+    with pytest.raises(ValueError, match="params has no tensor"):
         ps.init_train_state(params, {}, SGD, RULE)
 
 

@@ -388,7 +388,7 @@ def _judged(options: StepOptions, state: TrainState, window: WindowGrads) -> tup
 
 
 def _next_guard(states: Any, outcome: Outcome) -> Any:
-    """Return the new state of the guard, or the old one if the step was skipped for another reason."""
+    """Return the new state of the guard, or the old one if something else skipped the step."""
     old, new, structure = states
     return structure.unflatten(choose(outcome.found_inf & ~outcome.rejected, old, new))
 

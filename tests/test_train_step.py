@@ -813,7 +813,7 @@ class OnlyInit:
         (
             OnlyUpdate(),
             r"rule is OnlyUpdate, without `init`; "
-            r".*`init\(device\)`, which gives the state to start from",
+            r".*`init\(device\)`, which returns the first state",
         ),
         (OnlyInit(), r"rule is OnlyInit, without `update`; .*`update\(scaler, found_inf\)`"),
         (

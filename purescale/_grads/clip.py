@@ -52,7 +52,7 @@ def check_norm_type(norm_type: Any) -> float:
     p = as_float(norm_type)
     if p is None or not p > 0:
         raise ValueError(
-            f"norm_type must be above 0 (math.inf included), got {short_repr(norm_type)}. Fix: "
+            f"norm_type must be above 0, a number or math.inf, got {short_repr(norm_type)}. Fix: "
             "norm_type=2.0."
         )
     return p

@@ -46,7 +46,7 @@ def stack_infos(infos: Sequence[StepInfo]) -> StepInfo:
             print(f"{step}: loss {run.loss[-100:].mean():.4f}, scale {run.scale[-1]:g}, "
                   f"{run.found_inf.sum()} skipped, norm {run.grad_norm[-1]:.3g}")
 
-    To see what the scale follows:
+    To see what the scale follows, five lines:
 
         run = stack_infos(infos)
         plt.semilogy(run.scale, base=2, drawstyle="steps-post", label="scale")

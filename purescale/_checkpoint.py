@@ -1,6 +1,4 @@
-"""Checkpoints: a tree as a state dict, and as a file, saved atomically and loaded without running
-code.
-"""
+"""Checkpoints: trees as state dicts and as files, atomic, loaded without running code."""
 
 from __future__ import annotations
 
@@ -64,20 +62,10 @@ def to_state_dict(tree: Tree) -> dict[str, Any]:
 
     A field of a NamedTuple has its name as key, an item of a list or tuple its position, an item of
     a dict its key: `d["tree"]["opt_state"]["slots"]["conv.weight"]["exp_avg"]`. `None` and
-    containers without a tensor are left out; `from_state_dict` takes them from `like`. The version
-    is a tensor too, because anything else in a dict is restored by running a pickle.
-
-    The tensors are those of `tree`, detached and in the same memory, so that
-    `torch.distributed.checkpoint.load(d, checkpoint_id=...)` loads in place, on any number of
-    ranks, into a tree that you give up. That function casts if dtypes differ and ignores entries
-    that `d` does not have, before `from_state_dict` could notice. It keeps the value of one rank
-    for a plain tensor, so a value that differs between ranks needs a key per rank: `{rank: rng}`.
-
-    Args:
-        tree: Any tree of tensors, such as a `TrainState`.
-
-    Returns:
-        A dict with the keys `"purescale_version"` and `"tree"`.
+    containers without a tensor are left out; `from_state_dict` takes them from `like`. The tensors
+    are those of `tree`, detached and in the same memory, so that
+    `torch.distributed.checkpoint.load` loads in place, into a tree that you give up. The version is
+    a tensor too, because anything else in a dict is restored by running a pickle.
 
     Raises:
         TypeError: A leaf is not a tensor.
@@ -127,16 +115,11 @@ def from_state_dict(d: Mapping[str, Any], like: Tree) -> Tree:
     """Equal to the `tree` of `d = to_state_dict(tree)`, in fresh memory, on the devices of `like`.
     Syncs with the host to read the version.
 
-    Values are not checked: NaN is loaded as NaN.
-
     Args:
-        d: The state dict.
+        d: The state dict. Its values are not checked: NaN is loaded as NaN.
         like: A tree of the structure, shapes and dtypes of the saved one, such as a new state; its
             values are not used. Containers and `None` come from it, because `d` holds names and no
             types.
-
-    Returns:
-        The tree, detached, sharing no memory with `d` or `like`.
 
     Raises:
         ValueError: `d` does not match `like`. One error lists missing and unexpected entries and
@@ -176,22 +159,17 @@ def _from_state_dict(name: str, d: Any, like: Tree, *, donate: bool) -> Tree:
 @_within_depth
 def save(path: Path, tree: Tree) -> None:
     """Equal to `torch.save(to_state_dict(tree), path)` with a checksum, whole or not at all. Syncs
-    with the host and with the disk.
+    with the host and with the disk. Call it on one rank.
 
     A kill, a full disk or an error at any moment leaves either the old file or the new one. When
     the call returns, the new file also survives a power failure, if the disk can sync a directory
-    and this user may read it. The file is written beside `path`, as `.purescale-*.tmp`, synced, and
-    renamed. Only a kill leaves the temporary file behind; a later save into that directory removes
-    it once it is an hour old.
-
-    Call it on one rank. `torch.load` reads the file too: the checksum, of every byte, is in the
-    comment of the zip that `torch.save` writes.
+    and this user may read it. `torch.load` reads the file too: the checksum, of every byte, is in
+    the comment of the zip that `torch.save` writes.
 
     Args:
         path: `str` or `os.PathLike`; a link is followed. A new file takes the permissions of the
             one that it replaces, and its owner if this user may set it.
-        tree: Any tree of tensors, such as a `TrainState`. An `nn.Parameter` is stored as a plain
-            tensor.
+        tree: Any tree of tensors. An `nn.Parameter` is stored as a plain tensor.
 
     Raises:
         FileNotFoundError: The directory does not exist.
@@ -249,14 +227,7 @@ def load(path: Path, like: Tree) -> Tree:
 
     Runs no code from the file, and checks every byte of it first. A file without a checksum, from
     `torch.save(to_state_dict(tree), path)` or an older purescale, is loaded with a warning to the
-    logger "purescale".
-
-    Args:
-        path: `str` or `os.PathLike`.
-        like: As in `from_state_dict`; its tensors are not written to.
-
-    Returns:
-        The tree, on the devices of `like`.
+    logger "purescale". `like` is as in `from_state_dict`; its tensors are not written to.
 
     Raises:
         ValueError: The file is damaged (the error names the leaf), truncated or of another kind, or
@@ -376,9 +347,7 @@ def _compact(leaf: Any) -> Any:
 
 
 def _separate_dtypes() -> Callable[[Tensor], Tensor]:
-    """Return a function like `_compact` for the tensors of one file. torch.save stores a memory in
-    one dtype only, so a tensor over it in another dtype is copied.
-    """
+    """Return `_compact` for one file, in which torch.save takes a memory in one dtype only."""
     dtypes: dict[int, torch.dtype] = {}
 
     def separated(leaf: Tensor) -> Tensor:
@@ -430,9 +399,7 @@ def _crc32(file: BinaryIO) -> int:
 
 
 def _damaged(name: str, file: BinaryIO) -> str:
-    """Return the path of the damaged leaf. torch.save writes each storage as a record with a
-    CRC-32, numbered in order.
-    """
+    """Return the path of the damaged leaf: torch.save numbers the records of storages in order."""
     with contextlib.suppress(Exception):
         number = int((zipfile.ZipFile(file).testzip() or "").rpartition("/data/")[2])
         d = _read(file)
@@ -528,9 +495,7 @@ class _Disk:
 
 
 def _write(d: dict[str, Any], file: BinaryIO) -> None:
-    """`torch.save(d, file)` that raises the error of the disk, in place of torch's RuntimeError
-    about positions.
-    """
+    """`torch.save(d, file)` that raises the error of the disk, not the RuntimeError of torch."""
     disk = _Disk(file)
     try:
         torch.save(d, disk)  # type: ignore[arg-type]  # torch.save only writes

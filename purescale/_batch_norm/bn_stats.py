@@ -105,8 +105,7 @@ def accumulate_bn_stats(
             tensors that its batch norms were given.
         params: The parameters.
         buffers: The buffers.
-        *args: The other positional arguments of `apply`.
-        **kwargs: The keyword arguments of `apply`.
+        args, kwargs: The other arguments of `apply`.
 
     Returns:
         The next `BNStatsState`.
@@ -126,8 +125,8 @@ def accumulate_bn_stats(
         >>> precise["running_mean"], precise["running_var"]
         (tensor([3.]), tensor([4.]))
 
-    Source of the rule: Chan, Golub, LeVeque (1979); fvcore's update_bn_stats, whose float32 E[x^2]
-    - E[x]^2 goes negative.
+    Source of the rule: Chan, Golub, LeVeque (1979); fvcore's update_bn_stats, whose difference of
+    E[x^2] and E[x]^2 in float32 goes negative.
     """
     return add_batch(stats, calls_of(apply, params, buffers, args, kwargs)[1])
 

@@ -470,7 +470,7 @@ def _inherit(temporary: str, target: str, old: os.stat_result) -> None:
         try:
             os.chown(temporary, -1, old.st_gid)
         except OSError:
-            # The permissions of the old group are not for the new one.
+            # The new group must not get the permissions of the old one.
             mode, lists = mode & ~0o070 | (mode & 0o007) << 3, False
     with contextlib.suppress(OSError):
         os.chmod(temporary, mode)

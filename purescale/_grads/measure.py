@@ -72,7 +72,7 @@ def measure(
     if group is not None:
         nonfinite = all_reduce_found_inf(nonfinite, group)
     norm = None if stats.norm is None else _norm(tensors, stats.norm, squares, divisor)
-    on_host = on_host and not is_on_a_graph(tensors)  # a clip factor has a derivative
+    on_host = on_host and not is_on_a_graph(tensors)  # the clip factor must keep its derivative
     return GradStats(
         nonfinite,
         bool(nonfinite) if on_host else None,
@@ -123,7 +123,7 @@ def _sum_is_conclusive(
     )
 
 
-# bfloat16 ends a little below float32
+# of bfloat16, whose largest number is a little below that of float32
 _SMALLEST_RANGE = torch.finfo(torch.bfloat16).max
 
 

@@ -14,7 +14,7 @@ from .._tree import tree
 
 
 class HasScale(Protocol):
-    """The protocol of the state of a rule: any NamedTuple of 0-d tensors with a `scale`."""
+    """The protocol of the state of a rule: any NamedTuple of tensors with a 0-d `scale`."""
 
     @property
     def scale(self) -> Tensor: ...

@@ -39,7 +39,7 @@ def _region(key: int, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 _nested: Any = torch.compiler.nested_compile_region
-CAN_REPEAT = "reuse_hash_fn" in inspect.signature(_nested).parameters  # not torch 2.11
+CAN_REPEAT = "reuse_hash_fn" in inspect.signature(_nested).parameters  # False for torch 2.11
 if CAN_REPEAT:
     _region = _nested(_region, reuse_hash_fn=_key, max_reuse_entries=2**30)
 

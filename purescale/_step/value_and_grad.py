@@ -242,7 +242,7 @@ class ValueAndGrad:
         seen = _tree.all_tensors(microbatch)
         self.seen += seen
         result = self._result(grads, outputs, self.taken.union(donation.storage_pointers(seen)))
-        del inputs, loss, outputs  # and with them the graph
+        del inputs, loss, outputs  # frees the graph
         release()
         return result
 

@@ -630,7 +630,11 @@ def test_a_dict_that_contains_itself_is_the_clear_error(tmp_path):
     ("tree", "error", "message"),
     [
         ({"epoch": 3}, TypeError, r"tree\['epoch'\] is int; a checkpoint holds.*torch\.tensor"),
-        ({"names": {"a"}}, TypeError, r"tree\['names'\] is set; .*other containers are not"),
+        (
+            {"names": {"a"}},
+            TypeError,
+            r"tree\['names'\] is set; .*in dicts, lists, tuples and NamedTuples",
+        ),
         ([nested_tensor()], TypeError, r"tree\[0\] is a nested tensor"),
         (
             {0: torch.ones(1), "0": torch.ones(1)},
@@ -966,7 +970,7 @@ REFUSED = {
     ),
     "a wrapper": (
         lambda: Wrapper(torch.ones(2)),
-        "is a Wrapper, a subclass.*or of one that wraps others",
+        "is a Wrapper, a subclass.*or save the tensors that it wraps",
     ),
     "fake": (fake, "is a FakeTensor, a subclass"),
     "meta": (

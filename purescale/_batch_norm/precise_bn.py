@@ -61,9 +61,9 @@ def precise_bn(
         num_samples: The number of samples over all ranks. The loop ends before a batch that would
             exceed it if it is as large as the last; a shorter loader is fine. Each rank counts its
             own, as the first dimension of the first array that `forward` is given.
-        call: A function `call(forward, batch)` that feeds one batch, for example `lambda forward,
-            batch: forward(batch[0].to(device))`. By default a tuple or list is passed as arguments,
-            a dict as keyword arguments, anything else as the one argument.
+        call: A function `call(forward, batch)` that feeds one batch, for example
+            `lambda forward, batch: forward(batch[0].to(device))`. By default a tuple or list is
+            passed as arguments, a dict as keyword arguments, anything else as the one argument.
         estimator, correction: As in `bn_buffers`.
         normalize: `"batch"`: each layer sees activations that were normalised with the statistics
             of their batch, in one pass, so use large batches. `"sequential"`: with the final

@@ -4,6 +4,7 @@ The stage `measure` is here. It reads the gradients once: whether they are finit
 the largest magnitude. On a CPU in eager mode it also returns these as Python numbers.
 
 Entry: `measure.measure`; `clip.check_clip` and `clip.clip_factor`; `accumulate.accumulate_grads`, a
-running mean for a loop by hand. Hands on: `measure.GradStats`; `clip.Clip`, the bounds of a step;
-`accumulate.AccumState`. May import: `_distributed`, `_tree`, `_torch`.
+running mean for a loop by hand.
+Hands on: `measure.GradStats`; `clip.Clip`, the bounds of a step; `accumulate.AccumState`.
+May import: `_distributed`, `_tree`, `_torch`.
 """

@@ -338,8 +338,8 @@ class Window(NamedTuple):
 
 
 def accumulation_window(index: int, every: int, total: int | None = None, start: int = 0) -> Window:
-    """Equal to `Window(last, last, divisor)`, `last = (index + 1) % every == 0 or index + 1 ==
-    total`: a step every `every` microbatches.
+    """Equal to `Window(last, last, divisor)`,
+    `last = (index + 1) % every == 0 or index + 1 == total`: a step every `every` microbatches.
 
     Args:
         index: The index of this microbatch, from 0.

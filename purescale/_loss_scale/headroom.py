@@ -60,9 +60,9 @@ class HeadroomScale:
       run of overflows and from any fall of the gradients.
     - An `amax` of inf or NaN in a step that was not bad changes neither scale nor history. If the
       loss itself is not finite, `train_step` passes `found_inf=False` and NaN: the step is skipped,
-      but no scale could have avoided that. A loop by hand does the same with `rule.update(scaler,
-      found_inf & torch.isfinite(loss), amax)`. `consecutive_skips` does not count such a step;
-      `StepInfo.found_inf` is True for both kinds.
+      but no scale could have avoided that. A loop by hand does the same with
+      `rule.update(scaler, found_inf & torch.isfinite(loss), amax)`. `consecutive_skips` does not
+      count such a step; `StepInfo.found_inf` is True for both kinds.
 
     `takes_amax` is True: `update` needs the result of `grad_amax`, which `train_step` passes to
     every such rule. The next update repairs a scale of 0, inf or NaN, as a damaged checkpoint may

@@ -66,8 +66,8 @@ def scale_loss(scaler: HasScale, loss: Tree) -> Tree:
 def unscale_and_check(
     scaler: HasScale, grads: Tree, donate: bool = False, group: Any = None
 ) -> tuple[Tree, Tensor]:
-    """Equal to `grads = tree_map(lambda g: g.float() / scaler.scale, grads)` and `found_inf = not
-    all(isfinite(grads))`.
+    """Equal to `grads = tree_map(lambda g: g.float() / scaler.scale, grads)` and
+    `found_inf = not all(isfinite(grads))`.
 
     Args:
         scaler: The state that scaled the loss of these gradients, not the next one.
@@ -83,7 +83,7 @@ def unscale_and_check(
         in float16) and complex32 becomes complex64; all others keep their dtype. `found_inf` is
         True if an input, a sum of duplicate indices or an unscaled output is not finite, or if the
         scale itself is 0, negative, inf or NaN. Finite gradients whose sum or norm overflows do not
-        count.
+        count. Without gradients it is False.
 
     Raises:
         TypeError: A leaf is not floating or complex.
@@ -135,7 +135,8 @@ def check_scaler(
     Raises:
         FloatingPointError: The scale is not positive and finite; the last step overflowed with the
             scale at `rule.min_scale`; the scale fell to a `min_scale` below 1, where half-precision
-            gradients are lost; or more than `max_skips` steps in a row overflowed.
+            gradients are lost, even if the last step did not overflow; or more than `max_skips`
+            steps in a row overflowed.
         TypeError: `scaler` is not the state of one scaler, or does not count skips for `max_skips`.
 
     Example:

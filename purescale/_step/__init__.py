@@ -5,8 +5,8 @@ reduce (`reduce.py`), measure (`_grads/measure.py`), decide (`decide.py`), updat
 (`optimizer_step.py`), assemble (`train_step.py`). CONTRIBUTING.md has the diagram.
 
 Entry: `train_step.train_step`; by hand `value_and_grad.value_and_grad`, then
-`optimizer_step.unscale_and_step` or `optimizer_step.maybe_step`. Hands on: the next
-`train_step.TrainState` and a `step_info.StepInfo`; between the stages `microbatches.WindowGrads`
-and `decide.Outcome`. Settings travel as `step_options.StepOptions`. May import: every room on a
-lower floor.
+`optimizer_step.unscale_and_step` or `optimizer_step.maybe_step`.
+Hands on: the next `train_step.TrainState` and a `step_info.StepInfo`; between the stages
+`microbatches.WindowGrads` and `decide.Outcome`. Settings travel as `step_options.StepOptions`.
+May import: every room but `_reports`, `interop` and `testing`.
 """

@@ -47,7 +47,7 @@ def maybe_step(
     Args:
         optimizer: Anything with pure `init` and `step`, such as `from_torch(torch.optim.AdamW)`.
         params: The parameters.
-        grads: Their unscaled gradients; the step may skip them, so they need not be finite.
+        grads: Their unscaled gradients; they need not be finite if `found_inf` is True.
         opt_state: The state of the optimizer.
         found_inf: 0-d bool. If it is True, parameters, optimizer state and step count come back bit
             for bit; no value is read on an accelerator to decide this.

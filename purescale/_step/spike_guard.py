@@ -66,8 +66,8 @@ class SpikeGuard:
 
     Args:
         sigma: The number of standard deviations, above 0.
-        decay: The decay of the running mean and variance, between 0 and 1. The first `1 / (1 -
-            decay)` steps have equal weights.
+        decay: The decay of the running mean and variance, between 0 and 1. The first
+            `1 / (1 - decay)` steps have equal weights.
         warmup: The number of accepted steps before the first is judged, at least 2.
         patience: The number of rejections in a row, at least 1. The spike after them is accepted,
             and the guard learns everything anew, `warmup` included, because the loss has risen for
@@ -181,8 +181,8 @@ def check_guard(state: Any, max_rejections: int) -> None:
         state: The state of one guard, `state.guard` of a TrainState, whose field
             `consecutive_rejections` is the count.
         max_rejections: How many rejections in a row are allowed. A `SpikeGuard` accepts a spike
-            after `patience` of them, so allow fewer, and call this at least every `patience -
-            max_rejections` steps.
+            after `patience` of them, so allow fewer, and call this at least every
+            `patience - max_rejections` steps.
 
     Raises:
         FloatingPointError: The count is above `max_rejections`.

@@ -96,8 +96,8 @@ def value_and_grad(
         >>> unscale_and_check(scaler, grads)
         ({'w': tensor([1., 2.])}, tensor(False))
 
-    Source of the rule: `jax.value_and_grad(..., has_aux=True)`; torch.amp's `scaler.scale(loss)
-    .backward()`.
+    Source of the rule: `jax.value_and_grad(..., has_aux=True)`; torch.amp's
+    `scaler.scale(loss).backward()`.
     """
     if not callable(loss_fn):
         raise TypeError(

@@ -1,118 +1,118 @@
-"""A mixed-precision training step as a value: pure functions over immutable pytrees of tensors. In
-the order of a step:
+"""Functional mixed-precision training: pure functions over immutable pytrees of tensors, listed in
+the order of a step.
 
 A module as a function:
     make_functional       a module as `apply`, its parameters and its buffers
-    load_into             parameters and buffers copied back into a module
+    load_into             copy parameters and buffers back into a module
 
 What runs in which dtype:
-    Policy                dtypes of parameters, computation, output and norms
+    Policy                the dtypes of parameters, computation, output and norms
     policy                a Policy from text: "params=float32,compute=float16,output=float32"
     with_policy           `apply` under a policy
     norms_in_float32      a scope in which half inputs of norms are computed in float32
 
 The loss scale:
     Rule                  the protocol of a rule: `init(device)` and `update(scaler, found_inf)`
-    HasScale              the protocol of its state: tensors, one of them `scale`
-    DynamicScale          the rule: halve on an overflow, double after clean steps
-    StaticScale           the rule: a scale that never moves
-    NoScale               the rule: a scale of 1
-    ScalerState           the state of these three
+    HasScale              the protocol of the state of a rule: tensors, one of them `scale`
+    DynamicScale          a rule: halve on an overflow, double after clean steps
+    StaticScale           a rule: a scale that never changes
+    NoScale               a rule: a scale of 1
+    ScalerState           the state of these three rules
     scale_loss            the loss times the scale, in float32
-    unscale_and_check     gradients over the scale, and `found_inf`
-    check_scaler          syncs; raises if training has stopped moving
-    HeadroomScale         the rule: follow the largest gradient, some bits below an overflow
-    HeadroomState         its state
-    grad_amax             the largest magnitude in gradients, which it follows
+    unscale_and_check     gradients divided by the scale, and `found_inf`
+    check_scaler          raise if training has stopped moving; syncs
+    HeadroomScale         a rule: follow the largest gradient, some bits below an overflow
+    HeadroomState         the state of HeadroomScale
+    grad_amax             the largest magnitude in gradients, for HeadroomScale
 
 Reports:
-    probe_scales          syncs; one batch at many scales: which overflow, which leaf underflows
-    ScaleProbe            its result: a table, a figure, the safe window
+    probe_scales          one batch at many scales: which overflow, which leaf underflows; syncs
+    ScaleProbe            the result of probe_scales: a table, a figure, the safe window
     grad_report           amax, zeros, subnormals and nonfinite values of each leaf
-    GradReport            its result: a table when printed
-    LeafReport            one row of it
+    GradReport            the result of grad_report: a table when printed
+    LeafReport            one row of a GradReport
     forward_report        what each module returned, and in which inf or NaN arose
-    ForwardReport         its result: a table, a figure, `.first`
-    ModuleReport          one row of it
+    ForwardReport         the result of forward_report: a table, a figure, `.first`
+    ModuleReport          one row of a ForwardReport
     update_report         how much of a wanted update has arrived in each parameter
-    UpdateReport          its result: a table, a figure
-    UpdateRow             one row of it
-    wanted_update         the update of a step before it is rounded, for that report
+    UpdateReport          the result of update_report: a table, a figure
+    UpdateRow             one row of an UpdateReport
+    wanted_update         the update of a step before it is rounded, for update_report
 
 Over ranks:
     all_reduce_grads      the mean of all ranks' gradients, in buckets
-    all_reduce_found_inf  one rank's overflow is every rank's
+    all_reduce_found_inf  True on every rank if one rank overflowed
     all_reduce_bn_stats   batch-norm statistics of all ranks
 
 Accumulation:
     AccumState            a running weighted mean of gradients
-    init_accum            the empty one
-    accumulate_grads      one microbatch more
-    accumulated_grads     the mean, and whether to skip
-    merge_accum           two workers' halves of a window as one
+    init_accum            an empty AccumState
+    accumulate_grads      add the gradients of one microbatch
+    accumulated_grads     the mean of the window, and whether to skip the step
+    merge_accum           merge two workers' halves of a window
     accumulation_window   the position of a microbatch in its window
-    Window                its result
+    Window                the result of accumulation_window
 
 Clipping:
-    clip_by_global_norm   gradients within a norm, and the norm that they had
-    clip_by_value         gradients between two bounds
-    check_grad_norm       syncs; raises if a norm is not finite
+    clip_by_global_norm   clip gradients by their global norm, and return the norm
+    clip_by_value         clip each element of gradients
+    check_grad_norm       raise if a norm is not finite; syncs
 
 Optimizers:
-    Optimizer             anything with pure `init` and `step`
-    from_torch            a class of torch.optim as one
-    from_transformation   an optax-style (init, update) pair as one
-    schedule_from_torch   any scheduler of torch as a rate by step
-    partition             one optimizer for each kind of parameter, as one
-    replace_settings      a rate or another setting that a state holds, replaced
+    Optimizer             the protocol of an optimizer: pure `init` and `step`
+    from_torch            an optimizer from a class of torch.optim
+    from_transformation   an optimizer from an optax-style (init, update) pair
+    schedule_from_torch   a learning rate by step from any scheduler of torch
+    partition             one optimizer made of several, each for a kind of parameter
+    replace_settings      replace a learning rate or another setting that a state holds
     OptState              the state of a torch optimizer
 
 The update of half parameters:
-    with_master_weights   an optimizer that steps float32 masters of them
-    MasterState           its state
-    master_weights        the masters of a state
+    with_master_weights   an optimizer that steps float32 copies of half parameters
+    MasterState           the state of with_master_weights
+    master_weights        the float32 copies in a state
     split_masters         float32 weights as bfloat16 and the 16 bits that it lacks
-    join_masters          the float32 weights again
-    with_stochastic_rounding  an optimizer that rounds them by chance
-    RoundingState         its state
-    stochastic_round      a tree rounded to half precision by chance, without a generator
+    join_masters          float32 weights from both parts
+    with_stochastic_rounding  an optimizer that rounds half parameters by chance
+    RoundingState         the state of with_stochastic_rounding
+    stochastic_round      round a tree to half precision by chance, without a generator
     with_state_dtype      an optimizer that keeps chosen parts of its state in a narrow dtype
 
 Batch-norm statistics:
     BNStatsState          statistics accumulated over batches
-    BNLayerStats          those of one layer
-    init_bn_stats         the empty ones
-    accumulate_bn_stats   one batch more
-    merge_bn_stats        two workers' statistics as one
+    BNLayerStats          the statistics of one layer
+    init_bn_stats         an empty BNStatsState
+    accumulate_bn_stats   add the statistics of one batch
+    merge_bn_stats        merge two workers' statistics
     bn_buffers            buffers with these statistics
-    precise_bn            buffers with the statistics of a whole loader
+    precise_bn            buffers with the statistics of a whole loader; syncs
 
 The step:
-    LossFn                `loss_fn(params, buffers, microbatch)`, what a step differentiates
-    value_and_grad        its loss, new buffers and scaled gradients, for a loop by hand
+    LossFn                the protocol of `loss_fn(params, buffers, microbatch)`
+    value_and_grad        loss, new buffers and scaled gradients, for a loop by hand
     maybe_step            the optimizer's step, unless `found_inf`
     unscale_and_step      unscale, check, clip and step in the fewest passes
-    Stepped               its result
-    init_train_state      everything that a step changes, as one value
+    Stepped               the result of unscale_and_step
+    init_train_state      a new TrainState
     train_step            a whole step over a list of microbatches
-    TrainState            the state that it maps to the next one
+    TrainState            everything that a step changes, as one value
     StepInfo              loss, found_inf, scale, grad_norm, grad_amax of a step
-    stack_infos           those of many steps as one value
+    stack_infos           the StepInfo of many steps as one value
     Guard                 the protocol of a guard: `init(device)` and `update(state, loss, norm)`
-    SpikeGuard            the guard: reject a step whose loss or norm spikes
-    SpikeState            its state
-    check_guard           syncs; raises if it has rejected too many steps in a row
+    SpikeGuard            a guard: reject a step whose loss or norm spikes
+    SpikeState            the state of SpikeGuard
+    check_guard           raise if a guard has rejected too many steps in a row; syncs
 
 Checkpoints:
     to_state_dict         any state as nested dicts of tensors
-    from_state_dict       the state again
-    save                  a state as a file, whole or not at all
-    load                  the state again; no code from the file is run
+    from_state_dict       a state from nested dicts of tensors
+    save                  save a state to a file, whole or not at all; syncs
+    load                  load a state from a file without running code from it; syncs
 
-Besides:
+Other:
     select                the old tree if `found_inf`, else the new one
     stack_states          many states as one, for `torch.vmap`
-    member                one of them again
+    member                one of the stacked states
     ema                   one step of an exponential moving average
     simulate              a rule over flags or over gradients, without training
     interop               the scalers of other libraries as rules, their state dicts both ways; a

@@ -1,6 +1,4 @@
-"""Checkpoints: a tree as a state dict, and as a file, written atomically and loaded without
-running code.
-"""
+"""Checkpoints: trees as state dicts and as files, atomic, loaded without running code."""
 
 from __future__ import annotations
 
@@ -34,14 +32,14 @@ T = TypeVar("T")
 _VERSION = 1
 _VERSION_KEY = "purescale_version"
 _ABANDONED = 3600.0  # seconds without a write
-_MARK = b"purescale crc32 "  # and four bytes: the comment of the zip that torch.save writes
-_END = b"PK\5\6"  # how the last 22 bytes of a zip without a comment begin
-_NO_COMMENT = b"\0\0"  # how it ends: a length; another one is that of a comment that was cut off
+_MARK = b"purescale crc32 "  # with four bytes after it the comment of torch.save's zip
+_END = b"PK\5\6"  # the start of the last 22 bytes of a zip without a comment
+_NO_COMMENT = b"\0\0"  # its end, a length; any other length means that a comment was cut off
 _SOUND = 0x2144DF1C  # the CRC-32 of anything that ends with its CRC-32
 
 
 def _within_depth(function: Callable[P, T]) -> Callable[P, T]:
-    """Refuse in words what is nested more deeply than Python, optree or torch.save follows."""
+    """Refuse trees nested more deeply than Python, optree or torch.save can follow."""
 
     @functools.wraps(function)
     def within_depth(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -49,8 +47,8 @@ def _within_depth(function: Callable[P, T]) -> Callable[P, T]:
             return function(*args, **kwargs)
         except RecursionError as error:
             raise ValueError(
-                f"{function.__name__}: the tree has too many levels: {error}. A file holds some "
-                "400, a dict some 900. Likely cause: a container that contains itself, or a list "
+                f"{function.__name__}: the tree has too many levels: {error}. A file holds about "
+                "400, a dict about 900. Likely cause: a container that contains itself, or a list "
                 "linked by tuples. Fix: a flat dict, with a name such as 'a.b.c' for each leaf."
             ) from None
 
@@ -62,23 +60,21 @@ def to_state_dict(tree: Tree) -> dict[str, Any]:
     """Equal to `{"purescale_version": tensor(1), "tree": {...}}`: `tree` as nested dicts of tensors
     with string keys.
 
-    The key of a field of a NamedTuple is its name, of an item of a list or tuple its position, of
-    an item of a dict its key: `d["tree"]["opt_state"]["slots"]["conv.weight"]["exp_avg"]`. `None`
-    and containers without a tensor are left out; `from_state_dict` takes them from `like`.
+    A field of a NamedTuple has its name as key, an item of a list or tuple its position, an item of
+    a dict its key: `d["tree"]["opt_state"]["slots"]["conv.weight"]["exp_avg"]`. `None` and
+    containers without a tensor are left out; `from_state_dict` takes them from `like`. The tensors
+    are those of `tree`, detached and in the same memory, so that
+    `torch.distributed.checkpoint.load` loads in place, into a tree that you give up. The version is
+    a tensor too, because anything else in a dict is restored by running a pickle.
 
-    The tensors are those of `tree`, detached and in the same memory, so that
-    `torch.distributed.checkpoint.load(d, checkpoint_id=...)` loads in place, into a tree that you
-    give up, on any number of ranks. That function casts where dtypes differ and ignores entries
-    that `d` does not have, before `from_state_dict` could notice. Of a plain tensor it keeps the
-    value of one rank, so a value that differs between ranks needs a key per rank: `{rank: rng}`.
-    The version is a tensor too, as everything else in a dict is restored by running a pickle.
+    Raises:
+        TypeError: A leaf is not a tensor.
+        ValueError: Two keys of a dict are the same string, or the tree is nested too deeply.
 
-    Raises `TypeError` for a leaf that is no tensor, `ValueError` where two keys of a dict are one
-    string and for a tree that is nested too deeply.
-
-    >>> from purescale import StaticScale
-    >>> to_state_dict(StaticScale(8.0).init())["tree"]["scale"]
-    tensor(8.)
+    Example:
+        >>> from purescale import StaticScale
+        >>> to_state_dict(StaticScale(8.0).init())["tree"]["scale"]
+        tensor(8.)
 
     Source of the form: flax.serialization.to_state_dict.
     """
@@ -95,10 +91,9 @@ def _to_state_dict(tree: Tree, name: str) -> dict[str, Any]:
         if not isinstance(leaf, Tensor) or leaf.is_nested or leaf.is_mkldnn:
             raise TypeError(
                 f"{_tree.paths(tree, name)[index]} is {kind_of(leaf)}; a checkpoint holds dense, "
-                "sparse and distributed tensors. Fix: `torch.tensor(...)` of a number, "
-                "`.to_dense()` of a tensor in mkldnn's layout; settings belong to the code that "
-                "makes the state. Containers may be dict, list, tuple and NamedTuple; other "
-                "containers are not looked into."
+                "sparse and distributed tensors, in dicts, lists, tuples and NamedTuples. Fix: "
+                "`torch.tensor(...)` for a number, `.to_dense()` for a tensor in mkldnn's layout; "
+                "keep settings in the code that makes the state."
             )
         node: Any = d
         *outer, last = ("tree", *keys)
@@ -117,21 +112,24 @@ def _to_state_dict(tree: Tree, name: str) -> dict[str, Any]:
 
 @_within_depth
 def from_state_dict(d: Mapping[str, Any], like: Tree) -> Tree:
-    """Reads the version on the host. Equal to `tree` where `d = to_state_dict(tree)`, in fresh
-    memory, on the devices of `like`.
+    """Equal to the `tree` of `d = to_state_dict(tree)`, in fresh memory, on the devices of `like`.
+    Syncs with the host to read the version.
 
-    `like`: a tree of the structure, shapes and dtypes of the saved one, such as a new state; its
-    values are not used. Containers, `None` and empty containers come from `like`, as `d` holds
-    names and no types. The result shares no memory with either and is detached. Values are not
-    checked: NaN is loaded as NaN. The one number read is the version.
+    Args:
+        d: The state dict. Its values are not checked: NaN is loaded as NaN.
+        like: A tree of the structure, shapes and dtypes of the saved one, such as a new state; its
+            values are not used. Containers and `None` come from it, because `d` holds names and no
+            types.
 
-    Raises one `ValueError` that lists missing and unexpected entries and all differences in type,
-    shape, dtype, layout or version, before anything is copied.
+    Raises:
+        ValueError: `d` does not match `like`. One error lists missing and unexpected entries and
+            all differences in type, shape, dtype, layout or version, before anything is copied.
 
-    >>> from purescale import StaticScale
-    >>> d = to_state_dict(StaticScale(8.0).init())
-    >>> from_state_dict(d, like=StaticScale(1.0).init()).scale
-    tensor(8.)
+    Example:
+        >>> from purescale import StaticScale
+        >>> d = to_state_dict(StaticScale(8.0).init())
+        >>> from_state_dict(d, like=StaticScale(1.0).init()).scale
+        tensor(8.)
 
     Source of the form: flax.serialization.from_state_dict, which takes any shape and dtype.
     """
@@ -147,7 +145,7 @@ def _from_state_dict(name: str, d: Any, like: Tree, *, donate: bool) -> Tree:
         None if leaf is None else _tree.off_graph(_at(d["tree"], keys))
         for keys, leaf in zip(_tree.keys(like), leaves, strict=True)
     ]
-    # Two leaves of a file may share memory, as tied weights do: a later donation of the one would
+    # Two leaves of a file may share memory, as tied weights do: a later donation of one leaf would
     # reach the other.
     writable = donate and can_write([leaf for leaf in found if leaf is not None])
     return structure.unflatten(
@@ -160,31 +158,33 @@ def _from_state_dict(name: str, d: Any, like: Tree, *, donate: bool) -> Tree:
 
 @_within_depth
 def save(path: Path, tree: Tree) -> None:
-    """Syncs with the host and with the disk. Equal to `torch.save(to_state_dict(tree), path)` with
-    a checksum, whole or not at all.
+    """Equal to `torch.save(to_state_dict(tree), path)` with a checksum, whole or not at all. Syncs
+    with the host and with the disk. Call it on one rank.
 
     A kill, a full disk or an error at any moment leaves either the old file or the new one. When
     the call returns, the new file also survives a power failure, if the disk can sync a directory
-    and this user may read it. The file is written beside `path`, as `.purescale-*.tmp`, synced, and
-    renamed. Only a kill leaves the temporary file behind; a later save into that directory removes
-    it once it is an hour old.
+    and this user may read it. `torch.load` reads the file too: the checksum, of every byte, is in
+    the comment of the zip that `torch.save` writes.
 
-    `path`: `str` or `os.PathLike`; a link is followed. A new file takes the permissions of the one
-    that it replaces, and its owner if this user may set it. Call it on one rank. `torch.load` reads
-    the file too: the checksum, of every byte, is in the comment of the zip that `torch.save`
-    writes.
+    Args:
+        path: `str` or `os.PathLike`; a link is followed. A new file takes the permissions of the
+            one that it replaces, and its owner if this user may set it.
+        tree: Any tree of tensors. An `nn.Parameter` is stored as a plain tensor.
 
-    Raises `FileNotFoundError` for a missing directory, `ValueError` for a path that is no file,
-    `TypeError` for a `DTensor`, for another subclass of tensors (an `nn.Parameter` is stored as a
-    plain tensor), for a tensor without values, and for what `to_state_dict` refuses; `OSError` from
-    the disk.
+    Raises:
+        FileNotFoundError: The directory does not exist.
+        ValueError: The path is not that of a file.
+        TypeError: A leaf is a `DTensor`, another subclass of tensors or a tensor without values, or
+            `to_state_dict` refuses it.
+        OSError: The disk refuses it.
 
-    >>> import tempfile
-    >>> from purescale import StaticScale
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save(f"{folder}/scaler.pt", StaticScale(8.0).init())
-    ...     load(f"{folder}/scaler.pt", like=StaticScale(1.0).init()).scale
-    tensor(8.)
+    Example:
+        >>> import tempfile
+        >>> from purescale import StaticScale
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save(f"{folder}/scaler.pt", StaticScale(8.0).init())
+        ...     load(f"{folder}/scaler.pt", like=StaticScale(1.0).init()).scale
+        tensor(8.)
 
     Source of the rule: Pillai et al., All File Systems Are Not Created Equal (OSDI 2014).
     """
@@ -199,7 +199,7 @@ def save(path: Path, tree: Tree) -> None:
     old = os.stat(target) if os.path.exists(target) else None
     allowed = 0o666 if old is None else stat.S_IMODE(old.st_mode)
     try:
-        # At no moment is it readable by more users than the final file.
+        # It must never be readable by more users than the final file.
         with open(
             temporary,
             "x+b",
@@ -222,25 +222,26 @@ def save(path: Path, tree: Tree) -> None:
 
 @_within_depth
 def load(path: Path, like: Tree) -> Tree:
-    """Syncs with the host and the disk. Equal to
-    `from_state_dict(torch.load(path, weights_only=True), like)`: what `save` wrote.
+    """Equal to `from_state_dict(torch.load(path, weights_only=True), like)`: the tree that `save`
+    wrote. Syncs with the host and the disk.
 
-    Runs no code from the file. `like` as in `from_state_dict`; its tensors are not written to. In a
-    file that `save` wrote every byte is checked first; a file without a checksum, from
+    Runs no code from the file, and checks every byte of it first. A file without a checksum, from
     `torch.save(to_state_dict(tree), path)` or an older purescale, is loaded with a warning to the
-    logger "purescale".
+    logger "purescale". `like` is as in `from_state_dict`; its tensors are not written to.
 
-    Raises `ValueError` for a damaged file, naming the damaged leaf; for a truncated file or another
-    kind of file; and for one that does not match `like`, listing the paths that differ; `OSError`
-    if it cannot be opened.
+    Raises:
+        ValueError: The file is damaged (the error names the leaf), truncated or of another kind, or
+            it does not match `like` (the error lists the paths that differ).
+        OSError: The file cannot be opened.
 
-    >>> import tempfile
-    >>> from purescale import StaticScale
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save(f"{folder}/scaler.pt", {"scaler": StaticScale(8.0).init(), "none": None})
-    ...     like = {"scaler": StaticScale(1.0).init(), "none": None}
-    ...     load(f"{folder}/scaler.pt", like=like)["scaler"].scale
-    tensor(8.)
+    Example:
+        >>> import tempfile
+        >>> from purescale import StaticScale
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save(f"{folder}/scaler.pt", {"scaler": StaticScale(8.0).init(), "none": None})
+        ...     like = {"scaler": StaticScale(1.0).init(), "none": None}
+        ...     load(f"{folder}/scaler.pt", like=like)["scaler"].scale
+        tensor(8.)
     """
     name = os.fsdecode(path)
     with open(name, "rb") as file:
@@ -269,15 +270,15 @@ def _check_version(name: str, d: Any, expected: Tensor) -> None:
             else f"is {kind_of(d)}"
         )
         raise ValueError(
-            f"{name} is no state dict of purescale: it {what}, expected {_VERSION_KEY!r} (a 0-d "
+            f"{name} is not a state dict of purescale: it {what}, expected {_VERSION_KEY!r} (a 0-d "
             "int64 tensor) and 'tree'. Likely cause: the state dict of a module or a torch "
-            "optimizer. Fix: what `to_state_dict(tree)` returned; for a torch optimizer's, "
-            "`optimizer.from_state_dict(d, params)`."
+            "optimizer. Fix: the dict that `to_state_dict(tree)` returned; for a torch "
+            "optimizer's, `optimizer.from_state_dict(d, params)`."
         )
     if int(version) != _VERSION:
         raise ValueError(
             f"{name}[{_VERSION_KEY!r}] is {int(version)}, this purescale reads version {_VERSION}. "
-            "Likely cause: written by a newer purescale. Fix: `pip install --upgrade purescale`."
+            "Likely cause: a newer purescale wrote it. Fix: `pip install --upgrade purescale`."
         )
 
 
@@ -291,19 +292,19 @@ def _at(node: Any, keys: tuple[str, ...]) -> Any:
 
 
 def _check_storable(at: str, leaf: Tensor, path: Path) -> None:
-    """Refuse leaves that `load` could not restore: it makes plain tensors only. `at`: its path."""
+    """Refuse leaves that `load` cannot restore as plain tensors. `at`: the path of the leaf."""
     if isinstance(leaf, DTensor):
         raise TypeError(
-            f"{at} is a DTensor: this rank stores a part of it, and one file is written by one "
-            "rank. Fix: `torch.distributed.checkpoint.save(to_state_dict(tree), "
+            f"{at} is a DTensor: this rank stores only a part of it, and one rank writes the file. "
+            "Fix: `torch.distributed.checkpoint.save(to_state_dict(tree), "
             f"checkpoint_id={os.fspath(path)!r})`."
         )
     kind = type(leaf.detach())
     if kind is not Tensor:
         raise TypeError(
-            f"{at} is a {kind.__name__}, a subclass of tensors; a file holds plain ones, since "
-            f"`load` runs no code from it. Fix: `{at}.as_subclass(torch.Tensor)`, or of one that "
-            "wraps others the tensors that it wraps."
+            f"{at} is a {kind.__name__}, a subclass of tensors; a file holds plain ones, because "
+            f"`load` runs no code from it. Fix: `{at}.as_subclass(torch.Tensor)`, or save the "
+            "tensors that it wraps."
         )
     if leaf.is_meta:
         raise TypeError(
@@ -322,7 +323,7 @@ def _check_storable(at: str, leaf: Tensor, path: Path) -> None:
 
 
 def _parts(leaf: Tensor) -> list[Tensor]:
-    """The dense tensors that `leaf` stores."""
+    """Return the dense tensors that `leaf` stores."""
     if leaf.layout is torch.strided:
         return [leaf]
     if leaf.layout is torch.sparse_coo:
@@ -337,8 +338,8 @@ def _parts(leaf: Tensor) -> list[Tensor]:
 
 
 def _compact(leaf: Any) -> Any:
-    """A copy of a tensor that is a view of more memory, all of which torch.save would write: for
-    one member of an ensemble, the whole ensemble.
+    """Return a copy of a tensor that is a view of more memory, because torch.save would write all
+    of it: for one member of an ensemble, the whole ensemble.
     """
     if leaf.layout is torch.strided and leaf.untyped_storage().nbytes() > leaf.nbytes:
         return leaf.clone()
@@ -346,9 +347,7 @@ def _compact(leaf: Any) -> Any:
 
 
 def _separate_dtypes() -> Callable[[Tensor], Tensor]:
-    """`_compact` for the tensors of one file, in which torch.save takes a memory in one dtype only:
-    one in another dtype is copied.
-    """
+    """Return `_compact` for one file, in which torch.save takes a memory in one dtype only."""
     dtypes: dict[int, torch.dtype] = {}
 
     def separated(leaf: Tensor) -> Tensor:
@@ -373,13 +372,13 @@ def _seal(file: BinaryIO) -> None:
 
 
 def _check_seal(name: str, file: BinaryIO) -> bool:
-    """Whether `file` has a checksum. Raises if the checksum is wrong, or for a truncated zip."""
+    """Return True if `file` has a checksum; refuse a wrong checksum or a truncated zip."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - 22))
     tail = file.read()
     if tail[-len(_MARK) - 4 : -4] != _MARK:
         if not (tail.startswith(_END) and tail.endswith(_NO_COMMENT)):
-            raise _not_a_checkpoint(name, "no zip of torch.save")
+            raise _not_a_checkpoint(name, "not a zip of torch.save")
         return False
     if _crc32(file) != _SOUND:
         raise ValueError(
@@ -391,7 +390,7 @@ def _check_seal(name: str, file: BinaryIO) -> bool:
 
 
 def _crc32(file: BinaryIO) -> int:
-    """The CRC-32 of the whole file; leaves the position at its end."""
+    """Return the CRC-32 of the whole file; leave the position at its end."""
     file.seek(0)
     crc = 0
     while block := file.read(2**20):
@@ -400,9 +399,7 @@ def _crc32(file: BinaryIO) -> int:
 
 
 def _damaged(name: str, file: BinaryIO) -> str:
-    """Which leaf of a damaged file is damaged: torch.save writes each storage as a record with a
-    CRC-32, numbered in order.
-    """
+    """Return the path of the damaged leaf: torch.save numbers the records of storages in order."""
     with contextlib.suppress(Exception):
         number = int((zipfile.ZipFile(file).testzip() or "").rpartition("/data/")[2])
         d = _read(file)
@@ -424,8 +421,8 @@ def _read(file: BinaryIO) -> Any:
 def _not_a_checkpoint(name: str, what: str) -> ValueError:
     return ValueError(
         f"load: {name!r} is not a file that purescale.save wrote ({what}). Likely cause: another "
-        "kind of file, one that was cut off when it was copied, or a pickle with code in it, "
-        "which is never run. Fix: the file that `save(path, tree)` wrote."
+        "kind of file, an incomplete copy, or a pickle with code in it, which is never run. Fix: "
+        "the file that `save(path, tree)` wrote."
     )
 
 
@@ -433,11 +430,13 @@ def _not_a_checkpoint(name: str, what: str) -> ValueError:
 
 
 def _target(path: Path) -> str:
-    """The absolute path of the file, with links followed; refused if it cannot be a file."""
+    """Return the absolute path of the file, with links followed; refuse a path that is
+    not a file.
+    """
     name = os.fsdecode(path)
     if "\0" in name:
         raise ValueError(
-            f"save: {path!r} has a NUL in it, which no name of a file has. Fix: "
+            f"save: {path!r} has a NUL in it, which a file name cannot have. Fix: "
             "`path.replace('\\0', '')`."
         )
     target = os.path.realpath(name)
@@ -461,8 +460,8 @@ def _target(path: Path) -> str:
 
 
 def _inherit(temporary: str, target: str, old: os.stat_result) -> None:
-    """Copy permissions, owner and access lists of `target`, as far as this user may. What cannot be
-    copied leaves less access, never more.
+    """Copy permissions, owner and access lists of `target`, as far as this user may. If one cannot
+    be copied, the new file gives less access, never more.
     """
     mode, new, lists = stat.S_IMODE(old.st_mode), os.stat(temporary), hasattr(os, "listxattr")
     if (new.st_uid, new.st_gid) != (old.st_uid, old.st_gid):
@@ -471,7 +470,7 @@ def _inherit(temporary: str, target: str, old: os.stat_result) -> None:
         try:
             os.chown(temporary, -1, old.st_gid)
         except OSError:
-            # The permissions of the old group are not for the new one.
+            # The new group must not get the permissions of the old one.
             mode, lists = mode & ~0o070 | (mode & 0o007) << 3, False
     with contextlib.suppress(OSError):
         os.chmod(temporary, mode)
@@ -496,9 +495,7 @@ class _Disk:
 
 
 def _write(d: dict[str, Any], file: BinaryIO) -> None:
-    """`torch.save(d, file)`, with the error of the disk in place of torch's RuntimeError about
-    positions.
-    """
+    """`torch.save(d, file)` that raises the error of the disk, not the RuntimeError of torch."""
     disk = _Disk(file)
     try:
         torch.save(d, disk)  # type: ignore[arg-type]  # torch.save only writes
@@ -509,8 +506,8 @@ def _write(d: dict[str, Any], file: BinaryIO) -> None:
 
 
 def _remove_abandoned(folder: str, temporary: str) -> None:
-    """Remove temporary files of killed saves in `folder`. They are known by their age: the owner of
-    a file on a network disk is not reliable. The clock is that of the disk.
+    """Remove temporary files of killed saves in `folder`. They are known by their age, because the
+    owner of a file on a network disk is not reliable. The clock is that of the disk.
     """
     now = os.stat(temporary).st_mtime
     for other in glob.glob(os.path.join(glob.escape(folder), ".purescale-*.tmp")):
@@ -520,7 +517,7 @@ def _remove_abandoned(folder: str, temporary: str) -> None:
 
 
 def _sync_directory(folder: str) -> None:
-    """Sync the rename, which a power failure could undo before. Windows has no such call, and some
+    """Sync the rename, because a power failure could undo it. Windows has no such call, and some
     network disks refuse it.
     """
     if os.name != "posix":

@@ -1,4 +1,4 @@
-"""A rule of the loss scale without training: its states over given overflows, or over gradients."""
+"""Loss-scale rules without training: their states over given overflows, or over gradients."""
 
 from __future__ import annotations
 
@@ -18,20 +18,28 @@ def simulate(rule: Rule[Any], found_infs: Tensor | Sequence[bool]) -> Any:
     """Equal to `states = [rule.init()]; for bad in found_infs: states += [rule.update(states[-1],
     bad)]`, stacked.
 
-    `found_infs`: bool [T], True = the step was bad; or a list of bools. Returns the rule's
-    states, stacked: one more dimension in front, [T + 1], with the state before step t at index t;
-    on the device of `found_infs`. Use `torch.vmap` for many runs at once, or for many settings of a
-    rule of your own that holds them as tensors. A rule that takes amax gets NaN, which it ignores;
-    use `replay` for such a rule.
+    Reads no value. Compiled, it is one graph of T updates; compile `rule.update` for long runs. Use
+    `torch.vmap` for many runs at once, or for many settings of a rule of your own that holds them
+    as tensors.
 
-    Reads no value. Compiled, it is one graph of T updates; compile `rule.update` for long runs.
+    Args:
+        rule: The rule. One that takes amax gets NaN, which it ignores; use `replay` for such a
+            rule.
+        found_infs: bool [T], True if the step was bad; or a list of bools.
 
-    Raises `TypeError` for what is no rule, `ValueError` unless `found_infs` is bool [T].
+    Returns:
+        The states of the rule, stacked: one more dimension in front, [T + 1], with the state before
+        step t at index t, on the device of `found_infs`.
 
-    >>> from purescale import DynamicScale
-    >>> rule = DynamicScale(init_scale=8.0, growth_interval=2)
-    >>> simulate(rule, [True, False, False]).scale
-    tensor([8., 4., 4., 8.])
+    Raises:
+        TypeError: `rule` is not a rule, or an item of `found_infs` is not a number.
+        ValueError: `found_infs` is not bool [T].
+
+    Example:
+        >>> from purescale import DynamicScale
+        >>> rule = DynamicScale(init_scale=8.0, growth_interval=2)
+        >>> simulate(rule, [True, False, False]).scale
+        tensor([8., 4., 4., 8.])
     """
     flags = _series("found_infs", found_infs, "bool", lambda t: t.dtype is torch.bool)
     nothing = torch.full((), torch.nan, dtype=torch.float32, device=flags.device)
@@ -45,21 +53,29 @@ def replay(
     """Equal to `simulate` with the overflows that the rule's own scale causes: a step is bad unless
     `amax * scale <= largest`.
 
-    `amaxes`: floating [T], the largest unscaled gradient of each step of a run, from `StepInfo` or
-    `grad_amax`. inf and NaN are bad at any scale; a rule that takes amax gets found_inf=False
-    there, as in `train_step` if a loss is not finite. `largest`: the largest number of the dtype in
-    which gradients are computed, by default float16.
+    A recording does not contain the effect of a skipped step on later gradients, so near the start
+    of a run the result is an approximation.
 
-    Returns the states [T + 1], as `simulate` does, and the flags, bool [T]. A recording does not
-    contain the effect of a skipped step on later gradients, so near the start of a run the result
-    is an approximation.
+    Args:
+        rule: The rule.
+        amaxes: Floating [T], the largest unscaled gradient of each step of a run, from `StepInfo`
+            or `grad_amax`. inf and NaN are bad at any scale; a rule that takes amax gets
+            found_inf=False there, as in `train_step` if a loss is not finite.
+        largest: The largest number of the dtype in which gradients are computed, by default
+            float16.
 
-    Raises `TypeError` and `ValueError` as `simulate`, and for a `largest` that is not positive.
+    Returns:
+        The states [T + 1], as `simulate` does, and the flags, bool [T].
 
-    >>> from purescale import HeadroomScale
-    >>> states, found_infs = replay(HeadroomScale(init_scale=2.0**16), [4.0, 4.0, 128.0])
-    >>> found_infs, states.scale.int()
-    (tensor([ True, False, False]), tensor([65536,   512,   128,     4], dtype=torch.int32))
+    Raises:
+        TypeError: `rule` is not a rule, or an item of `amaxes` is not a number.
+        ValueError: `amaxes` is not floating [T], or `largest` is not positive.
+
+    Example:
+        >>> from purescale import HeadroomScale
+        >>> states, found_infs = replay(HeadroomScale(init_scale=2.0**16), [4.0, 4.0, 128.0])
+        >>> found_infs, states.scale.int()
+        (tensor([ True, False, False]), tensor([65536,   512,   128,     4], dtype=torch.int32))
     """
     limit = scalars.positive("largest", largest)
     series = _series("amaxes", amaxes, "floating", Tensor.is_floating_point).to(torch.float32)
@@ -99,23 +115,23 @@ def _series(name: str, values: Any, kind: str, fits: Any) -> Tensor:
         if listed and all(isinstance(value, Tensor) for value in listed):
             series = torch.stack(listed)  # without reading them
         elif any(scalars.as_float(value) is None and type(value) is not bool for value in listed):
-            raise TypeError(f"{name} holds what is no number. Fix: one {dtype} per step.")
+            raise TypeError(f"{name} holds something else than numbers. Fix: one {dtype} per step.")
         else:
-            # float32 for fractions, as the default dtype may be narrower.
+            # float32 for fractions, because the default dtype may be narrower.
             fractions = any(isinstance(value, float) for value in listed)
             inferred = torch.float32 if fractions else None if listed else dtype
             series = torch.tensor(listed, dtype=inferred)
     else:
         raise TypeError(
-            f"{name} is {scalars.short_repr(values)}; expected {kind} [T], one a step, or a list. "
-            f"Fix: `torch.tensor([{scalars.short_repr(values)}])`."
+            f"{name} is {scalars.short_repr(values)}; expected {kind} [T], one per step, or a "
+            f"list. Fix: `torch.tensor([{scalars.short_repr(values)}])`."
         )
     if series.ndim != 1 or not fits(series):
         fix = f"`.to({dtype})`"
         if series.ndim != 1:
             fix = "for many runs at once, `torch.vmap` over the first dimension"
         raise ValueError(
-            f"{name} is {series.dtype} {tuple(series.shape)}; expected {kind} [T], one a step. "
+            f"{name} is {series.dtype} {tuple(series.shape)}; expected {kind} [T], one per step. "
             f"Fix: {fix}."
         )
     return series

@@ -498,8 +498,7 @@ class Labelled(nn.Module):
         (
             {"num_samples": 0},
             ValueError,
-            "num_samples must be a whole number above 0, got 0; less than one batch means one "
-            "batch",
+            r"num_samples must be a whole number above 0, got 0. Fix: num_samples=8192",
         ),
         ({"num_samples": 1.5}, ValueError, r"got 1\.5"),
         (
@@ -800,7 +799,7 @@ def test_nested_buffers_are_refused_with_the_cure():
         with pytest.raises(TypeError, match="expected the flat dict of tensors by dotted name"):
             ps.init_bn_stats(wrong)
     state = ps.init_train_state({"w": torch.ones(1)}, {"g": buffers}, SGD, RULE)
-    with pytest.raises(TypeError, match="Fix: of several models merge the dicts under a prefix"):
+    with pytest.raises(TypeError, match="Fix: for several models, merge the dicts under a prefix"):
         ps.train_step(
             state,
             [1.0],

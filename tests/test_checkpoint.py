@@ -469,11 +469,11 @@ def changed(d, path, value):
         (
             ["purescale_version"],
             ...,
-            r"d is no state dict of purescale: it has the keys 'tree', "
+            r"d is not a state dict of purescale: it has the keys 'tree', "
             r"expected 'purescale_version'",
         ),
-        (["purescale_version"], 1, "d is no state dict of purescale"),
-        (["purescale_version"], torch.tensor(1.0), "d is no state dict of purescale"),
+        (["purescale_version"], 1, "d is not a state dict of purescale"),
+        (["purescale_version"], torch.tensor(1.0), "d is not a state dict of purescale"),
         (
             ["purescale_version"],
             torch.tensor(-(2**62)),
@@ -630,7 +630,11 @@ def test_a_dict_that_contains_itself_is_the_clear_error(tmp_path):
     ("tree", "error", "message"),
     [
         ({"epoch": 3}, TypeError, r"tree\['epoch'\] is int; a checkpoint holds.*torch\.tensor"),
-        ({"names": {"a"}}, TypeError, r"tree\['names'\] is set; .*other containers are not"),
+        (
+            {"names": {"a"}},
+            TypeError,
+            r"tree\['names'\] is set; .*in dicts, lists, tuples and NamedTuples",
+        ),
         ([nested_tensor()], TypeError, r"tree\[0\] is a nested tensor"),
         (
             {0: torch.ones(1), "0": torch.ones(1)},
@@ -699,7 +703,7 @@ def test_the_state_dict_of_something_else_is_the_clear_error(tmp_path):
     for other in (*(peer.state_dict() for peer in peers), torch.ones(1), [1, 2]):
         torch.save(other, tmp_path / "x.pt")
         with pytest.raises(
-            ValueError, match=r"torch\.load\('.*x\.pt'\) is no state dict of purescale"
+            ValueError, match=r"torch\.load\('.*x\.pt'\) is not a state dict of purescale"
         ):
             ps.load(tmp_path / "x.pt", like=SMALL)
 
@@ -966,7 +970,7 @@ REFUSED = {
     ),
     "a wrapper": (
         lambda: Wrapper(torch.ones(2)),
-        "is a Wrapper, a subclass.*or of one that wraps others",
+        "is a Wrapper, a subclass.*or save the tensors that it wraps",
     ),
     "fake": (fake, "is a FakeTensor, a subclass"),
     "meta": (

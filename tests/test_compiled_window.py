@@ -334,7 +334,9 @@ def test_it_is_true_or_false():
 @repeats
 def test_aux_is_refused_in_words():
     state, step = small(lambda params, buffers, m: (*weighted_sum(params, buffers, m), m))
-    refused(step, state, VECTORS, r"loss_fn returned \(loss, new_buffers, aux\).*Fix: no aux")
+    refused(
+        step, state, VECTORS, r"loss_fn returned \(loss, new_buffers, aux\).*Fix: return no aux"
+    )
 
 
 class Listed(nn.Linear):

@@ -800,7 +800,7 @@ def test_check_scaler_speaks_up_at_a_scale_that_fell_to_its_floor_without_an_ove
     state = updated(rule, state, False, 2.0**40)
     assert state.scale == rule.min_scale
     assert state.consecutive_skips == 0
-    with pytest.raises(FloatingPointError, match=r"sits at the smallest.*\(min_scale\).*Fix"):
+    with pytest.raises(FloatingPointError, match=r"is at the smallest.*\(min_scale\).*Fix"):
         ps.check_scaler(state, rule)
     at_one = dataclasses.replace(rule, min_scale=1.0)
     ps.check_scaler(state._replace(scale=torch.tensor(1.0)), at_one)  # which loses nothing

@@ -295,7 +295,7 @@ def test_sequential_does_not_depend_on_how_the_data_is_cut():
 def test_sequential_refuses_a_one_shot_iterator_before_anything_is_drawn(make):
     apply, params, buffers = ps.make_functional(net())
     once = make()
-    with pytest.raises(ValueError, match=r"goes through the loader once a layer.*list\(batches\)"):
+    with pytest.raises(ValueError, match=r"over the loader once per layer.*list\(batches\)"):
         ps.precise_bn(apply, params, buffers, once, normalize="sequential")
     assert len(next(once)) == 4
 

@@ -450,7 +450,7 @@ def test_a_state_that_counts_no_skips_cannot_be_asked_how_many_there_were():
     with pytest.raises(
         TypeError,
         match=r"max_skips=3 with a Bare, which does not count skips. "
-        r"Fix: a field `consecutive_skips`",
+        r"Fix: give it a field `consecutive_skips`",
     ):
         ps.check_scaler(state, ps.DynamicScale(), max_skips=3)
 

@@ -198,7 +198,7 @@ def test_check_scaler_tells_that_gradients_overflow_where_the_loss_is_finite(nam
 
 @pytest.mark.parametrize("name", STOPPED)
 def test_check_scaler_without_the_loss_asks_for_it_first(name):
-    assert "First look whether the loss is inf or NaN itself" in stopped(name, None)
+    assert "First check whether the loss itself is inf or NaN" in stopped(name, None)
 
 
 def test_one_loss_that_is_not_finite_stops_no_training():

@@ -715,7 +715,7 @@ class OtherState(Above):
         (GUARD, TypeError, r"state is Counting; expected a SpikeState.*Fix: "),
         (NoPair(), TypeError, r"NoPair\.update returned Tensor; expected \(state, bad\)"),
         (NoFlag(), TypeError, r"NoFlag\.update returned \(state, tensor\(0\.\)\)"),
-        (OtherState(), ValueError, r"state that the guard gave does not match state\.guard"),
+        (OtherState(), ValueError, r"state that the guard returned does not match state\.guard"),
     ],
 )
 def test_what_is_no_guard_is_refused_before_anything_moves(guard, error, words):

@@ -526,10 +526,10 @@ def test_a_loss_fn_that_returns_the_wrong_thing_is_refused_and_nothing_changes(
             r"is a tuple; expected a list.*`train_step\(state, \[batch\], \.\.\.\)`",
         ),
         (torch.ones(2), TypeError, "is a Tensor; expected a list"),
-        (iter([1]), TypeError, r"is a list_iterator; .*whose length is not known.*islice\("),
-        ((b for b in [1]), TypeError, r"is a generator; .*whose length is not known.*islice\("),
+        (iter([1]), TypeError, r"is a list_iterator; .*of unknown length was passed.*islice\("),
+        ((b for b in [1]), TypeError, r"is a generator; .*of unknown length was passed.*islice\("),
         ({"x": 1}, TypeError, r"is a dict; expected a list.*one \(input, target\) batch"),
-        (1.0, TypeError, r"is a float; expected a list, one step for all of it\. Fix: `train_"),
+        (1.0, TypeError, r"is a float; expected a list, which makes one step\. Fix: `train_"),
     ],
 )
 def test_microbatches_that_are_no_list_are_refused_before_any_work(microbatches, error, message):
@@ -583,7 +583,7 @@ def test_a_state_that_is_no_train_state_is_refused():
 
 @pytest.mark.parametrize("params", [{}, {"w": None}, []])
 def test_a_state_without_parameters_is_refused(params):
-    with pytest.raises(ValueError, match="params without a tensor"):
+    with pytest.raises(ValueError, match="params has no tensor"):
         ps.init_train_state(params, {}, SGD, RULE)
 
 
@@ -813,7 +813,7 @@ class OnlyInit:
         (
             OnlyUpdate(),
             r"rule is OnlyUpdate, without `init`; "
-            r".*`init\(device\)`, which gives the state to start from",
+            r".*`init\(device\)`, which returns the first state",
         ),
         (OnlyInit(), r"rule is OnlyInit, without `update`; .*`update\(scaler, found_inf\)`"),
         (

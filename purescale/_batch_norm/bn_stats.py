@@ -1,4 +1,4 @@
-"""Batch-norm statistics as a value: accumulate a batch, merge, reduce over ranks, make buffers."""
+"""Batch-norm statistics as a value: accumulated, merged, reduced over ranks, written to buffers."""
 
 from __future__ import annotations
 
@@ -28,30 +28,38 @@ class BNLayerStats(NamedTuple):
 
 
 class BNStatsState(NamedTuple):
-    """Statistics of the inputs of all batch norms of a model. Make it with `init_bn_stats`; save
-    it, merge it, reduce it over ranks.
+    """Statistics of the inputs of all batch norms of a model. Make it with `init_bn_stats`; it can
+    be saved, merged and reduced over ranks.
     """
 
     layers: dict[str, BNLayerStats]
     num_batches: Tensor  # int64 []: batches accumulated
-    num_skipped: Tensor  # int64 []: batches left out, as a value was not finite
+    num_skipped: Tensor  # int64 []: batches left out, because a value was not finite
 
 
 def init_bn_stats(buffers: Tensors) -> BNStatsState:
-    """Equal to `BNStatsState({layer: zeros for each layer with a running_mean},
-    num_batches=0, num_skipped=0)`.
+    """Equal to `BNStatsState({layer: zeros for each layer with a running_mean}, num_batches=0,
+    num_skipped=0)`.
 
-    `buffers`: from `make_functional`, a flat dict by dotted name. The statistics are kept in
-    float64 (float32 on a device without it): three vectors and two scalars a layer, 1 MB for a
-    ResNet-50.
+    The statistics are kept in float64 (float32 on a device without it): three vectors and two
+    scalars per layer, 1 MB for a ResNet-50.
 
-    Raises `ValueError` when no layer has running statistics.
+    Args:
+        buffers: From `make_functional`, a flat dict by dotted name.
 
-    >>> from torch import nn
-    >>> from purescale import make_functional
-    >>> _, _, buffers = make_functional(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
-    >>> list(init_bn_stats(buffers).layers)
-    ['1']
+    Returns:
+        An empty `BNStatsState`.
+
+    Raises:
+        ValueError: No layer has running statistics.
+        TypeError: `buffers` is not a flat dict of tensors.
+
+    Example:
+        >>> from torch import nn
+        >>> from purescale import make_functional
+        >>> _, _, buffers = make_functional(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
+        >>> list(init_bn_stats(buffers).layers)
+        ['1']
     """
     check_flat_buffers(buffers)
     names = layers_of(buffers)
@@ -59,7 +67,7 @@ def init_bn_stats(buffers: Tensors) -> BNStatsState:
         raise ValueError(
             f"no layer with a running_mean and a running_var among {len(buffers)} buffers: "
             f"{tree.join_names(list(buffers))}. Likely cause: a model without BatchNorm, or with "
-            "track_running_stats=False. There is nothing to compute. Fix: leave this call out."
+            "track_running_stats=False. Fix: leave this call out."
         )
     layers = {}
     for name in names:
@@ -82,31 +90,43 @@ def accumulate_bn_stats(
     """Equal to running `apply(params, buffers, *args, **kwargs)` and merging the statistics of each
     batch norm's input into `stats`.
 
-    One forward under `no_grad`; it costs little more than that forward alone, and changes neither
-    model nor buffers. Each layer in train mode normalises with the statistics of this batch, in
-    float32 for half inputs. A layer that is called several times pools its calls; frozen layers and
-    those without running statistics are left alone. The dropout of torch.nn.functional is off, as
-    it is in eval mode, where the statistics are used; the dropout inside an LSTM stays on.
+    Runs one forward under `no_grad`, at little more cost, and changes neither model nor buffers.
+    Each layer in train mode normalises with the statistics of this batch, in float32 for half
+    inputs. A layer that is called several times pools its calls; frozen layers and those without
+    running statistics are left alone. The dropout of torch.nn.functional is off, as in eval mode,
+    where the statistics are used; the dropout inside an LSTM stays on.
 
-    A batch in which a layer sees inf or NaN, or numbers whose variance float32 cannot hold, is left
-    out for all layers and counted in `num_skipped`. A batch of one value per channel counts.
-    `apply` is that of `make_functional`, `with_policy` of it, or any function whose `new_buffers`
-    are the tensors that its batch norms were given.
+    If a layer sees inf or NaN, or numbers whose variance float32 cannot hold, the batch is left out
+    for all layers and counted in `num_skipped`. A batch of one value per channel counts.
 
-    Raises `ValueError` for layers that are not in `stats`; `TypeError` for an `apply` that returns
-    something else.
+    Args:
+        stats: From `init_bn_stats`, or the state that the last call returned.
+        apply: From `make_functional` or `with_policy`, or any function whose `new_buffers` are the
+            tensors that its batch norms were given.
+        params: The parameters.
+        buffers: The buffers.
+        args, kwargs: The other arguments of `apply`.
 
-    >>> from torch import nn
-    >>> from purescale import make_functional
-    >>> apply, params, buffers = make_functional(nn.BatchNorm1d(1))
-    >>> stats = init_bn_stats(buffers)
-    >>> for batch in ([[1.0], [3.0]], [[5.0]]):
-    ...     stats = accumulate_bn_stats(stats, apply, params, buffers, torch.tensor(batch))
-    >>> bn_buffers(stats, buffers)
-    {'running_mean': tensor([3.]), 'running_var': tensor([4.]), 'num_batches_tracked': tensor(0)}
+    Returns:
+        The next `BNStatsState`.
 
-    Source of the rule: Chan, Golub, LeVeque (1979); fvcore's update_bn_stats, whose float32 E[x^2]
-    - E[x]^2 goes negative.
+    Raises:
+        ValueError: A layer is not in `stats`.
+        TypeError: `apply` does not return `(out, new_buffers)`.
+
+    Example:
+        >>> from torch import nn
+        >>> from purescale import make_functional
+        >>> apply, params, buffers = make_functional(nn.BatchNorm1d(1))
+        >>> stats = init_bn_stats(buffers)
+        >>> for batch in ([[1.0], [3.0]], [[5.0]]):
+        ...     stats = accumulate_bn_stats(stats, apply, params, buffers, torch.tensor(batch))
+        >>> precise = bn_buffers(stats, buffers)
+        >>> precise["running_mean"], precise["running_var"]
+        (tensor([3.]), tensor([4.]))
+
+    Source of the rule: Chan, Golub, LeVeque (1979); fvcore's update_bn_stats, whose difference of
+    E[x^2] and E[x]^2 in float32 goes negative.
     """
     return add_batch(stats, calls_of(apply, params, buffers, args, kwargs)[1])
 
@@ -115,13 +135,20 @@ def merge_bn_stats(a: BNStatsState, b: BNStatsState) -> BNStatsState:
     """Equal to the statistics over the batches of both: associative and commutative up to the
     rounding of float64.
 
-    `init_bn_stats(buffers)` is the neutral element.
+    Args:
+        a: The statistics of some batches.
+        b: The statistics of others. `init_bn_stats(buffers)` is the neutral element.
 
-    Raises `ValueError` when the layers or their numbers of channels differ.
+    Returns:
+        The `BNStatsState` of all batches.
 
-    >>> stats = init_bn_stats({"running_mean": torch.zeros(1), "running_var": torch.ones(1)})
-    >>> merge_bn_stats(stats, stats).num_batches
-    tensor(0)
+    Raises:
+        ValueError: The layers or their numbers of channels differ.
+
+    Example:
+        >>> stats = init_bn_stats({"running_mean": torch.zeros(1), "running_var": torch.ones(1)})
+        >>> merge_bn_stats(stats, stats).num_batches
+        tensor(0)
 
     Source of the rule: Chan, Golub, LeVeque (1979).
     """
@@ -139,23 +166,29 @@ def bn_buffers(
     """Equal to `{**buffers, "l.running_mean": mean, "l.running_var": m2 / (count - correction)}`
     for each layer `l` of `stats`.
 
-    - `estimator="pooled"`: the variance of all values together. `"within"`: the mean of the
-      variances of the batches, each weighted by its degrees of freedom; it leaves out the variance
-      between batches. With batches of equal size it is what mmpretrain's PreciseBNHook and
-      `swa_utils.update_bn` compute.
-    - `correction=1` is the unbiased variance, as torch keeps it in running_var; 0 that of the
-      population, which fvcore writes.
-    - A layer without a degree of freedom, `count <= correction`, keeps its buffers. Variances are
-      never negative; results have the dtypes of the buffers.
+    Args:
+        stats: The statistics.
+        buffers: The buffers that `init_bn_stats` was given.
+        estimator: `"pooled"`: the variance of all values together. `"within"`: the mean of the
+            variances of the batches, weighted by degrees of freedom, without the variance between
+            batches; with batches of equal size mmpretrain's PreciseBNHook and `swa_utils.update_bn`
+            compute the same.
+        correction: 1 for the unbiased variance, as torch keeps it in running_var; 0 for that of the
+            population, which fvcore writes.
 
-    Returns all of `buffers`, in fresh memory. `num_batches_tracked` stays.
+    Returns:
+        All of `buffers`, in their dtypes and in fresh memory. Variances are never negative. A layer
+        without a degree of freedom, `count <= correction`, keeps its buffers, and
+        `num_batches_tracked` stays.
 
-    Raises `ValueError` for another `estimator` or a negative `correction`, and for buffers of
-    another model.
+    Raises:
+        ValueError: `estimator` is another one, `correction` is negative, or the buffers belong to
+            another model.
 
-    >>> buffers = {"running_mean": torch.zeros(1), "running_var": torch.ones(1)}
-    >>> bn_buffers(init_bn_stats(buffers), buffers)
-    {'running_mean': tensor([0.]), 'running_var': tensor([1.])}
+    Example:
+        >>> buffers = {"running_mean": torch.zeros(1), "running_var": torch.ones(1)}
+        >>> bn_buffers(init_bn_stats(buffers), buffers)
+        {'running_mean': tensor([0.]), 'running_var': tensor([1.])}
     """
     if estimator not in ("pooled", "within"):
         raise ValueError(
@@ -165,7 +198,7 @@ def bn_buffers(
     if not scalars.is_whole(correction) or correction < 0:
         raise ValueError(
             f"correction must be 0 or a positive whole number, got {correction!r}. Fix: "
-            "correction=1, as torch's running_var has it."
+            "correction=1, as in torch's running_var."
         )
     _check_layers(stats, buffers)
     new: Tensors = tree.clone(buffers)
@@ -187,13 +220,21 @@ def all_reduce_bn_stats(stats: BNStatsState, group: Any = None) -> BNStatsState:
     """Equal to `functools.reduce(merge_bn_stats, [stats on rank for rank in group])`, on every
     rank, from two reductions.
 
-    `stats`: a `BNStatsState`, not changed; a rank without data adds nothing. `group=None` is the
-    default process group; without one the result is a copy. It communicates, but reads no value on
-    the host. The ranks must have the same layers.
+    Communicates, but reads no value on the host.
 
-    >>> buffers = {"running_mean": torch.zeros(1), "running_var": torch.ones(1)}
-    >>> all_reduce_bn_stats(init_bn_stats(buffers)).num_batches
-    tensor(0)
+    Args:
+        stats: A `BNStatsState` with the same layers on every rank. A rank without data adds
+            nothing.
+        group: The process group, by default that of all ranks. Without a process group the result
+            is a copy.
+
+    Returns:
+        The `BNStatsState` of all ranks, in fresh memory.
+
+    Example:
+        >>> buffers = {"running_mean": torch.zeros(1), "running_var": torch.ones(1)}
+        >>> all_reduce_bn_stats(init_bn_stats(buffers)).num_batches
+        tensor(0)
 
     Source of the rule: Chan, Golub, LeVeque (1979). mmpretrain averages means and variances of
     ranks, which drops the variance between their means; fvcore and `swa_utils.update_bn` reduce
@@ -229,8 +270,8 @@ def _reduce(
         total / torch.where(count > 0, count, 1)
         for total, count in zip(totals, counts, strict=True)
     ]
-    # Squared deviations from the common mean, in a second reduction: a difference of sums would
-    # cancel.
+    # Squared deviations from the common mean need a second reduction, because a difference of sums
+    # would cancel.
     m2 = [
         layer.m2.reshape(-1) + layer.count * (layer.mean.reshape(-1) - mean).square()
         for layer, mean in zip(layers, means, strict=True)
@@ -253,7 +294,7 @@ def _reduce(
 def add_batch(
     stats: BNStatsState, calls: list[tuple[str, Call]], num_final: int = 0
 ) -> BNStatsState:
-    """`stats` with the calls of one batch merged in, if all of them are finite. The first
+    """Return `stats` with the calls of one batch merged in, if all of them are finite. The first
     `num_final` calls are only checked.
     """
     for name, call in calls[num_final:]:
@@ -308,7 +349,7 @@ _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def restore_running_stats(new_buffers: Tensors, before: Tensors, names: Iterable[str]) -> Tensors:
-    """`new_buffers` with the statistics of these layers as they were `before`."""
+    """Return `new_buffers` with the statistics of these layers from `before`."""
     restored = {key_of(name, buffer) for name in names for buffer in _BUFFERS}
     return {key: before[key] if key in restored else buffer for key, buffer in new_buffers.items()}
 
@@ -316,9 +357,9 @@ def restore_running_stats(new_buffers: Tensors, before: Tensors, names: Iterable
 def reduce_stats_and_momenta(
     stats: BNStatsState, momenta: dict[str, float], group: Any
 ) -> tuple[BNStatsState, dict[str, Tensor]]:
-    """Statistics and momenta over the ranks of a group.
+    """Reduce statistics and momenta over the ranks of a group.
 
-    A rank knows a momentum only if the layer ran there: the result is the mean over all calls.
+    A rank knows a momentum only if the layer ran there, so the result is the mean over all calls.
     """
     weighted = [layer.calls * momenta.get(name, 0.0) for name, layer in stats.layers.items()]
     stats, sums = _reduce(stats, weighted, group)
@@ -329,7 +370,7 @@ def reduce_stats_and_momenta(
 def update_running_stats(
     buffers: Tensors, stats: BNStatsState, momenta: Mapping[str, float | Tensor]
 ) -> Tensors:
-    """`buffers` after one update of the running averages, by torch's rule, with the pooled
+    """Return `buffers` after one update of the running averages, by torch's rule, with the pooled
     statistics of a window.
     """
     pooled = bn_buffers(stats, buffers)
@@ -350,13 +391,13 @@ def update_running_stats(
 
 
 def check_flat_buffers(buffers: Any) -> None:
-    """Refuse buffers that are no flat dict, in which layers have no names."""
+    """Refuse buffers that are not a flat dict, because layers have no names in them."""
     if not isinstance(buffers, dict) or not all(
         isinstance(key, str) and isinstance(value, Tensor) for key, value in buffers.items()
     ):
         raise TypeError(
             f"buffers is {tree.described(buffers)}; expected the flat dict of tensors by dotted "
-            "name that make_functional returns. Fix: of several models merge the dicts under a "
+            "name that make_functional returns. Fix: for several models, merge the dicts under a "
             "prefix, {f'generator.{name}': t for name, t in generator_buffers.items()}."
         )
 
@@ -372,5 +413,5 @@ def _check_layers(stats: BNStatsState, buffers: Tensors) -> None:
                 )
                 raise ValueError(
                     f"the buffers do not belong to the stats: {key} {have}, expected "
-                    f"{tuple(layer.mean.shape)}. Fix: the buffers that init_bn_stats was given."
+                    f"{tuple(layer.mean.shape)}. Fix: use the buffers that init_bn_stats was given."
                 )

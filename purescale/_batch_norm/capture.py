@@ -1,4 +1,4 @@
-"""Statistics of the input of each batch norm of a forward, and the name of its layer."""
+"""Capture of the input statistics of each batch norm in a forward, with the name of its layer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ApplyFn = Callable[..., tuple[Any, Tensors]]
 class Call(NamedTuple):
     """One call of a batch norm in train mode."""
 
-    running_mean: Tensor  # the argument itself: its identity tells which layer it is
+    running_mean: Tensor  # the argument itself: its identity tells the layer
     mean: Tensor
     var: Tensor  # unbiased; 0 for a single value
     values: int  # per channel
@@ -34,8 +34,8 @@ _SIGNATURES: dict[Any, tuple[str, ...]] = {
 }
 
 
-# Functions that draw random numbers in training: the position and name of the argument that says
-# so, and its value in eval mode.
+# Functions that draw random numbers in training: the position and name of the argument that decides
+# it, and its value in eval mode.
 _RANDOM: dict[Any, tuple[int, str, Any]] = {
     **dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d), (2, "training", False)),
     **dict.fromkeys((F.alpha_dropout, F.feature_alpha_dropout), (2, "training", False)),
@@ -54,12 +54,12 @@ _COPIES = {Tensor.clone, private.clone_list, *_INTO}
 
 
 class CaptureBatchNorm(TorchFunctionMode):
-    """Records each call of a batch norm in train mode in `calls`.
+    """A mode that records each call of a batch norm in train mode in `calls`.
 
     `evaluating`: the statistics are for use in eval mode. Running statistics are not updated, half
     inputs are computed in float32, dropout is off, one value per channel is accepted, SyncBatchNorm
-    is local, and the first `num_final` calls normalise with their running statistics. Without it
-    the forward computes what it does without this mode.
+    is local, and the first `num_final` calls normalise with their running statistics. Otherwise the
+    mode does not change what the forward computes.
     """
 
     def __init__(self, evaluating: bool, num_final: int = 0) -> None:
@@ -97,14 +97,14 @@ class CaptureBatchNorm(TorchFunctionMode):
         return self._batch_norm(**given)
 
     def _copied(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A copy of running statistics stands for the same layer: a policy casts them and copies
-        them back, a second `apply` clones those of the first.
+        """Copy, and record that a copy of running statistics belongs to the same layer: a policy
+        casts them and copies them back, and a second `apply` clones those of the first.
         """
         out = func(*args, **kwargs)
         given, made = (args[1], args[0]) if func in _INTO else (args[0], out)
         pairs = [(given, made)] if isinstance(made, Tensor) else zip(given, made, strict=True)
         known = [call.running_mean for call in self.calls] + [new for _, new in self.copies]
-        # No `id`: a compiled step would be guarded by the very tensor.
+        # `is`, not `id`, which would guard a compiled step by the tensor itself.
         self.copies += [(old, new) for old, new in pairs if any(old is each for each in known)]
         return out
 
@@ -131,7 +131,7 @@ class CaptureBatchNorm(TorchFunctionMode):
         if training and not self.evaluating and input.numel() == input.shape[1]:
             raise ValueError(  # as torch does
                 "batch norm got one value per channel in training, an input of shape "
-                f"{tuple(input.shape)}, whose variance is not known. Likely cause: a batch of one. "
+                f"{tuple(input.shape)}, which has no variance. Likely cause: a batch of one. "
                 "Fix: larger microbatches, or drop_last=True in the loader."
             )
         if not training or running_mean is None or running_var is None:
@@ -143,7 +143,7 @@ class CaptureBatchNorm(TorchFunctionMode):
             torch.zeros_like(running_var, dtype=stats_dtype),
         )
         if len(self.calls) < self.num_final:
-            mean, var = torch.aminmax(x.detach())  # used only to see whether the input is finite
+            mean, var = torch.aminmax(x.detach())  # only to check that the input is finite
             out = _normalized(x, w, b, *running, False, momentum, eps)
         elif values == 1 and self.evaluating:
             mean = x.detach().reshape(-1).clone()
@@ -161,8 +161,8 @@ class CaptureBatchNorm(TorchFunctionMode):
 def _normalized(
     x: Tensor, w: Any, b: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
 ) -> Tensor:
-    # Not by a name in `_SIGNATURES`: a forward compiled by the backend "eager" runs this while the
-    # mode is still on.
+    # Not a function in `_SIGNATURES`, because a forward compiled by the backend "eager" runs this
+    # while the mode is still on.
     out: Tensor = torch.ops.aten.batch_norm.default(
         x, w, b, mean, var, training, momentum, eps, torch.backends.cudnn.enabled
     )
@@ -176,8 +176,8 @@ def _to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 def calls_of(
     apply: ApplyFn, params: Tensors, buffers: Tensors, args: Any, kwargs: Any, num_final: int = 0
 ) -> tuple[Any, list[tuple[str, Call]]]:
-    """One forward for statistics to be used in eval mode: its output, and the calls of its batch
-    norms with the names of their layers.
+    """Run one forward for statistics to be used in eval mode. Return its output, and the calls of
+    its batch norms with the names of their layers.
     """
     with torch.no_grad(), CaptureBatchNorm(evaluating=True, num_final=num_final) as catcher:
         returned = apply(params, buffers, *args, **kwargs)
@@ -190,10 +190,10 @@ def calls_of(
 
 
 def named_calls(catcher: CaptureBatchNorm, new_buffers: Tensors) -> list[tuple[str, Call]]:
-    """Each call with the name of its layer, known by the identity of its running mean.
+    """Return each call with the name of its layer, known by the identity of its running mean.
 
-    A call without a name raises if `evaluating`. In training it is a batch norm whose statistics
-    are not among the buffers, and is left out.
+    A call without a name raises if `evaluating`. In training it is left out: the statistics of that
+    batch norm are not among the buffers.
     """
     named = []
     layers = [(name, new_buffers[key_of(name, "running_mean")]) for name in layers_of(new_buffers)]
@@ -207,19 +207,19 @@ def named_calls(catcher: CaptureBatchNorm, new_buffers: Tensors) -> list[tuple[s
         elif catcher.evaluating:
             raise ValueError(
                 "a batch norm was given running statistics that are not among the new_buffers of "
-                "apply, so its layer cannot be known. Likely cause: new_buffers were copied or "
-                "cast on the way out. Fix: return them as they are, or use make_functional."
+                "apply, so its layer is unknown. Likely cause: new_buffers were copied or cast on "
+                "the way out. Fix: return them unchanged, or use make_functional."
             )
     return named
 
 
 def key_of(name: str, buffer: str) -> str:
-    """The dotted name of a layer's buffer."""
+    """Return the dotted name of a buffer of a layer."""
     return f"{name}.{buffer}" if name else buffer
 
 
 def layers_of(buffers: Tensors) -> list[str]:
-    """The layers that keep running statistics."""
+    """Return the names of the layers that keep running statistics."""
     names = [
         key.removesuffix("running_mean").removesuffix(".")
         for key in buffers

@@ -1,4 +1,4 @@
-"""The batch-norm statistics of a whole loader, over all ranks, as buffers."""
+"""Precise batch-norm statistics of a whole loader, over all ranks, as buffers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .._tree import scalars, tree
 Normalize = Literal["batch", "sequential"]
 
 
-_FEW = 32  # values per channel in a batch; with fewer its statistics are too noisy
+_FEW = 32  # values per channel; the statistics of a smaller batch are too noisy
 
 
 def precise_bn(
@@ -48,41 +48,46 @@ def precise_bn(
     group: Any = None,
     progress: bool = False,
 ) -> Tensors:
-    """Syncs with the host at the end. Equal to `bn_buffers(stats, buffers)`, `stats` those of
-    `accumulate_bn_stats` over the loader.
+    """Equal to `bn_buffers(stats, buffers)`, with the `stats` of `accumulate_bn_stats` over the
+    loader. Syncs with the host at the end.
 
-    The statistics belong to the weights as they are now; a running average mixes in those of older
-    weights. It reads them to report to the logger "purescale": layers, batches, skipped batches,
-    and what was left out.
+    The statistics belong to the current weights; a running average mixes in those of older weights.
+    The logger "purescale" reports layers, batches, skipped batches and what was left out. No
+    argument is changed, even if an error is raised.
 
-    Arguments:
-    - `loader`: any iterable of batches, at least one. It stops before a batch that would exceed
-      `num_samples` over all ranks, if the next is as large as the last; a shorter loader is fine.
-      Samples are counted in the calls of `forward`: the first dimension of the first array among
-      the arguments. Each rank counts its own.
-    - `call(forward, batch)` feeds one batch:
-      `call=lambda forward, batch: forward(batch[0].to(device))`. The default passes a tuple or list
-      as arguments, a dict as keyword arguments, anything else as the one argument.
-    - `estimator`, `correction`: as in `bn_buffers`.
-    - `normalize="batch"`: each layer sees activations that were normalised with the statistics of
-      their batch, in one pass: use large batches. `"sequential"`: activations that were
-      normalised with the final statistics of the layers before it, as in eval mode. It takes one
-      pass over the loader per layer, so the loader must be re-iterable and should give the same
-      data.
-    - `group`: ranks whose data are one sample; all get the same buffers. `None`: this rank alone.
-      Where the ranks communicate on a CPU (gloo), settings that differ are an error on every rank.
-    - `progress`: a progress bar on rank 0 (needs tqdm); without a terminal, one line a minute.
+    Args:
+        apply, params, buffers: From `make_functional`, or `apply` from `with_policy`.
+        loader: Any iterable of at least one batch.
+        num_samples: The number of samples over all ranks. The loop ends before a batch that would
+            exceed it if it is as large as the last; a shorter loader is fine. Each rank counts its
+            own, as the first dimension of the first array that `forward` is given.
+        call: A function `call(forward, batch)` that feeds one batch, for example
+            `lambda forward, batch: forward(batch[0].to(device))`. By default a tuple or list is
+            passed as arguments, a dict as keyword arguments, anything else as the one argument.
+        estimator, correction: As in `bn_buffers`.
+        normalize: `"batch"`: each layer sees activations that were normalised with the statistics
+            of their batch, in one pass, so use large batches. `"sequential"`: with the final
+            statistics of the layers before it, as in eval mode, in one pass per layer over a
+            re-iterable loader that should give the same data each time.
+        group: The ranks whose data are one sample; all get the same buffers. By default this rank
+            alone. If the ranks meet on a CPU (gloo), different settings raise on every rank.
+        progress: Show a progress bar on rank 0 (needs tqdm); without a terminal, one line a minute.
 
-    Raises `ValueError` for settings, a model without batch norm, a loader without a batch on any
-    rank; in `"sequential"` for a one-shot iterator or a layer called several times; `TypeError`
-    when the default cannot feed a batch. An exception from the loader is raised on every rank of
-    the group. No argument is changed, whatever is raised.
+    Returns:
+        The buffers with the new statistics, in fresh memory.
 
-    >>> from purescale import make_functional
-    >>> apply, params, buffers = make_functional(nn.BatchNorm1d(1))
-    >>> batches = [torch.tensor([[1.0], [3.0]]), torch.tensor([[5.0]])]
-    >>> precise_bn(apply, params, buffers, batches)["running_mean"]
-    tensor([3.])
+    Raises:
+        ValueError: A setting is wrong, the model has no batch norm, or no rank has a batch; with
+            `"sequential"` also for a one-shot iterator or a layer that is called several times.
+        TypeError: A batch cannot be fed without `call`.
+        RuntimeError: Another rank of the group failed.
+
+    Example:
+        >>> from purescale import make_functional
+        >>> apply, params, buffers = make_functional(nn.BatchNorm1d(1))
+        >>> batches = [torch.tensor([[1.0], [3.0]]), torch.tensor([[5.0]])]
+        >>> precise_bn(apply, params, buffers, batches)["running_mean"]
+        tensor([3.])
 
     Source of the rule: Wu and Johnson (arXiv 2105.07576); mmpretrain's PreciseBNHook and fvcore's
     precise_bn. `"sequential"` has no source that we know.
@@ -90,7 +95,7 @@ def precise_bn(
 
     def check() -> None:
         _check_settings(num_samples, normalize)
-        # Raises now what it would raise after the last batch.
+        # Raises now, not after the last batch.
         bn_buffers(init_bn_stats(buffers), buffers, estimator, correction)
 
     settings = {"estimator": estimator, "correction": correction, "normalize": normalize}
@@ -120,7 +125,7 @@ def precise_bn(
 
 
 class _Source(NamedTuple):
-    """Where the batches come from, and how each is fed: the same in every pass."""
+    """The loader and how a batch is fed, the same in every pass."""
 
     loader: Iterable[Any]
     num_samples: int
@@ -130,7 +135,7 @@ class _Source(NamedTuple):
 
 
 class _Pass:
-    """The statistics of one pass over the loader, as far as it has come.
+    """The statistics of one pass over the loader so far.
 
     `num_final`: how many layers, in the order of their calls, have final statistics in `buffers`.
     """
@@ -146,12 +151,12 @@ class _Pass:
     ) -> None:
         self.apply, self.params, self.buffers = apply, params, buffers
         self.sequential, self.num_final = sequential, num_final
-        self.order = list(order)  # of the layers; of the first forward that has any
+        self.order = list(order)  # of the layers, in the first forward that has any
         self.stats = init_bn_stats(buffers)
         self.num_forwards = self.num_samples = 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model as `call` gets it: it adds the statistics of its batch norms."""
+        """Run the model, as `call` gets it, and add the statistics of its batch norms."""
         self.num_samples += _num_samples(args, kwargs)
         out, calls = calls_of(self.apply, self.params, self.buffers, args, kwargs, self.num_final)
         self.num_forwards += 1
@@ -164,8 +169,8 @@ class _Pass:
 
 
 def _gather(source: _Source, one_pass: _Pass) -> tuple[BNStatsState, list[str]]:
-    """Syncs with the host at its end. The statistics of one pass over the loader and all ranks, and
-    the layers in the order of their calls.
+    """Return the statistics of one pass over the loader and all ranks, and the layers in the order
+    of their calls. Syncs with the host at the end.
     """
     failure: Exception | None = None
     try:
@@ -180,14 +185,14 @@ def _gather(source: _Source, one_pass: _Pass) -> tuple[BNStatsState, list[str]]:
     if not stats.num_batches + stats.num_skipped:
         where = "" if source.group is None else " on any rank"
         raise ValueError(
-            f"the loader gave no batch{where}. Likely cause: it is empty, or an iterator that was "
-            "used up before. Fix: a loader with a batch; for an iterator, a new one."
+            f"the loader gave no batch{where}. Likely cause: it is empty, or a used-up iterator. "
+            "Fix: a loader with a batch, or a new iterator."
         )
     return stats, order
 
 
 def _feed_batches(source: _Source, one_pass: _Pass) -> None:
-    """Feed batches, one at least, until another like the last would be one too many."""
+    """Feed at least one batch, until another like the last would exceed `num_samples`."""
     _check_loader(source.loader, one_pass.sequential)
     limit = source.num_samples // (1 if source.group is None else dist.get_world_size(source.group))
     with _bar(source.group) if source.progress else nullcontext() as bar:
@@ -214,8 +219,8 @@ def _feed_batches(source: _Source, one_pass: _Pass) -> None:
 def _over_ranks(
     stats: BNStatsState, order: list[str], failure: Exception | None, group: Any
 ) -> tuple[BNStatsState, list[str]]:
-    """The statistics of all ranks, and the layers that any rank saw, in the order of their calls. A
-    rank that failed or had no data takes part, as the others would wait for it.
+    """Return the statistics of all ranks, and the layers that any rank saw, in the order of their
+    calls. A rank that failed or had no data takes part, because the others would wait for it.
     """
     device = stats.num_batches.device
     failed = all_reduce_found_inf(torch.tensor(failure is not None, device=device), group)
@@ -223,8 +228,7 @@ def _over_ranks(
         raise failure
     if failed:
         raise RuntimeError(
-            "precise_bn failed on another rank of the group; its error says why. Fix: what it "
-            "names."
+            "precise_bn failed on another rank of the group. Fix: see the error of that rank."
         )
     stats = all_reduce_bn_stats(stats, group)
     names = list(stats.layers)
@@ -241,8 +245,8 @@ def _length(loader: Any) -> float:
 
 
 def _num_samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """The number of samples in a forward: the first dimension of the first array; without one, the
-    length of the first argument.
+    """Return the number of samples in a forward: the first dimension of the first array, or without
+    an array the length of the first argument.
     """
     for leaf in private.pytree.tree_leaves((args, kwargs)):
         if getattr(leaf, "shape", ()):
@@ -286,7 +290,7 @@ def _feed(forward: Callable[..., Any], batch: Any) -> Any:
 
 
 def _report(stats: BNStatsState, apply: ApplyFn, normalize: str) -> None:
-    """Syncs with the host. Log how much data the statistics are from, and what was left out."""
+    """Log how much data the statistics are from, and what was left out. Syncs with the host."""
     log = logging.getLogger("purescale")
     counts = {name: (int(layer.count), int(layer.calls)) for name, layer in stats.layers.items()}
     unseen = [name for name, (count, _) in counts.items() if not count]
@@ -311,7 +315,7 @@ def _report(stats: BNStatsState, apply: ApplyFn, normalize: str) -> None:
         name = min(few, key=lambda name: few[name])
         log.warning(
             "precise_bn: layer %r has %d values per channel in a batch, %d layers fewer than %d: "
-            "too few for statistics of the batch to normalise with. Larger batches, or "
+            "too noisy to normalise with. Fix: larger batches, or "
             "normalize='sequential'.", name, few[name], len(few), _FEW,
         )  # fmt: skip
     inner = inspect.unwrap(apply)
@@ -332,8 +336,8 @@ def _check_order(called: list[str], order: list[str]) -> None:
         twice = next(name for name in called if called.count(name) > 1)
         raise ValueError(
             f"normalize='sequential' computes one layer after the other, but {twice!r} is called "
-            f"{called.count(twice)} times in a forward. Fix: normalize='batch', or a layer of its "
-            "own for each call."
+            f"{called.count(twice)} times in a forward. Fix: normalize='batch', or a separate "
+            "layer for each call."
         )
     if called != order:
         raise ValueError(
@@ -350,8 +354,8 @@ def _check_settings(num_samples: Any, normalize: Any) -> None:
         )
     if not scalars.is_whole(num_samples) or num_samples < 1:
         raise ValueError(
-            f"num_samples must be a whole number above 0, got {num_samples!r}; less than one batch "
-            "means one batch. Fix: num_samples=8192, the default."
+            f"num_samples must be a whole number above 0, got {num_samples!r}. Fix: "
+            "num_samples=8192, the default; 1 for a single batch."
         )
 
 
@@ -363,7 +367,7 @@ def _check_loader(loader: Any, several_passes: bool) -> None:
         )
     if several_passes and isinstance(loader, Iterator):
         raise ValueError(
-            "normalize='sequential' goes through the loader once a layer, but a "
-            f"{type(loader).__name__} can be iterated once only. Fix: a DataLoader, or "
+            "normalize='sequential' iterates over the loader once per layer, but a "
+            f"{type(loader).__name__} can be iterated only once. Fix: a DataLoader, or "
             "list(batches)."
         )

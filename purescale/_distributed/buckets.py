@@ -1,4 +1,4 @@
-"""All-reduce of many tensors in few messages: a bucket is sent while the next one is filled."""
+"""Bucketed all-reduce: many tensors in few messages, each sent while the next is filled."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .._tree.leaves import dense_real
 from .._tree.tree import Leaves
 
 SIZE = 25 * 2**20  # bytes, as DistributedDataParallel
-LARGE = 2**20  # bytes: a leaf of this size is sent in its own memory on a CPU, as fresh is slow
+LARGE = 2**20  # bytes: on a CPU such a leaf is sent in place, because fresh memory is slow
 
 
 class Reduction:
@@ -28,8 +28,8 @@ class Reduction:
     Leaves are `put` in any order; each goes with the one of the same index in `like`. A bucket
     holds up to `size` bytes of one dtype and device, and is sent when it and all before it are
     full. Buckets follow `order`, by default that of `like`, which must be the same on every rank.
-    `keep_strides`: the sums have the strides of `like`, else they are contiguous; a large leaf on a
-    CPU is a bucket of its own then. Leaves that are no tensors, and DTensors, are left out.
+    `keep_strides`: the sums have the strides of `like` instead of being contiguous, and a large
+    leaf on a CPU is a bucket of its own. DTensors and leaves that are not tensors are left out.
     """
 
     def __init__(
@@ -63,17 +63,17 @@ class Reduction:
             bucket.append(index)
             filling[leaf.device, dtype] = bucket, filled + nbytes
         turn = {index: t for t, index in enumerate(order)}
-        self.buckets.sort(key=lambda indices: turn[indices[-1]])  # as they become full
+        self.buckets.sort(key=lambda indices: turn[indices[-1]])  # as they fill up
         self.bucket_of = {index: b for b, indices in enumerate(self.buckets) for index in indices}
         self.num_missing = list(map(len, self.buckets))
-        self.parts: dict[int, Tensor] = {}  # of each leaf, a view of its bucket's row
-        self.rows: list[Any] = [None] * len(self.buckets)  # what is sent
-        self.works: list[Any] = []  # of the buckets that are sent; None where it was waited for
+        self.parts: dict[int, Tensor] = {}  # for each leaf, a view of its bucket's row
+        self.rows: list[Any] = [None] * len(self.buckets)  # the messages
+        self.works: list[Any] = []  # of the buckets that are sent; None: nothing to wait for
 
     def put(self, index: int, leaf: Tensor, *, own: bool = False, nan: float | None = None) -> None:
         """Add a leaf, and send the buckets that are full. `own`: nobody else will use this tensor,
-        though another may share its memory. `nan`: send -inf as inf, whose sum with inf is not NaN,
-        and NaN as this.
+        though another may share its memory. `nan`: send this in place of NaN, and inf in place of
+        -inf, so that infs do not add up to NaN.
         """
         bucket = self.bucket_of[index]
         values = dense_real(leaf)
@@ -97,7 +97,7 @@ class Reduction:
             self._send(len(self.works))
 
     def get(self) -> Leaves:
-        """The sums, in the order of `like`; `None` for the leaves that were left out."""
+        """Return the sums in the order of `like`, None for the leaves that were left out."""
         results: Leaves = [None] * len(self.like)
         for indices, row, work in zip(self.buckets, self.rows, self.works, strict=True):
             if work is not None:
@@ -114,12 +114,12 @@ class Reduction:
         return results
 
     def _can_be_sent(self, index: int, values: Tensor) -> bool:
-        """Whether the sum can be made in the memory of the tensor itself."""
+        """Return True if the sum can be made in the memory of the tensor itself."""
         like = self.like[index]
         same_dtype = values.dtype is like.dtype is wide_dtype(like.dtype)
         same_layout = self.keep_strides and values.stride() == like.stride() and is_gapless(values)
         memory = values.untyped_storage()
-        # Two uses: the tensor, and the name on the line above.
+        # Two uses: the tensor, and the variable `memory`.
         unshared = memory.resizable() and private.storage_uses(memory._cdata) == 2
         return same_dtype and same_layout and unshared and memory.nbytes() == values.nbytes
 
@@ -127,7 +127,7 @@ class Reduction:
         if self.rows[self.bucket_of[index]] is None:
             self._allocate(self.bucket_of[index], dtype)
         part = self.parts[index]
-        # Widened first: the quotient may be beyond the range of a narrower dtype.
+        # Widened first, because the quotient may be beyond the range of a narrower dtype.
         values = values if values.dtype is dtype else part.copy_(values)
         torch.div(values, divisor, out=part)
 
@@ -154,13 +154,13 @@ class Reduction:
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:
-    """The elements of a gapless tensor in one row, whatever its layout."""
+    """Return the elements of a gapless tensor of any layout in one row."""
     return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
 def reduction_of(leaves: Leaves, buffers: Leaves, divisor: Any, group: Any) -> Reduction:
-    """For the gradients of `leaves` and the changes and values of `buffers`, in the order in which
-    a backward computes them.
+    """Return the reduction for the gradients of `leaves` and the changes and values of `buffers`,
+    in the order in which a backward computes them.
     """
     order = [*reversed(range(len(leaves))), *range(len(leaves), len(leaves) + len(buffers))]
     floating = [
@@ -173,5 +173,5 @@ def reduction_of(leaves: Leaves, buffers: Leaves, divisor: Any, group: Any) -> R
 
 
 def mean_divisor(weight: Tensor, total: Tensor) -> Tensor:
-    """The divisor of one mean in the sum that is the mean of all: `total / weight`."""
+    """Return `total / weight`, by which to divide one mean before all are summed."""
     return torch.where(weight > 0, total / weight, torch.inf)

@@ -1,4 +1,4 @@
-"""All-reduce of flags and of gradients, and the check that all ranks hold the same."""
+"""All-reduce of flags and of gradients, and the check that all ranks agree."""
 
 from __future__ import annotations
 
@@ -28,20 +28,28 @@ T = TypeVar("T")
 
 
 def all_reduce_found_inf(found_inf: Tensor | bool, group: Any = None) -> Tensor:
-    """Equal to `any(found_inf on rank for rank in group)`: one rank's overflow is every rank's
-    skipped step.
+    """Equal to `any(found_inf on rank for rank in group)`: an overflow of one rank skips the step
+    on every rank.
 
-    `found_inf`: 0-d bool, not changed; the result is 0-d bool on the same device. A Python bool is
-    put on the device on which the group communicates; of another dtype, a value other than 0 is
-    `True`. `group=None` is the default process group; without one the result is a copy. It
-    communicates, but reads no value on the host.
+    Communicates, but reads no value on the host.
 
-    Raises `TypeError` for what is neither tensor nor bool, `ValueError` for a tensor that is not
-    0-d, before it communicates.
+    Args:
+        found_inf: 0-d bool; another dtype counts as True if it is not 0. A Python bool is put on
+            the device on which the group communicates.
+        group: The process group, by default that of all ranks. Without a process group the result
+            is a copy.
 
-    >>> import torch
-    >>> all_reduce_found_inf(torch.tensor(True))          # no process group: one rank
-    tensor(True)
+    Returns:
+        0-d bool on the same device.
+
+    Raises:
+        TypeError: `found_inf` is neither a tensor nor a bool.
+        ValueError: The tensor is not 0-d. Both raise before it communicates.
+
+    Example:
+        >>> import torch
+        >>> all_reduce_found_inf(torch.tensor(True))          # no process group: one rank
+        tensor(True)
 
     Source of the rule: Megatron-LM and DeepSpeed (MAX over the ranks). `torch.amp.GradScaler`
     reduces nothing, and ShardedGradScaler forgets it before a fused optimizer, after which ranks
@@ -65,32 +73,37 @@ def all_reduce_grads(
     check: bool = True,
     donate: bool = False,
 ) -> Tree:
-    """Syncs with the host where `check`. Equal to `tree_map(lambda *g: sum(g) / len(g), *(grads on
-    rank for rank in group))`, on every rank, from one reduction a bucket.
-
-    Arguments:
-    - `grads`: a pytree of gradients, the same tree on every rank; `None` passes through, and so do
-      DTensors, which are reduced over their own mesh. Sparse leaves come back dense, as each rank
-      has other rows. Half leaves are summed in float32 and rounded once.
-    - `group=None` is the default process group; without one the result is a copy.
-    - `bucket_size_mb`: leaves of one dtype and device are sent together, this many MiB at a time; a
-      bucket is sent while the next is filled. `inf`: one bucket per dtype.
-    - `check`: exchange 16 bytes that show whether trees, names, shapes, dtypes and kinds of device
-      are the same; if not, or if one rank refuses its arguments, every rank raises. Left out while
-      compiling. Without it, trees that differ deadlock.
-    - `donate`: `grads` may be overwritten; the caller gives them up. Same bits.
+    """Equal to `tree_map(lambda *g: sum(g) / len(g), *(grads on rank for rank in group))`, on every
+    rank, from one reduction per bucket. Syncs with the host if `check`.
 
     Each rank divides before the sum, so that a sum overflows only if the mean does; inf and NaN
-    reach every rank. On two ranks buckets give the same bits as one leaf at a time; on more they
-    may differ by rounding, as backends choose the order of a sum by position.
+    reach every rank. On two ranks buckets give the same bits as one leaf at a time; on more ranks
+    they may differ by rounding, because backends choose the order of a sum by position.
 
-    Raises `ValueError`, on every rank where `check`, for trees that differ (with the rank and the
-    first leaf), for a group that this rank is not in or that was destroyed, for a `bucket_size_mb`
-    that is not above 0; `TypeError` for leaves that are no gradients.
+    Args:
+        grads: A pytree of gradients, the same tree on every rank. `None` and DTensors pass through;
+            sparse leaves come back dense, and half leaves are summed in float32 and rounded once.
+        group: The process group, by default that of all ranks. Without a process group the result
+            is a copy.
+        bucket_size_mb: Leaves of one dtype and device are sent together, this many MiB at a time,
+            each bucket while the next is filled. `inf`: one bucket per dtype.
+        check: Exchange 16 bytes that show whether trees, names, shapes, dtypes and kinds of device
+            agree, unless compiling. Without the check, trees that differ deadlock.
+        donate: `grads` may be overwritten; the caller gives them up. Same bits.
 
-    >>> import torch
-    >>> all_reduce_grads({"w": torch.tensor([1.0]), "frozen": None})    # no process group: one rank
-    {'w': tensor([1.]), 'frozen': None}
+    Returns:
+        The mean gradients, in the dtypes of `grads`.
+
+    Raises:
+        ValueError: The trees differ, `bucket_size_mb` is not above 0, or the group was destroyed or
+            does not hold this rank. With `check` all ranks raise, naming the rank and the first
+            leaf.
+        TypeError: A leaf is not a gradient.
+
+    Example:
+        >>> import torch
+        >>> all_reduce_grads({"w": torch.tensor([1.0]), "frozen": None})  # no process group
+        {'w': tensor([1.]), 'frozen': None}
 
     Source of the rule: DistributedDataParallel, which divides first; mmpose's `allreduce_grads`
     (coalesced, in buckets), which sums first.
@@ -101,7 +114,7 @@ def all_reduce_grads(
         if not size > 0:
             raise ValueError(
                 f"bucket_size_mb must be above 0, got {scalars.short_repr(bucket_size_mb)}. Fix: "
-                "25, as DistributedDataParallel; float('inf') for one bucket a dtype."
+                "25, as DistributedDataParallel; float('inf') for one bucket per dtype."
             )
         leaves, structure = _tree.flatten(grads)
         _tree.check_gradients(grads, leaves)
@@ -134,21 +147,21 @@ def all_reduce_grads(
 
 
 def _in_dtype_of(leaf: Any, mean: Tensor | None, *, writable: bool) -> Any:
-    """The mean in the dtype of the leaf; in its memory if that is `may_overwrite_state`."""
+    """Return the mean in the dtype of the leaf, in its memory if `writable`."""
     if mean is None:
         return leaf if leaf is None or writable else leaf.clone()
     return leaf.detach().copy_(mean) if writable else mean.to(leaf.dtype)
 
 
 def on_cpu(group: Any) -> bool:
-    """Whether the ranks of `group` exchange objects without waiting for an accelerator. The answer
-    is the same on every rank.
+    """Return True if the ranks of `group` exchange objects without waiting for an accelerator. The
+    answer is the same on every rank.
     """
     return not traced() and bool(private.object_device(group) == "cpu")
 
 
 def describe_leaves(name: str, tree: Tree, *, with_strides: bool) -> list[str]:
-    """One line per leaf with what must be the same on every rank, strides where asked for."""
+    """Return one line per leaf with what must agree between ranks, strides if asked for."""
     leaves = _tree.flatten(tree)[0]
     return [
         f"{name}{key and f' {key!r}'}: {_kind(leaf, with_strides=with_strides)}"
@@ -160,7 +173,7 @@ def _kind(leaf: Any, *, with_strides: bool) -> str:
     if not isinstance(leaf, Tensor):
         return describe_setting(leaf)
     strides = leaf.stride() if with_strides and leaf.layout is torch.strided else None
-    # The kind of device only: each rank has a device of its own.
+    # Only the type of the device, because each rank has its own.
     text = _metadata(leaf.dtype, leaf.shape, strides, leaf.layout, leaf.device.type)
     if isinstance(leaf, DTensor):
         text += f" as {leaf.placements} over {mesh_sizes(leaf.device_mesh)}"
@@ -175,8 +188,9 @@ def _metadata(dtype: Any, shape: Any, strides: Any, layout: Any, device: str) ->
 def agree_on_all_ranks(
     group: Any, check: Callable[[], T], describe: Callable[[], list[str]], *, sync: bool
 ) -> T:
-    """Syncs with the host if `sync`. What `check` gives; with `sync` an error on every rank of
-    `group` if `check` raises on one of them, or if the lines of `describe` differ between ranks.
+    """Return the result of `check`. With `sync`, raise on every rank of `group` if `check` raises
+    on one of them, or if the lines of `describe` differ between ranks. Syncs with the host if
+    `sync`.
     """
     if not sync:
         return check()
@@ -184,7 +198,7 @@ def agree_on_all_ranks(
     try:
         found = check()
         lines = describe()
-    except Exception as error:  # of any kind: the other ranks wait for an answer
+    except Exception as error:  # any, because the other ranks wait for an answer
         refusal, lines = error, [f"{type(error).__name__}: {error}"]
     fingerprint = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).digest()
     device = private.object_device(group)
@@ -208,10 +222,10 @@ def agree_on_all_ranks(
     first, second = next((a, b) for a, b in pairs if a != b)
     raise ValueError(
         f"the ranks do not hold the same: {_rank(group, 0)} has {first}, {_rank(group, other)} has "
-        f"{second}. What they reduce together must agree in names, order, shapes, dtypes and kind "
-        "of device. Likely cause: other models or settings on some ranks, or a parameter that has "
-        "no gradient (None) on one of them. Fix: one model and one optimizer for all, and zeros "
-        "where a gradient is missing."
+        f"{second}. Trees must agree in names, order, shapes, dtypes and kind of device. Likely "
+        "cause: other models or settings on some ranks, or a parameter without a gradient (None) "
+        "on one of them. Fix: one model and one optimizer for all, and zeros for a missing "
+        "gradient."
     )
 
 

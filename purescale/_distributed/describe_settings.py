@@ -1,4 +1,4 @@
-"""The settings of an object as text: the same text in every process with the same settings."""
+"""Settings of an object as text, equal in every process with the same settings."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_MAX_VALUES = 64  # of a tensor with more only dtype and shape are compared
+_MAX_VALUES = 64  # a tensor with more is compared by dtype and shape only
 
 
 def describe_setting(setting: Any) -> str:
-    """Whatever of `setting` can be compared between processes. Numbers, strings, dtypes, containers
-    and small tensors on a CPU: the value. Functions: their code and the values that it refers to.
-    Rules and optimizers: their fields. Other objects, and tensors on an accelerator, whose values
-    would have to be waited for: the type.
+    """Return what can be compared of `setting` between processes. Numbers, strings, dtypes,
+    containers and small tensors on a CPU have their values; functions their code and the values
+    that it refers to; rules and optimizers their fields. Other objects, and tensors on an
+    accelerator, whose values would need a sync, have their type only.
     """
     return _text(setting, ())
 
@@ -31,7 +31,7 @@ def _text(value: Any, parents: tuple[int, ...]) -> str:
         return repr(value)
     if isinstance(value, numbers.Integral):
         return repr(int(value))
-    if isinstance(value, numbers.Real):  # 1 and 1.0 are one setting
+    if isinstance(value, numbers.Real):  # 1 and 1.0 are the same setting
         number = float(value)
         return repr(int(number) if number.is_integer() else number)
     if isinstance(value, Tensor):
@@ -67,10 +67,12 @@ def _tensor(tensor: Tensor) -> str:
 
 
 def _function(function: Any, parents: tuple[int, ...]) -> str:
-    """Its name and a digest of its code and values: a schedule from 1e-3 is not one from 1e-2."""
+    """Return its name and a digest of its code and values, so that a schedule from 1e-3 differs
+    from one from 1e-2.
+    """
     name = f"{function.__module__}.{function.__qualname__}"
     wrapped = getattr(function, "__wrapped__", None)
-    if str(function.__globals__.get("__name__")).startswith("torch."):  # as of torch.compile
+    if str(function.__globals__.get("__name__")).startswith("torch."):  # such as torch.compile
         return name if wrapped is None else _text(wrapped, parents)
     parts = [
         *_code(function.__code__, function.__globals__),
@@ -87,7 +89,7 @@ def _function(function: Any, parents: tuple[int, ...]) -> str:
 
 
 def _code(code: types.CodeType, names: Mapping[str, Any]) -> list[str]:
-    """The bytecode, its constants, and the global numbers and strings that it refers to."""
+    """Return the bytecode, its constants, and the global numbers and strings that it refers to."""
     parts = [code.co_code.hex(), repr(code.co_names)]
     for constant in code.co_consts:
         nested = isinstance(constant, types.CodeType)
@@ -98,8 +100,9 @@ def _code(code: types.CodeType, names: Mapping[str, Any]) -> list[str]:
 
 
 def _object(value: Any, parents: tuple[int, ...]) -> str:
-    """A rule, an optimizer, a schedule that is an object: its class and its fields. An object with
-    an attribute `summary` is compared by that alone: other fields may hold what one process saw.
+    """Return the class and the fields of a rule, an optimizer or another object with settings. If
+    it has an attribute `summary`, only that is compared: other fields may hold what one process
+    saw.
     """
     name = type(value).__qualname__
     if hasattr(value, "summary"):
@@ -116,7 +119,7 @@ def _object(value: Any, parents: tuple[int, ...]) -> str:
 
 
 def _has_settings(value: Any) -> bool:
-    """Whether the fields of an object are settings; those of a logger or a lock are not."""
+    """Return True if the fields of an object are settings, unlike those of a logger or a lock."""
     known = any(callable(getattr(value, name, None)) for name in ("init", "update", "step"))
     own = not type(value).__module__.startswith(("torch.", "builtins", "logging"))
     return own and (known or callable(value)) and not inspect.ismodule(value)

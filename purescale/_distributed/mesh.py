@@ -1,4 +1,4 @@
-"""What the ranks of a device mesh, or of a process group, know together."""
+"""All-gather of a row of numbers over a device mesh or a process group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .._distributed.process_group import all_reduce, resolve_group
 
 
 def num_replicas(leaf: DTensor) -> int:
-    """How many ranks store the same element."""
+    """Return the number of ranks that store the same element."""
     count = 1
     for placement, size in zip(leaf.placements, mesh_sizes(leaf.device_mesh), strict=True):
         count *= size if placement.is_replicate() else 1
@@ -26,13 +26,13 @@ def num_replicas(leaf: DTensor) -> int:
 # Dynamo cannot trace into the mesh of a computed DTensor, for which it has no source.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def mesh_sizes(mesh: DeviceMesh) -> tuple[int, ...]:
-    """How many ranks there are in each dimension of a mesh."""
+    """Return the number of ranks in each dimension of a mesh."""
     return tuple(mesh.shape)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _mesh_rank(mesh: DeviceMesh) -> int | None:
-    """The index of this rank in a mesh; `None` outside of it."""
+    """Return the index of this rank in a mesh, None outside of it."""
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return None
@@ -44,7 +44,7 @@ def _mesh_rank(mesh: DeviceMesh) -> int | None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _groups(mesh: DeviceMesh) -> tuple[str, ...]:
-    """The names of the groups whose sums, one after the other, are the sum over all ranks of a
+    """Return the names of the groups over which to sum, one after the other, for the sum over a
     mesh.
     """
     if mesh.ndim > 1 and mesh.size() == dist.get_world_size():
@@ -53,11 +53,11 @@ def _groups(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def all_gather_row(row: Tensor, mesh: DeviceMesh) -> Tensor:
-    """`row` of each rank of `mesh`, the same on all of them, from one all-reduce.
+    """Return the `row` of each rank of `mesh`, the same table on all of them, from one all-reduce.
 
-    The all-reduce is a sum in which each rank fills a row of its own, so a row may hold sums,
-    maxima, inf and NaN, and nothing overflows. A mesh of several dimensions that does not hold all
-    ranks takes one all-reduce per dimension.
+    The all-reduce is a sum in which each rank fills its own row, so a row may hold sums, maxima,
+    inf and NaN, and nothing overflows. A mesh of several dimensions that does not hold all ranks
+    takes one all-reduce per dimension.
     """
     rank = _mesh_rank(mesh)
     if rank is None:
@@ -76,5 +76,5 @@ def all_gather_row_of_group(row: Tensor, group: Any) -> Tensor:
 
 
 def _in_place_of_rank(row: Tensor, rank: int, size: int) -> Tensor:
-    """A table of zeros but for the row of this rank."""
+    """Return a table of zeros with the row of this rank."""
     return F.pad(row[None], (0, 0, rank, size - 1 - rank))

@@ -13,32 +13,32 @@ from .._tree.scalars import short_repr
 
 
 def all_reduce(tensor: Tensor, op: str, group: Any) -> Tensor:
-    """The "sum" or "max" of `tensor` over the ranks of `group` (`None`: all), out of place."""
+    """Return the "sum" or "max" of `tensor` over the ranks of `group` (None: all), out of place."""
     group = resolve_group(group)
     if not torch.compiler.is_compiling():
-        # Waited for here: a view of a result that was not waited for would not wait either.
+        # Waited for here, because a view of a pending result would not wait for it.
         return private.arrived(private.all_reduce(tensor, op, group))
-    # Inductor (2.11 to 2.13) reduces a result of torch.cat in place, where the inputs of torch.cat
-    # share its memory: read again, they have become the sum. A negation has memory of its own.
+    # Inductor (2.11 to 2.13) reduces a result of torch.cat in place, although the inputs of
+    # torch.cat share its memory: read again, they are the sum. A negation has its own memory.
     return -private.all_reduce(-tensor, "min" if op == "max" else op, group)
 
 
 def is_single_process(group: Any) -> bool:
-    """Whether `group` is the default one and no process group was made."""
+    """Return True if `group` is the default one and there is no process group."""
     return group is None and not (dist.is_available() and dist.is_initialized())
 
 
 def resolve_group(group: Any) -> Any:
-    """The process group (`None`: of all ranks); refused if this rank is not in it or if it was
+    """Return the process group (None: of all ranks); refuse one that does not hold this rank or was
     destroyed.
     """
     if torch.compiler.is_compiling():
         return dist.group.WORLD if group is None else group
     if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
-            "group is one that this rank is not in. Likely cause: `dist.new_group(ranks)` is "
-            "called by every rank, and returns a placeholder to those that are not in `ranks`. "
-            "Fix: `if dist.get_rank() in ranks:` around what the group does."
+            "this rank is not in group. Likely cause: `dist.new_group(ranks)` is called by every "
+            "rank and returns a placeholder on ranks that are not in `ranks`. Fix: `if "
+            "dist.get_rank() in ranks:` around what the group does."
         )
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError(
@@ -52,20 +52,20 @@ def resolve_group(group: Any) -> Any:
             dist.get_process_group_ranks(group)
         except (KeyError, ValueError):
             raise ValueError(
-                "group is gone. Likely cause: `dist.destroy_process_group(group)`, or a default "
-                "group that was destroyed and made anew. Fix: the group as it is now, for all "
-                "ranks `dist.group.WORLD`."
+                "group no longer exists. Likely cause: `dist.destroy_process_group(group)`, or a "
+                "default group that was destroyed and made anew. Fix: pass the current group, "
+                "`dist.group.WORLD` for all ranks."
             ) from None
     return group
 
 
 def check_group(group: Any) -> Any:
-    """`resolve_group`, where only a process group will do."""
+    """`resolve_group` for callers that need a `dist.ProcessGroup`."""
     group = resolve_group(group)
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
             f"group is {short_repr(group)} ({type(group).__name__}); expected a process group. "
-            "Fix: `dist.group.WORLD`, `dist.new_group(ranks)`, or of a DeviceMesh "
-            "`mesh.get_group('dp')`."
+            "Fix: `dist.group.WORLD`, `dist.new_group(ranks)`, or `mesh.get_group('dp')` of a "
+            "DeviceMesh."
         )
     return group

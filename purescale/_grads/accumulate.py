@@ -1,4 +1,4 @@
-"""The gradients of a window of microbatches, averaged as they come."""
+"""Gradient accumulation: a running weighted mean over a window of microbatches."""
 
 from __future__ import annotations
 
@@ -20,46 +20,52 @@ from .._tree.leaves import dense, normalize
 from .._tree.scalars import as_float, short_repr, whole
 from .._tree.tree import Leaves, Tree
 
-_HEAVIEST = 2.0**64  # of one microbatch; beyond any count of tokens, and no sum of such overflows
+_HEAVIEST = 2.0**64  # beyond any count of tokens, and no sum of such weights overflows
 OnNonfinite = Literal["drop_window", "drop_microbatch"]
 
 
 class AccumState(NamedTuple):
-    """What a window amounts to so far. Make it with `init_accum`, one a window; save it in
-    mid-window, merge it with another.
+    """The weighted mean of a window so far. Make one for each window with `init_accum`; it can be
+    saved in mid-window and merged with another.
     """
 
     grads: Tree  # the weighted mean over the good microbatches, at least float32
-    weight: Tensor  # float64 []: of the good ones
-    found_inf: Tensor  # bool []: one was bad
+    weight: Tensor  # float64 []: the weight of the good microbatches
+    found_inf: Tensor  # bool []: a microbatch was bad
     num_good: Tensor  # int32 []
     num_bad: Tensor  # int32 []
-    bad_weight: Tensor  # float64 []: of the bad ones
+    bad_weight: Tensor  # float64 []: the weight of the bad microbatches
 
 
 def init_accum(params: Tree, dtype: torch.dtype | None = None) -> AccumState:
-    """Equal to `AccumState(tree_map(zeros_like, params), weight=0, found_inf=False,
-    num_good=0, num_bad=0, bad_weight=0)`.
+    """Equal to `AccumState(tree_map(zeros_like, params), weight=0, found_inf=False, num_good=0,
+    num_bad=0, bad_weight=0)`.
 
-    `params`: parameters, or gradients of them; their gradients will be gathered, so leaves are
-    floating or complex, and `None` stays `None`. `dtype` of the means: float32, bfloat16 (half the
-    memory, 3 digits) or float64, for complex leaves its complex counterpart. `None`: float32 for
-    all that is narrower, float64 and complex128 stay.
+    Args:
+        params: Parameters, or gradients of them: floating or complex leaves; `None` stays `None`.
+        dtype: The dtype of the means: float32, bfloat16 (half the memory, 3 digits) or float64, and
+            for complex leaves its complex counterpart. By default float32 for leaves that are
+            narrower; float64 and complex128 keep their dtype.
 
-    Raises `TypeError` for integer leaves, `ValueError` for another `dtype`: float16 cannot hold
-    unscaled gradients.
+    Returns:
+        An empty `AccumState` on the device of `params`.
 
-    >>> import torch
-    >>> init_accum({"w": torch.ones(2, dtype=torch.float16)}).grads
-    {'w': tensor([0., 0.])}
+    Raises:
+        TypeError: A leaf is an integer.
+        ValueError: `dtype` is another one; float16 cannot hold unscaled gradients.
 
-    Source of the rule: main_grad of Megatron-LM, which is float32 whatever the parameter is.
+    Example:
+        >>> import torch
+        >>> init_accum({"w": torch.ones(2, dtype=torch.float16)}).grads
+        {'w': tensor([0., 0.])}
+
+    Source of the rule: main_grad of Megatron-LM, which is float32 for parameters of any dtype.
     """
     if dtype not in (None, torch.float32, torch.bfloat16, torch.float64):
         raise ValueError(
             f"init_accum got dtype={dtype}; expected torch.float32, torch.bfloat16, torch.float64 "
-            "or None. Likely cause: the dtype of the parameters. Fix: leave it out, the mean of "
-            "half gradients is kept in float32."
+            "or None. Likely cause: the dtype of the parameters. Fix: leave dtype out; the mean of "
+            "half gradients is then float32."
         )
     leaves = _tree.flatten(params)[0]
     _tree.check_gradients(params, leaves, "params")
@@ -89,31 +95,37 @@ def accumulate_grads(
     """Equal to `accum.grads * (1 - f) + grads * f` with `f = weight / (accum.weight + weight)`,
     unless `grads` are bad.
 
-    The mean is right after every microbatch, so neither their number nor the total weight need be
-    known, and but for rounding it never grows beyond the largest gradient.
+    The mean is right after every microbatch, so neither the number of microbatches nor their total
+    weight need be known. Apart from rounding, it never grows beyond the largest gradient. A bad
+    microbatch changes only `found_inf`, `num_bad` and `bad_weight`; `accumulated_grads` decides
+    what follows from it.
 
-    Arguments:
-    - `grads`: of one microbatch, unscaled with the state that scaled them: the scale may change in
-      the middle of a window. The tree, shapes and devices of `accum.grads`; real for real. A leaf
-      `None` counts as 0.
-    - `weight`: 0 to 2**64: 1.0, samples, tokens. A 0-d tensor is not read; one outside of that, or
-      NaN, makes the microbatch bad. What has weight 0 counts for nothing, be it NaN.
-    - `found_inf`: 0-d bool from `unscale_and_check`. Left out, `grads` are checked here, which
-      reads them once more.
-    - `donate`: `accum` may be overwritten; the caller gives it up. Same bits.
+    Args:
+        accum: From `init_accum`, or the state that the last call returned.
+        grads: The gradients of one microbatch, unscaled with the state that scaled them; the scale
+            may change in mid-window. They match `accum.grads` in tree, shapes and devices, and in
+            being real or complex; a leaf `None` counts as 0.
+        weight: 1.0, samples or tokens, from 0 to 2**64; a microbatch of weight 0 is ignored, even
+            if it is NaN. A 0-d tensor is not read: outside of that range, or NaN, it makes the
+            microbatch bad.
+        found_inf: The 0-d bool from `unscale_and_check`. By default `grads` are checked here, which
+            reads them once more.
+        donate: `accum` may be overwritten; the caller gives it up. Same bits.
 
-    Of a bad microbatch only that it was one is kept: `found_inf`, `num_bad`, `bad_weight`. What
-    follows from it is said when the window is read, by `accumulated_grads`.
+    Returns:
+        The next `AccumState`.
 
-    Raises `ValueError` for a weight that is negative or not finite, gradients that do not match
-    `accum.grads`, and float64 gradients in a narrower mean, which could overflow there; `TypeError`
-    for what is no tensor or no number.
+    Raises:
+        ValueError: The weight is negative or not finite, the gradients do not match `accum.grads`,
+            or float64 gradients meet a narrower mean, in which they could overflow.
+        TypeError: A gradient is not a tensor, or the weight is not a number.
 
-    >>> import torch
-    >>> accum = init_accum({"w": torch.zeros(1)})
-    >>> accum = accumulate_grads(accum, {"w": torch.tensor([1.0])}, weight=3)
-    >>> accumulate_grads(accum, {"w": torch.tensor([5.0])}, weight=1).grads
-    {'w': tensor([2.])}
+    Example:
+        >>> import torch
+        >>> accum = init_accum({"w": torch.zeros(1)})
+        >>> accum = accumulate_grads(accum, {"w": torch.tensor([1.0])}, weight=3)
+        >>> accumulate_grads(accum, {"w": torch.tensor([5.0])}, weight=1).grads
+        {'w': tensor([2.])}
 
     Source of the rule: West's running weighted mean (CACM 22(9), 1979) in its convex form; optax's
     MultiSteps, whose accumulator stays NaN for ever after one bad microbatch.
@@ -151,7 +163,9 @@ def add(
     scale: Tensor | None = None,
     in_place: bool,
 ) -> AccumState:
-    """`accumulate_grads` of dense, real gradients, still scaled by `scale`, to a list of means."""
+    """`accumulate_grads` for lists of dense, real tensors. `new` is still scaled by `scale`, if
+    given.
+    """
     usable = is_weight(weight)
     good = ~bad & usable & (weight > 0)
     bad = (bad & (weight > 0)) | ~usable
@@ -176,10 +190,10 @@ def convex_sum(
     scale: Tensor | None = None,
     in_place: bool,
 ) -> list[Tensor]:
-    """`means * (1 - share) + new / scale * share` where `good`, else `means`.
+    """Return `means * (1 - share) + new / scale * share` if `good`, else `means`.
 
     The textbook `means + (new - means) * share` overflows on opposite signs. `share` is 0-d, and 0
-    where not `good`.
+    if not `good`.
     """
     listed = not (traced() or is_on_a_graph([*means, *new, share]))
     if not listed or any(mean.dtype not in foreach.ADDED_AS_LISTS for mean in means):
@@ -211,8 +225,8 @@ def _convex(mean: Tensor, new: Tensor, share: Tensor, good: Tensor, scale: Tenso
 
 
 def _share(weight: Tensor, others: Tensor) -> Tensor:
-    """`weight / (others + weight)`, and 0 where both are: of a division by 0 the gradient would be
-    NaN also where it is not taken.
+    """Return `weight / (others + weight)`, or 0 if both are 0: the gradient of a division by 0
+    would be NaN even in a branch that is not taken.
     """
     total = others + weight
     return weight / torch.where(total > 0, total, 1)
@@ -225,27 +239,34 @@ def accumulated_grads(
     """Equal to `accum.grads, found_inf`: the mean over the window, and whether the step must be
     skipped.
 
-    `on_nonfinite="drop_window"`: one bad microbatch skips the step, as in torch.
-    `"drop_microbatch"`: the step is taken with the others, whose weights count as the whole. Either
-    way a window in which nothing counted is skipped. The next loss scale follows any bad
-    microbatch, `rule.update(scaler, accum.found_inf)`: else data that overflows would be left out
-    for ever. The mean is that of the good ones also where the step must be skipped, and 0 where
-    there are none: `found_inf` decides, not its norm.
+    Give `accum.found_inf` to the rule of the loss scale, `rule.update(scaler, accum.found_inf)`,
+    whatever `on_nonfinite` is: otherwise data that overflows would be left out for ever.
 
-    `donate`: the result may be the tensors of `accum`; the caller gives it up. Start the next
-    window with `init_accum`.
+    Args:
+        accum: The state at the end of the window. Start the next window with `init_accum`.
+        on_nonfinite: `"drop_window"`: one bad microbatch skips the step, as in torch.
+            `"drop_microbatch"`: the step uses the good microbatches, whose weights count as the
+            whole.
+        donate: The result may be the tensors of `accum`; the caller gives it up.
 
-    Raises `ValueError` for another `on_nonfinite`.
+    Returns:
+        The mean over the good microbatches, 0 if there are none, and `found_inf`, 0-d bool. A
+        window in which nothing counted is always skipped. `found_inf` decides, because the mean is
+        finite even if the step must be skipped.
 
-    >>> import torch
-    >>> accum = init_accum([torch.zeros(1)])
-    >>> for g in (2.0, float("inf"), 4.0):
-    ...     accum = accumulate_grads(accum, [torch.tensor([g])])
-    >>> accumulated_grads(accum)[1], accumulated_grads(accum, on_nonfinite="drop_microbatch")
-    (tensor(True), ([tensor([3.])], tensor(False)))
+    Raises:
+        ValueError: `on_nonfinite` is another one.
+
+    Example:
+        >>> import torch
+        >>> accum = init_accum([torch.zeros(1)])
+        >>> for g in (2.0, float("inf"), 4.0):
+        ...     accum = accumulate_grads(accum, [torch.tensor([g])])
+        >>> accumulated_grads(accum)[1], accumulated_grads(accum, on_nonfinite="drop_microbatch")
+        (tensor(True), ([tensor([3.])], tensor(False)))
 
     Source of the rule: torch.amp, Megatron-LM and DeepSpeed drop the window; optax's
-    skip_not_finite the microbatch.
+    skip_not_finite drops the microbatch.
     """
     check_on_nonfinite(on_nonfinite)
     empty = ~(accum.weight > 0)
@@ -262,23 +283,32 @@ def merge_accum(a: AccumState, b: AccumState, donate: bool = False) -> AccumStat
     """Equal to one window over the microbatches of both: the halves of two workers, or of two
     processes.
 
-    Associative and commutative up to rounding; `init_accum(params)` changes nothing. `donate`: `a`
-    may be overwritten; the caller gives it up. Same bits.
+    Associative and commutative up to rounding. Merging with `init_accum(params)` changes nothing.
 
-    Raises `ValueError` when the two were made for different parameters or in different dtypes.
+    Args:
+        a: The state of one half.
+        b: The state of the other half, for the same parameters.
+        donate: `a` may be overwritten; the caller gives it up. Same bits.
 
-    >>> import torch
-    >>> empty = init_accum(torch.zeros(1))
-    >>> window = [
-    ...     accumulate_grads(empty, torch.tensor([1.0]), weight=3),
-    ...     accumulate_grads(empty, torch.tensor([5.0]), weight=1),
-    ... ]
-    >>> merge_accum(*window).grads
-    tensor([2.])
+    Returns:
+        The `AccumState` of the whole window.
+
+    Raises:
+        ValueError: The two were made for different parameters or in different dtypes.
+
+    Example:
+        >>> import torch
+        >>> empty = init_accum(torch.zeros(1))
+        >>> window = [
+        ...     accumulate_grads(empty, torch.tensor([1.0]), weight=3),
+        ...     accumulate_grads(empty, torch.tensor([5.0]), weight=1),
+        ... ]
+        >>> merge_accum(*window).grads
+        tensor([2.])
 
     Source of the rule: Chan, Golub, LeVeque (1979), the mean of two samples.
     """
-    why = "The halves of one window are of the same params."
+    why = "The halves of one window must belong to the same params."
     leaves, others, structure = _tree.matching_leaves(a.grads, b.grads, "a.grads", "b.grads", why)
     means, new = normalize(leaves), normalize(others)
     owned = donate and can_write(means.tensors, [*new.tensors, *a[1:], *b[1:]])
@@ -298,12 +328,12 @@ def merge_accum(a: AccumState, b: AccumState, donate: bool = False) -> AccumStat
 
 
 class Window(NamedTuple):
-    """Where a microbatch stands in its window. Host numbers: decide with `if`."""
+    """The position of a microbatch in its window. The fields are host values: decide with `if`."""
 
-    should_update: bool  # it is the last of its window: step now
+    should_update: bool  # the last of its window: step now
     # reduce the gradients over the ranks now, and not before (no_sync of DistributedDataParallel)
     should_sync: bool
-    # microbatches in this window, fewer where the run starts or ends in the middle of one
+    # microbatches in this window, fewer if the run starts or ends in the middle of one
     divisor: int
 
 
@@ -311,22 +341,31 @@ def accumulation_window(index: int, every: int, total: int | None = None, start:
     """Equal to `Window(last, last, divisor)`,
     `last = (index + 1) % every == 0 or index + 1 == total`: a step every `every` microbatches.
 
-    `index`: of this microbatch, from 0. `total`: how many there will be; the last window may be
-    shorter, and is still a whole step. `start`: the index at which this run began with an empty
-    `AccumState`; windows end where they would have ended, so the first may be shorter too. A run
-    that resumes with its saved `AccumState` leaves `start` at 0. `divisor` is for those who divide
-    the loss by it; `accumulate_grads` needs none.
+    Args:
+        index: The index of this microbatch, from 0.
+        every: The number of microbatches in a window.
+        total: The number of microbatches in the run, if known. The last window may be shorter, and
+            still makes a whole step.
+        start: The index at which this run began with an empty `AccumState`; windows end where they
+            would have ended, so the first may be shorter. A run that resumes with its saved
+            `AccumState` leaves `start` at 0.
 
-    Raises `ValueError` for `every < 1`, an `index` before `start` or not below `total`; `TypeError`
-    for what is no int.
+    Returns:
+        A `Window`. Its `divisor` is for those who divide the loss by it; `accumulate_grads` does
+        not need it.
 
-    >>> [accumulation_window(i, every=3, total=4).divisor for i in range(4)]
-    [3, 3, 3, 1]
-    >>> accumulation_window(3, every=3, total=4)
-    Window(should_update=True, should_sync=True, divisor=1)
+    Raises:
+        ValueError: `every` is below 1, or `index` is before `start` or not below `total`.
+        TypeError: An argument is not an int.
 
-    Source of the rule: OptimWrapper of MMEngine, except where it steps twice as far beyond `total`
-    and two thirds as far after an unaligned resume.
+    Example:
+        >>> [accumulation_window(i, every=3, total=4).divisor for i in range(4)]
+        [3, 3, 3, 1]
+        >>> accumulation_window(3, every=3, total=4)
+        Window(should_update=True, should_sync=True, divisor=1)
+
+    Source of the rule: OptimWrapper of MMEngine, with two differences: there a step beyond `total`
+    is twice as large, and one after an unaligned resume two thirds as large.
     """
     index, every = whole("index", index, 0, None), whole("every", every, 1, None)
     start = whole("start", start, 0, None)
@@ -334,7 +373,7 @@ def accumulation_window(index: int, every: int, total: int | None = None, start:
     if total is not None and index >= total:
         raise ValueError(
             f"index {index} is beyond total={total}: the last microbatch has index {total - 1}. "
-            "Likely cause: a count that goes on over epochs. Fix: total=epochs * len(loader), or "
+            "Likely cause: a count that continues over epochs. Fix: total=epochs * len(loader), or "
             "leave total out."
         )
     if index < start:
@@ -352,7 +391,7 @@ def accumulation_window(index: int, every: int, total: int | None = None, start:
 
 
 def check_on_nonfinite(on_nonfinite: Any) -> None:
-    """Refuse a policy that is not there."""
+    """Refuse an unknown policy."""
     if on_nonfinite not in ("drop_window", "drop_microbatch"):
         raise ValueError(
             f"on_nonfinite must be 'drop_window' or 'drop_microbatch', got {on_nonfinite!r}."
@@ -360,19 +399,19 @@ def check_on_nonfinite(on_nonfinite: Any) -> None:
 
 
 def is_weight(weight: Tensor) -> Tensor:
-    """Whether a tensor is a weight: a value that cannot be refused, since it is not read, makes its
-    microbatch bad.
+    """Return True if a tensor is a valid weight. An invalid one cannot raise, because it is not
+    read, so it makes its microbatch bad.
     """
     return (weight >= 0) & (weight <= _HEAVIEST)
 
 
 def as_weight(what: str, weight: Any, like: Tensor) -> Tensor:
-    """A microbatch's weight as a 0-d tensor on the device of `like`; `what` opens the message that
-    refuses it.
+    """Return the weight of a microbatch as a 0-d tensor on the device of `like`. `what` opens the
+    error message.
     """
     dtype = widest_float(like.device)
     if isinstance(weight, Tensor):
-        if weight.ndim or weight.is_complex():  # a bool is a weight: of what is masked out, 0
+        if weight.ndim or weight.is_complex():  # a bool is a weight: 0 if masked out
             raise ValueError(
                 f"{what} a tensor of shape {tuple(weight.shape)}, {weight.dtype}; a weight is one "
                 "number. Fix: `mask.sum()`."
@@ -382,20 +421,19 @@ def as_weight(what: str, weight: Any, like: Tensor) -> Tensor:
     if number is None:
         raise TypeError(
             f"{what} {short_repr(weight)}; a weight is a number or a 0-d tensor. Fix: "
-            "`len(batch[0])` "
-            "for samples, `mask.sum()` for tokens."
+            "`len(batch[0])` for samples, `mask.sum()` for tokens."
         )
     if not 0 <= number <= _HEAVIEST:
         raise ValueError(
             f"{what} {short_repr(weight)}; a weight is finite and not negative, 2**64 at most. "
-            f"Fix: samples or tokens; 0 for what must not count."
+            f"Fix: the number of samples or tokens; 0 to leave the microbatch out."
         )
     return torch.full((), number, dtype=dtype, device=like.device)
 
 
 def _leaves_for(accum: AccumState, grads: Tree, means: Leaves, structure: Any) -> Leaves:
-    """The leaves of `grads` in the order of `accum.grads`, or an error that names the one that
-    cannot be averaged there.
+    """Return the leaves of `grads` in the order of `accum.grads`, or raise an error that names the
+    leaf that cannot be averaged there.
     """
     new = _tree.leaves_like("grads", grads, "accum.grads", accum.grads, structure)
     _tree.check_gradients(accum.grads, new, "grads")
@@ -415,20 +453,20 @@ def _misfit(gradient: Tensor, mean: Tensor | None) -> str | None:
     if gradient.shape != mean.shape or gradient.device != mean.device:
         return (
             f"is {tuple(gradient.shape)} on {gradient.device}, but {tuple(mean.shape)} on "
-            f"{mean.device} in accum.grads. Fix: init_accum of the params that these are the "
-            "gradients of."
+            f"{mean.device} in accum.grads. Fix: init_accum(params) with the params of these "
+            "gradients."
         )
     if isinstance(gradient, DTensor) != isinstance(mean, DTensor):
         return (
-            "and its mean are not both DTensors. Fix: init_accum of the params that these are "
-            "the gradients of."
+            "and its mean are not both DTensors. Fix: init_accum(params) with the params of these "
+            "gradients."
         )
     if misfit := dtensor.placement_mismatch(gradient, mean):
         return misfit
     if gradient.is_complex() != mean.is_complex():
         return (
             f"has dtype {gradient.dtype}, its mean {mean.dtype}; one is complex. Fix: "
-            "init_accum(params) of the params they belong to."
+            "init_accum(params) with the params of these gradients."
         )
     if gradient.dtype.itemsize > mean.dtype.itemsize and gradient.dtype in (
         torch.float64,

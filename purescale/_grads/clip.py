@@ -1,5 +1,5 @@
-"""Clipping, after unscaling and before the step: the bounds and the factor. What a NaN among them
-does to a step is in `_step/decide.py`.
+"""Gradient clipping by norm and by value: the bounds and the factor. `_step/decide.py` decides when
+an invalid bound skips the step.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from .._tree.tree import Tree
 
 
 class Clip(NamedTuple):
-    """How the averaged, unscaled gradients are bounded."""
+    """The bounds for the averaged, unscaled gradients of a step."""
 
     max_norm: float | Tensor | None
     value: float | Tensor | None
-    norm_type: float | None  # the p of the norm to measure; None where none is needed
-    bounds: tuple[Tensor, ...]  # those that are tensors
+    norm_type: float | None  # the p of the norm to measure; None if no norm is needed
+    bounds: tuple[Tensor, ...]  # the bounds that are tensors
 
 
 NO_CLIP = Clip(None, None, None, ())
 
 
 def check_clip(max_norm: Any, clip_value: Any, norm_type: Any) -> Clip:
-    """Bounds as floats and tensors; refuses what is neither None nor above 0."""
+    """Return the bounds as floats and tensors; refuse a number that is not above 0."""
     p = check_norm_type(norm_type)
     if max_norm is None and clip_value is None:
         return NO_CLIP
@@ -48,19 +48,18 @@ def check_clip(max_norm: Any, clip_value: Any, norm_type: Any) -> Clip:
 
 
 def check_norm_type(norm_type: Any) -> float:
-    """The p of a p-norm."""
+    """Return the p of a p-norm as a float."""
     p = as_float(norm_type)
     if p is None or not p > 0:
         raise ValueError(
             f"norm_type must be above 0, a number or math.inf, got {short_repr(norm_type)}. Fix: "
-            "2.0, "
-            "the usual norm."
+            "norm_type=2.0."
         )
     return p
 
 
 def check_ordered(grads: Tree, leaves: Sequence[Any], name: str = "grads") -> None:
-    """Refuse, naming the leaf, gradients that cannot be clipped by value."""
+    """Refuse complex gradients, which cannot be clipped by value, and name the leaf."""
     for index, leaf in enumerate(leaves):
         if leaf is not None and leaf.is_complex():
             raise TypeError(
@@ -73,8 +72,8 @@ def check_ordered(grads: Tree, leaves: Sequence[Any], name: str = "grads") -> No
 
 
 def clip_factor(norm: Tensor, max_norm: float | Tensor) -> Tensor:
-    """What to multiply gradients of this norm by: `min(1, max_norm / (norm + 1e-6))`."""
-    # A number over a tensor would be its reciprocal times the number, with other bits.
+    """Return the factor for gradients of this norm: `min(1, max_norm / (norm + 1e-6))`."""
+    # A tensor, because torch computes number / tensor as reciprocal * number, with other bits.
     most = _or_nan(max_norm) if isinstance(max_norm, Tensor) else torch.full_like(norm, max_norm)
     factor = (most / (norm + 1e-6)).clamp(max=1.0)
     unbounded = max_norm == math.inf
@@ -84,27 +83,25 @@ def clip_factor(norm: Tensor, max_norm: float | Tensor) -> Tensor:
 
 
 def _or_nan(bound: Tensor) -> Tensor:
-    """A bound that is a tensor; NaN for one that is 0, negative or NaN: what that clips is no
-    gradient.
-    """
+    """Return a tensor bound, or NaN if it is invalid (0, negative or NaN)."""
     return torch.where(bound > 0, bound, torch.nan)
 
 
 def clip_factor_on_host(norm: float, max_norm: float) -> float:
-    """`clip_factor` of numbers that the host knows; the norm is finite."""
+    """Return `clip_factor` for numbers on the host. The norm is finite."""
     return 1.0 if max_norm == math.inf else min(1.0, max_norm / (norm + 1e-6))
 
 
 def factor_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
-    """float64 if a gradient is, else float32: a float64 factor would take float32 gradients through
-    a slower kernel.
+    """Return float64 if a gradient has it, else float32, because a float64 factor would take
+    float32 gradients through a slower kernel.
     """
     return torch.float64 if torch.float64 in dtypes(tensors) else torch.float32
 
 
 def inf_where_skipped(measured: Any, skip: Tensor) -> Any:
-    """A norm or amax that a step reports: not finite where it is skipped, be it for what was
-    dropped before or for another rank.
+    """Return the norm or amax that a step reports: inf or NaN if the step is skipped, also if the
+    cause is a dropped microbatch or another rank.
     """
     if not isinstance(measured, Tensor):
         return measured
@@ -125,32 +122,36 @@ def clip_by_global_norm(
     """Equal to `grads = tree_map(lambda g: g * min(1, max_norm / (norm + 1e-6)), grads)`, with the
     norm before clipping.
 
-    Arguments:
-    - `grads`: a pytree of unscaled gradients; `None` passes through. Sparse and complex leaves
-      count with their values.
-    - `max_norm`: above 0; a number or a 0-d tensor. `inf` only measures. Of a tensor no value is
-      read: where it is 0, negative or NaN all gradients become NaN.
-    - `norm_type`: any p above 0, `math.inf` included.
-    - `donate`: `grads` may be overwritten; the caller gives them up. Same bits.
-    - `group`: the process group of the ranks that hold the other parts of the model, as pipeline
-      stages or experts do; the norm is that of all parts, from one all-reduce. What two of its
-      ranks hold counts twice: ranks that hold replicas must not be in it, nor the mesh of DTensors,
-      which are reduced over it by themselves. A rank without gradients passes its tree of `None`.
+    Args:
+        grads: A pytree of unscaled gradients; `None` passes through. Sparse and complex leaves
+            count with their values.
+        max_norm: A number or a 0-d tensor above 0; `inf` only measures. A tensor is never read on
+            the host: if it is 0, negative or NaN, all gradients become NaN.
+        norm_type: Any p above 0, `math.inf` included.
+        donate: `grads` may be overwritten; the caller gives them up. Same bits.
+        group: The process group of the ranks that hold the other parts of the model, such as
+            pipeline stages or experts: the norm is that of all parts, from one all-reduce. Ranks
+            that hold replicas must not be in it; docs/scaling.md says which group to pass.
 
-    Returns the gradients in their own dtypes and the norm, 0-d float32 (float64 if a leaf is). The
-    norm is exact also where squares overflow or vanish: gradients of 1e30 have a norm and are
-    clipped to `max_norm`. With inf or NaN among them the norm is inf or NaN, and what comes back
-    is of no use: look at `found_inf` of `unscale_and_check` first. `train_step` and
-    `unscale_and_step` skip the step in all these cases.
+    Returns:
+        The gradients in their own dtypes, and the norm, 0-d float32 (float64 if a leaf is). The
+        norm is exact even if squares overflow or vanish: gradients of 1e30 have a norm and are
+        clipped to `max_norm`. If a gradient is inf or NaN, the norm is inf or NaN and the gradients
+        are invalid: check `found_inf` of `unscale_and_check` first. `train_step` and
+        `unscale_and_step` skip the step in all these cases.
 
-    Raises `ValueError` for `max_norm <= 0` or `norm_type <= 0`.
+    Raises:
+        ValueError: `max_norm` or `norm_type` is a number that is not above 0, or leaves are on
+            several devices.
+        TypeError: `max_norm` is not a real number, or a leaf is not a floating or complex tensor.
 
-    >>> import torch
-    >>> clip_by_global_norm({"w": torch.tensor([3e30, 4e30])}, max_norm=5.0)
-    ({'w': tensor([3., 4.])}, tensor(5.0000e+30))
+    Example:
+        >>> import torch
+        >>> clip_by_global_norm({"w": torch.tensor([3e30, 4e30])}, max_norm=5.0)
+        ({'w': tensor([3., 4.])}, tensor(5.0000e+30))
 
     Source of the rule: Pascanu et al. (arXiv 1211.5063); `torch.nn.utils.clip_grad_norm_`, whose
-    is inf here.
+    norm is inf here.
     """
     max_norm, norm_type = bound("max_norm", max_norm), check_norm_type(norm_type)
     leaves, structure = _tree.flatten(grads)
@@ -178,8 +179,8 @@ def clip_by_global_norm(
 
 
 def _magnitudes(flat: Normalized, norm_type: float) -> Normalized:
-    """What a norm is taken of: a complex number counts with its magnitude, for p = 2 as its two
-    reals.
+    """Return the tensors whose norm is that of the gradients: the magnitudes of complex numbers.
+    For p = 2 their real and imaginary parts give the same norm.
     """
     if norm_type == 2 or flat.dense_real:
         return flat
@@ -192,14 +193,20 @@ def _magnitudes(flat: Normalized, norm_type: float) -> Normalized:
 
 
 def check_grad_norm(norm: Tensor) -> None:
-    """Syncs with the host, and raises `FloatingPointError` when the norm is inf or NaN:
-    `error_if_nonfinite=True` of torch.
+    """Raise `FloatingPointError` if the norm is inf or NaN. Syncs with the host.
 
-    `norm`: what `clip_by_global_norm` returned, or `StepInfo.grad_norm`. A training loop with a
-    loss scale need not call it: there an overflow is a skipped step. It is for float32 loops that
-    must stop instead.
+    Equal to `error_if_nonfinite=True` of torch. For float32 loops that must stop; a training loop
+    with a loss scale does not need it, because it skips a step that overflows.
 
-    >>> check_grad_norm(clip_by_global_norm([torch.ones(4)], max_norm=1.0)[1])
+    Args:
+        norm: The norm that `clip_by_global_norm` returned, or `StepInfo.grad_norm`.
+
+    Raises:
+        FloatingPointError: The norm is inf or NaN.
+        TypeError: The norm is not a 0-d tensor.
+
+    Example:
+        >>> check_grad_norm(clip_by_global_norm([torch.ones(4)], max_norm=1.0)[1])
 
     Source of the rule: `torch.nn.utils.clip_grad_norm_`.
     """
@@ -212,7 +219,7 @@ def check_grad_norm(norm: Tensor) -> None:
     if not math.isfinite(value):
         raise FloatingPointError(
             f"the global norm of the gradients is {value}. Likely cause: an overflow, or a loss "
-            "that is not finite. Fix: skip the step, with `found_inf` of unscale_and_check and "
+            "that is not finite. Fix: skip the step: give `found_inf` of unscale_and_check to "
             "maybe_step."
         )
 
@@ -221,17 +228,24 @@ def check_grad_norm(norm: Tensor) -> None:
 def clip_by_value(grads: Tree, clip_value: float | Tensor, donate: bool = False) -> Tree:
     """Equal to `tree_map(lambda g: g.clamp(-clip_value, clip_value), grads)`.
 
-    `clip_value`: above 0, a number or a 0-d tensor; where a tensor is 0, negative or NaN all
-    gradients become NaN. `None` passes through, NaN stays NaN; check for inf before, since inf
-    becomes `clip_value`. `donate`: `grads` may be overwritten; same bits.
-    Dtypes and shapes stay.
+    Args:
+        grads: A pytree of real, unscaled gradients; `None` passes through. NaN stays NaN, but inf
+            becomes `clip_value`, so check for inf before.
+        clip_value: A number or a 0-d tensor above 0. If a tensor is 0, negative or NaN, all
+            gradients become NaN.
+        donate: `grads` may be overwritten; the caller gives them up. Same bits.
 
-    Raises `ValueError` for `clip_value <= 0`, `TypeError` for complex gradients, which have no
-    order.
+    Returns:
+        The gradients in their own dtypes and shapes.
 
-    >>> import torch
-    >>> clip_by_value([torch.tensor([-3.0, 0.5])], clip_value=1.0)
-    [tensor([-1.0000,  0.5000])]
+    Raises:
+        ValueError: `clip_value` is a number that is not above 0.
+        TypeError: A gradient is complex: complex numbers have no order.
+
+    Example:
+        >>> import torch
+        >>> clip_by_value([torch.tensor([-3.0, 0.5])], clip_value=1.0)
+        [tensor([-1.0000,  0.5000])]
 
     Source of the rule: `torch.nn.utils.clip_grad_value_`.
     """

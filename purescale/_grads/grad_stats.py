@@ -1,4 +1,4 @@
-"""What one read of the gradients tells: whether all are finite, the norm, the largest magnitude."""
+"""Gradient statistics of one rank: largest magnitude, norm and whether all are finite."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from .._torch.tracing import is_on_a_graph, under_transform
 
 
 class LocalStats(NamedTuple):
-    """How large some tensors are, on this rank."""
+    """The largest magnitudes and the norm of tensors on this rank."""
 
     # the largest magnitude of each dtype before unscaling, at least float32, NaN or inf too
     amax: dict[torch.dtype, Tensor]
-    # of the unscaled tensors, in the widest dtype of the device; None where it was not asked for
+    # of the unscaled tensors, in the widest dtype of the device; None if not asked for
     norm: Tensor | None
 
     def are_finite(self, divisor: Tensor) -> Tensor:
-        """Whether every element is finite over `divisor`, in the dtype of an unscaled gradient.
+        """Return True if every element is finite over `divisor`, in the dtype of an unscaled
+        gradient.
 
-        Division is monotone, and what is not finite is not finite after it.
+        The largest magnitude is enough: division is monotone, and inf and NaN stay so.
         """
         finite = [
             torch.isfinite((amax / divisor).to(unscaled_dtype(dtype)))
@@ -44,11 +45,11 @@ class LocalStats(NamedTuple):
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum of squares in float64, from the fastest read that a CPU has; its root is off by less
-    than 2e-6.
+    """Return the sum of squares in float64, from the fastest read that a CPU has. Its root is off
+    by less than 2e-6.
 
     A sum in float32 loses about the same with each of many similar squares: a `dot` over 2**18 of
-    them is off by 1.2e-4. So float32 sums single rows, and float64 what comes of them.
+    them is off by 1.2e-4. So single rows are summed in float32, and their results in float64.
     """
     kinds = by_kind(tensors)
     if len(kinds) == 1 and sum(elements(tensors)) <= _FEW:
@@ -62,16 +63,16 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     return torch.dot(every, every)
 
 
-_FEW = 2**11  # elements: of so many `dot`, which has more lanes, is as good
+_FEW = 2**11  # elements: up to here `dot`, which has more lanes, is as good
 _ROW = 2**10
 _CHUNK = 2**18  # elements that stay in a cache
 _SMALL = 2**13  # elements: below this a call costs more than a copy
 
 
 def _rows(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The elements of tensors of one dtype in rows of `_ROW`, many at a time, the last filled up
-    with zeros. Half precision in float32, in chunks: all of it would be twice the memory of the
-    gradients.
+    """Yield the elements of tensors of one dtype in rows of `_ROW`, many at a time, the last row
+    filled up with zeros. Half precision is yielded in float32, in chunks, because all of it would
+    take twice the memory of the gradients.
     """
     for rows in _rows_as_given(tensors):
         if rows.dtype.itemsize >= 4:
@@ -82,7 +83,9 @@ def _rows(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def _rows_as_given(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Those of each large tensor, and of small tensors and the ends of large ones together."""
+    """Yield the rows of each large tensor, and those of small tensors and the ends of large ones
+    together.
+    """
     small: list[Tensor] = []
     size = 0
     counts = elements(tensors)
@@ -114,8 +117,8 @@ def _in_rows(tensors: list[Tensor], size: int) -> Tensor:
 
 
 def local_stats(tensors: Sequence[Tensor], divisor: Tensor, norm_type: float | None) -> LocalStats:
-    """The stats of dense, real tensors that `divisor` unscales, exact also where squares overflow
-    or vanish.
+    """Return the stats of dense, real tensors that `divisor` unscales, exact even if squares
+    overflow or vanish.
     """
     present = [tensor for tensor in tensors if tensor.numel()]
     compiling = torch.compiler.is_compiling()
@@ -145,7 +148,7 @@ def local_stats(tensors: Sequence[Tensor], divisor: Tensor, norm_type: float | N
 def _inline_stats(
     tensors: Sequence[Tensor], divisor: Tensor, dtypes: Sequence[torch.dtype], p: float | None
 ) -> list[Tensor]:
-    """The largest magnitude of each dtype, then the norm, in plain operators."""
+    """Return the largest magnitude of each dtype, then the norm, in plain operators."""
     tops = [(tensor.dtype, _at_least_float32(tensor.abs().amax())) for tensor in tensors]
     found = [torch.stack([top for other, top in tops if other is dtype]).amax() for dtype in dtypes]
     if p is not None:
@@ -156,7 +159,7 @@ def _inline_stats(
 def _list_stats(
     tensors: Sequence[Tensor], divisor: Tensor, dtypes: Sequence[torch.dtype], p: float | None
 ) -> list[Tensor]:
-    """`_inline_stats` over lists, in operators whose number does not grow with them."""
+    """`_inline_stats` over lists: the number of operators does not grow with the tensors."""
     found, norms = [], []
     for dtype in dtypes:
         some = [tensor for tensor in tensors if tensor.dtype is dtype]
@@ -178,7 +181,7 @@ def _norm_of_list(tensors: list[Tensor], p: float, amax: Tensor, divisor: Tensor
             torch.stack(listops.norm(tensors, p, dtype=wide)), p
         )
         return norm / divisor
-    # In units of the largest of all, of whose norm what underflows is no part.
+    # In units of the largest magnitude: what underflows then adds nothing to the norm.
     unit = _unit(amax)
     tensors = cast(tensors, unit.dtype)  # a quotient in half precision would be rounded
     norms = listops.norm(listops.div(tensors, unit), p, dtype=wide)
@@ -186,11 +189,11 @@ def _norm_of_list(tensors: list[Tensor], p: float, amax: Tensor, divisor: Tensor
     return in_units * (unit / divisor)
 
 
-_SAFE_POWER = 4  # of the largest float32, and of sums of it, fits into float64
+_SAFE_POWER = 4  # float64 holds this power of the largest float32, and sums of it
 
 
 def _vector_norm(values: Tensor, p: float, divisor: Tensor) -> Tensor:
-    """The p-norm of `values / divisor` in the widest dtype of the device, also where powers
+    """Return the p-norm of `values / divisor` in the widest dtype of the device, even if powers
     overflow there.
     """
     wide = widest_float(values.device)
@@ -201,7 +204,7 @@ def _vector_norm(values: Tensor, p: float, divisor: Tensor) -> Tensor:
 
 
 def norm_of_norms(norms: Sequence[Tensor], p: float) -> Tensor:
-    """The p-norm of all from the p-norms of some."""
+    """Return the p-norm of all tensors from the p-norms of parts."""
     if len(norms) == 1:
         return norms[0]
     every = torch.stack(list(norms))
@@ -211,7 +214,7 @@ def norm_of_norms(norms: Sequence[Tensor], p: float) -> Tensor:
 
 
 def _unit(amax: Tensor) -> Tensor:
-    """What values of which this is the largest are divided by before powers of them are taken."""
+    """Return the largest magnitude, a divisor before powers are taken; 1 if it is 0, inf or NaN."""
     return torch.where((amax > 0) & torch.isfinite(amax), amax, 1)
 
 
@@ -221,7 +224,7 @@ def _at_least_float32(tensor: Tensor) -> Tensor:
 
 @torch.library.custom_op("purescale::grad_stats", mutates_args=())
 def _stats_node(tensors: Sequence[Tensor], divisor: Tensor, p: float | None) -> list[Tensor]:
-    """`_list_stats` as one node of a compiled graph, in place of a reduction for each tensor."""
+    """`_list_stats` as one node of a compiled graph, in place of one reduction per tensor."""
     dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors))
     return _list_stats(tensors, divisor, dtypes, p)
 

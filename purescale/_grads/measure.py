@@ -1,4 +1,4 @@
-"""The stage `measure` of a step: whether gradients are finite, their norm, the largest of them."""
+"""The stage `measure` of a step: whether gradients are finite, their norm and their amax."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from .._tree.leaves import Normalized
 
 
 class GradStats(NamedTuple):
-    """What one read of the gradients tells, of all ranks that share them."""
+    """The results of one read of the gradients, over all ranks that share them."""
 
     nonfinite: Tensor  # bool []: a gradient, or one over the scale, is not finite
-    nonfinite_on_host: bool | None  # the same, where the host can see it
-    norm: Tensor | None  # of the unscaled gradients; None where it was not asked for
-    norm_on_host: float | None  # the same, where the host can see it
-    amax: Any  # float32 []: the largest unscaled magnitude; () where it was not asked for
+    nonfinite_on_host: bool | None  # the same, if the host can read it
+    norm: Tensor | None  # of the unscaled gradients; None if not asked for
+    norm_on_host: float | None  # the same, if the host can read it
+    amax: Any  # float32 []: the largest unscaled magnitude; () if not asked for
 
 
 def measure(
@@ -40,12 +40,12 @@ def measure(
     group: Any = None,
     norm_group: Any = None,
 ) -> GradStats:
-    """The stats of `grads`, which still are `scaled` by `scale` or not.
+    """Return the stats of `grads`. `scaled`: they are still scaled by `scale`.
 
-    On a CPU in eager mode the sum of squares is read, and the exact way is taken only where that
-    sum does not tell enough. On an accelerator and where traced no value is read. `group`: whose
-    ranks decide together; a `train_step` has reduced the gradients before it measures them.
-    `norm_group`: whose ranks hold other parts of the model; the stats are those of all parts.
+    On a CPU in eager mode the sum of squares is read, and the exact way is taken only if that sum
+    is not conclusive. On an accelerator and while tracing no value is read. `group`: the ranks that
+    decide together; a `train_step` has reduced the gradients before it measures them. `norm_group`:
+    the ranks that hold other parts of the model; the stats are those of all parts.
     """
     tensors, divisor = grads.tensors, scale if scaled else torch.ones_like(scale)
     on_host = host_can_read([scale], tensors)
@@ -72,7 +72,7 @@ def measure(
     if group is not None:
         nonfinite = all_reduce_found_inf(nonfinite, group)
     norm = None if stats.norm is None else _norm(tensors, stats.norm, squares, divisor)
-    on_host = on_host and not is_on_a_graph(tensors)  # a clip factor has a derivative
+    on_host = on_host and not is_on_a_graph(tensors)  # the clip factor must keep its derivative
     return GradStats(
         nonfinite,
         bool(nonfinite) if on_host else None,
@@ -83,7 +83,7 @@ def measure(
 
 
 def measure_amax(grads: Normalized, one: Tensor, group: Any = None) -> Tensor:
-    """The largest magnitude alone, of unscaled gradients; `one`: 1 on their device."""
+    """Return the largest magnitude of unscaled gradients. `one`: 1 on their device."""
     return _amax(_exact_stats(grads, one, None), one, group)
 
 
@@ -98,8 +98,8 @@ def _is_sharded(grads: Normalized) -> bool:
 
 
 def _squares(tensors: Sequence[Tensor], *, readable: bool) -> Tensor | None:
-    """The sum of squares on a CPU, where it is the fastest read; None elsewhere. `readable`: the
-    host can see the values.
+    """Return the sum of squares on a CPU, where it is the fastest read; None elsewhere. `readable`:
+    the host can read the values.
     """
     present = tensors
     if 0 in elements(tensors):
@@ -114,8 +114,8 @@ def _squares(tensors: Sequence[Tensor], *, readable: bool) -> Tensor | None:
 def _sum_is_conclusive(
     tensors: Sequence[Tensor], total: float, divisor: float, *, norm: bool
 ) -> bool:
-    """Whether a sum of squares shows that all elements are finite over `divisor`, which is usable,
-    and where a norm is asked for that its root is one.
+    """Return True if a sum of squares shows that all elements are finite over `divisor`, a usable
+    scale, and, if `norm`, that its root is their norm.
     """
     bound = math.sqrt(total) if total >= 0 else math.nan  # no element is larger
     return bound / divisor < _SMALLEST_RANGE and not (
@@ -123,13 +123,13 @@ def _sum_is_conclusive(
     )
 
 
-# bfloat16 ends a little below float32
+# of bfloat16, whose largest number is a little below that of float32
 _SMALLEST_RANGE = torch.finfo(torch.bfloat16).max
 
 
 def _smallest_reliable_sum(tensors: Sequence[Tensor]) -> float:
-    """Squares below the range of float32 are lost; what they could add to a sum above this is less
-    than its rounding.
+    """Return the sum of squares above which lost squares do not matter: those below the range of
+    float32 could add less to it than its rounding.
     """
     return float(sum(elements(tensors)) * 2.0**-100)
 
@@ -137,8 +137,8 @@ def _smallest_reliable_sum(tensors: Sequence[Tensor]) -> float:
 def _norm(
     tensors: Sequence[Tensor], exact: Tensor, squares: Tensor | None, divisor: Tensor
 ) -> Tensor:
-    """The norm from the sum of squares where that tells it, with the bits that the host computes,
-    else the exact one.
+    """Return the norm from the sum of squares if that is conclusive, with the bits that the host
+    computes, else the exact norm.
     """
     if squares is None:
         return exact
@@ -148,7 +148,7 @@ def _norm(
 
 
 def _amax(stats: LocalStats, divisor: Tensor, group: Any = None) -> Tensor:
-    """The largest unscaled magnitude in float32: what is finite in float64 stays finite."""
+    """Return the largest unscaled magnitude in float32; a finite float64 stays finite."""
     tops = [saturating(top / divisor, torch.float32) for top in stats.amax.values()]
     if not tops:
         amax = torch.zeros((), dtype=torch.float32, device=divisor.device)
@@ -156,13 +156,13 @@ def _amax(stats: LocalStats, divisor: Tensor, group: Any = None) -> Tensor:
         amax = tops[0] if len(tops) == 1 else torch.stack(tops).amax()
     if group is None:
         return amax
-    # As integers the bits of what is not negative are in the same order, with NaN above all: no two
-    # libraries of collectives agree on which is the larger of NaN and 1.
+    # Reduced as integers, because libraries of collectives disagree on the maximum of NaN and 1.
+    # The bits of numbers that are not negative have the order of the numbers, with NaN above all.
     return all_reduce(amax.abs().view(torch.int32), "max", group).view(torch.float32)
 
 
 def is_usable(scale: Tensor) -> Tensor:
-    """Whether anything scaled by `scale` can be trusted: division by 0, inf or NaN could turn
-    garbage into finite numbers.
+    """Return True if gradients scaled by `scale` can be trusted: division by 0, inf or NaN could
+    turn garbage into finite numbers.
     """
     return (scale > 0) & (scale < math.inf)

@@ -1,5 +1,5 @@
-"""How large gradients of several ranks are: one reduction per mesh of shards, and one over ranks
-that hold other parts of a model.
+"""Gradient statistics over ranks: one reduction per mesh of shards, and one over ranks that hold
+other parts of a model.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .._torch.dtypes import widest_float
 def mesh_stats(
     tensors: Sequence[Tensor], origins: Sequence[Any], divisor: Tensor, norm_type: float | None
 ) -> LocalStats:
-    """The stats of shards that `divisor` unscales, the same on all ranks of their meshes; plain
-    tensors count once.
+    """Return the stats of shards that `divisor` unscales, the same on all ranks of their meshes.
+    Plain tensors count once.
 
-    `origins`: the leaf that each tensor is the shard of. Every rank makes the same reductions,
-    whatever it holds: with an empty shard too.
+    `origins`: the leaf that each tensor is a shard of. Every rank makes the same reductions, also
+    with an empty shard.
     """
     shards: dict[Any, list[Tensor]] = {(None, 1): []}
     for tensor, origin in zip(tensors, origins, strict=True):
@@ -35,7 +35,7 @@ def mesh_stats(
     plain = stats.pop((None, 1))
     amax = _amax(plain, divisor)
     norms = [] if plain.norm is None else [plain.norm]
-    # The largest mesh last: then all ranks know of everything, be it another mesh's.
+    # The largest mesh last, so that its ranks learn the results of the smaller meshes too.
     meshes = dict.fromkeys(mesh for mesh, _ in stats)
     for mesh in sorted(meshes, key=lambda mesh: math.prod(mesh_sizes(mesh))):
         here = []
@@ -43,7 +43,7 @@ def mesh_stats(
             if other == mesh:
                 amax = torch.maximum(amax, _amax(local, divisor))
                 if local.norm is not None and norm_type is not None:
-                    # A norm is that of its replicas over the p-th root of their number.
+                    # r replicas are r rows of the table, which multiplies the norm by r**(1/p).
                     here.append(local.norm * replicas ** (-1 / norm_type))
         row = [amax] if norm_type is None else [amax, norm_of_norms(here, norm_type)]
         table = all_gather_row(torch.stack(row), mesh)
@@ -55,8 +55,8 @@ def mesh_stats(
 def stats_of_parts(
     local: LocalStats, divisor: Tensor, norm_type: float | None, group: Any
 ) -> LocalStats:
-    """The stats of a model of which each rank of `group` holds another part, the same on all of
-    them, from one reduction.
+    """Return the stats of a model whose parts are on the ranks of `group`, the same on all of them,
+    from one reduction.
     """
     row = [_amax(local, divisor)]
     if local.norm is not None:
@@ -75,8 +75,8 @@ def _stats_of(amax: Tensor, norms: Sequence[Tensor], norm_type: float | None) ->
 
 
 def _amax(local: LocalStats, divisor: Tensor) -> Tensor:
-    """The largest magnitude of any dtype; inf where one is not finite over `divisor`, since what a
-    float32 holds a bfloat16 need not.
+    """Return the largest magnitude of any dtype, or inf if an element is not finite over `divisor`:
+    a bfloat16 may overflow at a value that float32 holds.
     """
     wide = widest_float(divisor.device)
     tops = [value.to(wide) for value in local.amax.values()]

@@ -1,5 +1,5 @@
 """HeadroomScale: a loss scale from the largest gradients of the last steps, which avoids overflows
-instead of waiting for them.
+before they happen.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from .._tree.tree import Tree
 
 _LARGEST = 65504.0  # of float16
 _MOST_ZEROS = 2000  # steps; the usual interval of a rule that grows
-_LEAST_SCALE = 2.0**-111  # at a lower one 2 * 65504 / scale is beyond float32
+_LEAST_SCALE = 2.0**-111  # at a lower scale 2 * 65504 / scale overflows float32
 
 
 class HeadroomState(NamedTuple):
     """The state of HeadroomScale, on one device; make it with `rule.init(device)`."""
 
-    scale: Tensor  # float32 []: what the loss is multiplied by
-    amax_history: Tensor  # float32 [window]: the largest gradients, the latest last; 0: no step yet
+    scale: Tensor  # float32 []: the factor of the loss
+    amax_history: Tensor  # float32 [window]: the largest gradients, latest last; 0: no step yet
     consecutive_skips: Tensor  # int32 []: overflows in a row, for check_scaler
-    consecutive_zeros: Tensor  # int32 []: steps in a row whose gradients were all 0
+    consecutive_zeros: Tensor  # int32 []: steps in a row in which all gradients were 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,39 +49,45 @@ class HeadroomScale:
         scale = 2.0 ** (floor(log2(65504 / max(history))) - margin)
 
     in exact arithmetic, clamped to `[min_scale, max_scale]`. Before the first informative step the
-    history is empty: `scale` stays as it is, and doubles where a history would be halved. Gradients
-    up to `2**margin` times as large as any in the window do not overflow. One overflow lowers the
-    scale by `margin + 1` bits at once, as it shows only that the gradients were too large.
+    history is empty: `scale` stays as it is, and doubles if a history would be halved. Gradients up
+    to `2**margin` times as large as any in the window do not overflow. One overflow lowers the
+    scale by `margin + 1` bits at once, because it shows only that the gradients were too large.
 
-    - Gradients that are all 0 raise a scale below 1, up to 1: such a scale makes gradients smaller,
-      and may be the reason why they are 0. At 1 and above only 2000 of them in a row do so, by one
-      bit: with sparse rewards most gradients are 0, and a rule that grew on them at once would
-      overflow on the others. So no start is too low, and the scale recovers from any run of
-      overflows and from any fall of the gradients.
-    - An `amax` that is inf or NaN in a step that was not bad changes neither scale nor history.
-      If the loss itself is not finite, `train_step` passes `found_inf=False` and NaN: the step is
-      skipped, but no scale could have avoided that. A loop by hand does the same with
+    - Gradients that are all 0 raise a scale below 1, up to 1, because such a scale makes gradients
+      smaller and may be the reason why they are 0. At 1 and above only 2000 such steps in a row
+      raise it, by one bit: with sparse rewards most gradients are 0, and a rule that grew on them
+      at once would overflow on the others. So every start works, and the scale recovers from any
+      run of overflows and from any fall of the gradients.
+    - An `amax` of inf or NaN in a step that was not bad changes neither scale nor history. If the
+      loss itself is not finite, `train_step` passes `found_inf=False` and NaN: the step is skipped,
+      but no scale could have avoided that. A loop by hand does the same with
       `rule.update(scaler, found_inf & torch.isfinite(loss), amax)`. `consecutive_skips` does not
       count such a step; `StepInfo.found_inf` is True for both kinds.
 
-    Settings, checked when made (`ValueError`, `TypeError`):
-    - `init_scale`, `min_scale`, `max_scale`: powers of two, `min_scale <= init_scale <= max_scale`,
-      from 2**-111 to 2**127. After the first informative step `init_scale` is forgotten.
-    - `margin`: bits, 0 to 39 (float16 has 40). Gradients of activations are larger than those of
-      parameters; 2 bits allow for that. 6 cost no measurable precision, as float16 gradients keep
-      their precision over at least 16 bits of scale.
-    - `window`: steps, and floats in the state. It should be longer than the time between two
-      spikes, so that the history still holds the last one when the next one comes.
-
     `takes_amax` is True: `update` needs the result of `grad_amax`, which `train_step` passes to
-    every such rule. A scale of 0, inf or NaN, as from a damaged checkpoint, is repaired by the next
-    update.
+    every such rule. The next update repairs a scale of 0, inf or NaN, as a damaged checkpoint may
+    have.
 
-    >>> import torch
-    >>> rule = HeadroomScale(margin=6)
-    >>> state = rule.update(rule.init(), torch.tensor(False), torch.tensor(1.0))
-    >>> state.scale          # 512 * 2**6 * 1.0 is below 65504, 1024 * 2**6 * 1.0 above
-    tensor(512.)
+    Args:
+        init_scale: The scale until the first informative step: a power of two.
+        margin: Bits, 0 to 39 (float16 has 40). Gradients of activations are larger than those of
+            parameters, which 2 bits allow for; 6 cost no measurable precision, because float16
+            gradients keep theirs over at least 16 bits of scale.
+        window: The number of steps in the history. It should be longer than the time between two
+            spikes, so that the history still holds the last spike when the next one comes.
+        min_scale, max_scale: Powers of two, `min_scale <= init_scale <= max_scale`, from 2**-111 to
+            2**127.
+
+    Raises:
+        ValueError: A setting is out of range.
+        TypeError: A setting is not a number.
+
+    Example:
+        >>> import torch
+        >>> rule = HeadroomScale(margin=6)
+        >>> state = rule.update(rule.init(), torch.tensor(False), torch.tensor(1.0))
+        >>> state.scale          # 512 * 2**6 * 1.0 is below 65504, 1024 * 2**6 * 1.0 above
+        tensor(512.)
 
     Source of the rule: delayed scaling of TransformerEngine (amax history, margin), there for casts
     to float8. The factor 2 after an overflow is ours: without it a margin of 0 would not back off.
@@ -108,7 +114,7 @@ class HeadroomScale:
             )
 
     def init(self, device: torch.device | str | None = None) -> HeadroomState:
-        """The state to start from, on `device` (that of the gradients)."""
+        """Return the state to start from, on `device` (that of the gradients)."""
         return HeadroomState(
             scale=torch.full((), self.init_scale, dtype=torch.float32, device=device),
             amax_history=torch.zeros(self.window, dtype=torch.float32, device=device),
@@ -119,12 +125,17 @@ class HeadroomScale:
     def update(
         self, scaler: HeadroomState, found_inf: Tensor, amax: Tensor | None = None
     ) -> HeadroomState:
-        """The state for the next step. `found_inf`: 0-d bool, True = the step was bad; `amax`: 0-d,
-        the largest magnitude of the unscaled gradients before clipping; any value if the step was
-        bad, NaN if it is not known. Reads no value.
+        """Return the state for the next step. Reads no tensor value.
 
-        Raises `TypeError` without an `amax` and for the state of another rule, `ValueError` for an
-        `amax` that is not 0-d and for a history of another length than `window`.
+        Args:
+            scaler: The state that scaled the loss.
+            found_inf: 0-d bool, True if the step was bad.
+            amax: 0-d, the largest magnitude of the unscaled gradients before clipping. Any value if
+                the step was bad, NaN if it is not known.
+
+        Raises:
+            TypeError: `amax` is missing, or `scaler` is the state of another rule.
+            ValueError: `amax` is not 0-d, or the history has another length than `window`.
         """
         self._check(scaler, amax)
         scale, history = scaler.scale, scaler.amax_history
@@ -150,14 +161,15 @@ class HeadroomScale:
         )
 
     def _scale_for(self, largest: Tensor) -> Tensor:
-        """`2**(floor(log2(65504 / largest)) - margin)` between the bounds. A logarithm would round,
-        so exponents are subtracted, with a borrow if the mantissa of `largest` is the larger one.
+        """Return `2**(floor(log2(65504 / largest)) - margin)` between the bounds. A logarithm would
+        round, so exponents are subtracted, with a borrow if the mantissa of `largest` is the larger
+        one.
         """
         mantissa, exponent = torch.frexp(largest)
         top_mantissa, top_exponent = math.frexp(_LARGEST)
         borrowed = (mantissa > top_mantissa).to(exponent.dtype)
         exponent = (top_exponent - self.margin) - exponent - borrowed
-        # Clamped before ldexp, which is not exact beyond the range of float32.
+        # Clamped before ldexp, because that is not exact beyond the range of float32.
         low, high = (math.frexp(bound)[1] - 1 for bound in (self.min_scale, self.max_scale))
         one = torch.ones_like(largest)
         return torch.ldexp(one, exponent.clamp(low, high)).to(one.dtype)
@@ -175,13 +187,13 @@ class HeadroomScale:
             raise ValueError(
                 f"scaler.amax_history has shape {tuple(history.shape)}, the rule has "
                 f"window={self.window}. Likely cause: a state that was saved with another window. "
-                "Fix: that window, or `scaler = rule.init(device)`, which finds the scale again in "
+                "Fix: use that window, or `scaler = rule.init(device)`, which finds the scale in "
                 "one step; for stacked states, call this under `torch.vmap`."
             )
 
 
 def _as_amax(amax: Any, like: Tensor) -> Tensor:
-    """`amax` as 0-d float32, detached: the scale has no derivative."""
+    """Return `amax` as 0-d float32, detached, because the scale has no derivative."""
     if not isinstance(amax, Tensor):
         number, limit = scalars.real("amax", amax), torch.finfo(torch.float32).max
         clamped = max(-limit, min(number, limit)) if math.isfinite(number) else number
@@ -198,20 +210,26 @@ def _as_amax(amax: Any, like: Tensor) -> Tensor:
 def grad_amax(grads: Tree, group: Any = None) -> Tensor:
     """Equal to `max(g.abs().max() for g in tree_leaves(grads))`, from one pass and without a sync.
 
-    `grads`: a pytree of dense, sparse or distributed tensors of any floating or complex dtype;
-    `None` and empty tensors are left out; duplicate indices of a sparse gradient are summed first.
-    Of a complex number the larger of its two parts counts, as each overflows by itself. `group`: a
-    process group, for the maximum over its ranks (one all-reduce); `None` is this rank alone.
-    DTensors always reduce over their own mesh.
+    Args:
+        grads: A pytree of dense, sparse or distributed tensors of any floating or complex dtype;
+            `None` and empty tensors are left out. Duplicate indices of a sparse gradient are summed
+            first, and a complex number counts with the larger of its two parts, because each
+            overflows by itself.
+        group: A process group, for the maximum over its ranks (one all-reduce); by default this
+            rank alone. DTensors always reduce over their own mesh.
 
-    Returns a 0-d float32 tensor: NaN if a gradient has a NaN, else inf if one has an inf; 0 without
-    gradients. A finite float64 beyond float32 becomes its largest number.
+    Returns:
+        A 0-d float32 tensor: NaN if a gradient has a NaN, else inf if one has an inf; 0 without
+        gradients. A finite float64 beyond float32 becomes float32's largest number.
 
-    Raises `TypeError` for integer and bool leaves, `ValueError` for leaves on several devices.
+    Raises:
+        TypeError: A leaf is not floating or complex.
+        ValueError: Leaves are on several devices.
 
-    >>> import torch
-    >>> grad_amax({"w": torch.tensor([1.0, -3.0], dtype=torch.float16), "frozen": None})
-    tensor(3.)
+    Example:
+        >>> import torch
+        >>> grad_amax({"w": torch.tensor([1.0, -3.0], dtype=torch.float16), "frozen": None})
+        tensor(3.)
     """
     leaves, _ = tree.flatten(grads)
     tree.check_gradients(grads, leaves)

@@ -1,4 +1,4 @@
-"""The protocols of a loss scale's rule and state, how a step calls a rule, and what is refused."""
+"""The protocols of loss-scale rules and their states, and the checks of both."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .._tree import tree
 
 
 class HasScale(Protocol):
-    """Any NamedTuple of 0-d tensors with a `scale`: what a rule of your own may keep."""
+    """The protocol of the state of a rule: any NamedTuple of tensors with a 0-d `scale`."""
 
     @property
     def scale(self) -> Tensor: ...
@@ -24,9 +24,9 @@ State = TypeVar("State", bound=HasScale)
 
 
 class Rule(Protocol[State]):
-    """Anything with these two pure methods is a rule. Neither reads a tensor's value; they raise
-    only for wrong arguments, such as the state of another rule. If the class says `takes_amax =
-    True`, `update` gets `grad_amax` as a third argument.
+    """The protocol of a rule: any object with these two pure methods. Neither reads a tensor's
+    value; they raise only for wrong arguments, such as the state of another rule. If the class has
+    `takes_amax = True`, `update` gets `grad_amax` as a third argument.
     """
 
     def init(self, device: torch.device | str | None = None) -> State: ...
@@ -35,30 +35,29 @@ class Rule(Protocol[State]):
 
 
 def takes_amax(rule: Any) -> bool:
-    """Whether `rule.update` takes the largest gradient."""
+    """Return True if `rule.update` takes the largest gradient."""
     return bool(getattr(rule, "takes_amax", False))
 
 
 def call_rule(rule: Any, scaler: Any, found_inf: Tensor, amax: Any) -> Any:
-    """`rule.update`, with `amax` for a rule that takes it."""
+    """Call `rule.update`, with `amax` if the rule takes it."""
     return rule.update(scaler, found_inf, *([amax] if takes_amax(rule) else []))
 
 
 def check_rule(rule: Any) -> None:
-    """Refuse what is no rule, and a rule whose `update` does not match its `takes_amax`."""
+    """Refuse an object that is not a rule, and an `update` that does not match `takes_amax`."""
     if isinstance(rule, type):
         raise TypeError(
-            f"rule is the class {rule.__name__}; expected one that was made. Fix: "
-            f"rule={rule.__name__}()."
+            f"rule is the class {rule.__name__}; expected an instance. Fix: rule={rule.__name__}()."
         )
     missing = [name for name in ("init", "update") if not callable(getattr(rule, name, None))]
     if missing:
         raise TypeError(
             f"rule is {type(rule).__name__}, without "
             f"{' and '.join(f'`{name}`' for name in missing)}; expected an object with "
-            "`init(device)`, which gives the state to start from, and `update(scaler, "
-            "found_inf)`, which gives the next one. Fix: DynamicScale(), StaticScale(512.0) or "
-            "NoScale(); docs/recipes.md has a rule of your own."
+            "`init(device)`, which returns the first state, and `update(scaler, found_inf)`, "
+            "which returns the next. Fix: DynamicScale(), StaticScale(512.0) or NoScale(); "
+            "docs/recipes.md has a rule of your own."
         )
     if torch.compiler.is_dynamo_compiling():
         return
@@ -70,7 +69,7 @@ def check_rule(rule: Any) -> None:
     raise TypeError(
         f"{type(rule).__name__}.update cannot be called as update({given}), and takes_amax is "
         f"{wants}. Fix: `takes_amax = True` in the class and `def update(self, scaler, found_inf, "
-        "amax)` for a rule that looks at the largest gradient; neither for one that does not."
+        "amax)` if the rule needs the largest gradient; otherwise neither."
     )
 
 
@@ -94,7 +93,7 @@ Update = TypeVar("Update", bound=Callable[..., Any])
 
 
 def without_amax(update: Update) -> Update:
-    """A decorator for `update` of a rule that takes no amax: raises `TypeError` if it is
+    """Decorate the `update` of a rule that takes no amax: it raises `TypeError` if it is
     given one.
     """
 
@@ -102,9 +101,9 @@ def without_amax(update: Update) -> Update:
     def checked(rule: Any, scaler: Any, found_inf: Tensor, *amax: Any, **named: Any) -> Any:
         if amax or named:
             raise TypeError(
-                f"{type(rule).__name__}.update takes no amax: it looks at the flag alone. Fix: "
-                "`rule.update(scaler, found_inf)`; for a rule that looks at the largest gradient, "
-                "HeadroomScale(). A loop for every rule asks `getattr(rule, 'takes_amax', False)`."
+                f"{type(rule).__name__}.update takes no amax, only the flag. Fix: "
+                "`rule.update(scaler, found_inf)`; for a rule that uses the largest gradient, "
+                "HeadroomScale(). A loop for any rule asks `getattr(rule, 'takes_amax', False)`."
             )
         return update(rule, scaler, found_inf)
 
@@ -112,7 +111,7 @@ def without_amax(update: Update) -> Update:
 
 
 def flag(found_inf: Any, scaler: Any, kind: type[Any]) -> Tensor:
-    """`found_inf` as a 0-d bool tensor; raises if `scaler` is not a state of this kind."""
+    """Return `found_inf` as a 0-d bool tensor; refuse the state of another rule."""
     check_state(scaler, kind)
     return tree.flag(found_inf, like=scaler.scale)
 
@@ -134,8 +133,8 @@ def check_state(scaler: Any, kind: type[Any]) -> None:
         device = str(scaler.scale.device)
         fix = f"`scaler = rule.init({device!r})._replace(scale=scaler.scale)`"
     raise TypeError(
-        f"scaler is {type(scaler).__name__}; expected a {kind.__name__}: this rule's state is a "
-        f"tuple of {', '.join(kind._fields)}. It has {', '.join(present) or 'none of them'}; "
+        f"scaler is {type(scaler).__name__}; expected a {kind.__name__}, a tuple of "
+        f"{', '.join(kind._fields)}. It has {', '.join(present) or 'none of them'}; "
         f"missing: {', '.join(missing)}. Likely cause: {cause}. Fix: "
         f"{fix or '`scaler = rule.init(device)`'}."
     )

@@ -1,4 +1,4 @@
-"""Rules that look at the overflow flag alone: dynamic, static and no loss scale."""
+"""Loss-scale rules that use only the overflow flag: dynamic, static and no loss scale."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .._tree import scalars
 
 
 class ScalerState(NamedTuple):
-    """What a rule remembers. Four 0-d tensors on one device; make it with `rule.init(device)`."""
+    """The state of a rule: four 0-d tensors on one device. Make it with `rule.init(device)`."""
 
-    scale: Tensor  # float32: what the loss is multiplied by
+    scale: Tensor  # float32: the factor of the loss
     growth_tracker: Tensor  # int32: clean steps since the scale last moved
     hysteresis_tracker: Tensor  # int32: overflows still tolerated before the scale backs off
     consecutive_skips: Tensor  # int32: overflows in a row, for check_scaler
@@ -29,7 +29,7 @@ def scaler_state(
     hysteresis_tracker: int = 0,
     device: torch.device | str | None = None,
 ) -> ScalerState:
-    """A `ScalerState` from host numbers."""
+    """Return a `ScalerState` from host numbers."""
 
     def count(number: int) -> Tensor:
         return torch.full((), number, dtype=torch.int32, device=device)
@@ -43,7 +43,7 @@ def scaler_state(
 
 
 def check_factors(rule: Any, growth: str, backoff: str | None = None) -> None:
-    """Refuse a growth factor of at most 1 and a backoff factor of at least 1, by their names."""
+    """Refuse a growth factor of at most 1 and a backoff factor of at least 1."""
     if getattr(rule, growth) <= 1:
         raise ValueError(
             f"{growth} must be above 1, got {getattr(rule, growth)!r}: the scale would never grow. "
@@ -60,36 +60,42 @@ def check_factors(rule: Any, growth: str, backoff: str | None = None) -> None:
 class DynamicScale:
     """Halve the scale on an overflow, double it after `growth_interval` clean steps in a row.
 
-    Equal, for `hysteresis=1` and wherever floor and ceiling do not bind, bit for bit to
-    `torch.ops.aten._amp_update_scale(scale, growth_tracker, found_inf,
-    growth_factor, backoff_factor, growth_interval)`.
+    Equal bit for bit, for `hysteresis=1` and a scale within its bounds, to
+    `torch.ops.aten._amp_update_scale(scale, growth_tracker, found_inf, growth_factor,
+    backoff_factor, growth_interval)`.
 
-    Settings, checked when made (`ValueError`, `TypeError`):
-    - `init_scale`, `growth_factor`, `backoff_factor`, `min_scale`, `max_scale`: powers of two that
-      float32 holds, with `min_scale <= init_scale <= max_scale`, `growth_factor > 1` and
-      `0 < backoff_factor < 1`. A power of two changes no bit of a mantissa; any other scale rounds
-      every gradient twice.
-    - `growth_interval`: steps; growth comes on exactly that clean step. Lowering it in mid-run
-      works: the count is compared with >=.
-    - `hysteresis`: the number of overflows after which the scale backs off; each of them skips its
-      step.
-    - `refill`: when the tolerance is restored. `"growth"` (Megatron-LM, DeepSpeed's default): when
-      the growth interval is reached. `"clean"` (DeepSpeed's consecutive_hysteresis, apex's kernel):
-      on every clean step; overflows that are never `hysteresis` in a row then never lower the
-      scale, and each skips its step.
+    A scale of 0, inf or NaN, as a damaged checkpoint may have, becomes `min_scale` on the next
+    update; one outside of `[min_scale, max_scale]` becomes the nearer bound.
 
-    A scale of 0, inf or NaN, as a damaged checkpoint may hold, becomes `min_scale` on the next
-    update; one outside of `[min_scale, max_scale]` is brought back to the nearer end.
+    Args:
+        init_scale: The first scale. This, the factors and the bounds are powers of two that float32
+            holds, because any other scale rounds every gradient twice.
+        growth_factor: The factor after `growth_interval` clean steps, above 1.
+        backoff_factor: The factor after an overflow, between 0 and 1.
+        growth_interval: The number of clean steps in a row, on the last of which the scale grows.
+            It may be lowered in mid-run.
+        min_scale, max_scale: The bounds, `min_scale <= init_scale <= max_scale`.
+        hysteresis: The number of overflows after which the scale backs off. Each of them skips its
+            step.
+        refill: When the tolerance is restored: `"growth"`, after the growth interval (Megatron-LM,
+            DeepSpeed's default), or `"clean"`, on every clean step (DeepSpeed's
+            consecutive_hysteresis, apex's kernel). With `"clean"`, overflows that are never
+            `hysteresis` in a row never lower the scale.
 
-    >>> import torch
-    >>> rule = DynamicScale(init_scale=8.0, growth_interval=2)
-    >>> state = rule.init()
-    >>> for overflow in [True, False, False]:
-    ...     state = rule.update(state, torch.tensor(overflow))
-    ...     print(state.scale.item())
-    4.0
-    4.0
-    8.0
+    Raises:
+        ValueError: A setting is out of range.
+        TypeError: A setting is not a number.
+
+    Example:
+        >>> import torch
+        >>> rule = DynamicScale(init_scale=8.0, growth_interval=2)
+        >>> state = rule.init()
+        >>> for overflow in [True, False, False]:
+        ...     state = rule.update(state, torch.tensor(overflow))
+        ...     print(state.scale.item())
+        4.0
+        4.0
+        8.0
 
     Source of the rule: Micikevicius et al., Mixed Precision Training (arXiv 1710.03740), and
     torch's `_amp_update_scale_`; hysteresis from Megatron-LM's DynamicGradScaler and apex's
@@ -125,28 +131,27 @@ class DynamicScale:
             )
 
     def init(self, device: torch.device | str | None = None) -> ScalerState:
-        """The state to start from, on `device` (that of the gradients)."""
+        """Return the state to start from, on `device` (that of the gradients)."""
         return scaler_state(self.init_scale, hysteresis_tracker=self.hysteresis, device=device)
 
     @without_amax
     def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
-        """The state for the next step. `found_inf`: 0-d bool, True = the step was bad. Reads no
-        value; raises only for another rule's state.
+        """Return the state for the next step. `found_inf`: 0-d bool, True if the step was bad.
+        Reads no tensor value; raises only for the state of another rule.
         """
         bad = flag(found_inf, scaler, ScalerState)
         scale, tolerance = scaler.scale, scaler.hysteresis_tracker
 
         clean_steps = (scaler.growth_tracker.clamp(0, 2**31 - 2) + 1).masked_fill(bad, 0)
-        # >= and not ==, or lowering growth_interval below the count would stop growth for good.
+        # >= and not ==: growth_interval may be lowered below the count.
         interval_reached = clean_steps >= self.growth_interval
-        # Not below 0: a job that overflows for ever must not wrap the counter around.
+        # Not below 0, because a job that overflows for ever must not wrap the counter around.
         tolerance = torch.add(tolerance, bad, alpha=-1).clamp(min=0)
         back_off = bad & (tolerance <= 0)
 
         moved = torch.where(interval_reached, scale * self.growth_factor, scale)
         moved = torch.where(back_off, scale * self.backoff_factor, moved)
-        # For inf and NaN the comparison is false; the clamp brings a scale of 0 or less to
-        # min_scale.
+        # Repairs inf and NaN, for which the comparison is false; the clamp repairs 0 and less.
         moved = torch.where(scale < math.inf, moved, self.min_scale)
         return ScalerState(
             scale=moved.clamp(self.min_scale, self.max_scale),
@@ -160,16 +165,22 @@ class DynamicScale:
 
 @dataclasses.dataclass(frozen=True)
 class StaticScale:
-    """A scale that never moves. Steps that overflow are still skipped.
+    """A scale that never changes. Steps that overflow are still skipped.
 
-    `scale` is a power of two that float32 holds (`ValueError` otherwise). A restored state with
-    another scale is brought back to it by the next update.
+    The next update resets a restored state with another scale to `scale`.
 
-    >>> StaticScale(512.0).init().scale
-    tensor(512.)
+    Args:
+        scale: A power of two that float32 holds.
 
-    Source of the rule: mmpose's Fp16OptimizerHook (512), apex's `loss_scale=128.0`; unlike those
-    two, which step on inf.
+    Raises:
+        ValueError: `scale` is not a power of two that float32 holds.
+
+    Example:
+        >>> StaticScale(512.0).init().scale
+        tensor(512.)
+
+    Source of the rule: mmpose's Fp16OptimizerHook (512) and apex's `loss_scale=128.0`, which both
+    take a step on inf.
     """
 
     scale: float
@@ -178,12 +189,12 @@ class StaticScale:
         scalars.normalize_fields(self, scalars.power_of_two, "scale")
 
     def init(self, device: torch.device | str | None = None) -> ScalerState:
-        """The state to start from, on `device` (that of the gradients)."""
+        """Return the state to start from, on `device` (that of the gradients)."""
         return scaler_state(self.scale, device=device)
 
     @without_amax
     def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
-        """The scale of the rule, whatever the state holds; `consecutive_skips` is counted, the
+        """Return the scale of the rule, whatever the state holds. `consecutive_skips` counts, the
         other counters stay 0.
         """
         bad = flag(found_inf, scaler, ScalerState)
@@ -200,8 +211,9 @@ class NoScale(StaticScale):
     """A static scale of 1, for float32 and bfloat16: the loop needs no `enabled=` branch. Bad steps
     are still skipped.
 
-    >>> NoScale().init().scale
-    tensor(1.)
+    Example:
+        >>> NoScale().init().scale
+        tensor(1.)
 
     Source of the rule: jmp's NoOpLossScale.
     """

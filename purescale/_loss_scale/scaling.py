@@ -1,4 +1,5 @@
-"""Scaling of a loss, unscaling of gradients, and the check that the scale still lets training move.
+"""Scaling of a loss, unscaling of gradients, and the check that the scale still lets training go
+on.
 
 Gradients are unscaled with the state that scaled the loss. Scales are powers of two in float32, so
 that scaling and unscaling are exact.
@@ -29,18 +30,23 @@ def scale_loss(scaler: HasScale, loss: Tree) -> Tree:
     """Equal to `loss.float() * scaler.scale` (float64 stays float64), so a half loss cannot
     overflow here.
 
-    `loss`: one tensor or a pytree of them, each floating and of one element. Returned in float32 or
-    float64, same shape. Differentiate the result; unscale the gradients with `unscale_and_check`
-    and the same `scaler`.
+    Args:
+        scaler: The state of the rule. Unscale the gradients with the same one.
+        loss: One tensor or a pytree of them, each floating and of one element.
 
-    Raises `ValueError` for a loss of several elements or on another device than `scaler`,
-    `TypeError` for one that is not floating.
+    Returns:
+        The scaled loss in float32 or float64, of the same shape, to be differentiated.
 
-    >>> import torch
-    >>> from purescale import DynamicScale
-    >>> scaler = DynamicScale(init_scale=2.0**16).init()
-    >>> scale_loss(scaler, torch.tensor([2.0], dtype=torch.float16))
-    tensor([131072.])
+    Raises:
+        ValueError: A loss has several elements or is on another device than `scaler`.
+        TypeError: A loss is not a floating tensor.
+
+    Example:
+        >>> import torch
+        >>> from purescale import DynamicScale
+        >>> scaler = DynamicScale(init_scale=2.0**16).init()
+        >>> scale_loss(scaler, torch.tensor([2.0], dtype=torch.float16))
+        tensor([131072.])
 
     Source of the rule: torch.amp.GradScaler.scale; there a float16 loss of shape (1,) becomes inf.
     """
@@ -63,30 +69,33 @@ def unscale_and_check(
     """Equal to `grads = tree_map(lambda g: g.float() / scaler.scale, grads)` and
     `found_inf = not all(isfinite(grads))`.
 
-    Arguments:
-    - `scaler`: the state that scaled the loss of these gradients, not the next one.
-    - `grads`: a pytree of dense, sparse or distributed tensors of any floating or complex dtype.
-      float16 comes back as float32 (1e-3 * 2**-16 is 0 in float16), complex32 as complex64, all
-      others in their own dtype; `None` stays `None`. A sparse gradient comes back dense; its
-      duplicate indices are summed before unscaling, at least in float32; if that sum overflows,
-      `found_inf` is True.
-    - `donate`: `grads` may be overwritten; the caller gives them up. Same bits.
-    - `group`: a process group whose ranks decide together; `None` decides for this rank alone.
-      DTensors always reduce over their own mesh.
+    Args:
+        scaler: The state that scaled the loss of these gradients, not the next one.
+        grads: A pytree of dense, sparse or distributed tensors of any floating or complex dtype;
+            `None` stays `None`. Duplicate indices of a sparse gradient are summed before unscaling,
+            at least in float32.
+        donate: `grads` may be overwritten; the caller gives them up. Same bits.
+        group: A process group whose ranks decide together; by default this rank decides alone.
+            DTensors always reduce over their own mesh.
 
-    Returns the gradients and `found_inf`, 0-d bool: True when an input or an unscaled output is not
-    finite, or when the scale itself is 0, negative, inf or NaN. Finite gradients whose sum or
-    norm overflows do not count. Without any gradient it is False.
+    Returns:
+        The gradients, dense, and `found_inf`, 0-d bool. float16 becomes float32 (1e-3 * 2**-16 is 0
+        in float16) and complex32 becomes complex64; all others keep their dtype. `found_inf` is
+        True if an input, a sum of duplicate indices or an unscaled output is not finite, or if the
+        scale itself is 0, negative, inf or NaN. Finite gradients whose sum or norm overflows do not
+        count. Without gradients it is False.
 
-    Raises `TypeError` for integer and bool leaves, `ValueError` for leaves on another device than
-    `scaler`.
+    Raises:
+        TypeError: A leaf is not floating or complex.
+        ValueError: A leaf is on another device than `scaler`.
 
-    >>> import torch
-    >>> from purescale import DynamicScale
-    >>> scaler = DynamicScale(init_scale=4.0).init()
-    >>> grads = {"w": torch.tensor([4.0, 8.0], dtype=torch.float16), "frozen": None}
-    >>> unscale_and_check(scaler, grads)
-    ({'w': tensor([1., 2.]), 'frozen': None}, tensor(False))
+    Example:
+        >>> import torch
+        >>> from purescale import DynamicScale
+        >>> scaler = DynamicScale(init_scale=4.0).init()
+        >>> grads = {"w": torch.tensor([4.0, 8.0], dtype=torch.float16), "frozen": None}
+        >>> unscale_and_check(scaler, grads)
+        ({'w': tensor([1., 2.]), 'frozen': None}, tensor(False))
 
     Source of the rule: torch's `_amp_foreach_non_finite_check_and_unscale_`, which checks its input
     only (finding 4 of pytorch#96755: scale 2**-140 makes a parameter inf), and flax's DynamicScale,
@@ -112,22 +121,28 @@ def check_scaler(
     max_skips: int | None = None,
     loss: Tensor | float | None = None,
 ) -> None:
-    """Syncs with the host, and raises `FloatingPointError` when training has stopped moving. Call
-    it now and then, not every step.
+    """Raise `FloatingPointError` if training has stopped moving. Syncs with the host: call it now
+    and then, not in every step.
 
-    Raises if the scale is not positive and finite; if the last step overflowed with the scale
-    already at `rule.min_scale`; if the scale fell to a `min_scale` below 1, where half-precision
-    gradients are lost, whether or not the last step overflowed; if more than `max_skips` steps in a
-    row overflowed. Overflows are counted by the field `consecutive_skips` of the state: `TypeError`
-    for `max_skips` with a state that has none.
+    Args:
+        scaler: The state of one scaler.
+        rule: Its rule.
+        max_skips: How many steps in a row may overflow, counted by the field `consecutive_skips` of
+            the state. By default any number.
+        loss: The loss of the last step, `info.loss`. It only makes the error say whether the loss
+            itself is inf or NaN, which no scale can mend, or the gradients overflow.
 
-    `loss`: that of the last step, `info.loss`. The error then tells a loss that is itself inf or
-    NaN, which no scale can mend, from gradients that overflow. It decides nothing else: one such
-    loss is skipped, and training goes on.
+    Raises:
+        FloatingPointError: The scale is not positive and finite; the last step overflowed with the
+            scale at `rule.min_scale`; the scale fell to a `min_scale` below 1, where half-precision
+            gradients are lost, even if the last step did not overflow; or more than `max_skips`
+            steps in a row overflowed.
+        TypeError: `scaler` is not the state of one scaler, or does not count skips for `max_skips`.
 
-    >>> from purescale import DynamicScale
-    >>> rule = DynamicScale()
-    >>> check_scaler(rule.init(), rule, max_skips=10)
+    Example:
+        >>> from purescale import DynamicScale
+        >>> rule = DynamicScale()
+        >>> check_scaler(rule.init(), rule, max_skips=10)
 
     Source of the rule: fairseq's FloatingPointError at min_loss_scale, DeepSpeed's
     raise_error_at_min_scale.
@@ -135,31 +150,31 @@ def check_scaler(
     if not isinstance(getattr(scaler, "scale", None), Tensor) or scaler.scale.ndim:
         raise TypeError(
             "check_scaler takes the state of one scaler, its `scale` a 0-d tensor, got "
-            f"{scalars.short_repr(scaler)}. Fix: `check_scaler(state.scaler, rule)` of a "
-            "TrainState; of an ensemble one at a time."
+            f"{scalars.short_repr(scaler)}. Fix: `check_scaler(state.scaler, rule)` for a "
+            "TrainState; for an ensemble, one member at a time."
         )
     if max_skips is not None:
         max_skips = scalars.whole("max_skips", max_skips)
         if not hasattr(scaler, "consecutive_skips"):
             raise TypeError(
                 f"max_skips={max_skips} with a {type(scaler).__name__}, which does not count "
-                "skips. Fix: a field `consecutive_skips` in it, an int32 tensor that starts at 0 "
+                "skips. Fix: give it a field `consecutive_skips`, an int32 tensor that starts at 0 "
                 "and that `update` sets to `torch.where(found_inf, scaler.consecutive_skips + 1, "
                 "0)`."
             )
     if loss is not None and not (isinstance(loss, float | int) or _is_one_number(loss)):
         raise TypeError(
             f"loss must be that of one step, a number or a tensor with one element, got "
-            f"{scalars.short_repr(loss)}. Fix: loss=info.loss; of stacked infos `info.loss[-1]`."
+            f"{scalars.short_repr(loss)}. Fix: loss=info.loss; for stacked infos `info.loss[-1]`."
         )
     scale = float(scaler.scale)
     skips = int(getattr(scaler, "consecutive_skips", 0))
     floor = getattr(rule, "min_scale", None)
     if not (math.isfinite(scale) and scale > 0):
         raise FloatingPointError(
-            f"the loss scale is {scale}, and no step can be taken with it: the state was damaged, "
-            "or it is that of an interop rule whose peer has no floor or no ceiling. DynamicScale "
-            "comes back by itself. Fix: `scaler = rule.init(device)`."
+            f"the loss scale is {scale}, so no step can be taken. Likely cause: a damaged state, "
+            "or an interop rule whose peer has no floor or ceiling. DynamicScale recovers by "
+            "itself. Fix: `scaler = rule.init(device)`."
         )
     if skips and floor is not None and scale <= floor:
         raise FloatingPointError(
@@ -167,14 +182,14 @@ def check_scaler(
             "row. No scale helps: the loss or its gradients are inf or NaN by themselves. "
             f"{_where_to_look(loss)}"
         )
-    # a rule that starts at its smallest scale has not fallen
+    # min(): a rule that starts at its smallest scale has not fallen
     if floor is not None and scale <= floor and scale < min(1.0, float(rule.init("cpu").scale)):
         raise FloatingPointError(
-            f"the loss scale sits at the smallest that the rule allows, {scale} (min_scale). A "
-            "scale so far below 1 makes float16 gradients 0, and then nothing moves though no step "
-            "is bad. Likely cause: many batches in a row whose gradients were inf or NaN. Look at "
-            "the data, the learning rate, a division or log of 0. Fix: then go on with `scaler = "
-            "rule.init(device)`."
+            f"the loss scale is at the smallest that the rule allows, {scale} (min_scale). A scale "
+            "so far below 1 makes float16 gradients 0, so that parameters do not move although no "
+            "step is bad. Likely cause: many batches in a row whose gradients were inf or NaN. "
+            "Look at the data, the learning rate, a division or log of 0. Fix: then go on with "
+            "`scaler = rule.init(device)`."
         )
     if max_skips is not None and skips > max_skips:
         raise FloatingPointError(
@@ -188,7 +203,7 @@ def _is_one_number(loss: Any) -> bool:
 
 
 def _where_to_look(loss: Any, lower: float | None = None) -> str:
-    """What may be wrong after several skips. `lower`: a scale to start from if one may help."""
+    """Return advice for a run of skips. `lower`: a scale to start from, if a lower one may help."""
     if loss is not None and not math.isfinite(loss):
         return (
             f"The loss itself is {float(loss)}, at any scale. Look at the data, the learning rate, "
@@ -207,8 +222,8 @@ def _where_to_look(loss: Any, lower: float | None = None) -> str:
             f"names them. Then {look}."
         )
     return (
-        "First look whether the loss is inf or NaN itself, which no scale can mend: "
-        f"`check_scaler(..., loss=info.loss)` tells. If it is finite, {look}."
+        "First check whether the loss itself is inf or NaN, which no scale can mend: "
+        f"`check_scaler(..., loss=info.loss)`. If it is finite, {look}."
     )
 
 
@@ -216,7 +231,7 @@ def _where_to_look(loss: Any, lower: float | None = None) -> str:
 
 
 def check_device(scale: Tensor, tree: Tree, leaves: Sequence[Any], name: str) -> None:
-    """Refuse, naming the leaf, a tensor on another device than the scaler."""
+    """Refuse a tensor on another device than the scaler, and name the leaf."""
     device = scale.device
     if cached(device, lambda: all([x is None or x.device == device for x in leaves]), leaves):
         return
@@ -236,24 +251,24 @@ def check_device(scale: Tensor, tree: Tree, leaves: Sequence[Any], name: str) ->
 
 
 def wide_loss(loss: Any, scale: Tensor, path: Callable[[], str] = lambda: "loss") -> Tensor:
-    """A loss at least in float32, as it is scaled; refused unless it is one number."""
+    """Return a loss at least in float32; refuse a loss that is not one real number."""
     if not isinstance(loss, Tensor):
         raise TypeError(
-            f"{path()} is {type(loss).__name__} {loss!r}; a loss is a tensor. Fix: return what "
-            "the loss function computed, not `.item()`."
+            f"{path()} is {type(loss).__name__} {loss!r}; a loss is a tensor. Fix: return the "
+            "tensor that was computed, not its `.item()`."
         )
     if not loss.is_floating_point():
         raise TypeError(
             f"{path()} has dtype {loss.dtype}; a loss is real and floating. Likely cause: a count "
-            "of errors, or predictions, instead of a loss. Fix: `loss.float()` if that is meant; "
-            "`loss.abs()` of a complex one."
+            "of errors, or predictions, instead of a loss. Fix: `loss.float()` if that is meant, "
+            "or `loss.abs()` for a complex loss."
         )
     if reason := unsupported_reason(loss):
         raise TypeError(f"{path()} {reason}")
     if loss.numel() != 1:
         raise ValueError(
             f"{path()} has shape {tuple(loss.shape)}; a loss is one number. Likely cause: "
-            "reduction='none'. Fix: `loss.mean()`; for one loss a member of an ensemble, call "
+            "reduction='none'. Fix: `loss.mean()`; for an ensemble with one loss per member, call "
             "this under `torch.vmap`."
         )
     if loss.device != scale.device:

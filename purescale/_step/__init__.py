@@ -1,4 +1,4 @@
-"""One training step: `train_step` and the stages that it is made of.
+"""A training step: `train_step` and its stages.
 
 Each stage is one function: flatten (`_optim/step_inputs.py`), accumulate (`microbatches.py`),
 reduce (`reduce.py`), measure (`_grads/measure.py`), decide (`decide.py`), update
@@ -8,5 +8,5 @@ Entry: `train_step.train_step`; by hand `value_and_grad.value_and_grad`, then
 `optimizer_step.unscale_and_step` or `optimizer_step.maybe_step`.
 Hands on: the next `train_step.TrainState` and a `step_info.StepInfo`; between the stages
 `microbatches.WindowGrads` and `decide.Outcome`. Settings travel as `step_options.StepOptions`.
-May import: every room but `_reports`.
+May import: every room but `_reports`, `interop` and `testing`.
 """

@@ -1,4 +1,4 @@
-"""A compiled window that is not unrolled: the compiler follows one microbatch, and its code is
+"""Compiled windows that are not unrolled: the compiler traces one microbatch, and its code is
 called for all that are like it.
 """
 
@@ -39,7 +39,7 @@ def _region(key: int, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 _nested: Any = torch.compiler.nested_compile_region
-CAN_REPEAT = "reuse_hash_fn" in inspect.signature(_nested).parameters  # not torch 2.11
+CAN_REPEAT = "reuse_hash_fn" in inspect.signature(_nested).parameters  # False for torch 2.11
 if CAN_REPEAT:
     _region = _nested(_region, reuse_hash_fn=_key, max_reuse_entries=2**30)
 
@@ -47,10 +47,10 @@ if CAN_REPEAT:
 def can_repeat(
     options: StepOptions, value_and_grad: ValueAndGrad, buffers: Leaves, number: int
 ) -> bool:
-    """Whether the compiler can follow one microbatch for all, as is asked for."""
+    """Return True if one traced microbatch may stand for all, as `unroll=False` asks."""
     if options.unroll or number == 1 or not (CAN_REPEAT and torch.compiler.is_dynamo_compiling()):
         return False
-    # The momenta of batch norms are numbers, which do not come out of a region.
+    # A region returns tensors only, and the momenta of batch norms are numbers.
     if options.bn_update == "window" or options.group is not None or private.under_transform():
         return False
     given = [*value_and_grad.inputs, *buffers, value_and_grad.scale]
@@ -58,23 +58,24 @@ def can_repeat(
 
 
 def keep_buffers_if_dropped(counts: bool | Tensor, before: Leaves, after: Leaves) -> Leaves:
-    """The buffers that the next microbatch is given."""
+    """Return the buffers for the next microbatch."""
     if isinstance(counts, bool):
         return after if counts else before
     return choose(~counts, before, after)
 
 
 class RegionCaller:
-    """The gradients of microbatches, added to a mean that has started."""
+    """Adds the gradients of microbatches to a mean that has started, by one compiled region."""
 
     def __init__(self, mean: Any, value_and_grad: ValueAndGrad) -> None:
         self.mean, self.value_and_grad = mean, value_and_grad
         self.seen: list[tuple[Any, list[Tensor], int]] = []
+        # Dynamo takes the first mode in a step for a side effect, which a region must not have.
         with norms_in_float32():
-            pass  # To the compiler the first mode of a step changes what is outside, no other does.
+            pass
 
     def __call__(self, index: int, carried: Leaves, microbatch: Any) -> MicrobatchResult:
-        """Loss and buffers of a microbatch that is made of tensors."""
+        """Return loss and buffers of a microbatch whose leaves are all tensors."""
         mean, value_and_grad = self.mean, self.value_and_grad
         leaves, structure = private.pytree.tree_flatten(microbatch)
         weighed = mean.weights.of(index)
@@ -94,21 +95,23 @@ class RegionCaller:
             after = keep_buffers_if_dropped(counts, before, out.buffers)
             return [out.loss, *after, *with_it.state, *with_it.overflows]
 
-        # What goes into a region may share no memory, and microbatches often do.
+        # The inputs of a region must not share memory, and microbatches often do.
         tensors = [tensor for part in given for tensor in part] + [leaf.clone() for leaf in leaves]
         key, symbolic = self._key_of(structure, tensors), _symbolic_sizes(tensors)
         active_compiled_regions.append(one)
         loss, *rest = _region(key, *tensors)
         active_compiled_regions.pop()
         if _symbolic_sizes(tensors) != symbolic:
-            # Code in which a size was symbolic cannot be called any more once it is fixed.
+            # Code in which a size was symbolic cannot be called once that size is fixed.
             self.seen.clear()
         buffers, mean.state, overflows = _cut(rest, len(carried), len(mean.state))
         mean.overflows += overflows
         return MicrobatchResult([], loss, buffers, [])
 
     def _key_of(self, structure: Any, tensors: list[Tensor]) -> int:
-        """The number of the code for such tensors: that of the first call with their like."""
+        """Return the number of the code for such tensors, that of the first call with
+        similar ones.
+        """
         key = 0
         for other, examples, number in self.seen:
             if key == 0 and other == structure and _alike(examples, tensors):
@@ -122,27 +125,27 @@ class RegionCaller:
 def _check_aux(aux: list[Any]) -> None:
     if aux:
         raise ValueError(
-            "loss_fn returned (loss, new_buffers, aux); expected (loss, new_buffers). With "
-            "unroll=False a compiled step takes nothing else out of a microbatch. Fix: no aux, or "
+            "loss_fn returned (loss, new_buffers, aux); expected (loss, new_buffers), because "
+            "with unroll=False a compiled step cannot return aux. Fix: return no aux, or "
             "unroll=True."
         )
 
 
 def _cut(tensors: list[Tensor], *sizes: int) -> list[list[Tensor]]:
-    """Parts of these sizes, and the rest."""
+    """Return parts of these sizes, and the rest."""
     ends = [0, *itertools.accumulate(sizes), len(tensors)]
     return [tensors[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def _symbolic_sizes(tensors: list[Tensor]) -> int:
-    """How many sizes the compiler has not fixed."""
+    """Return the number of sizes that the compiler has not fixed."""
     sizes = [size for tensor in tensors for size in tensor.shape]
     fixed: int = sum(map(private.has_static_value, sizes))
     return len(sizes) - fixed
 
 
 def _alike(some: list[Tensor], others: list[Tensor]) -> bool:
-    """Whether one code fits both, without a guard on a symbolic size."""
+    """Return True if one code fits both, without a guard on a symbolic size."""
     for a, b in zip(some, others, strict=True):
         if a is b:
             continue

@@ -1,4 +1,4 @@
-"""The stage `decide` of a step: one record says what happens, before anything moves."""
+"""The stage `decide` of a step: skip or apply, and the clip factor, in one record."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .._optim.decision import Decision
 
 
 class Outcome(NamedTuple):
-    """What a step does, and what it reports of the gradients."""
+    """The decision about a step, and the gradient numbers that it reports."""
 
     decision: Decision
-    found_inf: Tensor  # bool []: the step is skipped, for whatever reason
-    # before clipping; not finite where the step is skipped, unless a guard alone skips it; ()
+    found_inf: Tensor  # bool []: the step is skipped, for any reason
+    # before clipping; not finite if the step is skipped, unless a guard alone skips it; ()
     # without max_norm
     grad_norm: Any
-    grad_amax: Any  # likewise; () where it was not asked for
-    rejected: Any = ()  # bool []: a guard skips the step, and nothing else does; () without one
+    grad_amax: Any  # likewise; () if not asked for
+    rejected: Any = ()  # bool []: a guard alone skips the step; () without a guard
 
 
 def decide(
@@ -34,13 +34,13 @@ def decide(
     must_skip: Tensor | None = None,
     bad: Tensor | None = None,
 ) -> Outcome:
-    """Skip or apply, and by what the gradients are divided. `scale`: what they are still scaled by;
-    None of unscaled ones.
+    """Decide whether to skip the step, and by what to divide the gradients. `scale`: their loss
+    scale, or None if they are unscaled.
 
-    Skipped is a step whose gradients are not finite, one with a bound that is 0, negative or NaN,
-    and one of which `must_skip` says so: its weights, a microbatch of it or another rank. `bad`: a
-    guard rejects the step. Where the host can see, what follows from the norm are Python numbers;
-    elsewhere tensors that nobody reads.
+    A step is skipped if its gradients are not finite, if a bound is 0, negative or NaN, or if
+    `must_skip` is True: for its weights, a microbatch or another rank. `bad`: a guard rejects the
+    step. If the host can read the values, numbers that follow from the norm are Python numbers;
+    otherwise they are tensors that are never read.
     """
     causes = [~(bound.to(stats.nonfinite.device) > 0) for bound in clip.bounds]
     if must_skip is not None:

@@ -1,4 +1,4 @@
-"""The stage `accumulate` of a step: the microbatches of a window, as mean gradients."""
+"""The stage `accumulate` of a step: the mean gradients over the microbatches of a window."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ from .._tree.tree import Flat, Leaves, Tree
 
 
 class WindowGrads(NamedTuple):
-    """What the microbatches of a step amount to, on this rank or on all of a group."""
+    """The results of the microbatches of a step, on this rank or on all of a group."""
 
-    grads: Normalized  # their mean
-    scaled: bool  # the gradients still are
-    stats: GradStats | None  # of the mean; None before the ranks of a group are reduced
-    loss: Tensor  # the mean of those that count
-    must_skip: Tensor | None  # bool []: whatever the mean is; None where it alone decides
-    overflow: Tensor  # bool []: a microbatch that has a weight overflowed; the scale follows it
-    # bool []: fewer may overflow at a lower scale, since what overflowed has a finite loss
+    grads: Normalized  # the mean
+    scaled: bool  # the gradients are still scaled
+    stats: GradStats | None  # of the mean; None before the reduction over a group
+    loss: Tensor  # the mean over the microbatches that count
+    must_skip: Tensor | None  # bool []: for any mean; None if the mean alone decides
+    overflow: Tensor  # bool []: a microbatch with a weight overflowed; the scale follows it
+    # bool []: fewer may overflow at a lower scale, because the loss of what overflowed is finite
     retryable: Tensor
     num_overflowed: Tensor
     buffers: Leaves
     aux: tuple[Any, ...]
     seen: list[Tensor]  # the tensors of the microbatches
-    divisor: Tensor | None = None  # of this rank's mean in that of a group; inf where it counts not
-    reduction: Reduction | None = None  # what is on its way to the other ranks
-    nan: float | None = None  # what a NaN of this rank is sent as; None if nobody is told
+    divisor: Tensor | None = None  # of this rank's mean in that of a group; inf without a weight
+    reduction: Reduction | None = None  # on its way to the other ranks
+    nan: float | None = None  # sent in place of a NaN of this rank; None: sent as it is
 
 
 # ---- two ways to average -------------------------------------------------------------------------
@@ -66,8 +66,8 @@ def add_share(
     *,
     is_traced: bool,
 ) -> list[Tensor] | None:
-    """`sums + new * share`, at least in float32, where it `counts`; None is a sum of nothing.
-    Shares sum to 1, so the sum does not overflow.
+    """Return `sums + new * share`, at least in float32, if it `counts`. None is an empty sum. The
+    shares sum to 1, so the sum does not overflow.
     """
     if counts is False:
         return sums
@@ -75,7 +75,7 @@ def add_share(
         return _add_unread(sums, new, share, counts, is_traced=is_traced)
     if sums is None:
         sums = [t.to(wide_dtype(t.dtype)) if t.dtype.itemsize < 4 else t for t in new]
-        listops.mul_(sums, share)  # the gradients of a microbatch are the memory of the step
+        listops.mul_(sums, share)  # in place: the step owns the gradients of a microbatch
     else:
         listops.add_(sums, new, alpha=share)
     return sums
@@ -106,7 +106,8 @@ def _add_unread(
 def accumulate_microbatches(
     options: StepOptions, params: Flat, buffers: Flat, scaler: Flat, microbatches: list[Any]
 ) -> WindowGrads:
-    """The weighted mean of the microbatches' gradients and losses, and the buffers after them.
+    """Return the weighted mean of the microbatches' gradients and losses, and the buffers after
+    them.
 
     With a group, losses and flags are those of all its ranks; gradients and buffers are still to be
     reduced.
@@ -127,7 +128,7 @@ def accumulate_microbatches(
             returned = options.loss_fn(params, buffers, microbatch)
         several = isinstance(returned, tuple) and len(returned) > 1
         if not (several and isinstance(returned[1], dict)):
-            return returned  # to be refused
+            return returned  # ValueAndGrad refuses it
         loss, new_buffers, *aux = returned
         calls = named_calls(caught, new_buffers)
         for name, call in calls:
@@ -138,7 +139,7 @@ def accumulate_microbatches(
             *aux,
         )
 
-    # The statistics travel with the buffers, so whatever is dropped is dropped from them too.
+    # The statistics travel with the buffers, so that a dropped microbatch leaves both unchanged.
     carrying = _tree.flatten_once((buffers.tree, init_bn_stats(buffers.tree)))
     window = _accumulate(options, loss_and_stats, params, carrying, scaler, microbatches, sent_with)
     carried, stats = carrying.structure.unflatten(window.buffers)
@@ -157,7 +158,7 @@ def _accumulate(
     microbatches: list[Any],
     sent_with: Leaves,
 ) -> WindowGrads:
-    # what is sent to other ranks has no graph
+    # gradients from other ranks have no graph
     differentiable = options.optimizer.differentiable and options.group is None
     value_and_grad = ValueAndGrad(params, buffers, scaler, loss_fn, differentiable=differentiable)
     scale: Tensor = scaler.tree.scale
@@ -168,7 +169,7 @@ def _accumulate(
     repeated = None
     if can_repeat(options, value_and_grad, carried, len(microbatches)):
         mean.start(value_and_grad)
-        # Copies, as one tensor may stand in two places.
+        # Copies, because the inputs of a region must not share memory.
         repeated, carried = RegionCaller(mean, value_and_grad), [leaf.clone() for leaf in carried]
     losses: list[Tensor] = []
     aux: tuple[Any, ...] = ()
@@ -186,7 +187,7 @@ def _accumulate(
             carried = keep_buffers_if_dropped(counts, carried, out.buffers)
         losses.append(out.loss)
         aux += tuple(out.aux)
-        del out  # before the next gradients are made: their memory serves again
+        del out  # so that the next gradients reuse its memory
     grads = mean.mean()
     if grads is None:
         grads = normalize([] if reduction is not None else value_and_grad.zeros())
@@ -207,8 +208,8 @@ def _accumulate(
 
 
 class _Mean:
-    """The mean gradients of a window: of one microbatch as they are, of several as a scaled sum, or
-    as a running mean where each is looked at.
+    """The mean gradients of a window: those of a single microbatch unchanged, of several a scaled
+    sum, or a running mean if each microbatch is checked.
     """
 
     def __init__(
@@ -218,22 +219,22 @@ class _Mean:
         self.is_single = len(weights.counts) == 1 and options.group is None
         self.is_summed = self.is_single or options.on_nonfinite == "drop_window"
         self.is_traced = is_traced
-        self.flat: Normalized | None = None  # how leaves are made of tensors
+        self.flat: Normalized | None = None  # restores leaves from tensors
         self.sums: list[Tensor] | None = None
         self.accum: AccumState | None = None
-        self.overflows: list[Tensor] = []  # of each microbatch that was measured, or of the mean
+        self.overflows: list[Tensor] = []  # of each measured microbatch, or of the mean
 
     @property
     def nan(self) -> float | None:
-        """What a NaN of this rank is sent as; None if no norm is told. As `measured` tells it: inf
-        in a sum of several microbatches.
+        """The value that a NaN of this rank is sent as; None if no norm is measured. It is inf for
+        several microbatches, as in `measured`.
         """
         if self.options.clip.norm_type is None and not self.options.takes_amax:
             return None
         return math.nan if len(self.weights.counts) == 1 else math.inf
 
     def start(self, value_and_grad: ValueAndGrad) -> None:
-        """A mean of nothing, which has the tensors of every later one."""
+        """Start with a mean of 0 that has the tensors of every later one."""
         self.flat = normalize(value_and_grad.zeros())
         if self.is_summed:
             self.sums = self.flat.tensors
@@ -242,7 +243,7 @@ class _Mean:
 
     @property
     def state(self) -> list[Tensor]:
-        """What changes with each microbatch."""
+        """The tensors that change with each microbatch."""
         if self.is_summed:
             return list(self.sums or [])
         accum: Any = self.accum
@@ -257,7 +258,7 @@ class _Mean:
             self.accum = AccumState(tensors[:count], *tensors[count:])
 
     def resumed(self, state: list[Tensor], scale: Tensor, weighed: list[Any]) -> _Mean:
-        """A mean with this state, of microbatches that are all `weighed` alike."""
+        """Return a mean with this state, whose microbatches all have the weight `weighed`."""
         number = len(self.weights.counts)
         weights = _Weights(*[value if value is None else [value] * number for value in weighed])  # type: ignore[arg-type]
         new = _Mean(self.options, weights, scale, is_traced=True)
@@ -266,12 +267,12 @@ class _Mean:
         return new
 
     def add(self, index: int, grads: Normalized) -> bool | Tensor:
-        """Average these in; whether their microbatch counts for the buffers."""
+        """Average gradients in. Return whether their microbatch counts for the buffers."""
         self.flat = self.flat or grads
         counts, new = self.weights.counts[index], grads.tensors
         if self.is_single:
             self.sums = new
-            return True  # what is dropped is the step
+            return True  # an overflow skips the whole step
         if self.is_summed:
             if self.options.max_retries:
                 self.overflows.append(measure(grads, self.scale, scaled=True).nonfinite)
@@ -295,12 +296,14 @@ class _Mean:
         return counts & ~stats.nonfinite
 
     def mean(self) -> Normalized | None:
-        """The mean; None where nothing counted, or all of it is on its way to other ranks."""
+        """Return the mean; None if nothing counted, or if all of it is on its way to
+        other ranks.
+        """
         tensors: Any = self.sums if self.accum is None else self.accum.grads
         return None if self.flat is None or tensors is None else self.flat._replace(tensors=tensors)
 
     def measured(self, grads: Normalized) -> GradStats:
-        """The stats of the mean, whose overflow is that of the window."""
+        """Return the stats of the mean. Its overflow is that of the window."""
         stats = measure(
             grads,
             self.scale,
@@ -309,7 +312,7 @@ class _Mean:
             amax=self.options.takes_amax,
         )
         if not self.is_single and stats.norm is not None and stats.nonfinite_on_host is not False:
-            # inf and -inf in one sum are NaN, or not, by the order of the microbatches.
+            # inf and -inf in one sum give NaN or inf, depending on the order of the microbatches.
             stats = stats._replace(norm=stats.norm.nan_to_num(math.inf, math.inf))
         if self.is_summed and self.overflows:
             each = torch.stack(self.overflows)
@@ -325,7 +328,7 @@ class _Mean:
 def _taker(
     reduction: Reduction, value_and_grad: ValueAndGrad, mean: _Mean
 ) -> Callable[[int, Tensor], None]:
-    """What takes a gradient of the last microbatch, adds it to the mean and sends it."""
+    """Return a function that adds a gradient of the last microbatch to the mean and sends it."""
     share, counts = mean.weights.shares[-1], mean.weights.counts[-1]
 
     def take(place: int, gradient: Tensor) -> None:
@@ -342,12 +345,12 @@ def _taker(
 def _reduction(
     options: StepOptions, weights: _Weights, params: Flat, buffers: Leaves
 ) -> Reduction | None:
-    """What sends gradients during the last backward; None where nothing is sent then, or where each
-    microbatch has to be measured first.
+    """Return the reduction that sends gradients during the last backward; None if nothing is sent
+    then, or if each microbatch has to be measured first.
     """
     if options.group is None or options.max_retries or traced():
         return None
-    # What follows from the weights alone is known before the gradients are.
+    # The divisor depends on the weights only, so it is known before the gradients.
     counted = torch.where(is_weight(weights.vector), weights.vector, 0).sum()
     divisor = mean_divisor(counted, all_reduce(counted, "sum", options.group))
     return reduction_of(params.leaves, buffers, divisor, options.group)
@@ -357,14 +360,14 @@ def _reduction(
 
 
 class _Weights(NamedTuple):
-    """Of the microbatches of a window, before the first of them is looked at."""
+    """The weights of a window's microbatches, known before the first one runs."""
 
-    vector: Any  # Tensor [k]; None where all are 1 and the mean is looked at once
-    shares: Sequence[float | Tensor]  # of the mean: none negative, their sum 1
-    counts: Sequence[bool | Tensor]  # what has weight 0 does not
+    vector: Any  # Tensor [k]; None if all are 1 and only the mean is measured
+    shares: Sequence[float | Tensor]  # of the mean: 0 or more, with sum 1
+    counts: Sequence[bool | Tensor]  # the weight is valid and above 0
 
     def of(self, index: int) -> list[Any]:
-        """Those of one microbatch."""
+        """Return vector, share and count of one microbatch."""
         return [None if values is None else values[index] for values in self]
 
 
@@ -393,7 +396,7 @@ def _weights(options: StepOptions, microbatches: list[Any], scale: Tensor) -> _W
 def check_weights(
     microbatches: list[Any], weight_fn: Callable[[Any], float | Tensor], scale: Tensor
 ) -> None:
-    """Refuse what `weight_fn` must not return."""
+    """Refuse invalid return values of `weight_fn`."""
     for microbatch in microbatches:
         as_weight("weight_fn returned", weight_fn(microbatch), scale)
 
@@ -405,8 +408,8 @@ def _summary(
     options: StepOptions,
     scale: Tensor,
 ) -> dict[str, Any]:
-    """The loss and the flags of a window, from those of its microbatches, or from the one of their
-    mean; with a group from those of all its ranks, and `divisor`.
+    """Return the loss and the flags of a window, from the flags of its microbatches or the one of
+    their mean. With a group they are over all its ranks, and `divisor` is returned too.
     """
     weight, group = weights.vector, options.group
     if weight is None:
@@ -419,7 +422,7 @@ def _summary(
     counts = ~invalid & (weight > 0)
     overflow = overflow & counts
     good, finite = counts & ~overflow, torch.isfinite(loss)
-    # Where all were dropped, the loss of all says why.
+    # If all were dropped, the loss of all of them shows why.
     means = torch.stack([_mean(loss, weight, some) for some in (good, counts)])
     weight_of = [torch.where(some, weight, 0).sum() for some in (good, counts)]
     flags = (good, invalid, overflow, overflow & finite, counts & ~finite)
@@ -455,7 +458,7 @@ def _summary(
 def _summary_of_mean(
     losses: list[Tensor], flag: Tensor, dtype: torch.dtype, options: StepOptions
 ) -> dict[str, Any]:
-    """`_summary` of microbatches of equal weight whose mean was looked at once."""
+    """`_summary` for microbatches of equal weight of which only the mean is measured."""
     mean = losses[0]
     if len(losses) > 1:
         mean = torch.stack(losses).mean(dtype=dtype).to(mean.dtype)

@@ -1,4 +1,4 @@
-"""One optimizer step: skip or apply, over gradients that are still scaled."""
+"""One optimizer step, skipped or applied, from gradients that are still scaled."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from .._tree.tree import Tree
 
 
 class Stepped(NamedTuple):
-    """What `unscale_and_step` returns."""
+    """The result of `unscale_and_step`."""
 
     params: Tree
     opt_state: Any
     found_inf: Tensor  # bool []
-    # float32 [], before clipping; not finite where found_inf; () where max_norm is None
+    # float32 [], before clipping; not finite if found_inf; () if max_norm is None
     grad_norm: Any
-    # float32 [], as grad_norm, the largest magnitude; () where it was not asked for
+    # float32 [], the largest magnitude, as grad_norm; () if not asked for
     grad_amax: Any = ()
 
 
@@ -44,22 +44,31 @@ def maybe_step(
 ) -> tuple[Tree, Any]:
     """Equal to `select(found_inf, (params, opt_state), optimizer.step(params, grads, opt_state))`.
 
-    Where `found_inf` is True parameters, optimizer state and step count come back bit for bit as
-    they were; no value is read to decide it. `found_inf`: 0-d bool. `donate`: `params` and
-    `opt_state` may be overwritten; the caller gives them up. Same bits; only inside torch.compile,
-    where that cannot be seen, no two donated tensors may share memory. Without `donate` the results
-    share no memory with the arguments.
+    Args:
+        optimizer: Anything with pure `init` and `step`, such as `from_torch(torch.optim.AdamW)`.
+        params: The parameters.
+        grads: Their unscaled gradients; they need not be finite if `found_inf` is True.
+        opt_state: The state of the optimizer.
+        found_inf: 0-d bool. If it is True, parameters, optimizer state and step count come back bit
+            for bit; no value is read on an accelerator to decide this.
+        donate: `params` and `opt_state` may be overwritten; the caller gives them up. Same bits.
+            Inside torch.compile, no two donated tensors may share memory, because that cannot be
+            seen there.
 
-    Raises `ValueError`, naming the leaf, when `grads` do not match `params` or `opt_state` belongs
-    to other parameters.
+    Returns:
+        Parameters and optimizer state. Without `donate` they share no memory with the arguments.
 
-    >>> import torch
-    >>> from purescale import from_torch
-    >>> sgd = from_torch(torch.optim.SGD, lr=1.0)
-    >>> params = {"w": torch.tensor([1.0])}
-    >>> grads = {"w": torch.tensor([float("nan")])}
-    >>> maybe_step(sgd, params, grads, sgd.init(params), torch.tensor(True))[0]
-    {'w': tensor([1.])}
+    Raises:
+        ValueError: `grads` do not match `params`, or `opt_state` belongs to other parameters.
+
+    Example:
+        >>> import torch
+        >>> from purescale import from_torch
+        >>> sgd = from_torch(torch.optim.SGD, lr=1.0)
+        >>> params = {"w": torch.tensor([1.0])}
+        >>> grads = {"w": torch.tensor([float("nan")])}
+        >>> maybe_step(sgd, params, grads, sgd.init(params), torch.tensor(True))[0]
+        {'w': tensor([1.])}
 
     Source of the rule: apply_if_finite of optax; the flag as a tensor from torch's fused
     optimizers.
@@ -96,31 +105,46 @@ def unscale_and_step(
     turn, in the fewest passes over memory.
 
     `from_torch`'s Adam, AdamW, SGD and Adagrad need one read of the gradients and one pass for the
-    rest. Flags, skips and counts are those of the parts; values too, bit for bit, but to 1e-6 with
-    `max_norm` and these classes: unscaling and clipping are then one division. A bound that is a
-    tensor and 0, negative or NaN skips the step. On an accelerator and where traced no value is
-    read.
+    rest. Flags, skips, counts and values are those of the parts, bit for bit, except with
+    `max_norm` and these classes: values then agree to 1e-6, because unscaling and clipping are one
+    division. On an accelerator and while tracing no value is read.
 
-    `donate`: `params`, `scaled_grads` and `opt_state` may be overwritten; the caller gives them up.
-    Same bits. `max_norm=None` and `clip_value=None` leave that clipping out; `norm_type` as in
-    `clip_by_global_norm`, `group` as in `unscale_and_check`. `amax`: tell `grad_amax` of the
-    unscaled gradients too, from the same read, over `group`; for a rule that takes it.
+    Args:
+        optimizer: As in `maybe_step`.
+        scaler: The state that scaled the loss of these gradients.
+        params: The parameters.
+        scaled_grads: Their gradients, still scaled.
+        opt_state: The state of the optimizer.
+        max_norm, clip_value: The bounds, or None to leave that clipping out; `max_norm=math.inf`
+            only measures. A tensor bound that is 0, negative or NaN skips the step.
+        group: The ranks that hold the same parameters, with gradients of their own, as in
+            `unscale_and_check`: an overflow on one of them skips the step on all.
+        donate: `params`, `scaled_grads` and `opt_state` may be overwritten; the caller gives them
+            up. Same bits.
+        norm_type: As in `clip_by_global_norm`.
+        amax: Also return `grad_amax` of the unscaled gradients, from the same read, over `group`.
+            For a rule that takes it.
+        norm_group: The ranks that hold other parts of the model, as `group` of
+            `clip_by_global_norm`: norm, amax and flag are those of all parts, from one all-reduce.
+            DTensors need no group for their own mesh.
 
-    Two groups for two things. `group`: ranks that hold the same parameters, with gradients of their
-    own; one that overflows skips the step on all of them. `norm_group`: ranks that hold other parts
-    of the model, as pipeline stages or experts do, as `group` of `clip_by_global_norm`; norm, amax
-    and the flag are those of all parts, from one all-reduce. Each may be given without the other;
-    DTensors need neither for their own mesh.
+    Returns:
+        `Stepped(params, opt_state, found_inf, grad_norm, grad_amax)`. `grad_norm` is `()` if
+        `max_norm` is None, and `grad_amax` is `()` without `amax`.
 
-    Returns `Stepped(params, opt_state, found_inf, grad_norm, grad_amax)`; `grad_norm` is `()` where
-    `max_norm` is None (`inf` measures without clipping), `grad_amax` without `amax`.
+    Raises:
+        ValueError: A number is not above 0, the trees do not match, or tensors are on several
+            devices.
+        TypeError: A leaf is not a floating or complex tensor, or `clip_value` meets complex
+            gradients.
 
-    >>> import torch
-    >>> from purescale import DynamicScale, from_torch
-    >>> sgd, scaler = from_torch(torch.optim.SGD, lr=1.0), DynamicScale(init_scale=4.0).init()
-    >>> params = {"w": torch.tensor([1.0])}
-    >>> unscale_and_step(sgd, scaler, params, {"w": torch.tensor([2.0])}, sgd.init(params)).params
-    {'w': tensor([0.5000])}
+    Example:
+        >>> import torch
+        >>> from purescale import DynamicScale, from_torch
+        >>> sgd, scaler = from_torch(torch.optim.SGD, lr=1.0), DynamicScale(init_scale=4.0).init()
+        >>> params, grads = {"w": torch.tensor([1.0])}, {"w": torch.tensor([2.0])}
+        >>> unscale_and_step(sgd, scaler, params, grads, sgd.init(params)).params
+        {'w': tensor([0.5000])}
     """
     clip = check_clip(max_norm, clip_value, norm_type)
     updater = as_conditional(optimizer)
@@ -141,7 +165,7 @@ def unscale_and_step(
     )
     read_only = [*_tree.tensors(scaler), *clip.bounds]
     outcome = decide(stats, clip, scale, tensors)
-    # While compiling memory cannot be compared, and what is computed in between is fused.
+    # While compiling, memory cannot be compared, and fusion makes writing in place needless.
     donate_grads = donate and not torch.compiler.is_compiling()
     memory = Memory(donate, donate_grads, read_only=read_only)
     stepped = update(updater, inputs, outcome, memory)
@@ -152,7 +176,7 @@ def unscale_and_step(
 
 
 def update(updater: Any, inputs: StepInputs, outcome: Outcome, memory: Memory) -> tuple[Tree, Any]:
-    """The stage `update`: parameters and state after the decided step, in the trees of the
+    """The stage `update`: return parameters and state after the decided step, in the trees of the
     arguments.
     """
     decision = outcome.decision

@@ -1,4 +1,4 @@
-"""The stage `reduce` of a step: the windows of all ranks of a group as one."""
+"""The stage `reduce` of a step: the windows of all ranks of a group as one window."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ T = TypeVar("T")
 def reduce_window(
     options: StepOptions, window: WindowGrads, params: Flat, buffers: Flat, scale: Tensor
 ) -> WindowGrads:
-    """What the windows of all ranks amount to: the mean of their means by weight, and of the
-    buffers after them.
+    """Return one window for all ranks: the mean of their means by weight, and of the buffers after
+    them.
 
-    Gradients that are on their way already are waited for; else they are sent now. A buffer that no
-    rank has changed keeps its bits. Of integers the largest is taken, since they count.
+    Gradients that are on their way already are waited for; otherwise they are sent now. A buffer
+    that no rank has changed keeps its bits. Of integer buffers the largest is taken, because they
+    count.
 
-    No flag is sent where the window is looked at as a whole: an overflow of one rank is inf or NaN
-    in the sum, so every rank measures the same. Where a norm is told, -inf is sent as inf: what
-    overflows on several ranks has the norm inf, as in one process. What was seen of single
-    microbatches, and of weights, `microbatches._summary` has reduced already.
+    If only the mean is measured, no flag is sent: an overflow of one rank is inf or NaN in the sum,
+    so every rank measures the same. If a norm is measured, -inf is sent as inf, so that an overflow
+    on several ranks has the norm inf, as in one process. `microbatches._summary` has already
+    reduced the flags of single microbatches and of weights.
     """
     weights, before, after = params.leaves, buffers.leaves, window.buffers
     reduction = window.reduction
@@ -68,17 +69,18 @@ def reduce_window(
 
 
 def _change_and_value(old: Tensor, new: Tensor, divisor: Any) -> Tensor:
-    """What is to be averaged of a buffer: by how much it moved, and where to."""
+    """Return the two tensors of a buffer to be averaged: its change and its new value."""
     wide = new.to(wide_dtype(old.dtype))
     pair = torch.stack([wide - old.to(wide.dtype), wide])
-    # A rank that counts for nothing has no say: inf over its divisor would be NaN.
+    # A rank without a weight has the divisor inf, and inf / inf would be NaN.
     return torch.where(torch.isinf(divisor), 0, pair)
 
 
 def _apply_mean_change(old: Tensor, change: Tensor, value: Tensor) -> Tensor:
-    """A buffer after the mean of both. One that counts goes by its change, without which ranks
-    whose number is no power of 2 would round it; one that falls by its value, which the change
-    does not hold; so does one that comes from inf, as a running minimum.
+    """Return a buffer after the mean of both. A buffer that counts uses its change, because the
+    mean of values would be rounded if the number of ranks is not a power of 2. One that falls below
+    half uses its value, which the change does not hold; so does one that comes from inf, such as a
+    running minimum.
     """
     wide = old.to(value.dtype)
     near = torch.isfinite(change) & (value.abs() >= wide.abs() / 2)
@@ -87,7 +89,7 @@ def _apply_mean_change(old: Tensor, change: Tensor, value: Tensor) -> Tensor:
 
 
 def _largest_integers(before: Leaves, after: Leaves, group: Any) -> Leaves:
-    """`after`, with the largest of each integer over the ranks; one reduction for all."""
+    """Return `after` with the largest value of each integer over the ranks, from one reduction."""
     places = [
         place
         for place, old in enumerate(before)
@@ -106,8 +108,9 @@ def _largest_integers(before: Leaves, after: Leaves, group: Any) -> Leaves:
 def check_on_all_ranks(
     group: Any, check: Callable[[], T], settings: dict[str, Any], state: Any
 ) -> tuple[T, Any]:
-    """What `check` gives, and the group, `None` for one of a single rank. Where the ranks meet on a
-    CPU, what one refuses or holds otherwise every rank refuses; nothing else waits for them there.
+    """Return the result of `check`, and the group, None for one of a single rank. If the ranks meet
+    on a CPU, an error or a difference on one rank raises on every rank; otherwise nothing is
+    compared.
     """
     if group is None:
         return check(), None
@@ -125,8 +128,9 @@ def check_on_all_ranks(
 
 
 def _all_that_must_agree(settings: dict[str, Any], state: Any) -> list[str]:
-    """Every setting and the structure of the whole state, a line each. Of a scale, a rate and a
-    count the value too: ranks that differ there make different steps of equal gradients.
+    """Return every setting and the structure of the whole state, a line each. Scales, rates and
+    counts have their values too, because ranks that differ in them make different steps of equal
+    gradients.
     """
     lines = [f"{name}={describe_setting(setting)}" for name, setting in settings.items()]
     for field, tree in state._asdict().items():
@@ -138,8 +142,8 @@ def _all_that_must_agree(settings: dict[str, Any], state: Any) -> list[str]:
 
 
 def _fields(name: str, tree: Tree) -> Iterator[tuple[str, Tree]]:
-    """What stands in a NamedTuple, and in those in it: `opt_state.slots`; so of the states that a
-    partition has by key.
+    """Yield the fields of a NamedTuple and of those in it, such as `opt_state.slots`, and the
+    states that a partition has by key.
     """
     if isinstance(tree, dict) and any(hasattr(child, "_asdict") for child in tree.values()):
         for key, child in tree.items():
@@ -160,15 +164,15 @@ def _refuse_dtensors(trees: dict[str, Tree]) -> None:
                 mesh = mesh_sizes(leaf.device_mesh)
                 raise ValueError(
                     f"{at} is a DTensor, {leaf.placements} over a mesh of {mesh}; with a group "
-                    "every rank holds all of each leaf, in plain tensors. Likely cause: group=... "
-                    "in a script that now shards its parameters. Fix: leave group out, a DTensor "
-                    "is reduced over its own mesh; for replicas of shards a mesh of two dimensions "
-                    "and [Replicate(), Shard(0)]."
+                    "every rank must hold the whole leaf, as a plain tensor. Likely cause: "
+                    "group=... in a script that now shards its parameters. Fix: leave group out, "
+                    "because a DTensor is reduced over its own mesh; for replicas of shards use a "
+                    "mesh of two dimensions and [Replicate(), Shard(0)]."
                 )
             if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
                 at = _tree.path(tree, f"state.{name}", index)
                 raise ValueError(
-                    f"{at} is {leaf.layout}; what ranks average is dense. Likely cause: a sparse "
-                    "buffer, as an adjacency matrix. Fix: `buffer.to_dense()`, or let loss_fn "
-                    "close over what no step changes."
+                    f"{at} is {leaf.layout}; ranks average dense tensors only. Likely cause: a "
+                    "sparse buffer, such as an adjacency matrix. Fix: `buffer.to_dense()`, or let "
+                    "loss_fn close over a tensor that no step changes."
                 )

@@ -1,4 +1,4 @@
-"""The microbatches of a step gone through again at a lower scale, with the same random numbers."""
+"""Retries of a window at a lower loss scale, with the same random numbers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ T = TypeVar("T")
 
 
 class FinalTry(NamedTuple):
-    """The window that the step is made of."""
+    """The window that the step uses."""
 
     window: WindowGrads
     scaler: Any  # the state that scaled it
-    rng: Any  # the next one
+    rng: Any  # the next state of the generator
     retries: int
 
 
@@ -36,19 +36,18 @@ def accumulate_until_finite(
     rng: Any,
     microbatches: list[Any],
 ) -> FinalTry:
-    """Syncs with the host where `max_retries` is above 0. The window at the first scale at which it
-    is finite.
+    """Return the window at the first scale at which it is finite. Syncs with the host if
+    `max_retries` is above 0.
 
-    Where no try is finite, the one that lost the fewest microbatches, and of those the one at the
-    highest scale. With a group what is read is the same on every rank, so that all try again or
-    none.
+    If no try is finite, return the one that lost the fewest microbatches, and of those the one at
+    the highest scale. All ranks of a group read the same flags, so they retry together.
     """
     max_retries, rule = options.max_retries, options.rule
     if max_retries and any_dtensor(params.leaves):
         raise ValueError(
-            f"max_retries={max_retries} with parameters that are DTensors: whether to try again is "
-            "read from the loss of this rank. Ranks could disagree about retrying and deadlock. "
-            "Fix: max_retries=0; the next step is taken at the lower scale anyway."
+            f"max_retries={max_retries} with parameters that are DTensors: each rank would decide "
+            "about a retry by its own loss, and ranks that disagree would deadlock. Fix: "
+            "max_retries=0; the next step uses the lower scale anyway."
         )
     device = scaler.tree.scale.device
     best: tuple[WindowGrads, Any, Any] | None = None
@@ -73,11 +72,11 @@ _MAX_UPDATES = 100  # overflows that a rule may let pass before it lowers the sc
 
 
 def _backed_off(rule: Rule[Any], scaler: Any) -> Any | None:
-    """Syncs with the host. The first state with a lower scale, or a usable one, that overflows lead
-    to; `None` at the smallest scale.
+    """Return the first state with a lower scale, or a usable one, that overflows lead to; None at
+    the smallest scale. Syncs with the host.
     """
     lower, bad = scaler, torch.ones((), dtype=torch.bool, device=scaler.scale.device)
-    amax = torch.full_like(scaler.scale, torch.inf)  # what a skipped step has
+    amax = torch.full_like(scaler.scale, torch.inf)  # as in a skipped step
     for _ in range(_MAX_UPDATES):
         lower = call_rule(rule, lower, bad, amax)
         usable = is_usable(lower.scale) & ~is_usable(scaler.scale)
@@ -87,7 +86,7 @@ def _backed_off(rule: Rule[Any], scaler: Any) -> Any | None:
 
 
 def _generators(device: torch.device) -> list[tuple[Any, tuple[Any, ...], Tensor]]:
-    """The global generators that a loss may draw from, and where each stands."""
+    """Return the global generators that a loss may use, each with its state."""
     generators: list[tuple[Any, tuple[Any, ...]]] = [(torch, ())]
     if device.type != "cpu":
         generators.append((getattr(torch, device.type), (device,)))
@@ -97,8 +96,9 @@ def _generators(device: torch.device) -> list[tuple[Any, tuple[Any, ...], Tensor
 def _drawing_from(
     rng: Any, device: torch.device, function: Callable[..., T], *arguments: Any
 ) -> tuple[T, Any]:
-    """What the function gives, which draws its random numbers from `rng`, the state of a generator,
-    and the state after it; `()`: from the global one, which is otherwise left as it was.
+    """Call the function with random numbers from `rng`, the state of a generator, and return its
+    result and the next state. With `()` it uses the global generator, which is otherwise left
+    unchanged.
     """
     if isinstance(rng, tuple):
         return function(*arguments), rng

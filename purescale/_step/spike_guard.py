@@ -17,11 +17,12 @@ State = TypeVar("State")
 
 
 class Guard(Protocol[State]):
-    """Anything with these two pure methods is a guard; its state is a NamedTuple of tensors.
-    Neither reads a tensor's value. `update` is given the loss and the gradient norm of a step, 0-d
-    tensors as in `StepInfo`, and returns the next state and `bad`, a 0-d bool tensor: whether to
-    reject the step. `grad_norm` is `()` where `train_step` has no `max_norm`. Where the step is
-    skipped for another reason its verdict and its state are dropped.
+    """The protocol of a guard: any object with these two pure methods, and a NamedTuple of tensors
+    as its state. Neither method reads a tensor's value.
+
+    `update` is given the loss and the gradient norm of a step, 0-d tensors as in `StepInfo`;
+    `grad_norm` is `()` if `train_step` has no `max_norm`. It returns the next state and `bad`, a
+    0-d bool tensor: True rejects the step. If something else skips the step, both are dropped.
     """
 
     def init(self, device: torch.device | str | None = None) -> State: ...
@@ -30,15 +31,15 @@ class Guard(Protocol[State]):
 
 
 class SpikeStats(NamedTuple):
-    """What is known of one measured number: 0-d tensors on one device."""
+    """Running statistics of one measured number: 0-d tensors on one device."""
 
     mean: Tensor  # float64 (float32 on mps): the running mean
     variance: Tensor  # the same: the running variance
-    num_steps: Tensor  # int32: how many steps they are made of
+    num_steps: Tensor  # int32: the number of steps in them
 
 
 class SpikeState(NamedTuple):
-    """What a `SpikeGuard` remembers. Make it with `guard.init(device)`."""
+    """The state of a `SpikeGuard`. Make it with `guard.init(device)`."""
 
     loss: SpikeStats
     grad_norm: SpikeStats
@@ -51,31 +52,40 @@ class SpikeGuard:
     running mean.
 
     For `train_step(..., guard=guard)`, over a state of `init_train_state(..., guard=guard)`. With
-    `max_norm=math.inf` the norm is judged without clipping; without `max_norm` the loss alone.
+    `max_norm=math.inf` the norm is judged without clipping; without `max_norm` only the loss is
+    judged.
 
-    Settings, checked when made (`ValueError`, `TypeError`):
-    - `sigma`: above 0.
-    - `decay`: between 0 and 1; of the running mean and variance. The first `1 / (1 - decay)` steps
-      have equal weights.
-    - `warmup`: accepted steps before the first is judged, at least 2.
-    - `patience`: rejections in a row, at least 1. The spike after them is accepted, and all is
-      learnt anew from it on, `warmup` included: a loss that has risen for good is no spike.
+    The guard does not learn from a step that it rejects, nor from one whose loss or norm is not
+    finite; it never rejects NaN. It does not count an exact 0, which says nothing about the usual
+    size, for example with sparse rewards. Deviations below a millionth of the mean may be rounding,
+    so they count as a millionth.
 
-    What is rejected is not learnt from, nor is a step whose loss or norm is not finite. An exact 0
-    is not counted: it says nothing about the usual size, as where a reward is sparse. Deviations
-    below a millionth of the mean, which may be rounding, count as that. NaN is above nothing.
-    `state.consecutive_rejections` counts up to `patience`, for `check_guard`. What ends a row is an
-    accepted step that moves something: its numbers are finite, and its gradient norm, or without
-    one its loss, is not 0.
+    `state.consecutive_rejections` counts up to `patience`, for `check_guard`. An accepted step ends
+    the row if it moves something: its numbers are finite, and its gradient norm (without one, its
+    loss) is not 0.
 
-    >>> import torch
-    >>> guard = SpikeGuard(warmup=4)
-    >>> state, verdicts = guard.init(), []
-    >>> for loss in (2.0, 2.1, 1.9, 2.0, 2.1, 9.0, 2.0):
-    ...     state, bad = guard.update(state, torch.tensor(loss), ())
-    ...     verdicts.append(bad.item())
-    >>> verdicts
-    [False, False, False, False, False, True, False]
+    Args:
+        sigma: The number of standard deviations, above 0.
+        decay: The decay of the running mean and variance, between 0 and 1. The first
+            `1 / (1 - decay)` steps have equal weights.
+        warmup: The number of accepted steps before the first is judged, at least 2.
+        patience: The number of rejections in a row, at least 1. The spike after them is accepted,
+            and the guard learns everything anew, `warmup` included, because the loss has risen for
+            good.
+
+    Raises:
+        ValueError: A setting is out of range.
+        TypeError: A setting is not a number.
+
+    Example:
+        >>> import torch
+        >>> guard = SpikeGuard(warmup=4)
+        >>> state, verdicts = guard.init(), []
+        >>> for loss in (2.0, 2.1, 1.9, 2.0, 2.1, 9.0, 2.0):
+        ...     state, bad = guard.update(state, torch.tensor(loss), ())
+        ...     verdicts.append(bad.item())
+        >>> verdicts
+        [False, False, False, False, False, True, False]
 
     Source of the rule: OLMo-core's SkipStepOptimizer and levanter's skip_bad_steps, over a window;
     ZClip (arXiv 2504.02507), by moving averages. The variance is West's, Communications of the ACM
@@ -93,12 +103,12 @@ class SpikeGuard:
         scalars.normalize_fields(self, functools.partial(scalars.whole, least=1), "patience")
         if not self.decay < 1:
             raise ValueError(
-                f"decay must be between 0 and 1, got {self.decay!r}. Fix: 0.99, about a hundred "
-                "steps."
+                f"decay must be between 0 and 1, got {self.decay!r}. Fix: decay=0.99, about a "
+                "hundred steps."
             )
 
     def init(self, device: torch.device | str | None = None) -> SpikeState:
-        """The state to start from: nothing is known."""
+        """Return the state to start from, without any statistics."""
 
         def nothing() -> SpikeStats:
             count = torch.zeros((), dtype=torch.int32, device=device)
@@ -113,9 +123,9 @@ class SpikeGuard:
     def update(
         self, state: SpikeState, loss: Tensor, grad_norm: Any = (), /
     ) -> tuple[SpikeState, Tensor]:
-        """The next state, and whether to reject the step, 0-d bool: loss or norm is a spike, and
-        fewer than `patience` before it in a row were. `grad_norm`: a 0-d tensor, or `()` where it
-        was not measured.
+        """Return the next state, and a 0-d bool: True rejects the step, because loss or norm is a
+        spike and fewer than `patience` steps before it in a row were rejected. `grad_norm`: a 0-d
+        tensor, or `()` if it was not measured.
         """
         if not isinstance(state, SpikeState):
             raise TypeError(
@@ -133,7 +143,7 @@ class SpikeGuard:
         learn = ~bad & torch.isfinite(torch.stack([x for _, x in pairs])).all()
         new = [self._learnt(_forgotten(stats, gives_in), x, learn) for stats, x in pairs]
         new += [_forgotten(stats, gives_in) for stats in known[len(pairs) :]]
-        # A step of gradients that are 0 moves nothing: it must not end the row.
+        # A step whose gradients are all 0 moves nothing, so it must not end the row.
         ends = gives_in | (learn & (pairs[-1][1] != 0))
         rejections = torch.where(ends, 0, rejections + bad.to(torch.int32))
         return SpikeState(new[0], new[1], rejections), bad
@@ -156,49 +166,56 @@ class SpikeGuard:
 
 
 def _forgotten(stats: SpikeStats, forget: Tensor) -> SpikeStats:
-    """In fresh memory, as before the first step where `forget` says so."""
+    """Return the statistics in fresh memory, reset if `forget` is True."""
     return SpikeStats(*[torch.where(forget, 0, number) for number in stats])
 
 
-_RESOLUTION = 2.0**-20  # of a loss or norm in float32, a sum of many numbers
+_RESOLUTION = 2.0**-20  # relative, of a float32 loss or norm, a sum of many numbers
 
 
 def check_guard(state: Any, max_rejections: int) -> None:
-    """Syncs with the host, and raises `FloatingPointError` if a guard has rejected more than
-    `max_rejections` steps in a row.
+    """Raise `FloatingPointError` if a guard has rejected too many steps in a row. Syncs with the
+    host.
 
-    `state`: that of one guard, `state.guard` of a TrainState. The count is its field
-    `consecutive_rejections`: `TypeError` for a state that has none. A `SpikeGuard` gives in after
-    `patience` of them, so choose fewer, and call this every `patience - max_rejections` steps at
-    least.
+    Args:
+        state: The state of one guard, `state.guard` of a TrainState, whose field
+            `consecutive_rejections` is the count.
+        max_rejections: How many rejections in a row are allowed. A `SpikeGuard` accepts a spike
+            after `patience` of them, so allow fewer, and call this at least every
+            `patience - max_rejections` steps.
 
-    >>> import torch
-    >>> guard = SpikeGuard(warmup=2, patience=10)
-    >>> state = guard.init()
-    >>> for loss in (2.0, 2.1, 9.0, 9.0, 9.0):
-    ...     state, bad = guard.update(state, torch.tensor(loss), ())
-    >>> check_guard(state, max_rejections=3)
-    >>> check_guard(state, max_rejections=2)
-    Traceback (most recent call last):
-    FloatingPointError: 3 steps in a row were rejected by the guard, more than max_rejections=2...
+    Raises:
+        FloatingPointError: The count is above `max_rejections`.
+        TypeError: The state has no such count.
+
+    Example:
+        >>> import torch
+        >>> guard = SpikeGuard(warmup=2, patience=10)
+        >>> state = guard.init()
+        >>> for loss in (2.0, 2.1, 9.0, 9.0, 9.0):
+        ...     state, bad = guard.update(state, torch.tensor(loss), ())
+        >>> check_guard(state, max_rejections=3)
+        >>> check_guard(state, max_rejections=2)
+        Traceback (most recent call last):
+        FloatingPointError: 3 steps in a row were rejected by the guard, more than max_rej...
     """
     most = scalars.whole("max_rejections", max_rejections)
     count = getattr(state, "consecutive_rejections", None)
     if not isinstance(count, Tensor) or count.ndim:
         raise TypeError(
             f"check_guard takes the state of one guard, its `consecutive_rejections` a 0-d tensor, "
-            f"got {scalars.short_repr(state)}. Fix: `check_guard(state.guard, {most})` of a "
-            "TrainState, of an ensemble one at a time; in a guard of your own an int32 field of "
-            "that name, which `update` sets to `torch.where(bad, state.consecutive_rejections + 1, "
-            "0)`."
+            f"got {scalars.short_repr(state)}. Fix: `check_guard(state.guard, {most})` for a "
+            "TrainState, for an ensemble one member at a time; in a guard of your own an int32 "
+            "field of that name, which `update` sets to `torch.where(bad, "
+            "state.consecutive_rejections + 1, 0)`."
         )
     if int(count) > most:
         raise FloatingPointError(
             f"{int(count)} steps in a row were rejected by the guard, more than "
-            f"max_rejections={most}. Likely cause: loss or gradient norm has risen for good, by a "
-            "bad step that was accepted, other data, or a higher rate. Fix: go back to a "
-            "checkpoint before the rise; to go on from here, "
-            "`state._replace(guard=guard.init(device))`, which learns anew at once."
+            f"max_rejections={most}. Likely cause: loss or gradient norm has risen for good, after "
+            "a bad step that was accepted, other data, or a higher rate. Fix: go back to a "
+            "checkpoint before the rise, or go on with "
+            "`state._replace(guard=guard.init(device))`, which learns anew."
         )
 
 
@@ -206,7 +223,7 @@ def check_guard(state: Any, max_rejections: int) -> None:
 
 
 def check_is_guard(guard: Any) -> None:
-    """Refuse what is no guard."""
+    """Refuse an object that is not a guard."""
     if what := scalars.not_made(guard, "init", "update"):
         raise TypeError(
             f"guard is {what}; expected an object with `init(device)` and `update(state, loss, "
@@ -218,21 +235,21 @@ def check_guarded(guard: Any, state: Tree) -> None:
     """Refuse a guard without its state, and a state without its guard."""
     if guard is None:
         raise ValueError(
-            f"state.guard is a {type(state).__name__}, and the step has no guard. Fix: "
-            "`train_step(..., guard=guard)` with the guard of init_train_state; to go on without, "
-            "`state._replace(guard=())`."
+            f"state.guard is a {type(state).__name__}, but the step has no guard. Fix: "
+            "`train_step(..., guard=guard)` with the guard of init_train_state, or "
+            "`state._replace(guard=())` to go on without."
         )
     check_is_guard(guard)
-    if state == () and guard.init(None) != ():  # one that remembers nothing has no state
+    if state == () and guard.init(None) != ():  # the state of a guard may be ()
         raise ValueError(
-            "the step has a guard, and state.guard is (). Likely cause: a state that was made, or "
-            "saved, without one. Fix: `init_train_state(..., guard=guard)`, or "
+            "the step has a guard, but state.guard is (). Likely cause: a state that was made or "
+            "saved without a guard. Fix: `init_train_state(..., guard=guard)`, or "
             "`state._replace(guard=guard.init(device))`."
         )
 
 
 def call_guard(guard: Guard[Any], state: Any, loss: Tensor, grad_norm: Any) -> tuple[Any, Tensor]:
-    """What `guard.update` returns, checked."""
+    """Call `guard.update` and check what it returns."""
     returned = guard.update(state, loss, grad_norm)
     pair = isinstance(returned, tuple) and len(returned) == 2
     bad = returned[1] if pair else None
@@ -240,6 +257,6 @@ def call_guard(guard: Guard[Any], state: Any, loss: Tensor, grad_norm: Any) -> t
         what = f"{type(returned).__name__}" if not pair else f"(state, {scalars.short_repr(bad)})"
         raise TypeError(
             f"{type(guard).__name__}.update returned {what}; expected (state, bad), bad a 0-d bool "
-            "tensor. Fix: `return new_state, loss > limit`, of tensors."
+            "tensor. Fix: `return new_state, loss > limit`, both of tensors."
         )
     return returned[0], bad

@@ -1,4 +1,4 @@
-"""What steps have to tell, one by one and over time."""
+"""The report of a step, and the reports of many steps stacked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .._tree.stack import stacked
 
 
 class StepInfo(NamedTuple):
-    """What a step has to tell: 0-d tensors, so that infos can be stacked. Reading one syncs; do it
+    """The report of a step: 0-d tensors, so that infos can be stacked. Reading one syncs; do it
     when you log.
     """
 
@@ -23,14 +23,13 @@ class StepInfo(NamedTuple):
     loss: Tensor
     found_inf: Tensor  # bool: the step was skipped
     scale: Tensor  # float32: the scale that was used
-    # float32, before clipping; not finite where found_inf, unless rejected; () where max_norm is
-    # None
+    # float32, before clipping; not finite if found_inf, unless rejected; () if max_norm is None
     grad_norm: Any
-    # float32, as grad_norm, the largest magnitude; () where the rule does not take amax
+    # float32, the largest magnitude, as grad_norm; () if the rule does not take amax
     grad_amax: Any
-    retries: Tensor  # int32: how often the window was gone through again
-    aux: Any  # what loss_fn returned third, one a microbatch; () where it returns two
-    # bool: the guard skipped the step, and nothing else did; () without a guard
+    retries: Tensor  # int32: how often the window was run again
+    aux: Any  # the third return value of loss_fn, one per microbatch; () if it returns two
+    # bool: the guard alone skipped the step; () without a guard
     rejected: Any = ()
 
 
@@ -39,9 +38,7 @@ def stack_infos(infos: Sequence[StepInfo]) -> StepInfo:
     """Equal to `StepInfo(*(torch.stack(values) for values in zip(*infos)))`, leaf by leaf: a run as
     one value, each tensor with one dimension more, [T] in front.
 
-    What is absent stays `()`. `aux` is stacked as everything else: the same nesting of tensors of
-    the same shapes in each step. Reads no value, so keep infos as they come and look at them now
-    and then:
+    Reads no value, so keep infos as they come and look at them now and then:
 
         infos += [info]                                             # each step
         if step % 100 == 0:
@@ -49,7 +46,7 @@ def stack_infos(infos: Sequence[StepInfo]) -> StepInfo:
             print(f"{step}: loss {run.loss[-100:].mean():.4f}, scale {run.scale[-1]:g}, "
                   f"{run.found_inf.sum()} skipped, norm {run.grad_norm[-1]:.3g}")
 
-    and to see what the scale follows, five lines:
+    To see what the scale follows, five lines:
 
         run = stack_infos(infos)
         plt.semilogy(run.scale, base=2, drawstyle="steps-post", label="scale")
@@ -57,16 +54,25 @@ def stack_infos(infos: Sequence[StepInfo]) -> StepInfo:
         plt.vlines(torch.where(run.found_inf)[0], *plt.ylim(), linestyles=":", label="skipped")
         plt.xlabel("step"), plt.legend(), plt.savefig("scale.png")
 
-    Raises `ValueError` for an empty list and for infos that differ in what they have or in shapes,
-    `TypeError` for what is no StepInfo and for an `aux` that holds something else than tensors.
+    Args:
+        infos: A list of `StepInfo`, alike in what they have: `aux` has the same nesting of tensors
+            of the same shapes in each.
 
-    >>> import torch
-    >>> fields = dict(found_inf=torch.tensor(False), scale=torch.tensor(8.0), grad_norm=())
-    >>> fields |= dict(grad_amax=(), retries=torch.tensor(0), aux=())
-    >>> infos = [StepInfo(loss=torch.tensor(loss), **fields) for loss in (2.0, 1.0)]
-    >>> run = stack_infos(infos)
-    >>> run.loss, run.grad_norm
-    (tensor([2., 1.]), ())
+    Returns:
+        A `StepInfo`. Fields that are `()` stay `()`.
+
+    Raises:
+        ValueError: The list is empty, or infos differ in what they have or in shapes.
+        TypeError: An item is not a `StepInfo`, or an `aux` holds something else than tensors.
+
+    Example:
+        >>> import torch
+        >>> fields = dict(found_inf=torch.tensor(False), scale=torch.tensor(8.0), grad_norm=())
+        >>> fields |= dict(grad_amax=(), retries=torch.tensor(0), aux=())
+        >>> infos = [StepInfo(loss=torch.tensor(loss), **fields) for loss in (2.0, 1.0)]
+        >>> run = stack_infos(infos)
+        >>> run.loss, run.grad_norm
+        (tensor([2., 1.]), ())
     """
     if isinstance(infos, StepInfo) or not isinstance(infos, Iterable):
         got = "one StepInfo" if isinstance(infos, StepInfo) else short_repr(infos)
@@ -77,19 +83,19 @@ def stack_infos(infos: Sequence[StepInfo]) -> StepInfo:
     for index, info in enumerate(infos):
         if not isinstance(info, StepInfo):
             raise TypeError(
-                f"infos[{index}] is {short_repr(info)}; expected a StepInfo. Fix: what train_step "
-                "returns second; for a state, `infos += [info]` and not `infos += info`."
+                f"infos[{index}] is {short_repr(info)}; expected a StepInfo. Fix: `state, info = "
+                "train_step(...)`, then `infos += [info]`, not `infos += info`."
             )
         for place, leaf in enumerate(_tree.flatten(info)[0]):
             if leaf is not None and not isinstance(leaf, Tensor):
                 raise TypeError(
                     f"{_tree.path(info, f'infos[{index}]', place)} is {short_repr(leaf)}; only "
-                    "tensors are stacked. Fix: `torch.tensor(...)` of it in loss_fn, or "
-                    "`info._replace(aux=())`."
+                    "tensors are stacked. Fix: make it a tensor in loss_fn, `torch.tensor(...)`, "
+                    "or `info._replace(aux=())`."
                 )
     cause = (
-        "Likely cause: a last batch that is smaller. Fix: a mean or a sum in loss_fn, or "
-        "`info._replace(aux=())` before they are stacked."
+        "Likely cause: a smaller last batch. Fix: return a mean or a sum in loss_fn, or "
+        "`info._replace(aux=())` before stacking."
     )
     run: StepInfo = stacked("infos", infos, cause)
     return run

@@ -1,4 +1,4 @@
-"""The settings of a step, checked once, in one frozen record."""
+"""The settings of a step in one frozen record."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BNUpdate = Literal["each", "window"]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepOptions:
-    """What `train_step` was told besides its state and its microbatches."""
+    """The arguments of `train_step` besides its state and its microbatches."""
 
     loss_fn: LossFn
     optimizer: Any  # a `Conditional`
@@ -30,6 +30,6 @@ class StepOptions:
     group: Any = None
     max_retries: int = 0
     donate: bool = False
-    takes_amax: bool = False  # whether the rule looks at the largest gradient
+    takes_amax: bool = False  # the rule uses the largest gradient
     guard: Any = None
-    unroll: bool = True  # a compiled window; False: its microbatches share their code
+    unroll: bool = True  # False: the microbatches of a compiled window share their code

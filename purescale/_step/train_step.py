@@ -1,4 +1,4 @@
-"""A whole training step over microbatches, and the state that it maps to the next."""
+"""A training step over microbatches, and the state that it maps to the next one."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ from .._tree.tree import Flat, Leaves, Tree
 
 
 class TrainState(NamedTuple):
-    """Everything a step changes. Make it with `init_train_state`; a checkpoint of it replays the
-    run.
+    """Everything that a step changes. Make it with `init_train_state`; a run resumed from a
+    checkpoint of it continues with the same bits.
     """
 
     params: Tree
     buffers: Tree
     opt_state: Any
     scaler: Any
-    step: Tensor  # int64 []: steps applied, skipped ones not counted
-    rng: Any  # uint8 [n], a generator's state; () for torch's global generator
-    guard: Any = ()  # what a guard remembers; () without one
+    step: Tensor  # int64 []: the number of steps applied, without the skipped ones
+    rng: Any  # uint8 [n], the state of a generator; () for torch's global generator
+    guard: Any = ()  # the state of a guard; () without one
 
 
 def init_train_state(
@@ -57,24 +57,35 @@ def init_train_state(
     rng: Tensor | None = None,
     guard: Guard[Any] | None = None,
 ) -> TrainState:
-    """Equal to `TrainState(params, buffers, optimizer.init(params), rule.init(device),
-    step=0, rng, guard.init(device))`, in fresh memory.
+    """Equal to `TrainState(params, buffers, optimizer.init(params), rule.init(device), step=0, rng,
+    guard.init(device))`, in fresh memory.
 
-    Off the graph of torch.autograd; inside torch.func it can be differentiated with respect to
-    `params` and `buffers`. `device` is that of the parameters. `rng`: the state of a generator of
-    that device, `torch.Generator(device).manual_seed(0).get_state()`; with it dropout is a function
-    of the state and a step replays bit for bit. Without it (`()` in the state) torch's global
-    generator is used and moves on. `guard`: that of `train_step`, such as `SpikeGuard()`.
+    Args:
+        params: Floating or complex parameters, off the graph of torch.autograd. Inside torch.func
+            the state can be differentiated with respect to `params` and `buffers`.
+        buffers: The buffers, off the graph as well.
+        optimizer: Anything with pure `init` and `step`, such as `from_torch(torch.optim.AdamW)`.
+        rule: The rule of the loss scale, such as `DynamicScale()`.
+        rng: The state of a generator on the device of the parameters, for example
+            `torch.Generator(device).manual_seed(0).get_state()`. With it dropout is a function of
+            the state, and a step replays bit for bit; without it torch's global generator is used.
+        guard: The guard that `train_step` will be given, such as `SpikeGuard()`.
 
-    Raises `ValueError` for params without a tensor, `TypeError` for integer parameters or an `rng`
-    that is no generator state.
+    Returns:
+        A `TrainState` on the device of the parameters. Its `rng` and `guard` are `()` if not given.
 
-    >>> import torch
-    >>> from purescale import DynamicScale, from_torch
-    >>> sgd = from_torch(torch.optim.SGD, lr=0.1)
-    >>> state = init_train_state({"w": torch.ones(2)}, {}, sgd, DynamicScale())
-    >>> state.step, state.scaler.scale
-    (tensor(0), tensor(65536.))
+    Raises:
+        ValueError: `params` has no tensor, or a tensor has a history in torch.autograd.
+        TypeError: A parameter is an integer, `rng` is not the state of a generator, or `optimizer`,
+            `rule` or `guard` lacks its methods.
+
+    Example:
+        >>> import torch
+        >>> from purescale import DynamicScale, from_torch
+        >>> sgd = from_torch(torch.optim.SGD, lr=0.1)
+        >>> state = init_train_state({"w": torch.ones(2)}, {}, sgd, DynamicScale())
+        >>> state.step, state.scaler.scale
+        (tensor(0), tensor(65536.))
     """
     _check_parts(optimizer, rule)
     if guard is not None:
@@ -82,7 +93,7 @@ def init_train_state(
     weights = _tree.tensors(params)
     if not weights:
         raise ValueError(
-            f"init_train_state got params without a tensor, {params!r}. Fix: `apply, params, "
+            f"params has no tensor: {params!r}. Fix: `apply, params, "
             "buffers = make_functional(model)`."
         )
     if rng is not None and not (isinstance(rng, Tensor) and rng.dtype is torch.uint8):
@@ -123,8 +134,8 @@ def train_step(
     guard: Guard[Any] | None = None,
     unroll: bool = True,
 ) -> tuple[TrainState, StepInfo]:
-    """Syncs with the host only where `max_retries` is above 0, and over a `group` whose ranks meet
-    on a CPU. Equal to, with one microbatch and `s = state`:
+    """Equal, for one microbatch and `s = state`, to the code below. Syncs with the host only if
+    `max_retries` is above 0, or over a `group` whose ranks meet on a CPU.
 
         scaled = lambda params: scale_loss(s.scaler, loss_fn(params, s.buffers, microbatch)[0])
         out = unscale_and_step(optimizer, s.scaler, s.params, grad(scaled)(s.params),
@@ -133,87 +144,74 @@ def train_step(
         s = TrainState(out.params, buffers, out.opt_state, rule.update(s.scaler, out.found_inf),
                        s.step + ~out.found_inf, rng)
 
-    Arguments:
-    - `state`: from `init_train_state`, or what the last step returned.
-    - `microbatches`: a list; its gradients are averaged in float32 and make one step. For one
-      batch: `[batch]`. The mean loss of each is scaled whole, where torch's recipe scales
-      `loss / k`: with k of them a dynamic scale settles k times lower than GradScaler's, at the
-      same gradients. `interop.torch_amp.from_state_dict(d, accumulated=k)` takes one over.
-    - `loss_fn(params, buffers, microbatch)` returns `(loss, new_buffers)` or
-      `(loss, new_buffers, aux)`; loss unscaled, real, of one element. Buffers thread through the
-      microbatches; return `buffers` where nothing changes them.
-    - `weight_fn(microbatch)`: its weight in the average, a number or a 0-d tensor, not negative:
-      samples or tokens. Default: equal. What has weight 0 counts for nothing. A step whose weights
-      are all 0 leaves all but `rng` as it was. A tensor that is negative or not finite drops what
-      an overflow would drop, and leaves the scale alone.
-    - `on_nonfinite`: what one overflowing microbatch drops, `"drop_window"` or `"drop_microbatch"`
-      (with what it did to the buffers), as in `accumulated_grads`. Either way the scale backs off
-      once.
-    - `max_norm`, `norm_type`, `clip_value`: as in `clip_by_global_norm` and `clip_by_value`, on the
-      averaged, unscaled gradients.
-    - `max_retries`: above 0 it syncs with the host. A window that overflows is gone through again,
-      the same microbatches with the same random numbers of torch's generators, at the scale that
-      the rule backs off to, until it is finite: the step is the one that this scale would have
-      taken at once. If every retry overflows, the scale backs off once, as after a normal skip,
-      and `"drop_microbatch"` steps with the try that lost the fewest. A loss that itself is not
-      finite is not tried again. Not traceable.
-    - `donate`: the tensors of `state` may be overwritten; the caller gives them up. Same bits, as
-      in `maybe_step`.
-    - `bn_update="each"`: batch norm updates its running averages with every microbatch, so k of
-      them weigh as k steps. `"window"`: once, with the pooled statistics of the microbatches that
-      count.
-    - `group`: the ranks that make this step together, each with microbatches of its own, equal to
-      one process with all of them: `info` is that of all (`aux` stays local), one flag decides,
-      weights count over all ranks, a rank may have more microbatches than another, or weight 0.
-      Gradients are reduced once, with the last microbatch, and ten numbers with them. Buffers are
-      averaged by weight (with `"window"` their statistics are those of all), of integers the
-      largest, so that every rank ends with the same. Ranks that meet on a CPU (gloo) first read 16
-      bytes of each other: an error on one rank raises on all, and so does a difference in a
-      setting of `optimizer` or `rule`, the structure of the state, or a scale, rate or count in it;
-      `weight_fn` is called for that too. What `loss_fn` raises on one rank is an error on the
-      others only when that rank ends, or the group's timeout does. DTensors, which are reduced over
-      their own mesh, are refused.
-    - `guard`: looks at the loss of the step and, with `max_norm`, at the norm before clipping, and
-      may reject it: `SpikeGuard()`, over a state of `init_train_state(..., guard=guard)`. A
-      rejected step is skipped as an overflow is, but the rejection itself does not lower the loss
-      scale; an overflow in the same window does, of a microbatch that was dropped or of a try
-      before the last. `info` has `found_inf` and `rejected`, and the loss and the norm that were
-      rejected. It judges a window as a whole, and over a group all ranks alike. A step that is
-      skipped for another reason leaves `state.guard` as it was. `check_guard(state.guard, n)`
-      raises after more than n rejections in a row.
+    On an overflow parameters, optimizer state, buffers and `step` come back bit for bit, and the
+    scale backs off. A rule that takes amax gets that of the averaged, unscaled gradients before
+    clipping. If the loss itself is not finite, it gets `found_inf=False` and NaN, because no scale
+    could have prevented that.
 
-    - `unroll=False`: under `torch.compile` (torch 2.13) the compiler follows the gradient of one
-      microbatch and calls its code for all of the same structure, shapes, strides and dtypes, so
-      that seconds to compile hardly grow with their number. Same numbers, for a `loss_fn` that
-      changes nothing outside of it and returns no aux. Elsewhere, and with what `docs/limits.md`
-      lists, the window is unrolled as ever.
+    A parameter that the loss does not use has a gradient of 0, so momentum and weight decay still
+    move it; torch leaves a parameter without a gradient alone. Works under
+    `torch.compile(fullgraph=True)`, `torch.vmap` and `torch.func.grad`. To differentiate with
+    respect to the state, use torch.func, or `.backward()` with an optimizer that is
+    `differentiable=True`. Inside the caller's `torch.autocast` only `loss_fn` and `weight_fn` run
+    under autocast.
 
-    Inside the caller's `torch.autocast` only `loss_fn` and `weight_fn` are computed under it.
+    Args:
+        state: From `init_train_state`, or the state that the last step returned.
+        microbatches: A list, `[batch]` for one batch. Its gradients are averaged in float32 and
+            make one step.
+        loss_fn: A function of `(params, buffers, microbatch)` that returns `(loss, new_buffers)` or
+            `(loss, new_buffers, aux)`: a real loss of one element, not scaled. Return `buffers` if
+            nothing changes them; the next microbatch is given the new ones.
+        optimizer: The optimizer of `init_train_state`.
+        rule: The rule of the loss scale, that of `init_train_state`.
+        weight_fn: A function of a microbatch that returns its weight in the average, such as its
+            number of samples or tokens: a number or a 0-d tensor, not negative. By default all
+            weights are equal; a microbatch of weight 0 is ignored.
+        max_norm, clip_value, norm_type: As in `clip_by_global_norm` and `clip_by_value`, for the
+            averaged, unscaled gradients.
+        on_nonfinite: `"drop_window"` skips the step if a microbatch overflows, and
+            `"drop_microbatch"` drops that microbatch and what it did to the buffers. The scale
+            backs off once in both cases.
+        bn_update: `"each"` updates the running averages of batch norm with each microbatch, so that
+            k of them count as k updates. `"window"` updates them once, with the pooled statistics
+            of the microbatches that count.
+        group: The process group of the ranks that make this step together, each with microbatches
+            of its own: equal to one process with all of them. docs/scaling.md says what they
+            exchange.
+        max_retries: How often a window that overflows is run again at a lower scale, with the same
+            microbatches and random numbers. Above 0 it syncs with the host and cannot be traced.
+        donate: The tensors of `state` may be overwritten; the caller gives them up. Same bits.
+        guard: Rejects a step by its loss and, with `max_norm`, its norm before clipping:
+            `SpikeGuard()`, over a state of `init_train_state(..., guard=guard)`. A rejected step is
+            skipped, and the rejection does not lower the loss scale.
+        unroll: False makes a compiled step (torch 2.13) trace one microbatch and reuse its code for
+            all with the same structure, shapes, strides and dtypes. `loss_fn` must then change
+            nothing outside of it and return no aux; docs/limits.md lists what is unrolled all the
+            same.
 
-    Returns the next state and `StepInfo`. On an overflow parameters, optimizer state, buffers and
-    `step` come back bit for bit; the scale backs off. A rule that takes amax gets that of the
-    averaged, unscaled gradients before clipping; where the loss itself is not finite it gets
-    `found_inf=False` and NaN, as no scale could have cured it. Reads no tensor's value, so nothing
-    syncs; works under `torch.compile(fullgraph=True)`, `torch.vmap` and `torch.func.grad`.
-    Parameters that the loss does not use have a gradient of 0, so momentum and weight decay still
-    move them, where torch leaves a parameter without a gradient alone. A derivative with respect to
-    the state goes through torch.func, or by `.backward()` with an optimizer that is
-    `differentiable=True`.
+    Returns:
+        The next `TrainState` and a `StepInfo`.
 
-    Raises before any work is done: `TypeError` and `ValueError` for microbatches that are no list
-    or an empty one and for settings; before anything is changed: for what `loss_fn` returns.
+    Raises:
+        TypeError: `microbatches` is not a list, or a setting, or what `loss_fn` returns, has the
+            wrong type.
+        ValueError: `microbatches` is empty, a setting is out of range, settings do not go together,
+            or the new buffers do not match. Wrong arguments raise before any work, and a wrong
+            return value of `loss_fn` before the state changes.
 
-    >>> import torch
-    >>> from purescale import DynamicScale, from_torch
-    >>> optimizer, rule = from_torch(torch.optim.SGD, lr=0.5), DynamicScale(growth_interval=1)
-    >>> state = init_train_state({"w": torch.tensor([1.0])}, {}, optimizer, rule)
-    >>> def loss_fn(params, buffers, x):
-    ...     return (params["w"] * x).pow(2).sum(), buffers
-    >>> state, info = train_step(
-    ...     state, [torch.tensor([1.0])], loss_fn=loss_fn, optimizer=optimizer, rule=rule
-    ... )
-    >>> state.params, info.loss, info.scale, state.scaler.scale
-    ({'w': tensor([0.])}, tensor(1.), tensor(65536.), tensor(131072.))
+    Example:
+        >>> import torch
+        >>> from purescale import DynamicScale, from_torch
+        >>> optimizer, rule = from_torch(torch.optim.SGD, lr=0.5), DynamicScale(growth_interval=1)
+        >>> state = init_train_state({"w": torch.tensor([1.0])}, {}, optimizer, rule)
+        >>> def loss_fn(params, buffers, x):
+        ...     return (params["w"] * x).pow(2).sum(), buffers
+        >>> state, info = train_step(
+        ...     state, [torch.tensor([1.0])], loss_fn=loss_fn, optimizer=optimizer, rule=rule
+        ... )
+        >>> state.params, info.loss, info.scale, state.scaler.scale
+        ({'w': tensor([0.])}, tensor(1.), tensor(65536.), tensor(131072.))
     """
     shared: Any = {
         "rule": rule,
@@ -225,7 +223,7 @@ def train_step(
     }
     bounds = {"max_norm": max_norm, "clip_value": clip_value, "norm_type": norm_type}
     settings = {**shared, **bounds, "optimizer": optimizer}
-    # Over a group weights are asked for before others wait for what follows from them.
+    # Over a group a wrong weight must raise before the other ranks wait for a reduction.
     asked = weight_fn if group is not None else None
     (flat, clip), group = check_on_all_ranks(
         group, lambda: _check_call(state, microbatches, settings, asked), settings, state
@@ -247,7 +245,7 @@ def train_step(
 
 
 class _FlatState(NamedTuple):
-    """What of a state is needed flat, flattened once."""
+    """The parts of a state that the stages need flat, flattened once."""
 
     params: Flat
     buffers: Flat
@@ -258,7 +256,7 @@ class _FlatState(NamedTuple):
 def _stages(
     options: StepOptions, state: TrainState, flat: _FlatState, microbatches: list[Any]
 ) -> tuple[TrainState, StepInfo]:
-    """The stages of a step, one after the other; each is told of the whole step by one record."""
+    """Run the stages of a step in order."""
     inputs = flatten_step(options.optimizer, flat.params, None, flat.opt_state)
     options.optimizer.check(inputs)
     params, buffers, scaler = flat.params, flat.buffers, flat.scaler
@@ -318,10 +316,10 @@ def _stages(
 def _read_only_in_update(
     options: StepOptions, state: TrainState, flat: _FlatState, window: WindowGrads
 ) -> list[Tensor]:
-    """What must not be written into with the parameters: parts of a state may share memory, and
-    microbatches may be made of it.
+    """Return the tensors that the update must not overwrite: parts of a state may share memory, and
+    microbatches may be views of it.
     """
-    if not options.donate or traced():  # where memory is not compared
+    if not options.donate or traced():  # memory cannot be compared while tracing
         return []
     held: Any = (flat.buffers.leaves, window.buffers, flat.scaler.leaves, state.step, state.rng)
     if options.guard is not None:
@@ -329,30 +327,30 @@ def _read_only_in_update(
     return [*window.seen, *options.clip.bounds, *_tree.all_tensors(held)]
 
 
-_FROM_RULE = "the state that the rule gave"
+_FROM_RULE = "the state that the rule returned"
 
 
 def _next_scaler(
     options: StepOptions, before: Flat, used: Any, window: WindowGrads, outcome: Outcome
 ) -> Any:
-    """The loss scale after the step, updated last. `used`: the state that scaled the loss."""
+    """Return the loss scale after the step. `used`: the state that scaled the loss."""
     overflow, amax = _told_to_rule(options, window, outcome)
-    # Where no try was finite, the scale ends as after one ordinary skip.
+    # If no try was finite, the scale ends as after one ordinary skip.
     start = used if used is before.tree else where(overflow, before.tree, used)
     updated_scaler = call_rule(options.rule, start, overflow, amax)
     new = _tree.matching_leaves(
         before.tree, updated_scaler, "state.scaler", _FROM_RULE, flat=before
     )[1]
-    # A compiler has no `not` of a tuple.
+    # `len`, because Dynamo cannot trace `not` of a tuple.
     only_an_overflow_skips = (
         window.must_skip is None and len(options.clip.bounds) == 0 and options.guard is None
     )
     if not (only_an_overflow_skips or outcome.decision.skip_on_host is False):
-        # Weights that leave nothing, a bound that is none and a guard leave the scale as it was.
-        # A lower scale at which a retry was finite stays.
+        # A skip that is not an overflow keeps the scale: no weight, an invalid bound, or a guard.
+        # A lower scale at which a retry was finite is kept too.
         old = before.leaves if start is before.tree else _tree.flatten(start)[0]
         new = choose(outcome.found_inf & ~window.overflow, old, new)
-    elif not traced():  # a rule may return what it was given
+    elif not traced():  # a rule may return its arguments
         given = [*before.leaves, overflow, *([amax] if options.takes_amax else [])]
         new = _tree.leaves_apart(new, given)
     return before.structure.unflatten(new)
@@ -361,15 +359,15 @@ def _next_scaler(
 def _told_to_rule(
     options: StepOptions, window: WindowGrads, outcome: Outcome
 ) -> tuple[Tensor, Any]:
-    """The flag and the largest gradient for `rule.update`.
+    """Return the flag and the largest gradient for `rule.update`.
 
-    A rule that takes amax is not told of an overflow where the loss itself was not finite, because
-    no scale could have cured it. Where such a loss skips the step, nothing is known: amax is NaN.
+    For a rule that takes amax, a loss that is not finite itself is not an overflow, because no
+    scale could have prevented it. If such a loss skips the step, amax is unknown: NaN.
     """
     overflow = window.overflow
     if not options.takes_amax:
         return overflow, ()
-    # A microbatch that is dropped by itself has no part in the loss of the step.
+    # The loss of the step leaves out a microbatch that was dropped.
     if options.on_nonfinite == "drop_microbatch":
         overflow = window.retryable
     bad = overflow & (window.loss.abs() < math.inf)
@@ -378,21 +376,19 @@ def _told_to_rule(
 
 
 def _judged(options: StepOptions, state: TrainState, window: WindowGrads) -> tuple[Any, Tensor]:
-    """What the guard makes of the step, before anything moves: its state before and after, paired,
-    and whether to reject. It is told what `StepInfo` tells.
+    """Call the guard with the loss and norm that `StepInfo` reports. Return its state before and
+    after, paired, and whether to reject the step.
     """
     norm: Any = window.stats.norm  # type: ignore[union-attr]
     norm = () if norm is None else norm.to(factor_dtype(window.grads.tensors))
     new, bad = call_guard(options.guard, state.guard, window.loss, norm)
     return _tree.matching_leaves(
-        state.guard, new, "state.guard", "the state that the guard gave"
+        state.guard, new, "state.guard", "the state that the guard returned"
     ), bad
 
 
 def _next_guard(states: Any, outcome: Outcome) -> Any:
-    """The state of the guard after the step: what it said, unless the step was skipped for another
-    reason.
-    """
+    """Return the new state of the guard, or the old one if something else skipped the step."""
     old, new, structure = states
     return structure.unflatten(choose(outcome.found_inf & ~outcome.rejected, old, new))
 
@@ -400,14 +396,14 @@ def _next_guard(states: Any, outcome: Outcome) -> Any:
 def _next_buffers(
     options: StepOptions, decision: Decision, old: Leaves, window: WindowGrads, rest: Any
 ) -> Leaves:
-    """The buffers after the step, in memory of the state's own: a loss may keep the tensors that it
-    returned, or return them as aux too. `rest`: that of the new state, into which they are not
-    written.
+    """Return the buffers after the step in memory of their own, because a loss may keep the tensors
+    that it returned, or return them as aux too. `rest`: the other parts of the new state, which
+    must not be overwritten.
     """
     skip, donate = decision.skip_on_host, options.donate
     if skip is False or (skip and not donate):
         return copies(old if skip else window.buffers)
-    if not traced():  # off the graph of buffers that require a gradient
+    if not traced():  # buffers that require a gradient are not returned on their graph
         old = [t.detach() if isinstance(t, Tensor) and t.requires_grad else t for t in old]
     if skip:
         return list(old)
@@ -421,7 +417,7 @@ def _check_call(
     settings: dict[str, Any],
     weight_fn: Callable[[Any], float | Tensor] | None,
 ) -> tuple[_FlatState, Clip]:
-    """The state, flat, and the bounds of the step, once everything is checked."""
+    """Check everything; return the state, flat, and the bounds of the step."""
     rule, max_retries = settings["rule"], settings["max_retries"]
     if not isinstance(state, TrainState):
         raise TypeError(
@@ -451,20 +447,20 @@ def _check_call(
         )
     if max_retries and isinstance(rule, StaticScale):
         raise ValueError(
-            f"max_retries={max_retries} with {rule!r}, whose scale never moves: every try would "
+            f"max_retries={max_retries} with {rule!r}, whose scale never moves: every retry would "
             "overflow again. Fix: DynamicScale(), or max_retries=0."
         )
     if max_retries and traced():
         raise ValueError(
-            "max_retries reads the flag on the host, which a traced step cannot. Fix: "
-            "max_retries=0 under torch.compile and torch.func; the next step is taken at the "
-            "lower scale anyway."
+            "max_retries reads a flag on the host, which a traced step cannot do. Fix: "
+            "max_retries=0 under torch.compile and torch.func; the next step uses the lower scale "
+            "anyway."
         )
     if not isinstance(state.rng, tuple) and traced():
         raise ValueError(
-            "a step with rng in its state cannot be traced: torch's generators are outside of "
-            "torch.compile and torch.func. Fix: state._replace(rng=()), torch.manual_seed before "
-            "the step, and for vmap randomness='different'."
+            "a step with rng in its state cannot be traced: torch.compile and torch.func do not "
+            "follow torch's generators. Fix: state._replace(rng=()), torch.manual_seed before the "
+            "step, and for vmap randomness='different'."
         )
     if weight_fn is not None:
         check_weights(microbatches, weight_fn, state.scaler.scale)
@@ -478,19 +474,19 @@ def _check_microbatches(microbatches: Any) -> None:
         cause = "one (input, target) batch was passed. " if single else ""
         cure = "`train_step(state, [batch], ...)`, a list of one"
         if several:
-            cause = "an iterator or a loader was passed, whose length is not known. "
+            cause = "an iterator or a loader of unknown length was passed. "
             cure = (
-                "`list(microbatches)` of those of one step, as `list(itertools.islice(batches, "
-                "4))`; for one batch a step, `for batch in loader: train_step(state, [batch], ...)`"
+                "the microbatches of one step, `list(itertools.islice(batches, 4))`; for one batch "
+                "a step, `for batch in loader: train_step(state, [batch], ...)`"
             )
         raise TypeError(
-            f"microbatches is a {type(microbatches).__name__}; expected a list, one step for all "
-            f"of it. {cause and f'Likely cause: {cause}'}Fix: {cure}."
+            f"microbatches is a {type(microbatches).__name__}; expected a list, which makes one "
+            f"step. {cause and f'Likely cause: {cause}'}Fix: {cure}."
         )
     if not microbatches:
         raise ValueError(
             "microbatches is an empty list; a step needs at least one. Likely cause: a loader "
-            "that ran out. Fix: end the loop there."
+            "that ran out. Fix: end the loop then."
         )
 
 

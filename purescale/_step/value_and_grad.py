@@ -28,15 +28,15 @@ functorch_kernels.register()
 
 
 class LossFn(Protocol):
-    """What `train_step` and `value_and_grad` differentiate: a pure function of params, buffers and
-    one microbatch.
+    """The protocol of the function that `train_step` and `value_and_grad` differentiate: a pure
+    function of params, buffers and one microbatch.
     """
 
     def __call__(
         self, params: Tree, buffers: Tree, microbatch: Any, /
     ) -> tuple[Tensor, Tree] | tuple[Tensor, Tree, Any]:
-        """The unscaled loss, the new buffers (`buffers` where nothing changes them), and what else
-        the step shall return.
+        """Return the unscaled loss, the new buffers (`buffers` if nothing changes them) and,
+        optionally, aux: anything else that the step returns.
         """
 
 
@@ -53,27 +53,27 @@ def value_and_grad(
         return value, grads
 
     The gradients for a loop by hand, with the `loss_fn` of `train_step` and the same bits. In eager
-    mode torch's ordinary backward makes them, which takes two thirds of the time of `torch.func`
-    and also takes activation checkpointing and autograd Functions of the older form. Inside
-    `torch.compile`, `torch.vmap` and `torch.func.grad` it is `torch.func`, so that the result can
-    be differentiated again.
+    mode torch's ordinary backward makes them. It takes two thirds of the time of `torch.func` and
+    accepts activation checkpointing and autograd Functions of the older form. Inside
+    `torch.compile`, `torch.vmap` and `torch.func.grad` the gradients come from `torch.func`, so
+    that the result can be differentiated again.
 
     Args:
-        loss_fn: That of `train_step`. It returns `(loss, new_buffers)` or `(loss, new_buffers,
-            aux)`: a real loss of one element, not scaled; `buffers` where nothing changes them.
-        params: Given to `fn`, as all that follows. What is differentiated: a pytree of floating or
-            complex tensors and None.
-        buffers, microbatch: What `loss_fn` is given besides. They have no gradient.
-        scaler: The state that scales the loss, of `rule.init(device)`. Unscale with the same one.
+        loss_fn: As in `train_step`. It returns `(loss, new_buffers)` or `(loss, new_buffers, aux)`:
+            a real loss of one element, not scaled, and `buffers` if nothing changes them.
+        params: The first argument of `fn`, as are all that follow. A pytree of floating or complex
+            tensors and None, to be differentiated.
+        buffers, microbatch: The other arguments of `loss_fn`. They have no gradient.
+        scaler: The state that scales the loss, from `rule.init(device)`. Unscale with the same one.
             Without it the gradients are those of the loss itself.
 
     Returns:
-        `(loss, new_buffers), grads`, or `(loss, new_buffers, aux), grads` where `loss_fn` returns
-        aux. `loss`: 0-d, not scaled, in float32 or float64. `grads`: of the scaled loss, a tree
-        like `params` in their dtypes; 0 where the loss does not use a parameter, None where that is
-        None. In eager mode nothing is on a graph, and nothing shares memory with the arguments or
-        with another result, so that a later step may be given any of it with `donate=True`. Inside
-        the caller's `torch.autocast` only `loss_fn` is computed under it.
+        `(loss, new_buffers), grads`, or `(loss, new_buffers, aux), grads` if `loss_fn` returns aux.
+        `loss` is 0-d, not scaled, in float32 or float64. `grads` are of the scaled loss, a tree
+        like `params` in their dtypes: 0 for a parameter that the loss does not use, None for a leaf
+        None. In eager mode the results are on no graph and share memory neither with the arguments
+        nor with each other, so that a later step may take any of them with `donate=True`. Inside
+        the caller's `torch.autocast` only `loss_fn` runs under autocast.
 
     Raises:
         TypeError: `loss_fn` is not a function, `scaler` is not the state of one scaler, a parameter
@@ -96,8 +96,8 @@ def value_and_grad(
         >>> unscale_and_check(scaler, grads)
         ({'w': tensor([1., 2.])}, tensor(False))
 
-    Source of the rule: `jax.value_and_grad(..., has_aux=True)`; torch.amp's `scaler.scale(loss)
-    .backward()`.
+    Source of the rule: `jax.value_and_grad(..., has_aux=True)`; torch.amp's
+    `scaler.scale(loss).backward()`.
     """
     if not callable(loss_fn):
         raise TypeError(
@@ -109,7 +109,7 @@ def value_and_grad(
 
 
 class _Unscaled(NamedTuple):
-    """What stands for the scaler of a loss that is not scaled."""
+    """The scaler of a loss that is not scaled."""
 
     scale: Tensor
 
@@ -125,7 +125,7 @@ def _value_and_grad(
 
 
 def _checked(params: Tree, buffers: Tree, scaler: HasScale | None) -> tuple[Flat, Flat, Flat]:
-    """Parameters, buffers and scaler, flat; refused where they are not."""
+    """Check parameters, buffers and scaler, and return them flat."""
     flat = flatten_together(params, buffers, () if scaler is None else scaler)
     flat_params, flat_buffers, flat_scaler, _ = flat
     if all([leaf is None for leaf in flat_params.leaves]):
@@ -142,7 +142,7 @@ def _checked(params: Tree, buffers: Tree, scaler: HasScale | None) -> tuple[Flat
     if not isinstance(scale, Tensor) or scale.ndim:
         raise TypeError(
             f"scaler is {short_repr(scaler)}; expected the state of one scaler, its `scale` a 0-d "
-            "tensor. Fix: `scaler = rule.init(device)`, of a TrainState `state.scaler`; for "
+            "tensor. Fix: `scaler = rule.init(device)`, or `state.scaler` of a TrainState; for "
             "stacked states call this under torch.vmap."
         )
     check_device(scale, params, flat_params.leaves, "params")
@@ -150,24 +150,25 @@ def _checked(params: Tree, buffers: Tree, scaler: HasScale | None) -> tuple[Flat
 
 
 class MicrobatchResult(NamedTuple):
-    """What one microbatch gives, off the graph, in memory apart from the state, the microbatch and
-    each other. `loss_fn` may still hold the buffers and aux that it returned.
+    """Loss, gradients, buffers and aux of one microbatch, off the graph. Their memory is shared
+    neither with the state, the microbatch nor each other; `loss_fn` may still hold the buffers and
+    aux that it returned.
     """
 
-    grads: Leaves  # of the scaled loss, one per parameter; None where that is
+    grads: Leaves  # of the scaled loss, one per parameter; None for a leaf None
     loss: Tensor  # unscaled, 0-d
     buffers: Leaves  # the new ones
     aux: list[Any]
 
 
-_ENABLED = contextlib.nullcontext()  # which costs a fifth of enabling again what is enabled
+_ENABLED = contextlib.nullcontext()  # a fifth of the cost of torch.enable_grad()
 
 
 class ValueAndGrad:
     """The loss, the gradients and the new buffers of each microbatch of a step.
 
-    What is the same for all of them is worked out once. `differentiable`: a `.backward()` is to go
-    through the gradients too.
+    Work that is the same for all microbatches is done once. `differentiable`: a `.backward()` shall
+    go through the gradients too.
     """
 
     def __init__(
@@ -195,18 +196,18 @@ class ValueAndGrad:
                 *self.inputs, self.scale = _recordable([*self.inputs, self.scale])
 
     def zeros(self) -> Leaves:
-        """Gradients of a window in which nothing counts."""
+        """Return the gradients of a window in which no microbatch counts."""
         return self._leaves(
             [torch.zeros_like(leaf, dtype=wide_dtype(leaf.dtype)) for leaf in self.inputs]
         )
 
     def names(self) -> list[str]:
-        """The dotted names of the parameters that are tensors."""
+        """Return the dotted names of the parameters that are tensors."""
         every = _tree.names(self.params.tree)
         return [every[index] for index in self.present]
 
     def _leaves(self, tensors: list[Any]) -> Leaves:
-        """One for each leaf of the parameters, None where they are None."""
+        """Return one leaf for each of the parameters, None where they are None."""
         if self.are_all_present:
             return tensors
         leaves: Leaves = [None] * len(self.params.leaves)
@@ -217,13 +218,13 @@ class ValueAndGrad:
     def __call__(
         self, buffers: Leaves, microbatch: Any, on_grad: Callable[[int, Tensor], None] | None = None
     ) -> MicrobatchResult:
-        """`on_grad(index, gradient)` takes each gradient as the backward makes it; then none are
-        returned.
+        """Return the result of one microbatch. If `on_grad(index, gradient)` is given, it takes
+        each gradient as the backward makes it, and the result has none.
         """
         if self.is_traced:
             self.seen += [] if traced() else _tree.all_tensors(microbatch)
             return self.traced(self.inputs, self.scale, buffers, microbatch)
-        # torch.func.grad would give the same bits; this also takes checkpointing around `apply` and
+        # torch.func.grad would give the same bits, but refuses checkpointing around `apply` and
         # custom Functions of the older form.
         inputs, loss, outputs = self.graph(buffers, microbatch)
         grads: list[Any] = []
@@ -241,15 +242,17 @@ class ValueAndGrad:
         seen = _tree.all_tensors(microbatch)
         self.seen += seen
         result = self._result(grads, outputs, self.taken.union(donation.storage_pointers(seen)))
-        del inputs, loss, outputs  # and with them the graph
+        del inputs, loss, outputs  # frees the graph
         release()
         return result
 
     def traced(
         self, inputs: Leaves, scale: Tensor, buffers: Leaves, microbatch: Any
     ) -> MicrobatchResult:
-        """In plain operators, of parameters and a scale that may stand for those of the step."""
-        apart: list[Any] = []  # torch.func lets nothing out but tensors
+        """Compute a microbatch by torch.func, from given parameters and a scale, which may stand
+        for those of the step.
+        """
+        apart: list[Any] = []  # torch.func returns tensors only
 
         def scaled(inputs: Leaves) -> tuple[Tensor, list[Tensor]]:
             loss, outputs = self._scaled(buffers, microbatch, inputs, scale=scale)
@@ -270,7 +273,7 @@ class ValueAndGrad:
         taken: Set[int | None] | None,
     ) -> MicrobatchResult:
         found = _tree.detach_unaliased([outputs[0], *outputs[1]], taken)
-        loss, buffers = found[0], found[1:]  # an unpacked rest is no list to Dynamo of torch 2.11
+        loss, buffers = found[0], found[1:]  # Dynamo of torch 2.11 makes no list of a starred rest
         aux = outputs[2]
         if aux:
             leaves, structure = _tree.flatten(aux)
@@ -281,14 +284,14 @@ class ValueAndGrad:
     def graph(
         self, buffers: Leaves, microbatch: Any
     ) -> tuple[Leaves, Tensor, tuple[Tensor, Leaves, list[Any]]]:
-        """The parameters, the scaled loss on its graph over them, and the outputs; where nothing is
-        traced.
+        """Return the parameters, the scaled loss on its graph over them, and the outputs, in eager
+        mode.
         """
         if buffers is not self.buffers.leaves or not self.buffers.dense_off_graph:
             buffers = _recordable(buffers)
         with _ENABLED if torch.is_grad_enabled() else torch.enable_grad():
-            # Leaves, so that autocast casts a weight once however often it is used; new ones, as a
-            # loss may hang a hook on them.
+            # Leaves, because autocast caches the cast of a leaf; new ones, because a loss may
+            # register hooks on them.
             inputs = _parameters(self.inputs)
             before = versions(inputs)
             loss, outputs = self._scaled(buffers, microbatch, inputs, scale=self.scale)
@@ -296,7 +299,7 @@ class ValueAndGrad:
             raise ValueError(
                 "the loss does not depend on params. Likely cause: loss_fn calls the module "
                 "and not `apply(params, buffers, ...)`, runs under torch.no_grad or "
-                "inference_mode, or takes steps of its own by an optimizer without "
+                "inference_mode, or makes inner steps with an optimizer without "
                 "differentiable=True. Fix: `out, buffers = apply(params, buffers, x)` and a loss "
                 "of that `out`; from_torch(..., differentiable=True) for the inner steps."
             )
@@ -308,10 +311,10 @@ class ValueAndGrad:
         index = next(i for i, new in enumerate(versions(inputs)) if new != before[i])
         name = self.names()[index]
         raise RuntimeError(
-            f"loss_fn wrote into the parameter {name}. Parameters are the state of this step, "
-            "which nothing may change. Likely cause: weights that are clipped, renormalised or "
-            "initialised in forward, under torch.no_grad. Fix: compute a new tensor, "
-            "`w = w / w.norm()`, or change the parameters between two steps."
+            f"loss_fn wrote into the parameter {name}; a step must not change its arguments. "
+            "Likely cause: weights that are clipped, renormalised or initialised in forward, under "
+            "torch.no_grad. Fix: compute a new tensor, `w = w / w.norm()`, or change the "
+            "parameters between two steps."
         )
 
     def _scaled(
@@ -334,7 +337,7 @@ class ValueAndGrad:
             )
             raise TypeError(
                 f"loss_fn returned {what}; expected (loss, new_buffers) or (loss, new_buffers, "
-                "aux). Fix: `return loss, new_buffers`, or `return loss, buffers` where nothing "
+                "aux). Fix: `return loss, new_buffers`, or `return loss, buffers` if nothing "
                 "changes them."
             )
         loss, new_buffers, *aux = returned
@@ -343,7 +346,7 @@ class ValueAndGrad:
         if not isinstance(loss, Tensor):
             raise TypeError(
                 f"loss_fn returned {type(loss).__name__} as its loss; expected a tensor of one "
-                "element. Fix: loss first, `return loss, new_buffers`."
+                "element. Fix: return the loss first, `return loss, new_buffers`."
             )
         both = type(buffers) is dict and type(new_buffers) is dict
         alike = both and new_buffers.keys() == buffers.keys()
@@ -352,7 +355,7 @@ class ValueAndGrad:
                 "new_buffers does not match buffers: loss_fn returned "
                 f"{_tree.described(new_buffers)} where the new buffers belong, "
                 f"{_tree.described(buffers)}. Likely cause: `return loss, aux`. Fix: `return loss, "
-                "new_buffers, aux`, or `return loss, buffers, aux` where nothing changes them."
+                "new_buffers, aux`, or `return loss, buffers, aux` if nothing changes them."
             )
         leaves = _tree.matching_leaves(
             buffers, new_buffers, "buffers", "new_buffers", _ONE_SHAPE, flat=self.buffers
@@ -361,13 +364,14 @@ class ValueAndGrad:
 
 
 _ONE_SHAPE = (
-    "A skipped step returns the one, an applied step the other, so both must match. If the first "
-    "forward of a module gives the buffer its shape, call the module once before `make_functional`."
+    "A skipped step returns the old buffers and an applied step the new ones, so both must match. "
+    "If the first forward of a module gives the buffer its shape, call the module once before "
+    "`make_functional`."
 )
 
 
 def _parameters(tensors: Leaves) -> Leaves:
-    """Leaves over the memory of parameters, which isinstance takes for an nn.Parameter."""
+    """Return leaves over the memory of parameters that pass `isinstance(leaf, nn.Parameter)`."""
     if set(map(type, tensors)) == {Tensor}:
         kind, requires_grad = itertools.repeat(nn.Parameter), itertools.repeat(True)
         return list(map(private.make_subclass, kind, tensors, requires_grad))
@@ -380,13 +384,13 @@ def _parameters(tensors: Leaves) -> Leaves:
 
 
 def _gradients(loss: Tensor, inputs: Leaves) -> tuple[Tensor | None, ...]:
-    """`torch.autograd.grad(loss, inputs, allow_unused=True)` without its checks of each input."""
+    """`torch.autograd.grad(loss, inputs, allow_unused=True)` without checking each input."""
     seed, once = (torch.ones_like(loss),), (False, False)
     return private.run_backward((loss,), seed, *once, tuple(inputs), True, accumulate_grad=False)
 
 
 def _backward(loss: Tensor, inputs: Leaves, on_grad: Callable[[int, Tensor], None]) -> None:
-    """Hand over each gradient as the backward makes it; zeros of what the loss does not use."""
+    """Hand over each gradient as the backward makes it; zeros for an unused input."""
     taken: set[int] = set()
 
     def take(index: int, leaf: Tensor) -> None:
@@ -396,7 +400,7 @@ def _backward(loss: Tensor, inputs: Leaves, on_grad: Callable[[int, Tensor], Non
         on_grad(index, donation.take_ownership(found)[0])  # type: ignore[arg-type]
 
     for index, leaf in enumerate(inputs):
-        leaf.grad = None  # of a backward inside of loss_fn
+        leaf.grad = None  # a backward inside of loss_fn may have set it
         leaf.register_post_accumulate_grad_hook(functools.partial(take, index))
     torch.autograd.backward(loss, inputs=inputs)
     for index in reversed(range(len(inputs))):
@@ -405,14 +409,14 @@ def _backward(loss: Tensor, inputs: Leaves, on_grad: Callable[[int, Tensor], Non
 
 
 def _recordable(leaves: Leaves) -> Leaves:
-    """Tensors made under inference_mode as copies that autograd takes; all others as they are."""
+    """Replace tensors made under inference_mode by copies that autograd accepts."""
     if _tree.are_tensors(leaves) and not any(map(Tensor.is_inference, leaves)):
         return leaves
     return [_tree.recordable(leaf) for leaf in leaves]
 
 
 def _like_buffers(returned: Any, buffers: Tree) -> bool:
-    """Whether it can be meant for the new buffers: of their kind, with a name in common."""
+    """Return True if it may be meant as the new buffers: the same kind, with a name in common."""
     if isinstance(buffers, dict):
         return isinstance(returned, dict) and (
             not returned or any(name in buffers for name in returned)

@@ -23,7 +23,7 @@ from ._torch import private
 from ._torch.donation import can_write
 from ._tree import tree as _tree
 from ._tree.mismatch import check_equal, key_of, kind_of
-from ._tree.tree import Tree
+from ._tree.tree import Tree, TreeT
 
 Path: TypeAlias = str | os.PathLike[str]
 P = ParamSpec("P")
@@ -111,7 +111,7 @@ def _to_state_dict(tree: Tree, name: str) -> dict[str, Any]:
 
 
 @_within_depth
-def from_state_dict(d: Mapping[str, Any], like: Tree) -> Tree:
+def from_state_dict(d: Mapping[str, Any], like: TreeT) -> TreeT:
     """Equal to the `tree` of `d = to_state_dict(tree)`, in fresh memory, on the devices of `like`.
     Syncs with the host to read the version.
 
@@ -221,7 +221,7 @@ def save(path: Path, tree: Tree) -> None:
 
 
 @_within_depth
-def load(path: Path, like: Tree) -> Tree:
+def load(path: Path, like: TreeT) -> TreeT:
     """Equal to `from_state_dict(torch.load(path, weights_only=True), like)`: the tree that `save`
     wrote. Syncs with the host and the disk.
 

@@ -22,7 +22,7 @@ from .._torch.autocast import outside_autocast
 from .._torch.tracing import traced
 from .._tree import scalars
 from .._tree import tree as _tree
-from .._tree.tree import Leaves, Tree
+from .._tree.tree import Leaves, Tree, TreeT
 
 T = TypeVar("T")
 
@@ -67,12 +67,12 @@ def all_reduce_found_inf(found_inf: Tensor | bool, group: Any = None) -> Tensor:
 
 @outside_autocast()
 def all_reduce_grads(
-    grads: Tree,
+    grads: TreeT,
     group: Any = None,
     bucket_size_mb: float = 25,
     check: bool = True,
     donate: bool = False,
-) -> Tree:
+) -> TreeT:
     """Equal to `tree_map(lambda *g: sum(g) / len(g), *(grads on rank for rank in group))`, on every
     rank, from one reduction per bucket. Syncs with the host if `check`.
 

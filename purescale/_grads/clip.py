@@ -21,7 +21,7 @@ from .._torch.metadata_cache import dtypes
 from .._tree import tree as _tree
 from .._tree.leaves import Normalized, normalize
 from .._tree.scalars import as_float, bound, short_repr
-from .._tree.tree import Tree
+from .._tree.tree import Tree, TreeT
 
 
 class Clip(NamedTuple):
@@ -113,12 +113,12 @@ def inf_where_skipped(measured: Any, skip: Tensor) -> Any:
 
 @outside_autocast()
 def clip_by_global_norm(
-    grads: Tree,
+    grads: TreeT,
     max_norm: float | Tensor,
     norm_type: float = 2.0,
     donate: bool = False,
     group: Any = None,
-) -> tuple[Tree, Tensor]:
+) -> tuple[TreeT, Tensor]:
     """Equal to `grads = tree_map(lambda g: g * min(1, max_norm / (norm + 1e-6)), grads)`, with the
     norm before clipping.
 
@@ -225,7 +225,7 @@ def check_grad_norm(norm: Tensor) -> None:
 
 
 @outside_autocast()
-def clip_by_value(grads: Tree, clip_value: float | Tensor, donate: bool = False) -> Tree:
+def clip_by_value(grads: TreeT, clip_value: float | Tensor, donate: bool = False) -> TreeT:
     """Equal to `tree_map(lambda g: g.clamp(-clip_value, clip_value), grads)`.
 
     Args:

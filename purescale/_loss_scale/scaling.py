@@ -23,10 +23,10 @@ from .._torch.metadata_cache import cached
 from .._tree import scalars
 from .._tree import tree as _tree
 from .._tree.leaves import elsewhere, normalize, unsupported_reason
-from .._tree.tree import Tree
+from .._tree.tree import Tree, TreeT
 
 
-def scale_loss(scaler: HasScale, loss: Tree) -> Tree:
+def scale_loss(scaler: HasScale, loss: TreeT) -> TreeT:
     """Equal to `loss.float() * scaler.scale` (float64 stays float64), so a half loss cannot
     overflow here.
 
@@ -64,8 +64,8 @@ def scale_loss(scaler: HasScale, loss: Tree) -> Tree:
 
 @outside_autocast()
 def unscale_and_check(
-    scaler: HasScale, grads: Tree, donate: bool = False, group: Any = None
-) -> tuple[Tree, Tensor]:
+    scaler: HasScale, grads: TreeT, donate: bool = False, group: Any = None
+) -> tuple[TreeT, Tensor]:
     """Equal to `grads = tree_map(lambda g: g.float() / scaler.scale, grads)` and
     `found_inf = not all(isfinite(grads))`.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,9 @@ from .._step.decide import Outcome, decide
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import host_can_read
 from .._tree import tree as _tree
-from .._tree.tree import Tree
+from .._tree.tree import Tree, TreeT
+
+State = TypeVar("State")  # of an optimizer
 
 
 class Stepped(NamedTuple):
@@ -36,12 +38,12 @@ class Stepped(NamedTuple):
 @outside_autocast()
 def maybe_step(
     optimizer: Optimizer,
-    params: Tree,
+    params: TreeT,
     grads: Tree,
-    opt_state: Any,
+    opt_state: State,
     found_inf: Tensor | bool,
     donate: bool = False,
-) -> tuple[Tree, Any]:
+) -> tuple[TreeT, State]:
     """Equal to `select(found_inf, (params, opt_state), optimizer.step(params, grads, opt_state))`.
 
     Args:

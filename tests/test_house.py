@@ -139,6 +139,18 @@ def test_a_room_says_what_it_is_for_and_re_exports_nothing(room):
     assert ast.get_docstring(parsed(f"{room}/__init__.py"))
 
 
+@pytest.mark.parametrize(
+    "room", sorted({room_of(n) for n in FILES if n.startswith("_") and "/" in n})
+)
+def test_what_a_room_says_that_it_may_import_is_below_it_and_holds_what_it_imports(room):
+    text = ast.get_docstring(parsed(f"{room}/__init__.py"))
+    said = set(re.findall(r"`(_\w+)`", re.search(r"May import: ([^.]*)\.", text).group(1)))
+    floor = next(index for index, rooms in enumerate(FLOORS) if room in rooms)
+    files = [name for name in FILES if room_of(name) == room]
+    used = {room_of(other) for name in files for other in imported(name)} - {room}
+    assert used <= said <= set().union(*FLOORS[:floor])
+
+
 # From the stage `flatten` on a leaf is a dense, real, strided tensor of this rank.
 AFTER_FLATTEN = [
     "_grads/grad_stats.py",

@@ -7,5 +7,5 @@ Entry: `rules.DynamicScale` and its kin, `headroom.HeadroomScale`; `scaling.scal
 `scaling.unscale_and_check`, `scaling.check_scaler`; `rule_protocol.call_rule`, how a step calls a
 rule.
 Hands on: a state with a `scale`, `rules.ScalerState` or `headroom.HeadroomState`.
-May import: `_grads`, `_distributed`, `_tree`, `_torch`; not `_optim`.
+May import: `_grads`, `_distributed`, `_tree`, `_torch`.
 """

@@ -8,5 +8,6 @@ Entry: `train_step.train_step`; by hand `value_and_grad.value_and_grad`, then
 `optimizer_step.unscale_and_step` or `optimizer_step.maybe_step`.
 Hands on: the next `train_step.TrainState` and a `step_info.StepInfo`; between the stages
 `microbatches.WindowGrads` and `decide.Outcome`. Settings travel as `step_options.StepOptions`.
-May import: every room but `_reports`, `interop` and `testing`.
+May import: `_loss_scale`, `_grads`, `_batch_norm`, `_optim`, `_module`, `_distributed`, `_tree`,
+`_torch`.
 """

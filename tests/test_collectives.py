@@ -348,7 +348,7 @@ def _bn_failures(rank):
     once = [torch.randn(4, 1, 8, 8)] * 2
     with pytest.raises(
         ValueError if rank else RuntimeError,
-        match="once only" if rank else "failed on another rank",
+        match="iterated only once" if rank else "failed on another rank",
     ):
         ps.precise_bn(
             apply, params, buffers, iter(once) if rank else once, normalize="sequential", **settings

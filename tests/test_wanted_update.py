@@ -125,12 +125,19 @@ def test_masters_hold_what_is_wanted_and_half_weights_do_not(kind):
     assert row.quality == pytest.approx(1, abs=1e-2)
 
 
+def bare(optimizer):
+    return optimizer
+
+
 @pytest.mark.parametrize(
-    ("around", "dtype"),
-    [(lambda optimizer: optimizer, torch.bfloat16), (ps.with_master_weights, torch.float32)],
+    ("around", "within", "dtype"),
+    [
+        (bare, ps.with_master_weights, torch.bfloat16),
+        (ps.with_master_weights, bare, torch.float32),
+    ],
 )
-def test_of_a_partition_it_is_that_of_each_part(around, dtype):
-    parts = {"sgd": made("SGD"), "adamw": ps.with_master_weights(made())}
+def test_of_a_partition_it_is_that_of_each_part(around, within, dtype):
+    parts = {"sgd": made("SGD"), "adamw": within(made())}
     optimizer = around(ps.partition(parts, lambda name, p: "sgd" if p.ndim == 2 else "adamw"))
     params, grads, state = begun(optimizer, dtype)
     found = ps.wanted_update(optimizer, params, grads, state)

@@ -91,6 +91,7 @@ def a_job(optimizer, rule=RULE, **settings):
     return ps.init_train_state(params, buffers, optimizer, rule), step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0, "on_nonfinite": "drop_microbatch"}])
 @pytest.mark.parametrize("number", [1, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)

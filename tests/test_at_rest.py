@@ -290,6 +290,7 @@ def test_any_sequence_of_changes_leaves_all_as_before(names, mapped):
     assert torch.equal(*outs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EAGER)
 def test_nothing_that_a_forward_keeps_of_its_arguments_stays_alive(name):
     _, apply, (params, buffers, x) = functional()

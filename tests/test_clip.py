@@ -77,6 +77,7 @@ SIMILAR = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forced", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sizes", [[700], [2**18], [2**20 + 7], [2**17 + 513] * 4, [300] * 1000])
@@ -318,6 +319,7 @@ def test_clipping_an_expanded_gradient_donated_is_safe():
     assert ps.clip_by_value([torch.ones(1).expand(3)], 0.5, donate=True)[0].tolist() == [0.5] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", [ps.clip_by_global_norm, ps.clip_by_value])
 @pytest.mark.parametrize("value", [-1.0, 0.0, math.nan])
 @pytest.mark.parametrize("compiled", [False, True])
@@ -459,6 +461,7 @@ def _everything_of_parts(rank):
     _steps_of_parts(rank)
 
 
+@pytest.mark.slow
 def test_a_norm_over_ranks_that_hold_other_parts_is_that_of_the_whole_model():
     in_processes(_everything_of_parts)
 

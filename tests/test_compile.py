@@ -144,6 +144,7 @@ def allocated(code):
     return sum(math.prod(map(int, shape)) == math.prod(WEIGHT) for shape in shapes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [pytest.param({}, marks=pytest.mark.slow), {"max_norm": 1.0}])
 def test_a_donated_compiled_step_writes_in_place_and_allocates_nothing_but_the_gradient(settings):
     state, step, data = linear(donate=True, **settings)

@@ -145,6 +145,7 @@ def test_a_guard_judges_it():
     check(step, state, VECTORS, (1, 4), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_buffers_go_through_the_microbatches_in_order():
     def loss_fn(params, buffers, microbatch):
         loss = (params["w"] * microbatch * buffers["n"]).sum()
@@ -212,6 +213,7 @@ WINDOWS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -283,6 +285,7 @@ def test_one_tensor_may_stand_in_several_places_of_a_state():
     check(lambda *a, **k: step(*a, **k), state, VECTORS, (1, 4))
 
 
+@pytest.mark.slow
 def test_what_the_loss_closes_over_and_what_is_missing_among_the_parameters():
     factor = torch.tensor([2.0, 3.0, 4.0])
 

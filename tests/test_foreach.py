@@ -167,6 +167,7 @@ FORMATS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", HOW[::5])
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("name", ["AdamW", "RMSprop"])
@@ -231,6 +232,7 @@ def test_a_maybe_step_is_few_operators_whatever_the_number_of_tensors(name, sett
     assert counts[10] <= 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SGD", "RMSprop", "Adadelta", "ASGD", "NAdam", "RAdam", "Adamax"])
 @pytest.mark.parametrize("lr", ["schedule", "tensor", "state"])
 def test_a_rate_that_is_data_is_not_read(name, lr):

@@ -40,6 +40,7 @@ def images(index, count=1):
     return [batch(10 * index + i) for i in range(count)]
 
 
+@pytest.mark.slow
 @each
 @pytest.mark.parametrize("microbatches", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_compiled_is_one_graph_without_recompiling_over_overflow_and_growth(name, microbatches):

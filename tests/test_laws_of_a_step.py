@@ -696,6 +696,7 @@ def test_a_bound_that_is_none_is_no_overflow_of_the_scale(rule, retries):
     assert same_bits(skipped, state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["AdamW", "NAdam"])
 def test_a_compiled_step_decides_by_the_same_flag(name):
     params = {str(n): torch.ones(n % 40 + 1) for n in range(20)}

@@ -208,6 +208,7 @@ def graphs_of_operator(name):
     return backend.frame_count
 
 
+@pytest.mark.slow
 @each_operator
 def test_an_operator_of_changing_length_is_two_graphs_with_the_numbers_of_eager_torch_func(name):
     assert graphs_of_operator(name) == 2
@@ -259,6 +260,7 @@ def test_eager_calls_never_look_for_the_kernels(name, replaced):
         torch.compile(derivative(name), fullgraph=True, backend="eager")(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DROPOUTS)
 @pytest.mark.parametrize("p", [0.0, 1.0])
 def test_a_dropout_of_nothing_and_of_all(name, p):

@@ -499,6 +499,7 @@ def overflowing(scale):
 # ---- compiled, vmapped, differentiated
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["drop_window", "drop_microbatch"])
 def test_a_compiled_window_agrees_without_recompiling(policy):
     """To 1e-5: fused arithmetic."""

@@ -230,6 +230,7 @@ def test_one_that_raises_on_nan_cannot_be_skipped():
         assert_optimizer(RefusesNan(), quirks=["reads", "compile", "vmap"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer",
     [

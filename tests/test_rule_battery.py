@@ -317,12 +317,14 @@ class ForeseesTooMuch(Foresees):
         return Kept(scale, super().update(state, bad, amax).count)
 
 
+@pytest.mark.slow
 def test_a_rule_that_takes_amax_is_given_one():
     assert_scale_rule(Foresees())
     with pytest.raises(AssertionError, match=r"law `finite`[^$]*amax +nan"):
         assert_scale_rule(ForeseesTooMuch())
 
 
+@pytest.mark.slow
 def test_a_quirk_is_let_through_and_must_be_seen():
     assert_scale_rule(ByThirds(), quirks=["power_of_two"])
     with pytest.raises(AssertionError, match="keeps power_of_two, which quirks says it breaks"):

@@ -82,6 +82,7 @@ def loaded(folder, in_shards, rank):
     assert_close(whole(step(state, 4, way)), step(expected, 4), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"), [((2, True), (3, True)), ((2, True), (1, False)), ((1, False), (2, True))]
 )

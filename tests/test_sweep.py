@@ -118,6 +118,7 @@ def test_many_compiled_functions_over_one_body_keep_to_their_own_optimizers(coun
         agrees(build(optimizer), optimizer, count)
 
 
+@pytest.mark.slow
 def test_classes_take_turns_in_one_compiled_function():
     compiled = compile(lambda *arguments: ps.maybe_step(*arguments))
     classes = [
@@ -154,6 +155,7 @@ def test_a_schedule_that_reads_a_cell_sees_what_is_in_it(count):
         agrees(compiled, optimizer, count)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "count"),
     [*((name, FEW) for name in ("AdamW", "RMSprop", "ASGD", "Adadelta", "Muon")), ("AdamW", MANY)],
@@ -174,6 +176,7 @@ def test_a_rate_in_the_state_is_one_graph_for_every_rate(name, count):
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "count"), [*((name, FEW) for name in ("AdamW", "RMSprop", "NAdam")), ("AdamW", MANY)]
 )
@@ -196,6 +199,7 @@ def test_settings_in_the_state_are_one_graph_for_every_value(name, count):
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 def test_an_ensemble_with_a_cosine_and_a_weight_decay_a_member_equals_a_run_for_each():
     """Vmapped and compiled, in one graph, against optimizers made with those numbers."""
 
@@ -324,6 +328,7 @@ def test_an_ensemble_with_a_rate_a_member_equals_a_run_for_each_rate():
     assert len({round(loss, 4) for loss in info.loss.tolist()}) == 3
 
 
+@pytest.mark.slow
 def test_two_models_with_the_same_names_take_turns_in_one_compiled_loss():
     def loss(apply, params, buffers, x, y):
         return F.cross_entropy(apply(params, buffers, x)[0], y)

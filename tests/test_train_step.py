@@ -624,6 +624,7 @@ def aliasing_job(loss_fn, buffers):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["eager", "compiled"])
 @pytest.mark.parametrize(
     "new_buffers",

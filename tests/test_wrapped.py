@@ -126,6 +126,7 @@ def _as_with_torch(rank):
         assert not same_bits(told[0], dict(net().named_parameters()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_run_is_that_of_torchs_scalers_under_ddp_fsdp2_and_hsdp(ranks):
     """Windows, a short last one, an overflow of one rank; scales are the same numbers."""

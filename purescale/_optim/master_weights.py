@@ -43,7 +43,7 @@ def with_master_weights(optimizer: Optimizer) -> MasterOptimizer:
     """Equal to `masters, inner = optimizer.step(masters, grads.float(), inner)`, `params =
     masters.to(dtype)`, where `masters` are float32 and never leave the state.
 
-    A bfloat16 weight has 8 bits, so an update of less than 1/256 of it is lost when it is added:
+    A bfloat16 weight has 8 bits, so an update of less than 1/512 of it is lost when it is added:
     AdamW at a rate of 1e-3 never moves a weight of 1.0. Masters have 24 bits. The state stores only
     the 16 bits that a bfloat16 parameter lacks (4 bytes in all, not 6), and after any number of
     steps `master_weights(params, opt_state)` has the bits of a float32 run on the same gradients.

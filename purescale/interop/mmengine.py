@@ -50,7 +50,7 @@ def rule(
 ) -> torch_amp.TorchAmpScale | FixedAmpScale:
     """Equal to the scaler of `AmpOptimWrapper(loss_scale=loss_scale)`.
 
-    For ApexOptimWrapper see `interop.apex.initialize`, which takes all of its arguments.
+    For ApexOptimWrapper see `interop.apex.initialize`, which takes its arguments of precision.
 
     Args:
         loss_scale: "dynamic", a float, or a dict of GradScaler's arguments.

@@ -12,10 +12,7 @@ from purescale._torch import tracing
 torch.set_num_threads(1)
 
 settings.register_profile(
-    "default",
-    deadline=None,
-    max_examples=50,
-    suppress_health_check=[HealthCheck.too_slow],
+    "default", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile("ci", settings.get_profile("default"), derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")

@@ -116,7 +116,7 @@ def _rank(rank: int, port: int, body: Any, count: int, patience: float) -> None:
 
 
 class OldDouble(torch.autograd.Function):
-    """Of the older form, without setup_context, which torch.func does not take."""
+    """A function of the older form, without setup_context. torch.func does not take it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

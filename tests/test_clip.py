@@ -60,7 +60,7 @@ def test_the_norm_agrees_with_float64(tree, norm_type):
     )
 
 
-@pytest.mark.parametrize("size", [1e30, 1e-20, 3e38])
+@pytest.mark.parametrize("size", [1e30, 1e-20, 1e-30, 3e38])
 def test_clipping_is_that_of_float64_where_squares_overflow_or_vanish(size):
     mirror = torch.zeros(4, dtype=torch.float64, requires_grad=True)
     mirror.grad = torch.full((4,), size).double()

@@ -130,18 +130,17 @@ def test_no_two_files_have_one_name():
     assert len(set(names)) == len(names)
 
 
-@pytest.mark.parametrize(
-    "room", sorted({room_of(n) for n in FILES if n.startswith("_") and "/" in n})
-)
+ROOMS = sorted({room_of(name) for name in FILES if name.startswith("_") and "/" in name})
+
+
+@pytest.mark.parametrize("room", ROOMS)
 def test_a_room_says_what_it_is_for_and_re_exports_nothing(room):
     body = parsed(f"{room}/__init__.py").body
     assert len(body) == 1
     assert ast.get_docstring(parsed(f"{room}/__init__.py"))
 
 
-@pytest.mark.parametrize(
-    "room", sorted({room_of(n) for n in FILES if n.startswith("_") and "/" in n})
-)
+@pytest.mark.parametrize("room", ROOMS)
 def test_what_a_room_says_that_it_may_import_is_below_it_and_holds_what_it_imports(room):
     text = ast.get_docstring(parsed(f"{room}/__init__.py"))
     said = set(re.findall(r"`(_\w+)`", re.search(r"May import: ([^.]*)\.", text).group(1)))

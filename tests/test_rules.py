@@ -216,7 +216,9 @@ def test_floor_and_ceiling_survive_a_pytree_round_trip(rule, steps):
     lowest = rule.init()._replace(scale=torch.tensor(rule.min_scale))
     highest = rule.init()._replace(scale=torch.tensor(rule.max_scale))
     for _ in range(max(steps, rule.hysteresis)):
-        lowest = rule.update(pytree.tree_map(torch.clone, lowest), torch.tensor(True))
+        turned = pytree.tree_map(torch.clone, lowest)
+        lowest = rule.update(turned, torch.tensor(True))
+        assert same_bits(lowest, rule.update(turned, torch.tensor(True)))
     for _ in range(steps):
         grown = torch.full_like(highest.growth_tracker, rule.growth_interval - 1)
         turned = pytree.tree_map(torch.clone, highest._replace(growth_tracker=grown))
@@ -367,6 +369,10 @@ def test_a_foreign_state_is_refused_while_tracing(name):
 @pytest.mark.parametrize("name", ["DynamicScale", "HeadroomScale", "DeepSpeedScale"])
 def test_the_look_for_a_foreign_state_adds_nothing_to_a_graph(name, monkeypatch):
     rule, own = STATES[name]
+    compiled = torch.compile(rule.update, fullgraph=True, backend="eager")
+    assert same_bits(compiled(own, *told(rule)), rule.update(own, *told(rule)))
+    mapped = torch.vmap(lambda s: rule.update(s, *told(rule)))(stack([own, own]))
+    assert type(mapped) is type(own)
 
     def operators():
         graph = make_fx(lambda *given: rule.update(*given))(own, *told(rule)).graph

@@ -1,6 +1,4 @@
-"""What a type checker, and so a user's editor, knows of a call: a tree comes back as the type that
-went in.
-"""
+"""The types that an editor sees: a tree comes back as the type that went in."""
 
 import re
 import subprocess
@@ -53,7 +51,7 @@ CALLS = {
 
 @pytest.fixture(scope="module")
 def complaints(tmp_path_factory):
-    """What mypy says of a line for each call, by call."""
+    """Return the error that mypy gives for each call, or None, by call."""
     program = tmp_path_factory.mktemp("types") / "program.py"
     lines = [f"assert_type({call}, {kind})\n" for call, kind in CALLS.items()]
     program.write_text(PROGRAM + "".join(lines))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import timm
 import torch
+import torch.nn.functional as F
 import transformers
 import x_transformers as x
 from torch import Tensor, nn
@@ -635,6 +636,30 @@ SEVERAL = [
     ),
 ]
 ARCHITECTURES = [*DECODERS, *ENCODERS, *TRANSLATORS, *VISION, *TIMM, *FILM, *SOUND, *SEVERAL]
+
+
+def enable_checkpointing(model: Any) -> bool:
+    """Enable the model's own checkpointing. Return False if it has none."""
+    if getattr(model, "supports_gradient_checkpointing", False):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return True
+    try:
+        model.set_grad_checkpointing(True)
+    except (AttributeError, AssertionError):
+        return False
+    return True
+
+
+def loss_of(out: Any) -> Tensor:
+    """Return the loss that a model returned, or the cross entropy of logits, which models of timm
+    return.
+    """
+    if not isinstance(out, Tensor):
+        loss: Tensor = out.loss
+        return loss
+    if not out.dim():
+        return out
+    return F.cross_entropy(out.float(), torch.arange(len(out)) % out.shape[1])
 
 
 class Refused(NamedTuple):

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers import same_bits, tensors
 from torch.utils.checkpoint import checkpoint
 
@@ -18,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("x_transformers")
 pytest.importorskip("timm")
 
-from architectures import ARCHITECTURES, REFUSED  # noqa: E402
+from architectures import ARCHITECTURES, REFUSED, enable_checkpointing, loss_of  # noqa: E402
 
 # x-transformers calls torch.jit.script when it is imported; no concern of this package. Of the two
 # names, transformers 5.0 has only the older one.
@@ -64,15 +63,6 @@ def trained(architecture, functional):
             rule=rule,
         )
     return state
-
-
-def loss_of(out):
-    """The loss that a model returns, or the cross entropy of the logits that a model of timm
-    returns.
-    """
-    if not isinstance(out, torch.Tensor):
-        return out.loss
-    return F.cross_entropy(out.float(), torch.arange(len(out))) if out.dim() else out
 
 
 def called(function, *args, **kwargs):
@@ -186,18 +176,6 @@ def test_autocast_has_the_bits_of_torch_autocast(architecture, functional):
     with torch.autocast("cpu", torch.bfloat16):
         theirs = evaluated(architecture.make(), **architecture.inputs())
     assert same_bits(tensors(ours), [t.float() if t.is_floating_point() else t for t in theirs])
-
-
-def enable_checkpointing(model):
-    """Whether the model has checkpointing of its own; it is on from now on."""
-    if getattr(model, "supports_gradient_checkpointing", False):
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        return True
-    try:
-        model.set_grad_checkpointing(True)
-    except (AttributeError, AssertionError):
-        return False
-    return True
 
 
 def test_its_own_checkpointing_changes_no_bit(architecture, functional, monkeypatch):

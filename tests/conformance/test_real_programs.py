@@ -13,7 +13,16 @@ pytest.importorskip("timm")
 pytest.importorskip("transformers")
 pytest.importorskip("x_transformers")
 
-from architectures import LLAMA, SIDE, TIMM_VIT, VOCABULARY, from_config, from_timm
+from architectures import (
+    LLAMA,
+    SIDE,
+    TIMM_VIT,
+    VOCABULARY,
+    enable_checkpointing,
+    from_config,
+    from_timm,
+    loss_of,
+)
 
 # Its older name, which transformers 5.0 has alone.
 pytestmark = pytest.mark.filterwarnings(
@@ -27,14 +36,15 @@ def llama(checkpointing=True):
     torch.manual_seed(0)
     model = from_config("Llama", "ForCausalLM", LLAMA | {"use_cache": False}).train()
     if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        assert enable_checkpointing(model)
     return model
 
 
 def vit(checkpointing=True):
     torch.manual_seed(0)
     model = from_timm("vit_tiny_patch16_224", TIMM_VIT).train()
-    model.set_grad_checkpointing(checkpointing)
+    if checkpointing:
+        assert enable_checkpointing(model)
     return model
 
 
@@ -48,12 +58,6 @@ def images(generator):
     """The class of an image is the brightest of its three channels."""
     noise = torch.randn(4, 3, SIDE, SIDE, generator=generator)
     return {"x": noise + torch.eye(3)[torch.arange(4) % 3][:, :, None, None]}
-
-
-def loss_of(out):
-    if not isinstance(out, torch.Tensor):
-        return out["loss"]
-    return torch.nn.functional.cross_entropy(out, torch.arange(len(out)) % out.shape[1])
 
 
 PROGRAMS = pytest.mark.parametrize(

@@ -182,7 +182,8 @@ from ._step.value_and_grad import LossFn, value_and_grad
 
 from ._step.optimizer_step import maybe_step, unscale_and_step, Stepped
 
-from ._step.train_step import init_train_state, train_step, TrainState
+from ._step.train_state import init_train_state, TrainState
+from ._step.train_step import train_step
 from ._step.step_info import StepInfo, stack_infos
 from ._step.spike_guard import Guard, SpikeGuard, SpikeState, check_guard
 

@@ -16,7 +16,8 @@ from .._torch.dtypes import saturating, wide_dtype, widest_float
 from .._torch.private import listops
 from .._torch.tracing import host_can_read, is_on_a_graph, traced, under_transform
 from .._tree import tree as _tree
-from .._tree.leaves import dense, normalize
+from .._tree.gradients import as_gradients
+from .._tree.leaves import dense
 from .._tree.scalars import as_float, short_repr, whole
 from .._tree.tree import Leaves, Tree
 
@@ -132,7 +133,7 @@ def accumulate_grads(
     """
     leaves, structure = _tree.flatten(accum.grads)
     given = _leaves_for(accum, grads, leaves, structure)
-    flat = normalize(
+    flat = as_gradients(
         [
             torch.zeros_like(mean) if gradient is None and mean is not None else gradient
             for gradient, mean in zip(given, leaves, strict=True)
@@ -141,10 +142,10 @@ def accumulate_grads(
     checked = as_weight("weight is", weight, accum.weight)
     if found_inf is None:
         one = torch.ones((), dtype=torch.float32, device=accum.weight.device)
-        bad = measure(flat, one, scaled=False).nonfinite
+        bad = measure(flat, one).nonfinite
     else:
         bad = _tree.flag(found_inf, like=accum.weight)
-    means = normalize(leaves)
+    means = as_gradients(leaves)
     owned = donate and can_write(means.tensors, [*flat.tensors, *accum[1:]])
     # torch 2.11 cannot trace `_replace`.
     added = add(AccumState(means.tensors, *accum[1:]), flat.tensors, checked, bad, in_place=owned)
@@ -172,7 +173,9 @@ def add(
     counted = torch.where(good, weight, 0)
     share = _share(counted, accum.weight)
     return AccumState(
-        grads=convex_sum(accum.grads, new, share, good, scale=scale, in_place=in_place),
+        grads=weighted_sum(
+            accum.grads, new, share, good, keep=1 - share, scale=scale, in_place=in_place
+        ),
         weight=accum.weight + counted,
         found_inf=accum.found_inf | bad,
         num_good=accum.num_good + good,
@@ -181,47 +184,64 @@ def add(
     )
 
 
-def convex_sum(
-    means: list[Tensor],
+def weighted_sum(
+    sums: list[Tensor],
     new: list[Tensor],
-    share: Tensor,
-    good: Tensor,
+    share: float | Tensor,
+    good: bool | Tensor,
     *,
+    keep: Tensor | None = None,
     scale: Tensor | None = None,
     in_place: bool,
+    on_graph: bool | None = None,
 ) -> list[Tensor]:
-    """Return `means * (1 - share) + new / scale * share` if `good`, else `means`.
+    """Return `sums * keep + new / scale * share` if `good`, else `sums`. None leaves a factor out.
 
-    The textbook `means + (new - means) * share` overflows on opposite signs. `share` is 0-d, and 0
-    if not `good`.
+    `share` is a number only if `good` is True. `on_graph`: a derivative is taken; None if that is
+    unknown. The textbook `sums + (new - sums) * share` would overflow on opposite signs.
     """
-    listed = not (traced() or is_on_a_graph([*means, *new, share]))
-    if not listed or any(mean.dtype not in foreach.ADDED_AS_LISTS for mean in means):
-        sums = [_convex(*pair, share, good, scale) for pair in zip(means, new, strict=True)]
+    if on_graph is None:
+        given = [share] if isinstance(share, Tensor) else []
+        on_graph = traced() or is_on_a_graph([*sums, *new, *given])
+    if on_graph or any(total.dtype not in foreach.ADDED_AS_LISTS for total in sums):
+        pairs = zip(sums, new, strict=True)
+        totals = [_weighted(*pair, share, good, keep, scale) for pair in pairs]
         if in_place and not under_transform():
-            return [mean.copy_(total) for mean, total in zip(means, sums, strict=True)]
+            return [total.copy_(other) for total, other in zip(sums, totals, strict=True)]
+        return totals
+    sums = sums if in_place else foreach.clone(sums)
+    on_host = not isinstance(share, Tensor) or host_can_read([share], sums)
+    if not sums or (on_host and not bool(good)):
         return sums
-    means = means if in_place else foreach.clone(means)
-    on_host = host_can_read([good], means)
-    if not means or (on_host and not bool(good)):
-        return means
     with torch.no_grad():
         new = new if scale is None else foreach.divide(new, scale)
         if on_host:
-            known = share.item()
-            listops.mul_(means, 1 - known)
-            listops.add_(means, new, alpha=known)
+            if keep is not None:
+                listops.mul_(sums, keep.item())
+            listops.add_(sums, new, alpha=share.item() if isinstance(share, Tensor) else share)
         else:
-            foreach.multiply(means, 1 - share, in_place=True)
-            foreach.add_where_(means, new, share, good)
-    return means
+            if keep is not None:
+                foreach.multiply(sums, keep, in_place=True)
+            foreach.add_where_(sums, new, share, good)  # type: ignore[arg-type]
+    return sums
 
 
-def _convex(mean: Tensor, new: Tensor, share: Tensor, good: Tensor, scale: Tensor | None) -> Tensor:
-    wide = wide_dtype(mean.dtype)
+def _weighted(
+    total: Tensor,
+    new: Tensor,
+    share: float | Tensor,
+    good: bool | Tensor,
+    keep: Tensor | None,
+    scale: Tensor | None,
+) -> Tensor:
+    """Return `weighted_sum` of one tensor, for a derivative, a compiler or a narrow sum."""
+    wide = wide_dtype(total.dtype)
     added = new.to(wide) if scale is None else new.to(wide) / scale.to(wide)
-    added = torch.where(good, added, 0) * share.to(wide)
-    return saturating(mean.to(wide) * (1 - share).to(wide) + added, mean.dtype)
+    if isinstance(good, Tensor):
+        added = torch.where(good, added, 0)
+    added = added * (share.to(wide) if isinstance(share, Tensor) else share)
+    kept = total.to(wide) if keep is None else total.to(wide) * keep.to(wide)
+    return saturating(kept + added, total.dtype)
 
 
 def _share(weight: Tensor, others: Tensor) -> Tensor:
@@ -310,10 +330,12 @@ def merge_accum(a: AccumState, b: AccumState, donate: bool = False) -> AccumStat
     """
     why = "The halves of one window must belong to the same params."
     leaves, others, structure = _tree.matching_leaves(a.grads, b.grads, "a.grads", "b.grads", why)
-    means, new = normalize(leaves), normalize(others)
+    means, new = as_gradients(leaves), as_gradients(others)
     owned = donate and can_write(means.tensors, [*new.tensors, *a[1:], *b[1:]])
     share = _share(b.weight, a.weight)
-    merging = convex_sum(means.tensors, new.tensors, share, b.weight > 0, in_place=owned)
+    merging = weighted_sum(
+        means.tensors, new.tensors, share, b.weight > 0, keep=1 - share, in_place=owned
+    )
     merged = AccumState(
         grads=structure.unflatten(means.restore(merging)),
         weight=a.weight + b.weight,

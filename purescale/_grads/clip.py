@@ -19,7 +19,7 @@ from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write
 from .._torch.metadata_cache import dtypes
 from .._tree import tree as _tree
-from .._tree.leaves import Normalized, normalize
+from .._tree.gradients import Gradients, as_gradients
 from .._tree.scalars import as_float, bound, short_repr
 from .._tree.tree import Tree, TreeT
 
@@ -99,12 +99,12 @@ def factor_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
     return torch.float64 if torch.float64 in dtypes(tensors) else torch.float32
 
 
-def inf_where_skipped(measured: Any, skip: Tensor) -> Any:
+def inf_where_skipped(measured: Tensor | None, skip: Tensor) -> Tensor | None:
     """Return the norm or amax that a step reports: inf or NaN if the step is skipped, also if the
     cause is a dropped microbatch or another rank.
     """
-    if not isinstance(measured, Tensor):
-        return measured
+    if measured is None:
+        return None
     return torch.where(skip, measured.clamp(min=math.inf), measured)
 
 
@@ -162,10 +162,8 @@ def clip_by_global_norm(
         if not _tree.tensors(grads) and isinstance(group, dist.ProcessGroup):
             device = torch.device(private.object_device(group))
     one = torch.ones((), dtype=torch.float32, device=device)
-    flat = normalize(leaves)
-    stats = measure(
-        _magnitudes(flat, norm_type), one, scaled=False, norm_type=norm_type, norm_group=group
-    )
+    flat = as_gradients(leaves)
+    stats = measure(_magnitudes(flat, norm_type), one, norm_type=norm_type, norm_group=group)
     measured: Any = stats.norm
     factor = clip_factor(measured, max_norm).to(factor_dtype(flat.tensors))
     in_place = donate and can_write(flat.tensors, [max_norm])
@@ -178,13 +176,13 @@ def clip_by_global_norm(
     return clipped, norm
 
 
-def _magnitudes(flat: Normalized, norm_type: float) -> Normalized:
+def _magnitudes(flat: Gradients, norm_type: float) -> Gradients:
     """Return the tensors whose norm is that of the gradients: the magnitudes of complex numbers.
     For p = 2 their real and imaginary parts give the same norm.
     """
     if norm_type == 2 or flat.dense_real:
         return flat
-    pairs = zip(flat.tensors, flat.present_originals, strict=True)
+    pairs = zip(flat.tensors, flat.present_likes, strict=True)
     tensors = [
         torch.view_as_complex(tensor).abs() if origin.is_complex() else tensor
         for tensor, origin in pairs
@@ -254,7 +252,7 @@ def clip_by_value(grads: TreeT, clip_value: float | Tensor, donate: bool = False
     leaves, structure = _tree.flatten(grads)
     _tree.check_gradients(grads, leaves)
     check_ordered(grads, leaves)
-    flat = normalize(leaves)
+    flat = as_gradients(leaves)
     in_place = donate and can_write(flat.tensors, [clip_value])
     clipped = structure.unflatten(
         flat.restore(foreach.clamp(flat.tensors, limit, in_place=in_place))

@@ -17,7 +17,7 @@ from .._torch.dtensor import any_dtensor
 from .._torch.dtypes import saturating
 from .._torch.metadata_cache import elements
 from .._torch.tracing import PLAIN_TYPES, host_can_read, is_on_a_graph, traced
-from .._tree.leaves import Normalized
+from .._tree.gradients import Gradients
 
 
 class GradStats(NamedTuple):
@@ -27,27 +27,33 @@ class GradStats(NamedTuple):
     nonfinite_on_host: bool | None  # the same, if the host can read it
     norm: Tensor | None  # of the unscaled gradients; None if not asked for
     norm_on_host: float | None  # the same, if the host can read it
-    amax: Any  # float32 []: the largest unscaled magnitude; () if not asked for
+    amax: Tensor | None  # float32 []: the largest unscaled magnitude; None if not asked for
 
 
 def measure(
-    grads: Normalized,
+    grads: Gradients,
     scale: Tensor,
     *,
-    scaled: bool,
     norm_type: float | None = None,
     amax: bool = False,
+    of_sum: bool = False,
     group: Any = None,
     norm_group: Any = None,
 ) -> GradStats:
-    """Return the stats of `grads`. `scaled`: they are still scaled by `scale`.
+    """Return the stats of `grads` over their scale. `scale`: that of the loss, also if they are
+    unscaled by now; gradients are not finite if it is 0, negative, inf or NaN.
 
     On a CPU in eager mode the sum of squares is read, and the exact way is taken only if that sum
-    is not conclusive. On an accelerator and while tracing no value is read. `group`: the ranks that
+    is not conclusive. On an accelerator and while tracing no value is read.
+
+    `of_sum`: they are a sum, in which inf and -inf give NaN or inf, depending on the order of the
+    terms; their norm is then inf. `group`: the ranks that
     decide together; a `train_step` has reduced the gradients before it measures them. `norm_group`:
     the ranks that hold other parts of the model; the stats are those of all parts.
     """
-    tensors, divisor = grads.tensors, scale if scaled else torch.ones_like(scale)
+    tensors, divisor = grads.tensors, grads.scale
+    if divisor is None:
+        divisor = torch.ones_like(scale)
     on_host = host_can_read([scale], tensors)
     squares: Tensor | None = None
     one_part = norm_group is None and not _is_sharded(grads)
@@ -55,7 +61,7 @@ def measure(
         squares = _squares(tensors, readable=on_host)
     if squares is not None and on_host and group is None:
         total, number = squares.item(), scale.item()
-        usable, number = 0 < number < math.inf, number if scaled else 1.0
+        usable, number = 0 < number < math.inf, 1.0 if grads.scale is None else number
         if usable and _sum_is_conclusive(tensors, total, number, norm=norm_type is not None):
             known = None if norm_type is None else math.sqrt(total) / number
             return GradStats(
@@ -63,7 +69,7 @@ def measure(
                 False,
                 None if known is None else torch.full_like(squares, known),
                 known,
-                _amax(local_stats(tensors, divisor, None), divisor) if amax else (),
+                _amax(local_stats(tensors, divisor, None), divisor) if amax else None,
             )
     stats = _exact_stats(grads, divisor, norm_type)
     if norm_group is not None:
@@ -72,29 +78,31 @@ def measure(
     if group is not None:
         nonfinite = all_reduce_found_inf(nonfinite, group)
     norm = None if stats.norm is None else _norm(tensors, stats.norm, squares, divisor)
+    if of_sum and norm is not None:
+        norm = norm.nan_to_num(math.inf, math.inf)
     on_host = on_host and not is_on_a_graph(tensors)  # the clip factor must keep its derivative
     return GradStats(
         nonfinite,
         bool(nonfinite) if on_host else None,
         norm,
         norm.item() if on_host and norm is not None else None,
-        _amax(stats, divisor, group) if amax else (),
+        _amax(stats, divisor, group) if amax else None,
     )
 
 
-def measure_amax(grads: Normalized, one: Tensor, group: Any = None) -> Tensor:
+def measure_amax(grads: Gradients, one: Tensor, group: Any = None) -> Tensor:
     """Return the largest magnitude of unscaled gradients. `one`: 1 on their device."""
     return _amax(_exact_stats(grads, one, None), one, group)
 
 
-def _exact_stats(grads: Normalized, divisor: Tensor, norm_type: float | None) -> LocalStats:
+def _exact_stats(grads: Gradients, divisor: Tensor, norm_type: float | None) -> LocalStats:
     if _is_sharded(grads):
-        return mesh_stats(grads.tensors, grads.present_originals, divisor, norm_type)
+        return mesh_stats(grads.tensors, grads.present_likes, divisor, norm_type)
     return local_stats(grads.tensors, divisor, norm_type)
 
 
-def _is_sharded(grads: Normalized) -> bool:
-    return not grads.dense_real and any_dtensor(grads.originals)
+def _is_sharded(grads: Gradients) -> bool:
+    return not grads.dense_real and any_dtensor(grads.likes)
 
 
 def _squares(tensors: Sequence[Tensor], *, readable: bool) -> Tensor | None:

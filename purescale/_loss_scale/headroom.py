@@ -17,7 +17,7 @@ from .._loss_scale.rule_protocol import check_state
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import saturating
 from .._tree import scalars, tree
-from .._tree.leaves import normalize
+from .._tree.gradients import as_gradients
 from .._tree.tree import Tree
 
 _LARGEST = 65504.0  # of float16
@@ -235,4 +235,4 @@ def grad_amax(grads: Tree, group: Any = None) -> Tensor:
     tree.check_gradients(grads, leaves)
     device = tree.device_of(grads, leaves, "grads")
     one = torch.ones((), dtype=torch.float32, device=device)
-    return measure_amax(normalize(leaves), one, group)
+    return measure_amax(as_gradients(leaves), one, group)

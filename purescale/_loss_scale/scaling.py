@@ -22,7 +22,8 @@ from .._torch.dtypes import wide_dtype
 from .._torch.metadata_cache import cached
 from .._tree import scalars
 from .._tree import tree as _tree
-from .._tree.leaves import elsewhere, normalize, unsupported_reason
+from .._tree.gradients import as_gradients
+from .._tree.leaves import elsewhere, unsupported_reason
 from .._tree.tree import Tree, TreeT
 
 
@@ -104,11 +105,11 @@ def unscale_and_check(
     leaves, structure = _tree.flatten(grads)
     _tree.check_gradients(grads, leaves)
     check_device(scaler.scale, grads, leaves, "grads")
-    flat = normalize(leaves)
+    flat = as_gradients(leaves)
     in_place = donate and can_write(flat.tensors, _tree.tensors(scaler))
     unscaled = foreach.divide(flat.tensors, scaler.scale, in_place=in_place)
     outputs = flat._replace(tensors=unscaled)
-    found_inf = measure(outputs, scaler.scale, scaled=False, group=group).nonfinite
+    found_inf = measure(outputs, scaler.scale, group=group).nonfinite
     result = structure.unflatten(flat.restore(unscaled))
     if donate:
         _tree.poison(grads, keep=(result, found_inf, scaler))

@@ -1,8 +1,7 @@
-"""The decision of a step (skip, unscale, clip) and the memory that an optimizer may overwrite."""
+"""The decision of a step: skip, or unscale and clip."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -26,17 +25,6 @@ class Decision(NamedTuple):
     prefactor: Tensor | None = None  # multiplied before that division; None for 1
 
 
-class Memory(NamedTuple):
-    """The memory that a step may overwrite."""
-
-    donate: bool = False  # parameters and state, after a check that nothing shares their memory
-    donate_grads: bool = False  # gradients, after the same check
-    may_overwrite_grads: bool = False  # gradients: the caller guarantees that nothing shares them
-    may_overwrite_state: bool = False  # parameters and state, with the same guarantee
-    read_only: Sequence[Tensor] = ()  # tensors that must not be overwritten
-
-
-FRESH = Memory()
 APPLY = Decision(skip=None, skip_on_host=False)
 
 

@@ -105,6 +105,7 @@ class Launch(NamedTuple):
     grads: list[Tensor]
     steps: list[Tensor]  # one per parameter; empty if the kernel counts no steps
     targets: list[list[Tensor]]  # the parameters, then each slot that the kernel names
+    owned: bool = False  # nobody else can see the gradients, so they may be overwritten
 
 
 def can_launch(params: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
@@ -125,16 +126,13 @@ def fused_update(
     settings: Settings,
     launch: Launch,
     decision: Decision,
-    *,
-    may_overwrite_grads: bool,
 ) -> None:
-    """Update `launch` in place unless the step is skipped. Its gradients are still scaled.
-
-    With `may_overwrite_grads` the kernel itself divides by the scale.
+    """Update `launch` in place unless the step is skipped. Its gradients are still scaled. If they
+    are owned, the kernel itself divides by the scale.
     """
     params = launch.targets[0]
-    grads, divisor = _ready(launch, decision, may_overwrite_grads=may_overwrite_grads)
-    launch = Launch(grads, launch.steps, launch.targets)
+    grads, divisor = _ready(launch, decision)
+    launch = launch._replace(grads=grads)
     skip = None if decision.skip_on_host is False else decision.skip
     found_inf = None if skip is None else skip.to(params[0].device, torch.float32)
     lr, numbers = settings["lr"], kernel.numbers(settings)
@@ -147,28 +145,26 @@ def fused_update(
             _launch(kernel, lr, numbers, launch, found_inf, divisor)
 
 
-def _ready(
-    launch: Launch, decision: Decision, *, may_overwrite_grads: bool
-) -> tuple[list[Tensor], Tensor | None]:
+def _ready(launch: Launch, decision: Decision) -> tuple[list[Tensor], Tensor | None]:
     """Return the gradients as the kernel takes them, and the divisor for the kernel or None.
 
     The kernel divides by a float32 number only, and overwrites the gradients with the result.
     """
-    params, grads, divisor = launch.targets[0], launch.grads, decision.divisor
+    params, grads, owned, divisor = launch.targets[0], launch.grads, launch.owned, decision.divisor
     if decision.prefactor is not None:
-        grads = foreach.multiply(grads, decision.prefactor, in_place=may_overwrite_grads)
-        may_overwrite_grads = not torch.compiler.is_compiling()
+        grads = foreach.multiply(grads, decision.prefactor, in_place=owned)
+        owned = not torch.compiler.is_compiling()
     dtype = params[0].dtype
     alike = dtypes(grads) == {dtype}
     ordered = have_one_order(grads, params)
     by_kernel = divisor is not None and decision.clip_value is None and alike and ordered
     by_kernel = by_kernel and dtype.itemsize >= 4 and divisor.dtype is torch.float32  # type: ignore[union-attr]
-    if by_kernel and (may_overwrite_grads or torch.compiler.is_compiling()):
+    if by_kernel and (owned or torch.compiler.is_compiling()):
         return grads, divisor
     if divisor is not None and divisor is not decision.scale:  # one division, as in the kernel
         decision = decision._replace(scale=divisor, factor=None)
     with torch.no_grad():
-        grads = foreach.cast(unscale_and_clip(grads, decision, in_place=may_overwrite_grads), dtype)
+        grads = foreach.cast(unscale_and_clip(grads, decision, in_place=owned), dtype)
     if have_one_order(grads, params):
         return grads, None
     return [
@@ -209,7 +205,7 @@ def _launch(
     found_inf: Tensor | None,
     divisor: Tensor | None,
 ) -> None:
-    grads, steps, targets = launch
+    grads, steps, targets, _ = launch
     if steps:  # even without a skip this takes an eighth of the time of listed additions
         private.masked_add_(steps, [torch.ones_like(steps[0])] * len(steps), 1.0, found_inf)
     kernel.launch(lr, numbers, grads, steps, targets, grad_scale=divisor, found_inf=found_inf)

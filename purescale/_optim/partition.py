@@ -8,16 +8,15 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .._optim.decision import APPLY, FRESH, Decision, Memory
+from .._optim.decision import APPLY, Decision
 from .._optim.opt_state import described, numbers_of
 from .._optim.protocol import Optimizer, as_conditional
 from .._optim.step_inputs import StepInputs, flatten_step
 from .._torch.autocast import outside_autocast
-from .._torch.donation import can_write_each
 from .._torch.dtensor import any_dtensor
 from .._torch.metadata_cache import cached, picked
 from .._tree import tree as _tree
-from .._tree.leaves import Normalized
+from .._tree.gradients import Gradients
 from .._tree.scalars import not_made
 from .._tree.tree import FlatDict, Leaves, Tree
 
@@ -130,15 +129,13 @@ class PartitionOptimizer:
             part.optimizer.check(part.inputs)
 
     def conditional_step(
-        self, inputs: StepInputs, decision: Decision, memory: Memory = FRESH
+        self, inputs: StepInputs, decision: Decision, *, in_place: bool = False
     ) -> tuple[Tree, dict[str, Any]]:
         """Make the decided step of each part, as in `Conditional`."""
-        parts = self.split(inputs)
-        memory = _of_all(inputs, parts, memory)
         params: dict[str, Any] = {}
         opt_state = {}
-        for key, optimizer, own in parts:
-            stepped = optimizer.conditional_step(own, decision, memory)
+        for key, optimizer, own in self.split(inputs):
+            stepped = optimizer.conditional_step(own, decision, in_place=in_place)
             stepped, opt_state[key] = own.restore(*stepped)
             params.update(stepped)
         return inputs.params_tree(list(map(params.get, inputs.names))), opt_state
@@ -154,7 +151,7 @@ class PartitionOptimizer:
                 "`opt_state = optimizer.init(params)`, or what the last step returned."
             )
         members = self._members(inputs.names, inputs.params)
-        every = () if inputs.dense_off_graph else (*inputs.params, *inputs.grads.originals)
+        every = () if inputs.dense_off_graph else (*inputs.params, *inputs.grads.likes)
         if any_dtensor(every):
             return [
                 Part(key, part, _part_of_dtensors(inputs, members[key], part, opt_state[key]))
@@ -254,18 +251,18 @@ def _part(inputs: StepInputs, members: Members, opt_state: Any, slots: range) ->
     )
 
 
-def _gradients(grads: Normalized, members: Members) -> Normalized:
+def _gradients(grads: Gradients, members: Members) -> Gradients:
     """Return the gradients of these parameters, or the empty ones if they are still to be made."""
-    if not grads.originals:
+    if not grads.likes:
         return grads
     if grads.dense_real:
         tensors = picked(grads.tensors, members.indices, members)
-        return Normalized(tensors, tensors, dense_real=True)
+        return grads._replace(tensors=tensors, likes=tensors)
     found = iter(grads.tensors)
-    every = [None if leaf is None else next(found) for leaf in grads.originals]
-    tensors = [every[index] for index in members.indices if every[index] is not None]
-    return Normalized(
-        tensors, [grads.originals[index] for index in members.indices], dense_real=False
+    every: Leaves = [None if like is None else next(found) for like in grads.likes]
+    return grads._replace(
+        tensors=[every[index] for index in members.indices if every[index] is not None],
+        likes=[grads.likes[index] for index in members.indices],
     )
 
 
@@ -274,28 +271,6 @@ def _part_of_dtensors(
 ) -> StepInputs:
     """Return the inputs of one part with DTensors, flattened for its own optimizer."""
     grads = None
-    if inputs.grads.originals:
+    if inputs.grads.likes:
         grads = _by_name(members, inputs.grads.restore(inputs.grads.tensors))
     return flatten_step(optimizer, _by_name(members, inputs.params), grads, opt_state)
-
-
-def _of_all(inputs: StepInputs, parts: list[Part], memory: Memory) -> Memory:
-    """Return the memory that each part may overwrite. It is compared over all parts, because a part
-    does not see what it shares with another.
-    """
-    donate, donate_grads, may_overwrite_grads, may_overwrite_state, read_only = memory
-    if may_overwrite_state or not (donate or donate_grads):
-        return memory
-    old = inputs.known or [
-        *inputs.named_params.values(),
-        *[tensor for part in parts for tensor in _tree.tensors(part.inputs.opt_state)],
-    ]
-    lists = [old] if may_overwrite_grads else [old, inputs.grads.tensors]
-    allowed = can_write_each(lists, read_only, dense_off_graph=inputs.dense_off_graph)
-    donate = donate and allowed[0]
-    return Memory(
-        donate=donate,
-        may_overwrite_grads=may_overwrite_grads or (donate_grads and allowed[-1]),
-        may_overwrite_state=donate,
-        read_only=read_only,
-    )

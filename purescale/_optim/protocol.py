@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .._optim.decision import FRESH, Decision, Memory, unscale_and_clip
+from .._optim.decision import Decision, unscale_and_clip
 from .._optim.step_inputs import StepInputs
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import traced
@@ -55,10 +55,10 @@ class Conditional(Protocol):
         """Refuse parameters and a state that do not belong together, before any work."""
 
     def conditional_step(
-        self, inputs: StepInputs, decision: Decision, memory: Memory = FRESH
+        self, inputs: StepInputs, decision: Decision, *, in_place: bool = False
     ) -> tuple[Tree, Any]:
-        """Return parameters and state after the decided step, in fresh memory, or in that of
-        `inputs` if `memory` allows it.
+        """Return parameters and state after the decided step, in fresh memory. With `in_place`,
+        the caller guarantees that nobody else holds the tensors of `inputs`: they are overwritten.
         """
 
 
@@ -82,14 +82,12 @@ class CalledOptimizer:
         """Do nothing: `step` makes its own checks."""
 
     def conditional_step(
-        self, inputs: StepInputs, decision: Decision, memory: Memory = FRESH
+        self, inputs: StepInputs, decision: Decision, *, in_place: bool = False
     ) -> tuple[Tree, Any]:
         """Make the decided step, as in `Conditional`."""
         if decision.skip_on_host:
-            return unchanged(inputs, donate=memory.donate)
-        grads = unscale_and_clip(
-            inputs.grads.tensors, decision, in_place=memory.may_overwrite_grads
-        )
+            return unchanged(inputs, in_place=in_place)
+        grads = unscale_and_clip(inputs.grads.tensors, decision, in_place=inputs.grads.owned)
         old = inputs.params_tree(inputs.params), inputs.opt_state
         trees = old[0], inputs.grads_tree(grads), old[1]
         with torch.set_grad_enabled(torch.is_grad_enabled() and (traced() or self.differentiable)):
@@ -98,15 +96,15 @@ class CalledOptimizer:
                 _tree.matching_leaves(old, stepped, "old", "new")
                 return _tree.copy_aliased(stepped, trees)
             skip: Any = decision.skip
-            return select.where(
-                skip, old, stepped, donate=memory.donate, read_only=memory.read_only
-            )
+            if in_place:  # what is read must not be a part of what is written
+                stepped = _tree.copy_aliased(stepped, old)
+            return select.where(skip, old, stepped, in_place=in_place)
 
 
-def unchanged(inputs: StepInputs, *, donate: bool) -> tuple[Tree, Any]:
-    """Return parameters and state of a skipped step: the given tensors if donated, else copies."""
+def unchanged(inputs: StepInputs, *, in_place: bool) -> tuple[Tree, Any]:
+    """Return parameters and state of a skipped step: the given tensors, or copies."""
     old = inputs.params_tree(inputs.params), inputs.opt_state
-    if not donate:
+    if not in_place:
         return _tree.clone(old)
     return _tree.map(
         lambda leaf: leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf,

@@ -25,7 +25,8 @@ from .._torch.foreach import same_memory_order
 from .._torch.metadata_cache import joined, part
 from .._torch.tracing import any_requires_grad, is_lazy
 from .._tree import tree as _tree
-from .._tree.leaves import Normalized, lookup, normalize
+from .._tree.gradients import Gradients, as_gradients
+from .._tree.leaves import is_constant, lookup
 from .._tree.tree import Flat, Leaves, Tree
 
 
@@ -43,7 +44,7 @@ class StepInputs(NamedTuple):
     structure: Any  # of the parameters
     names: list[str]  # of every leaf
     params: Leaves  # with None; the local shard of a DTensor if the optimizer is elementwise
-    grads: Normalized
+    grads: Gradients
     opt_state: Any
     named_params: dict[str, Any]  # the parameters that are tensors, by dotted name
     dense_off_graph: bool  # True if parameters, state and given gradients all are
@@ -57,6 +58,21 @@ class StepInputs(NamedTuple):
     def old(self) -> Leaves:
         """The tensors that a step of a class of torch updates: parameters, then slots."""
         return self.known or [*self.named_params.values(), *values_of(self.opt_state.slots)]
+
+    @property
+    def replaced(self) -> list[list[Tensor]]:
+        """The tensors of this rank that a step replaces: parameters and slots with their cached
+        metadata, if known, and the rest of the state.
+        """
+        if self.known:
+            state = self.opt_state
+            rest = [state.applied, *numbers_of(state)] if isinstance(state, OptState) else []
+            return [self.known, rest]
+        leaves = [*self.params, *_tree.flatten(self.opt_state)[0]]
+        return [
+            [dtensor.shard(leaf, on_graph=False) for leaf in leaves if not is_constant(leaf)],
+            [],
+        ]
 
     @property
     def all_places(self) -> dict[str, Place]:
@@ -74,7 +90,7 @@ class StepInputs(NamedTuple):
         """The dotted names of the gradients that are not None."""
         if self.grads.dense_real:
             return self.names
-        return list(present(self.names, self.grads.originals))
+        return list(present(self.names, self.grads.likes))
 
     @property
     def named_grads(self) -> dict[str, Any]:
@@ -138,7 +154,7 @@ def flatten_step(
     sharded = not dense_off_graph and dtensor.any_dtensor([*weights, *gradients])
     if not sharded or optimizer.elementwise is None:
         plain = given.dense_off_graph
-        normalized = Normalized(gradients, gradients, plain) if plain else normalize(gradients)
+        made = Gradients(gradients, gradients, plain) if plain else as_gradients(gradients)
         known: Leaves = []
         named = present(names, weights)
         if dense_off_graph and isinstance(opt_state, OptState):
@@ -147,7 +163,7 @@ def flatten_step(
         elif dense_off_graph and are_parts(opt_state):
             known = joined(weights, state)
         return StepInputs(
-            structure, names, weights, normalized, opt_state, named, dense_off_graph, known=known
+            structure, names, weights, made, opt_state, named, dense_off_graph, known=known
         )
     gradients = gradients or [None] * len(weights)
     for index, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
@@ -164,7 +180,7 @@ def flatten_step(
         structure,
         names,
         local,
-        normalize(gradients),
+        as_gradients(gradients),
         state.unflatten([dtensor.shard(leaf, on_graph=on_graph) for leaf in leaves]),
         present(names, local),
         dense_off_graph,

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec
 import torch
 from torch import Tensor
 
-from .._optim.decision import APPLY, FRESH, Decision, Memory, unscale_and_clip
+from .._optim.decision import APPLY, Decision, unscale_and_clip
 from .._optim.fused import Launch, can_launch, fused_update, kernel_of
 from .._optim.in_state import each_number, names_in_state
 from .._optim.opt_state import (
@@ -19,7 +19,6 @@ from .._optim.opt_state import (
     SlotLayout,
     Slots,
     checked_state_dict,
-    numbers_of,
     restored,
     slots_like,
     state_dict,
@@ -31,7 +30,6 @@ from .._optim.step_inputs import StepInputs, flatten_step, working_copies
 from .._optim.unfused import UnfusedStep, check_in_state
 from .._torch import foreach, private
 from .._torch.autocast import outside_autocast
-from .._torch.donation import can_write_each
 from .._torch.foreach import MAX_INLINE_LEAVES
 from .._torch.tracing import host_can_read, is_on_a_graph, traced, under_transform
 from .._tree import tree as _tree
@@ -200,46 +198,25 @@ class TorchOptimizer:
         self._groups.check_names(tuple(weights))
 
     def conditional_step(
-        self, inputs: StepInputs, decision: Decision, memory: Memory = FRESH
+        self, inputs: StepInputs, decision: Decision, *, in_place: bool = False
     ) -> tuple[Tree, OptState]:
         """Return parameters and state after the decided step, as in `Conditional`."""
         opt_state = inputs.opt_state
         if decision.skip_on_host:
-            return unchanged(inputs, donate=memory.donate)
+            return unchanged(inputs, in_place=in_place)
         lrs = self._groups.rates(opt_state.applied, opt_state.lr)
-        donate, donate_grads, may_overwrite_grads, in_place, read_only = memory
+        if in_place:  # a rate that is not in the state may share memory with a parameter
+            known = opt_state.lr
+            lrs = [r.clone() if isinstance(r, Tensor) and r is not known else r for r in lrs]
+        if self._can_fuse(inputs):
+            new_weights, new_slots = self._fused_step(inputs, decision, lrs, in_place=in_place)
+        else:
+            new_weights, new_slots = self._unfused_step(inputs, decision, lrs, in_place=in_place)
         # A captured CUDA graph needs its numbers at fixed addresses; the host captures nothing.
         captured = decision.skip_on_host is None and not self.differentiable
-        numbers_in_place = in_place and captured
-        if (donate or donate_grads) and not in_place:
-            old, grads = inputs.old, inputs.grads.tensors
-            numbers = [opt_state.applied, *numbers_of(opt_state)]
-            lr = opt_state.lr
-            others = [rate for rate in lrs if isinstance(rate, Tensor) and rate is not lr]
-            others += read_only
-            lists = (
-                [old] if may_overwrite_grads else [old, grads]
-            )  # gradients made here share no memory with anything
-            if captured:
-                lists.append(numbers)
-            else:
-                others += numbers
-            allowed = can_write_each(lists, others, dense_off_graph=inputs.dense_off_graph)
-            in_place = donate and allowed[0]
-            may_overwrite_grads = may_overwrite_grads or (donate_grads and allowed[1])
-            numbers_in_place = captured and in_place and allowed[-1]
-        if self._can_fuse(inputs):
-            new_weights, new_slots = self._fused_step(
-                inputs, decision, lrs, in_place=in_place, may_overwrite_grads=may_overwrite_grads
-            )
-        else:
-            grads = unscale_and_clip(inputs.grads.tensors, decision, in_place=may_overwrite_grads)
-            new_weights, new_slots = self._unfused_step(
-                inputs, decision, grads, lrs, in_place=in_place
-            )
-        applied, lr, hyper = self._numbers_after(opt_state, decision, in_place=numbers_in_place)
+        numbers = self._numbers_after(opt_state, decision, in_place=in_place and captured)
         params = inputs.params_tree(list(map(new_weights.get, inputs.names)))
-        return params, OptState(applied, new_slots, lr, hyper)
+        return params, OptState(numbers[0], new_slots, *numbers[1:])
 
     def _numbers_after(
         self, opt_state: OptState, decision: Decision, *, in_place: bool
@@ -289,7 +266,6 @@ class TorchOptimizer:
         lrs: list[Any],
         *,
         in_place: bool,
-        may_overwrite_grads: bool,
     ) -> tuple[dict[str, Tensor], Slots]:
         weights, slots = working_copies(inputs, in_place=in_place)
         grads = inputs.named_grads
@@ -300,9 +276,7 @@ class TorchOptimizer:
             known = not torch.compiler.is_dynamo_compiling() and weights is inputs.named_params
             targets = _weights(inputs) if known else list(weights.values())
             lists = targets, inputs.grads.tensors
-            self._launch(
-                weights, slots, grads, decision, lrs, lists, may_overwrite_grads=may_overwrite_grads
-            )
+            self._launch(weights, slots, grads, decision, lrs, lists, owned=inputs.grads.owned)
         return weights, slots
 
     def _launch_traced(
@@ -316,9 +290,7 @@ class TorchOptimizer:
     ) -> None:
         """Call `_launch` from a compiled step, which is guarded by `key`."""
         lists = list(weights.values()), list(grads.values())
-        self._launch(
-            weights, slots, grads, Decision(*decision), lrs, lists, may_overwrite_grads=False
-        )
+        self._launch(weights, slots, grads, Decision(*decision), lrs, lists, owned=False)
 
     def _launch(
         self,
@@ -329,7 +301,7 @@ class TorchOptimizer:
         lrs: list[Any],
         lists: tuple[list[Tensor], list[Tensor]],
         *,
-        may_overwrite_grads: bool,
+        owned: bool,
     ) -> None:
         """Update `weights` and `slots` in place, with one launch for each device and dtype. `lists`
         are all weights and all gradients, with their cached metadata.
@@ -347,10 +319,8 @@ class TorchOptimizer:
                     targets, sources = ([d[name] for name in some] for d in (weights, grads))
                 columns = [_column(slots, some, key, self._layout) for key in keys]
                 steps = [slots[name]["step"] for name in some if "step" in slots[name]]
-                launch = Launch(sources, steps, [targets, *columns])
-                fused_update(
-                    kernel, settings, launch, decision, may_overwrite_grads=may_overwrite_grads
-                )
+                launch = Launch(sources, steps, [targets, *columns], owned)
+                fused_update(kernel, settings, launch, decision)
 
     # ---- torch's own formula
 
@@ -358,11 +328,11 @@ class TorchOptimizer:
         self,
         inputs: StepInputs,
         decision: Decision,
-        grads: list[Tensor],
         lrs: list[Any],
         *,
         in_place: bool,
     ) -> tuple[dict[str, Tensor], Slots]:
+        grads = unscale_and_clip(inputs.grads.tensors, decision, in_place=inputs.grads.owned)
         weights, slots = inputs.named_params, inputs.opt_state.slots
         present = inputs.grad_names
         leaves = [leaf for leaf in inputs.local_grads(grads) if leaf is not None]

@@ -8,20 +8,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._optim.decision import APPLY, FRESH, Decision, Memory
+from .._optim.decision import APPLY, Decision
 from .._optim.opt_state import OptState, without_wrappers
 from .._optim.partition import PartitionOptimizer
 from .._optim.protocol import as_conditional, unchanged
 from .._optim.step_inputs import StepInputs, flatten_step, present
 from .._torch import dtensor, foreach
 from .._torch.autocast import outside_autocast
-from .._torch.donation import can_write_each
 from .._torch.dtensor import any_dtensor
 from .._torch.dtypes import HALF
 from .._torch.tracing import is_differentiated, traced
 from .._tree import select
 from .._tree import tree as _tree
-from .._tree.leaves import normalize
+from .._tree.gradients import as_gradients
 from .._tree.scalars import not_made
 from .._tree.tree import FlatDict, Tree
 
@@ -122,35 +121,24 @@ class Wrapper:
         self.conditional.check(self.stand_ins(inputs))
 
     def conditional_step(
-        self, inputs: StepInputs, decision: Decision, memory: Memory = FRESH
+        self, inputs: StepInputs, decision: Decision, *, in_place: bool = False
     ) -> tuple[Tree, Any]:
         """Make the decided step, as in `Conditional`."""
-        donate, donate_grads, may_overwrite_grads, in_place, read_only = memory
         if decision.skip_on_host:
-            return unchanged(inputs, donate=donate)
+            return unchanged(inputs, in_place=in_place)
         old = inputs.params_tree(inputs.params), inputs.opt_state
         leaves = _tree.flatten(old)[0]
         if traced():
             self._reject_derivatives([*leaves, *inputs.grads.tensors])
-        if traced() or any_dtensor(leaves):
-            params, state = self._stepped(
-                inputs, decision, may_overwrite_grads=may_overwrite_grads, write=False
-            )
+        sharded = any_dtensor(leaves)
+        if traced() or sharded:
+            params, state = self._stepped(inputs, decision, write=False)
             new = inputs.params_tree(params), state
-            if not donate or any_dtensor(leaves):
-                return new
-            return select.write_over(old, new, read_only)
-        if not in_place and (donate or donate_grads):
-            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-            allowed = can_write_each([tensors, inputs.grads.tensors], read_only)
-            in_place, may_overwrite_grads = (
-                donate and allowed[0],
-                may_overwrite_grads or (donate_grads and allowed[1]),
-            )
+            return select.write_over(old, new) if in_place and not sharded else new
         inputs = _off_graph(inputs, copy=not in_place)
         with torch.no_grad():
             for piece in self._pieces(inputs):
-                self._stepped(piece, decision, may_overwrite_grads=may_overwrite_grads, write=True)
+                self._stepped(piece, decision, write=True)
         return inputs.params_tree(inputs.params), inputs.opt_state
 
     def _reject_derivatives(self, leaves: Sequence[Any]) -> None:
@@ -166,20 +154,17 @@ class Wrapper:
             )
 
     def _stepped(
-        self, inputs: StepInputs, decision: Decision, *, may_overwrite_grads: bool, write: bool
+        self, inputs: StepInputs, decision: Decision, *, write: bool
     ) -> tuple[list[Any], Any]:
-        wide = self.widen(inputs)
-        given = grads = inputs.grads.tensors
+        wide, grads = self.widen(inputs), inputs.grads
         if self.widens_params:
             # Unscaling and clipping in half precision would lose bits that masters keep.
-            grads = [grad.float() if grad.dtype.itemsize < 4 else grad for grad in given]
-        made_here = all([new is not old for new, old in zip(grads, given, strict=True)])
-        wide = wide._replace(grads=inputs.grads._replace(tensors=grads))
-        may_overwrite_grads = may_overwrite_grads or (made_here and not traced())
-        memory = Memory(
-            donate=write, may_overwrite_grads=may_overwrite_grads, may_overwrite_state=write
-        )
-        stepped, state = self.conditional.conditional_step(wide, decision, memory)
+            tensors = [t.float() if t.dtype.itemsize < 4 else t for t in grads.tensors]
+            pairs = zip(tensors, grads.tensors, strict=True)
+            made_here = all([new is not old for new, old in pairs]) and not traced()
+            grads = grads._replace(tensors=tensors, owned=grads.owned or made_here)
+        wide = wide._replace(grads=grads)
+        stepped, state = self.conditional.conditional_step(wide, decision, in_place=write)
         skip = decision.skip if decision.skip_on_host is None else None
         old = inputs.params, inputs.opt_state
         new = self.narrow(inputs, skip, (_tree.flatten(stepped)[0], state), write=write)
@@ -212,7 +197,11 @@ class Wrapper:
                 FlatDict(tuple(params)),
                 list(params),
                 list(params.values()),
-                normalize([_cut(grads[name], whole[name], span) for name, span in cut.items()]),
+                as_gradients(
+                    [_cut(grads[name], whole[name], span) for name, span in cut.items()],
+                    inputs.grads.scale,
+                    owned=inputs.grads.owned,
+                ),
                 _state_of(inputs.opt_state, inputs, cut, last=number == len(cuts) - 1),
                 params,
                 inputs.dense_off_graph,

@@ -18,7 +18,7 @@ from .._step.step_options import StepOptions
 from .._step.value_and_grad import MicrobatchResult, ValueAndGrad
 from .._torch import private
 from .._tree import tree as _tree
-from .._tree.leaves import normalize
+from .._tree.gradients import as_gradients
 from .._tree.select import choose
 from .._tree.tree import Leaves
 
@@ -91,7 +91,7 @@ class RegionCaller:
             out = value_and_grad.traced(inputs, scale, before, batch)
             _check_aux(out.aux)
             with_it = mean.resumed(state, scale, weights)
-            counts = with_it.add(0, normalize(out.grads))
+            counts = with_it.add(0, as_gradients(out.grads, scale))
             after = keep_buffers_if_dropped(counts, before, out.buffers)
             return [out.loss, *after, *with_it.state, *with_it.overflows]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +11,19 @@ from torch import Tensor
 from .._grads.clip import Clip, clip_factor, clip_factor_on_host, factor_dtype, inf_where_skipped
 from .._grads.measure import GradStats
 from .._optim.decision import Decision
+from .._step.spike_guard import call_guard
+from .._tree import tree as _tree
+from .._tree.gradients import Gradients
+from .._tree.tree import Leaves
+
+
+class Verdict(NamedTuple):
+    """The verdict of a guard on a step."""
+
+    old: Leaves  # the state of the guard before and after, in one order
+    new: Leaves
+    structure: Any
+    bad: Tensor  # bool []: the step is rejected
 
 
 class Outcome(NamedTuple):
@@ -19,42 +31,54 @@ class Outcome(NamedTuple):
 
     decision: Decision
     found_inf: Tensor  # bool []: the step is skipped, for any reason
-    # before clipping; not finite if the step is skipped, unless a guard alone skips it; ()
+    # before clipping; not finite if the step is skipped, unless a guard alone skips it; None
     # without max_norm
-    grad_norm: Any
-    grad_amax: Any  # likewise; () if not asked for
-    rejected: Any = ()  # bool []: a guard alone skips the step; () without a guard
+    grad_norm: Tensor | None
+    grad_amax: Tensor | None  # likewise; None if not asked for
+    rejected: Tensor | None = None  # bool []: a guard alone skips the step; None without a guard
+
+
+def judge(
+    guard: Any, state: Any, loss: Tensor, norm: Tensor | None, grads: Gradients
+) -> Verdict | None:
+    """Call the guard with the loss and norm that `StepInfo` reports; None without a guard."""
+    if guard is None:
+        return None
+    reported: Any = () if norm is None else norm.to(factor_dtype(grads.tensors))
+    new, bad = call_guard(guard, state, loss, reported)
+    pair = _tree.matching_leaves(state, new, "state.guard", "the state that the guard returned")
+    return Verdict(*pair, bad)
 
 
 def decide(
     stats: GradStats,
     clip: Clip,
-    scale: Tensor | None,
-    grads: Sequence[Tensor],
+    grads: Gradients,
     must_skip: Tensor | None = None,
-    bad: Tensor | None = None,
+    verdict: Verdict | None = None,
 ) -> Outcome:
-    """Decide whether to skip the step, and by what to divide the gradients. `scale`: their loss
-    scale, or None if they are unscaled.
+    """Decide whether to skip the step, and by what to divide the gradients.
 
     A step is skipped if its gradients are not finite, if a bound is 0, negative or NaN, or if
-    `must_skip` is True: for its weights, a microbatch or another rank. `bad`: a guard rejects the
-    step. If the host can read the values, numbers that follow from the norm are Python numbers;
+    `must_skip` is True: for its weights, a microbatch or another rank. `verdict`: of the guard.
+    If the host can read the values, numbers that follow from the norm are Python numbers;
     otherwise they are tensors that are never read.
     """
+    bad = None if verdict is None else verdict.bad
     causes = [~(bound.to(stats.nonfinite.device) > 0) for bound in clip.bounds]
     if must_skip is not None:
         causes.append(must_skip)
     if stats.nonfinite_on_host is not None and all([bound.is_cpu for bound in clip.bounds]):
         other_cause = any([bool(cause) for cause in causes])
-        return _decide_on_host(stats, clip, scale, grads, other_cause, bad)
+        return _decide_on_host(stats, clip, grads, other_cause, bad)
     failed = stats.nonfinite
     for cause in causes:
         failed = failed | cause
     found_inf = failed if bad is None else failed | bad
-    factor, divisor, prefactor, norm = None, scale, None, ()
+    scale = grads.scale
+    factor, divisor, prefactor, norm = None, scale, None, None
     if clip.max_norm is not None:
-        dtype = factor_dtype(grads)
+        dtype = factor_dtype(grads.tensors)
         exact: Any = stats.norm
         norm = exact.to(dtype)
         if not _is_unbounded(clip):
@@ -68,7 +92,7 @@ def decide(
                 torch.where(fits, one, factor),
             )
     decision = Decision(found_inf, None, scale, factor, clip.value, divisor, prefactor)
-    rejected = () if bad is None else bad & ~failed
+    rejected = None if bad is None else bad & ~failed
     amax = inf_where_skipped(stats.amax, failed)
     return Outcome(decision, found_inf, inf_where_skipped(norm, failed), amax, rejected)
 
@@ -76,22 +100,22 @@ def decide(
 def _decide_on_host(
     stats: GradStats,
     clip: Clip,
-    scale: Tensor | None,
-    grads: Sequence[Tensor],
+    grads: Gradients,
     other_cause: bool,
     bad: Tensor | None,
 ) -> Outcome:
     failed = stats.nonfinite_on_host or other_cause
     rejects = bad is not None and not failed and bool(bad)
-    rejected = () if bad is None else torch.full_like(stats.nonfinite, rejects)
+    rejected = None if bad is None else torch.full_like(stats.nonfinite, rejects)
     skipped = other_cause or rejects
     found_inf = torch.ones_like(stats.nonfinite) if skipped else stats.nonfinite
-    norm: Any = () if stats.norm is None else stats.norm.to(factor_dtype(grads))
+    norm: Any = None if stats.norm is None else stats.norm.to(factor_dtype(grads.tensors))
     if failed or rejects:
         decision, amax = Decision(found_inf, True), stats.amax
         if failed:
             norm, amax = _inf_if_finite(norm), _inf_if_finite(amax)
         return Outcome(decision, found_inf, norm, amax, rejected)
+    scale = grads.scale
     factor, divisor = None, scale
     if clip.max_norm is not None and not _is_unbounded(clip):
         wide = clip_factor_on_host(stats.norm_on_host, float(clip.max_norm))  # type: ignore[arg-type]
@@ -108,5 +132,5 @@ def _is_unbounded(clip: Clip) -> bool:
     return not isinstance(clip.max_norm, Tensor) and clip.max_norm == math.inf
 
 
-def _inf_if_finite(measured: Any) -> Any:
-    return measured.clamp(min=math.inf) if isinstance(measured, Tensor) else measured
+def _inf_if_finite(measured: Tensor | None) -> Tensor | None:
+    return None if measured is None else measured.clamp(min=math.inf)

@@ -20,91 +20,59 @@ from .._batch_norm.bn_stats import (
 from .._batch_norm.capture import CaptureBatchNorm, layers_of, named_calls
 from .._distributed.buckets import Reduction, mean_divisor, reduction_of
 from .._distributed.process_group import all_reduce
-from .._grads.accumulate import AccumState, add, as_weight, init_accum, is_weight
-from .._grads.measure import GradStats, measure
+from .._grads.accumulate import (
+    AccumState,
+    add,
+    as_weight,
+    init_accum,
+    is_weight,
+    weighted_sum,
+)
+from .._grads.measure import measure
 from .._step.compiled_window import RegionCaller, can_repeat, keep_buffers_if_dropped
-from .._step.step_options import StepOptions
+from .._step.memory import Memory
+from .._step.step_options import FlatState, StepOptions
 from .._step.value_and_grad import ValueAndGrad
-from .._torch import foreach, private
+from .._torch import private
 from .._torch.dtypes import wide_dtype, widest_float
 from .._torch.private import listops
 from .._torch.tracing import host_can_read, traced
 from .._tree import tree as _tree
-from .._tree.leaves import Normalized, lookup, normalize
+from .._tree.gradients import Gradients, as_gradients
+from .._tree.leaves import lookup
 from .._tree.scalars import as_float
 from .._tree.tree import Flat, Leaves, Tree
+
+
+class WindowFlags(NamedTuple):
+    """The overflows of a window, on this rank or on all of a group."""
+
+    overflow: Tensor  # bool []: a microbatch with a weight overflowed; the scale follows it
+    # bool []: fewer may overflow at a lower scale, because the loss of what overflowed is finite
+    retryable: Tensor
+    num_overflowed: Tensor
+    must_skip: Tensor | None  # bool []: for any mean; None if the mean alone decides
 
 
 class WindowGrads(NamedTuple):
     """The results of the microbatches of a step, on this rank or on all of a group."""
 
-    grads: Normalized  # the mean
-    scaled: bool  # the gradients are still scaled
-    stats: GradStats | None  # of the mean; None before the reduction over a group
+    grads: Gradients  # the mean
     loss: Tensor  # the mean over the microbatches that count
-    must_skip: Tensor | None  # bool []: for any mean; None if the mean alone decides
-    overflow: Tensor  # bool []: a microbatch with a weight overflowed; the scale follows it
-    # bool []: fewer may overflow at a lower scale, because the loss of what overflowed is finite
-    retryable: Tensor
-    num_overflowed: Tensor
     buffers: Leaves
     aux: tuple[Any, ...]
-    seen: list[Tensor]  # the tensors of the microbatches
+    flags: WindowFlags | None  # of the microbatches; None if only the mean is measured
+    counted: Tensor | None = None  # bool []: a microbatch has a weight
+    curable: Tensor | None = None  # bool []: an overflow of the mean is retryable
     divisor: Tensor | None = None  # of this rank's mean in that of a group; inf without a weight
     reduction: Reduction | None = None  # on its way to the other ranks
-    nan: float | None = None  # sent in place of a NaN of this rank; None: sent as it is
-
-
-# ---- two ways to average -------------------------------------------------------------------------
-
-
-def add_share(
-    sums: list[Tensor] | None,
-    new: list[Tensor],
-    share: float | Tensor,
-    counts: bool | Tensor,
-    *,
-    is_traced: bool,
-) -> list[Tensor] | None:
-    """Return `sums + new * share`, at least in float32, if it `counts`. None is an empty sum. The
-    shares sum to 1, so the sum does not overflow.
-    """
-    if counts is False:
-        return sums
-    if is_traced or isinstance(share, Tensor):
-        return _add_unread(sums, new, share, counts, is_traced=is_traced)
-    if sums is None:
-        sums = [t.to(wide_dtype(t.dtype)) if t.dtype.itemsize < 4 else t for t in new]
-        listops.mul_(sums, share)  # in place: the step owns the gradients of a microbatch
-    else:
-        listops.add_(sums, new, alpha=share)
-    return sums
-
-
-def _add_unread(
-    sums: list[Tensor] | None,
-    new: list[Tensor],
-    share: float | Tensor,
-    counts: bool | Tensor,
-    *,
-    is_traced: bool,
-) -> list[Tensor]:
-    sums = sums or [torch.zeros_like(n, dtype=wide_dtype(n.dtype)) for n in new]
-    if isinstance(share, Tensor) and not is_traced:
-        foreach.add_where_(sums, new, share, counts)  # type: ignore[arg-type]
-        return sums
-    wide = [n.to(total.dtype) for total, n in zip(sums, new, strict=True)]
-    if counts is not True:
-        wide = [torch.where(counts, n, 0) for n in wide]  # type: ignore[arg-type]
-    factors = [share.to(n.dtype) if isinstance(share, Tensor) else share for n in wide]
-    return [total + n * f for total, n, f in zip(sums, wide, factors, strict=True)]
 
 
 # ---- the window ----------------------------------------------------------------------------------
 
 
 def accumulate_microbatches(
-    options: StepOptions, params: Flat, buffers: Flat, scaler: Flat, microbatches: list[Any]
+    options: StepOptions, flat: FlatState, microbatches: list[Any], memory: Memory
 ) -> WindowGrads:
     """Return the weighted mean of the microbatches' gradients and losses, and the buffers after
     them.
@@ -112,14 +80,12 @@ def accumulate_microbatches(
     With a group, losses and flags are those of all its ranks; gradients and buffers are still to be
     reduced.
     """
-    sent_with = buffers.leaves
+    buffers = flat.buffers
     once = options.bn_update == "window" and bool(buffers.tree)
     if once:
         check_flat_buffers(buffers.tree)
     if not (once and layers_of(buffers.tree)):
-        return _accumulate(
-            options, options.loss_fn, params, buffers, scaler, microbatches, sent_with
-        )
+        return _accumulate(options, options.loss_fn, flat, microbatches, memory, buffers.leaves)
     momenta: dict[str, float] = {}
 
     def loss_and_stats(params: Tree, carried: Tree, microbatch: Any) -> Any:
@@ -141,7 +107,8 @@ def accumulate_microbatches(
 
     # The statistics travel with the buffers, so that a dropped microbatch leaves both unchanged.
     carrying = _tree.flatten_once((buffers.tree, init_bn_stats(buffers.tree)))
-    window = _accumulate(options, loss_and_stats, params, carrying, scaler, microbatches, sent_with)
+    flat = flat._replace(buffers=carrying)
+    window = _accumulate(options, loss_and_stats, flat, microbatches, memory, buffers.leaves)
     carried, stats = carrying.structure.unflatten(window.buffers)
     known: Mapping[str, float | Tensor] = momenta
     if options.group is not None:
@@ -152,23 +119,25 @@ def accumulate_microbatches(
 def _accumulate(
     options: StepOptions,
     loss_fn: Any,
-    params: Flat,
-    buffers: Flat,
-    scaler: Flat,
+    flat: FlatState,
     microbatches: list[Any],
+    memory: Memory,
     sent_with: Leaves,
 ) -> WindowGrads:
+    params, buffers, scaler = flat.params, flat.buffers, flat.scaler
     # gradients from other ranks have no graph
     differentiable = options.optimizer.differentiable and options.group is None
-    value_and_grad = ValueAndGrad(params, buffers, scaler, loss_fn, differentiable=differentiable)
+    value_and_grad = ValueAndGrad(
+        params, buffers, scaler, loss_fn, memory.given, differentiable=differentiable
+    )
     scale: Tensor = scaler.tree.scale
     weights = _weights(options, microbatches, scale)
-    mean = _Mean(options, weights, scale, is_traced=value_and_grad.is_traced)
+    mean = _Mean(options, weights, value_and_grad)
     reduction = _reduction(options, weights, params, sent_with) if mean.is_summed else None
     carried, last = buffers.leaves, len(microbatches) - 1
     repeated = None
     if can_repeat(options, value_and_grad, carried, len(microbatches)):
-        mean.start(value_and_grad)
+        mean.start()
         # Copies, because the inputs of a region must not share memory.
         repeated, carried = RegionCaller(mean, value_and_grad), [leaf.clone() for leaf in carried]
     losses: list[Tensor] = []
@@ -176,70 +145,51 @@ def _accumulate(
     for index, microbatch in enumerate(microbatches):
         counts = weights.counts[index]
         if reduction is not None and index == last:
-            out = value_and_grad(carried, microbatch, _taker(reduction, value_and_grad, mean))
+            out = value_and_grad(carried, microbatch, on_grad=_sender(reduction, options, mean))
             carried = keep_buffers_if_dropped(counts, carried, out.buffers)
         elif repeated is not None and _tree.are_tensors(private.pytree.tree_leaves(microbatch)):
             out = repeated(index, carried, microbatch)
             carried = out.buffers
         else:
-            out = value_and_grad(carried, microbatch)
-            counts = mean.add(index, normalize(out.grads))
+            out = value_and_grad(carried, microbatch, owned=mean.takes_memory)
+            counts = mean.add(index, as_gradients(out.grads, scale))
             carried = keep_buffers_if_dropped(counts, carried, out.buffers)
         losses.append(out.loss)
         aux += tuple(out.aux)
         del out  # so that the next gradients reuse its memory
-    grads = mean.mean()
-    if grads is None:
-        grads = normalize([] if reduction is not None else value_and_grad.zeros())
-    grads = grads._replace(tensors=lookup(grads.tensors)[0])
-    stats = None if options.group is not None else mean.measured(grads)
+    grads = as_gradients([], scale) if reduction is not None else mean.mean()
     facts = _summary(weights, losses, mean.overflows, options, scale)
-    return WindowGrads(
-        grads=grads,
-        scaled=mean.is_summed,
-        stats=stats,
-        buffers=carried,
-        aux=aux,
-        seen=value_and_grad.seen,
-        reduction=reduction,
-        nan=mean.nan,
-        **facts,
-    )
+    return WindowGrads(grads=grads, buffers=carried, aux=aux, reduction=reduction, **facts)
 
 
 class _Mean:
     """The mean gradients of a window: those of a single microbatch unchanged, of several a scaled
-    sum, or a running mean if each microbatch is checked.
+    sum, or an unscaled running mean if each microbatch is checked.
     """
 
     def __init__(
-        self, options: StepOptions, weights: _Weights, scale: Tensor, *, is_traced: bool
+        self, options: StepOptions, weights: _Weights, value_and_grad: ValueAndGrad
     ) -> None:
-        self.options, self.weights, self.scale = options, weights, scale
+        self.options, self.weights, self.value_and_grad = options, weights, value_and_grad
+        self.scale, self.is_traced = value_and_grad.scale, value_and_grad.is_traced
         self.is_single = len(weights.counts) == 1 and options.group is None
         self.is_summed = self.is_single or options.on_nonfinite == "drop_window"
-        self.is_traced = is_traced
-        self.flat: Normalized | None = None  # restores leaves from tensors
         self.sums: list[Tensor] | None = None
         self.accum: AccumState | None = None
-        self.overflows: list[Tensor] = []  # of each measured microbatch, or of the mean
+        self.overflows: list[Tensor] = []  # of each microbatch that was measured
 
     @property
-    def nan(self) -> float | None:
-        """The value that a NaN of this rank is sent as; None if no norm is measured. It is inf for
-        several microbatches, as in `measured`.
-        """
-        if self.options.clip.norm_type is None and not self.options.takes_amax:
-            return None
-        return math.nan if len(self.weights.counts) == 1 else math.inf
+    def takes_memory(self) -> bool:
+        """True if the next gradients become the mean themselves, and are not only read."""
+        return self.is_summed and self.sums is None
 
-    def start(self, value_and_grad: ValueAndGrad) -> None:
+    def start(self) -> None:
         """Start with a mean of 0 that has the tensors of every later one."""
-        self.flat = normalize(value_and_grad.zeros())
+        zeros = as_gradients(self.value_and_grad.zeros()).tensors
         if self.is_summed:
-            self.sums = self.flat.tensors
+            self.sums = zeros
         else:
-            self.accum = init_accum(self.flat.tensors)
+            self.accum = init_accum(zeros)
 
     @property
     def state(self) -> list[Tensor]:
@@ -261,25 +211,23 @@ class _Mean:
         """Return a mean with this state, whose microbatches all have the weight `weighed`."""
         number = len(self.weights.counts)
         weights = _Weights(*[value if value is None else [value] * number for value in weighed])  # type: ignore[arg-type]
-        new = _Mean(self.options, weights, scale, is_traced=True)
-        new.flat = self.flat
+        new = _Mean(self.options, weights, self.value_and_grad)
+        new.scale = scale
         new.state = state
         return new
 
-    def add(self, index: int, grads: Normalized) -> bool | Tensor:
+    def add(self, index: int, grads: Gradients) -> bool | Tensor:
         """Average gradients in. Return whether their microbatch counts for the buffers."""
-        self.flat = self.flat or grads
         counts, new = self.weights.counts[index], grads.tensors
         if self.is_single:
             self.sums = new
             return True  # an overflow skips the whole step
         if self.is_summed:
             if self.options.max_retries:
-                self.overflows.append(measure(grads, self.scale, scaled=True).nonfinite)
-            share = self.weights.shares[index]
-            self.sums = add_share(self.sums, new, share, counts, is_traced=self.is_traced)
+                self.overflows.append(measure(grads, self.scale).nonfinite)
+            self.sums = self.with_share(self.sums, new, index)
             return counts
-        stats = measure(grads, self.scale, scaled=True)
+        stats = measure(grads, self.scale)
         self.overflows.append(stats.nonfinite)
         self.accum = add(
             self.accum or init_accum(new),
@@ -295,51 +243,78 @@ class _Mean:
             return counts and not stats.nonfinite_on_host
         return counts & ~stats.nonfinite
 
-    def mean(self) -> Normalized | None:
-        """Return the mean; None if nothing counted, or if all of it is on its way to
-        other ranks.
+    def with_share(
+        self, sums: list[Tensor] | None, new: list[Tensor], index: int
+    ) -> list[Tensor] | None:
+        """Return `sums + new * share`, at least in float32, if microbatch `index` counts. None is
+        an empty sum. The shares of a window sum to 1, so the sum does not overflow.
         """
-        tensors: Any = self.sums if self.accum is None else self.accum.grads
-        return None if self.flat is None or tensors is None else self.flat._replace(tensors=tensors)
+        share, counts = self.weights.shares[index], self.weights.counts[index]
+        if counts is False:
+            return sums
+        if sums is None and not (self.is_traced or isinstance(share, Tensor)):
+            sums = [t.to(wide_dtype(t.dtype)) if t.dtype.itemsize < 4 else t for t in new]
+            listops.mul_(sums, share)  # in place: these gradients are owned
+            return sums
+        sums = sums or [torch.zeros_like(n, dtype=wide_dtype(n.dtype)) for n in new]
+        eager = not self.is_traced
+        return weighted_sum(sums, new, share, counts, in_place=eager, on_graph=not eager)
 
-    def measured(self, grads: Normalized) -> GradStats:
-        """Return the stats of the mean. Its overflow is that of the window."""
-        stats = measure(
-            grads,
-            self.scale,
-            scaled=self.is_summed,
-            norm_type=self.options.clip.norm_type,
-            amax=self.options.takes_amax,
-        )
-        if not self.is_single and stats.norm is not None and stats.nonfinite_on_host is not False:
-            # inf and -inf in one sum give NaN or inf, depending on the order of the microbatches.
-            stats = stats._replace(norm=stats.norm.nan_to_num(math.inf, math.inf))
-        if self.is_summed and self.overflows:
-            each = torch.stack(self.overflows)
-            self.overflows = list(torch.where(each.any(), each, stats.nonfinite))
-        elif self.is_summed:
-            self.overflows = [stats.nonfinite]
-        return stats
+    def mean(self) -> Gradients:
+        """Return the mean: zeros if nothing counted."""
+        tensors: Any = self.sums if self.accum is None else self.accum.grads
+        if tensors is None:
+            tensors = as_gradients(self.value_and_grad.zeros()).tensors
+        likes, dense_real = self.value_and_grad.params.leaves, self.value_and_grad.dense_real
+        scale = self.scale if self.is_summed else None
+        return Gradients(lookup(tensors)[0], likes, dense_real, scale, owned=not traced())
+
+
+def flags_with_mean(window: WindowGrads, nonfinite: Tensor, options: StepOptions) -> WindowFlags:
+    """Return the flags of a window whose mean was measured: its overflow counts as that of a
+    microbatch. A running mean leaves out what overflows.
+    """
+    if window.flags is None:
+        retryable = nonfinite
+        if options.max_retries:
+            retryable = nonfinite & torch.isfinite(window.loss)
+        return WindowFlags(nonfinite, retryable, nonfinite, None)
+    if window.grads.scale is None:
+        return window.flags
+    overflow, retryable, number, must_skip = window.flags
+    nonfinite = nonfinite & window.counted  # type: ignore[operator]
+    retryable = retryable | (nonfinite & window.curable)  # type: ignore[operator]
+    return WindowFlags(overflow | nonfinite, retryable, number + nonfinite, must_skip)
 
 
 # ---- over ranks ----------------------------------------------------------------------------------
 
 
-def _taker(
-    reduction: Reduction, value_and_grad: ValueAndGrad, mean: _Mean
+def _sender(
+    reduction: Reduction, options: StepOptions, mean: _Mean
 ) -> Callable[[int, Tensor], None]:
     """Return a function that adds a gradient of the last microbatch to the mean and sends it."""
-    share, counts = mean.weights.shares[-1], mean.weights.counts[-1]
+    value_and_grad, last = mean.value_and_grad, len(mean.weights.counts) - 1
+    nan = sent_for_nan(options, last + 1)
 
-    def take(place: int, gradient: Tensor) -> None:
-        flat = normalize([gradient])
+    def send(place: int, gradient: Tensor) -> None:
+        made = as_gradients([gradient])
         before = None if mean.sums is None else [mean.sums[place]]
-        sums = add_share(before, flat.tensors, share, counts, is_traced=False)
-        tensors = [torch.zeros_like(t) for t in flat.tensors] if sums is None else sums
-        gradient = flat.restore(tensors)[0]
-        reduction.put(value_and_grad.present[place], gradient, own=True, nan=mean.nan)
+        sums = mean.with_share(before, made.tensors, last)
+        tensors = [torch.zeros_like(t) for t in made.tensors] if sums is None else sums
+        gradient = made.restore(tensors)[0]
+        reduction.put(value_and_grad.present[place], gradient, own=True, nan=nan)
 
-    return take
+    return send
+
+
+def sent_for_nan(options: StepOptions, number: int) -> float | None:
+    """Return the value that a NaN of a mean over `number` microbatches is sent as; None if no norm
+    is measured, so that it is sent as it is. It is inf for several, as in `with_mean_measured`.
+    """
+    if options.clip.norm_type is None and not options.takes_amax:
+        return None
+    return math.nan if number == 1 else math.inf
 
 
 def _reduction(
@@ -408,16 +383,20 @@ def _summary(
     options: StepOptions,
     scale: Tensor,
 ) -> dict[str, Any]:
-    """Return the loss and the flags of a window, from the flags of its microbatches or the one of
-    their mean. With a group they are over all its ranks, and `divisor` is returned too.
+    """Return the loss and the flags of a window, from those of its microbatches. With a group they
+    are over all its ranks, and `divisor` is returned too.
     """
     weight, group = weights.vector, options.group
-    if weight is None:
-        return _summary_of_mean(losses, overflows[0], widest_float(scale.device), options)
+    if weight is None:  # equal weights, of which only the mean is measured
+        wide = widest_float(scale.device)
+        mean = losses[0]
+        if len(losses) > 1:
+            mean = torch.stack(losses).mean(dtype=wide).to(mean.dtype)
+        return {"loss": mean, "flags": None}
     loss = torch.stack(losses)
     overflow = torch.zeros((), dtype=torch.bool, device=scale.device)
     if overflows:
-        overflow = torch.stack(overflows) if len(overflows) == len(losses) else overflows[0]
+        overflow = torch.stack(overflows)
     invalid = ~is_weight(weight)
     counts = ~invalid & (weight > 0)
     overflow = overflow & counts
@@ -434,37 +413,25 @@ def _summary(
         total = facts[:2]
         means = facts[-2:] / torch.where(total > 0, total, 1)
     any_good, any_invalid, any_overflow, overflow_of_finite, not_finite = (facts[2:7] > 0).unbind()
+    curable = ~not_finite & ~any_invalid
     drops_one = options.on_nonfinite == "drop_microbatch"
     if drops_one:
         skip, retryable = ~any_good, overflow_of_finite
         mean = torch.where(any_good, means[0], means[1])
     else:
-        skip = any_invalid | any_overflow | ~any_good
-        retryable = any_overflow & ~not_finite & ~any_invalid
+        skip, retryable = any_invalid | any_overflow | ~any_good, any_overflow & curable
         mean = means[1]
+    number = facts[4].to(torch.int64)
     summary = {
         "loss": mean.to(loss.dtype),
-        "must_skip": skip,
-        "overflow": any_overflow,
-        "retryable": retryable,
-        "num_overflowed": facts[4].to(torch.int64),
+        "flags": WindowFlags(any_overflow, retryable, number, skip),
+        "counted": facts[1] > 0,
+        "curable": curable,
     }
     if group is not None:
         which = 0 if drops_one else 1
         summary["divisor"] = mean_divisor(local[which], facts[which])
     return summary
-
-
-def _summary_of_mean(
-    losses: list[Tensor], flag: Tensor, dtype: torch.dtype, options: StepOptions
-) -> dict[str, Any]:
-    """`_summary` for microbatches of equal weight of which only the mean is measured."""
-    mean = losses[0]
-    if len(losses) > 1:
-        mean = torch.stack(losses).mean(dtype=dtype).to(mean.dtype)
-    retryable = flag & torch.isfinite(mean) if options.max_retries else flag
-    flags = {"overflow": flag, "num_overflowed": flag, "retryable": retryable}
-    return {"loss": mean, "must_skip": None, **flags}
 
 
 def _mean(loss: Tensor, weight: Tensor, counts: Tensor) -> Tensor:

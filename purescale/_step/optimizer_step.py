@@ -11,13 +11,15 @@ from .._grads.clip import check_clip, check_ordered
 from .._grads.measure import measure
 from .._loss_scale.rule_protocol import HasScale
 from .._loss_scale.scaling import check_device
-from .._optim.decision import Decision, Memory
+from .._optim.decision import Decision
 from .._optim.protocol import Optimizer, as_conditional
 from .._optim.step_inputs import StepInputs, flatten_step
 from .._step.decide import Outcome, decide
+from .._step.memory import can_replace
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import host_can_read
 from .._tree import tree as _tree
+from .._tree.gradients import Gradients
 from .._tree.tree import Tree, TreeT
 
 State = TypeVar("State")  # of an optimizer
@@ -81,8 +83,8 @@ def maybe_step(
     skip = _tree.flag(found_inf, like=next(iter(inputs.named_params.values()), None))
     on_host = bool(skip) if host_can_read([skip], inputs.grads.tensors) else None
     decision = Decision(skip, None if updater.differentiable else on_host)
-    memory = Memory(donate, read_only=[skip])
-    stepped = inputs.restore(*updater.conditional_step(inputs, decision, memory))
+    in_place = donate and can_replace(inputs, [skip])[0]
+    stepped = inputs.restore(*updater.conditional_step(inputs, decision, in_place=in_place))
     if donate:
         _tree.poison((params, opt_state), keep=(stepped, grads, found_inf))
     return stepped
@@ -151,38 +153,44 @@ def unscale_and_step(
     clip = check_clip(max_norm, clip_value, norm_type)
     updater = as_conditional(optimizer)
     inputs = flatten_step(updater, params, scaled_grads, opt_state)
-    tensors, scale = inputs.grads.tensors, scaler.scale
-    check_device(scale, params, inputs.grads.originals, "grads")
+    scale = scaler.scale
+    check_device(scale, params, inputs.grads.likes, "grads")
     if clip.value is not None:
-        check_ordered(params, inputs.grads.originals, "grads")
+        check_ordered(params, inputs.grads.likes, "grads")
     updater.check(inputs)
+    in_place = owned = False
+    if donate:
+        # While compiling, memory cannot be compared, and fusion makes writing in place needless.
+        eager = not torch.compiler.is_compiling()
+        read_only = [*_tree.tensors(scaler), *clip.bounds]
+        in_place, owned = can_replace(inputs, read_only, grads=eager)
+    grads = inputs.grads._replace(scale=scale, owned=owned)
     stats = measure(
-        inputs.grads,
+        grads,
         scale,
-        scaled=True,
         norm_type=clip.norm_type,
         amax=amax,
         group=group,
         norm_group=norm_group,
     )
-    read_only = [*_tree.tensors(scaler), *clip.bounds]
-    outcome = decide(stats, clip, scale, tensors)
-    # While compiling, memory cannot be compared, and fusion makes writing in place needless.
-    donate_grads = donate and not torch.compiler.is_compiling()
-    memory = Memory(donate, donate_grads, read_only=read_only)
-    stepped = update(updater, inputs, outcome, memory)
-    out = Stepped(*stepped, outcome.found_inf, outcome.grad_norm, outcome.grad_amax)
+    outcome = decide(stats, clip, grads)
+    stepped = update(updater, inputs, grads, outcome, in_place=in_place)
+    reported = [() if x is None else x for x in (outcome.grad_norm, outcome.grad_amax)]
+    out = Stepped(*stepped, outcome.found_inf, *reported)
     if donate:
         _tree.poison((params, scaled_grads, opt_state), keep=(out, scaler, max_norm, clip_value))
     return out
 
 
-def update(updater: Any, inputs: StepInputs, outcome: Outcome, memory: Memory) -> tuple[Tree, Any]:
+def update(
+    updater: Any, inputs: StepInputs, grads: Gradients, outcome: Outcome, *, in_place: bool
+) -> tuple[Tree, Any]:
     """The stage `update`: return parameters and state after the decided step, in the trees of the
-    arguments.
+    arguments. `in_place`: their memory may be overwritten.
     """
     decision = outcome.decision
     if updater.differentiable and decision.skip_on_host is not None:
         # Gradients flow through the skipped step and the applied one alike.
         decision = decision._replace(skip=outcome.found_inf, skip_on_host=None)
-    return inputs.restore(*updater.conditional_step(inputs, decision, memory))
+    inputs = inputs._replace(grads=grads)
+    return inputs.restore(*updater.conditional_step(inputs, decision, in_place=in_place))

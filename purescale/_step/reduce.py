@@ -15,19 +15,18 @@ from .._distributed.collectives import agree_on_all_ranks, describe_leaves, on_c
 from .._distributed.describe_settings import describe_setting
 from .._distributed.mesh import mesh_sizes
 from .._distributed.process_group import all_reduce, check_group
-from .._grads.measure import measure
-from .._step.microbatches import WindowGrads
-from .._step.step_options import StepOptions
+from .._step.microbatches import WindowGrads, sent_for_nan
+from .._step.step_options import FlatState, StepOptions
 from .._torch.dtypes import wide_dtype
 from .._tree import tree as _tree
-from .._tree.leaves import normalize
-from .._tree.tree import Flat, Leaves, Tree
+from .._tree.gradients import as_gradients
+from .._tree.tree import Leaves, Tree
 
 T = TypeVar("T")
 
 
 def reduce_window(
-    options: StepOptions, window: WindowGrads, params: Flat, buffers: Flat, scale: Tensor
+    options: StepOptions, window: WindowGrads, flat: FlatState, number: int
 ) -> WindowGrads:
     """Return one window for all ranks: the mean of their means by weight, and of the buffers after
     them.
@@ -39,16 +38,16 @@ def reduce_window(
     If only the mean is measured, no flag is sent: an overflow of one rank is inf or NaN in the sum,
     so every rank measures the same. If a norm is measured, -inf is sent as inf, so that an overflow
     on several ranks has the norm inf, as in one process. `microbatches._summary` has already
-    reduced the flags of single microbatches and of weights.
+    reduced the flags of single microbatches and of weights. `number`: of the microbatches.
     """
-    weights, before, after = params.leaves, buffers.leaves, window.buffers
+    weights, before, after = flat.params.leaves, flat.buffers.leaves, window.buffers
     reduction = window.reduction
     if reduction is None:
         reduction = reduction_of(weights, before, window.divisor, options.group)
-        grads = window.grads.restore(window.grads.tensors)
+        leaves, nan = window.grads.restore(window.grads.tensors), sent_for_nan(options, number)
         for index in reversed(range(len(weights))):
             if index in reduction.bucket_of:
-                reduction.put(index, grads[index], nan=window.nan)
+                reduction.put(index, leaves[index], nan=nan)
     for index, (old, new) in enumerate(zip(before, after, strict=True), len(weights)):
         if index in reduction.bucket_of:
             reduction.put(index, _change_and_value(old, new, reduction.divisor))
@@ -58,14 +57,9 @@ def reduce_window(
         other if pair is None else _apply_mean_change(old, *pair)
         for old, pair, other in zip(before, sums[len(weights) :], largest, strict=True)
     ]
-    mean = normalize(sums[: len(weights)])
-    stats = measure(
-        mean, scale, scaled=window.scaled, norm_type=options.clip.norm_type, amax=options.takes_amax
-    )
-    overflow = window.overflow | stats.nonfinite if window.scaled else window.overflow
-    return window._replace(
-        grads=mean, stats=stats, overflow=overflow, buffers=averaged, reduction=None
-    )
+    grads = window.grads
+    grads = as_gradients(sums[: len(weights)], grads.scale, owned=grads.owned)
+    return window._replace(grads=grads, buffers=averaged, reduction=None)
 
 
 def _change_and_value(old: Tensor, new: Tensor, divisor: Any) -> Tensor:

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .._grads.measure import is_usable
+from .._grads.measure import GradStats, is_usable
 from .._loss_scale.rule_protocol import Rule, call_rule
-from .._step.microbatches import WindowGrads, accumulate_microbatches
-from .._step.step_options import StepOptions
+from .._step.microbatches import WindowFlags, WindowGrads
+from .._step.step_options import FlatState, StepOptions
 from .._torch.dtensor import any_dtensor
 from .._tree import tree as _tree
 from .._tree.tree import Flat
@@ -23,46 +23,48 @@ class FinalTry(NamedTuple):
     """The window that the step uses."""
 
     window: WindowGrads
-    scaler: Any  # the state that scaled it
+    stats: GradStats
+    flags: WindowFlags
+    scaler: Flat  # the state that scaled it
     rng: Any  # the next state of the generator
     retries: int
 
 
-def accumulate_until_finite(
+def first_finite(
     options: StepOptions,
-    params: Flat,
-    buffers: Flat,
-    scaler: Flat,
+    flat: FlatState,
     rng: Any,
-    microbatches: list[Any],
+    attempt: Callable[[Flat], tuple[WindowGrads, GradStats, WindowFlags]],
 ) -> FinalTry:
-    """Return the window at the first scale at which it is finite. Syncs with the host if
-    `max_retries` is above 0.
+    """Return the result of `attempt(scaler)` at the first scale at which the window is finite.
+    Syncs with the host if `max_retries` is above 0.
 
     If no try is finite, return the one that lost the fewest microbatches, and of those the one at
     the highest scale. All ranks of a group read the same flags, so they retry together.
     """
-    max_retries, rule = options.max_retries, options.rule
-    if max_retries and any_dtensor(params.leaves):
+    scaler, device = flat.scaler, flat.scaler.tree.scale.device
+    if not options.max_retries:
+        found, next_rng = _drawing_from(rng, device, attempt, scaler)
+        return FinalTry(*found, scaler, next_rng, 0)
+    if any_dtensor(flat.params.leaves):
         raise ValueError(
-            f"max_retries={max_retries} with parameters that are DTensors: each rank would decide "
-            "about a retry by its own loss, and ranks that disagree would deadlock. Fix: "
+            f"max_retries={options.max_retries} with parameters that are DTensors: each rank would "
+            "decide about a retry by its own loss, and ranks that disagree would deadlock. Fix: "
             "max_retries=0; the next step uses the lower scale anyway."
         )
-    device = scaler.tree.scale.device
-    best: tuple[WindowGrads, Any, Any] | None = None
-    generators = _generators(device) if max_retries else []
+    generators = _generators(device)
+    best: FinalTry | None = None
     retries = 0
     while True:
-        arguments = (options, params, buffers, scaler, microbatches)
-        window, next_rng = _drawing_from(rng, device, accumulate_microbatches, *arguments)
-        if best is None or bool(window.num_overflowed < best[0].num_overflowed):
-            best = window, scaler.tree, next_rng
+        found, next_rng = _drawing_from(rng, device, attempt, scaler)
+        flags = found[2]
+        if best is None or bool(flags.num_overflowed < best.flags.num_overflowed):
+            best = FinalTry(*found, scaler, next_rng, retries)
         lower = None
-        if retries < max_retries and bool(window.retryable):
-            lower = _backed_off(rule, scaler.tree)
+        if retries < options.max_retries and bool(flags.retryable):
+            lower = _backed_off(options.rule, scaler.tree)
         if lower is None:
-            return FinalTry(*best, retries)
+            return best._replace(retries=retries)
         scaler, retries = _tree.flatten_once(lower), retries + 1
         for module, where, before in generators:
             module.set_rng_state(before, *where)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -12,8 +12,18 @@ from .._grads.accumulate import OnNonfinite
 from .._grads.clip import Clip
 from .._loss_scale.rule_protocol import Rule
 from .._step.value_and_grad import LossFn
+from .._tree.tree import Flat
 
 BNUpdate = Literal["each", "window"]
+
+
+class FlatState(NamedTuple):
+    """The parts of a state that the stages need flat, flattened once."""
+
+    params: Flat
+    buffers: Flat
+    scaler: Flat
+    opt_state: Flat
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -20,7 +20,7 @@ from .._torch.autocast import outside_autocast
 from .._torch.dtypes import wide_dtype
 from .._torch.tracing import is_on_a_graph, traced
 from .._tree import tree as _tree
-from .._tree.leaves import versions
+from .._tree.leaves import are_dense_real, versions
 from .._tree.scalars import short_repr
 from .._tree.tree import Flat, Leaves, Tree
 
@@ -118,8 +118,13 @@ class _Unscaled(NamedTuple):
 def _value_and_grad(
     loss_fn: LossFn, params: Tree, buffers: Tree, microbatch: Any, scaler: HasScale | None = None
 ) -> tuple[Any, Tree]:
-    flat = flat_params, flat_buffers, _ = _checked(params, buffers, scaler)
-    out = ValueAndGrad(*flat, loss_fn)(flat_buffers.leaves, microbatch)
+    flat = flat_params, flat_buffers, flat_scaler = _checked(params, buffers, scaler)
+    given: set[int | None] | None = None
+    if not traced():
+        leaves = [*flat_params.leaves, *flat_buffers.leaves, *flat_scaler.leaves]
+        leaves += _tree.all_tensors(microbatch)
+        given = {None, *donation.storage_pointers(leaves)}
+    out = ValueAndGrad(*flat, loss_fn, given)(flat_buffers.leaves, microbatch)
     new_buffers = flat_buffers.structure.unflatten(out.buffers)
     return (out.loss, new_buffers, *out.aux), flat_params.structure.unflatten(out.grads)
 
@@ -167,8 +172,9 @@ _ENABLED = contextlib.nullcontext()  # a fifth of the cost of torch.enable_grad(
 class ValueAndGrad:
     """The loss, the gradients and the new buffers of each microbatch of a step.
 
-    Work that is the same for all microbatches is done once. `differentiable`: a `.backward()` shall
-    go through the gradients too.
+    Work that is the same for all microbatches is done once. `given`: the storages of all that a
+    result must be apart from; None if they are unknown. `differentiable`: a `.backward()` shall go
+    through the gradients too.
     """
 
     def __init__(
@@ -177,6 +183,7 @@ class ValueAndGrad:
         buffers: Flat,
         scaler: Flat,
         loss_fn: LossFn,
+        given: Set[int | None] | None = None,
         *,
         differentiable: bool = False,
     ) -> None:
@@ -185,15 +192,13 @@ class ValueAndGrad:
         self.present = [index for index, leaf in enumerate(params.leaves) if leaf is not None]
         self.inputs = [params.leaves[index] for index in self.present]
         self.are_all_present = len(self.inputs) == len(params.leaves)
-        self.seen: list[Tensor] = []  # the tensors of the microbatches
+        self.dense_real = params.dense_off_graph or are_dense_real(params.leaves)
         self.sharded = not params.dense_off_graph and dtensor.any_dtensor(self.inputs)
         # torch.autograd would drop the graph of its own backward; torch.func.grad keeps it.
         self.is_traced = traced() or (differentiable and is_on_a_graph(self.inputs))
-        if not self.is_traced:
-            given = [*self.inputs, *buffers.leaves, *scaler.leaves]
-            self.taken = {None, *donation.storage_pointers(given)}
-            if not (params.dense_off_graph and scaler.dense_off_graph):
-                *self.inputs, self.scale = _recordable([*self.inputs, self.scale])
+        self.given = None if self.is_traced else given
+        if not (self.is_traced or (params.dense_off_graph and scaler.dense_off_graph)):
+            *self.inputs, self.scale = _recordable([*self.inputs, self.scale])
 
     def zeros(self) -> Leaves:
         """Return the gradients of a window in which no microbatch counts."""
@@ -216,13 +221,18 @@ class ValueAndGrad:
         return leaves
 
     def __call__(
-        self, buffers: Leaves, microbatch: Any, on_grad: Callable[[int, Tensor], None] | None = None
+        self,
+        buffers: Leaves,
+        microbatch: Any,
+        *,
+        owned: bool = True,
+        on_grad: Callable[[int, Tensor], None] | None = None,
     ) -> MicrobatchResult:
         """Return the result of one microbatch. If `on_grad(index, gradient)` is given, it takes
-        each gradient as the backward makes it, and the result has none.
+        each gradient as the backward makes it, and the result has none. Unless `owned`, a custom
+        backward or a hook may still hold the gradients, so they must only be read.
         """
         if self.is_traced:
-            self.seen += [] if traced() else _tree.all_tensors(microbatch)
             return self.traced(self.inputs, self.scale, buffers, microbatch)
         # torch.func.grad would give the same bits, but refuses checkpointing around `apply` and
         # custom Functions of the older form.
@@ -235,13 +245,11 @@ class ValueAndGrad:
             for index, gradient in enumerate(found):
                 if gradient is None:  # the loss does not use it
                     found[index] = torch.zeros_like(inputs[index].detach())
-            grads = donation.take_ownership(found)
+            grads = donation.take_ownership(found) if owned else [g.detach() for g in found]
             if self.sharded:
                 pairs = zip(grads, inputs, strict=True)
                 grads = [dtensor.redistribute_like(*pair) for pair in pairs]
-        seen = _tree.all_tensors(microbatch)
-        self.seen += seen
-        result = self._result(grads, outputs, self.taken.union(donation.storage_pointers(seen)))
+        result = self._result(grads, outputs)
         del inputs, loss, outputs  # frees the graph
         release()
         return result
@@ -264,21 +272,17 @@ class ValueAndGrad:
         found, (_, tensors) = torch.func.grad_and_value(scaled, has_aux=True)(inputs)
         structure, others = apart
         leaves = [tensors.pop(0) if other is None else other[0] for other in others]
-        return self._result(list(found), private.pytree.tree_unflatten(leaves, structure), None)
+        return self._result(list(found), private.pytree.tree_unflatten(leaves, structure))
 
-    def _result(
-        self,
-        grads: Leaves,
-        outputs: tuple[Tensor, Leaves, list[Any]],
-        taken: Set[int | None] | None,
-    ) -> MicrobatchResult:
-        found = _tree.detach_unaliased([outputs[0], *outputs[1]], taken)
+    def _result(self, grads: Leaves, outputs: tuple[Tensor, Leaves, list[Any]]) -> MicrobatchResult:
+        given = self.given
+        found = _tree.detach_unaliased([outputs[0], *outputs[1]], given)
         loss, buffers = found[0], found[1:]  # Dynamo of torch 2.11 makes no list of a starred rest
         aux = outputs[2]
         if aux:
             leaves, structure = _tree.flatten(aux)
-            taken = None if taken is None else {*taken, *donation.storage_pointers(found)}
-            aux = structure.unflatten(_tree.detach_unaliased(leaves, taken))
+            given = None if given is None else {*given, *donation.storage_pointers(found)}
+            aux = structure.unflatten(_tree.detach_unaliased(leaves, given))
         return MicrobatchResult(self._leaves(grads) if grads else [], loss, buffers, aux)
 
     def graph(

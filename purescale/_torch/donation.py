@@ -62,14 +62,18 @@ def can_write(tensors: Sequence[Tensor], others: Sequence[Any] = ()) -> bool:
 
 
 def can_write_each(
-    lists: Sequence[Sequence[Tensor]], others: Sequence[Any] = (), *, dense_off_graph: bool = False
+    lists: Sequence[Sequence[Tensor]], others: Sequence[Any] = (), known: Sequence[bool] = ()
 ) -> list[bool]:
-    """Return `can_write` for each list, where the other lists count among its `others`.
-    `dense_off_graph` says that `leaves.are_dense_off_graph` is True for all of them.
+    """Return `can_write` for each list, where the other lists count among its `others`. `known`
+    says of each list whether `leaves.are_dense_off_graph` is known to be True.
     """
     if under_transform() or DEBUG:
         return [False] * len(lists)
-    allowed = list(map(are_gapless if dense_off_graph else _are_writable, lists))
+    known = known or [False] * len(lists)
+    allowed = [
+        are_gapless(tensors) if dense_off_graph else _are_writable(tensors)
+        for tensors, dense_off_graph in zip(lists, known, strict=True)
+    ]
     if torch.compiler.is_dynamo_compiling() or not any(allowed):
         return allowed
     held = list(map(_memories_of_values, lists))

@@ -3,9 +3,9 @@
 A state, its gradients and its buffers are trees. This room turns them into lists of leaves and
 back, and refuses what cannot be a parameter or a gradient, naming the leaf, the cause and the fix.
 
-Entry: `tree.flatten` and `tree.flatten_once`; `leaves.normalize`, which makes leaves dense, real
-and local; `select.select`, old or new; `stack.stack_states`.
-Hands on: `tree.Flat`, the leaves of a tree and its structure; `leaves.Normalized`, dense, real
-tensors with `restore`, which turns them back into leaves.
+Entry: `tree.flatten` and `tree.flatten_once`; `gradients.as_gradients`, which makes leaves dense,
+real and local; `select.select`, old or new; `stack.stack_states`.
+Hands on: `tree.Flat`, the leaves of a tree and its structure; `gradients.Gradients`, dense,
+real tensors with `restore`, which turns them back into leaves.
 May import: `_torch`. `tree.py` is the only importer of optree.
 """

@@ -1,10 +1,10 @@
-"""Checks on leaves (parameters, gradients, constants), and leaves as dense, real, local tensors."""
+"""Checks on leaves (parameters, gradients, constants), and leaves as dense, real tensors."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -152,39 +152,7 @@ def elsewhere(device: torch.device) -> str:
     return "Fix: `.to(device)` of what was left behind."
 
 
-# ---- dense, real and local -----------------------------------------------------------------------
-
-
-class Normalized(NamedTuple):
-    """Leaves as dense, real, strided tensors of this rank, without `None`.
-
-    A DTensor becomes its local shard, a complex tensor a view as reals, a sparse COO tensor dense.
-    """
-
-    tensors: list[Tensor]
-    originals: Sequence[Any]  # the leaves, with None; a partial DTensor is reduced
-    dense_real: bool  # True if the tensors are the leaves themselves
-
-    def restore(self, results: Sequence[Tensor]) -> list[Any]:
-        """Return the results in the form of their leaves: complex, a DTensor, or None for None."""
-        if self.dense_real:
-            return list(results)
-        found = iter(results)
-        return [None if leaf is None else _restored(leaf, next(found)) for leaf in self.originals]
-
-    @property
-    def present_originals(self) -> list[Any]:
-        """The leaf of each tensor."""
-        return [leaf for leaf in self.originals if leaf is not None]
-
-
-def normalize(leaves: Sequence[Any]) -> Normalized:
-    """Return checked leaves as dense, real, strided tensors."""
-    if are_dense_real(leaves):
-        return Normalized(list(leaves), leaves, dense_real=True)
-    given = [dtensor.reduce_partial(leaf) for leaf in leaves]
-    tensors = [dense_real(dtensor.shard(leaf)) for leaf in given if leaf is not None]
-    return Normalized(tensors, given, dense_real=False)
+# ---- dense and real ------------------------------------------------------------------------------
 
 
 def dense_real(leaf: Tensor) -> Tensor:
@@ -210,13 +178,6 @@ def stored_values(leaf: Tensor) -> Tensor:
     parts of a complex leaf.
     """
     return dense_real(leaf.coalesce().values() if leaf.layout is torch.sparse_coo else leaf)
-
-
-def _restored(leaf: Tensor, result: Tensor) -> Tensor:
-    if leaf.is_complex():
-        result = torch.view_as_complex(result)
-    restored: Tensor = dtensor.from_local_like(leaf, result)
-    return restored
 
 
 # ---- matching of two leaves ----------------------------------------------------------------------

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from .._torch import dtensor, foreach
 from .._torch.autocast import outside_autocast
-from .._torch.donation import can_write
 from .._torch.tracing import host_can_read, is_on_a_graph, traced
 from .._tree import tree
 from .._tree.leaves import are_dense_real, is_constant
@@ -48,29 +45,15 @@ def select(found_inf: Tensor | bool, old: TreeT, new: TreeT) -> TreeT:
     return where(found_inf, old, new)
 
 
-def where(
-    skip: Tensor | bool,
-    old: Tree,
-    new: Tree,
-    *,
-    donate: bool = False,
-    read_only: Sequence[Tensor] = (),
-) -> Tree:
-    """Select like `select`, and if `donate`, write the result into the tensors of `old`, unless
-    they share memory with `read_only`.
+def where(skip: Tensor | bool, old: Tree, new: Tree, *, in_place: bool = False) -> Tree:
+    """Select like `select`. With `in_place`, the caller guarantees that nothing else shares the
+    memory of `old`: a result that masks decide is written there.
     """
     leaves, others, structure = tree.matching_leaves(old, new, "old", "new")
-    return structure.unflatten(choose(skip, leaves, others, donate=donate, read_only=read_only))
+    return structure.unflatten(choose(skip, leaves, others, in_place=in_place))
 
 
-def choose(
-    skip: Tensor | bool,
-    old: Leaves,
-    new: Leaves,
-    *,
-    donate: bool = False,
-    read_only: Sequence[Tensor] = (),
-) -> Leaves:
+def choose(skip: Tensor | bool, old: Leaves, new: Leaves, *, in_place: bool = False) -> Leaves:
     """Select like `where` from two matching lists. If the host knows `skip`, it copies one list."""
     indices = [index for index, leaf in enumerate(old) if not is_constant(leaf)]
     before = [dtensor.shard(old[index]) for index in indices]
@@ -84,8 +67,6 @@ def choose(
         chosen = foreach.clone(before if skip else after)
     else:
         flag = tree.flag(skip, like=before[0] if before else None)
-        moved = [b for a, b in zip(before, after, strict=True) if b is not a]
-        in_place = donate and can_write(before, [*moved, *read_only])
         chosen = foreach.where(flag, before, after, in_place=in_place)
     results = list(old)
     for index, tensor in zip(indices, chosen, strict=True):
@@ -93,16 +74,15 @@ def choose(
     return results
 
 
-def write_over(old: Tree, new: Tree, read_only: Sequence[Tensor]) -> Tree:
-    """Write `new` into the donated tensors of `old`, unless they share memory with `read_only`: a
-    captured step is replayed over the memory that it was captured with.
+def write_over(old: Tree, new: Tree) -> Tree:
+    """Write `new` into the tensors of `old`, of which the caller guarantees that nothing else
+    shares their memory: a captured step is replayed over the memory that it was captured with.
     """
     leaves, others, structure = tree.matching_leaves(old, new, "old", "new")
-    plain = not (any(map(is_constant, leaves)) or is_on_a_graph([*leaves, *others]))
-    if plain and can_write(leaves, read_only):
-        foreach.copy_(leaves, others)
-        others = leaves
-    return structure.unflatten(others)
+    if any(map(is_constant, leaves)) or is_on_a_graph([*leaves, *others]):
+        return new
+    foreach.copy_(leaves, others)
+    return structure.unflatten(leaves)
 
 
 def copies(leaves: Leaves) -> Leaves:

@@ -16,7 +16,7 @@ from .._optim.param_groups import FLAGS
 from .._optim.partition import PartitionOptimizer
 from .._optim.schedule import RateTable, check_scheduler, place_of, rates_of, stand_in
 from .._optim.torch_optim import TorchOptimizer, from_torch
-from .._step.train_step import TrainState
+from .._step.train_state import TrainState
 from .._tree.scalars import whole
 from .._tree.tree import join_names
 

@@ -16,7 +16,7 @@ from .._loss_scale.rules import NoScale, ScalerState, check_factors, scaler_stat
 from .._module.functional import Apply, load_into, make_functional
 from .._optim.schedule import advance, stand_in
 from .._optim.torch_optim import TorchOptimizer
-from .._step.train_step import TrainState
+from .._step.train_state import TrainState
 from .._torch.dtypes import widest_float
 from .._tree.scalars import whole
 from ._common import (

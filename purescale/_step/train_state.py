@@ -1,0 +1,104 @@
+"""The state of a training run: everything that a step changes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._loss_scale.rule_protocol import Rule, check_rule
+from .._optim.protocol import Optimizer
+from .._step.spike_guard import Guard, check_is_guard
+from .._tree import tree as _tree
+from .._tree.scalars import not_made
+from .._tree.tree import Tree
+
+
+class TrainState(NamedTuple):
+    """Everything that a step changes. Make it with `init_train_state`; a run resumed from a
+    checkpoint of it continues with the same bits.
+    """
+
+    params: Tree
+    buffers: Tree
+    opt_state: Any
+    scaler: Any
+    step: Tensor  # int64 []: the number of steps applied, without the skipped ones
+    rng: Any  # uint8 [n], the state of a generator; () for torch's global generator
+    guard: Any = ()  # the state of a guard; () without one
+
+
+def init_train_state(
+    params: Tree,
+    buffers: Tree,
+    optimizer: Optimizer,
+    rule: Rule[Any],
+    rng: Tensor | None = None,
+    guard: Guard[Any] | None = None,
+) -> TrainState:
+    """Equal to `TrainState(params, buffers, optimizer.init(params), rule.init(device), step=0, rng,
+    guard.init(device))`, in fresh memory.
+
+    Args:
+        params: Floating or complex parameters, off the graph of torch.autograd. Inside torch.func
+            the state can be differentiated with respect to `params` and `buffers`.
+        buffers: The buffers, off the graph as well.
+        optimizer: Anything with pure `init` and `step`, such as `from_torch(torch.optim.AdamW)`.
+        rule: The rule of the loss scale, such as `DynamicScale()`.
+        rng: The state of a generator on the device of the parameters, for example
+            `torch.Generator(device).manual_seed(0).get_state()`. With it dropout is a function of
+            the state, and a step replays bit for bit; without it torch's global generator is used.
+        guard: The guard that `train_step` will be given, such as `SpikeGuard()`.
+
+    Returns:
+        A `TrainState` on the device of the parameters. Its `rng` and `guard` are `()` if not given.
+
+    Raises:
+        ValueError: `params` has no tensor, or a tensor has a history in torch.autograd.
+        TypeError: A parameter is an integer, `rng` is not the state of a generator, or `optimizer`,
+            `rule` or `guard` lacks its methods.
+
+    Example:
+        >>> import torch
+        >>> from purescale import DynamicScale, from_torch
+        >>> sgd = from_torch(torch.optim.SGD, lr=0.1)
+        >>> state = init_train_state({"w": torch.ones(2)}, {}, sgd, DynamicScale())
+        >>> state.step, state.scaler.scale
+        (tensor(0), tensor(65536.))
+    """
+    check_parts(optimizer, rule)
+    if guard is not None:
+        check_is_guard(guard)
+    weights = _tree.tensors(params)
+    if not weights:
+        raise ValueError(
+            f"params has no tensor: {params!r}. Fix: `apply, params, "
+            "buffers = make_functional(model)`."
+        )
+    if rng is not None and not (isinstance(rng, Tensor) and rng.dtype is torch.uint8):
+        raise TypeError(
+            f"rng must be the state of a generator, a uint8 tensor, got {type(rng).__name__}. "
+            f"Fix: rng=torch.Generator({weights[0].device.type!r}).manual_seed(0).get_state()."
+        )
+    _tree.reject_autograd_history(params=params, buffers=buffers)
+    device = weights[0].device
+    return TrainState(
+        params=_tree.clone(params),
+        buffers=_tree.clone(buffers),
+        opt_state=optimizer.init(params),
+        scaler=rule.init(device),
+        step=torch.zeros((), dtype=torch.int64, device=device),
+        rng=() if rng is None else rng.clone(),
+        guard=() if guard is None else guard.init(device),
+    )
+
+
+def check_parts(optimizer: Any, rule: Any) -> None:
+    """Refuse an optimizer or a rule that lacks its methods."""
+    if what := not_made(optimizer, "init", "step"):
+        raise TypeError(
+            f"optimizer is {what}; expected an object with `init` and `step`. "
+            f"Fix: from_torch(torch.optim.AdamW, lr=1e-3), or from_transformation(tx)."
+        )
+    check_rule(rule)

@@ -3,6 +3,7 @@ buffers see.
 """
 
 import functools
+import gc
 import math
 import weakref
 
@@ -314,6 +315,27 @@ def test_the_gradients_of_a_microbatch_are_let_go_before_the_next_are_made(polic
     settings = {"optimizer": SGD, "rule": RULE, "on_nonfinite": policy}
     ps.train_step(state, [0, 1, 2], loss_fn=lambda p, b, m: (Watched.apply(p["w"]), b), **settings)
     assert len(made) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("on_nonfinite", ["drop_window", "drop_microbatch"])
+def test_from_its_second_microbatch_on_a_window_holds_parameters_and_mean_and_no_gradients(
+    dtype, on_nonfinite
+):
+    number, held = 10_007, []
+
+    def loss_fn(params, buffers, x):
+        gc.collect()
+        every = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.numel() >= number]
+        held.append(sum({t.untyped_storage().data_ptr(): t.nbytes for t in every}.values()))
+        return (params["w"].abs().float() * x).sum(), buffers
+
+    sgd, rule = ps.from_torch(torch.optim.SGD, lr=0.1), ps.DynamicScale(init_scale=8.0)
+    state = ps.init_train_state({"w": torch.ones(number, dtype=dtype)}, {}, sgd, rule)
+    settings = {"loss_fn": loss_fn, "optimizer": sgd, "rule": rule, "on_nonfinite": on_nonfinite}
+    ps.train_step(state, [torch.tensor(1.0)] * 3, **settings)
+    mean = number * max(dtype.itemsize, 4)
+    assert held[1:] == [held[0] + mean] * 2
 
 
 def test_a_sparse_gradient_may_come_after_a_dense_one():

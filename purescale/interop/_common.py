@@ -1,58 +1,75 @@
-"""Shared helpers of the interop files: a rule over a scale and a count, and checks of settings and
-state dicts.
+"""What the interop files share: the update of a rule around its transition, checks of settings, and
+state dicts by a table of their keys.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, ClassVar, Generic, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from .._loss_scale.rule_protocol import flag, without_amax
-from .._loss_scale.rules import ScalerState
+from .._loss_scale.rule_protocol import State, flag, without_amax
+from .._loss_scale.rules import ScalerState, scaler_state
 from .._tree import scalars
 from .._tree.scalars import is_positive_float32, positive, real, short_repr, whole
 from .._tree.tree import join_names
 
 Device = torch.device | str | None
 
-# ---- states --------------------------------------------------------------------------------------
+# ---- rules and states ----------------------------------------------------------------------------
 
 
 def scalar(value: float, dtype: torch.dtype, device: Device) -> Tensor:
     return torch.full((), value, dtype=dtype, device=device)
 
 
-class ScaleAndCount:
-    """A rule whose state is a scale and one count of steps. `_next` is its transition. Its results
-    share no memory with its arguments, because a later donation would overwrite those.
+class PeerRule(Generic[State]):
+    """A rule whose state ends with the overflows in a row, for `check_scaler`. `_transition`
+    returns the other fields. They share no memory with the old ones, because a later donation would
+    overwrite those.
     """
+
+    state_kind: ClassVar[type[Any]]
+    first_scale: ClassVar[str]  # the setting that is the first scale
+
+    def _transition(self, state: State, bad: Tensor) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    @without_amax
+    def update(self, scaler: State, found_inf: Tensor) -> State:
+        """Return the state for the next step. `found_inf`: 0-d bool, True if the step was bad.
+        Reads no value; raises only for another rule's state.
+        """
+        bad = flag(found_inf, scaler, self.state_kind)
+        skips: Tensor = scaler.consecutive_skips  # type: ignore[attr-defined]
+        return self.state_kind(
+            **self._transition(scaler, bad), consecutive_skips=torch.where(bad, skips + 1, 0)
+        )
+
+
+class ScaleAndCount(PeerRule[ScalerState]):
+    """A rule whose state is a scale and one count of steps. `_next` is its transition."""
+
+    state_kind = ScalerState
+    first_count: ClassVar[str | None] = None  # the setting that is the first count, or 0
+
+    def init(self, device: Device = None) -> ScalerState:
+        """Return the initial state, on `device` (that of the gradients)."""
+        count = getattr(self, self.first_count) if self.first_count else 0
+        return scaler_state(getattr(self, self.first_scale), count, device=device)
 
     def _next(self, scale: Tensor, count: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
 
-    @without_amax
-    def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
-        """Return the state for the next step. `found_inf`: 0-d bool, True if the step was bad.
-        Reads no value; raises only for another rule's state.
-        """
-        bad = flag(found_inf, scaler, ScalerState)
-        scale, count = self._next(scaler.scale, scaler.growth_tracker, bad)
-        return ScalerState(
-            scale=scale,
-            growth_tracker=count,
-            hysteresis_tracker=torch.zeros_like(scaler.hysteresis_tracker),
-            consecutive_skips=next_skips(scaler.consecutive_skips, bad),
-        )
-
-
-def next_skips(skips: Tensor, bad: Tensor) -> Tensor:
-    """Return the number of overflows in a row, for `check_scaler`."""
-    return torch.where(bad, skips + 1, 0)
+    def _transition(self, state: ScalerState, bad: Tensor) -> dict[str, Tensor]:
+        scale, count = self._next(state.scale, state.growth_tracker, bad)
+        unused = torch.zeros_like(state.hysteresis_tracker)
+        return {"scale": scale, "growth_tracker": count, "hysteresis_tracker": unused}
 
 
 # ---- settings ------------------------------------------------------------------------------------
@@ -232,3 +249,70 @@ def check_saveable(
             "more dimensions. Likely cause: states of an ensemble. Fix: pass one at a time, "
             "`type(state)(*(t[i] for t in state))`."
         )
+
+
+# ---- state dicts by a table ----------------------------------------------------------------------
+
+
+class Entry(NamedTuple):
+    """What stands under a key of a state dict: the scale or a count of the state, or a setting."""
+
+    field: str | None  # of the state; None for the setting that is named as the key
+    least: int = 0  # of a count; the most is that of its dtype
+
+
+SCALE = Entry("scale")
+COUNT = Entry("growth_tracker")
+SETTING = Entry(None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """The state dict of a peer as a table of its keys, in the peer's order."""
+
+    peer: str
+    rule: Any  # its class
+    entries: Mapping[str, Entry]
+    settings_required: bool = True
+
+    def check(self, d: Any) -> None:
+        """Refuse what is not a dict with these keys and no others."""
+        every = list(self.entries)
+        needed = [key for key in every if self.settings_required or self.entries[key] != SETTING]
+        check_dict(d, self.peer, needed, every)
+
+    def scale_in(self, d: Mapping[str, Any]) -> float:
+        """Return the scale that `d` holds, if a loss can be scaled by it."""
+        key = next(key for key, entry in self.entries.items() if entry == SCALE)
+        return saved_scale(key, d[key])
+
+    def read(
+        self, d: Mapping[str, Any], settings: Mapping[str, Any], device: Device, **defaults: Any
+    ) -> tuple[Any, Any]:
+        """Return the rule and the state of `d`, which holds at least the scale. A count that it
+        does not hold starts as in `init`; a first scale that is not given is the saved one.
+        """
+        scale = self.scale_in(d)
+        defaults = {self.rule.first_scale: scale, **defaults}
+        # A key of the state is a setting too, if the peer starts from a setting of that name.
+        names = {field.name for field in dataclasses.fields(self.rule)}
+        held = [key for key in self.entries if key in names]
+        rule = self.rule(**{**defaults, **with_settings(d, held, settings)})
+
+        state = rule.init(device)
+        saved = {"scale": torch.full_like(state.scale, scale)}
+        for key, (field, least) in self.entries.items():
+            if field and field != "scale" and key in d:
+                start = getattr(state, field)
+                count = whole(key, d[key], least, torch.iinfo(start.dtype).max)
+                saved[field] = torch.full_like(start, count)
+        return rule, state._replace(**saved)
+
+    def write(self, rule: Any, scaler: Any) -> dict[str, Any]:
+        """Return the state dict of a rule and its state, if the format can hold them."""
+        check_saveable(self.peer, rule, (self.rule,), scaler, self.rule.state_kind)
+        d = {}
+        for key, (field, _) in self.entries.items():
+            number = float if field == "scale" else int
+            d[key] = number(getattr(scaler, field)) if field else getattr(rule, key)
+        return d

@@ -53,19 +53,12 @@ class ApexScale(ScaleAndCount):
         max_loss_scale: The ceiling.
 
     Raises:
-        TypeError: A setting is not a number.
-        ValueError: A setting is out of range.
+        TypeError, ValueError: A setting is not a number, or out of range.
 
     Example:
-        >>> import torch
-        >>> scaler = rule(init_scale=2.0**30, scale_window=1)
-        >>> state = scaler.init()
-        >>> for overflow in [True, False, False]:
-        ...     state = scaler.update(state, torch.tensor(overflow))
-        ...     print(state.scale.item())
-        8388608.0
-        16777216.0
-        16777216.0
+        >>> from purescale.simulate import simulate
+        >>> simulate(rule(init_scale=2.0**30, scale_window=1), [True, False, False]).scale
+        tensor([16777216.,  8388608., 16777216., 16777216.])
 
     Source of the rule: apex/amp/scaler.py.
     """
@@ -225,8 +218,6 @@ def to_state_dict(rule: Rules, scaler: States) -> dict[str, Any]:
     Example:
         >>> to_state_dict(rule(), rule().init())
         {'loss_scaler0': {'loss_scale': 65536.0, 'unskipped': 0}}
-
-    Source of the format: state_dict of apex/amp/frontend.py.
     """
     rules = rule if isinstance(rule, tuple) else (rule,)
     states = (

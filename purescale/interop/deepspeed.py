@@ -11,32 +11,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._loss_scale.rule_protocol import flag, without_amax
 from .._loss_scale.rules import check_factors
-from .._tree.scalars import whole
 from ._common import (
+    SCALE,
+    SETTING,
     Device,
+    Entry,
+    Format,
+    PeerRule,
     check_bool,
     check_dict,
-    check_saveable,
-    next_skips,
     refuse,
-    saved_scale,
     scalar,
     settle,
     settle_counts,
-    with_settings,
 )
-
-_SETTINGS = (
-    "scale_window",
-    "min_scale",
-    "delayed_shift",
-    "consecutive_hysteresis",
-    "raise_error_at_min_scale",
-    "scale_factor",
-)
-_MOST = 2**63 - 1
 
 
 class DeepSpeedState(NamedTuple):
@@ -50,7 +39,7 @@ class DeepSpeedState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class DeepSpeedScale:
+class DeepSpeedScale(PeerRule[DeepSpeedState]):
     """Equal to `DynamicLossScaler.update_scale(overflow)`; with `delayed_shift=1` to
     `FP16_Optimizer._update_scale(skip)`.
 
@@ -83,20 +72,16 @@ class DeepSpeedScale:
         ValueError: A setting is out of range.
 
     Example:
-        >>> import torch
-        >>> scaler = rule(init_scale=16.0, delayed_shift=2)
-        >>> state = scaler.init()
-        >>> for overflow in [True, False, True, True]:
-        ...     state = scaler.update(state, torch.tensor(overflow))
-        ...     print(state.scale.item())
-        16.0
-        16.0
-        8.0
-        4.0
+        >>> from purescale.simulate import simulate
+        >>> simulate(rule(init_scale=16.0, delayed_shift=2), [True, False, True, True]).scale
+        tensor([16., 16., 16.,  8.,  4.])
 
     Source of the rule: deepspeed/runtime/fp16/loss_scaler.py and fused_optimizer.py, which unscale
     with the next scale; purescale uses the current one.
     """
+
+    state_kind = DeepSpeedState
+    first_scale = "init_scale"
 
     init_scale: float = 2.0**16
     scale_window: int = 1000
@@ -116,16 +101,17 @@ class DeepSpeedScale:
 
     def init(self, device: Device = None) -> DeepSpeedState:
         """Return the initial state, on `device` (that of the gradients)."""
-        return _state(self.init_scale, 0, -1, self.delayed_shift, device)
+        return DeepSpeedState(
+            scale=scalar(self.init_scale, torch.float32, device),
+            cur_iter=scalar(0, torch.int64, device),
+            last_overflow_iter=scalar(-1, torch.int64, device),
+            cur_hysteresis=scalar(self.delayed_shift, torch.int32, device),
+            consecutive_skips=scalar(0, torch.int32, device),
+        )
 
-    @without_amax
-    def update(self, scaler: DeepSpeedState, found_inf: Tensor) -> DeepSpeedState:
-        """Return the state for the next step. `found_inf`: 0-d bool, True if the step was bad.
-        Reads no value; raises only for another rule's state.
-        """
-        bad = flag(found_inf, scaler, DeepSpeedState)
-        iteration, last = scaler.cur_iter, scaler.last_overflow_iter
-        hysteresis, scale = scaler.cur_hysteresis, scaler.scale
+    def _transition(self, state: DeepSpeedState, bad: Tensor) -> dict[str, Tensor]:
+        iteration, last = state.cur_iter, state.last_overflow_iter
+        hysteresis, scale = state.cur_hysteresis, state.scale
         if not self.dynamic:
             last, hysteresis, scale = last.clone(), hysteresis.clone(), scale.clone()
         else:
@@ -133,32 +119,38 @@ class DeepSpeedScale:
             clean_steps = iteration - last - 1
             grows = ~bad & (clean_steps > 0) & (clean_steps % self.scale_window == 0)
             lowered = (scale / self.scale_factor).clamp(min=self.min_scale)
-            scale = torch.where(
-                bad & used_up, lowered, torch.where(grows, scale * self.scale_factor, scale)
-            )
+            scale = torch.where(grows, scale * self.scale_factor, scale)
+            scale = torch.where(bad & used_up, lowered, scale)
+            refilled = ~bad if self.consecutive_hysteresis else grows
             hysteresis = torch.where(bad & ~used_up, hysteresis - 1, hysteresis)
-            hysteresis = torch.where(
-                ~bad if self.consecutive_hysteresis else grows, self.delayed_shift, hysteresis
-            )
+            hysteresis = torch.where(refilled, self.delayed_shift, hysteresis)
             last = torch.where(bad, iteration, last)
-        return DeepSpeedState(
-            scale, iteration + 1, last, hysteresis, next_skips(scaler.consecutive_skips, bad)
-        )
+        return {
+            "scale": scale,
+            "cur_iter": iteration + 1,
+            "last_overflow_iter": last,
+            "cur_hysteresis": hysteresis,
+        }
 
 
 rule = DeepSpeedScale
-
-
-def _state(
-    scale: float, cur_iter: int, last_overflow_iter: int, cur_hysteresis: int, device: Device
-) -> DeepSpeedState:
-    return DeepSpeedState(
-        scale=scalar(scale, torch.float32, device),
-        cur_iter=scalar(cur_iter, torch.int64, device),
-        last_overflow_iter=scalar(last_overflow_iter, torch.int64, device),
-        cur_hysteresis=scalar(cur_hysteresis, torch.int32, device),
-        consecutive_skips=scalar(0, torch.int32, device),
-    )
+_FORMAT = Format(
+    "deepspeed",
+    DeepSpeedScale,
+    {
+        "dynamic": SETTING,
+        "cur_scale": SCALE,
+        "cur_iter": Entry("cur_iter"),
+        "last_overflow_iter": Entry("last_overflow_iter", least=-1),
+        "cur_hysteresis": Entry("cur_hysteresis", least=-(2**31)),
+        "scale_window": SETTING,
+        "min_scale": SETTING,
+        "delayed_shift": SETTING,
+        "consecutive_hysteresis": SETTING,
+        "raise_error_at_min_scale": SETTING,
+        "scale_factor": SETTING,
+    },
+)
 
 
 def from_state_dict(
@@ -183,8 +175,7 @@ def from_state_dict(
 
     Raises:
         TypeError: A value is not a number.
-        ValueError: `d` is another library's dict or empty, its scale cannot train, or a setting
-            contradicts it.
+        ValueError: `d` is not such a dict, its scale cannot train, or a setting contradicts it.
 
     Example:
         >>> d = {"dynamic_loss_scale": True, "cur_scale": 1024.0, "cur_iter": 9}
@@ -209,22 +200,12 @@ def from_state_dict(
 
     dynamic = held.get("dynamic", d.get("dynamic_loss_scale"))
     check_bool("dynamic_loss_scale", dynamic)
-    scale = saved_scale("cur_scale", held["cur_scale"])
-    flat = {}
     if dynamic:
         needed = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
         check_dict(held, "deepspeed", needed, None)
-        if "delayed_shift" not in held:
-            flat = {"delayed_shift": 1, "raise_error_at_min_scale": False}
-    known = with_settings({"dynamic": dynamic, **held}, ("dynamic", *_SETTINGS), settings)
-    made = rule(**{"init_scale": scale, **flat, **known})
-    return made, _state(
-        scale,
-        whole("cur_iter", held.get("cur_iter", 0), most=_MOST),
-        whole("last_overflow_iter", held.get("last_overflow_iter", -1), least=-1, most=_MOST),
-        whole("cur_hysteresis", held.get("cur_hysteresis", made.delayed_shift), least=-(2**31)),
-        device,
-    )
+    flat = {"delayed_shift": 1, "raise_error_at_min_scale": False}
+    defaults = flat if dynamic and "delayed_shift" not in held else {}
+    return _FORMAT.read({"dynamic": dynamic, **held}, settings, device, **defaults)
 
 
 def to_state_dict(rule: DeepSpeedScale, scaler: DeepSpeedState) -> dict[str, Any]:
@@ -236,31 +217,18 @@ def to_state_dict(rule: DeepSpeedScale, scaler: DeepSpeedState) -> dict[str, Any
     `vars(optimizer.loss_scaler).update({k: d[k] for k in vars(optimizer.loss_scaler) if k in d})`.
 
     Args:
-        rule: A `DeepSpeedScale`.
-        scaler: Its state.
+        rule, scaler: A `DeepSpeedScale` and its state.
 
     Returns:
         The state dict.
 
     Raises:
-        TypeError: `rule` is another library's.
-        ValueError: The state is stacked.
+        TypeError, ValueError: `rule` is another library's, or the state is stacked.
 
     Example:
         >>> d = to_state_dict(rule(), rule().init())
         >>> d["cur_scale"], d["cur_iter"], d["cur_hysteresis"]
         (65536.0, 0, 2)
-
-    Source of the formats: state_dict of deepspeed/runtime/fp16/fused_optimizer.py, attributes of
-    DynamicLossScaler.
     """
-    check_saveable("deepspeed", rule, (DeepSpeedScale,), scaler, DeepSpeedState)
-    return {
-        "dynamic_loss_scale": rule.dynamic,
-        "dynamic": rule.dynamic,
-        "cur_scale": float(scaler.scale),
-        "cur_iter": int(scaler.cur_iter),
-        "last_overflow_iter": int(scaler.last_overflow_iter),
-        "cur_hysteresis": int(scaler.cur_hysteresis),
-        **{name: getattr(rule, name) for name in _SETTINGS},
-    }
+    d = _FORMAT.write(rule, scaler)
+    return {"dynamic_loss_scale": d["dynamic"], **d}

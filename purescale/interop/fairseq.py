@@ -9,26 +9,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._loss_scale.rule_protocol import flag, without_amax
 from .._loss_scale.rules import check_factors
 from .._torch.dtypes import widest_float
-from .._tree.scalars import real, short_repr, whole
+from .._tree.scalars import real, short_repr
 from ._common import (
+    SCALE,
+    SETTING,
     Device,
+    Entry,
+    Format,
+    PeerRule,
     check_dict,
-    check_saveable,
-    next_skips,
     refuse,
-    saved_scale,
     scalar,
     settle,
     settle_counts,
-    with_settings,
 )
-
-_COUNTS = ("_iter", "_last_overflow_iter", "_last_rescale_iter", "_overflows_since_rescale")
-_SETTINGS = ("scale_factor", "scale_window", "tolerance", "threshold", "min_loss_scale")
-_MOST = 2**63 - 1
 
 
 class FairseqState(NamedTuple):
@@ -43,7 +39,7 @@ class FairseqState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class FairseqScale:
+class FairseqScale(PeerRule[FairseqState]):
     """Equal to `check_overflow(grad_norm)`, and `update()` after a clean step, of fairseq's
     DynamicLossScaler.
 
@@ -64,23 +60,18 @@ class FairseqScale:
         min_loss_scale: The scale at which fairseq raises, not negative.
 
     Raises:
-        TypeError: A setting is not a number.
-        ValueError: A setting is out of range.
+        TypeError, ValueError: A setting is not a number, or out of range.
 
     Example:
-        >>> import torch
-        >>> scaler = rule(init_scale=16.0, tolerance=0.5)
-        >>> state = scaler.init()
-        >>> for overflow in [False, False, True, True]:
-        ...     state = scaler.update(state, torch.tensor(overflow))
-        ...     print(state.scale.item())
-        16.0
-        16.0
-        16.0
-        8.0
+        >>> from purescale.simulate import simulate
+        >>> simulate(rule(init_scale=16.0, tolerance=0.5), [False, False, True, True]).scale
+        tensor([16., 16., 16., 16.,  8.])
 
     Source of the rule: fairseq/optim/dynamic_loss_scaler.py.
     """
+
+    state_kind = FairseqState
+    first_scale = "init_scale"
 
     init_scale: float = 2.0**15
     scale_factor: float = 2.0
@@ -113,50 +104,54 @@ class FairseqScale:
 
     def init(self, device: Device = None) -> FairseqState:
         """Return the initial state, on `device` (that of the gradients)."""
-        return _state(self.init_scale, (0, -1, -1, 0), device)
+        return FairseqState(
+            scale=scalar(self.init_scale, torch.float32, device),
+            iteration=scalar(0, torch.int64, device),
+            last_overflow_iter=scalar(-1, torch.int64, device),
+            last_rescale_iter=scalar(-1, torch.int64, device),
+            overflows_since_rescale=scalar(0, torch.int64, device),
+            consecutive_skips=scalar(0, torch.int32, device),
+        )
 
-    @without_amax
-    def update(self, scaler: FairseqState, found_inf: Tensor) -> FairseqState:
-        """Return the state for the next step. `found_inf`: 0-d bool, True if the step was bad.
-        Reads no value; raises only for another rule's state.
-        """
-        bad = flag(found_inf, scaler, FairseqState)
-        iteration, scale = scaler.iteration, scaler.scale
+    def _transition(self, state: FairseqState, bad: Tensor) -> dict[str, Tensor]:
+        iteration, scale = state.iteration, state.scale
         wide = widest_float(scale.device)
 
-        overflows = torch.where(
-            bad, scaler.overflows_since_rescale + 1, scaler.overflows_since_rescale
-        )
-        steps = iteration - scaler.last_rescale_iter
+        overflows = state.overflows_since_rescale
+        overflows = torch.where(bad, overflows + 1, overflows)
+        steps = iteration - state.last_rescale_iter
         # 0 only in a state saved right after a FloatingPointError; fairseq then divides by 1000.
         share = overflows.to(wide) / torch.where(steps == 0, 1000, steps).to(wide)
         backs_off = bad & (share >= self.tolerance)
-        grows = ~bad & ((iteration - scaler.last_overflow_iter) % self.scale_window == 0)
+        grows = ~bad & ((iteration - state.last_overflow_iter) % self.scale_window == 0)
 
         lowered = scale / self.scale_factor
         if self.threshold is not None:
             lowered = lowered.clamp(min=self.threshold)
         lowered = torch.where(scale <= self.min_loss_scale, scale, lowered)
-        return FairseqState(
-            scale=torch.where(
-                backs_off, lowered, torch.where(grows, scale * self.scale_factor, scale)
-            ),
-            iteration=iteration + 1,
-            last_overflow_iter=torch.where(bad, iteration, scaler.last_overflow_iter),
-            last_rescale_iter=torch.where(backs_off | grows, iteration, scaler.last_rescale_iter),
-            overflows_since_rescale=torch.where(backs_off, 0, overflows),
-            consecutive_skips=next_skips(scaler.consecutive_skips, bad),
-        )
+        moved = torch.where(grows, scale * self.scale_factor, scale)
+        return {
+            "scale": torch.where(backs_off, lowered, moved),
+            "iteration": iteration + 1,
+            "last_overflow_iter": torch.where(bad, iteration, state.last_overflow_iter),
+            "last_rescale_iter": torch.where(backs_off | grows, iteration, state.last_rescale_iter),
+            "overflows_since_rescale": torch.where(backs_off, 0, overflows),
+        }
 
 
 rule = FairseqScale
-
-
-def _state(scale: float, counts: tuple[int, ...], device: Device) -> FairseqState:
-    whole_numbers = (scalar(count, torch.int64, device) for count in counts)
-    return FairseqState._make(
-        (scalar(scale, torch.float32, device), *whole_numbers, scalar(0, torch.int32, device))
-    )
+_COUNTS = {
+    "_iter": Entry("iteration"),
+    "_last_overflow_iter": Entry("last_overflow_iter", least=-1),
+    "_last_rescale_iter": Entry("last_rescale_iter", least=-1),
+    "_overflows_since_rescale": Entry("overflows_since_rescale"),
+}
+_SETTINGS = ("scale_factor", "scale_window", "tolerance", "threshold", "min_loss_scale")
+_FORMAT = Format(
+    "fairseq",
+    FairseqScale,
+    {"loss_scale": SCALE, **_COUNTS, **dict.fromkeys(_SETTINGS, SETTING)},
+)
 
 
 def from_state_dict(
@@ -175,8 +170,7 @@ def from_state_dict(
 
     Raises:
         TypeError: A value is not a number.
-        ValueError: `d` is another library's dict or empty, its scale cannot train, or a setting
-            contradicts it.
+        ValueError: `d` is not such a dict, its scale cannot train, or a setting contradicts it.
 
     Example:
         >>> d = {"loss_scale": 1024.0, "state": {}, "param_groups": []}
@@ -191,13 +185,7 @@ def from_state_dict(
     counted = len(missing) < len(_COUNTS)
     if (counted and missing) or not (counted or "param_groups" in d):
         refuse(d, "fairseq", ("loss_scale", *_COUNTS), missing)
-    scale = saved_scale("loss_scale", d["loss_scale"])
-    made = rule(**{"init_scale": scale, **with_settings(d, _SETTINGS, settings)})
-    least = {"_last_overflow_iter": -1, "_last_rescale_iter": -1}
-    counts: tuple[int, ...] = (0, -1, -1, 0)
-    if counted:
-        counts = tuple(whole(key, d[key], least.get(key, 0), _MOST) for key in _COUNTS)
-    return made, _state(scale, counts, device)
+    return _FORMAT.read(d, settings, device)
 
 
 def to_state_dict(rule: FairseqScale, scaler: FairseqState) -> dict[str, Any]:
@@ -208,29 +196,17 @@ def to_state_dict(rule: FairseqScale, scaler: FairseqState) -> dict[str, Any]:
     `{**state_dict_of_the_rest, "loss_scale": d["loss_scale"]}`.
 
     Args:
-        rule: A `FairseqScale`.
-        scaler: Its state.
+        rule, scaler: A `FairseqScale` and its state.
 
     Returns:
         The attributes as a dict.
 
     Raises:
-        TypeError: `rule` is another library's.
-        ValueError: The state is stacked.
+        TypeError, ValueError: `rule` is another library's, or the state is stacked.
 
     Example:
         >>> d = to_state_dict(rule(), rule().init())
         >>> d["loss_scale"], d["_last_overflow_iter"]
         (32768.0, -1)
-
-    Source of the names: the attributes of fairseq's DynamicLossScaler.
     """
-    check_saveable("fairseq", rule, (FairseqScale,), scaler, FairseqState)
-    return {
-        "loss_scale": float(scaler.scale),
-        "_iter": int(scaler.iteration),
-        "_last_overflow_iter": int(scaler.last_overflow_iter),
-        "_last_rescale_iter": int(scaler.last_rescale_iter),
-        "_overflows_since_rescale": int(scaler.overflows_since_rescale),
-        **{name: getattr(rule, name) for name in _SETTINGS},
-    }
+    return _FORMAT.write(rule, scaler)

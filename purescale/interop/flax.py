@@ -9,20 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._loss_scale.rules import ScalerState, check_factors, scaler_state
-from .._tree.scalars import whole
-from ._common import (
-    Device,
-    ScaleAndCount,
-    check_dict,
-    check_saveable,
-    saved_scale,
-    settle,
-    settle_counts,
-    with_settings,
-)
+from .._loss_scale.rules import ScalerState, check_factors
+from ._common import COUNT, SCALE, Device, Format, ScaleAndCount, settle, settle_counts
 
-_KEYS = ("fin_steps", "scale")
 _FLOAT32 = torch.finfo(torch.float32)
 
 
@@ -47,21 +36,18 @@ class FlaxScale(ScaleAndCount):
         minimum_scale: The floor, or None.
 
     Raises:
-        TypeError: A setting is not a number.
-        ValueError: A setting is out of range.
+        TypeError, ValueError: A setting is not a number, or out of range.
 
     Example:
-        >>> import torch
-        >>> scaler = rule(scale=8.0, growth_interval=1)
-        >>> state = scaler.init()
-        >>> for _ in range(2):
-        ...     state = scaler.update(state, torch.tensor(False))
-        ...     print(state.scale.item())
-        8.0
-        16.0
+        >>> from purescale.simulate import simulate
+        >>> simulate(rule(scale=8.0, growth_interval=1), [False] * 2).scale
+        tensor([ 8.,  8., 16.])
 
     Source of the rule: flax/training/dynamic_scale.py.
     """
+
+    first_scale = "scale"
+    first_count = "fin_steps"
 
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
@@ -83,10 +69,6 @@ class FlaxScale(ScaleAndCount):
         """The floor under the name that `check_scaler` reads."""
         return self.minimum_scale
 
-    def init(self, device: Device = None) -> ScalerState:
-        """Return the initial state, on `device` (that of the gradients)."""
-        return scaler_state(self.scale, self.fin_steps, device=device)
-
     def _next(self, scale: Tensor, count: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
         grows = count == self.growth_interval
         grown = (scale * self.growth_factor).clamp(max=_FLOAT32.max)
@@ -100,6 +82,7 @@ class FlaxScale(ScaleAndCount):
 
 
 rule = FlaxScale
+_FORMAT = Format("flax", FlaxScale, {"fin_steps": COUNT, "scale": SCALE})
 
 
 def from_state_dict(
@@ -118,8 +101,7 @@ def from_state_dict(
 
     Raises:
         TypeError: A value is not a number.
-        ValueError: `d` is another library's dict or empty, its scale cannot train, or a setting
-            contradicts it.
+        ValueError: `d` is not such a dict, its scale cannot train, or a setting contradicts it.
 
     Example:
         >>> from_state_dict({"fin_steps": 7, "scale": 1024.0}, growth_interval=100)[1].scale
@@ -127,9 +109,8 @@ def from_state_dict(
 
     Source of the format: the leaves of flax.training.dynamic_scale.DynamicScale.
     """
-    check_dict(d, "flax", _KEYS)
-    scale, fin_steps = saved_scale("scale", d["scale"]), whole("fin_steps", d["fin_steps"])
-    return rule(**with_settings(d, _KEYS, settings)), scaler_state(scale, fin_steps, device=device)
+    _FORMAT.check(d)
+    return _FORMAT.read(d, settings, device)
 
 
 def to_state_dict(rule: FlaxScale, scaler: ScalerState) -> dict[str, Any]:
@@ -137,21 +118,16 @@ def to_state_dict(rule: FlaxScale, scaler: ScalerState) -> dict[str, Any]:
     flax.serialization.from_state_dict.
 
     Args:
-        rule: A `FlaxScale`.
-        scaler: Its state.
+        rule, scaler: A `FlaxScale` and its state.
 
     Returns:
         The state dict.
 
     Raises:
-        TypeError: `rule` is another library's.
-        ValueError: The state is stacked.
+        TypeError, ValueError: `rule` is another library's, or the state is stacked.
 
     Example:
         >>> to_state_dict(rule(), rule().init())
         {'fin_steps': 0, 'scale': 65536.0}
-
-    Source of the format: the leaves of flax.training.dynamic_scale.DynamicScale.
     """
-    check_saveable("flax", rule, (FlaxScale,), scaler, ScalerState)
-    return {"fin_steps": int(scaler.growth_tracker), "scale": float(scaler.scale)}
+    return _FORMAT.write(rule, scaler)

@@ -9,21 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._loss_scale.rules import ScalerState, check_factors, scaler_state
-from .._tree.scalars import whole
-from ._common import (
-    Device,
-    ScaleAndCount,
-    check_dict,
-    check_saveable,
-    saved_scale,
-    settle,
-    settle_counts,
-    with_settings,
-)
-
-_STATE = ("loss_scale", "counter")
-_SETTINGS = ("period", "factor", "min_loss_scale")
+from .._loss_scale.rules import ScalerState, check_factors
+from ._common import COUNT, SCALE, SETTING, Device, Format, ScaleAndCount, settle, settle_counts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,21 +31,18 @@ class JmpScale(ScaleAndCount):
             jax.jit: leave it at 1.0 for such a job.
 
     Raises:
-        TypeError: A setting is not a number.
-        ValueError: A setting is out of range.
+        TypeError, ValueError: A setting is not a number, or out of range.
 
     Example:
-        >>> import torch
-        >>> scaler = rule(loss_scale=2.0, min_loss_scale=1.0)
-        >>> state = scaler.init()
-        >>> for _ in range(2):
-        ...     state = scaler.update(state, torch.tensor(True))
-        ...     print(state.scale.item())
-        1.0
-        1.0
+        >>> from purescale.simulate import simulate
+        >>> simulate(rule(loss_scale=2.0, min_loss_scale=1.0), [True] * 2).scale
+        tensor([2., 1., 1.])
 
     Source of the rule: jmp/_src/loss_scale.py.
     """
+
+    first_scale = "loss_scale"
+    first_count = "counter"
 
     loss_scale: float
     counter: int = 0
@@ -77,10 +61,6 @@ class JmpScale(ScaleAndCount):
         """The floor under the name that `check_scaler` reads."""
         return self.min_loss_scale
 
-    def init(self, device: Device = None) -> ScalerState:
-        """Return the initial state, on `device` (that of the gradients)."""
-        return scaler_state(self.loss_scale, self.counter, device=device)
-
     def _next(self, scale: Tensor, count: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
         grown = scale * self.factor
         grows = (count == self.period - 1) & torch.isfinite(grown)
@@ -92,6 +72,18 @@ class JmpScale(ScaleAndCount):
 
 
 rule = JmpScale
+_FORMAT = Format(
+    "jmp",
+    JmpScale,
+    {
+        "loss_scale": SCALE,
+        "counter": COUNT,
+        "period": SETTING,
+        "factor": SETTING,
+        "min_loss_scale": SETTING,
+    },
+    settings_required=False,
+)
 
 
 def from_state_dict(
@@ -110,8 +102,7 @@ def from_state_dict(
 
     Raises:
         TypeError: A value is not a number.
-        ValueError: `d` is another library's dict or empty, its scale cannot train, or a setting
-            contradicts it.
+        ValueError: `d` is not such a dict, its scale cannot train, or a setting contradicts it.
 
     Example:
         >>> from_state_dict({"loss_scale": 1024.0, "counter": 7}, period=100)[1].scale
@@ -119,11 +110,8 @@ def from_state_dict(
 
     Source of the names: the fields of jmp.DynamicLossScale.
     """
-    check_dict(d, "jmp", _STATE, _SETTINGS)
-    scale, counter = saved_scale("loss_scale", d["loss_scale"]), whole("counter", d["counter"])
-    return rule(**with_settings(d, (*_STATE, *_SETTINGS), settings)), scaler_state(
-        scale, counter, device=device
-    )
+    _FORMAT.check(d)
+    return _FORMAT.read(d, settings, device)
 
 
 def to_state_dict(rule: JmpScale, scaler: ScalerState) -> dict[str, Any]:
@@ -134,27 +122,16 @@ def to_state_dict(rule: JmpScale, scaler: ScalerState) -> dict[str, Any]:
     d["period"], d["factor"], jnp.float32(d["min_loss_scale"]))`.
 
     Args:
-        rule: A `JmpScale`.
-        scaler: Its state.
+        rule, scaler: A `JmpScale` and its state.
 
     Returns:
         The attributes as a dict.
 
     Raises:
-        TypeError: `rule` is another library's.
-        ValueError: The state is stacked.
+        TypeError, ValueError: `rule` is another library's, or the state is stacked.
 
     Example:
         >>> to_state_dict(rule(1024.0), rule(1024.0).init())
         {'loss_scale': 1024.0, 'counter': 0, 'period': 2000, 'factor': 2.0, 'min_loss_scale': 1.0}
-
-    Source of the names: the fields of jmp.DynamicLossScale.
     """
-    check_saveable("jmp", rule, (JmpScale,), scaler, ScalerState)
-    return {
-        "loss_scale": float(scaler.scale),
-        "counter": int(scaler.growth_tracker),
-        "period": rule.period,
-        "factor": rule.factor,
-        "min_loss_scale": rule.min_loss_scale,
-    }
+    return _FORMAT.write(rule, scaler)

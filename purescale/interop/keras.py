@@ -9,21 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._loss_scale.rules import ScalerState, scaler_state
-from .._tree.scalars import whole
-from ._common import (
-    Device,
-    ScaleAndCount,
-    check_dict,
-    check_saveable,
-    saved_scale,
-    settle,
-    settle_counts,
-    with_settings,
-)
-
-_STATE = ("step_counter", "dynamic_scale")
-_SETTINGS = ("initial_scale", "dynamic_growth_steps")
+from .._loss_scale.rules import ScalerState
+from ._common import COUNT, SCALE, SETTING, Device, Format, ScaleAndCount, settle, settle_counts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +26,7 @@ class KerasScale(ScaleAndCount):
         dynamic_growth_steps: The number of clean steps before a growth.
 
     Raises:
-        TypeError: A setting is not a number.
-        ValueError: A setting is out of range.
+        TypeError, ValueError: A setting is not a number, or out of range.
 
     Example:
         >>> import torch
@@ -51,16 +37,14 @@ class KerasScale(ScaleAndCount):
     Source of the rule: keras/src/optimizers/loss_scale_optimizer.py.
     """
 
+    first_scale = "initial_scale"
+
     initial_scale: float = 2.0**15
     dynamic_growth_steps: int = 2000
 
     def __post_init__(self) -> None:
         settle(self, "initial_scale")
         settle_counts(self, "dynamic_growth_steps")
-
-    def init(self, device: Device = None) -> ScalerState:
-        """Return the initial state, on `device` (that of the gradients)."""
-        return scaler_state(self.initial_scale, device=device)
 
     def _next(self, scale: Tensor, count: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
         grows = count == self.dynamic_growth_steps - 1
@@ -71,6 +55,17 @@ class KerasScale(ScaleAndCount):
 
 
 rule = KerasScale
+_FORMAT = Format(
+    "keras",
+    KerasScale,
+    {
+        "step_counter": COUNT,
+        "dynamic_scale": SCALE,
+        "initial_scale": SETTING,
+        "dynamic_growth_steps": SETTING,
+    },
+    settings_required=False,
+)
 
 
 def from_state_dict(
@@ -89,20 +84,17 @@ def from_state_dict(
 
     Raises:
         TypeError: A value is not a number.
-        ValueError: `d` is another library's dict or empty, its scale cannot train, or a setting
-            contradicts it.
+        ValueError: `d` is not such a dict, its scale cannot train, or a setting contradicts it.
 
     Example:
         >>> d = {"step_counter": 7, "dynamic_scale": 1024.0}
         >>> from_state_dict(d, dynamic_growth_steps=100)[1].scale
         tensor(1024.)
 
-    Source of the names: the variables of keras.optimizers.LossScaleOptimizer.
+    Source of the names: the variables and arguments of keras.optimizers.LossScaleOptimizer.
     """
-    check_dict(d, "keras", _STATE, _SETTINGS)
-    scale = saved_scale("dynamic_scale", d["dynamic_scale"])
-    made = rule(**{"initial_scale": scale, **with_settings(d, _SETTINGS, settings)})
-    return made, scaler_state(scale, whole("step_counter", d["step_counter"]), device=device)
+    _FORMAT.check(d)
+    return _FORMAT.read(d, settings, device)
 
 
 def to_state_dict(rule: KerasScale, scaler: ScalerState) -> dict[str, Any]:
@@ -113,27 +105,17 @@ def to_state_dict(rule: KerasScale, scaler: ScalerState) -> dict[str, Any]:
     `optimizer.dynamic_scale.assign(d["dynamic_scale"])`.
 
     Args:
-        rule: A `KerasScale`.
-        scaler: Its state.
+        rule, scaler: A `KerasScale` and its state.
 
     Returns:
         The attributes as a dict.
 
     Raises:
-        TypeError: `rule` is another library's.
-        ValueError: The state is stacked.
+        TypeError, ValueError: `rule` is another library's, or the state is stacked.
 
     Example:
         >>> d = to_state_dict(rule(), rule().init())
         >>> d["step_counter"], d["dynamic_scale"], d["initial_scale"], d["dynamic_growth_steps"]
         (0, 32768.0, 32768.0, 2000)
-
-    Source of the names: the variables and arguments of keras.optimizers.LossScaleOptimizer.
     """
-    check_saveable("keras", rule, (KerasScale,), scaler, ScalerState)
-    return {
-        "step_counter": int(scaler.growth_tracker),
-        "dynamic_scale": float(scaler.scale),
-        "initial_scale": rule.initial_scale,
-        "dynamic_growth_steps": rule.dynamic_growth_steps,
-    }
+    return _FORMAT.write(rule, scaler)

@@ -11,24 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._loss_scale.rule_protocol import flag, without_amax
 from .._loss_scale.rules import ScalerState, check_factors, scaler_state
-from .._tree.scalars import real, whole
-from ._common import (
-    Device,
-    check_dict,
-    check_saveable,
-    next_skips,
-    saved_scale,
-    settle,
-    settle_counts,
-)
-
-_KEYS = ("scale", "growth_tracker", "hysteresis_tracker")
+from .._tree.scalars import real
+from ._common import SCALE, Device, Entry, Format, PeerRule, saved_scale, settle, settle_counts
 
 
 @dataclasses.dataclass(frozen=True)
-class MegatronScale:
+class MegatronScale(PeerRule[ScalerState]):
     """Equal to `DynamicGradScaler.update(found_inf)`, bit for bit with any setting.
 
     It follows Megatron where `DynamicScale` does not:
@@ -50,23 +39,19 @@ class MegatronScale:
         hysteresis: The first overflow after the start or a growth that backs off, counted from 1.
 
     Raises:
-        TypeError: A setting is not a number.
-        ValueError: A setting is out of range.
+        TypeError, ValueError: A setting is not a number, or out of range.
 
     Example:
-        >>> import torch
-        >>> scaler = rule(initial_scale=16.0, hysteresis=2)
-        >>> state = scaler.init()
-        >>> for overflow in [True, False, True]:
-        ...     state = scaler.update(state, torch.tensor(overflow))
-        ...     print(state.scale.item())
-        16.0
-        16.0
-        8.0
+        >>> from purescale.simulate import simulate
+        >>> simulate(rule(initial_scale=16.0, hysteresis=2), [True, False, True]).scale
+        tensor([16., 16., 16.,  8.])
 
     Source of the rule: megatron/core/optimizer/grad_scaler.py; its docstring says "in a row", but
     its code does not require that.
     """
+
+    state_kind = ScalerState
+    first_scale = "initial_scale"
 
     initial_scale: float = 2.0**32
     min_scale: float = 1.0
@@ -89,30 +74,32 @@ class MegatronScale:
         """Return the initial state, on `device` (that of the gradients)."""
         return scaler_state(self.initial_scale, hysteresis_tracker=self.hysteresis, device=device)
 
-    @without_amax
-    def update(self, scaler: ScalerState, found_inf: Tensor) -> ScalerState:
-        """Return the state for the next step. `found_inf`: 0-d bool, True if the step was bad.
-        Reads no value; raises only for another rule's state.
-        """
-        bad = flag(found_inf, scaler, ScalerState)
-        clean_steps = scaler.growth_tracker + 1
+    def _transition(self, state: ScalerState, bad: Tensor) -> dict[str, Tensor]:
+        clean_steps = state.growth_tracker + 1
         interval_reached = ~bad & (clean_steps == self.growth_interval)
         # Megatron's count is a Python int. An int32 must not wrap around to a positive tolerance.
-        tolerance = torch.where(
-            bad, scaler.hysteresis_tracker.clamp(min=1 - 2**31) - 1, scaler.hysteresis_tracker
-        )
+        tolerance = state.hysteresis_tracker
+        tolerance = torch.where(bad, tolerance.clamp(min=1 - 2**31) - 1, tolerance)
 
-        scale = torch.where(interval_reached, scaler.scale * self.growth_factor, scaler.scale)
-        lowered = (scaler.scale * self.backoff_factor).clamp(min=self.min_scale)
-        return ScalerState(
-            scale=torch.where(bad & (tolerance <= 0), lowered, scale),
-            growth_tracker=torch.where(bad | interval_reached, 0, clean_steps),
-            hysteresis_tracker=torch.where(interval_reached, self.hysteresis, tolerance),
-            consecutive_skips=next_skips(scaler.consecutive_skips, bad),
-        )
+        scale = torch.where(interval_reached, state.scale * self.growth_factor, state.scale)
+        lowered = (state.scale * self.backoff_factor).clamp(min=self.min_scale)
+        return {
+            "scale": torch.where(bad & (tolerance <= 0), lowered, scale),
+            "growth_tracker": torch.where(bad | interval_reached, 0, clean_steps),
+            "hysteresis_tracker": torch.where(interval_reached, self.hysteresis, tolerance),
+        }
 
 
 rule = MegatronScale
+_FORMAT = Format(
+    "megatron",
+    MegatronScale,
+    {
+        "scale": SCALE,
+        "growth_tracker": Entry("growth_tracker"),
+        "hysteresis_tracker": Entry("hysteresis_tracker", least=-(2**31)),
+    },
+)
 
 
 def from_state_dict(
@@ -132,8 +119,8 @@ def from_state_dict(
 
     Raises:
         TypeError: The scale is not a tensor, or a count is not a number.
-        ValueError: `d` is another library's dict or the `{}` of a ConstantGradScaler, or its scale
-            cannot train.
+        ValueError: `d` is not such a dict, or the `{}` of a ConstantGradScaler; its scale cannot
+            train.
 
     Example:
         >>> d = {"scale": torch.tensor([256.0]), "growth_tracker": 3, "hysteresis_tracker": 1}
@@ -142,7 +129,7 @@ def from_state_dict(
 
     Source of the format: megatron.core.optimizer.grad_scaler.DynamicGradScaler.state_dict.
     """
-    check_dict(d, "megatron", _KEYS)
+    _FORMAT.check(d)
     saved = d["scale"]
     if not isinstance(saved, Tensor) or saved.numel() != 1 or not saved.is_floating_point():
         got = (
@@ -156,15 +143,8 @@ def from_state_dict(
             "library's. Fix: `d['scale'] = torch.tensor([65536.0])`, with the scale of the job."
         )
     scale = saved_scale("scale", saved.item())
-    if "initial_scale" not in settings:
-        settings["initial_scale"] = max(
-            scale, real("min_scale", settings.get("min_scale", rule.min_scale))
-        )
-    counts = (
-        whole("growth_tracker", d["growth_tracker"]),
-        whole("hysteresis_tracker", d["hysteresis_tracker"], least=-(2**31)),
-    )
-    return rule(**settings), scaler_state(scale, *counts, device=device)
+    floor = real("min_scale", settings.get("min_scale", rule.min_scale))
+    return _FORMAT.read({**d, "scale": scale}, settings, device, initial_scale=max(scale, floor))
 
 
 def to_state_dict(rule: MegatronScale, scaler: ScalerState) -> dict[str, Any]:
@@ -172,25 +152,17 @@ def to_state_dict(rule: MegatronScale, scaler: ScalerState) -> dict[str, Any]:
     for its `load_state_dict`.
 
     Args:
-        rule: A `MegatronScale`.
-        scaler: Its state.
+        rule, scaler: A `MegatronScale` and its state.
 
     Returns:
         The state dict. Its scale is a copy of shape [1] on the device of the state.
 
     Raises:
-        TypeError: `rule` is another library's.
-        ValueError: The state is stacked.
+        TypeError, ValueError: `rule` is another library's, or the state is stacked.
 
     Example:
         >>> to_state_dict(rule(), rule().init())
         {'scale': tensor([4.2950e+09]), 'growth_tracker': 0, 'hysteresis_tracker': 2}
-
-    Source of the format: megatron.core.optimizer.grad_scaler.DynamicGradScaler.state_dict.
     """
-    check_saveable("megatron", rule, (MegatronScale,), scaler, ScalerState)
-    return {
-        "scale": scaler.scale.detach().clone().reshape(1),
-        "growth_tracker": int(scaler.growth_tracker),
-        "hysteresis_tracker": int(scaler.hysteresis_tracker),
-    }
+    d = _FORMAT.write(rule, scaler)
+    return {**d, "scale": scaler.scale.detach().clone().reshape(1)}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._loss_scale.rules import ScalerState, scaler_state
+from .._loss_scale.rules import ScalerState
 from . import apex, torch_amp
 from ._common import Device, ScaleAndCount, check_dict, check_saveable, refuse, settle
 
@@ -32,14 +32,12 @@ class FixedAmpScale(ScaleAndCount):
     Source of the rule: AmpOptimWrapper.step, with a float as `loss_scale`.
     """
 
+    first_scale = "loss_scale"
+
     loss_scale: float
 
     def __post_init__(self) -> None:
         settle(self, "loss_scale")
-
-    def init(self, device: Device = None) -> ScalerState:
-        """Return the initial state, on `device` (that of the gradients)."""
-        return scaler_state(self.loss_scale, device=device)
 
     def _next(self, scale: Tensor, count: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
         return torch.full_like(scale, self.loss_scale), count.clone()
@@ -146,9 +144,6 @@ def to_state_dict(rule: Any, scaler: Any) -> dict[str, Any]:
     Example:
         >>> to_state_dict(rule(512.0), rule(512.0).init())["loss_scaler"]["scale"]
         512.0
-
-    Source of the format: state_dict of mmengine's amp_optimizer_wrapper.py and
-    apex_optimizer_wrapper.py.
     """
     if isinstance(rule, apex.ApexScale) or (
         isinstance(rule, tuple) and rule and isinstance(rule[0], apex.ApexScale)

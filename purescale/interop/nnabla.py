@@ -9,21 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._loss_scale.rules import ScalerState, check_factors, scaler_state
-from .._tree.scalars import whole
-from ._common import (
-    Device,
-    ScaleAndCount,
-    check_dict,
-    check_saveable,
-    saved_scale,
-    settle,
-    settle_counts,
-    with_settings,
-)
-
-_SETTINGS = ("scaling_factor", "N")
-_KEYS = ("scale", *_SETTINGS, "_counter")
+from .._loss_scale.rules import ScalerState, check_factors
+from ._common import COUNT, SCALE, SETTING, Device, Format, ScaleAndCount, settle, settle_counts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,24 +33,17 @@ class NnablaScale(ScaleAndCount):
         N: The scale grows if the count is above N.
 
     Raises:
-        TypeError: A setting is not a number.
-        ValueError: A setting is out of range.
+        TypeError, ValueError: A setting is not a number, or out of range.
 
     Example:
-        >>> import torch
-        >>> updater = rule(scale=8.0, N=1)
-        >>> state = updater.init()
-        >>> for _ in range(5):
-        ...     state = updater.update(state, torch.tensor(False))
-        ...     print(state.scale.item())
-        8.0
-        8.0
-        16.0
-        16.0
-        32.0
+        >>> from purescale.simulate import simulate
+        >>> simulate(rule(scale=8.0, N=1), [False] * 5).scale
+        tensor([ 8.,  8.,  8., 16., 16., 32.])
 
     Source of the rule: nnabla/experimental/mixed_precision_training.py.
     """
+
+    first_scale = "scale"
 
     scale: float = 8.0
     scaling_factor: float = 2.0
@@ -73,10 +53,6 @@ class NnablaScale(ScaleAndCount):
         settle(self, "scale", "scaling_factor")
         check_factors(self, "scaling_factor")
         settle_counts(self, "N", least=0)
-
-    def init(self, device: Device = None) -> ScalerState:
-        """Return the initial state, on `device` (that of the gradients)."""
-        return scaler_state(self.scale, device=device)
 
     def _next(self, scale: Tensor, count: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
         grows = count > self.N
@@ -88,6 +64,11 @@ class NnablaScale(ScaleAndCount):
 
 
 rule = NnablaScale
+_FORMAT = Format(
+    "nnabla",
+    NnablaScale,
+    {"scale": SCALE, "scaling_factor": SETTING, "N": SETTING, "_counter": COUNT},
+)
 
 
 def from_state_dict(
@@ -95,11 +76,9 @@ def from_state_dict(
 ) -> tuple[NnablaScale, ScalerState]:
     """Equal to `rule(d["scale"], d["scaling_factor"], d["N"]), state of d["scale"], d["_counter"]`.
 
-    nnabla does not save its state, so take the updater's attributes:
-    `{name: getattr(updater, name) for name in ("scale", "scaling_factor", "N", "_counter")}`.
-
     Args:
-        d: These attributes.
+        d: The updater's attributes `{name: getattr(updater, name) for name in ("scale",
+            "scaling_factor", "N", "_counter")}`, as nnabla does not save its state.
         device: The device of the gradients.
         settings: Settings of `rule`, which must agree with `d`.
 
@@ -108,8 +87,7 @@ def from_state_dict(
 
     Raises:
         TypeError: A value is not a number.
-        ValueError: `d` is another library's dict or empty, its scale cannot train, or a setting
-            contradicts it.
+        ValueError: `d` is not such a dict, its scale cannot train, or a setting contradicts it.
 
     Example:
         >>> d = {"scale": 16.0, "scaling_factor": 2.0, "N": 2000, "_counter": 7}
@@ -118,10 +96,8 @@ def from_state_dict(
 
     Source of the names: the attributes of DynamicLossScalingUpdater.
     """
-    check_dict(d, "nnabla", _KEYS)
-    scale = saved_scale("scale", d["scale"])
-    made = rule(**with_settings(d, ("scale", *_SETTINGS), settings))
-    return made, scaler_state(scale, whole("_counter", d["_counter"]), device=device)
+    _FORMAT.check(d)
+    return _FORMAT.read(d, settings, device)
 
 
 def to_state_dict(rule: NnablaScale, scaler: ScalerState) -> dict[str, Any]:
@@ -129,26 +105,16 @@ def to_state_dict(rule: NnablaScale, scaler: ScalerState) -> dict[str, Any]:
     `vars(updater).update(d)` restores them.
 
     Args:
-        rule: An `NnablaScale`.
-        scaler: Its state.
+        rule, scaler: An `NnablaScale` and its state.
 
     Returns:
         The attributes as a dict.
 
     Raises:
-        TypeError: `rule` is another library's.
-        ValueError: The state is stacked.
+        TypeError, ValueError: `rule` is another library's, or the state is stacked.
 
     Example:
         >>> to_state_dict(rule(), rule().init())
         {'scale': 8.0, 'scaling_factor': 2.0, 'N': 2000, '_counter': 0}
-
-    Source of the names: the attributes of DynamicLossScalingUpdater.
     """
-    check_saveable("nnabla", rule, (NnablaScale,), scaler, ScalerState)
-    return {
-        "scale": float(scaler.scale),
-        "scaling_factor": rule.scaling_factor,
-        "N": rule.N,
-        "_counter": int(scaler.growth_tracker),
-    }
+    return _FORMAT.write(rule, scaler)

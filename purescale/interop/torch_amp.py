@@ -12,23 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from .._loss_scale.rules import NoScale, ScalerState, check_factors, scaler_state
+from .._loss_scale.rules import NoScale, ScalerState, check_factors
 from .._module.functional import Apply, load_into, make_functional
 from .._optim.schedule import advance, stand_in
 from .._optim.torch_optim import TorchOptimizer
 from .._step.train_state import TrainState
 from .._torch.dtypes import widest_float
 from .._tree.scalars import whole
-from ._common import (
-    Device,
-    ScaleAndCount,
-    check_dict,
-    check_saveable,
-    saved_scale,
-    settle,
-    settle_counts,
-    with_settings,
-)
+from ._common import COUNT, SCALE, SETTING, Device, Format, ScaleAndCount, settle, settle_counts
 from ._live_optimizer import (
     as_from_torch,
     names_by_group,
@@ -39,9 +30,6 @@ from ._live_optimizer import (
     weights_of,
     with_slots,
 )
-
-_SETTINGS = ("growth_factor", "backoff_factor", "growth_interval")
-_KEYS = ("scale", *_SETTINGS, "_growth_tracker")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +68,8 @@ class TorchAmpScale(ScaleAndCount):
     kernel. ShardedGradScaler with a scale on the CPU has its own rule, which can grow to inf.
     """
 
+    first_scale = "init_scale"
+
     init_scale: float = 2.0**16
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
@@ -89,10 +79,6 @@ class TorchAmpScale(ScaleAndCount):
         settle(self, "init_scale", "growth_factor", "backoff_factor")
         check_factors(self, "growth_factor", "backoff_factor")
         settle_counts(self, "growth_interval")
-
-    def init(self, device: Device = None) -> ScalerState:
-        """Return the initial state, on `device` (that of the gradients)."""
-        return scaler_state(self.init_scale, device=device)
 
     def _next(self, scale: Tensor, count: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
         # The kernel multiplies in double, so that a factor is not first rounded to float32.
@@ -109,6 +95,17 @@ class TorchAmpScale(ScaleAndCount):
 
 
 rule = TorchAmpScale
+_FORMAT = Format(
+    "torch_amp",
+    TorchAmpScale,
+    {
+        "scale": SCALE,
+        "growth_factor": SETTING,
+        "backoff_factor": SETTING,
+        "growth_interval": SETTING,
+        "_growth_tracker": COUNT,
+    },
+)
 
 
 def from_state_dict(
@@ -141,10 +138,9 @@ def from_state_dict(
 
     Source of the format: torch.amp.GradScaler.state_dict.
     """
-    check_dict(d, "torch_amp", _KEYS)
-    scale = saved_scale("scale", saved_scale("scale", d["scale"]) / _parts(accumulated))
-    made = rule(**{"init_scale": scale, **with_settings(d, _SETTINGS, settings)})
-    return made, scaler_state(scale, whole("_growth_tracker", d["_growth_tracker"]), device=device)
+    _FORMAT.check(d)
+    scale = _FORMAT.scale_in(d) / _parts(accumulated)
+    return _FORMAT.read({**d, "scale": scale}, settings, device)
 
 
 def to_state_dict(rule: TorchAmpScale, scaler: ScalerState, accumulated: int = 1) -> dict[str, Any]:
@@ -152,8 +148,7 @@ def to_state_dict(rule: TorchAmpScale, scaler: ScalerState, accumulated: int = 1
     `load_state_dict`.
 
     Args:
-        rule: A `TorchAmpScale`.
-        scaler: Its state.
+        rule, scaler: A `TorchAmpScale` and its state.
         accumulated: The k of a job that goes on with `loss / k`, as in `from_state_dict`: the
             scale is multiplied by k.
 
@@ -167,17 +162,9 @@ def to_state_dict(rule: TorchAmpScale, scaler: ScalerState, accumulated: int = 1
     Example:
         >>> sorted(to_state_dict(rule(), rule().init()))
         ['_growth_tracker', 'backoff_factor', 'growth_factor', 'growth_interval', 'scale']
-
-    Source of the format: torch.amp.GradScaler.state_dict.
     """
-    check_saveable("torch_amp", rule, (TorchAmpScale,), scaler, ScalerState)
-    return {
-        "scale": float(scaler.scale) * _parts(accumulated),
-        "growth_factor": rule.growth_factor,
-        "backoff_factor": rule.backoff_factor,
-        "growth_interval": rule.growth_interval,
-        "_growth_tracker": int(scaler.growth_tracker),
-    }
+    d = _FORMAT.write(rule, scaler)
+    return {**d, "scale": d["scale"] * _parts(accumulated)}
 
 
 def _parts(accumulated: Any) -> int:

@@ -27,7 +27,7 @@ from .._torch.tracing import any_requires_grad, is_lazy
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients, as_gradients
 from .._tree.leaves import is_constant, lookup
-from .._tree.tree import Flat, Leaves, Tree
+from .._tree.tree import FlatTree, Leaves, Tree
 
 
 class Place(NamedTuple):
@@ -124,17 +124,17 @@ class StepInputs(NamedTuple):
         return trees[0], trees[1]
 
 
-NO_GRADS = Flat(None, [], None, dense_off_graph=True)  # of gradients that are still to be made
+NO_GRADS = FlatTree(None, [], None, dense_off_graph=True)  # of gradients that are still to be made
 
 
 def flatten_step(
-    optimizer: Any, params: Tree | Flat, grads: Tree, opt_state: Any | Flat
+    optimizer: Any, params: Tree | FlatTree, grads: Tree, opt_state: Any | FlatTree
 ) -> StepInputs:
     """Return the checked inputs of a step. Refuse, naming the leaf, gradients that do not fit
     `params`, tensors on a graph, and shards of a parameter that the optimizer needs as a whole.
     `grads=None` means that the gradients are still to be made.
     """
-    if not isinstance(params, Flat):
+    if not isinstance(params, FlatTree):
         params, opt_state = flatten_together(params, opt_state=opt_state)
         _tree.check_parameters(params)
     given = NO_GRADS if grads is None else _tree.gradients_like(params, grads)
@@ -188,7 +188,7 @@ def flatten_step(
     )
 
 
-def flatten_together(*trees: Tree, opt_state: Tree = ()) -> list[Flat]:
+def flatten_together(*trees: Tree, opt_state: Tree = ()) -> list[FlatTree]:
     """Flatten each tree, the optimizer's state last, with one check of all leaves. The state of a
     class of torch, and a dict of such states, has no structure: it is never rebuilt from its
     leaves.
@@ -202,7 +202,7 @@ def flatten_together(*trees: Tree, opt_state: Tree = ()) -> list[Flat]:
         # Leaves of other trees are put back into trees, which need a plain list.
         if start == 0 or structure is None:
             leaves = part(every, start, stop)
-        flats.append(Flat(tree, leaves, structure, dense_off_graph))
+        flats.append(FlatTree(tree, leaves, structure, dense_off_graph))
         start = stop
     return flats
 

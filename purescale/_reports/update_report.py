@@ -118,7 +118,7 @@ def update_report(old: Tree, new: Tree, wanted: Tree) -> UpdateReport:
     return UpdateReport(rows)
 
 
-def _leaves_like(old: _tree.Flat, name: str, given: Tree) -> Leaves:
+def _leaves_like(old: _tree.FlatTree, name: str, given: Tree) -> Leaves:
     leaves = _tree.leaves_like(name, given, "old", old.tree, old.structure)
     for index, (leaf, before) in enumerate(zip(leaves, old.leaves, strict=True)):
         if leaf is None and (name == "wanted" or before is None):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._loss_scale.rule_protocol import call_rule
 from .._optim.decision import Decision
-from .._step.decide import Outcome, Verdict
+from .._step.decide import Outcome
 from .._step.memory import Memory
 from .._step.retry import FinalTry
 from .._step.step_info import StepInfo
@@ -19,7 +19,7 @@ from .._step.train_state import TrainState
 from .._torch.tracing import traced
 from .._tree import tree as _tree
 from .._tree.select import choose, copies, where, write_over
-from .._tree.tree import Flat, Leaves
+from .._tree.tree import FlatTree, Leaves
 
 
 def assemble(
@@ -27,19 +27,18 @@ def assemble(
     flat: FlatState,
     memory: Memory,
     tried: FinalTry,
-    verdict: Verdict | None,
     outcome: Outcome,
     updated: tuple[Any, Any],
     scaler: Any,
 ) -> tuple[TrainState, StepInfo]:
-    """Return the next state and the report. `updated`: parameters and optimizer state. `scaler`: the
-    next state of the loss scale.
+    """Return the next state and the report. `updated`: the new parameters and optimizer state;
+    `scaler`: the new state of the loss scale.
     """
     window, (params, opt_state) = tried.window, updated
     used_scale = tried.scaler.tree.scale.clone()
     skip, skip_on_host = outcome.found_inf, outcome.decision.skip_on_host
     step = state.step + (~skip if skip_on_host is None else int(not skip_on_host))
-    guard = () if verdict is None else _next_guard(verdict, outcome)
+    guard = _next_guard(outcome)
     buffers = _next_buffers(memory, outcome.decision, flat.buffers.leaves, window.buffers)
     rng = tried.rng
     if memory.rest and skip_on_host is None:
@@ -74,7 +73,7 @@ def _or_empty(reported: Tensor | None) -> Any:
 _FROM_RULE = "the state that the rule returned"
 
 
-def next_scaler(options: StepOptions, before: Flat, tried: FinalTry, outcome: Outcome) -> Any:
+def next_scaler(options: StepOptions, before: FlatTree, tried: FinalTry, outcome: Outcome) -> Any:
     """Return the loss scale after the step."""
     used = tried.scaler.tree
     overflow, amax = _told_to_rule(options, tried, outcome)
@@ -117,10 +116,13 @@ def _told_to_rule(
     return bad, torch.where(outcome.found_inf & ~bad, torch.nan, amax)
 
 
-def _next_guard(verdict: Verdict, outcome: Outcome) -> Any:
+def _next_guard(outcome: Outcome) -> Any:
     """Return the new state of the guard, or the old one if something else skipped the step."""
+    if outcome.verdict is None:
+        return ()
+    old, new, structure, _ = outcome.verdict
     skipped_otherwise = outcome.found_inf & ~outcome.rejected  # type: ignore[operator]
-    return verdict.structure.unflatten(choose(skipped_otherwise, verdict.old, verdict.new))
+    return structure.unflatten(choose(skipped_otherwise, old, new))
 
 
 def _next_buffers(memory: Memory, decision: Decision, old: Leaves, new: Leaves) -> Leaves:

@@ -36,6 +36,7 @@ class Outcome(NamedTuple):
     grad_norm: Tensor | None
     grad_amax: Tensor | None  # likewise; None if not asked for
     rejected: Tensor | None = None  # bool []: a guard alone skips the step; None without a guard
+    verdict: Verdict | None = None
 
 
 def judge(
@@ -70,7 +71,7 @@ def decide(
         causes.append(must_skip)
     if stats.nonfinite_on_host is not None and all([bound.is_cpu for bound in clip.bounds]):
         other_cause = any([bool(cause) for cause in causes])
-        return _decide_on_host(stats, clip, grads, other_cause, bad)
+        return _decide_on_host(stats, clip, grads, other_cause, verdict)
     failed = stats.nonfinite
     for cause in causes:
         failed = failed | cause
@@ -94,7 +95,8 @@ def decide(
     decision = Decision(found_inf, None, scale, factor, clip.value, divisor, prefactor)
     rejected = None if bad is None else bad & ~failed
     amax = inf_where_skipped(stats.amax, failed)
-    return Outcome(decision, found_inf, inf_where_skipped(norm, failed), amax, rejected)
+    norm = inf_where_skipped(norm, failed)
+    return Outcome(decision, found_inf, norm, amax, rejected, verdict)
 
 
 def _decide_on_host(
@@ -102,11 +104,11 @@ def _decide_on_host(
     clip: Clip,
     grads: Gradients,
     other_cause: bool,
-    bad: Tensor | None,
+    verdict: Verdict | None,
 ) -> Outcome:
     failed = stats.nonfinite_on_host or other_cause
-    rejects = bad is not None and not failed and bool(bad)
-    rejected = None if bad is None else torch.full_like(stats.nonfinite, rejects)
+    rejects = verdict is not None and not failed and bool(verdict.bad)
+    rejected = None if verdict is None else torch.full_like(stats.nonfinite, rejects)
     skipped = other_cause or rejects
     found_inf = torch.ones_like(stats.nonfinite) if skipped else stats.nonfinite
     norm: Any = None if stats.norm is None else stats.norm.to(factor_dtype(grads.tensors))
@@ -114,7 +116,7 @@ def _decide_on_host(
         decision, amax = Decision(found_inf, True), stats.amax
         if failed:
             norm, amax = _inf_if_finite(norm), _inf_if_finite(amax)
-        return Outcome(decision, found_inf, norm, amax, rejected)
+        return Outcome(decision, found_inf, norm, amax, rejected, verdict)
     scale = grads.scale
     factor, divisor = None, scale
     if clip.max_norm is not None and not _is_unbounded(clip):
@@ -125,7 +127,7 @@ def _decide_on_host(
             fits = wide * torch.finfo(norm.dtype).max >= unscaling
             divisor = torch.full_like(norm, unscaling / wide) if fits else None
     decision = Decision(None, False, scale, factor, clip.value, divisor)
-    return Outcome(decision, found_inf, norm, stats.amax, rejected)
+    return Outcome(decision, found_inf, norm, stats.amax, rejected, verdict)
 
 
 def _is_unbounded(clip: Clip) -> bool:

@@ -12,7 +12,7 @@ from .._torch.donation import can_write_each, storage_pointers
 from .._torch.tracing import traced
 from .._tree import tree as _tree
 from .._tree.leaves import is_constant
-from .._tree.tree import Flat
+from .._tree.tree import FlatTree
 
 
 class Memory(NamedTuple):
@@ -30,7 +30,13 @@ class Memory(NamedTuple):
 
 
 def memory_of_step(
-    state: Any, inputs: StepInputs, buffers: Flat, microbatches: Any, bounds: Any, *, donate: bool
+    state: Any,
+    inputs: StepInputs,
+    buffers: FlatTree,
+    microbatches: Any,
+    bounds: Any,
+    *,
+    donate: bool,
 ) -> Memory:
     """Return the memory of one step. `bounds`: the tensors of its clipping, which are read last."""
     read_only = [] if traced() else [*_tree.all_tensors(microbatches), *bounds]

@@ -41,7 +41,7 @@ from .._tree import tree as _tree
 from .._tree.gradients import Gradients, as_gradients
 from .._tree.leaves import lookup
 from .._tree.scalars import as_float
-from .._tree.tree import Flat, Leaves, Tree
+from .._tree.tree import FlatTree, Leaves, Tree
 
 
 class WindowFlags(NamedTuple):
@@ -318,7 +318,7 @@ def sent_for_nan(options: StepOptions, number: int) -> float | None:
 
 
 def _reduction(
-    options: StepOptions, weights: _Weights, params: Flat, buffers: Leaves
+    options: StepOptions, weights: _Weights, params: FlatTree, buffers: Leaves
 ) -> Reduction | None:
     """Return the reduction that sends gradients during the last backward; None if nothing is sent
     then, or if each microbatch has to be measured first.

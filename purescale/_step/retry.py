@@ -14,7 +14,7 @@ from .._step.microbatches import WindowFlags, WindowGrads
 from .._step.step_options import FlatState, StepOptions
 from .._torch.dtensor import any_dtensor
 from .._tree import tree as _tree
-from .._tree.tree import Flat
+from .._tree.tree import FlatTree
 
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ class FinalTry(NamedTuple):
     window: WindowGrads
     stats: GradStats
     flags: WindowFlags
-    scaler: Flat  # the state that scaled it
+    scaler: FlatTree  # the state that scaled it
     rng: Any  # the next state of the generator
     retries: int
 
@@ -34,7 +34,7 @@ def first_finite(
     options: StepOptions,
     flat: FlatState,
     rng: Any,
-    attempt: Callable[[Flat], tuple[WindowGrads, GradStats, WindowFlags]],
+    attempt: Callable[[FlatTree], tuple[WindowGrads, GradStats, WindowFlags]],
 ) -> FinalTry:
     """Return the result of `attempt(scaler)` at the first scale at which the window is finite.
     Syncs with the host if `max_retries` is above 0.

@@ -12,7 +12,7 @@ from .._grads.accumulate import OnNonfinite
 from .._grads.clip import Clip
 from .._loss_scale.rule_protocol import Rule
 from .._step.value_and_grad import LossFn
-from .._tree.tree import Flat
+from .._tree.tree import FlatTree
 
 BNUpdate = Literal["each", "window"]
 
@@ -20,10 +20,10 @@ BNUpdate = Literal["each", "window"]
 class FlatState(NamedTuple):
     """The parts of a state that the stages need flat, flattened once."""
 
-    params: Flat
-    buffers: Flat
-    scaler: Flat
-    opt_state: Flat
+    params: FlatTree
+    buffers: FlatTree
+    scaler: FlatTree
+    opt_state: FlatTree
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

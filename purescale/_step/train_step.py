@@ -37,7 +37,7 @@ from .._torch.autocast import outside_autocast
 from .._torch.tracing import traced
 from .._tree import tree as _tree
 from .._tree.scalars import is_whole, short_repr
-from .._tree.tree import Flat
+from .._tree.tree import FlatTree
 
 
 @outside_autocast("loss_fn", "weight_fn")
@@ -179,7 +179,7 @@ def _stages(
     bounds, donate = options.clip.bounds, options.donate
     memory = memory_of_step(state, inputs, flat.buffers, microbatches, bounds, donate=donate)
 
-    def attempt(scaler: Flat) -> tuple[WindowGrads, GradStats, WindowFlags]:
+    def attempt(scaler: FlatTree) -> tuple[WindowGrads, GradStats, WindowFlags]:
         given = flat._replace(scaler=scaler)
         window = accumulate_microbatches(options, given, microbatches, memory)
         if options.group is not None:
@@ -200,7 +200,7 @@ def _stages(
     # Before anything is overwritten, because it may refuse what the rule returns.
     scaler = next_scaler(options, flat.scaler, tried, outcome)
     updated = update(options.optimizer, inputs, grads, outcome, in_place=memory.optimizer)
-    return assemble(state, flat, memory, tried, verdict, outcome, updated, scaler)
+    return assemble(state, flat, memory, tried, outcome, updated, scaler)
 
 
 def _check_call(

@@ -22,7 +22,7 @@ from .._torch.tracing import is_on_a_graph, traced
 from .._tree import tree as _tree
 from .._tree.leaves import are_dense_real, versions
 from .._tree.scalars import short_repr
-from .._tree.tree import Flat, Leaves, Tree
+from .._tree.tree import FlatTree, Leaves, Tree
 
 functorch_kernels.register()
 
@@ -129,7 +129,9 @@ def _value_and_grad(
     return (out.loss, new_buffers, *out.aux), flat_params.structure.unflatten(out.grads)
 
 
-def _checked(params: Tree, buffers: Tree, scaler: HasScale | None) -> tuple[Flat, Flat, Flat]:
+def _checked(
+    params: Tree, buffers: Tree, scaler: HasScale | None
+) -> tuple[FlatTree, FlatTree, FlatTree]:
     """Check parameters, buffers and scaler, and return them flat."""
     flat = flatten_together(params, buffers, () if scaler is None else scaler)
     flat_params, flat_buffers, flat_scaler, _ = flat
@@ -142,7 +144,7 @@ def _checked(params: Tree, buffers: Tree, scaler: HasScale | None) -> tuple[Flat
     _tree.reject_autograd_history(params=flat_params, buffers=flat_buffers)
     if scaler is None:
         one = torch.ones((), device=_tree.device_of(params, flat_params.leaves, "params"))
-        flat_scaler = Flat(_Unscaled(one), [one], None, flat_params.dense_off_graph)
+        flat_scaler = FlatTree(_Unscaled(one), [one], None, flat_params.dense_off_graph)
     scale = getattr(flat_scaler.tree, "scale", None)
     if not isinstance(scale, Tensor) or scale.ndim:
         raise TypeError(
@@ -179,9 +181,9 @@ class ValueAndGrad:
 
     def __init__(
         self,
-        params: Flat,
-        buffers: Flat,
-        scaler: Flat,
+        params: FlatTree,
+        buffers: FlatTree,
+        scaler: FlatTree,
         loss_fn: LossFn,
         given: Set[int | None] | None = None,
         *,

@@ -5,7 +5,7 @@ back, and refuses what cannot be a parameter or a gradient, naming the leaf, the
 
 Entry: `tree.flatten` and `tree.flatten_once`; `gradients.as_gradients`, which makes leaves dense,
 real and local; `select.select`, old or new; `stack.stack_states`.
-Hands on: `tree.Flat`, the leaves of a tree and its structure; `gradients.Gradients`, dense,
+Hands on: `tree.FlatTree`, the leaves of a tree and its structure; `gradients.Gradients`, dense,
 real tensors with `restore`, which turns them back into leaves.
 May import: `_torch`. `tree.py` is the only importer of optree.
 """

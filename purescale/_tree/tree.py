@@ -76,7 +76,7 @@ class FlatDict(NamedTuple):
         return [tree[name] for name in self.names]
 
 
-class Flat(NamedTuple):
+class FlatTree(NamedTuple):
     """A tree with its leaves and structure, flattened once at the start of a step."""
 
     tree: Tree
@@ -85,10 +85,10 @@ class Flat(NamedTuple):
     dense_off_graph: bool = False  # the result of `leaves.are_dense_off_graph` at that time
 
 
-def flatten_once(tree: Tree) -> Flat:
+def flatten_once(tree: Tree) -> FlatTree:
     leaves, structure = flatten(tree)
     leaves, dense_off_graph = _leaf.lookup(leaves)
-    return Flat(tree, leaves, structure, dense_off_graph)
+    return FlatTree(tree, leaves, structure, dense_off_graph)
 
 
 def map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
@@ -267,13 +267,13 @@ def leaves_like(name: str, tree: Tree, like_name: str, like: Tree, structure: An
     )
 
 
-def gradients_like(params: Flat, grads: Tree) -> Flat:
+def gradients_like(params: FlatTree, grads: Tree) -> FlatTree:
     """Return `grads` with its leaves in the order of `params`. Refuse, naming the leaf, a gradient
     that does not fit its parameter.
     """
     gradients = leaves_like("grads", grads, "params", params.tree, params.structure)
     gradients, dense_off_graph = _leaf.lookup(gradients)
-    found = Flat(grads, gradients, params.structure, dense_off_graph)
+    found = FlatTree(grads, gradients, params.structure, dense_off_graph)
     if params.dense_off_graph and dense_off_graph and _leaf.are_real(gradients):
         weights = params.leaves
 
@@ -320,7 +320,7 @@ def reject_autograd_history(**trees: Tree) -> None:
     if traced() or not torch.is_grad_enabled():
         return
     for name, tree in trees.items():
-        looked_at = tree if isinstance(tree, Flat) else flatten_once(tree)
+        looked_at = tree if isinstance(tree, FlatTree) else flatten_once(tree)
         for index, leaf in enumerate([] if looked_at.dense_off_graph else looked_at.leaves):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 raise ValueError(
@@ -365,12 +365,12 @@ def matching_leaves(
     name: str,
     other_name: str,
     reason: str = _REASON,
-    flat: Flat | None = None,
+    flat: FlatTree | None = None,
 ) -> tuple[Leaves, Leaves, Any]:
     """Return the leaves of two trees in one order, and the structure. Refuse, naming the leaf,
     trees that differ in anything but values. `flat` is `tree` flattened, if that is known.
     """
-    flat = Flat(tree, *flatten(tree)) if flat is None else flat
+    flat = FlatTree(tree, *flatten(tree)) if flat is None else flat
     leaves, structure = flat.leaves, flat.structure
     others = leaves_like(other_name, other, name, tree, structure)
     if _have_same_metadata(leaves, others):
@@ -442,7 +442,7 @@ def check_names(found: Sequence[str]) -> None:
         )
 
 
-def check_parameters(params: Flat, name: str = "params") -> None:
+def check_parameters(params: FlatTree, name: str = "params") -> None:
     """Refuse, naming the leaf, a leaf that cannot be a parameter."""
     if params.dense_off_graph and _leaf.are_real(params.leaves):
         return

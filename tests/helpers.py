@@ -51,7 +51,7 @@ def assert_close(a: Any, b: Any, **tolerance: float) -> None:
 
 class Dispatched(TorchDispatchMode):
     """Counts the operators that run inside; `reads` are those that bring a tensor's value to the
-    host.
+    host, `reductions` those that add up over ranks.
     """
 
     def __init__(self) -> None:
@@ -65,6 +65,10 @@ class Dispatched(TorchDispatchMode):
     @property
     def reads(self) -> int:
         return sum(func is torch.ops.aten._local_scalar_dense.default for func in self.ops)
+
+    @property
+    def reductions(self) -> int:
+        return sum("all_reduce" in str(op) or "allreduce" in str(op) for op in self.ops)
 
 
 class AsOnAnAccelerator(Dispatched):
@@ -127,6 +131,19 @@ class OldDouble(torch.autograd.Function):
         return grad * 2
 
 
+class Keeps(torch.autograd.Function):
+    """The sum of `w`, whose gradient is a tensor that somebody keeps, or a view of it."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, kept: Tensor, view: bool = False) -> Tensor:
+        ctx.kept, ctx.view = kept, view
+        return w.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return (ctx.kept.view(ctx.kept.shape) if ctx.view else ctx.kept), None, None
+
+
 def small_net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
@@ -146,23 +163,62 @@ def batch(seed: int = 0, size: int = 8) -> tuple[Tensor, Tensor]:
     )
 
 
-HALF = "params=float32,compute=float16,output=float32"
-
-
-def job(optimizer: Any, rule: Any, policy: str = HALF, **settings: Any) -> tuple[Any, Any]:
-    """(state, step): a net with BatchNorm on random images, `step(state, microbatches)`."""
-    apply, params, buffers = ps.make_functional(small_net())
-    apply = ps.with_policy(apply, policy)
+def cross_entropy_of(apply: Any) -> Any:
+    """The loss_fn of a classifier, for microbatches (x, y)."""
 
     def loss_fn(params: Any, buffers: Any, microbatch: Any) -> Any:
         x, y = microbatch
         logits, buffers = apply(params, buffers, x)
         return F.cross_entropy(logits, y), buffers
 
+    return loss_fn
+
+
+def in_float32(params: Any, buffers: Any, x: Tensor) -> Any:
+    """A loss that leaves autocast, whose backward multiplies matrices all the same."""
+    with torch.autocast("cpu", enabled=False):
+        return (x @ params["w"]).square().mean(), buffers
+
+
+HALF = "params=float32,compute=float16,output=float32"
+
+
+def job(optimizer: Any, rule: Any, policy: str = HALF, **settings: Any) -> tuple[Any, Any]:
+    """(state, step): a net with BatchNorm on random images, `step(state, microbatches)`."""
+    apply, params, buffers = ps.make_functional(small_net())
+    loss_fn = cross_entropy_of(ps.with_policy(apply, policy))
     step = functools.partial(
         ps.train_step, loss_fn=loss_fn, optimizer=optimizer, rule=rule, **settings
     )
     return ps.init_train_state(params, buffers, optimizer, rule), step
+
+
+def trained(state: Any, step: Any, windows: Any) -> tuple[Any, list[Any]]:
+    """The state after `step(state, window)` for each window, and what the steps told."""
+    infos = []
+    for window in windows:
+        state, info = step(state, window)
+        infos.append(info)
+    return state, infos
+
+
+def by_parts(
+    optimizer: Any,
+    scaler: Any,
+    params: Any,
+    grads: Any,
+    state: Any,
+    max_norm: Any = None,
+    clip_value: Any = None,
+) -> tuple[Any, ...]:
+    """What `unscale_and_step` is equal to."""
+    grads, found_inf = ps.unscale_and_check(scaler, grads)
+    norm: Any = ()
+    if max_norm is not None:
+        grads, norm = ps.clip_by_global_norm(grads, max_norm)
+    if clip_value is not None:
+        grads = ps.clip_by_value(grads, clip_value)
+    return (*ps.maybe_step(optimizer, params, grads, state, found_inf), found_inf, norm)
 
 
 def at(scale: float, **counters: int) -> ps.ScalerState:

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import same_bits, stack
+from helpers import in_float32, same_bits, stack
 
 import purescale as ps
 
@@ -25,18 +25,14 @@ def assert_the_same_inside(compute):
         assert same_bits(found, expected)
 
 
-def exact(params, buffers, x):
-    """A loss in float32, whose backward multiplies matrices."""
-    with torch.autocast("cpu", enabled=False):
-        return (x @ params["w"]).pow(2).mean(), buffers
-
-
 def state_of(*shape):
     return ps.init_train_state({"w": torch.randn(shape)}, {}, SGD, RULE)
 
 
 def step(state, x, **settings):
-    return ps.train_step(state, [x, x + 1], loss_fn=exact, optimizer=SGD, rule=RULE, **settings)
+    return ps.train_step(
+        state, [x, x + 1], loss_fn=in_float32, optimizer=SGD, rule=RULE, **settings
+    )
 
 
 @pytest.mark.parametrize("size", [5, 33, 300])
@@ -66,7 +62,7 @@ def test_the_backward_of_a_probe_too():
     params, x = {"w": torch.randn(33, 5)}, torch.randn(300, 33)
 
     def facts():
-        probe = ps.probe_scales(exact, params, {}, x, exponents=[0, 4, 127])
+        probe = ps.probe_scales(in_float32, params, {}, x, exponents=[0, 4, 127])
         return probe.overflow, probe.zeros, probe.error, str(probe)
 
     assert_the_same_inside(facts)

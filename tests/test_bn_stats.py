@@ -13,6 +13,7 @@ from helpers import (
     assert_close,
     batch,
     clone,
+    cross_entropy_of,
     job,
     same_bits,
     shares_memory,
@@ -648,13 +649,13 @@ def test_other_buffers_still_thread_through_the_microbatches():
 
     apply, params, buffers = ps.make_functional(Counts())
     state = ps.init_train_state(params, buffers, SGD, RULE)
-
-    def loss_fn(params, buffers, microbatch):
-        logits, buffers = apply(params, buffers, microbatch[0])
-        return F.cross_entropy(logits, microbatch[1]), buffers
-
     new, _ = ps.train_step(
-        state, [batch(0), batch(1)], loss_fn=loss_fn, optimizer=SGD, rule=RULE, bn_update="window"
+        state,
+        [batch(0), batch(1)],
+        loss_fn=cross_entropy_of(apply),
+        optimizer=SGD,
+        rule=RULE,
+        bn_update="window",
     )
     assert new.buffers["calls"] == 2
     assert new.buffers["net.1.num_batches_tracked"] == 1

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Dispatched
+from helpers import Dispatched, cross_entropy_of
 from torch import nn
 
 import purescale as ps
@@ -34,11 +34,7 @@ def a_step(number):
     apply, params, buffers = ps.make_functional(net())
     optimizer, rule = ps.from_torch(torch.optim.AdamW, lr=1e-3), ps.DynamicScale()
     states = [ps.init_train_state(params, buffers, optimizer, rule)]
-    data = batches(number)
-
-    def loss_fn(params, buffers, batch):
-        logits, buffers = apply(params, buffers, batch[0])
-        return F.cross_entropy(logits, batch[1]), buffers
+    data, loss_fn = batches(number), cross_entropy_of(apply)
 
     def step():
         settings = {"loss_fn": loss_fn, "optimizer": optimizer, "rule": rule, "donate": True}
@@ -72,12 +68,7 @@ def a_loop_by_hand():
     optimizer, rule = ps.from_torch(torch.optim.AdamW, lr=1e-3), ps.DynamicScale()
     state = [params, buffers, optimizer.init(params), rule.init()]
     [batch] = batches(1)
-
-    def loss_fn(params, buffers, batch):
-        logits, buffers = apply(params, buffers, batch[0])
-        return F.cross_entropy(logits, batch[1]), buffers
-
-    gradients = ps.value_and_grad(loss_fn)
+    gradients = ps.value_and_grad(cross_entropy_of(apply))
 
     def step():
         params, buffers, opt_state, scaler = state

@@ -7,7 +7,16 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import HALF, assert_close, batch, clone, same_bits, small_net
+from helpers import (
+    HALF,
+    assert_close,
+    batch,
+    clone,
+    cross_entropy_of,
+    same_bits,
+    small_net,
+    trained,
+)
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -86,10 +95,8 @@ def compiled(loss_fn, backend="aot_eager"):
 
 
 def run(state, data, loss_fn, settings, **more):
-    infos = []
-    for window in data:
-        state, info = ps.train_step(state, window, loss_fn=loss_fn, **settings, **more)
-        infos.append(info)
+    step = functools.partial(ps.train_step, loss_fn=loss_fn, **settings, **more)
+    state, infos = trained(state, step, data)
     return state, ps.stack_infos(infos)
 
 
@@ -153,13 +160,8 @@ def test_inductors_kernels_agree_with_the_eager_step(name, tolerance):
 )
 def test_a_compiled_loss_takes_every_setting_of_a_step(settings):
     apply, params, buffers = ps.make_functional(small_net())
-    apply = ps.with_policy(apply, HALF)
+    loss_fn = cross_entropy_of(ps.with_policy(apply, HALF))
     optimizer, rule = OPTIMIZERS["AdamW"], ps.DynamicScale(init_scale=2.0**20)
-
-    def loss_fn(params, buffers, microbatch):
-        logits, buffers = apply(params, buffers, microbatch[0])
-        return F.cross_entropy(logits, microbatch[1]), buffers
-
     state = ps.init_train_state(params, buffers, optimizer, rule)
     data = [[batch(index, 4 + 2 * index), batch(index + 9, 5 + index)] for index in range(4)]
     parts = {"optimizer": optimizer, "rule": rule, **settings}

@@ -7,8 +7,7 @@ import functools
 
 import pytest
 import torch
-import torch.nn.functional as F
-from helpers import assert_close, clone, small_net, tensors
+from helpers import assert_close, clone, cross_entropy_of, small_net, tensors
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
@@ -42,14 +41,8 @@ def syncs_allowed():
 
 def job(policy, optimizer=OPTIMIZERS["AdamW"], **settings):
     apply, params, buffers = ps.make_functional(small_net())
-    apply = ps.with_policy(apply, policy)
+    loss_fn = cross_entropy_of(ps.with_policy(apply, policy))
     rule = ps.DynamicScale(init_scale=2.0**10, growth_interval=3)
-
-    def loss_fn(params, buffers, microbatch):
-        x, y = microbatch
-        logits, buffers = apply(params, buffers, x)
-        return F.cross_entropy(logits, y), buffers
-
     params, buffers = ({n: t.cuda() for n, t in tree.items()} for tree in (params, buffers))
     state = ps.init_train_state(params, buffers, optimizer, rule)
     data = [
@@ -285,12 +278,7 @@ def test_a_model_that_checkpoints_itself_has_the_gradients_of_one_that_does_not(
 def test_a_loop_by_hand_agrees_with_the_cpu_and_does_not_sync(syncs_are_errors):
     apply, params, buffers = ps.make_functional(nn.Linear(6, 3))
     rule = ps.DynamicScale(2.0**10)
-
-    def loss_fn(params, buffers, batch):
-        out, buffers = apply(params, buffers, batch[0])
-        return F.cross_entropy(out, batch[1]), buffers
-
-    gradients, ends = ps.value_and_grad(loss_fn), []
+    gradients, ends = ps.value_and_grad(cross_entropy_of(apply)), []
     with syncs_allowed():
         batches = [(torch.randn(8, 6), torch.randint(3, (8,))) for _ in range(3)]
         states = [

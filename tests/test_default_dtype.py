@@ -4,9 +4,8 @@ import contextlib
 
 import pytest
 import torch
-from helpers import same_bits
+from helpers import cross_entropy_of, same_bits
 from torch import nn
-from torch.nn import functional as F
 
 import purescale as ps
 from purescale import interop, simulate
@@ -138,11 +137,7 @@ with default_dtype(torch.float32):
 def training():
     apply, params, buffers = ps.make_functional(MODEL)
     optimizer, rule = ps.from_torch(OPTIM.AdamW), ps.DynamicScale()
-
-    def loss_fn(params, buffers, batch):
-        out, buffers = apply(params, buffers, batch[0])
-        return F.cross_entropy(out, batch[1]), buffers
-
+    loss_fn = cross_entropy_of(apply)
     infos, state = [], ps.init_train_state(params, buffers, optimizer, rule)
     for settings in (
         {"on_nonfinite": "drop_microbatch"},

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
-from helpers import AsOnAnAccelerator, at, in_processes, same_bits
+from helpers import AsOnAnAccelerator, at, by_parts, in_processes, same_bits
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -503,27 +503,19 @@ def _compiled(rank):
     mesh = init_device_mesh("cpu", (2,))
     optimizer = ps.from_torch(torch.optim.AdamW, lr=0.01)
 
-    def step(params, grads, state, scaler):
-        grads, found_inf = ps.unscale_and_check(scaler, grads)
-        grads, norm = ps.clip_by_global_norm(grads, 1.0)
-        return ps.maybe_step(optimizer, params, grads, state, found_inf), found_inf, norm
-
-    def together(params, grads, state, scaler):
-        out = ps.unscale_and_step(optimizer, scaler, params, grads, state, max_norm=1.0)
-        return (out.params, out.opt_state), out.found_inf, out.grad_norm
-
-    for function in (step, together):
+    for step in (by_parts, ps.unscale_and_step):
+        function = functools.partial(step, optimizer, max_norm=1.0)
         compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
         for bad in (1.0, math.inf):
             params, grads = (spread(values(seed), mesh, ON_A_LINE) for seed in (0, 1))
             here(grads["uneven"])[-1:] *= bad if rank else 1.0
             # as the gradient of a copied parameter comes: a sum over the ranks
             grads["copied"] = DTensor.from_local(here(grads["copied"]), mesh, [Partial()])
-            arguments = params, grads, optimizer.init(params), at(2.0)
+            arguments = at(2.0), params, grads, optimizer.init(params)
             ours, theirs = compiled(*arguments), function(*arguments)
-            assert ours[1] == theirs[1] == (bad == math.inf)
+            assert ours[2] == theirs[2] == (bad == math.inf)
             close(ours, theirs)
-            assert ours[0][0]["uneven"].placements == (SHARD,)
+            assert ours[0]["uneven"].placements == (SHARD,)
 
 
 @pytest.mark.slow

@@ -92,15 +92,27 @@ def problem(optimizer, count, dtypes=(torch.float32, torch.float32), lay=lambda 
     return ps.DynamicScale().init("cuda"), params, grads, optimizer.init(params)
 
 
-def operators(optimizer, count, *kind, **how):
-    """How many a step takes."""
+def maybe_step(optimizer, scaler, params, grads, state, **how):
+    bad = torch.zeros((), dtype=torch.bool)
+    return ps.maybe_step(optimizer, params, grads, state, bad, **how)
+
+
+def operators(optimizer, count, *kind, step=ps.unscale_and_step, **how):
+    """How many a step over `count` tensors takes."""
     with fake_cuda():
-        scaler, params, grads, state = problem(optimizer, count, *kind)
+        given = problem(optimizer, count, *kind)
         if how.get("clip_value") == "tensor":
             how["clip_value"] = torch.tensor(1.0)
         with Launched() as launched:
-            ps.unscale_and_step(optimizer, scaler, params, grads, state, **how)
+            step(optimizer, *given, **how)
     return len(launched.ops)
+
+
+def operators_of_any(optimizer, *kind, counts=(10, 40), **how):
+    """How many a step takes, the same over any number of tensors."""
+    found = {count: operators(optimizer, count, *kind, **how) for count in counts}
+    assert len(set(found.values())) == 1, found
+    return found[counts[0]]
 
 
 CLIPS = [{}, {"max_norm": 1.0}, {"clip_value": 1.0}, {"clip_value": "tensor"}]
@@ -116,9 +128,7 @@ HOW = [
 @pytest.mark.parametrize("how", HOW)
 def test_a_step_of_adamw_is_few_operators_whatever_the_number_of_tensors(how):
     optimizer = ps.from_torch(torch.optim.AdamW, lr=0.1)
-    counts = {count: operators(optimizer, count, **how) for count in (10, 1000)}
-    assert len(set(counts.values())) == 1, counts
-    assert counts[10] <= 60
+    assert operators_of_any(optimizer, counts=(10, 1000), **how) <= 60
 
 
 @pytest.mark.slow
@@ -128,9 +138,7 @@ def test_a_step_of_every_class_over_lists_is_few_operators_whatever_the_number_o
     name, settings, how
 ):
     optimizer = ps.from_torch(getattr(torch.optim, name), **settings)
-    counts = {count: operators(optimizer, count, **how) for count in (10, 40)}
-    assert len(set(counts.values())) == 1, counts
-    assert counts[10] <= 120
+    assert operators_of_any(optimizer, **how) <= 120
 
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -147,16 +155,14 @@ MIXED = [
 @pytest.mark.parametrize("name", ["AdamW", "RMSprop"])
 def test_gradients_in_another_dtype_than_parameters_are_cast_in_few_operators(name, dtypes, clip):
     optimizer = ps.from_torch(getattr(torch.optim, name))
-    counts = {count: operators(optimizer, count, dtypes, **clip) for count in (5, 25)}
-    assert len(set(counts.values())) == 1, counts
-    assert counts[5] <= (75 if name == "AdamW" else 120)
+    number = operators_of_any(optimizer, dtypes, counts=(5, 25), **clip)
+    assert number <= (75 if name == "AdamW" else 120)
 
 
 @pytest.mark.slow
 def test_a_hundred_half_tensors_with_wide_gradients_are_no_more_operators_than_ten():
-    optimizer, kind = ps.from_torch(torch.optim.AdamW), (f16, f32)
-    counts = {operators(optimizer, count, kind, max_norm=1.0) for count in (10, 1000)}
-    assert len(counts) == 1
+    optimizer = ps.from_torch(torch.optim.AdamW)
+    operators_of_any(optimizer, (f16, f32), counts=(10, 1000), max_norm=1.0)
 
 
 FORMATS = {
@@ -173,10 +179,8 @@ FORMATS = {
 @pytest.mark.parametrize("name", ["AdamW", "RMSprop"])
 def test_a_step_over_dense_tensors_of_any_layout_is_few_operators(name, format, how):
     optimizer = ps.from_torch(getattr(torch.optim, name))
-    kind = (f16, f32), FORMATS[format]
-    counts = {count: operators(optimizer, count, *kind, **how) for count in (5, 25)}
-    assert len(set(counts.values())) == 1, counts
-    assert counts[5] <= (60 if name == "AdamW" else 120)
+    number = operators_of_any(optimizer, (f16, f32), FORMATS[format], counts=(5, 25), **how)
+    assert number <= (60 if name == "AdamW" else 120)
 
 
 @pytest.mark.parametrize("donate", [False, True])
@@ -210,9 +214,7 @@ def test_a_mean_of_gradients_has_the_same_bits_in_any_layout(lay):
 @pytest.mark.slow
 def test_a_thousand_tensors_are_no_more_operators_by_a_formula_either():
     optimizer = ps.from_torch(torch.optim.RMSprop)
-    assert operators(optimizer, 1000, max_norm=1.0, donate=True) == operators(
-        optimizer, 10, max_norm=1.0, donate=True
-    )
+    operators_of_any(optimizer, counts=(10, 1000), max_norm=1.0, donate=True)
 
 
 @pytest.mark.slow
@@ -220,16 +222,7 @@ def test_a_thousand_tensors_are_no_more_operators_by_a_formula_either():
 @pytest.mark.parametrize(("name", "settings"), FORMULA)
 def test_a_maybe_step_is_few_operators_whatever_the_number_of_tensors(name, settings, donate):
     optimizer = ps.from_torch(getattr(torch.optim, name), **settings)
-    counts = {}
-    for count in (10, 40):
-        with fake_cuda():
-            _, params, grads, state = problem(optimizer, count)
-            bad = torch.zeros((), dtype=torch.bool)
-            with Launched() as launched:
-                ps.maybe_step(optimizer, params, grads, state, bad, donate=donate)
-        counts[count] = len(launched.ops)
-    assert len(set(counts.values())) == 1, counts
-    assert counts[10] <= 100
+    assert operators_of_any(optimizer, step=maybe_step, donate=donate) <= 100
 
 
 @pytest.mark.slow
@@ -245,15 +238,7 @@ def test_a_rate_that_is_data_is_not_read(name, lr):
     optimizer = ps.from_torch(
         getattr(torch.optim, name), lr=rate, lr_in_state=lr == "state", **settings
     )
-    counts = set()
-    for count in (10, 40):
-        with fake_cuda():
-            _, params, grads, state = problem(optimizer, count)
-            with Launched() as launched:
-                optimizer.step(params, grads, state)
-        counts.add(len(launched.ops))
-    assert len(counts) == 1
-    assert max(counts) <= 100
+    assert operators_of_any(optimizer, step=lambda opt, _, *given: opt.step(*given)) <= 100
 
 
 def resnet_buffers():
@@ -592,9 +577,7 @@ def test_a_norm_over_a_list_is_as_exact_in_every_dtype(dtype, power):
 def test_a_step_clipped_by_any_norm_is_few_operators(kind, power):
     optimizer = ps.from_torch(torch.optim.AdamW)
     how = {"max_norm": 1.0, "norm_type": power}
-    counts = {count: operators(optimizer, count, (f32, kind), **how) for count in (10, 40)}
-    assert len(set(counts.values())) == 1, counts
-    assert counts[10] <= 75
+    assert operators_of_any(optimizer, (f32, kind), **how) <= 75
 
 
 def rounds(optimizer, dtypes, lay, clip, maybe):
@@ -728,16 +711,7 @@ def test_a_formula_over_lists_is_torchs_own_bit_for_bit(name, settings, dtype, d
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "Adagrad", "SGD"])
 def test_the_formula_of_a_class_with_a_fused_kernel_is_few_operators_too(name, made):
     """Complex parameters take it, as no fused kernel does."""
-    counts = {}
-    for count in (10, 40):
-        optimizer = made(name, {})
-        with fake_cuda():
-            _, params, grads, state = problem(optimizer, count)
-            bad = torch.zeros((), dtype=torch.bool)
-            with Launched() as launched:
-                ps.maybe_step(optimizer, params, grads, state, bad)
-        counts[count] = len(launched.ops)
-    assert counts[40] == counts[10] <= 100
+    assert operators_of_any(made(name, {}), step=maybe_step) <= 100
 
 
 @pytest.mark.parametrize(("name", "settings"), CASES)

@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import same_bits
+from helpers import cross_entropy_of, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -63,14 +63,6 @@ def net(checkpoints=True, depth=2, **options):
     return nn.Sequential(*blocks, nn.Linear(6, 3))
 
 
-def loss_of(apply):
-    def loss_fn(params, buffers, batch):
-        logits, buffers = apply(params, buffers, batch[0])
-        return F.cross_entropy(logits, batch[1]), buffers
-
-    return loss_fn
-
-
 def batches(count=3, seed=1):
     generator = torch.Generator().manual_seed(seed)
     return [
@@ -81,7 +73,7 @@ def batches(count=3, seed=1):
 
 def trained(model, policy=POLICIES[0], steps=3, compiled=False, rng=None, **options):
     apply, params, buffers = ps.make_functional(model)
-    loss_fn = loss_of(ps.with_policy(apply, policy))
+    loss_fn = cross_entropy_of(ps.with_policy(apply, policy))
     parts = {
         "loss_fn": torch.compile(loss_fn, backend="aot_eager") if compiled else loss_fn,
         "optimizer": ps.from_torch(torch.optim.AdamW, lr=1e-2),
@@ -138,7 +130,7 @@ def test_a_step_whose_loss_overflows_has_the_same_bits(policy):
         apply, params, buffers = ps.make_functional(net(checkpoints, norm="batch"))
         optimizer = ps.from_torch(torch.optim.SGD, lr=0.1)
         state = ps.init_train_state(params, buffers, optimizer, rule)
-        loss_fn = loss_of(ps.with_policy(apply, policy))
+        loss_fn = cross_entropy_of(ps.with_policy(apply, policy))
         parts = {"loss_fn": loss_fn, "optimizer": optimizer, "rule": rule, "max_retries": 40}
         found.append(ps.train_step(state, batches(), **parts))
     assert same_bits(*found)
@@ -147,7 +139,7 @@ def test_a_step_whose_loss_overflows_has_the_same_bits(policy):
 def test_gradients_are_those_of_the_module_by_itself():
     model = net(dropout=0.4)
     apply, params, buffers = ps.make_functional(model)
-    fn = ps.value_and_grad(loss_of(apply))
+    fn = ps.value_and_grad(cross_entropy_of(apply))
     x, labels = batches(1)[0]
     torch.manual_seed(5)
     (loss, _), grads = fn(params, buffers, (x, labels))
@@ -162,7 +154,7 @@ def test_a_batch_norm_counts_each_batch_once_where_torch_counts_it_twice():
     model = net(norm="batch", depth=1)
     x, labels = batches(1)[0]
     apply, params, buffers = ps.make_functional(model)
-    (_, new_buffers), _ = ps.value_and_grad(loss_of(apply))(params, buffers, (x, labels))
+    (_, new_buffers), _ = ps.value_and_grad(cross_entropy_of(apply))(params, buffers, (x, labels))
     assert new_buffers["0.norm.num_batches_tracked"] == 1
     plain = net(norm="batch", depth=1, checkpoints=False)
     plain(x)
@@ -202,7 +194,7 @@ def test_a_backward_again_over_a_graph_that_was_retained_gives_the_same_bits():
 
 def test_neither_parameters_nor_buffers_change():
     apply, params, buffers = ps.make_functional(net(norm="batch"))
-    fn = ps.value_and_grad(loss_of(apply))
+    fn = ps.value_and_grad(cross_entropy_of(apply))
     ps.testing.assert_pure(fn, params, buffers, batches(1)[0])
 
 
@@ -231,7 +223,7 @@ def test_a_window_is_a_part_of_memory_of_what_it_is_without():
 def tensors_of_a_step(donate):
     apply, params, buffers = ps.make_functional(net(norm="batch"))
     parts = {
-        "loss_fn": loss_of(ps.with_policy(apply, POLICIES[1])),
+        "loss_fn": cross_entropy_of(ps.with_policy(apply, POLICIES[1])),
         "optimizer": ps.from_torch(torch.optim.SGD, lr=0.1),
         "rule": ps.DynamicScale(),
     }
@@ -303,7 +295,7 @@ def test_a_copy_of_an_apply_whose_graph_is_alive_has_modules_of_its_own():
 
 def test_threads_that_train_one_model_keep_apart():
     apply, params, buffers = ps.make_functional(net())
-    fn = ps.value_and_grad(loss_of(apply))
+    fn = ps.value_and_grad(cross_entropy_of(apply))
     expected = [fn(params, buffers, batch) for batch in batches(4)]
     found = {}
 

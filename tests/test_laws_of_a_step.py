@@ -16,6 +16,7 @@ import torch.utils._pytree as pytree
 from helpers import (
     Untouched,
     assert_close,
+    by_parts,
     clone,
     in_processes,
     same_bits,
@@ -623,12 +624,6 @@ def test_applied_step_buffers_scale_and_found_inf_tell_the_same_story(
             assert not info.found_inf
         if unusable and fits and not any(bad):
             assert same_bits(state.scaler, before.scaler)
-
-
-def by_parts(optimizer, scaler, params, grads, state, max_norm):
-    grads, found_inf = ps.unscale_and_check(scaler, grads)
-    grads, norm = ps.clip_by_global_norm(grads, max_norm)
-    return (*ps.maybe_step(optimizer, params, grads, state, found_inf), found_inf, norm)
 
 
 @pytest.mark.parametrize("donate", [False, True])

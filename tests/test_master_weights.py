@@ -6,7 +6,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import clone, in_processes, same_bits, stack, tensors, unstack
-from test_stochastic_rounding import CLASSES, HALF, SIZES, grads_of, made, numbers, params_of
+from test_stochastic_rounding import (
+    CLASSES,
+    HALF,
+    SIZES,
+    grads_of,
+    made,
+    numbers,
+    params_of,
+    transformation,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._pytree import tree_map
@@ -370,12 +379,7 @@ def test_the_battery_for_optimizers_passes(dtype):
 
 
 def test_a_transformation_steps_masters():
-    def update(grads, state, params):
-        assert all(p.dtype is torch.float32 for p in params.values())
-        return {n: -0.1 * g for n, g in grads.items()}, state + 1
-
-    tx = (lambda params: torch.zeros(()), update)
-    inner = ps.from_transformation(tx)
+    inner = transformation()
     wrapped = ps.with_master_weights(inner)
     params = params_of(HALF)
     wide, state = wide_of(params), wrapped.init(params)

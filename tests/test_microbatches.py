@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from helpers import (
     AsOnAnAccelerator,
     Dispatched,
+    Keeps,
     Untouched,
     assert_close,
     at,
@@ -682,19 +683,6 @@ def test_a_window_at_an_unusable_scale_is_tried_again_at_a_usable_one(scale):
     assert not info.found_inf
     for microbatches in (numbers(1.0), numbers(1.0, 2.0)):
         assert step(state._replace(scaler=at(scale)), microbatches)[1].found_inf
-
-
-class Keeps(torch.autograd.Function):
-    """Its gradient is a tensor that it keeps."""
-
-    @staticmethod
-    def forward(ctx, w, kept):
-        ctx.kept = kept
-        return (w * kept).sum()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.kept, None
 
 
 def test_a_gradient_that_a_custom_backward_keeps_is_not_written_into():

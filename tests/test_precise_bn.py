@@ -156,15 +156,7 @@ def test_what_is_no_array_is_counted_by_its_length():
     ids=["tensor", "tuple", "list", "dict"],
 )
 def test_the_default_feeds_tensors_tuples_lists_and_dicts(batch):
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bn = nn.BatchNorm1d(3)
-
-        def forward(self, x):
-            return self.bn(x)
-
-    apply, params, buffers = ps.make_functional(Model())
+    apply, params, buffers = ps.make_functional(Labelled())
     assert ps.precise_bn(apply, params, buffers, [batch])["bn.running_mean"].tolist() == [1, 1, 1]
 
 

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import HALF, Untouched, batch, same_bits, shares_memory, small_net
+from helpers import HALF, Untouched, batch, cross_entropy_of, same_bits, shares_memory, small_net
 from hypothesis import given, settings
 from torch import nn
 
@@ -20,14 +20,7 @@ inf, nan = math.inf, math.nan
 def problem(model, policy=HALF, seed=0):
     """(loss_fn, params, buffers, microbatch) of a model of images."""
     apply, params, buffers = ps.make_functional(model)
-    apply = ps.with_policy(apply, policy)
-
-    def loss_fn(params, buffers, microbatch):
-        x, y = microbatch
-        logits, buffers = apply(params, buffers, x)
-        return F.cross_entropy(logits, y), buffers
-
-    return loss_fn, params, buffers, batch(seed)
+    return cross_entropy_of(ps.with_policy(apply, policy)), params, buffers, batch(seed)
 
 
 def single_run(loss_fn, params, buffers, microbatch, exponent):

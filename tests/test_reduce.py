@@ -15,7 +15,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers import Dispatched, Untouched, batch, clone, in_processes, same_bits, small_net, tensors
+from helpers import (
+    Dispatched,
+    Keeps,
+    Untouched,
+    batch,
+    clone,
+    in_processes,
+    same_bits,
+    small_net,
+    tensors,
+)
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -25,10 +35,6 @@ from purescale._torch import tracing
 
 SGD = ps.from_torch(torch.optim.SGD, lr=1.0)
 ADAMW = ps.from_torch(torch.optim.AdamW, lr=1e-2)
-
-
-def reductions(dispatched):
-    return sum("all_reduce" in str(op) or "allreduce" in str(op) for op in dispatched.ops)
 
 
 # ---- the mean of gradients -----------------------------------------------------------------------
@@ -79,7 +85,7 @@ def _means(rank):
     if ranks == 2:  # a sum of two is the same in either order
         assert same_bits(means, each)
     torch.testing.assert_close(tensors(means), tensors(each), rtol=1e-3, atol=1e-6)
-    assert (reductions(few), reductions(many)) == (3, len(tensors(mine)) - 1)  # one a dtype; not of
+    assert (few.reductions, many.reductions) == (3, len(tensors(mine)) - 1)  # one a dtype; not of
     # what is empty
     given = clone(mine)
     assert same_bits(ps.all_reduce_grads(given, check=False, donate=True), means)
@@ -98,7 +104,7 @@ def _means(rank):
     assert mean[1:].isfinite().tolist() == [False, False]
     with Dispatched() as checked:
         ps.all_reduce_grads(huge)
-    assert reductions(checked) == 1
+    assert checked.reductions == 1
 
     compiled = torch.compile(
         functools.partial(ps.all_reduce_grads, group=dist.group.WORLD),
@@ -466,19 +472,6 @@ def _compiled_by_inductor(rank):
 @pytest.mark.slow
 def test_a_step_compiled_by_inductor_is_that_of_eager_mode():
     in_processes(_compiled_by_inductor, patience=300)
-
-
-class Keeps(torch.autograd.Function):
-    """Its backward returns what it keeps: the tensor, or a view of it."""
-
-    @staticmethod
-    def forward(ctx, w, kept, view):
-        ctx.kept, ctx.view = kept, view
-        return w.sum()
-
-    @staticmethod
-    def backward(ctx, seed):
-        return (ctx.kept.view(512, 1024) if ctx.view else ctx.kept), None, None
 
 
 def _kept(rank):

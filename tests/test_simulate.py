@@ -9,7 +9,7 @@ import textwrap
 import hypothesis.strategies as st
 import pytest
 import torch
-from helpers import any32, batch, job, legal_rules, same_bits, stack
+from helpers import any32, batch, job, legal_rules, same_bits, stack, trained
 from hypothesis import given
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -139,10 +139,7 @@ def test_replay_of_what_a_run_told_gives_the_scales_of_that_run():
     """Where no step was skipped, for then the gradients are known whatever the scale."""
     rule = ps.HeadroomScale(init_scale=1.0, window=3)
     state, step = job(ps.from_torch(torch.optim.SGD, lr=0.1), rule)
-    infos = []
-    for index in range(8):
-        state, info = step(state, [batch(index)])
-        infos.append(info)
+    state, infos = trained(state, step, [[batch(index)] for index in range(8)])
     run = ps.stack_infos(infos)
     states, found_infs = replay(rule, run.grad_amax)
     assert same_bits((states.scale[:-1], found_infs), (run.scale, run.found_inf))
@@ -195,11 +192,8 @@ def test_a_list_of_what_steps_told_is_not_read():
 def infos_of(steps, aux=(), **settings):
     rule = ps.DynamicScale(init_scale=2.0**24, growth_interval=1)
     state, step = job(ps.from_torch(torch.optim.SGD, lr=0.1), rule, **settings)
-    infos = []
-    for index in range(steps):
-        state, info = step(state, [batch(index)])
-        infos.append(info._replace(aux=aux))
-    return infos
+    _, infos = trained(state, step, [[batch(index)] for index in range(steps)])
+    return [info._replace(aux=aux) for info in infos]
 
 
 def test_the_log_line_and_the_picture_of_the_docstring_are_made(tmp_path, monkeypatch, capsys):

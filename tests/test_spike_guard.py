@@ -20,6 +20,7 @@ from helpers import (
     same_bits,
     small_net,
     stack,
+    trained,
     unstack,
 )
 from hypothesis import given
@@ -276,14 +277,6 @@ def windows(factors, count=1):
          for place, index in enumerate(range(3 * i, 3 * i + count))]
         for i, factor in enumerate(factors)
     ]  # fmt: skip
-
-
-def trained(state, step, every):
-    infos = []
-    for window in every:
-        state, info = step(state, window)
-        infos.append(info)
-    return state, infos
 
 
 def flags(infos, name):

@@ -274,13 +274,18 @@ def test_the_battery_for_optimizers_passes():
     assert_optimizer(ps.with_stochastic_rounding(made("AdamW")), params=halves)
 
 
-def test_a_transformation_is_stepped_in_float32():
+def transformation():
+    """An optimizer that takes float32 only, and counts its steps."""
+
     def update(grads, state, params):
         assert all(p.dtype is torch.float32 for p in params.values())
         return {n: -0.1 * g for n, g in grads.items()}, state + 1
 
-    tx = (lambda params: torch.zeros(()), update)
-    wrapped = ps.with_stochastic_rounding(ps.from_transformation(tx), seed=11)
+    return ps.from_transformation((lambda params: torch.zeros(()), update))
+
+
+def test_a_transformation_is_stepped_in_float32():
+    wrapped = ps.with_stochastic_rounding(transformation(), seed=11)
     params = params_of((torch.bfloat16,))
     grads, state = grads_of(params, 0), wrapped.init(params)
     found, state = wrapped.step(params, grads, state)

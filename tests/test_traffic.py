@@ -6,14 +6,7 @@ import itertools
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from helpers import (
-    Dispatched,
-    Untouched,
-    assert_close,
-    clone,
-    same_bits,
-    tensors,
-)
+from helpers import Dispatched, Untouched, assert_close, by_parts, clone, same_bits, tensors
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._dynamo.backends.common import aot_autograd
@@ -68,17 +61,6 @@ def problem(shapes, optimizer=ADAMW, dtype=torch.float32, grad_dtype=None):
     state = optimizer.init(params)
     params, state = optimizer.step(params, {n: g.to(dtype) for n, g in grads.items()}, state)
     return ps.DynamicScale(init_scale=SCALE).init(), params, grads, state
-
-
-def by_parts(optimizer, scaler, params, grads, state, max_norm=None, clip_value=None):
-    """What `unscale_and_step` is equal to."""
-    grads, found_inf = ps.unscale_and_check(scaler, grads)
-    norm = ()
-    if max_norm is not None:
-        grads, norm = ps.clip_by_global_norm(grads, max_norm)
-    if clip_value is not None:
-        grads = ps.clip_by_value(grads, clip_value)
-    return (*ps.maybe_step(optimizer, params, grads, state, found_inf), found_inf, norm)
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from helpers import (
     scaled_by,
     shares_memory,
     small_net,
+    trained,
     trees,
 )
 from hypothesis import given, settings
@@ -48,14 +49,6 @@ optimizers = pytest.mark.parametrize(
 
 
 OVERFLOWS = 2.0**24  # a scale under which the small net overflows float16
-
-
-def run(state, step, count, start=0):
-    infos = []
-    for index in range(start, start + count):
-        state, info = step(state, [batch(index)])
-        infos.append(info)
-    return state, infos
 
 
 # ---- train_step
@@ -98,7 +91,7 @@ def test_train_step_equals_the_small_functions(optimizer):
 @pytest.mark.parametrize("donate", [False, True])
 def test_a_skipped_step_returns_all_but_the_scaler_bit_for_bit(optimizer, donate):
     state, step = job(optimizer, RULE)
-    state, _ = run(state, step, 3)
+    state, _ = trained(state, step, [[batch(index)] for index in range(3)])
     state = scaled_by(state, OVERFLOWS)
     new, info = step(clone(state), [batch()], donate=donate)
     assert info.found_inf
@@ -109,7 +102,7 @@ def test_a_skipped_step_returns_all_but_the_scaler_bit_for_bit(optimizer, donate
 @optimizers
 def test_a_step_is_pure_and_replays_bit_for_bit(optimizer):
     state, step = job(optimizer, RULE)
-    state, _ = run(state, step, 2)
+    state, _ = trained(state, step, [[batch(0)], [batch(1)]])
     microbatches = [batch(5), batch(6)]
     with Untouched((state, microbatches)):
         once = step(state, microbatches)

@@ -13,10 +13,13 @@ import torch
 import torch.nn.functional as F
 from helpers import (
     HALF,
+    Keeps,
     OldDouble,
     at,
     batch,
     clone,
+    cross_entropy_of,
+    in_float32,
     job,
     same_bits,
     scaled_by,
@@ -53,13 +56,7 @@ def net(policy=HALF, model=None):
     """(loss_fn, params, buffers) of a net with BatchNorm, unless another is given."""
     apply, params, buffers = ps.make_functional(model or small_net())
     apply = ps.with_policy(apply, policy) if policy else apply
-
-    def loss_fn(params, buffers, microbatch):
-        x, y = microbatch
-        logits, buffers = apply(params, buffers, x)
-        return F.cross_entropy(logits, y), buffers
-
-    return loss_fn, params, buffers
+    return cross_entropy_of(apply), params, buffers
 
 
 # ---- the same as torch's own ---------------------------------------------------------------------
@@ -371,17 +368,7 @@ def test_a_later_donated_step_corrupts_nothing_that_was_returned(monkeypatch):
 
 def test_gradients_that_a_custom_backward_keeps_are_copied():
     kept = torch.ones(3)
-
-    class Keeps(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, w):
-            return w.sum()
-
-        @staticmethod
-        def backward(ctx, grad):
-            return kept
-
-    _, grads = ps.value_and_grad(lambda p, b, x: (Keeps.apply(p["w"]), b))(
+    _, grads = ps.value_and_grad(lambda p, b, x: (Keeps.apply(p["w"], kept), b))(
         {"w": torch.ones(3)}, {}, None
     )
     assert same_bits(grads["w"], kept)
@@ -573,12 +560,6 @@ def test_what_was_made_in_inference_mode_is_taken():
     with torch.inference_mode():
         params, buffers, scaler = clone((params, buffers, SCALER))
     assert same_bits(fn(params, buffers, batch(), scaler), expected)
-
-
-def in_float32(params, buffers, x):
-    """A loss that leaves autocast, whose backward multiplies matrices all the same."""
-    with torch.autocast("cpu", enabled=False):
-        return (x @ params["w"]).square().sum(), buffers
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

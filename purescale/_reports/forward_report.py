@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _module
 
-from .._reports.printing import MAX_LINES, pyplot, read, table
+from .._reports.printing import MAX_LINES, empty_panels, read, table
 from .._torch import private
 from .._torch.autocast import outside_autocast
 from .._torch.dtensor import full_tensor
@@ -82,7 +82,7 @@ class ForwardReport(NamedTuple):
         """Syncs with the host. Draw a matplotlib Figure with the largest and smallest magnitude of
         each module's output; a dotted line marks inf or NaN.
         """
-        return _plot(_read(self))
+        return _plot_modules(_read(self))
 
 
 class _Row(NamedTuple):
@@ -370,9 +370,8 @@ def _facts(values: Tensor) -> _Facts:
 # ---- the picture ---------------------------------------------------------------------------------
 
 
-def _plot(rows: list[_Row]) -> Any:
-    plt = pyplot("report.plot()")
-    figure, panel = plt.subplots(figsize=(8, 4.5), layout="constrained")
+def _plot_modules(rows: list[_Row]) -> Any:
+    figure, (panel,) = empty_panels("report.plot()", 1, 1, 4.5)
     places = range(len(rows))
     for label, fact, colour in (
         ("largest", "amax", "#0072B2"),
@@ -388,6 +387,5 @@ def _plot(rows: list[_Row]) -> Any:
     panel.set_yscale("log", base=2)
     panel.set_ylabel("magnitude of what it returned")
     panel.set_xlabel("module, in the order of the forward (dotted: not finite)")
-    panel.spines[["top", "right"]].set_visible(False)
     panel.legend()
     return figure

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._reports.printing import MAX_LINES, leaf_names, pyplot, read, table
+from .._reports.printing import Row, bar_panels, leaf_names, read_rows, table
 from .._torch import dtensor
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import real_dtype, wide_dtype
@@ -37,7 +37,7 @@ class GradReport(NamedTuple):
     rows: dict[str, LeafReport]
 
     def __str__(self) -> str:
-        rows = _read(self.rows)
+        rows = read_rows(self.rows)
         bad = [name for name, *_, nonfinite in rows if nonfinite]
         lines = ["every gradient is finite"]
         if bad:
@@ -56,20 +56,10 @@ class GradReport(NamedTuple):
         """Syncs with the host. Draw a matplotlib Figure with bars for the largest magnitude, zeros
         and subnormals of each leaf, the worst first; leaves that are not finite are shaded.
         """
-        return _plot(_worst_first(_read(self.rows)))
+        return _plot_gradients(_worst_first(read_rows(self.rows)))
 
 
-_Row = tuple[str, float, float, float, float]
-
-
-def _read(rows: dict[str, LeafReport]) -> list[_Row]:
-    """Read all rows with four copies from the device. Syncs with the host. A stacked report gives
-    its worst values.
-    """
-    return list(zip(rows, *map(read, zip(*rows.values(), strict=True)), strict=True))
-
-
-def _worst_first(rows: list[_Row]) -> list[_Row]:
+def _worst_first(rows: list[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: (-row[4], -(row[2] + row[3])))
 
 
@@ -229,14 +219,9 @@ def _in_rows(values: list[Tensor], lengths: list[int]) -> Tensor:
 # ---- the picture ---------------------------------------------------------------------------------
 
 
-def _plot(rows: list[_Row]) -> Any:
-    plt = pyplot("report.plot()")
-    shown = rows[:MAX_LINES][::-1]  # bars are drawn from below
-    height = 1.5 + 0.25 * len(shown)
-    figure, (left, right) = plt.subplots(
-        1, 2, sharey=True, figsize=(8, height), layout="constrained"
-    )
-    names, amax, zeros, subnormal, nonfinite = zip(*shown, strict=True)
+def _plot_gradients(rows: list[Row]) -> Any:
+    figure, (left, right), columns = bar_panels("report.plot()", rows)
+    names, amax, zeros, subnormal, nonfinite = columns
     largest = [value if math.isfinite(value) else 0 for value in amax]
     left.barh(names, largest, color="#0072B2")
     if any(largest):
@@ -250,6 +235,5 @@ def _plot(rows: list[_Row]) -> Any:
         for place, count in enumerate(nonfinite):
             if count:
                 panel.axhspan(place - 0.5, place + 0.5, color="#F4CDB3", linewidth=0, zorder=0)
-        panel.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=2)
     return figure

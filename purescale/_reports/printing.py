@@ -1,8 +1,8 @@
-"""Text tables, matplotlib import and leaf names for the reports."""
+"""Text tables, figures and leaf names for the reports."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from .._tree import tree as _tree
 from .._tree.tree import Tree
 
 MAX_LINES = 30
+Row = tuple[Any, ...]  # the name of a leaf and its numbers
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], first: int = 0) -> list[str]:
@@ -40,6 +41,19 @@ def read(column: Sequence[Tensor], worst: Callable[[Tensor], Tensor] = Tensor.ma
     return torch.stack([worst(value).to(device, wide) for value in column]).tolist()
 
 
+def read_rows(rows: dict[str, Any], **worst: Callable[[Tensor], Tensor]) -> list[Row]:
+    """Read NamedTuples of tensors with one copy for each field. Syncs with the host. `worst` is as
+    for `read`, by field.
+    """
+    columns = zip(*rows.values(), strict=True)
+    fields = next(iter(rows.values()))._fields
+    numbers = [
+        read(column, worst.get(field, Tensor.max))
+        for field, column in zip(fields, columns, strict=True)
+    ]
+    return list(zip(rows, *numbers, strict=True))
+
+
 def leaf_names(tree: Tree, whole: str) -> list[str]:
     """Return the dotted name of each leaf, or `whole` for a tree that is one tensor. If two names
     are equal, all have their positions.
@@ -59,3 +73,20 @@ def pyplot(caller: str) -> Any:
             f"{caller} draws with matplotlib. Fix: pip install matplotlib"
         ) from missing
     return plt
+
+
+def empty_panels(caller: str, rows: int, columns: int, height: float, **shared: bool) -> Any:
+    """Return a new matplotlib Figure and the list of its panels."""
+    figure, panels = pyplot(caller).subplots(
+        rows, columns, squeeze=False, figsize=(8, height), layout="constrained", **shared
+    )
+    for panel in panels.flat:
+        panel.spines[["top", "right"]].set_visible(False)
+    return figure, list(panels.flat)
+
+
+def bar_panels(caller: str, rows: Sequence[Row]) -> tuple[Any, Any, Iterator[Any]]:
+    """Return a new Figure, its two panels, and the columns of the first rows for bars in them."""
+    shown = rows[:MAX_LINES][::-1]  # bars are drawn from below
+    figure, panels = empty_panels(caller, 1, 2, 1.5 + 0.25 * len(shown), sharey=True)
+    return figure, panels, zip(*shown, strict=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._loss_scale.rules import NoScale
 from .._loss_scale.scaling import unscale_and_check
-from .._reports.printing import pyplot, table
+from .._reports.printing import empty_panels, pyplot, table
 from .._step.value_and_grad import LossFn, ValueAndGrad
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import widest_float
@@ -121,7 +121,7 @@ class ScaleProbe(NamedTuple):
         """Draw a matplotlib Figure of zeros and error over the exponents, with one line for each
         leaf and the safe window shaded.
         """
-        return _plot(self)
+        return _plot_scales(self)
 
 
 class _Scale(NamedTuple):
@@ -324,14 +324,14 @@ def _lows(
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
 
 
-def _plot(probe: ScaleProbe) -> Any:
-    plt = pyplot("probe.plot()")
+def _plot_scales(probe: ScaleProbe) -> Any:
     exponents = probe.exponents.tolist()
-    figure, panels = plt.subplots(2, 1, sharex=True, figsize=(8, 6.5), layout="constrained")
+    figure, panels = empty_panels("probe.plot()", 2, 1, 6.5, sharex=True)
+    shades = pyplot("probe.plot()").get_cmap("cividis")
     many = len(probe.zeros) > len(_COLOURS)
     for index, name in enumerate(probe.zeros):
         # For more leaves than colours: dark to light, from the first layer to the last.
-        shade = plt.get_cmap("cividis")(index / max(len(probe.zeros) - 1, 1))
+        shade = shades(index / max(len(probe.zeros) - 1, 1))
         starved = name in probe.starved
         style = {
             "color": shade if many else _COLOURS[index],
@@ -348,7 +348,6 @@ def _plot(probe: ScaleProbe) -> Any:
         for exponent, bad in zip(exponents, probe.overflow.tolist(), strict=True):
             if bad:
                 panel.axvline(exponent, color="0.6", linestyle=":", linewidth=1)
-        panel.spines[["top", "right"]].set_visible(False)
     zeros, error = panels
     zeros.set_ylabel("share of zeros in the gradient")
     error.set_ylabel(f"relative error against scale 2**{probe.high}")

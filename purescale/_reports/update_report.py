@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._reports.printing import MAX_LINES, leaf_names, pyplot, read, table
+from .._reports.printing import Row, bar_panels, leaf_names, read_rows, table
 from .._torch.autocast import outside_autocast
 from .._torch.dtensor import full_tensor
 from .._torch.dtypes import widest_float
@@ -32,7 +32,7 @@ class UpdateReport(NamedTuple):
     rows: dict[str, UpdateRow]
 
     def __str__(self) -> str:
-        rows = _read(self.rows)
+        rows = _read_worst_first(self.rows)
         bad = sum(not abs(quality - 1) <= 0.5 for _, quality, _ in rows)
         verdict = "every leaf is within half of the wanted update"
         if bad:
@@ -44,15 +44,14 @@ class UpdateReport(NamedTuple):
         """Syncs with the host. Draw a matplotlib Figure with bars for the quality of each leaf and
         the share that did not move, the worst first.
         """
-        return _plot(_read(self.rows))
+        return _plot_update(_read_worst_first(self.rows))
 
 
-def _read(rows: dict[str, UpdateRow]) -> list[tuple[str, float, float]]:
-    """Read all rows with two copies from the device, those farthest from a quality of 1 first.
-    Syncs with the host. A stacked report gives its worst values.
+def _read_worst_first(rows: dict[str, UpdateRow]) -> list[Row]:
+    """Read all rows, those farthest from a quality of 1 first. Syncs with the host. A stacked
+    report gives its worst values.
     """
-    qualities, shares = zip(*rows.values(), strict=True)
-    found = list(zip(rows, read(qualities, _farthest_from_1), read(shares), strict=True))
+    found = read_rows(rows, quality=_farthest_from_1)
     # NaN first
     return sorted(found, key=lambda row: (row[1] == row[1], -abs(row[1] - 1), -row[2]))
 
@@ -158,17 +157,12 @@ def _row(old: Tensor, new: Tensor, wanted: Tensor) -> UpdateRow:
     return UpdateRow(quality, (still / number.clamp(min=1)).to(torch.float32))
 
 
-def _plot(rows: list[tuple[str, float, float]]) -> Any:
-    plt = pyplot("report.plot()")
-    shown = rows[:MAX_LINES][::-1]  # bars are drawn from below
-    height = 1.5 + 0.25 * len(shown)
-    figure, panels = plt.subplots(1, 2, sharey=True, figsize=(8, height), layout="constrained")
-    names, *columns = zip(*shown, strict=True)
+def _plot_update(rows: list[Row]) -> Any:
+    figure, panels, (names, *columns) = bar_panels("report.plot()", rows)
     labels = ("quality (1: all of the update has arrived)", "share that did not move")
     colours = ("#0072B2", "#D55E00")
     for panel, values, label, colour in zip(panels, columns, labels, colours, strict=True):
         panel.barh(names, values, color=colour)
         panel.set_xlabel(label)
-        panel.spines[["top", "right"]].set_visible(False)
     panels[0].axvline(1, color="0.6", linestyle=":", linewidth=1)
     return figure

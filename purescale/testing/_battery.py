@@ -1,4 +1,4 @@
-"""The base class of the checks of rules, guards and optimizers: laws, quirks and the report."""
+"""What the checks of rules, guards and optimizers share: laws, quirks, runs and the report."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+import hypothesis.strategies as st
 import torch
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from torch import Tensor
 
 from .._checkpoint import from_state_dict, load, save, to_state_dict
@@ -55,15 +56,19 @@ class Battery:
 
     def run(self) -> None:
         """Run all checks, then check that each quirk was seen."""
-        self.check()
+        for check in self.checks():
+            if check() is False:
+                break
         kept = sorted(self.quirks - self.broken)
         assert not kept, (
             f"{self.name} keeps {', '.join(kept)}, which quirks says it breaks. Fix: leave it out "
             "of quirks."
         )
 
-    def check(self) -> None:
-        """Run the checks, each after those that it relies on."""
+    def checks(self) -> tuple[Callable[[], bool | None], ...]:
+        """Return the checks, each after those that it relies on. One that returns False is the
+        last one that runs.
+        """
         raise NotImplementedError
 
     def fail(
@@ -108,7 +113,15 @@ class Battery:
             return False
         return True
 
-    # ---- for objects with `init` and a pure `update`
+    def check_purity(self, function: Callable[..., Any], *calls: Any) -> None:
+        """Check that the function does not read values or change arguments."""
+        for law, check in (("reads", assert_sync_free), ("pure", assert_pure)):
+            for call in calls:
+                self.attempt(law, "not that", functools.partial(check, function), *call)
+
+
+class UpdateBattery(Battery):
+    """The checks of an object with `init` and a pure `update`: a rule or a guard."""
 
     def value(self) -> None:
         """Check that the object can be hashed, as a setting."""
@@ -116,6 +129,14 @@ class Battery:
             hash(self.subject)
         except TypeError as error:
             self.fail("value", str(error), f"a {self.kind} that can be hashed", cause=error)
+
+    def first_state(self) -> Any:
+        """Return the initial state, or None if it is not a NamedTuple and that is a quirk."""
+        state = self.subject.init("cpu")
+        if _is_named_tuple(state):
+            return state
+        self.fail("init", f"a {type(state).__name__}", "a NamedTuple")
+        return None
 
     def device(self) -> None:
         """Check that the initial state is on the requested device."""
@@ -126,9 +147,7 @@ class Battery:
     def pure(self, *call: Any) -> None:
         """Check that an update does not read values or change arguments or attributes."""
         before = _attributes(self.subject)
-        for law, check in (("reads", assert_sync_free), ("pure", assert_pure)):
-            checked = functools.partial(check, self.subject.update)
-            self.attempt(law, "not that", checked, *call)
+        self.check_purity(self.subject.update, call)
         if _attributes(self.subject) != before:
             self.fail("value", f"an attribute of the {self.kind} changed", "the same", *call)
 
@@ -138,9 +157,25 @@ class Battery:
             return self.subject.update(*call)
         except Exception as error:
             self.fail("raises", f"{type(error).__name__}: {error}", should, *call, cause=error)
-            raise AssertionError(
-                f"quirks has `raises`, but a {self.kind} such as {self.name} must keep this law."
-            ) from error
+            raise self.not_a_quirk("raises") from error
+
+    def not_a_quirk(self, law: str) -> AssertionError:
+        """Return the error for a quirk without which the checks cannot go on."""
+        return AssertionError(
+            f"quirks has `{law}`, but a {self.kind} such as {self.name} must keep this law."
+        )
+
+    def check_runs(self, runs: st.SearchStrategy[list[Any]], step: Callable[..., Any]) -> None:
+        """Check runs that Hypothesis finds. `step` returns the next state."""
+
+        @_EXAMPLES
+        @given(runs)
+        def run(steps: list[Any]) -> None:
+            state = self.subject.init()
+            for each in steps:
+                state = step(state, *each)
+
+        run()
 
     def resumed(self, *call: Any) -> None:
         """Check that an update of a saved and loaded state has the same bits."""
@@ -179,8 +214,17 @@ class Battery:
                 self.fail(law, shown(came), shown(should), *call)
 
 
+# The fixes for laws of a pure `update`.
+UPDATE_FIXES = {
+    "value": "`@dataclasses.dataclass(frozen=True)`; put what changes into the state.",
+    "pure": "torch.where and others that make new tensors, in place of methods that end in `_`.",
+    "round_trip": "keep only tensors in the state, and nothing elsewhere.",
+    "compile": "torch.where in place of `if`; counters as 0-d tensors.",
+    "vmap": "0-d operations and torch.where, as for one state.",
+}
+
 # Without a database, so that a battery gives the same verdict on every machine.
-EXAMPLES = settings(
+_EXAMPLES = settings(
     max_examples=40,
     deadline=None,
     database=None,
@@ -205,11 +249,15 @@ def shown(value: Any) -> str:
     """Format a state with its numbers."""
     if isinstance(value, Tensor):
         return short(value.tolist(), 80)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
+    if _is_named_tuple(value):
         rows = zip(value._fields, value, strict=True)
         fields = ", ".join(f"{name}={shown(leaf)}" for name, leaf in rows)
         return f"{type(value).__name__}({fields})"
     return short(value)
+
+
+def _is_named_tuple(value: Any) -> bool:
+    return isinstance(value, tuple) and hasattr(value, "_fields")
 
 
 def _attributes(subject: Any) -> dict[str, str]:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import hypothesis.strategies as st
 import torch
-from hypothesis import given
 from torch import Tensor
 
 from .._tree import tree
-from ._battery import EXAMPLES, Battery, shown
+from ._battery import UPDATE_FIXES, UpdateBattery, shown
 from ._laws import short
 
 
@@ -51,12 +50,12 @@ def assert_guard(guard: Any, quirks: Sequence[str] = ()) -> None:
 
 
 _FIXES = {
-    "value": "`@dataclasses.dataclass(frozen=True)`; put what changes into the state.",
+    "value": UPDATE_FIXES["value"],
     "init": "`init(device)` returns a NamedTuple of tensors made with `device=device`.",
     "raises": "return a state and a verdict for any loss and norm; `grad_norm` is () if "
     "train_step has no max_norm: `isinstance(grad_norm, torch.Tensor)`.",
     "reads": "`torch.where(bad, a, b)` in place of `if bad:`; no `.item()`.",
-    "pure": "torch.where and others that make new tensors, in place of methods that end in `_`.",
+    "pure": UPDATE_FIXES["pure"],
     "pair": "`return new_state, loss > limit`, of 0-d tensors.",
     "structure": "every field as it was: `.to(state.mean.dtype)`, a counter as "
     "`torch.where(bad, 0, count + 1)`.",
@@ -65,9 +64,9 @@ _FIXES = {
     "steps that are rejected or not finite.",
     "timely": "judge the loss and the norm of this call, `return new_state, loss > limit`, not "
     "those of an earlier one: a bad step must be rejected before it changes anything.",
-    "round_trip": "keep only tensors in the state, and nothing elsewhere.",
-    "compile": "torch.where in place of `if`; counters as 0-d tensors.",
-    "vmap": "0-d operations and torch.where, as for one state.",
+    "round_trip": UPDATE_FIXES["round_trip"],
+    "compile": UPDATE_FIXES["compile"],
+    "vmap": UPDATE_FIXES["vmap"],
 }
 _STEPS = 300
 _EVENTS = {120: 1e4, 150: math.nan, 180: math.inf, 210: 3e38, 240: -math.inf}
@@ -87,7 +86,7 @@ def _call(state: Any, loss: float, norm: float | None) -> tuple[Any, Tensor, Any
     return state, number, () if norm is None else torch.tensor(norm, dtype=torch.float32)
 
 
-class _GuardBattery(Battery):
+class _GuardBattery(UpdateBattery):
     """The checks of a guard."""
 
     kind = "guard"
@@ -96,10 +95,9 @@ class _GuardBattery(Battery):
     fixes = _FIXES
     labels = ("state", "loss", "norm")
 
-    def check(self) -> None:
-        for check in (self.value, self.init, self.purity, self.steady, self.timely, self.runs,
-                      self.round_trip, self.compile, self.vmap):  # fmt: skip
-            check()
+    def checks(self) -> tuple[Callable[[], bool | None], ...]:
+        return (self.value, self.init, self.purity, self.steady, self.timely, self.runs,
+                self.round_trip, self.compile, self.vmap)  # fmt: skip
 
     def update(self, call: tuple[Any, Tensor, Any]) -> tuple[Any, Tensor]:
         """Return the next state and the verdict, and check the laws of one call."""
@@ -108,9 +106,7 @@ class _GuardBattery(Battery):
         bad = returned[1] if pair else None
         if not isinstance(bad, Tensor) or bad.dtype is not torch.bool or bad.ndim:
             self.fail("pair", short(returned), "(state, bad), bad a 0-d bool tensor", *call)
-            raise AssertionError(
-                f"quirks has `pair`, but a guard such as {self.name} must keep this law."
-            )
+            raise self.not_a_quirk("pair")
         new = returned[0]
         same = self.alike("structure", "state", call[0], new, *call)
         if same and _is_finite(call[0]) and not _is_finite(new):
@@ -133,9 +129,9 @@ class _GuardBattery(Battery):
     # ---- what is checked
 
     def init(self) -> None:
-        state = self.subject.init("cpu")
-        if not (isinstance(state, tuple) and hasattr(state, "_fields")):
-            return self.fail("init", f"a {type(state).__name__}", "a NamedTuple")
+        state = self.first_state()
+        if state is None:
+            return None
         leaves = tree.flatten(state)[0]
         if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
             return self.fail("init", shown(state), "tensors")
@@ -172,16 +168,12 @@ class _GuardBattery(Battery):
                         self.fail("timely", came, "rejected itself, or no other for it", *event)
 
     def runs(self) -> None:
+        def step(state: Any, loss: float, norm: float | None) -> Any:
+            return self.update(_call(state, loss, norm))[0]
+
         number = st.floats(width=32)
-
-        @EXAMPLES
-        @given(st.lists(st.tuples(number, st.none() | number), min_size=1, max_size=40))
-        def run(steps: list[tuple[float, float | None]]) -> None:
-            state = self.subject.init()
-            for loss, norm in steps:
-                state = self.update(_call(state, loss, norm))[0]
-
-        run()
+        steps = st.tuples(number, st.none() | number)
+        self.check_runs(st.lists(steps, min_size=1, max_size=40), step)
 
     def round_trip(self) -> None:
         self.resumed(*self.calls()[-1])

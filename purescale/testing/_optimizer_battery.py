@@ -20,7 +20,6 @@ from ._battery import Battery, saved_and_loaded
 from ._laws import (
     assert_pure,
     assert_single_graph,
-    assert_sync_free,
     assert_vmap_equals_loop,
     same_bits,
     short,
@@ -125,12 +124,10 @@ class _OptimizerBattery(Battery):
         self.calls: list[tuple[Tree, Tree, Any]] = []  # the arguments of one step after another
         self.results: list[Any] = []
 
-    def check(self) -> None:
-        if not self.init() or not self.steps():
-            return  # a broken `init` or `step` is a quirk, and the other checks need both
-        for check in (self.purity, self.none, self.dtype, self.found_inf, self.round_trip,
-                      self.compile, self.vmap, self.absent):  # fmt: skip
-            check()
+    def checks(self) -> tuple[Callable[[], bool | None], ...]:
+        # A broken `init` or `step` is a quirk, and the other checks need both.
+        return (self.init, self.steps, self.purity, self.none, self.dtype, self.found_inf,
+                self.round_trip, self.compile, self.vmap, self.absent)  # fmt: skip
 
     def both_alike(self, law: str, result: Any, *call: Any) -> bool:
         """Return True if the results have the structure, dtypes and shapes of the arguments."""
@@ -164,12 +161,9 @@ class _OptimizerBattery(Battery):
         return True
 
     def purity(self) -> None:
-        step = self.subject.step
-        for law, check in (("reads", assert_sync_free), ("pure", assert_pure)):
-            for call in self.calls:
-                self.attempt(law, "not that", functools.partial(check, step), *call)
+        self.check_purity(self.subject.step, *self.calls)
         for call, result in zip(self.calls, self.results, strict=True):
-            again = step(*call)
+            again = self.subject.step(*call)
             if not same_bits(again, result):
                 came = f"{short(again)} after other steps"
                 self.fail("pure", came, f"{short(result)}, as before them", *call)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import hypothesis.strategies as st
 import torch
-from hypothesis import given
 from torch import Tensor
 
 from .._loss_scale.rule_protocol import takes_amax
 from .._tree import tree
-from ._battery import EXAMPLES, Battery
+from ._battery import UPDATE_FIXES, UpdateBattery
 from ._laws import short
 from ._strategies import DAMAGED, as_scale, rule_steps, update_arguments
 
@@ -57,12 +56,12 @@ def assert_scale_rule(rule: Any, quirks: Sequence[str] = ()) -> None:
 
 
 _FIXES = {
-    "value": "`@dataclasses.dataclass(frozen=True)`; put what changes into the state.",
+    "value": UPDATE_FIXES["value"],
     "init": "`init(device)` returns a NamedTuple of tensors made with `device=device`, one of them "
     "`scale`, 0-d, float32, positive.",
     "raises": "return a state for any flag and state; `check_scaler` is what stops training.",
     "reads": "`torch.where(found_inf, a, b)` in place of `if found_inf:`; no `.item()`.",
-    "pure": "torch.where and others that make new tensors, in place of methods that end in `_`.",
+    "pure": UPDATE_FIXES["pure"],
     "structure": "every field as it was: `.to(scaler.scale.dtype)`, `torch.full_like(scaler.scale, "
     "x)` for a number, a counter as `torch.where(found_inf, 0, count + 1)`.",
     "positive": "`scale.clamp(min=self.min_scale)`, a floor such as 2.0**-24.",
@@ -75,9 +74,9 @@ _FIXES = {
     "backs_off": "multiply by a factor below 1 on an overflow, or training never moves again.",
     "clean": "decide by this step's found_inf, True if it was bad: a scale that moves a step late "
     "is not the one that was used.",
-    "round_trip": "keep only tensors in the state, and nothing elsewhere.",
-    "compile": "torch.where in place of `if`; counters as 0-d tensors.",
-    "vmap": "0-d operations and torch.where, as for one state.",
+    "round_trip": UPDATE_FIXES["round_trip"],
+    "compile": UPDATE_FIXES["compile"],
+    "vmap": UPDATE_FIXES["vmap"],
 }
 _RUN = [letter == "O" for letter in "...O.O...OOO....O...."]
 _LONG = 320  # overflows: halving passes through all of float32
@@ -87,7 +86,7 @@ _EVENTS = 4  # states before a growth from which all runs of _DEPTH steps are tr
 _DEPTH = 4
 
 
-class _RuleBattery(Battery):
+class _RuleBattery(UpdateBattery):
     """The checks of a rule."""
 
     kind = "rule"
@@ -101,10 +100,9 @@ class _RuleBattery(Battery):
         self.amax = 1.0 if takes_amax(rule) else None
         self.growing: list[Any] = []  # states whose next clean step raises the scale
 
-    def check(self) -> None:
-        for check in (self.value, self.init, self.purity, self.long_runs, self.runs, self.damaged,
-                      self.round_trip, self.compile, self.vmap):  # fmt: skip
-            check()
+    def checks(self) -> tuple[Callable[[], bool | None], ...]:
+        return (self.value, self.init, self.purity, self.long_runs, self.runs, self.damaged,
+                self.round_trip, self.compile, self.vmap)  # fmt: skip
 
     def update(self, state: Any, bad: bool, amax: float | None = None) -> Any:
         call = update_arguments(state, bad, self.amax if amax is None else amax)
@@ -140,10 +138,10 @@ class _RuleBattery(Battery):
     # ---- what is checked
 
     def init(self) -> None:
-        state = self.subject.init("cpu")
+        state = self.first_state()
+        if state is None:
+            return None
         scale = getattr(state, "scale", None)
-        if not (isinstance(state, tuple) and hasattr(state, "_fields")):
-            return self.fail("init", f"a {type(state).__name__}", "a NamedTuple")
         if not isinstance(scale, Tensor) or scale.ndim or scale.dtype is not torch.float32:
             return self.fail("init", f"scale={short(scale)}", "a 0-d float32 tensor")
         for name, leaf in zip(state._fields, state, strict=True):
@@ -199,14 +197,7 @@ class _RuleBattery(Battery):
             states = [self.step(each, bad) for each in states for bad in (False, True)]
 
     def runs(self) -> None:
-        @EXAMPLES
-        @given(st.lists(rule_steps(self.subject), min_size=1, max_size=30))
-        def run(steps: list[tuple[bool, float | None]]) -> None:
-            state = self.subject.init()
-            for bad, amax in steps:
-                state = self.step(state, bad, amax)
-
-        run()
+        self.check_runs(st.lists(rule_steps(self.subject), min_size=1, max_size=30), self.step)
 
     def damaged(self) -> None:
         sound = [self.subject.init(), *self.growing[:1]]

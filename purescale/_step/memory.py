@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from .._optim.step_inputs import StepInputs
+from .._step.step_options import FlatState
+from .._step.train_state import TrainState
 from .._torch.donation import can_write_each, storage_pointers
 from .._torch.tracing import traced
 from .._tree import tree as _tree
 from .._tree.leaves import is_constant
-from .._tree.tree import FlatTree
 
 
 class Memory(NamedTuple):
@@ -30,27 +32,29 @@ class Memory(NamedTuple):
 
 
 def memory_of_step(
-    state: Any,
+    state: TrainState,
+    flat: FlatState,
     inputs: StepInputs,
-    buffers: FlatTree,
-    microbatches: Any,
-    bounds: Any,
+    microbatches: list[Any],
+    bounds: Sequence[Tensor],
     *,
     donate: bool,
 ) -> Memory:
     """Return the memory of one step. `bounds`: the tensors of its clipping, which are read last."""
+    others = (*flat.scaler.leaves, state.step, state.rng, *_tree.all_tensors(state.guard))
+    rest = [other for other in others if isinstance(other, Tensor)]
+    buffers = flat.buffers.leaves
+    if not flat.buffers.dense_off_graph:
+        buffers = [leaf for leaf in buffers if not is_constant(leaf)]
     read_only = [] if traced() else [*_tree.all_tensors(microbatches), *bounds]
-    rest = _tree.all_tensors((state.scaler, state.step, state.rng, state.guard))
-    lists = [*inputs.replaced, [leaf for leaf in buffers.leaves if not is_constant(leaf)], rest]
-    given = None
-    if not traced():
-        # Without donation nothing is written into the state of the optimizer.
-        held = lists if donate else [inputs.params, *lists[2:]]
-        given = {None}.union(*map(storage_pointers, [*held, read_only]))
+    # Without donation nothing is written into the state of the optimizer.
+    lists = [*inputs.replaced, buffers, rest] if donate else [inputs.params, buffers, rest]
+    pointers = [] if traced() else list(map(storage_pointers, [*lists, read_only]))
+    given = {None, *chain.from_iterable(pointers)} if pointers else None
     if not donate:
         return Memory(given)
-    known = [*[inputs.dense_off_graph] * 2, buffers.dense_off_graph, False]
-    of_params, of_numbers, of_buffers, of_rest = can_write_each(lists, read_only, known)
+    known = [*[inputs.dense_off_graph] * 2, flat.buffers.dense_off_graph, False]
+    of_params, of_numbers, of_buffers, of_rest = can_write_each(lists, read_only, known, pointers)
     return Memory(given, of_params and of_numbers, of_buffers, of_rest)
 
 

@@ -177,7 +177,7 @@ def _stages(
     inputs = flatten_step(options.optimizer, flat.params, None, flat.opt_state)
     options.optimizer.check(inputs)
     bounds, donate = options.clip.bounds, options.donate
-    memory = memory_of_step(state, inputs, flat.buffers, microbatches, bounds, donate=donate)
+    memory = memory_of_step(state, flat, inputs, microbatches, bounds, donate=donate)
 
     def attempt(scaler: FlatTree) -> tuple[WindowGrads, GradStats, WindowFlags]:
         given = flat._replace(scaler=scaler)

@@ -62,10 +62,14 @@ def can_write(tensors: Sequence[Tensor], others: Sequence[Any] = ()) -> bool:
 
 
 def can_write_each(
-    lists: Sequence[Sequence[Tensor]], others: Sequence[Any] = (), known: Sequence[bool] = ()
+    lists: Sequence[Sequence[Tensor]],
+    others: Sequence[Any] = (),
+    known: Sequence[bool] = (),
+    pointers: Sequence[list[int | None]] = (),
 ) -> list[bool]:
     """Return `can_write` for each list, where the other lists count among its `others`. `known`
-    says of each list whether `leaves.are_dense_off_graph` is known to be True.
+    says of each list whether `leaves.are_dense_off_graph` is known to be True; `pointers` are the
+    storage pointers of each list and of `others`, if they are known.
     """
     if under_transform() or DEBUG:
         return [False] * len(lists)
@@ -76,8 +80,8 @@ def can_write_each(
     ]
     if torch.compiler.is_dynamo_compiling() or not any(allowed):
         return allowed
-    held = list(map(_memories_of_values, lists))
-    kept = set(storage_pointers(others))
+    *found, of_others = pointers or list(map(storage_pointers, [*lists, others]))
+    held, kept = list(map(_of_values, lists, found)), set(of_others)
     every = set(itertools.chain(*held))
     if len(every) == sum(map(len, held)) and None not in every and every.isdisjoint(kept):
         return allowed
@@ -114,11 +118,12 @@ def _is_number(tensor: Tensor) -> bool:
     return not tensor.ndim and tensor.dtype is torch.float64 and tensor.is_cpu
 
 
-def _memories_of_values(tensors: Sequence[Tensor]) -> list[int | None]:
-    """Return the storages of the tensors that have elements; empty ones cannot share memory."""
-    if 0 in elements(tensors):
-        tensors = [tensor for tensor in tensors if tensor.numel()]
-    return storage_pointers(tensors)
+def _of_values(tensors: Sequence[Tensor], pointers: list[int | None]) -> list[int | None]:
+    """Return the pointers of the tensors that have elements; empty ones cannot share memory."""
+    counts = elements(tensors)
+    if 0 not in counts:
+        return pointers
+    return [pointer for pointer, count in zip(pointers, counts, strict=True) if count]
 
 
 # ---- gradients -----------------------------------------------------------------------------------

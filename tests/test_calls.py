@@ -122,7 +122,7 @@ def test_a_step_without_a_guard_runs_nothing_of_one():
         sys.setprofile(None)
     assert ("train_step.py", "_stages") in called
     assert not {(file, name) for file, name in called if file == "spike_guard.py"}
-    assert not {name for _, name in called} & {"_judged", "_next_guard"}
+    assert not {name for _, name in called} & {"judge", "_next_guard"}
 
 
 def operators(function):

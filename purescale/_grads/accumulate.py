@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -23,6 +24,8 @@ from .._tree.tree import Leaves, Tree
 
 _HEAVIEST = 2.0**64  # beyond any count of tokens, and no sum of such weights overflows
 OnNonfinite = Literal["drop_window", "drop_microbatch"]
+_ADDED_AS_LISTS = frozenset(foreach.ADDED_AS_LISTS)
+_dtype = operator.attrgetter("dtype")
 
 
 class AccumState(NamedTuple):
@@ -200,29 +203,31 @@ def weighted_sum(
     `share` is a number only if `good` is True. `on_graph`: a derivative is taken; None if that is
     unknown. The textbook `sums + (new - sums) * share` would overflow on opposite signs.
     """
+    factor: Any = share
+    by_tensor = isinstance(share, Tensor)
     if on_graph is None:
-        given = [share] if isinstance(share, Tensor) else []
-        on_graph = traced() or is_on_a_graph([*sums, *new, *given])
-    if on_graph or any(total.dtype not in foreach.ADDED_AS_LISTS for total in sums):
+        on_graph = traced() or is_on_a_graph([*sums, *new, factor if by_tensor else None])
+    if on_graph or not set(map(_dtype, sums)) <= _ADDED_AS_LISTS:
         pairs = zip(sums, new, strict=True)
         totals = [_weighted(*pair, share, good, keep, scale) for pair in pairs]
         if in_place and not under_transform():
             return [total.copy_(other) for total, other in zip(sums, totals, strict=True)]
         return totals
     sums = sums if in_place else foreach.clone(sums)
-    on_host = not isinstance(share, Tensor) or host_can_read([share], sums)
+    on_host = not by_tensor or host_can_read([factor], sums)
     if not sums or (on_host and not bool(good)):
         return sums
-    with torch.no_grad():
-        new = new if scale is None else foreach.divide(new, scale)
-        if on_host:
-            if keep is not None:
-                listops.mul_(sums, keep.item())
-            listops.add_(sums, new, alpha=share.item() if isinstance(share, Tensor) else share)
-        else:
-            if keep is not None:
-                foreach.multiply(sums, keep, in_place=True)
-            foreach.add_where_(sums, new, share, good)  # type: ignore[arg-type]
+    if scale is not None:
+        with torch.no_grad():
+            new = foreach.divide(new, scale)
+    if on_host:
+        if keep is not None:
+            listops.mul_(sums, keep.item())
+        listops.add_(sums, new, alpha=factor.item() if by_tensor else factor)
+        return sums
+    if keep is not None:
+        foreach.multiply(sums, keep, in_place=True)
+    foreach.add_where_(sums, new, factor, good)  # type: ignore[arg-type]
     return sums
 
 

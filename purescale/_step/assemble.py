@@ -38,10 +38,10 @@ def assemble(
     used_scale = tried.scaler.tree.scale.clone()
     skip, skip_on_host = outcome.found_inf, outcome.decision.skip_on_host
     step = state.step + (~skip if skip_on_host is None else int(not skip_on_host))
-    guard = _next_guard(outcome)
+    guard = () if outcome.verdict is None else _next_guard(outcome, *outcome.verdict)
     buffers = _next_buffers(memory, outcome.decision, flat.buffers.leaves, window.buffers)
     rng = tried.rng
-    if memory.rest and skip_on_host is None:
+    if memory.numbers and skip_on_host is None:
         before = (state.scaler, state.step, state.rng, state.guard)
         scaler, step, rng, guard = write_over(before, (scaler, step, rng, guard))
     new_state = TrainState(
@@ -53,21 +53,19 @@ def assemble(
         rng=rng,
         guard=guard,
     )
+    reported = (outcome.grad_norm, outcome.grad_amax, outcome.rejected)
+    norm, amax, rejected = [() if value is None else value for value in reported]
     info = StepInfo(
         loss=window.loss,
         found_inf=skip,
         scale=used_scale,
-        grad_norm=_or_empty(outcome.grad_norm),
-        grad_amax=_or_empty(outcome.grad_amax),
+        grad_norm=norm,
+        grad_amax=amax,
         retries=torch.full((), tried.retries, dtype=torch.int32, device=skip.device),
         aux=window.aux,
-        rejected=_or_empty(outcome.rejected),
+        rejected=rejected,
     )
     return new_state, info
-
-
-def _or_empty(reported: Tensor | None) -> Any:
-    return () if reported is None else reported
 
 
 _FROM_RULE = "the state that the rule returned"
@@ -116,11 +114,8 @@ def _told_to_rule(
     return bad, torch.where(outcome.found_inf & ~bad, torch.nan, amax)
 
 
-def _next_guard(outcome: Outcome) -> Any:
+def _next_guard(outcome: Outcome, old: Leaves, new: Leaves, structure: Any, _: Tensor) -> Any:
     """Return the new state of the guard, or the old one if something else skipped the step."""
-    if outcome.verdict is None:
-        return ()
-    old, new, structure, _ = outcome.verdict
     skipped_otherwise = outcome.found_inf & ~outcome.rejected  # type: ignore[operator]
     return structure.unflatten(choose(skipped_otherwise, old, new))
 

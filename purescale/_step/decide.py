@@ -39,12 +39,8 @@ class Outcome(NamedTuple):
     verdict: Verdict | None = None
 
 
-def judge(
-    guard: Any, state: Any, loss: Tensor, norm: Tensor | None, grads: Gradients
-) -> Verdict | None:
-    """Call the guard with the loss and norm that `StepInfo` reports; None without a guard."""
-    if guard is None:
-        return None
+def judge(guard: Any, state: Any, loss: Tensor, norm: Tensor | None, grads: Gradients) -> Verdict:
+    """Call the guard with the loss and norm that `StepInfo` reports."""
     reported: Any = () if norm is None else norm.to(factor_dtype(grads.tensors))
     new, bad = call_guard(guard, state, loss, reported)
     pair = _tree.matching_leaves(state, new, "state.guard", "the state that the guard returned")

@@ -12,7 +12,7 @@ from .._optim.step_inputs import StepInputs
 from .._step.step_options import FlatState
 from .._step.train_state import TrainState
 from .._torch.donation import can_write_each, storage_pointers
-from .._torch.tracing import traced
+from .._torch.tracing import host_can_read, traced
 from .._tree import tree as _tree
 from .._tree.leaves import is_constant
 
@@ -28,7 +28,7 @@ class Memory(NamedTuple):
     given: Set[int | None] | None
     optimizer: bool = False  # parameters and the state of the optimizer may be overwritten
     buffers: bool = False
-    rest: bool = False  # scaler, step count, generator and guard
+    numbers: bool = False  # scaler, step count, generator and guard
 
 
 def memory_of_step(
@@ -41,31 +41,37 @@ def memory_of_step(
     donate: bool,
 ) -> Memory:
     """Return the memory of one step. `bounds`: the tensors of its clipping, which are read last."""
-    others = (*flat.scaler.leaves, state.step, state.rng, *_tree.all_tensors(state.guard))
-    rest = [other for other in others if isinstance(other, Tensor)]
+    # Without donation nothing is written into the state of the optimizer.
+    tensors, numbers = inputs.replaced if donate else (inputs.params, [])
+    numbers = [*numbers, *_tree.all_tensors((state.scaler, state.step, state.rng, state.guard))]
     buffers = flat.buffers.leaves
     if not flat.buffers.dense_off_graph:
         buffers = [leaf for leaf in buffers if not is_constant(leaf)]
     read_only = [] if traced() else [*_tree.all_tensors(microbatches), *bounds]
-    # Without donation nothing is written into the state of the optimizer.
-    lists = [*inputs.replaced, buffers, rest] if donate else [inputs.params, buffers, rest]
+    lists, known = [tensors, buffers], [inputs.dense_off_graph, flat.buffers.dense_off_graph]
+    # A step that the host does not see may be captured in a CUDA graph, which needs its numbers at
+    # fixed addresses.
+    captured = donate and not host_can_read([flat.scaler.tree.scale], inputs.params)
+    if captured:
+        lists.append(numbers)
+        known.append(False)
+    else:
+        read_only += numbers
     pointers = [] if traced() else list(map(storage_pointers, [*lists, read_only]))
     given = {None, *chain.from_iterable(pointers)} if pointers else None
     if not donate:
         return Memory(given)
-    known = [*[inputs.dense_off_graph] * 2, flat.buffers.dense_off_graph, False]
-    of_params, of_numbers, of_buffers, of_rest = can_write_each(lists, read_only, known, pointers)
-    return Memory(given, of_params and of_numbers, of_buffers, of_rest)
+    allowed = can_write_each(lists, read_only, known, pointers)
+    of_numbers = allowed[2] if captured else True
+    return Memory(given, allowed[0] and of_numbers, allowed[1], captured and of_numbers)
 
 
 def can_replace(
     inputs: StepInputs, read_only: Sequence[Tensor], *, grads: bool = False
 ) -> tuple[bool, bool]:
-    """Return True if a step may overwrite parameters and state, and True if it may overwrite
-    gradients, which are compared only if `grads`.
+    """Return True if a step may overwrite parameters and state, and True if it may overwrite the
+    gradients, which needs `grads` too.
     """
     lists = [*inputs.replaced, inputs.grads.tensors]
-    if not grads:
-        lists, read_only = lists[:-1], [*read_only, *lists[-1]]
-    allowed = can_write_each(lists, read_only, [inputs.dense_off_graph] * len(lists))
+    allowed = can_write_each(lists, read_only, [inputs.dense_off_graph] * 3)
     return allowed[0] and allowed[1], grads and allowed[2]

@@ -151,7 +151,9 @@ def _accumulate(
             out = repeated(index, carried, microbatch)
             carried = out.buffers
         else:
-            out = value_and_grad(carried, microbatch, owned=mean.takes_memory)
+            # The first gradients of a sum become the sum; others are only read.
+            first = mean.is_summed and mean.sums is None
+            out = value_and_grad(carried, microbatch, owned=first)
             counts = mean.add(index, as_gradients(out.grads, scale))
             carried = keep_buffers_if_dropped(counts, carried, out.buffers)
         losses.append(out.loss)
@@ -177,11 +179,6 @@ class _Mean:
         self.sums: list[Tensor] | None = None
         self.accum: AccumState | None = None
         self.overflows: list[Tensor] = []  # of each microbatch that was measured
-
-    @property
-    def takes_memory(self) -> bool:
-        """True if the next gradients become the mean themselves, and are not only read."""
-        return self.is_summed and self.sums is None
 
     def start(self) -> None:
         """Start with a mean of 0 that has the tensors of every later one."""

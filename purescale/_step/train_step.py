@@ -195,7 +195,9 @@ def _stages(
 
     tried = first_finite(options, flat, state.rng, attempt)
     grads, must_skip = tried.window.grads, tried.flags.must_skip
-    verdict = judge(options.guard, state.guard, tried.window.loss, tried.stats.norm, grads)
+    verdict = None
+    if options.guard is not None:
+        verdict = judge(options.guard, state.guard, tried.window.loss, tried.stats.norm, grads)
     outcome = decide(tried.stats, options.clip, grads, must_skip, verdict)
     # Before anything is overwritten, because it may refuse what the rule returns.
     scaler = next_scaler(options, flat.scaler, tried, outcome)

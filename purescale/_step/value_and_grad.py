@@ -247,7 +247,7 @@ class ValueAndGrad:
             for index, gradient in enumerate(found):
                 if gradient is None:  # the loss does not use it
                     found[index] = torch.zeros_like(inputs[index].detach())
-            grads = donation.take_ownership(found) if owned else [g.detach() for g in found]
+            grads = donation.take_ownership(found) if owned else list(map(Tensor.detach, found))
             if self.sharded:
                 pairs = zip(grads, inputs, strict=True)
                 grads = [dtensor.redistribute_like(*pair) for pair in pairs]

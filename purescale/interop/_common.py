@@ -1,4 +1,4 @@
-"""What the interop files share: the update of a rule around its transition, checks of settings, and
+"""The shared parts of the interop files: the update of a rule around its transition, checks of settings, and
 state dicts by a table of their keys.
 """
 
@@ -255,7 +255,7 @@ def check_saveable(
 
 
 class Entry(NamedTuple):
-    """What stands under a key of a state dict: the scale or a count of the state, or a setting."""
+    """The entry under a key of a state dict: the scale or a count of the state, or a setting."""
 
     field: str | None  # of the state; None for the setting that is named as the key
     least: int = 0  # of a count; the most is that of its dtype

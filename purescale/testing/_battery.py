@@ -1,4 +1,4 @@
-"""What the checks of rules, guards and optimizers share: laws, quirks, runs and the report."""
+"""The shared parts of the checks of rules, guards and optimizers: laws, quirks, runs, report."""
 
 from __future__ import annotations
 

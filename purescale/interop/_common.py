@@ -1,5 +1,5 @@
-"""The shared parts of the interop files: the update of a rule around its transition, checks of settings, and
-state dicts by a table of their keys.
+"""The shared parts of the interop files: the update of a rule around its transition, checks of
+settings, and state dicts by a table of their keys.
 """
 
 from __future__ import annotations

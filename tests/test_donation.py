@@ -1,14 +1,17 @@
 """PURESCALE_DEBUG_DONATION: what was given up is NaN afterwards, and nothing else is."""
 
+import contextlib
 import functools
 import importlib.util
 import math
 import os
 import subprocess
 import sys
+from operator import neg
 from typing import NamedTuple
 
 import hypothesis.strategies as st
+import optree
 import pytest
 import torch
 from helpers import at, batch, clone, job, same_bits, tensors
@@ -16,7 +19,8 @@ from hypothesis import given
 from torch import Tensor
 
 import purescale as ps
-from purescale._torch import donation
+from purescale._step import memory
+from purescale._torch import donation, tracing
 from purescale._torch.donation import can_write, take_ownership
 
 RULE = ps.DynamicScale(init_scale=2.0**10)
@@ -356,3 +360,44 @@ def test_a_compiled_donated_step_keeps_0d_numbers_of_float64():
     assert state.scaler.clean == 3
     assert state.buffers["seen"] == 6
     assert state.params["w"] == 1 - 3 * 0.5 * 2
+
+
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("kind", ["torch", "masters", "partition", "own"])
+@pytest.mark.parametrize("accelerator", [False, True])
+def test_a_step_asks_once_and_before_the_loss_whose_memory_it_may_write(
+    kind, number, accelerator, monkeypatch
+):
+    events = []
+    asked = donation.can_write_each
+
+    def can_write_each(*arguments, **settings):
+        events.append("asks")
+        return asked(*arguments, **settings)
+
+    for module in (donation, memory):
+        monkeypatch.setattr(module, "can_write_each", can_write_each)
+    sgd = ps.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
+    optimizer = {
+        "torch": sgd,
+        "masters": ps.with_master_weights(sgd),
+        "partition": ps.partition(
+            {"a": sgd, "b": ps.from_torch(torch.optim.AdamW)}, lambda name, _: name
+        ),
+        "own": ps.from_transformation(
+            (lambda params: (), lambda grads, state, params: (optree.tree_map(neg, grads), state))
+        ),
+    }[kind]
+    dtype = torch.bfloat16 if kind == "masters" else torch.float32
+    params = {name: torch.ones(5, dtype=dtype) for name in "ab"}
+
+    def loss_fn(params, buffers, x):
+        events.append("loss")
+        return sum((w.float() * x).sum() for w in params.values()), {"n": buffers["n"] + 1}
+
+    rule = ps.DynamicScale(init_scale=8.0)
+    with tracing.as_on_an_accelerator() if accelerator else contextlib.nullcontext():
+        state = ps.init_train_state(params, {"n": torch.tensor(0)}, optimizer, rule)
+        settings = {"loss_fn": loss_fn, "optimizer": optimizer, "rule": rule, "donate": True}
+        ps.train_step(state, [torch.tensor(1.0)] * number, **settings)
+    assert events == ["asks", *["loss"] * number]

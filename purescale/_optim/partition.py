@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._optim.decision import APPLY, Decision
 from .._optim.opt_state import described, numbers_of
-from .._optim.protocol import Optimizer, as_conditional
+from .._optim.protocol import Conditional, Optimizer, as_conditional
 from .._optim.step_inputs import StepInputs, flatten_step
 from .._torch.autocast import outside_autocast
 from .._torch.dtensor import any_dtensor
@@ -84,7 +84,7 @@ class Part(NamedTuple):
     """One optimizer with the inputs of its part of a step."""
 
     key: str
-    optimizer: Any  # a `Conditional`
+    optimizer: Conditional
     inputs: StepInputs
 
 

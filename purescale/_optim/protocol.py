@@ -62,7 +62,7 @@ class Conditional(Protocol):
         """
 
 
-def as_conditional(optimizer: Any) -> Any:
+def as_conditional(optimizer: Any) -> Conditional:
     """Return the optimizer if it has a conditional step, else a `CalledOptimizer` of it."""
     return optimizer if hasattr(optimizer, "conditional_step") else CalledOptimizer(optimizer)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from .._grads.clip import Clip, clip_factor, clip_factor_on_host, factor_dtype, inf_where_skipped
 from .._grads.measure import GradStats
 from .._optim.decision import Decision
-from .._step.spike_guard import call_guard
+from .._step.spike_guard import Guard, call_guard
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients
 from .._tree.tree import Leaves
@@ -39,7 +39,9 @@ class Outcome(NamedTuple):
     verdict: Verdict | None = None
 
 
-def judge(guard: Any, state: Any, loss: Tensor, norm: Tensor | None, grads: Gradients) -> Verdict:
+def judge(
+    guard: Guard[Any], state: Any, loss: Tensor, norm: Tensor | None, grads: Gradients
+) -> Verdict:
     """Call the guard with the loss and norm that `StepInfo` reports."""
     reported: Any = () if norm is None else norm.to(factor_dtype(grads.tensors))
     new, bad = call_guard(guard, state, loss, reported)

@@ -12,7 +12,7 @@ from .._grads.measure import measure
 from .._loss_scale.rule_protocol import HasScale
 from .._loss_scale.scaling import check_device
 from .._optim.decision import Decision
-from .._optim.protocol import Optimizer, as_conditional
+from .._optim.protocol import Conditional, Optimizer, as_conditional
 from .._optim.step_inputs import StepInputs, flatten_step
 from .._step.decide import Outcome, decide
 from .._step.memory import can_replace
@@ -183,7 +183,7 @@ def unscale_and_step(
 
 
 def update(
-    updater: Any, inputs: StepInputs, grads: Gradients, outcome: Outcome, *, in_place: bool
+    updater: Conditional, inputs: StepInputs, grads: Gradients, outcome: Outcome, *, in_place: bool
 ) -> tuple[Tree, Any]:
     """The stage `update`: return parameters and state after the decided step, in the trees of the
     arguments. `in_place`: their memory may be overwritten.

@@ -11,6 +11,8 @@ from torch import Tensor
 from .._grads.accumulate import OnNonfinite
 from .._grads.clip import Clip
 from .._loss_scale.rule_protocol import Rule
+from .._optim.protocol import Conditional
+from .._step.spike_guard import Guard
 from .._step.value_and_grad import LossFn
 from .._tree.tree import FlatTree
 
@@ -31,7 +33,7 @@ class StepOptions:
     """The arguments of `train_step` besides its state and its microbatches."""
 
     loss_fn: LossFn
-    optimizer: Any  # a `Conditional`
+    optimizer: Conditional
     rule: Rule[Any]
     clip: Clip
     weight_fn: Callable[[Any], float | Tensor] | None = None
@@ -41,5 +43,5 @@ class StepOptions:
     max_retries: int = 0
     donate: bool = False
     takes_amax: bool = False  # the rule uses the largest gradient
-    guard: Any = None
+    guard: Guard[Any] | None = None
     unroll: bool = True  # False: the microbatches of a compiled window share their code

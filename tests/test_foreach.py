@@ -802,7 +802,6 @@ def test_a_class_without_a_list_formula_of_torch_takes_the_one_of_this_package(m
         given.append(len(params))
         private.formula_of(torch.optim.Muon).single(params, grads, momenta, **settings)
 
-    assert not formulas.has_lists(torch.optim.Muon)
     monkeypatch.setitem(formulas._OVER_LISTS, "muon", over_lists)
     formulas.without_reads.cache_clear()
     assert formulas.has_lists(torch.optim.Muon)

@@ -30,7 +30,7 @@ class Clip(NamedTuple):
     max_norm: float | Tensor | None
     value: float | Tensor | None
     norm_type: float | None  # the p of the norm to measure; None if no norm is needed
-    bounds: tuple[Tensor, ...]  # the bounds that are tensors
+    tensor_bounds: tuple[Tensor, ...]  # those of the two that are tensors
 
 
 NO_CLIP = Clip(None, None, None, ())
@@ -137,8 +137,9 @@ def clip_by_global_norm(
         The gradients in their own dtypes, and the norm, 0-d float32 (float64 if a leaf is). The
         norm is exact even if squares overflow or vanish: gradients of 1e30 have a norm and are
         clipped to `max_norm`. If a gradient is inf or NaN, the norm is inf or NaN and the gradients
-        are invalid: check `found_inf` of `unscale_and_check` first. `train_step` and
-        `unscale_and_step` skip the step in all these cases.
+        are invalid: check `found_inf` of `unscale_and_check` first. That flag knows nothing of a
+        tensor bound that is 0, negative or NaN. `train_step` and `unscale_and_step` skip the step
+        in all these cases.
 
     Raises:
         ValueError: `max_norm` or `norm_type` is a number that is not above 0, or leaves are on
@@ -228,7 +229,7 @@ def clip_by_value(grads: TreeT, clip_value: float | Tensor, donate: bool = False
 
     Args:
         grads: A pytree of real, unscaled gradients; `None` passes through. NaN stays NaN, but inf
-            becomes `clip_value`, so check for inf before.
+            becomes `clip_value` (at most the largest number of the dtype), so check for inf before.
         clip_value: A number or a 0-d tensor above 0. If a tensor is 0, negative or NaN, all
             gradients become NaN.
         donate: `grads` may be overwritten; the caller gives them up. Same bits.

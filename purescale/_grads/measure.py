@@ -47,9 +47,9 @@ def measure(
     is not conclusive. On an accelerator and while tracing no value is read.
 
     `of_sum`: they are a sum, in which inf and -inf give NaN or inf, depending on the order of the
-    terms; their norm is then inf. `group`: the ranks that
-    decide together; a `train_step` has reduced the gradients before it measures them. `norm_group`:
-    the ranks that hold other parts of the model; the stats are those of all parts.
+    terms; their norm is then inf. `group`: the ranks that decide together; a `train_step` has
+    reduced the gradients before it measures them. `norm_group`: the ranks that hold other parts of
+    the model; the stats are those of all parts.
     """
     tensors, divisor = grads.tensors, grads.scale
     if divisor is None:

@@ -83,7 +83,9 @@ def next_scaler(options: StepOptions, before: FlatTree, tried: FinalTry, outcome
     )[1]
     # `len`, because Dynamo cannot trace `not` of a tuple.
     only_an_overflow_skips = (
-        tried.flags.must_skip is None and len(options.clip.bounds) == 0 and options.guard is None
+        tried.flags.must_skip is None
+        and len(options.clip.tensor_bounds) == 0
+        and options.guard is None
     )
     if not (only_an_overflow_skips or outcome.decision.skip_on_host is False):
         # A skip that is not an overflow keeps the scale: no weight, an invalid bound, or a guard.

@@ -60,14 +60,14 @@ def decide(
 
     A step is skipped if its gradients are not finite, if a bound is 0, negative or NaN, or if
     `must_skip` is True: for its weights, a microbatch or another rank. `verdict`: of the guard.
-    If the host can read the values, numbers that follow from the norm are Python numbers;
-    otherwise they are tensors that are never read.
+    If the host can read the values, the decision is made in Python; otherwise by masks, and
+    nothing is read.
     """
     bad = None if verdict is None else verdict.bad
-    causes = [~(bound.to(stats.nonfinite.device) > 0) for bound in clip.bounds]
+    causes = [~(bound.to(stats.nonfinite.device) > 0) for bound in clip.tensor_bounds]
     if must_skip is not None:
         causes.append(must_skip)
-    if stats.nonfinite_on_host is not None and all([bound.is_cpu for bound in clip.bounds]):
+    if stats.nonfinite_on_host is not None and all([bound.is_cpu for bound in clip.tensor_bounds]):
         other_cause = any([bool(cause) for cause in causes])
         return _decide_on_host(stats, clip, grads, other_cause, verdict)
     failed = stats.nonfinite
@@ -107,8 +107,8 @@ def _decide_on_host(
     failed = stats.nonfinite_on_host or other_cause
     rejects = verdict is not None and not failed and bool(verdict.bad)
     rejected = None if verdict is None else torch.full_like(stats.nonfinite, rejects)
-    skipped = other_cause or rejects
-    found_inf = torch.ones_like(stats.nonfinite) if skipped else stats.nonfinite
+    skipped_otherwise = other_cause or rejects
+    found_inf = torch.ones_like(stats.nonfinite) if skipped_otherwise else stats.nonfinite
     norm: Any = None if stats.norm is None else stats.norm.to(factor_dtype(grads.tensors))
     if failed or rejects:
         decision, amax = Decision(found_inf, True), stats.amax

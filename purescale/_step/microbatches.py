@@ -50,7 +50,7 @@ class WindowFlags(NamedTuple):
     overflow: Tensor  # bool []: a microbatch with a weight overflowed; the scale follows it
     # bool []: fewer may overflow at a lower scale, because the loss of what overflowed is finite
     retryable: Tensor
-    num_overflowed: Tensor
+    num_overflowed: Tensor  # int64 []; bool [] if only the mean was measured
     must_skip: Tensor | None  # bool []: for any mean; None if the mean alone decides
 
 
@@ -61,7 +61,8 @@ class WindowGrads(NamedTuple):
     loss: Tensor  # the mean over the microbatches that count
     buffers: Leaves
     aux: tuple[Any, ...]
-    flags: WindowFlags | None  # of the microbatches; None if only the mean is measured
+    # of the microbatches; None without a group if only the mean is measured
+    flags: WindowFlags | None
     counted: Tensor | None = None  # bool []: a microbatch has a weight
     curable: Tensor | None = None  # bool []: an overflow of the mean is retryable
     divisor: Tensor | None = None  # of this rank's mean in that of a group; inf without a weight
@@ -307,7 +308,7 @@ def _sender(
 
 def sent_for_nan(options: StepOptions, number: int) -> float | None:
     """Return the value that a NaN of a mean over `number` microbatches is sent as; None if no norm
-    is measured, so that it is sent as it is. It is inf for several, as in `with_mean_measured`.
+    is measured, so that it is sent as it is. It is inf for several, as in `measure(of_sum=True)`.
     """
     if options.clip.norm_type is None and not options.takes_amax:
         return None
@@ -334,7 +335,7 @@ def _reduction(
 class _Weights(NamedTuple):
     """The weights of a window's microbatches, known before the first one runs."""
 
-    vector: Any  # Tensor [k]; None if all are 1 and only the mean is measured
+    vector: Any  # Tensor [k]; None without a group if all are 1 and only the mean is measured
     shares: Sequence[float | Tensor]  # of the mean: 0 or more, with sum 1
     counts: Sequence[bool | Tensor]  # the weight is valid and above 0
 

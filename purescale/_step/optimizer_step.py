@@ -162,7 +162,7 @@ def unscale_and_step(
     if donate:
         # While compiling, memory cannot be compared, and fusion makes writing in place needless.
         eager = not torch.compiler.is_compiling()
-        read_only = [*_tree.tensors(scaler), *clip.bounds]
+        read_only = [*_tree.tensors(scaler), *clip.tensor_bounds]
         in_place, owned = can_replace(inputs, read_only, grads=eager)
     grads = inputs.grads._replace(scale=scale, owned=owned)
     stats = measure(

@@ -35,8 +35,8 @@ def reduce_window(
     that no rank has changed keeps its bits. Of integer buffers the largest is taken, because they
     count.
 
-    If only the mean is measured, no flag is sent: an overflow of one rank is inf or NaN in the sum,
-    so every rank measures the same. If a norm is measured, -inf is sent as inf, so that an overflow
+    If only the mean is measured, no flag tells of an overflow: that of one rank is inf or NaN in
+    the sum, so every rank measures the same. If a norm is measured, -inf is sent as inf, so that an overflow
     on several ranks has the norm inf, as in one process. `microbatches._summary` has already
     reduced the flags of single microbatches and of weights. `number`: of the microbatches.
     """

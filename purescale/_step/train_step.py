@@ -71,7 +71,8 @@ def train_step(
                        s.step + ~out.found_inf, rng)
 
     On an overflow parameters, optimizer state, buffers and `step` come back bit for bit, and the
-    scale backs off. A rule that takes amax gets that of the averaged, unscaled gradients before
+    scale backs off. If something else skips the step (a guard, a tensor bound that is 0, negative
+    or NaN, or no weight), the scale stays. A rule that takes amax gets that of the averaged, unscaled gradients before
     clipping. If the loss itself is not finite, it gets `found_inf=False` and NaN, because no scale
     could have prevented that.
 
@@ -147,8 +148,8 @@ def train_step(
         "max_retries": max_retries,
         "unroll": unroll,
     }
-    bounds = {"max_norm": max_norm, "clip_value": clip_value, "norm_type": norm_type}
-    settings = {**shared, **bounds, "optimizer": optimizer}
+    clipping = {"max_norm": max_norm, "clip_value": clip_value, "norm_type": norm_type}
+    settings = {**shared, **clipping, "optimizer": optimizer}
     # Over a group a wrong weight must raise before the other ranks wait for a reduction.
     asked = weight_fn if group is not None else None
     (flat, clip), group = check_on_all_ranks(
@@ -176,7 +177,7 @@ def _stages(
     """Run the stages of a step in order."""
     inputs = flatten_step(options.optimizer, flat.params, None, flat.opt_state)
     options.optimizer.check(inputs)
-    bounds, donate = options.clip.bounds, options.donate
+    bounds, donate = options.clip.tensor_bounds, options.donate
     memory = memory_of_step(state, flat, inputs, microbatches, bounds, donate=donate)
 
     def attempt(scaler: FlatTree) -> tuple[WindowGrads, GradStats, WindowFlags]:

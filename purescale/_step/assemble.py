@@ -82,11 +82,8 @@ def next_scaler(options: StepOptions, before: FlatTree, tried: FinalTry, outcome
         before.tree, updated_scaler, "state.scaler", _FROM_RULE, flat=before
     )[1]
     # `len`, because Dynamo cannot trace `not` of a tuple.
-    only_an_overflow_skips = (
-        tried.flags.must_skip is None
-        and len(options.clip.tensor_bounds) == 0
-        and options.guard is None
-    )
+    unbounded = len(options.clip.tensor_bounds) == 0
+    only_an_overflow_skips = tried.flags.must_skip is None and unbounded and options.guard is None
     if not (only_an_overflow_skips or outcome.decision.skip_on_host is False):
         # A skip that is not an overflow keeps the scale: no weight, an invalid bound, or a guard.
         # A lower scale at which a retry was finite is kept too.

@@ -36,9 +36,9 @@ def reduce_window(
     count.
 
     If only the mean is measured, no flag tells of an overflow: that of one rank is inf or NaN in
-    the sum, so every rank measures the same. If a norm is measured, -inf is sent as inf, so that an overflow
-    on several ranks has the norm inf, as in one process. `microbatches._summary` has already
-    reduced the flags of single microbatches and of weights. `number`: of the microbatches.
+    the sum, so every rank measures the same. If a norm is measured, -inf is sent as inf, so that an
+    overflow on several ranks has the norm inf, as in one process. `microbatches._summary` has
+    already reduced the flags of single microbatches and of weights. `number`: of the microbatches.
     """
     weights, before, after = flat.params.leaves, flat.buffers.leaves, window.buffers
     reduction = window.reduction

@@ -14,7 +14,7 @@ import hypothesis.strategies as st
 import optree
 import pytest
 import torch
-from helpers import at, batch, clone, job, same_bits, tensors
+from helpers import Untouched, at, batch, clone, job, same_bits, tensors
 from hypothesis import given
 from torch import Tensor
 
@@ -401,3 +401,107 @@ def test_a_step_asks_once_and_before_the_loss_whose_memory_it_may_write(
         settings = {"loss_fn": loss_fn, "optimizer": optimizer, "rule": rule, "donate": True}
         ps.train_step(state, [torch.tensor(1.0)] * number, **settings)
     assert events == ["asks", *["loss"] * number]
+
+
+SGD = ps.from_torch(torch.optim.SGD, lr=0.5)
+
+
+def product(params, buffers, x):
+    return (params["w"] * x).sum(), buffers
+
+
+def test_a_microbatch_in_a_list_of_a_class_of_its_own_is_left():
+    class Microbatches(list):
+        pass
+
+    state = ps.init_train_state({"w": torch.ones(3)}, {}, SGD, RULE)
+    x = state.params["w"].view(3)
+    settings = {"loss_fn": product, "optimizer": SGD, "rule": RULE, "donate": True}
+    ps.train_step(state, Microbatches([x]), **settings)
+    assert torch.equal(x, torch.ones(3))
+
+
+def test_aux_is_apart_from_a_parameter_with_a_pending_conjugation():
+    w = torch.randn(3, dtype=torch.complex64)
+    state = ps.init_train_state({"w": w}, {}, SGD, RULE)._replace(params={"w": w.conj()})
+
+    def loss_fn(params, buffers, x):
+        return params["w"].abs().sum() * x, buffers, params["w"]
+
+    settings = {"loss_fn": loss_fn, "optimizer": SGD, "rule": RULE}
+    (aux,) = ps.train_step(state, [torch.tensor(1.0)], **settings)[1].aux
+    assert aux.untyped_storage().data_ptr() != w.untyped_storage().data_ptr()
+
+
+def test_a_step_count_in_the_memory_of_the_optimizers_is_counted_once():
+    class Subclass(torch.Tensor):
+        pass
+
+    def loss_fn(params, buffers, x):
+        params["w"].register_hook(lambda gradient: gradient.clone().as_subclass(Subclass))
+        return product(params, buffers, x)
+
+    state = ps.init_train_state({"w": torch.ones(3)}, {}, SGD, RULE)
+    state = state._replace(step=state.opt_state.applied)
+    settings = {"loss_fn": loss_fn, "optimizer": SGD, "rule": RULE, "donate": True}
+    assert ps.train_step(state, [torch.ones(3)], **settings)[0].step == 1
+
+
+def test_gradients_stay_as_they_were_if_an_optimizer_of_ones_own_raises():
+    class Raises:
+        def init(self, params):
+            return ()
+
+        def step(self, params, grads, opt_state):
+            raise RuntimeError("full")
+
+    params, given = {"w": torch.ones(3)}, {"w": torch.full((3,), 8.0)}
+    with Untouched((params, given)), pytest.raises(RuntimeError, match="full"):
+        ps.unscale_and_step(Raises(), RULE.init(), params, given, (), donate=True)
+
+
+def test_a_step_on_a_graph_writes_into_no_gradient_that_a_custom_backward_kept():
+    class Kept(torch.autograd.Function):
+        @staticmethod
+        def forward(w, x):
+            return (w * x).sum()
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(inputs[1])
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return ctx.saved_tensors[0], None
+
+    sgd = ps.from_torch(torch.optim.SGD, lr=0.5, differentiable=True)
+    state = ps.init_train_state({"w": torch.ones(3)}, {}, sgd, RULE)
+    state.params["w"].requires_grad_()
+    x = torch.full((3,), 8.0)
+    settings = {"loss_fn": lambda p, b, m: (Kept.apply(p["w"], m), b), "rule": RULE}
+    with Untouched(x):
+        ps.train_step(state, [x], optimizer=sgd, **settings)
+
+
+@pytest.mark.parametrize("call", ["train_step", "unscale_and_step", "maybe_step"])
+def test_a_donated_step_on_a_graph_is_that_without_donation(call):
+    sgd = ps.from_torch(torch.optim.SGD, lr=0.5, differentiable=True)
+    found = []
+    for donate in (False, True):
+        state = ps.init_train_state({"w": torch.ones(3)}, {}, sgd, RULE)
+        state.params["w"].requires_grad_()
+        given = {"w": torch.full((3,), 8.0)}
+        if call == "train_step":
+            settings = {"loss_fn": product, "optimizer": sgd, "rule": RULE, "donate": donate}
+            params = ps.train_step(state, [torch.ones(3)], **settings)[0].params
+        elif call == "unscale_and_step":
+            params = ps.unscale_and_step(
+                sgd, state.scaler, state.params, given, state.opt_state, donate=donate
+            ).params
+        else:
+            params, _ = ps.maybe_step(
+                sgd, state.params, given, state.opt_state, torch.tensor(False), donate=donate
+            )
+        found.append(params["w"])
+    assert same_bits(*found)
+    assert found[1].requires_grad

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,15 @@ from .._tree.select import choose, copies, where, write_over
 from .._tree.tree import FlatTree, Leaves
 
 
+class Numbers(NamedTuple):
+    """The small parts of a state."""
+
+    scaler: Any
+    step: Tensor
+    rng: Any
+    guard: Any
+
+
 def assemble(
     state: TrainState,
     flat: FlatState,
@@ -29,29 +38,24 @@ def assemble(
     tried: FinalTry,
     outcome: Outcome,
     updated: tuple[Any, Any],
-    scaler: Any,
+    numbers: Numbers,
 ) -> tuple[TrainState, StepInfo]:
-    """Return the next state and the report. `updated`: the new parameters and optimizer state;
-    `scaler`: the new state of the loss scale.
-    """
+    """Return the next state and the report. `updated`: the new parameters and optimizer state."""
     window, (params, opt_state) = tried.window, updated
     used_scale = tried.scaler.tree.scale.clone()
     skip, skip_on_host = outcome.found_inf, outcome.decision.skip_on_host
-    step = state.step + (~skip if skip_on_host is None else int(not skip_on_host))
-    guard = () if outcome.verdict is None else _next_guard(outcome, *outcome.verdict)
     buffers = _next_buffers(memory, outcome.decision, flat.buffers.leaves, window.buffers)
-    rng = tried.rng
     if memory.numbers and skip_on_host is None:
-        before = (state.scaler, state.step, state.rng, state.guard)
-        scaler, step, rng, guard = write_over(before, (scaler, step, rng, guard))
+        before = Numbers(state.scaler, state.step, state.rng, state.guard)
+        numbers = write_over(before, numbers)
     new_state = TrainState(
         params=params,
         buffers=flat.buffers.structure.unflatten(buffers),
         opt_state=opt_state,
-        scaler=scaler,
-        step=step,
-        rng=rng,
-        guard=guard,
+        scaler=numbers.scaler,
+        step=numbers.step,
+        rng=numbers.rng,
+        guard=numbers.guard,
     )
     reported = (outcome.grad_norm, outcome.grad_amax, outcome.rejected)
     norm, amax, rejected = [() if value is None else value for value in reported]
@@ -68,10 +72,23 @@ def assemble(
     return new_state, info
 
 
+def next_numbers(
+    options: StepOptions, state: TrainState, scaler: FlatTree, tried: FinalTry, outcome: Outcome
+) -> Numbers:
+    """Return the numbers of the next state."""
+    skip, skip_on_host = outcome.found_inf, outcome.decision.skip_on_host
+    return Numbers(
+        scaler=_next_scaler(options, scaler, tried, outcome),
+        step=state.step + (~skip if skip_on_host is None else int(not skip_on_host)),
+        rng=tried.rng,
+        guard=() if outcome.verdict is None else _next_guard(outcome, *outcome.verdict),
+    )
+
+
 _FROM_RULE = "the state that the rule returned"
 
 
-def next_scaler(options: StepOptions, before: FlatTree, tried: FinalTry, outcome: Outcome) -> Any:
+def _next_scaler(options: StepOptions, before: FlatTree, tried: FinalTry, outcome: Outcome) -> Any:
     """Return the loss scale after the step."""
     used = tried.scaler.tree
     overflow, amax = _told_to_rule(options, tried, outcome)

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from .._optim.protocol import Conditional
 from .._optim.step_inputs import StepInputs
-from .._step.step_options import FlatState
+from .._step.step_options import FlatState, StepOptions
 from .._step.train_state import TrainState
 from .._torch.donation import can_write_each, storage_pointers
-from .._torch.tracing import host_can_read, traced
+from .._torch.tracing import host_can_read, is_on_a_graph, traced
 from .._tree import tree as _tree
 from .._tree.leaves import is_constant
 
@@ -32,22 +33,23 @@ class Memory(NamedTuple):
 
 
 def memory_of_step(
+    options: StepOptions,
     state: TrainState,
     flat: FlatState,
     inputs: StepInputs,
     microbatches: list[Any],
-    bounds: Sequence[Tensor],
-    *,
-    donate: bool,
 ) -> Memory:
-    """Return the memory of one step. `bounds`: the tensors of its clipping, which are read last."""
+    """Return the memory of one step."""
+    donate = options.donate and not _on_graph(options.optimizer, inputs)
     # Without donation nothing is written into the state of the optimizer.
     tensors, numbers = inputs.replaced if donate else (inputs.params, [])
     numbers = [*numbers, *_tree.all_tensors((state.scaler, state.step, state.rng, state.guard))]
     buffers = flat.buffers.leaves
     if not flat.buffers.dense_off_graph:
         buffers = [leaf for leaf in buffers if not is_constant(leaf)]
-    read_only = [] if traced() else [*_tree.all_tensors(microbatches), *bounds]
+    read_only = list(options.clip.tensor_bounds)
+    if not traced():
+        read_only += _tree.all_tensors(list(microbatches))
     lists, known = [tensors, buffers], [inputs.dense_off_graph, flat.buffers.dense_off_graph]
     # A step that the host does not see may be captured in a CUDA graph, which needs its numbers at
     # fixed addresses.
@@ -59,6 +61,8 @@ def memory_of_step(
         read_only += numbers
     pointers = [] if traced() else list(map(storage_pointers, [*lists, read_only]))
     given = {None, *chain.from_iterable(pointers)} if pointers else None
+    if given is not None and not flat.params.dense_off_graph:
+        given.update(storage_pointers(flat.params.leaves))  # before a lazy negation was resolved
     if not donate:
         return Memory(given)
     allowed = can_write_each(lists, read_only, known, pointers)
@@ -67,11 +71,17 @@ def memory_of_step(
 
 
 def can_replace(
-    inputs: StepInputs, read_only: Sequence[Tensor], *, grads: bool = False
+    optimizer: Conditional, inputs: StepInputs, read_only: Sequence[Tensor], *, grads: bool = False
 ) -> tuple[bool, bool]:
     """Return True if a step may overwrite parameters and state, and True if it may overwrite the
     gradients, which needs `grads` too.
     """
     lists = [*inputs.replaced, inputs.grads.tensors]
     allowed = can_write_each(lists, read_only, [inputs.dense_off_graph] * 3)
-    return allowed[0] and allowed[1], grads and allowed[2]
+    replaced = allowed[0] and allowed[1] and not _on_graph(optimizer, inputs)
+    return replaced, grads and allowed[2]
+
+
+def _on_graph(optimizer: Conditional, inputs: StepInputs) -> bool:
+    """Return True if a derivative goes through the step, which must then overwrite nothing."""
+    return optimizer.differentiable and is_on_a_graph(list(inputs.named_params.values()))

@@ -265,7 +265,7 @@ class _Mean:
             tensors = as_gradients(self.value_and_grad.zeros()).tensors
         likes, dense_real = self.value_and_grad.params.leaves, self.value_and_grad.dense_real
         scale = self.scale if self.is_summed else None
-        return Gradients(lookup(tensors)[0], likes, dense_real, scale, owned=not traced())
+        return Gradients(lookup(tensors)[0], likes, dense_real, scale, owned=not self.is_traced)
 
 
 def flags_with_mean(window: WindowGrads, nonfinite: Tensor, options: StepOptions) -> WindowFlags:

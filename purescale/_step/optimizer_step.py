@@ -83,7 +83,7 @@ def maybe_step(
     skip = _tree.flag(found_inf, like=next(iter(inputs.named_params.values()), None))
     on_host = bool(skip) if host_can_read([skip], inputs.grads.tensors) else None
     decision = Decision(skip, None if updater.differentiable else on_host)
-    in_place = donate and can_replace(inputs, [skip])[0]
+    in_place = donate and can_replace(updater, inputs, [skip])[0]
     stepped = inputs.restore(*updater.conditional_step(inputs, decision, in_place=in_place))
     if donate:
         _tree.poison((params, opt_state), keep=(stepped, grads, found_inf))
@@ -161,9 +161,10 @@ def unscale_and_step(
     in_place = owned = False
     if donate:
         # While compiling, memory cannot be compared, and fusion makes writing in place needless.
-        eager = not torch.compiler.is_compiling()
+        # An optimizer with `step` alone may raise, and nothing must be half-changed then.
+        overwritten = hasattr(optimizer, "conditional_step") and not torch.compiler.is_compiling()
         read_only = [*_tree.tensors(scaler), *clip.tensor_bounds]
-        in_place, owned = can_replace(inputs, read_only, grads=eager)
+        in_place, owned = can_replace(updater, inputs, read_only, grads=overwritten)
     grads = inputs.grads._replace(scale=scale, owned=owned)
     stats = measure(
         grads,

@@ -15,7 +15,7 @@ from .._loss_scale.rules import StaticScale
 from .._loss_scale.scaling import check_device
 from .._optim.protocol import Optimizer, as_conditional
 from .._optim.step_inputs import flatten_step, flatten_together
-from .._step.assemble import assemble, next_scaler
+from .._step.assemble import assemble, next_numbers
 from .._step.decide import decide, judge
 from .._step.memory import memory_of_step
 from .._step.microbatches import (
@@ -177,8 +177,7 @@ def _stages(
     """Run the stages of a step in order."""
     inputs = flatten_step(options.optimizer, flat.params, None, flat.opt_state)
     options.optimizer.check(inputs)
-    bounds, donate = options.clip.tensor_bounds, options.donate
-    memory = memory_of_step(state, flat, inputs, microbatches, bounds, donate=donate)
+    memory = memory_of_step(options, state, flat, inputs, microbatches)
 
     def attempt(scaler: FlatTree) -> tuple[WindowGrads, GradStats, WindowFlags]:
         given = flat._replace(scaler=scaler)
@@ -200,10 +199,11 @@ def _stages(
     if options.guard is not None:
         verdict = judge(options.guard, state.guard, tried.window.loss, tried.stats.norm, grads)
     outcome = decide(tried.stats, options.clip, grads, must_skip, verdict)
-    # Before anything is overwritten, because it may refuse what the rule returns.
-    scaler = next_scaler(options, flat.scaler, tried, outcome)
-    updated = update(options.optimizer, inputs, grads, outcome, in_place=memory.optimizer)
-    return assemble(state, flat, memory, tried, outcome, updated, scaler)
+    # Before anything is overwritten: what the rule returns may be refused, and numbers shared.
+    numbers = next_numbers(options, state, flat.scaler, tried, outcome)
+    in_place = memory.optimizer and (memory.numbers or outcome.decision.skip_on_host is not None)
+    updated = update(options.optimizer, inputs, grads, outcome, in_place=in_place)
+    return assemble(state, flat, memory, tried, outcome, updated, numbers)
 
 
 def _check_call(

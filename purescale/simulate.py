@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ._loss_scale.rule_protocol import Rule, call_rule, check_rule, takes_amax
 from ._torch.autocast import outside_autocast
-from ._tree import scalars, tree
+from ._tree import scalars
+from ._tree import tree as _tree
 
 
 @outside_autocast()
@@ -92,13 +93,13 @@ def replay(
 def _run(rule: Any, series: Tensor, step: Any) -> tuple[Any, Tensor]:
     check_rule(rule)
     scaler = rule.init(series.device)
-    first, structure = tree.flatten(scaler)
+    first, structure = _tree.flatten(scaler)
     rows, flags = [first], [torch.zeros_like(series[:0], dtype=torch.bool)]
     for item in series.unbind():
         bad, found_inf, amax = step(scaler, item)
         new = call_rule(rule, scaler, found_inf, amax)
         rows.append(
-            tree.matching_leaves(scaler, new, "rule.init()", "what rule.update returned")[1]
+            _tree.matching_leaves(scaler, new, "rule.init()", "what rule.update returned")[1]
         )
         flags.append(bad.reshape(1))
         scaler = new

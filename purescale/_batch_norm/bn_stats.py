@@ -12,7 +12,8 @@ from .._batch_norm.capture import ApplyFn, Call, calls_of, key_of, layers_of
 from .._distributed.process_group import all_reduce, is_single_process
 from .._module.registered import Tensors
 from .._torch.dtypes import widest_float
-from .._tree import scalars, tree
+from .._tree import scalars
+from .._tree import tree as _tree
 
 Estimator = Literal["pooled", "within"]
 
@@ -66,7 +67,7 @@ def init_bn_stats(buffers: Tensors) -> BNStatsState:
     if not names:
         raise ValueError(
             f"no layer with a running_mean and a running_var among {len(buffers)} buffers: "
-            f"{tree.join_names(list(buffers))}. Likely cause: a model without BatchNorm, or with "
+            f"{_tree.join_names(list(buffers))}. Likely cause: a model without BatchNorm, or with "
             "track_running_stats=False. Fix: leave this call out."
         )
     layers = {}
@@ -152,7 +153,7 @@ def merge_bn_stats(a: BNStatsState, b: BNStatsState) -> BNStatsState:
 
     Source of the rule: Chan, Golub, LeVeque (1979).
     """
-    tree.matching_leaves(a, b, "a", "b", "Only statistics of the same layers can be merged.")
+    _tree.matching_leaves(a, b, "a", "b", "Only statistics of the same layers can be merged.")
     return BNStatsState(
         layers={name: _merge_layer(layer, b.layers[name]) for name, layer in a.layers.items()},
         num_batches=a.num_batches + b.num_batches,
@@ -201,7 +202,7 @@ def bn_buffers(
             "correction=1, as in torch's running_var."
         )
     _check_layers(stats, buffers)
-    new: Tensors = tree.clone(buffers)
+    new: Tensors = _tree.clone(buffers)
     for name, layer in stats.layers.items():
         m2, degrees = layer.m2, layer.count - correction
         if estimator == "within":
@@ -241,7 +242,7 @@ def all_reduce_bn_stats(stats: BNStatsState, group: Any = None) -> BNStatsState:
     nothing.
     """
     if is_single_process(group):
-        copy: BNStatsState = tree.clone(stats)
+        copy: BNStatsState = _tree.clone(stats)
         return copy
     return _reduce(stats, [], group)[0]
 
@@ -312,7 +313,8 @@ def add_batch(
             )
     called = {name for name, _ in calls[num_final:]}
     layers = {
-        name: layer if name in called else tree.clone(layer) for name, layer in stats.layers.items()
+        name: layer if name in called else _tree.clone(layer)
+        for name, layer in stats.layers.items()
     }
     finite = torch.ones((), dtype=torch.bool, device=stats.num_batches.device)
     if calls:
@@ -396,7 +398,7 @@ def check_flat_buffers(buffers: Any) -> None:
         isinstance(key, str) and isinstance(value, Tensor) for key, value in buffers.items()
     ):
         raise TypeError(
-            f"buffers is {tree.described(buffers)}; expected the flat dict of tensors by dotted "
+            f"buffers is {_tree.described(buffers)}; expected the flat dict of tensors by dotted "
             "name that make_functional returns. Fix: for several models, merge the dicts under a "
             "prefix, {f'generator.{name}': t for name, t in generator_buffers.items()}."
         )

@@ -27,7 +27,8 @@ from .._distributed.process_group import all_reduce, check_group
 from .._module.functional import Apply
 from .._module.registered import Tensors
 from .._torch import private
-from .._tree import scalars, tree
+from .._tree import scalars
+from .._tree import tree as _tree
 
 Normalize = Literal["batch", "sequential"]
 
@@ -111,7 +112,7 @@ def precise_bn(
     if not sequential:
         new = bn_buffers(stats, buffers, estimator, correction)
     else:
-        new = tree.clone(buffers)
+        new = _tree.clone(buffers)
         final = dict(stats.layers)
         for num_final, name in enumerate(order):
             if num_final:
@@ -299,7 +300,7 @@ def _report(stats: BNStatsState, apply: ApplyFn, normalize: str) -> None:
         *(len(counts) - len(unseen), int(stats.num_batches), int(stats.num_skipped)),
     )
     if unseen:
-        some = tree.join_names(unseen)
+        some = _tree.join_names(unseen)
         log.info("precise_bn: %d layers saw no data and keep their buffers: %s", len(unseen), some)
     if not int(stats.num_batches):
         log.warning(
@@ -327,7 +328,7 @@ def _report(stats: BNStatsState, apply: ApplyFn, normalize: str) -> None:
         log.info(
             "precise_bn: instance and group norms have no statistics of the batch and are left "
             "alone: %s",
-            tree.join_names(others),
+            _tree.join_names(others),
         )
 
 
@@ -342,7 +343,7 @@ def _check_order(called: list[str], order: list[str]) -> None:
     if called != order:
         raise ValueError(
             "normalize='sequential' needs the same layers in the same order in every forward; got "
-            f"{tree.join_names(called)} after {tree.join_names(order)}. Fix: normalize='batch'."
+            f"{_tree.join_names(called)} after {_tree.join_names(order)}. Fix: normalize='batch'."
         )
 
 

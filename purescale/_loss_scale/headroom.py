@@ -16,7 +16,8 @@ from .._grads.measure import is_usable, measure_amax
 from .._loss_scale.rule_protocol import check_state
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import saturating
-from .._tree import scalars, tree
+from .._tree import scalars
+from .._tree import tree as _tree
 from .._tree.gradients import as_gradients
 from .._tree.tree import Tree
 
@@ -139,7 +140,7 @@ class HeadroomScale:
         """
         self._check(scaler, amax)
         scale, history = scaler.scale, scaler.amax_history
-        bad = tree.flag(found_inf, like=scale)
+        bad = _tree.flag(found_inf, like=scale)
         seen = torch.where(bad, 2 * _LARGEST / scale, _as_amax(amax, scale))
         informative = (seen > 0) & (seen < math.inf)
         all_zero = seen == 0
@@ -231,8 +232,8 @@ def grad_amax(grads: Tree, group: Any = None) -> Tensor:
         >>> grad_amax({"w": torch.tensor([1.0, -3.0], dtype=torch.float16), "frozen": None})
         tensor(3.)
     """
-    leaves, _ = tree.flatten(grads)
-    tree.check_gradients(grads, leaves)
-    device = tree.device_of(grads, leaves, "grads")
+    leaves, _ = _tree.flatten(grads)
+    _tree.check_gradients(grads, leaves)
+    device = _tree.device_of(grads, leaves, "grads")
     one = torch.ones((), dtype=torch.float32, device=device)
     return measure_amax(as_gradients(leaves), one, group)

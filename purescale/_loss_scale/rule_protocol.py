@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from .._tree import tree
+from .._tree import tree as _tree
 
 
 class HasScale(Protocol):
@@ -113,7 +113,7 @@ def without_amax(update: Update) -> Update:
 def flag(found_inf: Any, scaler: Any, kind: type[Any]) -> Tensor:
     """Return `found_inf` as a 0-d bool tensor; refuse the state of another rule."""
     check_state(scaler, kind)
-    return tree.flag(found_inf, like=scaler.scale)
+    return _tree.flag(found_inf, like=scaler.scale)
 
 
 def check_state(scaler: Any, kind: type[Any]) -> None:

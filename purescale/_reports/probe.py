@@ -16,7 +16,8 @@ from .._reports.printing import empty_panels, pyplot, table
 from .._step.value_and_grad import LossFn, ValueAndGrad
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import widest_float
-from .._tree import scalars, tree
+from .._tree import scalars
+from .._tree import tree as _tree
 from .._tree.leaves import dense, stored_values
 from .._tree.tree import Leaves, Tree
 
@@ -75,7 +76,7 @@ class ScaleProbe(NamedTuple):
         elif self.starved:
             lines = [
                 f"No safe scale for {len(self.starved)} of {len(self.low)} leaves: "
-                f"{tree.join_names(self.starved, 20)}. The largest that fits is 2**{self.high}."
+                f"{_tree.join_names(self.starved, 20)}. The largest that fits is 2**{self.high}."
             ]
         else:
             window = self.window
@@ -84,7 +85,7 @@ class ScaleProbe(NamedTuple):
         if self.silent:
             lines.append(
                 "Nothing but zeros at every scale (unused, behind a weight of 0, or too small): "
-                f"{tree.join_names(self.silent, 20)}."
+                f"{_tree.join_names(self.silent, 20)}."
             )
         return lines
 
@@ -181,11 +182,11 @@ def probe_scales(
     chosen = _exponents(exponents)
     tol = scalars.positive("tol", tol)
     chunk = len(chosen) if chunk_size is None else scalars.whole("chunk_size", chunk_size, least=1)
-    flat = tree.flatten_once(params)
-    tree.check_parameters(flat)
-    device = tree.device_of(*flat[:2], "params")
-    scaler = tree.flatten_once(NoScale().init(device))
-    value_and_grad = ValueAndGrad(flat, tree.flatten_once(buffers), scaler, loss_fn)
+    flat = _tree.flatten_once(params)
+    _tree.check_parameters(flat)
+    device = _tree.device_of(*flat[:2], "params")
+    scaler = _tree.flatten_once(NoScale().init(device))
+    value_and_grad = ValueAndGrad(flat, _tree.flatten_once(buffers), scaler, loss_fn)
     if not value_and_grad.inputs:
         raise ValueError(
             "params holds no tensor, so there is no gradient to probe. Fix: pass the `params` of "

@@ -7,11 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from .._grads.accumulate import OnNonfinite, check_on_nonfinite
+from .._grads.accumulate import OnNonfinite
 from .._grads.clip import Clip, check_clip, check_ordered
 from .._grads.measure import GradStats, measure
 from .._loss_scale.rule_protocol import Rule, takes_amax
-from .._loss_scale.rules import StaticScale
 from .._loss_scale.scaling import check_device
 from .._optim.protocol import Optimizer, as_conditional
 from .._optim.step_inputs import flatten_step, flatten_together
@@ -30,13 +29,12 @@ from .._step.reduce import check_on_all_ranks, reduce_window
 from .._step.retry import first_finite
 from .._step.spike_guard import Guard, check_guarded
 from .._step.step_info import StepInfo
-from .._step.step_options import BNUpdate, FlatState, StepOptions
+from .._step.step_options import BNUpdate, FlatState, StepOptions, check_options
 from .._step.train_state import TrainState, check_parts
 from .._step.value_and_grad import LossFn
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import traced
 from .._tree import tree as _tree
-from .._tree.scalars import is_whole, short_repr
 from .._tree.tree import FlatTree
 
 
@@ -213,7 +211,7 @@ def _check_call(
     weight_fn: Callable[[Any], float | Tensor] | None,
 ) -> tuple[FlatState, Clip]:
     """Check everything; return the state, flat, and the bounds of the step."""
-    rule, max_retries = settings["rule"], settings["max_retries"]
+    rule = settings["rule"]
     if not isinstance(state, TrainState):
         raise TypeError(
             f"train_step takes a TrainState, got {type(state).__name__}. "
@@ -231,26 +229,7 @@ def _check_call(
         check_guarded(settings["guard"], state.guard)
     if clip.value is not None:
         check_ordered(state.params, leaves, "params")
-    check_on_nonfinite(settings["on_nonfinite"])
-    if settings["bn_update"] not in ("each", "window"):
-        raise ValueError(f"bn_update must be 'each' or 'window', got {settings['bn_update']!r}.")
-    if not isinstance(settings["unroll"], bool):
-        raise TypeError(f"unroll must be True or False, got {short_repr(settings['unroll'])}.")
-    if not is_whole(max_retries) or max_retries < 0:
-        raise ValueError(
-            f"max_retries must be a whole number, 0 or more, got {short_repr(max_retries)}."
-        )
-    if max_retries and isinstance(rule, StaticScale):
-        raise ValueError(
-            f"max_retries={max_retries} with {rule!r}, whose scale never moves: every retry would "
-            "overflow again. Fix: DynamicScale(), or max_retries=0."
-        )
-    if max_retries and traced():
-        raise ValueError(
-            "max_retries reads a flag on the host, which a traced step cannot do. Fix: "
-            "max_retries=0 under torch.compile and torch.func; the next step uses the lower scale "
-            "anyway."
-        )
+    check_options(settings)
     if not isinstance(state.rng, tuple) and traced():
         raise ValueError(
             "a step with rng in its state cannot be traced: torch.compile and torch.func do not "

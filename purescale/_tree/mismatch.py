@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .._tree import tree
+from .._tree import tree as _tree
 
 
 class _Difference(NamedTuple):
@@ -37,10 +37,8 @@ def check_equal(name: str, d: Any, expected: dict[str, Any]) -> None:
     if not differences:
         return
     kinds = dict.fromkeys(difference.kind for difference in differences)
-    lists = "; ".join(
-        f"{kind}: {tree.join_names(_grouped(name, [d for d in differences if d.kind == kind]), 20)}"
-        for kind in kinds
-    )
+    named = {kind: _grouped(name, [d for d in differences if d.kind == kind]) for kind in kinds}
+    lists = "; ".join(f"{kind}: {_tree.join_names(found, 20)}" for kind, found in named.items())
     if all(found.kind == "missing" and found.keys[-1] in _ADDED for found in differences):
         raise ValueError(
             f"{name} does not match like: {lists}. Likely cause: it was saved by an earlier "
@@ -83,7 +81,7 @@ def _differences(keys: tuple[Any, ...], got: Any, expected: Any) -> Iterator[_Di
             _Difference("not in like", (*keys, key), "") for key in got if key not in expected
         )
     elif isinstance(expected, dict):
-        names = tree.join_names([key_of(key) for key in expected])
+        names = _tree.join_names([key_of(key) for key in expected])
         yield _Difference("different", keys, f" is {kind_of(got)}, expected a dict of {names}")
     elif kind_of(got) != kind_of(expected):
         yield _Difference("different", keys, f" is {kind_of(got)}, expected {kind_of(expected)}")

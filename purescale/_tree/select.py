@@ -7,7 +7,7 @@ from torch import Tensor
 from .._torch import dtensor, foreach
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import host_can_read, is_on_a_graph, traced
-from .._tree import tree
+from .._tree import tree as _tree
 from .._tree.leaves import are_dense_real, is_constant
 from .._tree.tree import Leaves, Tree, TreeT
 
@@ -49,7 +49,7 @@ def where(skip: Tensor | bool, old: Tree, new: Tree, *, in_place: bool = False) 
     """Select like `select`. With `in_place`, the caller guarantees that nothing else shares the
     memory of `old`: a result that masks decide is written there.
     """
-    leaves, others, structure = tree.matching_leaves(old, new, "old", "new")
+    leaves, others, structure = _tree.matching_leaves(old, new, "old", "new")
     return structure.unflatten(choose(skip, leaves, others, in_place=in_place))
 
 
@@ -61,12 +61,12 @@ def choose(skip: Tensor | bool, old: Leaves, new: Leaves, *, in_place: bool = Fa
     graph = traced() or is_on_a_graph([*before, *after])
     if not graph:  # torch refuses in-place writes to a leaf that requires grad
         before = [leaf.detach() if leaf.requires_grad else leaf for leaf in before]
-    if isinstance(skip, Tensor) and not graph and host_can_read([tree.flag(skip)], before):
+    if isinstance(skip, Tensor) and not graph and host_can_read([_tree.flag(skip)], before):
         skip = bool(skip)
     if isinstance(skip, bool) and not graph:
         chosen = foreach.clone(before if skip else after)
     else:
-        flag = tree.flag(skip, like=before[0] if before else None)
+        flag = _tree.flag(skip, like=before[0] if before else None)
         chosen = foreach.where(flag, before, after, in_place=in_place)
     results = list(old)
     for index, tensor in zip(indices, chosen, strict=True):
@@ -78,7 +78,7 @@ def write_over(old: Tree, new: Tree) -> Tree:
     """Write `new` into the tensors of `old`, of which the caller guarantees that nothing else
     shares their memory: a captured step is replayed over the memory that it was captured with.
     """
-    leaves, others, structure = tree.matching_leaves(old, new, "old", "new")
+    leaves, others, structure = _tree.matching_leaves(old, new, "old", "new")
     if any(map(is_constant, leaves)) or is_on_a_graph([*leaves, *others]):
         return new
     foreach.copy_(leaves, others)

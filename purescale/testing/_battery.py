@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._checkpoint import from_state_dict, load, save, to_state_dict
 from .._torch import private
-from .._tree import tree
+from .._tree import tree as _tree
 from .._tree.scalars import not_made
 from ._laws import (
     assert_pure,
@@ -106,7 +106,7 @@ class Battery:
     def alike(self, law: str, name: str, old: Any, new: Any, *call: Any) -> bool:
         """Return True if `new` is like `old` except for values."""
         try:
-            tree.matching_leaves(old, new, name, "what came", "")
+            _tree.matching_leaves(old, new, name, "what came", "")
         except (TypeError, ValueError) as error:
             came = str(error).partition(" Fix:")[0]
             self.fail(law, came, "as before, except for values", *call, cause=error)
@@ -140,7 +140,7 @@ class UpdateBattery(Battery):
 
     def device(self) -> None:
         """Check that the initial state is on the requested device."""
-        devices = {leaf.device.type for leaf in tree.tensors(self.subject.init("meta"))}
+        devices = {leaf.device.type for leaf in _tree.tensors(self.subject.init("meta"))}
         if devices != {"meta"}:
             self.fail("init", f"tensors on {sorted(devices)}", 'on meta for `init("meta")`')
 
@@ -239,7 +239,7 @@ def saved_and_loaded(state: Any, like: Any) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         save(f"{folder}/state.pt", state)
         return [
-            tree.clone(state),
+            _tree.clone(state),
             from_state_dict(to_state_dict(state), like=like),
             load(f"{folder}/state.pt", like=like),
         ]

@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import torch
 from torch import Tensor
 
-from .._tree import tree
+from .._tree import tree as _tree
 from ._battery import UPDATE_FIXES, UpdateBattery, shown
 from ._laws import short
 
@@ -132,7 +132,7 @@ class _GuardBattery(UpdateBattery):
         state = self.first_state()
         if state is None:
             return None
-        leaves = tree.flatten(state)[0]
+        leaves = _tree.flatten(state)[0]
         if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
             return self.fail("init", shown(state), "tensors")
         self.device()
@@ -187,5 +187,5 @@ class _GuardBattery(UpdateBattery):
 
 
 def _is_finite(state: Any) -> bool:
-    leaves = [leaf for leaf in tree.tensors(state) if leaf.is_floating_point()]
+    leaves = [leaf for leaf in _tree.tensors(state) if leaf.is_floating_point()]
     return all(bool(torch.isfinite(leaf).all()) for leaf in leaves)

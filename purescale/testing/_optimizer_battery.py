@@ -13,7 +13,7 @@ from .._optim.master_weights import MasterState, master_weights
 from .._optim.protocol import Optimizer
 from .._step.optimizer_step import maybe_step
 from .._torch import tracing
-from .._tree import tree
+from .._tree import tree as _tree
 from .._tree.stack import stack_states
 from .._tree.tree import Tree
 from ._battery import Battery, saved_and_loaded
@@ -102,7 +102,7 @@ def _usual() -> dict[str, Tensor]:
 
 def _gradients(params: Tree, seed: int) -> Tree:
     generator = torch.Generator().manual_seed(seed)
-    return tree.map(
+    return _tree.map(
         lambda p: torch.randn(p.shape, generator=generator, dtype=torch.float32).to(p), params
     )
 
@@ -120,7 +120,7 @@ class _OptimizerBattery(Battery):
 
     def __init__(self, optimizer: Any, params: Tree, quirks: Sequence[str]) -> None:
         super().__init__(optimizer, quirks)
-        self.params = _usual() if params is None else tree.clone(params)
+        self.params = _usual() if params is None else _tree.clone(params)
         self.calls: list[tuple[Tree, Tree, Any]] = []  # the arguments of one step after another
         self.results: list[Any] = []
 
@@ -170,7 +170,7 @@ class _OptimizerBattery(Battery):
 
     def none(self) -> None:
         params, grads, state = self.calls[-1]
-        leaves, structure = tree.flatten(grads)
+        leaves, structure = _tree.flatten(grads)
         choices = [list(leaves) for _ in leaves] + [[None] * len(leaves)]
         # A parameter that does not move is the one most likely to be returned without a copy.
         step = functools.partial(assert_pure, self.subject.step)
@@ -181,10 +181,10 @@ class _OptimizerBattery(Battery):
             result = self.attempt("none", "a step in fresh memory", step, *call)
             if result is None or not self.both_alike("none", result, *call):
                 return
-            pairs = zip(chosen, tree.flatten(params)[0], tree.flatten(result[0])[0], strict=True)
+            pairs = zip(chosen, _tree.flatten(params)[0], _tree.flatten(result[0])[0], strict=True)
             for index, (gradient, before, after) in enumerate(pairs):
                 if gradient is None and not same_bits(before, after):
-                    at = tree.path(params, "params", index)
+                    at = _tree.path(params, "params", index)
                     self.fail("none", f"{at} moved", "the same bits: its gradient is None", *call)
 
     def absent(self) -> None:
@@ -201,10 +201,10 @@ class _OptimizerBattery(Battery):
 
     def dtype(self) -> None:
         for dtype in (torch.float16, torch.bfloat16, torch.float64):
-            params = tree.cast(self.params, dtype)
+            params = _tree.cast(self.params, dtype)
             state = self.attempt("dtype", "a state", self.subject.init, params)
             grads = _gradients(params, 0)
-            grads = tree.cast(grads, torch.float32) if dtype is torch.float16 else grads
+            grads = _tree.cast(grads, torch.float32) if dtype is torch.float16 else grads
             call = (params, grads, state)
             result = self.attempt("dtype", "a step", self.subject.step, *call)
             if result is not None:
@@ -221,7 +221,7 @@ class _OptimizerBattery(Battery):
     def skipped_and_applied(self) -> None:
         params, grads, state = self.calls[-1]
         for value in (torch.inf, torch.nan):
-            bad = tree.map(lambda g, value=value: torch.full_like(g, value), grads)
+            bad = _tree.map(lambda g, value=value: torch.full_like(g, value), grads)
             call = (params, bad, state)
             result = self.attempt("found_inf", "a skipped step", self.maybe(True), *call)
             if result is not None and not same_bits(result, (params, state)):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._loss_scale.rule_protocol import takes_amax
-from .._tree import tree
+from .._tree import tree as _tree
 from ._battery import UPDATE_FIXES, UpdateBattery
 from ._laws import short
 from ._strategies import DAMAGED, as_scale, rule_steps, update_arguments
@@ -145,7 +145,7 @@ class _RuleBattery(UpdateBattery):
         if not isinstance(scale, Tensor) or scale.ndim or scale.dtype is not torch.float32:
             return self.fail("init", f"scale={short(scale)}", "a 0-d float32 tensor")
         for name, leaf in zip(state._fields, state, strict=True):
-            if not all(isinstance(part, Tensor) for part in tree.flatten(leaf)[0]):
+            if not all(isinstance(part, Tensor) for part in _tree.flatten(leaf)[0]):
                 return self.fail("init", f"{name}={leaf!r}", "a tensor")
         self.legal(state, law="init")
         self.device()

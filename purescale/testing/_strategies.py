@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._loss_scale.rule_protocol import takes_amax
 from .._loss_scale.rules import DynamicScale, NoScale, StaticScale
-from .._tree import tree
+from .._tree import tree as _tree
 from .._tree.tree import Tree
 
 
@@ -93,7 +93,7 @@ def grad_trees(like: Tree = None) -> st.SearchStrategy[Tree]:
     elements that are zeros of both signs, subnormals, the largest numbers, inf and NaN.
     """
     if like is not None:
-        leaves, structure = tree.flatten(like)
+        leaves, structure = _tree.flatten(like)
         each = [st.none() if leaf is None else _leaf(leaf.dtype, leaf.shape) for leaf in leaves]
         return st.tuples(*each).map(lambda drawn: structure.unflatten(list(drawn)))
     dtypes = st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64])

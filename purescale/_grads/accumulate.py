@@ -20,7 +20,7 @@ from .._tree import tree as _tree
 from .._tree.gradients import as_gradients
 from .._tree.leaves import dense
 from .._tree.scalars import as_float, short_repr, whole
-from .._tree.tree import Leaves, Tree
+from .._tree.tree import Leaves, Tree, TreeDef
 
 _HEAVIEST = 2.0**64  # beyond any count of tokens, and no sum of such weights overflows
 OnNonfinite = Literal["drop_window", "drop_microbatch"]
@@ -458,7 +458,7 @@ def as_weight(what: str, weight: Any, like: Tensor) -> Tensor:
     return torch.full((), number, dtype=dtype, device=like.device)
 
 
-def _leaves_for(accum: AccumState, grads: Tree, means: Leaves, structure: Any) -> Leaves:
+def _leaves_for(accum: AccumState, grads: Tree, means: Leaves, structure: TreeDef) -> Leaves:
     """Return the leaves of `grads` in the order of `accum.grads`, or raise an error that names the
     leaf that cannot be averaged there.
     """

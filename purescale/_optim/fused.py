@@ -40,7 +40,7 @@ class Kernel(NamedTuple):
 
     def launch(
         self,
-        lr: Any,
+        lr: float | Tensor,
         numbers: Sequence[float],
         grads: list[Tensor],
         steps: list[Tensor],
@@ -199,7 +199,7 @@ def _node(
 
 def _launch(
     kernel: Kernel,
-    lr: Any,
+    lr: float | Tensor,
     numbers: Sequence[float],
     launch: Launch,
     found_inf: Tensor | None,

@@ -27,7 +27,7 @@ from .._torch.dtypes import saturating
 from .._torch.half_bits import bitcast
 from .._torch.tracing import host_can_read, traced
 from .._tree import tree as _tree
-from .._tree.tree import Leaves, Tree, TreeT
+from .._tree.tree import Leaves, Tree, TreeDef, TreeT
 
 
 class MasterState(NamedTuple):
@@ -336,10 +336,10 @@ class MasterOptimizer(Wrapper):
         self,
         inputs: StepInputs,
         skip: Tensor | None,
-        stepped: tuple[list[Any], Any],
+        stepped: tuple[Leaves, Any],
         *,
         write: bool,
-    ) -> tuple[list[Any], Any]:
+    ) -> tuple[Leaves, Any]:
         """Split masters into two halves, or round them to the nearest float16."""
         _, rest = _state_and_rest(inputs.opt_state, inputs.structure)
         masters, inner = stepped
@@ -360,7 +360,7 @@ class MasterOptimizer(Wrapper):
         return params, MasterState(inner, inputs.structure.unflatten(rest))
 
 
-def _state_and_rest(opt_state: Any, structure: Any) -> tuple[MasterState, Leaves]:
+def _state_and_rest(opt_state: Any, structure: TreeDef) -> tuple[MasterState, Leaves]:
     """Return the checked state, and `rest` in the order of the parameters."""
     state = checked_state(opt_state, MasterState)
     try:

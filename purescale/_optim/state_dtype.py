@@ -169,10 +169,10 @@ class StateDtypeOptimizer(Wrapper):
         self,
         inputs: StepInputs,
         skip: Tensor | None,
-        stepped: tuple[list[Any], Any],
+        stepped: tuple[Leaves, Any],
         *,
         write: bool,
-    ) -> tuple[list[Any], Any]:
+    ) -> tuple[Leaves, Any]:
         """Cast the state back to the dtypes that it had."""
         params, state = stepped
         old, wide = _slots(inputs.opt_state), _slots(state)

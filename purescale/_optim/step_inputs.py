@@ -27,7 +27,7 @@ from .._torch.tracing import any_requires_grad, is_lazy
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients, as_gradients
 from .._tree.leaves import is_constant, lookup
-from .._tree.tree import FlatTree, Leaves, Tree
+from .._tree.tree import FlatTree, Leaves, Tree, TreeDef
 
 
 class Place(NamedTuple):
@@ -41,18 +41,22 @@ class Place(NamedTuple):
 class StepInputs(NamedTuple):
     """Parameters, their gradients in the same order, and the optimizer's state, on this rank."""
 
-    structure: Any  # of the parameters
+    structure: TreeDef  # of the parameters
     names: list[str]  # of every leaf
     params: Leaves  # with None; the local shard of a DTensor if the optimizer is elementwise
     grads: Gradients
     opt_state: Any
-    named_params: dict[str, Any]  # the parameters that are tensors, by dotted name
+    named_params: dict[str, Tensor]  # the parameters that are tensors, by dotted name
     dense_off_graph: bool  # True if parameters, state and given gradients all are
-    dtensors: Any = None  # the leaves of params and of the state before they were local, if sharded
+    dtensors: tuple[Leaves, Leaves] | None = (
+        None  # the leaves of params and of the state before they were local, if sharded
+    )
     # `old`, if all are dense and off graph and the state is an OptState. For a dict of such states:
     # parameters and all tensors of the states.
-    known: Any = ()
-    places: Any = None  # a `Place` by name, if the inputs are a piece of a larger step
+    known: Leaves | tuple[()] = ()
+    places: dict[str, Place] | None = (
+        None  # a `Place` by name, if the inputs are a piece of a larger step
+    )
 
     @property
     def old(self) -> Leaves:
@@ -93,7 +97,7 @@ class StepInputs(NamedTuple):
         return list(present(self.names, self.grads.likes))
 
     @property
-    def named_grads(self) -> dict[str, Any]:
+    def named_grads(self) -> dict[str, Tensor]:
         """The gradients that are not None, as dense, real tensors by dotted name."""
         return dict(zip(self.grad_names, self.grads.tensors, strict=True))
 

@@ -28,7 +28,7 @@ from .._torch.tracing import traced
 from .._tree import tree as _tree
 from .._tree.leaves import unsupported_reason
 from .._tree.scalars import whole
-from .._tree.tree import Tree, TreeT
+from .._tree.tree import Leaves, Tree, TreeT
 
 
 @outside_autocast()
@@ -276,10 +276,10 @@ class RoundingOptimizer(Wrapper):
         self,
         inputs: StepInputs,
         skip: Tensor | None,
-        stepped: tuple[list[Any], Any],
+        stepped: tuple[Leaves, Any],
         *,
         write: bool,
-    ) -> tuple[list[Any], Any]:
+    ) -> tuple[Leaves, Any]:
         """Round the parameters that were half."""
         state, (wide, inner) = inputs.opt_state, stepped
         places = inputs.all_places

@@ -22,7 +22,7 @@ from .._tree import select
 from .._tree import tree as _tree
 from .._tree.gradients import as_gradients
 from .._tree.scalars import not_made
-from .._tree.tree import FlatDict, Tree
+from .._tree.tree import FlatDict, Leaves, Tree
 
 # The number of elements that are widened at a time. An element takes 6 to 26 bytes meanwhile,
 # depending on class and wrapper: 12 to 52 MiB in all.
@@ -97,10 +97,10 @@ class Wrapper:
         self,
         inputs: StepInputs,
         skip: Tensor | None,
-        stepped: tuple[list[Any], Any],
+        stepped: tuple[Leaves, Any],
         *,
         write: bool,
-    ) -> tuple[list[Any], Any]:
+    ) -> tuple[Leaves, Any]:
         """Return parameters, a list in the order of `inputs`, and the state after the step, from
         those of the inner optimizer. `write` allows writing into the tensors of `inputs` to save
         memory; other results are copied there.
@@ -155,7 +155,7 @@ class Wrapper:
 
     def _stepped(
         self, inputs: StepInputs, decision: Decision, *, write: bool
-    ) -> tuple[list[Any], Any]:
+    ) -> tuple[Leaves, Any]:
         wide, grads = self.widen(inputs), inputs.grads
         if self.widens_params:
             # Unscaling and clipping in half precision would lose bits that masters keep.
@@ -329,7 +329,7 @@ def with_stand_ins(inputs: StepInputs, opt_state: Any) -> StepInputs:
     return with_params(inputs, params, opt_state)
 
 
-def with_params(inputs: StepInputs, params: list[Any], opt_state: Any) -> StepInputs:
+def with_params(inputs: StepInputs, params: Leaves, opt_state: Any) -> StepInputs:
     """Return the inputs with these parameters, in their order, and this state."""
     named = present(inputs.names, params)
     return inputs._replace(params=params, named_params=named, opt_state=opt_state, known=())

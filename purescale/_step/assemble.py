@@ -19,7 +19,7 @@ from .._step.train_state import TrainState
 from .._torch.tracing import traced
 from .._tree import tree as _tree
 from .._tree.select import choose, copies, where, write_over
-from .._tree.tree import FlatTree, Leaves
+from .._tree.tree import FlatTree, Leaves, Tree, TreeDef
 
 
 class Numbers(NamedTuple):
@@ -37,7 +37,7 @@ def assemble(
     memory: Memory,
     tried: FinalTry,
     outcome: Outcome,
-    updated: tuple[Any, Any],
+    updated: tuple[Tree, Any],
     numbers: Numbers,
 ) -> tuple[TrainState, StepInfo]:
     """Return the next state and the report. `updated`: the new parameters and optimizer state."""
@@ -130,7 +130,7 @@ def _told_to_rule(
     return bad, torch.where(outcome.found_inf & ~bad, torch.nan, amax)
 
 
-def _next_guard(outcome: Outcome, old: Leaves, new: Leaves, structure: Any, _: Tensor) -> Any:
+def _next_guard(outcome: Outcome, old: Leaves, new: Leaves, structure: TreeDef, _: Tensor) -> Any:
     """Return the new state of the guard, or the old one if something else skipped the step."""
     skipped_otherwise = outcome.found_inf & ~outcome.rejected  # type: ignore[operator]
     return structure.unflatten(choose(skipped_otherwise, old, new))

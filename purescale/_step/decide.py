@@ -14,7 +14,7 @@ from .._optim.decision import Decision
 from .._step.spike_guard import Guard, call_guard
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients
-from .._tree.tree import Leaves
+from .._tree.tree import Leaves, TreeDef
 
 
 class Verdict(NamedTuple):
@@ -22,7 +22,7 @@ class Verdict(NamedTuple):
 
     old: Leaves  # the state of the guard before and after, in one order
     new: Leaves
-    structure: Any
+    structure: TreeDef
     bad: Tensor  # bool []: the step is rejected
 
 

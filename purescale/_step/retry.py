@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._grads.measure import GradStats, is_usable
-from .._loss_scale.rule_protocol import Rule, call_rule
+from .._loss_scale.rule_protocol import HasScale, Rule, call_rule
 from .._step.microbatches import WindowFlags, WindowGrads
 from .._step.step_options import FlatState, StepOptions
 from .._torch.dtensor import any_dtensor
@@ -73,7 +73,7 @@ def first_finite(
 _MAX_UPDATES = 100  # overflows that a rule may let pass before it lowers the scale
 
 
-def _backed_off(rule: Rule[Any], scaler: Any) -> Any | None:
+def _backed_off(rule: Rule[Any], scaler: HasScale) -> HasScale | None:
     """Return the first state with a lower scale, or a usable one, that overflows lead to; None at
     the smallest scale. Syncs with the host.
     """

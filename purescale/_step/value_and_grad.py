@@ -239,7 +239,7 @@ class ValueAndGrad:
         # torch.func.grad would give the same bits, but refuses checkpointing around `apply` and
         # custom Functions of the older form.
         inputs, loss, outputs = self.graph(buffers, microbatch)
-        grads: list[Any] = []
+        grads: list[Tensor] = []
         if on_grad is not None:
             _backward(loss, inputs, on_grad)
         else:

@@ -7,8 +7,8 @@ function. Dicts keep their key order: outputs with sorted keys would retrace a c
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence, Set
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import optree
 import torch
@@ -26,6 +26,15 @@ Tree: TypeAlias = Any
 TreeT = TypeVar("TreeT")  # a tree that comes back as one of its type
 Leaves: TypeAlias = list[Any]
 
+
+class TreeDef(Protocol):
+    """The structure of a tree: optree's, torch's while compiling, or a `FlatDict`."""
+
+    def unflatten(self, leaves: Iterable[Any], /) -> Tree: ...
+
+    def flatten_up_to(self, tree: Tree, /) -> Leaves: ...
+
+
 # optree sorts dict keys by default, but the state of a torch optimizer has the order of the
 # parameters. The setting applies to this namespace only.
 _OPTREE: dict[str, Any] = {"none_is_leaf": True, "namespace": "purescale"}
@@ -41,7 +50,7 @@ optree.register_pytree_node(
 # ---- structure -----------------------------------------------------------------------------------
 
 
-def flatten(tree: Tree) -> tuple[Leaves, Any]:
+def flatten(tree: Tree) -> tuple[Leaves, TreeDef]:
     """Return the leaves and the structure, which has `.unflatten(leaves)` and
     `.flatten_up_to(other)`.
     """
@@ -67,7 +76,7 @@ class FlatDict(NamedTuple):
 
     names: tuple[Any, ...]
 
-    def unflatten(self, leaves: Sequence[Any]) -> dict[Any, Any]:
+    def unflatten(self, leaves: Iterable[Any]) -> dict[Any, Any]:
         return dict(zip(self.names, leaves, strict=True))
 
     def flatten_up_to(self, tree: Tree) -> Leaves:
@@ -81,7 +90,7 @@ class FlatTree(NamedTuple):
 
     tree: Tree
     leaves: Leaves
-    structure: Any
+    structure: Any  # a `TreeDef`; None for a tree that is never rebuilt from its leaves
     dense_off_graph: bool = False  # the result of `leaves.are_dense_off_graph` at that time
 
 
@@ -239,7 +248,9 @@ def path(tree: Tree, name: str, index: int) -> str:
     return f"leaf {index}" if torch.compiler.is_dynamo_compiling() else paths(tree, name)[index]
 
 
-def leaves_like(name: str, tree: Tree, like_name: str, like: Tree, structure: Any = None) -> Leaves:
+def leaves_like(
+    name: str, tree: Tree, like_name: str, like: Tree, structure: TreeDef | None = None
+) -> Leaves:
     """Return the leaves of `tree` in the order of those of `like`, or raise an error that lists the
     paths in which the two differ.
     """
@@ -366,7 +377,7 @@ def matching_leaves(
     other_name: str,
     reason: str = _REASON,
     flat: FlatTree | None = None,
-) -> tuple[Leaves, Leaves, Any]:
+) -> tuple[Leaves, Leaves, TreeDef]:
     """Return the leaves of two trees in one order, and the structure. Refuse, naming the leaf,
     trees that differ in anything but values. `flat` is `tree` flattened, if that is known.
     """

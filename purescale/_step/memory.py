@@ -41,6 +41,8 @@ def memory_of_step(
 ) -> Memory:
     """Return the memory of one step."""
     donate = options.donate and not _on_graph(options.optimizer, inputs)
+    if traced() and not donate:
+        return Memory(None)
     # Without donation nothing is written into the state of the optimizer.
     tensors, numbers = inputs.replaced if donate else (inputs.params, [])
     numbers = [*numbers, *_tree.all_tensors((state.scaler, state.step, state.rng, state.guard))]
@@ -62,7 +64,8 @@ def memory_of_step(
     pointers = [] if traced() else list(map(storage_pointers, [*lists, read_only]))
     given = {None, *chain.from_iterable(pointers)} if pointers else None
     if given is not None and not flat.params.dense_off_graph:
-        given.update(storage_pointers(flat.params.leaves))  # before a lazy negation was resolved
+        # Constant buffers, and parameters before a lazy negation was resolved.
+        given.update(storage_pointers([*flat.params.leaves, *flat.buffers.leaves]))
     if not donate:
         return Memory(given)
     allowed = can_write_each(lists, read_only, known, pointers)

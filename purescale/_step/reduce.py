@@ -18,6 +18,7 @@ from .._distributed.process_group import all_reduce, check_group
 from .._step.microbatches import WindowGrads, sent_for_nan
 from .._step.step_options import FlatState, StepOptions
 from .._torch.dtypes import wide_dtype
+from .._torch.tracing import traced
 from .._tree import tree as _tree
 from .._tree.gradients import as_gradients
 from .._tree.tree import Leaves, Tree
@@ -57,8 +58,7 @@ def reduce_window(
         other if pair is None else _apply_mean_change(old, *pair)
         for old, pair, other in zip(before, sums[len(weights) :], largest, strict=True)
     ]
-    grads = window.grads
-    grads = as_gradients(sums[: len(weights)], grads.scale, owned=grads.owned)
+    grads = as_gradients(sums[: len(weights)], window.grads.scale, owned=not traced())
     return window._replace(grads=grads, buffers=averaged, reduction=None)
 
 

@@ -12,6 +12,7 @@ from ._loss_scale.rule_protocol import Rule, call_rule, check_rule, takes_amax
 from ._torch.autocast import outside_autocast
 from ._tree import scalars
 from ._tree import tree as _tree
+from ._tree.tree import Tree
 
 
 @outside_autocast()
@@ -83,7 +84,7 @@ def replay(
 
     follows_amax = takes_amax(rule)
 
-    def step(scaler: Any, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def step(scaler: Tree, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         bad = ~(amax * scaler.scale <= limit)
         return bad, bad & torch.isfinite(amax) if follows_amax else bad, amax
 

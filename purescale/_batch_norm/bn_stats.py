@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._batch_norm.capture import ApplyFn, Call, calls_of, key_of, layers_of
-from .._distributed.process_group import all_reduce, is_single_process
+from .._distributed.process_group import Group, all_reduce, is_single_process
 from .._module.registered import Tensors
 from .._torch.dtypes import widest_float
 from .._tree import scalars
@@ -217,7 +217,7 @@ def bn_buffers(
     return new
 
 
-def all_reduce_bn_stats(stats: BNStatsState, group: Any = None) -> BNStatsState:
+def all_reduce_bn_stats(stats: BNStatsState, group: Group | None = None) -> BNStatsState:
     """Equal to `functools.reduce(merge_bn_stats, [stats on rank for rank in group])`, on every
     rank, from two reductions.
 
@@ -248,7 +248,7 @@ def all_reduce_bn_stats(stats: BNStatsState, group: Any = None) -> BNStatsState:
 
 
 def _reduce(
-    stats: BNStatsState, extra: list[Tensor], group: Any
+    stats: BNStatsState, extra: list[Tensor], group: Group | None
 ) -> tuple[BNStatsState, list[Tensor]]:
     """`all_reduce_bn_stats`, and the sums of `extra` scalars in the same message."""
     layers = list(stats.layers.values())
@@ -357,7 +357,7 @@ def restore_running_stats(new_buffers: Tensors, before: Tensors, names: Iterable
 
 
 def reduce_stats_and_momenta(
-    stats: BNStatsState, momenta: dict[str, float], group: Any
+    stats: BNStatsState, momenta: dict[str, float], group: Group | None
 ) -> tuple[BNStatsState, dict[str, Tensor]]:
     """Reduce statistics and momenta over the ranks of a group.
 

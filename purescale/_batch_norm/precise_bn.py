@@ -23,7 +23,7 @@ from .._batch_norm.bn_stats import (
 )
 from .._batch_norm.capture import ApplyFn, calls_of
 from .._distributed.collectives import agree_on_all_ranks, all_reduce_found_inf, on_cpu
-from .._distributed.process_group import all_reduce, check_group
+from .._distributed.process_group import Group, all_reduce, check_group
 from .._module.functional import Apply
 from .._module.registered import Tensors
 from .._torch import private
@@ -46,7 +46,7 @@ def precise_bn(
     estimator: Estimator = "pooled",
     correction: int = 1,
     normalize: Normalize = "batch",
-    group: Any = None,
+    group: Group | None = None,
     progress: bool = False,
 ) -> Tensors:
     """Equal to `bn_buffers(stats, buffers)`, with the `stats` of `accumulate_bn_stats` over the
@@ -131,7 +131,7 @@ class _Source(NamedTuple):
     loader: Iterable[Any]
     num_samples: int
     call: Callable[[Callable[..., Any], Any], Any] | None
-    group: Any
+    group: Group | None
     progress: bool
 
 
@@ -218,7 +218,7 @@ def _feed_batches(source: _Source, one_pass: _Pass) -> None:
 
 
 def _over_ranks(
-    stats: BNStatsState, order: list[str], failure: Exception | None, group: Any
+    stats: BNStatsState, order: list[str], failure: Exception | None, group: Group | None
 ) -> tuple[BNStatsState, list[str]]:
     """Return the statistics of all ranks, and the layers that any rank saw, in the order of their
     calls. A rank that failed or had no data takes part, because the others would wait for it.
@@ -256,7 +256,7 @@ def _num_samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     return len(first) if hasattr(first, "__len__") else 1
 
 
-def _bar(group: Any) -> Any:
+def _bar(group: Group | None) -> Any:
     try:
         from tqdm.auto import tqdm
     except ImportError as error:

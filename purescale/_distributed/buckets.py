@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from .._distributed.process_group import Group
 from .._torch import private
 from .._torch.dtypes import real_dtype, wide_dtype
 from .._torch.foreach import is_gapless
@@ -36,7 +37,7 @@ class Reduction:
         self,
         like: Sequence[Any],
         divisor: float | Tensor,
-        group: Any,
+        group: Group | None,
         size: float = SIZE,
         *,
         order: Iterable[int] | None = None,
@@ -78,7 +79,7 @@ class Reduction:
         bucket = self.bucket_of[index]
         values = dense_real(leaf)
         dtype = real_dtype(wide_dtype(self.like[index].dtype))
-        divisor: Any = self.divisor
+        divisor: Tensor | float = self.divisor
         divisor = divisor.to(dtype) if isinstance(divisor, Tensor) else divisor
         if traced():
             part = torch.div(values.to(dtype), divisor)
@@ -123,7 +124,9 @@ class Reduction:
         unshared = memory.resizable() and private.storage_uses(memory._cdata) == 2
         return same_dtype and same_layout and unshared and memory.nbytes() == values.nbytes
 
-    def _copy(self, index: int, values: Tensor, dtype: torch.dtype, divisor: Any) -> None:
+    def _copy(
+        self, index: int, values: Tensor, dtype: torch.dtype, divisor: Tensor | float
+    ) -> None:
         if self.rows[self.bucket_of[index]] is None:
             self._allocate(self.bucket_of[index], dtype)
         part = self.parts[index]
@@ -158,7 +161,7 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
     return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
-def reduction_of(leaves: Leaves, buffers: Leaves, divisor: Any, group: Any) -> Reduction:
+def reduction_of(leaves: Leaves, buffers: Leaves, divisor: Any, group: Group | None) -> Reduction:
     """Return the reduction for the gradients of `leaves` and the changes and values of `buffers`,
     in the order in which a backward computes them.
     """

@@ -16,7 +16,13 @@ from torch.distributed.tensor import DTensor
 from .._distributed.buckets import Reduction
 from .._distributed.describe_settings import describe_setting
 from .._distributed.mesh import mesh_sizes
-from .._distributed.process_group import all_reduce, check_group, is_single_process, resolve_group
+from .._distributed.process_group import (
+    Group,
+    all_reduce,
+    check_group,
+    is_single_process,
+    resolve_group,
+)
 from .._torch import donation, private
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import traced
@@ -27,7 +33,7 @@ from .._tree.tree import Leaves, Tree, TreeT
 T = TypeVar("T")
 
 
-def all_reduce_found_inf(found_inf: Tensor | bool, group: Any = None) -> Tensor:
+def all_reduce_found_inf(found_inf: Tensor | bool, group: Group | None = None) -> Tensor:
     """Equal to `any(found_inf on rank for rank in group)`: an overflow of one rank skips the step
     on every rank.
 
@@ -68,7 +74,7 @@ def all_reduce_found_inf(found_inf: Tensor | bool, group: Any = None) -> Tensor:
 @outside_autocast()
 def all_reduce_grads(
     grads: TreeT,
-    group: Any = None,
+    group: Group | None = None,
     bucket_size_mb: float = 25,
     check: bool = True,
     donate: bool = False,
@@ -153,7 +159,7 @@ def _in_dtype_of(leaf: Any, mean: Tensor | None, *, writable: bool) -> Any:
     return leaf.detach().copy_(mean) if writable else mean.to(leaf.dtype)
 
 
-def on_cpu(group: Any) -> bool:
+def on_cpu(group: Group | None) -> bool:
     """Return True if the ranks of `group` exchange objects without waiting for an accelerator. The
     answer is the same on every rank.
     """
@@ -186,7 +192,7 @@ def _metadata(dtype: Any, shape: Any, strides: Any, layout: Any, device: str) ->
 
 
 def agree_on_all_ranks(
-    group: Any, check: Callable[[], T], describe: Callable[[], list[str]], *, sync: bool
+    group: Group | None, check: Callable[[], T], describe: Callable[[], list[str]], *, sync: bool
 ) -> T:
     """Return the result of `check`. With `sync`, raise on every rank of `group` if `check` raises
     on one of them, or if the lines of `describe` differ between ranks. Syncs with the host if
@@ -229,5 +235,5 @@ def agree_on_all_ranks(
     )
 
 
-def _rank(group: Any, index: int) -> str:
-    return f"rank {dist.get_global_rank(group, index)}"
+def _rank(group: Group | None, index: int) -> str:
+    return f"rank {dist.get_process_group_ranks(group)[index]}"

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .._distributed.process_group import all_reduce, resolve_group
+from .._distributed.process_group import Group, all_reduce, resolve_group
+from .._torch.tracing import constant_while_compiling
 
 
 def num_replicas(leaf: DTensor) -> int:
@@ -24,13 +23,13 @@ def num_replicas(leaf: DTensor) -> int:
 
 
 # Dynamo cannot trace into the mesh of a computed DTensor, for which it has no source.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_while_compiling
 def mesh_sizes(mesh: DeviceMesh) -> tuple[int, ...]:
     """Return the number of ranks in each dimension of a mesh."""
     return tuple(mesh.shape)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_while_compiling
 def _mesh_rank(mesh: DeviceMesh) -> int | None:
     """Return the index of this rank in a mesh, None outside of it."""
     coordinate = mesh.get_coordinate()
@@ -42,7 +41,7 @@ def _mesh_rank(mesh: DeviceMesh) -> int | None:
     return rank
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_while_compiling
 def _groups(mesh: DeviceMesh) -> tuple[str, ...]:
     """Return the names of the groups over which to sum, one after the other, for the sum over a
     mesh.
@@ -68,7 +67,7 @@ def all_gather_row(row: Tensor, mesh: DeviceMesh) -> Tensor:
     return table
 
 
-def all_gather_row_of_group(row: Tensor, group: Any) -> Tensor:
+def all_gather_row_of_group(row: Tensor, group: Group | None) -> Tensor:
     """`all_gather_row` over the ranks of a process group."""
     group = resolve_group(group)
     table = _in_place_of_rank(row, dist.get_rank(group), dist.get_world_size(group))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -11,9 +11,13 @@ from torch import Tensor
 from .._torch import private
 from .._tree.scalars import short_repr
 
+Group: TypeAlias = dist.ProcessGroup
 
-def all_reduce(tensor: Tensor, op: str, group: Any) -> Tensor:
-    """Return the "sum" or "max" of `tensor` over the ranks of `group` (None: all), out of place."""
+
+def all_reduce(tensor: Tensor, op: str, group: Group | str | None) -> Tensor:
+    """Return the "sum" or "max" of `tensor` over the ranks of `group`, a process group, its name,
+    or None for all ranks; out of place.
+    """
     group = resolve_group(group)
     if not torch.compiler.is_compiling():
         # Waited for here, because a view of a pending result would not wait for it.
@@ -23,7 +27,7 @@ def all_reduce(tensor: Tensor, op: str, group: Any) -> Tensor:
     return -private.all_reduce(-tensor, "min" if op == "max" else op, group)
 
 
-def is_single_process(group: Any) -> bool:
+def is_single_process(group: Group | None) -> bool:
     """Return True if `group` is the default one and there is no process group."""
     return group is None and not (dist.is_available() and dist.is_initialized())
 
@@ -59,7 +63,7 @@ def resolve_group(group: Any) -> Any:
     return group
 
 
-def check_group(group: Any) -> Any:
+def check_group(group: Any) -> Group:
     """`resolve_group` for callers that need a `dist.ProcessGroup`."""
     group = resolve_group(group)
     if not isinstance(group, dist.ProcessGroup):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._distributed.process_group import resolve_group
+from .._distributed.process_group import Group, resolve_group
 from .._grads.measure import measure
 from .._torch import foreach, private
 from .._torch.autocast import outside_autocast
@@ -117,7 +117,7 @@ def clip_by_global_norm(
     max_norm: float | Tensor,
     norm_type: float = 2.0,
     donate: bool = False,
-    group: Any = None,
+    group: Group | None = None,
 ) -> tuple[TreeT, Tensor]:
     """Equal to `grads = tree_map(lambda g: g * min(1, max_norm / (norm + 1e-6)), grads)`, with the
     norm before clipping.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._distributed.collectives import all_reduce_found_inf
-from .._distributed.process_group import all_reduce
+from .._distributed.process_group import Group, all_reduce
 from .._grads.grad_stats import LocalStats, local_stats, sum_of_squares
 from .._grads.mesh_stats import mesh_stats, stats_of_parts
 from .._torch.dtensor import any_dtensor
@@ -37,8 +37,8 @@ def measure(
     norm_type: float | None = None,
     amax: bool = False,
     of_sum: bool = False,
-    group: Any = None,
-    norm_group: Any = None,
+    group: Group | None = None,
+    norm_group: Group | None = None,
 ) -> GradStats:
     """Return the stats of `grads` over their scale. `scale`: that of the loss, also if they are
     unscaled by now; gradients are not finite if it is 0, negative, inf or NaN.
@@ -90,7 +90,7 @@ def measure(
     )
 
 
-def measure_amax(grads: Gradients, one: Tensor, group: Any = None) -> Tensor:
+def measure_amax(grads: Gradients, one: Tensor, group: Group | None = None) -> Tensor:
     """Return the largest magnitude of unscaled gradients. `one`: 1 on their device."""
     return _amax(_exact_stats(grads, one, None), one, group)
 
@@ -155,7 +155,7 @@ def _norm(
     return torch.where(conclusive, quick, exact)
 
 
-def _amax(stats: LocalStats, divisor: Tensor, group: Any = None) -> Tensor:
+def _amax(stats: LocalStats, divisor: Tensor, group: Group | None = None) -> Tensor:
     """Return the largest unscaled magnitude in float32; a finite float64 stays finite."""
     tops = [saturating(top / divisor, torch.float32) for top in stats.amax.values()]
     if not tops:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .._distributed.mesh import all_gather_row, all_gather_row_of_group, mesh_sizes, num_replicas
+from .._distributed.process_group import Group
 from .._grads.grad_stats import LocalStats, local_stats, norm_of_norms
 from .._torch.dtypes import widest_float
 
@@ -53,7 +54,7 @@ def mesh_stats(
 
 
 def stats_of_parts(
-    local: LocalStats, divisor: Tensor, norm_type: float | None, group: Any
+    local: LocalStats, divisor: Tensor, norm_type: float | None, group: Group | None
 ) -> LocalStats:
     """Return the stats of a model whose parts are on the ranks of `group`, the same on all of them,
     from one reduction.

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._distributed.process_group import Group
 from .._grads.measure import is_usable, measure_amax
 from .._loss_scale.rule_protocol import check_state
 from .._torch.autocast import outside_autocast
@@ -175,7 +176,7 @@ class HeadroomScale:
         one = torch.ones_like(largest)
         return torch.ldexp(one, exponent.clamp(low, high)).to(one.dtype)
 
-    def _check(self, scaler: Any, amax: Any) -> None:
+    def _check(self, scaler: Tree, amax: Any) -> None:
         if amax is None:
             raise TypeError(
                 f"{type(self).__name__}.update needs amax, the largest magnitude of the unscaled "
@@ -208,7 +209,7 @@ def _as_amax(amax: Any, like: Tensor) -> Tensor:
 
 
 @outside_autocast()
-def grad_amax(grads: Tree, group: Any = None) -> Tensor:
+def grad_amax(grads: Tree, group: Group | None = None) -> Tensor:
     """Equal to `max(g.abs().max() for g in tree_leaves(grads))`, from one pass and without a sync.
 
     Args:

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .._distributed.process_group import Group
 from .._grads.measure import measure
 from .._loss_scale.rule_protocol import HasScale
 from .._torch import foreach
@@ -65,7 +66,7 @@ def scale_loss(scaler: HasScale, loss: TreeT) -> TreeT:
 
 @outside_autocast()
 def unscale_and_check(
-    scaler: HasScale, grads: TreeT, donate: bool = False, group: Any = None
+    scaler: HasScale, grads: TreeT, donate: bool = False, group: Group | None = None
 ) -> tuple[TreeT, Tensor]:
     """Equal to `grads = tree_map(lambda g: g.float() / scaler.scale, grads)` and
     `found_inf = not all(isfinite(grads))`.

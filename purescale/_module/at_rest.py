@@ -7,12 +7,12 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .._module.references import Reference, slots
 from .._torch import private
+from .._torch.tracing import constant_while_compiling
 
 _CONTAINERS = (list, dict, set, collections.deque)
 _PLAIN = (*_CONTAINERS, collections.OrderedDict, collections.defaultdict)
@@ -171,7 +171,7 @@ class AtRest:
 _all: weakref.WeakValueDictionary[int, AtRest] = weakref.WeakValueDictionary()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_while_compiling
 def _seen_to_change() -> str:  # a str, as not every torch takes a list for a constant
     """Return what Dynamo has seen change in the `AtRest` that asks, one change a line."""
     [rest] = [_all[key] for key in private.raised("_asks") if key in _all]

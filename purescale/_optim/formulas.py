@@ -356,8 +356,8 @@ def _columns_of(
 
 
 def _adagrad(
-    params: Any, grads: Any, sums: Any, steps: Any, *, lr: Any, weight_decay: float,
-    lr_decay: float, eps: float, maximize: bool, has_complex: bool, **_: Any,
+    params: list[Tensor], grads: list[Tensor], sums: list[Tensor], steps: list[Tensor], *, lr: Any,
+    weight_decay: float, lr_decay: float, eps: float, maximize: bool, has_complex: bool, **_: Any,
 ) -> None:  # fmt: skip
     for weights, gradients, squares, counts in _columns_of(
         [params, grads, sums], steps, has_complex, maximize
@@ -372,9 +372,9 @@ def _adagrad(
 
 
 def _radam(
-    params: Any, grads: Any, exp_avgs: Any, exp_avg_sqs: Any, steps: Any, *, beta1: float,
-    beta2: float, lr: Any, weight_decay: float, eps: float, decoupled_weight_decay: bool,
-    maximize: bool, has_complex: bool, **_: Any,
+    params: list[Tensor], grads: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor],
+    steps: list[Tensor], *, beta1: float, beta2: float, lr: Any, weight_decay: float, eps: float,
+    decoupled_weight_decay: bool, maximize: bool, has_complex: bool, **_: Any,
 ) -> None:  # fmt: skip
     for weights, gradients, means, squares, counts in _columns_of(
         [params, grads, exp_avgs, exp_avg_sqs], steps, has_complex, maximize
@@ -405,9 +405,9 @@ def _radam(
 
 
 def _rprop(
-    params: Any, grads: Any, prevs: Any, step_sizes: Any, steps: Any, *, step_size_min: float,
-    step_size_max: float, etaminus: float, etaplus: float, maximize: bool, has_complex: bool,
-    **_: Any,
+    params: list[Tensor], grads: list[Tensor], prevs: list[Tensor], step_sizes: list[Tensor],
+    steps: list[Tensor], *, step_size_min: float, step_size_max: float, etaminus: float,
+    etaplus: float, maximize: bool, has_complex: bool, **_: Any,
 ) -> None:  # fmt: skip
     for weights, gradients, before, sizes, _counts in _columns_of(
         [params, grads, prevs, step_sizes], steps, has_complex, maximize

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._optim.opt_state import OptState, described, each_of, is_wrapped
-from .._tree.tree import join_names
+from .._tree.tree import Tree, join_names
 
 S = TypeVar("S")
 
@@ -180,7 +180,7 @@ def _holders(state: Any, keys: tuple[str, ...]) -> Iterator[_Holder]:
         yield from _holders(getattr(state, name), keys)
 
 
-def _replaced(state: Any, settings: Mapping[str, Any]) -> Any:
+def _replaced(state: Tree, settings: Mapping[str, Any]) -> Tree:
     """Return the state with those of the settings that it holds."""
     if isinstance(state, OptState):
         if "lr" in settings and isinstance(state.lr, Tensor):

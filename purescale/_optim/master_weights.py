@@ -133,7 +133,7 @@ def master_weights(params: TreeT, opt_state: MasterState) -> TreeT:
     return structure.unflatten(masters)
 
 
-def masters_within(state: Any) -> Any:
+def masters_within(state: Tree) -> Tree:
     """Return the state that has masters, within other wrappers, else the innermost state."""
     while not isinstance(state, MasterState) and is_wrapped(state):
         state = state.inner
@@ -360,7 +360,7 @@ class MasterOptimizer(Wrapper):
         return params, MasterState(inner, inputs.structure.unflatten(rest))
 
 
-def _state_and_rest(opt_state: Any, structure: TreeDef) -> tuple[MasterState, Leaves]:
+def _state_and_rest(opt_state: Tree, structure: TreeDef) -> tuple[MasterState, Leaves]:
     """Return the checked state, and `rest` in the order of the parameters."""
     state = checked_state(opt_state, MasterState)
     try:

@@ -16,6 +16,7 @@ from .._torch import private
 from .._torch.metadata_cache import cached
 from .._tree import tree as _tree
 from .._tree.leaves import are_dense_real
+from .._tree.tree import Tree
 
 Slots = dict[str, dict[str, Tensor]]
 
@@ -49,31 +50,31 @@ def slots_like(slots: Slots, values: Iterable[Tensor]) -> Slots:
     return {name: dict(zip(slot, found, strict=False)) for name, slot in slots.items()}
 
 
-def is_wrapped(state: Any) -> bool:
+def is_wrapped(state: Tree) -> bool:
     """Return True for the state of a wrapper, with another state inside. Tensors have a method
     `inner`.
     """
     return isinstance(state, tuple) and hasattr(state, "inner")
 
 
-def without_wrappers(state: Any) -> Any:
+def without_wrappers(state: Tree) -> Tree:
     """Return the state of the innermost optimizer."""
     while is_wrapped(state):
         state = state.inner
     return state
 
 
-def is_of_torch(state: Any) -> bool:
+def is_of_torch(state: Tree) -> bool:
     """Return True for the state of a class of torch, with slots that can be listed."""
     return isinstance(state, OptState) and type(state.slots) is dict
 
 
-def are_parts(state: Any) -> bool:
+def are_parts(state: Tree) -> bool:
     """Return True for a dict of states of torch's classes, as in `partition`."""
     return type(state) is dict and len(state) > 0 and all(map(is_of_torch, state.values()))
 
 
-def parts_of(state: Any) -> list[OptState]:
+def parts_of(state: Tree) -> list[OptState]:
     """Return the states of torch's classes in one state or a dict of states, else an empty list."""
     if are_parts(state):
         return list(state.values())

@@ -25,7 +25,7 @@ from .._optim.opt_state import (
 )
 from .._torch import private
 from .._torch.dtypes import widest_float
-from .._torch.tracing import any_requires_grad, traced
+from .._torch.tracing import any_requires_grad, constant_while_compiling, traced
 from .._tree import tree as _tree
 
 Schedule = Callable[[Tensor], "Tensor | float"]
@@ -470,13 +470,13 @@ def _check_scheduled(rate: Any) -> None:
 # ---- patterns ------------------------------------------------------------------------------------
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # Dynamo need not trace it
+@constant_while_compiling  # Dynamo need not trace it
 def _matching(names: tuple[str, ...], patterns: tuple[Pattern, ...]) -> tuple[tuple[int, ...], ...]:
     """Return for each name the patterns that match it."""
     return _cached_matching(names, patterns)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_while_compiling
 def _unmatched(names: tuple[str, ...], patterns: tuple[Pattern, ...]) -> str | None:
     """Return the first name or glob that matches none of the names."""
     return _cached_unmatched(names, patterns)

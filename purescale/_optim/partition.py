@@ -117,7 +117,7 @@ class PartitionOptimizer:
         }
 
     @outside_autocast()
-    def step(self, params: Tree, grads: Tree, opt_state: dict[str, Any]) -> tuple[Tree, Any]:
+    def step(self, params: Tree, grads: Tree, opt_state: dict[str, Any]) -> tuple[Tree, Tree]:
         """Return parameters and state after one step of each part, in fresh memory."""
         inputs = flatten_step(self, params, grads, opt_state)
         self.check(inputs)
@@ -230,7 +230,7 @@ def _slots(inputs: StepInputs) -> dict[str, range]:
     return found
 
 
-def _part(inputs: StepInputs, members: Members, opt_state: Any, slots: range) -> StepInputs:
+def _part(inputs: StepInputs, members: Members, opt_state: Tree, slots: range) -> StepInputs:
     """Return the inputs of one part. Cached metadata of the whole step is reused. `slots` is the
     range of its slots in `inputs.known`.
     """
@@ -267,7 +267,7 @@ def _gradients(grads: Gradients, members: Members) -> Gradients:
 
 
 def _part_of_dtensors(
-    inputs: StepInputs, members: Members, optimizer: Any, opt_state: Any
+    inputs: StepInputs, members: Members, optimizer: Conditional, opt_state: Tree
 ) -> StepInputs:
     """Return the inputs of one part with DTensors, flattened for its own optimizer."""
     grads = None

@@ -23,12 +23,12 @@ class Optimizer(Protocol):
     one.
     """
 
-    def init(self, params: Tree) -> Any:
+    def init(self, params: Tree) -> Tree:
         """Return the state before the first step: any tree of tensors, in fresh memory. Its
         structure is final; steps change values only. A parameter may be None.
         """
 
-    def step(self, params: Tree, grads: Tree, opt_state: Any) -> tuple[Tree, Any]:
+    def step(self, params: Tree, grads: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
         """Return parameters and state after one step, in fresh memory, with unchanged shapes and
         dtypes.
 
@@ -56,7 +56,7 @@ class Conditional(Protocol):
 
     def conditional_step(
         self, inputs: StepInputs, decision: Decision, *, in_place: bool = False
-    ) -> tuple[Tree, Any]:
+    ) -> tuple[Tree, Tree]:
         """Return parameters and state after the decided step, in fresh memory. With `in_place`,
         the caller guarantees that nobody else holds the tensors of `inputs`: they are overwritten.
         """
@@ -70,7 +70,7 @@ def as_conditional(optimizer: Any) -> Conditional:
 class CalledOptimizer:
     """A `Conditional` for an optimizer with `step` alone: call it, then select old or new."""
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self.differentiable = getattr(optimizer, "differentiable", Conditional.differentiable)
         self.elementwise = getattr(optimizer, "elementwise", Conditional.elementwise)
@@ -83,7 +83,7 @@ class CalledOptimizer:
 
     def conditional_step(
         self, inputs: StepInputs, decision: Decision, *, in_place: bool = False
-    ) -> tuple[Tree, Any]:
+    ) -> tuple[Tree, Tree]:
         """Make the decided step, as in `Conditional`."""
         if decision.skip_on_host:
             return unchanged(inputs, in_place=in_place)
@@ -101,7 +101,7 @@ class CalledOptimizer:
             return select.where(skip, old, stepped, in_place=in_place)
 
 
-def unchanged(inputs: StepInputs, *, in_place: bool) -> tuple[Tree, Any]:
+def unchanged(inputs: StepInputs, *, in_place: bool) -> tuple[Tree, Tree]:
     """Return parameters and state of a skipped step: the given tensors, or copies."""
     old = inputs.params_tree(inputs.params), inputs.opt_state
     if not in_place:
@@ -165,12 +165,12 @@ class TransformationOptimizer:
             "params" in parameters and parameters["params"].kind is inspect.Parameter.KEYWORD_ONLY
         )
 
-    def init(self, params: Tree) -> Any:
+    def init(self, params: Tree) -> Tree:
         """Return the state of `tx`, in fresh memory."""
         return _tree.clone(self._init(params))
 
     @outside_autocast()
-    def step(self, params: Tree, grads: Tree, opt_state: Any) -> tuple[Tree, Any]:
+    def step(self, params: Tree, grads: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
         """Return parameters and state after one step. `tx` gets None for a gradient that is
         None.
         """

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .._torch import private
+from .._torch.tracing import constant_while_compiling
 from .._tree.scalars import real, whole
 
 RATE_IN_THE_STATE = (
@@ -117,7 +118,7 @@ class RateTable:
 
     # As a constant it is not copied from the host in each compiled step. The digest tells a
     # compiler the constants of two tables apart.
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    @constant_while_compiling
     def _on(self, device: torch.device, digest: str) -> Tensor:
         if device not in self._copies:
             # Later calls need a real tensor, whatever modes or transforms are active now.

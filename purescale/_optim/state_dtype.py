@@ -25,6 +25,7 @@ from .._optim.wrapper import Wrapper, stand_in, with_params
 from .._torch import foreach
 from .._torch.dtypes import HALF
 from .._torch.half_bits import nearest_on_bits
+from .._torch.tracing import constant_while_compiling
 from .._tree import tree as _tree
 from .._tree.tree import Leaves, Tree
 
@@ -84,7 +85,7 @@ class StateDtypeOptimizer(Wrapper):
 
     widens_params = False
 
-    def __init__(self, optimizer: Any, dtypes: Mapping[str, torch.dtype]) -> None:
+    def __init__(self, optimizer: Optimizer, dtypes: Mapping[str, torch.dtype]) -> None:
         sound = isinstance(dtypes, Mapping) and len(dtypes) > 0
         if not sound or not all([dtype in DTYPES for dtype in dtypes.values()]):
             raise TypeError(
@@ -96,7 +97,7 @@ class StateDtypeOptimizer(Wrapper):
         _check_parts(optimizer)
         self._inside = _others_inside(optimizer)
 
-    def init(self, params: Tree) -> Any:
+    def init(self, params: Tree) -> Tree:
         """Return the state before the first step."""
         state = self.optimizer.init(params)
         leaves = _slots(state)
@@ -250,7 +251,7 @@ def _others_inside(optimizer: Any) -> list[StateDtypeOptimizer]:
     return found
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_while_compiling
 def _matching(texts: tuple[str, ...], patterns: tuple[str, ...]) -> list[str]:
     return [p for p in patterns if any([fnmatch.fnmatchcase(text, p) for text in texts])]
 
@@ -267,7 +268,7 @@ def _slots(state: Any) -> Leaves:
     return [leaf for part in parts for leaf in values_of(part.slots)]
 
 
-def _with_slots(state: Any, leaves: Iterable[Any]) -> Any:
+def _with_slots(state: Tree, leaves: Iterable[Any]) -> Tree:
     """Return the state with other leaves in place of `_slots`."""
     if is_wrapped(state):
         fields = zip(state._fields, state, strict=True)

@@ -45,7 +45,7 @@ class StepInputs(NamedTuple):
     names: list[str]  # of every leaf
     params: Leaves  # with None; the local shard of a DTensor if the optimizer is elementwise
     grads: Gradients
-    opt_state: Any
+    opt_state: Tree
     named_params: dict[str, Tensor]  # the parameters that are tensors, by dotted name
     dense_off_graph: bool  # True if parameters, state and given gradients all are
     dtensors: tuple[Leaves, Leaves] | None = (
@@ -116,7 +116,7 @@ class StepInputs(NamedTuple):
         leaves = self.grads.restore(tensors)
         return leaves if self.dtensors is None else list(map(dtensor.shard, leaves))
 
-    def restore(self, params: Tree, opt_state: Any) -> tuple[Tree, Any]:
+    def restore(self, params: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
         """Return the results of a step, as DTensors if the arguments were."""
         if self.dtensors is None:
             return params, opt_state
@@ -132,7 +132,7 @@ NO_GRADS = FlatTree(None, [], None, dense_off_graph=True)  # of gradients that a
 
 
 def flatten_step(
-    optimizer: Any, params: Tree | FlatTree, grads: Tree, opt_state: Any | FlatTree
+    optimizer: Any, params: Tree | FlatTree, grads: Tree, opt_state: Tree | FlatTree
 ) -> StepInputs:
     """Return the checked inputs of a step. Refuse, naming the leaf, gradients that do not fit
     `params`, tensors on a graph, and shards of a parameter that the optimizer needs as a whole.
@@ -216,7 +216,7 @@ def present(names: Sequence[str], leaves: Sequence[Any]) -> dict[str, Any]:
     return {name: leaf for name, leaf in zip(names, leaves, strict=True) if leaf is not None}
 
 
-def _flatten_state(opt_state: Any) -> tuple[Leaves, Any]:
+def _flatten_state(opt_state: Tree) -> tuple[Leaves, Any]:
     # Listing the tensors is faster than walking through the dicts.
     if is_of_torch(opt_state):
         return tensors_of(opt_state), None
@@ -244,7 +244,7 @@ def _check_placements(weight: Any, params: Tree, index: int, optimizer: Any) -> 
         )
 
 
-def _check_state_placements(opt_state: Any, weights: dict[str, Any]) -> None:
+def _check_state_placements(opt_state: Tree, weights: dict[str, Any]) -> None:
     for name, slot in getattr(without_wrappers(opt_state), "slots", {}).items():
         weight = weights.get(name)
         for key, value in slot.items():

@@ -251,7 +251,7 @@ def with_stochastic_rounding(optimizer: Optimizer, seed: int = 0) -> RoundingOpt
 class RoundingOptimizer(Wrapper):
     """An optimizer that rounds by chance; made by `with_stochastic_rounding`."""
 
-    def __init__(self, optimizer: Any, seed: int) -> None:
+    def __init__(self, optimizer: Optimizer, seed: int) -> None:
         super().__init__(optimizer, seed)
         self._seed = seed
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from .._optim.decision import APPLY, Decision
 from .._optim.opt_state import OptState, without_wrappers
 from .._optim.partition import PartitionOptimizer
-from .._optim.protocol import as_conditional, unchanged
+from .._optim.protocol import Optimizer, as_conditional, unchanged
 from .._optim.step_inputs import StepInputs, flatten_step, present
 from .._torch import dtensor, foreach
 from .._torch.autocast import outside_autocast
@@ -48,7 +48,7 @@ class Wrapper:
     # True if the inner optimizer steps half parameters in float32.
     widens_params = True
 
-    def __init__(self, optimizer: Any, *settings: Any) -> None:
+    def __init__(self, optimizer: Optimizer, *settings: Any) -> None:
         if not_made(optimizer, "init", "step"):
             raise TypeError(
                 f"expected an optimizer, an object with `init` and `step`, got {optimizer!r}. Fix: "
@@ -71,7 +71,7 @@ class Wrapper:
 
     # ---- for subclasses
 
-    def init(self, params: Tree) -> Any:
+    def init(self, params: Tree) -> Tree:
         """Return the state before the first step."""
         raise NotImplementedError
 
@@ -110,7 +110,7 @@ class Wrapper:
     # ---- the step
 
     @outside_autocast()
-    def step(self, params: Tree, grads: Tree, opt_state: Any) -> tuple[Tree, Any]:
+    def step(self, params: Tree, grads: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
         """Return parameters and state after one step, in fresh memory."""
         inputs = flatten_step(self, params, grads, opt_state)
         self.check(inputs)
@@ -122,7 +122,7 @@ class Wrapper:
 
     def conditional_step(
         self, inputs: StepInputs, decision: Decision, *, in_place: bool = False
-    ) -> tuple[Tree, Any]:
+    ) -> tuple[Tree, Tree]:
         """Make the decided step, as in `Conditional`."""
         if decision.skip_on_host:
             return unchanged(inputs, in_place=in_place)
@@ -264,7 +264,7 @@ def _cut(value: Any, param: Tensor, span: Span) -> Any:
     return value if span.last else value.clone()
 
 
-def _state_of(state: Any, inputs: StepInputs, cut: Mapping[str, Span], *, last: bool) -> Any:
+def _state_of(state: Tree, inputs: StepInputs, cut: Mapping[str, Span], *, last: bool) -> Tree:
     """Return the part of an optimizer's state for a piece. Numbers of the whole state belong to the
     last piece; the other pieces get copies.
     """
@@ -320,7 +320,7 @@ def stand_in(like: Tensor, dtype: torch.dtype, made: dict[Any, Tensor]) -> Tenso
     return dtensor.from_local_like(like, made[key])
 
 
-def with_stand_ins(inputs: StepInputs, opt_state: Any) -> StepInputs:
+def with_stand_ins(inputs: StepInputs, opt_state: Tree) -> StepInputs:
     """Return the inputs with this state and float32 stand-ins for half parameters."""
     made: dict[Any, Tensor] = {}
     params = [
@@ -329,7 +329,7 @@ def with_stand_ins(inputs: StepInputs, opt_state: Any) -> StepInputs:
     return with_params(inputs, params, opt_state)
 
 
-def with_params(inputs: StepInputs, params: Leaves, opt_state: Any) -> StepInputs:
+def with_params(inputs: StepInputs, params: Leaves, opt_state: Tree) -> StepInputs:
     """Return the inputs with these parameters, in their order, and this state."""
     named = present(inputs.names, params)
     return inputs._replace(params=params, named_params=named, opt_state=opt_state, known=())
@@ -353,7 +353,7 @@ def widened(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in HALF else dtype
 
 
-def checked_state(state: Any, kind: type) -> Any:
+def checked_state(state: Tree, kind: type) -> Tree:
     """Return the state, or refuse one that is not this wrapper's."""
     if not isinstance(state, kind):
         raise TypeError(

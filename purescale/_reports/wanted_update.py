@@ -21,7 +21,7 @@ from .._tree.tree import Leaves, Tree, TreeT
 
 
 @outside_autocast()
-def wanted_update(optimizer: Optimizer, params: TreeT, grads: Tree, opt_state: Any) -> TreeT:
+def wanted_update(optimizer: Optimizer, params: TreeT, grads: Tree, opt_state: Tree) -> TreeT:
     """Equal to `optimizer.step(wide, grads, wide_state)[0] - wide`, with `wide` the parameters (or
     their masters) in float64, and `wide_state` the state for them.
 
@@ -104,7 +104,7 @@ def _wide(leaf: Any) -> Any:
     return leaf.detach().to(torch.promote_types(leaf.dtype, widest_float(leaf.device)))
 
 
-def _wide_state(optimizer: Any, inputs: StepInputs) -> Any:
+def _wide_state(optimizer: Any, inputs: StepInputs) -> Tree:
     """Return the state for the wide parameters."""
     opt_state = inputs.opt_state
     if isinstance(optimizer, TorchOptimizer):

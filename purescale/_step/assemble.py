@@ -25,10 +25,10 @@ from .._tree.tree import FlatTree, Leaves, Tree, TreeDef
 class Numbers(NamedTuple):
     """The small parts of a state."""
 
-    scaler: Any
+    scaler: Tree
     step: Tensor
     rng: Any
-    guard: Any
+    guard: Tree
 
 
 def assemble(
@@ -37,7 +37,7 @@ def assemble(
     memory: Memory,
     tried: FinalTry,
     outcome: Outcome,
-    updated: tuple[Tree, Any],
+    updated: tuple[Tree, Tree],
     numbers: Numbers,
 ) -> tuple[TrainState, StepInfo]:
     """Return the next state and the report. `updated`: the new parameters and optimizer state."""
@@ -88,7 +88,7 @@ def next_numbers(
 _FROM_RULE = "the state that the rule returned"
 
 
-def _next_scaler(options: StepOptions, before: FlatTree, tried: FinalTry, outcome: Outcome) -> Any:
+def _next_scaler(options: StepOptions, before: FlatTree, tried: FinalTry, outcome: Outcome) -> Tree:
     """Return the loss scale after the step."""
     used = tried.scaler.tree
     overflow, amax = _told_to_rule(options, tried, outcome)
@@ -130,7 +130,7 @@ def _told_to_rule(
     return bad, torch.where(outcome.found_inf & ~bad, torch.nan, amax)
 
 
-def _next_guard(outcome: Outcome, old: Leaves, new: Leaves, structure: TreeDef, _: Tensor) -> Any:
+def _next_guard(outcome: Outcome, old: Leaves, new: Leaves, structure: TreeDef, _: Tensor) -> Tree:
     """Return the new state of the guard, or the old one if something else skipped the step."""
     skipped_otherwise = outcome.found_inf & ~outcome.rejected  # type: ignore[operator]
     return structure.unflatten(choose(skipped_otherwise, old, new))

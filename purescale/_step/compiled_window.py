@@ -17,6 +17,7 @@ from .._module.norms import norms_in_float32
 from .._step.step_options import StepOptions
 from .._step.value_and_grad import MicrobatchResult, ValueAndGrad
 from .._torch import private
+from .._torch.tracing import constant_while_compiling
 from .._tree import tree as _tree
 from .._tree.gradients import as_gradients
 from .._tree.select import choose
@@ -25,7 +26,7 @@ from .._tree.tree import Leaves
 _numbers = itertools.count(1)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_while_compiling
 def _number() -> str:  # an int would become a symbolic one
     return str(next(_numbers))
 

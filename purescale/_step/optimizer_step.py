@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from .._distributed.process_group import Group
 from .._grads.clip import check_clip, check_ordered
 from .._grads.measure import measure
 from .._loss_scale.rule_protocol import HasScale
@@ -29,7 +30,7 @@ class Stepped(NamedTuple):
     """The result of `unscale_and_step`."""
 
     params: Tree
-    opt_state: Any
+    opt_state: Tree
     found_inf: Tensor  # bool []
     # float32 [], before clipping; not finite if found_inf; () if max_norm is None
     grad_norm: Any
@@ -96,14 +97,14 @@ def unscale_and_step(
     scaler: HasScale,
     params: Tree,
     scaled_grads: Tree,
-    opt_state: Any,
+    opt_state: Tree,
     max_norm: float | Tensor | None = None,
     clip_value: float | Tensor | None = None,
-    group: Any = None,
+    group: Group | None = None,
     donate: bool = False,
     norm_type: float = 2.0,
     amax: bool = False,
-    norm_group: Any = None,
+    norm_group: Group | None = None,
 ) -> Stepped:
     """Equal to `unscale_and_check`, `clip_by_global_norm`, `clip_by_value` and `maybe_step` in
     turn, in the fewest passes over memory.
@@ -185,7 +186,7 @@ def unscale_and_step(
 
 def update(
     updater: Conditional, inputs: StepInputs, grads: Gradients, outcome: Outcome, *, in_place: bool
-) -> tuple[Tree, Any]:
+) -> tuple[Tree, Tree]:
     """The stage `update`: return parameters and state after the decided step, in the trees of the
     arguments. `in_place`: their memory may be overwritten.
     """

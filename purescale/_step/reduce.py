@@ -14,7 +14,7 @@ from .._distributed.buckets import reduction_of
 from .._distributed.collectives import agree_on_all_ranks, describe_leaves, on_cpu
 from .._distributed.describe_settings import describe_setting
 from .._distributed.mesh import mesh_sizes
-from .._distributed.process_group import all_reduce, check_group
+from .._distributed.process_group import Group, all_reduce, check_group
 from .._step.microbatches import WindowGrads, sent_for_nan
 from .._step.step_options import FlatState, StepOptions
 from .._torch.dtypes import wide_dtype
@@ -82,7 +82,7 @@ def _apply_mean_change(old: Tensor, change: Tensor, value: Tensor) -> Tensor:
     return torch.where(change == 0, wide, moved).to(old.dtype)
 
 
-def _largest_integers(before: Leaves, after: Leaves, group: Any) -> Leaves:
+def _largest_integers(before: Leaves, after: Leaves, group: Group | None) -> Leaves:
     """Return `after` with the largest value of each integer over the ranks, from one reduction."""
     places = [
         place
@@ -100,8 +100,8 @@ def _largest_integers(before: Leaves, after: Leaves, group: Any) -> Leaves:
 
 
 def check_on_all_ranks(
-    group: Any, check: Callable[[], T], settings: dict[str, Any], state: Any
-) -> tuple[T, Any]:
+    group: Group | None, check: Callable[[], T], settings: dict[str, Any], state: Any
+) -> tuple[T, Group | None]:
     """Return the result of `check`, and the group, None for one of a single rank. If the ranks meet
     on a CPU, an error or a difference on one rank raises on every rank; otherwise nothing is
     compared.

@@ -248,7 +248,7 @@ def check_guarded(guard: Any, state: Tree) -> None:
         )
 
 
-def call_guard(guard: Guard[Any], state: Any, loss: Tensor, grad_norm: Any) -> tuple[Any, Tensor]:
+def call_guard(guard: Guard[Any], state: Tree, loss: Tensor, grad_norm: Any) -> tuple[Any, Tensor]:
     """Call `guard.update` and check what it returns."""
     returned = guard.update(state, loss, grad_norm)
     pair = isinstance(returned, tuple) and len(returned) == 2

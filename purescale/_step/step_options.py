@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
+from .._distributed.process_group import Group
 from .._grads.accumulate import OnNonfinite, check_on_nonfinite
 from .._grads.clip import Clip
 from .._loss_scale.rule_protocol import Rule
@@ -42,7 +43,7 @@ class StepOptions:
     weight_fn: Callable[[Any], float | Tensor] | None = None
     on_nonfinite: OnNonfinite = "drop_window"
     bn_update: BNUpdate = "each"
-    group: Any = None
+    group: Group | None = None
     max_retries: int = 0
     donate: bool = False
     takes_amax: bool = False  # the rule uses the largest gradient

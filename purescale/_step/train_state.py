@@ -22,8 +22,8 @@ class TrainState(NamedTuple):
 
     params: Tree
     buffers: Tree
-    opt_state: Any
-    scaler: Any
+    opt_state: Tree
+    scaler: Tree
     step: Tensor  # int64 []: the number of steps applied, without the skipped ones
     rng: Any  # uint8 [n], the state of a generator; () for torch's global generator
     guard: Any = ()  # the state of a guard; () without one

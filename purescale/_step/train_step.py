@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .._distributed.process_group import Group
 from .._grads.accumulate import OnNonfinite
 from .._grads.clip import Clip, check_clip, check_ordered
 from .._grads.measure import GradStats, measure
@@ -51,7 +52,7 @@ def train_step(
     clip_value: float | Tensor | None = None,
     on_nonfinite: OnNonfinite = "drop_window",
     bn_update: BNUpdate = "each",
-    group: Any = None,
+    group: Group | None = None,
     max_retries: int = 0,
     donate: bool = False,
     norm_type: float = 2.0,

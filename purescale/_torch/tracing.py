@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,11 @@ from .._torch.metadata_cache import PLAIN_TYPES as PLAIN_TYPES
 from .._torch.metadata_cache import cached
 from .._torch.private import traced as traced
 from .._torch.private import under_transform as under_transform
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+# torch's decorator has no types. Dynamo runs the function and takes its result for a constant.
+constant_while_compiling: Callable[[_Function], _Function] = torch.compiler.assume_constant_result
 
 # For tests: if True, a CPU decides like an accelerator, without reading a value.
 _as_an_accelerator = False

@@ -41,7 +41,8 @@ def memory_of_step(
 ) -> Memory:
     """Return the memory of one step."""
     donate = options.donate and not _on_graph(options.optimizer, inputs)
-    if traced() and not donate:
+    is_traced = traced()
+    if is_traced and not donate:
         return Memory(None)
     # Without donation nothing is written into the state of the optimizer.
     tensors, numbers = inputs.replaced if donate else (inputs.params, [])
@@ -50,7 +51,7 @@ def memory_of_step(
     if not flat.buffers.dense_off_graph:
         buffers = [leaf for leaf in buffers if not is_constant(leaf)]
     read_only = list(options.clip.tensor_bounds)
-    if not traced():
+    if not is_traced:
         read_only += _tree.all_tensors(list(microbatches))
     lists, known = [tensors, buffers], [inputs.dense_off_graph, flat.buffers.dense_off_graph]
     # A step that the host does not see may be captured in a CUDA graph, which needs its numbers at
@@ -61,7 +62,7 @@ def memory_of_step(
         known.append(False)
     else:
         read_only += numbers
-    pointers = [] if traced() else list(map(storage_pointers, [*lists, read_only]))
+    pointers = [] if is_traced else list(map(storage_pointers, [*lists, read_only]))
     given = {None, *chain.from_iterable(pointers)} if pointers else None
     if given is not None and not flat.params.dense_off_graph:
         # Constant buffers, and parameters before a lazy negation was resolved.

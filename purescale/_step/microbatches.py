@@ -54,6 +54,14 @@ class WindowFlags(NamedTuple):
     must_skip: Tensor | None  # bool []: for any mean; None if the mean alone decides
 
 
+class MicrobatchFlags(NamedTuple):
+    """The overflows of a window before its mean is measured."""
+
+    of_window: WindowFlags
+    counted: Tensor  # bool []: a microbatch has a weight
+    curable: Tensor  # bool []: an overflow of the mean is retryable
+
+
 class WindowGrads(NamedTuple):
     """The results of the microbatches of a step, on this rank or on all of a group."""
 
@@ -61,10 +69,7 @@ class WindowGrads(NamedTuple):
     loss: Tensor  # the mean over the microbatches that count
     buffers: Leaves
     aux: tuple[Any, ...]
-    # of the microbatches; None without a group if only the mean is measured
-    flags: WindowFlags | None
-    counted: Tensor | None = None  # bool []: a microbatch has a weight
-    curable: Tensor | None = None  # bool []: an overflow of the mean is retryable
+    flags: MicrobatchFlags | None  # None without a group if only the mean is measured
     divisor: Tensor | None = None  # of this rank's mean in that of a group; inf without a weight
     reduction: Reduction | None = None  # on its way to the other ranks
 
@@ -272,16 +277,17 @@ def flags_with_mean(window: WindowGrads, nonfinite: Tensor, options: StepOptions
     """Return the flags of a window whose mean was measured: its overflow counts as that of a
     microbatch. A running mean leaves out what overflows.
     """
-    if window.flags is None:
+    flags = window.flags
+    if flags is None:
         retryable = nonfinite
         if options.max_retries:
             retryable = nonfinite & torch.isfinite(window.loss)
         return WindowFlags(nonfinite, retryable, nonfinite, None)
     if window.grads.scale is None:
-        return window.flags
-    overflow, retryable, number, must_skip = window.flags
-    nonfinite = nonfinite & window.counted  # type: ignore[operator]
-    retryable = retryable | (nonfinite & window.curable)  # type: ignore[operator]
+        return flags.of_window
+    overflow, retryable, number, must_skip = flags.of_window
+    nonfinite = nonfinite & flags.counted
+    retryable = retryable | (nonfinite & flags.curable)
     return WindowFlags(overflow | nonfinite, retryable, number + nonfinite, must_skip)
 
 
@@ -420,11 +426,10 @@ def _summary(
         skip, retryable = any_invalid | any_overflow | ~any_good, any_overflow & curable
         mean = means[1]
     number = facts[4].to(torch.int64)
+    flags_of_window = WindowFlags(any_overflow, retryable, number, skip)
     summary = {
         "loss": mean.to(loss.dtype),
-        "flags": WindowFlags(any_overflow, retryable, number, skip),
-        "counted": facts[1] > 0,
-        "curable": curable,
+        "flags": MicrobatchFlags(flags_of_window, facts[1] > 0, curable),
     }
     if group is not None:
         which = 0 if drops_one else 1

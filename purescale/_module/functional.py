@@ -194,7 +194,7 @@ _requires_grad = operator.attrgetter("requires_grad")
 
 
 def _are_tensors(tree: Any) -> bool:
-    """True for a plain dict of plain tensors. A quick check: other valid dicts give False."""
+    """Return True for a plain dict of plain tensors. Other valid dicts give False."""
     return type(tree) is dict and set(map(type, tree.values())) <= PLAIN_TYPES
 
 

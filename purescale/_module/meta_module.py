@@ -155,8 +155,8 @@ class Skeleton:
 
     @private.only_inlined
     def is_kept(self) -> bool:
-        """True if something else holds one of its modules, such as a graph whose backward will run
-        a part of the forward again.
+        """Return True if something else holds one of its modules, such as a graph whose backward
+        will run a part of the forward again.
         """
         return any(map(operator.gt, self._references(), self.idle))
 
@@ -207,7 +207,9 @@ def _dotted_names(root: nn.Module, places: list[_Place]) -> list[str]:
 
 
 def _doubles(entries: list[_Slot], where: list[str]) -> list[tuple[int, int, str]]:
-    """For tensors in several places: the index of the first place, of another, and its path."""
+    """Return the indices of the first and another place of each tensor in several places, and the
+    path of that other place.
+    """
     first: dict[str, int] = {}
     indices = [first.setdefault(name, index) for index, (_, _, name) in enumerate(entries)]
     return [(f, index, where[index]) for index, f in enumerate(indices) if f != index]

@@ -90,7 +90,7 @@ def _described(tensor: Tensor) -> str:
 
 
 def disagree(*targets_and_sources: Tensor) -> bool:
-    """True if a copy into the second of two overlapping targets would change the first."""
+    """Return True if a copy into the second of two overlapping targets would change the first."""
     a, b, for_a, for_b = (
         dtensor.shard(tensor.detach(), on_graph=False) for tensor in targets_and_sources
     )

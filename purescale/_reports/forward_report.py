@@ -104,12 +104,12 @@ class _Row(NamedTuple):
 
     @property
     def poisoned(self) -> bool:
-        """True if it returned NaN or +inf, which masks do not hold."""
+        """Return True if it returned NaN or +inf, which masks do not hold."""
         return self.nan + self.posinf > 0
 
     @property
     def lowered(self) -> bool:
-        """True if it returned -inf outside of masks."""
+        """Return True if it returned -inf outside of masks."""
         return self.nonfinite > self.nan + self.posinf + self.masked
 
     @property

@@ -187,8 +187,8 @@ def unscale_and_step(
 def update(
     updater: Conditional, inputs: StepInputs, grads: Gradients, outcome: Outcome, *, in_place: bool
 ) -> tuple[Tree, Tree]:
-    """The stage `update`: return parameters and state after the decided step, in the trees of the
-    arguments. `in_place`: their memory may be overwritten.
+    """Return parameters and state after the decided step, in the trees of the arguments.
+    `in_place`: their memory may be overwritten.
     """
     decision = outcome.decision
     if updater.differentiable and decision.skip_on_host is not None:

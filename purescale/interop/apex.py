@@ -87,7 +87,7 @@ class ApexScale(ScaleAndCount):
 
     @property
     def dynamic(self) -> bool:
-        """True if the scale moves."""
+        """Return True if the scale moves."""
         return self.loss_scale == "dynamic"
 
     @property

@@ -178,7 +178,11 @@ def test_autocast_has_the_bits_of_torch_autocast(architecture, functional):
     assert same_bits(tensors(ours), [t.float() if t.is_floating_point() else t for t in theirs])
 
 
-def test_its_own_checkpointing_changes_no_bit(architecture, functional, monkeypatch):
+def test_its_own_checkpointing_has_the_bits_of_backward(architecture, functional, monkeypatch):
+    """Gradients are compared with those of the module with checkpointing too: without a cache the
+    keys have another layout, and some CPUs round their product differently. Buffers are those of
+    the model without checkpointing: torch's batch norm counts a batch twice under checkpoints.
+    """
     calls = []
 
     def counted(*args, **kwargs):
@@ -191,12 +195,12 @@ def test_its_own_checkpointing_changes_no_bit(architecture, functional, monkeypa
     if not enable_checkpointing(model):
         pytest.skip("it has none")
     (loss, buffers), grads = gradients(ps.make_functional(model), architecture)
-    (plain_loss, plain_buffers), plain_grads = gradients(functional, architecture)
     assert calls
     assert not any(calls)
-    assert same_bits(loss, plain_loss)
-    assert differing(grads, plain_grads) == []
-    assert differing(buffers, plain_buffers) == []
+    expected, expected_grads = backward(model, architecture)
+    assert same_bits(loss, expected)
+    assert differing(grads, expected_grads) == []
+    assert differing(buffers, gradients(functional, architecture)[0][1]) == []
 
 
 def test_what_a_call_leaves_in_a_module_reaches_no_other_call(architecture, functional, trained):

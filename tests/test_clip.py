@@ -201,6 +201,16 @@ def test_a_bound_beyond_the_range_of_the_dtype_is_no_bound(grad, bound):
     assert same_bits(ps.clip_by_value([grad], bound), [grad])
 
 
+@pytest.mark.parametrize("forced", [False, True])
+@pytest.mark.parametrize("bound", [math.inf, torch.tensor(math.inf)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_bound_of_inf_keeps_inf_as_torch_does(dtype, bound, forced):
+    grads = [torch.tensor([-math.inf, math.inf, 2.0]).to(dtype) for _ in range(3)]
+    with AsOnAnAccelerator() if forced else Dispatched():
+        clipped = ps.clip_by_value(grads, bound)
+    assert same_bits(clipped, [g.clamp(-math.inf, math.inf) for g in grads])
+
+
 @pytest.mark.parametrize("leaf", [1.0, torch.tensor([1])])
 def test_what_is_no_gradient_is_refused_by_path(leaf):
     for clip in (ps.clip_by_global_norm, ps.clip_by_value):

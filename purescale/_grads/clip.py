@@ -229,7 +229,8 @@ def clip_by_value(grads: TreeT, clip_value: float | Tensor, donate: bool = False
 
     Args:
         grads: A pytree of real, unscaled gradients; `None` passes through. NaN stays NaN, but inf
-            becomes `clip_value` (at most the largest number of the dtype), so check for inf before.
+            becomes a finite `clip_value` (at most the largest number of the dtype), so check for
+            inf before.
         clip_value: A number or a 0-d tensor above 0. If a tensor is 0, negative or NaN, all
             gradients become NaN.
         donate: `grads` may be overwritten; the caller gives them up. Same bits.

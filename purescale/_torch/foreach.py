@@ -6,6 +6,7 @@ transforms, which have no rules for lists.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -213,13 +214,15 @@ def clamp(
 
 
 def _clamped(tensor: Tensor, bound: float | Tensor, *, in_place: bool) -> Tensor:
-    # torch refuses a bound beyond the range of the dtype, though it bounds nothing.
     limit: Any = (
-        bound.to(tensor)
-        if isinstance(bound, Tensor)
-        else min(float(bound), torch.finfo(tensor.dtype).max)
+        bound.to(tensor) if isinstance(bound, Tensor) else _within_range(bound, tensor.dtype)
     )
     return tensor.clamp_(-limit, limit) if in_place else tensor.clamp(-limit, limit)
+
+
+def _within_range(bound: float, dtype: torch.dtype) -> float:
+    # torch refuses a finite bound beyond the range of the dtype.
+    return bound if bound == math.inf else min(float(bound), torch.finfo(dtype).max)
 
 
 def _clamped_list(
@@ -231,7 +234,7 @@ def _clamped_list(
         low: Any = _filled_like(tensors, -limit)
         high: Any = _filled_like(tensors, limit)
     else:
-        high = min(float(bound), torch.finfo(tensors[0].dtype).max)
+        high = _within_range(bound, tensors[0].dtype)
         low = -high
     if in_place:
         listops.clamp_min_(tensors, low)

@@ -631,6 +631,59 @@ def test_what_does_not_fit_is_refused_before_any_part_moves():
         ps.maybe_step(optimizer, *given, GO, donate=True)
 
 
+class Failing:
+    """An optimizer with `step` alone, which raises."""
+
+    def init(self, params):
+        return {name: torch.zeros_like(param) for name, param in params.items()}
+
+    def step(self, params, grads, opt_state):
+        raise RuntimeError("no more memory")
+
+
+HALVING = ps.from_transformation(
+    (
+        lambda params: {name: torch.zeros_like(p) for name, p in params.items()},
+        lambda grads, state, params: (
+            {n: -0.5 * g for n, g in grads.items()},
+            {n: s + 1 for n, s in state.items()},
+        ),
+    )
+)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        made(MOMENTUM, Failing()),
+        made(HALVING, Failing()),
+        made(MOMENTUM, ps.with_master_weights(Failing())),
+        made(MOMENTUM, made(HALVING, Failing(), lambda n, p: "others" if p.ndim else "matrices")),
+        ps.with_master_weights(made(MOMENTUM, Failing())),
+    ],
+    ids=["beside torch", "beside a pair", "with masters", "in a partition", "under masters"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("forced", [False, True])
+def test_a_part_whose_step_raises_leaves_every_part_whole(optimizer, dtype, forced):
+    params = params_of(dtype)
+    state = optimizer.init(params)
+    with (
+        tracing.as_on_an_accelerator() if forced else contextlib.nullcontext(),
+        Untouched((params, state)),
+        pytest.raises(RuntimeError, match="no more memory"),
+    ):
+        ps.maybe_step(optimizer, params, grads_of(params, 0), state, GO, donate=True)
+
+
+def test_the_state_keeps_the_order_of_the_parts():
+    optimizer = made(MOMENTUM, HALVING)
+    params = params_of()
+    state = optimizer.init(params)
+    stepped = ps.maybe_step(optimizer, params, grads_of(params, 0), state, GO)[1]
+    assert list(stepped) == list(state) == ["matrices", "others"]
+
+
 # ---- shards --------------------------------------------------------------------------------------
 
 

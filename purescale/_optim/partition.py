@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._optim.decision import APPLY, Decision
 from .._optim.opt_state import described, numbers_of
-from .._optim.protocol import Conditional, Optimizer, as_conditional
+from .._optim.protocol import CalledOptimizer, Conditional, Optimizer, as_conditional
 from .._optim.step_inputs import StepInputs, flatten_step
 from .._torch.autocast import outside_autocast
 from .._torch.dtensor import any_dtensor
@@ -97,7 +97,10 @@ class PartitionOptimizer:
     def __init__(self, optimizers: Mapping[str, Optimizer], label: Label) -> None:
         _check(optimizers, label)
         self.optimizers, self.label = dict(optimizers), label
-        self._parts = {key: as_conditional(each) for key, each in self.optimizers.items()}
+        parts = {key: as_conditional(each) for key, each in self.optimizers.items()}
+        # A `step` of somebody else may raise, so it runs before any part writes to given memory.
+        self._called = frozenset([key for key, part in parts.items() if _calls_step(part)])
+        self._parts = dict(sorted(parts.items(), key=lambda item: item[0] not in self._called))
         # A part that is not differentiable would detach what is on a graph.
         self.differentiable = all(part.differentiable for part in self._parts.values())
         self.summary = self.optimizers, label
@@ -135,10 +138,12 @@ class PartitionOptimizer:
         params: dict[str, Any] = {}
         opt_state = {}
         for key, optimizer, own in self.split(inputs):
-            stepped = optimizer.conditional_step(own, decision, in_place=in_place)
+            write = in_place and (key not in self._called or bool(decision.skip_on_host))
+            stepped = optimizer.conditional_step(own, decision, in_place=write)
             stepped, opt_state[key] = own.restore(*stepped)
             params.update(stepped)
-        return inputs.params_tree(list(map(params.get, inputs.names))), opt_state
+        in_order = {key: opt_state[key] for key in self.optimizers}
+        return inputs.params_tree(list(map(params.get, inputs.names))), in_order
 
     def split(self, inputs: StepInputs) -> list[Part]:
         """Return the inputs of each part."""
@@ -146,8 +151,8 @@ class PartitionOptimizer:
         if not (isinstance(opt_state, dict) and opt_state.keys() == self._parts.keys()):
             has = list(opt_state) if isinstance(opt_state, dict) else type(opt_state).__name__
             raise ValueError(
-                f"opt_state has the parts {has}, this optimizer has {list(self._parts)}. Likely "
-                "cause: the state of one optimizer alone, or of another partition. Fix: "
+                f"opt_state has the parts {has}, this optimizer has {list(self.optimizers)}. "
+                "Likely cause: the state of one optimizer alone, or of another partition. Fix: "
                 "`opt_state = optimizer.init(params)`, or what the last step returned."
             )
         members = self._members(inputs.names, inputs.params)
@@ -213,6 +218,14 @@ def _check(optimizers: Any, label: Any) -> None:
             f"label is {label!r}; expected a function of a parameter's dotted name and the "
             'parameter. Fix: lambda name, param: "muon" if param.ndim == 2 else "adamw".'
         )
+
+
+def _calls_step(optimizer: Any) -> bool:
+    """Return True if a step runs `step` of an object that is an `Optimizer` and no more."""
+    if isinstance(optimizer, PartitionOptimizer):
+        return bool(optimizer._called)
+    inner = getattr(optimizer, "conditional", None)
+    return isinstance(optimizer, CalledOptimizer) if inner is None else _calls_step(inner)
 
 
 def _by_name(members: Members, leaves: Leaves) -> dict[str, Any]:

@@ -25,12 +25,12 @@ f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float6
         ("params=float16", ps.Policy(f16, f16, f16)),
         ("half", ps.Policy(f16, f16, f16)),
         ("p=fp32,c=fp16,o=fp64", ps.Policy(f32, f16, f64)),
-        ("compute=autocast(fp16)", ps.Policy(f32, f16, f16, autocast=True)),
+        ("compute=autocast(fp16)", ps.Policy(f32, f16, None, autocast=True)),
         ("full", ps.Policy(f32, f32, f32)),
         ("float64", ps.Policy(f64, f64, f64, norm_dtype=f64)),
         ("compute=float16,norms=float16", ps.Policy(f32, f16, f16, norm_dtype=f16)),
         ("compute=autocast(float16),output=float32", ps.Policy(f32, f16, f32, autocast=True)),
-        ("compute=autocast(bf16)", ps.Policy(f32, bf16, bf16, autocast=True)),
+        ("compute=autocast(bf16)", ps.Policy(f32, bf16, None, autocast=True)),
     ],
 )
 def test_a_policy_string_means(text, expected):
@@ -81,6 +81,12 @@ def test_casting_a_tree_casts_floats_only_and_shares_nothing(cast, dtype):
         [None, "text"],
         torch.complex64,
     )
+
+
+def test_an_output_that_is_not_cast_is_copied_in_its_own_dtype():
+    tree = {"loss": torch.ones(()), "logits": torch.ones(2, dtype=f16)}
+    out = assert_pure(ps.policy("compute=autocast(float16)").cast_to_output, tree)
+    assert same_bits(out, tree) and not shares_memory(out, tree)
 
 
 # ---- with_policy
@@ -261,6 +267,59 @@ def test_autocast_has_the_bits_of_torch_autocast_around_the_module(dtype):
     found = torch.autograd.grad(out.float().sum(), list(weights.values()))
     expected = torch.autograd.grad(expected.float().sum(), list(model.parameters()))
     assert same_bits(list(found), list(expected))
+
+
+class TinyGPT(nn.Module):
+    """Returns `(logits, loss)`, as nanoGPT and the models of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(7, 8)
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, 7, bias=False)
+
+    def forward(self, tokens):
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+        logits = self.head(self.block(self.embedding(tokens), mask, is_causal=True))
+        targets = tokens.roll(-1, 1).flatten()
+        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), targets)
+
+
+@pytest.mark.parametrize("dtype", [f16, bf16])
+def test_a_loss_computed_in_the_model_keeps_the_dtype_that_autocast_gave_it(dtype):
+    model, tokens = TinyGPT(), torch.randint(0, 7, (3, 5))
+    apply, params, buffers = ps.make_functional(model)
+    weights = {name: p.requires_grad_() for name, p in params.items()}
+    name = str(dtype).removeprefix("torch.")
+    out, _ = ps.with_policy(apply, f"compute=autocast({name})")(weights, buffers, tokens)
+    with torch.autocast("cpu", dtype):
+        expected = model(tokens)
+    assert (out[0].dtype, out[1].dtype) == (dtype, f32)
+    assert same_bits([x.detach() for x in out], [x.detach() for x in expected])
+    grads = torch.autograd.grad(out[1] * 2.0**16, list(weights.values()))
+    of_torch = torch.autograd.grad(expected[1] * 2.0**16, list(model.parameters()))
+    assert same_bits(list(grads), list(of_torch))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # attention under vmap
+@pytest.mark.parametrize("traced", ["vmap", "compile"])
+def test_a_traced_model_under_autocast_has_its_outputs_as_they_are(traced):
+    apply, params, buffers = ps.make_functional(TinyGPT())
+    half = ps.with_policy(apply, "compute=autocast(bfloat16)")
+    tokens = torch.randint(0, 7, (2, 3, 5))
+
+    def loss_and_logits(params, tokens):
+        (logits, loss), _ = half(params, buffers, tokens)
+        return loss, logits.detach()
+
+    gradients = torch.func.grad_and_value(loss_and_logits, has_aux=True)
+    if traced == "vmap":
+        grads, (loss, logits) = torch.vmap(gradients, (None, 0))(params, tokens)
+    else:
+        compiled = torch.compile(gradients, fullgraph=True, backend="eager")
+        grads, (loss, logits) = compiled(params, tokens[0])
+    assert (logits.dtype, loss.dtype) == (bf16, f32)
+    assert all(grad.isfinite().all() for grad in grads.values())
 
 
 def test_norms_that_are_written_out_are_taken_out_of_autocast():

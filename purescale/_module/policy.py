@@ -36,7 +36,7 @@ class Policy:
     Args:
         param_dtype: The dtype in which the state keeps parameters.
         compute_dtype: The dtype of the computation.
-        output_dtype: The dtype of floating outputs.
+        output_dtype: The dtype of floating outputs. None leaves each as the model returns it.
         norm_dtype: The dtype of normalisation layers. None means float32, or `compute_dtype` if
             that is wider; with `autocast` None means torch's op lists.
         autocast: If True, torch's op lists for `compute_dtype` choose the dtype of each operator.
@@ -54,14 +54,15 @@ class Policy:
 
     param_dtype: torch.dtype = torch.float32
     compute_dtype: torch.dtype = torch.float32
-    output_dtype: torch.dtype = torch.float32
+    output_dtype: torch.dtype | None = torch.float32
     norm_dtype: torch.dtype | None = None
     autocast: bool = False
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name == "autocast" or (field.name == "norm_dtype" and value is None):
+            optional = field.name in ("output_dtype", "norm_dtype")
+            if field.name == "autocast" or (optional and value is None):
                 continue
             if not (isinstance(value, torch.dtype) and value.is_floating_point):
                 raise TypeError(
@@ -88,7 +89,7 @@ class Policy:
         return cast(tree, self.compute_dtype, copy=True)
 
     def cast_to_output(self, tree: Tree) -> Tree:
-        """Copy a tree and cast its floating tensors to `output_dtype`."""
+        """Copy a tree and cast its floating tensors to `output_dtype`, if that is not None."""
         return cast(tree, self.output_dtype, copy=True)
 
 
@@ -100,7 +101,8 @@ def policy(text: str) -> Policy:
     - Dtypes: float16, bfloat16, float32, float64 (or f16, fp16, half, bf16, f32, fp32, full, f64,
       fp64). `compute` also takes `autocast(float16)` and `autocast(bfloat16)`, torch's op lists.
     - Defaults: params is float32, compute is that of params, output that of compute. norms is
-      float32, or compute if that is wider; with autocast torch's op lists decide.
+      float32, or compute if that is wider. With autocast, torch's op lists decide about norms, and
+      outputs stay as the model returns them.
 
     Args:
         text: The policy in this grammar.
@@ -112,7 +114,7 @@ def policy(text: str) -> Policy:
     Example:
         >>> policy("params=float32,compute=float16,output=float32").compute_dtype
         torch.float16
-        >>> policy("compute=autocast(bfloat16)").autocast
+        >>> policy("compute=autocast(bfloat16)").output_dtype is None
         True
 
     Source of the grammar: jmp.get_policy.
@@ -141,10 +143,11 @@ def policy(text: str) -> Policy:
     compute_dtype = _dtype(
         text, compute.removeprefix("autocast(").removesuffix(")") if autocast else compute
     )
+    default_output = None if autocast else compute_dtype  # as torch.autocast, which casts no output
     return Policy(
         param_dtype=_dtype(text, found.get("params", "float32")),
         compute_dtype=compute_dtype,
-        output_dtype=_dtype(text, found["output"]) if "output" in found else compute_dtype,
+        output_dtype=_dtype(text, found["output"]) if "output" in found else default_output,
         norm_dtype=_dtype(text, found["norms"]) if "norms" in found else None,
         autocast=autocast,
     )
@@ -176,10 +179,12 @@ def with_policy(
       `policy.output_dtype`, in any container that torch's pytree knows.
     - Buffers are never cast and keep their dtype. Frozen parameters are cast like the others; a
       write of the forward into one is dropped.
-    - With `compute=autocast(...)` only outputs are cast, and torch's op lists choose the dtypes,
-      with the bits of `torch.autocast` around the module. Norms leave these lists if `norms=` is
-      given, and under torch.func, which lacks a rule for some. Use it for a net that adds floating
-      buffers (such as positional encodings) to its activations, which fails in plain half compute.
+    - With `compute=autocast(...)` nothing is cast, and torch's op lists choose the dtypes, with the
+      results of `torch.autocast` around the module: a loss that the model returns is float32. Only
+      `output=` casts outputs; `output=float32` is for a loss that is computed from them, outside of
+      autocast. Norms leave the lists if `norms=` is given, and under torch.func, which lacks a rule
+      for some. Use it for a net that adds floating buffers (such as positional encodings) to its
+      activations, which fails in plain half compute.
 
     Args:
         apply: A function that `make_functional` returned, or one like it.

@@ -347,15 +347,15 @@ def reject_autograd_history(**trees: Tree) -> None:
 # ---- leaves --------------------------------------------------------------------------------------
 
 
-def cast(tree: Tree, dtype: torch.dtype, *, copy: bool = False) -> Tree:
-    """Cast the floating tensors of `tree` to `dtype` and leave everything else. Containers that
-    only torch's pytree knows are cast too.
+def cast(tree: Tree, dtype: torch.dtype | None, *, copy: bool = False) -> Tree:
+    """Cast the floating tensors of `tree` to `dtype` (None: to their own) and leave everything else.
+    Containers that only torch's pytree knows are cast too.
     """
 
     def convert(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        return leaf.to(dtype if leaf.is_floating_point() else leaf.dtype, copy=copy)
+        return leaf.to((leaf.is_floating_point() and dtype) or leaf.dtype, copy=copy)
 
     return private.pytree.tree_map(convert, tree)
 

@@ -279,7 +279,7 @@ def initialize(
     | opt_level | policy | loss_scale |
     |---|---|---|
     | O0 | params=float32,compute=float32,output=float32 | 1.0 |
-    | O1 | params=float32,compute=autocast(float16),output=float32,norms=float32 | "dynamic" |
+    | O1 | params=float32,compute=autocast(float16),norms=float32 | "dynamic" |
     | O2 | params=float32,compute=float16,output=float32,norms=float32 | "dynamic" |
     | O3 | params=float16,compute=float16,output=float32,norms=float16 | 1.0 |
 
@@ -293,8 +293,8 @@ def initialize(
         patch_torch_functions: If True, torch's op lists choose the dtypes. Only in O1.
         keep_batchnorm_fp32: If True, all norms compute in float32. May be "True" or "False".
         master_weights: If False, parameters are kept in `cast_model_type` and not in float32.
-        cast_model_outputs: The dtype of the outputs, float32 by default. In O1 apex by default
-            leaves each output in its own dtype.
+        cast_model_outputs: The dtype of the outputs, float32 by default. In O1 each output is left
+            in its own dtype by default.
         num_losses: The number of losses; above 1 the second result is a tuple of rules.
         min_loss_scale: The floor of the scale, see `ApexScale`.
         max_loss_scale: The ceiling of the scale.
@@ -329,7 +329,7 @@ def initialize(
     scaling = ApexScale(
         level.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale
     )
-    policy = _policy(level, cast_model_outputs or torch.float32)
+    policy = _policy(level, cast_model_outputs)
     return policy, scaling if count == 1 else (scaling,) * count
 
 
@@ -356,7 +356,9 @@ def _overridden(opt_level: Any, overrides: _Level) -> _Level:
     return _Level(*(own if given is None else given for own, given in pairs))
 
 
-def _policy(level: _Level, output: torch.dtype) -> Policy:
+def _policy(level: _Level, output: torch.dtype | None) -> Policy:
+    if output is None and (level.cast_model_type or not level.patch_torch_functions):
+        output = torch.float32  # apex casts the outputs of a model that it has cast
     if level.patch_torch_functions:
         # Norms are among the float32 operators in apex's lists.
         half, wide = torch.float16, torch.float32

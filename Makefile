@@ -5,7 +5,7 @@ CONFORMANCE := .venv/.conformance
 BENCH := .venv/.bench
 DOCS := .venv/.docs
 
-.PHONY: demo demo-distributed test test-all matrix lint types notebooks docs conformance bench gpu clean
+.PHONY: demo demo-distributed test test-all fuzz matrix lint types notebooks docs conformance bench gpu clean
 
 demo: $(READY)
 	$(BIN)/python examples/digits.py
@@ -22,6 +22,9 @@ test: $(READY)
 test-all: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests --ignore=tests/conformance
 	$(BIN)/python -m pytest --doctest-modules purescale
+
+fuzz: $(READY)
+	HYPOTHESIS_PROFILE=fuzz OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m hypothesis tests --ignore=tests/conformance
 
 matrix: $(READY)
 	$(BIN)/nox --no-error-on-missing-interpreters

@@ -3,19 +3,32 @@ import sys
 
 import pytest
 import torch
-from helpers import CAPTURABLE
+from helpers import CAPTURABLE, EXAMPLES
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 from purescale._torch import tracing
 
 # Two workers on two cores: one thread each.
 torch.set_num_threads(1)
 
+# The examples of a check are the same on every machine; `make fuzz` draws fresh ones.
 settings.register_profile(
-    "default", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
+    "fuzz",
+    settings.get_profile("default"),
+    deadline=None,
+    max_examples=10 * EXAMPLES,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
 )
-settings.register_profile("ci", settings.get_profile("default"), derandomize=True, print_blob=True)
-settings.load_profile("ci" if os.environ.get("CI") else "default")
+settings.register_profile(
+    "checks", settings.get_profile("fuzz"), max_examples=EXAMPLES, derandomize=True
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "checks"))
+if settings.get_current_profile_name() == "checks":
+    # Hypothesis draws constants that it reads in the local modules that happen to be imported:
+    # which ones depends on the tests before, and on the path of the clone.
+    providers.is_local_module_file = lambda path: False
 
 
 @pytest.fixture(autouse=True)

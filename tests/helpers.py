@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
+from hypothesis import settings
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,6 +28,13 @@ from purescale.testing import shares_memory as shares_memory
 
 # The classes of torch.optim with a capturable implementation and without a fused kernel.
 CAPTURABLE = ("Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
+
+EXAMPLES = 50  # of a property, in the quick tests
+
+
+def examples(count: int) -> settings:
+    """Another number of examples for one property, which `make fuzz` multiplies too."""
+    return settings(max_examples=count * settings().max_examples // EXAMPLES)
 
 
 def tensors(tree: Any) -> list[Tensor]:

@@ -17,6 +17,7 @@ from helpers import (
     assert_close,
     at,
     clone,
+    examples,
     finite32,
     powers_of_two,
     same_bits,
@@ -25,7 +26,7 @@ from helpers import (
     trees,
     unstack,
 )
-from hypothesis import given, settings
+from hypothesis import given
 
 import purescale as ps
 from purescale.testing import assert_pure
@@ -327,7 +328,7 @@ def test_a_window_of_one_is_its_gradient_bit_for_bit(weight, value):
 # ---- full batch and tokens
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=5), st.randoms(use_true_random=False))
 def test_any_split_weighted_by_samples_gives_the_full_batch_gradient_in_any_order(sizes, random):
     torch.manual_seed(random.randint(0, 2**31))

@@ -14,6 +14,7 @@ from helpers import (
     batch,
     clone,
     cross_entropy_of,
+    examples,
     job,
     same_bits,
     shares_memory,
@@ -22,7 +23,7 @@ from helpers import (
     tensors,
     unstack,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from torch import nn
 
 import purescale as ps
@@ -126,7 +127,7 @@ def test_thousands_of_batches_lose_nothing():
     assert errors([normal(4, 8, 2, 2, seed=i) for i in range(1500)])[1] < 1e-6
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(
     st.lists(st.integers(1, 9), min_size=1, max_size=6),
     st.integers(0, 1000),
@@ -404,7 +405,7 @@ batches = st.lists(st.tuples(st.integers(1, 5), st.floats(-5, 5)), max_size=3).m
 )
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(batches, batches, batches)
 def test_merging_is_associative_and_commutative_with_the_empty_state_as_its_unit(a, b, c):
     close = {"rtol": 1e-10, "atol": 1e-10}

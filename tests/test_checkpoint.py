@@ -25,8 +25,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
-from helpers import Untouched, batch, clone, job, same_bits, shares_memory, tensors
-from hypothesis import assume, given, settings
+from helpers import Untouched, batch, clone, examples, job, same_bits, shares_memory, tensors
+from hypothesis import assume, given
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -141,7 +141,7 @@ def test_a_tree_comes_back_from_its_dict_bit_for_bit_in_fresh_memory(tree):
         assert all(type(entry) is pytree.MappingKey and type(entry.key) is str for entry in path)
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(trees)
 def test_a_tree_comes_back_from_a_file_bit_for_bit_in_fresh_memory(tmp_path_factory, tree):
     path = tmp_path_factory.getbasetemp() / "tree.pt"
@@ -593,13 +593,13 @@ def check_refused(call):
     assert len(str(caught.value)) < 3000  # and so without any repr of what was found
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(damaged())
 def test_a_damaged_dict_is_always_the_clear_error(d):
     check_refused(lambda: ps.from_state_dict(d, like=SMALL))
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(damaged())
 def test_a_damaged_dict_in_a_file_is_always_the_clear_error(tmp_path_factory, d):
     path = tmp_path_factory.getbasetemp() / "damaged.pt"
@@ -786,7 +786,7 @@ def test_a_mismatch_in_a_file_has_the_paths_as_code(tmp_path):
     assert eval(where, {"torch": torch}).shape == (2,)
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(st.floats(0, 1, exclude_max=True))
 def test_a_file_that_was_cut_off_is_the_clear_error(tmp_path_factory, share):
     path = tmp_path_factory.getbasetemp() / "cut.pt"

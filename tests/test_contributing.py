@@ -58,17 +58,27 @@ def project(tmp_path):
     return tmp_path
 
 
-def passes(project, section):
-    """The command that a section names, run in the project."""
-    command = shlex.split(re.search(r"`pytest ([^`]+)`", section).group(1))
-    found = subprocess.run(
+def run(project, *command, **environment):
+    """What pytest prints in the project, where all tests pass."""
+    done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *command],
         cwd=project,
-        env={"PYTHONPATH": str(project), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
+        env={
+            "PYTHONPATH": str(project),
+            "PATH": "/usr/bin:/bin",
+            "OMP_NUM_THREADS": "1",
+            **environment,
+        },
         capture_output=True,
         text=True,
     )
-    assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-1000:]
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    return done.stdout
+
+
+def passes(project, section):
+    """The command that a section names passes in the project."""
+    run(project, *shlex.split(re.search(r"`pytest ([^`]+)`", section).group(1)))
 
 
 def test_there_are_four_walk_throughs():
@@ -104,3 +114,47 @@ def test_the_map_has_the_floors_of_the_imports_from_the_top():
     rooms = re.findall(r"^(_\w+)/", layout, re.M)
     assert set(rooms) == {r for r in floor if r.startswith("_") and not r.endswith(".py")}
     assert [floor[room] for room in rooms] == sorted((floor[room] for room in rooms), reverse=True)
+
+
+DRAWS = """
+import hypothesis.strategies as st
+from helpers import examples
+from hypothesis import given
+
+@given(st.floats(), st.integers(), st.text())
+def test_a_property(number, count, text):
+    print("drawn", number, count, ascii(text))
+
+@examples(10)
+@given(st.floats())
+def test_a_costly_property(number):
+    print("costly", number)
+"""
+
+
+@pytest.mark.slow
+def test_checks_draw_the_same_examples_and_make_fuzz_fresh_ones_ten_times_as_many(project):
+    (project / "tests/test_drawn.py").write_text(DRAWS)
+    (project / "constants.py").write_text(f"NUMBERS = {[n + 0.123 for n in range(1000, 1200)]}")
+
+    def drawn(*arguments, **environment):
+        lines = run(project, "-s", "tests/test_drawn.py", *arguments, **environment).splitlines()
+        return [line.lstrip(".") for line in lines if "drawn" in line or "costly" in line]
+
+    check = drawn()
+    assert drawn(CI="1") == check
+    # which local modules a test before has imported
+    assert drawn("-p", "constants") == check
+    fuzz = drawn(HYPOTHESIS_PROFILE="fuzz")
+    assert fuzz != drawn(HYPOTHESIS_PROFILE="fuzz")
+    for what, most in (("drawn", 50), ("costly", 10)):
+        counts = [sum(what in line for line in lines) for lines in (check, fuzz)]
+        assert 0.8 * most <= counts[0] <= most
+        assert 8 * most <= counts[1] <= 10 * most
+
+
+def test_make_fuzz_multiplies_the_examples_of_every_property():
+    """A count of its own comes from `examples`."""
+    for path in Path(__file__).parent.glob("test_*.py"):
+        if path.name != Path(__file__).name:
+            assert not re.search(r"^@settings\(", path.read_text(), re.M), path.name

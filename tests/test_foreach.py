@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 from helpers import Untouched, assert_close, clone, same_bits, shares_memory
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from test_torch_optim import SETTINGS, grads_at, make_params
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -485,16 +485,20 @@ def test_a_cast_over_lists_has_the_bits_and_the_layout_of_that_tensor_by_tensor(
     kind=st.sampled_from([None, *FLOATS]),
     in_place=st.booleans(),
 )
+@example(leaves=[torch.tensor([0.0, inf])], bound=inf, kind=None, in_place=False)
 def test_a_bound_over_lists_has_the_bits_of_that_tensor_by_tensor(leaves, bound, kind, in_place):
     if kind is not None:
         bound = torch.tensor(bound, dtype=kind)
     elif math.isnan(bound):
         bound = 1.0
-    expected = [
-        t.clamp(-limit, limit)
-        for t in leaves
-        for limit in [min(bound, torch.finfo(t.dtype).max) if kind is None else bound.to(t.dtype)]
-    ]
+
+    def limit(dtype):
+        if kind is not None:
+            return bound.to(dtype)
+        # torch's clamp refuses a finite number beyond the range of the dtype, and takes inf
+        return bound if bound == inf else min(bound, torch.finfo(dtype).max)
+
+    expected = [t.clamp(-limit(t.dtype), limit(t.dtype)) for t in leaves]
     given = [t.contiguous() if in_place else t for t in clone(leaves)]
     with over_lists(), Untouched([] if in_place else given):
         found = foreach.clamp(given, bound, in_place=in_place)

@@ -12,6 +12,7 @@ from helpers import (
     Untouched,
     batch,
     clone,
+    examples,
     job,
     overflow_patterns,
     same_bits,
@@ -20,7 +21,7 @@ from helpers import (
     steered,
     tensors,
 )
-from hypothesis import given, settings
+from hypothesis import given
 
 import purescale as ps
 from purescale import interop
@@ -166,7 +167,7 @@ factors = st.sampled_from([2.0, 4.0, 16.0])
     st.integers(0, 319),
     st.integers(1, 9),
 )
-@settings(max_examples=25)
+@examples(25)
 def test_apex_equals_its_oracle(pattern, scale, window, floor, ceiling, change_at, new_window):
     rule = interop.apex.rule(
         init_scale=scale, scale_window=window, min_loss_scale=floor, max_loss_scale=ceiling
@@ -183,7 +184,7 @@ def test_apex_equals_its_oracle(pattern, scale, window, floor, ceiling, change_a
 
 
 @given(overflow_patterns, powers)
-@settings(max_examples=5)
+@examples(5)
 def test_apex_static_equals_its_oracle(pattern, scale):
     rule, oracle = (
         interop.apex.rule(loss_scale=str(scale)),
@@ -199,7 +200,7 @@ def test_apex_static_equals_its_oracle(pattern, scale):
 @given(
     overflow_patterns, powers, factors, st.integers(0, 9), st.integers(0, 319), st.integers(0, 9)
 )
-@settings(max_examples=25)
+@examples(25)
 def test_nnabla_equals_its_oracle(pattern, scale, factor, interval, change_at, new_interval):
     rule, oracle = (
         interop.nnabla.rule(scale=scale, scaling_factor=factor, N=interval),
@@ -227,7 +228,7 @@ def test_nnabla_equals_its_oracle(pattern, scale, factor, interval, change_at, n
     st.integers(0, 319),
     st.sampled_from([0.0, 0.2, 0.7]),
 )
-@settings(max_examples=60)
+@examples(60)
 def test_fairseq_equals_its_oracle_until_it_raises_and_check_scaler_raises_then(
     pattern, scale, factor, window, tolerance, threshold, minimum, change_at, new_tolerance
 ):
@@ -487,7 +488,7 @@ def test_equal_settings_are_equal_rules_whatever_type_they_came_in():
     ),
     grad=st.lists(st.floats(width=32), min_size=2, max_size=2),
 )
-@settings(max_examples=25)
+@examples(25)
 def test_parameters_stay_finite_at_whatever_scale_a_replica_reaches(name, scale, grad):
     state = RULES[name].init()._replace(scale=torch.tensor(scale))
     sgd, params = ps.from_torch(torch.optim.SGD, lr=2.0**-10), {"w": torch.ones(2)}
@@ -546,7 +547,7 @@ def given_settings(name, rule):
 
 @each_rule
 @given(pattern=flags)
-@settings(max_examples=10)
+@examples(10)
 def test_a_state_dict_restores_rule_and_state(name, pattern):
     rule, peer = RULES[name], peer_of(name)
     state = run(rule, pattern)
@@ -791,7 +792,7 @@ rubbish = st.one_of(
 
 @each_peer
 @given(data=st.data())
-@settings(max_examples=60)
+@examples(60)
 def test_a_fuzzed_state_dict_is_a_clear_error_or_a_usable_state(peer, data):
     d = sample(peer)
     inner = innermost(d)

@@ -9,8 +9,8 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import cross_entropy_of, same_bits
-from hypothesis import given, settings
+from helpers import cross_entropy_of, examples, same_bits
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -90,7 +90,7 @@ def trained(model, policy=POLICIES[0], steps=3, compiled=False, rng=None, **opti
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     norm=st.sampled_from(list(NORMS)),
     policy=st.sampled_from(POLICIES),

@@ -18,12 +18,13 @@ from helpers import (
     assert_close,
     by_parts,
     clone,
+    examples,
     in_processes,
     same_bits,
     shares_memory,
     tensors,
 )
-from hypothesis import given, settings
+from hypothesis import given
 
 import purescale as ps
 from purescale._grads.clip import clip_factor
@@ -583,7 +584,7 @@ def check_one_story(before, new, info, number):
         assert all(step == new.opt_state.applied for step in steps)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     name=st.sampled_from(sorted(EVERY)),
     dtype=st.sampled_from([torch.float32, torch.float64]),

@@ -20,6 +20,7 @@ from helpers import (
     at,
     batch,
     clone,
+    examples,
     job,
     same_bits,
     scaled_by,
@@ -28,7 +29,7 @@ from helpers import (
     tensors,
     unstack,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -485,7 +486,7 @@ def test_batch_norm_statistics_survive_a_bad_window(policy):
     assert same_bits(new.buffers, state.buffers if policy == "drop_window" else clean.buffers)
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(
     st.lists(
         st.tuples(st.sampled_from([1.0, -2.0, 5.0, INF, math.nan]), st.sampled_from([0, 1, 3])),
@@ -781,7 +782,7 @@ VALUES = st.sampled_from([0.0, 1.0, -2.0, 5.0, 3e38, INF, math.nan])
 WEIGHTS = st.sampled_from([0.0, 1.0, 3.0, math.nan, -1.0])
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(
     st.lists(st.tuples(VALUES, VALUES, WEIGHTS), min_size=1, max_size=4),
     st.sampled_from(["drop_window", "drop_microbatch"]),

@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from helpers import (
     Untouched,
     assert_close,
+    examples,
     same_bits,
     shares_memory,
     tensors,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from test_bn_stats import (
     INF,
     Labelled,
@@ -101,7 +102,7 @@ def test_samples_are_counted_as_they_come_so_that_an_odd_batch_is_no_measure_of_
     assert taken([torch.ones(size, 3) for size in sizes], num_samples) == expected
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(1, 40))
 def test_of_batches_that_do_not_grow_as_many_are_taken_as_fit_and_one_at_least(sizes, num_samples):
     sizes.sort(reverse=True)

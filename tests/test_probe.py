@@ -8,8 +8,17 @@ import hypothesis.strategies as st
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import HALF, Untouched, batch, cross_entropy_of, same_bits, shares_memory, small_net
-from hypothesis import given, settings
+from helpers import (
+    HALF,
+    Untouched,
+    batch,
+    cross_entropy_of,
+    examples,
+    same_bits,
+    shares_memory,
+    small_net,
+)
+from hypothesis import given
 from torch import nn
 
 import purescale as ps
@@ -91,7 +100,7 @@ MESSAGE = torch.tensor([1.0, 1.25, 1.5]).half()
     st.none() | st.integers(1, 4),
     st.sampled_from([1e-3, 1e-2, 0.5]),
 )
-@settings(max_examples=25)
+@examples(25)
 def test_whatever_the_exponents_it_equals_single_runs(exponents, chunk_size, tol):
     given = (two_leaves, TWO, {}, MESSAGE)
     probe = ps.probe_scales(*given, exponents=exponents, chunk_size=chunk_size, tol=tol)

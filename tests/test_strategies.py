@@ -3,6 +3,7 @@
 import hypothesis.strategies as st
 import pytest
 import torch
+from helpers import examples
 from hypothesis import find, given, settings
 
 import purescale as ps
@@ -20,7 +21,7 @@ from purescale.testing import (
 
 
 @given(scale_rules(), st.data())
-@settings(max_examples=30)
+@examples(30)
 def test_rules_and_their_states_can_be_drawn(rule, data):
     state = data.draw(scaler_states(rule))
     assert type(state) is type(rule.init())
@@ -66,7 +67,7 @@ LIKE = {
 
 
 @given(grad_trees(like=LIKE))
-@settings(max_examples=10)
+@examples(10)
 def test_gradients_like_a_tree_have_its_structure_shapes_and_dtypes(grads):
     assert _tree.names(grads) == _tree.names(LIKE)
     for ours, theirs in zip(_tree.tensors(grads), _tree.tensors(LIKE), strict=True):
@@ -74,7 +75,7 @@ def test_gradients_like_a_tree_have_its_structure_shapes_and_dtypes(grads):
 
 
 @given(params_and_grads(), st.booleans())
-@settings(max_examples=20)
+@examples(20)
 def test_parameters_and_gradients_make_a_step_that_is_pure(drawn, bad):
     params, grads = drawn
     sgd = ps.from_torch(torch.optim.SGD, lr=0.5, foreach=False)
@@ -84,7 +85,7 @@ def test_parameters_and_gradients_make_a_step_that_is_pure(drawn, bad):
 
 
 @given(overflow_runs(), overflow_runs(17))
-@settings(max_examples=20)
+@examples(20)
 def test_runs_are_flags_of_the_size_asked_for(any_size, seventeen):
     assert 1 <= len(any_size) <= 40
     assert len(seventeen) == 17

@@ -16,6 +16,7 @@ from helpers import (
     at,
     batch,
     clone,
+    examples,
     job,
     same_bits,
     scaled_by,
@@ -24,7 +25,7 @@ from helpers import (
     trained,
     trees,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from torch import nn
 
 import purescale as ps
@@ -181,7 +182,7 @@ def test_a_half_loss_is_reported_in_float32():
 # ---- microbatches
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5))
 def test_any_split_weighted_by_samples_gives_the_full_batch_step(sizes):
     x, y = (
@@ -743,7 +744,7 @@ def test_nothing_is_stepped_when_new_buffers_come_in_another_dtype():
 # ---- properties over random runs
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(trees(any32), st.sampled_from([ADAMW, SGD]), st.booleans())
 def test_maybe_step_is_pure_and_keeps_everything_on_a_skip(tree, optimizer, bad):
     params = pytree.tree_map(lambda t: None if t is None else torch.zeros_like(t), tree)
@@ -756,7 +757,7 @@ def test_maybe_step_is_pure_and_keeps_everything_on_a_skip(tree, optimizer, bad)
         assert same_bits(new, (params, state))
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(
     st.lists(st.sampled_from([0.5, -2.0, math.inf, math.nan]), min_size=1, max_size=12),
     st.integers(1, 4),

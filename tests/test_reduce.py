@@ -492,6 +492,53 @@ def _kept(rank):
         assert (new.params["w"] == -1.5).all()
 
 
+class WithoutSecond(torch.autograd.Function):
+    """The sum of two products, whose backward gives None for the second."""
+
+    @staticmethod
+    def forward(ctx, a, b, x):
+        ctx.save_for_backward(x)
+        return (a * x + b * x).sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0], None, None
+
+
+def by_a_function(params, buffers, x):
+    return WithoutSecond.apply(params["a"], params["b"], x), buffers
+
+
+def by_one_parameter(params, buffers, x):
+    return (params["a"] * x).square().sum(), buffers
+
+
+def _none(rank):
+    """A gradient that a backward leaves None is 0, for each optimizer and each rank."""
+    rule, world = ps.DynamicScale(), dist.group.WORLD
+    data = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, -1.0])]
+    compiled = torch.compile(by_one_parameter, backend="aot_eager")
+    for plain, loss_fn in ((by_a_function, by_a_function), (by_one_parameter, compiled)):
+        for number in (1, 2):
+            params = {"b": torch.ones(2), "a": torch.full((2,), 2.0)}
+            state = ps.init_train_state(params, {}, ADAMW, rule)
+            step = functools.partial(ps.train_step, optimizer=ADAMW, rule=rule, max_norm=1.0)
+            new, info = step(state, [data[rank]] * number, loss_fn=loss_fn, group=world)
+            alone, told = step(state, data * number, loss_fn=plain)
+            torch.testing.assert_close(new, alone)
+            torch.testing.assert_close(info, told)
+            assert the_same_everywhere(new, info)
+    # on one rank only
+    loss_fn = by_one_parameter if rank else by_a_function
+    new, _ = step(state, [data[rank]], loss_fn=loss_fn, group=world)
+    assert the_same_everywhere(new)
+    assert same_bits(new.params["b"], torch.ones(2) * (1 - 1e-2 * 1e-2))
+
+
+def test_a_gradient_that_is_none_in_a_backward_over_ranks_is_zero():
+    in_processes(_none)
+
+
 # ---- refusals ------------------------------------------------------------------------------------
 
 TREES = {
@@ -667,6 +714,11 @@ def _settings(rank):
     ):
         with pytest.raises(ValueError, match=f"the ranks do not hold the same.*{told}"):
             step(other, data, optimizer=sgd, group=world)
+    weighing = {"weight_fn": samples if rank else None}
+    with pytest.raises(ValueError, match=r"rank 0 has weight_fn=None, rank 1 has weight_fn='"):
+        step(state, data, optimizer=sgd, group=world, **weighing)
+    own_weights = {"weight_fn": [samples, lambda m: 1.0][rank]}  # of its own data
+    step(state, data, optimizer=sgd, group=world, **own_weights)
     both = {"max_norm": torch.tensor(1.0 + rank)}, {"max_norm": torch.tensor(1.0)}
     with pytest.raises(ValueError, match=r"max_norm=torch.float32 \(\) 1.0, rank 1 .* 2.0"):
         step(state, data, optimizer=sgd, group=world, **both[0])
@@ -729,8 +781,9 @@ def _trained(folder, until, dies_at, rank):
         data = [(batch(100 * index + 10 * rank + i, 4 + rank), limit) for i in range(1 + rank)]
         try:
             state, _ = step(state, data, group=dist.group.WORLD)
-        except RuntimeError:
+        except RuntimeError as error:
             assert index == dies_at
+            assert "another rank" in error.__notes__[0].lower()
             assert time.monotonic() - started < PATIENCE + 10
             os._exit(0)
         if rank == 0:
@@ -748,3 +801,25 @@ def test_a_rank_that_dies_is_an_error_on_the_others_and_a_restart_goes_on_bit_fo
     assert ps.load(torn / "state.pt", like=like).step == 3
     in_processes(functools.partial(_trained, str(torn), 5, None), 3, PATIENCE)
     assert same_bits(ps.load(torn / "state.pt", like=like), ps.load(whole / "state.pt", like=like))
+
+
+def _raised(rank):
+    """Rank 1 raises in its loss, and lives on: the others wait until the group's time is up."""
+    state, step = task(torch.float32)
+
+    def broken(params, buffers, microbatch):
+        raise KeyError("a column of this rank's file")
+
+    own = {"loss_fn": broken} if rank else {}
+    with pytest.raises(KeyError if rank else RuntimeError) as caught:
+        step(state, share(rank), group=dist.group.WORLD, **own)
+    if rank == 0:
+        (note,) = caught.value.__notes__
+        assert "another rank may have raised" in note
+        assert "--redirects" in note
+    os._exit(0)
+
+
+@pytest.mark.slow
+def test_a_time_out_says_that_another_rank_may_have_raised():
+    in_processes(_raised, patience=PATIENCE)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .._distributed.process_group import Group
+from .._distributed.process_group import Group, naming_other_ranks
 from .._torch import private
 from .._torch.dtypes import real_dtype, wide_dtype
 from .._torch.foreach import is_gapless
@@ -102,7 +102,8 @@ class Reduction:
         results: Leaves = [None] * len(self.like)
         for indices, row, work in zip(self.buckets, self.rows, self.works, strict=True):
             if work is not None:
-                work.wait()
+                with naming_other_ranks():
+                    work.wait()
             if traced():
                 sums = torch.split(row, [self.parts[index].numel() for index in indices])
                 for index, part in zip(indices, sums, strict=True):
@@ -152,7 +153,8 @@ class Reduction:
             row = torch.cat([self.parts[index].reshape(-1) for index in self.buckets[bucket]])
             self.rows[bucket] = private.all_reduce(row, "sum", self.group)
         elif self.rows[bucket].numel():
-            work = dist.all_reduce(self.rows[bucket], group=self.group, async_op=True)
+            with naming_other_ranks():
+                work = dist.all_reduce(self.rows[bucket], group=self.group, async_op=True)
         self.works.append(work)
 
 

@@ -21,6 +21,7 @@ from .._distributed.process_group import (
     all_reduce,
     check_group,
     is_single_process,
+    naming_other_ranks,
     resolve_group,
 )
 from .._torch import donation, private
@@ -210,14 +211,16 @@ def agree_on_all_ranks(
     device = private.object_device(group)
     local = torch.frombuffer(bytearray(fingerprint), dtype=torch.uint8).to(device)
     gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, local, group=group)
+    with naming_other_ranks():
+        dist.all_gather(gathered, local, group=group)
     rows = torch.stack(gathered).tolist()
     if rows.count(rows[0]) == len(rows):
         if refusal is not None:
             raise refusal
         return found
     answers: list[Any] = [None] * len(rows)
-    dist.all_gather_object(answers, (lines, refusal is not None), group=group)
+    with naming_other_ranks():
+        dist.all_gather_object(answers, (lines, refusal is not None), group=group)
     if refusal is not None:
         raise refusal
     for index, (others, refused) in enumerate(answers):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -21,10 +23,28 @@ def all_reduce(tensor: Tensor, op: str, group: Group | str | None) -> Tensor:
     group = resolve_group(group)
     if not torch.compiler.is_compiling():
         # Waited for here, because a view of a pending result would not wait for it.
-        return private.arrived(private.all_reduce(tensor, op, group))
+        with naming_other_ranks():
+            return private.arrived(private.all_reduce(tensor, op, group))
     # Inductor (2.11 to 2.13) reduces a result of torch.cat in place, although the inputs of
     # torch.cat share its memory: read again, they are the sum. A negation has its own memory.
     return -private.all_reduce(-tensor, "min" if op == "max" else op, group)
+
+
+@contextmanager
+def naming_other_ranks() -> Iterator[None]:
+    """Add the likely cause to torch's error about a collective that ran out of time or lost a rank:
+    a RuntimeError with gloo, and with NCCL a class of it.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        error.add_note(
+            "This rank was in a collective. Likely cause: another rank may have raised before it "
+            "came here, or have ended; the first error is in the output of that rank. Fix: look "
+            "for it there. torchrun names that rank as the root cause, and `torchrun --log-dir "
+            "logs --redirects 3` writes the output of each rank into a file of its own."
+        )
+        raise
 
 
 def is_single_process(group: Group | None) -> bool:

@@ -151,8 +151,10 @@ def train_step(
     settings = {**shared, **clipping, "optimizer": optimizer}
     # Over a group a wrong weight must raise before the other ranks wait for a reduction.
     asked = weight_fn if group is not None else None
+    # Its values may be of this rank's data, so only whether there is one must agree.
+    compared = {**settings, "weight_fn": None if weight_fn is None else "a function"}
     (flat, clip), group = check_on_all_ranks(
-        group, lambda: _check_call(state, microbatches, settings, asked), settings, state
+        group, lambda: _check_call(state, microbatches, settings, asked), compared, state
     )
     options = StepOptions(
         loss_fn=loss_fn,

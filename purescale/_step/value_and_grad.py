@@ -400,10 +400,12 @@ def _backward(loss: Tensor, inputs: Leaves, on_grad: Callable[[int, Tensor], Non
     taken: set[int] = set()
 
     def take(index: int, leaf: Tensor) -> None:
-        found = [leaf.grad]
+        if leaf.grad is None:  # a compiled loss or a Function gave None; zeros follow
+            return
+        gradient = [leaf.grad]
         leaf.grad = None
         taken.add(index)
-        on_grad(index, donation.take_ownership(found)[0])  # type: ignore[arg-type]
+        on_grad(index, donation.take_ownership(gradient)[0])
 
     for index, leaf in enumerate(inputs):
         leaf.grad = None  # a backward inside of loss_fn may have set it

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +13,6 @@ from torch import Tensor
 from .._optim.formulas import PlainArithmetic
 from .._torch import private
 from .._torch.metadata_cache import cached
-from .._tree import tree as _tree
 from .._tree.leaves import are_dense_real
 from .._tree.tree import Tree
 
@@ -253,90 +251,3 @@ def described(tensor: Any) -> str:
         return f"{tensor.dtype}, a nested tensor"
     layout = "" if tensor.layout is torch.strided else f" {tensor.layout}"
     return f"{tensor.dtype} {tuple(tensor.shape)}{layout}"
-
-
-# ---- torch's state dict --------------------------------------------------------------------------
-
-
-def state_dict(slots: Slots, groups: list[tuple[list[str], dict[str, Any]]]) -> dict[str, Any]:
-    """Return `torch.optim.Optimizer.state_dict()` of these slots, with copied tensors."""
-    slots = {name: {} if slot.get(FIRST, False) else slot for name, slot in slots.items()}
-    state: dict[int, dict[str, Tensor]] = {}
-    listed = []
-    for names, group in groups:
-        indices = [len(state) + offset for offset in range(len(names))]
-        # torch keeps step counts on the CPU, and moves them itself if an implementation needs it.
-        for index, name in zip(indices, names, strict=True):
-            state[index] = {
-                k: v.cpu().clone() if k == "step" else v.clone()
-                for k, v in slots[name].items()
-                if k != FIRST
-            }
-        lr = group["lr"]
-        listed.append(
-            {**group, "lr": lr.clone() if isinstance(lr, Tensor) else lr, "params": indices}
-        )
-    return {
-        "state": {index: slot for index, slot in state.items() if slot},
-        "param_groups": listed,
-    }
-
-
-def checked_state_dict(sd: Any) -> tuple[list[Mapping[str, Any]], Mapping[Any, Any]]:
-    """Return the groups and states of `torch.optim.Optimizer.state_dict()`, or refuse the dict."""
-    held = sd if isinstance(sd, Mapping) else {}
-    groups, states = held.get("param_groups"), held.get("state")
-    if not (
-        isinstance(groups, (list, tuple))
-        and all(isinstance(group, Mapping) for group in groups)
-        and all(isinstance(group.get("params"), (list, tuple)) for group in groups)
-        and isinstance(states, Mapping)
-        and all(isinstance(state, Mapping) for state in states.values())
-    ):
-        what = (
-            f"a dict with the keys {_tree.join_names([repr(key) for key in sd])}"
-            if isinstance(sd, Mapping)
-            else type(sd).__name__
-        )
-        raise ValueError(
-            f"sd is {what}; expected "
-            "{'state': {index: slots}, 'param_groups': [{'params': [index, ...], ...}]}. "
-            "Likely cause: a whole checkpoint, or the state dict of a module. Fix: "
-            "`optimizer.from_state_dict(checkpoint['optimizer'], params)`, with the result of "
-            "`torch.optim.Optimizer.state_dict()`."
-        )
-    return list(groups), states
-
-
-def restored(name: str, saved: dict[str, Any], fresh: dict[str, Tensor]) -> dict[str, Tensor]:
-    if not saved:
-        return fresh
-    kept = fresh.keys() - {FIRST}
-    if saved.keys() != kept:
-        raise ValueError(
-            f"the state of {name} has {sorted(map(str, saved))}, this optimizer keeps "
-            f"{sorted(kept)}. Likely cause: the state dict of another class or of other settings "
-            "(momentum, amsgrad, centered). Fix: from_torch with the class and settings that "
-            "wrote it."
-        )
-    restored = {}
-    for key, like in fresh.items():
-        if key == FIRST:
-            restored[key] = torch.zeros_like(like)
-            continue
-        value = saved[key]
-        if isinstance(value, numbers.Real):
-            value = torch.tensor(float(value), dtype=torch.float64, device="cpu")
-        if not isinstance(value, Tensor):
-            raise TypeError(
-                f"the state of {name} has {key} = {type(value).__name__}; expected a tensor. Fix: "
-                "`opt.state_dict()`, unchanged."
-            )
-        if value.shape != like.shape or (value.is_complex() and not like.is_complex()):
-            raise ValueError(
-                f"the state of {name} has {key} of shape {tuple(value.shape)}, {value.dtype}, "
-                f"expected {tuple(like.shape)}, {like.dtype}. Fix: params in the order the "
-                "optimizer had them."
-            )
-        restored[key] = value.detach().to(like.device, like.dtype, copy=True)
-    return restored

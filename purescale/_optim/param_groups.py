@@ -142,6 +142,11 @@ class OptimizerSettings:
             groups.append((members[matching], settings))
         return groups
 
+    def fixed_groups(self, names: tuple[str, ...]) -> list[tuple[list[str], dict[str, Any]]]:
+        """Return torch's parameter groups, with None for each setting that moves."""
+        rates = [None if moves else rate for rate, moves in zip(self.lrs, self.moves, strict=True)]
+        return self.torch_groups(names, rates, dict.fromkeys(self.hyper))
+
     def check_names(self, names: tuple[str, ...]) -> None:
         """Refuse a pattern that matches none of the names of all parameters."""
         if not self._patterns:
@@ -278,19 +283,23 @@ class OptimizerSettings:
         return {name: slots[name] for name in named}
 
     def numbers_from_dict(
-        self, saved_groups: Sequence[Mapping[str, Any]], names: tuple[str, ...], fresh: OptState
+        self,
+        saved_groups: Sequence[Mapping[str, Any]],
+        group_of: Mapping[str, int],
+        fresh: OptState,
     ) -> tuple[Any, Any]:
         """Return the rate and the other settings in a state dict, from those groups that take
-        theirs from the state, or the fresh ones if the dict has none.
+        theirs from the state, or the fresh ones if the dict has none. `group_of` has the index of
+        each parameter's group.
         """
         if not self.in_state:
             return fresh.lr, fresh.hyper
-        groups = [
-            g for _, g in self.torch_groups(names, range(len(self.lrs)), dict.fromkeys(self.hyper))
+        numbers = range(len(self.lrs)), dict.fromkeys(self.hyper)
+        pairs = [
+            (group, saved_groups[index])
+            for names, group in self.torch_groups(tuple(group_of), *numbers)
+            for index in dict.fromkeys(group_of[name] for name in names)
         ]
-        if len(saved_groups) != len(groups):
-            groups = [{"lr": 0, **dict.fromkeys(self.hyper)}]
-        pairs = list(zip(groups, saved_groups, strict=True))
         scheduled, device = callable(self._lr), fresh.applied.device
         lr, hyper = fresh.lr, dict(fresh.hyper)
         if self.lr_in_state:

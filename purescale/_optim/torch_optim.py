@@ -18,15 +18,19 @@ from .._optim.opt_state import (
     OptState,
     SlotLayout,
     Slots,
-    checked_state_dict,
-    restored,
     slots_like,
-    state_dict,
     values_of,
 )
 from .._optim.param_groups import PARAMETERS_GIVEN, OptimizerSettings, Overrides, Schedule
 from .._optim.protocol import unchanged
 from .._optim.step_inputs import StepInputs, flatten_step, working_copies
+from .._optim.torch_state_dict import (
+    checked_state_dict,
+    find_parameters,
+    in_the_form_of,
+    restored,
+    state_dict,
+)
 from .._optim.unfused import UnfusedStep, check_in_state
 from .._torch import foreach, private
 from .._torch.autocast import outside_autocast
@@ -356,13 +360,23 @@ class TorchOptimizer:
         chosen = iter(foreach.where(decision.skip, old, new, in_place=in_place))  # type: ignore[arg-type]
         return dict(zip(weights, chosen, strict=False)), slots_like(slots, chosen)
 
-    def to_state_dict(self, opt_state: OptState, initial_lr: float | None = None) -> dict[str, Any]:
-        """Equal to `cls(groups).state_dict()` of an optimizer that made the same steps, with copied
-        tensors and the current `lr`. Syncs with the host.
+    def to_state_dict(
+        self,
+        opt_state: OptState,
+        initial_lr: float | None = None,
+        like: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Equal to `cls(groups).state_dict()` of an optimizer that was made with names and made the
+        same steps, with copied tensors and the current `lr`. Syncs with the host.
 
         The first group has the parameters that no override matches; the groups of the overrides
-        follow. torch takes the flags of a loaded optimizer from the dict, so to load it into
-        `AdamW(params, fused=True)`, make this optimizer with `fused=True` too.
+        follow, and each has its `param_names`. torch's `load_state_dict` goes by position and does
+        not look at the names: give it `to_state_dict(opt_state, like=theirs.state_dict())`, or make
+        `theirs` from the groups of this dict, `cls([{"params": [(n, model.get_parameter(n)) for n
+        in group["param_names"]]} for group in sd["param_groups"]])`.
+
+        torch takes the flags of a loaded optimizer from the dict, so to load it into
+        `AdamW(params, fused=True)` without `like`, make this optimizer with `fused=True` too.
 
         Args:
             opt_state: The state of this optimizer.
@@ -370,9 +384,20 @@ class TorchOptimizer:
                 f, last_epoch=...)`. By default it is the larger of a schedule's first and current
                 rate (for a schedule that warms up, give its peak), or `opt_state.lr` if the
                 schedule multiplies a rate in the state.
+            like: The state dict of the torch optimizer that will load the result, which then has
+                its groups, order, flags, and what it has of other parameters. Parameters are found
+                in it as `from_state_dict` finds them.
+
+        Raises:
+            ValueError: If `like` has other parameters, leaves their order open, or has those of two
+                groups in one.
         """
         groups = self._groups.saved_groups(opt_state, initial_lr)
-        return state_dict(opt_state.slots, groups)
+        sd = state_dict(opt_state.slots, groups)
+        if like is None:
+            return sd
+        fixed = self._groups.fixed_groups(tuple(opt_state.slots))
+        return in_the_form_of(like, sd, fixed, opt_state.slots)
 
     def from_state_dict(
         self, sd: Mapping[str, Any], params: Tree, applied: int | Tensor | None = None
@@ -380,43 +405,35 @@ class TorchOptimizer:
         """Return the state in `cls(groups).state_dict()`, copied. Syncs with the host. A
         setting is taken from the dict only if `in_state` names it.
 
+        Parameters are found by name if the groups of `sd` have `param_names`, as `to_state_dict`
+        writes them, and torch for an optimizer made from `model.named_parameters()`. Without names
+        they are found by position: one group has `params` in their order. Several groups may come
+        in any order, each with its parameters in the order of `params`, if sizes, shapes and
+        settings (`lr` or `initial_lr`, `weight_decay`, ...) tell them apart.
+
         Args:
-            sd: A state dict of torch.optim or of `to_state_dict`.
-            params: The parameters, in the order in which `to_state_dict` lists them, or in their
-                own order if `sd` has one group.
+            sd: A state dict of torch.optim or of `to_state_dict`. To name the parameters of one
+                without names, put a list `param_names` into each group.
+            params: The parameters. What `sd` has of others is left out if it has names.
             applied: The number of applied steps, from which a schedule goes on:
                 `scheduler.last_epoch` of a scheduler that stepped with the optimizer. By default it
                 is the largest step count in `sd`. A class without step counts (SGD, Muon) starts at
                 1 if `sd` has any state, else at 0.
 
         Raises:
-            ValueError: If the state is that of another class or model, if groups disagree on a
-                setting in the state, or if a schedule needs a count and `sd` has none.
+            ValueError: If the state is that of another class or model; if `sd` has no names, and
+                its groups do not fit or could be exchanged; if groups disagree on a setting in the
+                state; if a schedule needs a count and `sd` has none.
         """
         saved_groups, states = checked_state_dict(sd)
         known = None if applied is None else _whole_count(applied)
         fresh = self.init(params)
-        groups = [
-            names for names, _ in self._groups.torch_groups(tuple(fresh.slots), self._groups.lrs)
-        ]
-        if len(saved_groups) == 1:
-            groups = [list(fresh.slots)]
-        sizes = [len(group["params"]) for group in saved_groups]
-        if sizes != list(map(len, groups)):
-            raise ValueError(
-                f"the state dict has groups of {sizes} parameters, this optimizer has "
-                f"{list(map(len, groups))}. Likely cause: other params, or other overrides. Fix: "
-                "overrides that match the groups of the optimizer that wrote it, in its order."
-            )
-        order = [name for names in groups for name in names]
+        names = tuple(fresh.slots)
+        fixed = self._groups.fixed_groups(names)
+        places = find_parameters(saved_groups, states, fixed, fresh.slots)
         slots = fresh.slots  # replaced one by one, so that memory holds one state only
-        for name, index in zip(
-            order, (index for group in saved_groups for index in group["params"]), strict=True
-        ):
-            saved = {
-                key: value for key, value in states.get(index, {}).items() if value is not None
-            }
-            slots[name] = restored(name, saved, slots[name])
+        for name, place in places.items():
+            slots[name] = restored(name, states.get(place.key, {}), slots[name])
         steps = [slot["step"] for slot in slots.values() if "step" in slot]
         if steps and not bool(torch.isfinite(torch.stack(steps)).all()):
             raise ValueError(
@@ -435,9 +452,9 @@ class TorchOptimizer:
             count = torch.stack(steps).max().to(torch.int64)
         else:
             count = fresh.applied + bool(states)
-        return OptState(
-            count, slots, *self._groups.numbers_from_dict(saved_groups, tuple(fresh.slots), fresh)
-        )
+        group_of = {name: place.group for name, place in places.items()}
+        numbers = self._groups.numbers_from_dict(saved_groups, group_of, fresh)
+        return OptState(count, slots, *numbers)
 
 
 # In older versions is_compiling() is False while the compiler behind Dynamo traces.

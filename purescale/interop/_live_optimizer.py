@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from .._optim.master_weights import MasterState, master_weights, masters_within
-from .._optim.opt_state import OptState, state_dict, without_wrappers
+from .._optim.opt_state import OptState, without_wrappers
 from .._optim.param_groups import FLAGS
 from .._optim.partition import PartitionOptimizer
 from .._optim.schedule import RateTable, check_scheduler, place_of, rates_of, stand_in
 from .._optim.torch_optim import TorchOptimizer, from_torch
+from .._optim.torch_state_dict import state_dict
 from .._step.train_state import TrainState
 from .._tree.scalars import whole
 from .._tree.tree import join_names
@@ -120,7 +121,7 @@ def slots_of(
     """
     live = dict(model.named_parameters())
     state = {index: optimizer.state.get(live[name], {}) for index, name in enumerate(params)}
-    return {"state": state, "param_groups": [{"params": list(state)}]}
+    return {"state": state, "param_groups": [{"params": list(state), "param_names": list(params)}]}
 
 
 # ---- back into torch

@@ -1,0 +1,309 @@
+"""torch's state dicts of an optimizer: written with names, read by name or by position."""
+
+from __future__ import annotations
+
+import copy
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._optim.opt_state import FIRST, Slots
+from .._optim.param_groups import FLAGS
+from .._tree import tree as _tree
+
+Groups = Sequence[tuple[list[str], Mapping[str, Any]]]  # names, and the settings of each group
+
+NAME_THEM = (
+    "Fix: names, which `to_state_dict` writes, and torch for an optimizer that was made from "
+    "`model.named_parameters()`. For another one `names = {id(p): n for n, p in "
+    "model.named_parameters()}` and `for group, live in zip(sd['param_groups'], "
+    "torch_optimizer.param_groups): group['param_names'] = [names[id(p)] for p in live['params']]`."
+)
+
+# ---- written -------------------------------------------------------------------------------------
+
+
+def state_dict(slots: Slots, groups: list[tuple[list[str], dict[str, Any]]]) -> dict[str, Any]:
+    """Return `torch.optim.Optimizer.state_dict()` of these slots, with copied tensors."""
+    slots = {name: {} if slot.get(FIRST, False) else slot for name, slot in slots.items()}
+    state: dict[int, dict[str, Tensor]] = {}
+    listed = []
+    for names, group in groups:
+        indices = [len(state) + offset for offset in range(len(names))]
+        # torch keeps step counts on the CPU, and moves them itself if an implementation needs it.
+        for index, name in zip(indices, names, strict=True):
+            state[index] = {
+                k: v.cpu().clone() if k == "step" else v.clone()
+                for k, v in slots[name].items()
+                if k != FIRST
+            }
+        lr = group["lr"]
+        lr = lr.clone() if isinstance(lr, Tensor) else lr
+        listed.append({**group, "lr": lr, "params": indices, "param_names": list(names)})
+    return {
+        "state": {index: slot for index, slot in state.items() if slot},
+        "param_groups": listed,
+    }
+
+
+def in_the_form_of(like: Any, sd: dict[str, Any], groups: Groups, slots: Slots) -> dict[str, Any]:
+    """Return `sd` with the groups, the order and the flags of the state dict `like`, which keeps
+    what it has of other parameters.
+    """
+    saved_groups, states = checked_state_dict(like)
+    places = find_parameters(saved_groups, states, groups, slots)
+    own = {
+        name: (group, key)
+        for group in sd["param_groups"]
+        for name, key in zip(group["param_names"], group["params"], strict=True)
+    }
+    written = []
+    for index, saved in enumerate(saved_groups):
+        members = [name for name, place in places.items() if place.group == index]
+        settings = own[members[0]][0] if members else saved
+        for name in members:
+            if misfit := _differing(settings, own[name][0]):
+                raise ValueError(
+                    f"like: param_groups[{index}] has {members[0]} and {name}, which are in two "
+                    f"groups here: {name} {misfit}. Likely cause: overrides that the torch "
+                    "optimizer does not have. Fix: a torch optimizer made from these groups, "
+                    "`sd = optimizer.to_state_dict(opt_state)` and `cls([{'params': [(n, "
+                    "model.get_parameter(n)) for n in group['param_names']]} for group in "
+                    "sd['param_groups']])`."
+                )
+        kept = {name: saved[name] for name in ("params", "param_names", *FLAGS) if name in saved}
+        written.append({**saved, **settings, **kept})
+        if "param_names" not in saved:
+            written[-1].pop("param_names", None)
+    names = {place.key: name for name, place in places.items()}
+    state = {}
+    for key in [key for group in saved_groups for key in group["params"]]:
+        if key in names:
+            slot = sd["state"].get(own[names[key]][1])
+        else:
+            slot = copy.deepcopy(states.get(key))
+        if slot:
+            state[key] = slot
+    return {"state": state, "param_groups": written}
+
+
+# ---- read ----------------------------------------------------------------------------------------
+
+
+def checked_state_dict(sd: Any) -> tuple[list[Mapping[str, Any]], Mapping[Any, Any]]:
+    """Return the groups and states of `torch.optim.Optimizer.state_dict()`, or refuse the dict."""
+    parts = sd if isinstance(sd, Mapping) else {}
+    groups, states = parts.get("param_groups"), parts.get("state")
+    if not (
+        isinstance(groups, (list, tuple))
+        and all(isinstance(group, Mapping) for group in groups)
+        and all(isinstance(group.get("params"), (list, tuple)) for group in groups)
+        and isinstance(states, Mapping)
+        and all(isinstance(state, Mapping) for state in states.values())
+    ):
+        what = (
+            f"a dict with the keys {_tree.join_names([repr(key) for key in sd])}"
+            if isinstance(sd, Mapping)
+            else type(sd).__name__
+        )
+        raise ValueError(
+            f"sd is {what}; expected "
+            "{'state': {index: slots}, 'param_groups': [{'params': [index, ...], ...}]}. "
+            "Likely cause: a whole checkpoint, or the state dict of a module. Fix: "
+            "`optimizer.from_state_dict(checkpoint['optimizer'], params)`, with the result of "
+            "`torch.optim.Optimizer.state_dict()`."
+        )
+    return list(groups), states
+
+
+class Place(NamedTuple):
+    """Where a state dict has a parameter."""
+
+    group: int  # index in sd["param_groups"]
+    key: Any  # in sd["state"]
+
+
+def find_parameters(
+    saved_groups: Sequence[Mapping[str, Any]],
+    states: Mapping[Any, Mapping[str, Any]],
+    groups: Groups,
+    slots: Slots,
+) -> dict[str, Place]:
+    """Return where a state dict has each parameter: by name if it has names, else by position.
+
+    A state dict without names is that of `groups`, which have None for a setting that may have
+    moved, in any order. Positions are taken only if shapes and settings leave one order.
+    """
+    keys = [[Place(index, key) for key in g["params"]] for index, g in enumerate(saved_groups)]
+    names = _names_in(saved_groups)
+    if names is not None:
+        places = dict(zip(names, [place for group in keys for place in group], strict=True))
+        missing = [name for name in slots if name not in places]
+        if missing:
+            raise ValueError(
+                f"the state dict has no {_tree.join_names(missing)}; it has "
+                f"{_tree.join_names(list(places))}. Likely cause: the names of a wrapped model "
+                "(`module.`, `_orig_mod.`), or another model. Fix: `for group in "
+                "sd['param_groups']: group['param_names'] = [name.removeprefix('module.') for name "
+                "in group['param_names']]`."
+            )
+        return {name: places[name] for name in slots}
+    filled = [index for index, group in enumerate(keys) if group]
+    if len(filled) < 2:
+        groups = [(list(slots), {})] if slots else []
+    sizes, expected = [len(keys[index]) for index in filled], [len(names) for names, _ in groups]
+    if sorted(sizes) != sorted(expected):
+        raise ValueError(
+            f"the state dict has groups of {sizes} parameters and no names, this optimizer has "
+            f"{expected}. Likely cause: other params, frozen ones that the dict counts, or other "
+            f"overrides. {NAME_THEM}"
+        )
+    order = _order(saved_groups, states, groups, slots) if len(filled) > 1 else filled
+    positions = {
+        name: place
+        for (names, _), index in zip(groups, order, strict=True)
+        for name, place in zip(names, keys[index], strict=True)
+    }
+    return {name: positions[name] for name in slots}
+
+
+def _names_in(groups: Sequence[Mapping[str, Any]]) -> list[str] | None:
+    """Return the names of all parameters, in the order of the groups, or None without names. The
+    state dicts of torch.distributed.checkpoint have them in place of positions.
+    """
+    names = []
+    for index, group in enumerate(groups):
+        listed = group.get("param_names", group["params"])
+        if len(listed) != len(group["params"]):
+            raise ValueError(
+                f"the state dict has {len(listed)} param_names for the {len(group['params'])} "
+                f"parameters of param_groups[{index}]. Fix: one name for each, in its order."
+            )
+        names.extend(listed)
+    unnamed = [name for name in names if not isinstance(name, str)]
+    if len(unnamed) < len(names) or len(set(names)) < len(names):
+        twice = [name for name in names if names.count(name) > 1]
+        if unnamed or twice:
+            what = f"{twice[0]!r} twice" if twice else "names for some of its parameters only"
+            raise ValueError(f"the state dict has {what}. Fix: a name of its own for each.")
+    return None if unnamed or not names else names
+
+
+def _order(
+    saved_groups: Sequence[Mapping[str, Any]],
+    states: Mapping[Any, Mapping[str, Any]],
+    groups: Groups,
+    slots: Slots,
+) -> list[int]:
+    """Return which group of a state dict each group is, if shapes and settings leave one answer."""
+    every = [index for index, group in enumerate(saved_groups) if group["params"]]
+    misfits = [
+        {index: _misfit(saved_groups[index], states, *group, slots) for index in every}
+        for group in groups
+    ]
+    left = {
+        own: [index for index, misfit in tried.items() if misfit is None]
+        for own, tried in enumerate(misfits)
+    }
+    order: dict[int, int] = {}
+    while left:
+        # If there is one order only, some group fits in one place only.
+        own = min(left, key=lambda one: len(left[one]))
+        fitting, names = left.pop(own), _tree.join_names(groups[own][0])
+        if not fitting:
+            why = [f"param_groups[{i}] {why or 'is another'}" for i, why in misfits[own].items()]
+            raise ValueError(
+                f"the state dict has no names, and no group of it fits {names}: "
+                f"{'; '.join(why[:5])}. Likely cause: another order of parameters, or settings "
+                f"that were changed. {NAME_THEM}"
+            )
+        if len(fitting) > 1 and any(states.values()):
+            raise ValueError(
+                f"the state dict has no names, and param_groups{fitting} have the shapes and "
+                f"settings of {names}, so parameters could exchange their state. {NAME_THEM}"
+            )
+        order[own] = fitting[0]
+        left = {one: [i for i in places if i != fitting[0]] for one, places in left.items()}
+    return [order[own] for own in range(len(groups))]
+
+
+def _misfit(
+    saved: Mapping[str, Any],
+    states: Mapping[Any, Mapping[str, Any]],
+    names: list[str],
+    settings: Mapping[str, Any],
+    slots: Slots,
+) -> str | None:
+    """Return why a group of a state dict is not this one."""
+    if len(saved["params"]) != len(names):
+        return f"has {len(saved['params'])} parameters, expected {len(names)}"
+    for name, key in zip(names, saved["params"], strict=True):
+        for slot, value in states.get(key, {}).items():
+            like = slots[name].get(slot)
+            if isinstance(value, Tensor) and like is not None and value.shape != like.shape:
+                return (
+                    f"has {slot} of shape {tuple(value.shape)} where {name} has {tuple(like.shape)}"
+                )
+    return _differing(settings, saved)
+
+
+def _differing(expected: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
+    """Return the first setting that two groups do not share. A scheduler moves lr and leaves
+    initial_lr.
+    """
+    for name, value in expected.items():
+        if value is None or name in ("params", "param_names", *FLAGS) or name not in saved:
+            continue
+        values = [saved[name], saved.get("initial_lr")] if name == "lr" else [saved[name]]
+        if not any(_equal(value, one) for one in values):
+            return f"has {name} = {saved[name]}, expected {value}"
+    return None
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Compare two settings; a rate in float32 equals its number."""
+    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    if isinstance(a, (numbers.Real, Tensor)) and isinstance(b, (numbers.Real, Tensor)):
+        return math.isclose(float(a), float(b), rel_tol=1e-6)
+    return bool(a == b)
+
+
+def restored(name: str, saved: Mapping[str, Any], fresh: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the slots of one parameter in a state dict, copied; the fresh ones if it has none."""
+    saved = {key: value for key, value in saved.items() if value is not None}
+    if not saved:
+        return fresh
+    kept = fresh.keys() - {FIRST}
+    if saved.keys() != kept:
+        raise ValueError(
+            f"the state of {name} has {sorted(map(str, saved))}, this optimizer keeps "
+            f"{sorted(kept)}. Likely cause: the state dict of another class or of other settings "
+            "(momentum, amsgrad, centered). Fix: from_torch with the class and settings that "
+            "wrote it."
+        )
+    restored = {}
+    for key, like in fresh.items():
+        if key == FIRST:
+            restored[key] = torch.zeros_like(like)
+            continue
+        value = saved[key]
+        if isinstance(value, numbers.Real):
+            value = torch.tensor(float(value), dtype=torch.float64, device="cpu")
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"the state of {name} has {key} = {type(value).__name__}; expected a tensor. Fix: "
+                "`opt.state_dict()`, unchanged."
+            )
+        if value.shape != like.shape or (value.is_complex() and not like.is_complex()):
+            raise ValueError(
+                f"the state of {name} has {key} of shape {tuple(value.shape)}, {value.dtype}, "
+                f"expected {tuple(like.shape)}, {like.dtype}. Likely cause: another model, or a "
+                f"dict without names whose optimizer had another order. {NAME_THEM}"
+            )
+        restored[key] = value.detach().to(like.device, like.dtype, copy=True)
+    return restored

@@ -1,0 +1,544 @@
+"""torch's state dicts in and out: by name, or by position where that leaves no doubt."""
+
+import re
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from helpers import assert_close, same_bits, shares_memory
+from hypothesis import given
+from test_torch_optim import CASES, OPTIM, grads_at, implementation, make_params, ours, real
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+import purescale as ps
+
+# ---- torch's own format
+
+
+def assert_continues(found, expected, name, way):
+    """To the bit. What torch computes of step counts in float32 where it reads nothing is computed
+    in float64 here.
+    """
+    if way == "accelerator" and name in ("Adamax", "NAdam", "RAdam"):
+        return assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    assert same_bits(found, expected)
+
+
+@pytest.mark.parametrize(("name", "settings"), CASES)
+def test_a_state_moves_to_torch_and_continues_there(name, settings, way):
+    optimizer = ps.from_torch(getattr(OPTIM, name), **settings)
+    params, state = ours(optimizer, steps=4)
+    moved = [p.clone().requires_grad_() for p in params.values()]
+    theirs = getattr(OPTIM, name)(moved, **settings, **implementation(name, settings, way))
+    sd = optimizer.to_state_dict(state)
+    theirs.load_state_dict(
+        {
+            **sd,
+            "param_groups": [
+                {**theirs.state_dict()["param_groups"][0], "lr": sd["param_groups"][0]["lr"]}
+            ],
+        }
+    )
+    for step in (4, 5):
+        for p, g in zip(moved, grads_at(step, params).values(), strict=True):
+            p.grad = g
+        theirs.step()
+    expected, _ = ours(optimizer, steps=2, params=params, state=state, start=4)
+    assert_continues(list(expected.values()), [p.detach() for p in moved], name, way)
+
+
+@pytest.mark.parametrize(("name", "settings"), CASES)
+def test_a_state_comes_from_torch_and_continues_here(name, settings, way):
+    params, theirs = real(name, settings, implementation(name, settings, way), steps=4)
+    optimizer = ps.from_torch(getattr(OPTIM, name), **settings)
+    state = optimizer.from_state_dict(theirs.state_dict(), params)
+    continued, _ = ours(optimizer, steps=2, params=params, state=state, start=4)
+    expected, _ = real(name, settings, implementation(name, settings, way), steps=6)
+    assert_continues(continued, expected, name, way)
+    assert state.applied == (4 if name not in ("SGD", "Muon") else int(bool(theirs.state)))
+
+
+def test_the_groups_of_a_state_dict_are_torchs():
+    optimizer = ps.from_torch(OPTIM.AdamW, lr=0.1, overrides={"gain": {"weight_decay": 0.0}})
+    params = make_params()
+    ours_ = optimizer.to_state_dict(optimizer.init(params))["param_groups"]
+    theirs = OPTIM.AdamW(
+        [
+            {"params": [(name, params[name]) for name in ("conv.weight", "head.weight")]},
+            {"params": [("gain", params["gain"])], "weight_decay": 0.0},
+        ],
+        lr=0.1,
+    )
+    assert ours_ == theirs.state_dict()["param_groups"]
+
+
+def test_a_state_dict_shares_no_memory():
+    optimizer = ps.from_torch(OPTIM.AdamW)
+    params, state = ours(optimizer, steps=1)
+    sd = optimizer.to_state_dict(state)
+    assert not shares_memory(state, sd)
+    assert not shares_memory(sd, optimizer.from_state_dict(sd, params))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (
+            lambda sd: sd["state"][0].pop("exp_avg"),
+            r"the state of conv.weight has \['exp_avg_sq', 'step'\]",
+        ),
+        (
+            lambda sd: sd["state"][1].update(exp_avg=torch.zeros(3)),
+            r"the state of head.weight has exp_avg of shape \(3,\)",
+        ),
+        (
+            lambda sd: sd["param_groups"][0]["params"].pop(),
+            r"the state dict has 3 param_names for the 2 parameters of param_groups\[0\]",
+        ),
+        (
+            lambda sd: (
+                sd["param_groups"][0].pop("param_names") and sd["param_groups"][0]["params"].pop()
+            ),
+            r"the state dict has groups of \[2\] parameters and no names, this optimizer has \[3\]",
+        ),
+    ],
+)
+def test_a_state_dict_of_something_else_is_refused(spoil, message):
+    optimizer = ps.from_torch(OPTIM.AdamW)
+    params, state = ours(optimizer, steps=1)
+    sd = optimizer.to_state_dict(state)
+    spoil(sd)
+    with pytest.raises(ValueError, match=message):
+        optimizer.from_state_dict(sd, params)
+
+
+COUNTLESS = [("SGD", {}), ("SGD", {"momentum": 0.9}), ("Muon", {})]
+
+
+def migrated(name, settings, steps=5):
+    """Parameters and torch's own optimizer after some steps under a cosine, and its scheduler."""
+    weight = torch.nn.Parameter(torch.ones(2, 3))
+    theirs = getattr(OPTIM, name)([weight], lr=0.1, **settings)
+    scheduler = OPTIM.lr_scheduler.CosineAnnealingLR(theirs, T_max=10)
+    for _ in range(steps):
+        weight.grad = torch.ones(2, 3)
+        theirs.step()
+        scheduler.step()
+    return {"w": weight.detach().clone()}, theirs, scheduler
+
+
+def cosine(applied):
+    return 0.05 * (1 + torch.cos(torch.pi * applied / 10))
+
+
+@pytest.mark.parametrize(("name", "settings"), COUNTLESS)
+def test_a_schedule_is_refused_a_state_dict_that_does_not_tell_how_many_steps_were_made(
+    name, settings
+):
+    params, theirs, _ = migrated(name, settings)
+    optimizer = ps.from_torch(getattr(OPTIM, name), lr=cosine, **settings)
+    with pytest.raises(ValueError, match=r"schedule.*no step count.*applied=scheduler.last_epoch"):
+        optimizer.from_state_dict(theirs.state_dict(), params)
+    of_a_group = ps.from_torch(
+        getattr(OPTIM, name), lr=0.1, overrides={"w": {"lr": cosine}}, **settings
+    )
+    with pytest.raises(ValueError, match="no step count"):
+        of_a_group.from_state_dict(theirs.state_dict(), params)
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize(("name", "settings"), [*COUNTLESS, ("AdamW", {}), ("ASGD", {})])
+def test_a_schedule_goes_on_from_the_count_that_is_told(name, settings, as_tensor):
+    params, theirs, scheduler = migrated(name, settings)
+    optimizer = ps.from_torch(getattr(OPTIM, name), lr=cosine, **settings)
+    applied = torch.tensor(scheduler.last_epoch) if as_tensor else scheduler.last_epoch
+    state = optimizer.from_state_dict(theirs.state_dict(), params, applied=applied)
+    assert same_bits(state.applied, torch.tensor(5))
+    stepped, _ = optimizer.step(params, {"w": torch.ones(2, 3)}, state)
+    (weight,) = theirs.param_groups[0]["params"]
+    theirs.step()
+    torch.testing.assert_close(stepped["w"], weight.detach())
+
+
+def test_a_count_that_is_told_goes_before_that_of_the_state_dict():
+    params, theirs, _ = migrated("AdamW", {})
+    optimizer = ps.from_torch(OPTIM.AdamW, lr=cosine)
+    assert optimizer.from_state_dict(theirs.state_dict(), params).applied == 5
+    state = optimizer.from_state_dict(theirs.state_dict(), params, applied=2**31 - 1)
+    assert state.applied == 2**31 - 1
+    assert state.slots["w"]["step"] == 5
+
+
+@pytest.mark.parametrize("applied", [-1, 0.5, True, "five", torch.ones(2)])
+def test_a_count_that_is_none_is_refused(applied):
+    params, theirs, _ = migrated("SGD", {})
+    with pytest.raises((TypeError, ValueError), match="applied"):
+        ps.from_torch(OPTIM.SGD).from_state_dict(theirs.state_dict(), params, applied=applied)
+
+
+def test_without_a_schedule_no_count_is_asked_for():
+    params, theirs, _ = migrated("SGD", {"momentum": 0.9})
+    sgd = ps.from_torch(OPTIM.SGD, momentum=0.9, lr_in_state=True)
+    state = sgd.from_state_dict(theirs.state_dict(), params)
+    assert same_bits(state.lr, torch.tensor(theirs.param_groups[0]["lr"]))
+
+
+def test_the_rate_of_a_state_is_that_of_the_groups_that_take_it():
+    params = {"a": torch.ones(1), "b": torch.ones(1)}
+    groups = [{"params": [params["a"]], "lr": 0.25}, {"params": [params["b"]], "lr": 0.5}]
+    sd = OPTIM.SGD(groups).state_dict()
+    own = ps.from_torch(OPTIM.SGD, lr_in_state=True, overrides={"a": {"lr": 0.25}, "b": {}})
+    assert own.from_state_dict(sd, params).lr == 0.5
+    one = ps.from_torch(OPTIM.SGD, lr_in_state=True, overrides={"b": {"momentum": 0.0}})
+    with pytest.raises(ValueError, match=r"the rates \[0.25, 0.5\] in groups.*Fix: `overrides"):
+        one.from_state_dict(sd, params)
+
+
+# ---- two layers of one shape
+
+GROUPS = {
+    "rates": {"lr": 0.25},
+    "decays": {"weight_decay": 0.0},
+    "betas": {"betas": (0.5, 0.75)},
+}
+
+
+def two_layers():
+    torch.manual_seed(0)
+    return nn.ModuleDict({"body": nn.Linear(3, 3), "head": nn.Linear(3, 3)})
+
+
+def step_of_torch(model, optimizer, step):
+    generator = torch.Generator().manual_seed(step)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=generator) if p.requires_grad else None
+    optimizer.step()
+
+
+def step_here(optimizer, params, state, step):
+    generator = torch.Generator().manual_seed(step)
+    grads = {name: torch.randn(p.shape, generator=generator) for name, p in params.items()}
+    return optimizer.step(params, grads, state)
+
+
+def weights(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def head_first(model, extra, *, named, **settings):
+    """torch's own AdamW with the groups [head, body]."""
+    parts = [
+        part.named_parameters(name) if named else part.parameters()
+        for name, part in (("head", model["head"]), ("body", model["body"]))
+    ]
+    groups = [{"params": list(parts[0]), **extra}, {"params": list(parts[1])}]
+    return OPTIM.AdamW(groups, lr=0.1, weight_decay=0.5, fused=True, **settings)
+
+
+def two_groups(extra, **settings):
+    settings = {"lr": 0.1, "weight_decay": 0.5, "overrides": {"head.*": extra}, **settings}
+    return ps.from_torch(OPTIM.AdamW, **settings)
+
+
+def after_three_steps(extra, *, named, **settings):
+    model = two_layers()
+    theirs = head_first(model, extra, named=named, **settings)
+    for step in range(3):
+        step_of_torch(model, theirs, step)
+    return model, theirs
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["by name", "by position"])
+@pytest.mark.parametrize("extra", GROUPS.values(), ids=GROUPS)
+def test_layers_of_one_shape_keep_their_moments_when_torchs_groups_come_in_another_order(
+    extra, named
+):
+    model, theirs = after_three_steps(extra, named=named)
+    optimizer, params = two_groups(extra), weights(model)
+    state = optimizer.from_state_dict(theirs.state_dict(), params)
+    for name, p in model.named_parameters():
+        assert same_bits(state.slots[name], dict(theirs.state[p]))
+    params, _ = step_here(optimizer, params, state, 3)
+    step_of_torch(model, theirs, 3)
+    assert same_bits(params, weights(model))
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["by name", "by position"])
+@pytest.mark.parametrize("extra", GROUPS.values(), ids=GROUPS)
+def test_layers_of_one_shape_keep_their_moments_on_the_way_to_such_groups(extra, named):
+    optimizer, params = two_groups(extra), weights(two_layers())
+    state = optimizer.init(params)
+    for step in range(3):
+        params, state = step_here(optimizer, params, state, step)
+    model = two_layers()
+    ps.load_into(model, params, {})
+    theirs = head_first(model, extra, named=named)
+    theirs.load_state_dict(optimizer.to_state_dict(state, like=theirs.state_dict()))
+    for name, p in model.named_parameters():
+        assert same_bits(dict(theirs.state[p]), state.slots[name])
+    step_of_torch(model, theirs, 3)
+    params, _ = step_here(optimizer, params, state, 3)
+    assert same_bits(params, weights(model))
+    assert [group["lr"] for group in theirs.param_groups] == [extra.get("lr", 0.1), 0.1]
+
+
+def test_the_groups_of_a_dict_make_the_optimizer_that_loads_it():
+    optimizer, params = two_groups({"lr": 0.25}), weights(two_layers())
+    state = optimizer.init(params)
+    for step in range(3):
+        params, state = step_here(optimizer, params, state, step)
+    model = two_layers()
+    ps.load_into(model, params, {})
+    sd = optimizer.to_state_dict(state)
+    groups = [[(n, model.get_parameter(n)) for n in g["param_names"]] for g in sd["param_groups"]]
+    theirs = OPTIM.AdamW([{"params": named} for named in groups], fused=True)
+    theirs.load_state_dict(
+        {**sd, "param_groups": [{**g, "fused": True} for g in sd["param_groups"]]}
+    )
+    step_of_torch(model, theirs, 3)
+    params, _ = step_here(optimizer, params, state, 3)
+    assert same_bits(params, weights(model))
+
+
+# ---- any groups, in any order
+
+SHAPES = {"a": (2, 2), "b": (2, 2), "c": (2, 2), "d": (3,), "e": (2, 2)}
+SETTINGS = ({}, {"lr": 0.25}, {"weight_decay": 0.0}, {"lr": 0.25, "weight_decay": 0.0})
+
+
+@st.composite
+def optimizers(draw):
+    """One optimizer here, and torch's with the same groups in another order, after one step."""
+    kinds = {name: draw(st.integers(0, 3)) for name in SHAPES}
+    overrides = {n: SETTINGS[kind] for n, kind in kinds.items() if kind}
+    optimizer = ps.from_torch(OPTIM.AdamW, lr=0.1, weight_decay=0.5, overrides=overrides)
+    live = {name: torch.ones(shape, requires_grad=True) for name, shape in SHAPES.items()}
+    named = draw(st.booleans())
+    groups = [
+        {"params": [(n, live[n]) if named else live[n] for n in live if kinds[n] == kind], **extra}
+        for kind, extra in enumerate(SETTINGS)
+    ]
+    groups = draw(st.permutations([group for group in groups if group["params"]]))
+    theirs = OPTIM.AdamW(groups, lr=0.1, weight_decay=0.5)
+    for index, p in enumerate(live.values()):
+        p.grad = torch.full_like(p, 1.0 + index)
+    theirs.step()
+    return optimizer, live, theirs
+
+
+@given(optimizers())
+def test_groups_of_other_settings_may_come_in_any_order(drawn):
+    optimizer, live, theirs = drawn
+    state = optimizer.from_state_dict(theirs.state_dict(), {n: p.detach() for n, p in live.items()})
+    for name, p in live.items():
+        assert same_bits(state.slots[name], dict(theirs.state[p]))
+
+
+@given(optimizers())
+def test_a_dict_like_torchs_is_the_one_that_torch_wrote(drawn):
+    optimizer, live, theirs = drawn
+    params = {name: p.detach() for name, p in live.items()}
+    state = optimizer.from_state_dict(theirs.state_dict(), params)
+    sd = optimizer.to_state_dict(state, like=theirs.state_dict())
+    assert same_bits(sd["state"], theirs.state_dict()["state"])
+    assert sd["param_groups"] == theirs.state_dict()["param_groups"]
+    again = optimizer.from_state_dict(optimizer.to_state_dict(state), params)
+    assert same_bits(again, state)
+
+
+def test_names_go_before_groups():
+    model, theirs = after_three_steps({"lr": 0.25}, named=True)
+    one = ps.from_torch(OPTIM.AdamW, lr=0.1)
+    state = one.from_state_dict(theirs.state_dict(), weights(model))
+    for name, p in model.named_parameters():
+        assert same_bits(state.slots[name], dict(theirs.state[p]))
+
+
+def test_one_group_without_names_has_the_parameters_in_their_order():
+    model = two_layers()
+    theirs = OPTIM.AdamW(model.parameters(), weight_decay=0.1)
+    step_of_torch(model, theirs, 0)
+    state = two_groups({"lr": 0.25}).from_state_dict(theirs.state_dict(), weights(model))
+    for name, p in model.named_parameters():
+        assert same_bits(state.slots[name], dict(theirs.state[p]))
+
+
+def test_a_group_is_told_by_its_first_rate_when_a_scheduler_has_moved_it():
+    model = two_layers()
+    theirs = head_first(model, {"lr": 0.25}, named=False)
+    scheduler = OPTIM.lr_scheduler.ExponentialLR(theirs, gamma=0.4)
+    for step in range(3):
+        step_of_torch(model, theirs, step)
+        scheduler.step()
+    state = two_groups({"lr": 0.25}).from_state_dict(theirs.state_dict(), weights(model))
+    for name, p in model.named_parameters():
+        assert same_bits(state.slots[name], dict(theirs.state[p]))
+
+
+def test_a_parameter_that_is_frozen_here_is_left_out():
+    model, theirs = after_three_steps({"lr": 0.25}, named=True)
+    model["body"].requires_grad_(False)
+    optimizer = ps.from_torch(OPTIM.AdamW, lr=0.1)
+    params = weights(model)
+    state = optimizer.from_state_dict(theirs.state_dict(), params)
+    assert list(state.slots) == ["head.weight", "head.bias"]
+    sd = optimizer.to_state_dict(state, like=theirs.state_dict())
+    assert same_bits(sd["state"], theirs.state_dict()["state"])
+
+
+def test_names_in_place_of_positions_are_names():
+    """The form of torch.distributed.checkpoint.state_dict."""
+    model, theirs = after_three_steps({"lr": 0.25}, named=True)
+    sd = get_optimizer_state_dict(model, theirs)
+    state = two_groups({"lr": 0.25}).from_state_dict(sd, weights(model))
+    for name, p in model.named_parameters():
+        assert same_bits(state.slots[name], dict(theirs.state[p]))
+
+
+def test_torch_loads_a_dict_with_names_into_an_optimizer_without():
+    optimizer, params = two_groups({"lr": 0.25}), weights(two_layers())
+    sd = optimizer.to_state_dict(optimizer.init(params))
+    model = two_layers()
+    theirs = OPTIM.AdamW(
+        [{"params": model["body"].parameters()}, {"params": model["head"].parameters()}]
+    )
+    theirs.load_state_dict(sd)
+    assert [group["lr"] for group in theirs.param_groups] == [0.1, 0.25]
+
+
+def test_a_dict_like_torchs_has_the_flags_and_the_form_of_torchs():
+    model, theirs = after_three_steps({"lr": 0.25}, named=False)
+    optimizer = two_groups({"lr": 0.25})
+    before = theirs.state_dict()
+    state = optimizer.from_state_dict(before, weights(model))
+    sd = optimizer.to_state_dict(state, like=before)
+    assert all(group["fused"] and "param_names" not in group for group in sd["param_groups"])
+    assert not shares_memory([before, state], sd)
+
+
+# ---- what is refused
+
+
+def scheduled(applied):
+    return 0.1 * 0.5**applied
+
+
+REFUSED = {
+    "two places": (
+        two_groups({"lr": scheduled}, lr=lambda applied: 0.3 * 0.5**applied),
+        r"no names, and param_groups\[0, 1\] have the shapes and settings of body.weight, "
+        "body.bias, so parameters could exchange their state",
+    ),
+    "a setting": (
+        two_groups({"lr": 0.5}),
+        r"no group of it fits head.weight, head.bias: param_groups\[0\] has lr = 0.25, expected "
+        r"0.5; param_groups\[1\] has lr = 0.1, expected 0.5.*settings that were changed",
+    ),
+    "two of one place": (
+        two_groups({"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8}),
+        r"no group of it fits head.weight, head.bias: param_groups\[0\] has lr = 0.25",
+    ),
+    "sizes": (
+        ps.from_torch(OPTIM.AdamW, lr=0.1, overrides={"head.weight": {"lr": 0.25}}),
+        r"has groups of \[2, 2\] parameters and no names, this optimizer has \[3, 1\]",
+    ),
+    "one group": (
+        ps.from_torch(OPTIM.AdamW, lr=0.1),
+        r"has groups of \[2, 2\] parameters and no names, this optimizer has \[4\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_positions_that_leave_a_doubt_are_refused_and_named_they_are_not(case):
+    optimizer, message = REFUSED[case]
+    model, torch_optimizer = after_three_steps({"lr": 0.25}, named=False)
+    sd, params = torch_optimizer.state_dict(), weights(model)
+    with pytest.raises(ValueError, match=message) as refusal:
+        optimizer.from_state_dict(sd, params, applied=3)
+    with pytest.raises(ValueError, match=message):
+        optimizer.to_state_dict(optimizer.init(params), like=sd)
+    cure = re.search("For another one `(.*?)` and `(.*?)`", str(refusal.value), re.DOTALL).groups()
+    exec("\n".join(cure), {"model": model, "sd": sd, "torch_optimizer": torch_optimizer})
+    state = optimizer.from_state_dict(sd, params, applied=3)
+    for name, p in model.named_parameters():
+        assert same_bits(state.slots[name], dict(torch_optimizer.state[p]))
+
+
+def test_groups_without_state_cannot_exchange_any():
+    params = weights(two_layers())
+    sgd = ps.from_torch(OPTIM.SGD, lr=scheduled, overrides={"head.*": {"lr": scheduled}})
+    sd = OPTIM.SGD([{"params": [p]} for p in params.values()]).state_dict()
+    sd["param_groups"] = [
+        {**sd["param_groups"][0], "params": [0, 1]},
+        {**sd["param_groups"][0], "params": [2, 3]},
+    ]
+    assert sgd.from_state_dict(sd, params, applied=2).applied == 2
+
+
+def test_shapes_tell_groups_apart_and_are_named_where_they_do_not_fit():
+    live = {"a": torch.ones(2, 3), "b": torch.ones(4)}
+    theirs = OPTIM.Adam([{"params": [live["b"]]}, {"params": [live["a"]]}], lr=0.1)
+    for p in live.values():
+        p.grad = torch.full_like(p, len(p))
+    theirs.step()
+    optimizer = ps.from_torch(OPTIM.Adam, lr=scheduled, overrides={"b": {"lr": scheduled}})
+    state = optimizer.from_state_dict(theirs.state_dict(), live)
+    assert all(same_bits(state.slots[name], dict(theirs.state[p])) for name, p in live.items())
+    other = {"a": torch.ones(3, 2), "b": torch.ones(4)}
+    with pytest.raises(
+        ValueError,
+        match=r"no group of it fits a: param_groups\[0\] has exp_avg of shape \(4,\) where a has "
+        r"\(3, 2\); param_groups\[1\] has exp_avg of shape \(2, 3\) where a has \(3, 2\)",
+    ):
+        optimizer.from_state_dict(theirs.state_dict(), other)
+
+
+def test_names_of_a_wrapped_model_are_refused_with_the_code_that_cures_them():
+    model, theirs = after_three_steps({"lr": 0.25}, named=True)
+    sd = theirs.state_dict()
+    for group in sd["param_groups"]:
+        group["param_names"] = [f"module.{name}" for name in group["param_names"]]
+    optimizer = two_groups({"lr": 0.25})
+    with pytest.raises(
+        ValueError, match=r"has no body.weight, .*it has module.head.weight"
+    ) as error:
+        optimizer.from_state_dict(sd, weights(model))
+    exec(re.search("Fix: `(.*)`", str(error.value)).group(1), {"sd": sd})
+    state = optimizer.from_state_dict(sd, weights(model))
+    for name, p in model.named_parameters():
+        assert same_bits(state.slots[name], dict(theirs.state[p]))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda groups: groups[0]["param_names"].pop(), "1 param_names for the 2 parameters"),
+        (lambda groups: groups[0].pop("param_names"), "names for some of its parameters only"),
+        (
+            lambda groups: groups[0].update(param_names=["body.bias", "head.bias"]),
+            "'body.bias' twice",
+        ),
+    ],
+)
+def test_names_that_are_not_one_for_each_are_refused(spoil, message):
+    model, theirs = after_three_steps({}, named=True)
+    sd = theirs.state_dict()
+    spoil(sd["param_groups"])
+    with pytest.raises(ValueError, match=message):
+        two_groups({"lr": 0.25}).from_state_dict(sd, weights(model))
+
+
+def test_a_group_of_torchs_that_is_two_here_is_refused():
+    model = two_layers()
+    theirs = OPTIM.AdamW(model.named_parameters(), lr=0.1, weight_decay=0.5)
+    optimizer, params = two_groups({"lr": 0.25}), weights(model)
+    state = optimizer.init(params)
+    message = r"param_groups\[0\] has body.weight and head.weight, which are in two groups here"
+    with pytest.raises(ValueError, match=message) as refusal:
+        optimizer.to_state_dict(state, like=theirs.state_dict())
+    cure = re.search("`(sd = .*?)` and `(.*?)`", str(refusal.value)).groups()
+    scope = {"optimizer": optimizer, "opt_state": state, "cls": OPTIM.AdamW, "model": model}
+    exec(cure[0], scope)
+    eval(cure[1], scope).load_state_dict(scope["sd"])

@@ -3,6 +3,8 @@
 import copy
 import dataclasses
 import functools
+import itertools
+import re
 
 import pytest
 import torch
@@ -114,6 +116,7 @@ class Job:
                     buffer.copy_(before[name])
             elif self.scheduler is not None:
                 self.scheduler.step()
+        self.optimizer.zero_grad()
 
     def values(self):
         """All that a checkpoint of torch's would hold."""
@@ -264,6 +267,294 @@ def test_an_ensemble_may_begin_with_what_was_taken_over():
     for index, member in enumerate(members):
         expected = run(member, [batch])
         torch.testing.assert_close(ps.member(mapped[0], index), expected[0], rtol=1e-4, atol=1e-6)
+
+
+# ---- schedules that count
+
+
+def by_calls(call):
+    return lambda n: 0.9 ** call()
+
+
+def in_a_list():
+    calls = []
+
+    def rate(n):
+        calls.append(n)
+        return 0.9 ** len(calls)
+
+    return rate, lambda: len(calls)
+
+
+def in_a_number():
+    count = 0
+
+    def call():
+        nonlocal count
+        count += 1
+        return count
+
+    return by_calls(call), lambda: count
+
+
+def in_a_default():
+    def rate(n, calls=[0]):  # noqa: B006
+        calls[0] += 1
+        return 0.9 ** calls[0]
+
+    return rate, lambda: rate.__defaults__[0][0]
+
+
+def in_a_keyword():
+    def rate(n, *, calls=[0]):  # noqa: B006
+        calls[0] += 1
+        return 0.9 ** calls[0]
+
+    return rate, lambda: rate.__kwdefaults__["calls"][0]
+
+
+def in_an_attribute():
+    def rate(n):
+        rate.calls += 1
+        return 0.9**rate.calls
+
+    rate.calls = 0
+    return rate, lambda: rate.calls
+
+
+def in_a_partial():
+    calls = []
+
+    def rate(calls, n):
+        calls.append(n)
+        return 0.9 ** len(calls)
+
+    return functools.partial(rate, calls), lambda: len(calls)
+
+
+def in_an_iterator():
+    calls = itertools.count(1)
+    return by_calls(functools.partial(next, calls)), lambda: copy.copy(calls).__reduce__()[1][0]
+
+
+def in_an_object():
+    class Rate:
+        calls = 0
+
+        def __call__(self, n):
+            self.calls += 1
+            return 0.9**self.calls
+
+    rate = Rate()
+    return rate, lambda: rate.calls
+
+
+def in_a_method():
+    rate, calls = in_an_object()
+    return rate.__call__, calls
+
+
+def in_a_dict_of_functions():
+    rate, calls = in_a_list()
+    kinds = {"own": [rate]}
+    return lambda n: kinds["own"][0](n), calls
+
+
+CALLS = 0
+
+
+def call():
+    global CALLS
+    CALLS += 1
+    return CALLS
+
+
+def in_a_global():
+    global CALLS
+    CALLS = 0
+    return lambda n: 0.9 ** call(), lambda: CALLS
+
+
+COUNTERS = {
+    make.__name__.removeprefix("in_"): make
+    for make in (
+        in_a_list,
+        in_a_number,
+        in_a_default,
+        in_a_keyword,
+        in_an_attribute,
+        in_a_partial,
+        in_an_iterator,
+        in_an_object,
+        in_a_method,
+        in_a_dict_of_functions,
+        in_a_global,
+    )
+}
+
+
+def sequential_lambdas(optimizer, rate):
+    parts = [lr_scheduler.LambdaLR(optimizer, rate), lr_scheduler.LambdaLR(optimizer, rate)]
+    return lr_scheduler.SequentialLR(optimizer, parts, milestones=[4])
+
+
+COUNTING = {
+    "lambda": lr_scheduler.LambdaLR,
+    "factors": lr_scheduler.MultiplicativeLR,
+    "sequential": sequential_lambdas,
+    "chained": lambda optimizer, rate: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.LambdaLR(optimizer, rate), lr_scheduler.ExponentialLR(optimizer, 0.9)]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", COUNTING)
+@pytest.mark.parametrize("counter", COUNTERS)
+def test_a_schedule_that_counts_its_calls_counts_those_of_torchs_loop_only(kind, counter):
+    pairs = []
+    for splits in ((9,), (3, 3, 3)):
+        rate, calls = COUNTERS[counter]()
+        live, start = job("SGD"), calls()
+        live.scheduler = COUNTING[kind](live.optimizer, rate)
+        there_and_back(live, splits, batches(9, overflows=(4,)))
+        pairs.append((live.values(), calls() - start))
+    (expected, wanted), (values, counted) = pairs
+    assert counted == wanted
+    torch.testing.assert_close(values, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_taking_over_does_not_call_a_schedule_that_counts():
+    rate, calls = in_a_list()
+    live = job("SGD")
+    live.scheduler = lr_scheduler.LambdaLR(live.optimizer, rate)
+    before = calls()
+    torch_amp.take_over(*live.all, steps=5)
+    assert calls() == before
+
+
+def test_a_schedule_that_reads_the_optimizer_reads_that_of_the_table():
+    live = job("SGD", grouped=False)
+    group = live.optimizer
+    live.scheduler = lr_scheduler.MultiplicativeLR(
+        live.optimizer, lambda n: 0.5 if group.param_groups[0]["lr"] > 0.05 else 0.9
+    )
+    optimizer = torch_amp.take_over(*live.all, steps=3)[1]
+    rates = optimizer.summary[1]["lr"](torch.arange(3))
+    assert rates.tolist() == pytest.approx([0.1, 0.05, 0.045])
+
+
+def test_what_a_schedule_only_asks_for_its_length_is_not_copied():
+    class Uncopied(torch.utils.data.Dataset):
+        def __len__(self):
+            return 8
+
+        def __deepcopy__(self, memo):
+            raise AssertionError("copied")
+
+    loader = torch.utils.data.DataLoader(Uncopied(), batch_size=2)
+    live = job("SGD")
+    live.scheduler = lr_scheduler.LambdaLR(live.optimizer, lambda n: min(1.0, n / len(loader)))
+    optimizer = torch_amp.take_over(*live.all, steps=5)[1]
+    assert optimizer.summary[1]["lr"](torch.tensor(2)) == 3e-3 / 2
+
+
+def drawn_from_a_generator(live):
+    rates = (0.9**n for n in range(100))
+    return lr_scheduler.LambdaLR(live.optimizer, lambda n: next(rates)), rates
+
+
+def drawn_within_a_partial(live):
+    rates = (0.9**n for n in range(100))
+    rate = functools.partial(lambda rates, n: next(rates), rates)
+    return lr_scheduler.LambdaLR(live.optimizer, rate), rates
+
+
+@pytest.mark.parametrize("make", [drawn_from_a_generator, drawn_within_a_partial])
+def test_a_schedule_that_cannot_be_copied_is_refused_and_not_called(make):
+    live = job("SGD")
+    live.scheduler, rates = make(live)
+    with pytest.raises(
+        ValueError, match=r"cannot pickle 'generator' object.*steps = len\(loader\)"
+    ):
+        torch_amp.take_over(*live.all, steps=5)
+    assert next(rates) == 0.9 ** len(live.optimizer.param_groups)
+
+
+# ---- rates that are tensors
+
+
+@pytest.mark.parametrize("schedule", ["warm-up", "sequential", "chained"])
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_rate_that_is_a_tensor_stays_that_tensor_and_has_torchs_values(schedule, shared):
+    pairs = []
+    for splits in ((9,), (3, 3, 3)):
+        live, rate = job("SGD"), torch.tensor(0.1)
+        rates = [rate if shared else rate.clone() for _ in live.optimizer.param_groups]
+        for group, one in zip(live.optimizer.param_groups, rates, strict=True):
+            group["lr"] = one
+        live.scheduler = MAKES[schedule](live.optimizer)
+        groups = live.optimizer.param_groups
+        there_and_back(live, splits, batches(9, overflows=(4,)))
+        now = live.optimizer.param_groups
+        assert all(group is one for group, one in zip(groups, now, strict=True))
+        assert all(group["lr"] is one for group, one in zip(now, rates, strict=True))
+        pairs.append(live.values())
+    torch.testing.assert_close(pairs[1], pairs[0], rtol=1e-4, atol=1e-6)
+
+
+# ---- between two iterations
+
+
+def backward(live, index=0):
+    x, y, _ = list(batches(index + 1))[index]
+    live.scaler.scale(F.cross_entropy(live.model(x), y)).backward()
+
+
+def test_gradients_that_wait_for_a_step_are_refused_by_name():
+    live = job("AdamW")
+    live.train(batches(2))
+    backward(live)
+    message = r"first.weight, norm.weight.* have gradients.*half a window.*optimizer.zero_grad\(\)"
+    with pytest.raises(ValueError, match=message) as refusal:
+        torch_amp.take_over(*live.all)
+    scope = {"optimizer": live.optimizer, "scaler": live.scaler}
+    for cure in re.findall("`(.*?)`", str(refusal.value)):
+        if "(" in cure and "backward" not in cure:
+            exec(cure, scope)
+    assert torch_amp.take_over(*live.all)[3].opt_state.applied == 3
+
+
+def test_a_gradient_of_a_frozen_parameter_that_torch_would_step_is_refused():
+    live = job("AdamW")
+    live.model.frozen.weight.grad = torch.ones(8, 8)
+    with pytest.raises(ValueError, match=r"frozen.weight has a gradient"):
+        torch_amp.take_over(*live.all)
+
+
+def test_gradients_that_were_set_to_zero_do_not_wait():
+    live = job("AdamW")
+    backward(live)
+    live.optimizer.zero_grad(set_to_none=False)
+    assert live.model.head.weight.grad is not None
+    torch_amp.take_over(*live.all)
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_the_scaler_is_ready_after_an_unscale_without_a_step(used):
+    expected, live = job("AdamW"), job("AdamW")
+    steps = list(batches(9, overflows=(5,)))
+    expected.train(steps)
+    if used:
+        live.train(steps[:3])
+        backward(live)
+        live.scaler.unscale_(live.optimizer)
+        live.optimizer.zero_grad()
+    taken = torch_amp.take_over(*live.all)
+    state = train_here(taken, steps[3 if used else 0 : 6])
+    torch_amp.give_back(state, taken[1], taken[2], *live.all)
+    assert torch_amp.to_state_dict(taken[2], state.scaler) == live.scaler.state_dict()
+    live.train(steps[6:])
+    torch.testing.assert_close(live.values()[1:], expected.values()[1:], rtol=1e-4, atol=1e-6)
 
 
 # ---- what is taken
@@ -444,9 +735,9 @@ def test_half_parameters_without_masters_are_stepped_as_torch_does():
 
     def train(model, optimizer, steps):
         for x, y, _ in steps:
-            optimizer.zero_grad()
             loss_of(model(x.bfloat16()), y).backward()
             optimizer.step()
+            optimizer.zero_grad()
 
     steps = list(batches(9))
     expected, live = half_job(), half_job()

@@ -5,14 +5,17 @@ from __future__ import annotations
 import array
 import copy
 import dataclasses
+import functools
 import hashlib
+import types
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DataLoader, Dataset
 
 from .._torch import private
 from .._torch.tracing import constant_while_compiling
@@ -193,17 +196,105 @@ def _step(scheduler: LRScheduler, done: int, wanted: int) -> None:
 
 def stand_in(scheduler: LRScheduler) -> LRScheduler:
     """Return a copy of a scheduler in mid-run over an optimizer of its own with the same settings,
-    so that stepping it changes nothing else.
+    so that stepping it changes nothing else. Functions are copied with what they close over.
     """
     live = scheduler.optimizer
     optimizer = torch.optim.SGD([torch.zeros((), device="cpu")], lr=0.0)
-    optimizer.param_groups = [
-        {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+    # Parameters are not copied, wherever a function of the user's has them from.
+    memo: dict[int, Any] = {id(p): p for group in live.param_groups for p in group["params"]}
+    memo[id(live)] = optimizer
+    groups = [
+        {name: value for name, value in group.items() if name != "params"}
         for group in live.param_groups
     ]
-    for group in optimizer.param_groups:
-        group["params"] = []
-    return copy.deepcopy(scheduler, {id(live): optimizer})
+    # In one copy, because torch's groups may share one tensor as their rate.
+    optimizer.param_groups = [{**group, "params": []} for group in copy.deepcopy(groups, memo)]
+    # First, so that the copy of the scheduler has them wherever it holds the same list.
+    functions = [
+        (part, name, _own(value, memo, f"{name} of {type(part).__name__}"))
+        for part in _parts(scheduler)
+        for name, value in vars(part).items()
+        if any(isinstance(one, types.FunctionType | functools.partial) for one in _each(value))
+    ]
+    copied: LRScheduler = _own(scheduler, memo, "scheduler")
+    for part, name, value in functions:
+        setattr(memo[id(part)], name, value)
+    return copied
+
+
+def _each(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else (value,)
+
+
+def _parts(scheduler: LRScheduler) -> Iterator[LRScheduler]:
+    """Yield a scheduler and those that it is made of."""
+    yield scheduler
+    for value in vars(scheduler).values():
+        for one in _each(value):
+            if isinstance(one, LRScheduler):
+                yield from _parts(one)
+
+
+# What a schedule may ask for a length, and does not change.
+_SHARED = (types.ModuleType, type, torch.nn.Module, DataLoader, Dataset)
+
+
+def _own(value: Any, memo: dict[int, Any], what: str) -> Any:
+    """Return `copy.deepcopy(value, memo)` in which functions are copied too, with what they close
+    over: a function that counts its calls has a count of its own.
+    """
+    if id(value) in memo:
+        return memo[id(value)]
+    if isinstance(value, _SHARED):
+        return value
+    if isinstance(value, types.FunctionType):
+        return _own_function(value, memo)
+    if isinstance(value, functools.partial):
+        args, keywords = _own((value.func, *value.args), memo, what), value.keywords
+        return functools.partial(*args, **_own(keywords, memo, what))
+    if type(value) is list:
+        memo[id(value)] = items = list[Any]()
+        items.extend(_own(one, memo, what) for one in value)
+        return items
+    if type(value) is dict:
+        memo[id(value)] = entries = dict[Any, Any]()
+        entries.update((key, _own(one, memo, what)) for key, one in value.items())
+        return entries
+    if type(value) is tuple:
+        return tuple([_own(one, memo, what) for one in value])
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception as error:
+        raise ValueError(
+            f"{what} is a {type(value).__name__} that cannot be copied ({error}), and a table of "
+            "the rates must not move the original. Likely cause: a schedule that draws from an "
+            "iterator, or closes over a loader, a file or a trainer. Fix: take what it needs out "
+            "first (`steps = len(loader)`), so that it closes over numbers; or leave the scheduler "
+            "out of take_over, and give back before each `scheduler.step()`."
+        ) from error
+
+
+def _own_function(function: types.FunctionType, memo: dict[int, Any]) -> types.FunctionType:
+    space, closure, code = function.__globals__, function.__closure__ or (), function.__code__
+    own_space = memo.setdefault(id(space), dict(space))
+    cells = [memo.setdefault(id(cell), types.CellType()) for cell in closure]
+    own = types.FunctionType(code, own_space, function.__name__, None, tuple(cells))
+    memo[id(function)] = own
+    where = f"of {function.__qualname__}"
+    for name, old, new in zip(code.co_freevars, closure, cells, strict=True):
+        try:
+            content = old.cell_contents
+        except ValueError:  # a variable that has no value yet
+            continue
+        new.cell_contents = _own(content, memo, f"{name} {where}")
+    for name in space.keys() & set(code.co_names):
+        one = space[name]
+        elsewhere = isinstance(one, types.FunctionType) and one.__globals__ is not space
+        own_space[name] = one if elsewhere else _own(one, memo, f"{name} {where}")
+    own.__defaults__ = _own(function.__defaults__, memo, f"a default {where}")
+    own.__kwdefaults__ = _own(function.__kwdefaults__, memo, f"a default {where}")
+    vars(own).update(_own(vars(function), memo, f"an attribute {where}"))
+    return own
 
 
 def place_of(scheduler: Any) -> int:

@@ -53,6 +53,25 @@ def names_by_group(
     return groups
 
 
+def check_no_gradients(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Refuse gradients that the optimizer's next step would use, frozen parameters' too."""
+    listed = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    waiting = [
+        name
+        for name, p in model.named_parameters()
+        if id(p) in listed
+        and p.grad is not None
+        and (p.grad.layout is not torch.strided or bool(p.grad.any()))
+    ]
+    if waiting:
+        raise ValueError(
+            f"{join_names(waiting)} {'have gradients' if waiting[1:] else 'has a gradient'} in "
+            "`.grad`, which a step here would not have. Likely cause: half a window, or gradients "
+            "that the loop clears before its next backward. Fix: if they wait for a step, finish "
+            "it, `scaler.step(optimizer)` and `scaler.update()`; then `optimizer.zero_grad()`."
+        )
+
+
 def rates_from_now(
     optimizer: torch.optim.Optimizer, scheduler: Any, steps: int | None
 ) -> tuple[list[Any], int | None]:
@@ -195,6 +214,13 @@ def with_slots(
     held = optimizer.state_dict()
     own = {places[every[index]]: slot for index, slot in saved.items()}
     return {**held, "state": {**held["state"], **own}}
+
+
+def load_slots(optimizer: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
+    """Load what `with_slots` returned. The groups stay the same objects, with their tensors."""
+    groups = optimizer.param_groups
+    optimizer.load_state_dict(loaded)
+    optimizer.param_groups = groups
 
 
 def steps_since(

@@ -22,6 +22,8 @@ from .._tree.scalars import whole
 from ._common import COUNT, SCALE, SETTING, Device, Format, ScaleAndCount, settle, settle_counts
 from ._live_optimizer import (
     as_from_torch,
+    check_no_gradients,
+    load_slots,
     names_by_group,
     rates_from_now,
     slots_of,
@@ -193,7 +195,9 @@ def take_over(
     `rule, scaler = from_state_dict(scaler.state_dict())`, with the current state of each: the next
     `train_step` makes the step that torch's own loop would make next.
 
-    Copies everything and changes none of the live objects. `give_back` is the inverse.
+    Copies everything and changes none of the live objects; the functions of a `LambdaLR` are copied
+    with what they close over, and only the copies are called. `give_back` is the inverse. Call it
+    between two iterations, after `scaler.update()` and `optimizer.zero_grad()`.
 
     Args:
         model: The model that `optimizer` trains; `model.module` of a DistributedDataParallel.
@@ -204,8 +208,10 @@ def take_over(
             `loss / k` use the rule and state of `from_state_dict(d, accumulated=k)`, or about
             log2(k) of the first steps overflow.
         scheduler: A scheduler of torch that steps with the optimizer, also a chained or sequential
-            one. Leave out one that steps once an epoch: the rate is then constant until
-            `give_back`.
+            one. It is followed as in a loop that calls `scheduler.step()` after applied steps only.
+            A loop that calls it once an iteration, skipped or not, is followed until the first
+            skipped step: there its rate moves on, and the rate here does not. Leave out a scheduler
+            that steps once an epoch: the rate is then constant until `give_back`.
         steps: The number of coming steps whose rates are tabulated, needed with a `scheduler`.
             Later steps keep the last rate.
 
@@ -216,8 +222,9 @@ def take_over(
 
     Raises:
         TypeError: `model`, `optimizer` or `scheduler` is not one of torch.
-        ValueError: The parameters of optimizer and model differ; ReduceLROnPlateau, a scheduler
-            that cycles momentum, of another optimizer, or without `steps`; and all that
+        ValueError: The parameters of optimizer and model differ; a parameter has a gradient that is
+            not 0, as in half a window; ReduceLROnPlateau, a scheduler that cycles momentum, that
+            holds what cannot be copied, of another optimizer, or without `steps`; and all that
             `make_functional`, `from_torch` and `from_state_dict` refuse.
 
     Example:
@@ -238,6 +245,7 @@ def take_over(
         )
     apply, params, buffers = make_functional(model)
     names = names_by_group(optimizer, model, params)
+    check_no_gradients(optimizer, model)
     rates, place = rates_from_now(optimizer, scheduler, steps)
     ours = as_from_torch(optimizer, names, rates)
     opt_state = ours.from_state_dict(slots_of(optimizer, model, params), params, applied=place)
@@ -265,8 +273,9 @@ def give_back(
 
     The inverse of `take_over`: copies the state into the live objects, so that torch's own loop can
     go on. Nothing is written unless everything fits. Parameter groups keep torch's settings; their
-    rates are those of the scheduler, or without one unchanged. The optimizer keeps its state of
-    frozen parameters.
+    rates are those of the scheduler, which a skipped step does not advance, or without one
+    unchanged. The optimizer keeps its state of frozen parameters. The scaler is ready for the next
+    iteration, also after an `unscale_` without a step.
 
     Args:
         state: The state that the last `train_step` returned. It is not changed.
@@ -306,8 +315,10 @@ def give_back(
         advance(stand_in(scheduler), steps)
 
     load_into(model, params, state.buffers)
-    torch_optimizer.load_state_dict(loaded)
+    load_slots(torch_optimizer, loaded)
     if enabled is not None:
         enabled.load_state_dict(saved)
+        enabled.scale(state.scaler.scale)  # makes its tensors, which `update` needs
+        enabled.update(saved["scale"])  # forgets an `unscale_` that no step followed
     if scheduler is not None:
         advance(scheduler, steps)

@@ -248,6 +248,8 @@ def load(path: Path, like: TreeT) -> TreeT:
         checked = _check_seal(name, file)
         try:
             d = _read(file)
+        except Warning:  # of torch about the tensors, where warnings are errors
+            raise
         except Exception as error:
             raise _not_a_checkpoint(name, type(error).__name__) from error
     if not checked:

@@ -1546,7 +1546,7 @@ def test_the_weights_of_an_rnn_stay_where_they_are_in_memory(make, monkeypatch):
 
 
 @pytest.mark.parametrize("script", ["script", "trace"])
-@pytest.mark.filterwarnings("ignore:.torch.jit.*deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.*deprecated")
 def test_a_part_of_torch_jit_is_refused_by_name(script):
     layer = nn.Linear(5, 5)
     part = torch.jit.script(layer) if script == "script" else torch.jit.trace(layer, torch.ones(5))

@@ -18,8 +18,8 @@ NAMES: list[str] = []  # all that were looked up
 def _refused(what: str) -> ImportError:
     return ImportError(
         f"purescale needs {what}, which torch {torch.__version__} does not have. Likely cause: "
-        f"an untested torch (2.11 to 2.13 were tested); private names of torch change without "
-        f"notice. Fix: pip install 'torch>=2.11,<2.14', or a newer purescale.",
+        f"an untested torch (2.11 to 2.15 were tested); private names of torch change without "
+        f"notice. Fix: pip install 'torch>=2.11,<2.16', or a newer purescale.",
         name="torch",
     )
 

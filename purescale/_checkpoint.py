@@ -280,7 +280,8 @@ def _check_version(name: str, d: Any, expected: Tensor) -> None:
     if int(version) != _VERSION:
         raise ValueError(
             f"{name}[{_VERSION_KEY!r}] is {int(version)}, this purescale reads version {_VERSION}. "
-            "Likely cause: a newer purescale wrote it. Fix: `pip install --upgrade purescale`."
+            "Likely cause: a newer purescale wrote it. Fix: `pip install .` in a newer copy of the "
+            "repository."
         )
 
 

@@ -405,7 +405,7 @@ def test_the_version_that_distributed_checkpoint_found_is_the_one_checked(tmp_pa
     dcp.load(d, checkpoint_id=tmp_path / "dcp")
     with pytest.raises(
         ValueError,
-        match=r"d\['purescale_version'\] is 2, this purescale reads version 1.*newer.*--upgrade",
+        match=r"d\['purescale_version'\] is 2, this purescale reads version 1.*newer copy of the",
     ):
         ps.from_state_dict(d, {"w": torch.zeros(1)})
 
@@ -772,6 +772,24 @@ def test_what_many_parameters_lack_is_one_line_a_field(like, cause, parts):
     for part in parts:
         assert part in message
     assert len(message) < 1200
+
+
+def test_a_state_that_differs_in_dtypes_only_is_told_so_and_not_as_of_another_model():
+    saved = {"params": {"w": torch.ones(2), "v": torch.ones(3)}, "step": torch.tensor(1)}
+    like = {**saved, "params": {name: p.bfloat16() for name, p in saved["params"].items()}}
+    with pytest.raises(ValueError, match="d does not match like: of another dtype: d") as caught:
+        ps.from_state_dict(ps.to_state_dict(saved), like)
+    message = str(caught.value)
+    assert "d['tree']['params']['w'] is torch.float32 (2,), expected torch.bfloat16 (2,)" in message
+    assert "Likely cause: the same tree in another dtype" in message
+    assert "another model" not in message
+
+
+def test_a_state_that_differs_in_dtypes_and_shapes_is_of_another_model():
+    saved = {"params": {"w": torch.ones(2), "v": torch.ones(3)}}
+    like = {"params": {"w": torch.ones(2).half(), "v": torch.ones(4)}}
+    with pytest.raises(ValueError, match=r"of another dtype: .*; different: .*of another model"):
+        ps.from_state_dict(ps.to_state_dict(saved), like)
 
 
 @pytest.mark.parametrize("extra", [1, 4, 9])

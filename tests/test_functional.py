@@ -729,6 +729,13 @@ def test_what_are_no_params_and_buffers_of_the_model_is_refused(wrap, arguments,
         wrap(apply)(*arguments(params, buffers, torch.ones(4, 2)))
 
 
+@pytest.mark.parametrize("teacher", [nn.Linear(2, 1), nn.BatchNorm1d(2)])
+def test_the_parameters_of_a_frozen_teacher_among_its_buffers_are_told_so(teacher):
+    apply, params, buffers = ps.make_functional(teacher.requires_grad_(False))
+    with pytest.raises(RuntimeError, match=r"as in a frozen teacher, all belong in params.*Fix: "):
+        apply({}, params | buffers, torch.ones(4, 2))
+
+
 # ---- and back
 
 

@@ -1,6 +1,7 @@
 """Settings in the state of an optimizer: the numbers of the same settings, as data."""
 
 import functools
+import re
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import purescale as ps
+from purescale import interop
 
 # Every class with all that its formula takes as data.
 NUMBERS = [
@@ -521,6 +523,29 @@ def test_a_setting_that_is_not_in_the_state_is_refused_with_those_that_are(
     state = optimizer.init(body_and_head())
     with Untouched(state), pytest.raises(ValueError, match=words):
         ps.replace_settings(state, **settings)
+
+
+@pytest.mark.parametrize("cls", [OPTIM.AdamW, OPTIM.SGD])
+def test_the_cure_for_a_setting_that_is_not_in_the_state_keeps_the_moments(cls):
+    settings = {"weight_decay": 0.5} | ({"momentum": 0.5} if cls is OPTIM.SGD else {})
+    model = torch.nn.Linear(3, 1)
+    live = cls(model.parameters(), lr=0.25, **settings)
+    model(torch.ones(2, 3)).sum().backward()
+    live.step()
+    live.zero_grad()
+    _, optimizer, _, state = interop.torch_amp.take_over(model, live, None)
+    params, opt_state = state.params, state.opt_state
+    with pytest.raises(ValueError, match="no setting 'weight_decay'") as caught:
+        ps.replace_settings(opt_state, weight_decay=0.125)
+    names = {
+        "from_torch": functools.partial(ps.from_torch, cls, lr=0.25, **settings),
+        "optimizer": optimizer, "params": params, "opt_state": opt_state,
+    }  # fmt: skip
+    first, second, _ = re.findall("`(.*?)`", str(caught.value))
+    exec(f"{first.replace('..., ', '')}; {second}", names)
+    moved = names["opt_state"]
+    assert same_bits((moved.slots, moved.applied), (opt_state.slots, opt_state.applied))
+    assert ps.replace_settings(moved, weight_decay=0.125).hyper["weight_decay"] == 0.125
 
 
 @pytest.mark.parametrize("state", [{"mu": {"w": torch.ones(2)}}, torch.ones(2), (), None])

@@ -267,6 +267,14 @@ def test_parameters_of_ones_own_for_an_optimizer_that_takes_matrices_only():
     assert_optimizer(muon, {"w": torch.randn(4, 6), "v": [torch.randn(3, 2)]})
 
 
+def test_an_optimizer_that_takes_some_shapes_only_is_told_how_to_name_them():
+    muon = ps.from_torch(optim.Muon, lr=0.1)
+    with pytest.raises(AssertionError, match="breaks the law `init`") as caught:
+        assert_optimizer(muon)
+    cure = re.search(r"`(assert_optimizer\(optimizer, params=.*?\))`", str(caught.value))[1]
+    eval(cure, {"assert_optimizer": assert_optimizer, "optimizer": muon, "torch": torch})
+
+
 def test_an_init_that_takes_no_none_lets_nothing_else_through():
     assert_optimizer(NeedsEveryParameter(), quirks=["absent"])
 

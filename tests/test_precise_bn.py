@@ -215,6 +215,13 @@ def test_a_bar_is_shown_on_demand(capfd):
     assert "precise_bn: 100%" in capfd.readouterr().err
 
 
+def test_a_bar_without_tqdm_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)  # as if it was not installed
+    apply, params, buffers = ps.make_functional(net())
+    with pytest.raises(ImportError, match=r"Fix: `pip install '\.\[progress\]'` in a copy of the"):
+        ps.precise_bn(apply, params, buffers, images(4, 4), progress=True)
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_bar_in_a_log_is_a_line_a_minute(terminal, monkeypatch):
     tqdm = pytest.importorskip("tqdm.std")

@@ -1,5 +1,8 @@
 """The Hypothesis strategies reach the values that they promise."""
 
+import runpy
+import sys
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -28,6 +31,28 @@ def test_rules_and_their_states_can_be_drawn(rule, data):
     new = rule.update(state, torch.tensor(data.draw(st.booleans())))
     assert rule.init().scale > 0
     assert new.scale > 0
+
+
+@given(scale_rules(ps.HeadroomScale), st.data())
+@examples(30)
+def test_rules_that_look_ahead_and_their_states_can_be_drawn(rule, data):
+    state = data.draw(scaler_states(rule))
+    assert type(rule) is ps.HeadroomScale
+    amax = torch.tensor(data.draw(st.floats(0, 2.0**100)))
+    new = rule.update(state, torch.tensor(data.draw(st.booleans())), amax)
+    assert rule.min_scale <= new.scale <= rule.max_scale
+
+
+@pytest.mark.parametrize("kind", [ps.SpikeGuard, "DynamicScale", ps.DynamicScale()])
+def test_a_kind_of_rule_that_is_not_one_of_purescales_is_refused(kind):
+    with pytest.raises(ValueError, match=r"expected one of DynamicScale,.*HeadroomScale.*Fix: "):
+        scale_rules(kind)
+
+
+def test_without_hypothesis_the_import_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "hypothesis", None)  # as if it was not installed
+    with pytest.raises(ImportError, match=r"Fix: `pip install '\.\[testing\]'` in a copy of the"):
+        runpy.run_path(testing.__file__)
 
 
 REACHED = {

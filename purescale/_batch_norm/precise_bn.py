@@ -261,7 +261,8 @@ def _bar(group: Group | None) -> Any:
         from tqdm.auto import tqdm
     except ImportError as error:
         raise ImportError(
-            "progress=True needs tqdm. Fix: pip install 'purescale[progress]', or progress=False."
+            "progress=True needs tqdm. Fix: `pip install '.[progress]'` in a copy of the "
+            "repository, or progress=False."
         ) from error
     rank = dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
     bar = tqdm(desc="precise_bn", unit="batch", disable=rank != 0)

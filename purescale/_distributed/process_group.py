@@ -41,8 +41,8 @@ def naming_other_ranks() -> Iterator[None]:
         error.add_note(
             "This rank was in a collective. Likely cause: another rank may have raised before it "
             "came here, or have ended; the first error is in the output of that rank. Fix: look "
-            "for it there. torchrun names that rank as the root cause, and `torchrun --log-dir "
-            "logs --redirects 3` writes the output of each rank into a file of its own."
+            "for it there; `torchrun --log-dir logs --redirects 3` writes the output of each rank "
+            "into a file of its own."
         )
         raise
 

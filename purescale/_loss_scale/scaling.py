@@ -68,8 +68,8 @@ def scale_loss(scaler: HasScale, loss: TreeT) -> TreeT:
 def unscale_and_check(
     scaler: HasScale, grads: TreeT, donate: bool = False, group: Group | None = None
 ) -> tuple[TreeT, Tensor]:
-    """Equal to `grads = tree_map(lambda g: g.float() / scaler.scale, grads)` and
-    `found_inf = not all(isfinite(grads))`.
+    """Equal to `grads = tree_map(lambda g: g / scaler.scale, grads)`, float16 first cast to float32
+    and complex32 to complex64, and `found_inf = not all(isfinite(grads))`.
 
     Args:
         scaler: The state that scaled the loss of these gradients, not the next one.

@@ -160,10 +160,16 @@ class Apply:
                     f"model: {_tree.join_names(extra)}"
                 )
         cause = "they belong to another model, or to this one before it was changed"
+        place = (
+            "a parameter with requires_grad=False belongs in buffers, any other in params; if no "
+            "parameter requires a gradient, as in a frozen teacher, all belong in params"
+        )
         if set(params) == self._buffers and set(buffers) == self._params:
-            cause = "params and buffers are swapped"
+            cause = "params and buffers are swapped" + (
+                "" if params and buffers else f", or {place}"
+            )
         elif set(params) | set(buffers) == self._params | self._buffers:
-            cause = "a parameter with requires_grad=False belongs in buffers, any other in params"
+            cause = place
         return (
             f"{'; '.join(found)}. Likely cause: {cause}. Fix: `apply, params, buffers = "
             "make_functional(model)`, all three from one call."

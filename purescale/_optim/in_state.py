@@ -15,6 +15,12 @@ from .._tree.tree import Tree, join_names
 
 S = TypeVar("S")
 
+# The moments of a run that goes on with another in_state.
+_MOVED = (
+    "`opt_state = {new}.from_state_dict({old}.to_state_dict(opt_state), params, "
+    "applied=opt_state.applied)`, which keeps the moments"
+)
+
 
 def names_in_state(in_state: Any, lr_in_state: bool) -> tuple[str, ...]:
     """Return the names of the settings that from_torch keeps in the state, each once."""
@@ -61,9 +67,10 @@ def check_hyper(hyper: Any, starts: Mapping[str, Any]) -> None:
         has = list(hyper) if isinstance(hyper, dict) else repr(hyper)
         raise ValueError(
             f"opt_state.hyper has {has}, this optimizer looks for {{{expected}}} there. Likely "
-            "cause: the state of an optimizer with another in_state. Fix: "
-            "`opt_state = optimizer.init(params)`, or from_torch(..., in_state=(...)) with "
-            "the names that the state has."
+            "cause: the state of an optimizer with another in_state. Fix: from_torch(..., "
+            "in_state=(...)) with the names that the state has; or, from the optimizer `old` of "
+            f"this state, {_MOVED.format(new='optimizer', old='old')}; in a new run `opt_state = "
+            "optimizer.init(params)`."
         )
     for name, value in hyper.items():
         leaves, start = each_of({name: value}), starts[name]
@@ -237,7 +244,8 @@ def _not_held(name: str, key: str | None, holders: Sequence[_Holder]) -> ValueEr
     where = "the state" if key is None else f"the part {key!r} of the state"
     return ValueError(
         f"{where} holds no setting {name!r}. It holds: {'; '.join(held) or 'nothing'}. "
-        "Likely cause: a setting that in_state does not name. Fix: from_torch(..., "
-        f"in_state=({name!r},)), with the names that are there already, and a new "
-        "`opt_state = optimizer.init(params)`."
+        "Likely cause: a setting that in_state does not name. Fix: `new = from_torch(..., "
+        f"in_state=({name!r},))`, with the names that are there already, and "
+        f"{_MOVED.format(new='new', old='optimizer')}; or "
+        "`new.init(params)` in a new run."
     )

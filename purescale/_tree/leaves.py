@@ -120,7 +120,8 @@ def unsupported_reason(leaf: Tensor, *, sparse: bool = False) -> str:
     if leaf.dtype.itemsize == 1 and leaf.dtype not in (torch.bool, torch.uint8, torch.int8):
         return (
             f"has dtype {leaf.dtype}, in which torch cannot compute. Fix: `.to(torch.float32)`; "
-            "fp8 recipes keep scales of their own for each tensor, as torchao does."
+            "fp8 training needs kernels that take a scale for each tensor, as in torchao or "
+            "TransformerEngine."
         )
     return ""
 

@@ -27,6 +27,8 @@ _CAUSES = {
     "guard": "another guard, or none,",
 }
 
+_OTHER_DTYPE = "of another dtype"
+
 # int32 counts that a later version added to a state.
 _ADDED = {"consecutive_rejections", "consecutive_zeros"}
 
@@ -44,6 +46,13 @@ def check_equal(name: str, d: Any, expected: dict[str, Any]) -> None:
             f"{name} does not match like: {lists}. Likely cause: it was saved by an earlier "
             "purescale, which did not count that. Fix: begin at 0, "
             f"`{_with_zeros(name, differences, expected)}`."
+        )
+    if set(named) == {_OTHER_DTYPE}:
+        raise ValueError(
+            f"{name} does not match like: {lists}. Likely cause: the same tree in another dtype, "
+            "such as a model that is in half precision on one side only, or with_state_dtype. "
+            "Fix: make `like` in the dtypes that were saved, and cast what was loaded, `params = "
+            "{name: p.to(dtype) for name, p in state.params.items()}`; moments likewise."
         )
     fields = {difference.keys[1] for difference in differences if len(difference.keys) > 1}
     other = "another model, optimizer or settings"
@@ -84,7 +93,12 @@ def _differences(keys: tuple[Any, ...], got: Any, expected: Any) -> Iterator[_Di
         names = _tree.join_names([key_of(key) for key in expected])
         yield _Difference("different", keys, f" is {kind_of(got)}, expected a dict of {names}")
     elif kind_of(got) != kind_of(expected):
-        yield _Difference("different", keys, f" is {kind_of(got)}, expected {kind_of(expected)}")
+        kind = _OTHER_DTYPE if _without_dtype(got) == _without_dtype(expected) else "different"
+        yield _Difference(kind, keys, f" is {kind_of(got)}, expected {kind_of(expected)}")
+
+
+def _without_dtype(value: Any) -> str:
+    return kind_of(value).removeprefix(str(getattr(value, "dtype", "")))
 
 
 def _grouped(name: str, differences: list[_Difference]) -> list[str]:

@@ -348,8 +348,8 @@ def reject_autograd_history(**trees: Tree) -> None:
 
 
 def cast(tree: Tree, dtype: torch.dtype | None, *, copy: bool = False) -> Tree:
-    """Cast the floating tensors of `tree` to `dtype` (None: to their own) and leave everything else.
-    Containers that only torch's pytree knows are cast too.
+    """Cast the floating tensors of `tree` to `dtype`, None for their own, and leave everything
+    else. Containers that only torch's pytree knows are cast too.
     """
 
     def convert(leaf: Any) -> Any:

@@ -1,9 +1,18 @@
 """Test helpers: Hypothesis strategies, and checks of the laws that purescale's functions keep.
 
-Needs hypothesis (`pip install purescale[testing]`), and is imported separately:
-`from purescale.testing import assert_scale_rule`. Each check raises an `AssertionError` with what
-was found, where, and a fix.
+Needs Hypothesis (`pip install '.[testing]'` in a copy of the repository), and is imported
+separately: `from purescale.testing import assert_scale_rule`. Each check raises an `AssertionError`
+with what was found, where, and a fix.
 """
+
+try:
+    import hypothesis as _hypothesis  # noqa: F401
+except ImportError as missing:
+    raise ImportError(
+        "purescale.testing needs Hypothesis. Fix: `pip install '.[testing]'` in a copy of the "
+        "repository.",
+        name="hypothesis",
+    ) from missing
 
 from ._guard_battery import assert_guard
 from ._laws import (

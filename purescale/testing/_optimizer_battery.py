@@ -66,12 +66,16 @@ def assert_optimizer(optimizer: Optimizer, params: Tree = None, quirks: Sequence
     _OptimizerBattery(optimizer, params, quirks).run()
 
 
+_OTHER_PARAMS = (
+    "If the optimizer takes only some shapes or names, `assert_optimizer(optimizer, "
+    "params={'weight': torch.randn(4, 3)})`, a tree that it takes."
+)
 _FIXES = {
     "init": "`init(params)` makes new tensors: `torch.zeros_like(p)`, `p.clone()`; counts as 0-d "
-    "tensors.",
+    f"tensors. {_OTHER_PARAMS}",
     "structure": "make everything that a step keeps in `init`, also what is 0 until the first "
     "step; return `(params, opt_state)` in the structure of the arguments, with numbers that "
-    "change as 0-d tensors.",
+    f"change as 0-d tensors. {_OTHER_PARAMS}",
     "reads": "`torch.where(flag, a, b)` in place of `if flag:`; no `.item()`; a step count as a "
     "0-d tensor.",
     "pure": "`p - lr * g` in place of methods that end in `_`; keep what changes in the state.",

@@ -10,9 +10,11 @@ import hypothesis.strategies as st
 import torch
 from torch import Tensor
 
+from .._loss_scale.headroom import HeadroomScale
 from .._loss_scale.rule_protocol import takes_amax
 from .._loss_scale.rules import DynamicScale, NoScale, StaticScale
 from .._tree import tree as _tree
+from .._tree.scalars import short_repr
 from .._tree.tree import Tree
 
 
@@ -20,7 +22,11 @@ def scale_rules(kind: type | None = None) -> st.SearchStrategy[Any]:
     """Return a strategy of purescale's rules with any legal settings and short intervals.
 
     Args:
-        kind: The class of the rules; None for all.
+        kind: The class of the rules; None for all of them except `HeadroomScale`, whose `update`
+            takes the largest gradient too.
+
+    Raises:
+        ValueError: `kind` is another class.
 
     Example:
         >>> from purescale import StaticScale
@@ -47,7 +53,29 @@ def scale_rules(kind: type | None = None) -> st.SearchStrategy[Any]:
         StaticScale: st.builds(StaticScale, _powers(-24, 24)),
         NoScale: st.just(NoScale()),
     }
-    return st.one_of(*kinds.values()) if kind is None else kinds[kind]
+    if kind is None:
+        return st.one_of(*kinds.values())
+    kinds[HeadroomScale] = st.builds(
+        lambda init, margin, window, low, high: HeadroomScale(
+            init_scale=2.0**init,
+            margin=margin,
+            window=window,
+            min_scale=2.0 ** (init - low),
+            max_scale=2.0 ** (init + high),
+        ),
+        st.integers(-20, 20),
+        st.integers(0, 12),
+        st.integers(1, 5),
+        st.integers(0, 20),
+        st.integers(0, 20),
+    )
+    if kind not in kinds:
+        raise ValueError(
+            f"kind is {short_repr(kind)}; expected one of {', '.join(k.__name__ for k in kinds)}, "
+            "the class itself. Fix: `scale_rules(DynamicScale)`; `hypothesis.strategies.builds` "
+            "for a rule of your own."
+        )
+    return kinds[kind]
 
 
 def as_scale(value: float) -> Tensor:

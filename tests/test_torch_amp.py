@@ -879,7 +879,7 @@ NOT_GIVEN = {
     "too far": "OneCycleLR ends after",
     "stacked": r"2 stacked ones.*member\(state, 0\)",
     "in the state": "has lr in its state.*to_state_dict",
-    "partition": r"has the parts \['all'\].*to_state_dict\(state.opt_state\[key\]\)",
+    "partition": r"has the parts \['all'\].*to_state_dict\(state.opt_state\[key\], like=",
 }
 
 

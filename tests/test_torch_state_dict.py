@@ -308,11 +308,21 @@ SETTINGS = ({}, {"lr": 0.25}, {"weight_decay": 0.0}, {"lr": 0.25, "weight_decay"
 
 
 @st.composite
-def optimizers(draw):
-    """One optimizer here, and torch's with the same groups in another order, after one step."""
+def optimizers(draw, moving=False):
+    """One optimizer here, and torch's with the same groups in another order, after one step. Rates
+    that are `moving` are schedules here.
+    """
     kinds = {name: draw(st.integers(0, 3)) for name in SHAPES}
-    overrides = {n: SETTINGS[kind] for n, kind in kinds.items() if kind}
-    optimizer = ps.from_torch(OPTIM.AdamW, lr=0.1, weight_decay=0.5, overrides=overrides)
+
+    def here(settings):
+        scheduled = (
+            {"lr": lambda applied: settings["lr"] + 0.0 * applied} if "lr" in settings else {}
+        )
+        return {**settings, **(scheduled if moving else {})}
+
+    own = [here(settings) for settings in ({"lr": 0.1, "weight_decay": 0.5}, *SETTINGS[1:])]
+    overrides = {n: own[kind] for n, kind in kinds.items() if kind}
+    optimizer = ps.from_torch(OPTIM.AdamW, overrides=overrides, **own[0])
     live = {name: torch.ones(shape, requires_grad=True) for name, shape in SHAPES.items()}
     named = draw(st.booleans())
     groups = [
@@ -345,6 +355,22 @@ def test_a_dict_like_torchs_is_the_one_that_torch_wrote(drawn):
     assert sd["param_groups"] == theirs.state_dict()["param_groups"]
     again = optimizer.from_state_dict(optimizer.to_state_dict(state), params)
     assert same_bits(again, state)
+
+
+@given(optimizers(moving=True))
+def test_where_rates_move_positions_are_right_or_refused(drawn):
+    optimizer, live, theirs = drawn
+    params = {name: p.detach() for name, p in live.items()}
+    try:
+        state = optimizer.from_state_dict(theirs.state_dict(), params)
+    except ValueError as error:
+        refusal = str(error)
+    else:
+        refusal = None
+        for name, p in live.items():
+            assert same_bits(state.slots[name], dict(theirs.state[p]))
+    named = "param_names" in theirs.param_groups[0]
+    assert refusal is None or ("parameters could exchange their state" in refusal and not named)
 
 
 def test_names_go_before_groups():
@@ -389,11 +415,24 @@ def test_a_parameter_that_is_frozen_here_is_left_out():
 
 def test_names_in_place_of_positions_are_names():
     """The form of torch.distributed.checkpoint.state_dict."""
-    model, theirs = after_three_steps({"lr": 0.25}, named=True)
+    model, theirs = after_three_steps({"lr": 0.25}, named=False)
+    optimizer, params = two_groups({"lr": 0.25}), weights(model)
     sd = get_optimizer_state_dict(model, theirs)
-    state = two_groups({"lr": 0.25}).from_state_dict(sd, weights(model))
+    state = optimizer.from_state_dict(sd, params)
     for name, p in model.named_parameters():
         assert same_bits(state.slots[name], dict(theirs.state[p]))
+    back = optimizer.to_state_dict(state, like=sd)
+    assert same_bits(back["state"], sd["state"])
+    assert back["param_groups"] == sd["param_groups"]
+
+
+def test_a_rate_in_the_state_is_that_of_its_own_parameters():
+    model, theirs = after_three_steps({"lr": 0.25}, named=True)
+    optimizer = two_groups({"lr": 0.5}, in_state=("lr", "weight_decay"))
+    state = optimizer.from_state_dict(theirs.state_dict(), weights(model))
+    assert same_bits(
+        (state.lr, state.hyper["weight_decay"]), (torch.tensor(0.1), torch.tensor(0.5))
+    )
 
 
 def test_torch_loads_a_dict_with_names_into_an_optimizer_without():
@@ -505,7 +544,7 @@ def test_names_of_a_wrapped_model_are_refused_with_the_code_that_cures_them():
         ValueError, match=r"has no body.weight, .*it has module.head.weight"
     ) as error:
         optimizer.from_state_dict(sd, weights(model))
-    exec(re.search("Fix: `(.*)`", str(error.value)).group(1), {"sd": sd})
+    exec(re.search("Fix: `(.*?)`; without", str(error.value)).group(1), {"sd": sd})
     state = optimizer.from_state_dict(sd, weights(model))
     for name, p in model.named_parameters():
         assert same_bits(state.slots[name], dict(theirs.state[p]))

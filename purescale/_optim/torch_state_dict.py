@@ -149,7 +149,7 @@ def find_parameters(
                 f"{_tree.join_names(list(places))}. Likely cause: the names of a wrapped model "
                 "(`module.`, `_orig_mod.`), or another model. Fix: `for group in "
                 "sd['param_groups']: group['param_names'] = [name.removeprefix('module.') for name "
-                "in group['param_names']]`."
+                "in group['param_names']]`; without `param_names` it is read by position."
             )
         return {name: places[name] for name in slots}
     filled = [index for index, group in enumerate(keys) if group]
@@ -200,9 +200,12 @@ def _order(
     slots: Slots,
 ) -> list[int]:
     """Return which group of a state dict each group is, if shapes and settings leave one answer."""
-    every = [index for index, group in enumerate(saved_groups) if group["params"]]
     misfits = [
-        {index: _misfit(saved_groups[index], states, *group, slots) for index in every}
+        {
+            index: _misfit(saved, states, *group, slots)
+            for index, saved in enumerate(saved_groups)
+            if saved["params"]
+        }
         for group in groups
     ]
     left = {

@@ -165,7 +165,8 @@ def unwrapped(state: Any, optimizer: Any, torch_optimizer: Any) -> tuple[TorchOp
             f"the optimizer has the parts {list(inner.optimizers)}; torch has one optimizer for "
             "each. Fix: `load_into(model, state.params, state.buffers)`, and for each key "
             "`torch_optimizers[key].load_state_dict("
-            "optimizer.optimizers[key].to_state_dict(state.opt_state[key]))`."
+            "optimizer.optimizers[key].to_state_dict(state.opt_state[key], "
+            "like=torch_optimizers[key].state_dict()))`."
         )
     cls, opt_state = inner.summary[0], without_wrappers(state.opt_state)
     if not isinstance(opt_state, OptState) or cls is not type(torch_optimizer):
@@ -183,7 +184,8 @@ def unwrapped(state: Any, optimizer: Any, torch_optimizer: Any) -> tuple[TorchOp
         raise ValueError(
             f"the optimizer has {', '.join(inner.summary[3])} in its state; torch's has them in "
             "its parameter groups. Fix: "
-            "`torch_optimizer.load_state_dict(optimizer.to_state_dict(state.opt_state))`."
+            "`torch_optimizer.load_state_dict(optimizer.to_state_dict(state.opt_state, "
+            "like=torch_optimizer.state_dict()))`."
         )
     return inner, opt_state
 

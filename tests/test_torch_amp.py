@@ -337,6 +337,18 @@ def in_an_iterator():
     return by_calls(functools.partial(next, calls)), lambda: copy.copy(calls).__reduce__()[1][0]
 
 
+def in_a_built_in_method():
+    rates = [0.9**n for n in range(200)]
+    pop = rates.pop
+    return lambda n: pop(0), lambda: -len(rates)
+
+
+def in_a_built_in_slot():
+    calls = itertools.count(1)
+    call = calls.__next__
+    return lambda n: 0.9 ** call(), lambda: copy.copy(calls).__reduce__()[1][0]
+
+
 def in_an_object():
     class Rate:
         calls = 0
@@ -385,6 +397,8 @@ COUNTERS = {
         in_an_attribute,
         in_a_partial,
         in_an_iterator,
+        in_a_built_in_method,
+        in_a_built_in_slot,
         in_an_object,
         in_a_method,
         in_a_dict_of_functions,
@@ -443,19 +457,41 @@ def test_a_schedule_that_reads_the_optimizer_reads_that_of_the_table():
     assert rates.tolist() == pytest.approx([0.1, 0.05, 0.045])
 
 
-def test_what_a_schedule_only_asks_for_its_length_is_not_copied():
-    class Uncopied(torch.utils.data.Dataset):
-        def __len__(self):
-            return 8
+class Uncopied(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
 
-        def __deepcopy__(self, memo):
-            raise AssertionError("copied")
+    def __deepcopy__(self, memo):
+        raise AssertionError("copied")
 
-    loader = torch.utils.data.DataLoader(Uncopied(), batch_size=2)
+
+class Trainer:
+    """A loop in a class, with what such loops hold."""
+
+    def __init__(self, live):
+        self.model, self.optimizer = live.model, live.optimizer
+        self.loader, self.calls = torch.utils.data.DataLoader(Uncopied(), batch_size=2), 0
+
+    def rate(self, n):
+        self.calls += 1
+        return min(1.0, n / len(self.loader))
+
+
+@pytest.mark.parametrize("form", ["function", "method", "function of a method"])
+def test_what_a_schedule_only_asks_for_its_length_is_not_copied(form):
     live = job("SGD")
-    live.scheduler = lr_scheduler.LambdaLR(live.optimizer, lambda n: min(1.0, n / len(loader)))
+    trainer = Trainer(live)
+    loader = trainer.loader
+    rate = {
+        "function": lambda n: min(1.0, n / len(loader)),
+        "method": trainer.rate,
+        "function of a method": lambda n: trainer.rate(n),
+    }[form]
+    live.scheduler = lr_scheduler.LambdaLR(live.optimizer, rate)
+    before = trainer.calls
     optimizer = torch_amp.take_over(*live.all, steps=5)[1]
     assert optimizer.summary[1]["lr"](torch.tensor(2)) == 3e-3 / 2
+    assert trainer.calls == before
 
 
 def drawn_from_a_generator(live):

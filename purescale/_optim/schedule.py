@@ -214,7 +214,7 @@ def stand_in(scheduler: LRScheduler) -> LRScheduler:
         (part, name, _own(value, memo, f"{name} of {type(part).__name__}"))
         for part in _parts(scheduler)
         for name, value in vars(part).items()
-        if any(isinstance(one, types.FunctionType | functools.partial) for one in _each(value))
+        if any(map(callable, _each(value)))
     ]
     copied: LRScheduler = _own(scheduler, memo, "scheduler")
     for part, name, value in functions:
@@ -237,6 +237,7 @@ def _parts(scheduler: LRScheduler) -> Iterator[LRScheduler]:
 
 # What a schedule may ask for a length, and does not change.
 _SHARED = (types.ModuleType, type, torch.nn.Module, DataLoader, Dataset)
+_BUILT_IN = (types.BuiltinMethodType, types.MethodWrapperType)
 
 
 def _own(value: Any, memo: dict[int, Any], what: str) -> Any:
@@ -252,6 +253,10 @@ def _own(value: Any, memo: dict[int, Any], what: str) -> Any:
     if isinstance(value, functools.partial):
         args, keywords = _own((value.func, *value.args), memo, what), value.keywords
         return functools.partial(*args, **_own(keywords, memo, what))
+    if isinstance(value, types.MethodType):
+        return types.MethodType(value.__func__, _own(value.__self__, memo, what))
+    if isinstance(value, _BUILT_IN) and not isinstance(value.__self__, (*_SHARED, type(None))):
+        return getattr(_own(value.__self__, memo, what), value.__name__)
     if type(value) is list:
         memo[id(value)] = items = list[Any]()
         items.extend(_own(one, memo, what) for one in value)
@@ -262,6 +267,9 @@ def _own(value: Any, memo: dict[int, Any], what: str) -> Any:
         return entries
     if type(value) is tuple:
         return tuple([_own(one, memo, what) for one in value])
+    for one in getattr(value, "__dict__", {}).values():
+        if isinstance(one, _SHARED):
+            memo[id(one)] = one
     try:
         return copy.deepcopy(value, memo)
     except Exception as error:

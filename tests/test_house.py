@@ -188,6 +188,19 @@ def test_nothing_is_needed_but_torch_and_optree():
     assert foreign - set(sys.stdlib_module_names) == {"torch", "optree"} | asked_for
 
 
+def test_extras_are_installed_from_a_copy_of_the_repository_in_the_same_words():
+    """purescale is on no index."""
+    project = ROOT.parent
+    pages = [project / "README.md", *project.glob("docs/*.md"), *ROOT.rglob("*.py")]
+    for page in pages:
+        words = " ".join(page.read_text(encoding="utf-8").replace('"', " ").split())
+        assert not re.search(r"pip install [^`]{0,20}purescale", words), page
+        for what in re.findall(r"`pip install '\.\[\w+\]'`(.{40})", words):
+            assert what.startswith((" in a copy of the repository", " adds ")), (
+                page
+            )  # README: there
+
+
 def test_what_tests_need_is_imported_by_testing_alone():
     assert {room_of(name) for name in FILES if "hypothesis" in packages(name)} == {"testing"}
     users = {room_of(name) for name in FILES if "testing" in map(room_of, imported(name))}

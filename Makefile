@@ -5,7 +5,7 @@ CONFORMANCE := .venv/.conformance
 BENCH := .venv/.bench
 DOCS := .venv/.docs
 
-.PHONY: demo demo-distributed test test-all fuzz matrix lint types notebooks docs conformance bench gpu clean
+.PHONY: demo demo-distributed test test-all fuzz cpus matrix lint types notebooks docs conformance bench gpu clean
 
 demo: $(READY)
 	$(BIN)/python examples/digits.py
@@ -25,6 +25,12 @@ test-all: $(READY)
 
 fuzz: $(READY)
 	HYPOTHESIS_PROFILE=fuzz OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m hypothesis tests --ignore=tests/conformance
+
+# What torch and its libraries run on processors with fewer instructions. Inductor is left out.
+cpus: $(READY)
+	for kind in ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2; do \
+		env $$kind OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" tests --ignore=tests/conformance || exit 1; \
+	done
 
 matrix: $(READY)
 	$(BIN)/nox --no-error-on-missing-interpreters

@@ -567,8 +567,9 @@ def test_a_row_under_vmap_is_about_all_members():
     assert [row.name for row in report.rows] == [row.name for row in each[0].rows]
     for row, *alone in zip(report.rows, *(other.rows for other in each), strict=True):
         assert row.nonfinite == sum(other.nonfinite for other in alone) > 0
-        # torch's batched matmul may round another way
-        torch.testing.assert_close(row.amax.item(), max(other.amax.item() for other in alone))
+        # a batched matmul adds up in another order than single ones: a few roundings of float32
+        largest = max(other.amax for other in alone)
+        torch.testing.assert_close(row.amax, largest, rtol=1e-6, atol=0)
 
 
 def test_what_was_compiled_runs_eagerly_and_what_other_threads_run_is_not_seen():

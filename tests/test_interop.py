@@ -813,9 +813,18 @@ def test_a_fuzzed_state_dict_is_a_clear_error_or_a_usable_state(peer, data):
         refused = str(error)
     else:
         refused = None
-        ps.check_scaler(rule.update(state, torch.tensor(False)), rule)
+        scale = rule.update(state, torch.tensor(False)).scale
+        assert scale.isfinite()
+        assert scale > 0
     assert refused is None or any(word in refused for word in ("from_state_dict", *map(str, names)))
     assert [*d] == [*before]
+
+
+def test_of_a_scale_below_megatrons_own_floor_check_scaler_tells():
+    d = {**sample("megatron"), "scale": torch.tensor([0.5])}
+    rule, state = interop.megatron.from_state_dict(d)
+    with pytest.raises(FloatingPointError, match=r"smallest that the rule allows, 0\.5"):
+        ps.check_scaler(rule.update(state, torch.tensor(False)), rule)
 
 
 @pytest.mark.parametrize(

@@ -880,7 +880,7 @@ def test_a_warning_of_torch_that_is_an_error_here_is_told_as_torch_tells_it(tmp_
     path = tmp_path / "x.pt"
     ps.save(path, torch.ones(1))
     monkeypatch.setattr(torch, "load", lambda *_, **__: warnings.warn("slow", stacklevel=2))
-    with pytest.raises(UserWarning, match="^slow$"):
+    with pytest.raises(UserWarning, match=r"^slow$"):
         ps.load(path, like=torch.ones(1))
 
 

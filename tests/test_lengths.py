@@ -244,7 +244,8 @@ def test_torch_still_needs_a_kernel_for_it(name, replaced):
     try:
         graphs = graphs_of_operator(name)
     except torch._dynamo.exc.TorchDynamoException as error:
-        assert re.search("symbolic sizes|Expected IntList", str(error))
+        if not re.search("symbolic sizes|Expected IntList", str(error)):
+            raise
     else:
         assert graphs > 2
 

@@ -2,13 +2,14 @@
 
 import contextlib
 import functools
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from helpers import Untouched, assert_close, clone, in_processes, same_bits, stack, tensors, unstack
-from hypothesis import given
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_map
 
 import purescale as ps
 from purescale._distributed.describe_settings import describe_setting
+from purescale._optim import wrapper
 from purescale._torch import tracing
 from purescale.testing import assert_optimizer, assert_pure, assert_single_graph
 
@@ -674,6 +676,118 @@ def test_a_part_whose_step_raises_leaves_every_part_whole(optimizer, dtype, forc
         pytest.raises(RuntimeError, match="no more memory"),
     ):
         ps.maybe_step(optimizer, params, grads_of(params, 0), state, GO, donate=True)
+
+
+class Fuse:
+    """A user's code that fails when it runs for the n-th time after `lit`."""
+
+    def __init__(self):
+        self.left = -1
+
+    def burn(self):
+        self.left -= 1
+        if self.left == 0:
+            raise RuntimeError("no more memory")
+
+
+def broken_schedule(fuse, broken, as_tensor=False):
+    """A schedule that fails with the fuse."""
+
+    def lr(applied):
+        try:
+            fuse.burn()
+        except RuntimeError:
+            if broken == "raises":
+                raise
+            return {"a word": "fast", "a row": torch.ones(2), "negative": -0.5}[broken]
+        return 0.1 / (applied + 1) if as_tensor else 0.1
+
+    return lr
+
+
+class Stepping:
+    """An optimizer with `step` alone that fails with the fuse."""
+
+    def __init__(self, fuse, broken):
+        self.fuse, self.broken = fuse, broken
+
+    def init(self, params):
+        return {name: torch.zeros_like(param) for name, param in params.items()}
+
+    def step(self, params, grads, opt_state):
+        try:
+            self.fuse.burn()
+        except RuntimeError:
+            if self.broken == "raises":
+                raise
+            return params, {}
+        return {n: p - 0.5 for n, p in params.items()}, {n: s + 1 for n, s in opt_state.items()}
+
+
+WRAPS = {
+    "masters": ps.with_master_weights,
+    "rounding": ps.with_stochastic_rounding,
+}
+BROKEN = ["raises", "a word", "a row", "negative"]
+
+
+@st.composite
+def nestings(draw, fuse, depth=2, widened=False):
+    """Any nesting of partitions and wrappers over optimizers that share a fuse."""
+    kinds = ["torch", "step", "narrow", *([] if widened else ["masters", "rounding"])]
+    kind = draw(st.sampled_from(["partition", *kinds] if depth > 0 else kinds))
+    if kind == "partition":
+        inner = nestings(fuse, depth - 1, widened)
+        half = draw(st.integers(1, 4))
+        return ps.partition(
+            {"a": draw(inner), "b": draw(inner)},
+            lambda name, param: "ab"[sum(map(ord, name)) % (half + 1) > 0],
+        )
+    if kind in WRAPS:
+        return WRAPS[kind](draw(nestings(fuse, depth, widened=True)))
+    broken = draw(st.sampled_from(BROKEN))
+    if kind == "step":
+        return Stepping(fuse, broken)
+    if kind == "narrow":
+        narrow = ps.from_torch(torch.optim.AdamW, lr=broken_schedule(fuse, broken))
+        return ps.with_state_dtype(narrow, {"exp_avg": torch.bfloat16})
+    cls = draw(st.sampled_from([torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop]))
+    lr = broken_schedule(fuse, broken, draw(st.booleans()))
+    if draw(st.booleans()):
+        return ps.from_torch(cls, lr=0.1, overrides={"*": {"lr": lr}})
+    return ps.from_torch(cls, lr=lr)
+
+
+@given(data=st.data())
+@settings(deadline=None)
+def test_a_step_that_raises_leaves_all_that_was_donated_as_it_was(data):
+    fuse = Fuse()
+    inner = nestings(fuse)
+    label = lambda name, param: "ab"[int(name) % 2]  # noqa: E731
+    optimizer = ps.partition({"a": data.draw(inner), "b": data.draw(inner)}, label)
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    params = {str(i): randn((1 + i % 3, 2), i).to(dtype) for i in range(24)}
+    try:
+        state = optimizer.init(params)
+    except ValueError:  # a label that leaves a part without parameters
+        reject()
+    scaled = {name: 2 * grad for name, grad in grads_of(params, 1).items()}
+    scaler = ps.StaticScale(2.0).init()
+    forced, unscale = data.draw(st.booleans()), data.draw(st.booleans())
+    fuse.left = data.draw(st.integers(1, 8))
+    piece = data.draw(st.sampled_from([1, 8, 2**21]))
+    with (
+        tracing.as_on_an_accelerator() if forced else contextlib.nullcontext(),
+        mock.patch.object(wrapper, "PIECE", piece),
+    ):
+        given_trees = clone((params, scaled, state))
+        try:
+            if unscale:
+                ps.unscale_and_step(optimizer, scaler, *given_trees, 1.0, donate=True)
+            else:
+                ps.maybe_step(optimizer, *given_trees, GO, donate=True)
+        except (RuntimeError, TypeError, ValueError):
+            assert same_bits(given_trees, (params, scaled, state))
 
 
 def test_the_state_keeps_the_order_of_the_parts():

@@ -199,14 +199,17 @@ class OptimizerSettings:
                 "from_torch(..., differentiable=True)."
             )
 
+    def refuse_graphs(self, opt_state: OptState) -> None:
+        """Refuse settings in the state, except the rate, with a graph that the step would drop."""
+        for name, value in opt_state.hyper.items() if self.hyper else ():
+            if any_requires_grad(each_of({name: value})):
+                self._refuse_graph(f"opt_state.hyper[{name!r}]")
+
     def numbers(self, opt_state: OptState) -> dict[str, Any]:
         """Return the settings in the state except the rate, wide enough for a formula: a beta to
         the power of the step count needs more than float32.
         """
         device = opt_state.applied.device
-        for name, value in opt_state.hyper.items():
-            if any_requires_grad(each_of({name: value})):
-                self._refuse_graph(f"opt_state.hyper[{name!r}]")
 
         def wide(value: Tensor) -> Tensor:
             return value.to(device, torch.promote_types(value.dtype, widest_float(device)))

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from .._optim.decision import APPLY, Decision
 from .._optim.opt_state import described, numbers_of
-from .._optim.protocol import CalledOptimizer, Conditional, Optimizer, as_conditional
+from .._optim.protocol import Conditional, Optimizer, as_conditional
 from .._optim.step_inputs import StepInputs, flatten_step
 from .._torch.autocast import outside_autocast
 from .._torch.dtensor import any_dtensor
 from .._torch.metadata_cache import cached, picked
+from .._torch.tracing import traced
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients
 from .._tree.scalars import not_made
@@ -88,6 +89,13 @@ class Part(NamedTuple):
     inputs: StepInputs
 
 
+class Prepared(NamedTuple):
+    """The results of `prepare` of a partition."""
+
+    members: dict[str, Members]
+    results: dict[str, Any]
+
+
 class PartitionOptimizer:
     """Several optimizers, each for its part of the parameters; made by `partition`."""
 
@@ -97,10 +105,8 @@ class PartitionOptimizer:
     def __init__(self, optimizers: Mapping[str, Optimizer], label: Label) -> None:
         _check(optimizers, label)
         self.optimizers, self.label = dict(optimizers), label
-        parts = {key: as_conditional(each) for key, each in self.optimizers.items()}
-        # A `step` of somebody else may raise, so it runs before any part writes to given memory.
-        self._called = frozenset([key for key, part in parts.items() if _calls_step(part)])
-        self._parts = dict(sorted(parts.items(), key=lambda item: item[0] not in self._called))
+        self._parts = {key: as_conditional(each) for key, each in self.optimizers.items()}
+        self.calls_step = any(part.calls_step for part in self._parts.values())
         # A part that is not differentiable would detach what is on a graph.
         self.differentiable = all(part.differentiable for part in self._parts.values())
         self.summary = self.optimizers, label
@@ -131,22 +137,39 @@ class PartitionOptimizer:
         for part in self.split(inputs):
             part.optimizer.check(part.inputs)
 
-    def conditional_step(
+    def prepare(
         self, inputs: StepInputs, decision: Decision, *, in_place: bool = False
+    ) -> Prepared:
+        """Return the members of each part, and what each prepares."""
+        members = self._members(inputs.names, inputs.params)
+        return Prepared(members, _results(self.split(inputs, members), decision, in_place))
+
+    def conditional_step(
+        self,
+        inputs: StepInputs,
+        decision: Decision,
+        *,
+        in_place: bool = False,
+        prepared: Prepared | None = None,
     ) -> tuple[Tree, dict[str, Any]]:
         """Make the decided step of each part, as in `Conditional`."""
+        members, results = prepared or (None, {})
+        parts = self.split(inputs, members)
+        if in_place and not (results or decision.skip_on_host or traced()):
+            # One part must not be overwritten if another one raises.
+            results = _results(parts, decision, in_place)
         params: dict[str, Any] = {}
         opt_state = {}
-        for key, optimizer, own in self.split(inputs):
-            write = in_place and (key not in self._called or bool(decision.skip_on_host))
-            stepped = optimizer.conditional_step(own, decision, in_place=write)
+        for key, optimizer, own in parts:
+            stepped = optimizer.conditional_step(
+                own, decision, in_place=in_place, prepared=results.get(key)
+            )
             stepped, opt_state[key] = own.restore(*stepped)
             params.update(stepped)
-        in_order = {key: opt_state[key] for key in self.optimizers}
-        return inputs.params_tree(list(map(params.get, inputs.names))), in_order
+        return inputs.params_tree(list(map(params.get, inputs.names))), opt_state
 
-    def split(self, inputs: StepInputs) -> list[Part]:
-        """Return the inputs of each part."""
+    def split(self, inputs: StepInputs, members: dict[str, Members] | None = None) -> list[Part]:
+        """Return the inputs of each part. `members` are those of the parts, if they are known."""
         opt_state = inputs.opt_state
         if not (isinstance(opt_state, dict) and opt_state.keys() == self._parts.keys()):
             has = list(opt_state) if isinstance(opt_state, dict) else type(opt_state).__name__
@@ -155,7 +178,7 @@ class PartitionOptimizer:
                 "Likely cause: the state of one optimizer alone, or of another partition. Fix: "
                 "`opt_state = optimizer.init(params)`, or what the last step returned."
             )
-        members = self._members(inputs.names, inputs.params)
+        members = members or self._members(inputs.names, inputs.params)
         every = () if inputs.dense_off_graph else (*inputs.params, *inputs.grads.likes)
         if any_dtensor(every):
             return [
@@ -220,12 +243,8 @@ def _check(optimizers: Any, label: Any) -> None:
         )
 
 
-def _calls_step(optimizer: Any) -> bool:
-    """Return True if a step runs `step` of an object that is an `Optimizer` and no more."""
-    if isinstance(optimizer, PartitionOptimizer):
-        return bool(optimizer._called)
-    inner = getattr(optimizer, "conditional", None)
-    return isinstance(optimizer, CalledOptimizer) if inner is None else _calls_step(inner)
+def _results(parts: list[Part], decision: Decision, in_place: bool) -> dict[str, Any]:
+    return {key: part.prepare(own, decision, in_place=in_place) for key, part, own in parts}
 
 
 def _by_name(members: Members, leaves: Leaves) -> dict[str, Any]:

@@ -50,15 +50,28 @@ class Conditional(Protocol):
     # True if elements update independently, so that a shard can be stepped. None if that is
     # unknown: the optimizer then gets the DTensors themselves.
     elementwise: bool | None = None
+    # True if a step calls `step` of an object that is an `Optimizer` and no more.
+    calls_step: bool = False
 
     def check(self, inputs: StepInputs) -> None:
         """Refuse parameters and a state that do not belong together, before any work."""
 
+    def prepare(self, inputs: StepInputs, decision: Decision, *, in_place: bool = False) -> Any:
+        """Run the user's code for an applied step, such as schedules, and return its results for
+        `conditional_step`. Whatever may raise does so here, before anything is overwritten.
+        """
+
     def conditional_step(
-        self, inputs: StepInputs, decision: Decision, *, in_place: bool = False
+        self,
+        inputs: StepInputs,
+        decision: Decision,
+        *,
+        in_place: bool = False,
+        prepared: Any = None,
     ) -> tuple[Tree, Tree]:
         """Return parameters and state after the decided step, in fresh memory. With `in_place`,
         the caller guarantees that nobody else holds the tensors of `inputs`: they are overwritten.
+        `prepared` is the result of `prepare`, which is called here if it is None.
         """
 
 
@@ -69,6 +82,8 @@ def as_conditional(optimizer: Any) -> Conditional:
 
 class CalledOptimizer:
     """A `Conditional` for an optimizer with `step` alone: call it, then select old or new."""
+
+    calls_step = True
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -81,23 +96,38 @@ class CalledOptimizer:
     def check(self, inputs: StepInputs) -> None:
         """Do nothing: `step` makes its own checks."""
 
-    def conditional_step(
+    def prepare(
         self, inputs: StepInputs, decision: Decision, *, in_place: bool = False
     ) -> tuple[Tree, Tree]:
-        """Make the decided step, as in `Conditional`."""
-        if decision.skip_on_host:
-            return unchanged(inputs, in_place=in_place)
+        """Return what `step` returns, checked."""
         grads = unscale_and_clip(inputs.grads.tensors, decision, in_place=inputs.grads.owned)
         old = inputs.params_tree(inputs.params), inputs.opt_state
         trees = old[0], inputs.grads_tree(grads), old[1]
         with torch.set_grad_enabled(torch.is_grad_enabled() and (traced() or self.differentiable)):
             stepped = self.optimizer.step(*trees)
+            _tree.matching_leaves(old, stepped, "old", "new")
             if decision.skip_on_host is False:
-                _tree.matching_leaves(old, stepped, "old", "new")
                 return _tree.copy_aliased(stepped, trees)
-            skip: Any = decision.skip
-            if in_place:  # what is read must not be a part of what is written
-                stepped = _tree.copy_aliased(stepped, old)
+            # What is read must not be a part of what is written.
+            return _tree.copy_aliased(stepped, old) if in_place else stepped
+
+    def conditional_step(
+        self,
+        inputs: StepInputs,
+        decision: Decision,
+        *,
+        in_place: bool = False,
+        prepared: Any = None,
+    ) -> tuple[Tree, Tree]:
+        """Make the decided step, as in `Conditional`."""
+        if decision.skip_on_host:
+            return unchanged(inputs, in_place=in_place)
+        stepped = prepared or self.prepare(inputs, decision, in_place=in_place)
+        if decision.skip_on_host is False:
+            return stepped
+        old = inputs.params_tree(inputs.params), inputs.opt_state
+        skip: Any = decision.skip
+        with torch.set_grad_enabled(torch.is_grad_enabled() and (traced() or self.differentiable)):
             return select.where(skip, old, stepped, in_place=in_place)
 
 

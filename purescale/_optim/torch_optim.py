@@ -133,6 +133,8 @@ class TorchOptimizer:
     state.
     """
 
+    calls_step = False
+
     def __init__(
         self,
         cls: Any,
@@ -201,17 +203,31 @@ class TorchOptimizer:
         self._groups.check(opt_state)
         self._groups.check_names(tuple(weights))
 
-    def conditional_step(
+    def prepare(
         self, inputs: StepInputs, decision: Decision, *, in_place: bool = False
+    ) -> list[Any]:
+        """Return the rates of a step."""
+        opt_state = inputs.opt_state
+        self._groups.refuse_graphs(opt_state)
+        rates = self._groups.rates(opt_state.applied, opt_state.lr)
+        if in_place:  # a rate that is not in the state may share memory with a parameter
+            known = opt_state.lr
+            return [r.clone() if isinstance(r, Tensor) and r is not known else r for r in rates]
+        return rates
+
+    def conditional_step(
+        self,
+        inputs: StepInputs,
+        decision: Decision,
+        *,
+        in_place: bool = False,
+        prepared: Any = None,
     ) -> tuple[Tree, OptState]:
         """Return parameters and state after the decided step, as in `Conditional`."""
         opt_state = inputs.opt_state
         if decision.skip_on_host:
             return unchanged(inputs, in_place=in_place)
-        lrs = self._groups.rates(opt_state.applied, opt_state.lr)
-        if in_place:  # a rate that is not in the state may share memory with a parameter
-            known = opt_state.lr
-            lrs = [r.clone() if isinstance(r, Tensor) and r is not known else r for r in lrs]
+        lrs = prepared or self.prepare(inputs, decision, in_place=in_place)
         if self._can_fuse(inputs):
             new_weights, new_slots = self._fused_step(inputs, decision, lrs, in_place=in_place)
         else:

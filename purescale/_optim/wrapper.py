@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._optim.decision import APPLY, Decision
-from .._optim.opt_state import OptState, without_wrappers
+from .._optim.opt_state import OptState, is_wrapped, without_wrappers
 from .._optim.partition import PartitionOptimizer
 from .._optim.protocol import Optimizer, as_conditional, unchanged
 from .._optim.step_inputs import StepInputs, flatten_step, present
@@ -63,6 +63,7 @@ class Wrapper:
         self.optimizer = optimizer
         self.conditional = as_conditional(optimizer)
         self.elementwise = self.conditional.elementwise
+        self.calls_step = self.conditional.calls_step
         self.summary = (optimizer, *settings)
 
     def __repr__(self) -> str:
@@ -120,25 +121,46 @@ class Wrapper:
         """Refuse a state that does not belong to these parameters."""
         self.conditional.check(self.stand_ins(inputs))
 
+    def prepare(self, inputs: StepInputs, decision: Decision, *, in_place: bool = False) -> Any:
+        """Return what the inner optimizer prepares; the result of the step if it needs values."""
+        if self.calls_step:
+            return self.conditional_step(inputs, decision)
+        state = inputs.opt_state
+        if isinstance(without_wrappers(state), OptState):  # its rates are asked without parameters
+            own = inputs._replace(opt_state=state.inner if is_wrapped(state) else state)
+        else:
+            own = self.stand_ins(inputs)
+        with torch.no_grad():
+            return self.conditional.prepare(own, decision, in_place=in_place)
+
     def conditional_step(
-        self, inputs: StepInputs, decision: Decision, *, in_place: bool = False
+        self,
+        inputs: StepInputs,
+        decision: Decision,
+        *,
+        in_place: bool = False,
+        prepared: Any = None,
     ) -> tuple[Tree, Tree]:
         """Make the decided step, as in `Conditional`."""
         if decision.skip_on_host:
             return unchanged(inputs, in_place=in_place)
+        if self.calls_step and prepared is not None:
+            return prepared
         old = inputs.params_tree(inputs.params), inputs.opt_state
         leaves = _tree.flatten(old)[0]
         if traced():
             self._reject_derivatives([*leaves, *inputs.grads.tensors])
         sharded = any_dtensor(leaves)
         if traced() or sharded:
-            params, state = self._stepped(inputs, decision, write=False)
+            params, state = self._stepped(inputs, decision, prepared, write=False)
             new = inputs.params_tree(params), state
             return select.write_over(old, new) if in_place and not sharded else new
         inputs = _off_graph(inputs, copy=not in_place)
         with torch.no_grad():
+            if prepared is None and self._can_be_cut(inputs):  # once for all pieces
+                prepared = self.prepare(inputs, decision, in_place=True)
             for piece in self._pieces(inputs):
-                self._stepped(piece, decision, write=True)
+                self._stepped(piece, decision, prepared, write=True)
         return inputs.params_tree(inputs.params), inputs.opt_state
 
     def _reject_derivatives(self, leaves: Sequence[Any]) -> None:
@@ -154,7 +176,7 @@ class Wrapper:
             )
 
     def _stepped(
-        self, inputs: StepInputs, decision: Decision, *, write: bool
+        self, inputs: StepInputs, decision: Decision, prepared: Any, *, write: bool
     ) -> tuple[Leaves, Any]:
         wide, grads = self.widen(inputs), inputs.grads
         if self.widens_params:
@@ -164,7 +186,9 @@ class Wrapper:
             made_here = all([new is not old for new, old in pairs]) and not traced()
             grads = grads._replace(tensors=tensors, owned=grads.owned or made_here)
         wide = wide._replace(grads=grads)
-        stepped, state = self.conditional.conditional_step(wide, decision, in_place=write)
+        stepped, state = self.conditional.conditional_step(
+            wide, decision, in_place=write, prepared=prepared
+        )
         skip = decision.skip if decision.skip_on_host is None else None
         old = inputs.params, inputs.opt_state
         new = self.narrow(inputs, skip, (_tree.flatten(stepped)[0], state), write=write)
@@ -175,13 +199,16 @@ class Wrapper:
 
     # ---- pieces
 
+    def _can_be_cut(self, inputs: StepInputs) -> bool:
+        """Return True if a step in pieces is that of the whole, and no piece can raise."""
+        return not self.calls_step and isinstance(without_wrappers(inputs.opt_state), OptState)
+
     def _pieces(self, inputs: StepInputs) -> Iterator[StepInputs]:
         """Yield the step in pieces of at most `PIECE` elements, which share the memory of
         `inputs`.
         """
         total = sum([leaf.numel() for leaf in inputs.named_params.values()])
-        is_of_torch = isinstance(without_wrappers(inputs.opt_state), OptState)
-        if total <= PIECE or not is_of_torch:  # other states cannot be cut
+        if total <= PIECE or not self._can_be_cut(inputs):
             yield inputs
             return
         # A part of a tensor in another memory order would be a copy, and writes into it lost.

@@ -163,7 +163,7 @@ def unscale_and_step(
     if donate:
         # While compiling, memory cannot be compared, and fusion makes writing in place needless.
         # An optimizer with `step` alone may raise, and nothing must be half-changed then.
-        overwritten = hasattr(optimizer, "conditional_step") and not torch.compiler.is_compiling()
+        overwritten = not (updater.calls_step or torch.compiler.is_compiling())
         read_only = [*_tree.tensors(scaler), *clip.tensor_bounds]
         in_place, owned = can_replace(updater, inputs, read_only, grads=overwritten)
     grads = inputs.grads._replace(scale=scale, owned=owned)

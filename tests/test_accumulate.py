@@ -830,3 +830,14 @@ def test_gradients_on_another_device_are_refused():
         ValueError, match=r"grads\[0\] is \(1,\) on meta, but \(1,\) on cpu in accum.grads"
     ):
         ps.accumulate_grads(ps.init_accum([torch.zeros(1)]), [torch.zeros(1, device="meta")])
+
+
+@pytest.mark.parametrize("field", ["num_good", "num_bad"])
+def test_a_count_of_microbatches_at_its_end_does_not_wrap(field):
+    grads = {"w": torch.ones(1) if field == "num_good" else torch.full((1,), torch.inf)}
+    last = torch.tensor(2**31 - 1, dtype=torch.int32)
+    full = ps.init_accum(grads)._replace(**{field: last})
+    for _ in range(2):
+        full = ps.accumulate_grads(full, grads)
+        assert getattr(full, field) == last
+    assert getattr(ps.merge_accum(full, full), field) == last

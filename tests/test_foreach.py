@@ -807,7 +807,6 @@ def test_a_class_without_a_list_formula_of_torch_takes_the_one_of_this_package(m
         private.formula_of(torch.optim.Muon).single(params, grads, momenta, **settings)
 
     monkeypatch.setitem(formulas._OVER_LISTS, "muon", over_lists)
-    formulas.without_reads.cache_clear()
     assert formulas.has_lists(torch.optim.Muon)
     param = torch.nn.Parameter(torch.ones(4, 3))
     param.grad = torch.ones(4, 3)
@@ -818,4 +817,3 @@ def test_a_class_without_a_list_formula_of_torch_takes_the_one_of_this_package(m
     torch.optim.Muon([mirror], lr=0.1).step()
     assert given == [1]
     assert torch.equal(param, mirror)
-    formulas.without_reads.cache_clear()

@@ -571,3 +571,21 @@ def test_a_state_that_is_not_of_torch_holds_nothing(state):
 def test_what_is_no_number_is_refused(settings, words):
     with pytest.raises(TypeError, match=words):
         ps.replace_settings(BOTH.init(body_and_head()), **settings)
+
+
+@pytest.mark.parametrize("number", [1e39, -1e39, 10**39])
+def test_a_number_out_of_the_range_of_float32_is_refused(number):
+    optimizer = ps.from_torch(torch.optim.SGD, lr=0.5, in_state=("lr", "weight_decay"))
+    state = optimizer.init({"w": torch.ones(1)})
+    for name in optimizer.summary[-1]:
+        with pytest.raises(
+            ValueError, match=f"{name} is -?1e\\+39, out of the range of torch.float"
+        ):
+            ps.replace_settings(state, **{name: number})
+    wide = state._replace(lr=state.lr.double())
+    assert ps.replace_settings(wide, lr=number).lr == float(number)
+
+
+def test_a_setting_that_a_state_cannot_hold_is_refused_when_the_optimizer_is_made():
+    with pytest.raises(ValueError, match=r"a setting in the state is 1e\+39, out of the range"):
+        ps.from_torch(torch.optim.SGD, lr=1e39, in_state=("lr",))

@@ -424,6 +424,22 @@ def test_each_rule_keeps_the_laws_but_for_the_quirks_of_its_peer(name):
 
 
 @each_rule
+@pytest.mark.parametrize("flag", [False, True])
+def test_a_counter_at_its_end_does_not_wrap(name, flag):
+    state = RULES[name].init()
+    last = {
+        field: torch.full_like(value, 2**31 - 1)
+        for field, value in zip(state._fields, state, strict=True)
+        if value.dtype is torch.int32
+    }
+    state = state._replace(**last)
+    for _ in range(3):
+        state = RULES[name].update(state, torch.tensor(flag))
+        assert min(getattr(state, field) for field in last) >= 0
+        assert not flag or state.consecutive_skips == 2**31 - 1
+
+
+@each_rule
 def test_overflows_in_a_row_are_counted_for_check_scaler(name):
     rule = RULES[name]
     assert [

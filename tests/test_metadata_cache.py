@@ -1,5 +1,6 @@
 """What was seen of metadata is known for the next list with the same, and for no other."""
 
+import contextlib
 import gc
 import weakref
 
@@ -9,7 +10,7 @@ from helpers import same_bits
 from torch import Tensor, nn
 
 import purescale as ps
-from purescale._torch import metadata_cache
+from purescale._torch import metadata_cache, tracing
 from purescale._torch.metadata_cache import CachedList, cached, joined, part
 from purescale._tree.leaves import are_dense_off_graph, lookup
 
@@ -281,3 +282,114 @@ def test_a_list_that_was_looked_at_is_a_list_for_trees():
     assert [type(leaf) for leaf in tree.flatten((looked, {"a": looked}))[0]] == [Tensor] * 4
     assert len(tree.all_tensors([looked])) == 2
     assert are_dense_off_graph(looked)
+
+
+# ---- what is cached keeps nothing of a user's alive ----------------------------------------------
+
+
+def label_of(model, optimizer):
+    names = {name for name, _ in model.named_parameters() if name.endswith("bias")}
+    one = ps.from_torch(torch.optim.SGD, lr=0.1)
+    label = lambda name, param: "ab"[name in names and model is not None]  # noqa: E731
+    return {"optimizer": ps.partition({"a": one, "b": optimizer}, label)}
+
+
+def schedule_of(model, optimizer):
+    return {"optimizer": ps.from_torch(torch.optim.AdamW, lr=lambda n: 0.1 if model else 0.2)}
+
+
+def override_of(model, optimizer):
+    overrides = {"*bias": {"lr": lambda n: 0.1 if model else 0.2}}
+    return {"optimizer": ps.from_torch(torch.optim.RMSprop, lr=0.1, overrides=overrides)}
+
+
+def weights_of(model, optimizer):
+    return {"weight_fn": lambda x: 1.0 if model else 2.0}
+
+
+def rule_of(model, optimizer):
+    class Own(ps.DynamicScale):
+        def update(self, scaler, found_inf):
+            assert model is not None
+            return super().update(scaler, found_inf)
+
+    return {"rule": Own()}
+
+
+def guard_of(model, optimizer):
+    class Own(ps.SpikeGuard):
+        def update(self, state, loss, grad_norm=()):
+            assert model is not None
+            return super().update(state, loss, grad_norm)
+
+    return {"guard": Own()}
+
+
+def transformation_of(model, optimizer):
+    def update(grads, state, params):
+        assert model is not None
+        return {name: -0.1 * grad for name, grad in grads.items()}, state
+
+    return {"optimizer": ps.from_transformation((lambda params: (), update))}
+
+
+def subclass_of(base):
+    def make(model, optimizer):
+        class Own(base):
+            of = model
+
+        return {"optimizer": ps.from_torch(Own, lr=0.1)}
+
+    return make
+
+
+def wrapped(make):
+    def around(model, optimizer):
+        return {"optimizer": ps.with_master_weights(make(model, optimizer)["optimizer"])}
+
+    return around
+
+
+HOLDERS = {
+    "loss_fn": lambda model, optimizer: {},
+    "label": label_of,
+    "label under masters": wrapped(label_of),
+    "schedule": schedule_of,
+    "schedule under masters": wrapped(schedule_of),
+    "override": override_of,
+    "weight_fn": weights_of,
+    "rule": rule_of,
+    "guard": guard_of,
+    "transformation": transformation_of,
+    "fused subclass": subclass_of(torch.optim.AdamW),
+    "other subclass": subclass_of(torch.optim.RMSprop),
+}
+
+
+@pytest.mark.parametrize("forced", [False, True])
+@pytest.mark.parametrize("holder", HOLDERS.values(), ids=HOLDERS)
+def test_a_model_is_freed_after_steps_with_any_setting_that_holds_it(holder, forced):
+    def trained():
+        model = nn.Linear(3, 2)
+        apply, params, buffers = ps.make_functional(model)
+
+        def loss_fn(params, buffers, x):
+            assert model is not None
+            out, buffers = apply(params, buffers, x)
+            return out.square().sum(), buffers
+
+        settings = {"optimizer": ps.from_torch(torch.optim.AdamW, lr=0.1), "rule": RULE}
+        settings |= holder(model, settings["optimizer"])
+        guard = settings.get("guard")
+        first = settings["optimizer"], settings["rule"]
+        state = ps.init_train_state(params, buffers, *first, guard=guard)
+        for donate in (False, True, True):
+            batches = [torch.ones(4, 3)] * 2
+            state, _ = ps.train_step(state, batches, loss_fn=loss_fn, donate=donate, **settings)
+        ps.value_and_grad(loss_fn)(state.params, buffers, torch.ones(4, 3))
+        return weakref.ref(model)
+
+    with tracing.as_on_an_accelerator() if forced else contextlib.nullcontext():
+        reference = trained()
+    gc.collect()
+    assert reference() is None

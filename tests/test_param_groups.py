@@ -465,3 +465,29 @@ def ours_of_ones(optimizer, params, state, steps=3):
     for _ in range(steps):
         params, state = optimizer.step(params, ones, state)
     return params, state
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize("where", ["lr", "overrides"])
+@pytest.mark.parametrize("broken", [-0.5, float("nan")])
+def test_a_schedule_that_gives_what_torch_refuses_as_a_number_is_refused(as_tensor, where, broken):
+    rates = [0.5]
+
+    def lr(applied):
+        return torch.tensor(rates[0]) if as_tensor else rates[0]
+
+    rate, overrides = (lr, None) if where == "lr" else (0.1, {"w": {"lr": lr}})
+    optimizer = ps.from_torch(torch.optim.SGD, lr=rate, overrides=overrides)
+    params = {"w": torch.ones(1)}
+    given = params, {"w": torch.ones(1)}, optimizer.init(params)
+    assert optimizer.step(*given)[0]["w"] == 0.5
+    rates[0] = broken
+    with pytest.raises(ValueError, match=r"the rate that the schedule lr returned is .*maximize"):
+        optimizer.step(*given)
+    rates[0] = -1e-9  # a schedule to 0 in float32
+    optimizer.step(*given)
+
+
+def test_a_schedule_of_a_negative_number_is_refused_when_the_optimizer_is_made():
+    with pytest.raises(ValueError, match="the schedule lr returned is -1; "):
+        ps.from_torch(torch.optim.SGD, lr=lambda applied: -1.0)

@@ -1,7 +1,10 @@
 """max_retries: the same window again at a lower scale."""
 
+import concurrent.futures
+import contextlib
 import functools
 import math
+import threading
 
 import pytest
 import torch
@@ -185,3 +188,63 @@ def test_retries_are_refused_where_they_cannot_be():
         ValueError, match="max_retries reads a flag on the host, which a traced step cannot do"
     ):
         torch.vmap(lambda s: step(s, microbatches, max_retries=1))(stack([state, state]))
+
+
+# ---- threads -------------------------------------------------------------------------------------
+
+
+def drawing(wait):
+    """A loss that draws, lets other threads draw, and draws again."""
+
+    def loss_fn(params, buffers, x):
+        drawn = [torch.rand(())]
+        wait()
+        drawn.append(torch.rand(()))
+        return (params["w"] * torch.stack(drawn)).sum(), buffers
+
+    return loss_fn
+
+
+@pytest.mark.parametrize("flags", [{}, {"max_retries": 1}])
+def test_steps_with_rng_in_two_threads_replay_their_own_bits(flags):
+    barrier = threading.Barrier(2)
+
+    def meet():
+        with contextlib.suppress(threading.BrokenBarrierError):
+            barrier.wait(0.3)
+
+    rule = ps.DynamicScale()
+    step = functools.partial(ps.train_step, optimizer=SGD, rule=rule, **flags)
+    states = [
+        ps.init_train_state(
+            {"w": torch.ones(2)}, {}, SGD, rule, rng=torch.Generator().manual_seed(i).get_state()
+        )
+        for i in range(2)
+    ]
+    expected = [step(state, [1, 2], loss_fn=drawing(lambda: None)) for state in states]
+    before = torch.get_rng_state()
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(step, state, [1, 2], loss_fn=drawing(meet)) for state in states]
+    assert same_bits([job.result() for job in jobs], expected)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_step_with_rng_inside_of_another_takes_its_turn_again():
+    inner = functools.partial(
+        ps.train_step, loss_fn=drawing(lambda: None), optimizer=SGD, rule=RULE
+    )
+    rng = torch.Generator().manual_seed(3).get_state()
+    state = ps.init_train_state({"w": torch.ones(2)}, {}, SGD, RULE, rng=rng)
+    outer = drawing(lambda: inner(state, [1]))
+    plain = inner(state, [1])
+    assert same_bits(ps.train_step(state, [1], loss_fn=outer, optimizer=SGD, rule=RULE), plain)
+
+
+def test_a_loss_that_raises_ends_its_turn():
+    rng = torch.Generator().manual_seed(3).get_state()
+    state = ps.init_train_state({"w": torch.ones(2)}, {}, SGD, RULE, rng=rng)
+    step = functools.partial(ps.train_step, state, [1], optimizer=SGD, rule=RULE)
+    with pytest.raises(ZeroDivisionError):
+        step(loss_fn=drawing(lambda: 1 / 0))
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pool.submit(step, loss_fn=drawing(lambda: None)).result(timeout=60)

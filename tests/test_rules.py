@@ -383,6 +383,22 @@ def test_the_look_for_a_foreign_state_adds_nothing_to_a_graph(name, monkeypatch)
     assert checked == operators()
 
 
+@pytest.mark.parametrize(
+    "rule",
+    [ps.DynamicScale(), ps.StaticScale(8.0), ps.NoScale(), ps.HeadroomScale()],
+    ids=lambda rule: type(rule).__name__,
+)
+def test_a_job_that_overflows_for_ever_is_still_seen_by_check_scaler(rule):
+    state = rule.init()
+    state = state._replace(consecutive_skips=torch.tensor(2**31 - 1, dtype=torch.int32))
+    for _ in range(2):
+        given = (torch.tensor(1.0),) if rule_protocol.takes_amax(rule) else ()
+        state = rule.update(state, torch.tensor(True), *given)
+        assert state.consecutive_skips == 2**31 - 1
+        with pytest.raises(FloatingPointError):
+            ps.check_scaler(state, rule, max_skips=100)
+
+
 # ---- bad input
 
 

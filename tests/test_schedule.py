@@ -339,3 +339,32 @@ def test_the_recipe_for_a_plateau_works():
         scheduler.step(loss)
         opt_state = opt_state._replace(lr=torch.tensor(scheduler.get_last_lr()[0]))
     assert opt_state.lr == 0.05
+
+
+@pytest.mark.parametrize("lr", [1e39, float("inf")])
+def test_rates_out_of_the_range_of_float32_are_refused(lr):
+    with pytest.raises(ValueError, match=r"the rate of step 0 is .* out of the range of float32"):
+        ps.schedule_from_torch(
+            lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda n: 1.0), lr, 3
+        )
+    with pytest.raises(ValueError, match=r"the rate of step 1 is 1e\+39, out of the range"):
+        ps.schedule_from_torch(
+            lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda n: 10.0**n), 1e38, 5
+        )
+
+
+@pytest.mark.parametrize("broken", [-0.5, float("nan")])
+def test_a_scheduler_that_gives_what_torch_refuses_as_a_number_is_refused(broken):
+    with pytest.raises(ValueError, match=r"the rate of step 1 is .*refuse negative rates and NaN"):
+        ps.schedule_from_torch(
+            lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda n: broken if n else 1.0),
+            1.0,
+            3,
+        )
+
+
+def test_a_schedule_that_misses_0_by_rounding_is_taken():
+    schedule = ps.schedule_from_torch(
+        lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda n: 1 - n), 1e-17, 3
+    )
+    assert schedule(torch.tensor(2)) == torch.tensor(-1e-17)

@@ -239,6 +239,48 @@ def test_it_keeps_the_laws_of_a_guard():
     assert_guard(ps.SpikeGuard())
 
 
+@pytest.mark.parametrize("huge", [1e200, 1e155, -1e200])
+@pytest.mark.parametrize("at", range(6))
+def test_a_loss_whose_square_is_out_of_range_is_not_learnt(huge, at):
+    guard, losses = ps.SpikeGuard(warmup=3), [2.0, 2.1, 1.9, 2.0, 2.1]
+    state = plain = guard.init()
+    for index, loss in enumerate([*losses[:at], huge, *losses[at:]]):
+        before = plain
+        state, bad = guard.update(state, torch.tensor(loss, dtype=torch.float64), ())
+        if loss == huge:
+            assert bad.item() == (huge > 0 and index >= guard.warmup)
+        else:
+            plain, _ = guard.update(before, torch.tensor(loss, dtype=torch.float64), ())
+        assert same_bits(state.loss, plain.loss)
+    assert guard.update(state, torch.tensor(9.0), ())[1]
+
+
+@pytest.mark.parametrize("huge", [3e18, 1.9e19, 3e38])
+def test_in_float32_too_a_guard_lives_through_the_largest_losses(huge):
+    """As on mps, where a state is in float32."""
+    guard = ps.SpikeGuard(warmup=3, patience=1)
+    state = guard.init()
+    state = state._replace(loss=state.loss._replace(mean=torch.zeros(()), variance=torch.zeros(())))
+    for loss in (2.0, 2.1, 1.9, huge, huge, 2.0, 2.1, 1.9, 2.0):
+        state, _ = guard.update(state, torch.tensor(loss), ())
+        assert torch.isfinite(torch.stack(state.loss[:2])).all()
+
+
+def test_a_count_of_steps_near_its_end_still_judges():
+    guard = ps.SpikeGuard(warmup=3)
+    state = guard.init()
+    for loss in (2.0, 2.1, 1.9, 2.0):
+        state, _ = guard.update(state, torch.tensor(loss), ())
+    for count in (2**31 - 2, 2**31 - 1):
+        late = state._replace(loss=state.loss._replace(num_steps=torch.tensor(count).int()))
+        for _ in range(3):
+            late, bad = guard.update(late, torch.tensor(2.0), ())
+            assert not bad
+            assert late.loss.num_steps > 2**31 - 3
+            assert guard.update(late, torch.tensor(9.0), ())[1]
+            assert late.loss.mean.sub(2.0).abs() < 0.1
+
+
 # ---- in a step -----------------------------------------------------------------------------------
 
 ADAMW = ps.from_torch(torch.optim.AdamW, lr=1e-2)

@@ -31,6 +31,7 @@ from helpers import (
 )
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 import purescale as ps
@@ -520,11 +521,12 @@ def test_a_derivative_goes_through_the_gradients(compiled):
     torch.testing.assert_close(found[1], 2 * gradient + w)
 
 
-def test_it_is_a_graph_of_make_fx():
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_it_is_a_graph_of_make_fx_in_which_parameters_are_inputs(mode):
     loss_fn, params, buffers = net("float32")
     fn = ps.value_and_grad(loss_fn)
-    call = params, buffers, batch(), SCALER
-    graph = make_fx(fn, tracing_mode="fake")(*call)
+    graph = make_fx(fn, tracing_mode=mode)(params, buffers, batch(), SCALER)
+    call = tree_map(lambda p: p + 1, params), buffers, batch(), at(2.0)
     torch.testing.assert_close(graph(*call), fn(*call))
 
 
@@ -671,6 +673,43 @@ def test_a_loss_fn_that_writes_into_a_parameter_is_refused_by_name():
 
     with pytest.raises(RuntimeError, match="loss_fn wrote into the parameter w"):
         call(loss_fn=loss_fn)
+
+
+@pytest.mark.parametrize(
+    ("write", "words"),
+    [
+        (lambda b, x: b["mean"].mul_(0.9), r"into buffers\['mean'\]; .*new tensor"),
+        (lambda b, x: b["mean"].detach()[0].zero_(), r"into buffers\['mean'\]; "),
+        (lambda b, x: x[0].div_(255), r"into its microbatch, into tensor 0 of 2; .*`x = x / 255`"),
+        (lambda b, x: F.relu(x[1]["y"], inplace=True), "into its microbatch, into tensor 1 of 2; "),
+    ],
+    ids=["a buffer", "a view of a buffer", "an input", "a layer in place"],
+)
+@pytest.mark.parametrize("flags", [{}, {"bn_update": "window"}, {"max_retries": 1}])
+def test_a_loss_fn_that_writes_into_its_other_arguments_is_refused(write, words, flags):
+    """A skipped step would keep the write, and a retry would make it again."""
+
+    def loss_fn(params, buffers, x):
+        write(buffers, x)
+        return (params["w"] * x[0]).sum() * float("nan"), buffers
+
+    params, buffers = {"w": torch.ones(2)}, {"mean": torch.ones(2)}
+    x = (torch.ones(2), {"y": torch.ones(2)}, "a word")
+    with pytest.raises(RuntimeError, match=f"loss_fn wrote {words}"):
+        ps.value_and_grad(loss_fn)(params, {"none": None, **buffers}, x)
+    optimizer, rule = ps.from_torch(torch.optim.SGD, lr=0.1), ps.DynamicScale()
+    state = ps.init_train_state(params, buffers, optimizer, rule)
+    with pytest.raises(RuntimeError, match="loss_fn wrote into "):
+        ps.train_step(state, [x, x], loss_fn=loss_fn, optimizer=optimizer, rule=rule, **flags)
+
+
+def test_a_loss_fn_may_write_into_what_it_made_itself():
+    def loss_fn(params, buffers, x):
+        mean = buffers["mean"].clone().mul_(0.9)
+        return (params["w"] * (x * 1).div_(255)).sum(), {"mean": mean.add_(1)}
+
+    (_, new), _ = call(loss_fn=loss_fn, buffers={"mean": torch.ones(2)})
+    assert same_bits(new, {"mean": torch.full((2,), 0.9) + 1})
 
 
 def test_a_loss_fn_that_raises_leaves_nothing_behind():

@@ -181,10 +181,14 @@ def add(
         ),
         weight=accum.weight + counted,
         found_inf=accum.found_inf | bad,
-        num_good=accum.num_good + good,
-        num_bad=accum.num_bad + bad,
+        num_good=_tree.counted(accum.num_good, good),
+        num_bad=_tree.counted(accum.num_bad, bad),
         bad_weight=accum.bad_weight + torch.where(bad & usable, weight, 0),
     )
+
+
+def _sum_of_counts(a: Tensor, b: Tensor) -> Tensor:
+    return (a.to(torch.int64) + b).clamp(max=torch.iinfo(a.dtype).max).to(a.dtype)
 
 
 def weighted_sum(
@@ -345,8 +349,8 @@ def merge_accum(a: AccumState, b: AccumState, donate: bool = False) -> AccumStat
         grads=structure.unflatten(means.restore(merging)),
         weight=a.weight + b.weight,
         found_inf=a.found_inf | b.found_inf,
-        num_good=a.num_good + b.num_good,
-        num_bad=a.num_bad + b.num_bad,
+        num_good=_sum_of_counts(a.num_good, b.num_good),
+        num_bad=_sum_of_counts(a.num_bad, b.num_bad),
         bad_weight=a.bad_weight + b.bad_weight,
     )
     if donate:

@@ -20,7 +20,7 @@ from .._torch.dtypes import saturating
 from .._tree import scalars
 from .._tree import tree as _tree
 from .._tree.gradients import as_gradients
-from .._tree.tree import Tree
+from .._tree.tree import Tree, counted
 
 _LARGEST = 65504.0  # of float16
 _MOST_ZEROS = 2000  # steps; the usual interval of a rule that grows
@@ -158,7 +158,7 @@ class HeadroomScale:
                 self.min_scale, self.max_scale
             ),
             amax_history=history,
-            consecutive_skips=torch.where(bad, scaler.consecutive_skips + 1, 0),
+            consecutive_skips=torch.where(bad, counted(scaler.consecutive_skips, True), 0),
             consecutive_zeros=torch.where(informative | lost, 0, zeros),
         )
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -63,7 +65,13 @@ def check_rule(rule: Any) -> None:
         return
     cls: Any = type(rule)
     function, wants = getattr(cls, "update", None), takes_amax(rule)
-    if function is None or _accepts(cls, function, wants):
+    if function is None:
+        return
+    if type(function) is not FunctionType:  # a class method is made anew each time
+        accepted = _accepts(cls, function, wants)
+    else:
+        accepted = _known_to_accept(weakref.ref(cls), weakref.ref(function), wants)
+    if accepted:
         return
     given = "scaler, found_inf, amax" if wants else "scaler, found_inf"
     raise TypeError(
@@ -74,6 +82,11 @@ def check_rule(rule: Any) -> None:
 
 
 @functools.lru_cache(maxsize=64)
+def _known_to_accept(cls: Any, function: Any, wants: bool) -> bool:
+    """Answer for weak references, so that the cache keeps no class alive."""
+    return _accepts(cls(), function(), wants)
+
+
 def _accepts(cls: Any, function: Any, wants: bool) -> bool:
     given = [None] * (3 if wants else 2)
     if not isinstance(inspect.getattr_static(cls, "update"), (staticmethod, classmethod)):

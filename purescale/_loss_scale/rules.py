@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .._loss_scale.rule_protocol import flag, without_amax
 from .._tree import scalars
+from .._tree.tree import counted
 
 
 class ScalerState(NamedTuple):
@@ -159,7 +160,7 @@ class DynamicScale:
             hysteresis_tracker=tolerance.masked_fill(
                 interval_reached if self.refill == "growth" else ~bad, self.hysteresis
             ),
-            consecutive_skips=(scaler.consecutive_skips + 1) * bad,
+            consecutive_skips=(scaler.consecutive_skips.clamp(max=2**31 - 2) + 1) * bad,
         )
 
 
@@ -202,7 +203,7 @@ class StaticScale:
             scale=torch.full_like(scaler.scale, self.scale),
             growth_tracker=torch.zeros_like(scaler.growth_tracker),
             hysteresis_tracker=torch.zeros_like(scaler.hysteresis_tracker),
-            consecutive_skips=torch.where(bad, scaler.consecutive_skips + 1, 0),
+            consecutive_skips=torch.where(bad, counted(scaler.consecutive_skips, True), 0),
         )
 
 

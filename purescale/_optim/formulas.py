@@ -26,7 +26,6 @@ class _Everywhere(list[str]):
         return True
 
 
-@functools.cache
 def without_reads(cls: type, *, lists: bool = False) -> Callable[[Any], Any]:
     """Return torch's own `cls.step` with helper functions that keep step counts as tensors instead
     of reading them.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .._optim.opt_state import OptState, described, each_of, is_wrapped
+from .._tree.scalars import as_float
 from .._tree.tree import Tree, join_names
 
 S = TypeVar("S")
@@ -95,7 +96,19 @@ def float32(number: Any, device: torch.device | None) -> Tensor:
     """Return a number as a 0-d float32 tensor in fresh memory."""
     if isinstance(number, Tensor):
         return number.detach().to(device, torch.float32, copy=True)
+    _check_range("a setting in the state", float(number), torch.float32)
     return torch.full((), float(number), dtype=torch.float32, device=device)
+
+
+def _check_range(what: str, number: float, dtype: torch.dtype) -> None:
+    """Refuse a finite number that a tensor of this dtype cannot hold."""
+    most = torch.finfo(dtype).max
+    if math.isfinite(number) and abs(number) > most:
+        raise ValueError(
+            f"{what} is {number:g}, out of the range of {dtype}, in which a state holds it: "
+            f"at most {most:.3g}. Likely cause: a wrong exponent, or a product that overflowed. "
+            "Fix: a number in range, such as 1e-3."
+        )
 
 
 def each_number(change: Callable[[Any], Any], hyper: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,7 +154,8 @@ def replace_settings(state: S, **settings: Any) -> S:
         The state with new tensors for these settings. With a schedule, `lr` is its factor.
 
     Raises:
-        ValueError: If the state does not hold a setting, or a tensor has another shape.
+        ValueError: If the state does not hold a setting, a tensor has another shape, or a number is
+            out of the range of the state's dtype.
         TypeError: If a value is not a number.
 
     Example:
@@ -228,8 +242,10 @@ def _like(old: Any, new: Any, name: str) -> Any:
                 "inside of torch.vmap."
             )
         return new.to(old.device, old.dtype).expand(old.shape).clone()
-    if not isinstance(new, bool) and isinstance(new, numbers.Real) and math.isfinite(new):
-        return torch.full_like(old, float(new))
+    number = as_float(new)
+    if number is not None and math.isfinite(number):
+        _check_range(name, number, old.dtype)
+        return torch.full_like(old, number)
     raise TypeError(
         f"{name} is {new!r}; expected a finite number or a tensor. Fix: "
         f"replace_settings(state, {name}=0.1)."

@@ -118,6 +118,7 @@ class SlotLayout:
         self, cls: Any, probed: Mapping[str, Tensor], settings: Sequence[Mapping[str, Any]]
     ) -> None:
         self._cls = cls
+        self._question = object()  # as a cache key it keeps nothing else alive
         self._counts = {
             key: _scalar_dtype(value) for key, value in probed.items() if value.ndim == 0
         }
@@ -191,7 +192,7 @@ class SlotLayout:
         in_order = dense_off_graph and list(slots) == list(weights)
         keys = set(map(tuple, slots.values())) if in_order else set()
         known = every if len(keys) == 1 else ()
-        if cached((self, *keys), lambda: self._fit(slots, weights), known):
+        if cached((self._question, *keys), lambda: self._fit(slots, weights), known):
             return
         for name, slot in slots.items():
             for key, value in slot.items():

@@ -23,9 +23,15 @@ from .._optim.opt_state import (
     each_of,
     with_slots,
 )
+from .._optim.schedule import check_rate
 from .._torch import private
 from .._torch.dtypes import widest_float
-from .._torch.tracing import any_requires_grad, constant_while_compiling, traced
+from .._torch.tracing import (
+    any_requires_grad,
+    constant_while_compiling,
+    host_can_read,
+    traced,
+)
 from .._tree import tree as _tree
 
 Schedule = Callable[[Tensor], "Tensor | float"]
@@ -80,6 +86,7 @@ class OptimizerSettings:
         self.hyper = each_number(
             float, {name: self.defaults[name] for name in self.in_state if name != "lr"}
         )
+        self.initial_numbers(None)  # refuses what float32 cannot hold
         lists = [name for name in ("foreach", "fused") if settings.get(name)]
         if self.hyper and lists:
             raise ValueError(
@@ -201,7 +208,7 @@ class OptimizerSettings:
 
     def refuse_graphs(self, opt_state: OptState) -> None:
         """Refuse settings in the state, except the rate, with a graph that the step would drop."""
-        for name, value in opt_state.hyper.items() if self.hyper else ():
+        for name, value in opt_state.hyper.items():
             if any_requires_grad(each_of({name: value})):
                 self._refuse_graph(f"opt_state.hyper[{name!r}]")
 
@@ -470,6 +477,8 @@ def _may_be_parameters(lr: Any) -> bool:
 def _check_scheduled(rate: Any) -> None:
     plain = isinstance(rate, (numbers.Real, torch.SymFloat)) and not isinstance(rate, bool)
     if plain or is_number(rate):
+        if host_can_read([rate]) if isinstance(rate, Tensor) else isinstance(rate, numbers.Real):
+            check_rate(float(rate), "the rate that the schedule lr returned")
         return
     what = f"a tensor {rate.dtype} {tuple(rate.shape)}" if isinstance(rate, Tensor) else repr(rate)
     raise TypeError(

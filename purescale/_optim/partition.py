@@ -107,6 +107,7 @@ class PartitionOptimizer:
         self.optimizers, self.label = dict(optimizers), label
         self._parts = {key: as_conditional(each) for key, each in self.optimizers.items()}
         self.calls_step = any(part.calls_step for part in self._parts.values())
+        self._question = object()  # as a cache key it keeps nothing else alive
         # A part that is not differentiable would detach what is on a graph.
         self.differentiable = all(part.differentiable for part in self._parts.values())
         self.summary = self.optimizers, label
@@ -192,7 +193,7 @@ class PartitionOptimizer:
         ]
 
     def _members(self, names: Sequence[str], leaves: Leaves) -> dict[str, Members]:
-        return cached((self, *names), lambda: self._labelled(names, leaves), leaves)
+        return cached((self._question, *names), lambda: self._labelled(names, leaves), leaves)
 
     def _labelled(self, names: Sequence[str], leaves: Leaves) -> dict[str, Members]:
         _tree.check_names(names)

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 import hashlib
+import math
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,8 +63,9 @@ def schedule_from_torch(
     Raises:
         TypeError: If `make` does not return a scheduler of torch.
         ValueError: If the scheduler is a ReduceLROnPlateau, which needs a loss, moves another
-            setting such as the momentum (`cycle_momentum=False`), belongs to another optimizer, or
-            ends before `steps`, as OneCycleLR does.
+            setting such as the momentum (`cycle_momentum=False`), belongs to another optimizer,
+            ends before `steps`, as OneCycleLR does, or gives a rate that is negative, NaN or out of
+            the range of float32.
 
     Example:
         >>> from torch.optim.lr_scheduler import LinearLR
@@ -101,6 +103,14 @@ class RateTable:
     def of(cls, rates: Sequence[float], start: int = 0) -> RateTable:
         """Return the table of these rates, rounded to float32."""
         rounded = array.array("f", rates)
+        for place, (rate, kept) in enumerate(zip(rates, rounded, strict=True), start):
+            check_rate(rate, f"the rate of step {place}")
+            if not math.isfinite(kept):
+                raise ValueError(
+                    f"the rate of step {place} is {rate:g}, out of the range of float32, in which "
+                    "a table holds its rates. Likely cause: a schedule that grows without end. "
+                    "Fix: a smaller lr, or fewer steps."
+                )
         digest = hashlib.blake2b(rounded.tobytes(), digest_size=16).hexdigest()
         return cls(digest, start, torch.tensor(rounded, dtype=torch.float32, device="cpu"))
 
@@ -128,6 +138,20 @@ class RateTable:
             with private.without_modes(), private.without_transforms(), torch.inference_mode(False):
                 self._copies[device] = self.rates.to(device)
         return self._copies[device]
+
+
+_ROUNDING = 1e-7  # of a float32 rate below 1 that should be 0
+
+
+def check_rate(rate: float, what: str) -> None:
+    """Refuse a rate that torch's classes refuse as a number: a negative one, or NaN."""
+    if not rate >= -_ROUNDING:
+        raise ValueError(
+            f"{what} is {rate:g}; torch's optimizers refuse negative rates and NaN. Likely cause: "
+            "a schedule that runs on below 0 after its end. Fix: `.clamp(min=0)` in a function of "
+            "the step count, eta_min or end_factor of a scheduler; maximize=True to go up the "
+            "gradient."
+        )
 
 
 # ---- schedulers of torch -------------------------------------------------------------------------

@@ -85,7 +85,9 @@ def from_torch(
         cls: A class of torch.optim, or a subclass that keeps its `step`.
         lr: A number, a 0-d tensor (which can be differentiated), or a schedule: a function from the
             number of applied steps, a 0-d int64 tensor, to the learning rate. Skipped steps do not
-            advance a schedule; `schedule_from_torch` makes one from a scheduler of torch.
+            advance a schedule; `schedule_from_torch` makes one from a scheduler of torch. A
+            negative rate is refused like a negative number where the host can read it (on a CPU, in
+            eager mode); elsewhere such a step goes up the gradient.
         overrides: Settings for some parameters, by dotted name or glob, or by a tuple of these.
             Later ones win: `{("*.bias", "norm*"): {"weight_decay": 0.0}, "head.*": {"lr": 1e-2}}`.
         in_state: Names of settings to keep in the state as 0-d float32 tensors, so that one
@@ -208,7 +210,8 @@ class TorchOptimizer:
     ) -> list[Any]:
         """Return the rates of a step."""
         opt_state = inputs.opt_state
-        self._groups.refuse_graphs(opt_state)
+        if self._groups.hyper:
+            self._groups.refuse_graphs(opt_state)
         rates = self._groups.rates(opt_state.applied, opt_state.lr)
         if in_place:  # a rate that is not in the state may share memory with a parameter
             known = opt_state.lr

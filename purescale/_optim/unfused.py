@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Set
@@ -42,6 +43,8 @@ class UnfusedStep:
         # torch's profiler wraps `step`.
         self._step = inspect.unwrap(groups.cls.step)
         self._has_lists = has_lists(groups.cls)
+        # Of this object, because a cache for all classes would keep a user's alive.
+        self._without_reads = functools.cache(functools.partial(without_reads, groups.cls))
         # torch fills this slot from the rate of the first step, `init` from the rate at that time.
         self._slot_initialised_from_lr = next(
             (slot for cls, slot in _INITIALISED_FROM_LR.items() if issubclass(groups.cls, cls)), ""
@@ -169,7 +172,7 @@ class UnfusedStep:
         if self._picks_formula(weights, gradients):
             flags = {"foreach": lists, "fused": False, "capturable": True}
             flags["differentiable"] = differentiable
-            run = without_reads(self._cls, lists=lists)
+            run = self._without_reads(lists=lists)
         flags |= changed
         # A formula tells a setting that is a tensor from a parameter by its 0 dimensions.
         single = {name for name, weight in weights.items() if weight.ndim == 0}

@@ -27,6 +27,7 @@ class Memory(NamedTuple):
 
     # the storages of what the step was given; None while tracing, where they cannot be compared
     given: Set[int | None] | None
+    microbatches: list[Tensor]  # in them; none while tracing
     optimizer: bool = False  # parameters and the state of the optimizer may be overwritten
     buffers: bool = False
     numbers: bool = False  # scaler, step count, generator and guard
@@ -43,7 +44,7 @@ def memory_of_step(
     donate = options.donate and not _on_graph(options.optimizer, inputs)
     is_traced = traced()
     if is_traced and not donate:
-        return Memory(None)
+        return Memory(None, [])
     # Without donation nothing is written into the state of the optimizer.
     tensors, numbers = inputs.replaced if donate else (inputs.params, [])
     numbers = [*numbers, *_tree.all_tensors((state.scaler, state.step, state.rng, state.guard))]
@@ -51,8 +52,8 @@ def memory_of_step(
     if not flat.buffers.dense_off_graph:
         buffers = [leaf for leaf in buffers if not is_constant(leaf)]
     read_only = list(options.clip.tensor_bounds)
-    if not is_traced:
-        read_only += _tree.all_tensors(list(microbatches))
+    batch = [] if is_traced else _tree.all_tensors(list(microbatches))
+    read_only += batch
     lists, known = [tensors, buffers], [inputs.dense_off_graph, flat.buffers.dense_off_graph]
     # A step that the host does not see may be captured in a CUDA graph, which needs its numbers at
     # fixed addresses.
@@ -68,10 +69,10 @@ def memory_of_step(
         # Constant buffers, and parameters before a lazy negation was resolved.
         given.update(storage_pointers([*flat.params.leaves, *flat.buffers.leaves]))
     if not donate:
-        return Memory(given)
+        return Memory(given, batch)
     allowed = can_write_each(lists, read_only, known, pointers)
     of_numbers = allowed[2] if captured else True
-    return Memory(given, allowed[0] and of_numbers, allowed[1], captured and of_numbers)
+    return Memory(given, batch, allowed[0] and of_numbers, allowed[1], captured and of_numbers)
 
 
 def can_replace(

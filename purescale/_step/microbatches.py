@@ -32,14 +32,14 @@ from .._grads.measure import measure
 from .._step.compiled_window import RegionCaller, can_repeat, keep_buffers_if_dropped
 from .._step.memory import Memory
 from .._step.step_options import FlatState, StepOptions
-from .._step.value_and_grad import ValueAndGrad
+from .._step.value_and_grad import ValueAndGrad, written_microbatch
 from .._torch import private
 from .._torch.dtypes import wide_dtype, widest_float
 from .._torch.private import listops
 from .._torch.tracing import host_can_read, traced
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients, as_gradients
-from .._tree.leaves import lookup
+from .._tree.leaves import lookup, versions
 from .._tree.scalars import as_float
 from .._tree.tree import FlatTree, Leaves, Tree
 
@@ -148,6 +148,7 @@ def _accumulate(
         repeated, carried = RegionCaller(mean, value_and_grad), [leaf.clone() for leaf in carried]
     losses: list[Tensor] = []
     aux: tuple[Any, ...] = ()
+    before = versions(memory.microbatches)
     for index, microbatch in enumerate(microbatches):
         counts = weights.counts[index]
         if reduction is not None and index == last:
@@ -165,6 +166,8 @@ def _accumulate(
         losses.append(out.loss)
         aux += tuple(out.aux)
         del out  # so that the next gradients reuse its memory
+    if versions(memory.microbatches) != before:
+        raise written_microbatch(memory.microbatches, before)
     grads = as_gradients([], scale) if reduction is not None else mean.mean()
     facts = _summary(weights, losses, mean.overflows, options, scale)
     return WindowGrads(grads=grads, buffers=carried, aux=aux, reduction=reduction, **facts)

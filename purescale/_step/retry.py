@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -52,22 +54,22 @@ def first_finite(
             "decide about a retry by its own loss, and ranks that disagree would deadlock. Fix: "
             "max_retries=0; the next step uses the lower scale anyway."
         )
-    generators = _generators(device)
     best: FinalTry | None = None
     retries = 0
-    while True:
-        found, next_rng = _drawing_from(rng, device, attempt, scaler)
-        flags = found[2]
-        if best is None or bool(flags.num_overflowed < best.flags.num_overflowed):
-            best = FinalTry(*found, scaler, next_rng, retries)
-        lower = None
-        if retries < options.max_retries and bool(flags.retryable):
-            lower = _backed_off(options.rule, scaler.tree)
-        if lower is None:
-            return best._replace(retries=retries)
-        scaler, retries = _tree.flatten_once(lower), retries + 1
-        for module, where, before in generators:
-            module.set_rng_state(before, *where)
+    with _in_turn(_generators(device)) as states:
+        while True:
+            found, next_rng = _drawing_from(rng, device, attempt, scaler)
+            flags = found[2]
+            if best is None or bool(flags.num_overflowed < best.flags.num_overflowed):
+                best = FinalTry(*found, scaler, next_rng, retries)
+            lower = None
+            if retries < options.max_retries and bool(flags.retryable):
+                lower = _backed_off(options.rule, scaler.tree)
+            if lower is None:
+                return best._replace(retries=retries)
+            scaler, retries = _tree.flatten_once(lower), retries + 1
+            for (module, where), before in states:
+                module.set_rng_state(before, *where)
 
 
 _MAX_UPDATES = 100  # overflows that a rule may let pass before it lowers the scale
@@ -87,12 +89,30 @@ def _backed_off(rule: Rule[Any], scaler: HasScale) -> HasScale | None:
     return None
 
 
-def _generators(device: torch.device) -> list[tuple[Any, tuple[Any, ...], Tensor]]:
-    """Return the global generators that a loss may use, each with its state."""
-    generators: list[tuple[Any, tuple[Any, ...]]] = [(torch, ())]
+_Generator = tuple[Any, tuple[Any, ...]]  # the module that has it, and its device
+
+
+def _generators(device: torch.device) -> list[_Generator]:
+    """Return the global generators that a loss may use."""
+    generators: list[_Generator] = [(torch, ())]
     if device.type != "cpu":
         generators.append((getattr(torch, device.type), (device,)))
-    return [(module, where, module.get_rng_state(*where)) for module, where in generators]
+    return generators
+
+
+# A loss may make steps itself, so a thread may take its turn again.
+_locks: dict[tuple[Any, ...], Any] = {}
+
+
+@contextlib.contextmanager
+def _in_turn(generators: Sequence[_Generator]) -> Iterator[list[tuple[_Generator, Tensor]]]:
+    """Wait for the other threads whose steps set these generators, which are of the whole process.
+    Give the generators with their states.
+    """
+    with contextlib.ExitStack() as stack:
+        for _, where in generators:
+            stack.enter_context(_locks.setdefault(where, threading.RLock()))
+        yield [((module, where), module.get_rng_state(*where)) for module, where in generators]
 
 
 def _drawing_from(
@@ -104,9 +124,9 @@ def _drawing_from(
     """
     if isinstance(rng, tuple):
         return function(*arguments), rng
-    module, where, before = _generators(device)[-1]
-    module.set_rng_state(rng.clone(), *where)
-    try:
-        return function(*arguments), module.get_rng_state(*where)
-    finally:
-        module.set_rng_state(before, *where)
+    with _in_turn(_generators(device)[-1:]) as [((module, where), before)]:
+        module.set_rng_state(rng.clone(), *where)
+        try:
+            return function(*arguments), module.get_rng_state(*where)
+        finally:
+            module.set_rng_state(before, *where)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._torch.dtypes import widest_float
 from .._tree import scalars
-from .._tree.tree import Tree
+from .._tree.tree import Tree, counted
 
 State = TypeVar("State")
 
@@ -56,9 +56,9 @@ class SpikeGuard:
     judged.
 
     The guard does not learn from a step that it rejects, nor from one whose loss or norm is not
-    finite; it never rejects NaN. It does not count an exact 0, which says nothing about the usual
-    size, for example with sparse rewards. Deviations below a millionth of the mean may be rounding,
-    so they count as a millionth.
+    finite, or so large that its square is not (1e154, on mps 1e19); it never rejects NaN. It does
+    not count an exact 0, which says nothing about the usual size, for example with sparse rewards.
+    Deviations below a millionth of the mean may be rounding, so they count as a millionth.
 
     `state.consecutive_rejections` counts up to `patience`, for `check_guard`. An accepted step ends
     the row if it moves something: its numbers are finite, and its gradient norm (without one, its
@@ -145,7 +145,7 @@ class SpikeGuard:
         new += [_forgotten(stats, gives_in) for stats in known[len(pairs) :]]
         # A step whose gradients are all 0 moves nothing, so it must not end the row.
         ends = gives_in | (learn & (pairs[-1][1] != 0))
-        rejections = torch.where(ends, 0, rejections + bad.to(torch.int32))
+        rejections = torch.where(ends, 0, counted(rejections, bad))
         return SpikeState(new[0], new[1], rejections), bad
 
     def _is_spike(self, stats: SpikeStats, value: Tensor) -> Tensor:
@@ -153,15 +153,16 @@ class SpikeGuard:
         return (value > stats.mean + self.sigma * deviation) & (stats.num_steps >= self.warmup)
 
     def _learnt(self, stats: SpikeStats, value: Tensor, learn: Tensor) -> SpikeStats:
-        learn = learn & (value != 0)
-        rate = (1 / (stats.num_steps + 1).to(value.dtype)).clamp(min=1 - self.decay)
+        rate = (1 / (stats.num_steps.to(value.dtype) + 1)).clamp(min=1 - self.decay)
         change = value - stats.mean
         mean = stats.mean + rate * change
         variance = (1 - rate) * (stats.variance + rate * change * change)
+        # A value whose square is out of range would make every later variance inf or NaN.
+        learn = learn & (value != 0) & torch.isfinite(variance)
         return SpikeStats(
             torch.where(learn, mean, stats.mean),
             torch.where(learn, variance, stats.variance),
-            stats.num_steps + learn.to(torch.int32),
+            counted(stats.num_steps, learn),
         )
 
 

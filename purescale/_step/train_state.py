@@ -49,6 +49,7 @@ def init_train_state(
         rng: The state of a generator on the device of the parameters, for example
             `torch.Generator(device).manual_seed(0).get_state()`. With it dropout is a function of
             the state, and a step replays bit for bit; without it torch's global generator is used.
+            torch has one generator a device for all threads, so steps with `rng` take turns.
         guard: The guard that `train_step` will be given, such as `SpikeGuard()`.
 
     Returns:

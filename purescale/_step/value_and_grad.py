@@ -18,7 +18,7 @@ from .._optim.step_inputs import flatten_together
 from .._torch import donation, dtensor, functorch_kernels, private
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import wide_dtype
-from .._torch.tracing import is_on_a_graph, traced
+from .._torch.tracing import is_on_a_graph, recorded_by_make_fx, traced
 from .._tree import tree as _tree
 from .._tree.leaves import are_dense_real, versions
 from .._tree.scalars import short_repr
@@ -81,7 +81,7 @@ def value_and_grad(
         ValueError: There is no parameter, a tensor is on another device or on a graph of
             torch.autograd, the new buffers do not match, or in eager mode the loss does not depend
             on `params`.
-        RuntimeError: `loss_fn` wrote into a parameter.
+        RuntimeError: `loss_fn` wrote into a parameter, a buffer or a tensor of its microbatch.
 
     Example:
         >>> import torch
@@ -120,11 +120,15 @@ def _value_and_grad(
 ) -> tuple[Any, Tree]:
     flat = flat_params, flat_buffers, flat_scaler = _checked(params, buffers, scaler)
     given: set[int | None] | None = None
+    batch: list[Tensor] = []
     if not traced():
+        batch = _tree.all_tensors(microbatch)
         leaves = [*flat_params.leaves, *flat_buffers.leaves, *flat_scaler.leaves]
-        leaves += _tree.all_tensors(microbatch)
-        given = {None, *donation.storage_pointers(leaves)}
+        given = {None, *donation.storage_pointers([*leaves, *batch])}
+    before = versions(batch)
     out = ValueAndGrad(*flat, loss_fn, given)(flat_buffers.leaves, microbatch)
+    if versions(batch) != before:
+        raise written_microbatch(batch, before)
     new_buffers = flat_buffers.structure.unflatten(out.buffers)
     return (out.loss, new_buffers, *out.aux), flat_params.structure.unflatten(out.grads)
 
@@ -199,6 +203,8 @@ class ValueAndGrad:
         # torch.autograd would drop the graph of its own backward; torch.func.grad keeps it.
         self.is_traced = traced() or (differentiable and is_on_a_graph(self.inputs))
         self.given = None if self.is_traced else given
+        # make_fx does not see that a subclass is made, and would take parameters for constants.
+        self.is_recorded = not self.is_traced and recorded_by_make_fx()
         if not (self.is_traced or (params.dense_off_graph and scaler.dense_off_graph)):
             *self.inputs, self.scale = _recordable([*self.inputs, self.scale])
 
@@ -285,7 +291,9 @@ class ValueAndGrad:
             leaves, structure = _tree.flatten(aux)
             given = None if given is None else {*given, *donation.storage_pointers(found)}
             aux = structure.unflatten(_tree.detach_unaliased(leaves, given))
-        return MicrobatchResult(self._leaves(grads) if grads else [], loss, buffers, aux)
+        if grads and not self.are_all_present:
+            grads = self._leaves(grads)
+        return MicrobatchResult(grads, loss, buffers, aux)
 
     def graph(
         self, buffers: Leaves, microbatch: Any
@@ -298,8 +306,9 @@ class ValueAndGrad:
         with _ENABLED if torch.is_grad_enabled() else torch.enable_grad():
             # Leaves, because autocast caches the cast of a leaf; new ones, because a loss may
             # register hooks on them.
-            inputs = _parameters(self.inputs)
-            before = versions(inputs)
+            inputs = _parameters(self.inputs, as_plain=self.is_recorded)
+            read_only = [*inputs, *buffers]
+            before = versions(read_only)
             loss, outputs = self._scaled(buffers, microbatch, inputs, scale=self.scale)
         if not loss.requires_grad:
             raise ValueError(
@@ -309,24 +318,33 @@ class ValueAndGrad:
                 "differentiable=True. Fix: `out, buffers = apply(params, buffers, x)` and a loss "
                 "of that `out`; from_torch(..., differentiable=True) for the inner steps."
             )
-        if versions(inputs) != before:
-            self._refuse_writes(inputs, before)
+        if versions(read_only) != before:
+            self._refuse_write(_written(read_only, before))
         return inputs, loss, outputs
 
-    def _refuse_writes(self, inputs: Leaves, before: list[int]) -> None:
-        index = next(i for i, new in enumerate(versions(inputs)) if new != before[i])
-        name = self.names()[index]
+    def _refuse_write(self, index: int) -> None:
+        """Refuse a write into the parameter or, counted after these, the buffer of this number."""
+        of_buffer = index - len(self.inputs)
+        if of_buffer < 0:
+            raise RuntimeError(
+                f"loss_fn wrote into the parameter {self.names()[index]}; a step must not change "
+                "its arguments. Likely cause: weights that are clipped, renormalised or "
+                "initialised in forward, under torch.no_grad. Fix: compute a new tensor, `w = w / "
+                "w.norm()`, or change the parameters between two steps."
+            )
         raise RuntimeError(
-            f"loss_fn wrote into the parameter {name}; a step must not change its arguments. "
-            "Likely cause: weights that are clipped, renormalised or initialised in forward, under "
-            "torch.no_grad. Fix: compute a new tensor, `w = w / w.norm()`, or change the "
-            "parameters between two steps."
+            f"loss_fn wrote into {_tree.path(self.buffers.tree, 'buffers', of_buffer)}; a step "
+            "must not change its arguments. Likely cause: an average that is updated in place, "
+            "which a skipped step would keep. Fix: return a new tensor, `{**buffers, 'mean': 0.9 * "
+            "buffers['mean'] + 0.1 * x}`."
         )
 
     def _scaled(
         self, buffers: Leaves, microbatch: Any, inputs: Leaves, *, scale: Tensor
     ) -> tuple[Tensor, tuple[Tensor, Leaves, list[Any]]]:
-        params = self.structure.unflatten(self._leaves(inputs))
+        # Without the call where it would do nothing, because this is run for each microbatch.
+        leaves = inputs if self.are_all_present else self._leaves(inputs)
+        params = self.structure.unflatten(leaves)
         given = self.buffers.structure.unflatten(buffers)
         loss, new_buffers, aux = self._checked(self.loss_fn(params, given, microbatch))
         wide = wide_loss(loss, scale)
@@ -376,8 +394,12 @@ _ONE_SHAPE = (
 )
 
 
-def _parameters(tensors: Leaves) -> Leaves:
-    """Return leaves over the memory of parameters that pass `isinstance(leaf, nn.Parameter)`."""
+def _parameters(tensors: Leaves, *, as_plain: bool) -> Leaves:
+    """Return leaves over the memory of parameters that pass `isinstance(leaf, nn.Parameter)` unless
+    they shall be plain tensors.
+    """
+    if as_plain:
+        return [tensor.detach().requires_grad_() for tensor in tensors]
     if set(map(type, tensors)) == {Tensor}:
         kind, requires_grad = itertools.repeat(nn.Parameter), itertools.repeat(True)
         return list(map(private.make_subclass, kind, tensors, requires_grad))
@@ -421,6 +443,22 @@ def _recordable(leaves: Leaves) -> Leaves:
     if _tree.are_tensors(leaves) and not any(map(Tensor.is_inference, leaves)):
         return leaves
     return [_tree.recordable(leaf) for leaf in leaves]
+
+
+def _written(leaves: Leaves, before: list[int]) -> int:
+    """Return the index of the first leaf with another version than before."""
+    return next(i for i, new in enumerate(versions(leaves)) if new != before[i])
+
+
+def written_microbatch(batch: list[Tensor], before: list[int]) -> RuntimeError:
+    """Return the error for tensors of microbatches that had these versions before."""
+    return RuntimeError(
+        f"loss_fn wrote into its microbatch, into tensor {_written(batch, before)} of "
+        f"{len(batch)}; a step must not change its arguments. Likely cause: inputs that are "
+        "scaled or masked in place, or a first layer with inplace=True; the next use of the "
+        "same microbatch, as in a retry, would see it. Fix: `x = x / 255` in place of "
+        "`x.div_(255)`, or `x = x.clone()` first."
+    )
 
 
 def _like_buffers(returned: Any, buffers: Tree) -> bool:

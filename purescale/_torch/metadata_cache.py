@@ -2,7 +2,7 @@
 
 A list with the metadata of an earlier one is recognised by one comparison in C++. This saves half
 of a step over 1000 small tensors on a CPU, and a quarter over 60 (benchmarks/README.md). The cache
-keeps neither tensors nor values.
+keeps neither tensors nor values, so no question may refer to an object of a user's.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -37,6 +38,13 @@ def any_requires_grad(tensors: Sequence[Tensor | None]) -> bool:
         lambda: any([tensor is not None and tensor.requires_grad for tensor in tensors]),
         tensors,
     )
+
+
+def recorded_by_make_fx() -> bool:
+    """Return True while `make_fx` records operators into a graph."""
+    # Its import takes a third of a second, and without it nothing records.
+    module: Any = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    return module is not None and module.get_proxy_mode() is not None
 
 
 def is_lazy(tensor: Tensor) -> bool:

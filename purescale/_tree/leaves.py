@@ -73,14 +73,17 @@ def are_real(leaves: Sequence[Any]) -> bool:
     return cached("real", lambda: {leaf.dtype for leaf in leaves} <= _REAL, leaves)
 
 
-def versions(tensors: Collection[Tensor]) -> list[int]:
+def versions(leaves: Collection[Any]) -> list[int]:
     """Return the number of in-place writes to each tensor; torch does not count them for inference
-    tensors.
+    tensors. It is 0 for a leaf that is no tensor.
     """
     try:
-        return list(map(private.version, tensors))
-    except RuntimeError:
-        return [0 if tensor.is_inference() else private.version(tensor) for tensor in tensors]
+        return list(map(private.version, leaves))
+    except (RuntimeError, TypeError):
+        return [
+            private.version(leaf) if isinstance(leaf, Tensor) and not leaf.is_inference() else 0
+            for leaf in leaves
+        ]
 
 
 # ---- which leaves are supported ------------------------------------------------------------------

@@ -424,6 +424,13 @@ def flag(found_inf: Tensor | bool, like: Tensor | None = None) -> Tensor:
     )
 
 
+def counted(count: Tensor, happened: Tensor | bool) -> Tensor:
+    """Return `count + happened`, which stays near the largest number of its dtype: a counter that
+    wraps around would turn a decision.
+    """
+    return count.clamp(max=torch.iinfo(count.dtype).max - 1) + happened
+
+
 def poison(given: Any, keep: Any) -> None:
     """Fill donated tensors with NaN, so that a later use is noticed, if
     `PURESCALE_DEBUG_DONATION=1` was set before the import. `keep` holds the results and what the

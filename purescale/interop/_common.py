@@ -17,7 +17,7 @@ from .._loss_scale.rule_protocol import State, flag, without_amax
 from .._loss_scale.rules import ScalerState, scaler_state
 from .._tree import scalars
 from .._tree.scalars import is_positive_float32, positive, real, short_repr, whole
-from .._tree.tree import join_names
+from .._tree.tree import counted, join_names
 
 Device = torch.device | str | None
 
@@ -48,7 +48,8 @@ class PeerRule(Generic[State]):
         bad = flag(found_inf, scaler, self.state_kind)
         skips: Tensor = scaler.consecutive_skips  # type: ignore[attr-defined]
         return self.state_kind(
-            **self._transition(scaler, bad), consecutive_skips=torch.where(bad, skips + 1, 0)
+            **self._transition(scaler, bad),
+            consecutive_skips=torch.where(bad, counted(skips, True), 0),
         )
 
 

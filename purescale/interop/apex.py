@@ -12,6 +12,7 @@ from torch import Tensor
 from .._loss_scale.rules import NoScale, ScalerState, scaler_state
 from .._module.policy import Policy
 from .._tree.scalars import positive, real, whole
+from .._tree.tree import counted
 from ._common import (
     Device,
     ScaleAndCount,
@@ -103,7 +104,7 @@ class ApexScale(ScaleAndCount):
         )
 
     def _next(self, scale: Tensor, count: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
-        unskipped = count + 1
+        unskipped = counted(count, True)
         if not self.dynamic:
             return scale.clone(), unskipped
         interval_reached = ~bad & (unskipped == self.scale_window)

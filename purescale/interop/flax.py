@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._loss_scale.rules import ScalerState, check_factors
+from .._tree.tree import counted
 from ._common import COUNT, SCALE, Device, Format, ScaleAndCount, settle, settle_counts
 
 _FLOAT32 = torch.finfo(torch.float32)
@@ -77,7 +78,7 @@ class FlaxScale(ScaleAndCount):
             lowered = lowered.clamp(min=self.minimum_scale)
         return (
             torch.where(bad, lowered, torch.where(grows, grown, scale)),
-            torch.where(bad | grows, 0, count + 1),
+            torch.where(bad | grows, 0, counted(count, True)),
         )
 
 

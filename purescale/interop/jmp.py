@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._loss_scale.rules import ScalerState, check_factors
+from .._tree.tree import counted
 from ._common import COUNT, SCALE, SETTING, Device, Format, ScaleAndCount, settle, settle_counts
 
 
@@ -67,7 +68,7 @@ class JmpScale(ScaleAndCount):
         lowered = (scale / self.factor).clamp(min=self.min_loss_scale)
         return (
             torch.where(bad, lowered, torch.where(grows, grown, scale)),
-            torch.where(bad, 0, (count + 1) % self.period),
+            torch.where(bad, 0, counted(count, True) % self.period),
         )
 
 

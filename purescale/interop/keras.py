@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._loss_scale.rules import ScalerState
+from .._tree.tree import counted
 from ._common import COUNT, SCALE, SETTING, Device, Format, ScaleAndCount, settle, settle_counts
 
 
@@ -50,7 +51,7 @@ class KerasScale(ScaleAndCount):
         grows = count == self.dynamic_growth_steps - 1
         return (
             torch.where(bad, scale * 0.5, torch.where(grows, scale * 2, scale)),
-            torch.where(bad | grows, 0, count + 1),
+            torch.where(bad | grows, 0, counted(count, True)),
         )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .._loss_scale.rules import ScalerState, check_factors, scaler_state
 from .._tree.scalars import real
+from .._tree.tree import counted
 from ._common import SCALE, Device, Entry, Format, PeerRule, saved_scale, settle, settle_counts
 
 
@@ -75,7 +76,7 @@ class MegatronScale(PeerRule[ScalerState]):
         return scaler_state(self.initial_scale, hysteresis_tracker=self.hysteresis, device=device)
 
     def _transition(self, state: ScalerState, bad: Tensor) -> dict[str, Tensor]:
-        clean_steps = state.growth_tracker + 1
+        clean_steps = counted(state.growth_tracker, True)
         interval_reached = ~bad & (clean_steps == self.growth_interval)
         # Megatron's count is a Python int. An int32 must not wrap around to a positive tolerance.
         tolerance = state.hysteresis_tracker

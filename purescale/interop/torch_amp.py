@@ -19,6 +19,7 @@ from .._optim.torch_optim import TorchOptimizer
 from .._step.train_state import TrainState
 from .._torch.dtypes import widest_float
 from .._tree.scalars import whole
+from .._tree.tree import counted
 from ._common import COUNT, SCALE, SETTING, Device, Format, ScaleAndCount, settle, settle_counts
 from ._live_optimizer import (
     as_from_torch,
@@ -87,7 +88,7 @@ class TorchAmpScale(ScaleAndCount):
         wide = scale.to(widest_float(scale.device))
         grown = (wide * self.growth_factor).to(torch.float32)
         lowered = (wide * self.backoff_factor).to(torch.float32)
-        clean_steps = count + 1
+        clean_steps = counted(count, True)
         interval_reached = ~bad & (clean_steps == self.growth_interval)
         grows = interval_reached & torch.isfinite(grown)
         return (

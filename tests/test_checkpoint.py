@@ -506,8 +506,8 @@ def test_all_differences_are_in_one_error():
     for part in (
         "missing: d['tree']['c']['z'], d['tree']['e'];",
         "not in like: d['tree']['c']['y'], d['tree']['a'].",
-        "different: d['tree']['b'] is torch.float32 (2,), expected torch.float32 (3,), "
-        "d['tree']['c']['x'] is torch.float32 (3,), ",
+        "different: d['tree']['b'] is torch.float32 (2,), expected torch.float32 (3,);",
+        "of another dtype: d['tree']['c']['x'] is torch.float32 (3,), expected torch.int32 (3,);",
     ):
         assert part in str(caught.value)
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from helpers import Untouched, assert_close, clone, in_processes, same_bits, stack, tensors, unstack
-from hypothesis import given, reject, settings
+from hypothesis import given, reject
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -759,7 +759,6 @@ def nestings(draw, fuse, depth=2, widened=False):
 
 
 @given(data=st.data())
-@settings(deadline=None)
 def test_a_step_that_raises_leaves_all_that_was_donated_as_it_was(data):
     fuse = Fuse()
     inner = nestings(fuse)

@@ -17,9 +17,8 @@ from typing import Any, BinaryIO, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from ._torch import private
+from ._torch import dtensor, private
 from ._torch.donation import can_write
 from ._tree import tree as _tree
 from ._tree.mismatch import check_equal, key_of, kind_of
@@ -296,7 +295,7 @@ def _at(node: Any, keys: tuple[str, ...]) -> Any:
 
 def _check_storable(at: str, leaf: Tensor, path: Path) -> None:
     """Refuse leaves that `load` cannot restore as plain tensors. `at`: the path of the leaf."""
-    if isinstance(leaf, DTensor):
+    if dtensor.is_dtensor(leaf):
         raise TypeError(
             f"{at} is a DTensor: this rank stores only a part of it, and one rank writes the file. "
             "Fix: `torch.distributed.checkpoint.save(to_state_dict(tree), "

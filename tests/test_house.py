@@ -3,16 +3,14 @@
 import ast
 import functools
 import re
-import runpy
 import sys
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
 import purescale
 from purescale._torch import private as _torch
+from purescale._torch.private_names import NAMES
 
 ROOT = Path(purescale.__file__).parent
 FILES = {str(path.relative_to(ROOT)): path for path in sorted(ROOT.rglob("*.py"))}
@@ -75,7 +73,9 @@ def circle(graph):
 def private(name):
     """The private names of torch that a file spells out, each with its line."""
     replaced = (_torch.VALUE, _torch.DEVICES, *_torch.SILENT)
-    known = {part for path in _torch.NAMES for part in path.split(".") if part.startswith("_")}
+    known = {
+        part for entry in NAMES.values() for part in entry.path.split(".") if part.startswith("_")
+    }
     for node in ast.walk(parsed(name)):
         if isinstance(node, ast.Attribute) and re.match(r"_(?!_)", node.attr):
             owner = ast.unparse(node.value)
@@ -162,7 +162,15 @@ AFTER_FLATTEN = [
     "_step/optimizer_step.py",
     "_step/train_step.py",
 ]
-ASKED = {"layout", "is_sparse", "is_complex", "is_nested", "is_quantized", "placements", "DTensor"}
+ASKED = {
+    "layout",
+    "is_sparse",
+    "is_complex",
+    "is_nested",
+    "is_quantized",
+    "placements",
+    "is_dtensor",
+}
 
 
 @pytest.mark.parametrize("name", AFTER_FLATTEN)
@@ -176,8 +184,9 @@ def test_a_circle_of_imports_is_found():
     assert circle({"a": {"b"}, "b": {"c", "d"}, "c": set(), "d": {"b"}}) == ["b", "d", "b"]
 
 
-def test_one_file_knows_optree():
-    assert [name for name in FILES if "optree" in packages(name)] == ["_tree/tree.py"]
+def test_one_file_knows_optree_and_one_what_takes_its_place():
+    users = [name for name in FILES if "optree" in packages(name)]
+    assert users == ["_torch/private_names.py", "_tree/tree.py"]
 
 
 def test_nothing_is_needed_but_torch_and_optree():
@@ -254,7 +263,7 @@ TESTED_WITH = {
     "_step/train_state.py": "test_train_step.py",
     "_torch/dtypes.py": "test_default_dtype.py",
     "_torch/functorch_kernels.py": "test_lengths.py",
-    "_torch/private.py": "test_house.py",
+    "_torch/private.py": "test_private_names.py",
     "_torch/tracing.py": "test_laws.py",
     "_tree/gradients.py": "test_leaves.py",
     "_tree/mismatch.py": "test_checkpoint.py",
@@ -274,6 +283,7 @@ ACROSS_FILES = {
     "test_examples.py",
     "test_four_ways.py",
     "test_gpu_page.py",
+    "test_house.py",
     "test_peers_mistakes.py",
     "test_sharded_checkpoint.py",
     "test_sweep.py",
@@ -294,138 +304,7 @@ def test_each_source_file_has_its_test_file():
     assert own == {}, "a file with tests of its own needs no row"
 
 
-def test_private_names_of_torch_stand_in_one_file():
-    found = {name: list(private(name)) for name in FILES if name != "_torch/private.py"}
+def test_private_names_of_torch_stand_in_one_place():
+    theirs = ("_torch/private.py", "_torch/private_names.py")
+    found = {name: list(private(name)) for name in FILES if name not in theirs}
     assert {name: names for name, names in found.items() if names} == {}
-
-
-# ---- a torch that has changed --------------------------------------------------------------------
-
-
-class Gone:
-    """What stands for an attribute that is not there, of a class in C too."""
-
-    def __get__(self, *args):
-        raise AttributeError
-
-
-def without(monkeypatch, name):
-    owner, _, attribute = name.removeprefix("torch.").rpartition(".")
-    place = functools.reduce(getattr, owner.split(".") if owner else [], torch)
-    if isinstance(place, type):
-        monkeypatch.setattr(place, attribute, Gone())
-    else:
-        monkeypatch.delattr(place, attribute)
-
-
-def imported_again():
-    runpy.run_path(_torch.__file__)
-
-
-def refused(what):
-    version = re.escape(torch.__version__)
-    words = f"purescale needs {what}, which torch {version} does not have.*Fix: pip install"
-    return pytest.raises(ImportError, match=words)
-
-
-def test_this_torch_is_taken():
-    imported_again()
-    assert len(set(_torch.NAMES)) > 40
-
-
-@pytest.mark.parametrize("name", sorted(set(_torch.NAMES)))
-def test_a_torch_without_a_private_name_is_refused_by_that_name(name, monkeypatch):
-    without(monkeypatch, name)
-    with refused(re.escape(name)):
-        imported_again()
-
-
-STORES = ["_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"]
-
-
-@pytest.mark.parametrize("store", STORES)
-def test_a_module_that_keeps_its_own_elsewhere_is_refused(store, monkeypatch):
-    init = nn.Module.__init__
-
-    def without_store(self):
-        init(self)
-        del vars(self)[store]
-
-    monkeypatch.setattr(nn.Module, "__init__", without_store)
-    with refused(rf"the dict torch\.nn\.Module\(\)\.{store}"):
-        imported_again()
-
-
-def test_an_optimizer_that_would_warn_by_another_name_is_refused(monkeypatch):
-    init = torch.optim.Optimizer.__init__
-
-    def renamed(self, *args):
-        init(self, *args)
-        del self._warned_capturable_if_run_uncaptured
-
-    monkeypatch.setattr(torch.optim.Optimizer, "__init__", renamed)
-    with refused(r"torch\.optim\.Optimizer\(\)\._warned_capturable_if_run_uncaptured"):
-        imported_again()
-
-
-def renamed(function, name):
-    """`function` after torch has given another name to what it calls `name`."""
-    code = function.__code__
-    names = tuple("_called_otherwise" if other == name else other for other in code.co_names)
-    return type(function)(code.replace(co_names=names), function.__globals__, function.__name__)
-
-
-LOOKED_UP = {cls: names for cls, names in _torch._LOOKED_UP.items() if cls != "AdamW"}  # as Adam
-READS = [(cls, name) for cls, names in LOOKED_UP.items() for name in names]
-
-
-@pytest.mark.parametrize(("cls", "name"), READS)
-def test_a_formula_whose_reads_would_come_back_is_refused(cls, name, monkeypatch):
-    single = _torch.formula_of(getattr(torch.optim, cls)).single
-    monkeypatch.setitem(single.__globals__, single.__name__, renamed(single, name))
-    with refused(rf"that torch\.optim\.{cls.lower()}\._single_tensor_{cls.lower()} calls {name}"):
-        imported_again()
-
-
-@pytest.mark.parametrize("link", ["step", "functional"])
-def test_a_step_that_reaches_its_formula_by_another_way_is_refused(link, monkeypatch):
-    formula = _torch.formula_of(torch.optim.RMSprop)
-    if link == "step":
-        monkeypatch.setattr(torch.optim.RMSprop, "step", renamed(formula.step, "rmsprop"))
-    else:
-        functional = renamed(formula.functional, "_single_tensor_rmsprop")
-        monkeypatch.setitem(formula.step.__globals__, "rmsprop", functional)
-    with refused(r"that torch\.optim\.rmsprop\.\w+ calls (rmsprop|_single_tensor_rmsprop)"):
-        imported_again()
-
-
-@pytest.mark.parametrize(
-    "heeded",
-    [lambda bad: None, lambda bad: 1 - bad, lambda bad: torch.ones_like(bad)],
-    ids=["never", "the other way on", "always"],
-)
-def test_a_list_kernel_that_heeds_its_flag_otherwise_is_refused(heeded, monkeypatch):
-    kernel = torch._fused_sgd_
-
-    def otherwise(*args, found_inf, **settings):
-        kernel(*args, found_inf=heeded(found_inf), **settings)
-
-    monkeypatch.setattr(torch, "_fused_sgd_", otherwise)
-    with refused(r"that torch\._fused_sgd_ makes .* where found_inf is \d\.0"):
-        imported_again()
-
-
-def test_a_masked_add_leaves_what_is_bad_alone():
-    target, new = torch.ones(1), torch.tensor([float("nan")])
-    _torch.masked_add_([target], [new], 1.0, torch.ones(()))
-    assert target == 1
-
-
-@pytest.mark.parametrize("transform", ["functionalize", "vmap", "grad"])
-def test_it_can_be_imported_in_traced_code(transform):
-    def function(x):
-        imported_again()
-        return x.sum()
-
-    x = torch.ones(2, 2) if transform == "vmap" else torch.ones(2)
-    getattr(torch.func, transform)(function)(x)

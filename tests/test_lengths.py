@@ -198,6 +198,7 @@ def derivative(name):
 
 
 def graphs_of_operator(name):
+    functorch_kernels.register()  # as a traced step does
     backend = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(derivative(name), fullgraph=True, backend=backend)
     for length in (4, 5, 6, 7):
@@ -218,6 +219,8 @@ def test_an_operator_of_changing_length_is_two_graphs_with_the_numbers_of_eager_
 @pytest.fixture
 def replaced(monkeypatch):
     """Puts others in the place of these kernels."""
+
+    functorch_kernels.register()
 
     def replace(kernel):
         for operator in functorch_kernels.kernels():

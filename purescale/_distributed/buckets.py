@@ -9,10 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from .._distributed.process_group import Group, naming_other_ranks
-from .._torch import private
+from .._torch import dtensor, private
 from .._torch.dtypes import real_dtype, wide_dtype
 from .._torch.foreach import is_gapless
 from .._torch.tracing import traced
@@ -47,10 +46,11 @@ class Reduction:
         self.keep_strides = keep_strides
         self.buckets: list[list[int]] = []
         filling: dict[Any, tuple[list[int], float]] = {}
+        dtensor_class = dtensor.dtensor_class()
         order = list(range(len(like)) if order is None else order)
         for index in order:
             leaf = like[index]
-            if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor):
+            if not isinstance(leaf, Tensor) or isinstance(leaf, dtensor_class):
                 continue
             dtype = wide_dtype(leaf.dtype)
             nbytes = leaf.numel() * dtype.itemsize

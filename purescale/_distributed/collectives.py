@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from .._distributed.buckets import Reduction
 from .._distributed.describe_settings import describe_setting
@@ -24,7 +23,7 @@ from .._distributed.process_group import (
     naming_other_ranks,
     resolve_group,
 )
-from .._torch import donation, private
+from .._torch import donation, dtensor, private
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import traced
 from .._tree import scalars
@@ -182,7 +181,7 @@ def _kind(leaf: Any, *, with_strides: bool) -> str:
     strides = leaf.stride() if with_strides and leaf.layout is torch.strided else None
     # Only the type of the device, because each rank has its own.
     text = _metadata(leaf.dtype, leaf.shape, strides, leaf.layout, leaf.device.type)
-    if isinstance(leaf, DTensor):
+    if dtensor.is_dtensor(leaf):
         text += f" as {leaf.placements} over {mesh_sizes(leaf.device_mesh)}"
     return text
 

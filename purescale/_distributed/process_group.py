@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._torch import private
+from .._torch.dtensor import arrived
 from .._tree.scalars import short_repr
 
 Group: TypeAlias = dist.ProcessGroup
@@ -24,7 +25,7 @@ def all_reduce(tensor: Tensor, op: str, group: Group | str | None) -> Tensor:
     if not torch.compiler.is_compiling():
         # Waited for here, because a view of a pending result would not wait for it.
         with naming_other_ranks():
-            return private.arrived(private.all_reduce(tensor, op, group))
+            return arrived(private.all_reduce(tensor, op, group))
     # Inductor (2.11 to 2.13) reduces a result of torch.cat in place, although the inputs of
     # torch.cat share its memory: read again, they are the sum. A negation has its own memory.
     return -private.all_reduce(-tensor, "min" if op == "max" else op, group)

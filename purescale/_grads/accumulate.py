@@ -7,7 +7,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from .._grads.measure import measure
 from .._torch import donation, dtensor, foreach
@@ -487,7 +486,7 @@ def _misfit(gradient: Tensor, mean: Tensor | None) -> str | None:
             f"{mean.device} in accum.grads. Fix: init_accum(params) with the params of these "
             "gradients."
         )
-    if isinstance(gradient, DTensor) != isinstance(mean, DTensor):
+    if dtensor.is_dtensor(gradient) != dtensor.is_dtensor(mean):
         return (
             "and its mean are not both DTensors. Fix: init_accum(params) with the params of these "
             "gradients."

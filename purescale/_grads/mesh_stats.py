@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from .._distributed.mesh import all_gather_row, all_gather_row_of_group, mesh_sizes, num_replicas
 from .._distributed.process_group import Group
 from .._grads.grad_stats import LocalStats, local_stats, norm_of_norms
+from .._torch import dtensor
 from .._torch.dtypes import widest_float
 
 
@@ -29,7 +29,7 @@ def mesh_stats(
     """
     shards: dict[Any, list[Tensor]] = {(None, 1): []}
     for tensor, origin in zip(tensors, origins, strict=True):
-        sharded = isinstance(origin, DTensor)
+        sharded = dtensor.is_dtensor(origin)
         key = (origin.device_mesh, num_replicas(origin)) if sharded else (None, 1)
         shards.setdefault(key, []).append(tensor)
     stats = {key: local_stats(some, divisor, norm_type) for key, some in shards.items()}

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from .._module.kept import explain, fill, keep, kept, release
 from .._module.meta_module import (
@@ -28,7 +27,7 @@ from .._module.registered import (
     disagree,
     registered_tensors,
 )
-from .._torch import donation, foreach, private
+from .._torch import donation, dtensor, foreach, private
 from .._torch.tracing import PLAIN_TYPES, innermost, under_transform
 from .._tree import tree as _tree
 from .._tree.leaves import are_dense_real, is_constant, versions
@@ -514,7 +513,7 @@ def _misfit(target: Tensor, source: Tensor | None) -> str:
         return f"has shape {tuple(source.shape)}, expected {tuple(target.shape)}"
     if source.is_complex() and not target.is_complex():
         return f"is {source.dtype}, expected {target.dtype}"
-    if (source.layout, isinstance(source, DTensor)) != (target.layout, isinstance(target, DTensor)):
+    if (source.layout, dtensor.is_dtensor(source)) != (target.layout, dtensor.is_dtensor(target)):
         return (
             f"is {type(source).__name__} of {source.layout}, expected "
             f"{type(target).__name__} of {target.layout}"

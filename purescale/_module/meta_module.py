@@ -105,7 +105,7 @@ class Skeleton:
     `shared`: by id, the objects that the copy shares with the model.
     """
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @private.never_compiled
     def __init__(self, model: nn.Module, shared: dict[int, Any]) -> None:
         memo = {**shared}
         root = copy.deepcopy(model, memo)

@@ -13,7 +13,6 @@ from .._optim.decision import Decision, unscale_and_clip
 from .._torch import foreach, private
 from .._torch.foreach import have_one_order, same_memory_order
 from .._torch.metadata_cache import cached, dtypes
-from .._torch.private import fused
 
 Settings = Mapping[str, Any]
 
@@ -50,7 +49,8 @@ class Kernel(NamedTuple):
         """Update `targets`, the parameters and each column, in place."""
         settings: dict[str, Any] = dict(zip(self.settings, numbers, strict=True))
         settings |= {name: bool(settings[name]) for name in _FLAGS & settings.keys()}
-        operator = fused.adamw_ if settings.pop(_DECOUPLED, False) else getattr(fused, self.name)
+        decoupled = settings.pop(_DECOUPLED, False)
+        operator = private.fused_adamw_ if decoupled else getattr(private, f"fused_{self.name}")
         weights, *columns = targets
         if len(columns) < len(self.columns):
             columns.append([])
@@ -92,7 +92,8 @@ def kernel_of(cls: Any) -> Kernel | None:
             inspect.unwrap(getattr(cls, name)) is inspect.unwrap(getattr(base, name))
             for name in private.MADE_BY
         ):
-            return kernel
+            names = ("adam_", "adamw_") if kernel.name == "adam_" else (kernel.name,)
+            return kernel if all([getattr(private, f"fused_{name}") for name in names]) else None
     return None
 
 
@@ -207,5 +208,5 @@ def _launch(
 ) -> None:
     grads, steps, targets, _ = launch
     if steps:  # even without a skip this takes an eighth of the time of listed additions
-        private.masked_add_(steps, [torch.ones_like(steps[0])] * len(steps), 1.0, found_inf)
+        foreach.masked_add_(steps, [torch.ones_like(steps[0])] * len(steps), 1.0, found_inf)
     kernel.launch(lr, numbers, grads, steps, targets, grad_scale=divisor, found_inf=found_inf)

@@ -100,7 +100,7 @@ def with_slots(cls: Any, probes: list[Tensor], settings: dict[str, Any], rate: A
     """Return a torch optimizer that has created its state for parameters with gradients."""
     # torch keeps step counts on the CPU, whatever the default device is.
     with torch.device("cpu"), PlainArithmetic():
-        optimizer = cls(
+        optimizer = private.without_compiler(cls)(
             probes,
             **{**settings, "lr": ANY_LR if isinstance(rate, Tensor) or callable(rate) else rate},
         )

@@ -420,6 +420,7 @@ def _check_class(cls: Any, settings: dict[str, Any]) -> None:
             "they sync on a GPU and cannot be compiled or vmapped. Fix: allow one by name, "
             "from_torch(Adafactor, foreach=False)."
         )
+    private.check_formula(cls)
     if private.formula_of(cls) is None:
         raise ValueError(
             f"{cls.__name__} is not built like the classes of torch.optim, so its state cannot be "

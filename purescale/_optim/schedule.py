@@ -135,7 +135,7 @@ class RateTable:
     def _on(self, device: torch.device, digest: str) -> Tensor:
         if device not in self._copies:
             # Later calls need a real tensor, whatever modes or transforms are active now.
-            with private.without_modes(), private.without_transforms(), torch.inference_mode(False):
+            with private.outside_of_modes():
                 self._copies[device] = self.rates.to(device)
         return self._copies[device]
 

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from .._optim.opt_state import (
     OptState,
@@ -85,7 +84,7 @@ class StepInputs(NamedTuple):
             return self.places
         leaves = self.params if self.dtensors is None else self.dtensors[0]
         return {
-            name: Place(index, 0, leaf if isinstance(leaf, DTensor) else None)
+            name: Place(index, 0, leaf if dtensor.is_dtensor(leaf) else None)
             for index, (name, leaf) in enumerate(zip(self.names, leaves, strict=True))
         }
 
@@ -226,7 +225,7 @@ def _flatten_state(opt_state: Tree) -> tuple[Leaves, Any]:
 
 
 def _check_placements(weight: Any, params: Tree, index: int, optimizer: Any) -> None:
-    if not isinstance(weight, DTensor):
+    if not dtensor.is_dtensor(weight):
         return
     at = _tree.path(params, "params", index)
     if any(placement.is_partial() for placement in weight.placements):
@@ -248,11 +247,11 @@ def _check_state_placements(opt_state: Tree, weights: dict[str, Any]) -> None:
     for name, slot in getattr(without_wrappers(opt_state), "slots", {}).items():
         weight = weights.get(name)
         for key, value in slot.items():
-            if isinstance(value, DTensor) and not (
-                isinstance(weight, DTensor)
+            if dtensor.is_dtensor(value) and not (
+                dtensor.is_dtensor(weight)
                 and (value.device_mesh, value.placements) == (weight.device_mesh, weight.placements)
             ):
-                has = f"{weight.placements}" if isinstance(weight, DTensor) else "none"
+                has = f"{weight.placements}" if dtensor.is_dtensor(weight) else "none"
                 raise ValueError(
                     f"opt_state: {key} of {name} has the placements {value.placements}, its "
                     f"parameter has {has}. Likely cause: the state of the parameters before they "

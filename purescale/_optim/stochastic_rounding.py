@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from .._optim.opt_state import described
 from .._optim.protocol import Optimizer
@@ -83,7 +82,7 @@ def stochastic_round(
         elif reason := unsupported_reason(leaf):
             raise TypeError(f"{_tree.path(tree, 'tree', index)} {reason}")
         else:
-            whole = leaf if isinstance(leaf, DTensor) else None
+            whole = leaf if dtensor.is_dtensor(leaf) else None
             local = dtensor.shard(leaf)
             rounded = _rounded(local, dtype, dice, Place(index, 0, whole))
             results.append(dtensor.from_local_like(leaf, rounded))

@@ -141,18 +141,22 @@ def _cut(tensors: list[Tensor], *sizes: int) -> list[list[Tensor]]:
 def _symbolic_sizes(tensors: list[Tensor]) -> int:
     """Return the number of sizes that the compiler has not fixed."""
     sizes = [size for tensor in tensors for size in tensor.shape]
-    fixed: int = sum(map(private.has_static_value, sizes))
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # imports sympy
+
+    fixed: int = sum(map(has_static_value, sizes))
     return len(sizes) - fixed
 
 
 def _alike(some: list[Tensor], others: list[Tensor]) -> bool:
     """Return True if one code fits both, without a guard on a symbolic size."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
     for a, b in zip(some, others, strict=True):
         if a is b:
             continue
         if a.dtype is not b.dtype or a.device != b.device or a.ndim != b.ndim:
             return False
         for m, n in zip((*a.shape, *a.stride()), (*b.shape, *b.stride()), strict=True):
-            if not private.statically_known_true(m == n):
+            if not statically_known_true(m == n):
                 return False
     return True

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from .._distributed.buckets import reduction_of
 from .._distributed.collectives import agree_on_all_ranks, describe_leaves, on_cpu
@@ -17,6 +16,7 @@ from .._distributed.mesh import mesh_sizes
 from .._distributed.process_group import Group, all_reduce, check_group
 from .._step.microbatches import WindowGrads, sent_for_nan
 from .._step.step_options import FlatState, StepOptions
+from .._torch import dtensor
 from .._torch.dtypes import wide_dtype
 from .._torch.tracing import traced
 from .._tree import tree as _tree
@@ -153,7 +153,7 @@ def _fields(name: str, tree: Tree) -> Iterator[tuple[str, Tree]]:
 def _refuse_dtensors(trees: dict[str, Tree]) -> None:
     for name, tree in trees.items():
         for index, leaf in enumerate(_tree.flatten(tree)[0]):
-            if isinstance(leaf, DTensor):
+            if dtensor.is_dtensor(leaf):
                 at = _tree.path(tree, f"state.{name}", index)
                 mesh = mesh_sizes(leaf.device_mesh)
                 raise ValueError(

@@ -24,8 +24,6 @@ from .._tree.leaves import are_dense_real, versions
 from .._tree.scalars import short_repr
 from .._tree.tree import FlatTree, Leaves, Tree
 
-functorch_kernels.register()
-
 
 class LossFn(Protocol):
     """The protocol of the function that `train_step` and `value_and_grad` differentiate: a pure
@@ -268,6 +266,7 @@ class ValueAndGrad:
         """Compute a microbatch by torch.func, from given parameters and a scale, which may stand
         for those of the step.
         """
+        functorch_kernels.register()
         apart: list[Any] = []  # torch.func returns tensors only
 
         def scaled(inputs: Leaves) -> tuple[Tensor, list[Tensor]]:

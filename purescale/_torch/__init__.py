@@ -5,7 +5,7 @@ They work on tensors and know nothing of trees, optimizers or loss scales.
 Entry: `foreach`, arithmetic over lists of tensors in a number of operators that does not grow with
 the list; `donation.can_write`, which memory may be overwritten; `tracing.host_can_read`, whether
 the host can read a value without waiting; `dtensor.shard` and back; `autocast.outside_autocast`.
-`private.py` holds every private name of torch, checked on import.
+`private_names.py` lists every private name of torch, `private.py` looks one up when first needed.
 Hands on: tensors, lists of them and bools; no records.
 May import: torch, and no other room.
 """

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from .._torch import dtensor, private
 from .._torch.foreach import are_gapless, is_gapless
@@ -43,7 +42,7 @@ def storage_pointer(leaf: Any) -> int | None:
         return None
     try:
         if leaf.layout is torch.strided:
-            local = dtensor.shard(leaf) if isinstance(leaf, DTensor) else leaf
+            local = dtensor.shard(leaf) if dtensor.is_dtensor(leaf) else leaf
             return local.untyped_storage().data_ptr()
         values = private.values(leaf) if leaf.layout is torch.sparse_coo else leaf.values()
         return values.untyped_storage().data_ptr()

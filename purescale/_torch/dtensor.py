@@ -2,30 +2,51 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch import Tensor
 
 from .._torch import private
 from .._torch.tracing import PLAIN_TYPES
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 _PLAIN_OR_NONE = PLAIN_TYPES | {type(None)}
+
+
+def dtensor_class() -> Any:
+    """Return DTensor for `isinstance`. Until something imports it, which takes half as long as
+    torch itself, nothing can be one: ().
+    """
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+
+
+def is_dtensor(leaf: Any) -> TypeGuard[DTensor]:
+    """Return True for a DTensor."""
+    return isinstance(leaf, dtensor_class())
 
 
 def any_dtensor(leaves: Sequence[Any]) -> bool:
     """Return True if a leaf is a DTensor, or a parameter that is one."""
     kinds = set(map(type, leaves))
-    return not kinds <= _PLAIN_OR_NONE and any([issubclass(kind, DTensor) for kind in kinds])
+    if kinds <= _PLAIN_OR_NONE:
+        return False
+    dtensor = dtensor_class()
+    return any([issubclass(kind, dtensor) for kind in kinds])
 
 
 def reduce_partial(leaf: Any) -> Any:
     """Return a DTensor with Partial placements, such as a gradient of a replicated parameter,
     summed over the ranks; anything else unchanged.
     """
-    if not isinstance(leaf, DTensor) or not any(p.is_partial() for p in leaf.placements):
+    if not is_dtensor(leaf) or not any(p.is_partial() for p in leaf.placements):
         return leaf
+    from torch.distributed.tensor import Replicate
+
     return leaf.redistribute(
         placements=[Replicate() if p.is_partial() else p for p in leaf.placements]
     )
@@ -33,14 +54,14 @@ def reduce_partial(leaf: Any) -> Any:
 
 def full_tensor(leaf: Any) -> Any:
     """Return a DTensor as a whole on every rank, on its graph; anything else unchanged."""
-    return leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
+    return leaf.full_tensor() if is_dtensor(leaf) else leaf
 
 
 def redistribute_like(leaf: Any, other: Any) -> Any:
     """Return `leaf` with the placements of `other`: those of a gradient may differ from its
     parameter's.
     """
-    both = isinstance(leaf, DTensor) and isinstance(other, DTensor)
+    both = is_dtensor(leaf) and is_dtensor(other)
     if not both or leaf.placements == other.placements:
         return leaf
     return leaf.redistribute(placements=other.placements)
@@ -48,7 +69,7 @@ def redistribute_like(leaf: Any, other: Any) -> Any:
 
 def placement_mismatch(leaf: Any, other: Any) -> str:
     """Return why two leaves are not over one mesh, and the fix; "" if they are."""
-    here, there = (x.device_mesh if isinstance(x, DTensor) else None for x in (leaf, other))
+    here, there = (x.device_mesh if is_dtensor(x) else None for x in (leaf, other))
     if here is there or here == there:
         return ""
     if here is None or there is None:
@@ -62,18 +83,30 @@ def placement_mismatch(leaf: Any, other: Any) -> str:
 
 def is_sharded(leaf: Any) -> bool:
     """Return True if a rank holds only a part of `leaf`."""
-    return isinstance(leaf, DTensor) and not all(p.is_replicate() for p in leaf.placements)
+    return is_dtensor(leaf) and not all(p.is_replicate() for p in leaf.placements)
 
 
 def shard(leaf: Any, *, on_graph: bool = True) -> Any:
     """Return this rank's shard of a DTensor, not a copy; anything else unchanged."""
-    if not isinstance(leaf, DTensor):
+    if not is_dtensor(leaf):
         return leaf
     if torch.compiler.is_compiling() or (
         on_graph and leaf.requires_grad and torch.is_grad_enabled()
     ):
         return leaf.to_local()
-    return private.arrived(private.local(leaf))
+    return arrived(_local(leaf))
+
+
+def _local(leaf: DTensor) -> Tensor:
+    with torch.no_grad():
+        return leaf.to_local()
+
+
+def arrived(tensor: Any) -> Tensor:
+    """Return a tensor once the collective that fills it is done."""
+    is_pending = type(tensor) not in PLAIN_TYPES and hasattr(tensor, "wait")
+    whole: Tensor = tensor.wait() if is_pending else tensor
+    return whole
 
 
 def offsets(leaf: DTensor) -> tuple[int, ...]:
@@ -85,10 +118,12 @@ def from_local_like(leaf: Any, result: Any) -> Any:
     """Return a result computed from the local shard of a DTensor as a DTensor with its placements;
     the result itself for any other leaf.
     """
-    if not isinstance(leaf, DTensor) or isinstance(result, DTensor):
+    if not is_dtensor(leaf) or is_dtensor(result):
         return result
-    if not torch.compiler.is_compiling() and result is private.local(leaf):  # written in place
+    if not torch.compiler.is_compiling() and result is _local(leaf):  # written in place
         return leaf.detach() if leaf.requires_grad else leaf
+    from torch.distributed.tensor import DTensor
+
     shape: Any = leaf.shape
     return DTensor.from_local(
         result,

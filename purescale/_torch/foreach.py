@@ -16,7 +16,7 @@ from torch import Tensor
 from .._torch import private
 from .._torch.dtypes import largest_within, saturating, unscaled_dtype
 from .._torch.metadata_cache import cached, dtypes
-from .._torch.private import fused, listops
+from .._torch.private import listops
 from .._torch.tracing import is_on_a_graph, traced
 
 
@@ -330,7 +330,7 @@ def where(
     results = list(old)
     listed: dict[Any, list[int]] = {}
     single = []
-    lists = not (traced() or is_on_a_graph([*old, *new]))
+    lists = not (traced() or is_on_a_graph([*old, *new])) and private.fused_sgd_
     for index, (a, b) in enumerate(zip(old, new, strict=True)):
         kind = _list_kind(a, b) if lists and is_launch_bound(a) else None
         single.append(index) if kind is None else listed.setdefault(kind, []).append(index)
@@ -371,7 +371,7 @@ def _where_list(
             numbers = {"lr": 0.0, "momentum": 1.0, "dampening": 0.0, "weight_decay": 0.0}
             flags = {"nesterov": False, "maximize": False, "is_first_step": True}
             flag = skip.to(kept[0].device, torch.float32)
-            fused.sgd_(scratch, scratch, kept, found_inf=flag, **numbers, **flags)
+            private.fused_sgd_(scratch, scratch, kept, found_inf=flag, **numbers, **flags)
         else:
             chosen = torch.where(skip.to(kept[0].device), torch.stack(kept), torch.stack(new))
             listops.copy_(kept, chosen.unbind())
@@ -403,7 +403,21 @@ def add_where_(
                 else torch.empty_like(target).copy_(new[i])
                 for i, target in zip(indices, some, strict=True)
             ]
-            private.masked_add_(some, ordered, factors[dtype], bad)
+            masked_add_(some, ordered, factors[dtype], bad)
 
 
 ADDED_AS_LISTS = (torch.float32, torch.float64)
+
+
+def masked_add_(
+    targets: list[Tensor], news: list[Tensor], factor: float | Tensor, bad: Tensor | None
+) -> None:
+    """Add `new * factor` to each target in one pass, unless `bad`, a float32 flag, is 1.
+
+    This is the only list kernel that can leave out NaN.
+    """
+    if private.fused_sgd_:
+        private.fused_sgd_(targets, news, [], lr=-factor, found_inf=bad, **private.PLAIN_SGD)
+        return
+    for target, new in zip(targets, news, strict=True):
+        target.add_((new if bad is None else torch.where(bad == 1, 0, new)) * factor)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._torch import private
+from .._torch.private import constant_while_compiling
 
 # Under torch.func some operators use kernels that read sizes as plain integers
 # (aten/src/ATen/functorch/PyTorchOperatorHacks.cpp). With these a compiled step takes a graph for
@@ -24,6 +25,7 @@ def kernels() -> dict[Any, Any]:
     found: dict[Any, Any] = {
         operator: operator.decompose
         for operator in (aten.linear.default, aten.index_select_backward.default)
+        if hasattr(operator, "decompose")
     }
     for by_channel, alpha in ((False, False), (True, False), (False, True), (True, True)):
         name = f"{'feature_' * by_channel}{'alpha_' * alpha}dropout"
@@ -33,8 +35,16 @@ def kernels() -> dict[Any, Any]:
     return found
 
 
+@constant_while_compiling
 def register() -> None:
     """Register the kernels in this process, except for operators that have one from elsewhere."""
+    _register()
+
+
+@functools.cache
+def _register() -> None:
+    if not private.FUNCTORCH:
+        return
     for operator, kernel in kernels().items():
         if private.FUNCTORCH not in operator.py_kernels:
             operator.py_impl(private.FUNCTORCH)(kernel)

@@ -5,23 +5,18 @@ from __future__ import annotations
 import contextlib
 import operator
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-# `traced` and `under_transform` need private names of torch, which are all in private.py.
 from .._torch import private
 from .._torch.metadata_cache import PLAIN_TYPES as PLAIN_TYPES
 from .._torch.metadata_cache import cached
+from .._torch.private import constant_while_compiling as constant_while_compiling
 from .._torch.private import traced as traced
 from .._torch.private import under_transform as under_transform
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-# torch's decorator has no types. Dynamo runs the function and takes its result for a constant.
-constant_while_compiling: Callable[[_Function], _Function] = torch.compiler.assume_constant_result
 
 # For tests: if True, a CPU decides like an accelerator, without reading a value.
 _as_an_accelerator = False
@@ -54,14 +49,14 @@ def is_lazy(tensor: Tensor) -> bool:
 
 def innermost(tensor: Tensor) -> Tensor:
     """Return the tensor that the transforms wrap, under vmap and grad."""
-    while private.is_wrapped(tensor):
+    while private.transforms_active() and private.is_wrapped(tensor):
         tensor = private.unwrapped(tensor)
     return tensor
 
 
 def is_differentiated(tensor: Tensor) -> bool:
     """Return True if a transform of torch.func differentiates through this tensor."""
-    while private.is_wrapped(tensor):
+    while private.transforms_active() and private.is_wrapped(tensor):
         if private.tracks_grad(tensor):
             return True
         tensor = private.unwrapped(tensor)

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from .._torch import dtensor
 from .._tree import tree as _tree
 
 
@@ -137,7 +137,7 @@ def kind_of(value: Any) -> str:
     if value.is_nested:
         return "a nested tensor"
     layout = "" if value.layout is torch.strided else f" {value.layout}"
-    placements = f" DTensor {value.placements}" if isinstance(value, DTensor) else ""
+    placements = f" DTensor {value.placements}" if dtensor.is_dtensor(value) else ""
     values = " without values, on meta" if value.is_meta else ""
     return f"{value.dtype} {tuple(value.shape)}{layout}{placements}{values}"
 

@@ -190,7 +190,7 @@ def assert_sync_free(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """
     reads: list[str] = []
     # On a CPU a step reads its flag, which does not wait. Here it runs as on an accelerator.
-    with tracing.as_on_an_accelerator(), _Dispatched(reads), _Called(reads):
+    with tracing.as_on_an_accelerator(), _dispatched(reads), _Called(reads):
         result = fn(*args, **kwargs)
     assert not reads, (
         f"a tensor's value was read: {join_names(list(dict.fromkeys(reads)))}. On an accelerator "
@@ -201,18 +201,21 @@ def assert_sync_free(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-class _Dispatched(private.DispatchMode):  # type: ignore[misc]
-    """A mode that notes operators with a result on the host or a shape that depends on values."""
+def _dispatched(reads: list[str]) -> Any:
+    """Return a mode that notes operators with a result on the host or a shape that depends on
+    values.
+    """
 
-    def __init__(self, reads: list[str]) -> None:
-        super().__init__()
-        self.reads = reads
+    class Dispatched(private.DispatchMode):  # type: ignore[misc]
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            kwargs = kwargs or {}
+            if _is_read(func, args, kwargs):
+                _note(reads, func.overloadpacket.__name__)
+            return func(*args, **kwargs)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if _is_read(func, args, kwargs):
-            _note(self.reads, func.overloadpacket.__name__)
-        return func(*args, **kwargs)
+    return Dispatched()
 
 
 class _Called(TorchFunctionMode):

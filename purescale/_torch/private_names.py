@@ -1,0 +1,300 @@
+"""Every private name of torch in use, what needs it, and what happens without it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor, nn
+
+
+class Name(NamedTuple):
+    """A private name of torch, and what happens without it."""
+
+    path: str
+    feature: str  # what needs it
+    otherwise: Any = None  # takes its place where torch lacks it; None refuses the feature
+    use: Callable[[Any], Any] | None = None  # turns the object into what is used
+
+
+def look_up(name: Name) -> Any:
+    """Return what a private name stands for.
+
+    Raises:
+        ImportError: This torch lacks it, and nothing takes its place.
+    """
+    try:
+        value = _import(name.path)
+        return value if name.use is None else name.use(value)
+    except AttributeError:
+        if name.otherwise is None:
+            raise lacks(name.path, name.feature) from None
+    return name.otherwise
+
+
+def _import(path: str) -> Any:
+    """Return the object at a dotted path, importing modules on the way."""
+    value: Any = torch
+    parts = path.split(".")
+    for end, part in enumerate(parts[1:], 2):
+        if not hasattr(value, part):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(".".join(parts[:end]))
+        value = getattr(value, part)
+    return value
+
+
+def lacks(what: str, feature: str) -> ImportError:
+    """Return the refusal of a feature."""
+    return ImportError(
+        f"{feature} needs {what}, which torch {torch.__version__} does not have; the rest of "
+        "purescale works. Likely cause: an untested torch, because private names of torch change "
+        "without notice. Fix: a newer purescale, or a torch that docs/limits.md lists as tested.",
+        name="torch",
+    )
+
+
+# ---- what takes the place of a missing name ------------------------------------------------------
+
+
+_DEVICES = ("cpu", "cuda", "hpu", "mps", "xla", "xpu")
+_WITH_AUTOCAST = tuple(filter(torch.amp.is_autocast_available, _DEVICES))
+
+
+def _any_autocast() -> bool:
+    return any(map(torch.is_autocast_enabled, _WITH_AUTOCAST))
+
+
+def _run_backward(
+    tensors: Any, grad_tensors: Any, retain: bool, create: bool, inputs: Any, *_: Any, **__: Any
+) -> tuple[Tensor | None, ...]:
+    return torch.autograd.grad(tensors, inputs, grad_tensors, retain, create, allow_unused=True)
+
+
+def _leaf_of_class(cls: Any, tensor: Tensor, requires_grad: bool = False) -> Any:
+    leaf = tensor.detach().as_subclass(cls)
+    return leaf.requires_grad_() if requires_grad else leaf
+
+
+def _flatten_dense(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _unflatten_dense(flat: Tensor, likes: Sequence[Tensor]) -> list[Tensor]:
+    parts = torch.split(flat, [like.numel() for like in likes])
+    return [part.view(like.shape) for part, like in zip(parts, likes, strict=True)]
+
+
+def _group_alike(columns: Sequence[Sequence[Tensor]]) -> dict[Any, Any]:
+    rows: dict[Any, list[int]] = {}
+    for index, tensor in enumerate(columns[0]):
+        rows.setdefault((tensor.device, tensor.dtype), []).append(index)
+    return {
+        kind: ([[column[index] for index in indices] for column in columns], indices)
+        for kind, indices in rows.items()
+    }
+
+
+# The same for dicts, lists and tuples. A container that was registered with torch is a leaf.
+_OPTREE: dict[str, Any] = {"none_is_leaf": True, "namespace": "purescale"}
+_trees = SimpleNamespace(
+    tree_leaves=functools.partial(optree.tree_leaves, **_OPTREE),
+    tree_flatten=functools.partial(optree.tree_flatten, **_OPTREE),
+    tree_map=functools.partial(optree.tree_map, **_OPTREE),
+    tree_unflatten=lambda leaves, structure: structure.unflatten(leaves),
+)
+
+
+def clone_by_two(tensors: list[Tensor]) -> Sequence[Tensor]:
+    """Clone a list in torch 2.11, which lacks `_foreach_clone`, by a multiplication and a copy."""
+    copies = list(torch._foreach_mul(tensors, True))
+    torch._foreach_copy_(copies, tensors)
+    return copies
+
+
+# ---- what is used of a name ----------------------------------------------------------------------
+
+
+def _metadata_guard(guards: Any) -> Callable[..., Callable[..., bool]]:
+    dims: dict[str, Any] = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
+    return lambda *tensors: guards(*tensors, **dims).check
+
+
+def _skip_frame(set_strategy: Any) -> Callable[[Any], None]:
+    dynamo: Any = torch._C._dynamo.eval_frame
+    action = dynamo._FrameAction
+    strategy = dynamo._FrameExecStrategy(action.SKIP, action.DEFAULT)
+    return lambda code: set_strategy(code, strategy)
+
+
+PLAIN_SGD = {"weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0}
+PLAIN_SGD |= {"nesterov": False, "maximize": False, "is_first_step": False}
+
+
+@contextlib.contextmanager
+def outside_of_modes() -> Iterator[None]:
+    """Make real tensors, whatever modes and transforms are active."""
+    modes, transforms = look_up(NAMES["without_modes"]), look_up(NAMES["without_transforms"])
+    with modes(), transforms(), torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _if_it_heeds_its_flag(kernel: Any) -> Any:
+    # A kernel that ignores the flag, or inverts it, would be wrong silently.
+    with contextlib.suppress(ImportError), outside_of_modes():
+        for flag, new, expected in ((1.0, float("nan"), 1.0), (0.0, 2.0, 5.0)):
+            row = torch.tensor([[1.0], [new], [flag]], dtype=torch.float32, device="cpu")
+            target, added, bad = row.unbind()
+            kernel([target], [added], [], lr=-2.0, found_inf=bad, **PLAIN_SGD)
+            if target.tolist() != [expected]:
+                return False
+        return kernel
+    return False
+
+
+# ---- the names -----------------------------------------------------------------------------------
+
+_TRANSFORMS, _AUTOCAST = "a transform of torch.func", "torch.autocast"
+_FUSED = "a fused kernel"  # without one a class steps by its formula
+_TABLE = "a table of rates, as of schedule_from_torch,"
+_COMPILED_MODULE = "a compiled call of a module that sets its own attributes"
+
+NAMES = {
+    # transforms, modes, compilers; without the first two each call is made as under a transform
+    "transforms_active": Name(
+        "torch._C._are_functorch_transforms_active", _TRANSFORMS, lambda: True
+    ),
+    "forward_ad": Name(
+        "torch.autograd.forward_ad._current_level",
+        "forward-mode differentiation",
+        SimpleNamespace(_current_level=0),
+        lambda level: torch.autograd.forward_ad,  # the level changes
+    ),
+    "is_wrapped": Name("torch._C._functorch.is_functorch_wrapped_tensor", _TRANSFORMS),
+    "tracks_grad": Name("torch._C._functorch.is_gradtrackingtensor", _TRANSFORMS),
+    "is_batched": Name("torch._C._functorch.is_batchedtensor", _TRANSFORMS),
+    "unwrapped": Name("torch._C._functorch.get_unwrapped", _TRANSFORMS),
+    "any_autocast": Name("torch._C._is_any_autocast_enabled", _AUTOCAST, _any_autocast),
+    "AUTOCAST_DEVICES": Name(
+        "torch._C._autocast_supported_devices",
+        _AUTOCAST,
+        _WITH_AUTOCAST,
+        lambda devices: tuple(devices()),
+    ),
+    "function_modes": Name(
+        "torch.overrides._get_current_function_mode_stack",
+        "a SyncBatchNorm, or a part of a model that is computed again in the backward,",
+    ),
+    "without_modes": Name("torch.utils._python_dispatch._disable_current_modes", _TABLE),
+    "without_transforms": Name(
+        "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack", _TABLE
+    ),
+    "DispatchMode": Name("torch.utils._python_dispatch.TorchDispatchMode", "assert_no_host_reads"),
+    "nonstrict_trace": Name("torch._dynamo.nonstrict_trace", "a compiled step of torch.optim"),
+    "FUNCTORCH": Name(  # without it a compiled step takes a graph for each length
+        "torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode", "a kernel for symbolic sizes", False
+    ),
+    "translator": Name(
+        "torch._dynamo.symbolic_convert.InstructionTranslator.current_tx", _COMPILED_MODULE
+    ),
+    "skip_frame": Name(  # without it more is compiled after a graph break
+        "torch._C._dynamo.eval_frame.set_code_exec_strategy",
+        "a graph break",
+        lambda code: None,
+        _skip_frame,
+    ),
+    "FakeTensorMode": Name(
+        "torch._subclasses.fake_tensor.FakeTensorMode", "a schedule, or a setting in the state,"
+    ),
+    "DataDependentOutput": Name(
+        "torch._subclasses.fake_tensor.DataDependentOutputException", "a schedule"
+    ),
+    "DynamicOutputShape": Name(
+        "torch._subclasses.fake_tensor.DynamicOutputShapeException", "a schedule"
+    ),
+    "FakeTensor": Name("torch._subclasses.fake_tensor.FakeTensor", "a fake tensor", Tensor),
+    "metadata_guard": Name(  # without it nothing is remembered of a list
+        "torch._C._dynamo.guards.TensorGuards",
+        "a list that is recognised",
+        lambda *tensors: lambda *others: False,
+        _metadata_guard,
+    ),
+    # trees, gradients, ranks, modules
+    "pytree": Name("torch.utils._pytree", "a container that is registered with torch", _trees),
+    "run_backward": Name("torch.autograd.graph._engine_run_backward", "a backward", _run_backward),
+    "all_reduce": Name(
+        "torch.distributed._functional_collectives.all_reduce", "a process group or a DTensor"
+    ),
+    "object_device": Name(
+        "torch.distributed.distributed_c10d._get_object_coll_device", "a process group"
+    ),
+    "local_part": Name(
+        "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
+        "stochastic rounding of a DTensor",
+    ),
+    "NormBase": Name(
+        "torch.nn.modules.batchnorm._NormBase",
+        "a norm",
+        (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+        + (_INSTANCE_NORMS := (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)),
+    ),
+    "InstanceNorm": Name("torch.nn.modules.instancenorm._InstanceNorm", "a norm", _INSTANCE_NORMS),
+    "with_kwargs": Name(
+        "torch.nn.modules.module._global_forward_hooks_with_kwargs", "a forward report", {}
+    ),
+    # tensors; without a count of uses memory counts as shared, and without versions or hooks no
+    # write and no hook is noticed
+    "storage_uses": Name("torch._C._storage_Use_Count", "gradients in place", lambda cdata: 0),
+    "base": Name("torch.Tensor._base", "a view", lambda tensor: None, lambda base: base.__get__),
+    "version": Name(
+        "torch.Tensor._version", "a write", lambda tensor: 0, lambda version: version.__get__
+    ),
+    "indices": Name("torch.Tensor._indices", "a sparse tensor", Tensor.indices),
+    "values": Name("torch.Tensor._values", "a sparse tensor", Tensor.values),
+    "hooks": Name(
+        "torch.Tensor._backward_hooks", "a hook", lambda tensor: None, lambda hooks: hooks.__get__
+    ),
+    "accumulated_hooks": Name(
+        "torch.Tensor._post_accumulate_grad_hooks",
+        "a hook",
+        lambda tensor: None,
+        lambda hooks: hooks.__get__,
+    ),
+    # Makes a leaf of the class from a tensor, off its graph; it can require a gradient.
+    "make_subclass": Name("torch.Tensor._make_subclass", "a leaf", _leaf_of_class),
+    "flatten_dense": Name("torch._utils._flatten_dense_tensors", "a list", _flatten_dense),
+    "unflatten_dense": Name("torch._utils._unflatten_dense_tensors", "a list", _unflatten_dense),
+    # lists, optimizers
+    "clone_list": Name("torch._foreach_clone", "a copy", clone_by_two),
+    "fused_adagrad_": Name("torch._fused_adagrad_", _FUSED, False),
+    "fused_adam_": Name("torch._fused_adam_", _FUSED, False),
+    "fused_adamw_": Name("torch._fused_adamw_", _FUSED, False),
+    "fused_sgd_": Name("torch._fused_sgd_", _FUSED, False, _if_it_heeds_its_flag),
+    "group_alike": Name(
+        "torch.optim.Optimizer._group_tensors_by_device_and_dtype", "a list", _group_alike
+    ),
+}
+
+
+# ---- list operators, which torch documents -------------------------------------------------------
+
+
+def list_operator(name: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise lacks(f"torch._foreach_{name}", "arithmetic over lists")
+
+    operator: Callable[..., Any] = getattr(torch, f"_foreach_{name}", refuse)
+    return operator
+
+
+_FOREACH = """
+    abs add add_ addcdiv_ addcmul_ clamp_max clamp_max_ clamp_min clamp_min_ copy_ div div_ lerp_
+    maximum_ minimum_ mul mul_ neg neg_ norm reciprocal_ sign sign_ sqrt sub_ zero_
+"""
+listops: Any = SimpleNamespace(**{name: list_operator(name) for name in _FOREACH.split()})

@@ -1,0 +1,349 @@
+"""What is imported when, and a torch that lacks a private name."""
+
+import re
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+
+import purescale as ps
+from purescale._torch import foreach, private
+from purescale._torch.private_names import NAMES, list_operator, look_up
+
+# ---- imports -------------------------------------------------------------------------------------
+
+HEAVY = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy")
+
+
+def modules_after(code):
+    """The modules of a new process that has run `code`."""
+    code = f"{textwrap.dedent(code)}\nimport sys\nprint('modules', *sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.rpartition("modules ")[2].split())
+
+
+@pytest.fixture(scope="module")
+def modules_of_torch():
+    return modules_after("import torch")
+
+
+def heavy(modules):
+    return {name for name in modules if name.startswith(HEAVY)}
+
+
+@pytest.mark.parametrize("name", ["purescale", "purescale.simulate", "purescale.interop"])
+def test_an_import_adds_purescale_optree_and_the_standard_library_alone(name, modules_of_torch):
+    added = modules_after(f"import {name}") - modules_of_torch
+    roots = {module.split(".")[0] for module in added}
+    assert roots - set(sys.stdlib_module_names) <= {"purescale", "optree"}
+
+
+def test_the_checks_for_users_tests_import_no_compiler():
+    assert not heavy(modules_after("import purescale.testing"))
+
+
+def test_an_import_changes_no_kernel_of_torch():
+    unchanged = """
+        import torch
+        aten = torch.ops.aten
+        operators = aten.linear.default, aten.dropout.default, aten.index_select_backward.default
+        before = [set(operator.py_kernels) for operator in operators]
+        import purescale
+        assert [set(operator.py_kernels) for operator in operators] == before
+    """
+    modules_after(unchanged)
+
+
+LOOP = """
+    import torch
+    import purescale as ps
+
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 1)
+    )
+    apply, params, buffers = ps.make_functional(model)
+    apply = ps.with_policy(apply, ps.policy("params=float32,compute=float16,output=float32"))
+
+    def loss_fn(params, buffers, batch):
+        out, buffers = apply(params, buffers, batch[0])
+        return (out - batch[1]).square().mean(), buffers
+
+    optimizer = ps.from_torch(OPTIMIZER)
+    rule = ps.DynamicScale()
+    state = ps.init_train_state(params, buffers, optimizer, rule)
+    for _ in range(2):
+        window = [(torch.randn(8, 4), torch.randn(8, 1)) for _ in range(2)]
+        settings = {"loss_fn": loss_fn, "optimizer": optimizer, "rule": rule}
+        state, info = ps.train_step(state, window, **settings, max_norm=1.0, donate=True)
+"""
+
+
+@pytest.mark.parametrize("optimizer", ["torch.optim.AdamW, lr=1e-3", "torch.optim.RMSprop"])
+def test_an_eager_step_imports_no_compiler(optimizer, modules_of_torch):
+    added = modules_after(LOOP.replace("OPTIMIZER", optimizer)) - modules_of_torch
+    assert not heavy(added)
+
+
+def test_a_constant_is_marked_as_torch_marks_it():
+    def ours():
+        return 1
+
+    def torchs():
+        return 1
+
+    private.constant_while_compiling(ours)
+    torch.compiler.assume_constant_result(torchs)
+    assert vars(ours) == vars(torchs)
+
+
+# ---- a torch that has changed --------------------------------------------------------------------
+
+
+def trained():
+    torch.manual_seed(0)
+    values = {"torch": torch, "ps": ps}
+    exec(textwrap.dedent(LOOP.replace("OPTIMIZER", "torch.optim.AdamW")), values)
+    return values["state"].params
+
+
+@pytest.fixture
+def without(monkeypatch):
+    """Takes a private name away, as in a torch that lacks it."""
+
+    def take(name):
+        monkeypatch.setitem(NAMES, name, NAMES[name]._replace(path=f"{NAMES[name].path}_gone"))
+        monkeypatch.delitem(vars(private), name, raising=False)
+
+    yield take
+    monkeypatch.undo()
+    for name in NAMES:
+        vars(private).pop(name, None)
+
+
+def test_the_table_has_no_name_that_this_torch_lacks():
+    lacking = {"clone_list"} if torch.__version__ < "2.12" else set()
+    assert {name for name in NAMES if not exists(name)} == lacking
+
+
+def exists(name):
+    try:
+        look_up(NAMES[name]._replace(otherwise=None))
+    except ImportError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_training_loop_runs_without_a_private_name(name, without):
+    expected = trained()
+    without(name)
+    torch.testing.assert_close(trained(), expected, rtol=1e-5, atol=1e-6)
+
+
+def refused(what):
+    version = re.escape(torch.__version__)
+    words = rf"needs {what}, which torch {version} does not have; the rest .*Fix: "
+    return pytest.raises(ImportError, match=words)
+
+
+REFUSED = [name for name in NAMES if NAMES[name].otherwise is None]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_feature_without_its_private_name_is_refused_by_that_name(name, without):
+    without(name)
+    with refused(f"{re.escape(NAMES[name].path)}"):
+        getattr(private, name)
+
+
+def test_a_schedule_from_torch_is_refused_where_its_table_cannot_be_kept(without):
+    without("without_modes")
+    rates = ps.schedule_from_torch(
+        lambda opt: torch.optim.lr_scheduler.StepLR(opt, 1), lr=0.1, steps=3
+    )
+    with refused(r"torch\.utils\._python_dispatch\._disable_current_modes_gone"):
+        rates(torch.tensor(1))
+
+
+def test_a_missing_list_operator_is_refused_when_it_is_called(monkeypatch):
+    monkeypatch.delattr(torch, "_foreach_sqrt")
+    operator = list_operator("sqrt")
+    with refused(r"torch\._foreach_sqrt"):
+        operator([torch.ones(1)])
+
+
+def test_a_name_that_is_not_in_the_table_is_no_attribute():
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = private.no_such_name
+
+
+# ---- the slower public ways give the same --------------------------------------------------------
+
+
+def both(name):
+    """What a private name stands for, and what takes its place."""
+    return look_up(NAMES[name]), NAMES[name].otherwise
+
+
+TENSORS = [torch.arange(6.0).view(2, 3), torch.tensor(7.0), torch.empty(0), torch.ones(3).double()]
+
+
+def test_without_its_name_a_list_is_flattened_the_same():
+    (flatten, public), some = both("flatten_dense"), TENSORS[:3]
+    assert torch.equal(public(some), flatten(some))
+    unflatten, public = both("unflatten_dense")
+    torch.testing.assert_close(
+        public(torch.arange(7.0), some), [*unflatten(torch.arange(7.0), some)]
+    )
+
+
+def test_without_its_name_a_list_is_grouped_the_same():
+    group, public = both("group_alike")
+    columns = [TENSORS, [tensor + 1 for tensor in TENSORS]]
+    expected = {dtype: found for (_, dtype), (found, _) in group(columns).items()}
+    found = {dtype: found for (_, dtype), (found, _) in public(columns).items()}
+    torch.testing.assert_close(found, expected)
+
+
+def test_without_its_name_a_list_is_cloned_the_same():
+    clone, public = both("clone_list")
+    found = public(TENSORS)
+    torch.testing.assert_close(list(found), list(clone(TENSORS)))
+    assert all(
+        a.data_ptr() != b.data_ptr() for a, b in zip(found, TENSORS, strict=True) if a.numel()
+    )
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_without_its_name_a_leaf_is_made_the_same(requires_grad):
+    tensor = torch.ones(2, requires_grad=True) * 2
+    for make in both("make_subclass"):
+        leaf = make(nn.Parameter, tensor, requires_grad)
+        assert type(leaf) is nn.Parameter
+        assert leaf.is_leaf
+        assert leaf.requires_grad is requires_grad
+        assert leaf.data_ptr() == tensor.data_ptr()
+
+
+def test_without_its_name_a_backward_gives_the_same():
+    used, unused = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    for run in both("run_backward"):
+        loss = (used**3).sum()
+        found = run(
+            (loss,), (torch.ones(()),), False, False, (used, unused), True, accumulate_grad=False
+        )
+        torch.testing.assert_close(found[0], torch.full((2,), 3.0))
+        assert found[1] is None
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_without_its_name_autocast_is_seen_the_same(enabled):
+    with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+        assert [is_active() for is_active in both("any_autocast")] == [enabled] * 2
+    assert "cpu" in NAMES["AUTOCAST_DEVICES"].otherwise
+
+
+def test_without_its_name_a_tree_is_walked_the_same():
+    tree = {"b": [1, None, (2, 3)], "a": torch.optim.lr_scheduler.StepLR}
+    pytree, public = both("pytree")
+    assert public.tree_leaves(tree) == pytree.tree_leaves(tree)
+    assert public.tree_map(str, tree) == pytree.tree_map(str, tree)
+    leaves, structure = public.tree_flatten(tree)
+    assert public.tree_unflatten(leaves, structure) == tree
+
+
+def test_without_their_names_norms_are_known_by_torchs_public_classes():
+    norms = NAMES["NormBase"].otherwise
+    assert isinstance(nn.SyncBatchNorm(2), norms)
+    assert isinstance(nn.InstanceNorm2d(2), norms)
+    assert not isinstance(nn.BatchNorm2d(2), NAMES["InstanceNorm"].otherwise)
+
+
+# ---- a fused kernel that heeds its flag otherwise ------------------------------------------------
+
+
+def test_a_masked_add_leaves_what_is_bad_alone():
+    target, new = torch.ones(1), torch.tensor([float("nan")])
+    foreach.masked_add_([target], [new], 1.0, torch.ones(()))
+    assert target == 1
+
+
+def test_without_a_kernel_a_masked_add_gives_the_same(without):
+    news = [torch.tensor([2.0, float("nan")]), torch.tensor(3.0)]
+    results = []
+    for _ in range(2):
+        for bad in (torch.ones(()), torch.zeros(()), None):
+            targets = [torch.ones(2), torch.ones(())]
+            foreach.masked_add_(targets, news, 2.0, bad)
+            results.append(targets)
+        without("fused_sgd_")
+    torch.testing.assert_close(results[:3], results[3:], equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "heeded",
+    [lambda bad: None, lambda bad: 1 - bad, lambda bad: torch.ones_like(bad)],
+    ids=["never", "the other way on", "always"],
+)
+def test_a_kernel_that_heeds_its_flag_otherwise_is_not_used(heeded, monkeypatch):
+    kernel = torch._fused_sgd_
+
+    def otherwise(*args, found_inf, **settings):
+        kernel(*args, found_inf=heeded(found_inf), **settings)
+
+    monkeypatch.setattr(torch, "_fused_sgd_", otherwise)
+    assert look_up(NAMES["fused_sgd_"]) is False
+
+
+@pytest.mark.parametrize("transform", ["functionalize", "vmap", "grad"])
+def test_a_kernel_is_proved_under_a_transform_too(transform):
+    def function(x):
+        assert look_up(NAMES["fused_sgd_"]) is not False
+        return x.sum()
+
+    x = torch.ones(2, 2) if transform == "vmap" else torch.ones(2)
+    getattr(torch.func, transform)(function)(x)
+
+
+# ---- torch's formulas ----------------------------------------------------------------------------
+
+
+def renamed(function, name):
+    """`function` after torch has given another name to what it calls `name`."""
+    code = function.__code__
+    names = tuple("_called_otherwise" if other == name else other for other in code.co_names)
+    return type(function)(code.replace(co_names=names), function.__globals__, function.__name__)
+
+
+LOOKED_UP = {cls: names for cls, names in private._LOOKED_UP.items() if cls != "AdamW"}  # as Adam
+READS = [(cls, name) for cls, names in LOOKED_UP.items() for name in names]
+
+
+@pytest.mark.parametrize(("cls", "name"), READS)
+def test_a_formula_whose_reads_would_come_back_is_refused(cls, name, monkeypatch):
+    single = private.formula_of(getattr(torch.optim, cls)).single
+    monkeypatch.setitem(single.__globals__, single.__name__, renamed(single, name))
+    with refused(rf"{name} in torch\.optim\.{cls.lower()}\._single_tensor_{cls.lower()}"):
+        private.check_formula(getattr(torch.optim, cls))
+
+
+@pytest.mark.parametrize("link", ["step", "functional"])
+def test_a_step_that_reaches_its_formula_by_another_way_is_refused(link, monkeypatch):
+    formula = private.formula_of(torch.optim.RMSprop)
+    if link == "step":
+        monkeypatch.setattr(torch.optim.RMSprop, "step", renamed(formula.step, "rmsprop"))
+    else:
+        functional = renamed(formula.functional, "_single_tensor_rmsprop")
+        monkeypatch.setitem(formula.step.__globals__, "rmsprop", functional)
+    with refused(r"(rmsprop|_single_tensor_rmsprop) in torch\.optim\.rmsprop\.\w+"):
+        ps.from_torch(torch.optim.RMSprop)
+
+
+def test_a_class_that_torch_has_renamed_refuses_no_other(monkeypatch):
+    formula = private.formula_of(torch.optim.RMSprop)
+    monkeypatch.setattr(torch.optim.RMSprop, "step", renamed(formula.step, "rmsprop"))
+    ps.from_torch(torch.optim.Adagrad)

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -174,6 +175,12 @@ def test_a_missing_list_operator_is_refused_when_it_is_called(monkeypatch):
     operator = list_operator("sqrt")
     with refused(r"torch\._foreach_sqrt"):
         operator([torch.ones(1)])
+
+
+def test_each_name_that_a_file_uses_is_there():
+    files = Path(ps.__file__).parent.rglob("*.py")
+    used = {name for file in files for name in re.findall(r"\bprivate\.(\w+)", file.read_text())}
+    assert used - {"py"} - vars(private).keys() <= NAMES.keys()
 
 
 def test_a_name_that_is_not_in_the_table_is_no_attribute():

@@ -102,6 +102,6 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         if any(getattr(mode, "local_statistics", False) for mode in private.function_modes()):
-            out: Tensor = private.BatchNorm.forward(self, input)
+            out: Tensor = nn.BatchNorm1d.forward(self, input)
             return out
         return super().forward(input)

@@ -50,7 +50,8 @@ def traced() -> bool:
     # Written out, because every stage calls it. Dynamo must stop at the first line: it gets an
     # interpreter stack of None wrapped in an object that is not None.
     return (
-        torch.compiler.is_compiling()
+        torch.compiler.is_dynamo_compiling()
+        or _here.compiler._is_compiling_flag
         or _here.transforms_active()
         or _here.forward_ad._current_level >= 0
     )

@@ -67,6 +67,12 @@ _DEVICES = ("cpu", "cuda", "hpu", "mps", "xla", "xpu")
 _WITH_AUTOCAST = tuple(filter(torch.amp.is_autocast_available, _DEVICES))
 
 
+class _Compiler:
+    @property
+    def _is_compiling_flag(self) -> bool:
+        return torch.compiler.is_compiling()
+
+
 def _any_autocast() -> bool:
     return any(map(torch.is_autocast_enabled, _WITH_AUTOCAST))
 
@@ -175,6 +181,12 @@ NAMES = {
         "forward-mode differentiation",
         SimpleNamespace(_current_level=0),
         lambda level: torch.autograd.forward_ad,  # the level changes
+    ),
+    "compiler": Name(  # read without the two calls of `torch.compiler.is_compiling`
+        "torch.compiler._is_compiling_flag",
+        "torch.compile",
+        _Compiler(),
+        lambda flag: torch.compiler,
     ),
     "is_wrapped": Name("torch._C._functorch.is_functorch_wrapped_tensor", _TRANSFORMS),
     "tracks_grad": Name("torch._C._functorch.is_gradtrackingtensor", _TRANSFORMS),

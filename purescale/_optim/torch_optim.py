@@ -35,13 +35,7 @@ from .._optim.unfused import UnfusedStep, check_in_state
 from .._torch import foreach, private
 from .._torch.autocast import outside_autocast
 from .._torch.foreach import MAX_INLINE_LEAVES
-from .._torch.tracing import (
-    constant_while_compiling,
-    host_can_read,
-    is_on_a_graph,
-    traced,
-    under_transform,
-)
+from .._torch.tracing import host_can_read, is_on_a_graph, traced, under_transform
 from .._tree import tree as _tree
 from .._tree.scalars import whole
 from .._tree.tree import Tree
@@ -163,7 +157,10 @@ class TorchOptimizer:
         # arguments, guards the compiled step.
         self._unfused = UnfusedStep(self._groups)
         check_in_state(self._groups)
-        self._opaque: list[Any] = []
+        self._opaque = private.Opaque(self._unfused.on_copies, lambda: private.nonstrict_trace)
+        self._opaque_launches = private.Opaque(
+            lambda *args: self._launch_traced(*args), lambda: torch.compiler.allow_in_graph
+        )
         self._key = self._groups.key()
         self.summary = self._groups.summary
 
@@ -298,8 +295,7 @@ class TorchOptimizer:
         weights, slots = working_copies(inputs, in_place=in_place)
         grads = inputs.named_grads
         if torch.compiler.is_dynamo_compiling() and _COMPILES_BEHIND_DYNAMO:
-            self._make_opaque()
-            self._opaque[1](self._key, weights, grads, slots, tuple(decision), lrs)
+            self._opaque_launches(self._key, weights, grads, slots, tuple(decision), lrs)
         else:
             # Dynamo of torch 2.11 cannot trace `is` between two dicts.
             known = not torch.compiler.is_dynamo_compiling() and weights is inputs.named_params
@@ -307,15 +303,6 @@ class TorchOptimizer:
             lists = targets, inputs.grads.tensors
             self._launch(weights, slots, grads, decision, lrs, lists, owned=inputs.grads.owned)
         return weights, slots
-
-    @constant_while_compiling
-    def _make_opaque(self) -> None:
-        """Make the calls that Dynamo does not trace, once it runs: making them imports it."""
-        if not self._opaque:
-            self._opaque.append(private.nonstrict_trace(self._unfused.on_copies))
-            compiler: Any = torch.compiler  # without types
-            launch = compiler.allow_in_graph(lambda *args: self._launch_traced(*args))
-            self._opaque.append(launch)
 
     def _launch_traced(
         self,
@@ -382,10 +369,7 @@ class TorchOptimizer:
             new_weights, new_slots = working_copies(inputs, in_place=in_place, any_order=True)
             self._unfused.on_host(new_weights, given, new_slots, lrs)
             return new_weights, new_slots
-        run = self._unfused.on_copies
-        if torch.compiler.is_dynamo_compiling():
-            self._make_opaque()
-            run = self._opaque[0]
+        run = self._opaque if torch.compiler.is_dynamo_compiling() else self._unfused.on_copies
         moving = self._groups.moving(lrs, inputs.opt_state.applied)
         hyper = self._groups.numbers(inputs.opt_state) if self._groups.hyper else ()
         new_weights, new_slots = run(self._key, weights, given, slots, moving, hyper)

@@ -65,6 +65,25 @@ def constant_while_compiling(function: _Function) -> _Function:
     return function
 
 
+class Opaque:
+    """A function that Dynamo calls and does not trace, by a decorator of torch. As that imports the
+    compiler, it decorates when Dynamo comes here.
+    """
+
+    def __init__(self, function: Callable[..., Any], decorator: Callable[[], Any]) -> None:
+        self._function, self._decorator = function, decorator
+        self._decorated: list[Any] = []
+
+    @constant_while_compiling
+    def _decorate(self) -> None:
+        if not self._decorated:
+            self._decorated.append(self._decorator()(self._function))
+
+    def __call__(self, *args: Any) -> Any:
+        self._decorate()
+        return self._decorated[0](*args)
+
+
 def only_inlined(function: _Function) -> _Function:
     """Mark `function` so that torch compiles it as a part of a graph only. After a graph break
     torch would compile the remaining functions one by one; this one then runs as it is.

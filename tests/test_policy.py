@@ -163,6 +163,50 @@ def test_a_frozen_parameter_computes_in_half_and_is_kept_in_float32():
     torch.testing.assert_close(out, model(torch.ones(1, 2)).detach(), rtol=1e-2, atol=1e-2)
 
 
+class Momentum(nn.Module):
+    """Moves the first rows of a frozen copy towards its weight in each forward, as MoCo does."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key = nn.Linear(3, 4), nn.Linear(3, 4)
+        self.key.requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.key.weight[:2].mul_(0.5).add_(self.query.weight[:2], alpha=0.5)
+        return self.query(x) @ self.key(x).t()
+
+
+@pytest.mark.parametrize(
+    ("rules", "tol"),
+    [
+        ("params=float32,compute=float32", 0.0),
+        (HALF, 1e-3),
+        ("params=float32,compute=bfloat16,output=float32", 1e-2),
+        ("params=float32,compute=autocast(bfloat16)", 0.0),
+    ],
+)
+@pytest.mark.parametrize("how", ["eager", "compiled", "vmap"])
+def test_a_write_of_the_forward_into_a_frozen_parameter_arrives_in_the_dtype_kept(rules, tol, how):
+    model = Momentum()
+    apply, params, buffers = ps.make_functional(model)
+    call = ps.with_policy(apply, rules)
+    if how == "compiled":
+        call = torch.compile(call, fullgraph=True, backend="aot_eager")
+    x = torch.ones(1, 3)
+    if how == "vmap":
+        new = torch.vmap(lambda x: call(params, buffers, x)[1])(x[None])
+        new = {name: buffer[0] for name, buffer in new.items()}
+    else:
+        new = call(params, buffers, x)[1]
+    model(x)
+    written, old = new["key.weight"], buffers["key.weight"]
+    assert written.dtype is f32
+    assert same_bits(written[2:], old[2:])
+    torch.testing.assert_close(written[:2], model.key.weight.detach()[:2], rtol=tol, atol=tol)
+    assert same_bits(new["key.bias"], buffers["key.bias"])
+
+
 def test_a_parameter_in_another_dtype_than_the_policy_keeps_is_refused_by_name():
     apply, params, buffers = ps.make_functional(nn.Linear(2, 1).half())
     with pytest.raises(

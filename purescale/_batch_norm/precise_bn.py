@@ -11,7 +11,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from .._batch_norm.bn_stats import (
     BNStatsState,
@@ -321,10 +320,7 @@ def _report(stats: BNStatsState, apply: ApplyFn, normalize: str) -> None:
             "normalize='sequential'.", name, few[name], len(few), _FEW,
         )  # fmt: skip
     inner = inspect.unwrap(apply)
-    modules = inner._roots[True].named_modules() if isinstance(inner, Apply) else ()
-    others = [
-        name for name, module in modules if isinstance(module, (private.InstanceNorm, nn.GroupNorm))
-    ]
+    others = list(inner.without_statistics) if isinstance(inner, Apply) else []
     if others:
         log.info(
             "precise_bn: instance and group norms have no statistics of the batch and are left "

@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import operator
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._module.kept import explain, fill, keep, kept, release
-from .._module.meta_module import (
-    FIX,
-    Skeleton,
-    active_compiled_regions,
-    call_eager,
-    call_in_fresh_modules,
-    call_under_dynamo,
-    without_tensors,
-)
+from .._module.blueprint import Blueprint, Made
+from .._module.modes import modes_of
+from .._module.new_buffers import new_buffers, registered_error
+from .._module.recompute import explain, forbid_recompute, prepare_recompute
 from .._module.registered import (
     Tensors,
     check_shared_memory,
     disagree,
     registered_tensors,
 )
-from .._torch import donation, dtensor, foreach, private
-from .._torch.tracing import PLAIN_TYPES, innermost, under_transform
+from .._module.side_effects import Reads, SideEffects, warn_of_lost
+from .._torch import dtensor, foreach, private
+from .._torch.tracing import PLAIN_TYPES, under_transform
 from .._tree import tree as _tree
-from .._tree.leaves import are_dense_real, is_constant, versions
+from .._tree.leaves import are_dense_real, is_constant
 
 NORM_MODULES: tuple[type[nn.Module], ...] = (
     private.NormBase,
@@ -46,22 +41,17 @@ class Apply:
     **kwargs) -> (out, new_buffers)`.
     """
 
-    _roots: dict[bool, nn.Module]  # by `train`: the model without its tensors
-    _traced: dict[bool, Skeleton]  # by `train`: used under torch.compile
+    _blueprint: Blueprint
     _params: frozenset[str]
     _buffers: frozenset[str]
     norm_params: frozenset[str]  # the weights and biases of normalisation layers
     # parameters with requires_grad=False, which are among the buffers
     frozen_params: frozenset[str]
     _copied: frozenset[str]  # weights of embeddings with max_norm, which write into them
-    _hooks: dict[str, tuple[Hook, ...]]  # by parameter: the hooks on its gradient
     _not_in_half: tuple[str, ...]  # messages: parts that plain half compute cannot run
+    without_statistics: tuple[str, ...]  # norms that keep no statistics of a batch
     _overlaps: dict[str, str]  # buffer -> a buffer that shares some of its memory in the model
-    _shared: dict[int, Any]  # by id: objects that cannot be copied, shared by all copies
-    # Skeletons not in use. A nested call, or a call in another thread, needs its own.
-    _idle: dict[bool, list[Skeleton]] = dataclasses.field(
-        default_factory=lambda: {True: [], False: []}, repr=False
-    )
+    _unwatched: list[None]  # empty once a call in training was watched
 
     def __call__(
         self, params: Tensors, buffers: Tensors, *args: Any, train: bool = True, **kwargs: Any
@@ -77,73 +67,75 @@ class Apply:
         copies = _copies(buffers, constants, one_by_one=compiling or transformed)
         if compiling:
             # Writes into these copies do not reach params. The compiler removes unused copies.
-            given = {name: param.clone() for name, param in params.items()}
-            given |= _hooked(given, self._hooks)
-            given |= copies
-            call = call_in_fresh_modules if active_compiled_regions else call_under_dynamo
+            tensors = {name: param.clone() for name, param in params.items()} | copies
             # If the graph breaks inside a `try`, Dynamo gives up this frame and runs it eagerly,
             # so the condition is read again.
             try:
                 if torch.compiler.is_dynamo_compiling():
-                    return call(self._traced[bool(train)], given, copies, args, kwargs)
+                    _, out, new = self._call(tensors, copies, train, args, kwargs)
+                    return out, new
             except Exception:
                 raise
 
-        given = {**params, **copies}
+        return self._eager(params, constants, copies, bool(train), args, kwargs)
+
+    def _eager(
+        self,
+        params: Tensors,
+        constants: Tensors,
+        copies: Tensors,
+        train: bool,
+        args: Any,
+        kwargs: Any,
+    ) -> tuple[Any, Tensors]:
+        transformed, records = under_transform(), torch.is_grad_enabled()
+        tensors = {**params, **copies}
         for name in self._copied:
-            given[name] = params[name].clone()
-        if self._hooks:
-            given |= _hooked(params, self._hooks)
-        watched = params | constants if constants else params
-        if self._overlaps:
-            watched = watched | {name: copies[name] for name in self._overlaps}
-        inner = list(map(innermost, watched.values())) if transformed else watched.values()
-        known = versions(inner)
-        # Version counters miss writes through `.data`.
-        before = _tree.clone(params) if donation.DEBUG and not transformed else {}
-        skeleton = self._free(bool(train))
-        # If the forward raises, its skeleton is dropped and not reused.
+            tensors[name] = params[name].clone()
+        first = bool(self._unwatched) and train and records and not transformed
+        if first:
+            self._unwatched.clear()
+        overlaps = {name: copies[name] for name in self._overlaps}
+        effects = SideEffects(
+            *(params, constants, overlaps, tensors), transformed=transformed, thorough=first
+        )
+        reads = Reads() if first and self._blueprint.can_watch else nullcontext()
         try:
-            out, new_buffers = call_eager(skeleton, given, copies, args, kwargs)
+            with reads:
+                made, out, new = self._call(tensors, copies, train, args, kwargs)
         except RuntimeError as error:
             if transformed:
                 explain(error)
             raise
-        if skeleton.is_kept():
-            if not transformed:
-                # Batch norms write without a change of version, so all buffers that a forward may
-                # write into are put back. Frozen parameters are never written into.
-                written = buffers.keys() - self.frozen_params - constants.keys()
-                fill(skeleton, given, {name: buffers[name] for name in written})
-            keep(skeleton, self._idle[bool(train)])
-        else:
-            self._idle[bool(train)].append(skeleton)
-        now = versions(inner)
-        if now != known:
-            name = next(n for n, v, w in zip(watched, known, now, strict=True) if v != w)
-            other = self._overlaps.get(name)
-            if name in params:
-                raise RuntimeError(_written(name))
-            raise RuntimeError(_written_overlap(name, other) if other else _written_constant(name))
-        for name, value in before.items():
-            if not torch.allclose(params[name], value, rtol=0, atol=0, equal_nan=True):
-                raise RuntimeError(_written(name))
-        return out, new_buffers
+        finally:
+            registered = self._blueprint.take_back()
+            effects.restore_flags()
+        for number, key, name in registered:
+            raise registered_error(made.things[number], key, name)
+        effects.check(self._overlaps)
+        if isinstance(reads, Reads):
+            warn_of_lost(made, reads)
+        if transformed:
+            forbid_recompute(made)
+        elif records:
+            written = (
+                {n: b for n, b in copies.items() if n not in constants} if constants else copies
+            )
+            prepare_recompute(made, new, written)
+        return out, new
 
-    @private.only_inlined
-    def _free(self, train: bool) -> Skeleton:
-        """Return a skeleton that is used neither by a call nor by the backward of one."""
-        if kept:
-            release()
-        try:
-            return self._idle[train].pop()
-        except IndexError:
-            skeleton: Skeleton = Skeleton(self._roots[train], self._shared)
-            skeleton.settle()
-            return skeleton
+    def _call(
+        self, tensors: Tensors, copies: Tensors, train: bool, args: Any, kwargs: Any
+    ) -> tuple[Made, Any, Tensors]:
+        """Run the forward in modules that are made around `tensors`."""
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_idle": {True: [], False: []}}  # a copy makes its own skeletons
+        def hooked(name: str, hooks: tuple[Hook, ...]) -> Tensor:
+            weight: Tensor = Hooked.apply(tensors[name], hooks)  # type: ignore[no-untyped-call]
+            return weight
+
+        made = self._blueprint.make(tensors, train=bool(train), hooked=hooked)
+        out = made.root(*args, **kwargs)
+        return made, out, new_buffers(made, tensors, copies)
 
     def _misfit(self, params: Tensors, buffers: Tensors) -> str:
         found = []
@@ -218,29 +210,6 @@ def _constants(buffers: Tensors) -> Tensors:
     return {name: buffer for name, buffer in buffers.items() if is_constant(buffer)}
 
 
-def _written(name: str) -> str:
-    return (
-        f"the forward of the model wrote into its parameter {name}, so params[{name!r}] "
-        f"changed. {FIX}"
-    )
-
-
-def _written_constant(name: str) -> str:
-    return (
-        f"the forward of the model wrote into its buffer {name}, which is not dense and therefore "
-        f"a constant: buffers[{name!r}] changed. Fix: compute with a changed copy in forward, or "
-        "make the buffer dense, `.to_dense()`."
-    )
-
-
-def _written_overlap(name: str, other: str) -> str:
-    return (
-        f"the forward of the model wrote into its buffer {name}, which shares memory with {other} "
-        "in the model. There the write changes both; as arguments they are separate. Fix: compute "
-        f"one from the other in forward, or `.clone()` {other} where it is registered."
-    )
-
-
 # ---- hooks on parameters -------------------------------------------------------------------------
 
 Hook = Callable[[Tensor], Any]
@@ -267,11 +236,6 @@ class Hooked(torch.autograd.Function):
         return grad, None
 
 
-def _hooked(params: Tensors, hooks: dict[str, tuple[Hook, ...]]) -> Tensors:
-    apply: Callable[..., Tensor] = Hooked.apply
-    return {name: apply(params[name], own) for name, own in hooks.items()}
-
-
 def _hooks_of(params: Tensors) -> dict[str, tuple[Hook, ...]]:
     for name, param in params.items():
         if private.has_accumulated_hooks(param):
@@ -294,22 +258,24 @@ def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
     neither `params` nor `buffers`, and works under `torch.compile`, `torch.vmap` and
     `torch.func.grad`.
 
-    - `apply` calls a copy of the model that holds no tensors, so it does not change `model`, and
-      later changes to `model` do not change `apply`.
+    - Each call of `apply` makes the modules anew, with the tensors of the call in them, and drops
+      them afterwards. It does not change `model`, and later changes to `model` do not change
+      `apply`. What cannot be made anew, such as a lock or a logger, all calls share with `model`.
     - Tied weights stay tied and have one name, their first. This holds for one parameter in several
       places, a parameter that is also a buffer, and two parameters over the same elements of
       memory. Their gradient is the sum over all places.
-    - `train` sets the mode of every module. If `model` is in train mode, its modules in eval mode
-      stay in eval mode.
+    - `train` sets the modes that `model.train(train)` would set, also where a class overrides that
+      method. If `model` is in train mode, its modules in eval mode stay in eval mode.
     - A parameter with `requires_grad=False` is in `buffers`, unless no parameter requires a
       gradient.
     - Buffers, persistent or not, are returned as new ones. Other changes made by `forward`
-      (attributes, hooks, lists, dicts, sets, helper objects) are undone after the call, so a cache
-      is made anew in each call.
+      (attributes, tensors in them, hooks, lists, dicts, sets, helper objects) end with the call, so
+      a cache is made anew in each call. A region that torch.utils.checkpoint runs again in the
+      backward still sees them.
     - `apply` may be called inside of itself, again in the backward pass (checkpointing around it)
       and from several threads.
-    - A parameter or buffer that is also in a list, a dict or an attribute of the model is replaced
-      there too. Hooks of `weight.register_hook` run on the gradient of each call.
+    - A parameter or buffer that is also in a list, a tuple, a dict, a set or an attribute of the
+      model is replaced there too. Hooks of `weight.register_hook` run on the gradient of each call.
     - `out` is what the module returns. It may be an argument or a view of one.
     - `apply.norm_params` names the weights of torch's own normalisation layers, for `with_policy`.
       Add those of your own class with
@@ -323,18 +289,23 @@ def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
         `apply, params, buffers`. The last two are dicts of detached copies by dotted name.
 
     Raises:
-        TypeError: `model` is not a module, contains a torch.jit module, or has an attribute that
-            cannot be copied, such as a lock.
-        ValueError: A lazy parameter has not seen a batch; a parameter or buffer is in a tuple; a
-            parameter is in a class attribute, or shares memory with a tensor that is not tied to
-            it, such as a buffer that is a view of it; or a closure, a hook, or a patched or
-            compiled forward holds a part of the live model.
+        TypeError: `model` is not a module, or contains a torch.jit module or a
+            DistributedDataParallel.
+        ValueError: A lazy parameter has not seen a batch; a parameter is in a class attribute, or
+            shares memory with a tensor that is not tied to it, such as a buffer that is a view of
+            it; or a closure, a hook, a patched or compiled forward, or an object written in C holds
+            a part of the live model.
         RuntimeError: From `apply`: the names are of another model, a parameter is read after the
             call, or the forward does one of the following. It registers a parameter, buffer or
             module, replaces or removes a parameter, removes a buffer or replaces it in only one of
             two places, or writes into a parameter or into a buffer that shares memory with another.
-            Writes through `.data` are found only if `PURESCALE_DEBUG_DONATION=1` was set before the
-            import. Under `torch.compile` all writes change a copy and are dropped.
+            Writes into `.data` are found in the first call in training, on a CPU, and in all calls
+            if `PURESCALE_DEBUG_DONATION=1` was set before the import. Under `torch.compile` all
+            writes change a copy and are dropped.
+
+    Warns:
+        UserWarning: Once, in the first call in training: the forward reads a tensor in a plain
+            attribute and then changes it, and the next call would not see the change.
 
     Example:
         >>> from torch import nn, ones
@@ -355,27 +326,21 @@ def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
     if len(frozen) == len(params):
         frozen = set()
     own = {name: p for name, p in params.items() if name not in frozen}
-    training, compiled, hooks, shared = without_tensors(model, registered, _hooks_of(own))
-    if not model.training:
-        for module in (*training.modules(), *compiled.modules()):
-            module.training = True  # not training.train(), which a class may override
+    blueprint = Blueprint(model, registered.names, _hooks_of(own))
+    blueprint.set_modes(*modes_of(model, lambda: blueprint.modules(_tree.clone(params | buffers))))
     trained = {name: p.detach().clone() for name, p in own.items()}
     state = {
         name: t.detach().clone()
         for name, t in ({n: params[n] for n in params if n in frozen} | buffers).items()
     }
-    evaluating = copy.deepcopy(training, {**shared}).eval()
-    in_training = Skeleton(compiled, shared)
     overlaps = dict((*registered.overlaps, *((b, a) for a, b in registered.overlaps)))
     apply = Apply(
-        _roots={True: training, False: evaluating},
-        _traced={True: in_training, False: Skeleton(compiled.eval(), shared)},
+        blueprint,
         _params=frozenset(trained),
         _buffers=frozenset(state),
         frozen_params=frozenset(frozen),
-        _hooks=hooks,
         _overlaps=overlaps,
-        _shared=shared,
+        _unwatched=[None],
         **_kinds(model, registered.names),
     )
     return apply, trained, state
@@ -393,6 +358,12 @@ def _check_module(model: nn.Module) -> None:
                 f"{path or 'the model'} is a {type(module).__name__} of torch.jit, which cannot be "
                 "copied without its tensors. Fix: pass the module that it was scripted or traced "
                 "from, and compile the step for speed."
+            )
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise TypeError(
+                f"{path or 'the model'} is a {type(module).__name__}, whose reducer, written in "
+                "C++, waits for gradients of the live parameters. Fix: "
+                "`make_functional(wrapper.module)`, and `train_step(..., group=...)` for the ranks."
             )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(tensor):
@@ -427,6 +398,11 @@ def _kinds(model: nn.Module, names: dict[int, str]) -> dict[str, Any]:
         "norm_params": frozenset(norms),
         "_copied": frozenset(copied),
         "_not_in_half": tuple(not_in_half),
+        "without_statistics": tuple(
+            path
+            for path, module in model.named_modules()
+            if isinstance(module, (private.InstanceNorm, nn.GroupNorm))
+        ),
     }
 
 

@@ -177,8 +177,9 @@ def with_policy(
       default. Their output has the dtype of their input.
     - Floating inputs are cast to `policy.compute_dtype` and floating outputs to
       `policy.output_dtype`, in any container that torch's pytree knows.
-    - Buffers are never cast and keep their dtype. Frozen parameters are cast like the others; a
-      write of the forward into one is dropped.
+    - Buffers are never cast and keep their dtype. Frozen parameters are cast like the others.
+      Where the forward writes into one, as momentum encoders do, the write arrives in the dtype
+      that the state keeps; elements that it leaves alone keep their bits.
     - With `compute=autocast(...)` nothing is cast, and torch's op lists choose the dtypes, with the
       results of `torch.autocast` around the module: a loss that the model returns is float32. Only
       `output=` casts outputs; `output=float32` is for a loss that is computed from them, outside of
@@ -260,15 +261,23 @@ def with_policy(
             norms,
             _MixedDtypes(rules.compute_dtype, buffers, frozen) if explained else nullcontext(),
         ):
-            out, new_buffers = apply(
-                compute(params), {**buffers, **compute(frozen)}, *args, **kwargs
-            )
-        if not rules.autocast:
-            new_buffers = new_buffers | {name: frozen[name].clone() for name in frozen}
+            computed = compute(frozen)
+            out, new_buffers = apply(compute(params), {**buffers, **computed}, *args, **kwargs)
+        for name in computed.keys() & new_buffers.keys():
+            new_buffers[name] = _kept(frozen[name], computed[name], new_buffers[name])
         return cast(out, rules.output_dtype), new_buffers
 
     cast_apply.norm_params, cast_apply.frozen_params = norm_params, frozen_params  # type: ignore[attr-defined]
     return cast_apply
+
+
+def _kept(old: Tensor, cast: Tensor, new: Tensor) -> Tensor:
+    """Return a frozen parameter after a forward that was given its `cast`: elements that it wrote
+    are those of `new`, all others have the bits that the cast left out.
+    """
+    if new.dtype is old.dtype:
+        return new.clone() if new is old else new
+    return torch.where(new == cast, old, new.to(old.dtype))
 
 
 class _MixedDtypes:

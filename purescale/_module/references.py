@@ -8,7 +8,7 @@ import functools
 import gc
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .._torch import private
 
 _ATOMS = (bool, int, float, complex, str, bytes, type, type(None), types.ModuleType, types.CodeType)
+_CONTAINERS: tuple[Any, ...] = (dict, list, tuple, set, frozenset, collections.deque)
 _BOUND = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 
 
@@ -23,38 +24,31 @@ class Reference(NamedTuple):
     """A reference from one object of the model to another."""
 
     where: str  # as a user would write it
-    holder: Any  # the object that refers
-    key: Any  # the key or index, if the holder is a dict or list
     value: Any  # the object referred to
-    owner: Any = None  # the object whose attributes the holder is, if it is one's `__dict__`
 
 
-def references(root: Any, where: str = "") -> Iterator[Reference]:
-    """Yield all references that can be reached from a module, or from functions attached to one,
-    except its registered tensors.
+def references(holder: Any, where: str, seen: set[int]) -> Iterator[Reference]:
+    """Yield all references that can be reached from an object, except through those in `seen`, to
+    which it adds. A module or tensor is yielded and not followed.
     """
-    modules = dict(root.named_modules()) if isinstance(root, nn.Module) else {}
-    names = {id(module): name for name, module in modules.items()}
-    waiting = [(root, where), *((module, name) for name, module in modules.items())]
-    seen = set()
+    waiting = [(holder, where)]
     while waiting:
         holder, where = waiting.pop()
         if id(holder) in seen:
             continue
         seen.add(id(holder))
-        for reference in _of(holder, names.get(id(holder), where), id(holder) in names):
+        for reference in _of(holder, where):
             yield reference
             if not isinstance(reference.value, (Tensor, *_ATOMS)):
                 waiting.append((reference.value, reference.where))
 
 
-def class_attributes(root: nn.Module) -> Iterator[tuple[str, type, str, Any]]:
-    """Yield the modules and tensors in class attributes of all objects that can be reached: the
-    path, the class, the attribute and the value.
+def class_attributes(holders: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, type, str, Any]]:
+    """Yield the modules and tensors in class attributes of some objects with paths: the path, the
+    class, the attribute and the value.
     """
-    holders = [(reference.where, reference.value) for reference in references(root)]
     seen = set()
-    for where, holder in (*root.named_modules(), *holders):
+    for where, holder in holders:
         for kind in type(holder).__mro__:
             if kind in seen:
                 continue
@@ -66,52 +60,47 @@ def class_attributes(root: nn.Module) -> Iterator[tuple[str, type, str, Any]]:
                         yield f"{where}.{key}" if where else key, kind, key, part
 
 
-def _of(holder: Any, where: str, registered: bool) -> Iterator[Reference]:
-    if isinstance(holder, dict):
-        for key, value in list(holder.items()):
-            yield Reference(f"{where}[{key!r}]", holder, key, value)
-            yield Reference(f"a key of {where}", None, None, key)
-    elif isinstance(holder, list):
-        for index, value in enumerate(list(holder)):
-            yield Reference(f"{where}[{index}]", holder, index, value)
-    elif isinstance(holder, (tuple, set, frozenset, collections.deque)):
-        for index, value in enumerate(list(holder)):
-            yield Reference(f"{where}[{index}]", holder, None, value)
+def _of(holder: Any, where: str) -> Iterator[Reference]:
+    base = next((base for base in _CONTAINERS if isinstance(holder, base)), None)
+    if base is dict:  # the methods of the built-in type, as those of a user's may do anything
+        for key, value in list(dict.items(holder)):
+            yield Reference(f"{where}[{key!r}]", value)
+            yield Reference(f"a key of {where}", key)
+    elif base is not None:
+        for index, value in enumerate(list(base.__iter__(holder))):
+            yield Reference(f"{where}[{index}]", value)
     elif isinstance(holder, types.FunctionType):
         for name, value in _captured(holder):
-            yield Reference(f"{where} (its {name!r})", holder, None, value)
+            yield Reference(f"{where} (its {name!r})", value)
     elif isinstance(holder, functools.partial):
         for part in (holder.func, holder.args, holder.keywords):
-            yield Reference(where, holder, None, part)
+            yield Reference(where, part)
     elif isinstance(holder, _BOUND):
-        yield Reference(f"{where} (its 'self')", holder, None, holder.__self__)
+        yield Reference(f"{where} (its 'self')", holder.__self__)
         if isinstance(holder, types.MethodType):
-            yield Reference(where, holder, None, holder.__func__)
+            yield Reference(where, holder.__func__)
     elif isinstance(holder, BaseException):
-        yield Reference(f"{where}.args", holder, None, holder.args)
+        yield Reference(f"{where}.args", holder.args)
     elif isinstance(holder, weakref.ref):
-        yield Reference(f"{where} (a weak reference)", holder, None, holder())
+        yield Reference(f"{where} (a weak reference)", holder())
     elif not hasattr(holder, "__dict__") and not _has_slots(holder):
         # Only the garbage collector knows what an object that is not written in Python holds.
         for value in gc.get_referents(holder):
-            yield Reference(f"{where} (a {type(holder).__name__})", holder, None, value)
-    yield from _attributes(holder, where, registered)
+            yield Reference(f"{where} (a {type(holder).__name__})", value)
+    yield from _attributes(holder, where)
 
 
 def _has_slots(holder: Any) -> bool:
     return any("__slots__" in vars(kind) for kind in type(holder).__mro__)
 
 
-def _attributes(holder: Any, where: str, registered: bool) -> Iterator[Reference]:
+def _attributes(holder: Any, where: str) -> Iterator[Reference]:
     attributes = getattr(holder, "__dict__", None)
-    left_out = private.NOT_FOR_FORWARD if registered else ()
     if isinstance(attributes, dict):
         for key, value in list(attributes.items()):
-            if key not in left_out:
-                name = f"{where}.{key}" if where else str(key)
-                yield Reference(name, attributes, key, value, holder)
+            yield Reference(f"{where}.{key}", value)
     for key in slots(holder):
-        yield Reference(f"{where}.{key}", holder, None, getattr(holder, key, None))
+        yield Reference(f"{where}.{key}", getattr(holder, key, None))
 
 
 def slots(holder: Any) -> Iterator[str]:

@@ -478,8 +478,9 @@ def _may_be_parameters(lr: Any) -> bool:
 def _check_scheduled(rate: Any) -> None:
     plain = isinstance(rate, (numbers.Real, torch.SymFloat)) and not isinstance(rate, bool)
     if plain or is_number(rate):
-        if host_can_read([rate]) if isinstance(rate, Tensor) else isinstance(rate, numbers.Real):
-            check_rate(float(rate), "the rate that the schedule lr returned")
+        number = rate.detach() if isinstance(rate, Tensor) else rate
+        if host_can_read([number]) if isinstance(rate, Tensor) else isinstance(rate, numbers.Real):
+            check_rate(float(number), "the rate that the schedule lr returned")
         return
     what = f"a tensor {rate.dtype} {tuple(rate.shape)}" if isinstance(rate, Tensor) else repr(rate)
     raise TypeError(

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._module.meta_module import active_compiled_regions
 from .._module.norms import norms_in_float32
 from .._step.step_options import StepOptions
 from .._step.value_and_grad import MicrobatchResult, ValueAndGrad
@@ -24,6 +23,7 @@ from .._tree.select import choose
 from .._tree.tree import Leaves
 
 _numbers = itertools.count(1)
+_active: list[Any] = []  # the microbatches that are being traced as regions
 
 
 @constant_while_compiling
@@ -36,7 +36,7 @@ def _key(key: int, *tensors: Tensor) -> int:
 
 
 def _region(key: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(active_compiled_regions[-1](tensors))
+    return tuple(_active[-1](tensors))
 
 
 _nested: Any = torch.compiler.nested_compile_region
@@ -99,9 +99,9 @@ class RegionCaller:
         # The inputs of a region must not share memory, and microbatches often do.
         tensors = [tensor for part in given for tensor in part] + [leaf.clone() for leaf in leaves]
         key, symbolic = self._key_of(structure, tensors), _symbolic_sizes(tensors)
-        active_compiled_regions.append(one)
+        _active.append(one)
         loss, *rest = _region(key, *tensors)
-        active_compiled_regions.pop()
+        _active.pop()
         if _symbolic_sizes(tensors) != symbolic:
             # Code in which a size was symbolic cannot be called once that size is fixed.
             self.seen.clear()

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from .._loss_scale.rule_protocol import HasScale
 from .._loss_scale.scaling import check_device, wide_loss
-from .._module.kept import release
 from .._optim.step_inputs import flatten_together
 from .._torch import donation, dtensor, functorch_kernels, private
 from .._torch.autocast import outside_autocast
@@ -257,7 +256,6 @@ class ValueAndGrad:
                 grads = [dtensor.redistribute_like(*pair) for pair in pairs]
         result = self._result(grads, outputs)
         del inputs, loss, outputs  # frees the graph
-        release()
         return result
 
     def traced(

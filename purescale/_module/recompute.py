@@ -1,5 +1,5 @@
-"""Skeletons held by an autograd graph whose backward runs a part of the forward again
-(checkpointing).
+"""Modules of a call that a graph keeps: its backward may run a part of the forward again in them,
+as torch.utils.checkpoint does.
 """
 
 from __future__ import annotations
@@ -7,53 +7,44 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections import deque
 from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
 
-from .._module.meta_module import Skeleton
+from .._module.blueprint import Made
+from .._module.plan import Unreadable
 from .._module.registered import Tensors
-from .._torch import private
-
-# Each with the list of idle skeletons that it goes back to. A thread owns what it has popped.
-kept: deque[tuple[Skeleton, list[Skeleton]]] = deque()
+from .._torch import foreach, private
 
 
-@private.only_inlined
-def keep(skeleton: Skeleton, idle: list[Skeleton]) -> None:
-    """Keep a skeleton filled while a graph holds it. `release` then moves it to `idle`."""
-    kept.append((skeleton, idle))
-
-
-@private.only_inlined
-def release() -> None:
-    """Empty the skeletons that no graph holds any more, which frees their tensors."""
-    for _ in range(len(kept)):
-        try:
-            skeleton, idle = kept.popleft()
-        except IndexError:  # another thread was faster
-            return
-        if skeleton.is_kept():
-            kept.append((skeleton, idle))
-        else:
-            skeleton.rest.restore()
-            idle.append(skeleton)
-
-
-@private.only_inlined
-def fill(skeleton: Skeleton, tensors: Tensors, before: Tensors) -> None:
-    """Put the tensors of the call back, for a backward that runs a part of the forward again.
-    `before`: the buffers that the forward may write into, as they were. Second writes are dropped.
+def prepare_recompute(made: Made, new_buffers: Tensors, copies: Tensors) -> None:
+    """Leave in the modules copies of those new buffers that are among the `copies` of the call, as
+    a second run of a batch norm writes into them, and the function modes of the call.
     """
-    again = {name: buffer.clone() for name, buffer in before.items()}
-    given = {**tensors, **again}
-    for holder, key, name in skeleton.entries:
-        holder[key] = given[name]
+    kept = [name for name in made.plan.buffer_names if new_buffers[name] is copies.get(name)]
+    if kept:
+        again = dict(zip(kept, foreach.clone([copies[name] for name in kept]), strict=True))
+        for number, key, name in made.plan.buffers:
+            if name in again:
+                made.holders[number][key] = again[name]
     if modes := private.function_modes():
-        for module in skeleton.modules:
+        for number in made.plan.modules:
+            module = made.things[number]
             vars(module)["forward"] = functools.partial(_under, modes, _weak(module))
+
+
+def forbid_recompute(made: Made) -> None:
+    """Leave placeholders in the modules of a call under a transform, whose tensors have no values
+    once it has ended.
+    """
+    for number, key, name in made.plan.tensors:
+        made.holders[number][key] = Unreadable(
+            f"{name} of the model is read outside of a call of `apply`, where it has no value. "
+            "Likely cause: a backward reads it through the module after torch.vmap or torch.func "
+            "has ended, as torch.utils.checkpoint does. Fix: take the gradient inside of the "
+            "transform, without checkpointing."
+        )
 
 
 def _under(modes: list[Any], forward: Any, *args: Any, **kwargs: Any) -> Any:
@@ -61,7 +52,7 @@ def _under(modes: list[Any], forward: Any, *args: Any, **kwargs: Any) -> Any:
     with ExitStack() as entered:
         active = private.function_modes()
         for mode in modes:
-            if not any(mode is each for each in active):
+            if not any(mode is other for other in active):
                 entered.enter_context(mode)
         return forward()(*args, **kwargs)
 

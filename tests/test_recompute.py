@@ -4,6 +4,7 @@ import copy
 import functools
 import gc
 import threading
+import types
 import weakref
 
 import pytest
@@ -16,9 +17,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import purescale as ps
-from purescale._module import kept as kept_module
-from purescale._module.kept import kept
-from purescale._module.meta_module import Absent, Skeleton
 
 NORMS = {
     "layer": nn.LayerNorm,
@@ -92,7 +90,8 @@ def trained(model, policy=POLICIES[0], steps=3, compiled=False, rng=None, **opti
 @pytest.mark.slow
 @examples(25)
 @given(
-    norm=st.sampled_from(list(NORMS)),
+    # A spectral norm draws nearer to its vectors in each run, in torch too.
+    norm=st.sampled_from([norm for norm in NORMS if norm != "spectral"]),
     policy=st.sampled_from(POLICIES),
     dropout=st.sampled_from([0.0, 0.4]),
     options=st.sampled_from(
@@ -106,8 +105,6 @@ def trained(model, policy=POLICIES[0], steps=3, compiled=False, rng=None, **opti
     ),
 )
 def test_steps_have_the_bits_of_a_model_that_does_not_checkpoint(norm, policy, dropout, options):
-    if norm == "spectral" and "autocast" not in policy:
-        policy = POLICIES[0]  # its weight cannot be cast
     kind = {"norm": norm, "dropout": dropout}
     plain, other = (trained(net(c, **kind), policy, **options) for c in (False, True))
     assert same_bits(other, plain)
@@ -136,8 +133,9 @@ def test_a_step_whose_loss_overflows_has_the_same_bits(policy):
     assert same_bits(*found)
 
 
-def test_gradients_are_those_of_the_module_by_itself():
-    model = net(dropout=0.4)
+@pytest.mark.parametrize("norm", NORMS)
+def test_gradients_are_those_of_the_module_by_itself(norm):
+    model = net(dropout=0.4, norm=norm)
     apply, params, buffers = ps.make_functional(model)
     fn = ps.value_and_grad(cross_entropy_of(apply))
     x, labels = batches(1)[0]
@@ -231,57 +229,33 @@ def tensors_of_a_step(donate):
     del params, buffers
     old = [weakref.ref(tensor) for tensor in (*state.params.values(), *state.buffers.values())]
     state, _ = ps.train_step(state, batches(), **parts, donate=donate)
-    return old, state, apply
+    return old, state
 
 
 @pytest.mark.parametrize("donate", [False, True])
 def test_no_old_parameter_lives_on_after_a_step(donate):
-    old, state, apply = tensors_of_a_step(donate)
+    old, state = tensors_of_a_step(donate)
     gc.collect()
     new = {id(tensor) for tensor in (*state.params.values(), *state.buffers.values())}
     assert not [ref for ref in old if ref() is not None and id(ref()) not in new]
-    (skeleton,) = apply._idle[True]
-    assert all(type(holder[key]) is Absent for holder, key, _ in skeleton.entries)
 
 
-def test_in_a_loop_by_hand_the_next_call_lets_the_old_parameters_go():
+def test_a_loop_by_hand_lets_the_old_parameters_go_with_their_graph():
     apply, params, buffers = ps.make_functional(net())
     weights = {name: p.clone().requires_grad_() for name, p in params.items()}
     apply(weights, buffers, batches(1)[0][0])[0].sum().backward()
     old = [weakref.ref(tensor) for tensor in weights.values()]
     del weights
-    apply(params, buffers, batches(1)[0][0])
-    gc.collect()
     assert not any(ref() is not None for ref in old)
 
 
-def test_a_graph_that_is_dropped_before_its_backward_gives_its_modules_back():
+def test_a_graph_that_is_dropped_before_its_backward_lets_its_modules_go():
     apply, params, buffers = ps.make_functional(net())
     weights = {name: p.clone().requires_grad_() for name, p in params.items()}
-    for _ in range(3):
-        apply(weights, buffers, batches(1)[0][0])
-    kept_module.release()
-    assert not kept
-    assert len(apply._idle[True]) == 1
-
-
-def test_a_step_of_several_microbatches_makes_one_copy_of_the_modules(monkeypatch):
-    made = []
-    settle = Skeleton.settle
-    monkeypatch.setattr(Skeleton, "settle", lambda new: made.append(1) or settle(new))
-    trained(net(), steps=3)
-    assert len(made) == 1
-
-
-def test_a_frozen_parameter_is_not_copied_for_the_backward():
-    model = net(depth=1)
-    model[0].mlp.requires_grad_(False)
-    apply, params, buffers = ps.make_functional(model)
-    weights = {name: p.requires_grad_() for name, p in params.items()}
-    out, new_buffers = apply(weights, buffers, batches(1)[0][0])
-    (skeleton, _) = kept[-1]
-    assert skeleton.root[0].mlp[0].weight is new_buffers["0.mlp.0.weight"]
-    out.sum().backward()
+    out, _ = apply(weights, buffers, batches(1)[0][0])
+    old = [weakref.ref(tensor) for tensor in weights.values()]
+    del weights, out
+    assert not any(ref() is not None for ref in old)
 
 
 def test_a_copy_of_an_apply_whose_graph_is_alive_has_modules_of_its_own():
@@ -309,6 +283,117 @@ def test_threads_that_train_one_model_keep_apart():
     for thread in threads:
         thread.join()
     assert same_bits([found[index] for index in range(4)], expected)
+
+
+# ---- what a region reads
+
+
+class Reads(nn.Module):
+    """Changes something, then computes with it in a checkpointed region."""
+
+    def __init__(self, change, value, checkpoints=True):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("seen", torch.ones(3))
+        self.register_buffer("later", torch.ones(3))
+        self.factor, self.factors, self.held = 1.0, [1.0], {"by": 1.0}
+        self.helper, self.parts = types.SimpleNamespace(value=1.0), [self.linear]
+        self.change, self.value, self.checkpoints = change, value, checkpoints
+
+    def region(self, x):
+        return self.linear(x).sin() * self.value(self)
+
+    def forward(self, x):
+        self.change(self, x)
+        if self.checkpoints == "closure":
+            parts, value = [self.linear], {"value": self.value}
+
+            def run(x):
+                return parts[0](x).sin() * value["value"](self)
+
+            return checkpoint(run, x, use_reentrant=False)
+        return (
+            checkpoint(self.region, x, use_reentrant=False) if self.checkpoints else self.region(x)
+        )
+
+
+def replaces_a_buffer(module, x):
+    module.seen = module.seen * 3
+
+
+def writes_a_buffer(module, x):
+    module.seen.mul_(3)
+
+
+def sets_an_attribute(module, x):
+    module.factor = module.factor * 3
+
+
+def changes_a_list(module, x):
+    module.factors[0] *= 3
+
+
+def changes_a_dict(module, x):
+    module.held["by"] *= 3
+
+
+def changes_a_helper(module, x):
+    module.helper.value *= 3
+
+
+def keeps_a_tensor(module, x):
+    module.scale = x.detach().sum() + 3
+
+
+CHANGED = {
+    replaces_a_buffer: lambda module: module.seen,
+    writes_a_buffer: lambda module: module.seen,
+    sets_an_attribute: lambda module: module.factor,
+    changes_a_list: lambda module: module.factors[0],
+    changes_a_dict: lambda module: module.held["by"],
+    changes_a_helper: lambda module: module.helper.value,
+    keeps_a_tensor: lambda module: module.scale,
+}
+
+
+@pytest.mark.parametrize("change", CHANGED, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("how", [True, "closure"])
+def test_a_region_reads_what_the_forward_wrote_before_it(change, how):
+    x = torch.arange(6.0).reshape(2, 3)
+    results = []
+    for checkpoints in (False, how):
+        torch.manual_seed(0)
+        apply, params, buffers = ps.make_functional(Reads(change, CHANGED[change], checkpoints))
+        loss_fn = lambda p, b, x, apply=apply: (lambda out, b: (out.sum(), b))(*apply(p, b, x))  # noqa: E731
+        results.append([ps.value_and_grad(loss_fn)(params, buffers, x) for _ in range(2)])
+    assert same_bits(results[1][0], results[0][0])
+    assert same_bits(results[1][1], results[1][0])
+
+
+@pytest.mark.parametrize("how", [True, "closure"])
+def test_regions_of_threads_read_their_own_weights(how):
+    apply, params, buffers = ps.make_functional(
+        Reads(sets_an_attribute, CHANGED[sets_an_attribute], how)
+    )
+    x, wrong = torch.arange(6.0).reshape(2, 3), []
+
+    def grads(factor):
+        weights = {n: (p * factor).detach().requires_grad_() for n, p in params.items()}
+        return torch.autograd.grad(apply(weights, buffers, x)[0].sum(), list(weights.values()))
+
+    expected = {factor: grads(factor) for factor in (1, 2, 3)}
+
+    def work(factor):
+        for _ in range(50):
+            if not same_bits(grads(factor), expected[factor]):
+                wrong.append(factor)
+
+    threads = [threading.Thread(target=work, args=(factor,)) for factor in expected]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
 
 
 # ---- what torch refuses

@@ -1,0 +1,188 @@
+"""The objects that a model consists of, made anew for each call.
+
+A forward may change whatever it likes in them: attributes, lists, hooks, buffers. They are dropped
+after the call, so nothing has to be put back. A graph whose backward runs a part of the forward
+again (torch.utils.checkpoint) keeps the objects of its own call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._module.plan import STORES, Plan, built, empty, fill
+from .._module.recorder import HOOKS, Recorder
+
+
+class Made:
+    """The objects of one call."""
+
+    plan: Plan
+    things: list[Any]
+    holders: list[Any]  # the `__dict__` of an object, a container itself
+    registered: list[Any]  # all parameters, buffers and modules
+    root: nn.Module
+
+
+class Blueprint:
+    """A record of the objects of a model; `make` makes them anew around the tensors of a call.
+
+    Args:
+        model: The module to record.
+        names: The name of each registered tensor by its id; tied ones have the same.
+        hooks: By parameter, the hooks on its gradient, which may be methods of `model`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        names: dict[int, str],
+        hooks: dict[str, tuple[Any, ...]],
+    ) -> None:
+        recorder = Recorder(model, names)
+        recorder.place(model, "")
+        for name, own in hooks.items():
+            for hook in own:
+                recorder.place(hook, f"a hook of {name}")
+        recorder.check()
+        plan = recorder.plan()
+        self.root = recorder.number(model)
+        self.hooks = {
+            name: [(hook, recorder.number(hook)) for hook in own] for name, own in hooks.items()
+        }
+        self.plans = [plan, plan]  # by `train`
+        # A function mode would change what torch.compile makes of a part of the model.
+        self.can_watch = bool(plan.own) and not recorder.compiled
+        self.names = sorted(set(names.values()))
+
+    def set_modes(self, evaluating: list[bool], training: list[bool]) -> None:
+        """Set the modes of `model.modules()` in calls with `train=False` and `train=True`."""
+        self.modes = evaluating, training
+        self.plans = [_in_mode(self.plans[0], mode) for mode in self.modes]
+
+    def modules(self, tensors: dict[str, Tensor]) -> list[nn.Module]:
+        """Return a copy of `model.modules()` around `tensors`."""
+        made = self.make(tensors, train=True)
+        return [made.things[number] for number in made.plan.modules]
+
+    def __reduce__(self) -> Any:
+        """Describe a copy, by a model that is made around placeholders."""
+        tensors = {name: torch.empty(0, device="meta") for name in self.names}
+        made = self.make(tensors, train=True)
+        return _recorded, (made.root, tensors, self._hooks(made.things), self.modes)
+
+    def make(
+        self,
+        tensors: dict[str, Tensor],
+        *,
+        train: bool,
+        hooked: Callable[[str, tuple[Any, ...]], Tensor] | None = None,
+    ) -> Made:
+        """Return the objects of a call around `tensors`. `hooked(name, hooks)` returns what stands
+        for a parameter with hooks on its gradient.
+        """
+        plan = self.plans[train]
+        things: list[Any] = list(map(object.__new__, plan.kinds))
+        holders: list[Any] = [thing.__dict__ for thing in things]
+        list(map(dict.update, holders, plan.attributes))
+        copies = [container.copy() for container in plan.containers]
+        things += copies
+        holders += copies
+        things += [tensor.clone() for tensor in plan.own]
+        things += [empty(rare) for rare in plan.rare]
+        for late in plan.late[: plan.without_tensors]:
+            things.append(built(late, things, tensors))
+        if self.hooks and hooked is not None:
+            hooks = self._hooks(things)
+            tensors = {**tensors, **{name: hooked(name, own) for name, own in hooks.items()}}
+        for late in plan.late[plan.without_tensors :]:
+            things.append(built(late, things, tensors))
+        for number, key, name in plan.tensors:
+            holders[number][key] = tensors[name]
+        for number, key, other in plan.parts:
+            holders[number][key] = things[other]
+        for number, key, kind in plan.fresh:
+            holders[number][key] = kind()
+        first = len(plan.kinds) + len(plan.containers) + len(plan.own)
+        for index, rare in enumerate(plan.rare):
+            fill(things[first + index], rare, things, tensors)
+        if torch.compiler.is_dynamo_compiling():
+            for number, module, key in plan.stores:
+                if key == "_buffers":
+                    holders[module].setdefault("register_buffer", Register(holders[number]))
+        registered = [
+            None if place is None else tensors[place] if place.__class__ is str else things[place]  # type: ignore[index]
+            for place in plan.registered
+        ]
+        made = Made()  # of arguments torch.compile would ask whether all in them is constant
+        made.plan, made.things, made.holders = plan, things, holders
+        made.registered, made.root = registered, things[self.root]
+        return made
+
+    def take_back(self) -> list[tuple[int, str, str]]:
+        """Empty the shared containers that a forward has filled. From now on each call makes them
+        anew for those modules. Return what was registered in them: the number of the module, the
+        store, the name.
+        """
+        plan = self.plans[0]
+        if not any(plan.empty):
+            return []
+        filled = [row for row, container in zip(plan.owners, plan.empty, strict=True) if container]
+        registered = [
+            (number, key, next(iter(container)))
+            for (number, key), container in zip(plan.owners, plan.empty, strict=True)
+            if container and key in STORES
+        ]
+        for container in plan.empty:
+            container.clear()
+        fresh = [
+            (number, key, type(value))
+            for number in {number for number, key in filled if key not in STORES}
+            for key, value in plan.attributes[number].items()
+            if key in HOOKS and value is not None
+        ]
+        self.plans = [plan._replace(fresh=plan.fresh + fresh) for plan in self.plans]
+        return registered
+
+    def _hooks(self, things: list[Any]) -> dict[str, tuple[Any, ...]]:
+        return {
+            name: tuple(hook if number < 0 else things[number] for hook, number in own)
+            for name, own in self.hooks.items()
+        }
+
+
+class Register:
+    """`register_buffer` of a module, in the form in which torch.compile follows a buffer that a
+    forward replaces: `nn.Module.__setattr__` looks at `__func__`, which torch.compile does not see
+    of a method of a module that is made within the graph.
+    """
+
+    __func__ = nn.Module.register_buffer
+
+    def __init__(self, buffers: dict[str, Tensor]) -> None:
+        self.buffers = buffers
+
+    def __call__(self, name: str, tensor: Tensor, persistent: bool = True) -> None:
+        self.buffers[name] = tensor
+
+
+def _recorded(
+    root: nn.Module,
+    tensors: dict[str, Tensor],
+    hooks: dict[str, tuple[Any, ...]],
+    modes: tuple[list[bool], list[bool]],
+) -> Blueprint:
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    blueprint = Blueprint(root, names, hooks)
+    blueprint.set_modes(*modes)
+    return blueprint
+
+
+def _in_mode(plan: Plan, mode: list[bool]) -> Plan:
+    attributes = list(plan.attributes)
+    for number, training in zip(plan.modules, mode, strict=True):
+        attributes[number] = {**attributes[number], "training": training}
+    return plan._replace(attributes=attributes)

@@ -1,0 +1,107 @@
+"""What a forward has left in the modules of its call: the new buffers, or a refusal."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+from .._module.blueprint import Made
+from .._module.registered import Tensors
+from .._module.side_effects import FIX
+
+
+def new_buffers(made: Made, tensors: Tensors, copies: Tensors) -> Tensors:
+    """Return the buffers after the forward, which wrote into the `copies` or replaced them."""
+    stores = [made.holders[number] for number, _, _ in made.plan.stores]
+    now, before = list(chain.from_iterable(map(dict.values, stores))), made.registered
+    if len(now) == len(before) and False not in [a is b for a, b in zip(now, before, strict=True)]:
+        return dict(copies)
+    _check_registered(made)
+    _check_places(made, tensors)
+    return {**copies, **_replaced(made, tensors, copies)}
+
+
+def _check_registered(made: Made) -> None:
+    """Refuse a parameter, buffer or module that was not there before the forward."""
+    plan = made.plan
+    tensors = {(number, key) for number, key, _ in plan.tensors}
+    parts = {(number, key): other for number, key, other in plan.parts}
+    for number, module, store in plan.stores:
+        for key, value in made.holders[number].items():
+            if store == "_modules":
+                other = parts.get((number, key))
+                same = value is (None if other is None else made.things[other])
+            else:
+                same = value is None or (number, key) in tensors
+            if not same:
+                raise registered_error(made.things[module], store, key)
+
+
+def registered_error(module: Any, store: str, key: str) -> RuntimeError:
+    """Return the refusal of what a forward registered as `key` in a `store` of `module`."""
+    if store == "_modules":
+        return RuntimeError(
+            f"the forward of the model put another module into {type(module).__name__}. Its "
+            "tensors would not be arguments of `apply`. Fix: make it in `__init__`, or run "
+            "`model(example_batch)` once before make_functional(model)."
+        )
+    return RuntimeError(
+        f"the forward of the model registered {key!r} in its {type(module).__name__}. Parameters "
+        "and buffers are arguments and results of `apply`, so all must exist from the start. "
+        "Likely cause: the first forward makes it. Fix: run `model(example_batch)` once before "
+        "make_functional(model)."
+    )
+
+
+def _replaced(made: Made, tensors: Tensors, copies: Tensors) -> Tensors:
+    """Return the buffers that the forward replaced."""
+    new = {}
+    stores = {number for number, _, key in made.plan.stores}
+    for number, key, name in made.plan.tensors:
+        if number not in stores or made.holders[number].get(key) is tensors[name]:
+            continue
+        value = made.holders[number].get(key)
+        if name not in copies:
+            raise RuntimeError(
+                f"the forward of the model replaced its parameter {name} by another tensor. {FIX}"
+            )
+        if value is None:
+            raise RuntimeError(
+                f"the forward of the model removed its buffer {name}, or set it to None. "
+                "Buffers are the state of a step and must be the same ones before and after. "
+                "Fix: fill it with zeros, or keep values of one forward in a plain attribute."
+            )
+        value = value.clone()  # it may be an argument
+        if value.is_floating_point() and copies[name].is_floating_point():
+            value = value.to(copies[name].dtype)
+        new[name] = value
+    return new
+
+
+def _check_places(made: Made, tensors: Tensors) -> None:
+    """Refuse a buffer that the forward replaced in only one of its places: the next call would put
+    the new value in all.
+    """
+    stores = {number: key for number, _, key in made.plan.stores}
+    first: dict[str, Any] = {}
+    for number, key, name in made.plan.tensors:
+        if number in stores:
+            first.setdefault(name, made.holders[number].get(key))
+    for (number, key, name), where in zip(made.plan.tensors, made.plan.where, strict=True):
+        value = _element(made.holders[number], key)
+        if name not in first or value is first[name]:
+            continue
+        # An attribute that a forward sets to something new is not state.
+        if number in stores or value is tensors[name]:
+            raise RuntimeError(
+                f"the forward of the model replaced only one of its buffer {name} and {where}, "
+                "which were one tensor with one value in `buffers`. Fix: write into it, "
+                "`self.buffer.copy_(new)`, which both places see; or `.clone()` the second one "
+                "where it is set."
+            )
+
+
+def _element(holder: Any, key: Any) -> Any:
+    if isinstance(holder, dict):
+        return holder.get(key)
+    return holder[key] if key < len(holder) else None

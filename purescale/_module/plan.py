@@ -1,0 +1,184 @@
+"""What a call of a model makes: the record of its objects, and how each of them is made."""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._torch import private
+
+STORES = ("_parameters", "_buffers", "_modules")
+
+# Where a call finds an object: the name of one of its tensors, or the number of an object that it
+# makes. None: all calls share the object itself.
+Place = str | int | None
+
+
+class Part(NamedTuple):
+    """A part of an object that a call replaces."""
+
+    place: str | int
+
+
+class Rare(NamedTuple):
+    """An object that is made element by element: a container of a user's class, one of which a call
+    replaces keys, an object with `__slots__`.
+    """
+
+    kind: Any
+    base: Any  # the built-in type that lays out its memory
+    arguments: tuple[Any, ...]  # of `base.__init__`
+    attributes: dict[str, Any]
+    elements: list[tuple[Any, ...]]  # (key, value) of a dict, (value,) of others
+    example: Any  # stands for it under torch.compile, which cannot make a SimpleNamespace
+
+
+class Late(NamedTuple):
+    """An immutable object, which is made once its parts are."""
+
+    build: Callable[[Any, list[Any]], Any]
+    pattern: Any  # the first argument of `build`
+    parts: list[Any]
+
+
+class Plan(NamedTuple):
+    """What a call makes, in this order: the number of an object is its position in `kinds`, then in
+    `containers`, `own`, `rare`, `late`.
+    """
+
+    kinds: list[type]  # of objects
+    attributes: list[dict[str, Any]]  # of these
+    containers: list[Any]
+    own: list[Tensor]  # neither parameters nor buffers: each call has copies
+    where_own: list[str]  # the paths of these
+    rare: list[Rare]
+    late: list[Late]  # those without tensors of the call first
+    without_tensors: int  # the number of these
+    tensors: list[tuple[int, Any, str]]  # number, key or attribute, name of a tensor of the call
+    where: list[str]  # the paths of `tensors`
+    buffers: list[tuple[int, Any, str]]  # those of `tensors` that are registered buffers
+    buffer_names: list[str]
+    parts: list[tuple[int, Any, int]]  # number, key or attribute, number of another
+    modules: list[int]
+    stores: list[tuple[int, int, str]]  # dicts of parameters, buffers, modules; the module, the key
+    registered: list[Place]  # what is in `stores`
+    # Empty containers of torch in a module, such as its dicts of hooks, are shared by all calls, as
+    # hardly any forward fills one: the containers, and the number and attribute of each.
+    empty: list[Any]
+    owners: list[tuple[int, str]]
+    fresh: list[tuple[int, str, type]]  # those that a forward has filled, which calls make anew
+
+
+# ---- objects that are made one by one ------------------------------------------------------------
+
+
+def resolved(value: Any, things: list[Any], tensors: dict[str, Tensor]) -> Any:
+    if not isinstance(value, Part):
+        return value
+    return tensors[value.place] if isinstance(value.place, str) else things[value.place]
+
+
+def built(late: Late, things: list[Any], tensors: dict[str, Tensor]) -> Any:
+    return late.build(late.pattern, [resolved(part, things, tensors) for part in late.parts])
+
+
+def empty(rare: Rare) -> Any:
+    if rare.example is not None and torch.compiler.is_dynamo_compiling():
+        return rare.example
+    if rare.base is object:
+        return object.__new__(rare.kind)
+    thing = rare.base.__new__(rare.kind)
+    if rare.arguments:
+        rare.base.__init__(thing, *rare.arguments)
+    return thing
+
+
+def fill(thing: Any, rare: Rare, things: list[Any], tensors: dict[str, Tensor]) -> None:
+    """Set the elements and attributes of `thing`, by methods of the built-in types, as those of a
+    user's class may do anything.
+    """
+    if thing is rare.example:
+        return
+    for key, value in rare.attributes.items():
+        object.__setattr__(thing, key, resolved(value, things, tensors))
+    for element in rare.elements:
+        parts = [resolved(part, things, tensors) for part in element]
+        if issubclass(rare.base, dict):
+            rare.base.__setitem__(thing, *parts)
+        elif rare.base is set:
+            set.add(thing, *parts)
+        elif rare.base is list and rare.kind.append is list.append:
+            thing.append(*parts)  # torch.compile does not follow list.append
+        else:
+            rare.base.append(thing, *parts)
+
+
+# ---- the `build` of immutable objects ------------------------------------------------------------
+
+
+def new_tuple(kind: type, parts: list[Any]) -> Any:
+    return tuple.__new__(kind, parts)
+
+
+def new_frozenset(kind: type, parts: list[Any]) -> Any:
+    return frozenset.__new__(kind, parts)
+
+
+def new_partial(keywords: list[str], parts: list[Any]) -> Any:
+    count = len(parts) - len(keywords)
+    function, *args = parts[:count]
+    return functools.partial(function, *args, **dict(zip(keywords, parts[count:], strict=True)))
+
+
+def new_method(function: Any, parts: list[Any]) -> Any:
+    return types.MethodType(function, parts[0])
+
+
+def new_method_of_class(name: str, parts: list[Any]) -> Any:
+    return getattr(parts[0], name)  # torch.compile does not follow MethodType
+
+
+def new_weak(_: None, parts: list[Any]) -> Any:
+    return weakref.ref(parts[0])
+
+
+def new_first(_: None, parts: list[Any]) -> Any:
+    return parts[0]
+
+
+# ---- tensors without a value ---------------------------------------------------------------------
+
+
+class Unreadable:
+    """A placeholder that refuses every use, for a tensor that has no value in a call."""
+
+    def __init__(self, why: str) -> None:
+        vars(self)["why"] = why
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(vars(self)["why"])
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        leaves = private.pytree.tree_leaves((args, kwargs))
+        next(leaf for leaf in leaves if isinstance(leaf, cls))._refuse()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)  # what Python itself asks for, such as __deepcopy__
+        self._refuse()
+
+    def __reduce__(self) -> Any:
+        return Unreadable, (vars(self)["why"],)
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = _refuse
+    __rmatmul__ = __truediv__ = __rtruediv__ = __pow__ = __neg__ = __getitem__ = _refuse
+    __bool__ = __len__ = __iter__ = __float__ = __int__ = _refuse

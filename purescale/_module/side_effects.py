@@ -1,0 +1,172 @@
+"""What a forward does besides computing, to tensors that are not its own: it is refused, undone or
+told.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from .._module.blueprint import Made
+from .._module.registered import Tensors
+from .._torch import donation, private
+from .._torch.tracing import PLAIN_TYPES, host_can_read, innermost, recorded_by_make_fx
+from .._tree.leaves import versions
+
+FIX = (
+    "A parameter is an argument here. Fix: compute with a changed copy in forward, or change "
+    "params between steps."
+)
+_requires_grad = operator.attrgetter("requires_grad")
+
+
+class SideEffects:
+    """What the tensors of a call are before it.
+
+    Args:
+        params: The parameters that the caller gave.
+        constants: Buffers that are not dense, which no call changes.
+        overlaps: Copies of buffers that share memory in the model.
+        tensors: All tensors that the forward is given.
+        transformed: If True, the call is in a transform, whose tensors have no memory.
+        thorough: If True, values are compared too, which finds writes through `.data`.
+    """
+
+    def __init__(
+        self,
+        params: Tensors,
+        constants: Tensors,
+        overlaps: Tensors,
+        tensors: Tensors,
+        *,
+        transformed: bool,
+        thorough: bool,
+    ) -> None:
+        self.params, self.constants, self.tensors = params, constants, tensors
+        self.transformed = transformed
+        self.watched = {**params, **constants, **overlaps} if constants or overlaps else params
+        self.versions = self._versions()
+        self.flags = list(map(_requires_grad, tensors.values()))
+        self.memory = self._memory()
+        # Not while a graph is recorded, in which no value may be read.
+        thorough = thorough and host_can_read(list(params.values())) and not recorded_by_make_fx()
+        self.values: Tensors = {}
+        if not transformed and (donation.DEBUG or thorough):
+            self.values = {name: param.detach().clone() for name, param in params.items()}
+
+    def _versions(self) -> list[int]:
+        values = self.watched.values()
+        return versions(list(map(innermost, values)) if self.transformed else values)
+
+    def _memory(self) -> list[int]:
+        values = self.params.values()
+        if self.transformed or not set(map(type, values)) <= PLAIN_TYPES:
+            return []
+        try:
+            return list(map(Tensor.data_ptr, values))
+        except RuntimeError:  # one is sparse, or fake
+            return []
+
+    def restore_flags(self) -> None:
+        """Undo `requires_grad_` of the forward, which would change the caller's tensors."""
+        if list(map(_requires_grad, self.tensors.values())) != self.flags:
+            for tensor, flag in zip(self.tensors.values(), self.flags, strict=True):
+                if tensor.is_leaf:
+                    tensor.requires_grad_(flag)
+
+    def check(self, overlaps: dict[str, str]) -> None:
+        """Refuse writes into a parameter, into a constant, or into memory that two buffers share.
+        `overlaps`: the other buffer by the name of one.
+        """
+        for name in _changed(self.watched, self.versions, self._versions()):
+            if name in self.params:
+                raise RuntimeError(_written(name))
+            other = overlaps.get(name)
+            raise RuntimeError(_written_overlap(name, other) if other else _written_constant(name))
+        for name in _changed(self.params, self.memory, self._memory()):
+            raise RuntimeError(_written(name))
+        for name, value in self.values.items():
+            if not torch.allclose(self.params[name], value, rtol=0, atol=0, equal_nan=True):
+                raise RuntimeError(_written(name))
+
+
+def _changed(tensors: Tensors, before: list[int], after: list[int]) -> list[str]:
+    if before == after:
+        return []
+    return [name for name, a, b in zip(tensors, before, after, strict=True) if a != b]
+
+
+def _written(name: str) -> str:
+    return (
+        f"the forward of the model wrote into its parameter {name}, so params[{name!r}] "
+        f"changed. {FIX}"
+    )
+
+
+def _written_constant(name: str) -> str:
+    return (
+        f"the forward of the model wrote into its buffer {name}, which is not dense and therefore "
+        f"a constant: buffers[{name!r}] changed. Fix: compute with a changed copy in forward, or "
+        "make the buffer dense, `.to_dense()`."
+    )
+
+
+def _written_overlap(name: str, other: str) -> str:
+    return (
+        f"the forward of the model wrote into its buffer {name}, which shares memory with {other} "
+        "in the model. There the write changes both; as arguments they are separate. Fix: compute "
+        f"one from the other in forward, or `.clone()` {other} where it is registered."
+    )
+
+
+# ---- tensors in plain attributes -----------------------------------------------------------------
+
+
+class Reads(TorchFunctionMode):
+    """A mode that records which tensors a forward reads. It makes a forward slow, so it is on in
+    the first call only, and only in that of a model with tensors in plain attributes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids: set[int] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        leaves = private.pytree.tree_leaves((args, kwargs))
+        self.ids.update(id(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+        return func(*args, **(kwargs or {}))
+
+
+def warn_of_lost(made: Made, reads: Reads) -> None:
+    """Warn of tensors in plain attributes that the forward read, and then changed or replaced."""
+    plan = made.plan
+    first = len(plan.kinds) + len(plan.containers)
+    numbers = range(first, first + len(plan.own))
+    replaced = {
+        number
+        for holder, key, number in plan.parts
+        if number in numbers and not _holds(made.holders[holder], key, made.things[number])
+    }
+    for number, where in zip(numbers, plan.where_own, strict=True):
+        tensor = made.things[number]
+        if id(tensor) in reads.ids and (number in replaced or versions([tensor]) != [0]):
+            warnings.warn(
+                f"{where} of the model is a tensor in a plain attribute, which the forward reads "
+                "and then changes. Each call of `apply` begins with its value at make_functional, "
+                "so what a call leaves there is lost to the next one. Fix: make it a buffer, "
+                "`self.register_buffer(...)`, which `apply` takes and returns.",
+                stacklevel=4,
+            )
+
+
+def _holds(holder: Any, key: Any, tensor: Tensor) -> bool:
+    if isinstance(holder, dict):
+        return holder.get(key) is tensor
+    return key < len(holder) and holder[key] is tensor

@@ -1,0 +1,138 @@
+"""Which modules train is what the model's own `train` and `eval` say."""
+
+import pytest
+import torch
+from helpers import same_bits
+from torch import nn
+
+import purescale as ps
+
+
+class NormEval(nn.Module):
+    """Keeps its batch norm in eval mode, as detectors do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.bn = nn.Linear(3, 3), nn.BatchNorm1d(3)
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.bn.eval()
+        return self
+
+    def forward(self, x):
+        return self.bn(self.linear(x))
+
+
+class AlwaysDrops(nn.Dropout):
+    """Drops in eval mode too, as Monte Carlo dropout does."""
+
+    def train(self, mode=True):
+        return super().train(True)
+
+
+class Merges(nn.Module):
+    """Adds its low-rank part to its weight in eval mode, as loralib does."""
+
+    def __init__(self):
+        super().__init__()
+        self.w, self.low = nn.Parameter(torch.ones(3, 3)), nn.Parameter(torch.full((3, 1), 2.0))
+        self.merged = False
+
+    def train(self, mode=True):
+        super().train(mode)
+        if mode == self.merged:
+            self.w.data += (-1 if mode else 1) * (self.low @ self.low.T).data
+            self.merged = not mode
+        return self
+
+    def forward(self, x):
+        return x @ self.w if self.merged else x @ self.w + x @ self.low @ self.low.T
+
+
+class Fits(nn.Module):
+    """Has a `train` of its own, which trains it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.drop = nn.Linear(3, 3), nn.Dropout(0.5)
+
+    def train(self, x_pos, x_neg):
+        raise AssertionError("nobody asked for a training")
+
+    def forward(self, x):
+        return self.drop(self.linear(x))
+
+
+def fits_data(self, data):
+    raise AssertionError("nobody asked for a training")
+
+
+def called(model, x, train):
+    apply, params, buffers = ps.make_functional(model)
+    torch.manual_seed(0)
+    return apply(params, buffers, x, train=train)
+
+
+def of_the_module(model, x, mode):
+    model.train(mode)
+    torch.manual_seed(0)
+    return model(x).detach(), dict(model.named_buffers())
+
+
+X = torch.arange(12.0).reshape(4, 3)
+
+
+@pytest.mark.parametrize("make", [NormEval, lambda: nn.Sequential(NormEval(), AlwaysDrops(0.5))])
+@pytest.mark.parametrize("start", [None, True, False])
+@pytest.mark.parametrize("mode", [True, False])
+def test_an_overridden_train_is_followed(make, start, mode):
+    model = make()
+    if start is not None:
+        model.train(start)
+    assert same_bits(called(model, X, mode), of_the_module(model, X, mode))
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_a_train_that_reads_and_writes_weights_leaves_the_model_alone(mode):
+    model = Merges()
+    weight = model.w.detach().clone()
+    apply, params, buffers = ps.make_functional(model)
+    out, _ = apply(params, buffers, X, train=mode)
+    assert same_bits(model.w.detach(), weight)
+    assert not model.merged
+    torch.testing.assert_close(out, model.train(mode)(X).detach())
+
+
+@pytest.mark.parametrize("train", [Fits.train, fits_data])
+@pytest.mark.parametrize("outer", [lambda m: m, nn.Sequential])
+@pytest.mark.parametrize("mode", [True, False])
+def test_a_train_that_takes_something_else_is_not_called(train, outer, mode, monkeypatch):
+    monkeypatch.setattr(Fits, "train", train)
+    out, _ = called(outer(Fits()), torch.ones(300, 3), mode)
+    assert bool((out == 0).any()) is mode
+
+
+def test_an_overridden_eval_is_followed():
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Dropout(0.5), nn.Dropout(0.5)
+
+        def eval(self):
+            self.first.training = False
+            return self
+
+        def forward(self, x):
+            return self.first(x), self.second(x)
+
+    (first, second), _ = called(Half(), torch.ones(300), False)
+    assert not (first == 0).any()
+    assert (second == 0).any()
+
+
+def test_what_a_user_put_into_eval_mode_stays_there():
+    model = nn.Sequential(NormEval(), nn.Dropout(0.5))
+    model[1].eval()
+    out, _ = called(model, X, True)
+    assert not (out == 0).any()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .._module.plan import STORES, Plan, built, empty, fill
 from .._module.recorder import HOOKS, Recorder
+from .._torch import private
 
 
 class Made:
@@ -74,6 +75,7 @@ class Blueprint:
         made = self.make(tensors, train=True)
         return _recorded, (made.root, tensors, self._hooks(made.things), self.modes)
 
+    @private.only_inlined
     def make(
         self,
         tensors: dict[str, Tensor],
@@ -122,6 +124,7 @@ class Blueprint:
         made.registered, made.root = registered, things[self.root]
         return made
 
+    @private.only_inlined
     def take_back(self) -> list[tuple[int, str, str]]:
         """Empty the shared containers that a forward has filled. From now on each call makes them
         anew for those modules. Return what was registered in them: the number of the module, the

@@ -79,6 +79,7 @@ class Apply:
 
         return self._eager(params, constants, copies, bool(train), args, kwargs)
 
+    @private.only_inlined
     def _eager(
         self,
         params: Tensors,
@@ -124,6 +125,7 @@ class Apply:
             prepare_recompute(made, new, written)
         return out, new
 
+    @private.only_inlined
     def _call(
         self, tensors: Tensors, copies: Tensors, train: bool, args: Any, kwargs: Any
     ) -> tuple[Made, Any, Tensors]:

@@ -8,8 +8,10 @@ from typing import Any
 from .._module.blueprint import Made
 from .._module.registered import Tensors
 from .._module.side_effects import FIX
+from .._torch import private
 
 
+@private.only_inlined
 def new_buffers(made: Made, tensors: Tensors, copies: Tensors) -> Tensors:
     """Return the buffers after the forward, which wrote into the `copies` or replaced them."""
     stores = [made.holders[number] for number, _, _ in made.plan.stores]

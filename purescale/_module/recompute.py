@@ -18,6 +18,7 @@ from .._module.registered import Tensors
 from .._torch import foreach, private
 
 
+@private.only_inlined
 def prepare_recompute(made: Made, new_buffers: Tensors, copies: Tensors) -> None:
     """Leave in the modules copies of those new buffers that are among the `copies` of the call, as
     a second run of a batch norm writes into them, and the function modes of the call.

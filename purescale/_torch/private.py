@@ -113,70 +113,7 @@ def without_compiler(cls: Any) -> Any:
     return type(cls.__name__, (cls,), {"add_param_group": add_param_group})
 
 
-def attributes_set() -> dict[int, list[str]]:
-    """Return the attributes that the tracing compiler has seen set or deleted, by the id of the
-    object.
-    """
-    effects = _here.translator().output.side_effects
-    return {
-        key: list(effects.store_attr_mutations.get(known, ()))
-        for key, known in effects.id_to_variable.items()
-    }
-
-
-def raised(flag: str) -> list[int]:
-    """Return the ids of objects whose attribute `flag` the tracing compiler has last seen set to
-    True.
-    """
-    effects = _here.translator().output.side_effects
-    return [
-        key
-        for key, known in effects.id_to_variable.items()
-        if flag in (of_one := effects.store_attr_mutations.get(known, {}))
-        and of_one[flag].as_python_constant() is True
-    ]
-
-
-def elements_changed(container: Any) -> bool:
-    """Return True if the tracing compiler has seen a list, a dict or another container change."""
-    effects = _here.translator().output.side_effects
-    known = effects.id_to_variable.get(id(container))
-    return known is not None and bool(effects.is_modified(known))
-
-
 # ---- modules and tensors -------------------------------------------------------------------------
-
-STORES = ("_parameters", "_buffers", "_modules")
-# Attributes of every module that are handled elsewhere, or that a forward does not use.
-NOT_FOR_FORWARD = frozenset(
-    {
-        *STORES,
-        "_state_dict_hooks",
-        "_state_dict_pre_hooks",
-        "_load_state_dict_pre_hooks",
-        "_load_state_dict_post_hooks",
-    }
-)
-
-
-def stores(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the dicts of a module's own parameters and of its own buffers."""
-    return module._parameters, module._buffers
-
-
-def children(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return the dict of a module's own modules."""
-    return module._modules
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Return True if a hook runs before or after a module's forward."""
-    return bool(module._forward_pre_hooks or module._forward_hooks)
-
-
-def hook_dicts(module: nn.Module) -> list[dict[int, Any]]:
-    """Return all dicts in which a module keeps hooks and data about them."""
-    return [held for key, held in vars(module).items() if "_hooks" in key and held is not None]
 
 
 def remove_global_hook(handle: Any) -> None:

@@ -212,9 +212,6 @@ NAMES = {
     "FUNCTORCH": Name(  # without it a compiled step takes a graph for each length
         "torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode", "a kernel for symbolic sizes", False
     ),
-    "translator": Name(
-        "torch._dynamo.symbolic_convert.InstructionTranslator.current_tx", _COMPILED_MODULE
-    ),
     "skip_frame": Name(  # without it more is compiled after a graph break
         "torch._C._dynamo.eval_frame.set_code_exec_strategy",
         "a graph break",

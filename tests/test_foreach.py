@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import purescale as ps
 from purescale._grads.grad_stats import local_stats
 from purescale._optim import formulas
-from purescale._torch import donation, foreach, private, tracing
+from purescale._torch import donation, foreach, private, private_names, tracing
 from purescale._torch.dtypes import saturating
 from purescale._tree import select
 
@@ -421,7 +421,7 @@ def test_copies_over_lists_are_clones():
         torch.randn(3).to(torch.complex64),
         torch.randn(4).to(torch.complex64).conj(),
     ]
-    for by in (private.clone_list, private.clone_by_two):
+    for by in (private.clone_list, private_names.clone_by_two):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(private, "clone_list", by)
             copies = foreach.clone(mixed)

@@ -23,7 +23,8 @@ def prepare_recompute(made: Made, new_buffers: Tensors, copies: Tensors) -> None
     """Leave in the modules copies of those new buffers that are among the `copies` of the call, as
     a second run of a batch norm writes into them, and the function modes of the call.
     """
-    kept = [name for name in made.plan.buffer_names if new_buffers[name] is copies.get(name)]
+    names = [name for name in made.plan.buffer_names if name in copies]
+    kept = [name for name in names if new_buffers[name] is copies[name]]
     if kept:
         again = dict(zip(kept, foreach.clone([copies[name] for name in kept]), strict=True))
         for number, key, name in made.plan.buffers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
@@ -67,12 +68,15 @@ def constant_while_compiling(function: _Function) -> _Function:
 
 class Opaque:
     """A function that Dynamo calls and does not trace, by a decorator of torch. As that imports the
-    compiler, it decorates when Dynamo comes here.
+    compiler, it decorates when Dynamo is there.
     """
 
     def __init__(self, function: Callable[..., Any], decorator: Callable[[], Any]) -> None:
         self._function, self._decorator = function, decorator
         self._decorated: list[Any] = []
+        if "torch._dynamo" in sys.modules:  # all that are made from now on share a graph
+            with contextlib.suppress(ImportError):  # a lacking name is refused where it is needed
+                self._decorate()
 
     @constant_while_compiling
     def _decorate(self) -> None:

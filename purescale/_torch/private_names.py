@@ -199,9 +199,10 @@ NAMES = {
         _WITH_AUTOCAST,
         lambda devices: tuple(devices()),
     ),
-    "function_modes": Name(
+    "function_modes": Name(  # without it a region that runs again does so outside of all modes
         "torch.overrides._get_current_function_mode_stack",
-        "a SyncBatchNorm, or a part of a model that is computed again in the backward,",
+        "a norm in a part of a model that is computed again in the backward",
+        list,
     ),
     "without_modes": Name("torch.utils._python_dispatch._disable_current_modes", _TABLE),
     "without_transforms": Name(

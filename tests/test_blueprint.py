@@ -504,3 +504,59 @@ def test_modules_of_a_window_have_lists_dicts_hooks_and_helpers_of_their_own():
     for _ in range(2):
         torch.testing.assert_close(call(state, window)[1].loss, step(state, window)[1].loss)
     assert picture(net) == before
+
+
+# ---- what is recorded ----------------------------------------------------------------------------
+
+
+def test_a_module_of_a_class_in_c_is_refused_in_words():
+    class Both(nn.Module, Exception):
+        pass
+
+    with pytest.raises(TypeError, match=r"^0 is a Both, which a call cannot make anew.*Fix: "):
+        ps.make_functional(nn.Sequential(Both()))
+
+
+def test_modules_with_an_empty_container_of_one_name_do_not_share_it():
+    class Caches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self._cache = {}
+
+        def forward(self, x):
+            self._cache["calls"] = self._cache.get("calls", 0) + 1
+            return x * self._cache["calls"]
+
+    net, x = nn.Sequential(Caches(), Caches()), torch.ones(2)
+    apply, params, buffers = ps.make_functional(net)
+    for _ in range(2):
+        assert torch.equal(apply(params, buffers, x)[0], x)
+    assert net[0]._cache == {}
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_a_class_may_register_buffers_in_its_own_way(backend):
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(3))
+
+        def register_buffer(self, name, tensor, persistent=True):
+            super().register_buffer(name, tensor, persistent)
+
+        def forward(self, x):
+            self.seen = self.seen + x
+            return self.seen * 2
+
+    apply, params, buffers = ps.make_functional(Counts())
+    call = torch.compile(apply, backend=backend) if backend else apply
+    out, new = call(params, buffers, torch.ones(3))
+    assert torch.equal(out, torch.full((3,), 2.0))
+    assert torch.equal(new["seen"], torch.ones(3))
+
+
+def test_models_of_a_thousand_layers_are_recorded():
+    net = nn.Sequential(*[nn.Linear(2, 2) for _ in range(1000)])
+    apply, params, buffers = ps.make_functional(net)
+    x = torch.ones(1, 2)
+    assert torch.equal(apply(params, buffers, x)[0], net(x).detach())

@@ -18,7 +18,7 @@ from .._module.recorder import HOOKS, Recorder
 from .._torch import private
 
 
-class Made:
+class Objects:
     """The objects of one call."""
 
     plan: Plan
@@ -66,14 +66,14 @@ class Blueprint:
 
     def modules(self, tensors: dict[str, Tensor]) -> list[nn.Module]:
         """Return a copy of `model.modules()` around `tensors`."""
-        made = self.make(tensors, train=True)
-        return [made.things[number] for number in made.plan.modules]
+        objects = self.make(tensors, train=True)
+        return [objects.things[number] for number in objects.plan.modules]
 
     def __reduce__(self) -> Any:
         """Describe a copy, by a model that is made around placeholders."""
         tensors = {name: torch.empty(0, device="meta") for name in self.names}
-        made = self.make(tensors, train=True)
-        return _recorded, (made.root, tensors, self._hooks(made.things), self.modes)
+        objects = self.make(tensors, train=True)
+        return _recorded, (objects.root, tensors, self._hooks(objects.things), self.modes)
 
     @private.only_inlined
     def make(
@@ -82,7 +82,7 @@ class Blueprint:
         *,
         train: bool,
         hooked: Callable[[str, tuple[Any, ...]], Tensor] | None = None,
-    ) -> Made:
+    ) -> Objects:
         """Return the objects of a call around `tensors`. `hooked(name, hooks)` returns what stands
         for a parameter with hooks on its gradient.
         """
@@ -112,17 +112,16 @@ class Blueprint:
         for index, rare in enumerate(plan.rare):
             fill(things[first + index], rare, things, tensors)
         if torch.compiler.is_dynamo_compiling():
-            for number, module, key in plan.stores:
-                if key == "_buffers":
-                    holders[module].setdefault("register_buffer", Register(holders[number]))
+            for module, store in plan.registers:
+                holders[module]["register_buffer"] = Register(holders[store])
         registered = [
             None if place is None else tensors[place] if place.__class__ is str else things[place]  # type: ignore[index]
             for place in plan.registered
         ]
-        made = Made()  # of arguments torch.compile would ask whether all in them is constant
-        made.plan, made.things, made.holders = plan, things, holders
-        made.registered, made.root = registered, things[self.root]
-        return made
+        objects = Objects()  # of arguments torch.compile would ask whether all in them is constant
+        objects.plan, objects.things, objects.holders = plan, things, holders
+        objects.registered, objects.root = registered, things[self.root]
+        return objects
 
     @private.only_inlined
     def take_back(self) -> list[tuple[int, str, str]]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._module.blueprint import Blueprint, Made
+from .._module.blueprint import Blueprint, Objects
 from .._module.modes import modes_of
 from .._module.new_buffers import new_buffers, registered_error
 from .._module.recompute import explain, forbid_recompute, prepare_recompute
@@ -103,7 +103,7 @@ class Apply:
         reads = Reads() if first and self._blueprint.can_watch else nullcontext()
         try:
             with reads:
-                made, out, new = self._call(tensors, copies, train, args, kwargs)
+                objects, out, new = self._call(tensors, copies, train, args, kwargs)
         except RuntimeError as error:
             if transformed:
                 explain(error)
@@ -112,32 +112,32 @@ class Apply:
             registered = self._blueprint.take_back()
             effects.restore_flags()
         for number, key, name in registered:
-            raise registered_error(made.things[number], key, name)
+            raise registered_error(objects.things[number], key, name)
         effects.check(self._overlaps)
         if isinstance(reads, Reads):
-            warn_of_lost(made, reads)
+            warn_of_lost(objects, reads)
         if transformed:
-            forbid_recompute(made)
+            forbid_recompute(objects)
         elif records:
             written = (
                 {n: b for n, b in copies.items() if n not in constants} if constants else copies
             )
-            prepare_recompute(made, new, written)
+            prepare_recompute(objects, new, written)
         return out, new
 
     @private.only_inlined
     def _call(
         self, tensors: Tensors, copies: Tensors, train: bool, args: Any, kwargs: Any
-    ) -> tuple[Made, Any, Tensors]:
+    ) -> tuple[Objects, Any, Tensors]:
         """Run the forward in modules that are made around `tensors`."""
 
         def hooked(name: str, hooks: tuple[Hook, ...]) -> Tensor:
             weight: Tensor = Hooked.apply(tensors[name], hooks)  # type: ignore[no-untyped-call]
             return weight
 
-        made = self._blueprint.make(tensors, train=bool(train), hooked=hooked)
-        out = made.root(*args, **kwargs)
-        return made, out, new_buffers(made, tensors, copies)
+        objects = self._blueprint.make(tensors, train=bool(train), hooked=hooked)
+        out = objects.root(*args, **kwargs)
+        return objects, out, new_buffers(objects, tensors, copies)
 
     def _misfit(self, params: Tensors, buffers: Tensors) -> str:
         found = []

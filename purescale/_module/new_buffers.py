@@ -5,38 +5,38 @@ from __future__ import annotations
 from itertools import chain
 from typing import Any
 
-from .._module.blueprint import Made
+from .._module.blueprint import Objects
 from .._module.registered import Tensors
 from .._module.side_effects import FIX
 from .._torch import private
 
 
 @private.only_inlined
-def new_buffers(made: Made, tensors: Tensors, copies: Tensors) -> Tensors:
+def new_buffers(objects: Objects, tensors: Tensors, copies: Tensors) -> Tensors:
     """Return the buffers after the forward, which wrote into the `copies` or replaced them."""
-    stores = [made.holders[number] for number, _, _ in made.plan.stores]
-    now, before = list(chain.from_iterable(map(dict.values, stores))), made.registered
+    stores = [objects.holders[number] for number, _, _ in objects.plan.stores]
+    now, before = list(chain.from_iterable(map(dict.values, stores))), objects.registered
     if len(now) == len(before) and False not in [a is b for a, b in zip(now, before, strict=True)]:
         return dict(copies)
-    _check_registered(made)
-    _check_places(made, tensors)
-    return {**copies, **_replaced(made, tensors, copies)}
+    _check_registered(objects)
+    _check_places(objects, tensors)
+    return {**copies, **_replaced(objects, tensors, copies)}
 
 
-def _check_registered(made: Made) -> None:
+def _check_registered(objects: Objects) -> None:
     """Refuse a parameter, buffer or module that was not there before the forward."""
-    plan = made.plan
+    plan = objects.plan
     tensors = {(number, key) for number, key, _ in plan.tensors}
     parts = {(number, key): other for number, key, other in plan.parts}
     for number, module, store in plan.stores:
-        for key, value in made.holders[number].items():
+        for key, value in objects.holders[number].items():
             if store == "_modules":
                 other = parts.get((number, key))
-                same = value is (None if other is None else made.things[other])
+                same = value is (None if other is None else objects.things[other])
             else:
                 same = value is None or (number, key) in tensors
             if not same:
-                raise registered_error(made.things[module], store, key)
+                raise registered_error(objects.things[module], store, key)
 
 
 def registered_error(module: Any, store: str, key: str) -> RuntimeError:
@@ -55,14 +55,14 @@ def registered_error(module: Any, store: str, key: str) -> RuntimeError:
     )
 
 
-def _replaced(made: Made, tensors: Tensors, copies: Tensors) -> Tensors:
+def _replaced(objects: Objects, tensors: Tensors, copies: Tensors) -> Tensors:
     """Return the buffers that the forward replaced."""
     new = {}
-    stores = {number for number, _, key in made.plan.stores}
-    for number, key, name in made.plan.tensors:
-        if number not in stores or made.holders[number].get(key) is tensors[name]:
+    stores = {number for number, _, key in objects.plan.stores}
+    for number, key, name in objects.plan.tensors:
+        if number not in stores or objects.holders[number].get(key) is tensors[name]:
             continue
-        value = made.holders[number].get(key)
+        value = objects.holders[number].get(key)
         if name not in copies:
             raise RuntimeError(
                 f"the forward of the model replaced its parameter {name} by another tensor. {FIX}"
@@ -80,17 +80,17 @@ def _replaced(made: Made, tensors: Tensors, copies: Tensors) -> Tensors:
     return new
 
 
-def _check_places(made: Made, tensors: Tensors) -> None:
+def _check_places(objects: Objects, tensors: Tensors) -> None:
     """Refuse a buffer that the forward replaced in only one of its places: the next call would put
     the new value in all.
     """
-    stores = {number: key for number, _, key in made.plan.stores}
+    stores = {number: key for number, _, key in objects.plan.stores}
     first: dict[str, Any] = {}
-    for number, key, name in made.plan.tensors:
+    for number, key, name in objects.plan.tensors:
         if number in stores:
-            first.setdefault(name, made.holders[number].get(key))
-    for (number, key, name), where in zip(made.plan.tensors, made.plan.where, strict=True):
-        value = _element(made.holders[number], key)
+            first.setdefault(name, objects.holders[number].get(key))
+    for (number, key, name), where in zip(objects.plan.tensors, objects.plan.where, strict=True):
+        value = _element(objects.holders[number], key)
         if name not in first or value is first[name]:
             continue
         # An attribute that a forward sets to something new is not state.

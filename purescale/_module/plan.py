@@ -68,6 +68,7 @@ class Plan(NamedTuple):
     modules: list[int]
     stores: list[tuple[int, int, str]]  # dicts of parameters, buffers, modules; the module, the key
     registered: list[Place]  # what is in `stores`
+    registers: list[tuple[int, int]]  # modules with torch's own `register_buffer`, their buffers
     # Empty containers of torch in a module, such as its dicts of hooks, are shared by all calls, as
     # hardly any forward fills one: the containers, and the number and attribute of each.
     empty: list[Any]

@@ -12,36 +12,36 @@ from typing import Any
 
 from torch import nn
 
-from .._module.blueprint import Made
+from .._module.blueprint import Objects
 from .._module.plan import Unreadable
 from .._module.registered import Tensors
 from .._torch import foreach, private
 
 
 @private.only_inlined
-def prepare_recompute(made: Made, new_buffers: Tensors, copies: Tensors) -> None:
+def prepare_recompute(objects: Objects, new_buffers: Tensors, copies: Tensors) -> None:
     """Leave in the modules copies of those new buffers that are among the `copies` of the call, as
     a second run of a batch norm writes into them, and the function modes of the call.
     """
-    names = [name for name in made.plan.buffer_names if name in copies]
+    names = [name for name in objects.plan.buffer_names if name in copies]
     kept = [name for name in names if new_buffers[name] is copies[name]]
     if kept:
         again = dict(zip(kept, foreach.clone([copies[name] for name in kept]), strict=True))
-        for number, key, name in made.plan.buffers:
+        for number, key, name in objects.plan.buffers:
             if name in again:
-                made.holders[number][key] = again[name]
+                objects.holders[number][key] = again[name]
     if modes := private.function_modes():
-        for number in made.plan.modules:
-            module = made.things[number]
+        for number in objects.plan.modules:
+            module = objects.things[number]
             vars(module)["forward"] = functools.partial(_under, modes, _weak(module))
 
 
-def forbid_recompute(made: Made) -> None:
+def forbid_recompute(objects: Objects) -> None:
     """Leave placeholders in the modules of a call under a transform, whose tensors have no values
     once it has ended.
     """
-    for number, key, name in made.plan.tensors:
-        made.holders[number][key] = Unreadable(
+    for number, key, name in objects.plan.tensors:
+        objects.holders[number][key] = Unreadable(
             f"{name} of the model is read outside of a call of `apply`, where it has no value. "
             "Likely cause: a backward reads it through the module after torch.vmap or torch.func "
             "has ended, as torch.utils.checkpoint does. Fix: take the gradient inside of the "

@@ -167,6 +167,14 @@ class Recorder:
             return
         attributes = vars(module).copy()
         kind = SyncBatchNorm if type(module) is nn.SyncBatchNorm else type(module)
+        try:
+            object.__new__(kind)
+        except TypeError as error:
+            raise TypeError(
+                f"{where or 'the model'} is a {kind.__name__}, which a call cannot make anew "
+                f"({error}). Likely cause: its class derives from one that is written in C besides "
+                "nn.Module. Fix: keep an object of that class in an attribute."
+            ) from None
         number = self._node(module, "objects", (kind, attributes))
         if isinstance(module, nn.RNNBase):  # on CUDA it moves the weights into one block of memory
             attributes["flatten_parameters"] = _left_as_they_are
@@ -381,9 +389,10 @@ class Recorder:
                 else:
                     parts.append((number, key, self.numbers[place]))
         stores = [(self.numbers[n], self.numbers[m], key) for n, m, key in self.stores]
-        buffers = {number for number, _, key in stores if key == "_buffers"}
+        buffers = {number: module for number, module, key in stores if key == "_buffers"}
+        kinds = [kind for kind, _ in patterns["objects"]]
         return Plan(
-            kinds=[kind for kind, _ in patterns["objects"]],
+            kinds=kinds,
             attributes=[attributes for _, attributes in patterns["objects"]],
             containers=patterns["containers"],
             own=[tensor for tensor, _ in patterns["own"]],
@@ -400,6 +409,11 @@ class Recorder:
             stores=stores,
             registered=[
                 place for number, _, _ in self.stores for place in self._registered(number)
+            ],
+            registers=[
+                (module, number)
+                for number, module in buffers.items()
+                if kinds[module].register_buffer is nn.Module.register_buffer
             ],
             empty=[container for _, _, container in self.empty],
             owners=[(self.numbers[number], key) for number, key, _ in self.empty],

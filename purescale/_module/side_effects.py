@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .._module.blueprint import Made
+from .._module.blueprint import Objects
 from .._module.registered import Tensors
 from .._torch import donation, private
 from .._torch.tracing import PLAIN_TYPES, host_can_read, innermost, recorded_by_make_fx
@@ -144,18 +144,18 @@ class Reads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def warn_of_lost(made: Made, reads: Reads) -> None:
+def warn_of_lost(objects: Objects, reads: Reads) -> None:
     """Warn of tensors in plain attributes that the forward read, and then changed or replaced."""
-    plan = made.plan
+    plan = objects.plan
     first = len(plan.kinds) + len(plan.containers)
     numbers = range(first, first + len(plan.own))
     replaced = {
         number
         for holder, key, number in plan.parts
-        if number in numbers and not _holds(made.holders[holder], key, made.things[number])
+        if number in numbers and not _holds(objects.holders[holder], key, objects.things[number])
     }
     for number, where in zip(numbers, plan.where_own, strict=True):
-        tensor = made.things[number]
+        tensor = objects.things[number]
         if id(tensor) in reads.ids and (number in replaced or versions([tensor]) != [0]):
             warnings.warn(
                 f"{where} of the model is a tensor in a plain attribute, which the forward reads "

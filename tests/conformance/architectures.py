@@ -690,32 +690,6 @@ REFUSED = [
     ),
     Refused(
         entry(
-            "ForMaskedLM",
-            plain_text,
-            "Reformer",
-            vocab_size=VOCABULARY,
-            attn_layers=["local", "lsh"],
-            attention_head_size=8,
-            hidden_size=WIDTH,
-            num_attention_heads=2,
-            feed_forward_size=24,
-            axial_pos_embds_dim=[8, 8],
-            axial_pos_shape=[2, 4],
-            num_hashes=1,
-            num_buckets=2,
-            local_attn_chunk_length=4,
-            lsh_attn_chunk_length=4,
-            max_position_embeddings=8,
-            is_decoder=False,
-        ),
-        True,
-        TypeError,
-        "not 'NoneType'",
-        "its backward reads attributes that its forward has set, and what a forward sets is put "
-        "back after the call",
-    ),
-    Refused(
-        entry(
             "ForCausalLM",
             plain_text,
             "Rwkv",

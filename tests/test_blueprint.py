@@ -510,11 +510,11 @@ def test_modules_of_a_window_have_lists_dicts_hooks_and_helpers_of_their_own():
 
 
 def test_a_module_of_a_class_in_c_is_refused_in_words():
-    class Both(nn.Module, Exception):
+    class BothError(nn.Module, Exception):
         pass
 
-    with pytest.raises(TypeError, match=r"^0 is a Both, which a call cannot make anew.*Fix: "):
-        ps.make_functional(nn.Sequential(Both()))
+    with pytest.raises(TypeError, match=r"^0 is a BothError, which a call cannot make anew.*Fix: "):
+        ps.make_functional(nn.Sequential(BothError()))
 
 
 def test_modules_with_an_empty_container_of_one_name_do_not_share_it():

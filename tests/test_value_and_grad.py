@@ -530,6 +530,40 @@ def test_it_is_a_graph_of_make_fx_in_which_parameters_are_inputs(mode):
     torch.testing.assert_close(graph(*call), fn(*call))
 
 
+class Reversible(torch.autograd.Function):
+    """Runs its layer again in the backward and lets that write into `.grad`, as Reformer does."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.weight, ctx.x = weight, x.detach()
+        return x.detach() * weight.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.x.requires_grad_()
+        with torch.enable_grad():
+            (x * ctx.weight).backward(grad)
+        return x.grad, None
+
+
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("before", [False, True])
+def test_what_a_custom_backward_adds_to_grad_is_part_of_the_gradient(twice, before):
+    def loss_fn(params, buffers, x):
+        weight = params["w"]
+        if before:  # a backward of its own, which is no part of the loss
+            (weight * 7).sum().backward()
+        out = Reversible.apply(x * params["v"], weight)
+        return (out * weight if twice else out).square().sum(), buffers
+
+    params, x = {"v": torch.full((3,), 2.0), "w": torch.arange(1.0, 4.0)}, torch.ones(3)
+    _, grads = ps.value_and_grad(loss_fn)(params, {}, x)
+    v, w = (p.clone().requires_grad_() for p in params.values())
+    power = 4 if twice else 2
+    (v.square() * w**power).sum().backward()
+    torch.testing.assert_close(grads, {"v": v.grad, "w": w.grad})
+
+
 def test_it_reads_no_tensor_value():
     loss_fn, params, buffers = net()
     assert_sync_free(ps.value_and_grad(loss_fn), params, buffers, batch(), SCALER)

@@ -246,7 +246,7 @@ class ValueAndGrad:
         if on_grad is not None:
             _backward(loss, inputs, on_grad)
         else:
-            found: list[Any] = list(_gradients(loss, inputs))
+            found: list[Any] = _gradients(loss, inputs)
             for index, gradient in enumerate(found):
                 if gradient is None:  # the loss does not use it
                     found[index] = torch.zeros_like(inputs[index].detach())
@@ -408,10 +408,27 @@ def _parameters(tensors: Leaves, *, as_plain: bool) -> Leaves:
     ]
 
 
-def _gradients(loss: Tensor, inputs: Leaves) -> tuple[Tensor | None, ...]:
-    """`torch.autograd.grad(loss, inputs, allow_unused=True)` without checking each input."""
+def _gradients(loss: Tensor, inputs: Leaves) -> list[Tensor | None]:
+    """`torch.autograd.grad(loss, inputs, allow_unused=True)` without checking each input, with what
+    a custom backward adds to `.grad`, as those of reversible layers do.
+    """
+    _forget(inputs)
     seed, once = (torch.ones_like(loss),), (False, False)
-    return private.run_backward((loss,), seed, *once, tuple(inputs), True, accumulate_grad=False)
+    gradients: list[Tensor | None] = list(
+        private.run_backward((loss,), seed, *once, tuple(inputs), True, accumulate_grad=False)
+    )
+    for index, leaf in enumerate(inputs):
+        if (added := leaf.grad) is not None:
+            gradient = gradients[index]
+            gradients[index] = added if gradient is None else gradient + added
+    return gradients
+
+
+def _forget(inputs: Leaves) -> None:
+    """Forget what a backward inside of loss_fn has put into `.grad`."""
+    for leaf in inputs:
+        if leaf.grad is not None:
+            leaf.grad = None
 
 
 def _backward(loss: Tensor, inputs: Leaves, on_grad: Callable[[int, Tensor], None]) -> None:
@@ -421,13 +438,20 @@ def _backward(loss: Tensor, inputs: Leaves, on_grad: Callable[[int, Tensor], Non
     def take(index: int, leaf: Tensor) -> None:
         if leaf.grad is None:  # a compiled loss or a Function gave None; zeros follow
             return
+        if index in taken:
+            raise RuntimeError(
+                f"parameter {index} of {len(inputs)} got its gradient in two pieces, and the first "
+                "was already sent to the other ranks. Likely cause: a custom backward that calls "
+                "`.backward()` itself, as those of reversible layers do. Fix: several microbatches "
+                "to a step, or all_reduce_grads by hand after value_and_grad."
+            )
         gradient = [leaf.grad]
         leaf.grad = None
         taken.add(index)
         on_grad(index, donation.take_ownership(gradient)[0])
 
+    _forget(inputs)
     for index, leaf in enumerate(inputs):
-        leaf.grad = None  # a backward inside of loss_fn may have set it
         leaf.register_post_accumulate_grad_hook(functools.partial(take, index))
     torch.autograd.backward(loss, inputs=inputs)
     for index in reversed(range(len(inputs))):

@@ -399,6 +399,24 @@ ENCODERS = [
         local_transformer_stride=4,
     ),
     encoder("Nystromformer", BERT, num_landmarks=8, segment_means_seq_len=8),
+    entry(
+        "ForMaskedLM",
+        plain_text,
+        "Reformer",
+        vocab_size=VOCABULARY,
+        attn_layers=["local", "local"],  # LSH draws from torch.seed(), and no two runs are alike
+        attention_head_size=8,
+        hidden_size=WIDTH,
+        num_attention_heads=2,
+        feed_forward_size=24,
+        axial_pos_embds_dim=[8, 8],
+        axial_pos_shape=[2, 4],
+        local_attn_chunk_length=4,
+        hidden_dropout_prob=0.0,
+        local_attention_probs_dropout_prob=0.0,
+        max_position_embeddings=8,
+        is_decoder=False,
+    ),
 ]
 TRANSLATORS = [
     translator("T5", T5),

@@ -83,6 +83,7 @@ def precise_bn(
         RuntimeError: Another rank of the group failed.
 
     Example:
+        >>> from torch import nn
         >>> from purescale import make_functional
         >>> apply, params, buffers = make_functional(nn.BatchNorm1d(1))
         >>> batches = [torch.tensor([[1.0], [3.0]]), torch.tensor([[5.0]])]

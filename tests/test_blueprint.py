@@ -560,3 +560,39 @@ def test_models_of_a_thousand_layers_are_recorded():
     apply, params, buffers = ps.make_functional(net)
     x = torch.ones(1, 2)
     assert torch.equal(apply(params, buffers, x)[0], net(x).detach())
+
+
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+)
+def test_quantization_aware_training_of_torch_has_the_bits_of_the_module():
+    quantization = pytest.importorskip("torch.ao.quantization")
+
+    class Quantized(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.quant, self.dequant = quantization.QuantStub(), quantization.DeQuantStub()
+            self.conv, self.bn, self.relu = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU()
+
+        def forward(self, x):
+            return self.dequant(self.relu(self.bn(self.conv(self.quant(x)))))
+
+    model = quantization.fuse_modules_qat(Quantized().train(), [["conv", "bn", "relu"]])
+    # It keeps a closure over each module, from which only a conversion reads.
+    model.qconfig = quantization.get_default_qat_qconfig("fbgemm")
+    model, x = quantization.prepare_qat(model), torch.randn(4, 1, 8, 8)
+    model(x)  # which gives its observers their shapes
+    apply, params, buffers = ps.make_functional(model)
+
+    def loss_fn(params, buffers, x):
+        out, buffers = apply(params, buffers, x)
+        return out.square().sum(), buffers
+
+    for _ in range(2):
+        (loss, buffers), grads = ps.value_and_grad(loss_fn)(params, buffers, x)
+        model.zero_grad()
+        expected = model(x).square().sum()
+        expected.backward()
+        assert torch.equal(loss, expected.detach())
+        assert all(torch.equal(grads[name], p.grad) for name, p in model.named_parameters())
+        assert all(torch.equal(buffers[name], b) for name, b in model.named_buffers())

@@ -1142,6 +1142,8 @@ NOT_COMPILED = {
     "a key",
     "a weak reference",
 }
+# torch 2.15 takes a dict of a user's class for a plain one
+NOT_COMPILED |= {"a dict of a user's class"} if torch.__version__ >= "2.15" else set()
 REFUSED = {
     # objects that are not written in Python
     "a repeat": (lambda m: itertools.repeat(m.w), "1.kept (a repeat)"),

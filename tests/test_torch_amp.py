@@ -422,6 +422,8 @@ COUNTING = {
 }
 
 
+# of itertools, since Python 3.12
+@pytest.mark.filterwarnings("ignore:Pickle, copy, and deepcopy support")
 @pytest.mark.parametrize("kind", COUNTING)
 @pytest.mark.parametrize("counter", COUNTERS)
 def test_a_schedule_that_counts_its_calls_counts_those_of_torchs_loop_only(kind, counter):

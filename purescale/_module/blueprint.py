@@ -17,6 +17,9 @@ from .._module.plan import STORES, Plan, built, empty, fill
 from .._module.recorder import HOOKS, Recorder
 from .._torch import private
 
+# torch 2.11 cannot trace `update` of the attributes of an object.
+_TRACES_UPDATE = torch.__version__ >= "2.12"
+
 
 class Objects:
     """The objects of one call."""
@@ -86,10 +89,16 @@ class Blueprint:
         """Return the objects of a call around `tensors`. `hooked(name, hooks)` returns what stands
         for a parameter with hooks on its gradient.
         """
-        plan = self.plans[train]
+        evaluating, training = self.plans
+        plan = training if train else evaluating
         things: list[Any] = list(map(object.__new__, plan.kinds))
         holders: list[Any] = [thing.__dict__ for thing in things]
-        list(map(dict.update, holders, plan.attributes))
+        if _TRACES_UPDATE or not torch.compiler.is_dynamo_compiling():
+            list(map(dict.update, holders, plan.attributes))
+        else:
+            for holder, attributes in zip(holders, plan.attributes, strict=True):
+                for key, value in attributes.items():
+                    holder[key] = value
         copies = [container.copy() for container in plan.containers]
         things += copies
         holders += copies
@@ -115,7 +124,7 @@ class Blueprint:
             for module, store in plan.registers:
                 holders[module]["register_buffer"] = Register(holders[store])
         registered = [
-            None if place is None else tensors[place] if place.__class__ is str else things[place]  # type: ignore[index]
+            None if place is None else (tensors[place] if place in tensors else things[place])  # type: ignore[index]
             for place in plan.registered
         ]
         objects = Objects()  # of arguments torch.compile would ask whether all in them is constant
@@ -162,9 +171,8 @@ class Register:
     of a method of a module that is made within the graph.
     """
 
-    __func__ = nn.Module.register_buffer
-
     def __init__(self, buffers: dict[str, Tensor]) -> None:
+        self.__func__ = nn.Module.register_buffer
         self.buffers = buffers
 
     def __call__(self, name: str, tensor: Tensor, persistent: bool = True) -> None:

@@ -36,7 +36,7 @@ class Rare(NamedTuple):
     arguments: tuple[Any, ...]  # of `base.__init__`
     attributes: dict[str, Any]
     elements: list[tuple[Any, ...]]  # (key, value) of a dict, (value,) of others
-    example: Any  # stands for it under torch.compile, which cannot make a SimpleNamespace
+    example: Any  # stands for one without parts of the call under torch.compile, or None
 
 
 class Late(NamedTuple):
@@ -149,8 +149,8 @@ def new_weak(_: None, parts: list[Any]) -> Any:
     return weakref.ref(parts[0])
 
 
-def new_first(_: None, parts: list[Any]) -> Any:
-    return parts[0]
+def unchanged(thing: Any, parts: list[Any]) -> Any:
+    return thing
 
 
 # ---- tensors without a value ---------------------------------------------------------------------

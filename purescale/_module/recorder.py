@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import collections
-import copy
 import enum
 import functools
+import itertools
 import sys
 import types
 import weakref
@@ -25,13 +25,15 @@ from .._module.plan import (
     Plan,
     Rare,
     Unreadable,
-    new_first,
+    empty,
+    fill,
     new_frozenset,
     new_method,
     new_method_of_class,
     new_partial,
     new_tuple,
     new_weak,
+    unchanged,
 )
 from .._module.references import class_attributes, references, slots
 from .._torch.donation import storage_pointer
@@ -258,23 +260,51 @@ class Recorder:
             pattern[key] = None
 
     def _rare(self, thing: Any, base: type, where: str) -> None:
-        elements: list[Any] = []
-        attributes: dict[str, Any] = {}
         arguments = _CONTAINERS[base](thing) if base in _CONTAINERS else ()
-        example = copy.copy(thing) if base is types.SimpleNamespace else None
-        rare = Rare(type(thing), base, arguments, attributes, elements, example)
-        self._node(thing, "rare", rare)
+        rare = Rare(type(thing), base, arguments, {}, [], None)
+        number = self._node(thing, "rare", rare)
         own = dict(getattr(thing, "__dict__", {}))
         own |= {key: getattr(thing, key) for key in slots(thing) if hasattr(thing, key)}
         for key, value in own.items():
-            attributes[key] = self._wrapped(value, f"{where}.{key}")
+            rare.attributes[key] = self._wrapped(value, f"{where}.{key}")
+        elements: list[Any] = []
         if issubclass(base, dict):
-            for key, value in list(base.items(thing)):
-                at = f"{where}[{key!r}]"
-                elements.append((self._wrapped(key, f"a key of {where}"), self._wrapped(value, at)))
+            elements = list(base.items(thing))
+            for key, value in elements:
+                at = f"a key of {where}", f"{where}[{key!r}]"
+                rare.elements.append((self._wrapped(key, at[0]), self._wrapped(value, at[1])))
         elif base in _CONTAINERS:
-            values = enumerate(list(base.__iter__(thing)))  # type: ignore[attr-defined]
-            elements += [(self._wrapped(value, f"{where}[{i}]"),) for i, value in values]
+            elements = [(value,) for value in base.__iter__(thing)]  # type: ignore[attr-defined]
+            for index, (value,) in enumerate(elements):
+                rare.elements.append((self._wrapped(value, f"{where}[{index}]"),))
+        plain = base is object or type(thing) in (*_COPIED, collections.Counter)
+        parts = [*rare.attributes.values(), *itertools.chain(*rare.elements)]
+        if not plain and not self._reach_tensors(parts, set()):
+            example = empty(rare)
+            fill(example, rare._replace(attributes=own, elements=elements), [], {})
+            self.nodes[number] = Node("rare", rare._replace(example=example), [])
+
+    def _reach_tensors(self, parts: list[Any], seen: set[int]) -> bool:
+        """Return True if one of these is or holds a tensor or a module."""
+        for part in parts:
+            if not isinstance(part, Part) or part.place in seen:
+                continue
+            if isinstance(part.place, str):
+                return True
+            seen.add(part.place)
+            field, pattern, own = self.nodes[part.place]
+            inner = [Part(place) for _, place, _ in own]
+            if field == "rare":
+                inner += [*pattern.attributes.values(), *itertools.chain(*pattern.elements)]
+            elif field == "late" and pattern is not None:
+                inner += pattern.parts
+            if (
+                field == "own"
+                or (field == "objects" and issubclass(pattern[0], nn.Module))
+                or self._reach_tensors(inner, seen)
+            ):
+                return True
+        return False
 
     def _late(self, thing: Any, build: Any, pattern: Any, parts: list[Any], where: str) -> None:
         wrapped = [self._wrapped(part, f"{where}[{index}]") for index, part in enumerate(parts)]
@@ -369,7 +399,7 @@ class Recorder:
         """Return the plan, and number all nodes in its order."""
         for index, reference in self.weak:
             target = self.places.get(id(reference()), self.names.get(id(reference())))
-            late = Late(new_first, None, [reference])
+            late = Late(unchanged, reference, [])
             if target is not None:
                 late = Late(new_weak, None, [Part(target)])
             self.nodes[index] = self.nodes[index]._replace(pattern=late)

@@ -157,8 +157,9 @@ AFTER_FLATTEN = [
     "_optim/decision.py",
     "_optim/fused.py",
     "_step/assemble.py",
-    "_step/decide.py",
+    "_step/masked.py",
     "_step/microbatches.py",
+    "_step/on_host.py",
     "_step/optimizer_step.py",
     "_step/train_step.py",
 ]
@@ -171,6 +172,21 @@ ASKED = {
     "placements",
     "is_dtensor",
 }
+
+
+ENGINES = ["_step/masked.py", "_step/on_host.py"]
+ROOMS_OF_A_STEP = ("_step", "_grads", "_loss_scale", "_batch_norm")
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in FILES if room_of(name) in ROOMS_OF_A_STEP and name not in ENGINES]
+)
+def test_only_the_two_engines_of_a_step_ask_how_it_runs(name):
+    nodes = list(ast.walk(parsed(name)))
+    asked = {getattr(node, "id", None) for node in nodes}
+    asked |= {getattr(node, "attr", None) for node in nodes}
+    asked |= {getattr(node, "arg", None) for node in nodes}
+    assert not asked & {"traced", "is_compiling", "under_transform", "skip_on_host", "in_place"}
 
 
 @pytest.mark.parametrize("name", AFTER_FLATTEN)
@@ -258,8 +274,9 @@ TESTED_WITH = {
     "_optim/wrapper.py": "test_stochastic_rounding.py",
     "_reports/printing.py": "test_grad_report.py",
     "_step/assemble.py": "test_train_step.py",
-    "_step/decide.py": "test_laws_of_a_step.py",
+    "_step/masked.py": "test_laws_of_a_step.py",
     "_step/memory.py": "test_donation.py",
+    "_step/on_host.py": "test_laws_of_a_step.py",
     "_step/step_info.py": "test_train_step.py",
     "_step/step_options.py": "test_train_step.py",
     "_step/train_state.py": "test_train_step.py",

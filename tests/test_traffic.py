@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 import purescale as ps
 from purescale._grads import grad_stats
 from purescale._optim import torch_optim
-from purescale._torch import tracing
+from purescale._torch import foreach, tracing
 from purescale.testing import assert_sync_free
 
 ADAMW = ps.from_torch(torch.optim.AdamW, lr=0.1, weight_decay=0.1)
@@ -351,7 +351,7 @@ def test_the_norm_in_rows_and_chunks_equals_float64(length, chunk, sizes, power)
 @pytest.fixture
 def as_one_node(monkeypatch):
     """As with many parameters."""
-    for module in (grad_stats, torch_optim):
+    for module in (foreach, torch_optim):
         monkeypatch.setattr(module, "MAX_INLINE_LEAVES", 0)
 
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._grads.measure import measure
-from .._torch import donation, dtensor, foreach
+from .._torch import donation, dtensor
 from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write
-from .._torch.dtypes import saturating, wide_dtype, widest_float
-from .._torch.private import listops
-from .._torch.tracing import host_can_read, is_on_a_graph, traced, under_transform
+from .._torch.dtypes import wide_dtype, widest_float
+from .._torch.foreach import weighted_sum
 from .._tree import tree as _tree
 from .._tree.gradients import as_gradients
 from .._tree.leaves import dense
@@ -23,8 +21,6 @@ from .._tree.tree import Leaves, Tree, TreeDef
 
 _HEAVIEST = 2.0**64  # beyond any count of tokens, and no sum of such weights overflows
 OnNonfinite = Literal["drop_window", "drop_microbatch"]
-_ADDED_AS_LISTS = frozenset(foreach.ADDED_AS_LISTS)
-_dtype = operator.attrgetter("dtype")
 
 
 class AccumState(NamedTuple):
@@ -150,7 +146,7 @@ def accumulate_grads(
     means = as_gradients(leaves)
     owned = donate and can_write(means.tensors, [*flat.tensors, *accum[1:]])
     # torch 2.11 cannot trace `_replace`.
-    added = add(AccumState(means.tensors, *accum[1:]), flat.tensors, checked, bad, in_place=owned)
+    added = add(AccumState(means.tensors, *accum[1:]), flat.tensors, checked, bad, owned=owned)
     added = AccumState(structure.unflatten(means.restore(added.grads)), *added[1:])
     if donate:
         _tree.poison(accum, keep=(added, grads, weight, found_inf))
@@ -164,10 +160,10 @@ def add(
     bad: Tensor,
     *,
     scale: Tensor | None = None,
-    in_place: bool,
+    owned: bool,
 ) -> AccumState:
     """`accumulate_grads` for lists of dense, real tensors. `new` is still scaled by `scale`, if
-    given.
+    given. `owned` allows overwriting the means.
     """
     usable = is_weight(weight)
     good = ~bad & usable & (weight > 0)
@@ -175,9 +171,7 @@ def add(
     counted = torch.where(good, weight, 0)
     share = _share(counted, accum.weight)
     return AccumState(
-        grads=weighted_sum(
-            accum.grads, new, share, good, keep=1 - share, scale=scale, in_place=in_place
-        ),
+        grads=weighted_sum(accum.grads, new, share, good, keep=1 - share, scale=scale, owned=owned),
         weight=accum.weight + counted,
         found_inf=accum.found_inf | bad,
         num_good=_tree.counted(accum.num_good, good),
@@ -188,68 +182,6 @@ def add(
 
 def _sum_of_counts(a: Tensor, b: Tensor) -> Tensor:
     return (a.to(torch.int64) + b).clamp(max=torch.iinfo(a.dtype).max).to(a.dtype)
-
-
-def weighted_sum(
-    sums: list[Tensor],
-    new: list[Tensor],
-    share: float | Tensor,
-    good: bool | Tensor,
-    *,
-    keep: Tensor | None = None,
-    scale: Tensor | None = None,
-    in_place: bool,
-    on_graph: bool | None = None,
-) -> list[Tensor]:
-    """Return `sums * keep + new / scale * share` if `good`, else `sums`. None leaves a factor out.
-
-    `share` is a number only if `good` is True. `on_graph`: a derivative is taken; None if that is
-    unknown. The textbook `sums + (new - sums) * share` would overflow on opposite signs.
-    """
-    factor: Any = share
-    by_tensor = isinstance(share, Tensor)
-    if on_graph is None:
-        on_graph = traced() or is_on_a_graph([*sums, *new, factor if by_tensor else None])
-    if on_graph or not set(map(_dtype, sums)) <= _ADDED_AS_LISTS:
-        pairs = zip(sums, new, strict=True)
-        totals = [_weighted(*pair, share, good, keep, scale) for pair in pairs]
-        if in_place and not under_transform():
-            return [total.copy_(other) for total, other in zip(sums, totals, strict=True)]
-        return totals
-    sums = sums if in_place else foreach.clone(sums)
-    on_host = not by_tensor or host_can_read([factor], sums)
-    if not sums or (on_host and not bool(good)):
-        return sums
-    if scale is not None:
-        with torch.no_grad():
-            new = foreach.divide(new, scale)
-    if on_host:
-        if keep is not None:
-            listops.mul_(sums, keep.item())
-        listops.add_(sums, new, alpha=factor.item() if by_tensor else factor)
-        return sums
-    if keep is not None:
-        foreach.multiply(sums, keep, in_place=True)
-    foreach.add_where_(sums, new, factor, good)  # type: ignore[arg-type]
-    return sums
-
-
-def _weighted(
-    total: Tensor,
-    new: Tensor,
-    share: float | Tensor,
-    good: bool | Tensor,
-    keep: Tensor | None,
-    scale: Tensor | None,
-) -> Tensor:
-    """Return `weighted_sum` of one tensor, for a derivative, a compiler or a narrow sum."""
-    wide = wide_dtype(total.dtype)
-    added = new.to(wide) if scale is None else new.to(wide) / scale.to(wide)
-    if isinstance(good, Tensor):
-        added = torch.where(good, added, 0)
-    added = added * (share.to(wide) if isinstance(share, Tensor) else share)
-    kept = total.to(wide) if keep is None else total.to(wide) * keep.to(wide)
-    return saturating(kept + added, total.dtype)
 
 
 def _share(weight: Tensor, others: Tensor) -> Tensor:
@@ -342,7 +274,7 @@ def merge_accum(a: AccumState, b: AccumState, donate: bool = False) -> AccumStat
     owned = donate and can_write(means.tensors, [*new.tensors, *a[1:], *b[1:]])
     share = _share(b.weight, a.weight)
     merging = weighted_sum(
-        means.tensors, new.tensors, share, b.weight > 0, keep=1 - share, in_place=owned
+        means.tensors, new.tensors, share, b.weight > 0, keep=1 - share, owned=owned
     )
     merged = AccumState(
         grads=structure.unflatten(means.restore(merging)),

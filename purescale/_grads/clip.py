@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._distributed.process_group import Group, resolve_group
-from .._grads.measure import measure
-from .._torch import foreach, private
+from .._grads.measure import Want, measure
+from .._torch import private
 from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write
 from .._torch.metadata_cache import dtypes
@@ -164,13 +164,11 @@ def clip_by_global_norm(
             device = torch.device(private.object_device(group))
     one = torch.ones((), dtype=torch.float32, device=device)
     flat = as_gradients(leaves)
-    stats = measure(_magnitudes(flat, norm_type), one, norm_type=norm_type, norm_group=group)
-    measured: Any = stats.norm
+    want = Want(norm_type, norm_group=group)
+    measured = measure(_magnitudes(flat, norm_type), one, want).norm
     factor = clip_factor(measured, max_norm).to(factor_dtype(flat.tensors))
-    in_place = donate and can_write(flat.tensors, [max_norm])
-    clipped = structure.unflatten(
-        flat.restore(foreach.multiply(flat.tensors, factor, in_place=in_place))
-    )
+    flat = flat._replace(owned=donate and can_write(flat.tensors, [max_norm]))
+    clipped = structure.unflatten(flat.multiplied(factor).leaves)
     norm = measured.to(factor.dtype)
     if donate:
         _tree.poison(grads, keep=(clipped, max_norm))
@@ -255,10 +253,8 @@ def clip_by_value(grads: TreeT, clip_value: float | Tensor, donate: bool = False
     _tree.check_gradients(grads, leaves)
     check_ordered(grads, leaves)
     flat = as_gradients(leaves)
-    in_place = donate and can_write(flat.tensors, [clip_value])
-    clipped = structure.unflatten(
-        flat.restore(foreach.clamp(flat.tensors, limit, in_place=in_place))
-    )
+    flat = flat._replace(owned=donate and can_write(flat.tensors, [clip_value]))
+    clipped = structure.unflatten(flat.clamped(limit).leaves)
     if donate:
         _tree.poison(grads, keep=(clipped, clip_value))
     return clipped

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -12,10 +11,9 @@ from torch import Tensor
 
 from .._torch import private
 from .._torch.dtypes import unscaled_dtype, widest_float
-from .._torch.foreach import MAX_INLINE_LEAVES, by_kind, cast
+from .._torch.foreach import by_kind, cast, way_over
 from .._torch.metadata_cache import elements
 from .._torch.private import listops
-from .._torch.tracing import is_on_a_graph, under_transform
 
 
 class LocalStats(NamedTuple):
@@ -121,19 +119,17 @@ def local_stats(tensors: Sequence[Tensor], divisor: Tensor, norm_type: float | N
     overflow or vanish.
     """
     present = [tensor for tensor in tensors if tensor.numel()]
-    compiling = torch.compiler.is_compiling()
-    inline = under_transform() or is_on_a_graph(present)
-    inline = inline or (compiling and len(present) <= MAX_INLINE_LEAVES)
     dtypes = list(dict.fromkeys(tensor.dtype for tensor in present))
     p = None if norm_type is None or norm_type == math.inf else norm_type
     found: list[Tensor] = []
     if present:
-        with contextlib.nullcontext() if inline or compiling else torch.no_grad():
-            if inline:
-                found = _inline_stats(present, divisor, dtypes, p)
-            elif compiling:
-                found = _stats_node(present, divisor, p)
-            else:
+        way = way_over(present)
+        if way == "plain":
+            found = _inline_stats(present, divisor, dtypes, p)
+        elif way == "node":
+            found = _stats_node(present, divisor, p)
+        else:
+            with torch.no_grad():
                 found = _list_stats(present, divisor, dtypes, p)
     amax, norms = dict(zip(dtypes, found, strict=False)), found[len(dtypes) :]
     if norm_type is None:

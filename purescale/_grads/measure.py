@@ -1,10 +1,10 @@
-"""The stage `measure` of a step: whether gradients are finite, their norm and their amax."""
+"""The measurements of a step: whether gradients are finite, their norm and their amax."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,80 +14,81 @@ from .._distributed.process_group import Group, all_reduce
 from .._grads.grad_stats import LocalStats, local_stats, sum_of_squares
 from .._grads.mesh_stats import mesh_stats, stats_of_parts
 from .._torch.dtensor import any_dtensor
-from .._torch.dtypes import saturating
+from .._torch.dtypes import saturating, widest_float
 from .._torch.metadata_cache import elements
-from .._torch.tracing import PLAIN_TYPES, host_can_read, is_on_a_graph, traced
+from .._torch.tracing import host_can_read, is_eager_on_a_cpu, is_on_a_graph
 from .._tree.gradients import Gradients
 
 
+class Want(NamedTuple):
+    """What to measure besides whether gradients are finite."""
+
+    norm_type: float | None = None  # the p of the norm; None for no norm
+    amax: bool = False
+    # They are a sum, in which inf and -inf give NaN or inf, depending on the order of the terms;
+    # their norm is then inf.
+    of_sum: bool = False
+    # The ranks that decide together. A `train_step` has reduced the gradients before it measures.
+    group: Group | None = None
+    norm_group: Group | None = None  # the ranks that hold other parts of the model
+
+
+FINITE = Want()
+
+
 class GradStats(NamedTuple):
-    """The results of one read of the gradients, over all ranks that share them."""
-
-    nonfinite: Tensor  # bool []: a gradient, or one over the scale, is not finite
-    nonfinite_on_host: bool | None  # the same, if the host can read it
-    norm: Tensor | None  # of the unscaled gradients; None if not asked for
-    norm_on_host: float | None  # the same, if the host can read it
-    amax: Tensor | None  # float32 []: the largest unscaled magnitude; None if not asked for
-
-
-def measure(
-    grads: Gradients,
-    scale: Tensor,
-    *,
-    norm_type: float | None = None,
-    amax: bool = False,
-    of_sum: bool = False,
-    group: Group | None = None,
-    norm_group: Group | None = None,
-) -> GradStats:
-    """Return the stats of `grads` over their scale. `scale`: that of the loss, also if they are
-    unscaled by now; gradients are not finite if it is 0, negative, inf or NaN.
-
-    On a CPU in eager mode the sum of squares is read, and the exact way is taken only if that sum
-    is not conclusive. On an accelerator and while tracing no value is read.
-
-    `of_sum`: they are a sum, in which inf and -inf give NaN or inf, depending on the order of the
-    terms; their norm is then inf. `group`: the ranks that decide together; a `train_step` has
-    reduced the gradients before it measures them. `norm_group`: the ranks that hold other parts of
-    the model; the stats are those of all parts.
+    """The results of one read of the gradients, over all ranks that share them: 0-d tensors, or
+    Python numbers if the host has read them.
     """
-    tensors, divisor = grads.tensors, grads.scale
-    if divisor is None:
-        divisor = torch.ones_like(scale)
-    on_host = host_can_read([scale], tensors)
-    squares: Tensor | None = None
-    one_part = norm_group is None and not _is_sharded(grads)
-    if one_part and (norm_type == 2 or (norm_type is None and not amax)):
-        squares = _squares(tensors, readable=on_host)
-    if squares is not None and on_host and group is None:
-        total, number = squares.item(), scale.item()
-        usable, number = 0 < number < math.inf, 1.0 if grads.scale is None else number
-        if usable and _sum_is_conclusive(tensors, total, number, norm=norm_type is not None):
-            known = None if norm_type is None else math.sqrt(total) / number
-            return GradStats(
-                torch.zeros((), dtype=torch.bool, device=scale.device),
-                False,
-                None if known is None else torch.full_like(squares, known),
-                known,
-                _amax(local_stats(tensors, divisor, None), divisor) if amax else None,
-            )
-    stats = _exact_stats(grads, divisor, norm_type)
-    if norm_group is not None:
-        stats = stats_of_parts(stats, divisor, norm_type, norm_group)
+
+    nonfinite: Any  # bool: a gradient, or one over the scale, is not finite
+    norm: Any  # of the unscaled gradients; None if not asked for
+    amax: Any  # the largest unscaled magnitude; None if not asked for
+
+
+def measure(grads: Gradients, scale: Tensor, want: Want = FINITE) -> GradStats:
+    """Return `stats_by_masks`, from the fastest read, for a function that is called by hand."""
+    stats, tensors = None, grads.tensors
+    if not want.amax and host_can_read([scale], tensors) and not is_on_a_graph(tensors):
+        stats = _from_squares(grads, scale, want)
+    if stats is None:
+        return stats_by_masks(grads, scale, want)
+    device = scale.device
+    norm, dtype = stats.norm, widest_float(device)
+    if norm is not None:
+        norm = torch.full((), norm, dtype=dtype, device=device)
+    return GradStats(torch.zeros((), dtype=torch.bool, device=device), norm, None)
+
+
+def stats_by_masks(grads: Gradients, scale: Tensor, want: Want = FINITE) -> GradStats:
+    """Return the stats of `grads` over their scale, and read nothing. `scale`: that of the loss,
+    also if they are unscaled by now; gradients are not finite if it is 0, negative, inf or NaN.
+    """
+    tensors, divisor = grads.tensors, _divisor(grads, scale)
+    stats = _exact_stats(grads, divisor, want.norm_type)
+    if want.norm_group is not None:
+        stats = stats_of_parts(stats, divisor, want.norm_type, want.norm_group)
     nonfinite = ~stats.are_finite(divisor) | ~is_usable(scale)
-    if group is not None:
-        nonfinite = all_reduce_found_inf(nonfinite, group)
-    norm = None if stats.norm is None else _norm(tensors, stats.norm, squares, divisor)
-    if of_sum and norm is not None:
-        norm = norm.nan_to_num(math.inf, math.inf)
-    on_host = on_host and not is_on_a_graph(tensors)  # the clip factor must keep its derivative
-    return GradStats(
-        nonfinite,
-        bool(nonfinite) if on_host else None,
-        norm,
-        norm.item() if on_host and norm is not None else None,
-        _amax(stats, divisor, group) if amax else None,
-    )
+    if want.group is not None:
+        nonfinite = all_reduce_found_inf(nonfinite, want.group)
+    norm = stats.norm
+    if norm is not None:
+        if want.norm_type == 2 and _is_one_part(grads, want):
+            norm = _with_the_bits_of_the_host(tensors, norm, divisor)
+        if want.of_sum:
+            norm = norm.nan_to_num(math.inf, math.inf)
+    return GradStats(nonfinite, norm, _amax(stats, divisor, want.group) if want.amax else None)
+
+
+def stats_on_host(grads: Gradients, scale: Tensor, want: Want = FINITE) -> GradStats:
+    """Return `stats_by_masks` as Python numbers, where a read does not wait. The sum of squares is
+    read, and the exact way is taken only if that sum is not conclusive.
+    """
+    stats = _from_squares(grads, scale, want)
+    if stats is None:
+        stats = stats_by_masks(grads, scale, want)
+        stats = GradStats(*[None if x is None else x.item() for x in stats])
+    return stats
 
 
 def measure_amax(grads: Gradients, one: Tensor, group: Group | None = None) -> Tensor:
@@ -101,34 +102,54 @@ def _exact_stats(grads: Gradients, divisor: Tensor, norm_type: float | None) -> 
     return local_stats(grads.tensors, divisor, norm_type)
 
 
+def is_usable(scale: Tensor) -> Tensor:
+    """Return True if gradients scaled by `scale` can be trusted: division by 0, inf or NaN could
+    turn garbage into finite numbers.
+    """
+    return (scale > 0) & (scale < math.inf)
+
+
+def _divisor(grads: Gradients, scale: Tensor) -> Tensor:
+    return torch.ones_like(scale) if grads.scale is None else grads.scale
+
+
 def _is_sharded(grads: Gradients) -> bool:
     return not grads.dense_real and any_dtensor(grads.likes)
 
 
-def _squares(tensors: Sequence[Tensor], *, readable: bool) -> Tensor | None:
-    """Return the sum of squares on a CPU, where it is the fastest read; None elsewhere. `readable`:
-    the host can read the values.
-    """
-    present = tensors
-    if 0 in elements(tensors):
-        present = [tensor for tensor in tensors if tensor.numel()]
-    if not present or is_on_a_graph(present):
+def _is_one_part(grads: Gradients, want: Want) -> bool:
+    """Return True if these gradients are those of the whole model."""
+    return want.norm_group is None and not _is_sharded(grads)
+
+
+# ---- the sum of squares, the fastest read of a CPU -----------------------------------------------
+
+
+def _from_squares(grads: Gradients, scale: Tensor, want: Want) -> GradStats | None:
+    """Return the stats as Python numbers if the sum of squares shows them."""
+    norm = want.norm_type is not None
+    enough = want.norm_type == 2 if norm else not want.amax
+    tensors = grads.tensors
+    if not (enough and any(elements(tensors)) and want.group is None and _is_one_part(grads, want)):
         return None
-    if readable or (present[0].is_cpu and not traced() and set(map(type, present)) <= PLAIN_TYPES):
-        return sum_of_squares(present)
-    return None
-
-
-def _sum_is_conclusive(
-    tensors: Sequence[Tensor], total: float, divisor: float, *, norm: bool
-) -> bool:
-    """Return True if a sum of squares shows that all elements are finite over `divisor`, a usable
-    scale, and, if `norm`, that its root is their norm.
-    """
+    total, number = _sum_of_squares(tensors).item(), scale.item()
+    usable, number = 0 < number < math.inf, 1.0 if grads.scale is None else number
     bound = math.sqrt(total) if total >= 0 else math.nan  # no element is larger
-    return bound / divisor < _SMALLEST_RANGE and not (
-        norm and total < _smallest_reliable_sum(tensors)
-    )
+    if not (usable and bound / number < _SMALLEST_RANGE):
+        return None
+    if norm and total < _smallest_reliable_sum(tensors):
+        return None
+    amax = None
+    if want.amax:
+        divisor = _divisor(grads, scale)
+        amax = _amax(local_stats(tensors, divisor, None), divisor).item()
+    return GradStats(False, bound / number if norm else None, amax)
+
+
+def _sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
+    if 0 in elements(tensors):
+        tensors = [tensor for tensor in tensors if tensor.numel()]
+    return sum_of_squares(tensors)
 
 
 # of bfloat16, whose largest number is a little below that of float32
@@ -142,17 +163,19 @@ def _smallest_reliable_sum(tensors: Sequence[Tensor]) -> float:
     return float(sum(elements(tensors)) * 2.0**-100)
 
 
-def _norm(
-    tensors: Sequence[Tensor], exact: Tensor, squares: Tensor | None, divisor: Tensor
-) -> Tensor:
-    """Return the norm from the sum of squares if that is conclusive, with the bits that the host
-    computes, else the exact norm.
+def _with_the_bits_of_the_host(tensors: Sequence[Tensor], exact: Tensor, divisor: Tensor) -> Tensor:
+    """Return the norm that a host computes, on a CPU: from the sum of squares, if that is
+    conclusive.
     """
-    if squares is None:
+    if not any(elements(tensors)) or not is_eager_on_a_cpu(tensors) or is_on_a_graph(tensors):
         return exact
+    squares = _sum_of_squares(tensors)
     quick = squares.sqrt() / divisor
     conclusive = (quick < _SMALLEST_RANGE) & (squares >= _smallest_reliable_sum(tensors))
     return torch.where(conclusive, quick, exact)
+
+
+# ---- the largest magnitude -----------------------------------------------------------------------
 
 
 def _amax(stats: LocalStats, divisor: Tensor, group: Group | None = None) -> Tensor:
@@ -167,10 +190,3 @@ def _amax(stats: LocalStats, divisor: Tensor, group: Group | None = None) -> Ten
     # Reduced as integers, because libraries of collectives disagree on the maximum of NaN and 1.
     # The bits of numbers that are not negative have the order of the numbers, with NaN above all.
     return all_reduce(amax.abs().view(torch.int32), "max", group).view(torch.float32)
-
-
-def is_usable(scale: Tensor) -> Tensor:
-    """Return True if gradients scaled by `scale` can be trusted: division by 0, inf or NaN could
-    turn garbage into finite numbers.
-    """
-    return (scale > 0) & (scale < math.inf)

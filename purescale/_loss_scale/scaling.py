@@ -14,9 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from .._distributed.process_group import Group
-from .._grads.measure import measure
+from .._grads.measure import Want, measure
 from .._loss_scale.rule_protocol import HasScale
-from .._torch import foreach
 from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write
 from .._torch.dtypes import wide_dtype
@@ -107,11 +106,10 @@ def unscale_and_check(
     _tree.check_gradients(grads, leaves)
     check_device(scaler.scale, grads, leaves, "grads")
     flat = as_gradients(leaves)
-    in_place = donate and can_write(flat.tensors, _tree.tensors(scaler))
-    unscaled = foreach.divide(flat.tensors, scaler.scale, in_place=in_place)
-    outputs = flat._replace(tensors=unscaled)
-    found_inf = measure(outputs, scaler.scale, group=group).nonfinite
-    result = structure.unflatten(flat.restore(unscaled))
+    owned = donate and can_write(flat.tensors, _tree.tensors(scaler))
+    unscaled = flat._replace(owned=owned).divided(scaler.scale)
+    found_inf = measure(unscaled, scaler.scale, Want(group=group)).nonfinite
+    result = structure.unflatten(unscaled.leaves)
     if donate:
         _tree.poison(grads, keep=(result, found_inf, scaler))
     return result, found_inf

@@ -12,8 +12,7 @@ from .._torch import foreach
 class Decision(NamedTuple):
     """The decision about parameters, optimizer state and gradients in this step."""
 
-    skip: Tensor | None  # bool []: True keeps everything; None if the step is known to be applied
-    skip_on_host: bool | None  # the same as a bool, None if the host cannot see it
+    skip: Tensor | bool  # bool []: True keeps everything; a bool if the host knows it
     # Gradients are divided by `scale`, then multiplied by `factor`, then clamped to plus and minus
     # `clip_value`; None leaves a part out.
     scale: Tensor | None = None
@@ -24,8 +23,13 @@ class Decision(NamedTuple):
     divisor: Tensor | None = None
     prefactor: Tensor | None = None  # multiplied before that division; None for 1
 
+    @property
+    def skip_on_host(self) -> bool | None:
+        """The skip as a bool; None if the host does not know it."""
+        return self.skip if isinstance(self.skip, bool) else None
 
-APPLY = Decision(skip=None, skip_on_host=False)
+
+APPLY = Decision(skip=False)
 
 
 def unscale_and_clip(

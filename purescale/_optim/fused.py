@@ -134,7 +134,7 @@ def fused_update(
     params = launch.targets[0]
     grads, divisor = _ready(launch, decision)
     launch = launch._replace(grads=grads)
-    skip = None if decision.skip_on_host is False else decision.skip
+    skip: Any = None if decision.skip_on_host is False else decision.skip
     found_inf = None if skip is None else skip.to(params[0].device, torch.float32)
     lr, numbers = settings["lr"], kernel.numbers(settings)
     if torch.compiler.is_compiling():

@@ -63,6 +63,11 @@ class StepInputs(NamedTuple):
         return self.known or [*self.named_params.values(), *values_of(self.opt_state.slots)]
 
     @property
+    def local_params(self) -> Leaves:
+        """The parameters that are tensors."""
+        return self.params if self.dense_off_graph else list(self.named_params.values())
+
+    @property
     def replaced(self) -> list[list[Tensor]]:
         """The tensors of this rank that a step replaces: parameters and slots with their cached
         metadata, if known, and the rest of the state.

@@ -248,7 +248,7 @@ class TorchOptimizer:
     ) -> tuple[Tensor, Any, Any]:
         """Return the count of applied steps and the settings in the state after the step."""
         applied, _, lr, hyper = opt_state
-        count: Any = 1 if decision.skip_on_host is False else ~decision.skip  # type: ignore[operator]
+        count: Any = 1 if decision.skip_on_host is False else ~decision.skip
         keep = Tensor.detach if in_place else self._unfused.copy
         return (
             applied.add_(count) if in_place else applied + count,

@@ -189,7 +189,7 @@ class Wrapper:
         stepped, state = self.conditional.conditional_step(
             wide, decision, in_place=write, prepared=prepared
         )
-        skip = decision.skip if decision.skip_on_host is None else None
+        skip: Any = decision.skip if decision.skip_on_host is None else None
         old = inputs.params, inputs.opt_state
         new = self.narrow(inputs, skip, (_tree.flatten(stepped)[0], state), write=write)
         if not write:

@@ -1,13 +1,14 @@
 """A training step: `train_step` and its stages.
 
 Each stage is one function: flatten (`_optim/step_inputs.py`), memory (`memory.py`), accumulate
-(`microbatches.py`), reduce (`reduce.py`), measure (`_grads/measure.py`), decide (`decide.py`),
-update (`optimizer_step.py`), assemble (`assemble.py`). CONTRIBUTING.md has the diagram.
+(`microbatches.py`), reduce (`reduce.py`), measure, decide and update (the engine), assemble
+(`assemble.py`). CONTRIBUTING.md has the diagram. An engine is `masked.py`, the specification, which
+reads nothing, or `on_host.py`, the same after one read; it is chosen once a step.
 
 Entry: `train_step.train_step`; by hand `value_and_grad.value_and_grad`, then
 `optimizer_step.unscale_and_step` or `optimizer_step.maybe_step`.
 Hands on: the next `train_state.TrainState` and a `step_info.StepInfo`; between the stages
-`microbatches.WindowGrads` and `decide.Outcome`. Settings travel as `step_options.StepOptions`.
+`microbatches.WindowGrads` and `masked.Outcome`. Settings travel as `step_options.StepOptions`.
 May import: `_loss_scale`, `_grads`, `_batch_norm`, `_optim`, `_module`, `_distributed`, `_tree`,
 `_torch`.
 """

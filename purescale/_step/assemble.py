@@ -9,17 +9,16 @@ import torch
 from torch import Tensor
 
 from .._loss_scale.rule_protocol import call_rule
-from .._optim.decision import Decision
-from .._step.decide import Outcome
+from .._step.masked import Masked, Outcome
 from .._step.memory import Memory
 from .._step.retry import FinalTry
+from .._step.spike_guard import Verdict
 from .._step.step_info import StepInfo
 from .._step.step_options import FlatState, StepOptions
 from .._step.train_state import TrainState
-from .._torch.tracing import traced
 from .._tree import tree as _tree
-from .._tree.select import choose, copies, where, write_over
-from .._tree.tree import FlatTree, Leaves, Tree, TreeDef
+from .._tree.select import where, write_over
+from .._tree.tree import FlatTree, Leaves, Tree
 
 
 class Numbers(NamedTuple):
@@ -32,6 +31,7 @@ class Numbers(NamedTuple):
 
 
 def assemble(
+    engine: type[Masked],
     state: TrainState,
     flat: FlatState,
     memory: Memory,
@@ -43,9 +43,8 @@ def assemble(
     """Return the next state and the report. `updated`: the new parameters and optimizer state."""
     window, (params, opt_state) = tried.window, updated
     used_scale = tried.scaler.tree.scale.clone()
-    skip, skip_on_host = outcome.found_inf, outcome.decision.skip_on_host
-    buffers = _next_buffers(memory, outcome.decision, flat.buffers.leaves, window.buffers)
-    if memory.numbers and skip_on_host is None:
+    buffers = _next_buffers(engine, memory, outcome, flat.buffers, window.buffers)
+    if memory.numbers:
         before = Numbers(state.scaler, state.step, state.rng, state.guard)
         numbers = write_over(before, numbers)
     new_state = TrainState(
@@ -57,38 +56,53 @@ def assemble(
         rng=numbers.rng,
         guard=numbers.guard,
     )
-    reported = (outcome.grad_norm, outcome.grad_amax, outcome.rejected)
-    norm, amax, rejected = [() if value is None else value for value in reported]
     info = StepInfo(
         loss=window.loss,
-        found_inf=skip,
+        found_inf=outcome.found_inf,
         scale=used_scale,
-        grad_norm=norm,
-        grad_amax=amax,
-        retries=torch.full((), tried.retries, dtype=torch.int32, device=skip.device),
+        grad_norm=outcome.grad_norm,
+        grad_amax=outcome.grad_amax,
+        retries=torch.full((), tried.retries, dtype=torch.int32, device=used_scale.device),
         aux=window.aux,
-        rejected=rejected,
+        rejected=outcome.rejected,
     )
     return new_state, info
 
 
 def next_numbers(
-    options: StepOptions, state: TrainState, scaler: FlatTree, tried: FinalTry, outcome: Outcome
+    engine: type[Masked],
+    options: StepOptions,
+    state: TrainState,
+    scaler: FlatTree,
+    tried: FinalTry,
+    outcome: Outcome,
+    verdict: Verdict | None,
 ) -> Numbers:
-    """Return the numbers of the next state."""
-    skip, skip_on_host = outcome.found_inf, outcome.decision.skip_on_host
+    """Return the numbers of the next state. If a guard alone skips the step, it keeps the state in
+    which it rejected it.
+    """
+    guard: Tree = ()
+    if verdict is not None:
+        leaves = engine.choose(outcome.failed, verdict.old, verdict.new)
+        guard = verdict.structure.unflatten(leaves)
     return Numbers(
-        scaler=_next_scaler(options, scaler, tried, outcome),
-        step=state.step + (~skip if skip_on_host is None else int(not skip_on_host)),
+        scaler=_next_scaler(engine, options, scaler, tried, outcome),
+        step=state.step + _tree.negated(outcome.decision.skip),
         rng=tried.rng,
-        guard=() if outcome.verdict is None else _next_guard(outcome, *outcome.verdict),
+        guard=guard,
     )
 
 
 _FROM_RULE = "the state that the rule returned"
 
 
-def _next_scaler(options: StepOptions, before: FlatTree, tried: FinalTry, outcome: Outcome) -> Tree:
+def _next_scaler(
+    engine: type[Masked],
+    options: StepOptions,
+    before: FlatTree,
+    tried: FinalTry,
+    outcome: Outcome,
+) -> Tree:
     """Return the loss scale after the step."""
     used = tried.scaler.tree
     overflow, amax = _told_to_rule(options, tried, outcome)
@@ -98,17 +112,14 @@ def _next_scaler(options: StepOptions, before: FlatTree, tried: FinalTry, outcom
     new = _tree.matching_leaves(
         before.tree, updated_scaler, "state.scaler", _FROM_RULE, flat=before
     )[1]
-    # `len`, because Dynamo cannot trace `not` of a tuple.
-    unbounded = len(options.clip.tensor_bounds) == 0
-    only_an_overflow_skips = tried.flags.must_skip is None and unbounded and options.guard is None
-    if not (only_an_overflow_skips or outcome.decision.skip_on_host is False):
+    if outcome.keeps_scale is False:  # a rule may return its arguments
+        given = [*before.leaves, overflow, *([] if amax is None else [amax])]
+        new = _tree.leaves_apart(new, given)
+    else:
         # A skip that is not an overflow keeps the scale: no weight, an invalid bound, or a guard.
         # A lower scale at which a retry was finite is kept too.
         old = before.leaves if start is before.tree else _tree.flatten(start)[0]
-        new = choose(outcome.found_inf & ~tried.flags.overflow, old, new)
-    elif not traced():  # a rule may return its arguments
-        given = [*before.leaves, overflow, *([] if amax is None else [amax])]
-        new = _tree.leaves_apart(new, given)
+        new = engine.choose(outcome.keeps_scale, old, new)
     return before.structure.unflatten(new)
 
 
@@ -120,8 +131,8 @@ def _told_to_rule(
     For a rule that takes amax, a loss that is not finite itself is not an overflow, because no
     scale could have prevented it. If such a loss skips the step, amax is unknown: NaN.
     """
-    flags, amax = tried.flags, tried.stats.amax
-    if amax is None:
+    flags, amax = tried.flags, outcome.grad_amax
+    if not options.takes_amax:
         return flags.overflow, None
     # The loss of the step leaves out a microbatch that was dropped.
     dropped = options.on_nonfinite == "drop_microbatch"
@@ -130,21 +141,14 @@ def _told_to_rule(
     return bad, torch.where(outcome.found_inf & ~bad, torch.nan, amax)
 
 
-def _next_guard(outcome: Outcome, old: Leaves, new: Leaves, structure: TreeDef, _: Tensor) -> Tree:
-    """Return the new state of the guard, or the old one if something else skipped the step."""
-    skipped_otherwise = outcome.found_inf & ~outcome.rejected  # type: ignore[operator]
-    return structure.unflatten(choose(skipped_otherwise, old, new))
-
-
-def _next_buffers(memory: Memory, decision: Decision, old: Leaves, new: Leaves) -> Leaves:
+def _next_buffers(
+    engine: type[Masked], memory: Memory, outcome: Outcome, before: FlatTree, new: Leaves
+) -> Leaves:
     """Return the buffers after the step in memory of their own, because a loss may keep the tensors
-    that it returned, or return them as aux too.
+    that it returned, or return them as aux too. Buffers that require a gradient are not returned on
+    their graph.
     """
-    skip = decision.skip_on_host
-    if skip is False or (skip and not memory.buffers):
-        return copies(old if skip else new)
-    if not traced():  # buffers that require a gradient are not returned on their graph
-        old = [t.detach() if isinstance(t, Tensor) and t.requires_grad else t for t in old]
-    if skip:
-        return list(old)
-    return choose(decision.skip, old, new, in_place=memory.buffers)  # type: ignore[arg-type]
+    old = before.leaves
+    if not before.dense_off_graph or any([leaf.requires_grad for leaf in old]):
+        old = [_tree.off_graph(t) if getattr(t, "requires_grad", False) else t for t in old]
+    return engine.choose(outcome.decision.skip, old, new, overwrite=memory.buffers)

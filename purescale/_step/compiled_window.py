@@ -16,10 +16,10 @@ from .._module.norms import norms_in_float32
 from .._step.step_options import StepOptions
 from .._step.value_and_grad import MicrobatchResult, ValueAndGrad
 from .._torch import private
-from .._torch.tracing import constant_while_compiling
+from .._torch.tracing import constant_while_compiling, in_dynamo_alone
 from .._tree import tree as _tree
 from .._tree.gradients import as_gradients
-from .._tree.select import choose
+from .._tree.select import masked
 from .._tree.tree import Leaves
 
 _numbers = itertools.count(1)
@@ -49,10 +49,10 @@ def can_repeat(
     options: StepOptions, value_and_grad: ValueAndGrad, buffers: Leaves, number: int
 ) -> bool:
     """Return True if one traced microbatch may stand for all, as `unroll=False` asks."""
-    if options.unroll or number == 1 or not (CAN_REPEAT and torch.compiler.is_dynamo_compiling()):
+    if options.unroll or number == 1 or not (CAN_REPEAT and in_dynamo_alone()):
         return False
     # A region returns tensors only, and the momenta of batch norms are numbers.
-    if options.bn_update == "window" or options.group is not None or private.under_transform():
+    if options.bn_update == "window" or options.group is not None:
         return False
     given = [*value_and_grad.inputs, *buffers, value_and_grad.scale]
     return _tree.are_tensors(given) and not any([tensor.requires_grad for tensor in given])
@@ -62,7 +62,7 @@ def keep_buffers_if_dropped(counts: bool | Tensor, before: Leaves, after: Leaves
     """Return the buffers for the next microbatch."""
     if isinstance(counts, bool):
         return after if counts else before
-    return choose(~counts, before, after)
+    return masked(~counts, before, after)
 
 
 class RegionCaller:
@@ -89,7 +89,7 @@ class RegionCaller:
             inputs, (scale,), before, state, own = [[rest.pop(0) for _ in range(n)] for n in sizes]
             weights = [own.pop(0) if isinstance(value, Tensor) else value for value in weighed]
             batch = private.pytree.tree_unflatten(rest, structure)
-            out = value_and_grad.traced(inputs, scale, before, batch)
+            out = value_and_grad.by_func_of(inputs, scale, before, batch)
             _check_aux(out.aux)
             with_it = mean.resumed(state, scale, weights)
             counts = with_it.add(0, as_gradients(out.grads, scale))

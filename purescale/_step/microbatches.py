@@ -19,39 +19,27 @@ from .._batch_norm.bn_stats import (
 )
 from .._batch_norm.capture import CaptureBatchNorm, layers_of, named_calls
 from .._distributed.buckets import Reduction, mean_divisor, reduction_of
-from .._distributed.process_group import all_reduce
+from .._distributed.process_group import Group, all_reduce
 from .._grads.accumulate import (
     AccumState,
     add,
     as_weight,
     init_accum,
     is_weight,
-    weighted_sum,
 )
-from .._grads.measure import measure
 from .._step.compiled_window import RegionCaller, can_repeat, keep_buffers_if_dropped
+from .._step.masked import Masked, WindowFlags
 from .._step.memory import Memory
 from .._step.step_options import FlatState, StepOptions
-from .._step.value_and_grad import ValueAndGrad, written_microbatch
+from .._step.value_and_grad import ValueAndGrad, check_unwritten
 from .._torch import private
 from .._torch.dtypes import wide_dtype, widest_float
 from .._torch.private import listops
-from .._torch.tracing import host_can_read, traced
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients, as_gradients
 from .._tree.leaves import lookup, versions
-from .._tree.scalars import as_float
+from .._tree.scalars import as_floats
 from .._tree.tree import FlatTree, Leaves, Tree
-
-
-class WindowFlags(NamedTuple):
-    """The overflows of a window, on this rank or on all of a group."""
-
-    overflow: Tensor  # bool []: a microbatch with a weight overflowed; the scale follows it
-    # bool []: fewer may overflow at a lower scale, because the loss of what overflowed is finite
-    retryable: Tensor
-    num_overflowed: Tensor  # int64 []; bool [] if only the mean was measured
-    must_skip: Tensor | None  # bool []: for any mean; None if the mean alone decides
 
 
 class MicrobatchFlags(NamedTuple):
@@ -78,7 +66,11 @@ class WindowGrads(NamedTuple):
 
 
 def accumulate_microbatches(
-    options: StepOptions, flat: FlatState, microbatches: list[Any], memory: Memory
+    engine: type[Masked],
+    options: StepOptions,
+    flat: FlatState,
+    microbatches: list[Any],
+    memory: Memory,
 ) -> WindowGrads:
     """Return the weighted mean of the microbatches' gradients and losses, and the buffers after
     them.
@@ -91,7 +83,8 @@ def accumulate_microbatches(
     if once:
         check_flat_buffers(buffers.tree)
     if not (once and layers_of(buffers.tree)):
-        return _accumulate(options, options.loss_fn, flat, microbatches, memory, buffers.leaves)
+        arguments = options.loss_fn, flat, microbatches, memory, buffers.leaves
+        return _accumulate(engine, options, *arguments)
     momenta: dict[str, float] = {}
 
     def loss_and_stats(params: Tree, carried: Tree, microbatch: Any) -> Any:
@@ -114,7 +107,8 @@ def accumulate_microbatches(
     # The statistics travel with the buffers, so that a dropped microbatch leaves both unchanged.
     carrying = _tree.flatten_once((buffers.tree, init_bn_stats(buffers.tree)))
     flat = flat._replace(buffers=carrying)
-    window = _accumulate(options, loss_and_stats, flat, microbatches, memory, buffers.leaves)
+    arguments = loss_and_stats, flat, microbatches, memory, buffers.leaves
+    window = _accumulate(engine, options, *arguments)
     carried, stats = carrying.structure.unflatten(window.buffers)
     known: Mapping[str, float | Tensor] = momenta
     if options.group is not None:
@@ -123,6 +117,7 @@ def accumulate_microbatches(
 
 
 def _accumulate(
+    engine: type[Masked],
     options: StepOptions,
     loss_fn: Any,
     flat: FlatState,
@@ -137,9 +132,12 @@ def _accumulate(
         params, buffers, scaler, loss_fn, memory.given, differentiable=differentiable
     )
     scale: Tensor = scaler.tree.scale
-    weights = _weights(options, microbatches, scale)
-    mean = _Mean(options, weights, value_and_grad)
-    reduction = _reduction(options, weights, params, sent_with) if mean.is_summed else None
+    weights = _weights(engine, options, microbatches, scale)
+    mean = _Mean(engine, options, weights, value_and_grad)
+    reduction = None
+    # Nothing is sent in a trace, nor if each microbatch has to be measured first.
+    if options.group is not None and mean.is_summed and mean.owned and not options.max_retries:
+        reduction = _reduction(options.group, weights, params, sent_with)
     carried, last = buffers.leaves, len(microbatches) - 1
     repeated = None
     if can_repeat(options, value_and_grad, carried, len(microbatches)):
@@ -166,9 +164,8 @@ def _accumulate(
         losses.append(out.loss)
         aux += tuple(out.aux)
         del out  # so that the next gradients reuse its memory
-    if versions(memory.microbatches) != before:
-        raise written_microbatch(memory.microbatches, before)
-    grads = as_gradients([], scale) if reduction is not None else mean.mean()
+    check_unwritten(memory.microbatches, before)
+    grads = mean.mean() if reduction is None else as_gradients([], scale, owned=True)
     facts = _summary(weights, losses, mean.overflows, options, scale)
     return WindowGrads(grads=grads, buffers=carried, aux=aux, reduction=reduction, **facts)
 
@@ -179,15 +176,20 @@ class _Mean:
     """
 
     def __init__(
-        self, options: StepOptions, weights: _Weights, value_and_grad: ValueAndGrad
+        self,
+        engine: type[Masked],
+        options: StepOptions,
+        weights: _Weights,
+        value_and_grad: ValueAndGrad,
     ) -> None:
-        self.options, self.weights, self.value_and_grad = options, weights, value_and_grad
-        self.scale, self.is_traced = value_and_grad.scale, value_and_grad.is_traced
+        self.engine, self.options = engine, options
+        self.weights, self.value_and_grad = weights, value_and_grad
+        self.scale, self.owned = value_and_grad.scale, not value_and_grad.by_func
         self.is_single = len(weights.counts) == 1 and options.group is None
         self.is_summed = self.is_single or options.on_nonfinite == "drop_window"
         self.sums: list[Tensor] | None = None
         self.accum: AccumState | None = None
-        self.overflows: list[Tensor] = []  # of each microbatch that was measured
+        self.overflows: list[Tensor | bool] = []  # of each microbatch that was measured
 
     def start(self) -> None:
         """Start with a mean of 0 that has the tensors of every later one."""
@@ -217,7 +219,7 @@ class _Mean:
         """Return a mean with this state, whose microbatches all have the weight `weighed`."""
         number = len(self.weights.counts)
         weights = _Weights(*[value if value is None else [value] * number for value in weighed])  # type: ignore[arg-type]
-        new = _Mean(self.options, weights, self.value_and_grad)
+        new = _Mean(self.engine, self.options, weights, self.value_and_grad)
         new.scale = scale
         new.state = state
         return new
@@ -230,24 +232,22 @@ class _Mean:
             return True  # an overflow skips the whole step
         if self.is_summed:
             if self.options.max_retries:
-                self.overflows.append(measure(grads, self.scale).nonfinite)
+                self.overflows.append(self.engine.measure(grads, self.scale).nonfinite)
             self.sums = self.with_share(self.sums, new, index)
             return counts
-        stats = measure(grads, self.scale)
-        self.overflows.append(stats.nonfinite)
+        nonfinite = self.engine.measure(grads, self.scale).nonfinite
+        self.overflows.append(nonfinite)
         self.accum = add(
             self.accum or init_accum(new),
             new,
             self.weights.vector[index],
-            stats.nonfinite,
+            _tree.flag(nonfinite, like=self.scale),
             scale=self.scale,
-            in_place=not self.is_traced,
+            owned=self.owned,
         )
         if self.options.on_nonfinite != "drop_microbatch":
             return counts
-        if stats.nonfinite_on_host is not None and not isinstance(counts, Tensor):
-            return counts and not stats.nonfinite_on_host
-        return counts & ~stats.nonfinite
+        return counts & _tree.negated(nonfinite)
 
     def with_share(
         self, sums: list[Tensor] | None, new: list[Tensor], index: int
@@ -258,13 +258,12 @@ class _Mean:
         share, counts = self.weights.shares[index], self.weights.counts[index]
         if counts is False:
             return sums
-        if sums is None and not (self.is_traced or isinstance(share, Tensor)):
+        if sums is None and self.owned and not isinstance(share, Tensor):
             sums = [t.to(wide_dtype(t.dtype)) if t.dtype.itemsize < 4 else t for t in new]
             listops.mul_(sums, share)  # in place: these gradients are owned
             return sums
         sums = sums or [torch.zeros_like(n, dtype=wide_dtype(n.dtype)) for n in new]
-        eager = not self.is_traced
-        return weighted_sum(sums, new, share, counts, in_place=eager, on_graph=not eager)
+        return self.engine.add(sums, new, share, counts, owned=self.owned)
 
     def mean(self) -> Gradients:
         """Return the mean: zeros if nothing counted."""
@@ -273,14 +272,16 @@ class _Mean:
             tensors = as_gradients(self.value_and_grad.zeros()).tensors
         likes, dense_real = self.value_and_grad.params.leaves, self.value_and_grad.dense_real
         scale = self.scale if self.is_summed else None
-        return Gradients(lookup(tensors)[0], likes, dense_real, scale, owned=not self.is_traced)
+        return Gradients(lookup(tensors)[0], likes, dense_real, scale, owned=self.owned)
 
 
-def flags_with_mean(window: WindowGrads, nonfinite: Tensor, options: StepOptions) -> WindowFlags:
+def flags_with_mean(
+    window: WindowGrads, nonfinite: Tensor | bool, options: StepOptions
+) -> WindowFlags:
     """Return the flags of a window whose mean was measured: its overflow counts as that of a
     microbatch. A running mean leaves out what overflows.
     """
-    flags = window.flags
+    flags, nonfinite = window.flags, _tree.flag(nonfinite, like=window.loss)
     if flags is None:
         retryable = nonfinite
         if options.max_retries:
@@ -324,18 +325,12 @@ def sent_for_nan(options: StepOptions, number: int) -> float | None:
     return math.nan if number == 1 else math.inf
 
 
-def _reduction(
-    options: StepOptions, weights: _Weights, params: FlatTree, buffers: Leaves
-) -> Reduction | None:
-    """Return the reduction that sends gradients during the last backward; None if nothing is sent
-    then, or if each microbatch has to be measured first.
-    """
-    if options.group is None or options.max_retries or traced():
-        return None
+def _reduction(group: Group, weights: _Weights, params: FlatTree, buffers: Leaves) -> Reduction:
+    """Return the reduction that sends gradients during the last backward."""
     # The divisor depends on the weights only, so it is known before the gradients.
     counted = torch.where(is_weight(weights.vector), weights.vector, 0).sum()
-    divisor = mean_divisor(counted, all_reduce(counted, "sum", options.group))
-    return reduction_of(params.leaves, buffers, divisor, options.group)
+    divisor = mean_divisor(counted, all_reduce(counted, "sum", group))
+    return reduction_of(params.leaves, buffers, divisor, group)
 
 
 # ---- weights and losses --------------------------------------------------------------------------
@@ -353,7 +348,9 @@ class _Weights(NamedTuple):
         return [None if values is None else values[index] for values in self]
 
 
-def _weights(options: StepOptions, microbatches: list[Any], scale: Tensor) -> _Weights:
+def _weights(
+    engine: type[Masked], options: StepOptions, microbatches: list[Any], scale: Tensor
+) -> _Weights:
     number, weight_fn = len(microbatches), options.weight_fn
     if weight_fn is None:
         vector = None
@@ -363,16 +360,14 @@ def _weights(options: StepOptions, microbatches: list[Any], scale: Tensor) -> _W
         return _Weights(vector, [1 / number] * number, [True] * number)
     given = [weight_fn(microbatch) for microbatch in microbatches]
     vector = torch.stack([as_weight("weight_fn returned", weight, scale) for weight in given])
-    if not traced() and not any(isinstance(weight, Tensor) for weight in given):
-        numbers = [as_float(weight) or 0.0 for weight in given]
+    numbers = as_floats(given)
+    if numbers is not None:
         total = sum(numbers) or 1.0
         return _Weights(vector, [n / total for n in numbers], [n > 0 for n in numbers])
     counts = is_weight(vector) & (vector > 0)
     shares = torch.where(counts, vector, 0)
     shares = shares / torch.where(counts.any(), shares.sum(), 1)
-    if host_can_read([shares]):
-        return _Weights(vector, shares.tolist(), counts.tolist())
-    return _Weights(vector, shares.unbind(), counts.unbind())
+    return _Weights(vector, engine.read(shares), engine.read(counts))
 
 
 def check_weights(
@@ -386,7 +381,7 @@ def check_weights(
 def _summary(
     weights: _Weights,
     losses: list[Tensor],
-    overflows: list[Tensor],
+    overflows: list[Tensor | bool],
     options: StepOptions,
     scale: Tensor,
 ) -> dict[str, Any]:
@@ -403,7 +398,7 @@ def _summary(
     loss = torch.stack(losses)
     overflow = torch.zeros((), dtype=torch.bool, device=scale.device)
     if overflows:
-        overflow = torch.stack(overflows)
+        overflow = torch.stack([_tree.flag(each, like=scale) for each in overflows])
     invalid = ~is_weight(weight)
     counts = ~invalid & (weight > 0)
     overflow = overflow & counts

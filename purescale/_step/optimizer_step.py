@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 from torch import Tensor
 
 from .._distributed.process_group import Group
 from .._grads.clip import check_clip, check_ordered
-from .._grads.measure import measure
+from .._grads.measure import Want
 from .._loss_scale.rule_protocol import HasScale
 from .._loss_scale.scaling import check_device
 from .._optim.decision import Decision
-from .._optim.protocol import Conditional, Optimizer, as_conditional
-from .._optim.step_inputs import StepInputs, flatten_step
-from .._step.decide import Outcome, decide
-from .._step.memory import can_replace
+from .._optim.protocol import Optimizer, as_conditional
+from .._optim.step_inputs import flatten_step
+from .._step.memory import NO_MEMORY, donated_memory
+from .._step.on_host import engine_for
 from .._torch.autocast import outside_autocast
-from .._torch.tracing import host_can_read
 from .._tree import tree as _tree
-from .._tree.gradients import Gradients
 from .._tree.tree import Tree, TreeT
 
 State = TypeVar("State")  # of an optimizer
@@ -82,10 +79,9 @@ def maybe_step(
     inputs = flatten_step(updater, params, grads, opt_state)
     updater.check(inputs)
     skip = _tree.flag(found_inf, like=next(iter(inputs.named_params.values()), None))
-    on_host = bool(skip) if host_can_read([skip], inputs.grads.tensors) else None
-    decision = Decision(skip, None if updater.differentiable else on_host)
-    in_place = donate and can_replace(updater, inputs, [skip])[0]
-    stepped = inputs.restore(*updater.conditional_step(inputs, decision, in_place=in_place))
+    engine = engine_for(updater, [skip], inputs.grads.tensors)
+    memory = donated_memory(updater, inputs, [skip])[0] if donate else NO_MEMORY
+    stepped = engine.update(updater, inputs, Decision(engine.read(skip)), memory)
     if donate:
         _tree.poison((params, opt_state), keep=(stepped, grads, found_inf))
     return stepped
@@ -159,40 +155,19 @@ def unscale_and_step(
     if clip.value is not None:
         check_ordered(params, inputs.grads.likes, "grads")
     updater.check(inputs)
-    in_place = owned = False
+    memory, owned = NO_MEMORY, False
     if donate:
-        # While compiling, memory cannot be compared, and fusion makes writing in place needless.
-        # An optimizer with `step` alone may raise, and nothing must be half-changed then.
-        overwritten = not (updater.calls_step or torch.compiler.is_compiling())
-        read_only = [*_tree.tensors(scaler), *clip.tensor_bounds]
-        in_place, owned = can_replace(updater, inputs, read_only, grads=overwritten)
-    grads = inputs.grads._replace(scale=scale, owned=owned)
-    stats = measure(
-        grads,
-        scale,
-        norm_type=clip.norm_type,
-        amax=amax,
-        group=group,
-        norm_group=norm_group,
-    )
-    outcome = decide(stats, clip, grads)
-    stepped = update(updater, inputs, grads, outcome, in_place=in_place)
-    reported = [() if x is None else x for x in (outcome.grad_norm, outcome.grad_amax)]
-    out = Stepped(*stepped, outcome.found_inf, *reported)
+        memory, owned = donated_memory(
+            updater, inputs, [*_tree.tensors(scaler), *clip.tensor_bounds]
+        )
+    # An optimizer with `step` alone may raise, and nothing must be half-changed then.
+    grads = inputs.grads._replace(scale=scale, owned=owned and not updater.calls_step)
+    engine = engine_for(updater, [scale], grads.tensors, clip.tensor_bounds)
+    want = Want(clip.norm_type, amax=amax, group=group, norm_group=norm_group)
+    outcome = engine.decide(engine.measure(grads, scale, want), clip, grads)
+    inputs = inputs._replace(grads=grads)
+    stepped = engine.update(updater, inputs, outcome.decision, memory)
+    out = Stepped(*stepped, outcome.found_inf, outcome.grad_norm, outcome.grad_amax)
     if donate:
         _tree.poison((params, scaled_grads, opt_state), keep=(out, scaler, max_norm, clip_value))
     return out
-
-
-def update(
-    updater: Conditional, inputs: StepInputs, grads: Gradients, outcome: Outcome, *, in_place: bool
-) -> tuple[Tree, Tree]:
-    """Return parameters and state after the decided step, in the trees of the arguments.
-    `in_place`: their memory may be overwritten.
-    """
-    decision = outcome.decision
-    if updater.differentiable and decision.skip_on_host is not None:
-        # Gradients flow through the skipped step and the applied one alike.
-        decision = decision._replace(skip=outcome.found_inf, skip_on_host=None)
-    inputs = inputs._replace(grads=grads)
-    return inputs.restore(*updater.conditional_step(inputs, decision, in_place=in_place))

@@ -18,7 +18,6 @@ from .._step.microbatches import WindowGrads, sent_for_nan
 from .._step.step_options import FlatState, StepOptions
 from .._torch import dtensor
 from .._torch.dtypes import wide_dtype
-from .._torch.tracing import traced
 from .._tree import tree as _tree
 from .._tree.gradients import as_gradients
 from .._tree.tree import Leaves, Tree
@@ -58,7 +57,7 @@ def reduce_window(
         other if pair is None else _apply_mean_change(old, *pair)
         for old, pair, other in zip(before, sums[len(weights) :], largest, strict=True)
     ]
-    grads = as_gradients(sums[: len(weights)], window.grads.scale, owned=not traced())
+    grads = as_gradients(sums[: len(weights)], window.grads.scale, owned=window.grads.owned)
     return window._replace(grads=grads, buffers=averaged, reduction=None)
 
 

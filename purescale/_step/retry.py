@@ -12,7 +12,8 @@ from torch import Tensor
 
 from .._grads.measure import GradStats, is_usable
 from .._loss_scale.rule_protocol import HasScale, Rule, call_rule
-from .._step.microbatches import WindowFlags, WindowGrads
+from .._step.masked import WindowFlags
+from .._step.microbatches import WindowGrads
 from .._step.step_options import FlatState, StepOptions
 from .._torch.dtensor import any_dtensor
 from .._tree import tree as _tree

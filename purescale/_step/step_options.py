@@ -16,7 +16,7 @@ from .._loss_scale.rules import StaticScale
 from .._optim.protocol import Conditional
 from .._step.spike_guard import Guard
 from .._step.value_and_grad import LossFn
-from .._torch.tracing import traced
+from .._torch.tracing import refuse_in_a_trace
 from .._tree.scalars import is_whole, short_repr
 from .._tree.tree import FlatTree
 
@@ -68,9 +68,9 @@ def check_options(settings: Mapping[str, Any]) -> None:
             f"max_retries={max_retries} with {rule!r}, whose scale never moves: every retry would "
             "overflow again. Fix: DynamicScale(), or max_retries=0."
         )
-    if max_retries and traced():
-        raise ValueError(
-            "max_retries reads a flag on the host, which a traced step cannot do. Fix: "
+    if max_retries:
+        refuse_in_a_trace(
+            "max_retries reads a flag on the host, which a traced step cannot do.",
             "max_retries=0 under torch.compile and torch.func; the next step uses the lower scale "
-            "anyway."
+            "anyway.",
         )

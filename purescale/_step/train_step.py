@@ -9,32 +9,31 @@ from torch import Tensor
 
 from .._distributed.process_group import Group
 from .._grads.accumulate import OnNonfinite
-from .._grads.clip import Clip, check_clip, check_ordered
-from .._grads.measure import GradStats, measure
+from .._grads.clip import Clip, check_clip, check_ordered, factor_dtype
+from .._grads.measure import GradStats, Want
 from .._loss_scale.rule_protocol import Rule, takes_amax
 from .._loss_scale.scaling import check_device
 from .._optim.protocol import Optimizer, as_conditional
 from .._optim.step_inputs import flatten_step, flatten_together
 from .._step.assemble import assemble, next_numbers
-from .._step.decide import decide, judge
+from .._step.masked import WindowFlags
 from .._step.memory import memory_of_step
 from .._step.microbatches import (
-    WindowFlags,
     WindowGrads,
     accumulate_microbatches,
     check_weights,
     flags_with_mean,
 )
-from .._step.optimizer_step import update
+from .._step.on_host import engine_for
 from .._step.reduce import check_on_all_ranks, reduce_window
 from .._step.retry import first_finite
-from .._step.spike_guard import Guard, check_guarded
+from .._step.spike_guard import Guard, check_guarded, judge
 from .._step.step_info import StepInfo
 from .._step.step_options import BNUpdate, FlatState, StepOptions, check_options
 from .._step.train_state import TrainState, check_parts
 from .._step.value_and_grad import LossFn
 from .._torch.autocast import outside_autocast
-from .._torch.tracing import traced
+from .._torch.tracing import refuse_in_a_trace
 from .._tree import tree as _tree
 from .._tree.tree import FlatTree
 
@@ -178,33 +177,34 @@ def _stages(
     """Run the stages of a step in order."""
     inputs = flatten_step(options.optimizer, flat.params, None, flat.opt_state)
     options.optimizer.check(inputs)
-    memory = memory_of_step(options, state, flat, inputs, microbatches)
+    engine = engine_for(
+        options.optimizer, [state.scaler.scale], inputs.local_params, options.clip.tensor_bounds
+    )
+    memory = memory_of_step(
+        options, state, flat, inputs, microbatches, may_be_captured=engine.may_be_captured
+    )
+    want = Want(options.clip.norm_type, options.takes_amax, of_sum=len(microbatches) > 1)
 
     def attempt(scaler: FlatTree) -> tuple[WindowGrads, GradStats, WindowFlags]:
         given = flat._replace(scaler=scaler)
-        window = accumulate_microbatches(options, given, microbatches, memory)
+        window = accumulate_microbatches(engine, options, given, microbatches, memory)
         if options.group is not None:
             window = reduce_window(options, window, flat, len(microbatches))
-        stats = measure(
-            window.grads,
-            scaler.tree.scale,
-            norm_type=options.clip.norm_type,
-            amax=options.takes_amax,
-            of_sum=len(microbatches) > 1,
-        )
+        stats = engine.measure(window.grads, scaler.tree.scale, want)
         return window, stats, flags_with_mean(window, stats.nonfinite, options)
 
     tried = first_finite(options, flat, state.rng, attempt)
-    grads, must_skip = tried.window.grads, tried.flags.must_skip
-    verdict = None
+    grads, verdict = tried.window.grads, None
     if options.guard is not None:
-        verdict = judge(options.guard, state.guard, tried.window.loss, tried.stats.norm, grads)
-    outcome = decide(tried.stats, options.clip, grads, must_skip, verdict)
+        dtype = factor_dtype(grads.tensors)
+        loss, norm = tried.window.loss, tried.stats.norm
+        verdict = judge(options.guard, state.guard, loss, norm, dtype)
+    outcome = engine.decide(tried.stats, options.clip, grads, tried.flags, verdict)
     # Before anything is overwritten: what the rule returns may be refused, and numbers shared.
-    numbers = next_numbers(options, state, flat.scaler, tried, outcome)
-    in_place = memory.optimizer and (memory.numbers or outcome.decision.skip_on_host is not None)
-    updated = update(options.optimizer, inputs, grads, outcome, in_place=in_place)
-    return assemble(state, flat, memory, tried, outcome, updated, numbers)
+    numbers = next_numbers(engine, options, state, flat.scaler, tried, outcome, verdict)
+    inputs = inputs._replace(grads=grads)
+    updated = engine.update(options.optimizer, inputs, outcome.decision, memory)
+    return assemble(engine, state, flat, memory, tried, outcome, updated, numbers)
 
 
 def _check_call(
@@ -233,11 +233,12 @@ def _check_call(
     if clip.value is not None:
         check_ordered(state.params, leaves, "params")
     check_options(settings)
-    if not isinstance(state.rng, tuple) and traced():
-        raise ValueError(
+    if not isinstance(state.rng, tuple):
+        refuse_in_a_trace(
             "a step with rng in its state cannot be traced: torch.compile and torch.func do not "
-            "follow torch's generators. Fix: state._replace(rng=()), torch.manual_seed before the "
-            "step, and for vmap randomness='different'."
+            "follow torch's generators.",
+            "state._replace(rng=()), torch.manual_seed before the step, and for vmap "
+            "randomness='different'.",
         )
     if weight_fn is not None:
         check_weights(microbatches, weight_fn, state.scaler.scale)

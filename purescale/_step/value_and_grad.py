@@ -17,7 +17,7 @@ from .._optim.step_inputs import flatten_together
 from .._torch import donation, dtensor, functorch_kernels, private
 from .._torch.autocast import outside_autocast
 from .._torch.dtypes import wide_dtype
-from .._torch.tracing import is_on_a_graph, recorded_by_make_fx, traced
+from .._torch.tracing import by_torch_func, recorded_by_make_fx
 from .._tree import tree as _tree
 from .._tree.leaves import are_dense_real, versions
 from .._tree.scalars import short_repr
@@ -115,17 +115,15 @@ class _Unscaled(NamedTuple):
 def _value_and_grad(
     loss_fn: LossFn, params: Tree, buffers: Tree, microbatch: Any, scaler: HasScale | None = None
 ) -> tuple[Any, Tree]:
-    flat = flat_params, flat_buffers, flat_scaler = _checked(params, buffers, scaler)
-    given: set[int | None] | None = None
-    batch: list[Tensor] = []
-    if not traced():
-        batch = _tree.all_tensors(microbatch)
-        leaves = [*flat_params.leaves, *flat_buffers.leaves, *flat_scaler.leaves]
-        given = {None, *donation.storage_pointers([*leaves, *batch])}
-    before = versions(batch)
+    flat = flat_params, flat_buffers, _ = _checked(params, buffers, scaler)
+    batch = _tree.all_tensors(microbatch)
+    lists = [*(tree.leaves for tree in flat), batch]
+    pointers = donation.pointers_of_each(lists)
+    given = {None, *itertools.chain.from_iterable(pointers)} if pointers else None
+    watched = batch if pointers else []
+    before = versions(watched)
     out = ValueAndGrad(*flat, loss_fn, given)(flat_buffers.leaves, microbatch)
-    if versions(batch) != before:
-        raise written_microbatch(batch, before)
+    check_unwritten(watched, before)
     new_buffers = flat_buffers.structure.unflatten(out.buffers)
     return (out.loss, new_buffers, *out.aux), flat_params.structure.unflatten(out.grads)
 
@@ -197,12 +195,12 @@ class ValueAndGrad:
         self.are_all_present = len(self.inputs) == len(params.leaves)
         self.dense_real = params.dense_off_graph or are_dense_real(params.leaves)
         self.sharded = not params.dense_off_graph and dtensor.any_dtensor(self.inputs)
-        # torch.autograd would drop the graph of its own backward; torch.func.grad keeps it.
-        self.is_traced = traced() or (differentiable and is_on_a_graph(self.inputs))
-        self.given = None if self.is_traced else given
+        # If so, the gradients may be on a graph, and are not owned.
+        self.by_func = by_torch_func(self.inputs, differentiable=differentiable)
+        self.given = None if self.by_func else given
         # make_fx does not see that a subclass is made, and would take parameters for constants.
-        self.is_recorded = not self.is_traced and recorded_by_make_fx()
-        if not (self.is_traced or (params.dense_off_graph and scaler.dense_off_graph)):
+        self.is_recorded = not self.by_func and recorded_by_make_fx()
+        if not (self.by_func or (params.dense_off_graph and scaler.dense_off_graph)):
             *self.inputs, self.scale = _recordable([*self.inputs, self.scale])
 
     def zeros(self) -> Leaves:
@@ -237,8 +235,8 @@ class ValueAndGrad:
         each gradient as the backward makes it, and the result has none. Unless `owned`, a custom
         backward or a hook may still hold the gradients, so they must only be read.
         """
-        if self.is_traced:
-            return self.traced(self.inputs, self.scale, buffers, microbatch)
+        if self.by_func:
+            return self.by_func_of(self.inputs, self.scale, buffers, microbatch)
         # torch.func.grad would give the same bits, but refuses checkpointing around `apply` and
         # custom Functions of the older form.
         inputs, loss, outputs = self.graph(buffers, microbatch)
@@ -258,7 +256,7 @@ class ValueAndGrad:
         del inputs, loss, outputs  # frees the graph
         return result
 
-    def traced(
+    def by_func_of(
         self, inputs: Leaves, scale: Tensor, buffers: Leaves, microbatch: Any
     ) -> MicrobatchResult:
         """Compute a microbatch by torch.func, from given parameters and a scale, which may stand
@@ -471,9 +469,11 @@ def _written(leaves: Leaves, before: list[int]) -> int:
     return next(i for i, new in enumerate(versions(leaves)) if new != before[i])
 
 
-def written_microbatch(batch: list[Tensor], before: list[int]) -> RuntimeError:
-    """Return the error for tensors of microbatches that had these versions before."""
-    return RuntimeError(
+def check_unwritten(batch: list[Tensor], before: list[int]) -> None:
+    """Refuse a write into tensors of microbatches that had these versions before."""
+    if versions(batch) == before:
+        return
+    raise RuntimeError(
         f"loss_fn wrote into its microbatch, into tensor {_written(batch, before)} of "
         f"{len(batch)}; a step must not change its arguments. Likely cause: inputs that are "
         "scaled or masked in place, or a first layer with inplace=True; the next use of the "

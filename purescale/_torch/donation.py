@@ -50,6 +50,11 @@ def storage_pointer(leaf: Any) -> int | None:
         return None
 
 
+def pointers_of_each(lists: Sequence[Sequence[Any]]) -> list[list[int | None]]:
+    """Return the storage pointers of each list; none in a trace, where they cannot be compared."""
+    return [] if traced() else list(map(storage_pointers, lists))
+
+
 def can_write(tensors: Sequence[Tensor], others: Sequence[Any] = ()) -> bool:
     """Return True if all tensors may be overwritten: each is gapless, off every graph, and alone in
     its storage among them and `others`.

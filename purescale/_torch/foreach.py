@@ -8,16 +8,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from .._torch import private
-from .._torch.dtypes import largest_within, saturating, unscaled_dtype
+from .._torch.dtypes import largest_within, saturating, unscaled_dtype, wide_dtype
 from .._torch.metadata_cache import cached, dtypes
 from .._torch.private import listops
-from .._torch.tracing import is_on_a_graph, traced
+from .._torch.tracing import host_can_read, is_on_a_graph, traced, under_transform
+
+# Up to this number of tensors a compiler's own kernels are faster than one node for all; for more
+# it takes minutes to compile them.
+MAX_INLINE_LEAVES = 16
+
+
+def way_over(tensors: Sequence[Tensor]) -> Literal["plain", "node", "lists"]:
+    """Return how a pass over these tensors runs: by plain operators, which transforms and autograd
+    follow; as one node of a compiled graph; or over lists.
+    """
+    if under_transform() or is_on_a_graph(tensors):
+        return "plain"
+    if torch.compiler.is_compiling():
+        return "plain" if len(tensors) <= MAX_INLINE_LEAVES else "node"
+    return "lists"
 
 
 def is_launch_bound(tensor: Tensor) -> bool:
@@ -378,9 +393,68 @@ def _where_list(
     return kept
 
 
-# Up to this number of tensors a compiler's own kernels are faster than one node for all; for more
-# it takes minutes to compile them.
-MAX_INLINE_LEAVES = 16
+# ---- sums ----------------------------------------------------------------------------------------
+
+
+def weighted_sum(
+    sums: list[Tensor],
+    new: list[Tensor],
+    share: float | Tensor,
+    good: bool | Tensor,
+    *,
+    keep: Tensor | None = None,
+    scale: Tensor | None = None,
+    owned: bool,
+) -> list[Tensor]:
+    """Return `sums * keep + new / scale * share` if `good`, else `sums`. None leaves a factor out.
+
+    `share` is a number only if `good` is True. `owned` allows overwriting `sums`. The textbook
+    `sums + (new - sums) * share` would overflow on opposite signs.
+    """
+    factors = [factor for factor in (share, keep, scale) if isinstance(factor, Tensor)]
+    if (
+        traced()
+        or is_on_a_graph([*sums, *new, *factors])
+        or not dtypes(sums) <= set(ADDED_AS_LISTS)
+    ):
+        pairs = zip(sums, new, strict=True)
+        totals = [_weighted(*pair, share, good, keep, scale) for pair in pairs]
+        if owned and not under_transform():
+            return [total.copy_(other) for total, other in zip(sums, totals, strict=True)]
+        return totals
+    sums = sums if owned else clone(sums)
+    on_host = not isinstance(share, Tensor) or host_can_read([share], sums)
+    if not sums or (on_host and not bool(good)):
+        return sums
+    with torch.no_grad():
+        new = new if scale is None else divide(new, scale)
+        if on_host:
+            if keep is not None:
+                listops.mul_(sums, keep.item())
+            listops.add_(sums, new, alpha=share.item() if isinstance(share, Tensor) else share)
+            return sums
+    if keep is not None:
+        multiply(sums, keep, in_place=True)
+    add_where_(sums, new, share, good)  # type: ignore[arg-type]
+    return sums
+
+
+def _weighted(
+    total: Tensor,
+    new: Tensor,
+    share: float | Tensor,
+    good: bool | Tensor,
+    keep: Tensor | None,
+    scale: Tensor | None,
+) -> Tensor:
+    """Return `weighted_sum` of one tensor, for a derivative, a compiler or a narrow sum."""
+    wide = wide_dtype(total.dtype)
+    added = new.to(wide) if scale is None else new.to(wide) / scale.to(wide)
+    if isinstance(good, Tensor):
+        added = torch.where(good, added, 0)
+    added = added * (share.to(wide) if isinstance(share, Tensor) else share)
+    kept = total.to(wide) if keep is None else total.to(wide) * keep.to(wide)
+    return saturating(kept + added, total.dtype)
 
 
 def add_where_(

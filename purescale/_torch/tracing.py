@@ -35,6 +35,11 @@ def any_requires_grad(tensors: Sequence[Tensor | None]) -> bool:
     )
 
 
+def in_dynamo_alone() -> bool:
+    """Return True while Dynamo traces, outside of every transform."""
+    return torch.compiler.is_dynamo_compiling() and not under_transform()
+
+
 def recorded_by_make_fx() -> bool:
     """Return True while `make_fx` records operators into a graph."""
     # Its import takes a third of a second, and without it nothing records.
@@ -70,9 +75,25 @@ def host_can_read(*lists: Sequence[Tensor]) -> bool:
     """Return True if reading these tensors does not wait: on a CPU, in eager mode, without
     subclasses that may hold no values.
     """
-    if _as_an_accelerator or traced():
-        return False
-    return all(map(_hold_values_on_a_cpu, lists))
+    return not (_as_an_accelerator or traced()) and all(map(_hold_values_on_a_cpu, lists))
+
+
+def is_eager_on_a_cpu(tensors: Sequence[Tensor]) -> bool:
+    """Return True if the tensors have values on a CPU, also within `as_on_an_accelerator`."""
+    return not traced() and _hold_values_on_a_cpu(tensors)
+
+
+def by_torch_func(inputs: Sequence[Tensor], *, differentiable: bool) -> bool:
+    """Return True if torch.func must take the gradients: in a trace, and where a `.backward()`
+    shall go through them, because torch.autograd drops the graph of its own backward.
+    """
+    return traced() or (differentiable and is_on_a_graph(inputs))
+
+
+def refuse_in_a_trace(what: str, fix: str) -> None:
+    """Refuse what a traced step cannot do."""
+    if traced():
+        raise ValueError(f"{what} Fix: {fix}")
 
 
 def _hold_values_on_a_cpu(tensors: Sequence[Tensor]) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch import dtensor
+from .._torch import dtensor, foreach
 from .._tree.leaves import are_dense_real, dense_real
 
 
@@ -30,6 +30,26 @@ class Gradients(NamedTuple):
             return list(results)
         found = iter(results)
         return [None if like is None else _in_form_of(like, next(found)) for like in self.likes]
+
+    def divided(self, divisor: Tensor) -> Gradients:
+        """Return them divided by a 0-d tensor, in place if they are owned, as all that follow."""
+        return self._owning(foreach.divide(self.tensors, divisor, in_place=self.owned))
+
+    def multiplied(self, factor: Tensor) -> Gradients:
+        """Return them multiplied by a 0-d tensor."""
+        return self._owning(foreach.multiply(self.tensors, factor, in_place=self.owned))
+
+    def clamped(self, bound: float | Tensor) -> Gradients:
+        """Return them clamped to plus and minus `bound`."""
+        return self._owning(foreach.clamp(self.tensors, bound, in_place=self.owned))
+
+    def _owning(self, tensors: list[Tensor]) -> Gradients:
+        return Gradients(tensors, self.likes, self.dense_real, self.scale, owned=True)
+
+    @property
+    def leaves(self) -> list[Any]:
+        """The gradients in the form of their leaves."""
+        return self.restore(self.tensors)
 
     @property
     def present_likes(self) -> list[Any]:

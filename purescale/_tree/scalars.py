@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .._torch.tracing import traced
 
 
 def as_float(value: Any) -> float | None:
@@ -25,6 +27,15 @@ def as_float(value: Any) -> float | None:
         return float(number)
     except OverflowError:
         return math.inf if bool(number > 0) else -math.inf  # type: ignore[operator]
+
+
+def as_floats(values: Sequence[Any]) -> list[float] | None:
+    """Return real numbers as floats; None if one is a tensor, and in a trace, in which a number may
+    be symbolic.
+    """
+    if traced() or any([isinstance(value, Tensor) for value in values]):
+        return None
+    return [as_float(value) or 0.0 for value in values]
 
 
 def real(name: str, value: Any) -> float:

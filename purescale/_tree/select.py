@@ -55,19 +55,25 @@ def where(skip: Tensor | bool, old: Tree, new: Tree, *, in_place: bool = False) 
 
 def choose(skip: Tensor | bool, old: Leaves, new: Leaves, *, in_place: bool = False) -> Leaves:
     """Select like `where` from two matching lists. If the host knows `skip`, it copies one list."""
+    local = [dtensor.shard(leaf) for leaf in (*old, *new) if not is_constant(leaf)]
+    if not (traced() or is_on_a_graph(local)):
+        if isinstance(skip, Tensor) and host_can_read([skip], local):
+            skip = bool(_tree.flag(skip))
+        if isinstance(skip, bool):
+            return copies(old if skip else new)
+    return masked(skip, old, new, in_place=in_place)
+
+
+def masked(skip: Tensor | bool, old: Leaves, new: Leaves, *, in_place: bool = False) -> Leaves:
+    """Select like `choose`, by `torch.where`: nothing is read."""
     indices = [index for index, leaf in enumerate(old) if not is_constant(leaf)]
     before = [dtensor.shard(old[index]) for index in indices]
     after = [dtensor.shard(new[index]) for index in indices]
-    graph = traced() or is_on_a_graph([*before, *after])
-    if not graph:  # torch refuses in-place writes to a leaf that requires grad
+    # torch refuses in-place writes to a leaf that requires grad
+    if not (traced() or is_on_a_graph([*before, *after])):
         before = [leaf.detach() if leaf.requires_grad else leaf for leaf in before]
-    if isinstance(skip, Tensor) and not graph and host_can_read([_tree.flag(skip)], before):
-        skip = bool(skip)
-    if isinstance(skip, bool) and not graph:
-        chosen = foreach.clone(before if skip else after)
-    else:
-        flag = _tree.flag(skip, like=before[0] if before else None)
-        chosen = foreach.where(flag, before, after, in_place=in_place)
+    flag = _tree.flag(skip, like=before[0] if before else None)
+    chosen = foreach.where(flag, before, after, in_place=in_place)
     results = list(old)
     for index, tensor in zip(indices, chosen, strict=True):
         results[index] = dtensor.from_local_like(old[index], tensor)

@@ -14,7 +14,7 @@ import hypothesis.strategies as st
 import optree
 import pytest
 import torch
-from helpers import Untouched, at, batch, clone, job, same_bits, tensors
+from helpers import Dispatched, Untouched, at, batch, clone, job, same_bits, tensors
 from hypothesis import given
 from torch import Tensor
 
@@ -323,6 +323,19 @@ def test_what_a_backward_made_is_ours_only_where_nobody_else_can_see_it():
     assert seen[0].tolist() == [2.0] * 3
     assert array.tolist() == [0.0, 1.0, 2.0]
     assert all(gradient.is_contiguous() for gradient in mine)
+
+
+def test_gradients_that_are_views_of_one_buffer_cost_one_copy():
+    """As those of parameters that a loss concatenates."""
+    for number in (10, 1000):
+        buffer = torch.arange(3.0 * number)
+        found = list(buffer.split(3))
+        with Dispatched() as run:
+            mine = take_ownership(found)
+        assert sum("clone" in str(op) for op in run.ops) == 1
+        assert torch.equal(torch.cat(mine), buffer)
+        pointers = {gradient.untyped_storage().data_ptr() for gradient in mine}
+        assert len(pointers | {buffer.untyped_storage().data_ptr()}) == number + 1
 
 
 class Sum(NamedTuple):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._torch import dtensor, private
-from .._torch.foreach import are_gapless, is_gapless
+from .._torch.foreach import are_gapless, clone_listed, is_gapless
 from .._torch.metadata_cache import elements
 from .._torch.tracing import PLAIN_TYPES, traced, under_transform
 
@@ -152,9 +152,11 @@ def take_ownership(found: list[Tensor]) -> list[Tensor]:
     gapless = list(map(Tensor.is_contiguous, detached))
     if not all(gapless):
         gapless = list(map(is_gapless, detached))
-    for index, (count, ours, whole) in enumerate(zip(uses, resizable, gapless, strict=True)):
-        if count != 2 or not ours or not whole:
-            detached[index] = detached[index].clone()
+    facts = enumerate(zip(uses, resizable, gapless, strict=True))
+    shared = [i for i, (count, ours, whole) in facts if count != 2 or not ours or not whole]
+    copies = clone_listed([detached[index] for index in shared]) if shared else []
+    for index, copy in zip(shared, copies, strict=True):
+        detached[index] = copy
     return detached
 
 

@@ -5,18 +5,18 @@ fit, old or new after any kill.
 import errno
 import functools
 import itertools
-import logging
 import os
 import pathlib
 import pickle
-import random
+import re
 import signal
 import stat
+import struct
 import subprocess
 import sys
-import time
 import warnings
 import zipfile
+import zlib
 from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
@@ -110,6 +110,8 @@ def leaves(draw):
         )
     return leaf
 
+
+tensor_of_values = leaves().filter(lambda leaf: leaf.layout is torch.strided and leaf.numel())
 
 trees = st.recursive(
     st.none() | leaves(),
@@ -333,18 +335,14 @@ def nested(levels, wrap):
 
 
 @pytest.mark.parametrize("wrap", [lambda t: {"a": t}, lambda t: [t], lambda t: (t,)])
-def test_a_tree_of_hundreds_of_levels_is_the_clear_error_and_the_old_file_kept(wrap, tmp_path):
+def test_a_tree_that_is_nested_too_deeply_leaves_the_old_file(wrap, tmp_path):
     path = tmp_path / "deep.pt"
     ps.save(path, SMALL)
     old = path.read_bytes()
     # Python 3.13 pickles 990 levels
     for levels in (1200,) if sys.version_info >= (3, 13) else (990, 1200):
-        deep = nested(levels, wrap)
-        with pytest.raises(ValueError, match=r"^save: the tree has too many levels.*Fix: "):
-            ps.save(path, deep)
-    for refused in (ps.to_state_dict, lambda tree: ps.load(path, like=tree)):
-        with pytest.raises(ValueError, match=r"^\w+: the tree has too many levels.*Fix: "):
-            refused(deep)
+        with pytest.raises(RecursionError):
+            ps.save(path, nested(levels, wrap))
     assert path.read_bytes() == old
     assert os.listdir(tmp_path) == ["deep.pt"]
 
@@ -817,13 +815,6 @@ def test_a_file_that_was_cut_off_is_the_clear_error(tmp_path_factory, share):
     check_refused(lambda: ps.load(path, like=SMALL))
 
 
-def test_a_file_that_lost_its_checksum_alone_is_cut_off_too(tmp_path):
-    path = tmp_path / "cut.pt"
-    ps.save(path, SMALL)
-    os.truncate(path, os.path.getsize(path) - len(ps._checkpoint._MARK) - 4)
-    check_refused(lambda: ps.load(path, like=SMALL))
-
-
 # ---- files that are damaged
 
 
@@ -848,31 +839,63 @@ def flipped(path, *bits):
     path.write_bytes(content)
 
 
+def refused(path, tree):
+    """The error of `load`, None if the file loads with the bits of `tree`."""
+    try:
+        assert same_bits(ps.load(path, like=zeros(tree)), tree)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def check_refused_or_same_bits(path, tree):
+    message = refused(path, tree)  # None: a bit of the padding, or one that no reader reads
+    assert message is None or re.match(
+        r"load: .* is (damaged|not a file that purescale\.save wrote).*Likely cause.*Fix", message
+    )
+
+
 @pytest.mark.slow
-def test_a_flip_in_any_byte_of_a_file_is_the_clear_error(tmp_path):
-    tree = {"a": torch.tensor([1.0, 2.0])}
-    ps.save(tmp_path / "x.pt", tree)
-    for bit in range(0, 8 * os.path.getsize(tmp_path / "x.pt"), 9):
-        flipped(tmp_path / "x.pt", bit)
-        with pytest.raises(
-            ValueError,
-            match=r"^load: .* is (damaged|not a file that purescale\.save wrote)"
-            r".*Likely cause.*Fix",
-        ):
-            ps.load(tmp_path / "x.pt", like=tree)
-        flipped(tmp_path / "x.pt", bit)
-    assert same_bits(ps.load(tmp_path / "x.pt", like=tree), tree)
+def test_a_flip_in_any_byte_of_a_file_is_the_clear_error_or_changes_nothing(tmp_path):
+    path, tree = tmp_path / "x.pt", {"a": torch.tensor([1.0, 2.0])}
+    ps.save(path, tree)
+    for bit in range(0, 8 * os.path.getsize(path), 9):
+        flipped(path, bit)
+        check_refused_or_same_bits(path, tree)
+        flipped(path, bit)
 
 
 @given(st.sets(st.integers(0, 10**6), min_size=1, max_size=3))
-def test_a_flip_of_any_bits_of_any_kind_of_tensor_is_the_clear_error(tmp_path_factory, bits):
-    path = tmp_path_factory.getbasetemp() / "flipped.pt"
-    tree = kinds()
+def test_a_flip_of_any_bits_of_any_kind_of_tensor_is_the_clear_error_or_changes_nothing(
+    tmp_path_factory, bits
+):
+    path, tree = tmp_path_factory.getbasetemp() / "flipped.pt", kinds()
     ps.save(path, tree)
-    sound = path.read_bytes()
     flipped(path, *bits)
-    assume(path.read_bytes() != sound)
-    with pytest.raises(ValueError, match=r"is damaged|is not a file that"):
+    check_refused_or_same_bits(path, tree)
+
+
+def records(path):
+    """The start and the size of each tensor's bytes in the file."""
+    content = path.read_bytes()
+    for info in zipfile.ZipFile(path).infolist():
+        if "/data/" in info.filename and info.file_size:
+            name, extra = struct.unpack_from("<HH", content, info.header_offset + 26)
+            yield info.header_offset + 30 + name + extra, info.file_size
+
+
+@given(st.data())
+def test_a_bit_flipped_in_the_bytes_of_a_leaf_is_found_and_the_leaf_named(tmp_path_factory, data):
+    path = tmp_path_factory.getbasetemp() / "leaf.pt"
+    tree = {name: data.draw(tensor_of_values, name) for name in "abc"}
+    ps.save(path, tree)
+    index = data.draw(st.integers(0, 2))
+    start, size = list(records(path))[1 + index]  # the first is the version
+    flipped(path, data.draw(st.integers(8 * start, 8 * (start + size) - 1)))
+    expected = (
+        f"load: {str(path)!r} is damaged: torch.load({str(path)!r})['tree'][{'abc'[index]!r}] is"
+    )
+    with pytest.raises(ValueError, match=re.escape(expected) + " not .*Likely cause.*Fix"):
         ps.load(path, like=tree)
 
 
@@ -884,44 +907,30 @@ def test_a_warning_of_torch_that_is_an_error_here_is_told_as_torch_tells_it(tmp_
         ps.load(path, like=torch.ones(1))
 
 
-def test_the_leaf_that_is_damaged_is_named(tmp_path):
-    path = tmp_path / "x.pt"
-    tied = {"tied": torch.ones(3)}
-    tree = {**kinds(), **tied, "again": tied["tied"], "last": torch.ones(2)}
-    records = [
-        "float32",
-        "0-d",
-        "complex",
-        "float8",
-        *["sparse"] * 2,
-        *["csc"] * 3,
-        "a key",
-        "tied",
-        "last",
-    ]
-    ps.save(path, tree)
+def save_tied(path, tree):
+    """A file in which leaves share memory."""
+    torch.save(ps.to_state_dict(tree), path)
+
+
+@pytest.mark.parametrize("write", [ps.save, save_tied])
+def test_the_leaf_that_is_damaged_is_named_in_every_layout(write, tmp_path):
+    path, tied = tmp_path / "x.pt", torch.ones(3)
+    tree = {**kinds(), "tied": tied, "again": tied, "last": torch.ones(2)}
+    write(path, tree)
     named = []
-    for info in zipfile.ZipFile(path).infolist():
-        if "/data/" not in info.filename or not info.file_size:
-            continue
-        ps.save(path, tree)
-        with open(path, "rb") as file:
-            file.seek(info.header_offset + 26)
-            start = (
-                sum(int.from_bytes(file.read(2), "little") for _ in range(2))
-                + info.header_offset
-                + 30
-            )
+    for start, _ in records(path):
+        write(path, tree)
         flipped(path, 8 * start)
         with pytest.raises(ValueError, match="is damaged") as caught:
             ps.load(path, like=tree)
         named.append(str(caught.value).split("is damaged: ")[1].split(" is not what was saved")[0])
-    where = f"torch.load({str(path)!r})"
-    leaves = [f"{where}['tree'][{name!r}]" + ("[0]" if name == "a key" else "") for name in records]
-    # a list comes back as a dict by position
+    keys = ["float32", "0-d", "complex", "float8", *["sparse"] * 2, *["csc"] * 3, "a key", "tied"]
+    keys += ["last"] if write is save_tied else ["again", "last"]
+    tree_path = f"torch.load({str(path)!r})"
     expected = [
-        f"{where}['purescale_version']",
-        *(leaf.replace("[0]", "['0']") for leaf in leaves),
+        f"{tree_path}['purescale_version']",
+        # a list comes back as a dict by position
+        *(f"{tree_path}['tree'][{key!r}]" + "['0']" * (key == "a key") for key in keys),
     ]
     if torch.__version__ >= "2.14":  # which reads no column pointers that are not sound
         expected[7] = "something beside the values, a name, a shape or an index,"
@@ -939,24 +948,31 @@ def test_what_is_damaged_beside_the_values_is_said(tmp_path):
         ps.load(tmp_path / "x.pt", like=kinds())
 
 
-def test_a_file_without_a_checksum_is_loaded_and_the_log_says_so(tmp_path, caplog):
-    ps.save(tmp_path / "new.pt", SMALL)
-    torch.save(ps.to_state_dict(SMALL), tmp_path / "old.pt")
-    with caplog.at_level(logging.INFO, logger="purescale"):
-        assert same_bits(ps.load(tmp_path / "new.pt", zeros(SMALL)), SMALL)
-        assert not caplog.records
-        assert same_bits(ps.load(tmp_path / "old.pt", zeros(SMALL)), SMALL)
-    (record,) = caplog.records
-    assert "old.pt' has no checksum" in record.getMessage()
-
-
-def test_with_its_checksum_it_is_still_a_file_of_torch(tmp_path):
+def test_a_file_is_one_of_torch(tmp_path):
     path = tmp_path / "x.pt"
     ps.save(path, SMALL)
     for mmap in (False, True):
         assert same_bits(torch.load(path, weights_only=True, mmap=mmap), ps.to_state_dict(SMALL))
-    assert zipfile.ZipFile(path).testzip() is None
-    assert len(zipfile.ZipFile(path).comment) == 20
+
+
+def test_a_file_of_an_earlier_version_loads(tmp_path):
+    """It ended with the CRC-32 of all bytes before, in the comment of the zip."""
+    path = tmp_path / "x.pt"
+    torch.save(ps.to_state_dict(SMALL), path)
+    content = path.read_bytes()[:-2] + (20).to_bytes(2, "little") + b"purescale crc32 "
+    path.write_bytes(content + zlib.crc32(content).to_bytes(4, "little"))
+    assert same_bits(ps.load(path, like=zeros(SMALL)), SMALL)
+
+
+@pytest.mark.parametrize("write", [ps.save, save_tied])
+def test_a_file_without_checksums_loads(write, tmp_path):
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        write(tmp_path / "x.pt", SMALL)
+    finally:
+        torch.serialization.set_crc32_options(before)
+    assert same_bits(ps.load(tmp_path / "x.pt", like=zeros(SMALL)), SMALL)
 
 
 # ---- what a file can hold
@@ -1167,80 +1183,22 @@ def test_a_path_that_names_a_directory_is_refused_also_where_there_is_none(
     assert not os.listdir(tmp_path / "there")
 
 
-def test_a_path_with_a_nul_and_a_link_to_itself_are_refused(tmp_path):
-    for path in (f"{tmp_path}/a\0b", os.fsencode(tmp_path) + b"/\0"):
-        with pytest.raises(ValueError, match=r"^save: .* has a NUL in it.*Fix"):
-            ps.save(path, SMALL)
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    with pytest.raises(OSError, match="symbolic links"):
-        ps.save(tmp_path / "loop", SMALL)
-    assert os.listdir(tmp_path) == ["loop"]
-    assert (tmp_path / "loop").is_symlink()
-
-
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o444, 0o666])
 def test_a_file_that_is_replaced_hands_on_its_permissions_before_there_is_anything_to_read(
     mode, tmp_path, monkeypatch
 ):
-    path, seen, torch_save = tmp_path / "x.pt", [], torch.save
+    path, modes, torch_save = tmp_path / "x.pt", [], torch.save
     ps.save(path, SMALL)
     path.chmod(mode)
 
     def recorded(d, file):
-        seen.append(stat.S_IMODE(os.fstat(file.fileno()).st_mode))
+        modes.append(stat.S_IMODE(os.fstat(file.fileno()).st_mode))
         torch_save(d, file)
 
     monkeypatch.setattr(torch, "save", recorded)
     ps.save(path, SMALL)
-    assert [*seen, stat.S_IMODE(path.stat().st_mode)] == [mode, mode]
+    assert [*modes, stat.S_IMODE(path.stat().st_mode)] == [mode, mode]
     assert same_bits(ps.load(path, SMALL), SMALL)
-
-
-def test_what_is_written_is_never_open_to_more_than_the_file_that_it_replaces(
-    tmp_path, monkeypatch
-):
-    made, os_open = [], os.open
-
-    def recorded(path, flags, mode=0o777, **rest):
-        descriptor = os_open(path, flags, mode, **rest)
-        made.append(stat.S_IMODE(os.fstat(descriptor).st_mode))
-        return descriptor
-
-    ps.save(tmp_path / "x.pt", SMALL)
-    (tmp_path / "x.pt").chmod(0o600)
-    monkeypatch.setattr(os, "open", recorded)
-    ps.save(tmp_path / "x.pt", SMALL)
-    assert made[0] == 0o600
-
-
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root may give files away")
-def test_a_file_that_is_replaced_keeps_its_owner_where_that_can_be(tmp_path, monkeypatch):
-    path = tmp_path / "x.pt"
-    ps.save(path, SMALL)
-    os.chown(path, 12345, 23456)
-    path.chmod(0o640)
-    ps.save(path, SMALL)
-    found = path.stat()
-    assert (found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)) == (12345, 23456, 0o640)
-
-    def refused(*args, **kwargs):
-        raise PermissionError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(os, "chown", refused)
-    ps.save(path, SMALL)
-    # what the group might read, another one may not
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-
-
-def test_a_file_that_is_replaced_hands_on_its_attributes_access_lists_among_them(tmp_path):
-    path = tmp_path / "x.pt"
-    ps.save(path, SMALL)
-    try:
-        os.setxattr(path, "user.note", b"mine")
-    except (AttributeError, OSError):
-        pytest.skip("this disk has no attributes")
-    ps.save(path, SMALL)
-    assert os.getxattr(path, "user.note") == b"mine"
 
 
 def test_a_disk_without_permissions_will_do(tmp_path, monkeypatch):
@@ -1248,8 +1206,7 @@ def test_a_disk_without_permissions_will_do(tmp_path, monkeypatch):
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
     ps.save(tmp_path / "x.pt", SMALL)
-    for name in ("chmod", "chown", "listxattr"):
-        monkeypatch.setattr(os, name, refused)
+    monkeypatch.setattr(os, "chmod", refused)
     ps.save(tmp_path / "x.pt", clone(SMALL))
     assert same_bits(ps.load(tmp_path / "x.pt", SMALL), SMALL)
 
@@ -1289,39 +1246,48 @@ def test_equal_trees_are_equal_files(tmp_path):
 # ---- what fails leaves the old file
 
 
-def fails_at(monkeypatch, module, name, times):
-    """The function raises on call number `times`, as a full disk does."""
-    real, calls = getattr(module, name), itertools.count(1)
-
-    def failing(*args, **kwargs):
-        if next(calls) == times:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(module, name, failing)
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "times", "kept"),
-    [
-        (os, "fsync", 1, 1),
-        (os, "replace", 1, 1),
-        (torch, "save", 1, 1),
-        # of the directory: the new file is there, but a power failure may take it back
-        (os, "fsync", 2, 2),
-    ],
-)
-def test_a_disk_that_fails_leaves_the_old_file_and_nothing_else(
-    module, name, times, kept, tmp_path, monkeypatch
+@pytest.mark.parametrize(("module", "name"), [(os, "fsync"), (os, "replace"), (torch, "save")])
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left"), KeyboardInterrupt()])
+def test_a_write_that_dies_leaves_the_old_file_and_nothing_else(
+    module, name, error, tmp_path, monkeypatch
 ):
     like = {"w": torch.zeros(10)}
     ps.save(tmp_path / "x.pt", {"w": torch.full((10,), 1.0)})
+
+    def failing(*args, **kwargs):
+        raise error
+
     with monkeypatch.context() as patch:
-        fails_at(patch, module, name, times)
-        with pytest.raises(OSError, match="No space left on device"):
+        patch.setattr(module, name, failing)
+        with pytest.raises(type(error)):
             ps.save(tmp_path / "x.pt", {"w": torch.full((10,), 2.0)})
     assert os.listdir(tmp_path) == ["x.pt"]
-    assert same_bits(ps.load(tmp_path / "x.pt", like), {"w": torch.full((10,), float(kept))})
+    assert same_bits(ps.load(tmp_path / "x.pt", like), {"w": torch.full((10,), 1.0)})
+
+
+def test_a_reader_sees_the_old_file_until_the_new_one_is_whole(tmp_path, monkeypatch):
+    path, like = tmp_path / "x.pt", {"w": torch.zeros(100_000)}
+    old, new = {"w": torch.ones(100_000)}, {"w": torch.full((100_000,), 2.0)}
+    ps.save(path, old)
+    writes, torch_save = [], torch.save
+
+    class Watched:
+        """A file that is read by another program after each write."""
+
+        def __init__(self, file):
+            self.file, self.flush = file, file.flush
+
+        def write(self, data):
+            size = self.file.write(data)
+            self.file.flush()
+            writes.append(size)
+            assert same_bits(ps.load(path, like), old)
+            return size
+
+    monkeypatch.setattr(torch, "save", lambda d, file: torch_save(d, Watched(file)))
+    ps.save(path, new)
+    assert sum(writes) >= 400_000
+    assert same_bits(ps.load(path, like), new)
 
 
 def file_size_limit(size):
@@ -1371,8 +1337,8 @@ def test_what_is_written_is_synced_before_it_has_the_name_and_the_name_after(tmp
     ]
 
 
-@pytest.mark.parametrize("code", [errno.EINVAL, errno.EBADF])
-def test_a_network_disk_that_cannot_sync_directories_will_do(code, tmp_path, monkeypatch):
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EBADF, errno.EIO])
+def test_a_disk_that_cannot_sync_directories_will_do(code, tmp_path, monkeypatch):
     fsync = os.fsync
 
     def refusing(descriptor):
@@ -1383,21 +1349,6 @@ def test_a_network_disk_that_cannot_sync_directories_will_do(code, tmp_path, mon
     monkeypatch.setattr(os, "fsync", refusing)
     ps.save(tmp_path / "x.pt", SMALL)
     assert same_bits(ps.load(tmp_path / "x.pt", SMALL), SMALL)
-
-
-def test_a_later_save_removes_what_killed_ones_left_but_not_what_may_be_alive(tmp_path):
-    dead, alive, foreign = (
-        tmp_path / name for name in (".purescale-1.tmp", ".purescale-2.tmp", "purescale-3.tmp")
-    )
-    for file in (dead, alive, foreign):
-        file.touch()
-    hours_ago = time.time() - 2 * 3600
-    os.utime(dead, (hours_ago, hours_ago))
-    os.utime(foreign, (hours_ago, hours_ago))
-    ps.save(tmp_path / "x.pt", SMALL)
-    assert not dead.exists()
-    assert alive.exists()
-    assert foreign.exists()
 
 
 # ---- a kill at any moment leaves the old file or the new one
@@ -1435,7 +1386,6 @@ def serve(folder):
     torch.set_num_threads(1)
     path = pathlib.Path(folder) / "state.pt"
     kinds = {
-        "for ever": save_for_ever,
         "until line": save_until_line,
         "until byte": save_until_byte,
     }
@@ -1446,11 +1396,6 @@ def serve(folder):
             kinds[kind](path, int(number))
         print(pid, flush=True)
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-
-
-def save_for_ever(path, _):
-    for value in itertools.cycle([1, 2]):
-        ps.save(path, of(value))
 
 
 def save_until_byte(path, size):
@@ -1471,18 +1416,9 @@ def save_until_line(path, line):
     with 0 if there is none.
     """
     lines = itertools.count()
-    writing = {"save", "_write", "_inherit", "_seal", "_remove_abandoned", "_sync_directory"} | {
-        "_save",
-        "_open_zipfile_writer",
-        "__exit__",
-    }
 
     def trace(frame, event, argument):
-        if not frame.f_code.co_filename.endswith(
-            ("_checkpoint.py", os.path.join("torch", "serialization.py"))
-        ):
-            return None
-        if frame.f_code.co_name not in writing:
+        if not frame.f_code.co_filename.endswith("_checkpoint.py"):
             return None
         if event == "line" and next(lines) == line:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -1492,30 +1428,6 @@ def save_until_line(path, line):
     ps.save(path, of(2))
     sys.settrace(None)
     os._exit(0)
-
-
-@pytest.mark.slow
-def test_a_kill_at_any_time_leaves_one_of_the_two_states(saver):
-    """Kills until both states were found and a save was hit, however long a save takes here."""
-    folder, start, wait = saver
-    path = folder / "state.pt"
-    ps.save(path, of(1))
-    moments, longest, found, hit = random.Random(0), 0.01, set(), False
-    for kills in range(1, 1001):
-        pid = start("for ever")
-        time.sleep(moments.uniform(0, longest))
-        os.kill(pid, signal.SIGKILL)
-        assert wait() == -signal.SIGKILL
-        state = ps.load(path, like=of(0))
-        found.add(int(state["a"][0]))
-        assert same_bits(state, of(int(state["a"][0])))
-        for left in folder.glob(".purescale-*.tmp"):
-            hit = True
-            left.unlink()
-        if kills >= 30 and hit and found == {1, 2}:
-            return
-        longest = min(1.1 * longest, 10.0)
-    pytest.fail(f"after 1000 kills: {found}, {hit}")
 
 
 @pytest.mark.slow
@@ -1539,7 +1451,7 @@ def test_a_kill_at_any_byte_leaves_the_old_state(saver):
 @pytest.mark.slow
 def test_a_kill_at_any_line_of_save_leaves_the_old_or_the_new_state(saver):
     folder, start, wait = saver
-    path, found, code = folder / "state.pt", [], -signal.SIGKILL
+    path, values, code = folder / "state.pt", [], -signal.SIGKILL
     for line in range(500):
         for left in folder.glob(".purescale-*.tmp"):
             left.unlink()  # or each kill would make the next save longer
@@ -1547,15 +1459,14 @@ def test_a_kill_at_any_line_of_save_leaves_the_old_or_the_new_state(saver):
         start("until line", line)
         code = wait()
         state = ps.load(path, like=of(0))
-        found.append(int(state["a"][0]))
-        assert same_bits(state, of(found[-1]))
+        values.append(int(state["a"][0]))
+        assert same_bits(state, of(values[-1]))
         if code == 0:
             break
         assert code == -signal.SIGKILL
     assert code == 0
-    assert found == sorted(found)
-    assert set(found) == {1, 2}
-    assert len(found) > 50
+    assert values == sorted(values)
+    assert set(values) == {1, 2}
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import torch
 from helpers import in_float32, same_bits, stack
 
 import purescale as ps
+from purescale._torch import autocast as _autocast
 
 OPTIM = torch.optim
 RULE = ps.StaticScale(1.0)
@@ -215,3 +216,7 @@ def test_the_callers_autocast_is_as_it_was_also_after_an_error():
             ps.clip_by_global_norm({"w": torch.ones(1)}, max_norm=-1.0)
         assert torch.is_autocast_enabled("cpu")
         assert torch.get_autocast_dtype("cpu") is torch.bfloat16
+
+
+def test_each_device_with_an_autocast_of_torchs_own_is_looked_at():
+    assert set(torch._C._autocast_supported_devices()) <= set(_autocast._DEVICES)

@@ -14,6 +14,7 @@ from helpers import at, clone, in_processes, same_bits
 from torch import nn
 
 import purescale as ps
+from purescale._distributed.process_group import object_device
 
 RULE = ps.DynamicScale(init_scale=4.0)
 
@@ -406,3 +407,25 @@ def test_a_step_follows_the_flag_of_the_group(donate, max_norm):
 @pytest.mark.usefixtures("one_rank_overflows")
 def test_unscaling_follows_the_flag_of_the_group():
     assert ps.unscale_and_check(at(2.0), [torch.ones(2)], group="all")[1]
+
+
+@pytest.mark.parametrize(
+    ("backends", "device"),
+    [("cpu:gloo,cuda:nccl", "cpu"), ("cuda:nccl,cpu:gloo", "cpu"), ("cuda:nccl", "cuda")],
+)
+def test_ranks_exchange_objects_on_the_cpu_if_their_group_has_a_backend_for_it(
+    backends, device, monkeypatch
+):
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
+    assert object_device(None) == device
+
+
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo", None])
+def test_ranks_exchange_objects_on_the_device_that_torch_takes(backend):
+    dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
+    try:
+        for group in (None, dist.group.WORLD, dist.new_group([0])):
+            theirs = dist.distributed_c10d._get_object_coll_device(group)
+            assert object_device(group) == theirs
+    finally:
+        dist.destroy_process_group()

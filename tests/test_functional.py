@@ -1032,6 +1032,15 @@ def test_a_parameter_that_is_missing_is_refused():
         apply({"weight": params["weight"]}, buffers, torch.ones(1, 2))
 
 
+def test_a_norm_that_another_library_derives_from_torchs_base_is_a_norm():
+    apply, _, _ = ps.make_functional(nn.Sequential(nn.Linear(2, 2), BatchNormOfALibrary(2)))
+    assert apply.norm_params == {"1.weight", "1.bias"}
+
+
+class BatchNormOfALibrary(nn.modules.batchnorm._BatchNorm):
+    """As apex.parallel.SyncBatchNorm."""
+
+
 def test_norm_params_of_a_norm_alone():
     apply, _, _ = ps.make_functional(nn.LayerNorm(2))
     assert apply.norm_params == {"weight", "bias"}

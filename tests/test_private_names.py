@@ -247,13 +247,6 @@ def test_without_its_name_a_backward_gives_the_same():
         assert found[1] is None
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-def test_without_its_name_autocast_is_seen_the_same(enabled):
-    with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-        assert [is_active() for is_active in both("any_autocast")] == [enabled] * 2
-    assert "cpu" in NAMES["AUTOCAST_DEVICES"].otherwise
-
-
 def test_without_its_name_a_tree_is_walked_the_same():
     tree = {"b": [1, None, (2, 3)], "a": torch.optim.lr_scheduler.StepLR}
     pytree, public = both("pytree")
@@ -261,13 +254,6 @@ def test_without_its_name_a_tree_is_walked_the_same():
     assert public.tree_map(str, tree) == pytree.tree_map(str, tree)
     leaves, structure = public.tree_flatten(tree)
     assert public.tree_unflatten(leaves, structure) == tree
-
-
-def test_without_their_names_norms_are_known_by_torchs_public_classes():
-    norms = NAMES["NormBase"].otherwise
-    assert isinstance(nn.SyncBatchNorm(2), norms)
-    assert isinstance(nn.InstanceNorm2d(2), norms)
-    assert not isinstance(nn.BatchNorm2d(2), NAMES["InstanceNorm"].otherwise)
 
 
 # ---- a fused kernel that heeds its flag otherwise ------------------------------------------------

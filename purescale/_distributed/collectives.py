@@ -21,9 +21,10 @@ from .._distributed.process_group import (
     check_group,
     is_single_process,
     naming_other_ranks,
+    object_device,
     resolve_group,
 )
-from .._torch import donation, dtensor, private
+from .._torch import donation, dtensor
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import traced
 from .._tree import scalars
@@ -67,7 +68,7 @@ def all_reduce_found_inf(found_inf: Tensor | bool, group: Group | None = None) -
     group = resolve_group(group)
     of_host = not (isinstance(found_inf, Tensor) or torch.compiler.is_compiling())
     if of_host and isinstance(group, dist.ProcessGroup):
-        flag = flag.to(private.object_device(group))
+        flag = flag.to(object_device(group))
     return all_reduce(flag.to(torch.int32), "max", group).to(torch.bool)
 
 
@@ -163,7 +164,7 @@ def on_cpu(group: Group | None) -> bool:
     """Return True if the ranks of `group` exchange objects without waiting for an accelerator. The
     answer is the same on every rank.
     """
-    return not traced() and bool(private.object_device(group) == "cpu")
+    return not traced() and object_device(group) == "cpu"
 
 
 def describe_leaves(name: str, tree: Tree, *, with_strides: bool) -> list[str]:
@@ -207,7 +208,7 @@ def agree_on_all_ranks(
     except Exception as error:  # any, because the other ranks wait for an answer
         refusal, lines = error, [f"{type(error).__name__}: {error}"]
     fingerprint = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).digest()
-    device = private.object_device(group)
+    device = object_device(group)
     local = torch.frombuffer(bytearray(fingerprint), dtype=torch.uint8).to(device)
     gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
     with naming_other_ranks():

@@ -48,6 +48,15 @@ def naming_other_ranks() -> Iterator[None]:
         raise
 
 
+def object_device(group: Group | None) -> str:
+    """Return the type of the device on which the ranks of `group` exchange objects: the CPU if the
+    group has a backend for it, as in torch's own collectives of objects.
+    """
+    backends = dist.get_backend_config(group).split(",")
+    devices = [backend.partition(":")[0] for backend in backends]
+    return "cpu" if "cpu" in devices else devices[0]
+
+
 def is_single_process(group: Group | None) -> bool:
     """Return True if `group` is the default one and there is no process group."""
     return group is None and not (dist.is_available() and dist.is_initialized())

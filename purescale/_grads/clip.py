@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._distributed.process_group import Group, resolve_group
+from .._distributed.process_group import Group, object_device, resolve_group
 from .._grads.measure import Want, measure
-from .._torch import private
 from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write
 from .._torch.metadata_cache import dtypes
@@ -161,7 +160,7 @@ def clip_by_global_norm(
     if group is not None:
         group = resolve_group(group)
         if not _tree.tensors(grads) and isinstance(group, dist.ProcessGroup):
-            device = torch.device(private.object_device(group))
+            device = torch.device(object_device(group))
     one = torch.ones((), dtype=torch.float32, device=device)
     flat = as_gradients(leaves)
     want = Want(norm_type, norm_group=group)

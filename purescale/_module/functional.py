@@ -27,12 +27,7 @@ from .._torch.tracing import PLAIN_TYPES, under_transform
 from .._tree import tree as _tree
 from .._tree.leaves import are_dense_real, is_constant
 
-NORM_MODULES: tuple[type[nn.Module], ...] = (
-    private.NormBase,
-    nn.LayerNorm,
-    nn.GroupNorm,
-    nn.RMSNorm,
-)
+_WITHOUT_STATISTICS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.GroupNorm)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -381,7 +376,7 @@ def _kinds(model: nn.Module, names: dict[int, str]) -> dict[str, Any]:
     """
     norms, copied, not_in_half = set(), set(), []
     for path, module in model.named_modules():
-        if isinstance(module, NORM_MODULES):
+        if _is_norm(module):
             norms |= {names[id(p)] for p in module.parameters()}
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             if module.max_norm is not None:
@@ -403,9 +398,17 @@ def _kinds(model: nn.Module, names: dict[int, str]) -> dict[str, Any]:
         "without_statistics": tuple(
             path
             for path, module in model.named_modules()
-            if isinstance(module, (private.InstanceNorm, nn.GroupNorm))
+            if isinstance(module, _WITHOUT_STATISTICS)
         ),
     }
+
+
+def _is_norm(module: nn.Module) -> bool:
+    # The second holds for batch and instance norms, also those that other libraries derive from
+    # torch's own base class.
+    return isinstance(module, (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)) or (
+        hasattr(module, "track_running_stats") and hasattr(module, "running_mean")
+    )
 
 
 def load_into(model: nn.Module, params: Tensors, buffers: Tensors) -> None:

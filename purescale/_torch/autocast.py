@@ -9,10 +9,26 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
-from .._torch import private
-
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+_DEVICES = tuple(
+    device
+    for device in (
+        "cpu",
+        "cuda",
+        "hpu",
+        "ipu",
+        "maia",
+        "mps",
+        "mtia",
+        "privateuseone",
+        "xla",
+        "xpu",
+    )
+    if torch.amp.is_autocast_available(device)
+)
 
 
 class _Entry(NamedTuple):
@@ -24,13 +40,14 @@ class _Entry(NamedTuple):
 
 
 def _entries() -> list[_Entry]:
-    if not private.any_autocast():
+    enabled = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
+    if not enabled:
         return []
     cached = torch.is_autocast_cache_enabled()
+    # A device of another library has a name of its own, which `torch.autocast` wants.
     return [
-        _Entry(device, torch.get_autocast_dtype(device), cached)
-        for device in private.AUTOCAST_DEVICES
-        if torch.is_autocast_enabled(device)
+        _Entry(torch.device(device).type, torch.get_autocast_dtype(device), cached)
+        for device in enabled
     ]
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import Tensor
 
-from .._torch import private
 from .._torch.tracing import PLAIN_TYPES
 
 if TYPE_CHECKING:
@@ -111,7 +110,8 @@ def arrived(tensor: Any) -> Tensor:
 
 def offsets(leaf: DTensor) -> tuple[int, ...]:
     """Return the offset of this rank's shard in each dimension of a DTensor."""
-    return tuple(private.local_part(leaf.shape, leaf.device_mesh, leaf.placements)[1])
+    (chunk,) = leaf.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    return tuple(chunk.offsets)
 
 
 def from_local_like(leaf: Any, result: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import optree
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 class Name(NamedTuple):
@@ -63,18 +63,10 @@ def lacks(what: str, feature: str) -> ImportError:
 # ---- what takes the place of a missing name ------------------------------------------------------
 
 
-_DEVICES = ("cpu", "cuda", "hpu", "mps", "xla", "xpu")
-_WITH_AUTOCAST = tuple(filter(torch.amp.is_autocast_available, _DEVICES))
-
-
 class _Compiler:
     @property
     def _is_compiling_flag(self) -> bool:
         return torch.compiler.is_compiling()
-
-
-def _any_autocast() -> bool:
-    return any(map(torch.is_autocast_enabled, _WITH_AUTOCAST))
 
 
 def _run_backward(
@@ -166,7 +158,7 @@ def _if_it_heeds_its_flag(kernel: Any) -> Any:
 
 # ---- the names -----------------------------------------------------------------------------------
 
-_TRANSFORMS, _AUTOCAST = "a transform of torch.func", "torch.autocast"
+_TRANSFORMS = "a transform of torch.func"
 _FUSED = "a fused kernel"  # without one a class steps by its formula
 _TABLE = "a table of rates, as of schedule_from_torch,"
 _COMPILED_MODULE = "a compiled call of a module that sets its own attributes"
@@ -188,17 +180,8 @@ NAMES = {
         _Compiler(),
         lambda flag: torch.compiler,
     ),
-    "is_wrapped": Name("torch._C._functorch.is_functorch_wrapped_tensor", _TRANSFORMS),
     "tracks_grad": Name("torch._C._functorch.is_gradtrackingtensor", _TRANSFORMS),
     "is_batched": Name("torch._C._functorch.is_batchedtensor", _TRANSFORMS),
-    "unwrapped": Name("torch._C._functorch.get_unwrapped", _TRANSFORMS),
-    "any_autocast": Name("torch._C._is_any_autocast_enabled", _AUTOCAST, _any_autocast),
-    "AUTOCAST_DEVICES": Name(
-        "torch._C._autocast_supported_devices",
-        _AUTOCAST,
-        _WITH_AUTOCAST,
-        lambda devices: tuple(devices()),
-    ),
     "function_modes": Name(  # without it a region that runs again does so outside of all modes
         "torch.overrides._get_current_function_mode_stack",
         "a norm in a part of a model that is computed again in the backward",
@@ -241,20 +224,6 @@ NAMES = {
     "all_reduce": Name(
         "torch.distributed._functional_collectives.all_reduce", "a process group or a DTensor"
     ),
-    "object_device": Name(
-        "torch.distributed.distributed_c10d._get_object_coll_device", "a process group"
-    ),
-    "local_part": Name(
-        "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
-        "stochastic rounding of a DTensor",
-    ),
-    "NormBase": Name(
-        "torch.nn.modules.batchnorm._NormBase",
-        "a norm",
-        (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-        + (_INSTANCE_NORMS := (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)),
-    ),
-    "InstanceNorm": Name("torch.nn.modules.instancenorm._InstanceNorm", "a norm", _INSTANCE_NORMS),
     "with_kwargs": Name(
         "torch.nn.modules.module._global_forward_hooks_with_kwargs", "a forward report", {}
     ),

@@ -54,18 +54,17 @@ def is_lazy(tensor: Tensor) -> bool:
 
 def innermost(tensor: Tensor) -> Tensor:
     """Return the tensor that the transforms wrap, under vmap and grad."""
-    while private.transforms_active() and private.is_wrapped(tensor):
-        tensor = private.unwrapped(tensor)
-    return tensor
+    return torch.func.debug_unwrap(tensor)
 
 
 def is_differentiated(tensor: Tensor) -> bool:
     """Return True if a transform of torch.func differentiates through this tensor."""
-    while private.transforms_active() and private.is_wrapped(tensor):
-        if private.tracks_grad(tensor):
-            return True
-        tensor = private.unwrapped(tensor)
-    return False
+    while not private.tracks_grad(tensor):
+        inner = torch.func.debug_unwrap(tensor, recurse=False)
+        if inner is tensor:
+            return False
+        tensor = inner
+    return True
 
 
 _is_cpu = operator.attrgetter("is_cpu")

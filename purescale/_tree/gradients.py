@@ -28,8 +28,8 @@ class Gradients(NamedTuple):
         """Return the results in the form of their leaves: complex, a DTensor, or None for None."""
         if self.dense_real:
             return list(results)
-        found = iter(results)
-        return [None if like is None else _in_form_of(like, next(found)) for like in self.likes]
+        remaining = iter(results)
+        return [None if like is None else _in_form_of(like, next(remaining)) for like in self.likes]
 
     def divided(self, divisor: Tensor) -> Gradients:
         """Return them divided by a 0-d tensor, in place if they are owned, as all that follow."""

@@ -75,7 +75,7 @@ def are_real(leaves: Sequence[Any]) -> bool:
 
 def versions(leaves: Collection[Any]) -> list[int]:
     """Return the number of in-place writes to each tensor; torch does not count them for inference
-    tensors. It is 0 for a leaf that is no tensor.
+    tensors. For other leaves it is 0.
     """
     try:
         return list(map(private.version, leaves))

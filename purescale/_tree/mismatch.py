@@ -39,15 +39,15 @@ def check_equal(name: str, d: Any, expected: dict[str, Any]) -> None:
     if not differences:
         return
     kinds = dict.fromkeys(difference.kind for difference in differences)
-    named = {kind: _grouped(name, [d for d in differences if d.kind == kind]) for kind in kinds}
-    lists = "; ".join(f"{kind}: {_tree.join_names(found, 20)}" for kind, found in named.items())
-    if all(found.kind == "missing" and found.keys[-1] in _ADDED for found in differences):
+    texts = {kind: _grouped(name, [d for d in differences if d.kind == kind]) for kind in kinds}
+    lists = "; ".join(f"{kind}: {_tree.join_names(listed, 20)}" for kind, listed in texts.items())
+    if all(each.kind == "missing" and each.keys[-1] in _ADDED for each in differences):
         raise ValueError(
             f"{name} does not match like: {lists}. Likely cause: it was saved by an earlier "
             "purescale, which did not count that. Fix: begin at 0, "
             f"`{_with_zeros(name, differences, expected)}`."
         )
-    if set(named) == {_OTHER_DTYPE}:
+    if set(texts) == {_OTHER_DTYPE}:
         raise ValueError(
             f"{name} does not match like: {lists}. Likely cause: the same tree in another dtype, "
             "such as a model that is in half precision on one side only, or with_state_dtype. "

@@ -142,7 +142,7 @@ def detach_unaliased(leaves: Leaves, taken: Set[int | None] | None) -> Leaves:
     its memory is in `taken` or is that of an earlier leaf; if `taken` is None (traced), every leaf
     is. Constants that are not on a graph stay the same objects.
     """
-    held = set() if taken is None else {*taken}
+    seen = set() if taken is None else {*taken}
 
     def detach(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or (_leaf.is_constant(leaf) and not leaf.requires_grad):
@@ -150,8 +150,8 @@ def detach_unaliased(leaves: Leaves, taken: Set[int | None] | None) -> Leaves:
         if taken is None:
             return leaf.clone()
         storage = storage_pointer(leaf)
-        shared = storage in held
-        held.add(storage)
+        shared = storage in seen
+        seen.add(storage)
         return leaf.detach().clone() if shared else leaf.detach()
 
     if taken is not None and are_tensors(leaves):
@@ -159,23 +159,23 @@ def detach_unaliased(leaves: Leaves, taken: Set[int | None] | None) -> Leaves:
         apart = len(set(storages)) == len(storages) and taken.isdisjoint(storages)
         # Some are shared if a loss returns the buffers that it was given.
         if apart or _leaf.are_dense_real(leaves):
-            found = [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves]
-            shared = [] if apart else _repeated(storages, held)
-            copies = foreach.clone([found[index] for index in shared]) if shared else []
+            detached = [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves]
+            shared = [] if apart else _repeated(storages, seen)
+            copies = foreach.clone([detached[index] for index in shared]) if shared else []
             for index, copy in zip(shared, copies, strict=True):
-                found[index] = copy
-            return found
+                detached[index] = copy
+            return detached
     return [private.pytree.tree_map(detach, leaf) for leaf in leaves]
 
 
-def _repeated(storages: list[int | None], held: set[int | None]) -> list[int]:
-    """Return the indices of storages that are in `held` or occur earlier, and add all to `held`."""
-    found = []
+def _repeated(storages: list[int | None], seen: set[int | None]) -> list[int]:
+    """Return the indices of storages that are in `seen` or occur earlier, and add all to `seen`."""
+    repeated = []
     for index, storage in enumerate(storages):
-        if storage in held:
-            found.append(index)
-        held.add(storage)
-    return found
+        if storage in seen:
+            repeated.append(index)
+        seen.add(storage)
+    return repeated
 
 
 def copy_aliased(tree: Tree, inputs: Tree) -> Tree:
@@ -190,17 +190,17 @@ def leaves_apart(leaves: Leaves, others: Leaves) -> Leaves:
     """Return the leaves, with copies of those that may share memory with `others` or each other."""
     if traced():
         return [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    taken, held = set(storage_pointers(others)), storage_pointers(leaves)
-    if len(set(held)) == len(held) and taken.isdisjoint(held):
+    taken, storages = set(storage_pointers(others)), storage_pointers(leaves)
+    if len(set(storages)) == len(storages) and taken.isdisjoint(storages):
         return leaves
-    found = []
-    for leaf, storage in zip(leaves, held, strict=True):
+    apart = []
+    for leaf, storage in zip(leaves, storages, strict=True):
         if isinstance(leaf, Tensor) and storage in taken:
             leaf = leaf.clone()
             storage = storage_pointer(leaf)
         taken.add(storage)
-        found.append(leaf)
-    return found
+        apart.append(leaf)
+    return apart
 
 
 def paths(tree: Tree, name: str) -> list[str]:
@@ -256,9 +256,9 @@ def leaves_like(
     """
     structure = flatten(like)[1] if structure is None else structure
     try:
-        found: Leaves = structure.flatten_up_to(tree)
-        if are_tensors(found) or not any(isinstance(x, (dict, list, tuple)) for x in found):
-            return found
+        leaves: Leaves = structure.flatten_up_to(tree)
+        if are_tensors(leaves) or not any(isinstance(x, (dict, list, tuple)) for x in leaves):
+            return leaves
     except ValueError:
         pass
     if torch.compiler.is_dynamo_compiling():
@@ -284,7 +284,7 @@ def gradients_like(params: FlatTree, grads: Tree) -> FlatTree:
     """
     gradients = leaves_like("grads", grads, "params", params.tree, params.structure)
     gradients, dense_off_graph = _leaf.lookup(gradients)
-    found = FlatTree(grads, gradients, params.structure, dense_off_graph)
+    flat = FlatTree(grads, gradients, params.structure, dense_off_graph)
     if params.dense_off_graph and dense_off_graph and _leaf.are_real(gradients):
         weights = params.leaves
 
@@ -294,7 +294,7 @@ def gradients_like(params: FlatTree, grads: Tree) -> FlatTree:
             return shapes[0] == shapes[1] and devices[0] == devices[1]
 
         if cached("alike", alike, gradients, weights):
-            return found
+            return flat
     check_gradients(params.tree, gradients)
     for index, (gradient, weight) in enumerate(zip(gradients, params.leaves, strict=True)):
         if gradient is None:
@@ -305,7 +305,7 @@ def gradients_like(params: FlatTree, grads: Tree) -> FlatTree:
                 f"{path(params.tree, 'grads', index)} has {cause}. Fix: the gradients of these "
                 "params, `value_and_grad(loss_fn)(params, buffers, batch, scaler=scaler)`."
             )
-    return found
+    return flat
 
 
 def described(tree: Any) -> str:
@@ -436,7 +436,7 @@ def counted(count: Tensor, happened: Tensor | bool) -> Tensor:
     return count.clamp(max=torch.iinfo(count.dtype).max - 1) + happened
 
 
-def poison(given: Any, keep: Any) -> None:
+def poison(donated: Any, keep: Any) -> None:
     """Fill donated tensors with NaN, so that a later use is noticed, if
     `PURESCALE_DEBUG_DONATION=1` was set before the import. `keep` holds the results and what the
     caller still owns.
@@ -444,7 +444,7 @@ def poison(given: Any, keep: Any) -> None:
     In a test: `monkeypatch.setattr("purescale._torch.donation.DEBUG", True)`.
     """
     if donation.DEBUG:
-        donation.poison(all_tensors(given), all_tensors(keep))
+        donation.poison(all_tensors(donated), all_tensors(keep))
 
 
 # ---- checks --------------------------------------------------------------------------------------
@@ -456,9 +456,9 @@ def check_gradients(grads: Tree, leaves: Leaves, name: str = "grads") -> None:
         _leaf.check_leaf(leaf, path(grads, name, index), "gradient")
 
 
-def check_names(found: Sequence[str]) -> None:
+def check_names(dotted_names: Sequence[str]) -> None:
     """Refuse equal dotted names of parameters."""
-    if len(set(found)) != len(found):
+    if len(set(dotted_names)) != len(dotted_names):
         raise ValueError(
             "params: two leaves have the same dotted name, such as {'a.b': ...} beside "
             "{'a': {'b': ...}}. Fix: rename one."

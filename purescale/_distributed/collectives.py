@@ -203,7 +203,7 @@ def agree_on_all_ranks(
         return check()
     refusal: Exception | None = None
     try:
-        found = check()
+        result = check()
         lines = describe()
     except Exception as error:  # any, because the other ranks wait for an answer
         refusal, lines = error, [f"{type(error).__name__}: {error}"]
@@ -217,7 +217,7 @@ def agree_on_all_ranks(
     if rows.count(rows[0]) == len(rows):
         if refusal is not None:
             raise refusal
-        return found
+        return result
     answers: list[Any] = [None] * len(rows)
     with naming_other_ranks():
         dist.all_gather_object(answers, (lines, refusal is not None), group=group)

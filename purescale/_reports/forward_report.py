@@ -56,15 +56,15 @@ class ForwardReport(NamedTuple):
         values; `"(inputs)"` if the outermost module was given inf or NaN; None without a fault.
         """
         rows = _read(self)
-        found = _first(rows)
-        return found if isinstance(found, str | None) else rows[found].name
+        first = _first(rows)
+        return first if isinstance(first, str | None) else rows[first].name
 
     def __str__(self) -> str:
         rows = _read(self)
         bad = [index for index, row in enumerate(rows) if row.nonfinite]
         largest = max(range(len(rows)), key=lambda index: rows[index].amax)
-        found = _first(rows)
-        middle = found if isinstance(found, int) else bad[0] if bad else largest
+        first = _first(rows)
+        middle = first if isinstance(first, int) else bad[0] if bad else largest
         start = max(0, min(middle - MAX_LINES // 2, len(rows) - MAX_LINES))
         cells = [
             (
@@ -76,7 +76,7 @@ class ForwardReport(NamedTuple):
             for row in rows
         ]
         header = ("module", "kind", "amax", "smallest", "inf", "NaN", "inf or NaN given")
-        return "\n".join([_verdict(rows, found, len(bad)), *table(header, cells, start)])
+        return "\n".join([_verdict(rows, first, len(bad)), *table(header, cells, start)])
 
     def plot(self) -> Any:
         """Syncs with the host. Draw a matplotlib Figure with the largest and smallest magnitude of
@@ -162,17 +162,17 @@ def _outermost(rows: list[_Row]) -> Iterator[int]:
         index -= rows[index].inside + 1
 
 
-def _verdict(rows: list[_Row], found: int | str | None, bad: int) -> str:
+def _verdict(rows: list[_Row], first: int | str | None, bad: int) -> str:
     if not bad:
         return "everything that a module returned is finite"
     said = f"{bad} of {len(rows)} calls returned something not finite"
-    if found is None:
+    if first is None:
         return f"{said}: -inf, as in a mask, which did not lead to NaN"
-    if isinstance(found, str):
-        return f"{said}; the outermost module was given inf or NaN. First: {found}"
-    if rows[found].held:
+    if isinstance(first, str):
+        return f"{said}; the outermost module was given inf or NaN. First: {first}"
+    if rows[first].held:
         said += "; the first has inf or NaN in its own parameters or buffers"
-    return f"{said}. First: {rows[found].name}"
+    return f"{said}. First: {rows[first].name}"
 
 
 def _magnitudes(row: _Row) -> tuple[str, str]:
@@ -262,8 +262,8 @@ def forward_report(
         *kwargs, out = kwargs_and_out  # torch omits kwargs if the forward raised
         if (facts := _measured(out)) is not None:
             # Only this hook receives keyword arguments.
-            given = _together(filter(None, [call.given, _measured(kwargs)]))
-            rows.append(_report(names[id(module)] or WHOLE, call, facts, given, len(rows)))
+            arguments = _together(filter(None, [call.positional, _measured(kwargs)]))
+            rows.append(_report(names[id(module)] or WHOLE, call, facts, arguments, len(rows)))
 
     hooks = [
         _module.register_module_forward_pre_hook(entered),
@@ -298,14 +298,18 @@ class _Call(NamedTuple):
 
     module: nn.Module
     start: int  # the number of rows before it
-    given: _Facts | None
-    held: _Facts | None
+    positional: _Facts | None  # of its positional arguments
+    own: _Facts | None  # of its own parameters and buffers
 
 
-def _report(name: str, call: _Call, out: _Facts, given: _Facts | None, rows: int) -> ModuleReport:
+def _report(
+    name: str, call: _Call, out: _Facts, arguments: _Facts | None, rows: int
+) -> ModuleReport:
     nonfinite, nan, posinf, masked = out.counts.unbind()
     zeros = torch.zeros_like(out.counts)
-    of_given, of_held = (zeros if facts is None else facts.counts for facts in (given, call.held))
+    in_arguments, in_own = (
+        zeros if facts is None else facts.counts for facts in (arguments, call.own)
+    )
     return ModuleReport(
         name=name,
         kind=type(call.module).__name__,
@@ -315,9 +319,9 @@ def _report(name: str, call: _Call, out: _Facts, given: _Facts | None, rows: int
         nan=nan,
         posinf=posinf,
         masked=masked,
-        given=of_given[0] - of_given[3],
-        given_neginf=of_given[0] - of_given[1:].sum(),
-        held=of_held[0] - of_held[3],
+        given=in_arguments[0] - in_arguments[3],
+        given_neginf=in_arguments[0] - in_arguments[1:].sum(),
+        held=in_own[0] - in_own[3],
         size=out.size,
         inside=rows - call.start,
     )
@@ -326,14 +330,14 @@ def _report(name: str, call: _Call, out: _Facts, given: _Facts | None, rows: int
 def _measured(tree: Any) -> _Facts | None:
     """Return the statistics of the floating tensors of `tree`, or None without any."""
     with torch.no_grad():
-        found = []
+        parts = []
         for leaf in private.pytree.tree_leaves(tree):
             if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
                 continue
             leaf = innermost(leaf.detach())
             if not unsupported_reason(leaf, sparse=True):
-                found.append(_facts(stored_values(full_tensor(leaf))))
-        return _together(found)
+                parts.append(_facts(stored_values(full_tensor(leaf))))
+        return _together(parts)
 
 
 def _together(parts: Iterable[_Facts]) -> _Facts | None:
@@ -382,8 +386,8 @@ def _plot_modules(rows: list[_Row]) -> Any:
     for place in places:
         if rows[place].nonfinite:
             panel.axvline(place, color="#D55E00", linestyle=":", linewidth=1)
-    every = -(-len(rows) // MAX_LINES)
-    panel.set_xticks(places[::every], [row.name for row in rows[::every]], rotation=90)
+    interval = -(-len(rows) // MAX_LINES)
+    panel.set_xticks(places[::interval], [row.name for row in rows[::interval]], rotation=90)
     panel.set_yscale("log", base=2)
     panel.set_ylabel("magnitude of what it returned")
     panel.set_xlabel("module, in the order of the forward (dotted: not finite)")

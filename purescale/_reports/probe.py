@@ -203,7 +203,7 @@ def probe_scales(
             [2.0**exponent for exponent in part], dtype=torch.float32, device=device
         )
         grads, overflow = torch.vmap(lambda scale, grads: unscale_and_check(_Scale(scale), grads))(
-            scales, _gradients(loss, inputs, scales)
+            scales, _gradients_at_scales(loss, inputs, scales)
         )
         fits = [not bad for bad in overflow.tolist()]
         if best is None and any(fits):
@@ -231,10 +231,10 @@ def probe_scales(
     )
 
 
-def _exponents(given: Iterable[int]) -> list[int]:
+def _exponents(exponents: Iterable[int]) -> list[int]:
     """Check the exponents and sort them, the largest first."""
-    listed = given if isinstance(given, Iterable) else [given]
-    chosen = {scalars.whole("each of exponents", each, least=-149, most=127) for each in listed}
+    values = exponents if isinstance(exponents, Iterable) else [exponents]
+    chosen = {scalars.whole("each of exponents", each, least=-149, most=127) for each in values}
     if not chosen:
         raise ValueError(
             "exponents is empty, so there is no scale to probe. Fix: `range(-8, 25, 2)`, the "
@@ -243,7 +243,7 @@ def _exponents(given: Iterable[int]) -> list[int]:
     return sorted(chosen, reverse=True)
 
 
-def _gradients(loss: Tensor, inputs: Leaves, scales: Tensor) -> Leaves:
+def _gradients_at_scales(loss: Tensor, inputs: Leaves, scales: Tensor) -> Leaves:
     """Return the gradients of `loss` times each scale, [C, ...], from one vmapped backward."""
     differentiate = functools.partial(
         torch.autograd.grad, loss, inputs, retain_graph=True, allow_unused=True

@@ -51,9 +51,9 @@ def _read_worst_first(rows: dict[str, UpdateRow]) -> list[Row]:
     """Read all rows, those farthest from a quality of 1 first. Syncs with the host. A stacked
     report gives its worst values.
     """
-    found = read_rows(rows, quality=_farthest_from_1)
+    unsorted = read_rows(rows, quality=_farthest_from_1)
     # NaN first
-    return sorted(found, key=lambda row: (row[1] == row[1], -abs(row[1] - 1), -row[2]))
+    return sorted(unsorted, key=lambda row: (row[1] == row[1], -abs(row[1] - 1), -row[2]))
 
 
 def _farthest_from_1(quality: Tensor) -> Tensor:
@@ -117,8 +117,8 @@ def update_report(old: Tree, new: Tree, wanted: Tree) -> UpdateReport:
     return UpdateReport(rows)
 
 
-def _leaves_like(old: _tree.FlatTree, name: str, given: Tree) -> Leaves:
-    leaves = _tree.leaves_like(name, given, "old", old.tree, old.structure)
+def _leaves_like(old: _tree.FlatTree, name: str, tree: Tree) -> Leaves:
+    leaves = _tree.leaves_like(name, tree, "old", old.tree, old.structure)
     for index, (leaf, before) in enumerate(zip(leaves, old.leaves, strict=True)):
         if leaf is None and (name == "wanted" or before is None):
             continue

@@ -74,18 +74,18 @@ def _wanted(optimizer: Any, inputs: StepInputs) -> Leaves:
     if isinstance(optimizer, Wrapper):
         return _wanted(optimizer.conditional, optimizer.widen(inputs))
     if isinstance(optimizer, PartitionOptimizer):
-        found: dict[str, Any] = {}
+        by_name: dict[str, Any] = {}
         for _, part, own in optimizer.split(inputs):
-            found.update(zip(own.names, _wanted(part, own), strict=True))
-        return list(map(found.get, inputs.names))
+            by_name.update(zip(own.names, _wanted(part, own), strict=True))
+        return list(map(by_name.get, inputs.names))
     old = list(map(_wide, inputs.params))
     grads = inputs.grads._replace(tensors=list(map(_wide, inputs.grads.tensors)))
     wide = with_params(inputs, old, _wide_state(optimizer, inputs))._replace(grads=grads)
     new = inputs.structure.flatten_up_to(_stepped(optimizer, wide))
-    given = inputs.params if inputs.dtensors is None else inputs.dtensors[0]
+    likes = inputs.params if inputs.dtensors is None else inputs.dtensors[0]
     return [
         None if before is None else from_local_like(leaf, after - before)
-        for leaf, before, after in zip(given, old, new, strict=True)
+        for leaf, before, after in zip(likes, old, new, strict=True)
     ]
 
 

@@ -137,8 +137,8 @@ def owner(d: Mapping[str, Any]) -> str | None:
     if any(isinstance(key, str) and re.fullmatch(r"loss_scaler\d+", key) for key in keys):
         return "apex"
     if "loss_scaler" in keys:
-        held = d["loss_scaler"]
-        of_mmengine = isinstance(held, Mapping) and "cur_scale" not in held
+        scaler = d["loss_scaler"]
+        of_mmengine = isinstance(scaler, Mapping) and "cur_scale" not in scaler
         return "mmengine" if of_mmengine else "deepspeed"
     return next((peer for peer, signature in _SIGNATURES if signature <= keys), None)
 
@@ -160,8 +160,8 @@ def check_dict(
             "state. Fix: `rule = NoScale(); state = rule.init(device)`."
         )
     missing = [key for key in required if key not in d]
-    known = d if optional is None else {*required, *optional}
-    extra = [key for key in d if key not in known]
+    allowed = d if optional is None else {*required, *optional}
+    extra = [key for key in d if key not in allowed]
     if missing or extra:
         refuse(d, peer, required, missing, extra)
 
@@ -174,13 +174,13 @@ def refuse(
     extra: Iterable[Any] = (),
 ) -> NoReturn:
     """Raise an error with the wrong keys, and the library that `d` may come from."""
-    found = owner(d)
-    if found in (peer, None):
+    library = owner(d)
+    if library in (peer, None):
         fix = "Fix: pass the scaler's own dict as it was saved, not a checkpoint that holds it."
-    elif found in ("mmcv", "purescale"):
-        fix = f"This looks like {_OWNERS[found]}, which interop does not read."
+    elif library in ("mmcv", "purescale"):
+        fix = f"This looks like {_OWNERS[library]}, which interop does not read."
     else:
-        fix = f"This looks like {_OWNERS[found]}. Fix: `interop.{found}.from_state_dict(d)`."
+        fix = f"This looks like {_OWNERS[library]}. Fix: `interop.{library}.from_state_dict(d)`."
     wrong = "".join(
         f" {what} {_listed(sorted(map(str, keys)))}."
         for what, keys in (("Missing:", missing), ("Unexpected:", extra))
@@ -278,9 +278,9 @@ class Format:
 
     def check(self, d: Any) -> None:
         """Refuse what is not a dict with these keys and no others."""
-        every = list(self.entries)
-        needed = [key for key in every if self.settings_required or self.entries[key] != SETTING]
-        check_dict(d, self.peer, needed, every)
+        keys = list(self.entries)
+        required = [key for key in keys if self.settings_required or self.entries[key] != SETTING]
+        check_dict(d, self.peer, required, keys)
 
     def scale_in(self, d: Mapping[str, Any]) -> float:
         """Return the scale that `d` holds, if a loss can be scaled by it."""
@@ -297,8 +297,8 @@ class Format:
         defaults = {self.rule.first_scale: scale, **defaults}
         # A key of the state is a setting too, if the peer starts from a setting of that name.
         names = {field.name for field in dataclasses.fields(self.rule)}
-        held = [key for key in self.entries if key in names]
-        rule = self.rule(**{**defaults, **with_settings(d, held, settings)})
+        setting_keys = [key for key in self.entries if key in names]
+        rule = self.rule(**{**defaults, **with_settings(d, setting_keys, settings)})
 
         state = rule.init(device)
         saved = {"scale": torch.full_like(state.scale, scale)}

@@ -40,8 +40,8 @@ def names_by_group(
                     "were replaced. Fix: pass the model whose `.parameters()` the optimizer was "
                     "given; for several `nn.ModuleDict({'a': a, 'b': b})`."
                 )
-        found = [names[id(parameter)] for parameter in group["params"]]
-        groups.append(tuple(name for name in found if name in params))
+        group_names = [names[id(parameter)] for parameter in group["params"]]
+        groups.append(tuple(name for name in group_names if name in params))
     missing = params.keys() - {name for group in groups for name in group}
     if missing:
         raise ValueError(
@@ -211,11 +211,11 @@ def with_slots(
             f"the state has {join_names(sorted(missing))}, the live optimizer does not. Likely "
             "cause: another model or optimizer than in take_over. Fix: pass those of take_over."
         )
-    every = list(opt_state.slots)
-    saved = state_dict(opt_state.slots, [(every, {"lr": 0.0})])["state"]
-    held = optimizer.state_dict()
-    own = {places[every[index]]: slot for index, slot in saved.items()}
-    return {**held, "state": {**held["state"], **own}}
+    trained = list(opt_state.slots)
+    by_index = state_dict(opt_state.slots, [(trained, {"lr": 0.0})])["state"]
+    live = optimizer.state_dict()
+    state = {places[trained[index]]: slot for index, slot in by_index.items()}
+    return {**live, "state": {**live["state"], **state}}
 
 
 def load_slots(optimizer: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:

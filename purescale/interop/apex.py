@@ -173,7 +173,7 @@ def from_state_dict(
     expected = ("loss_scaler0",)
     names = [f"loss_scaler{i}" for i in range(len(d))] if isinstance(d, Mapping) else []
     check_dict(d, "apex", names if "loss_scaler0" in names and "loss_scaler0" in d else expected)
-    made, states = [], []
+    scalers, states = [], []
     for name in names:
         entry = d[name]
         if not isinstance(entry, Mapping) or set(entry) != set(_ENTRY):
@@ -187,8 +187,8 @@ def from_state_dict(
                 f"got {got}. Fix: pass amp.state_dict()."
             )
         scale = saved_scale(f"{name}['loss_scale']", entry["loss_scale"])
-        made.append(rule(**{"init_scale": scale, **settings}))
-        static = made[-1].loss_scale
+        scalers.append(rule(**{"init_scale": scale, **settings}))
+        static = scalers[-1].loss_scale
         if static not in ("dynamic", scale):
             raise ValueError(
                 f"loss_scale={static!r} contradicts {name}, which has {scale!r}. Likely cause: the "
@@ -198,7 +198,7 @@ def from_state_dict(
         states.append(
             scaler_state(scale, whole(f"{name}['unskipped']", entry["unskipped"]), device=device)
         )
-    return (made[0], states[0]) if len(names) == 1 else (tuple(made), tuple(states))
+    return (scalers[0], states[0]) if len(names) == 1 else (tuple(scalers), tuple(states))
 
 
 def to_state_dict(rule: Rules, scaler: States) -> dict[str, Any]:
@@ -354,7 +354,7 @@ def _overridden(opt_level: Any, overrides: _Level) -> _Level:
         _check_dtype("cast_model_type", overrides.cast_model_type)
     _check_contradictions(opt_level, overrides)
     pairs = zip(_LEVELS[opt_level], overrides, strict=True)
-    return _Level(*(own if given is None else given for own, given in pairs))
+    return _Level(*(default if override is None else override for default, override in pairs))
 
 
 def _policy(level: _Level, output: torch.dtype | None) -> Policy:

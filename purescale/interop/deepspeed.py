@@ -189,23 +189,23 @@ def from_state_dict(
     """
     required = ("dynamic_loss_scale", "cur_scale", "cur_iter")
     check_dict(d, "deepspeed", (), None)
-    held = d.get("loss_scaler", d)
-    held = vars(held) if hasattr(held, "cur_scale") else held
+    fields = d.get("loss_scaler", d)
+    fields = vars(fields) if hasattr(fields, "cur_scale") else fields
     if (
-        not isinstance(held, Mapping)
-        or "cur_scale" not in held
-        or not {"dynamic_loss_scale", "dynamic"} & {*d, *held}
+        not isinstance(fields, Mapping)
+        or "cur_scale" not in fields
+        or not {"dynamic_loss_scale", "dynamic"} & {*d, *fields}
     ):
         refuse(d, "deepspeed", required, missing=[key for key in required if key not in d])
 
-    dynamic = held.get("dynamic", d.get("dynamic_loss_scale"))
+    dynamic = fields.get("dynamic", d.get("dynamic_loss_scale"))
     check_bool("dynamic_loss_scale", dynamic)
     if dynamic:
         needed = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
-        check_dict(held, "deepspeed", needed, None)
+        check_dict(fields, "deepspeed", needed, None)
     flat = {"delayed_shift": 1, "raise_error_at_min_scale": False}
-    defaults = flat if dynamic and "delayed_shift" not in held else {}
-    return _FORMAT.read({"dynamic": dynamic, **held}, settings, device, **defaults)
+    defaults = flat if dynamic and "delayed_shift" not in fields else {}
+    return _FORMAT.read({"dynamic": dynamic, **fields}, settings, device, **defaults)
 
 
 def to_state_dict(rule: DeepSpeedScale, scaler: DeepSpeedState) -> dict[str, Any]:

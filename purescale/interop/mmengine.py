@@ -112,15 +112,15 @@ def from_state_dict(
     check_dict(d, "mmengine", (), None)
     if isinstance(d.get("apex_amp"), Mapping):
         return apex.from_state_dict(d["apex_amp"], device=device, **settings)
-    held = d.get("loss_scaler")
-    if not isinstance(held, Mapping) or "cur_scale" in held:
+    scaler_dict = d.get("loss_scaler")
+    if not isinstance(scaler_dict, Mapping) or "cur_scale" in scaler_dict:
         missing = () if "loss_scaler" in d else ("loss_scaler",)
         refuse(d, "mmengine", ("loss_scaler", "param_groups"), missing)
     loss_scale = settings.pop("loss_scale", "dynamic")
     if isinstance(loss_scale, Mapping) or loss_scale == "dynamic":
-        given = dict(loss_scale) if isinstance(loss_scale, Mapping) else {}
-        return torch_amp.from_state_dict(held, device=device, **given, **settings)
-    return rule(loss_scale, **settings), torch_amp.from_state_dict(held, device=device)[1]
+        scaler_settings = dict(loss_scale) if isinstance(loss_scale, Mapping) else {}
+        return torch_amp.from_state_dict(scaler_dict, device=device, **scaler_settings, **settings)
+    return rule(loss_scale, **settings), torch_amp.from_state_dict(scaler_dict, device=device)[1]
 
 
 def to_state_dict(rule: Any, scaler: Any) -> dict[str, Any]:
@@ -151,5 +151,5 @@ def to_state_dict(rule: Any, scaler: Any) -> dict[str, Any]:
         return {"apex_amp": apex.to_state_dict(rule, scaler)}
     check_saveable("mmengine", rule, (torch_amp.TorchAmpScale, FixedAmpScale), scaler, ScalerState)
     # A wrapper with a fixed scale has a GradScaler with torch's default settings, unused.
-    held = rule if isinstance(rule, torch_amp.TorchAmpScale) else torch_amp.rule()
-    return {"loss_scaler": torch_amp.to_state_dict(held, scaler)}
+    scaler_rule = rule if isinstance(rule, torch_amp.TorchAmpScale) else torch_amp.rule()
+    return {"loss_scaler": torch_amp.to_state_dict(scaler_rule, scaler)}

@@ -142,7 +142,7 @@ def from_state_dict(
     Source of the format: torch.amp.GradScaler.state_dict.
     """
     _FORMAT.check(d)
-    scale = _FORMAT.scale_in(d) / _parts(accumulated)
+    scale = _FORMAT.scale_in(d) / _check_accumulated(accumulated)
     return _FORMAT.read({**d, "scale": scale}, settings, device)
 
 
@@ -167,10 +167,11 @@ def to_state_dict(rule: TorchAmpScale, scaler: ScalerState, accumulated: int = 1
         ['_growth_tracker', 'backoff_factor', 'growth_factor', 'growth_interval', 'scale']
     """
     d = _FORMAT.write(rule, scaler)
-    return {**d, "scale": d["scale"] * _parts(accumulated)}
+    return {**d, "scale": d["scale"] * _check_accumulated(accumulated)}
 
 
-def _parts(accumulated: Any) -> int:
+def _check_accumulated(accumulated: Any) -> int:
+    """Return the number of microbatches, a power of two."""
     count = whole("accumulated", accumulated, least=1)
     if count & (count - 1):
         raise ValueError(

@@ -39,7 +39,7 @@ class Battery:
 
     def __init__(self, subject: Any, quirks: Sequence[str]) -> None:
         if what := not_made(subject, *self.methods):
-            expected = " and ".join(f"`{name}({given})`" for name, given in self.methods.items())
+            expected = " and ".join(f"`{name}({args})`" for name, args in self.methods.items())
             raise TypeError(
                 f"{self.kind} is {what}; expected an object with {expected}. Fix: "
                 f"{self.fix_for_kind}."
@@ -84,8 +84,8 @@ class Battery:
         if law in self.quirks:
             self.broken.add(law)
             return
-        given = dict(zip(self.labels, map(shown, call), strict=False))
-        rows = {**given, "came": came, "should": should}
+        arguments = dict(zip(self.labels, map(shown, call), strict=False))
+        rows = {**arguments, "came": came, "should": should}
         lines = [f"  {label:6}  {value}" for label, value in rows.items()]
         fix = fix or self.fixes[law]
         raise AssertionError(
@@ -205,11 +205,11 @@ class UpdateBattery(Battery):
     def _agree(self, law: str, calls: list[Any], run: Callable[[], list[Any]]) -> None:
         expected = [self.subject.update(*call) for call in calls]
         try:
-            found = run()
+            results = run()
         except AssertionError as error:
             came = str(error).partition(" Fix:")[0]
             return self.fail(law, came, "the same as eager", *calls[0], cause=error)
-        for call, came, should in zip(calls, found, expected, strict=True):
+        for call, came, should in zip(calls, results, expected, strict=True):
             if not same_bits(came, should):
                 self.fail(law, shown(came), shown(should), *call)
 

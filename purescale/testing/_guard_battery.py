@@ -123,8 +123,8 @@ class _GuardBattery(UpdateBattery):
 
     def looked_at(self, *, norm: bool) -> list[tuple[Any, Tensor, Any]]:
         """Return the arguments of the steps at and around the events."""
-        every = self.calls(norm=norm)
-        return [every[step] for step in _LOOKED_AT]
+        calls = self.calls(norm=norm)
+        return [calls[step] for step in _LOOKED_AT]
 
     # ---- what is checked
 

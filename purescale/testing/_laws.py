@@ -98,17 +98,17 @@ class Untouched:
 
 
 def _storages(tree: Any) -> dict[int, str]:
-    found: dict[int, str] = {}
+    storages: dict[int, str] = {}
     for name, leaf in _named(tree):
         parts = [leaf.detach()]
         if leaf.is_sparse:
             parts = [private.indices(leaf.detach()), private.values(leaf.detach())]
         elif leaf.layout is not torch.strided:
             parts = [leaf.detach().values()]
-        found |= {
+        storages |= {
             p.untyped_storage().data_ptr(): name for p in parts if p.numel() and not p.is_meta
         }
-    return found
+    return storages
 
 
 def shares_memory(a: Any, b: Any) -> bool:
@@ -140,11 +140,11 @@ def assert_pure(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         >>> assert_pure(torch.add, torch.ones(1), 1)
         tensor([2.])
     """
-    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    inputs: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     generator = torch.get_rng_state()
-    with Untouched(given):
+    with Untouched(inputs):
         first = fn(*args, **kwargs)
-    arguments = _storages(given)
+    arguments = _storages(inputs)
     shared = [(name, arguments[key]) for key, name in _storages(first).items() if key in arguments]
     assert not shared, (
         f"result{shared[0][0]} shares memory with argument{shared[0][1]}: a write into one changes "

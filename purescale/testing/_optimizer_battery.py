@@ -104,7 +104,7 @@ def _usual() -> dict[str, Tensor]:
     }
 
 
-def _gradients(params: Tree, seed: int) -> Tree:
+def _random_gradients(params: Tree, seed: int) -> Tree:
     generator = torch.Generator().manual_seed(seed)
     return _tree.map(
         lambda p: torch.randn(p.shape, generator=generator, dtype=torch.float32).to(p), params
@@ -155,7 +155,7 @@ class _OptimizerBattery(Battery):
     def steps(self) -> bool:
         params, state = self.params, self.state
         for seed in range(_STEPS):
-            call = (params, _gradients(params, seed), state)
+            call = (params, _random_gradients(params, seed), state)
             result = self.attempt("structure", "a step", self.subject.step, *call)
             if result is None or not self.both_alike("structure", result, *call):
                 return False
@@ -198,7 +198,7 @@ class _OptimizerBattery(Battery):
         state = self.attempt("absent", "a state", self.subject.init, params)
         if "absent" in self.broken:
             return
-        call = (params, _gradients(params, 0), state)
+        call = (params, _random_gradients(params, 0), state)
         result = self.attempt("absent", "a step", self.subject.step, *call)
         if result is not None:
             self.both_alike("absent", result, *call)
@@ -207,7 +207,7 @@ class _OptimizerBattery(Battery):
         for dtype in (torch.float16, torch.bfloat16, torch.float64):
             params = _tree.cast(self.params, dtype)
             state = self.attempt("dtype", "a state", self.subject.init, params)
-            grads = _gradients(params, 0)
+            grads = _random_gradients(params, 0)
             grads = _tree.cast(grads, torch.float32) if dtype is torch.float16 else grads
             call = (params, grads, state)
             result = self.attempt("dtype", "a step", self.subject.step, *call)
@@ -252,9 +252,9 @@ class _OptimizerBattery(Battery):
 
     def compile(self) -> None:
         def together(*_: Any) -> Any:
-            found = assert_single_graph(self.subject.step, *self.calls)
+            compiled = assert_single_graph(self.subject.step, *self.calls)
             pairs = [
-                [_with_masters(*each) for each in results] for results in (found, self.results)
+                [_with_masters(*each) for each in results] for results in (compiled, self.results)
             ]
             torch.testing.assert_close(*pairs, rtol=1e-4, atol=1e-5)
 

@@ -188,5 +188,5 @@ def rule_steps(rule: Any) -> st.SearchStrategy[tuple[bool, float | None]]:
 
 def update_arguments(state: Any, bad: bool, amax: float | None) -> tuple[Any, ...]:
     """Return the arguments of `rule.update` as tensors."""
-    given = (state, torch.tensor(bad))
-    return given if amax is None else (*given, torch.tensor(amax, dtype=torch.float32))
+    arguments = (state, torch.tensor(bad))
+    return arguments if amax is None else (*arguments, torch.tensor(amax, dtype=torch.float32))

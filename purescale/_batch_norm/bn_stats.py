@@ -207,13 +207,13 @@ def bn_buffers(
         m2, degrees = layer.m2, layer.count - correction
         if estimator == "within":
             m2, degrees = layer.within, layer.count - correction * layer.calls
-        known = degrees > 0
-        var = m2.clamp(min=0) / torch.where(known, degrees, 1)
+        has_variance = degrees > 0
+        var = m2.clamp(min=0) / torch.where(has_variance, degrees, 1)
         for key, value in (
             (key_of(name, "running_mean"), layer.mean),
             (key_of(name, "running_var"), var),
         ):
-            new[key] = torch.where(known, value.to(new[key].dtype), new[key])
+            new[key] = torch.where(has_variance, value.to(new[key].dtype), new[key])
     return new
 
 
@@ -378,14 +378,14 @@ def update_running_stats(
     pooled = bn_buffers(stats, buffers)
     new = dict(buffers)
     for name, momentum in momenta.items():
-        known = stats.layers[name].count > 1
+        has_variance = stats.layers[name].count > 1
         for key in (key_of(name, "running_mean"), key_of(name, "running_var")):
             new[key] = torch.where(
-                known, (1 - momentum) * buffers[key] + momentum * pooled[key], buffers[key]
+                has_variance, (1 - momentum) * buffers[key] + momentum * pooled[key], buffers[key]
             ).to(buffers[key].dtype)
         tracked = key_of(name, "num_batches_tracked")
         if tracked in buffers:
-            new[tracked] = buffers[tracked] + known
+            new[tracked] = buffers[tracked] + has_variance
     return new
 
 

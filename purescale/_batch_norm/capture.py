@@ -92,20 +92,22 @@ class CaptureBatchNorm(TorchFunctionMode):
                 kwargs = {**kwargs, name: off}
         if func not in _SIGNATURES:
             return func(*args, **kwargs)
-        given = {**dict(zip(_SIGNATURES[func], args, strict=False)), **kwargs}
-        given.pop("cudnn_enabled", None)
-        return self._batch_norm(**given)
+        arguments = {**dict(zip(_SIGNATURES[func], args, strict=False)), **kwargs}
+        arguments.pop("cudnn_enabled", None)
+        return self._batch_norm(**arguments)
 
     def _copied(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Copy, and record that a copy of running statistics belongs to the same layer: a policy
         casts them and copies them back, and a second `apply` clones those of the first.
         """
         out = func(*args, **kwargs)
-        given, made = (args[1], args[0]) if func in _INTO else (args[0], out)
-        pairs = [(given, made)] if isinstance(made, Tensor) else zip(given, made, strict=True)
-        known = [call.running_mean for call in self.calls] + [new for _, new in self.copies]
+        source, copy = (args[1], args[0]) if func in _INTO else (args[0], out)
+        pairs = [(source, copy)] if isinstance(copy, Tensor) else zip(source, copy, strict=True)
+        running_means = [call.running_mean for call in self.calls] + [new for _, new in self.copies]
         # `is`, not `id`, which would guard a compiled step by the tensor itself.
-        self.copies += [(old, new) for old, new in pairs if any(old is each for each in known)]
+        self.copies += [
+            (old, new) for old, new in pairs if any(old is mean for mean in running_means)
+        ]
         return out
 
     def _batch_norm(
@@ -201,9 +203,9 @@ def named_calls(catcher: CaptureBatchNorm, new_buffers: Tensors) -> list[tuple[s
         same = [call.running_mean]
         for old, new in catcher.copies:
             same += [new] if any(old is mean for mean in same) else []
-        found = next((name for other in same for name, mean in layers if mean is other), None)
-        if found is not None:
-            named.append((found, call))
+        layer = next((name for other in same for name, mean in layers if mean is other), None)
+        if layer is not None:
+            named.append((layer, call))
         elif catcher.evaluating:
             raise ValueError(
                 "a batch norm was given running statistics that are not among the new_buffers of "

@@ -355,7 +355,7 @@ def _target(path: Path) -> str:
             f"save: there is no directory {folder!r} for {path!r}. Fix: `os.makedirs({folder!r}, "
             "exist_ok=True)`."
         )
-    # "runs/", "runs/.", "": names of directories, even if there is no such directory.
+    # "runs/", "runs/.", "": names of directories, of missing ones too.
     if os.path.basename(name) in ("", os.curdir, os.pardir) or (
         os.path.exists(target) and not os.path.isfile(target)
     ):

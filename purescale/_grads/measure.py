@@ -21,7 +21,7 @@ from .._tree.gradients import Gradients
 
 
 class Want(NamedTuple):
-    """What to measure besides whether gradients are finite."""
+    """The facts to measure besides whether gradients are finite."""
 
     norm_type: float | None = None  # the p of the norm; None for no norm
     amax: bool = False

@@ -1,4 +1,4 @@
-"""What a forward has left in the modules of its call: the new buffers, or a refusal."""
+"""The buffers that a forward has left in the modules of its call, or a refusal."""
 
 from __future__ import annotations
 

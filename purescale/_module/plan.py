@@ -1,4 +1,4 @@
-"""What a call of a model makes: the record of its objects, and how each of them is made."""
+"""The plan of a call of a model: the record of its objects, and how each of them is made."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class Late(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a call makes, in this order: the number of an object is its position in `kinds`, then in
-    `containers`, `own`, `rare`, `late`.
+    """The objects that a call makes, in this order: the number of an object is its position in
+    `kinds`, then in `containers`, `own`, `rare`, `late`.
     """
 
     kinds: list[type]  # of objects

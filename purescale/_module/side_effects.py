@@ -1,6 +1,4 @@
-"""What a forward does besides computing, to tensors that are not its own: it is refused, undone or
-told.
-"""
+"""The effects of a forward on tensors that are not its own: each is refused, undone or told."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ _requires_grad = operator.attrgetter("requires_grad")
 
 
 class SideEffects:
-    """What the tensors of a call are before it.
+    """The tensors of a call, as they are before it.
 
     Args:
         params: The parameters that the caller gave.

@@ -41,7 +41,7 @@ def stochastic_round(
     generator is used: the same call gives the same bits eagerly, compiled, under vmap and on every
     replica; a DTensor gets those of the whole tensor. Numbers of `dtype`, inf and NaN do not
     change, and finite values stay finite. Probabilities are exact to 2**-16 of the distance of the
-    two numbers (for a float64 leaf, to those of its float32). There is no derivative.
+    two numbers (for a float64 leaf, to those of its float32). No derivative passes through.
 
     Args:
         tree: Any tree. Leaves that are not real and floating are copied.

@@ -121,7 +121,7 @@ def checked_state_dict(sd: Any) -> tuple[list[Mapping[str, Any]], Mapping[Any, A
 
 
 class Place(NamedTuple):
-    """Where a state dict has a parameter."""
+    """The place of a parameter in a state dict."""
 
     group: int  # index in sd["param_groups"]
     key: Any  # in sd["state"]

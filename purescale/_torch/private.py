@@ -1,4 +1,4 @@
-"""What is done with private names of torch. They are in `private_names.py`."""
+"""The uses of private names of torch. The names are in `private_names.py`."""
 
 from __future__ import annotations
 

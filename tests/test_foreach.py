@@ -817,3 +817,34 @@ def test_a_class_without_a_list_formula_of_torch_takes_the_one_of_this_package(m
     torch.optim.Muon([mirror], lr=0.1).step()
     assert given == [1]
     assert torch.equal(param, mirror)
+
+
+# ---- one flat tensor -----------------------------------------------------------------------------
+
+
+def parts_of(flat):
+    return foreach.views(flat, [torch.empty(2, 3), torch.empty(3, 2).t(), torch.empty(0), flat[0]])
+
+
+def test_views_of_one_flat_tensor_are_gathered_without_a_copy():
+    flat = torch.arange(13.0)
+    gathered = foreach.gather(parts_of(flat))
+    assert torch.equal(gathered, flat)
+    assert gathered.data_ptr() == flat.data_ptr()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda parts: [parts[1], parts[0]],
+        lambda parts: [parts[0], parts[1] + 0],
+        lambda parts: [parts[0].clone(), parts[1]],
+        lambda parts: [torch.arange(8.0)[:4:2], torch.arange(8.0)[2:4]],
+        lambda parts: [(some := torch.arange(8.0))[:4:2], some[2:4]],
+    ],
+)
+def test_what_does_not_lie_in_one_row_is_copied_in_the_order_of_its_memory(change):
+    tensors = change(parts_of(torch.arange(13.0)))
+    rows = [t if t.is_contiguous() else t.t() if t.ndim == 2 else t for t in tensors]
+    expected = torch.cat([row.reshape(-1) for row in rows])
+    assert torch.equal(foreach.gather(tensors), expected)

@@ -89,6 +89,15 @@ def test_an_eager_step_imports_no_compiler(optimizer, modules_of_torch):
     assert not heavy(added)
 
 
+def test_an_optimizer_with_a_schedule_imports_no_compiler(modules_of_torch):
+    with_a_schedule = """
+        import torch
+        import purescale as ps
+        ps.from_torch(torch.optim.AdamW, lr=lambda applied: 1e-3 * 0.9**applied)
+    """
+    assert not heavy(modules_after(with_a_schedule) - modules_of_torch)
+
+
 def test_a_constant_is_marked_as_torch_marks_it():
     def ours():
         return 1
@@ -161,15 +170,6 @@ def test_a_feature_without_its_private_name_is_refused_by_that_name(name, withou
         getattr(private, name)
 
 
-def test_a_schedule_from_torch_is_refused_where_its_table_cannot_be_kept(without):
-    without("without_modes")
-    rates = ps.schedule_from_torch(
-        lambda opt: torch.optim.lr_scheduler.StepLR(opt, 1), lr=0.1, steps=3
-    )
-    with refused(r"torch\.utils\._python_dispatch\._disable_current_modes_gone"):
-        rates(torch.tensor(1))
-
-
 def test_a_missing_list_operator_is_refused_when_it_is_called(monkeypatch):
     monkeypatch.delattr(torch, "_foreach_sqrt")
     operator = list_operator("sqrt")
@@ -197,15 +197,6 @@ def both(name):
 
 
 TENSORS = [torch.arange(6.0).view(2, 3), torch.tensor(7.0), torch.empty(0), torch.ones(3).double()]
-
-
-def test_without_its_name_a_list_is_flattened_the_same():
-    (flatten, public), some = both("flatten_dense"), TENSORS[:3]
-    assert torch.equal(public(some), flatten(some))
-    unflatten, public = both("unflatten_dense")
-    torch.testing.assert_close(
-        public(torch.arange(7.0), some), [*unflatten(torch.arange(7.0), some)]
-    )
 
 
 def test_without_its_name_a_list_is_grouped_the_same():
@@ -240,11 +231,11 @@ def test_without_its_name_a_backward_gives_the_same():
     used, unused = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     for run in both("run_backward"):
         loss = (used**3).sum()
-        found = run(
+        gradients = run(
             (loss,), (torch.ones(()),), False, False, (used, unused), True, accumulate_grad=False
         )
-        torch.testing.assert_close(found[0], torch.full((2,), 3.0))
-        assert found[1] is None
+        torch.testing.assert_close(gradients[0], torch.full((2,), 3.0))
+        assert gradients[1] is None
 
 
 def test_without_its_name_a_tree_is_walked_the_same():

@@ -8,12 +8,12 @@ import pickle
 import pytest
 import torch
 from helpers import AsOnAnAccelerator, same_bits
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import lr_scheduler as torchs
 
 import purescale as ps
 from purescale._distributed.describe_settings import describe_setting
 from purescale._optim.schedule import RateTable
-from purescale._torch.private import FakeTensorMode
 from purescale.testing import assert_sync_free, assert_vmap_equals_loop
 
 STEPS = 40

@@ -8,6 +8,7 @@ import math
 from collections import OrderedDict
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.utils._pytree as pytree
@@ -845,6 +846,12 @@ def test_an_optimizer_made_inside_of_a_compiled_function_says_where_to_make_it()
         (lambda applied: [0.1, 0.2][applied], "reads the value of the step count"),
         (lambda applied: 0.1 * int(applied), "reads the value of the step count"),
         (lambda applied: 0.1 * applied.item(), "reads the value of the step count"),
+        (lambda applied: 0.1 * applied.tolist(), "reads the value of the step count"),
+        (lambda applied: np.cos(applied), "reads the value of the step count"),
+        (
+            lambda applied: torch.tensor([0.1, 0.2])[applied > 0].sum(),
+            "reads the value of the step count",
+        ),
     ],
 )
 @pytest.mark.parametrize("where", ["lr", "overrides"])

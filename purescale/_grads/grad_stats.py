@@ -9,9 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch import private
 from .._torch.dtypes import unscaled_dtype, widest_float
-from .._torch.foreach import by_kind, cast, way_over
+from .._torch.foreach import by_kind, cast, flattened, way_over
 from .._torch.metadata_cache import elements
 from .._torch.private import listops
 
@@ -51,7 +50,7 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     """
     kinds = by_kind(tensors)
     if len(kinds) == 1 and sum(elements(tensors)) <= _FEW:
-        few = _at_least_float32(private.flatten_dense(list(tensors)))
+        few = _at_least_float32(flattened(tensors))
         return torch.dot(few, few).double()
     lists = [tensors] if len(kinds) == 1 else [[tensors[i] for i in indices] for indices in kinds]
     norms = [torch.linalg.vector_norm(rows, dim=1) for some in lists for rows in _rows(some)]
@@ -108,7 +107,7 @@ def _rows_as_given(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
 def _in_rows(tensors: list[Tensor], size: int) -> Tensor:
     if missing := -size % _ROW:
         tensors.append(tensors[0].new_zeros(missing))
-    return private.flatten_dense(tensors).view(-1, _ROW)
+    return flattened(tensors).view(-1, _ROW)
 
 
 # ---- exactly -------------------------------------------------------------------------------------

@@ -27,6 +27,8 @@ from .._optim.schedule import check_rate
 from .._torch import private
 from .._torch.dtypes import widest_float
 from .._torch.tracing import (
+    NoReads,
+    ReadError,
     any_requires_grad,
     constant_while_compiling,
     host_can_read,
@@ -455,9 +457,9 @@ def _check_rate(where: str, lr: Any) -> Any:
     if not callable(lr) or traced():
         return lr
     try:
-        with private.FakeTensorMode(allow_non_fake_inputs=True):
+        with NoReads():
             rate = lr(torch.zeros((), dtype=torch.int64, device="cpu"))
-    except (private.DataDependentOutput, private.DynamicOutputShape):
+    except ReadError:
         raise TypeError(
             f"{where}: the schedule {lr!r} reads the value of the step count. It works step by "
             "step and breaks when the step is compiled or vmapped, or makes a GPU wait. Likely "

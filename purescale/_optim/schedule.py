@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import copy
 import dataclasses
-import functools
 import hashlib
 import math
-import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils.data import DataLoader, Dataset
 
 from .._torch import private
 from .._torch.tracing import constant_while_compiling
@@ -135,8 +133,7 @@ class RateTable:
     def _on(self, device: torch.device, digest: str) -> Tensor:
         if device not in self._copies:
             # Later calls need a real tensor, whatever modes or transforms are active now.
-            with private.outside_of_modes():
-                self._copies[device] = self.rates.to(device)
+            self._copies[device] = private.outside_of_modes(lambda: self.rates.to(device))
         return self._copies[device]
 
 
@@ -218,115 +215,69 @@ def _step(scheduler: LRScheduler, done: int, wanted: int) -> None:
         ) from error
 
 
-def stand_in(scheduler: LRScheduler) -> LRScheduler:
-    """Return a copy of a scheduler in mid-run over an optimizer of its own with the same settings,
-    so that stepping it changes nothing else. Functions are copied with what they close over.
+def rates_ahead(scheduler: LRScheduler, steps: int) -> list[list[float]]:
+    """Return `rates_of(scheduler, steps)` and leave the scheduler and its optimizer where they are.
+    Refuse a schedule that gives other rates when it is asked again.
     """
-    live = scheduler.optimizer
-    optimizer = torch.optim.SGD([torch.zeros((), device="cpu")], lr=0.0)
-    # Parameters are not copied, wherever a function of the user's has them from.
-    memo: dict[int, Any] = {id(p): p for group in live.param_groups for p in group["params"]}
-    memo[id(live)] = optimizer
-    groups = [
-        {name: value for name, value in group.items() if name != "params"}
-        for group in live.param_groups
-    ]
-    # In one copy, because torch's groups may share one tensor as their rate.
-    optimizer.param_groups = [{**group, "params": []} for group in copy.deepcopy(groups, memo)]
-    # First, so that the copy of the scheduler has them wherever it holds the same list.
-    functions = [
-        (part, name, _own(value, memo, f"{name} of {type(part).__name__}"))
+    runs = []
+    for _ in range(2):
+        with undone(scheduler):
+            runs.append(rates_of(scheduler, steps))
+    by_step = [list(zip(*groups, strict=True)) for groups in runs]
+    for step, (once, again) in enumerate(zip(*by_step, strict=True)):
+        if repr(once) != repr(again):
+            raise ValueError(
+                f"{type(scheduler).__name__} gave the rates {once} for step {step} from here and "
+                f"{again} when it was asked again, so no table can hold them. Likely cause: a "
+                "function that counts its calls, takes the next value of an iterator or draws a "
+                "random number; it was called for both. Fix: a function of the step that it is "
+                "given, made anew; or leave the scheduler out of take_over, and give back before "
+                "each `scheduler.step()`."
+            )
+    return runs[0]
+
+
+@contextlib.contextmanager
+def undone(scheduler: LRScheduler) -> Iterator[None]:
+    """Undo the steps that a scheduler makes inside. What a function of the user's counts stays."""
+    groups = scheduler.optimizer.param_groups
+    parts = [
+        (vars(part), {name: _copied(value) for name, value in vars(part).items()})
         for part in _parts(scheduler)
-        for name, value in vars(part).items()
-        if any(map(callable, _each(value)))
     ]
-    copied: LRScheduler = _own(scheduler, memo, "scheduler")
-    for part, name, value in functions:
-        setattr(memo[id(part)], name, value)
-    return copied
+    settings = [
+        {
+            name: value.clone() if isinstance(value, Tensor) else value
+            for name, value in group.items()
+            if name != "params"
+        }
+        for group in groups
+    ]
+    try:
+        yield
+    finally:
+        for attributes, before in parts:
+            attributes.clear()
+            attributes.update(before)
+        for group, before in zip(groups, settings, strict=True):
+            for name, value in before.items():
+                if isinstance(value, Tensor):  # groups may share it
+                    group[name].copy_(value)
+                else:
+                    group[name] = value
 
 
-def _each(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, (list, tuple)) else (value,)
+def _copied(value: Any) -> Any:
+    return copy.copy(value) if isinstance(value, (list, dict)) else value
 
 
 def _parts(scheduler: LRScheduler) -> Iterator[LRScheduler]:
     """Yield a scheduler and those that it is made of."""
     yield scheduler
     for value in vars(scheduler).values():
-        for one in _each(value):
+        for one in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(one, LRScheduler):
                 yield from _parts(one)
-
-
-# What a schedule may ask for a length, and does not change.
-_SHARED = (types.ModuleType, type, torch.nn.Module, DataLoader, Dataset)
-_BUILT_IN = (types.BuiltinMethodType, types.MethodWrapperType)
-
-
-def _own(value: Any, memo: dict[int, Any], what: str) -> Any:
-    """Return `copy.deepcopy(value, memo)` in which functions are copied too, with what they close
-    over: a function that counts its calls has a count of its own.
-    """
-    if id(value) in memo:
-        return memo[id(value)]
-    if isinstance(value, _SHARED):
-        return value
-    if isinstance(value, types.FunctionType):
-        return _own_function(value, memo)
-    if isinstance(value, functools.partial):
-        args, keywords = _own((value.func, *value.args), memo, what), value.keywords
-        return functools.partial(*args, **_own(keywords, memo, what))
-    if isinstance(value, types.MethodType):
-        return types.MethodType(value.__func__, _own(value.__self__, memo, what))
-    if isinstance(value, _BUILT_IN) and not isinstance(value.__self__, (*_SHARED, type(None))):
-        return getattr(_own(value.__self__, memo, what), value.__name__)
-    if type(value) is list:
-        memo[id(value)] = items = list[Any]()
-        items.extend(_own(one, memo, what) for one in value)
-        return items
-    if type(value) is dict:
-        memo[id(value)] = entries = dict[Any, Any]()
-        entries.update((key, _own(one, memo, what)) for key, one in value.items())
-        return entries
-    if type(value) is tuple:
-        return tuple([_own(one, memo, what) for one in value])
-    for one in getattr(value, "__dict__", {}).values():
-        if isinstance(one, _SHARED):
-            memo[id(one)] = one
-    try:
-        return copy.deepcopy(value, memo)
-    except Exception as error:
-        raise ValueError(
-            f"{what} is a {type(value).__name__} that cannot be copied ({error}), and a table of "
-            "the rates must not move the original. Likely cause: a schedule that draws from an "
-            "iterator, or closes over a loader, a file or a trainer. Fix: take what it needs out "
-            "first (`steps = len(loader)`), so that it closes over numbers; or leave the scheduler "
-            "out of take_over, and give back before each `scheduler.step()`."
-        ) from error
-
-
-def _own_function(function: types.FunctionType, memo: dict[int, Any]) -> types.FunctionType:
-    space, closure, code = function.__globals__, function.__closure__ or (), function.__code__
-    own_space = memo.setdefault(id(space), dict(space))
-    cells = [memo.setdefault(id(cell), types.CellType()) for cell in closure]
-    own = types.FunctionType(code, own_space, function.__name__, None, tuple(cells))
-    memo[id(function)] = own
-    where = f"of {function.__qualname__}"
-    for name, old, new in zip(code.co_freevars, closure, cells, strict=True):
-        try:
-            content = old.cell_contents
-        except ValueError:  # a variable that has no value yet
-            continue
-        new.cell_contents = _own(content, memo, f"{name} {where}")
-    for name in space.keys() & set(code.co_names):
-        one = space[name]
-        elsewhere = isinstance(one, types.FunctionType) and one.__globals__ is not space
-        own_space[name] = one if elsewhere else _own(one, memo, f"{name} {where}")
-    own.__defaults__ = _own(function.__defaults__, memo, f"a default {where}")
-    own.__kwdefaults__ = _own(function.__kwdefaults__, memo, f"a default {where}")
-    vars(own).update(_own(vars(function), memo, f"an attribute {where}"))
-    return own
 
 
 def place_of(scheduler: Any) -> int:

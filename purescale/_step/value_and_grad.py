@@ -396,12 +396,9 @@ def _parameters(tensors: Leaves, *, as_plain: bool) -> Leaves:
     if as_plain:
         return [tensor.detach().requires_grad_() for tensor in tensors]
     if set(map(type, tensors)) == {Tensor}:
-        kind, requires_grad = itertools.repeat(nn.Parameter), itertools.repeat(True)
-        return list(map(private.make_subclass, kind, tensors, requires_grad))
+        return list(map(nn.Parameter, tensors))
     return [
-        private.make_subclass(nn.Parameter, tensor, True)
-        if type(tensor) is Tensor
-        else tensor.detach().requires_grad_()
+        nn.Parameter(tensor) if type(tensor) is Tensor else tensor.detach().requires_grad_()
         for tensor in tensors
     ]
 

@@ -6,6 +6,7 @@ transforms, which have no rules for lists.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -128,26 +129,28 @@ def gather(tensors: Sequence[Tensor]) -> Tensor:
     """Return the elements of tensors of one kind in one flat tensor, each in the order of its
     memory. Without a copy if they are already the `views` of one flat tensor.
     """
-    first, count = tensors[0], sum(map(Tensor.numel, tensors))
-    base = private.base(first)
-    if base is not None and base.ndim == 1 and base.numel() == count and base.dtype is first.dtype:
-        offset = first.storage_offset()
-        for tensor in tensors:
-            if private.base(tensor) is not base or tensor.storage_offset() != offset:
-                break
-            offset += tensor.numel()
-        else:
-            return base
-    flat = first.new_empty(count)
+    first, counts = tensors[0], list(map(Tensor.numel, tensors))
+    size, start = sum(counts), first.storage_offset()
+    offsets = list(itertools.accumulate(counts[:-1], initial=start))
+    if list(map(Tensor.storage_offset, tensors)) == offsets and are_gapless(tensors):
+        storages = map(Tensor.untyped_storage, tensors)
+        if len(set(map(torch.UntypedStorage.data_ptr, storages))) == 1:
+            return first.detach().as_strided((size,), (1,), start)
+    flat = first.new_empty(size)
     copy_(views(flat, tensors), tensors)
     return flat
 
 
+def flattened(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the elements of tensors of one kind in one flat copy, each in row-major order."""
+    return torch.cat(list(map(Tensor.flatten, tensors)))
+
+
 def views(flat: Tensor, likes: Sequence[Tensor]) -> list[Tensor]:
     """Return views of `flat` laid out like these if they are gapless, the inverse of `gather`."""
+    parts = torch.split(flat, list(map(Tensor.numel, likes)))
     if are_contiguous(likes):
-        return list(private.unflatten_dense(flat, list(likes)))
-    parts = torch.split(flat, [like.numel() for like in likes])
+        return list(map(Tensor.view_as, parts, likes))
     return [
         part.as_strided(like.shape, like.stride()) if is_gapless(like) else part.view(like.shape)
         for part, like in zip(parts, likes, strict=True)

@@ -48,11 +48,10 @@ def traced() -> bool:
     """Return True if plain operators are needed: while compiling, where all kinds fuse equally
     well, or under a transform.
     """
-    # Written out, because every stage calls it. Dynamo must stop at the first line: it gets an
-    # interpreter stack of None wrapped in an object that is not None.
+    # Dynamo must stop at the first line: it gets an interpreter stack of None wrapped in an object
+    # that is not None.
     return (
-        torch.compiler.is_dynamo_compiling()
-        or _here.compiler._is_compiling_flag
+        torch.compiler.is_compiling()
         or _here.transforms_active()
         or _here.forward_ad._current_level >= 0
     )

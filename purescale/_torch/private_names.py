@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import optree
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 class Name(NamedTuple):
@@ -63,12 +66,6 @@ def lacks(what: str, feature: str) -> ImportError:
 # ---- what takes the place of a missing name ------------------------------------------------------
 
 
-class _Compiler:
-    @property
-    def _is_compiling_flag(self) -> bool:
-        return torch.compiler.is_compiling()
-
-
 def _run_backward(
     tensors: Any, grad_tensors: Any, retain: bool, create: bool, inputs: Any, *_: Any, **__: Any
 ) -> tuple[Tensor | None, ...]:
@@ -78,15 +75,6 @@ def _run_backward(
 def _leaf_of_class(cls: Any, tensor: Tensor, requires_grad: bool = False) -> Any:
     leaf = tensor.detach().as_subclass(cls)
     return leaf.requires_grad_() if requires_grad else leaf
-
-
-def _flatten_dense(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def _unflatten_dense(flat: Tensor, likes: Sequence[Tensor]) -> list[Tensor]:
-    parts = torch.split(flat, [like.numel() for like in likes])
-    return [part.view(like.shape) for part, like in zip(parts, likes, strict=True)]
 
 
 def _group_alike(columns: Sequence[Sequence[Tensor]]) -> dict[Any, Any]:
@@ -135,32 +123,30 @@ PLAIN_SGD = {"weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0}
 PLAIN_SGD |= {"nesterov": False, "maximize": False, "is_first_step": False}
 
 
-@contextlib.contextmanager
-def outside_of_modes() -> Iterator[None]:
-    """Make real tensors, whatever modes and transforms are active."""
-    modes, transforms = look_up(NAMES["without_modes"]), look_up(NAMES["without_transforms"])
-    with modes(), transforms(), torch.inference_mode(False), torch.no_grad():
-        yield
+def outside_of_modes(function: Callable[[], T]) -> T:
+    """Return `function()` from a thread of its own: modes and transforms are of one thread."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(function).result()
 
 
 def _if_it_heeds_its_flag(kernel: Any) -> Any:
     # A kernel that ignores the flag, or inverts it, would be wrong silently.
-    with contextlib.suppress(ImportError), outside_of_modes():
+    def heeds() -> bool:
         for flag, new, expected in ((1.0, float("nan"), 1.0), (0.0, 2.0, 5.0)):
             row = torch.tensor([[1.0], [new], [flag]], dtype=torch.float32, device="cpu")
             target, added, bad = row.unbind()
             kernel([target], [added], [], lr=-2.0, found_inf=bad, **PLAIN_SGD)
             if target.tolist() != [expected]:
                 return False
-        return kernel
-    return False
+        return True
+
+    return outside_of_modes(heeds) and kernel
 
 
 # ---- the names -----------------------------------------------------------------------------------
 
 _TRANSFORMS = "a transform of torch.func"
 _FUSED = "a fused kernel"  # without one a class steps by its formula
-_TABLE = "a table of rates, as of schedule_from_torch,"
 _COMPILED_MODULE = "a compiled call of a module that sets its own attributes"
 
 NAMES = {
@@ -174,22 +160,12 @@ NAMES = {
         SimpleNamespace(_current_level=0),
         lambda level: torch.autograd.forward_ad,  # the level changes
     ),
-    "compiler": Name(  # read without the two calls of `torch.compiler.is_compiling`
-        "torch.compiler._is_compiling_flag",
-        "torch.compile",
-        _Compiler(),
-        lambda flag: torch.compiler,
-    ),
     "tracks_grad": Name("torch._C._functorch.is_gradtrackingtensor", _TRANSFORMS),
     "is_batched": Name("torch._C._functorch.is_batchedtensor", _TRANSFORMS),
     "function_modes": Name(  # without it a region that runs again does so outside of all modes
         "torch.overrides._get_current_function_mode_stack",
         "a norm in a part of a model that is computed again in the backward",
         list,
-    ),
-    "without_modes": Name("torch.utils._python_dispatch._disable_current_modes", _TABLE),
-    "without_transforms": Name(
-        "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack", _TABLE
     ),
     "DispatchMode": Name("torch.utils._python_dispatch.TorchDispatchMode", "assert_no_host_reads"),
     "nonstrict_trace": Name("torch._dynamo.nonstrict_trace", "a compiled step of torch.optim"),
@@ -204,12 +180,6 @@ NAMES = {
     ),
     "FakeTensorMode": Name(
         "torch._subclasses.fake_tensor.FakeTensorMode", "a schedule, or a setting in the state,"
-    ),
-    "DataDependentOutput": Name(
-        "torch._subclasses.fake_tensor.DataDependentOutputException", "a schedule"
-    ),
-    "DynamicOutputShape": Name(
-        "torch._subclasses.fake_tensor.DynamicOutputShapeException", "a schedule"
     ),
     "FakeTensor": Name("torch._subclasses.fake_tensor.FakeTensor", "a fake tensor", Tensor),
     "metadata_guard": Name(  # without it nothing is remembered of a list
@@ -230,7 +200,6 @@ NAMES = {
     # tensors; without a count of uses memory counts as shared, and without versions or hooks no
     # write and no hook is noticed
     "storage_uses": Name("torch._C._storage_Use_Count", "gradients in place", lambda cdata: 0),
-    "base": Name("torch.Tensor._base", "a view", lambda tensor: None, lambda base: base.__get__),
     "version": Name(
         "torch.Tensor._version", "a write", lambda tensor: 0, lambda version: version.__get__
     ),
@@ -247,8 +216,6 @@ NAMES = {
     ),
     # Makes a leaf of the class from a tensor, off its graph; it can require a gradient.
     "make_subclass": Name("torch.Tensor._make_subclass", "a leaf", _leaf_of_class),
-    "flatten_dense": Name("torch._utils._flatten_dense_tensors", "a list", _flatten_dense),
-    "unflatten_dense": Name("torch._utils._unflatten_dense_tensors", "a list", _unflatten_dense),
     # lists, optimizers
     "clone_list": Name("torch._foreach_clone", "a copy", clone_by_two),
     "fused_adagrad_": Name("torch._fused_adagrad_", _FUSED, False),

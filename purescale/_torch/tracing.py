@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from .._torch import private
 from .._torch.metadata_cache import PLAIN_TYPES as PLAIN_TYPES
@@ -112,3 +113,38 @@ def as_on_an_accelerator() -> Iterator[None]:
         yield
     finally:
         _as_an_accelerator = before
+
+
+# ---- reads ---------------------------------------------------------------------------------------
+
+
+class ReadError(Exception):
+    """A value was read on the host inside of `NoReads`."""
+
+
+class NoReads(TorchFunctionMode):
+    """A mode in which what a function reads on the host, by the methods that its author may call,
+    raises a ReadError. A mode that sees operators would see all, and import the compiler.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READS or (func is Tensor.__getitem__ and _reads_index(args[1])):
+            raise ReadError(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+_READS = {torch.equal, torch.nonzero, torch.masked_select, torch.unique} | {
+    getattr(Tensor, name)
+    for name in (
+        *("item", "tolist", "numpy", "equal", "nonzero", "masked_select", "unique", "is_nonzero"),
+        *("__array__", "__bool__", "__complex__", "__float__", "__index__", "__int__"),
+    )
+}
+
+
+def _reads_index(index: Any) -> bool:
+    """Return True if an index is, or holds, a number to be read or a mask."""
+    parts = index if isinstance(index, (list, tuple)) else (index,)
+    return any(
+        isinstance(part, Tensor) and (not part.ndim or part.dtype is torch.bool) for part in parts
+    )

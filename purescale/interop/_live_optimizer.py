@@ -14,7 +14,7 @@ from .._optim.master_weights import MasterState, master_weights, masters_within
 from .._optim.opt_state import OptState, without_wrappers
 from .._optim.param_groups import FLAGS
 from .._optim.partition import PartitionOptimizer
-from .._optim.schedule import RateTable, check_scheduler, place_of, rates_of, stand_in
+from .._optim.schedule import RateTable, check_scheduler, place_of, rates_ahead
 from .._optim.torch_optim import TorchOptimizer, from_torch
 from .._optim.torch_state_dict import state_dict
 from .._step.train_state import TrainState
@@ -90,7 +90,7 @@ def rates_from_now(
             "take_over(..., scheduler, steps=10_000), the largest number of steps made here."
         )
     count, place = whole("steps", steps, least=1), place_of(scheduler)
-    rates = rates_of(stand_in(scheduler), count)
+    rates = rates_ahead(scheduler, count)
     return [RateTable.of(column, place) for column in rates], place
 
 

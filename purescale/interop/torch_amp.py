@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .._loss_scale.rules import NoScale, ScalerState, check_factors
 from .._module.functional import Apply, load_into, make_functional
-from .._optim.schedule import advance, stand_in
+from .._optim.schedule import advance, undone
 from .._optim.torch_optim import TorchOptimizer
 from .._step.train_state import TrainState
 from .._torch.dtypes import widest_float
@@ -197,9 +197,9 @@ def take_over(
     `rule, scaler = from_state_dict(scaler.state_dict())`, with the current state of each: the next
     `train_step` makes the step that torch's own loop would make next.
 
-    Copies everything and changes none of the live objects; the functions of a `LambdaLR` are copied
-    with what they close over, and only the copies are called. `give_back` is the inverse. Call it
-    between two iterations, after `scaler.update()` and `optimizer.zero_grad()`.
+    Copies everything and changes none of the live objects. The function of a `LambdaLR` must be a
+    function of the step: it is called twice for each. `give_back` is the inverse. Call it between
+    two iterations, after `scaler.update()` and `optimizer.zero_grad()`.
 
     Args:
         model: The model that `optimizer` trains; `model.module` of a DistributedDataParallel.
@@ -226,8 +226,8 @@ def take_over(
         TypeError: `model`, `optimizer` or `scheduler` is not one of torch.
         ValueError: The parameters of optimizer and model differ; a parameter has a gradient that is
             not 0, as in half a window; ReduceLROnPlateau, a scheduler that cycles momentum, that
-            holds what cannot be copied, of another optimizer, or without `steps`; and all that
-            `make_functional`, `from_torch` and `from_state_dict` refuse.
+            gives other rates the second time, of another optimizer, or without `steps`; and all
+            that `make_functional`, `from_torch` and `from_state_dict` refuse.
 
     Example:
         >>> model = torch.nn.Linear(3, 1)
@@ -314,7 +314,8 @@ def give_back(
     steps = steps_since(scheduler, torch_optimizer, inner, opt_state)
     if scheduler is not None:
         # A scheduler that ends before the last step raises here, before anything is changed.
-        advance(stand_in(scheduler), steps)
+        with undone(scheduler):
+            advance(scheduler, steps)
 
     load_into(model, params, state.buffers)
     load_slots(torch_optimizer, loaded)

@@ -102,7 +102,8 @@ def _storages(tree: Any) -> dict[int, str]:
     for name, leaf in _named(tree):
         parts = [leaf.detach()]
         if leaf.is_sparse:
-            parts = [private.indices(leaf.detach()), private.values(leaf.detach())]
+            parts = [private.values(leaf.detach())]
+            parts += [leaf.detach().indices()] if leaf.is_coalesced() else []
         elif leaf.layout is not torch.strided:
             parts = [leaf.detach().values()]
         storages |= {

@@ -326,16 +326,18 @@ def test_what_a_backward_made_is_ours_only_where_nobody_else_can_see_it():
 
 
 def test_gradients_that_are_views_of_one_buffer_cost_one_copy():
-    """As those of parameters that a loss concatenates."""
+    """As those of parameters that a loss concatenates. One operator, or in torch 2.11 two."""
+    counts = []
     for number in (10, 1000):
         buffer = torch.arange(3.0 * number)
         found = list(buffer.split(3))
         with Dispatched() as run:
             mine = take_ownership(found)
-        assert sum("clone" in str(op) for op in run.ops) == 1
+        counts.append(sum("clone" in str(op) or "_foreach" in str(op) for op in run.ops))
         assert torch.equal(torch.cat(mine), buffer)
         pointers = {gradient.untyped_storage().data_ptr() for gradient in mine}
         assert len(pointers | {buffer.untyped_storage().data_ptr()}) == number + 1
+    assert counts == [1 + (torch.__version__ < "2.12")] * 2
 
 
 class Sum(NamedTuple):

@@ -486,9 +486,6 @@ def test_it_is_differentiated_as_the_weighted_mean_it_is():
 
 
 def test_no_value_is_read_and_the_passes_over_the_gradients_do_not_grow_with_their_number():
-    """One read of the gradients and one read and write of the means, in two list operations whose
-    second finds the means cached.
-    """
     counts = []
     for number in (10, 200):
         grads = [torch.randn(64) for _ in range(number)]
@@ -496,9 +493,7 @@ def test_no_value_is_read_and_the_passes_over_the_gradients_do_not_grow_with_the
         with AsOnAnAccelerator() as counted:
             ps.accumulate_grads(accum, grads, weight=3, found_inf=torch.tensor(False), donate=True)
         assert counted.reads == 0
-        assert sum("_foreach_mul_" in str(op) for op in counted.ops) == 1
-        assert sum("_fused_sgd_" in str(op) for op in counted.ops) == 1
-        counts.append(len(counted.ops))
+        counts.append(sum(not op.is_view for op in counted.ops))
     assert counts[0] == counts[1]
 
 

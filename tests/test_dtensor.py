@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.debug import CommDebugMode
 
 import purescale as ps
-from purescale._optim.torch_optim import is_elementwise
 from purescale._torch import tracing
 
 SHARD, COPY = Shard(0), Replicate()
@@ -348,7 +347,7 @@ def _refused(rank):
     on = functools.partial(distribute_tensor, device_mesh=mesh, src_data_rank=None)
     sharded, copied = {"w": on(weight, placements=[SHARD])}, {"w": on(weight, placements=[COPY])}
     flag = torch.tensor(False)
-    for cls, settings in (("Muon", {}), ("Adafactor", {"foreach": False})):
+    for cls, settings in (("Muon", {}), ("Adafactor", {})):
         optimizer = ps.from_torch(getattr(torch.optim, cls), lr=0.1, **settings)
         needs = rf"\['w'\] has the placements \(Shard\(dim=0\),\), and from_torch\({cls}.*: AdamW"
         with pytest.raises(ValueError, match=needs):
@@ -393,7 +392,7 @@ def _refused(rank):
             return super().step(closure)
 
     # a class whose step nobody knows, and a pair that is given the DTensors themselves
-    assert not is_elementwise(Own)
+    assert not ps.from_torch(Own).elementwise
     tx = ps.from_transformation(
         (lambda params: (), lambda g, s, params: ({"w": -g["w"] / g["w"].norm()}, s))
     )

@@ -3,11 +3,9 @@ and what makes it so.
 """
 
 import contextlib
-import inspect
 import itertools
 import math
 import struct
-import sys
 
 import pytest
 import torch
@@ -21,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import purescale as ps
 from purescale._grads.grad_stats import local_stats
-from purescale._optim import formulas
 from purescale._torch import donation, foreach, private, private_names, tracing
 from purescale._torch.dtypes import saturating
 from purescale._tree import select
@@ -44,8 +41,8 @@ nan, inf = float("nan"), float("inf")
 
 
 class Launched(TorchDispatchMode):
-    """Counts operators, views among them; what only makes room is none. Fused kernels are not run;
-    reading a value of a fake tensor raises by itself.
+    """Counts operators that launch something: a view does not, nor what only makes room. Fused
+    kernels are not run; reading a value of a fake tensor raises by itself.
     """
 
     def __init__(self):
@@ -53,7 +50,7 @@ class Launched(TorchDispatchMode):
         self.ops = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        room = func is torch.ops.aten.empty_like.default
+        room = func is torch.ops.aten.empty_like.default or func.is_view
         if func.namespace != "prim" and not room:  # `.device` of a subclass
             self.ops.append(func)
         if func.overloadpacket.__name__.startswith("_fused_"):
@@ -637,52 +634,9 @@ def steps(optimizer, params, count=10, skipped=4, **how):
     return params, state
 
 
-def theirs(name, settings, params, count=10, skipped=4):
-    """torch's own implementation over lists, with step counts in float64 that it does not read
-    where it has such, and in float32 over what is half; rounded after each step to what is kept.
-    """
-    accepted = inspect.signature(getattr(torch.optim, name)).parameters
-    flags = {"foreach": True, **({"capturable": True} if "capturable" in accepted else {})}
-    dtype = params["gain"].dtype
-    wide = {n: p.float() if dtype.itemsize == 2 else p.clone() for n, p in params.items()}
-    kept = {}
-    torch.set_default_dtype(torch.float64)  # in which torch makes its counts
-    try:
-        optimizer = getattr(torch.optim, name)(wide.values(), **settings, **flags)
-        for step in range(count):
-            for p, g in zip(wide.values(), grads_at(step, params).values(), strict=True):
-                p.grad = g.to(p.dtype)
-            if step == skipped:
-                continue
-            optimizer.step()
-            for n, p in wide.items():
-                every = {"": p.detach()} | optimizer.state[p]
-                kept[n] = {
-                    k: t.to(dtype if t.ndim else f32) for k, t in every.items() if t is not None
-                }
-                for k, t in kept[n].items():
-                    every[k].copy_(t)
-    finally:
-        torch.set_default_dtype(f32)
-    return {n: slot.pop("") for n, slot in kept.items()}, kept
-
-
-@pytest.fixture
-def capturable(monkeypatch):
-    """torch refuses its capturable formula where there is no graph capture; as an oracle it is
-    right there too.
-    """
-    for name in LISTS:
-        module = sys.modules[inspect.unwrap(getattr(torch.optim, name).step).__module__]
-        if hasattr(module, "_get_capturable_supported_devices"):
-            monkeypatch.setattr(
-                module, "_get_capturable_supported_devices", lambda *a, **k: ["cpu"]
-            )
-
-
 @pytest.fixture
 def made(monkeypatch):
-    """Optimizers that take torch's formula over lists, also where there is a fused kernel, as they
+    """Optimizers that take the formula, also where there is a fused kernel, as they
     do for complex parameters.
     """
 
@@ -692,24 +646,6 @@ def made(monkeypatch):
         return optimizer
 
     return make
-
-
-@pytest.mark.usefixtures("capturable")
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
-@pytest.mark.parametrize(("name", "settings"), CASES)
-def test_a_formula_over_lists_is_torchs_own_bit_for_bit(name, settings, dtype, donate, made):
-    params = make_params(dtype)
-    expected, slots = theirs(name, settings, params)
-    with over_lists():
-        found, state = steps(made(name, settings), clone(params), donate=donate)
-    found_slots = {n: {k: state.slots[n][k] for k in slot} for n, slot in slots.items()}
-    # torch reads the count there, has one dampening for all, or begins at a rate in float64
-    first = name == "ASGD" and dtype is torch.float64
-    if first or name == "Adagrad" or settings.get("dampening"):
-        rounding = 1e-2 if dtype is torch.bfloat16 else 1e-6
-        return assert_close((found, found_slots), (expected, slots), rtol=rounding, atol=rounding)
-    assert same_bits((found, found_slots), (expected, slots))
 
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "Adagrad", "SGD"])
@@ -797,26 +733,6 @@ def test_a_named_implementation_over_lists_leaves_the_gradients_alone():
     grads = grads_at(0, params)
     with Untouched(grads):
         optimizer.step(params, grads, optimizer.init(params))
-
-
-def test_a_class_without_a_list_formula_of_torch_takes_the_one_of_this_package(monkeypatch):
-    given = []
-
-    def over_lists(params, grads, momenta, **settings):
-        given.append(len(params))
-        private.formula_of(torch.optim.Muon).single(params, grads, momenta, **settings)
-
-    monkeypatch.setitem(formulas._OVER_LISTS, "muon", over_lists)
-    assert formulas.has_lists(torch.optim.Muon)
-    param = torch.nn.Parameter(torch.ones(4, 3))
-    param.grad = torch.ones(4, 3)
-    mirror = torch.nn.Parameter(torch.ones(4, 3))
-    mirror.grad = torch.ones(4, 3)
-    with torch.no_grad():
-        formulas.without_reads(torch.optim.Muon, lists=True)(torch.optim.Muon([param], lr=0.1))
-    torch.optim.Muon([mirror], lr=0.1).step()
-    assert given == [1]
-    assert torch.equal(param, mirror)
 
 
 # ---- one flat tensor -----------------------------------------------------------------------------

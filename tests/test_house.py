@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import purescale
-from purescale._torch import private as _torch
 from purescale._torch.private_names import NAMES
 
 ROOT = Path(purescale.__file__).parent
@@ -72,7 +71,6 @@ def circle(graph):
 
 def private(name):
     """The private names of torch that a file spells out, each with its line."""
-    replaced = (_torch.VALUE, _torch.DEVICES, *_torch.SILENT)
     known = {
         part for entry in NAMES.values() for part in entry.path.split(".") if part.startswith("_")
     }
@@ -89,8 +87,6 @@ def private(name):
             yield from (
                 f"{node.lineno}: {n}" for n in names if n.startswith("torch.") and "._" in n
             )
-        elif isinstance(node, ast.keyword) and node.arg in replaced:
-            yield f"{node.value.lineno}: {node.arg}"
 
 
 # From the ground up; rooms of one floor do not import each other.
@@ -267,10 +263,9 @@ TESTED_WITH = {
     "_module/recorder.py": "test_blueprint.py",
     "_module/references.py": "test_functional.py",
     "_optim/decision.py": "test_optimizer_step.py",
-    "_optim/formulas.py": "test_laws_of_a_step.py",
     "_optim/fused.py": "test_laws_of_a_step.py",
     "_optim/step_inputs.py": "test_leaves.py",
-    "_optim/unfused.py": "test_laws_of_a_step.py",
+    "_optim/formula_step.py": "test_formulas.py",
     "_optim/wrapper.py": "test_stochastic_rounding.py",
     "_reports/printing.py": "test_grad_report.py",
     "_step/assemble.py": "test_train_step.py",

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import purescale as ps
-from purescale._torch import foreach, private
+from purescale._torch import private
 from purescale._torch.private_names import NAMES, list_operator, look_up
 
 # ---- imports -------------------------------------------------------------------------------------
@@ -199,12 +199,6 @@ def both(name):
 TENSORS = [torch.arange(6.0).view(2, 3), torch.tensor(7.0), torch.empty(0), torch.ones(3).double()]
 
 
-def test_without_its_name_a_list_is_grouped_the_same():
-    group, public = both("group_alike")
-    columns = [TENSORS, [tensor + 1 for tensor in TENSORS]]
-    expected = {dtype: found for (_, dtype), (found, _) in group(columns).items()}
-    found = {dtype: found for (_, dtype), (found, _) in public(columns).items()}
-    torch.testing.assert_close(found, expected)
 
 
 def test_without_its_name_a_list_is_cloned_the_same():
@@ -245,89 +239,3 @@ def test_without_its_name_a_tree_is_walked_the_same():
     assert public.tree_map(str, tree) == pytree.tree_map(str, tree)
     leaves, structure = public.tree_flatten(tree)
     assert public.tree_unflatten(leaves, structure) == tree
-
-
-# ---- a fused kernel that heeds its flag otherwise ------------------------------------------------
-
-
-def test_a_masked_add_leaves_what_is_bad_alone():
-    target, new = torch.ones(1), torch.tensor([float("nan")])
-    foreach.masked_add_([target], [new], 1.0, torch.ones(()))
-    assert target == 1
-
-
-def test_without_a_kernel_a_masked_add_gives_the_same(without):
-    news = [torch.tensor([2.0, float("nan")]), torch.tensor(3.0)]
-    results = []
-    for _ in range(2):
-        for bad in (torch.ones(()), torch.zeros(()), None):
-            targets = [torch.ones(2), torch.ones(())]
-            foreach.masked_add_(targets, news, 2.0, bad)
-            results.append(targets)
-        without("fused_sgd_")
-    torch.testing.assert_close(results[:3], results[3:], equal_nan=True)
-
-
-@pytest.mark.parametrize(
-    "heeded",
-    [lambda bad: None, lambda bad: 1 - bad, lambda bad: torch.ones_like(bad)],
-    ids=["never", "the other way on", "always"],
-)
-def test_a_kernel_that_heeds_its_flag_otherwise_is_not_used(heeded, monkeypatch):
-    kernel = torch._fused_sgd_
-
-    def otherwise(*args, found_inf, **settings):
-        kernel(*args, found_inf=heeded(found_inf), **settings)
-
-    monkeypatch.setattr(torch, "_fused_sgd_", otherwise)
-    assert look_up(NAMES["fused_sgd_"]) is False
-
-
-@pytest.mark.parametrize("transform", ["functionalize", "vmap", "grad"])
-def test_a_kernel_is_proved_under_a_transform_too(transform):
-    def function(x):
-        assert look_up(NAMES["fused_sgd_"]) is not False
-        return x.sum()
-
-    x = torch.ones(2, 2) if transform == "vmap" else torch.ones(2)
-    getattr(torch.func, transform)(function)(x)
-
-
-# ---- torch's formulas ----------------------------------------------------------------------------
-
-
-def renamed(function, name):
-    """`function` after torch has given another name to what it calls `name`."""
-    code = function.__code__
-    names = tuple("_called_otherwise" if other == name else other for other in code.co_names)
-    return type(function)(code.replace(co_names=names), function.__globals__, function.__name__)
-
-
-LOOKED_UP = {cls: names for cls, names in private._LOOKED_UP.items() if cls != "AdamW"}  # as Adam
-READS = [(cls, name) for cls, names in LOOKED_UP.items() for name in names]
-
-
-@pytest.mark.parametrize(("cls", "name"), READS)
-def test_a_formula_whose_reads_would_come_back_is_refused(cls, name, monkeypatch):
-    single = private.formula_of(getattr(torch.optim, cls)).single
-    monkeypatch.setitem(single.__globals__, single.__name__, renamed(single, name))
-    with refused(rf"{name} in torch\.optim\.{cls.lower()}\._single_tensor_{cls.lower()}"):
-        private.check_formula(getattr(torch.optim, cls))
-
-
-@pytest.mark.parametrize("link", ["step", "functional"])
-def test_a_step_that_reaches_its_formula_by_another_way_is_refused(link, monkeypatch):
-    formula = private.formula_of(torch.optim.RMSprop)
-    if link == "step":
-        monkeypatch.setattr(torch.optim.RMSprop, "step", renamed(formula.step, "rmsprop"))
-    else:
-        functional = renamed(formula.functional, "_single_tensor_rmsprop")
-        monkeypatch.setitem(formula.step.__globals__, "rmsprop", functional)
-    with refused(r"(rmsprop|_single_tensor_rmsprop) in torch\.optim\.rmsprop\.\w+"):
-        ps.from_torch(torch.optim.RMSprop)
-
-
-def test_a_class_that_torch_has_renamed_refuses_no_other(monkeypatch):
-    formula = private.formula_of(torch.optim.RMSprop)
-    monkeypatch.setattr(torch.optim.RMSprop, "step", renamed(formula.step, "rmsprop"))
-    ps.from_torch(torch.optim.Adagrad)

@@ -456,13 +456,13 @@ def test_the_node_of_an_update_does_what_its_schema_says(name):
         (torch.tensor(0.1), None, None),
     ):
         arguments = (
-            kernel.name,
+            kernel.function.__name__,
             list(grads.values()),
             steps,
             targets,
             0.1,
             lr,
-            kernel.numbers(settings),
+            list(map(float, kernel.arguments(settings).values())),
             found_inf,
             divisor,
         )

@@ -1,442 +1,373 @@
-"""torch.optim's own formulas, made to run without reading tensor values and under vmap."""
+"""Every class of torch.optim as mathematics: the specification of a step.
+
+A formula is a function of one leaf, `(p, g, state, h) -> (p, state)`: parameter, gradient, slots by
+torch's names, and hyperparameters. It reads no value and writes into nothing, so each
+hyperparameter may be a tensor, and a step can be compiled, mapped and differentiated. Half leaves
+come in float32, complex ones as reals, counts in float64 where the device has it.
+
+A number that follows from a count, such as `1 - beta1**t`, goes through `h.spread` before it meets
+the elements of a leaf, because several leaves can be stepped as one (`formula_step.py`).
+"""
 
 from __future__ import annotations
 
-import functools
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from .._torch import private
-from .._torch.dtypes import HALF
-from .._torch.private import listops
 from .._torch.tracing import under_transform
 
+State = dict[str, Tensor]
+Step = tuple[Tensor, State]
 
-class _Everywhere(list[str]):
-    """A list that contains every device. torch allows the capturable formula only on devices with
-    graph capture, but it is right on all.
+# An own slot of SGD: True while the momentum buffer of this parameter is still to be created.
+FIRST = "is_first_step"
+
+
+# ---- the formulas --------------------------------------------------------------------------------
+
+
+def sgd(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
+    """Sutskever et al., On the importance of initialization and momentum (2013), as torch has it:
+    the first buffer is the gradient.
     """
+    g = _decayed(p, g, h)
+    if _is_zero(h.momentum):
+        return p - h.lr * g, {}
+    new = {}
+    dampening: Any = h.dampening
+    if isinstance(h.momentum, Tensor):  # without momentum there is no dampening
+        dampening = dampening * (h.momentum != 0)
+    m = h.momentum * state["momentum_buffer"] + (1 - dampening) * g
+    if FIRST in state:
+        m = torch.where(h.spread(state[FIRST]), g, m)
+        new[FIRST] = torch.zeros_like(state[FIRST])
+    direction = g + h.momentum * m if h.nesterov else m
+    return p - h.lr * direction, {"momentum_buffer": m, **new}
 
-    def __contains__(self, device: object) -> bool:
-        return True
 
-
-def without_reads(cls: type, *, lists: bool = False) -> Callable[[Any], Any]:
-    """Return torch's own `cls.step` with helper functions that keep step counts as tensors instead
-    of reading them.
-
-    `lists` selects the implementation over lists of tensors. torch's functions are not changed:
-    copies of them look up a few names elsewhere.
+def adam(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
+    """Kingma and Ba, Adam (2015); Reddi et al., On the convergence of Adam and beyond (2018), with
+    `amsgrad`; Loshchilov and Hutter, Decoupled weight decay regularization (2019), for AdamW.
     """
-    torchs = private.formula_of(cls)
-    assert torchs is not None  # from_torch refuses such a class
-    name, _ = torchs.names
-    own = torchs.lists if lists and torchs.lists is not None else torchs.single
-    formula = _OVER_LISTS.get(name) if lists else None
-    formula = formula or _copy_of(
-        own,
-        **{
-            private.DEVICES: lambda *args, **kwargs: _Everywhere(),
-            private.VALUE: lambda value: value,
-            **({"torch": _LISTS} if lists else {}),
-        },
+    beta1, beta2 = h.betas
+    t = state["step"] + 1
+    p, g = _decoupled(p, g, h)
+    m = _average(state["exp_avg"], g, beta1)
+    v = _average(state["exp_avg_sq"], g * g, beta2)
+    new = {"step": t, "exp_avg": m, "exp_avg_sq": v}
+    if h.amsgrad:
+        new["max_exp_avg_sq"] = v = torch.maximum(state["max_exp_avg_sq"], v)
+    denominator = _root(v) / h.spread((1 - beta2**t).sqrt()) + h.eps
+    return p - h.spread(h.lr / (1 - beta1**t)) * m / denominator, new
+
+
+def adagrad(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
+    """Duchi et al., Adaptive subgradient methods (2011), with a rate that decays."""
+    t, g = state["step"] + 1, _decayed(p, g, h)
+    total = state["sum"] + g * g
+    rate = h.spread(h.lr / (1 + (t - 1) * h.lr_decay))
+    return p - rate * g / (_root(total) + h.eps), {"step": t, "sum": total}
+
+
+def rmsprop(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
+    """Tieleman and Hinton, lecture 6.5 (2012); `centered` by Graves (2013)."""
+    g = _decayed(p, g, h)
+    v = _average(state["square_avg"], g * g, h.alpha)
+    new, variance = {"step": state["step"] + 1, "square_avg": v}, v
+    if h.centered:
+        new["grad_avg"] = mean = _average(state["grad_avg"], g, h.alpha)
+        variance = v - mean * mean
+    direction = g / (_root(variance) + h.eps)
+    if not _is_zero(h.momentum):
+        direction = h.momentum * state["momentum_buffer"] + direction
+        new["momentum_buffer"] = direction
+    return p - h.lr * direction, new
+
+
+def adadelta(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
+    """Zeiler, ADADELTA (2012)."""
+    g = _decayed(p, g, h)
+    v = _average(state["square_avg"], g * g, h.rho)
+    delta = _root(state["acc_delta"] + h.eps) / _root(v + h.eps) * g
+    deltas = _average(state["acc_delta"], delta * delta, h.rho)
+    return p - h.lr * delta, {"step": state["step"] + 1, "square_avg": v, "acc_delta": deltas}
+
+
+def adamax(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
+    """Kingma and Ba, Adam (2015), section 7.1."""
+    beta1, beta2 = h.betas
+    t, g = state["step"] + 1, _decayed(p, g, h)
+    m = _average(state["exp_avg"], g, beta1)
+    u = torch.maximum(beta2 * state["exp_inf"], g.abs() + h.eps)
+    return p - h.spread(h.lr / (1 - beta1**t)) * m / u, {"step": t, "exp_avg": m, "exp_inf": u}
+
+
+def nadam(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
+    """Dozat, Incorporating Nesterov momentum into Adam (2016)."""
+    beta1, beta2 = h.betas
+    t = state["step"] + 1
+    p, g = _decoupled(p, g, h)
+    mu, mu_next = (beta1 * (1 - 0.5 * 0.96 ** (n * h.momentum_decay)) for n in (t, t + 1))
+    product = state["mu_product"] * mu
+    m = _average(state["exp_avg"], g, beta1)
+    v = _average(state["exp_avg_sq"], g * g, beta2)
+    denominator = _root(v / h.spread(1 - beta2**t)) + h.eps
+    of_g = h.spread(h.lr * (1 - mu) / (1 - product))
+    of_m = h.spread(h.lr * mu_next / (1 - product * mu_next))
+    new = {"step": t, "mu_product": product, "exp_avg": m, "exp_avg_sq": v}
+    return p - of_g * (g / denominator) - of_m * (m / denominator), new
+
+
+def radam(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
+    """Liu et al., On the variance of the adaptive learning rate and beyond (2020)."""
+    beta1, beta2 = h.betas
+    t = state["step"] + 1
+    p, g = _decoupled(p, g, h)
+    m = _average(state["exp_avg"], g, beta1)
+    v = _average(state["exp_avg_sq"], g * g, beta2)
+    # The length of a simple moving average of the same centre, now and in the limit.
+    limit = 2 / (1 - beta2) - 1
+    length = limit - 2 * t * beta2**t / (1 - beta2**t)
+    late = length > 5
+    long = torch.where(late, length, 6.0)
+    of_variance = (long - 4) * (long - 2) * limit / ((limit - 4) * (limit - 2) * long)
+    rectified = (of_variance.abs() * (1 - beta2**t)).sqrt()
+    scale = torch.where(h.spread(late), h.spread(rectified) / (_root(v) + h.eps), 1.0)
+    step = h.spread(h.lr / (1 - beta1**t)) * m * scale
+    return p - step, {"step": t, "exp_avg": m, "exp_avg_sq": v}
+
+
+def asgd(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
+    """Polyak and Juditsky, Acceleration of stochastic approximation by averaging (1992)."""
+    t, g = state["step"] + 1, _decayed(p, g, h)
+    eta, mu = state["eta"], state["mu"]
+    if h.rate_moves:
+        eta = torch.where(t == 1, h.lr, eta)
+    p = p * h.spread(1 - h.lambd * eta) - h.spread(eta) * g
+    ax = torch.where(h.spread(mu == 1), p, state["ax"] + h.spread(mu) * (p - state["ax"]))
+    eta = h.lr / (1 + h.lambd * h.lr * t) ** h.alpha
+    mu = 1 / torch.clamp(t - h.t0, min=1)
+    return p, {"step": t, "eta": eta, "mu": mu, "ax": ax}
+
+
+def rprop(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
+    """Riedmiller and Braun, A direct adaptive method for faster backpropagation learning (1993)."""
+    t, size = state["step"] + 1, state["step_size"]
+    if h.rate_moves:
+        size = torch.where(h.spread(t == 1), torch.ones_like(size) * h.lr, size)
+    shrink, grow = h.etas
+    least, most = h.step_sizes
+    turn = g * state["prev"]
+    size = torch.where(turn > 0, size * grow, torch.where(turn < 0, size * shrink, size))
+    size = torch.clamp(size, least, most)
+    g = torch.where(turn < 0, 0.0, g)
+    return p - g.sign() * size, {"step": t, "prev": g, "step_size": size}
+
+
+def muon(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
+    """Jordan et al., Muon (2024): the momentum made orthogonal by Newton and Schulz, in
+    bfloat16.
+    """
+    m = _average(state["momentum_buffer"], g, h.momentum)
+    x = (_average(g, m, 1 - h.momentum) if h.nesterov else m).bfloat16()
+    rows, columns = p.shape
+    x = x.mT if rows > columns else x
+    x = x / x.norm().clamp(min=h.eps)
+    a, b, c = h.ns_coefficients
+    for _ in range(h.ns_steps):
+        gram = x @ x.mT
+        x = _scaled_sum(a, x, 1, _scaled_sum(b, gram, c, gram, gram), x)
+    x = x.mT if rows > columns else x
+    factor = {"match_rms_adamw": 0.2 * max(rows, columns) ** 0.5}.get(
+        h.adjust_lr_fn, max(1, rows / columns) ** 0.5
     )
-    if name in _DIVIDE_BY_THE_RATE and not lists:
-        formula = functools.partial(_as_if_it_could_read, formula)
-    functional = _copy_of(torchs.functional, **{own.__name__: formula})
-    return _copy_of(torchs.step, **{name: functional})
+    if not _is_zero(h.weight_decay):
+        p = p * (1 - h.lr * h.weight_decay)
+    return p - h.lr * factor * x.to(p.dtype), {"momentum_buffer": m}
 
 
-# Classes, by torch's names, whose formulas with these flags divide by the rate. At a rate of 0 they
-# compute 0 / 0, which is NaN. Over lists they compute eps / 0, which is inf, so the update is 0.
-_DIVIDE_BY_THE_RATE = {"adam": ("capturable", "differentiable"), "adamax": ("capturable",)}
+def adafactor(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
+    """Shazeer and Stern, Adafactor (2018), without momentum, as torch has it."""
+    t = state["step"] + 1
+    eps = torch.finfo(p.dtype).eps if h.eps[0] is None else h.eps[0]
+    size, beta = p.numel() ** 0.5, 1 - t**h.beta2_decay
+    rate = torch.clamp(_root((p * p).sum()) / size, min=h.eps[1])
+    rate = rate * torch.clamp(t**-0.5, max=h.lr)
+    if not _is_zero(h.weight_decay):
+        p = p * (1 - h.lr * h.weight_decay)
+    if "variance" in state:
+        v = _average(state["variance"], g * g, beta.to(g.dtype))
+        new = {"step": t, "variance": v}
+    else:
+        row = _average(state["row_var"], (g * g).mean(-1, keepdim=True), beta.to(g.dtype))
+        col = _average(state["col_var"], (g * g).mean(-2, keepdim=True), beta.to(g.dtype))
+        new = {"step": t, "row_var": row, "col_var": col}
+        v = row @ col / row.mean(-2, keepdim=True).clamp(min=eps)
+    update = g * v.clamp(min=eps * eps).rsqrt()
+    length = _root((update * update).sum()) / (size * h.d)
+    return p - (rate / length.clamp(min=1)).to(p.dtype) * update, new
 
 
-def divides_by_the_rate(cls: type, settings: Mapping[str, Any]) -> bool:
-    """Return True if torch's implementation with these flags divides 0 by the rate."""
-    formula = private.formula_of(cls)
-    flags = _DIVIDE_BY_THE_RATE.get(formula.names[0], ()) if formula else ()
-    return any(settings.get(flag) for flag in flags) and not settings.get("foreach")
+# ---- what they share -----------------------------------------------------------------------------
 
 
-def _as_if_it_could_read(formula: Callable[..., None], *columns: Any, **settings: Any) -> None:
-    """Call the branch of a formula that multiplies by the rate, which torch keeps for the host."""
-    formula(*columns, **{**settings, "capturable": False, "differentiable": False})
+def _is_zero(number: Any) -> bool:
+    return not isinstance(number, Tensor) and number == 0
 
 
-def has_lists(cls: type) -> bool:
-    """Return True if torch or this file implements `cls` over lists."""
-    formula = private.formula_of(cls)
-    assert formula is not None  # from_torch refuses such a class
-    return formula.lists is not None or formula.names[0] in _OVER_LISTS
+def _decayed(p: Tensor, g: Tensor, h: Any) -> Tensor:
+    """Return the gradient of the loss with an L2 penalty."""
+    return g if _is_zero(h.weight_decay) else g + h.weight_decay * p
 
 
-def _copy_of(function: Any, **names: Any) -> Callable[..., Any]:
-    copied = types.FunctionType(
-        function.__code__,
-        {**function.__globals__, **names},
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    copied.__kwdefaults__ = function.__kwdefaults__
-    return copied
+def _decoupled(p: Tensor, g: Tensor, h: Any) -> tuple[Tensor, Tensor]:
+    """Return parameter and gradient after a weight decay of either kind."""
+    if h.decoupled_weight_decay and not _is_zero(h.weight_decay):
+        return p * (1 - h.lr * h.weight_decay), g
+    return p, g if h.decoupled_weight_decay else _decayed(p, g, h)
 
 
-_NOTHING = torch.full((), float("nan"), dtype=torch.float32, device="cpu")
-
-
-class Number(Tensor):
-    """A stand-in for a setting that is a tensor, such as the learning rate, in torch's formulas.
-
-    torch accepts a 0-d tensor as a number only if it is not differentiated: it refuses `p.add_(g,
-    alpha=-lr)` before any mode sees it. It accepts this stand-in, and `PlainArithmetic` replaces it
-    by the tensor.
-    """
-
-    value: Tensor
-    used: bool  # True once a formula used it
-
-    @staticmethod
-    def of(value: Tensor) -> Number:
-        if isinstance(value, Number):
-            return value
-        stand_in: Number = private.make_subclass(Number, _NOTHING)
-        stand_in.value, stand_in.used = value, False
-        return stand_in
-
-
-class PlainArithmetic(TorchFunctionMode):
-    """A mode that replaces operators of torch's formulas that read a tensor, or that lack a vmap
-    rule or a derivative.
-
-    `p.add_(g, alpha=t)` and similar calls become mul, div and add. Under a transform, tensors that
-    a derivative needs are not overwritten. A square root has the derivative 0 at 0, because torch's
-    is inf and 0 * inf is NaN.
-    """
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        numbers = [value for value in (*args, *kwargs.values()) if isinstance(value, Number)]
-        if not numbers:
-            return self._plain(func, args, kwargs)
-        if func in _READS:
-            raise TypeError(f"it calls {func.__name__} on it")
-        for number in numbers:
-            number.used = True
-        if isinstance(args[0], Number):
-            # `if weight_decay != 0` and the like must not read: applying a 0 changes nothing.
-            if func in _CONDITIONS and not isinstance(args[1], Tensor) and args[1] == 0:
-                return True
-            # torch would write into the gradient if a weight decay requires a gradient.
-            if func == _REQUIRES_GRAD:
-                return False
-            # torch's Adam casts betas to the parameter's dtype, in which 0.999 may be 1.
-            if func is Tensor.to:
-                return args[0]
-        args = (_value(args[0]), *map(_operand, args[1:]))
-        kwargs = {name: _value(value) for name, value in kwargs.items()}
-        result = self._with_numbers(func, args, kwargs)
-        # A result computed from numbers alone is a number again.
-        return (
-            Number.of(result)
-            if isinstance(result, Tensor) and result.ndim == 0 and func not in _WRITES
-            else result
-        )
-
-    def _with_numbers(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compute in float32 if a half tensor meets a number. torch would round a 0-d tensor to
-        half first, which it does not do with a Python number.
-        """
-        if func is Tensor.eq and isinstance(args[1], Tensor):  # Rprop looks for its own factors
-            return self._plain(func, (args[0], args[1].to(args[0].dtype)), kwargs)
-        half = [arg for arg in args if isinstance(arg, Tensor) and arg.dtype in HALF]
-        if not half:
-            return self._plain(func, args, kwargs)
-        wide = [
-            arg.float() if isinstance(arg, Tensor) and arg.dtype in HALF else arg for arg in args
-        ]
-        result = self._plain(func, tuple(wide), kwargs)
-        if not isinstance(result, Tensor):
-            return result
-        in_place = func.__name__.endswith("_") and not func.__name__.endswith("__")
-        return args[0].copy_(result) if in_place else result.to(half[0].dtype)
-
-    def _plain(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        transformed = under_transform() or (
-            torch.is_grad_enabled() and any([_is_differentiated(value) for value in args])
-        )
-        if transformed and func is torch.maximum and "out" in kwargs:
-            return kwargs["out"].copy_(torch.maximum(args[0].clone(), args[1]))
-        if transformed and func is torch.addmm and args[0].dtype in HALF:
-            # vmap rounds in between, which Muon's iteration amplifies to 3 to 9 % of its update.
-            return func(*map(Tensor.float, args), **kwargs).to(args[0].dtype)
-        if func is Tensor.clamp_ and private.is_batched(args[0]):
-            return args[0].copy_(args[0].clamp(*args[1:], **kwargs))
-        if transformed and func in _ROOTS:
-            root = _root(args[0])
-            return args[0].copy_(root) if func is Tensor.sqrt_ else root
-        if transformed and func in _POWERS and isinstance(args[1], float) and args[1] == 0.5:
-            return _root(args[0].clamp(min=0))  # torch's NaN below 0 is never used
-        if transformed and func in (Tensor.norm, Tensor.mul_):
-            # Muon divides by the norm in place, and ASGD overwrites its factors.
-            first, *rest = args
-            rest = [
-                value.clone() if isinstance(value, Tensor) and value.ndim == 0 else value
-                for value in rest
-            ]
-            return func(first.clone() if func is Tensor.norm else first, *rest, **kwargs)
-        factor = kwargs.get("alpha", kwargs.get("value"))
-        plain = transformed and func in (Tensor.lerp_, Tensor.addcmul_, Tensor.addcdiv_)
-        plain = plain or (func in _LERPS and isinstance(args[2], Tensor))
-        if not plain and not (isinstance(factor, Tensor) and func in _SCALED):
-            return func(*args, **kwargs)
-        target, first, *rest = args
-        # Muon's updates are in bfloat16.
-        first = first.to(torch.promote_types(first.dtype, target.dtype))
-        if func in _LERPS:
-            mean = _lerp(target, first, rest[0])
-            return target.copy_(mean) if func is Tensor.lerp_ else mean
-        if func is Tensor.addcdiv_:
-            first = first / rest[0]
-        elif func is Tensor.addcmul_:
-            first = first * rest[0].clone() if rest[0].ndim == 0 else first * rest[0]
-        if func is Tensor.add:
-            # A weight decay's derivative needs the parameter, which is overwritten later.
-            return target + (first.clone() if torch.is_grad_enabled() else first) * factor
-        return target.add_(first if factor is None else first * factor)
-
-
-class FactorsOnHost(TorchFunctionMode):
-    """A mode for torch's formulas that read on the host. ASGD's factors are float32 on the CPU,
-    whatever torch's default dtype and device are.
-    """
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is torch.as_tensor and not isinstance(args[0], Tensor):
-            kwargs = {"dtype": torch.float32, "device": "cpu", **kwargs}
-        return func(*args, **kwargs)
-
-
-_SCALED = (Tensor.add, Tensor.add_, Tensor.addcdiv_, Tensor.addcmul_)
-_WRITES = (
-    Tensor.mul_,
-    Tensor.add_,
-    Tensor.addcdiv_,
-    Tensor.addcmul_,
-    Tensor.copy_,
-    Tensor.sub_,
-    Tensor.div_,
-)
-_LERPS = (Tensor.lerp, Tensor.lerp_)
-_ROOTS = (Tensor.sqrt, Tensor.sqrt_, torch.sqrt)
-_POWERS = (Tensor.pow, Tensor.__pow__, torch.pow)
-_CONDITIONS = (Tensor.ne, Tensor.gt)
-_REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
-_READS = (
-    Tensor.item,
-    Tensor.tolist,
-    Tensor.__bool__,
-    Tensor.__float__,
-    Tensor.__int__,
-    Tensor.__index__,
-)
-
-
-def _value(argument: Any) -> Any:
-    return argument.value if isinstance(argument, Number) else argument
-
-
-def _is_differentiated(argument: Any) -> bool:
-    return isinstance(argument, Tensor) and argument.requires_grad
-
-
-def _operand(argument: Any) -> Any:
-    """Return the value of an operand, copied if a derivative needs it: ASGD overwrites its
-    factors.
-    """
-    if isinstance(argument, Tensor) and not isinstance(argument, Number) and argument.ndim == 0:
-        return argument.clone() if torch.is_grad_enabled() else argument
-    return _value(argument)
-
-
-def _lerp(start: Tensor, end: Tensor, weight: Tensor | float) -> Tensor:
-    """Interpolate from the nearer end, like torch, so that a weight of 1 gives `end` itself."""
-    way = end - start
-    if isinstance(weight, Tensor):
-        return torch.where(weight < 0.5, start + weight * way, end - way * (1 - weight))
-    return start + weight * way if weight < 0.5 else end - way * (1 - weight)
+def _average(old: Tensor, new: Tensor, beta: Any) -> Tensor:
+    """Return an exponential moving average."""
+    return beta * old + (1 - beta) * new
 
 
 def _root(square: Tensor) -> Tensor:
-    """Return the square root. At 0 it is `square` itself, also -0.0, and has no derivative."""
+    """Return the square root, with the derivative 0 at 0: torch's is inf there, and 0 * inf is
+    NaN.
+    """
+    if not (torch.is_grad_enabled() or under_transform()):
+        return square.sqrt()
     none = square == 0
     return torch.where(none, square.detach(), torch.where(none, 1, square).sqrt())
 
 
-# ---- over lists ----------------------------------------------------------------------------------
-
-
-class Dampening:
-    """A stand-in for `dampening` in torch's SGD over lists, which uses one number for all
-    parameters. Here it is 0 for a parameter whose momentum buffer is created in this step.
+def _scaled_sum(beta: Any, x: Tensor, alpha: Any, a: Tensor, b: Tensor) -> Tensor:
+    """Return `beta * x + alpha * (a @ b)`, rounded once. vmap would round in between, which Muon's
+    iteration amplifies to 3 to 9 % of its update.
     """
-
-    def __init__(self, dampening: float, first: dict[int, Tensor]) -> None:
-        self._share = 1 - dampening
-        self._first = first  # by the identity of the buffer
-
-    def __rsub__(self, one: float) -> Dampening:
-        return self
-
-    def shares(self, buffers: Sequence[Tensor]) -> Any:
-        first = torch.stack([self._first[id(buffer)] for buffer in buffers])
-        wide = torch.float32 if first.device.type == "mps" else torch.float64
-        return torch.where(
-            first, torch.ones((), dtype=wide, device=first.device), self._share
-        ).unbind()
+    if under_transform() or isinstance(beta, Tensor):
+        return (beta * x.float() + alpha * (a.float() @ b.float())).to(x.dtype)
+    return torch.addmm(x, a, b, beta=beta, alpha=alpha)
 
 
-class _Lists:
-    """torch, with list operators that do not read a factor that is a tensor."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-    @staticmethod
-    def _foreach_add_(targets: Any, others: Any, **settings: Any) -> None:
-        alpha = settings.get("alpha")
-        if isinstance(alpha, (Dampening, Tensor)):
-            factor = alpha.shares(targets) if isinstance(alpha, Dampening) else alpha
-            others, settings = listops.mul(others, factor), {}
-        listops.add_(targets, others, **settings)
+# ---- the classes ---------------------------------------------------------------------------------
 
 
-_LISTS = _Lists()
+class Formula(NamedTuple):
+    """The mathematics of a class of torch.optim."""
+
+    step: Callable[[Tensor, Tensor, State, Any], Step]
+    # the slots of a parameter with these settings before its first step
+    slots: Callable[[Tensor, Mapping[str, Any]], State]
+    elementwise: bool = True  # elements update independently, so that a part can be stepped alone
+    constants: tuple[str, ...] = ()  # the settings that cannot be tensors
+    from_rate: str = ""  # the slot that starts as the rate of the first step
 
 
-def _columns_of(
-    columns: Sequence[Sequence[Tensor]], steps: list[Tensor], has_complex: bool, maximize: bool
-) -> Iterator[list[Any]]:
-    """Yield the columns (parameters and gradients first) and the step counts, increased by 1, for
-    each device and dtype. Complex tensors are viewed as real.
+def formula_of(cls: Any) -> Formula | None:
+    """Return the formula of a class of torch.optim, or of a subclass that keeps its methods; None
+    for any other class, which has a step of its own.
     """
-    grouped = private.group_alike([*columns, steps])
-    for (*alike, counts), _ in grouped.values():
-        if has_complex:
-            alike = [
-                [torch.view_as_real(t) if t.is_complex() else t for t in column] for column in alike
-            ]
-        if maximize:
-            alike[1] = listops.neg(alike[1])
-        listops.add_(counts, 1)
-        yield [*alike, counts]
+    for base, formula in _FORMULAS.items():
+        if issubclass(cls, base):
+            own = cls.__mro__[: cls.__mro__.index(base)]
+            # AdamW is a subclass of Adam, and torch wraps `step` in each subclass.
+            names = {name for kind in own for name in vars(kind) if not name.startswith("__")}
+            kept = all(_is_kept(name, cls, base) for name in names)
+            return formula if kept else None
+    return None
 
 
-# torch's list implementations of these three loop over tensors in some places.
+def _is_kept(name: str, cls: Any, base: Any) -> bool:
+    method, original = getattr(cls, name), getattr(base, name, None)
+    if original is None or not inspect.isfunction(inspect.unwrap(original)):
+        return True
+    return inspect.unwrap(method) is inspect.unwrap(original)
 
 
-def _adagrad(
-    params: list[Tensor], grads: list[Tensor], sums: list[Tensor], steps: list[Tensor], *, lr: Any,
-    weight_decay: float, lr_decay: float, eps: float, maximize: bool, has_complex: bool, **_: Any,
-) -> None:  # fmt: skip
-    for weights, gradients, squares, counts in _columns_of(
-        [params, grads, sums], steps, has_complex, maximize
-    ):
-        if weight_decay != 0:
-            gradients = listops.add(gradients, weights, alpha=weight_decay)
-        rates = -lr / (1 + (torch.stack(counts) - 1) * lr_decay)
-        listops.addcmul_(squares, gradients, gradients, value=1)
-        roots = listops.sqrt(squares)
-        listops.add_(roots, eps)
-        listops.addcdiv_(weights, listops.mul(gradients, rates.unbind()), roots)
+def filled_like(like: Tensor, number: Any) -> Tensor:
+    """Return a tensor like this one, full of a number, which a complex one has in both parts."""
+    if not isinstance(number, Tensor):
+        return torch.full_like(like, complex(number, number) if like.is_complex() else number)
+    filled = torch.ones_like(like.real) * number
+    return (torch.complex(filled, filled) if like.is_complex() else filled).to(like.dtype)
 
 
-def _radam(
-    params: list[Tensor], grads: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor],
-    steps: list[Tensor], *, beta1: float, beta2: float, lr: Any, weight_decay: float, eps: float,
-    decoupled_weight_decay: bool, maximize: bool, has_complex: bool, **_: Any,
-) -> None:  # fmt: skip
-    for weights, gradients, means, squares, counts in _columns_of(
-        [params, grads, exp_avgs, exp_avg_sqs], steps, has_complex, maximize
-    ):
-        if weight_decay != 0 and decoupled_weight_decay:
-            listops.mul_(weights, 1 - lr * weight_decay)
-        elif weight_decay != 0:
-            gradients = listops.add(gradients, weights, alpha=weight_decay)
-        listops.lerp_(means, gradients, 1 - beta1)
-        listops.mul_(squares, beta2)
-        listops.addcmul_(squares, gradients, gradients, 1 - beta2)
-
-        step, most = torch.stack(counts), 2 / (1 - beta2) - 1
-        bias1, bias2 = 1 - beta1**step, 1 - beta2**step
-        # The length of a simple moving average with the same weight.
-        length = most - beta2**step * step * 2 / bias2
-        root = ((length - 4) * (length - 2) * most / (length * ((most - 4) * (most - 2)))).sqrt()
-        rectified = torch.where(length > 5.0, root, 0.0)
-        alone = -((rectified <= 0).to(bias1.dtype) * lr / bias1)
-        scale = -(bias2.sqrt() * lr * rectified) / bias1
-
-        factors = listops.sqrt(squares)
-        listops.add_(factors, eps)
-        listops.div_(factors, scale.unbind())
-        listops.reciprocal_(factors)
-        listops.add_(factors, alone.unbind())
-        listops.addcmul_(weights, means, factors)
+def _slots(p: Tensor, counts: Mapping[str, Any], moments: Mapping[str, Any]) -> State:
+    """Return these counts as 0-d tensors, and these moments in the shape of the parameter."""
+    # A step of a rate that is a tensor can be differentiated.
+    number = torch.zeros((), dtype=torch.float32, device=p.device)
+    return {
+        **{name: filled_like(number, first) for name, first in counts.items()},
+        **{name: filled_like(p, first) for name, first in moments.items()},
+    }
 
 
-def _rprop(
-    params: list[Tensor], grads: list[Tensor], prevs: list[Tensor], step_sizes: list[Tensor],
-    steps: list[Tensor], *, step_size_min: float, step_size_max: float, etaminus: float,
-    etaplus: float, maximize: bool, has_complex: bool, **_: Any,
-) -> None:  # fmt: skip
-    for weights, gradients, before, sizes, _counts in _columns_of(
-        [params, grads, prevs, step_sizes], steps, has_complex, maximize
-    ):
-        signs = listops.mul(gradients, before)
-        listops.sign_(signs)
-        same, opposite = listops.clamp_min(signs, 0), listops.clamp_max(signs, 0)
-        # Two of the three terms are 0, so a factor is etaplus, etaminus or 1.
-        factors = listops.abs(signs)
-        listops.neg_(factors)
-        listops.add_(factors, 1)
-        listops.add_(factors, same, alpha=etaplus)
-        listops.add_(factors, opposite, alpha=-etaminus)
-        listops.mul_(sizes, factors)
-        listops.clamp_min_(sizes, step_size_min)
-        listops.clamp_max_(sizes, step_size_max)
-        # The gradient is clamped to 0 where its sign changed, and to infinite bounds elsewhere.
-        bounds = listops.abs(opposite)
-        listops.reciprocal_(bounds)
-        listops.sub_(bounds, 1)
-        listops.copy_(before, gradients)
-        listops.minimum_(before, bounds)
-        listops.neg_(bounds)
-        listops.maximum_(before, bounds)
-        listops.add_(before, 0)  # makes 0 of -0
-        listops.addcmul_(weights, listops.sign(before), sizes, value=-1)
+def _with_moments(*names: str) -> Callable[[Tensor, Mapping[str, Any]], State]:
+    return lambda p, settings: _slots(p, {"step": 0.0}, dict.fromkeys(names, 0.0))
 
 
-_OVER_LISTS: dict[str, Callable[..., None]] = {
-    "adagrad": _adagrad,
-    "radam": _radam,
-    "rprop": _rprop,
+def _sgd_slots(p: Tensor, settings: Mapping[str, Any]) -> State:
+    # `momentum * -0.0 + g` is g for every g, as torch's first buffer is.
+    return _slots(p, {}, {"momentum_buffer": -0.0} if settings["momentum"] != 0 else {})
+
+
+def _adam_slots(p: Tensor, settings: Mapping[str, Any]) -> State:
+    largest = ("max_exp_avg_sq",) if settings["amsgrad"] else ()
+    return _with_moments("exp_avg", "exp_avg_sq", *largest)(p, settings)
+
+
+def _adagrad_slots(p: Tensor, settings: Mapping[str, Any]) -> State:
+    return _slots(p, {"step": 0.0}, {"sum": settings["initial_accumulator_value"]})
+
+
+def _rmsprop_slots(p: Tensor, settings: Mapping[str, Any]) -> State:
+    momentum = ("momentum_buffer",) if settings["momentum"] > 0 else ()
+    mean = ("grad_avg",) if settings["centered"] else ()
+    return _with_moments("square_avg", *momentum, *mean)(p, settings)
+
+
+def _nadam_slots(p: Tensor, settings: Mapping[str, Any]) -> State:
+    moments = dict.fromkeys(("exp_avg", "exp_avg_sq"), 0.0)
+    return _slots(p, {"step": 0.0, "mu_product": 1.0}, moments)
+
+
+def _asgd_slots(p: Tensor, settings: Mapping[str, Any]) -> State:
+    return _slots(p, {"step": 0.0, "eta": settings["lr"], "mu": 1.0}, {"ax": 0.0})
+
+
+def _rprop_slots(p: Tensor, settings: Mapping[str, Any]) -> State:
+    return _slots(p, {"step": 0.0}, {"prev": 0.0, "step_size": settings["lr"]})
+
+
+def _muon_slots(p: Tensor, settings: Mapping[str, Any]) -> State:
+    return _slots(p, {}, {"momentum_buffer": 0.0})
+
+
+def _adafactor_slots(p: Tensor, settings: Mapping[str, Any]) -> State:
+    if p.ndim < 2:
+        return _with_moments("variance")(p, settings)
+    shapes = {"row_var": (*p.shape[:-1], 1), "col_var": (*p.shape[:-2], 1, p.shape[-1])}
+    factors = {name: p.new_zeros(shape) for name, shape in shapes.items()}
+    return {**_slots(p, {"step": 0.0}, {}), **factors}
+
+
+_FORMULAS: dict[Any, Formula] = {
+    torch.optim.SGD: Formula(sgd, _sgd_slots),
+    torch.optim.Adam: Formula(adam, _adam_slots),  # and AdamW, its subclass
+    torch.optim.Adagrad: Formula(adagrad, _adagrad_slots, constants=("initial_accumulator_value",)),
+    torch.optim.RMSprop: Formula(rmsprop, _rmsprop_slots),
+    torch.optim.Adadelta: Formula(adadelta, _with_moments("square_avg", "acc_delta")),
+    torch.optim.Adamax: Formula(adamax, _with_moments("exp_avg", "exp_inf")),
+    torch.optim.NAdam: Formula(nadam, _nadam_slots),
+    torch.optim.RAdam: Formula(radam, _with_moments("exp_avg", "exp_avg_sq")),
+    torch.optim.ASGD: Formula(asgd, _asgd_slots, from_rate="eta"),
+    torch.optim.Rprop: Formula(rprop, _rprop_slots, from_rate="step_size"),
+    torch.optim.Muon: Formula(muon, _muon_slots, elementwise=False, constants=("ns_steps",)),
+    torch.optim.Adafactor: Formula(adafactor, _adafactor_slots, elementwise=False),
 }

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import adagrad, adam, sgd
 
+from .._optim import formulas
 from .._optim.decision import Decision, unscale_and_clip
-from .._torch import foreach, private
+from .._torch import foreach
 from .._torch.foreach import have_one_order, same_memory_order
 from .._torch.metadata_cache import cached, dtypes
 
@@ -21,80 +22,55 @@ Settings = Mapping[str, Any]
 
 
 class Kernel(NamedTuple):
-    """One of torch's fused kernels."""
+    """One of torch's fused kernels, by the function of torch that launches it."""
 
-    name: str
+    function: Callable[..., None]
     columns: tuple[str, ...]  # the slots that it updates besides the parameter
     needs: str  # the setting without which the last of them is absent; "" if none is optional
     settings: tuple[str, ...]  # torch's names, without the learning rate
+    counts: bool = True  # the function takes step counts
 
     def slots(self, settings: Settings) -> tuple[str, ...]:
         """Return the slots that it updates with these settings."""
         return self.columns if not self.needs or settings[self.needs] else self.columns[:-1]
 
-    def numbers(self, settings: Settings) -> list[float]:
+    def arguments(self, settings: Settings) -> dict[str, Any]:
+        """Return the settings by the names that the function gives them."""
         if "betas" in settings:
-            settings = {**settings, **dict(zip(("beta1", "beta2"), settings["betas"], strict=True))}
-        return [float(settings[name]) for name in self.settings]
+            beta1, beta2 = settings["betas"]
+            settings = {**settings, "beta1": beta1, "beta2": beta2}
+        return {name: settings[name] for name in self.settings}
 
     def launch(
-        self,
-        lr: float | Tensor,
-        numbers: Sequence[float],
-        grads: list[Tensor],
-        steps: list[Tensor],
-        targets: list[list[Tensor]],
-        **amp: Any,
+        self, lr: float | Tensor, arguments: dict[str, Any], launch: Launch, **amp: Any
     ) -> None:
-        """Update `targets`, the parameters and each column, in place."""
-        settings: dict[str, Any] = dict(zip(self.settings, numbers, strict=True))
-        settings |= {name: bool(settings[name]) for name in _FLAGS & settings.keys()}
-        decoupled = settings.pop(_DECOUPLED, False)
-        operator = private.fused_adamw_ if decoupled else getattr(private, f"fused_{self.name}")
-        weights, *columns = targets
+        """Update the targets of `launch` in place."""
+        weights, *columns = launch.targets
         if len(columns) < len(self.columns):
-            columns.append([])
-        if self.name == "sgd_":  # which counts no steps
-            settings["is_first_step"] = False
-        else:
-            columns.append(steps)
-        operator(weights, grads, *columns, lr=lr, **settings, **amp)
+            columns.append([] if self.counts else [None] * len(weights))  # type: ignore[list-item]
+        if self.counts:
+            columns.append(launch.steps)
+        self.function(
+            weights, launch.grads, *columns, fused=True, foreach=False, lr=lr, **arguments, **amp
+        )
 
 
-_DECOUPLED, _FLAGS = "decoupled_weight_decay", {"amsgrad", "maximize", "nesterov"}
+_FLAGS = ("amsgrad", "maximize", "nesterov", "decoupled_weight_decay")
+_ADAM = ("beta1", "beta2", "weight_decay", "eps", "amsgrad", "maximize", "decoupled_weight_decay")
+_SGD = ("weight_decay", "momentum", "dampening", "nesterov", "maximize")
 _KERNELS: dict[Any, Kernel] = {
-    torch.optim.Adam: Kernel(  # and AdamW, its subclass
-        "adam_",
-        ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
-        "amsgrad",
-        ("beta1", "beta2", "weight_decay", "eps", "amsgrad", "maximize", _DECOUPLED),
-    ),
-    torch.optim.SGD: Kernel(
-        "sgd_",
-        ("momentum_buffer",),
-        "momentum",
-        ("weight_decay", "momentum", "dampening", "nesterov", "maximize"),
-    ),
-    torch.optim.Adagrad: Kernel(
-        "adagrad_", ("sum",), "", ("lr_decay", "weight_decay", "eps", "maximize")
+    formulas.adam: Kernel(adam.adam, ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), "amsgrad", _ADAM),
+    formulas.sgd: Kernel(sgd.sgd, ("momentum_buffer",), "momentum", _SGD, counts=False),
+    formulas.adagrad: Kernel(
+        adagrad.adagrad, ("sum",), "", ("lr_decay", "weight_decay", "eps", "maximize")
     ),
 }
-_BY_NAME = {kernel.name: kernel for kernel in _KERNELS.values()}
+_BY_NAME = {kernel.function.__name__: kernel for kernel in _KERNELS.values()}
 
 
-def kernel_of(cls: Any) -> Kernel | None:
-    """Return the kernel that makes the steps of `cls`, which is a class of torch.optim or keeps the
-    step and state of one.
-    """
-    for base, kernel in _KERNELS.items():
-        # Dynamo wraps these methods, separately for each class.
-        if issubclass(cls, base) and all(
-            inspect.unwrap(getattr(cls, name)) is inspect.unwrap(getattr(base, name))
-            for name in private.MADE_BY
-        ):
-            names = ("adam_", "adamw_") if kernel.name == "adam_" else (kernel.name,)
-            return kernel if all([getattr(private, f"fused_{name}") for name in names]) else None
-    return None
+def kernel_of(formula: formulas.Formula | None) -> Kernel | None:
+    """Return the kernel that makes the steps of a class with this formula."""
+    return _KERNELS.get(formula.step) if formula is not None else None
 
 
 # ---- one launch ----------------------------------------------------------------------------------
@@ -134,16 +110,27 @@ def fused_update(
     params = launch.targets[0]
     grads, divisor = _ready(launch, decision)
     launch = launch._replace(grads=grads)
-    skip: Any = None if decision.skip_on_host is False else decision.skip
+    skip: Any = None if decision.skip is False else decision.skip
     found_inf = None if skip is None else skip.to(params[0].device, torch.float32)
-    lr, numbers = settings["lr"], kernel.numbers(settings)
+    lr, arguments = settings["lr"], kernel.arguments(settings)
     if torch.compiler.is_compiling():
         targets = [target for column in launch.targets for target in column]
+        numbers = list(map(float, arguments.values()))
         rate, lr = (0.0, lr) if isinstance(lr, Tensor) else (float(lr), None)
-        _node(kernel.name, grads, launch.steps, targets, rate, lr, numbers, found_inf, divisor)
+        _node(
+            kernel.function.__name__,
+            grads,
+            launch.steps,
+            targets,
+            rate,
+            lr,
+            numbers,
+            found_inf,
+            divisor,
+        )
     else:
         with torch.no_grad():
-            _launch(kernel, lr, numbers, launch, found_inf, divisor)
+            kernel.launch(lr, arguments, launch, grad_scale=divisor, found_inf=found_inf)
 
 
 def _ready(launch: Launch, decision: Decision) -> tuple[list[Tensor], Tensor | None]:
@@ -186,7 +173,7 @@ def _node(
     found_inf: Tensor | None,
     divisor: Tensor | None,
 ) -> None:
-    """Run `_launch` as one node of a compiled graph. Traced operator by operator, a hundred
+    """Run `Kernel.launch` as one node of a compiled graph. Traced operator by operator, a hundred
     parameters would take minutes to compile.
     """
     count = len(grads)
@@ -194,19 +181,11 @@ def _node(
     given = list(grads)
     if divisor is not None:  # the kernel would overwrite the gradients
         given, divisor = foreach.divide(given, divisor), None
+    own = _BY_NAME[kernel]
+    arguments = {
+        name: bool(number) if name in _FLAGS else number
+        for name, number in zip(own.settings, numbers, strict=True)
+    }
     launch = Launch(given, list(steps), columns)
-    _launch(_BY_NAME[kernel], rate if lr is None else lr, numbers, launch, found_inf, divisor)
-
-
-def _launch(
-    kernel: Kernel,
-    lr: float | Tensor,
-    numbers: Sequence[float],
-    launch: Launch,
-    found_inf: Tensor | None,
-    divisor: Tensor | None,
-) -> None:
-    grads, steps, targets, _ = launch
-    if steps:  # even without a skip this takes an eighth of the time of listed additions
-        foreach.masked_add_(steps, [torch.ones_like(steps[0])] * len(steps), 1.0, found_inf)
-    kernel.launch(lr, numbers, grads, steps, targets, grad_scale=divisor, found_inf=found_inf)
+    rate_or_lr = rate if lr is None else lr
+    own.launch(rate_or_lr, arguments, launch, grad_scale=divisor, found_inf=found_inf)

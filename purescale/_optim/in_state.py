@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from .._optim.formulas import Formula
 from .._optim.opt_state import OptState, described, each_of, is_wrapped
 from .._tree.scalars import as_float
 from .._tree.tree import Tree, join_names
@@ -33,7 +34,7 @@ def names_in_state(in_state: Any, lr_in_state: bool) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*in_state, "lr") if lr_in_state else in_state))
 
 
-def check_setting(cls: Any, name: Any, values: Mapping[str, Any]) -> None:
+def check_setting(cls: Any, name: Any, values: Mapping[str, Any], formula: Formula | None) -> None:
     """Refuse a setting of `cls` that is not a number."""
     if name not in values:
         raise ValueError(
@@ -44,10 +45,10 @@ def check_setting(cls: Any, name: Any, values: Mapping[str, Any]) -> None:
             "in_state: Rprop uses lr only for its first step sizes, which are in the state "
             "already, `opt_state.slots[name]['step_size']`. Fix: leave lr out."
         )
-    if name != "lr" and issubclass(cls, torch.optim.Adafactor):
-        raise ValueError(
-            f"in_state: {name} of Adafactor is read in Python by torch's implementations. "
-            f"Fix: leave {name} out of in_state, and make an optimizer for each value."
+    if formula is not None and name in formula.constants:
+        raise TypeError(
+            f"in_state: {name} of {cls.__name__} cannot be in the state: a step does not take it "
+            f"as data. Fix: leave {name} out of in_state, and make an optimizer for each value."
         )
     value = values[name]
     every = value if isinstance(value, (tuple, list)) else (value,)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,18 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._optim.formulas import PlainArithmetic
-from .._torch import private
+from .._optim.formulas import FIRST, Formula
 from .._torch.metadata_cache import cached
 from .._tree.leaves import are_dense_real
 from .._tree.tree import Tree
 
 Slots = dict[str, dict[str, Tensor]]
-
-# A number for torch to check in place of a schedule or a tensor.
-ANY_LR = 1e-3
-# An own slot: True while the momentum buffer of this parameter is still to be created.
-FIRST = "is_first_step"
 
 
 class OptState(NamedTuple):
@@ -96,32 +89,62 @@ def each_of(hyper: Any) -> list[Any]:
     return [one for v in values for one in (v if isinstance(v, tuple) else (v,))]
 
 
-def with_slots(cls: Any, probes: list[Tensor], settings: dict[str, Any], rate: Any) -> Any:
-    """Return a torch optimizer that has created its state for parameters with gradients."""
-    # torch keeps step counts on the CPU, whatever the default device is.
-    with torch.device("cpu"), PlainArithmetic():
-        optimizer = private.without_compiler(cls)(
-            probes,
-            **{**settings, "lr": ANY_LR if isinstance(rate, Tensor) or callable(rate) else rate},
-        )
-        # The constructor would read a tensor, and so does Rprop when it creates its step sizes.
-        if isinstance(rate, Tensor) and not issubclass(cls, torch.optim.Rprop):
-            optimizer.param_groups[0]["lr"] = rate
-        private.new_state(optimizer)
-    return optimizer
+# ---- slots of a user's class ---------------------------------------------------------------------
+
+# What was a float stays a tensor, with which one calculates as with a number.
+_NUMBERS = (torch.int64, torch.bool)
+
+
+def as_tensors(slot: Mapping[str, Any], name: str) -> dict[str, Tensor]:
+    """Return a slot with a 0-d tensor on the CPU for each Python number."""
+    tensors = {
+        key: torch.tensor(value, dtype=_dtype_of(value), device="cpu")
+        if isinstance(value, (bool, int, float))
+        else value
+        for key, value in slot.items()
+    }
+    for key, value in tensors.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"the step left {key} of {name} = {value!r} in the optimizer's state; expected a "
+                "tensor or a number. Fix: a tensor for each, or an optimizer of your own with "
+                "`init` and `step`."
+            )
+    return tensors
+
+
+def _dtype_of(number: Any) -> torch.dtype:
+    if isinstance(number, bool):
+        return torch.bool
+    return torch.int64 if isinstance(number, int) else torch.float64
+
+
+def with_numbers(slot: Mapping[str, Tensor], weight: Tensor) -> dict[str, Any]:
+    """Return a slot with the Python numbers that `as_tensors` stored, the inverse of it."""
+    if weight.ndim == 0:  # its moments look like numbers
+        return dict(slot)
+    return {
+        key: value.item() if value.ndim == 0 and value.is_cpu and value.dtype in _NUMBERS else value
+        for key, value in slot.items()
+    }
+
+
+# ---- slots of a class of torch -------------------------------------------------------------------
 
 
 class SlotLayout:
-    """The slots of one class, learnt from a probe parameter of shape (2, 3)."""
+    """The slots of one class, by those of a probe parameter of shape (2, 3)."""
 
     def __init__(
-        self, cls: Any, probed: Mapping[str, Tensor], settings: Sequence[Mapping[str, Any]]
+        self,
+        cls: Any,
+        formula: Formula | None,
+        probed: Mapping[str, Tensor],
+        settings: Sequence[Mapping[str, Any]],
     ) -> None:
-        self._cls = cls
+        self._cls, self._formula = cls, formula
         self._question = object()  # as a cache key it keeps nothing else alive
-        self._counts = {
-            key: _scalar_dtype(value) for key, value in probed.items() if value.ndim == 0
-        }
+        self._counts = {key: value.dtype for key, value in probed.items() if value.ndim == 0}
         self._shaped = {key for key, value in probed.items() if value.shape == (2, 3)} | {
             "momentum_buffer"
         }
@@ -132,29 +155,21 @@ class SlotLayout:
         if self.first_step_differs:
             self._counts = {**self._counts, FIRST: torch.bool}
 
-    def new(self, probes: list[Tensor], group: dict[str, Any]) -> list[dict[str, Tensor]]:
-        """Return the slots of torch's class for these tensors before their first step."""
-        rate, accepted = group["lr"], inspect.signature(self._cls).parameters
-        settings = {name: value for name, value in group.items() if name in accepted}
-        optimizer = with_slots(self._cls, probes, settings, rate)
-        slots = []
-        for probe in probes:
-            slot = {k: value.to(probe.device) for k, value in optimizer.state[probe].items()}
-            if issubclass(self._cls, torch.optim.SGD) and group["momentum"] != 0:
-                # torch makes this buffer in the first step, as a copy of the gradient; -0.0 *
-                # momentum + g is g for every g.
-                slot["momentum_buffer"] = torch.full_like(probe, -0.0)
-                if self.first_step_differs:
-                    slot[FIRST] = torch.ones((), dtype=torch.bool, device=probe.device)
-            if issubclass(self._cls, torch.optim.ASGD) and isinstance(rate, Tensor):
-                slot["eta"] = rate.to(slot["eta"], copy=True)  # torch detaches it
-            if issubclass(self._cls, torch.optim.Rprop) and isinstance(rate, Tensor):
-                slot["step_size"] = of_rate(slot["step_size"], rate)
-            for key in self._counts.keys() & slot.keys():
-                # torch creates these in the default dtype, but its kernels read float32.
-                slot[key] = slot[key].to(self._counts[key])
-            slots.append(slot)
-        return slots
+    def new(self, weight: Tensor, settings: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return the slots of a parameter before its first step; none of a user's class, whose step
+        makes them.
+        """
+        if self._formula is None:
+            return {}
+        if weight.is_complex() and not self._formula.elementwise:
+            raise ValueError(
+                f"{self._cls.__name__} was given a complex parameter {tuple(weight.shape)}; it has "
+                "no rule for it. Fix: a partition with AdamW for complex parameters."
+            )
+        slot = self._formula.slots(weight.detach(), settings)
+        if self.first_step_differs and "momentum_buffer" in slot:
+            slot[FIRST] = torch.ones((), dtype=torch.bool, device=weight.device)
+        return slot
 
     def is_count(self, key: str) -> bool:
         """Return True if this slot is one number for each parameter, whatever its shape."""
@@ -192,6 +207,8 @@ class SlotLayout:
         in_order = dense_off_graph and list(slots) == list(weights)
         keys = set(map(tuple, slots.values())) if in_order else set()
         known = every if len(keys) == 1 else ()
+        if self._formula is None:
+            return
         if cached((self._question, *keys), lambda: self._fit(slots, weights), known):
             return
         for name, slot in slots.items():
@@ -232,16 +249,6 @@ class SlotLayout:
             f"opt_state has no {missing} that {self._cls.__name__} keeps. Likely cause: the state "
             "of another class or of other settings. Fix: `opt_state = optimizer.init(params)`."
         )
-
-
-def _scalar_dtype(value: Tensor) -> torch.dtype:
-    return torch.float32 if value.is_floating_point() else value.dtype
-
-
-def of_rate(like: Tensor, rate: Any) -> Tensor:
-    """Return a tensor like this one filled with the rate; a complex number has it in both parts."""
-    filled = torch.full_like(like.real, 1.0) * rate
-    return (torch.complex(filled, filled) if like.is_complex() else filled).to(like.dtype)
 
 
 def described(tensor: Any) -> str:

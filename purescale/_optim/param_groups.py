@@ -13,16 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._optim.formulas import Formula, formula_of
 from .._optim.in_state import agreed, check_hyper, check_setting, each_number, float32, is_number
-from .._optim.opt_state import (
-    ANY_LR,
-    OptState,
-    SlotLayout,
-    Slots,
-    described,
-    each_of,
-    with_slots,
-)
+from .._optim.opt_state import OptState, SlotLayout, Slots, described, each_of
 from .._optim.schedule import check_rate
 from .._torch import private
 from .._torch.dtypes import widest_float
@@ -44,6 +37,7 @@ PARAMETERS_GIVEN = (
     "`optimizer = from_torch(torch.optim.AdamW, lr=1e-3)`, then `optimizer.init(params)`."
 )
 FLAGS = ("foreach", "fused", "capturable", "differentiable")
+_ANY_LR = 1e-3  # for torch to check in place of a schedule or a tensor
 
 
 class OptimizerSettings:
@@ -58,17 +52,20 @@ class OptimizerSettings:
         *,
         in_state: Sequence[str],
     ) -> None:
-        _check_class(cls, settings)
+        _check_class(cls)
         self.cls = cls
+        self.formula: Formula | None = formula_of(cls)
         accepted = inspect.signature(cls).parameters
         self.accepted = [name for name in accepted if name != "params"]
-        self._lr = accepted["lr"].default if lr is None else lr
+        self._lr = accepted["lr"].default if lr is None and "lr" in accepted else lr
         self._patterns = tuple(overrides)
         self._overrides = tuple(dict(extra) for extra in overrides.values())
         self.settings = settings
         self.flag_named = any(settings.get(name) is not None for name in FLAGS)
         self.lr_in_state = "lr" in in_state
-        self.defaults, slots = self._probed("from_torch", {**settings, "lr": self._lr})
+        # An optimizer over a probe parameter, from which those of a step are copied.
+        self.template, slots = self._probed("from_torch", {**settings, "lr": self._lr})
+        self.defaults: dict[str, Any] = {"lr": self._lr, **self.template.defaults}
         for pattern, extra in overrides.items():
             every = {**settings, "lr": self._lr, **extra}
             slots |= self._probed(f"overrides[{pattern!r}]", every)[1]
@@ -83,22 +80,18 @@ class OptimizerSettings:
         )
         self.in_state = tuple(in_state)
         for name in self.in_state:
-            check_setting(cls, name, {**self.defaults, "lr": 0.0})
+            check_setting(cls, name, {**self.defaults, "lr": 0.0}, self.formula)
         # The initial numbers of the settings in the state, except the rate.
         self.hyper = each_number(
             float, {name: self.defaults[name] for name in self.in_state if name != "lr"}
         )
         self.initial_numbers(None)  # refuses what float32 cannot hold
-        lists = [name for name in ("foreach", "fused") if settings.get(name)]
-        if self.hyper and lists:
-            raise ValueError(
-                f"{lists[0]}=True beside in_state={self.in_state!r}: that implementation of "
-                f"{cls.__name__} takes Python numbers only. Fix: leave {lists[0]} out."
-            )
         # Per rate: True if it may differ in a later step.
         self.moves = (callable(self._lr) or self.lr_in_state, *map(callable, self.lrs[1:]))
         # A setting in the state may become nonzero, so it counts as nonzero here.
-        self.layout = SlotLayout(cls, slots, (*self.every, dict.fromkeys(self.hyper, True)))
+        self.layout = SlotLayout(
+            cls, self.formula, slots, (*self.every, dict.fromkeys(self.hyper, True))
+        )
 
     def __repr__(self) -> str:
         extra = {"lr": self._lr, **self.settings}
@@ -286,12 +279,13 @@ class OptimizerSettings:
         """Return the slots of these parameters before their first step."""
         slots: Slots = {}
         for names, group in self.torch_groups(tuple(named), rates, self.settings_per_slot()):
-            # The probes alias the parameters, because torch makes the state from their shapes and
-            # only the state is kept.
-            probes = [named[name].detach() for name in names]
-            for probe in probes:
-                probe.grad = probe.detach()
-            slots.update(zip(names, self.layout.new(probes, group), strict=True))
+            # torch checks shapes, and needs no memory for it.
+            shapes = [
+                torch.empty(named[name].shape, dtype=named[name].dtype, device="meta")
+                for name in names
+            ]
+            self._constructed(shapes, group)
+            slots.update({name: self.layout.new(named[name], group) for name in names})
         return {name: slots[name] for name in named}
 
     def numbers_from_dict(
@@ -355,11 +349,9 @@ class OptimizerSettings:
                 'would ignore it. Fix: from_torch(..., in_state=("lr",)).'
             )
 
-    def _probed(
-        self, where: str, settings: dict[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return every setting of the class and the tensors that it keeps for one parameter.
-        Settings that the class refuses raise torch's own error.
+    def _probed(self, where: str, settings: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+        """Return an optimizer over one parameter and the tensors that it keeps for it. Settings
+        that the class refuses raise torch's own error.
         """
         for name, value in settings.items():
             if name not in self.accepted:
@@ -378,29 +370,21 @@ class OptimizerSettings:
                     )
         rate = _check_rate(where, settings["lr"])
         probe = torch.zeros(2, 3, dtype=torch.float32, device="cpu")
-        probe.grad = torch.zeros_like(probe)
-        # Steps get such a rate as a tensor, which torch's Adam over lists refuses.
-        is_data = self.lr_in_state or isinstance(rate, Tensor)
-        tensor = torch.full((), ANY_LR, dtype=torch.float32, device="cpu")
-        try:
-            if is_data:
-                with_slots(self.cls, [probe], settings, tensor)
-            optimizer = with_slots(self.cls, [probe], settings, settings["lr"])
-        except RuntimeError as error:
-            if not (is_data and settings.get("foreach")):
-                raise
-            raise ValueError(
-                f"{where}: {self.cls.__name__} with foreach=True takes its rate as a Python "
-                f"number, and this one is a tensor ({error}). Likely cause: a schedule, a tensor "
-                "or a rate in the state beside foreach=True. Fix: leave foreach out (lists are "
-                "used if they are faster), or add capturable=True."
-            ) from None
-        return dict(optimizer.defaults), {
-            key: value for key, value in optimizer.state[probe].items() if isinstance(value, Tensor)
-        }
+        template = self._constructed([probe], {**settings, "lr": rate})
+        if self.formula is None:
+            return template, {}
+        return template, self.formula.slots(probe, {**template.defaults, "lr": _ANY_LR})
+
+    def _constructed(self, probes: list[Tensor], settings: Mapping[str, Any]) -> Any:
+        """Return torch's own optimizer over these tensors. It refuses settings and shapes."""
+        known = {name: value for name, value in settings.items() if name in self.accepted}
+        if "lr" in known and (isinstance(known["lr"], Tensor) or callable(known["lr"])):
+            known["lr"] = _ANY_LR
+        with torch.device("cpu"):  # torch keeps step counts there, whatever the default device is
+            return private.without_compiler(self.cls)(probes, **known)
 
 
-def _check_class(cls: Any, settings: dict[str, Any]) -> None:
+def _check_class(cls: Any) -> None:
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise TypeError(
             f"from_torch takes a class of torch.optim, got {cls!r}. Fix: "
@@ -415,19 +399,6 @@ def _check_class(cls: Any, settings: dict[str, Any]) -> None:
         raise ValueError(
             "SparseAdam takes sparse gradients only and counts its steps in Python. Fix: SGD or "
             "Adagrad, which take sparse gradients here."
-        )
-    if issubclass(cls, torch.optim.Adafactor) and settings.get("foreach") is None:
-        raise ValueError(
-            "torch's implementations of Adafactor all read three values per parameter in Python: "
-            "they sync on a GPU and cannot be compiled or vmapped. Fix: allow one by name, "
-            "from_torch(Adafactor, foreach=False)."
-        )
-    private.check_formula(cls)
-    if private.formula_of(cls) is None:
-        raise ValueError(
-            f"{cls.__name__} is not built like the classes of torch.optim, so its state cannot be "
-            "made before its first step. Fix: from_transformation(tx) with an (init, update) "
-            "pair, or an object of your own with `init` and `step`."
         )
 
 

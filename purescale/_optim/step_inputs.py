@@ -287,3 +287,23 @@ def working_copies(
                 if value.shape == weight.shape and not same_memory_order(value, weight):
                     slot[key] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
     return new_weights, new_slots
+
+
+def named_params(params: Tree) -> dict[str, Tensor]:
+    """Return the parameters that are not None by dotted name, or refuse what is no parameter."""
+    flat = _tree.flatten_once(params)
+    leaves = flat.leaves
+    names = _tree.names(params)
+    _tree.check_names(names)
+    named = dict(zip(names, leaves, strict=True))
+    for name, leaf in named.items():
+        if leaf is not None and not (
+            isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+        ):
+            what = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
+            raise TypeError(
+                f"params: {name} is {what}; a parameter is a floating or complex tensor. Fix: put "
+                "it among the buffers."
+            )
+    _tree.check_parameters(flat)
+    return {name: leaf for name, leaf in named.items() if leaf is not None}

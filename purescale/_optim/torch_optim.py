@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec
 
@@ -12,18 +10,20 @@ import torch
 from torch import Tensor
 
 from .._optim.decision import APPLY, Decision, unscale_and_clip
+from .._optim.formula_step import FormulaStep
 from .._optim.fused import Launch, can_launch, fused_update, kernel_of
 from .._optim.in_state import each_number, names_in_state
 from .._optim.opt_state import (
     OptState,
     SlotLayout,
     Slots,
+    each_of,
     slots_like,
-    values_of,
 )
+from .._optim.own_step import OwnStep
 from .._optim.param_groups import PARAMETERS_GIVEN, OptimizerSettings, Overrides, Schedule
 from .._optim.protocol import unchanged
-from .._optim.step_inputs import StepInputs, flatten_step, working_copies
+from .._optim.step_inputs import StepInputs, flatten_step, named_params, working_copies
 from .._optim.torch_state_dict import (
     checked_state_dict,
     find_parameters,
@@ -31,7 +31,6 @@ from .._optim.torch_state_dict import (
     restored,
     state_dict,
 )
-from .._optim.unfused import UnfusedStep, check_in_state
 from .._torch import foreach, private
 from .._torch.autocast import outside_autocast
 from .._torch.foreach import MAX_INLINE_LEAVES
@@ -76,13 +75,15 @@ def from_torch(
     do not run. `.backward()` can go through a step only with `differentiable=True`; without it, it
     is refused.
 
-    If no flag is named, a step uses torch's fused kernel if the class has one for the dtypes and
-    device. Otherwise an eager step on a CPU uses torch's default formula. Any other step, and one
-    with settings besides `lr` in the state, uses the capturable formula, which never syncs. These
-    agree to 1e-6 (Muon under vmap to 1e-2 of the update).
+    A step uses torch's fused kernel if the class has one for the dtypes and device. Otherwise an
+    eager step on a CPU uses the class's own `step`, and any other step the class's formula, which
+    never syncs and can be compiled, mapped and differentiated. These agree to 1e-6 (Muon, which
+    iterates in bfloat16, to 1e-2 of the update).
 
     Args:
-        cls: A class of torch.optim, or a subclass that keeps its `step`.
+        cls: A class of torch.optim, a subclass, or a class of your own. A class with a `step` of
+            its own is called eagerly, on copies; it makes its slots in its first step, and where a
+            step waits for its flag (on an accelerator) it reads it.
         lr: A number, a 0-d tensor (which can be differentiated), or a schedule: a function from the
             number of applied steps, a 0-d int64 tensor, to the learning rate. Skipped steps do not
             advance a schedule; `schedule_from_torch` makes one from a scheduler of torch. A
@@ -96,16 +97,15 @@ def from_torch(
             in `opt_state.hyper`; `replace_settings(state, lr=...)` changes them.
         lr_in_state: True for `in_state=("lr",)`.
         settings: The settings of the class. A flag (`foreach`, `fused`, `capturable`,
-            `differentiable`) that is named here is kept.
+            `differentiable`) that is named here chooses torch's implementation on a CPU.
 
     Returns:
         An optimizer that holds settings and no state.
 
     Raises:
         TypeError, ValueError: If torch refuses a setting; if `lr` is a schedule that reads the
-            value of the count; if a name in `in_state` is not a number or is read in Python by
-            torch's formula. Also for parameters (give them to `init`), LBFGS, SparseAdam, Adafactor
-            without a named `foreach`, and classes that are not built like torch.optim's. `init` and
+            value of the count; if a name in `in_state` is not a number of the formula. Also for
+            parameters (give them to `init`), LBFGS and SparseAdam. `init` and
             `step` raise if a pattern in `overrides` matches no parameter; `step` raises before any
             work if the state does not fit the parameters.
 
@@ -148,16 +148,15 @@ class TorchOptimizer:
     ) -> None:
         self._groups = OptimizerSettings(cls, lr, overrides, settings, in_state=in_state)
         self._layout = self._groups.layout
-        # torch's kernels take Python numbers.
-        self._kernel = None if self._groups.hyper else kernel_of(cls)
+        self._formula = self._groups.formula
+        self._kernel = kernel_of(self._formula)
         self.differentiable = self._groups.differentiable
-        self.elementwise = is_elementwise(cls)
+        self.elementwise = self._formula is not None and self._formula.elementwise
         # Dynamo does not trace a torch optimizer, but the compiler behind it traces this Python.
         # Dynamo sets no guards in it, so `_key`, which has all that the formula reads besides its
         # arguments, guards the compiled step.
-        self._unfused = UnfusedStep(self._groups)
-        check_in_state(self._groups)
-        self._opaque = private.Opaque(self._unfused.on_copies, lambda: private.nonstrict_trace)
+        self._own_step, self._formula_step = OwnStep(self._groups), FormulaStep(self._groups)
+        self._opaque = private.Opaque(self._formula_step.make, lambda: private.nonstrict_trace)
         self._opaque_launches = private.Opaque(
             lambda *args: self._launch_traced(*args), lambda: torch.compiler.allow_in_graph
         )
@@ -169,7 +168,7 @@ class TorchOptimizer:
 
     def init(self, params: Tree) -> OptState:
         """Return the state before the first step, in fresh memory. Steps keep its structure."""
-        named = _by_name(params)
+        named = named_params(params)
         self._groups.check_names(tuple(named))
         device = next((leaf.device for leaf in named.values()), None)
         applied = torch.zeros((), dtype=torch.int64, device=device)
@@ -193,6 +192,12 @@ class TorchOptimizer:
             raise TypeError(
                 f"opt_state is {type(opt_state).__name__}. Fix: `opt_state = "
                 "optimizer.init(params)`, or what the last step returned."
+            )
+        if self._formula is None and traced():
+            raise ValueError(
+                f"{self._groups.cls.__name__} has a step of its own, which is called and cannot be "
+                "compiled, mapped or differentiated. Fix: call the step eagerly, take a class of "
+                "torch.optim, or write an (init, update) pair for from_transformation."
             )
         weights = inputs.named_params
         if opt_state.slots.keys() != weights.keys():
@@ -230,13 +235,15 @@ class TorchOptimizer:
     ) -> tuple[Tree, OptState]:
         """Return parameters and state after the decided step, as in `Conditional`."""
         opt_state = inputs.opt_state
-        if decision.skip_on_host:
+        if self._formula is None and decision.skip_on_host is None:
+            decision = decision._replace(skip=bool(decision.skip))  # it may make slots
+        if decision.skip is True:
             return unchanged(inputs, in_place=in_place)
         lrs = prepared or self.prepare(inputs, decision, in_place=in_place)
         if self._can_fuse(inputs):
             new_weights, new_slots = self._fused_step(inputs, decision, lrs, in_place=in_place)
         else:
-            new_weights, new_slots = self._unfused_step(inputs, decision, lrs, in_place=in_place)
+            new_weights, new_slots = self._applied_step(inputs, decision, lrs, in_place=in_place)
         # A captured CUDA graph needs its numbers at fixed addresses; the host captures nothing.
         captured = decision.skip_on_host is None and not self.differentiable
         numbers = self._numbers_after(opt_state, decision, in_place=in_place and captured)
@@ -248,13 +255,17 @@ class TorchOptimizer:
     ) -> tuple[Tensor, Any, Any]:
         """Return the count of applied steps and the settings in the state after the step."""
         applied, _, lr, hyper = opt_state
-        count: Any = 1 if decision.skip_on_host is False else ~decision.skip
-        keep = Tensor.detach if in_place else self._unfused.copy
+        count: Any = 1 if decision.skip is False else ~decision.skip
+        keep = Tensor.detach if in_place else self._copy
         return (
             applied.add_(count) if in_place else applied + count,
             keep(lr) if isinstance(lr, Tensor) else lr,
             hyper and each_number(keep, hyper),
         )
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        """Copy into fresh memory, on the graph only if the step is to be differentiated."""
+        return (tensor if self.differentiable or traced() else tensor.detach()).clone()
 
     def widened(self, opt_state: OptState, dtype: torch.dtype) -> OptState:
         """Return the state for parameters of at least this dtype. Step counts keep theirs."""
@@ -276,6 +287,8 @@ class TorchOptimizer:
         if self._kernel is None or self._layout.first_step_differs or under_transform():
             return False
         if self._groups.flag_named and not self._groups.settings.get("fused"):
+            return False
+        if self._groups.hyper and not self._reads_settings(inputs):
             return False
         weights, grads = _weights(inputs), inputs.grads.tensors
         if torch.compiler.is_dynamo_compiling() and (
@@ -301,7 +314,10 @@ class TorchOptimizer:
             known = not torch.compiler.is_dynamo_compiling() and weights is inputs.named_params
             targets = _weights(inputs) if known else list(weights.values())
             lists = targets, inputs.grads.tensors
-            self._launch(weights, slots, grads, decision, lrs, lists, owned=inputs.grads.owned)
+            hyper = inputs.opt_state.hyper
+            hyper = each_number(Tensor.item, hyper) if hyper else ()
+            owned = inputs.grads.owned
+            self._launch(weights, slots, grads, decision, lrs, lists, hyper, owned=owned)
         return weights, slots
 
     def _launch_traced(
@@ -315,7 +331,7 @@ class TorchOptimizer:
     ) -> None:
         """Call `_launch` from a compiled step, which is guarded by `key`."""
         lists = list(weights.values()), list(grads.values())
-        self._launch(weights, slots, grads, Decision(*decision), lrs, lists, owned=False)
+        self._launch(weights, slots, grads, Decision(*decision), lrs, lists, (), owned=False)
 
     def _launch(
         self,
@@ -325,6 +341,7 @@ class TorchOptimizer:
         decision: Decision,
         lrs: list[Any],
         lists: tuple[list[Tensor], list[Tensor]],
+        hyper: Any,
         *,
         owned: bool,
     ) -> None:
@@ -332,7 +349,7 @@ class TorchOptimizer:
         are all weights and all gradients, with their cached metadata.
         """
         kernel: Any = self._kernel
-        for names, settings in self._groups.torch_groups(tuple(weights), lrs):
+        for names, settings in self._groups.torch_groups(tuple(weights), lrs, hyper):
             keys = kernel.slots(settings)
             present = [name for name in names if name in grads]
             whole = len(present) == len(weights)
@@ -347,9 +364,9 @@ class TorchOptimizer:
                 launch = Launch(sources, steps, [targets, *columns], owned)
                 fused_update(kernel, settings, launch, decision)
 
-    # ---- torch's own formula
+    # ---- the class's own step, or its formula
 
-    def _unfused_step(
+    def _applied_step(
         self,
         inputs: StepInputs,
         decision: Decision,
@@ -361,25 +378,37 @@ class TorchOptimizer:
         weights, slots = inputs.named_params, inputs.opt_state.slots
         present = inputs.grad_names
         leaves = [leaf for leaf in inputs.local_grads(grads) if leaf is not None]
-        dtypes = [weights[name].dtype for name in present]
-        given = dict(zip(present, _cast(leaves, dtypes), strict=True))
-        old = inputs.old
-        formula_only = self._groups.hyper or self.differentiable
-        if decision.skip_on_host is False and not formula_only and host_can_read(old):
+        gradients = dict(
+            zip(present, _cast(leaves, [weights[name].dtype for name in present]), strict=True)
+        )
+        hyper = inputs.opt_state.hyper
+        if self._formula is None or self._reads_on_host(inputs, decision):
             new_weights, new_slots = working_copies(inputs, in_place=in_place, any_order=True)
-            self._unfused.on_host(new_weights, given, new_slots, lrs)
-            return new_weights, new_slots
-        run = self._opaque if torch.compiler.is_dynamo_compiling() else self._unfused.on_copies
+            return new_weights, self._own_step(new_weights, gradients, new_slots, lrs, hyper)
+        run = self._opaque if torch.compiler.is_dynamo_compiling() else self._formula_step.make
         moving = self._groups.moving(lrs, inputs.opt_state.applied)
-        hyper = self._groups.numbers(inputs.opt_state) if self._groups.hyper else ()
-        new_weights, new_slots = run(self._key, weights, given, slots, moving, hyper)
-        if decision.skip_on_host is False:
-            return new_weights, new_slots
-        new = [*new_weights.values(), *values_of(new_slots)]
-        if not (self.differentiable or traced()):  # a parameter may require a gradient
-            old = [leaf.detach() if leaf.requires_grad else leaf for leaf in old]
-        chosen = iter(foreach.where(decision.skip, old, new, in_place=in_place))  # type: ignore[arg-type]
-        return dict(zip(weights, chosen, strict=False)), slots_like(slots, chosen)
+        numbers = self._groups.numbers(inputs.opt_state) if hyper else ()
+        new = run(self._key, weights, gradients, slots, moving, numbers)
+        if decision.skip is not False:
+            old = inputs.old
+            if not (self.differentiable or traced()):  # a parameter may require a gradient
+                old = [leaf.detach() if leaf.requires_grad else leaf for leaf in old]
+            new = foreach.where(decision.skip, old, new, in_place=in_place)  # type: ignore[arg-type]
+        values = iter(new)
+        return dict(zip(weights, values, strict=False)), slots_like(slots, values)
+
+    def _reads_on_host(self, inputs: StepInputs, decision: Decision) -> bool:
+        """Return True if this step is applied, and the host can read its counts and settings."""
+        if decision.skip is not False or self.differentiable:
+            return False
+        return host_can_read(inputs.old) and self._reads_settings(inputs)
+
+    def _reads_settings(self, inputs: StepInputs) -> bool:
+        """Return True if the host can read the settings in the state. Without momentum torch's
+        implementations leave its buffer alone, which the formula updates for a later step.
+        """
+        hyper = inputs.opt_state.hyper
+        return "momentum" not in self._groups.hyper and host_can_read(each_of(hyper))
 
     def to_state_dict(
         self,
@@ -504,34 +533,3 @@ def _whole_count(applied: Any) -> int:
     if isinstance(applied, Tensor) and applied.ndim == 0:
         applied = applied.item()
     return whole("applied", applied, least=0)
-
-
-_ELEMENTWISE = "asgd|adadelta|adagrad|adam|adamax|adamw|nadam|radam|rmsprop|rprop|sgd"
-
-
-def is_elementwise(cls: Any) -> bool:
-    """Return True if elements update independently, so that a shard or a slice can be stepped
-    alone. This is known for the elementwise classes of torch.optim and subclasses that keep their
-    `step`.
-    """
-    module = inspect.unwrap(cls.step).__module__
-    return re.fullmatch(rf"torch\.optim\.({_ELEMENTWISE})", module) is not None
-
-
-def _by_name(params: Tree) -> dict[str, Tensor]:
-    flat = _tree.flatten_once(params)
-    leaves = flat.leaves
-    names = _tree.names(params)
-    _tree.check_names(names)
-    named = dict(zip(names, leaves, strict=True))
-    for name, leaf in named.items():
-        if leaf is not None and not (
-            isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
-        ):
-            what = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
-            raise TypeError(
-                f"params: {name} is {what}; a parameter is a floating or complex tensor. Fix: put "
-                "it among the buffers."
-            )
-    _tree.check_parameters(flat)
-    return {name: leaf for name, leaf in named.items() if leaf is not None}

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._optim.opt_state import FIRST, Slots
+from .._optim.formulas import FIRST
+from .._optim.opt_state import Slots
 from .._optim.param_groups import FLAGS
 from .._tree import tree as _tree
 

@@ -327,73 +327,76 @@ def _bounded(tensors: list[Tensor], old: torch.dtype, new: torch.dtype) -> Seque
     return bounded
 
 
-# ---- old or new ----------------------------------------------------------------------------------
+# ---- tensors as one ------------------------------------------------------------------------------
 
-# The dtypes, by device, in which torch's fused SGD, used for selection, handles every element.
-_CHOSEN_AS_LISTS = {
-    "cuda": (torch.float32, torch.float64, torch.float16, torch.bfloat16),
-    "cpu": (torch.float32, torch.float64),
-}
+# The number of elements that are joined at a time: it bounds the memory for copies.
+_PIECE = 2**22
+
+
+def pieces(tensors: Sequence[Tensor], kinds: Sequence[Any]) -> list[list[int]]:
+    """Return the indices of tensors of one kind, in pieces of a bounded number of elements. A
+    larger tensor is a piece of its own.
+    """
+    done: list[list[int]] = []
+    last: dict[Any, tuple[list[int], int]] = {}
+    for index, (tensor, kind) in enumerate(zip(tensors, kinds, strict=True)):
+        piece, size = last.get(kind, ([], _PIECE))
+        if size + tensor.numel() > _PIECE:
+            piece, size = [], 0
+            done.append(piece)
+        piece.append(index)
+        last[kind] = piece, size + tensor.numel()
+    return done
+
+
+def join(tensors: Sequence[Tensor], likes: Sequence[Tensor]) -> Tensor:
+    """Return the elements of tensors of one kind in one flat tensor, in fresh memory, each in the
+    memory order of its like.
+    """
+    if are_contiguous(tensors) and are_contiguous(likes):
+        return torch.cat([tensor.reshape(-1) for tensor in tensors])
+    flat = tensors[0].new_empty(sum(map(Tensor.numel, tensors)))
+    listops.copy_(views(flat, likes), list(tensors))
+    return flat
+
+
+def split_like(flat: Tensor, tensors: Sequence[Tensor], likes: Sequence[Tensor]) -> list[Tensor]:
+    """Return the inverse of `join`, in tensors like these in fresh memory. Complex ones are
+    expected as their reals.
+    """
+    if tensors[0].is_complex():
+        flat = torch.view_as_complex(flat.view(-1, 2))
+    new = [torch.empty_like(tensor) for tensor in tensors]
+    listops.copy_(new, views(flat, likes))
+    return new
+
+
+# ---- old or new ----------------------------------------------------------------------------------
 
 
 def where(
     skip: Tensor, old: Sequence[Tensor], new: Sequence[Tensor], *, in_place: bool = False
 ) -> list[Tensor]:
     """Return `[torch.where(skip, o, n) for o, n in zip(old, new)]`, written into `old` if
-    `in_place`.
-
-    An accelerator needs few operators for any number of tensors. In half precision a NaN may get
-    another payload there.
+    `in_place`. An accelerator needs few operators for any number of tensors.
     """
+    if traced() or is_on_a_graph([*old, *new]) or not all(map(is_launch_bound, old)):
+        # All are selected before any is written, because a new value may alias an old one.
+        chosen = [torch.where(skip, a, b) for a, b in zip(old, new, strict=True)]
+        return [a.copy_(c) for a, c in zip(old, chosen, strict=True)] if in_place else chosen
     results = list(old)
-    listed: dict[Any, list[int]] = {}
-    single = []
-    lists = not (traced() or is_on_a_graph([*old, *new])) and private.fused_sgd_
-    for index, (a, b) in enumerate(zip(old, new, strict=True)):
-        kind = _list_kind(a, b) if lists and is_launch_bound(a) else None
-        single.append(index) if kind is None else listed.setdefault(kind, []).append(index)
-    # All are selected before any is written, because a new value may alias an old one.
-    for index in single:
-        results[index] = torch.where(skip, old[index], new[index])
-    if in_place:
-        for index in single:
-            results[index] = old[index].copy_(results[index])
-    for indices in listed.values():
-        pairs = [old[i] for i in indices], [new[i] for i in indices]
-        for index, chosen in zip(
-            indices, _where_list(skip, *pairs, in_place=in_place), strict=True
-        ):
-            results[index] = chosen
-    return results
-
-
-def _list_kind(old: Tensor, new: Tensor) -> Any:
-    """Return the kind of pairs that one list kernel can select from; None if `torch.where` must."""
-    dtypes = _CHOSEN_AS_LISTS.get(old.device.type, ())
-    if old.is_floating_point():
-        listed = old.dtype in dtypes and same_memory_order(old, new)
-    else:
-        listed = bool(dtypes) and old.ndim == 0
-    return (old.device, old.dtype) if listed else None
-
-
-def _where_list(
-    skip: Tensor, old: list[Tensor], new: list[Tensor], *, in_place: bool
-) -> list[Tensor]:
-    kept = old if in_place else clone(old)
     with torch.no_grad():
-        if kept[0].is_floating_point():
-            # In its first step torch's SGD sets the momentum buffer to the gradient, unless
-            # found_inf. That is the selection.
-            scratch = clone(new)
-            numbers = {"lr": 0.0, "momentum": 1.0, "dampening": 0.0, "weight_decay": 0.0}
-            flags = {"nesterov": False, "maximize": False, "is_first_step": True}
-            flag = skip.to(kept[0].device, torch.float32)
-            private.fused_sgd_(scratch, scratch, kept, found_inf=flag, **numbers, **flags)
-        else:
-            chosen = torch.where(skip.to(kept[0].device), torch.stack(kept), torch.stack(new))
-            listops.copy_(kept, chosen.unbind())
-    return kept
+        kinds = [(a.device, a.dtype, b.dtype) for a, b in zip(old, new, strict=True)]
+        for indices in pieces(old, kinds):
+            some, others = ([column[i] for i in indices] for column in (old, new))
+            flag = skip.to(some[0].device)
+            flat = torch.where(flag, join(some, some), join(others, some))
+            for index, result in zip(indices, views(flat, some), strict=True):
+                results[index] = result
+    if in_place:
+        copy_(old, results)
+        return list(old)
+    return clone(results)
 
 
 # ---- sums ----------------------------------------------------------------------------------------
@@ -460,41 +463,18 @@ def _weighted(
     return saturating(kept + added, total.dtype)
 
 
+# The dtypes of sums that `add_where_` adds to as its terms are.
+ADDED_AS_LISTS = (torch.float32, torch.float64)
+
+
 def add_where_(
     targets: Sequence[Tensor], new: Sequence[Tensor], factor: Tensor, good: Tensor
 ) -> None:
     """Add `new * factor` to each target in place if `good`; otherwise `new` may be NaN."""
-    factors = {dtype: factor.to(dtype) for dtype in {target.dtype for target in targets}}
-    bad = (~good).to(torch.float32)
+    kinds = [(a.device, a.dtype, b.dtype) for a, b in zip(targets, new, strict=True)]
     with torch.no_grad():
-        for indices in by_kind(targets):
-            some = [targets[i] for i in indices]
+        for indices in pieces(targets, kinds):
+            some, others = ([column[i] for i in indices] for column in (targets, new))
             dtype = some[0].dtype
-            if dtype not in ADDED_AS_LISTS or not all(map(is_gapless, some)):
-                for target, other in zip(some, (new[i] for i in indices), strict=True):
-                    target.add_(torch.where(good, other, 0).to(dtype) * factors[dtype])
-                continue
-            ordered = [
-                new[i]
-                if new[i].dtype is dtype and same_memory_order(new[i], target)
-                else torch.empty_like(target).copy_(new[i])
-                for i, target in zip(indices, some, strict=True)
-            ]
-            masked_add_(some, ordered, factors[dtype], bad)
-
-
-ADDED_AS_LISTS = (torch.float32, torch.float64)
-
-
-def masked_add_(
-    targets: list[Tensor], news: list[Tensor], factor: float | Tensor, bad: Tensor | None
-) -> None:
-    """Add `new * factor` to each target in one pass, unless `bad`, a float32 flag, is 1.
-
-    This is the only list kernel that can leave out NaN.
-    """
-    if private.fused_sgd_:
-        private.fused_sgd_(targets, news, [], lr=-factor, found_inf=bad, **private.PLAIN_SGD)
-        return
-    for target, new in zip(targets, news, strict=True):
-        target.add_((new if bad is None else torch.where(bad == 1, 0, new)) * factor)
+            terms = torch.where(good, join(others, some), 0).to(dtype) * factor.to(dtype)
+            listops.add_(some, views(terms, some))

@@ -7,14 +7,13 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from .._torch.private_names import NAMES, lacks, look_up
-from .._torch.private_names import PLAIN_SGD as PLAIN_SGD
+from .._torch.private_names import NAMES, look_up
 from .._torch.private_names import listops as listops
 from .._torch.private_names import outside_of_modes as outside_of_modes
 
@@ -149,78 +148,3 @@ def gradient_hooks(tensor: Tensor) -> tuple[Callable[[Tensor], Any], ...]:
 def has_accumulated_hooks(tensor: Tensor) -> bool:
     """Return True if a tensor has a hook from `register_post_accumulate_grad_hook`."""
     return bool(_here.accumulated_hooks(tensor))
-
-
-# ---- optimizers ----------------------------------------------------------------------------------
-
-# torch's formulas read step counts by the first, except on the devices in the second. Copies of the
-# formulas replace both.
-VALUE = "_get_value"
-DEVICES = "_get_capturable_supported_devices"
-_WARNED = "_warned_capturable_if_run_uncaptured"
-SILENT = {_WARNED: True}  # without it an optimizer that was never constructed warns
-MADE_BY = ("step", "_init_group")  # the methods that make its steps and its state
-
-_LOOKED_UP = {
-    "ASGD": (VALUE, DEVICES),
-    "Adadelta": (DEVICES,),
-    "Adafactor": (),
-    "Adagrad": (VALUE,),
-    "Adam": (VALUE, DEVICES),
-    "AdamW": (VALUE, DEVICES),
-    "Adamax": (VALUE, DEVICES),
-    "Muon": (),
-    "NAdam": (VALUE, DEVICES),
-    "RAdam": (VALUE, DEVICES),
-    "RMSprop": (DEVICES,),
-    "Rprop": (DEVICES,),
-    "SGD": (),
-}
-
-
-class Formula(NamedTuple):
-    """The functions that make a step of a class of torch.optim. Each calls the next by name."""
-
-    step: Any
-    functional: Any
-    single: Any
-    lists: Any  # like `single`, over lists of tensors; None if torch has none
-
-    @property
-    def names(self) -> tuple[str, str]:
-        """The names by which `step` calls `functional`, and `functional` calls `single`."""
-        return self.functional.__name__, self.single.__name__
-
-
-def formula_of(cls: Any) -> Formula | None:
-    """Return the formula of `cls`; None for a class that is not built like those of torch.optim."""
-    step: Any = inspect.unwrap(cls.step)
-    module = step.__globals__
-    name = module.get("__name__", "").rpartition(".")[2].lstrip("_")
-    functional, single = module.get(name), module.get(f"_single_tensor_{name}")
-    if functional is None or single is None or not hasattr(cls, "_init_group"):
-        return None
-    lists = module.get(f"_multi_tensor_{name}")
-    return Formula(step, *(f and inspect.unwrap(f) for f in (functional, single, lists)))
-
-
-def new_state(optimizer: Any) -> None:
-    """Create the state of the first group's parameters, which have gradients, like a step."""
-    lists = len(inspect.signature(optimizer._init_group).parameters) - 1
-    optimizer._init_group(optimizer.param_groups[0], *([] for _ in range(lists)))
-
-
-def check_formula(cls: Any) -> None:
-    """Refuse a class of torch.optim in which torch has renamed what its functions call: a copy that
-    replaces the old name would read values again.
-    """
-    formula = formula_of(cls)
-    looked_up = _LOOKED_UP.get(cls.__name__, ()) if cls.__module__.startswith("torch.") else ()
-    feature = f"from_torch({cls.__name__})"
-    if formula is not None:
-        functional, single = formula.names
-        calls = ((functional,), (single,), looked_up)
-        for function, called in zip(formula[:3], calls, strict=True):
-            for other in called:
-                if other not in function.__code__.co_names:
-                    raise lacks(f"{other} in {function.__module__}.{function.__name__}", feature)

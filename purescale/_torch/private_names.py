@@ -77,14 +77,6 @@ def _leaf_of_class(cls: Any, tensor: Tensor, requires_grad: bool = False) -> Any
     return leaf.requires_grad_() if requires_grad else leaf
 
 
-def _group_alike(columns: Sequence[Sequence[Tensor]]) -> dict[Any, Any]:
-    rows: dict[Any, list[int]] = {}
-    for index, tensor in enumerate(columns[0]):
-        rows.setdefault((tensor.device, tensor.dtype), []).append(index)
-    return {
-        kind: ([[column[index] for index in indices] for column in columns], indices)
-        for kind, indices in rows.items()
-    }
 
 
 # The same for dicts, lists and tuples. A container that was registered with torch is a leaf.
@@ -118,34 +110,15 @@ def _skip_frame(dynamo: Any) -> Callable[[Any], None]:
     return lambda code: set_strategy(code, strategy)
 
 
-PLAIN_SGD = {"weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0}
-PLAIN_SGD |= {"nesterov": False, "maximize": False, "is_first_step": False}
-
-
 def outside_of_modes(function: Callable[[], T]) -> T:
     """Return `function()` from a thread of its own: modes and transforms are of one thread."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(function).result()
 
 
-def _if_it_heeds_its_flag(kernel: Any) -> Any:
-    # A kernel that ignores the flag, or inverts it, would be wrong silently.
-    def heeds() -> bool:
-        for flag, new, expected in ((1.0, float("nan"), 1.0), (0.0, 2.0, 5.0)):
-            row = torch.tensor([[1.0], [new], [flag]], dtype=torch.float32, device="cpu")
-            target, added, bad = row.unbind()
-            kernel([target], [added], [], lr=-2.0, found_inf=bad, **PLAIN_SGD)
-            if target.tolist() != [expected]:
-                return False
-        return True
-
-    return outside_of_modes(heeds) and kernel
-
-
 # ---- the names -----------------------------------------------------------------------------------
 
 _TRANSFORMS = "a transform of torch.func"
-_FUSED = "a fused kernel"  # without one a class steps by its formula
 _COMPILED_MODULE = "a compiled call of a module that sets its own attributes"
 
 NAMES = {
@@ -160,7 +133,6 @@ NAMES = {
         lambda level: torch.autograd.forward_ad,  # the level changes
     ),
     "tracks_grad": Name("torch._C._functorch.is_gradtrackingtensor", _TRANSFORMS),
-    "is_batched": Name("torch._C._functorch.is_batchedtensor", _TRANSFORMS),
     "function_modes": Name(  # without it a region that runs again does so outside of all modes
         "torch.overrides._get_current_function_mode_stack",
         "a norm in a part of a model that is computed again in the backward",
@@ -218,13 +190,6 @@ NAMES = {
     "make_subclass": Name("torch.Tensor._make_subclass", "a leaf", _leaf_of_class),
     # lists, optimizers
     "clone_list": Name("torch._foreach_clone", "a copy", clone_by_two),
-    "fused_adagrad_": Name("torch._fused_adagrad_", _FUSED, False),
-    "fused_adam_": Name("torch._fused_adam_", _FUSED, False),
-    "fused_adamw_": Name("torch._fused_adamw_", _FUSED, False),
-    "fused_sgd_": Name("torch._fused_sgd_", _FUSED, False, _if_it_heeds_its_flag),
-    "group_alike": Name(
-        "torch.optim.Optimizer._group_tensors_by_device_and_dtype", "a list", _group_alike
-    ),
 }
 
 
@@ -240,7 +205,6 @@ def list_operator(name: str) -> Callable[..., Any]:
 
 
 _FOREACH = """
-    abs add add_ addcdiv_ addcmul_ clamp_max clamp_max_ clamp_min clamp_min_ copy_ div div_ lerp_
-    maximum_ minimum_ mul mul_ neg neg_ norm reciprocal_ sign sign_ sqrt sub_ zero_
+    add_ clamp_max_ clamp_min clamp_min_ copy_ div div_ mul mul_ norm zero_
 """
 listops: Any = SimpleNamespace(**{name: list_operator(name) for name in _FOREACH.split()})

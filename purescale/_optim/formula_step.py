@@ -1,0 +1,176 @@
+"""A step by formulas: leaf by leaf, or over leaves that are joined into one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._optim.opt_state import Slots, values_of
+from .._optim.param_groups import OptimizerSettings
+from .._torch import foreach
+from .._torch.dtypes import wide_dtype, widest_float
+from .._torch.tracing import traced
+
+Weights = dict[str, Tensor]
+
+
+class Row(NamedTuple):
+    """A parameter with what belongs to it."""
+
+    weight: Tensor
+    gradient: Tensor
+    slot: dict[str, Tensor]
+
+
+class FormulaStep:
+    """The step of a class of torch.optim by its formula, which reads no value."""
+
+    def __init__(self, groups: OptimizerSettings) -> None:
+        self._groups, self._layout = groups, groups.layout
+        self._formula: Any = groups.formula  # a class without one has a step of its own
+        # By sizes and device. A captured graph needs them at fixed addresses.
+        self._sizes: dict[Any, Tensor] = {}
+
+    def make(
+        self,
+        key: str,
+        weights: Weights,
+        gradients: Weights,
+        slots: Slots,
+        rates: dict[int, Any],
+        hyper: Any = (),
+    ) -> list[Tensor]:
+        """Return all new parameters, then all new slots, in order and in fresh memory. `key`
+        stands for the settings, because Dynamo guards the arguments only. `rates` are the rates
+        that move, `hyper` the other settings in the state.
+        """
+        lrs = [rates.get(index, rate) for index, rate in enumerate(self._groups.lrs)]
+        differentiable = traced() or self._groups.differentiable
+        results: dict[str, Any] = {}
+        with torch.set_grad_enabled(differentiable):
+            for names, group in self._groups.torch_groups(tuple(weights), range(len(lrs)), hyper):
+                index = group["lr"]
+                h = SimpleNamespace(**{**group, "lr": lrs[index]})
+                h.rate_moves = self._groups.moves[index]
+                present = [name for name in names if name in gradients]
+                if not self._formula.elementwise:  # these divide by a size
+                    present = [name for name in present if weights[name].numel()]
+                rows = [Row(weights[name], gradients[name], slots[name]) for name in present]
+                try:
+                    stepped = self._stepped(rows, h, one_by_one=differentiable)
+                except KeyError as error:
+                    raise self._layout.foreign(str(error)) from None
+                results.update(zip(present, stepped, strict=True))
+            for name in weights.keys() - results.keys():
+                slot = {key: value.clone() for key, value in slots[name].items()}
+                results[name] = weights[name].clone(), slot
+        new_slots = {name: results[name][1] for name in weights}
+        return [*(results[name][0] for name in weights), *values_of(new_slots)]
+
+    def _stepped(self, rows: list[Row], h: Any, *, one_by_one: bool) -> list[Any]:
+        """Return the new parameter and slots of each row."""
+        if one_by_one or not self._formula.elementwise:
+            return [self._alone(row, h) for row in rows]
+        stepped: list[Any] = [None] * len(rows)
+        kinds = [(row.weight.device, row.weight.dtype, tuple(row.slot)) for row in rows]
+        for indices in foreach.pieces([row.weight for row in rows], kinds):
+            piece = [rows[index] for index in indices]
+            new = self._joined(piece, h) if len(piece) > 1 else [self._alone(piece[0], h)]
+            for index, result in zip(indices, new, strict=True):
+                stepped[index] = result
+        return stepped
+
+    def _alone(self, row: Row, h: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        weight, gradient, slot = row
+        p = _wide(weight)
+        state = {
+            key: _number(value) if self._layout.is_count(key) else _wide(value)
+            for key, value in slot.items()
+        }
+        h.spread = lambda number: _of_dtype(number, p.dtype)
+        new_p, new = self._formula.step(p, _downhill(_wide(gradient), h), state, h)
+        return _narrow(new_p, weight), {
+            key: _narrow(new[key], old) if key in new else old.clone() for key, old in slot.items()
+        }
+
+    def _joined(self, rows: list[Row], h: Any) -> list[Any]:
+        """Step leaves of one kind as one leaf. Each count becomes a vector with a number for each
+        leaf, which `spread` repeats for the elements of that leaf.
+        """
+        weights, gradients = [row.weight for row in rows], [row.gradient for row in rows]
+        columns = {key: [row.slot[key] for row in rows] for key in rows[0].slot}
+        p = _joined(weights, weights)
+        state = {
+            key: _number(torch.stack(column))
+            if self._layout.is_count(key)
+            else _joined(column, weights)
+            for key, column in columns.items()
+        }
+        sizes = self._sizes_of(weights)
+
+        def spread(numbers: Any) -> Tensor:
+            numbers = _of_dtype(numbers, p.dtype)
+            return torch.repeat_interleave(numbers, sizes, output_size=p.numel())
+
+        h.spread = spread
+        g = _downhill(_joined(gradients, weights), h)
+        new_p, new = self._formula.step(p, g, state, h)
+        new_columns = {
+            key: foreach.split_like(
+                new.get(key, state[key]), column, column if self._layout.is_count(key) else weights
+            )
+            for key, column in columns.items()
+        }
+        new_slots = [
+            {key: column[index] for key, column in new_columns.items()}
+            for index in range(len(rows))
+        ]
+        return list(zip(foreach.split_like(new_p, weights, weights), new_slots, strict=True))
+
+    def _sizes_of(self, weights: Sequence[Tensor]) -> Tensor:
+        """Return the number of reals in each weight, on their device."""
+        parts = 2 if weights[0].is_complex() else 1
+        sizes = tuple([parts * weight.numel() for weight in weights])
+        device = weights[0].device
+        if (sizes, device) in self._sizes:
+            return self._sizes[sizes, device]
+        on_device = torch.tensor(sizes, device="cpu").to(device, non_blocking=True)
+        if type(on_device) is Tensor:  # a fake one has no values for the next step
+            self._sizes[sizes, device] = on_device
+        return on_device
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Return a half tensor in float32, a complex one as its reals, a single number as a vector:
+    it would take the dtype of a setting that is a tensor.
+    """
+    wide = tensor.to(wide_dtype(tensor.dtype)).reshape(tensor.shape or (1,))
+    return torch.view_as_real(wide) if wide.is_complex() else wide
+
+
+def _narrow(new: Tensor, old: Tensor) -> Tensor:
+    """Return a result in the dtype of the old value, the inverse of `_wide`."""
+    new = torch.view_as_complex(new) if old.is_complex() else new
+    return new.to(old.dtype).reshape(old.shape)
+
+
+def _number(count: Tensor) -> Tensor:
+    """Return a count in the widest dtype: a beta to the power of it needs more than float32."""
+    return _of_dtype(count, widest_float(count.device))
+
+
+def _of_dtype(number: Tensor, dtype: torch.dtype) -> Tensor:
+    return number if number.dtype is torch.bool else number.to(dtype)
+
+
+def _joined(tensors: list[Tensor], likes: list[Tensor]) -> Tensor:
+    return _wide(foreach.join(tensors, likes)).reshape(-1)
+
+
+def _downhill(gradient: Tensor, h: Any) -> Tensor:
+    """Return the gradient of what is minimised."""
+    return -gradient if getattr(h, "maximize", False) else gradient

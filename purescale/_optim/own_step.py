@@ -1,0 +1,177 @@
+"""The step that a class has of its own, in place, on a host that reads its counts."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from .._optim.formulas import FIRST, filled_like
+from .._optim.fused import can_launch
+from .._optim.in_state import each_number
+from .._optim.opt_state import Slots, as_tensors, with_numbers
+from .._optim.param_groups import FLAGS, OptimizerSettings
+from .._torch import foreach, private
+from .._torch.dtypes import wide_dtype
+
+Weights = dict[str, Tensor]
+
+
+class OwnStep:
+    """The `step` of a class of torch.optim, or of a user's class, with these settings."""
+
+    def __init__(self, groups: OptimizerSettings) -> None:
+        self._groups, self._layout, self._formula = groups, groups.layout, groups.formula
+        # torch's `step` is wrapped for its profiler, its hooks and its compiler.
+        self._step = groups.cls.step if self._formula is None else inspect.unwrap(groups.cls.step)
+        # torch's SGD over lists adds the momentum to the gradients themselves.
+        self._writes_gradients = bool(groups.settings.get("foreach")) and any(
+            extra.get("nesterov") for extra in groups.every
+        )
+
+    def __call__(
+        self, weights: Weights, gradients: Weights, slots: Slots, lrs: list[Any], hyper: Any = ()
+    ) -> Slots:
+        """Make the step in place, on tensors that nobody else sees, and return the slots. Half
+        tensors are computed in float32.
+        """
+        lrs = [rate.item() if isinstance(rate, Tensor) else rate for rate in lrs]
+        hyper = each_number(Tensor.item, hyper) if hyper else ()
+        if self._writes_gradients:
+            gradients = dict(zip(gradients, foreach.clone(list(gradients.values())), strict=True))
+        narrow = weights, slots
+        if any([weight.dtype.itemsize == 2 for weight in weights.values()]):
+            weights, gradients = _widened(weights), _widened(gradients)
+            slots = {name: self._widened_slot(slot) for name, slot in slots.items()}
+        first = {name: g for name, g in gradients.items() if bool(slots[name].get(FIRST, False))}
+        later = {name: g for name, g in gradients.items() if name not in first}
+        with torch.no_grad(), _factors_on_host():
+            new = self._run(weights, later, slots, lrs, hyper)
+            if first:  # torch's SGD ignores dampening in the step that makes a momentum buffer
+                self._run(weights, first, slots, lrs, hyper, dampening=0)
+                private.listops.zero_([slots[name][FIRST] for name in first])
+            if weights is narrow[0]:
+                return new
+            for target, wide in zip(narrow[0].values(), weights.values(), strict=True):
+                target.copy_(wide)
+            return {name: _copied_into(narrow[1][name], slot) for name, slot in new.items()}
+
+    def _widened_slot(self, slot: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            key: value if self._layout.is_count(key) else value.to(_wide(value))
+            for key, value in slot.items()
+        }
+
+    def _run(
+        self,
+        weights: Weights,
+        gradients: Weights,
+        slots: Slots,
+        lrs: list[Any],
+        hyper: Any,
+        **changed: Any,
+    ) -> Slots:
+        """Run the class's `step` on a copy of an optimizer that holds these tensors."""
+        optimizer: Any = object.__new__(self._groups.cls)
+        vars(optimizer).update(vars(self._groups.template))
+        optimizer.param_groups, optimizer.state = [], defaultdict(dict)
+        flags = {**self._flags(weights, gradients), **changed}
+        for names, group in self._groups.torch_groups(tuple(weights), range(len(lrs)), hyper):
+            moves, group["lr"] = self._groups.moves[group["lr"]], lrs[group["lr"]]
+            present = [name for name in names if name in gradients]
+            if self._formula is not None:
+                group.update((name, value) for name, value in flags.items() if name in group)
+                if not self._formula.elementwise:  # these divide by a size
+                    present = [name for name in present if weights[name].numel()]
+                self._prepare([slots[name] for name in present], group, moves=moves)
+            optimizer.param_groups.append({**group, "params": [weights[name] for name in present]})
+        try:
+            for name, gradient in gradients.items():
+                weights[name].grad = gradient
+                slot = slots[name]
+                if self._formula is None:
+                    slot = with_numbers(slot, weights[name])
+                optimizer.state[weights[name]] = slot
+            self._step(optimizer)
+        except KeyError as error:
+            raise self._layout.foreign(str(error)) from None
+        finally:
+            for name in gradients:
+                weights[name].grad = None
+        if self._formula is not None:
+            return slots
+        return {
+            name: as_tensors(optimizer.state[weight], name) if name in gradients else slots[name]
+            for name, weight in weights.items()
+        }
+
+    def _flags(self, weights: Weights, gradients: Weights) -> dict[str, bool]:
+        """Return the flags of torch's default implementation, or those that were named, where they
+        are right: a fused kernel is not in half precision on a CPU.
+        """
+        flags = {"capturable": False, "differentiable": False}
+        fused = self._groups.settings.get("fused")
+        if not self._groups.flag_named or (
+            fused and not can_launch(list(weights.values()), list(gradients.values()))
+        ):
+            flags = dict.fromkeys(FLAGS, False)
+        return flags
+
+    def _prepare(
+        self, slots: list[dict[str, Tensor]], group: dict[str, Any], *, moves: bool
+    ) -> None:
+        """Refuse missing slots, which torch would create, and fill those that start as the rate of
+        the first step.
+        """
+        formula: Any = self._formula
+        needs = "momentum_buffer" if group.get("momentum") else ""
+        has_slots = bool(needs) or not issubclass(self._groups.cls, torch.optim.SGD)
+        for slot in slots:
+            if has_slots and not slot:
+                raise self._layout.foreign("state")
+            if needs and needs not in slot:
+                raise self._layout.foreign(needs)
+            if formula.from_rate and moves and slot["step"] == 0:
+                slot[formula.from_rate].copy_(filled_like(slot[formula.from_rate], group["lr"]))
+
+
+class _FactorsOnHost(TorchFunctionMode):
+    """A mode in which torch's ASGD makes its factors in float32 on the CPU, whatever the default
+    dtype and device are.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.as_tensor and not isinstance(args[0], Tensor):
+            kwargs = {"dtype": torch.float32, "device": "cpu", **kwargs}
+        return func(*args, **kwargs)
+
+
+def _factors_on_host() -> Any:
+    """Return that mode where it is needed: it intercepts every call, which doubles the time for
+    small tensors.
+    """
+    usual = torch.get_default_dtype() is torch.float32
+    usual = usual and torch.get_default_device() == torch.device("cpu")
+    return contextlib.nullcontext() if usual else _FactorsOnHost()
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    number = tensor.is_floating_point() or tensor.is_complex()
+    return wide_dtype(tensor.dtype) if number else tensor.dtype
+
+
+def _widened(tensors: Weights) -> Weights:
+    dtypes = [_wide(tensor) for tensor in tensors.values()]
+    return dict(zip(tensors, foreach.cast(list(tensors.values()), dtypes), strict=True))
+
+
+def _copied_into(old: dict[str, Tensor], new: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: old[key].copy_(value) if key in old else value for key, value in new.items()}

@@ -1,0 +1,158 @@
+"""Classes with a `step` of their own, beside the same classes in torch's loop."""
+
+import contextlib
+import functools
+
+import pytest
+import torch
+from helpers import Untouched, same_bits
+from hypothesis import given
+from hypothesis import strategies as st
+
+import purescale as ps
+from purescale._torch import tracing
+
+
+class Lion(torch.optim.Optimizer):
+    """Written as users write them, with state made in the first step and a Python counter."""
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["m"], state["calls"], state["scale"] = torch.zeros_like(p), 0, 1.0
+                state["calls"] += 1
+                state["scale"] *= 0.9
+                if state["calls"] % 2 == 0:
+                    p.mul_(1 - group["lr"] * group["weight_decay"])
+                update = (beta1 * state["m"] + (1 - beta1) * p.grad).sign()
+                p.add_(update * state["scale"], alpha=-group["lr"])
+                state["m"].lerp_(p.grad, 1 - beta2)
+
+
+class Cautious(torch.optim.AdamW):
+    """A subclass that changes gradients before torch's step."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad = p.grad.clamp(-0.5, 0.5)
+        return super().step(closure)
+
+
+class Renamed(torch.optim.AdamW):
+    """A subclass that changes a default and nothing of the step."""
+
+    def __init__(self, params, lr=0.5, **settings):
+        super().__init__(params, lr, **settings)
+
+
+CLASSES = [(Lion, {"weight_decay": 0.1}), (Cautious, {"weight_decay": 0.1}), (Renamed, {})]
+each_class = pytest.mark.parametrize(("cls", "settings"), CLASSES)
+
+
+def tree(generator):
+    shapes = {"a": (5,), "b": (3, 11), "c": (300,)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def in_torchs_loop(cls, settings, seed, skips):
+    generator = torch.Generator().manual_seed(seed)
+    params = tree(generator)
+    optimizer = cls(params.values(), **settings)
+    for skip in skips:
+        for p, g in zip(params.values(), tree(generator).values(), strict=True):
+            p.grad = g
+        if not skip:
+            optimizer.step()
+    return params, optimizer
+
+
+def by_purescale(cls, settings, seed, skips, **how):
+    generator = torch.Generator().manual_seed(seed)
+    params = tree(generator)
+    optimizer = ps.from_torch(cls, **settings)
+    state = optimizer.init(params)
+    for skip in skips:
+        params, state = ps.maybe_step(
+            optimizer, params, tree(generator), state, torch.tensor(skip), **how
+        )
+    return params, state, optimizer
+
+
+@each_class
+@pytest.mark.parametrize("way", [contextlib.nullcontext, tracing.as_on_an_accelerator])
+@given(skips=st.lists(st.booleans(), max_size=6), seed=st.integers(0, 99), donate=st.booleans())
+def test_steps_and_skips_are_those_of_torchs_loop(way, cls, settings, skips, seed, donate):
+    """Also a skip before the first step, which makes the state."""
+    expected, theirs = in_torchs_loop(cls, settings, seed, skips)
+    with way():
+        params, state, _ = by_purescale(cls, settings, seed, skips, donate=donate)
+    if cls is Renamed:  # torch's default is its loop, ours its fused kernel
+        torch.testing.assert_close(params, {n: p.detach() for n, p in expected.items()})
+        return
+    assert same_bits(params, {n: p.detach() for n, p in expected.items()})
+    for name, p in expected.items():
+        for key, value in theirs.state[p].items():
+            number = value.sum().item() if isinstance(value, torch.Tensor) else value
+            assert number == state.slots[name][key].sum().item()
+
+
+@each_class
+def test_a_step_is_pure(cls, settings, way):
+    params, state, optimizer = by_purescale(cls, settings, 0, [False, False])
+    grads = tree(torch.Generator().manual_seed(7))
+    with Untouched((params, grads, state)):
+        new = optimizer.step(params, grads, state)
+    assert same_bits(new, optimizer.step(params, grads, state))
+
+
+def test_a_checkpoint_is_a_going_on(tmp_path):
+    params, state, optimizer = by_purescale(Lion, {}, 0, [False, True, False])
+    ps.save(tmp_path / "state.pt", state)
+    loaded = ps.load(tmp_path / "state.pt", like=state)
+    grads = tree(torch.Generator().manual_seed(7))
+    assert same_bits(optimizer.step(params, grads, loaded), optimizer.step(params, grads, state))
+
+
+@pytest.mark.parametrize("cls", [Lion, Cautious])
+def test_a_traced_step_is_refused_by_the_name_of_the_class(cls):
+    optimizer = ps.from_torch(cls)
+    params = tree(torch.Generator().manual_seed(0))
+    state = optimizer.init(params)
+    stacked = ps.stack_states([params, params])
+    mapped = torch.vmap(functools.partial(optimizer.step, opt_state=state))
+    with pytest.raises(ValueError, match=f"{cls.__name__} has a step of its own.*Fix: call"):
+        mapped(stacked, stacked)
+
+
+def test_a_subclass_that_keeps_the_step_keeps_the_formula():
+    optimizer = ps.from_torch(Renamed)
+    params = tree(torch.Generator().manual_seed(0))
+    stacked = ps.stack_states([params, params])
+    state = ps.stack_states([optimizer.init(params)] * 2)
+    mapped, _ = torch.vmap(optimizer.step)(stacked, stacked, state)
+    expected, _ = optimizer.step(params, params, optimizer.init(params))
+    torch.testing.assert_close(ps.member(mapped, 0), expected)
+
+
+def test_a_state_that_is_no_number_is_refused_by_its_name():
+    class Listing(Lion):
+        def step(self, closure=None):
+            super().step()
+            for slot in self.state.values():
+                slot["history"] = [1, 2]
+
+    optimizer = ps.from_torch(Listing)
+    params = tree(torch.Generator().manual_seed(0))
+    with pytest.raises(TypeError, match=r"history of a = \[1, 2\].*expected a tensor or a number"):
+        optimizer.step(params, params, optimizer.init(params))

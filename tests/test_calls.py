@@ -101,7 +101,7 @@ def calls(function):
 
 @pytest.mark.parametrize(
     ("number", "max_norm", "ratio"),
-    [(1, None, 1.6), (4, None, 1.9), (1, 1.0, 1.2), (4, 1.0, 1.5)],
+    [(1, None, 1.65), (4, None, 1.9), (1, 1.0, 1.25), (4, 1.0, 1.5)],
 )
 def test_a_warm_eager_step_runs_few_calls_beside_those_of_grad_scalers_loop(
     number, max_norm, ratio
@@ -111,7 +111,7 @@ def test_a_warm_eager_step_runs_few_calls_beside_those_of_grad_scalers_loop(
 
 
 def test_a_warm_loop_by_hand_runs_few_calls_beside_those_of_grad_scalers_loop():
-    assert calls(a_loop_by_hand()) <= 1.2 * calls(grad_scalers_step(1, max_norm=1.0))
+    assert calls(a_loop_by_hand()) <= 1.25 * calls(grad_scalers_step(1, max_norm=1.0))
 
 
 def test_a_step_without_a_guard_runs_nothing_of_one():

@@ -199,8 +199,6 @@ def both(name):
 TENSORS = [torch.arange(6.0).view(2, 3), torch.tensor(7.0), torch.empty(0), torch.ones(3).double()]
 
 
-
-
 def test_without_its_name_a_list_is_cloned_the_same():
     clone, public = both("clone_list")
     found = public(TENSORS)

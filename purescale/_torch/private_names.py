@@ -77,8 +77,6 @@ def _leaf_of_class(cls: Any, tensor: Tensor, requires_grad: bool = False) -> Any
     return leaf.requires_grad_() if requires_grad else leaf
 
 
-
-
 # The same for dicts, lists and tuples. A container that was registered with torch is a leaf.
 _OPTREE: dict[str, Any] = {"none_is_leaf": True, "namespace": "purescale"}
 _trees = SimpleNamespace(

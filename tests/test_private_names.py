@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 import purescale as ps
 from purescale._torch import private
@@ -206,17 +205,6 @@ def test_without_its_name_a_list_is_cloned_the_same():
     assert all(
         a.data_ptr() != b.data_ptr() for a, b in zip(found, TENSORS, strict=True) if a.numel()
     )
-
-
-@pytest.mark.parametrize("requires_grad", [True, False])
-def test_without_its_name_a_leaf_is_made_the_same(requires_grad):
-    tensor = torch.ones(2, requires_grad=True) * 2
-    for make in both("make_subclass"):
-        leaf = make(nn.Parameter, tensor, requires_grad)
-        assert type(leaf) is nn.Parameter
-        assert leaf.is_leaf
-        assert leaf.requires_grad is requires_grad
-        assert leaf.data_ptr() == tensor.data_ptr()
 
 
 def test_without_its_name_a_backward_gives_the_same():

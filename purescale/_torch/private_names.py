@@ -72,11 +72,6 @@ def _run_backward(
     return torch.autograd.grad(tensors, inputs, grad_tensors, retain, create, allow_unused=True)
 
 
-def _leaf_of_class(cls: Any, tensor: Tensor, requires_grad: bool = False) -> Any:
-    leaf = tensor.detach().as_subclass(cls)
-    return leaf.requires_grad_() if requires_grad else leaf
-
-
 # The same for dicts, lists and tuples. A container that was registered with torch is a leaf.
 _OPTREE: dict[str, Any] = {"none_is_leaf": True, "namespace": "purescale"}
 _trees = SimpleNamespace(
@@ -149,9 +144,6 @@ NAMES = {
         lambda code: None,
         _skip_frame,
     ),
-    "FakeTensorMode": Name(
-        "torch._subclasses.fake_tensor.FakeTensorMode", "a schedule, or a setting in the state,"
-    ),
     "FakeTensor": Name("torch._subclasses.fake_tensor.FakeTensor", "a fake tensor", Tensor),
     "metadata_guard": Name(  # without it nothing is remembered of a list
         "torch._C._dynamo.guards.TensorGuards",
@@ -184,8 +176,6 @@ NAMES = {
         lambda tensor: None,
         lambda hooks: hooks.__get__,
     ),
-    # Makes a leaf of the class from a tensor, off its graph; it can require a gradient.
-    "make_subclass": Name("torch.Tensor._make_subclass", "a leaf", _leaf_of_class),
     # lists, optimizers
     "clone_list": Name("torch._foreach_clone", "a copy", clone_by_two),
 }

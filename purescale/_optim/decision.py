@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from .._optim.step_inputs import StepInputs
 from .._torch import foreach
 
 
@@ -23,13 +24,24 @@ class Decision(NamedTuple):
     divisor: Tensor | None = None
     prefactor: Tensor | None = None  # multiplied before that division; None for 1
 
-    @property
-    def skip_on_host(self) -> bool | None:
-        """The skip as a bool; None if the host does not know it."""
-        return self.skip if isinstance(self.skip, bool) else None
-
 
 APPLY = Decision(skip=False)
+
+
+def unscaled(inputs: StepInputs, decision: Decision, *, wide: bool) -> StepInputs:
+    """Return the inputs with the gradients for the update, unscaled and clipped. float16 becomes
+    float32, and all half gradients if `wide`: in half precision they would lose bits.
+    """
+    grads = inputs.grads
+    if wide:
+        grads = grads.widened()
+    if decision.scale is not None:
+        grads = grads.divided(decision.scale)
+    if decision.factor is not None:
+        grads = grads.multiplied(decision.factor)
+    if decision.clip_value is not None:
+        grads = grads.clamped(decision.clip_value)
+    return inputs._replace(grads=grads)
 
 
 def unscale_and_clip(

@@ -110,8 +110,9 @@ def fused_update(
     params = launch.targets[0]
     grads, divisor = _ready(launch, decision)
     launch = launch._replace(grads=grads)
-    skip: Any = None if decision.skip is False else decision.skip
-    found_inf = None if skip is None else skip.to(params[0].device, torch.float32)
+    found_inf = None
+    if isinstance(decision.skip, Tensor):
+        found_inf = decision.skip.to(params[0].device, torch.float32)
     lr, arguments = settings["lr"], kernel.arguments(settings)
     if torch.compiler.is_compiling():
         targets = [target for column in launch.targets for target in column]

@@ -15,7 +15,6 @@ from .._optim.step_inputs import StepInputs
 from .._optim.wrapper import (
     Wrapper,
     checked_state,
-    chosen_like,
     is_half,
     with_params,
     with_stand_ins,
@@ -335,7 +334,6 @@ class MasterOptimizer(Wrapper):
     def narrow(
         self,
         inputs: StepInputs,
-        skip: Tensor | None,
         stepped: tuple[Leaves, Any],
         *,
         write: bool,
@@ -355,7 +353,7 @@ class MasterOptimizer(Wrapper):
             params[index], rest[index] = half, low
         for index in _indices(inputs.params, torch.float16):
             half = saturating(dtensor.shard(masters[index]), torch.float16)
-            params[index] = chosen_like(inputs.params[index], half, skip)
+            params[index] = dtensor.from_local_like(inputs.params[index], half)
             rest[index] = masters[index]
         return params, MasterState(inner, inputs.structure.unflatten(rest))
 

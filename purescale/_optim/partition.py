@@ -8,14 +8,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .._optim.decision import APPLY, Decision
 from .._optim.opt_state import described, numbers_of
-from .._optim.protocol import Conditional, Optimizer, as_conditional
+from .._optim.protocol import Optimizer, Updater, as_updater
 from .._optim.step_inputs import StepInputs, flatten_step
 from .._torch.autocast import outside_autocast
 from .._torch.dtensor import any_dtensor
 from .._torch.metadata_cache import cached, picked
-from .._torch.tracing import traced
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients
 from .._tree.scalars import not_made
@@ -85,7 +83,7 @@ class Part(NamedTuple):
     """One optimizer with the inputs of its part of a step."""
 
     key: str
-    optimizer: Conditional
+    optimizer: Updater
     inputs: StepInputs
 
 
@@ -100,13 +98,15 @@ class PartitionOptimizer:
     """Several optimizers, each for its part of the parameters; made by `partition`."""
 
     # Each part gets DTensors as they are, because it decides itself whether to take shards.
-    elementwise = None
+    elementwise: bool | None = None
 
     def __init__(self, optimizers: Mapping[str, Optimizer], label: Label) -> None:
         _check(optimizers, label)
         self.optimizers, self.label = dict(optimizers), label
-        self._parts = {key: as_conditional(each) for key, each in self.optimizers.items()}
+        self._parts = {key: as_updater(each) for key, each in self.optimizers.items()}
         self.calls_step = any(part.calls_step for part in self._parts.values())
+        self.wide_grads = any(part.wide_grads for part in self._parts.values())
+        self.may_add_slots = any(part.may_add_slots for part in self._parts.values())
         self._question = object()  # as a cache key it keeps nothing else alive
         # A part that is not differentiable would detach what is on a graph.
         self.differentiable = all(part.differentiable for part in self._parts.values())
@@ -131,42 +131,35 @@ class PartitionOptimizer:
         """Return parameters and state after one step of each part, in fresh memory."""
         inputs = flatten_step(self, params, grads, opt_state)
         self.check(inputs)
-        return self.conditional_step(inputs, APPLY)
+        return self.applied(inputs)
 
     def check(self, inputs: StepInputs) -> None:
         """Refuse a state that does not belong to these parts."""
         for part in self.split(inputs):
             part.optimizer.check(part.inputs)
 
-    def prepare(
-        self, inputs: StepInputs, decision: Decision, *, in_place: bool = False
-    ) -> Prepared:
-        """Return the members of each part, and what each prepares."""
-        members = self._members(inputs.names, inputs.params)
-        return Prepared(members, _results(self.split(inputs, members), decision, in_place))
+    def prepare(self, inputs: StepInputs, *, in_place: bool = False) -> dict[str, Any]:
+        """Return what each part prepares, by key."""
+        return {key: part.prepare(own, in_place=in_place) for key, part, own in self.split(inputs)}
 
-    def conditional_step(
-        self,
-        inputs: StepInputs,
-        decision: Decision,
-        *,
-        in_place: bool = False,
-        prepared: Prepared | None = None,
+    def applied(
+        self, inputs: StepInputs, *, in_place: bool = False, prepared: Any = None
     ) -> tuple[Tree, dict[str, Any]]:
-        """Make the decided step of each part, as in `Conditional`."""
-        members, results = prepared or (None, {})
-        parts = self.split(inputs, members)
-        if in_place and not (results or decision.skip_on_host or traced()):
-            # One part must not be overwritten if another one raises.
-            results = _results(parts, decision, in_place)
+        """Return parameters and state after a step of each part, as in `Updater`."""
+        results, ready = {}, prepared or self.prepare(inputs, in_place=in_place)
+        for key, part, own in self.split(inputs):
+            stepped = part.applied(own, in_place=in_place, prepared=ready[key])
+            results[key] = own.restore(*stepped)
+        return self.join(inputs, results)
+
+    def join(
+        self, inputs: StepInputs, results: Mapping[str, tuple[Tree, Tree]]
+    ) -> tuple[Tree, dict[str, Any]]:
+        """Return the parameters and states of all parts as one step."""
         params: dict[str, Any] = {}
-        opt_state = {}
-        for key, optimizer, own in parts:
-            stepped = optimizer.conditional_step(
-                own, decision, in_place=in_place, prepared=results.get(key)
-            )
-            stepped, opt_state[key] = own.restore(*stepped)
+        for stepped, _ in results.values():
             params.update(stepped)
+        opt_state = {key: state for key, (_, state) in results.items()}
         return inputs.params_tree(list(map(params.get, inputs.names))), opt_state
 
     def split(self, inputs: StepInputs, members: dict[str, Members] | None = None) -> list[Part]:
@@ -244,10 +237,6 @@ def _check(optimizers: Any, label: Any) -> None:
         )
 
 
-def _results(parts: list[Part], decision: Decision, in_place: bool) -> dict[str, Any]:
-    return {key: part.prepare(own, decision, in_place=in_place) for key, part, own in parts}
-
-
 def _by_name(members: Members, leaves: Leaves) -> dict[str, Any]:
     return dict(zip(members.names, map(leaves.__getitem__, members.indices), strict=True))
 
@@ -300,7 +289,7 @@ def _gradients(grads: Gradients, members: Members) -> Gradients:
 
 
 def _part_of_dtensors(
-    inputs: StepInputs, members: Members, optimizer: Conditional, opt_state: Tree
+    inputs: StepInputs, members: Members, optimizer: Updater, opt_state: Tree
 ) -> StepInputs:
     """Return the inputs of one part with DTensors, flattened for its own optimizer."""
     grads = None

@@ -1,4 +1,4 @@
-"""Protocols of an optimizer: `init` and `step`, conditional steps, (init, update) pairs."""
+"""Protocols of an optimizer: `init` and `step`, what a step asks of one, (init, update) pairs."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ import inspect
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
-from .._optim.decision import Decision, unscale_and_clip
 from .._optim.step_inputs import StepInputs
 from .._torch.autocast import outside_autocast
 from .._torch.tracing import traced
-from .._tree import select
 from .._tree import tree as _tree
 from .._tree.tree import Tree
 
@@ -40,9 +37,12 @@ class Optimizer(Protocol):
         """
 
 
-class Conditional(Protocol):
+class Updater(Protocol):
     """The methods that a step calls beyond `init` and `step`, with defaults for an optimizer that
-    lacks them. `as_conditional` makes one of any optimizer.
+    lacks them. `as_updater` makes one of any optimizer.
+
+    An updater makes applied steps from gradients that are unscaled and clipped. Whether a step is
+    skipped is decided by the engines of a step, for all updaters alike.
     """
 
     # True if `.backward()` may go through a step; otherwise tensors on a graph are refused.
@@ -52,43 +52,44 @@ class Conditional(Protocol):
     elementwise: bool | None = None
     # True if a step calls `step` of an object that is an `Optimizer` and no more.
     calls_step: bool = False
+    # True if half gradients are to be unscaled and clipped in float32.
+    wide_grads: bool = False
+    # True if the first step may add to the state. Old and new then cannot be chosen by a mask, so
+    # the flag of a skip is read.
+    may_add_slots: bool = False
 
     def check(self, inputs: StepInputs) -> None:
         """Refuse parameters and a state that do not belong together, before any work."""
 
-    def prepare(self, inputs: StepInputs, decision: Decision, *, in_place: bool = False) -> Any:
-        """Run the user's code for an applied step, such as schedules, and return its results for
-        `conditional_step`. Whatever may raise does so here, before anything is overwritten.
+    def prepare(self, inputs: StepInputs, *, in_place: bool = False) -> Any:
+        """Run the user's code for a step, such as schedules, and return its results for `applied`.
+        Whatever may raise does so here, before anything is overwritten.
         """
 
-    def conditional_step(
-        self,
-        inputs: StepInputs,
-        decision: Decision,
-        *,
-        in_place: bool = False,
-        prepared: Any = None,
+    def applied(
+        self, inputs: StepInputs, *, in_place: bool = False, prepared: Any = None
     ) -> tuple[Tree, Tree]:
-        """Return parameters and state after the decided step, in fresh memory. With `in_place`,
-        the caller guarantees that nobody else holds the tensors of `inputs`: they are overwritten.
+        """Return parameters and state after the step, in fresh memory. With `in_place`, the caller
+        guarantees that nobody else holds the tensors of `inputs`: they are overwritten.
         `prepared` is the result of `prepare`, which is called here if it is None.
         """
 
 
-def as_conditional(optimizer: Any) -> Conditional:
-    """Return the optimizer if it has a conditional step, else a `CalledOptimizer` of it."""
-    return optimizer if hasattr(optimizer, "conditional_step") else CalledOptimizer(optimizer)
+def as_updater(optimizer: Any) -> Updater:
+    """Return the optimizer if it is an updater, else a `CalledOptimizer` of it."""
+    return optimizer if hasattr(optimizer, "applied") else CalledOptimizer(optimizer)
 
 
 class CalledOptimizer:
-    """A `Conditional` for an optimizer with `step` alone: call it, then select old or new."""
+    """An `Updater` for an optimizer with `step` alone."""
 
     calls_step = True
+    wide_grads = may_add_slots = False
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self.differentiable = getattr(optimizer, "differentiable", Conditional.differentiable)
-        self.elementwise = getattr(optimizer, "elementwise", Conditional.elementwise)
+        self.differentiable = getattr(optimizer, "differentiable", Updater.differentiable)
+        self.elementwise = getattr(optimizer, "elementwise", Updater.elementwise)
 
     def __repr__(self) -> str:
         return repr(self.optimizer)
@@ -96,50 +97,19 @@ class CalledOptimizer:
     def check(self, inputs: StepInputs) -> None:
         """Do nothing: `step` makes its own checks."""
 
-    def prepare(
-        self, inputs: StepInputs, decision: Decision, *, in_place: bool = False
+    def prepare(self, inputs: StepInputs, *, in_place: bool = False) -> None:
+        """Do nothing."""
+
+    def applied(
+        self, inputs: StepInputs, *, in_place: bool = False, prepared: Any = None
     ) -> tuple[Tree, Tree]:
-        """Return what `step` returns, checked."""
-        grads = unscale_and_clip(inputs.grads.tensors, decision, in_place=inputs.grads.owned)
+        """Return what `step` returns, checked, in memory apart from the arguments."""
         old = inputs.params_tree(inputs.params), inputs.opt_state
-        trees = old[0], inputs.grads_tree(grads), old[1]
+        trees = old[0], inputs.grads_tree(inputs.grads.tensors), old[1]
         with torch.set_grad_enabled(torch.is_grad_enabled() and (traced() or self.differentiable)):
             stepped = self.optimizer.step(*trees)
             _tree.matching_leaves(old, stepped, "old", "new")
-            if decision.skip_on_host is False:
-                return _tree.copy_aliased(stepped, trees)
-            # What is read must not be a part of what is written.
-            return _tree.copy_aliased(stepped, old) if in_place else stepped
-
-    def conditional_step(
-        self,
-        inputs: StepInputs,
-        decision: Decision,
-        *,
-        in_place: bool = False,
-        prepared: Any = None,
-    ) -> tuple[Tree, Tree]:
-        """Make the decided step, as in `Conditional`."""
-        if decision.skip_on_host:
-            return unchanged(inputs, in_place=in_place)
-        stepped = prepared or self.prepare(inputs, decision, in_place=in_place)
-        if decision.skip_on_host is False:
-            return stepped
-        old = inputs.params_tree(inputs.params), inputs.opt_state
-        skip: Any = decision.skip
-        with torch.set_grad_enabled(torch.is_grad_enabled() and (traced() or self.differentiable)):
-            return select.where(skip, old, stepped, in_place=in_place)
-
-
-def unchanged(inputs: StepInputs, *, in_place: bool) -> tuple[Tree, Tree]:
-    """Return parameters and state of a skipped step: the given tensors, or copies."""
-    old = inputs.params_tree(inputs.params), inputs.opt_state
-    if not in_place:
-        return _tree.clone(old)
-    return _tree.map(
-        lambda leaf: leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf,
-        old,
-    )
+            return _tree.copy_aliased(stepped, trees)
 
 
 # ---- (init, update) pairs ------------------------------------------------------------------------

@@ -169,7 +169,6 @@ class StateDtypeOptimizer(Wrapper):
     def narrow(
         self,
         inputs: StepInputs,
-        skip: Tensor | None,
         stepped: tuple[Leaves, Any],
         *,
         write: bool,
@@ -183,8 +182,6 @@ class StateDtypeOptimizer(Wrapper):
             if isinstance(kept, Tensor) and _is_narrow(kept, new.dtype)
         ]
         new = _cast([wide[i] for i in index], [old[i].dtype for i in index])
-        if skip is not None:
-            new = foreach.where(skip, [old[i] for i in index], new)
         results = list(wide)
         for i, result in zip(index, new, strict=True):
             results[i] = result

@@ -13,7 +13,6 @@ from .._optim.step_inputs import Place, StepInputs
 from .._optim.wrapper import (
     Wrapper,
     checked_state,
-    chosen_like,
     is_half,
     widened,
     with_params,
@@ -274,7 +273,6 @@ class RoundingOptimizer(Wrapper):
     def narrow(
         self,
         inputs: StepInputs,
-        skip: Tensor | None,
         stepped: tuple[Leaves, Any],
         *,
         write: bool,
@@ -290,6 +288,5 @@ class RoundingOptimizer(Wrapper):
                 params.append(new)
                 continue
             local = _rounded(dtensor.shard(new), old.dtype, dice, places[name])
-            params.append(chosen_like(old, local, skip))
-        applied = state.applied + (1 if skip is None else ~skip)
-        return params, RoundingState(inner, applied)
+            params.append(dtensor.from_local_like(old, local))
+        return params, RoundingState(inner, state.applied + 1)

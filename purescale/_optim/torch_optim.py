@@ -9,7 +9,7 @@ from typing import Any, ParamSpec
 import torch
 from torch import Tensor
 
-from .._optim.decision import APPLY, Decision, unscale_and_clip
+from .._optim.decision import APPLY, Decision
 from .._optim.formula_step import FormulaStep
 from .._optim.fused import Launch, can_launch, fused_update, kernel_of
 from .._optim.in_state import each_number, names_in_state
@@ -22,7 +22,6 @@ from .._optim.opt_state import (
 )
 from .._optim.own_step import OwnStep
 from .._optim.param_groups import PARAMETERS_GIVEN, OptimizerSettings, Overrides, Schedule
-from .._optim.protocol import unchanged
 from .._optim.step_inputs import StepInputs, flatten_step, named_params, working_copies
 from .._optim.torch_state_dict import (
     checked_state_dict,
@@ -136,6 +135,7 @@ class TorchOptimizer:
     """
 
     calls_step = False
+    wide_grads = False
 
     def __init__(
         self,
@@ -150,8 +150,9 @@ class TorchOptimizer:
         self._layout = self._groups.layout
         self._formula = self._groups.formula
         self._kernel = kernel_of(self._formula)
+        self.may_add_slots = self._formula is None
         self.differentiable = self._groups.differentiable
-        self.elementwise = self._formula is not None and self._formula.elementwise
+        self.elementwise: bool | None = self._formula is not None and self._formula.elementwise
         # Dynamo does not trace a torch optimizer, but the compiler behind it traces this Python.
         # Dynamo sets no guards in it, so `_key`, which has all that the formula reads besides its
         # arguments, guards the compiled step.
@@ -183,7 +184,7 @@ class TorchOptimizer:
         """
         inputs = flatten_step(self, params, grads, opt_state)
         self.check(inputs)
-        return inputs.restore(*self.conditional_step(inputs, APPLY))
+        return inputs.restore(*self.applied(inputs))
 
     def check(self, inputs: StepInputs) -> None:
         """Refuse a state that does not belong to these parameters."""
@@ -212,9 +213,7 @@ class TorchOptimizer:
         self._groups.check(opt_state)
         self._groups.check_names(tuple(weights))
 
-    def prepare(
-        self, inputs: StepInputs, decision: Decision, *, in_place: bool = False
-    ) -> list[Any]:
+    def prepare(self, inputs: StepInputs, *, in_place: bool = False) -> list[Any]:
         """Return the rates of a step."""
         opt_state = inputs.opt_state
         if self._groups.hyper:
@@ -225,7 +224,16 @@ class TorchOptimizer:
             return [r.clone() if isinstance(r, Tensor) and r is not known else r for r in rates]
         return rates
 
-    def conditional_step(
+    def applied(
+        self, inputs: StepInputs, *, in_place: bool = False, prepared: Any = None
+    ) -> tuple[Tree, OptState]:
+        """Return parameters and state after the step, as in `Updater`."""
+        if self.fuses(inputs):
+            return self.masked(inputs, APPLY, in_place=in_place, prepared=prepared)
+        lrs = prepared or self.prepare(inputs, in_place=in_place)
+        return self._stepped(inputs, *self._applied_step(inputs, lrs, in_place=in_place), 1)
+
+    def masked(
         self,
         inputs: StepInputs,
         decision: Decision,
@@ -233,35 +241,36 @@ class TorchOptimizer:
         in_place: bool = False,
         prepared: Any = None,
     ) -> tuple[Tree, OptState]:
-        """Return parameters and state after the decided step, as in `Conditional`."""
-        opt_state = inputs.opt_state
-        if self._formula is None and decision.skip_on_host is None:
-            decision = decision._replace(skip=bool(decision.skip))  # it may make slots
-        if decision.skip is True:
-            return unchanged(inputs, in_place=in_place)
-        lrs = prepared or self.prepare(inputs, decision, in_place=in_place)
-        if self._can_fuse(inputs):
-            new_weights, new_slots = self._fused_step(inputs, decision, lrs, in_place=in_place)
-        else:
-            new_weights, new_slots = self._applied_step(inputs, decision, lrs, in_place=in_place)
+        """Return parameters and state after the decided step by a fused kernel, which unscales and
+        skips itself. Equal to the choice of the old ones or of `applied`, for `inputs` of which
+        `fuses` is True.
+        """
+        lrs = prepared or self.prepare(inputs, in_place=in_place)
+        new = self._fused_step(inputs, decision, lrs, in_place=in_place)
         # A captured CUDA graph needs its numbers at fixed addresses; the host captures nothing.
-        captured = decision.skip_on_host is None and not self.differentiable
-        numbers = self._numbers_after(opt_state, decision, in_place=in_place and captured)
-        params = inputs.params_tree(list(map(new_weights.get, inputs.names)))
-        return params, OptState(numbers[0], new_slots, *numbers[1:])
+        captured = in_place and decision.skip is not False
+        count = 1 if decision.skip is False else ~decision.skip
+        return self._stepped(inputs, *new, count, in_place=captured)
 
-    def _numbers_after(
-        self, opt_state: OptState, decision: Decision, *, in_place: bool
-    ) -> tuple[Tensor, Any, Any]:
-        """Return the count of applied steps and the settings in the state after the step."""
-        applied, _, lr, hyper = opt_state
-        count: Any = 1 if decision.skip is False else ~decision.skip
+    def _stepped(
+        self,
+        inputs: StepInputs,
+        weights: dict[str, Tensor],
+        slots: Slots,
+        count: Any,
+        *,
+        in_place: bool = False,
+    ) -> tuple[Tree, OptState]:
+        """Return the results of a step as trees, with `count` more applied steps."""
+        applied, _, lr, hyper = inputs.opt_state
         keep = Tensor.detach if in_place else self._copy
-        return (
+        state = OptState(
             applied.add_(count) if in_place else applied + count,
+            slots,
             keep(lr) if isinstance(lr, Tensor) else lr,
             hyper and each_number(keep, hyper),
         )
+        return inputs.params_tree(list(map(weights.get, inputs.names))), state
 
     def _copy(self, tensor: Tensor) -> Tensor:
         """Copy into fresh memory, on the graph only if the step is to be differentiated."""
@@ -282,7 +291,7 @@ class TorchOptimizer:
 
     # ---- the fused kernel
 
-    def _can_fuse(self, inputs: StepInputs) -> bool:
+    def fuses(self, inputs: StepInputs) -> bool:
         """Return True if torch's fused kernel can make this step."""
         if self._kernel is None or self._layout.first_step_differs or under_transform():
             return False
@@ -367,41 +376,29 @@ class TorchOptimizer:
     # ---- the class's own step, or its formula
 
     def _applied_step(
-        self,
-        inputs: StepInputs,
-        decision: Decision,
-        lrs: list[Any],
-        *,
-        in_place: bool,
+        self, inputs: StepInputs, lrs: list[Any], *, in_place: bool
     ) -> tuple[dict[str, Tensor], Slots]:
-        grads = unscale_and_clip(inputs.grads.tensors, decision, in_place=inputs.grads.owned)
         weights, slots = inputs.named_params, inputs.opt_state.slots
         present = inputs.grad_names
-        leaves = [leaf for leaf in inputs.local_grads(grads) if leaf is not None]
+        leaves = [leaf for leaf in inputs.local_grads(inputs.grads.tensors) if leaf is not None]
         gradients = dict(
             zip(present, _cast(leaves, [weights[name].dtype for name in present]), strict=True)
         )
         hyper = inputs.opt_state.hyper
-        if self._formula is None or self._reads_on_host(inputs, decision):
+        if self._formula is None or self._reads_on_host(inputs):
             new_weights, new_slots = working_copies(inputs, in_place=in_place, any_order=True)
             return new_weights, self._own_step(new_weights, gradients, new_slots, lrs, hyper)
         run = self._opaque if torch.compiler.is_dynamo_compiling() else self._formula_step.make
         moving = self._groups.moving(lrs, inputs.opt_state.applied)
         numbers = self._groups.numbers(inputs.opt_state) if hyper else ()
         new = run(self._key, weights, gradients, slots, moving, numbers)
-        if decision.skip is not False:
-            old = inputs.old
-            if not (self.differentiable or traced()):  # a parameter may require a gradient
-                old = [leaf.detach() if leaf.requires_grad else leaf for leaf in old]
-            new = foreach.where(decision.skip, old, new, in_place=in_place)  # type: ignore[arg-type]
         values = iter(new)
         return dict(zip(weights, values, strict=False)), slots_like(slots, values)
 
-    def _reads_on_host(self, inputs: StepInputs, decision: Decision) -> bool:
-        """Return True if this step is applied, and the host can read its counts and settings."""
-        if decision.skip is not False or self.differentiable:
-            return False
-        return host_can_read(inputs.old) and self._reads_settings(inputs)
+    def _reads_on_host(self, inputs: StepInputs) -> bool:
+        """Return True if the host can read its counts and settings."""
+        can_read = not self.differentiable and host_can_read(inputs.old)
+        return can_read and self._reads_settings(inputs)
 
     def _reads_settings(self, inputs: StepInputs) -> bool:
         """Return True if the host can read the settings in the state. Without momentum torch's

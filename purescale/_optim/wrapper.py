@@ -8,17 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._optim.decision import APPLY, Decision
 from .._optim.opt_state import OptState, is_wrapped, without_wrappers
 from .._optim.partition import PartitionOptimizer
-from .._optim.protocol import Optimizer, as_conditional, unchanged
+from .._optim.protocol import Optimizer, as_updater
 from .._optim.step_inputs import StepInputs, flatten_step, present
 from .._torch import dtensor, foreach
 from .._torch.autocast import outside_autocast
 from .._torch.dtensor import any_dtensor
 from .._torch.dtypes import HALF
 from .._torch.tracing import is_differentiated, traced
-from .._tree import select
 from .._tree import tree as _tree
 from .._tree.gradients import as_gradients
 from .._tree.scalars import not_made
@@ -61,9 +59,11 @@ class Wrapper:
                 "`with_master_weights` (exact) or `with_stochastic_rounding` (no memory)."
             )
         self.optimizer = optimizer
-        self.conditional = as_conditional(optimizer)
-        self.elementwise = self.conditional.elementwise
-        self.calls_step = self.conditional.calls_step
+        self.updater = as_updater(optimizer)
+        self.elementwise = self.updater.elementwise
+        self.calls_step = self.updater.calls_step
+        self.may_add_slots = self.updater.may_add_slots
+        self.wide_grads = self.widens_params or self.updater.wide_grads
         self.summary = (optimizer, *settings)
 
     def __repr__(self) -> str:
@@ -97,7 +97,6 @@ class Wrapper:
     def narrow(
         self,
         inputs: StepInputs,
-        skip: Tensor | None,
         stepped: tuple[Leaves, Any],
         *,
         write: bool,
@@ -115,53 +114,46 @@ class Wrapper:
         """Return parameters and state after one step, in fresh memory."""
         inputs = flatten_step(self, params, grads, opt_state)
         self.check(inputs)
-        return inputs.restore(*self.conditional_step(inputs, APPLY))
+        if self.wide_grads:
+            inputs = inputs._replace(grads=inputs.grads.widened())
+        return inputs.restore(*self.applied(inputs))
 
     def check(self, inputs: StepInputs) -> None:
         """Refuse a state that does not belong to these parameters."""
-        self.conditional.check(self.stand_ins(inputs))
+        self.updater.check(self.stand_ins(inputs))
 
-    def prepare(self, inputs: StepInputs, decision: Decision, *, in_place: bool = False) -> Any:
-        """Return what the inner optimizer prepares; the result of the step if it needs values."""
-        if self.calls_step:
-            return self.conditional_step(inputs, decision)
+    def prepare(self, inputs: StepInputs, *, in_place: bool = False) -> Any:
+        """Return what the inner optimizer prepares."""
+        if self.calls_step or traced():
+            return None
         state = inputs.opt_state
         if isinstance(without_wrappers(state), OptState):  # its rates are asked without parameters
             own = inputs._replace(opt_state=state.inner if is_wrapped(state) else state)
         else:
             own = self.stand_ins(inputs)
         with torch.no_grad():
-            return self.conditional.prepare(own, decision, in_place=in_place)
+            return self.updater.prepare(own, in_place=in_place)
 
-    def conditional_step(
-        self,
-        inputs: StepInputs,
-        decision: Decision,
-        *,
-        in_place: bool = False,
-        prepared: Any = None,
+    def applied(
+        self, inputs: StepInputs, *, in_place: bool = False, prepared: Any = None
     ) -> tuple[Tree, Tree]:
-        """Make the decided step, as in `Conditional`."""
-        if decision.skip_on_host:
-            return unchanged(inputs, in_place=in_place)
-        if self.calls_step and prepared is not None:
-            return prepared
-        old = inputs.params_tree(inputs.params), inputs.opt_state
-        leaves = _tree.flatten(old)[0]
+        """Return parameters and state after the step, as in `Updater`."""
+        leaves = _tree.flatten((inputs.params, inputs.opt_state))[0]
+        in_place = in_place and not any_dtensor(leaves)  # lists of shards are no lists of tensors
+        if in_place:
+            inputs = off_graph(inputs, copy=False)
+        old = inputs.params, inputs.opt_state
         if traced():
             self._reject_derivatives([*leaves, *inputs.grads.tensors])
-        sharded = any_dtensor(leaves)
-        if traced() or sharded:
-            params, state = self._stepped(inputs, decision, prepared, write=False)
-            new = inputs.params_tree(params), state
-            return select.write_over(old, new) if in_place and not sharded else new
-        inputs = _off_graph(inputs, copy=not in_place)
-        with torch.no_grad():
-            if prepared is None and self._can_be_cut(inputs):  # once for all pieces
-                prepared = self.prepare(inputs, decision, in_place=True)
-            for piece in self._pieces(inputs):
-                self._stepped(piece, decision, prepared, write=True)
-        return inputs.params_tree(inputs.params), inputs.opt_state
+        with torch.set_grad_enabled(torch.is_grad_enabled() and traced()):
+            wide = self.widen(inputs)
+            stepped, state = self.updater.applied(wide, in_place=in_place, prepared=prepared)
+            stepped = _tree.flatten(stepped)[0], state
+            params, state = self.narrow(inputs, stepped, write=in_place)
+            if in_place:
+                _put(_tree.flatten(old)[0], _tree.flatten((params, state))[0])
+                params, state = old
+        return inputs.params_tree(params), state
 
     def _reject_derivatives(self, leaves: Sequence[Any]) -> None:
         """Refuse a derivative through rounding, which would come out as zeros."""
@@ -175,40 +167,22 @@ class Wrapper:
                 "over float32 parameters."
             )
 
-    def _stepped(
-        self, inputs: StepInputs, decision: Decision, prepared: Any, *, write: bool
-    ) -> tuple[Leaves, Any]:
-        wide, grads = self.widen(inputs), inputs.grads
-        if self.widens_params:
-            # Unscaling and clipping in half precision would lose bits that masters keep.
-            tensors = [t.float() if t.dtype.itemsize < 4 else t for t in grads.tensors]
-            pairs = zip(tensors, grads.tensors, strict=True)
-            made_here = all([new is not old for new, old in pairs]) and not traced()
-            grads = grads._replace(tensors=tensors, owned=grads.owned or made_here)
-        wide = wide._replace(grads=grads)
-        stepped, state = self.conditional.conditional_step(
-            wide, decision, in_place=write, prepared=prepared
-        )
-        skip: Any = decision.skip if decision.skip_on_host is None else None
-        old = inputs.params, inputs.opt_state
-        new = self.narrow(inputs, skip, (_tree.flatten(stepped)[0], state), write=write)
-        if not write:
-            return new
-        _put(_tree.flatten(old)[0], _tree.flatten(new)[0])
-        return old
-
     # ---- pieces
 
-    def _can_be_cut(self, inputs: StepInputs) -> bool:
+    def can_be_cut(self, inputs: StepInputs) -> bool:
         """Return True if a step in pieces is that of the whole, and no piece can raise."""
-        return not self.calls_step and isinstance(without_wrappers(inputs.opt_state), OptState)
+        return (
+            not (self.calls_step or traced())
+            and isinstance(without_wrappers(inputs.opt_state), OptState)
+            and not any_dtensor(_tree.flatten((inputs.params, inputs.opt_state))[0])
+        )
 
-    def _pieces(self, inputs: StepInputs) -> Iterator[StepInputs]:
-        """Yield the step in pieces of at most `PIECE` elements, which share the memory of
-        `inputs`.
+    def pieces(self, inputs: StepInputs) -> Iterator[StepInputs]:
+        """Yield a step that can be cut in pieces of at most `PIECE` elements, which share the
+        memory of `inputs`.
         """
         total = sum([leaf.numel() for leaf in inputs.named_params.values()])
-        if total <= PIECE or not self._can_be_cut(inputs):
+        if total <= PIECE:
             yield inputs
             return
         # A part of a tensor in another memory order would be a copy, and writes into it lost.
@@ -314,7 +288,7 @@ def _state_of(state: Tree, inputs: StepInputs, cut: Mapping[str, Span], *, last:
     return by_name(dict(zip(inputs.names, leaves, strict=True)))
 
 
-def _off_graph(inputs: StepInputs, *, copy: bool) -> StepInputs:
+def off_graph(inputs: StepInputs, *, copy: bool) -> StepInputs:
     """Return the inputs with parameters and state that may be overwritten."""
     old = inputs.params, inputs.opt_state
     leaves, structure = _tree.flatten(old)
@@ -360,15 +334,6 @@ def with_params(inputs: StepInputs, params: Leaves, opt_state: Tree) -> StepInpu
     """Return the inputs with these parameters, in their order, and this state."""
     named = present(inputs.names, params)
     return inputs._replace(params=params, named_params=named, opt_state=opt_state, known=())
-
-
-def chosen_like(old: Any, new: Tensor, skip: Tensor | None) -> Any:
-    """Return the local part of a new parameter in the form of the old one, or the old value if the
-    step is skipped.
-    """
-    if skip is not None:
-        new = foreach.where(skip, [dtensor.shard(old)], [new])[0]
-    return dtensor.from_local_like(old, new)
 
 
 def is_half(leaf: Any) -> bool:

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._optim.decision import APPLY
 from .._optim.partition import PartitionOptimizer
-from .._optim.protocol import CalledOptimizer, Optimizer, as_conditional
+from .._optim.protocol import CalledOptimizer, Optimizer, as_updater
 from .._optim.step_inputs import StepInputs, flatten_step
 from .._optim.torch_optim import TorchOptimizer
 from .._optim.wrapper import Wrapper, with_params
@@ -62,7 +61,7 @@ def wanted_update(optimizer: Optimizer, params: TreeT, grads: Tree, opt_state: T
 
     Source of the rule: the exact update of Collage (arXiv 2405.03637).
     """
-    updater = as_conditional(optimizer)
+    updater = as_updater(optimizer)
     inputs = flatten_step(updater, params, grads, opt_state)
     updater.check(inputs)
     with torch.no_grad():
@@ -72,7 +71,7 @@ def wanted_update(optimizer: Optimizer, params: TreeT, grads: Tree, opt_state: T
 def _wanted(optimizer: Any, inputs: StepInputs) -> Leaves:
     """Return the update of each parameter in order, as a DTensor for one."""
     if isinstance(optimizer, Wrapper):
-        return _wanted(optimizer.conditional, optimizer.widen(inputs))
+        return _wanted(optimizer.updater, optimizer.widen(inputs))
     if isinstance(optimizer, PartitionOptimizer):
         by_name: dict[str, Any] = {}
         for _, part, own in optimizer.split(inputs):
@@ -91,7 +90,7 @@ def _wanted(optimizer: Any, inputs: StepInputs) -> Leaves:
 
 def _stepped(optimizer: Any, inputs: StepInputs) -> Tree:
     if not isinstance(optimizer, CalledOptimizer):
-        return optimizer.conditional_step(inputs, APPLY)[0]
+        return optimizer.applied(inputs)[0]
     # The optimizer itself is called, as it may keep its state in a dtype of its own.
     trees = inputs.params_tree(inputs.params), inputs.grads_tree(inputs.grads.tensors)
     return optimizer.optimizer.step(*trees, inputs.opt_state)[0]

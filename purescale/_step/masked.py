@@ -15,13 +15,18 @@ from torch import Tensor
 
 from .._grads.clip import Clip, clip_factor, factor_dtype
 from .._grads.measure import FINITE, GradStats, Want, stats_by_masks
-from .._optim.decision import Decision
-from .._optim.protocol import Conditional
+from .._optim.decision import Decision, unscaled
+from .._optim.partition import PartitionOptimizer
+from .._optim.protocol import Updater
 from .._optim.step_inputs import StepInputs
+from .._optim.torch_optim import TorchOptimizer
+from .._optim.wrapper import Wrapper, off_graph
 from .._step.memory import Memory
 from .._step.spike_guard import Verdict
 from .._torch.foreach import weighted_sum
+from .._torch.tracing import traced
 from .._tree import select
+from .._tree import tree as _tree
 from .._tree.gradients import Gradients
 from .._tree.tree import Leaves, Tree
 
@@ -139,15 +144,96 @@ class Masked:
         """
         return select.masked(skip, old, new, in_place=overwrite)
 
-    @staticmethod
+    @classmethod
     def update(
-        optimizer: Conditional, inputs: StepInputs, decision: Decision, memory: Memory
+        cls, optimizer: Updater, inputs: StepInputs, decision: Decision, memory: Memory
     ) -> tuple[Tree, Tree]:
         """Return parameters and state after the decided step, in the trees of the arguments."""
         if torch.compiler.is_compiling():  # which fuses; writing into gradients would only add work
             inputs = inputs._replace(grads=inputs.grads._replace(owned=False))
-        stepped = optimizer.conditional_step(inputs, decision, in_place=memory.optimizer)
+        return cls._updated(optimizer, inputs, decision, memory)
+
+    @classmethod
+    def _updated(
+        cls, optimizer: Updater, inputs: StepInputs, decision: Decision, memory: Memory
+    ) -> tuple[Tree, Tree]:
+        prepared = _prepared(optimizer, inputs, decision, in_place=memory.optimizer)
+        stepped = cls._stepped(optimizer, inputs, decision, prepared, in_place=memory.optimizer)
         return inputs.restore(*stepped)
+
+    @classmethod
+    def _stepped(
+        cls,
+        optimizer: Updater,
+        inputs: StepInputs,
+        decision: Decision,
+        prepared: Any,
+        *,
+        in_place: bool,
+    ) -> tuple[Tree, Tree]:
+        """Make the step: of a partition part by part, of a model under a wrapper piece by piece,
+        which bounds the memory for wide copies.
+        """
+        if isinstance(optimizer, PartitionOptimizer):
+            results = {}
+            for part, ready in prepared:
+                step = part.optimizer, part.inputs, decision, ready
+                results[part.key] = part.inputs.restore(*cls._stepped(*step, in_place=in_place))
+            return optimizer.join(inputs, results)
+        if isinstance(optimizer, TorchOptimizer) and optimizer.fuses(inputs):
+            return optimizer.masked(inputs, decision, in_place=in_place, prepared=prepared)
+        if isinstance(optimizer, Wrapper) and optimizer.can_be_cut(inputs):
+            with torch.no_grad():
+                inputs = off_graph(inputs, copy=not in_place)
+                for piece in optimizer.pieces(inputs):
+                    cls._made(optimizer, piece, decision, prepared, in_place=True)
+            return inputs.params_tree(inputs.params), inputs.opt_state
+        return cls._made(optimizer, inputs, decision, prepared, in_place=in_place)
+
+    @staticmethod
+    def _made(
+        optimizer: Updater, inputs: StepInputs, decision: Decision, prepared: Any, *, in_place: bool
+    ) -> tuple[Tree, Tree]:
+        """Return the old parameters and state if the step is skipped, else those of the applied
+        step.
+        """
+        old = inputs.params_tree(inputs.params), inputs.opt_state
+        new = prepared
+        if not optimizer.calls_step:
+            own = unscaled(inputs, decision, wide=optimizer.wide_grads)
+            new = optimizer.applied(own, prepared=prepared)
+        if optimizer.may_add_slots:
+            return old_or_new(bool(decision.skip), old, new, overwrite=in_place)
+        keeps_graph = optimizer.differentiable or traced()
+        with torch.set_grad_enabled(torch.is_grad_enabled() and keeps_graph):
+            leaves, others, structure = _tree.matching_leaves(old, new, "old", "new")
+            chosen = Masked.choose(decision.skip, leaves, others, overwrite=in_place)
+            return structure.unflatten(chosen)
+
+
+def old_or_new(
+    skip: bool, old: tuple[Tree, Tree], new: tuple[Tree, Tree], *, overwrite: bool
+) -> tuple[Tree, Tree]:
+    """Return the old parameters and state if `skip`, copied unless `overwrite`, else the new."""
+    if not skip:
+        return new
+    return _tree.map(_off_graph, old) if overwrite else _tree.clone(old)
+
+
+def _off_graph(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
+
+
+def _prepared(optimizer: Updater, inputs: StepInputs, decision: Decision, *, in_place: bool) -> Any:
+    """Run the user's code for an applied step, which may raise, before anything is overwritten."""
+    if isinstance(optimizer, PartitionOptimizer):
+        return [
+            (part, _prepared(part.optimizer, part.inputs, decision, in_place=in_place))
+            for part in optimizer.split(inputs)
+        ]
+    if optimizer.calls_step:
+        return optimizer.applied(unscaled(inputs, decision, wide=optimizer.wide_grads))
+    return optimizer.prepare(inputs, in_place=in_place)
 
 
 def is_unbounded(clip: Clip) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .._optim.protocol import Conditional
+from .._optim.protocol import Updater
 from .._optim.step_inputs import StepInputs
 from .._step.step_options import FlatState, StepOptions
 from .._step.train_state import TrainState
@@ -79,7 +79,7 @@ NO_MEMORY = Memory(None, [])
 
 
 def donated_memory(
-    optimizer: Conditional, inputs: StepInputs, read_only: Sequence[Tensor]
+    optimizer: Updater, inputs: StepInputs, read_only: Sequence[Tensor]
 ) -> tuple[Memory, bool]:
     """Return the memory of a step over given gradients, and True if these may be overwritten."""
     lists = [*inputs.replaced, inputs.grads.tensors]
@@ -88,6 +88,6 @@ def donated_memory(
     return Memory(None, [], optimizer=replaced), allowed[2]
 
 
-def _on_graph(optimizer: Conditional, inputs: StepInputs) -> bool:
+def _on_graph(optimizer: Updater, inputs: StepInputs) -> bool:
     """Return True if a derivative goes through the step, which must then overwrite nothing."""
     return optimizer.differentiable and is_on_a_graph(list(inputs.named_params.values()))

@@ -281,7 +281,9 @@ def flags_with_mean(
     """Return the flags of a window whose mean was measured: its overflow counts as that of a
     microbatch. A running mean leaves out what overflows.
     """
-    flags, nonfinite = window.flags, _tree.flag(nonfinite, like=window.loss)
+    flags = window.flags
+    if isinstance(nonfinite, bool):
+        nonfinite = torch.tensor(nonfinite, device="cpu")
     if flags is None:
         retryable = nonfinite
         if options.max_retries:

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from .._grads.clip import Clip, clip_factor_on_host, factor_dtype
 from .._grads.measure import FINITE, GradStats, Want, stats_on_host
-from .._optim.decision import Decision
-from .._optim.protocol import Conditional, unchanged
+from .._optim.decision import Decision, unscaled
+from .._optim.protocol import Updater
 from .._optim.step_inputs import StepInputs
-from .._step.masked import Masked, Outcome, WindowFlags, is_unbounded
+from .._step.masked import Masked, Outcome, WindowFlags, is_unbounded, old_or_new
 from .._step.memory import Memory
 from .._step.spike_guard import Verdict
 from .._torch.private import listops
@@ -88,18 +88,27 @@ class OnHost(Masked):
     def choose(skip: Tensor | bool, old: Leaves, new: Leaves, *, overwrite: bool = False) -> Leaves:
         return list(old) if skip and overwrite else copies(old if skip else new)
 
-    @staticmethod
+    @classmethod
     def update(
-        optimizer: Conditional, inputs: StepInputs, decision: Decision, memory: Memory
+        cls, optimizer: Updater, inputs: StepInputs, decision: Decision, memory: Memory
     ) -> tuple[Tree, Tree]:
-        if decision.skip:
-            stepped = unchanged(inputs, in_place=memory.optimizer)
-        else:
-            stepped = optimizer.conditional_step(inputs, decision, in_place=memory.optimizer)
-        return inputs.restore(*stepped)
+        if not decision.skip:
+            return cls._updated(optimizer, inputs, decision, memory)
+        old = inputs.params_tree(inputs.params), inputs.opt_state
+        return inputs.restore(*old_or_new(True, old, old, overwrite=memory.optimizer))
+
+    @staticmethod
+    def _made(
+        optimizer: Updater, inputs: StepInputs, decision: Decision, prepared: Any, *, in_place: bool
+    ) -> tuple[Tree, Tree]:
+        if optimizer.calls_step:
+            stepped: tuple[Tree, Tree] = prepared
+            return stepped
+        own = unscaled(inputs, decision, wide=optimizer.wide_grads)
+        return optimizer.applied(own, in_place=in_place, prepared=prepared)
 
 
-def engine_for(optimizer: Conditional, *lists: Sequence[Tensor]) -> type[Masked]:
+def engine_for(optimizer: Updater, *lists: Sequence[Tensor]) -> type[Masked]:
     """Return the engine of a step over these tensors. Derivatives flow through a skipped step and
     an applied one alike, so a step that is to be differentiated is masked.
     """

@@ -12,7 +12,7 @@ from .._grads.measure import Want
 from .._loss_scale.rule_protocol import HasScale
 from .._loss_scale.scaling import check_device
 from .._optim.decision import Decision
-from .._optim.protocol import Optimizer, as_conditional
+from .._optim.protocol import Optimizer, as_updater
 from .._optim.step_inputs import flatten_step
 from .._step.memory import NO_MEMORY, donated_memory
 from .._step.on_host import engine_for
@@ -75,7 +75,7 @@ def maybe_step(
     Source of the rule: apply_if_finite of optax; the flag as a tensor from torch's fused
     optimizers.
     """
-    updater = as_conditional(optimizer)
+    updater = as_updater(optimizer)
     inputs = flatten_step(updater, params, grads, opt_state)
     updater.check(inputs)
     skip = _tree.flag(found_inf, like=next(iter(inputs.named_params.values()), None))
@@ -148,7 +148,7 @@ def unscale_and_step(
         {'w': tensor([0.5000])}
     """
     clip = check_clip(max_norm, clip_value, norm_type)
-    updater = as_conditional(optimizer)
+    updater = as_updater(optimizer)
     inputs = flatten_step(updater, params, scaled_grads, opt_state)
     scale = scaler.scale
     check_device(scale, params, inputs.grads.likes, "grads")

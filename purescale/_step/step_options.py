@@ -13,7 +13,7 @@ from .._grads.accumulate import OnNonfinite, check_on_nonfinite
 from .._grads.clip import Clip
 from .._loss_scale.rule_protocol import Rule
 from .._loss_scale.rules import StaticScale
-from .._optim.protocol import Conditional
+from .._optim.protocol import Updater
 from .._step.spike_guard import Guard
 from .._step.value_and_grad import LossFn
 from .._torch.tracing import refuse_in_a_trace
@@ -37,7 +37,7 @@ class StepOptions:
     """The arguments of `train_step` besides its state and its microbatches."""
 
     loss_fn: LossFn
-    optimizer: Conditional
+    optimizer: Updater
     rule: Rule[Any]
     clip: Clip
     weight_fn: Callable[[Any], float | Tensor] | None = None

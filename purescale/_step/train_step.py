@@ -13,7 +13,7 @@ from .._grads.clip import Clip, check_clip, check_ordered, factor_dtype
 from .._grads.measure import GradStats, Want
 from .._loss_scale.rule_protocol import Rule, takes_amax
 from .._loss_scale.scaling import check_device
-from .._optim.protocol import Optimizer, as_conditional
+from .._optim.protocol import Optimizer, as_updater
 from .._optim.step_inputs import flatten_step, flatten_together
 from .._step.assemble import assemble, next_numbers
 from .._step.masked import WindowFlags
@@ -157,7 +157,7 @@ def train_step(
     )
     options = StepOptions(
         loss_fn=loss_fn,
-        optimizer=as_conditional(optimizer),
+        optimizer=as_updater(optimizer),
         clip=clip,
         weight_fn=weight_fn,
         group=group,
@@ -186,7 +186,7 @@ def _stages(
     want = Want(options.clip.norm_type, options.takes_amax, of_sum=len(microbatches) > 1)
 
     def attempt(scaler: FlatTree) -> tuple[WindowGrads, GradStats, WindowFlags]:
-        given = flat._replace(scaler=scaler)
+        given = flat if scaler is flat.scaler else flat._replace(scaler=scaler)
         window = accumulate_microbatches(engine, options, given, microbatches, memory)
         if options.group is not None:
             window = reduce_window(options, window, flat, len(microbatches))

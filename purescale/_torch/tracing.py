@@ -106,7 +106,7 @@ def _hold_values_on_a_cpu(tensors: Sequence[Tensor]) -> bool:
 
 @contextlib.contextmanager
 def as_on_an_accelerator() -> Iterator[None]:
-    """Make a CPU decide like an accelerator, which reads no value. For tests."""
+    """Make every step masked on a CPU, as on an accelerator: no value is read. For tests."""
     global _as_an_accelerator
     before, _as_an_accelerator = _as_an_accelerator, True
     try:

@@ -31,6 +31,12 @@ class Gradients(NamedTuple):
         remaining = iter(results)
         return [None if like is None else _in_form_of(like, next(remaining)) for like in self.likes]
 
+    def widened(self) -> Gradients:
+        """Return them in float32 where they are narrower."""
+        tensors = [t.float() if t.dtype.itemsize < 4 else t for t in self.tensors]
+        fresh = all([new is not old for new, old in zip(tensors, self.tensors, strict=True)])
+        return self._replace(tensors=tensors, owned=self.owned or fresh)
+
     def divided(self, divisor: Tensor) -> Gradients:
         """Return them divided by a 0-d tensor, in place if they are owned, as all that follow."""
         return self._owning(foreach.divide(self.tensors, divisor, in_place=self.owned))

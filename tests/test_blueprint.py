@@ -9,6 +9,7 @@ import pickle
 import types
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -515,6 +516,89 @@ def test_a_module_of_a_class_in_c_is_refused_in_words():
 
     with pytest.raises(TypeError, match=r"^0 is a BothError, which a call cannot make anew.*Fix: "):
         ps.make_functional(nn.Sequential(BothError()))
+
+
+def test_a_module_with_slots_is_refused_in_words():
+    class Net(nn.Linear):
+        __slots__ = ("extra",)
+
+    with pytest.raises(TypeError, match=r"extra is in its __slots__[\s\S]*remove the __slots__"):
+        ps.make_functional(Net(2, 2))
+
+
+def test_an_array_of_objects_that_holds_a_layer_is_refused():
+    net = nn.Sequential(nn.Linear(2, 2))
+    net.layers = np.array([net[0], None], dtype=object)
+    with pytest.raises(ValueError, match=r"layers \(an array\) of the model holds its module 0"):
+        ps.make_functional(net)
+
+
+class Aliases(nn.Module):
+    """Has plain tensors over one memory, and writes into one of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin, self.history = nn.Linear(2, 2), torch.zeros(3, 2)
+        self.last, self.columns = self.history[2], {"first": self.history.t()[0]}
+
+    def forward(self, x):
+        self.history += 1
+        return self.lin(x) + self.last + self.columns["first"].sum()
+
+
+@pytest.mark.filterwarnings("ignore:.* is a tensor in a plain attribute")
+@pytest.mark.parametrize("backend", [None, "eager"])
+def test_plain_tensors_over_one_memory_stay_over_one_memory(backend):
+    net, x = Aliases(), torch.randn(4, 2)
+    apply, params, buffers = ps.make_functional(net)
+    call = torch.compile(apply, backend=backend, fullgraph=True) if backend else apply
+    outputs = [call(params, buffers, x)[0] for _ in range(2)]
+    assert torch.equal(net.history, torch.zeros(3, 2))
+    for out in outputs:
+        torch.testing.assert_close(out, net.lin(x) + 4)
+
+
+class Hidden(nn.Module):
+    """Has modules that it does not register, and replaces a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin, self.hidden = nn.Linear(2, 2), [nn.Linear(2, 2), nn.BatchNorm1d(2)]
+        self.register_buffer("mean", torch.zeros(2))
+
+    def forward(self, x):
+        self.mean = self.mean + x.detach().mean(0)
+        norm = self.hidden[1]
+        norm.running_mean = norm.running_mean + self.mean
+        return self.lin(norm(self.hidden[0](x))) + norm.running_mean
+
+
+@pytest.mark.filterwarnings("ignore:.* is a tensor in a plain attribute")
+def test_a_forward_with_hidden_modules_may_replace_a_buffer_of_them_and_of_its_own():
+    net, x = Hidden(), torch.randn(4, 2)
+    apply, params, buffers = ps.make_functional(net)
+    out, new = apply(params, buffers, x)
+    assert torch.equal(out, net(x))
+    assert torch.equal(new["mean"], net.mean)
+
+
+class Picks(nn.Module):
+    """Two layers, and which of them it uses."""
+
+    def __init__(self, which):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        self.picked = self.layers[which], [self.layers[which]]
+
+    def forward(self, x):
+        return self.picked[1][0](x)
+
+
+def test_a_compiled_function_tells_models_that_differ_in_their_references_only():
+    call, x = torch.compile(lambda apply, *args: apply(*args)[0], backend="eager"), torch.ones(1, 2)
+    for net in (Picks(0), Picks(1), Picks(0)):
+        apply, params, buffers = ps.make_functional(net)
+        torch.testing.assert_close(call(apply, params, buffers, x), net(x))
 
 
 def test_modules_with_an_empty_container_of_one_name_do_not_share_it():

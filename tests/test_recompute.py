@@ -399,6 +399,33 @@ def test_regions_of_threads_read_their_own_weights(how):
 # ---- what torch refuses
 
 
+class Installs(nn.Module):
+    """Installs a hook in a layer, and checkpoints the layer."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.lin, self.options = nn.Linear(3, 3), options
+
+    def forward(self, x):
+        self.lin.register_forward_hook(squared, **self.options)
+        return checkpoint(self.lin, x, use_reentrant=False)
+
+
+def squared(module, args, *kwargs_and_output):
+    return kwargs_and_output[-1].square()
+
+
+@pytest.mark.parametrize("options", [{}, {"with_kwargs": True}])
+def test_a_region_runs_again_with_the_hooks_that_the_first_forward_installed(options):
+    x, net = torch.randn(4, 3), Installs(**options)
+    apply, params, buffers = ps.make_functional(net)
+    net(x).sin().sum().backward()
+    for _ in range(3):
+        loss = ps.value_and_grad(lambda p, b, x: (apply(p, b, x)[0].sin().sum(), b))
+        _, grads = loss(params, buffers, x)
+        assert torch.equal(grads["lin.weight"], net.lin.weight.grad)
+
+
 @pytest.mark.parametrize("transform", ["grad", "vmap of grad"])
 def test_a_transform_of_torch_func_refuses_it_with_a_note(transform):
     apply, params, buffers = ps.make_functional(net())

@@ -7,13 +7,15 @@ again (torch.utils.checkpoint) keeps the objects of its own call.
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._module.plan import STORES, Plan, built, empty, fill
+from .._module.plan import STORES, Links, Plan, built, empty, fill
 from .._module.recorder import HOOKS, Recorder
 from .._torch import private
 
@@ -21,14 +23,34 @@ from .._torch import private
 _TRACES_UPDATE = torch.__version__ >= "2.12"
 
 
+# Models that are alike share their links, so that they share what torch.compile makes of a call.
+_keys: weakref.WeakKeyDictionary[Links, str] = weakref.WeakKeyDictionary()
+_links: weakref.WeakValueDictionary[str, Links] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+@private.constant_while_compiling
+def _links_of(key: str) -> Links:
+    """Return the links with a key, which is all of them that torch.compile guards. Guards on
+    thousands of numbers would be slow to make and to check.
+    """
+    return _links[key]
+
+
 class Objects:
     """The objects of one call."""
 
     plan: Plan
+    links: Links
     things: list[Any]
     holders: list[Any]  # the `__dict__` of an object, a container itself
     registered: list[Any]  # all parameters, buffers and modules
     root: nn.Module
+
+    def in_stores(self) -> list[Any]:
+        """Return all parameters, buffers and modules that are registered now."""
+        stores = [self.holders[number] for number, _, _ in self.links.stores]
+        return list(itertools.chain.from_iterable(map(dict.values, stores)))
 
 
 class Blueprint:
@@ -52,7 +74,9 @@ class Blueprint:
             for hook in own:
                 recorder.place(hook, f"a hook of {name}")
         recorder.check()
-        plan = recorder.plan()
+        plan, links = recorder.plan()
+        self.key = _keys.setdefault(links, f"links {next(_numbers)}")
+        self.links = _links.setdefault(self.key, links)
         self.root = recorder.number(model)
         self.hooks = {
             name: [(hook, recorder.number(hook)) for hook in own] for name, own in hooks.items()
@@ -65,12 +89,12 @@ class Blueprint:
     def set_modes(self, evaluating: list[bool], training: list[bool]) -> None:
         """Set the modes of `model.modules()` in calls with `train=False` and `train=True`."""
         self.modes = evaluating, training
-        self.plans = [_in_mode(self.plans[0], mode) for mode in self.modes]
+        self.plans = [_in_mode(self.plans[0], self.links.modules, mode) for mode in self.modes]
 
     def modules(self, tensors: dict[str, Tensor]) -> list[nn.Module]:
         """Return a copy of `model.modules()` around `tensors`."""
         objects = self.make(tensors, train=True)
-        return [objects.things[number] for number in objects.plan.modules]
+        return [objects.things[number] for number in self.links.modules]
 
     def __reduce__(self) -> Any:
         """Describe a copy, by a model that is made around placeholders."""
@@ -90,7 +114,7 @@ class Blueprint:
         for a parameter with hooks on its gradient.
         """
         evaluating, training = self.plans
-        plan = training if train else evaluating
+        plan, links = training if train else evaluating, _links_of(self.key)
         things: list[Any] = list(map(object.__new__, plan.kinds))
         holders: list[Any] = [thing.__dict__ for thing in things]
         if _TRACES_UPDATE or not torch.compiler.is_dynamo_compiling():
@@ -111,9 +135,9 @@ class Blueprint:
             tensors = {**tensors, **{name: hooked(name, own) for name, own in hooks.items()}}
         for late in plan.late[plan.without_tensors :]:
             things.append(built(late, things, tensors))
-        for number, key, name in plan.tensors:
+        for number, key, name in links.tensors:
             holders[number][key] = tensors[name]
-        for number, key, other in plan.parts:
+        for number, key, other in links.parts:
             holders[number][key] = things[other]
         for number, key, kind in plan.fresh:
             holders[number][key] = kind()
@@ -121,41 +145,42 @@ class Blueprint:
         for index, rare in enumerate(plan.rare):
             fill(things[first + index], rare, things, tensors)
         if torch.compiler.is_dynamo_compiling():
-            for module, store in plan.registers:
+            for module, store in links.registers:
                 holders[module]["register_buffer"] = Register(holders[store])
-        registered = [
-            None if place is None else (tensors[place] if place in tensors else things[place])  # type: ignore[index]
-            for place in plan.registered
-        ]
         objects = Objects()  # of arguments torch.compile would ask whether all in them is constant
-        objects.plan, objects.things, objects.holders = plan, things, holders
-        objects.registered, objects.root = registered, things[self.root]
+        objects.plan, objects.links, objects.things, objects.holders = plan, links, things, holders
+        objects.registered, objects.root = objects.in_stores(), things[self.root]
         return objects
 
     @private.only_inlined
     def take_back(self) -> list[tuple[int, str, str]]:
-        """Empty the shared containers that a forward has filled. From now on each call makes them
-        anew for those modules. Return what was registered in them: the number of the module, the
-        store, the name.
+        """Leave the shared containers that a forward has filled to its call, whose backward may run
+        a part of it again. From now on each call makes them anew for those modules. Return what was
+        registered in them: the number of the module, the store, the name.
         """
         plan = self.plans[0]
         if not any(plan.empty):
             return []
-        filled = [row for row, container in zip(plan.owners, plan.empty, strict=True) if container]
-        registered = [
-            (number, key, next(iter(container)))
-            for (number, key), container in zip(plan.owners, plan.empty, strict=True)
-            if container and key in STORES
-        ]
-        for container in plan.empty:
-            container.clear()
+        filled = [row for row in zip(plan.owners, plan.empty, strict=True) if row[1]]
+        registered = [(*owner, next(iter(store))) for owner, store in filled if owner[1] in STORES]
         fresh = [
             (number, key, type(value))
-            for number in {number for number, key in filled if key not in STORES}
+            for number in {number for (number, key), _ in filled if key not in STORES}
             for key, value in plan.attributes[number].items()
             if key in HOOKS and value is not None
         ]
-        self.plans = [plan._replace(fresh=plan.fresh + fresh) for plan in self.plans]
+        new = {id(container): type(container)() for _, container in filled}
+        self.plans = [
+            plan._replace(
+                attributes=[
+                    {key: new.get(id(value), value) for key, value in attributes.items()}
+                    for attributes in plan.attributes
+                ],
+                empty=[new.get(id(container), container) for container in plan.empty],
+                fresh=plan.fresh + fresh,
+            )
+            for plan in self.plans
+        ]
         return registered
 
     def _hooks(self, things: list[Any]) -> dict[str, tuple[Any, ...]]:
@@ -191,8 +216,8 @@ def _recorded(
     return blueprint
 
 
-def _in_mode(plan: Plan, mode: list[bool]) -> Plan:
+def _in_mode(plan: Plan, modules: tuple[int, ...], mode: list[bool]) -> Plan:
     attributes = list(plan.attributes)
-    for number, training in zip(plan.modules, mode, strict=True):
+    for number, training in zip(modules, mode, strict=True):
         attributes[number] = {**attributes[number], "training": training}
     return plan._replace(attributes=attributes)

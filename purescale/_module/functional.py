@@ -72,7 +72,7 @@ class Apply:
             except Exception:
                 raise
 
-        return self._eager(params, constants, copies, bool(train), args, kwargs)
+        return self._eager(params, constants, copies, bool(train), transformed, args, kwargs)
 
     @private.only_inlined
     def _eager(
@@ -81,10 +81,11 @@ class Apply:
         constants: Tensors,
         copies: Tensors,
         train: bool,
+        transformed: bool,
         args: Any,
         kwargs: Any,
     ) -> tuple[Any, Tensors]:
-        transformed, records = under_transform(), torch.is_grad_enabled()
+        records = torch.is_grad_enabled()
         tensors = {**params, **copies}
         for name in self._copied:
             tensors[name] = params[name].clone()
@@ -286,8 +287,8 @@ def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
         `apply, params, buffers`. The last two are dicts of detached copies by dotted name.
 
     Raises:
-        TypeError: `model` is not a module, or contains a torch.jit module or a
-            DistributedDataParallel.
+        TypeError: `model` is not a module, or contains a torch.jit module, a
+            DistributedDataParallel, or a module with `__slots__`.
         ValueError: A lazy parameter has not seen a batch; a parameter is in a class attribute, or
             shares memory with a tensor that is not tied to it, such as a buffer that is a view of
             it; or a closure, a hook, a patched or compiled forward, or an object written in C holds

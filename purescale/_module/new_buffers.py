@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import Any
 
 from .._module.blueprint import Objects
@@ -14,8 +13,7 @@ from .._torch import private
 @private.only_inlined
 def new_buffers(objects: Objects, tensors: Tensors, copies: Tensors) -> Tensors:
     """Return the buffers after the forward, which wrote into the `copies` or replaced them."""
-    stores = [objects.holders[number] for number, _, _ in objects.plan.stores]
-    now, before = list(chain.from_iterable(map(dict.values, stores))), objects.registered
+    now, before = objects.in_stores(), objects.registered
     if len(now) == len(before) and False not in [a is b for a, b in zip(now, before, strict=True)]:
         return dict(copies)
     _check_registered(objects)
@@ -25,18 +23,14 @@ def new_buffers(objects: Objects, tensors: Tensors, copies: Tensors) -> Tensors:
 
 def _check_registered(objects: Objects) -> None:
     """Refuse a parameter, buffer or module that was not there before the forward."""
-    plan = objects.plan
-    tensors = {(number, key) for number, key, _ in plan.tensors}
-    parts = {(number, key): other for number, key, other in plan.parts}
-    for number, module, store in plan.stores:
+    links, things = objects.links, objects.things
+    places = {(number, key): None for number, key, _ in links.tensors}
+    places |= {(number, key): things[other] for number, key, other in links.parts}
+    for number, module, store in links.stores:
         for key, value in objects.holders[number].items():
-            if store == "_modules":
-                other = parts.get((number, key))
-                same = value is (None if other is None else objects.things[other])
-            else:
-                same = value is None or (number, key) in tensors
-            if not same:
-                raise registered_error(objects.things[module], store, key)
+            replaced = store != "_modules" and (number, key) in places
+            if value is not places.get((number, key)) and not replaced:
+                raise registered_error(things[module], store, key)
 
 
 def registered_error(module: Any, store: str, key: str) -> RuntimeError:
@@ -58,8 +52,8 @@ def registered_error(module: Any, store: str, key: str) -> RuntimeError:
 def _replaced(objects: Objects, tensors: Tensors, copies: Tensors) -> Tensors:
     """Return the buffers that the forward replaced."""
     new = {}
-    stores = {number for number, _, key in objects.plan.stores}
-    for number, key, name in objects.plan.tensors:
+    stores = {number for number, _, key in objects.links.stores}
+    for number, key, name in objects.links.tensors:
         if number not in stores or objects.holders[number].get(key) is tensors[name]:
             continue
         value = objects.holders[number].get(key)
@@ -84,12 +78,12 @@ def _check_places(objects: Objects, tensors: Tensors) -> None:
     """Refuse a buffer that the forward replaced in only one of its places: the next call would put
     the new value in all.
     """
-    stores = {number: key for number, _, key in objects.plan.stores}
+    stores = {number: key for number, _, key in objects.links.stores}
     first: dict[str, Any] = {}
-    for number, key, name in objects.plan.tensors:
+    for number, key, name in objects.links.tensors:
         if number in stores:
             first.setdefault(name, objects.holders[number].get(key))
-    for (number, key, name), where in zip(objects.plan.tensors, objects.plan.where, strict=True):
+    for (number, key, name), where in zip(objects.links.tensors, objects.links.where, strict=True):
         value = _element(objects.holders[number], key)
         if name not in first or value is first[name]:
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import types
 import weakref
@@ -47,6 +48,19 @@ class Late(NamedTuple):
     parts: list[Any]
 
 
+@dataclasses.dataclass(frozen=True)
+class Links:
+    """Where parts stand in other objects, by numbers and names alone."""
+
+    tensors: tuple[tuple[int, Any, str], ...]  # number, key or attribute, name of a tensor
+    parts: tuple[tuple[int, Any, int], ...]  # number, key or attribute, number of another
+    modules: tuple[int, ...]
+    stores: tuple[tuple[int, int, str], ...]  # dicts of parameters, buffers, modules; module, key
+    buffers: tuple[tuple[int, Any, str], ...]  # those of `tensors` that are registered buffers
+    registers: tuple[tuple[int, int], ...]  # modules with torch's own `register_buffer`, `_buffers`
+    where: tuple[str, ...]  # the paths of `tensors`
+
+
 class Plan(NamedTuple):
     """The objects that a call makes, in this order: the number of an object is its position in
     `kinds`, then in `containers`, `own`, `rare`, `late`.
@@ -60,15 +74,6 @@ class Plan(NamedTuple):
     rare: list[Rare]
     late: list[Late]  # those without tensors of the call first
     without_tensors: int  # the number of these
-    tensors: list[tuple[int, Any, str]]  # number, key or attribute, name of a tensor of the call
-    where: list[str]  # the paths of `tensors`
-    buffers: list[tuple[int, Any, str]]  # those of `tensors` that are registered buffers
-    buffer_names: list[str]
-    parts: list[tuple[int, Any, int]]  # number, key or attribute, number of another
-    modules: list[int]
-    stores: list[tuple[int, int, str]]  # dicts of parameters, buffers, modules; the module, the key
-    registered: list[Place]  # what is in `stores`
-    registers: list[tuple[int, int]]  # modules with torch's own `register_buffer`, their buffers
     # Empty containers of torch in a module, such as its dicts of hooks, are shared by all calls, as
     # hardly any forward fills one: the containers, and the number and attribute of each.
     empty: list[Any]
@@ -143,6 +148,10 @@ def new_method(function: Any, parts: list[Any]) -> Any:
 
 def new_method_of_class(name: str, parts: list[Any]) -> Any:
     return getattr(parts[0], name)  # torch.compile does not follow MethodType
+
+
+def new_view(layout: Any, parts: list[Any]) -> Any:
+    return parts[0].as_strided(*layout)
 
 
 def new_weak(_: None, parts: list[Any]) -> Any:

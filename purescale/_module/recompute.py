@@ -23,15 +23,18 @@ def prepare_recompute(objects: Objects, new_buffers: Tensors, copies: Tensors) -
     """Leave in the modules copies of those new buffers that are among the `copies` of the call, as
     a second run of a batch norm writes into them, and the function modes of the call.
     """
-    names = [name for name in objects.plan.buffer_names if name in copies]
-    kept = [name for name in names if new_buffers[name] is copies[name]]
+    kept = {
+        name: copies[name]
+        for _, _, name in objects.links.buffers
+        if name in copies and new_buffers[name] is copies[name]
+    }
     if kept:
-        again = dict(zip(kept, foreach.clone([copies[name] for name in kept]), strict=True))
-        for number, key, name in objects.plan.buffers:
+        again = dict(zip(kept, foreach.clone(list(kept.values())), strict=True))
+        for number, key, name in objects.links.buffers:
             if name in again:
                 objects.holders[number][key] = again[name]
     if modes := private.function_modes():
-        for number in objects.plan.modules:
+        for number in objects.links.modules:
             module = objects.things[number]
             vars(module)["forward"] = functools.partial(_under, modes, _weak(module))
 
@@ -40,7 +43,7 @@ def forbid_recompute(objects: Objects) -> None:
     """Leave placeholders in the modules of a call under a transform, whose tensors have no values
     once it has ended.
     """
-    for number, key, name in objects.plan.tensors:
+    for number, key, name in objects.links.tensors:
         objects.holders[number][key] = Unreadable(
             f"{name} of the model is read outside of a call of `apply`, where it has no value. "
             "Likely cause: a backward reads it through the module after torch.vmap or torch.func "

@@ -20,6 +20,7 @@ from .._module.norms import SyncBatchNorm
 from .._module.plan import (
     STORES,
     Late,
+    Links,
     Part,
     Place,
     Plan,
@@ -32,11 +33,13 @@ from .._module.plan import (
     new_method_of_class,
     new_partial,
     new_tuple,
+    new_view,
     new_weak,
     unchanged,
 )
-from .._module.references import class_attributes, references, slots
+from .._module.references import class_attributes, is_array, references, slots
 from .._torch.donation import storage_pointer
+from .._torch.tracing import PLAIN_TYPES
 
 # Never changed by a forward, and never a reference to the model.
 ATOMS = frozenset(
@@ -99,6 +102,7 @@ class Recorder:
         self.visited: list[tuple[str, Any]] = []  # keeps them alive, so that an id stays theirs
         self.shared: list[tuple[str, Any]] = []
         self.weak: list[tuple[int, Any]] = []
+        self.own: dict[tuple[int, torch.dtype], list[tuple[int, Tensor]]] = {}  # by memory
         self.hook_numbers: dict[int, int] = {}
         self.unused: dict[str, Any] = {}
         self.numbers: dict[int, int] = {}  # of nodes, in the order of the plan
@@ -123,7 +127,7 @@ class Recorder:
         kind = type(thing)
         base = next((base for base in _CONTAINERS if isinstance(thing, base)), None)
         if isinstance(thing, Tensor):
-            self._node(thing, "own", (thing.detach().clone(), where))
+            self._own(thing, where)
         elif isinstance(thing, nn.Module):
             self._module(thing, where)
         elif kind in _COPIED and not self._replaces_keys(thing, where):
@@ -143,7 +147,7 @@ class Recorder:
             of_class = getattr(type(owner), name, None) is function
             build, pattern = (new_method_of_class, name) if of_class else (new_method, function)
             self._late(thing, build, pattern, [owner], f"{where} (its 'self')")
-        elif (kind.__module__, kind.__name__) == ("numpy", "ndarray"):
+        elif is_array(thing) and not thing.dtype.hasobject:
             self._node(thing, "containers", thing.copy())
         elif kind is weakref.ref:
             self.weak.append((self._node(thing, "late", None), thing))
@@ -163,6 +167,24 @@ class Recorder:
 
     # ---- kinds of objects
 
+    def _own(self, tensor: Tensor, where: str) -> None:
+        number = self._node(tensor, "own", (tensor.detach().clone(), where))
+        if type(tensor) in PLAIN_TYPES and (memory := storage_pointer(tensor)):
+            self.own.setdefault((memory, tensor.dtype), []).append((number, tensor))
+
+    def _share_memory(self) -> None:
+        """Make tensors of the model over one memory views of one copy of it."""
+        for tensors in self.own.values():
+            if len(tensors) > 1:
+                number, first = tensors[0]
+                storage: Any = first.untyped_storage()
+                memory = first.detach().new_empty(0).set_(storage.clone())
+                base = Part(len(self.nodes))
+                self.nodes.append(Node("own", (memory, self.nodes[number].pattern[1]), []))
+                for index, tensor in tensors:
+                    layout = tensor.shape, tensor.stride(), tensor.storage_offset()
+                    self.nodes[index] = Node("late", Late(new_view, layout, [base]), [])
+
     def _module(self, module: nn.Module, where: str) -> None:
         if type(module).__name__ == "OptimizedModule":  # by torch.compile: what it compiles
             self.places[id(module)] = self.place(module._orig_mod, where)
@@ -171,11 +193,14 @@ class Recorder:
         kind = SyncBatchNorm if type(module) is nn.SyncBatchNorm else type(module)
         try:
             object.__new__(kind)
+            for key in slots(module):
+                raise TypeError(f"{key} is in its __slots__")
         except TypeError as error:
             raise TypeError(
                 f"{where or 'the model'} is a {kind.__name__}, which a call cannot make anew "
                 f"({error}). Likely cause: its class derives from one that is written in C besides "
-                "nn.Module. Fix: keep an object of that class in an attribute."
+                "nn.Module, or has __slots__. Fix: keep an object of that class in an attribute; "
+                "remove the __slots__."
             ) from None
         number = self._node(module, "objects", (kind, attributes))
         if isinstance(module, nn.RNNBase):  # on CUDA it moves the weights into one block of memory
@@ -395,8 +420,9 @@ class Recorder:
 
     # ---- the result
 
-    def plan(self) -> Plan:
+    def plan(self) -> tuple[Plan, Links]:
         """Return the plan, and number all nodes in its order."""
+        self._share_memory()
         for index, reference in self.weak:
             target = self.places.get(id(reference()), self.names.get(id(reference())))
             late = Late(unchanged, reference, [])
@@ -411,17 +437,8 @@ class Recorder:
             field: [node.pattern for node in nodes if node.field == field]
             for field in ("objects", "containers", "own", "rare", "late")
         }
-        tensors, parts = [], []
-        for number, node in enumerate(nodes):
-            for key, place, where in node.parts:
-                if isinstance(place, str):
-                    tensors.append((number, key, place, where))
-                else:
-                    parts.append((number, key, self.numbers[place]))
-        stores = [(self.numbers[n], self.numbers[m], key) for n, m, key in self.stores]
-        buffers = {number: module for number, module, key in stores if key == "_buffers"}
         kinds = [kind for kind, _ in patterns["objects"]]
-        return Plan(
+        plan = Plan(
             kinds=kinds,
             attributes=[attributes for _, attributes in patterns["objects"]],
             containers=patterns["containers"],
@@ -430,24 +447,29 @@ class Recorder:
             rare=list(map(self._rare_in_order, patterns["rare"])),
             late=[x._replace(parts=list(map(self._in_order, x.parts))) for x in patterns["late"]],
             without_tensors=ranks.count(_LATE),
-            tensors=[tensor[:3] for tensor in tensors],
-            where=[where for *_, where in tensors],
-            buffers=[tensor[:3] for tensor in tensors if tensor[0] in buffers],
-            buffer_names=list({name: None for number, _, name, _ in tensors if number in buffers}),
-            parts=parts,
-            modules=[self.number(module) for _, module in self.modules.values()],
-            stores=stores,
-            registered=[
-                place for number, _, _ in self.stores for place in self._registered(number)
-            ],
-            registers=[
-                (module, number)
-                for number, module in buffers.items()
-                if kinds[module].register_buffer is nn.Module.register_buffer
-            ],
             empty=[container for _, _, container in self.empty],
             owners=[(self.numbers[number], key) for number, key, _ in self.empty],
             fresh=[],
+        )
+        return plan, self._links(nodes, kinds)
+
+    def _links(self, nodes: list[Node], kinds: list[Any]) -> Links:
+        places = [(number, *part) for number, node in enumerate(nodes) for part in node.parts]
+        tensors = [(number, key, name) for number, key, name, _ in places if isinstance(name, str)]
+        stores = [(self.numbers[n], self.numbers[m], key) for n, m, key in self.stores]
+        buffers = {number: module for number, module, key in stores if key == "_buffers"}
+        return Links(
+            tensors=tuple(tensors),
+            parts=tuple((n, key, self.numbers[p]) for n, key, p, _ in places if isinstance(p, int)),
+            modules=tuple(self.number(module) for _, module in self.modules.values()),
+            stores=tuple(stores),
+            buffers=tuple(row for row in tensors if row[0] in buffers),
+            registers=tuple(
+                (module, number)
+                for number, module in buffers.items()
+                if kinds[module].register_buffer is nn.Module.register_buffer
+            ),
+            where=tuple(where for _, _, name, where in places if isinstance(name, str)),
         )
 
     def number(self, thing: Any) -> int:
@@ -463,12 +485,6 @@ class Recorder:
         parts = [self.nodes[place] for place in places if isinstance(place, int)]
         after = [self._rank(part) > _LATE for part in parts if part.field == "late"]
         return _LATE + (any(after) or any(isinstance(place, str) for place in places))
-
-    def _registered(self, store: int) -> list[Place]:
-        """Return what a call puts into a dict of parameters, buffers or modules, in its order."""
-        parts = {key: place for key, place, _ in self.nodes[store].parts}
-        places = [parts.get(key) for key in self.nodes[store].pattern]
-        return [self.numbers[place] if isinstance(place, int) else place for place in places]
 
     def _in_order(self, value: Any) -> Any:
         if isinstance(value, Part) and isinstance(value.place, int):

@@ -83,11 +83,19 @@ def _of(holder: Any, where: str) -> Iterator[Reference]:
         yield Reference(f"{where}.args", holder.args)
     elif isinstance(holder, weakref.ref):
         yield Reference(f"{where} (a weak reference)", holder())
+    elif is_array(holder):  # the garbage collector does not know its elements
+        for value in holder.ravel().tolist():
+            yield Reference(f"{where} (an array)", value)
     elif not hasattr(holder, "__dict__") and not _has_slots(holder):
         # Only the garbage collector knows what an object that is not written in Python holds.
         for value in gc.get_referents(holder):
             yield Reference(f"{where} (a {type(holder).__name__})", value)
     yield from _attributes(holder, where)
+
+
+def is_array(thing: Any) -> bool:
+    """Return True for an array of NumPy, which may not be installed."""
+    return (type(thing).__module__, type(thing).__name__) == ("numpy", "ndarray")
 
 
 def _has_slots(holder: Any) -> bool:

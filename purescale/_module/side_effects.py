@@ -149,7 +149,7 @@ def warn_of_lost(objects: Objects, reads: Reads) -> None:
     numbers = range(first, first + len(plan.own))
     replaced = {
         number
-        for holder, key, number in plan.parts
+        for holder, key, number in objects.links.parts
         if number in numbers and not _holds(objects.holders[holder], key, objects.things[number])
     }
     for number, where in zip(numbers, plan.where_own, strict=True):

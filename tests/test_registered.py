@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from helpers import Untouched, same_bits
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import purescale as ps
 from purescale._module.registered import registered_tensors
-from purescale._torch.private import FakeTensorMode
 
 SGD = ps.from_torch(torch.optim.SGD, lr=0.1)
 

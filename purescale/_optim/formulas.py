@@ -61,8 +61,8 @@ def adam(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
     new = {"step": t, "exp_avg": m, "exp_avg_sq": v}
     if h.amsgrad:
         new["max_exp_avg_sq"] = v = torch.maximum(state["max_exp_avg_sq"], v)
-    denominator = _root(v) / h.spread((1 - _power(beta2, t)).sqrt()) + h.eps
-    return p - h.spread(h.lr / (1 - _power(beta1, t))) * m / denominator, new
+    denominator = _root(v) / h.spread((1 - beta2**t).sqrt()) + h.eps
+    return p - h.spread(h.lr / (1 - beta1**t)) * m / denominator, new
 
 
 def adagrad(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
@@ -103,11 +103,7 @@ def adamax(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
     t, g = state["step"] + 1, _decayed(p, g, h)
     m = _average(state["exp_avg"], g, beta1)
     u = torch.maximum(beta2 * state["exp_inf"], g.abs() + h.eps)
-    return p - h.spread(h.lr / (1 - _power(beta1, t))) * m / u, {
-        "step": t,
-        "exp_avg": m,
-        "exp_inf": u,
-    }
+    return p - h.spread(h.lr / (1 - beta1**t)) * m / u, {"step": t, "exp_avg": m, "exp_inf": u}
 
 
 def nadam(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
@@ -115,11 +111,11 @@ def nadam(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
     beta1, beta2 = h.betas
     t = state["step"] + 1
     p, g = _decoupled(p, g, h)
-    mu, mu_next = (beta1 * (1 - 0.5 * _power(0.96, n * h.momentum_decay)) for n in (t, t + 1))
+    mu, mu_next = (beta1 * (1 - 0.5 * 0.96 ** (n * h.momentum_decay)) for n in (t, t + 1))
     product = state["mu_product"] * mu
     m = _average(state["exp_avg"], g, beta1)
     v = _average(state["exp_avg_sq"], g * g, beta2)
-    denominator = _root(v / h.spread(1 - _power(beta2, t))) + h.eps
+    denominator = _root(v / h.spread(1 - beta2**t)) + h.eps
     of_g = h.spread(h.lr * (1 - mu) / (1 - product))
     of_m = h.spread(h.lr * mu_next / (1 - product * mu_next))
     new = {"step": t, "mu_product": product, "exp_avg": m, "exp_avg_sq": v}
@@ -135,13 +131,13 @@ def radam(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
     v = _average(state["exp_avg_sq"], g * g, beta2)
     # The length of a simple moving average of the same centre, now and in the limit.
     limit = 2 / (1 - beta2) - 1
-    length = limit - 2 * t * _power(beta2, t) / (1 - _power(beta2, t))
+    length = limit - 2 * t * beta2**t / (1 - beta2**t)
     late = length > 5
     long = torch.where(late, length, 6.0)
     of_variance = (long - 4) * (long - 2) * limit / ((limit - 4) * (limit - 2) * long)
-    rectified = (of_variance.abs() * (1 - _power(beta2, t))).sqrt()
+    rectified = (of_variance.abs() * (1 - beta2**t)).sqrt()
     scale = torch.where(h.spread(late), h.spread(rectified) / (_root(v) + h.eps), 1.0)
-    step = h.spread(h.lr / (1 - _power(beta1, t))) * m * scale
+    step = h.spread(h.lr / (1 - beta1**t)) * m * scale
     return p - step, {"step": t, "exp_avg": m, "exp_avg_sq": v}
 
 
@@ -238,11 +234,6 @@ def _decoupled(p: Tensor, g: Tensor, h: Any) -> tuple[Tensor, Tensor]:
 def _average(old: Tensor, new: Tensor, beta: Any) -> Tensor:
     """Return an exponential moving average."""
     return beta * old + (1 - beta) * new
-
-
-def _power(base: Any, exponent: Tensor) -> Tensor:
-    """Return `base**exponent`. A trace of torch 2.11 holds a number as a base on the CPU."""
-    return (base if isinstance(base, Tensor) else torch.full_like(exponent, base)) ** exponent
 
 
 def _root(square: Tensor) -> Tensor:

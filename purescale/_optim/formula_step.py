@@ -13,7 +13,6 @@ from .._optim.opt_state import Slots, values_of
 from .._optim.param_groups import OptimizerSettings
 from .._torch import foreach
 from .._torch.dtypes import wide_dtype, widest_float
-from .._torch.tracing import traced
 
 Weights = dict[str, Tensor]
 
@@ -42,16 +41,17 @@ class FormulaStep:
         gradients: Weights,
         slots: Slots,
         rates: dict[int, Any],
-        hyper: Any = (),
+        hyper: Any,
+        one_by_one: bool,
     ) -> list[Tensor]:
         """Return all new parameters, then all new slots, in order and in fresh memory. `key`
         stands for the settings, because Dynamo guards the arguments only. `rates` are the rates
-        that move, `hyper` the other settings in the state.
+        that move, `hyper` the other settings in the state. `one_by_one` keeps a graph, and
+        is asked by the caller: behind Dynamo, torch 2.11 does not tell that it compiles.
         """
         lrs = [rates.get(index, rate) for index, rate in enumerate(self._groups.lrs)]
-        differentiable = traced() or self._groups.differentiable
         results: dict[str, Any] = {}
-        with torch.set_grad_enabled(differentiable):
+        with torch.set_grad_enabled(one_by_one):
             for names, group in self._groups.torch_groups(tuple(weights), range(len(lrs)), hyper):
                 index = group["lr"]
                 h = SimpleNamespace(**{**group, "lr": lrs[index]})
@@ -61,7 +61,7 @@ class FormulaStep:
                     present = [name for name in present if weights[name].numel()]
                 rows = [Row(weights[name], gradients[name], slots[name]) for name in present]
                 try:
-                    stepped = self._stepped(rows, h, one_by_one=differentiable)
+                    stepped = self._stepped(rows, h, one_by_one=one_by_one)
                 except KeyError as error:
                     raise self._layout.foreign(str(error)) from None
                 results.update(zip(present, stepped, strict=True))

@@ -391,7 +391,8 @@ class TorchOptimizer:
         run = self._opaque if torch.compiler.is_dynamo_compiling() else self._formula_step.make
         moving = self._groups.moving(lrs, inputs.opt_state.applied)
         numbers = self._groups.numbers(inputs.opt_state) if hyper else ()
-        new = run(self._key, weights, gradients, slots, moving, numbers)
+        one_by_one = self.differentiable or traced()
+        new = run(self._key, weights, gradients, slots, moving, numbers, one_by_one)
         values = iter(new)
         return dict(zip(weights, values, strict=False)), slots_like(slots, values)
 

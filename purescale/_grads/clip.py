@@ -98,15 +98,6 @@ def factor_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
     return torch.float64 if torch.float64 in dtypes(tensors) else torch.float32
 
 
-def inf_where_skipped(measured: Tensor | None, skip: Tensor) -> Tensor | None:
-    """Return the norm or amax that a step reports: inf or NaN if the step is skipped, also if the
-    cause is a dropped microbatch or another rank.
-    """
-    if measured is None:
-        return None
-    return torch.where(skip, measured.clamp(min=math.inf), measured)
-
-
 # ---- public --------------------------------------------------------------------------------------
 
 

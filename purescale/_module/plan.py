@@ -50,7 +50,7 @@ class Late(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """Where parts stand in other objects, by numbers and names alone."""
+    """The places of parts in other objects, by numbers and names alone."""
 
     tensors: tuple[tuple[int, Any, str], ...]  # number, key or attribute, name of a tensor
     parts: tuple[tuple[int, Any, int], ...]  # number, key or attribute, number of another

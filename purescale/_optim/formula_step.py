@@ -56,9 +56,7 @@ class FormulaStep:
                 index = group["lr"]
                 h = SimpleNamespace(**{**group, "lr": lrs[index]})
                 h.rate_moves = self._groups.moves[index]
-                present = [name for name in names if name in gradients]
-                if not self._formula.elementwise:  # these divide by a size
-                    present = [name for name in present if weights[name].numel()]
+                present = self._groups.stepped_names(names, weights, gradients)
                 rows = [Row(weights[name], gradients[name], slots[name]) for name in present]
                 try:
                     stepped = self._stepped(rows, h, one_by_one=one_by_one)
@@ -120,7 +118,7 @@ class FormulaStep:
         g = _downhill(_joined(gradients, weights), h)
         new_p, new = self._formula.step(p, g, state, h)
         new_columns = {
-            key: foreach.split_like(
+            key: _apart(
                 new.get(key, state[key]), column, column if self._layout.is_count(key) else weights
             )
             for key, column in columns.items()
@@ -129,7 +127,7 @@ class FormulaStep:
             {key: column[index] for key, column in new_columns.items()}
             for index in range(len(rows))
         ]
-        return list(zip(foreach.split_like(new_p, weights, weights), new_slots, strict=True))
+        return list(zip(_apart(new_p, weights, weights), new_slots, strict=True))
 
     def _sizes_of(self, weights: Sequence[Tensor]) -> Tensor:
         """Return the number of reals in each weight, on their device."""
@@ -169,6 +167,13 @@ def _of_dtype(number: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _joined(tensors: list[Tensor], likes: list[Tensor]) -> Tensor:
     return _wide(foreach.join(tensors, likes)).reshape(-1)
+
+
+def _apart(joined: Tensor, tensors: list[Tensor], likes: list[Tensor]) -> list[Tensor]:
+    """Return the inverse of `_joined`, in the dtypes of `tensors`."""
+    if tensors[0].is_complex():
+        joined = torch.view_as_complex(joined.view(-1, 2))
+    return foreach.split_like(joined, tensors, likes)
 
 
 def _downhill(gradient: Tensor, h: Any) -> Tensor:

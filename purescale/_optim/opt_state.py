@@ -204,11 +204,11 @@ class SlotLayout:
         torch's kernels do not check what they read. `every` are weights and then slots, if they are
         known.
         """
+        if self._formula is None:  # a user's class, whose slots nobody knows
+            return
         in_order = dense_off_graph and list(slots) == list(weights)
         keys = set(map(tuple, slots.values())) if in_order else set()
         known = every if len(keys) == 1 else ()
-        if self._formula is None:
-            return
         if cached((self._question, *keys), lambda: self._fit(slots, weights), known):
             return
         for name, slot in slots.items():

@@ -83,11 +83,9 @@ class OwnStep:
         flags = {**self._flags(weights, gradients), **changed}
         for names, group in self._groups.torch_groups(tuple(weights), range(len(lrs)), hyper):
             moves, group["lr"] = self._groups.moves[group["lr"]], lrs[group["lr"]]
-            present = [name for name in names if name in gradients]
+            present = self._groups.stepped_names(names, weights, gradients)
             if self._formula is not None:
                 group.update((name, value) for name, value in flags.items() if name in group)
-                if not self._formula.elementwise:  # these divide by a size
-                    present = [name for name in present if weights[name].numel()]
                 self._prepare([slots[name] for name in present], group, moves=moves)
             optimizer.param_groups.append({**group, "params": [weights[name] for name in present]})
         try:

@@ -144,6 +144,15 @@ class OptimizerSettings:
             groups.append((members[matching], settings))
         return groups
 
+    def stepped_names(
+        self, names: Sequence[str], weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
+    ) -> list[str]:
+        """Return the names of the parameters that a step moves. A formula that is not elementwise
+        divides by a size, which may be 0.
+        """
+        whole = self.formula is not None and not self.formula.elementwise
+        return [n for n in names if n in gradients and not (whole and not weights[n].numel())]
+
     def fixed_groups(self, names: tuple[str, ...]) -> list[tuple[list[str], dict[str, Any]]]:
         """Return torch's parameter groups, with None for each setting that moves."""
         rates = [None if moves else rate for rate, moves in zip(self.lrs, self.moves, strict=True)]
@@ -377,11 +386,11 @@ class OptimizerSettings:
 
     def _constructed(self, probes: list[Tensor], settings: Mapping[str, Any]) -> Any:
         """Return torch's own optimizer over these tensors. It refuses settings and shapes."""
-        known = {name: value for name, value in settings.items() if name in self.accepted}
-        if "lr" in known and (isinstance(known["lr"], Tensor) or callable(known["lr"])):
-            known["lr"] = _ANY_LR
+        arguments = {name: value for name, value in settings.items() if name in self.accepted}
+        if "lr" in arguments and (isinstance(arguments["lr"], Tensor) or callable(arguments["lr"])):
+            arguments["lr"] = _ANY_LR
         with torch.device("cpu"):  # torch keeps step counts there, whatever the default device is
-            return private.without_compiler(self.cls)(probes, **known)
+            return private.without_compiler(self.cls)(probes, **arguments)
 
 
 def _check_class(cls: Any) -> None:

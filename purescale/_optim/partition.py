@@ -87,13 +87,6 @@ class Part(NamedTuple):
     inputs: StepInputs
 
 
-class Prepared(NamedTuple):
-    """The results of `prepare` of a partition."""
-
-    members: dict[str, Members]
-    results: dict[str, Any]
-
-
 class PartitionOptimizer:
     """Several optimizers, each for its part of the parameters; made by `partition`."""
 

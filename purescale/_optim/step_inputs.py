@@ -290,7 +290,7 @@ def working_copies(
 
 
 def named_params(params: Tree) -> dict[str, Tensor]:
-    """Return the parameters that are not None by dotted name, or refuse what is no parameter."""
+    """Return the parameters that are not None by dotted name, or refuse a leaf that is not one."""
     flat = _tree.flatten_once(params)
     leaves = flat.leaves
     names = _tree.names(params)

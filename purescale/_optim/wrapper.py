@@ -139,7 +139,7 @@ class Wrapper:
     ) -> tuple[Tree, Tree]:
         """Return parameters and state after the step, as in `Updater`."""
         leaves = _tree.flatten((inputs.params, inputs.opt_state))[0]
-        in_place = in_place and not any_dtensor(leaves)  # lists of shards are no lists of tensors
+        in_place = in_place and not any_dtensor(leaves)  # list operators do not take shards
         if in_place:
             inputs = off_graph(inputs, copy=False)
         old = inputs.params, inputs.opt_state

@@ -136,9 +136,8 @@ def gather(tensors: Sequence[Tensor]) -> Tensor:
         storages = map(Tensor.untyped_storage, tensors)
         if len(set(map(torch.UntypedStorage.data_ptr, storages))) == 1:
             return first.detach().as_strided((size,), (1,), start)
-    flat = first.new_empty(size)
-    copy_(views(flat, tensors), tensors)
-    return flat
+    with torch.no_grad():
+        return join(tensors, tensors)
 
 
 def flattened(tensors: Sequence[Tensor]) -> Tensor:
@@ -354,18 +353,14 @@ def join(tensors: Sequence[Tensor], likes: Sequence[Tensor]) -> Tensor:
     memory order of its like.
     """
     if are_contiguous(tensors) and are_contiguous(likes):
-        return torch.cat([tensor.reshape(-1) for tensor in tensors])
+        return flattened(tensors)
     flat = tensors[0].new_empty(sum(map(Tensor.numel, tensors)))
     listops.copy_(views(flat, likes), list(tensors))
     return flat
 
 
 def split_like(flat: Tensor, tensors: Sequence[Tensor], likes: Sequence[Tensor]) -> list[Tensor]:
-    """Return the inverse of `join`, in tensors like these in fresh memory. Complex ones are
-    expected as their reals.
-    """
-    if tensors[0].is_complex():
-        flat = torch.view_as_complex(flat.view(-1, 2))
+    """Return the inverse of `join`, in tensors like these in fresh memory."""
     new = [torch.empty_like(tensor) for tensor in tensors]
     listops.copy_(new, views(flat, likes))
     return new
@@ -390,13 +385,17 @@ def where(
         for indices in pieces(old, kinds):
             some, others = ([column[i] for i in indices] for column in (old, new))
             flag = skip.to(some[0].device)
+            if len(some) == 1:
+                results[indices[0]] = torch.where(flag, some[0], others[0])
+                continue
             flat = torch.where(flag, join(some, some), join(others, some))
-            for index, result in zip(indices, views(flat, some), strict=True):
+            chosen = views(flat, some) if in_place else split_like(flat, some, some)
+            for index, result in zip(indices, chosen, strict=True):
                 results[index] = result
     if in_place:
         copy_(old, results)
         return list(old)
-    return clone(results)
+    return results
 
 
 # ---- sums ----------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import sys
 from collections.abc import Callable
@@ -92,17 +91,6 @@ def only_inlined(function: _Function) -> _Function:
     """
     _here.skip_frame(function.__code__)
     return function
-
-
-def never_compiled(function: _Function) -> _Function:
-    """Equal to `torch.compiler.disable`, which would import the compiler."""
-
-    @functools.wraps(function)
-    def run(*args: Any) -> Any:
-        compiler: Any = torch.compiler if "torch._dynamo" in sys.modules else None
-        return (compiler.disable(function) if compiler else function)(*args)
-
-    return only_inlined(run)  # type: ignore[return-value]
 
 
 def without_compiler(cls: Any) -> Any:

@@ -112,7 +112,6 @@ def outside_of_modes(function: Callable[[], T]) -> T:
 # ---- the names -----------------------------------------------------------------------------------
 
 _TRANSFORMS = "a transform of torch.func"
-_COMPILED_MODULE = "a compiled call of a module that sets its own attributes"
 
 NAMES = {
     # transforms, modes, compilers; without the first two each call is made as under a transform

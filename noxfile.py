@@ -33,8 +33,8 @@ def quick(session: nox.Session) -> None:
         constraints.flush()
         # By the environment, which takes the place of constraints in a machine's pip configuration.
         session.install("--editable", ".[dev]", env={"PIP_CONSTRAINT": constraints.name})
-    session.run(
-        *("python", "-m", "pytest", "-n", "2", "-m", "not slow", "tests", *session.posargs),
-        "--ignore=tests/conformance",
-        env={"OMP_NUM_THREADS": "1"},
-    )
+    for tests in (["tests", "--ignore=tests/conformance"], ["tests/second_device"]):
+        session.run(
+            *("python", "-m", "pytest", "-n", "2", "-m", "not slow", *tests, *session.posargs),
+            env={"OMP_NUM_THREADS": "1"},
+        )

@@ -31,6 +31,15 @@ if settings.get_current_profile_name() == "checks":
     providers.is_local_module_file = lambda path: False
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Leave out the tests of the second device unless they are named: torch takes it for the
+    accelerator of the machine, so they want a process of their own.
+    """
+    if collection_path.name == "second_device":
+        return not any("second_device" in arg for arg in config.args) or None
+    return None
+
+
 @pytest.fixture(autouse=True)
 def _same_random_numbers_for_every_test():
     torch.manual_seed(0)

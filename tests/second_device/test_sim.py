@@ -1,0 +1,297 @@
+"""The second device is a device: of what it would find, none can hide on it."""
+
+import copy
+import io
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sim
+import torch
+import torch.nn.functional as F
+from helpers import small_net
+from torch import nn
+
+
+def on(device, *shape):
+    return torch.randn(*shape).to(device)
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the memory is mapped once")
+def test_the_host_cannot_read_memory_of_the_device():
+    body = (
+        "import ctypes, sim, torch\n"
+        "sim.load()\n"
+        "x = torch.ones(3, device='sim')\n"
+        "print(ctypes.string_at(x.data_ptr(), 4))\n"
+    )
+    folder = Path(__file__).parent
+    ended = subprocess.run([sys.executable, "-c", body], cwd=folder, capture_output=True)
+    assert ended.returncode == -signal.SIGSEGV, ended.stderr
+    assert ended.stdout == b""
+
+
+def test_fresh_memory_holds_nan():
+    x = torch.ones(100, device="sim")
+    del x
+    assert torch.empty(100, device="sim").isnan().all()
+
+
+def test_blocks_are_counted_until_nobody_holds_them():
+    with sim.counted() as counts:
+        x = torch.ones(3, device="sim")
+        view = x[1:]
+    assert counts.blocks == 1
+    with sim.counted() as counts:
+        del x
+        held = [view]
+        del view, held
+    assert counts.blocks == -1
+
+
+def test_a_storage_is_resized_in_place():
+    x = torch.arange(4.0).to("sim")
+    x.untyped_storage().resize_(8)
+    assert x.untyped_storage().nbytes() == 8
+    x.untyped_storage().resize_(16)
+    assert x[:2].tolist() == [0.0, 1.0]
+
+
+def test_set_takes_storages_tensors_and_nothing():
+    x, y = torch.arange(6.0).to("sim"), torch.zeros(2, 3, device="sim")
+    y.set_(x.untyped_storage(), 2, (2, 2))
+    assert y.tolist() == [[2.0, 3.0], [4.0, 5.0]]
+    y.set_(x.untyped_storage())
+    assert y.data_ptr() == x.data_ptr()
+    assert y.shape == (6,)
+    y.set_(x[1:].view(5, 1))
+    assert y.tolist() == [[1.0], [2.0], [3.0], [4.0], [5.0]]
+    y.set_()
+    assert y.shape == (0,)
+    assert y.device == x.device
+
+
+def test_copies_of_tensors_and_files_keep_device_values_and_shared_memory():
+    x, far = on("sim", 3, 4), on("sim:1", 2)
+    held = {"x": x, "row": x[1], "far": far, "parameter": nn.Parameter(x.clone())}
+    file = io.BytesIO()
+    torch.save(held, file)
+    file.seek(0)
+    for found in (copy.deepcopy(held), torch.load(file)):
+        for name, tensor in held.items():
+            assert found[name].device == tensor.device
+            assert torch.equal(found[name], tensor)
+        assert found["row"].untyped_storage().data_ptr() == found["x"].data_ptr() != x.data_ptr()
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim:1"])
+def test_a_file_is_loaded_onto_another_device(device):
+    file = io.BytesIO()
+    torch.save(torch.arange(3.0).to("sim"), file)
+    file.seek(0)
+    found = torch.load(file, map_location=device)
+    assert found.device == torch.device(device)
+    assert found.tolist() == [0.0, 1.0, 2.0]
+
+
+# ---- what is an error ----------------------------------------------------------------------------
+
+READS = {
+    "item": lambda x: x.sum().item(),
+    "bool": lambda x: bool(x[0, 0] > 0),
+    "if": lambda x: 1 if (x > 0).any() else 0,
+    "tolist": lambda x: x.tolist(),
+    "repr": repr,
+    "numpy": lambda x: x.cpu().numpy(),
+    "equal": lambda x: torch.equal(x, x),
+    "allclose": lambda x: torch.allclose(x, x),
+    "nonzero": torch.nonzero,
+    "unique": torch.unique,
+    "mask": lambda x: x[x > 0],
+    "masked write": lambda x: x.index_put_((x > 0,), x[0, 0]),
+    "masked_select": lambda x: torch.masked_select(x, x > 0),
+    "synchronize": lambda x: torch.accelerator.synchronize(),
+    "event": lambda x: torch.Stream("sim").record_event().synchronize(),
+    "stream": lambda x: torch.Stream("sim").synchronize(),
+    "to the host": lambda x: x.to("cpu"),
+    "number to the device": lambda x: torch.tensor(1.0, device="sim"),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_where_the_host_would_wait_is_an_error_and_counted(name):
+    x = on("sim", 3, 4)
+    with sim.counted() as counts:
+        READS[name](x.clone())
+    assert counts.reads + counts.to_host + counts.waits > 0
+    with sim.waiting(refused=True), pytest.raises(RuntimeError, match="the host waits"):
+        READS[name](x)
+
+
+def test_what_waits_for_nothing_is_no_error():
+    x = on("sim", 3, 4)
+    with sim.waiting(refused=True), sim.counted() as counts:
+        torch.full((), 1.0, device="sim") + x * torch.tensor(2.0)
+        torch.where(x > 0, x, 0.0).masked_fill_(x > 1, 2.0).half().sum(0)[1:].clone()
+        x.to("sim:1")
+        torch.ones(3).to("sim", non_blocking=True)
+        torch.randn(3, device="sim")
+    assert counts.reads == counts.to_host == counts.waits == 0
+    assert (counts.to_device, counts.between, counts.copies) == (1, 1, 2)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        torch.add,
+        torch.mm,
+        lambda a, b: torch.where(a > 0, a, b),
+        lambda a, b: torch._foreach_add([a], [b]),
+    ],
+    ids=["add", "mm", "where", "foreach"],
+)
+@pytest.mark.parametrize("other", ["cpu", "sim:1"])
+def test_tensors_of_two_devices_in_one_operator_are_an_error(call, other):
+    a, b = torch.ones(2, 2, device="sim"), torch.ones(2, 2, device=other)
+    call(a, b.to("sim"))
+    with pytest.raises(RuntimeError, match=other):
+        call(a, b)
+
+
+# ---- random numbers ------------------------------------------------------------------------------
+
+
+def test_dropout_replays_and_takes_nothing_from_the_generators_of_other_devices():
+    x = torch.ones(100, device="sim")
+    others = torch.get_rng_state(), torch.sim.get_rng_state("sim:1")
+    state = torch.sim.get_rng_state("sim:0")
+    first, second = F.dropout(x), F.dropout(x)
+    torch.sim.set_rng_state(state, "sim:0")
+    assert torch.equal(F.dropout(x), first)
+    assert not torch.equal(first, second)
+    assert torch.equal(torch.get_rng_state(), others[0])
+    assert torch.equal(torch.sim.get_rng_state("sim:1"), others[1])
+
+
+def test_a_generator_of_ones_own_is_of_its_device():
+    generators = [torch.Generator("sim:1").manual_seed(3) for _ in range(2)]
+    draws = [torch.randn(5, device="sim:1", generator=g) for g in generators]
+    assert torch.equal(*draws)
+    assert generators[0].device == torch.device("sim:1")
+    with pytest.raises(RuntimeError, match="generator"):
+        torch.randn(5, device="sim:0", generator=generators[0])
+
+
+# ---- kernels -------------------------------------------------------------------------------------
+
+
+def results_and_gradients(net, x):
+    net.zero_grad()
+    out = net(x)
+    out.float().square().sum().backward()
+    return [out.detach(), *(p.grad for p in net.parameters())]
+
+
+NETS = {
+    "convolutions": lambda: nn.Sequential(
+        nn.Conv2d(1, 4, 3, groups=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.ConvTranspose2d(4, 6, 3, stride=2, groups=2),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 6, 3, padding=1, groups=3, bias=False),
+    ),
+    "small": small_net,
+    "attention": lambda: nn.Sequential(
+        nn.Flatten(0, 1), nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_a_net_has_the_results_and_gradients_of_the_cpu(name):
+    net, x = NETS[name](), torch.randn(4, 1, 6, 6)
+    expected = results_and_gradients(net, x)
+    found = results_and_gradients(copy.deepcopy(net).to("sim"), x.to("sim"))
+    # torch takes another kernel for attention on a device that it does not know
+    tolerance = 1e-5 if name == "attention" else 1e-6
+    found = [t.cpu() for t in found]
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_views_share_memory_and_lazy_conjugations_are_resolved():
+    x = torch.randn(3, dtype=torch.complex64)
+    y = x.to("sim")
+    assert torch.equal((y.conj() * y).cpu(), x.conj() * x)
+    torch.view_as_real(y)[0] = 0.0
+    assert y[0].item() == 0
+    t = torch.zeros(2, 3, device="sim")
+    t.t()[1:].add_(1)
+    assert t.tolist() == [[0, 1, 1], [0, 1, 1]]
+
+
+def test_an_operator_writes_into_out_of_another_size():
+    out = torch.empty(0, device="sim")
+    torch.add(torch.ones(2, 3, device="sim"), 1, out=out)
+    assert out.tolist() == [[2.0] * 3] * 2
+
+
+def test_autocast_has_the_lists_of_cuda():
+    x = torch.randn(3, 3, device="sim")
+    with torch.autocast("sim", torch.float16):
+        half = x @ x
+        assert half.dtype is torch.float16
+        for name in ("exp", "sum", "norm"):
+            assert getattr(half, name)().dtype is torch.float32
+        assert F.softmax(half, -1).dtype is F.mse_loss(half, half).dtype is torch.float32
+        assert torch.addcmul(x, half, half).dtype is torch.float32
+        assert F.relu(half).dtype is torch.float16
+        with pytest.raises(RuntimeError, match="unsafe"):
+            F.binary_cross_entropy(half.sigmoid(), half.sigmoid())
+
+
+def test_a_list_of_tensors_is_one_launch_and_a_view_is_none():
+    tensors = [torch.ones(3, device="sim") for _ in range(5)]
+    with sim.launched() as names:
+        torch._foreach_mul_([t[1:] for t in tensors], 2.0)
+    assert names == ["aten::_foreach_mul_"]
+
+
+def test_gradscaler_and_fused_adamw_run_as_on_the_cpu():
+    weights = []
+    for device in ("cpu", "sim"):
+        torch.manual_seed(0)
+        net = nn.Linear(4, 3).to(device)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, fused=True)
+        scaler = torch.amp.GradScaler(device, init_scale=8.0, growth_interval=1)
+        for _ in range(3):
+            scaler.scale(net(torch.ones(2, 4).to(device)).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        weights.append(net.weight.detach().cpu())
+        assert scaler.get_scale() == 64.0
+    torch.testing.assert_close(*weights, rtol=1e-6, atol=1e-6)
+
+
+def test_streams_and_events_wait_for_nothing_and_are_counted():
+    with sim.counted() as counts:
+        event = torch.Event("sim")
+        stream = torch.Stream("sim")
+        event.record(stream)
+        event.wait(stream)
+    assert counts.events == 2
+    assert event.query()
+    assert stream.query()
+
+
+def test_without_a_compiler_the_reason_is_told(monkeypatch, tmp_path):
+    monkeypatch.setattr(sim, "CACHE", tmp_path)
+    assert sim.why_not() is None
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert "C++ compiler" in sim.why_not()

@@ -11,7 +11,7 @@ from .._grads.measure import measure
 from .._torch import donation, dtensor
 from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write
-from .._torch.dtypes import wide_dtype, widest_float
+from .._torch.dtypes import real_dtype, wide_dtype, widest_float
 from .._torch.foreach import weighted_sum
 from .._tree import tree as _tree
 from .._tree.gradients import as_gradients
@@ -69,17 +69,20 @@ def init_accum(params: Tree, dtype: torch.dtype | None = None) -> AccumState:
     leaves = _tree.flatten(params)[0]
     _tree.check_gradients(params, leaves, "params")
     device = _tree.device_of(params, leaves, "params")
-    zero = torch.zeros((), dtype=widest_float(device), device=device)
-    count = torch.zeros((), dtype=torch.int32, device=device)
+
+    def zero_mean(leaf: Tensor) -> Tensor:
+        return torch.zeros_like(dense(leaf.detach()), dtype=_mean_dtype(leaf, dtype))
+
+    def zero(scalar_dtype: torch.dtype) -> Tensor:
+        return torch.zeros((), dtype=scalar_dtype, device=device)
+
     return AccumState(
-        grads=_tree.map(
-            lambda leaf: torch.zeros_like(dense(leaf.detach()), dtype=_wide(leaf, dtype)), params
-        ),
-        weight=zero,
-        found_inf=torch.zeros((), dtype=torch.bool, device=device),
-        num_good=count,
-        num_bad=count.clone(),
-        bad_weight=zero.clone(),
+        grads=_tree.map(zero_mean, params),
+        weight=zero(widest_float(device)),
+        found_inf=zero(torch.bool),
+        num_good=zero(torch.int32),
+        num_bad=zero(torch.int32),
+        bad_weight=zero(widest_float(device)),
     )
 
 
@@ -130,23 +133,18 @@ def accumulate_grads(
     MultiSteps, whose accumulator stays NaN for ever after one bad microbatch.
     """
     leaves, structure = _tree.flatten(accum.grads)
-    given = _leaves_for(accum, grads, leaves, structure)
-    flat = as_gradients(
-        [
-            torch.zeros_like(mean) if gradient is None and mean is not None else gradient
-            for gradient, mean in zip(given, leaves, strict=True)
-        ]
-    )
-    checked = as_weight("weight is", weight, accum.weight)
+    new = as_gradients(_leaves_for(accum, grads, leaves, structure))
+    checked_weight = as_weight("weight is", weight, accum.weight)
     if found_inf is None:
         one = torch.ones((), dtype=torch.float32, device=accum.weight.device)
-        bad = measure(flat, one).nonfinite
+        bad = measure(new, one).nonfinite
     else:
         bad = _tree.flag(found_inf, like=accum.weight)
     means = as_gradients(leaves)
-    owned = donate and can_write(means.tensors, [*flat.tensors, *accum[1:]])
+    owned = donate and can_write(means.tensors, [*new.tensors, *accum[1:]])
     # torch 2.11 cannot trace `_replace`.
-    added = add(AccumState(means.tensors, *accum[1:]), flat.tensors, checked, bad, owned=owned)
+    flat = AccumState(means.tensors, *accum[1:])
+    added = add(flat, new.tensors, checked_weight, bad, owned=owned)
     added = AccumState(structure.unflatten(means.restore(added.grads)), *added[1:])
     if donate:
         _tree.poison(accum, keep=(added, grads, weight, found_inf))
@@ -162,34 +160,45 @@ def add(
     scale: Tensor | None = None,
     owned: bool,
 ) -> AccumState:
-    """`accumulate_grads` for lists of dense, real tensors. `new` is still scaled by `scale`, if
-    given. `owned` allows overwriting the means.
+    """`accumulate_grads` for lists of dense, real tensors: merge a window of one microbatch. `new`
+    is still scaled by `scale`, if given. `owned` allows overwriting the means.
     """
     usable = is_weight(weight)
     good = ~bad & usable & (weight > 0)
     bad = (bad & (weight > 0)) | ~usable
-    counted = torch.where(good, weight, 0)
-    share = _share(counted, accum.weight)
+    microbatch = AccumState(
+        grads=new,
+        weight=torch.where(good, weight, 0),
+        found_inf=bad,
+        num_good=good.to(torch.int32),
+        num_bad=bad.to(torch.int32),
+        bad_weight=torch.where(bad & usable, weight, 0),
+    )
+    return _merged(accum, microbatch, scale=scale, owned=owned)
+
+
+def _merged(
+    a: AccumState, b: AccumState, *, scale: Tensor | None = None, owned: bool
+) -> AccumState:
+    """`merge_accum` for lists of dense, real tensors. Those of `b` are still scaled by `scale`."""
+    weight = a.weight + b.weight
+    # The derivative of a division by 0 would be NaN even in a branch that is not taken.
+    share = b.weight / torch.where(weight > 0, weight, 1)
     return AccumState(
-        grads=weighted_sum(accum.grads, new, share, good, keep=1 - share, scale=scale, owned=owned),
-        weight=accum.weight + counted,
-        found_inf=accum.found_inf | bad,
-        num_good=_tree.counted(accum.num_good, good),
-        num_bad=_tree.counted(accum.num_bad, bad),
-        bad_weight=accum.bad_weight + torch.where(bad & usable, weight, 0),
+        grads=weighted_sum(
+            a.grads, b.grads, share, b.weight > 0, keep=1 - share, scale=scale, owned=owned
+        ),
+        weight=weight,
+        found_inf=a.found_inf | b.found_inf,
+        num_good=_saturating_sum(a.num_good, b.num_good),
+        num_bad=_saturating_sum(a.num_bad, b.num_bad),
+        bad_weight=a.bad_weight + b.bad_weight,
     )
 
 
-def _sum_of_counts(a: Tensor, b: Tensor) -> Tensor:
-    return (a.to(torch.int64) + b).clamp(max=torch.iinfo(a.dtype).max).to(a.dtype)
-
-
-def _share(weight: Tensor, others: Tensor) -> Tensor:
-    """Return `weight / (others + weight)`, or 0 if both are 0: the gradient of a division by 0
-    would be NaN even in a branch that is not taken.
-    """
-    total = others + weight
-    return weight / torch.where(total > 0, total, 1)
+def _saturating_sum(a: Tensor, b: Tensor) -> Tensor:
+    """Return `a + b`, at most the largest number of their dtype."""
+    return torch.minimum(a, torch.iinfo(a.dtype).max - b) + b
 
 
 @outside_autocast()
@@ -231,8 +240,8 @@ def accumulated_grads(
     check_on_nonfinite(on_nonfinite)
     empty = ~(accum.weight > 0)
     found_inf = empty if on_nonfinite == "drop_microbatch" else accum.found_inf | empty
-    given_up = donate and not donation.DEBUG
-    grads = accum.grads if given_up else _tree.map(torch.clone, accum.grads)
+    may_alias = donate and not donation.DEBUG
+    grads = accum.grads if may_alias else _tree.map(torch.clone, accum.grads)
     if donate:
         _tree.poison(accum, keep=(grads, found_inf))
     return grads, found_inf
@@ -272,18 +281,9 @@ def merge_accum(a: AccumState, b: AccumState, donate: bool = False) -> AccumStat
     leaves, others, structure = _tree.matching_leaves(a.grads, b.grads, "a.grads", "b.grads", why)
     means, new = as_gradients(leaves), as_gradients(others)
     owned = donate and can_write(means.tensors, [*new.tensors, *a[1:], *b[1:]])
-    share = _share(b.weight, a.weight)
-    merging = weighted_sum(
-        means.tensors, new.tensors, share, b.weight > 0, keep=1 - share, owned=owned
-    )
-    merged = AccumState(
-        grads=structure.unflatten(means.restore(merging)),
-        weight=a.weight + b.weight,
-        found_inf=a.found_inf | b.found_inf,
-        num_good=_sum_of_counts(a.num_good, b.num_good),
-        num_bad=_sum_of_counts(a.num_bad, b.num_bad),
-        bad_weight=a.bad_weight + b.bad_weight,
-    )
+    flat = AccumState(means.tensors, *a[1:]), AccumState(new.tensors, *b[1:])
+    merged = _merged(*flat, owned=owned)
+    merged = AccumState(structure.unflatten(means.restore(merged.grads)), *merged[1:])
     if donate:
         _tree.poison(a, keep=(merged, b))
     return merged
@@ -343,10 +343,10 @@ def accumulation_window(index: int, every: int, total: int | None = None, start:
             f"index {index} is before start={start}. Fix: start is the index at which this run "
             "began."
         )
-    first = max(index - index % every, start)
-    end = index - index % every + every
-    end = end if total is None else min(end, total)
-    return Window(should_update=index + 1 == end, should_sync=index + 1 == end, divisor=end - first)
+    begin = index - index % every
+    end = begin + every if total is None else min(begin + every, total)
+    is_last = index + 1 == end
+    return Window(should_update=is_last, should_sync=is_last, divisor=end - max(begin, start))
 
 
 # ---- checks --------------------------------------------------------------------------------------
@@ -394,19 +394,27 @@ def as_weight(what: str, weight: Any, like: Tensor) -> Tensor:
 
 
 def _leaves_for(accum: AccumState, grads: Tree, means: Leaves, structure: TreeDef) -> Leaves:
-    """Return the leaves of `grads` in the order of `accum.grads`, or raise an error that names the
-    leaf that cannot be averaged there.
+    """Return the leaves of `grads` in the order of `accum.grads`, with zeros for None, or raise an
+    error that names the leaf that cannot be averaged there.
     """
-    new = _tree.leaves_like("grads", grads, "accum.grads", accum.grads, structure)
-    _tree.check_gradients(accum.grads, new, "grads")
-    for index, (mean, gradient) in enumerate(zip(means, new, strict=True)):
-        misfit = None if gradient is None else _misfit(gradient, mean)
-        if misfit:
-            raise ValueError(f"{_tree.path(accum.grads, 'grads', index)} {misfit}")
-    return [dtensor.redistribute_like(*pair) for pair in zip(new, means, strict=True)]
+    leaves = _tree.leaves_like("grads", grads, "accum.grads", accum.grads, structure)
+    _tree.check_gradients(accum.grads, leaves, "grads")
+    pairs = list(zip(leaves, means, strict=True))
+    for index, (gradient, mean) in enumerate(pairs):
+        reason = "" if gradient is None else _mismatch_reason(gradient, mean)
+        if reason:
+            raise ValueError(f"{_tree.path(accum.grads, 'grads', index)} {reason}")
+    return [
+        torch.zeros_like(mean)
+        if gradient is None and mean is not None
+        else dtensor.redistribute_like(gradient, mean)
+        for gradient, mean in pairs
+    ]
 
 
-def _misfit(gradient: Tensor, mean: Tensor | None) -> str | None:
+def _mismatch_reason(gradient: Tensor, mean: Tensor | None) -> str:
+    """Return why a gradient cannot be averaged into a mean, and the fix; "" if it can."""
+    fix = "Fix: init_accum(params) with the params of these gradients."
     if mean is None:
         return (
             "is a tensor, but None in accum.grads. Fix: init_accum(params) with a tensor for "
@@ -415,33 +423,21 @@ def _misfit(gradient: Tensor, mean: Tensor | None) -> str | None:
     if gradient.shape != mean.shape or gradient.device != mean.device:
         return (
             f"is {tuple(gradient.shape)} on {gradient.device}, but {tuple(mean.shape)} on "
-            f"{mean.device} in accum.grads. Fix: init_accum(params) with the params of these "
-            "gradients."
+            f"{mean.device} in accum.grads. {fix}"
         )
-    if dtensor.is_dtensor(gradient) != dtensor.is_dtensor(mean):
-        return (
-            "and its mean are not both DTensors. Fix: init_accum(params) with the params of these "
-            "gradients."
-        )
-    if misfit := dtensor.placement_mismatch(gradient, mean):
-        return misfit
+    if reason := dtensor.placement_mismatch(gradient, mean):
+        return reason
     if gradient.is_complex() != mean.is_complex():
-        return (
-            f"has dtype {gradient.dtype}, its mean {mean.dtype}; one is complex. Fix: "
-            "init_accum(params) with the params of these gradients."
-        )
-    if gradient.dtype.itemsize > mean.dtype.itemsize and gradient.dtype in (
-        torch.float64,
-        torch.complex128,
-    ):
+        return f"has dtype {gradient.dtype}, its mean {mean.dtype}; one is complex. {fix}"
+    if real_dtype(gradient.dtype) is torch.float64 is not real_dtype(mean.dtype):
         return (
             f"has dtype {gradient.dtype}, its mean {mean.dtype}, which it may not fit. Fix: "
             "init_accum(params, dtype=torch.float64)."
         )
-    return None
+    return ""
 
 
-def _wide(leaf: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+def _mean_dtype(leaf: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     if dtype is None:
         return wide_dtype(leaf.dtype)
     if not leaf.is_complex():

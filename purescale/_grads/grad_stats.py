@@ -53,11 +53,11 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
         few = _at_least_float32(flattened(tensors))
         return torch.dot(few, few).double()
     lists = [tensors] if len(kinds) == 1 else [[tensors[i] for i in indices] for indices in kinds]
-    norms = [torch.linalg.vector_norm(rows, dim=1) for some in lists for rows in _rows(some)]
-    if len({norm.dtype for norm in norms}) > 1:
-        norms = [norm.double() for norm in norms]
-    every = (norms[0] if len(norms) == 1 else torch.cat(norms)).double()
-    return torch.dot(every, every)
+    parts = [torch.linalg.vector_norm(rows, dim=1) for some in lists for rows in _rows(some)]
+    if len({part.dtype for part in parts}) > 1:
+        parts = [part.double() for part in parts]
+    norms = (parts[0] if len(parts) == 1 else torch.cat(parts)).double()
+    return torch.dot(norms, norms)
 
 
 _FEW = 2**11  # elements: up to here `dot`, which has more lanes, is as good
@@ -119,18 +119,18 @@ def local_stats(tensors: Sequence[Tensor], divisor: Tensor, norm_type: float | N
     """
     present = [tensor for tensor in tensors if tensor.numel()]
     dtypes = list(dict.fromkeys(tensor.dtype for tensor in present))
-    p = None if norm_type is None or norm_type == math.inf else norm_type
-    found: list[Tensor] = []
+    p = None if norm_type == math.inf else norm_type
+    stats: list[Tensor] = []  # the largest magnitude of each dtype, then the norm
     if present:
         way = way_over(present)
         if way == "plain":
-            found = _inline_stats(present, divisor, dtypes, p)
+            stats = _inline_stats(present, divisor, dtypes, p)
         elif way == "node":
-            found = _stats_node(present, divisor, p)
+            stats = _stats_node(present, divisor, p)
         else:
             with torch.no_grad():
-                found = _list_stats(present, divisor, dtypes, p)
-    amax, norms = dict(zip(dtypes, found, strict=False)), found[len(dtypes) :]
+                stats = _list_stats(present, divisor, dtypes, p)
+    amax, norms = dict(zip(dtypes, stats, strict=False)), stats[len(dtypes) :]
     if norm_type is None:
         return LocalStats(amax, None)
     wide = widest_float(divisor.device)
@@ -145,17 +145,17 @@ def _inline_stats(
 ) -> list[Tensor]:
     """Return the largest magnitude of each dtype, then the norm, in plain operators."""
     tops = [(tensor.dtype, _at_least_float32(tensor.abs().amax())) for tensor in tensors]
-    found = [torch.stack([top for other, top in tops if other is dtype]).amax() for dtype in dtypes]
-    if p is not None:
-        found.append(norm_of_norms([_vector_norm(tensor, p, divisor) for tensor in tensors], p))
-    return found
+    amaxes = [torch.stack([top for own, top in tops if own is dtype]).amax() for dtype in dtypes]
+    if p is None:
+        return amaxes
+    return [*amaxes, norm_of_norms([_vector_norm(t, p, divisor) for t in tensors], p)]
 
 
 def _list_stats(
     tensors: Sequence[Tensor], divisor: Tensor, dtypes: Sequence[torch.dtype], p: float | None
 ) -> list[Tensor]:
     """`_inline_stats` over lists: the number of operators does not grow with the tensors."""
-    found, norms = [], []
+    amaxes, norms = [], []
     for dtype in dtypes:
         some = [tensor for tensor in tensors if tensor.dtype is dtype]
         if some[0].is_cpu:
@@ -163,10 +163,10 @@ def _list_stats(
             amax = _at_least_float32(torch.stack(ends)).abs().amax()
         else:
             amax = _at_least_float32(torch.stack(listops.norm(some, math.inf)).amax())
-        found.append(amax)
+        amaxes.append(amax)
         if p is not None:
             norms.append(_norm_of_list(some, p, amax, divisor))
-    return [*found, norm_of_norms(norms, p)] if p is not None else found
+    return amaxes if p is None else [*amaxes, norm_of_norms(norms, p)]
 
 
 def _norm_of_list(tensors: list[Tensor], p: float, amax: Tensor, divisor: Tensor) -> Tensor:
@@ -202,10 +202,10 @@ def norm_of_norms(norms: Sequence[Tensor], p: float) -> Tensor:
     """Return the p-norm of all tensors from the p-norms of parts."""
     if len(norms) == 1:
         return norms[0]
-    every = torch.stack(list(norms))
+    stacked = torch.stack(list(norms))
     if p == math.inf:
-        return every.amax()
-    return _vector_norm(every, p, torch.ones_like(every[0]))
+        return stacked.amax()
+    return _vector_norm(stacked, p, torch.ones_like(norms[0]))
 
 
 def _unit(amax: Tensor) -> Tensor:
@@ -226,9 +226,8 @@ def _stats_node(tensors: Sequence[Tensor], divisor: Tensor, p: float | None) -> 
 
 @_stats_node.register_fake
 def _(tensors: Sequence[Tensor], divisor: Tensor, p: float | None) -> list[Tensor]:
-    found = [
-        tensors[0].new_empty((), dtype=torch.promote_types(dtype, torch.float32))
-        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors)
-    ]
-    wide = widest_float(tensors[0].device)
-    return found if p is None else [*found, tensors[0].new_empty((), dtype=wide)]
+    own = dict.fromkeys(tensor.dtype for tensor in tensors)
+    dtypes = [torch.promote_types(dtype, torch.float32) for dtype in own]
+    if p is not None:
+        dtypes.append(widest_float(tensors[0].device))
+    return [tensors[0].new_empty((), dtype=dtype) for dtype in dtypes]

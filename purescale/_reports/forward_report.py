@@ -62,21 +62,13 @@ class ForwardReport(NamedTuple):
     def __str__(self) -> str:
         rows = _read(self)
         bad = [index for index, row in enumerate(rows) if row.nonfinite]
-        largest = max(range(len(rows)), key=lambda index: rows[index].amax)
+        largest = max(range(len(rows)), key=lambda index: float(rows[index].amax))
         first = _first(rows)
         middle = first if isinstance(first, int) else bad[0] if bad else largest
         start = max(0, min(middle - MAX_LINES // 2, len(rows) - MAX_LINES))
-        cells = [
-            (
-                row.name,
-                row.kind,
-                *(("-", "-") if row.nonfinite == row.size > 0 else _magnitudes(row)),
-                *(f"{count:.0f}" for count in (row.nonfinite - row.nan, row.nan, row.given)),
-            )
-            for row in rows
-        ]
         header = ("module", "kind", "amax", "smallest", "inf", "NaN", "inf or NaN given")
-        return "\n".join([_verdict(rows, first, len(bad)), *table(header, cells, start)])
+        lines = table(header, list(map(_cells, rows)), start)
+        return "\n".join([_verdict(rows, first, len(bad)), *lines])
 
     def plot(self) -> Any:
         """Syncs with the host. Draw a matplotlib Figure with the largest and smallest magnitude of
@@ -85,45 +77,32 @@ class ForwardReport(NamedTuple):
         return _plot_modules(_read(self))
 
 
-class _Row(NamedTuple):
-    """A `ModuleReport` in Python numbers."""
-
-    name: str
-    kind: str
-    amax: float
-    smallest: float
-    nonfinite: float
-    nan: float
-    posinf: float
-    masked: float
-    given: float
-    given_neginf: float
-    held: float
-    size: int
-    inside: int
+class _Row(ModuleReport):
+    """A `ModuleReport` with Python numbers in place of tensors."""
 
     @property
     def poisoned(self) -> bool:
         """Return True if it returned NaN or +inf, which masks do not hold."""
-        return self.nan + self.posinf > 0
+        return bool(self.nan + self.posinf > 0)
 
     @property
     def lowered(self) -> bool:
         """Return True if it returned -inf outside of masks."""
-        return self.nonfinite > self.nan + self.posinf + self.masked
+        return bool(self.nonfinite > self.nan + self.posinf + self.masked)
 
     @property
     def given_poison(self) -> bool:
-        return self.given > self.given_neginf
+        """Return True if its arguments had NaN or +inf."""
+        return bool(self.given > self.given_neginf)
 
 
 def _read(report: ForwardReport) -> list[_Row]:
     """Read all rows with one copy from the device. Syncs with the host."""
     numbers = iter(read([fact for row in report.rows for fact in row if isinstance(fact, Tensor)]))
-    rows: list[list[Any]] = [
-        [next(numbers) if isinstance(fact, Tensor) else fact for fact in row] for row in report.rows
+    return [
+        _Row._make(next(numbers) if isinstance(fact, Tensor) else fact for fact in row)
+        for row in report.rows
     ]
-    return [_Row(*row) for row in rows]
 
 
 # ---- the first -----------------------------------------------------------------------------------
@@ -165,18 +144,23 @@ def _outermost(rows: list[_Row]) -> Iterator[int]:
 def _verdict(rows: list[_Row], first: int | str | None, bad: int) -> str:
     if not bad:
         return "everything that a module returned is finite"
-    said = f"{bad} of {len(rows)} calls returned something not finite"
+    verdict = f"{bad} of {len(rows)} calls returned something not finite"
     if first is None:
-        return f"{said}: -inf, as in a mask, which did not lead to NaN"
+        return f"{verdict}: -inf, as in a mask, which did not lead to NaN"
     if isinstance(first, str):
-        return f"{said}; the outermost module was given inf or NaN. First: {first}"
+        return f"{verdict}; the outermost module was given inf or NaN. First: {first}"
     if rows[first].held:
-        said += "; the first has inf or NaN in its own parameters or buffers"
-    return f"{said}. First: {rows[first].name}"
+        verdict += "; the first has inf or NaN in its own parameters or buffers"
+    return f"{verdict}. First: {rows[first].name}"
 
 
-def _magnitudes(row: _Row) -> tuple[str, str]:
-    return f"{row.amax:.2e}", f"{row.smallest:.2e}"
+def _cells(row: _Row) -> list[str]:
+    """Return the columns of the printed table."""
+    magnitudes = ["-", "-"]
+    if not row.nonfinite == row.size > 0:
+        magnitudes = [f"{row.amax:.2e}", f"{row.smallest:.2e}"]
+    counts = (row.nonfinite - row.nan, row.nan, row.given)
+    return [row.name, row.kind, *magnitudes, *(f"{count:.0f}" for count in counts)]
 
 
 # ---- the forward ---------------------------------------------------------------------------------
@@ -342,17 +326,17 @@ def _measured(tree: Any) -> _Facts | None:
 
 def _together(parts: Iterable[_Facts]) -> _Facts | None:
     """Combine statistics, on the device of the first."""
-    listed = list(parts)
-    if len(listed) < 2:
-        return listed[0] if listed else None
-    amax, smallest, counts = (
+    parts = list(parts)
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    amaxes, smallest, counts = (
         torch.stack([fact.to(facts[0].device, facts[0].dtype) for fact in facts])
-        for facts in zip(*(part[:3] for part in listed), strict=True)
+        for facts in zip(*(part[:3] for part in parts), strict=True)
     )
-    largest = amax.amax()
-    some = torch.where(smallest > 0, smallest, torch.inf).amin()
-    size = sum(part.size for part in listed)
-    return _Facts(largest, torch.where(largest > 0, some, 0), counts.sum(0), size)
+    amax = amaxes.amax()
+    least = torch.where(smallest > 0, smallest, torch.inf).amin()
+    size = sum(part.size for part in parts)
+    return _Facts(amax, torch.where(amax > 0, least, 0), counts.sum(0), size)
 
 
 def _facts(values: Tensor) -> _Facts:

@@ -114,53 +114,48 @@ def grad_report(grads: Tree, sample: int = 1, dtype: torch.dtype | None = None) 
             f"dtype must be a floating torch.dtype or None, got {scalars.short_repr(dtype)}. Fix: "
             "dtype=torch.float16, or None for that of each leaf."
         )
-    names = [
-        name
-        for name, leaf in zip(leaf_names(grads, "grads"), leaves, strict=True)
-        if leaf is not None
-    ]
-    if not names:
+    pairs = zip(leaf_names(grads, "grads"), leaves, strict=True)
+    present = {name: leaf for name, leaf in pairs if leaf is not None}
+    if not present:
         raise ValueError(
             "grads holds no tensor, so there is nothing to report. Likely cause: the `.grad` of "
             "parameters before a backward, or a tree of None. Fix: pass the gradients that "
             "`torch.func.grad(loss_fn)(params)` returns."
         )
-    present = [leaf for leaf in leaves if leaf is not None]
-    kinds: dict[Any, list[int]] = {}
-    for index, leaf in enumerate(present):
-        kinds.setdefault((leaf.device, leaf.dtype), []).append(index)
-    reports: list[Any] = [None] * len(present)
+    kinds: dict[Any, list[str]] = {}
+    for name, leaf in present.items():
+        kinds.setdefault((leaf.device, leaf.dtype), []).append(name)
+    reports: dict[str, LeafReport] = {}
     with torch.no_grad():
-        for (_, own), indices in kinds.items():
-            judged = real_dtype(own) if dtype is None else dtype
-            columns = _reports_of([present[index] for index in indices], judged, sample)
-            for index, *row in zip(indices, *(c.unbind() for c in columns), strict=True):
-                reports[index] = LeafReport(*row)
-    return GradReport(dict(zip(names, reports, strict=True)))
+        for (_, leaf_dtype), names in kinds.items():
+            judged = real_dtype(leaf_dtype) if dtype is None else dtype
+            columns = _columns_of([present[name] for name in names], judged, sample)
+            for name, *row in zip(names, *(c.unbind() for c in columns), strict=True):
+                reports[name] = LeafReport(*row)
+    return GradReport({name: reports[name] for name in present})
 
 
 # ---- reductions over many leaves -----------------------------------------------------------------
 
-# All leaves are split into rows of this length, each leaf padded to whole rows, so that the number
+# All leaves are split into rows of this length, the last row of each filled up, so that the number
 # of reductions does not grow with the number of leaves.
 _ROW = 64
 
 
-def _reports_of(leaves: Sequence[Tensor], dtype: torch.dtype, sample: int) -> list[Tensor]:
+def _columns_of(leaves: Sequence[Tensor], dtype: torch.dtype, sample: int) -> list[Tensor]:
     """Return `amax`, `zeros`, `subnormal` and `nonfinite`, [n] each, of n leaves with one dtype and
     device, judged in `dtype`.
     """
     device, number, tiny = leaves[0].device, len(leaves), torch.finfo(dtype).tiny
-    sizes, padded = [0] * number, [0] * number
+    sizes = [0] * number
     amax = torch.zeros(number, dtype=wide_dtype(dtype), device=device)
     counts = torch.zeros(number, 3, dtype=torch.int64, device=device)
     for part in _chunks(leaves, sample, 2**19 if leaves[0].is_cpu else 2**24):
-        lengths = [-(-values.numel() // _ROW) for _, values in part]
-        for (index, values), length in zip(part, lengths, strict=True):
+        for index, values in part:
             sizes[index] += values.numel()
-            padded[index] += length * _ROW
-        magnitude = _in_rows([values.to(dtype) for _, values in part], lengths).abs()
-        tests = (magnitude == 0, magnitude < tiny, magnitude < torch.inf)
+        lengths = [-(-values.numel() // _ROW) for _, values in part]
+        magnitude = _magnitudes_in_rows([values for _, values in part], lengths, dtype)
+        tests = (magnitude == 0, (magnitude > 0) & (magnitude < tiny), ~(magnitude < torch.inf))
         row_counts = torch.stack([test.sum(1, dtype=torch.int32) for test in tests], 1)
         leaf_of_row = torch.repeat_interleave(
             torch.tensor([index for index, _ in part], device=device),
@@ -169,15 +164,10 @@ def _reports_of(leaves: Sequence[Tensor], dtype: torch.dtype, sample: int) -> li
         )
         amax = amax.scatter_reduce(0, leaf_of_row, magnitude.amax(1).to(amax.dtype), "amax")
         counts = counts.index_add(0, leaf_of_row, row_counts.to(torch.int64))
-    size, padded_size = torch.tensor([sizes, padded], device=device).unbind()
-    zeros, below, finite = counts.unbind(1)
-    divisor = size.clamp(min=1).to(torch.float32)
-    return [
-        torch.where(amax.isnan(), torch.nan, amax),  # the same bits for every NaN
-        (zeros - (padded_size - size)).to(torch.float32) / divisor,
-        (below - zeros).to(torch.float32) / divisor,
-        padded_size - finite,
-    ]
+    zeros, subnormal, nonfinite = counts.unbind(1)
+    size = torch.tensor(sizes, device=device).clamp(min=1).to(torch.float32)
+    amax = torch.where(amax.isnan(), torch.nan, amax)  # the same bits for every NaN
+    return [amax, zeros.to(size.dtype) / size, subnormal.to(size.dtype) / size, nonfinite]
 
 
 def _chunks(
@@ -189,7 +179,7 @@ def _chunks(
     for index, leaf in enumerate(leaves):
         values = _elements(stored_values(dtensor.full_tensor(leaf)))
         values = values[::sample] if sample > 1 else values
-        for part in torch.split(values, limit) if values.numel() > limit else [values]:
+        for part in torch.split(values, limit):
             chunk.append((index, part))
             size += part.numel()
             if size >= limit:
@@ -206,14 +196,19 @@ def _elements(leaf: Tensor) -> Tensor:
     return leaf.reshape(-1)
 
 
-def _in_rows(values: list[Tensor], lengths: list[int]) -> Tensor:
-    """Put each tensor into rows of its own, the last padded with 0: [sum(lengths), _ROW]."""
-    pads = [length * _ROW - v.numel() for v, length in zip(values, lengths, strict=True)]
+def _magnitudes_in_rows(values: list[Tensor], lengths: list[int], dtype: torch.dtype) -> Tensor:
+    """Return the magnitudes of each tensor in rows of its own, [sum(lengths), _ROW]. The last row
+    is filled up with -1, which is neither a zero nor subnormal and below every magnitude.
+    """
+    sizes = [v.numel() for v in values]
+    flat = torch.cat(values) if len(values) > 1 else values[0]
+    magnitude = flat.to(dtype).abs()
+    pads = [length * _ROW - size for length, size in zip(lengths, sizes, strict=True)]
     if any(pads):
-        zeros = torch.split(values[0].new_zeros(sum(pads)), pads)
-        values = [part for pair in zip(values, zeros, strict=True) for part in pair]
-    row = torch.cat(values) if len(values) > 1 else values[0]
-    return row.reshape(-1, _ROW)
+        fill = torch.split(magnitude.new_full((sum(pads),), -1), pads)
+        pairs = zip(torch.split(magnitude, sizes), fill, strict=True)
+        magnitude = torch.cat([part for pair in pairs for part in pair])
+    return magnitude.reshape(-1, _ROW)
 
 
 # ---- the picture ---------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -50,18 +50,21 @@ class ScaleProbe(NamedTuple):
         """The leaves without a safe scale: their gradients still change at the largest scale that
         fits.
         """
-        return [] if self.high is None else self._without(lambda zeros: zeros < 1)
+        return [name for name, zeros in self._without_low() if zeros < 1]
 
     @property
     def silent(self) -> list[str]:
         """The leaves whose gradient is 0 at every scale that fits: unused, behind a weight of 0, or
         too small for all of them.
         """
-        return [] if self.high is None else self._without(lambda zeros: zeros == 1)
+        return [name for name, zeros in self._without_low() if zeros == 1]
 
-    def _without(self, test: Callable[[float], bool]) -> list[str]:
-        at = self.exponents.tolist().index(self.high)
-        return [n for n, low in self.low.items() if low is None and test(float(self.zeros[n][at]))]
+    def _without_low(self) -> list[tuple[str, float]]:
+        """Return each leaf without `low`, and the share of zeros at the largest scale that fits."""
+        if self.high is None:
+            return []
+        top = self.exponents.tolist().index(self.high)
+        return [(n, float(self.zeros[n][top])) for n, low in self.low.items() if low is None]
 
     def __str__(self) -> str:
         parts = (self._verdict(), self._by_scale(), self._by_leaf())
@@ -195,38 +198,28 @@ def probe_scales(
     inputs, loss, _ = value_and_grad.graph(value_and_grad.buffers.leaves, microbatch)
     best: Leaves | None = None  # the gradients at the largest scale that fits
     high: int | None = None
-    flags: list[Tensor] = []
-    columns: list[list[tuple[Tensor, Tensor]]] = []
+    columns: list[tuple[Tensor, Tensor, Tensor]] = []  # overflow, zeros and error of a part
     for start in range(0, len(chosen), chunk):  # the largest first, which is the reference
         part = chosen[start : start + chunk]
-        scales = torch.tensor(
-            [2.0**exponent for exponent in part], dtype=torch.float32, device=device
-        )
+        scales = torch.tensor([2.0**e for e in part], dtype=torch.float32, device=device)
         grads, overflow = torch.vmap(lambda scale, grads: unscale_and_check(_Scale(scale), grads))(
             scales, _gradients_at_scales(loss, inputs, scales)
         )
-        fits = [not bad for bad in overflow.tolist()]
-        if best is None and any(fits):
-            first = fits.index(True)
+        flags = overflow.tolist()
+        if best is None and not all(flags):
+            first = flags.index(False)
             high, best = part[first], [grad[first].clone() for grad in grads]
-        flags.append(overflow)
-        columns.append(_zeros_and_errors(grads, overflow, best))
+        columns.append((overflow, *_zeros_and_errors(grads, overflow, best)))
         del grads
-    names = value_and_grad.names()
-    zeros, error = (
-        {
-            name: torch.cat([column[index][which] for column in columns]).flip(0)
-            for index, name in enumerate(names)
-        }
-        for which in (0, 1)
-    )
+    overflow, zeros, error = (torch.cat(parts, -1).flip(-1) for parts in zip(*columns, strict=True))
     chosen.reverse()
+    names = value_and_grad.names()
     return ScaleProbe(
         exponents=torch.tensor(chosen, device=device),
-        overflow=torch.cat(flags).flip(0),
-        zeros=zeros,
-        error=error,
-        low=_lows(chosen, zeros, error, high, tol),
+        overflow=overflow,
+        zeros=dict(zip(names, zeros, strict=True)),
+        error=dict(zip(names, error, strict=True)),
+        low=dict(zip(names, _lows(chosen, zeros, error, high, tol), strict=True)),
         high=high,
     )
 
@@ -271,20 +264,21 @@ def _gradients_at_scales(loss: Tensor, inputs: Leaves, scales: Tensor) -> Leaves
 
 def _zeros_and_errors(
     grads: Leaves, overflow: Tensor, best: Leaves | None
-) -> list[tuple[Tensor, Tensor]]:
-    """Return the share of zeros and the error against `best` for each leaf, [C] each."""
-    columns = []
+) -> tuple[Tensor, Tensor]:
+    """Return the shares of zeros and the errors against `best`, [leaves, C] each."""
+    zeros, errors = [], []
     for index, grad in enumerate(grads):
         values = stored_values(grad).reshape(len(grad), -1)
-        zeros = (values == 0).sum(1).to(torch.float32) / max(values.shape[1], 1)
-        error = torch.full_like(zeros, math.inf)
+        share = (values == 0).sum(1).to(torch.float32) / max(values.shape[1], 1)
+        error = torch.full_like(share, math.inf)
         if best is not None:
             ideal = stored_values(best[index]).reshape(1, -1)
             distance, size = (_norm(rows) for rows in (values - ideal, ideal))
             # A leaf that is 0 in both has an error of 0, not NaN.
-            error = torch.where(distance == 0, 0, distance / size).to(zeros.dtype)
-        columns.append((zeros, torch.where(overflow, math.inf, error)))
-    return columns
+            error = torch.where(distance == 0, 0, distance / size).to(share.dtype)
+        zeros.append(share)
+        errors.append(torch.where(overflow, math.inf, error))
+    return torch.stack(zeros), torch.stack(errors)
 
 
 def _norm(rows: Tensor) -> Tensor:
@@ -296,27 +290,20 @@ def _norm(rows: Tensor) -> Tensor:
 
 
 def _lows(
-    exponents: list[int],
-    zeros: dict[str, Tensor],
-    error: dict[str, Tensor],
-    high: int | None,
-    tol: float,
-) -> dict[str, int | None]:
+    exponents: list[int], zeros: Tensor, error: Tensor, high: int | None, tol: float
+) -> list[int | None]:
     """Return for each leaf the exponent from which on all errors up to `high` are within `tol`."""
     if high is None:
-        return dict.fromkeys(error)
+        return [None] * len(error)
     top = exponents.index(high)
-    silent = (torch.stack(list(zeros.values()))[:, top] == 1).tolist()
-    lows: dict[str, int | None] = {}
-    for name, errors, zero in zip(
-        error, torch.stack(list(error.values())).tolist(), silent, strict=True
-    ):
+    lows: list[int | None] = []
+    for errors, zeros_at_top in zip(error.tolist(), zeros[:, top].tolist(), strict=True):
         low = top
         while low and errors[low - 1] <= tol:
             low -= 1
         # At the largest scale the error is 0, as the gradient is compared with itself; safe is what
         # a lower one agrees with.
-        lows[name] = None if zero or low == top else exponents[low]
+        lows.append(None if zeros_at_top == 1 or low == top else exponents[low])
     return lows
 
 

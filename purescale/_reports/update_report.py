@@ -11,9 +11,8 @@ from .._reports.printing import Row, bar_panels, leaf_names, read_rows, table
 from .._torch.autocast import outside_autocast
 from .._torch.dtensor import full_tensor
 from .._torch.dtypes import widest_float
-from .._tree import leaves as _leaf
 from .._tree import tree as _tree
-from .._tree.leaves import stored_values
+from .._tree.leaves import check_leaf, stored_values
 from .._tree.tree import Leaves, Tree
 
 
@@ -123,7 +122,7 @@ def _leaves_like(old: _tree.FlatTree, name: str, tree: Tree) -> Leaves:
         if leaf is None and (name == "wanted" or before is None):
             continue
         at = _tree.path(old.tree, name, index)
-        _leaf.check_leaf(leaf, at, "parameter")
+        check_leaf(leaf, at, "parameter")
         if before is None or leaf.shape != before.shape or leaf.device != before.device:
             beside = "None" if before is None else f"{tuple(before.shape)} on {before.device}"
             raise ValueError(
@@ -139,7 +138,8 @@ _CHUNK = 2**22  # elements at a time, as three float64 copies of them are made
 def _row(old: Tensor, new: Tensor, wanted: Tensor) -> UpdateRow:
     wide = widest_float(old.device)
     zero = torch.zeros((), dtype=wide, device=old.device)
-    arrived, size, still, number = zero, zero, zero, zero
+    moved_wanted = wanted_wanted = zero  # the two dot products
+    num_unmoved = num_wanted = zero
     if old.numel():
         # Divided by the largest update, squares cannot overflow, nor can all of them underflow.
         unit = wanted.abs().amax().to(wide)
@@ -148,13 +148,13 @@ def _row(old: Tensor, new: Tensor, wanted: Tensor) -> UpdateRow:
         for before, after, update in zip(*parts, strict=True):
             step = update.to(wide) / unit
             moved = (after.to(wide) - before.to(wide)) / unit
-            arrived = arrived + (moved * step).sum()
-            size = size + (step * step).sum()
-            asked = update != 0
-            still = still + (asked & (after == before)).sum()
-            number = number + asked.sum()
-    quality = torch.where(size == 0, 1, arrived / size)
-    return UpdateRow(quality, (still / number.clamp(min=1)).to(torch.float32))
+            moved_wanted = moved_wanted + (moved * step).sum()
+            wanted_wanted = wanted_wanted + (step * step).sum()
+            is_wanted = update != 0
+            num_unmoved = num_unmoved + (is_wanted & (after == before)).sum()
+            num_wanted = num_wanted + is_wanted.sum()
+    quality = torch.where(wanted_wanted == 0, 1, moved_wanted / wanted_wanted)
+    return UpdateRow(quality, (num_unmoved / num_wanted.clamp(min=1)).to(torch.float32))
 
 
 def _plot_update(rows: list[Row]) -> Any:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Generic, NamedTuple, NoReturn
 
@@ -99,48 +98,33 @@ def check_bool(name: str, value: Any) -> None:
 
 # ---- state dicts ---------------------------------------------------------------------------------
 
-_OWNERS = {
-    "torch_amp": "torch.amp.GradScaler's",
-    "apex": "apex.amp's",
-    "nnabla": "nnabla's DynamicLossScalingUpdater's",
-    "deepspeed": "DeepSpeed's",
-    "megatron": "Megatron-LM's DynamicGradScaler's",
-    "flax": "flax's DynamicScale's",
-    "jmp": "jmp's DynamicLossScale's",
-    "keras": "Keras' LossScaleOptimizer's",
-    "fairseq": "fairseq's",
-    "mmengine": "MMEngine's OptimWrapper's",
-    "mmcv": "mmcv's LossScaler's",
-    "purescale": "a ScalerState of purescale's own",
-}
-
-# The keys by which a dict is recognised. The first match decides, so larger sets come first.
-_SIGNATURES = (
-    ("mmengine", {"apex_amp"}),
-    ("mmcv", {"cur_scale", "cur_iter", "mode"}),
-    ("deepspeed", {"cur_scale", "cur_iter"}),
-    ("purescale", {"scale", "growth_tracker", "hysteresis_tracker", "consecutive_skips"}),
-    ("megatron", {"scale", "growth_tracker", "hysteresis_tracker"}),
-    ("torch_amp", {"scale", "growth_factor", "_growth_tracker"}),
-    ("flax", {"scale", "fin_steps"}),
-    ("nnabla", {"scale", "_counter"}),
-    ("keras", {"dynamic_scale", "step_counter"}),
-    ("jmp", {"loss_scale", "counter"}),
-    ("fairseq", {"loss_scale", "_iter"}),
-    ("fairseq", {"loss_scale", "param_groups"}),
+# The library, its scaler, and keys by which its dict is recognised. The first match decides, so
+# larger sets come first.
+_PEERS: tuple[tuple[str, str, set[str]], ...] = (
+    ("apex", "apex.amp's", {"loss_scaler0"}),
+    ("mmengine", "MMEngine's OptimWrapper's", {"apex_amp"}),
+    ("mmcv", "mmcv's LossScaler's", {"cur_scale", "cur_iter", "mode"}),
+    ("deepspeed", "DeepSpeed's", {"cur_scale", "cur_iter"}),
+    ("purescale", "a ScalerState of purescale's own", set(ScalerState._fields)),
+    ("megatron", "Megatron-LM's DynamicGradScaler's", set(ScalerState._fields[:-1])),
+    ("torch_amp", "torch.amp.GradScaler's", {"scale", "growth_factor", "_growth_tracker"}),
+    ("flax", "flax's DynamicScale's", {"scale", "fin_steps"}),
+    ("nnabla", "nnabla's DynamicLossScalingUpdater's", {"scale", "_counter"}),
+    ("keras", "Keras' LossScaleOptimizer's", {"dynamic_scale", "step_counter"}),
+    ("jmp", "jmp's DynamicLossScale's", {"loss_scale", "counter"}),
+    ("fairseq", "fairseq's", {"loss_scale", "_iter"}),
+    ("fairseq", "fairseq's", {"loss_scale", "param_groups"}),
 )
 
 
-def owner(d: Mapping[str, Any]) -> str | None:
-    """Return the library whose state dict this looks like, or None."""
+def _recognised(d: Mapping[str, Any]) -> tuple[str, str] | tuple[None, None]:
+    """Return the library whose state dict this looks like, and its scaler."""
     keys = set(d)
-    if any(isinstance(key, str) and re.fullmatch(r"loss_scaler\d+", key) for key in keys):
-        return "apex"
     if "loss_scaler" in keys:
         scaler = d["loss_scaler"]
         of_mmengine = isinstance(scaler, Mapping) and "cur_scale" not in scaler
-        return "mmengine" if of_mmengine else "deepspeed"
-    return next((peer for peer, signature in _SIGNATURES if signature <= keys), None)
+        keys = {"apex_amp"} if of_mmengine else {"cur_scale", "cur_iter"}
+    return next(((peer, scaler) for peer, scaler, own in _PEERS if own <= keys), (None, None))
 
 
 def check_dict(
@@ -174,13 +158,13 @@ def refuse(
     extra: Iterable[Any] = (),
 ) -> NoReturn:
     """Raise an error with the wrong keys, and the library that `d` may come from."""
-    library = owner(d)
+    library, scaler = _recognised(d)
     if library in (peer, None):
         fix = "Fix: pass the scaler's own dict as it was saved, not a checkpoint that holds it."
     elif library in ("mmcv", "purescale"):
-        fix = f"This looks like {_OWNERS[library]}, which interop does not read."
+        fix = f"This looks like {scaler}, which interop does not read."
     else:
-        fix = f"This looks like {_OWNERS[library]}. Fix: `interop.{library}.from_state_dict(d)`."
+        fix = f"This looks like {scaler}. Fix: `interop.{library}.from_state_dict(d)`."
     wrong = "".join(
         f" {what} {_listed(sorted(map(str, keys)))}."
         for what, keys in (("Missing:", missing), ("Unexpected:", extra))

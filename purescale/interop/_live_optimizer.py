@@ -107,12 +107,12 @@ def as_from_torch(
     ]
     first, overrides = groups[0], {}
     for members, group in zip(names, groups, strict=True):
-        own = {name: value for name, value in group.items() if value != first[name]}
-        if own and members:
-            overrides[tuple(map(glob.escape, members))] = own
+        differing = {name: value for name, value in group.items() if value != first[name]}
+        if differing and members:
+            overrides[tuple(map(glob.escape, members))] = differing
     defaults = inspect.signature(cls).parameters
-    told = {name: value for name, value in first.items() if value != defaults[name].default}
-    return from_torch(cls, overrides=overrides, **{**told, "lr": first["lr"]})
+    changed = {name: value for name, value in first.items() if value != defaults[name].default}
+    return from_torch(cls, overrides=overrides, **{**changed, "lr": first["lr"]})
 
 
 def _settings_of(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -192,8 +192,8 @@ def unwrapped(state: Any, optimizer: Any, torch_optimizer: Any) -> tuple[TorchOp
 
 def weights_of(state: TrainState) -> Any:
     """Return the parameters, or their float32 masters if the state has them."""
-    kept = masters_within(state.opt_state)
-    return master_weights(state.params, kept) if isinstance(kept, MasterState) else state.params
+    inner = masters_within(state.opt_state)
+    return master_weights(state.params, inner) if isinstance(inner, MasterState) else state.params
 
 
 def with_slots(

@@ -11,20 +11,19 @@ from torch import Tensor
 
 from .._loss_scale.rules import NoScale, ScalerState, scaler_state
 from .._module.policy import Policy
-from .._tree.scalars import positive, real, whole
+from .._tree.scalars import positive, real, short_repr, whole
 from .._tree.tree import counted
 from ._common import (
+    COUNT,
+    SCALE,
     Device,
+    Format,
     ScaleAndCount,
     check_dict,
-    check_saveable,
     saved_scale,
     settle,
     settle_counts,
 )
-
-_ENTRY = ("loss_scale", "unskipped")
-
 
 # ---- the scaler ----------------------------------------------------------------------------------
 
@@ -119,6 +118,7 @@ class ApexScale(ScaleAndCount):
 
 
 rule = ApexScale
+_FORMAT = Format("apex", ApexScale, {"loss_scale": SCALE, "unskipped": COUNT})  # of one loss
 
 
 def _loss_scale(value: Any) -> float | str:
@@ -170,35 +170,37 @@ def from_state_dict(
 
     Source of the format: state_dict of apex/amp/frontend.py.
     """
-    expected = ("loss_scaler0",)
-    names = [f"loss_scaler{i}" for i in range(len(d))] if isinstance(d, Mapping) else []
-    check_dict(d, "apex", names if "loss_scaler0" in names and "loss_scaler0" in d else expected)
-    scalers, states = [], []
-    for name in names:
-        entry = d[name]
-        if not isinstance(entry, Mapping) or set(entry) != set(_ENTRY):
-            got = (
-                f"a dict with {sorted(map(str, entry))}"
-                if isinstance(entry, Mapping)
-                else repr(entry)
-            )
-            raise ValueError(
-                f"{name} in apex's state dict must be a dict with 'loss_scale' and 'unskipped', "
-                f"got {got}. Fix: pass amp.state_dict()."
-            )
-        scale = saved_scale(f"{name}['loss_scale']", entry["loss_scale"])
-        scalers.append(rule(**{"init_scale": scale, **settings}))
-        static = scalers[-1].loss_scale
-        if static not in ("dynamic", scale):
-            raise ValueError(
-                f"loss_scale={static!r} contradicts {name}, which has {scale!r}. Likely cause: the "
-                "job was dynamic. Fix: loss_scale='dynamic', the default, or "
-                f"loss_scale={scale!r}."
-            )
-        states.append(
-            scaler_state(scale, whole(f"{name}['unskipped']", entry["unskipped"]), device=device)
+    names = ["loss_scaler0"]
+    if isinstance(d, Mapping) and "loss_scaler0" in d:
+        names = [f"loss_scaler{index}" for index in range(len(d))]
+    check_dict(d, "apex", names)
+    pairs = [_read_entry(name, d[name], device, settings) for name in names]
+    if len(pairs) == 1:
+        return pairs[0]
+    rules, states = zip(*pairs, strict=True)
+    return rules, states
+
+
+def _read_entry(
+    name: str, entry: Any, device: Device, settings: Mapping[str, Any]
+) -> tuple[ApexScale, ScalerState]:
+    """Return the rule and the state of one loss."""
+    if not isinstance(entry, Mapping) or set(entry) != set(_FORMAT.entries):
+        got = short_repr(sorted(map(str, entry)) if isinstance(entry, Mapping) else entry)
+        raise ValueError(
+            f"{name} in apex's state dict must be a dict with 'loss_scale' and 'unskipped', got "
+            f"{got}. Fix: pass amp.state_dict()."
         )
-    return (scalers[0], states[0]) if len(names) == 1 else (tuple(scalers), tuple(states))
+    scale = saved_scale(f"{name}['loss_scale']", entry["loss_scale"])
+    scaler = rule(**{"init_scale": scale, **settings})
+    if scaler.loss_scale not in ("dynamic", scale):
+        raise ValueError(
+            f"loss_scale={scaler.loss_scale!r} contradicts {name}, which has {scale!r}. Likely "
+            "cause: the job was dynamic. Fix: loss_scale='dynamic', the default, or "
+            f"loss_scale={scale!r}."
+        )
+    unskipped = whole(f"{name}['unskipped']", entry["unskipped"])
+    return scaler, scaler_state(scale, unskipped, device=device)
 
 
 def to_state_dict(rule: Rules, scaler: States) -> dict[str, Any]:
@@ -221,22 +223,15 @@ def to_state_dict(rule: Rules, scaler: States) -> dict[str, Any]:
         {'loss_scaler0': {'loss_scale': 65536.0, 'unskipped': 0}}
     """
     rules = rule if isinstance(rule, tuple) else (rule,)
-    states = (
-        scaler if isinstance(scaler, tuple) and not isinstance(scaler, ScalerState) else (scaler,)
-    )
+    states = scaler if type(scaler) is tuple else (scaler,)  # a ScalerState is a tuple too
     if len(rules) != len(states):
         raise ValueError(
             f"interop.apex.to_state_dict got {len(rules)} rule(s) and {len(states)} state(s). "
             "Fix: pass one state for each loss."
         )
-    for each, state in zip(rules, states, strict=True):
-        check_saveable("apex", each, (ApexScale,), state, ScalerState)
     return {
-        f"loss_scaler{index}": {
-            "loss_scale": float(state.scale),
-            "unskipped": int(state.growth_tracker),
-        }
-        for index, state in enumerate(states)
+        f"loss_scaler{index}": _FORMAT.write(*pair)
+        for index, pair in enumerate(zip(rules, states, strict=True))
     }
 
 
@@ -337,11 +332,10 @@ def initialize(
 def _overridden(opt_level: Any, overrides: _Level) -> _Level:
     """Check the overrides and apply them to the level."""
     if not isinstance(opt_level, str) or opt_level not in _LEVELS:
-        near = f"O{str(opt_level)[-1]}" if str(opt_level)[-1:] in tuple("0123") else "O1"
         raise RuntimeError(
             f"unknown opt_level {opt_level!r}; expected 'O0', 'O1', 'O2' or 'O3': the letter O and "
-            "a digit. Likely cause: a zero for the letter, or only a number. Fix: "
-            f"opt_level={near!r}."
+            "a digit. Likely cause: a zero for the letter, or only a number. Fix: opt_level='O1', "
+            "the default."
         )
     for name in ("patch_torch_functions", "keep_batchnorm_fp32", "master_weights"):
         value = getattr(overrides, name)

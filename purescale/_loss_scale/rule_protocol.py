@@ -6,7 +6,6 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -61,46 +60,25 @@ def check_rule(rule: Any) -> None:
             "which returns the next. Fix: DynamicScale(), StaticScale(512.0) or NoScale(); "
             "docs/recipes.md has a rule of your own."
         )
-    if torch.compiler.is_dynamo_compiling():
+    wants_amax = takes_amax(rule)
+    if torch.compiler.is_dynamo_compiling() or _CHECKED.get(type(rule)) is wants_amax:
         return
-    cls: Any = type(rule)
-    function, wants = getattr(cls, "update", None), takes_amax(rule)
-    if function is None:
-        return
-    if type(function) is not FunctionType:  # a class method is made anew each time
-        accepted = _accepts(cls, function, wants)
-    else:
-        accepted = _known_to_accept(weakref.ref(cls), weakref.ref(function), wants)
-    if accepted:
-        return
-    given = "scaler, found_inf, amax" if wants else "scaler, found_inf"
-    raise TypeError(
-        f"{type(rule).__name__}.update cannot be called as update({given}), and takes_amax is "
-        f"{wants}. Fix: `takes_amax = True` in the class and `def update(self, scaler, found_inf, "
-        "amax)` if the rule needs the largest gradient; otherwise neither."
-    )
-
-
-@functools.lru_cache(maxsize=64)
-def _known_to_accept(cls: Any, function: Any, wants: bool) -> bool:
-    """Answer for weak references, so that the cache keeps no class alive."""
-    return _accepts(cls(), function(), wants)
-
-
-def _accepts(cls: Any, function: Any, wants: bool) -> bool:
-    given = [None] * (3 if wants else 2)
-    if not isinstance(inspect.getattr_static(cls, "update"), (staticmethod, classmethod)):
-        given.append(None)  # self
+    arguments = "scaler, found_inf, amax" if wants_amax else "scaler, found_inf"
     try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # not a Python function
-        return True
-    try:
-        signature.bind(*given)
+        inspect.signature(rule.update).bind(*arguments.split(", "))
+    except ValueError:  # no signature, because it is not a Python function
+        pass
     except TypeError:
-        return False
-    return True
+        raise TypeError(
+            f"{type(rule).__name__}.update cannot be called as update({arguments}), and takes_amax "
+            f"is {wants_amax}. Fix: `takes_amax = True` in the class and `def update(self, scaler, "
+            "found_inf, amax)` if the rule needs the largest gradient; otherwise neither."
+        ) from None
+    _CHECKED[type(rule)] = wants_amax
 
+
+# The classes whose `update` was checked, because a signature costs as much as an update.
+_CHECKED: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
 Update = TypeVar("Update", bound=Callable[..., Any])
 

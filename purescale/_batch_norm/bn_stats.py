@@ -209,12 +209,14 @@ def bn_buffers(
             m2, degrees = layer.within, layer.count - correction * layer.calls
         has_variance = degrees > 0
         var = m2.clamp(min=0) / torch.where(has_variance, degrees, 1)
-        for key, value in (
-            (key_of(name, "running_mean"), layer.mean),
-            (key_of(name, "running_var"), var),
-        ):
+        for key, value in zip(_keys_of(name), (layer.mean, var), strict=True):
             new[key] = torch.where(has_variance, value.to(new[key].dtype), new[key])
     return new
+
+
+def _keys_of(name: str) -> tuple[str, str]:
+    """Return the dotted names of the two statistics of a layer."""
+    return key_of(name, "running_mean"), key_of(name, "running_var")
 
 
 def all_reduce_bn_stats(stats: BNStatsState, group: Group | None = None) -> BNStatsState:
@@ -251,42 +253,33 @@ def _reduce(
     stats: BNStatsState, extra: list[Tensor], group: Group | None
 ) -> tuple[BNStatsState, list[Tensor]]:
     """`all_reduce_bn_stats`, and the sums of `extra` scalars in the same message."""
-    layers = list(stats.layers.values())
-    sizes = [layer.mean.numel() for layer in layers]
-    wide = layers[0].mean.dtype
-    scalars = torch.stack(
-        [layer.count for layer in layers]
-        + [layer.calls for layer in layers]
-        + [stats.num_batches, stats.num_skipped]
-        + extra
-    )
-    vectors = [(layer.mean * layer.count).reshape(-1) for layer in layers]
-    vectors += [layer.within.reshape(-1) for layer in layers]
-    sums = all_reduce(torch.cat([scalars.to(wide), *vectors]), "sum", group)
-    scalars, *vectors = torch.split(sums, [len(scalars), *sizes, *sizes])
-    n = len(layers)
-    counts, calls, (batches, skipped, *extra) = scalars[:n], scalars[n : 2 * n], scalars[2 * n :]
-    totals, within = vectors[:n], vectors[n:]
-    means = [
-        total / torch.where(count > 0, count, 1)
-        for total, count in zip(totals, counts, strict=True)
-    ]
+    # Each field in one row, of layers or of all their channels.
+    fields = zip(*stats.layers.values(), strict=True)
+    count, mean, m2, within, calls = (torch.cat([t.reshape(-1) for t in field]) for field in fields)
+    channels = [layer.mean.numel() for layer in stats.layers.values()]
+
+    def per_channel(values: Tensor) -> Tensor:
+        return torch.cat([v.expand(n) for v, n in zip(values, channels, strict=True)])
+
+    weight = per_channel(count)
+    others = torch.stack([stats.num_batches, stats.num_skipped, *extra]).to(count.dtype)
+    rows = [count, calls, others, mean * weight, within]
+    sums = all_reduce(torch.cat(rows), "sum", group)
+    count, calls, others, total, within = torch.split(sums, list(map(len, rows)))
+    new_weight = per_channel(count)
+    new_mean = total / torch.where(new_weight > 0, new_weight, 1)
     # Squared deviations from the common mean need a second reduction, because a difference of sums
     # would cancel.
-    m2 = [
-        layer.m2.reshape(-1) + layer.count * (layer.mean.reshape(-1) - mean).square()
-        for layer, mean in zip(layers, means, strict=True)
-    ]
-    reduced = torch.split(all_reduce(torch.cat(m2), "sum", group), sizes)
-    new_layers = {
-        name: BNLayerStats(
-            *(part.clone().view_as(old) for part, old in zip(parts, layer, strict=True))
-        )
-        for (name, layer), *parts in zip(
-            stats.layers.items(), counts, means, reduced, within, calls, strict=True
-        )
+    m2 = all_reduce(m2 + weight * (mean - new_mean).square(), "sum", group)
+    parts = zip(
+        count, *(torch.split(row, channels) for row in (new_mean, m2, within)), calls, strict=True
+    )
+    layers = {
+        name: BNLayerStats(*(t.clone().view_as(old) for t, old in zip(new, layer, strict=True)))
+        for (name, layer), new in zip(stats.layers.items(), parts, strict=True)
     }
-    return BNStatsState(new_layers, batches.to(torch.int64), skipped.to(torch.int64)), extra
+    num_batches, num_skipped, *extra = others
+    return BNStatsState(layers, num_batches.to(torch.int64), num_skipped.to(torch.int64)), extra
 
 
 # ---- one batch -----------------------------------------------------------------------------------
@@ -298,18 +291,13 @@ def add_batch(
     """Return `stats` with the calls of one batch merged in, if all of them are finite. The first
     `num_final` calls are only checked.
     """
+    channels = {name: layer.mean.shape for name, layer in stats.layers.items()}
     for name, call in calls[num_final:]:
-        layer = stats.layers.get(name)
-        if layer is None or layer.mean.shape != call.mean.shape:
-            have = (
-                f"has {tuple(layer.mean.shape)} channels there"
-                if layer is not None
-                else "is not in them"
-            )
+        if channels.get(name) != call.mean.shape:
             raise ValueError(
                 f"the stats do not belong to this model: layer {name!r} with {len(call.mean)} "
-                f"channels {have}. Fix: stats = init_bn_stats(buffers) with the buffers that "
-                "apply is given."
+                "channels is not in them. Fix: stats = init_bn_stats(buffers) with the buffers "
+                "that apply is given."
             )
     called = {name for name, _ in calls[num_final:]}
     layers = {
@@ -379,7 +367,7 @@ def update_running_stats(
     new = dict(buffers)
     for name, momentum in momenta.items():
         has_variance = stats.layers[name].count > 1
-        for key in (key_of(name, "running_mean"), key_of(name, "running_var")):
+        for key in _keys_of(name):
             new[key] = torch.where(
                 has_variance, (1 - momentum) * buffers[key] + momentum * pooled[key], buffers[key]
             ).to(buffers[key].dtype)
@@ -406,14 +394,11 @@ def check_flat_buffers(buffers: Any) -> None:
 
 def _check_layers(stats: BNStatsState, buffers: Tensors) -> None:
     for name, layer in stats.layers.items():
-        for key in (key_of(name, "running_mean"), key_of(name, "running_var")):
-            if key not in buffers or buffers[key].shape != layer.mean.shape:
-                have = (
-                    f"is {tuple(buffers[key].shape)} there"
-                    if key in buffers
-                    else "is not among them"
-                )
+        for key in _keys_of(name):
+            shape = tuple(buffers[key].shape) if key in buffers else None
+            if shape != tuple(layer.mean.shape):
                 raise ValueError(
-                    f"the buffers do not belong to the stats: {key} {have}, expected "
-                    f"{tuple(layer.mean.shape)}. Fix: use the buffers that init_bn_stats was given."
+                    f"the buffers do not belong to the stats: the shape of {key} is {shape}, "
+                    f"expected {tuple(layer.mean.shape)}. Fix: use the buffers that init_bn_stats "
+                    "was given."
                 )

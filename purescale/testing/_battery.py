@@ -59,10 +59,10 @@ class Battery:
         for check in self.checks():
             if check() is False:
                 break
-        kept = sorted(self.quirks - self.broken)
-        assert not kept, (
-            f"{self.name} keeps {', '.join(kept)}, which quirks says it breaks. Fix: leave it out "
-            "of quirks."
+        unbroken = sorted(self.quirks - self.broken)
+        assert not unbroken, (
+            f"{self.name} keeps {', '.join(unbroken)}, which quirks says it breaks. Fix: leave it "
+            "out of quirks."
         )
 
     def checks(self) -> tuple[Callable[[], bool | None], ...]:

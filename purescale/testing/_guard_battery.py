@@ -55,7 +55,6 @@ _FIXES = {
     "raises": "return a state and a verdict for any loss and norm; `grad_norm` is () if "
     "train_step has no max_norm: `isinstance(grad_norm, torch.Tensor)`.",
     "reads": "`torch.where(bad, a, b)` in place of `if bad:`; no `.item()`.",
-    "pure": UPDATE_FIXES["pure"],
     "pair": "`return new_state, loss > limit`, of 0-d tensors.",
     "structure": "every field as it was: `.to(state.mean.dtype)`, a counter as "
     "`torch.where(bad, 0, count + 1)`.",
@@ -64,9 +63,7 @@ _FIXES = {
     "steps that are rejected or not finite.",
     "timely": "judge the loss and the norm of this call, `return new_state, loss > limit`, not "
     "those of an earlier one: a bad step must be rejected before it changes anything.",
-    "round_trip": UPDATE_FIXES["round_trip"],
-    "compile": UPDATE_FIXES["compile"],
-    "vmap": UPDATE_FIXES["vmap"],
+    **UPDATE_FIXES,
 }
 _STEPS = 300
 _EVENTS = {120: 1e4, 150: math.nan, 180: math.inf, 210: 3e38, 240: -math.inf}

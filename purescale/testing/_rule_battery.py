@@ -61,7 +61,6 @@ _FIXES = {
     "`scale`, 0-d, float32, positive.",
     "raises": "return a state for any flag and state; `check_scaler` is what stops training.",
     "reads": "`torch.where(found_inf, a, b)` in place of `if found_inf:`; no `.item()`.",
-    "pure": UPDATE_FIXES["pure"],
     "structure": "every field as it was: `.to(scaler.scale.dtype)`, `torch.full_like(scaler.scale, "
     "x)` for a number, a counter as `torch.where(found_inf, 0, count + 1)`.",
     "positive": "`scale.clamp(min=self.min_scale)`, a floor such as 2.0**-24.",
@@ -74,9 +73,7 @@ _FIXES = {
     "backs_off": "multiply by a factor below 1 on an overflow, or training never moves again.",
     "clean": "decide by this step's found_inf, True if it was bad: a scale that moves a step late "
     "is not the one that was used.",
-    "round_trip": UPDATE_FIXES["round_trip"],
-    "compile": UPDATE_FIXES["compile"],
-    "vmap": UPDATE_FIXES["vmap"],
+    **UPDATE_FIXES,
 }
 _RUN = [letter == "O" for letter in "...O.O...OOO....O...."]
 _LONG = 320  # overflows: halving passes through all of float32

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import hypothesis.strategies as st
@@ -34,40 +34,19 @@ def scale_rules(kind: type | None = None) -> st.SearchStrategy[Any]:
         True
     """
     kinds: dict[type, st.SearchStrategy[Any]] = {
-        DynamicScale: st.builds(
-            lambda init, interval, hysteresis, refill, low, high: DynamicScale(
-                init_scale=2.0**init,
-                growth_interval=interval,
-                hysteresis=hysteresis,
-                refill=refill,
-                min_scale=2.0 ** (init - low),
-                max_scale=2.0 ** (init + high),
-            ),
-            st.integers(-20, 20),
-            st.integers(1, 5),
-            st.integers(1, 3),
-            st.sampled_from(["growth", "clean"]),
-            st.integers(0, 20),
-            st.integers(0, 20),
+        DynamicScale: _within_bounds(
+            DynamicScale,
+            growth_interval=st.integers(1, 5),
+            hysteresis=st.integers(1, 3),
+            refill=st.sampled_from(["growth", "clean"]),
         ),
         StaticScale: st.builds(StaticScale, _powers(-24, 24)),
         NoScale: st.just(NoScale()),
     }
     if kind is None:
         return st.one_of(*kinds.values())
-    kinds[HeadroomScale] = st.builds(
-        lambda init, margin, window, low, high: HeadroomScale(
-            init_scale=2.0**init,
-            margin=margin,
-            window=window,
-            min_scale=2.0 ** (init - low),
-            max_scale=2.0 ** (init + high),
-        ),
-        st.integers(-20, 20),
-        st.integers(0, 12),
-        st.integers(1, 5),
-        st.integers(0, 20),
-        st.integers(0, 20),
+    kinds[HeadroomScale] = _within_bounds(
+        HeadroomScale, margin=st.integers(0, 12), window=st.integers(1, 5)
     )
     if kind not in kinds:
         raise ValueError(
@@ -76,6 +55,20 @@ def scale_rules(kind: type | None = None) -> st.SearchStrategy[Any]:
             "for a rule of your own."
         )
     return kinds[kind]
+
+
+def _within_bounds(
+    rule: Callable[..., Any], **settings: st.SearchStrategy[Any]
+) -> st.SearchStrategy[Any]:
+    """Return a strategy of rules whose first scale is between their bounds."""
+    bounds = st.tuples(st.integers(-20, 20), st.integers(0, 20), st.integers(0, 20)).map(
+        lambda drawn: {
+            "init_scale": 2.0 ** drawn[0],
+            "min_scale": 2.0 ** (drawn[0] - drawn[1]),
+            "max_scale": 2.0 ** (drawn[0] + drawn[2]),
+        }
+    )
+    return st.builds(lambda scales, **others: rule(**scales, **others), bounds, **settings)
 
 
 def as_scale(value: float) -> Tensor:

@@ -1,6 +1,7 @@
 """Masters: the bits of a run in float32, whatever the parameters are."""
 
 import functools
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -219,6 +220,28 @@ def test_pieces_keep_overrides_counts_and_the_rest_of_the_tree(way, monkeypatch)
         grads = {"a": {"x": numbers((20, 15), index), "none": None}, "b": [None, numbers(5, index)]}
         wide, inner = optimizer.step(wide, grads, inner)
         params, state = wrapped.step(params, grads, state)
+        assert same_bits(ps.master_weights(params, state), wide)
+        assert same_bits(state.inner, inner)
+
+
+class Layer(NamedTuple):
+    weight: Any
+    bias: Any
+
+
+@pytest.mark.parametrize("tree", [Layer, lambda weight, bias: weight, lambda *pair: list(pair)])
+def test_pieces_keep_every_structure_of_parameters(tree, way, monkeypatch):
+    """A named tuple, whose masters are one too, and a tensor alone."""
+    monkeypatch.setattr(wrapper, "PIECE", 64)
+    optimizer = made("AdamW")
+    wrapped = ps.with_master_weights(optimizer)
+    wide = tree(numbers((20, 15)), numbers(33))
+    params, rest = ps.split_masters(wide)
+    state, inner = wrapped.init(params)._replace(rest=rest), optimizer.init(wide)
+    for index, donate in enumerate((False, True)):
+        grads = tree(numbers((20, 15), index), numbers(33, index))
+        wide, inner = optimizer.step(wide, grads, inner)
+        params, state = ps.maybe_step(wrapped, params, grads, state, False, donate=donate)
         assert same_bits(ps.master_weights(params, state), wide)
         assert same_bits(state.inner, inner)
 

@@ -16,10 +16,11 @@ from .._optim.wrapper import (
     Wrapper,
     checked_state,
     is_half,
+    on_shards,
     with_params,
     with_stand_ins,
 )
-from .._torch import dtensor, foreach
+from .._torch import foreach
 from .._torch.autocast import outside_autocast
 from .._torch.dtensor import any_dtensor
 from .._torch.dtypes import saturating
@@ -116,19 +117,15 @@ def master_weights(params: TreeT, opt_state: MasterState) -> TreeT:
         isinstance(masters_within(part), MasterState) for part in state.values()
     ):
         return structure.unflatten(_of_parts(_tree.names(params), leaves, state))
-    _, rest = _state_and_rest(state, structure)
-    _check_rest(_tree.names(params), leaves, rest)
+    _, rest = _checked(state, structure, _tree.names(params), leaves)
     masters = []
-    for leaf, kept in zip(leaves, rest, strict=True):
+    for leaf, other in zip(leaves, rest, strict=True):
         if not isinstance(leaf, Tensor):
             masters.append(leaf)
-            continue
-        local, low = dtensor.shard(leaf), dtensor.shard(kept)
-        if leaf.dtype is torch.bfloat16:
-            made = _joined(local, low)
+        elif leaf.dtype is torch.bfloat16:
+            masters.append(on_shards(_joined, leaf, other))
         else:
-            made = (low if leaf.dtype is torch.float16 else local).clone()
-        masters.append(dtensor.from_local_like(leaf, made))
+            masters.append((other if leaf.dtype is torch.float16 else leaf).clone())
     return structure.unflatten(masters)
 
 
@@ -144,12 +141,12 @@ def _of_parts(names: Sequence[str], leaves: Leaves, states: Mapping[str, Any]) -
     leaves.
     """
     named = dict(zip(names, leaves, strict=True))
-    found = {}
+    masters = {}
     for state in map(masters_within, states.values()):
         if isinstance(state, MasterState):
             own = {name: named.get(name) for name in state.rest}
-            found.update(master_weights(own, state))
-    return [found[name] if name in found else _tree.clone(named[name]) for name in names]
+            masters.update(master_weights(own, state))
+    return [masters[name] if name in masters else _tree.clone(named[name]) for name in names]
 
 
 @outside_autocast()
@@ -179,7 +176,7 @@ def split_masters(masters: TreeT) -> tuple[TreeT, TreeT]:
         ([1.0, 1.0], [0, 8389])
     """
     leaves, structure = _tree.flatten(masters)
-    pairs = []
+    pairs: list[tuple[Any, Any]] = []
     for index, leaf in enumerate(leaves):
         if leaf is None:
             pairs.append((None, None))
@@ -189,8 +186,7 @@ def split_masters(masters: TreeT) -> tuple[TreeT, TreeT]:
                 f"{_tree.path(masters, 'masters', index)} is {described(leaf)}; a master is "
                 "float32. Fix: `.float()`, or leave it out."
             )
-        halves = _split(dtensor.shard(leaf))
-        pairs.append(tuple(dtensor.from_local_like(leaf, half) for half in halves))
+        pairs.append(_split(leaf))
     return structure.unflatten([a for a, _ in pairs]), structure.unflatten([b for _, b in pairs])
 
 
@@ -217,24 +213,20 @@ def join_masters(params: TreeT, rest: Tree) -> TreeT:
     """
     leaves, structure = _tree.flatten(params)
     others = _tree.leaves_like("rest", rest, "params", params, structure)
+    masters: Leaves = []
     for index, (leaf, low) in enumerate(zip(leaves, others, strict=True)):
         if leaf is None and low is None:
+            masters.append(None)
             continue
-        if getattr(leaf, "dtype", None) is not torch.bfloat16 or not _fits(leaf, low):
+        if getattr(leaf, "dtype", None) is not torch.bfloat16 or not _is_rest_of(leaf, low):
             raise TypeError(
                 f"{_tree.path(params, 'params', index)} is {described(leaf)}, rest there "
                 f"{described(low)}; expected bfloat16 and int16 of one shape. Fix: what "
                 "`split_masters` returned, or `master_weights(params, opt_state)` for a state with "
                 "other dtypes."
             )
-    return structure.unflatten(
-        [
-            leaf
-            if leaf is None
-            else dtensor.from_local_like(leaf, _joined(dtensor.shard(leaf), dtensor.shard(low)))
-            for leaf, low in zip(leaves, others, strict=True)
-        ]
-    )
+        masters.append(on_shards(_joined, leaf, low))
+    return structure.unflatten(masters)
 
 
 # ---- bits ----------------------------------------------------------------------------------------
@@ -246,15 +238,17 @@ _LARGEST = 0x7FFF7FFF
 
 def _joined(hi: Tensor, low: Tensor) -> Tensor:
     """Return the master of a bfloat16 tensor and its rest."""
-    bits = (bitcast(hi, torch.int16).to(torch.int32) << 16) + low
-    return bitcast(bits, torch.float32)
+    return bitcast(bitcast(hi.float(), torch.int32) + low.to(torch.int32), torch.float32)
 
 
 def _split(master: Tensor) -> tuple[Tensor, Tensor]:
     """Return the bfloat16 and the int16 half of a float32 tensor."""
-    bits = _bits(master)
-    hi = bitcast(((bits + 0x8000) >> 16).to(torch.int16), torch.bfloat16)
-    return hi, bits.to(torch.int16)
+    bits = on_shards(_bits, master)
+    return on_shards(_upper_half, bits), bits.to(torch.int16)
+
+
+def _upper_half(bits: Tensor) -> Tensor:
+    return bitcast(((bits + 0x8000) >> 16).to(torch.int16), torch.bfloat16)
 
 
 def _bits(master: Tensor) -> Tensor:
@@ -269,38 +263,56 @@ def _bits(master: Tensor) -> Tensor:
 # ---- the wrapper ---------------------------------------------------------------------------------
 
 
-def _rest_of(leaf: Any) -> Any:
-    if not is_half(leaf):
+# What the state keeps for a parameter of this dtype; () for any other.
+_REST: dict[Any, torch.dtype] = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
+
+
+def _first_rest(param: Any) -> Any:
+    """Return what the state keeps for a parameter that is its own master."""
+    if not is_half(param):
         return ()
-    if leaf.dtype is torch.float16:
-        return leaf.detach().float()
-    return torch.zeros_like(leaf.detach(), dtype=torch.int16)
+    if param.dtype is torch.float16:
+        return param.detach().float()
+    return torch.zeros_like(param.detach(), dtype=torch.int16)
 
 
-def _fits(leaf: Any, kept: Any) -> bool:
-    """Return True if `kept` is what a state stores for the parameter `leaf`."""
-    kinds: dict[Any, torch.dtype] = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
-    expected = kinds.get(getattr(leaf, "dtype", None))
-    if expected is None:  # a None among the parameters may be one in `split_masters` too
-        return (isinstance(kept, tuple) and not kept) or leaf is kept is None
+def _is_rest_of(param: Any, rest: Any) -> bool:
+    """Return True if a state may keep `rest` for this parameter."""
+    dtype = _REST.get(getattr(param, "dtype", None))
+    if dtype is None:  # `split_masters` gives None for None
+        return rest == () if isinstance(rest, tuple) else rest is param is None
     return (
-        isinstance(kept, Tensor)
-        and kept.dtype is expected
-        and kept.shape == leaf.shape
-        and kept.device == leaf.device
+        isinstance(rest, Tensor)
+        and rest.dtype is dtype
+        and rest.shape == param.shape
+        and rest.device == param.device
     )
 
 
-def _check_rest(names: Sequence[str], params: Leaves, rest: Leaves) -> None:
-    for name, leaf, kept in zip(names, params, rest, strict=True):
-        if _fits(leaf, kept):
-            continue
-        raise TypeError(
-            f"params: {name} is {described(leaf)}, and the state keeps {described(kept)} for its "
-            "master; expected int16 for bfloat16, float32 for float16, () for other dtypes, of "
-            "the same shape on the same device. Likely cause: parameters that were cast or changed "
-            "after `init`. Fix: `opt_state = optimizer.init(params)` for these params."
-        )
+def _checked(
+    opt_state: Tree, structure: TreeDef, names: Sequence[str], params: Leaves
+) -> tuple[MasterState, Leaves]:
+    """Return the state and `rest` in the order of the parameters, or refuse a state that does not
+    belong to them.
+    """
+    state = checked_state(opt_state, MasterState)
+    try:
+        leaves = structure.flatten_up_to(state.rest)
+    except (ValueError, KeyError):
+        raise ValueError(
+            "opt_state.rest has another structure than params. Likely cause: the state of other "
+            "parameters. Fix: `opt_state = optimizer.init(params)` for these params."
+        ) from None
+    for name, param, rest in zip(names, params, leaves, strict=True):
+        if not _is_rest_of(param, rest):
+            raise TypeError(
+                f"params: {name} is {described(param)}, and the state keeps {described(rest)} for "
+                "its master; expected int16 for bfloat16, float32 for float16, () for other "
+                "dtypes, of the same shape on the same device. Likely cause: parameters that were "
+                "cast or changed after `init`. Fix: `opt_state = optimizer.init(params)` for these "
+                "params."
+            )
+    return state, leaves
 
 
 class MasterOptimizer(Wrapper):
@@ -310,91 +322,69 @@ class MasterOptimizer(Wrapper):
         """Return the state before the first step. Masters are the parameters."""
         leaves, structure = _tree.flatten(params)
         wide = [leaf.detach().float() if is_half(leaf) else leaf for leaf in leaves]
-        rest = structure.unflatten(list(map(_rest_of, leaves)))
+        rest = structure.unflatten(list(map(_first_rest, leaves)))
         return MasterState(self.optimizer.init(structure.unflatten(wide)), rest)
 
     def stand_ins(self, inputs: StepInputs) -> StepInputs:
         """Return the step's inputs with masters without values and the inner state."""
-        state, rest = _state_and_rest(inputs.opt_state, inputs.structure)
-        _check_rest(inputs.names, inputs.params, rest)
+        state, _ = _checked(inputs.opt_state, inputs.structure, inputs.names, inputs.params)
         return with_stand_ins(inputs, state.inner)
 
-    def widen(self, inputs: StepInputs) -> StepInputs:
+    def decode(self, inputs: StepInputs) -> StepInputs:
         """Return the step's inputs with the masters and the inner state."""
-        state, rest = _state_and_rest(inputs.opt_state, inputs.structure)
-        params = list(inputs.params)
-        split = _indices(params, torch.bfloat16)
-        masters = _masters([params[i] for i in split], [rest[i] for i in split])
-        for index, master in zip(split, masters, strict=True):
-            params[index] = master
-        for index in _indices(params, torch.float16):
-            params[index] = rest[index]
-        return with_params(inputs, params, state.inner)
+        state = inputs.opt_state
+        masters = list(inputs.params)
+        rest = inputs.structure.flatten_up_to(state.rest)
+        for index in _indices(masters, torch.float16):
+            masters[index] = rest[index]
+        halves = _indices(masters, torch.bfloat16)
+        joined = _join([masters[i] for i in halves], [rest[i] for i in halves])
+        for index, master in zip(halves, joined, strict=True):
+            masters[index] = master
+        return with_params(inputs, masters, state.inner)
 
-    def narrow(
-        self,
-        inputs: StepInputs,
-        stepped: tuple[Leaves, Any],
-        *,
-        write: bool,
-    ) -> tuple[Leaves, Any]:
+    def encode(
+        self, inputs: StepInputs, params: Leaves, state: Tree, *, in_place: bool
+    ) -> tuple[Leaves, Tree]:
         """Split masters into two halves, or round them to the nearest float16."""
-        _, rest = _state_and_rest(inputs.opt_state, inputs.structure)
-        masters, inner = stepped
-        params = list(masters)
+        stored, rest = list(params), inputs.structure.flatten_up_to(inputs.opt_state.rest)
         split = _indices(inputs.params, torch.bfloat16)
-        wide = [masters[i] for i in split]
-        if write:
-            halves = [inputs.params[i] for i in split], [rest[i] for i in split]
-            _write_halves(wide, *halves)
+        masters = [params[i] for i in split]
+        if traced() or any_dtensor(masters):
+            pairs = list(map(_split, masters))
         else:
-            halves = _halves(wide)
-        for index, half, low in zip(split, *halves, strict=True):
-            params[index], rest[index] = half, low
+            pairs = [(inputs.params[i], rest[i]) for i in split]
+            if not in_place:
+                pairs = [(torch.empty_like(hi), torch.empty_like(low)) for hi, low in pairs]
+            _write_halves(masters, [hi for hi, _ in pairs], [low for _, low in pairs])
+        for index, pair in zip(split, pairs, strict=True):
+            stored[index], rest[index] = pair
         for index in _indices(inputs.params, torch.float16):
-            half = saturating(dtensor.shard(masters[index]), torch.float16)
-            params[index] = dtensor.from_local_like(inputs.params[index], half)
-            rest[index] = masters[index]
-        return params, MasterState(inner, inputs.structure.unflatten(rest))
+            stored[index] = on_shards(_to_float16, params[index])
+            rest[index] = params[index]
+        return stored, MasterState(state, inputs.structure.unflatten(rest))
 
 
-def _state_and_rest(opt_state: Tree, structure: TreeDef) -> tuple[MasterState, Leaves]:
-    """Return the checked state, and `rest` in the order of the parameters."""
-    state = checked_state(opt_state, MasterState)
-    try:
-        rest = structure.flatten_up_to(state.rest)
-    except (ValueError, KeyError):
-        raise ValueError(
-            "opt_state.rest has another structure than params. Likely cause: the state of other "
-            "parameters. Fix: `opt_state = optimizer.init(params)` for these params."
-        ) from None
-    return state, rest
+def _to_float16(master: Tensor) -> Tensor:
+    return saturating(master, torch.float16)
 
 
 def _indices(params: Leaves, dtype: torch.dtype) -> list[int]:
     return [index for index, leaf in enumerate(params) if getattr(leaf, "dtype", None) is dtype]
 
 
-def _masters(params: list[Tensor], rest: list[Tensor]) -> list[Tensor]:
+def _join(params: list[Tensor], rest: list[Tensor]) -> list[Tensor]:
     """Return `_joined` of each, in one buffer unless traced or sharded. The step overwrites it."""
     if traced() or any_dtensor(params):
-        pairs = [
-            (dtensor.shard(hi), dtensor.shard(low)) for hi, low in zip(params, rest, strict=True)
-        ]
         # inductor cannot write a step into a view of another dtype, and removes a clone.
         # Subtracting 0.0 keeps every number and makes a new tensor.
-        made = [_joined(*pair) - 0.0 for pair in pairs]
-        return [dtensor.from_local_like(leaf, new) for leaf, new in zip(params, made, strict=True)]
+        return [on_shards(_joined, *pair) - 0.0 for pair in zip(params, rest, strict=True)]
     masters = list(params)
     for indices in foreach.by_kind(params):
-        hi = [params[i] for i in indices]
-        bits = hi[0].new_empty(sum(map(Tensor.numel, hi)), dtype=torch.int32)
-        low = torch.empty_like(bits)
-        made = foreach.views(bits.view(torch.float32), hi)
-        foreach.copy_(made, hi)
-        foreach.copy_(foreach.views(low, hi), [rest[i] for i in indices])
-        bits.add_(low)
-        for index, master in zip(indices, made, strict=True):
+        hi, low = ([column[i] for i in indices] for column in (params, rest))
+        flat = foreach.join(hi, hi).float()
+        flat.view(torch.int32).add_(foreach.join(low, hi))
+        for index, master in zip(indices, foreach.views(flat, hi), strict=True):
             masters[index] = master
     return masters
 
@@ -402,19 +392,9 @@ def _masters(params: list[Tensor], rest: list[Tensor]) -> list[Tensor]:
 def _write_halves(masters: list[Tensor], params: list[Tensor], rest: list[Tensor]) -> None:
     """Write `_split` of each master into these tensors."""
     for indices in foreach.by_kind(masters):
-        given = [masters[i] for i in indices]
-        bits = _bits(foreach.gather(given))
-        foreach.copy_([rest[i] for i in indices], foreach.views(bits, given))
+        some = [masters[i] for i in indices]
+        bits = _bits(foreach.gather(some))
+        foreach.copy_([rest[i] for i in indices], foreach.views(bits, some))
         bits = (bits + 0x8000).bitwise_right_shift_(16)
-        halves = [params[i].view(torch.int16) for i in indices]
-        foreach.copy_(halves, foreach.views(bits, given))
-
-
-def _halves(masters: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return `_split` of each master."""
-    pairs = [_split(dtensor.shard(master)) for master in masters]
-    split = [
-        [dtensor.from_local_like(m, half) for half in pair]
-        for m, pair in zip(masters, pairs, strict=True)
-    ]
-    return [a for a, _ in split], [b for _, b in split]
+        upper = [params[i].view(torch.int16) for i in indices]
+        foreach.copy_(upper, foreach.views(bits, some))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from .._optim.opt_state import (
 from .._optim.partition import PartitionOptimizer
 from .._optim.protocol import Optimizer
 from .._optim.step_inputs import StepInputs
-from .._optim.wrapper import Wrapper, stand_in, with_params
+from .._optim.wrapper import Wrapper, stand_ins, with_params
 from .._torch import foreach
 from .._torch.dtypes import HALF
 from .._torch.half_bits import nearest_on_bits
@@ -95,51 +95,58 @@ class StateDtypeOptimizer(Wrapper):
         self._dtypes = dict(dtypes)
         super().__init__(optimizer, self._dtypes)
         _check_parts(optimizer)
-        self._inside = _others_inside(optimizer)
 
     def init(self, params: Tree) -> Tree:
         """Return the state before the first step."""
         state = self.optimizer.init(params)
-        leaves = _slots(state)
-        names = _names(state)
-        self._check_all_match(names, leaves)
-        pairs = zip(names, leaves, strict=True)
-        return _with_slots(state, _cast(leaves, [self._kept_in(*pair) for pair in pairs]))
+        paths, slots = _paths(state), _slots(state)
+        self._check_all_match(paths, slots)
+        return _with_slots(state, _cast(slots, list(map(self._stored_dtype, paths, slots))))
 
-    def _matching(self, name: tuple[str, ...]) -> list[str]:
-        """Return the patterns that match a part of a leaf's path, or all of it."""
-        return _matching((*name, ".".join(name)), tuple(self._dtypes))
-
-    def _kept_in(
-        self, name: tuple[str, ...], leaf: Any, made: torch.dtype | None = None
+    def slot_dtype(
+        self, path: tuple[str, ...], slot: Any, dtype: torch.dtype
     ) -> torch.dtype | None:
-        """Return the dtype in which the state keeps a tensor that is made in `made` (by default its
-        own dtype); None if it is never cast.
+        """Return the dtype in which a state keeps this slot of a parameter of this dtype."""
+        return self._stored_dtype(path, slot, self._wide_dtype(path, slot, dtype))
+
+    def _wide_dtype(
+        self, path: tuple[str, ...], slot: Any, dtype: torch.dtype
+    ) -> torch.dtype | None:
+        return super().slot_dtype(path, slot, dtype)
+
+    def _stored_dtype(
+        self, path: tuple[str, ...], slot: Any, wide: torch.dtype | None = None
+    ) -> torch.dtype | None:
+        """Return the dtype in which the state keeps a slot that the inner optimizer makes in
+        `wide`, by default its own dtype; None if it is never cast.
         """
-        if not _can_be_cast(leaf):
+        if not _can_be_cast(slot):
             return None
-        made = made or leaf.dtype
-        matching = self._matching(name)
-        dtype = self._dtypes[matching[-1]] if matching else made
-        if dtype.itemsize > made.itemsize:
+        wide = wide or slot.dtype
+        matching = self._matching(path)
+        dtype = self._dtypes[matching[-1]] if matching else wide
+        if dtype.itemsize > wide.itemsize:
             raise ValueError(
-                f"dtypes: {'.'.join(name)} is made in {made}, and {dtype} is wider. Likely cause: "
+                f"dtypes: {'.'.join(path)} is made in {wide}, and {dtype} is wider. Likely cause: "
                 "parameters in half precision, which give their dtype to the state. Fix: "
                 "with_state_dtype(with_master_weights(optimizer), dtypes), where the state is made "
                 "in float32."
             )
-        return dtype if dtype.itemsize < made.itemsize else made
+        return dtype if dtype.itemsize < wide.itemsize else wide
 
-    def _check_all_match(self, names: list[tuple[str, ...]], leaves: Leaves) -> None:
-        pairs = list(zip(names, leaves, strict=True))
-        castable = [name for name, leaf in pairs if _can_be_cast(leaf)]
-        left = self._dtypes.keys() - {p for name in castable for p in self._matching(name)}
-        for pattern in left:
-            never = any([pattern in self._matching(name) for name in names])
-            slots = _tree.join_names(sorted({name[-1] for name in castable if name}), 20)
+    def _matching(self, path: tuple[str, ...]) -> list[str]:
+        """Return the patterns that match a part of a leaf's path, or all of it."""
+        return _matching((*path, ".".join(path)), tuple(self._dtypes))
+
+    def _check_all_match(self, paths: list[tuple[str, ...]], slots: Leaves) -> None:
+        castable = [path for path, slot in zip(paths, slots, strict=True) if _can_be_cast(slot)]
+        matched = {pattern for path in castable for pattern in self._matching(path)}
+        for pattern in self._dtypes.keys() - matched:
+            never = any([pattern in self._matching(path) for path in paths])
+            names = _tree.join_names(sorted({path[-1] for path in castable if path}), 20)
             raise ValueError(
                 f"dtypes: {pattern!r} matches {'only what is never cast' if never else 'nothing'} "
-                f"in the state of {self.optimizer!r}. It has the slots: {slots}; step counts and "
+                f"in the state of {self.optimizer!r}. It has the slots: {names}; step counts and "
                 "other 0-d tensors are never cast."
             )
 
@@ -147,79 +154,63 @@ class StateDtypeOptimizer(Wrapper):
 
     def stand_ins(self, inputs: StepInputs) -> StepInputs:
         """Return the step's inputs with a wide state without values."""
-        leaves = _slots(inputs.opt_state)
-        made = self._made_dtypes(inputs, leaves)
+        state, slots = inputs.opt_state, _slots(inputs.opt_state)
+        wide = self._wide_dtypes(inputs, slots)
         if not torch.compiler.is_dynamo_compiling():  # Dynamo traces neither optree nor fnmatch
-            self._check_dtypes(_names(inputs.opt_state), leaves, made)
-        stand_ins: dict[Any, Tensor] = {}
-        wide = [
-            stand_in(leaf, dtype, stand_ins) if dtype and _is_narrow(leaf, dtype) else leaf
-            for leaf, dtype in zip(leaves, made, strict=True)
-        ]
-        return with_params(inputs, inputs.params, _with_slots(inputs.opt_state, wide))
+            self._check_dtypes(_paths(state), slots, wide)
+        wide_slots = stand_ins(slots, _where_narrower(slots, wide))
+        return with_params(inputs, inputs.params, _with_slots(state, wide_slots))
 
-    def widen(self, inputs: StepInputs) -> StepInputs:
+    def decode(self, inputs: StepInputs) -> StepInputs:
         """Return the step's inputs with the state in the dtypes of the inner optimizer."""
-        leaves = _slots(inputs.opt_state)
-        made = self._made_dtypes(inputs, leaves)
-        pairs = zip(leaves, made, strict=True)
-        wide = _cast(leaves, [dtype if _is_narrow(leaf, dtype) else None for leaf, dtype in pairs])
+        slots = _slots(inputs.opt_state)
+        wide = _cast(slots, _where_narrower(slots, self._wide_dtypes(inputs, slots)))
         return with_params(inputs, inputs.params, _with_slots(inputs.opt_state, wide))
 
-    def narrow(
-        self,
-        inputs: StepInputs,
-        stepped: tuple[Leaves, Any],
-        *,
-        write: bool,
-    ) -> tuple[Leaves, Any]:
+    def encode(
+        self, inputs: StepInputs, params: Leaves, state: Tree, *, in_place: bool
+    ) -> tuple[Leaves, Tree]:
         """Cast the state back to the dtypes that it had."""
-        params, state = stepped
         old, wide = _slots(inputs.opt_state), _slots(state)
-        index = [
-            i
-            for i, (kept, new) in enumerate(zip(old, wide, strict=True))
-            if isinstance(kept, Tensor) and _is_narrow(kept, new.dtype)
+        are_narrower = _where_narrower(old, [getattr(new, "dtype", None) for new in wide])
+        dtypes = [
+            slot.dtype if narrower else None
+            for slot, narrower in zip(old, are_narrower, strict=True)
         ]
-        new = _cast([wide[i] for i in index], [old[i].dtype for i in index])
-        results = list(wide)
-        for i, result in zip(index, new, strict=True):
-            results[i] = result
-        return params, _with_slots(state, results)
+        return params, _with_slots(state, _cast(wide, dtypes))
 
-    def _made_dtypes(self, inputs: StepInputs, leaves: Leaves) -> list[torch.dtype | None]:
+    def _wide_dtypes(self, inputs: StepInputs, slots: Leaves) -> list[torch.dtype | None]:
         """Return the dtype in which the inner optimizer makes each tensor of its state."""
         if parts_of(without_wrappers(inputs.opt_state)):
-            names = _names(inputs.opt_state)
-            dtypes = {name: self.inner_dtype(p.dtype) for name, p in inputs.named_params.items()}
-            made = [dtypes.get(name) for name, _ in names]
-            for other in self._inside:
-                triples = zip(names, leaves, made, strict=True)
-                made = [other._kept_in(*triple) for triple in triples]
-            return made
+            params = inputs.named_params
+            pairs = zip(_paths(inputs.opt_state), slots, strict=True)
+            return [
+                self._wide_dtype(path, slot, params[path[0]].dtype) if path[0] in params else None
+                for path, slot in pairs
+            ]
         meta = [
             torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
             if isinstance(leaf, Tensor)
             else leaf
             for leaf in inputs.params
         ]
-        made = _slots(self.optimizer.init(inputs.params_tree(meta)))
-        if len(made) != len(leaves):
+        new = _slots(self.optimizer.init(inputs.params_tree(meta)))
+        if len(new) != len(slots):
             raise ValueError(
-                f"opt_state has {len(leaves)} leaves, {self.optimizer!r} makes {len(made)} for "
+                f"opt_state has {len(slots)} leaves, {self.optimizer!r} makes {len(new)} for "
                 "these parameters. Likely cause: the state of another optimizer or model. Fix: "
                 "`opt_state = optimizer.init(params)`."
             )
-        return [getattr(leaf, "dtype", None) for leaf in made]
+        return [getattr(leaf, "dtype", None) for leaf in new]
 
     def _check_dtypes(
-        self, names: list[tuple[str, ...]], leaves: Leaves, made: list[torch.dtype | None]
+        self, paths: list[tuple[str, ...]], slots: Leaves, wide: list[torch.dtype | None]
     ) -> None:
-        for name, leaf, dtype in zip(names, leaves, made, strict=True):
-            expected = self._kept_in(name, leaf, dtype)
-            if expected is not None and leaf.dtype is not expected:
+        for path, slot, dtype in zip(paths, slots, wide, strict=True):
+            expected = self._stored_dtype(path, slot, dtype)
+            if expected is not None and slot.dtype is not expected:
                 raise TypeError(
-                    f"opt_state: {'.'.join(name)} is {leaf.dtype}, expected {expected}. Likely "
+                    f"opt_state: {'.'.join(path)} is {slot.dtype}, expected {expected}. Likely "
                     "cause: the state of an optimizer with other dtypes, or without. Fix: "
                     "`opt_state = optimizer.init(params)`, or cast it there."
                 )
@@ -238,16 +229,6 @@ def _check_parts(optimizer: Any) -> None:
                 )
 
 
-def _others_inside(optimizer: Any) -> list[StateDtypeOptimizer]:
-    """Return the `StateDtypeOptimizer`s within an optimizer, the innermost first."""
-    found: list[StateDtypeOptimizer] = []
-    while isinstance(optimizer, Wrapper):
-        if isinstance(optimizer, StateDtypeOptimizer):
-            found.insert(0, optimizer)
-        optimizer = optimizer.optimizer
-    return found
-
-
 @constant_while_compiling
 def _matching(texts: tuple[str, ...], patterns: tuple[str, ...]) -> list[str]:
     return [p for p in patterns if any([fnmatch.fnmatchcase(text, p) for text in texts])]
@@ -256,7 +237,7 @@ def _matching(texts: tuple[str, ...], patterns: tuple[str, ...]) -> list[str]:
 # ---- the tensors of a state ----------------------------------------------------------------------
 
 
-def _slots(state: Any) -> Leaves:
+def _slots(state: Tree) -> Leaves:
     """Return the leaves of a state that may be narrow, in order."""
     state = without_wrappers(state)
     parts = parts_of(state)
@@ -265,22 +246,7 @@ def _slots(state: Any) -> Leaves:
     return [leaf for part in parts for leaf in values_of(part.slots)]
 
 
-def _with_slots(state: Tree, leaves: Iterable[Any]) -> Tree:
-    """Return the state with other leaves in place of `_slots`."""
-    if is_wrapped(state):
-        fields = zip(state._fields, state, strict=True)
-        return type(state)(
-            *[_with_slots(value, leaves) if name == "inner" else value for name, value in fields]
-        )
-    if isinstance(state, OptState):
-        return OptState(state.applied, slots_like(state.slots, leaves), state.lr, state.hyper)
-    if not are_parts(state):
-        return _tree.flatten(state)[1].unflatten(leaves)
-    rest = iter(leaves)
-    return {key: _with_slots(part, rest) for key, part in state.items()}
-
-
-def _names(state: Any) -> list[tuple[str, ...]]:
+def _paths(state: Tree) -> list[tuple[str, ...]]:
     """Return the path of each leaf of `_slots`; for torch's classes the parameter and the slot."""
     state = without_wrappers(state)
     parts = parts_of(state)
@@ -289,29 +255,44 @@ def _names(state: Any) -> list[tuple[str, ...]]:
     return [(name, key) for part in parts for name, slot in part.slots.items() for key in slot]
 
 
+def _with_slots(state: Tree, leaves: Iterable[Any]) -> Tree:
+    """Return the state with other leaves in place of `_slots`."""
+    if is_wrapped(state):
+        return state._replace(inner=_with_slots(state.inner, leaves))
+    if isinstance(state, OptState):
+        return state._replace(slots=slots_like(state.slots, leaves))
+    if not are_parts(state):
+        return _tree.flatten(state)[1].unflatten(leaves)
+    remaining = iter(leaves)
+    return {key: _with_slots(part, remaining) for key, part in state.items()}
+
+
 def _can_be_cast(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim > 0
 
 
-def _is_narrow(leaf: Any, made: torch.dtype | None) -> bool:
-    """Return True if a leaf is kept in a narrower dtype than it was made in."""
-    return made is not None and _can_be_cast(leaf) and leaf.dtype.itemsize < made.itemsize
-
-
-def _cast(leaves: Leaves, dtypes: list[torch.dtype | None]) -> Leaves:
-    """Return leaves in these dtypes, in fresh memory; a leaf with None is returned as it is."""
-    results = list(leaves)
-    index = [
-        i for i, dtype in enumerate(dtypes) if dtype is not None and leaves[i].dtype is not dtype
+def _where_narrower(leaves: Leaves, wide: Sequence[torch.dtype | None]) -> list[torch.dtype | None]:
+    """Return the wide dtype of each leaf that is in a narrower one, and None for the others."""
+    return [
+        dtype if dtype and _can_be_cast(leaf) and leaf.dtype.itemsize < dtype.itemsize else None
+        for leaf, dtype in zip(leaves, wide, strict=True)
     ]
-    targets: list[Any] = [dtypes[i] for i in index]
+
+
+def _cast(leaves: Leaves, dtypes: Sequence[torch.dtype | None]) -> Leaves:
+    """Return leaves in these dtypes, in fresh memory; a leaf with None is returned as it is."""
+    new = {
+        index: dtype
+        for index, dtype in enumerate(dtypes)
+        if dtype is not None and leaves[index].dtype is not dtype
+    }
+    tensors = [leaves[index] for index in new]
     if torch.compiler.is_compiling():
-        cast = [
-            nearest_on_bits(leaves[i], dtype) if dtype in HALF else leaves[i].to(dtype)
-            for i, dtype in zip(index, targets, strict=True)
+        results = [
+            nearest_on_bits(tensor, dtype) if dtype in HALF else tensor.to(dtype)
+            for tensor, dtype in zip(tensors, new.values(), strict=True)
         ]
     else:
-        cast = foreach.cast([leaves[i] for i in index], targets)
-    for i, new in zip(index, cast, strict=True):
-        results[i] = new
-    return results
+        results = foreach.cast(tensors, list(new.values()))
+    cast = dict(zip(new, results, strict=True))
+    return [cast.get(index, leaf) for index, leaf in enumerate(leaves)]

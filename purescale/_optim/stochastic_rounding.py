@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from .._optim.wrapper import (
     Wrapper,
     checked_state,
     is_half,
+    on_shards,
     widened,
     with_params,
     with_stand_ins,
@@ -81,10 +83,9 @@ def stochastic_round(
         elif reason := unsupported_reason(leaf):
             raise TypeError(f"{_tree.path(tree, 'tree', index)} {reason}")
         else:
-            whole = leaf if dtensor.is_dtensor(leaf) else None
-            local = dtensor.shard(leaf)
-            rounded = _rounded(local, dtype, dice, Place(index, 0, whole))
-            results.append(dtensor.from_local_like(leaf, rounded))
+            place = Place(index, 0, leaf if dtensor.is_dtensor(leaf) else None)
+            rounded = functools.partial(_rounded, dtype=dtype, dice=dice, place=place)
+            results.append(on_shards(rounded, leaf))
     return structure.unflatten(results)
 
 
@@ -265,28 +266,22 @@ class RoundingOptimizer(Wrapper):
         state = checked_state(inputs.opt_state, RoundingState)
         return with_stand_ins(inputs, state.inner)
 
-    def widen(self, inputs: StepInputs) -> StepInputs:
+    def decode(self, inputs: StepInputs) -> StepInputs:
         """Return the step's inputs with half parameters in float32."""
         params = [leaf.float() if is_half(leaf) else leaf for leaf in inputs.params]
         return with_params(inputs, params, inputs.opt_state.inner)
 
-    def narrow(
-        self,
-        inputs: StepInputs,
-        stepped: tuple[Leaves, Any],
-        *,
-        write: bool,
-    ) -> tuple[Leaves, Any]:
+    def encode(
+        self, inputs: StepInputs, params: Leaves, state: Tree, *, in_place: bool
+    ) -> tuple[Leaves, Tree]:
         """Round the parameters that were half."""
-        state, (wide, inner) = inputs.opt_state, stepped
-        places = inputs.all_places
+        applied, places = inputs.opt_state.applied, inputs.all_places
         count = 1 + max([place.leaf for place in places.values()], default=0)
-        dice = Dice.of(self._seed, state.applied, count)
-        params = []
-        for name, old, new in zip(inputs.names, inputs.params, wide, strict=True):
-            if not is_half(old):
-                params.append(new)
-                continue
-            local = _rounded(dtensor.shard(new), old.dtype, dice, places[name])
-            params.append(dtensor.from_local_like(old, local))
-        return params, RoundingState(inner, state.applied + 1)
+        dice = Dice.of(self._seed, applied, count)
+        results = list(params)
+        for index, (name, old) in enumerate(zip(inputs.names, inputs.params, strict=True)):
+            if is_half(old):
+                rounded = functools.partial(_rounded, dtype=old.dtype, dice=dice)
+                rounded = functools.partial(rounded, place=places[name])
+                results[index] = on_shards(rounded, params[index])
+        return results, RoundingState(state, applied + 1)

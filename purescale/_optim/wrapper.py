@@ -1,9 +1,9 @@
-"""Optimizers around another one: widen its inputs, make its step, narrow the result."""
+"""Optimizers around another one: decode what is stored, make its step, encode the result."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -27,18 +27,9 @@ from .._tree.tree import FlatDict, Leaves, Tree
 PIECE = 2**21
 
 
-def _widening(optimizer: Any) -> Any:
-    """Return the first wrapper in `optimizer` that steps half parameters in float32, or None."""
-    if isinstance(optimizer, PartitionOptimizer):
-        return next(filter(None, map(_widening, optimizer.optimizers.values())), None)
-    if not isinstance(optimizer, Wrapper):
-        return None
-    return optimizer if optimizer.widens_params else _widening(optimizer.optimizer)
-
-
 class Wrapper:
-    """The base of optimizers around others. A subclass has `init`, `stand_ins`, `widen` and
-    `narrow`.
+    """The base of optimizers around others, which store parameters and state in a form of their
+    own. A subclass has `init`, `decode` and its inverse `encode`, and `stand_ins`, which checks.
     """
 
     # A rounded result has no derivative.
@@ -52,12 +43,14 @@ class Wrapper:
                 f"expected an optimizer, an object with `init` and `step`, got {optimizer!r}. Fix: "
                 "from_torch(torch.optim.AdamW, lr=1e-3), or from_transformation(tx)."
             )
-        if self.widens_params and (inner := _widening(optimizer)) is not None:
-            raise ValueError(
-                f"{inner!r} is inside of another optimizer that steps half parameters in float32, "
-                "so it would be given float32 parameters and do nothing. Fix: one of the two, "
-                "`with_master_weights` (exact) or `with_stochastic_rounding` (no memory)."
-            )
+        for inner in _wrappers_in(optimizer):
+            if self.widens_params and inner.widens_params:
+                raise ValueError(
+                    f"{inner!r} is inside of another optimizer that steps half parameters in "
+                    "float32, so it would be given float32 parameters and do nothing. Fix: one of "
+                    "the two, `with_master_weights` (exact) or `with_stochastic_rounding` (no "
+                    "memory)."
+                )
         self.optimizer = optimizer
         self.updater = as_updater(optimizer)
         self.elementwise = self.updater.elementwise
@@ -76,36 +69,34 @@ class Wrapper:
         """Return the state before the first step."""
         raise NotImplementedError
 
-    def inner_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which the innermost optimizer steps a parameter of this dtype."""
-        dtype = widened(dtype) if self.widens_params else dtype
-        inner = getattr(self.optimizer, "inner_dtype", None)
-        return dtype if inner is None else inner(dtype)
-
     def stand_ins(self, inputs: StepInputs) -> StepInputs:
-        """Return tensors with the shapes, dtypes and devices of the result of `widen`. Refuse a
+        """Return tensors with the shapes, dtypes and devices of the result of `decode`. Refuse a
         state that is not this wrapper's.
         """
         raise NotImplementedError
 
-    def widen(self, inputs: StepInputs) -> StepInputs:
-        """Return the inputs of the inner optimizer's step, except gradients. Widened tensors are in
+    def decode(self, inputs: StepInputs) -> StepInputs:
+        """Return the inputs of the inner optimizer's step, except gradients. Decoded tensors are in
         fresh memory.
         """
         raise NotImplementedError
 
-    def narrow(
-        self,
-        inputs: StepInputs,
-        stepped: tuple[Leaves, Any],
-        *,
-        write: bool,
-    ) -> tuple[Leaves, Any]:
+    def encode(
+        self, inputs: StepInputs, params: Leaves, state: Tree, *, in_place: bool
+    ) -> tuple[Leaves, Tree]:
         """Return parameters, a list in the order of `inputs`, and the state after the step, from
-        those of the inner optimizer. `write` allows writing into the tensors of `inputs` to save
-        memory; other results are copied there.
+        those of the inner optimizer. `in_place` allows writing into the tensors of `inputs`; other
+        results are copied there.
         """
         raise NotImplementedError
+
+    def slot_dtype(
+        self, path: tuple[str, ...], slot: Any, dtype: torch.dtype
+    ) -> torch.dtype | None:
+        """Return the dtype in which a state keeps this slot of a parameter of this dtype."""
+        dtype = widened(dtype) if self.widens_params else dtype
+        inner = self.optimizer
+        return inner.slot_dtype(path, slot, dtype) if isinstance(inner, Wrapper) else dtype
 
     # ---- the step
 
@@ -146,12 +137,12 @@ class Wrapper:
         if traced():
             self._reject_derivatives([*leaves, *inputs.grads.tensors])
         with torch.set_grad_enabled(torch.is_grad_enabled() and traced()):
-            wide = self.widen(inputs)
-            stepped, state = self.updater.applied(wide, in_place=in_place, prepared=prepared)
-            stepped = _tree.flatten(stepped)[0], state
-            params, state = self.narrow(inputs, stepped, write=in_place)
+            stepped, state = self.updater.applied(
+                self.decode(inputs), in_place=in_place, prepared=prepared
+            )
+            params, state = self.encode(inputs, _tree.flatten(stepped)[0], state, in_place=in_place)
             if in_place:
-                _put(_tree.flatten(old)[0], _tree.flatten((params, state))[0])
+                _copy_into(_tree.flatten(old)[0], _tree.flatten((params, state))[0])
                 params, state = old
         return inputs.params_tree(params), state
 
@@ -181,30 +172,22 @@ class Wrapper:
         """Yield a step that can be cut in pieces of at most `PIECE` elements, which share the
         memory of `inputs`.
         """
-        total = sum([leaf.numel() for leaf in inputs.named_params.values()])
-        if total <= PIECE:
+        params, places = inputs.named_params, inputs.all_places
+        if sum([leaf.numel() for leaf in params.values()]) <= PIECE:
             yield inputs
             return
-        # A part of a tensor in another memory order would be a copy, and writes into it lost.
-        state = _tree.tensors(inputs.opt_state)
-        whole_shapes = {leaf.shape for leaf in state if not leaf.is_contiguous()}
-        cuts = _cuts(inputs.named_params, whole_shapes, cut_leaves=self.elementwise is True)
         grads = dict(zip(inputs.names, inputs.local_grads(inputs.grads.tensors), strict=True))
-        places = inputs.all_places
-        for number, cut in enumerate(cuts):
-            whole = inputs.named_params
-            params = {name: _cut(whole[name], whole[name], span) for name, span in cut.items()}
+        cuts = _cuts(inputs, cut_leaves=self.elementwise is True)
+        for cut in cuts:
+            own = {name: _cut(params[name], params[name], span) for name, span in cut.items()}
+            some = [_cut(grads[name], params[name], span) for name, span in cut.items()]
             yield StepInputs(
-                FlatDict(tuple(params)),
-                list(params),
-                list(params.values()),
-                as_gradients(
-                    [_cut(grads[name], whole[name], span) for name, span in cut.items()],
-                    inputs.grads.scale,
-                    owned=inputs.grads.owned,
-                ),
-                _state_of(inputs.opt_state, inputs, cut, last=number == len(cuts) - 1),
-                params,
+                FlatDict(tuple(own)),
+                list(own),
+                list(own.values()),
+                as_gradients(some, inputs.grads.scale, owned=inputs.grads.owned),
+                _state_of(inputs.opt_state, inputs, cut, last=cut is cuts[-1]),
+                own,
                 inputs.dense_off_graph,
                 places={
                     name: places[name]._replace(start=places[name].start + span.start)
@@ -213,79 +196,77 @@ class Wrapper:
             )
 
 
-class Span(NamedTuple):
-    """The elements of a parameter in a piece. `stop` None means all; `last` marks the last
-    piece.
-    """
-
-    start: int
-    stop: int | None
-    last: bool
-
-
-_ALL = Span(0, None, True)
+def _wrappers_in(optimizer: Any) -> Iterator[Wrapper]:
+    """Yield the wrappers in an optimizer, itself and those in parts of a partition too."""
+    if isinstance(optimizer, Wrapper):
+        yield optimizer
+        yield from _wrappers_in(optimizer.optimizer)
+    elif isinstance(optimizer, PartitionOptimizer):
+        for part in optimizer.optimizers.values():
+            yield from _wrappers_in(part)
 
 
-def _cuts(
-    params: Mapping[str, Tensor], whole: Set[torch.Size], *, cut_leaves: bool
-) -> list[dict[str, Span]]:
+Cut = dict[str, slice]  # the elements of each parameter in a piece
+
+
+def _cuts(inputs: StepInputs, *, cut_leaves: bool) -> list[Cut]:
     """Return the elements of the parameters in each piece: whole parameters up to `PIECE` elements,
-    or a part of a larger one, unless its shape is in `whole`.
+    or a part of a larger one.
     """
-    cuts: list[dict[str, Span]] = [{}]
+    # A part of a tensor in another memory order would be a copy, and writes into it lost.
+    state = _tree.tensors(inputs.opt_state)
+    whole_shapes = {leaf.shape for leaf in state if not leaf.is_contiguous()}
+    cuts: list[Cut] = [{}]
     room = PIECE
-    for name, leaf in params.items():
-        count = leaf.numel()
-        if count > PIECE and cut_leaves and leaf.is_contiguous() and leaf.shape not in whole:
-            starts = range(0, count, PIECE)
-            spans = [
-                Span(start, min(start + PIECE, count), start + PIECE >= count) for start in starts
-            ]
-            cuts += [{name: span} for span in spans] + [{}]
-            room = PIECE
-            continue
-        if count > room and cuts[-1]:
-            cuts.append({})
-            room = PIECE
-        cuts[-1][name] = _ALL
-        room -= count
-    return [cut for cut in cuts if cut]
+    for name, leaf in inputs.named_params.items():
+        count = max(leaf.numel(), 1)
+        may_cut = cut_leaves and leaf.is_contiguous() and leaf.shape not in whole_shapes
+        size = PIECE if may_cut else count
+        for start in range(0, count, size):
+            stop = min(start + size, leaf.numel())
+            if stop - start > room and cuts[-1]:
+                cuts.append({})
+                room = PIECE
+            cuts[-1][name] = slice(start, stop)
+            room -= stop - start
+    return cuts
 
 
-def _cut(value: Any, param: Tensor, span: Span) -> Any:
+def _cut(value: Any, param: Tensor, span: slice) -> Any:
     """Return this part of a tensor that belongs to a parameter. A tensor of another shape, such as
     a step count, belongs to the last part; the other parts get copies.
     """
     if isinstance(value, dict):
         return {key: _cut(child, param, span) for key, child in value.items()}
-    if not isinstance(value, Tensor) or span.stop is None:
+    if not isinstance(value, Tensor) or span == slice(0, param.numel()):
         return value
     if value.shape == param.shape:
-        return value.reshape(-1)[span.start : span.stop]
-    return value if span.last else value.clone()
+        return value.reshape(-1)[span]
+    return value if span.stop == param.numel() else value.clone()
 
 
-def _state_of(state: Tree, inputs: StepInputs, cut: Mapping[str, Span], *, last: bool) -> Tree:
+def _state_of(state: Tree, inputs: StepInputs, cut: Cut, *, last: bool) -> Tree:
     """Return the part of an optimizer's state for a piece. Numbers of the whole state belong to the
     last piece; the other pieces get copies.
     """
 
-    def by_name(found: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: _cut(found[name], params[name], span) for name, span in cut.items()}
+    def by_name(values: Mapping[str, Any]) -> dict[str, Any]:
+        params = inputs.named_params
+        return {name: _cut(values[name], params[name], span) for name, span in cut.items()}
 
-    params = inputs.named_params
-    if isinstance(state, Tensor):
-        return state if last else state.clone()
-    if isinstance(state, tuple) and not state:
-        return ()
     if isinstance(state, OptState):
-        of_the_whole = state._replace(slots={})
-        part = of_the_whole if last else _tree.clone(of_the_whole)
-        return part._replace(slots=by_name(state.slots))
-    if hasattr(state, "_fields"):
-        return type(state)(*[_state_of(part, inputs, cut, last=last) for part in state])
-    leaves = inputs.structure.flatten_up_to(state)  # like the parameters
-    return by_name(dict(zip(inputs.names, leaves, strict=True)))
+        whole = state._replace(slots={})
+        return (whole if last else _tree.clone(whole))._replace(slots=by_name(state.slots))
+    parts = {}
+    for field, value in state._asdict().items():
+        if field == "inner":
+            parts[field] = _state_of(value, inputs, cut, last=last)
+        elif isinstance(value, Tensor) and value.ndim == 0:
+            parts[field] = value if last else value.clone()
+        else:  # like the parameters
+            leaves = inputs.structure.flatten_up_to(value)
+            parts[field] = by_name(dict(zip(inputs.names, leaves, strict=True)))
+    return type(state)(**parts)
 
 
 def off_graph(inputs: StepInputs, *, copy: bool) -> StepInputs:
@@ -305,29 +286,37 @@ def off_graph(inputs: StepInputs, *, copy: bool) -> StepInputs:
 # ---- for wrappers --------------------------------------------------------------------------------
 
 
-def _put(targets: Sequence[Any], results: Sequence[Any]) -> None:
-    """Copy the results of a step into the given tensors, except those that are there already."""
-    every = zip(targets, results, strict=True)
-    pairs = [(a, b) for a, b in every if b is not a and isinstance(a, Tensor)]
+def _copy_into(targets: Leaves, results: Leaves) -> None:
+    """Copy the results of a step into these tensors, except those that are there already."""
+    leaves = zip(targets, results, strict=True)
+    pairs = [(a, b) for a, b in leaves if b is not a and isinstance(a, Tensor)]
     foreach.copy_([a for a, _ in pairs], [b for _, b in pairs])
 
 
-def stand_in(like: Tensor, dtype: torch.dtype, made: dict[Any, Tensor]) -> Tensor:
-    """Return a tensor with the shape and device of `like` and memory for one element."""
-    local = dtensor.shard(like)
-    key = local.shape, local.device, dtype
-    if key not in made:
-        made[key] = torch.empty((), dtype=dtype, device=local.device).expand(local.shape)
-    return dtensor.from_local_like(like, made[key])
+def on_shards(function: Callable[..., Tensor], leaf: Tensor, *others: Tensor) -> Tensor:
+    """Return an elementwise function of tensors, or of the local shards of DTensors alike."""
+    result = function(*map(dtensor.shard, (leaf, *others)))
+    return cast(Tensor, dtensor.from_local_like(leaf, result))
+
+
+def stand_ins(leaves: Leaves, dtypes: Sequence[torch.dtype | None]) -> Leaves:
+    """Return leaves with these dtypes and memory for one element; those with None as they are."""
+    empty: dict[Any, Tensor] = {}
+    results = list(leaves)
+    for index, (leaf, dtype) in enumerate(zip(leaves, dtypes, strict=True)):
+        if dtype is not None:
+            local = dtensor.shard(leaf)
+            key = local.shape, local.device, dtype
+            if key not in empty:
+                empty[key] = torch.empty((), dtype=dtype, device=local.device).expand(local.shape)
+            results[index] = dtensor.from_local_like(leaf, empty[key])
+    return results
 
 
 def with_stand_ins(inputs: StepInputs, opt_state: Tree) -> StepInputs:
     """Return the inputs with this state and float32 stand-ins for half parameters."""
-    made: dict[Any, Tensor] = {}
-    params = [
-        stand_in(leaf, torch.float32, made) if is_half(leaf) else leaf for leaf in inputs.params
-    ]
-    return with_params(inputs, params, opt_state)
+    dtypes = [torch.float32 if is_half(leaf) else None for leaf in inputs.params]
+    return with_params(inputs, stand_ins(inputs.params, dtypes), opt_state)
 
 
 def with_params(inputs: StepInputs, params: Leaves, opt_state: Tree) -> StepInputs:

@@ -71,7 +71,7 @@ def wanted_update(optimizer: Optimizer, params: TreeT, grads: Tree, opt_state: T
 def _wanted(optimizer: Any, inputs: StepInputs) -> Leaves:
     """Return the update of each parameter in order, as a DTensor for one."""
     if isinstance(optimizer, Wrapper):
-        return _wanted(optimizer.updater, optimizer.widen(inputs))
+        return _wanted(optimizer.updater, optimizer.decode(inputs))
     if isinstance(optimizer, PartitionOptimizer):
         by_name: dict[str, Any] = {}
         for _, part, own in optimizer.split(inputs):

@@ -143,6 +143,22 @@ def test_fifty_steps_equal_torchs(name, dtype, tolerance, data):
         assert ((got[key] - expected[key]).abs().max() <= tolerance * scale).item(), key
 
 
+@pytest.mark.parametrize("name", ["Adam", "RMSprop", "Adadelta", "NAdam", "RAdam"])
+def test_an_average_of_squares_has_the_range_of_torchs(name):
+    """The square of 3e19 is out of the range of float32, a tenth of it is not."""
+    leaf = torch.ones(3)
+    theirs = getattr(OPTIM, name)([leaf.clone()], foreach=False)
+    optimizer = ps.from_torch(getattr(OPTIM, name), foreach=False)
+    params, grads = {"w": leaf}, {"w": torch.full((3,), 3e19)}
+    theirs.param_groups[0]["params"][0].grad = grads["w"]
+    theirs.step()
+    (expected,) = theirs.state.values()
+    _, state = by_formula(optimizer, params, lambda: grads, 1)
+    assert any(value.ndim and (value > 1e35).all() for value in expected.values())
+    for key, value in state.slots["w"].items():
+        torch.testing.assert_close(value, expected[key], rtol=1e-5, atol=0)
+
+
 # ---- the ways agree
 
 
@@ -173,6 +189,21 @@ def assert_equal(got, expected, tolerance):
         torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
     else:
         assert same_bits(got, expected)
+
+
+def test_empty_leaves_are_stepped_in_any_order():
+    """Alone, before and after others of their dtype."""
+    optimizer = ps.from_torch(OPTIM.RMSprop, lr=0.1)
+    dtypes = torch.float64, torch.float32, torch.float32, torch.float16, torch.float16
+    sizes = 0, 0, 3, 3, 0
+    params = {
+        str(i): torch.ones(n, dtype=d) for i, (n, d) in enumerate(zip(sizes, dtypes, strict=True))
+    }
+    moved, state = by_formula(optimizer, params, lambda: params, 2)
+    expected, after = params, optimizer.init(params)
+    for _ in range(2):
+        expected, after = optimizer.step(expected, params, after)
+    torch.testing.assert_close((moved, state.slots), (expected, after.slots))
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)

@@ -57,7 +57,7 @@ def adam(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
     t = state["step"] + 1
     p, g = _decoupled(p, g, h)
     m = _average(state["exp_avg"], g, beta1)
-    v = _average(state["exp_avg_sq"], g * g, beta2)
+    v = _average_square(state["exp_avg_sq"], g, beta2)
     new = {"step": t, "exp_avg": m, "exp_avg_sq": v}
     if h.amsgrad:
         new["max_exp_avg_sq"] = v = torch.maximum(state["max_exp_avg_sq"], v)
@@ -76,7 +76,7 @@ def adagrad(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
 def rmsprop(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
     """Tieleman and Hinton, lecture 6.5 (2012); `centered` by Graves (2013)."""
     g = _decayed(p, g, h)
-    v = _average(state["square_avg"], g * g, h.alpha)
+    v = _average_square(state["square_avg"], g, h.alpha)
     new, variance = {"step": state["step"] + 1, "square_avg": v}, v
     if h.centered:
         new["grad_avg"] = mean = _average(state["grad_avg"], g, h.alpha)
@@ -91,9 +91,9 @@ def rmsprop(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
 def adadelta(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
     """Zeiler, ADADELTA (2012)."""
     g = _decayed(p, g, h)
-    v = _average(state["square_avg"], g * g, h.rho)
+    v = _average_square(state["square_avg"], g, h.rho)
     delta = _root(state["acc_delta"] + h.eps) / _root(v + h.eps) * g
-    deltas = _average(state["acc_delta"], delta * delta, h.rho)
+    deltas = _average_square(state["acc_delta"], delta, h.rho)
     return p - h.lr * delta, {"step": state["step"] + 1, "square_avg": v, "acc_delta": deltas}
 
 
@@ -114,7 +114,7 @@ def nadam(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
     mu, mu_next = (beta1 * (1 - 0.5 * 0.96 ** (n * h.momentum_decay)) for n in (t, t + 1))
     product = state["mu_product"] * mu
     m = _average(state["exp_avg"], g, beta1)
-    v = _average(state["exp_avg_sq"], g * g, beta2)
+    v = _average_square(state["exp_avg_sq"], g, beta2)
     denominator = _root(v / h.spread(1 - beta2**t)) + h.eps
     of_g = h.spread(h.lr * (1 - mu) / (1 - product))
     of_m = h.spread(h.lr * mu_next / (1 - product * mu_next))
@@ -128,7 +128,7 @@ def radam(p: Tensor, g: Tensor, state: State, h: Any) -> Step:
     t = state["step"] + 1
     p, g = _decoupled(p, g, h)
     m = _average(state["exp_avg"], g, beta1)
-    v = _average(state["exp_avg_sq"], g * g, beta2)
+    v = _average_square(state["exp_avg_sq"], g, beta2)
     # The length of a simple moving average of the same centre, now and in the limit.
     limit = 2 / (1 - beta2) - 1
     length = limit - 2 * t * beta2**t / (1 - beta2**t)
@@ -234,6 +234,11 @@ def _decoupled(p: Tensor, g: Tensor, h: Any) -> tuple[Tensor, Tensor]:
 def _average(old: Tensor, new: Tensor, beta: Any) -> Tensor:
     """Return an exponential moving average."""
     return beta * old + (1 - beta) * new
+
+
+def _average_square(old: Tensor, new: Tensor, beta: Any) -> Tensor:
+    """Return an exponential moving average of squares. A square alone may be out of range."""
+    return beta * old + (1 - beta) * new * new
 
 
 def _root(square: Tensor) -> Tensor:

@@ -339,7 +339,7 @@ def pieces(tensors: Sequence[Tensor], kinds: Sequence[Any]) -> list[list[int]]:
     done: list[list[int]] = []
     last: dict[Any, tuple[list[int], int]] = {}
     for index, (tensor, kind) in enumerate(zip(tensors, kinds, strict=True)):
-        piece, size = last.get(kind, ([], _PIECE))
+        piece, size = last.get(kind, ([], _PIECE + 1))
         if size + tensor.numel() > _PIECE:
             piece, size = [], 0
             done.append(piece)

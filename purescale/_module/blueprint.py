@@ -19,6 +19,8 @@ from .._module.plan import STORES, Links, Plan, built, empty, fill
 from .._module.recorder import HOOKS, Recorder
 from .._torch import private
 
+Hook = Callable[[Tensor], Any]  # on the gradient of a parameter
+
 # torch 2.11 cannot trace `update` of the attributes of an object.
 _TRACES_UPDATE = torch.__version__ >= "2.12"
 
@@ -37,6 +39,27 @@ def _links_of(key: str) -> Links:
     return _links[key]
 
 
+class Hooked(torch.autograd.Function):
+    """A copy of a parameter; backward passes its gradient through the parameter's hooks."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(weight: Tensor, hooks: tuple[Hook, ...]) -> Tensor:
+        return weight.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.hooks = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        for hook in ctx.hooks:
+            changed = hook(grad)
+            grad = grad if changed is None else changed
+        return grad, None
+
+
 class Objects:
     """The objects of one call."""
 
@@ -44,13 +67,13 @@ class Objects:
     links: Links
     things: list[Any]
     holders: list[Any]  # the `__dict__` of an object, a container itself
-    registered: list[Any]  # all parameters, buffers and modules
+    stores: list[dict[str, Any]]  # the dicts of parameters, buffers and modules
+    registered: list[Any]  # what was in these before the forward
     root: nn.Module
 
     def in_stores(self) -> list[Any]:
         """Return all parameters, buffers and modules that are registered now."""
-        stores = [self.holders[number] for number, _, _ in self.links.stores]
-        return list(itertools.chain.from_iterable(map(dict.values, stores)))
+        return list(itertools.chain.from_iterable(map(dict.values, self.stores)))
 
 
 class Blueprint:
@@ -62,11 +85,10 @@ class Blueprint:
         hooks: By parameter, the hooks on its gradient, which may be methods of `model`.
     """
 
+    unwatched = True  # until a call in training was watched
+
     def __init__(
-        self,
-        model: nn.Module,
-        names: dict[int, str],
-        hooks: dict[str, tuple[Any, ...]],
+        self, model: nn.Module, names: dict[int, str], hooks: dict[str, tuple[Hook, ...]]
     ) -> None:
         recorder = Recorder(model, names)
         recorder.place(model, "")
@@ -83,7 +105,7 @@ class Blueprint:
         }
         self.plans = [plan, plan]  # by `train`
         # A function mode would change what torch.compile makes of a part of the model.
-        self.can_watch = bool(plan.own) and not recorder.compiled
+        self.can_watch = bool(plan.tensors) and not recorder.compiled
         self.names = sorted(set(names.values()))
 
     def set_modes(self, evaluating: list[bool], training: list[bool]) -> None:
@@ -93,13 +115,13 @@ class Blueprint:
 
     def modules(self, tensors: dict[str, Tensor]) -> list[nn.Module]:
         """Return a copy of `model.modules()` around `tensors`."""
-        objects = self.make(tensors, train=True)
+        objects = self.make(tensors, train=True, hooked=False)
         return [objects.things[number] for number in self.links.modules]
 
     def __reduce__(self) -> Any:
         """Describe a copy, by a model that is made around placeholders."""
         tensors = {name: torch.empty(0, device="meta") for name in self.names}
-        objects = self.make(tensors, train=True)
+        objects = self.make(tensors, train=True, hooked=False)
         return _recorded, (objects.root, tensors, self._hooks(objects.things), self.modes)
 
     @private.only_inlined
@@ -108,10 +130,10 @@ class Blueprint:
         tensors: dict[str, Tensor],
         *,
         train: bool,
-        hooked: Callable[[str, tuple[Any, ...]], Tensor] | None = None,
+        hooked: bool = True,
     ) -> Objects:
-        """Return the objects of a call around `tensors`. `hooked(name, hooks)` returns what stands
-        for a parameter with hooks on its gradient.
+        """Return the objects of a call around `tensors`. If `hooked`, copies stand for parameters
+        with hooks on their gradients.
         """
         evaluating, training = self.plans
         plan, links = training if train else evaluating, _links_of(self.key)
@@ -123,34 +145,46 @@ class Blueprint:
             for holder, attributes in zip(holders, plan.attributes, strict=True):
                 for key, value in attributes.items():
                     holder[key] = value
-        copies = [container.copy() for container in plan.containers]
-        things += copies
-        holders += copies
-        things += [tensor.clone() for tensor in plan.own]
-        things += [empty(rare) for rare in plan.rare]
-        for late in plan.late[: plan.without_tensors]:
-            things.append(built(late, things, tensors))
-        if self.hooks and hooked is not None:
-            hooks = self._hooks(things)
-            tensors = {**tensors, **{name: hooked(name, own) for name, own in hooks.items()}}
-        for late in plan.late[plan.without_tensors :]:
-            things.append(built(late, things, tensors))
+        containers = [container.copy() for container in plan.containers]
+        things += containers
+        holders += containers
+        if len(things) < plan.size or self.hooks:
+            tensors = self._make_others(plan, things, tensors, hooked)
         for number, key, name in links.tensors:
             holders[number][key] = tensors[name]
         for number, key, other in links.parts:
             holders[number][key] = things[other]
         for number, key, kind in plan.fresh:
             holders[number][key] = kind()
-        first = len(plan.kinds) + len(plan.containers) + len(plan.own)
-        for index, rare in enumerate(plan.rare):
-            fill(things[first + index], rare, things, tensors)
+        for number, record in enumerate(plan.filled, len(holders) + len(plan.tensors)):
+            fill(things[number], record, things, tensors)
         if torch.compiler.is_dynamo_compiling():
             for module, store in links.registers:
                 holders[module]["register_buffer"] = Register(holders[store])
         objects = Objects()  # of arguments torch.compile would ask whether all in them is constant
         objects.plan, objects.links, objects.things, objects.holders = plan, links, things, holders
+        objects.stores = [holders[number] for number, _, _ in links.stores]
         objects.registered, objects.root = objects.in_stores(), things[self.root]
         return objects
+
+    @private.only_inlined
+    def _make_others(
+        self, plan: Plan, things: list[Any], tensors: dict[str, Tensor], hooked: bool
+    ) -> dict[str, Tensor]:
+        """Add what is neither an object nor a container to `things`. Return the tensors of the call
+        with copies for those with hooks.
+        """
+        things += [tensor.clone() for tensor in plan.tensors]
+        things += [empty(record) for record in plan.filled]
+        for record in plan.early:
+            things.append(built(record, things, tensors))
+        if self.hooks and hooked:
+            tensors = dict(tensors)
+            for name, hooks in self._hooks(things).items():
+                tensors[name] = Hooked.apply(tensors[name], hooks)  # type: ignore[no-untyped-call]
+        for record in plan.late:
+            things.append(built(record, things, tensors))
+        return tensors
 
     @private.only_inlined
     def take_back(self) -> list[tuple[int, str, str]]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._module.blueprint import Blueprint, Objects
+from .._module.blueprint import Blueprint, Hook, Objects
 from .._module.modes import modes_of
 from .._module.new_buffers import new_buffers, registered_error
 from .._module.recompute import explain, forbid_recompute, prepare_recompute
@@ -46,7 +45,6 @@ class Apply:
     _not_in_half: tuple[str, ...]  # messages: parts that plain half compute cannot run
     without_statistics: tuple[str, ...]  # norms that keep no statistics of a batch
     _overlaps: dict[str, str]  # buffer -> a buffer that shares some of its memory in the model
-    _unwatched: list[None]  # empty once a call in training was watched
 
     def __call__(
         self, params: Tensors, buffers: Tensors, *args: Any, train: bool = True, **kwargs: Any
@@ -54,7 +52,7 @@ class Apply:
         if not (_are_tensors(params) and _are_tensors(buffers)):
             check_dicts(params, buffers)
         if params.keys() != self._params or buffers.keys() != self._buffers:
-            raise RuntimeError(self._misfit(params, buffers))
+            raise RuntimeError(self._wrong_names(params, buffers))
         # A buffer that is not dense, such as a sparse adjacency matrix, is returned as it is.
         constants = _constants(buffers)
         compiling, transformed = torch.compiler.is_dynamo_compiling(), under_transform()
@@ -67,12 +65,10 @@ class Apply:
             # so the condition is read again.
             try:
                 if torch.compiler.is_dynamo_compiling():
-                    _, out, new = self._call(tensors, copies, train, args, kwargs)
-                    return out, new
+                    return self._forward(tensors, copies, train, args, kwargs)[1:]
             except Exception:
                 raise
-
-        return self._eager(params, constants, copies, bool(train), transformed, args, kwargs)
+        return self._eager(params, constants, copies, train, transformed, args, kwargs)
 
     @private.only_inlined
     def _eager(
@@ -85,58 +81,56 @@ class Apply:
         args: Any,
         kwargs: Any,
     ) -> tuple[Any, Tensors]:
-        records = torch.is_grad_enabled()
+        records, blueprint = torch.is_grad_enabled(), self._blueprint
         tensors = {**params, **copies}
         for name in self._copied:
             tensors[name] = params[name].clone()
-        first = bool(self._unwatched) and train and records and not transformed
+        watched = params
+        if constants or self._overlaps:
+            watched = {**params, **constants, **{name: copies[name] for name in self._overlaps}}
+        first = blueprint.unwatched and bool(train) and records and not transformed
+        effects = SideEffects(params, watched, tensors, transformed=transformed, thorough=first)
+        forward: Callable[..., tuple[Objects, Any, Tensors]] = self._forward
         if first:
-            self._unwatched.clear()
-        overlaps = {name: copies[name] for name in self._overlaps}
-        effects = SideEffects(
-            *(params, constants, overlaps, tensors), transformed=transformed, thorough=first
-        )
-        reads = Reads() if first and self._blueprint.can_watch else nullcontext()
+            blueprint.unwatched = False
+            forward = self._watched if blueprint.can_watch else forward
         try:
-            with reads:
-                objects, out, new = self._call(tensors, copies, train, args, kwargs)
+            objects, out, new = forward(tensors, copies, train, args, kwargs)
         except RuntimeError as error:
             if transformed:
                 explain(error)
             raise
         finally:
-            registered = self._blueprint.take_back()
+            registered = blueprint.take_back()
             effects.restore_flags()
-        for number, key, name in registered:
-            raise registered_error(objects.things[number], key, name)
+        if registered:
+            number, store, name = registered[0]
+            raise registered_error(objects.things[number], store, name)
         effects.check(self._overlaps)
-        if isinstance(reads, Reads):
-            warn_of_lost(objects, reads)
         if transformed:
             forbid_recompute(objects)
         elif records:
-            written = (
-                {n: b for n, b in copies.items() if n not in constants} if constants else copies
-            )
-            prepare_recompute(objects, new, written)
+            prepare_recompute(objects, copies, constants)
         return out, new
 
     @private.only_inlined
-    def _call(
+    def _forward(
         self, tensors: Tensors, copies: Tensors, train: bool, args: Any, kwargs: Any
     ) -> tuple[Objects, Any, Tensors]:
         """Run the forward in modules that are made around `tensors`."""
-
-        def hooked(name: str, hooks: tuple[Hook, ...]) -> Tensor:
-            weight: Tensor = Hooked.apply(tensors[name], hooks)  # type: ignore[no-untyped-call]
-            return weight
-
-        objects = self._blueprint.make(tensors, train=bool(train), hooked=hooked)
+        objects = self._blueprint.make(tensors, train=bool(train))
         out = objects.root(*args, **kwargs)
         return objects, out, new_buffers(objects, tensors, copies)
 
-    def _misfit(self, params: Tensors, buffers: Tensors) -> str:
-        found = []
+    def _watched(self, *args: Any) -> tuple[Objects, Any, Tensors]:
+        """Run the forward, and warn of tensors in plain attributes whose values are lost."""
+        with Reads() as reads:
+            objects, out, new = self._forward(*args)
+        warn_of_lost(objects, reads)
+        return objects, out, new
+
+    def _wrong_names(self, params: Tensors, buffers: Tensors) -> str:
+        faults = []
         for which, tree, expected in (
             ("params", params, self._params),
             ("buffers", buffers, self._buffers),
@@ -144,7 +138,7 @@ class Apply:
             if set(tree) != expected:
                 missing = sorted(expected - set(tree))
                 extra = [str(name) for name in tree if name not in expected]
-                found.append(
+                faults.append(
                     f"{which} has the wrong names: missing {_tree.join_names(missing)}; not in the "
                     f"model: {_tree.join_names(extra)}"
                 )
@@ -160,7 +154,7 @@ class Apply:
         elif set(params) | set(buffers) == self._params | self._buffers:
             cause = place
         return (
-            f"{'; '.join(found)}. Likely cause: {cause}. Fix: `apply, params, buffers = "
+            f"{'; '.join(faults)}. Likely cause: {cause}. Fix: `apply, params, buffers = "
             "make_functional(model)`, all three from one call."
         )
 
@@ -208,33 +202,7 @@ def _constants(buffers: Tensors) -> Tensors:
     return {name: buffer for name, buffer in buffers.items() if is_constant(buffer)}
 
 
-# ---- hooks on parameters -------------------------------------------------------------------------
-
-Hook = Callable[[Tensor], Any]
-
-
-class Hooked(torch.autograd.Function):
-    """A copy of a parameter; backward passes its gradient through the parameter's hooks."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(weight: Tensor, hooks: tuple[Hook, ...]) -> Tensor:
-        return weight.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.hooks = inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        for hook in ctx.hooks:
-            changed = hook(grad)
-            grad = grad if changed is None else changed
-        return grad, None
-
-
-def _hooks_of(params: Tensors) -> dict[str, tuple[Hook, ...]]:
+def _gradient_hooks(params: Tensors) -> dict[str, tuple[Hook, ...]]:
     for name, param in params.items():
         if private.has_accumulated_hooks(param):
             raise ValueError(
@@ -245,7 +213,7 @@ def _hooks_of(params: Tensors) -> dict[str, tuple[Hook, ...]]:
     return {name: hooks for name, p in params.items() if (hooks := private.gradient_hooks(p))}
 
 
-# ---- made ----------------------------------------------------------------------------------------
+# ---- make_functional ---------------------------------------------------------------------------
 
 
 def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
@@ -324,7 +292,7 @@ def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
     if len(frozen) == len(params):
         frozen = set()
     own = {name: p for name, p in params.items() if name not in frozen}
-    blueprint = Blueprint(model, registered.names, _hooks_of(own))
+    blueprint = Blueprint(model, registered.names, _gradient_hooks(own))
     blueprint.set_modes(*modes_of(model, lambda: blueprint.modules(_tree.clone(params | buffers))))
     trained = {name: p.detach().clone() for name, p in own.items()}
     state = {
@@ -338,7 +306,6 @@ def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
         _buffers=frozenset(state),
         frozen_params=frozenset(frozen),
         _overlaps=overlaps,
-        _unwatched=[None],
         **_kinds(model, registered.names),
     )
     return apply, trained, state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from .._module.blueprint import Objects
@@ -14,8 +15,8 @@ from .._torch import private
 def new_buffers(objects: Objects, tensors: Tensors, copies: Tensors) -> Tensors:
     """Return the buffers after the forward, which wrote into the `copies` or replaced them."""
     now, before = objects.in_stores(), objects.registered
-    if len(now) == len(before) and False not in [a is b for a, b in zip(now, before, strict=True)]:
-        return dict(copies)
+    if len(now) == len(before) and all(map(operator.is_, now, before)):
+        return copies
     _check_registered(objects)
     _check_places(objects, tensors)
     return {**copies, **_replaced(objects, tensors, copies)}
@@ -83,14 +84,14 @@ def _check_places(objects: Objects, tensors: Tensors) -> None:
     for number, key, name in objects.links.tensors:
         if number in stores:
             first.setdefault(name, objects.holders[number].get(key))
-    for (number, key, name), where in zip(objects.links.tensors, objects.links.where, strict=True):
+    for (number, key, name), path in zip(objects.links.tensors, objects.links.paths, strict=True):
         value = _element(objects.holders[number], key)
         if name not in first or value is first[name]:
             continue
         # An attribute that a forward sets to something new is not state.
         if number in stores or value is tensors[name]:
             raise RuntimeError(
-                f"the forward of the model replaced only one of its buffer {name} and {where}, "
+                f"the forward of the model replaced only one of its buffer {name} and {path}, "
                 "which were one tensor with one value in `buffers`. Fix: write into it, "
                 "`self.buffer.copy_(new)`, which both places see; or `.clone()` the second one "
                 "where it is set."

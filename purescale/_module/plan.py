@@ -27,9 +27,9 @@ class Part(NamedTuple):
     place: str | int
 
 
-class Rare(NamedTuple):
-    """An object that is made element by element: a container of a user's class, one of which a call
-    replaces keys, an object with `__slots__`.
+class Filled(NamedTuple):
+    """An object that is made empty and filled element by element: a container of a user's class,
+    one of which a call replaces keys, an object with `__slots__`.
     """
 
     kind: Any
@@ -40,11 +40,11 @@ class Rare(NamedTuple):
     example: Any  # stands for one without parts of the call under torch.compile, or None
 
 
-class Late(NamedTuple):
-    """An immutable object, which is made once its parts are."""
+class Immutable(NamedTuple):
+    """An object that is made once its parts are, as `build(pattern, parts)`."""
 
     build: Callable[[Any, list[Any]], Any]
-    pattern: Any  # the first argument of `build`
+    pattern: Any
     parts: list[Any]
 
 
@@ -58,22 +58,23 @@ class Links:
     stores: tuple[tuple[int, int, str], ...]  # dicts of parameters, buffers, modules; module, key
     buffers: tuple[tuple[int, Any, str], ...]  # those of `tensors` that are registered buffers
     registers: tuple[tuple[int, int], ...]  # modules with torch's own `register_buffer`, `_buffers`
-    where: tuple[str, ...]  # the paths of `tensors`
+    paths: tuple[str, ...]  # of `tensors`, in the model
 
 
 class Plan(NamedTuple):
     """The objects that a call makes, in this order: the number of an object is its position in
-    `kinds`, then in `containers`, `own`, `rare`, `late`.
+    `kinds`, then in `containers`, `tensors`, `filled`, `early`, `late`.
     """
 
+    size: int  # the number of all
     kinds: list[type]  # of objects
     attributes: list[dict[str, Any]]  # of these
     containers: list[Any]
-    own: list[Tensor]  # neither parameters nor buffers: each call has copies
-    where_own: list[str]  # the paths of these
-    rare: list[Rare]
-    late: list[Late]  # those without tensors of the call first
-    without_tensors: int  # the number of these
+    tensors: list[Tensor]  # neither parameters nor buffers: each call has copies
+    tensor_paths: list[str]  # of these, in the model
+    filled: list[Filled]
+    early: list[Immutable]  # those without tensors of the call
+    late: list[Immutable]  # those with such tensors
     # Empty containers of torch in a module, such as its dicts of hooks, are shared by all calls, as
     # hardly any forward fills one: the containers, and the number and attribute of each.
     empty: list[Any]
@@ -90,39 +91,39 @@ def resolved(value: Any, things: list[Any], tensors: dict[str, Tensor]) -> Any:
     return tensors[value.place] if isinstance(value.place, str) else things[value.place]
 
 
-def built(late: Late, things: list[Any], tensors: dict[str, Tensor]) -> Any:
-    return late.build(late.pattern, [resolved(part, things, tensors) for part in late.parts])
+def built(record: Immutable, things: list[Any], tensors: dict[str, Tensor]) -> Any:
+    return record.build(record.pattern, [resolved(part, things, tensors) for part in record.parts])
 
 
-def empty(rare: Rare) -> Any:
-    if rare.example is not None and torch.compiler.is_dynamo_compiling():
-        return rare.example
-    if rare.base is object:
-        return object.__new__(rare.kind)
-    thing = rare.base.__new__(rare.kind)
-    if rare.arguments:
-        rare.base.__init__(thing, *rare.arguments)
+def empty(record: Filled) -> Any:
+    if record.example is not None and torch.compiler.is_dynamo_compiling():
+        return record.example
+    if record.base is object:
+        return object.__new__(record.kind)
+    thing = record.base.__new__(record.kind)
+    if record.arguments:
+        record.base.__init__(thing, *record.arguments)
     return thing
 
 
-def fill(thing: Any, rare: Rare, things: list[Any], tensors: dict[str, Tensor]) -> None:
+def fill(thing: Any, record: Filled, things: list[Any], tensors: dict[str, Tensor]) -> None:
     """Set the elements and attributes of `thing`, by methods of the built-in types, as those of a
     user's class may do anything.
     """
-    if thing is rare.example:
+    if thing is record.example:
         return
-    for key, value in rare.attributes.items():
+    for key, value in record.attributes.items():
         object.__setattr__(thing, key, resolved(value, things, tensors))
-    for element in rare.elements:
+    for element in record.elements:
         parts = [resolved(part, things, tensors) for part in element]
-        if issubclass(rare.base, dict):
-            rare.base.__setitem__(thing, *parts)
-        elif rare.base is set:
+        if issubclass(record.base, dict):
+            record.base.__setitem__(thing, *parts)
+        elif record.base is set:
             set.add(thing, *parts)
-        elif rare.base is list and rare.kind.append is list.append:
+        elif record.base is list and record.kind.append is list.append:
             thing.append(*parts)  # torch.compile does not follow list.append
         else:
-            rare.base.append(thing, *parts)
+            record.base.append(thing, *parts)
 
 
 # ---- the `build` of immutable objects ------------------------------------------------------------
@@ -154,7 +155,7 @@ def new_view(layout: Any, parts: list[Any]) -> Any:
     return parts[0].as_strided(*layout)
 
 
-def new_weak(_: None, parts: list[Any]) -> Any:
+def new_reference(_: None, parts: list[Any]) -> Any:
     return weakref.ref(parts[0])
 
 

@@ -19,17 +19,19 @@ from .._torch import foreach, private
 
 
 @private.only_inlined
-def prepare_recompute(objects: Objects, new_buffers: Tensors, copies: Tensors) -> None:
-    """Leave in the modules copies of those new buffers that are among the `copies` of the call, as
-    a second run of a batch norm writes into them, and the function modes of the call.
+def prepare_recompute(objects: Objects, copies: Tensors, constants: Tensors) -> None:
+    """Leave in the modules copies of the buffers that the call returns, as a second run of a batch
+    norm writes into them, and the function modes of the call.
     """
-    kept = {
+    returned = {
         name: copies[name]
-        for _, _, name in objects.links.buffers
-        if name in copies and new_buffers[name] is copies[name]
+        for number, key, name in objects.links.buffers
+        if name in copies
+        and name not in constants
+        and objects.holders[number].get(key) is copies[name]
     }
-    if kept:
-        again = dict(zip(kept, foreach.clone(list(kept.values())), strict=True))
+    if returned:
+        again = dict(zip(returned, foreach.clone(list(returned.values())), strict=True))
         for number, key, name in objects.links.buffers:
             if name in again:
                 objects.holders[number][key] = again[name]

@@ -5,11 +5,9 @@ from __future__ import annotations
 import collections
 import enum
 import functools
-import itertools
 import sys
 import types
 import weakref
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,12 +17,12 @@ from torch.utils.hooks import RemovableHandle
 from .._module.norms import SyncBatchNorm
 from .._module.plan import (
     STORES,
-    Late,
+    Filled,
+    Immutable,
     Links,
     Part,
     Place,
     Plan,
-    Rare,
     Unreadable,
     empty,
     fill,
@@ -32,9 +30,9 @@ from .._module.plan import (
     new_method,
     new_method_of_class,
     new_partial,
+    new_reference,
     new_tuple,
     new_view,
-    new_weak,
     unchanged,
 )
 from .._module.references import class_attributes, is_array, references, slots
@@ -48,18 +46,12 @@ ATOMS = frozenset(
         *(types.CodeType, type, torch.dtype, torch.device, torch.Size, torch.fx.Graph),
     }
 )
-_COPIED = (dict, collections.OrderedDict, collections.defaultdict, list, set, collections.deque)
-# A layout of memory -> what its `__init__` takes besides elements.
-_CONTAINERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
-    collections.OrderedDict: lambda thing: (),
-    collections.defaultdict: lambda thing: (thing.default_factory,),
-    dict: lambda thing: (),
-    list: lambda thing: (),
-    collections.deque: lambda thing: ((), thing.maxlen),
-    set: lambda thing: (),
-}
+# Layouts of memory, before those that they extend.
+_CONTAINERS: tuple[type, ...] = (
+    *(collections.OrderedDict, collections.defaultdict, dict, list, collections.deque, set),
+)
 # The containers of torch's own that each module has.
-_TORCHS = frozenset(key for key, value in vars(nn.Module()).items() if type(value) in _COPIED)
+_TORCHS = frozenset(key for key, value in vars(nn.Module()).items() if type(value) in _CONTAINERS)
 HOOKS = frozenset(key for key in _TORCHS if "_hooks" in key)
 # Those of which each module needs an empty one. Of the others, such as the numbers of hooks that
 # take keywords, all modules may have the same.
@@ -77,280 +69,248 @@ NOT_FOR_FORWARD = frozenset(
         *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
     }
 )
+_FIELDS = ("objects", "containers", "tensors", "filled", "early", "late")
 
 
 class Node(NamedTuple):
-    """An object that calls make anew: its field in a `Plan`, what that field holds of it, and for
-    objects and containers the parts that a call replaces, by key or attribute.
-    """
+    """An object that calls make anew."""
 
-    field: str
-    pattern: Any
-    parts: list[tuple[Any, str | int, str]]  # with their paths
+    field: str  # of `_FIELDS`, which says where in a plan it stands
+    pattern: Any  # what the plan holds of it
+    # Of objects and containers, what a call replaces: key or attribute, place, path.
+    parts: list[tuple[Any, str | int, str]]
 
 
 class Recorder:
     """A walk over all objects of a model. The place of an object is the index of its node until
     `plan` numbers them.
+
+    Args:
+        model: The module to record.
+        names: The name of each registered tensor by its id; tied ones have the same.
     """
 
     def __init__(self, model: nn.Module, names: dict[int, str]) -> None:
-        self.modules = {id(module): (name, module) for name, module in model.named_modules()}
+        self.modules = {id(module): (path, module) for path, module in model.named_modules()}
         self.names = names
         self.nodes: list[Node] = []
         self.places: dict[int, Place] = {}  # by id
         self.visited: list[tuple[str, Any]] = []  # keeps them alive, so that an id stays theirs
         self.shared: list[tuple[str, Any]] = []
         self.weak: list[tuple[int, Any]] = []
-        self.own: dict[tuple[int, torch.dtype], list[tuple[int, Tensor]]] = {}  # by memory
+        self.plain_tensors: dict[tuple[int, torch.dtype], list[tuple[int, Tensor]]] = {}
         self.hook_numbers: dict[int, int] = {}
-        self.unused: dict[str, Any] = {}
-        self.numbers: dict[int, int] = {}  # of nodes, in the order of the plan
         self.stores: list[tuple[int, int, str]] = []
         self.empty: list[tuple[int, str, Any]] = []
+        self.empty_for_all: dict[str, Any] = {}
+        self.numbers: dict[int, int] = {}  # of nodes, in the order of the plan
         stores = [vars(module)[key] for _, module in self.modules.values() for key in STORES[:2]]
-        self.tensors = [t for store in stores for t in store.values() if t is not None]
-        self.memories = {storage_pointer(tensor) for tensor in self.tensors} - {None, 0}
+        self.registered = [t for store in stores for t in store.values() if t is not None]
+        self.memories = {storage_pointer(tensor) for tensor in self.registered} - {None, 0}
 
-    def place(self, thing: Any, where: str) -> Place:
-        """Return where a call finds `thing`, which has the path `where` in the model."""
+    def place(self, thing: Any, path: str) -> Place:
+        """Return where a call finds `thing`, which has this path in the model."""
         if type(thing) in ATOMS or isinstance(thing, type):
             return None
         if id(thing) in self.names:
             return self.names[id(thing)]
         if id(thing) not in self.places:
-            self.visited.append((where, thing))
-            self._record(thing, where)
+            self.visited.append((path, thing))
+            self._record(thing, path)
         return self.places[id(thing)]
 
-    def _record(self, thing: Any, where: str) -> None:
+    def _record(self, thing: Any, path: str) -> None:
         kind = type(thing)
         base = next((base for base in _CONTAINERS if isinstance(thing, base)), None)
         if isinstance(thing, Tensor):
-            self._own(thing, where)
+            self._plain_tensor(thing, path)
         elif isinstance(thing, nn.Module):
-            self._module(thing, where)
-        elif kind in _COPIED and not self._replaces_keys(thing, where):
-            self._container(thing, where)
+            self._module(thing, path)
+        elif kind in _CONTAINERS and not self._replaces_keys(thing, path):
+            self._container(thing, thing.copy(), path)
         elif base is not None:
-            self._rare(thing, base, where)
+            self._filled(thing, base, path)
         elif isinstance(thing, tuple):
-            self._late(thing, new_tuple, kind, list(tuple.__iter__(thing)), where)
+            self._immutable(thing, new_tuple, kind, list(tuple.__iter__(thing)), path)
         elif isinstance(thing, frozenset):
-            self._late(thing, new_frozenset, kind, list(frozenset.__iter__(thing)), where)
+            self._immutable(thing, new_frozenset, kind, list(frozenset.__iter__(thing)), path)
         elif kind is functools.partial:
-            keywords, parts = list(thing.keywords), [thing.func, *thing.args]
-            self._late(thing, new_partial, keywords, parts + list(thing.keywords.values()), where)
+            parts = [thing.func, *thing.args, *thing.keywords.values()]
+            self._immutable(thing, new_partial, list(thing.keywords), parts, path)
         elif kind is types.MethodType:
             owner, function = thing.__self__, thing.__func__
             name = getattr(function, "__name__", "")
             of_class = getattr(type(owner), name, None) is function
             build, pattern = (new_method_of_class, name) if of_class else (new_method, function)
-            self._late(thing, build, pattern, [owner], f"{where} (its 'self')")
+            self._immutable(thing, build, pattern, [owner], f"{path} (its 'self')")
         elif is_array(thing) and not thing.dtype.hasobject:
             self._node(thing, "containers", thing.copy())
         elif kind is weakref.ref:
-            self.weak.append((self._node(thing, "late", None), thing))
-        elif kind is types.SimpleNamespace:
-            self._rare(thing, kind, where)
+            self.weak.append((self._node(thing, "early", None), thing))
+        elif kind is types.SimpleNamespace or (_is_helper(kind) and any(slots(thing))):
+            self._filled(thing, kind if kind is types.SimpleNamespace else object, path)
         elif _is_helper(kind):
-            self._helper(thing, where)
+            self._helper(thing, path)
         else:
             self.places[id(thing)] = None
-            self.shared.append((where, thing))
+            self.shared.append((path, thing))
 
     def _node(self, thing: Any, field: str, pattern: Any) -> int:
-        number = len(self.nodes)
+        number = self.places[id(thing)] = len(self.nodes)
         self.nodes.append(Node(field, pattern, []))
-        self.places[id(thing)] = number
         return number
 
-    # ---- kinds of objects
+    # ---- tensors and modules
 
-    def _own(self, tensor: Tensor, where: str) -> None:
-        number = self._node(tensor, "own", (tensor.detach().clone(), where))
+    def _plain_tensor(self, tensor: Tensor, path: str) -> None:
+        number = self._node(tensor, "tensors", (tensor.detach().clone(), path))
         if type(tensor) in PLAIN_TYPES and (memory := storage_pointer(tensor)):
-            self.own.setdefault((memory, tensor.dtype), []).append((number, tensor))
+            self.plain_tensors.setdefault((memory, tensor.dtype), []).append((number, tensor))
 
     def _share_memory(self) -> None:
-        """Make tensors of the model over one memory views of one copy of it."""
-        for tensors in self.own.values():
+        """Make plain tensors over one memory views of one copy of it."""
+        for tensors in self.plain_tensors.values():
             if len(tensors) > 1:
                 number, first = tensors[0]
                 storage: Any = first.untyped_storage()
                 memory = first.detach().new_empty(0).set_(storage.clone())
                 base = Part(len(self.nodes))
-                self.nodes.append(Node("own", (memory, self.nodes[number].pattern[1]), []))
+                self.nodes.append(Node("tensors", (memory, self.nodes[number].pattern[1]), []))
                 for index, tensor in tensors:
                     layout = tensor.shape, tensor.stride(), tensor.storage_offset()
-                    self.nodes[index] = Node("late", Late(new_view, layout, [base]), [])
+                    self.nodes[index] = Node("early", Immutable(new_view, layout, [base]), [])
 
-    def _module(self, module: nn.Module, where: str) -> None:
+    def _module(self, module: nn.Module, path: str) -> None:
         if type(module).__name__ == "OptimizedModule":  # by torch.compile: what it compiles
-            self.places[id(module)] = self.place(module._orig_mod, where)
+            self.places[id(module)] = self.place(module._orig_mod, path)
             return
-        attributes = vars(module).copy()
         kind = SyncBatchNorm if type(module) is nn.SyncBatchNorm else type(module)
-        try:
-            object.__new__(kind)
-            for key in slots(module):
-                raise TypeError(f"{key} is in its __slots__")
-        except TypeError as error:
-            raise TypeError(
-                f"{where or 'the model'} is a {kind.__name__}, which a call cannot make anew "
-                f"({error}). Likely cause: its class derives from one that is written in C besides "
-                "nn.Module, or has __slots__. Fix: keep an object of that class in an attribute; "
-                "remove the __slots__."
-            ) from None
-        number = self._node(module, "objects", (kind, attributes))
+        _check_kind(module, kind, path)
+        attributes = vars(module).copy()
         if isinstance(module, nn.RNNBase):  # on CUDA it moves the weights into one block of memory
             attributes["flatten_parameters"] = _left_as_they_are
             attributes["_flat_weight_refs"] = [None] * len(attributes["_flat_weights"])
+        number = self._node(module, "objects", (kind, attributes))
         registers = not _registers_nothing(module)
         for key, value in attributes.items():
             if key in STORES and (value or registers):
-                self._store(number, key, value, where)
-            elif key in NOT_FOR_FORWARD and type(value) not in _COPIED:
+                self.stores.append(
+                    (self._inner(number, key, value, dict(value), path), number, key)
+                )
+            elif key in NOT_FOR_FORWARD and type(value) not in _CONTAINERS:
                 attributes[key] = None
             elif key in _TORCHS and (not value or key in NOT_FOR_FORWARD):
                 attributes[key] = self._shared_container(number, key, type(value))
             elif key in HOOKS:
-                self._hooks(number, key, value, f"{where}.{key}" if where else key)
+                # Numbers that are the same for all models that are alike.
+                hooks = type(value)((self._hook_number(old), hook) for old, hook in value.items())
+                self._inner(number, key, value, hooks, _join(path, key))
             else:
-                self._part(number, attributes, key, value, f"{where}.{key}" if where else key)
+                self._part(number, attributes, key, value, _join(path, key))
+
+    def _inner(self, module: int, key: str, container: Any, pattern: Any, path: str) -> int:
+        """Record a container of torch in a module."""
+        self.visited.append((path, container))
+        self.nodes[module].pattern[1][key] = None
+        number = self._node(container, "containers", pattern)
+        self.nodes[module].parts.append((key, number, path))
+        for name, value in list(pattern.items()):
+            self._part(number, pattern, name, value, _join(path, name))
+        return number
 
     def _shared_container(self, number: int, key: str, kind: type) -> Any:
         """Return an empty container for the calls to share, not that of the live module."""
-        if key in _OF_ITS_OWN:
+        container = self.empty_for_all.get(key)
+        if container is None:
             container = kind()
-        elif key in self.unused:
-            return self.unused[key]
-        else:
-            container = self.unused[key] = kind()
-        self.empty.append((number, key, container))
+            self.empty.append((number, key, container))
+            if key not in _OF_ITS_OWN:
+                self.empty_for_all[key] = container
         return container
-
-    def _store(self, module: int, key: str, store: dict[str, Any], where: str) -> None:
-        pattern = dict(store)
-        number = self._node(store, "containers", pattern)
-        self.nodes[module].parts.append((key, number, where))
-        self.nodes[module].pattern[1][key] = None
-        self.visited.append((where, store))
-        self.stores.append((number, module, key))
-        for name, value in store.items():
-            self._part(number, pattern, name, value, f"{where}.{name}" if where else name)
-
-    def _hooks(self, module: int, key: str, hooks: dict[int, Any], where: str) -> None:
-        """Record hooks of a module, by numbers that are the same for all models that are alike."""
-        pattern = type(hooks)((self._hook_number(old), hook) for old, hook in hooks.items())
-        number = self._node(hooks, "containers", pattern)
-        self.nodes[module].parts.append((key, number, where))
-        self.nodes[module].pattern[1][key] = None
-        self.visited.append((where, hooks))
-        for old, hook in hooks.items():
-            self._part(number, pattern, self._hook_number(old), hook, f"{where}[{old}]")
 
     def _hook_number(self, old: int) -> int:
         return self.hook_numbers.setdefault(old, -1 - len(self.hook_numbers))
 
-    def _helper(self, thing: Any, where: str) -> None:
-        if any(True for _ in slots(thing)):
-            self._rare(thing, object, where)
-            return
+    # ---- other objects
+
+    def _helper(self, thing: Any, path: str) -> None:
         attributes = vars(thing).copy()
         if isinstance(thing, RemovableHandle):
             attributes["id"] = self._hook_number(thing.id)
         number = self._node(thing, "objects", (type(thing), attributes))
         for key, value in attributes.items():
-            self._part(number, attributes, key, value, f"{where}.{key}")
+            self._part(number, attributes, key, value, f"{path}.{key}")
 
-    def _container(self, thing: Any, where: str) -> None:
-        pattern = thing.copy()
+    def _container(self, thing: Any, pattern: Any, path: str) -> None:
         number = self._node(thing, "containers", pattern)
         if not isinstance(pattern, set):
             items = pattern.items() if isinstance(pattern, dict) else enumerate(pattern)
             for key, value in list(items):
-                self._part(number, pattern, key, value, f"{where}[{key!r}]")
+                self._part(number, pattern, key, value, f"{path}[{key!r}]")
 
-    def _part(self, number: int, pattern: Any, key: Any, value: Any, where: str) -> None:
+    def _part(self, number: int, pattern: Any, key: Any, value: Any, path: str) -> None:
         """Record one attribute or element, and take it out of the pattern if a call replaces it."""
         if type(value) in ATOMS:
             return
         if self._was_computed(value):
-            pattern[key] = Unreadable(_computed(where))
+            pattern[key] = Unreadable(_computed(path))
             return
-        place = self.place(value, where)
+        place = self.place(value, path)
         if place is not None:
-            self.nodes[number].parts.append((key, place, where))
+            self.nodes[number].parts.append((key, place, path))
             pattern[key] = None
 
-    def _rare(self, thing: Any, base: type, where: str) -> None:
-        arguments = _CONTAINERS[base](thing) if base in _CONTAINERS else ()
-        rare = Rare(type(thing), base, arguments, {}, [], None)
-        number = self._node(thing, "rare", rare)
-        own = dict(getattr(thing, "__dict__", {}))
-        own |= {key: getattr(thing, key) for key in slots(thing) if hasattr(thing, key)}
-        for key, value in own.items():
-            rare.attributes[key] = self._wrapped(value, f"{where}.{key}")
+    def _filled(self, thing: Any, base: type, path: str) -> None:
+        arguments: tuple[Any, ...] = ()
+        if base is collections.defaultdict:
+            arguments = (thing.default_factory,)
+        elif base is collections.deque:
+            arguments = ((), thing.maxlen)
+        record = Filled(type(thing), base, arguments, {}, [], None)
+        number = self._node(thing, "filled", record)
+        attributes = dict(getattr(thing, "__dict__", {}))
+        attributes |= {key: getattr(thing, key) for key in slots(thing) if hasattr(thing, key)}
+        for key, value in attributes.items():
+            record.attributes[key] = self._wrapped(value, f"{path}.{key}")
         elements: list[Any] = []
         if issubclass(base, dict):
             elements = list(base.items(thing))
             for key, value in elements:
-                at = f"a key of {where}", f"{where}[{key!r}]"
-                rare.elements.append((self._wrapped(key, at[0]), self._wrapped(value, at[1])))
+                at = f"a key of {path}", f"{path}[{key!r}]"
+                record.elements.append((self._wrapped(key, at[0]), self._wrapped(value, at[1])))
         elif base in _CONTAINERS:
             elements = [(value,) for value in base.__iter__(thing)]  # type: ignore[attr-defined]
             for index, (value,) in enumerate(elements):
-                rare.elements.append((self._wrapped(value, f"{where}[{index}]"),))
-        plain = base is object or type(thing) in (*_COPIED, collections.Counter)
-        parts = [*rare.attributes.values(), *itertools.chain(*rare.elements)]
-        if not plain and not self._reach_tensors(parts, set()):
-            example = empty(rare)
-            fill(example, rare._replace(attributes=own, elements=elements), [], {})
-            self.nodes[number] = Node("rare", rare._replace(example=example), [])
+                record.elements.append((self._wrapped(value, f"{path}[{index}]"),))
+        if base is not object and type(thing) not in (*_CONTAINERS, collections.Counter):
+            reached = references(thing, path, set())
+            if not any(isinstance(reference.value, (Tensor, nn.Module)) for reference in reached):
+                example = empty(record)
+                fill(example, record._replace(attributes=attributes, elements=elements), [], {})
+                self.nodes[number] = Node("filled", record._replace(example=example), [])
 
-    def _reach_tensors(self, parts: list[Any], seen: set[int]) -> bool:
-        """Return True if one of these is or holds a tensor or a module."""
-        for part in parts:
-            if not isinstance(part, Part) or part.place in seen:
-                continue
-            if isinstance(part.place, str):
-                return True
-            seen.add(part.place)
-            field, pattern, own = self.nodes[part.place]
-            inner = [Part(place) for _, place, _ in own]
-            if field == "rare":
-                inner += [*pattern.attributes.values(), *itertools.chain(*pattern.elements)]
-            elif field == "late" and pattern is not None:
-                inner += pattern.parts
-            if (
-                field == "own"
-                or (field == "objects" and issubclass(pattern[0], nn.Module))
-                or self._reach_tensors(inner, seen)
-            ):
-                return True
-        return False
-
-    def _late(self, thing: Any, build: Any, pattern: Any, parts: list[Any], where: str) -> None:
-        wrapped = [self._wrapped(part, f"{where}[{index}]") for index, part in enumerate(parts)]
+    def _immutable(self, thing: Any, build: Any, pattern: Any, parts: list[Any], path: str) -> None:
+        wrapped = [self._wrapped(part, f"{path}[{index}]") for index, part in enumerate(parts)]
         if id(thing) in self.places:  # one of its parts holds it
             return
         if all(new is part for new, part in zip(wrapped, parts, strict=True)):
             self.places[id(thing)] = None
-        else:
-            self._node(thing, "late", Late(build, pattern, wrapped))
+            return
+        places = [part.place for part in wrapped if isinstance(part, Part)]
+        late = any(map(self._is_late, places))
+        self._node(thing, "late" if late else "early", Immutable(build, pattern, wrapped))
 
-    def _wrapped(self, value: Any, where: str) -> Any:
+    def _wrapped(self, value: Any, path: str) -> Any:
         if self._was_computed(value):
-            return Unreadable(_computed(where))
-        place = self.place(value, where)
+            return Unreadable(_computed(path))
+        place = self.place(value, path)
         return value if place is None else Part(place)
 
-    def _replaces_keys(self, thing: Any, where: str) -> bool:
+    def _replaces_keys(self, thing: Any, path: str) -> bool:
         if isinstance(thing, (list, collections.deque)):
             return False
         keys = [key for key in thing if type(key) not in ATOMS]
-        return any([self.place(key, f"a key of {where}") is not None for key in keys])
+        return any([self.place(key, f"a key of {path}") is not None for key in keys])
 
     def _was_computed(self, value: Any) -> bool:
         """Return True for a tensor that was computed from a registered one, or is a view of it."""
@@ -364,15 +324,15 @@ class Recorder:
         """Refuse a parameter that is read from a class, and a part of the live model within an
         object that all calls share.
         """
-        live = {key: f"module {name or 'itself'}" for key, (name, _) in self.modules.items()}
-        live |= {key: f"tensor {name}" for key, name in self.names.items()}
         self._check_classes()
+        live = {key: f"module {path or 'itself'}" for key, (path, _) in self.modules.items()}
+        live |= {key: f"tensor {name}" for key, name in self.names.items()}
         seen: set[int] = set()
-        for where, thing in self.shared:
-            for reference in references(thing, where, seen):
+        for path, thing in self.shared:
+            for reference in references(thing, path, seen):
                 if id(reference.value) in live:
                     raise ValueError(
-                        f"{reference.where} of the model holds its {live[id(reference.value)]}, "
+                        f"{reference.path} of the model holds its {live[id(reference.value)]}, "
                         "which `apply` cannot replace there, so it would use the live model and "
                         "not params. Likely cause: a hook or a patched forward that is a closure "
                         "over the model, a compiled method, or an object that is not written in "
@@ -387,27 +347,26 @@ class Recorder:
         attributes = list(class_attributes(self.visited))
         if not attributes:
             return
-        params = [tensor for tensor in self.tensors if isinstance(tensor, nn.Parameter)]
-        own = {id(param): self.names[id(param)] for param in params}
-        own |= {
-            key: name
-            for key, (name, module) in self.modules.items()
-            if name and next(module.parameters(), None) is not None
+        params = [tensor for tensor in self.registered if isinstance(tensor, nn.Parameter)]
+        trained = {id(param): self.names[id(param)] for param in params}
+        trained |= {
+            key: path
+            for key, (path, module) in self.modules.items()
+            if path and next(module.parameters(), None) is not None
         }
         by_memory = {storage_pointer(param): self.names[id(param)] for param in params}
-        for where, kind, key, value in attributes:
-            if id(value) in own:
-                what = f"its {own[id(value)]}"
-            elif not isinstance(value, Tensor):
-                continue
-            elif storage_pointer(value) and storage_pointer(value) in by_memory:
-                what = f"a view of its {by_memory[storage_pointer(value)]}"
+        for path, kind, key, value in attributes:
+            memory = storage_pointer(value)
+            if id(value) in trained:
+                what = f"its {trained[id(value)]}"
+            elif memory and memory in by_memory:
+                what = f"a view of its {by_memory[memory]}"
             elif isinstance(value, nn.Parameter) and value.requires_grad:
                 what = "a parameter that is not registered"
             else:
                 continue
             raise ValueError(
-                f"{where} of the model is an attribute of its class {kind.__name__} and holds "
+                f"{path} of the model is an attribute of its class {kind.__name__} and holds "
                 f"{what}. A call would read it from the class, so it would follow the live model "
                 f"and not params. Fix: register it in `__init__`, `self.{key} = "
                 "nn.Parameter(...)`, and remove it from the class."
@@ -418,40 +377,54 @@ class Recorder:
         """Return True if torch.compile made a function that the model refers to."""
         return any(hasattr(thing, "_torchdynamo_orig_callable") for _, thing in self.shared)
 
-    # ---- the result
+    # ---- the plan
 
     def plan(self) -> tuple[Plan, Links]:
         """Return the plan, and number all nodes in its order."""
         self._share_memory()
-        for index, reference in self.weak:
-            target = self.places.get(id(reference()), self.names.get(id(reference())))
-            late = Late(unchanged, reference, [])
-            if target is not None:
-                late = Late(new_weak, None, [Part(target)])
-            self.nodes[index] = self.nodes[index]._replace(pattern=late)
-        ranks = [self._rank(node) for node in self.nodes]
-        order = sorted(range(len(ranks)), key=lambda index: (ranks[index], index))
-        self.numbers = dict(zip(order, range(len(order)), strict=True))
+        self._refer_weakly()
+        rank = {field: index for index, field in enumerate(_FIELDS)}
+        order = sorted(range(len(self.nodes)), key=lambda index: rank[self.nodes[index].field])
+        self.numbers = {index: number for number, index in enumerate(order)}
         nodes = [self.nodes[index] for index in order]
         patterns = {
-            field: [node.pattern for node in nodes if node.field == field]
-            for field in ("objects", "containers", "own", "rare", "late")
+            field: [node.pattern for node in nodes if node.field == field] for field in _FIELDS
         }
         kinds = [kind for kind, _ in patterns["objects"]]
         plan = Plan(
+            size=len(nodes),
             kinds=kinds,
             attributes=[attributes for _, attributes in patterns["objects"]],
             containers=patterns["containers"],
-            own=[tensor for tensor, _ in patterns["own"]],
-            where_own=[where for _, where in patterns["own"]],
-            rare=list(map(self._rare_in_order, patterns["rare"])),
-            late=[x._replace(parts=list(map(self._in_order, x.parts))) for x in patterns["late"]],
-            without_tensors=ranks.count(_LATE),
+            tensors=[tensor for tensor, _ in patterns["tensors"]],
+            tensor_paths=[path for _, path in patterns["tensors"]],
+            filled=[
+                record._replace(
+                    attributes={key: self._numbered(x) for key, x in record.attributes.items()},
+                    elements=[tuple(map(self._numbered, element)) for element in record.elements],
+                )
+                for record in patterns["filled"]
+            ],
+            early=list(map(self._numbered_parts, patterns["early"])),
+            late=list(map(self._numbered_parts, patterns["late"])),
             empty=[container for _, _, container in self.empty],
-            owners=[(self.numbers[number], key) for number, key, _ in self.empty],
+            owners=[(self.numbers[index], key) for index, key, _ in self.empty],
             fresh=[],
         )
         return plan, self._links(nodes, kinds)
+
+    def _refer_weakly(self) -> None:
+        """Record the weak references, once all that they may refer to is recorded."""
+        for index, reference in self.weak:
+            target = self.places.get(id(reference()), self.names.get(id(reference())))
+            record = Immutable(unchanged, reference, [])
+            if target is not None:
+                record = Immutable(new_reference, None, [Part(target)])
+            late = target is not None and self._is_late(target)
+            self.nodes[index] = Node("late" if late else "early", record, [])
+
+    def _is_late(self, place: str | int) -> bool:
+        return isinstance(place, str) or self.nodes[place].field == "late"
 
     def _links(self, nodes: list[Node], kinds: list[Any]) -> Links:
         places = [(number, *part) for number, node in enumerate(nodes) for part in node.parts]
@@ -469,7 +442,7 @@ class Recorder:
                 for number, module in buffers.items()
                 if kinds[module].register_buffer is nn.Module.register_buffer
             ),
-            where=tuple(where for _, _, name, where in places if isinstance(name, str)),
+            paths=tuple(path for _, _, name, path in places if isinstance(name, str)),
         )
 
     def number(self, thing: Any) -> int:
@@ -477,28 +450,32 @@ class Recorder:
         place = self.places.get(id(thing))
         return self.numbers[place] if isinstance(place, int) else -1
 
-    def _rank(self, node: Node) -> int:
-        """Return where in the order of a plan a node stands."""
-        if node.field != "late":
-            return ("objects", "containers", "own", "rare").index(node.field)
-        places = [part.place for part in node.pattern.parts if isinstance(part, Part)]
-        parts = [self.nodes[place] for place in places if isinstance(place, int)]
-        after = [self._rank(part) > _LATE for part in parts if part.field == "late"]
-        return _LATE + (any(after) or any(isinstance(place, str) for place in places))
-
-    def _in_order(self, value: Any) -> Any:
+    def _numbered(self, value: Any) -> Any:
         if isinstance(value, Part) and isinstance(value.place, int):
             return Part(self.numbers[value.place])
         return value
 
-    def _rare_in_order(self, rare: Rare) -> Rare:
-        return rare._replace(
-            attributes={key: self._in_order(value) for key, value in rare.attributes.items()},
-            elements=[tuple(map(self._in_order, element)) for element in rare.elements],
-        )
+    def _numbered_parts(self, record: Immutable) -> Immutable:
+        return record._replace(parts=list(map(self._numbered, record.parts)))
 
 
-_LATE = 4  # the rank of late objects without tensors of the call; those with tensors come after
+def _join(path: str, key: Any) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def _check_kind(module: nn.Module, kind: type, path: str) -> None:
+    """Refuse a module that `object.__new__` and its `__dict__` do not make."""
+    try:
+        object.__new__(kind)
+        for key in slots(module):
+            raise TypeError(f"{key} is in its __slots__")
+    except TypeError as error:
+        raise TypeError(
+            f"{path or 'the model'} is a {kind.__name__}, which a call cannot make anew "
+            f"({error}). Likely cause: its class derives from one that is written in C besides "
+            "nn.Module, or has __slots__. Fix: keep an object of that class in an attribute; "
+            "remove the __slots__."
+        ) from None
 
 
 def _registers_nothing(module: nn.Module) -> bool:
@@ -531,8 +508,8 @@ def _left_as_they_are() -> None:
     """Replaces RNNBase.flatten_parameters."""
 
 
-def _computed(where: str) -> str:
+def _computed(path: str) -> str:
     return (
-        f"{where} of the model was computed from a parameter or buffer, or is a view of one, made "
+        f"{path} of the model was computed from a parameter or buffer, or is a view of one, made "
         "before make_functional: it would not change with params. Fix: compute it in forward."
     )

@@ -23,24 +23,24 @@ _BOUND = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 class Reference(NamedTuple):
     """A reference from one object of the model to another."""
 
-    where: str  # as a user would write it
+    path: str  # in the model, as a user would write it
     value: Any  # the object referred to
 
 
-def references(holder: Any, where: str, seen: set[int]) -> Iterator[Reference]:
+def references(holder: Any, path: str, seen: set[int]) -> Iterator[Reference]:
     """Yield all references that can be reached from an object, except through those in `seen`, to
     which it adds. A module or tensor is yielded and not followed.
     """
-    waiting = [(holder, where)]
+    waiting = [(holder, path)]
     while waiting:
-        holder, where = waiting.pop()
+        holder, path = waiting.pop()
         if id(holder) in seen:
             continue
         seen.add(id(holder))
-        for reference in _of(holder, where):
+        for reference in _of(holder, path):
             yield reference
             if not isinstance(reference.value, (Tensor, *_ATOMS)):
-                waiting.append((reference.value, reference.where))
+                waiting.append((reference.value, reference.path))
 
 
 def class_attributes(holders: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, type, str, Any]]:
@@ -48,7 +48,7 @@ def class_attributes(holders: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, 
     class, the attribute and the value.
     """
     seen = set()
-    for where, holder in holders:
+    for path, holder in holders:
         for kind in type(holder).__mro__:
             if kind in seen:
                 continue
@@ -57,40 +57,40 @@ def class_attributes(holders: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, 
                 inside = isinstance(value, (dict, list, tuple))
                 for part in private.pytree.tree_leaves(value) if inside else [value]:
                     if isinstance(part, Tensor) or (part is value and isinstance(part, nn.Module)):
-                        yield f"{where}.{key}" if where else key, kind, key, part
+                        yield f"{path}.{key}" if path else key, kind, key, part
 
 
-def _of(holder: Any, where: str) -> Iterator[Reference]:
+def _of(holder: Any, path: str) -> Iterator[Reference]:
     base = next((base for base in _CONTAINERS if isinstance(holder, base)), None)
     if base is dict:  # the methods of the built-in type, as those of a user's may do anything
         for key, value in list(dict.items(holder)):
-            yield Reference(f"{where}[{key!r}]", value)
-            yield Reference(f"a key of {where}", key)
+            yield Reference(f"{path}[{key!r}]", value)
+            yield Reference(f"a key of {path}", key)
     elif base is not None:
         for index, value in enumerate(list(base.__iter__(holder))):
-            yield Reference(f"{where}[{index}]", value)
+            yield Reference(f"{path}[{index}]", value)
     elif isinstance(holder, types.FunctionType):
         for name, value in _captured(holder):
-            yield Reference(f"{where} (its {name!r})", value)
+            yield Reference(f"{path} (its {name!r})", value)
     elif isinstance(holder, functools.partial):
         for part in (holder.func, holder.args, holder.keywords):
-            yield Reference(where, part)
+            yield Reference(path, part)
     elif isinstance(holder, _BOUND):
-        yield Reference(f"{where} (its 'self')", holder.__self__)
+        yield Reference(f"{path} (its 'self')", holder.__self__)
         if isinstance(holder, types.MethodType):
-            yield Reference(where, holder.__func__)
+            yield Reference(path, holder.__func__)
     elif isinstance(holder, BaseException):
-        yield Reference(f"{where}.args", holder.args)
+        yield Reference(f"{path}.args", holder.args)
     elif isinstance(holder, weakref.ref):
-        yield Reference(f"{where} (a weak reference)", holder())
+        yield Reference(f"{path} (a weak reference)", holder())
     elif is_array(holder):  # the garbage collector does not know its elements
         for value in holder.ravel().tolist():
-            yield Reference(f"{where} (an array)", value)
+            yield Reference(f"{path} (an array)", value)
     elif not hasattr(holder, "__dict__") and not _has_slots(holder):
         # Only the garbage collector knows what an object that is not written in Python holds.
         for value in gc.get_referents(holder):
-            yield Reference(f"{where} (a {type(holder).__name__})", value)
-    yield from _attributes(holder, where)
+            yield Reference(f"{path} (a {type(holder).__name__})", value)
+    yield from _attributes(holder, path)
 
 
 def is_array(thing: Any) -> bool:
@@ -102,13 +102,13 @@ def _has_slots(holder: Any) -> bool:
     return any("__slots__" in vars(kind) for kind in type(holder).__mro__)
 
 
-def _attributes(holder: Any, where: str) -> Iterator[Reference]:
+def _attributes(holder: Any, path: str) -> Iterator[Reference]:
     attributes = getattr(holder, "__dict__", None)
     if isinstance(attributes, dict):
         for key, value in list(attributes.items()):
-            yield Reference(f"{where}.{key}", value)
+            yield Reference(f"{path}.{key}", value)
     for key in slots(holder):
-        yield Reference(f"{where}.{key}", getattr(holder, key, None))
+        yield Reference(f"{path}.{key}", getattr(holder, key, None))
 
 
 def slots(holder: Any) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import warnings
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -28,8 +29,8 @@ class SideEffects:
 
     Args:
         params: The parameters that the caller gave.
-        constants: Buffers that are not dense, which no call changes.
-        overlaps: Copies of buffers that share memory in the model.
+        watched: These, the buffers that are constants, and the copies of buffers that share memory
+            in the model: no forward may write into them.
         tensors: All tensors that the forward is given.
         transformed: If True, the call is in a transform, whose tensors have no memory.
         thorough: If True, values are compared too, which finds writes through `.data`.
@@ -38,65 +39,68 @@ class SideEffects:
     def __init__(
         self,
         params: Tensors,
-        constants: Tensors,
-        overlaps: Tensors,
+        watched: Tensors,
         tensors: Tensors,
         *,
         transformed: bool,
         thorough: bool,
     ) -> None:
-        self.params, self.constants, self.tensors = params, constants, tensors
-        self.transformed = transformed
-        self.watched = {**params, **constants, **overlaps} if constants or overlaps else params
-        self.versions = self._versions()
-        self.flags = list(map(_requires_grad, tensors.values()))
-        self.memory = self._memory()
+        self.params, self.watched = params, watched
+        self.tensors = list(tensors.values())
+        self.flags = list(map(_requires_grad, self.tensors))
+        self.counted: Collection[Tensor] = watched.values()
+        if transformed:
+            self.counted = list(map(innermost, self.counted))
+        self.versions = versions(self.counted)
+        self.addresses = [] if transformed else _addresses(params)
         # Not while a graph is recorded, in which no value may be read.
         thorough = thorough and host_can_read(list(params.values())) and not recorded_by_make_fx()
         self.values: Tensors = {}
         if not transformed and (donation.DEBUG or thorough):
             self.values = {name: param.detach().clone() for name, param in params.items()}
 
-    def _versions(self) -> list[int]:
-        values = self.watched.values()
-        return versions(list(map(innermost, values)) if self.transformed else values)
-
-    def _memory(self) -> list[int]:
-        values = self.params.values()
-        if self.transformed or not set(map(type, values)) <= PLAIN_TYPES:
-            return []
-        try:
-            return list(map(Tensor.data_ptr, values))
-        except RuntimeError:  # one is sparse, or fake
-            return []
-
     def restore_flags(self) -> None:
         """Undo `requires_grad_` of the forward, which would change the caller's tensors."""
-        if list(map(_requires_grad, self.tensors.values())) != self.flags:
-            for tensor, flag in zip(self.tensors.values(), self.flags, strict=True):
+        if list(map(_requires_grad, self.tensors)) != self.flags:
+            for tensor, flag in zip(self.tensors, self.flags, strict=True):
                 if tensor.is_leaf:
                     tensor.requires_grad_(flag)
 
     def check(self, overlaps: dict[str, str]) -> None:
-        """Refuse writes into a parameter, into a constant, or into memory that two buffers share.
-        `overlaps`: the other buffer by the name of one.
+        """Refuse writes into a watched tensor. `overlaps`: by buffer, one that shares its memory in
+        the model.
         """
-        for name in _changed(self.watched, self.versions, self._versions()):
+        counts = versions(self.counted)
+        if counts != self.versions:
+            name = _first_difference(self.watched, self.versions, counts)
             if name in self.params:
                 raise RuntimeError(_written(name))
             other = overlaps.get(name)
             raise RuntimeError(_written_overlap(name, other) if other else _written_constant(name))
-        for name in _changed(self.params, self.memory, self._memory()):
-            raise RuntimeError(_written(name))
+        if self.addresses:
+            addresses = list(map(Tensor.data_ptr, self.params.values()))
+            if addresses != self.addresses:
+                raise RuntimeError(
+                    _written(_first_difference(self.params, self.addresses, addresses))
+                )
         for name, value in self.values.items():
             if not torch.allclose(self.params[name], value, rtol=0, atol=0, equal_nan=True):
                 raise RuntimeError(_written(name))
 
 
-def _changed(tensors: Tensors, before: list[int], after: list[int]) -> list[str]:
-    if before == after:
-        return []
-    return [name for name, a, b in zip(tensors, before, after, strict=True) if a != b]
+def _addresses(params: Tensors) -> list[int]:
+    """Return the addresses of plain tensors; none if one is sparse, fake or of a user's class."""
+    try:
+        if set(map(type, params.values())) <= PLAIN_TYPES:
+            return list(map(Tensor.data_ptr, params.values()))
+    except RuntimeError:
+        pass
+    return []
+
+
+def _first_difference(tensors: Tensors, before: list[int], after: list[int]) -> str:
+    rows = zip(tensors, before, after, strict=True)
+    return next(name for name, a, b in rows if a != b)
 
 
 def _written(name: str) -> str:
@@ -146,17 +150,17 @@ def warn_of_lost(objects: Objects, reads: Reads) -> None:
     """Warn of tensors in plain attributes that the forward read, and then changed or replaced."""
     plan = objects.plan
     first = len(plan.kinds) + len(plan.containers)
-    numbers = range(first, first + len(plan.own))
+    numbers = range(first, first + len(plan.tensors))
     replaced = {
         number
         for holder, key, number in objects.links.parts
         if number in numbers and not _holds(objects.holders[holder], key, objects.things[number])
     }
-    for number, where in zip(numbers, plan.where_own, strict=True):
+    for number, path in zip(numbers, plan.tensor_paths, strict=True):
         tensor = objects.things[number]
         if id(tensor) in reads.ids and (number in replaced or versions([tensor]) != [0]):
             warnings.warn(
-                f"{where} of the model is a tensor in a plain attribute, which the forward reads "
+                f"{path} of the model is a tensor in a plain attribute, which the forward reads "
                 "and then changes. Each call of `apply` begins with its value at make_functional, "
                 "so what a call leaves there is lost to the next one. Fix: make it a buffer, "
                 "`self.register_buffer(...)`, which `apply` takes and returns.",

@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Generic, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from .._loss_scale.rule_protocol import State, flag, without_amax
-from .._loss_scale.rules import ScalerState, scaler_state
+from .._loss_scale.rule_protocol import State, checked_flag, without_amax
+from .._loss_scale.rules import ScalerState, check_factors, scaler_state
 from .._tree import scalars
 from .._tree.scalars import is_positive_float32, positive, real, short_repr, whole
 from .._tree.tree import counted, join_names
@@ -39,12 +39,27 @@ class PeerRule(Generic[State]):
     def _transition(self, state: State, bad: Tensor) -> dict[str, Tensor]:
         raise NotImplementedError
 
+    def _check_positive(self, *names: str) -> None:
+        """Store settings as positive floats, so that settings of equal value but other type make
+        equal rules.
+        """
+        scalars.normalize_fields(self, positive, *names)
+
+    def _check_counts(self, *names: str, least: int = 1) -> None:
+        """Store settings as ints of at least `least`."""
+        scalars.normalize_fields(self, functools.partial(whole, least=least), *names)
+
+    def _check_factors(self, growth: str, *backoff: str) -> None:
+        """Store a growth factor above 1 and a backoff factor below 1 as positive floats."""
+        self._check_positive(growth, *backoff)
+        check_factors(self, growth, *backoff)
+
     @without_amax
     def update(self, scaler: State, found_inf: Tensor) -> State:
         """Return the state for the next step. `found_inf`: 0-d bool, True if the step was bad.
         Reads no value; raises only for another rule's state.
         """
-        bad = flag(found_inf, scaler, self.state_kind)
+        bad = checked_flag(found_inf, scaler, self.state_kind)
         skips: Tensor = scaler.consecutive_skips  # type: ignore[attr-defined]
         return self.state_kind(
             **self._transition(scaler, bad),
@@ -70,21 +85,6 @@ class ScaleAndCount(PeerRule[ScalerState]):
         scale, count = self._next(state.scale, state.growth_tracker, bad)
         unused = torch.zeros_like(state.hysteresis_tracker)
         return {"scale": scale, "growth_tracker": count, "hysteresis_tracker": unused}
-
-
-# ---- settings ------------------------------------------------------------------------------------
-
-
-def settle(rule: Any, *names: str) -> None:
-    """Store fields of a frozen rule as `positive` floats, so that settings of equal value but other
-    type make equal rules.
-    """
-    scalars.normalize_fields(rule, positive, *names)
-
-
-def settle_counts(rule: Any, *names: str, least: int = 1) -> None:
-    """Store fields of a frozen rule as ints of at least `least`."""
-    scalars.normalize_fields(rule, functools.partial(whole, least=least), *names)
 
 
 def check_bool(name: str, value: Any) -> None:

@@ -132,7 +132,7 @@ def _number(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else value
 
 
-def slots_of(
+def state_dict_by_name(
     optimizer: torch.optim.Optimizer, model: nn.Module, params: Mapping[str, Tensor]
 ) -> dict[str, Any]:
     """Return the live optimizer's state dict with all trained parameters in one group, in the order
@@ -146,7 +146,9 @@ def slots_of(
 # ---- back into torch
 
 
-def unwrapped(state: Any, optimizer: Any, torch_optimizer: Any) -> tuple[TorchOptimizer, OptState]:
+def innermost_optimizer(
+    state: Any, optimizer: Any, torch_optimizer: Any
+) -> tuple[TorchOptimizer, OptState]:
     """Return the innermost optimizer and its state, checked to fit `torch_optimizer`."""
     inner = optimizer
     while hasattr(inner, "optimizer"):
@@ -190,13 +192,13 @@ def unwrapped(state: Any, optimizer: Any, torch_optimizer: Any) -> tuple[TorchOp
     return inner, opt_state
 
 
-def weights_of(state: TrainState) -> Any:
+def masters_or_params(state: TrainState) -> Any:
     """Return the parameters, or their float32 masters if the state has them."""
     inner = masters_within(state.opt_state)
     return master_weights(state.params, inner) if isinstance(inner, MasterState) else state.params
 
 
-def with_slots(
+def state_dict_with(
     optimizer: torch.optim.Optimizer, model: nn.Module, opt_state: OptState
 ) -> dict[str, Any]:
     """Return the live optimizer's state dict with these slots. Its groups do not change, as a
@@ -219,7 +221,7 @@ def with_slots(
 
 
 def load_slots(optimizer: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
-    """Load what `with_slots` returned. The groups stay the same objects, with their tensors."""
+    """Load what `state_dict_with` returned. The groups stay the same objects with their tensors."""
     groups = optimizer.param_groups
     optimizer.load_state_dict(loaded)
     optimizer.param_groups = groups

@@ -13,17 +13,7 @@ from .._loss_scale.rules import NoScale, ScalerState, scaler_state
 from .._module.policy import Policy
 from .._tree.scalars import positive, real, short_repr, whole
 from .._tree.tree import counted
-from ._common import (
-    COUNT,
-    SCALE,
-    Device,
-    Format,
-    ScaleAndCount,
-    check_dict,
-    saved_scale,
-    settle,
-    settle_counts,
-)
+from ._common import COUNT, SCALE, Device, Format, ScaleAndCount, check_dict, saved_scale
 
 # ---- the scaler ----------------------------------------------------------------------------------
 
@@ -72,8 +62,8 @@ class ApexScale(ScaleAndCount):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "loss_scale", _loss_scale(self.loss_scale))
-        settle(self, "init_scale", "scale_factor", "max_loss_scale")
-        settle_counts(self, "scale_window")
+        self._check_positive("init_scale", "scale_factor", "max_loss_scale")
+        self._check_counts("scale_window")
         if self.min_loss_scale is not None:
             floor = real("min_loss_scale", self.min_loss_scale)
             object.__setattr__(
@@ -321,7 +311,7 @@ def initialize(
     overrides: Any = (
         cast_model_type, patch_torch_functions, keep_norms, master_weights, loss_scale
     )  # fmt: skip
-    level = _overridden(opt_level, _Level(*overrides))
+    level = _resolved_level(opt_level, _Level(*overrides))
     scaling = ApexScale(
         level.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale
     )
@@ -329,7 +319,7 @@ def initialize(
     return policy, scaling if count == 1 else (scaling,) * count
 
 
-def _overridden(opt_level: Any, overrides: _Level) -> _Level:
+def _resolved_level(opt_level: Any, overrides: _Level) -> _Level:
     """Check the overrides and apply them to the level."""
     if not isinstance(opt_level, str) or opt_level not in _LEVELS:
         raise RuntimeError(

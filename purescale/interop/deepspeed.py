@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._loss_scale.rules import check_factors
 from ._common import (
     SCALE,
     SETTING,
@@ -23,8 +22,6 @@ from ._common import (
     check_dict,
     refuse,
     scalar,
-    settle,
-    settle_counts,
 )
 
 
@@ -93,9 +90,9 @@ class DeepSpeedScale(PeerRule[DeepSpeedState]):
     dynamic: bool = True
 
     def __post_init__(self) -> None:
-        settle(self, "init_scale", "min_scale", "scale_factor")
-        check_factors(self, "scale_factor")
-        settle_counts(self, "scale_window", "delayed_shift")
+        self._check_positive("init_scale", "min_scale")
+        self._check_factors("scale_factor")
+        self._check_counts("scale_window", "delayed_shift")
         for name in ("consecutive_hysteresis", "raise_error_at_min_scale", "dynamic"):
             check_bool(name, getattr(self, name))
 

@@ -9,22 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._loss_scale.rules import check_factors
 from .._torch.dtypes import widest_float
 from .._tree.scalars import real, short_repr
-from ._common import (
-    SCALE,
-    SETTING,
-    Device,
-    Entry,
-    Format,
-    PeerRule,
-    check_dict,
-    refuse,
-    scalar,
-    settle,
-    settle_counts,
-)
+from ._common import SCALE, SETTING, Device, Entry, Format, PeerRule, check_dict, refuse, scalar
 
 
 class FairseqState(NamedTuple):
@@ -81,9 +68,9 @@ class FairseqScale(PeerRule[FairseqState]):
     min_loss_scale: float = 1e-4
 
     def __post_init__(self) -> None:
-        settle(self, "init_scale", "scale_factor")
-        check_factors(self, "scale_factor")
-        settle_counts(self, "scale_window")
+        self._check_positive("init_scale")
+        self._check_factors("scale_factor")
+        self._check_counts("scale_window")
         for name in ("tolerance", "min_loss_scale", "threshold"):
             value = getattr(self, name)
             if name == "threshold" and value is None:

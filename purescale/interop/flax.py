@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._loss_scale.rules import ScalerState, check_factors
+from .._loss_scale.rules import ScalerState
 from .._tree.tree import counted
-from ._common import COUNT, SCALE, Device, Format, ScaleAndCount, settle, settle_counts
+from ._common import COUNT, SCALE, Device, Format, ScaleAndCount
 
 _FLOAT32 = torch.finfo(torch.float32)
 
@@ -58,12 +58,12 @@ class FlaxScale(ScaleAndCount):
     minimum_scale: float | None = _FLOAT32.tiny
 
     def __post_init__(self) -> None:
-        settle(self, "growth_factor", "backoff_factor", "scale")
+        self._check_positive("scale")
         if self.minimum_scale is not None:
-            settle(self, "minimum_scale")
-        settle_counts(self, "fin_steps", least=0)
-        check_factors(self, "growth_factor", "backoff_factor")
-        settle_counts(self, "growth_interval")
+            self._check_positive("minimum_scale")
+        self._check_counts("fin_steps", least=0)
+        self._check_factors("growth_factor", "backoff_factor")
+        self._check_counts("growth_interval")
 
     @property
     def min_scale(self) -> float | None:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._loss_scale.rules import ScalerState, check_factors
+from .._loss_scale.rules import ScalerState
 from .._tree.tree import counted
-from ._common import COUNT, SCALE, SETTING, Device, Format, ScaleAndCount, settle, settle_counts
+from ._common import COUNT, SCALE, SETTING, Device, Format, ScaleAndCount
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,10 +52,10 @@ class JmpScale(ScaleAndCount):
     min_loss_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        settle(self, "loss_scale", "factor", "min_loss_scale")
-        settle_counts(self, "counter", least=0)
-        check_factors(self, "factor")
-        settle_counts(self, "period")
+        self._check_positive("loss_scale", "min_loss_scale")
+        self._check_counts("counter", least=0)
+        self._check_factors("factor")
+        self._check_counts("period")
 
     @property
     def min_scale(self) -> float:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._loss_scale.rules import ScalerState
 from .._tree.tree import counted
-from ._common import COUNT, SCALE, SETTING, Device, Format, ScaleAndCount, settle, settle_counts
+from ._common import COUNT, SCALE, SETTING, Device, Format, ScaleAndCount
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +44,8 @@ class KerasScale(ScaleAndCount):
     dynamic_growth_steps: int = 2000
 
     def __post_init__(self) -> None:
-        settle(self, "initial_scale")
-        settle_counts(self, "dynamic_growth_steps")
+        self._check_positive("initial_scale")
+        self._check_counts("dynamic_growth_steps")
 
     def _next(self, scale: Tensor, count: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
         grows = count == self.dynamic_growth_steps - 1

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._loss_scale.rules import ScalerState, check_factors, scaler_state
+from .._loss_scale.rules import ScalerState, scaler_state
 from .._tree.scalars import real
 from .._tree.tree import counted
-from ._common import SCALE, Device, Entry, Format, PeerRule, saved_scale, settle, settle_counts
+from ._common import SCALE, Device, Entry, Format, PeerRule, saved_scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,9 +62,9 @@ class MegatronScale(PeerRule[ScalerState]):
     hysteresis: int = 2
 
     def __post_init__(self) -> None:
-        settle(self, "initial_scale", "min_scale", "growth_factor", "backoff_factor")
-        check_factors(self, "growth_factor", "backoff_factor")
-        settle_counts(self, "growth_interval", "hysteresis")
+        self._check_positive("initial_scale", "min_scale")
+        self._check_factors("growth_factor", "backoff_factor")
+        self._check_counts("growth_interval", "hysteresis")
         if self.min_scale > self.initial_scale:
             raise ValueError(
                 f"min_scale <= initial_scale must hold, got {self.min_scale!r} and "

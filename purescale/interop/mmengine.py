@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._loss_scale.rules import ScalerState
 from . import apex, torch_amp
-from ._common import Device, ScaleAndCount, check_dict, check_saveable, refuse, settle
+from ._common import Device, ScaleAndCount, check_dict, check_saveable, refuse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class FixedAmpScale(ScaleAndCount):
     loss_scale: float
 
     def __post_init__(self) -> None:
-        settle(self, "loss_scale")
+        self._check_positive("loss_scale")
 
     def _next(self, scale: Tensor, count: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
         return torch.full_like(scale, self.loss_scale), count.clone()

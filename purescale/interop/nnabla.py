@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._loss_scale.rules import ScalerState, check_factors
+from .._loss_scale.rules import ScalerState
 from .._tree.tree import counted
-from ._common import COUNT, SCALE, SETTING, Device, Format, ScaleAndCount, settle, settle_counts
+from ._common import COUNT, SCALE, SETTING, Device, Format, ScaleAndCount
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +51,9 @@ class NnablaScale(ScaleAndCount):
     N: int = 2000
 
     def __post_init__(self) -> None:
-        settle(self, "scale", "scaling_factor")
-        check_factors(self, "scaling_factor")
-        settle_counts(self, "N", least=0)
+        self._check_positive("scale")
+        self._check_factors("scaling_factor")
+        self._check_counts("N", least=0)
 
     def _next(self, scale: Tensor, count: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
         grows = count > self.N

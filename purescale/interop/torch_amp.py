@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from .._loss_scale.rules import NoScale, ScalerState, check_factors
+from .._loss_scale.rules import NoScale, ScalerState
 from .._module.functional import Apply, load_into, make_functional
 from .._optim.schedule import advance, undone
 from .._optim.torch_optim import TorchOptimizer
@@ -20,18 +20,18 @@ from .._step.train_state import TrainState
 from .._torch.dtypes import widest_float
 from .._tree.scalars import whole
 from .._tree.tree import counted
-from ._common import COUNT, SCALE, SETTING, Device, Format, ScaleAndCount, settle, settle_counts
+from ._common import COUNT, SCALE, SETTING, Device, Format, ScaleAndCount
 from ._live_optimizer import (
     as_from_torch,
     check_no_gradients,
+    innermost_optimizer,
     load_slots,
+    masters_or_params,
     names_by_group,
     rates_from_now,
-    slots_of,
+    state_dict_by_name,
+    state_dict_with,
     steps_since,
-    unwrapped,
-    weights_of,
-    with_slots,
 )
 
 
@@ -79,9 +79,9 @@ class TorchAmpScale(ScaleAndCount):
     growth_interval: int = 2000
 
     def __post_init__(self) -> None:
-        settle(self, "init_scale", "growth_factor", "backoff_factor")
-        check_factors(self, "growth_factor", "backoff_factor")
-        settle_counts(self, "growth_interval")
+        self._check_positive("init_scale")
+        self._check_factors("growth_factor", "backoff_factor")
+        self._check_counts("growth_interval")
 
     def _next(self, scale: Tensor, count: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
         # The kernel multiplies in double, so that a factor is not first rounded to float32.
@@ -250,7 +250,8 @@ def take_over(
     check_no_gradients(optimizer, model)
     rates, place = rates_from_now(optimizer, scheduler, steps)
     ours = as_from_torch(optimizer, names, rates)
-    opt_state = ours.from_state_dict(slots_of(optimizer, model, params), params, applied=place)
+    live = state_dict_by_name(optimizer, model, params)
+    opt_state = ours.from_state_dict(live, params, applied=place)
     device = opt_state.applied.device
     rule: Any = NoScale()
     state = rule.init(device)
@@ -306,9 +307,9 @@ def give_back(
 
     Source of the formats: torch.optim.Optimizer.load_state_dict, GradScaler.load_state_dict.
     """
-    inner, opt_state = unwrapped(state, optimizer, torch_optimizer)
-    params = weights_of(state)
-    loaded = with_slots(torch_optimizer, model, opt_state)
+    inner, opt_state = innermost_optimizer(state, optimizer, torch_optimizer)
+    params = masters_or_params(state)
+    loaded = state_dict_with(torch_optimizer, model, opt_state)
     enabled = scaler if scaler is not None and scaler.is_enabled() else None
     saved = {} if enabled is None else to_state_dict(rule, state.scaler)
     steps = steps_since(scheduler, torch_optimizer, inner, opt_state)

@@ -103,7 +103,7 @@ class Battery:
             self.fail(law, " ".join(came.split()), should, *call, cause=error, fix=fix)
             return None
 
-    def alike(self, law: str, name: str, old: Any, new: Any, *call: Any) -> bool:
+    def check_alike(self, law: str, name: str, old: Any, new: Any, *call: Any) -> bool:
         """Return True if `new` is like `old` except for values."""
         try:
             _tree.matching_leaves(old, new, name, "what came", "")
@@ -138,28 +138,28 @@ class UpdateBattery(Battery):
         self.fail("init", f"a {type(state).__name__}", "a NamedTuple")
         return None
 
-    def device(self) -> None:
+    def check_device(self) -> None:
         """Check that the initial state is on the requested device."""
         devices = {leaf.device.type for leaf in _tree.tensors(self.subject.init("meta"))}
         if devices != {"meta"}:
             self.fail("init", f"tensors on {sorted(devices)}", 'on meta for `init("meta")`')
 
-    def pure(self, *call: Any) -> None:
+    def check_update_is_pure(self, *call: Any) -> None:
         """Check that an update does not read values or change arguments or attributes."""
         before = _attributes(self.subject)
         self.check_purity(self.subject.update, call)
         if _attributes(self.subject) != before:
             self.fail("value", f"an attribute of the {self.kind} changed", "the same", *call)
 
-    def updated(self, should: str, *call: Any) -> Any:
+    def call_update(self, should: str, *call: Any) -> Any:
         """Return the result of `update`, which must not raise."""
         try:
             return self.subject.update(*call)
         except Exception as error:
             self.fail("raises", f"{type(error).__name__}: {error}", should, *call, cause=error)
-            raise self.not_a_quirk("raises") from error
+            raise self.required_law("raises") from error
 
-    def not_a_quirk(self, law: str) -> AssertionError:
+    def required_law(self, law: str) -> AssertionError:
         """Return the error for a quirk without which the checks cannot go on."""
         return AssertionError(
             f"quirks has `{law}`, but a {self.kind} such as {self.name} must keep this law."
@@ -177,7 +177,7 @@ class UpdateBattery(Battery):
 
         run()
 
-    def resumed(self, *call: Any) -> None:
+    def check_resumed(self, *call: Any) -> None:
         """Check that an update of a saved and loaded state has the same bits."""
         ours = self.subject.update(*call)
         for restored in saved_and_loaded(call[0], self.subject.init()):
@@ -185,12 +185,12 @@ class UpdateBattery(Battery):
             if not same_bits(ours, theirs):
                 self.fail("round_trip", shown(theirs), shown(ours), *call)
 
-    def one_graph(self, calls: list[Any]) -> None:
+    def check_one_graph(self, calls: list[Any]) -> None:
         """Check that a compiled update equals the eager one."""
         run = functools.partial(assert_single_graph, self.subject.update, *calls)
-        self._agree("compile", calls, run)
+        self._check_equal("compile", calls, run)
 
-    def members(self, calls: list[Any]) -> None:
+    def check_members(self, calls: list[Any]) -> None:
         """Check that updates under vmap equal single ones."""
         stacked = private.pytree.tree_map(lambda *t: torch.stack(t), *calls)
 
@@ -200,9 +200,9 @@ class UpdateBattery(Battery):
                 private.pytree.tree_map(lambda t, i=i: t[i], together) for i in range(len(calls))
             ]
 
-        self._agree("vmap", calls, run)
+        self._check_equal("vmap", calls, run)
 
-    def _agree(self, law: str, calls: list[Any], run: Callable[[], list[Any]]) -> None:
+    def _check_equal(self, law: str, calls: list[Any], run: Callable[[], list[Any]]) -> None:
         expected = [self.subject.update(*call) for call in calls]
         try:
             results = run()

@@ -68,7 +68,7 @@ _FIXES = {
 _STEPS = 300
 _EVENTS = {120: 1e4, 150: math.nan, 180: math.inf, 210: 3e38, 240: -math.inf}
 _SOON = 10  # steps after an event
-_LOOKED_AT = (0, 1, 40, *sorted({step + i for step in _EVENTS for i in (0, 1)}))
+_AROUND_EVENTS = (0, 1, 40, *sorted({step + i for step in _EVENTS for i in (0, 1)}))
 
 
 def _run() -> list[float]:
@@ -98,14 +98,14 @@ class _GuardBattery(UpdateBattery):
 
     def update(self, call: tuple[Any, Tensor, Any]) -> tuple[Any, Tensor]:
         """Return the next state and the verdict, and check the laws of one call."""
-        returned = self.updated("a state and a verdict", *call)
+        returned = self.call_update("a state and a verdict", *call)
         pair = isinstance(returned, tuple) and len(returned) == 2
         bad = returned[1] if pair else None
         if not isinstance(bad, Tensor) or bad.dtype is not torch.bool or bad.ndim:
             self.fail("pair", short(returned), "(state, bad), bad a 0-d bool tensor", *call)
-            raise self.not_a_quirk("pair")
+            raise self.required_law("pair")
         new = returned[0]
-        same = self.alike("structure", "state", call[0], new, *call)
+        same = self.check_alike("structure", "state", call[0], new, *call)
         if same and _is_finite(call[0]) and not _is_finite(new):
             self.fail("finite", shown(new), "finite numbers", *call)
         return new, bad
@@ -118,10 +118,10 @@ class _GuardBattery(UpdateBattery):
             state = self.update(calls[-1])[0]
         return calls
 
-    def looked_at(self, *, norm: bool) -> list[tuple[Any, Tensor, Any]]:
+    def calls_around_events(self, *, norm: bool) -> list[tuple[Any, Tensor, Any]]:
         """Return the arguments of the steps at and around the events."""
         calls = self.calls(norm=norm)
-        return [calls[step] for step in _LOOKED_AT]
+        return [calls[step] for step in _AROUND_EVENTS]
 
     # ---- what is checked
 
@@ -132,12 +132,12 @@ class _GuardBattery(UpdateBattery):
         leaves = _tree.flatten(state)[0]
         if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
             return self.fail("init", shown(state), "tensors")
-        self.device()
+        self.check_device()
 
     def purity(self) -> None:
         for norm in (True, False):
-            for call in self.looked_at(norm=norm):
-                self.pure(*call)
+            for call in self.calls_around_events(norm=norm):
+                self.check_update_is_pure(*call)
 
     def steady(self) -> None:
         for norm in (True, False):
@@ -173,14 +173,14 @@ class _GuardBattery(UpdateBattery):
         self.check_runs(st.lists(steps, min_size=1, max_size=40), step)
 
     def round_trip(self) -> None:
-        self.resumed(*self.calls()[-1])
+        self.check_resumed(*self.calls()[-1])
 
     def compile(self) -> None:
         for norm in (True, False):
-            self.one_graph(self.looked_at(norm=norm))
+            self.check_one_graph(self.calls_around_events(norm=norm))
 
     def vmap(self) -> None:
-        self.members(self.looked_at(norm=True))
+        self.check_members(self.calls_around_events(norm=True))
 
 
 def _is_finite(state: Any) -> bool:

@@ -40,9 +40,9 @@ def same_bits(a: Any, b: Any) -> bool:
 def _same(x: Any, y: Any) -> bool:
     if not isinstance(x, Tensor):
         return type(x) is type(y) and bool(x == y)
-    if not isinstance(y, Tensor) or x.dtype is not y.dtype:
+    if not isinstance(y, Tensor):
         return False
-    if x.shape != y.shape or x.layout is not y.layout:
+    if (x.dtype, x.shape, x.layout) != (y.dtype, y.shape, y.layout):
         return False
     if x.is_meta or y.is_meta:  # no bits to compare
         return x.device == y.device
@@ -54,6 +54,7 @@ def _same(x: Any, y: Any) -> bool:
         x, y = torch.view_as_real(x).contiguous(), torch.view_as_real(y).contiguous()
     if not x.is_floating_point():
         return torch.equal(x, y)
+    # Of one size, because a DTensor with uneven shards cannot be flattened.
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize]
     return torch.equal(x.view(bits), y.view(bits))
 

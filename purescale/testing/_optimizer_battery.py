@@ -133,16 +133,31 @@ class _OptimizerBattery(Battery):
         return (self.init, self.steps, self.purity, self.none, self.dtype, self.found_inf,
                 self.round_trip, self.compile, self.vmap, self.absent)  # fmt: skip
 
-    def both_alike(self, law: str, result: Any, *call: Any) -> bool:
+    def check_result(self, law: str, result: Any, *call: Any) -> bool:
         """Return True if the results have the structure, dtypes and shapes of the arguments."""
         params, _, state = call
         if not isinstance(result, tuple) or len(result) != 2:
             came = f"a tuple of {len(result)}" if isinstance(result, tuple) else short(result)
             self.fail(law, came, "a tuple of two, (params, opt_state)", *call)
             return False
-        return self.alike(law, "params", params, result[0], *call) and self.alike(
+        return self.check_alike(law, "params", params, result[0], *call) and self.check_alike(
             law, "opt_state", state, result[1], *call
         )
+
+    def attempt_step(
+        self, law: str, *call: Any, step: Callable[..., Any] | None = None, should: str = "a step"
+    ) -> Any:
+        """Return the result of a step if it is like its arguments, else None."""
+        result = self.attempt(law, should, step or self.subject.step, *call)
+        return result if result is not None and self.check_result(law, result, *call) else None
+
+    def check_bits(
+        self, law: str, expected: Any, should: str, step: Callable[..., Any], *call: Any
+    ) -> None:
+        """Check that a step gives the expected bits."""
+        result = self.attempt(law, should, step, *call)
+        if result is not None and not same_bits(result, expected):
+            self.fail(law, short(result), should, *call)
 
     # ---- what is checked
 
@@ -156,8 +171,8 @@ class _OptimizerBattery(Battery):
         params, state = self.params, self.state
         for seed in range(_STEPS):
             call = (params, _random_gradients(params, seed), state)
-            result = self.attempt("structure", "a step", self.subject.step, *call)
-            if result is None or not self.both_alike("structure", result, *call):
+            result = self.attempt_step("structure", *call)
+            if result is None:
                 return False
             self.calls.append(call)
             self.results.append(result)
@@ -182,8 +197,8 @@ class _OptimizerBattery(Battery):
             choices[index][index] = None
         for chosen in choices:
             call = (params, structure.unflatten(chosen), state)
-            result = self.attempt("none", "a step in fresh memory", step, *call)
-            if result is None or not self.both_alike("none", result, *call):
+            result = self.attempt_step("none", *call, step=step, should="a step in fresh memory")
+            if result is None:
                 return
             pairs = zip(chosen, _tree.flatten(params)[0], _tree.flatten(result[0])[0], strict=True)
             for index, (gradient, before, after) in enumerate(pairs):
@@ -198,10 +213,7 @@ class _OptimizerBattery(Battery):
         state = self.attempt("absent", "a state", self.subject.init, params)
         if "absent" in self.broken:
             return
-        call = (params, _random_gradients(params, 0), state)
-        result = self.attempt("absent", "a step", self.subject.step, *call)
-        if result is not None:
-            self.both_alike("absent", result, *call)
+        self.attempt_step("absent", params, _random_gradients(params, 0), state)
 
     def dtype(self) -> None:
         for dtype in (torch.float16, torch.bfloat16, torch.float64):
@@ -209,10 +221,7 @@ class _OptimizerBattery(Battery):
             state = self.attempt("dtype", "a state", self.subject.init, params)
             grads = _random_gradients(params, 0)
             grads = _tree.cast(grads, torch.float32) if dtype is torch.float16 else grads
-            call = (params, grads, state)
-            result = self.attempt("dtype", "a step", self.subject.step, *call)
-            if result is not None:
-                self.both_alike("dtype", result, *call)
+            self.attempt_step("dtype", params, grads, state)
 
     def found_inf(self) -> None:
         """Check both paths: on a CPU the host reads the flag, on an accelerator the step always
@@ -226,29 +235,25 @@ class _OptimizerBattery(Battery):
         params, grads, state = self.calls[-1]
         for value in (torch.inf, torch.nan):
             bad = _tree.map(lambda g, value=value: torch.full_like(g, value), grads)
-            call = (params, bad, state)
-            result = self.attempt("found_inf", "a skipped step", self.maybe(True), *call)
-            if result is not None and not same_bits(result, (params, state)):
-                self.fail("found_inf", short(result), "params and state as they were", *call)
-        call = self.calls[-1]
-        result = self.attempt("found_inf", "a step", self.maybe(False), *call)
-        expected = self.subject.step(*call)
-        if result is not None and not same_bits(result, expected):
-            self.fail("found_inf", short(result), f"that of step, {short(expected)}", *call)
+            should = "params and state as they were"
+            skipped = self.maybe_step(True)
+            self.check_bits("found_inf", (params, state), should, skipped, params, bad, state)
+        expected = self.subject.step(*self.calls[-1])
+        should = f"that of step, {short(expected)}"
+        self.check_bits("found_inf", expected, should, self.maybe_step(False), *self.calls[-1])
 
-    def maybe(self, bad: bool) -> Callable[..., Any]:
+    def maybe_step(self, bad: bool) -> Callable[..., Any]:
         return lambda params, grads, state: maybe_step(
             self.subject, params, grads, state, torch.tensor(bad)
         )
 
     def round_trip(self) -> None:
-        params, grads, state = call = self.calls[-1]
+        params, grads, state = self.calls[-1]
+        expected = self.results[-1]
+        should = f"that of the state that was saved, {short(expected)}"
+        step = self.subject.step
         for restored in saved_and_loaded(state, self.state):
-            should = "the step of the state that was saved"
-            step = self.subject.step
-            result = self.attempt("round_trip", should, step, params, grads, restored)
-            if result is not None and not same_bits(result, self.results[-1]):
-                self.fail("round_trip", short(result), short(self.results[-1]), *call)
+            self.check_bits("round_trip", expected, should, step, params, grads, restored)
 
     def compile(self) -> None:
         def together(*_: Any) -> Any:

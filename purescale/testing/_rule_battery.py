@@ -103,9 +103,9 @@ class _RuleBattery(UpdateBattery):
 
     def update(self, state: Any, bad: bool, amax: float | None = None) -> Any:
         call = update_arguments(state, bad, self.amax if amax is None else amax)
-        return self.updated("a state", *call)
+        return self.call_update("a state", *call)
 
-    def legal(self, new: Any, *call: Any, law: str = "") -> None:
+    def check_scale(self, new: Any, *call: Any, law: str = "") -> None:
         scale = float(new.scale)
         came = f"scale={scale!r}"
         if scale > 0 and math.isfinite(scale) and math.frexp(scale)[0] != 0.5:
@@ -123,8 +123,8 @@ class _RuleBattery(UpdateBattery):
         for flag in (True, False):
             new = tried[flag] = self.update(state, flag, amax)
             call = update_arguments(state, flag, self.amax if amax is None else amax)
-            self.alike("structure", "scaler", state, new, *call)
-            self.legal(new, *call)
+            self.check_alike("structure", "scaler", state, new, *call)
+            self.check_scale(new, *call)
             before, after = float(state.scale), float(new.scale)
             if flag and after > before:
                 self.fail("overflow", f"scale={after!r}", f"at most {before!r}", *call)
@@ -144,8 +144,8 @@ class _RuleBattery(UpdateBattery):
         for name, leaf in zip(state._fields, state, strict=True):
             if not all(isinstance(part, Tensor) for part in _tree.flatten(leaf)[0]):
                 return self.fail("init", f"{name}={leaf!r}", "a tensor")
-        self.legal(state, law="init")
-        self.device()
+        self.check_scale(state, law="init")
+        self.check_device()
 
     def calls(self) -> list[tuple[Any, ...]]:
         """Return the arguments of each step of a run."""
@@ -157,19 +157,21 @@ class _RuleBattery(UpdateBattery):
 
     def purity(self) -> None:
         for call in self.calls():
-            self.alike("structure", "scaler", call[0], self.updated("a state", *call), *call)
-            self.pure(*call)
+            self.check_alike(
+                "structure", "scaler", call[0], self.call_update("a state", *call), *call
+            )
+            self.check_update_is_pure(*call)
 
     def long_runs(self) -> None:
         first = state = self.subject.init()
         for _ in range(_LONG):
             state = self.step(state, bad=True)
         low = float(state.scale)
-        high = float(self.stretch(first).scale)
+        high = float(self.clean_steps(first).scale)
         for start in self.growing[:_EVENTS]:
             self.all_short_runs(start)
-        self.stretch(state)
-        self.stretch(first._replace(scale=as_scale(2.0**127)), inside=False)
+        self.clean_steps(state)
+        self.clean_steps(first._replace(scale=as_scale(2.0**127)), inside=False)
         scale, floor = float(first.scale), getattr(self.subject, "min_scale", None) or 0.0
         if low >= scale and low > floor and high != scale:
             call = update_arguments(first, True, self.amax)
@@ -177,7 +179,7 @@ class _RuleBattery(UpdateBattery):
                 "backs_off", f"scale={low!r} after {_LONG} overflows", f"below {scale!r}", *call
             )
 
-    def stretch(self, state: Any, *, inside: bool = True) -> Any:
+    def clean_steps(self, state: Any, *, inside: bool = True) -> Any:
         """Return the state after enough clean steps for a growth."""
         values = getattr(self.subject, "__dict__", {}).values()
         numbers = [n for n in values if type(n) is int]
@@ -201,14 +203,14 @@ class _RuleBattery(UpdateBattery):
         for scale, bad in itertools.product(DAMAGED, (False, True)):
             for state in (state._replace(scale=as_scale(scale)) for state in sound):
                 call = update_arguments(state, bad, self.amax)
-                self.legal(self.update(state, bad), *call, law="damaged")
+                self.check_scale(self.update(state, bad), *call, law="damaged")
 
     def round_trip(self) -> None:
         state = self.update(self.update(self.subject.init(), True), False)
-        self.resumed(*update_arguments(state, False, self.amax))
+        self.check_resumed(*update_arguments(state, False, self.amax))
 
     def compile(self) -> None:
-        self.one_graph(self.calls())
+        self.check_one_graph(self.calls())
 
     def vmap(self) -> None:
         calls = [
@@ -216,4 +218,4 @@ class _RuleBattery(UpdateBattery):
             for call in self.calls()
             for bad in (False, True)
         ]
-        self.members(calls)
+        self.check_members(calls)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import logging
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import operator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple
 
@@ -121,7 +123,7 @@ def precise_bn(
             final[name] = stats.layers[name]
             new = bn_buffers(stats._replace(layers={name: final[name]}), new, estimator, correction)
         stats = stats._replace(layers=final)
-    _report(stats, apply, normalize)
+    _log_summary(stats, apply, normalize)
     return new
 
 
@@ -135,26 +137,22 @@ class _Source(NamedTuple):
     progress: bool
 
 
+@dataclasses.dataclass
 class _Pass:
-    """The statistics of one pass over the loader so far.
+    """The statistics of one pass over the loader so far."""
 
-    `num_final`: how many layers, in the order of their calls, have final statistics in `buffers`.
-    """
+    apply: ApplyFn
+    params: Tensors
+    buffers: Tensors
+    sequential: bool
+    # the layers in the order of their calls, known from the first forward that has any
+    order: list[str] = dataclasses.field(default_factory=list)
+    num_final: int = 0  # how many of them have final statistics in `buffers`
+    num_forwards: int = 0
+    num_samples: int = 0
 
-    def __init__(
-        self,
-        apply: ApplyFn,
-        params: Tensors,
-        buffers: Tensors,
-        sequential: bool,
-        order: Sequence[str] = (),
-        num_final: int = 0,
-    ) -> None:
-        self.apply, self.params, self.buffers = apply, params, buffers
-        self.sequential, self.num_final = sequential, num_final
-        self.order = list(order)  # of the layers, in the first forward that has any
-        self.stats = init_bn_stats(buffers)
-        self.num_forwards = self.num_samples = 0
+    def __post_init__(self) -> None:
+        self.stats = init_bn_stats(self.buffers)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, as `call` gets it, and add the statistics of its batch norms."""
@@ -210,7 +208,8 @@ def _feed_batches(source: _Source, one_pass: _Pass) -> None:
                 )
             size = one_pass.num_samples - samples
             if bar is not None and index == 0:
-                bar.reset(total=min(max(1, limit // max(1, size)), _length(source.loader)))
+                length = operator.length_hint(source.loader, sys.maxsize)
+                bar.reset(total=min(max(1, limit // max(1, size)), length))
             if bar is not None:
                 bar.update()
             if one_pass.num_samples + size > limit:
@@ -236,13 +235,6 @@ def _over_ranks(
     indices = [order.index(name) if name in order else -1 for name in names]
     indices = all_reduce(torch.tensor(indices, device=device), "max", group).tolist()
     return stats, [name for index, name in sorted(zip(indices, names, strict=True)) if index >= 0]
-
-
-def _length(loader: Any) -> float:
-    try:
-        return len(loader)
-    except TypeError:  # also of a DataLoader over an IterableDataset
-        return math.inf
 
 
 def _num_samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -291,7 +283,7 @@ def _feed(forward: Callable[..., Any], batch: Any) -> Any:
         ) from error
 
 
-def _report(stats: BNStatsState, apply: ApplyFn, normalize: str) -> None:
+def _log_summary(stats: BNStatsState, apply: ApplyFn, normalize: str) -> None:
     """Log how much data the statistics are from, and what was left out. Syncs with the host."""
     log = logging.getLogger("purescale")
     counts = {name: (int(layer.count), int(layer.calls)) for name, layer in stats.layers.items()}
@@ -301,8 +293,8 @@ def _report(stats: BNStatsState, apply: ApplyFn, normalize: str) -> None:
         *(len(counts) - len(unseen), int(stats.num_batches), int(stats.num_skipped)),
     )
     if unseen:
-        some = _tree.join_names(unseen)
-        log.info("precise_bn: %d layers saw no data and keep their buffers: %s", len(unseen), some)
+        names = _tree.join_names(unseen)
+        log.info("precise_bn: %d layers saw no data and keep their buffers: %s", len(unseen), names)
     if not int(stats.num_batches):
         log.warning(
             "precise_bn: all %d batches were skipped as not finite; the buffers are as they were",

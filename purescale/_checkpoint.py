@@ -171,7 +171,7 @@ def save(path: Path, tree: Tree) -> None:
         with open(temporary, "xb") as file:
             with contextlib.suppress(OSError):  # a new file, or a disk without permissions
                 shutil.copymode(target, temporary)
-            _write(d, file)
+            _write_file(d, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
@@ -206,7 +206,7 @@ def load(path: Path, like: TreeT) -> TreeT:
     """
     name = os.fsdecode(path)
     with open(name, "rb") as file:
-        d = _read(name, file)
+        d = _read_file(name, file)
     return _from_state_dict(f"torch.load({name!r})", d, like, donate=True)
 
 
@@ -272,7 +272,7 @@ def _check_storable(leaf_path: str, leaf: Tensor, path: Path) -> None:
 # ---- the file ------------------------------------------------------------------------------------
 
 
-def _write(d: dict[str, Any], file: BinaryIO) -> None:
+def _write_file(d: dict[str, Any], file: BinaryIO) -> None:
     """`torch.save(d, file)` of the values alone, which raises the error of the disk."""
     storages: set[int] = set()
     d = _tree.map(lambda leaf: _without_other_values(leaf, storages), d)
@@ -297,7 +297,7 @@ def _without_other_values(leaf: Tensor, storages: set[int]) -> Tensor:
     return leaf.clone()
 
 
-def _read(name: str, file: BinaryIO) -> Any:
+def _read_file(name: str, file: BinaryIO) -> Any:
     """Return what `file` holds. Refuse, naming the leaf, one that differs from its checksum."""
     damaged_record = None
     try:

@@ -171,24 +171,24 @@ def describe_leaves(name: str, tree: Tree, *, with_strides: bool) -> list[str]:
     """Return one line per leaf with what must agree between ranks, strides if asked for."""
     leaves = _tree.flatten(tree)[0]
     return [
-        f"{name}{key and f' {key!r}'}: {_kind(leaf, with_strides=with_strides)}"
+        f"{name}{key and f' {key!r}'}: {_describe_leaf(leaf, with_strides=with_strides)}"
         for key, leaf in zip(_tree.names(tree), leaves, strict=True)
     ]
 
 
-def _kind(leaf: Any, *, with_strides: bool) -> str:
+def _describe_leaf(leaf: Any, *, with_strides: bool) -> str:
     if not isinstance(leaf, Tensor):
         return describe_setting(leaf)
     strides = leaf.stride() if with_strides and leaf.layout is torch.strided else None
     # Only the type of the device, because each rank has its own.
-    text = _metadata(leaf.dtype, leaf.shape, strides, leaf.layout, leaf.device.type)
+    text = _describe_metadata(leaf.dtype, leaf.shape, strides, leaf.layout, leaf.device.type)
     if dtensor.is_dtensor(leaf):
         text += f" as {leaf.placements} over {mesh_sizes(leaf.device_mesh)}"
     return text
 
 
 @functools.lru_cache(maxsize=1024)  # many leaves have the same metadata
-def _metadata(dtype: Any, shape: Any, strides: Any, layout: Any, device: str) -> str:
+def _describe_metadata(dtype: Any, shape: Any, strides: Any, layout: Any, device: str) -> str:
     return f"{dtype} {tuple(shape)}{f' {strides}' if strides else ''} {layout} on {device}"
 
 
@@ -225,18 +225,18 @@ def agree_on_all_ranks(
         raise refusal
     for index, (others, refused) in enumerate(answers):
         if refused:
-            raise ValueError(f"{_rank(group, index)} refused its arguments: {others[0]}")
+            raise ValueError(f"{_rank_name(group, index)} refused its arguments: {others[0]}")
     other = next(index for index, row in enumerate(rows) if row != rows[0])
     pairs = itertools.zip_longest(answers[0][0], answers[other][0], fillvalue="nothing more")
     first, second = next((a, b) for a, b in pairs if a != b)
     raise ValueError(
-        f"the ranks do not hold the same: {_rank(group, 0)} has {first}, {_rank(group, other)} has "
-        f"{second}. Trees must agree in names, order, shapes, dtypes and kind of device. Likely "
-        "cause: other models or settings on some ranks, or a parameter without a gradient (None) "
-        "on one of them. Fix: one model and one optimizer for all, and zeros for a missing "
-        "gradient."
+        f"the ranks do not hold the same: {_rank_name(group, 0)} has {first}, "
+        f"{_rank_name(group, other)} has {second}. Trees must agree in names, order, shapes, "
+        "dtypes and kind of device. Likely cause: other models or settings on some ranks, or a "
+        "parameter without a gradient (None) on one of them. Fix: one model and one optimizer for "
+        "all, and zeros for a missing gradient."
     )
 
 
-def _rank(group: Group | None, index: int) -> str:
+def _rank_name(group: Group | None, index: int) -> str:
     return f"rank {dist.get_process_group_ranks(group)[index]}"

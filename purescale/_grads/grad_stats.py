@@ -48,6 +48,8 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     A sum in float32 loses about the same with each of many similar squares: a `dot` over 2**18 of
     them is off by 1.2e-4. So single rows are summed in float32, and their results in float64.
     """
+    if 0 in elements(tensors):
+        tensors = [tensor for tensor in tensors if tensor.numel()]
     kinds = by_kind(tensors)
     if len(kinds) == 1 and sum(elements(tensors)) <= _FEW:
         few = _at_least_float32(flattened(tensors))
@@ -71,7 +73,7 @@ def _rows(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     filled up with zeros. Half precision is yielded in float32, in chunks, because all of it would
     take twice the memory of the gradients.
     """
-    for rows in _rows_as_given(tensors):
+    for rows in _rows_in_own_dtype(tensors):
         if rows.dtype.itemsize >= 4:
             yield rows
         else:
@@ -79,7 +81,7 @@ def _rows(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
                 yield rows[start : start + _CHUNK // _ROW].float()
 
 
-def _rows_as_given(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+def _rows_in_own_dtype(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     """Yield the rows of each large tensor, and those of small tensors and the ends of large ones
     together.
     """

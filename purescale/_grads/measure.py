@@ -132,7 +132,7 @@ def _from_squares(grads: Gradients, scale: Tensor, want: Want) -> GradStats | No
     tensors = grads.tensors
     if not (enough and any(elements(tensors)) and want.group is None and _is_one_part(grads, want)):
         return None
-    total, number = _sum_of_squares(tensors).item(), scale.item()
+    total, number = sum_of_squares(tensors).item(), scale.item()
     usable, number = 0 < number < math.inf, 1.0 if grads.scale is None else number
     bound = math.sqrt(total) if total >= 0 else math.nan  # no element is larger
     if not (usable and bound / number < _SMALLEST_RANGE):
@@ -144,12 +144,6 @@ def _from_squares(grads: Gradients, scale: Tensor, want: Want) -> GradStats | No
         divisor = _divisor(grads, scale)
         amax = _amax(local_stats(tensors, divisor, None), divisor).item()
     return GradStats(False, bound / number if norm else None, amax)
-
-
-def _sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    if 0 in elements(tensors):
-        tensors = [tensor for tensor in tensors if tensor.numel()]
-    return sum_of_squares(tensors)
 
 
 # of bfloat16, whose largest number is a little below that of float32
@@ -169,7 +163,7 @@ def _with_the_bits_of_the_host(tensors: Sequence[Tensor], exact: Tensor, divisor
     """
     if not any(elements(tensors)) or not is_eager_on_a_cpu(tensors) or is_on_a_graph(tensors):
         return exact
-    squares = _sum_of_squares(tensors)
+    squares = sum_of_squares(tensors)
     quick = squares.sqrt() / divisor
     conclusive = (quick < _SMALLEST_RANGE) & (squares >= _smallest_reliable_sum(tensors))
     return torch.where(conclusive, quick, exact)

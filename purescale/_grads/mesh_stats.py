@@ -34,7 +34,7 @@ def mesh_stats(
         shards.setdefault(key, []).append(tensor)
     stats = {key: local_stats(some, divisor, norm_type) for key, some in shards.items()}
     plain = stats.pop((None, 1))
-    amax = _amax(plain, divisor)
+    amax = _amax_or_inf(plain, divisor)
     norms = [] if plain.norm is None else [plain.norm]
     # The largest mesh last, so that its ranks learn the results of the smaller meshes too.
     meshes = dict.fromkeys(mesh for mesh, _ in stats)
@@ -42,7 +42,7 @@ def mesh_stats(
         here = []
         for (other, replicas), local in stats.items():
             if other == mesh:
-                amax = torch.maximum(amax, _amax(local, divisor))
+                amax = torch.maximum(amax, _amax_or_inf(local, divisor))
                 if local.norm is not None and norm_type is not None:
                     # r replicas are r rows of the table, which multiplies the norm by r**(1/p).
                     here.append(local.norm * replicas ** (-1 / norm_type))
@@ -59,7 +59,7 @@ def stats_of_parts(
     """Return the stats of a model whose parts are on the ranks of `group`, the same on all of them,
     from one reduction.
     """
-    row = [_amax(local, divisor)]
+    row = [_amax_or_inf(local, divisor)]
     if local.norm is not None:
         row.append(local.norm.to(row[0].dtype))
     table = all_gather_row_of_group(torch.stack(row), group)
@@ -75,7 +75,7 @@ def _stats_of(amax: Tensor, norms: Sequence[Tensor], norm_type: float | None) ->
     return LocalStats({amax.dtype: amax}, norm)
 
 
-def _amax(local: LocalStats, divisor: Tensor) -> Tensor:
+def _amax_or_inf(local: LocalStats, divisor: Tensor) -> Tensor:
     """Return the largest magnitude of any dtype, or inf if an element is not finite over `divisor`:
     a bfloat16 may overflow at a value that float32 holds.
     """

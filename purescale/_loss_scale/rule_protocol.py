@@ -101,7 +101,7 @@ def without_amax(update: Update) -> Update:
     return checked  # type: ignore[return-value]
 
 
-def flag(found_inf: Any, scaler: Any, kind: type[Any]) -> Tensor:
+def checked_flag(found_inf: Any, scaler: Any, kind: type[Any]) -> Tensor:
     """Return `found_inf` as a 0-d bool tensor; refuse the state of another rule."""
     check_state(scaler, kind)
     return _tree.flag(found_inf, like=scaler.scale)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._loss_scale.rule_protocol import flag, without_amax
+from .._loss_scale.rule_protocol import checked_flag, without_amax
 from .._tree import scalars
 from .._tree.tree import counted
 
@@ -140,7 +140,7 @@ class DynamicScale:
         """Return the state for the next step. `found_inf`: 0-d bool, True if the step was bad.
         Reads no tensor value; raises only for the state of another rule.
         """
-        bad = flag(found_inf, scaler, ScalerState)
+        bad = checked_flag(found_inf, scaler, ScalerState)
         scale, tolerance = scaler.scale, scaler.hysteresis_tracker
 
         clean_steps = (scaler.growth_tracker.clamp(0, 2**31 - 2) + 1).masked_fill(bad, 0)
@@ -198,7 +198,7 @@ class StaticScale:
         """Return the scale of the rule, whatever the state holds. `consecutive_skips` counts, the
         other counters stay 0.
         """
-        bad = flag(found_inf, scaler, ScalerState)
+        bad = checked_flag(found_inf, scaler, ScalerState)
         return ScalerState(
             scale=torch.full_like(scaler.scale, self.scale),
             growth_tracker=torch.zeros_like(scaler.growth_tracker),

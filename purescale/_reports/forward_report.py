@@ -55,12 +55,12 @@ class ForwardReport(NamedTuple):
         """Syncs with the host. The first module that returned inf or NaN and was given only finite
         values; `"(inputs)"` if the outermost module was given inf or NaN; None without a fault.
         """
-        rows = _read(self)
+        rows = _read_rows(self)
         first = _first(rows)
         return first if isinstance(first, str | None) else rows[first].name
 
     def __str__(self) -> str:
-        rows = _read(self)
+        rows = _read_rows(self)
         bad = [index for index, row in enumerate(rows) if row.nonfinite]
         largest = max(range(len(rows)), key=lambda index: float(rows[index].amax))
         first = _first(rows)
@@ -74,7 +74,7 @@ class ForwardReport(NamedTuple):
         """Syncs with the host. Draw a matplotlib Figure with the largest and smallest magnitude of
         each module's output; a dotted line marks inf or NaN.
         """
-        return _plot_modules(_read(self))
+        return _plot_modules(_read_rows(self))
 
 
 class _Row(ModuleReport):
@@ -96,7 +96,7 @@ class _Row(ModuleReport):
         return bool(self.given > self.given_neginf)
 
 
-def _read(report: ForwardReport) -> list[_Row]:
+def _read_rows(report: ForwardReport) -> list[_Row]:
     """Read all rows with one copy from the device. Syncs with the host."""
     numbers = iter(read([fact for row in report.rows for fact in row if isinstance(fact, Tensor)]))
     return [
@@ -247,7 +247,9 @@ def forward_report(
         if (facts := _measured(out)) is not None:
             # Only this hook receives keyword arguments.
             arguments = _together(filter(None, [call.positional, _measured(kwargs)]))
-            rows.append(_report(names[id(module)] or WHOLE, call, facts, arguments, len(rows)))
+            rows.append(
+                _module_report(names[id(module)] or WHOLE, call, facts, arguments, len(rows))
+            )
 
     hooks = [
         _module.register_module_forward_pre_hook(entered),
@@ -286,7 +288,7 @@ class _Call(NamedTuple):
     own: _Facts | None  # of its own parameters and buffers
 
 
-def _report(
+def _module_report(
     name: str, call: _Call, out: _Facts, arguments: _Facts | None, rows: int
 ) -> ModuleReport:
     nonfinite, nan, posinf, masked = out.counts.unbind()

@@ -85,15 +85,20 @@ class Launch(NamedTuple):
     owned: bool = False  # nobody else can see the gradients, so they may be overwritten
 
 
+# Accelerators whose fused kernels take `grad_scale` and `found_inf`. Those of MPS ignore both.
+MASKED_BY_KERNELS = {"cuda", "xpu"}
+
+
 def can_launch(params: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
-    """Return True if a fused kernel is right for these tensors: on CUDA, as torch uses it; on a CPU
-    only in float32 and float64, because in half precision it leaves whole vector lanes unchanged.
+    """Return True if a fused kernel is right for these tensors: on an accelerator whose kernels
+    unscale and skip; on a CPU only in float32 and float64, because in half precision it leaves
+    whole vector lanes unchanged.
     """
     for device, dtype in cached(
         "places", lambda: {(p.device.type, p.dtype) for p in params}, params
     ):
         right_on_cpu = device == "cpu" and dtype in (torch.float32, torch.float64)
-        if not (right_on_cpu or (device == "cuda" and dtype.is_floating_point)):
+        if not (right_on_cpu or (device in MASKED_BY_KERNELS and dtype.is_floating_point)):
             return False
     return all([dtype.is_floating_point for dtype in dtypes(grads)])
 

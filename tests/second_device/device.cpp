@@ -399,6 +399,7 @@ class Call {
     bool draws = op.hasTag(at::Tag::nondeterministic_seeded);
     for (size_t i = 0; i < schema_.arguments().size(); ++i) {
       auto& value = (*stack)[first + i];
+      has_size_ |= schema_.arguments()[i].name() == "output_size" && !value.isNone();
       if (value.isDevice()) {
         value = c10::Device(c10::kCPU);
       } else if (value.isGenerator()) {
@@ -414,8 +415,9 @@ class Call {
     }
     if (draws)
       numbers_.emplace(device_);
-    const bool changes_shape = op.hasTag(at::Tag::dynamic_output_shape) && !has_indices_;
-    if (op.hasTag(at::Tag::data_dependent_output) || changes_shape || has_mask_)
+    const bool unknown_shape =
+        op.hasTag(at::Tag::dynamic_output_shape) && !has_indices_ && !has_size_;
+    if (op.hasTag(at::Tag::data_dependent_output) || unknown_shape || has_mask_)
       wait(counters.reads, schema_.name());
     const auto& results = schema_.returns();
     const auto* alias = results.empty() ? nullptr : results[0].alias_info();
@@ -505,7 +507,7 @@ class Call {
   const c10::FunctionSchema& schema_;
   std::vector<std::pair<at::Tensor, at::Tensor>> tensors_; // the device's, as the kernel sees it
   c10::DeviceIndex device_ = -1;
-  bool takes_lists_ = false, has_indices_ = false, has_mask_ = false;
+  bool takes_lists_ = false, has_indices_ = false, has_mask_ = false, has_size_ = false;
   std::optional<LentNumbers> numbers_;
 };
 

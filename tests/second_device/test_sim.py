@@ -141,8 +141,9 @@ def test_what_waits_for_nothing_is_no_error():
         x.to("sim:1")
         torch.ones(3).to("sim", non_blocking=True)
         torch.randn(3, device="sim")
+        torch.repeat_interleave(torch.arange(3).to("sim", non_blocking=True), output_size=3)
     assert counts.reads == counts.to_host == counts.waits == 0
-    assert (counts.to_device, counts.between, counts.copies) == (1, 1, 2)
+    assert (counts.to_device, counts.between, counts.copies) == (2, 1, 3)
 
 
 @pytest.mark.parametrize(

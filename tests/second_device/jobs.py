@@ -1,0 +1,341 @@
+"""Kinds of training, each as a job that runs on any device: what the tests run and docs/gpu.md
+lists.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import torch.utils._pytree as pytree
+from helpers import cross_entropy_of, small_net
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import purescale as ps
+
+INF = float("inf")
+RULE = ps.DynamicScale(2.0**10, growth_interval=2)
+ADAMW = ps.from_torch(torch.optim.AdamW, lr=1e-2)
+SGD = ps.from_torch(torch.optim.SGD, lr=0.05, momentum=0.9)
+CLASSES: dict[str, dict[str, Any]] = {
+    "Adadelta": {},
+    "Adafactor": {"foreach": False},
+    "Adagrad": {},
+    "Adam": {"amsgrad": True},
+    "AdamW": {},
+    "Adamax": {},
+    "ASGD": {},
+    "Muon": {},
+    "NAdam": {},
+    "RAdam": {},
+    "RMSprop": {"momentum": 0.9, "centered": True},
+    "Rprop": {},
+    "SGD": {"momentum": 0.9},
+}
+
+
+class Job(NamedTuple):
+    """A state, a step over a list of microbatches, and lists of these, on one device. Something in
+    the second list overflows.
+    """
+
+    state: Any
+    step: Callable[..., Any]
+    windows: list[list[Any]]
+
+
+def to(device: Any, tree: Any) -> Any:
+    return pytree.tree_map(
+        lambda leaf: leaf.to(device, copy=True) if isinstance(leaf, Tensor) else leaf, tree
+    )
+
+
+# ---- models and data -----------------------------------------------------------------------------
+
+
+def mlp(bias: bool = True) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 9, bias=bias), nn.Tanh(), nn.Linear(9, 3, bias=bias))
+
+
+class Block(nn.Module):
+    """Attention by hand, whose operators are those of the CPU, over tied embeddings."""
+
+    def __init__(self, checkpoints: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.norm = nn.LayerNorm(8)
+        self.qkv = nn.Linear(8, 24)
+        self.mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.checkpoints = checkpoints
+
+    def layer(self, h: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(h)).chunk(3, -1)
+        later = torch.ones(h.shape[1], h.shape[1], dtype=torch.bool, device=h.device).triu(1)
+        weights = (q @ k.mT).masked_fill(later, -1e4).softmax(-1)
+        return h + self.mlp(h + weights @ v)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.embed(tokens)
+        h = checkpoint(self.layer, h, use_reentrant=False) if self.checkpoints else self.layer(h)
+        return self.head(h).transpose(1, 2)
+
+
+class InHalf(nn.Module):
+    """A model that casts its input, as one with half parameters does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x.to(self.net[0].weight.dtype)).float()
+
+
+def vectors(index: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(index)
+    return torch.randn(8, 6, generator=generator), torch.randint(0, 3, (8,), generator=generator)
+
+
+def images(index: int) -> tuple[Tensor, Tensor]:
+    _, y = vectors(index)
+    return torch.randn(8, 1, 6, 6, generator=torch.Generator().manual_seed(index)), y
+
+
+def sentences(index: int) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(0, 11, (4, 6), generator=torch.Generator().manual_seed(index))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def windows_of(data: Callable[[int], Any], microbatches: int) -> list[list[Any]]:
+    found = [[data(10 * w + i) for i in range(microbatches)] for w in range(4)]
+    x, *rest = found[1][-1]
+    if x.is_floating_point():
+        found[1][-1] = (x * INF, *rest)
+    return found
+
+
+# ---- a job from its parts ------------------------------------------------------------------------
+
+
+def job(
+    device: Any,
+    optimizer: Any = ADAMW,
+    *,
+    rule: Any = RULE,
+    net: Callable[[], nn.Module] = mlp,
+    data: Callable[[int], Any] = vectors,
+    policy: str = "",
+    dtype: torch.dtype = torch.float32,
+    microbatches: int = 1,
+    seeded: bool = False,
+    loss_of: Callable[[Any], Any] = cross_entropy_of,
+    **settings: Any,
+) -> Job:
+    torch.manual_seed(0)
+    # moved as trees: torch unties the parameters of a module that moves to a device like this one
+    apply, params, buffers = to(device, ps.make_functional(net()))
+    params = {name: leaf.to(dtype) for name, leaf in params.items()}
+    optimizer = optimizer(device) if isinstance(optimizer, OnDevice) else optimizer
+    rng = torch.Generator(device).manual_seed(3).get_state() if seeded else None
+    state = ps.init_train_state(
+        params, buffers, optimizer, rule, rng=rng, guard=settings.get("guard")
+    )
+    if policy:
+        apply = ps.with_policy(apply, policy)
+    loss_fn = loss_of(apply)
+    parts = {"loss_fn": loss_fn, "optimizer": optimizer, "rule": rule}
+    step = functools.partial(ps.train_step, **parts, **settings)
+    return Job(state, step, to(device, windows_of(data, microbatches)))
+
+
+class OnDevice(NamedTuple):
+    """An optimizer with something on the device."""
+
+    make: Callable[[Any], Any]
+
+    def __call__(self, device: Any) -> Any:
+        return self.make(device)
+
+
+def with_aux(apply: Any) -> Any:
+    def loss_fn(params: Any, buffers: Any, microbatch: Any) -> Any:
+        x, y = microbatch
+        logits, buffers = apply(params, buffers, x)
+        return F.cross_entropy(logits, y), buffers, {"right": (logits.argmax(1) == y).sum()}
+
+    return loss_fn
+
+
+def from_torchs_scheduler(device: Any) -> Any:
+    def make(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+
+    with torch.device(device):
+        return ps.from_torch(torch.optim.AdamW, lr=ps.schedule_from_torch(make, 1e-2, 10))
+
+
+def momentum() -> Any:
+    """SGD with momentum as an (init, update) pair."""
+
+    def init(params: Any) -> Any:
+        return {name: torch.zeros_like(leaf) for name, leaf in params.items()}
+
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        state = {name: 0.9 * kept + grads[name] for name, kept in state.items()}
+        return {name: -0.05 * kept for name, kept in state.items()}, state
+
+    return ps.from_transformation((init, update))
+
+
+MUON_AND_ADAMW = ps.partition(
+    {"muon": ps.from_torch(torch.optim.Muon, lr=0.02), "adamw": ADAMW},
+    lambda name, leaf: "muon" if leaf.ndim == 2 else "adamw",
+)
+TWO = ps.partition(
+    {"sgd": SGD, "adamw": ADAMW}, lambda name, leaf: "sgd" if leaf.ndim == 2 else "adamw"
+)
+IN_STATE = ps.from_torch(
+    torch.optim.AdamW, lr=1e-2, in_state=("lr", "weight_decay", "betas", "eps")
+)
+GROUPS = ps.from_torch(
+    torch.optim.AdamW, lr=1e-2, overrides={"*bias": {"lr": 1e-3, "weight_decay": 0.0}}
+)
+
+
+# ---- loops that are no `train_step` --------------------------------------------------------------
+
+
+def by_hand(device: Any) -> Job:
+    made = job(device)
+    apply, *_ = ps.make_functional(mlp())
+    gradients = ps.value_and_grad(cross_entropy_of(apply))
+
+    def step(state: Any, window: Any) -> Any:
+        (loss, _), grads = gradients(state.params, state.buffers, window[0], scaler=state.scaler)
+        grads, found_inf = ps.unscale_and_check(state.scaler, grads)
+        grads, norm = ps.clip_by_global_norm(grads, 1.0)
+        grads = ps.clip_by_value(grads, 0.5)
+        params, opt_state = ps.maybe_step(ADAMW, state.params, grads, state.opt_state, found_inf)
+        scaler = RULE.update(state.scaler, found_inf)
+        params = ps.ema(state.params, params, 0.5)
+        return state._replace(params=params, opt_state=opt_state, scaler=scaler), (loss, norm)
+
+    return made._replace(step=step)
+
+
+def accumulated(device: Any) -> Job:
+    made = job(device, microbatches=3)
+    apply, *_ = ps.make_functional(mlp())
+    gradients = ps.value_and_grad(cross_entropy_of(apply))
+
+    def step(state: Any, window: Any) -> Any:
+        accum = ps.init_accum(state.params)
+        for microbatch in window:
+            (loss, _), grads = gradients(
+                state.params, state.buffers, microbatch, scaler=state.scaler
+            )
+            grads, found_inf = ps.unscale_and_check(state.scaler, grads)
+            accum = ps.accumulate_grads(accum, grads, found_inf)
+        grads, found_inf = ps.accumulated_grads(accum)
+        params, opt_state = ps.maybe_step(ADAMW, state.params, grads, state.opt_state, found_inf)
+        scaler = RULE.update(state.scaler, found_inf)
+        return state._replace(params=params, opt_state=opt_state, scaler=scaler), loss
+
+    return made._replace(step=step)
+
+
+def unscaled_and_stepped(device: Any) -> Job:
+    made = job(device)
+    apply, *_ = ps.make_functional(mlp())
+    gradients = ps.value_and_grad(cross_entropy_of(apply))
+
+    def step(state: Any, window: Any, donate: bool = False) -> Any:
+        (loss, _), grads = gradients(state.params, state.buffers, window[0], scaler=state.scaler)
+        out = ps.unscale_and_step(
+            ADAMW, state.scaler, state.params, grads, state.opt_state, 1.0, 0.5, donate=donate
+        )
+        scaler = RULE.update(state.scaler, out.found_inf)
+        new = state._replace(params=out.params, opt_state=out.opt_state, scaler=scaler)
+        return new, (loss, out.grad_norm)
+
+    return made._replace(step=step)
+
+
+def ensemble(device: Any) -> Job:
+    made = job(device, IN_STATE)
+    states = [made.state, ps.replace_settings(made.state, lr=2e-2)]
+    step = torch.vmap(lambda state, window: made.step(state, window), in_dims=(0, None))
+    return made._replace(state=ps.stack_states(states), step=step)
+
+
+def compiled(device: Any) -> Job:
+    made = job(device, max_norm=1.0)
+    return made._replace(step=torch.compile(made.step, backend="aot_eager", fullgraph=True))
+
+
+# ---- all of them ---------------------------------------------------------------------------------
+
+
+def of_class(name: str) -> Any:
+    optimizer = ps.from_torch(getattr(torch.optim, name), lr=1e-2, **CLASSES[name])
+    net = functools.partial(mlp, bias=name != "Muon")  # which takes matrices
+    return functools.partial(job, optimizer=optimizer, net=net, max_norm=1.0)
+
+
+def small(**settings: Any) -> Any:
+    return functools.partial(job, net=small_net, data=images, **settings)
+
+
+def plain(*args: Any, **settings: Any) -> Any:
+    return lambda device: job(device, *args, **settings)
+
+
+def half(optimizer: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
+    return lambda device: job(device, optimizer, net=InHalf, dtype=dtype)
+
+
+JOBS: dict[str, Callable[[Any], Job]] = {
+    **{f"{name}, `max_norm`": of_class(name) for name in CLASSES},
+    "float16, batch norm": small(policy="params=float32,compute=float16,output=float32"),
+    "bfloat16, batch norm": small(policy="params=float32,compute=bfloat16,output=float32"),
+    "autocast(float16), batch norm": small(policy="compute=autocast(float16),output=float32"),
+    "transformer block, tied": plain(net=Block, data=sentences),
+    "transformer block, checkpointed": plain(net=lambda: Block(True), data=sentences),
+    "3 microbatches": small(microbatches=3),
+    '3 microbatches, `bn_update="window"`': small(microbatches=3, bn_update="window"),
+    '3 microbatches, `on_nonfinite="drop_microbatch"`': plain(
+        microbatches=3, on_nonfinite="drop_microbatch"
+    ),
+    "3 microbatches, `weight_fn`": plain(microbatches=3, weight_fn=lambda batch: len(batch[0])),
+    "`clip_value`": plain(clip_value=0.01),
+    "`max_norm`, `norm_type=inf`": plain(max_norm=0.1, norm_type=INF),
+    "aux": plain(loss_of=with_aux),
+    "`NoScale`": plain(rule=ps.NoScale()),
+    "`StaticScale`": plain(rule=ps.StaticScale(64.0)),
+    "`HeadroomScale`": plain(rule=ps.HeadroomScale(window=4)),
+    "`SpikeGuard`": plain(guard=ps.SpikeGuard(warmup=2)),
+    "masters of bfloat16": half(ps.with_master_weights(ADAMW)),
+    "masters of float16": half(ps.with_master_weights(ADAMW), torch.float16),
+    "stochastic rounding": half(ps.with_stochastic_rounding(ADAMW)),
+    "moments in bfloat16": plain(ps.with_state_dtype(ADAMW, {"exp_avg": torch.bfloat16})),
+    "SGD and AdamW, a partition": plain(TWO),
+    "Muon and AdamW, a partition": plain(MUON_AND_ADAMW),
+    "masters of a partition": half(ps.with_master_weights(TWO)),
+    "overrides": plain(GROUPS),
+    "a schedule": plain(ps.from_torch(torch.optim.AdamW, lr=lambda step: 1e-2 * 0.9**step)),
+    "`schedule_from_torch`": plain(OnDevice(from_torchs_scheduler)),
+    "settings in the state": plain(IN_STATE),
+    "`from_transformation`": plain(momentum()),
+    "`rng` in the state": plain(seeded=True),
+    "`unscale_and_step`": unscaled_and_stepped,
+    "a loop by hand": by_hand,
+    "`accumulate_grads`": accumulated,
+    "an ensemble, by vmap": ensemble,
+    "`max_retries=2`": plain(max_retries=2),
+}

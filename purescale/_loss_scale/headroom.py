@@ -177,6 +177,7 @@ class HeadroomScale:
         return torch.ldexp(one, exponent.clamp(low, high)).to(one.dtype)
 
     def _check(self, scaler: Tree, amax: Any) -> None:
+        """Refuse a missing amax, and the state of another rule or window."""
         if amax is None:
             raise TypeError(
                 f"{type(self).__name__}.update needs amax, the largest magnitude of the unscaled "

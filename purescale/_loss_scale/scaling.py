@@ -147,26 +147,8 @@ def check_scaler(
     Source of the rule: fairseq's FloatingPointError at min_loss_scale, DeepSpeed's
     raise_error_at_min_scale.
     """
-    if not isinstance(getattr(scaler, "scale", None), Tensor) or scaler.scale.ndim:
-        raise TypeError(
-            "check_scaler takes the state of one scaler, its `scale` a 0-d tensor, got "
-            f"{scalars.short_repr(scaler)}. Fix: `check_scaler(state.scaler, rule)` for a "
-            "TrainState; for an ensemble, one member at a time."
-        )
-    if max_skips is not None:
-        max_skips = scalars.whole("max_skips", max_skips)
-        if not hasattr(scaler, "consecutive_skips"):
-            raise TypeError(
-                f"max_skips={max_skips} with a {type(scaler).__name__}, which does not count "
-                "skips. Fix: give it a field `consecutive_skips`, an int32 tensor that starts at 0 "
-                "and that `update` sets to `torch.where(found_inf, scaler.consecutive_skips + 1, "
-                "0)`."
-            )
-    if loss is not None and not (isinstance(loss, float | int) or _is_one_number(loss)):
-        raise TypeError(
-            f"loss must be that of one step, a number or a tensor with one element, got "
-            f"{scalars.short_repr(loss)}. Fix: loss=info.loss; for stacked infos `info.loss[-1]`."
-        )
+    max_skips = None if max_skips is None else scalars.whole("max_skips", max_skips)
+    _check_state_and_loss(scaler, max_skips, loss)
     scale = float(scaler.scale)
     skips = int(getattr(scaler, "consecutive_skips", 0))
     floor = getattr(rule, "min_scale", None)
@@ -198,8 +180,28 @@ def check_scaler(
         )
 
 
-def _is_one_number(loss: Any) -> bool:
-    return isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_complex()
+def _check_state_and_loss(scaler: Any, max_skips: Any, loss: Any) -> None:
+    """Refuse a state that is not that of one scaler, and a loss that is not that of one step."""
+    if not isinstance(getattr(scaler, "scale", None), Tensor) or scaler.scale.ndim:
+        raise TypeError(
+            "check_scaler takes the state of one scaler, its `scale` a 0-d tensor, got "
+            f"{scalars.short_repr(scaler)}. Fix: `check_scaler(state.scaler, rule)` for a "
+            "TrainState; for an ensemble, one member at a time."
+        )
+    if max_skips is not None and not hasattr(scaler, "consecutive_skips"):
+        raise TypeError(
+            f"max_skips={max_skips} with a {type(scaler).__name__}, which does not count skips. "
+            "Fix: give it a field `consecutive_skips`, an int32 tensor that starts at 0 and that "
+            "`update` sets to `torch.where(found_inf, scaler.consecutive_skips + 1, 0)`."
+        )
+    is_one_number = isinstance(loss, float | int) or (
+        isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_complex()
+    )
+    if loss is not None and not is_one_number:
+        raise TypeError(
+            f"loss must be that of one step, a number or a tensor with one element, got "
+            f"{scalars.short_repr(loss)}. Fix: loss=info.loss; for stacked infos `info.loss[-1]`."
+        )
 
 
 def _where_to_look(loss: Any, lower: float | None = None) -> str:

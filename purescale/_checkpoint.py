@@ -214,6 +214,7 @@ def load(path: Path, like: TreeT) -> TreeT:
 
 
 def _check_version(name: str, d: Any, expected: Tensor) -> None:
+    """Refuse a dict that `to_state_dict` did not make, or that of another version."""
     version = d.get(_VERSION_KEY) if isinstance(d, Mapping) else None
     if not isinstance(version, Tensor) or kind_of(version) != kind_of(expected):
         what = (

@@ -92,6 +92,9 @@ def replay(
 
 
 def _run(rule: Any, series: Tensor, step: Any) -> tuple[Any, Tensor]:
+    """Return the stacked states and flags of a run. `step` gives the flag of a step, and what the
+    rule gets: found_inf and amax.
+    """
     check_rule(rule)
     scaler = rule.init(series.device)
     first, structure = _tree.flatten(scaler)
@@ -109,6 +112,7 @@ def _run(rule: Any, series: Tensor, step: Any) -> tuple[Any, Tensor]:
 
 
 def _series(name: str, values: Any, kind: str, fits: Any) -> Tensor:
+    """Return a tensor or a list of numbers as a tensor [T], checked to be of a `kind`."""
     dtype = torch.bool if kind == "bool" else torch.float32
     if isinstance(values, Tensor):
         series = values

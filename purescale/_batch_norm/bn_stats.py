@@ -321,6 +321,7 @@ def add_batch(
 
 
 def _merge_layer(a: BNLayerStats, b: BNLayerStats) -> BNLayerStats:
+    """Return the statistics of all values, by the formula of Chan, Golub and LeVeque."""
     count = a.count + b.count
     divisor = torch.where(count > 0, count, 1)
     delta = b.mean - a.mean

@@ -181,17 +181,17 @@ def calls_of(
     """Run one forward for statistics to be used in eval mode. Return its output, and the calls of
     its batch norms with the names of their layers.
     """
-    with torch.no_grad(), CaptureBatchNorm(evaluating=True, num_final=num_final) as catcher:
+    with torch.no_grad(), CaptureBatchNorm(evaluating=True, num_final=num_final) as capture:
         returned = apply(params, buffers, *args, **kwargs)
     if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)):
         raise TypeError(
             f"apply returned {type(returned).__name__}; expected (out, new_buffers). Fix: apply, "
             "params, buffers = make_functional(model)."
         )
-    return returned[0], named_calls(catcher, returned[1])
+    return returned[0], named_calls(capture, returned[1])
 
 
-def named_calls(catcher: CaptureBatchNorm, new_buffers: Tensors) -> list[tuple[str, Call]]:
+def named_calls(capture: CaptureBatchNorm, new_buffers: Tensors) -> list[tuple[str, Call]]:
     """Return each call with the name of its layer, known by the identity of its running mean.
 
     A call without a name raises if `evaluating`. In training it is left out: the statistics of that
@@ -199,14 +199,14 @@ def named_calls(catcher: CaptureBatchNorm, new_buffers: Tensors) -> list[tuple[s
     """
     named = []
     layers = [(name, new_buffers[key_of(name, "running_mean")]) for name in layers_of(new_buffers)]
-    for call in catcher.calls:
-        same = [call.running_mean]
-        for old, new in catcher.copies:
-            same += [new] if any(old is mean for mean in same) else []
-        layer = next((name for other in same for name, mean in layers if mean is other), None)
+    for call in capture.calls:
+        aliases = [call.running_mean]
+        for old, new in capture.copies:
+            aliases += [new] if any(old is alias for alias in aliases) else []
+        layer = next((name for alias in aliases for name, mean in layers if mean is alias), None)
         if layer is not None:
             named.append((layer, call))
-        elif catcher.evaluating:
+        elif capture.evaluating:
             raise ValueError(
                 "a batch norm was given running statistics that are not among the new_buffers of "
                 "apply, so its layer is unknown. Likely cause: new_buffers were copied or cast on "

@@ -249,6 +249,7 @@ def _num_samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 
 def _bar(group: Group | None) -> Any:
+    """Return a progress bar, which shows on rank 0."""
     try:
         from tqdm.auto import tqdm
     except ImportError as error:
@@ -264,6 +265,7 @@ def _bar(group: Group | None) -> Any:
 
 
 def _feed(forward: Callable[..., Any], batch: Any) -> Any:
+    """Call `forward` with a batch of any kind, and explain the error if it does not take it."""
     try:
         if isinstance(batch, dict):
             return forward(**batch)
@@ -323,6 +325,7 @@ def _log_summary(stats: BNStatsState, apply: ApplyFn, normalize: str) -> None:
 
 
 def _check_order(called: list[str], order: list[str]) -> None:
+    """Refuse a forward that calls its layers twice, or in another order than the first."""
     if len(set(called)) < len(called):
         twice = next(name for name in called if called.count(name) > 1)
         raise ValueError(

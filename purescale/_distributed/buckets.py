@@ -63,8 +63,8 @@ class Reduction:
                 self.buckets.append(bucket)
             bucket.append(index)
             filling[leaf.device, dtype] = bucket, filled + nbytes
-        turn = {index: t for t, index in enumerate(order)}
-        self.buckets.sort(key=lambda indices: turn[indices[-1]])  # as they fill up
+        position = {index: place for place, index in enumerate(order)}
+        self.buckets.sort(key=lambda indices: position[indices[-1]])  # as they fill up
         self.bucket_of = {index: b for b, indices in enumerate(self.buckets) for index in indices}
         self.num_missing = list(map(len, self.buckets))
         self.parts: dict[int, Tensor] = {}  # for each leaf, a view of its bucket's row
@@ -136,6 +136,7 @@ class Reduction:
         torch.div(values, divisor, out=part)
 
     def _allocate(self, bucket: int, dtype: torch.dtype) -> None:
+        """Make the message of a bucket, and the views of it that its leaves are copied into."""
         likes = [dense_real(self.like[index]) for index in self.buckets[bucket]]
         sizes = list(map(Tensor.numel, likes))
         self.rows[bucket] = row = likes[0].new_empty(sum(sizes), dtype=dtype, requires_grad=False)
@@ -148,6 +149,7 @@ class Reduction:
                 self.parts[index] = part.view(like.shape)
 
     def _send(self, bucket: int) -> None:
+        """Start the all-reduce of a full bucket."""
         work: Any = None
         if traced():
             row = torch.cat([self.parts[index].reshape(-1) for index in self.buckets[bucket]])

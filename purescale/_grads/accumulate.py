@@ -438,6 +438,7 @@ def _mismatch_reason(gradient: Tensor, mean: Tensor | None) -> str:
 
 
 def _mean_dtype(leaf: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype of the mean of a leaf: `dtype`, complex if the leaf is."""
     if dtype is None:
         return wide_dtype(leaf.dtype)
     if not leaf.is_complex():

@@ -55,7 +55,7 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
         few = _at_least_float32(flattened(tensors))
         return torch.dot(few, few).double()
     lists = [tensors] if len(kinds) == 1 else [[tensors[i] for i in indices] for indices in kinds]
-    parts = [torch.linalg.vector_norm(rows, dim=1) for some in lists for rows in _rows(some)]
+    parts = [torch.linalg.vector_norm(rows, dim=1) for kind in lists for rows in _rows(kind)]
     if len({part.dtype for part in parts}) > 1:
         parts = [part.double() for part in parts]
     norms = (parts[0] if len(parts) == 1 else torch.cat(parts)).double()
@@ -107,6 +107,7 @@ def _rows_in_own_dtype(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def _in_rows(tensors: list[Tensor], size: int) -> Tensor:
+    """Return `size` elements in rows, the last one filled up with zeros."""
     if missing := -size % _ROW:
         tensors.append(tensors[0].new_zeros(missing))
     return flattened(tensors).view(-1, _ROW)
@@ -159,19 +160,20 @@ def _list_stats(
     """`_inline_stats` over lists: the number of operators does not grow with the tensors."""
     amaxes, norms = [], []
     for dtype in dtypes:
-        some = [tensor for tensor in tensors if tensor.dtype is dtype]
-        if some[0].is_cpu:
-            ends = [end for rows in _rows(some) for end in torch.aminmax(rows)]
+        same = [tensor for tensor in tensors if tensor.dtype is dtype]
+        if same[0].is_cpu:
+            ends = [end for rows in _rows(same) for end in torch.aminmax(rows)]
             amax = _at_least_float32(torch.stack(ends)).abs().amax()
         else:
-            amax = _at_least_float32(torch.stack(listops.norm(some, math.inf)).amax())
+            amax = _at_least_float32(torch.stack(listops.norm(same, math.inf)).amax())
         amaxes.append(amax)
         if p is not None:
-            norms.append(_norm_of_list(some, p, amax, divisor))
+            norms.append(_norm_of_list(same, p, amax, divisor))
     return amaxes if p is None else [*amaxes, norm_of_norms(norms, p)]
 
 
 def _norm_of_list(tensors: list[Tensor], p: float, amax: Tensor, divisor: Tensor) -> Tensor:
+    """Return the p-norm of `tensors / divisor`, of one dtype, whose largest magnitude is `amax`."""
     wide = widest_float(tensors[0].device)
     if tensors[0].dtype.itemsize <= 4 and wide is torch.float64 and p <= _SAFE_POWER:
         norm: Tensor = torch.linalg.vector_norm(

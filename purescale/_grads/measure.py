@@ -25,10 +25,10 @@ class Want(NamedTuple):
 
     norm_type: float | None = None  # the p of the norm; None for no norm
     amax: bool = False
-    # They are a sum, in which inf and -inf give NaN or inf, depending on the order of the terms;
-    # their norm is then inf.
+    # The gradients are a sum over ranks or microbatches, in which inf and -inf give NaN or inf,
+    # depending on the order of the terms; their norm is then inf.
     of_sum: bool = False
-    # The ranks that decide together. A `train_step` has reduced the gradients before it measures.
+    # The ranks that decide together; None in a `train_step`, which reduces before it measures.
     group: Group | None = None
     norm_group: Group | None = None  # the ranks that hold other parts of the model
 
@@ -91,12 +91,13 @@ def stats_on_host(grads: Gradients, scale: Tensor, want: Want = FINITE) -> GradS
     return stats
 
 
-def measure_amax(grads: Gradients, one: Tensor, group: Group | None = None) -> Tensor:
-    """Return the largest magnitude of unscaled gradients. `one`: 1 on their device."""
-    return _amax(_exact_stats(grads, one, None), one, group)
+def measure_amax(grads: Gradients, divisor: Tensor, group: Group | None = None) -> Tensor:
+    """Return the largest magnitude of gradients that `divisor` unscales."""
+    return _amax(_exact_stats(grads, divisor, None), divisor, group)
 
 
 def _exact_stats(grads: Gradients, divisor: Tensor, norm_type: float | None) -> LocalStats:
+    """Return the stats of this rank, or of all ranks of a mesh if gradients are sharded."""
     if _is_sharded(grads):
         return mesh_stats(grads.tensors, grads.present_likes, divisor, norm_type)
     return local_stats(grads.tensors, divisor, norm_type)
@@ -110,6 +111,7 @@ def is_usable(scale: Tensor) -> Tensor:
 
 
 def _divisor(grads: Gradients, scale: Tensor) -> Tensor:
+    """Return the scale by which the gradients are still multiplied, or 1."""
     return torch.ones_like(scale) if grads.scale is None else grads.scale
 
 
@@ -127,23 +129,21 @@ def _is_one_part(grads: Gradients, want: Want) -> bool:
 
 def _from_squares(grads: Gradients, scale: Tensor, want: Want) -> GradStats | None:
     """Return the stats as Python numbers if the sum of squares shows them."""
-    norm = want.norm_type is not None
-    enough = want.norm_type == 2 if norm else not want.amax
-    tensors = grads.tensors
+    tensors, wants_norm = grads.tensors, want.norm_type is not None
+    enough = want.norm_type == 2 if wants_norm else not want.amax
     if not (enough and any(elements(tensors)) and want.group is None and _is_one_part(grads, want)):
         return None
-    total, number = sum_of_squares(tensors).item(), scale.item()
-    usable, number = 0 < number < math.inf, 1.0 if grads.scale is None else number
-    bound = math.sqrt(total) if total >= 0 else math.nan  # no element is larger
-    if not (usable and bound / number < _SMALLEST_RANGE):
+    squares, loss_scale = sum_of_squares(tensors).item(), scale.item()
+    divisor = 1.0 if grads.scale is None else loss_scale
+    root = math.sqrt(squares) if squares >= 0 else math.nan  # no element is larger
+    if not (0 < loss_scale < math.inf and root / divisor < _SMALLEST_RANGE):
         return None
-    if norm and total < _smallest_reliable_sum(tensors):
+    if wants_norm and squares < _smallest_reliable_sum(tensors):
         return None
     amax = None
     if want.amax:
-        divisor = _divisor(grads, scale)
-        amax = _amax(local_stats(tensors, divisor, None), divisor).item()
-    return GradStats(False, bound / number if norm else None, amax)
+        amax = measure_amax(grads, _divisor(grads, scale)).item()
+    return GradStats(False, root / divisor if wants_norm else None, amax)
 
 
 # of bfloat16, whose largest number is a little below that of float32

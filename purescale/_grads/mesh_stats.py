@@ -32,7 +32,7 @@ def mesh_stats(
         sharded = dtensor.is_dtensor(origin)
         key = (origin.device_mesh, num_replicas(origin)) if sharded else (None, 1)
         shards.setdefault(key, []).append(tensor)
-    stats = {key: local_stats(some, divisor, norm_type) for key, some in shards.items()}
+    stats = {key: local_stats(shard, divisor, norm_type) for key, shard in shards.items()}
     plain = stats.pop((None, 1))
     amax = _amax_or_inf(plain, divisor)
     norms = [] if plain.norm is None else [plain.norm]
@@ -68,6 +68,7 @@ def stats_of_parts(
 
 
 def _stats_of(amax: Tensor, norms: Sequence[Tensor], norm_type: float | None) -> LocalStats:
+    """Return the stats of all parts. The norm is inf or NaN if `amax` is."""
     if norm_type is None:
         return LocalStats({amax.dtype: amax}, None)
     norm = norm_of_norms(norms, norm_type)

@@ -342,6 +342,7 @@ def _together(parts: Iterable[_Facts]) -> _Facts | None:
 
 
 def _facts(values: Tensor) -> _Facts:
+    """Return the statistics of one dense, real tensor."""
     wide = widest_float(values.device)
     if not values.numel():
         zero = torch.zeros((), dtype=wide, device=values.device)

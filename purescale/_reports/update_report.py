@@ -136,6 +136,7 @@ _CHUNK = 2**22  # elements at a time, as three float64 copies of them are made
 
 
 def _row(old: Tensor, new: Tensor, wanted: Tensor) -> UpdateRow:
+    """Return the statistics of one parameter, summed over chunks."""
     wide = widest_float(old.device)
     zero = torch.zeros((), dtype=wide, device=old.device)
     moved_wanted = wanted_wanted = zero  # the two dot products

@@ -24,6 +24,7 @@ Device = torch.device | str | None
 
 
 def scalar(value: float, dtype: torch.dtype, device: Device) -> Tensor:
+    """Return a number as a 0-d tensor."""
     return torch.full((), value, dtype=dtype, device=device)
 
 
@@ -37,6 +38,7 @@ class PeerRule(Generic[State]):
     first_scale: ClassVar[str]  # the setting that is the first scale
 
     def _transition(self, state: State, bad: Tensor) -> dict[str, Tensor]:
+        """Return the fields of the next state but the last."""
         raise NotImplementedError
 
     def _check_positive(self, *names: str) -> None:
@@ -79,6 +81,7 @@ class ScaleAndCount(PeerRule[ScalerState]):
         return scaler_state(getattr(self, self.first_scale), count, device=device)
 
     def _next(self, scale: Tensor, count: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the next scale and count."""
         raise NotImplementedError
 
     def _transition(self, state: ScalerState, bad: Tensor) -> dict[str, Tensor]:
@@ -177,6 +180,7 @@ def refuse(
 
 
 def _listed(keys: Sequence[str]) -> str:
+    """Return the keys in quotes, for an error message."""
     return join_names([repr(key) for key in keys], most=12)
 
 

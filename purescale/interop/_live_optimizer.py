@@ -55,11 +55,11 @@ def names_by_group(
 
 def check_no_gradients(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Refuse gradients that the optimizer's next step would use, frozen parameters' too."""
-    listed = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     waiting = [
         name
         for name, p in model.named_parameters()
-        if id(p) in listed
+        if id(p) in stepped
         and p.grad is not None
         and (p.grad.layout is not torch.strided or bool(p.grad.any()))
     ]
@@ -205,8 +205,8 @@ def state_dict_with(
     scheduler continues from their rates.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    listed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    places = {names.get(id(parameter)): place for place, parameter in enumerate(listed)}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    places = {names.get(id(parameter)): place for place, parameter in enumerate(parameters)}
     missing = opt_state.slots.keys() - places.keys()
     if missing:
         raise ValueError(

@@ -64,11 +64,8 @@ class ApexScale(ScaleAndCount):
         object.__setattr__(self, "loss_scale", _loss_scale(self.loss_scale))
         self._check_positive("init_scale", "scale_factor", "max_loss_scale")
         self._check_counts("scale_window")
-        if self.min_loss_scale is not None:
-            floor = real("min_loss_scale", self.min_loss_scale)
-            object.__setattr__(
-                self, "min_loss_scale", positive("min_loss_scale", floor) if floor else 0.0
-            )
+        if self.min_loss_scale is not None and real("min_loss_scale", self.min_loss_scale):
+            self._check_positive("min_loss_scale")
         if (self.min_scale or 0.0) > self.max_loss_scale:
             raise ValueError(
                 f"min_loss_scale <= max_loss_scale must hold, got {self.min_loss_scale!r} and "

@@ -142,12 +142,12 @@ class _GuardBattery(UpdateBattery):
     def steady(self) -> None:
         for norm in (True, False):
             calls = [c for step, c in enumerate(self.calls(norm=norm)) if step not in _EVENTS]
-            for some in (calls[:100], calls[-50:]):
-                verdicts = [bool(self.update(call)[1]) for call in some]
+            for part in (calls[:100], calls[-50:]):
+                verdicts = [bool(self.update(call)[1]) for call in part]
                 rejected = sum(verdicts)
-                if rejected > len(some) / 10:
-                    came = f"{rejected} of {len(some)} steps rejected, this one first"
-                    self.fail("steady", came, "one in ten at most", *some[verdicts.index(True)])
+                if rejected > len(part) / 10:
+                    came = f"{rejected} of {len(part)} steps rejected, this one first"
+                    self.fail("steady", came, "one in ten at most", *part[verdicts.index(True)])
 
     def timely(self) -> None:
         for norm in (True, False):

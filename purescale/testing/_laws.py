@@ -99,6 +99,7 @@ class Untouched:
 
 
 def _storages(tree: Any) -> dict[int, str]:
+    """Return the address of each storage of a tree, with the path of its tensor."""
     storages: dict[int, str] = {}
     for name, leaf in _named(tree):
         parts = [leaf.detach()]
@@ -234,6 +235,7 @@ class _Called(TorchFunctionMode):
 
 
 def _is_read(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return True for an operator whose result or shape needs values on the host."""
     if func.overloadpacket.__name__ in ("index", "index_put", "index_put_"):
         masks = (torch.bool, torch.uint8)
         return any(index is not None and index.dtype in masks for index in args[1])
@@ -246,6 +248,7 @@ _READS = {"_local_scalar_dense": "item, float, bool or int", "index": "boolean i
 
 
 def _note(reads: list[str], what: str) -> None:
+    """Add a read and the line of the user's code that made it."""
     frame: Any = sys._getframe(1)
     while frame and frame.f_code.co_filename.startswith((_TORCH, __file__)):
         frame = frame.f_back

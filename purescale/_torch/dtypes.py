@@ -29,11 +29,14 @@ def real_dtype(dtype: torch.dtype) -> torch.dtype:
     return _PARTS.get(dtype, dtype)
 
 
+WITHOUT_FLOAT64 = ("mps",)
+
+
 def widest_float(device: torch.device) -> torch.dtype:
     """Return the widest dtype of the device, for a few 0-d tensors whose precision costs
     nothing.
     """
-    return torch.float32 if device.type == "mps" else torch.float64
+    return torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
 
 
 def unscaled_dtype(dtype: torch.dtype) -> torch.dtype:

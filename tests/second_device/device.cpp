@@ -31,7 +31,7 @@ struct Counters {
   std::atomic<int64_t> launches{0}, reads{0}, to_host{0}, to_device{0}, between{0}, waits{0};
   std::atomic<int64_t> events{0}, blocks{0};
 } counters;
-std::atomic<bool> waiting_is_an_error{false}, names_are_kept{false};
+std::atomic<bool> waiting_is_an_error{false}, float64_is_an_error{false}, names_are_kept{false};
 std::mutex names_lock;
 std::vector<std::string> names;
 
@@ -334,6 +334,10 @@ using Where = std::optional<c10::Device>;
 using DType = std::optional<c10::ScalarType>;
 constexpr c10::DispatchKeySet KEYS(c10::DispatchKey::PrivateUse1);
 
+void check(c10::ScalarType dtype) {
+  TORCH_CHECK(dtype != at::kDouble || !float64_is_an_error, "the device has no float64");
+}
+
 at::Tensor empty(
     c10::IntArrayRef size,
     DType dtype,
@@ -342,6 +346,7 @@ at::Tensor empty(
     std::optional<bool>,
     std::optional<c10::MemoryFormat> format) {
   OnDevice on(device ? device->index() : -1);
+  check(c10::dtype_or_default(dtype));
   return at::detail::empty_generic(size, &memory(), KEYS, c10::dtype_or_default(dtype), format);
 }
 
@@ -353,6 +358,7 @@ at::Tensor empty_strided(
     Where device,
     std::optional<bool>) {
   OnDevice on(device ? device->index() : -1);
+  check(c10::dtype_or_default(dtype));
   return at::detail::empty_strided_generic(
       size, stride, &memory(), KEYS, c10::dtype_or_default(dtype));
 }
@@ -498,6 +504,7 @@ class Call {
         view._set_neg(tensor.is_neg());
         return view;
       }
+    check(tensor.scalar_type());
     at::Tensor fresh = at::detail::empty_strided_generic(
         tensor.sizes(), tensor.strides(), &memory(), KEYS, tensor.scalar_type());
     shown(fresh).copy_(tensor);
@@ -654,6 +661,10 @@ bool refuse_waiting(bool refuse) {
   return waiting_is_an_error.exchange(refuse);
 }
 
+bool refuse_float64(bool refuse) {
+  return float64_is_an_error.exchange(refuse);
+}
+
 int64_t exchange_device(int64_t index) {
   return Guard().exchangeDevice({SIM, c10::DeviceIndex(index)}).index();
 }
@@ -674,6 +685,7 @@ TORCH_LIBRARY(sim, m) {
   m.def("counts() -> int[]", &counts);
   m.def("launched(bool keep) -> str[]", &launched);
   m.def("refuse_waiting(bool refuse) -> bool", &refuse_waiting);
+  m.def("refuse_float64(bool refuse) -> bool", &refuse_float64);
   m.def("exchange_device(int index) -> int", &exchange_device);
   m.def("get_rng_state(int index) -> Tensor", &get_rng_state);
   m.def("set_rng_state(Tensor state, int index) -> ()", &set_rng_state);

@@ -200,6 +200,8 @@ MUON_AND_ADAMW = ps.partition(
 TWO = ps.partition(
     {"sgd": SGD, "adamw": ADAMW}, lambda name, leaf: "sgd" if leaf.ndim == 2 else "adamw"
 )
+# Gradients that are rounding alone make no steps.
+DAMPED = ps.from_torch(torch.optim.AdamW, lr=1e-2, eps=1e-4)
 IN_STATE = ps.from_torch(
     torch.optim.AdamW, lr=1e-2, in_state=("lr", "weight_decay", "betas", "eps")
 )
@@ -305,8 +307,8 @@ JOBS: dict[str, Callable[[Any], Job]] = {
     "float16, batch norm": small(policy="params=float32,compute=float16,output=float32"),
     "bfloat16, batch norm": small(policy="params=float32,compute=bfloat16,output=float32"),
     "autocast(float16), batch norm": small(policy="compute=autocast(float16),output=float32"),
-    "transformer block, tied": plain(net=Block, data=sentences),
-    "transformer block, checkpointed": plain(net=lambda: Block(True), data=sentences),
+    "transformer block, tied": plain(DAMPED, net=Block, data=sentences),
+    "transformer block, checkpointed": plain(DAMPED, net=lambda: Block(True), data=sentences),
     "3 microbatches": small(microbatches=3),
     '3 microbatches, `bn_update="window"`': small(microbatches=3, bn_update="window"),
     '3 microbatches, `on_nonfinite="drop_microbatch"`': plain(

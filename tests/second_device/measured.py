@@ -29,7 +29,7 @@ class Measured(NamedTuple):
     launches: int  # of the last step
     reads: int  # of all steps
     copies: int  # of the last step, between devices
-    difference: float  # the largest, of a number in the last state and in what the steps returned
+    difference: float  # of the numbers in the last state and in what the steps told
 
 
 class Trained(NamedTuple):
@@ -60,8 +60,11 @@ def numbers(run: Trained) -> list[torch.Tensor]:
 
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Return the largest difference, relative where numbers are above 1."""
     a, b = a.double(), b.double()
-    apart = (a - b).abs().masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0)
+    apart = ((a - b).abs() / b.abs().clamp(min=1)).masked_fill(
+        (a == b) | (a.isnan() & b.isnan()), 0.0
+    )
     return apart.max().item() if apart.numel() else 0.0
 
 

@@ -149,6 +149,16 @@ def waiting(*, refused: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def without_float64() -> Iterator[None]:
+    """The devices are like MPS, which has none."""
+    before = torch.ops.sim.refuse_float64(True)
+    try:
+        yield
+    finally:
+        torch.ops.sim.refuse_float64(before)
+
+
+@contextlib.contextmanager
 def launched() -> Iterator[list[str]]:
     """The names of the operators that run inside, complete when it ends."""
     names: list[str] = []

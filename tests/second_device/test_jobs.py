@@ -9,10 +9,11 @@ import sim
 import torch
 from helpers import same_bits, tensors
 from jobs import JOBS
-from measured import measured, numbers, trained, written
+from measured import difference, measured, numbers, trained, written
 
 import purescale as ps
 from purescale._optim import fused
+from purescale._torch import dtypes
 
 each = pytest.mark.parametrize("name", JOBS)
 # torch's default step on a CPU takes the square root of `v - m * m`, where a formula has other bits
@@ -53,22 +54,29 @@ def test_the_table_in_the_docs_is_that_of_these_jobs():
         assert found.reads == row.reads
         assert found.difference <= max(row.below, TOLERANCE.get(name, 1e-6))
         if torch.__version__.startswith(version):
-            assert found.launches == pytest.approx(row.launches, rel=0.1), name
+            assert found.launches == pytest.approx(row.launches, rel=0.25), name
 
 
-# ---- without fused kernels -----------------------------------------------------------------------
+# ---- other devices -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["Adagrad", "Adam", "AdamW", "SGD"])
-def test_a_device_without_masked_fused_kernels_has_the_same_numbers(name, monkeypatch):
-    monkeypatch.setattr(fused, "MASKED_BY_KERNELS", set())
-    with sim.launched() as names:
-        found = trained("sim", f"{name}, `max_norm`")
+@each
+def test_a_device_as_mps_has_the_same_numbers_without_float64_and_fused_kernels(name, monkeypatch):
+    monkeypatch.setattr(fused, "MASKED_BY_KERNELS", ())
+    monkeypatch.setattr(dtypes, "WITHOUT_FLOAT64", ("sim",))
+    with sim.without_float64(), sim.launched() as names:
+        found = trained("sim", name)
     assert not any("fused" in launch for launch in names)
-    expected = trained("cpu", f"{name}, `max_norm`")
-    torch.testing.assert_close(
-        numbers(found), numbers(expected), rtol=1e-6, atol=1e-6, equal_nan=True
-    )
+    apart = map(difference, numbers(found), numbers(trained("cpu", name)))
+    assert max(apart) <= TOLERANCE.get(name, 5e-6)  # powers of step counts are float32's
+
+
+@each
+def test_a_job_on_the_second_of_two_devices_stays_there(name):
+    run = trained("sim:1", name)  # the current one is the first
+    devices = {tensor.device for tensor in tensors((run.state._replace(rng=()), run.told))}
+    assert devices == {torch.device("sim:1")}
+    assert same_bits(numbers(run), numbers(trained("sim:0", name)))
 
 
 # ---- donated steps, which a graph captures -------------------------------------------------------

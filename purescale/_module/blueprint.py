@@ -71,6 +71,13 @@ class Objects:
     registered: list[Any]  # what was in these before the forward
     root: nn.Module
 
+    def part(self, number: int, key: Any) -> Any:
+        """Return what an object or container has now at a key; None if it has nothing there."""
+        holder = self.holders[number]
+        if isinstance(holder, dict):
+            return holder.get(key)
+        return holder[key] if key < len(holder) else None
+
     def in_stores(self) -> list[Any]:
         """Return all parameters, buffers and modules that are registered now."""
         return list(itertools.chain.from_iterable(map(dict.values, self.stores)))
@@ -92,8 +99,8 @@ class Blueprint:
     ) -> None:
         recorder = Recorder(model, names)
         recorder.place(model, "")
-        for name, own in hooks.items():
-            for hook in own:
+        for name, hooks_of_one in hooks.items():
+            for hook in hooks_of_one:
                 recorder.place(hook, f"a hook of {name}")
         recorder.check()
         plan, links = recorder.plan()
@@ -101,7 +108,8 @@ class Blueprint:
         self.links = _links.setdefault(self.key, links)
         self.root = recorder.number(model)
         self.hooks = {
-            name: [(hook, recorder.number(hook)) for hook in own] for name, own in hooks.items()
+            name: [(hook, recorder.number(hook)) for hook in hooks_of_one]
+            for name, hooks_of_one in hooks.items()
         }
         self.plans = [plan, plan]  # by `train`
         # A function mode would change what torch.compile makes of a part of the model.
@@ -219,8 +227,8 @@ class Blueprint:
 
     def _hooks(self, things: list[Any]) -> dict[str, tuple[Any, ...]]:
         return {
-            name: tuple(hook if number < 0 else things[number] for hook, number in own)
-            for name, own in self.hooks.items()
+            name: tuple(hook if number < 0 else things[number] for hook, number in numbered)
+            for name, numbered in self.hooks.items()
         }
 
 

@@ -287,28 +287,26 @@ def make_functional(model: nn.Module) -> tuple[Apply, Tensors, Tensors]:
     _check_module(model)
     registered = registered_tensors(model)
     check_shared_memory(registered)
-    params, buffers = registered.params, registered.buffers
-    frozen = {name for name, p in params.items() if not p.requires_grad}
-    if len(frozen) == len(params):
-        frozen = set()
-    own = {name: p for name, p in params.items() if name not in frozen}
-    blueprint = Blueprint(model, registered.names, _gradient_hooks(own))
-    blueprint.set_modes(*modes_of(model, lambda: blueprint.modules(_tree.clone(params | buffers))))
-    trained = {name: p.detach().clone() for name, p in own.items()}
-    state = {
-        name: t.detach().clone()
-        for name, t in ({n: params[n] for n in params if n in frozen} | buffers).items()
-    }
-    overlaps = dict((*registered.overlaps, *((b, a) for a, b in registered.overlaps)))
+    frozen = {name: p for name, p in registered.params.items() if not p.requires_grad}
+    if len(frozen) == len(registered.params):
+        frozen = {}
+    params = {name: p for name, p in registered.params.items() if name not in frozen}
+    buffers = frozen | registered.buffers
+    blueprint = Blueprint(model, registered.names, _gradient_hooks(params))
+    blueprint.set_modes(*modes_of(model, lambda: blueprint.modules(_copied(params | buffers))))
     apply = Apply(
         blueprint,
-        _params=frozenset(trained),
-        _buffers=frozenset(state),
+        _params=frozenset(params),
+        _buffers=frozenset(buffers),
         frozen_params=frozenset(frozen),
-        _overlaps=overlaps,
-        **_kinds(model, registered.names),
+        _overlaps=dict((*registered.overlaps, *((b, a) for a, b in registered.overlaps))),
+        **_facts(model, registered.names),
     )
-    return apply, trained, state
+    return apply, _copied(params), _copied(buffers)
+
+
+def _copied(tensors: Tensors) -> Tensors:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def _check_module(model: nn.Module) -> None:
@@ -338,12 +336,14 @@ def _check_module(model: nn.Module) -> None:
             )
 
 
-def _kinds(model: nn.Module, names: dict[int, str]) -> dict[str, Any]:
+def _facts(model: nn.Module, names: dict[int, str]) -> dict[str, Any]:
     """Return the fields of `Apply` that follow from the classes of the modules. `names`: the names
     of parameters by id.
     """
-    norms, copied, not_in_half = set(), set(), []
+    norms, without_statistics, copied, not_in_half = set(), [], set(), []
     for path, module in model.named_modules():
+        if isinstance(module, _WITHOUT_STATISTICS):
+            without_statistics.append(path)
         if _is_norm(module):
             norms |= {names[id(p)] for p in module.parameters()}
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
@@ -363,11 +363,7 @@ def _kinds(model: nn.Module, names: dict[int, str]) -> dict[str, Any]:
         "norm_params": frozenset(norms),
         "_copied": frozenset(copied),
         "_not_in_half": tuple(not_in_half),
-        "without_statistics": tuple(
-            path
-            for path, module in model.named_modules()
-            if isinstance(module, _WITHOUT_STATISTICS)
-        ),
+        "without_statistics": tuple(without_statistics),
     }
 
 
@@ -417,22 +413,22 @@ def load_into(model: nn.Module, params: Tensors, buffers: Tensors) -> None:
     check_dicts(params, buffers)
     registered = registered_tensors(model)
     targets = registered.params | registered.buffers
-    given = {**params, **buffers}
-    faults = [f"missing {name}" for name in targets if name not in given]
-    for name in given:
+    sources = {**params, **buffers}
+    faults = [f"missing {name}" for name in targets if name not in sources]
+    for name in sources:
         if name in registered.aliases:
             first = registered.names[id(registered.aliases[name])]
             faults.append(f"{name} is tied to {first} in the model, use that name")
         elif name not in targets:
             faults.append(f"{name} is not in the model")
     faults += [f"{name} is in both dicts" for name in params if name in buffers]
-    reasons = {name: _misfit(target, given.get(name)) for name, target in targets.items()}
+    reasons = {name: _unfit_reason(target, sources.get(name)) for name, target in targets.items()}
     faults += [f"{name} {reason}" for name, reason in reasons.items() if reason]
     if not faults:
         faults = [
             f"{first} and {other} share memory in the model, and their values there differ"
             for first, other in registered.overlaps
-            if disagree(targets[first], targets[other], given[first], given[other])
+            if disagree(targets[first], targets[other], sources[first], sources[other])
         ]
     if faults:
         raise ValueError(
@@ -443,10 +439,10 @@ def load_into(model: nn.Module, params: Tensors, buffers: Tensors) -> None:
         )
     with torch.no_grad():
         for name, target in targets.items():
-            target.copy_(given[name])
+            target.copy_(sources[name])
 
 
-def _misfit(target: Tensor, source: Tensor | None) -> str:
+def _unfit_reason(target: Tensor, source: Tensor | None) -> str:
     """Return the reason that `source` cannot be copied into `target`; "" if it can or is None."""
     if nn.parameter.is_lazy(target):
         return "is not initialised yet, run `model(example_batch)` once"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
@@ -18,19 +19,19 @@ def modes_of(
     norm or to merge weights, so it is called on a copy.
     """
     modules = list(model.modules())
-    overrides = any([type(module).train is not nn.Module.train for module in modules])
-    if type(model).eval is nn.Module.eval and not overrides:
-        evaluating, training = [False for _ in modules], [True for _ in modules]
-    else:
+
+    def modes_after(call: Callable[[nn.Module], Any]) -> list[bool]:
         copy = copied()
-        if type(model).eval is nn.Module.eval:
-            _set_mode(copy[0], False)
-        else:
-            copy[0].eval()
-        evaluating = [module.training for module in copy]
-        copy = copied()
-        _set_mode(copy[0], True)
-        training = [module.training for module in copy]
+        call(copy[0])
+        return [module.training for module in copy]
+
+    evaluating, training = [False for _ in modules], [True for _ in modules]
+    if type(model).eval is not nn.Module.eval:
+        evaluating = modes_after(lambda root: root.eval())
+        training = modes_after(lambda root: _set_mode(root, True))
+    elif any([type(module).train is not nn.Module.train for module in modules]):
+        evaluating = modes_after(lambda root: _set_mode(root, False))
+        training = modes_after(lambda root: _set_mode(root, True))
     if model.training:
         training = [t and module.training for t, module in zip(training, modules, strict=True)]
     return evaluating, training

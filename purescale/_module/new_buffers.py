@@ -55,9 +55,9 @@ def _replaced(objects: Objects, tensors: Tensors, copies: Tensors) -> Tensors:
     new = {}
     stores = {number for number, _, key in objects.links.stores}
     for number, key, name in objects.links.tensors:
-        if number not in stores or objects.holders[number].get(key) is tensors[name]:
+        value = objects.part(number, key)
+        if number not in stores or value is tensors[name]:
             continue
-        value = objects.holders[number].get(key)
         if name not in copies:
             raise RuntimeError(
                 f"the forward of the model replaced its parameter {name} by another tensor. {FIX}"
@@ -83,9 +83,9 @@ def _check_places(objects: Objects, tensors: Tensors) -> None:
     first: dict[str, Any] = {}
     for number, key, name in objects.links.tensors:
         if number in stores:
-            first.setdefault(name, objects.holders[number].get(key))
+            first.setdefault(name, objects.part(number, key))
     for (number, key, name), path in zip(objects.links.tensors, objects.links.paths, strict=True):
-        value = _element(objects.holders[number], key)
+        value = objects.part(number, key)
         if name not in first or value is first[name]:
             continue
         # An attribute that a forward sets to something new is not state.
@@ -96,9 +96,3 @@ def _check_places(objects: Objects, tensors: Tensors) -> None:
                 "`self.buffer.copy_(new)`, which both places see; or `.clone()` the second one "
                 "where it is set."
             )
-
-
-def _element(holder: Any, key: Any) -> Any:
-    if isinstance(holder, dict):
-        return holder.get(key)
-    return holder[key] if key < len(holder) else None

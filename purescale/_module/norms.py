@@ -28,14 +28,13 @@ _RUNNING_STATISTICS: dict[Callable[..., Any], tuple[tuple[int, str], ...]] = {
 
 
 class NormsIn(TorchFunctionMode):
-    """A mode in which norms with an input in one of the dtypes `given` compute in `dtype`: input,
+    """A mode in which norms with an input in one of `input_dtypes` compute in `dtype`: input,
     weights and running statistics are cast. The output has the dtype of the input.
     """
 
-    def __init__(self, dtype: torch.dtype, given: tuple[torch.dtype, ...]) -> None:
+    def __init__(self, dtype: torch.dtype, input_dtypes: tuple[torch.dtype, ...]) -> None:
         super().__init__()
-        self.dtype = dtype
-        self.given = given
+        self.dtype, self.input_dtypes = dtype, input_dtypes
 
     def __torch_function__(
         self,
@@ -49,7 +48,7 @@ class NormsIn(TorchFunctionMode):
         if (
             func not in _RUNNING_STATISTICS
             or not isinstance(x, Tensor)
-            or x.dtype not in self.given
+            or x.dtype not in self.input_dtypes
         ):
             # Tensor.unflatten calls super(), which Dynamo does not follow in a mode.
             func = torch.unflatten if func is Tensor.unflatten else func
@@ -92,7 +91,7 @@ class norms_in_float32(NormsIn):  # noqa: N801, a context manager is used like a
     """
 
     def __init__(self) -> None:
-        super().__init__(torch.float32, given=HALF)
+        super().__init__(torch.float32, HALF)
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -124,12 +124,12 @@ def policy(text: str) -> Policy:
             f"policy takes a string, got {text!r}. Fix: "
             "policy('params=float32,compute=float16,output=float32')."
         )
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}  # of dtypes, by key
     for part in text.replace(" ", "").split(","):
         key, equals, value = part.partition("=")
         if not equals and "," not in text:
-            found = dict.fromkeys(("params", "compute", "output"), key)
-        elif key not in _KEYS or _KEYS[key] in found:
+            names = dict.fromkeys(("params", "compute", "output"), key)
+        elif key not in _KEYS or _KEYS[key] in names:
             raise ValueError(
                 f"policy {text!r}: {part!r} is "
                 f"{'given twice' if key in _KEYS else 'not understood'}. Expected key=dtype with "
@@ -137,18 +137,18 @@ def policy(text: str) -> Policy:
                 "'params=float32,compute=float16,output=float32'."
             )
         else:
-            found[_KEYS[key]] = value
-    compute = found.get("compute", found.get("params", "float32"))
+            names[_KEYS[key]] = value
+    compute = names.get("compute", names.get("params", "float32"))
     autocast = compute.startswith("autocast(") and compute.endswith(")")
     compute_dtype = _dtype(
         text, compute.removeprefix("autocast(").removesuffix(")") if autocast else compute
     )
     default_output = None if autocast else compute_dtype  # as torch.autocast, which casts no output
     return Policy(
-        param_dtype=_dtype(text, found.get("params", "float32")),
+        param_dtype=_dtype(text, names.get("params", "float32")),
         compute_dtype=compute_dtype,
-        output_dtype=_dtype(text, found["output"]) if "output" in found else default_output,
-        norm_dtype=_dtype(text, found["norms"]) if "norms" in found else None,
+        output_dtype=_dtype(text, names["output"]) if "output" in names else default_output,
+        norm_dtype=_dtype(text, names["norms"]) if "norms" in names else None,
         autocast=autocast,
     )
 
@@ -252,60 +252,57 @@ def with_policy(
         norms = (
             nullcontext()
             if norm_dtype is None or {rules.compute_dtype, norm_dtype} == {torch.float32}
-            else NormsIn(norm_dtype, given=(rules.compute_dtype,))
+            else NormsIn(norm_dtype, (rules.compute_dtype,))
         )
         plain_half = rules.compute_dtype in HALF and not rules.autocast
         explained = plain_half and not torch.compiler.is_dynamo_compiling()
         with (
             torch.autocast(device, rules.compute_dtype) if rules.autocast else nullcontext(),
             norms,
-            _MixedDtypes(rules.compute_dtype, buffers, frozen) if explained else nullcontext(),
+            _mixed_dtypes_explained(rules, buffers, frozen) if explained else nullcontext(),
         ):
             computed = compute(frozen)
             out, new_buffers = apply(compute(params), {**buffers, **computed}, *args, **kwargs)
         for name in computed.keys() & new_buffers.keys():
-            new_buffers[name] = _kept(frozen[name], computed[name], new_buffers[name])
+            new_buffers[name] = _written(frozen[name], computed[name], new_buffers[name])
         return cast(out, rules.output_dtype), new_buffers
 
     cast_apply.norm_params, cast_apply.frozen_params = norm_params, frozen_params  # type: ignore[attr-defined]
     return cast_apply
 
 
-def _kept(old: Tensor, cast: Tensor, new: Tensor) -> Tensor:
-    """Return a frozen parameter after a forward that was given its `cast`: elements that it wrote
-    are those of `new`, all others have the bits that the cast left out.
+def _written(old: Tensor, cast: Tensor, new: Tensor) -> Tensor:
+    """Return a frozen parameter after a forward, which was called with its `cast`: the elements
+    that it wrote are those of `new`, all others have the bits of `old`, which the cast rounded.
     """
     if new.dtype is old.dtype:
         return new.clone() if new is old else new
     return torch.where(new == cast, old, new.to(old.dtype))
 
 
-class _MixedDtypes:
-    """A context manager that adds the likely cause to torch's errors about mixed dtypes."""
-
-    def __init__(
-        self, compute_dtype: torch.dtype, buffers: dict[str, Tensor], frozen: dict[str, Tensor]
-    ) -> None:
-        self.compute_dtype, self.buffers, self.frozen = compute_dtype, buffers, frozen
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if not isinstance(error, RuntimeError) or not re.search("Half|BFloat16", str(error)):
-            return
-        dtype = _name(self.compute_dtype)
-        floating = [
-            f"{name} ({_name(buffer.dtype)})"
-            for name, buffer in self.buffers.items()
-            if buffer.is_floating_point() and name not in self.frozen
-        ]
-        error.add_note(
-            f"The policy computes in {dtype} and casts parameters and inputs, not buffers; "
-            f"floating buffers of the model: {join_names(floating)}. Likely cause: one of them, or "
-            f"a tensor that forward makes without a dtype, meets an activation in {dtype}. Fix: "
-            f"'compute=autocast({dtype})' in the policy, which casts operator by operator."
-        )
+@contextmanager
+def _mixed_dtypes_explained(
+    rules: Policy, buffers: dict[str, Tensor], frozen: dict[str, Tensor]
+) -> Iterator[None]:
+    """Add the likely cause to torch's errors about mixed dtypes."""
+    try:
+        yield
+    except RuntimeError as error:
+        if re.search("Half|BFloat16", str(error)):
+            dtype = _name(rules.compute_dtype)
+            floating = [
+                f"{name} ({_name(buffer.dtype)})"
+                for name, buffer in buffers.items()
+                if buffer.is_floating_point() and name not in frozen
+            ]
+            error.add_note(
+                f"The policy computes in {dtype} and casts parameters and inputs, not buffers; "
+                f"floating buffers of the model: {join_names(floating)}. Likely cause: one of "
+                f"them, or a tensor that forward makes without a dtype, meets an activation in "
+                f"{dtype}. Fix: 'compute=autocast({dtype})' in the policy, which casts operator by "
+                "operator."
+            )
+        raise
 
 
 def _name(dtype: torch.dtype) -> str:

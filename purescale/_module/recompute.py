@@ -26,9 +26,7 @@ def prepare_recompute(objects: Objects, copies: Tensors, constants: Tensors) -> 
     returned = {
         name: copies[name]
         for number, key, name in objects.links.buffers
-        if name in copies
-        and name not in constants
-        and objects.holders[number].get(key) is copies[name]
+        if name in copies and name not in constants and objects.part(number, key) is copies[name]
     }
     if returned:
         again = dict(zip(returned, foreach.clone(list(returned.values())), strict=True))

@@ -35,17 +35,10 @@ from .._module.plan import (
     new_view,
     unchanged,
 )
-from .._module.references import class_attributes, is_array, references, slots
+from .._module.references import ATOMS, class_attributes, is_array, references, slots
 from .._torch.donation import storage_pointer
 from .._torch.tracing import PLAIN_TYPES
 
-# Never changed by a forward, and never a reference to the model.
-ATOMS = frozenset(
-    {
-        *(bool, int, float, complex, str, bytes, range, type(None), type(...), types.ModuleType),
-        *(types.CodeType, type, torch.dtype, torch.device, torch.Size, torch.fx.Graph),
-    }
-)
 # Layouts of memory, before those that they extend.
 _CONTAINERS: tuple[type, ...] = (
     *(collections.OrderedDict, collections.defaultdict, dict, list, collections.deque, set),
@@ -63,7 +56,7 @@ _OF_ITS_OWN = frozenset(
 )
 # Attributes of a module that its forward does not use. torch.ao keeps a closure over the module in
 # `qconfig`, for conversion.
-NOT_FOR_FORWARD = frozenset(
+_NOT_FOR_FORWARD = frozenset(
     {
         *("_state_dict_hooks", "_state_dict_pre_hooks", "_compiled_call_impl", "qconfig"),
         *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
@@ -197,9 +190,9 @@ class Recorder:
                 self.stores.append(
                     (self._inner(number, key, value, dict(value), path), number, key)
                 )
-            elif key in NOT_FOR_FORWARD and type(value) not in _CONTAINERS:
+            elif key in _NOT_FOR_FORWARD and type(value) not in _CONTAINERS:
                 attributes[key] = None
-            elif key in _TORCHS and (not value or key in NOT_FOR_FORWARD):
+            elif key in _TORCHS and (not value or key in _NOT_FOR_FORWARD):
                 attributes[key] = self._shared_container(number, key, type(value))
             elif key in HOOKS:
                 # Numbers that are the same for all models that are alike.

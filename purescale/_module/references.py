@@ -11,11 +11,18 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from .._torch import private
 
-_ATOMS = (bool, int, float, complex, str, bytes, type, type(None), types.ModuleType, types.CodeType)
+# Never changed by a forward, and never a reference to the model.
+ATOMS = frozenset(
+    {
+        *(bool, int, float, complex, str, bytes, range, type(None), type(...), types.ModuleType),
+        *(types.CodeType, type, torch.dtype, torch.device, torch.Size, torch.fx.Graph),
+    }
+)
 _CONTAINERS: tuple[Any, ...] = (dict, list, tuple, set, frozenset, collections.deque)
 _BOUND = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 
@@ -29,7 +36,7 @@ class Reference(NamedTuple):
 
 def references(holder: Any, path: str, seen: set[int]) -> Iterator[Reference]:
     """Yield all references that can be reached from an object, except through those in `seen`, to
-    which it adds. A module or tensor is yielded and not followed.
+    which it adds. A tensor is yielded and not followed.
     """
     waiting = [(holder, path)]
     while waiting:
@@ -39,8 +46,9 @@ def references(holder: Any, path: str, seen: set[int]) -> Iterator[Reference]:
         seen.add(id(holder))
         for reference in _of(holder, path):
             yield reference
-            if not isinstance(reference.value, (Tensor, *_ATOMS)):
-                waiting.append((reference.value, reference.path))
+            value = reference.value
+            if type(value) not in ATOMS and not isinstance(value, (Tensor, type)):
+                waiting.append((value, reference.path))
 
 
 def class_attributes(holders: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, type, str, Any]]:
@@ -115,8 +123,8 @@ def slots(holder: Any) -> Iterator[str]:
     """Yield the names of attributes in `__slots__`."""
     for kind in type(holder).__mro__:
         if "__slots__" in vars(kind):
-            for key, found in vars(kind).items():
-                if isinstance(found, types.MemberDescriptorType):
+            for key, member in vars(kind).items():
+                if isinstance(member, types.MemberDescriptorType):
                     yield key
 
 

@@ -90,7 +90,7 @@ def _described(tensor: Tensor) -> str:
 
 
 def disagree(*targets_and_sources: Tensor) -> bool:
-    """Return True if a copy into the second of two overlapping targets would change the first."""
+    """Return True if no memory holds the values of both sources in two overlapping targets."""
     a, b, for_a, for_b = (
         dtensor.shard(tensor.detach(), on_graph=False) for tensor in targets_and_sources
     )
@@ -103,13 +103,13 @@ def disagree(*targets_and_sources: Tensor) -> bool:
     )
     b.copy_(for_b)
     a.copy_(for_a)
-    held = scratch.clone()
+    before = scratch.clone()
     b.copy_(for_b)
-    every, before = (
+    bytes_before, bytes_after = (
         torch.empty(0, dtype=torch.uint8, device=a.device).set_(memory)
-        for memory in (scratch, held)
+        for memory in (before, scratch)
     )
-    return not torch.equal(every, before)
+    return not torch.equal(bytes_before, bytes_after)
 
 
 # ---- memory --------------------------------------------------------------------------------------

@@ -154,7 +154,7 @@ def warn_of_lost(objects: Objects, reads: Reads) -> None:
     replaced = {
         number
         for holder, key, number in objects.links.parts
-        if number in numbers and not _holds(objects.holders[holder], key, objects.things[number])
+        if number in numbers and objects.part(holder, key) is not objects.things[number]
     }
     for number, path in zip(numbers, plan.tensor_paths, strict=True):
         tensor = objects.things[number]
@@ -166,9 +166,3 @@ def warn_of_lost(objects: Objects, reads: Reads) -> None:
                 "`self.register_buffer(...)`, which `apply` takes and returns.",
                 stacklevel=4,
             )
-
-
-def _holds(holder: Any, key: Any, tensor: Tensor) -> bool:
-    if isinstance(holder, dict):
-        return holder.get(key) is tensor
-    return key < len(holder) and holder[key] is tensor

@@ -16,7 +16,7 @@ from .._distributed.process_group import Group, object_device, resolve_group
 from .._grads.measure import Want, measure
 from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write
-from .._torch.metadata_cache import dtypes
+from .._torch.metadata import Metadata
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients, as_gradients
 from .._tree.scalars import as_float, bound, short_repr
@@ -91,11 +91,11 @@ def clip_factor_on_host(norm: float, max_norm: float) -> float:
     return 1.0 if max_norm == math.inf else min(1.0, max_norm / (norm + 1e-6))
 
 
-def factor_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+def factor_dtype(grads: Gradients) -> torch.dtype:
     """Return float64 if a gradient has it, else float32, because a float64 factor would take
     float32 gradients through a slower kernel.
     """
-    return torch.float64 if torch.float64 in dtypes(tensors) else torch.float32
+    return torch.float64 if torch.float64 in grads.metadata.dtypes else torch.float32
 
 
 # ---- public --------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ def clip_by_global_norm(
     flat = as_gradients(leaves)
     want = Want(norm_type, norm_group=group)
     measured = measure(_magnitudes(flat, norm_type), one, want).norm
-    factor = clip_factor(measured, max_norm).to(factor_dtype(flat.tensors))
+    factor = clip_factor(measured, max_norm).to(factor_dtype(flat))
     flat = flat._replace(owned=donate and can_write(flat.tensors, [max_norm]))
     clipped = structure.unflatten(flat.multiplied(factor).leaves)
     norm = measured.to(factor.dtype)
@@ -176,7 +176,7 @@ def _magnitudes(flat: Gradients, norm_type: float) -> Gradients:
         torch.view_as_complex(tensor).abs() if origin.is_complex() else tensor
         for tensor, origin in pairs
     ]
-    return flat._replace(tensors=tensors)
+    return flat._replace(metadata=Metadata(tensors))
 
 
 def check_grad_norm(norm: Tensor) -> None:

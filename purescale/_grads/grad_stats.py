@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .._torch.dtypes import unscaled_dtype, widest_float
-from .._torch.foreach import by_kind, cast, flattened, way_over
-from .._torch.metadata_cache import elements
+from .._torch.foreach import cast, flattened, way_over
+from .._torch.metadata import Metadata
 from .._torch.private import listops
 
 
@@ -41,17 +41,17 @@ class LocalStats(NamedTuple):
 # ---- on the host ---------------------------------------------------------------------------------
 
 
-def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
+def sum_of_squares(metadata: Metadata) -> Tensor:
     """Return the sum of squares in float64, from the fastest read that a CPU has. Its root is off
     by less than 2e-6.
 
     A sum in float32 loses about the same with each of many similar squares: a `dot` over 2**18 of
     them is off by 1.2e-4. So single rows are summed in float32, and their results in float64.
     """
-    if 0 in elements(tensors):
-        tensors = [tensor for tensor in tensors if tensor.numel()]
-    kinds = by_kind(tensors)
-    if len(kinds) == 1 and sum(elements(tensors)) <= _FEW:
+    if 0 in metadata.elements:
+        metadata = Metadata([tensor for tensor in metadata.tensors if tensor.numel()])
+    tensors, kinds = metadata.tensors, metadata.kinds
+    if len(kinds) == 1 and sum(metadata.elements) <= _FEW:
         few = _at_least_float32(flattened(tensors))
         return torch.dot(few, few).double()
     lists = [tensors] if len(kinds) == 1 else [[tensors[i] for i in indices] for indices in kinds]
@@ -87,7 +87,7 @@ def _rows_in_own_dtype(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     """
     small: list[Tensor] = []
     size = 0
-    counts = elements(tensors)
+    counts = list(map(Tensor.numel, tensors))
     if sum(counts) <= _CHUNK:
         yield _in_rows(list(tensors), sum(counts))
         return

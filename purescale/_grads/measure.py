@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +14,6 @@ from .._grads.grad_stats import LocalStats, local_stats, sum_of_squares
 from .._grads.mesh_stats import mesh_stats, stats_of_parts
 from .._torch.dtensor import any_dtensor
 from .._torch.dtypes import saturating, widest_float
-from .._torch.metadata_cache import elements
 from .._torch.tracing import host_can_read, is_eager_on_a_cpu, is_on_a_graph
 from .._tree.gradients import Gradients
 
@@ -64,7 +62,7 @@ def stats_by_masks(grads: Gradients, scale: Tensor, want: Want = FINITE) -> Grad
     """Return the stats of `grads` over their scale, and read nothing. `scale`: that of the loss,
     also if they are unscaled by now; gradients are not finite if it is 0, negative, inf or NaN.
     """
-    tensors, divisor = grads.tensors, _divisor(grads, scale)
+    divisor = _divisor(grads, scale)
     stats = _exact_stats(grads, divisor, want.norm_type)
     if want.norm_group is not None:
         stats = stats_of_parts(stats, divisor, want.norm_type, want.norm_group)
@@ -74,7 +72,7 @@ def stats_by_masks(grads: Gradients, scale: Tensor, want: Want = FINITE) -> Grad
     norm = stats.norm
     if norm is not None:
         if want.norm_type == 2 and _is_one_part(grads, want):
-            norm = _with_the_bits_of_the_host(tensors, norm, divisor)
+            norm = _with_the_bits_of_the_host(grads, norm, divisor)
         if want.of_sum:
             norm = norm.nan_to_num(math.inf, math.inf)
     return GradStats(nonfinite, norm, _amax(stats, divisor, want.group) if want.amax else None)
@@ -129,16 +127,17 @@ def _is_one_part(grads: Gradients, want: Want) -> bool:
 
 def _from_squares(grads: Gradients, scale: Tensor, want: Want) -> GradStats | None:
     """Return the stats as Python numbers if the sum of squares shows them."""
-    tensors, wants_norm = grads.tensors, want.norm_type is not None
+    wants_norm = want.norm_type is not None
     enough = want.norm_type == 2 if wants_norm else not want.amax
-    if not (enough and any(elements(tensors)) and want.group is None and _is_one_part(grads, want)):
+    any_element = any(grads.metadata.elements)
+    if not (enough and any_element and want.group is None and _is_one_part(grads, want)):
         return None
-    squares, loss_scale = sum_of_squares(tensors).item(), scale.item()
+    squares, loss_scale = sum_of_squares(grads.metadata).item(), scale.item()
     divisor = 1.0 if grads.scale is None else loss_scale
     root = math.sqrt(squares) if squares >= 0 else math.nan  # no element is larger
     if not (0 < loss_scale < math.inf and root / divisor < _SMALLEST_RANGE):
         return None
-    if wants_norm and squares < _smallest_reliable_sum(tensors):
+    if wants_norm and squares < _smallest_reliable_sum(grads):
         return None
     amax = None
     if want.amax:
@@ -150,22 +149,23 @@ def _from_squares(grads: Gradients, scale: Tensor, want: Want) -> GradStats | No
 _SMALLEST_RANGE = torch.finfo(torch.bfloat16).max
 
 
-def _smallest_reliable_sum(tensors: Sequence[Tensor]) -> float:
+def _smallest_reliable_sum(grads: Gradients) -> float:
     """Return the sum of squares above which lost squares do not matter: those below the range of
     float32 could add less to it than its rounding.
     """
-    return float(sum(elements(tensors)) * 2.0**-100)
+    return float(sum(grads.metadata.elements) * 2.0**-100)
 
 
-def _with_the_bits_of_the_host(tensors: Sequence[Tensor], exact: Tensor, divisor: Tensor) -> Tensor:
+def _with_the_bits_of_the_host(grads: Gradients, exact: Tensor, divisor: Tensor) -> Tensor:
     """Return the norm that a host computes, on a CPU: from the sum of squares, if that is
     conclusive.
     """
-    if not any(elements(tensors)) or not is_eager_on_a_cpu(tensors) or is_on_a_graph(tensors):
+    tensors = grads.tensors
+    if not is_eager_on_a_cpu(tensors) or is_on_a_graph(tensors) or not any(grads.metadata.elements):
         return exact
-    squares = sum_of_squares(tensors)
+    squares = sum_of_squares(grads.metadata)
     quick = squares.sqrt() / divisor
-    conclusive = (quick < _SMALLEST_RANGE) & (squares >= _smallest_reliable_sum(tensors))
+    conclusive = (quick < _SMALLEST_RANGE) & (squares >= _smallest_reliable_sum(grads))
     return torch.where(conclusive, quick, exact)
 
 

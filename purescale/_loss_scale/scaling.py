@@ -19,7 +19,7 @@ from .._loss_scale.rule_protocol import HasScale
 from .._torch.autocast import outside_autocast
 from .._torch.donation import can_write
 from .._torch.dtypes import wide_dtype
-from .._torch.metadata_cache import cached
+from .._torch.metadata import Metadata
 from .._tree import scalars
 from .._tree import tree as _tree
 from .._tree.gradients import as_gradients
@@ -232,10 +232,18 @@ def _where_to_look(loss: Any, lower: float | None = None) -> str:
 # ---- checks --------------------------------------------------------------------------------------
 
 
-def check_device(scale: Tensor, tree: Tree, leaves: Sequence[Any], name: str) -> None:
-    """Refuse a tensor on another device than the scaler, and name the leaf."""
+def check_device(
+    scale: Tensor,
+    tree: Tree,
+    leaves: Sequence[Any],
+    name: str,
+    metadata: Metadata | None = None,
+) -> None:
+    """Refuse a tensor on another device than the scaler, and name the leaf. `metadata` is that of
+    the leaves, if it is known.
+    """
     device = scale.device
-    if cached(device, lambda: all([x is None or x.device == device for x in leaves]), leaves):
+    if metadata is not None and metadata.dense_off_graph and metadata.devices <= {device}:
         return
     for index, leaf in enumerate(leaves):
         if leaf is not None and leaf.device != device:

@@ -12,8 +12,8 @@ from torch.optim import adagrad, adam, sgd
 from .._optim import formulas
 from .._optim.decision import Decision, unscale_and_clip
 from .._torch import foreach
-from .._torch.foreach import have_one_order, same_memory_order
-from .._torch.metadata_cache import cached, dtypes
+from .._torch.foreach import same_memory_order
+from .._torch.metadata import Metadata, have_one_order
 
 Settings = Mapping[str, Any]
 
@@ -41,18 +41,17 @@ class Kernel(NamedTuple):
             settings = {**settings, "beta1": beta1, "beta2": beta2}
         return {name: settings[name] for name in self.settings}
 
-    def launch(
-        self, lr: float | Tensor, arguments: dict[str, Any], launch: Launch, **amp: Any
+    def update(
+        self, columns: Columns, lr: float | Tensor, arguments: dict[str, Any], **amp: Any
     ) -> None:
-        """Update the targets of `launch` in place."""
-        weights, *columns = launch.targets
-        if len(columns) < len(self.columns):
-            columns.append([] if self.counts else [None] * len(weights))  # type: ignore[list-item]
+        """Update the parameters and slots in place."""
+        params, slots = columns.params.tensors, list(columns.slots)
+        if len(slots) < len(self.columns):
+            slots.append([] if self.counts else [None] * len(params))  # type: ignore[list-item]
         if self.counts:
-            columns.append(launch.steps)
-        self.function(
-            weights, launch.grads, *columns, fused=True, foreach=False, lr=lr, **arguments, **amp
-        )
+            slots.append(columns.steps)
+        grads = columns.grads.tensors
+        self.function(params, grads, *slots, fused=True, foreach=False, lr=lr, **arguments, **amp)
 
 
 _FLAGS = ("amsgrad", "maximize", "nesterov", "decoupled_weight_decay")
@@ -76,12 +75,13 @@ def kernel_of(formula: formulas.Formula | None) -> Kernel | None:
 # ---- one launch ----------------------------------------------------------------------------------
 
 
-class Launch(NamedTuple):
-    """Lists of tensors of one device and dtype that one kernel updates in place."""
+class Columns(NamedTuple):
+    """The tensors of one device and dtype that one kernel reads and updates, in one order."""
 
-    grads: list[Tensor]
+    params: Metadata
+    grads: Metadata
     steps: list[Tensor]  # one per parameter; empty if the kernel counts no steps
-    targets: list[list[Tensor]]  # the parameters, then each slot that the kernel names
+    slots: list[list[Tensor]]  # of each slot that the kernel names
     owned: bool = False  # nobody else can see the gradients, so they may be overwritten
 
 
@@ -89,82 +89,76 @@ class Launch(NamedTuple):
 MASKED_BY_KERNELS = {"cuda", "xpu"}
 
 
-def can_launch(params: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
+def can_launch(params: Metadata, grads: Metadata) -> bool:
     """Return True if a fused kernel is right for these tensors: on an accelerator whose kernels
     unscale and skip; on a CPU only in float32 and float64, because in half precision it leaves
     whole vector lanes unchanged.
     """
-    for device, dtype in cached(
-        "places", lambda: {(p.device.type, p.dtype) for p in params}, params
-    ):
-        right_on_cpu = device == "cpu" and dtype in (torch.float32, torch.float64)
-        if not (right_on_cpu or (device in MASKED_BY_KERNELS and dtype.is_floating_point)):
+    for device in params.devices:
+        on_cpu = device.type == "cpu" and params.dtypes <= {torch.float32, torch.float64}
+        if not (on_cpu or (device.type in MASKED_BY_KERNELS and _are_floating(params))):
             return False
-    return all([dtype.is_floating_point for dtype in dtypes(grads)])
+    return _are_floating(grads)
+
+
+def _are_floating(metadata: Metadata) -> bool:
+    return all([dtype.is_floating_point for dtype in metadata.dtypes])
 
 
 def fused_update(
     kernel: Kernel,
     settings: Settings,
-    launch: Launch,
+    columns: Columns,
     decision: Decision,
 ) -> None:
-    """Update `launch` in place unless the step is skipped. Its gradients are still scaled. If they
+    """Update `columns` in place unless the step is skipped. Its gradients are still scaled. If they
     are owned, the kernel itself divides by the scale.
     """
-    params = launch.targets[0]
-    grads, divisor = _ready(launch, decision)
-    launch = launch._replace(grads=grads)
+    columns, divisor = _ready(columns, decision)
+    params = columns.params.tensors
     found_inf = None
     if isinstance(decision.skip, Tensor):
         found_inf = decision.skip.to(params[0].device, torch.float32)
     lr, arguments = settings["lr"], kernel.arguments(settings)
     if torch.compiler.is_compiling():
-        targets = [target for column in launch.targets for target in column]
+        targets = [target for column in (params, *columns.slots) for target in column]
         numbers = list(map(float, arguments.values()))
         rate, lr = (0.0, lr) if isinstance(lr, Tensor) else (float(lr), None)
-        _node(
-            kernel.function.__name__,
-            grads,
-            launch.steps,
-            targets,
-            rate,
-            lr,
-            numbers,
-            found_inf,
-            divisor,
-        )
+        grads, name = columns.grads.tensors, kernel.function.__name__
+        _node(name, grads, columns.steps, targets, rate, lr, numbers, found_inf, divisor)
     else:
         with torch.no_grad():
-            kernel.launch(lr, arguments, launch, grad_scale=divisor, found_inf=found_inf)
+            kernel.update(columns, lr, arguments, grad_scale=divisor, found_inf=found_inf)
 
 
-def _ready(launch: Launch, decision: Decision) -> tuple[list[Tensor], Tensor | None]:
-    """Return the gradients as the kernel takes them, and the divisor for the kernel or None.
+def _ready(columns: Columns, decision: Decision) -> tuple[Columns, Tensor | None]:
+    """Return the columns with gradients as the kernel takes them, and the divisor for the kernel or
+    None.
 
     The kernel divides by a float32 number only, and overwrites the gradients with the result.
     """
-    params, grads, owned, divisor = launch.targets[0], launch.grads, launch.owned, decision.divisor
+    params, grads, owned = columns.params, columns.grads, columns.owned
+    [dtype], divisor = params.dtypes, decision.divisor
     if decision.prefactor is not None:
-        grads = foreach.multiply(grads, decision.prefactor, in_place=owned)
+        grads = Metadata(foreach.multiply(grads.tensors, decision.prefactor, in_place=owned))
         owned = not torch.compiler.is_compiling()
-    dtype = params[0].dtype
-    alike = dtypes(grads) == {dtype}
-    ordered = have_one_order(grads, params)
-    by_kernel = divisor is not None and decision.clip_value is None and alike and ordered
+    by_kernel = divisor is not None and decision.clip_value is None and grads.dtypes == {dtype}
     by_kernel = by_kernel and dtype.itemsize >= 4 and divisor.dtype is torch.float32  # type: ignore[union-attr]
-    if by_kernel and (owned or torch.compiler.is_compiling()):
-        return grads, divisor
+    if by_kernel and (owned or torch.compiler.is_compiling()) and have_one_order(grads, params):
+        return columns._replace(grads=grads), divisor
     if divisor is not None and divisor is not decision.scale:  # one division, as in the kernel
         decision = decision._replace(scale=divisor, factor=None)
     with torch.no_grad():
-        grads = foreach.cast(unscale_and_clip(grads, decision, in_place=owned), dtype)
-    if have_one_order(grads, params):
-        return grads, None
-    return [
-        grad if same_memory_order(grad, param) else torch.empty_like(param).copy_(grad)
-        for grad, param in zip(grads, params, strict=True)
-    ], None
+        unscaled = unscale_and_clip(grads.tensors, decision, in_place=owned)
+        grads = Metadata(foreach.cast(unscaled, dtype))
+    if not have_one_order(grads, params):
+        pairs = zip(grads.tensors, params.tensors, strict=True)
+        grads = Metadata([_laid_out_like(*pair) for pair in pairs])
+    return columns._replace(grads=grads), None
+
+
+def _laid_out_like(grad: Tensor, param: Tensor) -> Tensor:
+    return grad if same_memory_order(grad, param) else torch.empty_like(param).copy_(grad)
 
 
 @torch.library.custom_op("purescale::fused_update", mutates_args=("steps", "targets"))
@@ -179,19 +173,18 @@ def _node(
     found_inf: Tensor | None,
     divisor: Tensor | None,
 ) -> None:
-    """Run `Kernel.launch` as one node of a compiled graph. Traced operator by operator, a hundred
+    """Run `Kernel.update` as one node of a compiled graph. Traced operator by operator, a hundred
     parameters would take minutes to compile.
     """
-    count = len(grads)
-    columns = [list(targets[first : first + count]) for first in range(0, len(targets), count)]
-    given = list(grads)
+    count, own = len(grads), _BY_NAME[kernel]
+    params, *slots = [list(targets[at : at + count]) for at in range(0, len(targets), count)]
+    gradients = list(grads)
     if divisor is not None:  # the kernel would overwrite the gradients
-        given, divisor = foreach.divide(given, divisor), None
-    own = _BY_NAME[kernel]
+        gradients, divisor = foreach.divide(gradients, divisor), None
     arguments = {
         name: bool(number) if name in _FLAGS else number
         for name, number in zip(own.settings, numbers, strict=True)
     }
-    launch = Launch(given, list(steps), columns)
+    columns = Columns(Metadata(params), Metadata(gradients), list(steps), slots)
     rate_or_lr = rate if lr is None else lr
-    own.launch(rate_or_lr, arguments, launch, grad_scale=divisor, found_inf=found_inf)
+    own.update(columns, rate_or_lr, arguments, grad_scale=divisor, found_inf=found_inf)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._optim.formulas import FIRST, Formula
-from .._torch.metadata_cache import cached
+from .._torch.metadata import Metadata
 from .._tree.leaves import are_dense_real
 from .._tree.tree import Tree
 
@@ -175,7 +175,7 @@ class SlotLayout:
         """Return True if this slot is one number for each parameter, whatever its shape."""
         return key in self._counts
 
-    def _misfit(self, key: str, value: Tensor, name: str, weight: Tensor) -> ValueError:
+    def _misfit_error(self, key: str, value: Tensor, name: str, weight: Tensor) -> ValueError:
         what = (
             f"a count {self._counts[key]} ()"
             if key in self._counts
@@ -196,40 +196,41 @@ class SlotLayout:
         self,
         slots: Slots,
         weights: Mapping[str, Tensor],
-        every: Sequence[Any],
-        *,
-        dense_off_graph: bool,
+        old: Metadata | None = None,
     ) -> None:
         """Refuse slots that differ from those that `new` makes for these parameters, because
-        torch's kernels do not check what they read. `every` are weights and then slots, if they are
-        known.
+        torch's kernels do not check what they read. `old` is the metadata of weights and then
+        slots, if all are dense and off graph.
         """
         if self._formula is None:  # a user's class, whose slots nobody knows
             return
-        in_order = dense_off_graph and list(slots) == list(weights)
+        in_order = old is not None and list(slots) == list(weights)
         keys = set(map(tuple, slots.values())) if in_order else set()
-        known = every if len(keys) == 1 else ()
-        if cached((self._question, *keys), lambda: self._fit(slots, weights), known):
+        if old is not None and len(keys) == 1:
+            fit = old.remember((self._question, *keys), lambda: self._fit(slots, weights))
+        else:
+            fit = self._fit(slots, weights)
+        if fit:
             return
         for name, slot in slots.items():
             for key, value in slot.items():
                 if not self._fits(key, value, weights[name]):
-                    raise self._misfit(key, value, name, weights[name])
+                    raise self._misfit_error(key, value, name, weights[name])
 
     def _fit(self, slots: Slots, weights: Mapping[str, Tensor]) -> bool:
         """Return True if all slots fit. It avoids calls, which a compiler traces slowly."""
         counts = self._counts
-        every = [
+        rows = [
             (weights[name], value, counts.get(key))
             for name, slot in slots.items()
             for key, value in slot.items()
         ]
-        return are_dense_real([value for _, value, _ in every]) and all(
+        return are_dense_real([value for _, value, _ in rows]) and all(
             [
                 value.device == weight.device
                 and value.dtype is (count or weight.dtype)
                 and value.shape == (() if count else weight.shape)
-                for weight, value, count in every
+                for weight, value, count in rows
             ]
         )
 

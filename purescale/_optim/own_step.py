@@ -18,6 +18,7 @@ from .._optim.opt_state import Slots, as_tensors, with_numbers
 from .._optim.param_groups import FLAGS, OptimizerSettings
 from .._torch import foreach, private
 from .._torch.dtypes import wide_dtype
+from .._torch.metadata import Metadata
 
 Weights = dict[str, Tensor]
 
@@ -115,7 +116,8 @@ class OwnStep:
         flags = {"capturable": False, "differentiable": False}
         fused = self._groups.settings.get("fused")
         if not self._groups.flag_named or (
-            fused and not can_launch(list(weights.values()), list(gradients.values()))
+            fused
+            and not can_launch(Metadata(list(weights.values())), Metadata(list(gradients.values())))
         ):
             flags = dict.fromkeys(FLAGS, False)
         return flags

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from .._optim.opt_state import described, numbers_of
 from .._optim.protocol import Optimizer, Updater, as_updater
-from .._optim.step_inputs import StepInputs, flatten_step
+from .._optim.step_inputs import Known, StepInputs, flatten_step
 from .._torch.autocast import outside_autocast
 from .._torch.dtensor import any_dtensor
-from .._torch.metadata_cache import cached, picked
+from .._torch.metadata import Metadata
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients
 from .._tree.scalars import not_made
@@ -113,7 +113,7 @@ class PartitionOptimizer:
         flat = _tree.flatten_once(params)
         _tree.check_parameters(flat)
         names = _tree.names(params)
-        members = self._members(names, flat.leaves)
+        members = self._members(names, flat.leaves, flat.metadata)
         return {
             key: optimizer.init(_by_name(members[key], flat.leaves))
             for key, optimizer in self.optimizers.items()
@@ -165,21 +165,28 @@ class PartitionOptimizer:
                 "Likely cause: the state of one optimizer alone, or of another partition. Fix: "
                 "`opt_state = optimizer.init(params)`, or what the last step returned."
             )
-        members = members or self._members(inputs.names, inputs.params)
-        every = () if inputs.dense_off_graph else (*inputs.params, *inputs.grads.likes)
-        if any_dtensor(every):
+        known = inputs.known
+        of_params = None if known is None else known.params
+        members = members or self._members(inputs.names, inputs.params, of_params)
+        leaves = () if inputs.dense_off_graph else (*inputs.params, *inputs.grads.likes)
+        if any_dtensor(leaves):
             return [
                 Part(key, part, _part_of_dtensors(inputs, members[key], part, opt_state[key]))
                 for key, part in self._parts.items()
             ]
-        slots = _slots(inputs) if inputs.known else {}
+        slots = _slots(inputs) if known is not None and known.old is not None else {}
         return [
-            Part(key, part, _part(inputs, members[key], opt_state[key], slots.get(key, range(0))))
+            Part(key, part, _part(inputs, members[key], opt_state[key], slots.get(key)))
             for key, part in self._parts.items()
         ]
 
-    def _members(self, names: Sequence[str], leaves: Leaves) -> dict[str, Members]:
-        return cached((self._question, *names), lambda: self._labelled(names, leaves), leaves)
+    def _members(
+        self, names: Sequence[str], leaves: Leaves, metadata: Metadata | None
+    ) -> dict[str, Members]:
+        if metadata is None or not metadata.dense_off_graph:
+            return self._labelled(names, leaves)
+        question = self._question, *names
+        return metadata.remember(question, lambda: self._labelled(names, leaves))
 
     def _labelled(self, names: Sequence[str], leaves: Leaves) -> dict[str, Members]:
         _tree.check_names(names)
@@ -195,8 +202,8 @@ class PartitionOptimizer:
                     "Fix: a last line that returns a default key, such as that of AdamW."
                 )
             places[key].append(index)
-        for key, found in places.items():
-            if not found:
+        for key, indices in places.items():
+            if not indices:
                 raise ValueError(
                     f"no parameter has the label {key!r}, so its optimizer would do nothing. The "
                     f"names are: {_tree.join_names(list(names), 20)}. Likely cause: label expects "
@@ -204,8 +211,8 @@ class PartitionOptimizer:
                     f"{key!r} out of the optimizers."
                 )
         return {
-            key: Members(tuple([names[index] for index in found]), tuple(found))
-            for key, found in places.items()
+            key: Members(tuple([names[index] for index in indices]), tuple(indices))
+            for key, indices in places.items()
         }
 
 
@@ -235,30 +242,33 @@ def _by_name(members: Members, leaves: Leaves) -> dict[str, Any]:
 
 
 def _slots(inputs: StepInputs) -> dict[str, range]:
-    """Return the range of each part's slots in `inputs.known`."""
-    found, stop = {}, len(inputs.params)
+    """Return the range of each part's slots in `inputs.old`."""
+    ranges, stop = {}, len(inputs.params)
     for key, state in inputs.opt_state.items():
         start = stop + 1  # after `applied`
         stop = start + sum(map(len, state.slots.values()))
-        found[key] = range(start, stop)
+        ranges[key] = range(start, stop)
         stop += len(numbers_of(state))
-    return found
+    return ranges
 
 
-def _part(inputs: StepInputs, members: Members, opt_state: Tree, slots: range) -> StepInputs:
-    """Return the inputs of one part. Cached metadata of the whole step is reused. `slots` is the
-    range of its slots in `inputs.known`.
+def _part(inputs: StepInputs, members: Members, opt_state: Tree, slots: range | None) -> StepInputs:
+    """Return the inputs of one part. What is known of the whole step is known of it. `slots` is the
+    range of its slots in `inputs.old`.
     """
     names, indices = members.names, members.indices
-    params = picked(inputs.params, indices, members)
-    known: Leaves = []
-    if inputs.known:
-        known = picked(inputs.known, (*indices, *slots), (members, slots))
+    params, known = list(map(inputs.params.__getitem__, indices)), None
+    if inputs.known is not None:
+        of_params = inputs.known.params.picked(indices, members)
+        old = None
+        if inputs.known.old is not None and slots is not None:
+            old = inputs.known.old.picked((*indices, *slots), (members, slots))
+        known = Known(of_params, old)
     return StepInputs(
         FlatDict(names),
         list(names),
         params,
-        _gradients(inputs.grads, members),
+        _grads_of(inputs.grads, members),
         opt_state,
         dict(zip(names, params, strict=True)),
         inputs.dense_off_graph,
@@ -266,19 +276,18 @@ def _part(inputs: StepInputs, members: Members, opt_state: Tree, slots: range) -
     )
 
 
-def _gradients(grads: Gradients, members: Members) -> Gradients:
+def _grads_of(grads: Gradients, members: Members) -> Gradients:
     """Return the gradients of these parameters, or the empty ones if they are still to be made."""
     if not grads.likes:
         return grads
     if grads.dense_real:
-        tensors = picked(grads.tensors, members.indices, members)
-        return grads._replace(tensors=tensors, likes=tensors)
-    found = iter(grads.tensors)
-    every: Leaves = [None if like is None else next(found) for like in grads.likes]
-    return grads._replace(
-        tensors=[every[index] for index in members.indices if every[index] is not None],
-        likes=[grads.likes[index] for index in members.indices],
-    )
+        own = grads.metadata.picked(members.indices, members)
+        return grads._replace(metadata=own, likes=own.tensors)
+    remaining = iter(grads.tensors)
+    tensors = [None if like is None else next(remaining) for like in grads.likes]
+    own = Metadata([tensors[index] for index in members.indices if tensors[index] is not None])
+    likes = [grads.likes[index] for index in members.indices]
+    return grads._replace(metadata=own, likes=likes)
 
 
 def _part_of_dtensors(

@@ -21,11 +21,11 @@ from .._optim.opt_state import (
 )
 from .._torch import dtensor, foreach
 from .._torch.foreach import same_memory_order
-from .._torch.metadata_cache import joined, part
-from .._torch.tracing import any_requires_grad, is_lazy
+from .._torch.metadata import Metadata
+from .._torch.tracing import is_lazy
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients, as_gradients
-from .._tree.leaves import is_constant, lookup
+from .._tree.leaves import is_constant, metadata_of
 from .._tree.tree import FlatTree, Leaves, Tree, TreeDef
 
 
@@ -35,6 +35,15 @@ class Place(NamedTuple):
     leaf: int  # the index among all leaves, counting None
     start: int  # the number of elements of this rank's part before the piece
     dtensor: Any  # the DTensor that this rank has a part of, or None
+
+
+class Known(NamedTuple):
+    """The metadata of parameters and state, recognised together."""
+
+    params: Metadata
+    # of parameters, then the slots of an OptState or all tensors of a dict of such states; None for
+    # the state of any other optimizer
+    old: Metadata | None
 
 
 class StepInputs(NamedTuple):
@@ -50,37 +59,37 @@ class StepInputs(NamedTuple):
     dtensors: tuple[Leaves, Leaves] | None = (
         None  # the leaves of params and of the state before they were local, if sharded
     )
-    # `old`, if all are dense and off graph and the state is an OptState. For a dict of such states:
-    # parameters and all tensors of the states.
-    known: Leaves | tuple[()] = ()
+    known: Known | None = None  # if all leaves are dense and off graph
     places: dict[str, Place] | None = (
         None  # a `Place` by name, if the inputs are a piece of a larger step
     )
 
     @property
-    def old(self) -> Leaves:
-        """The tensors that a step of a class of torch updates: parameters, then slots."""
-        return self.known or [*self.named_params.values(), *values_of(self.opt_state.slots)]
-
-    @property
-    def local_params(self) -> Leaves:
+    def weights(self) -> Metadata:
         """The parameters that are tensors."""
-        return self.params if self.dense_off_graph else list(self.named_params.values())
+        return (
+            Metadata(list(self.named_params.values())) if self.known is None else self.known.params
+        )
 
     @property
-    def replaced(self) -> list[list[Tensor]]:
-        """The tensors of this rank that a step replaces: parameters and slots with their cached
-        metadata, if known, and the rest of the state.
+    def old(self) -> Metadata:
+        """The tensors that a step of a class of torch updates: parameters, then slots."""
+        if self.known is not None and self.known.old is not None:
+            return self.known.old
+        return Metadata([*self.named_params.values(), *values_of(self.opt_state.slots)])
+
+    @property
+    def replaced(self) -> tuple[Metadata, Metadata]:
+        """The tensors of this rank that a step replaces: parameters and slots, and the rest of the
+        state.
         """
-        if self.known:
+        if self.known is not None and self.known.old is not None:
             state = self.opt_state
             rest = [state.applied, *numbers_of(state)] if isinstance(state, OptState) else []
-            return [self.known, rest]
+            return self.known.old, Metadata(rest, dense_off_graph=True)
         leaves = [*self.params, *_tree.flatten(self.opt_state)[0]]
-        return [
-            [dtensor.shard(leaf, on_graph=False) for leaf in leaves if not is_constant(leaf)],
-            [],
-        ]
+        shards = [dtensor.shard(leaf, on_graph=False) for leaf in leaves if not is_constant(leaf)]
+        return Metadata(shards, dense_off_graph=self.dense_off_graph), NOTHING
 
     @property
     def all_places(self) -> dict[str, Place]:
@@ -132,7 +141,8 @@ class StepInputs(NamedTuple):
         return trees[0], trees[1]
 
 
-NO_GRADS = FlatTree(None, [], None, dense_off_graph=True)  # of gradients that are still to be made
+NOTHING = Metadata([], dense_off_graph=True)
+NO_GRADS = FlatTree(None, [], None, NOTHING)  # of gradients that are still to be made
 
 
 def flatten_step(
@@ -145,33 +155,29 @@ def flatten_step(
     if not isinstance(params, FlatTree):
         params, opt_state = flatten_together(params, opt_state=opt_state)
         _tree.check_parameters(params)
-    given = NO_GRADS if grads is None else _tree.gradients_like(params, grads)
-    dense_off_graph = params.dense_off_graph and opt_state.dense_off_graph and given.dense_off_graph
+    flat_grads = NO_GRADS if grads is None else _tree.gradients_like(params, grads)
+    flat_state, (tree, weights, structure, of_params) = opt_state, params
+    of_state, of_grads = flat_state.metadata, flat_grads.metadata
+    dense_off_graph = all([part.dense_off_graph for part in (of_params, of_state, of_grads)])
     if not (optimizer.differentiable or dense_off_graph):
-        _tree.reject_autograd_history(params=params, grads=given, opt_state=opt_state)
-    tree, weights, structure, _ = params
-    gradients = given.leaves
-    if not params.dense_off_graph:  # torch's kernels ignore lazy negation
+        _tree.reject_autograd_history(params=params, grads=flat_grads, opt_state=flat_state)
+    gradients = flat_grads.leaves
+    if not of_params.dense_off_graph:  # torch's kernels ignore lazy negation
         weights = [
             leaf.resolve_conj().resolve_neg()
             if isinstance(leaf, Tensor) and is_lazy(leaf)
             else leaf
             for leaf in weights
         ]
-    names, (opt_state, state, *_) = _tree.names(tree), opt_state
+    names, opt_state = _tree.names(tree), flat_state.tree
     sharded = not dense_off_graph and dtensor.any_dtensor([*weights, *gradients])
     if not sharded or optimizer.elementwise is None:
-        plain = given.dense_off_graph
-        made = Gradients(gradients, gradients, plain) if plain else as_gradients(gradients)
-        known: Leaves = []
+        dense = of_grads.dense_off_graph
+        dense_grads = Gradients(of_grads, gradients, True) if dense else as_gradients(gradients)
+        known = _known(of_params, of_state, opt_state) if dense_off_graph else None
         named = present(names, weights)
-        if dense_off_graph and isinstance(opt_state, OptState):
-            slots = part(state, 1, len(state) - len(numbers_of(opt_state)))
-            known = joined(weights, slots)
-        elif dense_off_graph and are_parts(opt_state):
-            known = joined(weights, state)
         return StepInputs(
-            structure, names, weights, made, opt_state, named, dense_off_graph, known=known
+            structure, names, weights, dense_grads, opt_state, named, dense_off_graph, known=known
         )
     gradients = gradients or [None] * len(weights)
     for index, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
@@ -196,6 +202,13 @@ def flatten_step(
     )
 
 
+def _known(of_params: Metadata, of_state: Metadata, opt_state: Tree) -> Known:
+    if isinstance(opt_state, OptState):
+        end = len(of_state.tensors) - len(numbers_of(opt_state))
+        return Known(of_params, of_params.joined(of_state.part(1, end)))
+    return Known(of_params, of_params.joined(of_state) if are_parts(opt_state) else None)
+
+
 def flatten_together(*trees: Tree, opt_state: Tree = ()) -> list[FlatTree]:
     """Flatten each tree, the optimizer's state last, with one check of all leaves. The state of a
     class of torch, and a dict of such states, has no structure: it is never rebuilt from its
@@ -203,14 +216,11 @@ def flatten_together(*trees: Tree, opt_state: Tree = ()) -> list[FlatTree]:
     """
     pairs = [*map(_tree.flatten, trees), _flatten_state(opt_state)]
     trees = *trees, opt_state
-    every, dense_off_graph = lookup([leaf for leaves, _ in pairs for leaf in leaves])
+    metadata = metadata_of([leaf for leaves, _ in pairs for leaf in leaves])
     flats, start = [], 0
     for tree, (leaves, structure) in zip(trees, pairs, strict=True):
         stop = start + len(leaves)
-        # Leaves of other trees are put back into trees, which need a plain list.
-        if start == 0 or structure is None:
-            leaves = part(every, start, stop)
-        flats.append(FlatTree(tree, leaves, structure, dense_off_graph))
+        flats.append(FlatTree(tree, leaves, structure, metadata.part(start, stop)))
         start = stop
     return flats
 
@@ -273,14 +283,14 @@ def working_copies(
     """
     weights, slots = inputs.named_params, inputs.opt_state.slots
     old = inputs.old
-    new = old if in_place else foreach.clone(old)
-    if in_place and not any_requires_grad(new):
+    new = old.tensors if in_place else foreach.clone(old.tensors)
+    if in_place and not old.any_requires_grad:
         new_weights, new_slots = weights, {name: {**slot} for name, slot in slots.items()}
     else:
         working = iter([t.detach() if t.requires_grad else t for t in new])
         new_weights = dict(zip(weights, working, strict=False))
         new_slots = slots_like(slots, working)
-    if not any_order and not foreach.are_contiguous(new):
+    if not any_order and not old.are_contiguous:
         for name, slot in new_slots.items():
             weight = new_weights[name]
             for key, value in slot.items():

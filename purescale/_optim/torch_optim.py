@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._optim.decision import APPLY, Decision
 from .._optim.formula_step import FormulaStep
-from .._optim.fused import Launch, can_launch, fused_update, kernel_of
+from .._optim.fused import Columns, can_launch, fused_update, kernel_of
 from .._optim.in_state import each_number, names_in_state
 from .._optim.opt_state import (
     OptState,
@@ -33,6 +33,7 @@ from .._optim.torch_state_dict import (
 from .._torch import foreach, private
 from .._torch.autocast import outside_autocast
 from .._torch.foreach import MAX_INLINE_LEAVES
+from .._torch.metadata import Metadata
 from .._torch.tracing import host_can_read, is_on_a_graph, traced, under_transform
 from .._tree import tree as _tree
 from .._tree.scalars import whole
@@ -158,8 +159,8 @@ class TorchOptimizer:
         # arguments, guards the compiled step.
         self._own_step, self._formula_step = OwnStep(self._groups), FormulaStep(self._groups)
         self._opaque = private.Opaque(self._formula_step.make, lambda: private.nonstrict_trace)
-        self._opaque_launches = private.Opaque(
-            lambda *args: self._launch_traced(*args), lambda: torch.compiler.allow_in_graph
+        self._opaque_update = private.Opaque(
+            lambda *args: self._traced_update(*args), lambda: torch.compiler.allow_in_graph
         )
         self._key = self._groups.key()
         self.summary = self._groups.summary
@@ -207,9 +208,7 @@ class TorchOptimizer:
                 f"params has {_tree.join_names(inputs.names)}. Fix: "
                 "`opt_state = optimizer.init(params)` for these params."
             )
-        self._layout.check(
-            opt_state.slots, weights, inputs.known, dense_off_graph=inputs.dense_off_graph
-        )
+        self._layout.check(opt_state.slots, weights, inputs.old if inputs.known else None)
         self._groups.check(opt_state)
         self._groups.check_names(tuple(weights))
 
@@ -299,9 +298,10 @@ class TorchOptimizer:
             return False
         if self._groups.hyper and not self._reads_settings(inputs):
             return False
-        weights, grads = _weights(inputs), inputs.grads.tensors
+        weights, grads = inputs.weights, inputs.grads.metadata
         if torch.compiler.is_dynamo_compiling() and (
-            len(weights) <= MAX_INLINE_LEAVES or is_on_a_graph([*weights, *grads])
+            len(weights.tensors) <= MAX_INLINE_LEAVES
+            or is_on_a_graph([*weights.tensors, *grads.tensors])
         ):
             return False
         return can_launch(weights, grads)
@@ -317,19 +317,18 @@ class TorchOptimizer:
         weights, slots = working_copies(inputs, in_place=in_place)
         grads = inputs.named_grads
         if torch.compiler.is_dynamo_compiling() and _COMPILES_BEHIND_DYNAMO:
-            self._opaque_launches(self._key, weights, grads, slots, tuple(decision), lrs)
+            self._opaque_update(self._key, weights, grads, slots, tuple(decision), lrs)
         else:
             # Dynamo of torch 2.11 cannot trace `is` between two dicts.
-            known = not torch.compiler.is_dynamo_compiling() and weights is inputs.named_params
-            targets = _weights(inputs) if known else list(weights.values())
-            lists = targets, inputs.grads.tensors
+            written = not torch.compiler.is_dynamo_compiling() and weights is inputs.named_params
+            targets = inputs.weights if written else Metadata(list(weights.values()))
             hyper = inputs.opt_state.hyper
             hyper = each_number(Tensor.item, hyper) if hyper else ()
-            owned = inputs.grads.owned
-            self._launch(weights, slots, grads, decision, lrs, lists, hyper, owned=owned)
+            lists, owned = (targets, inputs.grads.metadata), inputs.grads.owned
+            self._update_in_place(weights, slots, grads, decision, lrs, hyper, lists, owned=owned)
         return weights, slots
 
-    def _launch_traced(
+    def _traced_update(
         self,
         key: str,
         weights: dict[str, Tensor],
@@ -338,40 +337,44 @@ class TorchOptimizer:
         decision: tuple[Any, ...],
         lrs: list[Any],
     ) -> None:
-        """Call `_launch` from a compiled step, which is guarded by `key`."""
-        lists = list(weights.values()), list(grads.values())
-        self._launch(weights, slots, grads, Decision(*decision), lrs, lists, (), owned=False)
+        """Call `_update_in_place` from a compiled step, which is guarded by `key`."""
+        lists = Metadata(list(weights.values())), Metadata(list(grads.values()))
+        settings = Decision(*decision), lrs, ()
+        self._update_in_place(weights, slots, grads, *settings, lists, owned=False)
 
-    def _launch(
+    def _update_in_place(
         self,
         weights: dict[str, Tensor],
         slots: Slots,
         grads: dict[str, Tensor],
         decision: Decision,
         lrs: list[Any],
-        lists: tuple[list[Tensor], list[Tensor]],
         hyper: Any,
+        lists: tuple[Metadata, Metadata],
         *,
         owned: bool,
     ) -> None:
-        """Update `weights` and `slots` in place, with one launch for each device and dtype. `lists`
-        are all weights and all gradients, with their cached metadata.
+        """Update `weights` and `slots` by one kernel for each group, device and dtype. `lists` are
+        all weights and all gradients.
         """
         kernel: Any = self._kernel
         for names, settings in self._groups.torch_groups(tuple(weights), lrs, hyper):
             keys = kernel.slots(settings)
             present = [name for name in names if name in grads]
-            whole = len(present) == len(weights)
-            every = lists[0] if whole else [weights[name] for name in present]
-            for indices in foreach.by_kind(every):
+            is_whole = len(present) == len(weights)
+            targets = lists[0] if is_whole else Metadata([weights[name] for name in present])
+            for indices in targets.kinds:
                 some = [present[index] for index in indices]
-                targets, sources = lists
+                params, sources = lists
                 if len(some) < len(weights):
-                    targets, sources = ([d[name] for name in some] for d in (weights, grads))
+                    params, sources = (
+                        Metadata([d[name] for name in some]) for d in (weights, grads)
+                    )
                 columns = [_column(slots, some, key, self._layout) for key in keys]
                 steps = [slots[name]["step"] for name in some if "step" in slots[name]]
-                launch = Launch(sources, steps, [targets, *columns], owned)
-                fused_update(kernel, settings, launch, decision)
+                fused_update(
+                    kernel, settings, Columns(params, sources, steps, columns, owned), decision
+                )
 
     # ---- the class's own step, or its formula
 
@@ -398,7 +401,7 @@ class TorchOptimizer:
 
     def _reads_on_host(self, inputs: StepInputs) -> bool:
         """Return True if the host can read its counts and settings."""
-        can_read = not self.differentiable and host_can_read(inputs.old)
+        can_read = not self.differentiable and host_can_read() and inputs.old.are_on_a_cpu
         return can_read and self._reads_settings(inputs)
 
     def _reads_settings(self, inputs: StepInputs) -> bool:
@@ -507,10 +510,6 @@ class TorchOptimizer:
 
 # In older versions is_compiling() is False while the compiler behind Dynamo traces.
 _COMPILES_BEHIND_DYNAMO = torch.__version__ >= "2.13"
-
-
-def _weights(inputs: StepInputs) -> list[Tensor]:
-    return inputs.params if inputs.known else list(inputs.named_params.values())
 
 
 def _column(slots: Slots, names: list[str], key: str, layout: SlotLayout) -> list[Tensor]:

@@ -149,6 +149,6 @@ def _next_buffers(
     their graph.
     """
     old = before.leaves
-    if not before.dense_off_graph or any([leaf.requires_grad for leaf in old]):
+    if not before.metadata.dense_off_graph or any([leaf.requires_grad for leaf in old]):
         old = [_tree.off_graph(t) if getattr(t, "requires_grad", False) else t for t in old]
     return engine.choose(outcome.decision.skip, old, new, overwrite=memory.buffers)

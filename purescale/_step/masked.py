@@ -97,7 +97,7 @@ class Masked:
         others = len(clip.tensor_bounds) > 0 or verdict is not None
         if flags is not None and (others or flags.must_skip is not None):
             keeps_scale = skip & ~flags.overflow
-        norm = None if stats.norm is None else stats.norm.to(factor_dtype(grads.tensors))
+        norm = None if stats.norm is None else stats.norm.to(factor_dtype(grads))
         return Outcome(
             Masked._divided(Decision(skip, grads.scale, None, clip.value), clip, stats.norm, norm),
             failed,

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .._optim.protocol import Updater
-from .._optim.step_inputs import StepInputs
+from .._optim.step_inputs import NOTHING, StepInputs
 from .._step.step_options import FlatState, StepOptions
 from .._step.train_state import TrainState
 from .._torch.donation import can_write_each, pointers_of_each, storage_pointers
+from .._torch.metadata import Metadata
 from .._torch.tracing import is_on_a_graph
 from .._tree import tree as _tree
 from .._tree.leaves import is_constant
@@ -21,12 +22,12 @@ from .._tree.leaves import is_constant
 class Memory(NamedTuple):
     """The memory that a step may write into.
 
-    What a loss returns is copied if it shares memory with what the step was given, so the answers
+    What a loss returns is copied if it shares memory with an argument of the step, so the answers
     stay right until the step ends.
     """
 
-    # the storages of what the step was given; None while tracing, where they cannot be compared
-    given: Set[int | None] | None
+    # the storages of the step's arguments; None while tracing, where they cannot be compared
+    arguments: Set[int | None] | None
     microbatches: list[Tensor]  # in them; none while tracing
     optimizer: bool = False  # parameters and the state of the optimizer may be overwritten
     buffers: bool = False
@@ -47,32 +48,35 @@ def memory_of_step(
     """
     donate = options.donate and not _on_graph(options.optimizer, inputs)
     # Without donation nothing is written into the state of the optimizer.
-    tensors, numbers = inputs.replaced if donate else (inputs.params, [])
-    numbers = [*numbers, *_tree.all_tensors((state.scaler, state.step, state.rng, state.guard))]
-    buffers = flat.buffers.leaves
-    if not flat.buffers.dense_off_graph:
-        buffers = [leaf for leaf in buffers if not is_constant(leaf)]
+    replaced, numbers_of_optimizer = inputs.replaced if donate else (inputs.weights, NOTHING)
+    numbers = [
+        *numbers_of_optimizer.tensors,
+        *_tree.all_tensors((state.scaler, state.step, state.rng, state.guard)),
+    ]
+    buffers = flat.buffers.metadata
+    if not buffers.dense_off_graph:
+        buffers = Metadata([leaf for leaf in buffers.tensors if not is_constant(leaf)])
     read_only = list(options.clip.tensor_bounds)
     batch = _tree.all_tensors(list(microbatches))
     read_only += batch
-    lists, known = [tensors, buffers], [inputs.dense_off_graph, flat.buffers.dense_off_graph]
-    captured = donate and may_be_captured
+    lists, captured = [replaced, buffers], donate and may_be_captured
     if captured:
-        lists.append(numbers)
-        known.append(False)
+        lists.append(Metadata(numbers))
     else:
         read_only += numbers
-    pointers = pointers_of_each([*lists, read_only])
-    given = {None, *chain.from_iterable(pointers)} if pointers else None
-    if given is not None and not flat.params.dense_off_graph:
+    pointers = pointers_of_each([*[some.tensors for some in lists], read_only])
+    arguments = {None, *chain.from_iterable(pointers)} if pointers else None
+    if arguments is not None and not flat.params.metadata.dense_off_graph:
         # Constant buffers, and parameters before a lazy negation was resolved.
-        given.update(storage_pointers([*flat.params.leaves, *flat.buffers.leaves]))
-    if not donate:
-        return Memory(given, batch if pointers else [])
-    allowed = can_write_each(lists, read_only, known, pointers)
-    of_numbers = allowed[2] if captured else True
+        arguments.update(storage_pointers([*flat.params.leaves, *flat.buffers.leaves]))
     watched = batch if pointers else []
-    return Memory(given, watched, allowed[0] and of_numbers, allowed[1], captured and of_numbers)
+    if not donate:
+        return Memory(arguments, watched)
+    allowed = can_write_each(lists, read_only, pointers)
+    of_numbers = allowed[2] if captured else True
+    return Memory(
+        arguments, watched, allowed[0] and of_numbers, allowed[1], captured and of_numbers
+    )
 
 
 NO_MEMORY = Memory(None, [])
@@ -82,12 +86,11 @@ def donated_memory(
     optimizer: Updater, inputs: StepInputs, read_only: Sequence[Tensor]
 ) -> tuple[Memory, bool]:
     """Return the memory of a step over given gradients, and True if these may be overwritten."""
-    lists = [*inputs.replaced, inputs.grads.tensors]
-    allowed = can_write_each(lists, read_only, [inputs.dense_off_graph] * 3)
+    allowed = can_write_each([*inputs.replaced, inputs.grads.metadata], read_only)
     replaced = allowed[0] and allowed[1] and not _on_graph(optimizer, inputs)
     return Memory(None, [], optimizer=replaced), allowed[2]
 
 
 def _on_graph(optimizer: Updater, inputs: StepInputs) -> bool:
     """Return True if a derivative goes through the step, which must then overwrite nothing."""
-    return optimizer.differentiable and is_on_a_graph(list(inputs.named_params.values()))
+    return optimizer.differentiable and is_on_a_graph(inputs.weights.tensors)

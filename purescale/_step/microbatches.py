@@ -37,7 +37,7 @@ from .._torch.dtypes import wide_dtype, widest_float
 from .._torch.private import listops
 from .._tree import tree as _tree
 from .._tree.gradients import Gradients, as_gradients
-from .._tree.leaves import lookup, versions
+from .._tree.leaves import metadata_of, versions
 from .._tree.scalars import as_floats
 from .._tree.tree import FlatTree, Leaves, Tree
 
@@ -129,7 +129,7 @@ def _accumulate(
     # gradients from other ranks have no graph
     differentiable = options.optimizer.differentiable and options.group is None
     value_and_grad = ValueAndGrad(
-        params, buffers, scaler, loss_fn, memory.given, differentiable=differentiable
+        params, buffers, scaler, loss_fn, memory.arguments, differentiable=differentiable
     )
     scale: Tensor = scaler.tree.scale
     weights = _weights(engine, options, microbatches, scale)
@@ -272,7 +272,7 @@ class _Mean:
             tensors = as_gradients(self.value_and_grad.zeros()).tensors
         likes, dense_real = self.value_and_grad.params.leaves, self.value_and_grad.dense_real
         scale = self.scale if self.is_summed else None
-        return Gradients(lookup(tensors)[0], likes, dense_real, scale, owned=self.owned)
+        return Gradients(metadata_of(tensors), likes, dense_real, scale, owned=self.owned)
 
 
 def flags_with_mean(

@@ -6,7 +6,6 @@ memory allows; nothing is masked.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from .._optim.step_inputs import StepInputs
 from .._step.masked import Masked, Outcome, WindowFlags, is_unbounded, old_or_new
 from .._step.memory import Memory
 from .._step.spike_guard import Verdict
+from .._torch.metadata import Metadata
 from .._torch.private import listops
 from .._torch.tracing import host_can_read
 from .._tree.gradients import Gradients
@@ -57,7 +57,7 @@ class OnHost(Masked):
         decision = Decision(skip, grads.scale, clip_value=clip.value, divisor=grads.scale)
         norm: Any = ()
         if stats.norm is not None:
-            dtype = factor_dtype(grads.tensors)
+            dtype = factor_dtype(grads)
             norm = _reported(stats.norm, failed, dtype)
             if not (skip or is_unbounded(clip)):
                 decision = _clipped(decision, clip, stats.norm, dtype)
@@ -108,11 +108,12 @@ class OnHost(Masked):
         return optimizer.applied(own, in_place=in_place, prepared=prepared)
 
 
-def engine_for(optimizer: Updater, *lists: Sequence[Tensor]) -> type[Masked]:
+def engine_for(optimizer: Updater, tensors: Metadata, numbers: list[Tensor]) -> type[Masked]:
     """Return the engine of a step over these tensors. Derivatives flow through a skipped step and
     an applied one alike, so a step that is to be differentiated is masked.
     """
-    return OnHost if not optimizer.differentiable and host_can_read(*lists) else Masked
+    on_host = not optimizer.differentiable and host_can_read(numbers) and tensors.are_on_a_cpu
+    return OnHost if on_host else Masked
 
 
 def _clipped(decision: Decision, clip: Clip, norm: float, dtype: torch.dtype) -> Decision:

@@ -79,7 +79,7 @@ def maybe_step(
     inputs = flatten_step(updater, params, grads, opt_state)
     updater.check(inputs)
     skip = _tree.flag(found_inf, like=next(iter(inputs.named_params.values()), None))
-    engine = engine_for(updater, [skip], inputs.grads.tensors)
+    engine = engine_for(updater, inputs.grads.metadata, [skip])
     memory = donated_memory(updater, inputs, [skip])[0] if donate else NO_MEMORY
     stepped = engine.update(updater, inputs, Decision(engine.read(skip)), memory)
     if donate:
@@ -151,7 +151,7 @@ def unscale_and_step(
     updater = as_updater(optimizer)
     inputs = flatten_step(updater, params, scaled_grads, opt_state)
     scale = scaler.scale
-    check_device(scale, params, inputs.grads.likes, "grads")
+    check_device(scale, params, inputs.grads.likes, "grads", inputs.grads.metadata)
     if clip.value is not None:
         check_ordered(params, inputs.grads.likes, "grads")
     updater.check(inputs)
@@ -162,7 +162,7 @@ def unscale_and_step(
         )
     # An optimizer with `step` alone may raise, and nothing must be half-changed then.
     grads = inputs.grads._replace(scale=scale, owned=owned and not updater.calls_step)
-    engine = engine_for(updater, [scale], grads.tensors, clip.tensor_bounds)
+    engine = engine_for(updater, grads.metadata, [scale, *clip.tensor_bounds])
     want = Want(clip.norm_type, amax=amax, group=group, norm_group=norm_group)
     outcome = engine.decide(engine.measure(grads, scale, want), clip, grads)
     inputs = inputs._replace(grads=grads)

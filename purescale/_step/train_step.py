@@ -177,9 +177,8 @@ def _stages(
     """Run the stages of a step in order."""
     inputs = flatten_step(options.optimizer, flat.params, None, flat.opt_state)
     options.optimizer.check(inputs)
-    engine = engine_for(
-        options.optimizer, [state.scaler.scale], inputs.local_params, options.clip.tensor_bounds
-    )
+    scalars = [state.scaler.scale, *options.clip.tensor_bounds]
+    engine = engine_for(options.optimizer, inputs.weights, scalars)
     memory = memory_of_step(
         options, state, flat, inputs, microbatches, may_be_captured=engine.may_be_captured
     )
@@ -196,7 +195,7 @@ def _stages(
     tried = first_finite(options, flat, state.rng, attempt)
     grads, verdict = tried.window.grads, None
     if options.guard is not None:
-        dtype = factor_dtype(grads.tensors)
+        dtype = factor_dtype(grads)
         loss, norm = tried.window.loss, tried.stats.norm
         verdict = judge(options.guard, state.guard, loss, norm, dtype)
     outcome = engine.decide(tried.stats, options.clip, grads, tried.flags, verdict)
@@ -227,7 +226,7 @@ def _check_call(
     flat = FlatState(*flatten_together(*trees, opt_state=state.opt_state))
     leaves = flat.params.leaves
     _tree.check_parameters(flat.params, "state.params")
-    check_device(state.scaler.scale, state.params, leaves, "state.params")
+    check_device(state.scaler.scale, state.params, leaves, "state.params", flat.params.metadata)
     if settings["guard"] is not None or state.guard != ():
         check_guarded(settings["guard"], state.guard)
     if clip.value is not None:

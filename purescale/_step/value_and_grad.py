@@ -19,7 +19,7 @@ from .._torch.autocast import outside_autocast
 from .._torch.dtypes import wide_dtype
 from .._torch.tracing import by_torch_func, recorded_by_make_fx
 from .._tree import tree as _tree
-from .._tree.leaves import are_dense_real, versions
+from .._tree.leaves import are_dense_real, metadata_of, versions
 from .._tree.scalars import short_repr
 from .._tree.tree import FlatTree, Leaves, Tree
 
@@ -143,7 +143,7 @@ def _checked(
     _tree.reject_autograd_history(params=flat_params, buffers=flat_buffers)
     if scaler is None:
         one = torch.ones((), device=_tree.device_of(params, flat_params.leaves, "params"))
-        flat_scaler = FlatTree(_Unscaled(one), [one], None, flat_params.dense_off_graph)
+        flat_scaler = FlatTree(_Unscaled(one), [one], None, metadata_of([one]))
     scale = getattr(flat_scaler.tree, "scale", None)
     if not isinstance(scale, Tensor) or scale.ndim:
         raise TypeError(
@@ -151,7 +151,7 @@ def _checked(
             "tensor. Fix: `scaler = rule.init(device)`, or `state.scaler` of a TrainState; for "
             "stacked states call this under torch.vmap."
         )
-    check_device(scale, params, flat_params.leaves, "params")
+    check_device(scale, params, flat_params.leaves, "params", flat_params.metadata)
     return flat_params, flat_buffers, flat_scaler
 
 
@@ -193,14 +193,15 @@ class ValueAndGrad:
         self.present = [index for index, leaf in enumerate(params.leaves) if leaf is not None]
         self.inputs = [params.leaves[index] for index in self.present]
         self.are_all_present = len(self.inputs) == len(params.leaves)
-        self.dense_real = params.dense_off_graph or are_dense_real(params.leaves)
-        self.sharded = not params.dense_off_graph and dtensor.any_dtensor(self.inputs)
+        self.dense_real = params.metadata.dense_off_graph or are_dense_real(params.leaves)
+        self.sharded = not params.metadata.dense_off_graph and dtensor.any_dtensor(self.inputs)
         # If so, the gradients may be on a graph, and are not owned.
         self.by_func = by_torch_func(self.inputs, differentiable=differentiable)
         self.given = None if self.by_func else given
         # make_fx does not see that a subclass is made, and would take parameters for constants.
         self.is_recorded = not self.by_func and recorded_by_make_fx()
-        if not (self.by_func or (params.dense_off_graph and scaler.dense_off_graph)):
+        recordable = params.metadata.dense_off_graph and scaler.metadata.dense_off_graph
+        if not (self.by_func or recordable):
             *self.inputs, self.scale = _recordable([*self.inputs, self.scale])
 
     def zeros(self) -> Leaves:
@@ -296,7 +297,7 @@ class ValueAndGrad:
         """Return the parameters, the scaled loss on its graph over them, and the outputs, in eager
         mode.
         """
-        if buffers is not self.buffers.leaves or not self.buffers.dense_off_graph:
+        if buffers is not self.buffers.leaves or not self.buffers.metadata.dense_off_graph:
             buffers = _recordable(buffers)
         with _ENABLED if torch.is_grad_enabled() else torch.enable_grad():
             # Leaves, because autocast caches the cast of a leaf; new ones, because a loss may

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._torch import dtensor, private
 from .._torch.foreach import are_gapless, clone_listed, is_gapless
-from .._torch.metadata_cache import elements
+from .._torch.metadata import Metadata
 from .._torch.tracing import PLAIN_TYPES, traced, under_transform
 
 DEBUG = os.environ.get("PURESCALE_DEBUG_DONATION", "0") not in ("", "0")
@@ -62,37 +62,35 @@ def can_write(tensors: Sequence[Tensor], others: Sequence[Any] = ()) -> bool:
     A parameter that requires a gradient may be overwritten off the graph, as torch.optim does.
     While compiling, storages cannot be compared.
     """
-    return can_write_each([tensors], others)[0]
+    return can_write_each([Metadata(list(tensors))], others)[0]
 
 
 def can_write_each(
-    lists: Sequence[Sequence[Tensor]],
+    lists: Sequence[Metadata],
     others: Sequence[Any] = (),
-    known: Sequence[bool] = (),
     pointers: Sequence[list[int | None]] = (),
 ) -> list[bool]:
-    """Return `can_write` for each list, where the other lists count among its `others`. `known`
-    says of each list whether `leaves.are_dense_off_graph` is known to be True; `pointers` are the
-    storage pointers of each list and of `others`, if they are known.
+    """Return `can_write` for each list, where the other lists count among its `others`. `pointers`
+    are the storage pointers of each list and of `others`, if they are known.
     """
     if under_transform() or DEBUG:
         return [False] * len(lists)
-    known = known or [False] * len(lists)
     allowed = [
-        are_gapless(tensors) if dense_off_graph else _are_writable(tensors)
-        for tensors, dense_off_graph in zip(lists, known, strict=True)
+        some.are_gapless if some.dense_off_graph else _are_writable(some.tensors) for some in lists
     ]
     if torch.compiler.is_dynamo_compiling() or not any(allowed):
         return allowed
-    *found, of_others = pointers or list(map(storage_pointers, [*lists, others]))
-    held, kept = list(map(_of_values, lists, found)), set(of_others)
-    every = set(itertools.chain(*held))
-    if len(every) == sum(map(len, held)) and None not in every and every.isdisjoint(kept):
+    if not pointers:
+        pointers = list(map(storage_pointers, [*[some.tensors for some in lists], others]))
+    *of_lists, of_others = pointers
+    of_lists = list(map(_of_values, lists, of_lists))
+    union, kept = set(itertools.chain(*of_lists)), set(of_others)
+    if len(union) == sum(map(len, of_lists)) and None not in union and union.isdisjoint(kept):
         return allowed
-    for index, mine in enumerate(held):
-        alone = set(mine)
-        apart = len(alone) == len(mine) and None not in alone and alone.isdisjoint(kept)
-        rest = (other for place, other in enumerate(held) if place != index)
+    for index, own in enumerate(of_lists):
+        alone = set(own)
+        apart = len(alone) == len(own) and None not in alone and alone.isdisjoint(kept)
+        rest = (other for place, other in enumerate(of_lists) if place != index)
         allowed[index] = allowed[index] and apart and all(map(alone.isdisjoint, rest))
     return allowed
 
@@ -122,9 +120,9 @@ def _is_number(tensor: Tensor) -> bool:
     return not tensor.ndim and tensor.dtype is torch.float64 and tensor.is_cpu
 
 
-def _of_values(tensors: Sequence[Tensor], pointers: list[int | None]) -> list[int | None]:
+def _of_values(metadata: Metadata, pointers: list[int | None]) -> list[int | None]:
     """Return the pointers of the tensors that have elements; empty ones cannot share memory."""
-    counts = elements(tensors)
+    counts = metadata.elements
     if 0 not in counts:
         return pointers
     return [pointer for pointer, count in zip(pointers, counts, strict=True) if count]
@@ -133,18 +131,18 @@ def _of_values(tensors: Sequence[Tensor], pointers: list[int | None]) -> list[in
 # ---- gradients -----------------------------------------------------------------------------------
 
 
-def take_ownership(found: list[Tensor]) -> list[Tensor]:
+def take_ownership(gradients: list[Tensor]) -> list[Tensor]:
     """Return the gradients of a backward, off the graph, in memory that nobody else can see. A
-    gradient that a custom backward or a hook may have kept is copied. Empties `found`, because its
-    references would count as uses.
+    gradient that a custom backward or a hook may have kept is copied. Empties `gradients`, because
+    its references would count as uses.
     """
-    if set(map(type, found)) != {Tensor} or set(map(_layout, found)) != {torch.strided}:
-        copies = [gradient.detach().clone() for gradient in found]
-        found.clear()
+    if set(map(type, gradients)) != {Tensor} or set(map(_layout, gradients)) != {torch.strided}:
+        copies = [gradient.detach().clone() for gradient in gradients]
+        gradients.clear()
         return copies
     # A result of torch's own backward can be a view of a tensor that only the view keeps alive.
-    detached = list(map(Tensor.detach, found))
-    found.clear()
+    detached = list(map(Tensor.detach, gradients))
+    gradients.clear()
     storages = list(map(Tensor.untyped_storage, detached))
     # Two uses: the tensor, and its place in `storages`. Memory from outside cannot be resized.
     uses = list(map(private.storage_uses, map(_cdata, storages)))
@@ -163,19 +161,19 @@ def take_ownership(found: list[Tensor]) -> list[Tensor]:
 # ---- debugging -----------------------------------------------------------------------------------
 
 
-def poison(given: Sequence[Any], keep: Sequence[Any]) -> None:
+def poison(donated: Sequence[Any], keep: Sequence[Any]) -> None:
     """Fill donated tensors with NaN, so that a later use is seen, with
     `PURESCALE_DEBUG_DONATION=1`.
 
     In this mode nothing is written in place; results are in fresh memory and have the same bits.
-    Every floating tensor of `given` that donation might have overwritten becomes NaN, unless it
+    Every floating tensor of `donated` that donation might have overwritten becomes NaN, unless it
     shares memory with another of them or with `keep`.
     """
     if not DEBUG or traced():
         return
-    taken, held = set(storage_pointers(keep)), storage_pointers(given)
-    for leaf, storage in zip(given, held, strict=True):
-        alone = storage is not None and storage not in taken and held.count(storage) == 1
+    kept, storages = set(storage_pointers(keep)), storage_pointers(donated)
+    for leaf, storage in zip(donated, storages, strict=True):
+        alone = storage is not None and storage not in kept and storages.count(storage) == 1
         floating = isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
         if alone and floating and not leaf.requires_grad and leaf.layout is torch.strided:
             leaf.fill_(float("nan"))

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from .._torch import private
 from .._torch.dtypes import largest_within, saturating, unscaled_dtype, wide_dtype
-from .._torch.metadata_cache import cached, dtypes
 from .._torch.private import listops
 from .._torch.tracing import host_can_read, is_on_a_graph, traced, under_transform
 
@@ -58,22 +57,11 @@ def is_gapless(tensor: Tensor) -> bool:
 
 def are_contiguous(tensors: Sequence[Tensor]) -> bool:
     """Return True if all are known to be contiguous. A fast check of the whole list."""
-    return not torch.compiler.is_dynamo_compiling() and cached(
-        "contiguous", lambda: all(map(Tensor.is_contiguous, tensors)), tensors
-    )
+    return not torch.compiler.is_dynamo_compiling() and all(map(Tensor.is_contiguous, tensors))
 
 
 def are_gapless(tensors: Sequence[Tensor]) -> bool:
-    return are_contiguous(tensors) or cached(
-        "gapless", lambda: all(map(is_gapless, tensors)), tensors
-    )
-
-
-def have_one_order(tensors: Sequence[Tensor], likes: Sequence[Tensor]) -> bool:
-    """Return True if `same_memory_order` of each tensor and its like, which has the same shape."""
-    return (are_contiguous(tensors) and are_contiguous(likes)) or all(
-        map(same_memory_order, tensors, likes)
-    )
+    return are_contiguous(tensors) or all(map(is_gapless, tensors))
 
 
 def same_memory_order(a: Tensor, b: Tensor) -> bool:
@@ -85,10 +73,6 @@ def same_memory_order(a: Tensor, b: Tensor) -> bool:
 
 def by_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
     """Return the indices of tensors by device and dtype: list kernels take one kind at a time."""
-    return cached("kinds", lambda: _by_kind(tensors), tensors)
-
-
-def _by_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
     kinds = [(tensor.device, tensor.dtype) for tensor in tensors]
     if len(set(kinds)) <= 1:
         return [list(range(len(tensors)))] if tensors else []
@@ -162,7 +146,7 @@ def views(flat: Tensor, likes: Sequence[Tensor]) -> list[Tensor]:
 def divide(tensors: Sequence[Tensor], divisor: Tensor, *, in_place: bool = False) -> list[Tensor]:
     """Divide each tensor by a 0-d tensor, float16 in float32, others in their own dtype."""
     ops = torch.div, listops.div, listops.div_
-    if all([unscaled_dtype(dtype) is dtype for dtype in dtypes(tensors)]):
+    if all([unscaled_dtype(t.dtype) is t.dtype for t in tensors]):
         return _with_operand(*ops, tensors, divisor, in_place=in_place)
     wide = cast(tensors, [unscaled_dtype(tensor.dtype) for tensor in tensors])
     made_here = all(new is not old for new, old in zip(wide, tensors, strict=True))
@@ -420,7 +404,7 @@ def weighted_sum(
     if (
         traced()
         or is_on_a_graph([*sums, *new, *factors])
-        or not dtypes(sums) <= set(ADDED_AS_LISTS)
+        or not {total.dtype for total in sums} <= set(ADDED_AS_LISTS)
     ):
         pairs = zip(sums, new, strict=True)
         totals = [_weighted(*pair, share, good, keep, scale) for pair in pairs]

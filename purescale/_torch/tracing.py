@@ -9,15 +9,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .._torch import private
-from .._torch.metadata_cache import PLAIN_TYPES as PLAIN_TYPES
-from .._torch.metadata_cache import cached
 from .._torch.private import constant_while_compiling as constant_while_compiling
 from .._torch.private import traced as traced
 from .._torch.private import under_transform as under_transform
+
+PLAIN_TYPES = frozenset((Tensor, nn.Parameter))  # a subclass may hold no values
 
 # For tests: if True, a CPU decides like an accelerator, without reading a value.
 _as_an_accelerator = False
@@ -29,11 +29,7 @@ def is_on_a_graph(tensors: Sequence[Tensor | None]) -> bool:
 
 
 def any_requires_grad(tensors: Sequence[Tensor | None]) -> bool:
-    return cached(
-        "requires grad",
-        lambda: any([tensor is not None and tensor.requires_grad for tensor in tensors]),
-        tensors,
-    )
+    return any([tensor is not None and tensor.requires_grad for tensor in tensors])
 
 
 def in_dynamo_alone() -> bool:
@@ -75,12 +71,12 @@ def host_can_read(*lists: Sequence[Tensor]) -> bool:
     """Return True if reading these tensors does not wait: on a CPU, in eager mode, without
     subclasses that may hold no values.
     """
-    return not (_as_an_accelerator or traced()) and all(map(_hold_values_on_a_cpu, lists))
+    return not (_as_an_accelerator or traced()) and all(map(are_on_a_cpu, lists))
 
 
 def is_eager_on_a_cpu(tensors: Sequence[Tensor]) -> bool:
     """Return True if the tensors have values on a CPU, also within `as_on_an_accelerator`."""
-    return not traced() and _hold_values_on_a_cpu(tensors)
+    return not traced() and are_on_a_cpu(tensors)
 
 
 def by_torch_func(inputs: Sequence[Tensor], *, differentiable: bool) -> bool:
@@ -96,12 +92,9 @@ def refuse_in_a_trace(what: str, fix: str) -> None:
         raise ValueError(f"{what} Fix: {fix}")
 
 
-def _hold_values_on_a_cpu(tensors: Sequence[Tensor]) -> bool:
-    return cached(
-        "readable",
-        lambda: set(map(type, tensors)) <= PLAIN_TYPES and all(map(_is_cpu, tensors)),
-        tensors,
-    )
+def are_on_a_cpu(tensors: Sequence[Tensor]) -> bool:
+    """Return True if the tensors have values on a CPU."""
+    return set(map(type, tensors)) <= PLAIN_TYPES and all(map(_is_cpu, tensors))
 
 
 @contextlib.contextmanager

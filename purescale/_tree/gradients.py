@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._torch import dtensor, foreach
+from .._torch.metadata import Metadata
 from .._tree.leaves import are_dense_real, dense_real
 
 
@@ -18,11 +19,15 @@ class Gradients(NamedTuple):
     A DTensor becomes its local shard, a complex tensor a view as reals, a sparse COO tensor dense.
     """
 
-    tensors: list[Tensor]
+    metadata: Metadata  # of the tensors
     likes: Sequence[Any]  # leaves in the form of the results, with None; no Partial placement
     dense_real: bool  # True if the likes are dense and real, so that tensors are leaves
     scale: Tensor | None = None  # of the loss, by which they are still multiplied
     owned: bool = False  # nobody else can see their memory, so it may be overwritten
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return self.metadata.tensors
 
     def restore(self, results: Sequence[Tensor]) -> list[Any]:
         """Return the results in the form of their leaves: complex, a DTensor, or None for None."""
@@ -35,7 +40,7 @@ class Gradients(NamedTuple):
         """Return them in float32 where they are narrower."""
         tensors = [t.float() if t.dtype.itemsize < 4 else t for t in self.tensors]
         fresh = all([new is not old for new, old in zip(tensors, self.tensors, strict=True)])
-        return self._replace(tensors=tensors, owned=self.owned or fresh)
+        return self._replace(metadata=Metadata(tensors), owned=self.owned or fresh)
 
     def divided(self, divisor: Tensor) -> Gradients:
         """Return them divided by a 0-d tensor, in place if they are owned, as all that follow."""
@@ -50,7 +55,7 @@ class Gradients(NamedTuple):
         return self._owning(foreach.clamp(self.tensors, bound, in_place=self.owned))
 
     def _owning(self, tensors: list[Tensor]) -> Gradients:
-        return Gradients(tensors, self.likes, self.dense_real, self.scale, owned=True)
+        return Gradients(Metadata(tensors), self.likes, self.dense_real, self.scale, owned=True)
 
     @property
     def leaves(self) -> list[Any]:
@@ -68,10 +73,10 @@ def as_gradients(
 ) -> Gradients:
     """Return checked leaves as dense, real, strided tensors. A partial DTensor is reduced."""
     if are_dense_real(leaves):
-        return Gradients(list(leaves), leaves, True, scale, owned)
+        return Gradients(Metadata(list(leaves)), leaves, True, scale, owned)
     likes = [dtensor.reduce_partial(leaf) for leaf in leaves]
     tensors = [dense_real(dtensor.shard(leaf)) for leaf in likes if leaf is not None]
-    return Gradients(tensors, likes, False, scale, owned)
+    return Gradients(Metadata(tensors), likes, False, scale, owned)
 
 
 def _in_form_of(like: Tensor, result: Tensor) -> Tensor:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._torch import dtensor, metadata_cache, private
+from .._torch import dtensor, metadata, private
 from .._torch.dtypes import wide_dtype
-from .._torch.metadata_cache import cached
+from .._torch.metadata import Metadata
 from .._torch.tracing import PLAIN_TYPES
 
 _REAL = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
@@ -61,16 +61,14 @@ def are_dense_off_graph(leaves: Sequence[Any]) -> bool:
     )
 
 
-def lookup(leaves: list[Any]) -> tuple[list[Any], bool]:
-    """Return the leaves, with cached metadata if possible, and whether they are dense and off
-    graph.
-    """
-    return metadata_cache.lookup(leaves, are_dense_off_graph)
+def metadata_of(leaves: list[Any]) -> Metadata:
+    """Return the metadata of leaves, which says whether they are dense and off graph."""
+    return metadata.recognised(leaves, are_dense_off_graph)
 
 
-def are_real(leaves: Sequence[Any]) -> bool:
-    """Return True if the tensors hold real numbers in dtypes that a parameter may have."""
-    return cached("real", lambda: {leaf.dtype for leaf in leaves} <= _REAL, leaves)
+def are_real(dtypes: Set[torch.dtype]) -> bool:
+    """Return True if a parameter may have each of these dtypes and is then real."""
+    return dtypes <= _REAL
 
 
 def versions(leaves: Collection[Any]) -> list[int]:
@@ -91,7 +89,7 @@ def versions(leaves: Collection[Any]) -> list[int]:
 
 def unusual(leaves: Sequence[Any]) -> list[tuple[int, Any]]:
     """Return the leaves that need a check of their own, with their indices."""
-    if are_dense_real(leaves) and are_real(leaves):
+    if are_dense_real(leaves) and are_real({leaf.dtype for leaf in leaves}):
         return []
     return [
         (index, leaf)

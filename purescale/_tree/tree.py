@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .._torch import donation, dtensor, foreach, private
 from .._torch.donation import storage_pointer, storage_pointers
-from .._torch.metadata_cache import CachedList, cached
+from .._torch.metadata import Metadata
 from .._torch.tracing import PLAIN_TYPES, traced, under_transform
 from .._tree import leaves as _leaf
 
@@ -40,11 +40,6 @@ class TreeDef(Protocol):
 _OPTREE: dict[str, Any] = {"none_is_leaf": True, "namespace": "purescale"}
 _insertion_ordered = optree.dict_insertion_ordered(True, namespace="purescale")
 _insertion_ordered.__enter__()
-
-# optree takes a CachedList for a leaf unless it is registered. It unflattens to a plain list.
-optree.register_pytree_node(
-    CachedList, lambda leaves: (leaves, None), lambda _, leaves: list(leaves), namespace="purescale"
-)
 
 
 # ---- structure -----------------------------------------------------------------------------------
@@ -91,13 +86,12 @@ class FlatTree(NamedTuple):
     tree: Tree
     leaves: Leaves
     structure: Any  # a `TreeDef`; None for a tree that is never rebuilt from its leaves
-    dense_off_graph: bool = False  # the result of `leaves.are_dense_off_graph` at that time
+    metadata: Metadata  # of the leaves
 
 
 def flatten_once(tree: Tree) -> FlatTree:
     leaves, structure = flatten(tree)
-    leaves, dense_off_graph = _leaf.lookup(leaves)
-    return FlatTree(tree, leaves, structure, dense_off_graph)
+    return FlatTree(tree, leaves, structure, _leaf.metadata_of(leaves))
 
 
 def map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
@@ -283,17 +277,18 @@ def gradients_like(params: FlatTree, grads: Tree) -> FlatTree:
     that does not fit its parameter.
     """
     gradients = leaves_like("grads", grads, "params", params.tree, params.structure)
-    gradients, dense_off_graph = _leaf.lookup(gradients)
-    flat = FlatTree(grads, gradients, params.structure, dense_off_graph)
-    if params.dense_off_graph and dense_off_graph and _leaf.are_real(gradients):
+    metadata, of_params = _leaf.metadata_of(gradients), params.metadata
+    flat = FlatTree(grads, gradients, params.structure, metadata)
+    both_dense = of_params.dense_off_graph and metadata.dense_off_graph
+    if both_dense and _leaf.are_real(metadata.dtypes):
         weights = params.leaves
 
-        def alike() -> bool:
+        def fit() -> bool:
             shapes = list(_map(_shape, gradients)), list(_map(_shape, weights))
             devices = list(_map(_device, gradients)), list(_map(_device, weights))
             return shapes[0] == shapes[1] and devices[0] == devices[1]
 
-        if cached("alike", alike, gradients, weights):
+        if metadata.remember("fit", fit, of_params):
             return flat
     check_gradients(params.tree, gradients)
     for index, (gradient, weight) in enumerate(zip(gradients, params.leaves, strict=True)):
@@ -331,11 +326,11 @@ def reject_autograd_history(**trees: Tree) -> None:
     if traced() or not torch.is_grad_enabled():
         return
     for name, tree in trees.items():
-        looked_at = tree if isinstance(tree, FlatTree) else flatten_once(tree)
-        for index, leaf in enumerate([] if looked_at.dense_off_graph else looked_at.leaves):
+        flat = tree if isinstance(tree, FlatTree) else flatten_once(tree)
+        for index, leaf in enumerate([] if flat.metadata.dense_off_graph else flat.leaves):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 raise ValueError(
-                    f"{paths(looked_at.tree, name)[index]} is a result of torch.autograd "
+                    f"{paths(flat.tree, name)[index]} is a result of torch.autograd "
                     f"({leaf.grad_fn.name()}), and `.backward()` cannot go through a step. Likely "
                     "cause: a derivative through the step is wanted, or gradients were made with "
                     "create_graph=True. Fix: torch.func.grad of a function that makes the step, "
@@ -381,8 +376,7 @@ def matching_leaves(
     """Return the leaves of two trees in one order, and the structure. Refuse, naming the leaf,
     trees that differ in anything but values. `flat` is `tree` flattened, if that is known.
     """
-    flat = FlatTree(tree, *flatten(tree)) if flat is None else flat
-    leaves, structure = flat.leaves, flat.structure
+    leaves, structure = flatten(tree) if flat is None else (flat.leaves, flat.structure)
     others = leaves_like(other_name, other, name, tree, structure)
     if _have_same_metadata(leaves, others):
         return leaves, others, structure
@@ -467,7 +461,7 @@ def check_names(dotted_names: Sequence[str]) -> None:
 
 def check_parameters(params: FlatTree, name: str = "params") -> None:
     """Refuse, naming the leaf, a leaf that cannot be a parameter."""
-    if params.dense_off_graph and _leaf.are_real(params.leaves):
+    if params.metadata.dense_off_graph and _leaf.are_real(params.metadata.dtypes):
         return
     for index, leaf in _leaf.unusual(params.leaves):
         _leaf.check_leaf(leaf, path(params.tree, name, index), "parameter")

@@ -7,33 +7,34 @@ import weakref
 import pytest
 import torch
 from helpers import same_bits
-from torch import Tensor, nn
+from torch import nn
 
 import purescale as ps
-from purescale._torch import metadata_cache, tracing
-from purescale._torch.metadata_cache import CachedList, cached, joined, part
-from purescale._tree.leaves import are_dense_off_graph, lookup
+from purescale._torch import metadata, tracing
+from purescale._torch.metadata import Metadata
+from purescale._tree.leaves import metadata_of
 
 RULE = ps.DynamicScale(init_scale=2.0**4)
 
 
 @pytest.fixture(autouse=True)
 def nothing_seen(monkeypatch):
-    monkeypatch.setattr(metadata_cache, "_entries", {})
+    monkeypatch.setattr(metadata, "_entries", {})
 
 
 def forget(monkeypatch):
     """As if nothing were ever remembered."""
     monkeypatch.setattr(
-        metadata_cache, "lookup", lambda tensors, are_dense: (tensors, are_dense(tensors))
+        metadata,
+        "recognised",
+        lambda tensors, are_dense: Metadata(tensors, dense_off_graph=are_dense(tensors)),
     )
 
 
 def is_known(tensors):
-    """Whether a look finds this list in memory."""
-    known = metadata_cache._entries.get(len(tensors), ())
-    found = lookup(tensors)[0]
-    return type(found) is CachedList and found.entry in known
+    """Return True if answers about an earlier list are taken for this one."""
+    entries = metadata._entries.get(len(tensors), ())
+    return metadata_of(tensors).answers in [entry.answers for entry in entries]
 
 
 def inference_tensor():
@@ -66,7 +67,7 @@ OTHERS = {
 @pytest.mark.parametrize("what", OTHERS)
 @pytest.mark.filterwarnings("ignore")
 def test_a_list_that_differs_in_one_thing_is_not_known(what):
-    lookup([torch.zeros(4), torch.zeros(2, 3)])
+    metadata_of([torch.zeros(4), torch.zeros(2, 3)])
     assert is_known([torch.ones(4), torch.ones(2, 3)])
     assert not is_known([torch.zeros(4), OTHERS[what]()])
     assert not is_known([torch.zeros(4), torch.zeros(2, 3), torch.zeros(2, 3)])
@@ -75,14 +76,14 @@ def test_a_list_that_differs_in_one_thing_is_not_known(what):
 
 def test_in_inference_mode_its_tensors_are_not_taken_for_others():
     with torch.inference_mode():
-        assert not lookup([torch.zeros(2)])[1]
+        assert not metadata_of([torch.zeros(2)]).dense_off_graph
     made_before = [torch.zeros(2)]
     with torch.inference_mode():
-        assert lookup(made_before)[1]
-        assert lookup(made_before)[1]
-        assert not lookup([torch.zeros(2)])[1]
-    assert lookup(made_before)[1]
-    assert not lookup([inference_tensor()])[1]
+        assert metadata_of(made_before).dense_off_graph
+        assert metadata_of(made_before).dense_off_graph
+        assert not metadata_of([torch.zeros(2)]).dense_off_graph
+    assert metadata_of(made_before).dense_off_graph
+    assert not metadata_of([inference_tensor()]).dense_off_graph
 
 
 def test_what_was_seen_in_inference_mode_is_not_taken_for_its_tensors_outside():
@@ -99,61 +100,87 @@ def test_what_was_seen_in_inference_mode_is_not_taken_for_its_tensors_outside():
         expected = stepped(*made_outside)
     assert same_bits(stepped(*made_inside, donate=True), expected)
     with torch.inference_mode():
-        lookup([torch.zeros(2)])
-        assert not lookup([torch.zeros(2)])[1]
-    assert not lookup([inference_tensor()])[1]
+        metadata_of([torch.zeros(2)])
+        assert not metadata_of([torch.zeros(2)]).dense_off_graph
+    assert not metadata_of([inference_tensor()]).dense_off_graph
 
 
 def test_a_result_of_autograd_is_not_taken_for_a_parameter():
-    assert lookup([torch.zeros(2, requires_grad=True)])[1]
+    assert metadata_of([torch.zeros(2, requires_grad=True)]).dense_off_graph
     assert is_known([torch.zeros(2, requires_grad=True)])
-    assert not lookup([torch.zeros(2, requires_grad=True) * 2])[1]
+    assert not metadata_of([torch.zeros(2, requires_grad=True) * 2]).dense_off_graph
 
 
 def test_where_a_call_is_traced_or_transformed_nothing_is_known():
-    found = []
+    recognised = []
 
     def looked_at(tensor):
-        found.append(type(lookup([tensor])[0]) is CachedList)
+        recognised.append(is_known([tensor]))
         return tensor
 
-    lookup([torch.zeros(3)])
+    metadata_of([torch.zeros(3)])
     torch.func.grad(lambda t: looked_at(t).sum())(torch.zeros(3))
     torch.vmap(looked_at)(torch.zeros(2, 3))
     with torch.autograd.forward_ad.dual_level():
         looked_at(torch.zeros(3))
-    assert found == [False] * 3
+    assert recognised == [False] * 3
 
 
 def test_a_question_is_asked_once_of_lists_alike():
     asked = []
 
-    def ask(tensors, *likes):
-        return cached(
-            "numbers", lambda: asked.append(len(tensors)) or len(tensors), tensors, *likes
-        )
+    def ask(tensors, other=None):
+        answer = lambda: asked.append(len(tensors.tensors)) or len(tensors.tensors)  # noqa: E731
+        return tensors.remember("numbers", answer, other)
 
     for _ in range(3):
-        first, second = lookup([torch.zeros(2)])[0], lookup([torch.zeros(3), torch.zeros(1)])[0]
+        first = metadata_of([torch.zeros(2)])
+        second = metadata_of([torch.zeros(3), torch.zeros(1)])
         assert (ask(first), ask(second), ask(first, second), ask(second, first)) == (1, 2, 1, 2)
-        both = joined(first, second)
-        assert [t.shape for t in both] == [(2,), (3,), (1,)]
-        assert [t.shape for t in part(both, 1, 3)] == [(3,), (1,)]
-        assert (ask(both), ask(part(both, 0, 1)), ask(part(both, 1, 3))) == (3, 1, 2)
+        both = first.joined(second)
+        assert [t.shape for t in both.tensors] == [(2,), (3,), (1,)]
+        assert [t.shape for t in both.part(1, 3).tensors] == [(3,), (1,)]
+        assert (ask(both), ask(both.part(0, 1)), ask(both.part(1, 3))) == (3, 1, 2)
     assert sorted(asked) == [1, 1, 1, 2, 2, 2, 3]
-    assert ask([torch.zeros(2)]) == ask([torch.zeros(2)]) == 1
+    assert ask(Metadata([torch.zeros(2)])) == ask(Metadata([torch.zeros(2)])) == 1
     assert sorted(asked) == [1, 1, 1, 1, 1, 2, 2, 2, 3]
+
+
+FACTS = {
+    "elements": [6, 2, 0, 1],
+    "dtypes": {torch.float32, torch.float64},
+    "devices": {torch.device("cpu")},
+    "kinds": [[0, 2, 3], [1]],
+    "are_contiguous": False,
+    "are_gapless": True,
+    "any_requires_grad": True,
+    "are_on_a_cpu": True,
+}
+
+
+@pytest.mark.parametrize("fact", FACTS)
+def test_a_fact_is_the_same_of_a_list_that_is_recognised(fact):
+    def tensors():
+        transposed, empty = torch.zeros(3, 2).t(), torch.zeros(0)
+        return [transposed, torch.zeros(2).double(), empty, torch.zeros(1, requires_grad=True)]
+
+    for _ in range(2):
+        assert getattr(metadata_of(tensors()), fact) == FACTS[fact]
+    assert getattr(Metadata(tensors()), fact) == FACTS[fact]
+    part = Metadata(tensors()).part(1, 3)
+    expected = getattr(Metadata(tensors()[1:3]), fact)
+    assert getattr(part, fact) == getattr(metadata_of(tensors()).part(1, 3), fact) == expected
 
 
 def test_memory_is_bounded():
     for count in range(1, 40):
         for size in range(9):
-            tensors = lookup([torch.zeros(size)] * count)[0]
+            tensors = metadata_of([torch.zeros(size)] * count)
     for question in range(500):
-        cached(question, lambda: True, tensors)
-    assert len(metadata_cache._entries) == 16
-    assert max(map(len, metadata_cache._entries.values())) == 4
-    assert len(tensors.entry.answers) < 100
+        tensors.remember(question, lambda: True)
+    assert len(metadata._entries) == 16
+    assert max(map(len, metadata._entries.values())) == 4
+    assert len(tensors.answers.by_question) < 100
 
 
 # ---- whole steps ---------------------------------------------------------------------------------
@@ -186,7 +213,7 @@ def test_a_step_has_the_same_bits_with_what_was_seen_and_without(cls, donate, dt
         return a_step(cls, parameters(dtype), float("inf"), **given)
 
     remembering = run()
-    assert metadata_cache._entries
+    assert metadata._entries
     forget(monkeypatch)
     assert same_bits(remembering, run())
 
@@ -199,9 +226,9 @@ def test_two_models_do_not_disturb_each_other(monkeypatch):
     run()
     looked = []
     monkeypatch.setattr(
-        metadata_cache,
+        metadata,
         "Entry",
-        lambda tensors=(): looked.append(len(tensors)) or pytest.fail("looked anew"),
+        lambda tensors: looked.append(len(tensors)) or pytest.fail("looked anew"),
     )
     run()
     assert not looked
@@ -273,15 +300,6 @@ def test_shared_memory_is_seen_though_the_metadata_is_known():
         a_step(torch.optim.AdamW, params, 1.0, donate=True)
         assert torch.equal(whole, kept[-1])
         a_step(torch.optim.AdamW, parameters(), 1.0, donate=True)
-
-
-def test_a_list_that_was_looked_at_is_a_list_for_trees():
-    from purescale._tree import tree
-
-    looked = lookup([torch.zeros(2), torch.zeros(3)])[0]
-    assert [type(leaf) for leaf in tree.flatten((looked, {"a": looked}))[0]] == [Tensor] * 4
-    assert len(tree.all_tensors([looked])) == 2
-    assert are_dense_off_graph(looked)
 
 
 # ---- what is cached keeps nothing of a user's alive ----------------------------------------------
